@@ -1,0 +1,179 @@
+// A communicator: one rank's view of a group of ranks.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "collectives.hpp"
+#include "ops.hpp"
+#include "p2p.hpp"
+#include "stream.hpp"
+#include "transport.hpp"
+
+namespace pncpu {
+
+// How many calls a rank had issued when it left: what is beyond them will never come.
+struct Leaving {
+  uint64_t colls = 0, sends = 0, recvs = 0;
+};
+
+// What a blocked rank says to a peer that it waits for: what it needs, and up to where its current calls go.
+struct Stuck {
+  uint64_t needs_coll = 0, needs_recv = 0, needs_send = 0;  // 0: nothing of that kind
+  uint64_t last_coll = 0, last_send = 0, last_recv = 0;
+  char doing[128] = {};
+};
+
+struct Peer {
+  PeerInfo info;
+  SocketPtr control;
+  Pipe pipe[kChannels];
+  int local = -1;  // index in the host's segment; -1 on another host
+  bool same_process = false;
+  bool reads_me = false, i_read = false;  // directly
+  Cell* cell = nullptr;
+  Remote remote;
+  bool left = false, gone = false;  // under Comm::mutex
+  Leaving leaving;
+  bool stuck_known = false;
+  Stuck stuck;
+  std::map<uint64_t, std::vector<char>> inbox;
+  std::atomic<uint64_t> sends_issued{0}, recvs_issued{0};
+  std::string str() const;
+};
+
+// The calls of one group on one communicator; runs when its turn comes.
+struct Batch {
+  std::shared_ptr<Comm> comm;
+  uint64_t ticket = 0;
+  std::vector<Op> colls, p2p;
+  bool started = false, done = false;
+  size_t at = 0;
+};
+
+struct Registration {
+  void* buffer;
+  size_t size;
+  int flags;
+  bool window;
+};
+
+struct RedOp {
+  ncclDataType_t dtype;
+  PreMul scalar;
+  const void* device_scalar;
+};
+
+enum class Phase { Creating, Ready, Finalizing, Finalized, Suspended };
+
+struct Comm final : Sink, std::enable_shared_from_this<Comm> {
+  explicit Comm(int device);
+  ~Comm() override;
+  void set_shape(int rank, int nranks);  // known late where ranks have to agree on it first
+
+  int rank = 0, nranks = 0;
+  const int device;
+  const uint32_t generation;
+  ncclComm_t handle = nullptr;
+  bool blocking = true;
+  uint64_t hash = 0;
+  std::string name;
+  std::shared_ptr<Stream> default_stream;
+
+  // Creation: introduces itself, then connects to everyone in the table.
+  ncclResult_t introduce();
+  PeerInfo self;
+  ncclResult_t connect(const std::vector<PeerInfo>& table);
+
+  // Calls. issue() counts and numbers; progress() is the current batch's, by whoever runs its stream.
+  uint64_t take_ticket() { return next_ticket_++; }
+  void count_issue(const Op& op);
+  Step progress(Batch& batch);
+  void finish(Batch& batch);
+  bool idle() const { return serving_.load() == next_ticket_; }
+  bool turn_of(const Batch& batch) const { return serving_.load(std::memory_order_acquire) == batch.ticket; }
+  Doorbell& bell() { return me_ ? me_->bell : own_bell_; }
+  void ring_peers();
+  std::string waiting_for(const Batch& batch);
+  void look_for_deadlock(const Batch& batch);
+  uint64_t calls = 0;  // for fault injection
+  std::atomic<uint64_t> colls_issued{0};
+
+  // Errors: the first one stays.
+  Step fail_with(ncclResult_t code, const std::string& text, bool tell = true);
+  Step read_failed(int peer, ReadResult result, const char* doing);
+  ncclResult_t error() const { return error_.load(std::memory_order_acquire); }
+  std::string error_text();
+  void clear_error();
+
+  // Ranks talk over their control sockets: everyone's blob, in the order of `ranks`.
+  ncclResult_t exchange(uint64_t tag, const std::vector<int>& ranks, const std::vector<char>& mine,
+                        std::vector<std::vector<char>>* all, const char* what);
+  ncclResult_t announce_leaving();
+  ncclResult_t await_leaving();
+  ncclResult_t drain(Deadline deadline);  // until every issued call has ended
+  void disconnect();
+  void drop_connections();  // fault injection
+
+  // Sink
+  void arrived(const Hello& hello, SocketPtr socket) override;
+  void frame(int from, const CtlHeader& header, std::vector<char> body) override;
+  void closed(int from) override;
+  void data_ready() override { bell().ring(); }
+
+  Peer& peer(int r) { return *peers_[size_t(r)]; }
+  Segment* segment() { return segment_.get(); }
+  Cell* cell() { return me_; }
+  int local_index() const { return local_; }
+  int local_ranks() const { return local_count_; }
+  int hosts() const { return hosts_; }
+  void set_pending(ncclResult_t state);
+  ncclResult_t await_pending();  // until nothing runs in the background any more
+  ncclResult_t pending() const { return pending_.load(); }
+
+  std::atomic<Phase> phase{Phase::Creating};
+  std::atomic<bool> revoked{false}, aborted{false}, left{false};
+  std::mutex mutex;  // peers' mutable state, registrations, operations, the error's text
+  std::condition_variable changed;
+  std::map<void*, Registration> registrations;
+  std::map<int, RedOp> red_ops;
+  int next_red_op = ncclNumOps;
+  uint64_t derived = 0;  // splits, shrinks and grows so far, equal on every rank
+  bool grow_id_open = false;
+  SocketPtr join_socket;  // abort cuts a rendezvous short
+  size_t inline_bytes, block_bytes, ring_bytes;
+  int64_t spin_ns = 0;
+  double timeout_s = 0;
+  bool blocking_calls = false;
+
+ private:
+  ncclResult_t open_links(const std::vector<PeerInfo>& table, Deadline deadline);
+  ncclResult_t share_segment(Deadline deadline);
+  ncclResult_t settle(Deadline deadline);
+  ncclResult_t link_failed(int peer, const char* doing, const std::string& why);
+  void attach_pipes();
+  void choose_spin();
+
+  std::vector<std::unique_ptr<Peer>> peers_;
+  std::unique_ptr<Segment> segment_;
+  Cell* me_ = nullptr;
+  Doorbell own_bell_;
+  int local_ = 0, local_count_ = 1, hosts_ = 1;
+  bool direct_allowed_ = true;
+  uint64_t nonce_[2];
+  uint64_t next_ticket_ = 0;
+  std::atomic<uint64_t> serving_{0};
+  std::atomic<ncclResult_t> error_{ncclSuccess}, pending_{ncclInProgress};
+  std::string error_text_;
+  std::map<std::pair<int, int>, SocketPtr> waiting_;  // arrivals by kind and rank, during creation
+  uint64_t coll_seq_ = 0;
+  Coll coll_;
+  P2p p2p_;
+};
+
+HandleTable<Comm>& comms();
+
+}  // namespace pncpu

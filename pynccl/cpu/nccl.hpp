@@ -1,0 +1,15 @@
+// NCCL's C API and this library's additions, as C++ sees them. The one place that includes the declarations.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define _Bool bool
+extern "C" {
+#pragma GCC visibility push(default)
+#include "../native/nccl_api.h"
+
+#include "../native/cpu_api.h"
+#pragma GCC visibility pop
+}
+#undef _Bool

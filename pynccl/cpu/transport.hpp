@@ -1,0 +1,98 @@
+// How bytes get from one rank to another: rings in shared memory on one host, TCP between hosts, and direct reads of a
+// peer's memory where the kernel permits them.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "service.hpp"
+
+namespace pncpu {
+
+enum Channel { kColl = 0, kP2p = 1, kChannels = 2 };
+
+struct RingState {
+  alignas(kCacheLine) std::atomic<uint64_t> head;  // bytes written
+  alignas(kCacheLine) std::atomic<uint64_t> tail;  // bytes consumed
+};
+
+// One rank's part of a host's shared segment.
+struct alignas(kCacheLine) Cell {
+  Doorbell bell;
+  alignas(kCacheLine) std::atomic<uint64_t> progress;   // of the current all_reduce: sequence << 32 | blocks done
+  alignas(kCacheLine) std::atomic<uint64_t> read_done;  // the last collective for which it has read all it needs
+};
+
+// The memory that the ranks of one communicator on one host share: an unnamed file, so nothing is left behind.
+class Segment {
+ public:
+  Segment(int ranks, size_t ring_bytes);
+  ~Segment();
+  ncclResult_t create();
+  ncclResult_t open(Fd fd);
+  int fd() const { return fd_.get(); }
+  size_t bytes() const { return bytes_; }
+  size_t ring_bytes() const { return ring_bytes_; }
+  Cell& cell(int local) const { return reinterpret_cast<Cell*>(base_)[local]; }
+  // From `a` to `b`: the ring, its bytes, and how many of a's large messages b has read.
+  RingState& ring(int a, int b, int channel) const;
+  char* ring_data(int a, int b, int channel) const;
+  std::atomic<uint64_t>& acked(int a, int b) const;
+  void release_rings();  // gives the rings' pages back; they come again, empty, when used
+
+ private:
+  ncclResult_t map();
+  size_t pair(int a, int b) const { return size_t(a) * size_t(ranks_) + size_t(b); }
+  int ranks_;
+  size_t ring_bytes_, states_at_, acks_at_, data_at_, bytes_;
+  Fd fd_;
+  char* base_ = nullptr;
+};
+
+struct Span {
+  const char* data;
+  size_t size;
+};
+
+// A byte stream each way between this rank and a peer. Never blocks; a writer sees 0 when there is no room.
+class Pipe {
+ public:
+  void use_ring(RingState* out, char* out_data, RingState* in, char* in_data, size_t ring_bytes);
+  void use_tcp(SocketPtr socket);
+  // All of both parts or nothing; what TCP does not take at once is kept and sent by flush().
+  bool put(const void* a, size_t a_bytes, const void* b, size_t b_bytes);
+  size_t write(const void* data, size_t bytes);  // as much as there is room for
+  bool flush();                                  // true when nothing is left unsent
+  size_t readable();
+  Span peek();  // the contiguous part of what is readable
+  void copy_out(size_t skip, void* to, size_t bytes);  // of what is readable, without consuming
+  void consume(size_t bytes);
+  bool wrote = false, consumed = false;  // since the last time the owner looked: a bell to ring
+  bool broken = false;
+  bool idle();  // nothing underway in either direction
+  const SocketPtr& socket() const { return socket_; }
+  void close() { socket_.reset(); }
+
+ private:
+  void fill();
+  RingState *out_ = nullptr, *in_ = nullptr;
+  char *out_data_ = nullptr, *in_data_ = nullptr;
+  size_t ring_bytes_ = 0;
+  uint64_t head_ = 0, tail_ = 0, seen_tail_ = 0;  // private copies of the indices
+  SocketPtr socket_;
+  std::vector<char> unsent_;
+  std::unique_ptr<char[]> received_;
+  size_t sent_ = 0, taken_ = 0, filled_ = 0;
+};
+
+// What direct reads of a peer's memory need.
+struct Remote {
+  int64_t pid = 0;
+  uint64_t nonce_addr = 0;
+  uint64_t nonce[2] = {0, 0};
+};
+enum class ReadResult { Ok, Gone, Fault, Denied };
+// Copies from the peer's memory. Checks by its nonce that the process is still the one that was introduced.
+ReadResult read_remote(const Remote& peer, void* to, uint64_t from, size_t bytes);
+
+}  // namespace pncpu

@@ -1,0 +1,17 @@
+// What the CPU library adds to NCCL's C API: streams, events and devices, since it has no CUDA to
+// borrow them from. Same rules as nccl_api.h, which comes first. A stream handle of 0, 1 or 2 is a
+// communicator's default stream (CUDA's null, legacy and per-thread handles).
+
+ncclResult_t pyncclCpuDeviceCount(int* count); // since 2.32.3
+ncclResult_t pyncclCpuSetDevice(int device); // since 2.32.3
+ncclResult_t pyncclCpuGetDevice(int* device); // since 2.32.3
+ncclResult_t pyncclCpuStreamCreate(cudaStream_t* stream); // since 2.32.3
+ncclResult_t pyncclCpuStreamDestroy(cudaStream_t stream); // since 2.32.3
+ncclResult_t pyncclCpuStreamQuery(ncclComm_t comm, cudaStream_t stream); // since 2.32.3
+ncclResult_t pyncclCpuStreamSynchronize(ncclComm_t comm, cudaStream_t stream, int64_t timeoutMs); // since 2.32.3
+ncclResult_t pyncclCpuStreamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEvent_t event); // since 2.32.3
+ncclResult_t pyncclCpuEventCreate(cudaEvent_t* event); // since 2.32.3
+ncclResult_t pyncclCpuEventDestroy(cudaEvent_t event); // since 2.32.3
+ncclResult_t pyncclCpuEventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream); // since 2.32.3
+ncclResult_t pyncclCpuEventQuery(cudaEvent_t event); // since 2.32.3
+ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs); // since 2.32.3
