@@ -75,11 +75,13 @@ Step Comm::progress(Batch& batch) {
   }
   ring_peers();
   if (batch.at == batch.colls.size() && p2p_.done()) return Step::Done;
+  epoch_ += moved;
   return moved ? Step::Moved : Step::Blocked;
 }
 
 void Comm::finish(Batch& batch) {
   batch.done = true;
+  ++epoch_;
   serving_.store(batch.ticket + 1, std::memory_order_release);
   bell().ring();
 }
@@ -136,58 +138,6 @@ void Comm::clear_error() {
   error_.store(ncclSuccess);
 }
 
-std::string Comm::waiting_for(const Batch& batch) {
-  std::string text = "rank " + std::to_string(rank) + " waits in ";
-  bool coll = batch.at < batch.colls.size();
-  text += coll ? coll_.str() : p2p_.str();
-  std::vector<int> missing = coll ? coll_.missing() : std::vector<int>();
-  for (size_t i = 0; i < missing.size(); ++i)
-    text += (i ? ", " : missing.size() > 1 ? " for ranks " : " for rank ") + std::to_string(missing[i]);
-  return text;
-}
-
-// Two ranks that each wait for what the other's current calls do not contain will wait for ever: a batch ends only
-// when all of it has. Both facts are final while the batches last, so an old message is as good as a new one.
-void Comm::look_for_deadlock(const Batch& batch) {
-  bool coll = batch.at < batch.colls.size();
-  std::vector<int> missing = coll ? coll_.missing() : std::vector<int>();
-  for (int q = 0; q < nranks; ++q) {
-    if (q == rank) continue;
-    Peer& p = peer(q);
-    Stuck mine;
-    if (std::count(missing.begin(), missing.end(), q)) mine.needs_coll = coll_.seq();
-    mine.needs_recv = p2p_.front_send(q).number;
-    mine.needs_send = p2p_.front_recv(q).number;
-    mine.last_coll = coll_seq_ + (coll ? batch.colls.size() - batch.at - 1 : 0);
-    mine.last_send = p2p_.last_send(q);
-    mine.last_recv = p2p_.last_recv(q);
-    if (!mine.needs_coll && !mine.needs_recv && !mine.needs_send) continue;
-    std::string doing = coll ? coll_.str() : p2p_.str();
-    snprintf(mine.doing, sizeof mine.doing, "%s", doing.c_str());
-    std::unique_lock<std::mutex> lock(mutex);
-    bool theirs_lack = p.stuck_known && (mine.needs_coll > p.stuck.last_coll || mine.needs_recv > p.stuck.last_recv ||
-                                         mine.needs_send > p.stuck.last_send);
-    bool mine_lack = p.stuck_known && (p.stuck.needs_coll > mine.last_coll || p.stuck.needs_recv > mine.last_recv ||
-                                       p.stuck.needs_send > mine.last_send);
-    bool never = p.left && (mine.needs_coll > p.leaving.colls || mine.needs_recv > p.leaving.recvs ||
-                            mine.needs_send > p.leaving.sends);
-    std::string other = p.stuck.doing;
-    lock.unlock();
-    std::string me = "rank " + std::to_string(rank) + " waits in " + doing, them = "rank " + std::to_string(q);
-    if (theirs_lack && mine_lack) {
-      fail_with(ncclInvalidUsage, "deadlock: " + me + " for " + them + ", which waits in " + other + " for rank " +
-                                      std::to_string(rank));
-      return;
-    }
-    if (never) {
-      fail_with(ncclInvalidUsage, me + " for " + them + ", which has finalized or destroyed its communicator without a "
-                                                        "matching call");
-      return;
-    }
-    if (p.control) p.control->send_frame(Ctl::Stuck, 0, &mine, sizeof mine);
-  }
-}
-
 // ---- what the service's thread tells ----
 
 void Comm::arrived(const Hello& hello, SocketPtr socket) {
@@ -213,10 +163,10 @@ void Comm::frame(int from, const CtlHeader& header, std::vector<char> body) {
     p.left = true;
   } else if (header.kind == Ctl::Exchange) {
     p.inbox[header.tag] = std::move(body);
-  } else if (header.kind == Ctl::Stuck && body.size() == sizeof p.stuck) {
-    memcpy(&p.stuck, body.data(), sizeof p.stuck);
-    p.stuck.doing[sizeof p.stuck.doing - 1] = 0;
-    p.stuck_known = true;
+  } else if (header.kind == Ctl::Stuck && body.size() == sizeof(Stuck)) {
+    if (!p.stuck) p.stuck = std::make_unique<Stuck>();
+    memcpy(p.stuck.get(), body.data(), sizeof(Stuck));
+    p.stuck->doing[sizeof p.stuck->doing - 1] = 0;
   }
   changed.notify_all();
 }

@@ -20,10 +20,18 @@ struct Leaving {
   uint64_t colls = 0, sends = 0, recvs = 0;
 };
 
-// What a blocked rank says to a peer that it waits for: what it needs, and up to where its current calls go.
+// What a blocked rank tells every peer: what it needs of that peer (0: nothing of the kind), up to where its own
+// current calls towards that peer go, and for whose current calls to end it waits.
 struct Stuck {
-  uint64_t needs_coll = 0, needs_recv = 0, needs_send = 0;  // 0: nothing of that kind
+  struct Edge {
+    int32_t rank;
+    uint64_t epoch;  // that rank's, when this was said
+  };
+  static constexpr int kMostEdges = 16;
+  uint64_t epoch = 0, serial = 0;  // changes with every move; with every message
   uint64_t last_coll = 0, last_send = 0, last_recv = 0;
+  int32_t edges = 0;
+  Edge waits_for[kMostEdges] = {};
   char doing[128] = {};
 };
 
@@ -38,8 +46,7 @@ struct Peer {
   Remote remote;
   bool left = false, gone = false;  // under Comm::mutex
   Leaving leaving;
-  bool stuck_known = false;
-  Stuck stuck;
+  std::unique_ptr<Stuck> stuck;  // the newest
   std::map<uint64_t, std::vector<char>> inbox;
   std::atomic<uint64_t> sends_issued{0}, recvs_issued{0};
   std::string str() const;
@@ -169,6 +176,10 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   std::atomic<ncclResult_t> error_{ncclSuccess}, pending_{ncclInProgress};
   std::string error_text_;
   std::map<std::pair<int, int>, SocketPtr> waiting_;  // arrivals by kind and rank, during creation
+  Step never(int peer, const std::string& doing);
+  std::vector<int> find_cycle(const Stuck& mine);
+  uint64_t epoch_ = 0, serial_ = 0;
+  std::map<int, std::pair<uint64_t, uint64_t>> suspects_;  // of the last cycle seen: rank to epoch and serial
   uint64_t coll_seq_ = 0;
   Coll coll_;
   P2p p2p_;

@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kGraceNs = 100 * 1000;  // left to a caller that will wait itself
 constexpr int64_t kSliceNs = 100 * 1000 * 1000;
 constexpr int kIdleTicks = 20;
+constexpr double kFirstLook = 0.15;  // seconds without a move before a deadlock is looked for
 
 int64_t until(Deadline deadline, int64_t most) {
   if (deadline == kForever) return most;
@@ -49,18 +50,19 @@ void Launch::wait_for_news(const std::vector<uint32_t>& seen, int64_t ns) {
   batches[0].comm->bell().wait(seen[0], std::min<int64_t>(ns, 200 * 1000));
 }
 
-// Time-outs and deadlocks are looked for now and then, only while nothing moves.
-void Launch::when_blocked(Clock::time_point since, int* looks) {
+// Time-outs and deadlocks are looked for now and then, ever more rarely, only while nothing moves.
+void Launch::when_blocked(Clock::time_point since, double* next_look) {
   double blocked = std::chrono::duration<double>(Clock::now() - since).count();
+  bool look = blocked > *next_look;
   for (Batch& b : batches) {
     if (b.done || !b.comm->turn_of(b)) continue;
     if (b.comm->timeout_s > 0 && blocked > b.comm->timeout_s)
       b.comm->fail_with(ncclTimeout, b.comm->waiting_for(b) + " for more than " + std::to_string(b.comm->timeout_s) +
                                          " s (PYNCCL_CPU_TIMEOUT)");
-    else if (blocked > 0.2 * (*looks + 1))
+    else if (look)
       b.comm->look_for_deadlock(b);
   }
-  if (blocked > 0.2 * (*looks + 1)) ++*looks;
+  if (look) *next_look += std::min(*next_look, 2.0);
 }
 
 ncclResult_t Launch::run(Deadline deadline) {
@@ -69,7 +71,7 @@ ncclResult_t Launch::run(Deadline deadline) {
   for (Batch& b : batches) spin_ns = std::min(spin_ns, b.comm->spin_ns);
   bool was_blocked = false;
   Clock::time_point since;
-  int looks = 0;
+  double next_look = kFirstLook;
   for (;;) {
     bool all = true, moved = false;
     for (size_t i = 0; i < batches.size(); ++i) seen[i] = batches[i].comm->bell().look();
@@ -93,7 +95,7 @@ ncclResult_t Launch::run(Deadline deadline) {
     if (!was_blocked) {
       was_blocked = true;
       since = Clock::now();
-      looks = 0;
+      next_look = kFirstLook;
       Deadline end = since + std::chrono::nanoseconds(spin_ns);
       bool news = false;
       for (int i = 0; !news && (i % 32 || Clock::now() < end); ++i) {
@@ -102,7 +104,7 @@ ncclResult_t Launch::run(Deadline deadline) {
       }
       if (news) continue;
     }
-    when_blocked(since, &looks);
+    when_blocked(since, &next_look);
     int64_t ns = until(deadline, kSliceNs);
     if (ns == 0) return ncclInProgress;
     wait_for_news(seen, ns);

@@ -25,7 +25,7 @@ struct Launch {
 
  private:
   void wait_for_news(const std::vector<uint32_t>& seen, int64_t ns);
-  void when_blocked(Clock::time_point since, int* looks);
+  void when_blocked(Clock::time_point since, double* next_look);
 };
 
 struct Event {
