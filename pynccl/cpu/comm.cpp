@@ -11,6 +11,10 @@ HandleTable<Comm>& comms() {
   return *table;
 }
 
+namespace {
+constexpr char kReports[] = " reports: ";
+}
+
 std::string Peer::str() const { return "pid " + std::to_string(info.pid) + " on " + info.host_name; }
 
 Comm::Comm(int device_) : device(device_), generation(process_generation()), coll_(*this), p2p_(*this) {
@@ -107,14 +111,19 @@ Step Comm::fail_with(ncclResult_t code, const std::string& text, bool tell) {
   fail(code, "rank %d of %d: %s", rank, nranks, text.c_str());
   changed.notify_all();
   bell().ring();
-  if (!tell) return Step::Failed;
+  if (tell) tell_error();
+  return Step::Failed;
+}
+
+void Comm::tell_error() {
+  ncclResult_t code = error();
+  std::string text = error_text();
   std::vector<char> body(sizeof code + text.size());
   memcpy(body.data(), &code, sizeof code);
   memcpy(body.data() + sizeof code, text.data(), text.size());
   for (auto& p : peers_)
     if (SocketPtr control = p->control; control && !p->gone)
       control->send_frame(Ctl::Error, 0, body.data(), body.size());
-  return Step::Failed;
 }
 
 Step Comm::read_failed(int p, ReadResult result, const char* doing) {
@@ -152,9 +161,9 @@ void Comm::frame(int from, const CtlHeader& header, std::vector<char> body) {
     ncclResult_t code;
     memcpy(&code, body.data(), sizeof code);
     bool same = code == ncclInvalidUsage || code == ncclTimeout || code == ncclInvalidArgument;
-    fail_with(same ? code : ncclRemoteError, "rank " + std::to_string(from) + " reports: " +
-                                                 std::string(body.data() + sizeof code, body.size() - sizeof code),
-              false);
+    std::string text(body.data() + sizeof code, body.size() - sizeof code);
+    if (text.find(kReports) == std::string::npos) text = "rank " + std::to_string(from) + kReports + text;
+    fail_with(same ? code : ncclRemoteError, text, false);
     return;
   }
   std::lock_guard<std::mutex> lock(mutex);

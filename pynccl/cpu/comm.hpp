@@ -111,6 +111,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
 
   // Errors: the first one stays.
   Step fail_with(ncclResult_t code, const std::string& text, bool tell = true);
+  void tell_error();  // to every peer, by name
   Step read_failed(int peer, ReadResult result, const char* doing);
   ncclResult_t error() const { return error_.load(std::memory_order_acquire); }
   std::string error_text();

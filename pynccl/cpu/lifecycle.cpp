@@ -12,7 +12,7 @@ Comm* comm_of(ncclComm_t handle, const char* function, bool ready) {
     return fail(ncclInvalidArgument, "%s: comm %p %s", function, static_cast<void*>(handle), what), nullptr;
   }
   if (comm->generation != process_generation())
-    return fail(ncclInvalidUsage, "%s: comm %p belongs to the parent process: a forked child cannot use it", function,
+    return fail(ncclInvalidArgument, "%s: comm %p belongs to the parent process: a forked child cannot use it", function,
                 static_cast<void*>(handle)),
            nullptr;
   if (ready && comm->pending() == ncclInProgress)
@@ -162,7 +162,11 @@ ncclResult_t abort(const std::shared_ptr<Comm>& comm) {
   comm->aborted.store(true);
   if (SocketPtr joining = comm->join_socket) shutdown(joining->fd(), SHUT_RDWR);
   bool leaving = comm->left.load() && comm->phase.load() == Phase::Finalized;
-  if (!leaving) comm->fail_with(ncclRemoteError, "rank " + std::to_string(comm->rank) + " aborted its communicator");
+  if (!leaving) {
+    comm->fail_with(ncclRemoteError, "rank " + std::to_string(comm->rank) + " aborted its communicator", false);
+    // Peers must hear the cause before they see the connection end, or they would take this rank for the culprit.
+    comm->tell_error();
+  }
   comm->changed.notify_all();
   if (comm->phase.load() == Phase::Creating || comm->phase.load() == Phase::Finalizing) comm->await_pending();
   comm->drain(after_ms(5000));

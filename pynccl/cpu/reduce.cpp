@@ -27,8 +27,10 @@ struct Call {
 
 // A product and a sum are two roundings everywhere, whatever the flags of the build say.
 #if defined(__clang__)
+#define PNCPU_IVDEP _Pragma("clang loop vectorize(assume_safety)")
 #pragma STDC FP_CONTRACT OFF
 #else
+#define PNCPU_IVDEP _Pragma("GCC ivdep")
 #pragma GCC push_options
 #pragma GCC optimize("fp-contract=off", "no-trapping-math")
 #endif
@@ -125,8 +127,8 @@ bool isa_supported(Isa isa) {
 #endif
 }
 
-void reduce_on(Isa isa, void* out, const void* const* in, int k, size_t n, ncclDataType_t type, RedKind kind, int nranks,
-               const PreMul* scalars) {
+void reduce_on(Isa isa, void* out, const void* const* in, int k, size_t n, ncclDataType_t type, RedKind kind,
+               int nranks, const PreMul* scalars) {
   if (n == 0) return;
   if (k == 1 && kind != RedKind::Avg && kind != RedKind::PreMulSum) {
     if (out != in[0]) std::memcpy(out, in[0], n * type_size(type));

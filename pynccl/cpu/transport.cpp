@@ -2,9 +2,11 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 
 #include <algorithm>
+#include <map>
 
 namespace pncpu {
 
@@ -21,8 +23,8 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks) {
   bytes_ = data_at_ + pairs * kChannels * ring_bytes_;
 }
 
-Segment::~Segment() {
-  if (base_) munmap(base_, bytes_);
+Mapping::~Mapping() {
+  if (base) munmap(base, bytes);
 }
 
 ncclResult_t Segment::create() {
@@ -39,11 +41,25 @@ ncclResult_t Segment::open(Fd fd) {
 }
 
 ncclResult_t Segment::map() {
-  void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
-  if (at == MAP_FAILED)
-    return fail(ncclSystemError, "cannot map %zu bytes of shared memory: %s", bytes_, strerror(errno));
-  base_ = static_cast<char*>(at);
-  madvise(base_, bytes_, MADV_DONTFORK);
+  static auto* mapped = new std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Mapping>>;
+  static auto* mutex = new std::mutex;
+  struct stat st;
+  if (fstat(fd_.get(), &st) != 0 || size_t(st.st_size) < bytes_)
+    return fail(ncclSystemError, "the shared segment is not what was announced");
+  std::lock_guard<std::mutex> lock(*mutex);
+  auto& known = (*mapped)[{st.st_dev, st.st_ino}];
+  mapping_ = known.lock();
+  if (!mapping_) {
+    void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+    if (at == MAP_FAILED)
+      return fail(ncclSystemError, "cannot map %zu bytes of shared memory: %s", bytes_, strerror(errno));
+    madvise(at, bytes_, MADV_DONTFORK);
+    mapping_ = std::make_shared<Mapping>();
+    mapping_->base = static_cast<char*>(at);
+    mapping_->bytes = bytes_;
+    known = mapping_;
+  }
+  base_ = mapping_->base;
   return ncclSuccess;
 }
 

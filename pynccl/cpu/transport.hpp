@@ -23,11 +23,17 @@ struct alignas(kCacheLine) Cell {
   alignas(kCacheLine) std::atomic<uint64_t> read_done;  // the last collective for which it has read all it needs
 };
 
+// A file in memory, mapped once in a process however many of its ranks use it.
+struct Mapping {
+  char* base = nullptr;
+  size_t bytes = 0;
+  ~Mapping();
+};
+
 // The memory that the ranks of one communicator on one host share: an unnamed file, so nothing is left behind.
 class Segment {
  public:
   Segment(int ranks, size_t ring_bytes);
-  ~Segment();
   ncclResult_t create();
   ncclResult_t open(Fd fd);
   int fd() const { return fd_.get(); }
@@ -46,6 +52,7 @@ class Segment {
   int ranks_;
   size_t ring_bytes_, states_at_, acks_at_, data_at_, bytes_;
   Fd fd_;
+  std::shared_ptr<Mapping> mapping_;
   char* base_ = nullptr;
 };
 

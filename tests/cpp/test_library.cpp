@@ -1,0 +1,322 @@
+// The CPU library as a C program uses it, with ranks as threads and as forked processes; built with the sanitizers
+// in CI, so it touches every path on which threads or processes meet.
+#include <unistd.h>
+
+#include <csignal>
+#include <functional>
+#include <thread>
+
+#include "harness.hpp"
+#include "nccl.hpp"
+
+using namespace testing;
+
+namespace {
+
+constexpr size_t kCounts[] = {0, 1, 17, 1023, 100003};
+
+#define OK(call) CHECK_EQ(int(call), int(ncclSuccess))
+
+void wait(ncclComm_t comm, cudaStream_t stream = nullptr) { OK(pyncclCpuStreamSynchronize(comm, stream, -1)); }
+
+struct World {
+  int rank, nranks;
+  ncclComm_t comm;
+  std::vector<float> make(size_t count, float value) const { return std::vector<float>(count, value); }
+};
+
+void check_all(const std::vector<float>& got, float want) {
+  size_t wrong = 0;
+  for (float v : got) wrong += v != want;
+  CHECK_EQ(wrong, size_t(0));
+}
+
+void all_collectives(const World& w) {
+  int n = w.nranks;
+  float sum = float(n * (n + 1)) / 2;
+  for (size_t count : kCounts) {
+    std::vector<float> in = w.make(count, float(w.rank + 1)), out = w.make(count, 0), all = w.make(count * size_t(n), 0);
+    OK(ncclAllReduce(in.data(), out.data(), count, ncclFloat32, ncclSum, w.comm, nullptr));
+    wait(w.comm);
+    check_all(out, sum);
+    OK(ncclAllGather(in.data(), all.data(), count, ncclFloat32, w.comm, nullptr));
+    wait(w.comm);
+    for (int r = 0; r < n && count; ++r) CHECK_EQ(all[size_t(r) * count], float(r + 1));
+    OK(ncclReduceScatter(all.data(), out.data(), count, ncclFloat32, ncclSum, w.comm, nullptr));
+    wait(w.comm);
+    check_all(out, float(n * (w.rank + 1)));
+    OK(ncclBroadcast(in.data(), out.data(), count, ncclFloat32, n - 1, w.comm, nullptr));
+    wait(w.comm);
+    check_all(out, float(n));
+    OK(ncclReduce(in.data(), out.data(), count, ncclFloat32, ncclMax, 0, w.comm, nullptr));
+    OK(ncclAlltoAll(all.data(), std::vector<float>(all).data(), 0, ncclFloat32, w.comm, nullptr));
+    OK(ncclGather(in.data(), all.data(), count, ncclFloat32, 0, w.comm, nullptr));
+    OK(ncclScatter(all.data(), out.data(), count, ncclFloat32, 0, w.comm, nullptr));
+    wait(w.comm);
+    check_all(out, float(w.rank + 1));
+  }
+}
+
+void point_to_point(const World& w) {
+  int next = (w.rank + 1) % w.nranks, previous = (w.rank + w.nranks - 1) % w.nranks;
+  for (size_t count : kCounts) {
+    std::vector<float> out = w.make(count, float(w.rank)), in = w.make(count, -1);
+    OK(ncclGroupStart());
+    OK(ncclSend(out.data(), count, ncclFloat32, next, w.comm, nullptr));
+    OK(ncclRecv(in.data(), count, ncclFloat32, previous, w.comm, nullptr));
+    OK(ncclGroupEnd());
+    wait(w.comm);
+    check_all(in, float(previous));
+  }
+}
+
+void two_streams_and_an_event(const World& w) {
+  cudaStream_t a, b;
+  cudaEvent_t event;
+  OK(pyncclCpuStreamCreate(&a));
+  OK(pyncclCpuStreamCreate(&b));
+  OK(pyncclCpuEventCreate(&event));
+  std::vector<float> x = w.make(50000, 1), y = w.make(50000, 0), z = w.make(50000, 0);
+  OK(ncclAllReduce(x.data(), y.data(), x.size(), ncclFloat32, ncclSum, w.comm, a));
+  OK(pyncclCpuEventRecord(w.comm, event, a));
+  OK(pyncclCpuStreamWaitEvent(w.comm, b, event));
+  OK(ncclAllReduce(y.data(), z.data(), y.size(), ncclFloat32, ncclSum, w.comm, b));
+  OK(pyncclCpuEventSynchronize(event, -1));
+  wait(w.comm, b);
+  check_all(z, float(w.nranks * w.nranks));
+  OK(pyncclCpuEventDestroy(event));
+  OK(pyncclCpuStreamDestroy(a));
+  OK(pyncclCpuStreamDestroy(b));
+  CHECK_EQ(int(pyncclCpuStreamDestroy(b)), int(ncclInvalidArgument));
+}
+
+void split_and_back(const World& w) {
+  ncclComm_t half = nullptr;
+  OK(ncclCommSplit(w.comm, w.rank % 2, -w.rank, &half, nullptr));
+  int rank = -1, size = -1;
+  OK(ncclCommUserRank(half, &rank));
+  OK(ncclCommCount(half, &size));
+  std::vector<float> x = w.make(5000, 1);
+  OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclSum, half, nullptr));
+  wait(half);
+  check_all(x, float(size));
+  OK(ncclCommFinalize(half));
+  OK(ncclCommDestroy(half));
+}
+
+void everything(World w) {
+  all_collectives(w);
+  point_to_point(w);
+  two_streams_and_an_event(w);
+  if (w.nranks > 1) split_and_back(w);
+}
+
+void one_rank(const ncclUniqueId& id, int nranks, int rank, const std::function<void(World)>& body) {
+  World w{rank, nranks, nullptr};
+  OK(ncclCommInitRank(&w.comm, nranks, id, rank));
+  if (!w.comm) return;
+  body(w);
+  OK(ncclCommFinalize(w.comm));
+  OK(ncclCommDestroy(w.comm));
+  CHECK_EQ(int(ncclCommDestroy(w.comm)), int(ncclInvalidArgument));
+}
+
+void as_threads(int nranks, const std::function<void(World)>& body) {
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < nranks; ++r) ranks.emplace_back([&, r] { one_rank(id, nranks, r, body); });
+  for (std::thread& t : ranks) t.join();
+}
+
+// The parent makes the id and serves it; it is no rank itself.
+std::vector<int> as_processes(int nranks, const std::function<void(World)>& body, int victim = -1) {
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  std::vector<pid_t> pids;
+  for (int r = 0; r < nranks; ++r) {
+    fflush(nullptr);
+    pid_t pid = fork();
+    if (pid == 0) {
+      failures = 0;
+      one_rank(id, nranks, r, body);
+      fflush(nullptr);
+      _exit(failures == 0 ? 0 : 1);
+    }
+    pids.push_back(pid);
+  }
+  std::vector<int> statuses;
+  for (int r = 0; r < nranks; ++r) {
+    int status = 0;
+    while (waitpid(pids[size_t(r)], &status, 0) < 0 && errno == EINTR) continue;
+    statuses.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
+    if (r != victim) CHECK_EQ(statuses.back(), 0);
+  }
+  return statuses;
+}
+
+void threads_of_one_process() {
+  for (int n : {1, 2, 3}) as_threads(n, everything);
+}
+void forked_processes() {
+  for (int n : {1, 2, 4}) as_processes(n, everything);
+}
+void forked_processes_through_shared_memory() {
+  set("PYNCCL_CPU_DIRECT", "0");
+  as_processes(3, everything);
+}
+void threads_through_shared_memory() {
+  set("PYNCCL_CPU_DIRECT", "0");
+  as_threads(3, everything);
+}
+void forked_processes_over_tcp() {
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  std::vector<pid_t> pids;
+  for (int r = 0; r < 3; ++r) {
+    pid_t pid = fork();
+    if (pid == 0) {
+      set("NCCL_HOSTID", std::to_string(r).c_str());
+      one_rank(id, 3, r, everything);
+      _exit(failures == 0 ? 0 : 1);
+    }
+    pids.push_back(pid);
+  }
+  for (pid_t pid : pids) {
+    int status = 0;
+    waitpid(pid, &status, 0);
+    CHECK_EQ(status, 0);
+  }
+}
+
+void init_all_in_one_thread() {
+  ncclComm_t comms[3];
+  OK(ncclCommInitAll(comms, 3, nullptr));
+  std::vector<std::vector<float>> x(3, std::vector<float>(20000, 2));
+  OK(ncclGroupStart());
+  for (int i = 0; i < 3; ++i)
+    OK(ncclAllReduce(x[size_t(i)].data(), x[size_t(i)].data(), 20000, ncclFloat32, ncclSum, comms[i], nullptr));
+  OK(ncclGroupEnd());
+  for (int i = 0; i < 3; ++i) wait(comms[i]);
+  for (auto& v : x) check_all(v, 6);
+  OK(ncclGroupStart());
+  for (ncclComm_t c : comms) OK(ncclCommFinalize(c));
+  OK(ncclGroupEnd());
+  for (ncclComm_t c : comms) OK(ncclCommDestroy(c));
+}
+
+// Several communicators on one stream run as one.
+void a_group_over_two_communicators() {
+  as_threads(2, [](World w) {
+    ncclComm_t other;
+    OK(ncclCommSplit(w.comm, 0, 0, &other, nullptr));
+    std::vector<float> x = w.make(9000, 1), y = w.make(9000, 2);
+    OK(ncclGroupStart());
+    OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclSum, w.comm, nullptr));
+    OK(ncclAllReduce(y.data(), y.data(), y.size(), ncclFloat32, ncclSum, other, nullptr));
+    OK(ncclGroupEnd());
+    wait(w.comm);
+    check_all(x, 2);
+    check_all(y, 4);
+    OK(ncclCommDestroy(other));
+  });
+}
+
+void a_mismatch_reaches_every_rank() {
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < 3; ++r)
+    ranks.emplace_back([&, r] {
+      ncclComm_t comm;
+      OK(ncclCommInitRank(&comm, 3, id, r));
+      float x[8] = {}, y[8] = {};
+      ncclResult_t called = ncclAllReduce(x, y, r == 1 ? 8 : 4, ncclFloat32, ncclSum, comm, nullptr);
+      ncclResult_t waited = pyncclCpuStreamSynchronize(comm, nullptr, -1), async = ncclSuccess;
+      OK(ncclCommGetAsyncError(comm, &async));
+      CHECK(called == ncclInvalidUsage || waited == ncclInvalidUsage);
+      CHECK_EQ(int(async), int(ncclInvalidUsage));
+      CHECK(contains(ncclGetLastError(comm), "count 8"));
+      OK(ncclCommAbort(comm));
+    });
+  for (std::thread& t : ranks) t.join();
+}
+
+void a_killed_rank_is_named() {
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  std::vector<pid_t> pids;
+  for (int r = 0; r < 3; ++r) {
+    pid_t pid = fork();
+    if (pid == 0) {
+      ncclComm_t comm;
+      OK(ncclCommInitRank(&comm, 3, id, r));
+      std::vector<float> x(300000, 1);
+      ncclResult_t result = ncclSuccess;
+      for (int i = 0; result == ncclSuccess; ++i) {
+        if (r == 1 && i == 20) kill(getpid(), SIGKILL);
+        result = ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclMax, comm, nullptr);
+        if (result == ncclSuccess) result = pyncclCpuStreamSynchronize(comm, nullptr, -1);
+      }
+      CHECK_EQ(int(result), int(ncclRemoteError));
+      CHECK(contains(ncclGetLastError(comm), "rank 1 (pid"));
+      OK(ncclCommAbort(comm));
+      fflush(nullptr);
+      _exit(failures == 0 ? 0 : 1);
+    }
+    pids.push_back(pid);
+  }
+  for (int r = 0; r < 3; ++r) {
+    int status = 0;
+    waitpid(pids[size_t(r)], &status, 0);
+    CHECK_EQ(status, r == 1 ? SIGKILL : 0);
+  }
+}
+
+void an_abort_ends_what_waits() {
+  as_threads(1, [](World) {});
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  std::thread other([&] {
+    ncclComm_t comm;
+    OK(ncclCommInitRank(&comm, 2, id, 1));
+    usleep(300000);
+    OK(ncclCommAbort(comm));
+  });
+  ncclComm_t comm;
+  OK(ncclCommInitRank(&comm, 2, id, 0));
+  float x = 1;
+  OK(ncclAllReduce(&x, &x, 1, ncclFloat32, ncclSum, comm, nullptr));
+  CHECK_EQ(int(pyncclCpuStreamSynchronize(comm, nullptr, 20)), int(ncclInProgress));
+  CHECK_EQ(int(pyncclCpuStreamSynchronize(comm, nullptr, -1)), int(ncclRemoteError));
+  OK(ncclCommAbort(comm));
+  other.join();
+}
+
+void a_communicator_stays_with_its_process() {
+  as_threads(1, [](World w) {
+    CHECK_EQ(in_child([&] {
+               int n;
+               CHECK_EQ(int(ncclCommCount(w.comm, &n)), int(ncclInvalidArgument));
+               _exit(failures == 0 ? 0 : 1);  // no leak report: the parent's threads are not here to own anything
+             }),
+             0);
+  });
+}
+
+}  // namespace
+
+int main() {
+  const Test tests[] = {TEST(threads_of_one_process),
+                        TEST(threads_through_shared_memory),
+                        TEST(forked_processes),
+                        TEST(forked_processes_through_shared_memory),
+                        TEST(forked_processes_over_tcp),
+                        TEST(init_all_in_one_thread),
+                        TEST(a_group_over_two_communicators),
+                        TEST(a_mismatch_reaches_every_rank),
+                        TEST(a_killed_rank_is_named),
+                        TEST(an_abort_ends_what_waits),
+                        TEST(a_communicator_stays_with_its_process)};
+  return run_all(tests, sizeof tests / sizeof *tests);
+}
