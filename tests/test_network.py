@@ -1,0 +1,167 @@
+"""Ranks on different machines: network namespaces with a real link between them, addresses, interfaces, nccl.conf."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import clean_environment
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and the ip command"
+)
+
+RANK = """
+import sys
+import numpy as np
+from pynccl import capi
+nranks, rank, first = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+if rank == first:
+    uid = capi.ncclGetUniqueId()
+    print("id", uid.hex(), flush=True)
+else:
+    uid = bytes.fromhex(sys.argv[4])
+comm = capi.ncclCommInitRank(nranks, uid, rank)
+for count in (1, 1000, 300_000):
+    x = np.arange(count, dtype=np.float32) + rank
+    capi.ncclAllReduce(x.ctypes.data, x.ctypes.data, count, 7, 0, comm, 0)
+    capi.pyncclCpuStreamSynchronize(comm, 0, -1)
+    expected = nranks * np.arange(count, dtype=np.float32) + nranks * (nranks - 1) / 2
+    assert (x == expected).all(), x
+capi.ncclCommFinalize(comm)
+capi.ncclCommDestroy(comm)
+print("good", flush=True)
+"""
+
+
+class Hosts:
+    """Two network namespaces joined by a virtual cable."""
+
+    def __init__(self, tag: str) -> None:
+        self.names = [f"pynccl-{tag}-a", f"pynccl-{tag}-b"]
+        links = [f"pn{tag}a", f"pn{tag}b"]
+        for name in self.names:
+            self.ip("netns", "add", name)
+        self.ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for i, (name, link) in enumerate(zip(self.names, links, strict=True)):
+            self.ip("link", "set", link, "netns", name)
+            self.ip("-n", name, "addr", "add", f"10.199.0.{i + 1}/24", "dev", link)
+            self.ip("-n", name, "addr", "add", f"fd99::{i + 1}/64", "dev", link, "nodad")
+            self.ip("-n", name, "link", "set", link, "up")
+            self.ip("-n", name, "link", "set", "lo", "up")
+
+    @staticmethod
+    def ip(*args: str) -> None:
+        subprocess.run(["ip", *args], check=True, timeout=20)
+
+    def close(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], timeout=20, check=False)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    made = Hosts(str(os.getpid() % 10000))
+    yield made
+    made.close()
+
+
+def read_id(maker: subprocess.Popen[str]) -> str:
+    """Return the id that a rank prints, or "" when it ends without; NCCL_DEBUG's lines may come before."""
+    assert maker.stdout is not None
+    return next((line.split()[1] for line in maker.stdout if line.startswith("id ")), "")
+
+
+def run_ranks(places: list[list[str]], **env: str) -> list[str]:
+    """Run one rank with each command prefix and return what each printed; rank 0 makes the id."""
+    environment = clean_environment() | {"PYNCCL_LIBRARY": "cpu", "PYNCCL_CPU_INIT_TIMEOUT": "20"} | env
+    n = str(len(places))
+
+    def start(rank: int, *uid: str) -> subprocess.Popen[str]:
+        command = [*places[rank], sys.executable, "-c", RANK, n, str(rank), "0", *uid]
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    processes = [start(0)]
+    try:
+        uid = read_id(processes[0])
+        processes += [start(r, uid) for r in range(1, len(places))] if uid else []
+        done = [p.communicate(timeout=40) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    return [out + err for out, err in done]
+
+
+@needs_root
+@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6"])
+def test_across_network_namespaces(hosts: Hosts, family: str) -> None:
+    places = [["ip", "netns", "exec", hosts.names[i % 2]] for i in range(4)]
+    outputs = run_ranks(places, NCCL_SOCKET_FAMILY=family, NCCL_DEBUG="INFO")
+    assert all("good" in text for text in outputs), outputs
+    assert all("2 hosts" in text for text in outputs), outputs
+
+
+@needs_root
+def test_a_cable_that_is_cut_is_a_dead_peer(hosts: Hosts) -> None:
+    code = RANK.replace(
+        "capi.ncclCommFinalize(comm)",
+        "import time\nprint('cut', flush=True)\n"
+        "try:\n    while True:\n        capi.ncclAllReduce(x.ctypes.data, x.ctypes.data, count, 7, 2, comm, 0)\n"
+        "        capi.pyncclCpuStreamSynchronize(comm, 0, -1)\n"
+        "except Exception as error:\n    print(type(error).__name__, flush=True)\n    import os; os._exit(0)",
+    )
+    environment = clean_environment() | {"PYNCCL_LIBRARY": "cpu", "PYNCCL_CPU_TIMEOUT": "3"}
+    prefix = [["ip", "netns", "exec", name] for name in hosts.names]
+
+    def start(rank: int, *uid: str) -> subprocess.Popen[str]:
+        command = [*prefix[rank], sys.executable, "-c", code, "2", str(rank), "0", *uid]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    first = start(0)
+    second = start(1, read_id(first))
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline().strip() == "cut"
+        hosts.ip("-n", hosts.names[0], "link", "set", f"pn{os.getpid() % 10000}a", "down")
+        outputs = [p.communicate(timeout=30)[0] for p in (first, second)]
+    finally:
+        for p in (first, second):
+            p.kill()
+            p.wait()
+    assert all("NcclTimeoutError" in t or "NcclRemoteError" in t for t in outputs), outputs
+
+
+def test_ipv6_loopback() -> None:
+    outputs = run_ranks([[], []], NCCL_SOCKET_IFNAME="lo", NCCL_SOCKET_FAMILY="AF_INET6", NCCL_DEBUG="INFO")
+    assert all("good" in text for text in outputs), outputs
+
+
+def test_interface_that_is_not_there() -> None:
+    (output,) = run_ranks([[]], NCCL_SOCKET_IFNAME="nothere")
+    assert "NcclSystemError" in output or "NcclInvalidUsage" in output
+    assert "nothere" in output
+
+
+def test_configuration_file(tmp_path: Path) -> None:
+    (tmp_path / ".nccl.conf").write_text("# a comment\nNCCL_DEBUG=INFO\nNCCL_SOCKET_IFNAME = lo\n")
+    outputs = run_ranks([[], []], HOME=str(tmp_path))
+    assert all("good" in text and "NCCL INFO" in text for text in outputs), outputs
+    outputs = run_ranks([[], []], HOME=str(tmp_path), NCCL_DEBUG="WARN")
+    assert all("good" in text and "NCCL INFO" not in text for text in outputs), outputs
+
+
+def test_debug_file(tmp_path: Path) -> None:
+    outputs = run_ranks([[], []], NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(tmp_path / "log.%p"))
+    assert all("good" in text and "INFO" not in text for text in outputs), outputs
+    logs = list(tmp_path.iterdir())
+    assert len(logs) == 2
+    assert all("NCCL INFO rank" in log.read_text() for log in logs)
