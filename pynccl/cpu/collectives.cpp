@@ -51,6 +51,7 @@ void Coll::start(const Op& op, uint64_t seq) {
   op_ = op;
   mine_ = header_of(op, seq);
   mine_.is_inline = op.bytes() <= comm_.inline_bytes;
+  mine_.in_place = op.send == op.recv;
   state_ = State::Announce;
   running_ = true;
   links_.resize(size_t(comm_.nranks));
@@ -142,7 +143,7 @@ bool Coll::announce() {
     Span payload = mine_.is_inline ? payload_for(p) : Span{nullptr, 0};
     Header header = mine_;
     header.payload = uint32_t(payload.size);
-    header.pad = uint32_t(comm_.block_bytes);
+    header.block = uint32_t(comm_.block_bytes);
     l.told = pipe.put(&header, sizeof header, payload.data, payload.size);
     all = l.told && pipe.flush() && all;
   }
@@ -219,6 +220,7 @@ void Coll::segment_of(int rank, size_t* first, size_t* count) const {
 
 void Coll::plan() {
   share_first_ = share_count_ = share_done_ = 0;
+  passes_results_on_ = false;
   block_count_ = comm_.block_bytes / type_size(op_.dtype);
   for (int p = 0; p < comm_.nranks; ++p) scalars_[size_t(p)] = links_[size_t(p)].header.scalar;
   if (reduces(op_.func))
@@ -249,22 +251,34 @@ void Coll::plan_copies() {
   }
 }
 
+// Up to here a rank that reduces all of an all_reduce itself is done before it could have got the others' shares: it
+// computes more, but waits once less. Impossible where a result would overwrite an input that is still being read.
+bool Coll::reduces_everything() const {
+  constexpr size_t kMost = size_t(1) << 20;
+  size_t others = size_t(comm_.nranks) - 1;
+  bool in_place = false;
+  for (const Link& l : links_) in_place = in_place || l.header.in_place;
+  return op_.func == Func::AllReduce && !in_place && comm_.hosts() == 1 && op_.bytes() * others * others <= kMost;
+}
+
 void Coll::plan_reduction() {
   size_t item = type_size(op_.dtype);
+  bool everything = reduces_everything();
+  passes_results_on_ = op_.func == Func::AllReduce && !everything;
   auto share_of = [&](int rank, size_t* first, size_t* count) {
-    if (op_.func == Func::AllReduce) return segment_of(rank, first, count);
+    if (passes_results_on_) return segment_of(rank, first, count);
     *first = op_.func == Func::ReduceScatter ? size_t(rank) * op_.count : 0;
-    *count = op_.func == Func::ReduceScatter || rank == op_.root ? op_.count : 0;
+    *count = everything || op_.func == Func::ReduceScatter || rank == op_.root ? op_.count : 0;
   };
   share_of(comm_.rank, &share_first_, &share_count_);
-  share_to_ = at(op_.recv, op_.func == Func::AllReduce ? share_first_ * item : 0);
+  share_to_ = at(op_.recv, passes_results_on_ ? share_first_ * item : 0);
   for (int p = 0; p < comm_.nranks; ++p) {
     if (p == comm_.rank) continue;
     Link& l = links_[size_t(p)];
     size_t first, count;
     share_of(p, &first, &count);
     l.raw_out = {at(op_.send, first * item), nullptr, count * item, 0};
-    if (op_.func != Func::AllReduce) continue;
+    if (!passes_results_on_) continue;
     l.in = {reinterpret_cast<const char*>(l.header.recv + first * item), at(op_.recv, first * item), count * item, 0};
     l.out = {share_to_, nullptr, share_count_ * item, 0};
   }
@@ -303,7 +317,7 @@ Step Coll::push(int p) {
   Pipe& pipe = peer.pipe[kColl];
   bool moved = false;
   for (Part* part : {&l.raw_out, &l.out}) {
-    bool result = part == &l.out && op_.func == Func::AllReduce;
+    bool result = part == &l.out && passes_results_on_;
     size_t ready = result ? std::min(part->bytes, share_done_ * type_size(op_.dtype)) : part->bytes;
     while (part->done < ready) {
       size_t n = pipe.write(part->from + part->done, std::min(ready - part->done, kSlice));
@@ -335,7 +349,7 @@ Step Coll::reduce_blocks() {
     share_done_ += count;
     budget += count * item;
     for (Link& l : links_) l.block_filled = 0;
-    if (op_.func != Func::AllReduce || !comm_.cell()) continue;
+    if (!passes_results_on_ || !comm_.cell()) continue;
     uint64_t blocks = (share_done_ + block_count_ - 1) / block_count_;
     comm_.cell()->progress.store(mine_.seq << 32 | blocks, std::memory_order_release);
     for (int p = 0; p < comm_.nranks; ++p)
@@ -356,7 +370,8 @@ Step Coll::gather_block(int p, size_t offset, size_t bytes, const void** input) 
   *input = l.scratch.data();
   if (l.block_filled == bytes) return Step::Done;
   if (peer.i_read) {
-    ReadResult r = read_remote(peer.remote, l.scratch.data(), l.header.send + offset, bytes);
+    // A peer that dies later never departs, so one proof of identity is enough.
+    ReadResult r = read_remote(peer.remote, l.scratch.data(), l.header.send + offset, bytes, share_done_ == 0);
     if (r != ReadResult::Ok) return comm_.read_failed(p, r, func_name(op_.func));
     l.block_filled = bytes;
     return Step::Done;
@@ -393,18 +408,18 @@ Step Coll::pull_direct(int p) {
   Link& l = links_[size_t(p)];
   Peer& peer = comm_.peer(p);
   size_t ready = l.in.bytes;
-  if (op_.func == Func::AllReduce) {
+  if (passes_results_on_) {
     uint64_t progress = peer.cell->progress.load(std::memory_order_acquire);
     uint64_t blocks = progress >> 32 == (mine_.seq & 0xffffffff) ? progress & 0xffffffff : 0;
-    ready = std::min<size_t>(ready, size_t(blocks) * l.header.pad);
+    ready = std::min<size_t>(ready, size_t(blocks) * l.header.block);
   }
   size_t bytes = std::min(ready - l.in.done, kSlice);
   if (bytes == 0) return Step::Blocked;
   if (peer.same_process) {
     memcpy(l.in.to + l.in.done, l.in.from + l.in.done, bytes);
   } else {
-    ReadResult r =
-        read_remote(peer.remote, l.in.to + l.in.done, reinterpret_cast<uintptr_t>(l.in.from + l.in.done), bytes);
+    ReadResult r = read_remote(peer.remote, l.in.to + l.in.done, reinterpret_cast<uintptr_t>(l.in.from + l.in.done),
+                               bytes, l.in.done == 0);
     if (r != ReadResult::Ok) return comm_.read_failed(p, r, func_name(op_.func));
   }
   l.in.done += bytes;

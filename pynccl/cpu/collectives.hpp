@@ -44,6 +44,7 @@ class Coll {
   void plan();
   void plan_copies();
   void plan_reduction();
+  bool reduces_everything() const;
   Step move();
   Step push(int peer);
   Step reduce_blocks();
@@ -66,6 +67,7 @@ class Coll {
   // This rank's share of a reduction: elements [first, first + count) of everyone's input.
   size_t share_first_ = 0, share_count_ = 0, share_done_ = 0, block_count_ = 0;
   char* share_to_ = nullptr;
+  bool passes_results_on_ = false;  // an all_reduce whose ranks each reduce a share for all
 };
 
 }  // namespace pncpu

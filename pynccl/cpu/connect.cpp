@@ -139,7 +139,7 @@ ncclResult_t Comm::settle(Deadline) {
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
     bool reads = q != rank && p.local >= 0 && direct_allowed_ &&
-                 (p.same_process || read_remote(p.remote, nullptr, 0, 0) == ReadResult::Ok);
+                 (p.same_process || read_remote(p.remote, nullptr, 0, 0, true) == ReadResult::Ok);
     mine[sizeof(Settings) + size_t(q)] = reads;
   }
   std::vector<int> ranks(static_cast<size_t>(nranks));

@@ -145,7 +145,9 @@ Step P2p::pull(int p, Lane& lane) {
     if (peer.same_process) {
       memcpy(to, reinterpret_cast<const char*>(lane.header.send) + lane.received, n);
     } else {
-      ReadResult r = read_remote(peer.remote, to, lane.header.send + lane.received, n);
+      // A sender that died during the message is noticed at its end at the latest.
+      bool last = lane.received + n == bytes;
+      ReadResult r = read_remote(peer.remote, to, lane.header.send + lane.received, n, last);
       if (r != ReadResult::Ok) return comm_.read_failed(p, r, "Recv");
     }
     lane.received += n;

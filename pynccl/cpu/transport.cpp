@@ -216,22 +216,22 @@ bool Pipe::idle() {
   return unsent_.empty() && readable() == 0;
 }
 
-ReadResult read_remote(const Remote& peer, void* to, uint64_t from, size_t bytes) {
+ReadResult read_remote(const Remote& peer, void* to, uint64_t from, size_t bytes, bool identify) {
   uint64_t nonce[2] = {0, 0};
-  size_t done = 0;
-  bool known = false;
-  while (done < bytes || !known) {
-    // The nonce comes first: a recycled pid fails before any of its memory is taken for the peer's.
-    iovec local[2] = {{nonce, sizeof nonce}, {static_cast<char*>(to) + done, bytes - done}};
-    iovec remote[2] = {{reinterpret_cast<void*>(peer.nonce_addr), sizeof nonce},
+  size_t proof = identify ? sizeof nonce : 0, done = 0;
+  while (done < bytes || proof) {
+    // The nonce comes first: nothing of a stranger's memory is taken for the peer's.
+    iovec local[2] = {{nonce, proof}, {static_cast<char*>(to) + done, bytes - done}};
+    iovec remote[2] = {{reinterpret_cast<void*>(peer.nonce_addr), proof},
                        {reinterpret_cast<void*>(from + done), bytes - done}};
-    ssize_t n = process_vm_readv(pid_t(peer.pid), local, 2, remote, 2, 0);
+    int first = proof ? 0 : 1;
+    ssize_t n = process_vm_readv(pid_t(peer.pid), local + first, size_t(2 - first), remote + first, size_t(2 - first), 0);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return errno == ESRCH ? ReadResult::Gone : errno == EPERM ? ReadResult::Denied : ReadResult::Fault;
-    if (size_t(n) < sizeof nonce || nonce[0] != peer.nonce[0] || nonce[1] != peer.nonce[1]) return ReadResult::Gone;
-    known = true;
-    if (size_t(n) == sizeof nonce && done < bytes) return ReadResult::Fault;
-    done += size_t(n) - sizeof nonce;
+    if (proof && (size_t(n) < proof || nonce[0] != peer.nonce[0] || nonce[1] != peer.nonce[1])) return ReadResult::Gone;
+    if (size_t(n) == proof && done < bytes) return ReadResult::Fault;
+    done += size_t(n) - proof;
+    proof = 0;
   }
   return ReadResult::Ok;
 }

@@ -99,7 +99,8 @@ struct Remote {
   uint64_t nonce[2] = {0, 0};
 };
 enum class ReadResult { Ok, Gone, Fault, Denied };
-// Copies from the peer's memory. Checks by its nonce that the process is still the one that was introduced.
-ReadResult read_remote(const Remote& peer, void* to, uint64_t from, size_t bytes);
+// Copies from the peer's memory. With `identify` it also checks, by the nonce, that the process is still the one that
+// was introduced; a page more to pin, so not for every block.
+ReadResult read_remote(const Remote& peer, void* to, uint64_t from, size_t bytes, bool identify);
 
 }  // namespace pncpu

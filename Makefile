@@ -1,0 +1,113 @@
+# Everything for working on pynccl. Each target sets up what it needs, in .venv, and does nothing twice.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+HEADERS := $(wildcard pynccl/native/*.h)
+CPU := $(wildcard pynccl/cpu/*.cpp)
+SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*.hpp pynccl/cpu/*.inc) pynccl/_build_ffi.py
+CXX_FILES := $(wildcard pynccl/cpu/*.?pp tests/cpp/*.?pp) pynccl/native/shim.h pynccl/native/forward.h
+PYTHON_FILES := pynccl tests tools examples benchmarks
+
+.PHONY: demo build test test-full test-gpu bench lint format generate wheel sanitize cpu-lib clean
+
+demo: $(VENV)/demo $(VENV)/built
+	$(BIN)/pynccl run -n 4 examples/data_parallel.py --check
+
+build: $(VENV)/built
+
+test: $(VENV)/test $(VENV)/built
+	$(BIN)/python -m pytest -m "not gpu and not full"
+
+test-full: $(VENV)/test $(VENV)/built
+	$(BIN)/python -m pytest -m "(full or not full) and not gpu"
+
+test-gpu: $(VENV)/test $(VENV)/built
+	$(BIN)/python -m pytest -m gpu
+
+bench: $(VENV)/bench $(VENV)/built
+	$(BIN)/python benchmarks/collectives.py
+
+lint: $(VENV)/dev $(VENV)/test $(VENV)/built
+	$(BIN)/ruff check $(PYTHON_FILES)
+	$(BIN)/ruff format --check $(PYTHON_FILES)
+	$(BIN)/mypy
+	$(BIN)/python tools/generate_api.py --check
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/dev
+	$(BIN)/ruff check --fix-only $(PYTHON_FILES)
+	$(BIN)/ruff format $(PYTHON_FILES)
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+# The Python that follows from native/*.h.
+generate: $(VENV)/dev
+	$(BIN)/python tools/generate_api.py
+
+# A wheel built from the sdist; where it cannot be manylinux_2_28, why.
+wheel: $(VENV)/dev
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python tools/check_wheel.py dist/*.whl
+
+# The CPU library alone, without Python.
+cpu-lib: $(VENV)/base
+	$(BIN)/python pynccl/_build_ffi.py cpu forward
+
+clean:
+	rm -rf build dist $(VENV) *.egg-info pynccl/*.so pynccl/forward
+
+# --- the virtual environment: one stamp per set of dependencies -------------------------------------------
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL := $(PIP) install --no-build-isolation
+
+$(VENV)/base:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip "setuptools>=77" "cffi>=1.17"
+	touch $@
+
+$(VENV)/built: $(VENV)/base $(SOURCES) pyproject.toml
+	$(INSTALL) --editable .
+	touch $@
+
+# This builds too; targets name `built` after it, so that later changes of the sources build only.
+$(VENV)/demo $(VENV)/test $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
+	$(INSTALL) --editable ".[$*]"
+	touch $@ $(VENV)/built
+
+# --- tests/cpp under the sanitizers: the CPU library's sources and each test program, in two ways ----------
+
+SANITIZERS := asan tsan
+asan_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=all
+tsan_FLAGS := -fsanitize=thread
+# ThreadSanitizer needs addresses where it expects them.
+tsan_RUN := setarch $(shell uname -m) -R
+CXX_TESTS := $(basename $(notdir $(wildcard tests/cpp/test_*.cpp)))
+SANITIZE_FLAGS := -std=c++17 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror -MMD
+
+sanitize: $(foreach s,$(SANITIZERS),$(foreach t,$(CXX_TESTS),run-$(s)-$(t)))
+
+define sanitizer
+build/$(1)/%.o: pynccl/cpu/%.cpp
+	@mkdir -p $$(@D)
+	$$(CXX) $$(SANITIZE_FLAGS) $$($(1)_FLAGS) -c $$< -o $$@
+
+build/$(1)/test_%.o: tests/cpp/test_%.cpp
+	@mkdir -p $$(@D)
+	$$(CXX) $$(SANITIZE_FLAGS) $$($(1)_FLAGS) -Ipynccl/cpu -c $$< -o $$@
+
+build/$(1)/%: build/$(1)/%.o $(CPU:pynccl/cpu/%.cpp=build/$(1)/%.o)
+	$$(CXX) $$($(1)_FLAGS) -pthread $$^ -o $$@
+
+.PRECIOUS: build/$(1)/%.o
+-include $$(wildcard build/$(1)/*.d)
+endef
+$(foreach s,$(SANITIZERS),$(eval $(call sanitizer,$(s))))
+
+define sanitized_run
+.PHONY: run-$(1)-$(2)
+run-$(1)-$(2): build/$(1)/$(2)
+	$$($(1)_RUN) timeout 600 ./build/$(1)/$(2)
+endef
+$(foreach s,$(SANITIZERS),$(foreach t,$(CXX_TESTS),$(eval $(call sanitized_run,$(s),$(t)))))

@@ -1,0 +1,221 @@
+"""The libraries under test. Each turns an operation's name into a closure: one call and its wait."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+Call = Callable[[], object]
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
+
+
+class Peer:
+    """One rank of one library. All get the same two NumPy buffers and are called from the same loop."""
+
+    module: ClassVar[str]
+    environment: ClassVar[dict[str, str]] = {}
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.size = int(os.environ["WORLD_SIZE"])
+        self.next, self.previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+
+    def offer(self) -> bytes:
+        """What rank 0 tells the others so that they find each other."""
+        return b""
+
+    def connect(self, token: bytes) -> None:
+        """Join the group that rank 0 offered."""
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+        raise NotImplementedError
+
+    def prepare(self, op: str, send: Array, recv: Array) -> Call:
+        """Return the closure for an operation; look-ups and conversions happen here, untimed."""
+        call: Call = getattr(self, op)(send, recv)
+        return call
+
+    def versions(self) -> dict[str, str]:
+        """Name every version that this peer's numbers depend on."""
+        return {"Python": platform.python_version(), "NumPy": np.__version__}
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+class Pynccl(Peer):
+    """The CPU library through pynccl.capi; each call ends with a synchronize of the default stream."""
+
+    module = "pynccl"
+    environment: ClassVar[dict[str, str]] = {"PYNCCL_LIBRARY": "cpu", "PYNCCL_CPU_DIRECT": "1"}
+    FLOAT32, SUM, STREAM, FOREVER = 7, 0, 0, -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capi: Any = importlib.import_module("pynccl.capi")
+        self.one = np.zeros(1, np.float32)
+
+    def offer(self) -> bytes:
+        return bytes(self.capi.ncclGetUniqueId())
+
+    def connect(self, token: bytes) -> None:
+        self.comm = self.capi.ncclCommInitRank(self.size, token, self.rank)
+        self.wait = self.capi.pyncclCpuStreamSynchronize
+        self.barrier_call = self.all_reduce(self.one, self.one)
+
+    def barrier(self) -> None:
+        self.barrier_call()
+
+    def _then_wait(self, function: Callable[..., int], *args: int) -> Call:
+        wait, comm, stream, forever = self.wait, self.comm, self.STREAM, self.FOREVER
+
+        def call() -> None:
+            function(*args)
+            wait(comm, stream, forever)
+
+        return call
+
+    def all_reduce(self, send: Array, recv: Array) -> Call:
+        args = (send.ctypes.data, recv.ctypes.data, send.size, self.FLOAT32, self.SUM, self.comm, self.STREAM)
+        return self._then_wait(self.capi.ncclAllReduce, *args)
+
+    def all_gather(self, send: Array, recv: Array) -> Call:
+        args = (send.ctypes.data, recv.ctypes.data, send.size, self.FLOAT32, self.comm, self.STREAM)
+        return self._then_wait(self.capi.ncclAllGather, *args)
+
+    def reduce_scatter(self, send: Array, recv: Array) -> Call:
+        args = (send.ctypes.data, recv.ctypes.data, recv.size, self.FLOAT32, self.SUM, self.comm, self.STREAM)
+        return self._then_wait(self.capi.ncclReduceScatter, *args)
+
+    def broadcast(self, send: Array, recv: Array) -> Call:
+        args = (recv.ctypes.data, recv.size, self.FLOAT32, 0, self.comm, self.STREAM)
+        return self._then_wait(self.capi.ncclBcast, *args)
+
+    def send_recv(self, send: Array, recv: Array) -> Call:
+        capi, wait, comm, stream, forever = self.capi, self.wait, self.comm, self.STREAM, self.FOREVER
+        out = (send.ctypes.data, send.size, self.FLOAT32, self.next, comm, stream)
+        into = (recv.ctypes.data, recv.size, self.FLOAT32, self.previous, comm, stream)
+
+        def call() -> None:
+            capi.ncclGroupStart()
+            capi.ncclSend(*out)
+            capi.ncclRecv(*into)
+            capi.ncclGroupEnd()
+            wait(comm, stream, forever)
+
+        return call
+
+    def versions(self) -> dict[str, str]:
+        pynccl: Any = importlib.import_module("pynccl")
+        info = pynccl.library_info()
+        if info.backend != "cpu":
+            raise RuntimeError(f"pynccl loaded the {info.backend} library, not the CPU library")
+        library = ".".join(map(str, info.version))
+        return {**super().versions(), "pynccl": pynccl.__version__, "CPU library's NCCL API": library}
+
+    def close(self) -> None:
+        self.capi.ncclCommDestroy(self.comm)
+
+
+class PyncclStaged(Pynccl):
+    """The same, forbidden to read other processes' memory: everything is staged through shared memory."""
+
+    environment: ClassVar[dict[str, str]] = {"PYNCCL_LIBRARY": "cpu", "PYNCCL_CPU_DIRECT": "0"}
+
+
+class OpenMPI(Peer):
+    """MPI through mpi4py's buffer interface, with count and datatype spelled out: its fastest form."""
+
+    module = "mpi4py"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mpi: Any = importlib.import_module("mpi4py.MPI")
+        self.comm: Any = self.mpi.COMM_WORLD
+
+    def barrier(self) -> None:
+        self.comm.Barrier()
+
+    def prepare(self, op: str, send: Array, recv: Array) -> Call:
+        comm = self.comm
+        source, target = ([buf, buf.size, self.mpi.FLOAT] for buf in (send, recv))
+        send_blocks, recv_blocks = [send, recv.size, self.mpi.FLOAT], [recv, send.size, self.mpi.FLOAT]
+        to, by = self.next, self.previous
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: comm.Allreduce(source, target),
+            "all_gather": lambda: comm.Allgather(source, recv_blocks),
+            "reduce_scatter": lambda: comm.Reduce_scatter_block(send_blocks, target),
+            "broadcast": lambda: comm.Bcast(target),
+            "send_recv": lambda: comm.Sendrecv(source, to, 0, target, by, 0),
+        }
+        return calls[op]
+
+    def versions(self) -> dict[str, str]:
+        mpi4py: Any = importlib.import_module("mpi4py")
+        library = self.mpi.Get_library_version().split(",")[0]
+        return {**super().versions(), "mpi4py": mpi4py.__version__, "MPI": library}
+
+
+class Gloo(Peer):
+    """torch.distributed's Gloo backend over loopback; its all_reduce exists only in place."""
+
+    module = "torch"
+    environment: ClassVar[dict[str, str]] = {"GLOO_SOCKET_IFNAME": "lo"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch: Any = importlib.import_module("torch")
+        self.dist: Any = importlib.import_module("torch.distributed")
+
+    def offer(self) -> bytes:
+        self.store = self.dist.TCPStore("127.0.0.1", 0, self.size, True, wait_for_workers=False)
+        return str(self.store.port).encode()
+
+    def connect(self, token: bytes) -> None:
+        if self.rank:
+            self.store = self.dist.TCPStore("127.0.0.1", int(token), self.size, False, wait_for_workers=False)
+        self.dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size)
+
+    def barrier(self) -> None:
+        self.dist.barrier()
+
+    def prepare(self, op: str, send: Array, recv: Array) -> Call:
+        dist, to, by = self.dist, self.next, self.previous
+        source, target = self.torch.from_numpy(send), self.torch.from_numpy(recv)
+
+        def send_recv() -> None:
+            sending = dist.isend(source, to)
+            dist.irecv(target, by).wait()
+            sending.wait()
+
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: dist.all_reduce(target),
+            "all_gather": lambda: dist.all_gather_single(target, source),
+            "reduce_scatter": lambda: dist.reduce_scatter_single(target, source),
+            "broadcast": lambda: dist.broadcast(target, 0),
+            "send_recv": send_recv,
+        }
+        return calls[op]
+
+    def versions(self) -> dict[str, str]:
+        return {**super().versions(), "torch": self.torch.__version__}
+
+    def close(self) -> None:
+        self.dist.destroy_process_group()
+
+
+PEERS: dict[str, type[Peer]] = {
+    "pynccl": Pynccl,
+    "pynccl-staged": PyncclStaged,
+    "openmpi": OpenMPI,
+    "gloo": Gloo,
+}

@@ -1,0 +1,73 @@
+"""NCCL's C API from Python, on GPUs and, with the CPU library that comes with it, anywhere.
+
+The layers, from the top:
+    Communicator, init     arrays, streams, rendezvous
+    capi                   every C function under its C name: ints in, exceptions out
+    _status, _errors       result codes become exceptions, in one place
+    _config, _types        NCCL's structs, ids and enums
+    _library, _discovery   which library: found and loaded at the first call
+    _native                one table of functions, filled from one handle (cffi)
+Below that is NVIDIA's libnccl or the CPU library.
+"""
+
+from pynccl._communicator import Communicator as Communicator
+from pynccl._discovery import cpu_library as cpu_library
+from pynccl._errors import BootstrapError as BootstrapError
+from pynccl._errors import CollectiveMismatchError as CollectiveMismatchError
+from pynccl._errors import LibraryNotFoundError as LibraryNotFoundError
+from pynccl._errors import NcclError as NcclError
+from pynccl._errors import NcclInternalError as NcclInternalError
+from pynccl._errors import NcclInvalidArgument as NcclInvalidArgument
+from pynccl._errors import NcclInvalidUsage as NcclInvalidUsage
+from pynccl._errors import NcclRemoteError as NcclRemoteError
+from pynccl._errors import NcclSystemError as NcclSystemError
+from pynccl._errors import NcclTimeoutError as NcclTimeoutError
+from pynccl._errors import NcclUnhandledCudaError as NcclUnhandledCudaError
+from pynccl._errors import NotSupportedError as NotSupportedError
+from pynccl._errors import RankFailedError as RankFailedError
+from pynccl._library import LibraryInfo as LibraryInfo
+from pynccl._library import get_version as get_version
+from pynccl._library import library_info as library_info
+from pynccl._library import load as load
+from pynccl._structs import CollConfig as CollConfig
+from pynccl._structs import CommProperties as CommProperties
+from pynccl._structs import Config as Config
+from pynccl._structs import SimInfo as SimInfo
+from pynccl._types import DataType as DataType
+from pynccl._types import RedOp as RedOp
+from pynccl._types import UniqueId as UniqueId
+from pynccl._types import get_unique_id as get_unique_id
+from pynccl._version import __version__ as __version__
+from pynccl.bootstrap._init import init as init
+
+__all__ = [
+    "BootstrapError",
+    "CollConfig",
+    "CollectiveMismatchError",
+    "CommProperties",
+    "Communicator",
+    "Config",
+    "DataType",
+    "LibraryInfo",
+    "LibraryNotFoundError",
+    "NcclError",
+    "NcclInternalError",
+    "NcclInvalidArgument",
+    "NcclInvalidUsage",
+    "NcclRemoteError",
+    "NcclSystemError",
+    "NcclTimeoutError",
+    "NcclUnhandledCudaError",
+    "NotSupportedError",
+    "RankFailedError",
+    "RedOp",
+    "SimInfo",
+    "UniqueId",
+    "__version__",
+    "cpu_library",
+    "get_unique_id",
+    "get_version",
+    "init",
+    "library_info",
+    "load",
+]

@@ -1,0 +1,84 @@
+"""The command line: `pynccl` and `python -m pynccl`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+
+from pynccl import _cuda, _discovery, _library
+from pynccl._errors import NcclError
+from pynccl._launch import add_run_parser
+from pynccl._version import __version__
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("pynccl", description="NCCL from Python.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_run_parser(commands)
+    info = commands.add_parser("info", help="print versions, libraries and devices")
+    info.set_defaults(command=_info)
+    cpu = commands.add_parser("cpu-library", help="print the path of the CPU library")
+    cpu.add_argument("--dir", action="store_true", help="the folder of a libnccl.so.2 for LD_PRELOAD instead")
+    cpu.set_defaults(command=_cpu_library)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.command(args))
+    except NcclError as error:
+        print(f"pynccl: {error}", file=sys.stderr)
+        return 1
+
+
+def _cpu_library(args: argparse.Namespace) -> int:
+    print(_discovery.forward_folder() if args.dir else _discovery.cpu_library())
+    return 0
+
+
+def _info(_: argparse.Namespace) -> int:
+    """Say what there is, and what is missing."""
+    print(f"pynccl      {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    with warnings.catch_warnings():
+        # The other libraries are listed below.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            info = _library.load()
+        except NcclError as error:
+            info = None
+            lines = str(error).splitlines()
+            print("\n".join([f"library     {lines[0]}", *(f"            {line}" for line in lines[1:])]))
+    if info:
+        print(f"library     {info.backend} {_library.version_text(info.version)}, {info.path}")
+        print(f"found by    {info.how}")
+        for path in info.others:
+            print(f"also here   {path}")
+    print("\n".join(_machine()))
+    return 0
+
+
+def _machine() -> Iterator[str]:
+    try:
+        yield f"CPU library {_discovery.cpu_library()}"
+    except NcclError as error:
+        yield f"CPU library {error}"
+    if _cuda.available():
+        yield f"CUDA driver {'.'.join(map(str, _cuda.driver_version()))}"
+        for device in range(_cuda.device_count()):
+            yield f"device {device:<4} {_cuda.device_name(device)}, {_cuda.device_uuid(device)}"
+    else:
+        yield f"CUDA driver none: {_cuda.why_unavailable()}"
+    for name in sorted(os.environ):
+        if name.startswith(("NCCL_", "PYNCCL_")):
+            yield f"environment {name}={'(set)' if 'TOKEN' in name else os.environ[name]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

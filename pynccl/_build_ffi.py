@@ -1,0 +1,368 @@
+"""Build the native parts: binding and forwarding library from native/*.h, CPU library from cpu/*.cpp.
+
+Needs the standard library, setuptools and cffi. `python pynccl/_build_ffi.py cpu forward` rebuilds
+those two in place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext as _build_ext
+
+PACKAGE = Path(__file__).resolve().parent
+NATIVE = PACKAGE / "native"
+CPU = PACKAGE / "cpu"
+HEADERS = ("nccl_api", "cpu_api", "cuda_api")
+CPU_LIBRARY = "libpynccl_cpu.so"
+FORWARD_LIBRARY = "libnccl.so.2"
+GROUP_STEPS = {"ncclGroupStart": 1, "ncclGroupEnd": -1, "ncclGroupSimulateEnd": -1}
+
+# --- the declarations ---------------------------------------------------------------------------------------
+
+_PROTOTYPE = re.compile(r"^(?P<result>.+?[ *])(?P<name>\w+)\((?P<params>.*)\);\s*// since (?P<since>[\d.]+)$")
+_STRUCT = re.compile(r"^typedef struct(?: \w+)? \{$(?P<body>.*?)^\} (?P<name>\w+);$", re.M | re.S)
+_FIELD = re.compile(
+    r"^  (?P<type>.+?[ *])(?P<name>\w+)(?:\[(?P<len>\d+)\])?;\s*// since (?P<since>[\d.]+)$", re.M
+)
+_HANDLE = re.compile(r"^typedef struct \w+\* (\w+);$", re.M)
+_ENUM = re.compile(r"^typedef enum \{(?P<body>.*?)\} (?P<name>\w+);$", re.M | re.S)
+_DEFINE = re.compile(r"^#define (\w+) (.+)$", re.M)
+
+Version = tuple[int, int, int]
+
+
+def _version(text: str) -> Version:
+    parts = [int(part) for part in text.split(".")] + [0, 0]
+    return parts[0], parts[1], parts[2]
+
+
+@dataclass(frozen=True)
+class Field:
+    type: str
+    name: str
+    since: Version
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class Function:
+    result: str
+    name: str
+    params: tuple[tuple[str, str], ...]
+    since: Version
+
+    @property
+    def prototype(self) -> str:
+        return f"{self.result} {self.name}({', '.join(f'{t} {n}' for t, n in self.params) or 'void'})"
+
+
+@dataclass(frozen=True)
+class Header:
+    """One declaration header: `types` is its text without prototypes and comments."""
+
+    name: str
+    types: str
+    functions: tuple[Function, ...]
+    structs: dict[str, tuple[Field, ...]]
+    constants: dict[str, int]
+    handles: frozenset[str]
+    enums: frozenset[str]
+
+
+def _function(match: re.Match[str]) -> Function:
+    params = []
+    for text in match["params"].split(","):
+        if text.strip() in ("", "void"):
+            continue
+        ctype, name = re.fullmatch(r"\s*(.+?[ *])(\w+)", text).groups()  # type: ignore[union-attr]
+        params.append((ctype.strip(), name))
+    return Function(match["result"].strip(), match["name"], tuple(params), _version(match["since"]))
+
+
+def parse(name: str) -> Header:
+    """Read native/<name>.h; a line that looks like a prototype but is none is an error."""
+    text = (NATIVE / f"{name}.h").read_text(encoding="utf-8")
+    functions, rest = [], []
+    for line in text.splitlines():
+        match = _PROTOTYPE.match(line)
+        if match:
+            functions.append(_function(match))
+        elif line.endswith(");") or (line[:1].isalpha() and "(" in line):
+            raise ValueError(f"{name}.h: not a prototype with its version: {line}")
+        else:
+            rest.append(line)
+    body = "\n".join(rest)
+    structs = {
+        m["name"]: tuple(
+            Field(f["type"].strip(), f["name"], _version(f["since"]), int(f["len"]) if f["len"] else None)
+            for f in _FIELD.finditer(m["body"])
+        )
+        for m in _STRUCT.finditer(body)
+    }
+    types = re.sub(r"\s*//.*$", "", body, flags=re.M)
+    constants: dict[str, int] = {}
+    for key, value in _DEFINE.findall(types):
+        constants[key] = int(eval(value, {"__builtins__": {}}, constants))
+    for enum in _ENUM.finditer(types):
+        for key, value in re.findall(r"(\w+) = (\w+)", enum["body"]):
+            constants[key] = int(value, 0)
+    return Header(
+        name,
+        types,
+        tuple(functions),
+        {key: fields for key, fields in structs.items() if fields},
+        constants,
+        frozenset(_HANDLE.findall(types)),
+        frozenset(m["name"] for m in _ENUM.finditer(types)),
+    )
+
+
+# --- the binding --------------------------------------------------------------------------------------------
+
+
+class Binding:
+    """The cffi module `_native`: for each function a wrapper that takes integers for pointers and handles."""
+
+    def __init__(self) -> None:
+        self.headers = [parse(name) for name in HEADERS]
+        self._handles = frozenset().union(*(h.handles for h in self.headers))
+        self._enums = frozenset().union(*(h.enums for h in self.headers))
+
+    def python_type(self, ctype: str) -> str:
+        """Return the type that the wrapper takes for NCCL's `ctype`: cffi converts it without a cast."""
+        base, stars = ctype.replace("const ", "").rstrip("*").strip(), ctype.count("*")
+        if base == "ncclUniqueId":
+            return "char*"
+        if base == "void" and stars:
+            return "uintptr_t" + "*" * (stars - 1)
+        if base in self._handles:
+            return "uintptr_t" + "*" * stars
+        if base in self._enums:
+            return "int" + "*" * stars
+        return ctype
+
+    def _argument(self, ctype: str, name: str) -> str:
+        if ctype == "ncclUniqueId":
+            return f"*(const ncclUniqueId*){name}"
+        return name if self.python_type(ctype) == ctype else f"({ctype}){name}"
+
+    def _result(self, function: Function) -> str:
+        return function.result if "*" in function.result else "int"
+
+    def declaration(self, function: Function) -> str:
+        params = ", ".join(f"{self.python_type(t)} {n}" for t, n in function.params)
+        return f"{self._result(function)} {function.name}({params or 'void'})"
+
+    def cdef(self) -> str:
+        parts = [
+            "void* pynccl_open(const char* path, int how);",
+            "void* pynccl_symbol(void* handle, const char* name);",
+            "int pynccl_close(void* handle);",
+            "const char* pynccl_error(void);",
+            "const char* pynccl_path(void* handle);",
+            "int pynccl_group_depth(void);",
+        ]
+        for header in self.headers:
+            parts += [re.sub(r"^#.*$", "", header.types, flags=re.M)]
+            parts += [
+                f"int {header.name}_count(void* handle);",
+                f"void {header.name}_bind(void* handle);",
+                f"void* {header.name}_find(const char* name);",
+            ]
+            parts += [self.declaration(function) + ";" for function in header.functions]
+        return "\n".join(parts)
+
+    def source(self) -> str:
+        parts = ['#include "shim.h"', ""]
+        for header in self.headers:
+            parts += [header.types, ""]
+            parts += [f"static {f.result} (*p_{f.name})({self._c_params(f)});" for f in header.functions]
+            slots = ", ".join(f'{{"{f.name}", (void**)&p_{f.name}}}' for f in header.functions)
+            parts += [
+                f"static const struct pynccl_slot {header.name}_slots[] = {{{slots}}};",
+                f"static struct pynccl_table {header.name} = "
+                f"{{{header.name}_slots, {len(header.functions)}, PYNCCL_NOT_LOADED}};",
+                f"PYNCCL_TABLE_FUNCTIONS({header.name})",
+            ]
+            parts += [self._wrapper(header, f) for f in header.functions]
+        return "\n".join(parts)
+
+    def _c_params(self, function: Function) -> str:
+        return ", ".join(t for t, _ in function.params) or "void"
+
+    def _wrapper(self, header: Header, f: Function) -> str:
+        call = f"f({', '.join(self._argument(t, n) for t, n in f.params)})"
+        absent = "NULL" if "*" in f.result else f"__atomic_load_n(&{header.name}.absent, __ATOMIC_ACQUIRE)"
+        if f.name in GROUP_STEPS:
+            call = f"pynccl_group({GROUP_STEPS[f.name]}, (int){call})"
+        body = f"{call}; return 0;" if f.result == "void" else f"return {call};"
+        load = f"{f.result} (*f)({self._c_params(f)}) = __atomic_load_n(&p_{f.name}, __ATOMIC_ACQUIRE);"
+        return f"static {self.declaration(f)} {{\n  {load}\n  if (!f) return {absent};\n  {body}\n}}"
+
+    def emit(self, path: Path) -> None:
+        import cffi
+
+        ffi = cffi.FFI()
+        ffi.cdef(self.cdef())
+        ffi.set_source("pynccl._native", self.source())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ffi.emit_c_code(str(path))
+
+
+# --- the two plain shared libraries -------------------------------------------------------------------------
+
+WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+CPU_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", *WARNINGS]
+CPU_LINK = [
+    *("-shared", "-pthread", "-static-libstdc++", "-static-libgcc"),
+    *("-Wl,-soname,libpynccl_cpu.so.2", "-Wl,--no-undefined", "-Wl,-Bsymbolic"),
+]
+FORWARD_FLAGS = ["-O2", "-fPIC", "-shared", *WARNINGS, f"-Wl,-soname,{FORWARD_LIBRARY}", "-Wl,--no-undefined"]
+
+
+def _tool(variable: str, default: str) -> list[str]:
+    return shlex.split(os.environ.get(variable, default))
+
+
+def _run(command: list[str]) -> None:
+    print(shlex.join(command), flush=True)
+    if subprocess.run(command).returncode:
+        raise SystemExit(f"failed: {shlex.join(command)}")
+
+
+def _is_current(target: Path, command: list[str]) -> bool:
+    """Tell whether `target` was made by this command and the files in its .d have not changed since."""
+    record, depfile = target.with_suffix(target.suffix + ".cmd"), target.with_suffix(".d")
+    if not all(path.exists() for path in (target, depfile, record)) or record.read_text() != shlex.join(
+        command
+    ):
+        return False
+    names = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split("\n", 1)[0].split()
+    made = target.stat().st_mtime_ns
+    return all(Path(name).exists() and Path(name).stat().st_mtime_ns <= made for name in names)
+
+
+def _compile(source: Path, objects: Path) -> Path:
+    target = objects / (source.stem + ".o")
+    flags = [*CPU_FLAGS, *_tool("CXXFLAGS", ""), "-MMD"]
+    command = [*_tool("CXX", "g++"), *flags, "-c", str(source), "-o", str(target)]
+    if not _is_current(target, command):
+        _run(command)
+        target.with_suffix(".o.cmd").write_text(shlex.join(command))
+    return target
+
+
+def _export_map() -> str:
+    """Return a linker script that exports the declared functions and hides the rest, libstdc++ too."""
+    names = "".join(f"  {f.name};\n" for name in ("nccl_api", "cpu_api") for f in parse(name).functions)
+    return f"{{\nglobal:\n{names}local:\n  *;\n}};\n"
+
+
+def build_cpu_library(target: Path) -> None:
+    """Compile cpu/*.cpp, only what changed, and link the CPU library."""
+    import fcntl
+
+    objects = PACKAGE.parent / "build" / "cpu"
+    objects.mkdir(parents=True, exist_ok=True)
+    sources = sorted(CPU.glob("*.cpp"))
+    with open(objects / "lock", "w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = [str(path) for path in pool.map(lambda source: _compile(source, objects), sources)]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # A new file instead of new contents: processes that have the old one mapped keep it.
+    fresh, exports = target.with_suffix(".new"), objects / "exports.map"
+    exports.write_text(_export_map())
+    link = [*CPU_LINK, f"-Wl,--version-script={exports}", *_tool("LDFLAGS", "")]
+    _run([*_tool("CXX", "g++"), *made, *link, "-o", str(fresh)])
+    fresh.replace(target)
+
+
+def forward_source() -> str:
+    """Return the C source of what other NCCL clients load: every function, forwarded to the CPU library."""
+    headers = [parse("nccl_api"), parse("cpu_api")]
+    functions = [f for header in headers for f in header.functions]
+    parts = ["#define _GNU_SOURCE", "#include <stddef.h>", "#include <stdint.h>"]
+    parts += [header.types for header in headers]
+    parts += ["static const char* const names[] = {" + ", ".join(f'"{f.name}"' for f in functions) + "};"]
+    parts += ['#include "forward.h"', ""]
+    for index, f in enumerate(functions):
+        types = ", ".join(t for t, _ in f.params) or "void"
+        call = f"f({', '.join(n for _, n in f.params)})"
+        if f.result == "void":
+            body = f"if (f) {call};"
+        else:
+            absent = '"pynccl: the CPU library cannot be loaded"' if "*" in f.result else "ncclSystemError"
+            body = f"return f ? {call} : {absent};"
+        parts += [f"{f.prototype} {{", f"  {f.result} (*f)({types}) = function({index});", f"  {body}", "}"]
+    return "\n".join(parts) + "\n"
+
+
+def build_forward_library(target: Path) -> None:
+    source = PACKAGE.parent / "build" / "forward.c"
+    source.parent.mkdir(parents=True, exist_ok=True)
+    source.write_text(forward_source())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    command = [*_tool("CC", "gcc"), *FORWARD_FLAGS, f"-I{NATIVE}", str(source), "-o", str(target)]
+    _run([*command, *_tool("LDFLAGS", ""), "-ldl", "-pthread"])
+
+
+# --- setuptools ---------------------------------------------------------------------------------------------
+
+LIBRARIES = {
+    "pynccl.libpynccl_cpu": (CPU_LIBRARY, build_cpu_library),
+    "pynccl.forward.libnccl": (FORWARD_LIBRARY, build_forward_library),
+}
+
+
+class build_ext(_build_ext):  # type: ignore[misc]
+    """Builds the three extensions that pyproject.toml names; elsewhere than on Linux, none."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        without = LIBRARIES if os.environ.get("PYNCCL_BUILD_CPU_LIBRARY") == "0" else {}
+        wanted = [ext for ext in self.extensions if ext.name not in without]
+        self.extensions: list[Extension] = wanted if sys.platform == "linux" else []
+
+    def get_ext_filename(self, fullname: str) -> str:
+        # Asked with and without the package.
+        *package, name = fullname.split(".")
+        for known, (filename, _) in LIBRARIES.items():
+            if name == known.split(".")[-1]:
+                return os.path.join(*package, filename)
+        return str(super().get_ext_filename(fullname))
+
+    def build_extension(self, ext: Extension) -> None:
+        if ext.name in LIBRARIES:
+            LIBRARIES[ext.name][1](Path(self.get_ext_fullpath(ext.name)))
+            return
+        source = PACKAGE.parent / "build" / "_native.c"
+        Binding().emit(source)
+        ext.sources = [os.path.relpath(source)]
+        ext.depends = [str(path) for path in (*NATIVE.glob("*.h"), Path(__file__))]
+        ext.include_dirs = [str(NATIVE)]
+        ext.libraries = ["dl"]
+        ext.extra_compile_args = [*WARNINGS, "-O2"]
+        super().build_extension(ext)
+
+
+def main(names: list[str]) -> None:
+    for name in names:
+        if name == "cpu":
+            build_cpu_library(PACKAGE / CPU_LIBRARY)
+        elif name == "forward":
+            build_forward_library(PACKAGE / "forward" / FORWARD_LIBRARY)
+        else:
+            raise SystemExit(f"cpu or forward, not {name}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,165 @@
+"""What can go wrong, as one tree.
+
+NcclError (RuntimeError)
+├── NcclUnhandledCudaError        ncclUnhandledCudaError
+├── NcclSystemError               ncclSystemError
+├── NcclInternalError             ncclInternalError
+├── NcclInvalidArgument           ncclInvalidArgument
+├── NcclInvalidUsage              ncclInvalidUsage
+│   └── CollectiveMismatchError   the ranks called different things
+├── NcclRemoteError               ncclRemoteError
+│   └── RankFailedError           .ranks died
+├── NcclTimeoutError              ncclTimeout; a TimeoutError too
+├── NotSupportedError             the loaded library lacks it; a NotImplementedError too
+├── LibraryNotFoundError          no library could be loaded; an OSError too
+└── BootstrapError                the ranks could not find each other
+
+Wrong Python arguments are TypeError and ValueError. Every class pickles.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+UNSUPPORTED = f"pynccl works on Linux (x86_64, aarch64, WSL) only; this is {sys.platform}"
+
+
+class NcclError(RuntimeError):
+    """Report a failed call; what is not known of it is None or empty.
+
+    `result` is NCCL's code, `detail` what the library reported as its last error.
+    """
+
+    code: ClassVar[int | None] = None
+    result: int | None
+    function: str
+    detail: str
+    rank: int | None
+    size: int | None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        result: int | None = None,
+        function: str = "",
+        detail: str = "",
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.result = self.code if result is None else result
+        self.function = function
+        self.detail = detail
+        self.rank = rank
+        self.size = size
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, self.__dict__
+
+
+class NcclUnhandledCudaError(NcclError):
+    """Report that a call to CUDA failed."""
+
+    code = 1
+
+
+class NcclSystemError(NcclError):
+    """Report that a call to the operating system failed."""
+
+    code = 2
+
+
+class NcclInternalError(NcclError):
+    """Report a failed check inside the library."""
+
+    code = 3
+
+
+class NcclInvalidArgument(NcclError):
+    """Report an argument that the library refused."""
+
+    code = 4
+
+
+class NcclInvalidUsage(NcclError):
+    """Report calls that the library does not allow together."""
+
+    code = 5
+
+
+class NcclRemoteError(NcclError):
+    """Report that another rank failed or cannot be reached."""
+
+    code = 6
+
+
+class NcclTimeoutError(NcclError, TimeoutError):
+    """Report that something did not happen in time."""
+
+    code = 8
+
+
+class NotSupportedError(NcclError, NotImplementedError):
+    """Report what the loaded library or this platform lacks."""
+
+
+class LibraryNotFoundError(NcclError, OSError):
+    """Report that no library could be loaded, and every place that was tried."""
+
+
+class BootstrapError(NcclError):
+    """Report that the ranks could not find each other."""
+
+
+class CollectiveMismatchError(NcclInvalidUsage):
+    """Report that the ranks called different operations, or the same one with different arguments."""
+
+
+class RankFailedError(NcclRemoteError):
+    """Report which ranks of the communicator died."""
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = (), **known: Any) -> None:
+        super().__init__(message, **known)
+        self.ranks = sorted(ranks)
+
+
+RESULT_NAMES = {
+    0: "ncclSuccess",
+    1: "ncclUnhandledCudaError",
+    2: "ncclSystemError",
+    3: "ncclInternalError",
+    4: "ncclInvalidArgument",
+    5: "ncclInvalidUsage",
+    6: "ncclRemoteError",
+    7: "ncclInProgress",
+    8: "ncclTimeout",
+}
+_CLASSES: dict[int, type[NcclError]] = {
+    cls.code: cls
+    for cls in (
+        NcclUnhandledCudaError,
+        NcclSystemError,
+        NcclInternalError,
+        NcclInvalidArgument,
+        NcclInvalidUsage,
+        NcclRemoteError,
+        NcclTimeoutError,
+    )
+    if cls.code is not None
+}
+
+
+def error_class(result: int) -> type[NcclError]:
+    """Return the class for a result code: NcclError itself for one that pynccl does not know."""
+    return _CLASSES.get(result, NcclError)
+
+
+def result_name(result: int) -> str:
+    """Return the C name of a result code."""
+    return RESULT_NAMES.get(result, f"result {result}")

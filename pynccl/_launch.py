@@ -1,0 +1,229 @@
+"""`pynccl run`: start the ranks of a program on this machine, show their output, and end them together."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pynccl import _cuda
+from pynccl._process import Child, describe_exit
+from pynccl.bootstrap._store import StoreServer
+
+# What ranks get to end by themselves after SIGTERM.
+GRACE_SECONDS = 5.0
+# What is left in the pipes is shown, but a descendant that holds one open is not waited for.
+_DRAIN_SECONDS = 1.0
+_MAX_LINE = 1 << 20
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def add_run_parser(subparsers: Any) -> None:
+    """Add `run` to the subcommands of `pynccl`."""
+    parser = subparsers.add_parser(
+        "run",
+        help="run a Python program on several ranks of this machine",
+        description="Run a Python program on several ranks of this machine. Each has RANK, WORLD_SIZE, "
+        "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under torchrun, and finds the others "
+        "by pynccl.init().",
+    )
+    parser.add_argument("-n", "--nranks", type=_positive, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU library (PYNCCL_LIBRARY=cpu)")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is the name of a module, as in python -m"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="the program")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    parser.set_defaults(command=run_command)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run the program as the command line says and return the exit code."""
+    env = choose_backend(os.environ, "cpu" if args.cpu else "auto")
+    if env.get("PYNCCL_LIBRARY") == "cpu" and not args.cpu and os.environ.get("PYNCCL_LIBRARY") != "cpu":
+        _say("no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu")
+    program = ["-m", args.script] if args.module else [args.script]
+    argv = [sys.executable, "-u", *program, *args.args]
+    with StoreServer() as server:
+        return _Launcher(argv, env, args.nranks, server).run()
+
+
+def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
+    """Return the environment with PYNCCL_LIBRARY set; "auto": the CPU library where no driver is found."""
+    env = dict(environ)
+    if backend != "auto":
+        env["PYNCCL_LIBRARY"] = backend
+    elif env.get("PYNCCL_LIBRARY", "auto") in ("", "auto") and not _cuda.available():
+        env["PYNCCL_LIBRARY"] = "cpu"
+    return env
+
+
+def rank_environment(base: Mapping[str, str], rank: int, nranks: int, server: StoreServer) -> dict[str, str]:
+    """Return the environment of one rank: torchrun's variables and the address of the store."""
+    env = dict(base)
+    env.update(RANK=str(rank), WORLD_SIZE=str(nranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nranks))
+    env.update(PYNCCL_STORE=server.address, PYNCCL_STORE_TOKEN=server.token, PYTHONUNBUFFERED="1")
+    if nranks > 1:
+        # As torchrun does: ranks that each start a thread per core get in each other's way.
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _say(text: str) -> None:
+    print(f"pynccl run: {text}", file=sys.stderr, flush=True)
+
+
+class _Lines:
+    """One output of one rank, copied line by line with the rank before each."""
+
+    def __init__(self, rank: int, target: int) -> None:
+        self.prefix, self.target = b"[%d] " % rank, target
+        self.rest = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Copy the complete lines; no data means the end of the output."""
+        self.rest += data
+        cut = self.rest.rfind(b"\n") + 1
+        if not data or len(self.rest) - cut > _MAX_LINE:
+            cut = len(self.rest)
+        lines = bytes(self.rest[:cut]).split(b"\n")
+        del self.rest[:cut]
+        if not lines[-1]:
+            lines.pop()
+        _write_all(self.target, b"".join(self.prefix + line + b"\n" for line in lines))
+
+
+def _write_all(target: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(target, view) :]
+
+
+class _Launcher:
+    """The ranks of one run, and the loop over their output, their ends and the signals of this process."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], nranks: int, server: StoreServer) -> None:
+        self.argv, self.nranks, self.server = argv, nranks, server
+        self.env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        self.children: list[Child] = []
+        self.selector = selectors.DefaultSelector()
+        self.code = 0
+        self.kill_at: float | None = None
+        self.ended: set[int] = set()
+
+    def run(self) -> int:
+        """Start the ranks, wait for all of them, and return the first failing one's exit code."""
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        old_wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        numbers = (signal.SIGCHLD, *_FORWARDED)
+        old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        try:
+            self.selector.register(reader, selectors.EVENT_READ)
+            for rank in range(self.nranks):
+                self._start(rank)
+            while len(self.ended) < self.nranks:
+                self._step(reader)
+            self._drain()
+        except BrokenPipeError:
+            # Nobody reads our output any more: end as a program does that writes to a closed pipe.
+            self.code = 128 + signal.SIGPIPE
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        finally:
+            for child in self.children:
+                child.close()
+            signal.set_wakeup_fd(old_wakeup)
+            for number, handler in old_handlers.items():
+                signal.signal(number, handler)
+            self.selector.close()
+            reader.close()
+            writer.close()
+        return self.code
+
+    def _start(self, rank: int) -> None:
+        env = rank_environment(self.env, rank, self.nranks, self.server)
+        child = Child(self.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, tie=True)
+        self.children.append(child)
+        for pipe, target in ((child.stdout, sys.stdout.fileno()), (child.stderr, sys.stderr.fileno())):
+            assert pipe is not None
+            self.selector.register(pipe, selectors.EVENT_READ, _Lines(rank, target))
+
+    def _step(self, reader: socket.socket) -> None:
+        wait = None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
+        for key, _ in self.selector.select(wait):
+            if key.fileobj is reader:
+                for number in reader.recv(4096):
+                    self._on_signal(number)
+            else:
+                self._copy(key)
+        self._look_for_ends()
+        if self.kill_at is not None and time.monotonic() >= self.kill_at:
+            self.kill_at = None
+            self._send(signal.SIGKILL)
+
+    def _copy(self, key: selectors.SelectorKey) -> None:
+        data = os.read(key.fd, 65536)
+        key.data.feed(data)
+        if not data:
+            self.selector.unregister(key.fileobj)
+
+    def _on_signal(self, number: int) -> None:
+        if number in _FORWARDED:
+            self._send(number)
+        if number in _ENDING and self.kill_at is None:
+            self.kill_at = time.monotonic() + GRACE_SECONDS
+
+    def _look_for_ends(self) -> None:
+        for rank, child in enumerate(self.children):
+            code = child.poll()
+            if rank in self.ended or code is None:
+                continue
+            self.ended.add(rank)
+            if code != 0 and self.code == 0:
+                self.code = code if code > 0 else 128 - code
+                others = "" if len(self.ended) == self.nranks else "; ending the other ranks"
+                _say(f"rank {rank} {describe_exit(code)}{others}")
+                self._send(signal.SIGTERM)
+                self.kill_at = self.kill_at or time.monotonic() + GRACE_SECONDS
+
+    def _send(self, number: int) -> None:
+        for rank, child in enumerate(self.children):
+            if rank not in self.ended:
+                child.send(number)
+
+    def _drain(self) -> None:
+        """Copy what the ranks had still written when they ended."""
+        for child in self.children:
+            child.send(signal.SIGKILL)
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while any(isinstance(key.data, _Lines) for key in self.selector.get_map().values()):
+            events = self.selector.select(max(0.0, deadline - time.monotonic()))
+            for key, _ in events:
+                if isinstance(key.data, _Lines):
+                    self._copy(key)
+            if time.monotonic() >= deadline:
+                break
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.data, _Lines):
+                key.data.feed(b"")

@@ -1,0 +1,137 @@
+"""What becomes of communicators at exit, in forked children, and in calls that do not return."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pynccl import capi
+from pynccl._errors import NcclError, NcclTimeoutError
+
+if TYPE_CHECKING:
+    from pynccl._communicator import Communicator
+
+T = TypeVar("T")
+
+# NCCL's abort can itself wait for ever, on a captured graph for example.
+ABORT_SECONDS = 10.0
+
+
+class _Call:
+    """A blocking call in a thread of its own, so that who waits for it can give up."""
+
+    def __init__(self, call: Callable[[], Any], if_abandoned: Callable[[Any], object] | None) -> None:
+        self.call, self.if_abandoned = call, if_abandoned
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        self.abandoned = False
+        self.lock = threading.Lock()
+
+    def work(self) -> None:
+        try:
+            self.value = self.call()
+        except BaseException as error:
+            self.error = error
+        with self.lock:
+            self.done.set()
+        if self.abandoned and self.error is None and self.if_abandoned is not None:
+            self.if_abandoned(self.value)
+
+    def give_up(self) -> bool:
+        """Leave the call to itself; False when it has ended meanwhile."""
+        with self.lock:
+            self.abandoned = not self.done.is_set()
+            return self.abandoned
+
+
+def bounded(
+    call: Callable[[], T],
+    timeout: float | None,
+    what: str,
+    if_abandoned: Callable[[T], object] | None = None,
+) -> T:
+    """Return what a blocking call returns; Ctrl-C and the timeout are noticed while it runs.
+
+    The call itself cannot be stopped: `if_abandoned` gets its value when nobody else will.
+    """
+    running = _Call(call, if_abandoned)
+    threading.Thread(target=running.work, name=f"pynccl {what}", daemon=True).start()
+    try:
+        in_time = running.done.wait(timeout)
+    except BaseException:
+        running.give_up()
+        raise
+    if not in_time and running.give_up():
+        raise NcclTimeoutError(f"{what} took longer than {timeout:g} s", function=what)
+    if running.error is not None:
+        raise running.error
+    return running.value  # type: ignore[no-any-return]
+
+
+# Handles that this process has to give back, and all communicator objects, owners of their handle or not.
+owned: set[int] = set()
+living: weakref.WeakSet[Communicator] = weakref.WeakSet()
+# Arrays that the library may still write to although their communicator was collected.
+orphans: list[Any] = []
+_reaper: threading.Thread | None = None
+_wake = threading.Event()
+_done = threading.Event()
+
+
+def own(handle: int) -> None:
+    """Take responsibility for a handle until `disown`."""
+    global _reaper
+    owned.add(handle)
+    # Started now, since no thread can be started any more while the interpreter exits.
+    if _reaper is None:
+        _reaper = threading.Thread(target=_reap, name="pynccl-exit", daemon=True)
+        _reaper.start()
+
+
+def disown(handle: int) -> None:
+    """Leave a handle to somebody else."""
+    owned.discard(handle)
+
+
+def _reap() -> None:
+    _wake.wait()
+    for handle in list(owned):
+        # Nobody is left to be told.
+        with suppress(NcclError):
+            capi.ncclCommAbort(handle)
+    _done.set()
+
+
+def _at_exit() -> None:
+    """Abort what is left, but not for longer than PYNCCL_EXIT_TIMEOUT seconds."""
+    for communicator in list(living):
+        communicator._forget("the interpreter has ended")
+    if owned and _reaper is not None:
+        _wake.set()
+        _done.wait(_exit_seconds())
+
+
+def _exit_seconds() -> float:
+    try:
+        return float(os.environ.get("PYNCCL_EXIT_TIMEOUT", ""))
+    except ValueError:
+        return 5.0
+
+
+def _in_child() -> None:
+    """In a forked child: the library's threads and connections are the parent's."""
+    global _reaper, _wake, _done
+    owned.clear()
+    _reaper, _wake, _done = None, threading.Event(), threading.Event()
+    for communicator in list(living):
+        communicator._forget("it belongs to the parent of this forked process; make a new one here")
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_in_child)

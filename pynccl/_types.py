@@ -1,0 +1,104 @@
+"""Small values that cross the API: the unique id, datatypes, reductions, handles that are written late."""
+
+from __future__ import annotations
+
+import hashlib
+from enum import IntEnum
+from typing import Any
+
+from pynccl import _api, _capi
+
+
+class DataType(IntEnum):
+    """NCCL's datatypes."""
+
+    INT8 = _api.ncclInt8
+    UINT8 = _api.ncclUint8
+    INT32 = _api.ncclInt32
+    UINT32 = _api.ncclUint32
+    INT64 = _api.ncclInt64
+    UINT64 = _api.ncclUint64
+    FLOAT16 = _api.ncclFloat16
+    FLOAT32 = _api.ncclFloat32
+    FLOAT64 = _api.ncclFloat64
+    BFLOAT16 = _api.ncclBfloat16
+    FLOAT8E4M3 = _api.ncclFloat8e4m3
+    FLOAT8E5M2 = _api.ncclFloat8e5m2
+
+
+class RedOp(IntEnum):
+    """NCCL's built-in reductions."""
+
+    SUM = _api.ncclSum
+    PROD = _api.ncclProd
+    MAX = _api.ncclMax
+    MIN = _api.ncclMin
+    AVG = _api.ncclAvg
+
+
+class UniqueId:
+    """What the ranks of one communicator agree on: 128 bytes, among them a secret. Immutable."""
+
+    __slots__ = ("_data",)
+    _data: bytes
+    SIZE = _api.NCCL_UNIQUE_ID_BYTES
+
+    def __init__(self, data: bytes | bytearray | memoryview | UniqueId) -> None:
+        if not isinstance(data, bytes | bytearray | memoryview | UniqueId):
+            raise TypeError(f"a unique id is made from {self.SIZE} bytes, not from {type(data).__name__}")
+        value = bytes(data)
+        if len(value) != self.SIZE:
+            raise ValueError(f"a unique id has {self.SIZE} bytes, not {len(value)}")
+        object.__setattr__(self, "_data", value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"UniqueId is immutable, {name} cannot be set")
+
+    def __bytes__(self) -> bytes:
+        return self._data
+
+    def __eq__(self, other: object) -> bool:
+        return self._data == other._data if isinstance(other, UniqueId) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UniqueId, (self._data,)
+
+    def __repr__(self) -> str:
+        # Who has the bytes can join: logs get a digest, by which two ids can still be compared.
+        return f"<UniqueId {hashlib.sha256(self._data).hexdigest()[:12]}>"
+
+
+class LateHandle:
+    """A handle that NCCL writes after the call: int() of it is 0 until the group or the creation is complete.
+
+    Every function of pynccl.capi takes it where it takes the handle.
+    """
+
+    __slots__ = ("_cell", "_keep")
+    __hash__ = None  # type: ignore[assignment]  # its value changes
+
+    def __init__(self, cell: Any, keep: Any = None) -> None:
+        self._cell = cell
+        self._keep = keep
+
+    def __int__(self) -> int:
+        return int(self._cell[0])
+
+    __index__ = __int__
+
+    def __bool__(self) -> bool:
+        return bool(self._cell[0])
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == int(other) if isinstance(other, int | LateHandle) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"<LateHandle {int(self):#x}>"
+
+
+def get_unique_id() -> UniqueId:
+    """Make the id of a new communicator, on one rank; the others must be given it."""
+    return UniqueId(_capi.ncclGetUniqueId())

@@ -1,0 +1,245 @@
+"""NCCL's C API, one to one: its names, its arguments in its order minus the out-pointers, which are returned.
+
+Pointers, handles and streams are ints, a unique id is 128 bytes, strings are str. A result other than success
+raises, except ncclInProgress: functions with out-values return them, the others return the result (0 or 7).
+The library is loaded by the first call. FUNCTIONS tells which NCCL brought each function; the CPU library
+adds CPU_FUNCTIONS.
+
+A handle that NCCL writes only at the end of the group, or in the background on a non-blocking communicator,
+is returned as a LateHandle, which serves wherever the handle does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from pynccl._api import *
+from pynccl._binding import ffi as _ffi
+from pynccl._binding import lib as _lib
+from pynccl._capi import *
+from pynccl._capi_cpu import *
+from pynccl._config import pack as _pack
+from pynccl._status import IN_PROGRESS as _IN_PROGRESS
+from pynccl._status import NOT_FOUND as _NOT_FOUND
+from pynccl._status import NOT_LOADED as _NOT_LOADED
+from pynccl._status import again as _again
+from pynccl._status import check as _check
+from pynccl._status import forget as _forget
+from pynccl._status import remember as _remember
+from pynccl._status import text as _text
+from pynccl._structs import CollConfig as CollConfig
+from pynccl._structs import CommProperties as CommProperties
+from pynccl._structs import Config as Config
+from pynccl._structs import EncryptionConfig as EncryptionConfig
+from pynccl._structs import SimInfo as SimInfo
+from pynccl._types import LateHandle as LateHandle
+from pynccl._types import UniqueId as _UniqueId
+
+_ConfigLike = Config | Mapping[str, Any] | None
+
+
+def _handle(cell: Any, result: int, keep: Any = None, place: tuple[int, int] | None = None) -> int:
+    """Return the communicator or window in the cell, late where it may still be written."""
+    value = int(cell[0])
+    late = result == _IN_PROGRESS or _lib.pynccl_group_depth() > 0
+    if value:
+        if place is not None or keep is not None:
+            _remember(value, place, (cell, keep))
+        return value
+    return cast(int, LateHandle(cell, keep)) if late else 0
+
+
+def _id(data: bytes) -> bytes:
+    return bytes(_UniqueId(data))
+
+
+def _ints(values: Sequence[int], count: int, name: str) -> Any:
+    if len(values) < count:
+        raise ValueError(f"{name} has {len(values)} entries, {count} are needed")
+    return _ffi.new("int[]", list(values))
+
+
+# --- communicators ------------------------------------------------------------------------------------------
+
+
+def ncclCommInitRank(nranks: int, commId: bytes, rank: int) -> int:
+    cell, uid = _ffi.new("uintptr_t*"), _id(commId)
+    while (r := _lib.ncclCommInitRank(cell, nranks, uid, rank)) and _again(r, "ncclCommInitRank"):
+        pass
+    return _handle(cell, r, uid, (rank, nranks))
+
+
+def ncclCommInitRankConfig(nranks: int, commId: bytes, rank: int, config: _ConfigLike = None) -> int:
+    cell, uid, options = _ffi.new("uintptr_t*"), _id(commId), _pack(Config, config)
+    while (r := _lib.ncclCommInitRankConfig(cell, nranks, uid, rank, options)) and _again(
+        r, "ncclCommInitRankConfig"
+    ):
+        pass
+    return _handle(cell, r, options, (rank, nranks))
+
+
+def ncclCommInitRankScalable(
+    nranks: int, myrank: int, nId: int, commIds: Sequence[bytes], config: _ConfigLike = None
+) -> int:
+    if len(commIds) < nId:
+        raise ValueError(f"commIds has {len(commIds)} entries, {nId} are needed")
+    cell, uids, options = _ffi.new("uintptr_t*"), b"".join(map(_id, commIds)), _pack(Config, config)
+    while (r := _lib.ncclCommInitRankScalable(cell, nranks, myrank, nId, uids, options)) and _again(
+        r, "ncclCommInitRankScalable"
+    ):
+        pass
+    return _handle(cell, r, (uids, options), (myrank, nranks))
+
+
+def ncclCommInitAll(ndev: int, devlist: Sequence[int] | None = None) -> list[int]:
+    cells = _ffi.new("uintptr_t[]", max(ndev, 1))
+    devices = _ffi.NULL if devlist is None else _ints(devlist, ndev, "devlist")
+    while (r := _lib.ncclCommInitAll(cells, ndev, devices)) and _again(r, "ncclCommInitAll"):
+        pass
+    comms = [int(comm) for comm in cells][:ndev]
+    for rank, comm in enumerate(comms):
+        _remember(comm, (rank, ndev), cells)
+    return comms
+
+
+def ncclCommSplit(comm: int, color: int, key: int, config: _ConfigLike = None) -> int:
+    cell, options = _ffi.new("uintptr_t*"), _pack(Config, config)
+    while (r := _lib.ncclCommSplit(comm, color, key, cell, options)) and _again(r, "ncclCommSplit", comm):
+        pass
+    return 0 if color == NCCL_SPLIT_NOCOLOR and r == 0 else _handle(cell, r, (options,))
+
+
+def ncclCommShrink(
+    comm: int,
+    excludeRanksList: Sequence[int],
+    excludeRanksCount: int,
+    config: _ConfigLike = None,
+    shrinkFlags: int = NCCL_SHRINK_DEFAULT,
+) -> int:
+    cell, options = _ffi.new("uintptr_t*"), _pack(Config, config)
+    ranks = _ints(excludeRanksList, excludeRanksCount, "excludeRanksList")
+    while (r := _lib.ncclCommShrink(comm, ranks, excludeRanksCount, cell, options, shrinkFlags)) and _again(
+        r, "ncclCommShrink", comm
+    ):
+        pass
+    return _handle(cell, r, (options, ranks))
+
+
+def ncclCommGrow(
+    comm: int, nRanks: int, uniqueId: bytes | None = None, rank: int = -1, config: _ConfigLike = None
+) -> int:
+    cell, options = _ffi.new("uintptr_t*"), _pack(Config, config)
+    uid = _ffi.NULL if uniqueId is None else _id(uniqueId)
+    while (r := _lib.ncclCommGrow(comm, nRanks, uid, rank, cell, options)) and _again(
+        r, "ncclCommGrow", comm
+    ):
+        pass
+    return _handle(cell, r, (options, uid))
+
+
+def ncclCommDestroy(comm: int) -> int:
+    while (r := _lib.ncclCommDestroy(comm)) and _again(r, "ncclCommDestroy", comm):
+        pass
+    _forget(comm)
+    return r
+
+
+def ncclCommAbort(comm: int) -> int:
+    while (r := _lib.ncclCommAbort(comm)) and _again(r, "ncclCommAbort", comm):
+        pass
+    _forget(comm)
+    return r
+
+
+def ncclCommQueryProperties(comm: int) -> CommProperties:
+    cell = CommProperties().pack()
+    while (r := _lib.ncclCommQueryProperties(comm, cell)) and _again(r, "ncclCommQueryProperties", comm):
+        pass
+    return CommProperties.unpack(cell)
+
+
+def ncclCommWindowRegister(comm: int, buff: int, size: int, winFlags: int = NCCL_WIN_DEFAULT) -> int:
+    cell = _ffi.new("uintptr_t*")
+    while (r := _lib.ncclCommWindowRegister(comm, buff, size, cell, winFlags)) and _again(
+        r, "ncclCommWindowRegister", comm
+    ):
+        pass
+    return _handle(cell, r)
+
+
+# --- groups and signals -------------------------------------------------------------------------------------
+
+
+def ncclGroupSimulateEnd(simInfo: SimInfo | Mapping[str, Any] | None = None) -> SimInfo:
+    cell = _pack(SimInfo, SimInfo() if simInfo is None else simInfo)
+    while (r := _lib.ncclGroupSimulateEnd(cell)) and _again(r, "ncclGroupSimulateEnd"):
+        pass
+    return SimInfo.unpack(cell)
+
+
+def ncclWaitSignal(
+    nDesc: int, signalDescs: Sequence[tuple[int, int, int, int]], comm: int, stream: int
+) -> int:
+    """Take each descriptor as (opCnt, peer, sigIdx, ctx)."""
+    if len(signalDescs) < nDesc:
+        raise ValueError(f"signalDescs has {len(signalDescs)} entries, {nDesc} are needed")
+    cells = _ffi.new("ncclWaitSignalDesc_t[]", list(signalDescs))
+    while (r := _lib.ncclWaitSignal(nDesc, cells, comm, stream)) and _again(r, "ncclWaitSignal", comm):
+        pass
+    return r
+
+
+# --- text ---------------------------------------------------------------------------------------------------
+
+
+def _require(function: str) -> None:
+    """Raise for a function that answers with text and is not there: it has no result code to say so."""
+    if not _lib.nccl_api_find(function.encode()):
+        _again(_NOT_LOADED, function)
+        if not _lib.nccl_api_find(function.encode()):
+            _check(_NOT_FOUND, function)
+
+
+def ncclGetErrorString(result: int) -> str:
+    _require("ncclGetErrorString")
+    return _text(_lib.ncclGetErrorString(result))
+
+
+def ncclGetLastError(comm: int = 0) -> str:
+    _require("ncclGetLastError")
+    return _text(_lib.ncclGetLastError(comm))
+
+
+# --- parameters, encryption ---------------------------------------------------------------------------------
+
+
+def ncclSetEncryption(config: EncryptionConfig | Mapping[str, Any] | None) -> int:
+    cell = _pack(EncryptionConfig, config)
+    while (r := _lib.ncclSetEncryption(cell)) and _again(r, "ncclSetEncryption"):
+        pass
+    return r
+
+
+def ncclParamGet(h: int, maxLen: int) -> bytes:
+    out, length = _ffi.new("char[]", max(maxLen, 1)), _ffi.new("int*")
+    address = int(_ffi.cast("uintptr_t", out))
+    while (r := _lib.ncclParamGet(h, address, maxLen, length)) and _again(r, "ncclParamGet"):
+        pass
+    return bytes(_ffi.buffer(out, min(length[0], maxLen)))
+
+
+def ncclParamGetParameter(key: str) -> str:
+    out, length = _ffi.new("char**"), _ffi.new("int*")
+    while (r := _lib.ncclParamGetParameter(key.encode(), out, length)) and _again(r, "ncclParamGetParameter"):
+        pass
+    return _text(out[0])
+
+
+def ncclParamGetAllParameterKeys() -> list[str]:
+    table, length = _ffi.new("char***"), _ffi.new("int*")
+    while (r := _lib.ncclParamGetAllParameterKeys(table, length)) and _again(
+        r, "ncclParamGetAllParameterKeys"
+    ):
+        pass
+    return [_text(table[0][i]) for i in range(length[0])]

@@ -1,0 +1,265 @@
+"""Run a function on several ranks, each a fresh process of its own, and bring the results back."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import resource
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pynccl._launch import choose_backend, rank_environment
+from pynccl._process import Child, describe_exit, die_with_parent, wait_all
+from pynccl.bootstrap._store import StoreServer
+
+__all__ = ["RankError", "RankTimeout", "run"]
+
+# What the other ranks get to end by themselves once one has failed: long enough for them to report it too.
+_GRACE = 5.0
+_WORKER = "from pynccl.testing import _work; _work()"
+
+
+class RankError(RuntimeError):
+    """A rank of `run` failed; `.ranks` says which, `.errors` holds the exceptions that could travel."""
+
+    def __init__(self, message: str, errors: dict[int, BaseException | None]) -> None:
+        super().__init__(message, errors)
+        self.errors = errors
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return the ranks that failed, sorted."""
+        return sorted(self.errors)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RankTimeout(RankError, TimeoutError):
+    """Ranks of `run` were still running at the timeout, and were killed."""
+
+
+def run(
+    nranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    backend: str = "auto",
+    timeout: float = 60,
+    check: bool = True,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Call `fn(rank, nranks, *args)` in one new process per rank; return the results in the ranks' order.
+
+    `fn` has to be found by its name in its module or file. `backend` is "auto" (the CPU library where there
+    is no NVIDIA driver), or a value for PYNCCL_LIBRARY. A rank that fails raises RankError with its
+    traceback; with `check=False` its RankError stands in the result instead, and the other ranks go on.
+    `env` adds variables. Nothing is left running afterwards.
+    """
+    if nranks < 1:
+        raise ValueError(f"nranks must be at least 1, not {nranks}")
+    task = (list(sys.path), _locate(fn), nranks)
+    with tempfile.TemporaryDirectory(prefix="pynccl-testing-") as folder, StoreServer() as server:
+        job = _Job(Path(folder), nranks)
+        Path(folder, "task").write_bytes(pickle.dumps(task))
+        Path(folder, "args").write_bytes(pickle.dumps(args))
+        base = choose_backend(os.environ, backend) | (env or {})
+        try:
+            for rank in range(nranks):
+                job.start(rank, rank_environment(base, rank, nranks, server))
+            job.wait(timeout, check)
+        finally:
+            job.close()
+        return job.results(timeout, check)
+
+
+def _locate(fn: Callable[..., Any]) -> tuple[str, str, str]:
+    """Return module name, file and qualified name, by which another process finds the function."""
+    name, module = getattr(fn, "__qualname__", ""), sys.modules.get(getattr(fn, "__module__", ""))
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    file = getattr(module, "__file__", None)
+    if found is not fn or module is None or file is None:
+        raise ValueError(
+            f"fn must be a function that a new process can find by its name in a file, not {fn!r}"
+        )
+    return module.__name__, os.path.abspath(file), name
+
+
+class _Failure:
+    """What became of a rank that brought no result."""
+
+    def __init__(self, text: str, error: BaseException | None = None, killed: bool = False) -> None:
+        self.text, self.error, self.killed = text, error, killed
+
+
+class _Job:
+    """The processes of one run and the folder that they answer in."""
+
+    def __init__(self, folder: Path, nranks: int) -> None:
+        self.folder, self.nranks = folder, nranks
+        self.children: list[Child] = []
+        self.ended: list[int] = []
+        self.timed_out = False
+
+    def start(self, rank: int, env: dict[str, str]) -> None:
+        argv = [
+            sys.executable,
+            *_interpreter_options(),
+            "-c",
+            _WORKER,
+            str(os.getpid()),
+            str(self.folder),
+            str(rank),
+        ]
+        # The package may have been imported from a folder that the child does not look into by itself.
+        here = str(Path(__file__).parents[1])
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, env.get("PYTHONPATH")]))
+        self.children.append(Child(argv, env=env))
+
+    def wait(self, timeout: float, check: bool) -> None:
+        """Wait for the ranks to end; with `check`, not long after one of them has failed."""
+        deadline = time.monotonic() + timeout
+        while not self._all_ended():
+            now = time.monotonic()
+            if check and any(self.children[rank].poll() for rank in self.ended):
+                deadline, check = min(deadline, now + _GRACE), False
+            elif now >= deadline:
+                break
+            time.sleep(0.005)
+        running = [child for child in self.children if child.poll() is None]
+        self.timed_out = bool(running) and not any(self.children[rank].poll() for rank in self.ended)
+        # A rank that gets this signal writes where it is, and ends.
+        for child in running:
+            os.kill(child.pid, signal.SIGABRT)
+        wait_all(running, 2.0)
+
+    def _all_ended(self) -> bool:
+        for rank, child in enumerate(self.children):
+            if rank not in self.ended and child.poll() is not None:
+                self.ended.append(rank)
+        return len(self.ended) == self.nranks
+
+    def close(self) -> None:
+        for child in self.children:
+            child.close()
+
+    def results(self, timeout: float, check: bool) -> list[Any]:
+        answers = [self._answer(rank) for rank in range(self.nranks)]
+        if not check:
+            return [
+                self._as_error([rank], answers, "") if isinstance(a, _Failure) else a
+                for rank, a in enumerate(answers)
+            ]
+        failed = [rank for rank in self.ended if isinstance(answers[rank], _Failure)]
+        late = [rank for rank in range(self.nranks) if rank not in self.ended]
+        if failed or late:
+            head = (
+                f"ranks {late} of {self.nranks} were still running after {timeout:g} s\n"
+                if self.timed_out
+                else ""
+            )
+            raise self._as_error(failed + late, answers, head)
+        return answers
+
+    def _as_error(self, ranks: list[int], answers: list[Any], head: str) -> RankError:
+        """Return one error for these ranks, the first of them being its cause."""
+        kind = RankTimeout if all(answers[rank].killed for rank in ranks) else RankError
+        text = "\n".join(f"rank {rank} of {self.nranks} {answers[rank].text}" for rank in ranks)
+        blamed = [rank for rank in ranks if kind is RankTimeout or not answers[rank].killed]
+        error = kind(head + text, {rank: answers[rank].error for rank in blamed})
+        error.__cause__ = answers[ranks[0]].error
+        return error
+
+    def _answer(self, rank: int) -> Any:
+        path, code = self.folder / f"{rank}.result", self.children[rank].poll()
+        if path.exists():
+            ok, value, text = pickle.loads(path.read_bytes())
+            if not ok:
+                return _Failure(f"failed:\n{text}", pickle.loads(value))
+            if code == 0:
+                return pickle.loads(value)
+        killed = rank not in self.ended
+        state = "was still running and was ended" if killed else describe_exit(code or 0)
+        stacks = Path(self.folder, f"{rank}.dump").read_text(errors="replace").strip()
+        return _Failure(f"{state}\n{stacks}" if stacks else f"{state}, without a result", killed=killed)
+
+
+def _interpreter_options() -> list[str]:
+    """Return the options of this interpreter that its ranks should run with too."""
+    options = [f"-W{option}" for option in sys.warnoptions]
+    return [*options, "-Xdev"] if sys.flags.dev_mode else options
+
+
+def _work() -> None:
+    """Be one rank: what `run` starts its processes with."""
+    parent, folder, rank = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    die_with_parent(parent)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    # Open until the process ends: faulthandler writes there whatever happens.
+    faulthandler.enable(os.open(folder / f"{rank}.dump", os.O_WRONLY | os.O_CREAT), all_threads=True)
+    sys.exit(not _call(folder, rank))
+
+
+def _call(folder: Path, rank: int) -> bool:
+    try:
+        path, target, nranks = pickle.loads((folder / "task").read_bytes())
+        sys.path[:] = path
+        fn = _find(*target)
+        value = fn(rank, nranks, *pickle.loads((folder / "args").read_bytes()))
+        answer = (True, pickle.dumps(value), "")
+    except BaseException as error:
+        answer = (False, _dumps_error(error), traceback.format_exc())
+    draft = folder / f"{rank}.draft"
+    draft.write_bytes(pickle.dumps(answer))
+    draft.rename(folder / f"{rank}.result")
+    return answer[0]
+
+
+def _dumps_error(error: BaseException) -> bytes:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return pickle.dumps(None)
+    return data
+
+
+def _find(module_name: str, file: str, qualname: str) -> Callable[..., Any]:
+    """Return the function of that name, from the file that the parent had it from."""
+    found: Any = _import(module_name, file)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _import(name: str, file: str) -> Any:
+    if name == "__main__":
+        # As multiprocessing does: the script runs under another name, and pickles of its classes still fit.
+        namespace = runpy.run_path(file, run_name="__mp_main__")
+        module = type(sys)("__mp_main__")
+        module.__dict__.update(namespace)
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+        return module
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module(name)
+        if os.path.abspath(getattr(module, "__file__", None) or "") == file:
+            return module
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {name} from {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

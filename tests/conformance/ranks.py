@@ -1,0 +1,241 @@
+"""Groups of ranks, as processes or as threads, that outlive single tests: starting them costs more than most tests do.
+
+The parent sends every rank the name of a function and its arguments; the function runs as `fn(rank, *args)`, where
+`rank` (a `worker.Rank`) lets it talk to the others without the library under test. A group is used up by any failure.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from .backend import choose_backend
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+# What the other ranks get once one has failed: long enough to report it too.
+GRACE = 5.0
+NOTE_BYTES = 256
+
+
+class RanksFailed(AssertionError):
+    """Ranks raised, died or hung: their tracebacks, last notes and stacks."""
+
+    def __init__(self, message: str, notes: Sequence[str]) -> None:
+        super().__init__(message)
+        self.notes = list(notes)
+
+
+@dataclass(frozen=True)
+class Died:
+    """The result of a rank whose process ended."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The result of a rank whose function raised."""
+
+    text: str
+
+
+def transport_layout(transport: str, nranks: int) -> list[list[int]]:
+    """Return which ranks share a process."""
+    if transport == "threads":
+        return [list(range(nranks))]
+    if transport == "mixed":
+        return [list(range(nranks))[i : i + 2] for i in range(0, nranks, 2)]
+    return [[rank] for rank in range(nranks)]
+
+
+class Ranks:
+    """`nranks` ranks over one transport; `env` adds variables to all of them."""
+
+    def __init__(self, nranks: int, transport: str = "direct", env: dict[str, str] | None = None) -> None:
+        self.nranks, self.transport = nranks, transport
+        self.healthy = True
+        self._folder = tempfile.TemporaryDirectory(prefix="conformance-")
+        self._notes = open(os.path.join(self._folder.name, "notes"), "w+b", buffering=0)  # noqa: SIM115
+        self._notes.truncate(nranks * NOTE_BYTES)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._process_of: dict[int, int] = {}
+        self._connections: list[Connection] = []
+        backend = choose_backend()
+        for index, ranks in enumerate(transport_layout(transport, nranks)):
+            self._start(index, ranks, backend.environment(transport, index, nranks) | (env or {}))
+
+    def _start(self, index: int, ranks: list[int], env: dict[str, str]) -> None:
+        theirs: list[Connection] = []
+        for rank in ranks:
+            ours, other = Pipe()
+            self._connections.append(ours)
+            theirs.append(other)
+            self._process_of[rank] = index
+        fds = [connection.fileno() for connection in theirs]
+        path = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), os.environ.get("PYTHONPATH")]))
+        arguments = (self.nranks, ranks, fds, self._notes.fileno())
+        with open(self._log(index), "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "conformance.worker", pickle.dumps(arguments).hex()],
+                env=os.environ | {"PYTHONPATH": path} | env,
+                pass_fds=[*fds, self._notes.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        self._processes.append(process)
+        for connection in theirs:
+            connection.close()
+
+    def _log(self, index: int) -> Path:
+        return Path(self._folder.name, f"{index}.log")
+
+    def output(self, rank: int) -> str:
+        """Return what the rank's process has printed."""
+        return self._log(self._process_of[rank]).read_text(errors="replace")
+
+    def pid(self, rank: int) -> int:
+        """Return the process id of a rank."""
+        return self._processes[self._process_of[rank]].pid
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 30,
+        only: Iterable[int] | None = None,
+        check: bool = True,
+        during: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Run `fn(rank, *args)` on every rank and return the results in order.
+
+        With `check=False` ranks that raise or die are results, `Raised` and `Died`, and the others go on. `during` runs
+        in this process while they work.
+        """
+        ranks = list(range(self.nranks)) if only is None else list(only)
+        results: dict[int, Any] = {}
+        failed: dict[int, str] = {}
+        for rank in ranks:
+            self._connections[rank].send((fn.__module__, fn.__qualname__, args))
+        if during:
+            during()
+        exchanges: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < len(ranks) and time.monotonic() < deadline:
+            for rank in self._ready(set(ranks) - set(results), deadline):
+                kind, value = self._receive(rank)
+                if kind == "exchange":
+                    exchanges[rank] = value
+                    continue
+                results[rank] = value
+                if kind == "result":
+                    continue
+                self.healthy = False
+                if check:
+                    failed[rank] = value.text if kind == "raised" else f"ended with {value.code}\n{self.output(rank)}"
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            if exchanges and len(exchanges) + len(results) >= len(ranks):
+                self._answer(exchanges, ranks)
+        hung = [rank for rank in ranks if rank not in results]
+        if failed or hung:
+            raise self._failure(fn, failed, hung, timeout)
+        return [results[rank] for rank in ranks]
+
+    def _ready(self, ranks: set[int], deadline: float) -> list[int]:
+        by_connection = {self._connections[rank]: rank for rank in sorted(ranks)}
+        ready = wait(list(by_connection), max(0.0, deadline - time.monotonic()))
+        return [by_connection[connection] for connection in ready if isinstance(connection, Connection)]
+
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        try:
+            kind, value = self._connections[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return "died", Died(self._processes[self._process_of[rank]].wait(10))
+        return ("raised", Raised(value)) if kind == "raised" else (kind, value)
+
+    def _answer(self, exchanges: dict[int, Any], ranks: list[int]) -> None:
+        """Give the ranks that wait in `exchange` what all of them brought; None for those that have ended."""
+        everyone = [exchanges.get(rank) for rank in ranks]
+        for rank in exchanges:
+            self._connections[rank].send(everyone)
+        exchanges.clear()
+
+    def notes(self) -> list[str]:
+        """Return the last note of every rank."""
+        size = NOTE_BYTES
+        raw = [os.pread(self._notes.fileno(), size, rank * size) for rank in range(self.nranks)]
+        return [text.rstrip(b"\0").decode(errors="replace") for text in raw]
+
+    def _failure(self, fn: Callable[..., Any], failed: dict[int, str], hung: list[int], timeout: float) -> RanksFailed:
+        for index in {self._process_of[rank] for rank in hung}:
+            # The worker writes its stacks to its log.
+            self._processes[index].send_signal(signal.SIGUSR1)
+        if hung:
+            time.sleep(0.3)
+        self.healthy = False
+        notes = self.notes()
+        text = [f"{fn.__qualname__} on {self.nranks} ranks over {self.transport}:"]
+        text += [f"--- rank {rank} ({notes[rank]}) failed:\n{what}" for rank, what in failed.items()]
+        late = "after another failed" if failed else f"after {timeout:g} s"
+        text += [f"--- rank {rank} ({notes[rank]}) still ran {late}:\n{self.output(rank)[-3000:]}" for rank in hung]
+        self.close()
+        return RanksFailed("\n".join(text), notes)
+
+    def close(self) -> None:
+        """End the processes: healthy ones by themselves, the others by force."""
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + (5.0 if self.healthy else 0.0)
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.healthy = False
+        self._notes.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Pool:
+    """Keeps a few groups alive for the next test with the same needs."""
+
+    LIMIT = 3
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, str, tuple[tuple[str, str], ...]], Ranks] = {}
+
+    def get(self, nranks: int, transport: str = "direct", **env: str) -> Ranks:
+        """Return a healthy group; the variables are its own."""
+        key = (nranks, transport, tuple(sorted(env.items())))
+        group = self._groups.pop(key, None)
+        if group is None or not group.healthy:
+            if group:
+                group.close()
+            group = Ranks(nranks, transport, env)
+        self._groups[key] = group
+        while len(self._groups) > self.LIMIT:
+            self._groups.pop(next(iter(self._groups))).close()
+        return group
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()

@@ -1,0 +1,88 @@
+"""What tests share: clean environments, small libraries compiled on the spot, and NVIDIA's released ones."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RELEASES = ("2.19.3", "2.28.9", "2.32.3")
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment without what changes which library is used or how it behaves."""
+    foreign = ("NCCL_", "PYNCCL_", "CONDA_PREFIX", "LD_PRELOAD", "PYTHONPATH")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+
+
+@pytest.fixture
+def run_python() -> Run:
+    """Run Python code, or a command line, in a process of its own: a process uses one library."""
+
+    def run(
+        code: str = "", *, args: list[str] | None = None, fails: bool = False, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "error", *(["-c", code] if args is None else args)]
+        done = subprocess.run(
+            command, env=clean_environment() | env, capture_output=True, text=True, timeout=50, cwd="/"
+        )
+        assert (done.returncode != 0) == fails, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def compile_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Compile C source to a shared library and return its path."""
+
+    def compile_library(source: str, name: str = "libtest.so", *flags: str) -> str:
+        folder = tmp_path_factory.mktemp("library")
+        (folder / "source.c").write_text(source)
+        target = folder / name
+        compiler = shlex.split(os.environ.get("CC", "gcc"))
+        options = ["-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unused", *flags]
+        subprocess.run([*compiler, *options, str(folder / "source.c"), "-o", str(target)], check=True)
+        return str(target)
+
+    return compile_library
+
+
+@pytest.fixture(scope="session")
+def released() -> Callable[[str], str]:
+    """Return the path of NVIDIA's library of a version, downloaded once from the package index."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pynccl-tests"
+
+    def released(version: str) -> str:
+        target = cache / version / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(cache / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _download(version, target)
+        return str(target)
+
+    return released
+
+
+def _download(version: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--dest", folder, f"nvidia-nccl-cu12=={version}"], check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        fresh = target.with_suffix(".new")
+        with zipfile.ZipFile(wheel) as archive, open(fresh, "wb") as out:
+            shutil.copyfileobj(archive.open("nvidia/nccl/lib/libnccl.so.2"), out)
+        fresh.replace(target)

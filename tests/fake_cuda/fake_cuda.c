@@ -1,0 +1,397 @@
+// A libcuda.so.1 without a GPU: it records every call and answers as the driver would.
+//
+// Streams hold a queue of launches, event records and event waits, which advance in order; a test can hold a
+// stream, so that what depends on it stays undone. The fake_cuda_* functions are the test's side.
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum {
+  OK = 0,
+  INVALID_VALUE = 1,
+  NOT_INITIALIZED = 3,
+  NO_DEVICE = 100,
+  INVALID_DEVICE = 101,
+  INVALID_CONTEXT = 201,
+  INVALID_HANDLE = 400,
+  NOT_READY = 600,
+  LAUNCH_TIMEOUT = 702,
+};
+enum { MAX_DEVICES = 16, MAX_OPS = 256, MAX_HANDLES = 256, MAX_STACK = 16, LOG_BYTES = 1 << 20 };
+
+typedef struct { int device, retained; } Context;
+typedef struct { int used, device, recorded, done; } Event;
+typedef struct { enum { LAUNCH, RECORD, WAIT } kind; int value, generation; } Op;
+typedef struct { int used, device, held, capture, head, tail; Op ops[MAX_OPS]; } Stream;
+typedef struct { uintptr_t begin, end; int type, device; } Region;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static Context contexts[MAX_DEVICES];
+static Stream streams[MAX_HANDLES];
+static Event events[MAX_HANDLES];
+static Region regions[MAX_HANDLES];
+static int initialized, region_count;
+static char record[LOG_BYTES];
+static struct { char name[64]; int code; } failure;
+static __thread Context* stack[MAX_STACK];
+static __thread int depth = 1;
+
+static void note(const char* format, ...) {
+  size_t used = strlen(record);
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(record + used, LOG_BYTES - used, format, arguments);
+  va_end(arguments);
+}
+
+static int device_count(void) {
+  const char* text = getenv("FAKE_CUDA_DEVICES");
+  return text ? atoi(text) : 2;
+}
+
+static int leave(int code) {
+  pthread_mutex_unlock(&mutex);
+  return code;
+}
+
+// Every function begins so: recorded, under the lock, and failing where the test wants it.
+#define ENTER(function, ...)                                          \
+  pthread_mutex_lock(&mutex);                                         \
+  note(function " " __VA_ARGS__);                                     \
+  note("\n");                                                         \
+  if (strcmp(failure.name, function) == 0) return leave(failure.code); \
+  if (!initialized && strcmp(function, "cuInit") != 0) return leave(NOT_INITIALIZED)
+
+static void run(Stream* stream) {
+  while (!stream->held && stream->head < stream->tail) {
+    Op* op = &stream->ops[stream->head % MAX_OPS];
+    Event* event = &events[op->value % MAX_HANDLES];
+    if (op->kind == WAIT && event->used && event->done < op->generation) return;
+    if (op->kind == RECORD) event->done = op->generation;
+    if (op->kind == LAUNCH) note("run %d\n", op->value);
+    ++stream->head;
+  }
+}
+
+static void progress(void) {
+  for (int round = 0; round < MAX_HANDLES; ++round)
+    for (int i = 0; i < MAX_HANDLES; ++i)
+      if (streams[i].used) run(&streams[i]);
+}
+
+// Handles are indices from 0x1000; below are the default streams of the current device.
+static Stream* find_stream(uintptr_t handle) {
+  if (handle <= 2) {
+    Context* context = stack[depth - 1];
+    if (!context) return NULL;
+    Stream* stream = &streams[context->device];
+    stream->used = 1;
+    stream->device = context->device;
+    return stream;
+  }
+  uintptr_t index = handle - 0x1000;
+  return index >= MAX_DEVICES && index < MAX_HANDLES && streams[index].used ? &streams[index] : NULL;
+}
+
+static Event* find_event(uintptr_t handle) {
+  uintptr_t index = handle - 0x2000;
+  return index < MAX_HANDLES && events[index].used == 1 ? &events[index] : NULL;
+}
+
+static void push(Stream* stream, int kind, int value, int generation) {
+  if (stream->tail - stream->head == MAX_OPS) abort();
+  stream->ops[stream->tail++ % MAX_OPS] = (Op){kind, value, generation};
+  progress();
+}
+
+static int wait_for(int (*ready)(void*), void* what) {
+  for (int tries = 0; tries < 1000; ++tries) {
+    if (ready(what)) return leave(OK);
+    pthread_mutex_unlock(&mutex);
+    usleep(10000);
+    pthread_mutex_lock(&mutex);
+  }
+  return leave(LAUNCH_TIMEOUT);
+}
+
+static int stream_ready(void* stream) { return ((Stream*)stream)->head == ((Stream*)stream)->tail; }
+static int event_ready(void* event) { return ((Event*)event)->done >= ((Event*)event)->recorded; }
+
+// --- the test's side ---
+
+const char* fake_cuda_log(void) { return record; }
+
+void fake_cuda_fail(const char* name, int code) {
+  snprintf(failure.name, sizeof failure.name, "%s", name);
+  failure.code = code;
+}
+
+void fake_cuda_hold(uintptr_t handle, int held) {
+  pthread_mutex_lock(&mutex);
+  find_stream(handle)->held = held;
+  progress();
+  pthread_mutex_unlock(&mutex);
+}
+
+void fake_cuda_launch(uintptr_t handle, int value) {
+  pthread_mutex_lock(&mutex);
+  push(find_stream(handle), LAUNCH, value, 0);
+  pthread_mutex_unlock(&mutex);
+}
+
+void fake_cuda_capture(uintptr_t handle, int status) { find_stream(handle)->capture = status; }
+
+void fake_cuda_register(uintptr_t begin, size_t bytes, int type, int device) {
+  regions[region_count++] = (Region){begin, begin + bytes, type, device};
+}
+
+// --- devices and contexts ---
+
+int cuInit(unsigned int flags) {
+  ENTER("cuInit", "%u", flags);
+  initialized = 1;
+  return leave(device_count() ? OK : NO_DEVICE);
+}
+
+int cuDriverGetVersion(int* version) {
+  *version = 13010;
+  return OK;
+}
+
+int cuGetErrorName(int error, const char** name) {
+  *name = error == INVALID_VALUE     ? "CUDA_ERROR_INVALID_VALUE"
+          : error == NO_DEVICE       ? "CUDA_ERROR_NO_DEVICE"
+          : error == INVALID_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT"
+          : error == INVALID_HANDLE  ? "CUDA_ERROR_INVALID_HANDLE"
+          : error == LAUNCH_TIMEOUT  ? "CUDA_ERROR_LAUNCH_TIMEOUT"
+                                     : NULL;
+  return *name ? OK : INVALID_VALUE;
+}
+
+int cuGetErrorString(int error, const char** text) {
+  *text = error == INVALID_HANDLE ? "invalid resource handle" : NULL;
+  return *text ? OK : INVALID_VALUE;
+}
+
+int cuDeviceGetCount(int* count) {
+  ENTER("cuDeviceGetCount", "");
+  *count = device_count();
+  return leave(OK);
+}
+
+int cuDeviceGet(int* device, int ordinal) {
+  ENTER("cuDeviceGet", "%d", ordinal);
+  *device = ordinal;
+  return leave(ordinal >= 0 && ordinal < device_count() ? OK : INVALID_DEVICE);
+}
+
+int cuDeviceGetName(char* name, int length, int device) {
+  ENTER("cuDeviceGetName", "%d", device);
+  snprintf(name, length, "Fake %d", device);
+  return leave(OK);
+}
+
+int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+  ENTER("cuDeviceGetUuid_v2", "%d", device);
+  for (int i = 0; i < 16; ++i) uuid[i] = (unsigned char)(16 * device + i);
+  return leave(OK);
+}
+
+int cuDeviceGetUuid(unsigned char* uuid, int device) {
+  ENTER("cuDeviceGetUuid", "%d", device);
+  memset(uuid, 0xee, 16);
+  return leave(OK);
+}
+
+int cuDeviceGetPCIBusId(char* text, int length, int device) {
+  ENTER("cuDeviceGetPCIBusId", "%d", device);
+  snprintf(text, length, "0000:%02x:00.0", device + 1);
+  return leave(OK);
+}
+
+int cuDevicePrimaryCtxRetain(uintptr_t* context, int device) {
+  ENTER("cuDevicePrimaryCtxRetain", "%d", device);
+  contexts[device].device = device;
+  ++contexts[device].retained;
+  *context = (uintptr_t)&contexts[device];
+  return leave(OK);
+}
+
+int cuDevicePrimaryCtxRelease_v2(int device) {
+  ENTER("cuDevicePrimaryCtxRelease_v2", "%d", device);
+  return leave(contexts[device].retained-- > 0 ? OK : INVALID_CONTEXT);
+}
+
+int cuCtxGetCurrent(uintptr_t* context) {
+  ENTER("cuCtxGetCurrent", "");
+  *context = (uintptr_t)stack[depth - 1];
+  return leave(OK);
+}
+
+static int known(Context* context) {
+  return !context || (context >= contexts && context < contexts + MAX_DEVICES && context->retained);
+}
+
+int cuCtxSetCurrent(uintptr_t context) {
+  ENTER("cuCtxSetCurrent", "%d", context ? ((Context*)context)->device : -1);
+  if (!known((Context*)context)) return leave(INVALID_CONTEXT);
+  stack[depth - 1] = (Context*)context;
+  return leave(OK);
+}
+
+int cuCtxGetDevice(int* device) {
+  ENTER("cuCtxGetDevice", "");
+  if (!stack[depth - 1]) return leave(INVALID_CONTEXT);
+  *device = stack[depth - 1]->device;
+  return leave(OK);
+}
+
+int cuCtxPushCurrent_v2(uintptr_t context) {
+  ENTER("cuCtxPushCurrent_v2", "%d", context ? ((Context*)context)->device : -1);
+  if (!context || !known((Context*)context) || depth == MAX_STACK) return leave(INVALID_CONTEXT);
+  stack[depth++] = (Context*)context;
+  return leave(OK);
+}
+
+int cuCtxPopCurrent_v2(uintptr_t* context) {
+  ENTER("cuCtxPopCurrent_v2", "");
+  if (depth == 1) return leave(INVALID_CONTEXT);
+  *context = (uintptr_t)stack[--depth];
+  return leave(OK);
+}
+
+// --- streams and events ---
+
+int cuStreamCreate(uintptr_t* handle, unsigned int flags) {
+  ENTER("cuStreamCreate", "%u", flags);
+  if (!stack[depth - 1]) return leave(INVALID_CONTEXT);
+  for (int i = MAX_DEVICES; i < MAX_HANDLES; ++i) {
+    if (streams[i].used) continue;
+    memset(&streams[i], 0, sizeof streams[i]);
+    streams[i].used = 1;
+    streams[i].device = stack[depth - 1]->device;
+    *handle = 0x1000 + i;
+    return leave(OK);
+  }
+  return leave(INVALID_VALUE);
+}
+
+#define STREAM(handle)                 \
+  Stream* stream = find_stream(handle); \
+  if (!stream) return leave(handle <= 2 ? INVALID_CONTEXT : INVALID_HANDLE)
+
+#define EVENT(handle)               \
+  Event* event = find_event(handle); \
+  if (!event) return leave(INVALID_HANDLE)
+
+int cuStreamDestroy_v2(uintptr_t handle) {
+  ENTER("cuStreamDestroy_v2", "%#lx", (unsigned long)handle);
+  STREAM(handle);
+  stream->used = 0;
+  return leave(OK);
+}
+
+int cuStreamQuery(uintptr_t handle) {
+  ENTER("cuStreamQuery", "%#lx", (unsigned long)handle);
+  STREAM(handle);
+  return leave(stream_ready(stream) ? OK : NOT_READY);
+}
+
+int cuStreamSynchronize(uintptr_t handle) {
+  ENTER("cuStreamSynchronize", "%#lx", (unsigned long)handle);
+  STREAM(handle);
+  return wait_for(stream_ready, stream);
+}
+
+int cuStreamIsCapturing(uintptr_t handle, int* status) {
+  ENTER("cuStreamIsCapturing", "%#lx", (unsigned long)handle);
+  STREAM(handle);
+  *status = stream->capture;
+  return leave(OK);
+}
+
+int cuStreamWaitEvent(uintptr_t handle, uintptr_t event_handle, unsigned int flags) {
+  ENTER("cuStreamWaitEvent", "%#lx %#lx %u", (unsigned long)handle, (unsigned long)event_handle, flags);
+  STREAM(handle);
+  EVENT(event_handle);
+  push(stream, WAIT, (int)(event - events), event->recorded);
+  return leave(OK);
+}
+
+int cuEventCreate(uintptr_t* handle, unsigned int flags) {
+  ENTER("cuEventCreate", "%u", flags);
+  if (!stack[depth - 1]) return leave(INVALID_CONTEXT);
+  for (int i = 0; i < MAX_HANDLES; ++i) {
+    if (events[i].used) continue;
+    events[i] = (Event){1, stack[depth - 1]->device, 0, 0};
+    *handle = 0x2000 + i;
+    return leave(OK);
+  }
+  return leave(INVALID_VALUE);
+}
+
+int cuEventDestroy_v2(uintptr_t handle) {
+  ENTER("cuEventDestroy_v2", "%#lx", (unsigned long)handle);
+  EVENT(handle);
+  // As with the driver, the work that waits for it still does: here the event lives on until it has happened.
+  event->used = event_ready(event) ? 0 : 2;
+  return leave(OK);
+}
+
+int cuEventRecord(uintptr_t handle, uintptr_t stream_handle) {
+  ENTER("cuEventRecord", "%#lx %#lx", (unsigned long)handle, (unsigned long)stream_handle);
+  EVENT(handle);
+  STREAM(stream_handle);
+  if (event->device != stream->device) return leave(INVALID_HANDLE);
+  push(stream, RECORD, (int)(event - events), ++event->recorded);
+  return leave(OK);
+}
+
+int cuEventQuery(uintptr_t handle) {
+  ENTER("cuEventQuery", "%#lx", (unsigned long)handle);
+  EVENT(handle);
+  return leave(event_ready(event) ? OK : NOT_READY);
+}
+
+int cuEventSynchronize(uintptr_t handle) {
+  ENTER("cuEventSynchronize", "%#lx", (unsigned long)handle);
+  EVENT(handle);
+  return wait_for(event_ready, event);
+}
+
+// --- memory ---
+
+int cuPointerGetAttribute(void* data, int attribute, unsigned long long pointer) {
+  ENTER("cuPointerGetAttribute", "%d", attribute);
+  for (int i = 0; i < region_count; ++i) {
+    Region* region = &regions[i];
+    if (pointer < region->begin || pointer >= region->end) continue;
+    int managed = region->type == 4;
+    *(int*)data = attribute == 2 ? (managed ? 2 : region->type) : attribute == 8 ? managed : region->device;
+    return leave(OK);
+  }
+  return leave(INVALID_VALUE);
+}
+
+int cuMemAlloc_v2(unsigned long long* pointer, size_t bytes) {
+  ENTER("cuMemAlloc_v2", "%zu", bytes);
+  if (!stack[depth - 1]) return leave(INVALID_CONTEXT);
+  *pointer = (unsigned long long)(uintptr_t)calloc(1, bytes);
+  fake_cuda_register((uintptr_t)*pointer, bytes, 2, stack[depth - 1]->device);
+  return leave(OK);
+}
+
+int cuMemFree_v2(unsigned long long pointer) {
+  ENTER("cuMemFree_v2", "");
+  for (int i = 0; i < region_count; ++i) {
+    if (regions[i].begin != pointer) continue;
+    regions[i] = regions[--region_count];
+    free((void*)(uintptr_t)pointer);
+    return leave(OK);
+  }
+  return leave(INVALID_VALUE);
+}

@@ -1,0 +1,290 @@
+"""`pynccl run`: the environment of the ranks, their output, and how they end, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pynccl import _cuda, _launch
+
+Script = Callable[[str], str]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    def write(text: str) -> str:
+        path = tmp_path / "program.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def _command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "pynccl", "run", *args]
+
+
+def _environment(**env: str) -> dict[str, str]:
+    outside = ("PYNCCL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if not name.startswith(outside)} | env
+
+
+def launch(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command(*args), env=_environment(**env), capture_output=True, text=True, timeout=50
+    )
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start launchers whose end the test brings about; they are killed if it does not."""
+    processes = []
+
+    def start(*args: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            _command(*args), env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def _pids(process: subprocess.Popen[str], count: int) -> list[int]:
+    """Read the process ids that the ranks print first."""
+    assert process.stdout is not None
+    return [int(process.stdout.readline().split()[-1]) for _ in range(count)]
+
+
+def _wait_gone(pids: list[int], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    for pid in pids:
+        while _runs(pid):
+            assert time.monotonic() < deadline, f"{pid} still runs"
+            time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+PRINT_ENVIRONMENT = """
+import os
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR PYNCCL_LIBRARY OMP_NUM_THREADS".split()
+port, store = os.environ["MASTER_PORT"].isdigit(), "PYNCCL_STORE" in os.environ
+print(*[os.environ.get(name) for name in names], port, store)
+"""
+
+
+def test_environment_of_torchrun(script: Script) -> None:
+    done = launch("-n", "3", "--cpu", script(PRINT_ENVIRONMENT))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{r}] {r} 3 {r} 3 127.0.0.1 cpu 1 True True" for r in range(3)
+    ]
+
+
+def test_arguments_and_exit_code(script: Script) -> None:
+    done = launch("-n", "1", "--cpu", script("import sys; print(sys.argv[1:])"), "-n", "--cpu", "a b")
+    assert done.stdout == "[0] ['-n', '--cpu', 'a b']\n"
+
+
+def test_module(tmp_path: Path) -> None:
+    (tmp_path / "programme.py").write_text("import os, sys; print(os.environ['RANK'], sys.argv[1:])")
+    done = launch("-n", "2", "--cpu", "-m", "programme", "x", PYTHONPATH=str(tmp_path))
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 ['x']", "[1] 1 ['x']"]
+
+
+def test_without_a_driver_it_says_so(script: Script) -> None:
+    program = script("import os; print(os.environ['PYNCCL_LIBRARY'])")
+    if _cuda.available():
+        pytest.skip("this machine has an NVIDIA driver")
+    done = launch("-n", "1", program)
+    assert done.stdout == "[0] cpu\n"
+    assert done.stderr == "pynccl run: no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu\n"
+    chosen = launch("-n", "1", program, PYNCCL_LIBRARY="/some/library.so")
+    assert (chosen.stdout, chosen.stderr) == ("[0] /some/library.so\n", "")
+
+
+def test_lines_stay_whole_and_in_order(script: Script) -> None:
+    program = script(
+        "import os, sys\n"
+        "r = os.environ['RANK']\n"
+        "for i in range(300):\n"
+        "    out = sys.stdout if i % 2 else sys.stderr\n"
+        "    for part in (r * 500, f' {i}', '\\n'): out.write(part); out.flush()\n"
+        "print('no newline at the end', end='')\n"
+    )
+    done = launch("-n", "3", "--cpu", program)
+    assert done.returncode == 0
+    for text, first in ((done.stdout, 1), (done.stderr, 0)):
+        lines = [line for line in text.splitlines() if "no newline" not in line]
+        for rank in range(3):
+            mine = [line for line in lines if line.startswith(f"[{rank}] ")]
+            assert mine == [f"[{rank}] {str(rank) * 500} {i}" for i in range(first, 300, 2)]
+        assert len(lines) == 450
+    assert sorted(done.stdout.splitlines()[-3:])[-1].endswith("no newline at the end")
+
+
+def test_output_comes_at_once(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+    process = started("-n", "1", "--cpu", script("import time; print('first'); time.sleep(30)"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[0] first\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 128 + signal.SIGTERM
+
+
+def test_bytes_that_are_no_text(script: Script) -> None:
+    program = script("import sys; sys.stdout.buffer.write(b'\\xff\\0\\n\\n')")
+    done = subprocess.run(_command("-n", "1", "--cpu", program), capture_output=True, timeout=50)
+    assert done.stdout == b"[0] \xff\0\n[0] \n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "rank 1 exited with code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL"),
+        ("raise ValueError('broken')", 1, "rank 1 exited with code 1"),
+    ],
+)
+def test_one_failure_ends_all(script: Script, ending: str, code: int, words: str) -> None:
+    program = script(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ending}\ntime.sleep(60)\n")
+    start = time.monotonic()
+    done = launch("-n", "3", "--cpu", program)
+    assert time.monotonic() - start < 10
+    assert done.returncode == code
+    assert words in done.stderr
+    assert done.stderr.count("pynccl run:") == 1
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid)
+if os.environ["RANK"] == "0":
+    time.sleep(0.5)
+    sys.exit(3)
+time.sleep(60)
+"""
+
+
+def test_who_ignores_sigterm_is_killed_with_its_children(
+    script: Script, started: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = time.monotonic()
+    process = started("-n", "2", "--cpu", script(STUBBORN))
+    pids = _pids(process, 2)
+    assert process.wait(30) == 3
+    assert _launch.GRACE_SECONDS - 1 < time.monotonic() - start < _launch.GRACE_SECONDS + 8
+    _wait_gone(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_forwarded(
+    script: Script, started: Callable[..., subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    program = script(
+        "import os, signal, sys, time\n"
+        f"signal.signal({int(number)}, lambda *_: (print('got it'), sys.exit(5)))\n"
+        "print(os.getpid())\n"
+        "time.sleep(60)\n"
+    )
+    process = started("-n", "2", "--cpu", program)
+    pids = _pids(process, 2)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=10)
+    assert process.returncode == 5
+    assert sorted(out.splitlines()) == ["[0] got it", "[1] got it"]
+    _wait_gone(pids)
+
+
+def test_user_signals_are_forwarded_and_end_nothing(
+    script: Script, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    program = script(
+        "import os, signal, time\n"
+        "seen = []\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))\n"
+        "print(os.getpid())\n"
+        "while not seen: time.sleep(0.01)\n"
+    )
+    process = started("-n", "2", "--cpu", program)
+    _pids(process, 2)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(10) == 0
+
+
+def test_ctrl_c(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+    process = started("-n", "2", "--cpu", script("import os, time; print(os.getpid()); time.sleep(60)"))
+    _pids(process, 2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGINT
+
+
+def test_ranks_die_with_the_launcher(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+    process = started("-n", "2", "--cpu", script("import os, time; print(os.getpid()); time.sleep(60)"))
+    pids = _pids(process, 2)
+    process.kill()
+    process.wait()
+    _wait_gone(pids)
+
+
+def test_a_daemon_that_keeps_the_pipe_is_not_waited_for(script: Script) -> None:
+    program = script("import subprocess; subprocess.Popen(['setsid', 'sleep', '4']); print('done')")
+    start = time.monotonic()
+    done = subprocess.run(
+        _command("-n", "1", "--cpu", program), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=15
+    )
+    assert (done.returncode, done.stdout) == (0, b"[0] done\n")
+    assert time.monotonic() - start < 3.5
+
+
+def test_closed_output(script: Script) -> None:
+    program = script("import time\nfor i in range(10000): print('x' * 1000); time.sleep(0.001)")
+    process = subprocess.Popen(
+        _command("-n", "2", "--cpu", program), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(15) == 128 + signal.SIGPIPE
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["-n", "0", "x.py"], "must be at least 1"),
+        (["-n", "two", "x.py"], "invalid"),
+        (["x.py"], "required"),
+        (["-n", "2"], "required"),
+    ],
+)
+def test_wrong_command_lines(args: list[str], words: str) -> None:
+    done = launch(*args)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_script_that_is_not_there() -> None:
+    done = launch("-n", "2", "--cpu", "/nonexistent/program.py")
+    assert done.returncode == 2
+    assert "No such file" in done.stderr

@@ -1,0 +1,110 @@
+"""The package as others get it: sdist, wheel, what is in them, and rules that the sources keep."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+import pynccl
+from conftest import ROOT, Run, clean_environment
+
+PACKAGE = ROOT / "pynccl"
+CODE = [
+    path
+    for folder, endings in {
+        "pynccl": (".py", ".pyi", ".h", ".hpp", ".cpp", ".inc"),
+        "tests": (".py", ".cpp", ".hpp", ".c"),
+        "tools": (".py",),
+        "benchmarks": (".py",),
+        "examples": (".py",),
+    }.items()
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in endings
+]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the sdist, and from it, in a folder of its own, the wheel."""
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(), timeout=550)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = out.glob("*.whl")
+    assert len(list(out.glob("*.tar.gz"))) == 1
+    return path
+
+
+@pytest.mark.timeout(600)
+def test_what_is_in_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+    for name in ("py.typed", "libpynccl_cpu.so", "forward/libnccl.so.2", "capi.py", "native/nccl_api.h"):
+        assert f"pynccl/{name}" in names
+    assert not [name for name in names if name.endswith((".cpp", ".hpp", ".inc")) or name.startswith("tests")]
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"pynccl"}
+    fields = message_from_string(metadata)
+    assert fields["Name"] == "pynccl-cffi"
+    assert fields["Version"] == pynccl.__version__
+    assert fields["Requires-Python"] == ">=3.10"
+    required = [line for line in fields.get_all("Requires-Dist") or [] if "extra ==" not in line]
+    assert sorted(re.split(r"[<>=! ]", line)[0] for line in required) == ["cffi", "numpy"]
+
+
+@pytest.mark.timeout(600)
+def test_the_wheel_installed_elsewhere(wheel: Path, tmp_path: Path, run_python: Run) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--target", str(tmp_path), str(wheel)], check=True)
+    done = run_python(
+        "import pynccl; print(pynccl.__file__); print(*pynccl.get_version()); pynccl.get_unique_id()",
+        PYTHONPATH=str(tmp_path),
+        PYNCCL_LIBRARY="cpu",
+    )
+    assert done.stdout.splitlines() == [str(tmp_path / "pynccl" / "__init__.py"), "2 32 3"]
+
+
+def test_import_is_light_and_silent(run_python: Run) -> None:
+    done = run_python(
+        "import sys, pynccl, pynccl.capi\n"
+        "print(sorted({'cupy', 'torch', 'mpi4py', 'setuptools'} & set(sys.modules)))"
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_the_changelog_tells_of_this_version() -> None:
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None
+    assert newest[1] == pynccl.__version__
+
+
+def test_every_variable_is_documented() -> None:
+    documented = set(re.findall(r"`((?:PYNCCL|NCCL)_\w+)`", (ROOT / "docs" / "variables.md").read_text()))
+    read = set()
+    for path in (*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.cpp")):
+        read |= set(re.findall(r"""["']((?:PYNCCL|NCCL)_[A-Z_]+)["']""", path.read_text()))
+    constants = {name for name in vars(__import__("pynccl._api", fromlist=["*"])) if name.startswith("NCCL_")}
+    assert {name for name in read - constants if name.startswith("PYNCCL_")} <= documented
+    assert {name for name in documented if name.startswith("PYNCCL_")} <= read
+    assert documented <= read
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 600
+
+
+def test_the_c_api_is_declared_once() -> None:
+    """A prototype of NCCL's stands in nccl_api.h only."""
+    again = [
+        path
+        for path in PACKAGE.rglob("*.h*")
+        if path.name != "nccl_api.h" and re.search(r"^ncclResult_t nccl\w+\(.*\);", path.read_text(), re.M)
+    ]
+    assert again == []

@@ -1,0 +1,179 @@
+"""pynccl.testing.run: results and failures come back, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pynccl import testing
+
+
+class Odd(Exception):
+    """Does not survive pickling."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} is not {two}")
+
+
+def places(rank: int, nranks: int, *args: object) -> tuple[object, ...]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYNCCL_LIBRARY", "MARK")
+    return rank, nranks, args, *(os.environ.get(name) for name in names)
+
+
+def fail_on_last(rank: int, nranks: int) -> int:
+    if rank == nranks - 1:
+        raise KeyError("nothing under this key")
+    return rank
+
+
+def fail_oddly(rank: int, nranks: int) -> None:
+    raise Odd(rank, nranks)
+
+
+def die(rank: int, nranks: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def crash(rank: int, nranks: int) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave(rank: int, nranks: int) -> None:
+    os._exit(0)
+
+
+def sleep_here(rank: int, nranks: int) -> int:
+    if rank == 0:
+        return 5
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+    return 6
+
+
+def leave_a_process(rank: int, nranks: int) -> int:
+    return subprocess.Popen(["sleep", "60"]).pid
+
+
+def unpicklable(rank: int, nranks: int) -> object:
+    return lambda: None
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_results_in_order_and_environment() -> None:
+    got = testing.run(3, places, "x", 2, backend="cpu", env={"MARK": "m"})
+    assert got == [(r, 3, ("x", 2), str(r), "3", str(r), "3", "cpu", "m") for r in range(3)]
+
+
+def test_failure_carries_traceback_and_cause() -> None:
+    with pytest.raises(testing.RankError, match="nothing under this key") as caught:
+        testing.run(3, fail_on_last, backend="cpu")
+    assert caught.value.ranks == [2]
+    assert isinstance(caught.value.errors[2], KeyError)
+    assert caught.value.__cause__ is caught.value.errors[2]
+    assert "in fail_on_last" in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_without_check_failures_are_results() -> None:
+    got = testing.run(2, fail_on_last, backend="cpu", check=False)
+    assert got[0] == 0
+    assert isinstance(got[1], testing.RankError)
+    assert got[1].ranks == [1]
+
+
+def test_exception_that_does_not_pickle() -> None:
+    with pytest.raises(testing.RankError, match="0 is not 1") as caught:
+        testing.run(1, fail_oddly, backend="cpu")
+    assert caught.value.errors == {0: None}
+
+
+def test_killed_rank_ends_the_others_soon() -> None:
+    start = time.monotonic()
+    with pytest.raises(testing.RankError, match="rank 1 of 3 was killed by SIGKILL") as caught:
+        testing.run(3, die, backend="cpu")
+    assert time.monotonic() - start < 15
+    assert caught.value.ranks == [1]
+
+
+def test_crash_shows_the_python_stack() -> None:
+    with pytest.raises(testing.RankError, match="SIGSEGV") as caught:
+        testing.run(1, crash, backend="cpu")
+    assert "in crash" in str(caught.value)
+
+
+def test_exit_without_result_is_a_failure() -> None:
+    with pytest.raises(testing.RankError, match="without a result"):
+        testing.run(1, leave, backend="cpu")
+
+
+def test_timeout_shows_where_the_ranks_are() -> None:
+    start = time.monotonic()
+    with pytest.raises(testing.RankTimeout, match=r"ranks \[1\] of 2 were still running after 2 s") as caught:
+        testing.run(2, sleep_here, backend="cpu", timeout=2)
+    assert time.monotonic() - start < 6
+    assert "in sleep_here" in str(caught.value)
+    assert caught.value.ranks == [1]
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_descendants_are_killed() -> None:
+    pids = testing.run(2, leave_a_process, backend="cpu")
+    time.sleep(0.1)
+    assert all(_gone(pid) for pid in pids)
+
+
+def test_ranks_die_with_the_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from pynccl import testing\n"
+        "def wait(rank, nranks, folder):\n"
+        "    open(f'{folder}/{rank}.pid', 'w').write(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+        "if __name__ == '__main__':\n"
+        "    testing.run(2, wait, sys.argv[1], backend='cpu')\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
+    try:
+        deadline = time.monotonic() + 30
+        while len(pids := [p.read_text() for p in tmp_path.glob("*.pid")]) < 2 or not all(pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 5
+    while not all(_gone(int(pid)) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("nranks", [0, -1])
+def test_number_of_ranks(nranks: int) -> None:
+    with pytest.raises(ValueError, match="nranks must be at least 1"):
+        testing.run(nranks, places)
+
+
+def test_function_must_be_found_by_name() -> None:
+    with pytest.raises(ValueError, match="find by its name"):
+        testing.run(1, lambda rank, nranks: None)
+
+
+def test_result_must_pickle() -> None:
+    with pytest.raises(testing.RankError, match="pickle"):
+        testing.run(1, unpicklable, backend="cpu")
