@@ -24,9 +24,11 @@ ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const Id& id, ui
                          const ncclConfig_t* config, const char* function, int device) {
   if (const char* wrong = fault_error()) return spoil(fail(ncclInvalidArgument, "%s: %s", function, wrong));
   *out = nullptr;
-  if (nranks < 1) return spoil(fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks));
+  if (nranks < 1)
+    return spoil(fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks));
   if (!id.plausible())
-    return spoil(fail(ncclInvalidArgument, "%s: commId was not made by ncclGetUniqueId of this library", function));
+    return spoil(
+        fail(ncclInvalidArgument, "%s: commId was not made by ncclGetUniqueId of this library", function));
   Config settings;
   if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return spoil(r);
   // A wrong rank is told to the root all the same, so that the others hear of it too.
@@ -66,7 +68,8 @@ struct Child {
   ncclComm_t* out = nullptr;
 };
 
-ncclResult_t make_child(Comm& parent, ncclComm_t* out, const ncclConfig_t* config, const char* function, Child* child) {
+ncclResult_t make_child(Comm& parent, ncclComm_t* out, const ncclConfig_t* config, const char* function,
+                        Child* child) {
   Config settings;
   settings.blocking = parent.blocking;
   settings.name = parent.name;
@@ -78,7 +81,8 @@ ncclResult_t make_child(Comm& parent, ncclComm_t* out, const ncclConfig_t* confi
 }
 
 // Connects the ranks of the parent that go together, in the order of `members`.
-ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerInfo>>& members, int parent_rank) {
+ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerInfo>>& members,
+                           int parent_rank) {
   std::vector<PeerInfo> table;
   int rank = 0;
   for (auto& [r, info] : members) {
@@ -147,9 +151,10 @@ ncclResult_t run_shrink(std::shared_ptr<Comm> parent, Child child, std::set<int>
   std::vector<std::pair<int, PeerInfo>> members;
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (all[i].size() < sizeof(PeerInfo) || all[i].substr(sizeof(PeerInfo)) != list)
-      return end_child(child, fail(ncclInvalidUsage, "ncclCommShrink: rank %d excludes ranks [%s], rank %d ranks [%s]",
-                                   parent->rank, list.c_str(), ranks[i],
-                                   all[i].substr(std::min(all[i].size(), sizeof(PeerInfo))).c_str()));
+      return end_child(
+          child, fail(ncclInvalidUsage, "ncclCommShrink: rank %d excludes ranks [%s], rank %d ranks [%s]",
+                      parent->rank, list.c_str(), ranks[i],
+                      all[i].substr(std::min(all[i].size(), sizeof(PeerInfo))).c_str()));
     members.push_back({ranks[i], {}});
     memcpy(static_cast<void*>(&members.back().second), all[i].data(), sizeof(PeerInfo));
   }
@@ -177,13 +182,14 @@ ncclResult_t run_grow(std::shared_ptr<Comm> parent, Child child, int nranks, con
       return end_child(child, fail(ncclInvalidUsage, "ncclCommGrow: rank %d called something else", q));
     memcpy(static_cast<void*>(&theirs), all[size_t(q)].data(), sizeof theirs);
     if (theirs.nranks != nranks)
-      return end_child(child, fail(ncclInvalidArgument, "ncclCommGrow: rank %d grows to %d ranks, rank %d to %d", q,
-                                   theirs.nranks, parent->rank, nranks));
+      return end_child(child,
+                       fail(ncclInvalidArgument, "ncclCommGrow: rank %d grows to %d ranks, rank %d to %d", q,
+                            theirs.nranks, parent->rank, nranks));
     if (theirs.has_id) chosen = theirs.id, ++makers;
   }
   if (makers != 1)
-    return end_child(child, fail(ncclInvalidUsage, "ncclCommGrow: %d existing ranks passed a uniqueId, expected one",
-                                 makers));
+    return end_child(child, fail(ncclInvalidUsage,
+                                 "ncclCommGrow: %d existing ranks passed a uniqueId, expected one", makers));
   child.comm->set_shape(parent->rank, nranks);
   r = init(child.comm, chosen, 0);
   if (id && r == ncclSuccess) parent->grow_id_open = false;
@@ -194,7 +200,8 @@ ncclResult_t run_grow(std::shared_ptr<Comm> parent, Child child, int nranks, con
 ncclResult_t check_parent(Comm& parent, const char* function, bool may_have_failed) {
   if (parent.phase.load() == Phase::Finalized || parent.phase.load() == Phase::Finalizing)
     return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
-  if (parent.phase.load() == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
+  if (parent.phase.load() == Phase::Suspended)
+    return fail(ncclInvalidUsage, "%s: comm is suspended", function);
   if (parent.error() != ncclSuccess && !parent.revoked.load() && !may_have_failed)
     return fail(parent.error(), "%s: comm has failed: %s", function, parent.error_text().c_str());
   return ncclSuccess;
@@ -218,7 +225,8 @@ ncclResult_t pyncclCpuDeviceCount(int* count) {
 }
 
 ncclResult_t pyncclCpuSetDevice(int device) {
-  if (device < 0) return fail(ncclInvalidArgument, "pyncclCpuSetDevice: device is %d, expected 0 or more", device);
+  if (device < 0)
+    return fail(ncclInvalidArgument, "pyncclCpuSetDevice: device is %d, expected 0 or more", device);
   t_device = device;
   return ncclSuccess;
 }
@@ -236,9 +244,11 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* uniqueId) {
   return write_id(id, uniqueId);
 }
 
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank, ncclConfig_t* config) {
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank,
+                                    ncclConfig_t* config) {
   REQUIRE_POINTER("ncclCommInitRankConfig", comm);
-  return submit_init(comm, nranks, rank, id_of(commId), 0, config, "ncclCommInitRankConfig", default_device());
+  return submit_init(comm, nranks, rank, id_of(commId), 0, config, "ncclCommInitRankConfig",
+                     default_device());
 }
 
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank) {
@@ -246,12 +256,13 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId commId,
   return submit_init(comm, nranks, rank, id_of(commId), 0, nullptr, "ncclCommInitRank", default_device());
 }
 
-ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myrank, int nId, ncclUniqueId* commIds,
-                                      ncclConfig_t* config) {
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myrank, int nId,
+                                      ncclUniqueId* commIds, ncclConfig_t* config) {
   REQUIRE_POINTER("ncclCommInitRankScalable", newcomm);
   REQUIRE_POINTER("ncclCommInitRankScalable", commIds);
   if (nId < 1 || nId > nranks)
-    return spoil(fail(ncclInvalidArgument, "ncclCommInitRankScalable: nId is %d, expected 1 to nranks %d", nId, nranks));
+    return spoil(fail(ncclInvalidArgument, "ncclCommInitRankScalable: nId is %d, expected 1 to nranks %d",
+                      nId, nranks));
   Token hash = Token::of(std::string(reinterpret_cast<char*>(commIds), size_t(nId) * sizeof *commIds));
   return submit_init(newcomm, nranks, myrank, id_of(commIds[0]), nId > 1 ? hash.a : 0, config,
                      "ncclCommInitRankScalable", default_device());
@@ -259,10 +270,12 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myran
 
 ncclResult_t ncclCommInitAll(ncclComm_t* comm, int ndev, const int* devlist) {
   REQUIRE_POINTER("ncclCommInitAll", comm);
-  if (ndev < 1) return spoil(fail(ncclInvalidArgument, "ncclCommInitAll: ndev is %d, expected at least 1", ndev));
+  if (ndev < 1)
+    return spoil(fail(ncclInvalidArgument, "ncclCommInitAll: ndev is %d, expected at least 1", ndev));
   for (int i = 0; devlist && i < ndev; ++i)
     if (devlist[i] < 0)
-      return spoil(fail(ncclInvalidArgument, "ncclCommInitAll: devlist[%d] is %d, expected 0 or more", i, devlist[i]));
+      return spoil(
+          fail(ncclInvalidArgument, "ncclCommInitAll: devlist[%d] is %d, expected 0 or more", i, devlist[i]));
   Id id;
   if (ncclResult_t r = make_id(&id, true); r != ncclSuccess) return spoil(r);
   ncclGroupStart();
@@ -277,11 +290,13 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newc
   REQUIRE_POINTER("ncclCommSplit", newcomm);
   *newcomm = nullptr;
   if (color < 0 && color != NCCL_SPLIT_NOCOLOR)
-    return spoil(fail(ncclInvalidArgument, "ncclCommSplit: color is %d, expected 0 or more or NCCL_SPLIT_NOCOLOR", color));
+    return spoil(fail(ncclInvalidArgument,
+                      "ncclCommSplit: color is %d, expected 0 or more or NCCL_SPLIT_NOCOLOR", color));
   if (ncclResult_t r = check_parent(*parent, "ncclCommSplit", false); r != ncclSuccess) return spoil(r);
   Child child;
   if (color != NCCL_SPLIT_NOCOLOR)
-    if (ncclResult_t r = make_child(*parent, newcomm, config, "ncclCommSplit", &child); r != ncclSuccess) return spoil(r);
+    if (ncclResult_t r = make_child(*parent, newcomm, config, "ncclCommSplit", &child); r != ncclSuccess)
+      return spoil(r);
   Job job;
   job.comm = child.comm ? child.comm : parent->shared_from_this();
   job.blocking = !child.comm || child.comm->blocking;
@@ -291,8 +306,8 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newc
   return submit(std::move(job));
 }
 
-ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeRanksCount, ncclComm_t* newcomm,
-                            ncclConfig_t* config, int shrinkFlags) {
+ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeRanksCount,
+                            ncclComm_t* newcomm, ncclConfig_t* config, int shrinkFlags) {
   Comm* parent = comm_of(comm, "ncclCommShrink");
   if (!parent) return spoil(ncclInvalidArgument);
   REQUIRE_POINTER("ncclCommShrink", newcomm);
@@ -308,9 +323,9 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeR
     int r = excludeRanksList[i];
     if (r < 0 || r >= parent->nranks || r == parent->rank || !excluded.insert(r).second)
       return spoil(fail(ncclInvalidArgument, "ncclCommShrink: excludeRanksList[%d] is %d: %s", i, r,
-                        r == parent->rank                    ? "the calling rank itself"
+                        r == parent->rank              ? "the calling rank itself"
                         : r >= 0 && r < parent->nranks ? "named twice"
-                                                             : "no rank of this communicator"));
+                                                       : "no rank of this communicator"));
   }
   bool abort = shrinkFlags & NCCL_SHRINK_ABORT;
   if (ncclResult_t r = check_parent(*parent, "ncclCommShrink", abort); r != ncclSuccess) return spoil(r);
@@ -318,7 +333,8 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeR
     parent->fail_with(ncclInvalidUsage, "stopped by ncclCommShrink with NCCL_SHRINK_ABORT", false);
   parent->drain(kForever);
   Child child;
-  if (ncclResult_t r = make_child(*parent, newcomm, config, "ncclCommShrink", &child); r != ncclSuccess) return spoil(r);
+  if (ncclResult_t r = make_child(*parent, newcomm, config, "ncclCommShrink", &child); r != ncclSuccess)
+    return spoil(r);
   Job job;
   job.comm = child.comm;
   job.blocking = child.comm->blocking;
@@ -333,15 +349,16 @@ ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* uniqueId) {
   if (!c) return ncclInvalidArgument;
   REQUIRE_POINTER("ncclCommGetUniqueId", uniqueId);
   if (c->grow_id_open)
-    return fail(ncclInvalidUsage, "ncclCommGetUniqueId: the id made before has not been used by ncclCommGrow yet");
+    return fail(ncclInvalidUsage,
+                "ncclCommGetUniqueId: the id made before has not been used by ncclCommGrow yet");
   Id id;
   if (ncclResult_t r = make_id(&id, false); r != ncclSuccess) return r;
   c->grow_id_open = true;
   return write_id(id, uniqueId);
 }
 
-ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqueId, int rank, ncclComm_t* newcomm,
-                          ncclConfig_t* config) {
+ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqueId, int rank,
+                          ncclComm_t* newcomm, ncclConfig_t* config) {
   REQUIRE_POINTER("ncclCommGrow", newcomm);
   if (!comm) {
     REQUIRE_POINTER("ncclCommGrow", uniqueId);
@@ -351,13 +368,15 @@ ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqu
   if (!parent) return spoil(ncclInvalidArgument);
   *newcomm = nullptr;
   if (rank != -1)
-    return spoil(fail(ncclInvalidArgument, "ncclCommGrow: rank is %d, expected -1 from a rank that exists", rank));
+    return spoil(
+        fail(ncclInvalidArgument, "ncclCommGrow: rank is %d, expected -1 from a rank that exists", rank));
   if (nRanks <= parent->nranks)
-    return spoil(fail(ncclInvalidArgument, "ncclCommGrow: nRanks is %d, expected more than the %d there are", nRanks,
-                      parent->nranks));
+    return spoil(fail(ncclInvalidArgument, "ncclCommGrow: nRanks is %d, expected more than the %d there are",
+                      nRanks, parent->nranks));
   if (ncclResult_t r = check_parent(*parent, "ncclCommGrow", false); r != ncclSuccess) return spoil(r);
   Child child;
-  if (ncclResult_t r = make_child(*parent, newcomm, config, "ncclCommGrow", &child); r != ncclSuccess) return spoil(r);
+  if (ncclResult_t r = make_child(*parent, newcomm, config, "ncclCommGrow", &child); r != ncclSuccess)
+    return spoil(r);
   Job job;
   job.comm = child.comm;
   job.blocking = child.comm->blocking;
@@ -375,7 +394,8 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   if (c->revoked.load()) return spoil(fail(ncclInvalidUsage, "ncclCommFinalize: comm has been revoked"));
   if (c->phase.load() == Phase::Finalized)
     return spoil(fail(ncclInvalidArgument, "ncclCommFinalize: comm has been finalized already"));
-  if (c->error() != ncclSuccess) return spoil(fail(c->error(), "ncclCommFinalize: %s", c->error_text().c_str()));
+  if (c->error() != ncclSuccess)
+    return spoil(fail(c->error(), "ncclCommFinalize: %s", c->error_text().c_str()));
   Job job;
   job.comm = c->shared_from_this();
   job.blocking = c->blocking;
@@ -387,7 +407,8 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   if (!comm) return ncclSuccess;
   if (!comm_of(comm, "ncclCommDestroy", false)) return spoil(ncclInvalidArgument);
   std::shared_ptr<Comm> owned = take_ownership(comm);
-  if (!owned) return spoil(fail(ncclInvalidArgument, "ncclCommDestroy: comm is being destroyed by another thread"));
+  if (!owned)
+    return spoil(fail(ncclInvalidArgument, "ncclCommDestroy: comm is being destroyed by another thread"));
   Job job;
   job.run = [owned] { return destroy(owned); };
   return submit(std::move(job));
@@ -397,7 +418,8 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   if (!comm) return ncclSuccess;
   if (!comm_of(comm, "ncclCommAbort", false)) return spoil(ncclInvalidArgument);
   std::shared_ptr<Comm> owned = take_ownership(comm);
-  if (!owned) return spoil(fail(ncclInvalidArgument, "ncclCommAbort: comm is being destroyed by another thread"));
+  if (!owned)
+    return spoil(fail(ncclInvalidArgument, "ncclCommAbort: comm is being destroyed by another thread"));
   Job job;
   job.run = [owned] { return abort(owned); };
   return submit(std::move(job));
@@ -407,7 +429,8 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags) {
   Comm* c = comm_of(comm, "ncclCommRevoke");
   if (!c) return spoil(ncclInvalidArgument);
   if (revokeFlags != NCCL_REVOKE_DEFAULT)
-    return spoil(fail(ncclInvalidArgument, "ncclCommRevoke: revokeFlags is %d, expected NCCL_REVOKE_DEFAULT", revokeFlags));
+    return spoil(fail(ncclInvalidArgument, "ncclCommRevoke: revokeFlags is %d, expected NCCL_REVOKE_DEFAULT",
+                      revokeFlags));
   if (c->revoked.exchange(true)) return ncclSuccess;
   c->fail_with(ncclInvalidUsage, "rank " + std::to_string(c->rank) + " revoked its communicator");
   c->drain(kForever);

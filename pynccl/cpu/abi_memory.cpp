@@ -1,4 +1,5 @@
-// The C API: memory, registrations, windows, reduction operators, suspension, and what can be asked of a communicator.
+// The C API: memory, registrations, windows, reduction operators, suspension, and what can be asked of a
+// communicator.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -20,8 +21,8 @@ Allocations& allocations() {
   return *a;
 }
 
-ncclResult_t add_registration(ncclComm_t comm, const char* function, void* buffer, size_t size, int flags, bool window,
-                              void** out) {
+ncclResult_t add_registration(ncclComm_t comm, const char* function, void* buffer, size_t size, int flags,
+                              bool window, void** out) {
   Comm* c = comm_of(comm, function);
   if (!c) return ncclInvalidArgument;
   if (!out) return fail(ncclInvalidArgument, "%s: %s is NULL", function, window ? "win" : "handle");
@@ -42,8 +43,8 @@ ncclResult_t remove_registration(ncclComm_t comm, const char* function, void* ha
   std::lock_guard<std::mutex> lock(c->mutex);
   auto it = c->registrations.find(handle);
   if (it == c->registrations.end())
-    return fail(ncclInvalidArgument, "%s: %p is not a %s of this communicator, or was deregistered before", function,
-                handle, window ? "window" : "registration");
+    return fail(ncclInvalidArgument, "%s: %p is not a %s of this communicator, or was deregistered before",
+                function, handle, window ? "window" : "registration");
   if (it->second.window != window)
     return fail(ncclInvalidArgument, "%s: %p was made by %s", function, handle,
                 window ? "ncclCommRegister" : "ncclCommWindowRegister");
@@ -63,7 +64,8 @@ ncclResult_t suspend(Comm& comm) {
   }
   std::vector<std::string> all;
   uint64_t tag = uint64_t(4) << 32 | ++comm.derived;
-  if (ncclResult_t r = derive(comm, ranks, tag, std::string(1, busy), "ncclCommSuspend", &all); r != ncclSuccess)
+  if (ncclResult_t r = derive(comm, ranks, tag, std::string(1, busy), "ncclCommSuspend", &all);
+      r != ncclSuccess)
     return r;
   for (int q = 0; q < comm.nranks; ++q)
     if (all[size_t(q)] != std::string(1, '\0'))
@@ -133,7 +135,8 @@ ncclResult_t ncclMemFree(void* ptr) {
   std::lock_guard<std::mutex> lock(allocations().mutex);
   auto it = allocations().sizes.find(ptr);
   if (it == allocations().sizes.end())
-    return fail(ncclInvalidArgument, "ncclMemFree: %p was not returned by ncclMemAlloc, or was freed before", ptr);
+    return fail(ncclInvalidArgument, "ncclMemFree: %p was not returned by ncclMemAlloc, or was freed before",
+                ptr);
   munmap(ptr, it->second);
   allocations().sizes.erase(it);
   return ncclSuccess;
@@ -147,10 +150,13 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
   return remove_registration(comm, "ncclCommDeregister", handle, false);
 }
 
-ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win, int winFlags) {
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win,
+                                    int winFlags) {
   int known = NCCL_WIN_COLL_SYMMETRIC | NCCL_WIN_STRICT_ORDERING | NCCL_WIN_GIN_ONLY | NCCL_WIN_CFT_COUNTED;
-  if (winFlags & ~known) return fail(ncclInvalidArgument, "ncclCommWindowRegister: winFlags is 0x%x", unsigned(winFlags));
-  return add_registration(comm, "ncclCommWindowRegister", buff, size, winFlags, true, reinterpret_cast<void**>(win));
+  if (winFlags & ~known)
+    return fail(ncclInvalidArgument, "ncclCommWindowRegister: winFlags is 0x%x", unsigned(winFlags));
+  return add_registration(comm, "ncclCommWindowRegister", buff, size, winFlags, true,
+                          reinterpret_cast<void**>(win));
 }
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win) {
@@ -193,8 +199,8 @@ ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
   if (!c) return ncclInvalidArgument;
   std::lock_guard<std::mutex> lock(c->mutex);
   if (!c->red_ops.erase(int(op)))
-    return fail(ncclInvalidArgument, "ncclRedOpDestroy: op %d was not created by this communicator, or was destroyed",
-                int(op));
+    return fail(ncclInvalidArgument,
+                "ncclRedOpDestroy: op %d was not created by this communicator, or was destroyed", int(op));
   return ncclSuccess;
 }
 
@@ -202,9 +208,11 @@ ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
   Comm* c = comm_of(comm, "ncclCommSuspend");
   if (!c) return spoil(ncclInvalidArgument);
   if (flags != NCCL_SUSPEND_MEM)
-    return spoil(fail(ncclInvalidArgument, "ncclCommSuspend: flags is 0x%x, expected NCCL_SUSPEND_MEM", unsigned(flags)));
+    return spoil(fail(ncclInvalidArgument, "ncclCommSuspend: flags is 0x%x, expected NCCL_SUSPEND_MEM",
+                      unsigned(flags)));
   if (c->phase.load() != Phase::Ready || c->error() != ncclSuccess)
-    return spoil(fail(ncclInvalidUsage, "ncclCommSuspend: comm is not in use (suspended, finalized or failed)"));
+    return spoil(
+        fail(ncclInvalidUsage, "ncclCommSuspend: comm is not in use (suspended, finalized or failed)"));
   Job job;
   job.comm = c->shared_from_this();
   job.blocking = c->blocking;
@@ -248,8 +256,9 @@ ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t* prop
   if (!c) return ncclInvalidArgument;
   if (!props) return fail(ncclInvalidArgument, "ncclCommQueryProperties: props is NULL");
   if (props->magic != NCCL_API_MAGIC || props->size < offsetof(ncclCommProperties_t, rank))
-    return fail(ncclInvalidArgument, "ncclCommQueryProperties: props is not initialized (magic 0x%x, size %zu)",
-                props->magic, props->size);
+    return fail(ncclInvalidArgument,
+                "ncclCommQueryProperties: props is not initialized (magic 0x%x, size %zu)", props->magic,
+                props->size);
   ncclCommProperties_t full;
   memset(&full, 0, sizeof full);
   full.size = props->size;

@@ -60,9 +60,10 @@ ncclResult_t check_buffers(const Op& op, const char* function) {
   auto distance = reinterpret_cast<intptr_t>(op.send) - reinterpret_cast<intptr_t>(op.recv);
   if (e.may_be_in_place && distance == e.in_place) return ncclSuccess;
   if (op.comm->nranks == 1 && distance == 0) return ncclSuccess;
-  return fail(ncclInvalidArgument,
-              "%s: sendbuff %p (%zu bytes) and recvbuff %p (%zu bytes) overlap, %s", function, op.send, e.send, op.recv,
-              e.recv, e.may_be_in_place ? "other than NCCL's rule for in place allows" : "and in place is not possible");
+  return fail(
+      ncclInvalidArgument, "%s: sendbuff %p (%zu bytes) and recvbuff %p (%zu bytes) overlap, %s", function,
+      op.send, e.send, op.recv, e.recv,
+      e.may_be_in_place ? "other than NCCL's rule for in place allows" : "and in place is not possible");
 }
 
 ncclResult_t check_red_op(Op& op, int red, const char* function) {
@@ -102,8 +103,8 @@ ncclResult_t inject_fault(Comm& comm, const char* function) {
   return ncclSuccess;
 }
 
-ncclResult_t enter(const char* function, Func func, const void* send, void* recv, size_t count, ncclDataType_t dtype,
-                   int red, int root, ncclComm_t handle, cudaStream_t stream) {
+ncclResult_t enter(const char* function, Func func, const void* send, void* recv, size_t count,
+                   ncclDataType_t dtype, int red, int root, ncclComm_t handle, cudaStream_t stream) {
   Op op;
   op.func = func;
   op.send = send;
@@ -113,7 +114,8 @@ ncclResult_t enter(const char* function, Func func, const void* send, void* recv
   op.root = root;
   op.comm = comm_of(handle, function);
   if (!op.comm) return ncclInvalidArgument;
-  if (unsigned(dtype) >= ncclNumTypes) return bad(function, "datatype", dtype, "an ncclDataType_t below ncclNumTypes");
+  if (unsigned(dtype) >= ncclNumTypes)
+    return bad(function, "datatype", dtype, "an ncclDataType_t below ncclNumTypes");
   if ((has_root(func) || is_p2p(func)) && (root < 0 || root >= op.comm->nranks))
     return bad(function, is_p2p(func) ? "peer" : "root", root,
                ("0 to " + std::to_string(op.comm->nranks - 1)).c_str());
@@ -147,15 +149,15 @@ ncclResult_t check_coll_config(const ncclCollConfig_t* config, const char* funct
 
 using namespace pncpu;
 
-#define CHECKED(function, config)                                                   \
-  if (ncclResult_t r = check_coll_config(config, function); r != ncclSuccess) \
-  return spoil(r)
+#define CHECKED(function, config) \
+  if (ncclResult_t r = check_coll_config(config, function); r != ncclSuccess) return spoil(r)
 
 extern "C" {
 
-ncclResult_t ncclReduce(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, ncclRedOp_t op,
-                        int root, ncclComm_t comm, cudaStream_t stream) {
-  return spoil(enter("ncclReduce", Func::Reduce, sendbuff, recvbuff, count, datatype, op, root, comm, stream));
+ncclResult_t ncclReduce(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                        ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
+  return spoil(
+      enter("ncclReduce", Func::Reduce, sendbuff, recvbuff, count, datatype, op, root, comm, stream));
 }
 
 ncclResult_t ncclBcast(void* buff, size_t count, ncclDataType_t datatype, int root, ncclComm_t comm,
@@ -163,30 +165,35 @@ ncclResult_t ncclBcast(void* buff, size_t count, ncclDataType_t datatype, int ro
   return spoil(enter("ncclBcast", Func::Broadcast, buff, buff, count, datatype, 0, root, comm, stream));
 }
 
-ncclResult_t ncclBroadcast(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int root,
-                           ncclComm_t comm, cudaStream_t stream) {
-  return spoil(enter("ncclBroadcast", Func::Broadcast, sendbuff, recvbuff, count, datatype, 0, root, comm, stream));
-}
-
-ncclResult_t ncclAllReduce(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, ncclRedOp_t op,
-                           ncclComm_t comm, cudaStream_t stream) {
-  return spoil(enter("ncclAllReduce", Func::AllReduce, sendbuff, recvbuff, count, datatype, op, 0, comm, stream));
-}
-
-ncclResult_t ncclReduceScatter(const void* sendbuff, void* recvbuff, size_t recvcount, ncclDataType_t datatype,
-                               ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclBroadcast(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                           int root, ncclComm_t comm, cudaStream_t stream) {
   return spoil(
-      enter("ncclReduceScatter", Func::ReduceScatter, sendbuff, recvbuff, recvcount, datatype, op, 0, comm, stream));
+      enter("ncclBroadcast", Func::Broadcast, sendbuff, recvbuff, count, datatype, 0, root, comm, stream));
+}
+
+ncclResult_t ncclAllReduce(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                           ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+  return spoil(
+      enter("ncclAllReduce", Func::AllReduce, sendbuff, recvbuff, count, datatype, op, 0, comm, stream));
+}
+
+ncclResult_t ncclReduceScatter(const void* sendbuff, void* recvbuff, size_t recvcount,
+                               ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,
+                               cudaStream_t stream) {
+  return spoil(enter("ncclReduceScatter", Func::ReduceScatter, sendbuff, recvbuff, recvcount, datatype, op, 0,
+                     comm, stream));
 }
 
 ncclResult_t ncclAllGather(const void* sendbuff, void* recvbuff, size_t sendcount, ncclDataType_t datatype,
                            ncclComm_t comm, cudaStream_t stream) {
-  return spoil(enter("ncclAllGather", Func::AllGather, sendbuff, recvbuff, sendcount, datatype, 0, 0, comm, stream));
+  return spoil(
+      enter("ncclAllGather", Func::AllGather, sendbuff, recvbuff, sendcount, datatype, 0, 0, comm, stream));
 }
 
-ncclResult_t ncclAlltoAll(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, ncclComm_t comm,
-                          cudaStream_t stream) {
-  return spoil(enter("ncclAlltoAll", Func::AlltoAll, sendbuff, recvbuff, count, datatype, 0, 0, comm, stream));
+ncclResult_t ncclAlltoAll(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                          ncclComm_t comm, cudaStream_t stream) {
+  return spoil(
+      enter("ncclAlltoAll", Func::AlltoAll, sendbuff, recvbuff, count, datatype, 0, 0, comm, stream));
 }
 
 ncclResult_t ncclGather(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int root,
@@ -194,19 +201,22 @@ ncclResult_t ncclGather(const void* sendbuff, void* recvbuff, size_t count, nccl
   return spoil(enter("ncclGather", Func::Gather, sendbuff, recvbuff, count, datatype, 0, root, comm, stream));
 }
 
-ncclResult_t ncclScatter(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int root,
-                         ncclComm_t comm, cudaStream_t stream) {
-  return spoil(enter("ncclScatter", Func::Scatter, sendbuff, recvbuff, count, datatype, 0, root, comm, stream));
+ncclResult_t ncclScatter(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                         int root, ncclComm_t comm, cudaStream_t stream) {
+  return spoil(
+      enter("ncclScatter", Func::Scatter, sendbuff, recvbuff, count, datatype, 0, root, comm, stream));
 }
 
 ncclResult_t ncclAllReduceConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
-                                 ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+                                 ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t* config) {
   CHECKED("ncclAllReduceConfig", config);
   return ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream);
 }
 
-ncclResult_t ncclBroadcastConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int root,
-                                 ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+ncclResult_t ncclBroadcastConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                                 int root, ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t* config) {
   CHECKED("ncclBroadcastConfig", config);
   return ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream);
 }
@@ -218,15 +228,16 @@ ncclResult_t ncclReduceConfig(const void* sendbuff, void* recvbuff, size_t count
   return ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream);
 }
 
-ncclResult_t ncclAllGatherConfig(const void* sendbuff, void* recvbuff, size_t sendcount, ncclDataType_t datatype,
-                                 ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+ncclResult_t ncclAllGatherConfig(const void* sendbuff, void* recvbuff, size_t sendcount,
+                                 ncclDataType_t datatype, ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t* config) {
   CHECKED("ncclAllGatherConfig", config);
   return ncclAllGather(sendbuff, recvbuff, sendcount, datatype, comm, stream);
 }
 
-ncclResult_t ncclReduceScatterConfig(const void* sendbuff, void* recvbuff, size_t recvcount, ncclDataType_t datatype,
-                                     ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream,
-                                     const ncclCollConfig_t* config) {
+ncclResult_t ncclReduceScatterConfig(const void* sendbuff, void* recvbuff, size_t recvcount,
+                                     ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,
+                                     cudaStream_t stream, const ncclCollConfig_t* config) {
   CHECKED("ncclReduceScatterConfig", config);
   return ncclReduceScatter(sendbuff, recvbuff, recvcount, datatype, op, comm, stream);
 }
@@ -237,14 +248,16 @@ ncclResult_t ncclAlltoAllConfig(const void* sendbuff, void* recvbuff, size_t cou
   return ncclAlltoAll(sendbuff, recvbuff, count, datatype, comm, stream);
 }
 
-ncclResult_t ncclGatherConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int root,
-                              ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+ncclResult_t ncclGatherConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                              int root, ncclComm_t comm, cudaStream_t stream,
+                              const ncclCollConfig_t* config) {
   CHECKED("ncclGatherConfig", config);
   return ncclGather(sendbuff, recvbuff, count, datatype, root, comm, stream);
 }
 
-ncclResult_t ncclScatterConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int root,
-                               ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+ncclResult_t ncclScatterConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                               int root, ncclComm_t comm, cudaStream_t stream,
+                               const ncclCollConfig_t* config) {
   CHECKED("ncclScatterConfig", config);
   return ncclScatter(sendbuff, recvbuff, count, datatype, root, comm, stream);
 }
@@ -260,8 +273,8 @@ ncclResult_t ncclRecv(void* recvbuff, size_t count, ncclDataType_t datatype, int
 }
 
 // One-sided communication is not there yet; it must not look as if it were.
-ncclResult_t ncclPutSignal(const void*, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int, unsigned int,
-                           ncclComm_t, cudaStream_t) {
+ncclResult_t ncclPutSignal(const void*, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int,
+                           unsigned int, ncclComm_t, cudaStream_t) {
   return spoil(fail(ncclInvalidUsage, "ncclPutSignal: the CPU library has no one-sided communication yet"));
 }
 ncclResult_t ncclSignal(int, int, int, unsigned int, ncclComm_t, cudaStream_t) {

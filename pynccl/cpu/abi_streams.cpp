@@ -45,8 +45,8 @@ std::shared_ptr<Stream> find_stream(Comm* comm, cudaStream_t handle, const char*
     return nullptr;
   }
   if (Shared<Stream>* found = streams().find(handle)) return found->object;
-  fail(ncclInvalidArgument, "%s: stream %p was not created by pyncclCpuStreamCreate, or was destroyed", function,
-       static_cast<void*>(handle));
+  fail(ncclInvalidArgument, "%s: stream %p was not created by pyncclCpuStreamCreate, or was destroyed",
+       function, static_cast<void*>(handle));
   return nullptr;
 }
 
@@ -67,8 +67,9 @@ ncclResult_t pyncclCpuStreamCreate(cudaStream_t* stream) {
 ncclResult_t pyncclCpuStreamDestroy(cudaStream_t stream) {
   Shared<Stream>* found = streams().remove(stream);
   if (!found)
-    return fail(ncclInvalidArgument, "pyncclCpuStreamDestroy: stream %p was not created by pyncclCpuStreamCreate, or was "
-                                     "destroyed",
+    return fail(ncclInvalidArgument,
+                "pyncclCpuStreamDestroy: stream %p was not created by pyncclCpuStreamCreate, or was "
+                "destroyed",
                 static_cast<void*>(stream));
   ncclResult_t r = found->object->synchronize(kForever);
   delete found;
@@ -109,7 +110,8 @@ ncclResult_t pyncclCpuEventCreate(cudaEvent_t* event) {
 ncclResult_t pyncclCpuEventDestroy(cudaEvent_t event) {
   Shared<Event>* found = events().remove(event);
   if (!found)
-    return fail(ncclInvalidArgument, "pyncclCpuEventDestroy: event %p is not an event of this library, or was destroyed",
+    return fail(ncclInvalidArgument,
+                "pyncclCpuEventDestroy: event %p is not an event of this library, or was destroyed",
                 static_cast<void*>(event));
   delete found;
   return ncclSuccess;
@@ -144,7 +146,8 @@ ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs) {
     if (Clock::now() >= deadline) return ncclInProgress;
     int64_t ns = 100 * 1000 * 1000;
     if (deadline != kForever)
-      ns = std::min<int64_t>(ns, std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now()).count());
+      ns = std::min<int64_t>(
+          ns, std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now()).count());
     e->bell.wait(seen, std::max<int64_t>(ns, 1));
   }
 }

@@ -198,11 +198,13 @@ Step Coll::finish_inline() {
   if (bytes && op_.recv) {
     const char* own = payload_for(comm_.rank).data;
     inputs[size_t(comm_.rank)] = own;
-    if (op_.func == Func::AllReduce || op_.func == Func::ReduceScatter || (op_.func == Func::Reduce && root)) {
+    if (op_.func == Func::AllReduce || op_.func == Func::ReduceScatter ||
+        (op_.func == Func::Reduce && root)) {
       reduce_into(op_.recv, inputs.data(), op_.count);
     } else if (op_.func == Func::Broadcast || op_.func == Func::Scatter) {
       copy(op_.recv, root ? own : inputs[size_t(op_.root)], bytes);
-    } else if (op_.func == Func::AllGather || op_.func == Func::AlltoAll || (op_.func == Func::Gather && root)) {
+    } else if (op_.func == Func::AllGather || op_.func == Func::AlltoAll ||
+               (op_.func == Func::Gather && root)) {
       for (int p = 0; p < comm_.nranks; ++p) copy(at(op_.recv, size_t(p) * bytes), inputs[size_t(p)], bytes);
     }
   }
@@ -251,14 +253,16 @@ void Coll::plan_copies() {
   }
 }
 
-// Up to here a rank that reduces all of an all_reduce itself is done before it could have got the others' shares: it
-// computes more, but waits once less. Impossible where a result would overwrite an input that is still being read.
+// Up to here a rank that reduces all of an all_reduce itself is done before it could have got the others'
+// shares: it computes more, but waits once less. Impossible where a result would overwrite an input that is
+// still being read.
 bool Coll::reduces_everything() const {
   constexpr size_t kMost = size_t(1) << 20;
   size_t others = size_t(comm_.nranks) - 1;
   bool in_place = false;
   for (const Link& l : links_) in_place = in_place || l.header.in_place;
-  return op_.func == Func::AllReduce && !in_place && comm_.hosts() == 1 && op_.bytes() * others * others <= kMost;
+  return op_.func == Func::AllReduce && !in_place && comm_.hosts() == 1 &&
+         op_.bytes() * others * others <= kMost;
 }
 
 void Coll::plan_reduction() {
@@ -279,7 +283,8 @@ void Coll::plan_reduction() {
     share_of(p, &first, &count);
     l.raw_out = {at(op_.send, first * item), nullptr, count * item, 0};
     if (!passes_results_on_) continue;
-    l.in = {reinterpret_cast<const char*>(l.header.recv + first * item), at(op_.recv, first * item), count * item, 0};
+    l.in = {reinterpret_cast<const char*>(l.header.recv + first * item), at(op_.recv, first * item),
+            count * item, 0};
     l.out = {share_to_, nullptr, share_count_ * item, 0};
   }
 }
@@ -287,7 +292,8 @@ void Coll::plan_reduction() {
 bool Coll::reads_directly(int p, bool of_mine) const {
   const Link& l = links_[size_t(p)];
   Peer& peer = comm_.peer(p);
-  return of_mine ? peer.reads_me && (l.raw_out.bytes || l.out.bytes) : peer.i_read && (share_count_ || l.in.bytes);
+  return of_mine ? peer.reads_me && (l.raw_out.bytes || l.out.bytes)
+                 : peer.i_read && (share_count_ || l.in.bytes);
 }
 
 Step Coll::move() {
@@ -371,7 +377,8 @@ Step Coll::gather_block(int p, size_t offset, size_t bytes, const void** input) 
   if (l.block_filled == bytes) return Step::Done;
   if (peer.i_read) {
     // A peer that dies later never departs, so one proof of identity is enough.
-    ReadResult r = read_remote(peer.remote, l.scratch.data(), l.header.send + offset, bytes, share_done_ == 0);
+    ReadResult r =
+        read_remote(peer.remote, l.scratch.data(), l.header.send + offset, bytes, share_done_ == 0);
     if (r != ReadResult::Ok) return comm_.read_failed(p, r, func_name(op_.func));
     l.block_filled = bytes;
     return Step::Done;
@@ -418,8 +425,8 @@ Step Coll::pull_direct(int p) {
   if (peer.same_process) {
     memcpy(l.in.to + l.in.done, l.in.from + l.in.done, bytes);
   } else {
-    ReadResult r = read_remote(peer.remote, l.in.to + l.in.done, reinterpret_cast<uintptr_t>(l.in.from + l.in.done),
-                               bytes, l.in.done == 0);
+    ReadResult r = read_remote(peer.remote, l.in.to + l.in.done,
+                               reinterpret_cast<uintptr_t>(l.in.from + l.in.done), bytes, l.in.done == 0);
     if (r != ReadResult::Ok) return comm_.read_failed(p, r, func_name(op_.func));
   }
   l.in.done += bytes;
@@ -442,7 +449,8 @@ Step Coll::depart() {
 std::vector<int> Coll::missing() const {
   std::vector<int> ranks;
   for (int p = 0; p < comm_.nranks; ++p)
-    if (p != comm_.rank && running_ && state_ == State::Announce && !links_[size_t(p)].heard) ranks.push_back(p);
+    if (p != comm_.rank && running_ && state_ == State::Announce && !links_[size_t(p)].heard)
+      ranks.push_back(p);
   return ranks;
 }
 

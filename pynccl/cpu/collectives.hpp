@@ -1,5 +1,5 @@
-// The collectives, as a state machine that never blocks: announce the call to every rank, hear theirs and compare,
-// then move the data, then wait until nobody reads this rank's buffers any more.
+// The collectives, as a state machine that never blocks: announce the call to every rank, hear theirs and
+// compare, then move the data, then wait until nobody reads this rank's buffers any more.
 #pragma once
 
 #include <vector>

@@ -129,12 +129,15 @@ void Comm::tell_error() {
 Step Comm::read_failed(int p, ReadResult result, const char* doing) {
   std::string who = "rank " + std::to_string(p) + " (" + peer(p).str() + ")";
   if (result == ReadResult::Gone)
-    return fail_with(ncclRemoteError, who + " died while rank " + std::to_string(rank) + " read its buffer in " + doing);
+    return fail_with(ncclRemoteError,
+                     who + " died while rank " + std::to_string(rank) + " read its buffer in " + doing);
   if (result == ReadResult::Denied)
-    return fail_with(ncclSystemError, "the kernel no longer lets rank " + std::to_string(rank) + " read the memory of " +
-                                          who + "; PYNCCL_CPU_DIRECT=0 does without");
-  return fail_with(ncclInvalidArgument, "a buffer that " + who + " or rank " + std::to_string(rank) + " passed to " +
-                                            doing + " is not as large as its count says, or not accessible");
+    return fail_with(ncclSystemError, "the kernel no longer lets rank " + std::to_string(rank) +
+                                          " read the memory of " + who +
+                                          "; PYNCCL_CPU_DIRECT=0 does without");
+  return fail_with(ncclInvalidArgument, "a buffer that " + who + " or rank " + std::to_string(rank) +
+                                            " passed to " + doing +
+                                            " is not as large as its count says, or not accessible");
 }
 
 std::string Comm::error_text() {
@@ -216,20 +219,22 @@ ncclResult_t Comm::await_leaving() {
     bool came = changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();
     if (!came)
-      return lock.unlock(), fail(ncclTimeout, "ncclCommFinalize: rank %d waited in vain for rank %d to finalize", rank, q);
+      return lock.unlock(),
+             fail(ncclTimeout, "ncclCommFinalize: rank %d waited in vain for rank %d to finalize", rank, q);
     uint64_t sent = p.sends_issued, got = p.recvs_issued;
     Leaving theirs = p.leaving;
     lock.unlock();
     std::string me = "rank " + std::to_string(rank), them = "rank " + std::to_string(q);
     if (sent != theirs.recvs)
-      fail_with(ncclInvalidUsage, me + " sent " + std::to_string(sent) + " messages to " + them + ", which received " +
-                                      std::to_string(theirs.recvs) + " before ncclCommFinalize");
+      fail_with(ncclInvalidUsage, me + " sent " + std::to_string(sent) + " messages to " + them +
+                                      ", which received " + std::to_string(theirs.recvs) +
+                                      " before ncclCommFinalize");
     else if (got != theirs.sends)
       fail_with(ncclInvalidUsage, them + " sent " + std::to_string(theirs.sends) + " messages to " + me +
                                       ", which received " + std::to_string(got) + " before ncclCommFinalize");
     else if (colls_issued != theirs.colls)
-      fail_with(ncclInvalidUsage, me + " issued " + std::to_string(colls_issued) + " collectives, " + them + " " +
-                                      std::to_string(theirs.colls) + " before ncclCommFinalize");
+      fail_with(ncclInvalidUsage, me + " issued " + std::to_string(colls_issued) + " collectives, " + them +
+                                      " " + std::to_string(theirs.colls) + " before ncclCommFinalize");
     if (error() != ncclSuccess) return error();
   }
   return ncclSuccess;

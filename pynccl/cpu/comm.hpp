@@ -20,8 +20,8 @@ struct Leaving {
   uint64_t colls = 0, sends = 0, recvs = 0;
 };
 
-// What a blocked rank tells every peer: what it needs of that peer (0: nothing of the kind), up to where its own
-// current calls towards that peer go, and for whose current calls to end it waits.
+// What a blocked rank tells every peer: what it needs of that peer (0: nothing of the kind), up to where its
+// own current calls towards that peer go, and for whose current calls to end it waits.
 struct Stuck {
   struct Edge {
     int32_t rank;

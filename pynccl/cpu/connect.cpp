@@ -1,4 +1,5 @@
-// How a communicator comes to be connected: introductions, sockets between all pairs, the host's shared segment.
+// How a communicator comes to be connected: introductions, sockets between all pairs, the host's shared
+// segment.
 #include <sched.h>
 
 #include <algorithm>
@@ -19,8 +20,8 @@ ncclResult_t Comm::introduce() {
 }
 
 ncclResult_t Comm::link_failed(int q, const char* doing, const std::string& why) {
-  return fail(ncclRemoteError, "rank %d of %d %s rank %d (%s, %s): %s", rank, nranks, doing, q, peer(q).str().c_str(),
-              peer(q).info.address.str().c_str(), why.c_str());
+  return fail(ncclRemoteError, "rank %d of %d %s rank %d (%s, %s): %s", rank, nranks, doing, q,
+              peer(q).str().c_str(), peer(q).info.address.str().c_str(), why.c_str());
 }
 
 ncclResult_t Comm::connect(const std::vector<PeerInfo>& table) {
@@ -33,8 +34,8 @@ ncclResult_t Comm::connect(const std::vector<PeerInfo>& table) {
     host_ids.insert(p.info.host);
     hash = hash * 0x100000001b3 ^ p.info.token.a;
     if (p.info.version != kVersion)
-      return fail(ncclInvalidUsage, "rank %d uses version %d of this library, rank %d version %d", rank, kVersion, q,
-                  p.info.version);
+      return fail(ncclInvalidUsage, "rank %d uses version %d of this library, rank %d version %d", rank,
+                  kVersion, q, p.info.version);
     if (p.info.host != self.host) continue;
     if (q == rank) local_ = local_count_;
     p.local = local_count_++;
@@ -70,8 +71,8 @@ ncclResult_t Comm::open_links(const std::vector<PeerInfo>& table, Deadline deadl
         std::unique_lock<std::mutex> lock(mutex);
         auto key = std::make_pair(int(kind), q);
         if (!changed.wait_until(lock, deadline, [&] { return waiting_.count(key) != 0; }))
-          return lock.unlock(), fail(ncclTimeout, "rank %d of %d waited in vain for rank %d (%s) to connect", rank,
-                                     nranks, q, p.str().c_str());
+          return lock.unlock(), fail(ncclTimeout, "rank %d of %d waited in vain for rank %d (%s) to connect",
+                                     rank, nranks, q, p.str().c_str());
         socket = waiting_[key];
         waiting_.erase(key);
       }
@@ -101,7 +102,8 @@ ncclResult_t Comm::share_segment(Deadline deadline) {
   } else {
     uint64_t ring = 0;
     int control = peer(leader).control->fd();
-    if (!recv_all(control, &ring, sizeof ring, deadline)) return link_failed(leader, "got no memory from", strerror(errno));
+    if (!recv_all(control, &ring, sizeof ring, deadline))
+      return link_failed(leader, "got no memory from", strerror(errno));
     Fd fd = recv_fd(control, deadline);
     if (!fd) return link_failed(leader, "got no memory from", strerror(errno));
     segment_ = std::make_unique<Segment>(local_count_, size_t(ring));
@@ -157,7 +159,9 @@ ncclResult_t Comm::settle(Deadline) {
     direct = direct || peer(q).i_read;
   }
   log(Level::Info, "rank %d of %d: %d ranks on this host, %d hosts, %s", rank, nranks, local_count_, hosts_,
-      local_count_ < 2 ? "tcp" : direct ? "direct reads" : "shared memory");
+      local_count_ < 2 ? "tcp"
+      : direct         ? "direct reads"
+                       : "shared memory");
   return ncclSuccess;
 }
 
@@ -191,8 +195,8 @@ ncclResult_t Comm::exchange(uint64_t tag, const std::vector<int>& ranks, const s
       lock.unlock();
       if (stop) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
       if (gone) return link_failed(q, what, "it died or left");
-      return fail(ncclTimeout, "rank %d of %d: %s waited in vain for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)", rank,
-                  nranks, what, q, p.str().c_str());
+      return fail(ncclTimeout, "rank %d of %d: %s waited in vain for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
+                  rank, nranks, what, q, p.str().c_str());
     }
     all->push_back(std::move(it->second));
     p.inbox.erase(it);

@@ -52,8 +52,10 @@ std::string host_name() {
 }
 
 uint64_t host_id() {
-  if (const char* forced = param_str("NCCL_HOSTID")) return fnv(0xcbf29ce484222325, std::string("id:") + forced);
-  // Shared memory needs one machine, its Unix sockets one network namespace, process_vm_readv one pid namespace.
+  if (const char* forced = param_str("NCCL_HOSTID"))
+    return fnv(0xcbf29ce484222325, std::string("id:") + forced);
+  // Shared memory needs one machine, its Unix sockets one network namespace, process_vm_readv one pid
+  // namespace.
   return fnv(0xcbf29ce484222325, host_name() + first_line("/proc/sys/kernel/random/boot_id") +
                                      namespace_of("/proc/self/ns/net") + namespace_of("/proc/self/ns/pid"));
 }

@@ -12,8 +12,8 @@
 #include <string>
 
 #include "log.hpp"
-#include "net.hpp"
 #include "nccl.hpp"
+#include "net.hpp"
 #include "params.hpp"
 
 namespace pncpu {
@@ -102,7 +102,8 @@ class HandleTable {
       if (!base) return nullptr;
       auto start = reinterpret_cast<uintptr_t>(base);
       if (address >= start && address < start + kSlots * sizeof(*base))
-        return (address - start) % sizeof(*base) == 0 ? reinterpret_cast<const std::atomic<T*>*>(handle) : nullptr;
+        return (address - start) % sizeof(*base) == 0 ? reinterpret_cast<const std::atomic<T*>*>(handle)
+                                                      : nullptr;
     }
     return nullptr;
   }

@@ -4,10 +4,11 @@
 
 // Deadlocks are found while a rank is blocked, from what the ranks tell each other then.
 //
-// A batch (the calls of one group on one communicator) ends only when all of it has, and the next begins after it. So
-// a rank that needs of a peer what the peer's current batch does not contain waits for that batch to end: an edge. A
-// cycle of edges never ends, provided that all its ranks are blocked at the same time, in the batches that the edges
-// speak of. That was so when the cycle was first seen if each of them later says that it has not moved since before.
+// A batch (the calls of one group on one communicator) ends only when all of it has, and the next begins
+// after it. So a rank that needs of a peer what the peer's current batch does not contain waits for that
+// batch to end: an edge. A cycle of edges never ends, provided that all its ranks are blocked at the same
+// time, in the batches that the edges speak of. That was so when the cycle was first seen if each of them
+// later says that it has not moved since before.
 
 namespace pncpu {
 
@@ -21,9 +22,9 @@ std::string Comm::waiting_for(const Batch& batch) {
 }
 
 Step Comm::never(int q, const std::string& doing) {
-  return fail_with(ncclInvalidUsage, "rank " + std::to_string(rank) + " waits in " + doing + " for rank " +
-                                         std::to_string(q) +
-                                         ", which has finalized or destroyed its communicator without a matching call");
+  return fail_with(ncclInvalidUsage,
+                   "rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
+                       ", which has finalized or destroyed its communicator without a matching call");
 }
 
 void Comm::look_for_deadlock(const Batch& batch) {
@@ -41,7 +42,8 @@ void Comm::look_for_deadlock(const Batch& batch) {
     uint64_t needs_recv = p2p_.front_send(q).number, needs_send = p2p_.front_recv(q).number;
     std::unique_lock<std::mutex> lock(mutex);
     Peer& p = peer(q);
-    if (p.left && (needs_coll > p.leaving.colls || needs_recv > p.leaving.recvs || needs_send > p.leaving.sends)) {
+    if (p.left &&
+        (needs_coll > p.leaving.colls || needs_recv > p.leaving.recvs || needs_send > p.leaving.sends)) {
       lock.unlock();
       never(q, doing);
       return;
@@ -66,8 +68,9 @@ void Comm::look_for_deadlock(const Batch& batch) {
     auto before = suspects_.find(q);
     confirmed = confirmed && before != suspects_.end() && before->second.first == s.epoch &&
                 before->second.second < s.serial;
-    suspects[q] = before != suspects_.end() && before->second.first == s.epoch ? before->second
-                                                                               : std::make_pair(s.epoch, s.serial);
+    suspects[q] = before != suspects_.end() && before->second.first == s.epoch
+                      ? before->second
+                      : std::make_pair(s.epoch, s.serial);
     text += (text.back() == ':' ? " rank " : ", rank ") + std::to_string(q) + " waits in " + s.doing;
   }
   lock.unlock();
@@ -78,7 +81,7 @@ void Comm::look_for_deadlock(const Batch& batch) {
 // A way along edges from this rank back to itself.
 std::vector<int> Comm::find_cycle(const Stuck& mine) {
   std::lock_guard<std::mutex> lock(mutex);
-  std::vector<int> from(size_t(nranks), -1), todo{rank};
+  std::vector<int> from(size_t(nranks), -1), todo { rank };
   while (!todo.empty()) {
     int at = todo.back();
     todo.pop_back();

@@ -60,7 +60,8 @@ ncclResult_t Group::finish() {
   clear();
   if (spoiled != ncclSuccess) return spoiled;
   if (!issued.empty() && !run.empty())
-    return fail(ncclInvalidUsage, "a group holds both communication and calls that create or end communicators");
+    return fail(ncclInvalidUsage,
+                "a group holds both communication and calls that create or end communicators");
   if (!run.empty()) return run_jobs(std::move(run));
   return issued.empty() ? ncclSuccess : issued.size() == 1 ? issue_one(issued[0]) : issue(std::move(issued));
 }
@@ -101,7 +102,8 @@ ncclResult_t ncclGroupStart(void) {
 
 ncclResult_t ncclGroupEnd(void) {
   Group& group = this_thread_group();
-  if (group.depth == 0) return fail(ncclInvalidUsage, "ncclGroupEnd: no ncclGroupStart came before it on this thread");
+  if (group.depth == 0)
+    return fail(ncclInvalidUsage, "ncclGroupEnd: no ncclGroupStart came before it on this thread");
   if (--group.depth > 0) return ncclSuccess;
   return group.finish();
 }
@@ -109,10 +111,12 @@ ncclResult_t ncclGroupEnd(void) {
 // The estimate is that of a machine that moves 5 GB/s and needs 5 us a call; as in NCCL nothing is issued.
 ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
   Group& group = this_thread_group();
-  if (group.depth == 0) return fail(ncclInvalidUsage, "ncclGroupSimulateEnd: no ncclGroupStart came before it");
+  if (group.depth == 0)
+    return fail(ncclInvalidUsage, "ncclGroupSimulateEnd: no ncclGroupStart came before it");
   if (info && (info->magic != NCCL_SIM_INFO_MAGIC || info->size < sizeof *info))
-    return fail(ncclInvalidArgument, "ncclGroupSimulateEnd: simInfo is not initialized (magic 0x%x, size %zu)",
-                info->magic, info->size);
+    return fail(ncclInvalidArgument,
+                "ncclGroupSimulateEnd: simInfo is not initialized (magic 0x%x, size %zu)", info->magic,
+                info->size);
   if (--group.depth > 0) return ncclSuccess;
   float us = -1.0f;
   for (const Op& op : group.ops) us = 5.0f + float(double(op.bytes()) * op.comm->nranks / 5000.0);

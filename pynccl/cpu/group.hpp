@@ -7,8 +7,9 @@
 
 namespace pncpu {
 
-// A call that makes, ends or changes a communicator. `run` may block; the jobs of one group run at the same time.
-// Without `blocking` it runs behind the caller's back, and `comm` says how it went (ncclCommGetAsyncError).
+// A call that makes, ends or changes a communicator. `run` may block; the jobs of one group run at the same
+// time. Without `blocking` it runs behind the caller's back, and `comm` says how it went
+// (ncclCommGetAsyncError).
 struct Job {
   std::function<ncclResult_t()> run;
   std::shared_ptr<Comm> comm;

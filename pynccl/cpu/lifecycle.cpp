@@ -12,12 +12,14 @@ Comm* comm_of(ncclComm_t handle, const char* function, bool ready) {
     return fail(ncclInvalidArgument, "%s: comm %p %s", function, static_cast<void*>(handle), what), nullptr;
   }
   if (comm->generation != process_generation())
-    return fail(ncclInvalidArgument, "%s: comm %p belongs to the parent process: a forked child cannot use it", function,
+    return fail(ncclInvalidArgument,
+                "%s: comm %p belongs to the parent process: a forked child cannot use it", function,
                 static_cast<void*>(handle)),
            nullptr;
   if (ready && comm->pending() == ncclInProgress)
     return fail(ncclInvalidArgument,
-                "%s: comm %p is used before the previous operation on it returned ncclSuccess (ncclCommGetAsyncError)",
+                "%s: comm %p is used before the previous operation on it returned ncclSuccess "
+                "(ncclCommGetAsyncError)",
                 function, static_cast<void*>(handle)),
            nullptr;
   return comm;
@@ -44,9 +46,10 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
         !within("splitShare", full.splitShare, 0, 1) || !within("shrinkShare", full.shrinkShare, 0, 1) ||
         !within("CTAPolicy", full.CTAPolicy, 0, 3))
       return ncclInvalidArgument;
-    if (full.minCTAs != NCCL_CONFIG_UNDEF_INT && full.maxCTAs != NCCL_CONFIG_UNDEF_INT && full.minCTAs > full.maxCTAs)
-      return fail(ncclInvalidArgument, "%s: config.minCTAs %d is greater than config.maxCTAs %d", function, full.minCTAs,
-                  full.maxCTAs);
+    if (full.minCTAs != NCCL_CONFIG_UNDEF_INT && full.maxCTAs != NCCL_CONFIG_UNDEF_INT &&
+        full.minCTAs > full.maxCTAs)
+      return fail(ncclInvalidArgument, "%s: config.minCTAs %d is greater than config.maxCTAs %d", function,
+                  full.minCTAs, full.maxCTAs);
     if (full.blocking != NCCL_CONFIG_UNDEF_INT) out->blocking = full.blocking;
     if (full.commName) out->name = full.commName;
   }
@@ -163,8 +166,10 @@ ncclResult_t abort(const std::shared_ptr<Comm>& comm) {
   if (SocketPtr joining = comm->join_socket) shutdown(joining->fd(), SHUT_RDWR);
   bool leaving = comm->left.load() && comm->phase.load() == Phase::Finalized;
   if (!leaving) {
-    comm->fail_with(ncclRemoteError, "rank " + std::to_string(comm->rank) + " aborted its communicator", false);
-    // Peers must hear the cause before they see the connection end, or they would take this rank for the culprit.
+    comm->fail_with(ncclRemoteError, "rank " + std::to_string(comm->rank) + " aborted its communicator",
+                    false);
+    // Peers must hear the cause before they see the connection end, or they would take this rank for the
+    // culprit.
     comm->tell_error();
   }
   comm->changed.notify_all();

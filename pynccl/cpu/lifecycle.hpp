@@ -5,8 +5,8 @@
 
 namespace pncpu {
 
-// The communicator behind a handle, or nullptr after fail(): invented, destroyed, inherited over a fork, and, with
-// `ready`, still being created or finalized.
+// The communicator behind a handle, or nullptr after fail(): invented, destroyed, inherited over a fork, and,
+// with `ready`, still being created or finalized.
 Comm* comm_of(ncclComm_t handle, const char* function, bool ready = true);
 
 struct Config {

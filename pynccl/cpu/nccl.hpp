@@ -7,9 +7,10 @@
 #define _Bool bool
 extern "C" {
 #pragma GCC visibility push(default)
+// clang-format off: the second needs the first
 #include "../native/nccl_api.h"
-
 #include "../native/cpu_api.h"
+// clang-format on
 #pragma GCC visibility pop
 }
 #undef _Bool

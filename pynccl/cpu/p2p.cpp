@@ -38,7 +38,8 @@ Step P2p::start_self(Lane& lane) {
     const Op &s = *lane.sends[i], &r = *lane.recvs[i];
     if (s.count != r.count || s.dtype != r.dtype)
       return comm_.fail_with(ncclInvalidUsage, "rank " + std::to_string(comm_.rank) + " sends itself " +
-                                                   header_of(s, 0).str() + " and receives " + header_of(r, 0).str());
+                                                   header_of(s, 0).str() + " and receives " +
+                                                   header_of(r, 0).str());
     if (s.bytes()) memmove(r.recv, s.send, s.bytes());
   }
   left_ -= 2 * lane.sends.size();
@@ -101,9 +102,9 @@ Step P2p::step_send(int p, Lane& lane) {
     uint64_t acked = comm_.segment()->acked(comm_.local_index(), peer.local).load(std::memory_order_acquire);
     return acked >= lane.large_sent ? Step::Done : Step::Blocked;
   }
-  size_t n = lane.sent < bytes
-                 ? pipe.write(static_cast<const char*>(op.send) + lane.sent, std::min(bytes - lane.sent, kSlice))
-                 : 0;
+  size_t n = lane.sent < bytes ? pipe.write(static_cast<const char*>(op.send) + lane.sent,
+                                            std::min(bytes - lane.sent, kSlice))
+                               : 0;
   lane.sent += n;
   if (lane.sent == bytes && pipe.flush()) return Step::Done;
   return n ? Step::Moved : Step::Blocked;
@@ -117,9 +118,10 @@ Step P2p::match(int p, Lane& lane) {
   if (readable < sizeof lane.header) return Step::Blocked;
   pipe.copy_out(0, &lane.header, sizeof lane.header);
   if (lane.header.count != op.count || lane.header.dtype != uint8_t(op.dtype))
-    return comm_.fail_with(ncclInvalidUsage, "rank " + std::to_string(p) + " sent rank " + std::to_string(comm_.rank) +
-                                                 " " + lane.header.str() + ", which waited in " +
-                                                 header_of(op, 0).str() + ": count and datatype must be equal");
+    return comm_.fail_with(ncclInvalidUsage, "rank " + std::to_string(p) + " sent rank " +
+                                                 std::to_string(comm_.rank) + " " + lane.header.str() +
+                                                 ", which waited in " + header_of(op, 0).str() +
+                                                 ": count and datatype must be equal");
   if (readable < sizeof lane.header + lane.header.payload) return Step::Blocked;
   pipe.consume(sizeof lane.header);
   lane.matched = true;
@@ -189,7 +191,8 @@ std::string P2p::str() const {
   std::string text;
   for (int p = 0; p < int(lanes_.size()) && left_; ++p) {
     if (Front s = front_send(p); s.op)
-      text += (text.empty() ? "" : ", ") + std::string("Send #") + std::to_string(s.number) + " to rank " + std::to_string(p);
+      text += (text.empty() ? "" : ", ") + std::string("Send #") + std::to_string(s.number) + " to rank " +
+              std::to_string(p);
     if (Front r = front_recv(p); r.op)
       text += (text.empty() ? "" : ", ") + std::string("Recv #") + std::to_string(r.number) + " from rank " +
               std::to_string(p);

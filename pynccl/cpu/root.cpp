@@ -7,7 +7,8 @@ namespace pncpu {
 namespace {
 
 std::string who(const Join& j) {
-  return "rank " + std::to_string(j.rank) + " (pid " + std::to_string(j.info.pid) + " on " + j.info.host_name + ")";
+  return "rank " + std::to_string(j.rank) + " (pid " + std::to_string(j.info.pid) + " on " +
+         j.info.host_name + ")";
 }
 
 }  // namespace
@@ -37,8 +38,9 @@ void RootTable::complete(Root& root) {
   for (auto& m : root.members) answer(m.socket, ncclSuccess, table.data(), table.size() * sizeof(PeerInfo));
   const Join& first = root.members[0].join;
   if (!root.reusable) {
-    root.over = "this unique id has been used already, for a communicator of " + std::to_string(table.size()) +
-                " ranks that " + who(first) + " joined first: an id makes one communicator";
+    root.over = "this unique id has been used already, for a communicator of " +
+                std::to_string(table.size()) + " ranks that " + who(first) +
+                " joined first: an id makes one communicator";
     root.over_code = ncclInvalidUsage;
   }
   root.members.clear();
@@ -53,8 +55,8 @@ bool RootTable::joined(const Token& token, const Join& join, const SocketPtr& so
   const Join& first = root.members[0].join;
   auto refuse = [&](const std::string& text) { return end(root, ncclInvalidArgument, text), true; };
   if (join.nranks != first.nranks)
-    return refuse(who(join) + " joined a communicator of " + std::to_string(join.nranks) + " ranks, " + who(first) +
-                  " one of " + std::to_string(first.nranks));
+    return refuse(who(join) + " joined a communicator of " + std::to_string(join.nranks) + " ranks, " +
+                  who(first) + " one of " + std::to_string(first.nranks));
   if (join.ids_hash != first.ids_hash)
     return refuse(who(join) + " and " + who(first) + " passed different lists of unique ids");
   if (join.rank < 0 || join.rank >= join.nranks)
@@ -62,8 +64,9 @@ bool RootTable::joined(const Token& token, const Join& join, const SocketPtr& so
   for (size_t i = 0; i + 1 < root.members.size(); ++i)
     if (root.members[i].join.rank == join.rank)
       return refuse("rank " + std::to_string(join.rank) + " was taken twice: by pid " +
-                    std::to_string(root.members[i].join.info.pid) + " on " + root.members[i].join.info.host_name +
-                    " and by pid " + std::to_string(join.info.pid) + " on " + join.info.host_name);
+                    std::to_string(root.members[i].join.info.pid) + " on " +
+                    root.members[i].join.info.host_name + " and by pid " + std::to_string(join.info.pid) +
+                    " on " + join.info.host_name);
   if (int(root.members.size()) == join.nranks) complete(root);
   return true;
 }
@@ -87,7 +90,8 @@ void RootTable::expire(Deadline now) {
     for (auto& m : root.members) missing.erase(m.join.rank);
     std::string text = "timed out after " + std::to_string(param_seconds("PYNCCL_CPU_INIT_TIMEOUT")) +
                        " s (PYNCCL_CPU_INIT_TIMEOUT): " + std::to_string(root.members.size()) + " of " +
-                       std::to_string(nranks) + " ranks joined, missing rank" + (missing.size() > 1 ? "s" : "");
+                       std::to_string(nranks) + " ranks joined, missing rank" +
+                       (missing.size() > 1 ? "s" : "");
     for (int r : missing) text += (r == *missing.begin() ? " " : ", ") + std::to_string(r);
     end(root, ncclTimeout, text);
   }
@@ -132,10 +136,11 @@ ncclResult_t join(const Id& id, const Join& mine, SocketPtr* stop, std::vector<P
   Deadline connect_by = after_seconds(id.from_env ? seconds : std::min(seconds, 5.0));
   Fd fd = connect_to(id.address(), connect_by, &why, true);
   if (!fd)
-    return fail(id.from_env ? ncclTimeout : ncclSystemError,
-                "rank %d cannot reach the root of the unique id at %s (%s): its maker has exited, or another network "
-                "interface is needed (NCCL_SOCKET_IFNAME)",
-                mine.rank, at.c_str(), why.c_str());
+    return fail(
+        id.from_env ? ncclTimeout : ncclSystemError,
+        "rank %d cannot reach the root of the unique id at %s (%s): its maker has exited, or another network "
+        "interface is needed (NCCL_SOCKET_IFNAME)",
+        mine.rank, at.c_str(), why.c_str());
   SocketPtr socket = *stop = std::make_shared<Socket>(std::move(fd));
   int to = socket->fd();
   Hello hello;
@@ -147,14 +152,15 @@ ncclResult_t join(const Id& id, const Join& mine, SocketPtr* stop, std::vector<P
   if (!send_all(to, &hello, sizeof hello, deadline) || !send_all(to, &mine, sizeof mine, deadline) ||
       !recv_all(to, &reply, sizeof reply, deadline))
     return fail(errno == ETIMEDOUT ? ncclTimeout : ncclRemoteError,
-                "rank %d of %d: the root of the unique id at %s went away during the rendezvous (%s)", mine.rank,
-                mine.nranks, at.c_str(), strerror(errno));
+                "rank %d of %d: the root of the unique id at %s went away during the rendezvous (%s)",
+                mine.rank, mine.nranks, at.c_str(), strerror(errno));
   std::vector<char> body(std::min<size_t>(reply.bytes, kMaxFrame));
   if (!recv_all(to, body.data(), body.size(), deadline))
-    return fail(ncclRemoteError, "rank %d of %d: the root's answer was cut short (%s)", mine.rank, mine.nranks,
-                strerror(errno));
+    return fail(ncclRemoteError, "rank %d of %d: the root's answer was cut short (%s)", mine.rank,
+                mine.nranks, strerror(errno));
   if (reply.result != ncclSuccess)
-    return fail(ncclResult_t(reply.result), "rank %d of %d: %.*s", mine.rank, mine.nranks, int(body.size()), body.data());
+    return fail(ncclResult_t(reply.result), "rank %d of %d: %.*s", mine.rank, mine.nranks, int(body.size()),
+                body.data());
   if (body.size() != size_t(mine.nranks) * sizeof(PeerInfo))
     return fail(ncclInternalError, "the root's table has %zu bytes", body.size());
   table->resize(size_t(mine.nranks));

@@ -75,10 +75,11 @@ bool Service::start(std::string* why) {
   Fd local(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_un un{};
   un.sun_family = AF_UNIX;
-  int len = snprintf(un.sun_path + 1, sizeof un.sun_path - 1, "pynccl-%016lx%016lx", (unsigned long)unix_name.a,
-                     (unsigned long)unix_name.b);
+  int len = snprintf(un.sun_path + 1, sizeof un.sun_path - 1, "pynccl-%016lx%016lx",
+                     (unsigned long)unix_name.a, (unsigned long)unix_name.b);
   socklen_t size = socklen_t(offsetof(sockaddr_un, sun_path) + 1 + size_t(len));
-  if (!local || bind(local.get(), reinterpret_cast<sockaddr*>(&un), size) != 0 || listen(local.get(), 1024) != 0)
+  if (!local || bind(local.get(), reinterpret_cast<sockaddr*>(&un), size) != 0 ||
+      listen(local.get(), 1024) != 0)
     return *why = std::string("cannot open a Unix socket: ") + strerror(errno), false;
   epoll_event event{EPOLLIN, {.fd = local.get()}};
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, local.get(), &event);
@@ -255,7 +256,8 @@ void after_fork_parent() {
   if (g_service) g_service->mutex.unlock();
   g_service_mutex.unlock();
 }
-// The child keeps nothing of the parent's: an open copy of a socket would hide the parent's death from its peers.
+// The child keeps nothing of the parent's: an open copy of a socket would hide the parent's death from its
+// peers.
 void after_fork_child() {
   g_generation.fetch_add(1);
   for (int fd : open_sockets()) close(fd);
@@ -316,7 +318,8 @@ ncclResult_t make_id(Id* id, bool from_env) {
   if (const char* text = from_env ? param_str("NCCL_COMM_ID") : nullptr) {
     std::string why;
     Address address;
-    if (!Address::parse(text, &address, &why)) return fail(ncclInvalidArgument, "NCCL_COMM_ID=%s: %s", text, why.c_str());
+    if (!Address::parse(text, &address, &why))
+      return fail(ncclInvalidArgument, "NCCL_COMM_ID=%s: %s", text, why.c_str());
     id->token = Token::of(text);
     id->set_address(address);
     id->from_env = 1;
@@ -338,7 +341,8 @@ ncclResult_t open_env_root(const Id& id) {
   if (!s) return fail(ncclSystemError, "cannot start the bootstrap service: %s", why.c_str());
   std::lock_guard<std::recursive_mutex> lock(s->mutex);
   if (!s->add_listener(id.address(), &why))
-    return fail(ncclSystemError, "rank 0 cannot listen on NCCL_COMM_ID %s: %s", id.address().str().c_str(), why.c_str());
+    return fail(ncclSystemError, "rank 0 cannot listen on NCCL_COMM_ID %s: %s", id.address().str().c_str(),
+                why.c_str());
   s->roots.open(id.token, true);
   return ncclSuccess;
 }
@@ -373,7 +377,8 @@ void watch_data(SocketPtr socket, SinkPtr sink) {
   auto connection = std::make_unique<Connection>();
   connection->stage = Connection::Data;
   connection->sink = std::move(sink);
-  if (Service* s = service(&why)) s->add(socket, std::move(connection), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
+  if (Service* s = service(&why))
+    s->add(socket, std::move(connection), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
 }
 
 void unwatch(const SocketPtr& socket) {
@@ -388,8 +393,8 @@ SocketPtr connect_peer(const PeerInfo& peer, bool local, HelloKind kind, int my_
   if (local) {
     sockaddr_un un{};
     un.sun_family = AF_UNIX;
-    int len = snprintf(un.sun_path + 1, sizeof un.sun_path - 1, "pynccl-%016lx%016lx", (unsigned long)peer.unix_name.a,
-                       (unsigned long)peer.unix_name.b);
+    int len = snprintf(un.sun_path + 1, sizeof un.sun_path - 1, "pynccl-%016lx%016lx",
+                       (unsigned long)peer.unix_name.a, (unsigned long)peer.unix_name.b);
     fd.reset(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     socklen_t size = socklen_t(offsetof(sockaddr_un, sun_path) + 1 + size_t(len));
     if (!fd || connect(fd.get(), reinterpret_cast<sockaddr*>(&un), size) != 0)

@@ -16,8 +16,8 @@ struct Comm;
 
 // What a rank tells the others about itself.
 struct PeerInfo {
-  Token token;            // opens connections to this rank of this communicator
-  Token unix_name;        // abstract socket of its process
+  Token token;      // opens connections to this rank of this communicator
+  Token unix_name;  // abstract socket of its process
   uint64_t host = 0;
   int64_t pid = 0;
   uint64_t nonce_addr = 0;  // where its nonce lies in its memory: proof of identity for direct reads
@@ -96,8 +96,8 @@ class Socket {
 };
 using SocketPtr = std::shared_ptr<Socket>;
 
-// Joins the id's root and returns everyone's PeerInfo. Bounded by PYNCCL_CPU_INIT_TIMEOUT; shutting *stop down ends
-// it at once.
+// Joins the id's root and returns everyone's PeerInfo. Bounded by PYNCCL_CPU_INIT_TIMEOUT; shutting *stop
+// down ends it at once.
 ncclResult_t join(const Id& id, const Join& mine, SocketPtr* stop, std::vector<PeerInfo>* table);
 
 // Who is told of connections, control frames and readiness; always in the service's thread.

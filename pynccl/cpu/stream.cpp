@@ -22,7 +22,8 @@ int64_t until(Deadline deadline, int64_t most) {
   return std::max<int64_t>(0, std::min(ns, most));
 }
 
-// Serialises issuing, so that every rank's streams and communicators see the groups of a process in one order.
+// Serialises issuing, so that every rank's streams and communicators see the groups of a process in one
+// order.
 std::mutex g_issue;
 
 }  // namespace
@@ -57,8 +58,8 @@ void Launch::when_blocked(Clock::time_point since, double* next_look) {
   for (Batch& b : batches) {
     if (b.done || !b.comm->turn_of(b)) continue;
     if (b.comm->timeout_s > 0 && blocked > b.comm->timeout_s)
-      b.comm->fail_with(ncclTimeout, b.comm->waiting_for(b) + " for more than " + std::to_string(b.comm->timeout_s) +
-                                         " s (PYNCCL_CPU_TIMEOUT)");
+      b.comm->fail_with(ncclTimeout, b.comm->waiting_for(b) + " for more than " +
+                                         std::to_string(b.comm->timeout_s) + " s (PYNCCL_CPU_TIMEOUT)");
     else if (look)
       b.comm->look_for_deadlock(b);
   }
@@ -215,8 +216,8 @@ ncclResult_t Stream::synchronize(Deadline deadline) {
   return r == ncclInProgress ? r : take_error();
 }
 
-// Runs what nobody waits for. A caller that synchronizes at once finds the work still there and runs it itself,
-// which saves two changes of thread; so this thread leaves it alone for a moment.
+// Runs what nobody waits for. A caller that synchronizes at once finds the work still there and runs it
+// itself, which saves two changes of thread; so this thread leaves it alone for a moment.
 void Stream::work() {
   name_this_thread("pynccl-stream");
   int idle_ticks = 0;
@@ -272,7 +273,8 @@ struct Cluster {
   std::vector<Stream*> streams;
   std::vector<const Op*> ops;
   bool touches(const Op& op) const {
-    return std::count(comms.begin(), comms.end(), op.comm) || std::count(streams.begin(), streams.end(), op.stream);
+    return std::count(comms.begin(), comms.end(), op.comm) ||
+           std::count(streams.begin(), streams.end(), op.stream);
   }
   void add(const Op& op) {
     if (!std::count(comms.begin(), comms.end(), op.comm)) comms.push_back(op.comm);

@@ -13,7 +13,8 @@ namespace pncpu {
 
 struct Batch;
 
-// What one group issued on streams that it ties together. Runs when every one of these streams has come to it.
+// What one group issued on streams that it ties together. Runs when every one of these streams has come to
+// it.
 struct Launch {
   std::vector<Batch> batches;
   std::atomic<int> streams_to_come{1};
@@ -49,8 +50,8 @@ class Stream {
   void push(Node node);
   bool idle() const { return completed_.load() == enqueued_.load(); }
   uint64_t enqueued() const { return enqueued_.load(); }
-  // Runs or waits until `target` nodes have completed. ncclInProgress at the deadline; otherwise what the stream's
-  // work ended in since this was last asked.
+  // Runs or waits until `target` nodes have completed. ncclInProgress at the deadline; otherwise what the
+  // stream's work ended in since this was last asked.
   ncclResult_t drive(uint64_t target, Deadline deadline);
   ncclResult_t synchronize(Deadline deadline);
   ncclResult_t take_error() { return error_.exchange(ncclSuccess); }
@@ -71,8 +72,8 @@ class Stream {
 // nullptr after fail() for an unknown handle.
 std::shared_ptr<Stream> find_stream(Comm* comm, cudaStream_t handle, const char* function);
 
-// The default stream of a device of the calling thread. Ranks of one communicator that a thread creates on the same
-// device index are told apart by `copy`.
+// The default stream of a device of the calling thread. Ranks of one communicator that a thread creates on
+// the same device index are told apart by `copy`.
 std::shared_ptr<Stream> default_stream(int device, int copy);
 
 // Issues what one group recorded.

@@ -148,7 +148,8 @@ size_t Pipe::write(const void* data, size_t bytes) {
 
 bool Pipe::flush() {
   while (sent_ < unsent_.size() && !broken) {
-    ssize_t n = send(socket_->fd(), unsent_.data() + sent_, unsent_.size() - sent_, MSG_DONTWAIT | MSG_NOSIGNAL);
+    ssize_t n =
+        send(socket_->fd(), unsent_.data() + sent_, unsent_.size() - sent_, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
     if (n < 0)
@@ -225,10 +226,13 @@ ReadResult read_remote(const Remote& peer, void* to, uint64_t from, size_t bytes
     iovec remote[2] = {{reinterpret_cast<void*>(peer.nonce_addr), proof},
                        {reinterpret_cast<void*>(from + done), bytes - done}};
     int first = proof ? 0 : 1;
-    ssize_t n = process_vm_readv(pid_t(peer.pid), local + first, size_t(2 - first), remote + first, size_t(2 - first), 0);
+    ssize_t n = process_vm_readv(pid_t(peer.pid), local + first, size_t(2 - first), remote + first,
+                                 size_t(2 - first), 0);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return errno == ESRCH ? ReadResult::Gone : errno == EPERM ? ReadResult::Denied : ReadResult::Fault;
-    if (proof && (size_t(n) < proof || nonce[0] != peer.nonce[0] || nonce[1] != peer.nonce[1])) return ReadResult::Gone;
+    if (n < 0)
+      return errno == ESRCH ? ReadResult::Gone : errno == EPERM ? ReadResult::Denied : ReadResult::Fault;
+    if (proof && (size_t(n) < proof || nonce[0] != peer.nonce[0] || nonce[1] != peer.nonce[1]))
+      return ReadResult::Gone;
     if (size_t(n) == proof && done < bytes) return ReadResult::Fault;
     done += size_t(n) - proof;
     proof = 0;

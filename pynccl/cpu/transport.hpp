@@ -1,5 +1,5 @@
-// How bytes get from one rank to another: rings in shared memory on one host, TCP between hosts, and direct reads of a
-// peer's memory where the kernel permits them.
+// How bytes get from one rank to another: rings in shared memory on one host, TCP between hosts, and direct
+// reads of a peer's memory where the kernel permits them.
 #pragma once
 
 #include <memory>
@@ -19,8 +19,10 @@ struct RingState {
 // One rank's part of a host's shared segment.
 struct alignas(kCacheLine) Cell {
   Doorbell bell;
-  alignas(kCacheLine) std::atomic<uint64_t> progress;   // of the current all_reduce: sequence << 32 | blocks done
-  alignas(kCacheLine) std::atomic<uint64_t> read_done;  // the last collective for which it has read all it needs
+  alignas(
+      kCacheLine) std::atomic<uint64_t> progress;  // of the current all_reduce: sequence << 32 | blocks done
+  alignas(
+      kCacheLine) std::atomic<uint64_t> read_done;  // the last collective for which it has read all it needs
 };
 
 // A file in memory, mapped once in a process however many of its ranks use it.
@@ -30,7 +32,8 @@ struct Mapping {
   ~Mapping();
 };
 
-// The memory that the ranks of one communicator on one host share: an unnamed file, so nothing is left behind.
+// The memory that the ranks of one communicator on one host share: an unnamed file, so nothing is left
+// behind.
 class Segment {
  public:
   Segment(int ranks, size_t ring_bytes);
@@ -71,7 +74,7 @@ class Pipe {
   size_t write(const void* data, size_t bytes);  // as much as there is room for
   bool flush();                                  // true when nothing is left unsent
   size_t readable();
-  Span peek();  // the contiguous part of what is readable
+  Span peek();                                         // the contiguous part of what is readable
   void copy_out(size_t skip, void* to, size_t bytes);  // of what is readable, without consuming
   void consume(size_t bytes);
   bool wrote = false, consumed = false;  // since the last time the owner looked: a bell to ring
@@ -99,8 +102,8 @@ struct Remote {
   uint64_t nonce[2] = {0, 0};
 };
 enum class ReadResult { Ok, Gone, Fault, Denied };
-// Copies from the peer's memory. With `identify` it also checks, by the nonce, that the process is still the one that
-// was introduced; a page more to pin, so not for every block.
+// Copies from the peer's memory. With `identify` it also checks, by the nonce, that the process is still the
+// one that was introduced; a page more to pin, so not for every block.
 ReadResult read_remote(const Remote& peer, void* to, uint64_t from, size_t bytes, bool identify);
 
 }  // namespace pncpu

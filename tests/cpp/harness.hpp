@@ -33,17 +33,17 @@ inline fs::path scratch;  // this test's directory
     }                                                                         \
   } while (0)
 
-#define CHECK_EQ(left, right)                                                                        \
-  do {                                                                                               \
-    auto left_value = (left);                                                                        \
-    decltype(left_value) right_value = (right);                                                      \
-    if (!(left_value == right_value)) {                                                              \
-      std::ostringstream text;                                                                       \
-      text << __FILE__ << ":" << __LINE__ << ": failed: " #left " == " #right ": " << left_value     \
-           << " != " << right_value << "\n";                                                         \
-      fputs(text.str().c_str(), stderr);                                                             \
-      ++failures;                                                                                    \
-    }                                                                                                \
+#define CHECK_EQ(left, right)                                                                    \
+  do {                                                                                           \
+    auto left_value = (left);                                                                    \
+    decltype(left_value) right_value = (right);                                                  \
+    if (!(left_value == right_value)) {                                                          \
+      std::ostringstream text;                                                                   \
+      text << __FILE__ << ":" << __LINE__ << ": failed: " #left " == " #right ": " << left_value \
+           << " != " << right_value << "\n";                                                     \
+      fputs(text.str().c_str(), stderr);                                                         \
+      ++failures;                                                                                \
+    }                                                                                            \
   } while (0)
 
 inline bool contains(const std::string& text, const std::string& part) {

@@ -1,5 +1,5 @@
-// The CPU library as a C program uses it, with ranks as threads and as forked processes; built with the sanitizers
-// in CI, so it touches every path on which threads or processes meet.
+// The CPU library as a C program uses it, with ranks as threads and as forked processes; built with the
+// sanitizers in CI, so it touches every path on which threads or processes meet.
 #include <unistd.h>
 
 #include <csignal>
@@ -17,7 +17,9 @@ constexpr size_t kCounts[] = {0, 1, 17, 1023, 100003};
 
 #define OK(call) CHECK_EQ(int(call), int(ncclSuccess))
 
-void wait(ncclComm_t comm, cudaStream_t stream = nullptr) { OK(pyncclCpuStreamSynchronize(comm, stream, -1)); }
+void wait(ncclComm_t comm, cudaStream_t stream = nullptr) {
+  OK(pyncclCpuStreamSynchronize(comm, stream, -1));
+}
 
 struct World {
   int rank, nranks;
@@ -35,7 +37,8 @@ void all_collectives(const World& w) {
   int n = w.nranks;
   float sum = float(n * (n + 1)) / 2;
   for (size_t count : kCounts) {
-    std::vector<float> in = w.make(count, float(w.rank + 1)), out = w.make(count, 0), all = w.make(count * size_t(n), 0);
+    std::vector<float> in = w.make(count, float(w.rank + 1)), out = w.make(count, 0),
+                       all = w.make(count * size_t(n), 0);
     OK(ncclAllReduce(in.data(), out.data(), count, ncclFloat32, ncclSum, w.comm, nullptr));
     wait(w.comm);
     check_all(out, sum);
@@ -195,7 +198,8 @@ void init_all_in_one_thread() {
   std::vector<std::vector<float>> x(3, std::vector<float>(20000, 2));
   OK(ncclGroupStart());
   for (int i = 0; i < 3; ++i)
-    OK(ncclAllReduce(x[size_t(i)].data(), x[size_t(i)].data(), 20000, ncclFloat32, ncclSum, comms[i], nullptr));
+    OK(ncclAllReduce(x[size_t(i)].data(), x[size_t(i)].data(), 20000, ncclFloat32, ncclSum, comms[i],
+                     nullptr));
   OK(ncclGroupEnd());
   for (int i = 0; i < 3; ++i) wait(comms[i]);
   for (auto& v : x) check_all(v, 6);
@@ -295,12 +299,13 @@ void an_abort_ends_what_waits() {
 
 void a_communicator_stays_with_its_process() {
   as_threads(1, [](World w) {
-    CHECK_EQ(in_child([&] {
-               int n;
-               CHECK_EQ(int(ncclCommCount(w.comm, &n)), int(ncclInvalidArgument));
-               _exit(failures == 0 ? 0 : 1);  // no leak report: the parent's threads are not here to own anything
-             }),
-             0);
+    CHECK_EQ(
+        in_child([&] {
+          int n;
+          CHECK_EQ(int(ncclCommCount(w.comm, &n)), int(ncclInvalidArgument));
+          _exit(failures == 0 ? 0 : 1);  // no leak report: the parent's threads are not here to own anything
+        }),
+        0);
   });
 }
 
