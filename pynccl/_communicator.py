@@ -331,16 +331,17 @@ class Communicator:
         with self._alone():
             handle = self._close("it was destroyed")
             if handle:
-                bounded(lambda: capi.ncclCommDestroy(handle), self._timeout, "ncclCommDestroy")
+                # Before the call: when it does not return, an abort at exit would only meet it halfway.
                 _lifetime.disown(handle)
+                bounded(lambda: capi.ncclCommDestroy(handle), self._timeout, "ncclCommDestroy")
             self._release()
 
     def abort(self) -> None:
         """Give everything back at once, without the other ranks; any thread may call it, at any time."""
         handle = self._close("it was aborted")
         if handle:
-            bounded(lambda: capi.ncclCommAbort(handle), ABORT_SECONDS, "ncclCommAbort")
             _lifetime.disown(handle)
+            bounded(lambda: capi.ncclCommAbort(handle), ABORT_SECONDS, "ncclCommAbort")
         self._release()
 
     def _close(self, why: str) -> int:

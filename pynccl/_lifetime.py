@@ -61,7 +61,11 @@ def bounded(
     The call itself cannot be stopped: `if_abandoned` gets its value when nobody else will.
     """
     running = _Call(call, if_abandoned)
-    threading.Thread(target=running.work, name=f"pynccl {what}", daemon=True).start()
+    try:
+        threading.Thread(target=running.work, name=f"pynccl {what}", daemon=True).start()
+    except RuntimeError:
+        # The interpreter is exiting, and starts no thread any more.
+        return call()
     try:
         in_time = running.done.wait(timeout)
     except BaseException:

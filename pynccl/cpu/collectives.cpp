@@ -51,7 +51,6 @@ void Coll::start(const Op& op, uint64_t seq) {
   op_ = op;
   mine_ = header_of(op, seq);
   mine_.is_inline = op.bytes() <= comm_.inline_bytes;
-  mine_.in_place = op.send == op.recv;
   state_ = State::Announce;
   running_ = true;
   links_.resize(size_t(comm_.nranks));
@@ -253,26 +252,13 @@ void Coll::plan_copies() {
   }
 }
 
-// Up to here a rank that reduces all of an all_reduce itself is done before it could have got the others'
-// shares: it computes more, but waits once less. Impossible where a result would overwrite an input that is
-// still being read.
-bool Coll::reduces_everything() const {
-  constexpr size_t kMost = size_t(1) << 20;
-  size_t others = size_t(comm_.nranks) - 1;
-  bool in_place = false;
-  for (const Link& l : links_) in_place = in_place || l.header.in_place;
-  return op_.func == Func::AllReduce && !in_place && comm_.hosts() == 1 &&
-         op_.bytes() * others * others <= kMost;
-}
-
 void Coll::plan_reduction() {
   size_t item = type_size(op_.dtype);
-  bool everything = reduces_everything();
-  passes_results_on_ = op_.func == Func::AllReduce && !everything;
+  passes_results_on_ = op_.func == Func::AllReduce;
   auto share_of = [&](int rank, size_t* first, size_t* count) {
     if (passes_results_on_) return segment_of(rank, first, count);
     *first = op_.func == Func::ReduceScatter ? size_t(rank) * op_.count : 0;
-    *count = everything || op_.func == Func::ReduceScatter || rank == op_.root ? op_.count : 0;
+    *count = op_.func == Func::ReduceScatter || rank == op_.root ? op_.count : 0;
   };
   share_of(comm_.rank, &share_first_, &share_count_);
   share_to_ = at(op_.recv, passes_results_on_ ? share_first_ * item : 0);

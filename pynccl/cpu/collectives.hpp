@@ -18,7 +18,8 @@ class Coll {
   std::vector<int> missing() const;
   std::string str() const;
   uint64_t seq() const { return mine_.seq; }
-  bool running() const { return running_; }
+  // The peers are at work on this collective, so what is waited for comes soon.
+  bool underway() const { return running_ && state_ != State::Announce; }
 
  private:
   struct Part {
@@ -44,7 +45,6 @@ class Coll {
   void plan();
   void plan_copies();
   void plan_reduction();
-  bool reduces_everything() const;
   Step move();
   Step push(int peer);
   Step reduce_blocks();

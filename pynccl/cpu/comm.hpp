@@ -153,7 +153,8 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   bool grow_id_open = false;
   SocketPtr join_socket;  // abort cuts a rendezvous short
   size_t inline_bytes, block_bytes, ring_bytes;
-  int64_t spin_ns = 0;
+  int64_t spin_ns = 0, patient_spin_ns = 0;  // before a peer has come; while it is at work
+  int64_t spin() const { return coll_.underway() ? patient_spin_ns : spin_ns; }
   double timeout_s = 0;
   bool blocking_calls = false;
 

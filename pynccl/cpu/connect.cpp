@@ -165,13 +165,15 @@ ncclResult_t Comm::settle(Deadline) {
   return ncclSuccess;
 }
 
-// Ranks that share cores must not make each other wait by spinning.
+// Ranks that share cores must not make each other wait by spinning. With a core for each, sleeping is what is slow: an
+// idle core takes up to 100 us to wake in a virtual machine, more than most of a collective.
 void Comm::choose_spin() {
   int64_t us = param_int("PYNCCL_CPU_SPIN_US");
   cpu_set_t set;
   int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-  if (us < 0) us = local_count_ <= cpus ? 50 : 0;
-  spin_ns = us * 1000;
+  bool room = local_count_ <= cpus;
+  spin_ns = (us >= 0 ? us : room ? 50 : 0) * 1000;
+  patient_spin_ns = us >= 0 ? spin_ns : room ? 2000 * 1000 : 0;
 }
 
 ncclResult_t Comm::exchange(uint64_t tag, const std::vector<int>& ranks, const std::vector<char>& mine,

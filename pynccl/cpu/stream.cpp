@@ -68,8 +68,6 @@ void Launch::when_blocked(Clock::time_point since, double* next_look) {
 
 ncclResult_t Launch::run(Deadline deadline) {
   std::vector<uint32_t> seen(batches.size());
-  int64_t spin_ns = INT64_MAX;
-  for (Batch& b : batches) spin_ns = std::min(spin_ns, b.comm->spin_ns);
   bool was_blocked = false;
   Clock::time_point since;
   double next_look = kFirstLook;
@@ -97,6 +95,8 @@ ncclResult_t Launch::run(Deadline deadline) {
       was_blocked = true;
       since = Clock::now();
       next_look = kFirstLook;
+      int64_t spin_ns = INT64_MAX;
+      for (Batch& b : batches) spin_ns = std::min(spin_ns, b.comm->spin());
       Deadline end = since + std::chrono::nanoseconds(spin_ns);
       bool news = false;
       for (int i = 0; !news && (i % 32 || Clock::now() < end); ++i) {

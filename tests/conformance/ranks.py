@@ -6,12 +6,14 @@ The parent sends every rank the name of a function and its arguments; the functi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -121,15 +123,15 @@ class Ranks:
         """Run `fn(rank, *args)` on every rank and return the results in order.
 
         With `check=False` ranks that raise or die are results, `Raised` and `Died`, and the others go on. `during` runs
-        in this process while they work.
+        in a thread of this process while they work.
         """
         ranks = list(range(self.nranks)) if only is None else list(only)
         results: dict[int, Any] = {}
         failed: dict[int, str] = {}
         for rank in ranks:
             self._connections[rank].send((fn.__module__, fn.__qualname__, args))
-        if during:
-            during()
+        helper = threading.Thread(target=during or (lambda: None))
+        helper.start()
         exchanges: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
         while len(results) < len(ranks) and time.monotonic() < deadline:
@@ -147,6 +149,7 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + GRACE)
             if exchanges and len(exchanges) + len(results) >= len(ranks):
                 self._answer(exchanges, ranks)
+        helper.join()
         hung = [rank for rank in ranks if rank not in results]
         if failed or hung:
             raise self._failure(fn, failed, hung, timeout)
@@ -168,7 +171,9 @@ class Ranks:
         """Give the ranks that wait in `exchange` what all of them brought; None for those that have ended."""
         everyone = [exchanges.get(rank) for rank in ranks]
         for rank in exchanges:
-            self._connections[rank].send(everyone)
+            # One that was killed while it waited is found dead soon enough.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._connections[rank].send(everyone)
         exchanges.clear()
 
     def notes(self) -> list[str]:

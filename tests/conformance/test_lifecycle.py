@@ -252,6 +252,7 @@ def revoked(rank: Rank) -> None:
     if rank.rank == 0:
         all_reduce(comm, array)
         assert synchronize(comm, 0, 0.05) == IN_PROGRESS
+    rank.exchange()
     assert outcome(api.ncclCommRevoke, comm, 1)[0] == INVALID_ARGUMENT
     assert outcome(api.ncclCommRevoke, comm, 0)[0] in (OK, IN_PROGRESS)
     wait_until(lambda: api.ncclCommGetAsyncError(comm) != IN_PROGRESS)

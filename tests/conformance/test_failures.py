@@ -1,0 +1,307 @@
+"""Ranks that die, are injected with faults, or are cut off: who is told what, how soon, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from .backend import capi
+from .ranks import Died, Pool, Ranks
+from .scenario import (
+    FLOAT32,
+    INVALID_USAGE,
+    OK,
+    REMOTE_ERROR,
+    SYSTEM_ERROR,
+    address,
+    all_reduce,
+    async_error,
+    close,
+    connect,
+    outcome,
+    synchronize,
+    wait_for_state,
+    works,
+)
+from .worker import Rank
+
+TRANSPORTS = ["direct", "shm", "tcp", "mixed"]
+# The promise is one second; the machine may be busy.
+SOON = 3.0
+
+
+def die_in_the_middle(rank: Rank, victims: list[int], n: int) -> tuple[float, tuple[int, str], tuple[int, str]]:
+    """The victims kill themselves while a sum goes on; the others see how it ends, and go on without them."""
+    api, comm = capi(), connect(rank)
+    works(rank, comm, rank.nranks, n=n)
+    when = rank.exchange(time.monotonic() + 0.3)[0]
+    array, seen, later = np.ones(n, np.float32), (OK, ""), 0.0
+    if rank.rank in victims:
+        all_reduce(comm, array)
+        while time.monotonic() < when:
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+    while seen[0] == OK and time.monotonic() < when + 20:
+        seen = outcome(all_reduce, comm, array)
+        if seen[0] == OK:
+            seen = outcome(synchronize, comm)
+        later = time.monotonic() - when
+    error = async_error(comm)
+    left = [r for r in range(rank.nranks) if r not in victims]
+    small = api.ncclCommShrink(comm, victims, len(victims), None, 1)
+    assert (api.ncclCommCount(small), api.ncclCommUserRank(small)) == (len(left), left.index(rank.rank))
+    works(rank, small, len(left), n=n)
+    close(rank, small)
+    api.ncclCommAbort(comm)
+    return later, seen, error
+
+
+@pytest.mark.parametrize("n", [10, 300_000])
+@pytest.mark.parametrize("victims", [[0], [2], [1, 3]])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_survivors_are_told_and_go_on(transport: str, victims: list[int], n: int) -> None:
+    # A process of the mixed transport is two ranks.
+    dead = sorted({r for v in victims for r in (v, v ^ 1)}) if transport == "mixed" else victims
+    with Ranks(6 if transport == "mixed" else 4, transport) as ranks:
+        results = ranks.call(die_in_the_middle, dead, n, check=False)
+    for rank, result in enumerate(results):
+        if rank in dead:
+            assert result == Died(-signal.SIGKILL)
+            continue
+        assert isinstance(result, tuple), result
+        later, seen, error = result
+        assert seen[0] == error[0] == REMOTE_ERROR, (seen, error)
+        assert any(f"rank {victim}" in error[1] for victim in dead), error
+        assert later < SOON, later
+
+
+def wait_for_a_dead_rank(rank: Rank) -> tuple[float, tuple[int, str]]:
+    """Rank 1 is killed while it does nothing; rank 0 waits for it, or learns of it without any call."""
+    comm = connect(rank)
+    pids = rank.exchange(os.getpid())
+    if rank.rank == 1:
+        time.sleep(60)
+    if rank.rank == 0:
+        all_reduce(comm, np.ones(10, np.float32))
+    start = time.monotonic()
+    if rank.rank == 0:
+        os.kill(pids[1], signal.SIGKILL)
+    error = async_error(comm)
+    took = time.monotonic() - start
+    capi().ncclCommAbort(comm)
+    return took, error
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[:3])
+def test_death_of_an_idle_rank(transport: str) -> None:
+    with Ranks(3, transport) as ranks:
+        results = ranks.call(wait_for_a_dead_rank, check=False)
+    assert results[1] == Died(-signal.SIGKILL)
+    for took, error in (results[0], results[2]):
+        assert error[0] == REMOTE_ERROR
+        assert "rank 1" in error[1]
+        assert took < SOON
+
+
+def exits_without_destroying(rank: Rank) -> tuple[int, str]:
+    comm = connect(rank)
+    if rank.rank == 1:
+        os._exit(0)
+    error = async_error(comm)
+    capi().ncclCommAbort(comm)
+    return error
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[:3])
+def test_exit_without_destroying(transport: str) -> None:
+    with Ranks(2, transport) as ranks:
+        (code, text), other = ranks.call(exits_without_destroying, check=False)
+    assert other == Died(0)
+    assert code == REMOTE_ERROR
+    assert "rank 1" in text
+
+
+def faulty(rank: Rank, rounds: int) -> list[tuple[float, int, str]]:
+    """Sum some times; return how long each took and how it ended."""
+    comm, results = connect(rank), []
+    array = np.ones(10, np.float32)
+    for _ in range(rounds):
+        start = time.monotonic()
+        code, text = outcome(all_reduce, comm, array)
+        issued = time.monotonic() - start
+        if code == OK:
+            code, text = outcome(synchronize, comm)
+        results.append((issued, code, text))
+    state = wait_for_state(comm)
+    results.append((0.0, state, str(capi().ncclGetLastError(comm)) if state else ""))
+    rank.exchange()
+    capi().ncclCommAbort(comm)
+    return results
+
+
+def test_injected_death() -> None:
+    with Ranks(3, env={"PYNCCL_CPU_FAULT": "rank=1,call=3,action=die"}) as ranks:
+        results = ranks.call(faulty, 4, check=False)
+    assert results[1] == Died(-signal.SIGKILL)
+    for rank in (0, 2):
+        assert [code for _, code, _ in results[rank]] == [OK, OK, *[REMOTE_ERROR] * 3]
+        assert "rank 1" in results[rank][-1][2]
+
+
+def test_injected_sleep() -> None:
+    with Ranks(2, env={"PYNCCL_CPU_FAULT": "rank=1,call=2,action=sleep:0.5"}) as ranks:
+        results = ranks.call(faulty, 3)
+    assert [code for _, code, _ in results[0] + results[1]] == [OK] * 8
+    assert results[1][1][0] > 0.45
+    assert all(issued < 0.45 for issued, _, _ in results[0])
+
+
+@pytest.mark.parametrize(("name", "code"), [("ncclSystemError", SYSTEM_ERROR), ("5", INVALID_USAGE)])
+def test_injected_failure(name: str, code: int) -> None:
+    """Only the call fails: the other rank waits for it, and a later call serves as well."""
+    with Ranks(2, env={"PYNCCL_CPU_FAULT": f"rank=0,call=2,action=fail:{name};rank=1,call=2,action=fail:{name}"}) as ranks:
+        results = ranks.call(faulty, 3)
+    for result in results:
+        assert [got for _, got, _ in result] == [OK, code, OK, OK], result
+        assert "PYNCCL_CPU_FAULT" in result[1][2]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_injected_drop(transport: str) -> None:
+    with Ranks(3, transport, env={"PYNCCL_CPU_FAULT": "rank=2,call=2,action=drop"}) as ranks:
+        results = ranks.call(faulty, 3)
+    for rank, result in enumerate(results):
+        found = [code for _, code, _ in result]
+        # A small sum may have been complete when the connections went.
+        assert found in ([OK, *[REMOTE_ERROR] * 3], [OK, OK, *[REMOTE_ERROR] * 2]), (rank, result)
+    assert all("rank 2" in result[-1][2] for result in results[:2])
+
+
+def test_malformed_fault() -> None:
+    with Ranks(2, env={"PYNCCL_CPU_FAULT": "rank=1,call=2,action=explode"}) as ranks:
+        results = ranks.call(faulty, 3)
+        said = ranks.output(0) + ranks.output(1)
+    assert [code for _, code, _ in results[0] + results[1]] == [OK] * 8
+    assert "PYNCCL_CPU_FAULT" in said
+    assert "explode" in said
+
+
+def busy(rank: Rank, n: int) -> None:
+    """Sum for ever; the first round tells the others that the work goes on."""
+    comm = connect(rank)
+    array = np.ones(n, np.float32)
+    while True:
+        all_reduce(comm, array)
+        assert synchronize(comm) == OK
+        rank.note("busy")
+
+
+def names_in_shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def unix_sockets() -> set[str]:
+    with open("/proc/net/unix") as table:
+        return {line.split()[-1] for line in table if "pynccl" in line}
+
+
+def all_busy(ranks: Ranks) -> None:
+    deadline = time.monotonic() + 20
+    while not all("busy" in note for note in ranks.notes()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nothing_is_left_after_sigkill(transport: str) -> None:
+    shared, sockets = names_in_shared_memory(), unix_sockets()
+    with Ranks(8, transport) as ranks:
+        pids = sorted({ranks.pid(rank) for rank in range(8)})
+
+        def kill() -> None:
+            all_busy(ranks)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+        results = ranks.call(busy, 100_000, check=False, during=kill, timeout=40)
+    assert results == [Died(-signal.SIGKILL)] * 8
+    assert names_in_shared_memory() <= shared
+    assert unix_sockets() <= sockets
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def stopped_peer(rank: Rank) -> float:
+    """A rank that is stopped is late, not dead: the others wait for it."""
+    comm, start = connect(rank), time.monotonic()
+    pids = rank.exchange(os.getpid())
+    if rank.rank == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+        all_reduce(comm, np.ones(10, np.float32))
+        time.sleep(1.5)
+        assert capi().ncclCommGetAsyncError(comm) == OK
+        os.kill(pids[1], signal.SIGCONT)
+    else:
+        all_reduce(comm, np.ones(10, np.float32))
+    assert synchronize(comm) == OK
+    close(rank, comm)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[:3])
+def test_stopped_rank_is_waited_for(transport: str) -> None:
+    with Ranks(2, transport) as ranks:
+        assert max(ranks.call(stopped_peer)) > 1.4
+
+
+def fresh_after_failure(rank: Rank, rounds: int) -> None:
+    """Failed communicators do not spoil their successors, whose first wait is on the same stream."""
+    for _ in range(rounds):
+        comm = connect(rank)
+        if rank.rank == 0:
+            all_reduce(comm, np.ones(10, np.float32))
+        else:
+            capi().ncclBroadcast(*[address(np.ones(10, np.float32))] * 2, 10, FLOAT32, 0, comm, 0)
+        assert async_error(comm)[0] == INVALID_USAGE
+        rank.exchange()
+        capi().ncclCommAbort(comm)
+        fresh = connect(rank)
+        works(rank, fresh, rank.nranks)
+        close(rank, fresh)
+
+
+@pytest.mark.parametrize("transport", ["direct", "tcp", "threads"])
+def test_new_communicator_after_a_failure(pool: Pool, transport: str) -> None:
+    pool.get(2, transport).call(fresh_after_failure, 5)
+
+
+def dies_in(rank: Rank, action: str) -> tuple[int, str]:
+    """Rank 1 dies while the others are in a call about the communicator itself."""
+    api, comm = capi(), connect(rank)
+    pids = rank.exchange(os.getpid())
+    calls: dict[str, Callable[[], object]] = {
+        "split": lambda: api.ncclCommSplit(comm, 0, rank.rank),
+        "finalize": lambda: api.ncclCommFinalize(comm),
+        "suspend": lambda: api.ncclCommSuspend(comm, 1),
+    }
+    if rank.rank == 1:
+        time.sleep(60)
+    if rank.rank == 2:
+        time.sleep(0.5)
+        os.kill(pids[1], signal.SIGKILL)
+    result = outcome(calls[action])
+    api.ncclCommAbort(comm)
+    return result
+
+
+@pytest.mark.parametrize("action", ["split", "finalize", "suspend"])
+def test_death_during_other_calls(action: str) -> None:
+    with Ranks(3) as ranks:
+        results = ranks.call(dies_in, action, check=False)
+    assert results[1] == Died(-signal.SIGKILL)
+    for code, text in (results[0], results[2]):
+        assert code == REMOTE_ERROR, (code, text)
+        assert "rank 1" in text
