@@ -70,6 +70,7 @@ Step Coll::step() {
     Step s = Step::Blocked;
     if (state_ == State::Announce) {
       bool told = announce();
+      comm_.ring_peers();  // before the work that may follow at once, or the peers would begin after it
       s = hear();
       if (s == Step::Failed) return s;
       s = told && s == Step::Done ? Step::Done : Step::Blocked;
