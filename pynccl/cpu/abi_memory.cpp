@@ -54,25 +54,25 @@ ncclResult_t remove_registration(ncclComm_t comm, const char* function, void* ha
 
 // All ranks come to a halt together: nothing may be underway when the rings' memory goes.
 ncclResult_t suspend(Comm& comm) {
-  comm.drain(kForever);
-  char busy = 0;
   std::vector<int> ranks;
-  for (int q = 0; q < comm.nranks; ++q) {
-    ranks.push_back(q);
+  for (int q = 0; q < comm.nranks; ++q) ranks.push_back(q);
+  std::vector<std::string> all;
+  auto meet = [&](const std::string& word) {
+    uint64_t tag = uint64_t(4) << 32 | ++comm.derived;
+    return derive(comm, ranks, tag, word, "ncclCommSuspend", &all);
+  };
+  comm.drain(kForever);
+  if (ncclResult_t r = meet(""); r != ncclSuccess) return r;
+  char busy = 0;
+  for (int q = 0; q < comm.nranks; ++q)
     if (q != comm.rank && comm.peer(q).local >= 0)
       for (Pipe& pipe : comm.peer(q).pipe) busy = busy || !pipe.idle();
-  }
-  std::vector<std::string> all;
-  uint64_t tag = uint64_t(4) << 32 | ++comm.derived;
-  if (ncclResult_t r = derive(comm, ranks, tag, std::string(1, busy), "ncclCommSuspend", &all);
-      r != ncclSuccess)
-    return r;
+  if (ncclResult_t r = meet(std::string(1, busy)); r != ncclSuccess) return r;
   for (int q = 0; q < comm.nranks; ++q)
     if (all[size_t(q)] != std::string(1, '\0'))
       return fail(ncclInvalidUsage, "ncclCommSuspend: rank %d has messages that were not received", q);
   if (comm.segment() && comm.local_index() == 0) comm.segment()->release_rings();
-  tag = uint64_t(5) << 32 | ++comm.derived;
-  if (ncclResult_t r = derive(comm, ranks, tag, "", "ncclCommSuspend", &all); r != ncclSuccess) return r;
+  if (ncclResult_t r = meet(""); r != ncclSuccess) return r;
   comm.phase.store(Phase::Suspended);
   comm.set_pending(ncclSuccess);
   return ncclSuccess;
@@ -155,6 +155,9 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buff, size_t size, nc
   int known = NCCL_WIN_COLL_SYMMETRIC | NCCL_WIN_STRICT_ORDERING | NCCL_WIN_GIN_ONLY | NCCL_WIN_CFT_COUNTED;
   if (winFlags & ~known)
     return fail(ncclInvalidArgument, "ncclCommWindowRegister: winFlags is 0x%x", unsigned(winFlags));
+  if (reinterpret_cast<uintptr_t>(buff) % NCCL_WIN_REQUIRED_ALIGNMENT != 0)
+    return fail(ncclInvalidArgument, "ncclCommWindowRegister: buff is %p, expected a multiple of %d bytes",
+                buff, NCCL_WIN_REQUIRED_ALIGNMENT);
   return add_registration(comm, "ncclCommWindowRegister", buff, size, winFlags, true,
                           reinterpret_cast<void**>(win));
 }

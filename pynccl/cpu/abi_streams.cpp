@@ -33,6 +33,11 @@ std::shared_ptr<Stream> stream_for(ncclComm_t comm, cudaStream_t handle, const c
   return find_stream(c, handle, function);
 }
 
+uint64_t serial_of(ncclComm_t comm) {
+  Comm* c = comm ? comms().find(comm) : nullptr;
+  return c ? c->serial : Stream::kAnyone;
+}
+
 Deadline deadline_of(int64_t ms) { return ms < 0 ? kForever : after_ms(ms); }
 
 }  // namespace
@@ -63,30 +68,28 @@ ncclResult_t pyncclCpuStreamCreate(cudaStream_t* stream) {
   return *stream ? ncclSuccess : fail(ncclInternalError, "this process has created too many streams");
 }
 
-// Waits for the work that is on the stream, as its thread cannot be ended under it.
+// As in CUDA the stream finishes its work first, and the call does not wait for that.
 ncclResult_t pyncclCpuStreamDestroy(cudaStream_t stream) {
-  Shared<Stream>* found = streams().remove(stream);
+  std::unique_ptr<Shared<Stream>> found(streams().remove(stream));
   if (!found)
-    return fail(ncclInvalidArgument,
-                "pyncclCpuStreamDestroy: stream %p was not created by pyncclCpuStreamCreate, or was "
-                "destroyed",
-                static_cast<void*>(stream));
-  ncclResult_t r = found->object->synchronize(kForever);
-  delete found;
-  return r;
+    return fail(
+        ncclInvalidArgument,
+        "pyncclCpuStreamDestroy: stream %p was not created by pyncclCpuStreamCreate, or was destroyed",
+        static_cast<void*>(stream));
+  if (!found->object->idle())
+    std::thread([last = std::move(found->object)] { last->drive(last->enqueued(), kForever); }).detach();
+  return ncclSuccess;
 }
 
 ncclResult_t pyncclCpuStreamQuery(ncclComm_t comm, cudaStream_t stream) {
   std::shared_ptr<Stream> s = stream_for(comm, stream, "pyncclCpuStreamQuery");
   if (!s) return ncclInvalidArgument;
-  if (!s->idle()) return ncclInProgress;
-  ncclResult_t r = s->take_error();
-  return r;
+  return s->idle() ? s->take_error(serial_of(comm)) : ncclInProgress;
 }
 
 ncclResult_t pyncclCpuStreamSynchronize(ncclComm_t comm, cudaStream_t stream, int64_t timeoutMs) {
   std::shared_ptr<Stream> s = stream_for(comm, stream, "pyncclCpuStreamSynchronize");
-  return s ? s->synchronize(deadline_of(timeoutMs)) : ncclInvalidArgument;
+  return s ? s->synchronize(deadline_of(timeoutMs), serial_of(comm)) : ncclInvalidArgument;
 }
 
 ncclResult_t pyncclCpuStreamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEvent_t event) {

@@ -7,7 +7,8 @@
 namespace pncpu {
 namespace {
 
-constexpr size_t kSlice = size_t(1) << 20;  // moved at a time between two looks at everything else
+constexpr size_t kSlice = size_t(1) << 20;      // moved at a time between two looks at everything else
+constexpr size_t kMostWhole = size_t(8) << 20;  // read by a rank that reduces everything
 
 const char* at(const void* base, size_t offset) { return static_cast<const char*>(base) + offset; }
 char* at(void* base, size_t offset) { return static_cast<char*>(base) + offset; }
@@ -47,10 +48,27 @@ Header header_of(const Op& op, uint64_t seq) {
   return h;
 }
 
+bool Tuner::whole(size_t bytes) {
+  Sizes& s = of(bytes);
+  uint32_t call = s.calls++;
+  if (call < 8) return call % 2;
+  bool look_again = call % 64 == 0;
+  return s.whole_is_faster() != look_again;
+}
+
+// A running mean, in which one disturbed call does not count for much.
+void Tuner::took(size_t bytes, bool whole, double seconds) {
+  double& known = of(bytes).seconds[whole];
+  known = known == 0 ? seconds : known + (std::min(seconds, 2 * known) - known) / 8;
+}
+
 void Coll::start(const Op& op, uint64_t seq) {
   op_ = op;
   mine_ = header_of(op, seq);
   mine_.is_inline = op.bytes() <= comm_.inline_bytes;
+  bool choice = op.func == Func::AllReduce && !mine_.is_inline && comm_.all_direct &&
+                op.bytes() * size_t(comm_.nranks - 1) <= kMostWhole;
+  mine_.whole = choice && comm_.rank == 0 && tuner_.whole(op.bytes());
   state_ = State::Announce;
   running_ = true;
   links_.resize(size_t(comm_.nranks));
@@ -86,7 +104,7 @@ Step Coll::step() {
       if (s == Step::Done) state_ = State::Depart;
     } else {
       s = depart();
-      if (s == Step::Done) return running_ = false, s;
+      if (s == Step::Done) return end();
     }
     if (s == Step::Failed) return s;
     if (s == Step::Blocked) return moved ? Step::Moved : s;
@@ -221,7 +239,9 @@ void Coll::segment_of(int rank, size_t* first, size_t* count) const {
 }
 
 void Coll::plan() {
+  begun_ = Clock::now();
   share_first_ = share_count_ = share_done_ = 0;
+  share_to_ = nullptr;
   passes_results_on_ = false;
   block_count_ = comm_.block_bytes / type_size(op_.dtype);
   for (int p = 0; p < comm_.nranks; ++p) scalars_[size_t(p)] = links_[size_t(p)].header.scalar;
@@ -255,14 +275,19 @@ void Coll::plan_copies() {
 
 void Coll::plan_reduction() {
   size_t item = type_size(op_.dtype);
-  passes_results_on_ = op_.func == Func::AllReduce;
+  bool whole = links_[0].header.whole;
+  passes_results_on_ = op_.func == Func::AllReduce && !whole;
   auto share_of = [&](int rank, size_t* first, size_t* count) {
     if (passes_results_on_) return segment_of(rank, first, count);
     *first = op_.func == Func::ReduceScatter ? size_t(rank) * op_.count : 0;
-    *count = op_.func == Func::ReduceScatter || rank == op_.root ? op_.count : 0;
+    *count = whole || op_.func == Func::ReduceScatter || rank == op_.root ? op_.count : 0;
   };
   share_of(comm_.rank, &share_first_, &share_count_);
   share_to_ = at(op_.recv, passes_results_on_ ? share_first_ * item : 0);
+  if (whole && op_.send == op_.recv) {
+    aside_.resize(std::max(aside_.size(), op_.bytes()));
+    share_to_ = aside_.data();
+  }
   for (int p = 0; p < comm_.nranks; ++p) {
     if (p == comm_.rank) continue;
     Link& l = links_[size_t(p)];
@@ -430,6 +455,14 @@ Step Coll::depart() {
     if (p != comm_.rank && reads_directly(p, true) &&
         comm_.peer(p).cell->read_done.load(std::memory_order_acquire) < mine_.seq)
       return Step::Blocked;
+  return Step::Done;
+}
+
+Step Coll::end() {
+  running_ = false;
+  if (share_to_ == aside_.data() && share_count_) memcpy(op_.recv, aside_.data(), op_.bytes());
+  if (op_.func == Func::AllReduce && comm_.rank == 0)
+    tuner_.took(op_.bytes(), mine_.whole, std::chrono::duration<double>(Clock::now() - begun_).count());
   return Step::Done;
 }
 

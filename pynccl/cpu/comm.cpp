@@ -5,19 +5,26 @@
 #include <algorithm>
 
 namespace pncpu {
+namespace {
+
+constexpr char kReports[] = " reports: ";
+
+uint64_t next_serial() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
+}  // namespace
 
 HandleTable<Comm>& comms() {
   static auto* table = new HandleTable<Comm>;
   return *table;
 }
 
-namespace {
-constexpr char kReports[] = " reports: ";
-}
-
 std::string Peer::str() const { return "pid " + std::to_string(info.pid) + " on " + info.host_name; }
 
-Comm::Comm(int device_) : device(device_), generation(process_generation()), coll_(*this), p2p_(*this) {
+Comm::Comm(int device_)
+    : device(device_), generation(process_generation()), serial(next_serial()), coll_(*this), p2p_(*this) {
   inline_bytes = size_t(std::max<int64_t>(0, param_int("PYNCCL_CPU_INLINE_BYTES")));
   block_bytes = align_up(size_t(std::max<int64_t>(4096, param_int("PYNCCL_CPU_BLOCK_BYTES"))), 4096);
   ring_bytes = 4096;

@@ -58,6 +58,7 @@ struct Batch {
   uint64_t ticket = 0;
   std::vector<Op> colls, p2p;
   bool started = false, done = false;
+  ncclResult_t result = ncclSuccess;
   size_t at = 0;
 };
 
@@ -84,6 +85,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   int rank = 0, nranks = 0;
   const int device;
   const uint32_t generation;
+  const uint64_t serial;  // of this process's communicators, from 1
   ncclComm_t handle = nullptr;
   bool blocking = true;
   uint64_t hash = 0;
@@ -157,6 +159,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   int64_t spin() const { return coll_.underway() ? patient_spin_ns : spin_ns; }
   double timeout_s = 0;
   bool blocking_calls = false;
+  bool all_direct = false;  // every rank reads every other's memory
 
  private:
   ncclResult_t open_links(const std::vector<PeerInfo>& table, Deadline deadline);

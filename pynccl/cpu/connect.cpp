@@ -149,6 +149,7 @@ ncclResult_t Comm::settle(Deadline) {
   std::vector<std::vector<char>> all;
   if (ncclResult_t r = exchange(0, ranks, mine, &all, "setting up"); r != ncclSuccess) return r;
   bool direct = false;
+  all_direct = hosts_ == 1;
   for (int q = 0; q < nranks; ++q) {
     if (all[size_t(q)].size() != mine.size())
       return fail(ncclInternalError, "rank %d settled with %zu bytes", q, all[size_t(q)].size());
@@ -157,6 +158,8 @@ ncclResult_t Comm::settle(Deadline) {
     peer(q).i_read = mine[sizeof(Settings) + size_t(q)] && direct_allowed_;
     peer(q).reads_me = all[size_t(q)][sizeof(Settings) + size_t(rank)] != 0;
     direct = direct || peer(q).i_read;
+    for (int r = 0; r < nranks; ++r)
+      all_direct = all_direct && (r == q || all[size_t(q)][sizeof(Settings) + size_t(r)]);
   }
   log(Level::Info, "rank %d of %d: %d ranks on this host, %d hosts, %s", rank, nranks, local_count_, hosts_,
       local_count_ < 2 ? "tcp"
@@ -165,8 +168,8 @@ ncclResult_t Comm::settle(Deadline) {
   return ncclSuccess;
 }
 
-// Ranks that share cores must not make each other wait by spinning. With a core for each, sleeping is what is slow: an
-// idle core takes up to 100 us to wake in a virtual machine, more than most of a collective.
+// Ranks that share cores must not make each other wait by spinning. With a core for each, sleeping is what is
+// slow: an idle core takes up to 100 us to wake in a virtual machine, more than most of a collective.
 void Comm::choose_spin() {
   int64_t us = param_int("PYNCCL_CPU_SPIN_US");
   cpu_set_t set;

@@ -78,7 +78,7 @@ ncclResult_t Launch::run(Deadline deadline) {
       if (b.done) continue;
       Step s = b.comm->progress(b);
       if (s == Step::Done || s == Step::Failed) {
-        if (s == Step::Failed && result == ncclSuccess) result = b.comm->error();
+        if (s == Step::Failed) b.result = b.comm->error();
         b.comm->finish(b);
         moved = true;
       } else {
@@ -86,7 +86,7 @@ ncclResult_t Launch::run(Deadline deadline) {
         moved = moved || s == Step::Moved;
       }
     }
-    if (all) return result;
+    if (all) return ncclSuccess;
     if (moved) {
       was_blocked = false;
       continue;
@@ -161,6 +161,7 @@ ncclResult_t Stream::run(Node& node, Deadline deadline) {
     if (r == ncclInProgress) return r;
     launch.done.store(true);
     launch.batches[0].comm->bell().ring();
+    note_errors(launch);
     return r;
   }
   while (!launch.done.load()) {
@@ -170,7 +171,28 @@ ncclResult_t Stream::run(Node& node, Deadline deadline) {
     uint32_t seen = bell.look();
     if (!launch.done.load()) bell.wait(seen, ns);
   }
+  note_errors(launch);
   return ncclSuccess;
+}
+
+void Stream::note_errors(const Launch& launch) {
+  for (const Batch& b : launch.batches) {
+    if (b.result == ncclSuccess) continue;
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    errors_.emplace(b.comm->serial, b.result);
+    failed_.store(true);
+  }
+}
+
+ncclResult_t Stream::take_error(uint64_t comm_serial) {
+  if (!failed_.load()) return ncclSuccess;
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  auto it = comm_serial == kAnyone ? errors_.begin() : errors_.find(comm_serial);
+  if (it == errors_.end()) return ncclSuccess;
+  ncclResult_t r = it->second;
+  errors_.erase(it);
+  failed_.store(!errors_.empty());
+  return r;
 }
 
 ncclResult_t Stream::drive(uint64_t target, Deadline deadline) {
@@ -191,10 +213,6 @@ ncclResult_t Stream::drive(uint64_t target, Deadline deadline) {
       }
       r = run(*node, deadline);
       if (r == ncclInProgress) break;
-      if (r != ncclSuccess) {
-        ncclResult_t none = ncclSuccess;
-        error_.compare_exchange_strong(none, r);
-      }
       Node gone;
       {
         std::lock_guard<std::mutex> lock(queue_mutex_);
@@ -211,9 +229,9 @@ ncclResult_t Stream::drive(uint64_t target, Deadline deadline) {
   return ncclSuccess;
 }
 
-ncclResult_t Stream::synchronize(Deadline deadline) {
+ncclResult_t Stream::synchronize(Deadline deadline, uint64_t comm_serial) {
   ncclResult_t r = drive(enqueued_.load(), deadline);
-  return r == ncclInProgress ? r : take_error();
+  return r == ncclInProgress ? r : take_error(comm_serial);
 }
 
 // Runs what nobody waits for. A caller that synchronizes at once finds the work still there and runs it
@@ -261,7 +279,7 @@ Batch& batch_of(Launch& launch, Comm* comm) {
 ncclResult_t wait_all(const std::vector<Stream*>& streams) {
   ncclResult_t result = ncclSuccess;
   for (Stream* s : streams) {
-    ncclResult_t r = s->synchronize(kForever);
+    ncclResult_t r = s->synchronize(kForever, Stream::kAnyone);
     if (result == ncclSuccess) result = r;
   }
   return result;
@@ -325,7 +343,7 @@ ncclResult_t issue_one(const Op& op) {
     op.comm->count_issue(op);
     push_launch(launch, {op.stream});
   }
-  return op.comm->blocking_calls ? op.stream->synchronize(kForever) : ncclSuccess;
+  return op.comm->blocking_calls ? op.stream->synchronize(kForever, op.comm->serial) : ncclSuccess;
 }
 
 ncclResult_t issue(std::vector<Op> ops) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <map>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -19,8 +20,7 @@ struct Launch {
   std::vector<Batch> batches;
   std::atomic<int> streams_to_come{1};
   std::atomic<bool> done{false};
-  ncclResult_t result = ncclSuccess;
-  // Until done or the deadline (ncclInProgress).
+  // Until done or the deadline (ncclInProgress). What became of it stands in the batches.
   ncclResult_t run(Deadline deadline);
   ~Launch();
 
@@ -50,19 +50,23 @@ class Stream {
   void push(Node node);
   bool idle() const { return completed_.load() == enqueued_.load(); }
   uint64_t enqueued() const { return enqueued_.load(); }
-  // Runs or waits until `target` nodes have completed. ncclInProgress at the deadline; otherwise what the
-  // stream's work ended in since this was last asked.
+  // Runs or waits until `target` nodes have completed; ncclInProgress at the deadline.
   ncclResult_t drive(uint64_t target, Deadline deadline);
-  ncclResult_t synchronize(Deadline deadline);
-  ncclResult_t take_error() { return error_.exchange(ncclSuccess); }
+  // Waits for all there is now, then take_error().
+  ncclResult_t synchronize(Deadline deadline, uint64_t comm_serial);
+  // What a communicator's work on this stream ended in since this was last asked; anyone's with kAnyone.
+  ncclResult_t take_error(uint64_t comm_serial);
+  static constexpr uint64_t kAnyone = 0;
 
  private:
   ncclResult_t run(Node& node, Deadline deadline);
   void work();
+  void note_errors(const Launch& launch);
   std::mutex queue_mutex_, running_;
   std::deque<Node> queue_;
   std::atomic<uint64_t> enqueued_{0}, completed_{0};
-  std::atomic<ncclResult_t> error_{ncclSuccess};
+  std::atomic<bool> failed_{false};
+  std::map<uint64_t, ncclResult_t> errors_;  // by the communicator's serial; under queue_mutex_
   Doorbell arrivals_, completions_;
   std::atomic<bool> stop_{false};
   std::thread worker_;

@@ -136,28 +136,28 @@ size_t Pipe::write(const void* data, size_t bytes) {
     wrote = true;
     return bytes;
   }
-  if (!flush() || broken) return 0;
+  if (!flush() || cannot_send_) return 0;
   for (;;) {
     ssize_t n = send(socket_->fd(), data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n >= 0) return size_t(n);
     if (errno == EINTR) continue;
-    broken = errno != EAGAIN && errno != EWOULDBLOCK;
+    cannot_send_ = errno != EAGAIN && errno != EWOULDBLOCK;
     return 0;
   }
 }
 
 bool Pipe::flush() {
-  while (sent_ < unsent_.size() && !broken) {
+  while (sent_ < unsent_.size() && !cannot_send_) {
     ssize_t n =
         send(socket_->fd(), unsent_.data() + sent_, unsent_.size() - sent_, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
     if (n < 0)
-      broken = true;
+      cannot_send_ = true;
     else
       sent_ += size_t(n);
   }
-  if (broken) return false;
+  if (sent_ < unsent_.size()) return false;
   unsent_.clear();
   sent_ = 0;
   return true;
@@ -171,12 +171,12 @@ void Pipe::fill() {
     filled_ -= taken_;
     taken_ = 0;
   }
-  while (filled_ < kTcpBuffer && !broken) {
+  while (filled_ < kTcpBuffer && !ended_) {
     ssize_t n = recv(socket_->fd(), received_.get() + filled_, kTcpBuffer - filled_, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (n <= 0)
-      broken = true;
+      ended_ = true;
     else
       filled_ += size_t(n);
   }
@@ -184,7 +184,7 @@ void Pipe::fill() {
 
 size_t Pipe::readable() {
   if (in_) return size_t(in_->head.load(std::memory_order_acquire) - tail_);
-  if (!broken) fill();
+  if (!ended_) fill();
   return filled_ - taken_;
 }
 

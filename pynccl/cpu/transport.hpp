@@ -78,8 +78,7 @@ class Pipe {
   void copy_out(size_t skip, void* to, size_t bytes);  // of what is readable, without consuming
   void consume(size_t bytes);
   bool wrote = false, consumed = false;  // since the last time the owner looked: a bell to ring
-  bool broken = false;
-  bool idle();  // nothing underway in either direction
+  bool idle();                           // nothing underway in either direction
   const SocketPtr& socket() const { return socket_; }
   void close() { socket_.reset(); }
 
@@ -90,6 +89,7 @@ class Pipe {
   size_t ring_bytes_ = 0;
   uint64_t head_ = 0, tail_ = 0, seen_tail_ = 0;  // private copies of the indices
   SocketPtr socket_;
+  bool cannot_send_ = false, ended_ = false;  // a peer that has left may still have sent what is needed
   std::vector<char> unsent_;
   std::unique_ptr<char[]> received_;
   size_t sent_ = 0, taken_ = 0, filled_ = 0;

@@ -1,1 +1,1 @@
-"""What the CPU library computes and how it behaves, against NumPy and with real processes; on a GPU the same matrix."""
+"""What the CPU library computes, against NumPy, and how it behaves, with real processes."""

@@ -1,7 +1,7 @@
 """Where the buffers and streams of the tests come from: the CPU library's, or a GPU's.
 
-PYNCCL_TEST_BACKEND says which: "cpu" (the default) or "gpu" (CuPy and NVIDIA's library; ranks share a device where there
-are fewer devices than ranks).
+PYNCCL_TEST_BACKEND says which: "cpu" (the default) or "gpu" (CuPy and NVIDIA's library; ranks share a device
+where there are fewer devices than ranks).
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class Backend(ABC):
 
 def capi() -> ModuleType:
     """Import the functions under test; only the ranks' processes load a library."""
-    from pynccl import capi
+    import pynccl.capi
 
-    return capi
+    return pynccl.capi
 
 
 class HostMemory(Memory):
@@ -101,7 +101,11 @@ class CpuBackend(Backend):
     exact = True
 
     def environment(self, transport: str, process: int, nranks: int) -> dict[str, str]:
-        env = {"PYNCCL_LIBRARY": os.environ.get("PYNCCL_LIBRARY", "cpu"), "LOCAL_WORLD_SIZE": str(nranks), "NCCL_DEBUG": "WARN"}
+        env = {
+            "PYNCCL_LIBRARY": os.environ.get("PYNCCL_LIBRARY", "cpu"),
+            "LOCAL_WORLD_SIZE": str(nranks),
+            "NCCL_DEBUG": "WARN",
+        }
         env |= {"PYNCCL_CPU_INIT_TIMEOUT": "30"}
         if transport == "shm":
             env["PYNCCL_CPU_DIRECT"] = "0"
@@ -176,7 +180,9 @@ class GpuBackend(Backend):
     def supports(self, dtype: str, reduces: bool) -> bool:
         import cupy
 
-        return not (reduces and dtype.startswith("float8")) or int(cupy.cuda.Device().compute_capability) >= 90
+        return (
+            not (reduces and dtype.startswith("float8")) or int(cupy.cuda.Device().compute_capability) >= 90
+        )
 
     def memory(self, nbytes: int) -> DeviceMemory:
         return DeviceMemory(nbytes)

@@ -54,7 +54,7 @@ class Case:
 
 
 def is_valid(case: Case) -> bool:
-    """Return whether NCCL has such a call: AlltoAll and point-to-point have no in-place form, Bcast has no other."""
+    """Return whether NCCL has such a call: some have no in-place form, and Bcast has no other."""
     if (case.op is not None) != (case.collective in REDUCTIONS):
         return False
     if case.collective == "Bcast":
@@ -70,17 +70,22 @@ def all_cases() -> list[Case]:
 
 
 def small_cases() -> list[Case]:
-    """Return every function, datatype and operation once, with little data: the first thing to run after a change."""
-    return [case for case in all_cases() if case.count == 17 and case.in_place == (case.seed % 2 == 0 or case.function == "Bcast")]
+    """Return every function, datatype and operation once, with little data."""
+    return [
+        case
+        for case in all_cases()
+        if case.count == 17 and case.in_place == (case.seed % 2 == 0 or case.function == "Bcast")
+    ]
 
 
 Row = tuple[str, str, str | None, bool, int, int, str]
 
 
 def covering_rows(rng: random.Random) -> Iterator[Row]:
-    """Give rows in which every pair of values of two axes (function, ..., transport) occurs that can occur."""
+    """Give rows in which every pair of values of two axes occurs that can occur."""
     axes: list[list[object]] = [
-        list(FUNCTIONS), list(DATATYPES), [None, *OPS], [False, True], list(COUNTS), list(NRANKS), list(TRANSPORTS)
+        list(FUNCTIONS), list(DATATYPES), [None, *OPS], [False, True],
+        list(COUNTS), list(NRANKS), list(TRANSPORTS),
     ]  # fmt: skip
     uncovered = {
         (i, a, j, b)

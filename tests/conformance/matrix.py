@@ -129,7 +129,7 @@ class Buffer:
 
 @dataclass
 class Buffers:
-    """A rank's sending and receiving side; the same buffer in place, None where NCCL looks at neither pointer nor memory."""
+    """A rank's sending and receiving side: one buffer in place, None where NCCL looks at neither pointer."""
 
     send: Buffer | None
     send_unit: int
@@ -154,7 +154,9 @@ class Buffers:
 def make_buffers(case: Case, rank: int, inputs: Inputs, backend: Backend) -> Buffers:
     """Allocate, fill with what the rank sends, and note what has to be there afterwards."""
     n, name, root = inputs.nranks, case.collective, case.root(inputs.nranks)
-    sends = rank == root if name in ("Broadcast", "Bcast", "Scatter") else rank == 0 if name == "Chain" else True
+    sends = (
+        rank == root if name in ("Broadcast", "Bcast", "Scatter") else rank == 0 if name == "Chain" else True
+    )
     send_units = n if name in WHOLE_SENDS else 1
     result = expected_units(case, rank, inputs)
     receive_units = n if name in WHOLE_RECEIVES else 1
@@ -180,7 +182,9 @@ def make_buffers(case: Case, rank: int, inputs: Inputs, backend: Backend) -> Buf
 class Caller:
     """The calls of one case on one rank."""
 
-    def __init__(self, rank: Rank, case: Case, inputs: Inputs, buffers: Buffers, comm: int, stream: int) -> None:
+    def __init__(
+        self, rank: Rank, case: Case, inputs: Inputs, buffers: Buffers, comm: int, stream: int
+    ) -> None:
         self.rank, self.case, self.inputs, self.buffers = rank, case, inputs, buffers
         self.comm, self.stream, self.dtype = comm, stream, inputs.datatype.number
         # Kept until the operation is done: it may read its scalar as late as that.
@@ -194,7 +198,7 @@ class Caller:
             return
         function: Callable[..., Any] = getattr(api, f"nccl{case.function}")
         pointers = [receive] if case.collective == "Bcast" else [send, receive]
-        arguments = [*pointers, case.count, self.dtype]
+        arguments: list[Any] = [*pointers, case.count, self.dtype]
         custom = None
         if case.op is not None:
             custom = self.create_op(case.op)
@@ -216,14 +220,13 @@ class Caller:
             return None
         mine = np.ascontiguousarray(scalars[self.rank.rank : self.rank.rank + 1]).view(np.uint8).copy()
         if op == "premul_host":
-            custom: int = api.ncclRedOpCreatePreMulSum(mine.ctypes.data, self.dtype, 1, self.comm)
+            op_of_host = int(api.ncclRedOpCreatePreMulSum(mine.ctypes.data, self.dtype, 1, self.comm))
             # NCCL has read it by now.
             mine[:] = 0
-            return custom
+            return op_of_host
         self.scalar = self.rank.backend.memory(mine.size)
         self.scalar.write(0, mine)
-        custom = api.ncclRedOpCreatePreMulSum(self.scalar.ptr, self.dtype, 0, self.comm)
-        return custom
+        return int(api.ncclRedOpCreatePreMulSum(self.scalar.ptr, self.dtype, 0, self.comm))
 
     def ring(self) -> None:
         """Send to the next rank and receive from the one before."""
@@ -316,7 +319,7 @@ def run_case(rank: Rank, case: Case) -> tuple[str | None, int]:
     checksum = 0
     if case.collective in SAME_EVERYWHERE:
         receive = _some(buffers.receive)
-        checksum = zlib.crc32(receive.got()[receive.start : receive.expected.size - GUARD])
+        checksum = zlib.crc32(receive.got()[receive.start : receive.expected.size - GUARD].tobytes())
     return compare(case, rank.rank, inputs, buffers, backend), checksum
 
 

@@ -1,7 +1,8 @@
 """What the collectives have to compute, in NumPy, to the last bit.
 
-Reductions go strictly in the order of the ranks. 16- and 8-bit floats are computed in float32 and rounded once, float8
-saturates, integers wrap around. avg of floats multiplies each input by 1/n first, of integers divides the sum and truncates.
+Reductions go strictly in the order of the ranks. 16- and 8-bit floats are computed in float32 and rounded
+once, float8 saturates, integers wrap around. avg of floats multiplies each input by 1/n first, avg of
+integers divides the sum and truncates.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def to_datatype(values: Array, datatype: Datatype) -> Array:
 
 
 def reduce(inputs: Sequence[Array], op: str, datatype: Datatype, scalars: Array | None = None) -> Array:
-    """Return the reduction of one array per rank; `scalars` holds each rank's factor for the PreMulSum operations."""
+    """Return the reduction of one array per rank; `scalars` holds each rank's factor for PreMulSum."""
     n = len(inputs)
     wide = datatype.accumulator
     terms = [array.astype(wide) for array in inputs]
@@ -98,7 +99,7 @@ def _combine(op: str, a: Array, b: Array) -> Array:
 
 
 def fill(datatype: Datatype, n: int, rng: np.random.Generator, extremes: bool, nans: bool) -> Array:
-    """Return test data: numbers whose sums need rounding, wrap around or saturate, and no negative zero or infinity."""
+    """Return numbers whose sums need rounding, wrap around or saturate; no negative zero and no infinity."""
     if not datatype.is_float:
         info = np.iinfo(datatype.numpy)
         return rng.integers(info.min, info.max, n, datatype.numpy, endpoint=True)
@@ -108,8 +109,9 @@ def fill(datatype: Datatype, n: int, rng: np.random.Generator, extremes: bool, n
         values[rng.random(n) < 0.01] = -datatype.limit
     if nans:
         values[rng.random(n) < 0.02] = np.nan
-    # Adding zero turns a negative zero into a positive one: which of the two min and max give is not specified.
-    return to_datatype(values.astype(datatype.accumulator), datatype) + datatype.numpy.type(0)
+    # Adding zero turns a negative zero, whose order is not specified for min and max, into a positive one.
+    data: Array = to_datatype(values.astype(datatype.accumulator), datatype) + datatype.numpy.type(0)
+    return data
 
 
 def differences(got: Array, expected: Array, datatype: Datatype) -> Array:
@@ -122,11 +124,18 @@ def differences(got: Array, expected: Array, datatype: Datatype) -> Array:
 
 
 # The error that one rounding may make, and the least magnitude it is relative to.
-TOLERANCE = {"float16": 1e-3, "float32": 1e-6, "float64": 1e-14, "bfloat16": 8e-3, "float8_e4m3fn": 7e-2, "float8_e5m2": 0.13}
+TOLERANCE = {
+    "float16": 1e-3,
+    "float32": 1e-6,
+    "float64": 1e-14,
+    "bfloat16": 8e-3,
+    "float8_e4m3fn": 7e-2,
+    "float8_e5m2": 0.13,
+}
 
 
 def distances(got: Array, expected: Array, datatype: Datatype, steps: int, scale: Array) -> Array:
-    """Return the indices where the values differ by more than `steps` roundings of numbers as large as `scale`."""
+    """Return the indices that differ by more than `steps` roundings of numbers as large as `scale`."""
     if not datatype.is_float:
         return np.flatnonzero(got != expected)
     a, b = got.astype(np.float64), expected.astype(np.float64)

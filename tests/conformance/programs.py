@@ -1,8 +1,8 @@
 """Random programs: what they consist of, what a rank does to run one, and what must come out.
 
-Every rank has a few registers (arrays), each belonging to one stream. Communicators come in families: one split makes
-one communicator of each colour, and a step runs on all of them at once. A program is legal by construction: all
-ranks issue the same steps in the same order, and a group uses a register in one step only.
+Every rank has a few registers (arrays), each belonging to one stream. Communicators come in families: one
+split makes one communicator of each colour, and a step runs on all of them at once. A program is legal by
+construction: all ranks issue the same steps in the same order, and a group uses a register in one step only.
 """
 
 from __future__ import annotations
@@ -263,7 +263,9 @@ class Machine:
                 run(step, members)
 
     def at(self, register: int, element: int) -> int:
-        return self.registers[register].ptr + element * DATATYPES[self.program.dtypes[register]].numpy.itemsize
+        return (
+            self.registers[register].ptr + element * DATATYPES[self.program.dtypes[register]].numpy.itemsize
+        )
 
     def collective(self, step: Collective, members: list[int]) -> None:
         size, n, me = len(members), step.count * self.program.scale, members.index(self.rank.rank)
@@ -288,7 +290,9 @@ class Machine:
             if source == me:
                 api.ncclSend(self.at(step.send, read * slot), count * scale, number, target, comm, stream)
             if target == me:
-                api.ncclRecv(self.at(step.receive, written * slot), count * scale, number, source, comm, stream)
+                api.ncclRecv(
+                    self.at(step.receive, written * slot), count * scale, number, source, comm, stream
+                )
         api.ncclGroupEnd()
 
 
@@ -312,5 +316,7 @@ def run_program(rank: Rank, program: Program, owner: list[int]) -> str | None:
         wrong = differences(got, expected, datatype)
         if wrong.size:
             i = wrong[0]
-            return f"register {index} ({datatype.name})[{i}] is {got[i]}, not {expected[i]}; {wrong.size} differ"
+            return (
+                f"register {index} ({datatype.name})[{i}] is {got[i]}, not {expected[i]}; {wrong.size} differ"
+            )
     return None

@@ -1,7 +1,8 @@
-"""Groups of ranks, as processes or as threads, that outlive single tests: starting them costs more than most tests do.
+"""Groups of ranks, as processes or threads, that outlive single tests: starting them takes long.
 
-The parent sends every rank the name of a function and its arguments; the function runs as `fn(rank, *args)`, where
-`rank` (a `worker.Rank`) lets it talk to the others without the library under test. A group is used up by any failure.
+The parent sends every rank the name of a function and its arguments; the function runs as `fn(rank, *args)`,
+where `rank` (a `worker.Rank`) lets it talk to the others without the library under test. Any failure uses a
+group up.
 """
 
 from __future__ import annotations
@@ -100,6 +101,11 @@ class Ranks:
         for connection in theirs:
             connection.close()
 
+    @property
+    def processes(self) -> int:
+        """Return how many processes the ranks are."""
+        return len(self._processes)
+
     def _log(self, index: int) -> Path:
         return Path(self._folder.name, f"{index}.log")
 
@@ -122,8 +128,8 @@ class Ranks:
     ) -> list[Any]:
         """Run `fn(rank, *args)` on every rank and return the results in order.
 
-        With `check=False` ranks that raise or die are results, `Raised` and `Died`, and the others go on. `during` runs
-        in a thread of this process while they work.
+        With `check=False` ranks that raise or die are results, `Raised` and `Died`, and the others go on.
+        `during` runs in a thread of this process while they work.
         """
         ranks = list(range(self.nranks)) if only is None else list(only)
         results: dict[int, Any] = {}
@@ -145,7 +151,9 @@ class Ranks:
                     continue
                 self.healthy = False
                 if check:
-                    failed[rank] = value.text if kind == "raised" else f"ended with {value.code}\n{self.output(rank)}"
+                    failed[rank] = (
+                        value.text if kind == "raised" else f"ended with {value.code}\n{self.output(rank)}"
+                    )
                     deadline = min(deadline, time.monotonic() + GRACE)
             if exchanges and len(exchanges) + len(results) >= len(ranks):
                 self._answer(exchanges, ranks)
@@ -182,7 +190,9 @@ class Ranks:
         raw = [os.pread(self._notes.fileno(), size, rank * size) for rank in range(self.nranks)]
         return [text.rstrip(b"\0").decode(errors="replace") for text in raw]
 
-    def _failure(self, fn: Callable[..., Any], failed: dict[int, str], hung: list[int], timeout: float) -> RanksFailed:
+    def _failure(
+        self, fn: Callable[..., Any], failed: dict[int, str], hung: list[int], timeout: float
+    ) -> RanksFailed:
         for index in {self._process_of[rank] for rank in hung}:
             # The worker writes its stacks to its log.
             self._processes[index].send_signal(signal.SIGUSR1)
@@ -193,7 +203,9 @@ class Ranks:
         text = [f"{fn.__qualname__} on {self.nranks} ranks over {self.transport}:"]
         text += [f"--- rank {rank} ({notes[rank]}) failed:\n{what}" for rank, what in failed.items()]
         late = "after another failed" if failed else f"after {timeout:g} s"
-        text += [f"--- rank {rank} ({notes[rank]}) still ran {late}:\n{self.output(rank)[-3000:]}" for rank in hung]
+        text += [
+            f"--- rank {rank} ({notes[rank]}) still ran {late}:\n{self.output(rank)[-3000:]}" for rank in hung
+        ]
         self.close()
         return RanksFailed("\n".join(text), notes)
 
@@ -220,9 +232,9 @@ class Ranks:
 
 
 class Pool:
-    """Keeps a few groups alive for the next test with the same needs."""
+    """Keeps some groups alive for the next test with the same needs."""
 
-    LIMIT = 3
+    PROCESSES = 28
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, str, tuple[tuple[str, str], ...]], Ranks] = {}
@@ -236,7 +248,9 @@ class Pool:
                 group.close()
             group = Ranks(nranks, transport, env)
         self._groups[key] = group
-        while len(self._groups) > self.LIMIT:
+        while (
+            sum(each.processes for each in self._groups.values()) > self.PROCESSES and len(self._groups) > 1
+        ):
             self._groups.pop(next(iter(self._groups))).close()
         return group
 

@@ -40,8 +40,7 @@ def outcome(function: Callable[..., Any], *args: Any) -> tuple[int, str]:
     try:
         result = function(*args)
     except NcclError as error:
-        assert error.result is not None
-        return error.result, str(error)
+        return -1 if error.result is None else error.result, str(error)
     return (result if isinstance(result, int) and result == IN_PROGRESS else OK), ""
 
 

@@ -192,6 +192,27 @@ def test_destroy_without_finalize(pool: Pool, transport: str) -> None:
     pool.get(3, transport).call(destroyed_at_once)
 
 
+def data_before_the_end(rank: Rank, n: int, rounds: int) -> None:
+    """The sender destroys its communicator as soon as its own part is done; the data still arrives."""
+    for i in range(rounds):
+        comm, array = connect(rank), np.full(n, rank.rank + 1.0, np.float32)
+        if i % 2:
+            capi().ncclBroadcast(address(array), address(array), n, FLOAT32, 0, comm, 0)
+        elif rank.rank == 0:
+            capi().ncclSend(address(array), n, FLOAT32, 1, comm, 0)
+        elif rank.rank == 1:
+            capi().ncclRecv(address(array), n, FLOAT32, 0, comm, 0)
+        assert synchronize(comm) == OK
+        assert (array == 1).all() or (i % 2 == 0 and rank.rank == 2)
+        capi().ncclCommDestroy(comm)
+
+
+@pytest.mark.parametrize("n", [10, 3000, 15_000, 100_000])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_data_sent_just_before_the_end(pool: Pool, transport: str, n: int) -> None:
+    pool.get(3, transport).call(data_before_the_end, n, 6)
+
+
 def aborted(rank: Rank) -> float:
     """Rank 0 waits for rank 1, gives up, and returns at once; rank 1 hears of it."""
     api, comm, took = capi(), connect(rank), 0.0

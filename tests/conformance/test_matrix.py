@@ -1,7 +1,7 @@
-"""Every collective x datatype x operation x place x count x number of ranks x transport, against NumPy, to the last bit.
+"""Every collective x datatype x operation x place x count x ranks x transport, against NumPy, bit by bit.
 
-`pytest -m full` runs all of it; else a subset runs in which every pair of these values occurs, and every function,
-datatype and operation once with little data.
+`pytest -m full` runs all of it; else a subset runs in which every pair of these values occurs, and every
+function, datatype and operation once with little data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_CRASHES = 8
 
 
 def check(pool: Pool, nranks: int, transport: str, cases: Sequence[Case], timeout: float = 120) -> None:
-    """Run the cases and fail with all that went wrong; a case that kills the group does not hide the others."""
+    """Run the cases and fail with all that went wrong; one that kills the group does not hide the others."""
     problems: list[str] = []
     crashes = 0
     todo = deque(list(cases[i : i + CHUNK]) for i in range(0, len(cases), CHUNK))
@@ -40,10 +40,14 @@ def check(pool: Pool, nranks: int, transport: str, cases: Sequence[Case], timeou
             continue
         for rank, (wrong, _) in enumerate(results):
             problems += [f"{chunk[index]} rank {rank}: {text}" for index, text in wrong.items()]
-        different = [i for i, sums in enumerate(zip(*(sums for _, sums in results), strict=True)) if len(set(sums)) > 1]
+        different = [
+            i for i, sums in enumerate(zip(*(sums for _, sums in results), strict=True)) if len(set(sums)) > 1
+        ]
         problems += [f"{chunk[i]}: the ranks' results differ" for i in different]
     shown = "\n".join(problems[:20])
-    assert not problems, f"{len(problems)} problems in {len(cases)} cases, {nranks} ranks over {transport}:\n{shown}"
+    assert not problems, (
+        f"{len(problems)} problems in {len(cases)} cases, {nranks} ranks over {transport}:\n{shown}"
+    )
 
 
 GROUPS = [(nranks, transport) for transport in TRANSPORTS for nranks in NRANKS]
@@ -64,7 +68,9 @@ def test_every_function_datatype_and_operation(pool: Pool, transport: str) -> No
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("nranks", "transport"), GROUPS)
-def test_complete(pool: Pool, nranks: int, transport: str, record_property: Callable[[str, object], None]) -> None:
+def test_complete(
+    pool: Pool, nranks: int, transport: str, record_property: Callable[[str, object], None]
+) -> None:
     start, cases = time.monotonic(), all_cases()
     check(pool, nranks, transport, cases, timeout=1800)
     record_property("cases", len(cases))

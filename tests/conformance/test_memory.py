@@ -97,8 +97,8 @@ def window(rank: Rank) -> None:
         assert outcome(api.ncclCommWindowDeregister, comm, win)[0] == OK
         assert outcome(api.ncclCommWindowDeregister, comm, win)[0] == INVALID_ARGUMENT, "deregistered twice"
         assert outcome(api.ncclWinGetUserPtr, comm, win)[0] == INVALID_ARGUMENT
-    for args in [(0, 8192, 0), (pointer, 8192, 1 << 20), (pointer + 8, 4096, 1)]:
-        assert outcome(api.ncclCommWindowRegister, comm, *args)[0] == INVALID_ARGUMENT, args
+    for wrong in [(0, 8192, 0), (pointer, 8192, 1 << 20), (pointer + 8, 4096, 1)]:
+        assert outcome(api.ncclCommWindowRegister, comm, *wrong)[0] == INVALID_ARGUMENT, wrong
     api.ncclMemFree(pointer)
     works(rank, comm, rank.nranks)
     close(rank, other, comm)

@@ -40,22 +40,30 @@ BIG = 200_000
 # More than sockets take before anybody reads them.
 HUGE = 8_000_000
 
-MISMATCHES: dict[str, tuple[list[Call], list[str]]] = {
-    "function": ([("AllReduce", 10, FLOAT32, SUM, None), ("Broadcast", 10, FLOAT32, None, 0)], ["AllReduce", "Broadcast"]),
-    "count": ([("AllReduce", 10, FLOAT32, SUM, None), ("AllReduce", 11, FLOAT32, SUM, None)], ["10", "11"]),
-    "size": ([("AllReduce", 10, FLOAT32, SUM, None), ("AllReduce", BIG, FLOAT32, SUM, None)], ["10", str(BIG)]),
-    "big count": ([("AllReduce", BIG, FLOAT32, SUM, None), ("AllReduce", BIG + 1, FLOAT32, SUM, None)], [str(BIG + 1)]),
-    "zero": ([("AllGather", 0, FLOAT32, None, None), ("AllGather", 1, FLOAT32, None, None)], ["count 0", "count 1"]),
-    "datatype": ([("AllGather", 10, FLOAT32, None, None), ("AllGather", 10, UINT32, None, None)], ["float32", "uint32"]),
-    "operation": ([("AllReduce", 10, FLOAT32, SUM, None), ("AllReduce", 10, FLOAT32, 2, None)], ["sum", "max"]),
-    "root": ([("Broadcast", 10, FLOAT32, None, 0), ("Broadcast", 10, FLOAT32, None, 1)], ["root 0", "root 1"]),
-    "message count": ([("Send", 10, FLOAT32, None, 1), ("Recv", 11, FLOAT32, None, 0)], ["10", "11"]),
-    "message size": ([("Send", BIG, FLOAT32, None, 1), ("Recv", 11, FLOAT32, None, 0)], [str(BIG), "11"]),
-    "message datatype": ([("Send", 10, FLOAT32, None, 1), ("Recv", 10, FLOAT64, None, 0)], ["float32", "float64"]),
-    "two receives": ([("Recv", 10, FLOAT32, None, 1), ("Recv", 10, FLOAT32, None, 0)], ["Recv"]),
-    "collective and receive": ([("AllReduce", 10, FLOAT32, SUM, None), ("Recv", 10, FLOAT32, None, 0)], ["AllReduce", "Recv"]),
-    "collective and send": ([("AllReduce", 10, FLOAT32, SUM, None), ("Send", HUGE, FLOAT32, None, 0)], ["AllReduce", "Send"]),
-}  # fmt: skip
+SUM_10: Call = ("AllReduce", 10, FLOAT32, SUM, None)
+SUM_BIG: Call = ("AllReduce", BIG, FLOAT32, SUM, None)
+ROOT_0: Call = ("Broadcast", 10, FLOAT32, None, 0)
+GATHER: Call = ("AllGather", 10, FLOAT32, None, None)
+SEND: Call = ("Send", 10, FLOAT32, None, 1)
+RECV: Call = ("Recv", 10, FLOAT32, None, 0)
+
+# What rank 0 calls, what rank 1 calls, and words that the report has to have.
+MISMATCHES: dict[str, tuple[Call, Call, list[str]]] = {
+    "function": (SUM_10, ROOT_0, ["AllReduce", "Broadcast"]),
+    "count": (SUM_10, ("AllReduce", 11, FLOAT32, SUM, None), ["10", "11"]),
+    "size": (SUM_10, SUM_BIG, ["10", str(BIG)]),
+    "big count": (SUM_BIG, ("AllReduce", BIG + 1, FLOAT32, SUM, None), [str(BIG), str(BIG + 1)]),
+    "zero": (("AllGather", 0, FLOAT32, None, None), GATHER, ["count 0", "count 10"]),
+    "datatype": (GATHER, ("AllGather", 10, UINT32, None, None), ["float32", "uint32"]),
+    "operation": (SUM_10, ("AllReduce", 10, FLOAT32, 2, None), ["sum", "max"]),
+    "root": (ROOT_0, ("Broadcast", 10, FLOAT32, None, 1), ["root 0", "root 1"]),
+    "message count": (SEND, ("Recv", 11, FLOAT32, None, 0), ["10", "11"]),
+    "message size": (("Send", BIG, FLOAT32, None, 1), RECV, [str(BIG), "10"]),
+    "message datatype": (SEND, ("Recv", 10, FLOAT64, None, 0), ["float32", "float64"]),
+    "two receives": (("Recv", 10, FLOAT32, None, 1), RECV, ["Recv"]),
+    "collective and receive": (SUM_10, RECV, ["AllReduce", "Recv"]),
+    "collective and send": (SUM_10, ("Send", HUGE, FLOAT32, None, 0), ["AllReduce", "Send"]),
+}
 
 
 def make_call(comm: int, call: Call, memory: np.ndarray[Any, Any]) -> None:
@@ -86,7 +94,7 @@ def mismatch(rank: Rank, calls: list[Call]) -> tuple[tuple[int, str], tuple[int,
 @pytest.mark.parametrize("kind", MISMATCHES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_ranks_differ(pool: Pool, transport: str, kind: str) -> None:
-    calls, words = MISMATCHES[kind]
+    *calls, words = MISMATCHES[kind]
     for rank, (waited, error, later) in enumerate(pool.get(2, transport).call(mismatch, calls)):
         # A message that is on its way is none of the sender's business any more.
         sent = calls[rank][0] == "Send" and waited[0] == OK
@@ -100,7 +108,7 @@ def test_two_ranks_differ(pool: Pool, transport: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["function", "count", "big count", "datatype", "operation", "root"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_one_of_three_ranks_differs(pool: Pool, transport: str, kind: str) -> None:
-    calls, words = MISMATCHES[kind]
+    *calls, words = MISMATCHES[kind]
     for waited, error, _ in pool.get(3, transport).call(mismatch, calls):
         assert waited[0] == error[0] == INVALID_USAGE, (waited, error)
         # Which two of the three calls are compared first is a matter of time.

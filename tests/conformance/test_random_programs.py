@@ -54,7 +54,9 @@ class Author:
         return program, self.first_owner
 
     def step(self) -> list[Any]:
-        kind = self.draw(st.sampled_from(["call", "call", "group", "group", "split", "either", "handover", "sync"]))
+        kind = self.draw(
+            st.sampled_from(["call", "call", "group", "group", "split", "either", "handover", "sync"])
+        )
         if kind == "split" and self.families < 5:
             return [self.split()]
         if kind == "group":
@@ -62,7 +64,10 @@ class Author:
         if kind == "either" and self.families > 1:
             return self.either()
         if kind == "handover":
-            register, stream = self.draw(st.integers(0, REGISTERS - 1)), self.draw(st.integers(0, STREAMS - 1))
+            register, stream = (
+                self.draw(st.integers(0, REGISTERS - 1)),
+                self.draw(st.integers(0, STREAMS - 1)),
+            )
             self.owner[register] = stream
             return [Handover(register, stream)]
         if kind == "sync":
@@ -96,7 +101,7 @@ class Author:
         return [Either(first, second)]
 
     def pairs(self, used: set[int]) -> list[tuple[int, int]]:
-        """Return the unused pairs of registers that can take part in one step; a register with itself is in place."""
+        """Return the pairs of registers that one step can use; a register with itself is in place."""
         free = [register for register in range(REGISTERS) if register not in used]
         kind = [(self.dtypes[register], self.owner[register]) for register in range(REGISTERS)]
         return [(a, b) for a in free for b in free if kind[a] == kind[b]]

@@ -71,7 +71,9 @@ def main() -> None:
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     backend = choose_backend()
-    members = [Rank(rank, nranks, Connection(fd), notes, backend) for rank, fd in zip(ranks, fds, strict=True)]
+    members = [
+        Rank(rank, nranks, Connection(fd), notes, backend) for rank, fd in zip(ranks, fds, strict=True)
+    ]
     threads = [threading.Thread(target=member.serve, name=f"rank {member.rank}") for member in members]
     for thread in threads:
         thread.start()
