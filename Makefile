@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 HEADERS := $(wildcard pynccl/native/*.h)
 CPU := $(wildcard pynccl/cpu/*.cpp)
 SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*.hpp pynccl/cpu/*.inc) pynccl/_build_ffi.py
-CXX_FILES := $(wildcard pynccl/cpu/*.?pp tests/cpp/*.?pp) pynccl/native/shim.h pynccl/native/forward.h
+CXX_FILES := $(wildcard pynccl/cpu/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) pynccl/native/shim.h pynccl/native/forward.h
 PYTHON_FILES := pynccl tests tools examples benchmarks
 
 .PHONY: demo build test test-full test-gpu bench lint format generate wheel sanitize cpu-lib clean
@@ -81,8 +81,8 @@ $(VENV)/demo $(VENV)/test $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(VENV)/base pyp
 SANITIZERS := asan tsan
 asan_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=all
 tsan_FLAGS := -fsanitize=thread
-# ThreadSanitizer needs addresses where it expects them.
-tsan_RUN := setarch $(shell uname -m) -R
+# ThreadSanitizer needs addresses where it expects them, and forked ranks that start threads of their own.
+tsan_RUN := TSAN_OPTIONS=die_after_fork=0 setarch $(shell uname -m) -R
 CXX_TESTS := $(basename $(notdir $(wildcard tests/cpp/test_*.cpp)))
 SANITIZE_FLAGS := -std=c++17 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror -MMD
 

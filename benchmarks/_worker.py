@@ -11,6 +11,7 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import numpy as np
+
 from _peers import PEERS, Array, Call, Peer
 
 

@@ -1,4 +1,4 @@
-"""Ranks on different machines: network namespaces with a real link between them, addresses, interfaces, nccl.conf."""
+"""Ranks on different machines: network namespaces and a link, addresses, interfaces, nccl.conf."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def test_a_cable_that_is_cut_is_a_dead_peer(hosts: Hosts) -> None:
     code = RANK.replace(
         "capi.ncclCommFinalize(comm)",
         "import time\nprint('cut', flush=True)\n"
-        "try:\n    while True:\n        capi.ncclAllReduce(x.ctypes.data, x.ctypes.data, count, 7, 2, comm, 0)\n"
+        "try:\n"
+        "    while True:\n        capi.ncclBroadcast(x.ctypes.data, x.ctypes.data, count, 7, 0, comm, 0)\n"
+        "        capi.ncclAllReduce(x.ctypes.data, x.ctypes.data, count, 7, 2, comm, 0)\n"
         "        capi.pyncclCpuStreamSynchronize(comm, 0, -1)\n"
         "except Exception as error:\n    print(type(error).__name__, flush=True)\n    import os; os._exit(0)",
     )

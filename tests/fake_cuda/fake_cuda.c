@@ -23,11 +23,24 @@ enum {
 };
 enum { MAX_DEVICES = 16, MAX_OPS = 256, MAX_HANDLES = 256, MAX_STACK = 16, LOG_BYTES = 1 << 20 };
 
-typedef struct { int device, retained; } Context;
-typedef struct { int used, device, recorded, done; } Event;
-typedef struct { enum { LAUNCH, RECORD, WAIT } kind; int value, generation; } Op;
-typedef struct { int used, device, held, capture, head, tail; Op ops[MAX_OPS]; } Stream;
-typedef struct { uintptr_t begin, end; int type, device; } Region;
+typedef struct {
+  int device, retained;
+} Context;
+typedef struct {
+  int used, device, recorded, done;
+} Event;
+typedef struct {
+  enum { LAUNCH, RECORD, WAIT } kind;
+  int value, generation;
+} Op;
+typedef struct {
+  int used, device, held, capture, head, tail;
+  Op ops[MAX_OPS];
+} Stream;
+typedef struct {
+  uintptr_t begin, end;
+  int type, device;
+} Region;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static Context contexts[MAX_DEVICES];
@@ -36,7 +49,10 @@ static Event events[MAX_HANDLES];
 static Region regions[MAX_HANDLES];
 static int initialized, region_count;
 static char record[LOG_BYTES];
-static struct { char name[64]; int code; } failure;
+static struct {
+  char name[64];
+  int code;
+} failure;
 static __thread Context* stack[MAX_STACK];
 static __thread int depth = 1;
 
@@ -59,10 +75,10 @@ static int leave(int code) {
 }
 
 // Every function begins so: recorded, under the lock, and failing where the test wants it.
-#define ENTER(function, ...)                                          \
-  pthread_mutex_lock(&mutex);                                         \
-  note(function " " __VA_ARGS__);                                     \
-  note("\n");                                                         \
+#define ENTER(function, ...)                                           \
+  pthread_mutex_lock(&mutex);                                          \
+  note(function " " __VA_ARGS__);                                      \
+  note("\n");                                                          \
   if (strcmp(failure.name, function) == 0) return leave(failure.code); \
   if (!initialized && strcmp(function, "cuInit") != 0) return leave(NOT_INITIALIZED)
 
@@ -280,11 +296,11 @@ int cuStreamCreate(uintptr_t* handle, unsigned int flags) {
   return leave(INVALID_VALUE);
 }
 
-#define STREAM(handle)                 \
+#define STREAM(handle)                  \
   Stream* stream = find_stream(handle); \
   if (!stream) return leave(handle <= 2 ? INVALID_CONTEXT : INVALID_HANDLE)
 
-#define EVENT(handle)               \
+#define EVENT(handle)                \
   Event* event = find_event(handle); \
   if (!event) return leave(INVALID_HANDLE)
 

@@ -1,5 +1,5 @@
-// A libnccl over the fake driver: it moves nothing, but takes its device from the current context as NCCL does,
-// launches its work on the stream that it is given, and records the calls.
+// A libnccl over the fake driver: it moves nothing, but takes its device from the current context as NCCL
+// does, launches its work on the stream that it is given, and records the calls.
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -13,7 +13,9 @@ int cuCtxPushCurrent_v2(uintptr_t context);
 int cuCtxPopCurrent_v2(uintptr_t* context);
 void fake_cuda_launch(uintptr_t stream, int value);
 
-struct comm { int rank, nranks, device, async_error; };
+struct comm {
+  int rank, nranks, device, async_error;
+};
 static char record[1 << 16];
 
 static void note(const char* format, ...) {
@@ -32,7 +34,9 @@ int ncclGetUniqueId(char* id) { return memset(id, 7, 128), 0; }
 const char* ncclGetErrorString(int result) { return result ? "something" : "no error"; }
 const char* ncclGetLastError(struct comm* comm) { return comm ? "what happened" : ""; }
 
-typedef struct { char internal[128]; } Id;
+typedef struct {
+  char internal[128];
+} Id;
 
 int ncclCommInitRank(struct comm** out, int nranks, Id id, int rank) {
   struct comm* comm = calloc(1, sizeof *comm);
@@ -57,15 +61,17 @@ static int launch(struct comm* comm, uintptr_t stream, int value) {
   return cuCtxPopCurrent_v2(&context) != 0;
 }
 
-int ncclAllReduce(const void* send, void* recv, size_t count, int type, int op, struct comm* comm, uintptr_t stream) {
-  note("all_reduce %s count %zu type %d op %d stream %#lx rank %d\n", send == recv ? "in place" : "out of place", count,
-       type, op, (unsigned long)stream, comm->rank);
+int ncclAllReduce(const void* send, void* recv, size_t count, int type, int op, struct comm* comm,
+                  uintptr_t stream) {
+  note("all_reduce %s count %zu type %d op %d stream %#lx rank %d\n",
+       send == recv ? "in place" : "out of place", count, type, op, (unsigned long)stream, comm->rank);
   return launch(comm, stream, (int)count);
 }
 
-int ncclBroadcast(const void* send, void* recv, size_t count, int type, int root, struct comm* comm, uintptr_t stream) {
-  note("broadcast %s count %zu type %d root %d stream %#lx rank %d\n", send == recv ? "in place" : "out of place",
-       count, type, root, (unsigned long)stream, comm->rank);
+int ncclBroadcast(const void* send, void* recv, size_t count, int type, int root, struct comm* comm,
+                  uintptr_t stream) {
+  note("broadcast %s count %zu type %d root %d stream %#lx rank %d\n",
+       send == recv ? "in place" : "out of place", count, type, root, (unsigned long)stream, comm->rank);
   return launch(comm, stream, (int)count);
 }
 
