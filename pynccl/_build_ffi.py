@@ -340,6 +340,11 @@ class build_ext(_build_ext):  # type: ignore[misc]
                 return os.path.join(*package, filename)
         return str(super().get_ext_filename(fullname))
 
+    def copy_extensions_to_source(self) -> None:
+        # An editable build copies into the package, where nothing has made this folder yet.
+        (PACKAGE / "forward").mkdir(exist_ok=True)
+        super().copy_extensions_to_source()
+
     def build_extension(self, ext: Extension) -> None:
         if ext.name in LIBRARIES:
             LIBRARIES[ext.name][1](Path(self.get_ext_fullpath(ext.name)))
