@@ -213,9 +213,10 @@ ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
   if (flags != NCCL_SUSPEND_MEM)
     return spoil(fail(ncclInvalidArgument, "ncclCommSuspend: flags is 0x%x, expected NCCL_SUSPEND_MEM",
                       unsigned(flags)));
-  if (c->phase.load() != Phase::Ready || c->error() != ncclSuccess)
-    return spoil(
-        fail(ncclInvalidUsage, "ncclCommSuspend: comm is not in use (suspended, finalized or failed)"));
+  if (c->error() != ncclSuccess)
+    return spoil(fail(c->error(), "ncclCommSuspend: comm has failed: %s", c->error_text().c_str()));
+  if (c->phase.load() != Phase::Ready)
+    return spoil(fail(ncclInvalidUsage, "ncclCommSuspend: comm is suspended or finalized already"));
   Job job;
   job.comm = c->shared_from_this();
   job.blocking = c->blocking;
