@@ -7,8 +7,7 @@
 namespace pncpu {
 namespace {
 
-constexpr size_t kSlice = size_t(1) << 20;      // moved at a time between two looks at everything else
-constexpr size_t kMostWhole = size_t(8) << 20;  // read by a rank that reduces everything
+constexpr size_t kSlice = size_t(1) << 20;  // moved at a time between two looks at everything else
 
 const char* at(const void* base, size_t offset) { return static_cast<const char*>(base) + offset; }
 char* at(void* base, size_t offset) { return static_cast<char*>(base) + offset; }
@@ -48,27 +47,10 @@ Header header_of(const Op& op, uint64_t seq) {
   return h;
 }
 
-bool Tuner::whole(size_t bytes) {
-  Sizes& s = of(bytes);
-  uint32_t call = s.calls++;
-  if (call < 8) return call % 2;
-  bool look_again = call % 64 == 0;
-  return s.whole_is_faster() != look_again;
-}
-
-// A running mean, in which one disturbed call does not count for much.
-void Tuner::took(size_t bytes, bool whole, double seconds) {
-  double& known = of(bytes).seconds[whole];
-  known = known == 0 ? seconds : known + (std::min(seconds, 2 * known) - known) / 8;
-}
-
 void Coll::start(const Op& op, uint64_t seq) {
   op_ = op;
   mine_ = header_of(op, seq);
   mine_.is_inline = op.bytes() <= comm_.inline_bytes;
-  bool choice = op.func == Func::AllReduce && !mine_.is_inline && comm_.all_direct &&
-                op.bytes() * size_t(comm_.nranks - 1) <= kMostWhole;
-  mine_.whole = choice && comm_.rank == 0 && tuner_.whole(op.bytes());
   state_ = State::Announce;
   running_ = true;
   links_.resize(size_t(comm_.nranks));
@@ -104,7 +86,7 @@ Step Coll::step() {
       if (s == Step::Done) state_ = State::Depart;
     } else {
       s = depart();
-      if (s == Step::Done) return end();
+      if (s == Step::Done) return running_ = false, s;
     }
     if (s == Step::Failed) return s;
     if (s == Step::Blocked) return moved ? Step::Moved : s;
@@ -239,9 +221,7 @@ void Coll::segment_of(int rank, size_t* first, size_t* count) const {
 }
 
 void Coll::plan() {
-  begun_ = Clock::now();
   share_first_ = share_count_ = share_done_ = 0;
-  share_to_ = nullptr;
   passes_results_on_ = false;
   block_count_ = comm_.block_bytes / type_size(op_.dtype);
   for (int p = 0; p < comm_.nranks; ++p) scalars_[size_t(p)] = links_[size_t(p)].header.scalar;
@@ -275,19 +255,14 @@ void Coll::plan_copies() {
 
 void Coll::plan_reduction() {
   size_t item = type_size(op_.dtype);
-  bool whole = links_[0].header.whole;
-  passes_results_on_ = op_.func == Func::AllReduce && !whole;
+  passes_results_on_ = op_.func == Func::AllReduce;
   auto share_of = [&](int rank, size_t* first, size_t* count) {
     if (passes_results_on_) return segment_of(rank, first, count);
     *first = op_.func == Func::ReduceScatter ? size_t(rank) * op_.count : 0;
-    *count = whole || op_.func == Func::ReduceScatter || rank == op_.root ? op_.count : 0;
+    *count = op_.func == Func::ReduceScatter || rank == op_.root ? op_.count : 0;
   };
   share_of(comm_.rank, &share_first_, &share_count_);
   share_to_ = at(op_.recv, passes_results_on_ ? share_first_ * item : 0);
-  if (whole && op_.send == op_.recv) {
-    aside_.resize(std::max(aside_.size(), op_.bytes()));
-    share_to_ = aside_.data();
-  }
   for (int p = 0; p < comm_.nranks; ++p) {
     if (p == comm_.rank) continue;
     Link& l = links_[size_t(p)];
@@ -304,8 +279,7 @@ void Coll::plan_reduction() {
 bool Coll::reads_directly(int p, bool of_mine) const {
   const Link& l = links_[size_t(p)];
   Peer& peer = comm_.peer(p);
-  return of_mine ? peer.reads_me && (l.raw_out.bytes || l.out.bytes)
-                 : peer.i_read && (share_count_ || l.in.bytes);
+  return peer.direct && (of_mine ? l.raw_out.bytes || l.out.bytes : share_count_ || l.in.bytes);
 }
 
 Step Coll::move() {
@@ -331,7 +305,7 @@ Step Coll::move() {
 Step Coll::push(int p) {
   Peer& peer = comm_.peer(p);
   Link& l = links_[size_t(p)];
-  if (peer.reads_me) return Step::Done;
+  if (peer.direct) return Step::Done;
   Pipe& pipe = peer.pipe[kColl];
   bool moved = false;
   for (Part* part : {&l.raw_out, &l.out}) {
@@ -367,31 +341,59 @@ Step Coll::reduce_blocks() {
     share_done_ += count;
     budget += count * item;
     for (Link& l : links_) l.block_filled = 0;
-    if (!passes_results_on_ || !comm_.cell()) continue;
-    uint64_t blocks = (share_done_ + block_count_ - 1) / block_count_;
-    comm_.cell()->progress.store(mine_.seq << 32 | blocks, std::memory_order_release);
-    for (int p = 0; p < comm_.nranks; ++p)
-      if (p != comm_.rank && comm_.peer(p).reads_me) comm_.peer(p).cell->bell.ring();
+    if (passes_results_on_ && comm_.cell() && pass_on(share_done_ - count, count) == Step::Failed)
+      return Step::Failed;
   }
   return Step::Moved;
+}
+
+// Writes finished elements of this rank's share into the peers' buffers while they are in this core's cache.
+// The peers have read or will never read what lies there: their inputs of this share were needed here alone.
+Step Coll::pass_on(size_t first, size_t count) {
+  size_t item = type_size(op_.dtype);
+  for (int p = 0; p < comm_.nranks; ++p) {
+    Peer& peer = comm_.peer(p);
+    if (p == comm_.rank || !peer.direct) continue;
+    uint64_t to = links_[size_t(p)].header.recv + (share_first_ + first) * item;
+    const char* from = at(share_to_, first * item);
+    RemoteResult r = RemoteResult::Ok;
+    if (!comm_.begin_write(p)) continue;
+    if (peer.same_process)
+      memcpy(reinterpret_cast<void*>(to), from, count * item);
+    else
+      r = write_remote(peer.remote, from, to, count * item);
+    comm_.end_write(p);
+    if (r != RemoteResult::Ok) return comm_.remote_failed(p, r, func_name(op_.func));
+  }
+  uint64_t blocks = (share_done_ + block_count_ - 1) / block_count_;
+  comm_.cell()->progress.store(mine_.seq << 32 | blocks, std::memory_order_release);
+  for (int p = 0; p < comm_.nranks; ++p)
+    if (p != comm_.rank && comm_.peer(p).direct) comm_.peer(p).cell->bell.ring();
+  return Step::Moved;
+}
+
+size_t Coll::passed_on_by(int p) const {
+  uint64_t progress = comm_.peer(p).cell->progress.load(std::memory_order_acquire);
+  uint64_t blocks = progress >> 32 == (mine_.seq & 0xffffffff) ? progress & 0xffffffff : 0;
+  return size_t(blocks) * links_[size_t(p)].header.block;
 }
 
 // Makes the peer's bytes [offset, offset + bytes) of its input readable here.
 Step Coll::gather_block(int p, size_t offset, size_t bytes, const void** input) {
   Peer& peer = comm_.peer(p);
   Link& l = links_[size_t(p)];
-  if (peer.i_read && peer.same_process) {
+  if (peer.direct && peer.same_process) {
     *input = reinterpret_cast<const char*>(l.header.send + offset);
     return Step::Done;
   }
   l.scratch.resize(std::max(l.scratch.size(), comm_.block_bytes));
   *input = l.scratch.data();
   if (l.block_filled == bytes) return Step::Done;
-  if (peer.i_read) {
+  if (peer.direct) {
     // A peer that dies later never departs, so one proof of identity is enough.
-    ReadResult r =
+    RemoteResult r =
         read_remote(peer.remote, l.scratch.data(), l.header.send + offset, bytes, share_done_ == 0);
-    if (r != ReadResult::Ok) return comm_.read_failed(p, r, func_name(op_.func));
+    if (r != RemoteResult::Ok) return comm_.remote_failed(p, r, func_name(op_.func));
     l.block_filled = bytes;
     return Step::Done;
   }
@@ -409,7 +411,7 @@ Step Coll::pull(int p) {
   Link& l = links_[size_t(p)];
   Peer& peer = comm_.peer(p);
   if (l.in.done == l.in.bytes) return Step::Done;
-  if (peer.i_read) return pull_direct(p);
+  if (peer.direct) return pull_direct(p);
   bool moved = false;
   Pipe& pipe = peer.pipe[kColl];
   while (l.in.done < l.in.bytes) {
@@ -426,20 +428,19 @@ Step Coll::pull(int p) {
 Step Coll::pull_direct(int p) {
   Link& l = links_[size_t(p)];
   Peer& peer = comm_.peer(p);
-  size_t ready = l.in.bytes;
   if (passes_results_on_) {
-    uint64_t progress = peer.cell->progress.load(std::memory_order_acquire);
-    uint64_t blocks = progress >> 32 == (mine_.seq & 0xffffffff) ? progress & 0xffffffff : 0;
-    ready = std::min<size_t>(ready, size_t(blocks) * l.header.block);
+    size_t arrived = std::min(passed_on_by(p), l.in.bytes);
+    bool more = arrived > l.in.done;
+    l.in.done = arrived;
+    return arrived == l.in.bytes ? Step::Done : more ? Step::Moved : Step::Blocked;
   }
-  size_t bytes = std::min(ready - l.in.done, kSlice);
-  if (bytes == 0) return Step::Blocked;
+  size_t bytes = std::min(l.in.bytes - l.in.done, kSlice);
   if (peer.same_process) {
     memcpy(l.in.to + l.in.done, l.in.from + l.in.done, bytes);
   } else {
-    ReadResult r = read_remote(peer.remote, l.in.to + l.in.done,
-                               reinterpret_cast<uintptr_t>(l.in.from + l.in.done), bytes, l.in.done == 0);
-    if (r != ReadResult::Ok) return comm_.read_failed(p, r, func_name(op_.func));
+    RemoteResult r = read_remote(peer.remote, l.in.to + l.in.done,
+                                 reinterpret_cast<uintptr_t>(l.in.from + l.in.done), bytes, l.in.done == 0);
+    if (r != RemoteResult::Ok) return comm_.remote_failed(p, r, func_name(op_.func));
   }
   l.in.done += bytes;
   return l.in.done == l.in.bytes ? Step::Done : Step::Moved;
@@ -455,14 +456,6 @@ Step Coll::depart() {
     if (p != comm_.rank && reads_directly(p, true) &&
         comm_.peer(p).cell->read_done.load(std::memory_order_acquire) < mine_.seq)
       return Step::Blocked;
-  return Step::Done;
-}
-
-Step Coll::end() {
-  running_ = false;
-  if (share_to_ == aside_.data() && share_count_) memcpy(op_.recv, aside_.data(), op_.bytes());
-  if (op_.func == Func::AllReduce && comm_.rank == 0)
-    tuner_.took(op_.bytes(), mine_.whole, std::chrono::duration<double>(Clock::now() - begun_).count());
   return Step::Done;
 }
 

@@ -9,25 +9,6 @@
 
 namespace pncpu {
 
-// Two ways to do an all_reduce between ranks that read each other's memory: each reduces a share and reads
-// the others' results, or each reduces everything. The second computes more and waits less; which is faster
-// depends on the size and on how far apart the cores are, which a hypervisor changes under way. So rank 0
-// measures, and decides for all. The bits of the result are the same.
-class Tuner {
- public:
-  bool whole(size_t bytes);
-  void took(size_t bytes, bool whole, double seconds);
-
- private:
-  struct Sizes {
-    double seconds[2] = {0, 0};
-    uint32_t calls = 0;
-    bool whole_is_faster() const { return seconds[1] < seconds[0]; }
-  };
-  Sizes& of(size_t bytes) { return sizes_[63 - __builtin_clzll(bytes | 1)]; }
-  Sizes sizes_[64];
-};
-
 class Coll {
  public:
   explicit Coll(Comm& comm) : comm_(comm) {}
@@ -52,7 +33,7 @@ class Coll {
     const char* payload = nullptr;
     size_t block_filled = 0;  // bytes of the current block that have arrived by pipe
     Part raw_out;             // this rank's input for the peer's reduction
-    Part out, in;             // data or results that move as they are
+    Part out, in;  // data or results that move as they are; results move by direct writes where they can
     std::vector<char> scratch;
   };
   Step run_alone();
@@ -70,8 +51,9 @@ class Coll {
   Step gather_block(int peer, size_t offset, size_t bytes, const void** input);
   Step pull(int peer);
   Step pull_direct(int peer);
+  Step pass_on(size_t first, size_t count);
+  size_t passed_on_by(int peer) const;
   Step depart();
-  Step end();
   bool reads_directly(int peer, bool of_mine) const;
   void reduce_into(void* out, const void* const* inputs, size_t count);
   void segment_of(int rank, size_t* first, size_t* count) const;
@@ -88,9 +70,6 @@ class Coll {
   size_t share_first_ = 0, share_count_ = 0, share_done_ = 0, block_count_ = 0;
   char* share_to_ = nullptr;
   bool passes_results_on_ = false;  // an all_reduce whose ranks each reduce a share for all
-  std::vector<char> aside_;         // results that must not overwrite inputs yet
-  Tuner tuner_;
-  Clock::time_point begun_;
 };
 
 }  // namespace pncpu

@@ -65,29 +65,46 @@ void Comm::count_issue(const Op& op) {
 
 Step Comm::progress(Batch& batch) {
   if (!turn_of(batch)) return Step::Blocked;
-  if (error() != ncclSuccess) return Step::Failed;
+  if (error() != ncclSuccess) return forbid_writes(), Step::Failed;
   bool moved = !batch.started;
   if (!batch.started) {
     batch.started = true;
-    if (p2p_.start(batch.p2p) == Step::Failed) return Step::Failed;
+    if (p2p_.start(batch.p2p) == Step::Failed) return forbid_writes(), Step::Failed;
     if (!batch.colls.empty()) coll_.start(batch.colls[0], ++coll_seq_);
   }
   while (batch.at < batch.colls.size()) {
     Step s = coll_.step();
-    if (s == Step::Failed) return s;
+    if (s == Step::Failed) return forbid_writes(), s;
     moved = moved || s != Step::Blocked;
     if (s != Step::Done) break;
     if (++batch.at < batch.colls.size()) coll_.start(batch.colls[batch.at], ++coll_seq_);
   }
   if (!p2p_.done()) {
     Step s = p2p_.step();
-    if (s == Step::Failed) return s;
+    if (s == Step::Failed) return forbid_writes(), s;
     moved = moved || s != Step::Blocked;
   }
   ring_peers();
   if (batch.at == batch.colls.size() && p2p_.done()) return Step::Done;
   epoch_ += moved;
   return moved ? Step::Moved : Step::Blocked;
+}
+
+bool Comm::begin_write(int p) {
+  std::atomic<uint64_t>& writing = segment_->writing(local_, peer(p).local);
+  writing.store(1, std::memory_order_seq_cst);
+  if (!peer(p).cell->closed.load(std::memory_order_seq_cst)) return true;
+  writing.store(0, std::memory_order_release);
+  return false;
+}
+
+void Comm::end_write(int p) { segment_->writing(local_, peer(p).local).store(0, std::memory_order_release); }
+
+void Comm::forbid_writes() {
+  if (!me_ || me_->closed.exchange(1)) return;
+  Deadline deadline = after_ms(1000);  // a block takes microseconds, unless its writer is dead or stopped
+  for (auto& p : peers_)
+    while (p->direct && segment_->writing(p->local, local_).load() && Clock::now() < deadline) sched_yield();
 }
 
 void Comm::finish(Batch& batch) {
@@ -133,12 +150,12 @@ void Comm::tell_error() {
       control->send_frame(Ctl::Error, 0, body.data(), body.size());
 }
 
-Step Comm::read_failed(int p, ReadResult result, const char* doing) {
+Step Comm::remote_failed(int p, RemoteResult result, const char* doing) {
   std::string who = "rank " + std::to_string(p) + " (" + peer(p).str() + ")";
-  if (result == ReadResult::Gone)
+  if (result == RemoteResult::Gone)
     return fail_with(ncclRemoteError,
                      who + " died while rank " + std::to_string(rank) + " read its buffer in " + doing);
-  if (result == ReadResult::Denied)
+  if (result == RemoteResult::Denied)
     return fail_with(ncclSystemError, "the kernel no longer lets rank " + std::to_string(rank) +
                                           " read the memory of " + who +
                                           "; PYNCCL_CPU_DIRECT=0 does without");

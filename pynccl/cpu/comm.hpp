@@ -1,6 +1,7 @@
 // A communicator: one rank's view of a group of ranks.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <functional>
 #include <map>
@@ -41,7 +42,7 @@ struct Peer {
   Pipe pipe[kChannels];
   int local = -1;  // index in the host's segment; -1 on another host
   bool same_process = false;
-  bool reads_me = false, i_read = false;  // directly
+  bool direct = false;  // each reads and writes the other's memory
   Cell* cell = nullptr;
   Remote remote;
   bool left = false, gone = false;  // under Comm::mutex
@@ -73,6 +74,14 @@ struct RedOp {
   ncclDataType_t dtype;
   PreMul scalar;
   const void* device_scalar;
+};
+
+// How long a wait looks before it sleeps: alone on its core first, then letting others have the core.
+struct Patience {
+  int64_t spin_ns = 0, yield_ns = 0;
+  Patience with(const Patience& o) const {
+    return {std::min(spin_ns, o.spin_ns), std::min(yield_ns, o.yield_ns)};
+  }
 };
 
 enum class Phase { Creating, Ready, Finalizing, Finalized, Suspended };
@@ -114,7 +123,13 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   // Errors: the first one stays.
   Step fail_with(ncclResult_t code, const std::string& text, bool tell = true);
   void tell_error();  // to every peer, by name
-  Step read_failed(int peer, ReadResult result, const char* doing);
+  // A rank that fails gives its buffers back to the caller, so nobody may write into them any more: a writer
+  // says that it writes, then looks whether it may; a failing rank forbids it, then waits for those who
+  // write.
+  bool begin_write(int peer);
+  void end_write(int peer);
+  void forbid_writes();
+  Step remote_failed(int peer, RemoteResult result, const char* doing);
   ncclResult_t error() const { return error_.load(std::memory_order_acquire); }
   std::string error_text();
   void clear_error();
@@ -155,11 +170,9 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   bool grow_id_open = false;
   SocketPtr join_socket;  // abort cuts a rendezvous short
   size_t inline_bytes, block_bytes, ring_bytes;
-  int64_t spin_ns = 0, patient_spin_ns = 0;  // before a peer has come; while it is at work
-  int64_t spin() const { return coll_.underway() ? patient_spin_ns : spin_ns; }
+  Patience patience() const { return coll_.underway() ? underway_patience_ : patience_; }
   double timeout_s = 0;
   bool blocking_calls = false;
-  bool all_direct = false;  // every rank reads every other's memory
 
  private:
   ncclResult_t open_links(const std::vector<PeerInfo>& table, Deadline deadline);
@@ -167,7 +180,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   ncclResult_t settle(Deadline deadline);
   ncclResult_t link_failed(int peer, const char* doing, const std::string& why);
   void attach_pipes();
-  void choose_spin();
+  void choose_patience();
 
   std::vector<std::unique_ptr<Peer>> peers_;
   std::unique_ptr<Segment> segment_;
@@ -175,6 +188,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   Doorbell own_bell_;
   int local_ = 0, local_count_ = 1, hosts_ = 1;
   bool direct_allowed_ = true;
+  Patience patience_, underway_patience_;  // before a peer has come; while it is at work
   uint64_t nonce_[2];
   uint64_t next_ticket_ = 0;
   std::atomic<uint64_t> serving_{0};

@@ -43,7 +43,7 @@ ncclResult_t Comm::connect(const std::vector<PeerInfo>& table) {
     p.remote = {p.info.pid, p.info.nonce_addr, {p.info.nonce[0], p.info.nonce[1]}};
   }
   hosts_ = int(host_ids.size());
-  choose_spin();
+  choose_patience();
   if (nranks == 1) return ncclSuccess;
   if (ncclResult_t r = open_links(table, deadline); r != ncclSuccess) return r;
   if (ncclResult_t r = share_segment(deadline); r != ncclSuccess) return r;
@@ -129,6 +129,16 @@ void Comm::attach_pipes() {
   }
 }
 
+namespace {
+// Whether the kernel lets this process into the peer's memory, shown on the peer's nonce.
+bool can_reach(Peer& p) {
+  if (p.same_process) return true;
+  return read_remote(p.remote, nullptr, 0, 0, true) == RemoteResult::Ok &&
+         write_remote(p.remote, p.remote.nonce, p.remote.nonce_addr, sizeof p.remote.nonce) ==
+             RemoteResult::Ok;
+}
+}  // namespace
+
 // Agrees on what must be equal everywhere, and on which pairs read each other's memory.
 ncclResult_t Comm::settle(Deadline) {
   struct Settings {
@@ -140,26 +150,20 @@ ncclResult_t Comm::settle(Deadline) {
   memcpy(mine.data(), &settings, sizeof settings);
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
-    bool reads = q != rank && p.local >= 0 && direct_allowed_ &&
-                 (p.same_process || read_remote(p.remote, nullptr, 0, 0, true) == ReadResult::Ok);
-    mine[sizeof(Settings) + size_t(q)] = reads;
+    mine[sizeof(Settings) + size_t(q)] = q != rank && p.local >= 0 && direct_allowed_ && can_reach(p);
   }
   std::vector<int> ranks(static_cast<size_t>(nranks));
   for (int q = 0; q < nranks; ++q) ranks[size_t(q)] = q;
   std::vector<std::vector<char>> all;
   if (ncclResult_t r = exchange(0, ranks, mine, &all, "setting up"); r != ncclSuccess) return r;
   bool direct = false;
-  all_direct = hosts_ == 1;
   for (int q = 0; q < nranks; ++q) {
     if (all[size_t(q)].size() != mine.size())
       return fail(ncclInternalError, "rank %d settled with %zu bytes", q, all[size_t(q)].size());
     memcpy(&settings, all[size_t(q)].data(), sizeof settings);
     inline_bytes = std::min(inline_bytes, size_t(settings.inline_bytes));
-    peer(q).i_read = mine[sizeof(Settings) + size_t(q)] && direct_allowed_;
-    peer(q).reads_me = all[size_t(q)][sizeof(Settings) + size_t(rank)] != 0;
-    direct = direct || peer(q).i_read;
-    for (int r = 0; r < nranks; ++r)
-      all_direct = all_direct && (r == q || all[size_t(q)][sizeof(Settings) + size_t(r)]);
+    peer(q).direct = mine[sizeof(Settings) + size_t(q)] && all[size_t(q)][sizeof(Settings) + size_t(rank)];
+    direct = direct || peer(q).direct;
   }
   log(Level::Info, "rank %d of %d: %d ranks on this host, %d hosts, %s", rank, nranks, local_count_, hosts_,
       local_count_ < 2 ? "tcp"
@@ -170,13 +174,14 @@ ncclResult_t Comm::settle(Deadline) {
 
 // Ranks that share cores must not make each other wait by spinning. With a core for each, sleeping is what is
 // slow: an idle core takes up to 100 us to wake in a virtual machine, more than most of a collective.
-void Comm::choose_spin() {
+void Comm::choose_patience() {
   int64_t us = param_int("PYNCCL_CPU_SPIN_US");
   cpu_set_t set;
   int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
   bool room = local_count_ <= cpus;
-  spin_ns = (us >= 0 ? us : room ? 50 : 0) * 1000;
-  patient_spin_ns = us >= 0 ? spin_ns : room ? 2000 * 1000 : 0;
+  patience_.spin_ns = patience_.yield_ns = (us >= 0 ? us : room ? 50 : 0) * 1000;
+  underway_patience_ = patience_;
+  if (us < 0) underway_patience_.yield_ns = room ? 2000 * 1000 : 20 * 1000;
 }
 
 ncclResult_t Comm::exchange(uint64_t tag, const std::vector<int>& ranks, const std::vector<char>& mine,

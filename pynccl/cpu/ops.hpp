@@ -56,8 +56,6 @@ struct Header {
   PreMul scalar{};
   uint32_t payload = 0;  // bytes that follow at once
   uint32_t block = 0;    // bytes reduced at a time
-  uint32_t whole = 0;    // rank 0's word on how to do an all_reduce: every rank reduces all of it
-  uint32_t pad = 0;
   bool same_call(const Header& o) const {
     return func == o.func && dtype == o.dtype && red == o.red && root == o.root && count == o.count;
   }

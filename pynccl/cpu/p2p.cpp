@@ -95,10 +95,10 @@ Step P2p::step_send(int p, Lane& lane) {
     if (!pipe.put(&h, sizeof h, op.send, h.payload)) return Step::Blocked;
     lane.announced = true;
     lane.sent = 0;
-    if (!small && peer.reads_me) ++lane.large_sent;
+    if (!small && peer.direct) ++lane.large_sent;
   }
   if (small) return pipe.flush() ? Step::Done : Step::Blocked;
-  if (peer.reads_me) {
+  if (peer.direct) {
     uint64_t acked = comm_.segment()->acked(comm_.local_index(), peer.local).load(std::memory_order_acquire);
     return acked >= lane.large_sent ? Step::Done : Step::Blocked;
   }
@@ -142,15 +142,15 @@ Step P2p::pull(int p, Lane& lane) {
   Peer& peer = comm_.peer(p);
   size_t bytes = op.bytes();
   char* to = static_cast<char*>(op.recv) + lane.received;
-  if (!lane.header.is_inline && peer.i_read) {
+  if (!lane.header.is_inline && peer.direct) {
     size_t n = std::min(bytes - lane.received, kSlice);
     if (peer.same_process) {
       memcpy(to, reinterpret_cast<const char*>(lane.header.send) + lane.received, n);
     } else {
       // A sender that died during the message is noticed at its end at the latest.
       bool last = lane.received + n == bytes;
-      ReadResult r = read_remote(peer.remote, to, lane.header.send + lane.received, n, last);
-      if (r != ReadResult::Ok) return comm_.read_failed(p, r, "Recv");
+      RemoteResult r = read_remote(peer.remote, to, lane.header.send + lane.received, n, last);
+      if (r != RemoteResult::Ok) return comm_.remote_failed(p, r, "Recv");
     }
     lane.received += n;
     if (lane.received < bytes) return Step::Moved;

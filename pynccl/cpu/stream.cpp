@@ -66,6 +66,24 @@ void Launch::when_blocked(Clock::time_point since, double* next_look) {
   if (look) *next_look += std::min(*next_look, 2.0);
 }
 
+// Spins, then spins politely: a peer may be waiting for this very core.
+bool Launch::spin_for_news(const std::vector<uint32_t>& seen) {
+  Patience least = batches[0].comm->patience();
+  for (Batch& b : batches) least = least.with(b.comm->patience());
+  Deadline start = Clock::now(), spin = start + std::chrono::nanoseconds(least.spin_ns),
+           yield = start + std::chrono::nanoseconds(least.yield_ns);
+  for (int i = 1;; ++i) {
+    for (size_t k = 0; k < batches.size(); ++k)
+      if (batches[k].comm->bell().look() != seen[k]) return true;
+    cpu_pause();
+    if (i % 32) continue;
+    Deadline now = Clock::now();
+    if (now < spin) continue;
+    if (now >= yield) return false;
+    sched_yield();
+  }
+}
+
 ncclResult_t Launch::run(Deadline deadline) {
   std::vector<uint32_t> seen(batches.size());
   bool was_blocked = false;
@@ -95,15 +113,7 @@ ncclResult_t Launch::run(Deadline deadline) {
       was_blocked = true;
       since = Clock::now();
       next_look = kFirstLook;
-      int64_t spin_ns = INT64_MAX;
-      for (Batch& b : batches) spin_ns = std::min(spin_ns, b.comm->spin());
-      Deadline end = since + std::chrono::nanoseconds(spin_ns);
-      bool news = false;
-      for (int i = 0; !news && (i % 32 || Clock::now() < end); ++i) {
-        cpu_pause();
-        for (size_t k = 0; k < batches.size(); ++k) news = news || batches[k].comm->bell().look() != seen[k];
-      }
-      if (news) continue;
+      if (spin_for_news(seen)) continue;
     }
     when_blocked(since, &next_look);
     int64_t ns = until(deadline, kSliceNs);

@@ -25,6 +25,7 @@ struct Launch {
   ~Launch();
 
  private:
+  bool spin_for_news(const std::vector<uint32_t>& seen);
   void wait_for_news(const std::vector<uint32_t>& seen, int64_t ns);
   void when_blocked(Clock::time_point since, double* next_look);
 };

@@ -69,9 +69,6 @@ RingState& Segment::ring(int a, int b, int channel) const {
 char* Segment::ring_data(int a, int b, int channel) const {
   return base_ + data_at_ + (pair(a, b) * kChannels + size_t(channel)) * ring_bytes_;
 }
-std::atomic<uint64_t>& Segment::acked(int a, int b) const {
-  return *reinterpret_cast<std::atomic<uint64_t>*>(base_ + acks_at_ + pair(a, b) * kCacheLine);
-}
 void Segment::release_rings() {
   fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(data_at_), off_t(bytes_ - data_at_));
 }
@@ -217,7 +214,7 @@ bool Pipe::idle() {
   return unsent_.empty() && readable() == 0;
 }
 
-ReadResult read_remote(const Remote& peer, void* to, uint64_t from, size_t bytes, bool identify) {
+RemoteResult read_remote(Remote& peer, void* to, uint64_t from, size_t bytes, bool identify) {
   uint64_t nonce[2] = {0, 0};
   size_t proof = identify ? sizeof nonce : 0, done = 0;
   while (done < bytes || proof) {
@@ -230,14 +227,34 @@ ReadResult read_remote(const Remote& peer, void* to, uint64_t from, size_t bytes
                                  size_t(2 - first), 0);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0)
-      return errno == ESRCH ? ReadResult::Gone : errno == EPERM ? ReadResult::Denied : ReadResult::Fault;
+      return errno == ESRCH   ? RemoteResult::Gone
+             : errno == EPERM ? RemoteResult::Denied
+                              : RemoteResult::Fault;
     if (proof && (size_t(n) < proof || nonce[0] != peer.nonce[0] || nonce[1] != peer.nonce[1]))
-      return ReadResult::Gone;
-    if (size_t(n) == proof && done < bytes) return ReadResult::Fault;
+      return RemoteResult::Gone;
+    if (size_t(n) == proof && done < bytes) return RemoteResult::Fault;
     done += size_t(n) - proof;
+    if (proof) peer.seen = Clock::now();
     proof = 0;
   }
-  return ReadResult::Ok;
+  return RemoteResult::Ok;
+}
+
+RemoteResult write_remote(Remote& peer, const void* from, uint64_t to, size_t bytes) {
+  for (size_t done = 0; done < bytes;) {
+    if (Clock::now() - peer.seen > std::chrono::milliseconds(1))
+      if (RemoteResult r = read_remote(peer, nullptr, 0, 0, true); r != RemoteResult::Ok) return r;
+    iovec local{const_cast<char*>(static_cast<const char*>(from)) + done, bytes - done};
+    iovec remote{reinterpret_cast<void*>(to + done), bytes - done};
+    ssize_t n = process_vm_writev(pid_t(peer.pid), &local, 1, &remote, 1, 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0)
+      return errno == ESRCH   ? RemoteResult::Gone
+             : errno == EPERM ? RemoteResult::Denied
+                              : RemoteResult::Fault;
+    done += size_t(n);
+  }
+  return RemoteResult::Ok;
 }
 
 }  // namespace pncpu

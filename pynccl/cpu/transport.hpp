@@ -21,8 +21,9 @@ struct alignas(kCacheLine) Cell {
   Doorbell bell;
   alignas(
       kCacheLine) std::atomic<uint64_t> progress;  // of the current all_reduce: sequence << 32 | blocks done
+  std::atomic<uint32_t> closed;                    // nobody may write into its buffers any more
   alignas(
-      kCacheLine) std::atomic<uint64_t> read_done;  // the last collective for which it has read all it needs
+      kCacheLine) std::atomic<uint64_t> read_done;  // the last collective of which it has read all it needs
 };
 
 // A file in memory, mapped once in a process however many of its ranks use it.
@@ -43,14 +44,19 @@ class Segment {
   size_t bytes() const { return bytes_; }
   size_t ring_bytes() const { return ring_bytes_; }
   Cell& cell(int local) const { return reinterpret_cast<Cell*>(base_)[local]; }
-  // From `a` to `b`: the ring, its bytes, and how many of a's large messages b has read.
+  // From `a` to `b`: the ring, its bytes, how many of a's large messages b has read, whether a writes into
+  // b's buffers.
   RingState& ring(int a, int b, int channel) const;
   char* ring_data(int a, int b, int channel) const;
-  std::atomic<uint64_t>& acked(int a, int b) const;
+  std::atomic<uint64_t>& acked(int a, int b) const { return pair_words(a, b)[0]; }
+  std::atomic<uint64_t>& writing(int a, int b) const { return pair_words(a, b)[1]; }
   void release_rings();  // gives the rings' pages back; they come again, empty, when used
 
  private:
   ncclResult_t map();
+  std::atomic<uint64_t>* pair_words(int a, int b) const {
+    return reinterpret_cast<std::atomic<uint64_t>*>(base_ + acks_at_ + pair(a, b) * kCacheLine);
+  }
   size_t pair(int a, int b) const { return size_t(a) * size_t(ranks_) + size_t(b); }
   int ranks_;
   size_t ring_bytes_, states_at_, acks_at_, data_at_, bytes_;
@@ -95,15 +101,19 @@ class Pipe {
   size_t sent_ = 0, taken_ = 0, filled_ = 0;
 };
 
-// What direct reads of a peer's memory need.
+// What direct access to a peer's memory needs.
 struct Remote {
   int64_t pid = 0;
   uint64_t nonce_addr = 0;
   uint64_t nonce[2] = {0, 0};
+  Clock::time_point seen{};  // when its identity was last checked
 };
-enum class ReadResult { Ok, Gone, Fault, Denied };
+enum class RemoteResult { Ok, Gone, Fault, Denied };
 // Copies from the peer's memory. With `identify` it also checks, by the nonce, that the process is still the
 // one that was introduced; a page more to pin, so not for every block.
-ReadResult read_remote(const Remote& peer, void* to, uint64_t from, size_t bytes, bool identify);
+RemoteResult read_remote(Remote& peer, void* to, uint64_t from, size_t bytes, bool identify);
+// Copies into the peer's memory, whose identity has been checked within the last millisecond: no process id
+// comes round in that time.
+RemoteResult write_remote(Remote& peer, const void* from, uint64_t to, size_t bytes);
 
 }  // namespace pncpu

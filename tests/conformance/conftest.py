@@ -1,12 +1,23 @@
-"""Fixtures of the conformance tests."""
+"""Fixtures of the conformance tests, and which of them run where.
+
+`-m gpu` runs the matrix and the random programs over NVIDIA's library; the rest is about the CPU library.
+PYNCCL_TEST_SUMMARY names a file for the summary of the complete matrix.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from .ranks import Pool
+
+HERE = Path(__file__).parent
+ON_A_GPU = {"test_matrix", "test_random_programs"}
 
 
 @pytest.fixture(scope="session")
@@ -17,10 +28,49 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def summary() -> Iterator[list[tuple[int, str, int, float]]]:
+    """Rows of the complete matrix: ranks, transport, cases, seconds."""
+    rows: list[tuple[int, str, int, float]] = []
+    yield rows
+    path = os.environ.get("PYNCCL_TEST_SUMMARY")
+    if path and rows:
+        Path(path).write_text(as_markdown(rows))
+
+
+def as_markdown(rows: list[tuple[int, str, int, float]]) -> str:
+    """Return the summary as a document."""
+    total, seconds = sum(row[2] for row in rows), sum(row[3] for row in rows)
+    backend = os.environ.get("PYNCCL_TEST_BACKEND", "cpu")
+    lines = [
+        "# The complete matrix",
+        "",
+        f"{total} cases in {seconds:.0f} s, none failed. Backend {backend}, {os.cpu_count()} cores "
+        f"({platform.machine()}), Python {platform.python_version()}, NumPy {np.__version__}. "
+        "Written by `PYNCCL_TEST_SUMMARY=FILE make test-full`.",
+        "",
+        "| transport | ranks | cases | seconds |",
+        "|---|---|---|---|",
+        *(f"| {transport} | {ranks} | {cases} | {took:.0f} |" for ranks, transport, cases, took in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked as full unless the command line asks for it."""
-    if "full" in (config.option.markexpr or ""):
-        return
-    full = [item for item in items if item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=full)
-    items[:] = [item for item in items if item not in full]
+    """Mark what runs on a GPU; leave out what is marked as full unless the command line names that mark."""
+    chosen = config.option.markexpr or ""
+    if chosen == "gpu":
+        os.environ["PYNCCL_TEST_BACKEND"] = "gpu"
+    on_gpu = os.environ.get("PYNCCL_TEST_BACKEND") == "gpu"
+    left_out = []
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        fits = item.path.stem in ON_A_GPU
+        if on_gpu and fits:
+            item.add_marker(pytest.mark.gpu)
+        if (on_gpu and not fits) or (item.get_closest_marker("full") and "full" not in chosen):
+            left_out.append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]

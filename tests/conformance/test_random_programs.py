@@ -166,7 +166,7 @@ QUICK = [Phase.explicit, Phase.generate]
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("transport", ["direct", "shm", "tcp", "threads", "mixed"])
 def test_random_programs(pool: Pool, transport: str) -> None:
-    check(pool, transport, 25, QUICK)
+    check(pool, transport, 60, QUICK)
 
 
 @pytest.mark.full
