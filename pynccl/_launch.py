@@ -204,8 +204,9 @@ class _Launcher:
                 self.code = code if code > 0 else 128 - code
                 others = "" if len(self.ended) == self.nranks else "; ending the other ranks"
                 _say(f"rank {rank} {describe_exit(code)}{others}")
-                self._send(signal.SIGTERM)
-                self.kill_at = self.kill_at or time.monotonic() + GRACE_SECONDS
+                if self.kill_at is None:  # else they have been told to end, and may be about to
+                    self._send(signal.SIGTERM)
+                    self.kill_at = time.monotonic() + GRACE_SECONDS
 
     def _send(self, number: int) -> None:
         for rank, child in enumerate(self.children):
