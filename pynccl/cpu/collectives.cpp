@@ -143,7 +143,6 @@ bool Coll::announce() {
     Span payload = mine_.is_inline ? payload_for(p) : Span{nullptr, 0};
     Header header = mine_;
     header.payload = uint32_t(payload.size);
-    header.block = uint32_t(comm_.block_bytes);
     l.told = pipe.put(&header, sizeof header, payload.data, payload.size);
     all = l.told && pipe.flush() && all;
   }
@@ -365,17 +364,11 @@ Step Coll::pass_on(size_t first, size_t count) {
     comm_.end_write(p);
     if (r != RemoteResult::Ok) return comm_.remote_failed(p, r, func_name(op_.func));
   }
-  uint64_t blocks = (share_done_ + block_count_ - 1) / block_count_;
-  comm_.cell()->progress.store(mine_.seq << 32 | blocks, std::memory_order_release);
+  if (first + count < share_count_) return Step::Moved;
+  comm_.cell()->passed_on.store(mine_.seq, std::memory_order_release);
   for (int p = 0; p < comm_.nranks; ++p)
     if (p != comm_.rank && comm_.peer(p).direct) comm_.peer(p).cell->bell.ring();
   return Step::Moved;
-}
-
-size_t Coll::passed_on_by(int p) const {
-  uint64_t progress = comm_.peer(p).cell->progress.load(std::memory_order_acquire);
-  uint64_t blocks = progress >> 32 == (mine_.seq & 0xffffffff) ? progress & 0xffffffff : 0;
-  return size_t(blocks) * links_[size_t(p)].header.block;
 }
 
 // Makes the peer's bytes [offset, offset + bytes) of its input readable here.
@@ -429,10 +422,9 @@ Step Coll::pull_direct(int p) {
   Link& l = links_[size_t(p)];
   Peer& peer = comm_.peer(p);
   if (passes_results_on_) {
-    size_t arrived = std::min(passed_on_by(p), l.in.bytes);
-    bool more = arrived > l.in.done;
-    l.in.done = arrived;
-    return arrived == l.in.bytes ? Step::Done : more ? Step::Moved : Step::Blocked;
+    if (peer.cell->passed_on.load(std::memory_order_acquire) < mine_.seq) return Step::Blocked;
+    l.in.done = l.in.bytes;
+    return Step::Done;
   }
   size_t bytes = std::min(l.in.bytes - l.in.done, kSlice);
   if (peer.same_process) {

@@ -52,7 +52,6 @@ class Coll {
   Step pull(int peer);
   Step pull_direct(int peer);
   Step pass_on(size_t first, size_t count);
-  size_t passed_on_by(int peer) const;
   Step depart();
   bool reads_directly(int peer, bool of_mine) const;
   void reduce_into(void* out, const void* const* inputs, size_t count);

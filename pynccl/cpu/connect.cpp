@@ -181,7 +181,9 @@ void Comm::choose_patience() {
   bool room = local_count_ <= cpus;
   patience_.spin_ns = patience_.yield_ns = (us >= 0 ? us : room ? 50 : 0) * 1000;
   underway_patience_ = patience_;
-  if (us < 0) underway_patience_.yield_ns = room ? 2000 * 1000 : 20 * 1000;
+  if (us >= 0) return;
+  if (!room) patience_.yield_ns = 20 * 1000;
+  underway_patience_.yield_ns = (room ? 2000 : 50) * 1000;
 }
 
 ncclResult_t Comm::exchange(uint64_t tag, const std::vector<int>& ranks, const std::vector<char>& mine,

@@ -55,7 +55,7 @@ struct Header {
   uint64_t send = 0, recv = 0;  // addresses, for direct reads
   PreMul scalar{};
   uint32_t payload = 0;  // bytes that follow at once
-  uint32_t block = 0;    // bytes reduced at a time
+  uint32_t pad = 0;
   bool same_call(const Header& o) const {
     return func == o.func && dtype == o.dtype && red == o.red && root == o.root && count == o.count;
   }

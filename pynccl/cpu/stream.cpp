@@ -11,7 +11,8 @@
 namespace pncpu {
 namespace {
 
-constexpr int64_t kGraceNs = 100 * 1000;  // left to a caller that will wait itself
+// Left to a caller that will wait itself: longer, the more often it did.
+constexpr int64_t kLeastGraceNs = 100 * 1000, kMostGraceNs = 2000 * 1000;
 constexpr int64_t kSliceNs = 100 * 1000 * 1000;
 constexpr int kIdleTicks = 20;
 constexpr double kFirstLook = 0.15;  // seconds without a move before a deadlock is looked for
@@ -249,19 +250,24 @@ ncclResult_t Stream::synchronize(Deadline deadline, uint64_t comm_serial) {
 void Stream::work() {
   name_this_thread("pynccl-stream");
   int idle_ticks = 0;
+  int64_t grace_ns = kLeastGraceNs;
   while (!stop_.load()) {
     uint32_t arrivals = arrivals_.look(), completions = completions_.look();
     uint64_t done = completed_.load(), all = enqueued_.load();
     if (done == all) {
       if (++idle_ticks < kIdleTicks)
-        completions_.wait(completions, kGraceNs);
+        completions_.wait(completions, grace_ns);
       else
         arrivals_.wait(arrivals, kSliceNs * 600);
       continue;
     }
     idle_ticks = 0;
-    completions_.wait(completions, kGraceNs);
-    if (completed_.load() != done || stop_.load()) continue;
+    completions_.wait(completions, grace_ns);
+    if (completed_.load() != done || stop_.load()) {
+      grace_ns = std::min(2 * grace_ns, kMostGraceNs);
+      continue;
+    }
+    grace_ns = kLeastGraceNs;
     if (drive(all, after_ms(0)) == ncclInProgress) drive(all, after_ms(1000));
   }
 }

@@ -19,11 +19,9 @@ struct RingState {
 // One rank's part of a host's shared segment.
 struct alignas(kCacheLine) Cell {
   Doorbell bell;
-  alignas(
-      kCacheLine) std::atomic<uint64_t> progress;  // of the current all_reduce: sequence << 32 | blocks done
-  std::atomic<uint32_t> closed;                    // nobody may write into its buffers any more
-  alignas(
-      kCacheLine) std::atomic<uint64_t> read_done;  // the last collective of which it has read all it needs
+  std::atomic<uint64_t> passed_on;  // the last all_reduce whose results it has written to the others
+  std::atomic<uint64_t> read_done;  // the last collective of which it has read all it needs
+  std::atomic<uint32_t> closed;     // nobody may write into its buffers any more
 };
 
 // A file in memory, mapped once in a process however many of its ranks use it.
