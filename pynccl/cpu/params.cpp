@@ -62,7 +62,7 @@ const Param kTable[] = {
      "Faults to inject: rank=R,call=K,action=die|drop|sleep:SECONDS|fail:RESULT[;...]"},
     {"PYNCCL_CPU_INLINE_BYTES", Kind::Int, "8192", 0, kMaxBytes, true,
      "Largest message copied into its slot"},
-    {"PYNCCL_CPU_BLOCK_BYTES", Kind::Int, "65536", 64, kMaxBytes, true, "Bytes reduced at a time"},
+    {"PYNCCL_CPU_BLOCK_BYTES", Kind::Int, "131072", 64, kMaxBytes, true, "Bytes reduced at a time"},
     {"PYNCCL_CPU_RING_BYTES", Kind::Int, "262144", 4096, kMaxBytes, true,
      "Shared memory for each pair of ranks"},
     {"PYNCCL_CPU_SPIN_US", Kind::Int, "-1", -1, 1e6, true,
