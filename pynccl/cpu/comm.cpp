@@ -169,11 +169,6 @@ std::string Comm::error_text() {
   return error_text_;
 }
 
-void Comm::clear_error() {
-  std::lock_guard<std::mutex> lock(mutex);
-  error_.store(ncclSuccess);
-}
-
 // ---- what the service's thread tells ----
 
 void Comm::arrived(const Hello& hello, SocketPtr socket) {

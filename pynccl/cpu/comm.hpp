@@ -132,7 +132,6 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   Step remote_failed(int peer, RemoteResult result, const char* doing);
   ncclResult_t error() const { return error_.load(std::memory_order_acquire); }
   std::string error_text();
-  void clear_error();
 
   // Ranks talk over their control sockets: everyone's blob, in the order of `ranks`.
   ncclResult_t exchange(uint64_t tag, const std::vector<int>& ranks, const std::vector<char>& mine,
