@@ -146,7 +146,7 @@ def method(options: argparse.Namespace, imports: Sequence[float]) -> dict[str, s
         "streams": "CuPy cannot name its current stream without a driver: peers that need one are given "
         "Stream.null; None means stream 0 to pynccl and nccl4py here",
         "cupyx": "NCCLBackend on a communicator, without the store that its constructor starts",
-        "nccl4py": "its Communicator, with the device that it would ask the driver for once and keep set to 0",
+        "nccl4py": "its Communicator, with the device, for which it asks the driver once, set to 0",
         "ctypes": "written as vLLM's is: argtypes, a checked result, pointers wrapped for each call",
         "repetitions": f"{options.reps} of {options.seconds * 1000:g} ms a case, interleaved, in one process",
         "import pynccl": f"median of {len(imports)} processes: {number(statistics.median(imports))} ms "
