@@ -17,7 +17,7 @@ import os
 import time
 from typing import Any
 
-from pynccl import Communicator, UniqueId, _cuda, _library, capi
+from pynccl import BootstrapError, Communicator, UniqueId, _cuda, _library, capi
 from pynccl import init as _init
 from pynccl.bootstrap._init import DEFAULT_TIMEOUT
 from pynccl.bootstrap._round import Round
@@ -199,7 +199,7 @@ def _over_tcp(size: int, rank: int, host: str, port: int, timeout: float | None)
     device = _current_device()
     deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
     token = os.environ.get("PYNCCL_STORE_TOKEN", "")
-    server = StoreServer(host, port, token) if rank == 0 else None
+    server = _listen(host, port, token) if rank == 0 else None
     try:
         with Store(format_address(host, port), token, timeout=deadline - time.monotonic()) as store:
             uid, _ = Round(store, 0, rank, size, deadline).exchange(lambda: None, lingers=rank == 0)
@@ -207,6 +207,13 @@ def _over_tcp(size: int, rank: int, host: str, port: int, timeout: float | None)
         if server is not None:
             server.close()
     return Communicator(size, UniqueId(uid), rank, device=device, timeout=timeout)
+
+
+def _listen(host: str, port: int, token: str) -> StoreServer:
+    try:
+        return StoreServer(host, port, token)
+    except OSError as error:
+        raise BootstrapError(f"rank 0 cannot listen at {host}:{port}: {error}") from error
 
 
 def _over_mpi(size: int, rank: int, timeout: float | None) -> Communicator:
