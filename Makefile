@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-HEADERS := $(wildcard pynccl/native/*.h)
+HEADERS := $(wildcard pynccl/native/*.[ch])
 CPU := $(wildcard pynccl/cpu/*.cpp)
 SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*.hpp pynccl/cpu/*.inc) pynccl/_build_ffi.py
-CXX_FILES := $(wildcard pynccl/cpu/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) pynccl/native/shim.h pynccl/native/forward.h
+CXX_FILES := $(wildcard pynccl/cpu/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) $(filter-out %_api.h,$(HEADERS))
 PYTHON_FILES := pynccl tests tools examples benchmarks
 
 .PHONY: demo build test test-full test-gpu bench lint format generate wheel sanitize cpu-lib clean

@@ -1,7 +1,10 @@
 """NCCL's C API from Python, on GPUs and, with the CPU library that comes with it, anywhere.
 
 The layers, from the top:
-    Communicator, init     arrays, streams, rendezvous
+    Communicator, init     the life of a communicator, rendezvous
+    _collectives, _calls   operations on arrays: resolved, checked, one call of C each
+    group, Plan, prepare   calls that are recorded first, and then run as one
+    _buffers, _streams     adapters for arrays and streams
     capi                   every C function under its C name: ints in, exceptions out
     _status, _errors       result codes become exceptions, in one place
     _config, _types        NCCL's structs, ids and enums
@@ -10,7 +13,13 @@ The layers, from the top:
 Below that is NVIDIA's libnccl or the CPU library.
 """
 
+from pynccl._buffers import Buffer as Buffer
 from pynccl._communicator import Communicator as Communicator
+from pynccl._communicator import init_all as init_all
+from pynccl._devices import array_module as array_module
+from pynccl._devices import current_device as current_device
+from pynccl._devices import device_count as device_count
+from pynccl._devices import set_device as set_device
 from pynccl._discovery import cpu_library as cpu_library
 from pynccl._errors import BootstrapError as BootstrapError
 from pynccl._errors import CollectiveMismatchError as CollectiveMismatchError
@@ -25,10 +34,17 @@ from pynccl._errors import NcclTimeoutError as NcclTimeoutError
 from pynccl._errors import NcclUnhandledCudaError as NcclUnhandledCudaError
 from pynccl._errors import NotSupportedError as NotSupportedError
 from pynccl._errors import RankFailedError as RankFailedError
+from pynccl._group import Group as Group
+from pynccl._group import group as group
 from pynccl._library import LibraryInfo as LibraryInfo
 from pynccl._library import get_version as get_version
 from pynccl._library import library_info as library_info
 from pynccl._library import load as load
+from pynccl._ops import PreMulSum as PreMulSum
+from pynccl._prepared import Plan as Plan
+from pynccl._prepared import Prepared as Prepared
+from pynccl._streams import Event as Event
+from pynccl._streams import Stream as Stream
 from pynccl._structs import CollConfig as CollConfig
 from pynccl._structs import CommProperties as CommProperties
 from pynccl._structs import Config as Config
@@ -42,12 +58,15 @@ from pynccl.bootstrap._init import init as init
 
 __all__ = [
     "BootstrapError",
+    "Buffer",
     "CollConfig",
     "CollectiveMismatchError",
     "CommProperties",
     "Communicator",
     "Config",
     "DataType",
+    "Event",
+    "Group",
     "LibraryInfo",
     "LibraryNotFoundError",
     "NcclError",
@@ -59,15 +78,26 @@ __all__ = [
     "NcclTimeoutError",
     "NcclUnhandledCudaError",
     "NotSupportedError",
+    "Plan",
+    "PreMulSum",
+    "Prepared",
     "RankFailedError",
     "RedOp",
     "SimInfo",
+    "Stream",
     "UniqueId",
     "__version__",
+    "array_module",
     "cpu_library",
+    "current_device",
+    "device_count",
     "get_unique_id",
     "get_version",
+    "group",
     "init",
+    "init_all",
     "library_info",
     "load",
+    "one",
+    "set_device",
 ]

@@ -1,112 +1,303 @@
 """From an array to what NCCL wants: pointer, count, datatype, and where the memory is.
 
-How an object is read is decided once per type, in this order: numpy.ndarray, cupy.ndarray, torch.Tensor,
-__cuda_array_interface__, DLPack, the buffer protocol. Nothing is copied, and nothing is guessed.
+How an object is read is decided once per type, in this order: pynccl.Buffer, numpy.ndarray, cupy.ndarray,
+torch.Tensor, __cuda_array_interface__, DLPack, the buffer protocol. Nothing is copied or guessed.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pynccl import _cuda, _dlpack
+from pynccl import _cuda, _dlpack, _dtypes
+from pynccl._dtypes import from_name, from_numpy, from_torch, native
 from pynccl._types import DataType
 
-# pointer, count, datatype, device, read-only. A plain tuple: one is made for every argument of every call.
-Span = tuple[int, int, int, int, bool]
-Resolver = Callable[[Any, str], Span]
+# pointer, count, dtype code (_dtypes), device, flags. A plain tuple: one is made for every argument of every
+# call. The flags are 0 for a writable array in C order of a dtype that NCCL has.
+Span = tuple[int, int, int, int, int]
+
+READ_ONLY, FORTRAN, TRAVELS = 1, 2, 4
 
 HOST = -1
 # Without a driver all memory is host memory, also what claims to be a device's.
 ANYWHERE = -2
 
-_NAMES = {
-    **{dtype.name.lower(): dtype for dtype in DataType if not dtype.name.startswith("FLOAT8")},
-    "float8_e4m3fn": DataType.FLOAT8E4M3,
-    "float8_e5m2": DataType.FLOAT8E5M2,
-}
-_dtypes: dict[Any, int] = {}
-_resolvers: dict[type, Resolver] = {}
+
+class Kind(NamedTuple):
+    """What pynccl does with the arrays of one type."""
+
+    span: Callable[[Any, str], Span]
+    # The stream that the array's own library uses at present.
+    current: Callable[[Any], int]
+    # A new array of the same kind and dtype, with this shape.
+    empty: Callable[[Any, tuple[int, ...]], Any]
+    # Have a stream wait for whatever still writes the array: for producers that say so, and not on their own.
+    order: Callable[[Any, int], None] | None = None
 
 
-def resolve(array: Any, name: str) -> Span:
-    """Return the span of an array; `name` is what messages call it."""
-    resolver = _resolvers.get(type(array))
-    if resolver is None:
-        resolver = _resolvers[type(array)] = _choose(array, name)
-    return resolver(array, name)
+class Buffer:
+    """Raw memory as an array: a pointer, a number of elements and their dtype.
+
+    `dtype` is a NumPy dtype or its name ("bfloat16"), a DataType or a torch dtype. `owner` is kept alive as
+    long as the buffer. Where the memory is, the driver says; without one it is host memory.
+    """
+
+    __slots__ = ("_span", "dtype", "owner")
+
+    def __init__(
+        self, ptr: int, count: int, dtype: Any, *, owner: Any = None, readonly: bool = False
+    ) -> None:
+        for name, value in (("ptr", ptr), ("count", count)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"{name} is {value!r}; expected an int")
+            if not 0 <= value < 1 << 63:
+                raise ValueError(f"{name} is {value}; expected 0 <= {name} < 2**63")
+        if not ptr and count:
+            raise ValueError(f"ptr is 0; expected the address of {count} elements")
+        self.dtype, self.owner = dtype, owner
+        code = _any_dtype(dtype, "dtype")
+        self._span = _span(int(ptr), int(count), code, _device_of(int(ptr), int(count)), readonly=readonly)
+
+    @property
+    def ptr(self) -> int:
+        """The address."""
+        return self._span[0]
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        travel = _dtypes.traveller(self._span[2])
+        return self._span[1] // (travel.factor if travel else 1)
+
+    def __repr__(self) -> str:
+        return f"<pynccl.Buffer {self.ptr:#x}, {self.count} of {_dtypes.name_of(self._span[2])}>"
 
 
-def _choose(array: Any, name: str) -> Resolver:
+def _any_dtype(dtype: Any, name: str) -> int:
+    if isinstance(dtype, DataType):
+        return int(dtype)
+    if type(dtype).__module__ == "torch":
+        return from_torch(dtype, name)
+    if isinstance(dtype, str) and dtype in _dtypes.CODES:
+        return _dtypes.CODES[dtype]
+    try:
+        return from_numpy(np.dtype(dtype), name)
+    except TypeError as error:
+        raise TypeError(f"{name} is {dtype!r}; expected a dtype that NCCL can carry: {error}") from None
+
+
+# --- which kind ---------------------------------------------------------------------------------------------
+
+
+class _Spans(dict[type, Callable[[Any, str], Span]]):
+    """How to read the arrays of a type; one not met before is looked at first."""
+
+    def __missing__(self, kind: type) -> Callable[[Any, str], Span]:
+        return lambda array, name: kind_of(array, name).span(array, name)
+
+
+spans = _Spans()
+_kinds: dict[type, Kind] = {}
+
+
+def kind_of(array: Any, name: str = "send") -> Kind:
+    """Return what to do with an array; `name` is what messages call it."""
+    kind = _kinds.get(type(array))
+    if kind is None:
+        kind = _kinds[type(array)] = _choose(array, name)
+        spans[type(array)] = kind.span
+    return kind
+
+
+def shape_of(array: Any) -> tuple[int, ...]:
+    """Return an array's shape; a Buffer's and a plain buffer's has one axis or what the buffer says."""
+    if isinstance(array, Buffer):
+        return (array.count,)
+    return tuple(array.shape if hasattr(array, "shape") else np.asarray(memoryview(array)).shape)
+
+
+def _choose(array: Any, name: str) -> Kind:
+    if isinstance(array, Buffer):
+        return Kind(lambda buffer, _: buffer._span, _no_stream, _cannot_create)
     if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(f"{name} is a masked array, whose mask would be lost; expected a plain array")
-        return _from_numpy
+        return Kind(_from_numpy, _no_stream, _numpy_empty)
     library = type(array).__module__.partition(".")[0]
-    if library == "cupy" and hasattr(array, "data"):
-        return _from_cupy
-    if library == "torch" and hasattr(array, "__dlpack__"):
-        # One type for tensors on every kind of device, of which only CUDA's have the array interface.
-        return _from_dlpack
+    if library == "cupy" and hasattr(array, "data") and hasattr(array, "flags"):
+        span = _from_cupy_fast if hasattr(array, "_c_contiguous") else _from_cupy
+        return Kind(span, _cupy_stream, _cupy_empty)
+    if hasattr(array, "data_ptr") and isinstance(array, _torch_tensor()):
+        return Kind(_from_torch, _torch_stream, _torch_empty)
     if hasattr(type(array), "__cuda_array_interface__") or hasattr(array, "__cuda_array_interface__"):
-        return _from_cuda_array_interface
+        empty = _numba_empty if library in ("numba", "numba_cuda") else _cannot_create
+        return Kind(_from_cuda_array_interface, _producer_stream, empty, _order_producer)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        return _from_dlpack
+        read = _from_jax if library in ("jax", "jaxlib") else _from_dlpack
+        return Kind(read, _no_stream, _cannot_create, _order_dlpack)
     try:
         memoryview(array).release()
     except TypeError:
         raise TypeError(
-            f"{name} is of type {type(array).__qualname__}; expected a NumPy or CuPy array, or an object "
-            "with __cuda_array_interface__, __dlpack__ or the buffer protocol"
+            f"{name} is of type {type(array).__qualname__}; expected a NumPy or CuPy array, a torch tensor, "
+            "a pynccl.Buffer, or an object with __cuda_array_interface__, __dlpack__ or the buffer protocol"
         ) from None
-    return _from_buffer
+    return Kind(_from_buffer, _no_stream, _buffer_empty)
 
 
-def datatype(dtype: Any, name: str) -> int:
-    """Return NCCL's datatype for a NumPy dtype."""
-    code = _dtypes.get(dtype)
-    if code is None:
-        code = _dtypes[dtype] = _find_datatype(np.dtype(dtype), name)
-    return code
+def _torch_tensor() -> Any:
+    # Looked up, never imported: an array of a library shows that it is there.
+    torch = sys.modules.get("torch")
+    return getattr(torch, "Tensor", ())
 
 
-def _find_datatype(dtype: np.dtype[Any], name: str) -> int:
-    if not dtype.isnative:
-        raise TypeError(
-            f"{name} has dtype {dtype.str}; expected the byte order of this machine, {sys.byteorder}-endian"
-        )
-    # By name, so that ml_dtypes' types are known without importing it.
-    code = _NAMES.get(dtype.name)
-    if code is None:
-        hint = " (float8_e4m3 has infinities, NCCL's does not)" if dtype.name == "float8_e4m3" else ""
-        raise TypeError(f"{name} has dtype {dtype}{hint}; expected one of {', '.join(_NAMES)}")
-    return int(code)
+def _span(
+    pointer: int, count: int, code: int, where: int, *, readonly: bool = False, fortran: bool = False
+) -> Span:
+    flags = (READ_ONLY if readonly else 0) | (FORTRAN if fortran else 0)
+    travel = _dtypes.traveller(code)
+    if travel is not None:
+        return pointer, count * travel.factor, code, where, flags | TRAVELS
+    return pointer, count, code, where, flags
 
 
-def _require_contiguous(contiguous: bool, name: str, shape: Any, strides: Any) -> None:
-    if not contiguous:
-        raise ValueError(
-            f"{name} is not C-contiguous (shape {tuple(shape)}, strides {strides}); nothing is copied "
-            "silently: pass a contiguous array, as ascontiguousarray makes it"
-        )
+def _not_contiguous(name: str, shape: Any, strides: Any) -> ValueError:
+    return ValueError(
+        f"{name} is not contiguous (shape {tuple(shape)}, strides {tuple(strides)}); nothing is copied "
+        "silently: pass a contiguous array, as ascontiguousarray or .contiguous() makes it"
+    )
+
+
+def _device_of(pointer: int, count: int) -> int:
+    """Ask the driver where memory is; an empty array is nowhere."""
+    if not count or not _cuda.available():
+        return ANYWHERE
+    device = _cuda.pointer_device(pointer)
+    return HOST if device is None else device
+
+
+def _no_stream(array: Any) -> int:
+    return 0
+
+
+def _cannot_create(array: Any, shape: tuple[int, ...]) -> Any:
+    raise TypeError(
+        f"recv is None, and pynccl cannot make a new {type(array).__qualname__}; "
+        f"expected an array of shape {shape} for the result"
+    )
+
+
+# --- host memory --------------------------------------------------------------------------------------------
 
 
 def _from_numpy(array: Any, name: str) -> Span:
     flags = array.flags
-    if not flags.c_contiguous:
-        _require_contiguous(False, name, array.shape, array.strides)
-    return array.ctypes.data, array.size, datatype(array.dtype, name), HOST, not flags.writeable
+    code = native.get(array.dtype)
+    if code is not None and flags.carray:
+        return array.ctypes.data, array.size, code, HOST, 0
+    fortran = not flags.c_contiguous
+    if fortran and not flags.f_contiguous:
+        raise _not_contiguous(name, array.shape, array.strides)
+    code = from_numpy(array.dtype, name)
+    return _span(array.ctypes.data, array.size, code, HOST, readonly=not flags.writeable, fortran=fortran)
+
+
+def _numpy_empty(array: Any, shape: tuple[int, ...]) -> Any:
+    return np.empty(shape, array.dtype)
+
+
+def _from_buffer(array: Any, name: str) -> Span:
+    try:
+        view = np.asarray(memoryview(array))
+    except (TypeError, ValueError, BufferError) as error:
+        raise TypeError(f"{name} (a {type(array).__qualname__}) is no buffer of numbers: {error}") from error
+    return _from_numpy(view, name)
+
+
+def _buffer_empty(array: Any, shape: tuple[int, ...]) -> Any:
+    return np.empty(shape, np.asarray(memoryview(array)).dtype)
+
+
+# --- CuPy ---------------------------------------------------------------------------------------------------
+
+
+def _from_cupy_fast(array: Any, name: str) -> Span:
+    memory = array.data
+    try:
+        if array._c_contiguous:
+            return (
+                memory.ptr,
+                array.size,
+                native[array.dtype],
+                memory.device_id if _devices() else ANYWHERE,
+                0,
+            )
+    except KeyError:
+        pass
+    return _from_cupy(array, name)
 
 
 def _from_cupy(array: Any, name: str) -> Span:
-    if not array.flags.c_contiguous:
-        _require_contiguous(False, name, array.shape, array.strides)
-    memory = array.data
-    device = memory.device_id if _cuda.available() else ANYWHERE
-    return memory.ptr, array.size, datatype(array.dtype, name), device, False
+    flags = array.flags
+    fortran = not flags.c_contiguous
+    if fortran and not flags.f_contiguous:
+        raise _not_contiguous(name, array.shape, array.strides)
+    where = array.data.device_id if _devices() else ANYWHERE
+    return _span(array.data.ptr, array.size, from_numpy(array.dtype, name), where, fortran=fortran)
+
+
+def _devices() -> bool:
+    return _cuda.available()
+
+
+def _cupy_stream(array: Any) -> int:
+    return int(sys.modules["cupy"].cuda.get_current_stream().ptr) if _devices() else 0
+
+
+def _cupy_empty(array: Any, shape: tuple[int, ...]) -> Any:
+    cupy = sys.modules["cupy"]
+    if _devices():
+        with cupy.cuda.Device(array.data.device_id):
+            return cupy.empty(shape, array.dtype)
+    # Its allocators need the driver; an array over memory that it does not own needs none.
+    host = np.empty(shape, array.dtype)
+    memory = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, 0)
+    return cupy.ndarray(shape, array.dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+
+# --- torch --------------------------------------------------------------------------------------------------
+
+
+def _from_torch(tensor: Any, name: str) -> Span:
+    if tensor.layout is not sys.modules["torch"].strided or tensor.is_conj() or tensor.is_neg():
+        raise TypeError(
+            f"{name} is a tensor with layout {tensor.layout} or a pending conjugation or negation; expected "
+            "a plain strided one (.to_dense(), .resolve_conj(), .resolve_neg())"
+        )
+    if not tensor.is_contiguous():
+        raise _not_contiguous(name, tensor.shape, tensor.stride())
+    device = tensor.device
+    if device.type not in ("cpu", "cuda"):
+        raise TypeError(f"{name} is a tensor on {device}; expected one on the CPU or on a CUDA device")
+    where = HOST if device.type == "cpu" else device.index
+    return _span(tensor.data_ptr(), tensor.numel(), from_torch(tensor.dtype, name), where)
+
+
+def _torch_stream(tensor: Any) -> int:
+    if tensor.device.type != "cuda":
+        return 0
+    return int(sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream)
+
+
+def _torch_empty(tensor: Any, shape: tuple[int, ...]) -> Any:
+    return sys.modules["torch"].empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+# --- __cuda_array_interface__ -------------------------------------------------------------------------------
 
 
 def _from_cuda_array_interface(array: Any, name: str) -> Span:
@@ -118,10 +309,39 @@ def _from_cuda_array_interface(array: Any, name: str) -> Span:
     dtype = getattr(array, "dtype", None)
     if not isinstance(dtype, np.dtype):
         dtype = np.dtype(interface["typestr"])
-    _require_contiguous(strides is None or _is_c_order(shape, strides, dtype.itemsize), name, shape, strides)
+    fortran = _is_fortran(shape, strides, dtype.itemsize, name)
     pointer, readonly = interface["data"]
     count = _product(shape)
-    return pointer, count, datatype(dtype, name), _device_of(pointer, count), bool(readonly)
+    where = _device_of(pointer, count)
+    return _span(pointer, count, from_numpy(dtype, name), where, readonly=bool(readonly), fortran=fortran)
+
+
+def _stated_stream(array: Any) -> int | None:
+    """Return the stream that still writes the array, as version 3 of the interface states it."""
+    stream = array.__cuda_array_interface__.get("stream")
+    if stream == 0:
+        raise ValueError(
+            "__cuda_array_interface__ has stream 0, which is ambiguous; expected 1 or 2, or None"
+        )
+    return None if stream is None else int(stream)
+
+
+def _producer_stream(array: Any) -> int:
+    return (_stated_stream(array) or 0) if _devices() else 0
+
+
+def _order_producer(array: Any, stream: int) -> None:
+    stated = _stated_stream(array)
+    # 0 and 1 both mean the legacy default stream.
+    if stated is not None and stated != (stream or 1):
+        _cuda.order_streams(stated, stream)
+
+
+def _numba_empty(array: Any, shape: tuple[int, ...]) -> Any:
+    return sys.modules["numba"].cuda.device_array(shape, array.dtype)
+
+
+# --- DLPack -------------------------------------------------------------------------------------------------
 
 
 def _from_dlpack(array: Any, name: str) -> Span:
@@ -131,34 +351,38 @@ def _from_dlpack(array: Any, name: str) -> Span:
         raise TypeError(
             f"{name} (a {type(array).__qualname__}) cannot be read through DLPack: {error}"
         ) from error
-    _require_contiguous(
-        tensor.strides is None or _is_c_order(tensor.shape, tensor.strides, 1),
-        name,
-        tensor.shape,
-        tensor.strides,
-    )
-    code = _NAMES.get(tensor.dtype)
-    if code is None:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {', '.join(_NAMES)}")
+    fortran = _is_fortran(tensor.shape, tensor.strides, 1, name)
     count = _product(tensor.shape)
-    device = HOST if tensor.on_host else _device_of(tensor.pointer, count)
-    return tensor.pointer, count, int(code), device, tensor.readonly
+    where = HOST if tensor.on_host else _device_of(tensor.pointer, count)
+    code = from_name(tensor.dtype, name)
+    return _span(tensor.pointer, count, code, where, readonly=tensor.readonly, fortran=fortran)
 
 
-def _from_buffer(array: Any, name: str) -> Span:
-    try:
-        view = np.asarray(memoryview(array))
-    except (TypeError, ValueError, BufferError) as error:
-        raise TypeError(f"{name} (a {type(array).__qualname__}) is no buffer of numbers: {error}") from error
-    return _from_numpy(view, name)
+def _from_jax(array: Any, name: str) -> Span:
+    # Immutable, whatever the capsule says.
+    pointer, count, code, where, flags = _from_dlpack(array, name)
+    return pointer, count, code, where, flags | READ_ONLY
 
 
-def _device_of(pointer: int, count: int) -> int:
-    """Ask the driver where memory is; an empty array is nowhere."""
-    if not count or not _cuda.available():
-        return ANYWHERE
-    device = _cuda.pointer_device(pointer)
-    return HOST if device is None else device
+def _order_dlpack(array: Any, stream: int) -> None:
+    _dlpack.order(array, stream)
+
+
+def _is_fortran(shape: Any, strides: Any, step: int, name: str) -> bool:
+    """Tell whether an array is in Fortran order and not in C order; neither is an error."""
+    if strides is None or 0 in shape or _is_dense(shape[::-1], strides[::-1], step):
+        return False
+    if not _is_dense(shape, strides, step):
+        raise _not_contiguous(name, shape, strides)
+    return True
+
+
+def _is_dense(shape: Any, strides: Any, step: int) -> bool:
+    for length, stride in zip(shape, strides, strict=True):
+        if length != 1 and stride != step:
+            return False
+        step *= length
+    return True
 
 
 def _product(shape: Any) -> int:
@@ -166,45 +390,3 @@ def _product(shape: Any) -> int:
     for length in shape:
         count *= length
     return count
-
-
-def _is_c_order(shape: Any, strides: Any, step: int) -> bool:
-    if 0 in shape:
-        return True
-    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if length != 1 and stride != step:
-            return False
-        step *= length
-    return True
-
-
-def require_place(span: Span, name: str, backend: str, device: int) -> None:
-    """Refuse memory that the loaded library cannot reach from this communicator's device."""
-    where = span[3]
-    if backend == "cpu":
-        if where >= 0:
-            raise ValueError(
-                f"{name} is memory of device {where}; the CPU library is loaded, which works on host memory"
-            )
-    elif where == HOST and span[1]:
-        raise ValueError(
-            f"{name} is host memory; NVIDIA's NCCL is loaded, which works on device memory "
-            "(PYNCCL_LIBRARY=cpu works on host memory)"
-        )
-    elif where >= 0 and where != device:
-        raise ValueError(f"{name} is memory of device {where}; expected the communicator's device {device}")
-
-
-def require_writable(span: Span, name: str) -> None:
-    """Refuse a read-only array as an output."""
-    if span[4] and span[1]:
-        raise ValueError(f"{name} is read-only; expected a writable array, since the result goes there")
-
-
-def require_alike(send: Span, recv: Span) -> None:
-    """Refuse an output whose datatype or count is not the input's."""
-    if send[2] != recv[2]:
-        kinds = DataType(recv[2]).name.lower(), DataType(send[2]).name.lower()
-        raise TypeError(f"recv has datatype {kinds[0]}; expected that of send, {kinds[1]}")
-    if send[1] != recv[1]:
-        raise ValueError(f"recv has {recv[1]} elements; expected as many as send, {send[1]}")

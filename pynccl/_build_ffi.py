@@ -169,7 +169,6 @@ class Binding:
             "int pynccl_close(void* handle);",
             "const char* pynccl_error(void);",
             "const char* pynccl_path(void* handle);",
-            "int pynccl_group_depth(void);",
         ]
         for header in self.headers:
             parts += [re.sub(r"^#.*$", "", header.types, flags=re.M)]
@@ -179,6 +178,7 @@ class Binding:
                 f"void* {header.name}_find(const char* name);",
             ]
             parts += [self.declaration(function) + ";" for function in header.functions]
+        parts += [(NATIVE / "calls.h").read_text(encoding="utf-8")]
         return "\n".join(parts)
 
     def source(self) -> str:
@@ -194,6 +194,7 @@ class Binding:
                 f"PYNCCL_TABLE_FUNCTIONS({header.name})",
             ]
             parts += [self._wrapper(header, f) for f in header.functions]
+        parts += ['#include "calls.h"', '#include "calls.c"']
         return "\n".join(parts)
 
     def _c_params(self, function: Function) -> str:
@@ -324,7 +325,7 @@ LIBRARIES = {
 
 
 class build_ext(_build_ext):  # type: ignore[misc]
-    """Builds the three extensions that pyproject.toml names; elsewhere than on Linux, none."""
+    """Builds the extensions that pyproject.toml names; elsewhere than on Linux, none."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -349,13 +350,14 @@ class build_ext(_build_ext):  # type: ignore[misc]
         if ext.name in LIBRARIES:
             LIBRARIES[ext.name][1](Path(self.get_ext_fullpath(ext.name)))
             return
-        source = PACKAGE.parent / "build" / "_native.c"
-        Binding().emit(source)
-        ext.sources = [os.path.relpath(source)]
-        ext.depends = [str(path) for path in (*NATIVE.glob("*.h"), Path(__file__))]
-        ext.include_dirs = [str(NATIVE)]
-        ext.libraries = ["dl"]
-        ext.extra_compile_args = [*WARNINGS, "-O2"]
+        if ext.name == "pynccl._native":
+            source = PACKAGE.parent / "build" / "_native.c"
+            Binding().emit(source)
+            ext.sources = [os.path.relpath(source)]
+            ext.include_dirs = [str(NATIVE)]
+            ext.libraries = ["dl"]
+        ext.depends = [str(path) for path in (*NATIVE.glob("*.[ch]"), Path(__file__))]
+        ext.extra_compile_args = [*WARNINGS, "-O2", "-fvisibility=hidden"]
         super().build_extension(ext)
 
 

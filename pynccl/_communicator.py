@@ -1,52 +1,40 @@
-"""The communicator: array calls on one rank of a group."""
+"""The communicator: its creation, its relatives, waiting for it, and its end."""
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 
 from pynccl import _cuda, _library, _lifetime, _streams, capi
-from pynccl._binding import lib
-from pynccl._buffers import Span, require_alike, require_place, require_writable, resolve
+from pynccl._binding import ffi, lib
+from pynccl._buffers import ANYWHERE, HOST
+from pynccl._collectives import Collectives
+from pynccl._devices import device_to_use, on_device
 from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError
+from pynccl._fastcall import get_recording
 from pynccl._kept import CpuEvents, CudaEvents, Kept
 from pynccl._lifetime import ABORT_SECONDS, bounded
+from pynccl._prepared import Prepare
+from pynccl._recording import address_of, communicators
+from pynccl._structs import CommProperties, Config
 from pynccl._types import DataType, RedOp, UniqueId
 
-A = TypeVar("A")
-
-_OPS = {op.name.lower(): int(op) for op in RedOp}
+ConfigLike = Config | Mapping[str, Any] | None
 
 
-class _Call(NamedTuple):
-    """The resolved arguments of one collective."""
-
-    source: int
-    target: int
-    elements: int
-    datatype: int
-    stream: int
-    wait: bool
-    keep: tuple[Any, ...]
-
-
-class Communicator:
+class Communicator(Collectives):
     """One rank of a group of processes; with the other ranks it makes collective calls on arrays.
 
-    `stream=None` means the current stream of the array's library; for host arrays, which have none, the
-    call returns when the result is there. `recv=None` means in place. Every call returns the array with the
-    result. A communicator is for one thread at a time: used by two, or after it was closed, it raises
-    NcclInvalidUsage.
-
-    As a context manager it is finalized and destroyed at the end, and aborted when an exception leaves the
-    body.
+    A communicator is for one thread at a time: used by two, or after it was closed, it raises
+    NcclInvalidUsage. As a context manager it is finalized and destroyed at the end, and aborted when an
+    exception leaves the body. What is made of it (split, shrink, grow) is aborted with it.
     """
 
     def __init__(
@@ -55,7 +43,7 @@ class Communicator:
         unique_id: UniqueId | bytes | Sequence[UniqueId | bytes],
         rank: int,
         *,
-        config: Any = None,
+        config: ConfigLike = None,
         device: int | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -64,28 +52,54 @@ class Communicator:
         `timeout` bounds the creation and every later wait, in seconds.
         """
         self._prepare(timeout)
-        if nranks < 1 or not 0 <= rank < nranks:
-            raise ValueError(f"rank is {rank} and nranks {nranks}; expected 0 <= rank < nranks")
+        _require_place(nranks, rank)
         ids = _ids(unique_id)
         _library.load()
-        place = _device_to_use(device)
+        place = device_to_use(device)
 
         def create() -> int:
-            with _on_device(place):
-                if len(ids) > 1:
-                    return capi.ncclCommInitRankScalable(nranks, rank, len(ids), ids, config)
-                if config is not None:
-                    return capi.ncclCommInitRankConfig(nranks, ids[0], rank, config)
-                return capi.ncclCommInitRank(nranks, ids[0], rank)
+            if len(ids) > 1:
+                return capi.ncclCommInitRankScalable(nranks, rank, len(ids), ids, config)
+            if config is not None:
+                return capi.ncclCommInitRankConfig(nranks, ids[0], rank, config)
+            return capi.ncclCommInitRank(nranks, ids[0], rank)
 
-        what = f"creating the communicator of rank {rank} of {nranks}"
-        self._take(bounded(create, timeout, what, if_abandoned=capi.ncclCommAbort), owned=True)
+        self._create(f"creating the communicator of rank {rank} of {nranks}", create, place)
+
+    @classmethod
+    def join(
+        cls,
+        nranks: int,
+        unique_id: UniqueId | bytes,
+        rank: int,
+        *,
+        config: ConfigLike = None,
+        device: int | None = None,
+        timeout: float | None = None,
+    ) -> Communicator:
+        """Join a communicator that its ranks grow to `nranks`, as a new rank (ncclCommGrow, NCCL >= 2.29).
+
+        `unique_id` is what one of its ranks got from `get_unique_id` and grows with.
+        """
+        self = cls.__new__(cls)
+        self._prepare(timeout)
+        _require_place(nranks, rank)
+        (uid,) = _ids(unique_id if isinstance(unique_id, UniqueId) else UniqueId(unique_id))
+        _library.load()
+        place = device_to_use(device)
+        what = f"joining a communicator as rank {rank} of {nranks}"
+        self._create(what, lambda: capi.ncclCommGrow(0, nranks, uid, rank, config), place)
+        return self
 
     @classmethod
     def from_handle(cls, handle: int) -> Communicator:
-        """Use a communicator that somebody else made and will destroy, given as its ncclComm_t."""
-        if not handle:
-            raise ValueError("handle is 0; expected an ncclComm_t")
+        """Use a communicator that somebody else made and will destroy, given as its ncclComm_t.
+
+        It has to be the loaded library's.
+        """
+        if isinstance(handle, bool) or not isinstance(handle, int) or handle <= 0:
+            raise ValueError(f"handle is {handle!r}; expected an ncclComm_t as a positive int")
+        _library.load()
         self = cls.__new__(cls)
         self._prepare(None)
         self._take(handle, owned=False)
@@ -99,18 +113,27 @@ class Communicator:
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
         self._timeout = timeout
-        self._lock = threading.Lock()
+        self._c = ffi.gc(lib.pynccl_comm_new(0, 0, 1, 0), lib.pynccl_comm_free)
         self._kept: dict[int, Kept] = {}
-        self._used: set[int] = set()
+        self._templates = {}
+        self._quick = {}
+        self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._scratch: tuple[int, int] | None = None
         self._token = np.zeros(1, np.uint8)
+
+    def _create(self, what: str, create: Callable[[], int], place: int | None) -> None:
+        def on_its_device() -> int:
+            with on_device(place):
+                return create()
+
+        self._take(bounded(on_its_device, self._timeout, what, if_abandoned=capi.ncclCommAbort), owned=True)
 
     def _take(self, handle: int, owned: bool) -> None:
         self._handle, self._owned = handle, owned
         if owned:
             _lifetime.own(int(handle))
         _lifetime.living.add(self)
-        self._backend = _library.library_info().backend
+        self._waits = int(_library.library_info().backend == "cpu")
         try:
             self._settle("creating the communicator")
             self._rank = capi.ncclCommUserRank(handle)
@@ -119,6 +142,12 @@ class Communicator:
         except BaseException:
             self.abort()
             raise
+        driver = not self._waits and _cuda.available()
+        self._streamless = not driver
+        self._place = HOST if self._waits else self._device if driver else ANYWHERE
+        self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
+        self._c.waits = self._waits
+        communicators[address_of(self._c)] = self
 
     # --- what it is ---
 
@@ -147,6 +176,16 @@ class Communicator:
         """True once it was destroyed or aborted."""
         return not self._handle
 
+    @property
+    def properties(self) -> CommProperties:
+        """What the library says of itself and the machine (ncclCommQueryProperties, NCCL >= 2.29)."""
+        return capi.ncclCommQueryProperties(self.handle)
+
+    @property
+    def prepare(self) -> Prepare:
+        """The same operations, checked and packed now, run later: `op = comm.prepare.all_reduce(x); op()`."""
+        return Prepare(self)
+
     def __repr__(self) -> str:
         place = (
             f"rank {self._rank} of {self._size} on device {self._device}"
@@ -164,44 +203,114 @@ class Communicator:
             raise NcclInvalidUsage(f"{self!r} cannot be used: {self._why}", rank=getattr(self, "_rank", None))
         return self._handle
 
-    # --- collectives ---
+    # --- relatives ---
 
-    def all_reduce(
-        self, send: A, recv: A | None = None, op: str | RedOp | int = "sum", stream: Any = None
-    ) -> A:
-        """Reduce the arrays of all ranks, element by element; every rank gets the result."""
-        call = self._two(send, recv, stream)
-        self._issue(capi.ncclAllReduce, call, _op_code(op), self._open(), call.stream)
-        return send if recv is None else recv
+    def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None:
+        """Make a communicator of the ranks with the same color, ordered by key (ncclCommSplit, NCCL >= 2.18).
 
-    def broadcast(self, send: A | None, recv: A | None = None, root: int = 0, stream: Any = None) -> A:
-        """Copy the root's array to every rank; elsewhere `send` may be None when `recv` is given."""
-        if not 0 <= root < self._size:
-            raise ValueError(f"root is {root}; expected 0 <= root < {self._size}{self._here()}")
-        result = send if recv is None else recv
-        if result is None or (send is None and self._rank == root):
-            raise TypeError(
-                f"send is None; expected an array{' on the root' if recv is not None else ''}{self._here()}"
+        Every rank has to call it. `color=None`: this rank joins none, and gets None.
+        """
+        if color is not None and (isinstance(color, bool) or not isinstance(color, int | np.integer)):
+            raise TypeError(f"color is {color!r}; expected an int, or None to join no communicator")
+        if color is not None and not 0 <= color < 1 << 31:
+            raise ValueError(f"color is {color}; expected 0 <= color < 2**31, or None")
+        number = capi.NCCL_SPLIT_NOCOLOR if color is None else int(color)
+        return self._child(
+            "ncclCommSplit",
+            lambda: capi.ncclCommSplit(self.handle, number, int(key), config),
+            color is not None,
+        )
+
+    def shrink(
+        self, exclude: Iterable[int], abort: bool = False, *, config: ConfigLike = None
+    ) -> Communicator:
+        """Make a communicator without some ranks, which do not call this (ncclCommShrink, NCCL >= 2.27).
+
+        `abort=True`, for ranks that have failed, ends what is outstanding and closes this communicator.
+        """
+        ranks = list(exclude)
+        for rank in ranks:
+            self._rank_in(rank, "exclude")
+        if self._rank in ranks or not ranks:
+            raise ValueError(
+                f"exclude is {ranks}; expected other ranks than this one, {self._rank}, at least one"
             )
-        call = self._two(result if send is None else send, recv, stream, writes=self._rank != root)
-        self._issue(capi.ncclBroadcast, call, root, self._open(), call.stream)
-        return result
+        flags = capi.NCCL_SHRINK_ABORT if abort else capi.NCCL_SHRINK_DEFAULT
+        child = self._child(
+            "ncclCommShrink",
+            lambda: capi.ncclCommShrink(self.handle, sorted(ranks), len(ranks), config, flags),
+        )
+        assert child is not None
+        if abort:
+            self._children.discard(child)
+            self.abort()
+        return child
+
+    def get_unique_id(self) -> UniqueId:
+        """Return the id with which new ranks join this communicator when it grows; on one rank only."""
+        return UniqueId(capi.ncclCommGetUniqueId(self.handle))
+
+    def grow(
+        self, nranks: int, unique_id: UniqueId | bytes | None = None, *, config: ConfigLike = None
+    ) -> Communicator:
+        """Make a communicator of these ranks and new ones, `nranks` in all (ncclCommGrow, NCCL >= 2.29).
+
+        Every rank has to call it: `unique_id` on the one that got it from `get_unique_id`, None elsewhere.
+        The new ranks call `Communicator.join`.
+        """
+        if not isinstance(nranks, int) or nranks <= self._size:
+            raise ValueError(f"nranks is {nranks}; expected more than the present {self._size}")
+        uid = None if unique_id is None else bytes(UniqueId(unique_id))
+        child = self._child("ncclCommGrow", lambda: capi.ncclCommGrow(self.handle, nranks, uid, -1, config))
+        assert child is not None
+        return child
+
+    def _child(self, what: str, create: Callable[[], int], joins: bool = True) -> Communicator | None:
+        self._outside_groups(what)
+        child = Communicator.__new__(Communicator)
+        child._prepare(self._timeout)
+        with self._alone():
+
+            def on_its_device() -> int:
+                with on_device(self._device):
+                    return create()
+
+            handle = bounded(on_its_device, self._timeout, what, if_abandoned=_abort_if_made)
+            self._settle(what)
+            if not joins:
+                return None
+            child._take(handle, owned=True)
+        self._children.add(child)
+        return child
+
+    def _outside_groups(self, what: str) -> None:
+        if get_recording() is not None:
+            raise NcclInvalidUsage(
+                f"{what} inside pynccl.group() or prepare: expected it outside", function=what
+            )
+
+    # --- waiting ---
 
     def barrier(self) -> None:
         """Return when every rank has reached this."""
-        if self._backend == "cpu":
-            pointer, stream = self._token.ctypes.data, 0
-        else:
-            pointer, stream = self._device_scratch()
-        call = _Call(pointer, pointer, 1, int(DataType.UINT8), stream, True, ())
-        self._issue(capi.ncclAllReduce, call, int(RedOp.MAX), self._open(), stream)
+        self._outside_groups("barrier")
+        name = "ncclAllReduce"
+        pointer, stream = (self._token.ctypes.data, 0) if self._waits else self._device_scratch()
+        template, _ = self._template(lib.PYNCCL_ALL_REDUCE, int(DataType.UINT8), int(RedOp.MAX), 0)
+        answer = lib.pynccl_issue(template, pointer, pointer, 1, stream, self._waits)
+        if answer:
+            self._after(answer, lib.PYNCCL_ALL_REDUCE, stream, self._waits, self)
+        if not self._waits:
+            with self._alone():
+                self._wait(stream, name, None)
 
     def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
         """Wait for a stream, or for every stream that this communicator has used."""
         self._open()
-        handles = list(self._used) if stream is None else [_streams.handle_of(stream)]
+        given = None if stream is None else _streams.handle_of(stream)
         with self._alone():
-            for handle in handles:
+            used = [int(self._c.used[i]) for i in range(self._c.used_count)]
+            for handle in used if given is None else [given]:
                 self._wait(handle, "synchronize", timeout)
 
     def async_error(self) -> NcclError | None:
@@ -213,70 +322,24 @@ class Communicator:
             return error
         return None
 
-    # --- the path of a call ---
-
-    def _two(self, send: Any, recv: Any, stream: Any, writes: bool = True) -> _Call:
-        """Resolve an input and an output, the same array where `recv` is None."""
-        try:
-            source = self._span(send, "send")
-            target = source if recv is None else self._span(recv, "recv")
-            if recv is not None:
-                require_alike(source, target)
-            if writes or recv is not None:
-                require_writable(target, "send (in place)" if recv is None else "recv")
-            handle = self._current(send) if stream is None else _streams.handle_of(stream)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}{self._here()}") from error
-        waits = stream is None and self._backend == "cpu"
-        # Host memory has no allocator that knows of streams; a device's has one, for the current stream.
-        keep = (
-            (send, recv)
-            if self._backend == "cpu" or (stream is not None and handle != self._current(send))
-            else ()
-        )
-        return _Call(source[0], target[0], source[1], source[2], handle, waits, keep)
-
-    def _span(self, array: Any, name: str) -> Span:
-        span = resolve(array, name)
-        require_place(span, name, self._backend, self._device)
-        return span
-
-    def _current(self, array: Any) -> int:
-        return 0 if self._backend == "cpu" else _streams.current_of(array)
-
-    def _here(self) -> str:
-        return f" (rank {self._rank} of {self._size})"
-
-    def _issue(self, function: Callable[..., int], call: _Call, *rest: int) -> None:
-        """Make one call of the library; what it returns early, or asynchronously, is waited for here."""
-        with self._alone():
-            if call.keep:
-                self._keep(call)
-            self._used.add(call.stream)
-            if function(call.source, call.target, call.elements, call.datatype, *rest):
-                self._settle(function.__name__)
-            # Inside a group nothing has been issued yet that could be waited for.
-            if call.wait and not lib.pynccl_group_depth():
-                self._wait(call.stream, function.__name__, None)
-
-    def _keep(self, call: _Call) -> None:
+    def _keep(self, stream: int, arrays: Any) -> None:
         """Hold on to the arrays of a call until its stream is known to be done with them."""
-        kept = self._kept.get(call.stream)
+        kept = self._kept.get(stream)
         if kept is None:
-            events = CpuEvents(self._open()) if self._backend == "cpu" else CudaEvents(self._device)
-            kept = self._kept[call.stream] = Kept(events, call.stream)
-        kept.add(call.keep)
+            events = CpuEvents(int(self._open())) if self._waits else CudaEvents(self._device)
+            kept = self._kept[stream] = Kept(events, stream)
+        kept.add(arrays)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise NcclInvalidUsage(
-                f"{self!r} is in use by another thread; a communicator is for one at a time"
-            )
+        """Be the only one to use the communicator."""
+        answer = lib.pynccl_enter(self._c)
+        if answer:
+            self._refuse(answer)
         try:
             yield
         finally:
-            self._lock.release()
+            lib.pynccl_leave(self._c)
 
     def _deadline(self, timeout: float | None) -> tuple[float | None, float | None]:
         seconds = self._timeout if timeout is None else timeout
@@ -285,7 +348,7 @@ class Communicator:
     def _wait(self, stream: int, what: str, timeout: float | None) -> None:
         """Wait for a stream, and let go of the arrays that were kept for it."""
         seconds, deadline = self._deadline(timeout)
-        if self._backend == "cpu":
+        if self._waits:
             done = _streams.wait_cpu(self._open, stream, deadline)
         else:
             # Handles up to 2 mean the current device's default streams.
@@ -295,7 +358,7 @@ class Communicator:
             raise self._late(what, seconds, f" on stream {stream:#x}")
         if stream in self._kept:
             self._kept.pop(stream).clear()
-        self._used.discard(stream)
+        lib.pynccl_comm_forget(self._c, stream)
 
     def _settle(self, what: str) -> None:
         """Wait until a non-blocking communicator has taken the last call."""
@@ -319,10 +382,7 @@ class Communicator:
 
     def finalize(self) -> None:
         """Complete the outstanding calls of all ranks; the communicator can then only be destroyed."""
-        handle = self._open()
-        with self._alone():
-            bounded(lambda: capi.ncclCommFinalize(handle), self._timeout, "ncclCommFinalize")
-            self._settle("ncclCommFinalize")
+        self._bounded_call("ncclCommFinalize", lambda: capi.ncclCommFinalize(self.handle))
 
     def destroy(self) -> None:
         """Finalize where that was not done, and give everything back; harmless when already closed."""
@@ -337,12 +397,49 @@ class Communicator:
             self._release()
 
     def abort(self) -> None:
-        """Give everything back at once, without the other ranks; any thread may call it, at any time."""
-        handle = self._close("it was aborted")
-        if handle:
+        """Give everything back at once, without the other ranks; any thread may call it, at any time.
+
+        What was made of this communicator is aborted with it.
+        """
+        family = [self, *self._descendants()]
+        handles = [handle for comm in family if (handle := comm._close("it was aborted"))]
+        for handle in handles:
             _lifetime.disown(handle)
-            bounded(lambda: capi.ncclCommAbort(handle), ABORT_SECONDS, "ncclCommAbort")
-        self._release()
+        if handles:
+            bounded(lambda: _abort_all(handles), ABORT_SECONDS, "ncclCommAbort")
+        for comm in family:
+            comm._release()
+
+    def _descendants(self) -> Iterator[Communicator]:
+        for child in list(self._children):
+            yield child
+            yield from child._descendants()
+
+    def revoke(self) -> None:
+        """End outstanding calls on this rank without closing the communicator (ncclCommRevoke, NCCL >= 2.28).
+
+        It can then be shrunk, split or closed, on all ranks alike.
+        """
+        handle = self._open()
+        bounded(
+            lambda: capi.ncclCommRevoke(handle, capi.NCCL_REVOKE_DEFAULT), self._timeout, "ncclCommRevoke"
+        )
+
+    def suspend(self) -> None:
+        """Give the communicator's device memory back until `resume` (ncclCommSuspend, NCCL >= 2.29)."""
+        self._bounded_call(
+            "ncclCommSuspend", lambda: capi.ncclCommSuspend(self.handle, capi.NCCL_SUSPEND_MEM)
+        )
+
+    def resume(self) -> None:
+        """Take the memory back that `suspend` gave (ncclCommResume, NCCL >= 2.29)."""
+        self._bounded_call("ncclCommResume", lambda: capi.ncclCommResume(self.handle))
+
+    def _bounded_call(self, name: str, call: Callable[[], int]) -> None:
+        self._open()
+        with self._alone():
+            bounded(call, self._timeout, name)
+            self._settle(name)
 
     def _close(self, why: str) -> int:
         """Mark it as closed; return the handle if it is to be given back."""
@@ -353,11 +450,11 @@ class Communicator:
     def _forget(self, why: str) -> None:
         if self._handle:
             self._handle, self._why = 0, why
+            self._c.handle = 0
 
     def _release(self) -> None:
         while self._kept:
             self._kept.popitem()[1].clear()
-        self._used.clear()
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             with _cuda.using_device(self._device):
@@ -401,40 +498,48 @@ def _ids(unique_id: UniqueId | bytes | Sequence[UniqueId | bytes]) -> list[bytes
     return ids
 
 
-def _op_code(op: str | RedOp | int) -> int:
-    if isinstance(op, str):
-        code = _OPS.get(op)
-        if code is None:
-            raise ValueError(f"op is {op!r}; expected one of {', '.join(_OPS)}, or a RedOp")
-        return code
-    if isinstance(op, bool) or not isinstance(op, int):
-        raise TypeError(f"op is {op!r}; expected one of {', '.join(_OPS)}, or a RedOp")
-    return int(op)
+def _require_place(nranks: int, rank: int) -> None:
+    for name, value in (("nranks", nranks), ("rank", rank)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{name} is {value!r}; expected an int")
+    if nranks < 1 or not 0 <= rank < nranks:
+        raise ValueError(f"rank is {rank} and nranks {nranks}; expected 0 <= rank < nranks")
 
 
-def _device_to_use(device: int | None) -> int | None:
-    """Return the given device or this thread's; None without a driver: the library answers for itself."""
-    if device is not None and device < 0:
-        raise ValueError(f"device is {device}; expected 0 or more")
-    if _library.library_info().backend == "cpu":
-        return capi.pyncclCpuGetDevice() if device is None else device
-    if device is None and _cuda.available():
-        return _cuda.current_device() or 0
-    return device
+def _abort_if_made(handle: int) -> None:
+    if handle:
+        capi.ncclCommAbort(handle)
 
 
-@contextmanager
-def _on_device(device: int | None) -> Iterator[None]:
-    """Make a device the current one of this thread, by the CPU library or by the driver."""
-    if device is None:
-        yield
-    elif _library.library_info().backend == "cpu":
-        before = capi.pyncclCpuGetDevice()
-        capi.pyncclCpuSetDevice(device)
-        try:
-            yield
-        finally:
-            capi.pyncclCpuSetDevice(before)
-    else:
-        with _cuda.using_device(device):
-            yield
+def _abort_all(handles: list[int]) -> None:
+    # Together, since communicators that share resources wait for each other's abort.
+    if len(handles) > 1:
+        capi.ncclGroupStart()
+    for handle in reversed(handles):
+        capi.ncclCommAbort(handle)
+    if len(handles) > 1:
+        capi.ncclGroupEnd()
+
+
+def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> list[Communicator]:
+    """Make a communicator of one process with a rank on each device, and return its ranks (ncclCommInitAll).
+
+    `devices` is their number or their ordinals. Calls of one thread on several ranks belong in a `group()`.
+    """
+    ordinals = list(range(devices)) if isinstance(devices, int) else [int(d) for d in devices]
+    if not ordinals or isinstance(devices, bool):
+        raise ValueError(f"devices is {devices!r}; expected a positive number, or ordinals")
+    _library.load()
+    handles = bounded(
+        lambda: capi.ncclCommInitAll(len(ordinals), ordinals),
+        timeout,
+        "ncclCommInitAll",
+        if_abandoned=_abort_all,
+    )
+    ranks = []
+    for handle in handles:
+        comm = Communicator.__new__(Communicator)
+        comm._prepare(timeout)
+        comm._take(handle, owned=True)
+        ranks.append(comm)
+    return ranks

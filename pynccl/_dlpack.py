@@ -74,6 +74,13 @@ def read(array: Any) -> Tensor:
     return _describe(_Tensor.from_address(pointer), readonly=False)
 
 
+def order(array: Any, stream: int) -> None:
+    """Have a CUDA stream wait for whatever still writes the array: its producer does that, when asked."""
+    if array.__dlpack_device__()[0] in (_CUDA, _CUDA_MANAGED):
+        # 0 is no stream to DLPack, 1 the legacy default one. The capsule is given back unconsumed.
+        array.__dlpack__(stream=stream or 1)
+
+
 def _describe(tensor: _Tensor, readonly: bool) -> Tensor:
     if tensor.device_type not in (_CPU, _CUDA_HOST, _CUDA_MANAGED, _CUDA):
         raise ValueError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from pynccl import _cuda, capi
+from pynccl import _cuda, _library, capi
+from pynccl._devices import device_to_use, on_device
+from pynccl._errors import NcclTimeoutError
 from pynccl._status import IN_PROGRESS, check
 
 # Between two slices Python handles signals; within one, the waiting thread works for the CPU library.
@@ -37,20 +38,6 @@ def _shown_handle(stream: Any) -> Any:
     return getattr(stream, "ptr", getattr(stream, "cuda_stream", None))
 
 
-def current_of(array: Any) -> int:
-    """Return the stream that the array's own library uses at present for its next operation."""
-    library = type(array).__module__.partition(".")[0]
-    # Looked up, never imported: an array of a library shows that it is there.
-    module = sys.modules.get(library)
-    if module is None or not _cuda.available():
-        return 0
-    if library == "cupy":
-        return int(module.cuda.get_current_stream().ptr)
-    if library == "torch":
-        return int(module.cuda.current_stream(array.device).cuda_stream)
-    return 0
-
-
 def wait_cpu(comm: Callable[[], int], stream: int, deadline: float | None) -> bool:
     """Wait for a stream of the CPU library; False when the deadline passed."""
     while True:
@@ -64,20 +51,24 @@ def wait_cpu(comm: Callable[[], int], stream: int, deadline: float | None) -> bo
 
 def wait_cuda(comm: Callable[[], int], stream: int, deadline: float | None) -> bool:
     """Wait for a CUDA stream, looking at the communicator for errors; False when the deadline passed."""
-    pause = 0.0
-    while not _cuda.stream_query(stream):
+
+    def done() -> bool:
+        if _cuda.stream_query(stream):
+            return True
         raise_async_error(comm())
-        if deadline is not None and time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(_LONGEST_SLEEP, 1.5 * pause + 1e-6)
-    return True
+        return False
+
+    return _poll(done, deadline)
 
 
 def wait_ready(comm: Callable[[], int], deadline: float | None) -> bool:
     """Wait until a non-blocking communicator has done what it was asked; False when the deadline passed."""
+    return _poll(lambda: raise_async_error(comm()) != IN_PROGRESS, deadline)
+
+
+def _poll(done: Callable[[], bool], deadline: float | None) -> bool:
     pause = 0.0
-    while raise_async_error(comm()) == IN_PROGRESS:
+    while not done():
         if deadline is not None and time.monotonic() >= deadline:
             return False
         time.sleep(pause)
@@ -90,3 +81,123 @@ def raise_async_error(comm: int) -> int:
     state = capi.ncclCommGetAsyncError(comm)
     check(state, "ncclCommGetAsyncError", comm)
     return state
+
+
+class Stream:
+    """A stream of the current device, or of the CPU library; work on one stream runs in order.
+
+    Give it back with `destroy`, or as a context manager: work on it is finished first.
+    """
+
+    def __init__(self) -> None:
+        self._cpu = _library.library_info().backend == "cpu"
+        with on_device(device_to_use(None)):
+            self._handle = capi.pyncclCpuStreamCreate() if self._cpu else _cuda.stream_create()
+
+    @property
+    def handle(self) -> int:
+        """The cudaStream_t as an int."""
+        if not self._handle:
+            raise ValueError("this stream was destroyed; expected a live one")
+        return self._handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def query(self) -> bool:
+        """Tell whether everything on the stream is done."""
+        if self._cpu:
+            return capi.pyncclCpuStreamQuery(0, self.handle) != IN_PROGRESS
+        return _cuda.stream_query(self.handle)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait until everything on the stream is done; NcclTimeoutError after `timeout` seconds."""
+        _wait_for(lambda: self._wait(timeout), timeout, "Stream.synchronize")
+
+    def _wait(self, timeout: float | None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._cpu:
+            return wait_cpu(lambda: 0, self.handle, deadline)
+        return _poll(lambda: _cuda.stream_query(self.handle), deadline)
+
+    def wait_event(self, event: Event) -> None:
+        """Have the later work of this stream wait for an event."""
+        if self._cpu:
+            capi.pyncclCpuStreamWaitEvent(0, self.handle, event.handle)
+        else:
+            _cuda.stream_wait_event(self.handle, event.handle)
+
+    def destroy(self) -> None:
+        """Give the stream back; harmless when that was done."""
+        handle, self._handle = self._handle, 0
+        if handle and self._cpu:
+            capi.pyncclCpuStreamDestroy(handle)
+        elif handle:
+            _cuda.stream_destroy(handle)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        return f"<pynccl.Stream {self._handle:#x}>"
+
+
+class Event:
+    """A point in the work of a stream, which others can wait for."""
+
+    def __init__(self) -> None:
+        self._cpu = _library.library_info().backend == "cpu"
+        with on_device(device_to_use(None)):
+            self._handle = capi.pyncclCpuEventCreate() if self._cpu else _cuda.event_create()
+
+    @property
+    def handle(self) -> int:
+        """The cudaEvent_t as an int."""
+        if not self._handle:
+            raise ValueError("this event was destroyed; expected a live one")
+        return self._handle
+
+    def record(self, stream: Any) -> None:
+        """Have the event happen when the work that the stream has so far is done."""
+        if self._cpu:
+            capi.pyncclCpuEventRecord(0, self.handle, handle_of(stream))
+        else:
+            _cuda.event_record(self.handle, handle_of(stream))
+
+    def query(self) -> bool:
+        """Tell whether the event has happened; one never recorded has."""
+        if self._cpu:
+            return capi.pyncclCpuEventQuery(self.handle) != IN_PROGRESS
+        return _cuda.event_query(self.handle)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait until the event has happened; NcclTimeoutError after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        _wait_for(lambda: _poll(self.query, deadline), timeout, "Event.synchronize")
+
+    def destroy(self) -> None:
+        """Give the event back; harmless when that was done."""
+        handle, self._handle = self._handle, 0
+        if handle and self._cpu:
+            capi.pyncclCpuEventDestroy(handle)
+        elif handle:
+            _cuda.event_destroy(handle)
+
+    def __enter__(self) -> Event:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        return f"<pynccl.Event {self._handle:#x}>"
+
+
+def _wait_for(wait: Callable[[], bool], timeout: float | None, what: str) -> None:
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
+    if not wait():
+        raise NcclTimeoutError(f"{what} took longer than {timeout:g} s", function=what)

@@ -80,8 +80,6 @@ static void* pynccl_find(const struct pynccl_table* table, const char* name) {
 // How deep this thread is in ncclGroupStart calls made through pynccl.
 static __thread int pynccl_depth;
 
-static int pynccl_group_depth(void) { return pynccl_depth; }
-
 static int pynccl_group(int step, int result) {
   if (step > 0) pynccl_depth += result == 0;
   if (step < 0 && pynccl_depth > 0 && result < PYNCCL_NOT_FOUND)

@@ -1,0 +1,429 @@
+"""The path of a call: resolve the arrays, check them, issue it, and see what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pynccl import _cuda, _dtypes, _streams
+from pynccl._binding import ffi, lib
+from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, kind_of, shape_of, spans
+from pynccl._config import pack
+from pynccl._errors import NcclInvalidUsage
+from pynccl._fastcall import get_recording
+from pynccl._group import Group
+from pynccl._ops import op_code
+from pynccl._recording import BUSY, CLOSED, NO_MEMORY, OVERLAP, RECORDED, WAITING, function_name
+from pynccl._status import IN_PROGRESS, check
+from pynccl._structs import CollConfig
+
+if TYPE_CHECKING:
+    from pynccl._buffers import Span
+
+PerCall = CollConfig | Mapping[str, Any] | None
+
+ALL_REDUCE, REDUCE, BROADCAST = lib.PYNCCL_ALL_REDUCE, lib.PYNCCL_REDUCE, lib.PYNCCL_BROADCAST
+ALL_GATHER, REDUCE_SCATTER = lib.PYNCCL_ALL_GATHER, lib.PYNCCL_REDUCE_SCATTER
+ALL_TO_ALL, GATHER, SCATTER = lib.PYNCCL_ALL_TO_ALL, lib.PYNCCL_GATHER, lib.PYNCCL_SCATTER
+SEND, RECV = lib.PYNCCL_SEND, lib.PYNCCL_RECV
+_REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
+_issue = lib.pynccl_issue
+
+
+class Checked(NamedTuple):
+    """A call whose arguments are right: addresses, elements that NCCL is told, dtype code."""
+
+    source: int
+    target: int
+    elements: int
+    code: int
+    result: Any = None
+
+
+class Piece(NamedTuple):
+    """One call of several that together are one operation."""
+
+    kind: int
+    code: int
+    source: int
+    target: int
+    elements: int
+    root: int
+
+
+class Calls:
+    """What every operation of a communicator goes through."""
+
+    _c: Any
+    _rank: int
+    _size: int
+    _device: int
+    # Where arrays have to be: the device's ordinal, or HOST.
+    _place: int
+    # 1 where calls without a stream wait: for the CPU library.
+    _waits: int
+    # There is no stream but those that are given.
+    _streamless: bool
+    # What is the same in many calls; `_quick` has those of all_reduce by the operation's name and dtype code.
+    _templates: dict[tuple[int, int, int, int], Any]
+    _quick: dict[Any, dict[int, Any]]
+    _why: str
+
+    if TYPE_CHECKING:
+
+        def _keep(self, stream: int, arrays: Any) -> None: ...
+        def _wait(self, stream: int, what: str, timeout: float | None) -> None: ...
+        def _settle(self, what: str) -> None: ...
+        def _alone(self) -> AbstractContextManager[None]: ...
+
+    # --- one call ---
+
+    def _run(
+        self, kind: int, send: Any, recv: Any, op: Any, root: int, stream: Any, config: PerCall = None
+    ) -> Any:
+        try:
+            checked = _CHECKS[kind](self, send, recv, root)
+            code = op_code(self, op, checked.code) if kind in _REDUCING else 0
+            handle, wait = self._stream(stream, send, checked.result)
+        except (TypeError, ValueError) as error:
+            raise self._located(error) from error
+        template, packed = self._template(kind, checked.code & 255, code, root, config)
+        answer = _issue(template, checked.source, checked.target, checked.elements, handle, wait)
+        if answer:
+            keep = (self, send, checked.result, op, packed)
+            self._after(answer, kind, handle, wait, keep, config is not None)
+        elif kind == ALL_REDUCE and type(op) is str and packed is None and checked.code < 256:
+            self._quick.setdefault(op, {})[checked.code] = template
+        return checked.result
+
+    def _template(
+        self, kind: int, datatype: int, op: int, root: int, config: PerCall = None
+    ) -> tuple[Any, Any]:
+        """Return a pynccl_call without buffers, and what it needs alive."""
+        key = kind, datatype, op, root
+        template = self._templates.get(key) if config is None else None
+        if template is not None:
+            return template, None
+        made = {"comm": self._c, "kind": kind, "datatype": datatype, "op": op, "root": root}
+        if config is None:
+            template = self._templates[key] = ffi.new("pynccl_call*", made)
+            return template, None
+        packed = pack(CollConfig, config)
+        return ffi.new("pynccl_call*", made | {"config": packed}), packed
+
+    def _stream(self, stream: Any, send: Any, result: Any) -> tuple[int, int]:
+        """Return a call's stream, ordered behind who still writes the arrays, and whether to wait for it."""
+        if stream is None and self._streamless:
+            return 0, self._waits
+        arrays = [array for array in (send, result) if array is not None]
+        given = stream is not None
+        current = 0 if self._streamless else kind_of(arrays[0]).current(arrays[0])
+        handle = _streams.handle_of(stream) if given else current
+        if not self._streamless:
+            for array in arrays:
+                order = kind_of(array).order
+                if order is not None:
+                    with _cuda.using_device(self._device):
+                        order(array, handle)
+        # Host memory has no allocator that knows of streams; a device's has one, for the current stream.
+        if given and (self._waits or (handle != current and not self._streamless)):
+            self._keep(handle, (*arrays, stream))
+        return handle, 0
+
+    def _after(
+        self, answer: int, kind: int, stream: int, wait: int, keep: Any, configured: bool = False
+    ) -> None:
+        """Do what is left to do after a call that did not simply succeed."""
+        if answer == RECORDED:
+            recording = get_recording()
+            assert recording is not None
+            recording.append(keep)
+        elif answer in (WAITING, IN_PROGRESS):
+            self._complete(answer, function_name(kind, configured), stream, wait, keep)
+        elif answer == OVERLAP:
+            raise self._located(ValueError("send and recv overlap; expected the same memory, or separate"))
+        else:
+            self._refuse(answer)
+            check(answer, function_name(kind, configured), int(self._c.handle))
+
+    def _complete(self, answer: int, name: str, stream: int, wait: int, keep: Any) -> None:
+        try:
+            if answer == WAITING:
+                try:
+                    self._wait(stream, name, None)
+                finally:
+                    lib.pynccl_leave(self._c)
+            else:
+                with self._alone():
+                    self._settle(name)
+                    if wait and not lib.pynccl_group_depth():
+                        self._wait(stream, name, None)
+        except BaseException:
+            # The library may still be at it.
+            if self._c.handle:
+                self._keep(stream, keep)
+            raise
+
+    def _refuse(self, answer: int) -> None:
+        """Raise where an answer is the call path's own, and about this communicator."""
+        if answer == BUSY:
+            raise NcclInvalidUsage(
+                f"{self!r} is in use by another thread; a communicator is for one at a time"
+            )
+        if answer == CLOSED and not self._c.handle:
+            raise NcclInvalidUsage(f"{self!r} cannot be used: {self._why}", rank=self._rank)
+        if answer == NO_MEMORY:
+            raise MemoryError
+
+    def _located(self, error: Exception) -> Exception:
+        return type(error)(f"{error} (rank {self._rank} of {self._size})")
+
+    # --- several calls that are one ---
+
+    def _in_pieces(
+        self, check_all: Callable[[], Iterable[Piece]], op: Any, stream: Any, send: Any, result: Any
+    ) -> Any:
+        """Issue calls as one group, after all of them were checked."""
+        try:
+            pieces = list(check_all())
+            handle, wait = self._stream(stream, send, result)
+            codes = [op_code(self, op, p.code) if p.kind in _REDUCING else 0 for p in pieces]
+        except (TypeError, ValueError) as error:
+            raise self._located(error) from error
+        keep = (self, send, result, op)
+        with Group():
+            for piece, code in zip(pieces, codes, strict=True):
+                template, _ = self._template(piece.kind, piece.code & 255, code, piece.root)
+                answer = _issue(template, piece.source, piece.target, piece.elements, handle, wait)
+                self._after(answer, piece.kind, handle, wait, keep)
+        return result
+
+    # --- what is right ---
+
+    def _span(self, array: Any, name: str, *, split: bool = False) -> Span:
+        """Resolve an array; refuse memory that the library cannot reach from the communicator's device."""
+        span = spans[type(array)](array, name)
+        _, count, _, where, flags = span
+        if where not in (self._place, ANYWHERE):
+            self._misplaced(name, where, count)
+        if flags & FORTRAN and split:
+            raise ValueError(
+                f"{name} is in Fortran order; expected C order, since the first axis is split or joined"
+            )
+        return span
+
+    def _misplaced(self, name: str, where: int, count: int) -> None:
+        if self._waits:
+            raise ValueError(
+                f"{name} is memory of device {where}; the CPU library is loaded, which works on host memory"
+            )
+        if where != HOST:
+            raise ValueError(
+                f"{name} is memory of device {where}; expected the communicator's device {self._device}"
+            )
+        if count:
+            raise ValueError(
+                f"{name} is host memory; NVIDIA's NCCL is loaded, which works on device memory "
+                "(PYNCCL_LIBRARY=cpu works on host memory)"
+            )
+
+    def _output(self, array: Any, name: str, *, split: bool = False) -> Span:
+        span = self._span(array, name, split=split)
+        if span[4] & READ_ONLY and span[1]:
+            raise ValueError(f"{name} is read-only; expected a writable array, since the result goes there")
+        return span
+
+    def _rank_in(self, value: Any, name: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{name} is {value!r}; expected an int, 0 <= {name} < {self._size}")
+        if not 0 <= value < self._size:
+            raise ValueError(f"{name} is {value}; expected 0 <= {name} < {self._size}")
+
+    def _part(self, span: Span, name: str) -> int:
+        """Return the elements of each rank's part of an array, as NCCL is told them."""
+        if _elements(span) % self._size:
+            raise ValueError(
+                f"{name} has {_elements(span)} elements; expected a multiple of the {self._size} ranks"
+            )
+        return span[1] // self._size
+
+    def _new(self, array: Any, name: str, shape: tuple[int, ...]) -> Any:
+        """Return a new array for the result, of the sender's kind."""
+        return kind_of(array, name).empty(array, shape)
+
+    def _first_axis(self, array: Any) -> tuple[int, ...]:
+        shape = shape_of(array)
+        if not shape or shape[0] % self._size:
+            raise ValueError(
+                f"send has shape {shape}; expected a first axis that is a multiple of the {self._size} ranks"
+            )
+        return shape[0] // self._size, *shape[1:]
+
+    def _check_elementwise(self, send: Any, recv: Any, root: int) -> Checked:
+        if recv is None:
+            span = self._output(send, "send (in place)")
+            return Checked(span[0], span[0], span[1], span[2], send)
+        source, target = self._span(send, "send"), self._output(recv, "recv")
+        _require_alike(source, target)
+        return Checked(source[0], target[0], source[1], source[2], recv)
+
+    def _check_reduce(self, send: Any, recv: Any, root: int) -> Checked:
+        self._rank_in(root, "root")
+        if root == self._rank:
+            return self._check_elementwise(send, recv, root)
+        source = self._span(send, "send")
+        return Checked(source[0], 0, source[1], source[2])
+
+    def _check_broadcast(self, send: Any, recv: Any, root: int) -> Checked:
+        self._rank_in(root, "root")
+        if root != self._rank:
+            span = self._output(send, "send (in place)") if recv is None else self._output(recv, "recv")
+            return Checked(span[0], span[0], span[1], span[2], send if recv is None else recv)
+        if send is None:
+            raise TypeError("send is None; expected an array, which the root sends")
+        source = self._span(send, "send")
+        if recv is None:
+            return Checked(source[0], source[0], source[1], source[2], send)
+        return self._check_elementwise(send, recv, root)
+
+    def _check_all_gather(self, send: Any, recv: Any, root: int) -> Checked:
+        source = self._span(send, "send", split=True)
+        if recv is None:
+            recv = self._new(send, "send", (self._size, *shape_of(send)))
+        target = self._output(recv, "recv", split=True)
+        _require_total(source, target, "recv", self._size * _elements(source), "every rank's send")
+        return Checked(source[0], target[0], source[1], source[2], recv)
+
+    def _check_reduce_scatter(self, send: Any, recv: Any, root: int) -> Checked:
+        source = self._span(send, "send", split=True)
+        if recv is None:
+            recv = self._new(send, "send", self._first_axis(send))
+        count = self._part(source, "send")
+        target = self._output(recv, "recv", split=True)
+        _require_total(source, target, "recv", _elements(source) // self._size, "one part of send")
+        return Checked(source[0], target[0], count, source[2], recv)
+
+    def _check_all_to_all(self, send: Any, recv: Any, root: int) -> Checked:
+        source = self._span(send, "send", split=True)
+        if recv is None:
+            self._first_axis(send)
+            recv = self._new(send, "send", shape_of(send))
+        count = self._part(source, "send")
+        target = self._output(recv, "recv", split=True)
+        _require_alike(source, target)
+        return Checked(source[0], target[0], count, source[2], recv)
+
+    def _check_gather(self, send: Any, recv: Any, root: int) -> Checked:
+        self._rank_in(root, "root")
+        if root == self._rank:
+            return self._check_all_gather(send, recv, root)
+        source = self._span(send, "send", split=True)
+        return Checked(source[0], 0, source[1], source[2])
+
+    def _check_scatter(self, send: Any, recv: Any, root: int) -> Checked:
+        self._rank_in(root, "root")
+        if root == self._rank:
+            if send is None:
+                raise TypeError("send is None; expected an array, which the root sends")
+            return self._check_reduce_scatter(send, recv, root)
+        if recv is None:
+            if send is None:
+                raise TypeError("send and recv are None; expected recv, or a send to make it from")
+            recv = self._new(send, "send", self._first_axis(send))
+        target = self._output(recv, "recv", split=True)
+        return Checked(0, target[0], target[1], target[2], recv)
+
+    def _check_send(self, send: Any, recv: Any, root: int) -> Checked:
+        self._rank_in(root, "peer")
+        source = self._span(send, "buf")
+        return Checked(source[0], 0, source[1], source[2])
+
+    def _check_recv(self, send: Any, recv: Any, root: int) -> Checked:
+        self._rank_in(root, "peer")
+        target = self._output(recv, "buf")
+        return Checked(0, target[0], target[1], target[2], recv)
+
+    # --- counts of one's own ---
+
+    def _counts(self, counts: Any, name: str) -> list[int]:
+        """Return the elements of each rank, from a sequence of as many ints as there are ranks."""
+        try:
+            values = [
+                int(np.asarray(count).item()) if not isinstance(count, int) else count for count in counts
+            ]
+            whole = all(value == count for value, count in zip(values, counts, strict=True))
+        except (TypeError, ValueError):
+            raise TypeError(f"{name} is {counts!r}; expected a sequence of {self._size} ints") from None
+        if len(values) != self._size:
+            raise ValueError(f"{name} has {len(values)} entries; expected one a rank, {self._size}")
+        if not whole or min(values) < 0:
+            raise ValueError(f"{name} is {values}; expected whole numbers, 0 or more")
+        return values
+
+    def _parts(
+        self, other: Span, whole: Span, name: str, counts: list[int], why: str
+    ) -> list[tuple[int, int, int]]:
+        """Return dtype code, address and length of each rank's part of `whole`; `other` has its dtype."""
+        _require_dtype(*((other, whole) if name == "recv" else (whole, other)))
+        require_count(whole, name, sum(counts), why)
+        travel, address, parts = _dtypes.traveller(whole[2]), whole[0], []
+        for count in counts:
+            length = count * (travel.factor if travel else 1)
+            parts.append((whole[2], address, length))
+            address += length * _dtypes.itemsize(whole[2])
+        return parts
+
+
+def _elements(span: Span) -> int:
+    """Return the elements of an array as its owner counts them."""
+    travel = _dtypes.traveller(span[2])
+    return span[1] // travel.factor if travel else span[1]
+
+
+def _require_dtype(send: Span, recv: Span) -> None:
+    if send[2] != recv[2]:
+        names = _dtypes.name_of(recv[2]), _dtypes.name_of(send[2])
+        raise TypeError(f"recv has dtype {names[0]}; expected that of send, {names[1]}")
+
+
+def _require_alike(send: Span, recv: Span) -> None:
+    """Refuse an output that differs from the input in dtype, count or order."""
+    _require_total(send, recv, "recv", _elements(send), "as many as send")
+    if (send[4] ^ recv[4]) & FORTRAN:
+        orders = ("C", "Fortran") if recv[4] & FORTRAN == 0 else ("Fortran", "C")
+        raise ValueError(f"recv is in {orders[0]} order; expected that of send, {orders[1]} order")
+
+
+def _require_total(send: Span, recv: Span, name: str, count: int, why: str) -> None:
+    _require_dtype(send, recv)
+    if _elements(recv) != count:
+        raise ValueError(f"{name} has {_elements(recv)} elements; expected {count}, {why}")
+
+
+def require_count(span: Span, name: str, count: int, why: str) -> None:
+    """Refuse an array of another length than its counts say."""
+    if _elements(span) != count:
+        raise ValueError(f"{name} has {_elements(span)} elements; expected {count}, {why}")
+
+
+def apart(one: Span, two: Span) -> bool:
+    """Tell whether two arrays share no memory."""
+    ends = [span[0] + span[1] * _dtypes.itemsize(span[2]) for span in (one, two)]
+    return not one[1] or not two[1] or one[0] >= ends[1] or two[0] >= ends[0]
+
+
+_CHECKS: dict[int, Callable[[Calls, Any, Any, int], Checked]] = {
+    ALL_REDUCE: Calls._check_elementwise,
+    REDUCE: Calls._check_reduce,
+    BROADCAST: Calls._check_broadcast,
+    ALL_GATHER: Calls._check_all_gather,
+    REDUCE_SCATTER: Calls._check_reduce_scatter,
+    ALL_TO_ALL: Calls._check_all_to_all,
+    GATHER: Calls._check_gather,
+    SCATTER: Calls._check_scatter,
+    SEND: Calls._check_send,
+    RECV: Calls._check_recv,
+}

@@ -1,0 +1,325 @@
+"""The operations of a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import numpy as np
+
+from pynccl._binding import lib
+from pynccl._buffers import spans
+from pynccl._calls import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SEND,
+    Calls,
+    PerCall,
+    Piece,
+    apart,
+    require_count,
+)
+from pynccl._ops import PreMulSum
+from pynccl._types import RedOp
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+A = TypeVar("A")
+R = TypeVar("R")
+S = TypeVar("S", bound=np.generic)
+Op = str | RedOp | int | PreMulSum
+
+_issue_between = lib.pynccl_issue_between
+
+
+class Collectives(Calls):
+    """The operations; Communicator adds the life.
+
+    `stream=None` is the current stream of the array's own library; for host arrays, which have none, the call
+    returns when the result is there. Otherwise a stream handle as an int, or an object with
+    `__cuda_stream__`, `.ptr` or `.cuda_stream`: then the call returns at once, and whoever reads the result
+    waits for that stream. `recv=None` means in place for all_reduce, reduce and broadcast, and elsewhere a
+    new array of the sender's kind. Every call returns the array with the result, None where there is none.
+
+    Arrays are contiguous: in C order, or for what works element by element in Fortran order on all ranks.
+    Wrong arguments raise TypeError or ValueError before anything is called; `config` needs NCCL >= 2.31.
+    """
+
+    # --- the collectives ---
+
+    def all_reduce(
+        self, send: A, recv: A | None = None, op: Op = "sum", stream: Any = None, *, config: PerCall = None
+    ) -> A:
+        """Reduce the arrays of all ranks, element by element; every rank gets the result (ncclAllReduce)."""
+        # What follows is `_run`, for the most frequent call of all and where nothing is to be explained.
+        template = None
+        target, result = 0, send
+        try:
+            source, count, code, where, flags = spans[type(send)](send, "send")
+            plain = where == self._place and not flags and stream is None and config is None
+            if recv is not None:
+                target, length, other, there, more = spans[type(recv)](recv, "recv")
+                plain = plain and length == count and other == code and there == where and not more
+                result = recv
+            if plain and self._streamless:
+                template = self._quick[op][code]
+        except (KeyError, TypeError, ValueError):
+            pass
+        if template is None:
+            return self._run(ALL_REDUCE, send, recv, op, 0, stream, config)
+        answer = _issue_between(template, source, target or source, count)
+        if answer:
+            self._after(answer, ALL_REDUCE, 0, self._waits, (self, send, recv))
+        return result
+
+    def reduce(
+        self,
+        send: A,
+        recv: A | None = None,
+        op: Op = "sum",
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+    ) -> A | None:
+        """Reduce the arrays of all ranks to the root's `recv`, or in place; None elsewhere (ncclReduce)."""
+        return self._run(REDUCE, send, recv, op, root, stream, config)
+
+    def broadcast(
+        self,
+        send: A | None,
+        recv: A | None = None,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+    ) -> A:
+        """Copy the root's `send` to every rank's `recv`, or in place (ncclBroadcast).
+
+        Off the root `send` may be None when `recv` is given.
+        """
+        return self._run(BROADCAST, send, recv, 0, root, stream, config)
+
+    @overload
+    def all_gather(
+        self, send: NDArray[S], recv: None = None, stream: Any = None, *, config: PerCall = None
+    ) -> NDArray[S]: ...
+    @overload
+    def all_gather(self, send: A, recv: None = None, stream: Any = None, *, config: PerCall = None) -> A: ...
+    @overload
+    def all_gather(self, send: Any, recv: R, stream: Any = None, *, config: PerCall = None) -> R: ...
+    def all_gather(self, send: Any, recv: Any = None, stream: Any = None, *, config: PerCall = None) -> Any:
+        """Collect every rank's array on every rank, in rank order: `(size, *shape)` (ncclAllGather).
+
+        In place when `send` is this rank's part of `recv`.
+        """
+        return self._run(ALL_GATHER, send, recv, 0, 0, stream, config)
+
+    def reduce_scatter(
+        self, send: A, recv: A | None = None, op: Op = "sum", stream: Any = None, *, config: PerCall = None
+    ) -> A:
+        """Reduce the arrays of all ranks; rank i gets the i-th part of the result (ncclReduceScatter).
+
+        A new `recv` has the first axis divided by the number of ranks. In place when `recv` is this rank's
+        part of `send`.
+        """
+        return self._run(REDUCE_SCATTER, send, recv, op, 0, stream, config)
+
+    def all_to_all(self, send: A, recv: A | None = None, stream: Any = None, *, config: PerCall = None) -> A:
+        """Send the i-th part of the array to rank i, for every i; parts arrive in rank order (ncclAlltoAll).
+
+        Never in place. Before NCCL 2.28 as grouped sends and receives.
+        """
+        return self._run(ALL_TO_ALL, send, recv, 0, 0, stream, config)
+
+    @overload
+    def gather(
+        self,
+        send: NDArray[S],
+        recv: None = None,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+    ) -> NDArray[S] | None: ...
+    @overload
+    def gather(
+        self, send: A, recv: None = None, root: int = 0, stream: Any = None, *, config: PerCall = None
+    ) -> A | None: ...
+    @overload
+    def gather(
+        self, send: Any, recv: R, root: int = 0, stream: Any = None, *, config: PerCall = None
+    ) -> R | None: ...
+    def gather(
+        self, send: Any, recv: Any = None, root: int = 0, stream: Any = None, *, config: PerCall = None
+    ) -> Any:
+        """Collect every rank's array on the root, in rank order (ncclGather).
+
+        The root gets `(size, *shape)`, the others None. Before NCCL 2.28 as grouped sends and receives.
+        """
+        return self._run(GATHER, send, recv, 0, root, stream, config)
+
+    def scatter(
+        self,
+        send: A | None,
+        recv: A | None = None,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+    ) -> A:
+        """Send the i-th part of the root's array to rank i (ncclScatter).
+
+        Off the root `send` may be None when `recv` is given. A new `recv` has the first axis divided by the
+        number of ranks. Before NCCL 2.28 as grouped sends and receives.
+        """
+        return self._run(SCATTER, send, recv, 0, root, stream, config)
+
+    # --- point to point ---
+
+    def send(self, buf: Any, peer: int, stream: Any = None) -> None:
+        """Send an array to a rank, which has to call recv with as many elements (ncclSend)."""
+        self._run(SEND, buf, None, 0, peer, stream, None)
+
+    def recv(self, buf: A, peer: int, stream: Any = None) -> A:
+        """Receive an array from a rank, which has to call send with as many elements (ncclRecv)."""
+        return self._run(RECV, None, buf, 0, peer, stream, None)
+
+    def send_recv(self, send: Any, dest: int, recv: A, source: int, stream: Any = None) -> A:
+        """Send to one rank while receiving from another, or the same; the two arrays must not overlap."""
+
+        def check() -> list[Piece]:
+            self._rank_in(dest, "dest")
+            self._rank_in(source, "source")
+            out, into = self._span(send, "send"), self._output(recv, "recv")
+            if not apart(out, into):
+                raise ValueError("send and recv overlap; expected separate memory")
+            return [
+                Piece(SEND, out[2], out[0], 0, out[1], dest),
+                Piece(RECV, into[2], 0, into[0], into[1], source),
+            ]
+
+        return self._in_pieces(check, 0, stream, send, recv)
+
+    # --- with counts, in elements, of every rank's own ---
+
+    def all_gather_v(self, send: Any, recv: R, counts: Sequence[int], stream: Any = None) -> R:
+        """Collect `counts[i]` elements of each rank i on every rank, in rank order.
+
+        As grouped broadcasts. In place when `send` is this rank's part of `recv`.
+        """
+
+        def check() -> list[Piece]:
+            each = self._counts(counts, "counts")
+            source, target = self._span(send, "send", split=True), self._output(recv, "recv", split=True)
+            require_count(source, "send", each[self._rank], f"counts[{self._rank}]")
+            parts = self._parts(source, target, "recv", each, "the sum of counts")
+            return [
+                Piece(BROADCAST, code, source[0] if root == self._rank else part, part, count, root)
+                for root, (code, part, count) in enumerate(parts)
+            ]
+
+        return self._in_pieces(check, 0, stream, send, recv)
+
+    def reduce_scatter_v(
+        self, send: Any, recv: R, counts: Sequence[int], op: Op = "sum", stream: Any = None
+    ) -> R:
+        """Reduce the arrays of all ranks; rank i gets the next `counts[i]` elements of the result.
+
+        As grouped reductions.
+        """
+
+        def check() -> list[Piece]:
+            each = self._counts(counts, "counts")
+            source, target = self._span(send, "send", split=True), self._output(recv, "recv", split=True)
+            require_count(target, "recv", each[self._rank], f"counts[{self._rank}]")
+            parts = self._parts(target, source, "send", each, "the sum of counts")
+            return [
+                Piece(REDUCE, code, part, target[0] if root == self._rank else 0, count, root)
+                for root, (code, part, count) in enumerate(parts)
+            ]
+
+        return self._in_pieces(check, op, stream, send, recv)
+
+    def gather_v(
+        self, send: Any, recv: R | None, counts: Sequence[int], root: int = 0, stream: Any = None
+    ) -> R | None:
+        """Collect `counts[i]` elements of each rank i on the root, in rank order; None elsewhere."""
+        here = root == self._rank
+
+        def check() -> list[Piece]:
+            self._rank_in(root, "root")
+            each = self._counts(counts, "counts")
+            source = self._span(send, "send", split=True)
+            require_count(source, "send", each[self._rank], f"counts[{self._rank}]")
+            pieces = [Piece(SEND, source[2], source[0], 0, source[1], root)]
+            if here:
+                target = self._output(recv, "recv", split=True)
+                parts = self._parts(source, target, "recv", each, "the sum of counts")
+                pieces += [Piece(RECV, code, 0, part, n, peer) for peer, (code, part, n) in enumerate(parts)]
+            return pieces
+
+        return self._in_pieces(check, 0, stream, send, recv if here else None)
+
+    def scatter_v(self, send: Any, recv: R, counts: Sequence[int], root: int = 0, stream: Any = None) -> R:
+        """Send `counts[i]` elements of the root's array to each rank i; off the root `send` may be None."""
+        here = root == self._rank
+
+        def check() -> list[Piece]:
+            self._rank_in(root, "root")
+            each = self._counts(counts, "counts")
+            target = self._output(recv, "recv", split=True)
+            require_count(target, "recv", each[self._rank], f"counts[{self._rank}]")
+            pieces = [Piece(RECV, target[2], 0, target[0], target[1], root)]
+            if here:
+                source = self._span(send, "send", split=True)
+                parts = self._parts(target, source, "send", each, "the sum of counts")
+                pieces += [Piece(SEND, code, part, 0, n, peer) for peer, (code, part, n) in enumerate(parts)]
+            return pieces
+
+        return self._in_pieces(check, 0, stream, send if here else None, recv)
+
+    def all_to_all_v(
+        self,
+        send: Any,
+        send_counts: Sequence[int],
+        recv: R,
+        recv_counts: Sequence[int],
+        stream: Any = None,
+    ) -> R:
+        """Send `send_counts[i]` elements to each rank i and receive `recv_counts[i]` from it, in rank order.
+
+        The two arrays must not overlap.
+        """
+
+        def check() -> list[Piece]:
+            out, into = self._counts(send_counts, "send_counts"), self._counts(recv_counts, "recv_counts")
+            source, target = self._span(send, "send", split=True), self._output(recv, "recv", split=True)
+            sends = self._parts(target, source, "send", out, "the sum of send_counts")
+            recvs = self._parts(source, target, "recv", into, "the sum of recv_counts")
+            if not apart(source, target):
+                raise ValueError("send and recv overlap; expected separate memory")
+            return [Piece(SEND, code, part, 0, n, peer) for peer, (code, part, n) in enumerate(sends)] + [
+                Piece(RECV, code, 0, part, n, peer) for peer, (code, part, n) in enumerate(recvs)
+            ]
+
+        return self._in_pieces(check, 0, stream, send, recv)
+
+    # --- reductions ---
+
+    def pre_mul_sum(self, factor: Any) -> PreMulSum:
+        """Return an operation that multiplies this rank's elements by a factor, then sums.
+
+        A Python or NumPy number is converted to the dtype of the arrays it is used with; an array of one
+        element on the device is read there when the reduction runs, and has to have their dtype. As
+        ncclRedOpCreatePreMulSum (NCCL >= 2.11).
+        """
+        return PreMulSum(self, factor)

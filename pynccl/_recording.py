@@ -1,0 +1,128 @@
+"""Calls that are recorded before they run: what groups, prepared calls and plans share.
+
+While a recording is open in a thread, that thread's array calls go into a list in C, and the objects they use
+into a list in Python. A recording can then run, as one call of C, any number of times.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from pynccl._binding import ffi, lib
+from pynccl._errors import NcclError
+from pynccl._fastcall import get_recording, set_recording
+from pynccl._status import IN_PROGRESS, check
+
+if TYPE_CHECKING:
+    from pynccl._communicator import Communicator
+
+RECORDED, WAITING, BUSY = lib.PYNCCL_RECORDED, lib.PYNCCL_WAITING, lib.PYNCCL_BUSY
+CLOSED, OVERLAP, NO_MEMORY = lib.PYNCCL_CLOSED, lib.PYNCCL_OVERLAP, lib.PYNCCL_NO_MEMORY
+
+FUNCTIONS = {
+    lib.PYNCCL_ALL_REDUCE: "ncclAllReduce",
+    lib.PYNCCL_REDUCE: "ncclReduce",
+    lib.PYNCCL_BROADCAST: "ncclBroadcast",
+    lib.PYNCCL_ALL_GATHER: "ncclAllGather",
+    lib.PYNCCL_REDUCE_SCATTER: "ncclReduceScatter",
+    lib.PYNCCL_ALL_TO_ALL: "ncclAlltoAll",
+    lib.PYNCCL_GATHER: "ncclGather",
+    lib.PYNCCL_SCATTER: "ncclScatter",
+    lib.PYNCCL_SEND: "ncclSend",
+    lib.PYNCCL_RECV: "ncclRecv",
+}
+
+# By the address of its pynccl_comm, which is what C knows of a communicator.
+communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+
+
+def address_of(pointer: Any) -> int:
+    """Return a C pointer as an int."""
+    return int(ffi.cast("uintptr_t", pointer))
+
+
+class Recording:
+    """A list of calls and what they need alive."""
+
+    def __init__(self) -> None:
+        self.calls = ffi.gc(lib.pynccl_list_new(), lib.pynccl_list_free)
+        self.kept: list[Any] = []
+
+    def __enter__(self) -> Recording:
+        self._before = lib.pynccl_record(self.calls), get_recording()
+        set_recording(self.kept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        calls, kept = self._before
+        lib.pynccl_record(calls)
+        set_recording(kept)
+
+    def communicators(self) -> list[Communicator]:
+        """Return the communicators of the calls, each once."""
+        uses = (self.calls.uses[i] for i in range(self.calls.use_count))
+        return [communicators[address_of(use.comm)] for use in uses if use.first]
+
+    def waits(self) -> list[tuple[Communicator, int]]:
+        """Return each communicator and stream that a run has to wait for."""
+        uses = (self.calls.uses[i] for i in range(self.calls.use_count))
+        return [(communicators[address_of(use.comm)], int(use.stream)) for use in uses if use.wait]
+
+    def run(self) -> None:
+        """Issue the calls."""
+        self.finish(lib.pynccl_list_run(self.calls))
+
+    def finish(self, result: int) -> None:
+        """Wait for what a run has left to wait for, or raise what it failed with."""
+        if not result:
+            return
+        if result == WAITING:
+            try:
+                self._wait()
+            finally:
+                lib.pynccl_list_leave(self.calls)
+        elif result == IN_PROGRESS:
+            for comm in self.communicators():
+                with comm._alone():
+                    comm._settle(self.name())
+            self._wait()
+        else:
+            self._raise(result)
+
+    def _wait(self) -> None:
+        for comm, stream in self.waits():
+            comm._wait(stream, self.name(), None)
+
+    def name(self) -> str:
+        """Return what messages call this: its function, or a group."""
+        count = self.calls.count
+        return FUNCTIONS[self.calls.calls[0].kind] if count == 1 else f"a group of {count} calls"
+
+    def _raise(self, result: int) -> None:
+        for comm in self.communicators():
+            comm._refuse(result)
+        failed = self.calls.failed
+        if 0 <= failed < self.calls.count:
+            call = self.calls.calls[failed]
+            function, handle = function_name(call.kind, bool(call.config)), int(call.comm.handle)
+            where = f" (call {failed} of {self.calls.count}, counted from 0)"
+        else:
+            function, handle, where = "ncclGroupEnd", 0, ""
+            if self.calls.count == 1 and not self.calls.grouped:
+                function = FUNCTIONS[self.calls.calls[0].kind]
+        try:
+            check(result, function, handle)
+        except NcclError as error:
+            error.args = (f"{error.args[0]}{where}",)
+            raise
+
+    def set_stream(self, stream: int) -> None:
+        """Run all calls on another stream from now on."""
+        if lib.pynccl_list_set_stream(self.calls, stream):
+            raise MemoryError
+
+
+def function_name(kind: int, configured: bool) -> str:
+    """Return the C function of a kind of call."""
+    return FUNCTIONS[kind] + ("Config" if configured else "")

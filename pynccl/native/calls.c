@@ -1,0 +1,298 @@
+// Included by the generated binding, behind calls.h and the wrappers of NCCL's functions.
+
+#include <stdlib.h>
+
+// Between two slices Python handles signals.
+#define SLICE_MS 100
+
+static __thread pynccl_list* pynccl_recording;
+
+// Whether what this thread calls is issued later: in a raw group of NCCL's, or because it is recorded.
+int pynccl_group_depth(void) { return pynccl_depth + (pynccl_recording != NULL); }
+
+static const unsigned char pynccl_sizes[ncclNumTypes] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+
+// --- communicators ------------------------------------------------------------------------------------------
+
+pynccl_comm* pynccl_comm_new(uintptr_t handle, int rank, int size, int waits) {
+  pynccl_comm* comm = calloc(1, sizeof *comm);
+  if (comm) *comm = (pynccl_comm){.handle = handle, .rank = rank, .size = size, .waits = waits};
+  return comm;
+}
+
+void pynccl_comm_free(pynccl_comm* comm) {
+  if (comm) free(comm->used);
+  free(comm);
+}
+
+int pynccl_enter(pynccl_comm* comm) {
+  if (__atomic_exchange_n(&comm->busy, 1, __ATOMIC_ACQUIRE)) return PYNCCL_BUSY;
+  if (__atomic_load_n(&comm->handle, __ATOMIC_ACQUIRE)) return 0;
+  pynccl_leave(comm);
+  return PYNCCL_CLOSED;
+}
+
+void pynccl_leave(pynccl_comm* comm) { __atomic_store_n(&comm->busy, 0, __ATOMIC_RELEASE); }
+
+static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream) {
+  for (int i = comm->used_count; i-- > 0;)
+    if (comm->used[i] == stream) return;
+  if (comm->used_count == comm->used_capacity) {
+    int capacity = comm->used_capacity ? 2 * comm->used_capacity : 4;
+    uintptr_t* used = realloc(comm->used, capacity * sizeof *used);
+    // Not known to a later synchronize() of all streams; the call itself has been made.
+    if (!used) return;
+    comm->used = used;
+    comm->used_capacity = capacity;
+  }
+  comm->used[comm->used_count++] = stream;
+}
+
+void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream) {
+  for (int i = 0; i < comm->used_count; ++i)
+    if (comm->used[i] == stream) comm->used[i] = comm->used[--comm->used_count];
+}
+
+// --- one call -----------------------------------------------------------------------------------------------
+
+static int pynccl_disjoint(uintptr_t a, size_t a_bytes, uintptr_t b, size_t b_bytes) {
+  return a + a_bytes <= b || b + b_bytes <= a;
+}
+
+// In place means what nccl.h says of each function; every other overlap is forbidden.
+static int pynccl_overlaps(const pynccl_call* c) {
+  const pynccl_comm* comm = c->comm;
+  size_t bytes = c->count * pynccl_sizes[c->datatype], all = bytes * comm->size, mine = bytes * comm->rank;
+  switch (c->kind) {
+    case PYNCCL_SEND:
+    case PYNCCL_RECV: return 0;
+    case PYNCCL_ALL_TO_ALL: return !pynccl_disjoint(c->send, all, c->recv, all);
+    case PYNCCL_GATHER:
+      if (comm->rank != c->root) return 0;
+      // fall through
+    case PYNCCL_ALL_GATHER:
+      return c->send != c->recv + mine && !pynccl_disjoint(c->send, bytes, c->recv, all);
+    case PYNCCL_SCATTER:
+      if (comm->rank != c->root) return 0;
+      // fall through
+    case PYNCCL_REDUCE_SCATTER:
+      return c->recv != c->send + mine && !pynccl_disjoint(c->send, all, c->recv, bytes);
+    case PYNCCL_REDUCE:
+      if (comm->rank != c->root) return 0;
+      // fall through
+    default: return c->send != c->recv && !pynccl_disjoint(c->send, bytes, c->recv, bytes);
+  }
+}
+
+// AlltoAll, Gather and Scatter for a library that has none: grouped sends and receives.
+static int pynccl_pairs(const pynccl_call* c) {
+  const int me = c->comm->rank, to_one = c->kind == PYNCCL_GATHER, from_one = c->kind == PYNCCL_SCATTER;
+  const size_t bytes = c->count * pynccl_sizes[c->datatype];
+  int r = ncclGroupStart();
+  if (r) return r;
+  for (int peer = 0; peer < c->comm->size && !r; ++peer) {
+    if (to_one ? peer == c->root : from_one ? me == c->root : 1)
+      r = ncclSend(c->send + (to_one ? 0 : peer * bytes), c->count, c->datatype, peer, c->comm->handle, c->stream);
+    if (!r && (to_one ? me == c->root : from_one ? peer == c->root : 1))
+      r = ncclRecv(c->recv + (from_one ? 0 : peer * bytes), c->count, c->datatype, peer, c->comm->handle, c->stream);
+  }
+  const int end = ncclGroupEnd();
+  return r ? r : end;
+}
+
+static int pynccl_or_pairs(int result, const pynccl_call* c) {
+  return result == PYNCCL_NOT_FOUND && !c->config ? pynccl_pairs(c) : result;
+}
+
+#define PLAIN(function, ...) function(__VA_ARGS__, c->comm->handle, c->stream)
+#define CALL(function, ...)                                                                     \
+  (c->config ? function##Config(__VA_ARGS__, c->comm->handle, c->stream, c->config) : PLAIN(function, __VA_ARGS__))
+
+static int pynccl_run(const pynccl_call* c) {
+  // One rank in place: nothing moves, and only PreMulSum changes anything.
+  if (c->comm->size == 1 && c->send == c->recv && c->kind < PYNCCL_SEND && c->op < ncclNumOps) return 0;
+  switch (c->kind) {
+    case PYNCCL_ALL_REDUCE: return CALL(ncclAllReduce, c->send, c->recv, c->count, c->datatype, c->op);
+    case PYNCCL_REDUCE: return CALL(ncclReduce, c->send, c->recv, c->count, c->datatype, c->op, c->root);
+    case PYNCCL_BROADCAST: return CALL(ncclBroadcast, c->send, c->recv, c->count, c->datatype, c->root);
+    case PYNCCL_ALL_GATHER: return CALL(ncclAllGather, c->send, c->recv, c->count, c->datatype);
+    case PYNCCL_REDUCE_SCATTER: return CALL(ncclReduceScatter, c->send, c->recv, c->count, c->datatype, c->op);
+    case PYNCCL_ALL_TO_ALL: return pynccl_or_pairs(CALL(ncclAlltoAll, c->send, c->recv, c->count, c->datatype), c);
+    case PYNCCL_GATHER: return pynccl_or_pairs(CALL(ncclGather, c->send, c->recv, c->count, c->datatype, c->root), c);
+    case PYNCCL_SCATTER: return pynccl_or_pairs(CALL(ncclScatter, c->send, c->recv, c->count, c->datatype, c->root), c);
+    case PYNCCL_SEND: return PLAIN(ncclSend, c->send, c->count, c->datatype, c->root);
+    case PYNCCL_RECV: return PLAIN(ncclRecv, c->recv, c->count, c->datatype, c->root);
+    default: return ncclInvalidArgument;
+  }
+}
+
+static int pynccl_wait(uintptr_t comm, uintptr_t stream) {
+  // A group that somebody opened in C is not issued yet.
+  if (pynccl_depth) return 0;
+  const int r = pyncclCpuStreamSynchronize(comm, stream, SLICE_MS);
+  return r == ncclInProgress ? PYNCCL_WAITING : r;
+}
+
+static int pynccl_append(pynccl_list* list, const pynccl_call* call, int wait);
+
+int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream, int wait) {
+  pynccl_call call = *like;
+  call.send = send;
+  call.recv = recv;
+  call.count = count;
+  call.stream = stream;
+  if (pynccl_overlaps(&call)) return PYNCCL_OVERLAP;
+  pynccl_comm* comm = call.comm;
+  if (pynccl_recording) {
+    if (!comm->handle) return PYNCCL_CLOSED;
+    const int r = pynccl_append(pynccl_recording, &call, wait);
+    return r ? r : PYNCCL_RECORDED;
+  }
+  int r = pynccl_enter(comm);
+  if (r) return r;
+  r = pynccl_run(&call);
+  pynccl_use_stream(comm, stream);
+  if (wait && !r) r = pynccl_wait(comm->handle, stream);
+  if (r != PYNCCL_WAITING) pynccl_leave(comm);
+  return r;
+}
+
+int pynccl_issue_between(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count) {
+  return pynccl_issue(like, send, recv, count, 0, like->comm->waits);
+}
+
+int pynccl_issue_in_place(const pynccl_call* like, uintptr_t buffer, size_t count) {
+  return pynccl_issue(like, buffer, buffer, count, 0, like->comm->waits);
+}
+
+// --- lists of calls -----------------------------------------------------------------------------------------
+
+pynccl_list* pynccl_list_new(void) { return calloc(1, sizeof(pynccl_list)); }
+
+void pynccl_list_free(pynccl_list* list) {
+  if (list) {
+    free(list->calls);
+    free(list->uses);
+  }
+  free(list);
+}
+
+// Have this thread record its calls in a list, or with NULL run them again; answers what it recorded in before.
+pynccl_list* pynccl_record(pynccl_list* list) {
+  pynccl_list* before = pynccl_recording;
+  pynccl_recording = list;
+  return before;
+}
+
+static void* pynccl_room(void* items, int count, int* capacity, size_t size) {
+  if (count < *capacity) return items;
+  void* more = realloc(items, size * (*capacity ? 2 * *capacity : 8));
+  if (more) *capacity = *capacity ? 2 * *capacity : 8;
+  return more;
+}
+
+static int pynccl_add_use(pynccl_list* list, pynccl_comm* comm, uintptr_t stream, int wait) {
+  int first = 1;
+  for (int i = list->use_count; i-- > 0;) {
+    pynccl_use* use = &list->uses[i];
+    if (use->comm != comm) continue;
+    if (use->stream == stream) {
+      use->wait |= wait;
+      return 0;
+    }
+    first = 0;
+  }
+  pynccl_use* uses = pynccl_room(list->uses, list->use_count, &list->use_capacity, sizeof *uses);
+  if (!uses) return PYNCCL_NO_MEMORY;
+  list->uses = uses;
+  uses[list->use_count++] = (pynccl_use){comm, stream, wait, first};
+  return 0;
+}
+
+static int pynccl_append(pynccl_list* list, const pynccl_call* call, int wait) {
+  pynccl_call* calls = pynccl_room(list->calls, list->count, &list->capacity, sizeof *calls);
+  if (!calls) return PYNCCL_NO_MEMORY;
+  list->calls = calls;
+  const int r = pynccl_add_use(list, call->comm, call->stream, wait);
+  if (!r) calls[list->count++] = *call;
+  return r;
+}
+
+int pynccl_list_extend(pynccl_list* list, const pynccl_list* more) {
+  int r = 0;
+  for (int i = 0; i < more->use_count && !r; ++i)
+    r = pynccl_add_use(list, more->uses[i].comm, more->uses[i].stream, more->uses[i].wait);
+  for (int i = 0; i < more->count && !r; ++i) r = pynccl_append(list, &more->calls[i], 0);
+  return r;
+}
+
+int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream) {
+  int r = 0;
+  list->use_count = 0;
+  for (int i = 0; i < list->count && !r; ++i) {
+    list->calls[i].stream = stream;
+    r = pynccl_add_use(list, list->calls[i].comm, stream, 0);
+  }
+  return r;
+}
+
+void pynccl_list_leave(pynccl_list* list) {
+  for (int i = 0; i < list->use_count; ++i)
+    if (list->uses[i].first) pynccl_leave(list->uses[i].comm);
+}
+
+static int pynccl_list_enter(pynccl_list* list) {
+  for (int i = 0; i < list->use_count; ++i) {
+    const int r = list->uses[i].first ? pynccl_enter(list->uses[i].comm) : 0;
+    if (!r) continue;
+    while (i-- > 0)
+      if (list->uses[i].first) pynccl_leave(list->uses[i].comm);
+    return r;
+  }
+  return 0;
+}
+
+static int pynccl_group_run(pynccl_list* list, ncclSimInfo_t* estimate) {
+  list->failed = -1;
+  int r = ncclGroupStart();
+  if (r) return r;
+  for (int i = 0; i < list->count; ++i) {
+    r = pynccl_run(&list->calls[i]);
+    if (r && r != ncclInProgress) {
+      list->failed = i;
+      break;
+    }
+    r = 0;
+  }
+  // Also after a failure: NCCL then leaves the group without launching anything.
+  const int end = estimate ? ncclGroupSimulateEnd(estimate) : ncclGroupEnd();
+  return r ? r : end;
+}
+
+int pynccl_list_run(pynccl_list* list) {
+  if (pynccl_recording) {
+    const int r = pynccl_list_extend(pynccl_recording, list);
+    return r ? r : PYNCCL_RECORDED;
+  }
+  int r = pynccl_list_enter(list);
+  if (r) return r;
+  list->failed = 0;
+  if (list->count == 1 && !list->grouped)
+    r = pynccl_run(list->calls);
+  else if (list->count)
+    r = pynccl_group_run(list, NULL);
+  for (int i = 0; i < list->use_count; ++i) pynccl_use_stream(list->uses[i].comm, list->uses[i].stream);
+  for (int i = 0; i < list->use_count && !r; ++i)
+    if (list->uses[i].wait) r = pynccl_wait(list->uses[i].comm->handle, list->uses[i].stream);
+  if (r != PYNCCL_WAITING) pynccl_list_leave(list);
+  return r;
+}
+
+// What running the list as a group would take; nothing is launched.
+int pynccl_list_simulate(pynccl_list* list, ncclSimInfo_t* estimate) {
+  int r = pynccl_list_enter(list);
+  if (r) return r;
+  r = pynccl_group_run(list, estimate);
+  pynccl_list_leave(list);
+  return r;
+}

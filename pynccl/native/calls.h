@@ -1,0 +1,92 @@
+// The path of every array call: one struct a call, run at once, or recorded in a list that runs as one group.
+// Included before calls.c and, as it stands, by cffi: no preprocessor conditionals, integers for pointers.
+
+enum pynccl_kind {
+  PYNCCL_ALL_REDUCE,
+  PYNCCL_REDUCE,
+  PYNCCL_BROADCAST,
+  PYNCCL_ALL_GATHER,
+  PYNCCL_REDUCE_SCATTER,
+  PYNCCL_ALL_TO_ALL,
+  PYNCCL_GATHER,
+  PYNCCL_SCATTER,
+  PYNCCL_SEND,
+  PYNCCL_RECV
+};
+
+// Answers beside NCCL's result codes and the tables' 1000 and 1001.
+enum pynccl_answer {
+  PYNCCL_RECORDED = 1002,  // not run: it is in the list that this thread records
+  PYNCCL_WAITING = 1003,   // issued, not complete; the communicators stay entered until pynccl_leave
+  PYNCCL_BUSY = 1004,      // another thread is using a communicator
+  PYNCCL_CLOSED = 1005,    // a communicator was destroyed, aborted, or belongs to another process
+  PYNCCL_OVERLAP = 1006,   // the buffers overlap in a way that NCCL forbids
+  PYNCCL_NO_MEMORY = 1007
+};
+
+typedef struct pynccl_comm {
+  uintptr_t handle;  // 0 once closed
+  int rank;
+  int size;
+  int waits;  // calls without a stream return when they are done: the CPU library's
+  int busy;   // a thread is in a call
+  // Streams with work since pynccl_comm_forget.
+  int used_count;
+  int used_capacity;
+  uintptr_t* used;
+} pynccl_comm;
+
+typedef struct pynccl_call {
+  pynccl_comm* comm;
+  int kind;
+  int datatype;
+  int op;
+  int root;  // or the peer
+  uintptr_t send;
+  uintptr_t recv;
+  size_t count;
+  uintptr_t stream;
+  const ncclCollConfig_t* config;
+} pynccl_call;
+
+// One communicator and stream of a list.
+typedef struct pynccl_use {
+  pynccl_comm* comm;
+  uintptr_t stream;
+  int wait;   // the call returns when the stream is done
+  int first;  // of this communicator
+} pynccl_use;
+
+typedef struct pynccl_list {
+  int count;
+  int capacity;
+  pynccl_call* calls;
+  int use_count;
+  int use_capacity;
+  pynccl_use* uses;
+  int grouped;  // a group even of one call
+  int failed;   // the call that failed, -1 where it was the group itself
+} pynccl_list;
+
+int pynccl_group_depth(void);
+
+pynccl_comm* pynccl_comm_new(uintptr_t handle, int rank, int size, int waits);
+void pynccl_comm_free(pynccl_comm* comm);
+void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream);
+int pynccl_enter(pynccl_comm* comm);
+void pynccl_leave(pynccl_comm* comm);
+
+// Issue a call as a template has it, but for the buffers and the stream. `wait` (a host array without a stream):
+// return when the result is there, or PYNCCL_WAITING after a while. The two short forms are for no stream.
+int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream, int wait);
+int pynccl_issue_between(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count);
+int pynccl_issue_in_place(const pynccl_call* like, uintptr_t buffer, size_t count);
+
+pynccl_list* pynccl_list_new(void);
+void pynccl_list_free(pynccl_list* list);
+pynccl_list* pynccl_record(pynccl_list* list);
+int pynccl_list_extend(pynccl_list* list, const pynccl_list* more);
+int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream);
+int pynccl_list_run(pynccl_list* list);
+int pynccl_list_simulate(pynccl_list* list, ncclSimInfo_t* estimate);
+void pynccl_list_leave(pynccl_list* list);
