@@ -5,6 +5,7 @@ What needs a GPU, CuPy's own sparse matrices and streams, is in test_compat_gpu.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import os
@@ -314,12 +315,11 @@ def test_mpi(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 def test_signatures() -> None:
-    """Compare with CuPy's: `timeout` is all that is new. Read from the source, as importing it needs libnccl."""
-    import ast
-
-    found = importlib.util.find_spec("cupyx.distributed._nccl_comm")
-    assert found is not None and found.origin is not None
-    tree = ast.parse(Path(found.origin).read_text())
+    """Compare with the source of CuPy's, whose import needs libnccl: `timeout` is all that is new."""
+    package = importlib.util.find_spec("cupyx")
+    assert package is not None and package.origin is not None
+    source = Path(package.origin).with_name("distributed") / "_nccl_comm.py"
+    tree = ast.parse(source.read_text())
     backend = next(node for node in tree.body if getattr(node, "name", "") == "NCCLBackend")
     methods = {
         node.name: [argument.arg for argument in node.args.args]
@@ -356,9 +356,7 @@ def empty(kind: str, dtype: str = "float64") -> Any:
 def equal(found: Any, expected: Any, kind: str) -> None:
     assert (type(found).__name__, found.shape, found.dtype) == (kind, expected.shape, expected.dtype)
     assert np.array_equal(found.toarray(), expected.toarray())
-    # Nothing remembered of what it was before.
-    assert (found @ np.ones(found.shape[1]) == expected @ np.ones(found.shape[1])).all()
-    assert found.has_canonical_format == (found.copy().has_canonical_format)
+    assert np.allclose(found @ np.ones(found.shape[1]), expected @ np.ones(found.shape[1]))
 
 
 def sparse_calls(rank: int, nranks: int, port: int, kind: str, dtype: str) -> None:
@@ -421,6 +419,25 @@ def test_sparse(kind: str, nranks: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "complex128", "int32"])
 def test_sparse_dtypes(dtype: str) -> None:
     run(2, sparse_calls, "csr_matrix", dtype)
+
+
+def not_canonical(rank: int, nranks: int, port: int) -> None:
+    from scipy import sparse
+
+    group = meet(rank, nranks, port)
+    doubled = sparse.csr_matrix((np.ones(3), np.array([2, 0, 0]), np.array([0, 3, 3, 3])), shape=(3, 3))
+    out = matrix("csr_matrix", rank)
+    # The answer is remembered, and does not hold for what comes.
+    assert out.has_canonical_format
+    group.send_recv(doubled, out, 1 - rank)
+    assert not out.has_canonical_format and out.nnz == 3
+    out.sum_duplicates()
+    assert out.nnz == 2 and out[0, 0] == 2
+    group.stop()
+
+
+def test_sparse_duplicates_arrive_as_they_are() -> None:
+    run(2, not_canonical)
 
 
 def sparse_refusals(rank: int, nranks: int, port: int) -> None:
