@@ -17,7 +17,7 @@ import os
 import time
 from typing import Any
 
-from pynccl import BootstrapError, Communicator, UniqueId, _cuda, _library, capi
+from pynccl import BootstrapError, Communicator, UniqueId, current_device
 from pynccl import init as _init
 from pynccl.bootstrap._init import DEFAULT_TIMEOUT
 from pynccl.bootstrap._round import Round
@@ -189,14 +189,7 @@ def _rows(array: Any, name: str, size: int) -> Any:
     return array
 
 
-def _current_device() -> int | None:
-    if _library.load().backend == "cpu":
-        return capi.pyncclCpuGetDevice()
-    return (_cuda.current_device() or 0) if _cuda.available() else None
-
-
 def _over_tcp(size: int, rank: int, host: str, port: int, timeout: float | None) -> Communicator:
-    device = _current_device()
     deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
     token = os.environ.get("PYNCCL_STORE_TOKEN", "")
     server = _listen(host, port, token) if rank == 0 else None
@@ -206,7 +199,7 @@ def _over_tcp(size: int, rank: int, host: str, port: int, timeout: float | None)
     finally:
         if server is not None:
             server.close()
-    return Communicator(size, UniqueId(uid), rank, device=device, timeout=timeout)
+    return Communicator(size, UniqueId(uid), rank, timeout=timeout)
 
 
 def _listen(host: str, port: int, token: str) -> StoreServer:
@@ -226,6 +219,6 @@ def _over_mpi(size: int, rank: int, timeout: float | None) -> Communicator:
         raise ValueError(f"MPI's processes have the ranks {ranks}; expected each of 0 to {size - 1} once")
     world = MPI.COMM_WORLD.Split(0, rank)
     try:
-        return _init(world, device=_current_device(), timeout=timeout)
+        return _init(world, device=current_device(), timeout=timeout)
     finally:
         world.Free()
