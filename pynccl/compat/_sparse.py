@@ -75,18 +75,17 @@ def _on(stream: Any, comm: Communicator, module: Any) -> Iterator[None]:
         yield
 
 
-def _empty_parts(header: Sequence[int], like: Any, source: int) -> list[Any]:
-    kind = _FORMATS[header[2]]
-    if kind != like.format:
-        raise ValueError(f"rank {source} sends a matrix in {kind}; expected {like.format}, as it is here")
+def _empty_parts(header: Sequence[int], module: Any) -> list[Any]:
     pairs = zip(header[3::2], header[4::2], strict=True)
-    return [_module(like).empty(size, np.dtype(chr(char))) for size, char in pairs]
+    return [module.empty(size, np.dtype(chr(char))) for size, char in pairs]
 
 
-def _assemble(like: Any, parts: Sequence[Any], shape: Sequence[int]) -> Any:
-    data, first, second = parts
-    inside = (data, (first, second)) if like.format == "coo" else (data, first, second)
-    return type(like)(inside, shape=tuple(shape))
+def _assemble(like: Any, parts: Sequence[Any], header: Sequence[int]) -> Any:
+    """Return the matrix of a header, in the format of `like` whatever it was sent in."""
+    kind, (data, first, second) = _FORMATS[header[2]], parts
+    inside = (data, (first, second)) if kind == "coo" else (data, first, second)
+    cls = type(like if like.format == kind else type(like)((1, 1)).asformat(kind))
+    return cls(inside, shape=tuple(header[:2])).asformat(like.format)
 
 
 def _become(matrix: Any, other: Any) -> None:
@@ -100,7 +99,7 @@ def _become(matrix: Any, other: Any) -> None:
 def exchange(
     comm: Communicator, outgoing: Mapping[int, Any], sources: Sequence[int], like: Any, stream: Any = None
 ) -> dict[int, Any]:
-    """Send matrices to their ranks; return those of `sources`, which are of the type of `like`."""
+    """Send matrices to their ranks; return those of `sources`, in the type of `like`."""
     me, module = comm.rank, _module(like)
     parts = {peer: _parts(matrix, f"the matrix for rank {peer}") for peer, matrix in outgoing.items()}
     others = [peer for peer in outgoing if peer != me]
@@ -114,7 +113,7 @@ def exchange(
             for peer in away:
                 comm.recv(received[peer], peer)
         headers = {peer: _host(header) for peer, header in received.items()}
-        arrays = {peer: _empty_parts(header, like, peer) for peer, header in headers.items()}
+        arrays = {peer: _empty_parts(header, module) for peer, header in headers.items()}
         with pynccl.group():
             for peer in others:
                 for part in parts[peer]:
@@ -122,7 +121,7 @@ def exchange(
             for peer in away:
                 for part in arrays[peer]:
                     comm.recv(part, peer)
-        found = {peer: _assemble(like, arrays[peer], headers[peer][:2]) for peer in away}
+        found = {peer: _assemble(like, arrays[peer], headers[peer]) for peer in away}
         if me in sources:
             found[me] = outgoing[me].copy()
     return found
@@ -174,12 +173,12 @@ def broadcast(comm: Communicator, in_out_array: Any, root: int, stream: Any) -> 
         comm.broadcast(header, root=root)
         numbers = _host(header)
         if comm.rank != root:
-            parts = _empty_parts(numbers, like, root)
+            parts = _empty_parts(numbers, module)
         with pynccl.group():
             for part in parts:
                 comm.broadcast(part, root=root)
         if comm.rank != root:
-            _become(in_out_array, _assemble(like, parts, numbers[:2]))
+            _become(in_out_array, _assemble(like, parts, numbers))
 
 
 def reduce_scatter(comm: Communicator, in_array: Any, out_array: Any, op: str, stream: Any) -> None:
