@@ -69,6 +69,12 @@ CASES = (
     Case(N4_INTO, "nccl4py", "n4_comm.allreduce(a, b, n4_sum)"),
     Case(CTYPES, "ctypes", "ctypes_comm.all_reduce(a, b, stream=stream)"),
 )
+# Where there is a driver, every array call asks for the current stream: the same calls with a fake one.
+CUPYX_CURRENT = "cupyx: all_reduce(a, b), the current stream"
+DRIVER_CASES = (
+    *(case for case in CASES if case.name in (IN_PLACE, INTO, STREAM, PREPARED, CUPY_INTO, CUPYX_INTO)),
+    Case(CUPYX_CURRENT, "cupyx", "cupyx_comm.all_reduce(a, b)"),
+)
 PEERS = (CUPY_BARE, CUPY_IN_PLACE, CUPY_INTO, CUPYX_INTO, N4_BARE, N4_INTO, CTYPES)
 
 Samples = Mapping[str, Sequence[float]]

@@ -13,6 +13,7 @@ from typing import Any
 
 VERSION = 23203
 SONAME = "libnccl.so.2"
+DRIVER = "libcuda.so.1"
 RANKS = 2
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -80,11 +81,20 @@ def source() -> str:
 
 def build(folder: Path) -> Path:
     """Compile the library into a folder; return its path."""
-    code, library = folder / "null_nccl.c", folder / SONAME
+    code = folder / "null_nccl.c"
     code.write_text(source())
+    return _compile(code, folder / SONAME)
+
+
+def build_driver(folder: Path) -> Path:
+    """Compile the tests' fake CUDA driver into a folder; return its path."""
+    return _compile(ROOT / "tests" / "fake_cuda" / "fake_cuda.c", folder / DRIVER)
+
+
+def _compile(code: Path, library: Path) -> Path:
     compiler = shlex.split(environ.get("CC", "cc"))
-    flags = ["-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"]
-    command = [*compiler, *flags, f"-Wl,-soname,{SONAME}", str(code), "-o", str(library)]
+    flags = ["-O2", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"]
+    command = [*compiler, *flags, f"-Wl,-soname,{library.name}", str(code), "-o", str(library)]
     subprocess.run(command, check=True)
     return library
 

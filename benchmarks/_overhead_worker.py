@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from _overhead_cases import CASES, COUNT, Case
+from _overhead_cases import CASES, COUNT, DRIVER_CASES, Case
 from _overhead_ctypes import Communicator as CtypesCommunicator
 from _overhead_ctypes import Library as CtypesLibrary
 from _overhead_library import RANKS, Counter
@@ -166,10 +166,20 @@ class Bench:
         return self._measured
 
 
+def take_null_for_current(null: Any) -> None:
+    """Name CuPy's current stream in its place: it would ask CUDA's runtime, and that a real driver."""
+    import cupy
+
+    from pynccl import _cuda
+
+    cupy.cuda.get_current_stream = cupy.cuda.stream.get_current_stream = lambda: null
+    assert _cuda.available(), _cuda.why_unavailable()
+
+
 def main() -> None:
     """Measure the chosen cases."""
     options = json.loads(sys.argv[1])
-    cases = [case for case in CASES if case.name in options["cases"]]
+    cases = [case for case in (DRIVER_CASES if options["driver"] else CASES) if case.name in options["cases"]]
     counter = Counter(options["library"])
     names: dict[str, Any] = {"library": options["library"], "counter": counter}
     names |= {"repeat": counter.repeat}
@@ -177,6 +187,8 @@ def main() -> None:
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arrays(names)
+        if options["driver"]:
+            take_null_for_current(names["stream"])
         for setup in dict.fromkeys(case.setup for case in cases):
             versions |= SETUPS[setup](names, stack)
         measured = Bench(cases, names, options["seconds"]).run(options["reps"])

@@ -1,6 +1,12 @@
 """Measure what a call costs in pynccl and in other bindings, over a libnccl that does nothing.
 
-Run `python benchmarks/call_overhead.py --help`; README.md beside this file says what is measured.
+The library is compiled from nccl_api.h: every function counts its call and returns success; it reports 2
+ranks, so that nothing is cut short, and its counts are compared with the calls that were made. All bindings run
+in one process on the same CuPy arrays over host memory; a repetition measures each case once, and who goes
+first rotates, so that what the machine does meanwhile hits all alike. A second process has a fake CUDA driver,
+with which pynccl checks devices and asks for the current stream as it does on a GPU.
+
+Run `python benchmarks/call_overhead.py --help`. Exits with 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -20,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from _machine import Meter, describe
-from _overhead_cases import CASES, Samples, Target, targets
-from _overhead_library import build
+from _overhead_cases import CASES, DRIVER_CASES, Case, Samples, Target, targets
+from _overhead_library import build, build_driver
 from _report import number, table
 
 HERE = Path(__file__).parent
@@ -73,15 +79,18 @@ def environment(library: Path) -> dict[str, str]:
     """Return the environment of a process in which every binding finds this library and nothing else."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("NCCL_", "PYNCCL_"))}
     path = os.pathsep.join(filter(None, [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH")]))
-    return kept | {"LD_PRELOAD": str(library), "PYTHONPATH": path}
+    return kept | {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(library.parent), "PYTHONPATH": path}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Build the library, and measure in one process."""
-    names = [case.name for case in CASES if case.setup in options.setups]
+def measure(options: argparse.Namespace, cases: Sequence[Case], driver: bool) -> dict[str, Any]:
+    """Build the library, and measure the chosen cases in one process."""
+    names = [case.name for case in cases if case.setup in options.setups]
     with tempfile.TemporaryDirectory(prefix="pynccl-overhead-") as folder:
         library = build(Path(folder))
-        task = {"library": str(library), "cases": names, "reps": options.reps, "seconds": options.seconds}
+        if driver:
+            build_driver(Path(folder))
+        task = {"library": str(library), "cases": names, "driver": driver}
+        task |= {"reps": options.reps, "seconds": options.seconds}
         command = [sys.executable, str(HERE / "_overhead_worker.py"), json.dumps(task)]
         done = subprocess.run(command, env=environment(library), stdout=subprocess.PIPE, timeout=600)
     if done.returncode:
@@ -104,7 +113,7 @@ def import_time(reps: int) -> list[float]:
 
 def times(samples: Samples) -> str:
     """Tabulate the cases."""
-    statements = {case.name: case for case in CASES}
+    statements = {case.name: case for case in (*CASES, *DRIVER_CASES)}
 
     def line(name: str) -> list[str]:
         values = samples[name]
@@ -122,7 +131,9 @@ def verdicts(found: Sequence[Target]) -> str:
     return table(header, lines)
 
 
-def document(samples: Samples, found: Sequence[Target], about: Mapping[str, Mapping[str, str]]) -> str:
+def document(
+    samples: Samples, with_driver: Samples, found: Sequence[Target], about: Mapping[str, Mapping[str, str]]
+) -> str:
     """Write the whole report."""
     parts = ["# Call overhead: what a call costs before NCCL begins"]
     for title, facts in about.items():
@@ -130,7 +141,7 @@ def document(samples: Samples, found: Sequence[Target], about: Mapping[str, Mapp
     count = sum(target.verdict == "met" for target in found)
     parts += [f"## Targets: {count} of {len(found)} met", verdicts(found)]
     parts.append("Ratios and differences are medians over repetitions, each of which compares its own times.")
-    parts += ["## Times", times(samples)]
+    parts += ["## Times", times(samples), "## Times with a fake driver", times(with_driver)]
     statements = [
         f"- {c.name}: `{c.statement}`" for c in CASES if c.name in samples and "\n" not in c.statement
     ]
@@ -143,6 +154,7 @@ def method(options: argparse.Namespace, imports: Sequence[float]) -> dict[str, s
     return {
         "library": "compiled from nccl_api.h: each function counts its call and returns; it reports 2 ranks",
         "arrays": "CuPy arrays of 1024 float32 over host memory (UnownedMemory, device 0)",
+        "driver": "none; a fake one in the process of the second table, which takes Stream.null for current",
         "streams": "CuPy cannot name its current stream without a driver: peers that need one are given "
         "Stream.null; None means stream 0 to pynccl and nccl4py here",
         "cupyx": "NCCLBackend on a communicator, without the store that its constructor starts",
@@ -160,16 +172,18 @@ def main() -> None:
     require(options.setups)
     machine, meter = describe(), Meter()
     imports = import_time(5 if options.quick else 21)
-    result = measure(options)
+    result = measure(options, CASES, driver=False)
+    with_driver = measure(options, DRIVER_CASES, driver=True)
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     machine["during the run"] = meter.text(children.ru_utime + children.ru_stime)
     samples = {case["name"]: case["ns"] for case in result["cases"]}
     found = targets(samples, statistics.median(imports))
     about = {"Machine": machine, "Versions": result["versions"], "Method": method(options, imports)}
-    text = document(samples, found, about)
+    text = document(samples, {case["name"]: case["ns"] for case in with_driver["cases"]}, found, about)
     data = {
         "about": about,
         "cases": result["cases"],
+        "cases_with_driver": with_driver["cases"],
         "targets": [{**asdict(target), "verdict": target.verdict} for target in found],
         "import_ms": imports,
     }

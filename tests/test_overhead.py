@@ -76,7 +76,7 @@ def test_every_case_is_a_statement_and_every_target_has_its_cases(load: Load) ->
     cases = load("_overhead_cases")
     known = {case.name for case in cases.CASES}
     assert len(known) == len(cases.CASES)
-    for case in cases.CASES:
+    for case in (*cases.CASES, *cases.DRIVER_CASES):
         timeit.Timer(case.statement)
         assert case.setup in load("_overhead_worker").SETUPS
     assert set(cases.PEERS) <= known
@@ -118,7 +118,7 @@ def test_a_missed_target_is_the_exit_status(
     main, cases = load("call_overhead"), load("_overhead_cases")
     found = [{"name": name, "number": 1, "ns": ns, "counted": {}} for name, ns in ideal(cases).items()]
     monkeypatch.setattr(main, "require", lambda setups: None)
-    monkeypatch.setattr(main, "measure", lambda options: {"versions": {}, "cases": found})
+    monkeypatch.setattr(main, "measure", lambda *options, driver: {"versions": {}, "cases": found})
     monkeypatch.setattr(main, "import_time", lambda reps: [import_ms])
     monkeypatch.setattr(sys, "argv", ["call_overhead.py", "--quick", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as exit:
@@ -145,8 +145,8 @@ def test_it_runs(tmp_path: Path) -> None:
         "pynccl: all_reduce(a)",
         "pynccl: all_reduce(a, b)",
     }
-    assert len(data["cases"]) == 17
-    for case in data["cases"]:
+    assert (len(data["cases"]), len(data["cases_with_driver"])) == (17, 7)
+    for case in data["cases"] + data["cases_with_driver"]:
         assert len(case["ns"]) == 5 and min(case["ns"]) > 0
         assert case["name"] in done.stdout
     assert {"pynccl", "cffi", "cupy"} <= set(data["about"]["Versions"])
