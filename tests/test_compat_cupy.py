@@ -70,11 +70,16 @@ def connect(nccl: Any, rank: int, nranks: int, uid_file: str, **options: Any) ->
         draft = path.with_suffix(".draft")
         draft.write_bytes(nccl.get_unique_id())
         draft.rename(path)
+    appears(path)
+    return nccl.NcclCommunicator(nranks, path.read_bytes(), rank, **options)
+
+
+def appears(path: Path) -> None:
+    """Wait for a file of another rank's."""
     deadline = time.monotonic() + 20
     while not path.exists():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    return nccl.NcclCommunicator(nranks, path.read_bytes(), rank, **options)
 
 
 def wait(comm: Any) -> None:
@@ -330,10 +335,7 @@ def collected(rank: int, nranks: int, whose: str, uid_file: str) -> None:
         assert ["never destroyed or aborted" in str(warning.message) for warning in caught] == [True]
         assert capi.ncclCommCount(handle) == nranks
         done.touch()
-    deadline = time.monotonic() + 20
-    while not done.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    appears(done)
     if rank:
         comm.abort()
         assert comm.comm == 0
@@ -345,6 +347,10 @@ def test_collection_warns_and_calls_nothing() -> None:
 
 def left_over(rank: int, nranks: int, whose: str, uid_file: str) -> None:
     globals()["kept"] = connect(ours, rank, nranks, uid_file)
+    # Nobody ends before everybody has a communicator.
+    Path(f"{uid_file}.{rank}").touch()
+    for other in range(nranks):
+        appears(Path(f"{uid_file}.{other}"))
 
 
 def test_exit_aborts_what_is_left() -> None:
@@ -378,6 +384,10 @@ def not_blocking(rank: int, nranks: int, whose: str, uid_file: str) -> None:
     test.check_async_error()
     wait(test)
     assert (array == 12).all()
+    assert test.commSplit(-1, 0) is None
+    child = test.commSplit(0, -rank)
+    assert (child.rank_id(), child.size()) == (nranks - 1 - rank, nranks)
+    child.destroy()
     test.destroy()
 
 
@@ -394,6 +404,10 @@ def grouped_creation(rank: int, nranks: int, whose: str, uid_file: str) -> None:
         comms.append(ours.NcclCommunicator(2, uid, i))
     ours.groupEnd()
     assert [comm.rank_id() for comm in comms] == [0, 1]
+    ours.groupStart()
+    comms += [comm.commSplit(0, -comm.rank_id()) for comm in comms]
+    ours.groupEnd()
+    assert [comm.rank_id() for comm in comms] == [0, 1, 1, 0]
     for comm in comms:
         comm.abort()
 

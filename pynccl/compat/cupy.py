@@ -311,7 +311,11 @@ class NcclCommunicator:
     def commSplit(self, color: int, key: int, config: NcclConfig | None = None) -> NcclCommunicator | None:
         """Return a communicator of the ranks with the same color, in the order of their keys; None for -1."""
         handle = _call(capi.ncclCommSplit, self._comm, color, key, _options(config))
-        if not handle and color == capi.NCCL_SPLIT_NOCOLOR:
+        if not _lib.pynccl_group_depth():
+            # A non-blocking one writes the handle when it is done with the split.
+            self._settle()
+            handle = int(handle)
+        if color == capi.NCCL_SPLIT_NOCOLOR:
             return None
         child = NcclCommunicator.__new__(NcclCommunicator)
         child._own(handle)
