@@ -39,6 +39,7 @@ IN_PLACE, INTO = "pynccl: all_reduce(a)", "pynccl: all_reduce(a, b)"
 STREAM = "pynccl: all_reduce(a, b, stream=stream)"
 PREPARED, PLANNED = "pynccl: a prepared call", f"pynccl: a plan of {PLAN}"
 GROUPED, GROUPED_PREPARED = f"pynccl: group of {GROUP} calls", f"pynccl: group of {GROUP} prepared calls"
+COMPAT = "pynccl.compat.cupy: bare ints"
 CUPY_BARE = "cupy.cuda.nccl: bare ints"
 CUPY_IN_PLACE, CUPY_INTO = "cupy.cuda.nccl: by hand, in place", "cupy.cuda.nccl: by hand, a to b"
 CUPY_GROUP = f"cupy.cuda.nccl: group of {GROUP} by hand"
@@ -58,6 +59,7 @@ CASES = (
     Case(PLANNED, "pynccl", "plan()", PLAN, {"ncclAllReduce": PLAN, "ncclGroupStart": 1, "ncclGroupEnd": 1}),
     _group("pynccl", GROUPED, "with pynccl.group():", "comm.all_reduce(a)", indent=" "),
     _group("pynccl", GROUPED_PREPARED, "with pynccl.group():", "op()", indent=" "),
+    Case(COMPAT, "compat", "compat_comm.allReduce(p, q, n, 7, 0, 0)"),
     Case(CUPY_BARE, "cupy", "cupy_comm.allReduce(p, q, n, 7, 0, 0)"),
     Case(CUPY_IN_PLACE, "cupy", _BY_HAND.format("a")),
     Case(CUPY_INTO, "cupy", _BY_HAND.format("b")),

@@ -63,13 +63,22 @@ def cffi(names: dict[str, Any], stack: ExitStack) -> dict[str, str]:
     return {"cffi": version("cffi")}
 
 
+def compat(names: dict[str, Any], stack: ExitStack) -> dict[str, str]:
+    from pynccl.compat import cupy
+
+    names |= {"compat_comm": cupy.NcclCommunicator(RANKS, bytes(128), 0)}
+    stack.callback(names["compat_comm"].destroy)
+    return {}
+
+
 def cupy(names: dict[str, Any], stack: ExitStack) -> dict[str, str]:
+    from cupy import __version__
     from cupy.cuda import nccl
 
     comm = nccl.NcclCommunicator(RANKS, bytes(128), 0)
     stack.callback(comm.destroy)
     names |= {"nccl": nccl, "cupy_comm": comm}
-    return {"cupy": version("cupy-cuda12x")}
+    return {"cupy": __version__}
 
 
 def cupyx(names: dict[str, Any], stack: ExitStack) -> dict[str, str]:
@@ -112,6 +121,7 @@ SETUPS: Mapping[str, Callable[[dict[str, Any], ExitStack], dict[str, str]]] = {
     "library": the_library,
     "cffi": cffi,
     "pynccl": pynccl,
+    "compat": compat,
     "cupy": cupy,
     "cupyx": cupyx,
     "nccl4py": nccl4py,

@@ -38,6 +38,7 @@ from pynccl._api import (
 from pynccl._binding import lib as _lib
 from pynccl._library import load as _load
 from pynccl._status import IN_PROGRESS as _IN_PROGRESS
+from pynccl._status import check as _check
 from pynccl._streams import wait_ready as _wait_ready
 from pynccl._structs import Config as _Config
 
@@ -56,6 +57,16 @@ NCCL_PROD = ncclProd
 NCCL_MAX = ncclMax
 NCCL_MIN = ncclMin
 NCCL_AVG = ncclAvg
+
+# Called without a function in between: these are the calls of every step.
+_ncclAllGather = _lib.ncclAllGather
+_ncclAllReduce = _lib.ncclAllReduce
+_ncclBcast = _lib.ncclBcast
+_ncclBroadcast = _lib.ncclBroadcast
+_ncclRecv = _lib.ncclRecv
+_ncclReduce = _lib.ncclReduce
+_ncclReduceScatter = _lib.ncclReduceScatter
+_ncclSend = _lib.ncclSend
 
 _NAMES = {
     0: "SUCCESS",
@@ -203,8 +214,10 @@ class NcclCommunicator:
         """Wait until a non-blocking communicator has done what it was asked."""
         _call(_wait_ready, lambda: self._comm, None)
 
-    def _issue(self, function: Callable[..., int], *args: int) -> None:
-        if _call(function, *args) == _IN_PROGRESS and not _lib.pynccl_group_depth():
+    def _after(self, result: int, function: str) -> None:
+        """Raise what a call answered, or wait where it is not done yet."""
+        _call(_check, result, function, self._comm)
+        if not _lib.pynccl_group_depth():
             self._settle()
 
     def __del__(self) -> None:
@@ -266,41 +279,49 @@ class NcclCommunicator:
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         """Reduce the buffers of all ranks to every rank."""
-        self._issue(capi.ncclAllReduce, sendbuf, recvbuf, count, datatype, op, self._comm, stream)
+        if result := _ncclAllReduce(sendbuf, recvbuf, count, datatype, op, self._comm, stream):
+            self._after(result, "ncclAllReduce")
 
     def reduce(
         self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
     ) -> None:
         """Reduce the buffers of all ranks to the root."""
-        self._issue(capi.ncclReduce, sendbuf, recvbuf, count, datatype, op, root, self._comm, stream)
+        if result := _ncclReduce(sendbuf, recvbuf, count, datatype, op, root, self._comm, stream):
+            self._after(result, "ncclReduce")
 
     def broadcast(
         self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int
     ) -> None:
         """Copy the root's buffer to every rank."""
-        self._issue(capi.ncclBroadcast, sendbuff, recvbuff, count, datatype, root, self._comm, stream)
+        if result := _ncclBroadcast(sendbuff, recvbuff, count, datatype, root, self._comm, stream):
+            self._after(result, "ncclBroadcast")
 
     def bcast(self, buff: int, count: int, datatype: int, root: int, stream: int) -> None:
         """Copy the root's buffer to every rank, in place."""
-        self._issue(capi.ncclBcast, buff, count, datatype, root, self._comm, stream)
+        if result := _ncclBcast(buff, count, datatype, root, self._comm, stream):
+            self._after(result, "ncclBcast")
 
     def reduceScatter(
         self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
     ) -> None:
         """Reduce the buffers of all ranks, and leave each rank its part."""
-        self._issue(capi.ncclReduceScatter, sendbuf, recvbuf, recvcount, datatype, op, self._comm, stream)
+        if result := _ncclReduceScatter(sendbuf, recvbuf, recvcount, datatype, op, self._comm, stream):
+            self._after(result, "ncclReduceScatter")
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
         """Put the buffers of all ranks one after another, on every rank."""
-        self._issue(capi.ncclAllGather, sendbuf, recvbuf, count, datatype, self._comm, stream)
+        if result := _ncclAllGather(sendbuf, recvbuf, count, datatype, self._comm, stream):
+            self._after(result, "ncclAllGather")
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Send a buffer to one rank, which receives it."""
-        self._issue(capi.ncclSend, sendbuf, count, datatype, peer, self._comm, stream)
+        if result := _ncclSend(sendbuf, count, datatype, peer, self._comm, stream):
+            self._after(result, "ncclSend")
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Receive a buffer from one rank, which sends it."""
-        self._issue(capi.ncclRecv, recvbuf, count, datatype, peer, self._comm, stream)
+        if result := _ncclRecv(recvbuf, count, datatype, peer, self._comm, stream):
+            self._after(result, "ncclRecv")
 
     def check_async_error(self) -> None:
         """Raise what has gone wrong in the background."""
