@@ -100,6 +100,8 @@ class _Spans(dict[type, Callable[[Any, str], Span]]):
         return lambda array, name: kind_of(array, name).span(array, name)
 
 
+# cupy.ndarray once an array of it was seen.
+cupy_array: Any = None
 spans = _Spans()
 _kinds: dict[type, Kind] = {}
 
@@ -129,8 +131,12 @@ def _choose(array: Any, name: str) -> Kind:
         return Kind(_from_numpy, _no_stream, _numpy_empty)
     library = type(array).__module__.partition(".")[0]
     if library == "cupy" and hasattr(array, "data") and hasattr(array, "flags"):
-        span = _from_cupy_fast if hasattr(array, "_c_contiguous") else _from_cupy
-        return Kind(span, _cupy_stream, _cupy_empty)
+        # Without a driver no array is a device's, whatever its device_id.
+        global cupy_array
+        if hasattr(array, "_c_contiguous"):
+            cupy_array = type(array)
+        span = _from_cupy_on_device if _cuda.available() else _from_cupy_on_host
+        return Kind(span if hasattr(array, "_c_contiguous") else _from_cupy, cupy_stream, _cupy_empty)
     if hasattr(array, "data_ptr") and isinstance(array, _torch_tensor()):
         return Kind(_from_torch, _torch_stream, _torch_empty)
     if hasattr(type(array), "__cuda_array_interface__") or hasattr(array, "__cuda_array_interface__"):
@@ -225,20 +231,19 @@ def _buffer_empty(array: Any, shape: tuple[int, ...]) -> Any:
 # --- CuPy ---------------------------------------------------------------------------------------------------
 
 
-def _from_cupy_fast(array: Any, name: str) -> Span:
+def _from_cupy_on_device(array: Any, name: str) -> Span:
     memory = array.data
-    try:
-        if array._c_contiguous:
-            return (
-                memory.ptr,
-                array.size,
-                native[array.dtype],
-                memory.device_id if _devices() else ANYWHERE,
-                0,
-            )
-    except KeyError:
-        pass
-    return _from_cupy(array, name)
+    code = native.get(array.dtype)
+    if code is None or not array._c_contiguous:
+        return _from_cupy(array, name)
+    return memory.ptr, array.size, code, memory.device_id, 0
+
+
+def _from_cupy_on_host(array: Any, name: str) -> Span:
+    code = native.get(array.dtype)
+    if code is None or not array._c_contiguous:
+        return _from_cupy(array, name)
+    return array.data.ptr, array.size, code, ANYWHERE, 0
 
 
 def _from_cupy(array: Any, name: str) -> Span:
@@ -246,21 +251,18 @@ def _from_cupy(array: Any, name: str) -> Span:
     fortran = not flags.c_contiguous
     if fortran and not flags.f_contiguous:
         raise _not_contiguous(name, array.shape, array.strides)
-    where = array.data.device_id if _devices() else ANYWHERE
+    where = array.data.device_id if _cuda.available() else ANYWHERE
     return _span(array.data.ptr, array.size, from_numpy(array.dtype, name), where, fortran=fortran)
 
 
-def _devices() -> bool:
-    return _cuda.available()
-
-
-def _cupy_stream(array: Any) -> int:
-    return int(sys.modules["cupy"].cuda.get_current_stream().ptr) if _devices() else 0
+def cupy_stream(array: Any = None) -> int:
+    """Return CuPy's current stream."""
+    return int(sys.modules["cupy"].cuda.get_current_stream().ptr) if _cuda.available() else 0
 
 
 def _cupy_empty(array: Any, shape: tuple[int, ...]) -> Any:
     cupy = sys.modules["cupy"]
-    if _devices():
+    if _cuda.available():
         with cupy.cuda.Device(array.data.device_id):
             return cupy.empty(shape, array.dtype)
     # Its allocators need the driver; an array over memory that it does not own needs none.
@@ -327,7 +329,7 @@ def _stated_stream(array: Any) -> int | None:
 
 
 def _producer_stream(array: Any) -> int:
-    return (_stated_stream(array) or 0) if _devices() else 0
+    return (_stated_stream(array) or 0) if _cuda.available() else 0
 
 
 def _order_producer(array: Any, stream: int) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 
 from pynccl import _cuda, _dtypes, _streams
 from pynccl._binding import ffi, lib
-from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, kind_of, shape_of, spans
+from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, cupy_stream, kind_of, shape_of, spans
 from pynccl._config import pack
 from pynccl._errors import NcclInvalidUsage
-from pynccl._fastcall import get_recording
+from pynccl._fastcall import keep as keep_recorded
 from pynccl._group import Group
 from pynccl._ops import op_code
 from pynccl._recording import BUSY, CLOSED, NO_MEMORY, OVERLAP, RECORDED, WAITING, function_name
@@ -31,6 +31,14 @@ ALL_TO_ALL, GATHER, SCATTER = lib.PYNCCL_ALL_TO_ALL, lib.PYNCCL_GATHER, lib.PYNC
 SEND, RECV = lib.PYNCCL_SEND, lib.PYNCCL_RECV
 _REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
 _issue = lib.pynccl_issue
+
+
+def _issue_in_place(template: Any, pointer: int, count: int) -> int:
+    return _issue(template, pointer, pointer, count, cupy_stream(), 0)
+
+
+def _issue_between(template: Any, source: int, target: int, count: int) -> int:
+    return _issue(template, source, target, count, cupy_stream(), 0)
 
 
 class Checked(NamedTuple):
@@ -67,9 +75,13 @@ class Calls:
     _waits: int
     # There is no stream but those that are given.
     _streamless: bool
-    # What is the same in many calls; `_quick` has those of all_reduce by the operation's name and dtype code.
+    # What is the same in many calls; of all_reduce by operation and NumPy dtype, and for "sum".
     _templates: dict[tuple[int, int, int, int], Any]
-    _quick: dict[Any, dict[int, Any]]
+    _quick: dict[Any, dict[Any, Any]]
+    _sums: dict[Any, Any]
+    # Issue a call on CuPy's current stream, from its template: buffer, count; or input, output, count.
+    _issue_in_place: Callable[[Any, int, int], int]
+    _issue_between: Callable[[Any, int, int, int], int]
     _why: str
 
     if TYPE_CHECKING:
@@ -78,6 +90,14 @@ class Calls:
         def _wait(self, stream: int, what: str, timeout: float | None) -> None: ...
         def _settle(self, what: str) -> None: ...
         def _alone(self) -> AbstractContextManager[None]: ...
+
+    def _settle_place(self, device: int, on_cpu: bool) -> None:
+        """Decide where arrays have to be, and on which stream calls without one go."""
+        driver = not on_cpu and _cuda.available()
+        self._waits, self._streamless = int(on_cpu), not driver
+        self._place = HOST if on_cpu else device if driver else ANYWHERE
+        self._issue_in_place = _issue_in_place if driver else lib.pynccl_issue_in_place
+        self._issue_between = _issue_between if driver else lib.pynccl_issue_between
 
     # --- one call ---
 
@@ -95,8 +115,10 @@ class Calls:
         if answer:
             keep = (self, send, checked.result, op, packed)
             self._after(answer, kind, handle, wait, keep, config is not None)
-        elif kind == ALL_REDUCE and type(op) is str and packed is None and checked.code < 256:
-            self._quick.setdefault(op, {})[checked.code] = template
+        elif kind == ALL_REDUCE and packed is None and type(op) is str and checked.code < 256:
+            dtype = getattr(send, "dtype", None)
+            if isinstance(dtype, np.dtype):
+                self._quick.setdefault(op, {})[dtype] = template
         return checked.result
 
     def _template(
@@ -138,9 +160,7 @@ class Calls:
     ) -> None:
         """Do what is left to do after a call that did not simply succeed."""
         if answer == RECORDED:
-            recording = get_recording()
-            assert recording is not None
-            recording.append(keep)
+            keep_recorded(keep)
         elif answer in (WAITING, IN_PROGRESS):
             self._complete(answer, function_name(kind, configured), stream, wait, keep)
         elif answer == OVERLAP:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
-from pynccl._binding import lib
-from pynccl._buffers import spans
+from pynccl import _buffers
 from pynccl._calls import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -26,7 +25,9 @@ from pynccl._calls import (
     apart,
     require_count,
 )
+from pynccl._fastcall import keep
 from pynccl._ops import PreMulSum
+from pynccl._recording import RECORDED
 from pynccl._types import RedOp
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ A = TypeVar("A")
 R = TypeVar("R")
 S = TypeVar("S", bound=np.generic)
 Op = str | RedOp | int | PreMulSum
-
-_issue_between = lib.pynccl_issue_between
 
 
 class Collectives(Calls):
@@ -55,30 +54,49 @@ class Collectives(Calls):
 
     # --- the collectives ---
 
+    @overload
     def all_reduce(
-        self, send: A, recv: A | None = None, op: Op = "sum", stream: Any = None, *, config: PerCall = None
-    ) -> A:
+        self, send: A, recv: None = None, op: Op = "sum", stream: Any = None, *, config: PerCall = None
+    ) -> A: ...
+    @overload
+    def all_reduce(
+        self, send: Any, recv: R, op: Op = "sum", stream: Any = None, *, config: PerCall = None
+    ) -> R: ...
+    def all_reduce(
+        self, send: Any, recv: Any = None, op: Op = "sum", stream: Any = None, *, config: PerCall = None
+    ) -> Any:
         """Reduce the arrays of all ranks, element by element; every rank gets the result (ncclAllReduce)."""
-        # What follows is `_run`, for the most frequent call of all and where nothing is to be explained.
-        template = None
-        target, result = 0, send
-        try:
-            source, count, code, where, flags = spans[type(send)](send, "send")
-            plain = where == self._place and not flags and stream is None and config is None
-            if recv is not None:
-                target, length, other, there, more = spans[type(recv)](recv, "recv")
-                plain = plain and length == count and other == code and there == where and not more
-                result = recv
-            if plain and self._streamless:
-                template = self._quick[op][code]
-        except (KeyError, TypeError, ValueError):
-            pass
-        if template is None:
-            return self._run(ALL_REDUCE, send, recv, op, 0, stream, config)
-        answer = _issue_between(template, source, target or source, count)
-        if answer:
-            self._after(answer, ALL_REDUCE, 0, self._waits, (self, send, recv))
-        return result
+        # The most frequent call of all goes a short way: CuPy's arrays, with nothing else said.
+        if stream is None and type(send) is _buffers.cupy_array and config is None:
+            answer = None
+            try:
+                template = (self._sums if op == "sum" else self._quick[op])[send.dtype]
+                if send._c_contiguous and (self._streamless or send.data.device_id == self._device):
+                    if recv is None:
+                        issue = self._issue_in_place
+                        answer = issue(template, send.data.ptr, send.size)
+                        if not answer:
+                            return send
+                        if answer == RECORDED:
+                            keep(send)
+                            return send
+                    elif (
+                        type(recv) is _buffers.cupy_array
+                        and recv.dtype is send.dtype
+                        and recv.size == send.size
+                        and recv._c_contiguous
+                        and (self._streamless or recv.data.device_id == self._device)
+                    ):
+                        issue_between = self._issue_between
+                        answer = issue_between(template, send.data.ptr, recv.data.ptr, send.size)
+                        if not answer:
+                            return recv
+            except (KeyError, TypeError, AttributeError):
+                pass
+            if answer is not None:
+                self._after(answer, ALL_REDUCE, 0, self._waits, (self, send, recv))
+                return send if recv is None else recv
+        return self._run(ALL_REDUCE, send, recv, op, 0, stream, config)
 
     def reduce(
         self,

@@ -14,11 +14,10 @@ import numpy as np
 
 from pynccl import _cuda, _library, _lifetime, _streams, capi
 from pynccl._binding import ffi, lib
-from pynccl._buffers import ANYWHERE, HOST
 from pynccl._collectives import Collectives
 from pynccl._devices import device_to_use, on_device
 from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError
-from pynccl._fastcall import get_recording
+from pynccl._fastcall import is_recording
 from pynccl._kept import CpuEvents, CudaEvents, Kept
 from pynccl._lifetime import ABORT_SECONDS, bounded
 from pynccl._prepared import Prepare
@@ -113,10 +112,11 @@ class Communicator(Collectives):
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
         self._timeout = timeout
-        self._c = ffi.gc(lib.pynccl_comm_new(0, 0, 1, 0), lib.pynccl_comm_free)
+        self._c = ffi.gc(lib.pynccl_comm_new(0, 0, 1, 0), lib.pynccl_comm_release)
         self._kept: dict[int, Kept] = {}
         self._templates = {}
-        self._quick = {}
+        self._sums = {}
+        self._quick = {"sum": self._sums}
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._scratch: tuple[int, int] | None = None
         self._token = np.zeros(1, np.uint8)
@@ -142,9 +142,7 @@ class Communicator(Collectives):
         except BaseException:
             self.abort()
             raise
-        driver = not self._waits and _cuda.available()
-        self._streamless = not driver
-        self._place = HOST if self._waits else self._device if driver else ANYWHERE
+        self._settle_place(self._device, bool(self._waits))
         self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
         self._c.waits = self._waits
         communicators[address_of(self._c)] = self
@@ -284,7 +282,7 @@ class Communicator(Collectives):
         return child
 
     def _outside_groups(self, what: str) -> None:
-        if get_recording() is not None:
+        if is_recording():
             raise NcclInvalidUsage(
                 f"{what} inside pynccl.group() or prepare: expected it outside", function=what
             )

@@ -7,24 +7,27 @@ from types import TracebackType
 from pynccl import _library
 from pynccl._binding import lib
 from pynccl._errors import NcclInvalidUsage
-from pynccl._fastcall import get_recording
+from pynccl._fastcall import begin, run
 from pynccl._recording import Recording
 from pynccl._status import check
 from pynccl._structs import SimInfo
+
+# Empty recordings, to be used again.
+_spare: list[Recording] = []
 
 
 class Group:
     """The calls of a `with` body as one group of NCCL's, issued by one call at its end.
 
     An exception in the body drops them all. Groups may be nested, and hold calls of several communicators.
-    Results are there when the group has ended (host arrays), or when the streams get there.
+    Results are there when the group has ended (host arrays), or when the streams get there. With
+    `simulate=True` (NCCL >= 2.22) nothing is issued: NCCL is asked how long the group would take, and
+    `estimated_microseconds` has the answer.
     """
 
-    def __init__(self, simulate: bool = False) -> None:
-        self._simulate = simulate
-        self._recording: Recording | None = None
-        self._open = False
-        self._estimate: float | None = None
+    _simulate = False
+    _recording: Recording | None = None
+    _estimate: float | None = None
 
     @property
     def estimated_microseconds(self) -> float:
@@ -34,32 +37,46 @@ class Group:
         return self._estimate
 
     def __enter__(self) -> Group:
-        if self._open:
+        if self._recording is not None:
             raise NcclInvalidUsage("this group is open already; call pynccl.group() for another one")
-        _library.load()
-        if self._simulate and get_recording() is not None:
-            raise NcclInvalidUsage("simulate=True inside an open group; expected it on the outermost one")
-        self._open = True
-        # Inside a group, or while a call is prepared, the calls join what is being recorded.
-        if get_recording() is None:
-            self._recording = Recording()
-            self._recording.calls.grouped = 1
-            self._recording.__enter__()
+        recording = _spare.pop() if _spare else _new_recording()
+        outer = begin(recording.address, recording.kept)
+        if outer is not None:
+            # Inside a group, or while a call is prepared, the calls join what is being recorded.
+            begin(*outer)
+            _spare.append(recording)
+            if self._simulate:
+                raise NcclInvalidUsage("simulate=True inside an open group; expected it on the outermost one")
+            return self
+        self._recording = recording
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open = False
-        recording, self._recording = self._recording, None
+        recording = self._recording
         if recording is None:
             return
-        recording.__exit__()
-        if kind is None:
-            if self._simulate:
+        self._recording = None
+        if kind is not None or self._simulate:
+            begin(0, None)
+            if kind is None:
                 self._estimate = _simulate(recording)
-            else:
-                recording.run()
+            return
+        result = run(recording.address)
+        if result:
+            recording.finish(result)
+        else:
+            recording.kept.clear()
+            _spare.append(recording)
+
+
+def _new_recording() -> Recording:
+    if _library.loaded() is None:
+        _library.load()
+    recording = Recording()
+    recording.calls.grouped = 1
+    return recording
 
 
 def _simulate(recording: Recording) -> float:
@@ -74,9 +91,8 @@ def _simulate(recording: Recording) -> float:
 
 
 def group(simulate: bool = False) -> Group:
-    """Record the calls of a `with` body, and issue them as one group at its end; see Group.
-
-    `simulate=True` issues nothing and asks NCCL (>= 2.22) how long the group would take:
-    `estimated_microseconds` has the answer.
-    """
-    return Group(simulate)
+    """Record the calls of a `with` body, and issue them as one group at its end; see Group."""
+    made = Group()
+    if simulate:
+        made._simulate = True
+    return made

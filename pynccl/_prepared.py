@@ -25,7 +25,7 @@ class _Run(Call):
     __slots__ = ("_recording", "_stream", "result")
 
     def __init__(self, recording: Recording, result: Any, stream: Any) -> None:
-        super().__init__(_RUN, address_of(recording.calls), result, _finish)
+        super().__init__(_RUN, recording.address, result, _finish)
         self._recording = recording
         self._stream = stream
         self.result = result

@@ -9,9 +9,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from pynccl import _fastcall
 from pynccl._binding import ffi, lib
 from pynccl._errors import NcclError
-from pynccl._fastcall import get_recording, set_recording
 from pynccl._status import IN_PROGRESS, check
 
 if TYPE_CHECKING:
@@ -42,22 +42,26 @@ def address_of(pointer: Any) -> int:
     return int(ffi.cast("uintptr_t", pointer))
 
 
+_fastcall.bind(
+    address_of(ffi.addressof(lib, "pynccl_record")),
+    address_of(ffi.addressof(lib, "pynccl_list_run_recorded")),
+)
+
+
 class Recording:
     """A list of calls and what they need alive."""
 
     def __init__(self) -> None:
         self.calls = ffi.gc(lib.pynccl_list_new(), lib.pynccl_list_free)
+        self.address = address_of(self.calls)
         self.kept: list[Any] = []
 
     def __enter__(self) -> Recording:
-        self._before = lib.pynccl_record(self.calls), get_recording()
-        set_recording(self.kept)
+        self._before = _fastcall.begin(self.address, self.kept)
         return self
 
     def __exit__(self, *_: object) -> None:
-        calls, kept = self._before
-        lib.pynccl_record(calls)
-        set_recording(kept)
+        _fastcall.begin(*(self._before or (0, None)))
 
     def communicators(self) -> list[Communicator]:
         """Return the communicators of the calls, each once."""

@@ -16,12 +16,13 @@ static const unsigned char pynccl_sizes[ncclNumTypes] = {1, 1, 4, 4, 8, 8, 2, 4,
 
 pynccl_comm* pynccl_comm_new(uintptr_t handle, int rank, int size, int waits) {
   pynccl_comm* comm = calloc(1, sizeof *comm);
-  if (comm) *comm = (pynccl_comm){.handle = handle, .rank = rank, .size = size, .waits = waits};
+  if (comm) *comm = (pynccl_comm){.handle = handle, .references = 1, .rank = rank, .size = size, .waits = waits};
   return comm;
 }
 
-void pynccl_comm_free(pynccl_comm* comm) {
-  if (comm) free(comm->used);
+void pynccl_comm_release(pynccl_comm* comm) {
+  if (!comm || __atomic_sub_fetch(&comm->references, 1, __ATOMIC_ACQ_REL)) return;
+  free(comm->used);
   free(comm);
 }
 
@@ -169,8 +170,14 @@ int pynccl_issue_in_place(const pynccl_call* like, uintptr_t buffer, size_t coun
 
 pynccl_list* pynccl_list_new(void) { return calloc(1, sizeof(pynccl_list)); }
 
+void pynccl_list_clear(pynccl_list* list) {
+  for (int i = 0; i < list->use_count; ++i) pynccl_comm_release(list->uses[i].comm);
+  list->count = list->use_count = 0;
+}
+
 void pynccl_list_free(pynccl_list* list) {
   if (list) {
+    pynccl_list_clear(list);
     free(list->calls);
     free(list->uses);
   }
@@ -205,6 +212,7 @@ static int pynccl_add_use(pynccl_list* list, pynccl_comm* comm, uintptr_t stream
   pynccl_use* uses = pynccl_room(list->uses, list->use_count, &list->use_capacity, sizeof *uses);
   if (!uses) return PYNCCL_NO_MEMORY;
   list->uses = uses;
+  __atomic_add_fetch(&comm->references, 1, __ATOMIC_RELAXED);
   uses[list->use_count++] = (pynccl_use){comm, stream, wait, first};
   return 0;
 }
@@ -228,11 +236,21 @@ int pynccl_list_extend(pynccl_list* list, const pynccl_list* more) {
 
 int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream) {
   int r = 0;
-  list->use_count = 0;
-  for (int i = 0; i < list->count && !r; ++i) {
-    list->calls[i].stream = stream;
-    r = pynccl_add_use(list, list->calls[i].comm, stream, 0);
+  pynccl_list fresh = {0};
+  for (int i = 0; i < list->count && !r; ++i) r = pynccl_add_use(&fresh, list->calls[i].comm, stream, 0);
+  if (!r)
+    for (int i = 0; i < list->count; ++i) list->calls[i].stream = stream;
+  // Swapped, so that the uses that are dropped are released, and the communicators never in between.
+  const pynccl_list dropped = {.uses = list->uses, .use_count = list->use_count};
+  if (!r) {
+    list->uses = fresh.uses;
+    list->use_count = fresh.use_count;
+    list->use_capacity = fresh.use_capacity;
+    fresh.uses = dropped.uses;
+    fresh.use_count = dropped.use_count;
   }
+  pynccl_list_clear(&fresh);
+  free(fresh.uses);
   return r;
 }
 
@@ -285,6 +303,13 @@ int pynccl_list_run(pynccl_list* list) {
   for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].wait) r = pynccl_wait(list->uses[i].comm->handle, list->uses[i].stream);
   if (r != PYNCCL_WAITING) pynccl_list_leave(list);
+  return r;
+}
+
+int pynccl_list_run_recorded(pynccl_list* list) {
+  pynccl_recording = NULL;
+  const int r = pynccl_list_run(list);
+  if (!r) pynccl_list_clear(list);
   return r;
 }
 

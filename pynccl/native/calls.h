@@ -26,6 +26,7 @@ enum pynccl_answer {
 
 typedef struct pynccl_comm {
   uintptr_t handle;  // 0 once closed
+  int references;    // of its owner and of lists
   int rank;
   int size;
   int waits;  // calls without a stream return when they are done: the CPU library's
@@ -71,7 +72,7 @@ typedef struct pynccl_list {
 int pynccl_group_depth(void);
 
 pynccl_comm* pynccl_comm_new(uintptr_t handle, int rank, int size, int waits);
-void pynccl_comm_free(pynccl_comm* comm);
+void pynccl_comm_release(pynccl_comm* comm);
 void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream);
 int pynccl_enter(pynccl_comm* comm);
 void pynccl_leave(pynccl_comm* comm);
@@ -88,5 +89,8 @@ pynccl_list* pynccl_record(pynccl_list* list);
 int pynccl_list_extend(pynccl_list* list, const pynccl_list* more);
 int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream);
 int pynccl_list_run(pynccl_list* list);
+void pynccl_list_clear(pynccl_list* list);
+// End the recording in this list, run it, and empty it where all is done.
+int pynccl_list_run_recorded(pynccl_list* list);
 int pynccl_list_simulate(pynccl_list* list, ncclSimInfo_t* estimate);
 void pynccl_list_leave(pynccl_list* list);

@@ -25,9 +25,15 @@ static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, P
   if (PyVectorcall_NARGS(flags) || (names && PyTuple_GET_SIZE(names)))
     return PyErr_Format(PyExc_TypeError, "a prepared call takes no arguments");
   if (!self->run) return PyErr_Format(PyExc_RuntimeError, "this call was never prepared");
-  PyThreadState* thread = PyEval_SaveThread();
-  const int result = self->run(self->argument);
-  PyEval_RestoreThread(thread);
+  int result;
+  if (recording) {
+    // It is only appended to a list.
+    result = self->run(self->argument);
+  } else {
+    PyThreadState* thread = PyEval_SaveThread();
+    result = self->run(self->argument);
+    PyEval_RestoreThread(thread);
+  }
   if (result == PYNCCL_RECORDED && recording) {
     if (PyList_Append(recording, callable)) return NULL;
   } else if (result) {
@@ -54,7 +60,10 @@ static int call_init(PyObject* object, PyObject* args, PyObject* names) {
 static PyObject* call_new(PyTypeObject* type, PyObject* args, PyObject* names) {
   (void)args, (void)names;
   Call* self = (Call*)type->tp_alloc(type, 0);
-  if (self) self->vectorcall = call;
+  if (!self) return NULL;
+  self->vectorcall = call;
+  // Before Python 3.12 a class made in Python does not inherit this.
+  if (type->tp_call == PyVectorcall_Call) type->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
   return (PyObject*)self;
 }
 
@@ -91,23 +100,64 @@ static PyTypeObject CallType = {
     .tp_dealloc = call_dealloc,
 };
 
-// Set the list that recorded calls are appended to in this thread, or None; the caller keeps it alive.
-static PyObject* set_recording(PyObject* module, PyObject* list) {
+// The binding's pynccl_record and pynccl_list_run_recorded, see calls.h.
+static void* (*record)(void*);
+static int (*run_recorded)(void*);
+
+static PyObject* bind(PyObject* module, PyObject* args) {
   (void)module;
-  if (list != Py_None && !PyList_CheckExact(list))
-    return PyErr_Format(PyExc_TypeError, "expected a list or None, not %R", list);
-  recording = list == Py_None ? NULL : list;
+  Py_ssize_t one, two;
+  if (!PyArg_ParseTuple(args, "nn", &one, &two)) return NULL;
+  record = (void* (*)(void*))one;
+  run_recorded = (int (*)(void*))two;
   Py_RETURN_NONE;
 }
 
-static PyObject* get_recording(PyObject* module, PyObject* none) {
+// Record this thread's calls: in C in the list at an address, and what they need alive in a list of Python's that
+// the caller keeps alive. Returns what was there before, to be given to this again.
+static PyObject* begin(PyObject* module, PyObject* const* args, Py_ssize_t count) {
+  (void)module;
+  if (count != 2 || !(args[1] == Py_None || PyList_CheckExact(args[1])))
+    return PyErr_Format(PyExc_TypeError, "expected an address and a list or None");
+  void* calls = PyLong_AsVoidPtr(args[0]);
+  if (!calls && PyErr_Occurred()) return NULL;
+  PyObject* kept = recording;
+  recording = args[1] == Py_None ? NULL : args[1];
+  calls = record(calls);
+  if (!calls) Py_RETURN_NONE;
+  return Py_BuildValue("NO", PyLong_FromVoidPtr(calls), kept ? kept : Py_None);
+}
+
+// End the recording and run what was recorded; returns the result.
+static PyObject* run(PyObject* module, PyObject* address) {
+  (void)module;
+  void* calls = PyLong_AsVoidPtr(address);
+  if (!calls && PyErr_Occurred()) return NULL;
+  recording = NULL;
+  PyThreadState* thread = PyEval_SaveThread();
+  const int result = run_recorded(calls);
+  PyEval_RestoreThread(thread);
+  return PyLong_FromLong(result);
+}
+
+// Keep an object alive until this thread's open recording has run.
+static PyObject* keep(PyObject* module, PyObject* object) {
+  (void)module;
+  if (recording && PyList_Append(recording, object)) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject* is_recording(PyObject* module, PyObject* none) {
   (void)module, (void)none;
-  return Py_NewRef(recording ? recording : Py_None);
+  return PyBool_FromLong(recording != NULL);
 }
 
 static PyMethodDef functions[] = {
-    {"set_recording", set_recording, METH_O, NULL},
-    {"get_recording", get_recording, METH_NOARGS, NULL},
+    {"bind", bind, METH_VARARGS, NULL},
+    {"begin", (PyCFunction)(void (*)(void))begin, METH_FASTCALL, NULL},
+    {"run", run, METH_O, NULL},
+    {"keep", keep, METH_O, NULL},
+    {"is_recording", is_recording, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
