@@ -6,12 +6,16 @@ is one device only, two ranks share it, each with an NCCL_HOSTID of its own (see
 
 from __future__ import annotations
 
+import os
 import socket
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import pynccl
 from pynccl import testing
 from pynccl.compat import cupy as nccl
 from pynccl.compat import cupyx
@@ -24,15 +28,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def meet(rank: int, nranks: int, port: int) -> cupyx.NCCLBackend:
-    import os
-
+def take_device(rank: int, nranks: int) -> None:
     import cupy
 
     count = cupy.cuda.runtime.getDeviceCount()
     if count < nranks:
         os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
     cupy.cuda.Device(rank % count).use()
+
+
+def meet(rank: int, nranks: int, port: int) -> cupyx.NCCLBackend:
+    take_device(rank, nranks)
     return cupyx.init_process_group(nranks, rank, port=port, timeout=60)
 
 
@@ -64,6 +70,58 @@ def ring(rank: int, nranks: int) -> None:
 
 def test_cupy_nccl_in_one_process() -> None:
     testing.run(1, ring, timeout=120)
+
+
+def splits(rank: int, nranks: int, folder: str) -> None:
+    """Do what CuPy's test_nccl.py does with several processes."""
+    import cupy
+
+    take_device(rank, nranks)
+    path = Path(folder, "uid")
+    if rank == 0:
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(nccl.get_unique_id())
+        draft.rename(path)
+    while not path.exists():
+        time.sleep(0.001)
+    comm = nccl.NcclCommunicator(nranks, path.read_bytes(), rank, nccl.NcclConfig(split_share=1))
+    child = comm.commSplit(rank // 2, rank)
+    assert child is not None and (child.size(), child.rank_id()) == (2, rank % 2)
+    array = cupy.array([rank], dtype=cupy.int8)
+    child.allReduce(
+        array.data.ptr, array.data.ptr, 1, nccl.NCCL_INT8, nccl.NCCL_SUM, cupy.cuda.Stream.null.ptr
+    )
+    assert array[0] == (1, 5)[rank // 2]
+    child.destroy()
+    comm.destroy()
+
+
+def test_cupy_nccl_in_four_processes(tmp_path: Path) -> None:
+    testing.run(4, splits, str(tmp_path), timeout=150)
+
+
+def several_devices(rank: int, nranks: int) -> None:
+    import cupy
+
+    comms = nccl.NcclCommunicator.initAll([0, 1])
+    arrays = []
+    for device in range(2):
+        with cupy.cuda.Device(device):
+            arrays.append(cupy.arange(10, dtype=cupy.int64) * (1 - device))
+    nccl.groupStart()
+    comms[0].send(arrays[0].data.ptr, 10, nccl.NCCL_INT64, 1, cupy.cuda.Stream.null.ptr)
+    comms[1].recv(arrays[1].data.ptr, 10, nccl.NCCL_INT64, 0, cupy.cuda.Stream.null.ptr)
+    nccl.groupEnd()
+    with cupy.cuda.Device(1):
+        assert (arrays[1] == cupy.arange(10)).all()
+    for comm in comms:
+        comm.abort()
+
+
+def test_cupy_nccl_over_two_devices() -> None:
+    if pynccl.device_count() < 2:
+        pytest.skip("one process drives two devices here, and there is one only")
+    testing.run(1, several_devices, timeout=120)
 
 
 def dense(rank: int, nranks: int, port: int) -> None:
