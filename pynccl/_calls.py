@@ -250,9 +250,10 @@ class Calls:
                 "(PYNCCL_LIBRARY=cpu works on host memory)"
             )
 
-    def _output(self, array: Any, name: str, *, split: bool = False) -> Span:
+    def _output(self, array: Any, name: str, *, split: bool = False, in_place: bool = False) -> Span:
         span = self._span(array, name, split=split)
         if span[4] & READ_ONLY and span[1]:
+            name = f"{name} (in place)" if in_place else name
             raise ValueError(f"{name} is read-only; expected a writable array, since the result goes there")
         return span
 
@@ -284,7 +285,7 @@ class Calls:
 
     def _check_elementwise(self, send: Any, recv: Any, root: int) -> Checked:
         if recv is None:
-            span = self._output(send, "send (in place)")
+            span = self._output(send, "send", in_place=True)
             return Checked(span[0], span[0], span[1], span[2], send)
         source, target = self._span(send, "send"), self._output(recv, "recv")
         _require_alike(source, target)
@@ -299,11 +300,12 @@ class Calls:
 
     def _check_broadcast(self, send: Any, recv: Any, root: int) -> Checked:
         self._rank_in(root, "root")
+        if send is None and (recv is None or root == self._rank):
+            where = ", which the root sends" if root == self._rank else ", or recv"
+            raise TypeError(f"send is None; expected an array{where}")
         if root != self._rank:
-            span = self._output(send, "send (in place)") if recv is None else self._output(recv, "recv")
+            span = self._output(send, "send", in_place=True) if recv is None else self._output(recv, "recv")
             return Checked(span[0], span[0], span[1], span[2], send if recv is None else recv)
-        if send is None:
-            raise TypeError("send is None; expected an array, which the root sends")
         source = self._span(send, "send")
         if recv is None:
             return Checked(source[0], source[0], source[1], source[2], send)

@@ -141,7 +141,7 @@ def uses_the_current_stream(rank: int, nranks: int) -> None:
     cupy.cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=stream))
     sys.modules["cupy"] = cupy
     data = np.zeros(4, np.float16)
-    flags = SimpleNamespace(c_contiguous=True)
+    flags = SimpleNamespace(c_contiguous=True, f_contiguous=False)
     memory = SimpleNamespace(ptr=data.ctypes.data, device_id=0)
     kind = type(
         "ndarray", (), {"__module__": "cupy", "dtype": data.dtype, "size": 4, "flags": flags, "data": memory}
@@ -167,7 +167,7 @@ def waits_for_streams(rank: int, nranks: int) -> None:
         for stream in streams:
             comm.all_reduce(array, stream=stream)
         comm.synchronize()
-        assert not comm._used
+        assert not comm._c.used_count
         driver().fake_cuda_hold(streams[1], 1)
         for stream in streams:
             comm.all_reduce(array, stream=stream)
@@ -180,7 +180,7 @@ def waits_for_streams(rank: int, nranks: int) -> None:
         timer.start()
         comm.synchronize()
         timer.join()
-        assert not comm._used
+        assert not comm._c.used_count
         assert not comm._kept
         driver().fake_cuda_hold(streams[1], 1)
         comm.all_reduce(array, stream=streams[1])
