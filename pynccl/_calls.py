@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pynccl import _cuda, _dtypes, _streams
+from pynccl import _buffers, _cuda, _dtypes, _streams
 from pynccl._binding import ffi, lib
 from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, cupy_stream, kind_of, shape_of, spans
 from pynccl._config import pack
@@ -41,14 +41,9 @@ def _issue_between(template: Any, source: int, target: int, count: int) -> int:
     return _issue(template, source, target, count, cupy_stream(), 0)
 
 
-class Checked(NamedTuple):
-    """A call whose arguments are right: addresses, elements that NCCL is told, dtype code."""
-
-    source: int
-    target: int
-    elements: int
-    code: int
-    result: Any = None
+# A call whose arguments are right: addresses of input and output, elements as NCCL is told them, dtype code,
+# the array with the result. A plain tuple, since one is made for every call.
+Checked = tuple[int, int, int, int, Any]
 
 
 class Piece(NamedTuple):
@@ -105,21 +100,24 @@ class Calls:
         self, kind: int, send: Any, recv: Any, op: Any, root: int, stream: Any, config: PerCall = None
     ) -> Any:
         try:
-            checked = _CHECKS[kind](self, send, recv, root)
-            code = op_code(self, op, checked.code) if kind in _REDUCING else 0
-            handle, wait = self._stream(stream, send, checked.result)
+            source, target, count, dtype, result = _CHECKS[kind](self, send, recv, root)
+            code = op_code(self, op, dtype) if kind in _REDUCING else 0
+            handle, wait = self._stream(stream, send, result)
         except (TypeError, ValueError) as error:
             raise self._located(error) from error
-        template, packed = self._template(kind, checked.code & 255, code, root, config)
-        answer = _issue(template, checked.source, checked.target, checked.elements, handle, wait)
+        template, packed = self._template(kind, dtype & 255, code, root, config)
+        answer = _issue(template, source, target, count, handle, wait)
         if answer:
-            keep = (self, send, checked.result, op, packed)
+            keep = (self, send, result, op, template, packed)
             self._after(answer, kind, handle, wait, keep, config is not None)
-        elif kind == ALL_REDUCE and packed is None and type(op) is str and checked.code < 256:
-            dtype = getattr(send, "dtype", None)
-            if isinstance(dtype, np.dtype):
-                self._quick.setdefault(op, {})[dtype] = template
-        return checked.result
+        elif kind == ALL_REDUCE and packed is None:
+            self._remember(template, send, op, dtype)
+        return result
+
+    def _remember(self, template: Any, send: Any, op: Any, dtype: int) -> None:
+        """Let the next all_reduce like this one go the short way."""
+        if type(send) is _buffers.cupy_array and type(op) is str and dtype < 256:
+            self._quick.setdefault(op, {})[send.dtype] = template
 
     def _template(
         self, kind: int, datatype: int, op: int, root: int, config: PerCall = None
@@ -286,17 +284,17 @@ class Calls:
     def _check_elementwise(self, send: Any, recv: Any, root: int) -> Checked:
         if recv is None:
             span = self._output(send, "send", in_place=True)
-            return Checked(span[0], span[0], span[1], span[2], send)
+            return span[0], span[0], span[1], span[2], send
         source, target = self._span(send, "send"), self._output(recv, "recv")
         _require_alike(source, target)
-        return Checked(source[0], target[0], source[1], source[2], recv)
+        return source[0], target[0], source[1], source[2], recv
 
     def _check_reduce(self, send: Any, recv: Any, root: int) -> Checked:
         self._rank_in(root, "root")
         if root == self._rank:
             return self._check_elementwise(send, recv, root)
         source = self._span(send, "send")
-        return Checked(source[0], 0, source[1], source[2])
+        return source[0], 0, source[1], source[2], None
 
     def _check_broadcast(self, send: Any, recv: Any, root: int) -> Checked:
         self._rank_in(root, "root")
@@ -305,10 +303,10 @@ class Calls:
             raise TypeError(f"send is None; expected an array{where}")
         if root != self._rank:
             span = self._output(send, "send", in_place=True) if recv is None else self._output(recv, "recv")
-            return Checked(span[0], span[0], span[1], span[2], send if recv is None else recv)
+            return span[0], span[0], span[1], span[2], send if recv is None else recv
         source = self._span(send, "send")
         if recv is None:
-            return Checked(source[0], source[0], source[1], source[2], send)
+            return source[0], source[0], source[1], source[2], send
         return self._check_elementwise(send, recv, root)
 
     def _check_all_gather(self, send: Any, recv: Any, root: int) -> Checked:
@@ -317,7 +315,7 @@ class Calls:
             recv = self._new(send, "send", (self._size, *shape_of(send)))
         target = self._output(recv, "recv", split=True)
         _require_total(source, target, "recv", self._size * _elements(source), "every rank's send")
-        return Checked(source[0], target[0], source[1], source[2], recv)
+        return source[0], target[0], source[1], source[2], recv
 
     def _check_reduce_scatter(self, send: Any, recv: Any, root: int) -> Checked:
         source = self._span(send, "send", split=True)
@@ -326,7 +324,7 @@ class Calls:
         count = self._part(source, "send")
         target = self._output(recv, "recv", split=True)
         _require_total(source, target, "recv", _elements(source) // self._size, "one part of send")
-        return Checked(source[0], target[0], count, source[2], recv)
+        return source[0], target[0], count, source[2], recv
 
     def _check_all_to_all(self, send: Any, recv: Any, root: int) -> Checked:
         source = self._span(send, "send", split=True)
@@ -336,14 +334,14 @@ class Calls:
         count = self._part(source, "send")
         target = self._output(recv, "recv", split=True)
         _require_alike(source, target)
-        return Checked(source[0], target[0], count, source[2], recv)
+        return source[0], target[0], count, source[2], recv
 
     def _check_gather(self, send: Any, recv: Any, root: int) -> Checked:
         self._rank_in(root, "root")
         if root == self._rank:
             return self._check_all_gather(send, recv, root)
         source = self._span(send, "send", split=True)
-        return Checked(source[0], 0, source[1], source[2])
+        return source[0], 0, source[1], source[2], None
 
     def _check_scatter(self, send: Any, recv: Any, root: int) -> Checked:
         self._rank_in(root, "root")
@@ -356,17 +354,17 @@ class Calls:
                 raise TypeError("send and recv are None; expected recv, or a send to make it from")
             recv = self._new(send, "send", self._first_axis(send))
         target = self._output(recv, "recv", split=True)
-        return Checked(0, target[0], target[1], target[2], recv)
+        return 0, target[0], target[1], target[2], recv
 
     def _check_send(self, send: Any, recv: Any, root: int) -> Checked:
         self._rank_in(root, "peer")
         source = self._span(send, "buf")
-        return Checked(source[0], 0, source[1], source[2])
+        return source[0], 0, source[1], source[2], None
 
     def _check_recv(self, send: Any, recv: Any, root: int) -> Checked:
         self._rank_in(root, "peer")
         target = self._output(recv, "buf")
-        return Checked(0, target[0], target[1], target[2], recv)
+        return 0, target[0], target[1], target[2], recv
 
     # --- counts of one's own ---
 

@@ -92,6 +92,7 @@ def _preparing(
     def prepare(self: Prepare, /, *args: P.args, **kwargs: P.kwargs) -> Prepared:
         with Recording() as recording:
             result = method(self._comm, *args, **kwargs)
+        recording.kept.append(self._comm)
         recording.calls.grouped = recording.calls.count != 1
         return Prepared(recording, result, kwargs.get("stream"))
 

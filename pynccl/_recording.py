@@ -66,7 +66,8 @@ class Recording:
     def communicators(self) -> list[Communicator]:
         """Return the communicators of the calls, each once."""
         uses = (self.calls.uses[i] for i in range(self.calls.use_count))
-        return [communicators[address_of(use.comm)] for use in uses if use.first]
+        found = (communicators.get(address_of(use.comm)) for use in uses if use.first)
+        return [comm for comm in found if comm is not None]
 
     def waits(self) -> list[tuple[Communicator, int]]:
         """Return each communicator and stream that a run has to wait for."""
