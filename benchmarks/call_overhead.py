@@ -127,7 +127,17 @@ def times(samples: Samples) -> str:
 def verdicts(found: Sequence[Target]) -> str:
     """Tabulate the targets."""
     header = ["ours", "against", "unit", "needed", "reached", "verdict"]
-    lines = ([t.ours, t.theirs, t.unit, f"<= {t.needed:g}", number(t.reached), t.verdict] for t in found)
+    lines = (
+        [
+            t.ours,
+            t.theirs,
+            t.unit,
+            f"<= {t.needed:g}",
+            "–" if t.reached is None else f"{t.reached:.3g}",
+            t.verdict,
+        ]
+        for t in found
+    )
     return table(header, lines)
 
 
