@@ -70,6 +70,7 @@ typedef struct pynccl_list {
 } pynccl_list;
 
 int pynccl_group_depth(void);
+int pynccl_is_recording(void);
 
 pynccl_comm* pynccl_comm_new(uintptr_t handle, int rank, int size, int waits);
 void pynccl_comm_release(pynccl_comm* comm);
@@ -90,7 +91,7 @@ int pynccl_list_extend(pynccl_list* list, const pynccl_list* more);
 int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream);
 int pynccl_list_run(pynccl_list* list);
 void pynccl_list_clear(pynccl_list* list);
-// End the recording in this list, run it, and empty it where all is done.
+// Run a list, and empty it where all is done.
 int pynccl_list_run_recorded(pynccl_list* list);
 int pynccl_list_simulate(pynccl_list* list, ncclSimInfo_t* estimate);
 void pynccl_list_leave(pynccl_list* list);
