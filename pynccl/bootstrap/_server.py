@@ -213,7 +213,7 @@ class StoreServer:
                 sock, _ = self._listener.accept()
             except OSError as error:
                 if error.errno in _FULL:
-                    self._make_room(error)
+                    self._make_room(error, now)
                 return
             connection = _Connection(sock, now)
             try:
@@ -235,10 +235,10 @@ class StoreServer:
         self._drop(oldest)
         return True
 
-    def _make_room(self, error: OSError) -> None:
+    def _make_room(self, error: OSError, now: float) -> None:
         """Out of files: drop a stranger where there is one, and let the others wait for a tick."""
         if self._pending:
-            self._drop(next(iter(self._pending)))
+            self._evict(now)
         elif not self._warned:
             self._warned = True
             log.warning(
@@ -478,6 +478,7 @@ def _in_child() -> None:
     for server in list(_servers):
         if server._open:
             server._close_files()
+            os.close(server._wake)
     _servers.clear()
 
 
