@@ -21,7 +21,7 @@ import pytest
 import pynccl
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store, StoreServer
-from pynccl.bootstrap._auth import Seal
+from pynccl.bootstrap._auth import Seal, Session
 from pynccl.bootstrap._frames import MAX_SEALED, WRONG
 from pynccl.bootstrap._store import format_address
 
@@ -268,20 +268,22 @@ def test_who_sits_on_the_way_changes_nothing(server: StoreServer, store: Store) 
 
 
 def test_seals_break() -> None:
-    ours, theirs = Seal(b"key", b"there", b"nonces"), Seal(b"key", b"there", b"nonces")
+    session = Session.derive(b"key", b"nonces")
+    ours, theirs = Seal(session.to_server), Seal(session.to_server)
     sealed = [ours.close(body) for body in (b"a", b"a", b"\0" * 300)]
     assert sealed[0] != sealed[1]
     assert [theirs.open(frame) for frame in sealed] == [b"a", b"a", b"\0" * 300]
-    for other in (
-        Seal(b"another", b"there", b"nonces"),
-        Seal(b"key", b"back", b"nonces"),
-        Seal(b"key", b"there", b"others"),
-    ):
+    others = [
+        Session.derive(b"another", b"nonces").to_server,
+        Session.derive(b"key", b"other nonces").to_server,
+        session.to_client,
+    ]
+    for key in others:
         with pytest.raises(ValueError, match="not sealed with the job's secret"):
-            other.open(sealed[0])
+            Seal(key).open(sealed[0])
     for frame in (sealed[1], sealed[0][:-1], sealed[0] + b"\0", b"", bytes(16)):
         with pytest.raises(ValueError, match="not sealed with the job's secret"):
-            Seal(b"key", b"there", b"nonces").open(frame)
+            Seal(session.to_server).open(frame)
 
 
 # --- impostors ---

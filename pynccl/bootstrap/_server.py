@@ -18,7 +18,7 @@ from types import TracebackType
 
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address, is_loopback, resolve
-from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, job_key, proof, read_secret
+from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, Session, job_key, read_secret
 
 log = logging.getLogger("pynccl")
 
@@ -218,7 +218,6 @@ class StoreServer:
             connection = _Connection(sock, now)
             try:
                 sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.send(f.HELLO + bytes([bool(self.secret)]) + connection.nonce)
             except OSError:
                 sock.close()
@@ -301,16 +300,15 @@ class StoreServer:
         """Answer the client's proof with ours, or with zeros."""
         theirs, answer = bytes(connection.input[:NONCE]), bytes(connection.input[-DIGEST:])
         connection.input.clear()
-        nonces = connection.nonce + theirs
-        if not hmac.compare_digest(answer, proof(self._key, b"client", nonces)):
+        session = Session.derive(self._key, connection.nonce + theirs)
+        if not hmac.compare_digest(answer, session.client_proof):
             connection.sock.send(f.WRONG)
             raise ValueError("wrong secret")
         connection.trusted = True
         self._pending.pop(connection)
-        self._send(connection, proof(self._key, b"server", nonces))
+        self._send(connection, session.server_proof)
         if self.secret:
-            connection.incoming = Seal(self._key, b"to the server", nonces)
-            connection.outgoing = Seal(self._key, b"to the client", nonces)
+            connection.incoming, connection.outgoing = Seal(session.to_server), Seal(session.to_client)
 
     def _answer(self, connection: _Connection, status: int, value: bytes = b"") -> None:
         body = bytes((status,)) + value
@@ -459,6 +457,8 @@ def _listen(host: str, port: int, timeout: float) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The connections inherit it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(where)

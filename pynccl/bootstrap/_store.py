@@ -20,7 +20,7 @@ from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address as format_address
 from pynccl.bootstrap._address import parse_address as parse_address
 from pynccl.bootstrap._address import resolve
-from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, job_key, proof, read_secret
+from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, Session, job_key, read_secret
 from pynccl.bootstrap._frames import MAX_FRAME as MAX_FRAME
 from pynccl.bootstrap._server import StoreServer as StoreServer
 
@@ -45,7 +45,11 @@ class _Connection:
         self._outgoing: Seal | None = None
         self._incoming: Seal | None = None
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = self._receive(f.GREETING, deadline, f.HELLO)
+        greeting = b""
+        while len(greeting) < f.GREETING:
+            greeting += self._receive(f.GREETING - len(greeting), deadline)
+            if not greeting.startswith(f.HELLO[: len(greeting)]):
+                raise BootstrapError("it is no pynccl store")
         if bool(greeting[len(f.HELLO)]) != has_secret:
             raise BootstrapError(
                 "it has no secret, and this process has one (PYNCCL_SECRET)"
@@ -53,17 +57,18 @@ class _Connection:
                 else "it wants a secret, and this process has none; set PYNCCL_SECRET"
             )
         nonce = secrets.token_bytes(NONCE)
-        nonces = greeting[-NONCE:] + nonce
-        sock.sendall(nonce + proof(key, b"client", nonces))
-        answer = self._receive(DIGEST, deadline)
+        session = Session.derive(key, greeting[-NONCE:] + nonce)
+        sock.sendall(nonce + session.client_proof)
+        answer = b""
+        while len(answer) < DIGEST:
+            answer += self._receive(DIGEST - len(answer), deadline)
         if answer == f.WRONG:
             what = "the secret (PYNCCL_SECRET) or the id of the job" if has_secret else "the id of the job"
             raise BootstrapError(f"{what} is not the store's")
-        if not hmac.compare_digest(answer, proof(key, b"server", nonces)):
+        if not hmac.compare_digest(answer, session.server_proof):
             raise BootstrapError("it does not know the job's secret")
         if has_secret:
-            self._outgoing = Seal(key, b"to the server", nonces)
-            self._incoming = Seal(key, b"to the client", nonces)
+            self._outgoing, self._incoming = Seal(session.to_server), Seal(session.to_client)
 
     def exchange(self, frame: bytes, deadline: float) -> bytes:
         """Send a request and return the answer to it."""
@@ -71,26 +76,26 @@ class _Connection:
             frame = self._outgoing.close(frame)
         self.sock.settimeout(_left(deadline))
         self.sock.sendall(f.LENGTH.pack(len(frame)) + frame)
-        (length,) = f.LENGTH.unpack(self._receive(f.LENGTH.size, deadline))
-        if not 0 < length <= f.MAX_SEALED:
-            raise ValueError(f"a frame of {length} bytes")
-        answer = self._receive(length, deadline)
+        data, end = b"", f.LENGTH.size
+        while len(data) < end:
+            # An answer has come to nobody but this request: nothing else can follow it.
+            data += self._receive(f.LENGTH.size + f.MAX_SEALED, deadline)
+            if len(data) >= f.LENGTH.size:
+                end = f.LENGTH.size + f.LENGTH.unpack_from(data)[0]
+        if not f.LENGTH.size < end == len(data):
+            raise ValueError(f"a frame of {len(data)} bytes that says {end}")
+        answer = data[f.LENGTH.size :]
         return answer if self._incoming is None else self._incoming.open(answer)
 
-    def _receive(self, size: int, deadline: float, start: bytes = b"") -> bytes:
-        """Return so many bytes, which have to begin with `start`."""
-        data = b""
-        while len(data) < size:
-            self.sock.settimeout(_left(deadline))
-            try:
-                part = self.sock.recv(size - len(data))
-            except TimeoutError as error:
-                raise _Silent("it did not answer in time") from error
-            if not part:
-                raise ConnectionError("the connection was closed")
-            data += part
-            if not data.startswith(start[: len(data)]):
-                raise BootstrapError("it is no pynccl store")
+    def _receive(self, most: int, deadline: float) -> bytes:
+        """Return the bytes that come next, at least one."""
+        self.sock.settimeout(_left(deadline))
+        try:
+            data = self.sock.recv(most)
+        except TimeoutError as error:
+            raise _Silent("it did not answer in time") from error
+        if not data:
+            raise ConnectionError("the connection was closed")
         return data
 
 
