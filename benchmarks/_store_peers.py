@@ -1,8 +1,8 @@
 """The stores that benchmarks/store.py compares, and how each of them is driven by many simulated clients.
 
 One process is the server, a few are the clients: `python _store_peers.py server|clients PEER ...`. What a
-client does is the same everywhere: connect, get the id that the first one sets (128 bytes), and leave a barrier
-that all have entered.
+client does is the same everywhere: connect, get the id that the first one sets (128 bytes), and leave a
+barrier that all have entered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure pynccl's store, torch's and cupyx's: id exchange and barrier of many simulated clients, all in one run.
+"""Measure pynccl's store, torch's and cupyx's: id exchange and barrier of many clients, in one run.
 
 Run `python benchmarks/store.py --help`; `_store_peers.py` beside this file is what each process does.
 """
@@ -26,7 +26,7 @@ from _report import number, table
 
 HELPER = Path(__file__).with_name("_store_peers.py")
 PEERS = ("pynccl", "pynccl, no secret", "torch", "cupyx")
-LIMIT = 60.0
+LIMIT = 30.0
 # torch looks up the names of both ends of every connection for its log; without a name service each takes as
 # long as that is waited for. This makes them numbers, in the C library's function.
 NUMERIC = """
@@ -34,7 +34,8 @@ NUMERIC = """
 #include <dlfcn.h>
 #include <netdb.h>
 typedef int function(const struct sockaddr*, socklen_t, char*, socklen_t, char*, socklen_t, int);
-int getnameinfo(const struct sockaddr* a, socklen_t n, char* h, socklen_t hn, char* s, socklen_t sn, int flags) {
+int getnameinfo(const struct sockaddr* a, socklen_t n, char* h, socklen_t hn, char* s, socklen_t sn,
+                int flags) {
   return ((function*)dlsym(RTLD_NEXT, "getnameinfo"))(a, n, h, hn, s, sn, flags | NI_NUMERICHOST);
 }
 """
@@ -151,8 +152,8 @@ def verdicts(rows: list[Row]) -> list[str]:
         each = [found[peer, size] / size * 1e6 for size in sizes if (peer, size) in found]
         if len(each) > 1:
             lines.append(
-                f"- {peer}: {number(each[0])} µs a client with {sizes[0]}, {number(each[-1])} with {sizes[-1]}: "
-                f"{'linear or better' if each[-1] <= 1.25 * each[0] else 'more than linear'}"
+                f"- {peer}: {number(each[0])} µs a client with {sizes[0]}, {number(each[-1])} with "
+                f"{sizes[-1]}: {'linear or better' if each[-1] <= 1.25 * each[0] else 'more than linear'}"
             )
     return lines
 
@@ -208,11 +209,11 @@ def main() -> None:
                             row.failure = str(error)
                     print(" | ".join(row.line()), flush=True)
     method = (
-        f"Medians of {options.reps} repetitions; {options.processes} processes simulate the clients. The time is "
-        "from the first connection to the end of the last client's barrier; imports come before. Memory is what "
-        "the server's process grew by at most. pynccl's clients take each step together, cupyx's have a thread "
-        "each, torch's go one after another (a thread for each takes longer), without torch's reverse look-ups "
-        "of names (an LD_PRELOAD makes its getnameinfo answer numbers)."
+        f"Medians of {options.reps} repetitions; {options.processes} processes simulate the clients. The time "
+        "is from the first connection to the end of the last client's barrier; imports come before. Memory is "
+        "what the server's process grew by at most. pynccl's clients take each step together, cupyx's have a "
+        "thread each, torch's go one after another (a thread for each takes longer), without torch's "
+        "reverse look-ups of names (an LD_PRELOAD makes its getnameinfo answer numbers)."
     )
     text = document(list(rows.values()), about, method)
     print(text)

@@ -149,6 +149,7 @@ def test_who_leaves_a_barrier_does_not_count(server: StoreServer, store: Store) 
     with pytest.raises(TimeoutError):
         store.barrier("b", 2, 0.1)
     gone = Store(server.address, server.secret)
+    gone.add("here", 1)
     thread = threading.Thread(target=raises, args=(BootstrapError, gone.barrier, "b", 2))
     thread.start()
     time.sleep(0.2)
