@@ -199,7 +199,7 @@ def main() -> None:
         pythons = {"torch": options.torch_python, "cupyx": options.cupy_python}
         for size in sizes:
             for turn in range(options.reps):
-                # cupyx leaves thousands of threads and sockets to clean up: nobody should come right after it.
+                # cupyx's leaves thousands of threads and sockets: nobody should come right after it.
                 time.sleep(1.0)
                 first = turn % (len(PEERS) - 1)
                 for peer in (*PEERS[first:-1], *PEERS[:first], PEERS[-1]):
