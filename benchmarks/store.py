@@ -214,8 +214,8 @@ def main() -> None:
     method = (
         f"Medians of {options.reps} repetitions; {options.processes} processes simulate the clients. The "
         "time is from the first connection to the end of the last client's barrier; imports come before. "
-        "Memory is what the server's process grew by at most. pynccl's clients take each step together, cupyx's "
-        "have a thread each, torch's go one after another (threads take longer), without torch's "
+        "Memory is what the server's process grew by at most. pynccl's clients take each step together, "
+        "cupyx's have a thread each, torch's go one after another (threads take longer), without torch's "
         "reverse look-ups of names (an LD_PRELOAD makes its getnameinfo answer numbers)."
     )
     text = document(list(rows.values()), about, method)
