@@ -10,6 +10,7 @@ import hmac
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterable
@@ -44,11 +45,15 @@ class Connection:
         self.sock = sock
         # Known from the first answer on.
         self.accepted = False
+        self._proof = b""
         self._outgoing: Seal | None = None
         self._incoming: Seal | None = None
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._nonce = secrets.token_bytes(NONCE)
-        sock.settimeout(_left(deadline))
+        # The kernel's time-outs: with Python's, each send and each answer is three system calls.
+        sock.settimeout(None)
+        self._limit = 0.0
+        self._bound(deadline)
         sock.sendall(f.HELLO + self._nonce)
 
     def prove(self, key: bytes, has_secret: bool, deadline: float) -> None:
@@ -68,7 +73,8 @@ class Connection:
         if not hmac.compare_digest(hello[-DIGEST:], session.server_proof):
             what = "the secret (PYNCCL_SECRET) or the id of the job" if has_secret else "the id of the job"
             raise BootstrapError(f"{what} is not the store's")
-        self.sock.sendall(session.client_proof)
+        # It travels with the first request: one message less for the server, for which every rank waits.
+        self._proof = session.client_proof
         if has_secret:
             self._outgoing, self._incoming = Seal(session.to_server), Seal(session.to_client)
 
@@ -76,8 +82,12 @@ class Connection:
         """Send a request."""
         if self._outgoing is not None:
             frame = self._outgoing.close(frame)
-        self.sock.settimeout(_left(deadline))
-        self.sock.sendall(f.LENGTH.pack(len(frame)) + frame)
+        self._bound(deadline)
+        proof, self._proof = self._proof, b""
+        try:
+            self.sock.sendall(proof + f.LENGTH.pack(len(frame)) + frame)
+        except BlockingIOError as error:
+            raise _Silent("it did not take the request in time") from error
 
     def answer(self, deadline: float) -> tuple[int, bytes]:
         """Return status and value of the answer to the request."""
@@ -95,14 +105,28 @@ class Connection:
 
     def _receive(self, most: int, deadline: float) -> bytes:
         """Return the bytes that come next, at least one."""
-        self.sock.settimeout(_left(deadline))
-        try:
-            data = self.sock.recv(most)
-        except TimeoutError as error:
-            raise _Silent("it did not answer in time") from error
-        if not data:
-            raise ConnectionError("the connection was closed")
-        return data
+        while True:
+            left = self._bound(deadline)
+            try:
+                data = self.sock.recv(most)
+            except BlockingIOError as error:
+                # The limit may have been an earlier request's.
+                if left > self._limit:
+                    continue
+                raise _Silent("it did not answer in time") from error
+            if not data:
+                raise ConnectionError("the connection was closed")
+            return data
+
+    def _bound(self, deadline: float) -> float:
+        """Have the next send or answer fail at the deadline, or earlier; return the seconds until then."""
+        left = _left(deadline)
+        if not left / 2 <= self._limit <= left:
+            self._limit = left
+            limit = struct.pack("@ll", int(left), int(left % 1 * 1e6))
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        return left
 
 
 class Store:
