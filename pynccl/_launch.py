@@ -77,7 +77,7 @@ def rank_environment(base: Mapping[str, str], rank: int, nranks: int, server: St
     """Return the environment of one rank: torchrun's variables and the address of the store."""
     env = dict(base)
     env.update(RANK=str(rank), WORLD_SIZE=str(nranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nranks))
-    env.update(PYNCCL_STORE=server.address, PYNCCL_STORE_TOKEN=server.token, PYTHONUNBUFFERED="1")
+    env.update(PYNCCL_STORE=server.address, PYNCCL_SECRET=server.token, PYTHONUNBUFFERED="1")
     if nranks > 1:
         # As torchrun does: ranks that each start a thread per core get in each other's way.
         env.setdefault("OMP_NUM_THREADS", "1")
