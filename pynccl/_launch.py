@@ -116,7 +116,7 @@ def rank_environment(base: Mapping[str, str], rank: int, nranks: int, server: St
     # What an outer torchrun has set is about its own ranks.
     env = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
     env.update(RANK=str(rank), WORLD_SIZE=str(nranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nranks))
-    env.update(PYNCCL_STORE=server.address, PYNCCL_SECRET=server.token, PYTHONUNBUFFERED="1")
+    env.update(PYNCCL_STORE=server.address, PYNCCL_SECRET=server.secret, PYTHONUNBUFFERED="1")
     if nranks > 1:
         # As torchrun does: ranks that each start a thread per core get in each other's way.
         env.setdefault("OMP_NUM_THREADS", "1")

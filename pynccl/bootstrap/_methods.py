@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 from pynccl._errors import BootstrapError, NcclTimeoutError
 from pynccl._lifetime import bounded
 from pynccl.bootstrap import _environment, _mpi
+from pynccl.bootstrap._auth import read_secret
 from pynccl.bootstrap._environment import Launcher
 from pynccl.bootstrap._keys import FolderKeys, Keys, ObjectKeys, StoreKeys
 from pynccl.bootstrap._round import Exchange, Round
-from pynccl.bootstrap._store import Store, StoreServer, format_address, parse_address
-from pynccl.bootstrap._tcp import Host, ask, connect, left
+from pynccl.bootstrap._server import StoreServer
+from pynccl.bootstrap._store import Store, format_address, parse_address
+from pynccl.bootstrap._tcp import Host, Place, ask, connect, left
 
 Open = Callable[[float], AbstractContextManager[Exchange]]
 _EXPECTED = (
@@ -166,10 +168,6 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
     return f", at {where}", _opener(_at_master, *at, _environment.job_name(environ, launcher))
 
 
-def _secret() -> str:
-    return os.environ.get("PYNCCL_SECRET", "")
-
-
 @contextmanager
 def _through(
     keys: Callable[[float], Keys], name: str, lingers: bool, rank: int, size: int, deadline: float
@@ -181,7 +179,7 @@ def _through(
 @contextmanager
 def _at_store(address: str, name: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
     """Meet through a store of ours that is there already."""
-    with connect(address, _secret(), deadline, rank, size) as store:
+    with connect(Place(address, read_secret()), deadline, rank, size, "cannot take part") as store:
         yield Round(StoreKeys(store), str(next(_rounds[name])), rank, size, deadline)
 
 
@@ -193,15 +191,15 @@ def _at_address(
     if rank != 0:
         if port == 0:
             raise ValueError("method is 'tcp://...:0'; expected rank 0's port on the other ranks")
-        address = ask(format_address(host, port), _secret(), "", deadline, rank, size)
-        with connect(address, _secret(), deadline, rank, size) as store:
+        place = ask(host, port, "", deadline, rank, size)
+        with connect(place, deadline, rank, size) as store:
             yield Round(StoreKeys(store), "0", rank, size, deadline)
         return
-    home = Host(host, port, _secret(), "", deadline)
+    home = Host(host, port, "", deadline)
     try:
         if on_listen is not None:
             on_listen(f"tcp://{home.signpost.address}")
-        with connect(home.address, _secret(), deadline, rank, size) as store:
+        with connect(home.place, deadline, rank, size) as store:
             meeting = Round(StoreKeys(store), "0", rank, size, deadline, lingers=True)
             meeting.when_joined = home.signpost.close
             yield meeting
@@ -209,8 +207,8 @@ def _at_address(
         home.close()
 
 
-# The stores that were met at MASTER_PORT, which may be torch's by now: address, and server on rank 0.
-_kept: dict[str, tuple[str, StoreServer | None]] = {}
+# The stores that were met at MASTER_PORT, which may be torch's by now; with the server on rank 0.
+_kept: dict[str, tuple[Place, StoreServer | None]] = {}
 
 
 def _forget() -> None:
@@ -231,15 +229,15 @@ def _at_master(host: str, port: int, job: str, rank: int, size: int, deadline: f
     where = format_address(host, port)
     home = None
     if where not in _kept and rank == 0:
-        home = Host(host, port, _secret(), job, deadline)
-        address, server = home.address, home.server
+        home = Host(host, port, job, deadline)
+        place, server = home.place, home.server
     elif where not in _kept:
-        address, server = ask(where, _secret(), job, deadline, rank, size), None
+        place, server = ask(host, port, job, deadline, rank, size), None
     else:
-        address, server = _kept[where]
+        place, server = _kept[where]
     try:
-        with connect(address, _secret(), deadline, rank, size) as store:
-            name = str(next(_rounds[address]))
+        with connect(place, deadline, rank, size) as store:
+            name = str(next(_rounds[place.address]))
             meeting = Round(StoreKeys(store), name, rank, size, deadline, lingers=server is not None)
             if home is not None:
                 meeting.when_joined = home.signpost.close
@@ -248,7 +246,7 @@ def _at_master(host: str, port: int, job: str, rank: int, size: int, deadline: f
         if home is not None:
             home.close()
         raise
-    _kept[where] = address, server
+    _kept[where] = place, server
 
 
 # --- torch's stores: their protocol is spoken by torch alone ------------------------------------------------

@@ -1,22 +1,29 @@
 """Meeting at a host and port: rank 0 listens there only until all have joined.
 
 MASTER_PORT is where torch's store is going to listen, in the same program. So what is met at it is a
-signpost: it names the job, and the port of its own at which the job's store lives.
+signpost: it names the job, the port of its own at which the job's store lives, and that store's secret.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple
 
-from pynccl._errors import BootstrapError, NcclTimeoutError
-from pynccl._lifetime import bounded
-from pynccl.bootstrap._store import Store, StoreServer, format_address, parse_address
+from pynccl._errors import BootstrapError
+from pynccl.bootstrap._auth import read_secret
+from pynccl.bootstrap._server import StoreServer
+from pynccl.bootstrap._store import Store, format_address, parse_address
 
-T = TypeVar("T")
 _SIGN = "signpost"
+
+
+class Place(NamedTuple):
+    """A store that was met."""
+
+    address: str
+    secret: str
 
 
 def left(deadline: float) -> float:
@@ -24,57 +31,37 @@ def left(deadline: float) -> float:
     return max(0.05, deadline - time.monotonic())
 
 
-def _in_time(call: Callable[[], T], deadline: float, what: str, close: Callable[[T], object]) -> T:
-    """Bound a call that may look up a name, which nothing else can interrupt."""
+def connect(place: Place, deadline: float, rank: int, size: int, what: str = "did not meet rank 0") -> Store:
+    """Connect to a store; its absence is in most cases rank 0's."""
     try:
-        return bounded(call, left(deadline) + 0.3, what, if_abandoned=close)
-    except NcclTimeoutError as error:
-        raise BootstrapError(str(error)) from None
-
-
-def listen(host: str, port: int, secret: str, deadline: float) -> StoreServer:
-    """Serve a store, or say why that is not possible."""
-    where = format_address(host, port)
-    try:
-        return _in_time(
-            lambda: StoreServer(host, port, secret), deadline, f"listening at {where}", StoreServer.close
-        )
-    except OSError as error:
-        raise BootstrapError(f"rank 0 cannot listen at {where}: {error}") from error
-
-
-def connect(address: str, secret: str, deadline: float, rank: int, size: int) -> Store:
-    """Connect to a store; its absence is rank 0's."""
-    try:
-        return _in_time(
-            lambda: Store(address, secret, timeout=left(deadline)),
-            deadline,
-            f"connecting to {address}",
-            Store.close,
-        )
+        return Store(place.address, place.secret, timeout=left(deadline))
     except BootstrapError as error:
-        raise BootstrapError(f"rank {rank} of {size} did not meet rank 0: {error}") from error
+        raise BootstrapError(f"rank {rank} of {size} {what}: {error}") from error
+
+
+def _listen(host: str, port: int, secret: str, deadline: float) -> StoreServer:
+    try:
+        return StoreServer(host, port, secret, timeout=left(deadline))
+    except OSError as error:
+        raise BootstrapError(f"rank 0 cannot listen at {format_address(host, port)}: {error}") from error
 
 
 class Host:
     """Rank 0's side: the signpost and the store."""
 
-    def __init__(self, host: str, port: int, secret: str, job: str, deadline: float) -> None:
-        self.signpost = listen(host, port, secret, deadline)
+    def __init__(self, host: str, port: int, job: str, deadline: float) -> None:
+        secret = read_secret()
+        self.signpost = _listen(host, port, secret, deadline)
         self.server: StoreServer | None = None
         try:
-            self.server = listen(host, 0, secret, deadline)
+            # Without a secret, one that at least only those have who were at the signpost.
+            self.server = _listen(host, 0, secret or secrets.token_hex(16), deadline)
+            self.place = Place(self.server.address, self.server.secret)
             with Store(self.signpost.address, secret, timeout=left(deadline)) as store:
-                store.set(_SIGN, json.dumps([job, self.server.address]).encode())
+                store.set(_SIGN, json.dumps([job, *self.place]).encode())
         except BaseException:
             self.close()
             raise
-
-    @property
-    def address(self) -> str:
-        """Return where the store is."""
-        assert self.server is not None
-        return self.server.address
 
     def close(self) -> None:
         """Close both."""
@@ -83,11 +70,12 @@ class Host:
             self.server.close()
 
 
-def ask(address: str, secret: str, job: str, deadline: float, rank: int, size: int) -> str:
-    """Return the address of the store that the signpost names."""
-    with connect(address, secret, deadline, rank, size) as store:
+def ask(host: str, port: int, job: str, deadline: float, rank: int, size: int) -> Place:
+    """Return the store that the signpost names."""
+    address = format_address(host, port)
+    with connect(Place(address, read_secret()), deadline, rank, size) as store:
         try:
-            other, found = map(str, json.loads(store.get(_SIGN, left(deadline))))
+            other, found, secret = map(str, json.loads(store.get(_SIGN, left(deadline))))
         except TimeoutError:
             raise BootstrapError(f"rank {rank} of {size}: rank 0 is silent at {address}") from None
         except (ValueError, TypeError) as error:
@@ -98,4 +86,4 @@ def ask(address: str, secret: str, job: str, deadline: float, rank: int, size: i
             f"instead of {job or 'one without a name'!r}; choose another MASTER_PORT"
         )
     # The name under which this rank reached the signpost, which rank 0 may know by another one.
-    return format_address(parse_address(address)[0], parse_address(found)[1])
+    return Place(format_address(host, parse_address(found)[1]), secret)
