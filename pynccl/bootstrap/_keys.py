@@ -26,7 +26,7 @@ class Keys(Protocol):
 
     where: str
 
-    def put(self, name: str, value: bytes) -> None:
+    def put(self, name: str, value: bytes, timeout: float) -> None:
         """Set a value."""
 
     def fetch(self, name: str, timeout: float) -> bytes:
@@ -45,9 +45,9 @@ class StoreKeys:
     def __init__(self, store: Store) -> None:
         self.store, self.where = store, store.address
 
-    def put(self, name: str, value: bytes) -> None:
+    def put(self, name: str, value: bytes, timeout: float) -> None:
         """Set a value."""
-        self.store.set(name, value)
+        self.store.set(name, value, timeout)
 
     def fetch(self, name: str, timeout: float) -> bytes:
         """Return a value, waiting until it is set; TimeoutError when that takes too long."""
@@ -105,8 +105,8 @@ class ObjectKeys(_Polled):
         """Tell whether an object has what this needs."""
         return all(callable(getattr(target, name, None)) for name in ("get", "set"))
 
-    def put(self, name: str, value: bytes) -> None:
-        """Set a value."""
+    def put(self, name: str, value: bytes, timeout: float = 0.0) -> None:
+        """Set a value, in the time that the object takes."""
         try:
             self.target.set(self.prefix + name, value)
         except Exception as error:
@@ -177,7 +177,7 @@ class FolderKeys(_Polled):
     def _file(self, name: str) -> Path:
         return self.path / name.replace("/", ".")
 
-    def put(self, name: str, value: bytes) -> None:
+    def put(self, name: str, value: bytes, timeout: float) -> None:
         """Set a value: a reader sees all of it or nothing."""
 
         def write() -> None:

@@ -71,17 +71,22 @@ class Round:
         try:
             mine = Arrival(self.size, prepare())
         except Exception as error:
-            self._arrive(Arrival(self.size, None, describe(error)))
+            self._put(self._key("arrival", self.rank), pack(Arrival(self.size, None, describe(error))))
             self._give_up(error)
             raise
-        self._arrive(mine)
+        self.keys.put(self._key("arrival", self.rank), pack(mine), self._left() + _MARGIN)
         return self._lead() if self.rank == 0 else self._follow()
 
     def _key(self, kind: str, rank: int) -> str:
         return f"{self.prefix}{kind}/{rank}"
 
-    def _arrive(self, arrival: Arrival) -> None:
-        self.keys.put(self._key("arrival", self.rank), pack(arrival))
+    def _put(self, name: str, value: bytes) -> None:
+        """Tell the others of a failure; where the store has gone too, that is no news."""
+        with suppress(BootstrapError):
+            self.keys.put(name, value, _MARGIN)
+
+    def _leave(self) -> None:
+        self._put(self._key("left", self.rank), b"1")
 
     def _left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
@@ -90,7 +95,7 @@ class Round:
         try:
             answer = judge([self._arrival(other) for other in range(self.size)], self.size)
             self.when_joined()
-            self.keys.put(self.prefix + "answer", pack(answer))
+            self.keys.put(self.prefix + "answer", pack(answer), self._left() + _MARGIN)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -105,16 +110,18 @@ class Round:
     def _give_up(self, error: BaseException) -> None:
         """Tell the others of a failure; only rank 0's word counts, the others have said theirs on arrival."""
         if self.rank != 0:
-            self.keys.put(self._key("left", self.rank), b"1")
+            self._leave()
             return
-        self.keys.put(self.prefix + "answer", pack(Answer(self.size, "", describe(error))))
-        if self.lingers:
-            self._linger()
+        self._put(self.prefix + "answer", pack(Answer(self.size, "", describe(error))))
+        self._linger(_LINGER if isinstance(error, Exception) else _MARGIN)
 
-    def _linger(self) -> None:
-        deadline = time.monotonic() + min(_LINGER, self._left() + _MARGIN)
+    def _linger(self, seconds: float) -> None:
+        """Stay until the others know, where they know it from this process."""
+        if not self.lingers or self.rank != 0:
+            return
+        deadline = time.monotonic() + min(seconds, self._left() + _MARGIN)
         for other in range(1, self.size):
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, BootstrapError):
                 self.keys.fetch(self._key("left", other), max(0.0, deadline - time.monotonic()))
         self.done()
 
@@ -124,7 +131,7 @@ class Round:
         except TimeoutError:
             raise self._absent() from None
         if answer.error or answer.size != self.size:
-            self.keys.put(self._key("left", self.rank), b"1")
+            self._leave()
         if answer.error:
             raise BootstrapError(f"rank 0 of {answer.size} failed: {answer.error}")
         if answer.size != self.size:
@@ -150,7 +157,8 @@ class Round:
             text = self.keys.fetch(self.prefix + "failed", 0).decode(errors="replace")
         except TimeoutError:
             return ""
-        self.keys.put(self._key("left", self.rank), b"1")
+        self._leave()
+        self._linger(_LINGER)
         return text
 
     def fail(self, error: BaseException) -> str:
@@ -160,9 +168,9 @@ class Round:
                 return self.keys.fetch(self.prefix + "failed", _MARGIN).decode(errors="replace")
             return ""
         text = f"rank {self.rank} of {self.size} failed: {describe(error)}"
-        self.keys.put(self.prefix + "failed", text.encode())
-        if self.lingers and self.rank == 0:
-            self._linger()
+        self._put(self.prefix + "failed", text.encode())
+        self._leave()
+        self._linger(_LINGER if isinstance(error, Exception) else _MARGIN)
         return ""
 
     def done(self) -> None:
