@@ -167,7 +167,7 @@ class FolderKeys(_Polled):
             found = self.path.lstat()
         except OSError as error:
             raise BootstrapError(f"{self.where} cannot be used as a meeting place: {error}") from error
-        # In a folder such as /tmp, somebody else may have been there first.
+        # In a folder that all users write to, somebody else may have been there first.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise BootstrapError(
                 f"{self.where} is not safe to meet at: expected a folder of this user's that nobody else can "

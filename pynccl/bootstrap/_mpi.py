@@ -17,11 +17,12 @@ from pynccl.bootstrap._preflight import (
     Arrival,
     Facts,
     absent,
-    describe,
+    failure_of,
     judge,
     pack,
     unpack_answer,
     unpack_arrival,
+    verdict,
 )
 
 # Tags below the smallest upper bound that MPI allows.
@@ -79,7 +80,7 @@ class MpiExchange:
         try:
             arrival = Arrival(self.size, prepare())
         except Exception as caught:
-            error, arrival = caught, Arrival(self.size, None, describe(caught))
+            error, arrival = caught, Arrival(self.size, None, failure_of(self.rank, self.size, caught))
         answer = self._lead(arrival, error) if self.rank == 0 else self._follow(arrival, error)
         self._wait(self.comm.Ibarrier(), "the barrier after the id")
         self._mark = bytes.fromhex(answer.uid)[:32]
@@ -91,7 +92,7 @@ class MpiExchange:
             self._collect(arrivals)
             answer = judge([arrivals[rank] for rank in range(self.size)], self.size)
         except BaseException as error:
-            failed = pack(Answer(self.size, "", describe(error if own is None else own)))
+            failed = pack(Answer(self.size, "", arrival.error or verdict(self.size, error)))
             for rank in range(1, self.size):
                 if rank in arrivals:
                     self._send(failed, rank, _WORD)
@@ -131,7 +132,7 @@ class MpiExchange:
         if own is not None:
             raise own
         if word.startswith(b"["):
-            raise BootstrapError(f"rank 0 of {self.size} failed: {unpack_answer(word).error}")
+            raise BootstrapError(unpack_answer(word).error)
         packed = bytearray(int.from_bytes(word, "big"))
         self._wait(self.comm.Ibcast(packed, root=0), "the broadcast of the id")
         return unpack_answer(bytes(packed))
@@ -179,7 +180,7 @@ class MpiExchange:
         earlier = self.failure()
         if earlier:
             return earlier
-        text = f"rank {self.rank} of {self.size} failed: {describe(error)}"
+        text = failure_of(self.rank, self.size, error)
         for rank in range(self.size):
             if rank != self.rank:
                 self._send(self._mark + text.encode(), rank, _FAILED)

@@ -67,6 +67,16 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
 
 
+def failure_of(rank: int, size: int, error: BaseException) -> str:
+    """Return what other ranks are told of a rank's failure."""
+    return f"rank {rank} of {size} failed: {describe(error)}"
+
+
+def verdict(size: int, error: BaseException) -> str:
+    """Return what the other ranks are told when rank 0 cannot answer with an id."""
+    return str(error)[:_LONGEST_TEXT] if isinstance(error, BootstrapError) else failure_of(0, size, error)
+
+
 def pack(message: Arrival | Answer) -> bytes:
     """Return a message as bytes."""
     return json.dumps(message).encode()
@@ -133,7 +143,7 @@ def device_for(facts: Facts, local_rank: int) -> int | None:
     chosen = 0 if count == 1 else local_rank
     if chosen >= count:
         raise BootstrapError(
-            f"local rank {local_rank} on {facts.host} has no device: the driver shows {count}; start fewer "
+            f"local rank {local_rank} has no device: the driver shows {count} on {facts.host}; start fewer "
             "ranks on this machine, or choose by pynccl.init(device=...)"
         )
     return chosen
@@ -157,7 +167,7 @@ def judge(arrivals: Sequence[Arrival], size: int) -> Answer:
     facts = []
     for rank, arrival in enumerate(arrivals):
         if arrival.facts is None:
-            raise BootstrapError(f"rank {rank} of {arrival.size} failed: {arrival.error}")
+            raise BootstrapError(arrival.error)
         if arrival.size != size:
             raise BootstrapError(f"rank {rank} has world_size {arrival.size}, rank 0 has {size}")
         facts.append(arrival.facts)

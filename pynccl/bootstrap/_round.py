@@ -18,11 +18,12 @@ from pynccl.bootstrap._preflight import (
     Arrival,
     Facts,
     absent,
-    describe,
+    failure_of,
     judge,
     pack,
     unpack_answer,
     unpack_arrival,
+    verdict,
 )
 
 # Whoever waits for rank 0's answer gives it this much longer to say who is missing.
@@ -71,8 +72,9 @@ class Round:
         try:
             mine = Arrival(self.size, prepare())
         except Exception as error:
-            self._put(self._key("arrival", self.rank), pack(Arrival(self.size, None, describe(error))))
-            self._give_up(error)
+            text = failure_of(self.rank, self.size, error)
+            self._put(self._key("arrival", self.rank), pack(Arrival(self.size, None, text)))
+            self._give_up(text, _LINGER)
             raise
         self.keys.put(self._key("arrival", self.rank), pack(mine), self._left() + _MARGIN)
         return self._lead() if self.rank == 0 else self._follow()
@@ -97,7 +99,7 @@ class Round:
             self.when_joined()
             self.keys.put(self.prefix + "answer", pack(answer), self._left() + _MARGIN)
         except BaseException as error:
-            self._give_up(error)
+            self._give_up(verdict(self.size, error), _LINGER if isinstance(error, Exception) else _MARGIN)
             raise
         return answer
 
@@ -107,13 +109,13 @@ class Round:
         except TimeoutError:
             raise self._absent() from None
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, text: str, seconds: float) -> None:
         """Tell the others of a failure; only rank 0's word counts, the others have said theirs on arrival."""
         if self.rank != 0:
             self._leave()
             return
-        self._put(self.prefix + "answer", pack(Answer(self.size, "", describe(error))))
-        self._linger(_LINGER if isinstance(error, Exception) else _MARGIN)
+        self._put(self.prefix + "answer", pack(Answer(self.size, "", text)))
+        self._linger(seconds)
 
     def _linger(self, seconds: float) -> None:
         """Stay until the others know, where they know it from this process."""
@@ -133,7 +135,7 @@ class Round:
         if answer.error or answer.size != self.size:
             self._leave()
         if answer.error:
-            raise BootstrapError(f"rank 0 of {answer.size} failed: {answer.error}")
+            raise BootstrapError(answer.error)
         if answer.size != self.size:
             raise BootstrapError(f"rank {self.rank} has world_size {self.size}, rank 0 has {answer.size}")
         return answer
@@ -167,8 +169,7 @@ class Round:
             with suppress(TimeoutError):
                 return self.keys.fetch(self.prefix + "failed", _MARGIN).decode(errors="replace")
             return ""
-        text = f"rank {self.rank} of {self.size} failed: {describe(error)}"
-        self._put(self.prefix + "failed", text.encode())
+        self._put(self.prefix + "failed", failure_of(self.rank, self.size, error).encode())
         self._leave()
         self._linger(_LINGER if isinstance(error, Exception) else _MARGIN)
         return ""
