@@ -43,7 +43,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--count", type=int, default=32 * 1024 * 1024, help="floats per rank")
-    parser.add_argument("--method", help="where the ranks meet, such as tcp://host:port; else by the launcher")
+    parser.add_argument(
+        "--method", help="where the ranks meet, such as tcp://host:port; else by the launcher"
+    )
     args = parser.parse_args()
 
     # Finds the other ranks by what the launcher says, and picks this rank's device.

@@ -11,6 +11,8 @@ import os
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pynccl import _cuda, _library, capi
@@ -113,23 +115,25 @@ def gather_facts(device: int | None, local_rank: int | None) -> Facts:
     variables = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     devices = () if cpu else tuple(map(_cuda.device_uuid, range(_cuda.device_count())))
     facts = Facts(
-        socket.gethostname(), _machine(), info.backend, info.version, info.path, device, devices, variables
+        socket.gethostname(), _machine(cpu), info.backend, info.version, info.path, device, devices, variables
     )
     if device is None and local_rank is not None:
         return facts._replace(device=device_for(facts, local_rank))
     return facts
 
 
-def _machine() -> str:
-    """Return what NCCL tells machines by: NCCL_HOSTID, or the name and the boot."""
+def _machine(cpu: bool) -> str:
+    """Return what the library tells machines by: NCCL_HOSTID, or the name and the boot."""
     if given := os.environ.get("NCCL_HOSTID"):
         return given
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    # The CPU library's devices are those of a container; a GPU is the machine's, whoever sees it.
+    for name in ("net", "pid") if cpu else ():
+        with suppress(OSError):
+            parts.append(os.readlink(f"/proc/self/ns/{name}"))
+    return " ".join(parts)
 
 
 def device_for(facts: Facts, local_rank: int) -> int | None:
