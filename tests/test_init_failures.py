@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -220,6 +221,14 @@ def test_a_port_that_is_taken() -> None:
         texts = testing.run(2, resolves_not, f"tcp://127.0.0.1:{other.port}", backend="cpu")
     assert f"rank 0 cannot listen at 127.0.0.1:{other.port}: " in texts[0]
     assert "rank 1 of 2 did not meet rank 0" in texts[1]
+
+
+def test_a_name_that_others_cannot_reach() -> None:
+    name = socket.gethostname()
+    if not socket.gethostbyname(name).startswith("127."):
+        pytest.skip("this machine has its name at an address that others can reach")
+    (text,) = testing.run(1, resolves_not, f"tcp://{name}:{free_port()}", backend="cpu")
+    assert f"({name} is 127.0.0.1 on rank 0's machine, which other machines cannot reach)" in text
 
 
 def only_ipv6(rank: int, nranks: int, port: int) -> None:

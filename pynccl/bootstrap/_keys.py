@@ -42,8 +42,8 @@ class Keys(Protocol):
 class StoreKeys:
     """Keys in pynccl's own store."""
 
-    def __init__(self, store: Store) -> None:
-        self.store, self.where = store, store.address
+    def __init__(self, store: Store, where: str = "") -> None:
+        self.store, self.where = store, where or store.address
 
     def put(self, name: str, value: bytes, timeout: float) -> None:
         """Set a value."""

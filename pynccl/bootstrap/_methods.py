@@ -200,7 +200,7 @@ def _at_address(
         if on_listen is not None:
             on_listen(f"tcp://{home.signpost.address}")
         with connect(home.place, deadline, rank, size) as store:
-            meeting = Round(StoreKeys(store), "0", rank, size, deadline, lingers=True)
+            meeting = Round(StoreKeys(store, home.where), "0", rank, size, deadline, lingers=True)
             meeting.when_joined = home.signpost.close
             yield meeting
     finally:
@@ -238,7 +238,8 @@ def _at_master(host: str, port: int, job: str, rank: int, size: int, deadline: f
     try:
         with connect(place, deadline, rank, size) as store:
             name = str(next(_rounds[place.address]))
-            meeting = Round(StoreKeys(store), name, rank, size, deadline, lingers=server is not None)
+            keys = StoreKeys(store, where if home is None else home.where)
+            meeting = Round(keys, name, rank, size, deadline, lingers=server is not None)
             if home is not None:
                 meeting.when_joined = home.signpost.close
             yield meeting

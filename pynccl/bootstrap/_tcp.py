@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 from pynccl._errors import BootstrapError
+from pynccl.bootstrap._address import is_loopback, resolve
 from pynccl.bootstrap._auth import read_secret
 from pynccl.bootstrap._server import StoreServer
 from pynccl.bootstrap._store import Store, format_address, parse_address
@@ -57,6 +59,7 @@ class Host:
             # Without a secret, one that at least only those have who were at the signpost.
             self.server = _listen(host, 0, secret or secrets.token_hex(16), deadline)
             self.place = Place(self.server.address, self.server.secret)
+            self.where = f"{self.signpost.address}{_loopback_note(host, deadline)}"
             with Store(self.signpost.address, secret, timeout=left(deadline)) as store:
                 store.set(_SIGN, json.dumps([job, *self.place]).encode())
         except BaseException:
@@ -68,6 +71,15 @@ class Host:
         self.signpost.close()
         if self.server is not None:
             self.server.close()
+
+
+def _loopback_note(host: str, deadline: float) -> str:
+    """Say so where a machine has its own name at an address that others cannot reach, as Debian does."""
+    with suppress(OSError, ValueError):
+        address = resolve(host, 0, left(deadline))[0][1][0]
+        if host not in ("localhost", address) and is_loopback(address):
+            return f" ({host} is {address} on rank 0's machine, which other machines cannot reach)"
+    return ""
 
 
 def ask(host: str, port: int, job: str, deadline: float, rank: int, size: int) -> Place:
