@@ -225,10 +225,11 @@ def test_a_port_that_is_taken() -> None:
 
 def test_a_name_that_others_cannot_reach() -> None:
     name = socket.gethostname()
-    if not socket.gethostbyname(name).startswith("127."):
+    address = socket.gethostbyname(name)
+    if not address.startswith("127."):
         pytest.skip("this machine has its name at an address that others can reach")
     (text,) = testing.run(1, resolves_not, f"tcp://{name}:{free_port()}", backend="cpu")
-    assert f"({name} is 127.0.0.1 on rank 0's machine, which other machines cannot reach)" in text
+    assert f"({name} is {address} on rank 0's machine, which other machines cannot reach)" in text
 
 
 def only_ipv6(rank: int, nranks: int, port: int) -> None:
@@ -363,6 +364,26 @@ def test_ctrl_c(wait: str, tmp_path: Path) -> None:
         finally:
             process.kill()
             process.communicate()
+
+
+def interrupted_early(rank: int, nranks: int) -> str:
+    """Ctrl-C on rank 1, which has arrived, before rank 2 does."""
+    if rank == 1:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.7)
+    if rank == 2:
+        time.sleep(1.2)
+    start = time.monotonic()
+    with pytest.raises((KeyboardInterrupt, BootstrapError)) as caught:
+        pynccl.init(timeout=20)
+    assert time.monotonic() - start < 5
+    return repr(caught.value)
+
+
+def test_ctrl_c_on_one_rank() -> None:
+    texts = testing.run(3, interrupted_early, backend="cpu")
+    assert texts[1] == "KeyboardInterrupt()"
+    assert all("rank 1 of 3 failed: KeyboardInterrupt" in texts[rank] for rank in (0, 2))
 
 
 def interrupted_creation(rank: int, nranks: int) -> str:

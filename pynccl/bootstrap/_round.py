@@ -77,7 +77,14 @@ class Round:
             self._give_up(text, _LINGER)
             raise
         self.keys.put(self._key("arrival", self.rank), pack(mine), self._left() + _MARGIN)
-        return self._lead() if self.rank == 0 else self._follow()
+        if self.rank == 0:
+            return self._lead()
+        try:
+            return self._follow()
+        except (KeyboardInterrupt, SystemExit) as error:
+            # Rank 0 counts on this rank: the others learn of it while they create the communicator.
+            self.fail(error)
+            raise
 
     def _key(self, kind: str, rank: int) -> str:
         return f"{self.prefix}{kind}/{rank}"
