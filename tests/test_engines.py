@@ -465,3 +465,22 @@ def test_ctrl_c_under_mpi(tmp_path: Path) -> None:
     start = time.monotonic()
     assert run([*open_mpi(3), sys.executable, str(program)]).count("interrupted") == 2
     assert time.monotonic() - start < 20
+
+
+MPI_PARTS = """
+import os
+from mpi4py import MPI
+import pynccl
+world = MPI.COMM_WORLD
+half = world.Split(world.rank % 2)
+with pynccl.init(half, timeout=20) as comm:
+    devices = world.allgather(comm.device)
+    assert sorted(devices) == list(range(world.size)), devices
+print(f"rank {world.rank} of {world.size}: success", flush=True)
+"""
+
+
+def test_parts_of_an_mpi_job_have_devices_of_their_own(tmp_path: Path) -> None:
+    program = tmp_path / "parts.py"
+    program.write_text(MPI_PARTS)
+    assert ranks_of(run([*open_mpi(4), sys.executable, str(program)]), 4) == [0, 1, 2, 3]

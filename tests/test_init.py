@@ -282,7 +282,10 @@ if what == "good":
         assert comm.device == rank
         check(comm, rank, size)
     half = world.Split(rank % 2, -rank)
-    check(pynccl.init(half, timeout=20), half.rank, half.size)
+    comm = pynccl.init(half, timeout=20)
+    # The device that this process has already, which is no other half's.
+    assert comm.device == rank
+    check(comm, half.rank, half.size)
     try:
         pynccl.init("mpi", rank=0)
     except ValueError as error:
@@ -292,8 +295,11 @@ else:
         os.environ["PYNCCL_LIBRARY"] = "/nonexistent.so"
     try:
         pynccl.init("mpi", timeout=20)
-    except pynccl.BootstrapError as error:
-        assert "/nonexistent.so" in str(error) and f"rank {what}" in str(error), error
+    except pynccl.NcclError as error:
+        assert "/nonexistent.so" in str(error), error
+        kind = pynccl.LibraryNotFoundError if rank == int(what) else pynccl.BootstrapError
+        assert type(error) is kind, error
+        assert rank == int(what) or f"rank {what} of 3 failed" in str(error), error
     else:
         raise SystemExit("no error")
 print("fine", rank, flush=True)

@@ -22,6 +22,9 @@ DEFAULT_TIMEOUT = 300.0
 
 log = logging.getLogger("pynccl")
 
+# The device that init chose for this process last.
+_chosen_before: int | None = None
+
 
 def init(
     method: Any = None,
@@ -60,6 +63,8 @@ def init(
     chosen = _methods.choose(method, rank, world_size, launcher, on_listen)
     log.info("pynccl.init: rank %d of %d by %s", chosen.rank, chosen.size, chosen.why)
     local_rank = _local_rank(chosen, launcher)
+    if chosen.part and device is None:
+        device = _chosen_before
 
     def make(uid: UniqueId, on: int | None) -> Communicator:
         return Communicator(chosen.size, uid, chosen.rank, config=config, device=on, timeout=timeout)
@@ -93,6 +98,9 @@ def _exchange(exchange: Exchange, device: int | None, local_rank: int | None) ->
     if exchange.rank == 0:
         for warning in answer.warnings:
             log.warning("pynccl.init: %s", warning)
+    if device is None:
+        global _chosen_before
+        _chosen_before = on
     return answer.unique_id(), on
 
 

@@ -41,6 +41,8 @@ class Method(NamedTuple):
     # Whether the rank is the launcher's, so that its local rank fits.
     follows: bool
     open: Open
+    # Whether these are some of the processes of an MPI job: they keep the devices that they have.
+    part: bool = False
 
 
 def choose(
@@ -291,6 +293,7 @@ def _by_mpi(method: Any, launcher: Launcher) -> Method:
     rank, size = int(comm.Get_rank()), int(comm.Get_size())
     if method == "mpi":
         _mpi.require_same_world(comm, launcher)
+    part = _mpi.is_part(comm)
     text = f", not {launcher}" if not launcher.names.mpi and launcher is not _environment.NOBODY else ""
 
     @contextmanager
@@ -298,4 +301,5 @@ def _by_mpi(method: Any, launcher: Launcher) -> Method:
         yield _mpi.MpiExchange(comm, deadline)
 
     why = f"MPI ({'MPI.COMM_WORLD' if method == 'mpi' else 'the given communicator'}){text}"
-    return Method(rank, size, why, True, opened)
+    # Open MPI numbers the ranks of a machine in another order than MPI.COMM_TYPE_SHARED does.
+    return Method(rank, size, why, part, opened, part)

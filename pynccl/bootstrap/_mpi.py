@@ -52,6 +52,13 @@ def communicator(method: Any) -> Any:
     return comm
 
 
+def is_part(comm: Any) -> bool:
+    """Tell whether a communicator lacks some of the processes of the job."""
+    from mpi4py import MPI
+
+    return int(comm.Get_size()) != int(MPI.COMM_WORLD.Get_size())
+
+
 def require_same_world(comm: Any, launcher: Launcher) -> None:
     """Compare MPI.COMM_WORLD with what mpirun says: another MPI's mpirun starts ranks that are each alone."""
     from mpi4py import MPI
