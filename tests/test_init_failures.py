@@ -292,7 +292,7 @@ def test_start_methods(how: str, used_before: bool) -> None:
     testing.run(1, starts, how, used_before, free_port(), backend="cpu")
 
 
-def forks_after_it_met(rank: int, nranks: int, port: int) -> None:
+def forks_after_it_met(rank: int, nranks: int, port: int, second: int) -> None:
     """Fork when the store of MASTER_PORT is kept: the children meet anew."""
     method_of("master", "", port)
     with pynccl.init(timeout=20) as comm:
@@ -300,7 +300,7 @@ def forks_after_it_met(rank: int, nranks: int, port: int) -> None:
         if pid == 0:
             code = 1
             try:
-                os.environ.update(MASTER_PORT=str(port + 1))
+                os.environ.update(MASTER_PORT=str(second))
                 with pynccl.init(timeout=10) as mine:
                     code = 0 if mine.all_reduce(np.ones(1))[0] == nranks else 2
             finally:
@@ -310,7 +310,7 @@ def forks_after_it_met(rank: int, nranks: int, port: int) -> None:
 
 
 def test_forks_after_it_met() -> None:
-    testing.run(2, forks_after_it_met, free_port(), backend="cpu")
+    testing.run(2, forks_after_it_met, free_port(), free_port(), backend="cpu")
 
 
 # --- Ctrl-C in every wait ---
