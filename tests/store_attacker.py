@@ -21,10 +21,17 @@ GARBAGE = [
     os.urandom(70_000),
     struct.pack("!I", 0xFFFFFFFF) * 12,
     bytes(48) + struct.pack("!IBH", 1 << 31, 1, 3) + b"key" + bytes(1 << 16),
-    b"pynccl-store-2\n\1" + os.urandom(32),
+    b"pynccl-store-2\n" + os.urandom(16),
+    b"pynccl-store-2\n" + os.urandom(48) + bytes(1 << 16),
 ]
 # What goes into a connection at once, by kind; slow ones get a byte now and then.
-OPENINGS = {"half-open": [b""], "garbage": GARBAGE, "oversized": GARBAGE[3:5], "slow": [b"x"], "all": GARBAGE}
+OPENINGS = {
+    "half-open": [b""],
+    "garbage": GARBAGE,
+    "oversized": GARBAGE[3:5] + GARBAGE[-1:],
+    "slow": [b"x"],
+    "all": GARBAGE,
+}
 
 
 def main() -> None:

@@ -36,16 +36,17 @@ def resolve(host: str, port: int, timeout: float) -> list[Address]:
     A number is not looked up anywhere. A name is looked up in a thread, because neither a time-out nor Ctrl-C
     reaches the C library's resolver.
     """
-    try:
-        return _look_up(host, port, socket.AI_NUMERICHOST)
-    except socket.gaierror as error:
-        if error.errno != socket.EAI_NONAME:
-            raise
+    for family, rest in ((socket.AF_INET, ()), (socket.AF_INET6, (0, 0))):
+        try:
+            socket.inet_pton(family, host)
+        except (OSError, ValueError):
+            continue
+        return [(family, (host, port, *rest))]
     answers: queue.SimpleQueue[list[Address] | OSError] = queue.SimpleQueue()
 
     def look_up() -> None:
         try:
-            answers.put(_look_up(host, port, 0))
+            answers.put(_look_up(host, port))
         except (OSError, UnicodeError) as error:
             answers.put(
                 error if isinstance(error, OSError) else OSError(f"{host!r} is no host name: {error}")
@@ -61,9 +62,9 @@ def resolve(host: str, port: int, timeout: float) -> list[Address]:
     return answer
 
 
-def _look_up(host: str, port: int, flags: int) -> list[Address]:
-    # With a name that is empty the C library would take any address of this machine.
+def _look_up(host: str, port: int) -> list[Address]:
+    # Asked for an empty name the C library would take any address of this machine.
     if not host:
         raise OSError("the host is empty; expected a name or an address ('0.0.0.0' or '::' for all of them)")
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [(family, address) for family, _, _, _, address in found]

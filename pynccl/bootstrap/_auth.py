@@ -2,7 +2,7 @@
 
 Both sides send a nonce, and answer with an HMAC-SHA-256 over both: the secret itself never travels, and
 an answer recorded once is worth nothing later. Keys for the two directions follow from the same nonces. A
-frame is masked with SHAKE-256 of key and counter, and then authenticated with HMAC-SHA-256: whoever sits on
+frame is masked with SHAKE-256 of key and counter, and then authenticated with keyed BLAKE2b: whoever sits on
 the way can neither read, change, repeat nor insert one. Without a secret only the id of the job is proved,
 and frames are plain.
 """
@@ -14,6 +14,7 @@ import hmac
 import os
 import stat
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from pynccl import capi
 from pynccl._errors import BootstrapError
@@ -21,6 +22,8 @@ from pynccl._errors import BootstrapError
 NONCE = 16
 DIGEST = 32
 TAG = 16
+# Half of it masks, half of it authenticates.
+_SEAL_KEY = 64
 _MOST_BYTES = 1 << 16
 
 
@@ -57,9 +60,19 @@ def job_key(secret: str, job: str) -> bytes:
     return hmac.digest(_encode(secret), b"pynccl store, " + kind + b", job " + _encode(job), "sha256")
 
 
-def proof(key: bytes, role: bytes, nonces: bytes) -> bytes:
-    """Return what a side, "client" or "server", answers to prove that it has the key."""
-    return hmac.digest(key, b"proof of the " + role + nonces, "sha256")
+class Session(NamedTuple):
+    """What only the two sides of one connection know: their proofs, and the keys of each direction."""
+
+    client_proof: bytes
+    server_proof: bytes
+    to_server: bytes
+    to_client: bytes
+
+    @classmethod
+    def derive(cls, key: bytes, nonces: bytes) -> Session:
+        """Derive all of it from the job's key and both nonces."""
+        all_keys = hashlib.shake_256(hmac.digest(key, nonces, "sha256")).digest(2 * DIGEST + 2 * _SEAL_KEY)
+        return cls(all_keys[:32], all_keys[32:64], all_keys[64:128], all_keys[128:])
 
 
 class Seal:
@@ -67,28 +80,30 @@ class Seal:
 
     __slots__ = ("_count", "_mac", "_mask")
 
-    def __init__(self, key: bytes, direction: bytes, nonces: bytes) -> None:
-        both = hmac.digest(key, b"frames " + direction + nonces, "sha512")
-        self._mask, self._mac = both[:32], both[32:]
+    def __init__(self, key: bytes) -> None:
+        self._mask, self._mac = key[:32], key[32:]
         self._count = 0
 
     def close(self, body: bytes) -> bytes:
         """Return the body masked, with its tag."""
         number = self._next()
         hidden = self._masked(number, body)
-        return hidden + hmac.digest(self._mac, number + hidden, "sha256")[:TAG]
+        return hidden + self._tag(number + hidden)
 
     def open(self, sealed: bytes) -> bytes:
         """Return the body of what `close` made; ValueError when it is anything else."""
         number = self._next()
         hidden, tag = sealed[:-TAG], sealed[-TAG:]
-        if not hmac.compare_digest(tag, hmac.digest(self._mac, number + hidden, "sha256")[:TAG]):
+        if not hmac.compare_digest(tag, self._tag(number + hidden)):
             raise ValueError("a frame that was not sealed with the job's secret")
         return self._masked(number, hidden)
 
     def _next(self) -> bytes:
         self._count += 1
         return self._count.to_bytes(8, "big")
+
+    def _tag(self, data: bytes) -> bytes:
+        return hashlib.blake2b(data, digest_size=TAG, key=self._mac).digest()
 
     def _masked(self, number: bytes, data: bytes) -> bytes:
         mask = hashlib.shake_256(self._mask + number).digest(len(data))

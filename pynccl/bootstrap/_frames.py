@@ -1,8 +1,8 @@
 """What goes over a connection to the store.
 
-    server     greeting: a text, whether a secret is needed (1 byte), nonce
-    client     nonce, proof
-    server     proof; or zeros, and the end: the client's was wrong
+    client     hello: a text, nonce
+    server     the same text, whether there is a secret (1 byte), nonce, proof
+    client     proof
     then       frames: length (4 bytes), and so many bytes; sealed where there is a secret
     client     operation (1 byte), length of the key (2 bytes), key, argument
     server     status (1 byte), value
@@ -19,9 +19,8 @@ from pynccl.bootstrap._auth import DIGEST, NONCE, TAG
 MAX_FRAME = 1 << 20
 MAX_SEALED = MAX_FRAME + TAG
 HELLO = b"pynccl-store-2\n"
-GREETING = len(HELLO) + 1 + NONCE
-REPLY = NONCE + DIGEST
-WRONG = bytes(DIGEST)
+CLIENT_HELLO = len(HELLO) + NONCE
+SERVER_HELLO = len(HELLO) + 1 + NONCE + DIGEST
 SET, GET, ADD, WAIT, BARRIER, DELETE = 1, 2, 3, 4, 5, 6
 OK, MISSING, REFUSED = 0, 1, 2
 LENGTH, REQUEST = struct.Struct("!I"), struct.Struct("!BH")

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address, is_loopback, resolve
-from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, job_key, proof, read_secret
+from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, Session, job_key, read_secret
 
 log = logging.getLogger("pynccl")
 
@@ -33,6 +33,7 @@ _HELLO_SECONDS = 10.0
 _MOST_PENDING = 4096
 _EVICTIONS_PER_SECOND = 8192
 _ACCEPTS_AT_ONCE = 64
+_MOST_UNTRUSTED = 4096
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _READ, _WRITE = 0x001, 0x004  # EPOLLIN, EPOLLOUT
 
@@ -50,9 +51,9 @@ class _Connection:
         "fd",
         "incoming",
         "input",
-        "nonce",
         "outgoing",
         "output",
+        "session",
         "sock",
         "trusted",
         "wait",
@@ -60,8 +61,9 @@ class _Connection:
 
     def __init__(self, sock: socket.socket, now: float) -> None:
         self.sock, self.fd = sock, sock.fileno()
-        self.nonce = secrets.token_bytes(NONCE)
         self.arrived = now
+        # There once the client has said hello; trusted once it has proved itself.
+        self.session: Session | None = None
         self.trusted = False
         self.incoming: Seal | None = None
         self.outgoing: Seal | None = None
@@ -215,17 +217,13 @@ class StoreServer:
                 if error.errno in _FULL:
                     self._make_room(error, now)
                 return
+            sock.setblocking(False)
             connection = _Connection(sock, now)
-            try:
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.send(f.HELLO + bytes([bool(self.secret)]) + connection.nonce)
-            except OSError:
-                sock.close()
-                continue
             self._connections[connection.fd] = connection
             self._pending[connection] = None
             self._poll.register(sock, _READ)
+            # Its hello is mostly there already.
+            self._handle(connection, _READ)
 
     def _evict(self, now: float) -> bool:
         """Drop the connection that has taken longest to prove itself, when it has had its time."""
@@ -283,34 +281,39 @@ class StoreServer:
 
     def _read(self, connection: _Connection) -> bool:
         """Take what has come; False when it leaves nothing to do."""
-        missing = f.REPLY - len(connection.input)
         try:
-            data = connection.sock.recv(65536 if connection.trusted else missing)
+            data = connection.sock.recv(65536 if connection.trusted else _MOST_UNTRUSTED)
         except BlockingIOError:
             return False
         if not data:
             raise ConnectionError("closed by the client")
         connection.input += data
-        if connection.trusted:
-            return True
-        if len(connection.input) == f.REPLY:
-            self._judge(connection)
-        return False
+        return connection.trusted or self._judge(connection)
 
-    def _judge(self, connection: _Connection) -> None:
-        """Answer the client's proof with ours, or with zeros."""
-        theirs, answer = bytes(connection.input[:NONCE]), bytes(connection.input[-DIGEST:])
-        connection.input.clear()
-        nonces = connection.nonce + theirs
-        if not hmac.compare_digest(answer, proof(self._key, b"client", nonces)):
-            connection.sock.send(f.WRONG)
+    def _judge(self, connection: _Connection) -> bool:
+        """Answer the client's hello, and then see whether it has proved itself; False when it has yet to."""
+        got = connection.input
+        if connection.session is None:
+            if not got.startswith(f.HELLO[: len(got)]):
+                raise ValueError("no client of the store")
+            if len(got) < f.CLIENT_HELLO:
+                return False
+            nonce = secrets.token_bytes(NONCE)
+            connection.session = Session.derive(self._key, bytes(got[len(f.HELLO) : f.CLIENT_HELLO]) + nonce)
+            del got[: f.CLIENT_HELLO]
+            proof = connection.session.server_proof
+            connection.sock.send(f.HELLO + bytes([bool(self.secret)]) + nonce + proof)
+        if len(got) < DIGEST:
+            return False
+        if not hmac.compare_digest(got[:DIGEST], connection.session.client_proof):
             raise ValueError("wrong secret")
+        del got[:DIGEST]
         connection.trusted = True
         self._pending.pop(connection)
-        self._send(connection, proof(self._key, b"server", nonces))
         if self.secret:
-            connection.incoming = Seal(self._key, b"to the server", nonces)
-            connection.outgoing = Seal(self._key, b"to the client", nonces)
+            connection.incoming = Seal(connection.session.to_server)
+            connection.outgoing = Seal(connection.session.to_client)
+        return True
 
     def _answer(self, connection: _Connection, status: int, value: bytes = b"") -> None:
         body = bytes((status,)) + value
@@ -459,6 +462,8 @@ def _listen(host: str, port: int, timeout: float) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The connections inherit it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(where)

@@ -20,7 +20,7 @@ from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address as format_address
 from pynccl.bootstrap._address import parse_address as parse_address
 from pynccl.bootstrap._address import resolve
-from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, job_key, proof, read_secret
+from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, Session, job_key, read_secret
 from pynccl.bootstrap._frames import MAX_FRAME as MAX_FRAME
 from pynccl.bootstrap._server import StoreServer as StoreServer
 
@@ -37,60 +37,71 @@ class _Silent(BootstrapError):
     """Something has accepted the connection, and says nothing."""
 
 
-class _Connection:
-    """A connection whose two sides have proved themselves to each other."""
+class Connection:
+    """A connection to the store, in steps, so that a simulation can interleave those of many."""
 
-    def __init__(self, sock: socket.socket, key: bytes, has_secret: bool, deadline: float) -> None:
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
         self.sock = sock
+        # Known from the first answer on.
+        self.accepted = False
         self._outgoing: Seal | None = None
         self._incoming: Seal | None = None
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = self._receive(f.GREETING, deadline, f.HELLO)
-        if bool(greeting[len(f.HELLO)]) != has_secret:
+        self._nonce = secrets.token_bytes(NONCE)
+        sock.settimeout(_left(deadline))
+        sock.sendall(f.HELLO + self._nonce)
+
+    def prove(self, key: bytes, has_secret: bool, deadline: float) -> None:
+        """See whether the server has the key, and prove that this side has it."""
+        hello = b""
+        while len(hello) < f.SERVER_HELLO:
+            hello += self._receive(f.SERVER_HELLO - len(hello), deadline)
+            if not hello.startswith(f.HELLO[: len(hello)]):
+                raise BootstrapError("it is no pynccl store")
+        if bool(hello[len(f.HELLO)]) != has_secret:
             raise BootstrapError(
                 "it has no secret, and this process has one (PYNCCL_SECRET)"
                 if has_secret
                 else "it wants a secret, and this process has none; set PYNCCL_SECRET"
             )
-        nonce = secrets.token_bytes(NONCE)
-        nonces = greeting[-NONCE:] + nonce
-        sock.sendall(nonce + proof(key, b"client", nonces))
-        answer = self._receive(DIGEST, deadline)
-        if answer == f.WRONG:
+        session = Session.derive(key, self._nonce + hello[-NONCE - DIGEST : -DIGEST])
+        if not hmac.compare_digest(hello[-DIGEST:], session.server_proof):
             what = "the secret (PYNCCL_SECRET) or the id of the job" if has_secret else "the id of the job"
             raise BootstrapError(f"{what} is not the store's")
-        if not hmac.compare_digest(answer, proof(key, b"server", nonces)):
-            raise BootstrapError("it does not know the job's secret")
+        self.sock.sendall(session.client_proof)
         if has_secret:
-            self._outgoing = Seal(key, b"to the server", nonces)
-            self._incoming = Seal(key, b"to the client", nonces)
+            self._outgoing, self._incoming = Seal(session.to_server), Seal(session.to_client)
 
-    def exchange(self, frame: bytes, deadline: float) -> bytes:
-        """Send a request and return the answer to it."""
+    def ask(self, frame: bytes, deadline: float) -> None:
+        """Send a request."""
         if self._outgoing is not None:
             frame = self._outgoing.close(frame)
         self.sock.settimeout(_left(deadline))
         self.sock.sendall(f.LENGTH.pack(len(frame)) + frame)
-        (length,) = f.LENGTH.unpack(self._receive(f.LENGTH.size, deadline))
-        if not 0 < length <= f.MAX_SEALED:
-            raise ValueError(f"a frame of {length} bytes")
-        answer = self._receive(length, deadline)
-        return answer if self._incoming is None else self._incoming.open(answer)
 
-    def _receive(self, size: int, deadline: float, start: bytes = b"") -> bytes:
-        """Return so many bytes, which have to begin with `start`."""
-        data = b""
-        while len(data) < size:
-            self.sock.settimeout(_left(deadline))
-            try:
-                part = self.sock.recv(size - len(data))
-            except TimeoutError as error:
-                raise _Silent("it did not answer in time") from error
-            if not part:
-                raise ConnectionError("the connection was closed")
-            data += part
-            if not data.startswith(start[: len(data)]):
-                raise BootstrapError("it is no pynccl store")
+    def answer(self, deadline: float) -> tuple[int, bytes]:
+        """Return status and value of the answer to the request."""
+        data, end = b"", f.LENGTH.size
+        while len(data) < end:
+            # Nothing can follow the answer: the next request has not been sent.
+            data += self._receive(f.LENGTH.size + f.MAX_SEALED, deadline)
+            if len(data) >= f.LENGTH.size:
+                end = f.LENGTH.size + f.LENGTH.unpack_from(data)[0]
+        if not f.LENGTH.size < end == len(data):
+            raise ValueError(f"a frame of {len(data)} bytes that says {end}")
+        self.accepted = True
+        body = data[f.LENGTH.size :] if self._incoming is None else self._incoming.open(data[f.LENGTH.size :])
+        return body[0], body[1:]
+
+    def _receive(self, most: int, deadline: float) -> bytes:
+        """Return the bytes that come next, at least one."""
+        self.sock.settimeout(_left(deadline))
+        try:
+            data = self.sock.recv(most)
+        except TimeoutError as error:
+            raise _Silent("it did not answer in time") from error
+        if not data:
+            raise ConnectionError("the connection was closed")
         return data
 
 
@@ -110,7 +121,7 @@ class Store:
         self._has_secret = bool(secret)
         self._key = job_key(secret, os.environ.get("PYNCCL_JOB_ID", "") if job is None else job)
         self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
-        self._connection: _Connection | None = self._connect(self.timeout)
+        self._connection: Connection | None = self._connect(self.timeout)
 
     def set(self, key: str, value: bytes, timeout: float | None = None) -> None:
         """Set a key, and wake who waits for it."""
@@ -219,7 +230,7 @@ class Store:
             self._connection = self._connect(_left(deadline))
         whole = False
         try:
-            answer = self._connection.exchange(frame, deadline)
+            answer = self._until_accepted(self._connection, frame, deadline)
             whole = True
         except (OSError, ValueError, _Silent) as error:
             raise BootstrapError(f"lost the store at {self.address}: {error}") from error
@@ -227,9 +238,22 @@ class Store:
             # Interrupted, half an answer may still be on its way: only a whole one keeps the connection.
             if not whole:
                 self._disconnect()
-        return answer[0], answer[1:]
+        return answer
 
-    def _connect(self, timeout: float) -> _Connection:
+    def _until_accepted(self, connection: Connection, frame: bytes, deadline: float) -> tuple[int, bytes]:
+        """Exchange; a server under attack may drop us before it sees our proof, and then we come again."""
+        while True:
+            try:
+                connection.ask(frame, deadline)
+                return connection.answer(deadline)
+            except ConnectionError:
+                if connection.accepted or time.monotonic() >= deadline:
+                    raise
+            self._disconnect()
+            # Where it is the server that has gone, this fails.
+            connection = self._connection = self._attempt(deadline)
+
+    def _connect(self, timeout: float) -> Connection:
         """Connect and prove the secret to each other, trying again as long as nobody listens yet."""
         start = time.monotonic()
         deadline = start + timeout
@@ -252,7 +276,7 @@ class Store:
             time.sleep(min(delay, _left(deadline)))
             delay = min(2 * delay, 0.5)
 
-    def _attempt(self, deadline: float) -> _Connection:
+    def _attempt(self, deadline: float) -> Connection:
         addresses = resolve(*self._where, _left(deadline))
         for index, (family, where) in enumerate(addresses):
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -260,7 +284,9 @@ class Store:
                 # One address that is silent leaves time for the others.
                 sock.settimeout(_left(deadline) / (len(addresses) - index))
                 sock.connect(where)
-                return _Connection(sock, self._key, self._has_secret, deadline)
+                connection = Connection(sock, deadline)
+                connection.prove(self._key, self._has_secret, deadline)
+                return connection
             except BaseException as error:
                 sock.close()
                 if not isinstance(error, OSError) or index == len(addresses) - 1:
