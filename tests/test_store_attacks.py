@@ -171,7 +171,7 @@ def test_bad_frames_end_only_their_connection(secret: str, frame: bytes) -> None
     with StoreServer(secret=secret) as server, Store(server.address, secret) as store:
         with Store(server.address, secret, timeout=5) as bad:
             assert bad._connection is not None
-            bad._connection.sock.sendall(bad._connection._proof + frame)
+            bad._connection.sock.sendall(frame)
             assert bad._connection.sock.recv(1) == b""
         store.set("key", b"value")
         assert store.get("key") == b"value"

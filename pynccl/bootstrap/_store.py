@@ -45,7 +45,6 @@ class Connection:
         self.sock = sock
         # Known from the first answer on.
         self.accepted = False
-        self._proof = b""
         self._outgoing: Seal | None = None
         self._incoming: Seal | None = None
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -73,8 +72,7 @@ class Connection:
         if not hmac.compare_digest(hello[-DIGEST:], session.server_proof):
             what = "the secret (PYNCCL_SECRET) or the id of the job" if has_secret else "the id of the job"
             raise BootstrapError(f"{what} is not the store's")
-        # It travels with the first request: one message less for the server, for which every rank waits.
-        self._proof = session.client_proof
+        self.sock.sendall(session.client_proof)
         if has_secret:
             self._outgoing, self._incoming = Seal(session.to_server), Seal(session.to_client)
 
@@ -83,9 +81,8 @@ class Connection:
         if self._outgoing is not None:
             frame = self._outgoing.close(frame)
         self._bound(deadline)
-        proof, self._proof = self._proof, b""
         try:
-            self.sock.sendall(proof + f.LENGTH.pack(len(frame)) + frame)
+            self.sock.sendall(f.LENGTH.pack(len(frame)) + frame)
         except BlockingIOError as error:
             raise _Silent("it did not take the request in time") from error
 
