@@ -30,6 +30,8 @@ _MARGIN = 0.5
 # A name may appear while a cluster starts; one that has not by then never will.
 _UNRESOLVED_SECONDS = 15.0
 _MOST_NAMED = 8
+# A send of so many bytes never blocks: the one before it has been answered.
+_FITS = 2048
 # What no later attempt to connect can change.
 _HOPELESS = (errno.EMFILE, errno.ENFILE, errno.EAFNOSUPPORT, errno.EACCES, errno.EPERM, errno.EINVAL)
 
@@ -50,9 +52,9 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._nonce = secrets.token_bytes(NONCE)
         # The kernel's time-outs: with Python's, each send and each answer is three system calls.
-        sock.settimeout(None)
+        if sock.gettimeout() is not None:
+            sock.settimeout(None)
         self._limit = 0.0
-        self._bound(deadline)
         sock.sendall(f.HELLO + self._nonce)
 
     def prove(self, key: bytes, has_secret: bool, deadline: float) -> None:
@@ -80,7 +82,8 @@ class Connection:
         """Send a request."""
         if self._outgoing is not None:
             frame = self._outgoing.close(frame)
-        self._bound(deadline)
+        if len(frame) > _FITS:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_left(deadline)))
         try:
             self.sock.sendall(f.LENGTH.pack(len(frame)) + frame)
         except BlockingIOError as error:
@@ -116,13 +119,11 @@ class Connection:
             return data
 
     def _bound(self, deadline: float) -> float:
-        """Have the next send or answer fail at the deadline, or earlier; return the seconds until then."""
+        """Have the next answer fail at the deadline, or earlier; return the seconds until then."""
         left = _left(deadline)
         if not left / 2 <= self._limit <= left:
             self._limit = left
-            limit = struct.pack("@ll", int(left), int(left % 1 * 1e6))
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left))
         return left
 
 
@@ -313,6 +314,10 @@ class Store:
                 if not isinstance(error, OSError) or index == len(addresses) - 1:
                     raise
         raise AssertionError("a name without addresses")
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _left(deadline: float) -> float:
