@@ -233,23 +233,24 @@ def test_arrays_live_until_the_group_has_run() -> None:
 def many_threads(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as world:
         comms = [world.split(0, key=rank) for _ in range(4)]
+        streams = [pynccl.Stream() for _ in range(4)]
         failures: list[BaseException] = []
         opened = threading.Barrier(4, timeout=20)
 
         def work(index: int) -> None:
             try:
-                comm = comms[index]
+                comm, stream = comms[index], streams[index]
                 assert comm is not None
                 for round in range(20):
                     data = [np.full(8, float(index + i + round)) for i in range(5)]
                     with group():
                         for one in data:
-                            comm.all_reduce(one)
+                            comm.all_reduce(one, stream=stream)
                         # All four groups are open at once: what one thread records is its own.
                         opened.wait()
                         assert all((one == index + i + round).all() for i, one in enumerate(data))
+                    comm.synchronize(stream)
                     assert [one[0] for one in data] == [nranks * (index + i + round) for i in range(5)]
-                    assert (comm.all_reduce(np.ones(3)) == nranks).all()
             except BaseException as error:
                 failures.append(error)
                 opened.abort()
@@ -262,13 +263,43 @@ def many_threads(rank: int, nranks: int) -> None:
             for thread in threads:
                 thread.join()
         assert not failures, failures
-        for comm in comms:
+        for comm, stream in zip(comms, streams, strict=True):
             assert comm is not None
             comm.destroy()
+            stream.destroy()
 
 
 def test_several_threads() -> None:
     testing.run(2, many_threads, backend="cpu")
+
+
+def in_another_order(rank: int, nranks: int) -> None:
+    """Threads with a communicator each need not reach their calls in the same order on all ranks."""
+    with pynccl.init(timeout=3) as world:
+        comms = [world.split(0, key=rank) for _ in range(2)]
+        failures: list[BaseException] = []
+
+        def work(index: int) -> None:
+            comm = comms[index]
+            assert comm is not None
+            try:
+                time.sleep(0.3 if index == rank else 0)
+                with group():
+                    data = comm.all_reduce(np.ones(3))
+                assert (data == nranks).all()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+
+
+def test_threads_in_another_order() -> None:
+    testing.run(2, in_another_order, backend="cpu", timeout=20)
 
 
 def used_twice(rank: int, nranks: int) -> None:
