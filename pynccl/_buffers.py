@@ -119,7 +119,13 @@ def shape_of(array: Any) -> tuple[int, ...]:
     """Return an array's shape; a Buffer's and a plain buffer's has one axis or what the buffer says."""
     if isinstance(array, Buffer):
         return (array.count,)
-    return tuple(array.shape if hasattr(array, "shape") else np.asarray(memoryview(array)).shape)
+    if hasattr(array, "shape"):
+        return tuple(array.shape)
+    if hasattr(array, "__cuda_array_interface__"):
+        return tuple(array.__cuda_array_interface__["shape"])
+    if hasattr(array, "__dlpack_device__"):
+        return _dlpack.read(array).shape
+    return np.asarray(memoryview(array)).shape
 
 
 def _choose(array: Any, name: str) -> Kind:
