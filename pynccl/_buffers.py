@@ -78,6 +78,9 @@ class Buffer:
 
 
 def _any_dtype(dtype: Any, name: str) -> int:
+    if dtype is None:
+        # NumPy takes it for float64.
+        raise TypeError(f"{name} is None; expected a dtype that NCCL can carry")
     if isinstance(dtype, DataType):
         return int(dtype)
     if type(dtype).__module__ == "torch":
