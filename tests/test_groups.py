@@ -15,8 +15,16 @@ import pytest
 import pynccl
 from arrays import KINDS, device_over
 from fake_nccl import Fake, source
-from pynccl import Communicator, NcclError, NcclInvalidUsage, NcclTimeoutError, NotSupportedError
-from pynccl import capi, group, testing
+from pynccl import (
+    Communicator,
+    NcclError,
+    NcclInvalidUsage,
+    NcclTimeoutError,
+    NotSupportedError,
+    capi,
+    group,
+    testing,
+)
 
 
 def complete_at_the_end(rank: int, nranks: int) -> None:
@@ -112,7 +120,9 @@ def nests(rank: int, nranks: int) -> None:
             (lambda: comm.grow(3), "ncclCommGrow"),
         ):
             with (
-                pytest.raises(NcclInvalidUsage, match=rf"{name} inside pynccl.group\(\) or prepare: expected"),
+                pytest.raises(
+                    NcclInvalidUsage, match=rf"{name} inside pynccl.group\(\) or prepare: expected"
+                ),
                 group(),
             ):
                 call()
@@ -333,7 +343,9 @@ def never_comes(rank: int, nranks: int) -> None:
     comm = pynccl.init(timeout=1)
     if rank == 0:
         start = time.monotonic()
-        with pytest.raises(NcclTimeoutError, match="a group of 2 calls did not complete .* within 1 s .*rank 0"):
+        with pytest.raises(
+            NcclTimeoutError, match="a group of 2 calls did not complete .* within 1 s .*rank 0"
+        ):
             with group():
                 comm.all_reduce(np.zeros(2))
                 comm.all_reduce(np.zeros(2))
@@ -397,7 +409,9 @@ def simulates(rank: int, nranks: int) -> None:
         assert (data == 2).all()
         with pytest.raises(NcclInvalidUsage, match="the group was not simulated"):
             _ = real.estimated_microseconds
-        with pytest.raises(NcclInvalidUsage, match="simulate=True inside an open group; expected it on the out"):
+        with pytest.raises(
+            NcclInvalidUsage, match="simulate=True inside an open group; expected it on the out"
+        ):
             with group():
                 comm.all_reduce(data)
                 with group(simulate=True):
@@ -486,7 +500,9 @@ def too_old(rank: int, nranks: int) -> None:
     with create() as comm:
         x = device_over(np.zeros(4, np.float32))
         with (
-            pytest.raises(NotSupportedError, match=r"ncclGroupSimulateEnd needs NCCL >= 2.22.3; loaded NCCL 2.19.3"),
+            pytest.raises(
+                NotSupportedError, match=r"ncclGroupSimulateEnd needs NCCL >= 2.22.3; loaded NCCL 2.19.3"
+            ),
             group(simulate=True),
         ):
             comm.all_reduce(x)

@@ -112,7 +112,11 @@ def refuses_like_the_call(rank: int, nranks: int) -> None:
             (lambda: comm.prepare.all_reduce(np.zeros(4), op="median"), ValueError, "op is 'median'"),
             (lambda: comm.prepare.broadcast(np.zeros(4), root=2), ValueError, "root is 2; expected 0 <="),
             (lambda: comm.prepare.all_gather(np.zeros(4), np.zeros(4)), ValueError, "recv has 4 elements"),
-            (lambda: comm.prepare.all_to_all_v(*[np.zeros(4), [1]] * 2), ValueError, "send_counts has 1 entries"),
+            (
+                lambda: comm.prepare.all_to_all_v(*[np.zeros(4), [1]] * 2),
+                ValueError,
+                "send_counts has 1 entries",
+            ),
         ):
             with pytest.raises(error, match=rf"{words}.*\(rank {rank} of 2\)$"):
                 prepare()
@@ -126,7 +130,9 @@ def refuses_like_the_call(rank: int, nranks: int) -> None:
         with pytest.raises(TypeError, match="a prepared call takes no arguments"):
             call(stream=0)
         wrong: Any = [op, comm.all_reduce]
-        with pytest.raises(TypeError, match=r"calls\[1\] is .*; expected what comm.prepare returned, or a Plan"):
+        with pytest.raises(
+            TypeError, match=r"calls\[1\] is .*; expected what comm.prepare returned, or a Plan"
+        ):
             Plan(wrong)
         with pytest.raises(TypeError, match="stream is 'x'; expected"):
             op.stream = "x"
@@ -398,14 +404,16 @@ def failures(rank: int, nranks: int) -> None:
                 log = fake.log()
                 assert (log[0], log[-1], len(log)) == ("start", "end", k + 3)
             plan()
-        with pytest.raises(
-            pynccl.NcclInternalError, match=r"^ncclAllGather.*\(call 2 of 4, counted from 0\)$"
+        with (
+            pytest.raises(
+                pynccl.NcclInternalError, match=r"^ncclAllGather.*\(call 2 of 4, counted from 0\)$"
+            ),
+            group(),
         ):
-            with group():
-                fake.fail(2, 3)
-                for op in ops:
-                    op()
-                comm.all_reduce(x)
+            fake.fail(2, 3)
+            for op in ops:
+                op()
+            comm.all_reduce(x)
         fake.fail(-1, 0)
         fake.fail_end(1)
         for run in (Plan(ops), Plan(ops[:1])):
