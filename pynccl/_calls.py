@@ -140,7 +140,7 @@ class Calls:
         """Return a call's stream, ordered behind who still writes the arrays, and whether to wait for it."""
         if stream is None and self._streamless:
             return 0, self._waits
-        arrays = [array for array in (send, result) if array is not None]
+        arrays = [array for array in (send, None if result is send else result) if array is not None]
         given = stream is not None
         current = 0 if self._streamless else kind_of(arrays[0]).current(arrays[0])
         handle = _streams.handle_of(stream) if given else current
