@@ -1,4 +1,4 @@
-"""A libnccl that moves nothing: it writes calls down, fails where it is told to, and has the version it is given.
+"""A libnccl that moves nothing: it writes calls down, fails where it is told to, and is of any version.
 
 Linked with the fake driver it takes its device from the current context and launches on streams as NCCL does.
 """
@@ -92,6 +92,7 @@ int ncclAllReduce(PAIR, size_t n, int type, int op, TAIL) {
   return call(comm, stream, "AllReduce %s %zu type %d op %d", s == r ? "in place" : "apart", n, type, op);
 }
 int ncclReduce(PAIR, size_t n, int type, int op, int root, TAIL) {
+  (void)s;
   return call(comm, stream, "Reduce %s %zu type %d op %d root %d", r ? "to" : "from", n, type, op, root);
 }
 int ncclBroadcast(PAIR, size_t n, int type, int root, TAIL) {
@@ -129,10 +130,12 @@ int ncclScatter(PAIR, size_t n, int type, int root, TAIL) {
 #endif
 #if VERSION >= 23102
 int ncclAllReduceConfig(PAIR, size_t n, int type, int op, TAIL, const CollConfig* config) {
-  return (void)s, (void)r, call(comm, stream, "AllReduceConfig %zu type %d op %d minCTAs %d", n, type, op, config->minCTAs);
+  (void)s, (void)r;
+  return call(comm, stream, "AllReduceConfig %zu type %d op %d minCTAs %d", n, type, op, config->minCTAs);
 }
 int ncclAlltoAllConfig(PAIR, size_t n, int type, TAIL, const CollConfig* config) {
-  return (void)s, (void)r, call(comm, stream, "AlltoAllConfig %zu type %d minCTAs %d", n, type, config->minCTAs);
+  (void)s, (void)r;
+  return call(comm, stream, "AlltoAllConfig %zu type %d minCTAs %d", n, type, config->minCTAs);
 }
 #endif
 """
