@@ -1,4 +1,4 @@
-"""What tests of operations share: every kind of array over NumPy memory, values, and what NCCL makes of them."""
+"""What tests of operations share: every kind of array over NumPy memory, values, and NCCL's results."""
 
 from __future__ import annotations
 

@@ -13,9 +13,7 @@ import pytest
 
 import pynccl
 from arrays import KINDS, cupy_over, device_over, dtype_of, torch_over
-from fake_nccl import Fake, source
-from null_library import FUNCTIONS, HEADERS
-from pynccl import Buffer, Communicator, DataType, NotSupportedError, testing
+from pynccl import Buffer, Communicator, DataType, testing
 from test_buffers import Device, Exporter
 
 N = 2
@@ -28,12 +26,12 @@ def refused(comm: Communicator, refusals: list[Refusal]) -> None:
         try:
             call()
         except (TypeError, ValueError) as caught:
-            text = str(caught)
-            assert type(caught) is error, (index, words, caught)
-            assert re.search(words, text), (index, words, text)
-            assert text.endswith(f"(rank {comm.rank} of {comm.size})"), (index, text)
+            kind, text = type(caught), str(caught)
         else:
             raise AssertionError(f"{index}: nothing raised; expected {error.__name__}: {words}")
+        assert kind is error, (index, words, text)
+        assert re.search(words, text), (index, words, text)
+        assert text.endswith(f"(rank {comm.rank} of {comm.size})"), (index, text)
     # Had one rank issued anything, this would not be the ranks' first call in common.
     assert (comm.all_reduce(np.ones(2)) == comm.size).all()
     assert comm.async_error() is None
@@ -90,12 +88,12 @@ def every_argument(rank: int, nranks: int) -> None:
             written = name == "recv" or what == "recv buf"
             refusals: list[Refusal] = [
                 (lambda c=call: c(wide[:, 0]), ValueError,
-                 rf"^{name} is not contiguous \(shape \({4 * n},\), strides \(8,\)\); nothing is copied silently: "
-                 "pass a contiguous array, as ascontiguousarray or .contiguous"),
+                 rf"^{name} is not contiguous \(shape \({4 * n},\), strides \(8,\)\); nothing is copied "
+                 "silently: pass a contiguous array, as ascontiguousarray or .contiguous"),
                 (lambda c=call: c(torch_over(wide)[:, 0]), ValueError, rf"^{name} is not contiguous"),
                 (lambda c=call: c(Device(wide[:, 0])), ValueError, rf"^{name} is not contiguous"),
                 (lambda c=call: c(Exporter(wide[:, 0])), ValueError, rf"^{name} is not contiguous"),
-                (lambda c=call: c([1.0] * 8), TypeError, rf"^{name} is of type list; expected a NumPy or CuPy"),
+                (lambda c=call: c([1.0] * 8), TypeError, rf"^{name} is of type list; expected a NumPy or"),
                 (lambda c=call: c(np.zeros(4 * n, "M8[s]")), TypeError,
                  rf"^{name} has dtype datetime64.*; expected one of int8, uint8"),
                 (lambda c=call: c(np.zeros(4 * n, ml_dtypes.float8_e4m3)), TypeError,
@@ -171,7 +169,7 @@ def orders_and_counts(rank: int, nranks: int) -> None:
              "^send has 9 elements; expected a multiple of the 2 ranks"),
             (lambda: comm.reduce_scatter(np.zeros((3, 4))), ValueError,
              r"^send has shape \(3, 4\); expected a first axis that is a multiple of the 2 ranks"),
-            (lambda: comm.reduce_scatter(np.zeros(())), ValueError, r"^send has shape \(\); expected a first"),
+            (lambda: comm.reduce_scatter(np.zeros(())), ValueError, r"^send has shape \(\); expected a"),
             (lambda: comm.reduce_scatter(c, np.zeros(7)), ValueError,
              "^recv has 7 elements; expected 6, one part of send"),
             (lambda: comm.all_to_all(np.zeros(9), np.zeros(9)), ValueError,
@@ -202,11 +200,11 @@ def orders_and_counts(rank: int, nranks: int) -> None:
             (lambda: comm.all_gather_v(data, np.zeros(8), [4, 4, 4]), ValueError, "^counts has 3 entries"),
             (lambda: comm.all_gather_v(data, np.zeros(8), [4, -4]), ValueError,
              r"^counts is \[4, -4\]; expected whole numbers, 0 or more"),
-            (lambda: comm.all_gather_v(data, np.zeros(8), [4.5, 3.5]), ValueError, "^counts is .*whole numbers"),
+            (lambda: comm.all_gather_v(data, np.zeros(8), [4.5, 3.5]), ValueError, "^counts is .*whole"),
             (lambda: comm.all_gather_v(data, np.zeros(8), None), TypeError,
              "^counts is None; expected a sequence of 2 ints"),
             (lambda: comm.all_gather_v(data, np.zeros(8), 4), TypeError, "^counts is 4; expected a sequence"),
-            (lambda: comm.all_gather_v(data, np.zeros(8), ["a", "b"]), TypeError, "^counts is .*sequence of 2"),
+            (lambda: comm.all_gather_v(data, np.zeros(8), ["a", "b"]), TypeError, "^counts is .*sequence"),
             (lambda: comm.all_gather_v(data, np.zeros(8), [5, 5]), ValueError,
              rf"^send has 4 elements; expected 5, counts\[{me}\]"),
             (lambda: comm.all_gather_v(data, np.zeros(9), [4, 4]), ValueError,
@@ -296,7 +294,7 @@ def other_arguments(rank: int, nranks: int) -> None:
             (lambda: comm.broadcast(None, root=me), TypeError,
              "^send is None; expected an array, which the root sends"),
             (lambda: comm.broadcast(None, x, root=me), TypeError, "^send is None; expected an array, which"),
-            (lambda: comm.broadcast(None, root=1 - me), TypeError, "^send is None; expected an array, or recv"),
+            (lambda: comm.broadcast(None, root=1 - me), TypeError, "^send is None; expected an .*, or recv"),
             (lambda: comm.scatter(None, x, root=me), TypeError,
              "^send is None; expected an array, which the root sends"),
             (lambda: comm.scatter(None, root=1 - me), TypeError,
@@ -313,7 +311,7 @@ def other_arguments(rank: int, nranks: int) -> None:
                  f"^op is '{op}'; expected one of sum, prod, max, min, avg, a RedOp or a PreMulSum"),
                 (lambda op=op: comm.reduce(x, op=op), ValueError, f"^op is '{op}'"),
                 (lambda op=op: comm.reduce_scatter(x, op=op), ValueError, f"^op is '{op}'"),
-                (lambda op=op: comm.reduce_scatter_v(x, np.zeros(2), [2, 2], op), ValueError, f"^op is '{op}'"),
+                (lambda op=op: comm.reduce_scatter_v(x, np.zeros(2), [2, 2], op), ValueError, "^op is '"),
             ]  # fmt: skip
         wrong: Any
         for wrong in (None, True, 1.5, [0]):
@@ -341,8 +339,8 @@ def other_arguments(rank: int, nranks: int) -> None:
         for stream in ("s", -1, True, 1.5, 1 << 64, object()):
             refusals += [
                 (lambda s=stream: comm.all_reduce(x, stream=s), TypeError,
-                 "^stream is .*; expected None, a stream handle as an int, or an object with __cuda_stream__"),
-                (lambda s=stream: comm.all_to_all_v(x, [2, 2], np.zeros(4), [2, 2], s), TypeError, "^stream is"),
+                 "^stream is .*; expected None, a stream handle as an int, or an object with __cuda"),
+                (lambda s=stream: comm.all_to_all_v(x, [2, 2], np.zeros(4), [2, 2], s), TypeError, "^stre"),
             ]  # fmt: skip
         # What cannot make a result of its own kind says so.
         for kind in KINDS:
@@ -352,18 +350,18 @@ def other_arguments(rank: int, nranks: int) -> None:
             refusals += [
                 (lambda k=kind: comm.all_gather(k.wrap(x)), TypeError,
                  rf"^recv is None, and pynccl cannot make {made} \(2, 4\) for the result"),
-                (lambda k=kind: comm.reduce_scatter(k.wrap(x)), TypeError, rf"^recv is None.*{made} \(2,\)"),
+                (lambda k=kind: comm.reduce_scatter(k.wrap(x)), TypeError, rf"^recv.*{made} \(2,\)"),
                 (lambda k=kind: comm.all_to_all(k.wrap(x)), TypeError, rf"^recv is None.*{made} \(4,\)"),
-                (lambda k=kind: comm.gather(k.wrap(x), root=me), TypeError, rf"^recv is None.*{made} \(2, 4\)"),
-                (lambda k=kind: comm.scatter(k.wrap(x), root=me), TypeError, rf"^recv is None.*{made} \(2,\)"),
+                (lambda k=kind: comm.gather(k.wrap(x), root=me), TypeError, rf"^recv.*{made} \(2, 4\)"),
+                (lambda k=kind: comm.scatter(k.wrap(x), root=me), TypeError, rf"^recv.*{made} \(2,\)"),
             ]  # fmt: skip
         refused(comm, refusals)
         # Only what a rank uses is looked at: here the other rank is the root.
         assert comm.reduce(x, None, root=0) is (x if rank == 0 else None)
         with pytest.raises(TypeError, match="ncclCollConfig_t has no field minCTA"):
             comm.all_reduce(x, config={"minCTA": 1})
+        config: Any = 3
         with pytest.raises(TypeError, match="a CollConfig or a dict of its fields is needed, not int"):
-            config: Any = 3
             comm.all_reduce(x, config=config)
         assert (comm.all_reduce(np.ones(2), config={"minCTAs": 1}) == 2).all()
 
@@ -434,7 +432,7 @@ def jax_arrays(rank: int, nranks: int) -> None:
             (lambda: comm.all_reduce(array), ValueError, rf"^send \(in place\) {read_only}"),
             (lambda: comm.all_reduce(recv, array), ValueError, f"^recv {read_only}"),
             (lambda: comm.recv(array, 1 - rank), ValueError, f"^buf {read_only}"),
-            (lambda: comm.all_gather(array), TypeError, "^recv is None, and pynccl cannot make a new JaxLike"),
+            (lambda: comm.all_gather(array), TypeError, "^recv is None, .* cannot make a new JaxLike"),
         ])  # fmt: skip
 
 
@@ -460,7 +458,7 @@ def cupy_over_host(rank: int, nranks: int) -> None:
         refused(comm, [
             (lambda: comm.all_reduce(strided), ValueError, "^send is not contiguous"),
             (lambda: comm.all_reduce(x, strided), ValueError, "^recv is not contiguous"),
-            (lambda: comm.all_reduce(x, short), TypeError, "^recv has dtype float32; expected that of send, fl"),
+            (lambda: comm.all_reduce(x, short), TypeError, "^recv has dtype float32; expected that of"),
             (lambda: comm.all_reduce(x, cupy_over(np.zeros(15))), ValueError, "^recv has 15 elements"),
             (lambda: comm.all_reduce(x, op="median"), ValueError, "^op is 'median'"),
             (lambda: comm.all_reduce(cupy_over(np.zeros(4, bool))), TypeError, "dtype bool, for which NCCL"),
@@ -551,178 +549,3 @@ def test_importing_imports_no_array_library(run_python: Any) -> None:
         PYNCCL_LIBRARY="cpu",
         PYTHONPATH=str(__import__("pathlib").Path(pynccl.__file__).parents[1]),
     )
-
-
-# --- libraries that lack something ---
-
-
-def forwarding(version: str) -> str:
-    """Return a library over the CPU library with the functions that NCCL had in a version, and its number."""
-    have = tuple(int(part) for part in version.split("."))
-    parts = [
-        "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stddef.h>\n#include <stdint.h>\n",
-        *(header.types for header in HEADERS),
-    ]
-    parts.append(f'static void* real(const char* name) {{\n  static void* library;\n'
-                 f'  if (!library) library = dlopen("{pynccl.cpu_library()}", RTLD_NOW | RTLD_LOCAL);\n'
-                 "  return dlsym(library, name);\n}\n")  # fmt: skip
-    for f in FUNCTIONS:
-        if f.name == "ncclGetVersion":
-            number = have[0] * 10000 + have[1] * 100 + have[2]
-            parts.append(f"{f.prototype} {{ *version = {number}; return ncclSuccess; }}")
-        elif f.since <= have or f.name.startswith("pynccl"):
-            types, names = ", ".join(t for t, _ in f.params) or "void", ", ".join(n for _, n in f.params)
-            returns = "" if f.result == "void" else "return "
-            parts.append(
-                f"{f.prototype} {{\n  static {f.result} (*call)({types});\n"
-                f'  if (!call) call = ({f.result}(*)({types}))real("{f.name}");\n  {returns}call({names});\n}}'
-            )
-    return "\n".join(parts)
-
-
-@pytest.fixture(scope="module")
-def old(compile_library: Callable[..., str]) -> str:
-    return compile_library(forwarding("2.19.3"), "libnccl.so.2", "-ldl")
-
-
-def on_an_old_library(rank: int, nranks: int) -> None:
-    from pynccl import capi
-
-    n, me = nranks, rank
-    assert pynccl.get_version() == (2, 19, 3)
-    with pynccl.init(timeout=30) as comm:
-        for name in ("ncclAlltoAll", "ncclGather", "ncclScatter"):
-            args = (8, 8, 0, 0, *((0,) if name != "ncclAlltoAll" else ()), comm.handle, 0)
-            with pytest.raises(
-                NotSupportedError, match=f"{name} needs NCCL >= 2.28.3; loaded .* 2.19.3 from"
-            ):
-                getattr(capi, name)(*args)
-        for dtype in ("float32", "complex128", "int16", "bool", "uint8"):
-            x = (np.arange(2 * n * 3).reshape(2 * n, 3) + me).astype(dtype)
-            all_x = np.stack([(np.arange(2 * n * 3).reshape(2 * n, 3) + r).astype(dtype) for r in range(n)])
-            mine = slice(2 * me, 2 * me + 2)
-            assert (comm.all_to_all(x) == all_x[:, mine].reshape(x.shape)).all()
-            for root in range(n):
-                got = comm.gather(x, root=root)
-                assert (got is None) == (me != root)
-                assert got is None or (got == all_x).all()
-                assert (comm.scatter(x, root=root) == all_x[root][mine]).all()
-                recv = np.zeros((2, 3), dtype)
-                comm.scatter(x if me == root else None, recv, root)
-                assert (recv == all_x[root][mine]).all()
-        # The same in a group and prepared, in place at the root, and with nothing at all.
-        x = np.arange(4.0 * n) + me
-        with pynccl.group():
-            turned, gathered = comm.all_to_all(x), comm.gather(x)
-        op = comm.prepare.all_to_all(x)
-        assert (op() == turned).all()
-        assert (pynccl.Plan([op, comm.prepare.scatter(x)])()[0] == turned).all()
-        assert (turned[:4] == np.arange(4.0) + 4 * me).all()
-        assert (gathered is None) == (me != 0)
-        whole = np.zeros((n, 4)) + me
-        comm.gather(whole[me], whole if me == 0 else None)
-        assert me != 0 or (whole == np.arange(n)[:, None]).all()
-        assert comm.all_to_all(np.zeros(0)).size == 0
-        x = np.ones(4 * n)
-        for name, call in (
-            ("ncclAllReduceConfig", lambda **k: comm.all_reduce(x, **k)),
-            ("ncclAlltoAllConfig", lambda **k: comm.all_to_all(x, **k)),
-            ("ncclGatherConfig", lambda **k: comm.gather(x, **k)),
-            ("ncclScatterConfig", lambda **k: comm.scatter(x, **k)),
-            ("ncclReduceConfig", lambda **k: comm.reduce(x, **k)),
-            ("ncclBroadcastConfig", lambda **k: comm.broadcast(x, **k)),
-            ("ncclAllGatherConfig", lambda **k: comm.all_gather(x, **k)),
-            ("ncclReduceScatterConfig", lambda **k: comm.reduce_scatter(x, **k)),
-        ):
-            with pytest.raises(NotSupportedError, match=f"{name} needs NCCL >= 2.31.2; loaded .* 2.19.3"):
-                call(config=pynccl.CollConfig())
-            with pytest.raises(NotSupportedError, match="ncclCollConfig_t.minCTAs needs NCCL >= 2.31.2"):
-                call(config={"minCTAs": 2})
-        for make, words in (
-            (lambda: comm.shrink([(me + 1) % n]), "ncclCommShrink needs NCCL >= 2.27"),
-            (lambda: comm.grow(n + 1), "ncclCommGrow needs NCCL >= 2.29"),
-            (comm.revoke, "ncclCommRevoke needs NCCL >= 2.2"),
-            (comm.suspend, "ncclCommSuspend needs NCCL >= 2.29"),
-            (comm.resume, "ncclCommResume needs NCCL >= 2.29"),
-            (lambda: comm.properties, "ncclCommQueryProperties needs NCCL >= 2.29"),
-            (lambda: comm.split(0, config={"commName": "x"}), "ncclConfig_t.commName needs NCCL >= 2.27.3"),
-        ):
-            with pytest.raises(NotSupportedError, match=f"{words}.*; loaded .*2.19.3"):
-                make()
-        assert (comm.all_reduce(np.ones(2)) == n).all()
-
-
-@pytest.mark.parametrize("nranks", [1, 2, 4])
-def test_on_an_old_library(old: str, nranks: int) -> None:
-    if nranks == 1:
-        testing.run(1, alone_on_an_old_library, backend=old)
-    else:
-        testing.run(nranks, on_an_old_library, backend=old)
-
-
-def alone_on_an_old_library(rank: int, nranks: int) -> None:
-    with pynccl.init(timeout=30) as comm:
-        x = np.arange(3.0)
-        assert (comm.all_to_all(x) == x).all()
-        gathered = comm.gather(x)
-        assert gathered is not None
-        assert (gathered == x).all()
-        assert (comm.scatter(x) == x).all()
-
-
-@pytest.fixture(scope="module")
-def fakes(compile_library: Callable[..., str]) -> dict[str, str]:
-    return {
-        "new": compile_library(source(), "libnccl.so.2"),
-        "old": compile_library(source(21903), "libnccl.so.2"),
-    }
-
-
-def pairs_of_calls(rank: int, nranks: int, version: str) -> None:
-    fake = Fake()
-    with Communicator(2, bytes([7]) * 128, 1) as comm:
-        data, into = np.zeros(4, np.float32), np.zeros(4, np.float32)
-        x, y = device_over(data), device_over(into)
-        big = device_over(np.zeros(8, np.float32))
-        s, r = data.ctypes.data, into.ctypes.data
-        fake.log()
-        comm.all_to_all(x, y, stream=5)
-        comm.gather(x, root=0, stream=5)
-        comm.gather(x, big, root=1, stream=5)
-        comm.scatter(None, y, root=0, stream=5)
-        log = fake.log()
-        if version == "new":
-            assert [line.split()[0] for line in log] == ["AlltoAll", "Gather", "Gather", "Scatter"]
-            comm.all_to_all(x, y, config={"minCTAs": 4})
-            assert fake.log() == ["AlltoAllConfig 2 type 7 minCTAs 4 stream 0"]
-            return
-        g = big.data.ctypes.data
-        assert log == [
-            "start",
-            f"Send {s:#x} 2 type 7 to 0 stream 0x5",
-            f"Recv {r:#x} 2 type 7 from 0 stream 0x5",
-            f"Send {s + 8:#x} 2 type 7 to 1 stream 0x5",
-            f"Recv {r + 8:#x} 2 type 7 from 1 stream 0x5",
-            "end",
-            "start",
-            f"Send {s:#x} 4 type 7 to 0 stream 0x5",
-            "end",
-            "start",
-            f"Recv {g:#x} 4 type 7 from 0 stream 0x5",
-            f"Send {s:#x} 4 type 7 to 1 stream 0x5",
-            f"Recv {g + 16:#x} 4 type 7 from 1 stream 0x5",
-            "end",
-            "start",
-            f"Recv {r:#x} 4 type 7 from 0 stream 0x5",
-            "end",
-        ]
-        # A failure in between ends the group, and is told of the call that was made.
-        fake.fail(1, 3)
-        with pytest.raises(pynccl.NcclInternalError, match="^ncclAlltoAll: ncclInternalError"):
-            comm.all_to_all(x, y)
-        assert fake.log()[-1] == "end"
-
-
-@pytest.mark.parametrize("version", ["new", "old"])
-def test_pairs_of_calls(fakes: dict[str, str], version: str) -> None:
-    testing.run(1, pairs_of_calls, version, backend=fakes[version])

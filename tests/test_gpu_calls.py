@@ -80,7 +80,7 @@ def fake_cupy(stream: Callable[[], int]) -> Any:
     cupy.cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=stream()))
     sys.modules["cupy"] = cupy
 
-    class ndarray:  # noqa: N801
+    class ndarray:
         def __init__(self, device: int = 0, count: int = 4, dtype: Any = np.float32) -> None:
             self.host = np.zeros(count, dtype)
             self.dtype, self.size, self.shape = self.host.dtype, count, (count,)
@@ -179,7 +179,7 @@ def refuses_the_wrong_place(rank: int, nranks: int) -> None:
 
 
 def orders_producers(rank: int, nranks: int) -> None:
-    """What an array's producer still does comes first, and no more is said where there is nothing to order."""
+    """What an array's producer still does comes first, and nothing is asked where there is nothing."""
     _cuda.set_device(0)
     fake, asked = Fake(), Asked()
     with create() as comm:

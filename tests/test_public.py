@@ -16,9 +16,10 @@ from pynccl import Communicator, Group, Plan, Prepared
 from pynccl._prepared import Prepare
 
 NAMES = """
-BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communicator Config DataType Event Group
-LibraryInfo LibraryNotFoundError NcclError NcclInternalError NcclInvalidArgument NcclInvalidUsage NcclRemoteError
-NcclSystemError NcclTimeoutError NcclUnhandledCudaError NotSupportedError Plan PreMulSum Prepared RankFailedError
+BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communicator Config DataType Event
+Group LibraryInfo LibraryNotFoundError NcclError NcclInternalError NcclInvalidArgument NcclInvalidUsage
+NcclRemoteError NcclSystemError NcclTimeoutError NcclUnhandledCudaError NotSupportedError Plan PreMulSum
+Prepared RankFailedError
 RedOp SimInfo Stream UniqueId __version__ array_module cpu_library current_device device_count get_unique_id
 get_version group init init_all library_info load set_device
 """
