@@ -31,6 +31,13 @@ def single(**options: Any) -> Communicator:
     return Communicator(1, pynccl.get_unique_id(), 0, **options)
 
 
+def abort_together(comm: Communicator) -> None:
+    """Abort when no rank is in a call any more: who is would be told of the abort."""
+    comm.barrier()
+    time.sleep(0.4)
+    comm.abort()
+
+
 def splits(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         half = comm.split(rank % 2)
@@ -61,8 +68,7 @@ def splits(rank: int, nranks: int) -> None:
         # Destroying a parent leaves its children; aborting takes them along.
         half.destroy()
         assert total(grandchild) == 2
-        comm.barrier()
-        comm.abort()
+        abort_together(comm)
         assert back.closed and named.closed
         with pytest.raises(NcclInvalidUsage, match="cannot be used: it was aborted"):
             back.barrier()
@@ -149,10 +155,10 @@ def grows(rank: int, nranks: int) -> None:
         big.barrier()
         if comm is not None:
             assert total(comm) == 2
-            comm.barrier()
-            comm.abort()
+            abort_together(comm)
             assert big.closed
         else:
+            time.sleep(1)
             big.abort()
 
 
@@ -191,7 +197,7 @@ def revokes(rank: int, nranks: int) -> None:
     again = comm.split(0, key=rank)
     assert again is not None
     assert total(again) == nranks
-    again.barrier()
+    abort_together(again)
     comm.abort()
     assert again.closed
 
@@ -365,8 +371,7 @@ def children_die_with_their_parents(rank: int, nranks: int) -> None:
         streams = [pynccl.Stream() for _ in family]
         for one, stream in zip(family, streams, strict=True):
             one.all_reduce(np.zeros(4), stream=stream)
-    else:
-        time.sleep(0.7)
+    time.sleep(0.3 if rank == 0 else 0.9)
     comm.abort()
     assert time.monotonic() - start < 5
     assert comm.closed
@@ -457,7 +462,7 @@ if comm.rank == 0:
     op = comm.prepare.all_reduce(data)
     plan = pynccl.Plan([op, op])
     stream = pynccl.Stream()
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
     try:
         if what == "group":
@@ -480,9 +485,9 @@ if comm.rank == 0:
             comm.all_reduce(data, stream=stream)
             comm.finalize()
     except KeyboardInterrupt:
-        print("interrupted" if time.monotonic() - start < 2 else "late", flush=True)
+        print("interrupted" if time.monotonic() - start < 0.9 else "late", flush=True)
 else:
-    time.sleep(1.5)
+    time.sleep(0.9)
 comm.abort()
 print("ended", flush=True)
 """

@@ -1,4 +1,4 @@
-"""What a type checker sees: the types of results, for NumPy's and torch's arrays, and misuse that it refuses."""
+"""What a type checker sees: the types of results, for NumPy and torch, and misuse that it refuses."""
 
 from __future__ import annotations
 
