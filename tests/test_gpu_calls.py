@@ -356,6 +356,39 @@ def asks_little(rank: int, nranks: int) -> None:
                 call()
 
 
+def makes_numba_arrays(rank: int, nranks: int) -> None:
+    """Numba's arrays speak the interface, and results are made by Numba."""
+    made: list[Any] = []
+
+    class DeviceNDArray(Device):
+        def __init__(self, data: Any) -> None:
+            super().__init__(data)
+            self.dtype, self.shape = data.dtype, data.shape
+
+    def device_array(shape: Any, dtype: Any) -> Any:
+        made.append(DeviceNDArray(on_device(0, int(np.prod(shape)), dtype).data.reshape(shape)))
+        return made[-1]
+
+    DeviceNDArray.__module__ = "numba.cuda.cudadrv.devicearray"
+    numba: Any = ModuleType("numba")
+    numba.cuda = SimpleNamespace(device_array=device_array)
+    sys.modules["numba"] = numba
+    with create() as comm:
+        x = DeviceNDArray(on_device(0).data.reshape(2, 2))
+        for call, shape in (
+            (comm.all_gather, (2, 2, 2)),
+            (comm.reduce_scatter, (1, 2)),
+            (comm.all_to_all, (2, 2)),
+            (comm.scatter, (1, 2)),
+        ):
+            got = call(x)
+            assert got is made[-1]
+            assert got.shape == shape
+        assert comm.gather(x) is None
+        assert comm.gather(x, root=1) is made[-1]
+        assert len(made) == 5
+
+
 def waits_and_fails(rank: int, nranks: int) -> None:
     """Waiting for a stream bounded in time, and ended by what goes wrong in the background."""
     _cuda.set_device(0)
@@ -408,6 +441,7 @@ CASES = [
     orders_dlpack,
     captures,
     asks_little,
+    makes_numba_arrays,
     waits_and_fails,
     uses_cupy,
 ]

@@ -139,6 +139,8 @@ def refuses_like_the_call(rank: int, nranks: int) -> None:
             Plan(wrong)
         with pytest.raises(TypeError, match="stream is 'x'; expected"):
             op.stream = "x"
+        with pytest.raises(TypeError, match="stream is None; expected a stream: prepare the call again"):
+            op.stream = None
         with pytest.raises(TypeError, match="stream is -1; expected"):
             op.stream = -1
         op()
