@@ -104,7 +104,6 @@ __all__ = [
     "init_all",
     "library_info",
     "load",
-    "one",
     "set_device",
 ]
 

@@ -117,6 +117,8 @@ class Communicator(Collectives):
         self._sums = {}
         self._quick = {"sum": self._sums}
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        # Alive as long as its children: an abort finds them through it.
+        self._parent: Communicator | None = None
         self._scratch: tuple[int, int] | None = None
         self._token = np.zeros(1, np.uint8)
 
@@ -277,6 +279,7 @@ class Communicator(Collectives):
             if not joins:
                 return None
             child._take(handle, owned=True)
+        child._parent = self
         self._children.add(child)
         return child
 
