@@ -111,8 +111,9 @@ class Communicator(Collectives):
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
         self._timeout = timeout
-        self._c = ffi.gc(lib.pynccl_comm_new(0, 0, 1, 0), lib.pynccl_comm_release)
+        self._c = ffi.gc(lib.pynccl_comm_new(), lib.pynccl_comm_release)
         self._kept: dict[int, Kept] = {}
+        self._own_stream = 0
         self._templates = {}
         self._sums = {}
         self._quick = {"sum": self._sums}
@@ -145,7 +146,7 @@ class Communicator(Collectives):
             raise
         self._settle_place(self._device, bool(self._waits))
         self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
-        self._c.waits = self._waits
+        self._c.waits, self._c.stream = self._waits, self._own_stream
         communicators[address_of(self._c)] = self
 
     # --- what it is ---
@@ -295,7 +296,9 @@ class Communicator(Collectives):
         """Return when every rank has reached this."""
         self._outside_groups("barrier")
         name = "ncclAllReduce"
-        pointer, stream = (self._token.ctypes.data, 0) if self._waits else self._device_scratch()
+        pointer, stream = (
+            (self._token.ctypes.data, self._own_stream) if self._waits else self._device_scratch()
+        )
         template, _ = self._template(lib.PYNCCL_ALL_REDUCE, int(DataType.UINT8), int(RedOp.MAX), 0)
         answer = lib.pynccl_issue(template, pointer, pointer, 1, stream, self._waits)
         if answer:
@@ -455,6 +458,9 @@ class Communicator(Collectives):
     def _release(self) -> None:
         while self._kept:
             self._kept.popitem()[1].clear()
+        own, self._own_stream = self._own_stream, 0
+        if own:
+            capi.pyncclCpuStreamDestroy(own)
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             with _cuda.using_device(self._device):
