@@ -29,9 +29,9 @@ typedef struct pynccl_comm {
   int references;    // of its owner and of lists
   int rank;
   int size;
-  int waits;  // calls without a stream return when they are done: the CPU library's
+  int waits;         // calls without a stream return when they are done: the CPU library's
   uintptr_t stream;  // of calls without one
-  int busy;   // a thread is in a call
+  int busy;          // a thread is in a call
   // Streams with work since pynccl_comm_forget.
   int used_count;
   int used_capacity;
@@ -79,9 +79,11 @@ void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream);
 int pynccl_enter(pynccl_comm* comm);
 void pynccl_leave(pynccl_comm* comm);
 
-// Issue a call as a template has it, but for the buffers and the stream. `wait` (a host array without a stream):
-// return when the result is there, or PYNCCL_WAITING after a while. The two short forms are for no stream.
-int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream, int wait);
+// Issue a call as a template has it, but for the buffers and the stream. `wait` (a host array without a
+// stream): return when the result is there, or PYNCCL_WAITING after a while. The two short forms are for no
+// stream.
+int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream,
+                 int wait);
 int pynccl_issue_between(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count);
 int pynccl_issue_in_place(const pynccl_call* like, uintptr_t buffer, size_t count);
 
