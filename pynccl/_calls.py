@@ -21,7 +21,7 @@ from pynccl._status import IN_PROGRESS, check
 from pynccl._structs import CollConfig
 
 if TYPE_CHECKING:
-    from pynccl._buffers import Span
+    from pynccl._buffers import Kind, Span
 
 PerCall = CollConfig | Mapping[str, Any] | None
 
@@ -136,22 +136,32 @@ class Calls:
 
     def _stream(self, stream: Any, send: Any, result: Any) -> tuple[int, int]:
         """Return a call's stream, ordered behind who still writes the arrays, and whether to wait for it."""
-        if stream is None and self._streamless:
-            return 0, self._waits
-        arrays = [array for array in (send, result) if array is not None]
-        given = stream is not None
-        current = 0 if self._streamless else kind_of(arrays[0]).current(arrays[0])
-        handle = _streams.handle_of(stream) if given else current
-        if not self._streamless:
-            for array in arrays:
-                order = kind_of(array).order
-                if order is not None:
-                    with _cuda.using_device(self._device):
-                        order(array, handle)
+        if self._streamless:
+            if stream is None:
+                return 0, self._waits
+            handle = _streams.handle_of(stream)
+            if self._waits:
+                self._keep(handle, (send, result, stream))
+            return handle, 0
+        first = result if send is None else send
+        kind = kind_of(first)
+        handle = kind.current(first) if stream is None else _streams.handle_of(stream)
+        if kind.order is not None:
+            self._order(kind, first, handle)
+        if result is not None and result is not first:
+            other = kind_of(result)
+            if other.order is not None:
+                self._order(other, result, handle)
         # Host memory has no allocator that knows of streams; a device's has one, for the current stream.
-        if given and (self._waits or (handle != current and not self._streamless)):
-            self._keep(handle, (*arrays, stream))
+        if stream is not None and handle != kind.current(first):
+            self._keep(handle, (send, result, stream))
         return handle, 0
+
+    def _order(self, kind: Kind, array: Any, stream: int) -> None:
+        """Have a stream wait for who still writes an array."""
+        assert kind.order is not None
+        with _cuda.using_device(self._device):
+            kind.order(array, stream)
 
     def _after(
         self, answer: int, kind: int, stream: int, wait: int, keep: Any, configured: bool = False

@@ -17,7 +17,6 @@ from pynccl._binding import ffi, lib
 from pynccl._collectives import Collectives
 from pynccl._devices import device_to_use, on_device
 from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError
-from pynccl._fastcall import is_recording
 from pynccl._kept import CpuEvents, CudaEvents, Kept
 from pynccl._lifetime import ABORT_SECONDS, bounded
 from pynccl._prepared import Prepare
@@ -282,7 +281,7 @@ class Communicator(Collectives):
         return child
 
     def _outside_groups(self, what: str) -> None:
-        if is_recording():
+        if lib.pynccl_is_recording():
             raise NcclInvalidUsage(
                 f"{what} inside pynccl.group() or prepare: expected it outside", function=what
             )

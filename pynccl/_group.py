@@ -7,7 +7,7 @@ from types import TracebackType
 from pynccl import _library
 from pynccl._binding import lib
 from pynccl._errors import NcclInvalidUsage
-from pynccl._fastcall import begin, run
+from pynccl._fastcall import begin, end
 from pynccl._recording import Recording
 from pynccl._status import check
 from pynccl._structs import SimInfo
@@ -40,15 +40,13 @@ class Group:
         if self._recording is not None:
             raise NcclInvalidUsage("this group is open already; call pynccl.group() for another one")
         recording = _spare.pop() if _spare else _new_recording()
-        outer = begin(recording.address, recording.kept)
-        if outer is not None:
-            # Inside a group, or while a call is prepared, the calls join what is being recorded.
-            begin(*outer)
-            _spare.append(recording)
-            if self._simulate:
-                raise NcclInvalidUsage("simulate=True inside an open group; expected it on the outermost one")
+        if begin(recording.address, False):
+            self._recording = recording
             return self
-        self._recording = recording
+        # Inside a group, or while a call is prepared, the calls join what is being recorded.
+        _spare.append(recording)
+        if self._simulate:
+            raise NcclInvalidUsage("simulate=True inside an open group; expected it on the outermost one")
         return self
 
     def __exit__(
@@ -58,17 +56,15 @@ class Group:
         if recording is None:
             return
         self._recording = None
-        if kind is not None or self._simulate:
-            begin(0, None)
-            if kind is None:
-                self._estimate = _simulate(recording)
-            return
-        result = run(recording.address)
-        if result:
-            recording.finish(result)
-        else:
-            recording.kept.clear()
+        ended = end(kind is None and not self._simulate)
+        if ended is None:
             _spare.append(recording)
+            return
+        result, recording.kept = ended
+        if kind is None and self._simulate:
+            self._estimate = _simulate(recording)
+        elif kind is None:
+            recording.finish(result)
 
 
 def _new_recording() -> Recording:

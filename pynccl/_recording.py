@@ -57,11 +57,13 @@ class Recording:
         self.kept: list[Any] = []
 
     def __enter__(self) -> Recording:
-        self._before = _fastcall.begin(self.address, self.kept)
+        _fastcall.begin(self.address, True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _fastcall.begin(*(self._before or (0, None)))
+        ended = _fastcall.end(False)
+        assert ended is not None
+        self.kept = ended[1]
 
     def communicators(self) -> list[Communicator]:
         """Return the communicators of the calls, each once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from enum import IntEnum
 from typing import Any
 
@@ -68,6 +67,8 @@ class UniqueId:
 
     def __repr__(self) -> str:
         # Who has the bytes can join: logs get a digest, by which two ids can still be compared.
+        import hashlib
+
         return f"<UniqueId {hashlib.sha256(self._data).hexdigest()[:12]}>"
 
 

@@ -7,16 +7,20 @@
 
 static __thread pynccl_list* pynccl_recording;
 
+int pynccl_is_recording(void) { return pynccl_recording != NULL; }
+
 // Whether what this thread calls is issued later: in a raw group of NCCL's, or because it is recorded.
-int pynccl_group_depth(void) { return pynccl_depth + (pynccl_recording != NULL); }
+int pynccl_group_depth(void) { return pynccl_depth + pynccl_is_recording(); }
 
 static const unsigned char pynccl_sizes[ncclNumTypes] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
-// --- communicators ------------------------------------------------------------------------------------------
+// --- communicators
+// ------------------------------------------------------------------------------------------
 
 pynccl_comm* pynccl_comm_new(uintptr_t handle, int rank, int size, int waits) {
   pynccl_comm* comm = calloc(1, sizeof *comm);
-  if (comm) *comm = (pynccl_comm){.handle = handle, .references = 1, .rank = rank, .size = size, .waits = waits};
+  if (comm)
+    *comm = (pynccl_comm){.handle = handle, .references = 1, .rank = rank, .size = size, .waits = waits};
   return comm;
 }
 
@@ -56,7 +60,8 @@ void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream) {
   if (comm->trace) pynccl_trace_complete(comm->trace, stream);
 }
 
-// --- one call -----------------------------------------------------------------------------------------------
+// --- one call
+// -----------------------------------------------------------------------------------------------
 
 static int pynccl_disjoint(uintptr_t a, size_t a_bytes, uintptr_t b, size_t b_bytes) {
   return a + a_bytes <= b || b + b_bytes <= a;
@@ -68,8 +73,10 @@ static int pynccl_overlaps(const pynccl_call* c) {
   size_t bytes = c->count * pynccl_sizes[c->datatype], all = bytes * comm->size, mine = bytes * comm->rank;
   switch (c->kind) {
     case PYNCCL_SEND:
-    case PYNCCL_RECV: return 0;
-    case PYNCCL_ALL_TO_ALL: return !pynccl_disjoint(c->send, all, c->recv, all);
+    case PYNCCL_RECV:
+      return 0;
+    case PYNCCL_ALL_TO_ALL:
+      return !pynccl_disjoint(c->send, all, c->recv, all);
     case PYNCCL_GATHER:
       if (comm->rank != c->root) return 0;
       // fall through
@@ -83,7 +90,8 @@ static int pynccl_overlaps(const pynccl_call* c) {
     case PYNCCL_REDUCE:
       if (comm->rank != c->root) return 0;
       // fall through
-    default: return c->send != c->recv && !pynccl_disjoint(c->send, bytes, c->recv, bytes);
+    default:
+      return c->send != c->recv && !pynccl_disjoint(c->send, bytes, c->recv, bytes);
   }
 }
 
@@ -95,9 +103,11 @@ static int pynccl_pairs(const pynccl_call* c) {
   if (r) return r;
   for (int peer = 0; peer < c->comm->size && !r; ++peer) {
     if (to_one ? peer == c->root : from_one ? me == c->root : 1)
-      r = ncclSend(c->send + (to_one ? 0 : peer * bytes), c->count, c->datatype, peer, c->comm->handle, c->stream);
+      r = ncclSend(c->send + (to_one ? 0 : peer * bytes), c->count, c->datatype, peer, c->comm->handle,
+                   c->stream);
     if (!r && (to_one ? me == c->root : from_one ? peer == c->root : 1))
-      r = ncclRecv(c->recv + (from_one ? 0 : peer * bytes), c->count, c->datatype, peer, c->comm->handle, c->stream);
+      r = ncclRecv(c->recv + (from_one ? 0 : peer * bytes), c->count, c->datatype, peer, c->comm->handle,
+                   c->stream);
   }
   const int end = ncclGroupEnd();
   return r ? r : end;
@@ -108,25 +118,37 @@ static int pynccl_or_pairs(int result, const pynccl_call* c) {
 }
 
 #define PLAIN(function, ...) function(__VA_ARGS__, c->comm->handle, c->stream)
-#define CALL(function, ...)                                                                     \
-  (c->config ? function##Config(__VA_ARGS__, c->comm->handle, c->stream, c->config) : PLAIN(function, __VA_ARGS__))
+#define CALL(function, ...)                                                         \
+  (c->config ? function##Config(__VA_ARGS__, c->comm->handle, c->stream, c->config) \
+             : PLAIN(function, __VA_ARGS__))
 
 static int pynccl_run(const pynccl_call* c) {
   // One rank in place: nothing moves, and only PreMulSum changes anything.
   if (c->comm->size == 1 && c->send == c->recv && c->kind < PYNCCL_SEND && c->op < ncclNumOps) return 0;
   switch (c->kind) {
     case PYNCCL_BARRIER:
-    case PYNCCL_ALL_REDUCE: return CALL(ncclAllReduce, c->send, c->recv, c->count, c->datatype, c->op);
-    case PYNCCL_REDUCE: return CALL(ncclReduce, c->send, c->recv, c->count, c->datatype, c->op, c->root);
-    case PYNCCL_BROADCAST: return CALL(ncclBroadcast, c->send, c->recv, c->count, c->datatype, c->root);
-    case PYNCCL_ALL_GATHER: return CALL(ncclAllGather, c->send, c->recv, c->count, c->datatype);
-    case PYNCCL_REDUCE_SCATTER: return CALL(ncclReduceScatter, c->send, c->recv, c->count, c->datatype, c->op);
-    case PYNCCL_ALL_TO_ALL: return pynccl_or_pairs(CALL(ncclAlltoAll, c->send, c->recv, c->count, c->datatype), c);
-    case PYNCCL_GATHER: return pynccl_or_pairs(CALL(ncclGather, c->send, c->recv, c->count, c->datatype, c->root), c);
-    case PYNCCL_SCATTER: return pynccl_or_pairs(CALL(ncclScatter, c->send, c->recv, c->count, c->datatype, c->root), c);
-    case PYNCCL_SEND: return PLAIN(ncclSend, c->send, c->count, c->datatype, c->root);
-    case PYNCCL_RECV: return PLAIN(ncclRecv, c->recv, c->count, c->datatype, c->root);
-    default: return ncclInvalidArgument;
+    case PYNCCL_ALL_REDUCE:
+      return CALL(ncclAllReduce, c->send, c->recv, c->count, c->datatype, c->op);
+    case PYNCCL_REDUCE:
+      return CALL(ncclReduce, c->send, c->recv, c->count, c->datatype, c->op, c->root);
+    case PYNCCL_BROADCAST:
+      return CALL(ncclBroadcast, c->send, c->recv, c->count, c->datatype, c->root);
+    case PYNCCL_ALL_GATHER:
+      return CALL(ncclAllGather, c->send, c->recv, c->count, c->datatype);
+    case PYNCCL_REDUCE_SCATTER:
+      return CALL(ncclReduceScatter, c->send, c->recv, c->count, c->datatype, c->op);
+    case PYNCCL_ALL_TO_ALL:
+      return pynccl_or_pairs(CALL(ncclAlltoAll, c->send, c->recv, c->count, c->datatype), c);
+    case PYNCCL_GATHER:
+      return pynccl_or_pairs(CALL(ncclGather, c->send, c->recv, c->count, c->datatype, c->root), c);
+    case PYNCCL_SCATTER:
+      return pynccl_or_pairs(CALL(ncclScatter, c->send, c->recv, c->count, c->datatype, c->root), c);
+    case PYNCCL_SEND:
+      return PLAIN(ncclSend, c->send, c->count, c->datatype, c->root);
+    case PYNCCL_RECV:
+      return PLAIN(ncclRecv, c->recv, c->count, c->datatype, c->root);
+    default:
+      return ncclInvalidArgument;
   }
 }
 
@@ -139,7 +161,8 @@ static int pynccl_wait(uintptr_t comm, uintptr_t stream) {
 
 static int pynccl_append(pynccl_list* list, const pynccl_call* call, int wait);
 
-int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream, int wait) {
+int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream,
+                 int wait) {
   pynccl_call call = *like;
   call.send = send;
   call.recv = recv;
@@ -173,7 +196,8 @@ int pynccl_issue_in_place(const pynccl_call* like, uintptr_t buffer, size_t coun
   return pynccl_issue(like, buffer, buffer, count, 0, like->comm->waits);
 }
 
-// --- lists of calls -----------------------------------------------------------------------------------------
+// --- lists of calls
+// -----------------------------------------------------------------------------------------
 
 pynccl_list* pynccl_list_new(void) { return calloc(1, sizeof(pynccl_list)); }
 
@@ -194,7 +218,8 @@ void pynccl_list_free(pynccl_list* list) {
   free(list);
 }
 
-// Have this thread record its calls in a list, or with NULL run them again; answers what it recorded in before.
+// Have this thread record its calls in a list, or with NULL run them again; answers what it recorded in
+// before.
 pynccl_list* pynccl_record(pynccl_list* list) {
   pynccl_list* before = pynccl_recording;
   pynccl_recording = list;
@@ -329,7 +354,6 @@ int pynccl_list_run(pynccl_list* list) {
 }
 
 int pynccl_list_run_recorded(pynccl_list* list) {
-  pynccl_recording = NULL;
   const int r = pynccl_list_run(list);
   if (!r) pynccl_list_clear(list);
   return r;

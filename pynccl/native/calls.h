@@ -30,8 +30,8 @@ typedef struct pynccl_comm {
   int references;    // of its owner and of lists
   int rank;
   int size;
-  int waits;  // calls without a stream return when they are done: the CPU library's
-  int busy;   // a thread is in a call
+  int waits;            // calls without a stream return when they are done: the CPU library's
+  int busy;             // a thread is in a call
   pynccl_trace* trace;  // the recorder's, or NULL
   // Streams with work since pynccl_comm_forget.
   int used_count;
@@ -57,8 +57,8 @@ typedef struct pynccl_call {
 typedef struct pynccl_use {
   pynccl_comm* comm;
   uintptr_t stream;
-  int wait;   // the call returns when the stream is done
-  int first;  // of this communicator
+  int wait;         // the call returns when the stream is done
+  int first;        // of this communicator
   uint64_t traced;  // the first record of the newest run
   pynccl_digest* digest;
 } pynccl_use;
@@ -76,6 +76,7 @@ typedef struct pynccl_list {
 } pynccl_list;
 
 int pynccl_group_depth(void);
+int pynccl_is_recording(void);
 
 pynccl_comm* pynccl_comm_new(uintptr_t handle, int rank, int size, int waits);
 void pynccl_comm_release(pynccl_comm* comm);
@@ -83,9 +84,11 @@ void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream);
 int pynccl_enter(pynccl_comm* comm);
 void pynccl_leave(pynccl_comm* comm);
 
-// Issue a call as a template has it, but for the buffers and the stream. `wait` (a host array without a stream):
-// return when the result is there, or PYNCCL_WAITING after a while. The two short forms are for no stream.
-int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream, int wait);
+// Issue a call as a template has it, but for the buffers and the stream. `wait` (a host array without a
+// stream): return when the result is there, or PYNCCL_WAITING after a while. The two short forms are for no
+// stream.
+int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream,
+                 int wait);
 int pynccl_issue_between(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count);
 int pynccl_issue_in_place(const pynccl_call* like, uintptr_t buffer, size_t count);
 
@@ -98,7 +101,7 @@ void pynccl_list_digest(pynccl_list* list);
 int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream);
 int pynccl_list_run(pynccl_list* list);
 void pynccl_list_clear(pynccl_list* list);
-// End the recording in this list, run it, and empty it where all is done.
+// Run a list, and empty it where all is done.
 int pynccl_list_run_recorded(pynccl_list* list);
 int pynccl_list_simulate(pynccl_list* list, ncclSimInfo_t* estimate);
 void pynccl_list_leave(pynccl_list* list);

@@ -5,28 +5,48 @@
 #include <Python.h>
 #include <stddef.h>
 
+// CPython gives its functions more than they need.
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
 #define PYNCCL_RECORDED 1002
 
 typedef struct {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
+  PyObject_HEAD vectorcallfunc vectorcall;
   int (*run)(void*);
   void* argument;
   PyObject* value;  // what a call returns
   PyObject* after;  // called with this object and any result but success
 } Call;
 
-// What this thread's open recording keeps alive: a list, borrowed from whoever set it.
-static __thread PyObject* recording;
+// What an open recording keeps alive; recordings of a thread are nested.
+typedef struct Frame {
+  struct Frame* outer;
+  void* calls;  // the pynccl_list
+  PyObject** kept;
+  Py_ssize_t count, capacity;
+} Frame;
+
+static __thread Frame *frame, *spare;
+
+static int keep_object(PyObject* object) {
+  if (frame->count == frame->capacity) {
+    const Py_ssize_t capacity = frame->capacity ? 2 * frame->capacity : 32;
+    PyObject** kept = PyMem_RawRealloc(frame->kept, capacity * sizeof *kept);
+    if (!kept) return PyErr_NoMemory(), -1;
+    frame->kept = kept;
+    frame->capacity = capacity;
+  }
+  frame->kept[frame->count++] = Py_NewRef(object);
+  return 0;
+}
 
 static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, PyObject* names) {
   Call* self = (Call*)callable;
-  (void)args;
   if (PyVectorcall_NARGS(flags) || (names && PyTuple_GET_SIZE(names)))
     return PyErr_Format(PyExc_TypeError, "a prepared call takes no arguments");
   if (!self->run) return PyErr_Format(PyExc_RuntimeError, "this call was never prepared");
   int result;
-  if (recording) {
+  if (frame) {
     // It is only appended to a list.
     result = self->run(self->argument);
   } else {
@@ -34,8 +54,8 @@ static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, P
     result = self->run(self->argument);
     PyEval_RestoreThread(thread);
   }
-  if (result == PYNCCL_RECORDED && recording) {
-    if (PyList_Append(recording, callable)) return NULL;
+  if (result == PYNCCL_RECORDED && frame) {
+    if (keep_object(callable)) return NULL;
   } else if (result) {
     PyObject* done = PyObject_CallFunction(self->after, "Oi", callable, result);
     if (!done) return NULL;
@@ -46,10 +66,9 @@ static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, P
 
 static int call_init(PyObject* object, PyObject* args, PyObject* names) {
   Call* self = (Call*)object;
-  static char* keywords[] = {"run", "argument", "value", "after", NULL};
   Py_ssize_t run, argument;
   PyObject *value, *after;
-  if (!PyArg_ParseTupleAndKeywords(args, names, "nnOO", keywords, &run, &argument, &value, &after)) return -1;
+  if (!PyArg_ParseTuple(args, "nnOO", &run, &argument, &value, &after)) return -1;
   Py_XSETREF(self->value, Py_NewRef(value));
   Py_XSETREF(self->after, Py_NewRef(after));
   self->run = (int (*)(void*))run;
@@ -58,7 +77,6 @@ static int call_init(PyObject* object, PyObject* args, PyObject* names) {
 }
 
 static PyObject* call_new(PyTypeObject* type, PyObject* args, PyObject* names) {
-  (void)args, (void)names;
   Call* self = (Call*)type->tp_alloc(type, 0);
   if (!self) return NULL;
   self->vectorcall = call;
@@ -105,7 +123,6 @@ static void* (*record)(void*);
 static int (*run_recorded)(void*);
 
 static PyObject* bind(PyObject* module, PyObject* args) {
-  (void)module;
   Py_ssize_t one, two;
   if (!PyArg_ParseTuple(args, "nn", &one, &two)) return NULL;
   record = (void* (*)(void*))one;
@@ -113,55 +130,65 @@ static PyObject* bind(PyObject* module, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Record this thread's calls: in C in the list at an address, and what they need alive in a list of Python's that
-// the caller keeps alive. Returns what was there before, to be given to this again.
+// Record this thread's calls in the list at an address. False, and nothing done, inside another recording,
+// unless `nested` is true: then that one waits until this has ended.
 static PyObject* begin(PyObject* module, PyObject* const* args, Py_ssize_t count) {
-  (void)module;
-  if (count != 2 || !(args[1] == Py_None || PyList_CheckExact(args[1])))
-    return PyErr_Format(PyExc_TypeError, "expected an address and a list or None");
-  void* calls = PyLong_AsVoidPtr(args[0]);
-  if (!calls && PyErr_Occurred()) return NULL;
-  PyObject* kept = recording;
-  recording = args[1] == Py_None ? NULL : args[1];
-  calls = record(calls);
-  if (!calls) Py_RETURN_NONE;
-  return Py_BuildValue("NO", PyLong_FromVoidPtr(calls), kept ? kept : Py_None);
+  void* calls = count == 2 ? PyLong_AsVoidPtr(args[0]) : NULL;
+  if (!calls)
+    return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "expected an address and a bool");
+  if (frame && args[1] != Py_True) Py_RETURN_FALSE;
+  Frame* inner = spare ? spare : PyMem_RawCalloc(1, sizeof *inner);
+  if (!inner) return PyErr_NoMemory();
+  spare = NULL;
+  inner->outer = frame;
+  inner->calls = calls;
+  frame = inner;
+  record(calls);
+  Py_RETURN_TRUE;
 }
 
-// End the recording and run what was recorded; returns the result.
-static PyObject* run(PyObject* module, PyObject* address) {
-  (void)module;
-  void* calls = PyLong_AsVoidPtr(address);
-  if (!calls && PyErr_Occurred()) return NULL;
-  recording = NULL;
-  PyThreadState* thread = PyEval_SaveThread();
-  const int result = run_recorded(calls);
-  PyEval_RestoreThread(thread);
-  return PyLong_FromLong(result);
-}
-
-// Keep an object alive until this thread's open recording has run.
-static PyObject* keep(PyObject* module, PyObject* object) {
-  (void)module;
-  if (recording && PyList_Append(recording, object)) return NULL;
+// End the recording and, if `runs` is true, run it: None on success, otherwise the result and what was kept
+// alive.
+static PyObject* end(PyObject* module, PyObject* runs) {
+  if (!frame) return PyErr_Format(PyExc_RuntimeError, "nothing is being recorded");
+  Frame* ended = frame;
+  frame = ended->outer;
+  record(frame ? frame->calls : NULL);
+  int result = 0;
+  if (runs == Py_True) {
+    PyThreadState* thread = PyEval_SaveThread();
+    result = run_recorded(ended->calls);
+    PyEval_RestoreThread(thread);
+  }
+  PyObject* kept = result || runs != Py_True ? PyList_New(ended->count) : NULL;
+  for (Py_ssize_t i = 0; i < ended->count; ++i)
+    if (kept)
+      PyList_SET_ITEM(kept, i, ended->kept[i]);
+    else
+      Py_DECREF(ended->kept[i]);
+  ended->count = 0;
+  if (spare) PyMem_RawFree(spare->kept), PyMem_RawFree(spare);
+  spare = ended;
+  if (result || runs != Py_True) return kept ? Py_BuildValue("iN", result, kept) : NULL;
   Py_RETURN_NONE;
 }
 
-static PyObject* is_recording(PyObject* module, PyObject* none) {
-  (void)module, (void)none;
-  return PyBool_FromLong(recording != NULL);
+// Keep an object alive until the open recording has run.
+static PyObject* keep(PyObject* module, PyObject* object) {
+  if (frame && keep_object(object)) return NULL;
+  Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
     {"bind", bind, METH_VARARGS, NULL},
     {"begin", (PyCFunction)(void (*)(void))begin, METH_FASTCALL, NULL},
-    {"run", run, METH_O, NULL},
+    {"end", end, METH_O, NULL},
     {"keep", keep, METH_O, NULL},
-    {"is_recording", is_recording, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_fastcall", .m_size = -1, .m_methods = functions};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_fastcall", .m_size = -1,
+                                    .m_methods = functions};
 
 PyMODINIT_FUNC PyInit__fastcall(void) {
   PyObject* self = PyModule_Create(&module);

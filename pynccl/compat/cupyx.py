@@ -1,0 +1,224 @@
+"""The interface of cupyx.distributed over pynccl: `from pynccl.compat import cupyx as distributed`.
+
+Arrays may be any that a Communicator takes; sparse matrices are CuPy's, or SciPy's on the CPU library.
+
+What differs from CuPy's own:
+- The store is a thread of rank 0, not a process; it is gone once all ranks have met, and a missing rank is
+  named. The barrier goes through NCCL. `timeout` bounds the meeting and every later wait.
+- Dtypes, counts, memory order and shapes are checked before a call; the buffers that only the root uses are
+  not asked for elsewhere.
+- Sparse matrices go from rank to rank, not all through rank 0, and reductions are in the order of the ranks.
+- `use_mpi=True` without mpi4py is an error. `stop` gives the communicator back: call it on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from pynccl import BootstrapError, Communicator, UniqueId, current_device
+from pynccl import init as _init
+from pynccl.bootstrap._init import DEFAULT_TIMEOUT
+from pynccl.bootstrap._round import Round
+from pynccl.bootstrap._store import Store, StoreServer, format_address
+from pynccl.compat import _sparse
+
+_DEFAULT_HOST = "127.0.0.1"
+_DEFAULT_PORT = 13333
+
+
+def init_process_group(
+    n_devices: int,
+    rank: int,
+    *,
+    backend: str = "nccl",
+    host: str | None = None,
+    port: int | None = None,
+    use_mpi: bool = False,
+    timeout: float | None = None,
+) -> NCCLBackend:
+    """Meet the other ranks at rank 0's host and port, or over MPI, and return what communicates with them.
+
+    Host and port come from CUPYX_DISTRIBUTED_HOST and CUPYX_DISTRIBUTED_PORT where they are None. The device
+    is the current one.
+    """
+    if n_devices <= 0:
+        raise ValueError(f"n_devices is {n_devices}; expected 1 or more")
+    if not 0 <= rank < n_devices:
+        raise ValueError(f"rank is {rank}; expected 0 <= rank < {n_devices}")
+    if backend != "nccl":
+        raise ValueError(f"backend is {backend!r}; expected 'nccl'")
+    host = os.environ.get("CUPYX_DISTRIBUTED_HOST", _DEFAULT_HOST) if host is None else host
+    port = int(os.environ.get("CUPYX_DISTRIBUTED_PORT", _DEFAULT_PORT)) if port is None else port
+    return NCCLBackend(n_devices, rank, host, port, use_mpi, timeout=timeout)
+
+
+class NCCLBackend:
+    """Rank `rank` of `n_devices`; arrays are written to where cupyx.distributed writes to them."""
+
+    def __init__(
+        self,
+        n_devices: int,
+        rank: int,
+        host: str = _DEFAULT_HOST,
+        port: int = _DEFAULT_PORT,
+        use_mpi: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        self.rank = rank
+        if use_mpi:
+            self.comm = _over_mpi(n_devices, rank, timeout)
+        else:
+            self.comm = _over_tcp(n_devices, rank, host, port, timeout)
+
+    def all_reduce(self, in_array: Any, out_array: Any, op: str = "sum", stream: Any = None) -> None:
+        """Reduce everybody's array to every rank."""
+        if _sparse.is_sparse(in_array):
+            _sparse.all_reduce(self.comm, in_array, out_array, op, stream)
+            return
+        self.comm.all_reduce(in_array, out_array, op, stream=stream)
+
+    def reduce(
+        self, in_array: Any, out_array: Any, root: int = 0, op: str = "sum", stream: Any = None
+    ) -> None:
+        """Reduce everybody's array to the root; out_array may be None elsewhere."""
+        if _sparse.is_sparse(in_array):
+            _sparse.reduce(self.comm, in_array, out_array, root, op, stream)
+            return
+        self.comm.reduce(in_array, out_array if self.rank == root else None, op, root, stream=stream)
+
+    def broadcast(self, in_out_array: Any, root: int = 0, stream: Any = None) -> None:
+        """Copy the root's array to every rank."""
+        if _sparse.is_sparse(in_out_array):
+            _sparse.broadcast(self.comm, in_out_array, root, stream)
+            return
+        self.comm.broadcast(in_out_array, root=root, stream=stream)
+
+    def reduce_scatter(
+        self, in_array: Any, out_array: Any, count: int, op: str = "sum", stream: Any = None
+    ) -> None:
+        """Reduce everybody's array, and leave `count` elements of the result to each rank."""
+        if _sparse.is_sparse(in_array):
+            _sparse.reduce_scatter(self.comm, in_array, out_array, op, stream)
+            return
+        whole = _first(in_array, "in_array", count * self.comm.size)
+        self.comm.reduce_scatter(whole, _first(out_array, "out_array", count), op, stream=stream)
+
+    def all_gather(self, in_array: Any, out_array: Any, count: int, stream: Any = None) -> None:
+        """Put `count` elements of everybody's array one after another, on every rank."""
+        if _sparse.is_sparse(in_array):
+            _sparse.all_gather(self.comm, in_array, out_array, stream)
+            return
+        whole = _first(out_array, "out_array", count * self.comm.size)
+        self.comm.all_gather(_first(in_array, "in_array", count), whole, stream=stream)
+
+    def send(self, array: Any, peer: int, stream: Any = None) -> None:
+        """Send an array to one rank, which receives it."""
+        if _sparse.is_sparse(array):
+            _sparse.send(self.comm, array, peer, stream)
+            return
+        self.comm.send(array, peer, stream=stream)
+
+    def recv(self, out_array: Any, peer: int, stream: Any = None) -> None:
+        """Receive an array from one rank, which sends it."""
+        if _sparse.is_sparse(out_array):
+            _sparse.recv(self.comm, out_array, peer, stream)
+            return
+        self.comm.recv(out_array, peer, stream=stream)
+
+    def send_recv(self, in_array: Any, out_array: Any, peer: int, stream: Any = None) -> None:
+        """Send an array to one rank and receive one from it."""
+        if _sparse.is_sparse(in_array):
+            _sparse.send_recv(self.comm, in_array, out_array, peer, stream)
+            return
+        self.comm.send_recv(in_array, peer, out_array, peer, stream=stream)
+
+    def scatter(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
+        """Give each rank its row of the root's array; in_array may be None elsewhere."""
+        if _sparse.is_sparse(out_array):
+            _sparse.scatter(self.comm, in_array, out_array, root, stream)
+            return
+        rows = _rows(in_array, "in_array", self.comm.size) if self.rank == root else None
+        self.comm.scatter(rows, out_array, root, stream=stream)
+
+    def gather(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
+        """Collect everybody's array as rows of the root's; out_array may be None elsewhere."""
+        if _sparse.is_sparse(in_array):
+            _sparse.gather(self.comm, in_array, out_array, root, stream)
+            return
+        rows = _rows(out_array, "out_array", self.comm.size) if self.rank == root else None
+        self.comm.gather(in_array, rows, root, stream=stream)
+
+    def all_to_all(self, in_array: Any, out_array: Any, stream: Any = None) -> None:
+        """Give row i to rank i, and collect everybody's row for this rank."""
+        if _sparse.is_sparse(in_array):
+            _sparse.all_to_all(self.comm, in_array, out_array, stream)
+            return
+        rows = _rows(in_array, "in_array", self.comm.size)
+        self.comm.all_to_all(rows, _rows(out_array, "out_array", self.comm.size), stream=stream)
+
+    def barrier(self) -> None:
+        """Return when every rank's host has reached this."""
+        self.comm.barrier()
+
+    def stop(self) -> None:
+        """Give the communicator back, together with the other ranks."""
+        self.comm.destroy()
+
+
+def _first(array: Any, name: str, count: int) -> Any:
+    """Return the first elements of an array in memory."""
+    if count < 0 or array.size < count:
+        raise ValueError(f"{name} has {array.size} elements; expected at least {count}")
+    if array.size == count:
+        return array
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name} is not C-contiguous; expected an array whose first part can be used")
+    return array.reshape(-1)[:count]
+
+
+def _rows(array: Any, name: str, size: int) -> Any:
+    """Return an array whose rows, one a rank, lie one after another in memory."""
+    shape = getattr(array, "shape", None)
+    if not shape or shape[0] != size:
+        raise ValueError(f"{name} has shape {shape}; expected {size} rows, one a rank")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name} is not C-contiguous; expected rows that lie one after another")
+    return array
+
+
+def _over_tcp(size: int, rank: int, host: str, port: int, timeout: float | None) -> Communicator:
+    deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
+    token = os.environ.get("PYNCCL_STORE_TOKEN", "")
+    server = _listen(host, port, token) if rank == 0 else None
+    try:
+        with Store(format_address(host, port), token, timeout=deadline - time.monotonic()) as store:
+            uid, _ = Round(store, 0, rank, size, deadline).exchange(lambda: None, lingers=rank == 0)
+    finally:
+        if server is not None:
+            server.close()
+    return Communicator(size, UniqueId(uid), rank, timeout=timeout)
+
+
+def _listen(host: str, port: int, token: str) -> StoreServer:
+    try:
+        return StoreServer(host, port, token)
+    except OSError as error:
+        raise BootstrapError(f"rank 0 cannot listen at {host}:{port}: {error}") from error
+
+
+def _over_mpi(size: int, rank: int, timeout: float | None) -> Communicator:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise RuntimeError(f"use_mpi=True needs mpi4py, which cannot be imported: {error}") from error
+    ranks = MPI.COMM_WORLD.allgather(rank)
+    if sorted(ranks) != list(range(size)):
+        raise ValueError(f"MPI's processes have the ranks {ranks}; expected each of 0 to {size - 1} once")
+    world = MPI.COMM_WORLD.Split(0, rank)
+    try:
+        return _init(world, device=current_device(), timeout=timeout)
+    finally:
+        world.Free()
