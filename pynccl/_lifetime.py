@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pynccl import capi
 from pynccl._errors import NcclError, NcclTimeoutError
+from pynccl._recorder import dump_because
 
 if TYPE_CHECKING:
     from pynccl._communicator import Communicator
@@ -72,6 +73,7 @@ def bounded(
         running.give_up()
         raise
     if not in_time and running.give_up():
+        dump_because("timeout", f"{what} took longer than {timeout:g} s")
         raise NcclTimeoutError(f"{what} took longer than {timeout:g} s", function=what)
     if running.error is not None:
         raise running.error

@@ -183,7 +183,7 @@ int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t
   r = pynccl_run(&call);
   pynccl_use_stream(comm, stream);
   if (wait && !r) r = pynccl_wait(comm->handle, stream);
-  if (record) pynccl_trace_result(record, r, wait);
+  if (record) pynccl_trace_result(record, r, wait && !pynccl_depth);
   if (r != PYNCCL_WAITING) pynccl_leave(comm);
   return r;
 }
