@@ -159,9 +159,7 @@ class Communicator(Collectives):
         self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
         self._c.waits = self._waits
         communicators[address_of(self._c)] = self
-        _recorder.open_trace(
-            self._c, self._identity, self._rank, self._size, self._origin, also=self._also
-        )
+        _recorder.open_trace(self._c, self._identity, self._rank, self._size, self._origin, also=self._also)
 
     # --- what it is ---
 
@@ -467,9 +465,7 @@ class Communicator(Collectives):
 
     def suspend(self) -> None:
         """Give the communicator's device memory back until `resume` (ncclCommSuspend, NCCL >= 2.29)."""
-        self._bounded_call(
-            "suspend", lambda: capi.ncclCommSuspend(self.handle, capi.NCCL_SUSPEND_MEM)
-        )
+        self._bounded_call("suspend", lambda: capi.ncclCommSuspend(self.handle, capi.NCCL_SUSPEND_MEM))
 
     def resume(self) -> None:
         """Take the memory back that `suspend` gave (ncclCommResume, NCCL >= 2.29)."""

@@ -24,7 +24,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pynccl._binding import ffi, lib
-from pynccl._errors import NcclError
+from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._version import __version__
 
 if TYPE_CHECKING:
@@ -148,7 +148,10 @@ def recorded(comm: Any, kind: int, detail: int = 0) -> Iterator[None]:
     token = lib.pynccl_trace_begin(comm.trace, kind, detail)
     try:
         yield
-    except BaseException as error:
+    except NcclTimeoutError:
+        # It is still at it.
+        raise
+    except Exception as error:
         known = error.result if isinstance(error, NcclError) else None
         lib.pynccl_trace_end(comm.trace, token, known or _NO_RESULT)
         raise

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pynccl._errors import result_name
 from pynccl._recorder import TraceRecord, read_record
 
 PENDING = ("called", "taken")
@@ -26,6 +27,7 @@ class Process:
 
     path: str
     header: dict[str, Any]
+    members: list[Member] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def written_ns(self) -> int:
@@ -55,11 +57,6 @@ class Member:
         """The number of its newest collective call, 0 before the first."""
         return int(self.header["collectives"])
 
-    @property
-    def first(self) -> int:
-        """The number of the oldest collective call that the ring still has."""
-        return next((r.seq for r in self.records if r.seq is not None), self.last + 1)
-
     def collective(self, seq: int) -> TraceRecord | None:
         """Return a collective call by its number."""
         return next((r for r in self.records if r.seq == seq), None)
@@ -71,10 +68,6 @@ class Member:
     def pairs(self, call: str, peer: int) -> dict[int, TraceRecord]:
         """Return the sends to a peer, or the recvs from it, by their numbers."""
         return {r.peer_seq: r for r in self.records if r.call == call and r.peer == peer and r.peer_seq}
-
-    def first_pending(self) -> TraceRecord | None:
-        """Return the oldest call that is not known to be complete."""
-        return next((r for r in self.records if r.state in PENDING), None)
 
 
 @dataclass
@@ -112,7 +105,6 @@ def files_of(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 def read(path: Path) -> list[Member]:
     """Read one dump: the process's part in each of its communicators."""
-    members: list[Member] = []
     process: Process | None = None
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
@@ -121,15 +113,15 @@ def read(path: Path) -> list[Member]:
                 if process is None:
                     process = Process(str(path), {"pynccl": values["pynccl"], **values})
                 elif "comm" in values:
-                    members.append(Member(process, values, []))
+                    process.members.append(Member(process, values, []))
                 else:
-                    members[-1].records.append(read_record(values))
+                    process.members[-1].records.append(read_record(values))
             except (ValueError, KeyError, TypeError, IndexError):
                 what = "a dump of the flight recorder" if number == 1 else "a record of the flight recorder"
                 raise TraceError(f"{path}, line {number}: this is not {what}") from None
     if process is None:
         raise TraceError(f"{path} is empty; expected a dump of the flight recorder")
-    return members
+    return process.members
 
 
 def worlds_of(members: Iterable[Member]) -> list[World]:
@@ -192,49 +184,47 @@ def say_place(record: TraceRecord) -> str:
     return f" at {record.at.removeprefix(here)}"
 
 
-def _verb(record: TraceRecord, many: bool) -> str:
-    if record.state in PENDING:
-        return "wait in" if many else "waits in"
-    return "called"
-
-
-def _last_call(member: Member) -> str:
-    newest = member.newest()
-    if newest is None or (newest.call == "init" and newest.state == "done"):
-        return "it made no call" if not member.last else f"its last call is #{member.last}"
-    done = ", which is complete" if newest.state == "done" else ""
-    return f"its last call is {say(newest)}{say_place(newest)}{done}"
+def _say_call(ranks: Sequence[int], record: TraceRecord, full: bool = False) -> str:
+    """Return "ranks 0-2 wait in all_reduce #641 (float32, 1,048,576) at train.py:88"."""
+    verb = "called" if record.state not in PENDING else "wait in" if len(ranks) > 1 else "waits in"
+    text = f"{say_ranks(ranks)} {verb} {say(record, full)}{say_place(record)}"
+    if record.state == "failed":
+        text += f", which failed with {result_name(record.result)}" if record.result > 0 else ", which failed"
+    return text
 
 
 def _why(member: Member) -> str:
-    """Say why a rank did not go on, as far as its dump knows."""
+    """Say why a rank did not go on, as far as its dump knows; without a subject."""
     error = member.process.reason("exception")
     if error is not None:
-        return f"it ended with {error}"
-    ended = member.header.get("ended")
-    if ended == "abort":
-        return "it aborted the communicator"
-    if ended == "destroy":
-        return "it had destroyed the communicator"
-    pending = next((r for r in member.records if r.state in PENDING), None)
-    if pending is not None:
-        return f"it waits in {say(pending)}{say_place(pending)}"
-    if member.process.reason("exit") is not None:
-        return f"its program ended; {_last_call(member)}"
-    return _last_call(member)
+        return f"ended with {error}"
+    waiting = next((r for r in member.records if r.state in PENDING), None)
+    if waiting is not None:
+        return f"waits in {say(waiting)}{say_place(waiting)}"
+    for other in member.process.members:
+        waiting = next((r for r in other.records if r.state in PENDING), None)
+        if waiting is not None:
+            return f"waits in {say(waiting)}{say_place(waiting)} of {other.header['comm']}"
+    how = {"abort": "aborted the communicator after ", "destroy": "destroyed the communicator after "}.get(
+        str(member.header.get("ended")), ""
+    )
+    if not how and member.process.reason("exit") is not None:
+        how = "exited after "
+    newest = member.newest()
+    if newest is None or newest.call == "init":
+        return f"{how or 'made '}no call" if not member.last else f"{how or 'made '}#{member.last}"
+    end = f"{say(newest)}{say_place(newest)}"
+    return f"{how}{end}" if how else f"made {end} last"
 
 
 def _together(calls: dict[int, TraceRecord], full: bool = False) -> str:
     """Say who called what, the largest group of ranks first."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for rank, record in sorted(calls.items()):
-        groups.setdefault((signature(record), record.state in PENDING, record.at), []).append(rank)
-    parts = []
-    for ranks in sorted(groups.values(), key=len, reverse=True):
-        record = calls[ranks[0]]
-        verb = _verb(record, len(ranks) > 1)
-        parts.append(f"{say_ranks(ranks)} {verb} {say(record, full)}{say_place(record)}")
-    return "; ".join(parts)
+        same = signature(record), record.state in PENDING, record.at, record.result
+        groups.setdefault(same, []).append(rank)
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    return "; ".join(_say_call(ranks, calls[ranks[0]], full) for ranks in ordered)
 
 
 # --- collectives --------------------------------------------------------------------------------------------
@@ -286,7 +276,8 @@ def _shifted(world: World, seq: int, calls: dict[int, TraceRecord]) -> Iterator[
         more = sum(1 for a, b in zip(mine[1:], others, strict=False) if a == b)
         less = sum(1 for a, b in zip(mine, others[1:], strict=False) if a == b)
         if more and more == min(len(mine) - 1, len(others)):
-            yield f"rank {rank} made one call more than the others: {say(calls[rank])}{say_place(calls[rank])}"
+            extra = f"{say(calls[rank])}{say_place(calls[rank])}"
+            yield f"rank {rank} made one call more than the others: {extra}"
         elif less and less == min(len(mine), len(others) - 1):
             yield f"rank {rank} left out one call of the others: {say(calls[usual[0]])}"
 
@@ -332,6 +323,8 @@ def _collectives(world: World) -> Iterator[str]:
     failed = {rank: record for rank, record in calls.items() if record.state == "failed"}
     grouped = list(_grouping(world, waiting))
     concerned = waiting or failed or (calls if late else {})
+    if late and not calls:
+        yield "; ".join([f"the others got to #{furthest}", *_late(world, late, seq)])
     if world.absent and not concerned:
         yield _dead(world)
     elif concerned and (late or world.absent or not grouped):
@@ -347,7 +340,8 @@ def _late(world: World, late: Iterable[int], seq: int) -> Iterator[str]:
     for rank in late:
         whys.setdefault(_why(world.members[rank]), []).append(rank)
     for why, ranks in whys.items():
-        yield f"{say_ranks(ranks)} never reached #{seq}: {why}"
+        which = "each " if len(ranks) > 1 else "it "
+        yield f"{say_ranks(ranks)} never reached #{seq}: {which}{why}"
 
 
 def _grouping(world: World, waiting: dict[int, TraceRecord]) -> Iterator[str]:
@@ -394,7 +388,7 @@ def _pairs(world: World) -> Iterator[str]:
     for receiver, member in sorted(world.members.items()):
         for record in member.records:
             if record.call == "recv" and record.state in PENDING and record.peer in world.absent:
-                yield f"rank {receiver} waits in {say(record)}{say_place(record)}, which left no file"
+                yield f"{_say_call([receiver], record)}, which left no file"
                 break
 
 
@@ -404,7 +398,7 @@ def _between(world: World, member: Member, sender: int, receiver: int) -> Iterat
     if other is None:
         waiting = next((r for r in sends.values() if r.state in PENDING), None)
         if waiting is not None:
-            yield f"rank {sender} waits in {say(waiting)}{say_place(waiting)}, which left no file"
+            yield f"{_say_call([sender], waiting)}, which left no file"
         return
     recvs = other.pairs("recv", sender)
     for number in sorted(set(sends) & set(recvs)):
@@ -420,24 +414,19 @@ def _between(world: World, member: Member, sender: int, receiver: int) -> Iterat
     sent, received = max(sends, default=0), max(recvs, default=0)
     if sent > received and (lone := sends.get(received + 1)) and lone.state != "done":
         instead = _instead(world, other, "recv", sender)
-        yield (
-            f"rank {sender} {_verb(lone, False)} {say(lone)}{say_place(lone)}, which rank {receiver} "
-            f"never received: {instead}"
-        )
+        yield f"{_say_call([sender], lone)}; rank {receiver} never received it: {instead}"
     if received > sent and (lone := recvs.get(sent + 1)) and lone.state != "done":
         instead = _instead(world, member, "send", receiver)
-        yield (
-            f"rank {receiver} {_verb(lone, False)} {say(lone)}{say_place(lone)}, which rank {sender} "
-            f"never sent: {instead}"
-        )
+        yield f"{_say_call([receiver], lone)}; rank {sender} never sent it: {instead}"
 
 
 def _instead(world: World, member: Member, call: str, peer: int) -> str:
     """Say what a rank does in place of a recv or send."""
     for record in member.records:
         if record.call == call and record.peer != peer and record.state != "done":
-            return f"it {_verb(record, False)} {say(record)}{say_place(record)} instead"
-    return _why(member)
+            verb = "waits in" if record.state in PENDING else "called"
+            return f"it {verb} {say(record)}{say_place(record)} instead"
+    return f"it {_why(member)}"
 
 
 def _endings(world: World) -> Iterator[str]:
@@ -449,7 +438,7 @@ def _endings(world: World) -> Iterator[str]:
             verb = "wait in" if len(inside) > 1 else "waits in"
             parts = [f"{say_ranks(inside)} {verb} {call}"]
             for rank in others:
-                parts.append(f"rank {rank}: {_why(world.members[rank])}")
+                parts.append(f"rank {rank} {_why(world.members[rank])}")
             parts += [_dead(world)] if world.absent else []
             yield "; ".join(parts)
 
@@ -531,7 +520,8 @@ def explain(members: Sequence[Member]) -> str:
         rank = process.header.get("process_rank")
         who = f"rank {rank}" if rank is not None else f"process {process.header['pid']}"
         for reason in process.header["reasons"]:
-            if reason["kind"] != "exit":
+            # An abort that follows an exception is no news.
+            if reason["kind"] not in ("exit", *(["abort"] if process.reason("exception") else [])):
                 lines.append(f"{who} ({reason['kind']}): {reason['text']}")
     return "\n".join(lines)
 
@@ -557,7 +547,12 @@ def chrome(members: Iterable[Member]) -> dict[str, Any]:
 
 def _event(record: TraceRecord, process: Process) -> dict[str, Any]:
     kept = {name: value for name, value in vars(record).items() if value is not None}
-    event: dict[str, Any] = {"name": say(record), "cat": record.call, "ts": record.time_ns / 1000, "args": kept}
+    event: dict[str, Any] = {
+        "name": say(record),
+        "cat": record.call,
+        "ts": record.time_ns / 1000,
+        "args": kept,
+    }
     end = process.written_ns if record.state == "called" else record.end_ns
     if end is None:
         # When it ended nobody knows.

@@ -65,13 +65,12 @@ def left(rank: int, nranks: int) -> None:
 def extra(rank: int, nranks: int) -> None:
     """One rank makes a call too many, of another kind; the calls are queued on a stream."""
     comm = start()
-    with contextlib.suppress(pynccl.NcclError):
-        with pynccl.Stream() as stream:
-            if rank == 1:
-                comm.broadcast(ones(7), stream=stream)
-            for n in (1, 2, 3):
-                comm.all_reduce(ones(n), stream=stream)
-            comm.synchronize(stream)
+    with contextlib.suppress(pynccl.NcclError), pynccl.Stream() as stream:
+        if rank == 1:
+            comm.broadcast(ones(7), stream=stream)
+        for n in (1, 2, 3):
+            comm.all_reduce(ones(n), stream=stream)
+        comm.synchronize(stream)
 
 
 def extra_at_the_end(rank: int, nranks: int) -> None:
