@@ -135,6 +135,8 @@ def worlds_of(members: Iterable[Member]) -> list[World]:
         world = worlds.setdefault(identity, World(identity, 0, str(head["origin"]), str(head["name"])))
         world.size = max(world.size, int(head["size"]))
         world.members[member.rank] = member
+    for world in worlds.values():
+        world.members = dict(sorted(world.members.items()))
     return sorted(worlds.values(), key=lambda world: (-world.size, world.origin != "init", world.identity))
 
 

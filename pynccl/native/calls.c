@@ -277,6 +277,10 @@ void pynccl_list_digest(pynccl_list* list) {
     if (use->first && use->comm->trace) made = (use->digest = pynccl_digest_new(use->comm, list)) != NULL;
   }
   list->digested = made;
+  for (int i = 0; i < list->use_count && !made; ++i) {
+    if (list->uses[i].digest) pynccl_digest_drop(list->uses[i].comm->trace, list->uses[i].digest);
+    list->uses[i].digest = NULL;
+  }
 }
 
 int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream) {
@@ -296,6 +300,7 @@ int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream) {
   }
   pynccl_list_clear(&fresh);
   free(fresh.uses);
+  if (!r && list->digested) pynccl_list_digest(list);
   return r;
 }
 
