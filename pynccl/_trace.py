@@ -413,16 +413,23 @@ def _between(world: World, member: Member, sender: int, receiver: int) -> Iterat
                 f"{say(into)}{say_place(into)}: the {what} {verb}"
             )
             return
-    sent, received = max(sends, default=0), max(recvs, default=0)
-    if sent > received and (lone := sends.get(received + 1)) and lone.state != "done":
-        instead = _instead(world, other, "recv", sender)
+    lone = _unmet(sends, recvs)
+    if lone is not None:
+        instead = _instead(other, "recv", sender)
         yield f"{_say_call([sender], lone)}; rank {receiver} never received it: {instead}"
-    if received > sent and (lone := recvs.get(sent + 1)) and lone.state != "done":
-        instead = _instead(world, member, "send", receiver)
+    lone = _unmet(recvs, sends)
+    if lone is not None:
+        instead = _instead(member, "send", receiver)
         yield f"{_say_call([receiver], lone)}; rank {sender} never sent it: {instead}"
 
 
-def _instead(world: World, member: Member, call: str, peer: int) -> str:
+def _unmet(calls: dict[int, TraceRecord], others: dict[int, TraceRecord]) -> TraceRecord | None:
+    """Return the first call that is beyond all of the other side's, and not complete."""
+    last = max(others, default=0)
+    return next((r for number, r in sorted(calls.items()) if number > last and r.state != "done"), None)
+
+
+def _instead(member: Member, call: str, peer: int) -> str:
     """Say what a rank does in place of a recv or send."""
     for record in member.records:
         if record.call == call and record.peer != peer and record.state != "done":

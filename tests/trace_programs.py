@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -20,6 +21,8 @@ def start() -> pynccl.Communicator:
     comm = pynccl.init(timeout=TIMEOUT)
     for _ in range(3):
         comm.all_reduce(ones())
+    # Whoever ends at once would be an error of the others' last call.
+    time.sleep(0.3)
     return comm
 
 
@@ -63,14 +66,13 @@ def left(rank: int, nranks: int) -> None:
 
 
 def extra(rank: int, nranks: int) -> None:
-    """One rank makes a call too many, of another kind; the calls are queued on a stream."""
+    """One rank makes a call too many, of another kind; all calls are issued before the first has failed."""
     comm = start()
-    with contextlib.suppress(pynccl.NcclError), pynccl.Stream() as stream:
+    with pynccl.group():
         if rank == 1:
-            comm.broadcast(ones(7), stream=stream)
+            comm.broadcast(ones(7))
         for n in (1, 2, 3):
-            comm.all_reduce(ones(n), stream=stream)
-        comm.synchronize(stream)
+            comm.all_reduce(ones(n))
 
 
 def extra_at_the_end(rank: int, nranks: int) -> None:
@@ -121,12 +123,14 @@ def wrong_peer(rank: int, nranks: int) -> None:
 
 def pair_count(rank: int, nranks: int) -> None:
     comm = start()
-    if rank == 0:
-        comm.send(ones(4), 1)
-        comm.send(ones(6), 1)
-    elif rank == 1:
-        comm.recv(ones(4), 0)
-        comm.recv(ones(5), 0)
+    with contextlib.suppress(pynccl.NcclError):
+        if rank == 0:
+            comm.send(ones(4), 1)
+            comm.send(ones(6), 1)
+        elif rank == 1:
+            comm.recv(ones(4), 0)
+            comm.recv(ones(5), 0)
+    time.sleep(TIMEOUT / 2)
 
 
 def killed(rank: int, nranks: int) -> None:
@@ -143,12 +147,6 @@ def raises(rank: int, nranks: int) -> None:
         comm.all_reduce(ones())
 
 
-def creation(rank: int, nranks: int) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    pynccl.init(timeout=TIMEOUT)
-
-
 def finalize(rank: int, nranks: int) -> None:
     comm = start()
     if rank == 0:
@@ -161,3 +159,61 @@ def finalize(rank: int, nranks: int) -> None:
 def fine(rank: int, nranks: int) -> None:
     with start() as comm:
         comm.barrier()
+
+
+def creation_of_a_dead(rank: int, nranks: int, folder: str) -> None:
+    """A rank dies before it joins; the id goes through a file."""
+    path = os.path.join(folder, "id")
+    if rank == 0:
+        with open(path + ".new", "wb") as file:
+            file.write(bytes(pynccl.get_unique_id()))
+        os.rename(path + ".new", path)
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with open(path, "rb") as file:
+        pynccl.Communicator(nranks, file.read(), rank, timeout=TIMEOUT)
+
+
+def in_a_plan(rank: int, nranks: int) -> None:
+    """A plan of one rank has another count in its second call."""
+    comm = start()
+    plan = pynccl.Plan(
+        [comm.prepare.all_reduce(ones(2)), comm.prepare.broadcast(ones(5 if rank == 2 else 4))]
+    )
+    plan()
+
+
+def pairs_in_a_plan(rank: int, nranks: int) -> None:
+    """The third run of a plan meets nobody: the peer ran its own twice."""
+    comm = start()
+    big = ones(1 << 20)
+    if rank == 0:
+        plan = pynccl.Plan([comm.prepare.send(big, 1), comm.prepare.send(ones(3), 1)])
+        for _ in range(3):
+            plan()
+    elif rank == 1:
+        plan = pynccl.Plan([comm.prepare.recv(big, 0), comm.prepare.recv(ones(3), 0)])
+        for _ in range(2):
+            plan()
+    if rank:
+        time.sleep(1.5 * TIMEOUT)
+
+
+def stuck_in_c(rank: int, nranks: int, folder: str) -> None:
+    """A rank hangs in C outside of NCCL with the GIL held; the others ask for its dump by a signal."""
+    comm = start()
+    path = os.path.join(folder, "pid")
+    if rank == 1:
+        with open(path + ".new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(path + ".new", path)
+        ctypes.PyDLL(None).usleep(int(3 * TIMEOUT * 1e6))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(pynccl.NcclTimeoutError):
+        comm.all_reduce(ones())
+    if rank == 0:
+        with open(path) as file:
+            os.kill(int(file.read()), signal.SIGUSR2)
+        time.sleep(0.3)
