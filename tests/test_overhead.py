@@ -125,9 +125,9 @@ def test_a_missed_target_is_the_exit_status(
         main.main()
     assert int(exit.value.code or 0) == status
     text = (tmp_path / "call_overhead-quick.md").read_text()
-    assert f"## Targets: {12 - status} of 12 met" in text
+    assert f"## Targets: {25 - status} of 25 met" in text
     assert ("NOT MET" in text) == bool(status)
-    assert len(json.loads((tmp_path / "call_overhead-quick.json").read_text())["targets"]) == 12
+    assert len(json.loads((tmp_path / "call_overhead-quick.json").read_text())["targets"]) == 25
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:

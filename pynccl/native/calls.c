@@ -179,7 +179,7 @@ int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t
   }
   int r = pynccl_enter(comm);
   if (r) return r;
-  pynccl_entry* record = trace ? pynccl_trace_call(trace, &call, 0) : NULL;
+  pynccl_entry* record = trace ? pynccl_trace_call(trace, &call, pynccl_ticks(), 0) : NULL;
   r = pynccl_run(&call);
   pynccl_use_stream(comm, stream);
   if (wait && !r) r = pynccl_wait(comm->handle, stream);
@@ -345,7 +345,8 @@ int pynccl_list_run(pynccl_list* list) {
   int r = pynccl_list_enter(list);
   if (r) return r;
   list->failed = 0;
-  pynccl_trace_list(list);
+  const int traced = pynccl_is_traced(list);
+  if (traced) pynccl_trace_list(list);
   if (list->count == 1 && !list->grouped)
     r = pynccl_run(list->calls);
   else if (list->count)
@@ -353,7 +354,7 @@ int pynccl_list_run(pynccl_list* list) {
   for (int i = 0; i < list->use_count; ++i) pynccl_use_stream(list->uses[i].comm, list->uses[i].stream);
   for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].wait) r = pynccl_wait(list->uses[i].comm->handle, list->uses[i].stream);
-  pynccl_trace_list_result(list, r);
+  if (traced) pynccl_trace_list_result(list, r);
   if (r != PYNCCL_WAITING) pynccl_list_leave(list);
   return r;
 }

@@ -224,13 +224,17 @@ static inline pynccl_entry* pynccl_trace_next(pynccl_trace* t) {
 
 static inline void pynccl_trace_publish(pynccl_trace* t) {
   t->slot = t->slot + 1 == t->slots ? 0 : t->slot + 1;
+  // The ring is larger than the nearest cache, and calls are far apart.
+  __builtin_prefetch((char*)&t->records[t->slot], 1);
+  __builtin_prefetch((char*)&t->records[t->slot] + 64, 1);
   __atomic_store_n(&t->next, t->next + 1, __ATOMIC_RELEASE);
 }
 
-static inline pynccl_entry* pynccl_trace_call(pynccl_trace* t, const pynccl_call* c, uint64_t group) {
+static inline pynccl_entry* pynccl_trace_call(pynccl_trace* t, const pynccl_call* c, uint64_t now,
+                                              uint64_t group) {
   pynccl_entry* record = pynccl_trace_next(t);
   uint64_t* counter = pynccl_is_pair(c->kind) ? pynccl_pair(t, t->pairs, c->kind, c->root) : &t->collectives;
-  record->called = pynccl_ticks();
+  record->called = now;
   record->ended = 0;
   record->number = ++*counter;
   record->group = group;
@@ -347,10 +351,9 @@ static pynccl_digest* pynccl_digest_new(pynccl_comm* comm, const pynccl_list* li
   return digest;
 }
 
-static void pynccl_trace_plan(pynccl_trace* t, pynccl_digest* plan, uint64_t group) {
+static void pynccl_trace_plan(pynccl_trace* t, pynccl_digest* plan, uint64_t now, uint64_t group) {
   pynccl_entry* record = pynccl_trace_next(t);
-  *record =
-      (pynccl_entry){.called = pynccl_ticks(), .number = t->collectives + 1, .group = group, .plan = plan};
+  *record = (pynccl_entry){.called = now, .number = t->collectives + 1, .group = group, .plan = plan};
   record->stream = plan->stream;
   record->kind = PYNCCL_PLAN;
   record->state = PYNCCL_CALLED;
@@ -365,18 +368,26 @@ static void pynccl_trace_plan(pynccl_trace* t, pynccl_digest* plan, uint64_t gro
 
 static uint64_t pynccl_groups;
 
+static int pynccl_is_traced(const pynccl_list* list) {
+  for (int i = 0; i < list->use_count; ++i)
+    if (list->uses[i].comm->trace) return 1;
+  return 0;
+}
+
 // Record what a list is about to run: a plan's run as one record on each communicator, else every call.
 static void pynccl_trace_list(pynccl_list* list) {
+  const uint64_t now = pynccl_ticks();
   const int alone = list->count == 1 && !list->grouped;
   const uint64_t group = alone ? 0 : __atomic_add_fetch(&pynccl_groups, 1, __ATOMIC_RELAXED);
   for (int i = 0; i < list->use_count; ++i) {
     pynccl_use* use = &list->uses[i];
     if (!use->first || !use->comm->trace) continue;
     use->traced = use->comm->trace->next;
-    if (use->digest) pynccl_trace_plan(use->comm->trace, use->digest, group);
+    if (use->digest) pynccl_trace_plan(use->comm->trace, use->digest, now, group);
   }
   for (int i = 0; i < list->count && !list->digested; ++i)
-    if (list->calls[i].comm->trace) pynccl_trace_call(list->calls[i].comm->trace, &list->calls[i], group);
+    if (list->calls[i].comm->trace)
+      pynccl_trace_call(list->calls[i].comm->trace, &list->calls[i], now, group);
 }
 
 static void pynccl_trace_list_result(const pynccl_list* list, int result) {
