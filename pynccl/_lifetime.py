@@ -73,8 +73,9 @@ def bounded(
         running.give_up()
         raise
     if not in_time and running.give_up():
-        dump_because("timeout", f"{what} took longer than {timeout:g} s")
-        raise NcclTimeoutError(f"{what} took longer than {timeout:g} s", function=what)
+        text = f"{what} took longer than {timeout:g} s"
+        dump_because("timeout", text)
+        raise NcclTimeoutError(text, function=what)
     if running.error is not None:
         raise running.error
     return running.value  # type: ignore[no-any-return]

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SIZE, DIR, SIGNAL, STACKS = (f"PYNCCL_TRACE_{name}" for name in ("SIZE", "DIR", "SIGNAL", "STACKS"))
+SIZE, DIR = "PYNCCL_TRACE_SIZE", "PYNCCL_TRACE_DIR"
+SIGNAL, STACKS = "PYNCCL_TRACE_SIGNAL", "PYNCCL_TRACE_STACKS"
 _LARGEST = 1 << 24
 # Rings of closed communicators that are kept where dumps are made by themselves.
 _KEPT = 8

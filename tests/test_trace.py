@@ -346,6 +346,20 @@ def test_two_names_of_one_communicator(run_python: Run, tmp_path: Path) -> None:
     ]
 
 
+def test_a_communicator_that_a_rank_closed_long_ago(run_python: Run, tmp_path: Path) -> None:
+    """Its ring is gone from the dump of a rank that went on; nobody died."""
+    write(tmp_path, 0, 2, [reduce(1)], comm="old", ended="destroy")
+    write(tmp_path, 1, 2, [reduce(1)], comm="new")
+    newer = [{"comm": "new", "rank": 0, "size": 2, "origin": "init", "name": "", "collectives": 1}, reduce(1)]
+    newer[1] |= {"time_ns": 5, "result": 0}
+    with open(tmp_path / "rank0.jsonl", "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in newer)
+    assert (
+        explained(told(run_python, tmp_path))
+        == ["nothing is outstanding: the last call is all_reduce #1 (float32, 4)"] * 2
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
