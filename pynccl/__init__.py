@@ -13,6 +13,10 @@ The layers, from the top:
 Below that is NVIDIA's libnccl or the CPU library.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from pynccl._buffers import Buffer as Buffer
 from pynccl._communicator import Communicator as Communicator
 from pynccl._communicator import init_all as init_all
@@ -56,7 +60,9 @@ from pynccl._types import RedOp as RedOp
 from pynccl._types import UniqueId as UniqueId
 from pynccl._types import get_unique_id as get_unique_id
 from pynccl._version import __version__ as __version__
-from pynccl.bootstrap._init import init as init
+
+if TYPE_CHECKING:
+    from pynccl.bootstrap._init import init as init
 
 __all__ = [
     "BootstrapError",
@@ -102,6 +108,15 @@ __all__ = [
     "init_all",
     "library_info",
     "load",
-    "one",
     "set_device",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Sockets, digests and launchers are for those who look for other ranks, and slow to import.
+    if name == "init":
+        from pynccl.bootstrap._init import init
+
+        globals()["init"] = init
+        return init
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

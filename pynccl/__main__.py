@@ -79,7 +79,7 @@ def _machine() -> Iterator[str]:
         yield f"CUDA driver none: {_cuda.why_unavailable()}"
     for name in sorted(os.environ):
         if name.startswith(("NCCL_", "PYNCCL_")):
-            yield f"environment {name}={'(set)' if 'TOKEN' in name else os.environ[name]}"
+            yield f"environment {name}={'(set)' if 'SECRET' in name else os.environ[name]}"
 
 
 if __name__ == "__main__":

@@ -82,6 +82,9 @@ class Buffer:
 
 
 def _any_dtype(dtype: Any, name: str) -> int:
+    if dtype is None:
+        # NumPy takes it for float64.
+        raise TypeError(f"{name} is None; expected a dtype that NCCL can carry")
     if isinstance(dtype, DataType):
         return int(dtype)
     if type(dtype).__module__ == "torch":
@@ -123,7 +126,13 @@ def shape_of(array: Any) -> tuple[int, ...]:
     """Return an array's shape; a Buffer's and a plain buffer's has one axis or what the buffer says."""
     if isinstance(array, Buffer):
         return (array.count,)
-    return tuple(array.shape if hasattr(array, "shape") else np.asarray(memoryview(array)).shape)
+    if hasattr(array, "shape"):
+        return tuple(array.shape)
+    if hasattr(array, "__cuda_array_interface__"):
+        return tuple(array.__cuda_array_interface__["shape"])
+    if hasattr(array, "__dlpack_device__"):
+        return _dlpack.read(array).shape
+    return np.asarray(memoryview(array)).shape
 
 
 def _choose(array: Any, name: str) -> Kind:

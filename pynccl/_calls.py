@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pynccl import _buffers, _cuda, _dtypes, _streams
+from pynccl import _buffers, _cuda, _dtypes, _streams, capi
 from pynccl._binding import ffi, lib
 from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, cupy_stream, kind_of, shape_of, spans
 from pynccl._config import pack
@@ -70,6 +70,8 @@ class Calls:
     _waits: int
     # There is no stream but those that are given.
     _streamless: bool
+    # Of calls without a stream, where arrays have none either.
+    _own_stream: int
     # What is the same in many calls; of all_reduce by operation and NumPy dtype, and for "sum".
     _templates: dict[tuple[int, int, int, int], Any]
     _quick: dict[Any, dict[Any, Any]]
@@ -91,6 +93,9 @@ class Calls:
         driver = not on_cpu and _cuda.available()
         self._waits, self._streamless = int(on_cpu), not driver
         self._place = HOST if on_cpu else device if driver else ANYWHERE
+        # Not the default stream: host arrays know nothing of streams, and calls of two threads on two
+        # communicators must not wait for each other.
+        self._own_stream = capi.pyncclCpuStreamCreate() if on_cpu else 0
         self._issue_in_place = _issue_in_place if driver else lib.pynccl_issue_in_place
         self._issue_between = _issue_between if driver else lib.pynccl_issue_between
 
@@ -138,7 +143,7 @@ class Calls:
         """Return a call's stream, ordered behind who still writes the arrays, and whether to wait for it."""
         if self._streamless:
             if stream is None:
-                return 0, self._waits
+                return self._own_stream, self._waits
             handle = _streams.handle_of(stream)
             if self._waits:
                 self._keep(handle, (send, result, stream))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 import warnings
 import weakref
@@ -123,12 +122,15 @@ class Communicator(Collectives):
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
         self._timeout = timeout
-        self._c = ffi.gc(lib.pynccl_comm_new(0, 0, 1, 0), lib.pynccl_comm_release)
+        self._c = ffi.gc(lib.pynccl_comm_new(), lib.pynccl_comm_release)
         self._kept: dict[int, Kept] = {}
+        self._own_stream = 0
         self._templates = {}
         self._sums = {}
         self._quick = {"sum": self._sums}
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        # Alive as long as its children: an abort finds them through it.
+        self._parent: Communicator | None = None
         self._scratch: tuple[int, int] | None = None
         self._token = np.zeros(1, np.uint8)
 
@@ -157,7 +159,7 @@ class Communicator(Collectives):
             raise
         self._settle_place(self._device, bool(self._waits))
         self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
-        self._c.waits = self._waits
+        self._c.waits, self._c.stream = self._waits, self._own_stream
         communicators[address_of(self._c)] = self
         _recorder.open_trace(self._c, self._identity, self._rank, self._size, self._origin, also=self._also)
 
@@ -306,6 +308,7 @@ class Communicator(Collectives):
             if not joins:
                 return None
             child._take(handle, owned=True)
+        child._parent = self
         self._children.add(child)
         return child
 
@@ -325,7 +328,9 @@ class Communicator(Collectives):
         """Return when every rank has reached this."""
         self._outside_groups("barrier")
         name = "ncclAllReduce"
-        pointer, stream = (self._token.ctypes.data, 0) if self._waits else self._device_scratch()
+        pointer, stream = (
+            (self._token.ctypes.data, self._own_stream) if self._waits else self._device_scratch()
+        )
         template, _ = self._template(lib.PYNCCL_BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
         answer = lib.pynccl_issue(template, pointer, pointer, 1, stream, self._waits)
         if answer:
@@ -492,6 +497,9 @@ class Communicator(Collectives):
     def _release(self) -> None:
         while self._kept:
             self._kept.popitem()[1].clear()
+        own, self._own_stream = self._own_stream, 0
+        if own:
+            capi.pyncclCpuStreamDestroy(own)
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             with _cuda.using_device(self._device):
@@ -581,7 +589,7 @@ def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> l
         if_abandoned=_abort_all,
     )
     ranks = []
-    identity = _recorder.numbered("all", socket.gethostname(), os.getpid())
+    identity = _recorder.numbered("all", os.uname().nodename, os.getpid())
     for handle in handles:
         comm = Communicator.__new__(Communicator)
         comm._prepare(timeout)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 _CPU, _CUDA_HOST, _CUDA_MANAGED, _CUDA = 1, 3, 13, 2
 _READ_ONLY = 1
 # The type codes of DLPack; bits and lanes say the rest.
-_KINDS = {0: "int", 1: "uint", 2: "float", 5: "complex", 6: "bool"}
-_NARROW = {4: "bfloat16", 8: "float8_e4m3", 10: "float8_e4m3fn", 12: "float8_e5m2"}
+_KINDS = {0: "int", 1: "uint", 2: "float", 5: "complex"}
+_NARROW = {4: "bfloat16", 6: "bool", 8: "float8_e4m3", 10: "float8_e4m3fn", 12: "float8_e5m2"}
 
 
 class Tensor(NamedTuple):

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, BinaryIO
 
 from pynccl import _cuda
 from pynccl._process import Child, describe_exit
@@ -22,6 +24,20 @@ GRACE_SECONDS = 5.0
 # What is left in the pipes is shown, but a descendant that holds one open is not waited for.
 _DRAIN_SECONDS = 1.0
 _MAX_LINE = 1 << 20
+# What is kept of a rank's standard error, to show its traceback once more at the end.
+_TAIL = 1 << 16
+_TIMED_OUT = 124
+_TRACEBACK = b"Traceback (most recent call last):\n"
+# What Python writes between the tracebacks of exceptions that belong together.
+_CHAINED = (b"another exception occurred:\n\n", b"direct cause of the following exception:\n\n")
+# Kills the ranks' process groups when the launcher's end of the pipe is closed without a word.
+_GUARD = (
+    "import os, signal, sys\n"
+    "words = sys.stdin.read().split()\n"
+    "for word in words if 'done' not in words else ():\n"
+    "    try: os.killpg(int(word), signal.SIGKILL)\n"
+    "    except OSError: pass\n"
+)
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -38,6 +54,15 @@ def add_run_parser(subparsers: Any) -> None:
     parser.add_argument("-n", "--nranks", type=_positive, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--cpu", action="store_true", help="use the CPU library (PYNCCL_LIBRARY=cpu)")
     parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="end the ranks that still run then (exit code 124)",
+    )
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="write each rank's output there too: rank0.out, rank0.err"
+    )
+    parser.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module, as in python -m"
     )
     parser.add_argument("script", metavar="SCRIPT", help="the program")
@@ -52,6 +77,13 @@ def _positive(text: str) -> int:
     return number
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text}")
+    return seconds
+
+
 def run_command(args: argparse.Namespace) -> int:
     """Run the program as the command line says and return the exit code."""
     env = choose_backend(os.environ, "cpu" if args.cpu else "auto")
@@ -59,8 +91,14 @@ def run_command(args: argparse.Namespace) -> int:
         _say("no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu")
     program = ["-m", args.script] if args.module else [args.script]
     argv = [sys.executable, "-u", *program, *args.args]
-    with StoreServer() as server:
-        return _Launcher(argv, env, args.nranks, server).run()
+    with ExitStack() as stack:
+        try:
+            logs = _open_logs(args.log_dir, args.nranks, stack)
+        except OSError as error:
+            _say(f"cannot write to --log-dir {args.log_dir}: {error}")
+            return 2
+        server = stack.enter_context(StoreServer())
+        return _Launcher(argv, env, server, logs).run(args.timeout)
 
 
 def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
@@ -75,9 +113,10 @@ def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
 
 def rank_environment(base: Mapping[str, str], rank: int, nranks: int, server: StoreServer) -> dict[str, str]:
     """Return the environment of one rank: torchrun's variables and the address of the store."""
-    env = dict(base)
+    # What an outer torchrun has set is about its own ranks.
+    env = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
     env.update(RANK=str(rank), WORLD_SIZE=str(nranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nranks))
-    env.update(PYNCCL_STORE=server.address, PYNCCL_STORE_TOKEN=server.token, PYTHONUNBUFFERED="1")
+    env.update(PYNCCL_STORE=server.address, PYNCCL_SECRET=server.secret, PYTHONUNBUFFERED="1")
     if nranks > 1:
         # As torchrun does: ranks that each start a thread per core get in each other's way.
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -96,12 +135,21 @@ def _say(text: str) -> None:
 class _Lines:
     """One output of one rank, copied line by line with the rank before each."""
 
-    def __init__(self, rank: int, target: int) -> None:
-        self.prefix, self.target = b"[%d] " % rank, target
+    def __init__(self, rank: int, target: int, log: BinaryIO | None) -> None:
+        self.prefix, self.target, self.log = b"[%d] " % rank, target, log
         self.rest = bytearray()
+        self.tail = bytearray()
+        # When the last traceback began to come.
+        self.failed_at = float("inf")
 
     def feed(self, data: bytes) -> None:
         """Copy the complete lines; no data means the end of the output."""
+        if self.log is not None:
+            self.log.write(data)
+        if _TRACEBACK in self.tail[-len(_TRACEBACK) :] + data:
+            self.failed_at = time.monotonic()
+        self.tail += data
+        del self.tail[:-_TAIL]
         self.rest += data
         cut = self.rest.rfind(b"\n") + 1
         if not data or len(self.rest) - cut > _MAX_LINE:
@@ -111,6 +159,28 @@ class _Lines:
         if not lines[-1]:
             lines.pop()
         _write_all(self.target, b"".join(self.prefix + line + b"\n" for line in lines))
+
+    def traceback(self) -> bytes:
+        """Return the last traceback, with those that it follows from, and what came after it."""
+        start = self.tail.rfind(_TRACEBACK)
+        while start > 0 and self.tail[:start].endswith(_CHAINED):
+            start = self.tail.rfind(_TRACEBACK, 0, start)
+        return bytes(self.tail[start:]) if start >= 0 else b""
+
+
+_Logs = list[tuple[BinaryIO | None, BinaryIO | None]]
+
+
+def _open_logs(folder: Path | None, nranks: int, stack: ExitStack) -> _Logs:
+    """Return the files of --log-dir for each rank's outputs, closed by the stack; None without a folder."""
+    if folder is None:
+        return [(None, None)] * nranks
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def create(rank: int, kind: str) -> BinaryIO:
+        return stack.enter_context(open(folder / f"rank{rank}.{kind}", "wb", buffering=0))
+
+    return [(create(rank, "out"), create(rank, "err")) for rank in range(nranks)]
 
 
 def _write_all(target: int, data: bytes) -> None:
@@ -122,17 +192,34 @@ def _write_all(target: int, data: bytes) -> None:
 class _Launcher:
     """The ranks of one run, and the loop over their output, their ends and the signals of this process."""
 
-    def __init__(self, argv: list[str], env: dict[str, str], nranks: int, server: StoreServer) -> None:
-        self.argv, self.nranks, self.server = argv, nranks, server
+    def __init__(self, argv: list[str], env: dict[str, str], server: StoreServer, logs: _Logs) -> None:
+        self.argv, self.nranks, self.server, self.logs = argv, len(logs), server, logs
         self.env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         self.children: list[Child] = []
+        self.errors: list[_Lines] = []
         self.selector = selectors.DefaultSelector()
         self.code = 0
         self.kill_at: float | None = None
+        self.timeout_at: float | None = None
         self.ended: set[int] = set()
+        self.first: int | None = None
 
-    def run(self) -> int:
+    def run(self, timeout: float | None) -> int:
         """Start the ranks, wait for all of them, and return the first failing one's exit code."""
+        guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with guard:
+            assert guard.stdin is not None
+            code = self._run(guard.stdin, timeout)
+            guard.stdin.write(b"done\n")
+        return code
+
+    def _run(self, guard: IO[bytes], timeout: float | None) -> int:
         reader, writer = socket.socketpair()
         for end in (reader, writer):
             end.setblocking(False)
@@ -143,9 +230,14 @@ class _Launcher:
             self.selector.register(reader, selectors.EVENT_READ)
             for rank in range(self.nranks):
                 self._start(rank)
+                guard.write(b"%d\n" % self.children[-1].pid)
+                guard.flush()
+            if timeout is not None:
+                self.timeout_at = time.monotonic() + timeout
             while len(self.ended) < self.nranks:
                 self._step(reader)
             self._drain()
+            self._show_traceback()
         except BrokenPipeError:
             # Nobody reads our output any more: end as a program does that writes to a closed pipe.
             self.code = 128 + signal.SIGPIPE
@@ -165,12 +257,16 @@ class _Launcher:
         env = rank_environment(self.env, rank, self.nranks, self.server)
         child = Child(self.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, tie=True)
         self.children.append(child)
-        for pipe, target in ((child.stdout, sys.stdout.fileno()), (child.stderr, sys.stderr.fileno())):
+        out_log, error_log = self.logs[rank]
+        out = _Lines(rank, sys.stdout.fileno(), out_log)
+        self.errors.append(_Lines(rank, sys.stderr.fileno(), error_log))
+        for pipe, lines in ((child.stdout, out), (child.stderr, self.errors[-1])):
             assert pipe is not None
-            self.selector.register(pipe, selectors.EVENT_READ, _Lines(rank, target))
+            self.selector.register(pipe, selectors.EVENT_READ, lines)
 
     def _step(self, reader: socket.socket) -> None:
-        wait = None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
+        ends = [end for end in (self.kill_at, self.timeout_at) if end is not None]
+        wait = max(0.0, min(ends) - time.monotonic()) if ends else None
         for key, _ in self.selector.select(wait):
             if key.fileobj is reader:
                 for number in reader.recv(4096):
@@ -178,9 +274,20 @@ class _Launcher:
             else:
                 self._copy(key)
         self._look_for_ends()
+        if self.timeout_at is not None and time.monotonic() >= self.timeout_at:
+            self._time_out()
         if self.kill_at is not None and time.monotonic() >= self.kill_at:
             self.kill_at = None
             self._send(signal.SIGKILL)
+
+    def _time_out(self) -> None:
+        self.timeout_at = None
+        running = [rank for rank in range(self.nranks) if rank not in self.ended]
+        if running and self.kill_at is None:
+            _say(f"the time is up (--timeout); still running: {', '.join(map(str, running))}")
+            self.code = _TIMED_OUT
+            self._send(signal.SIGTERM)
+            self.kill_at = time.monotonic() + GRACE_SECONDS
 
     def _copy(self, key: selectors.SelectorKey) -> None:
         data = os.read(key.fd, 65536)
@@ -202,11 +309,23 @@ class _Launcher:
             self.ended.add(rank)
             if code != 0 and self.code == 0:
                 self.code = code if code > 0 else 128 - code
+                self.first = rank
                 others = "" if len(self.ended) == self.nranks else "; ending the other ranks"
                 _say(f"rank {rank} {describe_exit(code)}{others}")
                 if self.kill_at is None:  # else they have been told to end, and may be about to
                     self._send(signal.SIGTERM)
                     self.kill_at = time.monotonic() + GRACE_SECONDS
+
+    def _show_traceback(self) -> None:
+        """Repeat the traceback that came first; who ended first may only have been quicker to end."""
+        failed = [rank for rank, child in enumerate(self.children) if (child.poll() or 0) > 0]
+        # Who was ended by a signal has no traceback, and those of the others only follow from that.
+        if self.first not in failed or self.errors[self.first].failed_at == float("inf"):
+            return
+        first = min(failed, key=lambda rank: self.errors[rank].failed_at)
+        _say(f"rank {first} failed first:")
+        for line in self.errors[first].traceback().splitlines():
+            _write_all(sys.stderr.fileno(), b"[%d] %s\n" % (first, line))
 
     def _send(self, number: int) -> None:
         for rank, child in enumerate(self.children):

@@ -92,12 +92,15 @@ def _as_bytes(factor: Any, datatype: int) -> bytes:
             raise TypeError(f"a factor for {name} arrays needs ml_dtypes, or one in device memory") from None
         return bytes(np.asarray(factor).astype(getattr(ml_dtypes, name)).tobytes())
     dtype = np.dtype(name)
-    if dtype.kind in "iu" and (
-        int(factor) != factor or not np.iinfo(dtype).min <= factor <= np.iinfo(dtype).max
-    ):
-        raise ValueError(
-            f"op has the factor {factor!r}; expected one that {name}, the dtype of the arrays, can hold"
-        )
+    if dtype.kind in "iu":
+        # A Python number first: the scalars of ml_dtypes do not compare with large ones.
+        factor = factor.item() if isinstance(factor, np.generic) else factor
+        # NaN and the infinities have no int, and equal none.
+        whole = int(factor) if -np.inf < factor < np.inf else 0
+        if whole != factor or not np.iinfo(dtype).min <= whole <= np.iinfo(dtype).max:
+            raise ValueError(
+                f"op has the factor {factor!r}; expected one that {name}, the dtype of the arrays, can hold"
+            )
     return np.asarray(factor).astype(dtype).tobytes()
 
 

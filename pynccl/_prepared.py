@@ -38,6 +38,8 @@ class _Run(Call):
 
     @stream.setter
     def stream(self, stream: Any) -> None:
+        if stream is None:
+            raise TypeError("stream is None; expected a stream: prepare the call again for the current one")
         self._recording.set_stream(_streams.handle_of(stream))
         self._stream = stream
 

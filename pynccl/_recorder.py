@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -213,12 +212,12 @@ _process: dict[str, Any] = {}
 
 def _file_name() -> str:
     rank = _process.get("rank")
-    return f"{'process' if rank is None else f'rank{rank}'}.{socket.gethostname()}.{os.getpid()}.jsonl"
+    return f"{'process' if rank is None else f'rank{rank}'}.{os.uname().nodename}.{os.getpid()}.jsonl"
 
 
 def _set_process(rank: int | None, folder: str) -> None:
     _process["rank"] = rank
-    known = {"pynccl": __version__, "host": socket.gethostname(), "pid": os.getpid(), "process_rank": rank}
+    known = {"pynccl": __version__, "host": os.uname().nodename, "pid": os.getpid(), "process_rank": rank}
     known["program"] = (sys.argv or [""])[0][:1024]
     _process["header"] = json.dumps(known)[1:-1]
     path = os.path.join(folder, _file_name()) if folder else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import threading
@@ -288,6 +289,7 @@ def test_init_selects_the_device(environment: dict[str, str]) -> None:
 
 
 def one_device_each(rank: int, nranks: int) -> None:
+    os.environ["FAKE_CUDA_FIRST"] = str(rank)
     with pynccl.init(timeout=20) as comm:
         assert comm.device == 0
 

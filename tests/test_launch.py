@@ -32,7 +32,7 @@ def _command(*args: str) -> list[str]:
 
 
 def _environment(**env: str) -> dict[str, str]:
-    outside = ("PYNCCL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_NUM_THREADS")
+    outside = ("PYNCCL_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_NUM_THREADS")
     return {name: value for name, value in os.environ.items() if not name.startswith(outside)} | env
 
 
@@ -168,7 +168,7 @@ def test_one_failure_ends_all(script: Script, ending: str, code: int, words: str
     assert time.monotonic() - start < 10
     assert done.returncode == code
     assert words in done.stderr
-    assert done.stderr.count("pynccl run:") == 1
+    assert done.stderr.count("ending the other ranks") == 1
 
 
 STUBBORN = """
@@ -269,6 +269,119 @@ def test_closed_output(script: Script) -> None:
     process.stderr.close()
 
 
+FIRST = """
+import os, sys, time
+rank = os.environ["RANK"]
+print("rank", rank, file=sys.stderr)
+if rank == "2":
+    try:
+        {}["cause"]
+    except KeyError as error:
+        raise ValueError("the cause") from error
+time.sleep(1)
+raise RuntimeError("only a consequence")
+"""
+
+
+def test_the_first_traceback_comes_last(script: Script) -> None:
+    done = launch("-n", "3", "--cpu", script(FIRST))
+    assert done.returncode == 1
+    _, _, last = done.stderr.partition("pynccl run: rank 2 failed first:\n")
+    lines = last.splitlines()
+    assert lines[0] == "[2] Traceback (most recent call last):"
+    assert "[2] KeyError: 'cause'" in lines
+    assert lines[-1] == "[2] ValueError: the cause"
+
+
+SLOW_TO_END = """
+import atexit, os, signal, sys, time
+rank = os.environ["RANK"]
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank == "0":
+    atexit.register(time.sleep, 1.5)
+    raise ValueError("the cause")
+time.sleep(0.7)
+raise RuntimeError("only a consequence")
+"""
+
+
+def test_who_failed_first_may_end_later(script: Script) -> None:
+    done = launch("-n", "2", "--cpu", script(SLOW_TO_END))
+    assert done.stderr.splitlines()[-1] == "[0] ValueError: the cause"
+
+
+def test_time_out(script: Script) -> None:
+    program = script("import os, time\nif os.environ['RANK'] != '1': time.sleep(60)")
+    start = time.monotonic()
+    done = launch("-n", "3", "--cpu", "--timeout", "1.5", program)
+    assert time.monotonic() - start < 1.5 + 3
+    assert done.returncode == 124
+    assert "the time is up (--timeout); still running: 0, 2\n" in done.stderr
+    assert launch("-n", "2", "--cpu", "--timeout", "30", script("pass")).returncode == 0
+
+
+def test_log_folder(script: Script, tmp_path: Path) -> None:
+    program = script(
+        "import os, sys\nprint('out', os.environ['RANK'])\nsys.stderr.write('err ' + os.environ['RANK'])"
+    )
+    folder = tmp_path / "some" / "logs"
+    done = launch("-n", "2", "--cpu", "--log-dir", str(folder), program)
+    assert sorted(done.stdout.splitlines()) == ["[0] out 0", "[1] out 1"]
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        name: text
+        for r in range(2)
+        for name, text in ((f"rank{r}.out", f"out {r}\n"), (f"rank{r}.err", f"err {r}"))
+    }
+    (tmp_path / "file").touch()
+    done = launch("-n", "1", "--cpu", "--log-dir", str(tmp_path / "file"), program)
+    assert done.returncode == 2
+    assert "cannot write to --log-dir" in done.stderr
+
+
+def test_a_secret_for_each_job(script: Script) -> None:
+    program = script("import os; print(os.environ['PYNCCL_SECRET'])")
+    secrets = [
+        {line.split()[1] for line in launch("-n", "2", "--cpu", program).stdout.splitlines()}
+        for _ in range(2)
+    ]
+    assert [len(one) for one in secrets] == [1, 1]
+    assert secrets[0] != secrets[1]
+    assert all(len(secret) >= 32 for one in secrets for secret in one)
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(os.getpid(), flush=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_ranks_children_die_with_the_launcher(
+    script: Script, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = started("-n", "2", "--cpu", script(PARENT))
+    pids = _pids(process, 4)
+    process.kill()
+    process.wait()
+    _wait_gone(pids)
+
+
+def test_no_process_is_left(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+    process = started("-n", "2", "--cpu", script("input_ = print(1); import time; time.sleep(1)"))
+    _pids(process, 2)
+    children = [int(pid) for pid in _children(process.pid)]
+    # The ranks, and who watches over them.
+    assert len(children) == 3
+    assert process.wait(10) == 0
+    _wait_gone(children)
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -276,6 +389,8 @@ def test_closed_output(script: Script) -> None:
         (["-n", "two", "x.py"], "invalid"),
         (["x.py"], "required"),
         (["-n", "2"], "required"),
+        (["-n", "2", "--timeout", "0", "x.py"], "must be a positive number of seconds"),
+        (["-n", "2", "--timeout", "soon", "x.py"], "invalid"),
     ],
 )
 def test_wrong_command_lines(args: list[str], words: str) -> None:

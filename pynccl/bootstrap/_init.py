@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
+import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
-from pynccl import _cuda, _library, capi
+from pynccl import capi
 from pynccl._communicator import Communicator
-from pynccl._errors import BootstrapError
 from pynccl._types import UniqueId
-from pynccl.bootstrap import _mpi
-from pynccl.bootstrap._round import Round
-from pynccl.bootstrap._store import Store, StoreServer, format_address
+from pynccl.bootstrap import _environment, _methods
+from pynccl.bootstrap._creation import create
+from pynccl.bootstrap._environment import Launcher
+from pynccl.bootstrap._methods import Method
+from pynccl.bootstrap._preflight import Facts, gather_facts, use_device
+from pynccl.bootstrap._round import Exchange
 
 DEFAULT_TIMEOUT = 300.0
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
-# One store serves several calls of init: each is a round of its own, counted alike on every rank.
-_rounds = itertools.count()
-# Size, unique id, rank and device.
-_Place = tuple[int, UniqueId, int, int | None]
+log = logging.getLogger("pynccl")
+
+# The device that init chose for this process last.
+_chosen_before: int | None = None
 
 
 def init(
@@ -32,106 +34,92 @@ def init(
     device: int | None = None,
     config: Any = None,
     timeout: float | None = None,
+    on_listen: Callable[[str], object] | None = None,
 ) -> Communicator:
     """Find the other ranks of this program and return a communicator with all of them.
 
-    `method` is "env" (RANK, WORLD_SIZE and PYNCCL_STORE, or MASTER_ADDR and MASTER_PORT, as `pynccl run`
-    and torchrun set them), "mpi" or an mpi4py communicator; None takes what the environment shows, and one
-    process where it shows nothing. `rank` and `world_size` replace the environment's. The device is by
-    default the one that LOCAL_RANK names, and becomes the current one. Ranks that do not arrive within
-    `timeout` seconds (300) are named in a BootstrapError.
+    `method` is one of
+      None             what the arguments and the environment show, which docs/rendezvous.md has in full:
+                       `rank` and `world_size`, torchrun's variables, Slurm's, MPI's, or a single process
+      "env"            the same without MPI
+      "mpi"            MPI.COMM_WORLD, or any mpi4py communicator instead of the text
+      "tcp://host:port"  rank 0 listens there; on port 0 it takes a free one, and `on_listen` gets the method
+                       that the other ranks need, as text
+      "file:///path"   a folder that is made there, on a file system that every rank sees
+      an object        with get(name) and set(name, bytes), such as a torch store: a fresh one, or one whose
+                       every user calls init equally often
+
+    `rank` and `world_size` replace the environment's. The device is by default the one that LOCAL_RANK names,
+    or the rank's number on its machine, and becomes the current one.
+
+    A rank that fails has its error raised on every rank, and ranks that do not arrive within `timeout`
+    seconds (300) are named on the others, in a BootstrapError. So are two ranks with one device, or with
+    different libraries.
     """
-    method = _choose(rank, world_size) if method is None else method
-    deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
-    if method == "mpi" or _mpi.is_communicator(method):
-        if rank is not None or world_size is not None:
-            raise ValueError("rank and world_size are MPI's own with method='mpi'; expected None")
-        place = _mpi.exchange(method, lambda local: _select(device, local))
-    elif method in ("env", "single"):
-        place = _from_environment(method, rank, world_size, device, deadline)
-    else:
-        raise ValueError(f"method is {method!r}; expected None, 'env', 'mpi' or an mpi4py communicator")
-    size, uid, rank, chosen = place
-    return Communicator(size, uid, rank, config=config, device=chosen, timeout=timeout)
+    _require(rank, world_size, device, timeout)
+    seconds = DEFAULT_TIMEOUT if timeout is None else timeout
+    deadline = time.monotonic() + seconds
+    launcher = _environment.detect(os.environ)
+    chosen = _methods.choose(method, rank, world_size, launcher, on_listen)
+    log.info("pynccl.init: rank %d of %d by %s", chosen.rank, chosen.size, chosen.why)
+    local_rank = _local_rank(chosen, launcher)
+    if chosen.part and device is None:
+        device = _chosen_before
+
+    def make(uid: UniqueId, on: int | None) -> Communicator:
+        return Communicator(chosen.size, uid, chosen.rank, config=config, device=on, timeout=timeout)
+
+    if chosen.size == 1:
+        facts = gather_facts(device, local_rank or 0)
+        use_device(facts, facts.device)
+        return create(lambda: make(UniqueId(capi.ncclGetUniqueId()), facts.device), None, deadline, seconds)
+    with chosen.open(deadline) as exchange:
+        uid, on = _exchange(exchange, device, local_rank)
+        return create(lambda: make(uid, on), exchange, deadline, seconds)
 
 
-def _choose(rank: int | None, world_size: int | None) -> str:
-    if rank is not None or world_size is not None or "RANK" in os.environ:
-        return "env"
-    if any(int(os.environ.get(name) or 1) > 1 for name in _MPI_SIZES):
-        return "mpi"
-    return "single"
+def _exchange(exchange: Exchange, device: int | None, local_rank: int | None) -> tuple[UniqueId, int | None]:
+    facts: list[Facts] = []
+
+    def prepare() -> Facts:
+        facts.append(gather_facts(device, local_rank))
+        # Before the id is published, where that can be: a device may refuse.
+        use_device(facts[0], facts[0].device)
+        return facts[0]
+
+    answer = exchange.exchange(prepare)
+    on = answer.devices[exchange.rank] if answer.devices else facts[0].device
+    if facts[0].device is None:
+        try:
+            use_device(facts[0], on)
+        except Exception as error:
+            exchange.fail(error)
+            raise
+    if exchange.rank == 0:
+        for warning in answer.warnings:
+            log.warning("pynccl.init: %s", warning)
+    if device is None:
+        global _chosen_before
+        _chosen_before = on
+    return answer.unique_id(), on
 
 
-def _select(device: int | None, local_rank: int) -> int | None:
-    """Choose the device by the rank on this machine, and make it the current one for everybody."""
-    if _library.library_info().backend == "cpu":
-        chosen = local_rank if device is None else device
-        capi.pyncclCpuSetDevice(chosen)
-        return chosen
-    count = _cuda.device_count()
-    if device is None and count:
-        # Where the launcher shows each task its own device only, that is number 0.
-        device = 0 if count == 1 else local_rank
-        if device >= count:
-            raise BootstrapError(f"local rank {local_rank} has no device: the driver shows {count}")
-    if device is not None:
-        _cuda.set_device(device)
-    return device
+def _local_rank(chosen: Method, launcher: Launcher) -> int | None:
+    """Return the launcher's local rank, unless the caller has numbered the ranks in another way."""
+    if launcher.rank is not None and chosen.follows:
+        return launcher.local_rank
+    return None
 
 
-def _from_environment(
-    method: str, rank: int | None, world_size: int | None, device: int | None, deadline: float
-) -> _Place:
-    rank = _number("RANK", rank, None if method == "env" else 0)
-    size = _number("WORLD_SIZE", world_size, None if method == "env" else 1)
-    if not 0 <= rank < size:
-        raise BootstrapError(f"RANK is {rank} and WORLD_SIZE {size}; expected 0 <= RANK < WORLD_SIZE")
-    local_rank = _number("LOCAL_RANK", None, 0 if method == "single" else rank)
-    if size == 1:
-        chosen = _select(device, local_rank)
-        return size, UniqueId(capi.ncclGetUniqueId()), rank, chosen
-    address, token, server = _store_address(rank)
-    try:
-        with Store(address, token, timeout=max(0.1, deadline - time.monotonic())) as store:
-            uid, chosen = Round(store, next(_rounds), rank, size, deadline).exchange(
-                lambda: _select(device, local_rank), lingers=server is not None
-            )
-        return size, uid, rank, chosen
-    finally:
-        if server is not None:
-            server.close()
-
-
-def _number(name: str, given: int | None, default: int | None) -> int:
-    if given is not None:
-        return given
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdigit():
-        state = "not set" if text is None else f"{text!r}"
-        raise BootstrapError(f"{name} is {state}; expected a number, as `pynccl run` and torchrun set it")
-    return int(text)
-
-
-def _store_address(rank: int) -> tuple[str, str, StoreServer | None]:
-    """Return address and token of the store, and its server where this rank has to be it."""
-    token = os.environ.get("PYNCCL_STORE_TOKEN", "")
-    address = os.environ.get("PYNCCL_STORE")
-    if address:
-        return address, token, None
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdigit():
-        raise BootstrapError(
-            f"rank {rank} knows no store: expected PYNCCL_STORE=host:port, or MASTER_ADDR and MASTER_PORT "
-            f"(MASTER_ADDR={host!r}, MASTER_PORT={port!r})"
-        )
-    if rank != 0:
-        return format_address(host, int(port)), token, None
-    try:
-        return format_address(host, int(port)), token, StoreServer(host, int(port), token)
-    except OSError as error:
-        raise BootstrapError(
-            f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT ({host}:{port}): {error}"
-        ) from error
+def _require(rank: int | None, world_size: int | None, device: int | None, timeout: float | None) -> None:
+    for name, value, least in (("rank", rank, 0), ("world_size", world_size, 1), ("device", device, 0)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} is {value!r}; expected an int, or None")
+        if value < least:
+            raise ValueError(f"{name} is {value}; expected {least} or more, or None")
+    if rank is not None and world_size is not None and rank >= world_size:
+        raise ValueError(f"rank is {rank} and world_size {world_size}; expected 0 <= rank < world_size")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")

@@ -1,368 +1,202 @@
-"""A small TCP key-value store through which ranks find each other.
+"""A small TCP key-value store through which ranks find each other: its client.
 
-The server is one thread that serves every connection. A connection begins with a challenge, which both sides
-answer by an HMAC of the job's token; then come frames: a length of 4 bytes, and so many bytes.
-
-    request    op (1 byte), length of the key (2 bytes), key, argument
-    answer     status (1 byte), value
-
-Nothing is pickled, and every length is bounded before memory is given to it.
+`_server.py` is the other side, `_frames.py` what goes between them, `_auth.py` how they trust each other.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
-import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from types import TracebackType
 
 from pynccl._errors import BootstrapError
+from pynccl.bootstrap import _frames as f
+from pynccl.bootstrap._address import format_address as format_address
+from pynccl.bootstrap._address import parse_address as parse_address
+from pynccl.bootstrap._address import resolve
+from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, Session, job_key, read_secret
+from pynccl.bootstrap._frames import MAX_FRAME as MAX_FRAME
+from pynccl.bootstrap._server import StoreServer as StoreServer
 
-MAX_FRAME = 1 << 20
-_MAX_KEYS = 1 << 20
-_NONCE = 16
-_HELLO = b"pynccl-store-1\n\0"
-_GREETING = len(_HELLO) + _NONCE
-_DIGEST = 32
-# A connection that has not proved the token by then, or whose output nobody reads, is dropped.
-_HELLO_SECONDS = 10.0
-_TICK = 0.05
-_MAX_OUTPUT = 4 * MAX_FRAME
-_MARGIN = 5.0
-_SET, _GET, _ADD = 1, 2, 3
-_OK, _MISSING, _BAD = 0, 1, 2
-_LENGTH, _REQUEST, _INT64 = struct.Struct("!I"), struct.Struct("!BH"), struct.Struct("!q")
-_FOREVER_MS = (1 << 63) - 1
-
-
-def _proof(token: str, role: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(token.encode(), b"pynccl store " + role + nonces, "sha256")
+# The server answers a wait in time; this is for its tick and for the way back.
+_MARGIN = 0.5
+# A name may appear while a cluster starts; one that has not by then never will.
+_UNRESOLVED_SECONDS = 15.0
+_MOST_NAMED = 8
+# A send of so many bytes never blocks: the one before it has been answered.
+_FITS = 2048
+# What no later attempt to connect can change.
+_HOPELESS = (errno.EMFILE, errno.ENFILE, errno.EAFNOSUPPORT, errno.EACCES, errno.EPERM, errno.EINVAL)
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of "host:port" or "[ipv6]:port"."""
-    host, separator, port = text.rpartition(":")
-    if not separator or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ValueError(f"expected host:port, got {text!r}")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+class _Silent(BootstrapError):
+    """Something has accepted the connection, and says nothing."""
 
 
-def format_address(host: str, port: int) -> str:
-    """Return the text that parse_address reads."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+class Connection:
+    """A connection to the store, in steps, so that a simulation can interleave those of many."""
 
-
-class _Connection:
-    """One client as the server sees it: bytes to read, bytes to write, and what it waits for."""
-
-    def __init__(self, sock: socket.socket, now: float) -> None:
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
         self.sock = sock
-        self.nonce = secrets.token_bytes(_NONCE)
-        self.trusted = False
-        self.input = bytearray()
-        self.output = bytearray(_HELLO + self.nonce)
-        self.events = selectors.EVENT_READ
-        self.waits_for: bytes | None = None
-        self.deadline = now + _HELLO_SECONDS
-
-    def frames(self) -> Iterator[bytes]:
-        """Yield the complete requests; they wait while an earlier one of the same client does."""
-        while self.waits_for is None and len(self.input) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self.input)
-            if not _REQUEST.size <= length <= MAX_FRAME:
-                raise ValueError(f"a frame of {length} bytes")
-            if len(self.input) < _LENGTH.size + length:
-                return
-            frame = bytes(self.input[_LENGTH.size : _LENGTH.size + length])
-            del self.input[: _LENGTH.size + length]
-            yield frame
-
-    def answer(self, status: int, value: bytes = b"") -> None:
-        self.output += _LENGTH.pack(1 + len(value)) + bytes([status]) + value
-        if len(self.output) > _MAX_OUTPUT:
-            raise ValueError("too much unread output")
-
-
-class StoreServer:
-    """Serve a store from a thread of this process; a context manager."""
-
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
-        self.token = secrets.token_hex(16) if token is None else token
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.create_server(where[:2], family=family, backlog=4096)
-        self._listener.setblocking(False)
-        self.host, self.port = host, int(self._listener.getsockname()[1])
-        self._wake, self._woken = socket.socketpair()
-        self._data: dict[bytes, bytes] = {}
-        self._waiting: dict[bytes, set[_Connection]] = {}
-        self._connections: set[_Connection] = set()
-        self._timed: set[_Connection] = set()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._next_expiry = 0.0
-        self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._serve, name="pynccl-store", daemon=True)
-        self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """Return what clients connect to, as host:port."""
-        return format_address(self.host, self.port)
-
-    def close(self) -> None:
-        """End the thread and every connection; harmless when done twice or in a forked child."""
-        if self._thread is not None and self._pid == os.getpid() and self._thread.is_alive():
-            self._wake.send(b"x")
-            self._thread.join()
-        self._wake.close()
-
-    def __enter__(self) -> StoreServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _serve(self) -> None:
-        try:
-            running = True
-            while running:
-                # A coarse tick is enough for the deadlines, and cheaper than a heap of them.
-                events = self._selector.select(_TICK if self._timed else None)
-                for key, mask in events:
-                    if key.fileobj is self._woken:
-                        running = False
-                    elif key.fileobj is self._listener:
-                        self._accept()
-                    elif key.data in self._connections:
-                        self._handle(key.data, mask)
-                self._expire()
-        finally:
-            for connection in list(self._connections):
-                self._drop(connection)
-            self._selector.close()
-            self._listener.close()
-            self._woken.close()
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            # Out of file descriptors: leave the rest in the backlog instead of spinning on it.
-            time.sleep(0.01)
-            return
-        sock.setblocking(False)
+        # Known from the first answer on.
+        self.accepted = False
+        self._outgoing: Seal | None = None
+        self._incoming: Seal | None = None
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(sock, time.monotonic())
-        self._connections.add(connection)
-        self._timed.add(connection)
-        self._selector.register(sock, connection.events, connection)
-        self._flush(connection)
+        self._nonce = secrets.token_bytes(NONCE)
+        # The kernel's time-outs: with Python's, each send and each answer is three system calls.
+        if sock.gettimeout() is not None:
+            sock.settimeout(None)
+        self._limit = 0.0
+        sock.sendall(f.HELLO + self._nonce)
 
-    def _handle(self, connection: _Connection, mask: int) -> None:
+    def prove(self, key: bytes, has_secret: bool, deadline: float) -> None:
+        """See whether the server has the key, and prove that this side has it."""
+        hello = b""
+        while len(hello) < f.SERVER_HELLO:
+            hello += self._receive(f.SERVER_HELLO - len(hello), deadline)
+            if not hello.startswith(f.HELLO[: len(hello)]):
+                raise BootstrapError("it is no pynccl store")
+        if bool(hello[len(f.HELLO)]) != has_secret:
+            raise BootstrapError(
+                "it has no secret, and this process has one (PYNCCL_SECRET)"
+                if has_secret
+                else "it wants a secret, and this process has none; set PYNCCL_SECRET"
+            )
+        session = Session.derive(key, self._nonce + hello[-NONCE - DIGEST : -DIGEST])
+        if not hmac.compare_digest(hello[-DIGEST:], session.server_proof):
+            what = "the secret (PYNCCL_SECRET) or the id of the job" if has_secret else "the id of the job"
+            raise BootstrapError(f"{what} is not the store's")
+        self.sock.sendall(session.client_proof)
+        if has_secret:
+            self._outgoing, self._incoming = Seal(session.to_server), Seal(session.to_client)
+
+    def ask(self, frame: bytes, deadline: float) -> None:
+        """Send a request."""
+        if self._outgoing is not None:
+            frame = self._outgoing.close(frame)
+        if len(frame) > _FITS:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_left(deadline)))
         try:
-            if mask & selectors.EVENT_READ:
-                data = connection.sock.recv(65536)
-                if not data:
-                    raise ConnectionError("closed by the client")
-                connection.input += data
-                self._progress(connection)
-            self._flush(connection)
-        except BlockingIOError:
-            pass
-        except (OSError, ValueError, struct.error):
-            self._drop(connection)
+            self.sock.sendall(f.LENGTH.pack(len(frame)) + frame)
+        except BlockingIOError as error:
+            raise _Silent("it did not take the request in time") from error
 
-    def _progress(self, connection: _Connection) -> None:
-        if not connection.trusted and not self._authenticate(connection):
-            return
-        for frame in connection.frames():
-            self._request(connection, frame)
-        if len(connection.input) > _LENGTH.size + MAX_FRAME:
-            raise ValueError("too many requests at once")
+    def answer(self, deadline: float) -> tuple[int, bytes]:
+        """Return status and value of the answer to the request."""
+        data, end = b"", f.LENGTH.size
+        while len(data) < end:
+            # Nothing can follow the answer: the next request has not been sent.
+            data += self._receive(f.LENGTH.size + f.MAX_SEALED, deadline)
+            if len(data) >= f.LENGTH.size:
+                end = f.LENGTH.size + f.LENGTH.unpack_from(data)[0]
+        if not f.LENGTH.size < end == len(data):
+            raise ValueError(f"a frame of {len(data)} bytes that says {end}")
+        self.accepted = True
+        body = data[f.LENGTH.size :] if self._incoming is None else self._incoming.open(data[f.LENGTH.size :])
+        return body[0], body[1:]
 
-    def _authenticate(self, connection: _Connection) -> bool:
-        if len(connection.input) < _NONCE + _DIGEST:
-            return False
-        theirs, proof = bytes(connection.input[:_NONCE]), bytes(connection.input[_NONCE : _NONCE + _DIGEST])
-        del connection.input[: _NONCE + _DIGEST]
-        nonces = connection.nonce + theirs
-        if not hmac.compare_digest(proof, _proof(self.token, b"client", nonces)):
-            raise ValueError("wrong token")
-        connection.trusted = True
-        self._timed.discard(connection)
-        connection.output += _proof(self.token, b"server", nonces)
-        return True
-
-    def _request(self, connection: _Connection, frame: bytes) -> None:
-        op, key_length = _REQUEST.unpack_from(frame)
-        key = frame[_REQUEST.size : _REQUEST.size + key_length]
-        argument = frame[_REQUEST.size + key_length :]
-        if len(frame) < _REQUEST.size + key_length:
-            raise ValueError(f"a key of {key_length} bytes in a frame of {len(frame)}")
-        if op == _SET:
-            self._store(key, argument)
-            connection.answer(_OK)
-        elif op == _ADD:
-            number = int(self._data.get(key, b"0")) + _INT64.unpack(argument)[0]
-            self._store(key, b"%d" % number)
-            connection.answer(_OK, b"%d" % number)
-        elif op == _GET:
-            self._get(connection, key, _INT64.unpack(argument)[0])
-        else:
-            raise ValueError(f"unknown operation {op}")
-
-    def _store(self, key: bytes, value: bytes) -> None:
-        if key not in self._data and len(self._data) >= _MAX_KEYS:
-            raise ValueError("too many keys")
-        self._data[key] = value
-        for waiter in self._waiting.pop(key, set()):
-            self._resume(waiter, _OK, value)
-
-    def _get(self, connection: _Connection, key: bytes, timeout_ms: int) -> None:
-        if key in self._data:
-            connection.answer(_OK, self._data[key])
-        elif timeout_ms <= 0:
-            connection.answer(_MISSING)
-        else:
-            connection.waits_for = key
-            connection.deadline = time.monotonic() + timeout_ms / 1000
-            self._waiting.setdefault(key, set()).add(connection)
-            self._timed.add(connection)
-
-    def _resume(self, connection: _Connection, status: int, value: bytes = b"") -> None:
-        """Answer a client that waited, and go on with what it has sent since."""
-        connection.waits_for = None
-        self._timed.discard(connection)
-        try:
-            connection.answer(status, value)
-            self._progress(connection)
-            self._flush(connection)
-        except BlockingIOError:
-            pass
-        except (OSError, ValueError, struct.error):
-            self._drop(connection)
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        if now < self._next_expiry:
-            return
-        self._next_expiry = now + _TICK
-        for connection in [c for c in self._timed if c.deadline <= now]:
-            if connection.waits_for is None:
-                self._drop(connection)
-                continue
-            self._forget_wait(connection)
-            self._resume(connection, _MISSING)
-
-    def _forget_wait(self, connection: _Connection) -> None:
-        waiters = self._waiting.get(connection.waits_for or b"", set())
-        waiters.discard(connection)
-        if not waiters:
-            self._waiting.pop(connection.waits_for or b"", None)
-
-    def _flush(self, connection: _Connection) -> None:
-        if connection.output:
+    def _receive(self, most: int, deadline: float) -> bytes:
+        """Return the bytes that come next, at least one."""
+        while True:
+            left = self._bound(deadline)
             try:
-                del connection.output[: connection.sock.send(connection.output)]
-            except BlockingIOError:
-                pass
-            except OSError:
-                self._drop(connection)
-                return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.output else 0)
-        if events != connection.events:
-            connection.events = events
-            self._selector.modify(connection.sock, events, connection)
+                data = self.sock.recv(most)
+            except BlockingIOError as error:
+                # The limit may have been an earlier request's.
+                if left > self._limit:
+                    continue
+                raise _Silent("it did not answer in time") from error
+            if not data:
+                raise ConnectionError("the connection was closed")
+            return data
 
-    def _drop(self, connection: _Connection) -> None:
-        if connection in self._connections:
-            self._connections.discard(connection)
-            self._timed.discard(connection)
-            self._forget_wait(connection)
-            self._selector.unregister(connection.sock)
-            connection.sock.close()
+    def _bound(self, deadline: float) -> float:
+        """Have the next answer fail at the deadline, or earlier; return the seconds until then."""
+        left = _left(deadline)
+        if not left / 2 <= self._limit <= left:
+            self._limit = left
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left))
+        return left
 
 
 class Store:
-    """A client of a StoreServer; every call is bounded in time, by default by the timeout given here."""
+    """A client of a StoreServer; every call is bounded in time, by default by the timeout given here.
 
-    def __init__(self, address: str, token: str = "", *, timeout: float = 300.0) -> None:
-        self.address, self.timeout, self._token = address, timeout, token
-        self._lock = threading.Lock()
-        self._sock: socket.socket | None = self._connect(timeout)
+    The secret is by default PYNCCL_SECRET's, "" means none; it and `job` have to be the server's. Threads may
+    share a store, but each call waits for the others'. A forked child gets a connection of its own.
+    """
 
-    def _connect(self, timeout: float) -> socket.socket:
-        """Connect and prove the token to each other, trying again as long as nobody listens yet."""
-        deadline = time.monotonic() + timeout
-        reason: Exception = TimeoutError("timed out")
-        delay = 0.01
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                sock = socket.create_connection(parse_address(self.address), timeout=left)
-            except OSError as error:
-                reason = error
-                time.sleep(min(delay, max(0.0, deadline - time.monotonic())))
-                delay = min(2 * delay, 0.5)
-                continue
-            try:
-                self._greet(sock)
-            except (OSError, BootstrapError) as error:
-                sock.close()
-                raise BootstrapError(
-                    f"the store at {self.address} did not accept this process: {error}"
-                ) from error
-            return sock
-        raise BootstrapError(
-            f"no store answered at {self.address} within {timeout:.3g} s: {reason}"
-        ) from reason
+    def __init__(
+        self, address: str, secret: str | None = None, *, job: str | None = None, timeout: float = 300.0
+    ) -> None:
+        self.address, self.timeout = address, _seconds(timeout)
+        self._where = parse_address(address)
+        secret = read_secret() if secret is None else secret
+        self._has_secret = bool(secret)
+        self._key = job_key(secret, os.environ.get("PYNCCL_JOB_ID", "") if job is None else job)
+        self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
+        self._connection: Connection | None = self._connect(self.timeout)
 
-    def _greet(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = _receive(sock, _GREETING)
-        if not greeting.startswith(_HELLO):
-            raise BootstrapError("it is no pynccl store")
-        nonce = secrets.token_bytes(_NONCE)
-        nonces = greeting[len(_HELLO) :] + nonce
-        sock.sendall(nonce + _proof(self._token, b"client", nonces))
-        try:
-            proof = _receive(sock, _DIGEST)
-        except ConnectionError as error:
-            raise BootstrapError("the token (PYNCCL_STORE_TOKEN) is not the job's") from error
-        if not hmac.compare_digest(proof, _proof(self._token, b"server", nonces)):
-            raise BootstrapError("it does not know the job's token")
-
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, timeout: float | None = None) -> None:
         """Set a key, and wake who waits for it."""
-        self._call(_SET, key, value, 0)
+        if not isinstance(value, (bytes, bytearray, memoryview)):
+            raise TypeError(f"value of {key!r} is a {type(value).__name__}; expected bytes")
+        self._call(f.SET, key, bytes(value), timeout)
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
         """Return the value of a key, waiting until it is set; TimeoutError when that takes too long."""
-        seconds = self.timeout if timeout is None else timeout
-        status, value = self._call(
-            _GET, key, _INT64.pack(min(int(max(seconds, 0) * 1000), _FOREVER_MS)), seconds
-        )
-        if status == _MISSING:
-            raise TimeoutError(f"nobody set {key!r} in the store at {self.address} within {seconds:g} s")
+        status, value = self._call(f.GET, key, self._milliseconds(timeout), timeout)
+        if status == f.MISSING:
+            raise self._nobody_set([key], timeout)
         return value
 
-    def add(self, key: str, number: int) -> int:
+    def wait(self, keys: str | Iterable[str], timeout: float | None = None) -> None:
+        """Wait until all of these keys are set; TimeoutError, naming some of the missing, otherwise."""
+        keys = [keys] if isinstance(keys, str) else list(keys)
+        deadline = time.monotonic() + self._seconds(timeout)
+        for index, key in enumerate(keys):
+            if not self._is_set(key, max(0.0, deadline - time.monotonic())):
+                rest = [key, *(other for other in keys[index + 1 :] if not self._is_set(other, 0.0))]
+                raise self._nobody_set(rest, timeout)
+
+    def _is_set(self, key: str, timeout: float) -> bool:
+        return self._call(f.WAIT, key, self._milliseconds(timeout), timeout)[0] == f.OK
+
+    def add(self, key: str, number: int, timeout: float | None = None) -> int:
         """Add to the number under a key (0 when it is not set) and return the sum."""
-        return int(self._call(_ADD, key, _INT64.pack(number), 0)[1])
+        if not -(1 << 63) <= number < 1 << 63:
+            raise ValueError(f"number is {number}; expected one of 64 bits")
+        return int(self._call(f.ADD, key, f.INT64.pack(number), timeout)[1])
+
+    def barrier(self, name: str, count: int, timeout: float | None = None) -> None:
+        """Return when so many clients are in the barrier of that name; it serves any number of times."""
+        if not 0 < count < 1 << 32:
+            raise ValueError(f"count is {count}; expected the number of clients, at least 1")
+        seconds = self._seconds(timeout)
+        argument = f.BARRIER_ARGUMENT.pack(int(seconds * 1000), count)
+        status, value = self._call(f.BARRIER, name, argument, timeout)
+        if status == f.MISSING:
+            raise TimeoutError(
+                f"barrier {name!r} of the store at {self.address}: "
+                f"{int(value)} of {count} clients arrived within {seconds:g} s"
+            )
+
+    def delete(self, key: str, timeout: float | None = None) -> bool:
+        """Remove a key and return whether it was set."""
+        return self._call(f.DELETE, key, b"", timeout)[1] == b"1"
 
     def close(self) -> None:
         """Close the connection; the keys stay."""
-        sock, self._sock = self._sock, None
-        if sock is not None:
-            sock.close()
+        self._closed = True
+        self._disconnect()
 
     def __enter__(self) -> Store:
         return self
@@ -372,44 +206,126 @@ class Store:
     ) -> None:
         self.close()
 
-    def _call(self, op: int, key: str, argument: bytes, wait: float) -> tuple[int, bytes]:
-        name = key.encode()
-        frame = _REQUEST.pack(op, len(name)) + name + argument
-        if len(name) > 0xFFFF or len(frame) > MAX_FRAME - 1:
-            raise ValueError(
-                f"key {key[:40]!r}: {len(frame)} bytes are more than the store takes ({MAX_FRAME})"
-            )
-        # The server answers a wait in time; the margin is for its tick and for the way back.
-        seconds = wait + _MARGIN if op == _GET else max(self.timeout, _MARGIN)
-        with self._lock:
-            sock = self._sock or self._connect(_MARGIN)
-            # Interrupted, half an answer may still be on its way: only a whole one keeps the connection.
-            self._sock = None
-            try:
-                answer = self._exchange(sock, frame, seconds)
-            except OSError as error:
-                raise BootstrapError(f"lost the store at {self.address}: {error}") from error
-            finally:
-                if self._sock is None:
-                    sock.close()
-        return answer[0], answer[1:]
+    def _seconds(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else _seconds(timeout)
 
-    def _exchange(self, sock: socket.socket, frame: bytes, seconds: float) -> bytes:
-        sock.settimeout(seconds)
-        sock.sendall(_LENGTH.pack(len(frame)) + frame)
-        (length,) = _LENGTH.unpack(_receive(sock, _LENGTH.size))
-        if not 0 < length <= MAX_FRAME:
-            raise BootstrapError(f"the store at {self.address} answered a frame of {length} bytes")
-        answer = _receive(sock, length)
-        self._sock = sock
+    def _milliseconds(self, timeout: float | None) -> bytes:
+        return f.INT64.pack(int(self._seconds(timeout) * 1000))
+
+    def _nobody_set(self, keys: list[str], timeout: float | None) -> TimeoutError:
+        names = ", ".join(map(repr, keys[:_MOST_NAMED])) + (", ..." if len(keys) > _MOST_NAMED else "")
+        return TimeoutError(
+            f"nobody set {names} in the store at {self.address} within {self._seconds(timeout):g} s"
+        )
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.sock.close()
+
+    def _call(self, op: int, key: str, argument: bytes, timeout: float | None) -> tuple[int, bytes]:
+        seconds = self._seconds(timeout)
+        name = key.encode()
+        frame = f.REQUEST.pack(op, min(len(name), 0xFFFF)) + name + argument
+        if len(name) > 0xFFFF or len(frame) > f.MAX_FRAME - 1:
+            raise ValueError(
+                f"key {key[:40]!r}: {len(frame)} bytes are more than the store takes ({f.MAX_FRAME})"
+            )
+        if self._pid != os.getpid():
+            self._lock, self._pid = threading.Lock(), os.getpid()
+            self._disconnect()
+        deadline = time.monotonic() + seconds + _MARGIN
+        if not self._lock.acquire(timeout=seconds + _MARGIN):
+            raise TimeoutError(f"another thread has used the store at {self.address} for {seconds:g} s")
+        try:
+            status, value = self._exchange(frame, deadline)
+        finally:
+            self._lock.release()
+        if status == f.REFUSED:
+            raise BootstrapError(f"the store at {self.address} refused {key!r}: {value.decode()}")
+        return status, value
+
+    def _exchange(self, frame: bytes, deadline: float) -> tuple[int, bytes]:
+        if self._closed:
+            raise BootstrapError(f"the connection to the store at {self.address} was closed by this process")
+        if self._connection is None:
+            self._connection = self._connect(_left(deadline))
+        whole = False
+        try:
+            answer = self._until_accepted(self._connection, frame, deadline)
+            whole = True
+        except (OSError, ValueError, _Silent) as error:
+            raise BootstrapError(f"lost the store at {self.address}: {error}") from error
+        finally:
+            # Interrupted, half an answer may still be on its way: only a whole one keeps the connection.
+            if not whole:
+                self._disconnect()
         return answer
 
+    def _until_accepted(self, connection: Connection, frame: bytes, deadline: float) -> tuple[int, bytes]:
+        """Exchange; a server under attack may drop us before it sees our proof, and then we come again."""
+        while True:
+            try:
+                connection.ask(frame, deadline)
+                return connection.answer(deadline)
+            except ConnectionError:
+                if connection.accepted or time.monotonic() >= deadline:
+                    raise
+            self._disconnect()
+            # Where it is the server that has gone, this fails.
+            connection = self._connection = self._attempt(deadline)
 
-def _receive(sock: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        data = sock.recv(size - len(parts))
-        if not data:
-            raise ConnectionError("the connection was closed")
-        parts += data
-    return bytes(parts)
+    def _connect(self, timeout: float) -> Connection:
+        """Connect and prove the secret to each other, trying again as long as nobody listens yet."""
+        start = time.monotonic()
+        deadline = start + timeout
+        delay = 0.01
+        while True:
+            try:
+                return self._attempt(deadline)
+            except BootstrapError as error:
+                raise BootstrapError(
+                    f"the store at {self.address} did not accept this process: {error}"
+                ) from error
+            except OSError as error:
+                over = time.monotonic() >= deadline or error.errno in _HOPELESS
+                if isinstance(error, socket.gaierror):
+                    over = over or time.monotonic() - start > _UNRESOLVED_SECONDS
+                if over:
+                    raise BootstrapError(
+                        f"no store answered at {self.address} within {timeout:.3g} s: {error}"
+                    ) from error
+            time.sleep(min(delay, _left(deadline)))
+            delay = min(2 * delay, 0.5)
+
+    def _attempt(self, deadline: float) -> Connection:
+        addresses = resolve(*self._where, _left(deadline))
+        for index, (family, where) in enumerate(addresses):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                # One address that is silent leaves time for the others.
+                sock.settimeout(_left(deadline) / (len(addresses) - index))
+                sock.connect(where)
+                connection = Connection(sock, deadline)
+                connection.prove(self._key, self._has_secret, deadline)
+                return connection
+            except BaseException as error:
+                sock.close()
+                if not isinstance(error, OSError) or index == len(addresses) - 1:
+                    raise
+        raise AssertionError("a name without addresses")
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds left; at least a moment, since a socket takes 0 for something else."""
+    return max(0.001, deadline - time.monotonic())
+
+
+def _seconds(timeout: float) -> float:
+    if not timeout >= 0:
+        raise ValueError(f"timeout is {timeout!r}; expected seconds, at least 0")
+    return min(float(timeout), f.LONGEST_SECONDS)

@@ -14,14 +14,11 @@ What differs from CuPy's own:
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
-from pynccl import BootstrapError, Communicator, UniqueId, current_device
+from pynccl import Communicator, current_device, library_info
 from pynccl import init as _init
-from pynccl.bootstrap._init import DEFAULT_TIMEOUT
-from pynccl.bootstrap._round import Round
-from pynccl.bootstrap._store import Store, StoreServer, format_address
+from pynccl.bootstrap._store import format_address
 from pynccl.compat import _sparse
 
 _DEFAULT_HOST = "127.0.0.1"
@@ -189,24 +186,14 @@ def _rows(array: Any, name: str, size: int) -> Any:
     return array
 
 
+def _device() -> int | None:
+    """Return the device that the program has chosen; the CPU library's are chosen by rank."""
+    return None if library_info().backend == "cpu" else current_device()
+
+
 def _over_tcp(size: int, rank: int, host: str, port: int, timeout: float | None) -> Communicator:
-    deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
-    token = os.environ.get("PYNCCL_STORE_TOKEN", "")
-    server = _listen(host, port, token) if rank == 0 else None
-    try:
-        with Store(format_address(host, port), token, timeout=deadline - time.monotonic()) as store:
-            uid, _ = Round(store, 0, rank, size, deadline).exchange(lambda: None, lingers=rank == 0)
-    finally:
-        if server is not None:
-            server.close()
-    return Communicator(size, UniqueId(uid), rank, timeout=timeout)
-
-
-def _listen(host: str, port: int, token: str) -> StoreServer:
-    try:
-        return StoreServer(host, port, token)
-    except OSError as error:
-        raise BootstrapError(f"rank 0 cannot listen at {host}:{port}: {error}") from error
+    where = format_address(host, port)
+    return _init(f"tcp://{where}", rank=rank, world_size=size, device=_device(), timeout=timeout)
 
 
 def _over_mpi(size: int, rank: int, timeout: float | None) -> Communicator:
@@ -219,6 +206,6 @@ def _over_mpi(size: int, rank: int, timeout: float | None) -> Communicator:
         raise ValueError(f"MPI's processes have the ranks {ranks}; expected each of 0 to {size - 1} once")
     world = MPI.COMM_WORLD.Split(0, rank)
     try:
-        return _init(world, device=current_device(), timeout=timeout)
+        return _init(world, device=_device(), timeout=timeout)
     finally:
         world.Free()

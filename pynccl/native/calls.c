@@ -17,10 +17,9 @@ static const unsigned char pynccl_sizes[ncclNumTypes] = {1, 1, 4, 4, 8, 8, 2, 4,
 // --- communicators
 // ------------------------------------------------------------------------------------------
 
-pynccl_comm* pynccl_comm_new(uintptr_t handle, int rank, int size, int waits) {
+pynccl_comm* pynccl_comm_new(void) {
   pynccl_comm* comm = calloc(1, sizeof *comm);
-  if (comm)
-    *comm = (pynccl_comm){.handle = handle, .references = 1, .rank = rank, .size = size, .waits = waits};
+  if (comm) *comm = (pynccl_comm){.references = 1, .size = 1};
   return comm;
 }
 
@@ -189,11 +188,11 @@ int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t
 }
 
 int pynccl_issue_between(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count) {
-  return pynccl_issue(like, send, recv, count, 0, like->comm->waits);
+  return pynccl_issue(like, send, recv, count, like->comm->stream, like->comm->waits);
 }
 
 int pynccl_issue_in_place(const pynccl_call* like, uintptr_t buffer, size_t count) {
-  return pynccl_issue(like, buffer, buffer, count, 0, like->comm->waits);
+  return pynccl_issue(like, buffer, buffer, count, like->comm->stream, like->comm->waits);
 }
 
 // --- lists of calls

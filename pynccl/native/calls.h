@@ -31,6 +31,7 @@ typedef struct pynccl_comm {
   int rank;
   int size;
   int waits;            // calls without a stream return when they are done: the CPU library's
+  uintptr_t stream;     // of calls without one
   int busy;             // a thread is in a call
   pynccl_trace* trace;  // the recorder's, or NULL
   // Streams with work since pynccl_comm_forget.
@@ -78,7 +79,7 @@ typedef struct pynccl_list {
 int pynccl_group_depth(void);
 int pynccl_is_recording(void);
 
-pynccl_comm* pynccl_comm_new(uintptr_t handle, int rank, int size, int waits);
+pynccl_comm* pynccl_comm_new(void);
 void pynccl_comm_release(pynccl_comm* comm);
 void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream);
 int pynccl_enter(pynccl_comm* comm);

@@ -213,7 +213,8 @@ int cuDeviceGetName(char* name, int length, int device) {
 
 int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
   ENTER("cuDeviceGetUuid_v2", "%d", device);
-  for (int i = 0; i < 16; ++i) uuid[i] = (unsigned char)(16 * device + i);
+  const char* first = getenv("FAKE_CUDA_FIRST");  // which of the machine's devices is number 0 here
+  for (int i = 0; i < 16; ++i) uuid[i] = (unsigned char)(16 * (device + (first ? atoi(first) : 0)) + i);
   return leave(OK);
 }
 

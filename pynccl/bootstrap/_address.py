@@ -1,0 +1,70 @@
+"""Addresses: from text to what a socket takes, in bounded time."""
+
+from __future__ import annotations
+
+import ipaddress
+import queue
+import socket
+import threading
+from typing import Any
+
+# Family, and the address as socket.bind and socket.connect take it.
+Address = tuple[int, Any]
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of "host:port" or "[ipv6]:port"."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
+        raise ValueError(f"expected host:port, got {text!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """Return the text that parse_address reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a numeric address is reached from this machine only."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def resolve(host: str, port: int, timeout: float) -> list[Address]:
+    """Return the addresses of a host; TimeoutError when the name service takes too long.
+
+    A number is not looked up anywhere. A name is looked up in a thread, because neither a time-out nor Ctrl-C
+    reaches the C library's resolver.
+    """
+    for family, rest in ((socket.AF_INET, ()), (socket.AF_INET6, (0, 0))):
+        try:
+            socket.inet_pton(family, host)
+        except (OSError, ValueError):
+            continue
+        return [(family, (host, port, *rest))]
+    answers: queue.SimpleQueue[list[Address] | OSError] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            answers.put(_look_up(host, port))
+        except (OSError, UnicodeError) as error:
+            answers.put(
+                error if isinstance(error, OSError) else OSError(f"{host!r} is no host name: {error}")
+            )
+
+    threading.Thread(target=look_up, name="pynccl-resolve", daemon=True).start()
+    try:
+        answer = answers.get(timeout=timeout)
+    except queue.Empty:
+        raise TimeoutError(f"the name {host!r} was not resolved within {timeout:.3g} s") from None
+    if isinstance(answer, OSError):
+        raise answer
+    return answer
+
+
+def _look_up(host: str, port: int) -> list[Address]:
+    # Asked for an empty name the C library would take any address of this machine.
+    if not host:
+        raise OSError("the host is empty; expected a name or an address ('0.0.0.0' or '::' for all of them)")
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in found]

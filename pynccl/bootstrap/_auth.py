@@ -1,0 +1,126 @@
+"""The shared secret: where it comes from, how both sides prove it, and how frames are sealed with it.
+
+Both sides send a nonce, and answer with an HMAC-SHA-256 over both: the secret itself never travels, and
+an answer recorded once is worth nothing later. Keys for the two directions follow from the same nonces. A
+frame is masked with SHAKE-256 of key and counter, and then authenticated with keyed BLAKE2b: whoever sits on
+the way can neither read, change, repeat nor insert one. Without a secret only the id of the job is proved,
+and frames are plain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pynccl import capi
+from pynccl._errors import BootstrapError
+
+NONCE = 16
+DIGEST = 32
+TAG = 16
+# Half of it masks, half of it authenticates.
+_SEAL_KEY = 64
+_MOST_BYTES = 1 << 16
+
+
+def read_secret(environ: Mapping[str, str] | None = None) -> str:
+    """Return what PYNCCL_SECRET is, or what the file at PYNCCL_SECRET_FILE has; "" where neither is set."""
+    environ = os.environ if environ is None else environ
+    secret, path = environ.get("PYNCCL_SECRET", ""), environ.get("PYNCCL_SECRET_FILE", "")
+    return secret if secret or not path else _read_file(path)
+
+
+def _read_file(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(_MOST_BYTES).strip()
+    except OSError as error:
+        raise BootstrapError(f"PYNCCL_SECRET_FILE: cannot read {path!r}: {error.strerror}") from error
+    if mode & stat.S_IRWXO:
+        raise BootstrapError(
+            f"PYNCCL_SECRET_FILE: {path!r} is open to every user (mode {mode:04o}); expected 0600"
+        )
+    if not text:
+        raise BootstrapError(f"PYNCCL_SECRET_FILE: {path!r} is empty; expected the secret")
+    return text
+
+
+def _encode(secret: str) -> bytes:
+    return secret.encode("utf-8", "surrogateescape")
+
+
+def job_key(secret: str, job: str) -> bytes:
+    """Return the key from which all others of a job's store follow."""
+    kind = b"secret" if secret else b"open"
+    return hmac.digest(_encode(secret), b"pynccl store, " + kind + b", job " + _encode(job), "sha256")
+
+
+class Session(NamedTuple):
+    """What only the two sides of one connection know: their proofs, and the keys of each direction."""
+
+    client_proof: bytes
+    server_proof: bytes
+    to_server: bytes
+    to_client: bytes
+
+    @classmethod
+    def derive(cls, key: bytes, nonces: bytes) -> Session:
+        """Derive all of it from the job's key and both nonces."""
+        all_keys = hashlib.shake_256(hmac.digest(key, nonces, "sha256")).digest(2 * DIGEST + 2 * _SEAL_KEY)
+        return cls(all_keys[:32], all_keys[32:64], all_keys[64:128], all_keys[128:])
+
+
+class Seal:
+    """One direction of one connection; the two ends of it count alike."""
+
+    __slots__ = ("_count", "_mac", "_mask")
+
+    def __init__(self, key: bytes) -> None:
+        self._mask, self._mac = key[:32], key[32:]
+        self._count = 0
+
+    def close(self, body: bytes) -> bytes:
+        """Return the body masked, with its tag."""
+        number = self._next()
+        hidden = self._masked(number, body)
+        return hidden + self._tag(number + hidden)
+
+    def open(self, sealed: bytes) -> bytes:
+        """Return the body of what `close` made; ValueError when it is anything else."""
+        number = self._next()
+        hidden, tag = sealed[:-TAG], sealed[-TAG:]
+        if not hmac.compare_digest(tag, self._tag(number + hidden)):
+            raise ValueError("a frame that was not sealed with the job's secret")
+        return self._masked(number, hidden)
+
+    def _next(self) -> bytes:
+        self._count += 1
+        return self._count.to_bytes(8, "big")
+
+    def _tag(self, data: bytes) -> bytes:
+        return hashlib.blake2b(data, digest_size=TAG, key=self._mac).digest()
+
+    def _masked(self, number: bytes, data: bytes) -> bytes:
+        mask = hashlib.shake_256(self._mask + number).digest(len(data))
+        mixed = int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")
+        return mixed.to_bytes(len(data), "little")
+
+
+def encrypt_nccl(secret: str | None = None) -> None:
+    """Let NCCL encrypt its TCP connections with a key that follows from the secret.
+
+    The secret is by default PYNCCL_SECRET's. It takes NCCL 2.32 built with TLS, and a call on every rank
+    before the first communicator or unique id.
+    """
+    secret = read_secret() if secret is None else secret
+    if not secret:
+        raise BootstrapError(
+            "no secret: expected PYNCCL_SECRET or PYNCCL_SECRET_FILE, or the argument secret"
+        )
+    key = hmac.digest(_encode(secret), b"pynccl key for ncclSetEncryption", "sha256")
+    capi.ncclSetEncryption({"mode": 1, "psk": key.hex()})

@@ -1,0 +1,134 @@
+"""What the launchers' variables say about this process, and which launcher counts when several are there.
+
+Launchers nest. The rule, the same on every rank of a job:
+
+1. RANK and WORLD_SIZE (torchrun, deepspeed, `pynccl run`) go before everything: they are set per process, by
+   the launcher that started the process itself.
+2. mpirun's own variables (Open MPI's, those of MPICH's hydra, PALS's) go before Slurm's: inside of a Slurm
+   job they are newer, and SLURM_PROCID is then that of mpirun's daemon or of the batch script.
+3. Slurm's go before PMI_RANK and PMI_SIZE alone, which srun sets itself (--mpi=pmi2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pynccl._errors import BootstrapError
+
+# Of a Slurm job, where nobody set MASTER_PORT; below the ports that the system gives out by itself.
+_SLURM_PORTS = range(10000, 30000)
+
+
+class Names(NamedTuple):
+    """The variables of one launcher."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    mpi: bool = False
+    # The variable that shows this launcher, where it is not that of the rank.
+    sign: str = ""
+
+
+TORCHRUN = Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+_SLURM = Names("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+_OPEN_MPI = "OMPI_COMM_WORLD_"
+_LAUNCHERS = (
+    TORCHRUN,
+    Names("Open MPI", _OPEN_MPI + "RANK", _OPEN_MPI + "SIZE", _OPEN_MPI + "LOCAL_RANK", mpi=True),
+    Names("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", mpi=True),
+    Names("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", mpi=True, sign="MPI_LOCALRANKID"),
+    _SLURM,
+    Names("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", mpi=True),
+)
+
+
+class Launcher(NamedTuple):
+    """What the launcher that counts says; None for what it does not."""
+
+    names: Names
+    rank: int | None
+    size: int | None
+    local_rank: int | None
+    # Other launchers whose variables are there too.
+    ignored: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = self.names
+        text = f"{names.launcher}'s variables ({names.rank}={self.rank}, {names.size}={self.size})"
+        return text + (f", not {' or '.join(self.ignored)}'s" if self.ignored else "")
+
+
+NOBODY = Launcher(Names("no launcher", "rank", "world_size", "local rank"), None, None, None)
+
+
+def detect(environ: Mapping[str, str]) -> Launcher:
+    """Return what the launcher that counts says of this process."""
+    found = [names for names in _LAUNCHERS if (names.sign or names.rank) in environ]
+    if not found:
+        return NOBODY
+    names = found[0]
+    # srun's PMI variables are Slurm's own, and hydra's are found under two names.
+    others = tuple(dict.fromkeys(n.launcher for n in found[1:] if n.launcher not in ("PMI", names.launcher)))
+    return Launcher(
+        names,
+        _number(environ, names.rank),
+        _number(environ, names.size),
+        _number(environ, names.local_rank),
+        others,
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    # Python's own isdigit would take digits that int() refuses.
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise BootstrapError(f"{name} is {text!r}; expected a number, as the launcher sets it")
+    return int(text)
+
+
+def master(environ: Mapping[str, str], launcher: Launcher) -> tuple[str, int] | None:
+    """Return where rank 0 is to be met, None where the environment does not say."""
+    host, port = environ.get("MASTER_ADDR", ""), _number(environ, "MASTER_PORT")
+    if launcher.names is _SLURM:
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+        host = host or first_host(nodes or environ.get("SLURM_NODELIST", ""))
+        port = _slurm_port(environ) if port is None else port
+    if not host or port is None:
+        return None
+    if not 0 < port <= 65535:
+        raise BootstrapError(f"MASTER_PORT is {port}; expected 1 to 65535")
+    return host, port
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a Slurm node list, such as `a[01-03,7]b,c`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def _slurm_port(environ: Mapping[str, str]) -> int | None:
+    job = _number(environ, "SLURM_JOB_ID")
+    if job is None:
+        return None
+    step = environ.get("SLURM_STEP_ID", "0")
+    return _SLURM_PORTS[(job * 97 + int(step if step.isdigit() else 0)) % len(_SLURM_PORTS)]
+
+
+def job_name(environ: Mapping[str, str], launcher: Launcher) -> str:
+    """Return what tells this job from others that might use the same address, "" where nothing does."""
+    if environ.get("TORCHELASTIC_RUN_ID"):
+        return f"torchrun {environ['TORCHELASTIC_RUN_ID']}"
+    if launcher.names is _SLURM and environ.get("SLURM_JOB_ID"):
+        return f"Slurm {environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
+    return ""
+
+
+def uses_agent_store(environ: Mapping[str, str]) -> bool:
+    """Tell whether MASTER_PORT is held by torchrun's agent, which lends its store."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_PORT" in environ

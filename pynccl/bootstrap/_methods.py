@@ -1,0 +1,305 @@
+"""The methods of `pynccl.init`: which one counts, and how its exchange is opened."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import itertools
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from pynccl._errors import BootstrapError, NcclTimeoutError
+from pynccl._lifetime import bounded
+from pynccl.bootstrap import _environment, _mpi
+from pynccl.bootstrap._auth import read_secret
+from pynccl.bootstrap._environment import Launcher
+from pynccl.bootstrap._keys import FolderKeys, Keys, ObjectKeys, StoreKeys
+from pynccl.bootstrap._round import Exchange, Round
+from pynccl.bootstrap._server import StoreServer
+from pynccl.bootstrap._store import Store, format_address, parse_address
+from pynccl.bootstrap._tcp import Host, Place, ask, connect, left
+
+Open = Callable[[float], AbstractContextManager[Exchange]]
+_EXPECTED = (
+    "expected None, 'env', 'mpi', 'tcp://host:port', 'file:///path', an mpi4py communicator, or an object "
+    "with get and set"
+)
+
+
+class Method(NamedTuple):
+    """The method that counts: this rank, why, and how to reach the others."""
+
+    rank: int
+    size: int
+    why: str
+    # Whether the rank is the launcher's, so that its local rank fits.
+    follows: bool
+    open: Open
+    # Whether these are some of the processes of an MPI job: they keep the devices that they have.
+    part: bool = False
+
+
+def choose(
+    method: Any,
+    rank: int | None,
+    world_size: int | None,
+    launcher: Launcher,
+    on_listen: Callable[[str], object] | None,
+) -> Method:
+    """Return the method for these arguments in this environment."""
+    if on_listen is not None and not (isinstance(method, str) and method.startswith("tcp://")):
+        raise ValueError("on_listen is given; expected None unless method is 'tcp://host:port'")
+    if method is None and rank is None and world_size is None:
+        if launcher is _environment.NOBODY or (launcher.names.mpi and launcher.size == 1):
+            return _alone(launcher)
+        if launcher.names.mpi and importlib.util.find_spec("mpi4py") is not None:
+            method = "mpi"
+    if method == "mpi" or _mpi.is_communicator(method):
+        if rank is not None or world_size is not None:
+            raise ValueError("rank and world_size are MPI's own with this method; expected None")
+        return _by_mpi(method, launcher)
+    where, opener = _place(method, on_listen)
+    rank, size = _numbers(rank, world_size, launcher)
+    if opener is None:
+        where, opener = _by_environment(rank, size, launcher)
+    follows = rank == launcher.rank
+    given = "the arguments" if launcher is _environment.NOBODY or not follows else str(launcher)
+    return Method(rank, size, f"{given}{where if size > 1 else ''}", follows, opener(rank, size))
+
+
+def _alone(launcher: Launcher) -> Method:
+    why = "itself: no launcher's variables" if launcher is _environment.NOBODY else str(launcher)
+    return Method(0, 1, why, True, _nowhere)
+
+
+def _nowhere(_: float) -> AbstractContextManager[Exchange]:
+    raise AssertionError("a single rank has nobody to meet")
+
+
+def _numbers(rank: int | None, world_size: int | None, launcher: Launcher) -> tuple[int, int]:
+    names = _environment.TORCHRUN if launcher is _environment.NOBODY else launcher.names
+    rank = launcher.rank if rank is None else int(rank)
+    size = launcher.size if world_size is None else int(world_size)
+    for name, argument, value in ((names.rank, "rank", rank), (names.size, "world_size", size)):
+        if value is None:
+            raise BootstrapError(
+                f"{name} is not set; expected a number, as `pynccl run` and torchrun set it, or {argument}="
+            )
+    assert rank is not None and size is not None
+    if not 0 <= rank < size:
+        raise BootstrapError(
+            f"{names.rank} is {rank} and {names.size} {size}; expected 0 <= {names.rank} < {names.size}"
+        )
+    return rank, size
+
+
+# --- where ranks meet ---------------------------------------------------------------------------------------
+
+Opener = Callable[[int, int], Open]
+# One place serves several calls of init: each is a round of its own, counted alike on every rank.
+_rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+# Objects by their id, held so that the id stays theirs.
+_objects: dict[int, Any] = {}
+
+
+def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str, Opener | None]:
+    """Return where a method meets, in words, and how; nothing for what the environment has to say."""
+    if method is None or method == "env":
+        return "", None
+    if isinstance(method, str) and method.startswith("tcp://"):
+        try:
+            host, port = parse_address(method.removeprefix("tcp://"))
+        except ValueError as error:
+            raise ValueError(f"method is {method!r}: {error}") from None
+        if not host:
+            raise ValueError(f"method is {method!r}; expected a host before the port")
+        if port == 0 and on_listen is None:
+            raise ValueError(
+                f"method is {method!r}; with port 0, rank 0 needs on_listen= to tell the others its port"
+            )
+        return f", at {method}", _opener(_at_address, host, port, on_listen)
+    if isinstance(method, str) and method.startswith("file:///"):
+        path = method.removeprefix("file://")
+        return f", in {method}", _opener(_through, lambda _: FolderKeys(path), method, True)
+    if isinstance(method, Store):
+        return f", through the store at {method.address}", _opener(
+            _through, lambda _: StoreKeys(method), _identity(method), False
+        )
+    if not isinstance(method, str) and ObjectKeys.fits(method):
+        keys = ObjectKeys(method)
+        return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(method), False)
+    raise ValueError(f"method is {method!r}; {_EXPECTED}")
+
+
+def _opener(function: Callable[..., AbstractContextManager[Exchange]], *args: Any) -> Opener:
+    return lambda rank, size: lambda deadline: function(*args, rank, size, deadline)
+
+
+def _identity(target: Any) -> str:
+    _objects[id(target)] = target
+    return f"object {id(target)}"
+
+
+def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Opener]:
+    """Return where the environment says that ranks meet."""
+    environ = os.environ
+    at = _environment.master(environ, launcher)
+    if _environment.uses_agent_store(environ) and at is not None:
+        where = f"torchrun's store at {format_address(*at)}"
+        return f", through {where}", _opener(_through, lambda end: _agent_keys(*at, where, end), where, False)
+    if address := environ.get("PYNCCL_STORE"):
+        return f", through the store at {address}", _opener(_at_store, address, address)
+    if size == 1:
+        return "", _opener(_nowhere)
+    if at is None:
+        raise BootstrapError(
+            f"rank {rank} knows no store: expected PYNCCL_STORE=host:port, or MASTER_ADDR and MASTER_PORT "
+            f"(MASTER_ADDR={environ.get('MASTER_ADDR')!r}, MASTER_PORT={environ.get('MASTER_PORT')!r})"
+        )
+    where = format_address(*at)
+    if where not in _kept and (store := _torch_store(rank, size)) is not None:
+        # torch listens at MASTER_PORT already.
+        keys = ObjectKeys(store, "torch.distributed's store", "pynccl/")
+        return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(store), True)
+    return f", at {where}", _opener(_at_master, *at, _environment.job_name(environ, launcher))
+
+
+@contextmanager
+def _through(
+    keys: Callable[[float], Keys], name: str, lingers: bool, rank: int, size: int, deadline: float
+) -> Iterator[Exchange]:
+    """Meet through something that is there already."""
+    yield Round(keys(deadline), str(next(_rounds[name])), rank, size, deadline, lingers=lingers)
+
+
+@contextmanager
+def _at_store(address: str, name: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
+    """Meet through a store of ours that is there already."""
+    with connect(Place(address, read_secret()), deadline, rank, size, "cannot take part") as store:
+        yield Round(StoreKeys(store), str(next(_rounds[name])), rank, size, deadline)
+
+
+@contextmanager
+def _at_address(
+    host: str, port: int, on_listen: Callable[[str], object] | None, rank: int, size: int, deadline: float
+) -> Iterator[Exchange]:
+    """Meet at a store that rank 0 has for this call only."""
+    if rank != 0:
+        if port == 0:
+            raise ValueError("method is 'tcp://...:0'; expected rank 0's port on the other ranks")
+        place = ask(host, port, "", deadline, rank, size)
+        with connect(place, deadline, rank, size) as store:
+            yield Round(StoreKeys(store), "0", rank, size, deadline)
+        return
+    home = Host(host, port, "", deadline)
+    try:
+        if on_listen is not None:
+            on_listen(f"tcp://{home.signpost.address}")
+        with connect(home.place, deadline, rank, size) as store:
+            meeting = Round(StoreKeys(store, home.where), "0", rank, size, deadline, lingers=True)
+            meeting.when_joined = home.signpost.close
+            yield meeting
+    finally:
+        home.close()
+
+
+# The stores that were met at MASTER_PORT, which may be torch's by now; with the server on rank 0.
+_kept: dict[str, tuple[Place, StoreServer | None]] = {}
+
+
+def _forget() -> None:
+    """Close what this process serves; in a forked child, only leave it to the parent."""
+    while _kept:
+        _, (_, server) = _kept.popitem()
+        if server is not None:
+            server.close()
+
+
+atexit.register(_forget)
+os.register_at_fork(after_in_child=_kept.clear)
+
+
+@contextmanager
+def _at_master(host: str, port: int, job: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
+    """Meet at MASTER_PORT, once; from then on at the store that was met there."""
+    where = format_address(host, port)
+    home = None
+    if where not in _kept and rank == 0:
+        home = Host(host, port, job, deadline)
+        place, server = home.place, home.server
+    elif where not in _kept:
+        place, server = ask(host, port, job, deadline, rank, size), None
+    else:
+        place, server = _kept[where]
+    try:
+        with connect(place, deadline, rank, size) as store:
+            name = str(next(_rounds[place.address]))
+            keys = StoreKeys(store, where if home is None else home.where)
+            meeting = Round(keys, name, rank, size, deadline, lingers=server is not None)
+            if home is not None:
+                meeting.when_joined = home.signpost.close
+            yield meeting
+    except BaseException:
+        if home is not None:
+            home.close()
+        raise
+    _kept[where] = place, server
+
+
+# --- torch's stores: their protocol is spoken by torch alone ------------------------------------------------
+
+
+def _agent_keys(host: str, port: int, where: str, deadline: float) -> ObjectKeys:
+    """Connect to the store of torchrun's agent, which holds MASTER_PORT."""
+    try:
+        dist = importlib.import_module("torch.distributed")
+    except ImportError as error:
+        raise BootstrapError(f"{where} needs torch, which cannot be imported: {error}") from error
+
+    def open_store() -> Any:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=left(deadline)))
+
+    try:
+        store = bounded(open_store, left(deadline) + 0.3, f"connecting to {where}")
+    except NcclTimeoutError as error:
+        raise BootstrapError(str(error)) from None
+    except RuntimeError as error:
+        raise BootstrapError(f"cannot connect to {where}: {error}") from error
+    # After a restart, what the ranks before have left is still there.
+    return ObjectKeys(store, where, f"pynccl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/")
+
+
+def _torch_store(rank: int, size: int) -> Any:
+    """Return the store of torch.distributed where this process has initialized it with these ranks."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+# --- MPI ----------------------------------------------------------------------------------------------------
+
+
+def _by_mpi(method: Any, launcher: Launcher) -> Method:
+    comm = _mpi.communicator(method)
+    rank, size = int(comm.Get_rank()), int(comm.Get_size())
+    if method == "mpi":
+        _mpi.require_same_world(comm, launcher)
+    part = _mpi.is_part(comm)
+    text = f", not {launcher}" if not launcher.names.mpi and launcher is not _environment.NOBODY else ""
+
+    @contextmanager
+    def opened(deadline: float) -> Iterator[Exchange]:
+        yield _mpi.MpiExchange(comm, deadline)
+
+    why = f"MPI ({'MPI.COMM_WORLD' if method == 'mpi' else 'the given communicator'}){text}"
+    # Open MPI numbers the ranks of a machine in another order than MPI.COMM_TYPE_SHARED does.
+    return Method(rank, size, why, part, opened, part)

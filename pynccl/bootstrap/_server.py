@@ -1,0 +1,491 @@
+"""The server of the store: one thread that serves every connection, in memory that strangers cannot fill."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from types import TracebackType
+
+from pynccl.bootstrap import _frames as f
+from pynccl.bootstrap._address import format_address, is_loopback, resolve
+from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, Session, job_key, read_secret
+
+log = logging.getLogger("pynccl")
+
+# What the store keeps at most; a key costs more than its bytes.
+_MAX_BYTES = 1 << 28
+_KEY_BYTES = 256
+_MAX_OUTPUT = 4 * f.MAX_FRAME
+_TICK = 0.05
+# Connections that have not proved themselves: so long, so many, and where there are more, the oldest go
+# first; at this rate, so that there is time for a proof even then.
+_HELLO_SECONDS = 10.0
+_MOST_PENDING = 4096
+_EVICTIONS_PER_SECOND = 8192
+_ACCEPTS_AT_ONCE = 64
+_MOST_UNTRUSTED = 4096
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_READ, _WRITE = 0x001, 0x004  # EPOLLIN, EPOLLOUT
+
+
+class _Refused(Exception):
+    """A request that cannot be done; its text goes to the client."""
+
+
+class _Connection:
+    """One client as the server sees it."""
+
+    __slots__ = (
+        "arrived",
+        "deadline",
+        "fd",
+        "incoming",
+        "input",
+        "outgoing",
+        "output",
+        "session",
+        "sock",
+        "trusted",
+        "wait",
+    )
+
+    def __init__(self, sock: socket.socket, now: float) -> None:
+        self.sock, self.fd = sock, sock.fileno()
+        self.arrived = now
+        # There once the client has said hello; trusted once it has proved itself.
+        self.session: Session | None = None
+        self.trusted = False
+        self.incoming: Seal | None = None
+        self.outgoing: Seal | None = None
+        self.input, self.output = bytearray(), bytearray()
+        # What the client waits for, as operation and key, and until when.
+        self.wait: tuple[int, bytes] | None = None
+        self.deadline = 0.0
+
+    def next_frame(self) -> bytes | None:
+        """Take a complete request; none while an earlier one of the same client waits."""
+        if self.wait is not None or len(self.input) < f.LENGTH.size:
+            return None
+        (length,) = f.LENGTH.unpack_from(self.input)
+        if not f.REQUEST.size <= length <= f.MAX_SEALED:
+            raise ValueError(f"a frame of {length} bytes")
+        end = f.LENGTH.size + length
+        if len(self.input) < end:
+            return None
+        frame = bytes(self.input[f.LENGTH.size : end])
+        del self.input[:end]
+        return frame if self.incoming is None else self.incoming.open(frame)
+
+
+class StoreServer:
+    """Serve a store from a thread of this process; a context manager.
+
+    The secret is by default PYNCCL_SECRET's or, where there is none, a new one that `secret` tells; "" means
+    none at all. Only clients that know it, and the same `job`, are served. `host` is a name or an address,
+    '0.0.0.0' or '::' for every interface; port 0 takes a free one.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        secret: str | None = None,
+        *,
+        job: str | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        self.secret = read_secret() or secrets.token_hex(16) if secret is None else secret
+        self.job = os.environ.get("PYNCCL_JOB_ID", "") if job is None else job
+        self._key = job_key(self.secret, self.job)
+        self.host = host
+        self._listener = _listen(host, port, timeout)
+        bound, self.port = self._listener.getsockname()[:2]
+        if not self.secret and not is_loopback(bound):
+            log.warning(
+                "the store at %s has no secret: whoever reaches it can take part; set PYNCCL_SECRET",
+                self.address,
+            )
+        self._data: dict[bytes, bytes] = {}
+        self._bytes = 0
+        self._waiting: dict[bytes, set[_Connection]] = {}
+        self._barriers: dict[bytes, tuple[int, set[_Connection]]] = {}
+        self._connections: dict[int, _Connection] = {}
+        self._pending: dict[_Connection, None] = {}
+        self._timed: set[_Connection] = set()
+        self._resumed: deque[_Connection] = deque()
+        # Most files of this process are for others: strangers get a quarter.
+        self._most_pending = max(1, min(_MOST_PENDING, os.sysconf("SC_OPEN_MAX") // 4))
+        self._paused = self._warned = False
+        self._next_tick = 0.0
+        self._wake = os.eventfd(0)
+        self._poll = select.epoll()
+        self._poll.register(self._listener, _READ)
+        self._poll.register(self._wake, _READ)
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._open = True
+        _servers.add(self)
+        self._thread = threading.Thread(target=self._serve, name="pynccl-store", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Return what clients connect to, as host:port."""
+        return format_address(self.host, self.port)
+
+    @property
+    def token(self) -> str:
+        """Return the secret."""
+        return self.secret
+
+    def close(self) -> None:
+        """End the thread and every connection; harmless when done twice or in a forked child."""
+        if self._pid != os.getpid():
+            return
+        with self._closing:
+            if self._open:
+                self._open = False
+                os.eventfd_write(self._wake, 1)
+                self._thread.join()
+                os.close(self._wake)
+
+    def __enter__(self) -> StoreServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        try:
+            self._loop()
+        finally:
+            self._close_files()
+
+    def _close_files(self) -> None:
+        for connection in list(self._connections.values()):
+            connection.sock.close()
+        self._listener.close()
+        self._poll.close()
+        self._connections.clear()
+
+    def _loop(self) -> None:
+        listener = self._listener.fileno()
+        while True:
+            busy = self._pending or self._timed or self._paused
+            arrivals = False
+            for fd, mask in self._poll.poll(_TICK if busy else None):
+                if fd == self._wake:
+                    return
+                if fd == listener:
+                    arrivals = True
+                elif (connection := self._connections.get(fd)) is not None:
+                    self._handle(connection, mask)
+            while self._resumed:
+                connection = self._resumed.popleft()
+                if self._connections.get(connection.fd) is connection:
+                    self._handle(connection, 0)
+            now = time.monotonic()
+            # After the others, so that a crowd of strangers does not keep them waiting.
+            if arrivals:
+                self._accept(now)
+            if now >= self._next_tick:
+                self._next_tick = now + _TICK
+                self._expire(now)
+
+    # --- connections: arriving, proving themselves, ending ---
+
+    def _accept(self, now: float) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE):
+            if len(self._pending) >= self._most_pending and not self._evict(now):
+                self._pause(True)
+                return
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._make_room(error, now)
+                return
+            sock.setblocking(False)
+            connection = _Connection(sock, now)
+            self._connections[connection.fd] = connection
+            self._pending[connection] = None
+            self._poll.register(sock, _READ)
+            # Its hello is mostly there already.
+            self._handle(connection, _READ)
+
+    def _evict(self, now: float) -> bool:
+        """Drop the connection that has taken longest to prove itself, when it has had its time."""
+        oldest = next(iter(self._pending))
+        if now - oldest.arrived < self._most_pending / _EVICTIONS_PER_SECOND:
+            return False
+        self._drop(oldest)
+        return True
+
+    def _make_room(self, error: OSError, now: float) -> None:
+        """Out of files: drop a stranger where there is one, and let the others wait for a tick."""
+        if self._pending:
+            self._evict(now)
+        elif not self._warned:
+            self._warned = True
+            log.warning(
+                "the store at %s cannot take more than %d clients: %s (see `ulimit -n`)",
+                self.address,
+                len(self._connections),
+                error.strerror,
+            )
+        self._pause(True)
+
+    def _pause(self, paused: bool) -> None:
+        if paused != self._paused:
+            self._paused = paused
+            self._poll.modify(self._listener, 0 if paused else _READ)
+
+    def _expire(self, now: float) -> None:
+        while self._pending and next(iter(self._pending)).arrived + _HELLO_SECONDS <= now:
+            self._drop(next(iter(self._pending)))
+        for connection in [waiter for waiter in self._timed if waiter.deadline <= now]:
+            self._resume(connection, f.MISSING, self._forget(connection))
+        self._pause(False)
+
+    def _drop(self, connection: _Connection) -> None:
+        if self._connections.get(connection.fd) is connection:
+            del self._connections[connection.fd]
+            self._pending.pop(connection, None)
+            self._forget(connection)
+            connection.sock.close()
+
+    def _handle(self, connection: _Connection, mask: int) -> None:
+        try:
+            if mask & _WRITE:
+                self._flush(connection)
+            if mask & ~_WRITE and not self._read(connection):
+                return
+            while (frame := connection.next_frame() if connection.trusted else None) is not None:
+                self._request(connection, frame)
+            if len(connection.input) > f.LENGTH.size + f.MAX_SEALED:
+                raise ValueError("too many requests at once")
+        except (OSError, ValueError, struct.error):
+            self._drop(connection)
+
+    def _read(self, connection: _Connection) -> bool:
+        """Take what has come; False when it leaves nothing to do."""
+        try:
+            data = connection.sock.recv(65536 if connection.trusted else _MOST_UNTRUSTED)
+        except BlockingIOError:
+            return False
+        if not data:
+            raise ConnectionError("closed by the client")
+        connection.input += data
+        return connection.trusted or self._judge(connection)
+
+    def _judge(self, connection: _Connection) -> bool:
+        """Answer the client's hello, and then see whether it has proved itself; False when it has yet to."""
+        got = connection.input
+        if connection.session is None:
+            if not got.startswith(f.HELLO[: len(got)]):
+                raise ValueError("no client of the store")
+            if len(got) < f.CLIENT_HELLO:
+                return False
+            nonce = secrets.token_bytes(NONCE)
+            connection.session = Session.derive(self._key, bytes(got[len(f.HELLO) : f.CLIENT_HELLO]) + nonce)
+            del got[: f.CLIENT_HELLO]
+            proof = connection.session.server_proof
+            connection.sock.send(f.HELLO + bytes([bool(self.secret)]) + nonce + proof)
+        if len(got) < DIGEST:
+            return False
+        if not hmac.compare_digest(got[:DIGEST], connection.session.client_proof):
+            raise ValueError("wrong secret")
+        del got[:DIGEST]
+        connection.trusted = True
+        self._pending.pop(connection)
+        if self.secret:
+            connection.incoming = Seal(connection.session.to_server)
+            connection.outgoing = Seal(connection.session.to_client)
+        return True
+
+    def _answer(self, connection: _Connection, status: int, value: bytes = b"") -> None:
+        body = bytes((status,)) + value
+        if connection.outgoing is not None:
+            body = connection.outgoing.close(body)
+        self._send(connection, f.LENGTH.pack(len(body)) + body)
+
+    def _send(self, connection: _Connection, data: bytes) -> None:
+        if connection.output:
+            sent = 0
+        else:
+            try:
+                sent = connection.sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(data):
+                return
+            self._poll.modify(connection.fd, _READ | _WRITE)
+        connection.output += data[sent:]
+        if len(connection.output) > _MAX_OUTPUT:
+            raise ValueError("too much unread output")
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            del connection.output[: connection.sock.send(connection.output)]
+        except BlockingIOError:
+            return
+        if not connection.output:
+            self._poll.modify(connection.fd, _READ)
+
+    # --- requests ---
+
+    def _request(self, connection: _Connection, frame: bytes) -> None:
+        op, length = f.REQUEST.unpack_from(frame)
+        start = f.REQUEST.size + length
+        key, argument = frame[f.REQUEST.size : start], frame[start:]
+        if len(frame) < start:
+            raise ValueError(f"a key of {length} bytes in a frame of {len(frame)}")
+        try:
+            if op == f.SET:
+                self._store(key, argument)
+                self._answer(connection, f.OK)
+            elif op == f.ADD:
+                self._answer(connection, f.OK, self._add(key, *f.INT64.unpack(argument)))
+            elif op in (f.GET, f.WAIT):
+                self._get(connection, op, key, *f.INT64.unpack(argument))
+            elif op == f.BARRIER:
+                self._enter(connection, key, *f.BARRIER_ARGUMENT.unpack(argument))
+            elif op == f.DELETE:
+                self._answer(connection, f.OK, b"%d" % self._delete(key))
+            else:
+                raise ValueError(f"unknown operation {op}")
+        except _Refused as reason:
+            self._answer(connection, f.REFUSED, str(reason).encode())
+
+    def _store(self, key: bytes, value: bytes) -> None:
+        old = self._data.get(key)
+        size = self._bytes + len(value) + (len(key) + _KEY_BYTES if old is None else -len(old))
+        if size > _MAX_BYTES and (old is None or len(value) > len(old)):
+            raise _Refused(f"it is full: it keeps at most {_MAX_BYTES >> 20} MiB")
+        self._data[key] = value
+        self._bytes = size
+        for waiter in self._waiting.pop(key, ()):
+            assert waiter.wait is not None
+            self._resume(waiter, f.OK, value if waiter.wait[0] == f.GET else b"")
+
+    def _add(self, key: bytes, number: int) -> bytes:
+        try:
+            number += int(self._data.get(key, b"0"))
+        except ValueError:
+            raise _Refused("its value is no number") from None
+        if not -(1 << 63) <= number < 1 << 63:
+            raise _Refused("the sum does not fit into 64 bits")
+        self._store(key, b"%d" % number)
+        return b"%d" % number
+
+    def _delete(self, key: bytes) -> bool:
+        value = self._data.pop(key, None)
+        if value is not None:
+            self._bytes -= len(key) + len(value) + _KEY_BYTES
+        return value is not None
+
+    def _get(self, connection: _Connection, op: int, key: bytes, timeout_ms: int) -> None:
+        value = self._data.get(key)
+        if value is not None:
+            self._answer(connection, f.OK, value if op == f.GET else b"")
+        elif timeout_ms <= 0:
+            self._answer(connection, f.MISSING)
+        else:
+            self._waiting.setdefault(key, set()).add(connection)
+            self._suspend(connection, op, key, timeout_ms)
+
+    def _enter(self, connection: _Connection, key: bytes, timeout_ms: int, count: int) -> None:
+        expected, inside = self._barriers.setdefault(key, (count, set()))
+        if expected != count:
+            raise _Refused(f"the others there wait for {expected} clients, not {count}")
+        inside.add(connection)
+        self._suspend(connection, f.BARRIER, key, timeout_ms)
+        if len(inside) >= count:
+            del self._barriers[key]
+            for waiter in inside:
+                self._resume(waiter, f.OK)
+
+    def _suspend(self, connection: _Connection, op: int, key: bytes, timeout_ms: int) -> None:
+        connection.wait = op, key
+        connection.deadline = time.monotonic() + timeout_ms / 1000
+        self._timed.add(connection)
+
+    def _resume(self, connection: _Connection, status: int, value: bytes = b"") -> None:
+        """Answer a client that waited; what it has sent since comes when the others have been served."""
+        connection.wait = None
+        self._timed.discard(connection)
+        try:
+            self._answer(connection, status, value)
+        except (OSError, ValueError):
+            self._drop(connection)
+            return
+        if connection.input:
+            self._resumed.append(connection)
+
+    def _forget(self, connection: _Connection) -> bytes:
+        """End a client's wait; return how many were in its barrier with it."""
+        if connection.wait is None:
+            return b""
+        op, key = connection.wait
+        connection.wait = None
+        self._timed.discard(connection)
+        if op == f.BARRIER:
+            _, inside = self._barriers[key]
+            present = b"%d" % len(inside)
+            inside.discard(connection)
+            if not inside:
+                del self._barriers[key]
+            return present
+        waiters = self._waiting[key]
+        waiters.discard(connection)
+        if not waiters:
+            del self._waiting[key]
+        return b""
+
+
+def _listen(host: str, port: int, timeout: float) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port is {port}; expected 0 to 65535")
+    family, where = resolve(host, port, timeout)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The connections inherit it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(where)
+        listener.listen(4096)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise type(error)(error.errno, f"{error.strerror} ({format_address(host, port)})") from error
+    return listener
+
+
+_servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """Close a forked child's copies of the sockets, which would outlive the server."""
+    for server in list(_servers):
+        if server._open:
+            server._close_files()
+            os.close(server._wake)
+    _servers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

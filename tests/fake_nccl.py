@@ -1,0 +1,177 @@
+"""A libnccl that moves nothing: it writes calls down, fails where it is told to, and is of any version.
+
+Linked with the fake driver it takes its device from the current context and launches on streams as NCCL does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pynccl
+
+_SOURCE = r"""
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#pragma weak cuCtxGetDevice
+#pragma weak cuDevicePrimaryCtxRetain
+#pragma weak cuCtxPushCurrent_v2
+#pragma weak cuCtxPopCurrent_v2
+#pragma weak fake_cuda_launch
+int cuCtxGetDevice(int* device);
+int cuDevicePrimaryCtxRetain(uintptr_t* context, int device);
+int cuCtxPushCurrent_v2(uintptr_t context);
+int cuCtxPopCurrent_v2(uintptr_t* context);
+void fake_cuda_launch(uintptr_t stream, int value);
+
+typedef struct { int rank, nranks, device, async_error; } Comm;
+typedef struct { char internal[128]; } Id;
+typedef struct { size_t size; unsigned magic, version; float estimate; } SimInfo;
+typedef struct { size_t size; unsigned magic, version; void* ext; int minCTAs; } CollConfig;
+
+static char text[1 << 20];
+static size_t used;
+static int fail_at = -1, fail_with, end_with, calls;
+
+static void note(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  used += vsnprintf(text + used, sizeof text - used, format, arguments);
+  va_end(arguments);
+}
+
+const char* fake_log(void) { return text; }
+void fake_clear(void) { text[used = 0] = 0; }
+int fake_calls(void) { return calls; }
+void fake_fail(int at, int result) { calls = 0; fail_at = at; fail_with = result; }
+void fake_fail_end(int result) { end_with = result; }
+void fake_async_error(Comm* comm, int result) { comm->async_error = result; }
+
+int ncclGetVersion(int* version) { return *version = VERSION, 0; }
+int ncclGetUniqueId(Id* id) { return memset(id, 7, sizeof *id), 0; }
+const char* ncclGetErrorString(int result) { return result ? "something failed" : "no error"; }
+const char* ncclGetLastError(Comm* comm) { return comm ? "the cause" : ""; }
+
+int ncclCommInitRank(Comm** out, int nranks, Id id, int rank) {
+  *out = calloc(1, sizeof **out);
+  **out = (Comm){rank, nranks, 0, 0};
+  return id.internal[0] != 7 || (cuCtxGetDevice && cuCtxGetDevice(&(*out)->device));
+}
+int ncclCommCount(Comm* comm, int* out) { return *out = comm->nranks, 0; }
+int ncclCommUserRank(Comm* comm, int* out) { return *out = comm->rank, 0; }
+int ncclCommCuDevice(Comm* comm, int* out) { return *out = comm->device, 0; }
+int ncclCommGetAsyncError(Comm* comm, int* out) { return *out = comm->async_error, 0; }
+int ncclCommFinalize(Comm* comm) { return (void)comm, note("finalize\n"), 0; }
+int ncclCommDestroy(Comm* comm) { return free(comm), note("destroy\n"), 0; }
+int ncclCommAbort(Comm* comm) { return free(comm), note("abort\n"), 0; }
+int ncclGroupStart(void) { return note("start\n"), 0; }
+int ncclGroupEnd(void) { return note("end\n"), end_with; }
+
+static int call(Comm* comm, uintptr_t stream, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  used += vsnprintf(text + used, sizeof text - used, format, arguments);
+  va_end(arguments);
+  note(" stream %#lx\n", (unsigned long)stream);
+  if (calls++ == fail_at) return fail_with;
+  uintptr_t context;
+  if (!fake_cuda_launch) return 0;
+  if (cuDevicePrimaryCtxRetain(&context, comm->device) || cuCtxPushCurrent_v2(context)) return 1;
+  fake_cuda_launch(stream, calls);
+  return cuCtxPopCurrent_v2(&context) != 0;
+}
+
+#define TAIL Comm *comm, uintptr_t stream
+#define PAIR const char *s, char *r
+int ncclAllReduce(PAIR, size_t n, int type, int op, TAIL) {
+  return call(comm, stream, "AllReduce %s %zu type %d op %d", s == r ? "in place" : "apart", n, type, op);
+}
+int ncclReduce(PAIR, size_t n, int type, int op, int root, TAIL) {
+  (void)s;
+  return call(comm, stream, "Reduce %s %zu type %d op %d root %d", r ? "to" : "from", n, type, op, root);
+}
+int ncclBroadcast(PAIR, size_t n, int type, int root, TAIL) {
+  return call(comm, stream, "Broadcast %s %zu type %d root %d", s == r ? "in place" : "apart", n, type, root);
+}
+int ncclAllGather(PAIR, size_t n, int type, TAIL) {
+  return call(comm, stream, "AllGather %ld %zu type %d", (long)(r - s), n, type);
+}
+int ncclReduceScatter(PAIR, size_t n, int type, int op, TAIL) {
+  return call(comm, stream, "ReduceScatter %ld %zu type %d op %d", (long)(r - s), n, type, op);
+}
+int ncclSend(const char* s, size_t n, int type, int peer, TAIL) {
+  return call(comm, stream, "Send %#lx %zu type %d to %d", (long)s, n, type, peer);
+}
+int ncclRecv(char* r, size_t n, int type, int peer, TAIL) {
+  return call(comm, stream, "Recv %#lx %zu type %d from %d", (long)r, n, type, peer);
+}
+#if VERSION >= 22203
+int ncclGroupSimulateEnd(SimInfo* info) {
+  note("simulate\n");
+  info->estimate = 12.5f;
+  return end_with;
+}
+#endif
+#if VERSION >= 22803
+int ncclAlltoAll(PAIR, size_t n, int type, TAIL) {
+  return call(comm, stream, "AlltoAll %ld %zu type %d", (long)(r - s), n, type);
+}
+int ncclGather(PAIR, size_t n, int type, int root, TAIL) {
+  return call(comm, stream, "Gather %s %zu type %d root %d", s && r ? "to" : "from", n, type, root);
+}
+int ncclScatter(PAIR, size_t n, int type, int root, TAIL) {
+  return call(comm, stream, "Scatter %s %zu type %d root %d", s && r ? "from" : "to", n, type, root);
+}
+#endif
+#if VERSION >= 23102
+int ncclAllReduceConfig(PAIR, size_t n, int type, int op, TAIL, const CollConfig* config) {
+  (void)s, (void)r;
+  return call(comm, stream, "AllReduceConfig %zu type %d op %d minCTAs %d", n, type, op, config->minCTAs);
+}
+int ncclAlltoAllConfig(PAIR, size_t n, int type, TAIL, const CollConfig* config) {
+  (void)s, (void)r;
+  return call(comm, stream, "AlltoAllConfig %zu type %d minCTAs %d", n, type, config->minCTAs);
+}
+#endif
+"""
+
+
+def source(version: int = 23203) -> str:
+    """Return the C source of a library of a version; functions that it did not have are not there."""
+    return f"#define VERSION {version}\n{_SOURCE}"
+
+
+class Fake:
+    """The test's side of the library that is loaded."""
+
+    def __init__(self) -> None:
+        self._library: Any = ctypes.CDLL(pynccl.load().path)
+        self._library.fake_log.restype = ctypes.c_char_p
+        self._library.fake_async_error.argtypes = [ctypes.c_size_t, ctypes.c_int]
+
+    def log(self) -> list[str]:
+        """Return what was called since the last time."""
+        lines: list[str] = self._library.fake_log().decode().splitlines()
+        self._library.fake_clear()
+        return lines
+
+    def calls(self) -> int:
+        """Return the number of operations since `fail`."""
+        return int(self._library.fake_calls())
+
+    def fail(self, at: int, result: int) -> None:
+        """Have the operation `at`, counted from now, return a result; -1: none."""
+        self._library.fake_fail(at, result)
+
+    def fail_end(self, result: int) -> None:
+        """Have the ends of groups return a result."""
+        self._library.fake_fail_end(result)
+
+    def async_error(self, comm: int, result: int) -> None:
+        """Set a communicator's asynchronous error."""
+        self._library.fake_async_error(comm, result)

@@ -1,0 +1,419 @@
+"""What goes wrong while ranks meet; nothing takes longer to fail than its time-out and one second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from conftest import clean_environment
+from pynccl import BootstrapError, testing
+from pynccl.bootstrap import StoreServer
+from test_init_environment import forget_the_launcher, free_port
+from test_init_methods import Plain, meet
+
+METHODS = ["pynccl run", "master", "tcp", "file", "object"]
+
+
+def method_of(kind: str, where: str, port: int) -> Any:
+    """Return what to give to init, and set the environment for it."""
+    if kind == "master":
+        os.environ.pop("PYNCCL_STORE", None)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if kind in ("pynccl run", "master"):
+        return None
+    return {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{where}/meeting", "object": Plain(where, "")}[
+        kind
+    ]
+
+
+def fails_in_time(method: Any, timeout: float, **more: Any) -> str:
+    start = time.monotonic()
+    with pytest.raises(pynccl.NcclError) as caught:
+        pynccl.init(method, timeout=timeout, **more)
+    assert time.monotonic() - start < timeout + 1
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+# --- late and never ---
+
+
+def comes_late(rank: int, nranks: int, kind: str, where: str, port: int, late: int) -> None:
+    method = method_of(kind, where, port)
+    if rank == late:
+        time.sleep(0.6)
+    with pynccl.init(method, timeout=15) as comm:
+        assert (comm.all_reduce(np.ones(2)) == nranks).all()
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("late", [0, 1])
+def test_late(kind: str, late: int, tmp_path: Path) -> None:
+    testing.run(2, comes_late, kind, str(tmp_path), free_port(), late, backend="cpu")
+
+
+def never_comes(rank: int, nranks: int, kind: str, where: str, port: int, absent: int) -> str:
+    method = method_of(kind, where, port)
+    return "" if rank == absent else fails_in_time(method, 1)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_never(kind: str, tmp_path: Path) -> None:
+    texts = testing.run(3, never_comes, kind, str(tmp_path), free_port(), 2, backend="cpu")
+    for text in texts[:2]:
+        assert text.startswith("BootstrapError") and "ranks that never arrived: 2 (1 of 3)" in text
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_rank_0_never(kind: str, tmp_path: Path) -> None:
+    texts = testing.run(3, never_comes, kind, str(tmp_path), free_port(), 0, backend="cpu")
+    for text in texts[1:]:
+        assert text.startswith("BootstrapError")
+        assert "did not meet rank 0" in text or "ranks that never arrived: 0 (1 of 3)" in text
+
+
+# --- twice, and with another size ---
+
+
+def comes_twice(rank: int, nranks: int, kind: str, where: str, port: int) -> str:
+    method = method_of(kind, where, port)
+    return fails_in_time(method, 1.2, rank=min(rank, 1))
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_twice(kind: str, tmp_path: Path) -> None:
+    texts = testing.run(3, comes_twice, kind, str(tmp_path), free_port(), backend="cpu")
+    assert "ranks that never arrived: 2" in texts[0]
+    # Nothing but set and get cannot always tell.
+    assert kind == "object" or sum("rank 1 of 3 arrived twice" in text for text in texts) == 1
+
+
+def other_size(rank: int, nranks: int, kind: str, where: str, port: int) -> str:
+    method = method_of(kind, where, port)
+    return fails_in_time(method, 2, world_size=4 if rank == 1 else 2)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_another_size(kind: str, tmp_path: Path) -> None:
+    texts = testing.run(2, other_size, kind, str(tmp_path), free_port(), backend="cpu")
+    assert all("rank 1 has world_size 4, rank 0 has 2" in text for text in texts)
+
+
+# --- the secret ---
+
+
+def other_secret(rank: int, nranks: int, kind: str, port: int) -> str:
+    method = method_of(kind, "", port)
+    os.environ["PYNCCL_SECRET"] = "guess" if rank else "the job's secret"
+    return fails_in_time(method, 2)
+
+
+@pytest.mark.parametrize("kind", ["master", "tcp"])
+def test_another_secret(kind: str) -> None:
+    texts = testing.run(2, other_secret, kind, free_port(), backend="cpu")
+    assert "ranks that never arrived: 1" in texts[0]
+    assert "the secret (PYNCCL_SECRET)" in texts[1]
+
+
+# --- rank 0 fails, before and after the id is out ---
+
+
+def fails_later(rank: int, nranks: int, kind: str, where: str, port: int, who: int) -> str:
+    method = method_of(kind, where, port)
+    return fails_in_time(method, 10, config={"minCTAs": 8, "maxCTAs": 2} if rank == who else None)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_failure_after_the_id_is_out(kind: str, who: int, tmp_path: Path) -> None:
+    start = time.monotonic()
+    texts = testing.run(3, fails_later, kind, str(tmp_path), free_port(), who, backend="cpu")
+    assert time.monotonic() - start < 8
+    for rank, text in enumerate(texts):
+        assert "ncclCommInitRankConfig" in text, text
+        assert rank == who or (f"rank {who} of 3 failed" in text and text.startswith("BootstrapError")), text
+
+
+def dies(rank: int, nranks: int, kind: str, where: str, port: int, who: int) -> str:
+    method = method_of(kind, where, port)
+    if rank == who:
+        # In the middle of the wait for the others.
+        threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if rank == 2:
+        time.sleep(1.2)
+    return fails_in_time(method, 2)
+
+
+@pytest.mark.parametrize("kind", ["pynccl run", "master", "file"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_is_killed_while_it_waits(kind: str, who: int, tmp_path: Path) -> None:
+    results = testing.run(
+        3, dies, kind, str(tmp_path), free_port(), who, backend="cpu", check=False, timeout=20
+    )
+    for rank, result in enumerate(results):
+        if rank == who:
+            assert "SIGKILL" in str(result)
+        else:
+            assert isinstance(result, str), result
+
+
+def server_is_killed(rank: int, nranks: int, pid: int) -> str:
+    if rank == 0:
+        threading.Timer(0.7, os.kill, (pid, signal.SIGKILL)).start()
+    return fails_in_time(None, 5, world_size=nranks + 1)
+
+
+SERVER = """
+import sys, time
+from pynccl.bootstrap import StoreServer
+server = StoreServer(secret="known")
+print(server.address, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_server_is_killed() -> None:
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        env = {"PYNCCL_STORE": server.stdout.readline().strip(), "PYNCCL_SECRET": "known"}
+        start = time.monotonic()
+        texts = testing.run(2, with_environment, env, server.pid, backend="cpu")
+        assert time.monotonic() - start < 3.5
+    finally:
+        server.kill()
+        server.communicate()
+    assert all("lost the store at" in text for text in texts)
+
+
+def with_environment(rank: int, nranks: int, env: dict[str, str], pid: int) -> str:
+    os.environ.update(env)
+    return server_is_killed(rank, nranks, pid)
+
+
+# --- addresses ---
+
+
+def resolves_not(rank: int, nranks: int, where: str) -> str:
+    forget_the_launcher()
+    return fails_in_time(where, 1.5, rank=rank, world_size=2)
+
+
+def test_a_name_that_does_not_resolve() -> None:
+    texts = testing.run(2, resolves_not, "tcp://no-such-host.invalid:5000", backend="cpu")
+    assert "rank 0 cannot listen at no-such-host.invalid:5000" in texts[0]
+    assert "rank 1 of 2 did not meet rank 0: no store answered at no-such-host.invalid:5000" in texts[1]
+
+
+def test_a_port_that_is_taken() -> None:
+    with StoreServer() as other:
+        texts = testing.run(2, resolves_not, f"tcp://127.0.0.1:{other.port}", backend="cpu")
+    assert f"rank 0 cannot listen at 127.0.0.1:{other.port}: " in texts[0]
+    assert "rank 1 of 2 did not meet rank 0" in texts[1]
+
+
+def test_a_name_that_others_cannot_reach() -> None:
+    name = socket.gethostname()
+    address = socket.gethostbyname(name)
+    if not address.startswith("127."):
+        pytest.skip("this machine has its name at an address that others can reach")
+    (text,) = testing.run(1, resolves_not, f"tcp://{name}:{free_port()}", backend="cpu")
+    assert f"({name} is {address} on rank 0's machine, which other machines cannot reach)" in text
+
+
+def only_ipv6(rank: int, nranks: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="::1", MASTER_PORT=str(port), NCCL_SOCKET_FAMILY="AF_INET6")
+    del os.environ["PYNCCL_STORE"]
+    with pynccl.init(timeout=20) as comm:
+        assert (comm.all_reduce(np.ones(2)) == nranks).all()
+
+
+def test_ipv6() -> None:
+    testing.run(2, only_ipv6, free_port(), backend="cpu", env={"NCCL_SOCKET_IFNAME": "lo"})
+
+
+def behind_a_proxy(rank: int, nranks: int, kind: str, port: int) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        os.environ[name] = os.environ[name.upper()] = "http://127.0.0.1:9"
+    method = method_of(kind, "", port)
+    with pynccl.init(method, timeout=20) as comm:
+        assert (comm.all_reduce(np.ones(2)) == nranks).all()
+
+
+@pytest.mark.parametrize("kind", ["pynccl run", "master", "tcp"])
+def test_a_proxy_is_nothing_to_it(kind: str) -> None:
+    testing.run(2, behind_a_proxy, kind, free_port(), backend="cpu")
+
+
+# --- start methods ---
+
+
+def child(rank: int, nranks: int, port: int) -> None:
+    forget_the_launcher()
+    meet(f"tcp://127.0.0.1:{port}", rank, nranks)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(nranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )  # fmt: skip
+    for _ in range(2):
+        with pynccl.init(timeout=20) as comm:
+            assert comm.all_reduce(np.ones(1))[0] == nranks
+
+
+def starts(rank: int, nranks: int, how: str, used_before: bool, port: int) -> None:
+    if used_before:
+        # What the parent has met is the parent's.
+        meet(f"tcp://127.0.0.1:{port}", 0, 1)
+        os.environ.update(RANK="0", WORLD_SIZE="1")
+        pynccl.init(timeout=5).destroy()
+    context = multiprocessing.get_context(how)
+    processes = [context.Process(target=child, args=(r, 3, port)) for r in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("how", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("used_before", [False, True])
+def test_start_methods(how: str, used_before: bool) -> None:
+    testing.run(1, starts, how, used_before, free_port(), backend="cpu")
+
+
+def forks_after_it_met(rank: int, nranks: int, port: int, second: int) -> None:
+    """Fork when the store of MASTER_PORT is kept: the children meet anew."""
+    method_of("master", "", port)
+    with pynccl.init(timeout=20) as comm:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.environ.update(MASTER_PORT=str(second))
+                with pynccl.init(timeout=10) as mine:
+                    code = 0 if mine.all_reduce(np.ones(1))[0] == nranks else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert comm.all_reduce(np.ones(1))[0] == nranks
+
+
+def test_forks_after_it_met() -> None:
+    testing.run(2, forks_after_it_met, free_port(), free_port(), backend="cpu")
+
+
+# --- Ctrl-C in every wait ---
+
+WAITS = {
+    "rank 0 waits for the others at a port": ("tcp://127.0.0.1:{port}", 0),
+    "a rank waits for rank 0's port": ("tcp://127.0.0.1:{port}", 1),
+    "a rank waits for a name": ("tcp://no-such-host.invalid:{port}", 1),
+    "rank 0 waits in a folder": ("file://{folder}/meeting", 0),
+    "a rank waits in a folder": ("file://{folder}/meeting", 1),
+    "rank 0 waits at an object": ("object", 0),
+    "a rank waits at an object": ("object", 1),
+    "rank 0 waits at the launcher's store": ("env", 0),
+    "a rank waits at the launcher's store": ("env", 1),
+}
+INTERRUPTED = """
+import sys, time
+import pynccl
+class Nothing:
+    def get(self, name): return None
+    def set(self, name, value): pass
+method, rank = sys.argv[1], int(sys.argv[2])
+pynccl.library_info()
+print("ready", flush=True)
+try:
+    pynccl.init(Nothing() if method == "object" else method, rank=rank, world_size=3, timeout=30)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_ctrl_c(wait: str, tmp_path: Path) -> None:
+    text, rank = WAITS[wait]
+    method = text.format(port=free_port(), folder=tmp_path)
+    with StoreServer() as server:
+        env = clean_environment() | {
+            "PYNCCL_STORE": server.address, "PYNCCL_SECRET": server.secret, "PYNCCL_LIBRARY": "cpu",
+        }  # fmt: skip
+        command = [sys.executable, "-c", INTERRUPTED, method, str(rank)]
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            start = time.monotonic()
+            assert process.stdout.readline() == "interrupted\n"
+            assert time.monotonic() - start < 1
+            process.wait(5)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def interrupted_early(rank: int, nranks: int) -> str:
+    """Ctrl-C on rank 1, which has arrived, before rank 2 does."""
+    if rank == 1:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.7)
+    if rank == 2:
+        time.sleep(1.2)
+    start = time.monotonic()
+    with pytest.raises((KeyboardInterrupt, BootstrapError)) as caught:
+        pynccl.init(timeout=20)
+    assert time.monotonic() - start < 5
+    return repr(caught.value)
+
+
+def test_ctrl_c_on_one_rank() -> None:
+    texts = testing.run(3, interrupted_early, backend="cpu")
+    assert texts[1] == "KeyboardInterrupt()"
+    assert all("rank 1 of 3 failed: KeyboardInterrupt" in texts[rank] for rank in (0, 2))
+
+
+def interrupted_creation(rank: int, nranks: int) -> str:
+    """Ctrl-C on rank 0 when the id is out: the others learn of it at once."""
+    if rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 1.5)
+    if rank == 2:
+        os.environ["PYNCCL_CPU_FAULT"] = ""
+        original = pynccl.Communicator.__init__
+
+        def slow(self: Any, *args: Any, **more: Any) -> None:
+            time.sleep(4)
+            original(self, *args, **more)
+
+        pynccl.Communicator.__init__ = slow  # type: ignore[method-assign]
+    start = time.monotonic()
+    try:
+        pynccl.init(timeout=20)
+    except KeyboardInterrupt:
+        assert rank == 0
+        assert time.monotonic() - start < 2.5
+        return "interrupted"
+    except BootstrapError as error:
+        assert time.monotonic() - start < 3.5
+        return str(error)
+    return "no error"
+
+
+def test_ctrl_c_while_the_communicator_is_created() -> None:
+    texts = testing.run(3, interrupted_creation, backend="cpu")
+    assert texts[0] == "interrupted"
+    assert all("rank 0 of 3 failed: KeyboardInterrupt" in text for text in texts[1:])

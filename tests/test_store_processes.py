@@ -1,0 +1,293 @@
+"""The store among processes: every way to start them, their ends, and Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pynccl import BootstrapError
+from pynccl.bootstrap import Store, StoreServer
+
+SECRET = "of these tests"
+
+
+@contextmanager
+def python(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a program that has said its first line, and kill it in the end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+# --- starting ---
+
+
+def take_part(address: str, index: int, count: int) -> None:
+    with Store(address, SECRET, timeout=30) as store:
+        if index == 0:
+            store.set("id", b"i" * 128)
+        assert store.get("id") == b"i" * 128
+        assert 1 <= store.add("here", 1) <= count
+        store.barrier("all", count + 1)
+        assert store.get("here") == b"%d" % count
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_start_methods(method: str) -> None:
+    context: Any = multiprocessing.get_context(method)
+    with StoreServer(secret=SECRET) as server, Store(server.address, SECRET, timeout=40) as store:
+        clients = [context.Process(target=take_part, args=(server.address, i, 3)) for i in range(3)]
+        for client in clients:
+            client.start()
+        store.barrier("all", 4)
+        for client in clients:
+            client.join()
+        assert [client.exitcode for client in clients] == [0, 0, 0]
+        assert store.get("here", 0) == b"3"
+
+
+def serve(pipe: Any) -> None:
+    with StoreServer(secret=SECRET) as server, Store(server.address, SECRET) as own:
+        pipe.send(server.address)
+        assert own.get("done", 20) == b"x"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_the_server_in_a_process_of_any_kind(method: str) -> None:
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    child = context.Process(target=serve, args=(theirs,))
+    child.start()
+    with Store(ours.recv(), SECRET, timeout=10) as store:
+        store.set("done", b"x")
+    child.join()
+    assert child.exitcode == 0
+    ours.close()
+    theirs.close()
+
+
+def children() -> list[str]:
+    return sorted(
+        pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()
+    )
+
+
+def test_one_thread_and_no_process() -> None:
+    before, processes = threading.active_count(), children()
+    with StoreServer(secret=SECRET) as server:
+        clients = [Store(server.address, SECRET) for _ in range(50)]
+        assert threading.active_count() == before + 1
+        assert children() == processes
+        for client in clients:
+            client.close()
+    assert threading.active_count() == before
+
+
+def test_within_a_running_event_loop() -> None:
+    """As in a Jupyter kernel, whose cells run inside a loop."""
+
+    async def cell() -> bytes:
+        with StoreServer(secret=SECRET) as server, Store(server.address, SECRET, timeout=10) as store:
+            other = asyncio.to_thread(take_part, server.address, 0, 1)
+            task = asyncio.ensure_future(other)
+            await asyncio.sleep(0.05)
+            await asyncio.to_thread(store.barrier, "all", 2)
+            await task
+            return store.get("id")
+
+    assert asyncio.run(cell()) == b"i" * 128
+
+
+FORK = """
+import os, sys, time
+from pynccl.bootstrap import Store, StoreServer
+server = StoreServer(secret=sys.argv[1])
+store = Store(server.address, sys.argv[1], timeout=10)
+store.set("of the parent", b"1")
+child = os.fork()
+if child == 0:
+    # The store goes on with a connection of its own; the server is not this process's.
+    assert store.get("of the parent") == b"1"
+    server.close()
+    print(os.getpid(), flush=True)
+    store.set("of the child", b"2")
+    time.sleep(60)
+assert store.get("of the child") == b"2"
+print(server.address, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_forked_child_keeps_nothing_open() -> None:
+    with python(FORK, SECRET) as parent:
+        orphan, address = int(line(parent)), line(parent)
+        try:
+            with Store(address, SECRET, timeout=5) as store:
+                timer = threading.Timer(0.3, parent.kill)
+                timer.start()
+                start = time.monotonic()
+                with pytest.raises(BootstrapError, match="lost the store"):
+                    store.get("never", 20)
+                assert time.monotonic() - start < 2
+                timer.join()
+            parent.wait()
+            # The port is free again, though the child is still there.
+            os.kill(orphan, 0)
+            StoreServer(port=int(address.rpartition(":")[2])).close()
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+
+
+# --- ends ---
+
+SERVER = """
+import sys
+from pynccl.bootstrap import StoreServer
+server = StoreServer(secret=sys.argv[1])
+print(server.address, flush=True)
+sys.stdin.read()
+"""
+CALLS = {
+    "get": lambda store, timeout: store.get("never", timeout),
+    "wait": lambda store, timeout: store.wait(["never"], timeout),
+    "barrier": lambda store, timeout: store.barrier("b", 2, timeout),
+    "set": lambda store, timeout: store.set("k", b"v", timeout),
+    "add": lambda store, timeout: store.add("n", 1, timeout),
+    "delete": lambda store, timeout: store.delete("k", timeout),
+}
+
+
+@pytest.mark.parametrize("how", ["get", "wait", "barrier"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_server_killed(how: str, number: int) -> None:
+    with python(SERVER, SECRET) as server, Store(line(server), SECRET, timeout=20) as store:
+        timer = threading.Timer(0.2, server.send_signal, [number])
+        timer.start()
+        start = time.monotonic()
+        with pytest.raises(BootstrapError, match="lost the store at .*: "):
+            CALLS[how](store, 20)
+        assert time.monotonic() - start < 1.2
+        timer.join()
+        # And so does every later call, within its own time.
+        with pytest.raises(BootstrapError, match="no store answered"):
+            CALLS[how](store, 0.2)
+        assert time.monotonic() - start < 2.5
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_server_that_hangs(how: str) -> None:
+    with python(SERVER, SECRET) as server, Store(line(server), SECRET, timeout=20) as store:
+        server.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
+        start = time.monotonic()
+        with pytest.raises(BootstrapError, match="lost the store at .*: it did not answer in time"):
+            CALLS[how](store, 0.5)
+        assert 0.4 < time.monotonic() - start < 1.5
+        start = time.monotonic()
+        with pytest.raises(BootstrapError, match="it did not answer in time"):
+            CALLS[how](store, 0.3)
+        assert time.monotonic() - start < 1.3
+        server.send_signal(signal.SIGCONT)
+        store.set("again", b"there")
+        assert store.get("again") == b"there"
+
+
+def test_clients_that_die_hold_nobody_up() -> None:
+    code = """
+import sys
+from pynccl.bootstrap import Store
+store = Store(sys.argv[1], sys.argv[2])
+print("in", flush=True)
+store.barrier("all", 3)
+"""
+    with StoreServer(secret=SECRET) as server, Store(server.address, SECRET, timeout=10) as store:
+        with python(code, server.address, SECRET) as client:
+            assert line(client) == "in"
+            time.sleep(0.2)
+        with pytest.raises(TimeoutError, match="1 of 3 clients arrived"):
+            store.barrier("all", 3, 0.5)
+
+
+# --- Ctrl-C ---
+
+INTERRUPTED = """
+import socket, sys, threading, time
+from pynccl.bootstrap import Store, StoreServer
+how, address, secret = sys.argv[1:]
+if how == "name":
+    real = socket.getaddrinfo
+    def slow(*args, **options):
+        time.sleep(5)
+        return real(*args, **options)
+    socket.getaddrinfo = slow
+if how in ("name", "connect", "silent"):
+    call = lambda: Store(address, secret, timeout=60)
+else:
+    store = Store(address, secret, timeout=60)
+    if how == "lock":
+        threading.Thread(target=store.get, args=("never",), daemon=True).start()
+        time.sleep(0.2)
+    call = {
+        "get": lambda: store.get("never"),
+        "wait": lambda: store.wait(["never"]),
+        "barrier": lambda: store.barrier("b", 2),
+        "lock": lambda: store.set("key", b""),
+    }[how]
+print("waiting", flush=True)
+try:
+    call()
+except KeyboardInterrupt:
+    if how not in ("name", "connect", "silent", "lock"):
+        # Nothing is left over that a later call could take for its answer.
+        store.set("key", b"fine")
+        assert store.get("key") == b"fine"
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["name", "connect", "silent", "get", "wait", "barrier", "lock"])
+def test_ctrl_c(how: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, StoreServer(secret=SECRET) as server:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            nobody = probe.getsockname()[1]
+        address = {
+            "name": "no-such-host.invalid:1",
+            "connect": f"127.0.0.1:{nobody}",
+            "silent": f"127.0.0.1:{silent.getsockname()[1]}",
+        }.get(how, server.address)
+        with python(INTERRUPTED, how, address, SECRET) as client:
+            assert line(client) == "waiting"
+            time.sleep(0.4)
+            start = time.monotonic()
+            client.send_signal(signal.SIGINT)
+            assert line(client) == "interrupted", client.communicate(timeout=10)[1]
+            assert time.monotonic() - start < 1
+            assert client.wait(timeout=5) == 0

@@ -1,0 +1,79 @@
+"""Streams, events and devices of the library that is loaded."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from pynccl import Communicator, NcclTimeoutError, testing
+
+
+def single(**options: Any) -> Communicator:
+    return Communicator(1, pynccl.get_unique_id(), 0, **options)
+
+
+def streams_and_events(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=20) as comm:
+        stream, event = pynccl.Stream(), pynccl.Event()
+        assert stream.handle > 2
+        assert stream.__cuda_stream__() == (0, stream.handle)
+        assert event.query()
+        comm.barrier()
+        if rank == 1:
+            time.sleep(0.7)
+        x = comm.all_reduce(np.ones(3), stream=stream)
+        event.record(stream)
+        if rank == 0:
+            assert not stream.query()
+            assert not event.query()
+            for wait, name in ((stream.synchronize, "Stream"), (event.synchronize, "Event")):
+                with pytest.raises(NcclTimeoutError, match=f"{name}.synchronize took longer than 0.1 s"):
+                    wait(0.1)
+        event.synchronize(10)
+        assert (x == nranks).all()
+        stream.synchronize(10)
+        assert stream.query() and event.query()
+        for timeout in (0, -1):
+            with pytest.raises(ValueError, match=f"timeout is {timeout}; expected a positive number"):
+                stream.synchronize(timeout)
+        assert repr(stream) == f"<pynccl.Stream {stream.handle:#x}>"
+        comm.synchronize()
+        stream.destroy()
+        stream.destroy()
+        event.destroy()
+        with pytest.raises(ValueError, match="this stream was destroyed; expected a live one"):
+            _ = stream.handle
+        with pytest.raises(ValueError, match="this event was destroyed; expected a live one"):
+            event.query()
+        with pytest.raises(ValueError, match="this stream was destroyed"):
+            comm.all_reduce(np.ones(3), stream=stream)
+
+
+def test_streams_and_events() -> None:
+    testing.run(2, streams_and_events, backend="cpu")
+
+
+def devices(rank: int, nranks: int) -> None:
+    assert pynccl.array_module() is np
+    assert pynccl.device_count() >= 1
+    before = pynccl.current_device()
+    pynccl.set_device(1)
+    assert pynccl.current_device() == 1
+    with single() as comm:
+        assert comm.device == 1
+    with single(device=0) as comm:
+        assert comm.device == 0
+        assert pynccl.current_device() == 1
+    pynccl.set_device(before)
+    wrong: Any
+    for wrong, error in ((-1, ValueError), ("0", TypeError), (True, TypeError), (None, TypeError)):
+        with pytest.raises(error, match=f"device is {wrong!r}; expected"):
+            pynccl.set_device(wrong)
+
+
+def test_devices() -> None:
+    testing.run(1, devices, backend="cpu")
