@@ -128,6 +128,7 @@ groups = [r.group for r in comm.trace()[1:]]
 assert groups == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4], groups
 assert [r.state for r in comm.trace()] == ["done"] * 13
 
+own = comm.trace()[1].stream
 # A plan that is gone is still shown, and one moved to another stream as what it was then.
 with pynccl.Stream() as stream:
     op = pynccl.Plan([comm.prepare.all_reduce(x), comm.prepare.reduce(x)])
@@ -138,7 +139,7 @@ with pynccl.Stream() as stream:
     handle = stream.handle
 del plan, op
 assert [(r.call, r.stream) for r in comm.trace()[-4:]] == [
-    ("all_reduce", 0), ("reduce", 0), ("all_reduce", handle), ("reduce", handle)]
+    ("all_reduce", own), ("reduce", own), ("all_reduce", handle), ("reduce", handle)]
 comm.destroy()
 """,
         PYNCCL_LIBRARY="cpu",
