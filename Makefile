@@ -28,6 +28,7 @@ test-gpu: $(VENV)/test $(VENV)/built
 bench: $(VENV)/bench $(VENV)/built
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/call_overhead.py
+	$(BIN)/python benchmarks/store.py
 
 lint: $(VENV)/dev $(VENV)/test $(VENV)/built
 	$(BIN)/ruff check $(PYTHON_FILES)

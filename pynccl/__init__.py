@@ -13,9 +13,7 @@ The layers, from the top:
 Below that is NVIDIA's libnccl or the CPU library.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from pynccl._buffers import Buffer as Buffer
 from pynccl._communicator import Communicator as Communicator
@@ -61,7 +59,7 @@ from pynccl._types import UniqueId as UniqueId
 from pynccl._types import get_unique_id as get_unique_id
 from pynccl._version import __version__ as __version__
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from pynccl.bootstrap._init import init as init
 
 __all__ = [
@@ -112,7 +110,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Sockets, digests and launchers are for those who look for other ranks, and slow to import.
     if name == "init":
         from pynccl.bootstrap._init import init

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
-import json
 import os
 import signal
 import sys
@@ -111,6 +109,8 @@ _made: Counter[str] = Counter()
 
 def identify(*parts: object) -> str:
     """Return a short name that is the same on all ranks that give the same parts."""
+    import hashlib
+
     digest = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
@@ -135,6 +135,9 @@ def open_trace(
     records = _size()
     if not records or comm.trace:
         return
+    # Slow to import, for those who make no communicator.
+    import json
+
     _install(rank)
     header = {"comm": identity, "rank": rank, "size": size, "origin": origin, "name": name, "also": also}
     comm.trace = lib.pynccl_trace_open(records, size, json.dumps(header)[1:-1].encode())
@@ -160,6 +163,8 @@ def recorded(comm: Any, kind: int, detail: int = 0) -> Iterator[None]:
 
 def trace(comm: Any) -> list[TraceRecord]:
     """Return the records of a pynccl_comm, oldest first."""
+    import json
+
     if not comm.trace:
         return []
     fd = os.memfd_create("pynccl-trace")
@@ -216,6 +221,8 @@ def _file_name() -> str:
 
 
 def _set_process(rank: int | None, folder: str) -> None:
+    import json
+
     _process["rank"] = rank
     known = {"pynccl": __version__, "host": os.uname().nodename, "pid": os.getpid(), "process_rank": rank}
     known["program"] = (sys.argv or [""])[0][:1024]

@@ -73,7 +73,7 @@ def resident(pid: int) -> int:
 
 
 def rendezvous(rank: int, nranks: int, address: str) -> None:
-    os.environ.update(PYNCCL_STORE=address, PYNCCL_SECRET=SECRET, PYNCCL_SECRET=SECRET)
+    os.environ.update(PYNCCL_STORE=address, PYNCCL_SECRET=SECRET)
     for _ in range(3):
         with pynccl.init(timeout=40) as comm:
             assert (comm.all_reduce(np.ones(3)) == nranks).all()
