@@ -39,6 +39,9 @@ IN_PLACE, INTO = "pynccl: all_reduce(a)", "pynccl: all_reduce(a, b)"
 STREAM = "pynccl: all_reduce(a, b, stream=stream)"
 PREPARED, PLANNED = "pynccl: a prepared call", f"pynccl: a plan of {PLAN}"
 GROUPED, GROUPED_PREPARED = f"pynccl: group of {GROUP} calls", f"pynccl: group of {GROUP} prepared calls"
+IN_PLACE_ON, INTO_ON = "pynccl, recorder on: all_reduce(a)", "pynccl, recorder on: all_reduce(a, b)"
+PREPARED_ON, PLANNED_ON = "pynccl, recorder on: a prepared call", f"pynccl, recorder on: a plan of {PLAN}"
+GROUPED_ON = f"pynccl, recorder on: group of {GROUP} calls"
 COMPAT = "pynccl.compat.cupy: bare ints"
 CUPY_BARE = "cupy.cuda.nccl: bare ints"
 CUPY_IN_PLACE, CUPY_INTO = "cupy.cuda.nccl: by hand, in place", "cupy.cuda.nccl: by hand, a to b"
@@ -59,6 +62,17 @@ CASES = (
     Case(PLANNED, "pynccl", "plan()", PLAN, {"ncclAllReduce": PLAN, "ncclGroupStart": 1, "ncclGroupEnd": 1}),
     _group("pynccl", GROUPED, "with pynccl.group():", "comm.all_reduce(a)", indent=" "),
     _group("pynccl", GROUPED_PREPARED, "with pynccl.group():", "op()", indent=" "),
+    Case(IN_PLACE_ON, "recorder", "traced.all_reduce(a)"),
+    Case(INTO_ON, "recorder", "traced.all_reduce(a, b)"),
+    Case(PREPARED_ON, "recorder", "traced_op()"),
+    Case(
+        PLANNED_ON,
+        "recorder",
+        "traced_plan()",
+        PLAN,
+        {"ncclAllReduce": PLAN, "ncclGroupStart": 1, "ncclGroupEnd": 1},
+    ),
+    _group("recorder", GROUPED_ON, "with pynccl.group():", "traced.all_reduce(a)", indent=" "),
     Case(COMPAT, "compat", "compat_comm.allReduce(p, q, n, 7, 0, 0)"),
     Case(CUPY_BARE, "cupy", "cupy_comm.allReduce(p, q, n, 7, 0, 0)"),
     Case(CUPY_IN_PLACE, "cupy", _BY_HAND.format("a")),
@@ -133,10 +147,21 @@ def targets(samples: Samples, import_ms: float | None) -> list[Target]:
         (PLANNED, best_peer(samples) or CUPY_BARE, 0.05),
         (GROUPED, CUPY_GROUP, 2.5),
         (GROUPED_PREPARED, CUPY_GROUP, 0.5),
+        (IN_PLACE_ON, CUPYX_IN_PLACE, 0.35),
+        (IN_PLACE_ON, N4_IN_PLACE, 0.05),
+        (IN_PLACE_ON, CUPY_IN_PLACE, 2.5),
+        (INTO_ON, CUPYX_INTO, 0.45),
+        (INTO_ON, N4_INTO, 0.06),
+        (INTO_ON, CUPY_INTO, 3.5),
+        (PREPARED_ON, CUPY_BARE, 1.2),
+        (PLANNED_ON, best_peer(samples) or CUPY_BARE, 0.05),
+        (GROUPED_ON, CUPY_GROUP, 2.5),
     ]
     found = [
         Target(ours, theirs, "times", most, ratio(samples, ours, theirs)) for ours, theirs, most in bounds
     ]
+    costs = [(PREPARED_ON, PREPARED), (IN_PLACE_ON, IN_PLACE), (INTO_ON, INTO), (GROUPED_ON, GROUPED)]
+    found += [Target(on, off, "ns above", 15, above(samples, on, off)) for on, off in costs]
     found.append(Target(PLANNED, OWN, "ns above", 5, above(samples, PLANNED, OWN)))
     found.append(Target("import pynccl", "numpy's and cffi's import", "ms beyond", 50, import_ms))
     return found

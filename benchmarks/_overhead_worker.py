@@ -6,6 +6,7 @@ Reads its options as JSON from the command line, writes what it measured as JSON
 from __future__ import annotations
 
 import json
+import os
 import sys
 import timeit
 import warnings
@@ -46,12 +47,26 @@ def pynccl(names: dict[str, Any], stack: ExitStack) -> dict[str, str]:
 
     info = pynccl.library_info()
     assert info.path == names["library"], f"pynccl took {info.path}, not {names['library']}"
+    os.environ["PYNCCL_TRACE_SIZE"] = "0"
     comm = pynccl.Communicator(RANKS, bytes(128), 0)
+    del os.environ["PYNCCL_TRACE_SIZE"]
+    assert not comm.trace()
     stack.callback(comm.destroy)
     op = comm.prepare.all_reduce(names["a"])
     plan = pynccl.Plan([op] * 1000)
     names |= {"pynccl": pynccl, "comm": comm, "op": op, "plan": plan}
     return {"pynccl": pynccl.__version__, "how pynccl found the library": info.how}
+
+
+def recorder(names: dict[str, Any], stack: ExitStack) -> dict[str, str]:
+    import pynccl
+
+    comm = pynccl.Communicator(RANKS, bytes(128), 0)
+    assert [record.call for record in comm.trace()] == ["init"]
+    stack.callback(comm.destroy)
+    op = comm.prepare.all_reduce(names["a"])
+    names |= {"pynccl": pynccl, "traced": comm, "traced_op": op, "traced_plan": pynccl.Plan([op] * 1000)}
+    return {}
 
 
 def cffi(names: dict[str, Any], stack: ExitStack) -> dict[str, str]:
@@ -121,6 +136,7 @@ SETUPS: Mapping[str, Callable[[dict[str, Any], ExitStack], dict[str, str]]] = {
     "library": the_library,
     "cffi": cffi,
     "pynccl": pynccl,
+    "recorder": recorder,
     "compat": compat,
     "cupy": cupy,
     "cupyx": cupyx,

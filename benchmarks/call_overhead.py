@@ -170,6 +170,7 @@ def method(options: argparse.Namespace, imports: Sequence[float]) -> dict[str, s
         "cupyx": "NCCLBackend on a communicator, without the store that its constructor starts",
         "nccl4py": "its Communicator, with the device, for which it asks the driver once, set to 0",
         "ctypes": "written as vLLM's is: argtypes, a checked result, pointers wrapped for each call",
+        "recorder": "off (PYNCCL_TRACE_SIZE=0), but in the cases with 'recorder on' as it is by default",
         "repetitions": f"{options.reps} of {options.seconds * 1000:g} ms a case, interleaved, in one process",
         "import pynccl": f"median of {len(imports)} processes: {number(statistics.median(imports))} ms "
         f"({number(min(imports))}–{number(max(imports))})",

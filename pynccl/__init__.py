@@ -45,6 +45,8 @@ from pynccl._library import load as load
 from pynccl._ops import PreMulSum as PreMulSum
 from pynccl._prepared import Plan as Plan
 from pynccl._prepared import Prepared as Prepared
+from pynccl._recorder import TraceRecord as TraceRecord
+from pynccl._recorder import dump_trace as dump_trace
 from pynccl._streams import Event as Event
 from pynccl._streams import Stream as Stream
 from pynccl._structs import CollConfig as CollConfig
@@ -89,12 +91,14 @@ __all__ = [
     "RedOp",
     "SimInfo",
     "Stream",
+    "TraceRecord",
     "UniqueId",
     "__version__",
     "array_module",
     "cpu_library",
     "current_device",
     "device_count",
+    "dump_trace",
     "get_unique_id",
     "get_version",
     "group",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pynccl import _cuda, _discovery, _library
 from pynccl._errors import NcclError
 from pynccl._launch import add_run_parser
+from pynccl._trace import add_trace_parser
 from pynccl._version import __version__
 
 
@@ -20,6 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_run_parser(commands)
+    add_trace_parser(commands)
     info = commands.add_parser("info", help="print versions, libraries and devices")
     info.set_defaults(command=_info)
     cpu = commands.add_parser("cpu-library", help="print the path of the CPU library")

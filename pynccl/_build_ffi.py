@@ -24,6 +24,8 @@ CPU = PACKAGE / "cpu"
 HEADERS = ("nccl_api", "cpu_api", "cuda_api")
 CPU_LIBRARY = "libpynccl_cpu.so"
 FORWARD_LIBRARY = "libnccl.so.2"
+# What the binding includes behind the tables.
+_RUNNING = ("recorder.h", "calls.h", "recorder.c", "dumps.c", "calls.c")
 GROUP_STEPS = {"ncclGroupStart": 1, "ncclGroupEnd": -1, "ncclGroupSimulateEnd": -1}
 
 # --- the declarations ---------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class Binding:
                 f"void* {header.name}_find(const char* name);",
             ]
             parts += [self.declaration(function) + ";" for function in header.functions]
-        parts += [(NATIVE / "calls.h").read_text(encoding="utf-8")]
+        parts += [(NATIVE / name).read_text(encoding="utf-8") for name in ("recorder.h", "calls.h")]
         return "\n".join(parts)
 
     def source(self) -> str:
@@ -194,7 +196,7 @@ class Binding:
                 f"PYNCCL_TABLE_FUNCTIONS({header.name})",
             ]
             parts += [self._wrapper(header, f) for f in header.functions]
-        parts += ['#include "calls.h"', '#include "calls.c"']
+        parts += [f'#include "{name}"' for name in _RUNNING]
         return "\n".join(parts)
 
     def _c_params(self, function: Function) -> str:

@@ -27,6 +27,7 @@ from pynccl._calls import (
 )
 from pynccl._fastcall import keep
 from pynccl._ops import PreMulSum
+from pynccl._recorder import with_callers
 from pynccl._recording import RECORDED
 from pynccl._types import RedOp
 
@@ -39,6 +40,11 @@ S = TypeVar("S", bound=np.generic)
 Op = str | RedOp | int | PreMulSum
 
 
+@with_callers(
+    *("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
+    *("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v", "all_to_all_v"),
+    *("send", "recv", "send_recv"),
+)
 class Collectives(Calls):
     """The operations; Communicator adds the life.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pynccl import _cuda, _library, _lifetime, _streams, capi
+from pynccl import _cuda, _library, _lifetime, _recorder, _streams, capi
 from pynccl._binding import ffi, lib
 from pynccl._collectives import Collectives
 from pynccl._devices import device_to_use, on_device
@@ -20,6 +22,7 @@ from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError
 from pynccl._kept import CpuEvents, CudaEvents, Kept
 from pynccl._lifetime import ABORT_SECONDS, bounded
 from pynccl._prepared import Prepare
+from pynccl._recorder import TraceRecord, recorded
 from pynccl._recording import address_of, communicators
 from pynccl._structs import CommProperties, Config
 from pynccl._types import DataType, RedOp, UniqueId
@@ -27,6 +30,7 @@ from pynccl._types import DataType, RedOp, UniqueId
 ConfigLike = Config | Mapping[str, Any] | None
 
 
+@_recorder.with_callers("split", "shrink", "grow", "barrier", "finalize", "destroy", "suspend", "resume")
 class Communicator(Collectives):
     """One rank of a group of processes; with the other ranks it makes collective calls on arrays.
 
@@ -54,6 +58,8 @@ class Communicator(Collectives):
         ids = _ids(unique_id)
         _library.load()
         place = device_to_use(device)
+        self._identity = _recorder.numbered("id", *ids)
+        _recorder.open_trace(self._c, self._identity, int(rank), int(nranks), "init", name=_name_in(config))
 
         def create() -> int:
             if len(ids) > 1:
@@ -86,6 +92,8 @@ class Communicator(Collectives):
         _library.load()
         place = device_to_use(device)
         what = f"joining a communicator as rank {rank} of {nranks}"
+        self._identity = _recorder.numbered("id", uid)
+        _recorder.open_trace(self._c, self._identity, int(rank), int(nranks), "join")
         self._create(what, lambda: capi.ncclCommGrow(0, nranks, uid, rank, config), place)
         return self
 
@@ -100,6 +108,7 @@ class Communicator(Collectives):
         _library.load()
         self = cls.__new__(cls)
         self._prepare(None)
+        self._identity = _recorder.numbered("handle")
         self._take(handle, owned=False)
         return self
 
@@ -108,6 +117,8 @@ class Communicator(Collectives):
         self._handle = 0
         self._owned = False
         self._why = "was never created"
+        self._identity = self._origin = self._also = ""
+        self._relatives = Counter[str]()
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
         self._timeout = timeout
@@ -128,7 +139,9 @@ class Communicator(Collectives):
             with on_device(place):
                 return create()
 
-        self._take(bounded(on_its_device, self._timeout, what, if_abandoned=capi.ncclCommAbort), owned=True)
+        with recorded(self._c, lib.PYNCCL_INIT):
+            handle = bounded(on_its_device, self._timeout, what, if_abandoned=capi.ncclCommAbort)
+            self._take(handle, owned=True)
 
     def _take(self, handle: int, owned: bool) -> None:
         self._handle, self._owned = handle, owned
@@ -148,6 +161,7 @@ class Communicator(Collectives):
         self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
         self._c.waits, self._c.stream = self._waits, self._own_stream
         communicators[address_of(self._c)] = self
+        _recorder.open_trace(self._c, self._identity, self._rank, self._size, self._origin, also=self._also)
 
     # --- what it is ---
 
@@ -216,7 +230,8 @@ class Communicator(Collectives):
             raise ValueError(f"color is {color}; expected 0 <= color < 2**31, or None")
         number = capi.NCCL_SPLIT_NOCOLOR if color is None else int(color)
         return self._child(
-            "ncclCommSplit",
+            "split",
+            number,
             lambda: capi.ncclCommSplit(self.handle, number, int(key), config),
             color is not None,
         )
@@ -237,7 +252,8 @@ class Communicator(Collectives):
             )
         flags = capi.NCCL_SHRINK_ABORT if abort else capi.NCCL_SHRINK_DEFAULT
         child = self._child(
-            "ncclCommShrink",
+            "shrink",
+            sorted(ranks),
             lambda: capi.ncclCommShrink(self.handle, sorted(ranks), len(ranks), config, flags),
         )
         assert child is not None
@@ -261,15 +277,27 @@ class Communicator(Collectives):
         if not isinstance(nranks, int) or nranks <= self._size:
             raise ValueError(f"nranks is {nranks}; expected more than the present {self._size}")
         uid = None if unique_id is None else bytes(UniqueId(unique_id))
-        child = self._child("ncclCommGrow", lambda: capi.ncclCommGrow(self.handle, nranks, uid, -1, config))
+
+        def create() -> int:
+            return capi.ncclCommGrow(self.handle, nranks, uid, -1, config)
+
+        also = "" if uid is None else _recorder.identify("id", uid)
+        child = self._child("grow", nranks, create, also=also)
         assert child is not None
         return child
 
-    def _child(self, what: str, create: Callable[[], int], joins: bool = True) -> Communicator | None:
+    def _child(
+        self, how: str, detail: object, create: Callable[[], int], joins: bool = True, also: str = ""
+    ) -> Communicator | None:
+        what = f"ncclComm{how.capitalize()}"
         self._outside_groups(what)
         child = Communicator.__new__(Communicator)
         child._prepare(self._timeout)
-        with self._alone():
+        self._relatives[how] += 1
+        child._identity = _recorder.identify(self._identity, how, self._relatives[how], detail)
+        child._origin, child._also = f"{how} {detail} of {self._identity}", also
+        kind = getattr(lib, f"PYNCCL_{how.upper()}")
+        with self._alone(), recorded(self._c, kind, detail if isinstance(detail, int) else 0):
 
             def on_its_device() -> int:
                 with on_device(self._device):
@@ -290,6 +318,10 @@ class Communicator(Collectives):
                 f"{what} inside pynccl.group() or prepare: expected it outside", function=what
             )
 
+    def trace(self) -> list[TraceRecord]:
+        """Return the newest calls, as many as PYNCCL_TRACE_SIZE says, oldest first."""
+        return _recorder.trace(self._c)
+
     # --- waiting ---
 
     def barrier(self) -> None:
@@ -299,7 +331,7 @@ class Communicator(Collectives):
         pointer, stream = (
             (self._token.ctypes.data, self._own_stream) if self._waits else self._device_scratch()
         )
-        template, _ = self._template(lib.PYNCCL_ALL_REDUCE, int(DataType.UINT8), int(RedOp.MAX), 0)
+        template, _ = self._template(lib.PYNCCL_BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
         answer = lib.pynccl_issue(template, pointer, pointer, 1, stream, self._waits)
         if answer:
             self._after(answer, lib.PYNCCL_ALL_REDUCE, stream, self._waits, self)
@@ -372,6 +404,7 @@ class Communicator(Collectives):
     def _late(self, what: str, seconds: float | None, where: str) -> NcclTimeoutError:
         rank, size = getattr(self, "_rank", None), getattr(self, "_size", None)
         text = f"{what} did not complete{where} within {seconds:g} s ({self!r})"
+        _recorder.dump_because("timeout", text)
         return NcclTimeoutError(text, function=what, rank=rank, size=size)
 
     def _device_scratch(self) -> tuple[int, int]:
@@ -385,19 +418,20 @@ class Communicator(Collectives):
 
     def finalize(self) -> None:
         """Complete the outstanding calls of all ranks; the communicator can then only be destroyed."""
-        self._bounded_call("ncclCommFinalize", lambda: capi.ncclCommFinalize(self.handle))
+        self._bounded_call("finalize", lambda: capi.ncclCommFinalize(self.handle))
 
     def destroy(self) -> None:
         """Finalize where that was not done, and give everything back; harmless when already closed."""
         if not self._handle:
             return
-        with self._alone():
+        with self._alone(), recorded(self._c, lib.PYNCCL_DESTROY):
             handle = self._close("it was destroyed")
             if handle:
                 # Before the call: when it does not return, an abort at exit would only meet it halfway.
                 _lifetime.disown(handle)
                 bounded(lambda: capi.ncclCommDestroy(handle), self._timeout, "ncclCommDestroy")
             self._release()
+        lib.pynccl_trace_mark(self._c.trace, lib.PYNCCL_DESTROY)
 
     def abort(self) -> None:
         """Give everything back at once, without the other ranks; any thread may call it, at any time.
@@ -405,6 +439,11 @@ class Communicator(Collectives):
         What was made of this communicator is aborted with it.
         """
         family = [self, *self._descendants()]
+        if self._handle:
+            _recorder.dump_because("abort", f"{self!r} is aborted")
+        for comm in family:
+            if comm._handle:
+                lib.pynccl_trace_mark(comm._c.trace, lib.PYNCCL_ABORT)
         handles = [handle for comm in family if (handle := comm._close("it was aborted"))]
         for handle in handles:
             _lifetime.disown(handle)
@@ -424,23 +463,23 @@ class Communicator(Collectives):
         It can then be shrunk, split or closed, on all ranks alike.
         """
         handle = self._open()
+        lib.pynccl_trace_mark(self._c.trace, lib.PYNCCL_REVOKE)
         bounded(
             lambda: capi.ncclCommRevoke(handle, capi.NCCL_REVOKE_DEFAULT), self._timeout, "ncclCommRevoke"
         )
 
     def suspend(self) -> None:
         """Give the communicator's device memory back until `resume` (ncclCommSuspend, NCCL >= 2.29)."""
-        self._bounded_call(
-            "ncclCommSuspend", lambda: capi.ncclCommSuspend(self.handle, capi.NCCL_SUSPEND_MEM)
-        )
+        self._bounded_call("suspend", lambda: capi.ncclCommSuspend(self.handle, capi.NCCL_SUSPEND_MEM))
 
     def resume(self) -> None:
         """Take the memory back that `suspend` gave (ncclCommResume, NCCL >= 2.29)."""
-        self._bounded_call("ncclCommResume", lambda: capi.ncclCommResume(self.handle))
+        self._bounded_call("resume", lambda: capi.ncclCommResume(self.handle))
 
-    def _bounded_call(self, name: str, call: Callable[[], int]) -> None:
+    def _bounded_call(self, how: str, call: Callable[[], int]) -> None:
         self._open()
-        with self._alone():
+        name, kind = f"ncclComm{how.capitalize()}", getattr(lib, f"PYNCCL_{how.upper()}")
+        with self._alone(), recorded(self._c, kind):
             bounded(call, self._timeout, name)
             self._settle(name)
 
@@ -477,6 +516,8 @@ class Communicator(Collectives):
         if not self._handle:
             return
         if kind is not None or not self._owned:
+            if kind is not None:
+                _recorder.dump_because("exception", f"{kind.__name__}: {error}")
             self.abort()
             return
         try:
@@ -493,6 +534,11 @@ class Communicator(Collectives):
             warnings.warn(
                 f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=2
             )
+
+
+def _name_in(config: ConfigLike) -> str:
+    known = config.get("commName") if isinstance(config, Mapping) else getattr(config, "commName", None)
+    return str(known or "")
 
 
 def _ids(unique_id: UniqueId | bytes | Sequence[UniqueId | bytes]) -> list[bytes]:
@@ -543,9 +589,11 @@ def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> l
         if_abandoned=_abort_all,
     )
     ranks = []
+    identity = _recorder.numbered("all", os.uname().nodename, os.getpid())
     for handle in handles:
         comm = Communicator.__new__(Communicator)
         comm._prepare(timeout)
+        comm._identity, comm._origin = identity, "init_all"
         comm._take(handle, owned=True)
         ranks.append(comm)
     return ranks

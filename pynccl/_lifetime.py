@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pynccl import capi
 from pynccl._errors import NcclError, NcclTimeoutError
+from pynccl._recorder import dump_because
 
 if TYPE_CHECKING:
     from pynccl._communicator import Communicator
@@ -72,7 +73,9 @@ def bounded(
         running.give_up()
         raise
     if not in_time and running.give_up():
-        raise NcclTimeoutError(f"{what} took longer than {timeout:g} s", function=what)
+        text = f"{what} took longer than {timeout:g} s"
+        dump_because("timeout", text)
+        raise NcclTimeoutError(text, function=what)
     if running.error is not None:
         raise running.error
     return running.value  # type: ignore[no-any-return]

@@ -26,6 +26,7 @@ class _Run(Call):
 
     def __init__(self, recording: Recording, result: Any, stream: Any) -> None:
         super().__init__(_RUN, recording.address, result, _finish)
+        lib.pynccl_list_digest(recording.calls)
         self._recording = recording
         self._stream = stream
         self.result = result

@@ -31,6 +31,7 @@ FUNCTIONS = {
     lib.PYNCCL_SCATTER: "ncclScatter",
     lib.PYNCCL_SEND: "ncclSend",
     lib.PYNCCL_RECV: "ncclRecv",
+    lib.PYNCCL_BARRIER: "ncclAllReduce",
 }
 
 # By the address of its pynccl_comm, which is what C knows of a communicator.

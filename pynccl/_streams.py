@@ -9,6 +9,7 @@ from typing import Any
 from pynccl import _cuda, _library, capi
 from pynccl._devices import device_to_use, on_device
 from pynccl._errors import NcclTimeoutError
+from pynccl._recorder import dump_because
 from pynccl._status import IN_PROGRESS, check
 
 # Between two slices Python handles signals; within one, the waiting thread works for the CPU library.
@@ -200,4 +201,6 @@ def _wait_for(wait: Callable[[], bool], timeout: float | None, what: str) -> Non
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
     if not wait():
-        raise NcclTimeoutError(f"{what} took longer than {timeout:g} s", function=what)
+        text = f"{what} took longer than {timeout:g} s"
+        dump_because("timeout", text)
+        raise NcclTimeoutError(text, function=what)

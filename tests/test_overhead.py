@@ -125,9 +125,9 @@ def test_a_missed_target_is_the_exit_status(
         main.main()
     assert int(exit.value.code or 0) == status
     text = (tmp_path / "call_overhead-quick.md").read_text()
-    assert f"## Targets: {12 - status} of 12 met" in text
+    assert f"## Targets: {25 - status} of 25 met" in text
     assert ("NOT MET" in text) == bool(status)
-    assert len(json.loads((tmp_path / "call_overhead-quick.json").read_text())["targets"]) == 12
+    assert len(json.loads((tmp_path / "call_overhead-quick.json").read_text())["targets"]) == 25
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -138,14 +138,16 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 def test_it_runs(tmp_path: Path) -> None:
     """Without nccl4py, which the test extra does not bring; targets without their peer are not met."""
-    done = run("--only", "library,cffi,pynccl,compat,cupy,cupyx,ctypes", "--out", str(tmp_path))
+    done = run("--only", "library,cffi,pynccl,recorder,compat,cupy,cupyx,ctypes", "--out", str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     data: dict[str, Any] = json.loads((tmp_path / "call_overhead-quick.json").read_text())
     assert {target["ours"] for target in data["targets"] if target["reached"] is None} == {
         "pynccl: all_reduce(a)",
         "pynccl: all_reduce(a, b)",
+        "pynccl, recorder on: all_reduce(a)",
+        "pynccl, recorder on: all_reduce(a, b)",
     }
-    assert (len(data["cases"]), len(data["cases_with_driver"])) == (18, 7)
+    assert (len(data["cases"]), len(data["cases_with_driver"])) == (23, 7)
     for case in data["cases"] + data["cases_with_driver"]:
         assert len(case["ns"]) == 5 and min(case["ns"]) > 0
         assert case["name"] in done.stdout

@@ -20,8 +20,8 @@ BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communic
 Group LibraryInfo LibraryNotFoundError NcclError NcclInternalError NcclInvalidArgument NcclInvalidUsage
 NcclRemoteError NcclSystemError NcclTimeoutError NcclUnhandledCudaError NotSupportedError Plan PreMulSum
 Prepared RankFailedError
-RedOp SimInfo Stream UniqueId __version__ array_module cpu_library current_device device_count get_unique_id
-get_version group init init_all library_info load set_device
+RedOp SimInfo Stream TraceRecord UniqueId __version__ array_module cpu_library current_device device_count
+dump_trace get_unique_id get_version group init init_all library_info load set_device
 """
 
 # Parameters as they are written, with defaults and without types.
@@ -60,6 +60,7 @@ Communicator.shrink(self, exclude, abort=False, *, config=None)
 Communicator.split(self, color, key=0, *, config=None)
 Communicator.suspend(self)
 Communicator.synchronize(self, stream=None, timeout=None)
+Communicator.trace(self)
 Event()
 Event.destroy(self)
 Event.query(self)
@@ -76,6 +77,7 @@ array_module()
 cpu_library()
 current_device()
 device_count()
+dump_trace(path)
 get_unique_id()
 get_version()
 group(simulate=False)

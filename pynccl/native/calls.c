@@ -25,6 +25,7 @@ pynccl_comm* pynccl_comm_new(void) {
 
 void pynccl_comm_release(pynccl_comm* comm) {
   if (!comm || __atomic_sub_fetch(&comm->references, 1, __ATOMIC_ACQ_REL)) return;
+  if (comm->trace) pynccl_trace_close(comm->trace);
   free(comm->used);
   free(comm);
 }
@@ -55,6 +56,7 @@ static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream) {
 void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream) {
   for (int i = 0; i < comm->used_count; ++i)
     if (comm->used[i] == stream) comm->used[i] = comm->used[--comm->used_count];
+  if (comm->trace) pynccl_trace_complete(comm->trace, stream);
 }
 
 // --- one call
@@ -123,6 +125,7 @@ static int pynccl_run(const pynccl_call* c) {
   // One rank in place: nothing moves, and only PreMulSum changes anything.
   if (c->comm->size == 1 && c->send == c->recv && c->kind < PYNCCL_SEND && c->op < ncclNumOps) return 0;
   switch (c->kind) {
+    case PYNCCL_BARRIER:
     case PYNCCL_ALL_REDUCE:
       return CALL(ncclAllReduce, c->send, c->recv, c->count, c->datatype, c->op);
     case PYNCCL_REDUCE:
@@ -166,6 +169,8 @@ int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t
   call.stream = stream;
   if (pynccl_overlaps(&call)) return PYNCCL_OVERLAP;
   pynccl_comm* comm = call.comm;
+  pynccl_trace* trace = comm->trace;
+  call.caller = trace ? trace->caller : 0;
   if (pynccl_recording) {
     if (!comm->handle) return PYNCCL_CLOSED;
     const int r = pynccl_append(pynccl_recording, &call, wait);
@@ -173,9 +178,11 @@ int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t
   }
   int r = pynccl_enter(comm);
   if (r) return r;
+  pynccl_entry* record = trace ? pynccl_trace_call(trace, &call, pynccl_ticks(), 0) : NULL;
   r = pynccl_run(&call);
   pynccl_use_stream(comm, stream);
   if (wait && !r) r = pynccl_wait(comm->handle, stream);
+  if (record) pynccl_trace_result(record, r, wait && !pynccl_depth);
   if (r != PYNCCL_WAITING) pynccl_leave(comm);
   return r;
 }
@@ -194,8 +201,11 @@ int pynccl_issue_in_place(const pynccl_call* like, uintptr_t buffer, size_t coun
 pynccl_list* pynccl_list_new(void) { return calloc(1, sizeof(pynccl_list)); }
 
 void pynccl_list_clear(pynccl_list* list) {
-  for (int i = 0; i < list->use_count; ++i) pynccl_comm_release(list->uses[i].comm);
-  list->count = list->use_count = 0;
+  for (int i = 0; i < list->use_count; ++i) {
+    if (list->uses[i].digest) pynccl_digest_drop(list->uses[i].comm->trace, list->uses[i].digest);
+    pynccl_comm_release(list->uses[i].comm);
+  }
+  list->count = list->use_count = list->digested = 0;
 }
 
 void pynccl_list_free(pynccl_list* list) {
@@ -237,7 +247,7 @@ static int pynccl_add_use(pynccl_list* list, pynccl_comm* comm, uintptr_t stream
   if (!uses) return PYNCCL_NO_MEMORY;
   list->uses = uses;
   __atomic_add_fetch(&comm->references, 1, __ATOMIC_RELAXED);
-  uses[list->use_count++] = (pynccl_use){comm, stream, wait, first};
+  uses[list->use_count++] = (pynccl_use){.comm = comm, .stream = stream, .wait = wait, .first = first};
   return 0;
 }
 
@@ -258,6 +268,20 @@ int pynccl_list_extend(pynccl_list* list, const pynccl_list* more) {
   return r;
 }
 
+void pynccl_list_digest(pynccl_list* list) {
+  if (list->count < 2) return;
+  int made = 1;
+  for (int i = 0; i < list->use_count && made; ++i) {
+    pynccl_use* use = &list->uses[i];
+    if (use->first && use->comm->trace) made = (use->digest = pynccl_digest_new(use->comm, list)) != NULL;
+  }
+  list->digested = made;
+  for (int i = 0; i < list->use_count && !made; ++i) {
+    if (list->uses[i].digest) pynccl_digest_drop(list->uses[i].comm->trace, list->uses[i].digest);
+    list->uses[i].digest = NULL;
+  }
+}
+
 int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream) {
   int r = 0;
   pynccl_list fresh = {0};
@@ -275,6 +299,7 @@ int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream) {
   }
   pynccl_list_clear(&fresh);
   free(fresh.uses);
+  if (!r && list->digested) pynccl_list_digest(list);
   return r;
 }
 
@@ -319,6 +344,8 @@ int pynccl_list_run(pynccl_list* list) {
   int r = pynccl_list_enter(list);
   if (r) return r;
   list->failed = 0;
+  const int traced = pynccl_is_traced(list);
+  if (traced) pynccl_trace_list(list);
   if (list->count == 1 && !list->grouped)
     r = pynccl_run(list->calls);
   else if (list->count)
@@ -326,6 +353,7 @@ int pynccl_list_run(pynccl_list* list) {
   for (int i = 0; i < list->use_count; ++i) pynccl_use_stream(list->uses[i].comm, list->uses[i].stream);
   for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].wait) r = pynccl_wait(list->uses[i].comm->handle, list->uses[i].stream);
+  if (traced) pynccl_trace_list_result(list, r);
   if (r != PYNCCL_WAITING) pynccl_list_leave(list);
   return r;
 }

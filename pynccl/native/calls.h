@@ -11,7 +11,8 @@ enum pynccl_kind {
   PYNCCL_GATHER,
   PYNCCL_SCATTER,
   PYNCCL_SEND,
-  PYNCCL_RECV
+  PYNCCL_RECV,
+  PYNCCL_BARRIER  // an all_reduce of one byte
 };
 
 // Answers beside NCCL's result codes and the tables' 1000 and 1001.
@@ -29,9 +30,10 @@ typedef struct pynccl_comm {
   int references;    // of its owner and of lists
   int rank;
   int size;
-  int waits;         // calls without a stream return when they are done: the CPU library's
-  uintptr_t stream;  // of calls without one
-  int busy;          // a thread is in a call
+  int waits;            // calls without a stream return when they are done: the CPU library's
+  uintptr_t stream;     // of calls without one
+  int busy;             // a thread is in a call
+  pynccl_trace* trace;  // the recorder's, or NULL
   // Streams with work since pynccl_comm_forget.
   int used_count;
   int used_capacity;
@@ -49,14 +51,17 @@ typedef struct pynccl_call {
   size_t count;
   uintptr_t stream;
   const ncclCollConfig_t* config;
+  unsigned caller;  // of pynccl_trace_intern
 } pynccl_call;
 
 // One communicator and stream of a list.
 typedef struct pynccl_use {
   pynccl_comm* comm;
   uintptr_t stream;
-  int wait;   // the call returns when the stream is done
-  int first;  // of this communicator
+  int wait;         // the call returns when the stream is done
+  int first;        // of this communicator
+  uint64_t traced;  // the first record of the newest run
+  pynccl_digest* digest;
 } pynccl_use;
 
 typedef struct pynccl_list {
@@ -68,6 +73,7 @@ typedef struct pynccl_list {
   pynccl_use* uses;
   int grouped;  // a group even of one call
   int failed;   // the call that failed, -1 where it was the group itself
+  int digested;
 } pynccl_list;
 
 int pynccl_group_depth(void);
@@ -91,6 +97,8 @@ pynccl_list* pynccl_list_new(void);
 void pynccl_list_free(pynccl_list* list);
 pynccl_list* pynccl_record(pynccl_list* list);
 int pynccl_list_extend(pynccl_list* list, const pynccl_list* more);
+// The list will not change any more, but for its stream: a run becomes one record.
+void pynccl_list_digest(pynccl_list* list);
 int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream);
 int pynccl_list_run(pynccl_list* list);
 void pynccl_list_clear(pynccl_list* list);

@@ -1,0 +1,355 @@
+// The recorder's dumps. Included by the generated binding behind recorder.c. Nothing here allocates or waits:
+// it runs in signal handlers.
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <unistd.h>
+
+#define PYNCCL_REASONS 16
+
+typedef struct pynccl_reason {
+  char kind[16];
+  char text[480];
+  int64_t ns;
+  int ready;
+} pynccl_reason;
+
+static pynccl_reason pynccl_reasons[PYNCCL_REASONS];
+static int pynccl_reason_count;
+static char pynccl_process[4096], pynccl_file[4096], pynccl_draft[4128];
+static int pynccl_pending;
+
+static struct {
+  int fd;
+  int error;
+  size_t used;
+  pynccl_instant now;
+  char text[16384];
+} out;
+
+static void pynccl_flush(void) {
+  for (size_t done = 0; done < out.used && !out.error;) {
+    const ssize_t n = write(out.fd, out.text + done, out.used - done);
+    if (n > 0) done += n;
+    if (n < 0 && errno != EINTR) out.error = errno;
+  }
+  out.used = 0;
+}
+
+static void pynccl_put(const char* text) {
+  for (; *text; ++text) {
+    if (out.used == sizeof out.text) pynccl_flush();
+    out.text[out.used++] = *text;
+  }
+}
+
+static void pynccl_put_number(int64_t value) {
+  char digits[24], *at = digits + sizeof digits;
+  uint64_t rest = value < 0 ? -(uint64_t)value : (uint64_t)value;
+  *--at = 0;
+  do *--at = '0' + rest % 10;
+  while (rest /= 10);
+  if (value < 0) *--at = '-';
+  pynccl_put(at);
+}
+
+static void pynccl_put_text(const char* text) {
+  pynccl_put("\"");
+  for (; *text; ++text) {
+    const char one[] = {*text, 0}, escaped[] = {'\\', *text, 0};
+    pynccl_put(*text == '"' || *text == '\\' ? escaped : (unsigned char)*text < ' ' ? " " : one);
+  }
+  pynccl_put("\"");
+}
+
+static void pynccl_field(const char* name, int64_t value) {
+  pynccl_put(", \"");
+  pynccl_put(name);
+  pynccl_put("\": ");
+  pynccl_put_number(value);
+}
+
+static void pynccl_text_field(const char* name, const char* value) {
+  pynccl_put(", \"");
+  pynccl_put(name);
+  pynccl_put("\": ");
+  pynccl_put_text(value);
+}
+
+static const char* const pynccl_kind_names[] = {
+    [PYNCCL_ALL_REDUCE] = "all_reduce",
+    [PYNCCL_REDUCE] = "reduce",
+    [PYNCCL_BROADCAST] = "broadcast",
+    [PYNCCL_ALL_GATHER] = "all_gather",
+    [PYNCCL_REDUCE_SCATTER] = "reduce_scatter",
+    [PYNCCL_ALL_TO_ALL] = "all_to_all",
+    [PYNCCL_GATHER] = "gather",
+    [PYNCCL_SCATTER] = "scatter",
+    [PYNCCL_SEND] = "send",
+    [PYNCCL_RECV] = "recv",
+    [PYNCCL_BARRIER] = "barrier",
+    [PYNCCL_PLAN] = "plan",
+    [PYNCCL_INIT] = "init",
+    [PYNCCL_SPLIT] = "split",
+    [PYNCCL_SHRINK] = "shrink",
+    [PYNCCL_GROW] = "grow",
+    [PYNCCL_FINALIZE] = "finalize",
+    [PYNCCL_DESTROY] = "destroy",
+    [PYNCCL_SUSPEND] = "suspend",
+    [PYNCCL_RESUME] = "resume",
+    [PYNCCL_ABORT] = "abort",
+    [PYNCCL_REVOKE] = "revoke",
+};
+static const char* const pynccl_type_names[ncclNumTypes] = {
+    "int8",    "uint8",   "int32",   "uint32",   "int64",      "uint64",
+    "float16", "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"};
+static const char* const pynccl_op_names[ncclNumOps] = {"sum", "prod", "max", "min", "avg"};
+static const char* const pynccl_state_names[] = {"", "called", "taken", "done", "failed"};
+
+static void pynccl_put_record(const pynccl_entry* r) {
+  const int pair = pynccl_is_pair(r->kind), array = r->kind < PYNCCL_BARRIER;
+  pynccl_put("{\"call\": ");
+  pynccl_put_text(pynccl_kind_names[r->kind]);
+  if (pair) {
+    pynccl_field("peer_seq", r->number);
+    pynccl_field("peer", r->root);
+  } else if (pynccl_is_collective(r->kind) || r->kind == PYNCCL_INIT) {
+    pynccl_field("seq", r->number);
+  }
+  if (array) {
+    pynccl_field("count", r->count);
+    pynccl_text_field("dtype", r->datatype < ncclNumTypes ? pynccl_type_names[r->datatype] : "?");
+    if (r->kind == PYNCCL_ALL_REDUCE || r->kind == PYNCCL_REDUCE || r->kind == PYNCCL_REDUCE_SCATTER)
+      pynccl_text_field("op", (unsigned)r->op < ncclNumOps ? pynccl_op_names[r->op] : "pre_mul_sum");
+    if (r->kind == PYNCCL_REDUCE || r->kind == PYNCCL_BROADCAST || r->kind == PYNCCL_GATHER ||
+        r->kind == PYNCCL_SCATTER)
+      pynccl_field("root", r->root);
+    pynccl_field("send", r->send);
+    pynccl_field("recv", r->recv);
+    pynccl_field("stream", r->stream);
+  }
+  if (r->kind == PYNCCL_SPLIT) pynccl_field("color", r->root);
+  if (r->group) pynccl_field("group", r->group);
+  if (r->plan) pynccl_put(", \"plan\": true");
+  pynccl_field("time_ns", pynccl_ns(r->called, out.now));
+  if (r->ended) pynccl_field("end_ns", pynccl_ns(r->ended, out.now));
+  pynccl_text_field("state", pynccl_state_names[r->state]);
+  pynccl_field("result", r->result);
+  const char* at =
+      r->caller < PYNCCL_CALLERS ? __atomic_load_n(&pynccl_callers[r->caller], __ATOMIC_ACQUIRE) : NULL;
+  if (at) pynccl_text_field("at", at);
+  pynccl_put("}\n");
+}
+
+// Copy a record; 0 when it was overwritten meanwhile.
+static int pynccl_copy(const pynccl_trace* t, uint64_t position, pynccl_entry* copy) {
+  *copy = *pynccl_trace_at(t, position);
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  return position >= pynccl_trace_oldest(t, __atomic_load_n(&t->next, __ATOMIC_ACQUIRE));
+}
+
+// Where to begin, so that about as many calls are shown as there are slots, however many a plan has. Leaves
+// in `scratch` the calls made with each peer before.
+static uint64_t pynccl_dump_start(const pynccl_trace* t, uint64_t next) {
+  const uint64_t oldest = pynccl_trace_oldest(t, next);
+  size_t shown = 0;
+  uint64_t at = next;
+  memcpy(t->scratch, t->pairs, 2 * (size_t)t->size * sizeof *t->pairs);
+  while (at > oldest && shown + 1 < t->slots) {
+    pynccl_entry r;
+    if (!pynccl_copy(t, --at, &r)) return at + 1;
+    shown += r.plan ? r.plan->count : 1;
+    if (pynccl_is_pair(r.kind)) *pynccl_pair(t, t->scratch, r.kind, r.root) = r.number - 1;
+    for (int i = 0; r.plan && i < r.plan->count; ++i)
+      if (pynccl_is_pair(r.plan->calls[i].kind))
+        --*pynccl_pair(t, t->scratch, r.plan->calls[i].kind, r.plan->calls[i].root);
+  }
+  return at;
+}
+
+static void pynccl_unfold(const pynccl_trace* t, const pynccl_entry* run) {
+  pynccl_entry r = *run;
+  uint64_t collective = run->number;
+  for (int i = 0; i < run->plan->count; ++i) {
+    const pynccl_call* c = &run->plan->calls[i];
+    const int pair = pynccl_is_pair(c->kind);
+    r.number = pair ? ++*pynccl_pair(t, t->scratch, c->kind, c->root) : collective++;
+    r.kind = c->kind, r.datatype = c->datatype, r.op = c->op, r.root = c->root, r.caller = c->caller;
+    r.send = c->send, r.recv = c->recv, r.count = c->count, r.stream = c->stream;
+    pynccl_put_record(&r);
+  }
+}
+
+static void pynccl_dump_trace(const pynccl_trace* t) {
+  const uint64_t next = __atomic_load_n(&t->next, __ATOMIC_ACQUIRE), start = pynccl_dump_start(t, next);
+  const int mark = __atomic_load_n(&t->mark, __ATOMIC_ACQUIRE);
+  pynccl_put("{");
+  pynccl_put(t->header);
+  pynccl_field("collectives", t->collectives);
+  pynccl_field("overwritten", start);
+  if (t->closed) pynccl_put(", \"closed\": true");
+  if (mark) {
+    pynccl_text_field("ended", pynccl_kind_names[mark]);
+    pynccl_field("ended_ns", pynccl_ns(t->marked, out.now));
+  }
+  pynccl_put("}\n");
+  for (uint64_t at = start; at < next; ++at) {
+    pynccl_entry record;
+    if (!pynccl_copy(t, at, &record)) continue;
+    if (record.plan) {
+      pynccl_unfold(t, &record);
+    } else {
+      if (pynccl_is_pair(record.kind)) *pynccl_pair(t, t->scratch, record.kind, record.root) = record.number;
+      pynccl_put_record(&record);
+    }
+  }
+}
+
+static void pynccl_put_process(void) {
+  pynccl_put("{");
+  pynccl_put(pynccl_process);
+  pynccl_put(", \"clock\": [[");
+  pynccl_put_number(pynccl_first.ticks);
+  pynccl_put(", ");
+  pynccl_put_number(pynccl_first.ns);
+  pynccl_put("], [");
+  pynccl_put_number(out.now.ticks);
+  pynccl_put(", ");
+  pynccl_put_number(out.now.ns);
+  pynccl_put("]], \"reasons\": [");
+  const int count = __atomic_load_n(&pynccl_reason_count, __ATOMIC_ACQUIRE);
+  for (int i = 0, shown = 0; i < count && i < PYNCCL_REASONS; ++i) {
+    if (!__atomic_load_n(&pynccl_reasons[i].ready, __ATOMIC_ACQUIRE)) continue;
+    pynccl_put(shown++ ? ", {\"kind\": " : "{\"kind\": ");
+    pynccl_put_text(pynccl_reasons[i].kind);
+    pynccl_text_field("text", pynccl_reasons[i].text);
+    pynccl_field("time_ns", pynccl_reasons[i].ns);
+    pynccl_put("}");
+  }
+  pynccl_put("]}\n");
+}
+
+// Everything below has pynccl_dumping.
+static int pynccl_dump_to(int fd, const pynccl_trace* only) {
+  out.fd = fd;
+  out.error = 0;
+  out.used = 0;
+  out.now = pynccl_now();
+  pynccl_put_process();
+  for (pynccl_node* node = __atomic_load_n(&pynccl_nodes, __ATOMIC_SEQ_CST); node; node = node->next) {
+    const pynccl_trace* trace = __atomic_load_n(&node->trace, __ATOMIC_SEQ_CST);
+    if (trace && (!only || trace == only)) pynccl_dump_trace(trace);
+  }
+  pynccl_flush();
+  return out.error;
+}
+
+// A draft first: who is killed meanwhile leaves the dump before.
+static int pynccl_dump_to_file(void) {
+  if (!*pynccl_file) return ENOENT;
+  size_t length = strlen(pynccl_file);
+  memcpy(pynccl_draft, pynccl_file, length);
+  memcpy(pynccl_draft + length, ".new", 5);
+  const int fd = open(pynccl_draft, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (fd < 0) return errno;
+  int error = pynccl_dump_to(fd, NULL);
+  if (close(fd) && !error) error = errno;
+  if (!error && rename(pynccl_draft, pynccl_file)) error = errno;
+  if (error) unlink(pynccl_draft);
+  return error;
+}
+
+static int pynccl_dump_enter(void) { return !__atomic_exchange_n(&pynccl_dumping, 1, __ATOMIC_SEQ_CST); }
+
+static void pynccl_dump_leave(void) {
+  __atomic_store_n(&pynccl_dumping, 0, __ATOMIC_SEQ_CST);
+  // Somebody wanted the file meanwhile: another thread, or a handler that interrupted this one.
+  while (__atomic_exchange_n(&pynccl_pending, 0, __ATOMIC_SEQ_CST)) {
+    if (!pynccl_dump_enter()) {
+      __atomic_store_n(&pynccl_pending, 1, __ATOMIC_SEQ_CST);
+      if (!pynccl_no_dump()) return;
+      continue;
+    }
+    pynccl_dump_to_file();
+    __atomic_store_n(&pynccl_dumping, 0, __ATOMIC_SEQ_CST);
+  }
+}
+
+int pynccl_trace_dump(int fd, const pynccl_trace* only) {
+  if (!pynccl_dump_enter()) return EBUSY;
+  const int error = pynccl_dump_to(fd, only);
+  pynccl_dump_leave();
+  return error;
+}
+
+void pynccl_trace_dump_all(int fd) { pynccl_trace_dump(fd, NULL); }
+
+static void pynccl_copy_text(char* to, size_t room, const char* text) {
+  size_t length = strlen(text);
+  if (length >= room) length = room - 1;
+  // Not in the middle of a character.
+  while (length && text[length] && ((unsigned char)text[length] & 0xc0) == 0x80) --length;
+  memcpy(to, text, length);
+  to[length] = 0;
+}
+
+int pynccl_trace_save(const char* kind, const char* text) {
+  const int index = __atomic_fetch_add(&pynccl_reason_count, 1, __ATOMIC_ACQ_REL);
+  if (index < PYNCCL_REASONS) {
+    pynccl_reason* reason = &pynccl_reasons[index];
+    pynccl_copy_text(reason->kind, sizeof reason->kind, kind);
+    pynccl_copy_text(reason->text, sizeof reason->text, text);
+    reason->ns = pynccl_now().ns;
+    __atomic_store_n(&reason->ready, 1, __ATOMIC_RELEASE);
+  }
+  if (!pynccl_dump_enter()) {
+    __atomic_store_n(&pynccl_pending, 1, __ATOMIC_SEQ_CST);
+    // It may have ended just now, without seeing this.
+    if (!pynccl_no_dump() || !pynccl_dump_enter()) return EBUSY;
+  }
+  const int error = pynccl_dump_to_file();
+  pynccl_dump_leave();
+  return error;
+}
+
+int pynccl_trace_process(const char* header, const char* path) {
+  if (strlen(header) >= sizeof pynccl_process || strlen(path) >= sizeof pynccl_file) return ENAMETOOLONG;
+  strcpy(pynccl_process, header);
+  strcpy(pynccl_file, path);
+  return 0;
+}
+
+static struct sigaction pynccl_before;
+static char pynccl_signal_name[32];
+
+static void pynccl_on_signal(int number, siginfo_t* info, void* context) {
+  const int saved = errno;
+  pynccl_trace_save("signal", pynccl_signal_name);
+  if (pynccl_before.sa_flags & SA_SIGINFO)
+    pynccl_before.sa_sigaction(number, info, context);
+  else if (pynccl_before.sa_handler != SIG_DFL && pynccl_before.sa_handler != SIG_IGN)
+    pynccl_before.sa_handler(number);
+  errno = saved;
+}
+
+int pynccl_trace_on_signal(int number, const char* name) {
+  struct sigaction now,
+      mine = {.sa_sigaction = pynccl_on_signal, .sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK};
+  if (sigaction(number, NULL, &now)) return errno;
+  if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == pynccl_on_signal) return 0;
+  pynccl_copy_text(pynccl_signal_name, sizeof pynccl_signal_name, name);
+  sigemptyset(&mine.sa_mask);
+  pynccl_before = now;
+  return sigaction(number, &mine, NULL) ? errno : 0;
+}
+
+// In a forked child: what the rings hold is the parent's.
+void pynccl_trace_forked(void) {
+  pynccl_trace_busy = pynccl_dumping = pynccl_pending = 0;
+  for (pynccl_node* node = pynccl_nodes; node; node = node->next) node->trace = NULL;
+  memset(pynccl_reasons, 0, sizeof pynccl_reasons);
+  pynccl_reason_count = 0;
+  *pynccl_file = 0;
+}

@@ -1,0 +1,402 @@
+"""`pynccl trace`: ranks that go wrong in every way, in real processes, and dumps written by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trace_programs as programs
+from conftest import Run
+from pynccl.testing import run
+
+PLACE = r"( at \S*trace_programs\.py:\d+)?"
+
+
+def told(run_python: Run, folder: Path, *options: str) -> str:
+    """Return what `pynccl trace` says of a folder."""
+    done = run_python(args=["-m", "pynccl", "trace", *options, str(folder)], PYNCCL_LIBRARY="cpu")
+    return done.stdout
+
+
+def explained(text: str) -> list[str]:
+    """Return the lines on communicators, without their names, and without the places of the calls."""
+    lines = [re.sub(PLACE, "", line).strip() for line in text.splitlines()]
+    return [
+        line for line in lines if not line.startswith(("communicator ", "rank 0 (", "rank 1 (", "rank 2 ("))
+    ]
+
+
+# The program, and all that is said of its ranks.
+CASES: list[tuple[Callable[..., None], list[str]]] = [
+    (
+        programs.function,
+        [
+            "ranks 0 and 1 called all_reduce #4 (float32, 1,000, sum), which failed with ncclInvalidUsage; "
+            "rank 2 called all_gather #4 (float32, 8), which failed with ncclInvalidUsage: "
+            "the function differs"
+        ],
+    ),
+    (
+        programs.count,
+        [
+            "ranks 0 and 2 called all_reduce #4 (float32, 4, sum), which failed with ncclInvalidUsage; "
+            "rank 1 called all_reduce #4 (float32, 5, sum), which failed with ncclInvalidUsage: "
+            "the count differs"
+        ],
+    ),
+    (
+        programs.dtype,
+        [
+            "ranks 0 and 2 called all_reduce #4 (float32, 4, sum), which failed with ncclInvalidUsage; "
+            "rank 1 called all_reduce #4 (float64, 4, sum), which failed with ncclInvalidUsage: "
+            "the dtype differs"
+        ],
+    ),
+    (
+        programs.op,
+        [
+            "ranks 1 and 2 called all_reduce #4 (float32, 4, sum), which failed with ncclInvalidUsage; "
+            "rank 0 called all_reduce #4 (float32, 4, max), which failed with ncclInvalidUsage: "
+            "the op differs"
+        ],
+    ),
+    (
+        programs.root,
+        [
+            "ranks 0 and 2 called broadcast #4 (float32, 4, root 0), which failed with ncclInvalidUsage; "
+            "rank 1 called broadcast #4 (float32, 4, root 1), which failed with ncclInvalidUsage: "
+            "the root differs"
+        ],
+    ),
+    (
+        programs.missing,
+        [
+            "ranks 0 and 1 wait in all_reduce #4 (float32, 4); rank 2 never reached #4: "
+            "it exited after all_reduce #3 (float32, 4)"
+        ],
+    ),
+    (
+        programs.left,
+        [
+            "ranks 0 and 1 called all_reduce #4 (float32, 4), which failed with ncclRemoteError; "
+            "rank 2 never reached #4: it exited after all_reduce #3 (float32, 4)"
+        ],
+    ),
+    (
+        programs.extra,
+        [
+            "ranks 0 and 2 called all_reduce #4 (float32, 1, sum), which failed with ncclInvalidUsage; "
+            "rank 1 called broadcast #4 (float32, 7, root 0), which failed with ncclInvalidUsage: "
+            "the function differs",
+            "rank 1 made one call more than the others: broadcast #4 (float32, 7, root 0)",
+        ],
+    ),
+    (
+        programs.extra_at_the_end,
+        [
+            "rank 1 waits in all_gather #4 (float32, 6); ranks 0 and 2 never reached #4: "
+            "each exited after all_reduce #3 (float32, 4)"
+        ],
+    ),
+    (
+        programs.grouped,
+        [
+            "rank 0 issued #4 and #5 as one group; ranks 1 and 2 issued #4 alone: "
+            "groups differ, and a group starts only as a whole"
+        ],
+    ),
+    (
+        programs.unmatched_send,
+        [
+            "rank 0 waits in send #1 to rank 1 (float32, 1,048,576); rank 1 never received it: "
+            "it exited after all_reduce #3 (float32, 4)"
+        ],
+    ),
+    (
+        programs.wrong_peer,
+        [
+            "rank 0 waits in send #1 to rank 1 (float32, 1,048,576); rank 1 never received it: "
+            "it waits in recv #1 from rank 2 (float32, 1,048,576) instead",
+            "rank 1 waits in recv #1 from rank 2 (float32, 1,048,576); rank 2 never sent it: "
+            "it exited after all_reduce #3 (float32, 4)",
+        ],
+    ),
+    (
+        programs.pair_count,
+        [
+            "rank 0 called send #2 to rank 1 (float32, 6), but rank 1 called recv #2 from rank 0 "
+            "(float32, 5): the count differs"
+        ],
+    ),
+    (
+        programs.killed,
+        [
+            "ranks 0 and 2 called all_reduce #4 (float32, 4), which failed with ncclRemoteError; "
+            "rank 1 died after #3: it left no file"
+        ],
+    ),
+    (
+        programs.raises,
+        [
+            "ranks 0 and 2 called all_reduce #4 (float32, 4), which failed with ncclRemoteError; "
+            "rank 1 never reached #4: it ended with ValueError: bad sample"
+        ],
+    ),
+    (
+        programs.finalize,
+        [
+            "rank 0 waits in finalize; rank 1 destroyed the communicator after all_reduce #3 (float32, 4); "
+            "rank 2 destroyed the communicator after all_reduce #3 (float32, 4)"
+        ],
+    ),
+    (
+        programs.pairs_in_a_plan,
+        [
+            "rank 0 waits in send #5 to rank 1 (float32, 1,048,576); rank 1 never received it: "
+            "it exited after all_reduce #3 (float32, 4)"
+        ],
+    ),
+    (programs.fine, ["nothing is outstanding: the last call is barrier #4"]),
+]
+
+
+@pytest.mark.parametrize(("program", "expected"), CASES, ids=[program.__name__ for program, _ in CASES])
+def test_in_plain_words(
+    run_python: Run, tmp_path: Path, program: Callable[..., None], expected: list[str]
+) -> None:
+    env = {"PYNCCL_TRACE_DIR": str(tmp_path)}
+    run(3, program, backend="cpu", check=False, timeout=30, env=env)
+    assert explained(told(run_python, tmp_path)) == expected
+
+
+def test_a_mismatch_in_a_plan(run_python: Run, tmp_path: Path) -> None:
+    run(3, programs.in_a_plan, backend="cpu", check=False, env={"PYNCCL_TRACE_DIR": str(tmp_path)})
+    (line,) = explained(told(run_python, tmp_path))
+    assert re.fullmatch(
+        r"ranks 0 and 1 .* broadcast #5 \(float32, 4, root 0\).*; rank 2 .* broadcast #5 "
+        r"\(float32, 5, root 0\).*: the count differs",
+        line,
+    )
+
+
+def test_two_communicators_in_different_orders(run_python: Run, tmp_path: Path) -> None:
+    env = {"PYNCCL_TRACE_DIR": str(tmp_path), "PYNCCL_TRACE_STACKS": "1"}
+    run(3, programs.order, backend="cpu", check=False, env=env)
+    text = told(run_python, tmp_path)
+    first = re.sub(PLACE, "", text.splitlines()[0])
+    assert re.fullmatch(
+        r"rank 0 calls all_reduce #5 \(float32, 4\) of (\w+) before all_reduce #1 \(float32, 4\) of (\w+), "
+        "rank 1 the other way round: the order on two communicators differs",
+        first,
+    )
+    assert "rank 0 waits in all_reduce #5 (float32, 4) at " in text
+    assert "ranks 1 and 2 never reached #5: each waits in all_reduce #1 (float32, 4) at " in text
+
+
+def test_a_rank_that_dies_before_it_joins(run_python: Run, tmp_path: Path) -> None:
+    env = {"PYNCCL_TRACE_DIR": str(tmp_path / "traces")}
+    run(3, programs.creation_of_a_dead, str(tmp_path), backend="cpu", check=False, env=env)
+    assert explained(told(run_python, tmp_path / "traces")) == [
+        "ranks 0 and 2 wait in init; rank 1 never reached init: it left no file"
+    ]
+
+
+def test_a_rank_that_is_stuck_in_c(run_python: Run, tmp_path: Path) -> None:
+    """Only the signal can tell: the rank holds the GIL and is killed in the end."""
+    env = {"PYNCCL_TRACE_DIR": str(tmp_path / "traces"), "PYNCCL_TRACE_SIGNAL": "SIGUSR2"}
+    run(3, programs.stuck_in_c, str(tmp_path), backend="cpu", check=False, env=env)
+    text = told(run_python, tmp_path / "traces")
+    assert explained(text) == [
+        "ranks 0 and 2 wait in all_reduce #4 (float32, 4); rank 1 never reached #4: "
+        "it made all_reduce #3 (float32, 4) last"
+    ]
+    assert "rank 1 (signal): SIGUSR2" in text
+
+
+# --- dumps written by hand ----------------------------------------------------------------------------------
+
+Calls = list[dict[str, Any]]
+
+
+def write(folder: Path, rank: int, size: int, calls: Calls, *, comm: str = "abc", **more: Any) -> Path:
+    """Write a rank's dump; the calls have a name and what is unusual of them."""
+    reasons = more.pop("reasons", [])
+    head = {"pynccl": "0", "host": "h", "pid": 100 + rank, "process_rank": rank, "reasons": reasons}
+    head["clock"] = [[0, 1000], [10**9, 10**9]]
+    seqs = [call["seq"] for call in calls if "seq" in call]
+    own = {"comm": comm, "rank": rank, "size": size, "origin": "init", "name": "", "also": ""}
+    own |= {"collectives": max(seqs, default=0), "overwritten": 0} | more
+    lines = [head, own]
+    for number, call in enumerate(calls):
+        usual = {"time_ns": 1000 * number + 1000, "state": "done", "result": 0}
+        lines.append(usual | {"end_ns": 1000 * number + 1500} | call)
+    path = folder / f"rank{rank}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def reduce(seq: int, count: int = 4, **more: Any) -> dict[str, Any]:
+    usual = {"call": "all_reduce", "seq": seq, "count": count, "dtype": "float32", "op": "sum"}
+    return usual | {"state": "done"} | more
+
+
+def pair(call: str, peer: int, number: int, **more: Any) -> dict[str, Any]:
+    return {"call": call, "peer": peer, "peer_seq": number, "count": 4, "dtype": "float32"} | more
+
+
+PENDING = {"state": "taken", "end_ns": None}
+
+
+def test_the_example(run_python: Run, tmp_path: Path) -> None:
+    for rank in range(4):
+        last = reduce(641, 1 << 20, **PENDING)
+        if rank == 3:
+            last = {"call": "all_gather", "seq": 641, "count": 512, "dtype": "float32", "at": "train.py:88"}
+            last |= PENDING
+        write(tmp_path, rank, 4, [reduce(640), last])
+    assert explained(told(run_python, tmp_path)) == [
+        "ranks 0-2 wait in all_reduce #641 (float32, 1,048,576, sum); rank 3 waits in all_gather #641 "
+        "(float32, 512) at train.py:88: the function differs"
+    ]
+
+
+def test_more_than_one_difference(run_python: Run, tmp_path: Path) -> None:
+    for rank in range(5):
+        last = reduce(1, 8, dtype="int8", **PENDING) if rank in (1, 3) else reduce(1, **PENDING)
+        write(tmp_path, rank, 5, [last])
+    assert explained(told(run_python, tmp_path)) == [
+        "ranks 0, 2 and 4 wait in all_reduce #1 (float32, 4, sum); ranks 1 and 3 wait in all_reduce #1 "
+        "(int8, 8, sum): the count and dtype differ"
+    ]
+
+
+def test_a_call_left_out(run_python: Run, tmp_path: Path) -> None:
+    everything = [reduce(1, 10), reduce(2, 20), reduce(3, 30), reduce(4, 40, **PENDING)]
+    for rank in range(3):
+        calls = everything
+        if rank == 1:
+            calls = [reduce(1, 10), reduce(2, 30, **PENDING), reduce(3, 40, **PENDING)]
+        write(tmp_path, rank, 3, calls)
+    assert explained(told(run_python, tmp_path))[1:] == [
+        "rank 1 left out one call of the others: all_reduce #2 (float32, 20)"
+    ]
+
+
+def test_a_rank_far_behind(run_python: Run, tmp_path: Path) -> None:
+    """The others' rings have lost the call at which it stopped."""
+    write(tmp_path, 0, 2, [reduce(seq, **PENDING) for seq in range(500, 510)], overwritten=500)
+    write(tmp_path, 1, 2, [reduce(seq) for seq in range(10, 17)])
+    assert explained(told(run_python, tmp_path)) == [
+        "the others got to #509; rank 1 never reached #17: it made all_reduce #16 (float32, 4) last"
+    ]
+
+
+def test_nothing_differs_and_nothing_moves(run_python: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, 2, [reduce(1), reduce(2, **PENDING)])
+    assert explained(told(run_python, tmp_path)) == [
+        "ranks 0 and 1 wait in all_reduce #2 (float32, 4)",
+        "all ranks made the same calls, up to all_reduce #2 (float32, 4)",
+    ]
+
+
+def test_both_ranks_send_first(run_python: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, 2, [reduce(1), pair("send", 1 - rank, 3, **PENDING)])
+    assert explained(told(run_python, tmp_path)) == [
+        "rank 0 waits in send #3 to rank 1 (float32, 4); rank 1 never received it: "
+        "it waits in send #3 to rank 0 (float32, 4)",
+        "rank 1 waits in send #3 to rank 0 (float32, 4); rank 0 never received it: "
+        "it waits in send #3 to rank 1 (float32, 4)",
+    ]
+
+
+def test_the_peer_is_dead(run_python: Run, tmp_path: Path) -> None:
+    write(tmp_path, 0, 2, [reduce(1), pair("recv", 1, 1, **PENDING)])
+    assert explained(told(run_python, tmp_path)) == [
+        "rank 1 died after #1: it left no file",
+        "rank 0 waits in recv #1 from rank 1 (float32, 4), which left no file",
+    ]
+
+
+def test_the_newer_dump_counts(run_python: Run, tmp_path: Path) -> None:
+    write(tmp_path, 0, 2, [reduce(1), reduce(2)])
+    write(tmp_path, 1, 2, [reduce(1), reduce(2)])
+    old = json.loads((tmp_path / "rank1.jsonl").read_text().splitlines()[0]) | {"clock": [[0, 1], [2, 3]]}
+    lines = [old, {"comm": "abc", "rank": 1, "size": 2, "origin": "init", "name": "", "collectives": 0}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert explained(told(run_python, tmp_path)) == [
+        "nothing is outstanding: the last call is all_reduce #2 (float32, 4)"
+    ]
+
+
+def test_two_names_of_one_communicator(run_python: Run, tmp_path: Path) -> None:
+    """A communicator that was grown: the new ranks know it by the id that they joined with."""
+    write(tmp_path, 0, 3, [reduce(1, **PENDING)], comm="grown", also="joined")
+    write(tmp_path, 1, 3, [reduce(1, **PENDING)], comm="grown")
+    write(tmp_path, 2, 3, [], comm="joined")
+    assert explained(told(run_python, tmp_path)) == [
+        "ranks 0 and 1 wait in all_reduce #1 (float32, 4); rank 2 never reached #1: it made no call"
+    ]
+
+
+def test_a_communicator_that_a_rank_closed_long_ago(run_python: Run, tmp_path: Path) -> None:
+    """Its ring is gone from the dump of a rank that went on; nobody died."""
+    write(tmp_path, 0, 2, [reduce(1)], comm="old", ended="destroy")
+    write(tmp_path, 1, 2, [reduce(1)], comm="new")
+    newer = [{"comm": "new", "rank": 0, "size": 2, "origin": "init", "name": "", "collectives": 1}, reduce(1)]
+    newer[1] |= {"time_ns": 5, "result": 0}
+    with open(tmp_path / "rank0.jsonl", "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in newer)
+    assert (
+        explained(told(run_python, tmp_path))
+        == ["nothing is outstanding: the last call is all_reduce #1 (float32, 4)"] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "is empty"),
+        ("hello\n", "line 1: this is not a dump"),
+        ('{"some": "json"}\n', "line 1: this is not a dump"),
+        (
+            '{"pynccl": "0", "clock": [[0, 0], [1, 1]], "reasons": []}\n{"call": 1}\n',
+            "line 2: this is not a rec",
+        ),
+    ],
+)
+def test_no_dump(run_python: Run, tmp_path: Path, content: str, expected: str) -> None:
+    (tmp_path / "x.jsonl").write_text(content)
+    done = run_python(args=["-m", "pynccl", "trace", str(tmp_path / "x.jsonl")], fails=True)
+    assert done.stderr.startswith("pynccl trace: ") and expected in done.stderr
+    done = run_python(args=["-m", "pynccl", "trace", str(tmp_path / "none.jsonl")], fails=True)
+    assert "No such file" in done.stderr
+    (tmp_path / "empty").mkdir()
+    done = run_python(args=["-m", "pynccl", "trace", str(tmp_path / "empty")], fails=True)
+    assert "no files" in done.stderr
+
+
+def test_chrome_events(run_python: Run, tmp_path: Path) -> None:
+    run(2, programs.fine, backend="cpu", env={"PYNCCL_TRACE_DIR": str(tmp_path)})
+    out = tmp_path / "out.json"
+    told(run_python, tmp_path, "--chrome", str(out))
+    events = json.loads(out.read_text())["traceEvents"]
+    calls = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == {0, 1}
+    names = ["init", "all_reduce #1", "all_reduce #2", "all_reduce #3", "barrier #4", "finalize", "destroy"]
+    for rank in range(2):
+        mine = [event for event in calls if event["pid"] == rank]
+        assert [event["name"].split(" (")[0] for event in mine] == names
+        assert all(event["dur"] > 0 and event["args"]["state"] == "done" for event in mine)
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(mine))
+    assert {event["args"]["name"].split(" (")[0] for event in events if event["name"] == "process_name"} == {
+        "rank 0",
+        "rank 1",
+    }
