@@ -30,6 +30,9 @@ MPICH = "mpich==5.0.2"
 
 Command = list[str]
 
+# Every engine with two ranks; `make test-full` has the other numbers too.
+RANKS = [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)]
+
 
 def environment(**more: str) -> dict[str, str]:
     """Return an environment without launchers, in which mpirun may be called by root and Ray is quiet."""
@@ -144,13 +147,13 @@ def slurm(nranks: int) -> list[dict[str, str]]:
     return [common | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(nranks)]
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
+@pytest.mark.parametrize("nranks", RANKS)
 def test_open_mpi(nranks: int) -> None:
     assert ranks_of(run([*open_mpi(nranks), *example()]), nranks) == list(range(nranks))
 
 
 @pytest.mark.network
-@pytest.mark.parametrize("nranks", [1, 2, 4])
+@pytest.mark.parametrize("nranks", RANKS)
 def test_mpich(mpich: dict[str, str], nranks: int) -> None:
     text = run([mpich["MPIEXEC"], "-n", str(nranks), *example()], **mpich)
     assert ranks_of(text, nranks) == list(range(nranks))
@@ -166,29 +169,29 @@ def test_the_wrong_mpirun(mpich: dict[str, str]) -> None:
     )
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
+@pytest.mark.parametrize("nranks", RANKS)
 def test_torchrun(nranks: int) -> None:
     assert ranks_of(run([*torchrun(nranks), *example()[1:]]), nranks) == list(range(nranks))
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
+@pytest.mark.parametrize("nranks", RANKS)
 def test_pynccl_run(nranks: int) -> None:
     assert ranks_of(run([*pynccl_run(nranks), *example()[1:]]), nranks) == list(range(nranks))
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
+@pytest.mark.parametrize("nranks", RANKS)
 @pytest.mark.parametrize("launcher", [deepspeed, slurm])
 def test_variables(launcher: Callable[[int], list[dict[str, str]]], nranks: int) -> None:
     assert ranks_of(run_ranks(example(), launcher(nranks)), nranks) == list(range(nranks))
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
+@pytest.mark.parametrize("nranks", RANKS)
 def test_ray(nranks: int) -> None:
     text = run([*example("ray_actors.py"), "-n", str(nranks)])
     assert ranks_of(text, nranks) == list(range(nranks))
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
+@pytest.mark.parametrize("nranks", RANKS)
 def test_dask(nranks: int) -> None:
     text = run([*example("dask_workers.py"), "-n", str(nranks)])
     assert ranks_of(text, nranks) == list(range(nranks))
@@ -312,8 +315,22 @@ print(f"rank {results[0][0]} of {results[0][1]}: success", flush=True)
 """
 
 
-@pytest.mark.parametrize("order", ["ptp", "tp"])
-@pytest.mark.parametrize("engine", ["torchrun", "pynccl run", "deepspeed", "slurm", "mpirun"])
+@pytest.mark.parametrize(
+    ("engine", "order"),
+    [
+        ("torchrun", "ptp"),
+        ("torchrun", "tp"),
+        ("pynccl run", "ptp"),
+        ("mpirun", "tp"),
+        pytest.param("pynccl run", "tp", marks=pytest.mark.full),
+        pytest.param("mpirun", "ptp", marks=pytest.mark.full),
+        *(
+            pytest.param(engine, order, marks=pytest.mark.full)
+            for engine in ("deepspeed", "slurm")
+            for order in ("ptp", "tp")
+        ),
+    ],
+)
 def test_together_with_torch(engine: str, order: str, tmp_path: Path) -> None:
     program = tmp_path / "both.py"
     program.write_text(BOTH)
