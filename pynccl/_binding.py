@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING or sys.platform == "linux":
+    from pynccl import _fastcall as fastcall
     from pynccl._native import ffi, lib
 else:
     from pynccl._errors import UNSUPPORTED, NotSupportedError
@@ -14,6 +15,7 @@ else:
         """Has every attribute; each can be called, which raises."""
 
         NULL = None
+        Call = object
 
         def __getattr__(self, name: str) -> Any:
             def refuse(*_: Any) -> NoReturn:
@@ -21,6 +23,17 @@ else:
 
             return refuse
 
-    ffi = lib = _Unsupported()
+    fastcall = ffi = lib = _Unsupported()
 
-__all__ = ["ffi", "lib"]
+
+def address_of(pointer: Any) -> int:
+    """Return a C pointer as an int."""
+    return int(ffi.cast("uintptr_t", pointer))
+
+
+def function_address(name: str) -> int:
+    """Return where one of the binding's own functions is; 0 where there is no binding."""
+    return address_of(ffi.addressof(lib, name)) if sys.platform == "linux" else 0
+
+
+__all__ = ["address_of", "fastcall", "ffi", "function_address", "lib"]

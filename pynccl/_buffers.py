@@ -28,7 +28,7 @@ HOST = -1
 ANYWHERE = -2
 
 
-_UINTPTR, _cast, _from_memory = ffi.typeof("uintptr_t"), ffi.cast, ffi.from_buffer
+_cast, _from_memory = ffi.cast, ffi.from_buffer
 
 
 class Kind(NamedTuple):
@@ -219,7 +219,7 @@ def _from_numpy(array: Any, name: str) -> Span:
     if code is not None and flags.carray:
         try:
             # A third of what array.ctypes.data costs.
-            pointer = int(_cast(_UINTPTR, _from_memory(array)))
+            pointer = int(_cast("uintptr_t", _from_memory(array)))
         except (TypeError, ValueError, BufferError):
             # ml_dtypes' arrays have no buffer.
             pointer = array.ctypes.data

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pynccl import _buffers, _cuda, _dtypes, _streams, capi
-from pynccl._binding import ffi, lib
+from pynccl._binding import fastcall, ffi, lib
 from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, cupy_stream, kind_of, shape_of, spans
 from pynccl._config import pack
 from pynccl._errors import NcclInvalidUsage
-from pynccl._fastcall import keep as keep_recorded
 from pynccl._group import Group
 from pynccl._ops import op_code
 from pynccl._recording import BUSY, CLOSED, NO_MEMORY, OVERLAP, RECORDED, WAITING, function_name
@@ -30,7 +29,7 @@ ALL_GATHER, REDUCE_SCATTER = lib.PYNCCL_ALL_GATHER, lib.PYNCCL_REDUCE_SCATTER
 ALL_TO_ALL, GATHER, SCATTER = lib.PYNCCL_ALL_TO_ALL, lib.PYNCCL_GATHER, lib.PYNCCL_SCATTER
 SEND, RECV = lib.PYNCCL_SEND, lib.PYNCCL_RECV
 _REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
-_issue = lib.pynccl_issue
+_issue, keep_recorded = lib.pynccl_issue, fastcall.keep
 
 
 def _issue_in_place(template: Any, pointer: int, count: int) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from pynccl import _buffers
+from pynccl._binding import fastcall
 from pynccl._calls import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -25,7 +26,6 @@ from pynccl._calls import (
     apart,
     require_count,
 )
-from pynccl._fastcall import keep
 from pynccl._ops import PreMulSum
 from pynccl._recorder import with_callers
 from pynccl._recording import RECORDED
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 R = TypeVar("R")
 S = TypeVar("S", bound=np.generic)
+keep = fastcall.keep
 Op = str | RedOp | int | PreMulSum
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pynccl import _cuda, _library, _lifetime, _recorder, _streams, capi
-from pynccl._binding import ffi, lib
+from pynccl._binding import address_of, ffi, lib
 from pynccl._collectives import Collectives
 from pynccl._devices import device_to_use, on_device
 from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError
@@ -23,7 +23,7 @@ from pynccl._kept import CpuEvents, CudaEvents, Kept
 from pynccl._lifetime import ABORT_SECONDS, bounded
 from pynccl._prepared import Prepare
 from pynccl._recorder import TraceRecord, recorded
-from pynccl._recording import address_of, communicators
+from pynccl._recording import communicators
 from pynccl._structs import CommProperties, Config
 from pynccl._types import DataType, RedOp, UniqueId
 

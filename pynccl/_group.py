@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import TracebackType
 
 from pynccl import _library
-from pynccl._binding import lib
+from pynccl._binding import fastcall, lib
 from pynccl._errors import NcclInvalidUsage
-from pynccl._fastcall import begin, end
 from pynccl._recording import Recording
 from pynccl._status import check
 from pynccl._structs import SimInfo
+
+begin, end = fastcall.begin, fastcall.end
 
 # Empty recordings, to be used again.
 _spare: list[Recording] = []

@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from pynccl import _streams
-from pynccl._binding import ffi, lib
+from pynccl._binding import fastcall, function_address, lib
 from pynccl._collectives import Collectives
-from pynccl._fastcall import Call
-from pynccl._recording import Recording, address_of
+from pynccl._recording import Recording
 
 if TYPE_CHECKING:
     from pynccl._communicator import Communicator
 
 P = ParamSpec("P")
 
-_RUN = address_of(ffi.addressof(lib, "pynccl_list_run"))
+_RUN = function_address("pynccl_list_run")
 
 
-class _Run(Call):
+class _Run(fastcall.Call):
     """What runs a recording."""
 
     __slots__ = ("_recording", "_stream", "result")

@@ -6,11 +6,11 @@ into a list in Python. A recording can then run, as one call of C, any number of
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from pynccl import _fastcall
-from pynccl._binding import ffi, lib
+from pynccl._binding import address_of, fastcall, ffi, function_address, lib
 from pynccl._errors import NcclError
 from pynccl._status import IN_PROGRESS, check
 
@@ -38,15 +38,8 @@ FUNCTIONS = {
 communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
 
-def address_of(pointer: Any) -> int:
-    """Return a C pointer as an int."""
-    return int(ffi.cast("uintptr_t", pointer))
-
-
-_fastcall.bind(
-    address_of(ffi.addressof(lib, "pynccl_record")),
-    address_of(ffi.addressof(lib, "pynccl_list_run_recorded")),
-)
+if sys.platform == "linux":
+    fastcall.bind(function_address("pynccl_record"), function_address("pynccl_list_run_recorded"))
 
 
 class Recording:
@@ -58,11 +51,11 @@ class Recording:
         self.kept: list[Any] = []
 
     def __enter__(self) -> Recording:
-        _fastcall.begin(self.address, True)
+        fastcall.begin(self.address, True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        ended = _fastcall.end(False)
+        ended = fastcall.end(False)
         assert ended is not None
         self.kept = ended[1]
 
