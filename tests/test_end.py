@@ -24,6 +24,9 @@ def collected(rank: int, nranks: int) -> None:
     comm.barrier()
     if rank == 0:
         comm.all_reduce(np.zeros(100), stream=stream)
+    else:
+        # The end of this process would reach rank 0 before its call.
+        time.sleep(1)
     start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

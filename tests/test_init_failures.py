@@ -171,7 +171,7 @@ def test_a_rank_is_killed_while_it_waits(kind: str, who: int, tmp_path: Path) ->
 def server_is_killed(rank: int, nranks: int, pid: int) -> str:
     if rank == 0:
         threading.Timer(0.7, os.kill, (pid, signal.SIGKILL)).start()
-    return fails_in_time(None, 5, world_size=nranks + 1)
+    return fails_in_time(None, 40, world_size=nranks + 1)
 
 
 SERVER = """
@@ -190,7 +190,8 @@ def test_the_server_is_killed() -> None:
         env = {"PYNCCL_STORE": server.stdout.readline().strip(), "PYNCCL_SECRET": "known"}
         start = time.monotonic()
         texts = testing.run(2, with_environment, env, server.pid, backend="cpu")
-        assert time.monotonic() - start < 3.5
+        # At once, not after the time-out.
+        assert time.monotonic() - start < 20
     finally:
         server.kill()
         server.communicate()
@@ -408,7 +409,8 @@ def interrupted_creation(rank: int, nranks: int) -> str:
         assert time.monotonic() - start < 2.5
         return "interrupted"
     except BootstrapError as error:
-        assert time.monotonic() - start < 3.5
+        # At once, not after the time-out.
+        assert time.monotonic() - start < 20
         return str(error)
     return "no error"
 
