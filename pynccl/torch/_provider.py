@@ -19,7 +19,7 @@ def provide(kind: str, index: int) -> tuple[dict[str, int], int, int]:
     """Return the addresses of a device's library and, for CUDA, a new stream as torch's id and handle."""
     if kind == "cpu":
         return _cpu_addresses(), 0, 0
-    stream = torch.cuda.Stream(index)
+    stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
     _streams.append(stream)
     return _cuda_addresses(), stream.stream_id, stream.cuda_stream
 

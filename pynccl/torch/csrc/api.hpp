@@ -10,22 +10,26 @@
 
 extern "C" {
 #define _Bool bool
-#include "cpu_api.h"
+// clang-format off: the second needs the first
 #include "nccl_api.h"
+#include "cpu_api.h"
+// clang-format on
 #undef _Bool
 }
 
 namespace pynccl {
 
-#define PYNCCL_TORCH_NEEDED(X)                                                                               \
-  X(ncclGetUniqueId)                                                                                         \
-  X(ncclCommInitRank) X(ncclCommDestroy) X(ncclCommAbort) X(ncclCommGetAsyncError) X(ncclGetErrorString)     \
-      X(ncclGroupStart) X(ncclGroupEnd) X(ncclReduce) X(ncclBroadcast) X(ncclAllReduce) X(ncclReduceScatter) \
-          X(ncclAllGather) X(ncclSend) X(ncclRecv)
+#define PYNCCL_TORCH_NEEDED(X)                                                                              \
+  X(ncclGetUniqueId)                                                                                        \
+  X(ncclCommInitRank)                                                                                       \
+  X(ncclCommDestroy) X(ncclCommAbort) X(ncclCommGetAsyncError) X(ncclGetErrorString) X(ncclGroupStart)      \
+      X(ncclGroupEnd) X(ncclReduce) X(ncclBroadcast) X(ncclAllReduce) X(ncclReduceScatter) X(ncclAllGather) \
+          X(ncclSend) X(ncclRecv)
 // What an older libnccl lacks is NULL.
-#define PYNCCL_TORCH_OPTIONAL(X)                                                                             \
-  X(ncclGetLastError)                                                                                        \
-  X(ncclAlltoAll) X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclCommShrink) X(pyncclCpuStreamCreate) \
+#define PYNCCL_TORCH_OPTIONAL(X)                                                             \
+  X(ncclGetLastError)                                                                        \
+  X(ncclAlltoAll)                                                                            \
+  X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclCommShrink) X(pyncclCpuStreamCreate) \
       X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery) X(pyncclCpuStreamSynchronize)
 
 struct Api {
