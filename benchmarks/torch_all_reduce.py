@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def measure(rank: int, size: int, store: str, sizes: list[int]) -> list[dict[str
     rows: list[dict[str, Any]] = []
     for nbytes in sizes:
         data = torch.zeros(nbytes // 4)
-        calls = {b: (lambda g=g: dist.all_reduce(data, group=g)) for b, g in groups.items()}
+        calls = {b: partial(dist.all_reduce, data, group=g) for b, g in groups.items()}
         rows.append({"what": "all_reduce", "ranks": size, "bytes": nbytes, **compare(calls)})
     rows.append(
         {"what": "DDP step", "ranks": size, "bytes": 0}
