@@ -52,3 +52,19 @@ def test_discovery_by_mpi() -> None:
     script = str(ROOT / "examples" / "torch_mpi_discovery.py")
     lines = run(str(mpirun), "--oversubscribe", "-n", "3", sys.executable, script, **MPI_AS_ROOT)
     assert lines == [f"rank {r} of 3 by MPI: 3" for r in range(3)]
+
+
+def deepspeed_lines(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("rank ")]
+
+
+def test_deepspeed_by_the_environment() -> None:
+    expected = [f"rank {r} of 2 on pynccl: 1" for r in range(2)]
+    assert deepspeed_lines(torchrun(2, "torch_deepspeed.py")) == expected
+
+
+def test_deepspeed_by_mpi() -> None:
+    mpirun = Path(sys.executable).with_name("mpirun")
+    script = str(ROOT / "examples" / "torch_deepspeed.py")
+    lines = run(str(mpirun), "--oversubscribe", "-n", "2", sys.executable, script, **MPI_AS_ROOT)
+    assert deepspeed_lines(lines) == [f"rank {r} of 2 on pynccl: 1" for r in range(2)]
