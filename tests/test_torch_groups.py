@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -136,6 +138,8 @@ def aborted(rank: int, size: int, store: str, how: str) -> float:
     start(rank, size, store)
     dist.barrier()
     work = dist.all_reduce(torch.ones(3), async_op=True) if rank == 0 else None
+    flags = dist.distributed_c10d._get_default_store()
+    flags.set("issued", "1") if rank == 0 else flags.wait(["issued"])
     began = time.monotonic()
     if how == "abort":
         dist.distributed_c10d._abort_process_group()
@@ -224,6 +228,33 @@ def detailed(rank: int, size: int, store: str) -> str:
 def test_debug_detail(tmp_path: Path) -> None:
     first, _ = on_ranks(2, detailed, tmp_path, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert "collective" in first.lower()
+
+
+def interrupted(rank: int, size: int, store: str) -> float:
+    start(rank, size, store)
+    dist.barrier()
+    took = 0.0
+    if rank == 0:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(3))
+        took = time.monotonic() - began
+        dist.distributed_c10d._get_default_store().set("done", "1")
+    else:
+        dist.distributed_c10d._get_default_store().wait(["done"])
+    dist.distributed_c10d._abort_process_group()
+    return took
+
+
+def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
+    assert on_ranks(2, interrupted, tmp_path)[0] < 3
+
+
+def test_several_ranks_compile_once(tmp_path: Path) -> None:
+    on_ranks(2, again, tmp_path, env={"PYNCCL_CACHE": str(tmp_path / "cache")})
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["_pynccl_torch.so", "lock"]
 
 
 def test_without_a_compiler(tmp_path: Path) -> None:

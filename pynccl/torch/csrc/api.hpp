@@ -19,18 +19,20 @@ extern "C" {
 
 namespace pynccl {
 
-#define PYNCCL_TORCH_NEEDED(X)                                                                              \
-  X(ncclGetUniqueId)                                                                                        \
-  X(ncclCommInitRank)                                                                                       \
-  X(ncclCommDestroy) X(ncclCommAbort) X(ncclCommGetAsyncError) X(ncclGetErrorString) X(ncclGroupStart)      \
-      X(ncclGroupEnd) X(ncclReduce) X(ncclBroadcast) X(ncclAllReduce) X(ncclReduceScatter) X(ncclAllGather) \
-          X(ncclSend) X(ncclRecv)
+#define PYNCCL_TORCH_NEEDED(X)                                                                          \
+  X(ncclGetUniqueId)                                                                                    \
+  X(ncclCommInitRank)                                                                                   \
+  X(ncclCommDestroy)                                                                                    \
+  X(ncclCommAbort) X(ncclCommGetAsyncError) X(ncclGetErrorString) X(ncclGroupStart) X(ncclGroupEnd)     \
+      X(ncclReduce) X(ncclBroadcast) X(ncclAllReduce) X(ncclReduceScatter) X(ncclAllGather) X(ncclSend) \
+          X(ncclRecv)
 // What an older libnccl lacks is NULL.
-#define PYNCCL_TORCH_OPTIONAL(X)                                                             \
-  X(ncclGetLastError)                                                                        \
-  X(ncclAlltoAll)                                                                            \
-  X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclCommShrink) X(pyncclCpuStreamCreate) \
-      X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery) X(pyncclCpuStreamSynchronize)
+#define PYNCCL_TORCH_OPTIONAL(X)                                                           \
+  X(ncclGetLastError)                                                                      \
+  X(ncclAlltoAll)                                                                          \
+  X(ncclRedOpCreatePreMulSum)                                                              \
+  X(ncclRedOpDestroy) X(ncclCommShrink) X(pyncclCpuStreamCreate) X(pyncclCpuStreamDestroy) \
+      X(pyncclCpuStreamQuery) X(pyncclCpuStreamSynchronize)
 
 struct Api {
 #define PYNCCL_MEMBER(name) decltype(&::name) name = nullptr;

@@ -276,19 +276,26 @@ c10d::ErrorType Backend::getError() {
   return c10d::ErrorType::SUCCESS;
 }
 
+std::vector<TaskPtr> Backend::unfinished() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::vector<TaskPtr> tasks;
+  for (auto& weak : pending_)
+    if (auto task = weak.lock(); task && !task->done()) tasks.push_back(task);
+  return tasks;
+}
+
 void Backend::abort() { end(true); }
 
 // Lets what is under way end by itself first.
 void Backend::shutdown() {
   bool finished = true;
   auto until = Clock::now() + kEndSeconds;
-  for (auto& weak : pending_)
-    if (auto task = weak.lock())
-      while (!task->advance(Milliseconds(10)))
-        if (Clock::now() >= std::min(until, task->deadline)) {
-          finished = false;
-          break;
-        }
+  for (auto& task : unfinished())
+    while (!task->advance(Milliseconds(10)))
+      if (Clock::now() >= std::min(until, task->deadline)) {
+        finished = false;
+        break;
+      }
   end(!finished);
 }
 
@@ -306,10 +313,9 @@ void Backend::end(bool abort) {
       abort ? lane.api->ncclCommAbort(lane.comm) : lane.api->ncclCommDestroy(lane.comm);
   };
   bounded(close, kEndSeconds, abort ? "abort" : "shutdown", false);
-  for (auto& weak : pending_)
-    if (auto task = weak.lock())
-      if (!task->advance(Milliseconds(100)))
-        task->fail(std::make_exception_ptr(std::runtime_error("pynccl: the process group was shut down")));
+  for (auto& task : unfinished())
+    if (!task->advance(Milliseconds(100)))
+      task->fail(std::make_exception_ptr(std::runtime_error("pynccl: the process group was shut down")));
 }
 
 // Without ncclCommSplit: the new group connects through the store when it is first used.

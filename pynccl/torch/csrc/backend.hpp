@@ -116,6 +116,7 @@ class Backend : public c10d::Backend {
   Lane connect(c10::Device device);
   ncclComm_t make_comm(const Api& api, c10::Device device);
   c10::Device barrier_device(const c10d::BarrierOptions& options) const;
+  std::vector<TaskPtr> unfinished();
   void end(bool abort);
 
   intrusive_ptr<c10d::Store> store_;
