@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-WORLD_SIZE = 3
+WORLD_SIZE = 4
 QUICK = [
     "test_all_reduce_sum",
     "test_all_gather",
@@ -55,7 +55,8 @@ def _suite(backend: str) -> type[unittest.TestCase]:
 
 
 def _replace_gloo() -> None:
-    """Have process groups on gloo made on pynccl."""
+    """Have process groups on gloo made on pynccl, and called gloo."""
+    import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     make = distributed_c10d._new_process_group_helper
@@ -63,7 +64,14 @@ def _replace_gloo() -> None:
     def make_on_pynccl(*args: Any, **kwargs: Any) -> Any:
         return make(*("pynccl" if arg == "gloo" else arg for arg in args), **kwargs)
 
+    named = distributed_c10d.get_backend
+
+    def get_backend(*args: Any, **kwargs: Any) -> str:
+        name = named(*args, **kwargs)
+        return "gloo" if name == "pynccl" else name
+
     distributed_c10d._new_process_group_helper = make_on_pynccl
+    distributed_c10d.get_backend = dist.get_backend = get_backend
 
 
 class _Result(unittest.TextTestResult):
