@@ -5,7 +5,7 @@ namespace pynccl {
 
 // Rank 0 looks for every rank's word in the store, so that a rank that is missing holds nobody up in NCCL.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  auto limit = options.timeout.count() > 0 ? options.timeout : options_->timeout;
+  auto limit = options.timeout.count() >= 0 ? options.timeout : options_->timeout;
   auto deadline = Clock::now() + limit;
   std::string round;
   {
@@ -24,16 +24,18 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   const std::vector<uint8_t> word{1};
   if (rank_ != 0) {
     store_->set(c10::str(round, rank_), word);
-    if (!wait_until(round + "done", deadline))
-      C10_THROW_ERROR(
-          DistBackendError,
-          c10::str("Rank ", rank_,
-                   " successfully reached monitoredBarrier, but received errors while "
-                   "waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."));
+    std::string text = c10::str("Rank ", rank_,
+                                " successfully reached monitoredBarrier, but received errors while waiting "
+                                "for send/recv from rank 0. Please check rank 0 logs for faulty rank.");
+    // What rank 0 says comes just after its own deadline.
+    if (!wait_until(round + "done", deadline + std::chrono::seconds(1)))
+      C10_THROW_ERROR(DistBackendError, text);
     auto said = store_->get(round + "done");
-    if (said.size() > 1) C10_THROW_ERROR(DistBackendError, std::string(said.begin(), said.end()));
+    if (said.size() > 1)
+      C10_THROW_ERROR(DistBackendError, text + " It said: " + std::string(said.begin(), said.end()));
     return;
   }
+  std::string late = Clock::now() >= deadline ? "Rank 0 timed out in monitoredBarrier. " : "";
   std::string missing;
   for (int r = 1; r < size_; ++r) {
     if (wait_until(c10::str(round, r), deadline)) continue;
@@ -46,7 +48,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   }
   std::string text = wait_all_ranks ? "[Rank 0]: Ranks " + missing + " failed to pass monitoredBarrier in "
                                     : "[Rank 0]: Rank " + missing + " failed to pass monitoredBarrier in ";
-  text += std::to_string(limit.count()) + " ms";
+  text = late + text + std::to_string(limit.count()) + " ms";
   store_->set(round + "done", std::vector<uint8_t>(text.begin(), text.end()));
   C10_THROW_ERROR(DistBackendError, text);
 }
