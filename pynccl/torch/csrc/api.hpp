@@ -19,20 +19,17 @@ extern "C" {
 
 namespace pynccl {
 
-#define PYNCCL_TORCH_NEEDED(X)                                                                          \
-  X(ncclGetUniqueId)                                                                                    \
-  X(ncclCommInitRank)                                                                                   \
-  X(ncclCommDestroy)                                                                                    \
-  X(ncclCommAbort) X(ncclCommGetAsyncError) X(ncclGetErrorString) X(ncclGroupStart) X(ncclGroupEnd)     \
-      X(ncclReduce) X(ncclBroadcast) X(ncclAllReduce) X(ncclReduceScatter) X(ncclAllGather) X(ncclSend) \
-          X(ncclRecv)
+// clang-format off: it does not come to rest on these
+#define PYNCCL_TORCH_NEEDED(X)                                                                        \
+  X(ncclGetUniqueId) X(ncclCommInitRank) X(ncclCommDestroy) X(ncclCommAbort) X(ncclCommGetAsyncError) \
+  X(ncclGetErrorString) X(ncclGroupStart) X(ncclGroupEnd) X(ncclReduce) X(ncclBroadcast)              \
+  X(ncclAllReduce) X(ncclReduceScatter) X(ncclAllGather) X(ncclSend) X(ncclRecv)
 // What an older libnccl lacks is NULL.
-#define PYNCCL_TORCH_OPTIONAL(X)                                                           \
-  X(ncclGetLastError)                                                                      \
-  X(ncclAlltoAll)                                                                          \
-  X(ncclRedOpCreatePreMulSum)                                                              \
-  X(ncclRedOpDestroy) X(ncclCommShrink) X(pyncclCpuStreamCreate) X(pyncclCpuStreamDestroy) \
-      X(pyncclCpuStreamQuery) X(pyncclCpuStreamSynchronize)
+#define PYNCCL_TORCH_OPTIONAL(X)                                                               \
+  X(ncclGetLastError) X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclCommShrink)        \
+  X(pyncclCpuStreamCreate) X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery)                   \
+  X(pyncclCpuStreamSynchronize)
+// clang-format on
 
 struct Api {
 #define PYNCCL_MEMBER(name) decltype(&::name) name = nullptr;
