@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 HEADERS := $(wildcard pynccl/native/*.[ch])
 CPU := $(wildcard pynccl/cpu/*.cpp)
 SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*.hpp pynccl/cpu/*.inc) pynccl/_build_ffi.py
-CXX_FILES := $(wildcard pynccl/cpu/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) $(filter-out %_api.h,$(HEADERS))
+CXX_FILES := $(wildcard pynccl/cpu/*.?pp pynccl/torch/csrc/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) $(filter-out %_api.h,$(HEADERS))
 PYTHON_FILES := pynccl tests tools examples benchmarks
 
 .PHONY: demo build test test-full test-gpu bench lint format generate wheel sanitize cpu-lib clean
@@ -19,7 +19,7 @@ build: $(VENV)/built
 test: $(VENV)/test $(VENV)/built
 	$(BIN)/python -m pytest -m "not gpu and not full"
 
-test-full: $(VENV)/test $(VENV)/built
+test-full: $(VENV)/test $(VENV)/full $(VENV)/built
 	$(BIN)/python -m pytest -m "(full or not full) and not gpu"
 
 test-gpu: $(VENV)/test $(VENV)/built
@@ -74,7 +74,7 @@ $(VENV)/built: $(VENV)/base $(SOURCES) pyproject.toml
 	touch $@
 
 # This builds too; targets name `built` after it, so that later changes of the sources build only.
-$(VENV)/demo $(VENV)/test $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
+$(VENV)/demo $(VENV)/test $(VENV)/full $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
 	$(INSTALL) --editable ".[$*]"
 	touch $@ $(VENV)/built
 

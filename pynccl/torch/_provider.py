@@ -1,0 +1,47 @@
+"""What the C++ backend asks Python for: the functions of a device's library, and CUDA streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pynccl import _discovery, _library
+from pynccl._api import CPU_FUNCTIONS, FUNCTIONS
+from pynccl._binding import ffi, lib
+from pynccl._errors import LibraryNotFoundError, NcclInvalidUsage
+
+# Streams that the backends work on, for the life of the process.
+_streams: list[Any] = []
+
+
+def provide(kind: str, index: int) -> tuple[dict[str, int], int, int]:
+    """Return the addresses of a device's library and, for CUDA, a new stream as torch's id and handle."""
+    if kind == "cpu":
+        return _cpu_addresses(), 0, 0
+    stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+    _streams.append(stream)
+    return _cuda_addresses(), stream.stream_id, stream.cuda_stream
+
+
+def _cuda_addresses() -> dict[str, int]:
+    info = _library.load()
+    if info.backend != "nccl":
+        raise NcclInvalidUsage(
+            f"cuda tensors need NVIDIA's libnccl, but this process uses {info.path} ({info.how})",
+            function="pynccl.torch",
+        )
+    return {name: int(ffi.cast("uintptr_t", lib.nccl_api_find(name.encode()))) for name in FUNCTIONS}
+
+
+def _cpu_addresses() -> dict[str, int]:
+    """Return the CPU library's functions; beside libnccl, if that is what pynccl uses otherwise."""
+    loaded = _library.loaded()
+    cpu_is_loaded = loaded is not None and loaded.backend == "cpu"
+    path = loaded.path if loaded and cpu_is_loaded else _discovery.cpu_candidate("pynccl.torch").path
+    handle = lib.pynccl_open(str(path).encode(), 0)
+    if not handle:
+        reason = ffi.string(lib.pynccl_error()).decode(errors="replace")
+        raise LibraryNotFoundError(f"the CPU library {path} cannot be used: {reason}")
+    names = (*FUNCTIONS, *CPU_FUNCTIONS)
+    return {name: int(ffi.cast("uintptr_t", lib.pynccl_symbol(handle, name.encode()))) for name in names}

@@ -1,0 +1,77 @@
+// One library's functions, by address, and errors as torch has them.
+#pragma once
+
+#include <Python.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+extern "C" {
+#define _Bool bool
+// clang-format off: the second needs the first
+#include "nccl_api.h"
+#include "cpu_api.h"
+// clang-format on
+#undef _Bool
+}
+
+namespace pynccl {
+
+// clang-format off: it does not come to rest on these
+#define PYNCCL_TORCH_NEEDED(X)                                                                        \
+  X(ncclGetUniqueId) X(ncclCommInitRank) X(ncclCommDestroy) X(ncclCommAbort) X(ncclCommGetAsyncError) \
+  X(ncclGetErrorString) X(ncclGroupStart) X(ncclGroupEnd) X(ncclReduce) X(ncclBroadcast)              \
+  X(ncclAllReduce) X(ncclReduceScatter) X(ncclAllGather) X(ncclSend) X(ncclRecv)
+// What an older libnccl lacks is NULL.
+#define PYNCCL_TORCH_OPTIONAL(X)                                                               \
+  X(ncclGetLastError) X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclCommShrink)        \
+  X(pyncclCpuStreamCreate) X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery)                   \
+  X(pyncclCpuStreamSynchronize)
+// clang-format on
+
+struct Api {
+#define PYNCCL_MEMBER(name) decltype(&::name) name = nullptr;
+  PYNCCL_TORCH_NEEDED(PYNCCL_MEMBER)
+  PYNCCL_TORCH_OPTIONAL(PYNCCL_MEMBER)
+#undef PYNCCL_MEMBER
+
+  explicit Api(const std::map<std::string, uintptr_t>& addresses) {
+    auto find = [&](const char* name) {
+      auto at = addresses.find(name);
+      return at == addresses.end() ? uintptr_t{0} : at->second;
+    };
+#define PYNCCL_TAKE(name) name = reinterpret_cast<decltype(name)>(find(#name));
+#define PYNCCL_REQUIRE(name) \
+  PYNCCL_TAKE(name)          \
+  TORCH_CHECK(name, "the loaded NCCL library has no function " #name);
+    PYNCCL_TORCH_NEEDED(PYNCCL_REQUIRE)
+    PYNCCL_TORCH_OPTIONAL(PYNCCL_TAKE)
+#undef PYNCCL_REQUIRE
+#undef PYNCCL_TAKE
+  }
+
+  std::string describe(ncclResult_t result, ncclComm_t comm) const {
+    std::string text = ncclGetErrorString(result);
+    const char* last = ncclGetLastError ? ncclGetLastError(comm) : nullptr;
+    return last && *last ? text + ": " + last : text;
+  }
+
+  void check(ncclResult_t result, const std::string& what, ncclComm_t comm = nullptr) const {
+    if (result != ncclSuccess && result != ncclInProgress)
+      C10_THROW_ERROR(DistBackendError, what + ": " + describe(result, comm));
+  }
+};
+
+// Several calls as one; the first failure is the result.
+template <class Body>
+ncclResult_t grouped(const Api& api, Body body) {
+  ncclResult_t first = api.ncclGroupStart();
+  if (first != ncclSuccess) return first;
+  first = body();
+  ncclResult_t last = api.ncclGroupEnd();
+  return first != ncclSuccess ? first : last;
+}
+
+}  // namespace pynccl

@@ -1,0 +1,367 @@
+// Connecting, issuing, coalescing and ending.
+#include "backend.hpp"
+
+namespace pynccl {
+
+std::function<Provided(c10::Device)> provide;
+
+namespace {
+
+constexpr Milliseconds kEndSeconds{5000};
+
+// A blocking call in a thread of its own, so that signals and the time limit are noticed. A call that is
+// given up keeps what it captured.
+void bounded(std::function<void()> call, Milliseconds limit, const std::string& what, bool signals) {
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    std::exception_ptr error;
+  };
+  auto state = std::make_shared<State>();
+  std::thread([state, call = std::move(call)] {
+    std::exception_ptr error;
+    try {
+      call();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    std::lock_guard<std::mutex> lock(state->mutex);
+    state->done = true;
+    state->error = error;
+    state->changed.notify_all();
+  }).detach();
+  auto deadline = Clock::now() + limit;
+  std::unique_lock<std::mutex> lock(state->mutex);
+  while (!state->changed.wait_for(lock, kSlice, [&] { return state->done; })) {
+    if (signals) check_signals();
+    if (Clock::now() >= deadline)
+      C10_THROW_ERROR(DistBackendError,
+                      c10::str("pynccl: ", what, " took longer than ", limit.count(), "ms"));
+  }
+  if (state->error) std::rethrow_exception(state->error);
+}
+
+std::vector<uint8_t> wait_for_key(c10d::Store& store, const std::string& key, Milliseconds limit) {
+  auto deadline = Clock::now() + limit;
+  auto next_look = Clock::now() + kSlice;
+  auto pause = std::chrono::microseconds(50);
+  while (!store.check({key})) {
+    if (Clock::now() >= deadline)
+      C10_THROW_ERROR(DistBackendError, c10::str("pynccl: Timed out after ", limit.count(),
+                                                 "ms waiting for rank 0 of the group"));
+    if (Clock::now() >= next_look) {
+      check_signals();
+      next_look = Clock::now() + kSlice;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, std::chrono::microseconds(10000));
+  }
+  return store.get(key);
+}
+
+ncclUniqueId exchange_id(const Api& api, c10d::Store& store, const std::string& key, bool first,
+                         Milliseconds limit) {
+  ncclUniqueId id;
+  if (first) {
+    ncclResult_t result = api.ncclGetUniqueId(&id);
+    const char* bytes = id.internal;
+    std::string error = result == ncclSuccess ? "" : api.describe(result, nullptr);
+    store.set(key, result == ncclSuccess ? std::vector<uint8_t>(bytes, bytes + sizeof id)
+                                         : std::vector<uint8_t>(error.begin(), error.end()));
+    api.check(result, "ncclGetUniqueId");
+    return id;
+  }
+  auto bytes = wait_for_key(store, key, limit);
+  if (bytes.size() != sizeof id)
+    C10_THROW_ERROR(DistBackendError,
+                    "ncclGetUniqueId failed on rank 0: " + std::string(bytes.begin(), bytes.end()));
+  std::copy(bytes.begin(), bytes.end(), id.internal);
+  return id;
+}
+
+}  // namespace
+
+Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu)
+    : c10d::Backend(rank, size), store_(std::move(store)), options_(c10::make_intrusive<Options>(timeout)) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, "rank is ", rank, ", expected 0 to ", size - 1);
+  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout is ", timeout.count(), "ms, expected more than 0");
+  if (connect_cpu) lane(at::kCPU);
+}
+
+Backend::~Backend() {
+  // Threads that end here may need the GIL.
+  std::unique_ptr<pybind11::gil_scoped_release> release;
+  if (Py_IsInitialized() && PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
+  try {
+    end(true);
+  } catch (...) {
+  }
+  watcher_->stop();
+}
+
+Lane& Backend::lane(c10::Device device) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (ended_.load()) C10_THROW_ERROR(DistBackendError, "pynccl: the process group was shut down or aborted");
+  TORCH_CHECK(device.is_cpu() || device.is_cuda(), "pynccl works on cpu and cuda tensors, got ", device);
+  auto found = lanes_.find(device.str());
+  if (found == lanes_.end()) found = lanes_.emplace(device.str(), connect(device)).first;
+  return found->second;
+}
+
+Lane Backend::connect(c10::Device device) {
+  Provided provided = provide(device);
+  Lane lane;
+  auto api = std::make_shared<const Api>(provided.addresses);
+  lane.api = api;
+  if (device.is_cpu()) {
+    TORCH_CHECK(api->pyncclCpuStreamCreate, "CPU tensors need pynccl's CPU library");
+    // The pool's streams end before the library's functions do.
+    lane.pool = std::shared_ptr<StreamPool>(new StreamPool(*api), [api](StreamPool* pool) { delete pool; });
+  } else {
+    lane.stream = c10::Stream(c10::Stream::UNSAFE, device, provided.stream_id);
+    lane.handle = reinterpret_cast<cudaStream_t>(provided.stream);
+  }
+  lane.comm = make_comm(*api, device);
+  return lane;
+}
+
+ncclComm_t Backend::make_comm(const Api& api, c10::Device device) {
+  // The number keeps a second connection from reading the first one's id.
+  std::string key = c10::str("pynccl/", device.is_cpu() ? "cpu" : "cuda", "/", connections_++);
+  Milliseconds limit = options_->timeout;
+  ncclUniqueId id = exchange_id(api, *store_, key, rank_ == 0, limit);
+  auto comm = std::make_shared<ncclComm_t>(nullptr);
+  bounded(
+      [comm, id, device, &api = api, size = size_, rank = rank_] {
+        c10::OptionalDeviceGuard guard;
+        if (!device.is_cpu()) guard.reset_device(device);
+        api.check(api.ncclCommInitRank(comm.get(), size, id, rank), "ncclCommInitRank");
+      },
+      limit, c10::str("connecting rank ", rank_, " of ", size_), true);
+  return *comm;
+}
+
+TaskPtr Backend::make_task(Call& call, Milliseconds timeout) const {
+  auto task = std::make_shared<Task>();
+  task->name = call.name;
+  task->timeout = timeout.count() > 0 ? timeout : options_->timeout;
+  task->deadline = Clock::now() + task->timeout;
+  task->inputs = call.inputs;
+  task->outputs = call.outputs;
+  return task;
+}
+
+WorkPtr Backend::work_of(OpType type, const std::string& name, std::vector<TaskPtr> tasks) {
+  while (!pending_.empty()) {
+    auto oldest = pending_.front().lock();
+    if (oldest && !oldest->done()) break;
+    pending_.pop_front();
+  }
+  for (auto& task : tasks) pending_.push_back(task);
+  return c10::make_intrusive<WorkPynccl>(rank_, type, "pynccl:" + name, std::move(tasks), ++sequence_,
+                                         watcher_);
+}
+
+WorkPtr Backend::launch(Call call, Milliseconds timeout) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  OpType type = call.type;
+  std::string name = call.name;
+  TaskPtr task;
+  if (coalescing_) {
+    TORCH_CHECK(recorded_.empty() || recorded_[0].device == call.device,
+                "operations that are coalesced must be on one device, got ", call.device, " after ",
+                recorded_.empty() ? call.device : recorded_[0].device);
+    if (!group_task_) {
+      group_task_ = make_task(call, timeout);
+      group_task_->set_recording(true);
+    }
+    task = group_task_;
+    recorded_.push_back(std::move(call));
+  } else {
+    task = make_task(call, timeout);
+    start(task, std::move(call));
+  }
+  return work_of(type, name, {task});
+}
+
+void Backend::start(const TaskPtr& task, Call call) {
+  Lane& on = lane(call.device);
+  task->kept = std::move(call.kept);
+  if (on.pool) {
+    cudaStream_t stream = on.pool->take();
+    ncclResult_t result = call.issue(*on.api, on.comm, stream);
+    if (result != ncclSuccess) on.pool->give_back(stream);
+    on.api->check(result, call.name, on.comm);
+    task->post = std::move(call.post);
+    task->issued(*on.api, on.comm, stream, on.pool);
+    return;
+  }
+  c10::impl::VirtualGuardImpl device(call.device.type());
+  c10::DeviceGuard guard(call.device);
+  c10::Event ready(call.device.type());
+  ready.record(device.getStream(call.device));
+  ready.block(*on.stream);
+  for (auto* tensors : {&call.inputs, &call.outputs, &task->kept})
+    for (auto& tensor : *tensors)
+      if (tensor.defined() && tensor.device() == call.device)
+        device.recordDataPtrOnStream(tensor.storage().data_ptr(), *on.stream);
+  on.api->check(call.issue(*on.api, on.comm, on.handle), call.name, on.comm);
+  c10::StreamGuard on_stream(*on.stream);
+  if (call.post) call.post();
+  auto end = std::make_unique<c10::Event>(call.device.type());
+  end->record(*on.stream);
+  task->issued(std::move(end), *on.stream);
+}
+
+Call Backend::merged(std::vector<Call> calls, OpType type, std::string name) const {
+  Call all;
+  all.type = type, all.name = std::move(name), all.device = calls.front().device;
+  for (auto& call : calls) {
+    all.inputs.insert(all.inputs.end(), call.inputs.begin(), call.inputs.end());
+    all.outputs.insert(all.outputs.end(), call.outputs.begin(), call.outputs.end());
+    all.kept.insert(all.kept.end(), call.kept.begin(), call.kept.end());
+  }
+  auto parts = std::make_shared<std::vector<Call>>(std::move(calls));
+  all.issue = [parts](const Api& api, ncclComm_t comm, cudaStream_t stream) {
+    return grouped(api, [&] {
+      for (auto& part : *parts)
+        if (ncclResult_t r = part.issue(api, comm, stream); r != ncclSuccess) return r;
+      return ncclSuccess;
+    });
+  };
+  all.post = [parts] {
+    for (auto& part : *parts)
+      if (part.post) part.post();
+  };
+  return all;
+}
+
+void Backend::startCoalescing() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(!coalescing_, "startCoalescing: a group is open already");
+  coalescing_ = true;
+}
+
+WorkPtr Backend::endCoalescing() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(coalescing_, "endCoalescing without startCoalescing");
+  coalescing_ = false;
+  auto calls = std::move(recorded_);
+  auto tasks = std::move(recorded_tasks_);
+  auto group = std::move(group_task_);
+  recorded_.clear(), recorded_tasks_.clear(), group_task_ = nullptr;
+  if (group) {
+    Call call = merged(std::move(calls), OpType::COALESCED, "coalesced");
+    group->set_recording(false);
+    group->inputs = call.inputs, group->outputs = call.outputs;
+    start(group, std::move(call));
+    tasks.push_back(group);
+  }
+  if (tasks.empty()) {
+    tasks.push_back(std::make_shared<Task>());
+    tasks.back()->succeed();
+  }
+  return work_of(OpType::COALESCED, "coalesced", std::move(tasks));
+}
+
+c10d::ErrorType Backend::getError() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto& [device, lane] : lanes_) {
+    ncclResult_t state = ncclSuccess;
+    lane.api->ncclCommGetAsyncError(lane.comm, &state);
+    if (state == ncclRemoteError) return c10d::ErrorType::REMOTE_ERROR;
+    if (state != ncclSuccess && state != ncclInProgress) return c10d::ErrorType::COMM_ERROR;
+  }
+  return c10d::ErrorType::SUCCESS;
+}
+
+std::vector<TaskPtr> Backend::unfinished() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::vector<TaskPtr> tasks;
+  for (auto& weak : pending_)
+    if (auto task = weak.lock(); task && !task->done()) tasks.push_back(task);
+  return tasks;
+}
+
+void Backend::abort() { end(true); }
+
+// Lets what is under way end by itself first.
+void Backend::shutdown() {
+  bool finished = true;
+  auto until = Clock::now() + kEndSeconds;
+  for (auto& task : unfinished())
+    while (!task->advance(Milliseconds(10)))
+      if (Clock::now() >= std::min(until, task->deadline)) {
+        finished = false;
+        break;
+      }
+  end(!finished);
+}
+
+void Backend::end(bool abort) {
+  if (ended_.exchange(true)) return;
+  std::map<std::string, Lane> lanes;
+  std::map<std::string, std::shared_ptr<Channel>> channels;
+  {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    lanes.swap(lanes_), channels.swap(channels_);
+  }
+  auto close = [lanes, channels, abort] {
+    for (auto& [key, channel] : channels) channel->close(abort);
+    for (auto& [device, lane] : lanes)
+      abort ? lane.api->ncclCommAbort(lane.comm) : lane.api->ncclCommDestroy(lane.comm);
+  };
+  bounded(close, kEndSeconds, abort ? "abort" : "shutdown", false);
+  for (auto& task : unfinished())
+    if (!task->advance(Milliseconds(100)))
+      task->fail(std::make_exception_ptr(std::runtime_error("pynccl: the process group was shut down")));
+}
+
+// Without ncclCommSplit: the new group connects through the store when it is first used.
+intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& store,
+                                            const std::vector<int>& ranks,
+                                            const intrusive_ptr<c10d::Backend::Options>& options) {
+  auto at = std::find(ranks.begin(), ranks.end(), rank_);
+  if (at == ranks.end()) return nullptr;
+  auto timeout = options ? options->timeout : options_->timeout;
+  return c10::make_intrusive<Backend>(store, int(at - ranks.begin()), int(ranks.size()), timeout,
+                                      lanes_.count("cpu") > 0);
+}
+
+// The survivors' communicators, made from this group's.
+intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& excluded, int flags,
+                                             const intrusive_ptr<c10d::Backend::Options>& options) {
+  std::vector<int> out(excluded.begin(), excluded.end());
+  std::sort(out.begin(), out.end());
+  TORCH_CHECK_VALUE(!std::binary_search(out.begin(), out.end(), rank_), "rank ", rank_,
+                    " is excluded itself");
+  int rank = rank_ - int(std::lower_bound(out.begin(), out.end(), rank_) - out.begin());
+  auto timeout = options ? options->timeout : options_->timeout;
+  std::string key = "pynccl/shrunk";
+  for (int r : out) key += c10::str("-", r);
+  auto made = c10::make_intrusive<Backend>(c10::make_intrusive<c10d::PrefixStore>(key, store_), rank,
+                                           size_ - int(out.size()), timeout, false);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto& [device, lane] : lanes_) {
+    TORCH_CHECK(lane.api->ncclCommShrink, "shrinking needs NCCL 2.27 or newer");
+    Lane smaller = lane;
+    if (smaller.pool) {
+      auto api = lane.api;
+      smaller.pool =
+          std::shared_ptr<StreamPool>(new StreamPool(*api), [api](StreamPool* pool) { delete pool; });
+    }
+    auto comm = std::make_shared<ncclComm_t>(nullptr);
+    bounded(
+        [=, parent = lane.comm, api = lane.api]() mutable {
+          api->check(api->ncclCommShrink(parent, out.data(), int(out.size()), comm.get(), nullptr, flags),
+                     "ncclCommShrink", parent);
+        },
+        timeout, "shrink", true);
+    smaller.comm = *comm;
+    made->lanes_.emplace(device, smaller);
+  }
+  return made;
+}
+
+}  // namespace pynccl

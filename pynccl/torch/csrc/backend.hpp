@@ -1,0 +1,146 @@
+// The c10d backend: one Lane for each device, each operation a Call.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "channel.hpp"
+#include "reduction.hpp"
+
+namespace pynccl {
+
+using c10d::OpType;
+using WorkPtr = intrusive_ptr<c10d::Work>;
+
+// An operation before it is issued. `issue` may run inside a group.
+struct Call {
+  OpType type = OpType::UNKNOWN;
+  std::string name;
+  c10::Device device{at::kCPU};
+  Milliseconds timeout{-1};
+  Tensors inputs, outputs, kept;
+  std::function<ncclResult_t(const Api&, ncclComm_t, cudaStream_t)> issue;
+  std::function<void()> post;
+};
+
+// A device's library, communicator and stream.
+struct Lane {
+  std::shared_ptr<const Api> api;
+  ncclComm_t comm = nullptr;
+  std::optional<c10::Stream> stream;  // none on the CPU
+  cudaStream_t handle = nullptr;
+  std::shared_ptr<StreamPool> pool;  // on the CPU
+};
+
+class Backend : public c10d::Backend {
+ public:
+  struct Options : c10d::Backend::Options {
+    explicit Options(Milliseconds limit) : c10d::Backend::Options("pynccl", limit) {}
+  };
+
+  Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu);
+  ~Backend() override;
+
+  const std::string getBackendName() const override { return "pynccl"; }
+  intrusive_ptr<c10d::Backend::Options> getBackendOptions() { return options_; }
+  bool supportsCoalescing() const override { return true; }
+  bool supportsSplitting() const override { return true; }
+  bool supportsShrinking() const { return true; }
+  void setTimeout(Milliseconds timeout) { options_->timeout = timeout; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  void eagerConnectSingleDevice(at::Device device) override { lane(device); }
+  c10d::ErrorType getError();
+
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+  void abort();
+  void shutdown();
+  intrusive_ptr<c10d::Backend> split(const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                     const intrusive_ptr<c10d::Backend::Options>& options);
+  intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags = 0,
+                                      const intrusive_ptr<c10d::Backend::Options>& options = nullptr);
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+
+ private:
+  Call all_reduce_call(const at::Tensor& tensor, const ReduceOp& op) const;
+  Call all_gather_call(const at::Tensor& output, const at::Tensor& input) const;
+  Call all_gather_list_call(const Tensors& outputs, const at::Tensor& input) const;
+  Call reduce_scatter_call(const at::Tensor& output, const at::Tensor& input, const ReduceOp& op) const;
+  Call reduce_scatter_list_call(const at::Tensor& output, const Tensors& inputs, const ReduceOp& op) const;
+  Call all_to_all_call(const Tensors& outputs, const Tensors& inputs) const;
+  Call bitwise_call(const at::Tensor& input, const at::Tensor& output, const ReduceOp& op,
+                    int64_t slice) const;
+  Call merged(std::vector<Call> calls, OpType type, std::string name) const;
+
+  void check_root(int64_t root, const char* function) const;
+  void check_peer(int peer, const char* argument) const;
+  WorkPtr launch(Call call, Milliseconds timeout);
+  TaskPtr make_task(Call& call, Milliseconds timeout) const;
+  void start(const TaskPtr& task, Call call);
+  WorkPtr work_of(OpType type, const std::string& name, std::vector<TaskPtr> tasks);
+  WorkPtr point_to_point(OpType type, const at::Tensor& tensor, int peer, int tag);
+  std::shared_ptr<Channel> channel(int source, int destination, int tag);
+  void receive_any(const TaskPtr& task, const at::Tensor& data, int tag);
+  Lane& lane(c10::Device device);
+  Lane connect(c10::Device device);
+  ncclComm_t make_comm(const Api& api, c10::Device device);
+  c10::Device barrier_device(const c10d::BarrierOptions& options) const;
+  std::vector<TaskPtr> unfinished();
+  void end(bool abort);
+
+  intrusive_ptr<c10d::Store> store_;
+  intrusive_ptr<Options> options_;
+  std::recursive_mutex mutex_;
+  std::map<std::string, Lane> lanes_;
+  std::map<std::string, std::shared_ptr<Channel>> channels_;
+  std::shared_ptr<Watcher> watcher_ = std::make_shared<Watcher>();
+  std::deque<std::weak_ptr<Task>> pending_;
+  uint64_t sequence_ = 0;
+  uint64_t connections_ = 0, monitored_ = 0;
+  std::atomic<bool> ended_{false};
+  bool coalescing_ = false;
+  std::vector<Call> recorded_;
+  std::vector<TaskPtr> recorded_tasks_;
+  TaskPtr group_task_;
+};
+
+// What Python provides: the functions of a device's library and, for CUDA, a stream as (id, handle).
+struct Provided {
+  std::map<std::string, uintptr_t> addresses;
+  int64_t stream_id;
+  uintptr_t stream;
+};
+extern std::function<Provided(c10::Device)> provide;
+
+}  // namespace pynccl

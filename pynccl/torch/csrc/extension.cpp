@@ -1,0 +1,33 @@
+// The extension module, compiled as one unit: torch's headers are read once.
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend.cpp"
+#include "collectives.cpp"
+#include "monitored_barrier.cpp"
+#include "p2p.cpp"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::module_::import("torch._C._distributed_c10d");
+  py::class_<pynccl::Backend, c10d::Backend, c10::intrusive_ptr<pynccl::Backend>>(m, "Backend")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       std::chrono::milliseconds timeout, bool connect_cpu) {
+             return c10::make_intrusive<pynccl::Backend>(store, rank, size, timeout, connect_cpu);
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("connect_cpu"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("abort", &pynccl::Backend::abort, py::call_guard<py::gil_scoped_release>())
+      .def("shutdown", &pynccl::Backend::shutdown, py::call_guard<py::gil_scoped_release>());
+  m.def("set_provider", [](py::function provider) {
+    // Kept for the life of the process.
+    auto* kept = new py::function(std::move(provider));
+    pynccl::provide = [kept](c10::Device device) {
+      py::gil_scoped_acquire gil;
+      auto given = (*kept)(device.is_cpu() ? "cpu" : "cuda", int(device.index()))
+                       .cast<std::tuple<std::map<std::string, uintptr_t>, int64_t, uintptr_t>>();
+      return pynccl::Provided{std::get<0>(given), std::get<1>(given), std::get<2>(given)};
+    };
+  });
+}

@@ -1,0 +1,272 @@
+"""The torch.distributed backend: groups, time-outs, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conftest import clean_environment
+from pynccl import testing
+
+# Each rank imports torch, and the first test compiles the backend.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
+
+
+def on_ranks(nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any, **options: Any) -> list[Any]:
+    return testing.run(nranks, fn, f"file://{tmp_path}/store", *args, backend="cpu", timeout=100, **options)
+
+
+def start(rank: int, size: int, store: str, backend: str = "pynccl", seconds: float = 30) -> None:
+    import pynccl.torch  # noqa: F401
+
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+    )
+
+
+def device_map(rank: int, size: int, store: str, backend: str, expected: str) -> None:
+    start(rank, size, store, backend)
+    cpu = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert cpu.name() == expected
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [float(size)] * 3
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("pynccl", "pynccl"), ("cpu:pynccl", "pynccl"), ("cpu:gloo,cuda:pynccl", "gloo")],
+)
+def test_device_maps(tmp_path: Path, backend: str, expected: str) -> None:
+    on_ranks(2, device_map, tmp_path, backend, expected)
+
+
+def subgroups(rank: int, size: int, store: str) -> None:
+    start(rank, size, store)
+    for members in ([0, 2], [1, 3], [3, 1, 0]):
+        group = dist.new_group(members)
+        if rank in members:
+            x = torch.tensor([rank])
+            dist.all_reduce(x, group=group)
+            assert x.item() == sum(members)
+            dist.destroy_process_group(group)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
+    x = torch.tensor([rank])
+    dist.all_reduce(x, group=mesh["tensor"].get_group())
+    assert x.item() == 4 * (rank // 2) + 1
+    dist.destroy_process_group()
+
+
+def test_subgroups_and_meshes(tmp_path: Path) -> None:
+    on_ranks(4, subgroups, tmp_path)
+
+
+def again(rank: int, size: int, store: str) -> None:
+    for round_ in range(3):
+        start(rank, size, f"{store}-{round_}")
+        x = torch.ones(4)
+        dist.all_reduce(x)
+        assert x.tolist() == [float(size)] * 4
+        dist.destroy_process_group()
+
+
+def test_groups_made_again(tmp_path: Path) -> None:
+    on_ranks(2, again, tmp_path)
+
+
+def late(rank: int, size: int, store: str) -> tuple[float, str]:
+    start(rank, size, store)
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    dist.barrier()
+    began = time.monotonic()
+    message = ""
+    if rank == 0:
+        try:
+            dist.all_reduce(torch.ones(5), group=group)
+        except dist.DistBackendError as error:
+            message = str(error)
+        # The process goes on, and so does the group beside it.
+    took = time.monotonic() - began
+    dist.barrier()
+    began = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - began < 15
+    return took, message
+
+
+def test_a_timeout_raises_in_the_caller(tmp_path: Path) -> None:
+    (took, message), _ = on_ranks(2, late, tmp_path)
+    assert "Timed out waiting 2000ms for all_reduce" in message
+    assert 1.9 <= took < 3
+
+
+def impatient(rank: int, size: int, store: str) -> None:
+    start(rank, size, store)
+    x = torch.ones(3)
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        with pytest.raises(dist.DistBackendError, match="Timed out waiting 300ms"):
+            work.wait(timedelta(milliseconds=300))
+        assert not work.is_completed()
+        dist.distributed_c10d._get_default_store().set("go", "1")
+        assert work.wait()
+    else:
+        dist.distributed_c10d._get_default_store().wait(["go"])
+        dist.all_reduce(x)
+    assert x.tolist() == [2.0] * 3
+    dist.destroy_process_group()
+
+
+def test_a_wait_that_timed_out_can_be_repeated(tmp_path: Path) -> None:
+    on_ranks(2, impatient, tmp_path)
+
+
+def aborted(rank: int, size: int, store: str, how: str) -> float:
+    start(rank, size, store)
+    dist.barrier()
+    work = dist.all_reduce(torch.ones(3), async_op=True) if rank == 0 else None
+    flags = dist.distributed_c10d._get_default_store()
+    flags.set("issued", "1") if rank == 0 else flags.wait(["issued"])
+    began = time.monotonic()
+    if how == "abort":
+        dist.distributed_c10d._abort_process_group()
+    elif how == "reversed" and rank == 1:
+        time.sleep(1)
+        dist.destroy_process_group()
+    else:
+        dist.destroy_process_group()
+    took = time.monotonic() - began
+    if work is not None:
+        with pytest.raises(RuntimeError):
+            work.wait()
+    start(rank, size, f"{store}-second")
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    assert x.tolist() == [2.0, 2.0]
+    dist.destroy_process_group()
+    return took
+
+
+@pytest.mark.parametrize("how", ["abort", "destroy", "reversed"])
+def test_ends_in_bounded_time_with_work_pending(tmp_path: Path, how: str) -> None:
+    assert max(on_ranks(2, aborted, tmp_path, how)) < 15
+
+
+def dying(rank: int, size: int, store: str) -> str:
+    start(rank, size, store)
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    try:
+        dist.all_reduce(torch.ones(3))
+    except dist.DistBackendError as error:
+        message = str(error)
+    dist.destroy_process_group()
+    return message
+
+
+def test_a_dead_rank_is_an_error(tmp_path: Path) -> None:
+    first, _ = on_ranks(2, dying, tmp_path, check=False)
+    assert "rank 1" in first
+
+
+def mismatched(rank: int, size: int, store: str) -> str:
+    start(rank, size, store)
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(3 + rank))
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_different_sizes_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    assert all("3" in message and "4" in message for message in on_ranks(2, mismatched, tmp_path))
+
+
+def shrunk(rank: int, size: int, store: str) -> Any:
+    start(rank, size, store)
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    time.sleep(0.5)
+    group = dist.distributed_c10d.shrink_group([1], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+    x = torch.tensor([rank])
+    dist.all_reduce(x, group=group)
+    answer = (x.item(), dist.get_world_size(group), dist.get_rank(group))
+    dist.destroy_process_group()
+    return answer
+
+
+def test_shrink_after_a_death(tmp_path: Path) -> None:
+    answers = on_ranks(3, shrunk, tmp_path, check=False)
+    assert [answers[0], answers[2]] == [(2, 2, 0), (2, 2, 1)]
+
+
+def detailed(rank: int, size: int, store: str) -> str:
+    start(rank, size, store)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [float(size)] * 3
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(3)) if rank == 0 else dist.broadcast(torch.ones(3), 0)
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_debug_detail(tmp_path: Path) -> None:
+    first, _ = on_ranks(2, detailed, tmp_path, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    assert "collective" in first.lower()
+
+
+def interrupted(rank: int, size: int, store: str) -> float:
+    start(rank, size, store)
+    dist.barrier()
+    took = 0.0
+    if rank == 0:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(3))
+        took = time.monotonic() - began
+        dist.distributed_c10d._get_default_store().set("done", "1")
+    else:
+        dist.distributed_c10d._get_default_store().wait(["done"])
+    dist.distributed_c10d._abort_process_group()
+    return took
+
+
+def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
+    assert on_ranks(2, interrupted, tmp_path)[0] < 3
+
+
+def test_several_ranks_compile_once(tmp_path: Path) -> None:
+    on_ranks(2, again, tmp_path, env={"PYNCCL_CACHE": str(tmp_path / "cache")})
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["_pynccl_torch.so", "lock"]
+
+
+def test_without_a_compiler(tmp_path: Path) -> None:
+    env = clean_environment() | {"PATH": "", "PYNCCL_CACHE": str(tmp_path)}
+    root = str(Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import pynccl.torch", root],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert "there is no C++ compiler 'g++' on PATH; install g++" in done.stderr
