@@ -178,7 +178,7 @@ class Binding:
                 f"void* {header.name}_find(const char* name);",
             ]
             parts += [self.declaration(function) + ";" for function in header.functions]
-        parts += [(NATIVE / "calls.h").read_text(encoding="utf-8")]
+        parts += [(NATIVE / name).read_text(encoding="utf-8") for name in ("calls.h", "watchdog.h")]
         return "\n".join(parts)
 
     def source(self) -> str:
@@ -194,7 +194,7 @@ class Binding:
                 f"PYNCCL_TABLE_FUNCTIONS({header.name})",
             ]
             parts += [self._wrapper(header, f) for f in header.functions]
-        parts += ['#include "calls.h"', '#include "calls.c"']
+        parts += [f'#include "{name}"' for name in ("calls.h", "watchdog.h", "watchdog.c", "calls.c")]
         return "\n".join(parts)
 
     def _c_params(self, function: Function) -> str:
@@ -355,7 +355,7 @@ class build_ext(_build_ext):  # type: ignore[misc]
             Binding().emit(source)
             ext.sources = [os.path.relpath(source)]
             ext.include_dirs = [str(NATIVE)]
-            ext.libraries = ["dl"]
+            ext.libraries = ["dl", "pthread"]
         ext.depends = [str(path) for path in (*NATIVE.glob("*.[ch]"), Path(__file__))]
         ext.extra_compile_args = [*WARNINGS, "-O2", "-fvisibility=hidden"]
         super().build_extension(ext)

@@ -61,6 +61,7 @@ class Calls:
     """What every operation of a communicator goes through."""
 
     _c: Any
+    _handle: int
     _rank: int
     _size: int
     _device: int
@@ -85,6 +86,7 @@ class Calls:
         def _wait(self, stream: int, what: str, timeout: float | None) -> None: ...
         def _settle(self, what: str) -> None: ...
         def _alone(self) -> AbstractContextManager[None]: ...
+        def _raise_verdict(self, result: int) -> None: ...
 
     def _settle_place(self, device: int, on_cpu: bool) -> None:
         """Decide where arrays have to be, and on which stream calls without one go."""
@@ -181,7 +183,7 @@ class Calls:
                         self._wait(stream, name, None)
         except BaseException:
             # The library may still be at it.
-            if self._c.handle:
+            if self._handle:
                 self._keep(stream, keep)
             raise
 
@@ -191,6 +193,8 @@ class Calls:
             raise NcclInvalidUsage(
                 f"{self!r} is in use by another thread; a communicator is for one at a time"
             )
+        if self._c.watch and answer not in (RECORDED, OVERLAP, NO_MEMORY):
+            self._raise_verdict(answer)
         if answer == CLOSED and not self._c.handle:
             raise NcclInvalidUsage(f"{self!r} cannot be used: {self._why}", rank=self._rank)
         if answer == NO_MEMORY:

@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from pynccl import _cuda, _library, _lifetime, _streams, capi
+from pynccl import _cuda, _library, _lifetime, _streams, _watchdog, capi
 from pynccl._binding import ffi, lib
 from pynccl._collectives import Collectives
 from pynccl._devices import device_to_use, on_device
@@ -25,6 +25,7 @@ from pynccl._recording import address_of, communicators
 from pynccl._structs import CommProperties, Config
 from pynccl._types import DataType, RedOp, UniqueId
 
+T = TypeVar("T")
 ConfigLike = Config | Mapping[str, Any] | None
 
 
@@ -109,9 +110,7 @@ class Communicator(Collectives):
         self._handle = 0
         self._owned = False
         self._why = "was never created"
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
-        self._timeout = timeout
+        self._timeout = _watchdog.resolve_timeout(timeout)
         self._c = ffi.gc(lib.pynccl_comm_new(0, 0, 1, 0), lib.pynccl_comm_release)
         self._kept: dict[int, Kept] = {}
         self._templates = {}
@@ -128,7 +127,7 @@ class Communicator(Collectives):
 
         self._take(bounded(on_its_device, self._timeout, what, if_abandoned=capi.ncclCommAbort), owned=True)
 
-    def _take(self, handle: int, owned: bool) -> None:
+    def _take(self, handle: int, owned: bool, with_channel: bool = True) -> None:
         self._handle, self._owned = handle, owned
         if owned:
             _lifetime.own(int(handle))
@@ -146,6 +145,12 @@ class Communicator(Collectives):
         self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
         self._c.waits = self._waits
         communicators[address_of(self._c)] = self
+        if owned and self._timeout is not None:
+            try:
+                _watchdog.start(self, with_channel)
+            except BaseException:
+                self.abort()
+                raise
 
     # --- what it is ---
 
@@ -200,6 +205,27 @@ class Communicator(Collectives):
         if not self._handle:
             raise NcclInvalidUsage(f"{self!r} cannot be used: {self._why}", rank=getattr(self, "_rank", None))
         return self._handle
+
+    def _live(self) -> int:
+        """Return the handle; raise when the watchdog has found trouble."""
+        _watchdog.raise_verdict(self)
+        return self._open()
+
+    def _raise_verdict(self, result: int) -> None:
+        known = NcclError("", result=result)
+        found = _watchdog.cause(self, known)
+        if found is not known:
+            found.__cause__ = None
+            raise found
+
+    def _bounded(self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None) -> T:
+        """Make a blocking call that ends with the time-out, and with the watchdog's verdict."""
+        try:
+            return bounded(call, self._timeout, what, if_abandoned, lambda: _watchdog.raise_verdict(self))
+        except NcclTimeoutError as error:
+            raise _watchdog.expire(self, str(error), True) or error from None
+        except NcclError as error:
+            raise _watchdog.cause(self, error) from error.__cause__
 
     # --- relatives ---
 
@@ -273,7 +299,7 @@ class Communicator(Collectives):
                 with on_device(self._device):
                     return create()
 
-            handle = bounded(on_its_device, self._timeout, what, if_abandoned=_abort_if_made)
+            handle = self._bounded(on_its_device, what, _abort_if_made)
             self._settle(what)
             if not joins:
                 return None
@@ -314,6 +340,9 @@ class Communicator(Collectives):
     def async_error(self) -> NcclError | None:
         """Return what has gone wrong in the background, None when nothing has."""
         handle = self._open()
+        found = _watchdog.verdict(self)
+        if found is not None:
+            return found
         try:
             _streams.raise_async_error(handle)
         except NcclError as error:
@@ -346,14 +375,17 @@ class Communicator(Collectives):
     def _wait(self, stream: int, what: str, timeout: float | None) -> None:
         """Wait for a stream, and let go of the arrays that were kept for it."""
         seconds, deadline = self._deadline(timeout)
-        if self._waits:
-            done = _streams.wait_cpu(self._open, stream, deadline)
-        else:
-            # Handles up to 2 mean the current device's default streams.
-            with _cuda.using_device(self._device):
-                done = _streams.wait_cuda(self._open, stream, deadline)
+        try:
+            if self._waits:
+                done = _streams.wait_cpu(self._live, stream, deadline)
+            else:
+                # Handles up to 2 mean the current device's default streams.
+                with _cuda.using_device(self._device):
+                    done = _streams.wait_cuda(self._live, stream, deadline)
+        except NcclError as error:
+            raise _watchdog.cause(self, error) from error.__cause__
         if not done:
-            raise self._late(what, seconds, f" on stream {stream:#x}")
+            raise self._late(what, seconds, f" on stream {stream:#x}", timeout is None)
         if stream in self._kept:
             self._kept.pop(stream).clear()
         lib.pynccl_comm_forget(self._c, stream)
@@ -361,13 +393,19 @@ class Communicator(Collectives):
     def _settle(self, what: str) -> None:
         """Wait until a non-blocking communicator has taken the last call."""
         seconds, deadline = self._deadline(None)
-        if not _streams.wait_ready(self._open, deadline):
-            raise self._late(what, seconds, "")
+        try:
+            ready = _streams.wait_ready(self._live, deadline)
+        except NcclError as error:
+            raise _watchdog.cause(self, error) from error.__cause__
+        if not ready:
+            raise self._late(what, seconds, "", True)
 
-    def _late(self, what: str, seconds: float | None, where: str) -> NcclTimeoutError:
+    def _late(self, what: str, seconds: float | None, where: str, condemn: bool) -> NcclError:
+        """Return the error of a wait in vain; `condemn`: it was the communicator's own time-out."""
         rank, size = getattr(self, "_rank", None), getattr(self, "_size", None)
         text = f"{what} did not complete{where} within {seconds:g} s ({self!r})"
-        return NcclTimeoutError(text, function=what, rank=rank, size=size)
+        error = _watchdog.expire(self, text, condemn)
+        return error or NcclTimeoutError(text, function=what, rank=rank, size=size)
 
     def _device_scratch(self) -> tuple[int, int]:
         """Return a byte of device memory and a stream of its own, for the barrier."""
@@ -386,12 +424,16 @@ class Communicator(Collectives):
         """Finalize where that was not done, and give everything back; harmless when already closed."""
         if not self._handle:
             return
+        if _watchdog.verdict(self) is not None:
+            # A communicator that was revoked is not finalized any more, which a destroy would do.
+            self.abort()
+            return
         with self._alone():
             handle = self._close("it was destroyed")
-            if handle:
+            if handle and _watchdog.claim(self):
                 # Before the call: when it does not return, an abort at exit would only meet it halfway.
                 _lifetime.disown(handle)
-                bounded(lambda: capi.ncclCommDestroy(handle), self._timeout, "ncclCommDestroy")
+                self._bounded(lambda: capi.ncclCommDestroy(handle), "ncclCommDestroy")
             self._release()
 
     def abort(self) -> None:
@@ -400,13 +442,23 @@ class Communicator(Collectives):
         What was made of this communicator is aborted with it.
         """
         family = [self, *self._descendants()]
-        handles = [handle for comm in family if (handle := comm._close("it was aborted"))]
-        for handle in handles:
-            _lifetime.disown(handle)
+        handles = []
+        for comm in family:
+            # Said first, so that the others do not take the end of a connection for a death.
+            lib.pynccl_watch_stop(comm._c, comm._goodbye())
+            handle = comm._close("it was aborted")
+            if handle:
+                _lifetime.disown(handle)
+                if _watchdog.claim(comm):
+                    handles.append(handle)
         if handles:
             bounded(lambda: _abort_all(handles), ABORT_SECONDS, "ncclCommAbort")
         for comm in family:
             comm._release()
+
+    def _goodbye(self) -> int:
+        """Return how an abort is told to the other ranks: as the trouble, or as a consequence of it."""
+        return int(lib.PYNCCL_ABORTS_FIRST if _watchdog.verdict(self) is None else lib.PYNCCL_ABORTS_TOO)
 
     def _descendants(self) -> Iterator[Communicator]:
         for child in list(self._children):
@@ -419,9 +471,7 @@ class Communicator(Collectives):
         It can then be shrunk, split or closed, on all ranks alike.
         """
         handle = self._open()
-        bounded(
-            lambda: capi.ncclCommRevoke(handle, capi.NCCL_REVOKE_DEFAULT), self._timeout, "ncclCommRevoke"
-        )
+        self._bounded(lambda: capi.ncclCommRevoke(handle, capi.NCCL_REVOKE_DEFAULT), "ncclCommRevoke")
 
     def suspend(self) -> None:
         """Give the communicator's device memory back until `resume` (ncclCommSuspend, NCCL >= 2.29)."""
@@ -436,7 +486,7 @@ class Communicator(Collectives):
     def _bounded_call(self, name: str, call: Callable[[], int]) -> None:
         self._open()
         with self._alone():
-            bounded(call, self._timeout, name)
+            self._bounded(call, name)
             self._settle(name)
 
     def _close(self, why: str) -> int:
@@ -451,6 +501,7 @@ class Communicator(Collectives):
             self._c.handle = 0
 
     def _release(self) -> None:
+        lib.pynccl_watch_stop(self._c, lib.PYNCCL_CLOSES)
         while self._kept:
             self._kept.popitem()[1].clear()
         scratch, self._scratch = self._scratch, None
@@ -538,6 +589,7 @@ def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> l
     for handle in handles:
         comm = Communicator.__new__(Communicator)
         comm._prepare(timeout)
-        comm._take(handle, owned=True)
+        # The ranks of one process cannot outlive each other.
+        comm._take(handle, owned=True, with_channel=False)
         ranks.append(comm)
     return ranks

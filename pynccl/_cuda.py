@@ -339,3 +339,13 @@ def memory_allocate(nbytes: int) -> int:
 def memory_free(pointer: int) -> None:
     """Give device memory back."""
     _destroy("cuMemFree_v2", pointer)
+
+
+def copy_to_device(pointer: int, host: int, nbytes: int) -> None:
+    """Copy host memory to the device, and return when that is done."""
+    _call("cuMemcpyHtoD_v2", pointer, host, nbytes)
+
+
+def copy_to_host(host: int, pointer: int, nbytes: int) -> None:
+    """Copy device memory to the host, and return when that is done."""
+    _call("cuMemcpyDtoH_v2", host, pointer, nbytes)

@@ -24,13 +24,16 @@ enum pynccl_answer {
   PYNCCL_NO_MEMORY = 1007
 };
 
+struct pynccl_watch;
+
 typedef struct pynccl_comm {
-  uintptr_t handle;  // 0 once closed
+  uintptr_t handle;  // 0 once closed, or in trouble
   int references;    // of its owner and of lists
   int rank;
   int size;
   int waits;  // calls without a stream return when they are done: the CPU library's
   int busy;   // a thread is in a call
+  struct pynccl_watch* watch;  // NULL without a time-out
   // Streams with work since pynccl_comm_forget.
   int used_count;
   int used_capacity;
@@ -75,6 +78,8 @@ pynccl_comm* pynccl_comm_new(uintptr_t handle, int rank, int size, int waits);
 void pynccl_comm_release(pynccl_comm* comm);
 void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream);
 int pynccl_enter(pynccl_comm* comm);
+// The same for one in trouble: it can still be shrunk and closed.
+int pynccl_enter_anyway(pynccl_comm* comm);
 void pynccl_leave(pynccl_comm* comm);
 
 // Issue a call as a template has it, but for the buffers and the stream. `wait` (a host array without a stream):

@@ -46,3 +46,5 @@ CUresult cuEventSynchronize(CUevent event); // since 11.0
 CUresult cuPointerGetAttribute(void* data, int attribute, CUdeviceptr ptr); // since 11.0
 CUresult cuMemAlloc_v2(CUdeviceptr* ptr, size_t bytes); // since 11.0
 CUresult cuMemFree_v2(CUdeviceptr ptr); // since 11.0
+CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes); // since 11.0
+CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes); // since 11.0
