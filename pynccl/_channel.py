@@ -1,7 +1,7 @@
 """The control channel: a TCP connection between any two ranks of a communicator, beside the library.
 
-The ranks' addresses and a fresh key travel through the communicator itself. A connection begins with a hello by
-which each side proves that it has the key; the key is used once and never sent over a socket. Then the
+The ranks' addresses and a fresh key travel through the communicator itself. A connection begins with a hello
+by which each side proves that it has the key; the key is used once and never sent over a socket. Then the
 connections are the watchdog's, see native/watchdog.h.
 """
 
@@ -19,6 +19,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from pynccl._errors import NcclError, NcclSystemError, NcclTimeoutError
 
@@ -199,7 +200,7 @@ def _host_id() -> bytes:
     """Return what is the same for processes that share a loopback interface."""
     parts = [socket.gethostname()]
     with suppress(OSError):
-        parts.append(open("/proc/sys/kernel/random/boot_id", encoding="ascii").read())
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii"))
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/net"))
     return hashlib.sha256("\0".join(parts).encode()).digest()[:_KEY]

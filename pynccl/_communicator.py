@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pynccl import _cuda, _library, _lifetime, _streams, _watchdog, capi
+from pynccl import _cuda, _library, _lifetime, _recovery, _streams, _watchdog, capi
 from pynccl._binding import ffi, lib
 from pynccl._collectives import Collectives
 from pynccl._devices import device_to_use, on_device
-from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError
+from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError, RankFailedError
 from pynccl._fastcall import is_recording
 from pynccl._kept import CpuEvents, CudaEvents, Kept
 from pynccl._lifetime import ABORT_SECONDS, bounded
@@ -26,6 +26,7 @@ from pynccl._structs import CommProperties, Config
 from pynccl._types import DataType, RedOp, UniqueId
 
 T = TypeVar("T")
+_ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds it: drop graphs first)"
 ConfigLike = Config | Mapping[str, Any] | None
 
 
@@ -77,7 +78,7 @@ class Communicator(Collectives):
         device: int | None = None,
         timeout: float | None = None,
     ) -> Communicator:
-        """Join a communicator that its ranks grow to `nranks`, as a new rank (ncclCommGrow, NCCL >= 2.29).
+        """Join a communicator that its ranks grow to `nranks`, as a new rank.
 
         `unique_id` is what one of its ranks got from `get_unique_id` and grows with.
         """
@@ -88,7 +89,13 @@ class Communicator(Collectives):
         _library.load()
         place = device_to_use(device)
         what = f"joining a communicator as rank {rank} of {nranks}"
-        self._create(what, lambda: capi.ncclCommGrow(0, nranks, uid, rank, config), place)
+
+        def create() -> int:
+            if lib.nccl_api_find(b"ncclCommGrow"):
+                return capi.ncclCommGrow(0, nranks, uid, rank, config)
+            return capi.ncclCommInitRankConfig(nranks, uid, rank, config)
+
+        self._create(what, create, place)
         return self
 
     @classmethod
@@ -119,13 +126,20 @@ class Communicator(Collectives):
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._scratch: tuple[int, int] | None = None
         self._token = np.zeros(1, np.uint8)
+        self._agreements = 0
 
-    def _create(self, what: str, create: Callable[[], int], place: int | None) -> None:
+    def _create(
+        self,
+        what: str,
+        create: Callable[[], int],
+        place: int | None,
+        look: Callable[[], object] | None = None,
+    ) -> None:
         def on_its_device() -> int:
             with on_device(place):
                 return create()
 
-        self._take(bounded(on_its_device, self._timeout, what, if_abandoned=capi.ncclCommAbort), owned=True)
+        self._take(bounded(on_its_device, self._timeout, what, _abort_if_made, look), owned=True)
 
     def _take(self, handle: int, owned: bool, with_channel: bool = True) -> None:
         self._handle, self._owned = handle, owned
@@ -218,7 +232,9 @@ class Communicator(Collectives):
             found.__cause__ = None
             raise found
 
-    def _bounded(self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None) -> T:
+    def _bounded(
+        self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
+    ) -> T:
         """Make a blocking call that ends with the time-out, and with the watchdog's verdict."""
         try:
             return bounded(call, self._timeout, what, if_abandoned, lambda: _watchdog.raise_verdict(self))
@@ -250,7 +266,8 @@ class Communicator(Collectives):
     ) -> Communicator:
         """Make a communicator without some ranks, which do not call this (ncclCommShrink, NCCL >= 2.27).
 
-        `abort=True`, for ranks that have failed, ends what is outstanding and closes this communicator.
+        `abort=True`, for ranks that have failed, ends what is outstanding and closes this communicator. With
+        a time-out the survivors first agree on who they are, and do without the library's help before 2.27.
         """
         ranks = list(exclude)
         for rank in ranks:
@@ -259,33 +276,94 @@ class Communicator(Collectives):
             raise ValueError(
                 f"exclude is {ranks}; expected other ranks than this one, {self._rank}, at least one"
             )
-        flags = capi.NCCL_SHRINK_ABORT if abort else capi.NCCL_SHRINK_DEFAULT
-        child = self._child(
-            "ncclCommShrink",
-            lambda: capi.ncclCommShrink(self.handle, sorted(ranks), len(ranks), config, flags),
-        )
+        self._outside_groups("ncclCommShrink")
+        if _recovery.can_agree(self):
+            return self._shrink_together(set(ranks), abort, config)
+        child = self._child("ncclCommShrink", lambda: self._native_shrink(ranks, abort, config))
         assert child is not None
         if abort:
             self._children.discard(child)
             self.abort()
         return child
 
+    def _native_shrink(self, ranks: Iterable[int], abort: bool, config: ConfigLike) -> int:
+        flags = capi.NCCL_SHRINK_ABORT if abort else capi.NCCL_SHRINK_DEFAULT
+        excluded = sorted(ranks)
+        return capi.ncclCommShrink(self._open(), excluded, len(excluded), config, flags)
+
+    def _shrink_together(self, excluded: set[int], abort: bool, config: ConfigLike) -> Communicator:
+        """Shrink after the survivors have agreed on who they are; again, when one more dies meanwhile."""
+        survivors = _recovery.Survivors(self, excluded, bool(lib.nccl_api_find(b"ncclCommShrink")))
+        if not abort:
+            self._live()
+        with self._alone(anyway=abort):
+            # The watchdog may still be at ending what was outstanding.
+            alive = _watchdog.settle(self)
+            survivors.derive = survivors.derive and alive
+            while True:
+                survivors.agree()
+                try:
+                    child = self._child_of(survivors, abort, config)
+                    break
+                except RankFailedError as error:
+                    if not abort or self._rank in error.ranks:
+                        raise
+                    survivors.excluded |= set(error.ranks)
+                    survivors.derive = False
+        if abort:
+            self.abort()
+        else:
+            self._children.add(child)
+        return child
+
+    def _child_of(self, survivors: _recovery.Survivors, abort: bool, config: ConfigLike) -> Communicator:
+        ranks = survivors.ranks()
+        child = Communicator.__new__(Communicator)
+        child._prepare(self._timeout)
+        if survivors.derive:
+            excluded = survivors.excluded
+
+            def create() -> int:
+                return self._native_shrink(excluded, abort, config)
+        else:
+            uid = bytes(survivors.unique_id())
+
+            def create() -> int:
+                return capi.ncclCommInitRankConfig(len(ranks), uid, ranks.index(self._rank), config)
+
+        child._create("ncclCommShrink", create, self._device, survivors.look)
+        return child
+
     def get_unique_id(self) -> UniqueId:
         """Return the id with which new ranks join this communicator when it grows; on one rank only."""
+        if not lib.nccl_api_find(b"ncclCommGrow"):
+            return UniqueId(capi.ncclGetUniqueId())
         return UniqueId(capi.ncclCommGetUniqueId(self.handle))
 
     def grow(
         self, nranks: int, unique_id: UniqueId | bytes | None = None, *, config: ConfigLike = None
     ) -> Communicator:
-        """Make a communicator of these ranks and new ones, `nranks` in all (ncclCommGrow, NCCL >= 2.29).
+        """Make a communicator of these ranks and new ones, `nranks` in all.
 
-        Every rank has to call it: `unique_id` on the one that got it from `get_unique_id`, None elsewhere.
-        The new ranks call `Communicator.join`.
+        As ncclCommGrow, and before NCCL 2.29 by a new rendezvous. Every rank has to call it: `unique_id` on
+        the one that got it from `get_unique_id`, None elsewhere. The new ranks call `Communicator.join`.
         """
         if not isinstance(nranks, int) or nranks <= self._size:
             raise ValueError(f"nranks is {nranks}; expected more than the present {self._size}")
         uid = None if unique_id is None else bytes(UniqueId(unique_id))
-        child = self._child("ncclCommGrow", lambda: capi.ncclCommGrow(self.handle, nranks, uid, -1, config))
+
+        def create() -> int:
+            return capi.ncclCommGrow(self.handle, nranks, uid, -1, config)
+
+        if not lib.nccl_api_find(b"ncclCommGrow"):
+            self._outside_groups("grow")
+            with self._alone():
+                shared = bytes(_recovery.share_id(self, uid))
+
+            def create() -> int:
+                return capi.ncclCommInitRankConfig(nranks, shared, self._rank, config)
+
+        child = self._child("ncclCommGrow", create)
         assert child is not None
         return child
 
@@ -358,9 +436,9 @@ class Communicator(Collectives):
         kept.add(arrays)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Be the only one to use the communicator."""
-        answer = lib.pynccl_enter(self._c)
+    def _alone(self, anyway: bool = False) -> Iterator[None]:
+        """Be the only one to use the communicator; `anyway`: also when it is in trouble."""
+        answer = (lib.pynccl_enter_anyway if anyway else lib.pynccl_enter)(self._c)
         if answer:
             self._refuse(answer)
         try:
@@ -433,7 +511,11 @@ class Communicator(Collectives):
             if handle and _watchdog.claim(self):
                 # Before the call: when it does not return, an abort at exit would only meet it halfway.
                 _lifetime.disown(handle)
-                self._bounded(lambda: capi.ncclCommDestroy(handle), "ncclCommDestroy")
+                try:
+                    self._bounded(lambda: capi.ncclCommDestroy(handle), "ncclCommDestroy")
+                except BaseException:
+                    lib.pynccl_watch_stop(self._c, lib.PYNCCL_ABORTS_TOO)
+                    raise
             self._release()
 
     def abort(self) -> None:
@@ -452,13 +534,16 @@ class Communicator(Collectives):
                 if _watchdog.claim(comm):
                     handles.append(handle)
         if handles:
-            bounded(lambda: _abort_all(handles), ABORT_SECONDS, "ncclCommAbort")
+            bounded(lambda: _abort_all(handles), ABORT_SECONDS, _ABORT)
         for comm in family:
             comm._release()
 
-    def _goodbye(self) -> int:
+    def _claim(self) -> bool:
+        return bool(lib.pynccl_watch_claim(self._c, 0))
+
+    def _goodbye(self) -> Any:
         """Return how an abort is told to the other ranks: as the trouble, or as a consequence of it."""
-        return int(lib.PYNCCL_ABORTS_FIRST if _watchdog.verdict(self) is None else lib.PYNCCL_ABORTS_TOO)
+        return lib.PYNCCL_ABORTS_FIRST if _watchdog.verdict(self) is None else lib.PYNCCL_ABORTS_TOO
 
     def _descendants(self) -> Iterator[Communicator]:
         for child in list(self._children):

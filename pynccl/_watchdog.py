@@ -1,4 +1,4 @@
-"""What Python does about the watchdog (native/watchdog.h): start it for a communicator, raise its verdicts."""
+"""What Python does about the watchdog (native/watchdog.h): start it, and raise its verdicts."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def start(comm: Communicator, with_channel: bool) -> None:
         raise_verdict(comm, _DEATH_MS)
 
 
-def _cure() -> int:
+def _cure() -> Any:
     """Return what the watchdog may do to the library's communicator.
 
     Before ncclCommRevoke an abort is all there is, but ncclCommShrink needs its parent alive.
     """
     if lib.nccl_api_find(b"ncclCommRevoke"):
-        return int(lib.PYNCCL_REVOKE)
-    return int(lib.PYNCCL_MARK if lib.nccl_api_find(b"ncclCommShrink") else lib.PYNCCL_ABORT)
+        return lib.PYNCCL_REVOKE
+    return lib.PYNCCL_MARK if lib.nccl_api_find(b"ncclCommShrink") else lib.PYNCCL_ABORT
 
 
 def _connect(comm: Communicator, deadline: float | None) -> list[int]:
@@ -81,7 +81,9 @@ def _connect(comm: Communicator, deadline: float | None) -> list[int]:
         _streams.raise_async_error(comm.handle)
 
     try:
-        return _channel.connect(comm.rank, comm.size, lambda mine: _gather(comm, mine, deadline), deadline, look)
+        return _channel.connect(
+            comm.rank, comm.size, lambda mine: gather(comm, mine, deadline), deadline, look
+        )
     except NcclTimeoutError as error:
         raise NcclTimeoutError(
             f"{error}. Time-outs and check mode are for all ranks of a communicator, or for none",
@@ -90,7 +92,7 @@ def _connect(comm: Communicator, deadline: float | None) -> list[int]:
         ) from None
 
 
-def _gather(comm: Communicator, mine: bytes, deadline: float | None) -> list[bytes]:
+def gather(comm: Communicator, mine: bytes, deadline: float | None) -> list[bytes]:
     """Collect as many bytes of every rank through the library."""
     size = len(mine)
     data = np.zeros((comm.size, size), np.uint8)
@@ -156,7 +158,7 @@ def expire(comm: Communicator, what: str, condemn: bool) -> NcclError | None:
 
 def _exception(comm: Communicator, found: Any) -> NcclError:
     text = ffi.string(found.text).decode(errors="replace")
-    place = {"rank": int(comm._c.rank), "size": int(comm._c.size)}
+    place: dict[str, Any] = {"rank": int(comm._c.rank), "size": int(comm._c.size)}
     if found.trouble == lib.PYNCCL_RANKS_FAILED:
         return RankFailedError(text, ranks=[int(rank) for rank in found.ranks[0 : found.count]], **place)
     if found.trouble == lib.PYNCCL_MISMATCHED:
@@ -169,3 +171,8 @@ def _exception(comm: Communicator, found: Any) -> NcclError:
 def claim(comm: Communicator) -> bool:
     """Keep the watchdog from the library's communicator; False where it has given that back already."""
     return bool(lib.pynccl_watch_claim(comm._c, _CLAIM_MS))
+
+
+def settle(comm: Communicator) -> bool:
+    """Wait until the watchdog is done with a failed communicator; False where it gave its handle back."""
+    return bool(lib.pynccl_watch_settle(comm._c, _CLAIM_MS))

@@ -55,7 +55,7 @@ struct pynccl_watch {
   pynccl_comm* comm;
   pynccl_watch* next;
   uint32_t id;
-  int listed, size, rank, is_cpu, cure;
+  int listed, connected, size, rank, is_cpu, cure;
   int64_t timeout;
   uintptr_t handle;  // 0: no longer the watchdog's to touch
   int touching, curing, ended;
@@ -247,11 +247,15 @@ static void pynccl_condemn_failed(pynccl_watch* w) {
     const int aborted = p->goodbye == PYNCCL_ABORTS_FIRST, died = p->gone && !p->goodbye;
     if (!aborted && !died && !p->suspect) continue;
     pynccl_add_rank(v, r);
-    pynccl_say(v->text, sizeof v->text, "%srank %d %s", v->count > 1 ? "; " : "", r,
-               aborted        ? "aborted its communicator"
-               : died         ? "died, or exited without closing its communicator"
-               : r == w->rank ? "(this one) was taken for failed by the others: it did not respond"
-                              : "was reported as failed by another rank");
+    pynccl_say(v->text, sizeof v->text, "%srank %d ", v->count > 1 ? "; " : "", r);
+    if (died || aborted)
+      pynccl_say(v->text, sizeof v->text, "%s",
+                 aborted ? "aborted its communicator" : "died, or exited without closing its communicator");
+    else if (r == w->rank)
+      pynccl_say(v->text, sizeof v->text, "(this one) did not respond, and the others go on without it");
+    else
+      pynccl_say(v->text, sizeof v->text, "is not responding: last heard of %.1f s ago",
+                 (double)(pynccl_now() - p->heard) / 1e9);
   }
   if (v->count) {
     pynccl_say(v->text, sizeof v->text, " (noticed by rank %d of %d)", w->rank, w->size);
@@ -612,6 +616,7 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
   w->comm = comm;
   w->size = comm->size;
   w->rank = comm->rank;
+  w->connected = sockets != NULL;
   w->is_cpu = is_cpu;
   w->cure = cure;
   w->timeout = timeout_ms * MS;
@@ -695,14 +700,25 @@ static void pynccl_watch_free(pynccl_comm* comm) {
   free(w);
 }
 
-int pynccl_watch_claim(pynccl_comm* comm, int64_t wait_ms) {
-  pynccl_watch* w = comm->watch;
-  if (!w) return 1;
-  pthread_mutex_lock(&dog.lock);
+static int pynccl_settled(pynccl_watch* w, int64_t wait_ms) {
   const int64_t until = pynccl_now() + wait_ms * MS;
   while ((w->curing || w->touching) && pynccl_await(until)) continue;
-  w->handle = 0;
-  const int mine = !w->ended;
+  return !w->ended;
+}
+
+int pynccl_watch_settle(pynccl_comm* comm, int64_t wait_ms) {
+  if (!comm->watch) return 1;
+  pthread_mutex_lock(&dog.lock);
+  const int there = pynccl_settled(comm->watch, wait_ms);
+  pthread_mutex_unlock(&dog.lock);
+  return there;
+}
+
+int pynccl_watch_claim(pynccl_comm* comm, int64_t wait_ms) {
+  if (!comm->watch) return 1;
+  pthread_mutex_lock(&dog.lock);
+  const int mine = pynccl_settled(comm->watch, wait_ms);
+  comm->watch->handle = 0;
   pthread_mutex_unlock(&dog.lock);
   return mine;
 }
@@ -751,13 +767,15 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl
   return out->trouble;
 }
 
-int pynccl_watch_present(pynccl_comm* comm, int* ranks, int capacity) {
+int pynccl_watch_connected(pynccl_comm* comm) { return comm->watch && comm->watch->connected; }
+
+int pynccl_watch_dead(pynccl_comm* comm, int* ranks) {
   pynccl_watch* w = comm->watch;
   if (!w) return 0;
   int count = 0;
   pthread_mutex_lock(&dog.lock);
   for (int r = 0; r < w->size; ++r)
-    if (w->peers[r].socket >= 0 && !w->peers[r].goodbye && count < capacity) ranks[count++] = r;
+    if (w->peers[r].gone && !w->peers[r].goodbye) ranks[count++] = r;
   pthread_mutex_unlock(&dog.lock);
   return count;
 }

@@ -43,14 +43,17 @@ typedef struct pynccl_watch pynccl_watch;
 int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure, int is_cpu);
 // Say goodbye and close the channel; harmless when that was done.
 void pynccl_watch_stop(pynccl_comm* comm, int goodbye);
+// Wait until it is done with what it does in trouble; answers whether the library's communicator is still there.
+int pynccl_watch_settle(pynccl_comm* comm, int64_t wait_ms);
 // Keep the watchdog from the library's communicator; answers whether it is still there to be given back.
 int pynccl_watch_claim(pynccl_comm* comm, int64_t wait_ms);
 // Wait for a verdict and copy it; answers the trouble.
 int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms);
 // Something took too long: find out why. With `condemn` this is the verdict, unless there is one already.
 int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl_verdict* out);
-// The ranks whose connection is open and that have not said goodbye.
-int pynccl_watch_present(pynccl_comm* comm, int* ranks, int capacity);
+// Whether there is a channel; and the ranks whose connection ended without a goodbye.
+int pynccl_watch_connected(pynccl_comm* comm);
+int pynccl_watch_dead(pynccl_comm* comm, int* ranks);
 // Short messages between ranks, for recovery: at most PYNCCL_FRAME_TEXT bytes. Receiving answers 0,
 // ETIMEDOUT, or ECONNRESET where that rank is gone.
 int pynccl_watch_send(pynccl_comm* comm, int rank, uint64_t tag, const char* data, size_t size);
