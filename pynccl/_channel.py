@@ -27,7 +27,7 @@ GONE = -2
 _KEY = 16
 # So long a connection may take to prove the key, and a rank to come after the library knows of an error.
 _HELLO_SECONDS = 5.0
-_LAST_SECONDS = 1.0
+_LAST_SECONDS = 0.5
 _SLICE = 0.1
 _HELLO = struct.Struct("!16sII32s")
 _MAGIC = b"pynccl-channel-1"

@@ -52,6 +52,24 @@ class Communicator(Collectives):
 
         `timeout` bounds the creation and every later wait, in seconds.
         """
+        self._join(nranks, unique_id, rank, config, device, timeout, None)
+
+    @classmethod
+    def _joined(cls, *args: Any) -> Communicator:
+        self = cls.__new__(cls)
+        self._join(*args)
+        return self
+
+    def _join(
+        self,
+        nranks: int,
+        unique_id: UniqueId | bytes | Sequence[UniqueId | bytes],
+        rank: int,
+        config: ConfigLike,
+        device: int | None,
+        timeout: float | None,
+        look: Callable[[], object] | None,
+    ) -> None:
         self._prepare(timeout)
         _require_place(nranks, rank)
         ids = _ids(unique_id)
@@ -65,7 +83,7 @@ class Communicator(Collectives):
                 return capi.ncclCommInitRankConfig(nranks, ids[0], rank, config)
             return capi.ncclCommInitRank(nranks, ids[0], rank)
 
-        self._create(f"creating the communicator of rank {rank} of {nranks}", create, place)
+        self._create(f"creating the communicator of rank {rank} of {nranks}", create, place, look)
 
     @classmethod
     def join(
@@ -93,7 +111,7 @@ class Communicator(Collectives):
         def create() -> int:
             if lib.nccl_api_find(b"ncclCommGrow"):
                 return capi.ncclCommGrow(0, nranks, uid, rank, config)
-            return capi.ncclCommInitRankConfig(nranks, uid, rank, config)
+            return capi.ncclCommInitRankConfig(nranks, bytes(uid), rank, config)
 
         self._create(what, create, place)
         return self
@@ -139,9 +157,15 @@ class Communicator(Collectives):
             with on_device(place):
                 return create()
 
-        self._take(bounded(on_its_device, self._timeout, what, _abort_if_made, look), owned=True)
+        self._take(bounded(on_its_device, self._timeout, what, _abort_if_made, look), True, look=look)
 
-    def _take(self, handle: int, owned: bool, with_channel: bool = True) -> None:
+    def _take(
+        self,
+        handle: int,
+        owned: bool,
+        with_channel: bool = True,
+        look: Callable[[], object] | None = None,
+    ) -> None:
         self._handle, self._owned = handle, owned
         if owned:
             _lifetime.own(int(handle))
@@ -161,7 +185,7 @@ class Communicator(Collectives):
         communicators[address_of(self._c)] = self
         if owned and self._timeout is not None:
             try:
-                _watchdog.start(self, with_channel)
+                _watchdog.start(self, with_channel, look)
             except BaseException:
                 self.abort()
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,14 +50,14 @@ def resolve_timeout(timeout: float | None) -> float | None:
     return timeout
 
 
-def start(comm: Communicator, with_channel: bool) -> None:
-    """Watch a new communicator; collective, where there is a channel."""
+def start(comm: Communicator, with_channel: bool, look: Callable[[], object] | None) -> None:
+    """Watch a new communicator; collective, where there is a channel. `look` is called while it waits."""
     timeout = comm._timeout
     deadline = None if timeout is None else time.monotonic() + timeout
     sockets = ffi.NULL
     gone = False
     if with_channel and comm.size > 1:
-        found = _connect(comm, deadline)
+        found = _connect(comm, deadline, look)
         sockets, gone = ffi.new("int[]", found), _channel.GONE in found
     milliseconds = 0 if timeout is None else max(1, int(min(timeout, 1e9) * 1000))
     code = lib.pynccl_watch_start(comm._c, sockets, milliseconds, _cure(), comm._waits)
@@ -76,14 +77,17 @@ def _cure() -> Any:
     return lib.PYNCCL_MARK if lib.nccl_api_find(b"ncclCommShrink") else lib.PYNCCL_ABORT
 
 
-def _connect(comm: Communicator, deadline: float | None) -> list[int]:
-    def look() -> None:
+def _connect(comm: Communicator, deadline: float | None, look: Callable[[], object] | None) -> list[int]:
+    def look_twice() -> None:
         _streams.raise_async_error(comm.handle)
+        if look is not None:
+            look()
+
+    def share(mine: bytes) -> list[bytes]:
+        return gather(comm, mine, deadline, look)
 
     try:
-        return _channel.connect(
-            comm.rank, comm.size, lambda mine: gather(comm, mine, deadline), deadline, look
-        )
+        return _channel.connect(comm.rank, comm.size, share, deadline, look_twice)
     except NcclTimeoutError as error:
         raise NcclTimeoutError(
             f"{error}. Time-outs and check mode are for all ranks of a communicator, or for none",
@@ -92,19 +96,27 @@ def _connect(comm: Communicator, deadline: float | None) -> list[int]:
         ) from None
 
 
-def gather(comm: Communicator, mine: bytes, deadline: float | None) -> list[bytes]:
+def gather(
+    comm: Communicator, mine: bytes, deadline: float | None, look: Callable[[], object] | None = None
+) -> list[bytes]:
     """Collect as many bytes of every rank through the library."""
     size = len(mine)
     data = np.zeros((comm.size, size), np.uint8)
     data[comm.rank] = np.frombuffer(mine, np.uint8)
+
+    def live() -> int:
+        if look is not None:
+            look()
+        return comm.handle
+
     if comm._waits:
-        _all_gather(comm, data.ctypes.data, size, 0, deadline)
+        _all_gather(comm, data.ctypes.data, size, 0, deadline, live)
     else:
         with _cuda.using_device(comm.device):
             pointer, stream = _cuda.memory_allocate(data.nbytes), _cuda.stream_create()
             try:
                 _cuda.copy_to_device(pointer, data.ctypes.data, data.nbytes)
-                _all_gather(comm, pointer, size, stream, deadline)
+                _all_gather(comm, pointer, size, stream, deadline, live)
                 _cuda.copy_to_host(data.ctypes.data, pointer, data.nbytes)
             finally:
                 _cuda.memory_free(pointer)
@@ -112,12 +124,18 @@ def gather(comm: Communicator, mine: bytes, deadline: float | None) -> list[byte
     return [bytes(row) for row in data]
 
 
-def _all_gather(comm: Communicator, pointer: int, size: int, stream: int, deadline: float | None) -> None:
-    handle = comm.handle
+def _all_gather(
+    comm: Communicator,
+    pointer: int,
+    size: int,
+    stream: int,
+    deadline: float | None,
+    live: Callable[[], int],
+) -> None:
     mine = pointer + comm.rank * size
-    capi.ncclAllGather(mine, pointer, size, int(DataType.UINT8), handle, stream)
+    capi.ncclAllGather(mine, pointer, size, int(DataType.UINT8), comm.handle, stream)
     wait = _streams.wait_cpu if comm._waits else _streams.wait_cuda
-    if not (_streams.wait_ready(lambda: handle, deadline) and wait(lambda: handle, stream, deadline)):
+    if not (_streams.wait_ready(live, deadline) and wait(live, stream, deadline)):
         raise NcclTimeoutError(
             f"rank {comm.rank} of {comm.size} waited in vain for the others to open the control channel"
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from pynccl import _cuda, _library, capi
 from pynccl._communicator import Communicator
 from pynccl._errors import BootstrapError
 from pynccl._types import UniqueId
+from pynccl._watchdog import resolve_timeout
 from pynccl.bootstrap import _mpi
 from pynccl.bootstrap._round import Round
 from pynccl.bootstrap._store import Store, StoreServer, format_address
@@ -48,7 +50,7 @@ def init(
             raise ValueError("rank and world_size are MPI's own with method='mpi'; expected None")
         place = _mpi.exchange(method, lambda local: _select(device, local))
     elif method in ("env", "single"):
-        place = _from_environment(method, rank, world_size, device, deadline)
+        return _from_environment(method, rank, world_size, device, config, timeout, deadline)
     else:
         raise ValueError(f"method is {method!r}; expected None, 'env', 'mpi' or an mpi4py communicator")
     size, uid, rank, chosen = place
@@ -81,8 +83,14 @@ def _select(device: int | None, local_rank: int) -> int | None:
 
 
 def _from_environment(
-    method: str, rank: int | None, world_size: int | None, device: int | None, deadline: float
-) -> _Place:
+    method: str,
+    rank: int | None,
+    world_size: int | None,
+    device: int | None,
+    config: Any,
+    timeout: float | None,
+    deadline: float,
+) -> Communicator:
     rank = _number("RANK", rank, None if method == "env" else 0)
     size = _number("WORLD_SIZE", world_size, None if method == "env" else 1)
     if not 0 <= rank < size:
@@ -90,14 +98,21 @@ def _from_environment(
     local_rank = _number("LOCAL_RANK", None, 0 if method == "single" else rank)
     if size == 1:
         chosen = _select(device, local_rank)
-        return size, UniqueId(capi.ncclGetUniqueId()), rank, chosen
+        uid = UniqueId(capi.ncclGetUniqueId())
+        return Communicator(size, uid, rank, config=config, device=chosen, timeout=timeout)
     address, token, server = _store_address(rank)
     try:
         with Store(address, token, timeout=max(0.1, deadline - time.monotonic())) as store:
-            uid, chosen = Round(store, next(_rounds), rank, size, deadline).exchange(
-                lambda: _select(device, local_rank), lingers=server is not None
-            )
-        return size, uid, rank, chosen
+            meeting = Round(store, next(_rounds), rank, size, deadline)
+            guarded = resolve_timeout(timeout) is not None
+            if guarded:
+                meeting.tie()
+            uid, chosen = meeting.exchange(lambda: _select(device, local_rank), lingers=server is not None)
+
+            def create(look: Callable[[], None] | None = None) -> Communicator:
+                return Communicator._joined(size, uid, rank, config, chosen, timeout, look)
+
+            return meeting.guard(create, lingers=server is not None) if guarded else create()
     finally:
         if server is not None:
             server.close()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from pynccl import capi
-from pynccl._errors import BootstrapError
+from pynccl._errors import BootstrapError, NcclError, RankFailedError
 from pynccl._types import UniqueId
 from pynccl.bootstrap._store import Store
 
@@ -23,6 +23,8 @@ _MARGIN = 0.5
 # So long rank 0 stays after a failure, where it is the store's home, for the others to read what it was.
 _LINGER = 5.0
 _MOST_NAMED = 32
+# Results of the library that a dead rank may be behind.
+_BY_DEATH = (1, 2, 3, 6)
 _LONGEST_TEXT = 4096
 # Whether it went well, and the world size; then the id, or the text of the error.
 _RESULT = struct.Struct("!?I")
@@ -56,6 +58,52 @@ class Round:
             self._give_up(error, lingers)
             raise
         return uid, prepared
+
+    def tie(self) -> None:
+        """Have the store tell the others when this rank dies."""
+        self.store.tie(self.prefix + "lost", b"%d" % self.rank)
+
+    def guard(self, create: Callable[[Callable[[], None]], T], lingers: bool) -> T:
+        """Create a communicator while the store tells which rank dies over it.
+
+        `create` gets what it has to call now and then, which raises.
+        """
+        try:
+            made = create(self._look)
+        except RankFailedError:
+            raise
+        except NcclError as error:
+            # What the library says may be the consequence of a death that the store is about to notice.
+            self._look(_MARGIN if error.result in _BY_DEATH else 0)
+            raise
+        finally:
+            with suppress(BootstrapError):
+                self.store.tie(self.prefix + "lost", b"")
+        self._leave_made(lingers)
+        return made
+
+    def _look(self, wait: float = 0) -> None:
+        try:
+            lost = int(self.store.get(self.prefix + "lost", wait))
+        except TimeoutError:
+            return
+        except BootstrapError:
+            # The store was rank 0's, or the launcher's, which takes everybody with it.
+            lost = 0
+        raise RankFailedError(
+            f"rank {lost} died while the communicator of {self.size} ranks was created",
+            ranks=[lost],
+            rank=self.rank,
+            size=self.size,
+        )
+
+    def _leave_made(self, lingers: bool) -> None:
+        """Say that this rank has its communicator; where it is the store's home, wait for the others."""
+        with suppress(BootstrapError, TimeoutError):
+            if self.store.add(self.prefix + "made", 1) == self.size:
+                self.store.set(self.prefix + "all made", b"")
+            elif lingers:
+                self.store.get(self.prefix + "all made", min(_LINGER, self._left()))
 
     def _arrive(self, result: bytes) -> None:
         self.store.set(self._arrival(self.rank), result)

@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
 
 from pynccl._errors import BootstrapError
@@ -35,7 +36,7 @@ _HELLO_SECONDS = 10.0
 _TICK = 0.05
 _MAX_OUTPUT = 4 * MAX_FRAME
 _MARGIN = 5.0
-_SET, _GET, _ADD = 1, 2, 3
+_SET, _GET, _ADD, _TIE = 1, 2, 3, 4
 _OK, _MISSING, _BAD = 0, 1, 2
 _LENGTH, _REQUEST, _INT64 = struct.Struct("!I"), struct.Struct("!BH"), struct.Struct("!q")
 _FOREVER_MS = (1 << 63) - 1
@@ -69,6 +70,8 @@ class _Connection:
         self.output = bytearray(_HELLO + self.nonce)
         self.events = selectors.EVENT_READ
         self.waits_for: bytes | None = None
+        # What is set when the connection ends.
+        self.ties: dict[bytes, bytes] = {}
         self.deadline = now + _HELLO_SECONDS
 
     def frames(self) -> Iterator[bytes]:
@@ -217,6 +220,11 @@ class StoreServer:
             connection.answer(_OK, b"%d" % number)
         elif op == _GET:
             self._get(connection, key, _INT64.unpack(argument)[0])
+        elif op == _TIE:
+            connection.ties[key] = argument
+            if not argument:
+                del connection.ties[key]
+            connection.answer(_OK)
         else:
             raise ValueError(f"unknown operation {op}")
 
@@ -290,6 +298,9 @@ class StoreServer:
             self._forget_wait(connection)
             self._selector.unregister(connection.sock)
             connection.sock.close()
+            for key, value in connection.ties.items():
+                with suppress(ValueError):
+                    self._store(key, value)
 
 
 class Store:
@@ -357,6 +368,10 @@ class Store:
     def add(self, key: str, number: int) -> int:
         """Add to the number under a key (0 when it is not set) and return the sum."""
         return int(self._call(_ADD, key, _INT64.pack(number), 0)[1])
+
+    def tie(self, key: str, value: bytes) -> None:
+        """Have a key set when this connection ends, however that comes; an empty value undoes it."""
+        self._call(_TIE, key, value, 0)
 
     def close(self) -> None:
         """Close the connection; the keys stay."""

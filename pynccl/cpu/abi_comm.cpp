@@ -91,8 +91,7 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
   }
   child.comm->set_shape(rank, int(table.size()));
   if (ncclResult_t r = child.comm->connect(table); r != ncclSuccess) return r;
-  child.comm->phase.store(Phase::Ready);
-  child.comm->set_pending(ncclSuccess);
+  child.comm->open();
   return ncclSuccess;
 }
 
