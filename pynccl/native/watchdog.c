@@ -25,7 +25,7 @@
 // From here on a peer that does not read gets no more frames.
 #define MOST_OUTPUT (1 << 20)
 
-enum { FRAME_BEAT = 1, FRAME_GOODBYE, FRAME_FAILED, FRAME_TROUBLE, FRAME_MESSAGE, FRAME_CALL };
+enum { FRAME_BEAT = 1, FRAME_GOODBYE, FRAME_FAILED, FRAME_TEXT, FRAME_TROUBLE, FRAME_MESSAGE, FRAME_CALL };
 
 typedef struct pynccl_peer {
   int socket;
@@ -40,6 +40,7 @@ typedef struct pynccl_peer {
   int wants_output;
   char* output;
   size_t output_bytes, output_capacity;
+  char* report;  // the text of a verdict, as far as it has come
   pynccl_frame* inbox;
   int inbox_count, inbox_capacity;
 } pynccl_peer;
@@ -222,8 +223,12 @@ static void pynccl_publish(pynccl_watch* w, int trouble) {
     const pynccl_frame failed = {.kind = FRAME_FAILED, .number = (uint64_t)v->ranks[i]};
     pynccl_tell_all(w, &failed);
   }
-  pynccl_frame told = {.kind = FRAME_TROUBLE, .code = (uint32_t)trouble, .number = (uint64_t)v->result};
-  snprintf(told.text, sizeof told.text, "%.*s", (int)sizeof told.text - 1, v->text);
+  for (const char* rest = v->text; *rest; rest += strnlen(rest, PYNCCL_FRAME_TEXT - 1)) {
+    pynccl_frame text = {.kind = FRAME_TEXT};
+    memcpy(text.text, rest, strnlen(rest, PYNCCL_FRAME_TEXT - 1));
+    pynccl_tell_all(w, &text);
+  }
+  const pynccl_frame told = {.kind = FRAME_TROUBLE, .code = (uint32_t)trouble, .number = (uint64_t)v->result};
   pynccl_tell_all(w, &told);
   w->curing = 1;
   __atomic_add_fetch(&w->comm->references, 1, __ATOMIC_RELAXED);
@@ -332,11 +337,18 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
       if (f->number < (uint64_t)w->size) w->peers[f->number].suspect = 1;
       if (!w->dying) w->dying = pynccl_now();
       break;
+    case FRAME_TEXT:
+      if (!p->report && !(p->report = calloc(1, PYNCCL_MOST_TEXT))) break;
+      pynccl_say(p->report, PYNCCL_MOST_TEXT, "%s", f->text);
+      break;
     case FRAME_TROUBLE:
       if (w->verdict.trouble || f->code == PYNCCL_RANKS_FAILED) break;
       w->verdict.result = (int)f->number;
       w->verdict.text[0] = 0;
-      pynccl_say(w->verdict.text, sizeof w->verdict.text, "rank %d reports: %s", from, f->text);
+      // A report that is passed on names its first author.
+      if (!p->report || strncmp(p->report, "rank ", 5) || !strstr(p->report, " reports: "))
+        pynccl_say(w->verdict.text, sizeof w->verdict.text, "rank %d reports: ", from);
+      pynccl_say(w->verdict.text, sizeof w->verdict.text, "%s", p->report ? p->report : "");
       pynccl_publish(w, f->code == PYNCCL_MISMATCHED ? PYNCCL_MISMATCHED : PYNCCL_TIMED_OUT);
       break;
     case FRAME_MESSAGE:
@@ -695,6 +707,7 @@ static void pynccl_watch_free(pynccl_comm* comm) {
   for (int r = 0; r < w->size; ++r) {
     free(w->peers[r].output);
     free(w->peers[r].inbox);
+    free(w->peers[r].report);
   }
   free(w->markers);
   free(w);
