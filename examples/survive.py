@@ -4,8 +4,9 @@ python examples/survive.py                  # four ranks; one of them is killed 
 python examples/survive.py -n 3 --seed 5
 
 The program starts its ranks itself. The survivors learn who died, shrink the communicator, agree on the
-newest weights among them, and grow it again by a rank that has just been started; that one receives the weights
-and the training goes on where it was. In the end the weights are those of a training that nothing disturbed.
+newest weights among them, and grow it again by a rank that has just been started; that one receives the
+weights and the training goes on where it was. In the end the weights are those of a training that nothing
+disturbed.
 """
 
 from __future__ import annotations

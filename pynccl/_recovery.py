@@ -59,7 +59,8 @@ class Survivors:
         while True:
             number = self.comm._agreements = self.comm._agreements + 1
             said = self._pack()
-            for rank in self.ranks():
+            # Who is excluded is told too, if it is there.
+            for rank in range(size):
                 if rank != me:
                     lib.pynccl_watch_send(self.comm._c, rank, _AGREE | number, said, len(said))
             heard = {said}
@@ -68,7 +69,8 @@ class Survivors:
                     continue
                 data = self._receive(rank, _AGREE | number, len(said))
                 if data is None:
-                    self.excluded.add(rank)
+                    # Who has left by itself has gone on, without this rank.
+                    self.excluded.add(rank if rank in dead(self.comm) else me)
                     heard.add(b"")
                     continue
                 heard.add(data)
