@@ -24,6 +24,7 @@ CPU = PACKAGE / "cpu"
 HEADERS = ("nccl_api", "cpu_api", "cuda_api")
 CPU_LIBRARY = "libpynccl_cpu.so"
 FORWARD_LIBRARY = "libnccl.so.2"
+_CALLS = ("calls.h", "watchdog.h", "watchdog.c", "checks.c", "calls.c")
 GROUP_STEPS = {"ncclGroupStart": 1, "ncclGroupEnd": -1, "ncclGroupSimulateEnd": -1}
 
 # --- the declarations ---------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class Binding:
                 f"PYNCCL_TABLE_FUNCTIONS({header.name})",
             ]
             parts += [self._wrapper(header, f) for f in header.functions]
-        parts += [f'#include "{name}"' for name in ("calls.h", "watchdog.h", "watchdog.c", "calls.c")]
+        parts += [f'#include "{name}"' for name in _CALLS]
         return "\n".join(parts)
 
     def _c_params(self, function: Function) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pynccl import _buffers, _cuda, _dtypes, _streams
+from pynccl import _buffers, _checks, _cuda, _dtypes, _streams
 from pynccl._binding import ffi, lib
 from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, cupy_stream, kind_of, shape_of, spans
 from pynccl._config import pack
@@ -16,7 +16,7 @@ from pynccl._errors import NcclInvalidUsage
 from pynccl._fastcall import keep as keep_recorded
 from pynccl._group import Group
 from pynccl._ops import op_code
-from pynccl._recording import BUSY, CLOSED, NO_MEMORY, OVERLAP, RECORDED, WAITING, function_name
+from pynccl._recording import BUSY, CLOSED, NO_MEMORY, OVERLAP, RECORDED, STOPPED, WAITING, function_name
 from pynccl._status import IN_PROGRESS, check
 from pynccl._structs import CollConfig
 
@@ -193,6 +193,8 @@ class Calls:
             raise NcclInvalidUsage(
                 f"{self!r} is in use by another thread; a communicator is for one at a time"
             )
+        if answer == STOPPED:
+            raise _checks.interrupted()
         if self._c.watch and answer not in (RECORDED, OVERLAP, NO_MEMORY):
             self._raise_verdict(answer)
         if answer == CLOSED and not self._c.handle:

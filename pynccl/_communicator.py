@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pynccl import _cuda, _library, _lifetime, _recovery, _streams, _watchdog, capi
+from pynccl import _checks, _cuda, _library, _lifetime, _recovery, _streams, _watchdog, capi
 from pynccl._binding import ffi, lib
 from pynccl._collectives import Collectives
 from pynccl._devices import device_to_use, on_device
@@ -183,9 +183,11 @@ class Communicator(Collectives):
         self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
         self._c.waits = self._waits
         communicators[address_of(self._c)] = self
-        if owned and self._timeout is not None:
+        if owned and (self._timeout is not None or _checks.enabled()):
             try:
                 _watchdog.start(self, with_channel, look)
+                if _checks.enabled():
+                    _checks.start(self)
             except BaseException:
                 self.abort()
                 raise
@@ -283,6 +285,7 @@ class Communicator(Collectives):
             "ncclCommSplit",
             lambda: capi.ncclCommSplit(self.handle, number, int(key), config),
             color is not None,
+            lib.PYNCCL_SPLIT,
         )
 
     def shrink(
@@ -387,15 +390,19 @@ class Communicator(Collectives):
             def create() -> int:
                 return capi.ncclCommInitRankConfig(nranks, shared, self._rank, config)
 
-        child = self._child("ncclCommGrow", create)
+        child = self._child("ncclCommGrow", create, True, lib.PYNCCL_GROW)
         assert child is not None
         return child
 
-    def _child(self, what: str, create: Callable[[], int], joins: bool = True) -> Communicator | None:
+    def _child(
+        self, what: str, create: Callable[[], int], joins: bool = True, kind: Any = None
+    ) -> Communicator | None:
         self._outside_groups(what)
         child = Communicator.__new__(Communicator)
         child._prepare(self._timeout)
         with self._alone():
+            if kind is not None:
+                self._check(kind)
 
             def on_its_device() -> int:
                 with on_device(self._device):
@@ -520,7 +527,9 @@ class Communicator(Collectives):
 
     def finalize(self) -> None:
         """Complete the outstanding calls of all ranks; the communicator can then only be destroyed."""
-        self._bounded_call("ncclCommFinalize", lambda: capi.ncclCommFinalize(self.handle))
+        self._bounded_call(
+            "ncclCommFinalize", lambda: capi.ncclCommFinalize(self.handle), lib.PYNCCL_FINALIZE
+        )
 
     def destroy(self) -> None:
         """Finalize where that was not done, and give everything back; harmless when already closed."""
@@ -592,9 +601,17 @@ class Communicator(Collectives):
         """Take the memory back that `suspend` gave (ncclCommResume, NCCL >= 2.29)."""
         self._bounded_call("ncclCommResume", lambda: capi.ncclCommResume(self.handle))
 
-    def _bounded_call(self, name: str, call: Callable[[], int]) -> None:
+    def _check(self, kind: Any) -> None:
+        """In check mode, compare with the other ranks that they are about to do the same."""
+        answer = lib.pynccl_check_other(self._c, kind)
+        if answer:
+            self._refuse(answer)
+
+    def _bounded_call(self, name: str, call: Callable[[], int], kind: Any = None) -> None:
         self._open()
         with self._alone():
+            if kind is not None:
+                self._check(kind)
             self._bounded(call, name)
             self._settle(name)
 

@@ -156,7 +156,14 @@ int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t
   }
   int r = pynccl_enter(comm);
   if (r) return r;
-  if (comm->watch) pynccl_watch_begin(comm, &call, 1);
+  if (comm->watch) {
+    r = pynccl_watch_announce(comm, &call, 1);
+    if (!r) r = pynccl_watch_begin(comm, &call, 1);
+    if (r) {
+      pynccl_leave(comm);
+      return r;
+    }
+  }
   r = pynccl_run(&call);
   pynccl_use_stream(comm, stream);
   if (comm->watch) {
@@ -305,9 +312,19 @@ int pynccl_list_run(pynccl_list* list) {
   int r = pynccl_list_enter(list);
   if (r) return r;
   list->failed = 0;
-  for (int i = 0; i < list->use_count; ++i)
+  // All are told before any is waited for.
+  for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].first && list->uses[i].comm->watch)
-      pynccl_watch_begin(list->uses[i].comm, list->calls, list->count);
+      r = pynccl_watch_announce(list->uses[i].comm, list->calls, list->count);
+  for (int i = 0; i < list->use_count && !r; ++i)
+    if (list->uses[i].first && list->uses[i].comm->watch)
+      r = pynccl_watch_begin(list->uses[i].comm, list->calls, list->count);
+  if (r) {
+    for (int i = 0; i < list->use_count; ++i)
+      if (list->uses[i].comm->watch) pynccl_watch_end(list->uses[i].comm);
+    pynccl_list_leave(list);
+    return r;
+  }
   if (list->count == 1 && !list->grouped)
     r = pynccl_run(list->calls);
   else if (list->count)

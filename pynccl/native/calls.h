@@ -21,7 +21,8 @@ enum pynccl_answer {
   PYNCCL_BUSY = 1004,      // another thread is using a communicator
   PYNCCL_CLOSED = 1005,    // a communicator was destroyed, aborted, or belongs to another process
   PYNCCL_OVERLAP = 1006,   // the buffers overlap in a way that NCCL forbids
-  PYNCCL_NO_MEMORY = 1007
+  PYNCCL_NO_MEMORY = 1007,
+  PYNCCL_STOPPED = 1008  // by a signal, while the ranks compared the call
 };
 
 struct pynccl_watch;

@@ -56,7 +56,9 @@ struct pynccl_watch {
   pynccl_comm* comm;
   pynccl_watch* next;
   uint32_t id;
-  int listed, connected, size, rank, is_cpu, cure;
+  int listed, connected, checking, size, rank, is_cpu, cure;
+  struct pynccl_said* said;  // to a peer, and not answered yet
+  int said_count, said_capacity;
   int64_t timeout;
   uintptr_t handle;  // 0: no longer the watchdog's to touch
   int touching, curing, ended;
@@ -710,6 +712,7 @@ static void pynccl_watch_free(pynccl_comm* comm) {
     free(w->peers[r].report);
   }
   free(w->markers);
+  free(w->said);
   free(w);
 }
 
@@ -848,14 +851,26 @@ int pynccl_watchdog_runs(void) {
 
 // --- around a call -----------------------------------------------------------------------------------------
 
-static void pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {
+static int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count);
+static int pynccl_check_wait(pynccl_watch* w);
+
+// Tell the other ranks what is about to be called.
+static int pynccl_watch_announce(pynccl_comm* comm, const pynccl_call* calls, int count) {
+  return comm->watch->checking ? pynccl_check_say(comm->watch, calls, count) : 0;
+}
+
+static int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {
   pynccl_watch* w = comm->watch;
+  // In a group that somebody opened in C the counterparts may come later.
+  const int r = w->checking && !pynccl_depth ? pynccl_check_wait(w) : 0;
+  if (r) return r;
   for (int i = 0; i < count; ++i)
     if (calls[i].comm == comm) {
       ++w->calls;
       w->last_kind = calls[i].kind;
     }
   __atomic_store_n(&w->in_call, pynccl_now(), __ATOMIC_RELEASE);
+  return 0;
 }
 
 static void pynccl_watch_end(pynccl_comm* comm) {

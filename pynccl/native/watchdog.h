@@ -58,6 +58,12 @@ int pynccl_watch_dead(pynccl_comm* comm, int* ranks);
 // ETIMEDOUT, or ECONNRESET where that rank is gone.
 int pynccl_watch_send(pynccl_comm* comm, int rank, uint64_t tag, const char* data, size_t size);
 int pynccl_watch_receive(pynccl_comm* comm, int rank, uint64_t tag, char* data, size_t size, int64_t wait_ms);
+// Check mode, for a communicator with a channel: every call waits until the ranks have compared it. The locator
+// writes where the calling program is; with NULL it lets Python handle signals, and answers 1 to stop waiting.
+enum pynccl_other_kind { PYNCCL_SPLIT = 32, PYNCCL_GROW, PYNCCL_FINALIZE };
+int pynccl_check_on(pynccl_comm* comm, int on);
+void pynccl_check_locator(int (*locate)(char* text, int size));
+int pynccl_check_other(pynccl_comm* comm, int kind);
 // How many communicators are watched, and whether the watchdog's thread runs.
 int pynccl_watched(void);
 int pynccl_watchdog_runs(void);
