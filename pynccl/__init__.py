@@ -100,6 +100,5 @@ __all__ = [
     "init_all",
     "library_info",
     "load",
-    "one",
     "set_device",
 ]

@@ -36,6 +36,7 @@ CUresult cuStreamQuery(CUstream stream); // since 11.0
 CUresult cuStreamSynchronize(CUstream stream); // since 11.0
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags); // since 11.0
 CUresult cuStreamIsCapturing(CUstream stream, int* status); // since 11.0
+CUresult cuThreadExchangeStreamCaptureMode(int* mode); // since 11.0
 
 CUresult cuEventCreate(CUevent* event, unsigned int flags); // since 11.0
 CUresult cuEventDestroy_v2(CUevent event); // since 11.0

@@ -60,7 +60,8 @@ struct pynccl_watch {
   struct pynccl_said* said;  // to a peer, and not answered yet
   int said_count, said_capacity;
   int64_t timeout;
-  uintptr_t handle;  // 0: no longer the watchdog's to touch
+  uintptr_t handle;   // 0: no longer the watchdog's to touch
+  uintptr_t context;  // of the events
   int touching, curing, ended;
   int64_t dying;       // when the first death was noticed
   int64_t library_at;  // when the library's error was
@@ -429,15 +430,18 @@ static pynccl_marker* pynccl_marker_of(pynccl_watch* w, uintptr_t stream) {
 // By the thread that has just issued on the stream: nobody else may touch a stream, which may be captured.
 static void pynccl_mark(pynccl_watch* w, uintptr_t stream) {
   int capturing = 0;
-  if (!w->is_cpu && (cuStreamIsCapturing(stream, &capturing) || capturing)) return;
-  pynccl_marker* m = pynccl_marker_of(w, stream);
-  if (!m) return;
-  const int which = m->pending != 0;
-  if ((w->is_cpu ? pyncclCpuEventRecord(w->handle, m->events[which], stream)
-                 : cuEventRecord(m->events[which], stream)) == 0) {
-    m->at[which] = pynccl_now();
-    m->pending |= 1 << which;
+  uintptr_t before;
+  if (!w->is_cpu && (!w->context || cuCtxPushCurrent_v2(w->context))) return;
+  if (w->is_cpu || (cuStreamIsCapturing(stream, &capturing) == 0 && !capturing)) {
+    pynccl_marker* m = pynccl_marker_of(w, stream);
+    const int which = m && m->pending;
+    if (m && (w->is_cpu ? pyncclCpuEventRecord(w->handle, m->events[which], stream)
+                        : cuEventRecord(m->events[which], stream)) == 0) {
+      m->at[which] = pynccl_now();
+      m->pending |= 1 << which;
+    }
   }
+  if (!w->is_cpu) cuCtxPopCurrent_v2(&before);
 }
 
 // Answers since when calls of the communicator have been outstanding on a stream; 0 when none has.
@@ -492,7 +496,10 @@ static void pynccl_look_after(pynccl_watch* w, int64_t now) {
   }
   if (!w->timeout) return;
   uintptr_t stream = 0;
+  uintptr_t before;
+  const int inside_context = w->context && w->marker_count && cuCtxPushCurrent_v2(w->context) == 0;
   const int64_t issued = pynccl_oldest(w, &stream);
+  if (inside_context) cuCtxPopCurrent_v2(&before);
   const int64_t in_call = __atomic_load_n(&w->in_call, __ATOMIC_ACQUIRE);
   const int inside = in_call && now - in_call > w->timeout;
   if (!inside && !(issued && now - issued > w->timeout)) return;
@@ -526,6 +533,9 @@ static pynccl_watch* pynccl_find_watch(uint32_t id) {
 static void* pynccl_watch_all(void* nothing) {
   (void)nothing;
   pynccl_is_watchdog = 1;
+  // Asking for an event would otherwise spoil a capture that another thread has begun.
+  int relaxed = 2;
+  cuThreadExchangeStreamCaptureMode(&relaxed);
   struct epoll_event events[64];
   int64_t last = pynccl_now();
   pthread_mutex_lock(&dog.lock);
@@ -624,14 +634,15 @@ static void pynccl_wake(void) {
 
 // --- a communicator's watch --------------------------------------------------------------------------------
 
-int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure, int is_cpu) {
+int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure, uintptr_t context) {
   pynccl_watch* w = calloc(1, sizeof *w + (size_t)comm->size * sizeof(pynccl_peer));
   if (!w) return ENOMEM;
   w->comm = comm;
   w->size = comm->size;
   w->rank = comm->rank;
   w->connected = sockets != NULL;
-  w->is_cpu = is_cpu;
+  w->is_cpu = comm->waits;
+  w->context = context;
   w->cure = cure;
   w->timeout = timeout_ms * MS;
   w->handle = comm->handle;

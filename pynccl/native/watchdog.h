@@ -40,7 +40,8 @@ typedef struct pynccl_watch pynccl_watch;
 // Begin to watch a communicator over one connected socket per rank (-1 for itself, -2 for a rank that
 // is gone; NULL: no channel), which are the watch's from now on. Answers 0 or an errno. The watch lives as
 // long as the communicator.
-int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure, int is_cpu);
+// `context` is the CUDA context of its device, 0 where the library is the CPU library or there is no driver.
+int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure, uintptr_t context);
 // Say goodbye and close the channel; harmless when that was done.
 void pynccl_watch_stop(pynccl_comm* comm, int goodbye);
 // Wait until it is done with what it does in trouble; answers whether the library's communicator is still there.
