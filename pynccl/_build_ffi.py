@@ -24,7 +24,7 @@ CPU = PACKAGE / "cpu"
 HEADERS = ("nccl_api", "cpu_api", "cuda_api")
 CPU_LIBRARY = "libpynccl_cpu.so"
 FORWARD_LIBRARY = "libnccl.so.2"
-_CALLS = ("calls.h", "watchdog.h", "watchdog.c", "checks.c", "calls.c")
+_CALLS = ("calls.h", "watchdog.h", "channel.c", "watchdog.c", "checks.c", "calls.c")
 GROUP_STEPS = {"ncclGroupStart": 1, "ncclGroupEnd": -1, "ncclGroupSimulateEnd": -1}
 
 # --- the declarations ---------------------------------------------------------------------------------------

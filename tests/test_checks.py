@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from pynccl import CollectiveMismatchError, Communicator, NcclError, Plan
+from pynccl import CollectiveMismatchError, Communicator, NcclError, Plan, capi
 from pynccl._binding import lib
 from pynccl.testing import RankError, run
 
@@ -242,6 +242,53 @@ def test_a_rank_that_does_not_come() -> None:
     for text in run(3, absent, backend="cpu", env=CHECK, timeout=30):
         assert text.startswith("NcclTimeoutError: ")
         assert re.search(rf"all_gather\(float64, 3\) {AT}: rank 1 did not come within 2 s", text)
+
+
+def crosses(rank: int, nranks: int, how: str) -> str:
+    """No two ranks contradict each other, and yet nobody can go on."""
+    comm = pynccl.init(timeout=1.5)
+    other = comm.split(0)
+    assert other is not None
+    with pytest.raises(NcclError) as caught:
+        if how == "two communicators":
+            for one in (comm, other) if rank else (other, comm):
+                one.all_reduce(X)
+        else:
+            comm.send(X, (rank + 1) % nranks)
+            comm.recv(Y, (rank - 1) % nranks)
+    other.abort()
+    comm.abort()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("how", ["two communicators", "a ring of sends"])
+def test_nobody_can_go_on(how: str) -> None:
+    what = {"two communicators": r"all_reduce\(float32, 4, sum\)", "a ring of sends": r"send\(float32, 4\)"}
+    texts = run(3, crosses, how, backend="cpu", env=CHECK, timeout=30)
+    assert any(
+        re.search(rf"^NcclTimeoutError: .*{what[how]}.* {AT}: rank \d did not come within 1.5 s", text)
+        for text in texts
+    ), texts
+    assert all(text.startswith(("NcclTimeoutError", "RankFailedError")) for text in texts)
+
+
+def raw_groups(rank: int, nranks: int) -> bool:
+    """A group that is opened in C: its calls meet when it is issued."""
+    with pynccl.init(timeout=10) as comm:
+        other = 1 - rank
+        for _ in range(3):
+            capi.ncclGroupStart()
+            with pynccl.Stream() as stream:
+                comm.send(X, other, stream=stream)
+                comm.recv(Y, other, stream=stream)
+                capi.ncclGroupEnd()
+                comm.synchronize(stream)
+            comm.barrier()
+    return True
+
+
+def test_groups_opened_in_c() -> None:
+    assert run(2, raw_groups, backend="cpu", env=CHECK, timeout=30) == [True, True]
 
 
 def by_function(rank: int, nranks: int) -> tuple[str, str | None]:
