@@ -16,7 +16,7 @@ from pynccl import _checks, _cuda, _library, _lifetime, _recovery, _streams, _wa
 from pynccl._binding import ffi, lib
 from pynccl._collectives import Collectives
 from pynccl._devices import device_to_use, on_device
-from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError, RankFailedError
+from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError
 from pynccl._fastcall import is_recording
 from pynccl._kept import CpuEvents, CudaEvents, Kept
 from pynccl._lifetime import ABORT_SECONDS, bounded
@@ -144,7 +144,6 @@ class Communicator(Collectives):
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._scratch: tuple[int, int] | None = None
         self._token = np.zeros(1, np.uint8)
-        self._agreements = 0
 
     def _create(
         self,
@@ -305,7 +304,7 @@ class Communicator(Collectives):
             )
         self._outside_groups("ncclCommShrink")
         if _recovery.can_agree(self):
-            return self._shrink_together(set(ranks), abort, config)
+            return _recovery.shrink(self, set(ranks), abort, config)
         child = self._child("ncclCommShrink", lambda: self._native_shrink(ranks, abort, config))
         assert child is not None
         if abort:
@@ -317,49 +316,6 @@ class Communicator(Collectives):
         flags = capi.NCCL_SHRINK_ABORT if abort else capi.NCCL_SHRINK_DEFAULT
         excluded = sorted(ranks)
         return capi.ncclCommShrink(self._open(), excluded, len(excluded), config, flags)
-
-    def _shrink_together(self, excluded: set[int], abort: bool, config: ConfigLike) -> Communicator:
-        """Shrink after the survivors have agreed on who they are; again, when one more dies meanwhile."""
-        survivors = _recovery.Survivors(self, excluded, bool(lib.nccl_api_find(b"ncclCommShrink")))
-        if not abort:
-            self._live()
-        with self._alone(anyway=abort):
-            # The watchdog may still be at ending what was outstanding.
-            alive = _watchdog.settle(self)
-            survivors.derive = survivors.derive and alive
-            while True:
-                survivors.agree()
-                try:
-                    child = self._child_of(survivors, abort, config)
-                    break
-                except RankFailedError as error:
-                    if not abort or self._rank in error.ranks:
-                        raise
-                    survivors.excluded |= set(error.ranks)
-                    survivors.derive = False
-        if abort:
-            self.abort()
-        else:
-            self._children.add(child)
-        return child
-
-    def _child_of(self, survivors: _recovery.Survivors, abort: bool, config: ConfigLike) -> Communicator:
-        ranks = survivors.ranks()
-        child = Communicator.__new__(Communicator)
-        child._prepare(self._timeout)
-        if survivors.derive:
-            excluded = survivors.excluded
-
-            def create() -> int:
-                return self._native_shrink(excluded, abort, config)
-        else:
-            uid = bytes(survivors.unique_id())
-
-            def create() -> int:
-                return capi.ncclCommInitRankConfig(len(ranks), uid, ranks.index(self._rank), config)
-
-        child._create("ncclCommShrink", create, self._device, survivors.look)
-        return child
 
     def get_unique_id(self) -> UniqueId:
         """Return the id with which new ranks join this communicator when it grows; on one rank only."""
@@ -571,8 +527,10 @@ class Communicator(Collectives):
         for comm in family:
             comm._release()
 
-    def _claim(self) -> bool:
-        return bool(lib.pynccl_watch_claim(self._c, 0))
+    def _leave_at_exit(self) -> bool:
+        """Take the communicator from the watchdog; False where that has given its handle back."""
+        lib.pynccl_watch_stop(self._c, lib.PYNCCL_STAYS)
+        return bool(lib.pynccl_watch_claim(self._c, 1000))
 
     def _goodbye(self) -> Any:
         """Return how an abort is told to the other ranks: as the trouble, or as a consequence of it."""

@@ -133,7 +133,7 @@ def _reap() -> None:
 def _at_exit() -> None:
     """Abort what is left, but not for longer than PYNCCL_EXIT_TIMEOUT seconds."""
     for communicator in list(living):
-        if not communicator._claim():
+        if not communicator._leave_at_exit():
             disown(communicator._handle)
         communicator._forget("the interpreter has ended")
     if owned and _reaper is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pynccl import _watchdog, capi
 from pynccl._binding import ffi, lib
-from pynccl._errors import NcclTimeoutError, RankFailedError
+from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError, RankFailedError
 from pynccl._types import UniqueId
 
 if TYPE_CHECKING:
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 # Where the communicator has no time-out of its own.
 _SECONDS = 60.0
 _SLICE_MS = 100
+_LATE = 1.0
 _ETIMEDOUT, _ECONNRESET = 110, 104
-# What messages are about, in the upper half of their tags.
-_AGREE, _ID = 1 << 32, 2 << 32
+# What messages are about. Between two ranks they come in order, so that they need no numbers.
+_AGREE, _ID, _MADE = 1, 2, 3
 _TEXT: Any = lib.PYNCCL_FRAME_TEXT
 
 
@@ -31,8 +32,8 @@ def dead(comm: Communicator) -> set[int]:
 class Survivors:
     """Agrees with the other ranks of a failed communicator on who is left, over the control channel."""
 
-    def __init__(self, comm: Communicator, excluded: set[int], derive: bool) -> None:
-        self.comm, self.excluded, self.derive = comm, excluded, derive
+    def __init__(self, comm: Communicator, excluded: set[int], derive: bool, final: bool) -> None:
+        self.comm, self.excluded, self.derive, self.final = comm, excluded, derive, final
         self.deadline = time.monotonic() + (comm._timeout or _SECONDS)
 
     def ranks(self) -> list[int]:
@@ -57,17 +58,16 @@ class Survivors:
         """
         size, me = self.comm.size, self.comm.rank
         while True:
-            number = self.comm._agreements = self.comm._agreements + 1
             said = self._pack()
-            # Who is excluded is told too, if it is there.
+            # Who is excluded is told too, if it is there and this is the communicator's end.
             for rank in range(size):
-                if rank != me:
-                    lib.pynccl_watch_send(self.comm._c, rank, _AGREE | number, said, len(said))
+                if rank != me and (self.final or rank not in self.excluded):
+                    lib.pynccl_watch_send(self.comm._c, rank, _AGREE, said, len(said))
             heard = {said}
             for rank in self.ranks():
                 if rank == me:
                     continue
-                data = self._receive(rank, _AGREE | number, len(said))
+                data = self._receive(rank, _AGREE, len(said))
                 if data is None:
                     # Who has left by itself has gone on, without this rank.
                     self.excluded.add(rank if rank in dead(self.comm) else me)
@@ -112,17 +112,83 @@ class Survivors:
     def unique_id(self) -> UniqueId:
         """Return an id that the first survivor made."""
         ranks, me = self.ranks(), self.comm.rank
-        tag = _ID | self.comm._agreements
         if me != ranks[0]:
-            data = self._receive(ranks[0], tag, 128)
+            data = self._receive(ranks[0], _ID, 128)
             if data is None:
                 self.look()
                 raise self._late(ranks[0])
             return UniqueId(data)
         made = UniqueId(capi.ncclGetUniqueId())
         for rank in ranks[1:]:
-            lib.pynccl_watch_send(self.comm._c, rank, tag, bytes(made), 128)
+            lib.pynccl_watch_send(self.comm._c, rank, _ID, bytes(made), 128)
         return made
+
+    def all_made(self, made: bool) -> bool:
+        """Tell whether all survivors have made the new communicator; who has died since counts as one."""
+        others = [rank for rank in self.ranks() if rank != self.comm.rank]
+        for rank in others:
+            lib.pynccl_watch_send(self.comm._c, rank, _MADE, bytes([made]), 1)
+        answers = [self._receive(rank, _MADE, 1) for rank in others]
+        return made and b"\0" not in answers
+
+    def note_deaths(self) -> bool:
+        """Exclude who has died; tell whether anybody has. A death may be noticed a little late."""
+        deadline = time.monotonic() + _LATE
+        while not (fresh := dead(self.comm) - self.excluded):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        self.excluded |= fresh
+        return True
+
+
+def shrink(comm: Communicator, excluded: set[int], abort: bool, config: Any) -> Communicator:
+    """Shrink after the survivors have agreed on who they are; again, when one more dies meanwhile."""
+    native = bool(lib.nccl_api_find(b"ncclCommShrink"))
+    survivors = Survivors(comm, excluded, native, final=abort)
+    if not abort:
+        comm._live()
+    with comm._alone(anyway=abort):
+        # The watchdog may still be at ending what was outstanding.
+        survivors.derive = _watchdog.settle(comm) and native
+        while True:
+            survivors.agree()
+            child, failure = None, None
+            try:
+                child = _create(comm, survivors, abort, config)
+            except NcclError as error:
+                failure = error
+            if survivors.all_made(child is not None):
+                break
+            if child is not None:
+                child.abort()
+            if not (abort and survivors.note_deaths()):
+                raise failure or NcclRemoteError(
+                    "another rank could not shrink the communicator", rank=comm.rank, size=comm.size
+                )
+            # The library counts its derived communicators, and no longer alike on all ranks.
+            survivors.derive = False
+    assert child is not None
+    if abort:
+        comm.abort()
+    else:
+        comm._children.add(child)
+    return child
+
+
+def _create(comm: Communicator, survivors: Survivors, abort: bool, config: Any) -> Communicator:
+    ranks, excluded = survivors.ranks(), survivors.excluded
+    child = type(comm).__new__(type(comm))
+    child._prepare(comm._timeout)
+    uid = b"" if survivors.derive else bytes(survivors.unique_id())
+
+    def create() -> int:
+        if survivors.derive:
+            return comm._native_shrink(excluded, abort, config)
+        return capi.ncclCommInitRankConfig(len(ranks), uid, ranks.index(comm._rank), config)
+
+    child._create("ncclCommShrink", create, comm._device, survivors.look)
+    return child
 
 
 def can_agree(comm: Communicator) -> bool:

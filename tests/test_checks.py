@@ -249,13 +249,18 @@ def crosses(rank: int, nranks: int, how: str) -> str:
     comm = pynccl.init(timeout=1.5)
     other = comm.split(0)
     assert other is not None
-    with pytest.raises(NcclError) as caught:
+    x, right, left = np.ones(4, np.float32), (rank + 1) % nranks, (rank - 1) % nranks
+
+    def cross() -> None:
         if how == "two communicators":
             for one in (comm, other) if rank else (other, comm):
-                one.all_reduce(X)
+                one.all_reduce(x)
         else:
-            comm.send(X, (rank + 1) % nranks)
-            comm.recv(Y, (rank - 1) % nranks)
+            comm.send(x, right)
+            comm.recv(x, left)
+
+    with pytest.raises(NcclError) as caught:
+        cross()
     other.abort()
     comm.abort()
     return f"{type(caught.value).__name__}: {caught.value}"

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from pynccl import Communicator, NcclError, RankFailedError, UniqueId
+from pynccl import Communicator, NcclError, RankFailedError, UniqueId, capi
 from pynccl._binding import lib
 from pynccl._build_ffi import NATIVE, forward_source
 from pynccl.testing import RankError, run
@@ -143,7 +143,36 @@ def test_more_deaths_while_shrinking(library: Callable[[str], str], age: str) ->
         assert left == [0, 2, 3, 5, 7]
 
 
-def healthy(rank: int, nranks: int) -> tuple[int, int] | None:
+def in_the_middle(rank: int, nranks: int, second: int, where: str) -> list[int]:
+    """A second rank dies inside of the shrinking that the first one's death calls for."""
+    comm = pynccl.init(timeout=15)
+    comm.barrier()
+    if rank == 2:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = failure(comm.barrier)
+    if rank == second:
+        for name in (SHRINK, "ncclCommInitRankConfig") if where == "creation" else ("ncclAllGather",):
+            setattr(capi, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    small = comm.shrink(exclude=error.ranks, abort=True)
+    assert total(small)[0] == total(small)[1]
+    left = small.all_gather(np.array([rank])).ravel().tolist()
+    small.destroy()
+    return left
+
+
+@pytest.mark.parametrize("where", ["creation", "the channel"])
+@pytest.mark.parametrize("second", [0, 4])
+@pytest.mark.parametrize("age", ["2.32", "2.26"])
+def test_death_inside_a_shrink(library: Callable[[str], str], age: str, second: int, where: str) -> None:
+    results = run(6, in_the_middle, second, where, backend=library(age), check=False, timeout=50)
+    for rank, result in enumerate(results):
+        assert isinstance(result, RankError) == (rank in (2, second)), result
+        if rank not in (2, second):
+            assert result == [r for r in range(6) if r not in (2, second)]
+
+
+def healthy(rank: int, nranks: int, again: bool) -> tuple[int, int] | None:
     """Ranks that are alive are excluded, and the parent lives on."""
     with pynccl.init(timeout=15) as comm:
         small = None
@@ -152,12 +181,21 @@ def healthy(rank: int, nranks: int) -> tuple[int, int] | None:
             assert (small.rank, small.size) == ([0, -1, 1, 2][rank], 3)
         comm.barrier()
         assert total(comm)[0] == 10
+        # One of the ranks has not taken part in that.
+        half = comm.split(rank % 2)
+        assert half is not None
+        assert total(half) == (3, 3)
+        half.destroy()
+        if again and rank != 2:
+            other = comm.shrink(exclude=[2])
+            assert total(other) == (6, 6)
+            other.destroy()
         return total(small) if small else None
 
 
 @pytest.mark.parametrize("age", ["2.32", "2.26"])
 def test_shrink_a_healthy_communicator(library: Callable[[str], str], age: str) -> None:
-    assert run(4, healthy, backend=library(age), timeout=40) == [(6, 6), None, (6, 6), (6, 6)]
+    assert run(4, healthy, age == "2.26", backend=library(age), timeout=40) == [(6, 6), None, (6, 6), (6, 6)]
 
 
 def grows(rank: int, nranks: int, folder: str, timeout: float | None) -> tuple[int, int]:

@@ -337,7 +337,7 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeR
   Job job;
   job.comm = child.comm;
   job.blocking = child.comm->blocking;
-  job.run = [p = parent->shared_from_this(), child, excluded, tag = uint64_t(2) << 32 | ++parent->derived] {
+  job.run = [p = parent->shared_from_this(), child, excluded, tag = uint64_t(2) << 32 | ++parent->shrunk] {
     return run_shrink(p, child, excluded, tag);
   };
   return submit(std::move(job));

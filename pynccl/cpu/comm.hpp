@@ -166,7 +166,8 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   std::map<void*, Registration> registrations;
   std::map<int, RedOp> red_ops;
   int next_red_op = ncclNumOps;
-  uint64_t derived = 0;  // splits, shrinks and grows so far, equal on every rank
+  uint64_t derived = 0;  // splits and grows so far, equal on every rank
+  uint64_t shrunk = 0;   // shrinks, in which not every rank takes part
   bool grow_id_open = false;
   SocketPtr join_socket;  // abort cuts a rendezvous short
   size_t inline_bytes, block_bytes, ring_bytes;
