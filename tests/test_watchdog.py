@@ -24,6 +24,8 @@ from pynccl.testing import RankError, run
 RANKS = 8
 # The promise of the issue, for every survivor.
 SOON = 2.0
+# The time-out where nobody can notice.
+UNNOTICED = 3.0
 Outcome = tuple[str, list[int], str, float]
 
 
@@ -174,7 +176,7 @@ def test_killed_rank(stage: str, victim: int, tmp_path: Path) -> None:
     check_survivors(results, [victim])
 
 
-def creates(rank: int, nranks: int, where: str, victim: int, folder: str) -> tuple[Outcome, Outcome, bool]:
+def creates(rank: int, nranks: int, where: str, victim: int, folder: str) -> tuple[Outcome, bool]:
     if rank == victim:
         name = "ncclCommInitRank" if where != "the channel" else "ncclAllGather"
         original = getattr(capi, name)
@@ -192,8 +194,8 @@ def creates(rank: int, nranks: int, where: str, victim: int, folder: str) -> tup
     if where == "the library's rendezvous" and rank == (victim + 1) % nranks:
         create = capi.ncclCommInitRank
         setattr(capi, "ncclCommInitRank", lambda *args: (time.sleep(0.7), create(*args))[1])  # noqa: B010
-    outcome = told(folder, lambda: pynccl.init(timeout=20))
-    return outcome, outcome, nothing_left()
+    timeout = UNNOTICED if where == "before the library" and victim else 20
+    return told(folder, lambda: pynccl.init(timeout=timeout)), nothing_left()
 
 
 @pytest.mark.parametrize(
@@ -205,8 +207,24 @@ def creates(rank: int, nranks: int, where: str, victim: int, folder: str) -> tup
     ],
 )
 def test_killed_while_created(where: str, victim: int, tmp_path: Path) -> None:
+    """Who notices first tells the others; a rank that has not reached the library yet is a late one."""
     results = run(RANKS, creates, where, victim, str(tmp_path), backend="cpu", check=False, timeout=40)
-    check_survivors(results, [victim])
+    unnoticed = where == "before the library" and victim != 0
+    kinds = {"NcclTimeoutError"} if unnoticed else {"NcclRemoteError", "RankFailedError"}
+    culprit = "did not complete" if unnoticed else f"rank {victim} "
+    if victim == 0 and where != "the channel":
+        culprit = "the root of the unique id"
+    for rank, result in enumerate(results):
+        if rank == victim:
+            assert isinstance(result, RankError)
+            assert "SIGKILL" in str(result), result
+            continue
+        assert isinstance(result, tuple), result
+        (kind, _, text, took), clean = result
+        assert kind in kinds or (kind == "BootstrapError" and any(name in text for name in kinds)), result
+        assert culprit in text, result
+        assert took < (UNNOTICED + 1 if unnoticed else SOON + 1), result
+        assert clean
 
 
 # --- stopped, late and misled ranks -------------------------------------------------------------------------
