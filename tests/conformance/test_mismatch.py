@@ -27,7 +27,6 @@ from .scenario import (
     connect,
     outcome,
     synchronize,
-    wait_for_state,
     works,
 )
 from .worker import Rank
