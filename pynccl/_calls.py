@@ -209,10 +209,10 @@ class Calls:
             )
         if answer == STOPPED:
             raise _checks.interrupted()
+        if answer == CLOSED and not self._handle:
+            raise NcclInvalidUsage(f"{self!r} cannot be used: {self._why}", rank=self._rank)
         if self._c.watch and answer not in (RECORDED, OVERLAP, NO_MEMORY):
             self._raise_verdict(answer)
-        if answer == CLOSED and not self._c.handle:
-            raise NcclInvalidUsage(f"{self!r} cannot be used: {self._why}", rank=self._rank)
         if answer == NO_MEMORY:
             raise MemoryError
 

@@ -393,6 +393,7 @@ class Communicator(Relatives):
         if _watchdog.verdict(self) is not None:
             # A communicator that was revoked is not finalized any more, which a destroy would do.
             self.abort()
+            lib.pynccl_trace_mark(self._c.trace, lib.PYNCCL_DESTROY)
             return
         with self._alone(), recorded(self._c, lib.PYNCCL_DESTROY):
             handle = self._close("it was destroyed")

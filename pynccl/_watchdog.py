@@ -111,7 +111,7 @@ def gather(
         return comm.handle
 
     if comm._waits:
-        _all_gather(comm, data.ctypes.data, size, 0, deadline, live)
+        _all_gather(comm, data.ctypes.data, size, comm._own_stream, deadline, live)
     else:
         with _cuda.using_device(comm.device):
             pointer, stream = _cuda.memory_allocate(data.nbytes), _cuda.stream_create()
