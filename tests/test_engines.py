@@ -203,12 +203,14 @@ def test_torchrun_under_mpirun() -> None:
     assert ranks_of(text, 2) == [0, 0, 1, 1]
 
 
+@pytest.mark.full
 def test_mpirun_inside_of_a_slurm_job() -> None:
     """Every rank sees the variables of the batch script."""
     text = run([*open_mpi(2), *example()], **slurm(2)[0])
     assert ranks_of(text, 2) == [0, 1]
 
 
+@pytest.mark.full
 def test_the_script_for_slurm(tmp_path: Path) -> None:
     """srun is not here: what stands in for it runs the command once for each rank, as srun would."""
     srun = tmp_path / "srun"
@@ -226,6 +228,7 @@ def test_the_script_for_slurm(tmp_path: Path) -> None:
 # --- several machines ---
 
 
+@pytest.mark.full
 @needs_root
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_torchrun_on_two_nodes(hosts: Hosts, rendezvous: str) -> None:  # noqa: F811
@@ -260,6 +263,7 @@ def test_torchrun_on_two_nodes(hosts: Hosts, rendezvous: str) -> None:  # noqa: 
     assert sorted(ranks_of(out, 4) for out, _ in done) == [[0, 1], [2, 3]]
 
 
+@pytest.mark.full
 @needs_root
 @pytest.mark.parametrize("host", ["10.199.0.1", "[fd99::1]"])
 def test_a_port_on_two_machines(hosts: Hosts, host: str) -> None:  # noqa: F811
@@ -363,6 +367,7 @@ print(f"rank {comm.rank} of {comm.size}: success", flush=True)
 """
 
 
+@pytest.mark.full
 def test_a_restart_by_torchrun(tmp_path: Path) -> None:
     """What the ranks before have left in the agent's store does not disturb those that come after."""
     program = tmp_path / "restarted.py"
@@ -385,6 +390,7 @@ except pynccl.BootstrapError as error:
 """
 
 
+@pytest.mark.full
 def test_never_under_torchrun(tmp_path: Path) -> None:
     program = tmp_path / "never.py"
     program.write_text(NEVER)
@@ -413,6 +419,7 @@ except (KeyboardInterrupt, pynccl.BootstrapError) as error:
 """
 
 
+@pytest.mark.full
 def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:
     program = tmp_path / "interrupted.py"
     program.write_text(INTERRUPTED)
@@ -441,6 +448,7 @@ comm.destroy()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("absent", [0, 2])
 def test_never_under_mpi(absent: int, tmp_path: Path) -> None:
     program = tmp_path / "never.py"
@@ -469,6 +477,7 @@ pynccl.init("mpi", timeout=20).destroy()
 """
 
 
+@pytest.mark.full
 def test_a_failure_after_the_id_is_out_under_mpi(tmp_path: Path) -> None:
     program = tmp_path / "fails.py"
     program.write_text(MPI_FAILS_LATER)
@@ -476,6 +485,7 @@ def test_a_failure_after_the_id_is_out_under_mpi(tmp_path: Path) -> None:
     assert (words.count("told"), words.count("own")) == (4, 2)
 
 
+@pytest.mark.full
 def test_ctrl_c_under_mpi(tmp_path: Path) -> None:
     program = tmp_path / "interrupted.py"
     program.write_text(INTERRUPTED)
@@ -497,6 +507,7 @@ print(f"rank {world.rank} of {world.size}: success", flush=True)
 """
 
 
+@pytest.mark.full
 def test_parts_of_an_mpi_job_have_devices_of_their_own(tmp_path: Path) -> None:
     program = tmp_path / "parts.py"
     program.write_text(MPI_PARTS)

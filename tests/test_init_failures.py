@@ -23,7 +23,11 @@ from pynccl.bootstrap import StoreServer
 from test_init_environment import forget_the_launcher, free_port
 from test_init_methods import Plain, meet
 
-METHODS = ["pynccl run", "master", "tcp", "file", "object"]
+METHODS = [
+    "master",
+    "file",
+    *(pytest.param(kind, marks=pytest.mark.full) for kind in ("pynccl run", "tcp", "object")),
+]
 
 
 def method_of(kind: str, where: str, port: int) -> Any:
