@@ -76,8 +76,7 @@ class Child:
         """Kill what is left of the group and reap the leader."""
         if self._process.returncode is None:
             self.send(signal.SIGKILL)
-            code = self._process.wait()
-            self._code = code if self._code is None else self._code
+            self._process.wait()
         for pipe in (self.stdout, self.stderr):
             if pipe is not None:
                 pipe.close()
