@@ -6,6 +6,7 @@ import fcntl
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASES = ("2.19.3", "2.28.9", "2.32.3")
+
+# A shell's background jobs ignore Ctrl-C, and so would every process that the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
