@@ -16,6 +16,7 @@ Below that is NVIDIA's libnccl or the CPU library.
 import typing as _typing
 
 from pynccl._buffers import Buffer as Buffer
+from pynccl._checks import check_mode as check_mode
 from pynccl._communicator import Communicator as Communicator
 from pynccl._communicator import init_all as init_all
 from pynccl._devices import array_module as array_module
@@ -95,6 +96,7 @@ __all__ = [
     "UniqueId",
     "__version__",
     "array_module",
+    "check_mode",
     "cpu_library",
     "current_device",
     "device_count",

@@ -24,8 +24,9 @@ CPU = PACKAGE / "cpu"
 HEADERS = ("nccl_api", "cpu_api", "cuda_api")
 CPU_LIBRARY = "libpynccl_cpu.so"
 FORWARD_LIBRARY = "libnccl.so.2"
-# What the binding includes behind the tables.
-_RUNNING = ("recorder.h", "calls.h", "recorder.c", "dumps.c", "calls.c")
+# What cffi reads, and what the binding includes behind the tables.
+_RUNNING_HEADERS = ("recorder.h", "calls.h", "watchdog.h")
+_RUNNING_SOURCES = ("recorder.c", "dumps.c", "channel.c", "verdicts.c", "watchdog.c", "checks.c", "calls.c")
 GROUP_STEPS = {"ncclGroupStart": 1, "ncclGroupEnd": -1, "ncclGroupSimulateEnd": -1}
 
 # --- the declarations ---------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ class Binding:
                 f"void* {header.name}_find(const char* name);",
             ]
             parts += [self.declaration(function) + ";" for function in header.functions]
-        parts += [(NATIVE / name).read_text(encoding="utf-8") for name in ("recorder.h", "calls.h")]
+        parts += [(NATIVE / name).read_text(encoding="utf-8") for name in _RUNNING_HEADERS]
         return "\n".join(parts)
 
     def source(self) -> str:
@@ -196,7 +197,7 @@ class Binding:
                 f"PYNCCL_TABLE_FUNCTIONS({header.name})",
             ]
             parts += [self._wrapper(header, f) for f in header.functions]
-        parts += [f'#include "{name}"' for name in _RUNNING]
+        parts += [f'#include "{name}"' for name in (*_RUNNING_HEADERS, *_RUNNING_SOURCES)]
         return "\n".join(parts)
 
     def _c_params(self, function: Function) -> str:
@@ -357,7 +358,7 @@ class build_ext(_build_ext):  # type: ignore[misc]
             Binding().emit(source)
             ext.sources = [os.path.relpath(source)]
             ext.include_dirs = [str(NATIVE)]
-            ext.libraries = ["dl"]
+            ext.libraries = ["dl", "pthread"]
         ext.depends = [str(path) for path in (*NATIVE.glob("*.[ch]"), Path(__file__))]
         ext.extra_compile_args = [*WARNINGS, "-O2", "-fvisibility=hidden"]
         super().build_extension(ext)

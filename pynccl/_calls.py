@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pynccl import _buffers, _cuda, _dtypes, _streams, capi
+from pynccl import _buffers, _checks, _cuda, _dtypes, _streams, capi
 from pynccl._binding import fastcall, ffi, lib
 from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, cupy_stream, kind_of, shape_of, spans
 from pynccl._config import pack
 from pynccl._errors import NcclInvalidUsage
 from pynccl._group import Group
 from pynccl._ops import op_code
-from pynccl._recording import BUSY, CLOSED, NO_MEMORY, OVERLAP, RECORDED, WAITING, function_name
+from pynccl._recording import BUSY, CLOSED, NO_MEMORY, OVERLAP, RECORDED, STOPPED, WAITING, function_name
 from pynccl._status import IN_PROGRESS, check
 from pynccl._structs import CollConfig
 
@@ -60,6 +60,7 @@ class Calls:
     """What every operation of a communicator goes through."""
 
     _c: Any
+    _handle: int
     _rank: int
     _size: int
     _device: int
@@ -86,6 +87,7 @@ class Calls:
         def _wait(self, stream: int, what: str, timeout: float | None) -> None: ...
         def _settle(self, what: str) -> None: ...
         def _alone(self) -> AbstractContextManager[None]: ...
+        def _raise_verdict(self, result: int) -> None: ...
 
     def _settle_place(self, device: int, on_cpu: bool) -> None:
         """Decide where arrays have to be, and on which stream calls without one go."""
@@ -195,7 +197,7 @@ class Calls:
                         self._wait(stream, name, None)
         except BaseException:
             # The library may still be at it.
-            if self._c.handle:
+            if self._handle:
                 self._keep(stream, keep)
             raise
 
@@ -205,8 +207,12 @@ class Calls:
             raise NcclInvalidUsage(
                 f"{self!r} is in use by another thread; a communicator is for one at a time"
             )
-        if answer == CLOSED and not self._c.handle:
+        if answer == STOPPED:
+            raise _checks.interrupted()
+        if answer == CLOSED and not self._handle:
             raise NcclInvalidUsage(f"{self!r} cannot be used: {self._why}", rank=self._rank)
+        if self._c.watch and answer not in (RECORDED, OVERLAP, NO_MEMORY):
+            self._raise_verdict(answer)
         if answer == NO_MEMORY:
             raise MemoryError
 

@@ -1,4 +1,4 @@
-"""The communicator: its creation, its relatives, waiting for it, and its end."""
+"""The communicator: its creation, waiting for it, and its end."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from pynccl import _cuda, _library, _lifetime, _recorder, _streams, capi
+from pynccl import _checks, _cuda, _library, _lifetime, _recorder, _streams, _watchdog, capi
 from pynccl._binding import address_of, ffi, lib
-from pynccl._collectives import Collectives
 from pynccl._devices import device_to_use, on_device
 from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError
 from pynccl._kept import CpuEvents, CudaEvents, Kept
@@ -24,14 +23,16 @@ from pynccl._lifetime import ABORT_SECONDS, bounded
 from pynccl._prepared import Prepare
 from pynccl._recorder import TraceRecord, recorded
 from pynccl._recording import communicators
-from pynccl._structs import CommProperties, Config
+from pynccl._relatives import ConfigLike, Relatives, abort_if_made
+from pynccl._structs import CommProperties
 from pynccl._types import DataType, RedOp, UniqueId
 
-ConfigLike = Config | Mapping[str, Any] | None
+T = TypeVar("T")
+_ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds it: drop graphs first)"
 
 
 @_recorder.with_callers("split", "shrink", "grow", "barrier", "finalize", "destroy", "suspend", "resume")
-class Communicator(Collectives):
+class Communicator(Relatives):
     """One rank of a group of processes; with the other ranks it makes collective calls on arrays.
 
     A communicator is for one thread at a time: used by two, or after it was closed, it raises
@@ -81,7 +82,7 @@ class Communicator(Collectives):
         device: int | None = None,
         timeout: float | None = None,
     ) -> Communicator:
-        """Join a communicator that its ranks grow to `nranks`, as a new rank (ncclCommGrow, NCCL >= 2.29).
+        """Join a communicator that its ranks grow to `nranks`, as a new rank.
 
         `unique_id` is what one of its ranks got from `get_unique_id` and grows with.
         """
@@ -94,7 +95,13 @@ class Communicator(Collectives):
         what = f"joining a communicator as rank {rank} of {nranks}"
         self._identity = _recorder.numbered("id", uid)
         _recorder.open_trace(self._c, self._identity, int(rank), int(nranks), "join")
-        self._create(what, lambda: capi.ncclCommGrow(0, nranks, uid, rank, config), place)
+
+        def create() -> int:
+            if lib.nccl_api_find(b"ncclCommGrow"):
+                return capi.ncclCommGrow(0, nranks, uid, rank, config)
+            return capi.ncclCommInitRankConfig(nranks, bytes(uid), rank, config)
+
+        self._create(what, create, place)
         return self
 
     @classmethod
@@ -118,10 +125,8 @@ class Communicator(Collectives):
         self._owned = False
         self._why = "was never created"
         self._identity = self._origin = self._also = ""
-        self._relatives = Counter[str]()
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
-        self._timeout = timeout
+        self._made = Counter[str]()
+        self._timeout = _watchdog.resolve_timeout(timeout)
         self._c = ffi.gc(lib.pynccl_comm_new(), lib.pynccl_comm_release)
         self._kept: dict[int, Kept] = {}
         self._own_stream = 0
@@ -134,16 +139,28 @@ class Communicator(Collectives):
         self._scratch: tuple[int, int] | None = None
         self._token = np.zeros(1, np.uint8)
 
-    def _create(self, what: str, create: Callable[[], int], place: int | None) -> None:
+    def _create(
+        self,
+        what: str,
+        create: Callable[[], int],
+        place: int | None,
+        look: Callable[[], object] | None = None,
+    ) -> None:
         def on_its_device() -> int:
             with on_device(place):
                 return create()
 
         with recorded(self._c, lib.PYNCCL_INIT):
-            handle = bounded(on_its_device, self._timeout, what, if_abandoned=capi.ncclCommAbort)
-            self._take(handle, owned=True)
+            handle = bounded(on_its_device, self._timeout, what, abort_if_made, look)
+            self._take(handle, True, look=look)
 
-    def _take(self, handle: int, owned: bool) -> None:
+    def _take(
+        self,
+        handle: int,
+        owned: bool,
+        with_channel: bool = True,
+        look: Callable[[], object] | None = None,
+    ) -> None:
         self._handle, self._owned = handle, owned
         if owned:
             _lifetime.own(int(handle))
@@ -162,6 +179,14 @@ class Communicator(Collectives):
         self._c.waits, self._c.stream = self._waits, self._own_stream
         communicators[address_of(self._c)] = self
         _recorder.open_trace(self._c, self._identity, self._rank, self._size, self._origin, also=self._also)
+        if owned and (self._timeout is not None or _checks.enabled()):
+            try:
+                _watchdog.start(self, with_channel, look)
+                if _checks.enabled():
+                    _checks.start(self)
+            except BaseException:
+                self.abort()
+                raise
 
     # --- what it is ---
 
@@ -217,100 +242,28 @@ class Communicator(Collectives):
             raise NcclInvalidUsage(f"{self!r} cannot be used: {self._why}", rank=getattr(self, "_rank", None))
         return self._handle
 
-    # --- relatives ---
+    def _live(self) -> int:
+        """Return the handle; raise when the watchdog has found trouble."""
+        _watchdog.raise_verdict(self)
+        return self._open()
 
-    def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None:
-        """Make a communicator of the ranks with the same color, ordered by key (ncclCommSplit, NCCL >= 2.18).
+    def _raise_verdict(self, result: int) -> None:
+        known = NcclError("", result=result)
+        found = _watchdog.cause(self, known)
+        if found is not known:
+            found.__cause__ = None
+            raise found
 
-        Every rank has to call it. `color=None`: this rank joins none, and gets None.
-        """
-        if color is not None and (isinstance(color, bool) or not isinstance(color, int | np.integer)):
-            raise TypeError(f"color is {color!r}; expected an int, or None to join no communicator")
-        if color is not None and not 0 <= color < 1 << 31:
-            raise ValueError(f"color is {color}; expected 0 <= color < 2**31, or None")
-        number = capi.NCCL_SPLIT_NOCOLOR if color is None else int(color)
-        return self._child(
-            "split",
-            number,
-            lambda: capi.ncclCommSplit(self.handle, number, int(key), config),
-            color is not None,
-        )
-
-    def shrink(
-        self, exclude: Iterable[int], abort: bool = False, *, config: ConfigLike = None
-    ) -> Communicator:
-        """Make a communicator without some ranks, which do not call this (ncclCommShrink, NCCL >= 2.27).
-
-        `abort=True`, for ranks that have failed, ends what is outstanding and closes this communicator.
-        """
-        ranks = list(exclude)
-        for rank in ranks:
-            self._rank_in(rank, "exclude")
-        if self._rank in ranks or not ranks:
-            raise ValueError(
-                f"exclude is {ranks}; expected other ranks than this one, {self._rank}, at least one"
-            )
-        flags = capi.NCCL_SHRINK_ABORT if abort else capi.NCCL_SHRINK_DEFAULT
-        child = self._child(
-            "shrink",
-            sorted(ranks),
-            lambda: capi.ncclCommShrink(self.handle, sorted(ranks), len(ranks), config, flags),
-        )
-        assert child is not None
-        if abort:
-            self._children.discard(child)
-            self.abort()
-        return child
-
-    def get_unique_id(self) -> UniqueId:
-        """Return the id with which new ranks join this communicator when it grows; on one rank only."""
-        return UniqueId(capi.ncclCommGetUniqueId(self.handle))
-
-    def grow(
-        self, nranks: int, unique_id: UniqueId | bytes | None = None, *, config: ConfigLike = None
-    ) -> Communicator:
-        """Make a communicator of these ranks and new ones, `nranks` in all (ncclCommGrow, NCCL >= 2.29).
-
-        Every rank has to call it: `unique_id` on the one that got it from `get_unique_id`, None elsewhere.
-        The new ranks call `Communicator.join`.
-        """
-        if not isinstance(nranks, int) or nranks <= self._size:
-            raise ValueError(f"nranks is {nranks}; expected more than the present {self._size}")
-        uid = None if unique_id is None else bytes(UniqueId(unique_id))
-
-        def create() -> int:
-            return capi.ncclCommGrow(self.handle, nranks, uid, -1, config)
-
-        also = "" if uid is None else _recorder.identify("id", uid)
-        child = self._child("grow", nranks, create, also=also)
-        assert child is not None
-        return child
-
-    def _child(
-        self, how: str, detail: object, create: Callable[[], int], joins: bool = True, also: str = ""
-    ) -> Communicator | None:
-        what = f"ncclComm{how.capitalize()}"
-        self._outside_groups(what)
-        child = Communicator.__new__(Communicator)
-        child._prepare(self._timeout)
-        self._relatives[how] += 1
-        child._identity = _recorder.identify(self._identity, how, self._relatives[how], detail)
-        child._origin, child._also = f"{how} {detail} of {self._identity}", also
-        kind = getattr(lib, f"PYNCCL_{how.upper()}")
-        with self._alone(), recorded(self._c, kind, detail if isinstance(detail, int) else 0):
-
-            def on_its_device() -> int:
-                with on_device(self._device):
-                    return create()
-
-            handle = bounded(on_its_device, self._timeout, what, if_abandoned=_abort_if_made)
-            self._settle(what)
-            if not joins:
-                return None
-            child._take(handle, owned=True)
-        child._parent = self
-        self._children.add(child)
-        return child
+    def _bounded(
+        self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
+    ) -> T:
+        """Make a blocking call that ends with the time-out, and with the watchdog's verdict."""
+        try:
+            return bounded(call, self._timeout, what, if_abandoned, lambda: _watchdog.raise_verdict(self))
+        except NcclTimeoutError as error:
+            raise _watchdog.expire(self, str(error), True) or error from None
+        except NcclError as error:
+            raise _watchdog.cause(self, error) from error.__cause__
 
     def _outside_groups(self, what: str) -> None:
         if lib.pynccl_is_recording():
@@ -351,6 +304,9 @@ class Communicator(Collectives):
     def async_error(self) -> NcclError | None:
         """Return what has gone wrong in the background, None when nothing has."""
         handle = self._open()
+        found = _watchdog.verdict(self)
+        if found is not None:
+            return found
         try:
             _streams.raise_async_error(handle)
         except NcclError as error:
@@ -366,9 +322,9 @@ class Communicator(Collectives):
         kept.add(arrays)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Be the only one to use the communicator."""
-        answer = lib.pynccl_enter(self._c)
+    def _alone(self, anyway: bool = False) -> Iterator[None]:
+        """Be the only one to use the communicator; `anyway`: also when it is in trouble."""
+        answer = (lib.pynccl_enter_anyway if anyway else lib.pynccl_enter)(self._c)
         if answer:
             self._refuse(answer)
         try:
@@ -383,14 +339,17 @@ class Communicator(Collectives):
     def _wait(self, stream: int, what: str, timeout: float | None) -> None:
         """Wait for a stream, and let go of the arrays that were kept for it."""
         seconds, deadline = self._deadline(timeout)
-        if self._waits:
-            done = _streams.wait_cpu(self._open, stream, deadline)
-        else:
-            # Handles up to 2 mean the current device's default streams.
-            with _cuda.using_device(self._device):
-                done = _streams.wait_cuda(self._open, stream, deadline)
+        try:
+            if self._waits:
+                done = _streams.wait_cpu(self._live, stream, deadline)
+            else:
+                # Handles up to 2 mean the current device's default streams.
+                with _cuda.using_device(self._device):
+                    done = _streams.wait_cuda(self._live, stream, deadline)
+        except NcclError as error:
+            raise _watchdog.cause(self, error) from error.__cause__
         if not done:
-            raise self._late(what, seconds, f" on stream {stream:#x}")
+            raise self._late(what, seconds, f" on stream {stream:#x}", timeout is None)
         if stream in self._kept:
             self._kept.pop(stream).clear()
         lib.pynccl_comm_forget(self._c, stream)
@@ -398,14 +357,21 @@ class Communicator(Collectives):
     def _settle(self, what: str) -> None:
         """Wait until a non-blocking communicator has taken the last call."""
         seconds, deadline = self._deadline(None)
-        if not _streams.wait_ready(self._open, deadline):
-            raise self._late(what, seconds, "")
+        try:
+            ready = _streams.wait_ready(self._live, deadline)
+        except NcclError as error:
+            raise _watchdog.cause(self, error) from error.__cause__
+        if not ready:
+            raise self._late(what, seconds, "", True)
 
-    def _late(self, what: str, seconds: float | None, where: str) -> NcclTimeoutError:
+    def _late(self, what: str, seconds: float | None, where: str, condemn: bool) -> NcclError:
+        """Return the error of a wait in vain; `condemn`: it was the communicator's own time-out."""
         rank, size = getattr(self, "_rank", None), getattr(self, "_size", None)
         text = f"{what} did not complete{where} within {seconds:g} s ({self!r})"
-        _recorder.dump_because("timeout", text)
-        return NcclTimeoutError(text, function=what, rank=rank, size=size)
+        error = _watchdog.expire(self, text, condemn)
+        if error is None or not condemn:
+            _recorder.dump_because("timeout", text)
+        return error or NcclTimeoutError(text, function=what, rank=rank, size=size)
 
     def _device_scratch(self) -> tuple[int, int]:
         """Return a byte of device memory and a stream of its own, for the barrier."""
@@ -418,18 +384,27 @@ class Communicator(Collectives):
 
     def finalize(self) -> None:
         """Complete the outstanding calls of all ranks; the communicator can then only be destroyed."""
-        self._bounded_call("finalize", lambda: capi.ncclCommFinalize(self.handle))
+        self._bounded_call("finalize", lambda: capi.ncclCommFinalize(self.handle), checked=True)
 
     def destroy(self) -> None:
         """Finalize where that was not done, and give everything back; harmless when already closed."""
         if not self._handle:
             return
+        if _watchdog.verdict(self) is not None:
+            # A communicator that was revoked is not finalized any more, which a destroy would do.
+            self.abort()
+            lib.pynccl_trace_mark(self._c.trace, lib.PYNCCL_DESTROY)
+            return
         with self._alone(), recorded(self._c, lib.PYNCCL_DESTROY):
             handle = self._close("it was destroyed")
-            if handle:
+            if handle and _watchdog.claim(self):
                 # Before the call: when it does not return, an abort at exit would only meet it halfway.
                 _lifetime.disown(handle)
-                bounded(lambda: capi.ncclCommDestroy(handle), self._timeout, "ncclCommDestroy")
+                try:
+                    self._bounded(lambda: capi.ncclCommDestroy(handle), "ncclCommDestroy")
+                except BaseException:
+                    lib.pynccl_watch_stop(self._c, lib.PYNCCL_ABORTS_TOO)
+                    raise
             self._release()
         lib.pynccl_trace_mark(self._c.trace, lib.PYNCCL_DESTROY)
 
@@ -441,16 +416,30 @@ class Communicator(Collectives):
         family = [self, *self._descendants()]
         if self._handle:
             _recorder.dump_because("abort", f"{self!r} is aborted")
+        handles = []
         for comm in family:
             if comm._handle:
                 lib.pynccl_trace_mark(comm._c.trace, lib.PYNCCL_ABORT)
-        handles = [handle for comm in family if (handle := comm._close("it was aborted"))]
-        for handle in handles:
-            _lifetime.disown(handle)
+            # Said first, so that the others do not take the end of a connection for a death.
+            lib.pynccl_watch_stop(comm._c, comm._goodbye())
+            handle = comm._close("it was aborted")
+            if handle:
+                _lifetime.disown(handle)
+                if _watchdog.claim(comm):
+                    handles.append(handle)
         if handles:
-            bounded(lambda: _abort_all(handles), ABORT_SECONDS, "ncclCommAbort")
+            bounded(lambda: _abort_all(handles), ABORT_SECONDS, _ABORT)
         for comm in family:
             comm._release()
+
+    def _leave_at_exit(self) -> bool:
+        """Take the communicator from the watchdog; False where that has given its handle back."""
+        lib.pynccl_watch_stop(self._c, lib.PYNCCL_STAYS)
+        return bool(lib.pynccl_watch_claim(self._c, 1000))
+
+    def _goodbye(self) -> Any:
+        """Return how an abort is told to the other ranks: as the trouble, or as a consequence of it."""
+        return lib.PYNCCL_ABORTS_FIRST if _watchdog.verdict(self) is None else lib.PYNCCL_ABORTS_TOO
 
     def _descendants(self) -> Iterator[Communicator]:
         for child in list(self._children):
@@ -464,9 +453,7 @@ class Communicator(Collectives):
         """
         handle = self._open()
         lib.pynccl_trace_mark(self._c.trace, lib.PYNCCL_REVOKE)
-        bounded(
-            lambda: capi.ncclCommRevoke(handle, capi.NCCL_REVOKE_DEFAULT), self._timeout, "ncclCommRevoke"
-        )
+        self._bounded(lambda: capi.ncclCommRevoke(handle, capi.NCCL_REVOKE_DEFAULT), "ncclCommRevoke")
 
     def suspend(self) -> None:
         """Give the communicator's device memory back until `resume` (ncclCommSuspend, NCCL >= 2.29)."""
@@ -476,12 +463,15 @@ class Communicator(Collectives):
         """Take the memory back that `suspend` gave (ncclCommResume, NCCL >= 2.29)."""
         self._bounded_call("resume", lambda: capi.ncclCommResume(self.handle))
 
-    def _bounded_call(self, how: str, call: Callable[[], int]) -> None:
+    def _bounded_call(self, how: str, call: Callable[[], int], checked: bool = False) -> None:
         self._open()
         name, kind = f"ncclComm{how.capitalize()}", getattr(lib, f"PYNCCL_{how.upper()}")
-        with self._alone(), recorded(self._c, kind):
-            bounded(call, self._timeout, name)
-            self._settle(name)
+        with self._alone():
+            if checked:
+                self._check(kind)
+            with recorded(self._c, kind):
+                self._bounded(call, name)
+                self._settle(name)
 
     def _close(self, why: str) -> int:
         """Mark it as closed; return the handle if it is to be given back."""
@@ -495,6 +485,7 @@ class Communicator(Collectives):
             self._c.handle = 0
 
     def _release(self) -> None:
+        lib.pynccl_watch_stop(self._c, lib.PYNCCL_CLOSES)
         while self._kept:
             self._kept.popitem()[1].clear()
         own, self._own_stream = self._own_stream, 0
@@ -558,11 +549,6 @@ def _require_place(nranks: int, rank: int) -> None:
         raise ValueError(f"rank is {rank} and nranks {nranks}; expected 0 <= rank < nranks")
 
 
-def _abort_if_made(handle: int) -> None:
-    if handle:
-        capi.ncclCommAbort(handle)
-
-
 def _abort_all(handles: list[int]) -> None:
     # Together, since communicators that share resources wait for each other's abort.
     if len(handles) > 1:
@@ -594,6 +580,7 @@ def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> l
         comm = Communicator.__new__(Communicator)
         comm._prepare(timeout)
         comm._identity, comm._origin = identity, "init_all"
-        comm._take(handle, owned=True)
+        # The ranks of one process cannot outlive each other.
+        comm._take(handle, owned=True, with_channel=False)
         ranks.append(comm)
     return ranks

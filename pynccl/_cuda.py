@@ -187,7 +187,7 @@ def _current_context() -> int:
     return int(out[0])
 
 
-def _primary_context(ordinal: int) -> int:
+def primary_context(ordinal: int) -> int:
     """Return the context that CuPy and torch use too; kept until the process ends, as theirs is."""
     driver = _found()
     with driver.lock:
@@ -200,13 +200,13 @@ def _primary_context(ordinal: int) -> int:
 
 def set_device(ordinal: int) -> None:
     """Make a device the current one of this thread, for every CUDA library in the process."""
-    _call("cuCtxSetCurrent", _primary_context(ordinal))
+    _call("cuCtxSetCurrent", primary_context(ordinal))
 
 
 @contextmanager
 def using_device(ordinal: int) -> Iterator[None]:
     """Make a device current, and bring back what was current before."""
-    _call("cuCtxPushCurrent_v2", _primary_context(ordinal))
+    _call("cuCtxPushCurrent_v2", primary_context(ordinal))
     try:
         yield
     finally:
@@ -339,3 +339,13 @@ def memory_allocate(nbytes: int) -> int:
 def memory_free(pointer: int) -> None:
     """Give device memory back."""
     _destroy("cuMemFree_v2", pointer)
+
+
+def copy_to_device(pointer: int, host: int, nbytes: int) -> None:
+    """Copy host memory to the device, and return when that is done."""
+    _call("cuMemcpyHtoD_v2", pointer, host, nbytes)
+
+
+def copy_to_host(host: int, pointer: int, nbytes: int) -> None:
+    """Copy device memory to the host, and return when that is done."""
+    _call("cuMemcpyDtoH_v2", host, pointer, nbytes)

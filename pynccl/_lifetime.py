@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# So often who waits for a blocking call looks whether there is still a reason to.
+_SLICE = 0.1
 # NCCL's abort can itself wait for ever, on a captured graph for example.
 ABORT_SECONDS = 10.0
 
@@ -56,10 +59,12 @@ def bounded(
     timeout: float | None,
     what: str,
     if_abandoned: Callable[[T], object] | None = None,
+    look: Callable[[], object] | None = None,
 ) -> T:
     """Return what a blocking call returns; Ctrl-C and the timeout are noticed while it runs.
 
-    The call itself cannot be stopped: `if_abandoned` gets its value when nobody else will.
+    `look` is called now and then, and may raise. The call itself cannot be stopped: `if_abandoned` gets its
+    value when nobody else will.
     """
     running = _Call(call, if_abandoned)
     try:
@@ -68,7 +73,7 @@ def bounded(
         # The interpreter is exiting, and starts no thread any more.
         return call()
     try:
-        in_time = running.done.wait(timeout)
+        in_time = _wait(running.done, timeout, look)
     except BaseException:
         running.give_up()
         raise
@@ -79,6 +84,19 @@ def bounded(
     if running.error is not None:
         raise running.error
     return running.value  # type: ignore[no-any-return]
+
+
+def _wait(done: threading.Event, timeout: float | None, look: Callable[[], object] | None) -> bool:
+    if look is None:
+        return done.wait(timeout)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = _SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())
+        if done.wait(max(0.0, left)):
+            return True
+        if left <= 0:
+            return False
+        look()
 
 
 # Handles that this process has to give back, and all communicator objects, owners of their handle or not.
@@ -118,6 +136,8 @@ def _reap() -> None:
 def _at_exit() -> None:
     """Abort what is left, but not for longer than PYNCCL_EXIT_TIMEOUT seconds."""
     for communicator in list(living):
+        if not communicator._leave_at_exit():
+            disown(communicator._handle)
         communicator._forget("the interpreter has ended")
     if owned and _reaper is not None:
         _wake.set()

@@ -76,7 +76,8 @@ class Child:
         """Kill what is left of the group and reap the leader."""
         if self._process.returncode is None:
             self.send(signal.SIGKILL)
-            self._process.wait()
+            code = self._process.wait()
+            self._code = code if self._code is None else self._code
         for pipe in (self.stdout, self.stderr):
             if pipe is not None:
                 pipe.close()

@@ -393,7 +393,7 @@ def waits_and_fails(rank: int, nranks: int) -> None:
     """Waiting for a stream bounded in time, and ended by what goes wrong in the background."""
     _cuda.set_device(0)
     fake = Fake()
-    with create(timeout=0.3) as comm:
+    with create() as comm:
         stream = _cuda.stream_create()
         plan = Plan([comm.prepare.all_reduce(on_device(0), stream=stream)] * 3)
         driver().fake_cuda_hold(stream, 1)
@@ -403,7 +403,7 @@ def waits_and_fails(rank: int, nranks: int) -> None:
         with pytest.raises(
             NcclTimeoutError, match=f"synchronize did not complete on stream {stream:#x} within 0.3"
         ):
-            comm.synchronize()
+            comm.synchronize(timeout=0.3)
         fake.async_error(comm.handle, 6)
         with pytest.raises(NcclRemoteError, match="the cause"):
             comm.synchronize(stream)

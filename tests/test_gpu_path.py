@@ -196,6 +196,41 @@ def waits_for_streams(rank: int, nranks: int) -> None:
             comm.synchronize(streams[0])
 
 
+def watches_streams(rank: int, nranks: int) -> None:
+    """With a time-out, a stream that makes no progress is noticed although nobody waits for it."""
+    comm = Communicator(1, bytes([7]) * 128, 0, timeout=0.6)
+    send, recv, streams = on_device(0), on_device(0), []
+    with _cuda.using_device(0):
+        streams = [_cuda.stream_create() for _ in range(2)]
+    driver().fake_cuda_capture(streams[0], 1)
+    comm.all_reduce(send, recv, stream=streams[0])
+    calls = driver().fake_cuda_log().decode()
+    assert "cuEventRecord" not in calls
+    driver().fake_cuda_capture(streams[0], 0)
+    for _ in range(8):
+        # Slow, but moving all the time.
+        comm.all_reduce(send, recv, stream=streams[1])
+        time.sleep(0.15)
+    assert comm.async_error() is None
+    driver().fake_cuda_hold(streams[1], 1)
+    start = time.monotonic()
+    comm.all_reduce(send, recv, stream=streams[1])
+    while (error := comm.async_error()) is None:
+        time.sleep(0.01)
+    assert 0.5 < time.monotonic() - start < 1.6
+    assert f"calls on stream {streams[1]:#x} did not complete within 0.6 s" in str(error)
+    with pytest.raises(NcclTimeoutError, match="did not complete within 0.6 s"):
+        comm.all_reduce(send, recv, stream=streams[0])
+    with pytest.raises(NcclTimeoutError, match="did not complete within 0.6 s"):
+        comm.synchronize()
+    # This library can neither revoke nor shrink: the watchdog aborts, and nobody does so again.
+    comm.abort()
+    assert comm.closed
+    assert [line for line in log() if "abort" in line] == ["abort 0"]
+    calls = driver().fake_cuda_log().decode()
+    assert calls.count("cuEventCreate") == calls.count("cuEventDestroy_v2") == 2
+
+
 def keeps_arrays_of_other_streams(rank: int, nranks: int) -> None:
     _cuda.set_device(0)
     with create() as comm:
@@ -254,10 +289,10 @@ def ends(rank: int, nranks: int) -> None:
 
 
 def initializes(rank: int, nranks: int) -> None:
-    with pynccl.init(timeout=20) as comm:
+    with pynccl.init() as comm:
         assert comm.device == rank
         assert _cuda.current_device() == rank
-    with pynccl.init(device=1 - rank, timeout=20) as comm:
+    with pynccl.init(device=1 - rank) as comm:
         assert comm.device == 1 - rank
         assert _cuda.current_device() == 1 - rank
 
@@ -268,6 +303,7 @@ CASES = [
     passes_streams_on,
     uses_the_current_stream,
     waits_for_streams,
+    watches_streams,
     keeps_arrays_of_other_streams,
     barriers,
     ends,
@@ -290,7 +326,7 @@ def test_init_selects_the_device(environment: dict[str, str]) -> None:
 
 def one_device_each(rank: int, nranks: int) -> None:
     os.environ["FAKE_CUDA_FIRST"] = str(rank)
-    with pynccl.init(timeout=20) as comm:
+    with pynccl.init() as comm:
         assert comm.device == 0
 
 

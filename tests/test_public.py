@@ -20,8 +20,8 @@ BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communic
 Group LibraryInfo LibraryNotFoundError NcclError NcclInternalError NcclInvalidArgument NcclInvalidUsage
 NcclRemoteError NcclSystemError NcclTimeoutError NcclUnhandledCudaError NotSupportedError Plan PreMulSum
 Prepared RankFailedError
-RedOp SimInfo Stream TraceRecord UniqueId __version__ array_module cpu_library current_device device_count
-dump_trace get_unique_id get_version group init init_all library_info load set_device
+RedOp SimInfo Stream TraceRecord UniqueId __version__ array_module check_mode cpu_library current_device
+device_count dump_trace get_unique_id get_version group init init_all library_info load set_device
 """
 
 # Parameters as they are written, with defaults and without types.
@@ -74,6 +74,7 @@ Stream.query(self)
 Stream.synchronize(self, timeout=None)
 Stream.wait_event(self, event)
 array_module()
+check_mode(on=True)
 cpu_library()
 current_device()
 device_count()

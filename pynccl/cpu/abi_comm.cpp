@@ -91,8 +91,7 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
   }
   child.comm->set_shape(rank, int(table.size()));
   if (ncclResult_t r = child.comm->connect(table); r != ncclSuccess) return r;
-  child.comm->phase.store(Phase::Ready);
-  child.comm->set_pending(ncclSuccess);
+  child.comm->open();
   return ncclSuccess;
 }
 
@@ -338,7 +337,7 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeR
   Job job;
   job.comm = child.comm;
   job.blocking = child.comm->blocking;
-  job.run = [p = parent->shared_from_this(), child, excluded, tag = uint64_t(2) << 32 | ++parent->derived] {
+  job.run = [p = parent->shared_from_this(), child, excluded, tag = uint64_t(2) << 32 | ++parent->shrunk] {
     return run_shrink(p, child, excluded, tag);
   };
   return submit(std::move(job));

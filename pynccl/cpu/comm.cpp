@@ -211,9 +211,24 @@ void Comm::closed(int from) {
     expected = p.left || aborted.load() || phase.load() == Phase::Creating;
   }
   changed.notify_all();
-  if (!expected)
-    fail_with(ncclRemoteError, "rank " + std::to_string(from) + " (" + p.str() +
-                                   ") died, or exited without destroying its communicator");
+  if (!expected) died(from);
+}
+
+void Comm::died(int from) {
+  fail_with(ncclRemoteError, "rank " + std::to_string(from) + " (" + peer(from).str() +
+                                 ") died, or exited without destroying its communicator");
+}
+
+void Comm::open() {
+  int dead = -1;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    phase.store(Phase::Ready);
+    for (int q = 0; q < nranks; ++q)
+      if (peer(q).gone && !peer(q).left) dead = q;
+  }
+  if (dead >= 0) died(dead);
+  set_pending(ncclSuccess);
 }
 
 // ---- leaving ----

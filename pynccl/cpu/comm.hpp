@@ -105,6 +105,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   ncclResult_t introduce();
   PeerInfo self;
   ncclResult_t connect(const std::vector<PeerInfo>& table);
+  void open();  // connected: from now on the end of a connection is a death
 
   // Calls. issue() counts and numbers; progress() is the current batch's, by whoever runs its stream.
   uint64_t take_ticket() { return next_ticket_++; }
@@ -165,7 +166,8 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   std::map<void*, Registration> registrations;
   std::map<int, RedOp> red_ops;
   int next_red_op = ncclNumOps;
-  uint64_t derived = 0;  // splits, shrinks and grows so far, equal on every rank
+  uint64_t derived = 0;  // splits and grows so far, equal on every rank
+  uint64_t shrunk = 0;   // shrinks, in which not every rank takes part
   bool grow_id_open = false;
   SocketPtr join_socket;  // abort cuts a rendezvous short
   size_t inline_bytes, block_bytes, ring_bytes;
@@ -194,6 +196,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   std::atomic<ncclResult_t> error_{ncclSuccess}, pending_{ncclInProgress};
   std::string error_text_;
   std::map<std::pair<int, int>, SocketPtr> waiting_;  // arrivals by kind and rank, during creation
+  void died(int from);
   Step never(int peer, const std::string& doing);
   std::vector<int> find_cycle(const Stuck& mine);
   uint64_t epoch_ = 0, serial_ = 0;

@@ -119,8 +119,7 @@ ncclResult_t init(const std::shared_ptr<Comm>& comm, const Id& id, uint64_t ids_
   if (ncclResult_t r = join(id, mine, &comm->join_socket, &table); r != ncclSuccess) return r;
   comm->join_socket.reset();
   if (ncclResult_t r = comm->connect(table); r != ncclSuccess) return r;
-  comm->phase.store(Phase::Ready);
-  comm->set_pending(ncclSuccess);
+  comm->open();
   return ncclSuccess;
 }
 

@@ -25,6 +25,7 @@ pynccl_comm* pynccl_comm_new(void) {
 
 void pynccl_comm_release(pynccl_comm* comm) {
   if (!comm || __atomic_sub_fetch(&comm->references, 1, __ATOMIC_ACQ_REL)) return;
+  pynccl_watch_free(comm);
   if (comm->trace) pynccl_trace_close(comm->trace);
   free(comm->used);
   free(comm);
@@ -35,6 +36,10 @@ int pynccl_enter(pynccl_comm* comm) {
   if (__atomic_load_n(&comm->handle, __ATOMIC_ACQUIRE)) return 0;
   pynccl_leave(comm);
   return PYNCCL_CLOSED;
+}
+
+int pynccl_enter_anyway(pynccl_comm* comm) {
+  return __atomic_exchange_n(&comm->busy, 1, __ATOMIC_ACQUIRE) ? PYNCCL_BUSY : 0;
 }
 
 void pynccl_leave(pynccl_comm* comm) { __atomic_store_n(&comm->busy, 0, __ATOMIC_RELEASE); }
@@ -178,9 +183,21 @@ int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t
   }
   int r = pynccl_enter(comm);
   if (r) return r;
+  if (comm->watch) {
+    r = pynccl_watch_announce(comm, &call, 1);
+    if (!r) r = pynccl_watch_begin(comm, &call, 1);
+    if (r) {
+      pynccl_leave(comm);
+      return r;
+    }
+  }
   pynccl_entry* record = trace ? pynccl_trace_call(trace, &call, pynccl_ticks(), 0) : NULL;
   r = pynccl_run(&call);
   pynccl_use_stream(comm, stream);
+  if (comm->watch) {
+    if (!wait && !r) pynccl_watch_issued(comm, stream);
+    pynccl_watch_end(comm);
+  }
   if (wait && !r) r = pynccl_wait(comm->handle, stream);
   if (record) pynccl_trace_result(record, r, wait && !pynccl_depth);
   if (r != PYNCCL_WAITING) pynccl_leave(comm);
@@ -344,13 +361,32 @@ int pynccl_list_run(pynccl_list* list) {
   int r = pynccl_list_enter(list);
   if (r) return r;
   list->failed = 0;
+  // All are told before any is waited for.
+  for (int i = 0; i < list->use_count && !r; ++i)
+    if (list->uses[i].first && list->uses[i].comm->watch)
+      r = pynccl_watch_announce(list->uses[i].comm, list->calls, list->count);
+  for (int i = 0; i < list->use_count && !r; ++i)
+    if (list->uses[i].first && list->uses[i].comm->watch)
+      r = pynccl_watch_begin(list->uses[i].comm, list->calls, list->count);
+  if (r) {
+    for (int i = 0; i < list->use_count; ++i)
+      if (list->uses[i].comm->watch) pynccl_watch_end(list->uses[i].comm);
+    pynccl_list_leave(list);
+    return r;
+  }
   const int traced = pynccl_is_traced(list);
   if (traced) pynccl_trace_list(list);
   if (list->count == 1 && !list->grouped)
     r = pynccl_run(list->calls);
   else if (list->count)
     r = pynccl_group_run(list, NULL);
-  for (int i = 0; i < list->use_count; ++i) pynccl_use_stream(list->uses[i].comm, list->uses[i].stream);
+  for (int i = 0; i < list->use_count; ++i) {
+    const pynccl_use* use = &list->uses[i];
+    pynccl_use_stream(use->comm, use->stream);
+    if (use->comm->watch && !use->wait && !r) pynccl_watch_issued(use->comm, use->stream);
+  }
+  for (int i = 0; i < list->use_count; ++i)
+    if (list->uses[i].comm->watch) pynccl_watch_end(list->uses[i].comm);
   for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].wait) r = pynccl_wait(list->uses[i].comm->handle, list->uses[i].stream);
   if (traced) pynccl_trace_list_result(list, r);

@@ -22,18 +22,22 @@ enum pynccl_answer {
   PYNCCL_BUSY = 1004,      // another thread is using a communicator
   PYNCCL_CLOSED = 1005,    // a communicator was destroyed, aborted, or belongs to another process
   PYNCCL_OVERLAP = 1006,   // the buffers overlap in a way that NCCL forbids
-  PYNCCL_NO_MEMORY = 1007
+  PYNCCL_NO_MEMORY = 1007,
+  PYNCCL_STOPPED = 1008  // by a signal, while the ranks compared the call
 };
 
+struct pynccl_watch;
+
 typedef struct pynccl_comm {
-  uintptr_t handle;  // 0 once closed
+  uintptr_t handle;  // 0 once closed, or in trouble
   int references;    // of its owner and of lists
   int rank;
   int size;
-  int waits;            // calls without a stream return when they are done: the CPU library's
-  uintptr_t stream;     // of calls without one
-  int busy;             // a thread is in a call
-  pynccl_trace* trace;  // the recorder's, or NULL
+  int waits;                   // calls without a stream return when they are done: the CPU library's
+  uintptr_t stream;            // of calls without one
+  int busy;                    // a thread is in a call
+  pynccl_trace* trace;         // the recorder's, or NULL
+  struct pynccl_watch* watch;  // NULL without a time-out
   // Streams with work since pynccl_comm_forget.
   int used_count;
   int used_capacity;
@@ -83,6 +87,8 @@ pynccl_comm* pynccl_comm_new(void);
 void pynccl_comm_release(pynccl_comm* comm);
 void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream);
 int pynccl_enter(pynccl_comm* comm);
+// The same for one in trouble: it can still be shrunk and closed.
+int pynccl_enter_anyway(pynccl_comm* comm);
 void pynccl_leave(pynccl_comm* comm);
 
 // Issue a call as a template has it, but for the buffers and the stream. `wait` (a host array without a

@@ -36,6 +36,7 @@ CUresult cuStreamQuery(CUstream stream); // since 11.0
 CUresult cuStreamSynchronize(CUstream stream); // since 11.0
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags); // since 11.0
 CUresult cuStreamIsCapturing(CUstream stream, int* status); // since 11.0
+CUresult cuThreadExchangeStreamCaptureMode(int* mode); // since 11.0
 
 CUresult cuEventCreate(CUevent* event, unsigned int flags); // since 11.0
 CUresult cuEventDestroy_v2(CUevent event); // since 11.0
@@ -46,3 +47,5 @@ CUresult cuEventSynchronize(CUevent event); // since 11.0
 CUresult cuPointerGetAttribute(void* data, int attribute, CUdeviceptr ptr); // since 11.0
 CUresult cuMemAlloc_v2(CUdeviceptr* ptr, size_t bytes); // since 11.0
 CUresult cuMemFree_v2(CUdeviceptr ptr); // since 11.0
+CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes); // since 11.0
+CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes); // since 11.0

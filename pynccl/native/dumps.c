@@ -236,7 +236,7 @@ static int pynccl_dump_to(int fd, const pynccl_trace* only) {
   out.fd = fd;
   out.error = 0;
   out.used = 0;
-  out.now = pynccl_now();
+  out.now = pynccl_clock();
   pynccl_put_process();
   for (pynccl_node* node = __atomic_load_n(&pynccl_nodes, __ATOMIC_SEQ_CST); node; node = node->next) {
     const pynccl_trace* trace = __atomic_load_n(&node->trace, __ATOMIC_SEQ_CST);
@@ -301,7 +301,7 @@ int pynccl_trace_save(const char* kind, const char* text) {
     pynccl_reason* reason = &pynccl_reasons[index];
     pynccl_copy_text(reason->kind, sizeof reason->kind, kind);
     pynccl_copy_text(reason->text, sizeof reason->text, text);
-    reason->ns = pynccl_now().ns;
+    reason->ns = pynccl_clock().ns;
     __atomic_store_n(&reason->ready, 1, __ATOMIC_RELEASE);
   }
   if (!pynccl_dump_enter()) {

@@ -81,7 +81,7 @@ typedef struct pynccl_instant {
   int64_t ns;  // since 1970
 } pynccl_instant;
 
-static pynccl_instant pynccl_now(void) {
+static pynccl_instant pynccl_clock(void) {
   struct timespec now;
   const uint64_t before = pynccl_ticks();
   clock_gettime(CLOCK_REALTIME, &now);
@@ -155,7 +155,7 @@ static void pynccl_trace_sweep(void) {
 
 static int pynccl_trace_enlist(pynccl_trace* trace) {
   pynccl_trace_lock();
-  if (!pynccl_first.ticks) pynccl_first = pynccl_now();
+  if (!pynccl_first.ticks) pynccl_first = pynccl_clock();
   pynccl_trace_sweep();
   pynccl_node* node = pynccl_nodes;
   while (node && node->trace) node = node->next;

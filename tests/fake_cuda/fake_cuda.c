@@ -412,3 +412,15 @@ int cuMemFree_v2(unsigned long long pointer) {
   }
   return leave(INVALID_VALUE);
 }
+
+int cuMemcpyHtoD_v2(unsigned long long to, uintptr_t from, size_t bytes) {
+  ENTER("cuMemcpyHtoD_v2", "%zu", bytes);
+  memcpy((void*)(uintptr_t)to, (const void*)from, bytes);
+  return leave(OK);
+}
+
+int cuMemcpyDtoH_v2(uintptr_t to, unsigned long long from, size_t bytes) {
+  ENTER("cuMemcpyDtoH_v2", "%zu", bytes);
+  memcpy((void*)to, (const void*)(uintptr_t)from, bytes);
+  return leave(OK);
+}

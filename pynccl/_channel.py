@@ -1,0 +1,253 @@
+"""The control channel: a TCP connection between any two ranks of a communicator, beside the library.
+
+The ranks' addresses and a fresh key travel through the communicator itself. A connection begins with a hello
+by which each side proves that it has the key; the key is used once and never sent over a socket. Then the
+connections are the watchdog's, see native/watchdog.h.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from pynccl._errors import NcclError, NcclSystemError, NcclTimeoutError
+
+GONE = -2
+_KEY = 16
+# So long a connection may take to prove the key, and a rank to come after the library knows of an error.
+_HELLO_SECONDS = 5.0
+_LAST_SECONDS = 0.5
+_SLICE = 0.1
+_HELLO = struct.Struct("!16sII32s")
+_MAGIC = b"pynccl-channel-1"
+_PROOF = 32
+_PLACE = struct.Struct("!B16sH")
+_SIOCGIFADDR = 0x8915
+
+# Collects the same number of bytes from every rank.
+Gather = Callable[[bytes], list[bytes]]
+
+
+def connect(
+    rank: int, size: int, gather: Gather, deadline: float | None, look: Callable[[], object]
+) -> list[int]:
+    """Return a connected socket for every rank, -1 for this one and GONE for one that died meanwhile.
+
+    `look` raises when the library knows of an error.
+    """
+    greetings = gather(_host_id() + secrets.token_bytes(_KEY))
+    key = greetings[0][_KEY:]
+    one_host = len({greeting[:_KEY] for greeting in greetings}) == 1
+    with _listen("127.0.0.1" if one_host else outward_address()) as listener:
+        places = [_unpack_place(place) for place in gather(_pack_place(*listener.getsockname()[:2]))]
+        mesh = _Mesh(rank, size, key, listener, deadline)
+        try:
+            mesh.call(places[:rank])
+            mesh.answer(look)
+            return mesh.sockets()
+        except BaseException:
+            mesh.close()
+            raise
+
+
+class _Mesh:
+    """One rank's side of the connections: it calls the lower ranks, and the higher ones call it."""
+
+    def __init__(
+        self, rank: int, size: int, key: bytes, listener: socket.socket, deadline: float | None
+    ) -> None:
+        self.rank, self.size, self.key, self.deadline = rank, size, key, deadline
+        self.listener = listener
+        self.found: dict[int, socket.socket | None] = {}
+        # What has not proved itself yet: input so far, since when, and the rank where it is known.
+        self.open: dict[socket.socket, tuple[bytearray, float, int | None]] = {}
+        self.selector = selectors.DefaultSelector()
+
+    def _proof(self, role: bytes, caller: int, called: int) -> bytes:
+        return hmac.digest(self.key, role + struct.pack("!II", caller, called), "sha256")
+
+    def call(self, places: list[tuple[str, int]]) -> None:
+        for other, place in enumerate(places):
+            left = _HELLO_SECONDS if self.deadline is None else max(0.1, self.deadline - time.monotonic())
+            try:
+                sock = socket.create_connection(place, timeout=left)
+            except OSError:
+                self.found[other] = None
+                continue
+            self._add(sock, other)
+            with suppress(OSError):
+                sock.send(_HELLO.pack(_MAGIC, self.rank, other, self._proof(b"caller", self.rank, other)))
+
+    def _add(self, sock: socket.socket, other: int | None) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.open[sock] = bytearray(), time.monotonic(), other
+        self.selector.register(sock, selectors.EVENT_READ)
+
+    def answer(self, look: Callable[[], object]) -> None:
+        """Complete all connections."""
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        last: float | None = None
+        while len(self.found) < self.size - 1:
+            for key, _ in self.selector.select(_SLICE):
+                if key.fileobj is self.listener:
+                    with suppress(OSError):
+                        self._add(self.listener.accept()[0], None)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._read(key.fileobj)
+            now = time.monotonic()
+            for sock, (_, since, other) in list(self.open.items()):
+                if other is None and now - since > _HELLO_SECONDS:
+                    self._drop(sock)
+            if last is None:
+                try:
+                    look()
+                except NcclError:
+                    # Somebody died; who lives has this long to come.
+                    last = now + _LAST_SECONDS
+            elif now >= last:
+                self.found |= dict.fromkeys(self._missing())
+            if self.deadline is not None and now >= self.deadline:
+                raise NcclTimeoutError(
+                    f"rank {self.rank} of {self.size} opened the control channel, and ranks "
+                    f"{self._missing()} did not connect in time"
+                )
+
+    def _missing(self) -> list[int]:
+        return [other for other in range(self.size) if other != self.rank and other not in self.found]
+
+    def _drop(self, sock: socket.socket) -> None:
+        _, _, other = self.open.pop(sock)
+        self.selector.unregister(sock)
+        sock.close()
+        if other is not None:
+            self.found[other] = None
+
+    def _read(self, sock: socket.socket) -> None:
+        data, _, other = self.open[sock]
+        size = _HELLO.size if other is None else _PROOF
+        try:
+            more = sock.recv(size - len(data))
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        if not more:
+            self._drop(sock)
+            return
+        data += more
+        if len(data) < size:
+            return
+        if other is None:
+            other = self._caller(bytes(data))
+            if other is None:
+                self._drop(sock)
+                return
+            with suppress(OSError):
+                sock.send(self._proof(b"called", other, self.rank))
+        elif not hmac.compare_digest(bytes(data), self._proof(b"called", self.rank, other)):
+            self._drop(sock)
+            return
+        del self.open[sock]
+        self.selector.unregister(sock)
+        self.found[other] = sock
+
+    def _caller(self, hello: bytes) -> int | None:
+        """Return the rank that a hello comes from, None where it does not prove that."""
+        magic, caller, called, proof = _HELLO.unpack(hello)
+        known = magic == _MAGIC and called == self.rank and self.rank < caller < self.size
+        if not known or caller in self.found:
+            return None
+        return caller if hmac.compare_digest(proof, self._proof(b"caller", caller, called)) else None
+
+    def sockets(self) -> list[int]:
+        for sock in list(self.open):
+            self._drop(sock)
+        self.selector.close()
+        ends = [self.found.get(other) for other in range(self.size)]
+        return [
+            -1 if other == self.rank else GONE if sock is None else sock.detach()
+            for other, sock in enumerate(ends)
+        ]
+
+    def close(self) -> None:
+        for sock in (*self.open, *(sock for sock in self.found.values() if sock is not None)):
+            sock.close()
+        self.selector.close()
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=4096)
+    except OSError as error:
+        raise NcclSystemError(f"the control channel cannot listen at {host}: {error}") from error
+
+
+def _host_id() -> bytes:
+    """Return what is the same for processes that share a loopback interface."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii"))
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return hashlib.sha256("\0".join(parts).encode()).digest()[:_KEY]
+
+
+def _pack_place(host: str, port: int) -> bytes:
+    address = ipaddress.ip_address(host)
+    return _PLACE.pack(address.version, address.packed, port)
+
+
+def _unpack_place(data: bytes) -> tuple[str, int]:
+    version, packed, port = _PLACE.unpack(data)
+    address = ipaddress.IPv4Address(packed[:4]) if version == 4 else ipaddress.IPv6Address(packed)
+    return str(address), port
+
+
+def outward_address() -> str:
+    """Return this host's address for the others: on NCCL_SOCKET_IFNAME, or towards the rendezvous."""
+    for name in _wanted_interfaces():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, suppress(OSError):
+            answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            return socket.inet_ntoa(answer[20:24])
+    store = os.environ.get("PYNCCL_STORE", "").rpartition(":")[0].strip("[]")
+    target = store or os.environ.get("MASTER_ADDR", "")
+    # An address for documentation: no packet is sent, only the route to it is looked up.
+    for host in filter(None, (target, "192.0.2.1", "2001:db8::1")):
+        with suppress(OSError):
+            family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as sock:
+                sock.connect(where)
+                address = str(sock.getsockname()[0])
+                if not ipaddress.ip_address(address).is_loopback:
+                    return address
+    raise NcclSystemError(
+        "the ranks are on several hosts, and this one has no address for the control channel: "
+        "set NCCL_SOCKET_IFNAME to the interface that leads to the others"
+    )
+
+
+def _wanted_interfaces() -> Iterator[str]:
+    """Yield the interfaces that NCCL_SOCKET_IFNAME names: prefixes, "=" for exact names, "^" for all but."""
+    text = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if not text:
+        return
+    exact, others = text[0] == "=" or text[:2] == "^=", text[0] == "^"
+    wanted = tuple(part.split(":")[0] for part in text.lstrip("^=").split(",") if part)
+    for _, name in socket.if_nameindex():
+        matches = name in wanted if exact else name.startswith(wanted)
+        if matches != others and not (others and name == "lo"):
+            yield name

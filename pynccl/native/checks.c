@@ -1,0 +1,246 @@
+// Check mode: before a call is issued, the ranks that it concerns compare it over the control channel.
+// Included by the generated binding, behind watchdog.c.
+//
+// A rank tells every peer what it is about to call with it, and waits until that peer has said the
+// counterpart: the same collective, or the other side of a message. When both wait for what the other has not
+// said, or when what they said differs, nothing is issued, and every rank gets the table of who called what
+// from where.
+
+// Without a time-out of the communicator's.
+#define CHECK_SECONDS 300
+// So long a rank that knows of a mismatch waits for what the others have to say.
+#define TABLE_NS (1000 * MS)
+
+enum { SIDE_ALL, SIDE_SENDS, SIDE_RECEIVES };
+enum { PART_LAST = 1 };
+
+// What was said to a peer, and what that has answered.
+typedef struct pynccl_said {
+  int peer, answered;
+  pynccl_frame frame, answer;
+} pynccl_said;
+
+static int (*pynccl_locate)(char* text, int size);
+
+void pynccl_check_locator(int (*locate)(char* text, int size)) { pynccl_locate = locate; }
+
+int pynccl_check_on(pynccl_comm* comm, int on) {
+  if (!comm->watch || !comm->watch->connected) return 0;
+  return comm->watch->checking = on;
+}
+
+static int pynccl_side(int kind) {
+  return kind == PYNCCL_SEND ? SIDE_SENDS : kind == PYNCCL_RECV ? SIDE_RECEIVES : SIDE_ALL;
+}
+
+static const char* pynccl_kind_name(int kind) {
+  const int known = kind >= 0 && kind < (int)(sizeof pynccl_kind_names / sizeof *pynccl_kind_names);
+  return known && pynccl_kind_names[kind] ? pynccl_kind_names[kind] : "something unknown";
+}
+
+static void pynccl_describe(const pynccl_frame* f, char* text, size_t size) {
+  const int kind = (int)f->words[0], type = (int)f->words[1], op = (int)f->words[3], root = (int)f->words[4];
+  pynccl_say(text, size, "%s", pynccl_kind_name(kind));
+  if (kind <= PYNCCL_RECV)
+    pynccl_say(text, size, "(%s, %llu", type >= 0 && type < ncclNumTypes ? pynccl_type_names[type] : "?",
+               (unsigned long long)f->words[2]);
+  if (kind == PYNCCL_ALL_REDUCE || kind == PYNCCL_REDUCE || kind == PYNCCL_REDUCE_SCATTER)
+    pynccl_say(text, size, ", %s", op < ncclNumOps ? pynccl_op_names[op] : "a pre_mul_sum");
+  if (kind == PYNCCL_REDUCE || kind == PYNCCL_BROADCAST || kind == PYNCCL_GATHER || kind == PYNCCL_SCATTER)
+    pynccl_say(text, size, ", root %d", root);
+  if (kind <= PYNCCL_RECV) pynccl_say(text, size, ")");
+  if (kind == PYNCCL_SEND) pynccl_say(text, size, " to rank %d", root);
+  if (kind == PYNCCL_RECV) pynccl_say(text, size, " from rank %d", root);
+  if (f->words[5] > 1) pynccl_say(text, size, " in a group of %llu", (unsigned long long)f->words[5]);
+  if (f->text[0]) pynccl_say(text, size, " at %s", f->text);
+}
+
+static int pynccl_alike(const pynccl_frame* a, const pynccl_frame* b) {
+  const uint64_t* x = a->words;
+  const uint64_t* y = b->words;
+  const int message = pynccl_side((int)x[0]) != SIDE_ALL;
+  if (x[1] != y[1] || x[2] != y[2]) return 0;
+  // A factor of one's own has another number on every rank.
+  const int ops = x[3] == y[3] || (x[3] >= ncclNumOps && y[3] >= ncclNumOps);
+  return message || (x[0] == y[0] && ops && x[4] == y[4]);
+}
+
+// Remember what was said to a peer until its counterpart has come, and say it.
+static int pynccl_say_to(pynccl_watch* w, int peer, const pynccl_frame* frame) {
+  if (w->said_count == w->said_capacity) {
+    const int capacity = 2 * w->said_capacity + 16;
+    pynccl_said* more = realloc(w->said, (size_t)capacity * sizeof *more);
+    if (!more) return PYNCCL_NO_MEMORY;
+    w->said = more;
+    w->said_capacity = capacity;
+  }
+  w->said[w->said_count++] = (pynccl_said){.peer = peer, .frame = *frame};
+  pynccl_send_frame(w, peer, frame);
+  return 0;
+}
+
+// The last frame to each peer says that this rank waits now.
+static int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
+  char where[PYNCCL_FRAME_TEXT] = "";
+  if (pynccl_locate) pynccl_locate(where, sizeof where);
+  int r = 0, mine = 0;
+  for (int i = 0; i < count; ++i) mine += calls[i].comm == w->comm;
+  pthread_mutex_lock(&dog.lock);
+  for (int peer = 0; peer < w->size && !r; ++peer) {
+    if (peer == w->rank) continue;
+    int last = -1;
+    for (int i = 0; i < count; ++i)
+      if (calls[i].comm == w->comm && (pynccl_side(calls[i].kind) == SIDE_ALL || calls[i].root == peer))
+        last = i;
+    for (int i = 0; i <= last && !r; ++i) {
+      const pynccl_call* c = &calls[i];
+      if (c->comm != w->comm || (pynccl_side(c->kind) != SIDE_ALL && c->root != peer)) continue;
+      pynccl_frame frame = {.kind = FRAME_CALL, .number = (uint64_t)i};
+      frame.code = i == last && !pynccl_depth ? PART_LAST : 0;
+      const uint64_t words[] = {c->kind,         c->datatype,       c->count,
+                                (uint64_t)c->op, (uint64_t)c->root, (uint64_t)mine};
+      memcpy(frame.words, words, sizeof words);
+      memcpy(frame.text, where, sizeof where);
+      r = pynccl_say_to(w, peer, &frame);
+    }
+  }
+  pthread_mutex_unlock(&dog.lock);
+  return r;
+}
+
+// The next frame of a peer that answers one of ours; -1 while there is none.
+static int pynccl_answer(const pynccl_peer* p, const pynccl_frame* said) {
+  const int side = pynccl_side((int)said->words[0]);
+  const int wanted = side == SIDE_SENDS ? SIDE_RECEIVES : side == SIDE_RECEIVES ? SIDE_SENDS : SIDE_ALL;
+  for (int i = 0; i < p->inbox_count; ++i)
+    if (p->inbox[i].kind == FRAME_CALL && pynccl_side((int)p->inbox[i].words[0]) == wanted) return i;
+  return -1;
+}
+
+static const pynccl_frame* pynccl_newest(const pynccl_peer* p) {
+  for (int i = p->inbox_count; i-- > 0;)
+    if (p->inbox[i].kind == FRAME_CALL) return &p->inbox[i];
+  return NULL;
+}
+
+// Take what has been answered. Answers the first of this rank's words that a peer contradicts, NULL for none.
+static const pynccl_said* pynccl_compare(pynccl_watch* w, int* open) {
+  *open = 0;
+  for (int i = 0; i < w->said_count; ++i) {
+    pynccl_said* s = &w->said[i];
+    pynccl_peer* p = &w->peers[s->peer];
+    const int at = s->answered ? -1 : pynccl_answer(p, &s->frame);
+    if (at >= 0) {
+      s->answered = 1;
+      s->answer = p->inbox[at];
+      memmove(&p->inbox[at], &p->inbox[at + 1], (size_t)(--p->inbox_count - at) * sizeof *p->inbox);
+    }
+    *open += !s->answered;
+  }
+  const pynccl_said* first = NULL;
+  for (int i = 0; i < w->said_count; ++i) {
+    const pynccl_said* s = &w->said[i];
+    // Both wait, each for what the other has not said.
+    const pynccl_frame* newest = s->answered ? NULL : pynccl_newest(&w->peers[s->peer]);
+    const int contradicted =
+        s->answered ? !pynccl_alike(&s->frame, &s->answer) : newest && newest->code & PART_LAST;
+    if (contradicted && (!first || s->frame.number < first->frame.number)) first = s;
+  }
+  return first;
+}
+
+// What each rank has called where this one called `about`; answers how many are not known yet.
+static int pynccl_collect(pynccl_watch* w, const pynccl_said* about, const pynccl_frame** table) {
+  int missing = 0;
+  for (int r = 0; r < w->size; ++r) {
+    table[r] = r == w->rank ? &about->frame : NULL;
+    for (int i = 0; i < w->said_count && !table[r]; ++i) {
+      const pynccl_said* s = &w->said[i];
+      if (s->peer == r && s->answered && s->frame.number == about->frame.number) table[r] = &s->answer;
+    }
+    if (!table[r]) table[r] = pynccl_newest(&w->peers[r]);
+    missing += !table[r] && !w->peers[r].gone;
+  }
+  return missing;
+}
+
+static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table, char* text, size_t size) {
+  pynccl_say(text, size, "the ranks called different things:");
+  for (int r = 0, end; r < w->size; r = end) {
+    char line[256] = "", next[256] = "";
+    for (end = r; end < w->size; ++end) {
+      next[0] = 0;
+      if (table[end])
+        pynccl_describe(table[end], next, sizeof next);
+      else
+        pynccl_say(next, sizeof next,
+                   w->peers[end].goodbye ? "nothing: it has closed its communicator" : "nothing yet");
+      if (end == r) memcpy(line, next, sizeof line);
+      if (strcmp(line, next)) break;
+    }
+    pynccl_say(text, size, end == r + 1 ? "\n  rank %d" : "\n  ranks %d", r);
+    if (end > r + 1) pynccl_say(text, size, "-%d", end - 1);
+    pynccl_say(text, size, ": %s", line);
+  }
+}
+
+static void pynccl_nobody_came(pynccl_watch* w, int64_t waited) {
+  char what[512] = "";
+  pynccl_verdict v;
+  const pynccl_said* s = w->said;
+  while (s->answered) ++s;
+  pynccl_describe(&s->frame, what, sizeof what);
+  pynccl_say(what, sizeof what, ": rank %d did not come within %g s", s->peer, (double)waited / 1e9);
+  const int trouble = pynccl_explain(w, what, &v);
+  v.trouble = PYNCCL_FINE;
+  w->verdict = v;
+  pynccl_publish(w, trouble);
+}
+
+static int pynccl_check_wait(pynccl_watch* w) {
+  const pynccl_frame** table = calloc((size_t)w->size, sizeof(pynccl_frame*));
+  const int64_t start = pynccl_now(), limit = w->timeout ? w->timeout : CHECK_SECONDS * 1000 * MS;
+  int64_t differed = 0, polled = start;
+  int r = table ? 0 : PYNCCL_NO_MEMORY, open;
+  pthread_mutex_lock(&dog.lock);
+  while (!r) {
+    const int64_t now = pynccl_now();
+    if (w->verdict.trouble || !w->listed) {
+      r = PYNCCL_CLOSED;
+      break;
+    }
+    const pynccl_said* about = pynccl_compare(w, &open);
+    if (!about && !open) break;
+    if (about && !differed) differed = now;
+    if (about && (!pynccl_collect(w, about, table) || now - differed > TABLE_NS)) {
+      w->verdict = (pynccl_verdict){.result = ncclInvalidUsage};
+      pynccl_write_table(w, table, w->verdict.text, sizeof w->verdict.text);
+      pynccl_publish(w, PYNCCL_MISMATCHED);
+      continue;
+    }
+    if (!about && now - start > limit) {
+      pynccl_nobody_came(w, limit);
+      continue;
+    }
+    pynccl_await(now + 100 * MS);
+    // Signals are Python's to handle.
+    if (pynccl_locate && pynccl_now() - polled > 100 * MS) {
+      pthread_mutex_unlock(&dog.lock);
+      if (pynccl_locate(NULL, 0)) r = PYNCCL_STOPPED;
+      pthread_mutex_lock(&dog.lock);
+      polled = pynccl_now();
+    }
+  }
+  w->said_count = 0;
+  pthread_mutex_unlock(&dog.lock);
+  free(table);
+  return r;
+}
+
+int pynccl_check_other(pynccl_comm* comm, int kind) {
+  pynccl_watch* w = comm->watch;
+  if (!w || !w->checking) return 0;
+  const pynccl_call call = {.comm = comm, .kind = kind};
+  const int r = pynccl_check_say(w, &call, 1);
+  return r ? r : pynccl_check_wait(w);
+}

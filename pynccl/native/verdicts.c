@@ -1,0 +1,231 @@
+// What is wrong with a communicator: found out, told to the other ranks, and cured. Included by the generated
+// binding, behind channel.c and the flight recorder.
+
+// --- verdicts ----------------------------------------------------------------------------------------------
+
+// What dumps of the flight recorder call it.
+static const char* const pynccl_trouble_names[] = {
+    [PYNCCL_RANKS_FAILED] = "ranks failed",
+    [PYNCCL_TIMED_OUT] = "timeout",
+    [PYNCCL_MISMATCHED] = "mismatch",
+    [PYNCCL_LIBRARY_FAILED] = "library error",
+};
+
+static void* pynccl_cure_it(void* argument) {
+  pynccl_watch* w = argument;
+  pynccl_comm* comm = w->comm;
+  pynccl_trace_save(pynccl_trouble_names[w->verdict.trouble], w->verdict.text);
+  // Who waits in slices has left by then, and no longer asks the library about it.
+  if (w->cure == PYNCCL_CURE_ABORT) usleep(250000);
+  pthread_mutex_lock(&dog.lock);
+  const uintptr_t handle = w->handle;
+  if (handle && w->cure == PYNCCL_CURE_ABORT) {
+    w->handle = 0;
+    w->ended = 1;
+  }
+  pthread_mutex_unlock(&dog.lock);
+  if (handle && w->cure == PYNCCL_CURE_REVOKE) ncclCommRevoke(handle, NCCL_REVOKE_DEFAULT);
+  if (handle && w->cure == PYNCCL_CURE_ABORT) ncclCommAbort(handle);
+  pthread_mutex_lock(&dog.lock);
+  w->curing = 0;
+  pthread_cond_broadcast(&dog.changed);
+  pthread_mutex_unlock(&dog.lock);
+  pynccl_comm_release(comm);
+  return NULL;
+}
+
+static int pynccl_start_thread(void* (*work)(void*), void* argument) {
+  sigset_t all, before;
+  pthread_t thread;
+  pthread_attr_t attributes;
+  sigfillset(&all);
+  pthread_attr_init(&attributes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  // Signals are for the program's own threads.
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const int r = pthread_create(&thread, &attributes, work, argument);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  pthread_attr_destroy(&attributes);
+  return r;
+}
+
+// The verdict is written: publish it, tell the other ranks, and end what is outstanding.
+static void pynccl_publish(pynccl_watch* w, int trouble) {
+  pynccl_verdict* v = &w->verdict;
+  __atomic_store_n(&v->trouble, trouble, __ATOMIC_RELEASE);
+  // Every later call is refused, at no cost to those before.
+  __atomic_store_n(&w->comm->handle, 0, __ATOMIC_RELEASE);
+  pthread_cond_broadcast(&dog.changed);
+  for (int i = 0; i < v->count; ++i) {
+    const pynccl_frame failed = {.kind = FRAME_FAILED, .number = (uint64_t)v->ranks[i]};
+    pynccl_tell_all(w, &failed);
+  }
+  for (const char* rest = v->text; *rest; rest += strnlen(rest, PYNCCL_FRAME_TEXT - 1)) {
+    pynccl_frame text = {.kind = FRAME_TEXT};
+    memcpy(text.text, rest, strnlen(rest, PYNCCL_FRAME_TEXT - 1));
+    pynccl_tell_all(w, &text);
+  }
+  const pynccl_frame told = {.kind = FRAME_TROUBLE, .code = (uint32_t)trouble, .number = (uint64_t)v->result};
+  pynccl_tell_all(w, &told);
+  w->curing = 1;
+  __atomic_add_fetch(&w->comm->references, 1, __ATOMIC_RELAXED);
+  if (pynccl_start_thread(pynccl_cure_it, w)) {
+    w->curing = 0;
+    // The caller holds another reference.
+    __atomic_sub_fetch(&w->comm->references, 1, __ATOMIC_ACQ_REL);
+  }
+}
+
+static void pynccl_add_rank(pynccl_verdict* v, int rank) {
+  if (v->count < PYNCCL_MOST_RANKS) v->ranks[v->count++] = rank;
+}
+
+static void pynccl_condemn_failed(pynccl_watch* w) {
+  pynccl_verdict* v = &w->verdict;
+  v->count = 0;
+  v->text[0] = 0;
+  for (int r = 0; r < w->size; ++r) {
+    const pynccl_peer* p = &w->peers[r];
+    const int aborted = p->goodbye == PYNCCL_ABORTS_FIRST, died = p->gone && !p->goodbye;
+    if (!aborted && !died && !p->suspect) continue;
+    pynccl_add_rank(v, r);
+    pynccl_say(v->text, sizeof v->text, "%srank %d ", v->count > 1 ? "; " : "", r);
+    if (died || aborted)
+      pynccl_say(v->text, sizeof v->text, "%s",
+                 aborted ? "aborted its communicator" : "died, or exited without closing its communicator");
+    else if (r == w->rank)
+      pynccl_say(v->text, sizeof v->text, "(this one) did not respond, and the others go on without it");
+    else
+      pynccl_say(v->text, sizeof v->text, "is not responding: last heard of %.1f s ago",
+                 (double)(pynccl_now() - p->heard) / 1e9);
+  }
+  if (v->count) {
+    pynccl_say(v->text, sizeof v->text, " (noticed by rank %d of %d)", w->rank, w->size);
+    pynccl_publish(w, PYNCCL_RANKS_FAILED);
+  }
+  w->dying = 0;
+}
+
+static int pynccl_silent(const pynccl_peer* p, int64_t now, int64_t limit) {
+  return !p->gone && !p->goodbye && p->socket >= 0 && now - p->heard > limit;
+}
+
+static uint64_t pynccl_calls_of(const pynccl_watch* w, int rank) {
+  return rank == w->rank ? w->calls : w->peers[rank].calls;
+}
+
+// Say why something took too long: silent ranks, or what every rank has called.
+static int pynccl_explain(pynccl_watch* w, const char* what, pynccl_verdict* v) {
+  const int64_t now = pynccl_now();
+  *v = (pynccl_verdict){0};
+  pynccl_say(v->text, sizeof v->text, "%s", what);
+  for (int r = 0; r < w->size; ++r) {
+    const pynccl_peer* p = &w->peers[r];
+    if (r == w->rank || !pynccl_silent(p, now, SILENCE_NS)) continue;
+    pynccl_add_rank(v, r);
+    pynccl_say(v->text, sizeof v->text, "; rank %d is not responding: last heard of %.1f s ago", r,
+               (double)(now - p->heard) / 1e9);
+  }
+  if (v->count) return v->trouble = PYNCCL_RANKS_FAILED;
+  int connected = 0;
+  for (int r = 0; r < w->size; ++r) connected += w->peers[r].socket >= 0 || w->peers[r].goodbye;
+  if (!connected) return v->trouble = PYNCCL_TIMED_OUT;
+  pynccl_say(v->text, sizeof v->text, "; all ranks respond, and have called:");
+  for (int r = 0, end; r < w->size; r = end) {
+    const uint64_t calls = pynccl_calls_of(w, r);
+    const int kind = r == w->rank ? w->last_kind : w->peers[r].last_kind;
+    for (end = r + 1; end < w->size && pynccl_calls_of(w, end) == calls; ++end)
+      if ((end == w->rank ? w->last_kind : w->peers[end].last_kind) != kind ||
+          w->peers[end].goodbye != w->peers[r].goodbye)
+        break;
+    pynccl_say(v->text, sizeof v->text, end == r + 1 ? "%s rank %d" : "%s ranks %d", r ? "," : "", r);
+    if (end > r + 1) pynccl_say(v->text, sizeof v->text, "-%d", end - 1);
+    if (!calls) pynccl_say(v->text, sizeof v->text, ": nothing");
+    if (calls)
+      pynccl_say(v->text, sizeof v->text, ": #%llu %s", (unsigned long long)calls, pynccl_kind_names[kind]);
+    if (w->peers[r].goodbye) pynccl_say(v->text, sizeof v->text, ", then closed its communicator");
+  }
+  return v->trouble = PYNCCL_TIMED_OUT;
+}
+
+// --- streams -----------------------------------------------------------------------------------------------
+
+static int pynccl_event_done(const pynccl_watch* w, uintptr_t event) {
+  return (w->is_cpu ? pyncclCpuEventQuery(event) : cuEventQuery(event)) == 0;
+}
+
+static int pynccl_event_new(const pynccl_watch* w, uintptr_t* event) {
+  const unsigned no_timing = 2;
+  return w->is_cpu ? pyncclCpuEventCreate(event) : cuEventCreate(event, no_timing);
+}
+
+static void pynccl_event_free(const pynccl_watch* w, uintptr_t event) {
+  if (!event) return;
+  if (w->is_cpu)
+    pyncclCpuEventDestroy(event);
+  else
+    cuEventDestroy_v2(event);
+}
+
+static pynccl_marker* pynccl_marker_of(pynccl_watch* w, uintptr_t stream) {
+  for (int i = 0; i < w->marker_count; ++i)
+    if (w->markers[i].stream == stream) return &w->markers[i];
+  // One whose calls are done is free for another stream.
+  for (int i = 0; i < w->marker_count; ++i)
+    if (!w->markers[i].pending) {
+      w->markers[i].stream = stream;
+      return &w->markers[i];
+    }
+  if (w->marker_count == w->marker_capacity) {
+    const int capacity = 2 * w->marker_capacity + 4;
+    pynccl_marker* more = realloc(w->markers, (size_t)capacity * sizeof *more);
+    if (!more) return NULL;
+    w->markers = more;
+    w->marker_capacity = capacity;
+  }
+  pynccl_marker fresh = {.stream = stream};
+  if (pynccl_event_new(w, &fresh.events[0])) return NULL;
+  if (pynccl_event_new(w, &fresh.events[1])) {
+    pynccl_event_free(w, fresh.events[0]);
+    return NULL;
+  }
+  w->markers[w->marker_count] = fresh;
+  return &w->markers[w->marker_count++];
+}
+
+// By the thread that has just issued on the stream: nobody else may touch a stream, which may be captured.
+static void pynccl_mark(pynccl_watch* w, uintptr_t stream) {
+  int capturing = 0;
+  uintptr_t before;
+  if (!w->is_cpu && (!w->context || cuCtxPushCurrent_v2(w->context))) return;
+  if (w->is_cpu || (cuStreamIsCapturing(stream, &capturing) == 0 && !capturing)) {
+    pynccl_marker* m = pynccl_marker_of(w, stream);
+    const int which = m && m->pending;
+    if (m && (w->is_cpu ? pyncclCpuEventRecord(w->handle, m->events[which], stream)
+                        : cuEventRecord(m->events[which], stream)) == 0) {
+      m->at[which] = pynccl_now();
+      m->pending |= 1 << which;
+    }
+  }
+  if (!w->is_cpu) cuCtxPopCurrent_v2(&before);
+}
+
+// Answers since when calls of the communicator have been outstanding on a stream; 0 when none has.
+static int64_t pynccl_oldest(pynccl_watch* w, uintptr_t* stream) {
+  int64_t oldest = 0;
+  for (int i = 0; i < w->marker_count; ++i) {
+    pynccl_marker* m = &w->markers[i];
+    if (m->pending && pynccl_event_done(w, m->events[0])) {
+      const uintptr_t event = m->events[0];
+      m->events[0] = m->events[1];
+      m->events[1] = event;
+      m->at[0] = m->at[1];
+      m->pending >>= 1;
+    }
+    if (m->pending && (!oldest || m->at[0] < oldest)) {
+      oldest = m->at[0];
+      *stream = m->stream;
+    }
+  }
+  return oldest;
+}

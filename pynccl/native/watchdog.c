@@ -1,0 +1,389 @@
+// The one thread that looks after all communicators, and what it is asked. Included by the generated binding,
+// behind verdicts.c.
+//
+// The library is called without the lock, except for questions that it answers at once; whatever may take
+// long (revoke, abort) has a thread of its own.
+
+// --- the thread --------------------------------------------------------------------------------------------
+
+// Ask the library for an error in the background, without the lock.
+static int pynccl_ask(pynccl_watch* w) {
+  const uintptr_t handle = w->handle;
+  int state = 0;
+  w->touching = 1;
+  pthread_mutex_unlock(&dog.lock);
+  const int r = ncclCommGetAsyncError(handle, &state);
+  pthread_mutex_lock(&dog.lock);
+  w->touching = 0;
+  pthread_cond_broadcast(&dog.changed);
+  return r || state == ncclInProgress ? 0 : state;
+}
+
+static void pynccl_look_after(pynccl_watch* w, int64_t now) {
+  if (w->verdict.trouble) return;
+  if (w->dying && now - w->dying > GRACE_NS) pynccl_condemn_failed(w);
+  if (w->verdict.trouble) return;
+  if (w->handle && !w->library_error && (w->library_error = pynccl_ask(w))) w->library_at = now;
+  if (!w->listed || w->verdict.trouble) return;
+  // A dead rank is the better explanation, and may be noticed a little later.
+  if (w->library_error && now - w->library_at > SILENCE_NS) {
+    const char* text = w->handle ? ncclGetLastError(w->handle) : NULL;
+    w->verdict.result = w->library_error;
+    w->verdict.text[0] = 0;
+    pynccl_say(w->verdict.text, sizeof w->verdict.text, "the library reports: %s", text ? text : "");
+    pynccl_publish(w, PYNCCL_LIBRARY_FAILED);
+    return;
+  }
+  if (!w->timeout) return;
+  uintptr_t stream = 0;
+  uintptr_t before;
+  const int inside_context = w->context && w->marker_count && cuCtxPushCurrent_v2(w->context) == 0;
+  const int64_t issued = pynccl_oldest(w, &stream);
+  if (inside_context) cuCtxPopCurrent_v2(&before);
+  const int64_t in_call = __atomic_load_n(&w->in_call, __ATOMIC_ACQUIRE);
+  const int inside = in_call && now - in_call > w->timeout;
+  if (!inside && !(issued && now - issued > w->timeout)) return;
+  // Whether a silent rank is stopped is known only after a while.
+  for (int r = 0; r < w->size; ++r)
+    if (pynccl_silent(&w->peers[r], now, 2 * BEAT_NS) && !pynccl_silent(&w->peers[r], now, SILENCE_NS))
+      return;
+  char what[160] = "";
+  const double seconds = (double)w->timeout / 1e9;
+  if (inside)
+    pynccl_say(what, sizeof what, "a call of %s did not return within %g s", pynccl_kind_names[w->last_kind],
+               seconds);
+  else
+    pynccl_say(what, sizeof what, "calls on stream %#lx did not complete within %g s", (unsigned long)stream,
+               seconds);
+  pynccl_verdict v;
+  const int trouble = pynccl_explain(w, what, &v);
+  v.trouble = PYNCCL_FINE;
+  w->verdict = v;
+  pynccl_publish(w, trouble);
+}
+
+static __thread int pynccl_is_watchdog;
+
+static pynccl_watch* pynccl_find_watch(uint32_t id) {
+  pynccl_watch* w = dog.watches;
+  while (w && w->id != id) w = w->next;
+  return w;
+}
+
+static void* pynccl_watch_all(void* nothing) {
+  (void)nothing;
+  pynccl_is_watchdog = 1;
+  // Asking for an event would otherwise spoil a capture that another thread has begun.
+  int relaxed = 2;
+  cuThreadExchangeStreamCaptureMode(&relaxed);
+  struct epoll_event events[64];
+  int64_t last = pynccl_now();
+  pthread_mutex_lock(&dog.lock);
+  while (dog.watches) {
+    pthread_mutex_unlock(&dog.lock);
+    const int n = epoll_wait(dog.epoll, events, 64, TICK_MS);
+    pthread_mutex_lock(&dog.lock);
+    int64_t now = pynccl_now();
+    // This process itself was stopped, or starved: it cannot say of the others that they were silent.
+    if (now - last > SILENCE_NS / 2)
+      for (pynccl_watch* w = dog.watches; w; w = w->next)
+        for (int r = 0; r < w->size; ++r) w->peers[r].heard = now;
+    last = now;
+    for (int i = 0; i < n; ++i) {
+      if (!events[i].data.u64) {
+        uint64_t count;
+        (void)!read(dog.wake, &count, sizeof count);
+        continue;
+      }
+      pynccl_watch* w = pynccl_find_watch((uint32_t)(events[i].data.u64 >> 32));
+      const int rank = (int)(uint32_t)events[i].data.u64;
+      if (w && events[i].events & EPOLLOUT && w->peers[rank].socket >= 0) pynccl_push(w, rank);
+      if (w && events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) pynccl_read(w, rank);
+    }
+    const int beat = now - dog.beat_at >= BEAT_NS;
+    if (beat) dog.beat_at = now;
+    // Looking after one lets go of the lock: go by numbers, since the list may change.
+    for (uint32_t id = 0;;) {
+      pynccl_watch* next = NULL;
+      for (pynccl_watch* w = dog.watches; w; w = w->next)
+        if (w->id > id && (!next || w->id < next->id)) next = w;
+      if (!next) break;
+      id = next->id;
+      if (beat) pynccl_beat(next);
+      __atomic_add_fetch(&next->comm->references, 1, __ATOMIC_RELAXED);
+      pynccl_look_after(next, now);
+      pthread_mutex_unlock(&dog.lock);
+      pynccl_comm_release(next->comm);
+      pthread_mutex_lock(&dog.lock);
+    }
+  }
+  close(dog.epoll);
+  close(dog.wake);
+  dog.epoll = dog.wake = -1;
+  dog.running = 0;
+  pthread_cond_broadcast(&dog.changed);
+  pthread_mutex_unlock(&dog.lock);
+  return NULL;
+}
+
+static void pynccl_before_fork(void) { pthread_mutex_lock(&dog.lock); }
+static void pynccl_in_parent(void) { pthread_mutex_unlock(&dog.lock); }
+
+// An open copy of the parent's connections would hide its death from the other ranks.
+static void pynccl_in_child(void) {
+  for (pynccl_watch* w = dog.watches; w; w = w->next) {
+    w->listed = w->curing = w->touching = 0;
+    w->handle = 0;
+    w->marker_count = 0;
+    for (int r = 0; r < w->size; ++r) {
+      if (w->peers[r].socket >= 0) close(w->peers[r].socket);
+      w->peers[r].socket = -1;
+    }
+  }
+  if (dog.epoll >= 0) close(dog.epoll);
+  if (dog.wake >= 0) close(dog.wake);
+  dog.epoll = dog.wake = -1;
+  dog.watches = NULL;
+  dog.running = 0;
+  pthread_mutex_unlock(&dog.lock);
+}
+
+static int pynccl_run_watchdog(void) {
+  if (!dog.prepared) {
+    // Deadlines are the monotonic clock's.
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&dog.changed, &clock);
+    pthread_condattr_destroy(&clock);
+    if (pthread_atfork(pynccl_before_fork, pynccl_in_parent, pynccl_in_child)) return ENOMEM;
+    dog.prepared = 1;
+  }
+  if (dog.running) return 0;
+  dog.epoll = epoll_create1(EPOLL_CLOEXEC);
+  dog.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  struct epoll_event e = {.events = EPOLLIN, .data.u64 = 0};
+  if (dog.epoll < 0 || dog.wake < 0 || epoll_ctl(dog.epoll, EPOLL_CTL_ADD, dog.wake, &e)) return errno;
+  return 0;
+}
+
+static void pynccl_wake(void) {
+  const uint64_t one = 1;
+  if (dog.wake >= 0) (void)!write(dog.wake, &one, sizeof one);
+}
+
+// --- a communicator's watch --------------------------------------------------------------------------------
+
+int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure,
+                       uintptr_t context) {
+  pynccl_watch* w = calloc(1, sizeof *w + (size_t)comm->size * sizeof(pynccl_peer));
+  if (!w) return ENOMEM;
+  w->comm = comm;
+  w->size = comm->size;
+  w->rank = comm->rank;
+  w->connected = sockets != NULL;
+  w->is_cpu = comm->waits;
+  w->context = context;
+  w->cure = cure;
+  w->timeout = timeout_ms * MS;
+  w->handle = comm->handle;
+  w->last_kind = -1;
+  pthread_mutex_lock(&dog.lock);
+  int r = pynccl_run_watchdog();
+  w->id = ++dog.last_id;
+  for (int i = 0; i < w->size; ++i) {
+    w->peers[i].socket = sockets && i != w->rank ? sockets[i] : -1;
+    if (w->peers[i].socket < -1) {
+      w->peers[i].gone = 1;
+      w->dying = pynccl_now();
+    }
+    w->peers[i].heard = pynccl_now();
+    if (!r && w->peers[i].socket >= 0) pynccl_watch_epoll(w, i, EPOLL_CTL_ADD);
+  }
+  if (!r) {
+    w->listed = 1;
+    w->next = dog.watches;
+    dog.watches = w;
+    comm->watch = w;
+    if (!dog.running) {
+      r = pynccl_start_thread(pynccl_watch_all, NULL);
+      dog.running = !r;
+    }
+    pynccl_wake();
+  }
+  pthread_mutex_unlock(&dog.lock);
+  if (r && comm->watch)
+    pynccl_watch_stop(comm, PYNCCL_STAYS);
+  else if (r)
+    free(w);
+  return r;
+}
+
+static void pynccl_watch_unlist(pynccl_watch* w) {
+  pynccl_watch** at = &dog.watches;
+  while (*at && *at != w) at = &(*at)->next;
+  if (*at) *at = w->next;
+  w->listed = 0;
+}
+
+void pynccl_watch_stop(pynccl_comm* comm, int goodbye) {
+  pynccl_watch* w = comm->watch;
+  if (!w) return;
+  pthread_mutex_lock(&dog.lock);
+  w->handle = 0;
+  for (const int64_t until = pynccl_now() + 1000 * MS; w->touching && pynccl_await(until);) continue;
+  if (w->listed) {
+    pynccl_watch_unlist(w);
+    const pynccl_frame bye = {.kind = FRAME_GOODBYE, .code = (uint32_t)goodbye};
+    if (goodbye) pynccl_tell_all(w, &bye);
+    for (int r = 0; r < w->size; ++r) pynccl_hang_up(w, r);
+    for (int i = 0; i < w->marker_count; ++i) {
+      pynccl_event_free(w, w->markers[i].events[0]);
+      pynccl_event_free(w, w->markers[i].events[1]);
+    }
+    w->marker_count = 0;
+    pynccl_wake();
+    // The thread ends with the last watch.
+    for (const int64_t until = pynccl_now() + 1000 * MS;
+         !pynccl_is_watchdog && !dog.watches && dog.running && pynccl_await(until);)
+      continue;
+  }
+  pthread_cond_broadcast(&dog.changed);
+  pthread_mutex_unlock(&dog.lock);
+}
+
+// By pynccl_comm_release, when nobody has the communicator any more.
+static void pynccl_watch_free(pynccl_comm* comm) {
+  pynccl_watch* w = comm->watch;
+  if (!w) return;
+  // Collected without an end: to the others this rank is gone.
+  pynccl_watch_stop(comm, PYNCCL_STAYS);
+  for (int r = 0; r < w->size; ++r) {
+    free(w->peers[r].output);
+    free(w->peers[r].inbox);
+    free(w->peers[r].report);
+  }
+  free(w->markers);
+  free(w->said);
+  free(w);
+}
+
+static int pynccl_settled(pynccl_watch* w, int64_t wait_ms) {
+  const int64_t until = pynccl_now() + wait_ms * MS;
+  while ((w->curing || w->touching) && pynccl_await(until)) continue;
+  return !w->ended;
+}
+
+int pynccl_watch_settle(pynccl_comm* comm, int64_t wait_ms) {
+  if (!comm->watch) return 1;
+  pthread_mutex_lock(&dog.lock);
+  const int there = pynccl_settled(comm->watch, wait_ms);
+  pthread_mutex_unlock(&dog.lock);
+  return there;
+}
+
+int pynccl_watch_claim(pynccl_comm* comm, int64_t wait_ms) {
+  if (!comm->watch) return 1;
+  pthread_mutex_lock(&dog.lock);
+  const int mine = pynccl_settled(comm->watch, wait_ms);
+  comm->watch->handle = 0;
+  pthread_mutex_unlock(&dog.lock);
+  return mine;
+}
+
+int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms) {
+  pynccl_watch* w = comm->watch;
+  if (!w) return PYNCCL_FINE;
+  if (!wait_ms && !__atomic_load_n(&w->verdict.trouble, __ATOMIC_ACQUIRE)) return PYNCCL_FINE;
+  pthread_mutex_lock(&dog.lock);
+  const int64_t until = pynccl_now() + wait_ms * MS;
+  while (w->listed && !w->verdict.trouble && pynccl_await(until)) continue;
+  if (w->verdict.trouble && out) *out = w->verdict;
+  const int trouble = w->verdict.trouble;
+  pthread_mutex_unlock(&dog.lock);
+  return trouble;
+}
+
+int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl_verdict* out) {
+  pynccl_watch* w = comm->watch;
+  if (!w) return PYNCCL_FINE;
+  pthread_mutex_lock(&dog.lock);
+  const int64_t until = pynccl_now() + SILENCE_NS;
+  for (int unsure = 1; unsure && !w->verdict.trouble && pynccl_now() < until;) {
+    unsure = w->dying != 0;
+    for (int r = 0; r < w->size; ++r) {
+      const int64_t now = pynccl_now();
+      unsure |=
+          pynccl_silent(&w->peers[r], now, 2 * BEAT_NS) && !pynccl_silent(&w->peers[r], now, SILENCE_NS);
+    }
+    const int64_t soon = pynccl_now() + TICK_MS * MS;
+    if (unsure) pynccl_await(soon < until ? soon : until);
+  }
+  if (!w->verdict.trouble) {
+    pynccl_verdict v;
+    const int trouble = pynccl_explain(w, what, &v);
+    *out = v;
+    if (condemn && w->listed) {
+      v.trouble = PYNCCL_FINE;
+      w->verdict = v;
+      pynccl_publish(w, trouble);
+    }
+  } else {
+    *out = w->verdict;
+  }
+  pthread_mutex_unlock(&dog.lock);
+  return out->trouble;
+}
+
+int pynccl_watched(void) {
+  pthread_mutex_lock(&dog.lock);
+  int count = 0;
+  for (pynccl_watch* w = dog.watches; w; w = w->next) ++count;
+  pthread_mutex_unlock(&dog.lock);
+  return count;
+}
+
+int pynccl_watchdog_runs(void) {
+  pthread_mutex_lock(&dog.lock);
+  const int running = dog.running;
+  pthread_mutex_unlock(&dog.lock);
+  return running;
+}
+
+// --- around a call -----------------------------------------------------------------------------------------
+
+static int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count);
+static int pynccl_check_wait(pynccl_watch* w);
+
+// Tell the other ranks what is about to be called.
+static int pynccl_watch_announce(pynccl_comm* comm, const pynccl_call* calls, int count) {
+  return comm->watch->checking ? pynccl_check_say(comm->watch, calls, count) : 0;
+}
+
+static int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {
+  pynccl_watch* w = comm->watch;
+  // In a group that somebody opened in C the counterparts may come later.
+  const int r = w->checking && !pynccl_depth ? pynccl_check_wait(w) : 0;
+  if (r) return r;
+  for (int i = 0; i < count; ++i)
+    if (calls[i].comm == comm) {
+      ++w->calls;
+      w->last_kind = calls[i].kind;
+    }
+  __atomic_store_n(&w->in_call, pynccl_now(), __ATOMIC_RELEASE);
+  return 0;
+}
+
+static void pynccl_watch_end(pynccl_comm* comm) {
+  __atomic_store_n(&comm->watch->in_call, 0, __ATOMIC_RELEASE);
+}
+
+// Calls on a stream that nobody waits for at once.
+static void pynccl_watch_issued(pynccl_comm* comm, uintptr_t stream) {
+  pynccl_watch* w = comm->watch;
+  // In a group that somebody opened in C nothing is on the stream yet.
+  if (!w->timeout || pynccl_depth) return;
+  pthread_mutex_lock(&dog.lock);
+  if (w->listed && w->handle) pynccl_mark(w, stream);
+  pthread_mutex_unlock(&dog.lock);
+}

@@ -1,0 +1,72 @@
+// The control channel among a communicator's ranks, and the one thread of the process that notices ranks
+// which die, stop or do not come. Included behind calls.h and, as it stands, by cffi.
+
+enum pynccl_trouble {
+  PYNCCL_FINE,
+  PYNCCL_RANKS_FAILED,    // died, stopped, or aborted
+  PYNCCL_TIMED_OUT,       // all ranks are there
+  PYNCCL_MISMATCHED,      // the ranks called different things
+  PYNCCL_LIBRARY_FAILED,  // the library reported an error in the background
+  PYNCCL_MOST_RANKS = 256,
+  PYNCCL_MOST_TEXT = 4096,
+  PYNCCL_FRAME_TEXT = 160
+};
+
+// What the watchdog does to the library's communicator in trouble.
+enum pynccl_cure { PYNCCL_CURE_MARK, PYNCCL_CURE_REVOKE, PYNCCL_CURE_ABORT };
+
+// How a rank says goodbye. One that aborts because it knows of trouble is not a cause of it.
+enum pynccl_goodbye { PYNCCL_STAYS, PYNCCL_CLOSES, PYNCCL_ABORTS_TOO, PYNCCL_ABORTS_FIRST };
+
+typedef struct pynccl_verdict {
+  int trouble;
+  int result;  // the library's code
+  int count;
+  int ranks[PYNCCL_MOST_RANKS];
+  char text[PYNCCL_MOST_TEXT];
+} pynccl_verdict;
+
+// What travels over the channel, always whole.
+typedef struct pynccl_frame {
+  uint32_t kind;
+  uint32_t code;
+  uint64_t number;
+  uint64_t words[6];
+  char text[PYNCCL_FRAME_TEXT];
+} pynccl_frame;
+
+typedef struct pynccl_watch pynccl_watch;
+
+// Begin to watch a communicator over one connected socket per rank (-1 for itself, -2 for a rank that
+// is gone; NULL: no channel), which are the watch's from now on. Answers 0 or an errno. The watch lives as
+// long as the communicator.
+// `context` is the CUDA context of its device, 0 where the library is the CPU library or there is no driver.
+int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure,
+                       uintptr_t context);
+// Say goodbye and close the channel; harmless when that was done.
+void pynccl_watch_stop(pynccl_comm* comm, int goodbye);
+// Wait until it is done with what it does in trouble; answers whether the library's communicator is still
+// there.
+int pynccl_watch_settle(pynccl_comm* comm, int64_t wait_ms);
+// Keep the watchdog from the library's communicator; answers whether it is still there to be given back.
+int pynccl_watch_claim(pynccl_comm* comm, int64_t wait_ms);
+// Wait for a verdict and copy it; answers the trouble.
+int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms);
+// Something took too long: find out why. With `condemn` this is the verdict, unless there is one already.
+int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl_verdict* out);
+// Whether there is a channel; and the ranks whose connection ended without a goodbye.
+int pynccl_watch_connected(pynccl_comm* comm);
+int pynccl_watch_dead(pynccl_comm* comm, int* ranks);
+// Short messages between ranks, for recovery: at most PYNCCL_FRAME_TEXT bytes. Receiving answers 0,
+// ETIMEDOUT, or ECONNRESET where that rank is gone.
+int pynccl_watch_send(pynccl_comm* comm, int rank, uint64_t tag, const char* data, size_t size);
+int pynccl_watch_receive(pynccl_comm* comm, int rank, uint64_t tag, char* data, size_t size, int64_t wait_ms);
+// Check mode, for a communicator with a channel: every call waits until the ranks have compared it. The
+// locator writes where the calling program is; with NULL it lets Python handle signals, and answers 1 to stop
+// waiting.
+int pynccl_check_on(pynccl_comm* comm, int on);
+void pynccl_check_locator(int (*locate)(char* text, int size));
+int pynccl_check_other(pynccl_comm* comm, int kind);
+// How many communicators are watched, and whether the watchdog's thread runs.
+int pynccl_watched(void);
+int pynccl_watchdog_runs(void);
