@@ -209,6 +209,7 @@ def _at_address(
             meeting = Round(StoreKeys(store, home.where), "0", rank, size, deadline, lingers=True)
             meeting.when_joined = home.signpost.close
             yield meeting
+        home.wait_until_left()
     finally:
         home.close()
 

@@ -151,6 +151,12 @@ class StoreServer:
         """Return what clients connect to, as host:port."""
         return format_address(self.host, self.port)
 
+    def wait_until_left(self, timeout: float) -> None:
+        """Return when no client is connected any more, or after so many seconds."""
+        deadline = time.monotonic() + timeout
+        while len(self._connections) > len(self._pending) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
     def close(self) -> None:
         """End the thread and every connection; harmless when done twice or in a forked child."""
         if self._pid != os.getpid():

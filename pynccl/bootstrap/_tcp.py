@@ -19,6 +19,7 @@ from pynccl.bootstrap._server import StoreServer
 from pynccl.bootstrap._store import Store, format_address, parse_address
 
 _SIGN = "signpost"
+_LEAVE_SECONDS = 2.0
 
 
 class Place(NamedTuple):
@@ -65,6 +66,11 @@ class Host:
         except BaseException:
             self.close()
             raise
+
+    def wait_until_left(self) -> None:
+        """Give the other ranks the time to read what they still have to know."""
+        if self.server is not None:
+            self.server.wait_until_left(_LEAVE_SECONDS)
 
     def close(self) -> None:
         """Close both."""
