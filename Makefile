@@ -9,7 +9,7 @@ SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*.hpp pynccl/cpu/*.inc) pyncc
 CXX_FILES := $(wildcard pynccl/cpu/*.?pp pynccl/torch/csrc/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) $(filter-out %_api.h,$(HEADERS))
 PYTHON_FILES := pynccl tests tools examples benchmarks
 
-.PHONY: demo build test test-full test-gpu bench lint format generate wheel sanitize cpu-lib clean
+.PHONY: demo build test test-slow test-full test-gpu bench lint format generate wheel sanitize cpu-lib clean
 
 demo: $(VENV)/demo $(VENV)/built
 	$(BIN)/pynccl run -n 4 examples/data_parallel.py --check
@@ -17,10 +17,13 @@ demo: $(VENV)/demo $(VENV)/built
 build: $(VENV)/built
 
 test: $(VENV)/test $(VENV)/built
-	$(BIN)/python -m pytest -m "not gpu and not full"
+	$(BIN)/python -m pytest -m "not gpu and not full and not slow"
+
+test-slow: $(VENV)/test $(VENV)/built
+	$(BIN)/python -m pytest -m "slow and not full and not gpu"
 
 test-full: $(VENV)/test $(VENV)/full $(VENV)/built
-	$(BIN)/python -m pytest -m "(full or not full) and not gpu"
+	$(BIN)/python -m pytest -m "not gpu"
 
 test-gpu: $(VENV)/test $(VENV)/built
 	$(BIN)/python -m pytest -m gpu

@@ -152,6 +152,7 @@ def test_open_mpi(nranks: int) -> None:
     assert ranks_of(run([*open_mpi(nranks), *example()]), nranks) == list(range(nranks))
 
 
+@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.parametrize("nranks", RANKS)
 def test_mpich(mpich: dict[str, str], nranks: int) -> None:
@@ -159,6 +160,7 @@ def test_mpich(mpich: dict[str, str], nranks: int) -> None:
     assert ranks_of(text, nranks) == list(range(nranks))
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_the_wrong_mpirun(mpich: dict[str, str]) -> None:
     """mpi4py with Open MPI under MPICH's mpirun: each rank would be alone, and says so."""
@@ -179,24 +181,28 @@ def test_pynccl_run(nranks: int) -> None:
     assert ranks_of(run([*pynccl_run(nranks), *example()[1:]]), nranks) == list(range(nranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nranks", RANKS)
 @pytest.mark.parametrize("launcher", [deepspeed, slurm])
 def test_variables(launcher: Callable[[int], list[dict[str, str]]], nranks: int) -> None:
     assert ranks_of(run_ranks(example(), launcher(nranks)), nranks) == list(range(nranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nranks", RANKS)
 def test_ray(nranks: int) -> None:
     text = run([*example("ray_actors.py"), "-n", str(nranks)])
     assert ranks_of(text, nranks) == list(range(nranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nranks", RANKS)
 def test_dask(nranks: int) -> None:
     text = run([*example("dask_workers.py"), "-n", str(nranks)])
     assert ranks_of(text, nranks) == list(range(nranks))
 
 
+@pytest.mark.slow
 def test_torchrun_under_mpirun() -> None:
     """Two jobs of torchrun, started by mpirun: RANK counts, and the jobs do not meet."""
     text = run([*open_mpi(2), *torchrun(2), *example()[1:]])

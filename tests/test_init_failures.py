@@ -25,7 +25,7 @@ from test_init_methods import Plain, meet
 
 METHODS = [
     "master",
-    "file",
+    pytest.param("file", marks=pytest.mark.slow),
     *(pytest.param(kind, marks=pytest.mark.full) for kind in ("pynccl run", "tcp", "object")),
 ]
 
@@ -160,7 +160,7 @@ def dies(rank: int, nranks: int, kind: str, where: str, port: int, who: int) -> 
     return fails_in_time(method, 5), time.monotonic() - start
 
 
-@pytest.mark.parametrize("kind", ["pynccl run", "master", "file"])
+@pytest.mark.parametrize("kind", ["pynccl run", "master", pytest.param("file", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_is_killed_while_it_waits(kind: str, who: int, tmp_path: Path) -> None:
     results = testing.run(
@@ -297,7 +297,7 @@ def starts(rank: int, nranks: int, how: str, used_before: bool, port: int) -> No
 
 
 @pytest.mark.parametrize("how", ["spawn", "forkserver", "fork"])
-@pytest.mark.parametrize("used_before", [False, True])
+@pytest.mark.parametrize("used_before", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_start_methods(how: str, used_before: bool) -> None:
     testing.run(1, starts, how, used_before, free_port(), backend="cpu")
 

@@ -267,6 +267,7 @@ def test_versions_decode(code: int, version: tuple[int, int, int]) -> None:
 needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the wheels used here are for x86_64")
 
 
+@pytest.mark.slow
 @needs_x86
 @pytest.mark.network
 @pytest.mark.timeout(600)
@@ -302,6 +303,7 @@ assert supported == [name for name in capi.FUNCTIONS if lib.nccl_api_find(name.e
     assert done.stdout.split("\n")[0] == f"{version} nccl PYNCCL_LIBRARY"
 
 
+@pytest.mark.slow
 @needs_x86
 @pytest.mark.network
 @pytest.mark.timeout(600)
@@ -346,6 +348,7 @@ assert isinstance(caught.value, NotImplementedError)
     )
 
 
+@pytest.mark.slow
 @needs_x86
 @pytest.mark.network
 @pytest.mark.timeout(600)

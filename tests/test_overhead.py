@@ -19,6 +19,8 @@ import pytest
 from conftest import ROOT, Run, clean_environment
 from pynccl import capi
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "benchmarks"
 Load = Callable[[str], ModuleType]
 

@@ -41,6 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_is_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
@@ -62,6 +63,7 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     assert sorted(re.split(r"[<>=! ]", line)[0] for line in required) == ["cffi", "numpy"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_wheel_installed_elsewhere(wheel: Path, tmp_path: Path, run_python: Run) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]

@@ -23,6 +23,8 @@ from pynccl._binding import lib
 from pynccl._build_ffi import NATIVE, forward_source
 from pynccl.testing import RankError, run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 SHRINK, GROW, REVOKE = "ncclCommShrink", "ncclCommGrow", "ncclCommRevoke"
 # What libraries of these ages lack: recovery natively; before 2.29, 2.28 and 2.27.

@@ -25,6 +25,8 @@ from pynccl.bootstrap._auth import Seal, Session
 from pynccl.bootstrap._frames import MAX_SEALED
 from pynccl.bootstrap._store import format_address
 
+pytestmark = pytest.mark.slow
+
 ATTACKER = Path(__file__).with_name("store_attacker.py")
 SECRET = "only the job knows it"
 SERVER = """

@@ -236,6 +236,67 @@ store.barrier("all", 3)
             store.barrier("all", 3, 0.5)
 
 
+WILLS = """
+import os, signal, sys
+from pynccl.bootstrap import Store
+how, address, secret = sys.argv[1:]
+store = Store(address, secret)
+store.will("lost", b"first")
+store.will("lost", b"the " + how.encode())
+print("said", flush=True)
+if how == "interrupted":
+    try:
+        store.get("never")
+    except KeyboardInterrupt:
+        store.add("back", 1)
+        store.get("never")
+if how == "withdrawn":
+    store.withdraw()
+if how == "closed":
+    store.close()
+if how == "forked":
+    child = os.fork()
+    if child == 0:
+        # The will is the parent's: a child that uses the store and dies changes nothing.
+        store.add("child", 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    print("alone", flush=True)
+if how != "exits":
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "exits", "interrupted", "closed", "withdrawn", "forked"])
+def test_wills(how: str) -> None:
+    with StoreServer(secret=SECRET) as server, Store(server.address, SECRET, timeout=10) as store:
+        with python(WILLS, how, server.address, SECRET) as client:
+            assert line(client) == "said"
+            if how == "forked":
+                assert line(client) == "alone"
+            if how == "interrupted":
+                time.sleep(0.2)
+                client.send_signal(signal.SIGINT)
+                store.wait("back")
+            if how not in ("killed", "exits"):
+                with pytest.raises(TimeoutError):
+                    store.get("lost", 1.0)
+        if how in ("closed", "withdrawn"):
+            with pytest.raises(TimeoutError):
+                store.get("lost", 1.0)
+        else:
+            assert store.get("lost", 3) == b"the " + how.encode()
+
+
+def test_a_will_changes_nothing_that_is_set() -> None:
+    with StoreServer(secret=SECRET) as server, Store(server.address, SECRET, timeout=10) as store:
+        with python(WILLS, "killed", server.address, SECRET) as client:
+            assert line(client) == "said"
+            store.set("lost", b"and found")
+        time.sleep(1)
+        assert store.get("lost") == b"and found"
+
+
 # --- Ctrl-C ---
 
 INTERRUPTED = """

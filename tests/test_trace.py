@@ -168,7 +168,14 @@ CASES: list[tuple[Callable[..., None], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("program", "expected"), CASES, ids=[program.__name__ for program, _ in CASES])
+# Every third is a quick test.
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        pytest.param(*case, id=case[0].__name__, marks=pytest.mark.slow if i % 3 else ())
+        for i, case in enumerate(CASES)
+    ],
+)
 def test_in_plain_words(
     run_python: Run, tmp_path: Path, program: Callable[..., None], expected: list[str]
 ) -> None:

@@ -198,7 +198,11 @@ def creates(rank: int, nranks: int, where: str, victim: int, folder: str) -> tup
 @pytest.mark.parametrize(
     ("where", "victim"),
     [
-        pytest.param(where, victim, marks=() if victim in (0, 5) else pytest.mark.full)
+        pytest.param(
+            where,
+            victim,
+            marks=() if victim == 5 else pytest.mark.slow if victim == 0 else pytest.mark.full,
+        )
         for where in ("before the library", "the library's rendezvous", "the channel")
         for victim in range(RANKS)
     ],
