@@ -90,7 +90,7 @@ def _failed(result: int, function: str, comm: int) -> NcclError:
     # First of all: whatever else is called may replace it.
     detail = text(lib.ncclGetLastError(comm))
     meaning = text(lib.ncclGetErrorString(result))
-    cls = error_class(result)
+    cls = error_class(result, detail)
     parts = [
         f"{function}: {result_name(result)}: {meaning}" if meaning else f"{function}: {result_name(result)}"
     ]

@@ -174,6 +174,30 @@ def test_mismatch(name: str) -> None:
     print(results[0][1])
 
 
+def differ_unchecked(rank: int, nranks: int, name: str) -> tuple[str, str]:
+    x = np.ones(1024, np.float32)
+    with pytest.raises(NcclError) as caught, pynccl.init() as comm:
+        if name == "a collective":
+            comm.all_reduce(x if rank else x[:512])
+        elif name == "a message":
+            comm.send(x, 1) if rank == 0 else comm.recv(x[:512], 0)
+        elif rank == 0:
+            comm.all_reduce(x)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a collective", "a message", "an end"])
+def test_the_cpu_library_compares_too(name: str) -> None:
+    """Without check mode; on the ranks that the difference concerns."""
+    results = run(2, differ_unchecked, name, backend="cpu", timeout=40)
+    assert any(kind == "CollectiveMismatchError" for kind, _ in results), results
+    for kind, text in results:
+        if kind == "CollectiveMismatchError":
+            assert "the ranks called different things: " in text and "reported by the CPU library" in text
+        else:
+            assert kind == "NcclRemoteError", results
+
+
 def agree(rank: int, nranks: int, rounds: int) -> bool:
     """Everything that is allowed works as without checks."""
     with pynccl.init(timeout=20) as comm:

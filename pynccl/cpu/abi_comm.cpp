@@ -126,7 +126,8 @@ ncclResult_t run_split(std::shared_ptr<Comm> parent, Child child, int color, int
   for (int q = 0; q < parent->nranks; ++q) {
     SplitBlob theirs;
     if (all[size_t(q)].size() != sizeof theirs)
-      return end_child(child, fail(ncclInvalidUsage, "ncclCommSplit: rank %d called something else", q));
+      return end_child(
+          child, fail(ncclInvalidUsage, "%sncclCommSplit: rank %d called another function", kMismatch, q));
     memcpy(static_cast<void*>(&theirs), all[size_t(q)].data(), sizeof theirs);
     if (theirs.color == color) sorted.push_back({{theirs.key, q}, theirs.info});
   }
@@ -151,8 +152,8 @@ ncclResult_t run_shrink(std::shared_ptr<Comm> parent, Child child, std::set<int>
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (all[i].size() < sizeof(PeerInfo) || all[i].substr(sizeof(PeerInfo)) != list)
       return end_child(
-          child, fail(ncclInvalidUsage, "ncclCommShrink: rank %d excludes ranks [%s], rank %d ranks [%s]",
-                      parent->rank, list.c_str(), ranks[i],
+          child, fail(ncclInvalidUsage, "%sncclCommShrink: rank %d excludes ranks [%s], rank %d ranks [%s]",
+                      kMismatch, parent->rank, list.c_str(), ranks[i],
                       all[i].substr(std::min(all[i].size(), sizeof(PeerInfo))).c_str()));
     members.push_back({ranks[i], {}});
     memcpy(static_cast<void*>(&members.back().second), all[i].data(), sizeof(PeerInfo));
@@ -178,7 +179,8 @@ ncclResult_t run_grow(std::shared_ptr<Comm> parent, Child child, int nranks, con
   for (int q = 0; q < parent->nranks; ++q) {
     GrowBlob theirs;
     if (all[size_t(q)].size() != sizeof theirs)
-      return end_child(child, fail(ncclInvalidUsage, "ncclCommGrow: rank %d called something else", q));
+      return end_child(
+          child, fail(ncclInvalidUsage, "%sncclCommGrow: rank %d called another function", kMismatch, q));
     memcpy(static_cast<void*>(&theirs), all[size_t(q)].data(), sizeof theirs);
     if (theirs.nranks != nranks)
       return end_child(child,

@@ -173,7 +173,7 @@ Step Coll::mismatch(int from) {
     if (p == comm_.rank || p == from || links_[size_t(p)].heard)
       text += (text.back() == ':' ? " rank " : "; rank ") + std::to_string(p) + " called " +
               links_[size_t(p)].header.str();
-  return comm_.fail_with(ncclInvalidUsage, text);
+  return comm_.mismatch(text);
 }
 
 Step Coll::finish_inline() {

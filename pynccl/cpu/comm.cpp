@@ -139,6 +139,8 @@ Step Comm::fail_with(ncclResult_t code, const std::string& text, bool tell) {
   return Step::Failed;
 }
 
+Step Comm::mismatch(const std::string& text) { return fail_with(ncclInvalidUsage, kMismatch + text); }
+
 void Comm::tell_error() {
   ncclResult_t code = error();
   std::string text = error_text();
@@ -260,15 +262,14 @@ ncclResult_t Comm::await_leaving() {
     lock.unlock();
     std::string me = "rank " + std::to_string(rank), them = "rank " + std::to_string(q);
     if (sent != theirs.recvs)
-      fail_with(ncclInvalidUsage, me + " sent " + std::to_string(sent) + " messages to " + them +
-                                      ", which received " + std::to_string(theirs.recvs) +
-                                      " before ncclCommFinalize");
+      mismatch(me + " sent " + std::to_string(sent) + " messages to " + them + ", which received " +
+               std::to_string(theirs.recvs) + " before ncclCommFinalize");
     else if (got != theirs.sends)
-      fail_with(ncclInvalidUsage, them + " sent " + std::to_string(theirs.sends) + " messages to " + me +
-                                      ", which received " + std::to_string(got) + " before ncclCommFinalize");
+      mismatch(them + " sent " + std::to_string(theirs.sends) + " messages to " + me + ", which received " +
+               std::to_string(got) + " before ncclCommFinalize");
     else if (colls_issued != theirs.colls)
-      fail_with(ncclInvalidUsage, me + " issued " + std::to_string(colls_issued) + " collectives, " + them +
-                                      " " + std::to_string(theirs.colls) + " before ncclCommFinalize");
+      mismatch(me + " issued " + std::to_string(colls_issued) + " collectives, " + them + " " +
+               std::to_string(theirs.colls) + " before ncclCommFinalize");
     if (error() != ncclSuccess) return error();
   }
   return ncclSuccess;

@@ -16,6 +16,10 @@
 
 namespace pncpu {
 
+// What a text begins with, at this rank or another, that is about calls which do not fit together: pynccl's
+// Python knows a mismatch by it.
+constexpr char kMismatch[] = "the ranks called different things: ";
+
 // How many calls a rank had issued when it left: what is beyond them will never come.
 struct Leaving {
   uint64_t colls = 0, sends = 0, recvs = 0;
@@ -123,6 +127,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
 
   // Errors: the first one stays.
   Step fail_with(ncclResult_t code, const std::string& text, bool tell = true);
+  Step mismatch(const std::string& text);
   void tell_error();  // to every peer, by name
   // A rank that fails gives its buffers back to the caller, so nobody may write into them any more: a writer
   // says that it writes, then looks whether it may; a failing rank forbids it, then waits for those who

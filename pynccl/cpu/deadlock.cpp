@@ -22,9 +22,8 @@ std::string Comm::waiting_for(const Batch& batch) {
 }
 
 Step Comm::never(int q, const std::string& doing) {
-  return fail_with(ncclInvalidUsage,
-                   "rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
-                       ", which has finalized or destroyed its communicator without a matching call");
+  return mismatch("rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
+                  ", which has finalized or destroyed its communicator without a matching call");
 }
 
 void Comm::look_for_deadlock(const Batch& batch) {
@@ -75,7 +74,7 @@ void Comm::look_for_deadlock(const Batch& batch) {
   }
   lock.unlock();
   suspects_ = suspects;
-  if (confirmed) fail_with(ncclInvalidUsage, text + ": each for calls that the next has not made");
+  if (confirmed) mismatch(text + ": each for calls that the next has not made");
 }
 
 // A way along edges from this rank back to itself.

@@ -118,10 +118,9 @@ Step P2p::match(int p, Lane& lane) {
   if (readable < sizeof lane.header) return Step::Blocked;
   pipe.copy_out(0, &lane.header, sizeof lane.header);
   if (lane.header.count != op.count || lane.header.dtype != uint8_t(op.dtype))
-    return comm_.fail_with(ncclInvalidUsage, "rank " + std::to_string(p) + " sent rank " +
-                                                 std::to_string(comm_.rank) + " " + lane.header.str() +
-                                                 ", which waited in " + header_of(op, 0).str() +
-                                                 ": count and datatype must be equal");
+    return comm_.mismatch("rank " + std::to_string(p) + " sent rank " + std::to_string(comm_.rank) + " " +
+                          lane.header.str() + ", which waited in " + header_of(op, 0).str() +
+                          ": count and datatype must be equal");
   if (readable < sizeof lane.header + lane.header.payload) return Step::Blocked;
   pipe.consume(sizeof lane.header);
   lane.matched = true;
