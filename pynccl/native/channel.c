@@ -167,8 +167,15 @@ static void pynccl_tell_all(pynccl_watch* w, const pynccl_frame* frame) {
   for (int r = 0; r < w->size; ++r) pynccl_send_frame(w, r, frame);
 }
 
+// Counted by who calls, without the lock.
+static uint64_t pynccl_calls(const pynccl_watch* w) { return __atomic_load_n(&w->calls, __ATOMIC_RELAXED); }
+static int pynccl_newest_kind(const pynccl_watch* w) {
+  return __atomic_load_n(&w->last_kind, __ATOMIC_RELAXED);
+}
+
 static void pynccl_beat(pynccl_watch* w) {
-  const pynccl_frame beat = {.kind = FRAME_BEAT, .code = (uint32_t)w->last_kind, .number = w->calls};
+  const pynccl_frame beat = {
+      .kind = FRAME_BEAT, .code = (uint32_t)pynccl_newest_kind(w), .number = pynccl_calls(w)};
   pynccl_tell_all(w, &beat);
 }
 

@@ -111,7 +111,7 @@ static int pynccl_silent(const pynccl_peer* p, int64_t now, int64_t limit) {
 }
 
 static uint64_t pynccl_calls_of(const pynccl_watch* w, int rank) {
-  return rank == w->rank ? w->calls : w->peers[rank].calls;
+  return rank == w->rank ? pynccl_calls(w) : w->peers[rank].calls;
 }
 
 // Say why something took too long: silent ranks, or what every rank has called.
@@ -133,9 +133,9 @@ static int pynccl_explain(pynccl_watch* w, const char* what, pynccl_verdict* v) 
   pynccl_say(v->text, sizeof v->text, "; all ranks respond, and have called:");
   for (int r = 0, end; r < w->size; r = end) {
     const uint64_t calls = pynccl_calls_of(w, r);
-    const int kind = r == w->rank ? w->last_kind : w->peers[r].last_kind;
+    const int kind = r == w->rank ? pynccl_newest_kind(w) : w->peers[r].last_kind;
     for (end = r + 1; end < w->size && pynccl_calls_of(w, end) == calls; ++end)
-      if ((end == w->rank ? w->last_kind : w->peers[end].last_kind) != kind ||
+      if ((end == w->rank ? pynccl_newest_kind(w) : w->peers[end].last_kind) != kind ||
           w->peers[end].goodbye != w->peers[r].goodbye)
         break;
     pynccl_say(v->text, sizeof v->text, end == r + 1 ? "%s rank %d" : "%s ranks %d", r ? "," : "", r);

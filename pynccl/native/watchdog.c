@@ -50,8 +50,8 @@ static void pynccl_look_after(pynccl_watch* w, int64_t now) {
   char what[160] = "";
   const double seconds = (double)w->timeout / 1e9;
   if (inside)
-    pynccl_say(what, sizeof what, "a call of %s did not return within %g s", pynccl_kind_names[w->last_kind],
-               seconds);
+    pynccl_say(what, sizeof what, "a call of %s did not return within %g s",
+               pynccl_kind_names[pynccl_newest_kind(w)], seconds);
   else
     pynccl_say(what, sizeof what, "calls on stream %#lx did not complete within %g s", (unsigned long)stream,
                seconds);
@@ -367,8 +367,8 @@ static int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int c
   if (r) return r;
   for (int i = 0; i < count; ++i)
     if (calls[i].comm == comm) {
-      ++w->calls;
-      w->last_kind = calls[i].kind;
+      __atomic_fetch_add(&w->calls, 1, __ATOMIC_RELAXED);
+      __atomic_store_n(&w->last_kind, calls[i].kind, __ATOMIC_RELAXED);
     }
   __atomic_store_n(&w->in_call, pynccl_now(), __ATOMIC_RELEASE);
   return 0;
