@@ -1,7 +1,7 @@
 """The shared secret: where it comes from, how both sides prove it, and how frames are sealed with it.
 
-Both sides send a nonce, and answer with an HMAC-SHA-256 over both: the secret itself never travels, and
-an answer recorded once is worth nothing later. Keys for the two directions follow from the same nonces. A
+Both sides send a nonce, and answer with keyed BLAKE2b of both: the secret itself never travels, and an
+answer recorded once is worth nothing later. Keys for the two directions follow from the same nonces. A
 frame is masked with SHAKE-256 of key and counter, and then authenticated with keyed BLAKE2b: whoever sits on
 the way can neither read, change, repeat nor insert one. Without a secret only the id of the job is proved,
 and frames are plain.
@@ -14,7 +14,6 @@ import hmac
 import os
 import stat
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from pynccl import capi
 from pynccl._errors import BootstrapError
@@ -22,8 +21,6 @@ from pynccl._errors import BootstrapError
 NONCE = 16
 DIGEST = 32
 TAG = 16
-# Half of it masks, half of it authenticates.
-_SEAL_KEY = 64
 _MOST_BYTES = 1 << 16
 
 
@@ -56,23 +53,35 @@ def _encode(secret: str) -> bytes:
 
 def job_key(secret: str, job: str) -> bytes:
     """Return the key from which all others of a job's store follow."""
-    kind = b"secret" if secret else b"open"
-    return hmac.digest(_encode(secret), b"pynccl store, " + kind + b", job " + _encode(job), "sha256")
+    kind = b"pynccl, secret" if secret else b"pynccl, open"
+    return hashlib.blake2b(_encode(job), key=hashlib.blake2b(_encode(secret)).digest(), person=kind).digest()
 
 
-class Session(NamedTuple):
-    """What only the two sides of one connection know: their proofs, and the keys of each direction."""
+class Session:
+    """What only the two sides of one connection know: their proofs, and the keys of each direction.
 
-    client_proof: bytes
-    server_proof: bytes
-    to_server: bytes
-    to_client: bytes
+    All of it follows from the job's key and both nonces.
+    """
 
-    @classmethod
-    def derive(cls, key: bytes, nonces: bytes) -> Session:
-        """Derive all of it from the job's key and both nonces."""
-        all_keys = hashlib.shake_256(hmac.digest(key, nonces, "sha256")).digest(2 * DIGEST + 2 * _SEAL_KEY)
-        return cls(all_keys[:32], all_keys[32:64], all_keys[64:128], all_keys[128:])
+    __slots__ = ("_key", "_nonces", "client_proof", "server_proof")
+
+    def __init__(self, key: bytes, nonces: bytes) -> None:
+        self._key, self._nonces = key, nonces
+        proofs = self._derive(b"proofs")
+        self.client_proof, self.server_proof = proofs[:DIGEST], proofs[DIGEST:]
+
+    def _derive(self, purpose: bytes) -> bytes:
+        return hashlib.blake2b(self._nonces, key=self._key, person=purpose).digest()
+
+    @property
+    def to_server(self) -> bytes:
+        """Return the key of what the client seals: half of it masks, half of it authenticates."""
+        return self._derive(b"to server")
+
+    @property
+    def to_client(self) -> bytes:
+        """Return the key of what the server seals."""
+        return self._derive(b"to client")
 
 
 class Seal:
