@@ -95,29 +95,26 @@ class Seal:
 
     def close(self, body: bytes) -> bytes:
         """Return the body masked, with its tag."""
-        number = self._next()
-        hidden = self._masked(number, body)
-        return hidden + self._tag(number + hidden)
+        self._count += 1
+        number = self._count.to_bytes(8, "big")
+        hidden = _mixed(body, self._mask + number)
+        return hidden + hashlib.blake2b(number + hidden, digest_size=TAG, key=self._mac).digest()
 
     def open(self, sealed: bytes) -> bytes:
         """Return the body of what `close` made; ValueError when it is anything else."""
-        number = self._next()
-        hidden, tag = sealed[:-TAG], sealed[-TAG:]
-        if not hmac.compare_digest(tag, self._tag(number + hidden)):
-            raise ValueError("a frame that was not sealed with the job's secret")
-        return self._masked(number, hidden)
-
-    def _next(self) -> bytes:
         self._count += 1
-        return self._count.to_bytes(8, "big")
+        number = self._count.to_bytes(8, "big")
+        hidden = sealed[:-TAG]
+        tag = hashlib.blake2b(number + hidden, digest_size=TAG, key=self._mac).digest()
+        if not hmac.compare_digest(sealed[-TAG:], tag):
+            raise ValueError("a frame that was not sealed with the job's secret")
+        return _mixed(hidden, self._mask + number)
 
-    def _tag(self, data: bytes) -> bytes:
-        return hashlib.blake2b(data, digest_size=TAG, key=self._mac).digest()
 
-    def _masked(self, number: bytes, data: bytes) -> bytes:
-        mask = hashlib.shake_256(self._mask + number).digest(len(data))
-        mixed = int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")
-        return mixed.to_bytes(len(data), "little")
+def _mixed(data: bytes, key: bytes) -> bytes:
+    size = len(data)
+    mask = hashlib.shake_256(key).digest(size)
+    return (int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")).to_bytes(size, "little")
 
 
 def encrypt_nccl(secret: str | None = None) -> None:
