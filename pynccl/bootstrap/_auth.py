@@ -2,9 +2,9 @@
 
 Both sides send a nonce, and answer with keyed BLAKE2b of both: the secret itself never travels, and an
 answer recorded once is worth nothing later. Keys for the two directions follow from the same nonces. A
-frame is masked with SHAKE-256 of key and counter, and then authenticated with keyed BLAKE2b: whoever sits on
-the way can neither read, change, repeat nor insert one. Without a secret only the id of the job is proved,
-and frames are plain.
+frame is masked with keyed BLAKE2b of its number (a long one with SHAKE-256), and then authenticated with
+keyed BLAKE2b: whoever sits on the way can neither read, change, repeat nor insert one. Without a secret only
+the id of the job is proved, and frames are plain.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from pynccl._errors import BootstrapError
 NONCE = 16
 DIGEST = 32
 TAG = 16
+# Masks of short frames are BLAKE2b's too: SHAKE-256 is OpenSSL's, whose start takes longer than a rendezvous.
+_BLOCK = 64
+_SHORT = 3 * _BLOCK
 _MOST_BYTES = 1 << 16
 
 
@@ -97,7 +100,7 @@ class Seal:
         """Return the body masked, with its tag."""
         self._count += 1
         number = self._count.to_bytes(8, "big")
-        hidden = _mixed(body, self._mask + number)
+        hidden = _mixed(body, self._mask, number)
         return hidden + hashlib.blake2b(number + hidden, digest_size=TAG, key=self._mac).digest()
 
     def open(self, sealed: bytes) -> bytes:
@@ -108,12 +111,16 @@ class Seal:
         tag = hashlib.blake2b(number + hidden, digest_size=TAG, key=self._mac).digest()
         if not hmac.compare_digest(sealed[-TAG:], tag):
             raise ValueError("a frame that was not sealed with the job's secret")
-        return _mixed(hidden, self._mask + number)
+        return _mixed(hidden, self._mask, number)
 
 
-def _mixed(data: bytes, key: bytes) -> bytes:
+def _mixed(data: bytes, key: bytes, number: bytes) -> bytes:
     size = len(data)
-    mask = hashlib.shake_256(key).digest(size)
+    if size > _SHORT:
+        mask = hashlib.shake_256(key + number).digest(size)
+    else:
+        starts = range(0, size, _BLOCK)
+        mask = b"".join([hashlib.blake2b(number + bytes((at,)), key=key).digest() for at in starts])[:size]
     return (int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")).to_bytes(size, "little")
 
 
