@@ -54,7 +54,7 @@ def pynccl_clients(port: int, mine: int, all_clients: int, leads: bool, secret: 
     clients = [connect() for _ in range(mine)]
     keep.extend(clients)
     for client in clients:
-        client.prove(key, bool(secret), deadline)
+        client.prove(key, bool(secret), deadline, more=True)
     if leads:
         clients[0].ask(request(f.SET, b"id", ID), deadline)
         assert clients[0].answer(deadline)[0] == f.OK

@@ -27,6 +27,7 @@ from _report import number, table
 HELPER = Path(__file__).with_name("_store_peers.py")
 PEERS = ("pynccl", "pynccl, no secret", "torch", "cupyx")
 LIMIT = 30.0
+SETTLE = 0.2
 # torch looks up the names of both ends of every connection for its log; without a name service each takes as
 # long as that is waited for. This makes them numbers, in the C library's function.
 NUMERIC = """
@@ -128,6 +129,8 @@ def measure(row: Row, python: str, env: dict[str, str], processes: int) -> None:
             held.append(Child([python, str(HELPER), "clients", row.peer, *what], env))
         for child in held[1:]:
             child.hear(deadline)
+        # NumPy's threads (OpenBLAS) spin for some 30 ms after the import, longer than 64 clients take.
+        time.sleep(SETTLE)
         start = time.monotonic()
         for child in held[1:]:
             child.tell()
@@ -213,9 +216,10 @@ def main() -> None:
                     print(" | ".join(row.line()), flush=True)
     method = (
         f"Medians of {options.reps} repetitions; {options.processes} processes simulate the clients. The "
-        "time is from the first connection to the end of the last client's barrier; imports come before. "
-        "Memory is what the server's process grew by at most. pynccl's clients take each step together, "
-        "cupyx's have a thread each, torch's go one after another (threads take longer), without torch's "
+        "time is from the first connection to the end of the last client's barrier; imports come before, "
+        "and a moment for the threads that they start to rest. Memory is what the server's process grew by "
+        "at most. pynccl's clients take each step together, cupyx's have a thread each, torch's go one "
+        "after another (threads take longer), without torch's "
         "reverse look-ups of names (an LD_PRELOAD makes its getnameinfo answer numbers)."
     )
     text = document(list(rows.values()), about, method)

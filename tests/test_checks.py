@@ -174,15 +174,22 @@ def test_mismatch(name: str) -> None:
     print(results[0][1])
 
 
-def differ_unchecked(rank: int, nranks: int, name: str) -> tuple[str, str]:
+def calls_unchecked(comm: Communicator, name: str) -> None:
     x = np.ones(1024, np.float32)
-    with pytest.raises(NcclError) as caught, pynccl.init() as comm:
-        if name == "a collective":
-            comm.all_reduce(x if rank else x[:512])
-        elif name == "a message":
-            comm.send(x, 1) if rank == 0 else comm.recv(x[:512], 0)
-        elif rank == 0:
-            comm.all_reduce(x)
+    if name == "a collective":
+        comm.all_reduce(x if comm.rank else x[:512])
+    elif name == "a message":
+        comm.send(x, 1) if comm.rank == 0 else comm.recv(x[:512], 0)
+    elif comm.rank == 0:
+        comm.all_reduce(x)
+    comm.finalize()
+
+
+def differ_unchecked(rank: int, nranks: int, name: str) -> tuple[str, str]:
+    comm = pynccl.init()
+    with pytest.raises(NcclError) as caught:
+        calls_unchecked(comm, name)
+    comm.abort()
     return type(caught.value).__name__, str(caught.value)
 
 

@@ -23,7 +23,7 @@ from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store, StoreServer
 from pynccl.bootstrap._auth import Seal, Session
 from pynccl.bootstrap._frames import MAX_SEALED
-from pynccl.bootstrap._store import format_address
+from pynccl.bootstrap._store import PromptStore, format_address
 
 pytestmark = pytest.mark.slow
 
@@ -156,6 +156,17 @@ def test_the_silent_are_sent_away(server: StoreServer, store: Store, monkeypatch
     store.set("key", b"value")
 
 
+def test_a_proof_that_waits_for_a_request_comes_alone_in_the_end(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pynccl.bootstrap._server._HELLO_SECONDS", 1.0)
+    with PromptStore(server.address, SECRET, timeout=5) as store:
+        connection = store._connection
+        time.sleep(1.5)
+        store.set("key", b"value")
+        assert store._connection is connection
+
+
 @pytest.mark.parametrize(
     "frame",
     [
@@ -269,14 +280,14 @@ def test_who_sits_on_the_way_changes_nothing(server: StoreServer, store: Store) 
 
 
 def test_seals_break() -> None:
-    session = Session.derive(b"key", b"nonces")
+    session = Session(b"key", b"nonces")
     ours, theirs = Seal(session.to_server), Seal(session.to_server)
     sealed = [ours.close(body) for body in (b"a", b"a", b"\0" * 300)]
     assert sealed[0] != sealed[1]
     assert [theirs.open(frame) for frame in sealed] == [b"a", b"a", b"\0" * 300]
     others = [
-        Session.derive(b"another", b"nonces").to_server,
-        Session.derive(b"key", b"other nonces").to_server,
+        Session(b"another", b"nonces").to_server,
+        Session(b"key", b"other nonces").to_server,
         session.to_client,
     ]
     for key in others:
@@ -285,6 +296,16 @@ def test_seals_break() -> None:
     for frame in (sealed[1], sealed[0][:-1], sealed[0] + b"\0", b"", bytes(16)):
         with pytest.raises(ValueError, match="not sealed with the job's secret"):
             Seal(session.to_server).open(frame)
+
+
+@pytest.mark.parametrize("size", [0, 1, 64, 65, 192, 193, 1000])
+def test_masks_do_not_repeat(size: int) -> None:
+    key = Session(bytes(32), b"nonces").to_client
+    ours, theirs = Seal(key), Seal(key)
+    hidden = [ours.close(bytes(size)) for _ in range(2)]
+    assert [theirs.open(frame) for frame in hidden] == [bytes(size)] * 2
+    parts = [frame[:size][at : at + 8] for frame in hidden for at in range(0, size - 7, 8)]
+    assert len(set(parts)) == len(parts)
 
 
 # --- impostors ---

@@ -1,10 +1,10 @@
 """The shared secret: where it comes from, how both sides prove it, and how frames are sealed with it.
 
-Both sides send a nonce, and answer with an HMAC-SHA-256 over both: the secret itself never travels, and
-an answer recorded once is worth nothing later. Keys for the two directions follow from the same nonces. A
-frame is masked with SHAKE-256 of key and counter, and then authenticated with keyed BLAKE2b: whoever sits on
-the way can neither read, change, repeat nor insert one. Without a secret only the id of the job is proved,
-and frames are plain.
+Both sides send a nonce, and answer with keyed BLAKE2b of both: the secret itself never travels, and an
+answer recorded once is worth nothing later. Keys for the two directions follow from the same nonces. A
+frame is masked with keyed BLAKE2b of its number (a long one with SHAKE-256), and then authenticated with
+keyed BLAKE2b: whoever sits on the way can neither read, change, repeat nor insert one. Without a secret only
+the id of the job is proved, and frames are plain.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hmac
 import os
 import stat
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from pynccl import capi
 from pynccl._errors import BootstrapError
@@ -22,8 +21,9 @@ from pynccl._errors import BootstrapError
 NONCE = 16
 DIGEST = 32
 TAG = 16
-# Half of it masks, half of it authenticates.
-_SEAL_KEY = 64
+# Masks of short frames are BLAKE2b's too: SHAKE-256 is OpenSSL's, whose start takes longer than a rendezvous.
+_BLOCK = 64
+_SHORT = 3 * _BLOCK
 _MOST_BYTES = 1 << 16
 
 
@@ -56,23 +56,35 @@ def _encode(secret: str) -> bytes:
 
 def job_key(secret: str, job: str) -> bytes:
     """Return the key from which all others of a job's store follow."""
-    kind = b"secret" if secret else b"open"
-    return hmac.digest(_encode(secret), b"pynccl store, " + kind + b", job " + _encode(job), "sha256")
+    kind = b"pynccl, secret" if secret else b"pynccl, open"
+    return hashlib.blake2b(_encode(job), key=hashlib.blake2b(_encode(secret)).digest(), person=kind).digest()
 
 
-class Session(NamedTuple):
-    """What only the two sides of one connection know: their proofs, and the keys of each direction."""
+class Session:
+    """What only the two sides of one connection know: their proofs, and the keys of each direction.
 
-    client_proof: bytes
-    server_proof: bytes
-    to_server: bytes
-    to_client: bytes
+    All of it follows from the job's key and both nonces.
+    """
 
-    @classmethod
-    def derive(cls, key: bytes, nonces: bytes) -> Session:
-        """Derive all of it from the job's key and both nonces."""
-        all_keys = hashlib.shake_256(hmac.digest(key, nonces, "sha256")).digest(2 * DIGEST + 2 * _SEAL_KEY)
-        return cls(all_keys[:32], all_keys[32:64], all_keys[64:128], all_keys[128:])
+    __slots__ = ("_key", "_nonces", "client_proof", "server_proof")
+
+    def __init__(self, key: bytes, nonces: bytes) -> None:
+        self._key, self._nonces = key, nonces
+        proofs = self._derive(b"proofs")
+        self.client_proof, self.server_proof = proofs[:DIGEST], proofs[DIGEST:]
+
+    def _derive(self, purpose: bytes) -> bytes:
+        return hashlib.blake2b(self._nonces, key=self._key, person=purpose).digest()
+
+    @property
+    def to_server(self) -> bytes:
+        """Return the key of what the client seals: half of it masks, half of it authenticates."""
+        return self._derive(b"to server")
+
+    @property
+    def to_client(self) -> bytes:
+        """Return the key of what the server seals."""
+        return self._derive(b"to client")
 
 
 class Seal:
@@ -86,29 +98,30 @@ class Seal:
 
     def close(self, body: bytes) -> bytes:
         """Return the body masked, with its tag."""
-        number = self._next()
-        hidden = self._masked(number, body)
-        return hidden + self._tag(number + hidden)
+        self._count += 1
+        number = self._count.to_bytes(8, "big")
+        hidden = _mixed(body, self._mask, number)
+        return hidden + hashlib.blake2b(number + hidden, digest_size=TAG, key=self._mac).digest()
 
     def open(self, sealed: bytes) -> bytes:
         """Return the body of what `close` made; ValueError when it is anything else."""
-        number = self._next()
-        hidden, tag = sealed[:-TAG], sealed[-TAG:]
-        if not hmac.compare_digest(tag, self._tag(number + hidden)):
-            raise ValueError("a frame that was not sealed with the job's secret")
-        return self._masked(number, hidden)
-
-    def _next(self) -> bytes:
         self._count += 1
-        return self._count.to_bytes(8, "big")
+        number = self._count.to_bytes(8, "big")
+        hidden = sealed[:-TAG]
+        tag = hashlib.blake2b(number + hidden, digest_size=TAG, key=self._mac).digest()
+        if not hmac.compare_digest(sealed[-TAG:], tag):
+            raise ValueError("a frame that was not sealed with the job's secret")
+        return _mixed(hidden, self._mask, number)
 
-    def _tag(self, data: bytes) -> bytes:
-        return hashlib.blake2b(data, digest_size=TAG, key=self._mac).digest()
 
-    def _masked(self, number: bytes, data: bytes) -> bytes:
-        mask = hashlib.shake_256(self._mask + number).digest(len(data))
-        mixed = int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")
-        return mixed.to_bytes(len(data), "little")
+def _mixed(data: bytes, key: bytes, number: bytes) -> bytes:
+    size = len(data)
+    if size > _SHORT:
+        mask = hashlib.shake_256(key + number).digest(size)
+    else:
+        starts = range(0, size, _BLOCK)
+        mask = b"".join([hashlib.blake2b(number + bytes((at,)), key=key).digest() for at in starts])[:size]
+    return (int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")).to_bytes(size, "little")
 
 
 def encrypt_nccl(secret: str | None = None) -> None:

@@ -317,7 +317,7 @@ class StoreServer:
             if len(got) < f.CLIENT_HELLO:
                 return False
             nonce = secrets.token_bytes(NONCE)
-            connection.session = Session.derive(self._key, bytes(got[len(f.HELLO) : f.CLIENT_HELLO]) + nonce)
+            connection.session = Session(self._key, bytes(got[len(f.HELLO) : f.CLIENT_HELLO]) + nonce)
             del got[: f.CLIENT_HELLO]
             proof = connection.session.server_proof
             connection.sock.send(f.HELLO + bytes([bool(self.secret)]) + nonce + proof)

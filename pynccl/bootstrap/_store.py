@@ -34,6 +34,8 @@ _CLOSE_SECONDS = 1.0
 _MOST_NAMED = 8
 # A send of so many bytes never blocks: the one before it has been answered.
 _FITS = 2048
+# A limit of so many seconds is exact.
+_SHORT = 0.05
 # What no later attempt to connect can change.
 _HOPELESS = (errno.EMFILE, errno.ENFILE, errno.EAFNOSUPPORT, errno.EACCES, errno.EPERM, errno.EINVAL)
 
@@ -63,8 +65,11 @@ class Connection:
         self._limit = 0.0
         sock.sendall(f.HELLO + self._nonce)
 
-    def prove(self, key: bytes, has_secret: bool, deadline: float) -> None:
-        """See whether the server has the key, and prove that this side has it."""
+    def prove(self, key: bytes, has_secret: bool, deadline: float, *, more: bool = False) -> None:
+        """See whether the server has the key, and prove that this side has it.
+
+        With `more` the proof goes out together with a request that follows at once.
+        """
         hello = b""
         while len(hello) < f.SERVER_HELLO:
             hello += self._receive(f.SERVER_HELLO - len(hello), deadline)
@@ -76,11 +81,12 @@ class Connection:
                 if has_secret
                 else "it wants a secret, and this process has none; set PYNCCL_SECRET"
             )
-        session = Session.derive(key, self._nonce + hello[-NONCE - DIGEST : -DIGEST])
+        session = Session(key, self._nonce + hello[-NONCE - DIGEST : -DIGEST])
         if not hmac.compare_digest(hello[-DIGEST:], session.server_proof):
             what = "the secret (PYNCCL_SECRET) or the id of the job" if has_secret else "the id of the job"
             raise BootstrapError(f"{what} is not the store's")
-        self.sock.sendall(session.client_proof)
+        # The kernel waits 200 ms at most for what should follow.
+        self.sock.sendall(session.client_proof, socket.MSG_MORE if more else 0)
         if has_secret:
             self._outgoing, self._incoming = Seal(session.to_server), Seal(session.to_client)
 
@@ -112,25 +118,24 @@ class Connection:
     def _receive(self, most: int, deadline: float) -> bytes:
         """Return the bytes that come next, at least one."""
         while True:
-            left = self._bound(deadline)
+            self._bound(deadline)
             try:
                 data = self.sock.recv(most)
             except BlockingIOError as error:
-                # The limit may have been an earlier request's.
-                if left > self._limit:
+                # The limit is earlier than the deadline.
+                if time.monotonic() < deadline:
                     continue
                 raise _Silent("it did not answer in time") from error
             if not data:
                 raise ConnectionError("the connection was closed")
             return data
 
-    def _bound(self, deadline: float) -> float:
-        """Have the next answer fail at the deadline, or earlier; return the seconds until then."""
+    def _bound(self, deadline: float) -> None:
+        """Have the next answer fail at the deadline, or earlier: so one limit serves many requests."""
         left = _left(deadline)
         if not left / 2 <= self._limit <= left:
-            self._limit = left
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left))
-        return left
+            self._limit = left if left < _SHORT else left * 0.75
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(self._limit))
 
 
 class Store:
@@ -139,6 +144,9 @@ class Store:
     The secret is by default PYNCCL_SECRET's, "" means none; it and `job` have to be the server's. Threads may
     share a store, but each call waits for the others'. A forked child gets a connection of its own.
     """
+
+    # Whether the first request follows at once, so that the proof may wait for it.
+    _prompt = False
 
     def __init__(
         self, address: str, secret: str | None = None, *, job: str | None = None, timeout: float = 300.0
@@ -152,7 +160,7 @@ class Store:
         self._met = False
         self._name = secrets.token_bytes(f.IDENTITY)
         self._will: tuple[str, bytes] | None = None
-        self._connection: Connection | None = self._connect(self.timeout)
+        self._connection: Connection | None = self._connect(self.timeout, more=self._prompt)
         self._met = True
 
     def set(self, key: str, value: bytes, timeout: float | None = None) -> None:
@@ -271,7 +279,7 @@ class Store:
         whole = False
         try:
             if self._connection is None:
-                self._connection = self._connect(_left(deadline))
+                self._connection = self._connect(_left(deadline), more=True)
                 if self._will is not None:
                     key, value = self._will
                     self._until_accepted(self._connection, _frame(f.WILL, key, self._name + value), deadline)
@@ -298,16 +306,16 @@ class Store:
                     raise
             self._disconnect()
             # Where it is the server that has gone, this fails.
-            connection = self._connection = self._attempt(deadline)
+            connection = self._connection = self._attempt(deadline, more=True)
 
-    def _connect(self, timeout: float) -> Connection:
+    def _connect(self, timeout: float, *, more: bool) -> Connection:
         """Connect and prove the secret to each other, trying again as long as nobody listens yet."""
         start = time.monotonic()
         deadline = start + timeout
         delay = 0.01
         while True:
             try:
-                return self._attempt(deadline)
+                return self._attempt(deadline, more=more)
             except BootstrapError as error:
                 raise BootstrapError(
                     f"the store at {self.address} did not accept this process: {error}"
@@ -324,7 +332,7 @@ class Store:
             time.sleep(min(delay, _left(deadline)))
             delay = min(2 * delay, 0.5)
 
-    def _attempt(self, deadline: float) -> Connection:
+    def _attempt(self, deadline: float, *, more: bool) -> Connection:
         addresses = resolve(*self._where, _left(deadline))
         for index, (family, where) in enumerate(addresses):
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -333,13 +341,19 @@ class Store:
                 sock.settimeout(_left(deadline) / (len(addresses) - index))
                 sock.connect(where)
                 connection = Connection(sock, deadline)
-                connection.prove(self._key, self._has_secret, deadline)
+                connection.prove(self._key, self._has_secret, deadline, more=more)
                 return connection
             except BaseException as error:
                 sock.close()
                 if not isinstance(error, OSError) or index == len(addresses) - 1:
                     raise
         raise AssertionError("a name without addresses")
+
+
+class PromptStore(Store):
+    """A store for who asks something as soon as it is there: its proof and first request go out as one."""
+
+    _prompt = True
 
 
 def _frame(op: int, key: str, argument: bytes) -> bytes:

@@ -16,7 +16,7 @@ from pynccl._errors import BootstrapError
 from pynccl.bootstrap._address import is_loopback, resolve
 from pynccl.bootstrap._auth import read_secret
 from pynccl.bootstrap._server import StoreServer
-from pynccl.bootstrap._store import Store, format_address, parse_address
+from pynccl.bootstrap._store import PromptStore, Store, format_address, parse_address
 
 _SIGN = "signpost"
 _LEAVE_SECONDS = 2.0
@@ -37,7 +37,7 @@ def left(deadline: float) -> float:
 def connect(place: Place, deadline: float, rank: int, size: int, what: str = "did not meet rank 0") -> Store:
     """Connect to a store; its absence is in most cases rank 0's."""
     try:
-        return Store(place.address, place.secret, timeout=left(deadline))
+        return PromptStore(place.address, place.secret, timeout=left(deadline))
     except BootstrapError as error:
         raise BootstrapError(f"rank {rank} of {size} {what}: {error}") from error
 
@@ -61,7 +61,7 @@ class Host:
             self.server = _listen(host, 0, secret or secrets.token_hex(16), deadline)
             self.place = Place(self.server.address, self.server.secret)
             self.where = f"{self.signpost.address}{_loopback_note(host, deadline)}"
-            with Store(self.signpost.address, secret, timeout=left(deadline)) as store:
+            with PromptStore(self.signpost.address, secret, timeout=left(deadline)) as store:
                 store.set(_SIGN, json.dumps([job, *self.place]).encode())
         except BaseException:
             self.close()
