@@ -170,6 +170,7 @@ class Gloo(Peer):
 
     module = "torch"
     environment: ClassVar[dict[str, str]] = {"GLOO_SOCKET_IFNAME": "lo"}
+    backend = "gloo"
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +184,7 @@ class Gloo(Peer):
     def connect(self, token: bytes) -> None:
         if self.rank:
             self.store = self.dist.TCPStore("127.0.0.1", int(token), self.size, False, wait_for_workers=False)
-        self.dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size)
+        self.dist.init_process_group(self.backend, store=self.store, rank=self.rank, world_size=self.size)
 
     def barrier(self) -> None:
         self.dist.barrier()
@@ -213,9 +214,21 @@ class Gloo(Peer):
         self.dist.destroy_process_group()
 
 
+class TorchPynccl(Gloo):
+    """torch.distributed's pynccl backend, called exactly as Gloo is."""
+
+    environment: ClassVar[dict[str, str]] = {"PYNCCL_LIBRARY": "cpu"}
+    backend = "pynccl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        importlib.import_module("pynccl.torch")
+
+
 PEERS: dict[str, type[Peer]] = {
     "pynccl": Pynccl,
     "pynccl-staged": PyncclStaged,
     "openmpi": OpenMPI,
     "gloo": Gloo,
+    "torch-pynccl": TorchPynccl,
 }
