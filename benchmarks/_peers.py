@@ -15,6 +15,7 @@ Array = npt.NDArray[np.float32]
 Call = Callable[[], object]
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
+DDP_STEP, DDP_BYTES = "DDP step", 4 * (64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10)
 
 
 class Peer:
@@ -205,7 +206,23 @@ class Gloo(Peer):
             "broadcast": lambda: dist.broadcast(target, 0),
             "send_recv": send_recv,
         }
-        return calls[op]
+        return self.ddp_step() if op == DDP_STEP else calls[op]
+
+    def ddp_step(self) -> Call:
+        """Return a training step of a small model: its gradients are DDP_BYTES."""
+        torch, nn = self.torch, self.torch.nn
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        parallel = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(self.rank))
+
+        def call() -> None:
+            optimizer.zero_grad()
+            parallel(x).square().mean().backward()
+            optimizer.step()
+
+        return call
 
     def versions(self) -> dict[str, str]:
         return {**super().versions(), "torch": self.torch.__version__}

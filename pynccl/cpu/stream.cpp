@@ -24,8 +24,8 @@ int64_t until(Deadline deadline, int64_t most) {
 }
 
 // Whether other programs want the cores. Then looking for news costs a waiter its time slice, milliseconds
-// each time, and sleeping does not: whoever is woken is run soon. One core for each rank is assumed free, so
-// a look that took long was interrupted; after a while, ever longer, it is tried again.
+// each time, and sleeping does not: whoever is woken is run soon. A look that took long was interrupted;
+// after a while, ever longer, looking is tried again.
 class Crowd {
  public:
   bool here(Clock::time_point now) const { return ns(now) < until_.load(std::memory_order_relaxed); }
@@ -45,7 +45,6 @@ class Crowd {
   std::atomic<int64_t> until_{0}, pause_{kShortest};
 };
 Crowd g_crowd;
-constexpr auto kInterrupted = std::chrono::milliseconds(1);
 
 // Serialises issuing, so that every rank's streams and communicators see the groups of a process in one
 // order.
@@ -97,14 +96,15 @@ bool Launch::spin_for_news(const std::vector<uint32_t>& seen) {
   for (Batch& b : batches) least = least.with(b.comm->patience());
   Deadline start = Clock::now(), spin = start + std::chrono::nanoseconds(least.spin_ns),
            yield = start + std::chrono::nanoseconds(least.yield_ns), before = start;
-  if (least.adapts && g_crowd.here(start)) return false;
+  if (least.interrupted_ns && g_crowd.here(start)) return false;
   for (int i = 1;; ++i) {
     for (size_t k = 0; k < batches.size(); ++k)
       if (batches[k].comm->bell().look() != seen[k]) return true;
     cpu_pause();
     if (i % 32) continue;
     Deadline now = Clock::now();
-    if (least.adapts && now - before > kInterrupted) return g_crowd.noticed(now), false;
+    if (least.interrupted_ns && now - before > std::chrono::nanoseconds(least.interrupted_ns))
+      return g_crowd.noticed(now), false;
     before = now;
     if (now < spin) continue;
     if (now >= yield) return false;
