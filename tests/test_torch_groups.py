@@ -258,8 +258,17 @@ def test_several_ranks_compile_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["_pynccl_torch.so", "lock"]
 
 
-def test_without_a_compiler(tmp_path: Path) -> None:
-    env = clean_environment() | {"PATH": "", "PYNCCL_CACHE": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"PATH": ""}, "there is no C++ compiler 'g++' on PATH; install g++"),
+        ({"CXX": "false"}, f"compiling pynccl.torch against torch {torch.__version__} failed"),
+        ({"PYNCCL_CACHE": "/dev/null"}, "keeps what it compiles in /dev/null/torch-"),
+    ],
+    ids=["missing", "failing", "nowhere to put it"],
+)
+def test_what_cannot_be_compiled(tmp_path: Path, settings: dict[str, str], message: str) -> None:
+    env = clean_environment() | {"PYNCCL_CACHE": str(tmp_path)} | settings
     root = str(Path(__file__).resolve().parent.parent)
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import pynccl.torch", root],
@@ -269,4 +278,4 @@ def test_without_a_compiler(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode != 0
-    assert "there is no C++ compiler 'g++' on PATH; install g++" in done.stderr
+    assert message in done.stderr
