@@ -11,8 +11,8 @@ import pytest
 
 from conftest import ROOT, clean_environment
 
-# Each rank imports torch, and the first test compiles the backend.
-pytestmark = [pytest.mark.full, pytest.mark.timeout(150)]
+# Each rank imports torch.
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.full, pytest.mark.timeout(150)]
 
 MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 

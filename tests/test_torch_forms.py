@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from test_torch import Op, on_ranks, same, values
 
-# Each rank imports torch, and the first test compiles the backend.
-pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+# Each rank imports torch.
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(240)]
 
 
 def averages(rank: int, size: int, gloo: Any, ours: Any) -> None:
@@ -47,6 +47,7 @@ def averages(rank: int, size: int, gloo: Any, ours: Any) -> None:
     same([out], [torch.stack(flags).all(0)[rank]], "bool reduce_scatter")
 
 
+@pytest.mark.full
 def test_averages_complex_and_bool(tmp_path: Path) -> None:
     on_ranks(3, averages, tmp_path)
 
@@ -80,6 +81,7 @@ def coalesced(rank: int, size: int, gloo: Any, ours: Any) -> None:
     same(waited, [order.repeat_interleave(n) for n in (1, 4)], "functional all_gather")
 
 
+@pytest.mark.full
 def test_coalesced_forms(tmp_path: Path) -> None:
     on_ranks(3, coalesced, tmp_path)
 
@@ -112,6 +114,7 @@ def crossed(rank: int, size: int, gloo: Any, ours: Any) -> None:
     assert len(done) == 150
 
 
+@pytest.mark.full
 def test_groups_in_different_orders_do_not_block_each_other(tmp_path: Path) -> None:
     on_ranks(3, crossed, tmp_path)
 
@@ -130,6 +133,7 @@ def split(rank: int, size: int, gloo: Any, ours: Any) -> float | None:
     return value
 
 
+@pytest.mark.full
 def test_split_groups(tmp_path: Path) -> None:
     assert on_ranks(3, split, tmp_path) == [2.0, 1.0, 2.0]
 
