@@ -279,8 +279,9 @@ void Stream::work() {
   name_this_thread("pynccl-stream");
   int idle_ticks = 0;
   int64_t grace_ns = kLeastGraceNs;
-  while (!stop_.load()) {
+  for (;;) {
     uint32_t arrivals = arrivals_.look(), stopping = stopping_.look();
+    if (stop_.load()) return;  // after the looks: a ring in between is not missed
     uint64_t done = completed_.load(), all = enqueued_.load();
     if (done == all) {
       if (++idle_ticks < kIdleTicks)
