@@ -15,6 +15,7 @@ Array = npt.NDArray[np.float32]
 Call = Callable[[], object]
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
+DDP_STEP, DDP_BYTES = "DDP step", 4 * (64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10)
 
 
 class Peer:
@@ -170,6 +171,7 @@ class Gloo(Peer):
 
     module = "torch"
     environment: ClassVar[dict[str, str]] = {"GLOO_SOCKET_IFNAME": "lo"}
+    backend = "gloo"
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +185,7 @@ class Gloo(Peer):
     def connect(self, token: bytes) -> None:
         if self.rank:
             self.store = self.dist.TCPStore("127.0.0.1", int(token), self.size, False, wait_for_workers=False)
-        self.dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size)
+        self.dist.init_process_group(self.backend, store=self.store, rank=self.rank, world_size=self.size)
 
     def barrier(self) -> None:
         self.dist.barrier()
@@ -204,7 +206,23 @@ class Gloo(Peer):
             "broadcast": lambda: dist.broadcast(target, 0),
             "send_recv": send_recv,
         }
-        return calls[op]
+        return self.ddp_step() if op == DDP_STEP else calls[op]
+
+    def ddp_step(self) -> Call:
+        """Return a training step of a small model: its gradients are DDP_BYTES."""
+        torch, nn = self.torch, self.torch.nn
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        parallel = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(self.rank))
+
+        def call() -> None:
+            optimizer.zero_grad()
+            parallel(x).square().mean().backward()
+            optimizer.step()
+
+        return call
 
     def versions(self) -> dict[str, str]:
         return {**super().versions(), "torch": self.torch.__version__}
@@ -213,9 +231,21 @@ class Gloo(Peer):
         self.dist.destroy_process_group()
 
 
+class TorchPynccl(Gloo):
+    """torch.distributed's pynccl backend, called exactly as Gloo is."""
+
+    environment: ClassVar[dict[str, str]] = {"PYNCCL_LIBRARY": "cpu"}
+    backend = "pynccl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        importlib.import_module("pynccl.torch")
+
+
 PEERS: dict[str, type[Peer]] = {
     "pynccl": Pynccl,
     "pynccl-staged": PyncclStaged,
     "openmpi": OpenMPI,
     "gloo": Gloo,
+    "torch-pynccl": TorchPynccl,
 }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-OURS = ("pynccl", "pynccl-staged")
+OURS = ("pynccl", "pynccl-staged", "torch-pynccl")
 THEIRS = ("openmpi", "gloo")
 
 
@@ -149,15 +152,20 @@ def times(rows: Sequence[Row], peers: Sequence[str]) -> str:
     return table(header, ([size_text(row.nbytes), *(cell(row, peer) for peer in peers)] for row in rows))
 
 
-def document(rows: Sequence[Row], peers: Sequence[str], about: dict[str, dict[str, str]]) -> str:
+def document(
+    title: str,
+    rows: Sequence[Row],
+    peers: Sequence[str],
+    about: dict[str, dict[str, str]],
+    verdicts: Sequence[Target],
+) -> str:
     """Write the whole report."""
-    parts = ["# Collectives: bus bandwidth and time per call"]
-    for title, facts in about.items():
-        parts += [f"## {title}", "\n".join(f"- {name}: {value}" for name, value in facts.items())]
-    verdicts = targets(rows)
-    if "pynccl" in peers and verdicts:
+    parts = [f"# {title}"]
+    for heading, facts in about.items():
+        parts += [f"## {heading}", "\n".join(f"- {name}: {value}" for name, value in facts.items())]
+    if verdicts:
         count = sum(target.verdict == "met" for target in verdicts)
-        header = ["all_reduce", "ranks", "size", "needed", "reached", "verdict"]
+        header = ["target", "ranks", "size", "needed", "reached", "verdict"]
         parts += [f"## Targets: {count} of {len(verdicts)} met", table(header, (t.line() for t in verdicts))]
     parts.append("Ratios are of median bandwidths, with (least–most) of the ratios within one repetition.")
     for op, ranks in dict.fromkeys((row.op, row.ranks) for row in rows):
@@ -165,3 +173,22 @@ def document(rows: Sequence[Row], peers: Sequence[str], about: dict[str, dict[st
         parts += [f"## {op}, {ranks} ranks", "Bus bandwidth and ratios:", bandwidths(some, peers)]
         parts += ["Time per call, median (least–most):", times(some, peers)]
     return "\n\n".join(parts) + "\n"
+
+
+def write(
+    path: Path,
+    title: str,
+    rows: Sequence[Row],
+    peers: Sequence[str],
+    about: dict[str, dict[str, str]],
+    verdicts: Sequence[Target],
+) -> None:
+    """Print the report and write it, as Markdown and JSON."""
+    text = document(title, rows, peers, about, verdicts)
+    judged = [{**vars(target), "verdict": target.verdict} for target in verdicts]
+    data = {"about": about, "rows": [row.record() for row in rows], "targets": judged}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".md").write_text(text)
+    path.with_suffix(".json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    print(text)
+    print(f"written: {path.name}.md and {path.name}.json in {path.parent}", file=sys.stderr)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,10 +17,11 @@ from types import FrameType
 from _group import Group, PeerError, mpirun
 from _machine import Meter, describe, openmpi_transport
 from _peers import OPS, PEERS
-from _report import Row, document, number, size_text, targets
+from _report import Row, number, size_text, targets, write
 
 FULL = ("8", "64", "1K", "8K", "64K", "256K", "1M", "4M", "16M", "64M")
 SHORT = ("1K", "64K", "1M", "16M", "64M")
+DEFAULT_PEERS = ("pynccl", "pynccl-staged", "openmpi", "gloo")
 QUICK = {"all_reduce": ("8", "64K", "1M", "16M")}
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Collectives of pynccl's CPU library, Open MPI and Gloo.")
     add = parser.add_argument
-    add("--peers", default=",".join(PEERS), help="comma-separated (default: %(default)s)")
+    add("--peers", default=",".join(DEFAULT_PEERS), help="comma-separated (default: %(default)s)")
     add("--ops", default=",".join(OPS), help="comma-separated (default: %(default)s)")
     add("--ranks", default="2,4", help="numbers of processes (default: %(default)s)")
     add("--sizes", help="for every operation, such as 8,64K,1M (default: 8 to 64M, fewer beside all_reduce)")
@@ -162,19 +162,6 @@ def run(options: argparse.Namespace) -> tuple[list[Row], dict[str, dict[str, str
     return rows, about
 
 
-def write(options: argparse.Namespace, rows: list[Row], about: dict[str, dict[str, str]]) -> None:
-    """Print the report and write it, as Markdown and JSON."""
-    text = document(rows, options.peers, about)
-    verdicts = [{**vars(target), "verdict": target.verdict} for target in targets(rows)]
-    data = {"about": about, "rows": [row.record() for row in rows], "targets": verdicts}
-    name = "collectives-quick" if options.quick else "collectives"
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{name}.md").write_text(text)
-    (options.out / f"{name}.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-    print(text)
-    print(f"written: {name}.md and {name}.json in {options.out}", file=sys.stderr)
-
-
 def terminate(signum: int, frame: FrameType | None) -> None:
     """Leave by way of the clean-up on SIGTERM."""
     sys.exit(128 + signum)
@@ -186,7 +173,11 @@ def main() -> None:
     options = arguments()
     require(options.peers)
     try:
-        write(options, *run(options))
+        rows, about = run(options)
+        name = "collectives-quick" if options.quick else "collectives"
+        verdicts = targets(rows) if "pynccl" in options.peers else []
+        title = "Collectives: bus bandwidth and time per call"
+        write(options.out / name, title, rows, options.peers, about, verdicts)
     except PeerError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:

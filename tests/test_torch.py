@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from pynccl import testing
 
-# Each rank imports torch, and the first test compiles the backend.
-pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+# Each rank imports torch.
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(240)]
 
 Op = dist.ReduceOp
 REAL = [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
@@ -123,6 +123,7 @@ def other_reductions(rank: int, size: int, gloo: Any, ours: Any) -> None:
             dist.all_reduce(wrong, op, ours)
 
 
+@pytest.mark.full
 def test_what_gloo_lacks(tmp_path: Path) -> None:
     on_ranks(3, other_reductions, tmp_path)
 
@@ -170,6 +171,7 @@ def moved(rank: int, size: int, gloo: Any, ours: Any) -> int:
     return count
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nranks", [2, 3])
 def test_data_movement_as_gloo(tmp_path: Path, nranks: int) -> None:
     assert on_ranks(nranks, moved, tmp_path) == [45] * nranks
@@ -189,6 +191,7 @@ def uneven(rank: int, size: int, gloo: Any, ours: Any) -> None:
     same(outs, [torch.full((rank + r,), float(10 * r + rank)) for r in range(size)], "all_to_all")
 
 
+@pytest.mark.full
 def test_uneven_sizes(tmp_path: Path) -> None:
     on_ranks(3, uneven, tmp_path)
 
@@ -211,6 +214,7 @@ def scattered(rank: int, size: int, gloo: Any, ours: Any) -> None:
             same([out], [whole[rank]], (dtype, op, "list"))
 
 
+@pytest.mark.full
 def test_reduce_scatter(tmp_path: Path) -> None:
     on_ranks(3, scattered, tmp_path)
 
@@ -280,6 +284,7 @@ def wrong_size(rank: int, size: int, gloo: Any, ours: Any) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_a_message_of_another_size_is_an_error(tmp_path: Path) -> None:
     _, receiver = on_ranks(2, wrong_size, tmp_path)
     assert "16" in receiver and "12" in receiver
@@ -344,5 +349,6 @@ def objects(rank: int, size: int, gloo: Any, ours: Any) -> None:
     dist.barrier(ours)
 
 
+@pytest.mark.full
 def test_objects_and_sparse_tensors(tmp_path: Path) -> None:
     on_ranks(3, objects, tmp_path)

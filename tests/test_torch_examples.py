@@ -11,8 +11,8 @@ import pytest
 
 from conftest import ROOT, clean_environment
 
-# Each rank imports torch, and the first test compiles the backend.
-pytestmark = [pytest.mark.full, pytest.mark.timeout(150)]
+# Each rank imports torch.
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.full, pytest.mark.timeout(150)]
 
 MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -25,8 +25,8 @@ def run(*command: str, **env: str) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-def torchrun(nranks: int, script: str) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nranks)]
+def torchrun(nranks: int, script: str, *options: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nranks), *options]
     return run(*launcher, str(ROOT / "examples" / script))
 
 
@@ -40,6 +40,11 @@ def test_collectives() -> None:
 
 def test_pipeline() -> None:
     assert torchrun(4, "torch_pipeline.py") == [f"rank {r}, stage {r // 2}: 6.0" for r in range(4)]
+
+
+def test_recovery_under_torchrun() -> None:
+    expected = [f"rank {r}, attempt 1: 9" for r in range(3)]
+    assert torchrun(3, "torch_elastic.py", "--max-restarts", "1") == expected
 
 
 def test_discovery_by_the_environment() -> None:

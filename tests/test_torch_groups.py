@@ -20,8 +20,8 @@ import torch.distributed as dist
 from conftest import clean_environment
 from pynccl import testing
 
-# Each rank imports torch, and the first test compiles the backend.
-pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
+# Each rank imports torch.
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(180)]
 
 
 def on_ranks(nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any, **options: Any) -> list[Any]:
@@ -47,6 +47,7 @@ def device_map(rank: int, size: int, store: str, backend: str, expected: str) ->
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("backend", "expected"),
     [("pynccl", "pynccl"), ("cpu:pynccl", "pynccl"), ("cpu:gloo,cuda:pynccl", "gloo")],
@@ -71,6 +72,7 @@ def subgroups(rank: int, size: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_subgroups_and_meshes(tmp_path: Path) -> None:
     on_ranks(4, subgroups, tmp_path)
 
@@ -84,6 +86,7 @@ def again(rank: int, size: int, store: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_groups_made_again(tmp_path: Path) -> None:
     on_ranks(2, again, tmp_path)
 
@@ -131,6 +134,7 @@ def impatient(rank: int, size: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_a_wait_that_timed_out_can_be_repeated(tmp_path: Path) -> None:
     on_ranks(2, impatient, tmp_path)
 
@@ -161,6 +165,7 @@ def aborted(rank: int, size: int, store: str, how: str) -> float:
     return took
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["abort", "destroy", "reversed"])
 def test_ends_in_bounded_time_with_work_pending(tmp_path: Path, how: str) -> None:
     assert max(on_ranks(2, aborted, tmp_path, how)) < 15
@@ -179,6 +184,7 @@ def dying(rank: int, size: int, store: str) -> str:
     return message
 
 
+@pytest.mark.full
 def test_a_dead_rank_is_an_error(tmp_path: Path) -> None:
     first, _ = on_ranks(2, dying, tmp_path, check=False)
     assert "rank 1" in first
@@ -192,6 +198,7 @@ def mismatched(rank: int, size: int, store: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_different_sizes_are_an_error_on_every_rank(tmp_path: Path) -> None:
     assert all("3" in message and "4" in message for message in on_ranks(2, mismatched, tmp_path))
 
@@ -226,6 +233,7 @@ def detailed(rank: int, size: int, store: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_debug_detail(tmp_path: Path) -> None:
     first, _ = on_ranks(2, detailed, tmp_path, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert "collective" in first.lower()
@@ -248,18 +256,30 @@ def interrupted(rank: int, size: int, store: str) -> float:
     return took
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
     assert on_ranks(2, interrupted, tmp_path)[0] < 3
 
 
+@pytest.mark.full
 def test_several_ranks_compile_once(tmp_path: Path) -> None:
     on_ranks(2, again, tmp_path, env={"PYNCCL_CACHE": str(tmp_path / "cache")})
     (folder,) = (tmp_path / "cache").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["_pynccl_torch.so", "lock"]
 
 
-def test_without_a_compiler(tmp_path: Path) -> None:
-    env = clean_environment() | {"PATH": "", "PYNCCL_CACHE": str(tmp_path)}
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"PATH": ""}, "there is no C++ compiler 'g++' on PATH; install g++"),
+        ({"CXX": "false"}, f"compiling pynccl.torch against torch {torch.__version__} failed"),
+        ({"PYNCCL_CACHE": "/dev/null"}, "keeps what it compiles in /dev/null/torch-"),
+    ],
+    ids=["missing", "failing", "nowhere to put it"],
+)
+def test_what_cannot_be_compiled(tmp_path: Path, settings: dict[str, str], message: str) -> None:
+    env = clean_environment() | {"PYNCCL_CACHE": str(tmp_path)} | settings
     root = str(Path(__file__).resolve().parent.parent)
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import pynccl.torch", root],
@@ -269,4 +289,4 @@ def test_without_a_compiler(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode != 0
-    assert "there is no C++ compiler 'g++' on PATH; install g++" in done.stderr
+    assert message in done.stderr

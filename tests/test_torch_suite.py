@@ -107,6 +107,7 @@ def run_suite(backend: str, patterns: list[str]) -> dict[str, dict[str, str]]:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("torch_backend")
 def test_quick_part_of_torchs_suite() -> None:
     outcomes = {backend: run_suite(backend, QUICK) for backend in ("gloo", "pynccl")}
     passed = {b: {t for t, line in o.items() if line["outcome"] == "passed"} for b, o in outcomes.items()}

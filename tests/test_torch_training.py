@@ -14,8 +14,8 @@ from torch import nn
 
 from pynccl import testing
 
-# Each rank imports torch, and the first test compiles the backend.
-pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+# Each rank imports torch.
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.full, pytest.mark.timeout(240)]
 
 Weights = dict[str, torch.Tensor]
 

@@ -83,8 +83,10 @@ struct RedOp {
 // How long a wait looks before it sleeps: alone on its core first, then letting others have the core.
 struct Patience {
   int64_t spin_ns = 0, yield_ns = 0;
+  int64_t interrupted_ns = 0;  // a single look that took longer lost the core to others; 0: not asked
   Patience with(const Patience& o) const {
-    return {std::min(spin_ns, o.spin_ns), std::min(yield_ns, o.yield_ns)};
+    return {std::min(spin_ns, o.spin_ns), std::min(yield_ns, o.yield_ns),
+            std::max(interrupted_ns, o.interrupted_ns)};
   }
 };
 

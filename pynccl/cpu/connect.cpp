@@ -180,6 +180,8 @@ void Comm::choose_patience() {
   int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
   bool room = local_count_ <= cpus;
   patience_.spin_ns = patience_.yield_ns = (us >= 0 ? us : room ? 50 : 0) * 1000;
+  // Where ranks share cores, a yield may well be followed by a peer's work.
+  patience_.interrupted_ns = (us >= 0 ? 0 : room ? 200 : 1000) * 1000;
   underway_patience_ = patience_;
   if (us >= 0) return;
   if (!room) patience_.yield_ns = 20 * 1000;

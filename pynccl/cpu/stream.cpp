@@ -23,6 +23,29 @@ int64_t until(Deadline deadline, int64_t most) {
   return std::max<int64_t>(0, std::min(ns, most));
 }
 
+// Whether other programs want the cores. Then looking for news costs a waiter its time slice, milliseconds
+// each time, and sleeping does not: whoever is woken is run soon. A look that took long was interrupted;
+// after a while, ever longer, looking is tried again.
+class Crowd {
+ public:
+  bool here(Clock::time_point now) const { return ns(now) < until_.load(std::memory_order_relaxed); }
+  void noticed(Clock::time_point now) {
+    int64_t at = ns(now), pause = pause_.load(std::memory_order_relaxed);
+    bool again = at < until_.load(std::memory_order_relaxed) + pause;
+    pause = again ? std::min(2 * pause, kLongest) : kShortest;
+    pause_.store(pause, std::memory_order_relaxed);
+    until_.store(at + pause, std::memory_order_relaxed);
+  }
+
+ private:
+  static int64_t ns(Clock::time_point t) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(t.time_since_epoch()).count();
+  }
+  static constexpr int64_t kShortest = 10 * 1000 * 1000, kLongest = 1000 * 1000 * 1000;
+  std::atomic<int64_t> until_{0}, pause_{kShortest};
+};
+Crowd g_crowd;
+
 // Serialises issuing, so that every rank's streams and communicators see the groups of a process in one
 // order.
 std::mutex g_issue;
@@ -72,13 +95,17 @@ bool Launch::spin_for_news(const std::vector<uint32_t>& seen) {
   Patience least = batches[0].comm->patience();
   for (Batch& b : batches) least = least.with(b.comm->patience());
   Deadline start = Clock::now(), spin = start + std::chrono::nanoseconds(least.spin_ns),
-           yield = start + std::chrono::nanoseconds(least.yield_ns);
+           yield = start + std::chrono::nanoseconds(least.yield_ns), before = start;
+  if (least.interrupted_ns && g_crowd.here(start)) return false;
   for (int i = 1;; ++i) {
     for (size_t k = 0; k < batches.size(); ++k)
       if (batches[k].comm->bell().look() != seen[k]) return true;
     cpu_pause();
     if (i % 32) continue;
     Deadline now = Clock::now();
+    if (least.interrupted_ns && now - before > std::chrono::nanoseconds(least.interrupted_ns))
+      return g_crowd.noticed(now), false;
+    before = now;
     if (now < spin) continue;
     if (now >= yield) return false;
     sched_yield();
@@ -128,7 +155,7 @@ Stream::Stream() = default;
 Stream::~Stream() {
   stop_.store(true);
   arrivals_.ring();
-  completions_.ring();
+  stopping_.ring();
   if (worker_.joinable()) worker_.join();
 }
 
@@ -246,23 +273,25 @@ ncclResult_t Stream::synchronize(Deadline deadline, uint64_t comm_serial) {
 }
 
 // Runs what nobody waits for. A caller that synchronizes at once finds the work still there and runs it
-// itself, which saves two changes of thread; so this thread leaves it alone for a moment.
+// itself, which saves two changes of thread; so this thread leaves it alone for a moment, and nothing wakes
+// it in that moment.
 void Stream::work() {
   name_this_thread("pynccl-stream");
   int idle_ticks = 0;
   int64_t grace_ns = kLeastGraceNs;
-  while (!stop_.load()) {
-    uint32_t arrivals = arrivals_.look(), completions = completions_.look();
+  for (;;) {
+    uint32_t arrivals = arrivals_.look(), stopping = stopping_.look();
+    if (stop_.load()) return;  // after the looks: a ring in between is not missed
     uint64_t done = completed_.load(), all = enqueued_.load();
     if (done == all) {
       if (++idle_ticks < kIdleTicks)
-        completions_.wait(completions, grace_ns);
+        stopping_.wait(stopping, grace_ns);
       else
         arrivals_.wait(arrivals, kSliceNs * 600);
       continue;
     }
     idle_ticks = 0;
-    completions_.wait(completions, grace_ns);
+    stopping_.wait(stopping, grace_ns);
     if (completed_.load() != done || stop_.load()) {
       grace_ns = std::min(2 * grace_ns, kMostGraceNs);
       continue;
