@@ -289,9 +289,9 @@ class Calls:
             )
         return span[1] // self._size
 
-    def _new(self, array: Any, name: str, shape: tuple[int, ...]) -> Any:
+    def _new(self, send: Any, shape: tuple[int, ...]) -> Any:
         """Return a new array for the result, of the sender's kind."""
-        return kind_of(array, name).empty(array, shape)
+        return kind_of(send, "send").empty(send, shape)
 
     def _first_axis(self, array: Any) -> tuple[int, ...]:
         shape = shape_of(array)
@@ -332,25 +332,25 @@ class Calls:
     def _check_all_gather(self, send: Any, recv: Any, root: int) -> Checked:
         source = self._span(send, "send", split=True)
         if recv is None:
-            recv = self._new(send, "send", (self._size, *shape_of(send)))
+            recv = self._new(send, (self._size, *shape_of(send)))
         target = self._output(recv, "recv", split=True)
-        _require_total(source, target, "recv", self._size * _elements(source), "every rank's send")
+        _require_total(source, target, self._size * _elements(source), "every rank's send")
         return source[0], target[0], source[1], source[2], recv
 
     def _check_reduce_scatter(self, send: Any, recv: Any, root: int) -> Checked:
         source = self._span(send, "send", split=True)
         if recv is None:
-            recv = self._new(send, "send", self._first_axis(send))
+            recv = self._new(send, self._first_axis(send))
         count = self._part(source, "send")
         target = self._output(recv, "recv", split=True)
-        _require_total(source, target, "recv", _elements(source) // self._size, "one part of send")
+        _require_total(source, target, _elements(source) // self._size, "one part of send")
         return source[0], target[0], count, source[2], recv
 
     def _check_all_to_all(self, send: Any, recv: Any, root: int) -> Checked:
         source = self._span(send, "send", split=True)
         if recv is None:
             self._first_axis(send)
-            recv = self._new(send, "send", shape_of(send))
+            recv = self._new(send, shape_of(send))
         count = self._part(source, "send")
         target = self._output(recv, "recv", split=True)
         _require_alike(source, target)
@@ -372,7 +372,7 @@ class Calls:
         if recv is None:
             if send is None:
                 raise TypeError("send and recv are None; expected recv, or a send to make it from")
-            recv = self._new(send, "send", self._first_axis(send))
+            recv = self._new(send, self._first_axis(send))
         target = self._output(recv, "recv", split=True)
         return 0, target[0], target[1], target[2], recv
 
@@ -431,16 +431,15 @@ def _require_dtype(send: Span, recv: Span) -> None:
 
 def _require_alike(send: Span, recv: Span) -> None:
     """Refuse an output that differs from the input in dtype, count or order."""
-    _require_total(send, recv, "recv", _elements(send), "as many as send")
+    _require_total(send, recv, _elements(send), "as many as send")
     if (send[4] ^ recv[4]) & FORTRAN:
         orders = ("C", "Fortran") if recv[4] & FORTRAN == 0 else ("Fortran", "C")
         raise ValueError(f"recv is in {orders[0]} order; expected that of send, {orders[1]} order")
 
 
-def _require_total(send: Span, recv: Span, name: str, count: int, why: str) -> None:
+def _require_total(send: Span, recv: Span, count: int, why: str) -> None:
     _require_dtype(send, recv)
-    if _elements(recv) != count:
-        raise ValueError(f"{name} has {_elements(recv)} elements; expected {count}, {why}")
+    require_count(recv, "recv", count, why)
 
 
 def require_count(span: Span, name: str, count: int, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pynccl._binding import ffi, lib
@@ -46,7 +47,7 @@ def enabled() -> bool:
 def start(comm: Communicator) -> None:
     """Have a watched communicator check its calls."""
     if comm.size > 1 and lib.pynccl_check_on(comm._c, 1):
-        lib.pynccl_check_locator(_locate)
+        lib.pynccl_check_locator(_locator())
 
 
 def interrupted() -> BaseException:
@@ -59,7 +60,11 @@ def _stop(kind: Any, error: BaseException, trace: Any) -> int:
     return 1
 
 
-@ffi.callback("int(char*, int)", error=1, onerror=_stop)  # type: ignore[untyped-decorator, unused-ignore]
+@cache
+def _locator() -> Any:
+    return ffi.callback("int(char*, int)", _locate, error=1, onerror=_stop)
+
+
 def _locate(text: Any, size: int) -> int:
     # Being here is enough for Python to handle the signals that have come.
     if not size:

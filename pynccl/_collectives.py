@@ -101,7 +101,7 @@ class Collectives(Calls):
             except (KeyError, TypeError, AttributeError):
                 pass
             if answer is not None:
-                self._after(answer, ALL_REDUCE, self._own_stream, self._waits, (self, send, recv))
+                self._after(answer, ALL_REDUCE, *self._stream(None, send, recv), (self, send, recv))
                 return send if recv is None else recv
         return self._run(ALL_REDUCE, send, recv, op, 0, stream, config)
 

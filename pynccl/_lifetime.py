@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pynccl import capi
 from pynccl._errors import NcclError, NcclTimeoutError
@@ -26,32 +26,53 @@ _SLICE = 0.1
 ABORT_SECONDS = 10.0
 
 
-class _Call:
-    """A blocking call in a thread of its own, so that who waits for it can give up."""
+class Running(Generic[T]):
+    """A blocking call in a thread of its own, since NCCL's cannot be interrupted: who waits can give up.
 
-    def __init__(self, call: Callable[[], Any], if_abandoned: Callable[[Any], object] | None) -> None:
-        self.call, self.if_abandoned = call, if_abandoned
-        self.value: Any = None
-        self.error: BaseException | None = None
+    `if_abandoned` gets the call's value when nobody else will. RuntimeError where no thread can be started.
+    """
+
+    def __init__(
+        self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
+    ) -> None:
+        self._call, self._if_abandoned = call, if_abandoned
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._abandoned = False
+        self._lock = threading.Lock()
         self.done = threading.Event()
-        self.abandoned = False
-        self.lock = threading.Lock()
+        threading.Thread(target=self._work, name=f"pynccl {what}", daemon=True).start()
 
-    def work(self) -> None:
+    def _work(self) -> None:
         try:
-            self.value = self.call()
+            self._value = self._call()
         except BaseException as error:
-            self.error = error
-        with self.lock:
+            self._error = error
+        with self._lock:
             self.done.set()
-        if self.abandoned and self.error is None and self.if_abandoned is not None:
-            self.if_abandoned(self.value)
+        if self._abandoned:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._error is None and self._if_abandoned is not None:
+            self._if_abandoned(cast("T", self._value))
 
     def give_up(self) -> bool:
         """Leave the call to itself; False when it has ended meanwhile."""
-        with self.lock:
-            self.abandoned = not self.done.is_set()
-            return self.abandoned
+        with self._lock:
+            self._abandoned = not self.done.is_set()
+            return self._abandoned
+
+    def abandon(self) -> None:
+        """Leave the call to itself, or drop what it has returned."""
+        if not self.give_up():
+            self._drop()
+
+    def result(self) -> T:
+        """Return what the call has returned, or raise what it has raised."""
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._value)
 
 
 def bounded(
@@ -63,27 +84,23 @@ def bounded(
 ) -> T:
     """Return what a blocking call returns; Ctrl-C and the timeout are noticed while it runs.
 
-    `look` is called now and then, and may raise. The call itself cannot be stopped: `if_abandoned` gets its
-    value when nobody else will.
+    `look` is called now and then, and may raise. `if_abandoned` gets the value when nobody else will.
     """
-    running = _Call(call, if_abandoned)
     try:
-        threading.Thread(target=running.work, name=f"pynccl {what}", daemon=True).start()
+        running = Running(call, what, if_abandoned)
     except RuntimeError:
         # The interpreter is exiting, and starts no thread any more.
         return call()
     try:
         in_time = _wait(running.done, timeout, look)
     except BaseException:
-        running.give_up()
+        running.abandon()
         raise
     if not in_time and running.give_up():
         text = f"{what} took longer than {timeout:g} s"
         dump_because("timeout", text)
         raise NcclTimeoutError(text, function=what)
-    if running.error is not None:
-        raise running.error
-    return running.value  # type: ignore[no-any-return]
+    return running.result()
 
 
 def _wait(done: threading.Event, timeout: float | None, look: Callable[[], object] | None) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pynccl import _cuda, _library, capi
 from pynccl._devices import device_to_use, on_device
 from pynccl._errors import NcclTimeoutError
 from pynccl._recorder import dump_because
 from pynccl._status import IN_PROGRESS, check
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Between two slices Python handles signals; within one, the waiting thread works for the CPU library.
 _SLICE_MS = 100
@@ -84,23 +87,52 @@ def raise_async_error(comm: int) -> int:
     return state
 
 
-class Stream:
+class _Owned:
+    """What was made on the current device, or in the CPU library, and is given back."""
+
+    # How it is made and given back: by the CPU library, by CUDA.
+    _makers: tuple[Callable[[], int], Callable[[], int]]
+    _enders: tuple[Callable[[int], Any], Callable[[int], Any]]
+
+    def __init__(self) -> None:
+        self._cpu = _library.library_info().backend == "cpu"
+        with on_device(device_to_use(None)):
+            self._handle = self._makers[not self._cpu]()
+
+    def _live(self) -> int:
+        if not self._handle:
+            raise ValueError(f"this {type(self).__name__.lower()} was destroyed; expected a live one")
+        return self._handle
+
+    def destroy(self) -> None:
+        """Give it back; harmless when that was done."""
+        handle, self._handle = self._handle, 0
+        if handle:
+            self._enders[not self._cpu](handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        return f"<pynccl.{type(self).__name__} {self._handle:#x}>"
+
+
+class Stream(_Owned):
     """A stream of the current device, or of the CPU library; work on one stream runs in order.
 
     Give it back with `destroy`, or as a context manager: work on it is finished first.
     """
 
-    def __init__(self) -> None:
-        self._cpu = _library.library_info().backend == "cpu"
-        with on_device(device_to_use(None)):
-            self._handle = capi.pyncclCpuStreamCreate() if self._cpu else _cuda.stream_create()
+    _makers = capi.pyncclCpuStreamCreate, _cuda.stream_create
+    _enders = capi.pyncclCpuStreamDestroy, _cuda.stream_destroy
 
     @property
     def handle(self) -> int:
         """The cudaStream_t as an int."""
-        if not self._handle:
-            raise ValueError("this stream was destroyed; expected a live one")
-        return self._handle
+        return self._live()
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
@@ -128,38 +160,17 @@ class Stream:
         else:
             _cuda.stream_wait_event(self.handle, event.handle)
 
-    def destroy(self) -> None:
-        """Give the stream back; harmless when that was done."""
-        handle, self._handle = self._handle, 0
-        if handle and self._cpu:
-            capi.pyncclCpuStreamDestroy(handle)
-        elif handle:
-            _cuda.stream_destroy(handle)
 
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.destroy()
-
-    def __repr__(self) -> str:
-        return f"<pynccl.Stream {self._handle:#x}>"
-
-
-class Event:
+class Event(_Owned):
     """A point in the work of a stream, which others can wait for."""
 
-    def __init__(self) -> None:
-        self._cpu = _library.library_info().backend == "cpu"
-        with on_device(device_to_use(None)):
-            self._handle = capi.pyncclCpuEventCreate() if self._cpu else _cuda.event_create()
+    _makers = capi.pyncclCpuEventCreate, _cuda.event_create
+    _enders = capi.pyncclCpuEventDestroy, _cuda.event_destroy
 
     @property
     def handle(self) -> int:
         """The cudaEvent_t as an int."""
-        if not self._handle:
-            raise ValueError("this event was destroyed; expected a live one")
-        return self._handle
+        return self._live()
 
     def record(self, stream: Any) -> None:
         """Have the event happen when the work that the stream has so far is done."""
@@ -178,23 +189,6 @@ class Event:
         """Wait until the event has happened; NcclTimeoutError after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         _wait_for(lambda: _poll(self.query, deadline), timeout, "Event.synchronize")
-
-    def destroy(self) -> None:
-        """Give the event back; harmless when that was done."""
-        handle, self._handle = self._handle, 0
-        if handle and self._cpu:
-            capi.pyncclCpuEventDestroy(handle)
-        elif handle:
-            _cuda.event_destroy(handle)
-
-    def __enter__(self) -> Event:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.destroy()
-
-    def __repr__(self) -> str:
-        return f"<pynccl.Event {self._handle:#x}>"
 
 
 def _wait_for(wait: Callable[[], bool], timeout: float | None, what: str) -> None:

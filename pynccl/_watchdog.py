@@ -25,9 +25,10 @@ from pynccl._types import DataType
 if TYPE_CHECKING:
     from pynccl._communicator import Communicator
 
+# Results of the library that a death may be behind.
+BY_DEATH = (1, 2, 3, 6)
 # After an error of the library: so long until the death behind it is known, or another rank's report is here.
 _DEATH_MS, _REPORT_MS = 1500, 400
-_BY_DEATH = (1, 2, 3, 6)
 _BY_REPORT = (5, 8)
 _CLAIM_MS = 5000
 
@@ -160,7 +161,7 @@ def raise_verdict(comm: Communicator, wait_ms: int = 0) -> None:
 
 def cause(comm: Communicator, error: NcclError) -> NcclError:
     """Return the verdict behind an error of the library, or that error where there is none."""
-    wait = _DEATH_MS if error.result in _BY_DEATH else _REPORT_MS if error.result in _BY_REPORT else 0
+    wait = _DEATH_MS if error.result in BY_DEATH else _REPORT_MS if error.result in _BY_REPORT else 0
     found = verdict(comm, wait)
     if found is not None:
         found.__cause__ = error

@@ -208,21 +208,17 @@ class Comm:
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         """Collect equal parts on every rank."""
-        send, recv = self._both(sendbuf, recvbuf)
-        if recv is None:
-            self.mpi.Allgather(sendbuf, recvbuf)
-            return
-        self._gather_all(send, recv)
+        self._all_gather("Allgather", sendbuf, recvbuf)
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
         """Collect parts of any length on every rank."""
+        self._all_gather("Allgatherv", sendbuf, recvbuf)
+
+    def _all_gather(self, name: str, sendbuf: Any, recvbuf: Any) -> None:
         send, recv = self._both(sendbuf, recvbuf)
         if recv is None:
-            self.mpi.Allgatherv(sendbuf, recvbuf)
+            getattr(self.mpi, name)(sendbuf, recvbuf)
             return
-        self._gather_all(send, recv)
-
-    def _gather_all(self, send: _Device | None, recv: _Device) -> None:
         parts = recv.parts(self.size)
         mine = parts[self.rank] if send is None else send.array
         with Group():

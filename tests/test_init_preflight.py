@@ -75,7 +75,7 @@ def test_two_ranks_on_one_device(gpus: dict[str, str], version: str, advice: str
 def sharing(rank: int, nranks: int, names: dict[str, str]) -> str:
     os.environ.update({name: value.format(rank=rank) for name, value in names.items()})
     try:
-        pynccl.init(timeout=10, device=0).destroy()
+        pynccl.init(device=0).destroy()
     except BootstrapError as error:
         return str(error)
     return "good"
@@ -113,7 +113,7 @@ def counted(rank: int, nranks: int, port: int) -> int | None:
     forget_the_launcher()
     # Ranks 0 and 2 are on one machine, ranks 1 and 3 on another.
     os.environ["NCCL_HOSTID"] = f"machine {rank % 2}"
-    with pynccl.init(f"tcp://127.0.0.1:{port}", rank=rank, world_size=nranks, timeout=10) as comm:
+    with pynccl.init(f"tcp://127.0.0.1:{port}", rank=rank, world_size=nranks) as comm:
         assert comm.device == _cuda.current_device() == rank // 2
     return comm.device
 
@@ -125,7 +125,7 @@ def test_devices_by_the_number_on_the_machine(gpus: dict[str, str]) -> None:
 def own_device_only(rank: int, nranks: int, port: int) -> None:
     forget_the_launcher()
     os.environ.update(FAKE_CUDA_DEVICES="1", FAKE_CUDA_FIRST=str(rank))
-    with pynccl.init(f"tcp://127.0.0.1:{port}", rank=rank, world_size=nranks, timeout=10) as comm:
+    with pynccl.init(f"tcp://127.0.0.1:{port}", rank=rank, world_size=nranks) as comm:
         assert comm.device == 0
 
 

@@ -2,90 +2,66 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from pynccl._communicator import Communicator
-from pynccl._errors import BootstrapError, NcclTimeoutError
+from pynccl._errors import NcclError, NcclTimeoutError, RankFailedError
+from pynccl._lifetime import Running
+from pynccl._watchdog import BY_DEATH
+from pynccl.bootstrap._preflight import Failure, failure_of
 from pynccl.bootstrap._round import Exchange
 
 _FIRST_LOOK, _PERIOD = 0.05, 0.2
 # What the library gets to say itself that rank 0 has died, which often is the reason why its store is gone.
 _GRACE = 3.0
-
-
-class _Creation:
-    """A communicator in the making, in a thread of its own, since NCCL's call cannot be interrupted."""
-
-    def __init__(self, make: Callable[[], Communicator]) -> None:
-        self.make = make
-        self.made: Communicator | None = None
-        self.error: BaseException | None = None
-        self.abandoned = False
-        self.done = threading.Event()
-        self.lock = threading.Lock()
-        threading.Thread(target=self._work, name="pynccl init", daemon=True).start()
-
-    def _work(self) -> None:
-        try:
-            self.made = self.make()
-        except BaseException as error:
-            self.error = error
-        with self.lock:
-            self.done.set()
-        if self.abandoned and self.made is not None:
-            self.made.abort()
-
-    def abandon(self) -> None:
-        """Leave it to itself: should it ever come to be, it is aborted."""
-        with self.lock:
-            self.abandoned = True
-            made = self.made if self.done.is_set() else None
-        if made is not None:
-            made.abort()
-
-    def result(self) -> Communicator:
-        """Return what was made, or raise what went wrong."""
-        if self.error is not None:
-            raise self.error
-        assert self.made is not None
-        return self.made
+# The death behind an error of the library's may be known a little later.
+_DEATH = 1.0
 
 
 def create(
     make: Callable[[], Communicator], exchange: Exchange | None, deadline: float, seconds: float
 ) -> Communicator:
     """Return what `make` makes, unless the time is up or another rank fails first, which is raised here."""
-    running = _Creation(make)
+    running = Running(make, "init", Communicator.abort)
     try:
-        told = _wait(running, exchange, deadline, seconds)
-        comm = None if told else running.result()
+        failure = _wait(running, exchange, deadline, seconds)
+        if failure is None:
+            comm = running.result()
     except BaseException as error:
         running.abandon()
-        earlier = _tell(exchange, error)
-        if earlier and isinstance(error, Exception):
-            raise BootstrapError(earlier) from error
+        earlier = None if exchange is None else _tell(exchange, error)
+        if earlier is not None and isinstance(error, Exception):
+            raise earlier.error() from error
         raise
-    if comm is None:
+    if failure is not None:
         running.abandon()
-        raise BootstrapError(told)
+        raise failure.error()
     if exchange is not None:
         exchange.done()
     return comm
 
 
-def _tell(exchange: Exchange | None, error: BaseException) -> str:
+def _tell(exchange: Exchange, error: BaseException) -> Failure | None:
     """Tell the others of a failure; return what another rank has failed with before."""
-    if exchange is not None:
-        # Where the store has gone with rank 0, nobody can be told.
-        with suppress(BootstrapError):
-            return exchange.fail(error)
-    return ""
+    by_death = isinstance(error, NcclError) and error.result in BY_DEATH
+    until = time.monotonic() + (_DEATH if by_death and not isinstance(error, RankFailedError) else 0.0)
+    try:
+        while time.monotonic() < until:
+            if (found := exchange.failure()) is not None:
+                return found
+            time.sleep(_FIRST_LOOK)
+        return exchange.fail(error)
+    except RankFailedError as death:
+        return failure_of(exchange.rank, exchange.size, death)
+    except NcclError:
+        # Where the store has gone, nobody can be told.
+        return None
 
 
-def _wait(running: _Creation, exchange: Exchange | None, deadline: float, seconds: float) -> str:
+def _wait(
+    running: Running[Communicator], exchange: Exchange | None, deadline: float, seconds: float
+) -> Failure | None:
     """Wait until it has come to an end; return another rank's failure that came before."""
     pause = _FIRST_LOOK
     while not running.done.wait(max(0.0, min(pause, deadline - time.monotonic()))):
@@ -95,11 +71,11 @@ def _wait(running: _Creation, exchange: Exchange | None, deadline: float, second
         if exchange is None:
             continue
         try:
-            text = exchange.failure()
-        except BootstrapError as error:
+            failure = exchange.failure()
+        except NcclError as error:
             if running.done.wait(max(0.0, min(_GRACE, deadline - time.monotonic()))):
-                return ""
-            return f"rank {exchange.rank} of {exchange.size}: {error}"
-        if text:
-            return text
-    return ""
+                return None
+            return failure_of(exchange.rank, exchange.size, error)
+        if failure is not None:
+            return failure
+    return None

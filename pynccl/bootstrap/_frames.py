@@ -21,9 +21,11 @@ MAX_SEALED = MAX_FRAME + TAG
 HELLO = b"pynccl-store-2\n"
 CLIENT_HELLO = len(HELLO) + NONCE
 SERVER_HELLO = len(HELLO) + 1 + NONCE + DIGEST
-SET, GET, ADD, WAIT, BARRIER, DELETE = 1, 2, 3, 4, 5, 6
+SET, GET, ADD, WAIT, BARRIER, DELETE, WILL = 1, 2, 3, 4, 5, 6, 7
 OK, MISSING, REFUSED = 0, 1, 2
 LENGTH, REQUEST = struct.Struct("!I"), struct.Struct("!BH")
+# What a client goes by that leaves a will: the same when it comes again.
+IDENTITY = 16
 # A number to add, or milliseconds to wait; these, and the number of clients.
 INT64, BARRIER_ARGUMENT = struct.Struct("!q"), struct.Struct("!qI")
 # Longer waits than 23 days are cut to that: a socket takes no more.

@@ -9,13 +9,13 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from pynccl._errors import BootstrapError
-from pynccl.bootstrap._store import Store
+from pynccl._errors import BootstrapError, RankFailedError
+from pynccl.bootstrap._store import Store, StoreLost
 
 # Polling begins with the first and slows down to the second.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -38,24 +38,54 @@ class Keys(Protocol):
     def remove(self, names: list[str]) -> None:
         """Remove what nobody needs any more, as far as that is possible."""
 
+    def will(self, name: str, value: bytes) -> None:
+        """Have a value set should this process die before `withdraw`, where somebody would notice."""
+
+    def withdraw(self) -> None:
+        """Take the will back."""
+
 
 class StoreKeys:
-    """Keys in pynccl's own store."""
+    """Keys in pynccl's own store; `of_rank_0` where that is in rank 0's process."""
 
-    def __init__(self, store: Store, where: str = "") -> None:
-        self.store, self.where = store, where or store.address
+    def __init__(self, store: Store, where: str = "", of_rank_0: bool = False) -> None:
+        self.store, self.where, self.of_rank_0 = store, where or store.address, of_rank_0
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreLost as error:
+            if self.of_rank_0:
+                raise RankFailedError(
+                    f"rank 0, which has the store, died or left: {error}", ranks=[0]
+                ) from error
+            raise
 
     def put(self, name: str, value: bytes, timeout: float) -> None:
         """Set a value."""
-        self.store.set(name, value, timeout)
+        with self._noticing():
+            self.store.set(name, value, timeout)
 
     def fetch(self, name: str, timeout: float) -> bytes:
         """Return a value, waiting until it is set; TimeoutError when that takes too long."""
-        return self.store.get(name, timeout)
+        with self._noticing():
+            return self.store.get(name, timeout)
 
     def claim(self, name: str) -> bool:
         """Return True to the first who asks."""
-        return self.store.add(name, 1) == 1
+        with self._noticing():
+            return self.store.add(name, 1) == 1
+
+    def will(self, name: str, value: bytes) -> None:
+        """Have a value set should this process die before `withdraw`."""
+        with self._noticing():
+            self.store.will(name, value)
+
+    def withdraw(self) -> None:
+        """Take the will back."""
+        with suppress(BootstrapError, TimeoutError):
+            self.store.withdraw(1.0)
 
     def remove(self, names: list[str]) -> None:
         """Leave them: the store ends with its job."""
@@ -65,6 +95,12 @@ class _Polled:
     """What can only be looked at is looked at again and again."""
 
     where: str
+
+    def will(self, name: str, value: bytes) -> None:
+        """Leave it: nobody notices here when a process dies."""
+
+    def withdraw(self) -> None:
+        """Do nothing."""
 
     def look(self, name: str) -> bytes | None:
         """Return a value, None when it is not set."""

@@ -175,7 +175,11 @@ def _through(
     keys: Callable[[float], Keys], name: str, lingers: bool, rank: int, size: int, deadline: float
 ) -> Iterator[Exchange]:
     """Meet through something that is there already."""
-    yield Round(keys(deadline), str(next(_rounds[name])), rank, size, deadline, lingers=lingers)
+    found = keys(deadline)
+    try:
+        yield Round(found, str(next(_rounds[name])), rank, size, deadline, lingers=lingers)
+    finally:
+        found.withdraw()
 
 
 @contextmanager
@@ -195,7 +199,7 @@ def _at_address(
             raise ValueError("method is 'tcp://...:0'; expected rank 0's port on the other ranks")
         place = ask(host, port, "", deadline, rank, size)
         with connect(place, deadline, rank, size) as store:
-            yield Round(StoreKeys(store), "0", rank, size, deadline)
+            yield Round(StoreKeys(store, of_rank_0=True), "0", rank, size, deadline)
         return
     home = Host(host, port, "", deadline)
     try:
@@ -240,7 +244,7 @@ def _at_master(host: str, port: int, job: str, rank: int, size: int, deadline: f
     try:
         with connect(place, deadline, rank, size) as store:
             name = str(next(_rounds[place.address]))
-            keys = StoreKeys(store, where if home is None else home.where)
+            keys = StoreKeys(store, where if home is None else home.where, of_rank_0=True)
             meeting = Round(keys, name, rank, size, deadline, lingers=server is not None)
             if home is not None:
                 meeting.when_joined = home.signpost.close

@@ -16,12 +16,14 @@ from pynccl.bootstrap._preflight import (
     Answer,
     Arrival,
     Facts,
+    Failure,
     absent,
     failure_of,
     judge,
     pack,
     unpack_answer,
     unpack_arrival,
+    unpack_failure,
     verdict,
 )
 
@@ -99,7 +101,7 @@ class MpiExchange:
             self._collect(arrivals)
             answer = judge([arrivals[rank] for rank in range(self.size)], self.size)
         except BaseException as error:
-            failed = pack(Answer(self.size, "", arrival.error or verdict(self.size, error)))
+            failed = pack(Answer(self.size, "", arrival.failure or verdict(self.size, error)))
             for rank in range(1, self.size):
                 if rank in arrivals:
                     self._send(failed, rank, _WORD)
@@ -138,8 +140,8 @@ class MpiExchange:
         word = found[1]
         if own is not None:
             raise own
-        if word.startswith(b"["):
-            raise BootstrapError(unpack_answer(word).error)
+        if word.startswith(b"[") and (failure := unpack_answer(word).failure) is not None:
+            raise failure.error()
         packed = bytearray(int.from_bytes(word, "big"))
         self._wait(self.comm.Ibcast(packed, root=0), "the broadcast of the id")
         return unpack_answer(bytes(packed))
@@ -174,24 +176,23 @@ class MpiExchange:
 
     # --- after the exchange ---
 
-    def failure(self) -> str:
-        """Return what another rank has failed with since, "" for nothing."""
+    def failure(self) -> Failure | None:
+        """Return what another rank has failed with since."""
         while (found := self._receive(_FAILED)) is not None:
             # Others may be left from an earlier exchange, of which this rank had been told by somebody else.
             if found[1].startswith(self._mark):
-                return found[1][len(self._mark) :].decode(errors="replace")
-        return ""
+                return unpack_failure(found[1][len(self._mark) :])
+        return None
 
-    def fail(self, error: BaseException) -> str:
-        """Tell the others of a failure after the exchange; return an earlier one, "" for none."""
+    def fail(self, error: BaseException) -> Failure | None:
+        """Tell the others of a failure after the exchange; return an earlier one."""
         earlier = self.failure()
-        if earlier:
-            return earlier
-        text = failure_of(self.rank, self.size, error)
-        for rank in range(self.size):
-            if rank != self.rank:
-                self._send(self._mark + text.encode(), rank, _FAILED)
-        return ""
+        if earlier is None:
+            said = self._mark + pack(failure_of(self.rank, self.size, error))
+            for rank in range(self.size):
+                if rank != self.rank:
+                    self._send(said, rank, _FAILED)
+        return earlier
 
     def done(self) -> None:
         """Complete what was sent."""

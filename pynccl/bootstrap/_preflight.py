@@ -10,13 +10,13 @@ import json
 import os
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pynccl import _cuda, _library, capi
-from pynccl._errors import BootstrapError
+from pynccl._errors import BootstrapError, NcclError, RankFailedError
 from pynccl._types import UniqueId
 
 _LONGEST_TEXT = 4096
@@ -42,20 +42,31 @@ class Facts(NamedTuple):
     variables: dict[str, str]
 
 
+class Failure(NamedTuple):
+    """Why there is no communicator: what happened, and the ranks that died."""
+
+    text: str
+    dead: tuple[int, ...] = ()
+
+    def error(self) -> NcclError:
+        """Return it as every rank raises it."""
+        return RankFailedError(self.text, ranks=self.dead) if self.dead else BootstrapError(self.text)
+
+
 class Arrival(NamedTuple):
-    """What a rank says when it arrives: facts, or an error."""
+    """What a rank says when it arrives: facts, or a failure."""
 
     size: int
     facts: Facts | None
-    error: str = ""
+    failure: Failure | None = None
 
 
 class Answer(NamedTuple):
-    """What rank 0 says: the id, or an error; the device of each rank where they were counted."""
+    """What rank 0 says: the id, or a failure; the device of each rank where they were counted."""
 
     size: int
     uid: str
-    error: str = ""
+    failure: Failure | None = None
     devices: tuple[int | None, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -69,40 +80,68 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
 
 
-def failure_of(rank: int, size: int, error: BaseException) -> str:
+def failure_of(rank: int, size: int, error: BaseException) -> Failure:
     """Return what other ranks are told of a rank's failure."""
-    return f"rank {rank} of {size} failed: {describe(error)}"
+    if isinstance(error, RankFailedError):
+        return Failure(str(error)[:_LONGEST_TEXT], tuple(error.ranks))
+    return Failure(f"rank {rank} of {size} failed: {describe(error)}")
 
 
-def verdict(size: int, error: BaseException) -> str:
+def verdict(size: int, error: BaseException) -> Failure:
     """Return what the other ranks are told when rank 0 cannot answer with an id."""
-    return str(error)[:_LONGEST_TEXT] if isinstance(error, BootstrapError) else failure_of(0, size, error)
+    return (
+        Failure(str(error)[:_LONGEST_TEXT])
+        if isinstance(error, BootstrapError)
+        else failure_of(0, size, error)
+    )
 
 
-def pack(message: Arrival | Answer) -> bytes:
+def death_of(rank: int, size: int) -> Failure:
+    """Return what the other ranks are told when a rank dies."""
+    return Failure(f"rank {rank} of {size} died while the communicator was created", (rank,))
+
+
+def pack(message: Arrival | Answer | Failure) -> bytes:
     """Return a message as bytes."""
     return json.dumps(message).encode()
 
 
 def unpack_arrival(data: bytes, rank: int) -> Arrival:
     """Return what a rank said."""
-    try:
-        size, facts, error = json.loads(data)
+    with _understanding(f"rank {rank}", data):
+        size, facts, failure = json.loads(data)
         if facts is not None:
             facts = Facts(*facts)
             facts = facts._replace(version=tuple(facts.version), devices=tuple(facts.devices))
-        return Arrival(int(size), facts, str(error))
-    except (ValueError, TypeError) as error:
-        raise BootstrapError(f"what rank {rank} said is not understood ({error}): {data[:80]!r}") from None
+        return Arrival(int(size), facts, _failure(failure))
 
 
 def unpack_answer(data: bytes) -> Answer:
     """Return what rank 0 said."""
+    with _understanding("rank 0", data):
+        size, uid, failure, devices, warnings = json.loads(data)
+        return Answer(int(size), str(uid), _failure(failure), tuple(devices), tuple(warnings))
+
+
+def unpack_failure(data: bytes) -> Failure:
+    """Return what a rank said when it failed, or had said for it when it died."""
+    with _understanding("a rank that failed", data):
+        failure = _failure(json.loads(data))
+        if failure is None:
+            raise ValueError("nothing")
+        return failure
+
+
+def _failure(said: Any) -> Failure | None:
+    return None if said is None else Failure(str(said[0]), tuple(map(int, said[1])))
+
+
+@contextmanager
+def _understanding(who: str, data: bytes) -> Iterator[None]:
     try:
-        size, uid, error, devices, warnings = json.loads(data)
-        return Answer(int(size), str(uid), str(error), tuple(devices), tuple(warnings))
-    except (ValueError, TypeError) as error:
-        raise BootstrapError(f"what rank 0 said is not understood ({error}): {data[:80]!r}") from None
+        yield
+    except (ValueError, TypeError, LookupError) as error:
+        raise BootstrapError(f"what {who} said is not understood ({error}): {data[:80]!r}") from None
 
 
 # --- this rank ----------------------------------------------------------------------------------------------
@@ -170,8 +209,8 @@ def judge(arrivals: Sequence[Arrival], size: int) -> Answer:
     """Compare all ranks and return the answer for them; BootstrapError where they do not fit."""
     facts = []
     for rank, arrival in enumerate(arrivals):
-        if arrival.facts is None:
-            raise BootstrapError(arrival.error)
+        if arrival.failure is not None or arrival.facts is None:
+            raise (arrival.failure or Failure(f"rank {rank} said nothing of itself")).error()
         if arrival.size != size:
             raise BootstrapError(f"rank {rank} has world_size {arrival.size}, rank 0 has {size}")
         facts.append(arrival.facts)

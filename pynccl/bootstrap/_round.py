@@ -1,7 +1,7 @@
 """One exchange through keys: every rank arrives, rank 0 answers.
 
 What arrives and what is answered are results, not only ids: whoever fails, all ranks learn of it, also of a
-failure after the id has been published.
+failure after the id has been published, and, where the keys are in our own store, of a death.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from pynccl._errors import BootstrapError
+from pynccl._errors import BootstrapError, NcclError
 from pynccl.bootstrap._keys import Keys
 from pynccl.bootstrap._preflight import (
     Answer,
     Arrival,
     Facts,
+    Failure,
     absent,
+    death_of,
     failure_of,
     judge,
     pack,
     unpack_answer,
     unpack_arrival,
+    unpack_failure,
     verdict,
 )
 
@@ -30,6 +33,8 @@ from pynccl.bootstrap._preflight import (
 _MARGIN = 0.5
 # So long rank 0 stays after a failure, where the keys end with it, for the others to read what it was.
 _LINGER = 4.0
+# So often who waits looks whether somebody has died.
+_LOOK = 0.5
 
 
 class Exchange(Protocol):
@@ -41,11 +46,11 @@ class Exchange(Protocol):
     def exchange(self, prepare: Callable[[], Facts]) -> Answer:
         """Tell the others what `prepare` returns or raises, and return rank 0's answer."""
 
-    def failure(self) -> str:
-        """Return what another rank has failed with since, "" for nothing."""
+    def failure(self) -> Failure | None:
+        """Return what another rank has failed with since."""
 
-    def fail(self, error: BaseException) -> str:
-        """Tell the others of a failure after the exchange; return an earlier one, "" for none."""
+    def fail(self, error: BaseException) -> Failure | None:
+        """Tell the others of a failure after the exchange; return an earlier one."""
 
     def done(self) -> None:
         """Clean up, when every rank has what it needs."""
@@ -69,12 +74,13 @@ class Round:
                 f"rank {self.rank} of {self.size} arrived twice at {self.keys.where}; two processes have the "
                 "same rank, or these are the leavings of an earlier run"
             )
+        self.keys.will(self.prefix + "failed", pack(death_of(self.rank, self.size)))
         try:
             mine = Arrival(self.size, prepare())
         except Exception as error:
-            text = failure_of(self.rank, self.size, error)
-            self._put(self._key("arrival", self.rank), pack(Arrival(self.size, None, text)))
-            self._give_up(text, _LINGER)
+            failure = failure_of(self.rank, self.size, error)
+            self._put(self._key("arrival", self.rank), pack(Arrival(self.size, None, failure)))
+            self._give_up(failure, _LINGER)
             raise
         self.keys.put(self._key("arrival", self.rank), pack(mine), self._left() + _MARGIN)
         if self.rank == 0:
@@ -91,7 +97,7 @@ class Round:
 
     def _put(self, name: str, value: bytes) -> None:
         """Tell the others of a failure; where the store has gone too, that is no news."""
-        with suppress(BootstrapError):
+        with suppress(NcclError):
             self.keys.put(name, value, _MARGIN)
 
     def _leave(self) -> None:
@@ -112,37 +118,50 @@ class Round:
 
     def _arrival(self, rank: int) -> Arrival:
         try:
-            return unpack_arrival(self.keys.fetch(self._key("arrival", rank), self._left()), rank)
+            return unpack_arrival(self._fetch(self._key("arrival", rank), self._left()), rank)
         except TimeoutError:
             raise self._absent() from None
 
-    def _give_up(self, text: str, seconds: float) -> None:
+    def _fetch(self, name: str, timeout: float) -> bytes:
+        """Return a value; raise what another rank has failed with while this one waits."""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self.keys.fetch(name, max(0.0, min(_LOOK, left)))
+            except TimeoutError:
+                if (failure := self._look()) is not None:
+                    raise failure.error() from None
+                if left <= _LOOK:
+                    raise
+
+    def _give_up(self, failure: Failure, seconds: float) -> None:
         """Tell the others of a failure; only rank 0's word counts, the others have said theirs on arrival."""
         if self.rank != 0:
             self._leave()
             return
-        self._put(self.prefix + "answer", pack(Answer(self.size, "", text)))
-        self._linger(seconds)
+        self._put(self.prefix + "answer", pack(Answer(self.size, "", failure)))
+        self._linger(failure, seconds)
 
-    def _linger(self, seconds: float) -> None:
+    def _linger(self, failure: Failure, seconds: float) -> None:
         """Stay until the others know, where they know it from this process."""
         if not self.lingers or self.rank != 0:
             return
         deadline = time.monotonic() + min(seconds, self._left() + _MARGIN)
-        for other in range(1, self.size):
-            with suppress(TimeoutError, BootstrapError):
+        for other in set(range(1, self.size)) - set(failure.dead):
+            with suppress(TimeoutError, NcclError):
                 self.keys.fetch(self._key("left", other), max(0.0, deadline - time.monotonic()))
         self.done()
 
     def _follow(self) -> Answer:
         try:
-            answer = unpack_answer(self.keys.fetch(self.prefix + "answer", self._left() + _MARGIN))
+            answer = unpack_answer(self._fetch(self.prefix + "answer", self._left() + _MARGIN))
         except TimeoutError:
             raise self._absent() from None
-        if answer.error or answer.size != self.size:
+        if answer.failure is not None or answer.size != self.size:
             self._leave()
-        if answer.error:
-            raise BootstrapError(answer.error)
+        if answer.failure is not None:
+            raise answer.failure.error()
         if answer.size != self.size:
             raise BootstrapError(f"rank {self.rank} has world_size {self.size}, rank 0 has {answer.size}")
         return answer
@@ -160,26 +179,31 @@ class Round:
 
     # --- after the exchange ---
 
-    def failure(self) -> str:
-        """Return what another rank has failed with since, "" for nothing."""
+    def _look(self, timeout: float = 0.0) -> Failure | None:
         try:
-            text = self.keys.fetch(self.prefix + "failed", 0).decode(errors="replace")
+            return unpack_failure(self.keys.fetch(self.prefix + "failed", timeout))
         except TimeoutError:
-            return ""
-        self._leave()
-        self._linger(_LINGER)
-        return text
+            return None
 
-    def fail(self, error: BaseException) -> str:
-        """Tell the others of a failure after the exchange; return an earlier one, "" for none."""
-        if not self.keys.claim(self.prefix + "failing"):
-            with suppress(TimeoutError):
-                return self.keys.fetch(self.prefix + "failed", _MARGIN).decode(errors="replace")
-            return ""
-        self._put(self.prefix + "failed", failure_of(self.rank, self.size, error).encode())
+    def failure(self) -> Failure | None:
+        """Return what another rank has failed with since."""
+        failure = self._look()
+        if failure is not None:
+            self._leave()
+            self._linger(failure, _LINGER)
+        return failure
+
+    def fail(self, error: BaseException) -> Failure | None:
+        """Tell the others of a failure after the exchange; return an earlier one."""
+        earlier = self._look()
+        if earlier is None and not self.keys.claim(self.prefix + "failing"):
+            earlier = self._look(_MARGIN)
+        failure = earlier or failure_of(self.rank, self.size, error)
+        if earlier is None:
+            self._put(self.prefix + "failed", pack(failure))
         self._leave()
-        self._linger(_LINGER if isinstance(error, Exception) else _MARGIN)
-        return ""
+        self._linger(failure, _LINGER if isinstance(error, Exception) else _MARGIN)
+        return earlier
 
     def done(self) -> None:
         """Clean up, when every rank has what it needs."""

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from types import TracebackType
 
 from pynccl.bootstrap import _frames as f
@@ -27,6 +28,8 @@ _MAX_BYTES = 1 << 28
 _KEY_BYTES = 256
 _MAX_OUTPUT = 4 * f.MAX_FRAME
 _TICK = 0.05
+# So long a client whose connection ended may take to come again before it counts as gone.
+_WILL_SECONDS = 0.5
 # Connections that have not proved themselves: so long, so many, and where there are more, the oldest go
 # first; at this rate, so that there is time for a proof even then.
 _HELLO_SECONDS = 10.0
@@ -57,6 +60,7 @@ class _Connection:
         "sock",
         "trusted",
         "wait",
+        "will",
     )
 
     def __init__(self, sock: socket.socket, now: float) -> None:
@@ -71,6 +75,8 @@ class _Connection:
         # What the client waits for, as operation and key, and until when.
         self.wait: tuple[int, bytes] | None = None
         self.deadline = 0.0
+        # Its name, the key and the value.
+        self.will: tuple[bytes, bytes, bytes] | None = None
 
     def next_frame(self) -> bytes | None:
         """Take a complete request; none while an earlier one of the same client waits."""
@@ -122,6 +128,8 @@ class StoreServer:
         self._connections: dict[int, _Connection] = {}
         self._pending: dict[_Connection, None] = {}
         self._timed: set[_Connection] = set()
+        # Wills of clients that have gone: when they count, unless those come again; key and value.
+        self._wills: dict[bytes, tuple[float, bytes, bytes]] = {}
         self._resumed: deque[_Connection] = deque()
         # Most files of this process are for others: strangers get a quarter.
         self._most_pending = max(1, min(_MOST_PENDING, os.sysconf("SC_OPEN_MAX") // 4))
@@ -142,11 +150,6 @@ class StoreServer:
     def address(self) -> str:
         """Return what clients connect to, as host:port."""
         return format_address(self.host, self.port)
-
-    @property
-    def token(self) -> str:
-        """Return the secret."""
-        return self.secret
 
     def close(self) -> None:
         """End the thread and every connection; harmless when done twice or in a forked child."""
@@ -183,7 +186,7 @@ class StoreServer:
     def _loop(self) -> None:
         listener = self._listener.fileno()
         while True:
-            busy = self._pending or self._timed or self._paused
+            busy = self._pending or self._timed or self._paused or self._wills
             arrivals = False
             for fd, mask in self._poll.poll(_TICK if busy else None):
                 if fd == self._wake:
@@ -257,6 +260,12 @@ class StoreServer:
             self._drop(next(iter(self._pending)))
         for connection in [waiter for waiter in self._timed if waiter.deadline <= now]:
             self._resume(connection, f.MISSING, self._forget(connection))
+        for name, (at, key, value) in list(self._wills.items()):
+            if at <= now:
+                del self._wills[name]
+                if key not in self._data:
+                    with suppress(_Refused):
+                        self._store(key, value)
         self._pause(False)
 
     def _drop(self, connection: _Connection) -> None:
@@ -264,6 +273,9 @@ class StoreServer:
             del self._connections[connection.fd]
             self._pending.pop(connection, None)
             self._forget(connection)
+            if connection.will is not None:
+                name, key, value = connection.will
+                self._wills[name] = time.monotonic() + _WILL_SECONDS, key, value
             connection.sock.close()
 
     def _handle(self, connection: _Connection, mask: int) -> None:
@@ -364,6 +376,11 @@ class StoreServer:
                 self._enter(connection, key, *f.BARRIER_ARGUMENT.unpack(argument))
             elif op == f.DELETE:
                 self._answer(connection, f.OK, b"%d" % self._delete(key))
+            elif op == f.WILL:
+                name, value = argument[: f.IDENTITY], argument[f.IDENTITY :]
+                self._wills.pop(name, None)
+                connection.will = (name, key, value) if key else None
+                self._answer(connection, f.OK)
             else:
                 raise ValueError(f"unknown operation {op}")
         except _Refused as reason:

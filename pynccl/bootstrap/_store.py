@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 
 from pynccl._errors import BootstrapError
@@ -29,6 +30,7 @@ from pynccl.bootstrap._server import StoreServer as StoreServer
 _MARGIN = 0.5
 # A name may appear while a cluster starts; one that has not by then never will.
 _UNRESOLVED_SECONDS = 15.0
+_CLOSE_SECONDS = 1.0
 _MOST_NAMED = 8
 # A send of so many bytes never blocks: the one before it has been answered.
 _FITS = 2048
@@ -38,6 +40,10 @@ _HOPELESS = (errno.EMFILE, errno.ENFILE, errno.EAFNOSUPPORT, errno.EACCES, errno
 
 class _Silent(BootstrapError):
     """Something has accepted the connection, and says nothing."""
+
+
+class StoreLost(BootstrapError):
+    """Report that the store has gone, and its process most likely with it."""
 
 
 class Connection:
@@ -143,7 +149,11 @@ class Store:
         self._has_secret = bool(secret)
         self._key = job_key(secret, os.environ.get("PYNCCL_JOB_ID", "") if job is None else job)
         self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
+        self._met = False
+        self._name = secrets.token_bytes(f.IDENTITY)
+        self._will: tuple[str, bytes] | None = None
         self._connection: Connection | None = self._connect(self.timeout)
+        self._met = True
 
     def set(self, key: str, value: bytes, timeout: float | None = None) -> None:
         """Set a key, and wake who waits for it."""
@@ -193,8 +203,23 @@ class Store:
         """Remove a key and return whether it was set."""
         return self._call(f.DELETE, key, b"", timeout)[1] == b"1"
 
+    def will(self, key: str, value: bytes, timeout: float | None = None) -> None:
+        """Have the server set a key, unless it is set by then, should this process die; one will a client."""
+        self._will = key, value
+        self._call(f.WILL, key, self._name + value, timeout)
+
+    def withdraw(self, timeout: float | None = None) -> None:
+        """Take the will back."""
+        if self._will is not None:
+            self._will = None
+            self._call(f.WILL, "", self._name, timeout)
+
     def close(self) -> None:
-        """Close the connection; the keys stay."""
+        """Close the connection and take a will back; the keys stay."""
+        if self._connection is not None and self._pid == os.getpid():
+            # Where the server has gone, so has the will.
+            with suppress(BootstrapError, TimeoutError):
+                self.withdraw(_CLOSE_SECONDS)
         self._closed = True
         self._disconnect()
 
@@ -225,14 +250,9 @@ class Store:
 
     def _call(self, op: int, key: str, argument: bytes, timeout: float | None) -> tuple[int, bytes]:
         seconds = self._seconds(timeout)
-        name = key.encode()
-        frame = f.REQUEST.pack(op, min(len(name), 0xFFFF)) + name + argument
-        if len(name) > 0xFFFF or len(frame) > f.MAX_FRAME - 1:
-            raise ValueError(
-                f"key {key[:40]!r}: {len(frame)} bytes are more than the store takes ({f.MAX_FRAME})"
-            )
+        frame = _frame(op, key, argument)
         if self._pid != os.getpid():
-            self._lock, self._pid = threading.Lock(), os.getpid()
+            self._lock, self._pid, self._will = threading.Lock(), os.getpid(), None
             self._disconnect()
         deadline = time.monotonic() + seconds + _MARGIN
         if not self._lock.acquire(timeout=seconds + _MARGIN):
@@ -248,12 +268,17 @@ class Store:
     def _exchange(self, frame: bytes, deadline: float) -> tuple[int, bytes]:
         if self._closed:
             raise BootstrapError(f"the connection to the store at {self.address} was closed by this process")
-        if self._connection is None:
-            self._connection = self._connect(_left(deadline))
         whole = False
         try:
+            if self._connection is None:
+                self._connection = self._connect(_left(deadline))
+                if self._will is not None:
+                    key, value = self._will
+                    self._until_accepted(self._connection, _frame(f.WILL, key, self._name + value), deadline)
             answer = self._until_accepted(self._connection, frame, deadline)
             whole = True
+        except ConnectionError as error:
+            raise StoreLost(f"lost the store at {self.address}: {error}") from error
         except (OSError, ValueError, _Silent) as error:
             raise BootstrapError(f"lost the store at {self.address}: {error}") from error
         finally:
@@ -288,11 +313,12 @@ class Store:
                     f"the store at {self.address} did not accept this process: {error}"
                 ) from error
             except OSError as error:
-                over = time.monotonic() >= deadline or error.errno in _HOPELESS
+                gone = self._met and isinstance(error, ConnectionRefusedError)
+                over = gone or time.monotonic() >= deadline or error.errno in _HOPELESS
                 if isinstance(error, socket.gaierror):
                     over = over or time.monotonic() - start > _UNRESOLVED_SECONDS
                 if over:
-                    raise BootstrapError(
+                    raise (StoreLost if gone else BootstrapError)(
                         f"no store answered at {self.address} within {timeout:.3g} s: {error}"
                     ) from error
             time.sleep(min(delay, _left(deadline)))
@@ -314,6 +340,16 @@ class Store:
                 if not isinstance(error, OSError) or index == len(addresses) - 1:
                     raise
         raise AssertionError("a name without addresses")
+
+
+def _frame(op: int, key: str, argument: bytes) -> bytes:
+    name = key.encode()
+    frame = f.REQUEST.pack(op, min(len(name), 0xFFFF)) + name + argument
+    if len(name) > 0xFFFF or len(frame) > f.MAX_FRAME - 1:
+        raise ValueError(
+            f"key {key[:40]!r}: {len(frame)} bytes are more than the store takes ({f.MAX_FRAME})"
+        )
+    return frame
 
 
 def _timeval(seconds: float) -> bytes:
