@@ -101,10 +101,10 @@ def test_shrink() -> None:
 
 def shrinks_after_a_death(rank: int, nranks: int) -> str:
     comm = pynccl.init(timeout=20)
+    calls = [comm.prepare.all_reduce(np.zeros(1000)) for _ in range(1000)]
     comm.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    calls = [comm.prepare.all_reduce(np.zeros(1000)) for _ in range(1000)]
     with pytest.raises(NcclError):
         all(call() is not None for call in calls)
     start = time.monotonic()
