@@ -1,7 +1,7 @@
 """What a rank of a fault schedule does, and the process that forks ranks.
 
-The zygote has imported pynccl and neither loaded the library nor started a thread, so that its children are as
-good as new processes, and start in milliseconds. It reads jobs as lines of JSON and answers each with a line.
+The zygote has imported pynccl and neither loaded the library nor started a thread, so that its children are
+as good as new processes, and start in milliseconds. It reads jobs as lines of JSON and answers each with one.
 """
 
 from __future__ import annotations
@@ -366,8 +366,8 @@ class Rank:
     def _recovery(self, comm: Communicator) -> None:
         """One rank dies, and the fault comes while the others go on without it."""
         s = self.s
-        do_work(comm)
         try:
+            do_work(comm)
             if self.rank == s.before:
                 os.kill(os.getpid(), signal.SIGKILL)
             while True:

@@ -1,7 +1,7 @@
-"""Random fault schedules: one fault at one stage of a small job, drawn from a seed, and what every rank owes us.
+"""Random fault schedules: one fault at one stage of a small job, drawn from a seed, and what each rank owes.
 
-`python tests/fault_schedules.py --seed 7` runs one and prints it, `--count 1000 --table FILE` prints a table.
-What is expected follows from the schedule alone. fault_ranks.py is what the ranks do, fault_jobs.py runs them.
+`python tests/fault_schedules.py --seed 7` runs one and prints it, `--count 1000 --table FILE` writes a table.
+What is expected follows from the schedule alone. The ranks run fault_ranks.py, and fault_jobs.py runs them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FITS: dict[str, tuple[str, ...]] = {
     "abort": LATER,
     "missing call": (*OPERATIONS, "split"),
     "extra call": (*OPERATIONS, "split", "finalize"),
-    "other function": (*CALLS, "split"),
+    "other function": (*ROOTED, "split"),
     "other count": CALLS,
     "other dtype": CALLS,
     "other op": ROOTED,
@@ -226,7 +226,7 @@ def _of_survivor(s: Schedule) -> Expected:
             return Expected(("NcclTimeoutError", "RankFailedError"), s.victims, who, 2 * late)
         return Expected(("recovered",), within=20.0)
     if s.fault in DEADLY:
-        return Expected((failed,), s.victims, "died")
+        return Expected((failed, *_enough(s)), s.victims, "died")
     if s.fault in LEAVING:
         if creates:
             return Expected(("BootstrapError",), words=f"{who}.*mine alone")
@@ -234,7 +234,7 @@ def _of_survivor(s: Schedule) -> Expected:
     if s.fault == "stopped":
         if creates:
             return Expected(("NcclTimeoutError", "BootstrapError", "RankFailedError"), s.victims, "", late)
-        return Expected((failed,), s.victims, f"{who} is not responding", late)
+        return Expected((failed, *_enough(s)), s.victims, f"{who} is not responding", late)
     if s.fault.startswith("too slow"):
         kinds = ("NcclTimeoutError", "BootstrapError") if creates else ("NcclTimeoutError",)
         return Expected(kinds, within=late)
@@ -248,6 +248,11 @@ def _of_survivor(s: Schedule) -> Expected:
     return Expected((*MISMATCH, "NcclTimeoutError"), within=late)
 
 
+def _enough(s: Schedule) -> tuple[str, ...]:
+    """Return what else may be: who fails after it has said that it makes no more calls need not be missed."""
+    return ("returned",) if s.stage == "finalize" and s.late is not None else ()
+
+
 def _of_victim(s: Schedule, rank: int) -> Expected:
     if s.fault in ("killed", "two killed", "killed in a call"):
         return KILLED
@@ -257,7 +262,7 @@ def _of_victim(s: Schedule, rank: int) -> Expected:
         if not s.continues:
             return KILLED
         kinds = ("RankFailedError", "NcclTimeoutError", "NcclRemoteError", "BootstrapError")
-        return Expected(kinds, within=s.timeout + SOON)
+        return Expected((*kinds, *_enough(s)), within=s.timeout + SOON)
     if s.fault == "exception":
         return Expected(("Mine",))
     if s.fault in ("abort", "destroy"):
