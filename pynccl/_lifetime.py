@@ -106,7 +106,9 @@ def look_outside() -> None:
         running.look()
 
 
-def _with_outside(look: Callable[[], object] | None) -> Callable[[], object]:
+def with_outside(look: Callable[[], object] | None) -> Callable[[], object]:
+    """Return a look that also raises when this thread works on a call that nobody waits for any more."""
+
     def both() -> None:
         look_outside()
         if look is not None:
@@ -126,8 +128,6 @@ def bounded(
 
     `look` is called now and then, and may raise. `if_abandoned` gets the value when nobody else will.
     """
-    if getattr(_here, "running", None) is not None:
-        look = _with_outside(look)
     try:
         running = Running(call, what, if_abandoned)
     except RuntimeError:

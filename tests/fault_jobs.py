@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,8 +85,8 @@ class Verdict:
 class Runner:
     """A pool of zygotes."""
 
-    def __init__(self, lanes: int = LANES) -> None:
-        self.lanes = lanes
+    def __init__(self, lanes: int = LANES, tell: Callable[[Verdict], object] = lambda verdict: None) -> None:
+        self.lanes, self.tell = lanes, tell
         self.zygotes: queue.Queue[Zygote] = queue.Queue()
         self.all = [Zygote() for _ in range(lanes)]
         for zygote in self.all:
@@ -112,12 +112,13 @@ class Runner:
                 answer = zygote.run(job)
                 verdict = Judge(draw(seed), folder, answer).judge()
                 verdict.seconds = time.monotonic() - start
+                self.tell(verdict)
                 return verdict
         finally:
             self.zygotes.put(zygote)
 
     def run_fired(self, seeds: Iterable[int], spare: Iterator[int]) -> list[Verdict]:
-        """Run schedules; those whose fault did not come are followed by one of a spare seed, while there is."""
+        """Run schedules; where a fault did not come, one of a spare seed follows, while there is."""
         lock = threading.Lock()
 
         def one(seed: int) -> list[Verdict]:
@@ -262,6 +263,7 @@ def report(verdicts: list[Verdict], first: int) -> str:
     """Return the table with what it is of."""
     fired = [v for v in verdicts if v.fired]
     wrong = sum(bool(v.problems) for v in verdicts)
+    pairs = len({(v.schedule.fault, v.schedule.stage) for v in fired})
     sizes = Counter(v.schedule.nranks for v in fired)
     return "\n".join(
         [
@@ -271,8 +273,7 @@ def report(verdicts: list[Verdict], first: int) -> str:
             f"{datetime.datetime.now(datetime.timezone.utc).date()}: seeds {first} to "
             f"{max(v.schedule.seed for v in verdicts)}, {len(verdicts)} schedules run,",
             f"{len(fired)} whose fault fired (the others are not counted), {wrong} with anything wrong; "
-            f"{len({(v.schedule.fault, v.schedule.stage) for v in fired})} of {len(PAIRS)} pairs of fault and "
-            f"stage;",
+            f"{pairs} of {len(PAIRS)} pairs of fault and stage;",
             f"`pynccl trace` was asked about {sum(v.traced for v in fired)} of them. Ranks: "
             + ", ".join(f"{n} in {sizes[n]}" for n in sorted(sizes))
             + ". What they are: [hangs](../../docs/hangs.md).",
@@ -299,12 +300,20 @@ def main() -> None:
         fits = [n for n in every if draw(n).fault == (args.fault or draw(n).fault)]
         seeds = [n for n in fits if draw(n).stage == (args.stage or draw(n).stage)][: args.count]
     start = time.monotonic()
-    with Runner(args.lanes) as runner:
-        spare = iter(range(max(seeds) + 1, 1 << 30))
-        verdicts = runner.run_fired(seeds, spare)
-    for verdict in verdicts:
+
+    verdicts: list[Verdict] = []
+
+    def tell(verdict: Verdict) -> None:
+        verdicts.append(verdict)
+        # What a long run has so far.
+        if args.table and len(verdicts) % 50 == 0:
+            args.table.write_text(report(list(verdicts), min(seeds)))
         if args.seed or verdict.problems or not verdict.fired:
             print(verdict, flush=True)
+
+    with Runner(args.lanes, tell) as runner:
+        spare = iter(range(max(seeds) + 1, 1 << 30))
+        runner.run_fired(seeds, spare)
     text = report(verdicts, min(seeds))
     print(text if not args.seed else "", f"{time.monotonic() - start:.0f} s")
     if args.table:

@@ -345,7 +345,7 @@ class Rank:
     # --- going on ---
 
     def _recover(self, comm: Communicator, error: RankFailedError) -> None:
-        """Shrink to who is left, and once more where the schedule has somebody die in the new communicator."""
+        """Shrink to who is left, and once more where somebody is to die in the new communicator."""
         again = self.s.stage == RECOVERY and self.s.fault == "killed in a call"
         while True:
             alive = comm.size - len(error.ranks)
@@ -488,7 +488,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.005)
         now = time.monotonic()
         lag, last = max(lag, now - last - 0.005), now
-        if s.fault == "stopped" and continued is None and len(codes) >= s.nranks - len(s.victims):
+        over = len(codes) == s.nranks - 1 and s.victims[0] not in codes
+        if s.fault == "stopped" and continued is None and over:
             continued = now
             os.kill(pids[s.victims[0]], signal.SIGCONT if s.continues else signal.SIGKILL)
     running = [rank for rank in range(s.nranks) if rank not in codes]

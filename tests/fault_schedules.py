@@ -123,7 +123,7 @@ def draw(seed: int) -> Schedule:
     victims = tuple(ranks.pop() for _ in range(1 + (fault == "two killed")))
     can_be_late = fault in ("killed", "two killed", "stopped") and stage in (*OPERATIONS, "split", "finalize")
     late = rng.choice(ranks) if ranks and can_be_late and rng.random() < 0.5 else None
-    timeout = rng.choice((1.5, 1.75, 2.0)) if fault in BY_TIME else 15.0
+    timeout = rng.choice((2.0, 2.25, 2.5)) if fault in BY_TIME else 15.0
     many = 2 if stage in ("group", "plan") else 1
     first = CALLS_OF_INIT + 1 + (0 if stage in ("first collective", RECOVERY) else CALLS_OF_WORK)
     return Schedule(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from fault_jobs import Runner
 from fault_schedules import PAIRS, draw
 
