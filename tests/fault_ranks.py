@@ -420,6 +420,13 @@ def leavings(before: tuple[Counter[str], Counter[str]]) -> list[str]:
         time.sleep(0.01)
 
 
+def _meet(folder: Path, rank: int, nranks: int) -> None:
+    """Wait for the other processes, so that the time-out is not spent on a loaded machine's forks."""
+    (folder / f"here{rank}").touch()
+    while not all((folder / f"here{other}").exists() for other in range(nranks)):
+        time.sleep(0.002)
+
+
 def be_rank(job: dict[str, Any], rank: int) -> None:
     """Be a rank, from the fork on; the process ends here."""
     folder, s = Path(job["folder"]), draw(job["seed"])
@@ -442,6 +449,7 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     os.dup2(os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
     pynccl.load()
     before = census()
+    _meet(folder, rank, s.nranks)
     one = Rank(s, rank, folder)
     what, ranks, text = one.run()
     answer = {"kind": what, "ranks": ranks, "text": text, "at": one.at, "left": leavings(before)}
