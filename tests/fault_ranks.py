@@ -198,6 +198,7 @@ class Rank:
         self.s, self.rank, self.folder = s, rank, folder
         self.is_victim = rank in s.victims
         self.at: float | None = None
+        self.starved = starved()
         self.recovered = False
 
     def run(self) -> tuple[str, list[int], str]:
@@ -215,12 +216,14 @@ class Rank:
     def _over(self) -> None:
         if self.at is None:
             self.at = time.monotonic()
+            self.starved = starved() - self.starved
 
     def _program(self) -> None:
         s = self.s
         if self.is_victim and s.fault in IN_A_CALL and s.stage != RECOVERY:
             self._inject(self.rank)
         with self._create() as comm:
+            self.starved = starved()
             try:
                 if s.stage == RECOVERY:
                     self._recovery(comm)
@@ -389,6 +392,15 @@ class Rank:
 # --- a process ----------------------------------------------------------------------------------------------
 
 
+def starved() -> float:
+    """Return how long this process's threads have waited for a processor so far."""
+    total = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            total += int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[1])
+    return total / 1e9
+
+
 def census() -> tuple[Counter[str], Counter[str]]:
     """Return what this process has open, and its threads."""
     opened: Counter[str] = Counter()
@@ -452,7 +464,14 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     _meet(folder, rank, s.nranks)
     one = Rank(s, rank, folder)
     what, ranks, text = one.run()
-    answer = {"kind": what, "ranks": ranks, "text": text, "at": one.at, "left": leavings(before)}
+    answer = {
+        "kind": what,
+        "ranks": ranks,
+        "text": text,
+        "at": one.at,
+        "starved": one.starved,
+        "left": leavings(before),
+    }
     (folder / f"result{rank}").write_text(json.dumps(answer))
 
 
@@ -473,7 +492,9 @@ def fork_rank(job: dict[str, Any], rank: int, group: int) -> int:
         code = 0
     except BaseException as error:
         Path(job["folder"], f"result{rank}").write_text(
-            json.dumps({"kind": "broken", "ranks": [], "text": repr(error), "at": None, "left": []})
+            json.dumps(
+                {"kind": "broken", "ranks": [], "text": repr(error), "at": None, "starved": 0, "left": []}
+            )
         )
     finally:
         os._exit(code)
