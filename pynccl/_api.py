@@ -141,6 +141,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuDeviceCount": (2, 32, 3),
     "pyncclCpuSetDevice": (2, 32, 3),
     "pyncclCpuGetDevice": (2, 32, 3),
+    "pyncclCpuInterrupt": (2, 32, 3),
     "pyncclCpuStreamCreate": (2, 32, 3),
     "pyncclCpuStreamDestroy": (2, 32, 3),
     "pyncclCpuStreamQuery": (2, 32, 3),

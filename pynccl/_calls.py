@@ -180,8 +180,9 @@ class Calls:
         elif answer == OVERLAP:
             raise self._located(ValueError("send and recv overlap; expected the same memory, or separate"))
         else:
+            handle = int(self._c.handle)
             self._refuse(answer)
-            check(answer, function_name(kind, configured), int(self._c.handle))
+            check(answer, function_name(kind, configured), handle)
 
     def _complete(self, answer: int, name: str, stream: int, wait: int, keep: Any) -> None:
         try:

@@ -10,6 +10,7 @@ _new = _ffi.new
 _pyncclCpuDeviceCount = _lib.pyncclCpuDeviceCount
 _pyncclCpuSetDevice = _lib.pyncclCpuSetDevice
 _pyncclCpuGetDevice = _lib.pyncclCpuGetDevice
+_pyncclCpuInterrupt = _lib.pyncclCpuInterrupt
 _pyncclCpuStreamCreate = _lib.pyncclCpuStreamCreate
 _pyncclCpuStreamDestroy = _lib.pyncclCpuStreamDestroy
 _pyncclCpuStreamQuery = _lib.pyncclCpuStreamQuery
@@ -40,6 +41,12 @@ def pyncclCpuGetDevice() -> int:
     while (r := _pyncclCpuGetDevice(out)) and _again(r, "pyncclCpuGetDevice"):
         pass
     return int(out[0])
+
+
+def pyncclCpuInterrupt(thread: int, on: int) -> int:
+    while (r := _pyncclCpuInterrupt(thread, on)) and _again(r, "pyncclCpuInterrupt"):
+        pass
+    return r
 
 
 def pyncclCpuStreamCreate() -> int:

@@ -19,7 +19,7 @@ from pynccl._binding import address_of, ffi, lib
 from pynccl._devices import device_to_use, on_device
 from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError
 from pynccl._kept import CpuEvents, CudaEvents, Kept
-from pynccl._lifetime import ABORT_SECONDS, bounded
+from pynccl._lifetime import ABORT_SECONDS, bounded, with_outside
 from pynccl._prepared import Prepare
 from pynccl._recorder import TraceRecord, recorded
 from pynccl._recording import communicators
@@ -151,7 +151,7 @@ class Communicator(Relatives):
                 return create()
 
         with recorded(self._c, lib.PYNCCL_INIT):
-            handle = bounded(on_its_device, self._timeout, what, abort_if_made, look)
+            handle = bounded(on_its_device, self._timeout, what, abort_if_made, with_outside(look))
             self._take(handle, True, look=look)
 
     def _take(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pynccl import capi
+from pynccl._binding import lib
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._recorder import dump_because
 
@@ -39,11 +40,17 @@ class Running(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._abandoned = False
+        self._thread = 0
         self._lock = threading.Lock()
         self.done = threading.Event()
         threading.Thread(target=self._work, name=f"pynccl {what}", daemon=True).start()
 
     def _work(self) -> None:
+        _here.running = self
+        with self._lock:
+            self._thread = threading.get_native_id()
+            if self._abandoned:
+                self._interrupt(True)
         try:
             self._value = self._call()
         except BaseException as error:
@@ -51,7 +58,18 @@ class Running(Generic[T]):
         with self._lock:
             self.done.set()
         if self._abandoned:
+            self._interrupt(False)
             self._drop()
+
+    def _interrupt(self, on: bool) -> None:
+        """Have the CPU library give up what this call creates; NVIDIA's goes on until its own time-out."""
+        if self._thread and lib.cpu_api_find(b"pyncclCpuInterrupt"):
+            capi.pyncclCpuInterrupt(self._thread, on)
+
+    def look(self) -> None:
+        """Raise when nobody waits for the call any more."""
+        if self._abandoned:
+            raise NcclError("nobody waits for this any more")
 
     def _drop(self) -> None:
         if self._error is None and self._if_abandoned is not None:
@@ -61,6 +79,8 @@ class Running(Generic[T]):
         """Leave the call to itself; False when it has ended meanwhile."""
         with self._lock:
             self._abandoned = not self.done.is_set()
+            if self._abandoned:
+                self._interrupt(True)
             return self._abandoned
 
     def abandon(self) -> None:
@@ -73,6 +93,28 @@ class Running(Generic[T]):
         if self._error is not None:
             raise self._error
         return cast("T", self._value)
+
+
+# The call that this thread was started for.
+_here = threading.local()
+
+
+def look_outside() -> None:
+    """Raise when this thread works on a call that nobody waits for any more."""
+    running = getattr(_here, "running", None)
+    if running is not None:
+        running.look()
+
+
+def with_outside(look: Callable[[], object] | None) -> Callable[[], object]:
+    """Return a look that also raises when this thread works on a call that nobody waits for any more."""
+
+    def both() -> None:
+        look_outside()
+        if look is not None:
+            look()
+
+    return both
 
 
 def bounded(

@@ -71,8 +71,8 @@ class Survivors:
                     continue
                 data = self._receive(rank, _AGREE, len(said))
                 if data is None:
-                    # Who has left by itself has gone on, without this rank.
-                    self.excluded.add(rank if rank in dead(self.comm) else me)
+                    # Who goes on without this rank says so first: who leaves without a word has given up.
+                    self.excluded.add(rank if self.final or rank in dead(self.comm) else me)
                     heard.add(b"")
                     continue
                 heard.add(data)

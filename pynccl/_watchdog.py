@@ -20,6 +20,7 @@ from pynccl._errors import (
     RankFailedError,
     error_class,
 )
+from pynccl._lifetime import look_outside
 from pynccl._types import DataType
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def _cure() -> Any:
 
 def _connect(comm: Communicator, deadline: float | None, look: Callable[[], object] | None) -> list[int]:
     def look_twice() -> None:
+        look_outside()
         _streams.raise_async_error(comm.handle)
         if look is not None:
             look()
@@ -107,6 +109,7 @@ def gather(
     data[comm.rank] = np.frombuffer(mine, np.uint8)
 
     def live() -> int:
+        look_outside()
         if look is not None:
             look()
         return comm.handle
@@ -163,9 +166,11 @@ def cause(comm: Communicator, error: NcclError) -> NcclError:
     """Return the verdict behind an error of the library, or that error where there is none."""
     wait = _DEATH_MS if error.result in BY_DEATH else _REPORT_MS if error.result in _BY_REPORT else 0
     found = verdict(comm, wait)
-    if found is not None:
-        found.__cause__ = error
-    return found or error
+    if found is None:
+        lib.pynccl_watch_blame_library(comm._c)
+        return error
+    found.__cause__ = error
+    return found
 
 
 def expire(comm: Communicator, what: str, condemn: bool) -> NcclError | None:

@@ -45,6 +45,7 @@ INTS = frozenset(
             "result",
         ),
         *("revokeFlags", "shrinkFlags", "winFlags", "flags", "sigIdx", "ctx", "datatype", "op"),
+        *("thread", "on"),
     )
 )
 

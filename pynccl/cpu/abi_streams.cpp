@@ -61,6 +61,13 @@ using namespace pncpu;
 
 extern "C" {
 
+// Who waits for a thread's creation of a communicator has given it up: it fails, and the next ones of that
+// thread.
+ncclResult_t pyncclCpuInterrupt(int thread, int on) {
+  interrupt_creations(thread, on != 0);
+  return ncclSuccess;
+}
+
 ncclResult_t pyncclCpuStreamCreate(cudaStream_t* stream) {
   if (!stream) return fail(ncclInvalidArgument, "pyncclCpuStreamCreate: stream is NULL");
   auto* made = new Shared<Stream>{std::make_shared<Stream>()};

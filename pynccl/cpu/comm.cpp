@@ -284,6 +284,15 @@ ncclResult_t Comm::drain(Deadline deadline) {
   }
 }
 
+void Comm::stop_creation() {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    aborted.store(true);
+  }
+  if (SocketPtr joining = std::atomic_load(&join_socket)) shutdown(joining->fd(), SHUT_RDWR);
+  changed.notify_all();
+}
+
 void Comm::disconnect() {
   forget(self.token);
   for (auto& p : peers_) {

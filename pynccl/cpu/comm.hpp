@@ -147,6 +147,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   ncclResult_t announce_leaving();
   ncclResult_t await_leaving();
   ncclResult_t drain(Deadline deadline);  // until every issued call has ended
+  void stop_creation();
   void disconnect();
   void drop_connections();  // fault injection
 
@@ -176,7 +177,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   uint64_t derived = 0;  // splits and grows so far, equal on every rank
   uint64_t shrunk = 0;   // shrinks, in which not every rank takes part
   bool grow_id_open = false;
-  SocketPtr join_socket;  // abort cuts a rendezvous short
+  SocketPtr join_socket;  // what a creation waits on, which abort cuts short
   size_t inline_bytes, block_bytes, ring_bytes;
   Patience patience() const { return coll_.underway() ? underway_patience_ : patience_; }
   double timeout_s = 0;

@@ -70,7 +70,8 @@ ncclResult_t Comm::open_links(const std::vector<PeerInfo>& table, Deadline deadl
       } else {
         std::unique_lock<std::mutex> lock(mutex);
         auto key = std::make_pair(int(kind), q);
-        if (!changed.wait_until(lock, deadline, [&] { return waiting_.count(key) != 0; }))
+        changed.wait_until(lock, deadline, [&] { return waiting_.count(key) || aborted.load(); });
+        if (!waiting_.count(key))
           return lock.unlock(), fail(ncclTimeout, "rank %d of %d waited in vain for rank %d (%s) to connect",
                                      rank, nranks, q, p.str().c_str());
         socket = waiting_[key];
@@ -102,10 +103,13 @@ ncclResult_t Comm::share_segment(Deadline deadline) {
   } else {
     uint64_t ring = 0;
     int control = peer(leader).control->fd();
+    std::atomic_store(&join_socket, peer(leader).control);
+    if (aborted.load()) return link_failed(leader, "got no memory from", "aborted");
     if (!recv_all(control, &ring, sizeof ring, deadline))
       return link_failed(leader, "got no memory from", strerror(errno));
     Fd fd = recv_fd(control, deadline);
     if (!fd) return link_failed(leader, "got no memory from", strerror(errno));
+    std::atomic_store(&join_socket, SocketPtr());
     segment_ = std::make_unique<Segment>(local_count_, size_t(ring));
     if (ncclResult_t r = segment_->open(std::move(fd)); r != ncclSuccess) return r;
   }

@@ -1,5 +1,8 @@
 #include "lifecycle.hpp"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 
 namespace pncpu {
@@ -106,7 +109,48 @@ void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out) {
   *out = nullptr;
 }
 
+namespace {
+// Threads whose creations are to fail, and the creations that run, by their threads.
+struct Creations {
+  std::mutex mutex;
+  std::set<int> interrupted;
+  std::multimap<int, Comm*> running;
+};
+Creations& creations() {
+  static auto* c = new Creations;
+  return *c;
+}
+
+class Creation {
+ public:
+  explicit Creation(Comm& comm) {
+    int thread = int(syscall(SYS_gettid));
+    std::lock_guard<std::mutex> lock(creations().mutex);
+    if (creations().interrupted.count(thread)) comm.stop_creation();
+    at_ = creations().running.emplace(thread, &comm);
+  }
+  ~Creation() {
+    std::lock_guard<std::mutex> lock(creations().mutex);
+    creations().running.erase(at_);
+  }
+  Creation(const Creation&) = delete;
+  Creation& operator=(const Creation&) = delete;
+
+ private:
+  std::multimap<int, Comm*>::iterator at_;
+};
+}  // namespace
+
+void interrupt_creations(int thread, bool on) {
+  std::lock_guard<std::mutex> lock(creations().mutex);
+  if (!on) return void(creations().interrupted.erase(thread));
+  creations().interrupted.insert(thread);
+  auto [first, last] = creations().running.equal_range(thread);
+  for (auto it = first; it != last; ++it) it->second->stop_creation();
+}
+
 ncclResult_t init(const std::shared_ptr<Comm>& comm, const Id& id, uint64_t ids_hash) {
+  Creation here(*comm);
   if (id.from_env && comm->rank == 0)
     if (ncclResult_t r = open_env_root(id); r != ncclSuccess) return r;
   if (ncclResult_t r = comm->introduce(); r != ncclSuccess) return r;
@@ -116,8 +160,8 @@ ncclResult_t init(const std::shared_ptr<Comm>& comm, const Id& id, uint64_t ids_
   mine.ids_hash = ids_hash;
   mine.info = comm->self;
   std::vector<PeerInfo> table;
-  if (ncclResult_t r = join(id, mine, &comm->join_socket, &table); r != ncclSuccess) return r;
-  comm->join_socket.reset();
+  if (ncclResult_t r = join(id, mine, comm->aborted, &comm->join_socket, &table); r != ncclSuccess) return r;
+  std::atomic_store(&comm->join_socket, SocketPtr());
   if (ncclResult_t r = comm->connect(table); r != ncclSuccess) return r;
   comm->open();
   return ncclSuccess;
@@ -161,8 +205,7 @@ ncclResult_t destroy(const std::shared_ptr<Comm>& comm) {
 }
 
 ncclResult_t abort(const std::shared_ptr<Comm>& comm) {
-  comm->aborted.store(true);
-  if (SocketPtr joining = comm->join_socket) shutdown(joining->fd(), SHUT_RDWR);
+  comm->stop_creation();
   bool leaving = comm->left.load() && comm->phase.load() == Phase::Finalized;
   if (!leaving) {
     comm->fail_with(ncclRemoteError, "rank " + std::to_string(comm->rank) + " aborted its communicator",

@@ -371,14 +371,15 @@ Fd listen_on(Address* addr, std::string* why) {
   return fd;
 }
 
-Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool retry_refused) {
+Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool retry_refused,
+              const std::atomic<bool>* stop) {
   auto backoff = std::chrono::duration_cast<Clock::duration>(kFirstBackoff);
   for (;;) {
     Fd fd = try_connect(addr, deadline);
     if (fd) return fd;
     int error = errno;
     auto now = Clock::now();
-    if (error != ECONNREFUSED || !retry_refused || now >= deadline) {
+    if (error != ECONNREFUSED || !retry_refused || now >= deadline || (stop && stop->load())) {
       explain(why, error_text("Net : connect to " + addr.str(), error));
       errno = error;
       return {};

@@ -3,6 +3,7 @@
 
 #include <sys/socket.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <string>
@@ -54,7 +55,8 @@ Fd listen_on(Address* addr, std::string* why);
 
 // A blocking, connected socket with TCP_NODELAY. An empty Fd and *why on failure. Refused connections are
 // tried again until the deadline where `retry_refused`: the peer may not listen yet.
-Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool retry_refused = true);
+Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool retry_refused = true,
+              const std::atomic<bool>* stop = nullptr);
 
 // All bytes, or false with errno set: ETIMEDOUT at the deadline, ECONNRESET when the peer closed, else the
 // call's own.

@@ -81,6 +81,14 @@ void RootTable::left(const Token& token, const SocketPtr& socket) {
   }
 }
 
+bool RootTable::waits(const Token& token, const SocketPtr& socket) const {
+  auto it = roots_.find(token);
+  if (it == roots_.end()) return false;
+  for (auto& m : it->second.members)
+    if (m.socket == socket) return true;
+  return false;
+}
+
 void RootTable::expire(Deadline now) {
   for (auto& [token, root] : roots_) {
     if (root.deadline > now) continue;
@@ -129,19 +137,23 @@ void Id::set_address(const Address& a) {
   }
 }
 
-ncclResult_t join(const Id& id, const Join& mine, SocketPtr* stop, std::vector<PeerInfo>* table) {
+ncclResult_t join(const Id& id, const Join& mine, const std::atomic<bool>& stop, SocketPtr* waits_on,
+                  std::vector<PeerInfo>* table) {
   double seconds = param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
   std::string why, at = id.address().str();
   // The maker of an id listens before the id exists; only NCCL_COMM_ID's rank 0 may come late.
   Deadline connect_by = after_seconds(id.from_env ? seconds : std::min(seconds, 5.0));
-  Fd fd = connect_to(id.address(), connect_by, &why, true);
+  Fd fd = connect_to(id.address(), connect_by, &why, true, &stop);
   if (!fd)
     return fail(
         id.from_env ? ncclTimeout : ncclSystemError,
         "rank %d cannot reach the root of the unique id at %s (%s): its maker has exited, or another network "
         "interface is needed (NCCL_SOCKET_IFNAME)",
         mine.rank, at.c_str(), why.c_str());
-  SocketPtr socket = *stop = std::make_shared<Socket>(std::move(fd));
+  SocketPtr socket = std::make_shared<Socket>(std::move(fd));
+  std::atomic_store(waits_on, socket);
+  if (stop.load())
+    return fail(ncclInternalError, "rank %d of %d: the rendezvous was aborted", mine.rank, mine.nranks);
   int to = socket->fd();
   Hello hello;
   hello.token = id.token;

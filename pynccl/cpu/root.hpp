@@ -17,6 +17,8 @@ class RootTable {
   // False ends the connection.
   bool joined(const Token& token, const Join& join, const SocketPtr& socket);
   void left(const Token& token, const SocketPtr& socket);
+  // Whether a rank has joined and got no answer yet.
+  bool waits(const Token& token, const SocketPtr& socket) const;
   void expire(Deadline now);
 
  private:

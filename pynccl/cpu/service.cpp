@@ -240,7 +240,11 @@ void Service::expire() {
   roots.expire(now);
   for (auto it = connections_.begin(); it != connections_.end();) {
     int fd = it->first;
-    bool late = it->second->deadline < now;
+    Connection& c = *it->second;
+    // A rank that is stopped does not come for its answer.
+    if (c.stage == Connection::Joined && c.deadline == kForever && !roots.waits(c.hello.token, c.socket))
+      c.deadline = now + std::chrono::seconds(1);
+    bool late = c.deadline < now;
     ++it;
     if (late) drop(fd);
   }

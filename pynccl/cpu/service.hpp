@@ -2,6 +2,7 @@
 // communicator's rank, control messages between ranks, and the silence of ranks that died.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -98,7 +99,9 @@ using SocketPtr = std::shared_ptr<Socket>;
 
 // Joins the id's root and returns everyone's PeerInfo. Bounded by PYNCCL_CPU_INIT_TIMEOUT; shutting *stop
 // down ends it at once.
-ncclResult_t join(const Id& id, const Join& mine, SocketPtr* stop, std::vector<PeerInfo>* table);
+// Waits on `socket`, which whoever sets `stop` shuts down.
+ncclResult_t join(const Id& id, const Join& mine, const std::atomic<bool>& stop, SocketPtr* socket,
+                  std::vector<PeerInfo>* table);
 
 // Who is told of connections, control frames and readiness; always in the service's thread.
 class Sink {

@@ -224,7 +224,8 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
       if (!p->report || strncmp(p->report, "rank ", 5) || !strstr(p->report, " reports: "))
         pynccl_say(w->verdict.text, sizeof w->verdict.text, "rank %d reports: ", from);
       pynccl_say(w->verdict.text, sizeof w->verdict.text, "%s", p->report ? p->report : "");
-      pynccl_publish(w, f->code == PYNCCL_MISMATCHED ? PYNCCL_MISMATCHED : PYNCCL_TIMED_OUT);
+      pynccl_publish(w, f->code == PYNCCL_MISMATCHED || f->code == PYNCCL_LIBRARY_FAILED ? (int)f->code
+                                                                                         : PYNCCL_TIMED_OUT);
       break;
     case FRAME_MESSAGE:
     case FRAME_CALL:

@@ -10,13 +10,21 @@
 static int pynccl_ask(pynccl_watch* w) {
   const uintptr_t handle = w->handle;
   int state = 0;
-  w->touching = 1;
+  ++w->touching;
   pthread_mutex_unlock(&dog.lock);
   const int r = ncclCommGetAsyncError(handle, &state);
   pthread_mutex_lock(&dog.lock);
-  w->touching = 0;
+  --w->touching;
   pthread_cond_broadcast(&dog.changed);
   return r || state == ncclInProgress ? 0 : state;
+}
+
+static void pynccl_condemn_library(pynccl_watch* w) {
+  const char* text = w->handle ? ncclGetLastError(w->handle) : NULL;
+  w->verdict.result = w->library_error;
+  w->verdict.text[0] = 0;
+  pynccl_say(w->verdict.text, sizeof w->verdict.text, "the library reports: %s", text ? text : "");
+  pynccl_publish(w, PYNCCL_LIBRARY_FAILED);
 }
 
 static void pynccl_look_after(pynccl_watch* w, int64_t now) {
@@ -27,11 +35,7 @@ static void pynccl_look_after(pynccl_watch* w, int64_t now) {
   if (!w->listed || w->verdict.trouble) return;
   // A dead rank is the better explanation, and may be noticed a little later.
   if (w->library_error && now - w->library_at > SILENCE_NS) {
-    const char* text = w->handle ? ncclGetLastError(w->handle) : NULL;
-    w->verdict.result = w->library_error;
-    w->verdict.text[0] = 0;
-    pynccl_say(w->verdict.text, sizeof w->verdict.text, "the library reports: %s", text ? text : "");
-    pynccl_publish(w, PYNCCL_LIBRARY_FAILED);
+    pynccl_condemn_library(w);
     return;
   }
   if (!w->timeout) return;
@@ -333,6 +337,16 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl
   }
   pthread_mutex_unlock(&dog.lock);
   return out->trouble;
+}
+
+void pynccl_watch_blame_library(pynccl_comm* comm) {
+  pynccl_watch* w = comm->watch;
+  if (!w) return;
+  pthread_mutex_lock(&dog.lock);
+  if (w->listed && w->handle && !w->verdict.trouble && (w->library_error = pynccl_ask(w)) &&
+      !w->verdict.trouble && w->listed)
+    pynccl_condemn_library(w);
+  pthread_mutex_unlock(&dog.lock);
 }
 
 int pynccl_watched(void) {

@@ -54,6 +54,9 @@ int pynccl_watch_claim(pynccl_comm* comm, int64_t wait_ms);
 int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms);
 // Something took too long: find out why. With `condemn` this is the verdict, unless there is one already.
 int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl_verdict* out);
+// The program is told of the library's error: where that has ended the communicator it is the verdict, before
+// an abort that follows is taken for the cause.
+void pynccl_watch_blame_library(pynccl_comm* comm);
 // Whether there is a channel; and the ranks whose connection ended without a goodbye.
 int pynccl_watch_connected(pynccl_comm* comm);
 int pynccl_watch_dead(pynccl_comm* comm, int* ranks);
