@@ -6,6 +6,7 @@ Importing this module registers it; then `torch.distributed.init_process_group("
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from contextlib import suppress
 from datetime import timedelta
@@ -26,8 +27,11 @@ _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def _create(options: Any, _: Any) -> Any:
     """Make the backend of one process group, from what torch says about it."""
+    # After a restart torchrun's store still has the keys of the ranks before; gloo, which takes no notice of
+    # that, hangs there (seen with torch 2.13).
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     backend = _extension.Backend(
-        options.store,
+        dist.PrefixStore(f"attempt {attempt}", options.store),
         options.group_rank,
         options.group_size,
         timedelta(milliseconds=max(1, round(options.timeout.total_seconds() * 1000))),
