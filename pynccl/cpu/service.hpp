@@ -97,9 +97,8 @@ class Socket {
 };
 using SocketPtr = std::shared_ptr<Socket>;
 
-// Joins the id's root and returns everyone's PeerInfo. Bounded by PYNCCL_CPU_INIT_TIMEOUT; shutting *stop
-// down ends it at once.
-// Waits on `socket`, which whoever sets `stop` shuts down.
+// Joins the id's root and returns everyone's PeerInfo. Bounded by PYNCCL_CPU_INIT_TIMEOUT; it waits on
+// `socket`, which whoever sets `stop` shuts down.
 ncclResult_t join(const Id& id, const Join& mine, const std::atomic<bool>& stop, SocketPtr* socket,
                   std::vector<PeerInfo>* table);
 
