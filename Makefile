@@ -11,16 +11,19 @@ PYTHON_FILES := pynccl tests tools examples benchmarks
 
 .PHONY: demo build test test-slow test-full test-gpu bench lint format generate wheel sanitize cpu-lib clean
 
+# Two at a time: most tests wait, for processes that start or for time-outs.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 demo: $(VENV)/demo $(VENV)/built
 	$(BIN)/pynccl run -n 4 examples/data_parallel.py --check
 
 build: $(VENV)/built
 
 test: $(VENV)/test $(VENV)/built
-	$(BIN)/python -m pytest -m "not gpu and not full and not slow"
+	$(PYTEST) -m "not gpu and not full and not slow"
 
 test-slow: $(VENV)/test $(VENV)/built
-	$(BIN)/python -m pytest -m "slow and not full and not gpu"
+	$(PYTEST) -m "slow and not full and not gpu"
 
 test-full: $(VENV)/test $(VENV)/full $(VENV)/built
 	$(BIN)/python -m pytest -m "not gpu"

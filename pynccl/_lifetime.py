@@ -23,6 +23,9 @@ T = TypeVar("T")
 
 # So often who waits for a blocking call looks whether there is still a reason to.
 _SLICE = 0.1
+# So long what was given up goes on: who waits elsewhere, as long as this rank did, is to find out for itself
+# who does not come, and not that this rank has left.
+_OTHERS = 1.0
 # NCCL's abort can itself wait for ever, on a captured graph for example.
 ABORT_SECONDS = 10.0
 
@@ -80,8 +83,17 @@ class Running(Generic[T]):
         with self._lock:
             self._abandoned = not self.done.is_set()
             if self._abandoned:
-                self._interrupt(True)
+                late = threading.Timer(_OTHERS, self._end)
+                late.daemon = True
+                # The interpreter may be exiting, and start no thread any more.
+                with suppress(RuntimeError):
+                    late.start()
             return self._abandoned
+
+    def _end(self) -> None:
+        with self._lock:
+            if not self.done.is_set():
+                self._interrupt(True)
 
     def abandon(self) -> None:
         """Leave the call to itself, or drop what it has returned."""

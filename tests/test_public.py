@@ -174,7 +174,7 @@ def documented() -> list[tuple[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "value"), documented(), ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("name", "value"), documented(), ids=[name for name, _ in documented()])
 def test_docstrings(name: str, value: Any) -> None:
     """One line that says what it does, ended by a full stop; then an empty line, if more is to be said."""
     text = getattr(value, "__func__", value).__doc__
