@@ -31,7 +31,7 @@ def _create(options: Any, _: Any) -> Any:
     # that, hangs there (seen with torch 2.13).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     backend = _extension.Backend(
-        dist.PrefixStore(f"attempt {attempt}", options.store),
+        dist.PrefixStore(f"attempt {attempt}", options.store),  # type: ignore[attr-defined, unused-ignore]
         options.group_rank,
         options.group_size,
         timedelta(milliseconds=max(1, round(options.timeout.total_seconds() * 1000))),
