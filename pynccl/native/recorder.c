@@ -393,8 +393,11 @@ static void pynccl_trace_list_result(const pynccl_list* list, int result) {
     pynccl_trace* t = use->comm->trace;
     if (!use->first || !t) continue;
     const uint64_t oldest = pynccl_trace_oldest(t, t->next);
-    for (uint64_t at = use->traced > oldest ? use->traced : oldest; at < t->next; ++at)
-      pynccl_trace_result(pynccl_trace_at(t, at), result, waited);
+    uint64_t count = t->next - (use->traced > oldest ? use->traced : oldest);
+    // Finding a record by its position takes a division, which may take as long as all else here.
+    uint64_t slot = t->slot >= count ? t->slot - count : t->slot + t->slots - count;
+    for (; count--; slot = slot + 1 == t->slots ? 0 : slot + 1)
+      pynccl_trace_result(&t->records[slot], result, waited);
   }
 }
 
