@@ -74,6 +74,23 @@ static pynccl_watch* pynccl_find_watch(uint32_t id) {
   return w;
 }
 
+// Have a watch stay while the lock is let go of. Not once its last reference is gone: whoever dropped that
+// waits for the lock to take the watch from the list.
+static int pynccl_hold(pynccl_watch* w) {
+  int* references = &w->comm->references;
+  int n = __atomic_load_n(references, __ATOMIC_RELAXED);
+  while (n && !__atomic_compare_exchange_n(references, &n, n + 1, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+    continue;
+  return n;
+}
+
+static void pynccl_let_go(pynccl_watch* w) {
+  pynccl_comm* comm = w->comm;
+  pthread_mutex_unlock(&dog.lock);
+  pynccl_comm_release(comm);
+  pthread_mutex_lock(&dog.lock);
+}
+
 static void* pynccl_watch_all(void* nothing) {
   (void)nothing;
   pynccl_is_watchdog = 1;
@@ -101,8 +118,10 @@ static void* pynccl_watch_all(void* nothing) {
       }
       pynccl_watch* w = pynccl_find_watch((uint32_t)(events[i].data.u64 >> 32));
       const int rank = (int)(uint32_t)events[i].data.u64;
-      if (w && events[i].events & EPOLLOUT && w->peers[rank].socket >= 0) pynccl_push(w, rank);
-      if (w && events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) pynccl_read(w, rank);
+      if (!w || !pynccl_hold(w)) continue;
+      if (events[i].events & EPOLLOUT && w->peers[rank].socket >= 0) pynccl_push(w, rank);
+      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) pynccl_read(w, rank);
+      pynccl_let_go(w);
     }
     const int beat = now - dog.beat_at >= BEAT_NS;
     if (beat) dog.beat_at = now;
@@ -113,12 +132,10 @@ static void* pynccl_watch_all(void* nothing) {
         if (w->id > id && (!next || w->id < next->id)) next = w;
       if (!next) break;
       id = next->id;
+      if (!pynccl_hold(next)) continue;
       if (beat) pynccl_beat(next);
-      __atomic_add_fetch(&next->comm->references, 1, __ATOMIC_RELAXED);
       pynccl_look_after(next, now);
-      pthread_mutex_unlock(&dog.lock);
-      pynccl_comm_release(next->comm);
-      pthread_mutex_lock(&dog.lock);
+      pynccl_let_go(next);
     }
   }
   close(dog.epoll);
