@@ -22,7 +22,7 @@ from pynccl._binding import lib
 from pynccl.testing import RankError, run
 
 RANKS = 8
-# The promise of the issue, for every survivor.
+# For every survivor, as docs/hangs.md promises.
 SOON = 2.0
 Outcome = tuple[str, list[int], str, float]
 
@@ -524,6 +524,20 @@ def test_one_interrupt_is_enough(wait: str) -> None:
     (what, took), _ = run(2, interrupted, wait, backend="cpu", timeout=30)
     assert what == "KeyboardInterrupt"
     assert took < 1
+
+
+def dropped(rank: int, nranks: int) -> bool:
+    """Let go of watched communicators, without closing them, while the watchdog goes through its list."""
+    others = [Communicator(1, pynccl.get_unique_id(), 0, timeout=30) for _ in range(8)]
+    for _ in range(300):
+        Communicator(1, pynccl.get_unique_id(), 0, timeout=30)
+    for comm in others:
+        comm.destroy()
+    return nothing_left()
+
+
+def test_a_communicator_that_is_dropped_while_it_is_watched() -> None:
+    assert run(1, dropped, backend="cpu", timeout=30) == [True]
 
 
 EXITS = """

@@ -106,23 +106,24 @@ static const char* const pynccl_type_names[ncclNumTypes] = {
     "int8",    "uint8",   "int32",   "uint32",   "int64",      "uint64",
     "float16", "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"};
 static const char* const pynccl_op_names[ncclNumOps] = {"sum", "prod", "max", "min", "avg"};
-static const char* const pynccl_state_names[] = {"", "called", "taken", "done", "failed"};
+static const char* const pynccl_state_names[] = {"called", "taken", "done", "failed"};
 
-static void pynccl_put_record(const pynccl_entry* r) {
+static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_plan) {
   const int pair = pynccl_is_pair(r->kind), array = r->kind < PYNCCL_BARRIER;
+  const int done = pynccl_state_of(r) == PYNCCL_DONE;
   pynccl_put("{\"call\": ");
   pynccl_put_text(pynccl_kind_names[r->kind]);
   if (pair) {
-    pynccl_field("peer_seq", r->number);
+    pynccl_field("peer_seq", number);
     pynccl_field("peer", r->root);
   } else if (pynccl_is_collective(r->kind) || r->kind == PYNCCL_INIT) {
-    pynccl_field("seq", r->number);
+    pynccl_field("seq", r->kind == PYNCCL_INIT ? 0 : number);
   }
   if (array) {
     pynccl_field("count", r->count);
     pynccl_text_field("dtype", r->datatype < ncclNumTypes ? pynccl_type_names[r->datatype] : "?");
     if (r->kind == PYNCCL_ALL_REDUCE || r->kind == PYNCCL_REDUCE || r->kind == PYNCCL_REDUCE_SCATTER)
-      pynccl_text_field("op", (unsigned)r->op < ncclNumOps ? pynccl_op_names[r->op] : "pre_mul_sum");
+      pynccl_text_field("op", r->op < ncclNumOps ? pynccl_op_names[r->op] : "pre_mul_sum");
     if (r->kind == PYNCCL_REDUCE || r->kind == PYNCCL_BROADCAST || r->kind == PYNCCL_GATHER ||
         r->kind == PYNCCL_SCATTER)
       pynccl_field("root", r->root);
@@ -132,13 +133,12 @@ static void pynccl_put_record(const pynccl_entry* r) {
   }
   if (r->kind == PYNCCL_SPLIT) pynccl_field("color", r->root);
   if (r->group) pynccl_field("group", r->group);
-  if (r->plan) pynccl_put(", \"plan\": true");
+  if (of_plan) pynccl_put(", \"plan\": true");
   pynccl_field("time_ns", pynccl_ns(r->called, out.now));
-  if (r->ended) pynccl_field("end_ns", pynccl_ns(r->ended, out.now));
-  pynccl_text_field("state", pynccl_state_names[r->state]);
-  pynccl_field("result", r->result);
-  const char* at =
-      r->caller < PYNCCL_CALLERS ? __atomic_load_n(&pynccl_callers[r->caller], __ATOMIC_ACQUIRE) : NULL;
+  if (done) pynccl_field("end_ns", pynccl_ns(r->outcome >> 2, out.now));
+  pynccl_text_field("state", pynccl_state_names[pynccl_state_of(r)]);
+  pynccl_field("result", done ? 0 : (int64_t)r->outcome >> 2);
+  const char* at = __atomic_load_n(&pynccl_callers[r->caller], __ATOMIC_ACQUIRE);
   if (at) pynccl_text_field("at", at);
   pynccl_put("}\n");
 }
@@ -148,6 +148,11 @@ static int pynccl_copy(const pynccl_trace* t, uint64_t position, pynccl_entry* c
   *copy = *pynccl_trace_at(t, position);
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return position >= pynccl_trace_oldest(t, __atomic_load_n(&t->next, __ATOMIC_ACQUIRE));
+}
+
+// The number of a send or recv, of which the counters have the newest.
+static uint64_t pynccl_pair_number(const pynccl_trace* t, const pynccl_entry* r) {
+  return pynccl_whole(*pynccl_pair(t, t->pairs, r->kind, r->root), r->number);
 }
 
 // Where to begin, so that about as many calls are shown as there are slots, however many a plan has. Leaves
@@ -160,34 +165,35 @@ static uint64_t pynccl_dump_start(const pynccl_trace* t, uint64_t next) {
   while (at > oldest && shown + 1 < t->slots) {
     pynccl_entry r;
     if (!pynccl_copy(t, --at, &r)) return at + 1;
-    shown += r.plan ? r.plan->count : 1;
-    if (pynccl_is_pair(r.kind)) *pynccl_pair(t, t->scratch, r.kind, r.root) = r.number - 1;
-    for (int i = 0; r.plan && i < r.plan->count; ++i)
-      if (pynccl_is_pair(r.plan->calls[i].kind))
-        --*pynccl_pair(t, t->scratch, r.plan->calls[i].kind, r.plan->calls[i].root);
+    const pynccl_digest* plan = r.kind == PYNCCL_PLAN ? r.plan : NULL;
+    shown += plan ? plan->count : 1;
+    if (pynccl_is_pair(r.kind)) *pynccl_pair(t, t->scratch, r.kind, r.root) = pynccl_pair_number(t, &r) - 1;
+    for (int i = 0; plan && i < plan->count; ++i)
+      if (pynccl_is_pair(plan->calls[i].kind))
+        --*pynccl_pair(t, t->scratch, plan->calls[i].kind, plan->calls[i].root);
   }
   return at;
 }
 
-static void pynccl_unfold(const pynccl_trace* t, const pynccl_entry* run) {
-  pynccl_entry r = *run;
-  uint64_t collective = run->number;
-  for (int i = 0; i < run->plan->count; ++i) {
-    const pynccl_call* c = &run->plan->calls[i];
+static void pynccl_unfold(const pynccl_trace* t, const pynccl_entry* run, uint64_t collective) {
+  const pynccl_digest* plan = run->plan;
+  for (int i = 0; i < plan->count; ++i) {
+    const pynccl_call* c = &plan->calls[i];
     const int pair = pynccl_is_pair(c->kind);
-    r.number = pair ? ++*pynccl_pair(t, t->scratch, c->kind, c->root) : collective++;
-    r.kind = c->kind, r.datatype = c->datatype, r.op = c->op, r.root = c->root, r.caller = c->caller;
-    r.send = c->send, r.recv = c->recv, r.count = c->count, r.stream = c->stream;
-    pynccl_put_record(&r);
+    const uint64_t number = pair ? ++*pynccl_pair(t, t->scratch, c->kind, c->root) : collective++;
+    pynccl_entry r = pynccl_entry_of(c);
+    r.called = run->called, r.outcome = run->outcome, r.group = run->group;
+    pynccl_put_record(&r, number, 1);
   }
 }
 
 static void pynccl_dump_trace(const pynccl_trace* t) {
   const uint64_t next = __atomic_load_n(&t->next, __ATOMIC_ACQUIRE), start = pynccl_dump_start(t, next);
+  const uint64_t collectives = t->collectives;
   const int mark = __atomic_load_n(&t->mark, __ATOMIC_ACQUIRE);
   pynccl_put("{");
   pynccl_put(t->header);
-  pynccl_field("collectives", t->collectives);
+  pynccl_field("collectives", collectives);
   pynccl_field("overwritten", start);
   if (t->closed) pynccl_put(", \"closed\": true");
   if (mark) {
@@ -198,12 +204,13 @@ static void pynccl_dump_trace(const pynccl_trace* t) {
   for (uint64_t at = start; at < next; ++at) {
     pynccl_entry record;
     if (!pynccl_copy(t, at, &record)) continue;
-    if (record.plan) {
-      pynccl_unfold(t, &record);
-    } else {
-      if (pynccl_is_pair(record.kind)) *pynccl_pair(t, t->scratch, record.kind, record.root) = record.number;
-      pynccl_put_record(&record);
-    }
+    uint64_t number = pynccl_whole(collectives, record.number);
+    if (pynccl_is_pair(record.kind))
+      number = *pynccl_pair(t, t->scratch, record.kind, record.root) = pynccl_pair_number(t, &record);
+    if (record.kind == PYNCCL_PLAN)
+      pynccl_unfold(t, &record, number);
+    else
+      pynccl_put_record(&record, number, 0);
   }
 }
 

@@ -5,31 +5,47 @@
 #include <time.h>
 
 enum pynccl_state {
-  PYNCCL_CALLED = 1,  // in the C call
-  PYNCCL_TAKEN,       // the library has it
-  PYNCCL_DONE,        // known to be complete
+  PYNCCL_CALLED,  // in the C call
+  PYNCCL_TAKEN,   // the library has it
+  PYNCCL_DONE,    // known to be complete
   PYNCCL_FAILED
 };
 
+// One line of the cache.
 typedef struct pynccl_entry {
-  uint64_t called;  // in ticks
-  uint64_t ended;   // 0: not known
-  uint64_t number;  // of a collective on its communicator, of a send or recv with its peer; a run's first
-                    // collective
-  uint64_t group;   // 0: none
+  uint64_t called;   // in ticks
+  uint64_t outcome;  // of pynccl_outcome; one word, so that who dumps meanwhile sees all of it or nothing
   uintptr_t send;
   uintptr_t recv;
   uintptr_t stream;
-  size_t count;
-  const pynccl_digest* plan;  // what a run stands for
+  union {
+    size_t count;
+    const pynccl_digest* plan;  // what a run stands for
+  };
+  uint32_t number;  // of a collective on its communicator, of a send or recv with its peer; a run's first
+                    // collective; the low half, see pynccl_whole
+  uint32_t group;   // 0: none
   int root;
-  int op;
-  int result;
-  unsigned caller;
-  short kind;
-  unsigned char datatype;
-  unsigned char state;
+  unsigned caller : 16, kind : 8, datatype : 4, op : 4;
 } pynccl_entry;
+
+_Static_assert(sizeof(pynccl_entry) == 64, "a record is a line of the cache");
+_Static_assert(ncclNumOps < 16 && ncclNumTypes <= 16, "op and datatype have four bits");
+
+static inline uint64_t pynccl_outcome(enum pynccl_state state, int64_t ticks_or_result) {
+  return (uint64_t)ticks_or_result << 2 | state;
+}
+
+static inline void pynccl_set_outcome(pynccl_entry* r, enum pynccl_state state, int64_t ticks_or_result) {
+  __atomic_store_n(&r->outcome, pynccl_outcome(state, ticks_or_result), __ATOMIC_RELAXED);
+}
+
+static inline enum pynccl_state pynccl_state_of(const pynccl_entry* r) { return r->outcome & 3; }
+
+// A number of which a record has the low half, from the newest one of its kind.
+static inline uint64_t pynccl_whole(uint64_t newest, uint32_t low) {
+  return newest - (uint32_t)((uint32_t)newest - low);
+}
 
 // The calls of a plan on one communicator. It outlives its list until no record means it any more.
 struct pynccl_digest {
@@ -175,7 +191,7 @@ pynccl_trace* pynccl_trace_open(size_t records, int size, const char* header) {
   if (!t) return NULL;
   t->slots = records + 1;
   t->size = size;
-  t->records = calloc(t->slots, sizeof *t->records);
+  t->records = aligned_alloc(sizeof *t->records, t->slots * sizeof *t->records);
   t->pairs = calloc(4 * (size_t)size, sizeof *t->pairs);
   t->scratch = t->pairs + 2 * (size_t)size;
   memcpy(t->header, header, length);
@@ -220,45 +236,43 @@ static inline pynccl_entry* pynccl_trace_next(pynccl_trace* t) {
 static inline void pynccl_trace_publish(pynccl_trace* t) {
   t->slot = t->slot + 1 == t->slots ? 0 : t->slot + 1;
   // The ring is larger than the nearest cache, and calls are far apart.
-  __builtin_prefetch((char*)&t->records[t->slot], 1);
-  __builtin_prefetch((char*)&t->records[t->slot] + 64, 1);
+  __builtin_prefetch(&t->records[t->slot], 1);
   __atomic_store_n(&t->next, t->next + 1, __ATOMIC_RELEASE);
+}
+
+static inline pynccl_entry pynccl_entry_of(const pynccl_call* c) {
+  return (pynccl_entry){
+      .send = c->send,
+      .recv = c->recv,
+      .stream = c->stream,
+      .count = c->count,
+      .root = c->root,
+      .caller = c->caller,
+      .kind = c->kind,
+      .datatype = c->datatype,
+      .op = c->op < ncclNumOps ? c->op : ncclNumOps,
+  };
 }
 
 static inline pynccl_entry* pynccl_trace_call(pynccl_trace* t, const pynccl_call* c, uint64_t now,
                                               uint64_t group) {
-  pynccl_entry* record = pynccl_trace_next(t);
   uint64_t* counter = pynccl_is_pair(c->kind) ? pynccl_pair(t, t->pairs, c->kind, c->root) : &t->collectives;
+  pynccl_entry* record = pynccl_trace_next(t);
+  *record = pynccl_entry_of(c);
   record->called = now;
-  record->ended = 0;
-  record->number = ++*counter;
-  record->group = group;
-  record->send = c->send;
-  record->recv = c->recv;
-  record->stream = c->stream;
-  record->count = c->count;
-  record->plan = NULL;
-  record->root = c->root;
-  record->op = c->op;
-  record->result = 0;
-  record->caller = c->caller;
-  record->kind = c->kind;
-  record->datatype = c->datatype;
-  record->state = PYNCCL_CALLED;
+  record->number = (uint32_t)++*counter;
+  record->group = (uint32_t)group;
   pynccl_trace_publish(t);
   return record;
 }
 
 static inline void pynccl_trace_result(pynccl_entry* record, int result, int waited) {
-  record->result = result == PYNCCL_WAITING ? 0 : result;
-  if (result && result != PYNCCL_WAITING && result != ncclInProgress) {
-    record->state = PYNCCL_FAILED;
-  } else if (result || !waited) {
-    record->state = PYNCCL_TAKEN;
-  } else {
-    record->ended = pynccl_ticks();
-    record->state = PYNCCL_DONE;
-  }
+  if (result && result != PYNCCL_WAITING && result != ncclInProgress)
+    pynccl_set_outcome(record, PYNCCL_FAILED, result);
+  else if (result || !waited)
+    pynccl_set_outcome(record, PYNCCL_TAKEN, result == PYNCCL_WAITING ? 0 : result);
+  else
+    pynccl_set_outcome(record, PYNCCL_DONE, pynccl_ticks());
 }
 
 static pynccl_entry* pynccl_trace_at(const pynccl_trace* t, uint64_t position) {
@@ -274,20 +288,18 @@ static void pynccl_trace_complete(pynccl_trace* t, uintptr_t stream) {
   const uint64_t now = pynccl_ticks(), oldest = pynccl_trace_oldest(t, t->next);
   for (uint64_t i = t->next; i-- > oldest;) {
     pynccl_entry* record = pynccl_trace_at(t, i);
-    if (record->stream != stream || record->kind > PYNCCL_PLAN || record->state == PYNCCL_FAILED) continue;
-    if (record->state == PYNCCL_DONE) break;
-    record->ended = now;
-    record->result = 0;
-    record->state = PYNCCL_DONE;
+    if (record->stream != stream || record->kind > PYNCCL_PLAN) continue;
+    const enum pynccl_state state = pynccl_state_of(record);
+    if (state == PYNCCL_DONE) break;
+    if (state != PYNCCL_FAILED) pynccl_set_outcome(record, PYNCCL_DONE, now);
   }
 }
 
 uint64_t pynccl_trace_begin(pynccl_trace* t, int kind, int detail) {
   if (!t) return 0;
   pynccl_entry* record = pynccl_trace_next(t);
-  *record = (pynccl_entry){.called = pynccl_ticks(), .root = detail, .kind = kind, .state = PYNCCL_CALLED};
-  record->caller = t->caller;
-  if (pynccl_is_collective(kind)) record->number = ++t->collectives;
+  *record = (pynccl_entry){.called = pynccl_ticks(), .root = detail, .caller = t->caller, .kind = kind};
+  if (pynccl_is_collective(kind)) record->number = (uint32_t)++t->collectives;
   pynccl_trace_publish(t);
   return t->next;
 }
@@ -348,10 +360,9 @@ static pynccl_digest* pynccl_digest_new(pynccl_comm* comm, const pynccl_list* li
 
 static void pynccl_trace_plan(pynccl_trace* t, pynccl_digest* plan, uint64_t now, uint64_t group) {
   pynccl_entry* record = pynccl_trace_next(t);
-  *record = (pynccl_entry){.called = now, .number = t->collectives + 1, .group = group, .plan = plan};
-  record->stream = plan->stream;
-  record->kind = PYNCCL_PLAN;
-  record->state = PYNCCL_CALLED;
+  *record = (pynccl_entry){.called = now, .stream = plan->stream, .plan = plan, .kind = PYNCCL_PLAN};
+  record->number = (uint32_t)(t->collectives + 1);
+  record->group = (uint32_t)group;
   t->collectives += plan->collectives;
   if (plan->collectives < plan->count)
     for (int i = 0; i < plan->count; ++i)
