@@ -101,14 +101,18 @@ def measure(options: argparse.Namespace, cases: Sequence[Case], driver: bool) ->
 def import_time(reps: int) -> list[float]:
     """Return how many ms `import pynccl` takes after numpy and cffi; it may bring neither CuPy nor torch."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+    # Compiled once, as installing does, whatever the environment says of sources.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     found = []
-    for _ in range(reps):
-        command = [sys.executable, "-c", _IMPORT]
-        words = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
-        if len(words) > 1:
-            sys.exit(f"import pynccl imported {', '.join(words[1:])}")
-        found.append(float(words[0]))
-    return found
+    with tempfile.TemporaryDirectory(prefix="pynccl-overhead-") as folder:
+        for _ in range(1 + reps):
+            command = [sys.executable, "-X", f"pycache_prefix={folder}", "-c", _IMPORT]
+            done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+            milliseconds, *brought = done.stdout.split()
+            if brought:
+                sys.exit(f"import pynccl imported {', '.join(brought)}")
+            found.append(float(milliseconds))
+    return found[1:]
 
 
 def times(samples: Samples) -> str:

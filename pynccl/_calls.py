@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pynccl import _buffers, _checks, _cuda, _dtypes, _streams, capi
-from pynccl._binding import fastcall, ffi, lib
-from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, cupy_stream, kind_of, shape_of, spans
+from pynccl._binding import address_of, fastcall, ffi, lib
+from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, kind_of, shape_of, spans
 from pynccl._config import pack
 from pynccl._errors import NcclInvalidUsage
 from pynccl._group import Group
@@ -29,16 +29,7 @@ ALL_GATHER, REDUCE_SCATTER = lib.PYNCCL_ALL_GATHER, lib.PYNCCL_REDUCE_SCATTER
 ALL_TO_ALL, GATHER, SCATTER = lib.PYNCCL_ALL_TO_ALL, lib.PYNCCL_GATHER, lib.PYNCCL_SCATTER
 SEND, RECV = lib.PYNCCL_SEND, lib.PYNCCL_RECV
 _REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
-_issue, keep_recorded = lib.pynccl_issue, fastcall.keep
-
-
-def _issue_in_place(template: Any, pointer: int, count: int) -> int:
-    return _issue(template, pointer, pointer, count, cupy_stream(), 0)
-
-
-def _issue_between(template: Any, source: int, target: int, count: int) -> int:
-    return _issue(template, source, target, count, cupy_stream(), 0)
-
+keep_recorded = fastcall.keep
 
 # A call whose arguments are right: addresses of input and output, elements as NCCL is told them, dtype code,
 # the array with the result. A plain tuple, since one is made for every call.
@@ -73,12 +64,9 @@ class Calls:
     # Of calls without a stream, where arrays have none either.
     _own_stream: int
     # What is the same in many calls; of all_reduce by operation and NumPy dtype, and for "sum".
-    _templates: dict[tuple[int, int, int, int], Any]
-    _quick: dict[Any, dict[Any, Any]]
-    _sums: dict[Any, Any]
-    # Issue a call on CuPy's current stream, from its template: buffer, count; or input, output, count.
-    _issue_in_place: Callable[[Any, int, int], int]
-    _issue_between: Callable[[Any, int, int, int], int]
+    _templates: dict[tuple[int, int, int, int], fastcall.Template]
+    _quick: dict[Any, dict[Any, fastcall.Template]]
+    _sums: dict[Any, fastcall.Template]
     _why: str
 
     if TYPE_CHECKING:
@@ -97,8 +85,6 @@ class Calls:
         # Not the default stream: host arrays know nothing of streams, and calls of two threads on two
         # communicators must not wait for each other.
         self._own_stream = capi.pyncclCpuStreamCreate() if on_cpu else 0
-        self._issue_in_place = _issue_in_place if driver else lib.pynccl_issue_in_place
-        self._issue_between = _issue_between if driver else lib.pynccl_issue_between
 
     # --- one call ---
 
@@ -112,7 +98,7 @@ class Calls:
         except (TypeError, ValueError) as error:
             raise self._located(error) from error
         template, packed = self._template(kind, dtype & 255, code, root, config)
-        answer = _issue(template, source, target, count, handle, wait)
+        answer = template(source, target, count, handle, wait)
         if answer:
             keep = (self, send, result, op, template, packed)
             self._after(answer, kind, handle, wait, keep, config is not None)
@@ -120,25 +106,26 @@ class Calls:
             self._remember(template, send, op, dtype)
         return result
 
-    def _remember(self, template: Any, send: Any, op: Any, dtype: int) -> None:
+    def _remember(self, template: fastcall.Template, send: Any, op: Any, dtype: int) -> None:
         """Let the next all_reduce like this one go the short way."""
         if type(send) is _buffers.cupy_array and type(op) is str and dtype < 256:
             self._quick.setdefault(op, {})[send.dtype] = template
 
     def _template(
         self, kind: int, datatype: int, op: int, root: int, config: PerCall = None
-    ) -> tuple[Any, Any]:
-        """Return a pynccl_call without buffers, and what it needs alive."""
+    ) -> tuple[fastcall.Template, Any]:
+        """Return what issues such calls, and what it needs alive."""
         key = kind, datatype, op, root
         template = self._templates.get(key) if config is None else None
         if template is not None:
             return template, None
         made = {"comm": self._c, "kind": kind, "datatype": datatype, "op": op, "root": root}
-        if config is None:
-            template = self._templates[key] = ffi.new("pynccl_call*", made)
-            return template, None
-        packed = pack(CollConfig, config)
-        return ffi.new("pynccl_call*", made | {"config": packed}), packed
+        packed = None if config is None else pack(CollConfig, config)
+        call = ffi.new("pynccl_call*", made if packed is None else made | {"config": packed})
+        template = fastcall.Template(address_of(call), call)
+        if packed is None:
+            self._templates[key] = template
+        return template, packed
 
     def _stream(self, stream: Any, send: Any, result: Any) -> tuple[int, int]:
         """Return a call's stream, ordered behind who still writes the arrays, and whether to wait for it."""
@@ -236,7 +223,7 @@ class Calls:
         with Group():
             for piece, code in zip(pieces, codes, strict=True):
                 template, _ = self._template(piece.kind, piece.code & 255, code, piece.root)
-                answer = _issue(template, piece.source, piece.target, piece.elements, handle, wait)
+                answer = template(piece.source, piece.target, piece.elements, handle, wait)
                 self._after(answer, piece.kind, handle, wait, keep)
         return result
 

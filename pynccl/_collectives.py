@@ -9,6 +9,7 @@ import numpy as np
 
 from pynccl import _buffers
 from pynccl._binding import fastcall
+from pynccl._buffers import cupy_stream
 from pynccl._calls import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -76,33 +77,42 @@ class Collectives(Calls):
         # The most frequent call of all goes a short way: CuPy's arrays, with nothing else said.
         if stream is None and type(send) is _buffers.cupy_array and config is None:
             answer = None
+            result = send if recv is None else recv
             try:
-                template = (self._sums if op == "sum" else self._quick[op])[send.dtype]
-                if send._c_contiguous and (self._streamless or send.data.device_id == self._device):
-                    if recv is None:
-                        issue = self._issue_in_place
-                        answer = issue(template, send.data.ptr, send.size)
-                        if not answer:
-                            return send
-                        if answer == RECORDED:
-                            keep(send)
-                            return send
-                    elif (
-                        type(recv) is _buffers.cupy_array
-                        and recv.dtype is send.dtype
-                        and recv.size == send.size
-                        and recv._c_contiguous
-                        and (self._streamless or recv.data.device_id == self._device)
-                    ):
-                        issue_between = self._issue_between
-                        answer = issue_between(template, send.data.ptr, recv.data.ptr, send.size)
-                        if not answer:
-                            return recv
+                issue = (self._sums if op == "sum" else self._quick[op])[send.dtype]
+                streamless = self._streamless
+                if (
+                    send._c_contiguous
+                    and (streamless or send.data.device_id == self._device)
+                    and (
+                        recv is None
+                        or (
+                            type(recv) is _buffers.cupy_array
+                            and recv.dtype is send.dtype
+                            and recv.size == send.size
+                            and recv._c_contiguous
+                            and (streamless or recv.data.device_id == self._device)
+                        )
+                    )
+                ):
+                    source = send.data.ptr
+                    target = source if recv is None else recv.data.ptr
+                    if streamless:
+                        answer = issue(source, target, send.size)
+                    else:
+                        answer = issue(source, target, send.size, cupy_stream(), 0)
+                    if not answer:
+                        return result
+                    if answer == RECORDED:
+                        keep(send)
+                        if recv is not None:
+                            keep(recv)
+                        return result
             except (KeyError, TypeError, AttributeError):
                 pass
             if answer is not None:
                 self._after(answer, ALL_REDUCE, *self._stream(None, send, recv), (self, send, recv))
-                return send if recv is None else recv
+                return result
         return self._run(ALL_REDUCE, send, recv, op, 0, stream, config)
 
     def reduce(

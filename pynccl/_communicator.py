@@ -285,7 +285,7 @@ class Communicator(Relatives):
             (self._token.ctypes.data, self._own_stream) if self._waits else self._device_scratch()
         )
         template, _ = self._template(lib.PYNCCL_BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
-        answer = lib.pynccl_issue(template, pointer, pointer, 1, stream, self._waits)
+        answer = template(pointer, pointer, 1, stream, self._waits)
         if answer:
             self._after(answer, lib.PYNCCL_ALL_REDUCE, stream, self._waits, self)
         if not self._waits:

@@ -40,7 +40,12 @@ communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValu
 
 
 if sys.platform == "linux":
-    fastcall.bind(function_address("pynccl_record"), function_address("pynccl_list_run_recorded"))
+    fastcall.bind(
+        *map(
+            function_address,
+            ("pynccl_record", "pynccl_list_run_recorded", "pynccl_issue", "pynccl_issue_usual"),
+        )
+    )
 
 
 class Recording:

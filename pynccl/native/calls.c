@@ -165,6 +165,34 @@ static int pynccl_wait(uintptr_t comm, uintptr_t stream) {
 
 static int pynccl_append(pynccl_list* list, const pynccl_call* call, int wait);
 
+// One call by itself, of which the communicator is not entered yet.
+static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
+  pynccl_comm* comm = call->comm;
+  pynccl_trace* trace = comm->trace;
+  const uint64_t now = trace ? pynccl_ticks() : 0;
+  int r = pynccl_enter(comm);
+  if (r) return r;
+  if (comm->watch) {
+    r = pynccl_watch_announce(comm, call, 1);
+    if (!r) r = pynccl_watch_begin(comm, call, 1);
+    if (r) {
+      pynccl_leave(comm);
+      return r;
+    }
+  }
+  pynccl_entry* record = trace ? pynccl_trace_call(trace, call, now, 0) : NULL;
+  r = pynccl_run(call);
+  pynccl_use_stream(comm, call->stream);
+  if (comm->watch) {
+    if (!wait && !r) pynccl_watch_issued(comm, call->stream);
+    pynccl_watch_end(comm);
+  }
+  if (wait && !r) r = pynccl_wait(comm->handle, call->stream);
+  if (record) pynccl_trace_result(record, r, wait && !pynccl_depth);
+  if (r != PYNCCL_WAITING) pynccl_leave(comm);
+  return r;
+}
+
 int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream,
                  int wait) {
   pynccl_call call = *like;
@@ -173,43 +201,15 @@ int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t
   call.count = count;
   call.stream = stream;
   if (pynccl_overlaps(&call)) return PYNCCL_OVERLAP;
-  pynccl_comm* comm = call.comm;
-  pynccl_trace* trace = comm->trace;
-  call.caller = trace ? trace->caller : 0;
-  if (pynccl_recording) {
-    if (!comm->handle) return PYNCCL_CLOSED;
-    const int r = pynccl_append(pynccl_recording, &call, wait);
-    return r ? r : PYNCCL_RECORDED;
-  }
-  int r = pynccl_enter(comm);
-  if (r) return r;
-  if (comm->watch) {
-    r = pynccl_watch_announce(comm, &call, 1);
-    if (!r) r = pynccl_watch_begin(comm, &call, 1);
-    if (r) {
-      pynccl_leave(comm);
-      return r;
-    }
-  }
-  pynccl_entry* record = trace ? pynccl_trace_call(trace, &call, pynccl_ticks(), 0) : NULL;
-  r = pynccl_run(&call);
-  pynccl_use_stream(comm, stream);
-  if (comm->watch) {
-    if (!wait && !r) pynccl_watch_issued(comm, stream);
-    pynccl_watch_end(comm);
-  }
-  if (wait && !r) r = pynccl_wait(comm->handle, stream);
-  if (record) pynccl_trace_result(record, r, wait && !pynccl_depth);
-  if (r != PYNCCL_WAITING) pynccl_leave(comm);
-  return r;
+  call.caller = call.comm->trace ? call.comm->trace->caller : 0;
+  if (!pynccl_recording) return pynccl_issue_alone(&call, wait);
+  if (!call.comm->handle) return PYNCCL_CLOSED;
+  const int r = pynccl_append(pynccl_recording, &call, wait);
+  return r ? r : PYNCCL_RECORDED;
 }
 
-int pynccl_issue_between(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count) {
+int pynccl_issue_usual(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count) {
   return pynccl_issue(like, send, recv, count, like->comm->stream, like->comm->waits);
-}
-
-int pynccl_issue_in_place(const pynccl_call* like, uintptr_t buffer, size_t count) {
-  return pynccl_issue(like, buffer, buffer, count, like->comm->stream, like->comm->waits);
 }
 
 // --- lists of calls
@@ -358,9 +358,9 @@ int pynccl_list_run(pynccl_list* list) {
     const int r = pynccl_list_extend(pynccl_recording, list);
     return r ? r : PYNCCL_RECORDED;
   }
+  if (list->count == 1 && !list->grouped) return pynccl_issue_alone(list->calls, list->uses->wait);
   int r = pynccl_list_enter(list);
   if (r) return r;
-  list->failed = 0;
   // All are told before any is waited for.
   for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].first && list->uses[i].comm->watch)
@@ -376,10 +376,7 @@ int pynccl_list_run(pynccl_list* list) {
   }
   const int traced = pynccl_is_traced(list);
   if (traced) pynccl_trace_list(list);
-  if (list->count == 1 && !list->grouped)
-    r = pynccl_run(list->calls);
-  else if (list->count)
-    r = pynccl_group_run(list, NULL);
+  if (list->count) r = pynccl_group_run(list, NULL);
   for (int i = 0; i < list->use_count; ++i) {
     const pynccl_use* use = &list->uses[i];
     pynccl_use_stream(use->comm, use->stream);

@@ -92,12 +92,10 @@ int pynccl_enter_anyway(pynccl_comm* comm);
 void pynccl_leave(pynccl_comm* comm);
 
 // Issue a call as a template has it, but for the buffers and the stream. `wait` (a host array without a
-// stream): return when the result is there, or PYNCCL_WAITING after a while. The two short forms are for no
-// stream.
+// stream): return when the result is there, or PYNCCL_WAITING after a while. The short form is for no stream.
 int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream,
                  int wait);
-int pynccl_issue_between(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count);
-int pynccl_issue_in_place(const pynccl_call* like, uintptr_t buffer, size_t count);
+int pynccl_issue_usual(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count);
 
 pynccl_list* pynccl_list_new(void);
 void pynccl_list_free(pynccl_list* list);

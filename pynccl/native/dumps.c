@@ -110,7 +110,8 @@ static const char* const pynccl_state_names[] = {"called", "taken", "done", "fai
 
 static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_plan) {
   const int pair = pynccl_is_pair(r->kind), array = r->kind < PYNCCL_BARRIER;
-  const int done = pynccl_state_of(r) == PYNCCL_DONE;
+  const int done = pynccl_state_of(r) == PYNCCL_DONE, datatype = r->datatype_op & 15,
+            op = r->datatype_op >> 4;
   pynccl_put("{\"call\": ");
   pynccl_put_text(pynccl_kind_names[r->kind]);
   if (pair) {
@@ -121,9 +122,9 @@ static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_pla
   }
   if (array) {
     pynccl_field("count", r->count);
-    pynccl_text_field("dtype", r->datatype < ncclNumTypes ? pynccl_type_names[r->datatype] : "?");
+    pynccl_text_field("dtype", datatype < ncclNumTypes ? pynccl_type_names[datatype] : "?");
     if (r->kind == PYNCCL_ALL_REDUCE || r->kind == PYNCCL_REDUCE || r->kind == PYNCCL_REDUCE_SCATTER)
-      pynccl_text_field("op", r->op < ncclNumOps ? pynccl_op_names[r->op] : "pre_mul_sum");
+      pynccl_text_field("op", op < ncclNumOps ? pynccl_op_names[op] : "pre_mul_sum");
     if (r->kind == PYNCCL_REDUCE || r->kind == PYNCCL_BROADCAST || r->kind == PYNCCL_GATHER ||
         r->kind == PYNCCL_SCATTER)
       pynccl_field("root", r->root);
@@ -155,14 +156,14 @@ static uint64_t pynccl_pair_number(const pynccl_trace* t, const pynccl_entry* r)
   return pynccl_whole(*pynccl_pair(t, t->pairs, r->kind, r->root), r->number);
 }
 
-// Where to begin, so that about as many calls are shown as there are slots, however many a plan has. Leaves
+// Where to begin, so that about as many calls are shown as the ring shows, however many a plan has. Leaves
 // in `scratch` the calls made with each peer before.
 static uint64_t pynccl_dump_start(const pynccl_trace* t, uint64_t next) {
   const uint64_t oldest = pynccl_trace_oldest(t, next);
   size_t shown = 0;
   uint64_t at = next;
   memcpy(t->scratch, t->pairs, 2 * (size_t)t->size * sizeof *t->pairs);
-  while (at > oldest && shown + 1 < t->slots) {
+  while (at > oldest && shown < t->shown) {
     pynccl_entry r;
     if (!pynccl_copy(t, --at, &r)) return at + 1;
     const pynccl_digest* plan = r.kind == PYNCCL_PLAN ? r.plan : NULL;
@@ -181,8 +182,9 @@ static void pynccl_unfold(const pynccl_trace* t, const pynccl_entry* run, uint64
     const pynccl_call* c = &plan->calls[i];
     const int pair = pynccl_is_pair(c->kind);
     const uint64_t number = pair ? ++*pynccl_pair(t, t->scratch, c->kind, c->root) : collective++;
-    pynccl_entry r = pynccl_entry_of(c);
-    r.called = run->called, r.outcome = run->outcome, r.group = run->group;
+    pynccl_entry r;
+    pynccl_put_call(&r, c, run->called, number, run->group);
+    r.outcome = run->outcome;
     pynccl_put_record(&r, number, 1);
   }
 }

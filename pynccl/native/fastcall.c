@@ -1,5 +1,6 @@
-// A callable that runs one C function with the GIL released and calls Python only where there is more to do.
-// cffi cannot raise from C, and its calls cost more than a prepared call may.
+// Callables that run one C function with the GIL released: of a prepared call, which calls Python only where
+// there is more to do, and of a single one. A call through cffi costs more than all else that such a call
+// does.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -118,17 +119,83 @@ static PyTypeObject CallType = {
     .tp_dealloc = call_dealloc,
 };
 
-// The binding's pynccl_record and pynccl_list_run_recorded, see calls.h.
+// --- single calls ---
+
+// The binding's functions of these names, see calls.h.
 static void* (*record)(void*);
 static int (*run_recorded)(void*);
+static int (*issue)(const void*, uintptr_t, uintptr_t, size_t, uintptr_t, int);
+static int (*issue_usual)(const void*, uintptr_t, uintptr_t, size_t);
 
 static PyObject* bind(PyObject* module, PyObject* args) {
-  Py_ssize_t one, two;
-  if (!PyArg_ParseTuple(args, "nn", &one, &two)) return NULL;
+  Py_ssize_t one, two, three, four;
+  if (!PyArg_ParseTuple(args, "nnnn", &one, &two, &three, &four)) return NULL;
   record = (void* (*)(void*))one;
   run_recorded = (int (*)(void*))two;
+  issue = (int (*)(const void*, uintptr_t, uintptr_t, size_t, uintptr_t, int))three;
+  issue_usual = (int (*)(const void*, uintptr_t, uintptr_t, size_t))four;
   Py_RETURN_NONE;
 }
+
+typedef struct {
+  PyObject_HEAD vectorcallfunc vectorcall;
+  void* like;      // a pynccl_call
+  PyObject* kept;  // what owns that
+} Template;
+
+static int as_size(PyObject* value, size_t* out) {
+  PyObject* index = PyLong_CheckExact(value) ? Py_NewRef(value) : PyNumber_Index(value);
+  if (!index) return -1;
+  *out = PyLong_AsSize_t(index);
+  Py_DECREF(index);
+  return *out == (size_t)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+// (send, recv, count), or (send, recv, count, stream, wait): answers what pynccl_issue does.
+static PyObject* template_call(PyObject* callable, PyObject* const* args, size_t flags, PyObject* names) {
+  const Template* self = (Template*)callable;
+  const Py_ssize_t count = PyVectorcall_NARGS(flags);
+  size_t given[5];
+  if ((count != 3 && count != 5) || names)
+    return PyErr_Format(PyExc_TypeError, "expected 3 or 5 arguments by position");
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (as_size(args[i], &given[i])) return NULL;
+  // A call that is only recorded is not worth it.
+  PyThreadState* thread = frame ? NULL : PyEval_SaveThread();
+  const int result = count == 3 ? issue_usual(self->like, given[0], given[1], given[2])
+                                : issue(self->like, given[0], given[1], given[2], given[3], (int)given[4]);
+  if (thread) PyEval_RestoreThread(thread);
+  return PyLong_FromLong(result);
+}
+
+static PyObject* template_new(PyTypeObject* type, PyObject* args, PyObject* names) {
+  Py_ssize_t like;
+  PyObject* kept;
+  if (!PyArg_ParseTuple(args, "nO", &like, &kept)) return NULL;
+  Template* self = (Template*)type->tp_alloc(type, 0);
+  if (!self) return NULL;
+  self->vectorcall = template_call;
+  self->like = (void*)like;
+  self->kept = Py_NewRef(kept);
+  return (PyObject*)self;
+}
+
+static void template_dealloc(PyObject* object) {
+  Py_DECREF(((Template*)object)->kept);
+  Py_TYPE(object)->tp_free(object);
+}
+
+static PyTypeObject TemplateType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "pynccl._fastcall.Template",
+    .tp_basicsize = sizeof(Template),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(Template, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = template_new,
+    .tp_dealloc = template_dealloc,
+};
+
+// --- recordings ---
 
 // Record this thread's calls in the list at an address. False, and nothing done, inside another recording,
 // unless `nested` is true: then that one waits until this has ended.
@@ -192,7 +259,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_fastcall"
 
 PyMODINIT_FUNC PyInit__fastcall(void) {
   PyObject* self = PyModule_Create(&module);
-  if (!self || PyModule_AddType(self, &CallType)) return NULL;
+  if (!self || PyModule_AddType(self, &CallType) || PyModule_AddType(self, &TemplateType)) return NULL;
 #ifdef Py_GIL_DISABLED
   PyUnstable_Module_SetGIL(self, Py_MOD_GIL_NOT_USED);
 #endif

@@ -26,7 +26,9 @@ typedef struct pynccl_entry {
                     // collective; the low half, see pynccl_whole
   uint32_t group;   // 0: none
   int root;
-  unsigned caller : 16, kind : 8, datatype : 4, op : 4;
+  uint16_t caller;
+  uint8_t kind;
+  uint8_t datatype_op;  // op in the upper four bits
 } pynccl_entry;
 
 _Static_assert(sizeof(pynccl_entry) == 64, "a record is a line of the cache");
@@ -60,8 +62,8 @@ struct pynccl_digest {
 
 struct pynccl_trace {
   uint64_t next;  // records so far; published last
-  size_t slot;    // next % slots
-  size_t slots;   // one more than are shown: the one that may be being written
+  size_t mask;    // of a position, for its place: a power of two, less one
+  size_t shown;   // at most; not the oldest place, which may be being written
   pynccl_entry* records;
   uint64_t collectives;
   unsigned caller;
@@ -189,9 +191,12 @@ pynccl_trace* pynccl_trace_open(size_t records, int size, const char* header) {
   const size_t length = strlen(header) + 1;
   pynccl_trace* t = calloc(1, sizeof *t + length);
   if (!t) return NULL;
-  t->slots = records + 1;
+  t->shown = records;
+  size_t slots = 2;
+  while (slots <= records) slots *= 2;
+  t->mask = slots - 1;
   t->size = size;
-  t->records = aligned_alloc(sizeof *t->records, t->slots * sizeof *t->records);
+  t->records = aligned_alloc(sizeof *t->records, slots * sizeof *t->records);
   t->pairs = calloc(4 * (size_t)size, sizeof *t->pairs);
   t->scratch = t->pairs + 2 * (size_t)size;
   memcpy(t->header, header, length);
@@ -230,38 +235,38 @@ static inline uint64_t* pynccl_pair(const pynccl_trace* t, uint64_t* pairs, int 
 static inline pynccl_entry* pynccl_trace_next(pynccl_trace* t) {
   // What was published stays before what overwrites the oldest.
   __atomic_thread_fence(__ATOMIC_RELEASE);
-  return &t->records[t->slot];
+  return &t->records[t->next & t->mask];
 }
 
 static inline void pynccl_trace_publish(pynccl_trace* t) {
-  t->slot = t->slot + 1 == t->slots ? 0 : t->slot + 1;
+  const uint64_t next = t->next + 1;
   // The ring is larger than the nearest cache, and calls are far apart.
-  __builtin_prefetch(&t->records[t->slot], 1);
-  __atomic_store_n(&t->next, t->next + 1, __ATOMIC_RELEASE);
+  __builtin_prefetch(&t->records[next & t->mask], 1);
+  __atomic_store_n(&t->next, next, __ATOMIC_RELEASE);
 }
 
-static inline pynccl_entry pynccl_entry_of(const pynccl_call* c) {
-  return (pynccl_entry){
-      .send = c->send,
-      .recv = c->recv,
-      .stream = c->stream,
-      .count = c->count,
-      .root = c->root,
-      .caller = c->caller,
-      .kind = c->kind,
-      .datatype = c->datatype,
-      .op = c->op < ncclNumOps ? c->op : ncclNumOps,
-  };
+// Field by field: a copy of the whole would be put together in memory first.
+static inline void pynccl_put_call(pynccl_entry* r, const pynccl_call* c, uint64_t called, uint64_t number,
+                                   uint64_t group) {
+  r->called = called;
+  r->outcome = 0;
+  r->send = c->send;
+  r->recv = c->recv;
+  r->stream = c->stream;
+  r->count = c->count;
+  r->number = (uint32_t)number;
+  r->group = (uint32_t)group;
+  r->root = c->root;
+  r->caller = (uint16_t)c->caller;
+  r->kind = (uint8_t)c->kind;
+  r->datatype_op = (uint8_t)(c->datatype | (c->op < ncclNumOps ? c->op : ncclNumOps) << 4);
 }
 
 static inline pynccl_entry* pynccl_trace_call(pynccl_trace* t, const pynccl_call* c, uint64_t now,
                                               uint64_t group) {
   uint64_t* counter = pynccl_is_pair(c->kind) ? pynccl_pair(t, t->pairs, c->kind, c->root) : &t->collectives;
   pynccl_entry* record = pynccl_trace_next(t);
-  *record = pynccl_entry_of(c);
-  record->called = now;
-  record->number = (uint32_t)++*counter;
-  record->group = (uint32_t)group;
+  pynccl_put_call(record, c, now, ++*counter, group);
   pynccl_trace_publish(t);
   return record;
 }
@@ -276,11 +281,11 @@ static inline void pynccl_trace_result(pynccl_entry* record, int result, int wai
 }
 
 static pynccl_entry* pynccl_trace_at(const pynccl_trace* t, uint64_t position) {
-  return &t->records[position % t->slots];
+  return &t->records[position & t->mask];
 }
 
 static uint64_t pynccl_trace_oldest(const pynccl_trace* t, uint64_t next) {
-  return next < t->slots ? 0 : next - t->slots + 1;
+  return next < t->shown ? 0 : next - t->shown;
 }
 
 // The stream has got behind everything that was called on it.
@@ -383,8 +388,7 @@ static int pynccl_is_traced(const pynccl_list* list) {
 // Record what a list is about to run: a plan's run as one record on each communicator, else every call.
 static void pynccl_trace_list(pynccl_list* list) {
   const uint64_t now = pynccl_ticks();
-  const int alone = list->count == 1 && !list->grouped;
-  const uint64_t group = alone ? 0 : __atomic_add_fetch(&pynccl_groups, 1, __ATOMIC_RELAXED);
+  const uint64_t group = __atomic_add_fetch(&pynccl_groups, 1, __ATOMIC_RELAXED);
   for (int i = 0; i < list->use_count; ++i) {
     pynccl_use* use = &list->uses[i];
     if (!use->first || !use->comm->trace) continue;
@@ -404,11 +408,8 @@ static void pynccl_trace_list_result(const pynccl_list* list, int result) {
     pynccl_trace* t = use->comm->trace;
     if (!use->first || !t) continue;
     const uint64_t oldest = pynccl_trace_oldest(t, t->next);
-    uint64_t count = t->next - (use->traced > oldest ? use->traced : oldest);
-    // Finding a record by its position takes a division, which may take as long as all else here.
-    uint64_t slot = t->slot >= count ? t->slot - count : t->slot + t->slots - count;
-    for (; count--; slot = slot + 1 == t->slots ? 0 : slot + 1)
-      pynccl_trace_result(&t->records[slot], result, waited);
+    for (uint64_t at = use->traced > oldest ? use->traced : oldest; at < t->next; ++at)
+      pynccl_trace_result(pynccl_trace_at(t, at), result, waited);
   }
 }
 
