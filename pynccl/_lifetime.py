@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
@@ -37,9 +38,13 @@ class Running(Generic[T]):
     """
 
     def __init__(
-        self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
+        self,
+        call: Callable[[], T],
+        what: str,
+        if_abandoned: Callable[[T], object] | None = None,
+        deadline: float = math.inf,
     ) -> None:
-        self._call, self._if_abandoned = call, if_abandoned
+        self._call, self._if_abandoned, self.deadline = call, if_abandoned, deadline
         self._value: T | None = None
         self._error: BaseException | None = None
         self._abandoned = False
@@ -116,6 +121,14 @@ def look_outside() -> None:
     running = getattr(_here, "running", None)
     if running is not None:
         running.look()
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """Return when a time-out is over; or, where this thread works on a call whose time is up before, that."""
+    if timeout is None:
+        return None
+    running = getattr(_here, "running", None)
+    return min(time.monotonic() + timeout, math.inf if running is None else running.deadline)
 
 
 def with_outside(look: Callable[[], object] | None) -> Callable[[], object]:

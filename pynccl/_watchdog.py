@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from pynccl._errors import (
     RankFailedError,
     error_class,
 )
-from pynccl._lifetime import look_outside
+from pynccl._lifetime import deadline_of, look_outside
 from pynccl._types import DataType
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def resolve_timeout(timeout: float | None) -> float | None:
 def start(comm: Communicator, with_channel: bool, look: Callable[[], object] | None) -> None:
     """Watch a new communicator; collective, where there is a channel. `look` is called while it waits."""
     timeout = comm._timeout
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = deadline_of(timeout)
     sockets = ffi.NULL
     gone = False
     if with_channel and comm.size > 1:

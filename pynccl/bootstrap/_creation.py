@@ -15,6 +15,8 @@ from pynccl.bootstrap._round import Exchange
 _FIRST_LOOK, _PERIOD = 0.05, 0.2
 # What the library gets to say itself that rank 0 has died, which often is the reason why its store is gone.
 _GRACE = 3.0
+# What the creation gets to say itself why its time is up.
+_WHY = 0.3
 # The death behind an error of the library's may be known a little later.
 _DEATH = 1.0
 
@@ -23,7 +25,7 @@ def create(
     make: Callable[[], Communicator], exchange: Exchange | None, deadline: float, seconds: float
 ) -> Communicator:
     """Return what `make` makes, unless the time is up or another rank fails first, which is raised here."""
-    running = Running(make, "init", Communicator.abort)
+    running = Running(make, "init", Communicator.abort, deadline)
     try:
         failure = _wait(running, exchange, deadline, seconds)
         if failure is None:
@@ -64,6 +66,7 @@ def _wait(
 ) -> Failure | None:
     """Wait until it has come to an end; return another rank's failure that came before."""
     pause = _FIRST_LOOK
+    deadline += _WHY
     while not running.done.wait(max(0.0, min(pause, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
             raise NcclTimeoutError(f"creating the communicator did not complete within {seconds:g} s")

@@ -90,9 +90,7 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
     table.push_back(info);
   }
   child.comm->set_shape(rank, int(table.size()));
-  if (ncclResult_t r = child.comm->connect(table); r != ncclSuccess) return r;
-  child.comm->open();
-  return ncclSuccess;
+  return connect(*child.comm, table);
 }
 
 ncclResult_t end_child(const Child& child, ncclResult_t r) {

@@ -188,6 +188,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   ncclResult_t share_segment(Deadline deadline);
   ncclResult_t settle(Deadline deadline);
   ncclResult_t link_failed(int peer, const char* doing, const std::string& why);
+  ncclResult_t cut_off(int peer, const char* what, const std::string& why);
   void attach_pipes();
   void choose_patience();
 

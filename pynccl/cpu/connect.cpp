@@ -192,12 +192,25 @@ void Comm::choose_patience() {
   underway_patience_.yield_ns = (room ? 2000 : 50) * 1000;
 }
 
+// Somebody does not answer in an exchange. That it has left, or has told of an error before it went, explains
+// more than the end of the connection.
+ncclResult_t Comm::cut_off(int q, const char* what, const std::string& why) {
+  bool left;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    left = peer(q).left;
+  }
+  if (left) never(q, what);
+  if (error() == ncclSuccess) return link_failed(q, what, why);
+  return fail(error(), "rank %d of %d: %s", rank, nranks, error_text().c_str());
+}
+
 ncclResult_t Comm::exchange(uint64_t tag, const std::vector<int>& ranks, const std::vector<char>& mine,
                             std::vector<std::vector<char>>* all, const char* what) {
   Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
   for (int q : ranks)
     if (q != rank && !peer(q).control->send_frame(Ctl::Exchange, tag, mine.data(), mine.size()))
-      return link_failed(q, what, strerror(errno));
+      return cut_off(q, what, strerror(errno));
   all->clear();
   for (int q : ranks) {
     if (q == rank) {
@@ -206,13 +219,14 @@ ncclResult_t Comm::exchange(uint64_t tag, const std::vector<int>& ranks, const s
     }
     Peer& p = peer(q);
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait_until(lock, deadline, [&] { return p.inbox.count(tag) || p.gone || aborted.load(); });
+    changed.wait_until(lock, deadline,
+                       [&] { return p.inbox.count(tag) || p.gone || p.left || aborted.load(); });
     auto it = p.inbox.find(tag);
     if (it == p.inbox.end()) {
-      bool gone = p.gone, stop = aborted.load();
+      bool gone = p.gone || p.left, stop = aborted.load();
       lock.unlock();
       if (stop) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
-      if (gone) return link_failed(q, what, "it died or left");
+      if (gone) return cut_off(q, what, "it died or left");
       return fail(ncclTimeout, "rank %d of %d: %s waited in vain for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
                   rank, nranks, what, q, p.str().c_str());
     }

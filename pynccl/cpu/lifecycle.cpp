@@ -162,8 +162,13 @@ ncclResult_t init(const std::shared_ptr<Comm>& comm, const Id& id, uint64_t ids_
   std::vector<PeerInfo> table;
   if (ncclResult_t r = join(id, mine, comm->aborted, &comm->join_socket, &table); r != ncclSuccess) return r;
   std::atomic_store(&comm->join_socket, SocketPtr());
-  if (ncclResult_t r = comm->connect(table); r != ncclSuccess) return r;
-  comm->open();
+  return connect(*comm, table);
+}
+
+ncclResult_t connect(Comm& comm, const std::vector<PeerInfo>& table) {
+  Creation here(comm);
+  if (ncclResult_t r = comm.connect(table); r != ncclSuccess) return r;
+  comm.open();
   return ncclSuccess;
 }
 

@@ -22,6 +22,8 @@ std::shared_ptr<Comm> take_ownership(ncclComm_t handle);
 void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out);
 
 ncclResult_t init(const std::shared_ptr<Comm>& comm, const Id& id, uint64_t ids_hash);
+// The last step of each creation.
+ncclResult_t connect(Comm& comm, const std::vector<PeerInfo>& table);
 // Lets the creations fail that a thread waits in or begins, until it is taken back.
 void interrupt_creations(int thread, bool on);
 ncclResult_t finalize(Comm& comm);

@@ -114,6 +114,12 @@ static uint64_t pynccl_calls_of(const pynccl_watch* w, int rank) {
   return rank == w->rank ? pynccl_calls(w) : w->peers[rank].calls;
 }
 
+// Of its newest call; -1 before the first.
+static int pynccl_kind_of(const pynccl_watch* w, int rank) {
+  if (!pynccl_calls_of(w, rank)) return -1;
+  return rank == w->rank ? pynccl_newest_kind(w) : w->peers[rank].last_kind;
+}
+
 // Say why something took too long: silent ranks, or what every rank has called.
 static int pynccl_explain(pynccl_watch* w, const char* what, pynccl_verdict* v) {
   const int64_t now = pynccl_now();
@@ -133,11 +139,9 @@ static int pynccl_explain(pynccl_watch* w, const char* what, pynccl_verdict* v) 
   pynccl_say(v->text, sizeof v->text, "; all ranks respond, and have called:");
   for (int r = 0, end; r < w->size; r = end) {
     const uint64_t calls = pynccl_calls_of(w, r);
-    const int kind = r == w->rank ? pynccl_newest_kind(w) : w->peers[r].last_kind;
+    const int kind = pynccl_kind_of(w, r);
     for (end = r + 1; end < w->size && pynccl_calls_of(w, end) == calls; ++end)
-      if ((end == w->rank ? pynccl_newest_kind(w) : w->peers[end].last_kind) != kind ||
-          w->peers[end].goodbye != w->peers[r].goodbye)
-        break;
+      if (pynccl_kind_of(w, end) != kind || w->peers[end].goodbye != w->peers[r].goodbye) break;
     pynccl_say(v->text, sizeof v->text, end == r + 1 ? "%s rank %d" : "%s ranks %d", r ? "," : "", r);
     if (end > r + 1) pynccl_say(v->text, sizeof v->text, "-%d", end - 1);
     if (!calls) pynccl_say(v->text, sizeof v->text, ": nothing");
