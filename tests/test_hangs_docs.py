@@ -160,6 +160,7 @@ def plain(text: str) -> str:
         (r"0x[0-9a-f]+", "0x0"),
         (r"rank \d of 3 on device \d", "rank N of 3"),
         (r"noticed by rank \d", "noticed by rank N"),
+        (r"rank \d waits in", "rank N waits in"),
         (r"\d\.\d s ago", "T s ago"),
         (r"at \S*\.py:\d+", "at train.py:N"),
     ):
