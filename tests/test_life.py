@@ -70,6 +70,26 @@ def splits(rank: int, nranks: int) -> None:
             back.barrier()
 
 
+def splits_without_one(rank: int, nranks: int, timeout: float | None) -> str:
+    """The last rank destroys the communicator while the others split it."""
+    comm = pynccl.init(timeout=timeout)
+    if rank == nranks - 1:
+        comm.destroy()
+        return ""
+    with pytest.raises(pynccl.CollectiveMismatchError) as caught:
+        comm.split(0)
+    comm.abort()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_split_by_all_but_one(timeout: float | None) -> None:
+    """The CPU library says so at once; with NCCL's own it is the time-out."""
+    first, second, _ = testing.run(3, splits_without_one, timeout, backend="cpu", timeout=20)
+    for text in (first, second):
+        assert "waits in ncclCommSplit for rank 2, which has finalized or destroyed" in text
+
+
 def test_split() -> None:
     testing.run(4, splits, backend="cpu")
 
