@@ -265,6 +265,7 @@ WorkPtr Backend::endCoalescing() {
   return work_of(OpType::COALESCED, "coalesced", std::move(tasks));
 }
 
+#ifdef PYNCCL_HAS_ERROR_TYPE
 c10d::ErrorType Backend::getError() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (auto& [device, lane] : lanes_) {
@@ -275,6 +276,7 @@ c10d::ErrorType Backend::getError() {
   }
   return c10d::ErrorType::SUCCESS;
 }
+#endif
 
 std::vector<TaskPtr> Backend::unfinished() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);

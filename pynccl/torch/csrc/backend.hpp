@@ -1,11 +1,18 @@
 // The c10d backend: one Lane for each device, each operation a Call.
 #pragma once
 
+#include <torch/version.h>
+
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "channel.hpp"
 #include "reduction.hpp"
+
+// What c10d lacked in torch 2.6; elsewhere names that all versions have will do.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 6
+#define PYNCCL_HAS_ERROR_TYPE
+#endif
 
 namespace pynccl {
 
@@ -43,14 +50,16 @@ class Backend : public c10d::Backend {
 
   const std::string getBackendName() const override { return "pynccl"; }
   intrusive_ptr<c10d::Backend::Options> getBackendOptions() { return options_; }
-  bool supportsCoalescing() const override { return true; }
+  bool supportsCoalescing() const { return true; }  // virtual since torch 2.7
   bool supportsSplitting() const override { return true; }
   bool supportsShrinking() const { return true; }
   void setTimeout(Milliseconds timeout) { options_->timeout = timeout; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void eagerConnectSingleDevice(at::Device device) override { lane(device); }
+#ifdef PYNCCL_HAS_ERROR_TYPE
   c10d::ErrorType getError();
+#endif
 
   void startCoalescing() override;
   WorkPtr endCoalescing() override;

@@ -392,9 +392,8 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
   std::vector<Call> calls;
   for (size_t i = 0; i < inputs.size(); ++i)
     calls.push_back(reduce_scatter_call(outputs[i], inputs[i], options.reduceOp));
-  return launch(
-      merged(std::move(calls), OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter_tensor_coalesced"),
-      options.timeout);
+  return launch(merged(std::move(calls), OpType::COALESCED, "reduce_scatter_tensor_coalesced"),
+                options.timeout);
 }
 
 // Tensor r of the inputs to rank r, tensor r of the outputs from it. Lists may be empty, or hold undefined

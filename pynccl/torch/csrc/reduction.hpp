@@ -115,7 +115,7 @@ struct Reduction {
     TORCH_CHECK_TYPE(at::isFloatingType(wire.scalar_type()), "PREMUL_SUM needs floating point, got ",
                      wire.scalar_type());
     TORCH_CHECK(api.ncclRedOpCreatePreMulSum, "PREMUL_SUM needs NCCL 2.11 or newer");
-    auto* with = dynamic_cast<c10d::PreMulSumSupplement*>(torch_op.supplement_.get());
+    auto* with = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(torch_op.supplement_.get());
     TORCH_CHECK_VALUE(with,
                       "PREMUL_SUM without a factor; make it with torch.distributed._make_nccl_premul_sum");
     auto options = at::TensorOptions(wire.scalar_type()).device(at::kCPU);
