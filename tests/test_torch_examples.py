@@ -20,6 +20,8 @@ MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 
 def run(*command: str, **env: str) -> list[str]:
     keep = {name: os.environ[name] for name in ("PYNCCL_CACHE",) if name in os.environ}
     whole = clean_environment() | keep | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
+    # Else print writes the end of a line by itself, and another rank gets in between.
+    whole.pop("PYTHONUNBUFFERED", None)
     done = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(done.stdout.splitlines())

@@ -87,26 +87,32 @@ def _compiler() -> str:
     return found
 
 
-def _flags() -> list[str]:
-    root = Path(torch.__file__).parent
+def flags_for(root: Path) -> list[str]:
+    """Return what the sources are compiled with against the torch package in a folder."""
     headers = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     return [
         "-std=c++20",
-        "-O2",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        "-pthread",
         "-Wall",
         "-Wextra",
         "-Werror",
         # Operations that a backend does not look at keep their parameters' names.
         "-Wno-unused-parameter",
         f"-DTORCH_EXTENSION_NAME={NAME}",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *_pybind_abi(),
         f"-I{API}",
         *(argument for path in headers for argument in ("-isystem", str(path))),
+    ]
+
+
+def _flags() -> list[str]:
+    return [
+        "-O2",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        "-pthread",
+        *flags_for(Path(torch.__file__).parent),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *_pybind_abi(),
     ]
 
 

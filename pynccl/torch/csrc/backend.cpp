@@ -326,9 +326,18 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
                                             const intrusive_ptr<c10d::Backend::Options>& options) {
   auto at = std::find(ranks.begin(), ranks.end(), rank_);
   if (at == ranks.end()) return nullptr;
+  std::unique_lock<std::recursive_mutex> lock(mutex_);
+  // torch asks once for each type of device, although one backend serves them all.
+  if (auto before = split_.lock(); before && split_store_ == store && split_ranks_ == ranks) return before;
+  const bool on_cpu = lanes_.count("cpu") > 0;
+  lock.unlock();
   auto timeout = options ? options->timeout : options_->timeout;
-  return c10::make_intrusive<Backend>(store, int(at - ranks.begin()), int(ranks.size()), timeout,
-                                      lanes_.count("cpu") > 0);
+  auto made =
+      c10::make_intrusive<Backend>(store, int(at - ranks.begin()), int(ranks.size()), timeout, on_cpu);
+  lock.lock();
+  split_ = c10::weak_intrusive_ptr<c10d::Backend>(made);
+  split_store_ = store, split_ranks_ = ranks;
+  return made;
 }
 
 // The survivors' communicators, made from this group's.

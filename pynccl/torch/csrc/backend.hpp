@@ -142,6 +142,10 @@ class Backend : public c10d::Backend {
   std::vector<Call> recorded_;
   std::vector<TaskPtr> recorded_tasks_;
   TaskPtr group_task_;
+  // The newest split, and what it was made from.
+  c10::weak_intrusive_ptr<c10d::Backend> split_{intrusive_ptr<c10d::Backend>()};
+  intrusive_ptr<c10d::Store> split_store_;
+  std::vector<int> split_ranks_;
 };
 
 // What Python provides: the functions of a device's library and, for CUDA, a stream as (id, handle).
