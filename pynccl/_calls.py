@@ -98,13 +98,34 @@ class Calls:
         except (TypeError, ValueError) as error:
             raise self._located(error) from error
         template, packed = self._template(kind, dtype & 255, code, root, config)
-        answer = template(source, target, count, handle, wait)
-        if answer:
-            keep = (self, send, result, op, template, packed)
-            self._after(answer, kind, handle, wait, keep, config is not None)
-        elif kind == ALL_REDUCE and packed is None:
+        keep = (self, send, result, op, template, packed)
+        answer = self._issue(template, source, target, count, handle, wait, kind, keep)
+        if not answer and kind == ALL_REDUCE and packed is None:
             self._remember(template, send, op, dtype)
         return result
+
+    def _issue(
+        self,
+        template: fastcall.Template,
+        source: int,
+        target: int,
+        count: int,
+        stream: int,
+        wait: int,
+        kind: int,
+        keep: tuple[Any, ...],
+    ) -> int:
+        """Issue a call, and do what is left to do after one that did not simply succeed."""
+        answer = None
+        try:
+            answer = template(source, target, count, stream, wait)
+            if answer:
+                self._after(answer, kind, stream, wait, keep, bool(keep[-1]))
+        except BaseException:
+            if answer is None or answer == WAITING:
+                self._let_go(stream, keep)
+            raise
+        return answer
 
     def _remember(self, template: fastcall.Template, send: Any, op: Any, dtype: int) -> None:
         """Let the next all_reduce like this one go the short way."""
@@ -159,11 +180,14 @@ class Calls:
     def _after(
         self, answer: int, kind: int, stream: int, wait: int, keep: Any, configured: bool = False
     ) -> None:
-        """Do what is left to do after a call that did not simply succeed."""
+        """Do what is left to do; where that raises after WAITING, `_let_go` is due."""
         if answer == RECORDED:
             keep_recorded(keep)
-        elif answer in (WAITING, IN_PROGRESS):
-            self._complete(answer, function_name(kind, configured), stream, wait, keep)
+        elif answer == WAITING:
+            self._wait(stream, function_name(kind, configured), None)
+            lib.pynccl_leave(self._c)
+        elif answer == IN_PROGRESS:
+            self._complete(function_name(kind, configured), stream, wait, keep)
         elif answer == OVERLAP:
             raise self._located(ValueError("send and recv overlap; expected the same memory, or separate"))
         else:
@@ -171,23 +195,24 @@ class Calls:
             self._refuse(answer)
             check(answer, function_name(kind, configured), handle)
 
-    def _complete(self, answer: int, name: str, stream: int, wait: int, keep: Any) -> None:
+    def _complete(self, name: str, stream: int, wait: int, keep: Any) -> None:
         try:
-            if answer == WAITING:
-                try:
+            with self._alone():
+                self._settle(name)
+                if wait and not lib.pynccl_group_depth():
                     self._wait(stream, name, None)
-                finally:
-                    lib.pynccl_leave(self._c)
-            else:
-                with self._alone():
-                    self._settle(name)
-                    if wait and not lib.pynccl_group_depth():
-                        self._wait(stream, name, None)
         except BaseException:
             # The library may still be at it.
             if self._handle:
                 self._keep(stream, keep)
             raise
+
+    def _let_go(self, stream: int, keep: Any) -> bool:
+        """Leave the communicator where an exception has kept a call from doing so, and keep its arrays."""
+        mine = bool(lib.pynccl_leave_mine(self._c))
+        if mine and self._handle:
+            self._keep(stream, keep)
+        return mine
 
     def _refuse(self, answer: int) -> None:
         """Raise where an answer is the call path's own, and about this communicator."""
@@ -219,12 +244,12 @@ class Calls:
             codes = [op_code(self, op, p.code) if p.kind in _REDUCING else 0 for p in pieces]
         except (TypeError, ValueError) as error:
             raise self._located(error) from error
-        keep = (self, send, result, op)
+        keep = (self, send, result, op, None)
         with Group():
             for piece, code in zip(pieces, codes, strict=True):
                 template, _ = self._template(piece.kind, piece.code & 255, code, piece.root)
-                answer = template(piece.source, piece.target, piece.elements, handle, wait)
-                self._after(answer, piece.kind, handle, wait, keep)
+                part = piece.source, piece.target, piece.elements
+                self._issue(template, *part, handle, wait, piece.kind, keep)
         return result
 
     # --- what is right ---

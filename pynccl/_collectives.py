@@ -29,7 +29,7 @@ from pynccl._calls import (
 )
 from pynccl._ops import PreMulSum
 from pynccl._recorder import with_callers
-from pynccl._recording import RECORDED
+from pynccl._recording import RECORDED, WAITING
 from pynccl._types import RedOp
 
 if TYPE_CHECKING:
@@ -108,10 +108,18 @@ class Collectives(Calls):
                         if recv is not None:
                             keep(recv)
                         return result
-            except (KeyError, TypeError, AttributeError):
-                pass
+            except BaseException as error:
+                # What a signal's handler raises may come between the call and its answer.
+                mine = self._let_go(self._own_stream, (send, recv))
+                if mine or not isinstance(error, KeyError | TypeError | AttributeError):
+                    raise
             if answer is not None:
-                self._after(answer, ALL_REDUCE, *self._stream(None, send, recv), (self, send, recv))
+                try:
+                    self._after(answer, ALL_REDUCE, *self._stream(None, send, recv), (self, send, recv))
+                except BaseException:
+                    if answer == WAITING:
+                        self._let_go(self._own_stream, (send, recv))
+                    raise
                 return result
         return self._run(ALL_REDUCE, send, recv, op, 0, stream, config)
 

@@ -285,9 +285,7 @@ class Communicator(Relatives):
             (self._token.ctypes.data, self._own_stream) if self._waits else self._device_scratch()
         )
         template, _ = self._template(lib.PYNCCL_BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
-        answer = template(pointer, pointer, 1, stream, self._waits)
-        if answer:
-            self._after(answer, lib.PYNCCL_ALL_REDUCE, stream, self._waits, self)
+        self._issue(template, pointer, pointer, 1, stream, self._waits, lib.PYNCCL_ALL_REDUCE, (self, None))
         if not self._waits:
             with self._alone():
                 self._wait(stream, name, None)
@@ -317,20 +315,24 @@ class Communicator(Relatives):
         """Hold on to the arrays of a call until its stream is known to be done with them."""
         kept = self._kept.get(stream)
         if kept is None:
-            events = CpuEvents(int(self._open())) if self._waits else CudaEvents(self._device)
+            events = CpuEvents(int(self._handle)) if self._waits else CudaEvents(self._device)
             kept = self._kept[stream] = Kept(events, stream)
         kept.add(arrays)
 
     @contextmanager
     def _alone(self, anyway: bool = False) -> Iterator[None]:
         """Be the only one to use the communicator; `anyway`: also when it is in trouble."""
-        answer = (lib.pynccl_enter_anyway if anyway else lib.pynccl_enter)(self._c)
+        answer = None
+        try:
+            answer = (lib.pynccl_enter_anyway if anyway else lib.pynccl_enter)(self._c)
+            if not answer:
+                yield
+        finally:
+            # None: an exception came between the call and its answer.
+            if not answer:
+                lib.pynccl_leave_mine(self._c)
         if answer:
             self._refuse(answer)
-        try:
-            yield
-        finally:
-            lib.pynccl_leave(self._c)
 
     def _deadline(self, timeout: float | None) -> tuple[float | None, float | None]:
         seconds = self._timeout if timeout is None else timeout
@@ -397,13 +399,14 @@ class Communicator(Relatives):
             return
         with self._alone(), recorded(self._c, lib.PYNCCL_DESTROY):
             handle = self._close("it was destroyed")
+            # Before the call: when it does not return, an abort at exit would only meet it halfway.
+            _lifetime.disown(handle)
             if handle and _watchdog.claim(self):
-                # Before the call: when it does not return, an abort at exit would only meet it halfway.
-                _lifetime.disown(handle)
                 try:
                     self._bounded(lambda: capi.ncclCommDestroy(handle), "ncclCommDestroy")
                 except BaseException:
                     lib.pynccl_watch_stop(self._c, lib.PYNCCL_ABORTS_TOO)
+                    _lifetime.orphans.append(self._kept)
                     raise
             self._release()
         lib.pynccl_trace_mark(self._c.trace, lib.PYNCCL_DESTROY)
@@ -427,8 +430,12 @@ class Communicator(Relatives):
                 _lifetime.disown(handle)
                 if _watchdog.claim(comm):
                     handles.append(handle)
-        if handles:
-            bounded(lambda: _abort_all(handles), ABORT_SECONDS, _ABORT)
+        try:
+            if handles:
+                bounded(lambda: _abort_all(handles), ABORT_SECONDS, _ABORT)
+        except BaseException:
+            _lifetime.orphans += [comm._kept for comm in family]
+            raise
         for comm in family:
             comm._release()
 
@@ -522,6 +529,8 @@ class Communicator(Relatives):
         # Never a collective call from here: the other ranks' collectors run at other times.
         if getattr(self, "_handle", 0) and self._owned:
             _lifetime.orphans.append(self._kept)
+            if not self._leave_at_exit():
+                _lifetime.disown(self._handle)
             warnings.warn(
                 f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=2
             )

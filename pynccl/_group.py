@@ -11,7 +11,7 @@ from pynccl._recording import Recording
 from pynccl._status import check
 from pynccl._structs import SimInfo
 
-begin, end = fastcall.begin, fastcall.end
+end = fastcall.end
 
 # Empty recordings, to be used again.
 _spare: list[Recording] = []
@@ -41,7 +41,7 @@ class Group:
         if self._recording is not None:
             raise NcclInvalidUsage("this group is open already; call pynccl.group() for another one")
         recording = _spare.pop() if _spare else _new_recording()
-        if begin(recording.address, False):
+        if recording.begin(nested=False):
             self._recording = recording
             return self
         # Inside a group, or while a call is prepared, the calls join what is being recorded.
@@ -56,16 +56,19 @@ class Group:
         recording = self._recording
         if recording is None:
             return
-        self._recording = None
-        ended = end(kind is None and not self._simulate)
-        if ended is None:
-            _spare.append(recording)
-            return
-        result, recording.kept = ended
-        if kind is None and self._simulate:
-            self._estimate = _simulate(recording)
-        elif kind is None:
-            recording.finish(result)
+        runs = kind is None and not self._simulate
+        try:
+            result = end(runs, recording.address, recording.kept)
+            self._recording = None
+            if runs and not result:
+                _spare.append(recording)
+            elif runs:
+                recording.finish(result)
+            elif kind is None:
+                self._estimate = _simulate(recording)
+        except BaseException:
+            recording.let_go()
+            raise
 
 
 def _new_recording() -> Recording:

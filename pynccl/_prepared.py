@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from pynccl import _streams
 from pynccl._binding import fastcall, function_address, lib
 from pynccl._collectives import Collectives
-from pynccl._recording import Recording
+from pynccl._recording import INTERRUPTED, Recording
 
 if TYPE_CHECKING:
     from pynccl._communicator import Communicator
@@ -47,7 +47,10 @@ class _Run(fastcall.Call):
 
 
 def _finish(run: _Run, result: int) -> None:
-    run._recording.finish(result)
+    if result == INTERRUPTED:
+        run._recording.let_go()
+    else:
+        run._recording.finish(result)
 
 
 class Prepared(_Run):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pynccl._binding import address_of, fastcall, ffi, function_address, lib
-from pynccl._errors import NcclError
+from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._status import IN_PROGRESS, check
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 RECORDED, WAITING, BUSY = lib.PYNCCL_RECORDED, lib.PYNCCL_WAITING, lib.PYNCCL_BUSY
 CLOSED, OVERLAP, NO_MEMORY = lib.PYNCCL_CLOSED, lib.PYNCCL_OVERLAP, lib.PYNCCL_NO_MEMORY
 STOPPED: Any = lib.PYNCCL_STOPPED
+INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
 
 FUNCTIONS = {
     lib.PYNCCL_ALL_REDUCE: "ncclAllReduce",
@@ -57,13 +59,21 @@ class Recording:
         self.kept: list[Any] = []
 
     def __enter__(self) -> Recording:
-        fastcall.begin(self.address, True)
+        self.begin(nested=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        ended = fastcall.end(False)
-        assert ended is not None
-        self.kept = ended[1]
+        fastcall.end(False, self.address, self.kept)
+
+    def begin(self, nested: bool) -> bool:
+        """Record this thread's calls; False inside another recording, unless `nested`."""
+        try:
+            return fastcall.begin(self.address, nested)
+        except BaseException:
+            # A signal's, after it has begun: nobody would end it.
+            with suppress(RuntimeError):
+                fastcall.end(False, self.address, self.kept)
+            raise
 
     def communicators(self) -> list[Communicator]:
         """Return the communicators of the calls, each once."""
@@ -76,30 +86,38 @@ class Recording:
         uses = (self.calls.uses[i] for i in range(self.calls.use_count))
         return [(communicators[address_of(use.comm)], int(use.stream)) for use in uses if use.wait]
 
-    def run(self) -> None:
-        """Issue the calls."""
-        self.finish(lib.pynccl_list_run(self.calls))
-
     def finish(self, result: int) -> None:
-        """Wait for what a run has left to wait for, or raise what it failed with."""
-        if not result:
-            return
+        """Wait for what a run has left to wait for, or raise what it failed with; then `let_go` is due."""
         if result == WAITING:
-            try:
-                self._wait()
-            finally:
-                lib.pynccl_list_leave(self.calls)
+            for comm, stream in self.waits():
+                comm._wait(stream, self.name(), None)
+            lib.pynccl_list_leave(self.calls)
         elif result == IN_PROGRESS:
-            for comm in self.communicators():
-                with comm._alone():
-                    comm._settle(self.name())
-            self._wait()
-        else:
+            try:
+                self._settle()
+            except BaseException:
+                self._keep()
+                raise
+        elif result:
             self._raise(result)
 
-    def _wait(self) -> None:
+    def let_go(self) -> None:
+        """Leave what an exception has kept from being left: the library may still be at it."""
+        if lib.pynccl_list_leave_mine(self.calls):
+            self._keep()
+
+    def _settle(self) -> None:
+        for comm in self.communicators():
+            with comm._alone():
+                comm._settle(self.name())
+                for other, stream in self.waits():
+                    if other is comm:
+                        comm._wait(stream, self.name(), None)
+
+    def _keep(self) -> None:
         for comm, stream in self.waits():
-            comm._wait(stream, self.name(), None)
+            if comm._handle:
+                comm._keep(stream, list(self.kept))
 
     def name(self) -> str:
         """Return what messages call this: its function, or a group."""
@@ -126,7 +144,10 @@ class Recording:
 
     def set_stream(self, stream: int) -> None:
         """Run all calls on another stream from now on."""
-        if lib.pynccl_list_set_stream(self.calls, stream):
+        answer = lib.pynccl_list_set_stream(self.calls, stream)
+        if answer == BUSY:
+            raise NcclInvalidUsage(f"{self.name()} is being run, by another thread: its stream cannot change")
+        if answer:
             raise MemoryError
 
 

@@ -57,11 +57,11 @@ def start(comm: Communicator, with_channel: bool, look: Callable[[], object] | N
     deadline = deadline_of(timeout)
     sockets = ffi.NULL
     gone = False
+    context = 0 if comm._waits or not _cuda.available() else _cuda.primary_context(comm.device)
     if with_channel and comm.size > 1:
         found = _connect(comm, deadline, look)
         sockets, gone = ffi.new("int[]", found), _channel.GONE in found
     milliseconds = 0 if timeout is None else max(1, int(min(timeout, 1e9) * 1000))
-    context = 0 if comm._waits or not _cuda.available() else _cuda.primary_context(comm.device)
     code = lib.pynccl_watch_start(comm._c, sockets, milliseconds, _cure(), context)
     if code:
         raise NcclSystemError(f"the watchdog cannot be started: {os.strerror(code)}")

@@ -513,3 +513,50 @@ def alone(rank: int, nranks: int) -> None:
 
 def test_one_rank() -> None:
     testing.run(1, alone, backend="cpu")
+
+
+# --- what an interrupt leaves -------------------------------------------------------------------------------
+
+
+def issue(comm: Communicator, what: str, peer: int) -> None:
+    """Make a call with arrays that nobody else holds."""
+    x = np.ones(1000, np.float32)
+    if what == "call":
+        comm.all_reduce(x)
+    elif what == "barrier":
+        comm.barrier()
+    elif what == "group":
+        with pynccl.group():
+            comm.send(x, peer)
+            comm.recv(np.empty_like(x), peer)
+    else:
+        prepared = comm.prepare.all_reduce(x)
+        (pynccl.Plan([prepared]) if what == "plan" else prepared)()
+
+
+def goes_on(rank: int, nranks: int, what: str, seconds: float) -> float:
+    """Interrupt a call that waits for the other rank, and use the communicator when that has come."""
+    comm = pynccl.init()
+    comm.barrier()
+    if rank == 1:
+        time.sleep(1)
+        issue(comm, what, 0)
+    else:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        with pytest.raises(KeyboardInterrupt):
+            issue(comm, what, 1)
+        # The library still reads and writes them.
+        assert sum(map(len, comm._kept.values())) == 1
+        gc.collect()
+        comm.synchronize()
+    answer = total(comm)
+    comm.destroy()
+    return answer
+
+
+# In the first wait of C alone, whose answer Python then never gets to see, and in a later one.
+@pytest.mark.parametrize("seconds", [0.03, pytest.param(0.25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["call", "barrier", "group", "prepared", "plan"])
+def test_an_interrupted_call_goes_on(what: str, seconds: float) -> None:
+    assert testing.run(2, goes_on, what, seconds, backend="cpu", timeout=30) == [2.0, 2.0]

@@ -431,6 +431,8 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags) {
     return spoil(fail(ncclInvalidArgument, "ncclCommRevoke: revokeFlags is %d, expected NCCL_REVOKE_DEFAULT",
                       revokeFlags));
   if (c->revoked.exchange(true)) return ncclSuccess;
+  // Another thread may abort it meanwhile.
+  std::shared_ptr<Comm> kept = c->shared_from_this();
   c->fail_with(ncclInvalidUsage, "rank " + std::to_string(c->rank) + " revoked its communicator");
   c->drain(kForever);
   return ncclSuccess;

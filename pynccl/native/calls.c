@@ -1,5 +1,6 @@
 // Included by the generated binding, behind calls.h and the wrappers of NCCL's functions.
 
+#include <pthread.h>
 #include <stdlib.h>
 
 // Between two slices Python handles signals.
@@ -31,18 +32,29 @@ void pynccl_comm_release(pynccl_comm* comm) {
   free(comm);
 }
 
+static uintptr_t pynccl_me(void) { return (uintptr_t)pthread_self(); }
+
 int pynccl_enter(pynccl_comm* comm) {
-  if (__atomic_exchange_n(&comm->busy, 1, __ATOMIC_ACQUIRE)) return PYNCCL_BUSY;
+  if (pynccl_enter_anyway(comm)) return PYNCCL_BUSY;
   if (__atomic_load_n(&comm->handle, __ATOMIC_ACQUIRE)) return 0;
   pynccl_leave(comm);
   return PYNCCL_CLOSED;
 }
 
 int pynccl_enter_anyway(pynccl_comm* comm) {
-  return __atomic_exchange_n(&comm->busy, 1, __ATOMIC_ACQUIRE) ? PYNCCL_BUSY : 0;
+  uintptr_t nobody = 0;
+  const int mine =
+      __atomic_compare_exchange_n(&comm->busy, &nobody, pynccl_me(), 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+  return mine ? 0 : PYNCCL_BUSY;
 }
 
 void pynccl_leave(pynccl_comm* comm) { __atomic_store_n(&comm->busy, 0, __ATOMIC_RELEASE); }
+
+int pynccl_leave_mine(pynccl_comm* comm) {
+  if (__atomic_load_n(&comm->busy, __ATOMIC_RELAXED) != pynccl_me()) return 0;
+  pynccl_leave(comm);
+  return 1;
+}
 
 static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream) {
   for (int i = comm->used_count; i-- > 0;)
@@ -299,8 +311,33 @@ void pynccl_list_digest(pynccl_list* list) {
   }
 }
 
+void pynccl_list_leave(pynccl_list* list) {
+  for (int i = 0; i < list->use_count; ++i)
+    if (list->uses[i].first) pynccl_leave(list->uses[i].comm);
+}
+
+int pynccl_list_leave_mine(pynccl_list* list) {
+  int mine = 0;
+  for (int i = 0; i < list->use_count; ++i)
+    if (list->uses[i].first) mine |= pynccl_leave_mine(list->uses[i].comm);
+  return mine;
+}
+
+static int pynccl_list_enter(pynccl_list* list, int (*enter)(pynccl_comm*)) {
+  for (int i = 0; i < list->use_count; ++i) {
+    const int r = list->uses[i].first ? enter(list->uses[i].comm) : 0;
+    if (!r) continue;
+    while (i-- > 0)
+      if (list->uses[i].first) pynccl_leave(list->uses[i].comm);
+    return r;
+  }
+  return 0;
+}
+
 int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream) {
-  int r = 0;
+  // Another thread may be running it.
+  int r = pynccl_list_enter(list, pynccl_enter_anyway);
+  if (r) return r;
   pynccl_list fresh = {0};
   for (int i = 0; i < list->count && !r; ++i) r = pynccl_add_use(&fresh, list->calls[i].comm, stream, 0);
   if (!r)
@@ -314,26 +351,11 @@ int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream) {
     fresh.uses = dropped.uses;
     fresh.use_count = dropped.use_count;
   }
+  pynccl_list_leave(list);
   pynccl_list_clear(&fresh);
   free(fresh.uses);
   if (!r && list->digested) pynccl_list_digest(list);
   return r;
-}
-
-void pynccl_list_leave(pynccl_list* list) {
-  for (int i = 0; i < list->use_count; ++i)
-    if (list->uses[i].first) pynccl_leave(list->uses[i].comm);
-}
-
-static int pynccl_list_enter(pynccl_list* list) {
-  for (int i = 0; i < list->use_count; ++i) {
-    const int r = list->uses[i].first ? pynccl_enter(list->uses[i].comm) : 0;
-    if (!r) continue;
-    while (i-- > 0)
-      if (list->uses[i].first) pynccl_leave(list->uses[i].comm);
-    return r;
-  }
-  return 0;
 }
 
 static int pynccl_group_run(pynccl_list* list, ncclSimInfo_t* estimate) {
@@ -359,7 +381,7 @@ int pynccl_list_run(pynccl_list* list) {
     return r ? r : PYNCCL_RECORDED;
   }
   if (list->count == 1 && !list->grouped) return pynccl_issue_alone(list->calls, list->uses->wait);
-  int r = pynccl_list_enter(list);
+  int r = pynccl_list_enter(list, pynccl_enter);
   if (r) return r;
   // All are told before any is waited for.
   for (int i = 0; i < list->use_count && !r; ++i)
@@ -399,7 +421,7 @@ int pynccl_list_run_recorded(pynccl_list* list) {
 
 // What running the list as a group would take; nothing is launched.
 int pynccl_list_simulate(pynccl_list* list, ncclSimInfo_t* estimate) {
-  int r = pynccl_list_enter(list);
+  int r = pynccl_list_enter(list, pynccl_enter);
   if (r) return r;
   r = pynccl_group_run(list, estimate);
   pynccl_list_leave(list);

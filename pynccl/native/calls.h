@@ -23,7 +23,8 @@ enum pynccl_answer {
   PYNCCL_CLOSED = 1005,    // a communicator was destroyed, aborted, or belongs to another process
   PYNCCL_OVERLAP = 1006,   // the buffers overlap in a way that NCCL forbids
   PYNCCL_NO_MEMORY = 1007,
-  PYNCCL_STOPPED = 1008  // by a signal, while the ranks compared the call
+  PYNCCL_STOPPED = 1008,     // by a signal, while the ranks compared the call
+  PYNCCL_INTERRUPTED = 1009  // what a prepared call is told when waiting for its end has raised
 };
 
 struct pynccl_watch;
@@ -35,7 +36,7 @@ typedef struct pynccl_comm {
   int size;
   int waits;                   // calls without a stream return when they are done: the CPU library's
   uintptr_t stream;            // of calls without one
-  int busy;                    // a thread is in a call
+  uintptr_t busy;              // what stands for the thread that is in a call, or 0
   pynccl_trace* trace;         // the recorder's, or NULL
   struct pynccl_watch* watch;  // NULL without a time-out
   // Streams with work since pynccl_comm_forget.
@@ -90,6 +91,10 @@ int pynccl_enter(pynccl_comm* comm);
 // The same for one in trouble: it can still be shrunk and closed.
 int pynccl_enter_anyway(pynccl_comm* comm);
 void pynccl_leave(pynccl_comm* comm);
+// Python handles signals as soon as a function has returned, before it has the answer. What was entered in it
+// is left with these: 1 where this thread had been in.
+int pynccl_leave_mine(pynccl_comm* comm);
+int pynccl_list_leave_mine(pynccl_list* list);
 
 // Issue a call as a template has it, but for the buffers and the stream. `wait` (a host array without a
 // stream): return when the result is there, or PYNCCL_WAITING after a while. The short form is for no stream.

@@ -82,7 +82,7 @@ static int pynccl_say_to(pynccl_watch* w, int peer, const pynccl_frame* frame) {
 // The last frame to each peer says that this rank waits now.
 static int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
   char where[PYNCCL_FRAME_TEXT] = "";
-  if (pynccl_locate) pynccl_locate(where, sizeof where);
+  if (pynccl_locate && pynccl_locate(where, sizeof where)) return PYNCCL_STOPPED;
   int r = 0, mine = 0;
   for (int i = 0; i < count; ++i) mine += calls[i].comm == w->comm;
   pthread_mutex_lock(&dog.lock);

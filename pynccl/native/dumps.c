@@ -293,8 +293,6 @@ int pynccl_trace_dump(int fd, const pynccl_trace* only) {
   return error;
 }
 
-void pynccl_trace_dump_all(int fd) { pynccl_trace_dump(fd, NULL); }
-
 static void pynccl_copy_text(char* to, size_t room, const char* text) {
   size_t length = strlen(text);
   if (length >= room) length = room - 1;

@@ -10,6 +10,7 @@
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
 #define PYNCCL_RECORDED 1002
+#define PYNCCL_INTERRUPTED 1009
 
 typedef struct {
   PyObject_HEAD vectorcallfunc vectorcall;
@@ -41,6 +42,20 @@ static int keep_object(PyObject* object) {
   return 0;
 }
 
+// Have Python see to a result. Where that raises, maybe because of a signal and before it has begun, it is
+// told.
+static int see_to(Call* self, int result) {
+  PyObject *done = PyObject_CallFunction(self->after, "Oi", self, result), *type, *value, *trace;
+  if (!done) {
+    PyErr_Fetch(&type, &value, &trace);
+    Py_XDECREF(PyObject_CallFunction(self->after, "Oi", self, PYNCCL_INTERRUPTED));
+    PyErr_Restore(type, value, trace);
+    return -1;
+  }
+  Py_DECREF(done);
+  return 0;
+}
+
 static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, PyObject* names) {
   Call* self = (Call*)callable;
   if (PyVectorcall_NARGS(flags) || (names && PyTuple_GET_SIZE(names)))
@@ -57,10 +72,8 @@ static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, P
   }
   if (result == PYNCCL_RECORDED && frame) {
     if (keep_object(callable)) return NULL;
-  } else if (result) {
-    PyObject* done = PyObject_CallFunction(self->after, "Oi", callable, result);
-    if (!done) return NULL;
-    Py_DECREF(done);
+  } else if (result && see_to(self, result)) {
+    return NULL;
   }
   return Py_NewRef(self->value);
 }
@@ -214,30 +227,33 @@ static PyObject* begin(PyObject* module, PyObject* const* args, Py_ssize_t count
   Py_RETURN_TRUE;
 }
 
-// End the recording and, if `runs` is true, run it: None on success, otherwise the result and what was kept
-// alive.
-static PyObject* end(PyObject* module, PyObject* runs) {
-  if (!frame) return PyErr_Format(PyExc_RuntimeError, "nothing is being recorded");
+// End the recording into the list at an address and, if `runs` is true, run it; answers what that did, 0
+// where nothing was run. Unless all is done then, what has to stay alive goes into a Python list.
+static PyObject* end(PyObject* module, PyObject* const* args, Py_ssize_t count) {
+  void* calls = count == 3 && PyList_Check(args[2]) ? PyLong_AsVoidPtr(args[1]) : NULL;
+  if (!calls)
+    return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "expected a bool, an address and a list");
+  if (!frame || frame->calls != calls)
+    return PyErr_Format(PyExc_RuntimeError,
+                        "this thread has not begun this recording, or not as the last one");
   Frame* ended = frame;
   frame = ended->outer;
   record(frame ? frame->calls : NULL);
+  const int runs = args[0] == Py_True;
   int result = 0;
-  if (runs == Py_True) {
+  if (runs) {
     PyThreadState* thread = PyEval_SaveThread();
     result = run_recorded(ended->calls);
     PyEval_RestoreThread(thread);
   }
-  PyObject* kept = result || runs != Py_True ? PyList_New(ended->count) : NULL;
-  for (Py_ssize_t i = 0; i < ended->count; ++i)
-    if (kept)
-      PyList_SET_ITEM(kept, i, ended->kept[i]);
-    else
-      Py_DECREF(ended->kept[i]);
+  for (Py_ssize_t i = 0; i < ended->count; ++i) {
+    if (!runs || result) PyList_Append(args[2], ended->kept[i]);
+    Py_DECREF(ended->kept[i]);
+  }
   ended->count = 0;
   if (spare) PyMem_RawFree(spare->kept), PyMem_RawFree(spare);
   spare = ended;
-  if (result || runs != Py_True) return kept ? Py_BuildValue("iN", result, kept) : NULL;
-  Py_RETURN_NONE;
+  return PyErr_Occurred() ? NULL : PyLong_FromLong(result);
 }
 
 // Keep an object alive until the open recording has run.
@@ -249,7 +265,7 @@ static PyObject* keep(PyObject* module, PyObject* object) {
 static PyMethodDef functions[] = {
     {"bind", bind, METH_VARARGS, NULL},
     {"begin", (PyCFunction)(void (*)(void))begin, METH_FASTCALL, NULL},
-    {"end", end, METH_O, NULL},
+    {"end", (PyCFunction)(void (*)(void))end, METH_FASTCALL, NULL},
     {"keep", keep, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

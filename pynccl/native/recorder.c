@@ -323,8 +323,9 @@ void pynccl_trace_mark(pynccl_trace* t, int kind) {
 // --------------------------------------------------------------------------------------------------
 
 static void pynccl_digest_sweep(pynccl_trace* t) {
-  if (!pynccl_no_dump()) return;
+  // In this order: a dump that begins later goes back no further than to this oldest one.
   const uint64_t oldest = pynccl_trace_oldest(t, __atomic_load_n(&t->next, __ATOMIC_SEQ_CST));
+  if (!pynccl_no_dump()) return;
   for (pynccl_digest** link = &t->digests; *link;) {
     pynccl_digest* digest = *link;
     if (digest->dropped && digest->last <= oldest) {

@@ -41,7 +41,6 @@ void pynccl_trace_caller(pynccl_trace* trace, unsigned caller);
 int pynccl_trace_process(const char* header, const char* path);
 // Dump all communicators, or one; 0, or an errno: EBUSY while another dump is under way.
 int pynccl_trace_dump(int fd, const pynccl_trace* only);
-void pynccl_trace_dump_all(int fd);
 // Remember why, for this and later dumps, and dump to the file of pynccl_trace_process.
 int pynccl_trace_save(const char* kind, const char* text);
 // Have a signal dump too, and then do what it did before.

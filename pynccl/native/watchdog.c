@@ -91,6 +91,12 @@ static void pynccl_let_go(pynccl_watch* w) {
   pthread_mutex_lock(&dog.lock);
 }
 
+static void pynccl_close_watchdog(void) {
+  if (dog.epoll >= 0) close(dog.epoll);
+  if (dog.wake >= 0) close(dog.wake);
+  dog.epoll = dog.wake = -1;
+}
+
 static void* pynccl_watch_all(void* nothing) {
   (void)nothing;
   pynccl_is_watchdog = 1;
@@ -138,13 +144,21 @@ static void* pynccl_watch_all(void* nothing) {
       pynccl_let_go(next);
     }
   }
-  close(dog.epoll);
-  close(dog.wake);
-  dog.epoll = dog.wake = -1;
+  pynccl_close_watchdog();
   dog.running = 0;
   pthread_cond_broadcast(&dog.changed);
   pthread_mutex_unlock(&dog.lock);
   return NULL;
+}
+
+static void pynccl_make_changed(void) {
+  // Deadlines are the monotonic clock's.
+  pthread_condattr_t clock;
+  pthread_condattr_init(&clock);
+  pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+  memset(&dog.changed, 0, sizeof dog.changed);
+  pthread_cond_init(&dog.changed, &clock);
+  pthread_condattr_destroy(&clock);
 }
 
 static void pynccl_before_fork(void) { pthread_mutex_lock(&dog.lock); }
@@ -161,31 +175,29 @@ static void pynccl_in_child(void) {
       w->peers[r].socket = -1;
     }
   }
-  if (dog.epoll >= 0) close(dog.epoll);
-  if (dog.wake >= 0) close(dog.wake);
-  dog.epoll = dog.wake = -1;
+  pynccl_close_watchdog();
   dog.watches = NULL;
   dog.running = 0;
+  // A broadcast would wait for the parent's threads that wait for one.
+  pynccl_make_changed();
   pthread_mutex_unlock(&dog.lock);
 }
 
 static int pynccl_run_watchdog(void) {
   if (!dog.prepared) {
-    // Deadlines are the monotonic clock's.
-    pthread_condattr_t clock;
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&dog.changed, &clock);
-    pthread_condattr_destroy(&clock);
+    pynccl_make_changed();
     if (pthread_atfork(pynccl_before_fork, pynccl_in_parent, pynccl_in_child)) return ENOMEM;
     dog.prepared = 1;
   }
   if (dog.running) return 0;
+  pynccl_close_watchdog();
   dog.epoll = epoll_create1(EPOLL_CLOEXEC);
   dog.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   struct epoll_event e = {.events = EPOLLIN, .data.u64 = 0};
-  if (dog.epoll < 0 || dog.wake < 0 || epoll_ctl(dog.epoll, EPOLL_CTL_ADD, dog.wake, &e)) return errno;
-  return 0;
+  if (dog.epoll >= 0 && dog.wake >= 0 && !epoll_ctl(dog.epoll, EPOLL_CTL_ADD, dog.wake, &e)) return 0;
+  const int error = errno;
+  pynccl_close_watchdog();
+  return error;
 }
 
 static void pynccl_wake(void) {
@@ -195,10 +207,15 @@ static void pynccl_wake(void) {
 
 // --- a communicator's watch --------------------------------------------------------------------------------
 
+static void pynccl_close_sockets(const int* sockets, int size) {
+  for (int i = 0; sockets && i < size; ++i)
+    if (sockets[i] >= 0) close(sockets[i]);
+}
+
 int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure,
                        uintptr_t context) {
   pynccl_watch* w = calloc(1, sizeof *w + (size_t)comm->size * sizeof(pynccl_peer));
-  if (!w) return ENOMEM;
+  if (!w) return pynccl_close_sockets(sockets, comm->size), ENOMEM;
   w->comm = comm;
   w->size = comm->size;
   w->rank = comm->rank;
@@ -233,10 +250,12 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
     pynccl_wake();
   }
   pthread_mutex_unlock(&dog.lock);
-  if (r && comm->watch)
+  if (r && comm->watch) {
     pynccl_watch_stop(comm, PYNCCL_STAYS);
-  else if (r)
+  } else if (r) {
+    pynccl_close_sockets(sockets, comm->size);
     free(w);
+  }
   return r;
 }
 
@@ -398,8 +417,9 @@ static int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int c
   if (r) return r;
   for (int i = 0; i < count; ++i)
     if (calls[i].comm == comm) {
-      __atomic_fetch_add(&w->calls, 1, __ATOMIC_RELAXED);
+      // Whoever sees the number sees the kind.
       __atomic_store_n(&w->last_kind, calls[i].kind, __ATOMIC_RELAXED);
+      __atomic_fetch_add(&w->calls, 1, __ATOMIC_RELEASE);
     }
   __atomic_store_n(&w->in_call, pynccl_now(), __ATOMIC_RELEASE);
   return 0;
