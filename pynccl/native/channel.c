@@ -49,7 +49,7 @@ typedef struct pynccl_peer {
 typedef struct pynccl_marker {
   uintptr_t stream, events[2];
   int64_t at[2];
-  int pending;
+  int pending, recording;
 } pynccl_marker;
 
 struct pynccl_watch {

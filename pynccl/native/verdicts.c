@@ -202,14 +202,24 @@ static void pynccl_mark(pynccl_watch* w, uintptr_t stream) {
   int capturing = 0;
   uintptr_t before;
   if (!w->is_cpu && (!w->context || cuCtxPushCurrent_v2(w->context))) return;
-  if (w->is_cpu || (cuStreamIsCapturing(stream, &capturing) == 0 && !capturing)) {
-    pynccl_marker* m = pynccl_marker_of(w, stream);
-    const int which = m && m->pending;
-    if (m && (w->is_cpu ? pyncclCpuEventRecord(w->handle, m->events[which], stream)
-                        : cuEventRecord(m->events[which], stream)) == 0) {
+  const int may = w->is_cpu || (cuStreamIsCapturing(stream, &capturing) == 0 && !capturing);
+  pynccl_marker* m = may ? pynccl_marker_of(w, stream) : NULL;
+  if (m) {
+    const int which = m->pending != 0;
+    const uintptr_t event = m->events[which], handle = w->handle;
+    m->recording = 1;
+    ++w->touching;
+    // A stream that hangs and is full does not take an event either.
+    pthread_mutex_unlock(&dog.lock);
+    const int r = w->is_cpu ? pyncclCpuEventRecord(handle, event, stream) : cuEventRecord(event, stream);
+    pthread_mutex_lock(&dog.lock);
+    --w->touching;
+    m->recording = 0;
+    if (!r) {
       m->at[which] = pynccl_now();
       m->pending |= 1 << which;
     }
+    pthread_cond_broadcast(&dog.changed);
   }
   if (!w->is_cpu) cuCtxPopCurrent_v2(&before);
 }
@@ -219,7 +229,7 @@ static int64_t pynccl_oldest(pynccl_watch* w, uintptr_t* stream) {
   int64_t oldest = 0;
   for (int i = 0; i < w->marker_count; ++i) {
     pynccl_marker* m = &w->markers[i];
-    if (m->pending && pynccl_event_done(w, m->events[0])) {
+    if (m->pending && !m->recording && pynccl_event_done(w, m->events[0])) {
       const uintptr_t event = m->events[0];
       m->events[0] = m->events[1];
       m->events[1] = event;

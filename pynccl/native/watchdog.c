@@ -277,7 +277,8 @@ void pynccl_watch_stop(pynccl_comm* comm, int goodbye) {
     const pynccl_frame bye = {.kind = FRAME_GOODBYE, .code = (uint32_t)goodbye};
     if (goodbye) pynccl_tell_all(w, &bye);
     for (int r = 0; r < w->size; ++r) pynccl_hang_up(w, r);
-    for (int i = 0; i < w->marker_count; ++i) {
+    // One that is being recorded after all that time is lost.
+    for (int i = 0; i < w->marker_count && !w->touching; ++i) {
       pynccl_event_free(w, w->markers[i].events[0]);
       pynccl_event_free(w, w->markers[i].events[1]);
     }
