@@ -199,7 +199,9 @@ class Calls:
         try:
             with self._alone():
                 self._settle(name)
-                if wait and not lib.pynccl_group_depth():
+                if not wait:
+                    lib.pynccl_watch_issued(self._c, stream)
+                elif not lib.pynccl_group_depth():
                     self._wait(stream, name, None)
         except BaseException:
             # The library may still be at it.

@@ -77,14 +77,15 @@ class Recording:
 
     def communicators(self) -> list[Communicator]:
         """Return the communicators of the calls, each once."""
-        uses = (self.calls.uses[i] for i in range(self.calls.use_count))
-        found = (communicators.get(address_of(use.comm)) for use in uses if use.first)
+        found = (communicators.get(address_of(use.comm)) for use in self._uses() if use.first)
         return [comm for comm in found if comm is not None]
 
     def waits(self) -> list[tuple[Communicator, int]]:
         """Return each communicator and stream that a run has to wait for."""
-        uses = (self.calls.uses[i] for i in range(self.calls.use_count))
-        return [(communicators[address_of(use.comm)], int(use.stream)) for use in uses if use.wait]
+        return [(communicators[address_of(use.comm)], int(use.stream)) for use in self._uses() if use.wait]
+
+    def _uses(self) -> list[Any]:
+        return [self.calls.uses[i] for i in range(self.calls.use_count)]
 
     def finish(self, result: int) -> None:
         """Wait for what a run has left to wait for, or raise what it failed with; then `let_go` is due."""
@@ -110,9 +111,12 @@ class Recording:
         for comm in self.communicators():
             with comm._alone():
                 comm._settle(self.name())
-                for other, stream in self.waits():
-                    if other is comm:
-                        comm._wait(stream, self.name(), None)
+                for use in self._uses():
+                    if use.comm == comm._c and not use.wait:
+                        lib.pynccl_watch_issued(comm._c, use.stream)
+        for comm, stream in self.waits():
+            with comm._alone():
+                comm._wait(stream, self.name(), None)
 
     def _keep(self) -> None:
         for comm, stream in self.waits():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -47,7 +48,7 @@ def driver() -> Any:
 def nccl() -> Any:
     library = ctypes.CDLL(pynccl.library_info().path)
     library.null_log.restype = ctypes.c_char_p
-    library.null_async_error.argtypes = [ctypes.c_size_t, ctypes.c_int]
+    library.null_async_error.argtypes = library.null_in_progress.argtypes = [ctypes.c_size_t, ctypes.c_int]
     return library
 
 
@@ -231,6 +232,25 @@ def watches_streams(rank: int, nranks: int) -> None:
     assert calls.count("cuEventCreate") == calls.count("cuEventDestroy_v2") == 2
 
 
+def watches_calls_that_do_not_block(rank: int, nranks: int) -> None:
+    """The library takes the call later: only then is it on the stream."""
+    for grouped in (False, True):
+        comm = Communicator(1, bytes([7]) * 128, 0, timeout=0.6)
+        send, recv = on_device(0), on_device(0)
+        with _cuda.using_device(0):
+            stream = _cuda.stream_create()
+        driver().fake_cuda_hold(stream, 1)
+        nccl().null_in_progress(comm.handle, 5)
+        start = time.monotonic()
+        with pynccl.group() if grouped else contextlib.nullcontext():
+            comm.all_reduce(send, recv, stream=stream)
+        while (error := comm.async_error()) is None:
+            time.sleep(0.01)
+        assert 0.5 < time.monotonic() - start < 1.6
+        assert f"calls on stream {stream:#x} did not complete within 0.6 s" in str(error)
+        comm.abort()
+
+
 def keeps_arrays_of_other_streams(rank: int, nranks: int) -> None:
     _cuda.set_device(0)
     with create() as comm:
@@ -304,6 +324,7 @@ CASES = [
     uses_the_current_stream,
     waits_for_streams,
     watches_streams,
+    watches_calls_that_do_not_block,
     keeps_arrays_of_other_streams,
     barriers,
     ends,

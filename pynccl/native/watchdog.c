@@ -430,11 +430,10 @@ static void pynccl_watch_end(pynccl_comm* comm) {
   __atomic_store_n(&comm->watch->in_call, 0, __ATOMIC_RELEASE);
 }
 
-// Calls on a stream that nobody waits for at once.
-static void pynccl_watch_issued(pynccl_comm* comm, uintptr_t stream) {
+void pynccl_watch_issued(pynccl_comm* comm, uintptr_t stream) {
   pynccl_watch* w = comm->watch;
   // In a group that somebody opened in C nothing is on the stream yet.
-  if (!w->timeout || pynccl_depth) return;
+  if (!w || !w->timeout || pynccl_depth) return;
   pthread_mutex_lock(&dog.lock);
   if (w->listed && w->handle) pynccl_mark(w, stream);
   pthread_mutex_unlock(&dog.lock);

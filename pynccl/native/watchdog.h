@@ -57,6 +57,8 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl
 // The program is told of the library's error: where that has ended the communicator it is the verdict, before
 // an abort that follows is taken for the cause.
 void pynccl_watch_blame_library(pynccl_comm* comm);
+// Calls were issued on a stream that nobody waits for at once; harmless where nothing is watched.
+void pynccl_watch_issued(pynccl_comm* comm, uintptr_t stream);
 // Whether there is a channel; and the ranks whose connection ended without a goodbye.
 int pynccl_watch_connected(pynccl_comm* comm);
 int pynccl_watch_dead(pynccl_comm* comm, int* ranks);
