@@ -272,6 +272,7 @@ assert not failures, failures
     )
 
 
+@pytest.mark.slow
 def test_the_type_checker_sees_signatures(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

@@ -217,6 +217,7 @@ def absent_from_barrier(rank: int, nranks: int, port: int) -> None:
     group.comm.abort()
 
 
+@pytest.mark.slow
 def test_the_barrier_has_a_timeout() -> None:
     run(2, absent_from_barrier)
 

@@ -331,7 +331,7 @@ print(f"rank {results[0][0]} of {results[0][1]}: success", flush=True)
         ("torchrun", "ptp"),
         ("torchrun", "tp"),
         ("pynccl run", "ptp"),
-        ("mpirun", "tp"),
+        pytest.param("mpirun", "tp", marks=pytest.mark.slow),
         pytest.param("pynccl run", "tp", marks=pytest.mark.full),
         pytest.param("mpirun", "ptp", marks=pytest.mark.full),
         *(

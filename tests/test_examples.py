@@ -60,6 +60,7 @@ def test_data_parallel(nranks: int) -> None:
     assert len(lines) == 22
 
 
+@pytest.mark.slow
 def test_data_parallel_is_deterministic() -> None:
     first, second = (launch(3, "data_parallel.py", "--epochs", "6") for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr

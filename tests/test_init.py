@@ -166,6 +166,7 @@ def test_absent_ranks_are_named_on_every_rank(own_store: bool) -> None:
         assert "ranks that never arrived: 1, 3 (2 of 4)" in texts[rank]
 
 
+@pytest.mark.slow
 def test_rank_0_is_absent() -> None:
     texts = testing.run(3, some_stay_away, [0], 0, backend="cpu")
     assert all("ranks that never arrived: 0 (1 of 3)" in text for text in texts[1:])

@@ -183,6 +183,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_who_ignores_sigterm_is_killed_with_its_children(
     script: Script, started: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -330,7 +330,7 @@ def every_case(rank: int, nranks: int) -> None:
                 case(comm)
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
+@pytest.mark.parametrize("nranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_operation(nranks: int) -> None:
     testing.run(nranks, every_case, backend="cpu", timeout=55)
 

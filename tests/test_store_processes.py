@@ -202,7 +202,9 @@ def test_server_killed(how: str, number: int) -> None:
         assert time.monotonic() - start < 2.5
 
 
-@pytest.mark.parametrize("how", CALLS)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=() if how == "get" else pytest.mark.slow) for how in CALLS]
+)
 def test_server_that_hangs(how: str) -> None:
     with python(SERVER, SECRET) as server, Store(line(server), SECRET, timeout=20) as store:
         server.send_signal(signal.SIGSTOP)

@@ -269,6 +269,7 @@ def messages(rank: int, size: int, gloo: Any, ours: Any) -> None:
     assert other[0] == left
 
 
+@pytest.mark.slow
 def test_messages(tmp_path: Path) -> None:
     on_ranks(3, messages, tmp_path)
 

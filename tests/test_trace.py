@@ -168,11 +168,11 @@ CASES: list[tuple[Callable[..., None], list[str]]] = [
 ]
 
 
-# Every third is a quick test.
+# Every fifth is a quick test.
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        pytest.param(*case, id=case[0].__name__, marks=pytest.mark.slow if i % 3 else ())
+        pytest.param(*case, id=case[0].__name__, marks=pytest.mark.slow if i % 5 else ())
         for i, case in enumerate(CASES)
     ],
 )

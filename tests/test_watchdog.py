@@ -246,7 +246,7 @@ def stops(rank: int, nranks: int, victim: int, folder: str) -> tuple[Outcome, bo
     return outcome, nothing_left()
 
 
-@pytest.mark.parametrize("victim", [0, 6])
+@pytest.mark.parametrize("victim", [0, pytest.param(6, marks=pytest.mark.slow)])
 def test_stopped_rank(victim: int, tmp_path: Path) -> None:
     results = run(RANKS, stops, victim, str(tmp_path), backend="cpu", check=False, timeout=40)
     for rank, result in enumerate(results):
@@ -287,7 +287,9 @@ def late(rank: int, nranks: int, how: str, folder: str) -> Outcome:
         return outcome
 
 
-@pytest.mark.parametrize("how", ["sleeps", "sleeps in C", "nobody waits"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("sleeps", marks=pytest.mark.slow), "sleeps in C", "nobody waits"]
+)
 def test_late_rank(how: str, tmp_path: Path) -> None:
     """Every rank, the late one too, is told after the time-out; nobody is taken for dead."""
     results = run(3, late, how, str(tmp_path), backend="cpu", timeout=30)

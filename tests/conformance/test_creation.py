@@ -146,6 +146,7 @@ def maker_is_gone(rank: Rank) -> tuple[int, str]:
 MAKER = "import os; from pynccl import capi; os.write(1, capi.ncclGetUniqueId())"
 
 
+@pytest.mark.slow
 def test_maker_of_the_id_is_gone(pool: Pool) -> None:
     for code, text in pool.get(2).call(maker_is_gone):
         assert code == SYSTEM_ERROR, text
