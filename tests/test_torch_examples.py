@@ -28,8 +28,9 @@ def run(*command: str, **env: str) -> list[str]:
 
 
 def torchrun(nranks: int, script: str, *options: str) -> list[str]:
+    # It would start Python with -u, see above.
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nranks), *options]
-    return run(*launcher, str(ROOT / "examples" / script))
+    return run(*launcher, "--no-python", sys.executable, str(ROOT / "examples" / script))
 
 
 def test_collectives() -> None:
