@@ -293,6 +293,8 @@ class Communicator(Relatives):
     def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
         """Wait for a stream, or for every stream that this communicator has used."""
         self._open()
+        if timeout is not None and not (isinstance(timeout, int | float | np.number) and timeout >= 0):
+            raise ValueError(f"timeout is {timeout!r}; expected seconds, 0 or more, or None")
         given = None if stream is None else _streams.handle_of(stream)
         with self._alone():
             used = [int(self._c.used[i]) for i in range(self._c.used_count)]

@@ -560,3 +560,16 @@ def goes_on(rank: int, nranks: int, what: str, seconds: float) -> float:
 @pytest.mark.parametrize("what", ["call", "barrier", "group", "prepared", "plan"])
 def test_an_interrupted_call_goes_on(what: str, seconds: float) -> None:
     assert testing.run(2, goes_on, what, seconds, backend="cpu", timeout=30) == [2.0, 2.0]
+
+
+def refuses(rank: int, nranks: int) -> None:
+    with single() as comm:
+        timeout: Any
+        for timeout in (-1, float("nan"), "1"):
+            with pytest.raises(ValueError, match="timeout is .*; expected seconds, 0 or more, or None"):
+                comm.synchronize(timeout=timeout)
+        comm.synchronize(timeout=np.float32(0.5))
+
+
+def test_synchronize_refuses_what_is_no_time() -> None:
+    testing.run(1, refuses, backend="cpu")
