@@ -82,6 +82,7 @@ static struct {
   int running, epoll, wake;
   uint32_t last_id;
   int64_t beat_at;
+  int64_t listened;  // when the thread last did
   int prepared;
 } dog = {.lock = PTHREAD_MUTEX_INITIALIZER, .epoll = -1, .wake = -1};
 

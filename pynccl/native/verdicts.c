@@ -106,8 +106,10 @@ static void pynccl_condemn_failed(pynccl_watch* w) {
   w->dying = 0;
 }
 
+// As far as the watchdog has listened: a process that was stopped itself knows nothing of the others yet.
 static int pynccl_silent(const pynccl_peer* p, int64_t now, int64_t limit) {
-  return !p->gone && !p->goodbye && p->socket >= 0 && now - p->heard > limit;
+  const int64_t until = dog.listened < now ? dog.listened : now;
+  return !p->gone && !p->goodbye && p->socket >= 0 && until - p->heard > limit;
 }
 
 static uint64_t pynccl_calls_of(const pynccl_watch* w, int rank) {

@@ -115,7 +115,7 @@ static void* pynccl_watch_all(void* nothing) {
     if (now - last > SILENCE_NS / 2)
       for (pynccl_watch* w = dog.watches; w; w = w->next)
         for (int r = 0; r < w->size; ++r) w->peers[r].heard = now;
-    last = now;
+    last = dog.listened = now;
     for (int i = 0; i < n; ++i) {
       if (!events[i].data.u64) {
         uint64_t count;
