@@ -311,6 +311,9 @@ void Comm::drop_connections() {
     for (Pipe& pipe : p->pipe)
       if (pipe.socket()) shutdown(pipe.socket()->fd(), SHUT_RDWR);
   }
+  // Shared memory would serve on until the service sees the ends.
+  std::unique_lock<std::mutex> lock(mutex);
+  changed.wait_until(lock, after_ms(1000), [&] { return nranks == 1 || error() != ncclSuccess; });
 }
 
 }  // namespace pncpu

@@ -193,11 +193,14 @@ void Comm::choose_patience() {
 }
 
 // Somebody does not answer in an exchange. That it has left, or has told of an error before it went, explains
-// more than the end of the connection.
+// more than the end of the connection, which a sender may see before the service has read what came before
+// it.
 ncclResult_t Comm::cut_off(int q, const char* what, const std::string& why) {
   bool left;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait_until(lock, after_ms(1000),
+                       [&] { return peer(q).gone || peer(q).left || error() != ncclSuccess; });
     left = peer(q).left;
   }
   if (left) never(q, what);

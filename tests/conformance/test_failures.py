@@ -152,7 +152,10 @@ def test_injected_death() -> None:
         results = ranks.call(faulty, 4, check=False)
     assert results[1] == Died(-signal.SIGKILL)
     for rank in (0, 2):
-        assert [code for _, code, _ in results[rank]] == [OK, OK, *[REMOTE_ERROR] * 3]
+        first, second, *rest = [code for _, code, _ in results[rank]]
+        # Rank 1 needs not wait for the others to finish the second call.
+        assert first == OK and second in (OK, REMOTE_ERROR), results[rank]
+        assert rest == [REMOTE_ERROR] * 3, results[rank]
         assert "rank 1" in results[rank][-1][2]
 
 
@@ -181,11 +184,10 @@ def test_injected_drop(transport: str) -> None:
     with Ranks(3, transport, env={"PYNCCL_CPU_FAULT": "rank=2,call=2,action=drop"}) as ranks:
         results = ranks.call(faulty, 3)
     for rank, result in enumerate(results):
-        found = [code for _, code, _ in result]
-        # How far the others were when the connections went is a matter of time.
-        assert set(found) <= {OK, REMOTE_ERROR}, (rank, result)
-        assert found == sorted(found), (rank, result)
-        assert found[-2:] == [REMOTE_ERROR] * 2, (rank, result)
+        first, *rest = [code for _, code, _ in result]
+        # Whether the others had finished the first call when the connections went is a matter of time.
+        assert first in (OK, REMOTE_ERROR), (rank, result)
+        assert rest == [REMOTE_ERROR] * 3, (rank, result)
     assert results[2][0][1] == OK, results[2]
     assert all("rank 2" in result[-1][2] for result in results[:2])
 
