@@ -25,6 +25,7 @@ from pynccl._recorder import TraceRecord, recorded
 from pynccl._recording import communicators
 from pynccl._relatives import ConfigLike, Relatives, abort_if_made
 from pynccl._structs import CommProperties
+from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._types import DataType, RedOp, UniqueId
 
 T = TypeVar("T")
@@ -126,7 +127,7 @@ class Communicator(Relatives):
         self._why = "was never created"
         self._identity = self._origin = self._also = ""
         self._made = Counter[str]()
-        self._timeout = _watchdog.resolve_timeout(timeout)
+        self._timeout = resolve_timeout(timeout)
         self._c = ffi.gc(lib.pynccl_comm_new(), lib.pynccl_comm_release)
         self._kept: dict[int, Kept] = {}
         self._own_stream = 0
@@ -293,8 +294,7 @@ class Communicator(Relatives):
     def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
         """Wait for a stream, or for every stream that this communicator has used."""
         self._open()
-        if timeout is not None and not (isinstance(timeout, int | float | np.number) and timeout >= 0):
-            raise ValueError(f"timeout is {timeout!r}; expected seconds, 0 or more, or None")
+        check_timeout(timeout, zero=True)
         given = None if stream is None else _streams.handle_of(stream)
         with self._alone():
             used = [int(self._c.used[i]) for i in range(self._c.used_count)]

@@ -11,6 +11,7 @@ from pynccl._devices import device_to_use, on_device
 from pynccl._errors import NcclTimeoutError
 from pynccl._recorder import dump_because
 from pynccl._status import IN_PROGRESS, check
+from pynccl._timeouts import check_timeout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -145,10 +146,9 @@ class Stream(_Owned):
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait until everything on the stream is done; NcclTimeoutError after `timeout` seconds."""
-        _wait_for(lambda: self._wait(timeout), timeout, "Stream.synchronize")
+        _wait_for(self._wait, timeout, "Stream.synchronize")
 
-    def _wait(self, timeout: float | None) -> bool:
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def _wait(self, deadline: float | None) -> bool:
         if self._cpu:
             return wait_cpu(lambda: 0, self.handle, deadline)
         return _poll(lambda: _cuda.stream_query(self.handle), deadline)
@@ -187,14 +187,13 @@ class Event(_Owned):
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait until the event has happened; NcclTimeoutError after `timeout` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        _wait_for(lambda: _poll(self.query, deadline), timeout, "Event.synchronize")
+        _wait_for(lambda deadline: _poll(self.query, deadline), timeout, "Event.synchronize")
 
 
-def _wait_for(wait: Callable[[], bool], timeout: float | None, what: str) -> None:
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
-    if not wait():
+def _wait_for(wait: Callable[[float | None], bool], timeout: float | None, what: str) -> None:
+    check_timeout(timeout, zero=True)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    if not wait(deadline):
         text = f"{what} took longer than {timeout:g} s"
         dump_because("timeout", text)
         raise NcclTimeoutError(text, function=what)

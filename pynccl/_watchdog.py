@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -31,24 +30,6 @@ BY_DEATH = (1, 2, 3, 6)
 _DEATH_MS, _REPORT_MS = 1500, 400
 _BY_REPORT = (5, 8)
 _CLAIM_MS = 5000
-
-
-def resolve_timeout(timeout: float | None) -> float | None:
-    """Return a time-out in seconds as given or by PYNCCL_TIMEOUT, None where there is none."""
-    if timeout is None:
-        text = os.environ.get("PYNCCL_TIMEOUT")
-        if not text:
-            return None
-        try:
-            timeout = float(text)
-        except ValueError:
-            timeout = math.nan
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"PYNCCL_TIMEOUT is {text!r}; expected a positive number of seconds")
-        return timeout
-    if not timeout > 0:
-        raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
-    return timeout
 
 
 def start(comm: Communicator, with_channel: bool, look: Callable[[], object] | None) -> None:

@@ -109,6 +109,8 @@ def test_wrong_types() -> None:
     for name in ("rank", "world_size", "device"):
         with pytest.raises(TypeError, match=f"{name} is '1'; expected an int, or None"):
             pynccl.init(**{name: "1"})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="timeout is 'soon'; expected a positive number of seconds, or None"):
+        pynccl.init(timeout="soon")  # type: ignore[arg-type]
 
 
 # --- file:// ---

@@ -569,8 +569,13 @@ def test_an_interrupted_call_goes_on(what: str, seconds: float) -> None:
 def refuses(rank: int, nranks: int) -> None:
     with single() as comm:
         timeout: Any
-        for timeout in (-1, float("nan"), "1"):
-            with pytest.raises(ValueError, match="timeout is .*; expected seconds, 0 or more, or None"):
+        for timeout, error in (
+            (-1, ValueError),
+            (float("nan"), ValueError),
+            ("1", TypeError),
+            (True, TypeError),
+        ):
+            with pytest.raises(error, match=rf"timeout is {timeout!r}; expected seconds, 0 or more, or None"):
                 comm.synchronize(timeout=timeout)
         comm.synchronize(timeout=np.float32(0.5))
 

@@ -221,6 +221,7 @@ def test_bad_arguments(store: Store) -> None:
         (TypeError, "value of 'k' is a str; expected bytes", lambda: store.set("k", "text")),  # type: ignore[arg-type]
         (ValueError, "timeout is -1; expected seconds", lambda: store.get("k", -1)),
         (ValueError, "timeout is nan; expected seconds", lambda: store.get("k", float("nan"))),
+        (TypeError, "timeout is 'soon'; expected seconds", lambda: store.get("k", "soon")),  # type: ignore[arg-type]
         (ValueError, "count is 0; expected the number of clients", lambda: store.barrier("b", 0)),
         (ValueError, "key .*more than the store takes", lambda: store.get("k" * 70000)),
         (ValueError, "timeout is -1; expected seconds", lambda: Store("127.0.0.1:1", timeout=-1)),

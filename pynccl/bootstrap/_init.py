@@ -10,6 +10,7 @@ from typing import Any
 
 from pynccl import capi
 from pynccl._communicator import Communicator
+from pynccl._timeouts import check_timeout
 from pynccl._types import UniqueId
 from pynccl.bootstrap import _environment, _methods
 from pynccl.bootstrap._creation import create
@@ -121,5 +122,4 @@ def _require(rank: int | None, world_size: int | None, device: int | None, timeo
             raise ValueError(f"{name} is {value}; expected {least} or more, or None")
     if rank is not None and world_size is not None and rank >= world_size:
         raise ValueError(f"rank is {rank} and world_size {world_size}; expected 0 <= rank < world_size")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout is {timeout}; expected a positive number of seconds, or None")
+    check_timeout(timeout)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from pynccl._errors import BootstrapError
+from pynccl._timeouts import check_timeout
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address as format_address
 from pynccl.bootstrap._address import parse_address as parse_address
@@ -376,6 +377,5 @@ def _left(deadline: float) -> float:
 
 
 def _seconds(timeout: float) -> float:
-    if not timeout >= 0:
-        raise ValueError(f"timeout is {timeout!r}; expected seconds, at least 0")
+    check_timeout(timeout, zero=True, optional=False)
     return min(float(timeout), f.LONGEST_SECONDS)
