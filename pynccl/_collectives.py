@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from pynccl import _buffers
-from pynccl._binding import fastcall
 from pynccl._buffers import cupy_stream
 from pynccl._calls import (
     ALL_GATHER,
@@ -25,6 +24,7 @@ from pynccl._calls import (
     PerCall,
     Piece,
     apart,
+    keep_recorded,
     require_count,
 )
 from pynccl._ops import PreMulSum
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 R = TypeVar("R")
 S = TypeVar("S", bound=np.generic)
-keep = fastcall.keep
 Op = str | RedOp | int | PreMulSum
 
 
@@ -104,9 +103,9 @@ class Collectives(Calls):
                     if not answer:
                         return result
                     if answer == RECORDED:
-                        keep(send)
+                        keep_recorded(send)
                         if recv is not None:
-                            keep(recv)
+                            keep_recorded(recv)
                         return result
             except BaseException as error:
                 # What a signal's handler raises may come between the call and its answer.

@@ -59,15 +59,11 @@ int pynccl_leave_mine(pynccl_comm* comm) {
 static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream) {
   for (int i = comm->used_count; i-- > 0;)
     if (comm->used[i] == stream) return;
-  if (comm->used_count == comm->used_capacity) {
-    int capacity = comm->used_capacity ? 2 * comm->used_capacity : 4;
-    uintptr_t* used = realloc(comm->used, capacity * sizeof *used);
-    // Not known to a later synchronize() of all streams; the call itself has been made.
-    if (!used) return;
-    comm->used = used;
-    comm->used_capacity = capacity;
-  }
-  comm->used[comm->used_count++] = stream;
+  uintptr_t* used = pynccl_room(comm->used, comm->used_count, &comm->used_capacity, sizeof *used);
+  // Not known to a later synchronize() of all streams; the call itself has been made.
+  if (!used) return;
+  comm->used = used;
+  used[comm->used_count++] = stream;
 }
 
 void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream) {
@@ -252,13 +248,6 @@ pynccl_list* pynccl_record(pynccl_list* list) {
   pynccl_list* before = pynccl_recording;
   pynccl_recording = list;
   return before;
-}
-
-static void* pynccl_room(void* items, int count, int* capacity, size_t size) {
-  if (count < *capacity) return items;
-  void* more = realloc(items, size * (*capacity ? 2 * *capacity : 8));
-  if (more) *capacity = *capacity ? 2 * *capacity : 8;
-  return more;
 }
 
 static int pynccl_add_use(pynccl_list* list, pynccl_comm* comm, uintptr_t stream, int wait) {

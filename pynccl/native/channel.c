@@ -100,6 +100,15 @@ static void pynccl_say(char* text, size_t size, const char* format, ...) {
   va_end(args);
 }
 
+// An array with room for one more; NULL without memory, and the array stays as it is.
+static void* pynccl_room(void* items, int count, int* capacity, size_t size) {
+  if (count < *capacity) return items;
+  const int more = *capacity ? 2 * *capacity : 8;
+  void* grown = realloc(items, (size_t)more * size);
+  if (grown) *capacity = more;
+  return grown;
+}
+
 // Wait for a change until a time; 0 when that has passed.
 static int pynccl_await(int64_t until) {
   if (pynccl_now() >= until) return 0;
@@ -186,14 +195,10 @@ static void pynccl_publish(pynccl_watch* w, int trouble);
 // --- what arrives ------------------------------------------------------------------------------------------
 
 static void pynccl_keep_frame(pynccl_peer* p, const pynccl_frame* frame) {
-  if (p->inbox_count == p->inbox_capacity) {
-    const int capacity = 2 * p->inbox_capacity + 8;
-    pynccl_frame* more = realloc(p->inbox, (size_t)capacity * sizeof *more);
-    if (!more) return;
-    p->inbox = more;
-    p->inbox_capacity = capacity;
-  }
-  p->inbox[p->inbox_count++] = *frame;
+  pynccl_frame* inbox = pynccl_room(p->inbox, p->inbox_count, &p->inbox_capacity, sizeof *inbox);
+  if (!inbox) return;
+  p->inbox = inbox;
+  inbox[p->inbox_count++] = *frame;
   pthread_cond_broadcast(&dog.changed);
 }
 

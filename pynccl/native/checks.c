@@ -67,14 +67,10 @@ static int pynccl_alike(const pynccl_frame* a, const pynccl_frame* b) {
 
 // Remember what was said to a peer until its counterpart has come, and say it.
 static int pynccl_say_to(pynccl_watch* w, int peer, const pynccl_frame* frame) {
-  if (w->said_count == w->said_capacity) {
-    const int capacity = 2 * w->said_capacity + 16;
-    pynccl_said* more = realloc(w->said, (size_t)capacity * sizeof *more);
-    if (!more) return PYNCCL_NO_MEMORY;
-    w->said = more;
-    w->said_capacity = capacity;
-  }
-  w->said[w->said_count++] = (pynccl_said){.peer = peer, .frame = *frame};
+  pynccl_said* said = pynccl_room(w->said, w->said_count, &w->said_capacity, sizeof *said);
+  if (!said) return PYNCCL_NO_MEMORY;
+  w->said = said;
+  said[w->said_count++] = (pynccl_said){.peer = peer, .frame = *frame};
   pynccl_send_frame(w, peer, frame);
   return 0;
 }
@@ -186,15 +182,13 @@ static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table
 
 static void pynccl_nobody_came(pynccl_watch* w, int64_t waited) {
   char what[512] = "";
-  pynccl_verdict v;
   const pynccl_said* s = w->said;
   while (s->answered) ++s;
   pynccl_describe(&s->frame, what, sizeof what);
   pynccl_say(what, sizeof what, ": rank %d did not come within %g s", s->peer, (double)waited / 1e9);
-  const int trouble = pynccl_explain(w, what, &v);
-  v.trouble = PYNCCL_FINE;
-  w->verdict = v;
-  pynccl_publish(w, trouble);
+  pynccl_verdict v;
+  pynccl_explain(w, what, &v);
+  pynccl_condemn(w, &v);
 }
 
 static int pynccl_check_wait(pynccl_watch* w) {

@@ -76,6 +76,13 @@ static void pynccl_publish(pynccl_watch* w, int trouble) {
   }
 }
 
+static void pynccl_condemn(pynccl_watch* w, const pynccl_verdict* found) {
+  // All but `trouble`, which is looked at without the lock.
+  const size_t rest = offsetof(pynccl_verdict, result);
+  memcpy((char*)&w->verdict + rest, (const char*)found + rest, sizeof *found - rest);
+  pynccl_publish(w, found->trouble);
+}
+
 static void pynccl_add_rank(pynccl_verdict* v, int rank) {
   if (v->count < PYNCCL_MOST_RANKS) v->ranks[v->count++] = rank;
 }
@@ -112,6 +119,15 @@ static int pynccl_silent(const pynccl_peer* p, int64_t now, int64_t limit) {
   return !p->gone && !p->goodbye && p->socket >= 0 && until - p->heard > limit;
 }
 
+// Whether a rank has begun to be silent: that it is stopped is known only after a while.
+static int pynccl_unsure(const pynccl_watch* w) {
+  const int64_t now = pynccl_now();
+  for (int r = 0; r < w->size; ++r)
+    if (pynccl_silent(&w->peers[r], now, 2 * BEAT_NS) && !pynccl_silent(&w->peers[r], now, SILENCE_NS))
+      return 1;
+  return 0;
+}
+
 static uint64_t pynccl_calls_of(const pynccl_watch* w, int rank) {
   return rank == w->rank ? pynccl_calls(w) : w->peers[rank].calls;
 }
@@ -123,7 +139,7 @@ static int pynccl_kind_of(const pynccl_watch* w, int rank) {
 }
 
 // Say why something took too long: silent ranks, or what every rank has called.
-static int pynccl_explain(pynccl_watch* w, const char* what, pynccl_verdict* v) {
+static void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v) {
   const int64_t now = pynccl_now();
   *v = (pynccl_verdict){0};
   pynccl_say(v->text, sizeof v->text, "%s", what);
@@ -134,10 +150,10 @@ static int pynccl_explain(pynccl_watch* w, const char* what, pynccl_verdict* v) 
     pynccl_say(v->text, sizeof v->text, "; rank %d is not responding: last heard of %.1f s ago", r,
                (double)(now - p->heard) / 1e9);
   }
-  if (v->count) return v->trouble = PYNCCL_RANKS_FAILED;
+  v->trouble = v->count ? PYNCCL_RANKS_FAILED : PYNCCL_TIMED_OUT;
   int connected = 0;
   for (int r = 0; r < w->size; ++r) connected += w->peers[r].socket >= 0 || w->peers[r].goodbye;
-  if (!connected) return v->trouble = PYNCCL_TIMED_OUT;
+  if (v->count || !connected) return;
   pynccl_say(v->text, sizeof v->text, "; all ranks respond, and have called:");
   for (int r = 0, end; r < w->size; r = end) {
     const uint64_t calls = pynccl_calls_of(w, r);
@@ -151,7 +167,6 @@ static int pynccl_explain(pynccl_watch* w, const char* what, pynccl_verdict* v) 
       pynccl_say(v->text, sizeof v->text, ": #%llu %s", (unsigned long long)calls, pynccl_kind_names[kind]);
     if (w->peers[r].goodbye) pynccl_say(v->text, sizeof v->text, ", then closed its communicator");
   }
-  return v->trouble = PYNCCL_TIMED_OUT;
 }
 
 // --- streams -----------------------------------------------------------------------------------------------
@@ -182,21 +197,17 @@ static pynccl_marker* pynccl_marker_of(pynccl_watch* w, uintptr_t stream) {
       w->markers[i].stream = stream;
       return &w->markers[i];
     }
-  if (w->marker_count == w->marker_capacity) {
-    const int capacity = 2 * w->marker_capacity + 4;
-    pynccl_marker* more = realloc(w->markers, (size_t)capacity * sizeof *more);
-    if (!more) return NULL;
-    w->markers = more;
-    w->marker_capacity = capacity;
-  }
+  pynccl_marker* markers = pynccl_room(w->markers, w->marker_count, &w->marker_capacity, sizeof *markers);
+  if (!markers) return NULL;
+  w->markers = markers;
   pynccl_marker fresh = {.stream = stream};
   if (pynccl_event_new(w, &fresh.events[0])) return NULL;
   if (pynccl_event_new(w, &fresh.events[1])) {
     pynccl_event_free(w, fresh.events[0]);
     return NULL;
   }
-  w->markers[w->marker_count] = fresh;
-  return &w->markers[w->marker_count++];
+  markers[w->marker_count] = fresh;
+  return &markers[w->marker_count++];
 }
 
 // By the thread that has just issued on the stream: nobody else may touch a stream, which may be captured.

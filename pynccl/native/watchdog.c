@@ -47,10 +47,7 @@ static void pynccl_look_after(pynccl_watch* w, int64_t now) {
   const int64_t in_call = __atomic_load_n(&w->in_call, __ATOMIC_ACQUIRE);
   const int inside = in_call && now - in_call > w->timeout;
   if (!inside && !(issued && now - issued > w->timeout)) return;
-  // Whether a silent rank is stopped is known only after a while.
-  for (int r = 0; r < w->size; ++r)
-    if (pynccl_silent(&w->peers[r], now, 2 * BEAT_NS) && !pynccl_silent(&w->peers[r], now, SILENCE_NS))
-      return;
+  if (pynccl_unsure(w)) return;
   char what[160] = "";
   const double seconds = (double)w->timeout / 1e9;
   if (inside)
@@ -60,10 +57,8 @@ static void pynccl_look_after(pynccl_watch* w, int64_t now) {
     pynccl_say(what, sizeof what, "calls on stream %#lx did not complete within %g s", (unsigned long)stream,
                seconds);
   pynccl_verdict v;
-  const int trouble = pynccl_explain(w, what, &v);
-  v.trouble = PYNCCL_FINE;
-  w->verdict = v;
-  pynccl_publish(w, trouble);
+  pynccl_explain(w, what, &v);
+  pynccl_condemn(w, &v);
 }
 
 static __thread int pynccl_is_watchdog;
@@ -350,27 +345,15 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl
   if (!w) return PYNCCL_FINE;
   pthread_mutex_lock(&dog.lock);
   const int64_t until = pynccl_now() + SILENCE_NS;
-  for (int unsure = 1; unsure && !w->verdict.trouble && pynccl_now() < until;) {
-    unsure = w->dying != 0;
-    for (int r = 0; r < w->size; ++r) {
-      const int64_t now = pynccl_now();
-      unsure |=
-          pynccl_silent(&w->peers[r], now, 2 * BEAT_NS) && !pynccl_silent(&w->peers[r], now, SILENCE_NS);
-    }
+  while ((w->dying || pynccl_unsure(w)) && !w->verdict.trouble && pynccl_now() < until) {
     const int64_t soon = pynccl_now() + TICK_MS * MS;
-    if (unsure) pynccl_await(soon < until ? soon : until);
+    pynccl_await(soon < until ? soon : until);
   }
-  if (!w->verdict.trouble) {
-    pynccl_verdict v;
-    const int trouble = pynccl_explain(w, what, &v);
-    *out = v;
-    if (condemn && w->listed) {
-      v.trouble = PYNCCL_FINE;
-      w->verdict = v;
-      pynccl_publish(w, trouble);
-    }
-  } else {
+  if (w->verdict.trouble) {
     *out = w->verdict;
+  } else {
+    pynccl_explain(w, what, out);
+    if (condemn && w->listed) pynccl_condemn(w, out);
   }
   pthread_mutex_unlock(&dog.lock);
   return out->trouble;
