@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import ROOT, clean_environment
 
@@ -27,10 +28,10 @@ def run(*command: str, **env: str) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-def torchrun(nranks: int, script: str, *options: str) -> list[str]:
+def torchrun(nranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
     # It would start Python with -u, see above.
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nranks), *options]
-    return run(*launcher, "--no-python", sys.executable, str(ROOT / "examples" / script))
+    return run(*launcher, "--no-python", sys.executable, str(ROOT / "examples" / script), *arguments)
 
 
 def test_collectives() -> None:
@@ -45,9 +46,31 @@ def test_pipeline() -> None:
     assert torchrun(4, "torch_pipeline.py") == [f"rank {r}, stage {r // 2}: 6.0" for r in range(4)]
 
 
+@pytest.mark.parametrize(
+    ("way", "nranks"),
+    [("data_parallel", 3), ("sharded_optimizer", 2), ("fully_sharded", 2), ("tensor_parallel", 2)],
+)
+def test_training(way: str, nranks: int, tmp_path: Path) -> None:
+    """On gloo and on pynccl: the same losses, and the same weights in the end."""
+    lines, weights = {}, {}
+    for backend in ("gloo", "pynccl"):
+        folder = tmp_path / backend
+        folder.mkdir()
+        options = "--backend", backend, "--save", str(folder)
+        lines[backend] = torchrun(nranks, "torch_training.py", way, *options)
+        weights[backend] = [torch.load(folder / f"{rank}.pt") for rank in range(nranks)]
+    assert lines["pynccl"] == lines["gloo"] and len(lines["gloo"]) == nranks
+    first = weights["pynccl"][0]
+    assert first.keys() == weights["gloo"][0].keys()
+    for ours, theirs in zip(weights["pynccl"], weights["gloo"], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+        # But for the running statistics, each rank's own.
+        assert all(torch.equal(ours[name], first[name]) for name in first if "running" not in name)
+
+
 def test_recovery_under_torchrun() -> None:
     expected = [f"rank {r}, attempt 1: 9" for r in range(3)]
-    assert torchrun(3, "torch_elastic.py", "--max-restarts", "1") == expected
+    assert torchrun(3, "torch_elastic.py", options=("--max-restarts", "1")) == expected
 
 
 def test_discovery_by_the_environment() -> None:

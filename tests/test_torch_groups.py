@@ -69,7 +69,20 @@ def subgroups(rank: int, size: int, store: str) -> None:
     x = torch.tensor([rank])
     dist.all_reduce(x, group=mesh["tensor"].get_group())
     assert x.item() == 4 * (rank // 2) + 1
+    redistribute(mesh)
     dist.destroy_process_group()
+
+
+def redistribute(mesh: Any) -> None:
+    """Multiply sharded matrices, and shard the product otherwise."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    a, b = torch.arange(24.0).reshape(6, 4), torch.arange(20.0).reshape(4, 5)
+    product = distribute_tensor(a, mesh, [Shard(0), Replicate()]) @ distribute_tensor(
+        b, mesh, [Replicate(), Shard(1)]
+    )
+    for placements in ([Shard(1), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()]):
+        assert torch.equal(product.redistribute(mesh, placements).full_tensor(), a @ b)
 
 
 @pytest.mark.full
