@@ -426,7 +426,7 @@ class Communicator(Relatives):
             if comm._handle:
                 lib.pynccl_trace_mark(comm._c.trace, lib.PYNCCL_ABORT)
             # Said first, so that the others do not take the end of a connection for a death.
-            lib.pynccl_watch_stop(comm._c, comm._goodbye())
+            lib.pynccl_watch_stop(comm._c, _watchdog.goodbye(comm))
             handle = comm._close("it was aborted")
             if handle:
                 _lifetime.disown(handle)
@@ -445,10 +445,6 @@ class Communicator(Relatives):
         """Take the communicator from the watchdog; False where that has given its handle back."""
         lib.pynccl_watch_stop(self._c, lib.PYNCCL_STAYS)
         return bool(lib.pynccl_watch_claim(self._c, 1000))
-
-    def _goodbye(self) -> Any:
-        """Return how an abort is told to the other ranks: as the trouble, or as a consequence of it."""
-        return lib.PYNCCL_ABORTS_FIRST if _watchdog.verdict(self) is None else lib.PYNCCL_ABORTS_TOO
 
     def _descendants(self) -> Iterator[Communicator]:
         for child in list(self._children):

@@ -153,6 +153,16 @@ def cause(comm: Communicator, error: NcclError) -> NcclError:
     return found
 
 
+def goodbye(comm: Communicator) -> Any:
+    """Return how an abort is told to the other ranks: as the trouble, or as a consequence of it."""
+    if verdict(comm) is None and comm._handle:
+        # What the program aborts for may not have come through here.
+        error = comm.async_error()
+        if error is not None and error.result in BY_DEATH:
+            cause(comm, error)
+    return lib.PYNCCL_ABORTS_FIRST if verdict(comm) is None else lib.PYNCCL_ABORTS_TOO
+
+
 def expire(comm: Communicator, what: str, condemn: bool) -> NcclError | None:
     """Return why something took too long; with `condemn` the communicator is in trouble from now on."""
     found = ffi.new("pynccl_verdict*")

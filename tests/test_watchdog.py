@@ -327,6 +327,30 @@ def test_exception_in_one_rank(tmp_path: Path) -> None:
         assert took < SOON
 
 
+def polls(rank: int, nranks: int, folder: str) -> Outcome:
+    """Rank 2 dies; rank 0 learns of it by polling, and aborts for that reason."""
+    comm = pynccl.init(timeout=20)
+    comm.barrier()
+    if rank == 2:
+        die(folder)
+    if rank == 0:
+        while comm.async_error() is None:
+            time.sleep(0.001)
+        comm.abort()
+        return "aborted", [], "", 0.0
+    outcome = told(folder, lambda: comm.all_reduce(np.ones(10), op="max"))
+    comm.abort()
+    return outcome
+
+
+def test_abort_for_a_death(tmp_path: Path) -> None:
+    """Who aborts because of a death is not taken for the cause."""
+    results = run(3, polls, str(tmp_path), backend="cpu", check=False, timeout=30)
+    assert results[0] == ("aborted", [], "", 0.0)
+    kind, ranks, text, took = results[1]
+    assert (kind, ranks) == ("RankFailedError", [2]), (text, took)
+
+
 def leaves(rank: int, nranks: int, how: str) -> tuple[str, list[int], str]:
     comm = pynccl.init(timeout=3)
     comm.barrier()
