@@ -192,7 +192,9 @@ class _Job:
                 return pickle.loads(value)
         killed = rank not in self.ended
         state = "was still running and was ended" if killed else describe_exit(code or 0)
-        stacks = Path(self.folder, f"{rank}.dump").read_text(errors="replace").strip()
+        dump = self.folder / f"{rank}.dump"
+        # One that was ended while it started has none.
+        stacks = dump.read_text(errors="replace").strip() if dump.exists() else ""
         return _Failure(f"{state}\n{stacks}" if stacks else f"{state}, without a result", killed=killed)
 
 

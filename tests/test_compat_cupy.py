@@ -82,6 +82,13 @@ def appears(path: Path) -> None:
         time.sleep(0.001)
 
 
+def all_are_here(rank: int, nranks: int, uid_file: str) -> None:
+    """Wait for the other ranks, without the communicator."""
+    Path(f"{uid_file}.{rank}").touch()
+    for other in range(nranks):
+        appears(Path(f"{uid_file}.{other}"))
+
+
 def wait(comm: Any) -> None:
     """Wait for the default stream: the handle is good for both."""
     assert capi.pyncclCpuStreamSynchronize(comm.comm, 0, 20_000) == 0
@@ -326,6 +333,7 @@ def test_every_status_has_an_error() -> None:
 def collected(rank: int, nranks: int, whose: str, uid_file: str) -> None:
     comm = connect(ours, rank, nranks, uid_file)
     handle, done = comm.comm, Path(uid_file + ".done")
+    all_are_here(rank, nranks, uid_file)
     if rank == 0:
         # The other rank destroys nothing: a destroy from here would wait for it.
         with warnings.catch_warnings(record=True) as caught:
@@ -348,9 +356,7 @@ def test_collection_warns_and_calls_nothing() -> None:
 def left_over(rank: int, nranks: int, whose: str, uid_file: str) -> None:
     globals()["kept"] = connect(ours, rank, nranks, uid_file)
     # Nobody ends before everybody has a communicator.
-    Path(f"{uid_file}.{rank}").touch()
-    for other in range(nranks):
-        appears(Path(f"{uid_file}.{other}"))
+    all_are_here(rank, nranks, uid_file)
 
 
 def test_exit_aborts_what_is_left() -> None:

@@ -67,6 +67,46 @@ def test_late(kind: str, late: int, tmp_path: Path) -> None:
     testing.run(2, comes_late, kind, str(tmp_path), free_port(), late, backend="cpu")
 
 
+def waits_for_a_stopped_one(rank: int, nranks: int, folder: str, port: int) -> None:
+    """Rank 0, which has the store, stands still for a while; the others wait on."""
+    Path(folder, str(rank)).write_text(str(os.getpid()))
+    if rank == 2:
+        while not all(Path(folder, str(other)).exists() for other in (0, 1)):
+            time.sleep(0.01)
+        time.sleep(0.5)
+        pid = int(Path(folder, "0").read_text())
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(pid, signal.SIGCONT)
+    meet(f"tcp://127.0.0.1:{port}", rank, nranks)
+
+
+def test_a_store_that_stands_still(tmp_path: Path) -> None:
+    testing.run(3, waits_for_a_stopped_one, str(tmp_path), free_port(), backend="cpu")
+
+
+def waits_for_one_stopped_for_good(rank: int, nranks: int, folder: str, port: int) -> str:
+    Path(folder, str(rank)).write_text(str(os.getpid()))
+    if rank == 1:
+        while not all(Path(folder, str(other)).exists() for other in (0, 2)):
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(int(Path(folder, "0").read_text()), signal.SIGSTOP)
+    if rank == 0:
+        meet(f"tcp://127.0.0.1:{port}", rank, nranks)
+    return fails_in_time(f"tcp://127.0.0.1:{port}", 2.5)
+
+
+def test_a_store_that_is_stopped(tmp_path: Path) -> None:
+    stopped, *texts = testing.run(
+        3, waits_for_one_stopped_for_good, str(tmp_path), free_port(), backend="cpu", timeout=8, check=False
+    )
+    assert isinstance(stopped, testing.RankError)
+    for text in texts:
+        # The former by who was connected already.
+        assert "rank 0, which has the store, does not respond" in text or "did not meet rank 0" in text, text
+
+
 def never_comes(rank: int, nranks: int, kind: str, where: str, port: int, absent: int) -> str:
     method = method_of(kind, where, port)
     return "" if rank == absent else fails_in_time(method, 1)

@@ -315,7 +315,7 @@ def test_time_out(script: Script) -> None:
     program = script("import os, time\nif os.environ['RANK'] != '1': time.sleep(60)")
     start = time.monotonic()
     done = launch("-n", "3", "--cpu", "--timeout", "1.5", program)
-    assert time.monotonic() - start < 1.5 + 3
+    assert time.monotonic() - start < 1.5 + 15
     assert done.returncode == 124
     assert "the time is up (--timeout); still running: 0, 2\n" in done.stderr
     assert launch("-n", "2", "--cpu", "--timeout", "30", script("pass")).returncode == 0

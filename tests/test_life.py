@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -538,18 +539,33 @@ def issue(comm: Communicator, what: str, peer: int) -> None:
         (pynccl.Plan([prepared]) if what == "plan" else prepared)()
 
 
-def goes_on(rank: int, nranks: int, what: str, seconds: float) -> float:
+def interrupt_when_busy(comm: Communicator, seconds: float) -> None:
+    """Interrupt this process's main thread so long after it has begun a call."""
+
+    def interrupt() -> None:
+        while not comm._c.busy:
+            time.sleep(0.001)
+        time.sleep(seconds)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    threading.Thread(target=interrupt).start()
+
+
+def goes_on(rank: int, nranks: int, what: str, seconds: float, folder: str) -> float:
     """Interrupt a call that waits for the other rank, and use the communicator when that has come."""
     comm = pynccl.init()
     comm.barrier()
+    interrupted = Path(folder, "interrupted")
     if rank == 1:
-        time.sleep(1)
+        while not interrupted.exists():
+            time.sleep(0.01)
         issue(comm, what, 0)
     else:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        interrupt_when_busy(comm, seconds)
         with pytest.raises(KeyboardInterrupt):
             issue(comm, what, 1)
+        interrupted.touch()
         # The library still reads and writes them.
         assert sum(map(len, comm._kept.values())) == 1
         gc.collect()
@@ -562,8 +578,8 @@ def goes_on(rank: int, nranks: int, what: str, seconds: float) -> float:
 # In the first wait of C alone, whose answer Python then never gets to see, and in a later one.
 @pytest.mark.parametrize("seconds", [0.03, pytest.param(0.25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["call", "barrier", "group", "prepared", "plan"])
-def test_an_interrupted_call_goes_on(what: str, seconds: float) -> None:
-    assert testing.run(2, goes_on, what, seconds, backend="cpu", timeout=30) == [2.0, 2.0]
+def test_an_interrupted_call_goes_on(what: str, seconds: float, tmp_path: Path) -> None:
+    assert testing.run(2, goes_on, what, seconds, str(tmp_path), backend="cpu", timeout=30) == [2.0, 2.0]
 
 
 def refuses(rank: int, nranks: int) -> None:

@@ -123,12 +123,17 @@ def test_exit_without_result_is_a_failure() -> None:
 
 def test_timeout_shows_where_the_ranks_are() -> None:
     start = time.monotonic()
-    with pytest.raises(testing.RankTimeout, match=r"ranks \[1\] of 2 were still running after 2 s") as caught:
-        testing.run(2, sleep_here, backend="cpu", timeout=2)
-    assert time.monotonic() - start < 6
+    with pytest.raises(testing.RankTimeout, match=r"ranks \[1\] of 2 were still running after 4 s") as caught:
+        testing.run(2, sleep_here, backend="cpu", timeout=4)
+    assert time.monotonic() - start < 15
     assert "in sleep_here" in str(caught.value)
     assert caught.value.ranks == [1]
     assert isinstance(caught.value, TimeoutError)
+
+
+def test_timeout_before_the_ranks_have_started() -> None:
+    with pytest.raises(testing.RankTimeout, match=r"ranks \[0, 1\] of 2 were still running after 0.001 s"):
+        testing.run(2, sleep_here, backend="cpu", timeout=0.001)
 
 
 def test_descendants_are_killed() -> None:

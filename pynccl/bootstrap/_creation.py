@@ -11,6 +11,7 @@ from pynccl._lifetime import Running
 from pynccl._watchdog import BY_DEATH
 from pynccl.bootstrap._preflight import Failure, failure_of
 from pynccl.bootstrap._round import Exchange
+from pynccl.bootstrap._store import StoreSilent
 
 _FIRST_LOOK, _PERIOD = 0.05, 0.2
 # What the library gets to say itself that rank 0 has died, which often is the reason why its store is gone.
@@ -65,16 +66,18 @@ def _wait(
     running: Running[Communicator], exchange: Exchange | None, deadline: float, seconds: float
 ) -> Failure | None:
     """Wait until it has come to an end; return another rank's failure that came before."""
-    pause = _FIRST_LOOK
+    pause, silent = _FIRST_LOOK, ""
     deadline += _WHY
     while not running.done.wait(max(0.0, min(pause, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
-            raise NcclTimeoutError(f"creating the communicator did not complete within {seconds:g} s")
-        pause = _PERIOD
+            raise NcclTimeoutError(f"creating the communicator did not complete within {seconds:g} s{silent}")
+        pause, silent = _PERIOD, ""
         if exchange is None:
             continue
         try:
             failure = exchange.failure()
+        except StoreSilent as error:
+            failure, silent = None, f"; {error}"
         except NcclError as error:
             if running.done.wait(max(0.0, min(_GRACE, deadline - time.monotonic()))):
                 return None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pynccl._errors import BootstrapError, RankFailedError
-from pynccl.bootstrap._store import Store, StoreLost
+from pynccl.bootstrap._store import Store, StoreLost, StoreSilent
 
 # Polling begins with the first and slows down to the second.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -60,6 +60,10 @@ class StoreKeys:
                 raise RankFailedError(
                     f"rank 0, which has the store, died or left: {error}", ranks=[0]
                 ) from error
+            raise
+        except StoreSilent as error:
+            if self.of_rank_0:
+                raise StoreSilent(f"rank 0, which has the store, does not respond: {error}") from error
             raise
 
     def put(self, name: str, value: bytes, timeout: float) -> None:

@@ -28,6 +28,7 @@ from pynccl.bootstrap._preflight import (
     unpack_failure,
     verdict,
 )
+from pynccl.bootstrap._store import StoreSilent
 
 # Whoever waits for rank 0's answer gives it this much longer to say who is missing.
 _MARGIN = 0.5
@@ -124,16 +125,23 @@ class Round:
 
     def _fetch(self, name: str, timeout: float) -> bytes:
         """Return a value; raise what another rank has failed with while this one waits."""
-        deadline = time.monotonic() + timeout
+        deadline, patience = time.monotonic() + timeout, _LOOK
         while True:
             left = deadline - time.monotonic()
             try:
-                return self.keys.fetch(name, max(0.0, min(_LOOK, left)))
-            except TimeoutError:
-                if (failure := self._look()) is not None:
-                    raise failure.error() from None
+                with suppress(TimeoutError):
+                    return self.keys.fetch(name, max(0.0, min(patience, left)))
+                patience, failure = _LOOK, self._look()
+            except StoreSilent:
+                # Where many processes start at once, one may not get to run for seconds.
                 if left <= _LOOK:
                     raise
+                patience = 0.0
+                continue
+            if failure is not None:
+                raise failure.error()
+            if left <= _LOOK:
+                raise TimeoutError(f"nobody set {name!r}")
 
     def _give_up(self, failure: Failure, seconds: float) -> None:
         """Tell the others of a failure; only rank 0's word counts, the others have said theirs on arrival."""

@@ -49,6 +49,10 @@ class StoreLost(BootstrapError):
     """Report that the store has gone, and its process most likely with it."""
 
 
+class StoreSilent(BootstrapError):
+    """Report that the store has not answered in time; it may yet, when its process gets to run again."""
+
+
 class Connection:
     """A connection to the store, in steps, so that a simulation can interleave those of many."""
 
@@ -56,6 +60,9 @@ class Connection:
         self.sock = sock
         # Known from the first answer on.
         self.accepted = False
+        # An answer is to come; when its request was given up, it is dropped before the next one.
+        self.owed = False
+        self._came = b""
         self._outgoing: Seal | None = None
         self._incoming: Seal | None = None
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -92,7 +99,9 @@ class Connection:
             self._outgoing, self._incoming = Seal(session.to_server), Seal(session.to_client)
 
     def ask(self, frame: bytes, deadline: float) -> None:
-        """Send a request."""
+        """Send a request, once an answer that nobody waits for any more is there."""
+        if self.owed:
+            self.answer(deadline)
         if self._outgoing is not None:
             frame = self._outgoing.close(frame)
         if len(frame) > _FITS:
@@ -101,18 +110,19 @@ class Connection:
             self.sock.sendall(f.LENGTH.pack(len(frame)) + frame)
         except BlockingIOError as error:
             raise _Silent("it did not take the request in time") from error
+        self.owed = True
 
     def answer(self, deadline: float) -> tuple[int, bytes]:
         """Return status and value of the answer to the request."""
-        data, end = b"", f.LENGTH.size
+        data, end = self._came, f.LENGTH.size
         while len(data) < end:
             # Nothing can follow the answer: the next request has not been sent.
-            data += self._receive(f.LENGTH.size + f.MAX_SEALED, deadline)
+            data = self._came = data + self._receive(f.LENGTH.size + f.MAX_SEALED, deadline)
             if len(data) >= f.LENGTH.size:
                 end = f.LENGTH.size + f.LENGTH.unpack_from(data)[0]
         if not f.LENGTH.size < end == len(data):
             raise ValueError(f"a frame of {len(data)} bytes that says {end}")
-        self.accepted = True
+        self._came, self.owed, self.accepted = b"", False, True
         body = data[f.LENGTH.size :] if self._incoming is None else self._incoming.open(data[f.LENGTH.size :])
         return body[0], body[1:]
 
@@ -225,7 +235,7 @@ class Store:
 
     def close(self) -> None:
         """Close the connection and take a will back; the keys stay."""
-        if self._connection is not None and self._pid == os.getpid():
+        if self._connection is not None and self._pid == os.getpid() and not self._connection.owed:
             # Where the server has gone, so has the will.
             with suppress(BootstrapError, TimeoutError):
                 self.withdraw(_CLOSE_SECONDS)
@@ -277,7 +287,7 @@ class Store:
     def _exchange(self, frame: bytes, deadline: float) -> tuple[int, bytes]:
         if self._closed:
             raise BootstrapError(f"the connection to the store at {self.address} was closed by this process")
-        whole = False
+        keep = False
         try:
             if self._connection is None:
                 self._connection = self._connect(_left(deadline), more=True)
@@ -285,14 +295,17 @@ class Store:
                     key, value = self._will
                     self._until_accepted(self._connection, _frame(f.WILL, key, self._name + value), deadline)
             answer = self._until_accepted(self._connection, frame, deadline)
-            whole = True
+            keep = True
         except ConnectionError as error:
             raise StoreLost(f"lost the store at {self.address}: {error}") from error
-        except (OSError, ValueError, _Silent) as error:
+        except _Silent as error:
+            keep = self._connection is not None and self._connection.owed and self._connection.accepted
+            raise StoreSilent(f"the store at {self.address} is silent: {error}") from error
+        except (OSError, ValueError) as error:
             raise BootstrapError(f"lost the store at {self.address}: {error}") from error
         finally:
-            # Interrupted, half an answer may still be on its way: only a whole one keeps the connection.
-            if not whole:
+            # Interrupted, part of an answer may have been taken and lost.
+            if not keep:
                 self._disconnect()
         return answer
 
