@@ -17,7 +17,7 @@ import numpy as np
 from pynccl import _checks, _cuda, _library, _lifetime, _recorder, _streams, _watchdog, capi
 from pynccl._binding import address_of, ffi, lib
 from pynccl._devices import device_to_use, on_device
-from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError
+from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError, RankFailedError
 from pynccl._kept import CpuEvents, CudaEvents, Kept
 from pynccl._lifetime import ABORT_SECONDS, bounded, with_outside
 from pynccl._prepared import Prepare
@@ -351,7 +351,11 @@ class Communicator(Relatives):
                 with _cuda.using_device(self._device):
                     done = _streams.wait_cuda(self._live, stream, deadline)
         except NcclError as error:
-            raise _watchdog.cause(self, error) from error.__cause__
+            found = _watchdog.cause(self, error)
+            # Of what waits for a rank that does not come, it is told that it waits.
+            if not isinstance(found, RankFailedError | NcclTimeoutError):
+                lib.pynccl_comm_failed(self._c, stream, found.result or 1)
+            raise found from error.__cause__
         if not done:
             raise self._late(what, seconds, f" on stream {stream:#x}", timeout is None)
         if stream in self._kept:

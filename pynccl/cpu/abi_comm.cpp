@@ -20,6 +20,15 @@ int copy_of(int device) {
   return copy;
 }
 
+// In the background the result is for who runs it to publish, together with its text.
+ncclResult_t end_creation(const std::shared_ptr<Comm>& comm, ncclComm_t* out, ncclResult_t r) {
+  if (r == ncclSuccess) return r;
+  if (!comm->blocking) return comm->disconnect(), r;
+  comm->set_pending(r);
+  withdraw(comm, out);
+  return r;
+}
+
 ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const Id& id, uint64_t ids_hash,
                          const ncclConfig_t* config, const char* function, int device) {
   if (const char* wrong = fault_error()) return spoil(fail(ncclInvalidArgument, "%s: %s", function, wrong));
@@ -37,16 +46,7 @@ ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const Id& id, ui
   Job job;
   job.comm = comm;
   job.blocking = comm->blocking;
-  job.run = [comm, id, ids_hash, out, blocking = job.blocking] {
-    ncclResult_t r = init(comm, id, ids_hash);
-    if (r == ncclSuccess) return r;
-    comm->set_pending(r);
-    if (blocking)
-      withdraw(comm, out);
-    else
-      comm->disconnect();
-    return r;
-  };
+  job.run = [comm, id, ids_hash, out] { return end_creation(comm, out, init(comm, id, ids_hash)); };
   return submit(std::move(job));
 }
 
@@ -94,13 +94,7 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
 }
 
 ncclResult_t end_child(const Child& child, ncclResult_t r) {
-  if (r == ncclSuccess || !child.comm) return r;
-  child.comm->set_pending(r);
-  if (child.comm->blocking)
-    withdraw(child.comm, child.out);
-  else
-    child.comm->disconnect();
-  return r;
+  return child.comm ? end_creation(child.comm, child.out, r) : r;
 }
 
 struct SplitBlob {

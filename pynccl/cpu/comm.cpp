@@ -212,8 +212,8 @@ void Comm::closed(int from) {
     p.gone = true;
     expected = p.left || aborted.load() || phase.load() == Phase::Creating;
   }
-  changed.notify_all();
   if (!expected) died(from);
+  changed.notify_all();
 }
 
 void Comm::died(int from) {

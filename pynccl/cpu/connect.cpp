@@ -199,8 +199,7 @@ ncclResult_t Comm::cut_off(int q, const char* what, const std::string& why) {
   bool left;
   {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait_until(lock, after_ms(1000),
-                       [&] { return peer(q).gone || peer(q).left || error() != ncclSuccess; });
+    changed.wait_until(lock, after_ms(1000), [&] { return peer(q).left || error() != ncclSuccess; });
     left = peer(q).left;
   }
   if (left) never(q, what);

@@ -69,7 +69,11 @@ static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream) {
 void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream) {
   for (int i = 0; i < comm->used_count; ++i)
     if (comm->used[i] == stream) comm->used[i] = comm->used[--comm->used_count];
-  if (comm->trace) pynccl_trace_complete(comm->trace, stream);
+  if (comm->trace) pynccl_trace_complete(comm->trace, stream, 0);
+}
+
+void pynccl_comm_failed(pynccl_comm* comm, uintptr_t stream, int result) {
+  if (comm->trace) pynccl_trace_complete(comm->trace, stream, result);
 }
 
 // --- one call

@@ -86,7 +86,9 @@ int pynccl_is_recording(void);
 
 pynccl_comm* pynccl_comm_new(void);
 void pynccl_comm_release(pynccl_comm* comm);
+// All that was called on the stream is done, or has failed.
 void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream);
+void pynccl_comm_failed(pynccl_comm* comm, uintptr_t stream, int result);
 int pynccl_enter(pynccl_comm* comm);
 // The same for one in trouble: it can still be shrunk and closed.
 int pynccl_enter_anyway(pynccl_comm* comm);

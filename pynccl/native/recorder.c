@@ -288,15 +288,19 @@ static uint64_t pynccl_trace_oldest(const pynccl_trace* t, uint64_t next) {
   return next < t->shown ? 0 : next - t->shown;
 }
 
-// The stream has got behind everything that was called on it.
-static void pynccl_trace_complete(pynccl_trace* t, uintptr_t stream) {
+// The stream has got behind everything that was called on it, or has failed to.
+static void pynccl_trace_complete(pynccl_trace* t, uintptr_t stream, int result) {
   const uint64_t now = pynccl_ticks(), oldest = pynccl_trace_oldest(t, t->next);
   for (uint64_t i = t->next; i-- > oldest;) {
     pynccl_entry* record = pynccl_trace_at(t, i);
     if (record->stream != stream || record->kind > PYNCCL_PLAN) continue;
     const enum pynccl_state state = pynccl_state_of(record);
     if (state == PYNCCL_DONE) break;
-    if (state != PYNCCL_FAILED) pynccl_set_outcome(record, PYNCCL_DONE, now);
+    if (state == PYNCCL_FAILED) continue;
+    if (result)
+      pynccl_set_outcome(record, PYNCCL_FAILED, result);
+    else
+      pynccl_set_outcome(record, PYNCCL_DONE, now);
   }
 }
 

@@ -35,7 +35,9 @@ static void pynccl_look_after(pynccl_watch* w, int64_t now) {
   if (!w->listed || w->verdict.trouble) return;
   // A dead rank is the better explanation, and may be noticed a little later.
   if (w->library_error && now - w->library_at > SILENCE_NS) {
-    pynccl_condemn_library(w);
+    // It is quiet about what was revoked since.
+    w->library_error = w->handle ? pynccl_ask(w) : 0;
+    if (w->library_error && w->listed && !w->verdict.trouble) pynccl_condemn_library(w);
     return;
   }
   if (!w->timeout) return;
