@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import weakref
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,31 +20,28 @@ if not dist.is_available():
 
 _extension = _build.load()
 _extension.set_provider(_provider.provide)
-_living: weakref.WeakSet[Any] = weakref.WeakSet()
+# Before Python ends: a thread that runs callbacks would end the process then.
+atexit.register(_extension.end_all)
 
 
 def _create(options: Any, _: Any) -> Any:
     """Make the backend of one process group, from what torch says about it."""
-    # After a restart torchrun's store still has the keys of the ranks before; gloo, which takes no notice of
-    # that, hangs there (seen with torch 2.13).
+    seconds = options.timeout.total_seconds()
+    if seconds <= 0:
+        raise ValueError(f"timeout is {options.timeout}; expected a positive timedelta")
+    # torchrun's store outlives groups and, after a restart, ranks, and torch uses the same names again; gloo,
+    # which takes no notice of that, hangs after a restart (seen with torch 2.13).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    backend = _extension.Backend(
-        dist.PrefixStore(f"attempt {attempt}", options.store),  # type: ignore[attr-defined, unused-ignore]
+    store = dist.PrefixStore(f"attempt {attempt}", options.store)  # type: ignore[attr-defined, unused-ignore]
+    number = store.add(f"groups of rank {options.group_rank}", 1)
+    return _extension.Backend(
+        dist.PrefixStore(f"group {number}", store),  # type: ignore[attr-defined, unused-ignore]
         options.group_rank,
         options.group_size,
-        timedelta(milliseconds=max(1, round(options.timeout.total_seconds() * 1000))),
+        timedelta(milliseconds=max(1, round(seconds * 1000))),
         # With CUDA devices a group may never see a cpu tensor.
         not torch.cuda.is_available(),
     )
-    _living.add(backend)
-    return backend
-
-
-@atexit.register
-def _abort_what_is_left() -> None:
-    for backend in list(_living):
-        with suppress(RuntimeError):
-            backend.abort()
 
 
 dist.Backend.register_backend("pynccl", _create, extended_api=True, devices=["cpu", "cuda"])

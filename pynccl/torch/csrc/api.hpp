@@ -69,7 +69,13 @@ template <class Body>
 ncclResult_t grouped(const Api& api, Body body) {
   ncclResult_t first = api.ncclGroupStart();
   if (first != ncclSuccess) return first;
-  first = body();
+  try {
+    first = body();
+  } catch (...) {
+    // Else every later call of this thread would only be recorded.
+    api.ncclGroupEnd();
+    throw;
+  }
   ncclResult_t last = api.ncclGroupEnd();
   return first != ncclSuccess ? first : last;
 }

@@ -83,16 +83,51 @@ ncclUniqueId exchange_id(const Api& api, c10d::Store& store, const std::string& 
 }  // namespace
 
 Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu)
-    : c10d::Backend(rank, size), store_(std::move(store)), options_(c10::make_intrusive<Options>(timeout)) {
+    : c10d::Backend(rank, size),
+      store_(std::move(store)),
+      options_(c10::make_intrusive<Options>(std::min(timeout, kLongest))) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "rank is ", rank, ", expected 0 to ", size - 1);
   TORCH_CHECK_VALUE(timeout.count() > 0, "timeout is ", timeout.count(), "ms, expected more than 0");
   if (connect_cpu) lane(at::kCPU);
+}
+
+namespace {
+std::mutex living_mutex;
+std::vector<c10::weak_intrusive_ptr<Backend>>& living() {
+  static auto* all = new std::vector<c10::weak_intrusive_ptr<Backend>>;
+  return *all;
+}
+}  // namespace
+
+intrusive_ptr<Backend> Backend::make(intrusive_ptr<c10d::Store> store, int rank, int size,
+                                     Milliseconds timeout, bool connect_cpu) {
+  auto made = c10::make_intrusive<Backend>(std::move(store), rank, size, timeout, connect_cpu);
+  std::lock_guard<std::mutex> lock(living_mutex);
+  auto& all = living();
+  all.erase(std::remove_if(all.begin(), all.end(), [](auto& weak) { return weak.expired(); }), all.end());
+  all.emplace_back(made);
+  return made;
+}
+
+// A thread that still ran callbacks would end the process when Python has gone.
+void Backend::end_all() {
+  std::vector<intrusive_ptr<Backend>> all;
+  {
+    std::lock_guard<std::mutex> lock(living_mutex);
+    for (auto& weak : living())
+      if (auto backend = weak.lock()) all.push_back(std::move(backend));
+  }
+  for (auto& backend : all) backend->leave();
 }
 
 Backend::~Backend() {
   // Threads that end here may need the GIL.
   std::unique_ptr<pybind11::gil_scoped_release> release;
   if (Py_IsInitialized() && PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
+  leave();
+}
+
+void Backend::leave() {
   try {
     end(true);
   } catch (...) {
@@ -100,16 +135,18 @@ Backend::~Backend() {
   watcher_->stop();
 }
 
-Lane& Backend::lane(c10::Device device) {
+Lane& Backend::lane(c10::Device device, bool connected) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (ended_.load()) C10_THROW_ERROR(DistBackendError, "pynccl: the process group was shut down or aborted");
   TORCH_CHECK(device.is_cpu() || device.is_cuda(), "pynccl works on cpu and cuda tensors, got ", device);
   auto found = lanes_.find(device.str());
-  if (found == lanes_.end()) found = lanes_.emplace(device.str(), connect(device)).first;
-  return found->second;
+  if (found == lanes_.end()) found = lanes_.emplace(device.str(), open(device)).first;
+  Lane& lane = found->second;
+  if (connected && !lane.comm) lane.comm = make_comm(*lane.api, device);
+  return lane;
 }
 
-Lane Backend::connect(c10::Device device) {
+Lane Backend::open(c10::Device device) {
   Provided provided = provide(device);
   Lane lane;
   auto api = std::make_shared<const Api>(provided.addresses);
@@ -122,7 +159,6 @@ Lane Backend::connect(c10::Device device) {
     lane.stream = c10::Stream(c10::Stream::UNSAFE, device, provided.stream_id);
     lane.handle = reinterpret_cast<cudaStream_t>(provided.stream);
   }
-  lane.comm = make_comm(*api, device);
   return lane;
 }
 
@@ -145,7 +181,7 @@ ncclComm_t Backend::make_comm(const Api& api, c10::Device device) {
 TaskPtr Backend::make_task(Call& call, Milliseconds timeout) const {
   auto task = std::make_shared<Task>();
   task->name = call.name;
-  task->timeout = timeout.count() > 0 ? timeout : options_->timeout;
+  task->timeout = timeout.count() > 0 ? std::min(timeout, kLongest) : options_->timeout;
   task->deadline = Clock::now() + task->timeout;
   task->inputs = call.inputs;
   task->outputs = call.outputs;
@@ -189,10 +225,13 @@ void Backend::start(const TaskPtr& task, Call call) {
   Lane& on = lane(call.device);
   task->kept = std::move(call.kept);
   if (on.pool) {
-    cudaStream_t stream = on.pool->take();
-    ncclResult_t result = call.issue(*on.api, on.comm, stream);
-    if (result != ncclSuccess) on.pool->give_back(stream);
-    on.api->check(result, call.name, on.comm);
+    cudaStream_t stream = on.pool->take(on.comm);
+    try {
+      on.api->check(call.issue(*on.api, on.comm, stream), call.name, on.comm);
+    } catch (...) {
+      on.pool->give_back(stream);
+      throw;
+    }
     task->post = std::move(call.post);
     task->issued(*on.api, on.comm, stream, on.pool);
     return;
@@ -255,7 +294,12 @@ WorkPtr Backend::endCoalescing() {
     Call call = merged(std::move(calls), OpType::COALESCED, "coalesced");
     group->set_recording(false);
     group->inputs = call.inputs, group->outputs = call.outputs;
-    start(group, std::move(call));
+    try {
+      start(group, std::move(call));
+    } catch (...) {
+      group->fail(std::current_exception());
+      throw;
+    }
     tasks.push_back(group);
   }
   if (tasks.empty()) {
@@ -270,7 +314,7 @@ c10d::ErrorType Backend::getError() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (auto& [device, lane] : lanes_) {
     ncclResult_t state = ncclSuccess;
-    lane.api->ncclCommGetAsyncError(lane.comm, &state);
+    if (lane.comm) lane.api->ncclCommGetAsyncError(lane.comm, &state);
     if (state == ncclRemoteError) return c10d::ErrorType::REMOTE_ERROR;
     if (state != ncclSuccess && state != ncclInProgress) return c10d::ErrorType::COMM_ERROR;
   }
@@ -312,12 +356,17 @@ void Backend::end(bool abort) {
   auto close = [lanes, channels, abort] {
     for (auto& [key, channel] : channels) channel->close(abort);
     for (auto& [device, lane] : lanes)
-      abort ? lane.api->ncclCommAbort(lane.comm) : lane.api->ncclCommDestroy(lane.comm);
+      if (lane.comm) abort ? lane.api->ncclCommAbort(lane.comm) : lane.api->ncclCommDestroy(lane.comm);
   };
-  bounded(close, kEndSeconds, abort ? "abort" : "shutdown", false);
+  std::exception_ptr error;
+  try {
+    bounded(close, kEndSeconds, abort ? "abort" : "shutdown", false);
+  } catch (...) {
+    error = std::current_exception();
+  }
   for (auto& task : unfinished())
-    if (!task->advance(Milliseconds(100)))
-      task->fail(std::make_exception_ptr(std::runtime_error("pynccl: the process group was shut down")));
+    if (!task->advance(Milliseconds(100))) task->fail(shut_down());
+  if (error) std::rethrow_exception(error);
 }
 
 // Without ncclCommSplit: the new group connects through the store when it is first used.
@@ -329,11 +378,11 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   // torch asks once for each type of device, although one backend serves them all.
   if (auto before = split_.lock(); before && split_store_ == store && split_ranks_ == ranks) return before;
-  const bool on_cpu = lanes_.count("cpu") > 0;
+  const auto cpu = lanes_.find("cpu");
+  const bool on_cpu = cpu != lanes_.end() && cpu->second.comm;
   lock.unlock();
   auto timeout = options ? options->timeout : options_->timeout;
-  auto made =
-      c10::make_intrusive<Backend>(store, int(at - ranks.begin()), int(ranks.size()), timeout, on_cpu);
+  auto made = make(store, int(at - ranks.begin()), int(ranks.size()), timeout, on_cpu);
   lock.lock();
   split_ = c10::weak_intrusive_ptr<c10d::Backend>(made);
   split_store_ = store, split_ranks_ = ranks;
@@ -351,10 +400,11 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& exclude
   auto timeout = options ? options->timeout : options_->timeout;
   std::string key = "pynccl/shrunk";
   for (int r : out) key += c10::str("-", r);
-  auto made = c10::make_intrusive<Backend>(c10::make_intrusive<c10d::PrefixStore>(key, store_), rank,
-                                           size_ - int(out.size()), timeout, false);
+  auto made = make(c10::make_intrusive<c10d::PrefixStore>(key, store_), rank, size_ - int(out.size()),
+                   timeout, false);
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (auto& [device, lane] : lanes_) {
+    if (!lane.comm) continue;
     TORCH_CHECK(lane.api->ncclCommShrink, "shrinking needs NCCL 2.27 or newer");
     Lane smaller = lane;
     if (smaller.pool) {

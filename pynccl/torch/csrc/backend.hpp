@@ -30,7 +30,7 @@ struct Call {
   std::function<void()> post;
 };
 
-// A device's library, communicator and stream.
+// A device's library and stream, and once it is needed the communicator.
 struct Lane {
   std::shared_ptr<const Api> api;
   ncclComm_t comm = nullptr;
@@ -47,13 +47,16 @@ class Backend : public c10d::Backend {
 
   Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu);
   ~Backend() override;
+  static intrusive_ptr<Backend> make(intrusive_ptr<c10d::Store> store, int rank, int size,
+                                     Milliseconds timeout, bool connect_cpu);
+  static void end_all();  // before Python ends
 
   const std::string getBackendName() const override { return "pynccl"; }
   intrusive_ptr<c10d::Backend::Options> getBackendOptions() { return options_; }
   bool supportsCoalescing() const { return true; }  // virtual since torch 2.7
   bool supportsSplitting() const override { return true; }
   bool supportsShrinking() const { return true; }
-  void setTimeout(Milliseconds timeout) { options_->timeout = timeout; }
+  void setTimeout(Milliseconds timeout) { options_->timeout = std::min(timeout, kLongest); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void eagerConnectSingleDevice(at::Device device) override { lane(device); }
@@ -121,12 +124,13 @@ class Backend : public c10d::Backend {
   WorkPtr point_to_point(OpType type, const at::Tensor& tensor, int peer, int tag);
   std::shared_ptr<Channel> channel(int source, int destination, int tag);
   void receive_any(const TaskPtr& task, const at::Tensor& data, int tag);
-  Lane& lane(c10::Device device);
-  Lane connect(c10::Device device);
+  Lane& lane(c10::Device device, bool connected = true);
+  Lane open(c10::Device device);
   ncclComm_t make_comm(const Api& api, c10::Device device);
   c10::Device barrier_device(const c10d::BarrierOptions& options) const;
   std::vector<TaskPtr> unfinished();
   void end(bool abort);
+  void leave();
 
   intrusive_ptr<c10d::Store> store_;
   intrusive_ptr<Options> options_;
@@ -141,6 +145,8 @@ class Backend : public c10d::Backend {
   bool coalescing_ = false;
   std::vector<Call> recorded_;
   std::vector<TaskPtr> recorded_tasks_;
+  // Receives from any source, by tag: the oldest takes the first message.
+  std::map<int, std::deque<TaskPtr>> any_;
   TaskPtr group_task_;
   // The newest split, and what it was made from.
   c10::weak_intrusive_ptr<c10d::Backend> split_{intrusive_ptr<c10d::Backend>()};

@@ -72,7 +72,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void close(bool abort) {
     std::unique_lock<std::mutex> lock(mutex_);
     closed_.store(true);
-    give_up(std::make_exception_ptr(std::runtime_error("pynccl: the process group was shut down")));
+    give_up(shut_down());
     if (!comm_) return;
     if (abort)
       link_.api.ncclCommAbort(comm_);
@@ -158,8 +158,13 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
   template <class Calls>
   void issue(const TaskPtr& task, Calls calls) {
-    cudaStream_t stream = link_.pool->take();
-    link_.api.check(grouped(link_.api, [&] { return calls(comm_, stream); }), task->name, comm_);
+    cudaStream_t stream = link_.pool->take(comm_);
+    try {
+      link_.api.check(grouped(link_.api, [&] { return calls(comm_, stream); }), task->name, comm_);
+    } catch (...) {
+      link_.pool->give_back(stream);
+      throw;
+    }
     task->issued(link_.api, comm_, stream, link_.pool);
   }
 

@@ -14,12 +14,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<pynccl::Backend, c10d::Backend, c10::intrusive_ptr<pynccl::Backend>>(m, "Backend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, bool connect_cpu) {
-             return c10::make_intrusive<pynccl::Backend>(store, rank, size, timeout, connect_cpu);
+             return pynccl::Backend::make(store, rank, size, timeout, connect_cpu);
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("connect_cpu"),
            py::call_guard<py::gil_scoped_release>())
       .def("abort", &pynccl::Backend::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &pynccl::Backend::shutdown, py::call_guard<py::gil_scoped_release>());
+  m.def("end_all", &pynccl::Backend::end_all, py::call_guard<py::gil_scoped_release>());
   m.def("set_provider", [](py::function provider) {
     // Kept for the life of the process.
     auto* kept = new py::function(std::move(provider));

@@ -5,7 +5,7 @@ namespace pynccl {
 
 // Rank 0 looks for every rank's word in the store, so that a rank that is missing holds nobody up in NCCL.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  auto limit = options.timeout.count() >= 0 ? options.timeout : options_->timeout;
+  auto limit = options.timeout.count() >= 0 ? std::min(options.timeout, kLongest) : options_->timeout;
   auto deadline = Clock::now() + limit;
   std::string round;
   {

@@ -10,9 +10,10 @@ void Backend::check_peer(int peer, const char* argument) const {
 
 std::shared_ptr<Channel> Backend::channel(int source, int destination, int tag) {
   std::string key = c10::str("pynccl/p2p/", source, "/", destination, "/", tag);
+  // The other ranks are not needed for it.
+  Lane& cpu = lane(at::kCPU, false);
   auto& found = channels_[key];
   if (!found) {
-    Lane& cpu = lane(at::kCPU);
     found = std::make_shared<Channel>(Link{*cpu.api, cpu.pool, store_}, key, source == rank_);
     found->open();
   }
@@ -67,10 +68,11 @@ WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
   Call call;
   call.type = OpType::RECVANYSOURCE, call.name = "recvAnySource", call.outputs = {tensor};
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  lane(at::kCPU);
+  lane(at::kCPU, false);
   TaskPtr task = make_task(call, Milliseconds(-1));
   task->kept = {data};
   if (!data.is_alias_of(tensor)) task->post = [tensor, data] { tensor.copy_(data); };
+  any_[tag].push_back(task);
   auto self = intrusive_ptr<Backend>::reclaim_copy(this);
   std::thread([self, task, data, tag] { self->receive_any(task, data, tag); }).detach();
   return work_of(call.type, call.name, {task});
@@ -81,14 +83,17 @@ void Backend::receive_any(const TaskPtr& task, const at::Tensor& data, int tag) 
   try {
     for (auto pause = std::chrono::microseconds(50); !ended_.load() && !task->done();) {
       for (int source = 0; source < size_; ++source) {
-        if (source == rank_) continue;
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         if (ended_.load()) return;
+        auto& queue = any_[tag];
+        while (!queue.empty() && queue.front()->done()) queue.pop_front();
+        if (source == rank_ || queue.empty() || queue.front() != task) continue;
         std::string key = c10::str("pynccl/p2p/", source, "/", rank_, "/", tag);
         if (!channels_.count(key) && !store_->check({key + "/sender"})) continue;
         auto way = channel(source, rank_, tag);
         if (!way->arrived()) continue;
         task->source.store(source);
+        queue.pop_front();
         way->receive(task, data);
         return;
       }

@@ -87,6 +87,15 @@ inline ncclRedOp_t operation(const ReduceOp& op, at::ScalarType type) {
   }
 }
 
+// Before anything is issued: what NCCL does not have is refused.
+inline void check_reduction(const ReduceOp& op, at::ScalarType type) {
+  data_type(type), operation(op, type);
+  if (op.op_ != ReduceOp::PREMUL_SUM) return;
+  TORCH_CHECK_TYPE(at::isFloatingType(type), "PREMUL_SUM needs floating point, got ", type);
+  TORCH_CHECK_VALUE(dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get()),
+                    "PREMUL_SUM without a factor; make it with torch.distributed._make_nccl_premul_sum");
+}
+
 // A dense tensor with one element for each that NCCL sees: the tensor itself, a view, or a copy.
 inline at::Tensor reducible(const at::Tensor& tensor, const ReduceOp& op) {
   at::Tensor t = tensor;
@@ -97,6 +106,7 @@ inline at::Tensor reducible(const at::Tensor& tensor, const ReduceOp& op) {
   }
   // NCCL has no 16-bit integers.
   if (t.scalar_type() == at::kShort || t.scalar_type() == at::kUInt16) t = t.to(at::kInt);
+  check_reduction(op, t.scalar_type());
   return t.contiguous();
 }
 
@@ -112,12 +122,8 @@ struct Reduction {
   Reduction(const Api& api, const ReduceOp& torch_op, const at::Tensor& wire)
       : type(data_type(wire.scalar_type())), op(operation(torch_op, wire.scalar_type())) {
     if (torch_op.op_ != ReduceOp::PREMUL_SUM) return;
-    TORCH_CHECK_TYPE(at::isFloatingType(wire.scalar_type()), "PREMUL_SUM needs floating point, got ",
-                     wire.scalar_type());
     TORCH_CHECK(api.ncclRedOpCreatePreMulSum, "PREMUL_SUM needs NCCL 2.11 or newer");
-    auto* with = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(torch_op.supplement_.get());
-    TORCH_CHECK_VALUE(with,
-                      "PREMUL_SUM without a factor; make it with torch.distributed._make_nccl_premul_sum");
+    auto* with = static_cast<c10d::NCCLPreMulSumSupplement*>(torch_op.supplement_.get());
     auto options = at::TensorOptions(wire.scalar_type()).device(at::kCPU);
     factor = with->tensor_factor.defined() ? with->tensor_factor.to(options)
                                            : at::full({1}, with->double_factor, options);

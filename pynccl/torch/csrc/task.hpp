@@ -38,30 +38,44 @@ inline void check_signals() {
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }
 
+constexpr Milliseconds kLongest = std::chrono::hours(24 * 365);
+
+inline std::exception_ptr shut_down() {
+  try {
+    C10_THROW_ERROR(DistBackendError, "pynccl: the process group was shut down");
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
 // Streams of the CPU library. Each operation in flight has its own, so that waiting for one never waits for
-// a later one; past the limit they are shared.
+// a later one; past the limit those of one communicator share one, and none waits for another one's.
 class StreamPool {
  public:
   explicit StreamPool(const Api& api) : api_(api) {}
   ~StreamPool() {
     for (cudaStream_t stream : all_) api_.pyncclCpuStreamDestroy(stream);
   }
-  cudaStream_t take() {
+  cudaStream_t take(ncclComm_t comm) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!free_.empty()) {
       cudaStream_t stream = free_.back();
       free_.pop_back();
       return stream;
     }
-    if (all_.size() >= kLimit) return all_[next_++ % kLimit];
+    const bool shares = all_.size() - shared_.size() >= kLimit;
+    if (shares && shared_.count(comm)) return shared_[comm];
     cudaStream_t stream = nullptr;
     api_.check(api_.pyncclCpuStreamCreate(&stream), "pyncclCpuStreamCreate");
     all_.push_back(stream);
+    if (shares) shared_[comm] = stream;
     return stream;
   }
   void give_back(cudaStream_t stream) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (std::find(free_.begin(), free_.end(), stream) == free_.end()) free_.push_back(stream);
+    for (auto& [comm, shared] : shared_)
+      if (shared == stream) return;
+    free_.push_back(stream);
   }
 
  private:
@@ -69,7 +83,7 @@ class StreamPool {
   const Api& api_;
   std::mutex mutex_;
   std::vector<cudaStream_t> all_, free_;
-  size_t next_ = 0;
+  std::map<ncclComm_t, cudaStream_t> shared_;
 };
 
 class Task {
@@ -171,10 +185,16 @@ class Task {
 
   void finish(std::exception_ptr error) {
     intrusive_ptr<c10::ivalue::Future> waiting;
-    if (!error && post) {
+    std::function<void()> last;
+    {
+      // Who ends the group may fail what another thread is about to finish.
+      std::lock_guard<std::mutex> lock(mutex_);
+      last.swap(post);
+    }
+    if (!error && last) {
       try {
         at::AutoDispatchBelowADInplaceOrView no_grad;
-        post();
+        last();
       } catch (...) {
         error = std::current_exception();
       }
@@ -184,7 +204,6 @@ class Task {
       if (state_.load() == Done) return;
       error_ = std::move(error);
       state_.store(Done, std::memory_order_release);
-      post = nullptr;
       kept.clear();
       if (pool_) pool_->give_back(stream_);
       pool_.reset();
@@ -221,7 +240,7 @@ class Task {
 using TaskPtr = std::shared_ptr<Task>;
 
 // Finishes what nobody waits for: futures with callbacks, and works that were dropped.
-class Watcher {
+class Watcher : public std::enable_shared_from_this<Watcher> {
  public:
   ~Watcher() { stop(); }
 
@@ -229,8 +248,13 @@ class Watcher {
     std::lock_guard<std::mutex> lock(mutex_);
     if (stopped_) return;
     tasks_.push_back(std::move(task));
-    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+    if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->work(); });
     news_.notify_one();
+  }
+
+  bool is_this_thread() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return thread_.get_id() == std::this_thread::get_id();
   }
 
   // Every task must be done, or soon be: the communicators were destroyed.
@@ -240,7 +264,10 @@ class Watcher {
       stopped_ = true;
     }
     news_.notify_one();
-    if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
+    if (is_this_thread())
+      thread_.detach();  // a callback has dropped the last reference to the group
+    else if (thread_.joinable())
+      thread_.join();
   }
 
  private:
@@ -277,8 +304,9 @@ class WorkPynccl : public c10d::Work {
         watcher_(std::move(watcher)) {}
 
   ~WorkPynccl() override {
+    // A device keeps what it needs by itself; and an event that a graph has captured must not be asked.
     for (auto& task : tasks_)
-      if (!task->advance(Milliseconds(0))) watcher_->watch(task);
+      if (!task->end() && !task->advance(Milliseconds(0))) watcher_->watch(task);
   }
 
   bool isCompleted() override {
@@ -297,7 +325,7 @@ class WorkPynccl : public c10d::Work {
   }
 
   int sourceRank() const override { return tasks_.front()->source.load(); }
-  std::vector<at::Tensor> result() override { return tasks_.front()->outputs; }
+  std::vector<at::Tensor> result() override { return outputs_of(tasks_); }
   uint64_t getSequencenumber() const override { return sequence_; }
   void synchronize() override { wait(kNoTimeout); }
 
@@ -309,20 +337,47 @@ class WorkPynccl : public c10d::Work {
   }
 
   intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    auto future = tasks_.front()->future();
-    if (!future->completed()) watcher_->watch(tasks_.front());
-    return future;
+    if (tasks_.size() == 1) return future_of(tasks_.front());
+    auto type = c10::ListType::create(c10::TensorType::get());
+    c10::List<intrusive_ptr<c10::ivalue::Future>> parts(c10::FutureType::create(type));
+    for (auto& task : tasks_) parts.push_back(future_of(task));
+    auto join = [tasks = tasks_](c10::ivalue::Future&) {
+      for (auto& task : tasks)
+        if (auto error = task->error()) std::rethrow_exception(error);
+      return c10::IValue(outputs_of(tasks));
+    };
+    return c10::collectAll(parts)->then(join, type);
   }
 
  private:
+  static Tensors outputs_of(const std::vector<TaskPtr>& tasks) {
+    Tensors all;
+    for (auto& task : tasks) all.insert(all.end(), task->outputs.begin(), task->outputs.end());
+    return all;
+  }
+
+  intrusive_ptr<c10::ivalue::Future> future_of(const TaskPtr& task) {
+    auto future = task->future();
+    if (future->completed()) return future;
+    // In a callback, which may wait for it: nobody else would complete it.
+    if (watcher_->is_this_thread())
+      wait_for(*task, kNoTimeout);
+    else
+      watcher_->watch(task);
+    return future;
+  }
+
   void wait_for(Task& task, Milliseconds timeout) {
     if (task.recording()) return;
     if (task.end() && timeout.count() <= 0) {
       c10::impl::VirtualGuardImpl device(task.end()->device_type());
-      task.end()->block(device.getStream(task.end()->device()));
+      auto stream = device.getStream(task.end()->device());
+      task.end()->block(stream);
+      if (opType_ == c10d::OpType::BARRIER) stream.synchronize();
       return;
     }
     bool own = timeout.count() > 0;
+    timeout = std::min(timeout, kLongest);
     auto deadline = own ? Clock::now() + timeout : task.deadline;
     for (;;) {
       auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());

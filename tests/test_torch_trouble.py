@@ -1,0 +1,213 @@
+"""Where a process group could go wrong without a word: refusals, callbacks, many messages, ends."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meeting import together
+from pynccl import testing
+
+# Each rank imports torch.
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(120)]
+
+LIMIT = timedelta(seconds=20)
+MANY = 40
+
+
+def start(rank: int, size: int, store: str) -> None:
+    import pynccl.torch  # noqa: F401
+
+    dist.init_process_group(
+        "pynccl", init_method=f"file://{store}", rank=rank, world_size=size, timeout=LIMIT
+    )
+
+
+def total() -> float:
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    return float(x[0])
+
+
+def refusals(rank: int, size: int) -> None:
+    """What is refused in a group leaves no group open behind it."""
+    whole = [torch.ones(2, dtype=torch.int32) for _ in range(2)]
+    with pytest.raises(TypeError, match=r"Cannot use ReduceOp.AVG with integers"):
+        dist.all_reduce_coalesced(whole, dist.ReduceOp.AVG)
+    assert total() == size
+
+
+def nested_futures(rank: int, size: int) -> None:
+    """A callback waits for the future of another operation, as the hook of PowerSGD does."""
+    x, y = torch.ones(2), torch.ones(2)
+
+    def again(_: Any) -> torch.Tensor:
+        work = dist.all_reduce(y, async_op=True)
+        assert work is not None
+        work.get_future().wait()
+        return y
+
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    assert work.get_future().then(again).wait().tolist() == [size, size]
+
+
+def many_receives(rank: int, size: int) -> None:
+    """Messages that are sent later hold nothing up, however many are waited for."""
+    if rank == 0:
+        buffers = [torch.zeros(1) for _ in range(MANY)]
+        works = [dist.irecv(buffer, 1) for buffer in buffers]
+        assert total() == size
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert [buffer.item() for buffer in buffers] == list(range(MANY))
+    else:
+        assert total() == size
+        for i in range(MANY):
+            dist.send(torch.full((1,), float(i)), 0)
+
+
+def future_of_a_batch(rank: int, size: int) -> None:
+    """It is complete with the last part."""
+    if rank == 0:
+        dist.send(torch.full((1,), 1.0), 1, tag=1)
+        time.sleep(0.3)
+        dist.send(torch.full((1,), 2.0), 1, tag=2)
+        return
+    first, second = torch.zeros(1), torch.zeros(1)
+    (work,) = dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, first, 0, tag=1), dist.P2POp(dist.irecv, second, 0, tag=2)]
+    )
+    parts = work.get_future().wait()
+    assert (first.item(), second.item()) == (1, 2)
+    assert [part.item() for part in parts] == [1, 2]
+    assert len(work.result()) == 2
+
+
+def any_source_in_order(rank: int, size: int) -> None:
+    for _ in range(10):
+        if rank == 1:
+            dist.send(torch.full((1,), 1.0), 0)
+            dist.send(torch.full((1,), 2.0), 0)
+            continue
+        a, b = torch.zeros(1), torch.zeros(1)
+        for work in [dist.irecv(a), dist.irecv(b)]:
+            assert work is not None
+            work.wait()
+        assert (a.item(), b.item()) == (1, 2)
+
+
+def times(rank: int, size: int) -> None:
+    for wrong in (timedelta(0), timedelta(seconds=-1)):
+        with pytest.raises(ValueError, match="timeout is .*; expected a positive timedelta"):
+            dist.new_group(timeout=wrong)
+    work = dist.all_reduce(
+        torch.ones(1), async_op=True, group=dist.new_group(timeout=timedelta(days=200_000))
+    )
+    assert work is not None
+    work.wait(timedelta(days=200_000))
+
+
+PROGRAMS = [refusals, nested_futures, many_receives, future_of_a_batch, any_source_in_order, times]
+
+
+def one_after_another(rank: int, size: int, store: str) -> None:
+    start(rank, size, store)
+    for program in PROGRAMS:
+        program(rank, size)
+    dist.destroy_process_group()
+
+
+def test_trouble(tmp_path: Path) -> None:
+    testing.run(2, one_after_another, str(tmp_path / "store"), backend="cpu", timeout=100)
+
+
+def same_store(rank: int, size: int, path: str) -> None:
+    """torchrun's store outlives a group, and torch gives the next one the same names."""
+    import pynccl.torch  # noqa: F401
+
+    store = dist.FileStore(path, size)
+    for round_ in range(3):
+        together(size)
+        if rank == 0:
+            time.sleep(0.5 * round_)
+        dist.init_process_group("pynccl", store=store, rank=rank, world_size=size, timeout=LIMIT)
+        x = torch.full((2,), float(round_))
+        dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+        assert total() == size
+        together(size, "end")
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_groups_one_after_another_in_one_store(tmp_path: Path) -> None:
+    testing.run(2, same_store, str(tmp_path / "store"), backend="cpu", timeout=100)
+
+
+def leaves_callbacks(rank: int, size: int, store: str) -> None:
+    """The program ends without destroying the group; callbacks are still to be called."""
+    start(rank, size, store)
+    dist.barrier()
+    for _ in range(20):
+        work = dist.all_reduce(torch.ones(100_000), async_op=True)
+        assert work is not None
+        work.get_future().then(lambda future: future.value())
+    if rank == 0:
+        work = dist.irecv(torch.zeros(1), 1)
+        assert work is not None
+        work.get_future().then(lambda future: future.value())
+    together(size)
+
+
+@pytest.mark.slow
+def test_exit_with_callbacks_outstanding(tmp_path: Path) -> None:
+    testing.run(2, leaves_callbacks, str(tmp_path / "store"), backend="cpu", timeout=100)
+
+
+def drops_the_group(rank: int, size: int, store: str) -> None:
+    """A callback drops the last reference to its group; a message needs no other ranks than its own."""
+    from pynccl.torch import _extension
+
+    start(rank, size, store)
+    held = {"group": dist.new_group()}
+    work = dist.all_reduce(torch.ones(1), async_op=True, group=held["group"])
+    assert work is not None
+    dist.distributed_c10d.destroy_process_group(held["group"])
+
+    def drop(future: Any) -> None:
+        held.clear()
+
+    done = work.get_future().then(drop)
+    del work
+    done.wait()
+    where = dist.FileStore(store + "-direct", size)
+    backend = _extension.Backend(where, rank, size, timedelta(seconds=5), False)
+    x = torch.full((1,), float(rank))
+    if rank == 0:
+        backend.send([x], 1, 0).wait()
+    elif rank == 1:
+        backend.recv([x], 0, 0).wait()
+        assert x.item() == 0
+    if rank == 2:
+        # The others do not come.
+        with pytest.raises(dist.DistBackendError, match=r"connecting rank 2 of 3|waiting for rank 0"):
+            backend.barrier().wait()
+    together(size)
+    backend.abort()
+    work = dist.irecv(x, (rank + 1) % size)
+    assert work is not None
+    dist.distributed_c10d._abort_process_group()
+    with pytest.raises(dist.DistBackendError, match="the process group was shut down"):
+        work.wait()
+
+
+@pytest.mark.slow
+def test_what_is_dropped(tmp_path: Path) -> None:
+    testing.run(3, drops_the_group, str(tmp_path / "store"), backend="cpu", timeout=100)
