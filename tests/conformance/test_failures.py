@@ -119,6 +119,7 @@ def test_death_of_an_idle_rank(transport: str) -> None:
 
 def exits_without_destroying(rank: Rank) -> tuple[int, str]:
     comm = connect(rank)
+    rank.exchange()
     if rank.rank == 1:
         os._exit(0)
     error = async_error(comm)
