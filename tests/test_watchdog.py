@@ -403,15 +403,11 @@ def test_destroy_on_one_rank_only() -> None:
 # --- who pays, and what is left -----------------------------------------------------------------------------
 
 
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 def lives(rank: int, nranks: int) -> list[Any]:
     """Count threads and descriptors without a time-out, with one, and after many."""
 
     def counts() -> tuple[int, int]:
-        return threads(), len(os.listdir("/proc/self/fd"))
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
     plain = pynccl.init()
     plain.all_reduce(np.ones(3))
