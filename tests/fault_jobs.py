@@ -218,10 +218,14 @@ class Judge:
         start = self._start(rank)
         if result["at"] is not None and start is not None:
             took = result["at"] - start
-            # The promise is one for a machine that lets the ranks run.
-            starved = max(other["starved"] for other in self.results.values())
-            if took > wanted.within + starved + self.answer["lag"]:
+            if took > wanted.within + self._slack():
                 problems.append(f"rank {rank} took {took:.2f} s; expected {wanted.within:g} s")
+
+    def _slack(self) -> float:
+        """Return how long the machine let somebody wait: promises are for one that lets the ranks run."""
+        starved: float = max(result["starved"] for result in self.results.values())
+        lag: float = self.answer["lag"]
+        return starved + lag
 
     def _start(self, rank: int) -> float | None:
         if rank in self.s.victims and self.s.fault == "stopped":
@@ -234,7 +238,7 @@ class Judge:
         if rank in victims or self.s.stage == RECOVERY:
             return bool(named)
         notes = sorted(note for note in self.notes.values() if note is not None)
-        apart = notes[-1] - notes[0] > TOGETHER
+        apart = notes[-1] - notes[0] + self._slack() > TOGETHER
         return named == victims or (apart and bool(named) and set(named) < set(victims))
 
     def _judge_trace(self) -> None:

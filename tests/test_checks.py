@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import pynccl
+from meeting import hear, tell, together
 from pynccl import CollectiveMismatchError, Communicator, NcclError, Plan, capi
 from pynccl._binding import lib
 from pynccl.testing import RankError, run
@@ -142,6 +143,8 @@ def differ(rank: int, nranks: int, name: str) -> tuple[str, str, str, float]:
     comm = pynccl.init(timeout=20)
     comm.all_reduce(np.ones(3))
     comm.barrier()
+    # Of a rank that comes a second late the table says that it has called nothing yet.
+    together(nranks)
     start = time.monotonic()
     first = second = ""
     kind = "nothing"
@@ -170,7 +173,7 @@ def test_mismatch(name: str) -> None:
         assert re.search(rf"\n  {one}{AT}", first), first
         assert re.search(rf"\n  {two}{AT}", first), first
         assert second == first
-        assert took < 5, results
+        assert took < 10, results
     print(results[0][1])
 
 
@@ -259,10 +262,11 @@ def test_what_is_right_works(nranks: int) -> None:
 
 
 def absent(rank: int, nranks: int) -> str:
+    together(nranks)
     comm = pynccl.init(timeout=2)
     comm.barrier()
     if rank == 1:
-        time.sleep(3)
+        time.sleep(6)
     with pytest.raises(NcclError) as caught:
         comm.all_gather(np.ones(3))
     comm.abort()
@@ -277,7 +281,8 @@ def test_a_rank_that_does_not_come() -> None:
 
 def crosses(rank: int, nranks: int, how: str) -> str:
     """No two ranks contradict each other, and yet nobody can go on."""
-    comm = pynccl.init(timeout=1.5)
+    together(nranks)
+    comm = pynccl.init(timeout=3)
     other = comm.split(0)
     assert other is not None
     x, right, left = np.ones(4, np.float32), (rank + 1) % nranks, (rank - 1) % nranks
@@ -302,7 +307,7 @@ def test_nobody_can_go_on(how: str) -> None:
     what = {"two communicators": r"all_reduce\(float32, 4, sum\)", "a ring of sends": r"send\(float32, 4\)"}
     texts = run(3, crosses, how, backend="cpu", env=CHECK, timeout=30)
     assert any(
-        re.search(rf"^NcclTimeoutError: .*{what[how]}.* {AT}: rank \d did not come within 1.5 s", text)
+        re.search(rf"^NcclTimeoutError: .*{what[how]}.* {AT}: rank \d did not come within 3 s", text)
         for text in texts
     ), texts
     assert all(text.startswith(("NcclTimeoutError", "RankFailedError")) for text in texts)
@@ -350,6 +355,7 @@ def test_without_a_timeout() -> None:
 def dies(rank: int, nranks: int) -> tuple[str, list[int], float]:
     comm = pynccl.init(timeout=20)
     comm.barrier()
+    together(nranks)
     if rank == 1:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -370,7 +376,7 @@ def test_death_while_comparing() -> None:
     assert isinstance(results[1], RankError)
     for kind, ranks, took in (results[0], results[2]):
         assert (kind, ranks) == ("RankFailedError", [1])
-        assert took < 2
+        assert took < 5
 
 
 def interrupted(rank: int, nranks: int) -> float:
@@ -388,14 +394,15 @@ def interrupted(rank: int, nranks: int) -> float:
         with pytest.raises(KeyboardInterrupt):
             comm.all_reduce(np.ones(3))
         took = time.monotonic() - at[0]
+        tell("interrupted")
     else:
-        time.sleep(1)
+        hear("interrupted")
     comm.abort()
     return took
 
 
 def test_one_interrupt_is_enough() -> None:
-    assert run(2, interrupted, backend="cpu", env=CHECK, timeout=30)[0] < 1
+    assert run(2, interrupted, backend="cpu", env=CHECK, timeout=30)[0] < 5
 
 
 def test_bad_variable() -> None:

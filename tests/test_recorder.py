@@ -345,6 +345,7 @@ signal.signal(signal.SIGUSR2, lambda number, frame: before.append(number))
 comm.all_reduce(x)
 print("stuck", flush=True)
 ctypes.PyDLL(None).usleep(2_000_000)  # in C, with the GIL held
+ctypes.PyDLL(None).usleep(2_000_000)  # the signal ends the first one
 assert before == [signal.SIGUSR2], before
 comm.destroy()
 """

@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 import pynccl
+from meeting import together
 
 # Of every wait: what cannot complete ends after it.
 TIMEOUT = 2.0
@@ -18,11 +19,12 @@ TIMEOUT = 2.0
 
 def start() -> pynccl.Communicator:
     """Make a communicator and a few calls that succeed."""
+    together(int(os.environ["WORLD_SIZE"]))
     comm = pynccl.init(timeout=TIMEOUT)
     for _ in range(3):
         comm.all_reduce(ones())
     # Whoever ends at once would be an error of the others' last call.
-    time.sleep(0.3)
+    together(comm.size)
     return comm
 
 
@@ -61,7 +63,10 @@ def missing(rank: int, nranks: int) -> None:
 
 def left(rank: int, nranks: int) -> None:
     comm = start()
-    if rank != 2:
+    if rank == 2:
+        # The others wait by then.
+        time.sleep(1)
+    else:
         comm.all_reduce(ones())
 
 
@@ -79,7 +84,7 @@ def extra_at_the_end(rank: int, nranks: int) -> None:
     comm = start()
     if rank == 1:
         comm.all_gather(ones(6))
-    time.sleep(1.5 * TIMEOUT)
+    time.sleep(3 * TIMEOUT)
 
 
 def order(rank: int, nranks: int) -> None:
@@ -108,7 +113,7 @@ def unmatched_send(rank: int, nranks: int) -> None:
     comm = start()
     if rank == 0:
         comm.send(ones(1 << 20), 1)
-    time.sleep(1.5 * TIMEOUT)
+    time.sleep(3 * TIMEOUT)
 
 
 def wrong_peer(rank: int, nranks: int) -> None:
@@ -118,7 +123,7 @@ def wrong_peer(rank: int, nranks: int) -> None:
     elif rank == 1:
         comm.recv(ones(1 << 20), 2)
     else:
-        time.sleep(1.5 * TIMEOUT)
+        time.sleep(3 * TIMEOUT)
 
 
 def pair_count(rank: int, nranks: int) -> None:
@@ -130,12 +135,13 @@ def pair_count(rank: int, nranks: int) -> None:
         elif rank == 1:
             comm.recv(ones(4), 0)
             comm.recv(ones(5), 0)
-    time.sleep(TIMEOUT / 2)
+    time.sleep(TIMEOUT)
 
 
 def killed(rank: int, nranks: int) -> None:
     comm = start()
     if rank == 1:
+        time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     comm.all_reduce(ones())
 
@@ -143,6 +149,7 @@ def killed(rank: int, nranks: int) -> None:
 def raises(rank: int, nranks: int) -> None:
     with start() as comm:
         if rank == 1:
+            time.sleep(1)
             raise ValueError("bad sample")
         comm.all_reduce(ones())
 
@@ -152,7 +159,7 @@ def finalize(rank: int, nranks: int) -> None:
     if rank == 0:
         comm.finalize()
     else:
-        time.sleep(1.5 * TIMEOUT)
+        time.sleep(3 * TIMEOUT)
     comm.destroy()
 
 
@@ -168,8 +175,7 @@ def creation_of_a_dead(rank: int, nranks: int, folder: str) -> None:
         with open(path + ".new", "wb") as file:
             file.write(bytes(pynccl.get_unique_id()))
         os.rename(path + ".new", path)
-    while not os.path.exists(path):
-        time.sleep(0.01)
+    together(nranks)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with open(path, "rb") as file:
@@ -178,7 +184,7 @@ def creation_of_a_dead(rank: int, nranks: int, folder: str) -> None:
         pynccl.Communicator(nranks, uid, rank, timeout=TIMEOUT)
     finally:
         # The other one's time is up a little later, or earlier.
-        time.sleep(0.8)
+        time.sleep(3)
 
 
 def in_a_plan(rank: int, nranks: int) -> None:
@@ -203,7 +209,7 @@ def pairs_in_a_plan(rank: int, nranks: int) -> None:
         for _ in range(2):
             plan()
     if rank:
-        time.sleep(1.5 * TIMEOUT)
+        time.sleep(3 * TIMEOUT)
 
 
 def stuck_in_c(rank: int, nranks: int, folder: str) -> None:
@@ -215,6 +221,8 @@ def stuck_in_c(rank: int, nranks: int, folder: str) -> None:
             file.write(str(os.getpid()))
         os.rename(path + ".new", path)
         ctypes.PyDLL(None).usleep(int(3 * TIMEOUT * 1e6))
+        # The signal ends that one.
+        ctypes.PyDLL(None).usleep(500_000)
         os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.suppress(pynccl.NcclTimeoutError):
         comm.all_reduce(ones())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -112,11 +113,14 @@ def never_come(rank: Rank) -> tuple[int, str, float]:
 
 
 def test_missing_ranks_are_named(pool: Pool) -> None:
-    for code, text, took in pool.get(2, PYNCCL_CPU_INIT_TIMEOUT="1").call(never_come):
+    results = pool.get(2, PYNCCL_CPU_INIT_TIMEOUT="1").call(never_come)
+    for code, text, took in results:
         assert code == TIMEOUT, text
         assert re.search(r"\b1\b.*\b3\b.*\b4\b", text.split("missing")[-1]), text
         assert "PYNCCL_CPU_INIT_TIMEOUT" in text
-        assert 0.8 < took < 5
+        assert took < 20
+    # Their second begins when the first of them has joined.
+    assert max(took for _, _, took in results) > 0.8
 
 
 def died_early(rank: Rank) -> tuple[int, str]:
@@ -124,7 +128,7 @@ def died_early(rank: Rank) -> tuple[int, str]:
     if rank.rank == 1:
         # Having joined, so that the others wait for the third.
         capi().ncclCommInitRankConfig(3, uid, 1, {"blocking": 0})
-        time.sleep(0.3)
+        time.sleep(2)
         os._exit(9)
     return outcome(capi().ncclCommInitRank, 3, uid, 0)
 
@@ -258,7 +262,7 @@ def aborted_creation(rank: Rank) -> float:
 
 
 def test_abort_during_creation(pool: Pool) -> None:
-    assert max(pool.get(2).call(aborted_creation)) < 3
+    assert max(pool.get(2).call(aborted_creation)) < 15
 
 
 def blocking_from_environment(rank: Rank) -> int:
@@ -368,10 +372,12 @@ def test_fork(program: str) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that the system gives to nobody by itself."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def own_id(rank: Rank, rounds: int) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,13 +28,14 @@ from .scenario import (
     outcome,
     synchronize,
     wait_for_state,
+    wait_until,
     works,
 )
 from .worker import Rank
 
 TRANSPORTS = ["direct", "shm", "tcp", "mixed"]
 # The promise is one second; the machine may be busy.
-SOON = 3.0
+SOON = 10.0
 
 
 def die_in_the_middle(
@@ -83,8 +85,11 @@ def test_survivors_are_told_and_go_on(transport: str, victims: list[int], n: int
         assert later < SOON, later
 
 
-def wait_for_a_dead_rank(rank: Rank) -> tuple[float, tuple[int, str]]:
-    """Rank 1 is killed while it does nothing; rank 0 waits for it, or learns of it without any call."""
+def wait_for_a_dead_rank(rank: Rank) -> tuple[float, float, tuple[int, str]]:
+    """Rank 1 is killed while it does nothing; rank 0 waits for it, rank 2 learns of it without any call.
+
+    Return when it was killed, as rank 0 knows, and when this rank knew of it.
+    """
     comm = connect(rank)
     pids = rank.exchange(os.getpid())
     if rank.rank == 1:
@@ -95,9 +100,9 @@ def wait_for_a_dead_rank(rank: Rank) -> tuple[float, tuple[int, str]]:
     if rank.rank == 0:
         os.kill(pids[1], signal.SIGKILL)
     error = async_error(comm)
-    took = time.monotonic() - start
+    told = time.monotonic()
     capi().ncclCommAbort(comm)
-    return took, error
+    return start, told, error
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS[:3])
@@ -105,14 +110,16 @@ def test_death_of_an_idle_rank(transport: str) -> None:
     with Ranks(3, transport) as ranks:
         results = ranks.call(wait_for_a_dead_rank, check=False)
     assert results[1] == Died(-signal.SIGKILL)
-    for took, error in (results[0], results[2]):
+    killed = results[0][0]
+    for _, told, error in (results[0], results[2]):
         assert error[0] == REMOTE_ERROR
         assert "rank 1" in error[1]
-        assert took < SOON
+        assert told - killed < SOON
 
 
 def exits_without_destroying(rank: Rank) -> tuple[int, str]:
     comm = connect(rank)
+    rank.exchange()
     if rank.rank == 1:
         os._exit(0)
     error = async_error(comm)
@@ -160,11 +167,11 @@ def test_injected_death() -> None:
 
 
 def test_injected_sleep() -> None:
-    with Ranks(2, env={"PYNCCL_CPU_FAULT": "rank=1,call=2,action=sleep:0.5"}) as ranks:
+    with Ranks(2, env={"PYNCCL_CPU_FAULT": "rank=1,call=2,action=sleep:2"}) as ranks:
         results = ranks.call(faulty, 3)
     assert [code for _, code, _ in results[0] + results[1]] == [OK] * 8
-    assert results[1][1][0] > 0.45
-    assert all(issued < 0.45 for issued, _, _ in results[0])
+    assert results[1][1][0] > 1.9
+    assert all(issued < 1.9 for issued, _, _ in results[0])
 
 
 @pytest.mark.parametrize(("name", "code"), [("ncclSystemError", SYSTEM_ERROR), ("5", INVALID_USAGE)])
@@ -230,8 +237,17 @@ def named_sockets() -> set[str]:
         return {line.split()[6] for line in table if "pynccl" in line}
 
 
+def stands_still(pid: int) -> bool:
+    """Tell whether a process that was sent SIGSTOP has stopped, with all its threads."""
+    try:
+        stats = [path.read_text() for path in Path("/proc", str(pid)).glob("task/*/stat")]
+    except OSError:
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 def all_busy(ranks: Ranks) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 40
     while not all("busy" in note for note in ranks.notes()) and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -246,11 +262,13 @@ def test_nothing_is_left_after_sigkill(transport: str) -> None:
             all_busy(ranks)
             sockets.update(*map(unix_sockets, pids))
             # Stopped first: none shall live to see another one die.
-            for number in (signal.SIGSTOP, signal.SIGKILL):
-                for pid in pids:
-                    os.kill(pid, number)
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            wait_until(lambda: all(map(stands_still, pids)))
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
 
-        results = ranks.call(busy, 100_000, check=False, during=kill, timeout=40)
+        results = ranks.call(busy, 100_000, check=False, during=kill, timeout=55)
     assert results == [Died(-signal.SIGKILL)] * 8
     assert names_in_shared_memory() <= shared
     assert len(sockets) >= len(pids)

@@ -34,17 +34,15 @@ TRANSPORTS = ["direct", "shm", "tcp", "threads"]
 SIZES = [10, 300_000]
 
 
-def late_peer(rank: Rank, n: int, delay: float) -> tuple[float, int, int]:
-    """Rank 2 calls last; the others measure their call, and finish another stream's work in between."""
+def late_peer(rank: Rank, n: int, delay: float) -> tuple[int, int]:
+    """Rank 2 calls when the others' calls have returned; they finish another stream's work in between."""
     comm = connect(rank)
     pair = capi().ncclCommSplit(comm, 0 if rank.rank < 2 else -1, rank.rank)
     slow, quick = capi().pyncclCpuStreamCreate(), capi().pyncclCpuStreamCreate()
     array = np.ones(n, np.float32)
-    took, before, after = 0.0, IN_PROGRESS, IN_PROGRESS
+    before, after = IN_PROGRESS, IN_PROGRESS
     if rank.rank < 2:
-        start = time.monotonic()
         all_reduce(comm, array, slow)
-        took = time.monotonic() - start
         before = query(comm, slow)
         works(rank, pair, 2, quick)
         after = query(comm, slow)
@@ -57,18 +55,16 @@ def late_peer(rank: Rank, n: int, delay: float) -> tuple[float, int, int]:
     assert (array == 3).all()
     assert query(comm, slow) == OK
     close(rank, *filter(None, [pair, comm]))
-    return took, before, after
+    return before, after
 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_call_returns_before_its_peer_arrives(pool: Pool, transport: str, n: int) -> None:
     delays = (0.0, 0.05, 1.0) if transport == "direct" else (0.0, 0.05, 0.2)
-    rounds = [pool.get(3, transport).call(late_peer, n, delay) for delay in delays]
-    for results in rounds:
-        assert all(before == after == IN_PROGRESS for _, before, after in results)
-    # A call may lose the processor for a moment, but not each time.
-    assert min(max(took for took, _, _ in results) for results in rounds) < 0.05
+    for delay in delays:
+        states = pool.get(3, transport).call(late_peer, n, delay)
+        assert states == [(IN_PROGRESS, IN_PROGRESS)] * 3
 
 
 def chain(rank: Rank, steps: int) -> None:
@@ -197,7 +193,7 @@ def bounded_wait(rank: Rank) -> tuple[float, float]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_synchronize_is_bounded(pool: Pool, transport: str) -> None:
     (short, long), _ = pool.get(2, transport).call(bounded_wait)
-    assert 0.42 <= long < 3
+    assert 0.42 <= long < 15
     assert short < long
 
 
@@ -220,10 +216,10 @@ def test_streams_run_by_themselves(pool: Pool, transport: str, n: int) -> None:
 def blocking(rank: Rank, delay: float) -> tuple[float, int]:
     comm = connect(rank)
     array = np.ones(10, np.float32)
+    start = time.monotonic()
     rank.exchange()
     if rank.rank == 1:
         time.sleep(delay)
-    start = time.monotonic()
     all_reduce(comm, array)
     took = time.monotonic() - start
     assert (array == 2).all()

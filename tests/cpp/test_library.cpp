@@ -2,6 +2,7 @@
 // sanitizers in CI, so it touches every path on which threads or processes meet.
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <functional>
 #include <thread>
@@ -281,9 +282,11 @@ void an_abort_ends_what_waits() {
   as_threads(1, [](World) {});
   ncclUniqueId id;
   OK(ncclGetUniqueId(&id));
+  std::atomic<bool> waits{false};
   std::thread other([&] {
     ncclComm_t comm;
     OK(ncclCommInitRank(&comm, 2, id, 1));
+    while (!waits) usleep(1000);
     usleep(300000);
     OK(ncclCommAbort(comm));
   });
@@ -292,6 +295,7 @@ void an_abort_ends_what_waits() {
   float x = 1;
   OK(ncclAllReduce(&x, &x, 1, ncclFloat32, ncclSum, comm, nullptr));
   CHECK_EQ(int(pyncclCpuStreamSynchronize(comm, nullptr, 20)), int(ncclInProgress));
+  waits = true;
   CHECK_EQ(int(pyncclCpuStreamSynchronize(comm, nullptr, -1)), int(ncclRemoteError));
   OK(ncclCommAbort(comm));
   other.join();

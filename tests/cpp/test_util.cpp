@@ -426,7 +426,7 @@ void check_connection(Address addr) {
   char byte;
   auto start = Clock::now();
   CHECK(!recv_all(client.get(), &byte, 1, in_ms(50)) && errno == ETIMEDOUT);
-  CHECK(seconds_since(start) >= 0.05 && seconds_since(start) < 2);
+  CHECK(seconds_since(start) >= 0.05 && seconds_since(start) < 4);
   std::vector<char> much(64 << 20);
   CHECK(!send_all(client.get(), much.data(), much.size(), in_ms(50)) && errno == ETIMEDOUT);
   client.reset();
@@ -464,11 +464,11 @@ void test_connect_refused() {
   std::string why;
   listen_on(&addr, &why).reset();
   auto start = Clock::now();
-  CHECK(!connect_to(addr, in_ms(5000), &why, false) && seconds_since(start) < 1);
+  CHECK(!connect_to(addr, in_ms(5000), &why, false) && seconds_since(start) < 4);
   CHECK(contains(why, "Connection refused") && contains(why, addr.str()));
   start = Clock::now();
   CHECK(!connect_to(addr, in_ms(200), &why, true));
-  CHECK(seconds_since(start) >= 0.2 && seconds_since(start) < 2);
+  CHECK(seconds_since(start) >= 0.2 && seconds_since(start) < 10);
   std::thread late([addr]() mutable {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
     Fd listener = listen_on(&addr, nullptr);
