@@ -20,6 +20,8 @@ import pynccl
 from conftest import clean_environment
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import StoreServer
+from pynccl.bootstrap._keys import ObjectKeys
+from pynccl.bootstrap._round import Round
 from test_init_environment import forget_the_launcher, free_port
 from test_init_methods import Plain, meet
 
@@ -434,6 +436,27 @@ def test_ctrl_c_on_one_rank() -> None:
     texts = testing.run(3, interrupted_early, backend="cpu")
     assert texts[1] == "KeyboardInterrupt()"
     assert all("rank 1 of 3 failed: KeyboardInterrupt" in texts[rank] for rank in (0, 2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", ["will", "prepare", "put"])
+def test_ctrl_c_before_the_others_know_of_a_rank(
+    at: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ObjectKeys(Plain(str(tmp_path), ""))
+    meeting = Round(keys, "a", rank, 2, time.monotonic() + 20)
+
+    def interrupted(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    if at != "prepare":
+        monkeypatch.setattr(keys, at, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        meeting.exchange(interrupted)
+    failure = Round(keys, "a", 1 - rank, 2, time.monotonic()).failure()
+    assert failure is not None
+    assert f"rank {rank} of 2 failed: KeyboardInterrupt" in str(failure.error())
 
 
 def interrupted_creation(rank: int, nranks: int) -> str:

@@ -15,6 +15,7 @@ import pytest
 import pynccl
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store
+from pynccl.bootstrap._keys import FolderKeys
 from test_init_environment import forget_the_launcher, free_port, logged
 
 
@@ -160,6 +161,22 @@ def test_folders_that_are_no_meeting_place(tmp_path: Path) -> None:
             pynccl.init(f"file://{tmp_path}/{name}", rank=0, world_size=2, timeout=1)
     with pytest.raises(BootstrapError):
         pynccl.init(f"file://{tmp_path}/link", rank=0, world_size=2, timeout=1)
+
+
+def test_a_folder_that_goes_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = Path.lstat, [0]
+
+    def gone(path: Path) -> os.stat_result:
+        calls[0] += 1
+        if calls[0] < 4:
+            path.rmdir()
+        return real(path)
+
+    monkeypatch.setattr(Path, "lstat", gone)
+    keys = FolderKeys(str(tmp_path / "meeting"))
+    assert calls[0] == 4
+    assert keys.claim("a")
+    assert not keys.claim("a")
 
 
 # --- objects ---

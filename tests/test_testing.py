@@ -136,6 +136,18 @@ def test_timeout_before_the_ranks_have_started() -> None:
         testing.run(2, sleep_here, backend="cpu", timeout=0.001)
 
 
+def test_a_rank_that_ends_when_the_time_is_up(tmp_path: Path) -> None:
+    class Ended:
+        def poll(self) -> int:
+            return 0
+
+    (tmp_path / "0.result").write_bytes(pickle.dumps((True, pickle.dumps(5), "")))
+    for check in (True, False):
+        job = testing._Job(tmp_path, 1)
+        job.children.append(Ended())  # type: ignore[arg-type]
+        assert job.results(1, check) == [5]
+
+
 def test_descendants_are_killed() -> None:
     pids = testing.run(2, leave_a_process, backend="cpu")
     time.sleep(0.1)
