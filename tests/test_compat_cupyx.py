@@ -23,6 +23,7 @@ import pytest
 from numpy.typing import NDArray
 
 from conftest import ROOT, clean_environment
+from meeting import free_port
 from pynccl import BootstrapError, NcclTimeoutError, testing
 from pynccl.compat import cupyx
 
@@ -35,11 +36,6 @@ KINDS = [
     ),
 ]
 Array = NDArray[Any]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def run(nranks: int, program: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:

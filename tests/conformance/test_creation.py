@@ -13,6 +13,8 @@ import time
 import numpy as np
 import pytest
 
+from meeting import free_port
+
 from .backend import capi
 from .ranks import ROOT, Pool, Ranks
 from .scenario import (
@@ -365,13 +367,6 @@ def test_fork(program: str) -> None:
         [sys.executable, *options, "-c", program], env=env, capture_output=True, text=True, timeout=40
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def own_id(rank: Rank, rounds: int) -> None:
