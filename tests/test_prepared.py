@@ -79,8 +79,9 @@ def every_operation(rank: int, nranks: int) -> None:
 
 
 @pytest.mark.parametrize("nranks", [1, 2])
+@pytest.mark.timeout(180)
 def test_every_operation(nranks: int) -> None:
-    testing.run(nranks, every_operation, backend="cpu")
+    testing.run(nranks, every_operation, backend="cpu", timeout=170)
 
 
 def test_every_operation_can_be_prepared() -> None:

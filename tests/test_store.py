@@ -489,6 +489,7 @@ else:
 
 
 @pytest.mark.network
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("version", "words"), [("2.28.9", "NotSupportedError"), ("2.32.3", "taken")])
 def test_encrypt_nccl(
     run_python: Callable[..., object], released: Callable[[str], str], version: str, words: str

@@ -21,7 +21,7 @@ from conftest import clean_environment
 from pynccl import testing
 
 # Each rank imports torch.
-pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
 
 
 def on_ranks(nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any, **options: Any) -> list[Any]:
