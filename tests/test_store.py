@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from meeting import free_port
 from pynccl import BootstrapError
 from pynccl.bootstrap import Store, StoreServer, encrypt_nccl
 from pynccl.bootstrap._auth import read_secret
@@ -250,8 +251,7 @@ def test_closed_store(server: StoreServer) -> None:
 
 
 def test_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     start = time.monotonic()
     with pytest.raises(BootstrapError, match=f"no store answered at 127.0.0.1:{port} within 0.5 s"):
         Store(f"127.0.0.1:{port}", timeout=0.5)
@@ -259,8 +259,7 @@ def test_nobody_listens() -> None:
 
 
 def test_server_comes_later() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     servers: list[StoreServer] = []
     timer = threading.Timer(0.4, lambda: servers.append(StoreServer(port=port, secret="s")))
     timer.start()

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from meeting import free_port
 from pynccl import BootstrapError
 from pynccl.bootstrap import Store, StoreServer
 
@@ -339,11 +340,9 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("how", ["name", "connect", "silent", "get", "wait", "barrier", "lock"])
 def test_ctrl_c(how: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, StoreServer(secret=SECRET) as server:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            nobody = probe.getsockname()[1]
         address = {
             "name": "no-such-host.invalid:1",
-            "connect": f"127.0.0.1:{nobody}",
+            "connect": f"127.0.0.1:{free_port()}",
             "silent": f"127.0.0.1:{silent.getsockname()[1]}",
         }.get(how, server.address)
         with python(INTERRUPTED, how, address, SECRET) as client:
