@@ -138,7 +138,8 @@ class _Job:
             elif now >= deadline:
                 break
             time.sleep(0.005)
-        running = [child for child in self.children if child.poll() is None]
+        self._all_ended()
+        running = [child for rank, child in enumerate(self.children) if rank not in self.ended]
         self.timed_out = bool(running) and not any(self.children[rank].poll() for rank in self.ended)
         # A rank that gets this signal writes where it is, and ends.
         for child in running:
@@ -163,7 +164,12 @@ class _Job:
                 for rank, a in enumerate(answers)
             ]
         failed = [rank for rank in self.ended if isinstance(answers[rank], _Failure)]
-        late = [rank for rank in range(self.nranks) if rank not in self.ended]
+        # One that ended just before its end was due has a value.
+        late = [
+            rank
+            for rank, answer in enumerate(answers)
+            if rank not in self.ended and isinstance(answer, _Failure)
+        ]
         if failed or late:
             head = (
                 f"ranks {late} of {self.nranks} were still running after {timeout:g} s\n"

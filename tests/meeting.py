@@ -1,10 +1,21 @@
-"""Where the ranks of a test meet without the communicator under test: who has left may end at once."""
+"""Where the ranks of a test meet without the communicator under test: who has left may end at once.
+
+And ports for those that meet at one.
+"""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
+import socket
 
 from pynccl.bootstrap import Store
+
+# Below the ports that a system gives to connections, which would take one at any time; each worker of xdist
+# has its own, and no two processes begin with the same.
+_FIRST_PORT, _PORTS = 12000, 4000
+_numbers = itertools.count(97 * os.getpid())
 
 
 def store() -> Store:
@@ -28,3 +39,19 @@ def hear(what: str) -> None:
     """Wait until another rank has said something."""
     with store() as meeting:
         meeting.wait(what)
+
+
+def free_port() -> int:
+    """Return a port that nobody has, and that nobody is given soon."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 5
+    while True:
+        port = _FIRST_PORT + _PORTS * worker + next(_numbers) % _PORTS
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port

@@ -23,7 +23,7 @@ import pytest
 from numpy.typing import NDArray
 
 from conftest import ROOT, clean_environment
-from meeting import hear, tell, together
+from meeting import free_port, hear, tell, together
 from pynccl import BootstrapError, NcclTimeoutError, testing
 from pynccl.compat import cupyx
 
@@ -40,12 +40,7 @@ Array = NDArray[Any]
 
 def run(nranks: int, program: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """Run a program that gets the port to meet at."""
-    with socket.socket() as held:
-        # Bound so and not listening it leaves the port to rank 0, and nobody else is given it meanwhile.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        port = int(held.getsockname()[1])
-        return testing.run(nranks, program, port, *args, backend="cpu", timeout=40, **options)
+    return testing.run(nranks, program, free_port(), *args, backend="cpu", timeout=40, **options)
 
 
 def meet(rank: int, nranks: int, port: int, **options: Any) -> cupyx.NCCLBackend:

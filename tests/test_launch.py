@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -165,7 +166,7 @@ def test_one_failure_ends_all(script: Script, ending: str, code: int, words: str
     program = script(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ending}\ntime.sleep(60)\n")
     start = time.monotonic()
     done = launch("-n", "3", "--cpu", program)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40
     assert done.returncode == code
     assert words in done.stderr
     assert done.stderr.count("ending the other ranks") == 1
@@ -173,25 +174,29 @@ def test_one_failure_ends_all(script: Script, ending: str, code: int, words: str
 
 STUBBORN = """
 import os, signal, subprocess, sys, time
+from pathlib import Path
+deaf = Path(sys.argv[1])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(child.pid)
 if os.environ["RANK"] == "0":
-    time.sleep(0.5)
+    while not deaf.exists():
+        time.sleep(0.01)
     sys.exit(3)
+deaf.touch()
 time.sleep(60)
 """
 
 
 @pytest.mark.slow
 def test_who_ignores_sigterm_is_killed_with_its_children(
-    script: Script, started: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     start = time.monotonic()
-    process = started("-n", "2", "--cpu", script(STUBBORN))
+    process = started("-n", "2", "--cpu", script(STUBBORN), str(tmp_path / "deaf"))
     pids = _pids(process, 2)
-    assert process.wait(30) == 3
-    assert _launch.GRACE_SECONDS - 1 < time.monotonic() - start < _launch.GRACE_SECONDS + 8
+    assert process.wait(45) == 3
+    assert _launch.GRACE_SECONDS - 1 < time.monotonic() - start < _launch.GRACE_SECONDS + 30
     _wait_gone(pids)
 
 
@@ -247,13 +252,16 @@ def test_ranks_die_with_the_launcher(script: Script, started: Callable[..., subp
 
 
 def test_a_daemon_that_keeps_the_pipe_is_not_waited_for(script: Script) -> None:
-    program = script("import subprocess; subprocess.Popen(['setsid', 'sleep', '4']); print('done')")
+    program = script("import subprocess; print(subprocess.Popen(['setsid', 'sleep', '30']).pid)")
     start = time.monotonic()
     done = subprocess.run(
-        _command("-n", "1", "--cpu", program), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=15
+        _command("-n", "1", "--cpu", program), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=50
     )
-    assert (done.returncode, done.stdout) == (0, b"[0] done\n")
-    assert time.monotonic() - start < 3.5
+    took = time.monotonic() - start
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(done.stdout.split()[-1]), signal.SIGKILL)
+    assert (done.returncode, done.stdout[:4]) == (0, b"[0] ")
+    assert took < 20
 
 
 def test_closed_output(script: Script) -> None:
@@ -279,7 +287,7 @@ if rank == "2":
         {}["cause"]
     except KeyError as error:
         raise ValueError("the cause") from error
-time.sleep(1)
+time.sleep(30)
 raise RuntimeError("only a consequence")
 """
 
@@ -296,26 +304,31 @@ def test_the_first_traceback_comes_last(script: Script) -> None:
 
 SLOW_TO_END = """
 import atexit, os, signal, sys, time
-rank = os.environ["RANK"]
+from pathlib import Path
+rank, failed = os.environ["RANK"], Path(sys.argv[1])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def end():
+    failed.touch()
+    time.sleep(1.5)
 if rank == "0":
-    atexit.register(time.sleep, 1.5)
+    atexit.register(end)
     raise ValueError("the cause")
-time.sleep(0.7)
+while not failed.exists():
+    time.sleep(0.01)
 raise RuntimeError("only a consequence")
 """
 
 
-def test_who_failed_first_may_end_later(script: Script) -> None:
-    done = launch("-n", "2", "--cpu", script(SLOW_TO_END))
+def test_who_failed_first_may_end_later(script: Script, tmp_path: Path) -> None:
+    done = launch("-n", "2", "--cpu", script(SLOW_TO_END), str(tmp_path / "failed"))
     assert done.stderr.splitlines()[-1] == "[0] ValueError: the cause"
 
 
 def test_time_out(script: Script) -> None:
     program = script("import os, time\nif os.environ['RANK'] != '1': time.sleep(60)")
     start = time.monotonic()
-    done = launch("-n", "3", "--cpu", "--timeout", "1.5", program)
-    assert time.monotonic() - start < 1.5 + 15
+    done = launch("-n", "3", "--cpu", "--timeout", "8", program)
+    assert time.monotonic() - start < 40
     assert done.returncode == 124
     assert "the time is up (--timeout); still running: 0, 2\n" in done.stderr
     assert launch("-n", "2", "--cpu", "--timeout", "30", script("pass")).returncode == 0
@@ -370,7 +383,7 @@ def test_the_ranks_children_die_with_the_launcher(
 
 
 def test_no_process_is_left(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
-    process = started("-n", "2", "--cpu", script("input_ = print(1); import time; time.sleep(1)"))
+    process = started("-n", "2", "--cpu", script("input_ = print(1); import time; time.sleep(3)"))
     _pids(process, 2)
     children = [int(pid) for pid in _children(process.pid)]
     # The ranks, and who watches over them.

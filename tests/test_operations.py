@@ -331,8 +331,9 @@ def every_case(rank: int, nranks: int) -> None:
 
 
 @pytest.mark.parametrize("nranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.timeout(180)
 def test_every_operation(nranks: int) -> None:
-    testing.run(nranks, every_case, backend="cpu", timeout=55)
+    testing.run(nranks, every_case, backend="cpu", timeout=170)
 
 
 # --- numbers that are not exact ---

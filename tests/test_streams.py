@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 import pynccl
+from meeting import hear, tell
 from pynccl import Communicator, NcclTimeoutError, testing
 
 
@@ -24,7 +24,7 @@ def streams_and_events(rank: int, nranks: int) -> None:
         assert event.query()
         comm.barrier()
         if rank == 1:
-            time.sleep(0.7)
+            hear("checked")
         x = comm.all_reduce(np.ones(3), stream=stream)
         event.record(stream)
         if rank == 0:
@@ -33,6 +33,7 @@ def streams_and_events(rank: int, nranks: int) -> None:
             for wait, name in ((stream.synchronize, "Stream"), (event.synchronize, "Event")):
                 with pytest.raises(NcclTimeoutError, match=f"{name}.synchronize took longer than 0.1 s"):
                     wait(0.1)
+            tell("checked")
         event.synchronize(10)
         assert (x == nranks).all()
         stream.synchronize(10)

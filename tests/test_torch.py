@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pynccl import testing
 
 # Each rank imports torch.
-pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
 
 Op = dist.ReduceOp
 REAL = [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]

@@ -21,7 +21,7 @@ from conftest import clean_environment
 from pynccl import testing
 
 # Each rank imports torch.
-pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
 
 
 def on_ranks(nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any, **options: Any) -> list[Any]:
@@ -106,7 +106,8 @@ def test_groups_made_again(tmp_path: Path) -> None:
 
 def late(rank: int, size: int, store: str) -> tuple[float, str]:
     start(rank, size, store)
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    # It bounds the creation, too.
+    group = dist.new_group(timeout=timedelta(seconds=5))
     dist.barrier()
     began = time.monotonic()
     message = ""
@@ -126,8 +127,8 @@ def late(rank: int, size: int, store: str) -> tuple[float, str]:
 
 def test_a_timeout_raises_in_the_caller(tmp_path: Path) -> None:
     (took, message), _ = on_ranks(2, late, tmp_path)
-    assert "Timed out waiting 2000ms for all_reduce" in message
-    assert 1.9 <= took < 3
+    assert "Timed out waiting 5000ms for all_reduce" in message
+    assert 4.9 <= took < 15
 
 
 def impatient(rank: int, size: int, store: str) -> None:
@@ -184,11 +185,19 @@ def test_ends_in_bounded_time_with_work_pending(tmp_path: Path, how: str) -> Non
     assert max(on_ranks(2, aborted, tmp_path, how)) < 15
 
 
+def dies_when_all_are_past(rank: int, size: int) -> None:
+    """End rank 1 when no other rank is in the barrier any more."""
+    dist.barrier()
+    flags = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        flags.wait([f"past{other}" for other in range(size) if other != 1])
+        os._exit(0)
+    flags.set(f"past{rank}", "1")
+
+
 def dying(rank: int, size: int, store: str) -> str:
     start(rank, size, store)
-    dist.barrier()
-    if rank == 1:
-        os._exit(0)
+    dies_when_all_are_past(rank, size)
     try:
         dist.all_reduce(torch.ones(3))
     except dist.DistBackendError as error:
@@ -218,9 +227,7 @@ def test_different_sizes_are_an_error_on_every_rank(tmp_path: Path) -> None:
 
 def shrunk(rank: int, size: int, store: str) -> Any:
     start(rank, size, store)
-    dist.barrier()
-    if rank == 1:
-        os._exit(0)
+    dies_when_all_are_past(rank, size)
     time.sleep(0.5)
     group = dist.distributed_c10d.shrink_group([1], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
     x = torch.tensor([rank])
@@ -274,7 +281,7 @@ def interrupted(rank: int, size: int, store: str) -> float:
 
 @pytest.mark.full
 def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
-    assert on_ranks(2, interrupted, tmp_path)[0] < 3
+    assert on_ranks(2, interrupted, tmp_path)[0] < 10
 
 
 @pytest.mark.full
@@ -302,7 +309,7 @@ def test_what_cannot_be_compiled(tmp_path: Path, settings: dict[str, str], messa
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode != 0
     assert message in done.stderr

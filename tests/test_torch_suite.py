@@ -106,7 +106,7 @@ def run_suite(backend: str, patterns: list[str]) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("torch_backend")
 def test_quick_part_of_torchs_suite() -> None:
     outcomes = {backend: run_suite(backend, QUICK) for backend in ("gloo", "pynccl")}

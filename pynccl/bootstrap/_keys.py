@@ -19,6 +19,8 @@ from pynccl.bootstrap._store import Store, StoreLost, StoreSilent
 
 # Polling begins with the first and slows down to the second.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+# So often a folder is made that rank 0 of the round before removes at the same time.
+_TRIES = 5
 
 
 class Keys(Protocol):
@@ -203,8 +205,7 @@ class FolderKeys(_Polled):
         self.path = Path(path)
         self.where = f"file://{path}"
         try:
-            self.path.mkdir(mode=0o700, exist_ok=True)
-            found = self.path.lstat()
+            found = self._make()
         except OSError as error:
             raise BootstrapError(f"{self.where} cannot be used as a meeting place: {error}") from error
         # In a folder that all users write to, somebody else may have been there first.
@@ -213,6 +214,15 @@ class FolderKeys(_Polled):
                 f"{self.where} is not safe to meet at: expected a folder of this user's that nobody else can "
                 "write to, or a path where there is nothing yet"
             )
+
+    def _make(self) -> os.stat_result:
+        for _ in range(_TRIES):
+            # It may be there and go at the same time.
+            with suppress(FileExistsError, FileNotFoundError):
+                self.path.mkdir(mode=0o700, exist_ok=True)
+                return self.path.lstat()
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        return self.path.lstat()
 
     def _file(self, name: str) -> Path:
         return self.path / name.replace("/", ".")
@@ -234,7 +244,7 @@ class FolderKeys(_Polled):
                 write()
             except FileNotFoundError:
                 # Rank 0 has just removed the folder of the round before.
-                self.path.mkdir(mode=0o700, exist_ok=True)
+                self._make()
                 write()
         except FileExistsError:
             raise

@@ -75,7 +75,18 @@ class Round:
                 f"rank {self.rank} of {self.size} arrived twice at {self.keys.where}; two processes have the "
                 "same rank, or these are the leavings of an earlier run"
             )
-        self.keys.will(self.prefix + "failed", pack(death_of(self.rank, self.size)))
+        try:
+            self.keys.will(self.prefix + "failed", pack(death_of(self.rank, self.size)))
+            self._arrive(prepare)
+            if self.rank != 0:
+                return self._follow()
+        except (KeyboardInterrupt, SystemExit) as error:
+            # Rank 0 counts on this rank, or all count on rank 0: the others learn of it while they wait.
+            self.fail(error)
+            raise
+        return self._lead()
+
+    def _arrive(self, prepare: Callable[[], Facts]) -> None:
         try:
             mine = Arrival(self.size, prepare())
         except Exception as error:
@@ -84,14 +95,6 @@ class Round:
             self._give_up(failure, _LINGER)
             raise
         self.keys.put(self._key("arrival", self.rank), pack(mine), self._left() + _MARGIN)
-        if self.rank == 0:
-            return self._lead()
-        try:
-            return self._follow()
-        except (KeyboardInterrupt, SystemExit) as error:
-            # Rank 0 counts on this rank: the others learn of it while they create the communicator.
-            self.fail(error)
-            raise
 
     def _key(self, kind: str, rank: int) -> str:
         return f"{self.prefix}{kind}/{rank}"

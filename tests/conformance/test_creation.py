@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import socket
 import subprocess
@@ -13,6 +12,8 @@ import time
 
 import numpy as np
 import pytest
+
+from meeting import free_port
 
 from .backend import capi
 from .ranks import ROOT, Pool, Ranks
@@ -369,15 +370,6 @@ def test_fork(program: str) -> None:
         [sys.executable, *options, "-c", program], env=env, capture_output=True, text=True, timeout=40
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def free_port() -> int:
-    """Return a port that the system gives to nobody by itself."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
 
 
 def own_id(rank: Rank, rounds: int) -> None:
