@@ -120,14 +120,15 @@ void Backend::end_all() {
   for (auto& backend : all) backend->leave();
 }
 
-Backend::~Backend() {
+Backend::~Backend() { leave(); }
+
+// The destructor waits for the last weak reference.
+void Backend::release_resources() { leave(); }
+
+void Backend::leave() {
   // Threads that end here may need the GIL.
   std::unique_ptr<pybind11::gil_scoped_release> release;
   if (Py_IsInitialized() && PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
-  leave();
-}
-
-void Backend::leave() {
   try {
     end(true);
   } catch (...) {

@@ -50,6 +50,7 @@ class Backend : public c10d::Backend {
   static intrusive_ptr<Backend> make(intrusive_ptr<c10d::Store> store, int rank, int size,
                                      Milliseconds timeout, bool connect_cpu);
   static void end_all();  // before Python ends
+  void release_resources() override;
 
   const std::string getBackendName() const override { return "pynccl"; }
   intrusive_ptr<c10d::Backend::Options> getBackendOptions() { return options_; }
