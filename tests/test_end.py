@@ -176,3 +176,29 @@ def forks(rank: int, nranks: int) -> None:
 
 def test_fork() -> None:
     testing.run(2, forks, backend="cpu")
+
+
+EXITS = """
+import os, sys, time
+import numpy as np, pynccl
+comm = pynccl.init(timeout=10)
+comm.barrier()
+if comm.rank == 0:
+    open(sys.argv[1], "w").write(str(time.time()))
+    raise SystemExit(3)
+comm.all_reduce(np.ones(3))
+"""
+
+
+def test_interpreter_exit_is_bounded(tmp_path: Path) -> None:
+    """A rank ends in trouble without closing anything; so do the others, with their traceback."""
+    script = tmp_path / "exits.py"
+    script.write_text(EXITS)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", "--grace", "20"]
+    start = time.monotonic()
+    done = subprocess.run(
+        [*command[:-2], str(script), str(tmp_path / "when")], capture_output=True, text=True, timeout=50
+    )
+    # Which rank ends first, nothing says.
+    assert done.returncode in (1, 3)
+    assert time.monotonic() - start < 20
