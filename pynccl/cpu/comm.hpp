@@ -49,7 +49,8 @@ struct Peer {
   bool direct = false;  // each reads and writes the other's memory
   Cell* cell = nullptr;
   Remote remote;
-  bool left = false, gone = false;  // under Comm::mutex
+  bool left = false;              // under Comm::mutex
+  std::atomic<bool> gone{false};  // set under it; who tells of an error looks without
   Leaving leaving;
   std::unique_ptr<Stuck> stuck;  // the newest
   std::map<uint64_t, std::vector<char>> inbox;
