@@ -27,6 +27,7 @@ import numpy as np
 import pynccl
 import pynccl.bootstrap._init
 from fault_schedules import IN_A_CALL, RECOVERY, REDUCING, Schedule, draw, wrong_work
+from meeting import starved
 from pynccl import Communicator, Plan, RankFailedError, capi
 from pynccl._binding import lib
 from pynccl._process import die_with_parent
@@ -390,15 +391,6 @@ class Rank:
 
 
 # --- a process ----------------------------------------------------------------------------------------------
-
-
-def starved() -> float:
-    """Return how long this process's threads have waited for a processor so far."""
-    total = 0
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):
-            total += int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[1])
-    return total / 1e9
 
 
 def census() -> tuple[Counter[str], Counter[str]]:

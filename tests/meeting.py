@@ -1,14 +1,16 @@
 """Where the ranks of a test meet without the communicator under test: who has left may end at once.
 
-And ports for those that meet at one.
+And ports for those that meet at one, and how long they did not get to run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import socket
+from pathlib import Path
 
 from pynccl.bootstrap import Store
 
@@ -39,6 +41,15 @@ def hear(what: str) -> None:
     """Wait until another rank has said something."""
     with store() as meeting:
         meeting.wait(what)
+
+
+def starved() -> float:
+    """Return how long this process's threads have waited for a processor so far."""
+    total = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            total += int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[1])
+    return total / 1e9
 
 
 def free_port() -> int:
