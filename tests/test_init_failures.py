@@ -72,15 +72,21 @@ def test_late(kind: str, late: int, tmp_path: Path) -> None:
     testing.run(2, comes_late, kind, str(tmp_path), free_port(), late, backend="cpu")
 
 
+def stop_rank_0(folder: str, others: tuple[int, ...]) -> int:
+    """Stop rank 0 once the others are on their way to meet; return its process."""
+    while not all(Path(folder, str(other)).exists() for other in others):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    pid = int(Path(folder, "0").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
 def waits_for_a_stopped_one(rank: int, nranks: int, folder: str, port: int) -> None:
     """Rank 0, which has the store, stands still for a while; the others wait on."""
     Path(folder, str(rank)).write_text(str(os.getpid()))
     if rank == 2:
-        while not all(Path(folder, str(other)).exists() for other in (0, 1)):
-            time.sleep(0.01)
-        time.sleep(0.5)
-        pid = int(Path(folder, "0").read_text())
-        os.kill(pid, signal.SIGSTOP)
+        pid = stop_rank_0(folder, (0, 1))
         time.sleep(2.5)
         os.kill(pid, signal.SIGCONT)
     meet(f"tcp://127.0.0.1:{port}", rank, nranks)
@@ -93,11 +99,7 @@ def test_a_store_that_stands_still(tmp_path: Path) -> None:
 def waits_for_one_stopped_for_good(rank: int, nranks: int, folder: str, port: int) -> str:
     Path(folder, str(rank)).write_text(str(os.getpid()))
     if rank == 1:
-        while not all(Path(folder, str(other)).exists() for other in (0, 2)):
-            time.sleep(0.01)
-        time.sleep(0.5)
-        pid = int(Path(folder, "0").read_text())
-        os.kill(pid, signal.SIGSTOP)
+        pid = stop_rank_0(folder, (0, 2))
     if rank == 0:
         meet(f"tcp://127.0.0.1:{port}", rank, nranks)
     text = fails_in_time(f"tcp://127.0.0.1:{port}", 2.5)
