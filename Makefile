@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 HEADERS := $(wildcard pynccl/native/*.[ch])
-CPU := $(wildcard pynccl/cpu/*.cpp)
-SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*.hpp pynccl/cpu/*.inc) pynccl/_build_ffi.py
-CXX_FILES := $(wildcard pynccl/cpu/*.?pp pynccl/torch/csrc/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) $(filter-out %_api.h,$(HEADERS))
+CPU := $(wildcard pynccl/cpu/*/*.cpp)
+SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*/*.hpp pynccl/cpu/*/*.inc) pynccl/_build_ffi.py
+CXX_FILES := $(wildcard pynccl/cpu/*/*.?pp pynccl/torch/csrc/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) $(filter-out %_api.h,$(HEADERS))
 PYTHON_FILES := pynccl tests tools examples benchmarks
 
 .PHONY: demo build test test-slow test-full test-gpu bench lint format generate wheel sanitize cpu-lib clean
@@ -85,15 +85,15 @@ $(VENV)/demo $(VENV)/test $(VENV)/full $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(V
 	$(INSTALL) --editable ".[$*]"
 	touch $@ $(VENV)/built
 
-# --- tests/cpp under the sanitizers: the CPU library's sources and each test program, in two ways ----------
+# --- tests/cpp: the CPU library's sources and each test program, plain and under the sanitizers -------------
 
-SANITIZERS := asan tsan
+SANITIZERS := plain asan tsan
 asan_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=all
 tsan_FLAGS := -fsanitize=thread
 # ThreadSanitizer needs addresses where it expects them, and forked ranks that start threads of their own.
 tsan_RUN := TSAN_OPTIONS=die_after_fork=0 setarch $(shell uname -m) -R
 CXX_TESTS := $(basename $(notdir $(wildcard tests/cpp/test_*.cpp)))
-SANITIZE_FLAGS := -std=c++17 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror -MMD
+SANITIZE_FLAGS := -std=c++17 -O1 -g -Ipynccl -Ipynccl/cpu -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror -MMD
 
 sanitize: $(foreach s,$(SANITIZERS),$(foreach t,$(CXX_TESTS),run-$(s)-$(t)))
 
@@ -104,13 +104,13 @@ build/$(1)/%.o: pynccl/cpu/%.cpp
 
 build/$(1)/test_%.o: tests/cpp/test_%.cpp
 	@mkdir -p $$(@D)
-	$$(CXX) $$(SANITIZE_FLAGS) $$($(1)_FLAGS) -Ipynccl/cpu -c $$< -o $$@
+	$$(CXX) $$(SANITIZE_FLAGS) $$($(1)_FLAGS) -c $$< -o $$@
 
 build/$(1)/%: build/$(1)/%.o $(CPU:pynccl/cpu/%.cpp=build/$(1)/%.o)
 	$$(CXX) $$($(1)_FLAGS) -pthread $$^ -o $$@
 
 .PRECIOUS: build/$(1)/%.o
--include $$(wildcard build/$(1)/*.d)
+-include $$(wildcard build/$(1)/*.d build/$(1)/*/*.d)
 endef
 $(foreach s,$(SANITIZERS),$(eval $(call sanitizer,$(s))))
 

@@ -1,4 +1,4 @@
-"""Build the native parts: binding and forwarding library from native/*.h, CPU library from cpu/*.cpp.
+"""Build the native parts: binding and forwarding library from native/*.h, CPU library from cpu/*/*.cpp.
 
 Needs the standard library, setuptools and cffi. `python pynccl/_build_ffi.py cpu forward` rebuilds
 those two in place.
@@ -256,8 +256,9 @@ def _is_current(target: Path, command: list[str]) -> bool:
 
 
 def _compile(source: Path, objects: Path) -> Path:
-    target = objects / (source.stem + ".o")
-    flags = [*CPU_FLAGS, *_tool("CXXFLAGS", ""), "-MMD"]
+    target = objects / source.relative_to(CPU).with_suffix(".o")
+    target.parent.mkdir(exist_ok=True)
+    flags = [*CPU_FLAGS, f"-I{PACKAGE}", f"-I{CPU}", *_tool("CXXFLAGS", ""), "-MMD"]
     command = [*_tool("CXX", "g++"), *flags, "-c", str(source), "-o", str(target)]
     if not _is_current(target, command):
         _run(command)
@@ -272,12 +273,12 @@ def _export_map() -> str:
 
 
 def build_cpu_library(target: Path) -> None:
-    """Compile cpu/*.cpp, only what changed, and link the CPU library."""
+    """Compile cpu/*/*.cpp, only what changed, and link the CPU library."""
     import fcntl
 
     objects = PACKAGE.parent / "build" / "cpu"
     objects.mkdir(parents=True, exist_ok=True)
-    sources = sorted(CPU.glob("*.cpp"))
+    sources = sorted(CPU.glob("*/*.cpp"))
     with open(objects / "lock", "w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)
         made = [str(path) for path in pool.map(lambda source: _compile(source, objects), sources)]

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "log.hpp"
+#include "base/log.hpp"
 
 namespace testing {
 

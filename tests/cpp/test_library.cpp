@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "harness.hpp"
-#include "nccl.hpp"
+#include "base/nccl.hpp"
 
 using namespace testing;
 

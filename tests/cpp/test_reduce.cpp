@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "../../pynccl/cpu/reduce.hpp"
+#include "reduce/reduce.hpp"
 
 using namespace pncpu;
 

@@ -18,11 +18,11 @@
 #include <thread>
 #include <vector>
 
-#include "fault.hpp"
+#include "comm/fault.hpp"
 #include "harness.hpp"
-#include "log.hpp"
-#include "net.hpp"
-#include "params.hpp"
+#include "base/log.hpp"
+#include "base/net.hpp"
+#include "base/params.hpp"
 
 using namespace pncpu;
 using namespace testing;

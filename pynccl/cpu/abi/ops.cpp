@@ -1,0 +1,287 @@
+// The C API: collectives and point-to-point. Checks every argument, then submits the call.
+#include <algorithm>
+
+#include "comm/fault.hpp"
+#include "comm/lifecycle.hpp"
+
+namespace pncpu {
+namespace {
+
+ncclResult_t bad(const char* function, const char* what, long long value, const char* expected) {
+  return fail(ncclInvalidArgument, "%s: %s is %lld, expected %s", function, what, value, expected);
+}
+
+bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
+  auto x = reinterpret_cast<uintptr_t>(a), y = reinterpret_cast<uintptr_t>(b);
+  return a_bytes && b_bytes && x < y + b_bytes && y < x + a_bytes;
+}
+
+struct Extent {
+  size_t send, recv;   // bytes of the buffers that this rank passes; 0 where it needs none
+  ptrdiff_t in_place;  // where in recv (or, negative, send in which recv) the other lies when in place
+  bool may_be_in_place;
+};
+
+Extent extent_of(const Op& op) {
+  size_t b = op.bytes(), n = size_t(op.comm->nranks);
+  ptrdiff_t mine = ptrdiff_t(size_t(op.comm->rank) * b);
+  bool root = op.comm->rank == op.root;
+  switch (op.func) {
+    case Func::AllReduce:
+      return {b, b, 0, true};
+    case Func::Reduce:
+      return {b, root ? b : 0, 0, true};
+    case Func::Broadcast:
+      return {root ? b : 0, b, 0, true};
+    case Func::AllGather:
+      return {b, b * n, mine, true};
+    case Func::ReduceScatter:
+      return {b * n, b, -mine, true};
+    case Func::AlltoAll:
+      return {b * n, b * n, 0, false};
+    case Func::Gather:
+      return {b, root ? b * n : 0, mine, true};
+    case Func::Scatter:
+      return {root ? b * n : 0, b, -mine, true};
+    case Func::Send:
+      return {b, 0, 0, false};
+    default:
+      return {0, b, 0, false};
+  }
+}
+
+ncclResult_t check_buffers(const Op& op, const char* function) {
+  if (op.count > SIZE_MAX / 16 / size_t(op.comm->nranks))
+    return fail(ncclInvalidArgument, "%s: count is %zu, which no memory can hold", function, op.count);
+  Extent e = extent_of(op);
+  if (e.send && !op.send) return fail(ncclInvalidArgument, "%s: sendbuff is NULL", function);
+  if (e.recv && !op.recv) return fail(ncclInvalidArgument, "%s: recvbuff is NULL", function);
+  if (!overlap(op.send, e.send, op.recv, e.recv)) return ncclSuccess;
+  auto distance = reinterpret_cast<intptr_t>(op.send) - reinterpret_cast<intptr_t>(op.recv);
+  if (e.may_be_in_place && distance == e.in_place) return ncclSuccess;
+  if (op.comm->nranks == 1 && distance == 0) return ncclSuccess;
+  return fail(
+      ncclInvalidArgument, "%s: sendbuff %p (%zu bytes) and recvbuff %p (%zu bytes) overlap, %s", function,
+      op.send, e.send, op.recv, e.recv,
+      e.may_be_in_place ? "other than NCCL's rule for in place allows" : "and in place is not possible");
+}
+
+ncclResult_t check_red_op(Op& op, int red, const char* function) {
+  if (red >= 0 && red < ncclNumOps) {
+    static const RedKind kinds[] = {RedKind::Sum, RedKind::Prod, RedKind::Max, RedKind::Min, RedKind::Avg};
+    op.red = kinds[red];
+    return ncclSuccess;
+  }
+  std::lock_guard<std::mutex> lock(op.comm->mutex);
+  auto it = op.comm->red_ops.find(red);
+  if (it == op.comm->red_ops.end())
+    return bad(function, "op", red, "an ncclRedOp_t below ncclNumOps or one that this communicator created");
+  if (it->second.dtype != op.dtype)
+    return fail(ncclInvalidArgument, "%s: op %d was created for %s, datatype is %s", function, red,
+                type_name(it->second.dtype), type_name(op.dtype));
+  op.red = RedKind::PreMulSum;
+  op.scalar = it->second.scalar;
+  op.scalar_at = it->second.device_scalar;
+  return ncclSuccess;
+}
+
+ncclResult_t check_comm(Comm& comm, const char* function) {
+  if (comm.revoked.load()) return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
+  if (comm.error() != ncclSuccess)
+    return fail(comm.error(), "%s: comm has failed: %s", function, comm.error_text().c_str());
+  Phase phase = comm.phase.load(std::memory_order_relaxed);
+  if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
+  if (phase != Phase::Ready) return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
+  return ncclSuccess;
+}
+
+ncclResult_t inject_fault(Comm& comm, const char* function) {
+  Fault fault = fault_point(comm.rank, ++comm.calls);
+  if (fault.action == FaultAction::Fail)
+    return fail(fault.result, "%s: made to fail by PYNCCL_CPU_FAULT", function);
+  if (fault.action == FaultAction::Drop) comm.drop_connections();
+  return ncclSuccess;
+}
+
+ncclResult_t enter(const char* function, Func func, const void* send, void* recv, size_t count,
+                   ncclDataType_t dtype, int red, int root, ncclComm_t handle, cudaStream_t stream) {
+  Op op;
+  op.func = func;
+  op.send = send;
+  op.recv = recv;
+  op.count = count;
+  op.dtype = dtype;
+  op.root = root;
+  op.comm = comm_of(handle, function);
+  if (!op.comm) return ncclInvalidArgument;
+  if (unsigned(dtype) >= ncclNumTypes)
+    return bad(function, "datatype", dtype, "an ncclDataType_t below ncclNumTypes");
+  if ((has_root(func) || is_p2p(func)) && (root < 0 || root >= op.comm->nranks))
+    return bad(function, is_p2p(func) ? "peer" : "root", root,
+               ("0 to " + std::to_string(op.comm->nranks - 1)).c_str());
+  if (!has_root(func) && !is_p2p(func)) op.root = 0;
+  if (reduces(func))
+    if (ncclResult_t r = check_red_op(op, red, function); r != ncclSuccess) return r;
+  if (ncclResult_t r = check_buffers(op, function); r != ncclSuccess) return r;
+  if (ncclResult_t r = check_comm(*op.comm, function); r != ncclSuccess) return r;
+  std::shared_ptr<Stream> on = find_stream(op.comm, stream, function);
+  if (!on) return ncclInvalidArgument;
+  op.stream = on.get();
+  if (ncclResult_t r = inject_fault(*op.comm, function); r != ncclSuccess) return r;
+  return submit(op);
+}
+
+ncclResult_t check_coll_config(const ncclCollConfig_t* config, const char* function) {
+  if (!config) return ncclSuccess;
+  if (config->magic != NCCL_API_MAGIC)
+    return fail(ncclInvalidArgument, "%s: config is not initialized (magic 0x%x)", function, config->magic);
+  if (config->size >= sizeof *config && config->launchCompletionEvent)
+    return fail(ncclInvalidUsage, "%s: the CPU library has no launchCompletionEvent", function);
+  if (config->minCTAs != NCCL_CONFIG_UNDEF_INT && config->maxCTAs != NCCL_CONFIG_UNDEF_INT &&
+      config->minCTAs > config->maxCTAs)
+    return fail(ncclInvalidArgument, "%s: config.minCTAs %d is greater than config.maxCTAs %d", function,
+                config->minCTAs, config->maxCTAs);
+  return ncclSuccess;
+}
+
+}  // namespace
+}  // namespace pncpu
+
+using namespace pncpu;
+
+#define CHECKED(function, config) \
+  if (ncclResult_t r = check_coll_config(config, function); r != ncclSuccess) return spoil(r)
+
+extern "C" {
+
+ncclResult_t ncclReduce(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                        ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
+  return spoil(
+      enter("ncclReduce", Func::Reduce, sendbuff, recvbuff, count, datatype, op, root, comm, stream));
+}
+
+ncclResult_t ncclBcast(void* buff, size_t count, ncclDataType_t datatype, int root, ncclComm_t comm,
+                       cudaStream_t stream) {
+  return spoil(enter("ncclBcast", Func::Broadcast, buff, buff, count, datatype, 0, root, comm, stream));
+}
+
+ncclResult_t ncclBroadcast(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                           int root, ncclComm_t comm, cudaStream_t stream) {
+  return spoil(
+      enter("ncclBroadcast", Func::Broadcast, sendbuff, recvbuff, count, datatype, 0, root, comm, stream));
+}
+
+ncclResult_t ncclAllReduce(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                           ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+  return spoil(
+      enter("ncclAllReduce", Func::AllReduce, sendbuff, recvbuff, count, datatype, op, 0, comm, stream));
+}
+
+ncclResult_t ncclReduceScatter(const void* sendbuff, void* recvbuff, size_t recvcount,
+                               ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,
+                               cudaStream_t stream) {
+  return spoil(enter("ncclReduceScatter", Func::ReduceScatter, sendbuff, recvbuff, recvcount, datatype, op, 0,
+                     comm, stream));
+}
+
+ncclResult_t ncclAllGather(const void* sendbuff, void* recvbuff, size_t sendcount, ncclDataType_t datatype,
+                           ncclComm_t comm, cudaStream_t stream) {
+  return spoil(
+      enter("ncclAllGather", Func::AllGather, sendbuff, recvbuff, sendcount, datatype, 0, 0, comm, stream));
+}
+
+ncclResult_t ncclAlltoAll(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                          ncclComm_t comm, cudaStream_t stream) {
+  return spoil(
+      enter("ncclAlltoAll", Func::AlltoAll, sendbuff, recvbuff, count, datatype, 0, 0, comm, stream));
+}
+
+ncclResult_t ncclGather(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int root,
+                        ncclComm_t comm, cudaStream_t stream) {
+  return spoil(enter("ncclGather", Func::Gather, sendbuff, recvbuff, count, datatype, 0, root, comm, stream));
+}
+
+ncclResult_t ncclScatter(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                         int root, ncclComm_t comm, cudaStream_t stream) {
+  return spoil(
+      enter("ncclScatter", Func::Scatter, sendbuff, recvbuff, count, datatype, 0, root, comm, stream));
+}
+
+ncclResult_t ncclAllReduceConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                                 ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t* config) {
+  CHECKED("ncclAllReduceConfig", config);
+  return ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream);
+}
+
+ncclResult_t ncclBroadcastConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                                 int root, ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t* config) {
+  CHECKED("ncclBroadcastConfig", config);
+  return ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream);
+}
+
+ncclResult_t ncclReduceConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                              ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream,
+                              const ncclCollConfig_t* config) {
+  CHECKED("ncclReduceConfig", config);
+  return ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream);
+}
+
+ncclResult_t ncclAllGatherConfig(const void* sendbuff, void* recvbuff, size_t sendcount,
+                                 ncclDataType_t datatype, ncclComm_t comm, cudaStream_t stream,
+                                 const ncclCollConfig_t* config) {
+  CHECKED("ncclAllGatherConfig", config);
+  return ncclAllGather(sendbuff, recvbuff, sendcount, datatype, comm, stream);
+}
+
+ncclResult_t ncclReduceScatterConfig(const void* sendbuff, void* recvbuff, size_t recvcount,
+                                     ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,
+                                     cudaStream_t stream, const ncclCollConfig_t* config) {
+  CHECKED("ncclReduceScatterConfig", config);
+  return ncclReduceScatter(sendbuff, recvbuff, recvcount, datatype, op, comm, stream);
+}
+
+ncclResult_t ncclAlltoAllConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                                ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+  CHECKED("ncclAlltoAllConfig", config);
+  return ncclAlltoAll(sendbuff, recvbuff, count, datatype, comm, stream);
+}
+
+ncclResult_t ncclGatherConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                              int root, ncclComm_t comm, cudaStream_t stream,
+                              const ncclCollConfig_t* config) {
+  CHECKED("ncclGatherConfig", config);
+  return ncclGather(sendbuff, recvbuff, count, datatype, root, comm, stream);
+}
+
+ncclResult_t ncclScatterConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                               int root, ncclComm_t comm, cudaStream_t stream,
+                               const ncclCollConfig_t* config) {
+  CHECKED("ncclScatterConfig", config);
+  return ncclScatter(sendbuff, recvbuff, count, datatype, root, comm, stream);
+}
+
+ncclResult_t ncclSend(const void* sendbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+  return spoil(enter("ncclSend", Func::Send, sendbuff, nullptr, count, datatype, 0, peer, comm, stream));
+}
+
+ncclResult_t ncclRecv(void* recvbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+  return spoil(enter("ncclRecv", Func::Recv, nullptr, recvbuff, count, datatype, 0, peer, comm, stream));
+}
+
+// One-sided communication is not there yet; it must not look as if it were.
+ncclResult_t ncclPutSignal(const void*, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int,
+                           unsigned int, ncclComm_t, cudaStream_t) {
+  return spoil(fail(ncclInvalidUsage, "ncclPutSignal: the CPU library has no one-sided communication yet"));
+}
+ncclResult_t ncclSignal(int, int, int, unsigned int, ncclComm_t, cudaStream_t) {
+  return spoil(fail(ncclInvalidUsage, "ncclSignal: the CPU library has no one-sided communication yet"));
+}
+ncclResult_t ncclWaitSignal(int, ncclWaitSignalDesc_t*, ncclComm_t, cudaStream_t) {
+  return spoil(fail(ncclInvalidUsage, "ncclWaitSignal: the CPU library has no one-sided communication yet"));
+}
+
+}  // extern "C"

@@ -1,0 +1,129 @@
+// Small things that everything else stands on: handles that can be checked, futexes, doorbells.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <ctime>
+#include <mutex>
+#include <string>
+
+#include "base/log.hpp"
+#include "base/nccl.hpp"
+#include "base/net.hpp"
+#include "base/params.hpp"
+
+namespace pncpu {
+
+constexpr size_t kCacheLine = 64;
+constexpr int kVersion = 23203;
+
+inline constexpr size_t align_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+inline Deadline after_ms(int64_t ms) { return Clock::now() + std::chrono::milliseconds(ms); }
+inline Deadline after_seconds(double s) { return Clock::now() + std::chrono::microseconds(int64_t(s * 1e6)); }
+inline constexpr Deadline kForever = Deadline::max();
+
+inline void cpu_pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Waits while *word == value, at most for `ns`; the word may lie in memory shared with other processes.
+inline void futex_wait(std::atomic<uint32_t>* word, uint32_t value, int64_t ns) {
+  timespec ts{time_t(ns / 1000000000), long(ns % 1000000000)};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, value, &ts, nullptr, 0);
+}
+inline void futex_wake(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+// An event count: ring() after publishing something, wait() after having looked and found nothing.
+struct alignas(kCacheLine) Doorbell {
+  std::atomic<uint32_t> rings{0};
+  std::atomic<uint32_t> sleepers{0};
+
+  void ring() {
+    rings.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(&rings);
+  }
+  uint32_t look() const { return rings.load(std::memory_order_acquire); }
+  void wait(uint32_t seen, int64_t ns) {
+    sleepers.fetch_add(1, std::memory_order_seq_cst);
+    if (rings.load(std::memory_order_seq_cst) == seen) futex_wait(&rings, seen, ns);
+    sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  }
+};
+
+// Handles given to callers: addresses of slots that are never freed or used twice, so that any stale or
+// invented handle is recognised without being followed.
+template <class T>
+class HandleTable {
+ public:
+  void* add(T* object) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    size_t chunk = used_ / kSlots;
+    if (chunk == kChunks) return nullptr;
+    if (!chunks_[chunk].load(std::memory_order_relaxed))
+      chunks_[chunk].store(new std::atomic<T*>[kSlots](), std::memory_order_release);
+    std::atomic<T*>* slot = chunks_[chunk].load(std::memory_order_relaxed) + used_++ % kSlots;
+    slot->store(object, std::memory_order_release);
+    return slot;
+  }
+  T* find(const void* handle) const {
+    const std::atomic<T*>* slot = slot_of(handle);
+    return slot ? slot->load(std::memory_order_acquire) : nullptr;
+  }
+  // True for a handle that was valid once.
+  bool was_valid(const void* handle) const { return slot_of(handle) != nullptr && !find(handle); }
+  // Takes the object out; only one caller gets it.
+  T* remove(const void* handle) {
+    const std::atomic<T*>* slot = slot_of(handle);
+    return slot ? const_cast<std::atomic<T*>*>(slot)->exchange(nullptr) : nullptr;
+  }
+  template <class F>
+  void each(F&& f) {
+    for (size_t i = 0; i < used_; ++i)
+      if (T* object = chunks_[i / kSlots].load()[i % kSlots].load()) f(object);
+  }
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  static constexpr size_t kSlots = 1024, kChunks = 1024;
+  const std::atomic<T*>* slot_of(const void* handle) const {
+    auto address = reinterpret_cast<uintptr_t>(handle);
+    for (const auto& entry : chunks_) {
+      const std::atomic<T*>* base = entry.load(std::memory_order_acquire);
+      if (!base) return nullptr;
+      auto start = reinterpret_cast<uintptr_t>(base);
+      if (address >= start && address < start + kSlots * sizeof(*base))
+        return (address - start) % sizeof(*base) == 0 ? reinterpret_cast<const std::atomic<T*>*>(handle)
+                                                      : nullptr;
+    }
+    return nullptr;
+  }
+  std::mutex mutex_;
+  size_t used_ = 0;
+  std::atomic<std::atomic<T*>*> chunks_[kChunks] = {};
+};
+
+// 128 bits that only those who were told can know.
+struct Token {
+  uint64_t a = 0, b = 0;
+  bool operator==(const Token& o) const { return a == o.a && b == o.b; }
+  bool operator<(const Token& o) const { return a != o.a ? a < o.a : b < o.b; }
+  static Token random();
+  static Token of(const std::string& text);
+};
+
+std::string host_name();
+uint64_t host_id();  // equal for ranks that can share memory: NCCL_HOSTID, else machine and namespaces
+int default_device();
+void name_this_thread(const char* name);
+
+}  // namespace pncpu

@@ -1,0 +1,237 @@
+#include "base/log.hpp"
+
+#include <fcntl.h>
+#include <strings.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <new>
+
+#include "base/params.hpp"
+
+namespace pncpu {
+namespace {
+
+constexpr char kVersionLine[] = "NCCL version 2.32.3+pynccl-cpu";
+constexpr int kUnread = -1;
+constexpr size_t kTextBytes = 4096;
+constexpr const char* kLevels[] = {"NONE", "VERSION", "WARN", "INFO", "ABORT", "TRACE"};
+
+// Everything here is trivially destructible: threads may still log while the process exits.
+std::mutex setup_mutex;
+std::atomic<int> active_level{kUnread};
+std::atomic<int> destination{STDOUT_FILENO};
+std::atomic<bool> version_shown{false};
+int file_fd = -1;  // guarded by setup_mutex, as is writing `host`
+char host[256] = "";
+
+std::mutex newest_mutex;
+char newest[kTextBytes] = "";
+
+struct ThreadError {
+  bool own;
+  char text[kTextBytes];
+};
+thread_local ThreadError thread_error;
+
+class KeepErrno {
+ public:
+  ~KeepErrno() { errno = saved_; }
+
+ private:
+  int saved_ = errno;
+};
+
+void write_all(const char* data, size_t size) {
+  int fd = destination.load(std::memory_order_acquire);
+  while (size > 0) {
+    ssize_t n = write(fd, data, size);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return;  // there is nowhere left to tell it
+    data += n;
+    size -= static_cast<size_t>(n);
+  }
+}
+
+size_t cut(int formatted, size_t capacity) {
+  if (formatted < 0) return 0;
+  return std::min(static_cast<size_t>(formatted), capacity - 1);
+}
+
+void write_line(Level level, const char* text) {
+  char line[kTextBytes + sizeof(host) + 64];
+  int n;
+  if (level == Level::Version) {
+    n = snprintf(line, sizeof(line), "%s\n", text);
+  } else {
+    int tid = static_cast<int>(syscall(SYS_gettid));
+    n = snprintf(line, sizeof(line), "%s:%d:%d [0] NCCL %s %s\n", host, static_cast<int>(getpid()), tid,
+                 kLevels[static_cast<int>(level)], text);
+  }
+  size_t size = cut(n, sizeof(line));
+  if (size > 0) line[size - 1] = '\n';
+  write_all(line, size);
+}
+
+std::string expand(const char* pattern) {
+  std::string path;
+  for (const char* c = pattern; *c != '\0'; ++c) {
+    char key = *c == '%' ? c[1] : '\0';
+    if (key == 'h') {
+      path += host;
+    } else if (key == 'p') {
+      path += std::to_string(getpid());
+    } else if (key == '%') {
+      path += '%';
+    } else {
+      path += *c;
+      continue;
+    }
+    ++c;
+  }
+  return path;
+}
+
+int parse_level(const char* text) {
+  if (text == nullptr || strcmp(text, "0") == 0) return 0;
+  for (int level = 0; level <= static_cast<int>(Level::Trace); ++level) {
+    if (strcasecmp(text, kLevels[level]) == 0) return level;
+  }
+  return kUnread;
+}
+
+// A file that was written before keeps its descriptor's number: another thread may be about to write to it.
+bool open_file(const std::string& path) {
+  int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  if (fd < 0) return false;
+  if (file_fd < 0) {
+    file_fd = fd;
+  } else {
+    dup3(fd, file_fd, O_CLOEXEC);
+    close(fd);
+  }
+  destination.store(file_fd, std::memory_order_release);
+  return true;
+}
+
+void read_host() {
+  if (host[0] != '\0') return;
+  if (gethostname(host, sizeof(host) - 1) != 0) snprintf(host, sizeof(host), "unknown");
+  host[strcspn(host, ".")] = '\0';
+}
+
+// params never logs from param_str, so nothing here comes back to this lock.
+int setup() {
+  const char* wanted = param_str("NCCL_DEBUG");
+  const char* file = param_str("NCCL_DEBUG_FILE");
+  std::lock_guard<std::mutex> lock(setup_mutex);
+  int level = active_level.load(std::memory_order_relaxed);
+  if (level != kUnread) return level;
+  read_host();
+  level = parse_level(wanted);
+  bool malformed = level == kUnread;
+  if (malformed) level = static_cast<int>(Level::Warn);
+  std::string path = file != nullptr && level > 0 ? expand(file) : "";
+  bool opened = path.empty() || open_file(path);
+  if (path.empty() || !opened) destination.store(STDOUT_FILENO, std::memory_order_release);
+  int open_errno = errno;
+  active_level.store(level, std::memory_order_release);
+  if (level > 0 && !version_shown.exchange(true)) write_line(Level::Version, kVersionLine);
+  if (malformed) {
+    std::string text = std::string("NCCL_DEBUG is \"") + wanted +
+                       "\", not one of VERSION, WARN, INFO, ABORT, TRACE; WARN is used";
+    write_line(Level::Warn, text.c_str());
+  }
+  if (!opened && level >= static_cast<int>(Level::Warn)) {
+    std::string text =
+        "NCCL_DEBUG_FILE: cannot open " + path + ": " + strerror(open_errno) + "; stdout is used";
+    write_line(Level::Warn, text.c_str());
+  }
+  return level;
+}
+
+int level_now() {
+  int level = active_level.load(std::memory_order_acquire);
+  return level != kUnread ? level : setup();
+}
+
+void mark_cut(char (&text)[kTextBytes], int wanted) {
+  if (wanted >= static_cast<int>(sizeof(text))) memcpy(text + sizeof(text) - 4, "...", 4);
+}
+
+void copy_text(char (&to)[kTextBytes], const char* text) {
+  mark_cut(to, snprintf(to, sizeof(to), "%s", text));
+}
+
+void format_text(char (&to)[kTextBytes], const char* fmt, va_list args) {
+  mark_cut(to, vsnprintf(to, sizeof(to), fmt, args));
+}
+
+void record_error(const char* text) {
+  copy_text(thread_error.text, text);
+  thread_error.own = true;
+  std::lock_guard<std::mutex> lock(newest_mutex);
+  copy_text(newest, text);
+}
+
+}  // namespace
+
+void log(Level level, const char* fmt, ...) {
+  KeepErrno keep;
+  if (static_cast<int>(level) > level_now()) return;
+  char text[kTextBytes];
+  va_list args;
+  va_start(args, fmt);
+  format_text(text, fmt, args);
+  va_end(args);
+  write_line(level, text);
+}
+
+ncclResult_t fail(ncclResult_t code, const char* fmt, ...) {
+  KeepErrno keep;
+  char text[kTextBytes];
+  va_list args;
+  va_start(args, fmt);
+  format_text(text, fmt, args);
+  va_end(args);
+  record_error(text);
+  if (level_now() >= static_cast<int>(Level::Warn)) write_line(Level::Warn, text);
+  return code;
+}
+
+void set_last_error(const std::string& text) { record_error(text.c_str()); }
+
+const char* last_error() {
+  if (!thread_error.own) {
+    std::lock_guard<std::mutex> lock(newest_mutex);
+    memcpy(thread_error.text, newest, sizeof(newest));
+  }
+  return thread_error.text;
+}
+
+void print(const std::string& text) {
+  KeepErrno keep;
+  level_now();
+  write_all(text.data(), text.size());
+}
+
+void reset_debug() {
+  std::lock_guard<std::mutex> lock(setup_mutex);
+  active_level.store(kUnread, std::memory_order_release);
+}
+
+void log_atfork_child() {
+  new (&setup_mutex) std::mutex;
+  new (&newest_mutex) std::mutex;
+  active_level.store(kUnread, std::memory_order_release);  // %p is another file now
+}
+
+}  // namespace pncpu

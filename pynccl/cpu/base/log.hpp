@@ -1,0 +1,35 @@
+// Diagnostics: NCCL_DEBUG lines and the text behind ncclGetLastError.
+#pragma once
+
+#include <string>
+
+#include "base/nccl.hpp"
+
+namespace pncpu {
+
+enum class Level { None = 0, Version, Warn, Info, Abort, Trace };
+
+// Writes one line, in one write(), when NCCL_DEBUG asks for that level; NCCL_DEBUG_FILE (%h host, %p pid) or
+// stdout.
+void log(Level level, const char* fmt, ...) __attribute__((format(printf, 2, 3)));
+
+// Sets the last error, logs it at Warn, returns `code`.
+ncclResult_t fail(ncclResult_t code, const char* fmt, ...) __attribute__((format(printf, 2, 3)));
+
+// Becomes this thread's last error and the process's newest.
+void set_last_error(const std::string& text);
+
+// This thread's own last error, else the process's newest, else "". Stable until this thread's next call of a
+// function of this header.
+const char* last_error();
+
+// Writes text to the log's destination whatever NCCL_DEBUG says.
+void print(const std::string& text);
+
+// NCCL_DEBUG and NCCL_DEBUG_FILE are read again at the next line (ncclResetDebugInit).
+void reset_debug();
+
+// Makes the module usable in a forked child; other threads may have held its locks.
+void log_atfork_child();
+
+}  // namespace pncpu

@@ -1,0 +1,16 @@
+// NCCL's C API and this library's additions, as C++ sees them. The one place that includes the declarations.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define _Bool bool
+extern "C" {
+#pragma GCC visibility push(default)
+// clang-format off: the second needs the first
+#include "native/nccl_api.h"
+#include "native/cpu_api.h"
+// clang-format on
+#pragma GCC visibility pop
+}
+#undef _Bool

@@ -1,0 +1,66 @@
+// Sockets: addresses, the choice of an interface, and transfers bounded by a deadline.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <string>
+
+#include "base/nccl.hpp"
+
+namespace pncpu {
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;  // Deadline::max(): for ever
+
+struct Address {
+  sockaddr_storage ss{};
+  socklen_t len = 0;
+
+  // "1.2.3.4:5", "[fe80::1%eth0]:5"; "" for no address. parse() reads it back.
+  std::string str() const;
+  int port() const;
+  void set_port(int port);
+
+  // <ipv4>:<port>, [<ipv6>]:<port> (scope ids too), <hostname>:<port>.
+  static bool parse(const char* text, Address* out, std::string* why);
+};
+
+// Owns a file descriptor.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(other.release()) {}
+  Fd& operator=(Fd&& other) noexcept;
+  ~Fd() { reset(); }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  int release();
+  void reset(int fd = -1);
+
+ private:
+  int fd_ = -1;
+};
+
+// NCCL_SOCKET_IFNAME (prefixes; ^ excludes, = is exact) and NCCL_SOCKET_FAMILY; by default the first
+// interface that is up and not virtual or link-local, else docker's, else lo. The port is 0.
+ncclResult_t pick_interface(Address* out);
+
+// Binds that address only; port 0 is filled in. An empty Fd and *why on failure.
+Fd listen_on(Address* addr, std::string* why);
+
+// A blocking, connected socket with TCP_NODELAY. An empty Fd and *why on failure. Refused connections are
+// tried again until the deadline where `retry_refused`: the peer may not listen yet.
+Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool retry_refused = true,
+              const std::atomic<bool>* stop = nullptr);
+
+// All bytes, or false with errno set: ETIMEDOUT at the deadline, ECONNRESET when the peer closed, else the
+// call's own.
+bool send_all(int fd, const void* data, size_t size, Deadline deadline);
+bool recv_all(int fd, void* data, size_t size, Deadline deadline);
+
+}  // namespace pncpu

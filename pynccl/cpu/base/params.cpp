@@ -1,0 +1,413 @@
+#include "base/params.hpp"
+
+#include <strings.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <initializer_list>
+#include <limits>
+#include <locale>
+#include <map>
+#include <sstream>
+#include <string>
+
+#include "base/log.hpp"
+
+namespace pncpu {
+namespace {
+
+enum class Kind { Str, Int, Seconds, Bool };
+constexpr const char* kKindNames[] = {"string", "integer", "number of seconds", "boolean"};
+
+struct Param {
+  const char* name;
+  Kind kind;
+  const char* fallback;  // nullptr: unset; "$NAME": that parameter's value
+  double min, max;
+  bool published;
+  const char* doc;
+  mutable std::atomic<bool> told{false};  // its malformed value
+};
+
+constexpr double kMaxBytes = 1 << 30;
+constexpr double kMaxSeconds = 1e9;
+
+const Param kTable[] = {
+    {"NCCL_COMM_ID", Kind::Str, nullptr, 0, 0, true,
+     "Address of rank 0's listener: <ip or host name>:<port>"},
+    {"NCCL_SOCKET_IFNAME", Kind::Str, nullptr, 0, 0, true,
+     "Interfaces to use: a list of prefixes; ^ first excludes them, = first makes them exact names"},
+    {"NCCL_SOCKET_FAMILY", Kind::Str, nullptr, 0, 0, true, "AF_INET or AF_INET6"},
+    {"NCCL_DEBUG", Kind::Str, nullptr, 0, 0, true, "VERSION, WARN, INFO, ABORT or TRACE"},
+    {"NCCL_DEBUG_FILE", Kind::Str, nullptr, 0, 0, true, "File of the log: %h is the host, %p the process id"},
+    {"NCCL_HOSTID", Kind::Str, nullptr, 0, 0, true,
+     "Ranks with different values count as different machines"},
+    {"NCCL_CONF_FILE", Kind::Str, nullptr, 0, 0, true, "File read in place of ~/.nccl.conf"},
+    {"NCCL_PARAM_DUMP_ALL", Kind::Bool, "0", 0, 1, true, "List parameters that are not published, too"},
+    {"NCCL_COMM_BLOCKING", Kind::Int, "-2147483648", 0, 1, true,
+     "Overrides the blocking field of ncclConfig_t"},
+    {"PYNCCL_CPU_BLOCKING", Kind::Int, "0", 0, 1, true, "1: every operation waits until it is done"},
+    {"PYNCCL_CPU_DIRECT", Kind::Int, "1", 0, 1, true, "0: never read the memory of other processes directly"},
+    {"PYNCCL_CPU_INIT_TIMEOUT", Kind::Seconds, "120", 0, kMaxSeconds, true,
+     "Seconds that the creation of a communicator waits for its ranks"},
+    {"PYNCCL_CPU_TIMEOUT", Kind::Seconds, "0", 0, kMaxSeconds, true,
+     "Seconds that an operation waits for its peers; 0: for ever"},
+    {"PYNCCL_CPU_FAULT", Kind::Str, nullptr, 0, 0, true,
+     "Faults to inject: rank=R,call=K,action=die|drop|sleep:SECONDS|fail:RESULT[;...]"},
+    {"PYNCCL_CPU_INLINE_BYTES", Kind::Int, "8192", 0, kMaxBytes, true,
+     "Largest message copied into its slot"},
+    {"PYNCCL_CPU_BLOCK_BYTES", Kind::Int, "131072", 64, kMaxBytes, true, "Bytes reduced at a time"},
+    {"PYNCCL_CPU_RING_BYTES", Kind::Int, "262144", 4096, kMaxBytes, true,
+     "Shared memory for each pair of ranks"},
+    {"PYNCCL_CPU_SPIN_US", Kind::Int, "-1", -1, 1e6, true,
+     "Microseconds that a wait spins before it sleeps; -1: automatic"},
+    {"PYNCCL_CPU_DEVICES", Kind::Int, "$LOCAL_WORLD_SIZE", 1, 1e6, true, "Number of virtual devices"},
+    {"LOCAL_WORLD_SIZE", Kind::Int, "1", 1, 1e6, false, "Ranks on this machine, as launchers set it"},
+};
+constexpr int kCount = sizeof(kTable) / sizeof(kTable[0]);
+
+struct Setting {
+  std::string value;
+  std::string file;
+};
+using Settings = std::map<std::string, Setting>;
+
+std::string trim(const std::string& text) {
+  size_t first = text.find_first_not_of(" \t\r");
+  if (first == std::string::npos) return "";
+  return text.substr(first, text.find_last_not_of(" \t\r") - first + 1);
+}
+
+// The first assignment of a name wins, so files are read in the order of their precedence.
+void read_conf(const std::string& path, Settings* settings) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    size_t equals = line.find('=');
+    if (line[0] == '#' || equals == std::string::npos) continue;
+    settings->emplace(trim(line.substr(0, equals)), Setting{trim(line.substr(equals + 1)), path});
+  }
+}
+
+Settings read_conf_files() {
+  Settings settings;
+  const char* user_file = getenv("NCCL_CONF_FILE");
+  const char* home = getenv("HOME");
+  if (user_file != nullptr && user_file[0] != '\0') {
+    read_conf(user_file, &settings);
+  } else if (home != nullptr) {
+    read_conf(std::string(home) + "/.nccl.conf", &settings);
+  }
+  read_conf("/etc/nccl.conf", &settings);
+  return settings;
+}
+
+// No lock and no once_flag: a child forked by another thread in the middle of this just reads the files
+// itself.
+const Settings& conf() {
+  static std::atomic<const Settings*> loaded{nullptr};
+  const Settings* current = loaded.load(std::memory_order_acquire);
+  if (current != nullptr) return *current;
+  const Settings* fresh = new Settings(read_conf_files());
+  if (loaded.compare_exchange_strong(current, fresh, std::memory_order_acq_rel)) return *fresh;
+  delete fresh;
+  return *current;
+}
+
+const Param* find(const char* name) {
+  for (const Param& param : kTable) {
+    if (strcmp(param.name, name) == 0) return &param;
+  }
+  return nullptr;
+}
+
+const Param& registered(const char* name) {
+  const Param* param = find(name);
+  if (param == nullptr) {
+    print(std::string("pynccl: parameter ") + name + " is not registered\n");
+    abort();
+  }
+  return *param;
+}
+
+// The text as set, and where; an empty value counts as unset but hides what comes after it.
+struct Text {
+  const char* value = nullptr;
+  std::string source = "Default";
+};
+
+Text lookup(const Param& param) {
+  const char* value = getenv(param.name);
+  if (value != nullptr) return value[0] != '\0' ? Text{value, "Environment"} : Text{};
+  auto found = conf().find(param.name);
+  if (found == conf().end() || found->second.value.empty()) return {};
+  return {found->second.value.c_str(), found->second.file};
+}
+
+bool parse_bool(const char* text, double* out) {
+  auto is_one_of = [&](std::initializer_list<const char*> words) {
+    return std::any_of(words.begin(), words.end(),
+                       [&](const char* word) { return strcasecmp(text, word) == 0; });
+  };
+  *out = is_one_of({"1", "T", "TRUE"});
+  return *out != 0 || is_one_of({"0", "F", "FALSE"});
+}
+
+bool parse_integer(const char* text, double* out) {
+  char* end = nullptr;
+  errno = 0;
+  *out = static_cast<double>(strtoll(text, &end, 0));
+  return end != text && errno == 0 && end[strspn(end, " \t")] == '\0';
+}
+
+// Every parameter's range lies where a double holds integers exactly.
+bool parse_number(Kind kind, const char* text, double* out) {
+  if (kind == Kind::Bool) return parse_bool(text, out);
+  return kind == Kind::Int ? parse_integer(text, out) : parse_real(text, out);
+}
+
+std::string format_number(double value) {
+  std::ostringstream out;
+  out.imbue(std::locale::classic());
+  out.precision(15);
+  out << value;
+  return out.str();
+}
+
+double default_number(const Param& param);
+
+void tell_malformed(const Param& param, const char* text) {
+  if (param.told.exchange(true, std::memory_order_relaxed)) return;
+  log(Level::Warn, "%s is \"%s\", which is no %s from %s to %s; the default %s is used", param.name, text,
+      kKindNames[static_cast<int>(param.kind)], format_number(param.min).c_str(),
+      format_number(param.max).c_str(), format_number(default_number(param)).c_str());
+}
+
+double number(const Param& param) {
+  Text text = lookup(param);
+  if (text.value == nullptr) return default_number(param);
+  double value;
+  bool valid = parse_number(param.kind, text.value, &value) && value >= param.min && value <= param.max;
+  if (valid) return value;
+  tell_malformed(param, text.value);
+  return default_number(param);
+}
+
+double default_number(const Param& param) {
+  if (param.fallback[0] == '$') return number(registered(param.fallback + 1));
+  double value = 0;
+  parse_number(param.kind, param.fallback, &value);
+  return value;
+}
+
+std::string value_text(const Param& param) {
+  if (param.kind != Kind::Str) return format_number(number(param));
+  Text text = lookup(param);
+  return text.value != nullptr ? text.value : "";
+}
+
+const char* or_unset(const std::string& text) { return text.empty() ? "<unset>" : text.c_str(); }
+
+bool listed(const Param& param) { return param.published || param_int("NCCL_PARAM_DUMP_ALL") != 0; }
+
+std::string describe(const Param& param) {
+  std::string value = value_text(param);
+  std::string fallback = param.kind == Kind::Str ? "" : format_number(default_number(param));
+  std::string text = std::string(param.name) + " (" + kKindNames[static_cast<int>(param.kind)] + ") [" +
+                     (param.published ? "Published" : "Private") + "] " + param.doc + "\n";
+  text += std::string("    Current value=") + or_unset(value) + " set_by=" + lookup(param).source +
+          " default=" + or_unset(fallback) + "\n";
+  return text;
+}
+
+ncclResult_t null_argument(const char* function, const char* argument) {
+  return fail(ncclInvalidArgument, "%s : %s argument is NULL", function, argument);
+}
+
+ncclResult_t unknown_key(const char* function, const char* key) {
+  return fail(ncclInvalidArgument, "%s : no parameter is called \"%s\"", function, key);
+}
+
+ncclResult_t unwrap(const char* function, ncclParamHandle_t handle, const Param** out) {
+  if (handle == nullptr) return null_argument(function, "h");
+  for (const Param& param : kTable) {
+    if (reinterpret_cast<const void*>(handle) != static_cast<const void*>(&param)) continue;
+    *out = &param;
+    return ncclSuccess;
+  }
+  return fail(ncclInvalidArgument, "%s : handle %p is not one that ncclParamBind gave", function,
+              reinterpret_cast<void*>(handle));
+}
+
+template <typename T>
+ncclResult_t get_integer(const char* function, ncclParamHandle_t handle, T* out) {
+  const Param* param = nullptr;
+  ncclResult_t result = unwrap(function, handle, &param);
+  if (result != ncclSuccess) return result;
+  if (out == nullptr) return null_argument(function, "out");
+  if (param->kind == Kind::Str) {
+    return fail(ncclInvalidArgument, "%s : %s is a string, not a number", function, param->name);
+  }
+  double value = number(*param);
+  bool fits = value >= static_cast<double>(std::numeric_limits<T>::min()) &&
+              value <= static_cast<double>(std::numeric_limits<T>::max()) && std::trunc(value) == value;
+  if (!fits) {
+    return fail(ncclInvalidArgument, "%s : the value %s of %s does not fit %s%d", function,
+                format_number(value).c_str(), param->name, std::numeric_limits<T>::is_signed ? "int" : "uint",
+                static_cast<int>(sizeof(T)) * CHAR_BIT);
+  }
+  *out = static_cast<T>(value);
+  return ncclSuccess;
+}
+
+template <typename T>
+std::string bytes_of(T value) {
+  return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+// As NCCL's: a string comes with its terminator, an integer as int64_t, a boolean as one byte.
+std::string raw_value(const Param& param) {
+  switch (param.kind) {
+    case Kind::Str:
+      return value_text(param) + '\0';
+    case Kind::Int:
+      return bytes_of(static_cast<int64_t>(number(param)));
+    case Kind::Seconds:
+      return bytes_of(number(param));
+    case Kind::Bool:
+      return bytes_of(number(param) != 0);
+  }
+  return "";
+}
+
+}  // namespace
+
+const char* param_str(const char* name) { return lookup(registered(name)).value; }
+
+int64_t param_int(const char* name) { return static_cast<int64_t>(number(registered(name))); }
+
+double param_seconds(const char* name) { return number(registered(name)); }
+
+bool parse_real(const char* text, double* out) {
+  std::istringstream in(text);
+  in.imbue(std::locale::classic());
+  return in >> *out && (in >> std::ws).eof();
+}
+
+}  // namespace pncpu
+
+using namespace pncpu;
+
+ncclResult_t ncclParamBind(ncclParamHandle_t* out, const char* key) {
+  if (out == nullptr) return null_argument("ncclParamBind", "out");
+  if (key == nullptr) return null_argument("ncclParamBind", "key");
+  const Param* param = find(key);
+  if (param == nullptr) return unknown_key("ncclParamBind", key);
+  *out = reinterpret_cast<ncclParamHandle_t>(const_cast<Param*>(param));
+  return ncclSuccess;
+}
+
+ncclResult_t ncclParamGetI8(ncclParamHandle_t h, int8_t* out) {
+  return get_integer("ncclParamGetI8", h, out);
+}
+ncclResult_t ncclParamGetI16(ncclParamHandle_t h, int16_t* out) {
+  return get_integer("ncclParamGetI16", h, out);
+}
+ncclResult_t ncclParamGetI32(ncclParamHandle_t h, int32_t* out) {
+  return get_integer("ncclParamGetI32", h, out);
+}
+ncclResult_t ncclParamGetI64(ncclParamHandle_t h, int64_t* out) {
+  return get_integer("ncclParamGetI64", h, out);
+}
+ncclResult_t ncclParamGetU8(ncclParamHandle_t h, uint8_t* out) {
+  return get_integer("ncclParamGetU8", h, out);
+}
+ncclResult_t ncclParamGetU16(ncclParamHandle_t h, uint16_t* out) {
+  return get_integer("ncclParamGetU16", h, out);
+}
+ncclResult_t ncclParamGetU32(ncclParamHandle_t h, uint32_t* out) {
+  return get_integer("ncclParamGetU32", h, out);
+}
+ncclResult_t ncclParamGetU64(ncclParamHandle_t h, uint64_t* out) {
+  return get_integer("ncclParamGetU64", h, out);
+}
+
+ncclResult_t ncclParamGetStr(ncclParamHandle_t h, const char** out) {
+  static thread_local std::string text;
+  const Param* param = nullptr;
+  ncclResult_t result = unwrap("ncclParamGetStr", h, &param);
+  if (result != ncclSuccess) return result;
+  if (out == nullptr) return null_argument("ncclParamGetStr", "out");
+  text = value_text(*param);
+  *out = text.c_str();
+  return ncclSuccess;
+}
+
+ncclResult_t ncclParamGet(ncclParamHandle_t h, void* out, int maxLen, int* len) {
+  const Param* param = nullptr;
+  ncclResult_t result = unwrap("ncclParamGet", h, &param);
+  if (result != ncclSuccess) return result;
+  if (out == nullptr) return null_argument("ncclParamGet", "out");
+  if (len == nullptr) return null_argument("ncclParamGet", "len");
+  std::string raw = raw_value(*param);
+  *len = static_cast<int>(raw.size());
+  if (maxLen < *len) {
+    return fail(ncclInvalidArgument, "ncclParamGet : %s needs %d bytes, maxLen is %d", param->name, *len,
+                maxLen);
+  }
+  memcpy(out, raw.data(), raw.size());
+  return ncclSuccess;
+}
+
+ncclResult_t ncclParamGetParameter(const char* key, const char** value, int* valueLen) {
+  static thread_local std::string text;
+  if (key == nullptr) return null_argument("ncclParamGetParameter", "key");
+  if (value == nullptr) return null_argument("ncclParamGetParameter", "value");
+  if (valueLen == nullptr) return null_argument("ncclParamGetParameter", "valueLen");
+  const Param* param = find(key);
+  *value = nullptr;
+  *valueLen = 0;
+  if (param == nullptr) return unknown_key("ncclParamGetParameter", key);
+  text = value_text(*param);
+  *value = text.c_str();
+  *valueLen = static_cast<int>(text.size());
+  return ncclSuccess;
+}
+
+ncclResult_t ncclParamGetAllParameterKeys(const char*** table, int* tableLen) {
+  static thread_local const char* keys[kCount];
+  if (table == nullptr) return null_argument("ncclParamGetAllParameterKeys", "table");
+  if (tableLen == nullptr) return null_argument("ncclParamGetAllParameterKeys", "tableLen");
+  int count = 0;
+  for (const Param& param : kTable) {
+    if (listed(param)) keys[count++] = param.name;
+  }
+  *table = keys;
+  *tableLen = count;
+  return ncclSuccess;
+}
+
+void ncclParamDumpAll(void) {
+  std::string text = "=== ncclParam Registry Dump ===\n";
+  for (const Param& param : kTable) {
+    if (listed(param)) text += describe(param);
+  }
+  print(text);
+}
+
+ncclResult_t ncclSetEncryption(const ncclEncryptionConfig_t* config) {
+  if (config == nullptr) return null_argument("ncclSetEncryption", "config");
+  if (config->magic != NCCL_API_MAGIC || config->size < sizeof(*config)) {
+    return fail(ncclInvalidArgument,
+                "ncclSetEncryption : config was not made by NCCL_ENCRYPTION_CONFIG_INITIALIZER");
+  }
+  if (config->mode != NCCL_ENCRYPTION_MODE_NONE && config->mode != NCCL_ENCRYPTION_MODE_PSK) {
+    return fail(ncclInvalidArgument, "ncclSetEncryption : invalid encryption mode %d", config->mode);
+  }
+  return fail(ncclInvalidUsage, "ncclSetEncryption : the CPU library does not encrypt its connections");
+}

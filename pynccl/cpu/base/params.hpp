@@ -1,0 +1,22 @@
+// Parameters: one table of every variable that the CPU library reads, and where their values come from. The
+// environment wins (read at every call), then ~/.nccl.conf (or NCCL_CONF_FILE), then /etc/nccl.conf (both
+// read once).
+#pragma once
+
+#include <cstdint>
+
+#include "base/nccl.hpp"
+
+namespace pncpu {
+
+// nullptr when unset. The pointer is the environment's own or lives for ever. Only names of the table.
+const char* param_str(const char* name);
+
+// The table's default when unset or malformed; a malformed value is told once at Warn.
+int64_t param_int(const char* name);
+double param_seconds(const char* name);
+
+// The whole text as a number, whatever the program's locale.
+bool parse_real(const char* text, double* out);
+
+}  // namespace pncpu

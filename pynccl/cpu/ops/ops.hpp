@@ -1,0 +1,68 @@
+// One call of the API, as it travels from the caller to the stream that runs it.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "base/core.hpp"
+#include "reduce/reduce.hpp"
+
+namespace pncpu {
+
+struct Comm;
+class Stream;
+
+enum class Func : uint8_t {
+  AllReduce,
+  Reduce,
+  Broadcast,
+  AllGather,
+  ReduceScatter,
+  AlltoAll,
+  Gather,
+  Scatter,
+  Send,
+  Recv
+};
+const char* func_name(Func);
+inline bool is_p2p(Func f) { return f == Func::Send || f == Func::Recv; }
+inline bool reduces(Func f) { return f == Func::AllReduce || f == Func::Reduce || f == Func::ReduceScatter; }
+inline bool has_root(Func f) {
+  return f == Func::Reduce || f == Func::Broadcast || f == Func::Gather || f == Func::Scatter;
+}
+
+struct Op {
+  Func func = Func::AllReduce;
+  RedKind red = RedKind::Sum;
+  ncclDataType_t dtype = ncclInt8;
+  int root = 0;  // or the peer
+  size_t count = 0;
+  const void* send = nullptr;
+  void* recv = nullptr;
+  PreMul scalar{};
+  const void* scalar_at = nullptr;  // read when the operation runs (ncclScalarDevice)
+  Comm* comm = nullptr;
+  Stream* stream = nullptr;
+  size_t bytes() const { return count * type_size(dtype); }
+};
+
+// What a rank says about a collective or a message before any data. Equal calls have equal first five fields.
+struct Header {
+  uint8_t func = 0, dtype = 0, red = 0, is_inline = 0;
+  int32_t root = 0;
+  uint64_t count = 0;
+  uint64_t seq = 0;
+  uint64_t send = 0, recv = 0;  // addresses, for direct reads
+  PreMul scalar{};
+  uint32_t payload = 0;  // bytes that follow at once
+  uint32_t pad = 0;
+  bool same_call(const Header& o) const {
+    return func == o.func && dtype == o.dtype && red == o.red && root == o.root && count == o.count;
+  }
+  std::string str() const;
+};
+Header header_of(const Op& op, uint64_t seq);
+
+enum class Step { Done, Moved, Blocked, Failed };
+
+}  // namespace pncpu
