@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "base/fork.hpp"
+#include "base/log.hpp"
 
 namespace pncpu {
 
@@ -146,5 +147,42 @@ class HandleTable {
   std::atomic<uint64_t> used_{0};
   std::atomic<Slot*> blocks_[kBlocks] = {};
 };
+
+// What a kind of object is called, and where its handles come from.
+template <class T>
+struct HandleTraits;  // kind, name, maker
+
+template <class T>
+HandleTable<T>& handles() {
+  struct Table : HandleTable<T> {
+    Table() : HandleTable<T>(HandleTraits<T>::kind) {}
+  };
+  return per_process<Table>();
+}
+
+// fail() for a handle that is not live.
+template <class T>
+ncclResult_t refuse_handle(const void* handle, const char* function) {
+  using Traits = HandleTraits<T>;
+  if (!handle) return fail(ncclInvalidArgument, "%s: %s is NULL", function, Traits::name);
+  switch (handles<T>().state(handle)) {
+    case HandleState::Inherited:
+      return fail(ncclInvalidArgument, "%s: %s %p belongs to the parent process: a forked child cannot use it",
+                  function, Traits::name, handle);
+    case HandleState::Unknown:
+      return fail(ncclInvalidArgument, "%s: %s %p was not created by %s", function, Traits::name, handle,
+                  Traits::maker);
+    default:
+      return fail(ncclInvalidArgument, "%s: %s %p has been destroyed", function, Traits::name, handle);
+  }
+}
+
+// The object behind a live handle, else nullptr after fail().
+template <class T>
+std::shared_ptr<T> find_handle(const void* handle, const char* function) {
+  std::shared_ptr<T> object = handles<T>().find(handle);
+  if (!object) refuse_handle<T>(handle, function);
+  return object;
+}
 
 }  // namespace pncpu

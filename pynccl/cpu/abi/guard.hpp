@@ -1,0 +1,30 @@
+// The edge of the library: no exception leaves an exported function, and a wrong call inside a group spoils
+// the group.
+#pragma once
+
+#include "streams/group.hpp"
+
+namespace pncpu {
+
+// The result for the exception that is being handled, after fail().
+ncclResult_t exception_result(const char* function);
+
+template <class Body>
+ncclResult_t guarded(const char* function, Body body) noexcept {
+  try {
+    return body();
+  } catch (...) {
+    return exception_result(function);
+  }
+}
+
+// For what can be part of a group.
+template <class Body>
+ncclResult_t in_group(const char* function, Body body) noexcept {
+  return spoil(guarded(function, body));
+}
+
+#define REQUIRE_POINTER(function, pointer) \
+  if (!(pointer)) return fail(ncclInvalidArgument, "%s: " #pointer " is NULL", function)
+
+}  // namespace pncpu

@@ -1,0 +1,31 @@
+// From calls to launches: what one group issued, queued whole or not at all.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "ops/ops.hpp"
+#include "streams/stream.hpp"
+
+namespace pncpu {
+
+// An operation with what it names, which it owns until it is issued.
+struct Call {
+  Op op;
+  std::shared_ptr<Comm> comm;
+  std::shared_ptr<Stream> stream;
+};
+
+// Every rank's streams and communicators see the groups of a process in one order. Under this lock work is
+// queued, and communicators and streams end.
+std::mutex& issue_lock();
+
+// ncclInProgress for non-blocking communicators. A call whose communicator or stream has ended meanwhile is
+// an error, and nothing is issued.
+ncclResult_t issue(const std::vector<Call>& calls);
+
+// Queues one node; under the issue lock.
+ncclResult_t enqueue(const std::shared_ptr<Stream>& stream, Node node, const char* function);
+
+}  // namespace pncpu
