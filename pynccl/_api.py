@@ -143,6 +143,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuGetDevice": (2, 32, 3),
     "pyncclCpuInterrupt": (2, 32, 3),
     "pyncclCpuStreamCreate": (2, 32, 3),
+    "pyncclCpuStreamCreateWithFlags": (2, 32, 3),
     "pyncclCpuStreamDestroy": (2, 32, 3),
     "pyncclCpuStreamQuery": (2, 32, 3),
     "pyncclCpuStreamSynchronize": (2, 32, 3),

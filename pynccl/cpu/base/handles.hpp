@@ -67,7 +67,8 @@ class HandleTable {
     uint64_t value = reinterpret_cast<uintptr_t>(handle);
     if (value >> kKindShift != uint64_t(kind_)) return HandleState::Unknown;
     if (epoch_of(handle) != (process_epoch() & kEpochMask)) return HandleState::Inherited;
-    const Slot* s = index_of(handle) < used_.load(std::memory_order_acquire) ? slot(index_of(handle)) : nullptr;
+    const Slot* s =
+        index_of(handle) < used_.load(std::memory_order_acquire) ? slot(index_of(handle)) : nullptr;
     if (!s) return HandleState::Unknown;
     uint64_t state = s->state.load(std::memory_order_acquire), generation = state >> kGenerationShift;
     if (generation_of(handle) > generation) return HandleState::Unknown;
@@ -167,8 +168,9 @@ ncclResult_t refuse_handle(const void* handle, const char* function) {
   if (!handle) return fail(ncclInvalidArgument, "%s: %s is NULL", function, Traits::name);
   switch (handles<T>().state(handle)) {
     case HandleState::Inherited:
-      return fail(ncclInvalidArgument, "%s: %s %p belongs to the parent process: a forked child cannot use it",
-                  function, Traits::name, handle);
+      return fail(ncclInvalidArgument,
+                  "%s: %s %p belongs to the parent process: a forked child cannot use it", function,
+                  Traits::name, handle);
     case HandleState::Unknown:
       return fail(ncclInvalidArgument, "%s: %s %p was not created by %s", function, Traits::name, handle,
                   Traits::maker);

@@ -16,16 +16,12 @@ uint64_t next_serial() {
 
 }  // namespace
 
-HandleTable<Comm>& comms() {
-  static auto* table = new HandleTable<Comm>;
-  return *table;
-}
-
-Comm::Comm(int device_)
+Comm::Comm(int device_, std::shared_ptr<Domain> domain_)
     : session(*this, device_),
       device(device_),
-      generation(process_generation()),
       serial(next_serial()),
+      domain(std::move(domain_)),
+      registry(serial),
       coll_(*this),
       p2p_(*this) {
   timeout_s = param_seconds("PYNCCL_CPU_TIMEOUT");
@@ -34,16 +30,23 @@ Comm::Comm(int device_)
 
 Comm::~Comm() = default;
 
-void Comm::set_pending(ncclResult_t state) {
-  std::lock_guard<std::mutex> lock(mutex);
-  pending_.store(state);
-  changed.notify_all();
+std::vector<uint64_t> Comm::claim_meeting(const std::vector<int>& ranks) {
+  std::lock_guard<std::mutex> lock(session.mutex);
+  meetings_.resize(size_t(nranks));
+  std::vector<uint64_t> tags;
+  for (int q : ranks) tags.push_back(++meetings_[size_t(q)]);
+  return tags;
 }
 
-ncclResult_t Comm::await_pending() {
-  std::unique_lock<std::mutex> lock(mutex);
-  changed.wait(lock, [&] { return pending_.load() != ncclInProgress; });
-  return pending_.load();
+ncclResult_t Comm::check_accepts(const char* function) {
+  if (standing.ending() != Standing::End::None)
+    return fail(ncclInvalidUsage, "%s: comm was destroyed or aborted before the call was issued", function);
+  if (standing.revoked.load()) return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
+  if (fate_.failed()) return fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
+  Phase phase = standing.phase.load(std::memory_order_relaxed);
+  if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
+  if (phase != Phase::Ready) return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
+  return ncclSuccess;
 }
 
 void Comm::count_issue(const Op& op) {
@@ -54,8 +57,8 @@ void Comm::count_issue(const Op& op) {
 }
 
 Step Comm::progress(Batch& batch) {
-  if (!turn_of(batch)) return Step::Blocked;
-  if (error() != ncclSuccess) return forbid_writes(), Step::Failed;
+  if (!turns.is_turn_of(batch.ticket)) return Step::Blocked;
+  if (fate_.failed()) return forbid_writes(), Step::Failed;
   bool moved = !batch.started;
   if (!batch.started) {
     batch.started = true;
@@ -103,7 +106,7 @@ void Comm::forbid_writes() {
 void Comm::finish(Batch& batch) {
   batch.done = true;
   ++epoch_;
-  serving_.store(batch.ticket + 1, std::memory_order_release);
+  turns.end(batch.ticket);
   bell().ring();
 }
 
@@ -118,24 +121,22 @@ void Comm::ring_peers() {
   }
 }
 
-Step Comm::fail_with(ncclResult_t code, const std::string& text, bool tell) {
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (error() != ncclSuccess) return Step::Failed;
-    error_text_ = text;
-    error_.store(code, std::memory_order_release);
-  }
+bool Comm::decide(ncclResult_t code, const std::string& text) {
+  if (!fate_.decide(code, text)) return false;
   fail(code, "rank %d of %d: %s", rank, nranks, text.c_str());
-  changed.notify_all();
+  session.notify();
   bell().ring();
-  if (tell) tell_error();
+  return true;
+}
+
+Step Comm::fail_with(ncclResult_t code, const std::string& text, bool tell) {
+  if (decide(code, text) && tell) tell_error(code);
   return Step::Failed;
 }
 
 Step Comm::mismatch(const std::string& text) { return fail_with(ncclInvalidUsage, kMismatch + text); }
 
-void Comm::tell_error() {
-  ncclResult_t code = error();
+void Comm::tell_error(ncclResult_t code) {
   std::string text = error_text();
   std::vector<char> body(sizeof code + text.size());
   memcpy(body.data(), &code, sizeof code);
@@ -157,11 +158,6 @@ Step Comm::remote_failed(int p, RemoteResult result, const char* doing) {
                                             " is not as large as its count says, or not accessible");
 }
 
-std::string Comm::error_text() {
-  std::lock_guard<std::mutex> lock(mutex);
-  return error_text_;
-}
-
 // ---- what the service's thread tells ----
 
 void Comm::arrived(const Hello& hello, SocketPtr socket) { session.arrived(hello, std::move(socket)); }
@@ -178,7 +174,7 @@ void Comm::frame(int from, const CtlHeader& header, std::vector<char> body) {
     return;
   }
   if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, std::move(body));
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(session.mutex);
   if (header.kind == Ctl::Leaving && body.size() == sizeof p.leaving) {
     memcpy(&p.leaving, body.data(), sizeof p.leaving);
     p.left = true;
@@ -187,19 +183,19 @@ void Comm::frame(int from, const CtlHeader& header, std::vector<char> body) {
     memcpy(p.stuck.get(), body.data(), sizeof(Stuck));
     p.stuck->doing[sizeof p.stuck->doing - 1] = 0;
   }
-  changed.notify_all();
+  session.changed.notify_all();
 }
 
 void Comm::closed(int from) {
   Peer& p = peer(from);
   bool expected;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(session.mutex);
     p.gone = true;
-    expected = p.left || session.stopped() || phase.load() == Phase::Creating;
+    expected = p.left || session.stopped() || standing.phase.load() == Phase::Creating;
   }
   if (!expected) died(from);
-  changed.notify_all();
+  session.changed.notify_all();
 }
 
 void Comm::died(int from) {
@@ -210,13 +206,13 @@ void Comm::died(int from) {
 void Comm::open() {
   int dead = -1;
   {
-    std::lock_guard<std::mutex> lock(mutex);
-    phase.store(Phase::Ready);
+    std::lock_guard<std::mutex> lock(session.mutex);
+    standing.phase.store(Phase::Ready);
     for (int q = 0; q < nranks; ++q)
       if (peer(q).gone && !peer(q).left) dead = q;
   }
   if (dead >= 0) died(dead);
-  set_pending(ncclSuccess);
+  standing.set_pending(ncclSuccess);
 }
 
 // ---- leaving ----
@@ -237,8 +233,8 @@ ncclResult_t Comm::await_leaving() {
   for (int q = 0; q < nranks; ++q) {
     if (q == rank) continue;
     Peer& p = peer(q);
-    std::unique_lock<std::mutex> lock(mutex);
-    bool came = changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
+    std::unique_lock<std::mutex> lock(session.mutex);
+    bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();
     if (!came)
       return lock.unlock(),
@@ -264,7 +260,7 @@ ncclResult_t Comm::await_leaving() {
 ncclResult_t Comm::drain(Deadline deadline) {
   for (;;) {
     uint32_t seen = bell().look();
-    if (idle()) return ncclSuccess;
+    if (turns.idle()) return ncclSuccess;
     if (Clock::now() > deadline) return ncclTimeout;
     bell().wait(seen, 20 * 1000 * 1000);
   }

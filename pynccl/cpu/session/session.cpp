@@ -200,7 +200,9 @@ ncclResult_t Session::settle(Deadline) {
   std::vector<int> ranks(static_cast<size_t>(nranks));
   for (int q = 0; q < nranks; ++q) ranks[size_t(q)] = q;
   std::vector<std::vector<char>> all;
-  if (ncclResult_t r = exchange(0, ranks, mine, &all, "setting up"); r != ncclSuccess) return r;
+  if (ncclResult_t r = exchange(std::vector<uint64_t>(ranks.size()), ranks, mine, &all, "setting up");
+      r != ncclSuccess)
+    return r;
   bool direct = false;
   for (int q = 0; q < nranks; ++q) {
     if (all[size_t(q)].size() != mine.size())
@@ -248,26 +250,34 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
   return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
 }
 
-ncclResult_t Session::exchange(uint64_t tag, const std::vector<int>& ranks, const std::vector<char>& mine,
-                               std::vector<std::vector<char>>* all, const char* what) {
+ncclResult_t Session::exchange(const std::vector<uint64_t>& tags, const std::vector<int>& ranks,
+                               const std::vector<char>& mine, std::vector<std::vector<char>>* all,
+                               const char* what) {
   Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
-  for (int q : ranks)
-    if (q != rank && !peer(q).control->send_frame(Ctl::Exchange, tag, mine.data(), mine.size()))
-      return cut_off(q, what, strerror(errno));
+  bool sound = owner_.error() == ncclSuccess;  // else it is what follows a failure, such as a shrink
+  for (size_t i = 0; i < ranks.size(); ++i)
+    if (ranks[i] != rank &&
+        !peer(ranks[i]).control->send_frame(Ctl::Exchange, tags[i], mine.data(), mine.size()))
+      return cut_off(ranks[i], what, strerror(errno));
   all->clear();
-  for (int q : ranks) {
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    int q = ranks[i];
     if (q == rank) {
       all->push_back(mine);
       continue;
     }
     Peer& p = peer(q);
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait_until(lock, deadline, [&] { return p.inbox.count(tag) || p.gone || p.left || stopped(); });
-    auto it = p.inbox.find(tag);
+    auto failed = [&] { return sound && owner_.error() != ncclSuccess; };
+    changed.wait_until(lock, deadline,
+                       [&] { return p.inbox.count(tags[i]) || p.gone || p.left || stopped() || failed(); });
+    auto it = p.inbox.find(tags[i]);
     if (it == p.inbox.end()) {
       bool gone = p.gone || p.left, stop = stopped();
       lock.unlock();
       if (stop) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
+      if (failed())
+        return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
       if (gone) return cut_off(q, what, "it died or left");
       return fail(ncclTimeout, "rank %d of %d: %s waited in vain for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
                   rank, nranks, what, q, p.str().c_str());

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "streams/waiting.hpp"
 #include "transport/transport.hpp"
 
 namespace pncpu {
@@ -50,16 +51,6 @@ struct Peer {
   std::string str() const;
 };
 
-// How long a wait looks before it sleeps: alone on its core first, then letting others have the core.
-struct Patience {
-  int64_t spin_ns = 0, yield_ns = 0;
-  int64_t interrupted_ns = 0;  // a single look that took longer lost the core to others; 0: not asked
-  Patience with(const Patience& o) const {
-    return {std::min(spin_ns, o.spin_ns), std::min(yield_ns, o.yield_ns),
-            std::max(interrupted_ns, o.interrupted_ns)};
-  }
-};
-
 class Session {
  public:
   // What a session asks of the communicator that it belongs to.
@@ -93,8 +84,8 @@ class Session {
   bool stopped() const { return stopped_.load(); }
 
   // Ranks talk over their control sockets: everyone's blob, in the order of `ranks`.
-  ncclResult_t exchange(uint64_t tag, const std::vector<int>& ranks, const std::vector<char>& mine,
-                        std::vector<std::vector<char>>* all, const char* what);
+  ncclResult_t exchange(const std::vector<uint64_t>& tags, const std::vector<int>& ranks,
+                        const std::vector<char>& mine, std::vector<std::vector<char>>* all, const char* what);
   void arrived(const Hello& hello, SocketPtr socket);
   void exchanged(int from, uint64_t tag, std::vector<char> body);
   void send(int to, Ctl kind, const void* body, size_t bytes);  // nothing once the peer is gone
@@ -112,6 +103,11 @@ class Session {
   int hosts() const { return hosts_; }
   const Patience& patience(bool underway) const { return underway ? underway_patience_ : patience_; }
 
+  // Wakes who waits for what peers say, so that it looks at the communicator's error.
+  void notify() {
+    std::lock_guard<std::mutex> lock(mutex);
+    changed.notify_all();
+  }
   std::mutex mutex;  // what peers have said
   std::condition_variable changed;
 

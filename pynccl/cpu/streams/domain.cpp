@@ -2,7 +2,7 @@
 
 #include <tuple>
 
-#include "comm/comm.hpp"
+#include "base/params.hpp"
 
 namespace pncpu {
 namespace {
@@ -76,17 +76,6 @@ std::vector<std::shared_ptr<Stream>> Domain::come_before(const Stream& stream) {
     }
   created_.resize(kept);
   return busy;
-}
-
-std::shared_ptr<Stream> find_stream(Comm* comm, cudaStream_t handle, const char* function) {
-  auto value = reinterpret_cast<uintptr_t>(handle);
-  if (value <= 2) {
-    if (comm) return value == 2 ? comm->domain->per_thread() : comm->domain->legacy();
-    fail(ncclInvalidArgument, "%s: stream %p is a communicator's default stream, but comm is NULL", function,
-         static_cast<void*>(handle));
-    return nullptr;
-  }
-  return find_handle<Stream>(handle, "stream", function);
 }
 
 }  // namespace pncpu

@@ -19,7 +19,7 @@ class Domain : public std::enable_shared_from_this<Domain> {
   static std::shared_ptr<Domain> of(int device, int copy);
   Domain();
   const std::shared_ptr<Stream>& legacy() const { return legacy_; }  // handles 0 and 1
-  std::shared_ptr<Stream> per_thread();                             // handle 2: the calling thread's own
+  std::shared_ptr<Stream> per_thread();                              // handle 2: the calling thread's own
   std::shared_ptr<Stream> create(bool blocking);
   // The streams whose work of now completes before new work of this one.
   std::vector<std::shared_ptr<Stream>> come_before(const Stream& stream);
@@ -31,10 +31,5 @@ class Domain : public std::enable_shared_from_this<Domain> {
   std::map<std::thread::id, std::shared_ptr<Stream>> per_thread_;
   std::vector<std::weak_ptr<Stream>> created_;  // those that are blocking
 };
-
-// A stream's handle: 0, 1 and 2 of a communicator's device, or one from pyncclCpuStreamCreate. nullptr after
-// fail() for others.
-struct Comm;
-std::shared_ptr<Stream> find_stream(Comm* comm, cudaStream_t handle, const char* function);
 
 }  // namespace pncpu

@@ -1,7 +1,6 @@
 #include "streams/stream.hpp"
 
 #include "base/threads.hpp"
-#include "comm/comm.hpp"
 #include "streams/domain.hpp"
 
 namespace pncpu {
@@ -70,26 +69,24 @@ ncclResult_t Stream::run(Node& node, Deadline deadline) {
     case Node::After:
       return node.stream->drive(node.number, deadline);
     default:
-      return run_launch(node, deadline);
+      return run_task(node, deadline);
   }
 }
 
-ncclResult_t Stream::run_launch(Node& node, Deadline deadline) {
-  Launch& launch = *node.launch;
+ncclResult_t Stream::run_task(Node& node, Deadline deadline) {
   if (!node.came) {
     node.came = true;
-    node.leads = launch.come();
+    node.leads = node.task->come();
   }
-  ncclResult_t r = node.leads ? launch.run(deadline) : launch.wait(deadline);
-  if (r != ncclInProgress) note_errors(launch);
+  ncclResult_t r = node.leads ? node.task->run(deadline) : node.task->wait(deadline);
+  if (r != ncclInProgress) note_errors(*node.task);
   return r;
 }
 
-void Stream::note_errors(const Launch& launch) {
-  for (const Batch& b : launch.batches) {
-    if (b.result == ncclSuccess) continue;
+void Stream::note_errors(const Task& task) {
+  for (auto& [serial, result] : task.errors()) {
     std::lock_guard<std::mutex> lock(queue_mutex_);
-    if (errors_.size() < kMostErrors) errors_.emplace(b.comm->serial, b.result);
+    if (errors_.size() < kMostErrors) errors_.emplace(serial, result);
     failed_.store(true);
   }
 }

@@ -5,19 +5,34 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "base/handles.hpp"
 #include "streams/event.hpp"
-#include "streams/launch.hpp"
+#include "streams/waiting.hpp"
 
 namespace pncpu {
 
 class Domain;
 class Stream;
 
+// What a stream runs. A task that several streams share runs when all have come to it, by whoever drives the
+// last that came.
+class Task {
+ public:
+  virtual ~Task() = default;
+  // A stream has come to it. True for the last one, which runs it.
+  virtual bool come() = 0;
+  // Until done or the deadline (ncclInProgress); wait() is for the streams that do not run it.
+  virtual ncclResult_t run(Deadline deadline) = 0;
+  virtual ncclResult_t wait(Deadline deadline) = 0;
+  using Errors = std::vector<std::pair<uint64_t, ncclResult_t>>;  // by communicators' serials
+  virtual Errors errors() const = 0;
+};
+
 struct Node {
   enum Kind { Run, Record, Wait, After } kind = Run;
-  std::shared_ptr<Launch> launch;
+  std::shared_ptr<Task> task;
   std::shared_ptr<Recording> recording;
   std::shared_ptr<Stream> stream;  // After: its first `number` nodes come first
   uint64_t number = 0;
@@ -55,11 +70,11 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
  private:
   ncclResult_t run(Node& node, Deadline deadline);
-  ncclResult_t run_launch(Node& node, Deadline deadline);
+  ncclResult_t run_task(Node& node, Deadline deadline);
   void start_worker();
   void work();
   void close();
-  void note_errors(const Launch& launch);
+  void note_errors(const Task& task);
   Domain& domain_;  // lives as long as anybody can push
   const bool blocking_;
   bool ended_ = false;

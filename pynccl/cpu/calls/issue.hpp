@@ -5,8 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "ops/ops.hpp"
-#include "streams/stream.hpp"
+#include "calls/launch.hpp"
 
 namespace pncpu {
 
@@ -24,6 +23,10 @@ std::mutex& issue_lock();
 // ncclInProgress for non-blocking communicators. A call whose communicator or stream has ended meanwhile is
 // an error, and nothing is issued.
 ncclResult_t issue(const std::vector<Call>& calls);
+
+// The stream behind a handle: 0, 1 and 2 are those of the communicator's device. nullptr after fail().
+std::shared_ptr<Stream> stream_of(const std::shared_ptr<Comm>& comm, cudaStream_t handle,
+                                  const char* function);
 
 // Queues one node; under the issue lock.
 ncclResult_t enqueue(const std::shared_ptr<Stream>& stream, Node node, const char* function);

@@ -1,12 +1,8 @@
-#include "streams/launch.hpp"
+#include "calls/launch.hpp"
 
 #include <linux/futex.h>
 
-#include "comm/comm.hpp"
-
 namespace pncpu {
-
-Crowd g_crowd;
 
 namespace {
 constexpr double kFirstLook = 0.15;  // seconds without a move before a deadlock is looked for
@@ -77,6 +73,13 @@ ncclResult_t Launch::wait(Deadline deadline) {
   }
 }
 
+Task::Errors Launch::errors() const {
+  Errors found;
+  for (const Batch& b : batches)
+    if (b.result != ncclSuccess) found.emplace_back(b.comm->serial, b.result);
+  return found;
+}
+
 // A peer may be waiting for this very core.
 bool Launch::spin_for_news(const std::vector<uint32_t>& seen) {
   Patience least = batches[0].comm->patience();
@@ -114,7 +117,7 @@ void Launch::when_blocked(Clock::time_point since, double* next_look) {
   double blocked = std::chrono::duration<double>(Clock::now() - since).count();
   bool look = blocked > *next_look;
   for (Batch& b : batches) {
-    if (b.done || !b.comm->turn_of(b)) continue;
+    if (b.done || !b.comm->turns.is_turn_of(b.ticket)) continue;
     if (b.comm->timeout_s > 0 && blocked > b.comm->timeout_s)
       b.comm->fail_with(ncclTimeout, b.comm->waiting_for(b) + " for more than " +
                                          std::to_string(b.comm->timeout_s) + " s (PYNCCL_CPU_TIMEOUT)");

@@ -1,8 +1,6 @@
-#include "streams/issue.hpp"
+#include "calls/issue.hpp"
 
 #include <algorithm>
-
-#include "comm/comm.hpp"
 
 namespace pncpu {
 namespace {
@@ -67,14 +65,14 @@ struct Prepared {
     launch->tie(int(cluster.streams.size()));
     for (Stream* stream : cluster.streams) {
       Node node;
-      node.launch = launch;
+      node.task = launch;
       nodes.emplace_back(stream, stream->nodes_for(std::move(node)));
     }
   }
 
   void queue() noexcept {
     for (Batch& b : launch->batches) {
-      b.ticket = b.comm->take_ticket();
+      b.ticket = b.comm->turns.take();
       for (const Op& op : b.colls) b.comm->count_issue(op);
       for (const Op& op : b.p2p) b.comm->count_issue(op);
     }
@@ -113,11 +111,21 @@ ncclResult_t issue(const std::vector<Call>& calls) {
     for (Prepared& p : prepared) p.queue();
     for (const Call& call : calls) {
       wait = wait || call.comm->blocking_calls;
-      if (!call.comm->blocking) call.comm->answer_later(), later = true;
+      if (!call.comm->blocking) call.comm->standing.answer_later(), later = true;
     }
   }
   if (ncclResult_t r = wait ? wait_all(calls) : ncclSuccess; r != ncclSuccess) return r;
   return later ? ncclInProgress : ncclSuccess;
+}
+
+std::shared_ptr<Stream> stream_of(const std::shared_ptr<Comm>& comm, cudaStream_t handle,
+                                  const char* function) {
+  auto value = reinterpret_cast<uintptr_t>(handle);
+  if (value > 2) return find_handle<Stream>(handle, function);
+  if (comm) return value == 2 ? comm->domain->per_thread() : comm->domain->legacy();
+  fail(ncclInvalidArgument, "%s: stream %p is a communicator's default stream, but comm is NULL", function,
+       static_cast<void*>(handle));
+  return nullptr;
 }
 
 ncclResult_t enqueue(const std::shared_ptr<Stream>& stream, Node node, const char* function) {

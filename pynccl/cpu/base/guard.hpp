@@ -1,8 +1,7 @@
-// The edge of the library: no exception leaves an exported function, and a wrong call inside a group spoils
-// the group.
+// The edge of the library: no exception leaves an exported function.
 #pragma once
 
-#include "streams/group.hpp"
+#include "base/log.hpp"
 
 namespace pncpu {
 
@@ -16,12 +15,6 @@ ncclResult_t guarded(const char* function, Body body) noexcept {
   } catch (...) {
     return exception_result(function);
   }
-}
-
-// For what can be part of a group.
-template <class Body>
-ncclResult_t in_group(const char* function, Body body) noexcept {
-  return spoil(guarded(function, body));
 }
 
 #define REQUIRE_POINTER(function, pointer) \
