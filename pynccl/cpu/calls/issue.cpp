@@ -110,6 +110,7 @@ ncclResult_t issue(const std::vector<Call>& calls) {
     for (const Cluster& c : cluster(calls)) prepared.emplace_back(c);
     for (Prepared& p : prepared) p.queue();
     for (const Call& call : calls) {
+      call.comm->issued_on(call.stream);
       wait = wait || call.comm->blocking_calls;
       if (!call.comm->blocking) call.comm->standing.answer_later(), later = true;
     }

@@ -257,12 +257,28 @@ ncclResult_t Comm::await_leaving() {
   return ncclSuccess;
 }
 
+void Comm::issued_on(const std::shared_ptr<Stream>& stream) {
+  if (newest_.load(std::memory_order_relaxed) == stream.get()) return;
+  std::lock_guard<std::mutex> lock(session.mutex);
+  newest_owner_ = stream;
+  newest_.store(stream.get(), std::memory_order_relaxed);
+}
+
 ncclResult_t Comm::drain(Deadline deadline) {
   for (;;) {
     uint32_t seen = bell().look();
     if (turns.idle()) return ncclSuccess;
     if (Clock::now() > deadline) return ncclTimeout;
-    bell().wait(seen, 20 * 1000 * 1000);
+    std::shared_ptr<Stream> stream;
+    {
+      std::lock_guard<std::mutex> lock(session.mutex);
+      stream = newest_owner_.lock();
+    }
+    Deadline soon = std::min(deadline, after_ms(20));
+    if (stream && !stream->idle())
+      stream->drive(stream->enqueued(), soon);
+    else
+      bell().wait(seen, until(soon, kSliceNs));
   }
 }
 

@@ -72,7 +72,9 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void open();  // connected: from now on the end of a connection is a death
   ncclResult_t announce_leaving();
   ncclResult_t await_leaving();
-  ncclResult_t drain(Deadline deadline);  // until every issued call has ended
+  // Until every issued call has ended. Runs what the newest stream has, as every wait does.
+  ncclResult_t drain(Deadline deadline);
+  void issued_on(const std::shared_ptr<Stream>& stream);  // under the issue lock
 
   // What the service's thread tells
   void arrived(const Hello& hello, SocketPtr socket) override;
@@ -96,6 +98,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Fate fate_;
   std::vector<uint64_t> meetings_;  // with each rank; under session.mutex
   Doorbell own_bell_;
+  std::atomic<Stream*> newest_{nullptr};
+  std::weak_ptr<Stream> newest_owner_;  // under session.mutex
   uint64_t epoch_ = 0, serial_ = 0;
   std::map<int, std::pair<uint64_t, uint64_t>> suspects_;  // of the last cycle seen: rank to epoch and serial
   uint64_t coll_seq_ = 0;
