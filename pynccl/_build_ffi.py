@@ -363,7 +363,7 @@ def _initializer(struct: str, header: Header) -> str:
 
 def _c_header(source: str, guard: str, includes: str, declarations: str) -> str:
     return f"""\
-// Made from pynccl/native/{source}. For C and C++; behind each declaration, the NCCL that brought it.
+// Made from pynccl/native/{source}, for C and C++. "since": the first NCCL that goes with a declaration.
 #ifndef {guard}
 #define {guard}
 
