@@ -90,6 +90,8 @@ const char* ncclGetErrorString(ncclResult_t result) {
       return "NCCL operation in progress";
     case ncclTimeout:
       return "operation timed out";
+    case ncclNumResults:
+      break;
   }
   return "unknown result code";
 }
