@@ -136,8 +136,9 @@ Step Comm::fail_with(ncclResult_t code, const std::string& text, bool tell) {
 
 Step Comm::mismatch(const std::string& text) { return fail_with(ncclInvalidUsage, kMismatch + text); }
 
-void Comm::tell_error(ncclResult_t code) {
-  std::string text = error_text();
+void Comm::tell_error(ncclResult_t code) { tell(code, error_text()); }
+
+void Comm::tell(ncclResult_t code, const std::string& text) {
   std::vector<char> body(sizeof code + text.size());
   memcpy(body.data(), &code, sizeof code);
   memcpy(body.data() + sizeof code, text.data(), text.size());
@@ -170,7 +171,11 @@ void Comm::frame(int from, const CtlHeader& header, std::vector<char> body) {
     bool same = code == ncclInvalidUsage || code == ncclTimeout || code == ncclInvalidArgument;
     std::string text(body.data() + sizeof code, body.size() - sizeof code);
     if (text.find(kReports) == std::string::npos) text = "rank " + std::to_string(from) + kReports + text;
-    fail_with(same ? code : ncclRemoteError, text, false);
+    code = same ? code : ncclRemoteError;
+    // Passed on before anybody here wakes and may exit: every peer then hears the cause before the end of this
+    // rank's connection.
+    if (error() == ncclSuccess) tell(code, text);
+    decide(code, text);
     return;
   }
   if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, std::move(body));

@@ -58,6 +58,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Step fail_with(ncclResult_t code, const std::string& text, bool tell = true);
   Step mismatch(const std::string& text);
   void tell_error(ncclResult_t code);  // to every peer, by name
+  void tell(ncclResult_t code, const std::string& text);
   Step remote_failed(int peer, RemoteResult result, const char* doing);
   ncclResult_t error() const override { return fate_.code(); }
   std::string error_text() override { return fate_.text(); }
