@@ -29,15 +29,16 @@ ncclResult_t end_creation(const std::shared_ptr<Comm>& comm, ncclComm_t* out, nc
   return r;
 }
 
-ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const Id& id, uint64_t ids_hash,
+ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vector<Id>& ids, uint64_t ids_hash,
                          const ncclConfig_t* config, const char* function, int device) {
   if (const char* wrong = fault_error()) return spoil(fail(ncclInvalidArgument, "%s: %s", function, wrong));
   *out = nullptr;
   if (nranks < 1)
     return spoil(fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks));
-  if (!id.plausible())
-    return spoil(
-        fail(ncclInvalidArgument, "%s: commId was not made by ncclGetUniqueId of this library", function));
+  for (const Id& id : ids)
+    if (!id.plausible())
+      return spoil(
+          fail(ncclInvalidArgument, "%s: commId was not made by ncclGetUniqueId of this library", function));
   Config settings;
   if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return spoil(r);
   // A wrong rank is told to the root all the same, so that the others hear of it too.
@@ -46,7 +47,37 @@ ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const Id& id, ui
   Job job;
   job.comm = comm;
   job.blocking = comm->blocking;
-  job.run = [comm, id, ids_hash, out] { return end_creation(comm, out, init(comm, id, ids_hash)); };
+  job.run = [comm, ids, ids_hash, out] { return end_creation(comm, out, init(comm, ids, ids_hash)); };
+  return submit(std::move(job));
+}
+
+// One job for all ranks; without `blocking` each is created in the background, and has a state of its own.
+ncclResult_t submit_init_all(ncclComm_t* out, int ndev, const int* devices) {
+  const char* function = "ncclCommInitAll";
+  if (const char* wrong = fault_error()) return spoil(fail(ncclInvalidArgument, "%s: %s", function, wrong));
+  Config settings;
+  if (ncclResult_t r = read_config(nullptr, function, &settings); r != ncclSuccess) return spoil(r);
+  if (!settings.blocking) {
+    Id id;
+    if (ncclResult_t r = make_id(&id, true); r != ncclSuccess) return spoil(r);
+    ncclGroupStart();
+    for (int i = 0; i < ndev; ++i)
+      submit_init(&out[i], ndev, i, {id}, 0, nullptr, function, devices ? devices[i] : i);
+    return ncclGroupEnd();
+  }
+  std::vector<std::shared_ptr<Comm>> comms;
+  std::map<int, int> copies;
+  for (int i = 0; i < ndev; ++i) {
+    int device = devices ? devices[i] : i;
+    comms.push_back(make_comm(i, ndev, device, copies[device]++, settings));
+    if (ncclResult_t r = publish(comms.back(), &out[i]); r != ncclSuccess) return spoil(r);
+  }
+  Job job;
+  job.run = [comms, out] {
+    ncclResult_t r = init_all(comms);
+    for (size_t i = 0; i < comms.size() && r != ncclSuccess; ++i) end_creation(comms[i], &out[i], r);
+    return r;
+  };
   return submit(std::move(job));
 }
 
@@ -90,7 +121,7 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
     table.push_back(info);
   }
   child.comm->session.set_shape(rank, int(table.size()));
-  return connect(*child.comm, table);
+  return connect(*child.comm, Table::of(std::move(table)));
 }
 
 ncclResult_t end_child(const Child& child, ncclResult_t r) {
@@ -184,7 +215,7 @@ ncclResult_t run_grow(std::shared_ptr<Comm> parent, Child child, int nranks, con
     return end_child(child, fail(ncclInvalidUsage,
                                  "ncclCommGrow: %d existing ranks passed a uniqueId, expected one", makers));
   child.comm->session.set_shape(parent->rank, nranks);
-  r = init(child.comm, chosen, 0);
+  r = init(child.comm, {chosen}, 0);
   if (id && r == ncclSuccess) parent->grow_id_open = false;
   return end_child(child, r);
 }
@@ -240,13 +271,13 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* uniqueId) {
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank,
                                     ncclConfig_t* config) {
   REQUIRE_POINTER("ncclCommInitRankConfig", comm);
-  return submit_init(comm, nranks, rank, id_of(commId), 0, config, "ncclCommInitRankConfig",
+  return submit_init(comm, nranks, rank, {id_of(commId)}, 0, config, "ncclCommInitRankConfig",
                      default_device());
 }
 
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank) {
   REQUIRE_POINTER("ncclCommInitRank", comm);
-  return submit_init(comm, nranks, rank, id_of(commId), 0, nullptr, "ncclCommInitRank", default_device());
+  return submit_init(comm, nranks, rank, {id_of(commId)}, 0, nullptr, "ncclCommInitRank", default_device());
 }
 
 ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myrank, int nId,
@@ -257,8 +288,10 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myran
     return spoil(fail(ncclInvalidArgument, "ncclCommInitRankScalable: nId is %d, expected 1 to nranks %d",
                       nId, nranks));
   Token hash = Token::of(std::string(reinterpret_cast<char*>(commIds), size_t(nId) * sizeof *commIds));
-  return submit_init(newcomm, nranks, myrank, id_of(commIds[0]), nId > 1 ? hash.a : 0, config,
-                     "ncclCommInitRankScalable", default_device());
+  std::vector<Id> ids;
+  for (int i = 0; i < nId; ++i) ids.push_back(id_of(commIds[i]));
+  return submit_init(newcomm, nranks, myrank, ids, nId > 1 ? hash.a : 0, config, "ncclCommInitRankScalable",
+                     default_device());
 }
 
 ncclResult_t ncclCommInitAll(ncclComm_t* comm, int ndev, const int* devlist) {
@@ -269,12 +302,12 @@ ncclResult_t ncclCommInitAll(ncclComm_t* comm, int ndev, const int* devlist) {
     if (devlist[i] < 0)
       return spoil(
           fail(ncclInvalidArgument, "ncclCommInitAll: devlist[%d] is %d, expected 0 or more", i, devlist[i]));
-  Id id;
-  if (ncclResult_t r = make_id(&id, true); r != ncclSuccess) return spoil(r);
-  ncclGroupStart();
-  for (int i = 0; i < ndev; ++i)
-    submit_init(&comm[i], ndev, i, id, 0, nullptr, "ncclCommInitAll", devlist ? devlist[i] : i);
-  return ncclGroupEnd();
+  if (ndev > kMostLocalRanks)
+    return spoil(fail(ncclSystemError,
+                      "ncclCommInitAll: ndev is %d, more ranks than the %d of one host for which there is "
+                      "memory: it grows with their square",
+                      ndev, kMostLocalRanks));
+  return submit_init_all(comm, ndev, devlist);
 }
 
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm, ncclConfig_t* config) {
@@ -355,7 +388,8 @@ ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqu
   REQUIRE_POINTER("ncclCommGrow", newcomm);
   if (!comm) {
     REQUIRE_POINTER("ncclCommGrow", uniqueId);
-    return submit_init(newcomm, nRanks, rank, id_of(*uniqueId), 0, config, "ncclCommGrow", default_device());
+    return submit_init(newcomm, nRanks, rank, {id_of(*uniqueId)}, 0, config, "ncclCommGrow",
+                       default_device());
   }
   Comm* parent = comm_of(comm, "ncclCommGrow");
   if (!parent) return spoil(ncclInvalidArgument);

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <deque>
 
 namespace pncpu {
 
@@ -149,28 +150,45 @@ void interrupt_creations(int thread, bool on) {
   for (auto it = first; it != last; ++it) it->second->session.stop();
 }
 
-ncclResult_t init(const std::shared_ptr<Comm>& comm, const Id& id, uint64_t ids_hash) {
+ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids, uint64_t ids_hash) {
   Creation here(*comm);
-  std::vector<PeerInfo> table;
-  if (ncclResult_t r = comm->session.join(id, ids_hash, &table); r != ncclSuccess) return r;
+  Table table;
+  if (ncclResult_t r = comm->session.join(ids, ids_hash, &table); r != ncclSuccess) return r;
   return connect(*comm, table);
 }
 
-ncclResult_t connect(Comm& comm, const std::vector<PeerInfo>& table) {
+ncclResult_t connect(Comm& comm, const Table& table) {
   Creation here(comm);
   if (ncclResult_t r = comm.session.connect(table); r != ncclSuccess) return r;
   comm.open();
   return ncclSuccess;
 }
 
+ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
+  std::deque<Creation> here;
+  std::vector<PeerInfo> infos;
+  for (auto& comm : comms) {
+    here.emplace_back(*comm);
+    if (ncclResult_t r = comm->session.introduce(); r != ncclSuccess) return r;
+    infos.push_back(comm->session.self);
+  }
+  Table table = Table::of(std::move(infos));
+  for (auto& comm : comms)
+    if (ncclResult_t r = comm->session.begin(table); r != ncclSuccess) return r;
+  for (auto& comm : comms)
+    if (ncclResult_t r = comm->session.finish(); r != ncclSuccess) return r;
+  for (auto& comm : comms) comm->open();
+  return ncclSuccess;
+}
+
 ncclResult_t derive(Comm& parent, const std::vector<int>& ranks, uint64_t tag, const std::string& mine,
                     const char* function, std::vector<std::string>* all) {
-  std::vector<std::vector<char>> blobs;
+  std::vector<Blob> blobs;
   std::vector<char> body(mine.begin(), mine.end());
   if (ncclResult_t r = parent.session.exchange(tag, ranks, body, &blobs, function); r != ncclSuccess)
     return r;
   all->clear();
-  for (auto& b : blobs) all->emplace_back(b.begin(), b.end());
+  for (const Blob& b : blobs) all->emplace_back(b.data, b.size);
   return ncclSuccess;
 }
 

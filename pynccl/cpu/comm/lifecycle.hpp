@@ -21,9 +21,11 @@ ncclResult_t publish(const std::shared_ptr<Comm>& comm, ncclComm_t* out);
 std::shared_ptr<Comm> take_ownership(ncclComm_t handle);
 void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out);
 
-ncclResult_t init(const std::shared_ptr<Comm>& comm, const Id& id, uint64_t ids_hash);
+ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids, uint64_t ids_hash);
+// All ranks of a communicator, by one thread and without a rendezvous.
+ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms);
 // The last step of each creation.
-ncclResult_t connect(Comm& comm, const std::vector<PeerInfo>& table);
+ncclResult_t connect(Comm& comm, const Table& table);
 // Lets the creations fail that a thread waits in or begins, until it is taken back.
 void interrupt_creations(int thread, bool on);
 ncclResult_t finalize(Comm& comm);
