@@ -18,13 +18,15 @@ ncclResult_t end_creation(const std::shared_ptr<Comm>& comm, ncclComm_t* out, nc
   return r;
 }
 
-ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const Id& id, uint64_t ids_hash,
+ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vector<Id>& ids, uint64_t ids_hash,
                          const ncclConfig_t* config, const char* function, int device) {
   if (const char* wrong = fault_error()) return fail(ncclInvalidArgument, "%s: %s", function, wrong);
   *out = nullptr;
   if (nranks < 1) return fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks);
-  if (!id.plausible())
-    return fail(ncclInvalidArgument, "%s: commId was not made by ncclGetUniqueId of this library", function);
+  for (const Id& id : ids)
+    if (!id.plausible())
+      return fail(ncclInvalidArgument, "%s: commId was not made by ncclGetUniqueId of this library",
+                  function);
   Config settings;
   if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return r;
   // A wrong rank is told to the root all the same, so that the others hear of it too.
@@ -34,7 +36,37 @@ ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const Id& id, ui
   Job job;
   job.comm = comm;
   job.blocking = comm->blocking;
-  job.run = [comm, id, ids_hash, out] { return end_creation(comm, out, init(comm, id, ids_hash)); };
+  job.run = [comm, ids, ids_hash, out] { return end_creation(comm, out, init(comm, ids, ids_hash)); };
+  return submit(std::move(job));
+}
+
+// One job for all ranks; without `blocking` each is created in the background, and has a state of its own.
+ncclResult_t submit_init_all(ncclComm_t* out, int ndev, const int* devices) {
+  const char* function = "ncclCommInitAll";
+  if (const char* wrong = fault_error()) return fail(ncclInvalidArgument, "%s: %s", function, wrong);
+  Config settings;
+  if (ncclResult_t r = read_config(nullptr, function, &settings); r != ncclSuccess) return r;
+  if (!settings.blocking) {
+    Id id;
+    if (ncclResult_t r = make_id(&id, true); r != ncclSuccess) return r;
+    ncclGroupStart();
+    for (int i = 0; i < ndev; ++i)
+      spoil(submit_init(&out[i], ndev, i, {id}, 0, nullptr, function, devices ? devices[i] : i));
+    return ncclGroupEnd();
+  }
+  std::vector<std::shared_ptr<Comm>> comms;
+  std::map<int, int> copies;
+  for (int i = 0; i < ndev; ++i) {
+    int device = devices ? devices[i] : i;
+    comms.push_back(make_comm(i, ndev, device, Domain::of(device, copies[device]++), settings));
+  }
+  for (int i = 0; i < ndev; ++i) publish(comms[size_t(i)], &out[i]);
+  Job job;
+  job.run = [comms, out] {
+    ncclResult_t r = init_all(comms);
+    for (size_t i = 0; i < comms.size() && r != ncclSuccess; ++i) end_creation(comms[i], &out[i], r);
+    return r;
+  };
   return submit(std::move(job));
 }
 
@@ -78,7 +110,7 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
     table.push_back(info);
   }
   child.comm->session.set_shape(rank, int(table.size()));
-  return connect(*child.comm, table);
+  return connect(*child.comm, Table::of(std::move(table)));
 }
 
 ncclResult_t end_child(const Child& child, ncclResult_t r) {
@@ -163,7 +195,7 @@ ncclResult_t run_grow(std::shared_ptr<Comm> parent, Child child, int nranks, con
     return end_child(child, fail(ncclInvalidUsage,
                                  "ncclCommGrow: %d existing ranks passed a uniqueId, expected one", makers));
   child.comm->session.set_shape(parent->rank, nranks);
-  r = init(child.comm, chosen, 0);
+  r = init(child.comm, {chosen}, 0);
   if (id && r == ncclSuccess) parent->grow_id_open = false;
   return end_child(child, r);
 }
@@ -366,7 +398,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId c
   const char* function = "ncclCommInitRankConfig";
   return in_group(function, [&] {
     REQUIRE_POINTER(function, comm);
-    return submit_init(comm, nranks, rank, id_of(commId), 0, config, function, default_device());
+    return submit_init(comm, nranks, rank, {id_of(commId)}, 0, config, function, default_device());
   });
 }
 
@@ -374,7 +406,7 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId commId,
   const char* function = "ncclCommInitRank";
   return in_group(function, [&] {
     REQUIRE_POINTER(function, comm);
-    return submit_init(comm, nranks, rank, id_of(commId), 0, nullptr, function, default_device());
+    return submit_init(comm, nranks, rank, {id_of(commId)}, 0, nullptr, function, default_device());
   });
 }
 
@@ -387,7 +419,9 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myran
     if (nId < 1 || nId > nranks)
       return fail(ncclInvalidArgument, "%s: nId is %d, expected 1 to nranks %d", function, nId, nranks);
     Token hash = Token::of(std::string(reinterpret_cast<char*>(commIds), size_t(nId) * sizeof *commIds));
-    return submit_init(newcomm, nranks, myrank, id_of(commIds[0]), nId > 1 ? hash.a : 0, config, function,
+    std::vector<Id> ids;
+    for (int i = 0; i < nId; ++i) ids.push_back(id_of(commIds[i]));
+    return submit_init(newcomm, nranks, myrank, ids, nId > 1 ? hash.a : 0, config, function,
                        default_device());
   });
 }
@@ -401,12 +435,13 @@ ncclResult_t ncclCommInitAll(ncclComm_t* comm, int ndev, const int* devlist) {
       if (devlist[i] < 0)
         return fail(ncclInvalidArgument, "%s: devlist[%d] is %d, expected 0 or more", function, i,
                     devlist[i]);
-    Id id;
-    if (ncclResult_t r = make_id(&id, true); r != ncclSuccess) return r;
-    ncclGroupStart();
-    for (int i = 0; i < ndev; ++i)
-      spoil(submit_init(&comm[i], ndev, i, id, 0, nullptr, function, devlist ? devlist[i] : i));
-    return ncclGroupEnd();
+    if (ndev > kMostLocalRanks)
+      return fail(
+          ncclSystemError,
+          "%s: ndev is %d, more ranks than the %d of one host for which there is memory: it grows with "
+          "their square",
+          function, ndev, kMostLocalRanks);
+    return submit_init_all(comm, ndev, devlist);
   });
 }
 
@@ -458,7 +493,7 @@ ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqu
     REQUIRE_POINTER(function, newcomm);
     if (!comm) {
       REQUIRE_POINTER(function, uniqueId);
-      return submit_init(newcomm, nRanks, rank, id_of(*uniqueId), 0, config, function, default_device());
+      return submit_init(newcomm, nRanks, rank, {id_of(*uniqueId)}, 0, config, function, default_device());
     }
     std::shared_ptr<Comm> parent = comm_of(comm, function);
     if (!parent) return ncclInvalidArgument;

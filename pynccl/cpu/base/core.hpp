@@ -64,13 +64,16 @@ struct alignas(kCacheLine) Doorbell {
 struct Token {
   uint64_t a = 0, b = 0;
   bool operator==(const Token& o) const { return a == o.a && b == o.b; }
+  bool operator!=(const Token& o) const { return !(*this == o); }
   bool operator<(const Token& o) const { return a != o.a ? a < o.a : b < o.b; }
   static Token random();
   static Token of(const std::string& text);
 };
 
 std::string host_name();
-uint64_t host_id();  // equal for ranks that can share memory: NCCL_HOSTID, else machine and namespaces
+// Equal for ranks that can share memory: one user on one machine and in one network namespace, with one
+// NCCL_HOSTID, or without it in one pid namespace.
+uint64_t host_id();
 int default_device();
 void name_this_thread(const char* name);
 

@@ -163,29 +163,29 @@ Step Comm::remote_failed(int p, RemoteResult result, const char* doing) {
 
 void Comm::arrived(const Hello& hello, SocketPtr socket) { session.arrived(hello, std::move(socket)); }
 
-void Comm::frame(int from, const CtlHeader& header, std::vector<char> body) {
+void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   Peer& p = peer(from);
-  if (header.kind == Ctl::Error && body.size() >= sizeof(ncclResult_t)) {
+  if (header.kind == Ctl::Error && body.size >= sizeof(ncclResult_t)) {
     ncclResult_t code;
-    memcpy(&code, body.data(), sizeof code);
+    memcpy(&code, body.data, sizeof code);
     bool same = code == ncclInvalidUsage || code == ncclTimeout || code == ncclInvalidArgument;
-    std::string text(body.data() + sizeof code, body.size() - sizeof code);
+    std::string text(body.data + sizeof code, body.size - sizeof code);
     if (text.find(kReports) == std::string::npos) text = "rank " + std::to_string(from) + kReports + text;
     code = same ? code : ncclRemoteError;
-    // Passed on before anybody here wakes and may exit: every peer then hears the cause before the end of this
-    // rank's connection.
+    // Passed on before anybody here wakes and may exit: every peer then hears the cause before the end of
+    // this rank's connection.
     if (error() == ncclSuccess) tell(code, text);
     decide(code, text);
     return;
   }
-  if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, std::move(body));
+  if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, body);
   std::lock_guard<std::mutex> lock(session.mutex);
-  if (header.kind == Ctl::Leaving && body.size() == sizeof p.leaving) {
-    memcpy(&p.leaving, body.data(), sizeof p.leaving);
+  if (header.kind == Ctl::Leaving && body.size == sizeof p.leaving) {
+    memcpy(&p.leaving, body.data, sizeof p.leaving);
     p.left = true;
-  } else if (header.kind == Ctl::Stuck && body.size() == sizeof(Stuck)) {
+  } else if (header.kind == Ctl::Stuck && body.size == sizeof(Stuck)) {
     if (!p.stuck) p.stuck = std::make_unique<Stuck>();
-    memcpy(p.stuck.get(), body.data(), sizeof(Stuck));
+    memcpy(p.stuck.get(), body.data, sizeof(Stuck));
     p.stuck->doing[sizeof p.stuck->doing - 1] = 0;
   }
   session.changed.notify_all();

@@ -79,7 +79,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   // What the service's thread tells
   void arrived(const Hello& hello, SocketPtr socket) override;
-  void frame(int from, const CtlHeader& header, std::vector<char> body) override;
+  void frame(int from, const CtlHeader& header, const Blob& body) override;
   void closed(int from) override;
   void data_ready() override { bell().ring(); }
   SinkPtr sink() override { return shared_from_this(); }

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <deque>
 #include <numeric>
 
 namespace pncpu {
@@ -118,14 +119,14 @@ void interrupt_creations(int thread, bool on) {
   for (auto it = first; it != last; ++it) it->second->session.stop();
 }
 
-ncclResult_t init(const std::shared_ptr<Comm>& comm, const Id& id, uint64_t ids_hash) {
+ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids, uint64_t ids_hash) {
   Creation here(*comm);
-  std::vector<PeerInfo> table;
-  if (ncclResult_t r = comm->session.join(id, ids_hash, &table); r != ncclSuccess) return r;
+  Table table;
+  if (ncclResult_t r = comm->session.join(ids, ids_hash, &table); r != ncclSuccess) return r;
   return connect(*comm, table);
 }
 
-ncclResult_t connect(Comm& comm, const std::vector<PeerInfo>& table) {
+ncclResult_t connect(Comm& comm, const Table& table) {
   Creation here(comm);
   if (ncclResult_t r = comm.session.connect(table); r != ncclSuccess) return r;
   comm.open();
@@ -146,13 +147,13 @@ std::vector<int> Meeting::everyone(const Comm& comm) {
 
 ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* all) const {
   std::string blob = std::string(function_) + '\0' + mine;
-  std::vector<std::vector<char>> blobs;
+  std::vector<Blob> blobs;
   std::vector<char> body(blob.begin(), blob.end());
   if (ncclResult_t r = comm_->session.exchange(tags_, ranks_, body, &blobs, function_); r != ncclSuccess)
     return r;
   all->clear();
   for (size_t i = 0; i < blobs.size(); ++i) {
-    std::string theirs(blobs[i].begin(), blobs[i].end());
+    std::string theirs(blobs[i].data, blobs[i].size);
     size_t end = theirs.find('\0');
     if (theirs.compare(0, end, function_) != 0) {
       comm_->mismatch("rank " + std::to_string(comm_->rank) + " called " + function_ + ", rank " +
@@ -161,6 +162,23 @@ ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* al
     }
     all->push_back(theirs.substr(end + 1));
   }
+  return ncclSuccess;
+}
+
+ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
+  std::deque<Creation> here;
+  std::vector<PeerInfo> infos;
+  for (auto& comm : comms) {
+    here.emplace_back(*comm);
+    if (ncclResult_t r = comm->session.introduce(); r != ncclSuccess) return r;
+    infos.push_back(comm->session.self);
+  }
+  Table table = Table::of(std::move(infos));
+  for (auto& comm : comms)
+    if (ncclResult_t r = comm->session.begin(table); r != ncclSuccess) return r;
+  for (auto& comm : comms)
+    if (ncclResult_t r = comm->session.finish(); r != ncclSuccess) return r;
+  for (auto& comm : comms) comm->open();
   return ncclSuccess;
 }
 

@@ -22,9 +22,11 @@ void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out);
 // A creation that will not run after all: who ends the communicator need not wait for it.
 void cancel_creation(Comm& comm, const char* why);
 
-ncclResult_t init(const std::shared_ptr<Comm>& comm, const Id& id, uint64_t ids_hash);
+ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids, uint64_t ids_hash);
+// All ranks of a communicator, by one thread and without a rendezvous.
+ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms);
 // The last step of each creation.
-ncclResult_t connect(Comm& comm, const std::vector<PeerInfo>& table);
+ncclResult_t connect(Comm& comm, const Table& table);
 // Lets the creations fail that a thread waits in or begins, until it is taken back.
 void interrupt_creations(int thread, bool on);
 

@@ -6,16 +6,19 @@
 #include <sys/uio.h>
 
 #include <algorithm>
-#include <map>
+
+#include "base/fork.hpp"
 
 namespace pncpu {
 
+constexpr size_t kLeastRing = 512;  // room for a header and a little
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr size_t kTcpBuffer = size_t(512) << 10;
 
 Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks) {
   // Many ranks on a host: smaller rings, so that the segment stays within reason.
   size_t pairs = size_t(ranks) * size_t(ranks);
-  while (ring_bytes > 16384 && pairs * kChannels * ring_bytes > (size_t(256) << 20)) ring_bytes /= 2;
+  while (ring_bytes > kLeastRing && pairs * kChannels * ring_bytes > (size_t(256) << 20)) ring_bytes /= 2;
   ring_bytes_ = ring_bytes;
   states_at_ = align_up(sizeof(Cell) * size_t(ranks), 4096);
   acks_at_ = states_at_ + align_up(sizeof(RingState) * pairs * kChannels, 4096);
@@ -23,14 +26,10 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks) {
   bytes_ = data_at_ + pairs * kChannels * ring_bytes_;
 }
 
-Mapping::~Mapping() {
-  if (base) munmap(base, bytes);
-}
-
 ncclResult_t Segment::create() {
-  fd_.reset(memfd_create("pynccl", MFD_CLOEXEC));
-  if (!fd_) return fail(ncclSystemError, "memfd_create: %s", strerror(errno));
-  if (ftruncate(fd_.get(), off_t(bytes_)) != 0)
+  fd_.reset(memfd_create("pynccl", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd_) return fail(ncclSystemError, "memfd_create: %s", describe_error(errno).c_str());
+  if (ftruncate(fd_.get(), off_t(bytes_)) != 0 || fcntl(fd_.get(), F_ADD_SEALS, kSeals) != 0)
     return fail(ncclSystemError, "cannot size the shared segment to %zu bytes: %s", bytes_, strerror(errno));
   return map();
 }
@@ -41,26 +40,24 @@ ncclResult_t Segment::open(Fd fd) {
 }
 
 ncclResult_t Segment::map() {
-  static auto* mapped = new std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Mapping>>;
-  static auto* mutex = new std::mutex;
   struct stat st;
-  if (fstat(fd_.get(), &st) != 0 || size_t(st.st_size) < bytes_)
+  // Nobody can take mapped pages away from under this process.
+  bool sealed = (fcntl(fd_.get(), F_GET_SEALS) & kSeals) == kSeals;
+  if (!sealed || fstat(fd_.get(), &st) != 0 || size_t(st.st_size) != bytes_)
     return fail(ncclSystemError, "the shared segment is not what was announced");
-  std::lock_guard<std::mutex> lock(*mutex);
-  auto& known = (*mapped)[{st.st_dev, st.st_ino}];
-  mapping_ = known.lock();
-  if (!mapping_) {
-    void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
-    if (at == MAP_FAILED)
-      return fail(ncclSystemError, "cannot map %zu bytes of shared memory: %s", bytes_, strerror(errno));
-    madvise(at, bytes_, MADV_DONTFORK);
-    mapping_ = std::make_shared<Mapping>();
-    mapping_->base = static_cast<char*>(at);
-    mapping_->bytes = bytes_;
-    known = mapping_;
-  }
-  base_ = mapping_->base;
+  void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  if (at == MAP_FAILED)
+    return fail(ncclSystemError, "cannot map %zu bytes of shared memory: %s", bytes_, strerror(errno));
+  madvise(at, bytes_, MADV_DONTFORK);
+  base_ = static_cast<char*>(at);
+  close_in_child(fd_.get());
   return ncclSuccess;
+}
+
+Segment::~Segment() {
+  if (!base_) return;
+  munmap(base_, bytes_);
+  if (!forget_descriptor(fd_.get())) fd_.release();  // a forked child has closed it already
 }
 
 RingState& Segment::ring(int a, int b, int channel) const {

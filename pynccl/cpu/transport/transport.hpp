@@ -24,18 +24,14 @@ struct alignas(kCacheLine) Cell {
   std::atomic<uint32_t> closed;     // nobody may write into its buffers any more
 };
 
-// A file in memory, mapped once in a process however many of its ranks use it.
-struct Mapping {
-  char* base = nullptr;
-  size_t bytes = 0;
-  ~Mapping();
-};
-
 // The memory that the ranks of one communicator on one host share: an unnamed file, so nothing is left
-// behind.
+// behind. Mapped once in a process however many of its ranks use it.
 class Segment {
  public:
   Segment(int ranks, size_t ring_bytes);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
   ncclResult_t create();
   ncclResult_t open(Fd fd);
   int fd() const { return fd_.get(); }
@@ -59,7 +55,6 @@ class Segment {
   int ranks_;
   size_t ring_bytes_, states_at_, acks_at_, data_at_, bytes_;
   Fd fd_;
-  std::shared_ptr<Mapping> mapping_;
   char* base_ = nullptr;
 };
 
