@@ -24,7 +24,7 @@ HandleTable<Comm>& comms() {
 std::string Peer::str() const { return "pid " + std::to_string(info.pid) + " on " + info.host_name; }
 
 Comm::Comm(int device_)
-    : device(device_), generation(process_generation()), serial(next_serial()), coll_(*this), p2p_(*this) {
+    : device(device_), generation(process_generation()), serial(next_serial()), coll_(context_), p2p_(context_) {
   inline_bytes = size_t(std::max<int64_t>(0, param_int("PYNCCL_CPU_INLINE_BYTES")));
   block_bytes = align_up(size_t(std::max<int64_t>(4096, param_int("PYNCCL_CPU_BLOCK_BYTES"))), 4096);
   ring_bytes = 4096;
@@ -84,27 +84,17 @@ Step Comm::progress(Batch& batch) {
     if (s == Step::Failed) return forbid_writes(), s;
     moved = moved || s != Step::Blocked;
   }
-  ring_peers();
+  context_.ring_peers();
   if (batch.at == batch.colls.size() && p2p_.done()) return Step::Done;
   epoch_ += moved;
   return moved ? Step::Moved : Step::Blocked;
 }
 
-bool Comm::begin_write(int p) {
-  std::atomic<uint64_t>& writing = segment_->writing(local_, peer(p).local);
-  writing.store(1, std::memory_order_seq_cst);
-  if (!peer(p).cell->closed.load(std::memory_order_seq_cst)) return true;
-  writing.store(0, std::memory_order_release);
-  return false;
-}
-
-void Comm::end_write(int p) { segment_->writing(local_, peer(p).local).store(0, std::memory_order_release); }
-
 void Comm::forbid_writes() {
   if (!me_ || me_->closed.exchange(1)) return;
   Deadline deadline = after_ms(1000);  // a block takes microseconds, unless its writer is dead or stopped
   for (auto& p : peers_)
-    while (p->direct && segment_->writing(p->local, local_).load() && Clock::now() < deadline) sched_yield();
+    while (p->link.direct() && p->link.theirs->writing.load() && Clock::now() < deadline) sched_yield();
 }
 
 void Comm::finish(Batch& batch) {
@@ -112,17 +102,6 @@ void Comm::finish(Batch& batch) {
   ++epoch_;
   serving_.store(batch.ticket + 1, std::memory_order_release);
   bell().ring();
-}
-
-void Comm::ring_peers() {
-  for (auto& p : peers_) {
-    bool ring = false;
-    for (Pipe& pipe : p->pipe) {
-      ring = ring || pipe.wrote || pipe.consumed;
-      pipe.wrote = pipe.consumed = false;
-    }
-    if (ring && p->cell) p->cell->bell.ring();
-  }
 }
 
 Step Comm::fail_with(ncclResult_t code, const std::string& text, bool tell) {
@@ -150,20 +129,6 @@ void Comm::tell_error() {
   for (auto& p : peers_)
     if (SocketPtr control = p->control; control && !p->gone)
       control->send_frame(Ctl::Error, 0, body.data(), body.size());
-}
-
-Step Comm::remote_failed(int p, RemoteResult result, const char* doing) {
-  std::string who = "rank " + std::to_string(p) + " (" + peer(p).str() + ")";
-  if (result == RemoteResult::Gone)
-    return fail_with(ncclRemoteError,
-                     who + " died while rank " + std::to_string(rank) + " read its buffer in " + doing);
-  if (result == RemoteResult::Denied)
-    return fail_with(ncclSystemError, "the kernel no longer lets rank " + std::to_string(rank) +
-                                          " read the memory of " + who +
-                                          "; PYNCCL_CPU_DIRECT=0 does without");
-  return fail_with(ncclInvalidArgument, "a buffer that " + who + " or rank " + std::to_string(rank) +
-                                            " passed to " + doing +
-                                            " is not as large as its count says, or not accessible");
 }
 
 std::string Comm::error_text() {
@@ -222,6 +187,12 @@ void Comm::died(int from) {
 }
 
 void Comm::open() {
+  context_.rank = rank;
+  context_.nranks = nranks;
+  context_.inline_bytes = inline_bytes;
+  context_.block_bytes = block_bytes;
+  for (int q = 0; q < nranks; ++q) context_.links.push_back(q == rank ? nullptr : &peer(q).link);
+  context_.fail = [this](ncclResult_t code, const std::string& text) { return fail_with(code, text); };
   int dead = -1;
   {
     std::lock_guard<std::mutex> lock(mutex);
@@ -297,9 +268,10 @@ void Comm::disconnect() {
   forget(self.token);
   for (auto& p : peers_) {
     unwatch(p->control);
-    for (Pipe& pipe : p->pipe) {
-      unwatch(pipe.socket());
-      pipe.close();
+    for (auto& pipe : p->link.pipe) {
+      if (!pipe) continue;
+      unwatch(pipe->socket());
+      pipe->close();
     }
     p->control.reset();
   }
@@ -308,8 +280,8 @@ void Comm::disconnect() {
 void Comm::drop_connections() {
   for (auto& p : peers_) {
     if (p->control) shutdown(p->control->fd(), SHUT_RDWR);
-    for (Pipe& pipe : p->pipe)
-      if (pipe.socket()) shutdown(pipe.socket()->fd(), SHUT_RDWR);
+    for (auto& pipe : p->link.pipe)
+      if (SocketPtr socket = pipe ? pipe->socket() : nullptr) shutdown(socket->fd(), SHUT_RDWR);
   }
   // Shared memory would serve on until the service sees the ends.
   std::unique_lock<std::mutex> lock(mutex);

@@ -12,13 +12,10 @@
 #include "ops/ops.hpp"
 #include "ops/p2p.hpp"
 #include "streams/stream.hpp"
-#include "transport/transport.hpp"
+#include "service/service.hpp"
+#include "transport/segment.hpp"
 
 namespace pncpu {
-
-// What a text begins with, at this rank or another, that is about calls which do not fit together: pynccl's
-// Python knows a mismatch by it.
-constexpr char kMismatch[] = "the ranks called different things: ";
 
 // How many calls a rank had issued when it left: what is beyond them will never come.
 struct Leaving {
@@ -43,12 +40,9 @@ struct Stuck {
 struct Peer {
   PeerInfo info;
   SocketPtr control;
-  Pipe pipe[kChannels];
+  Link link;
   int local = -1;  // index in the host's segment; -1 on another host
   bool same_process = false;
-  bool direct = false;  // each reads and writes the other's memory
-  Cell* cell = nullptr;
-  Remote remote;
   bool left = false;              // under Comm::mutex
   std::atomic<bool> gone{false};  // set under it; who tells of an error looks without
   Leaving leaving;
@@ -122,7 +116,6 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   bool idle() const { return serving_.load() == next_ticket_; }
   bool turn_of(const Batch& batch) const { return serving_.load(std::memory_order_acquire) == batch.ticket; }
   Doorbell& bell() { return me_ ? me_->bell : own_bell_; }
-  void ring_peers();
   std::string waiting_for(const Batch& batch);
   void look_for_deadlock(const Batch& batch);
   uint64_t calls = 0;  // for fault injection
@@ -132,13 +125,9 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   Step fail_with(ncclResult_t code, const std::string& text, bool tell = true);
   Step mismatch(const std::string& text);
   void tell_error();  // to every peer, by name
-  // A rank that fails gives its buffers back to the caller, so nobody may write into them any more: a writer
-  // says that it writes, then looks whether it may; a failing rank forbids it, then waits for those who
-  // write.
-  bool begin_write(int peer);
-  void end_write(int peer);
+  // A rank that fails gives its buffers back to the caller, so nobody may write into them any more
+  // (Link::write).
   void forbid_writes();
-  Step remote_failed(int peer, RemoteResult result, const char* doing);
   ncclResult_t error() const { return error_.load(std::memory_order_acquire); }
   std::string error_text();
 
@@ -212,6 +201,7 @@ struct Comm final : Sink, std::enable_shared_from_this<Comm> {
   uint64_t epoch_ = 0, serial_ = 0;
   std::map<int, std::pair<uint64_t, uint64_t>> suspects_;  // of the last cycle seen: rank to epoch and serial
   uint64_t coll_seq_ = 0;
+  Context context_;  // what the operations see of this communicator, since open()
   Coll coll_;
   P2p p2p_;
 };

@@ -40,7 +40,6 @@ ncclResult_t Comm::connect(const std::vector<PeerInfo>& table) {
     if (q == rank) local_ = local_count_;
     p.local = local_count_++;
     p.same_process = p.info.pid == self.pid;
-    p.remote = {p.info.pid, p.info.nonce_addr, {p.info.nonce[0], p.info.nonce[1]}};
   }
   hosts_ = int(host_ids.size());
   choose_patience();
@@ -80,7 +79,7 @@ ncclResult_t Comm::open_links(const std::vector<PeerInfo>& table, Deadline deadl
       if (kind == HelloKind::Control)
         p.control = socket;
       else
-        p.pipe[kind == HelloKind::CollData ? kColl : kP2p].use_tcp(socket);
+        p.link.pipe[kind == HelloKind::CollData ? kColl : kP2p] = tcp_pipe(socket);
     }
   }
   return ncclSuccess;
@@ -121,27 +120,18 @@ void Comm::attach_pipes() {
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
     if (q == rank) continue;
+    p.link.name = p.str();
     if (p.local < 0) {
-      for (Pipe& pipe : p.pipe) watch_data(pipe.socket(), shared_from_this());
+      for (auto& pipe : p.link.pipe) watch_data(pipe->socket(), shared_from_this());
       continue;
     }
-    p.cell = &segment_->cell(p.local);
-    for (int c = 0; c < kChannels; ++c)
-      p.pipe[c].use_ring(&segment_->ring(local_, p.local, c), segment_->ring_data(local_, p.local, c),
-                         &segment_->ring(p.local, local_, c), segment_->ring_data(p.local, local_, c),
-                         segment_->ring_bytes());
+    segment_->attach(local_, p.local, &p.link);
+    const PeerInfo& i = p.info;
+    if (direct_allowed_)
+      p.link.memory =
+          p.same_process ? own_memory() : process_memory({i.pid, i.nonce_addr, {i.nonce[0], i.nonce[1]}});
   }
 }
-
-namespace {
-// Whether the kernel lets this process into the peer's memory, shown on the peer's nonce.
-bool can_reach(Peer& p) {
-  if (p.same_process) return true;
-  return read_remote(p.remote, nullptr, 0, 0, true) == RemoteResult::Ok &&
-         write_remote(p.remote, p.remote.nonce, p.remote.nonce_addr, sizeof p.remote.nonce) ==
-             RemoteResult::Ok;
-}
-}  // namespace
 
 // Agrees on what must be equal everywhere, and on which pairs read each other's memory.
 ncclResult_t Comm::settle(Deadline) {
@@ -153,8 +143,8 @@ ncclResult_t Comm::settle(Deadline) {
   Settings settings{inline_bytes, block_bytes};
   memcpy(mine.data(), &settings, sizeof settings);
   for (int q = 0; q < nranks; ++q) {
-    Peer& p = peer(q);
-    mine[sizeof(Settings) + size_t(q)] = q != rank && p.local >= 0 && direct_allowed_ && can_reach(p);
+    Memory* memory = peer(q).link.memory.get();
+    mine[sizeof(Settings) + size_t(q)] = memory && memory->works();
   }
   std::vector<int> ranks(static_cast<size_t>(nranks));
   for (int q = 0; q < nranks; ++q) ranks[size_t(q)] = q;
@@ -166,8 +156,9 @@ ncclResult_t Comm::settle(Deadline) {
       return fail(ncclInternalError, "rank %d settled with %zu bytes", q, all[size_t(q)].size());
     memcpy(&settings, all[size_t(q)].data(), sizeof settings);
     inline_bytes = std::min(inline_bytes, size_t(settings.inline_bytes));
-    peer(q).direct = mine[sizeof(Settings) + size_t(q)] && all[size_t(q)][sizeof(Settings) + size_t(rank)];
-    direct = direct || peer(q).direct;
+    if (!mine[sizeof(Settings) + size_t(q)] || !all[size_t(q)][sizeof(Settings) + size_t(rank)])
+      peer(q).link.memory.reset();
+    direct = direct || peer(q).link.direct();
   }
   log(Level::Info, "rank %d of %d: %d ranks on this host, %d hosts, %s", rank, nranks, local_count_, hosts_,
       local_count_ < 2 ? "tcp"
