@@ -14,6 +14,7 @@ Step Coll::step() {
     Step s = matching_.step();
     if (s != Step::Done) return s;
     plan();
+    executor_.start(op_, schedule_);
     phase_ = Phase::Moving;
     underway_.store(true, std::memory_order_relaxed);
   }
@@ -26,20 +27,27 @@ Step Coll::step() {
   return matched && s == Step::Blocked ? Step::Moved : s;
 }
 
+// Programs repeat their calls: the schedule of the last one often serves again.
 void Coll::plan() {
-  call_.func = op_.func;
-  call_.root = op_.root;
-  call_.count = op_.count;
-  call_.item = type_size(op_.dtype);
-  call_.rank = context_.rank;
-  call_.nranks = context_.nranks;
-  call_.payloads = matching_.mine().is_inline;
+  size_t item = type_size(op_.dtype);
+  if (planned_ && call_.func == op_.func && call_.root == op_.root && call_.count == op_.count &&
+      call_.item == item)
+    return;
+  planned_ = false;
+  call_ = Call{op_.func,
+               op_.root,
+               op_.count,
+               item,
+               context_.rank,
+               context_.nranks,
+               matching_.mine().is_inline != 0,
+               std::move(call_.direct)};
   call_.direct.resize(size_t(context_.nranks));
   for (int p = 0; p < context_.nranks; ++p)
     call_.direct[size_t(p)] = p != context_.rank && context_.link(p).direct();
   schedule_.clear();
   choose_algorithm(call_).plan(call_, &schedule_);
-  executor_.start(op_, schedule_);
+  planned_ = true;
 }
 
 std::vector<int> Coll::missing() const {

@@ -30,8 +30,9 @@ class Coll {
   Matching matching_;
   Executor executor_;
   Op op_;
-  Call call_{};
+  Call call_{};  // what the schedule is for
   Schedule schedule_;
+  bool planned_ = false;
   Phase phase_ = Phase::Idle;
   std::atomic<bool> underway_{false};
 };

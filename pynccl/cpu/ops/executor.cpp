@@ -7,7 +7,8 @@
 namespace pncpu {
 
 void Executor::start(const Op& op, const Schedule& schedule) {
-  op_ = op;
+  op_ = &op;
+  item_ = type_size(op.dtype);
   schedule_ = &schedule;
   first_ = 0;
   progress_.assign(schedule.actions.size(), Progress());
@@ -67,7 +68,7 @@ Step Executor::run(size_t index) {
 }
 
 Step Executor::copy(const Action& a, size_t limit, size_t* done) {
-  const char* doing = func_name(op_.func);
+  const char* doing = func_name(op_->func);
   if (a.to.kind == Place::Pipe)
     return pipe_out(*context_.link(a.to.rank).pipe[kColl], mine(a.from), limit, done);
   if (a.from.kind == Place::Pipe)
@@ -85,7 +86,7 @@ Step Executor::copy(const Action& a, size_t limit, size_t* done) {
 
 Step Executor::reduce(const Action& a, size_t* done) {
   if (*done == 0) locate_inputs(a);
-  size_t bytes = std::min(context_.block_bytes, a.bytes - *done), item = type_size(op_.dtype);
+  size_t bytes = std::min(context_.block_bytes, a.bytes - *done);
   bool ready = true, moved = false;
   for (size_t i = a.first_input; i < a.first_input + a.inputs; ++i) {
     Input& input = inputs_[i];
@@ -100,8 +101,8 @@ Step Executor::reduce(const Action& a, size_t* done) {
     operands_[i] = input.block.data();
   }
   if (!ready) return moved ? Step::Moved : Step::Blocked;
-  pncpu::reduce(mine(a.to) + *done, &operands_[a.first_input], int(a.inputs), bytes / item, op_.dtype,
-                op_.red, context_.nranks, &scalars_[a.first_input]);
+  pncpu::reduce(mine(a.to) + *done, &operands_[a.first_input], int(a.inputs), bytes / item_, op_->dtype,
+                op_->red, context_.nranks, &scalars_[a.first_input]);
   *done += bytes;
   for (size_t i = a.first_input; i < a.first_input + a.inputs; ++i) inputs_[i].fetched = 0;
   return *done == a.bytes ? Step::Done : Step::Moved;
@@ -128,11 +129,11 @@ Step Executor::fetch(const Place& from, Input& input, size_t offset, size_t byte
   if (from.kind == Place::Pipe)
     return pipe_in(*context_.link(from.rank).pipe[kColl], input.block.data(), bytes, &input.fetched);
   return direct_in(context_, from.rank, theirs(from) + offset, input.block.data(), bytes, &input.fetched,
-                   offset == 0, func_name(op_.func));
+                   offset == 0, func_name(op_->func));
 }
 
 char* Executor::mine(const Place& place) const {
-  void* base = place.kind == Place::Send ? const_cast<void*>(op_.send) : op_.recv;
+  void* base = place.kind == Place::Send ? const_cast<void*>(op_->send) : op_->recv;
   return static_cast<char*>(base) + place.offset;
 }
 

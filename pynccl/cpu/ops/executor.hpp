@@ -12,7 +12,7 @@ class Executor {
  public:
   // The matching has told where the peers' buffers are and holds their payloads.
   Executor(const Context& context, Matching& matching) : context_(context), matching_(matching) {}
-  void start(const Op& op, const Schedule& schedule);
+  void start(const Op& op, const Schedule& schedule);  // which stay until it has ended
   Step step();
 
  private:
@@ -39,7 +39,8 @@ class Executor {
   const Context& context_;
   Matching& matching_;
   const Schedule* schedule_ = nullptr;
-  Op op_;
+  const Op* op_ = nullptr;
+  size_t item_ = 1;
   size_t first_ = 0;  // all actions before this one have ended
   std::vector<Progress> progress_;
   // For each of the schedule's inputs.

@@ -2,10 +2,11 @@
 
 namespace pncpu {
 
-bool hear_header(Pipe& pipe, Header* header) {
-  if (pipe.readable() < sizeof *header) return false;
+size_t hear_header(Pipe& pipe, Header* header) {
+  size_t readable = pipe.readable();
+  if (readable < sizeof *header) return 0;
   pipe.copy_out(0, header, sizeof *header);
-  return true;
+  return readable;
 }
 
 Step check_header(const Context& context, int from, const Header& theirs, uint64_t seq, bool is_inline,
@@ -20,9 +21,10 @@ Step check_header(const Context& context, int from, const Header& theirs, uint64
 }
 
 void Matching::start(const Op& op, uint64_t seq) {
+  size_t bytes = op.bytes();
   send_ = static_cast<const char*>(op.send);
   mine_ = header_of(op, seq);
-  mine_.is_inline = op.bytes() <= context_.inline_bytes;
+  mine_.is_inline = bytes <= context_.inline_bytes;
   peers_.resize(size_t(context_.nranks));
   for (int p = 0; p < context_.nranks; ++p) {
     Peer& peer = peers_[size_t(p)];
@@ -31,8 +33,8 @@ void Matching::start(const Op& op, uint64_t seq) {
     peer.in = 0;
     peer.payload = nullptr;
     if (!mine_.is_inline || p == context_.rank) continue;
-    peer.out = part_for(op.func, op.root, op.bytes(), context_.rank, p);
-    peer.in = part_for(op.func, op.root, op.bytes(), p, context_.rank).bytes;
+    peer.out = part_for(op.func, op.root, bytes, context_.rank, p);
+    peer.in = part_for(op.func, op.root, bytes, p, context_.rank).bytes;
   }
   peers_[size_t(context_.rank)].header = mine_;
 }
@@ -76,14 +78,16 @@ Step Matching::hear() {
 
 Step Matching::hear(int p, Peer& peer) {
   Pipe& pipe = *context_.link(p).pipe[kColl];
-  if (!hear_header(pipe, &peer.header)) return Step::Blocked;
+  size_t readable = hear_header(pipe, &peer.header);
+  if (readable == 0) return Step::Blocked;
   if (!peer.header.same_call(mine_)) return mismatch(p);
   Step sound = check_header(context_, p, peer.header, mine_.seq, mine_.is_inline, peer.in);
   if (sound == Step::Failed) return sound;
-  if (!pipe.reserve(sizeof peer.header + peer.in))
+  if (readable < sizeof peer.header + peer.in) {
+    if (pipe.reserve(sizeof peer.header + peer.in)) return Step::Blocked;
     return context_.fail(ncclInternalError, std::to_string(peer.in) + " bytes from " + context_.who(p) +
                                                 " do not fit into their pipe at once");
-  if (pipe.readable() < sizeof peer.header + peer.in) return Step::Blocked;
+  }
   if (!mine_.is_inline) pipe.consume(sizeof peer.header);
   peer.heard = true;
   return Step::Done;

@@ -8,8 +8,9 @@
 
 namespace pncpu {
 
-// Reads the header at the head of a pipe and leaves it there; false while it has not come.
-bool hear_header(Pipe& pipe, Header* header);
+// Reads the header at the head of a pipe and leaves it there. How many bytes are readable, with it; 0 while
+// it has not come whole.
+size_t hear_header(Pipe& pipe, Header* header);
 // Whether a peer's header that describes the same call is also what this library sends with such a call.
 Step check_header(const Context& context, int from, const Header& theirs, uint64_t seq, bool is_inline,
                   size_t payload);
