@@ -45,7 +45,7 @@ ncclResult_t suspend(Comm& comm, const Meeting (&meetings)[3]) {
   char busy = 0;
   for (int q = 0; q < comm.nranks; ++q)
     if (q != comm.rank && comm.peer(q).local >= 0)
-      for (Pipe& pipe : comm.peer(q).pipe) busy = busy || !pipe.idle();
+      for (auto& pipe : comm.peer(q).link.pipe) busy = busy || !pipe->idle();
   if (ncclResult_t r = meetings[1].meet(std::string(1, busy), &all); r != ncclSuccess) return r;
   for (int q = 0; q < comm.nranks; ++q)
     if (all[size_t(q)] != std::string(1, '\0'))
@@ -249,8 +249,7 @@ ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t*
     if (!value) return fail(ncclInvalidArgument, "ncclCommMemStats: value is NULL");
     uint64_t rings = 0, rest = sizeof(Comm);
     if (Segment* s = c->segment()) {
-      rings = uint64_t(c->session.local_ranks()) * uint64_t(c->session.local_ranks()) * kChannels *
-              s->ring_bytes();
+      rings = s->rings_bytes();
       rest += s->bytes() - rings;
     }
     switch (stat) {

@@ -93,7 +93,7 @@ ncclResult_t inject_fault(Comm& comm, const char* function) {
   return ncclSuccess;
 }
 
-ncclResult_t check(Call& call, int red, const char* function) {
+ncclResult_t check(Submission& call, int red, const char* function) {
   Op& op = call.op;
   Comm& comm = *call.comm;
   if (unsigned(op.dtype) >= ncclNumTypes)
@@ -112,7 +112,7 @@ ncclResult_t check(Call& call, int red, const char* function) {
 ncclResult_t enter(const char* function, Func func, const void* send, void* recv, size_t count,
                    ncclDataType_t dtype, int red, int root, ncclComm_t handle, cudaStream_t stream) {
   return in_group(function, [&] {
-    Call call;
+    Submission call;
     call.op.func = func;
     call.op.send = send;
     call.op.recv = recv;

@@ -73,7 +73,7 @@ void cancel(const std::vector<Job>& jobs, const char* why) {
 }
 
 // The jobs come first, as in NCCL: a group may hold a split and a collective on its parent.
-ncclResult_t run_all(std::vector<Job> jobs, const std::vector<Call>& calls) {
+ncclResult_t run_all(std::vector<Job> jobs, const std::vector<Submission>& calls) {
   if (!jobs.empty()) {
     std::vector<Job> kept = jobs;
     Outcome outcome;
@@ -92,7 +92,7 @@ ncclResult_t run_all(std::vector<Job> jobs, const std::vector<Call>& calls) {
 }
 
 // The communicators answer ncclInProgress until all is done.
-ncclResult_t run_in_background(std::vector<Job> jobs, std::vector<Call> calls) {
+ncclResult_t run_in_background(std::vector<Job> jobs, std::vector<Submission> calls) {
   std::vector<std::shared_ptr<Comm>> comms;
   for (const Job& job : jobs)
     if (job.comm) comms.push_back(job.comm);
@@ -126,7 +126,7 @@ Group::~Group() { abandon(); }
 
 void Group::abandon() {
   if (epoch_ == process_epoch()) return;
-  new std::vector<Call>(std::move(calls_));
+  new std::vector<Submission>(std::move(calls_));
   new std::vector<Job>(std::move(jobs_));
   calls_.clear();
   jobs_.clear();
@@ -167,7 +167,7 @@ ncclResult_t Group::finish() {
     set_last_error(text);
     return code;
   }
-  std::vector<Call> calls = std::move(calls_);
+  std::vector<Submission> calls = std::move(calls_);
   std::vector<Job> jobs = std::move(jobs_);
   calls_.clear();
   jobs_.clear();
@@ -179,14 +179,14 @@ ncclResult_t Group::finish() {
 // That of a machine that moves 5 GB/s and needs 5 us a call.
 ncclResult_t Group::simulate(float* microseconds) {
   *microseconds = -1.0f;
-  for (const Call& call : calls_)
+  for (const Submission& call : calls_)
     *microseconds = 5.0f + float(double(call.op.bytes()) * call.comm->nranks / 5000.0);
   ncclResult_t spoiled = error_;
   ncclResult_t r = drop("the group that was to create it was only simulated");
   return spoiled != ncclSuccess ? spoiled : r;
 }
 
-ncclResult_t submit(Call call) {
+ncclResult_t submit(Submission call) {
   Group& group = this_thread_group();
   if (group.depth == 0) return issue({call});
   group.add(std::move(call));

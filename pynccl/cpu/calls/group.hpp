@@ -23,7 +23,7 @@ class Group {
  public:
   ~Group();
   int depth = 0;
-  void add(Call call) { calls_.push_back(std::move(call)); }
+  void add(Submission call) { calls_.push_back(std::move(call)); }
   void add(Job job) { jobs_.push_back(std::move(job)); }
   void spoil(ncclResult_t code);
   // How many communicators that are created in this group are on the device already.
@@ -36,7 +36,7 @@ class Group {
 
  private:
   ncclResult_t drop(const char* why);
-  std::vector<Call> calls_;
+  std::vector<Submission> calls_;
   std::vector<Job> jobs_;
   ncclResult_t error_ = ncclSuccess;
   std::string error_text_;
@@ -44,7 +44,7 @@ class Group {
 };
 Group& this_thread_group();
 
-ncclResult_t submit(Call call);
+ncclResult_t submit(Submission call);
 ncclResult_t submit(Job job);
 // A wrong call inside a group spoils the group.
 ncclResult_t spoil(ncclResult_t code);

@@ -13,28 +13,28 @@ struct IssueLock {
 struct Cluster {
   std::vector<Comm*> comms;
   std::vector<Stream*> streams;
-  std::vector<const Call*> calls;
-  bool touches(const Call& call) const {
+  std::vector<const Submission*> calls;
+  bool touches(const Submission& call) const {
     return std::count(comms.begin(), comms.end(), call.comm.get()) ||
            std::count(streams.begin(), streams.end(), call.stream.get());
   }
-  void add(const Call& call) {
+  void add(const Submission& call) {
     if (!std::count(comms.begin(), comms.end(), call.comm.get())) comms.push_back(call.comm.get());
     if (!std::count(streams.begin(), streams.end(), call.stream.get())) streams.push_back(call.stream.get());
     calls.push_back(&call);
   }
 };
 
-std::vector<Cluster> cluster(const std::vector<Call>& calls) {
+std::vector<Cluster> cluster(const std::vector<Submission>& calls) {
   std::vector<Cluster> clusters;
-  for (const Call& call : calls) {
+  for (const Submission& call : calls) {
     Cluster merged;
     for (auto it = clusters.begin(); it != clusters.end();) {
       if (!it->touches(call)) {
         ++it;
         continue;
       }
-      for (const Call* c : it->calls) merged.add(*c);
+      for (const Submission* c : it->calls) merged.add(*c);
       it = clusters.erase(it);
     }
     merged.add(call);
@@ -58,7 +58,7 @@ struct Prepared {
   std::vector<std::pair<Stream*, Stream::Nodes>> nodes;
 
   explicit Prepared(const Cluster& cluster) {
-    for (const Call* call : cluster.calls) {
+    for (const Submission* call : cluster.calls) {
       Batch& batch = batch_of(*launch, call->comm);
       (is_p2p(call->op.func) ? batch.p2p : batch.colls).push_back(call->op);
     }
@@ -80,16 +80,16 @@ struct Prepared {
   }
 };
 
-ncclResult_t check_alive(const Call& call) {
+ncclResult_t check_alive(const Submission& call) {
   if (call.stream->ended())
     return fail(ncclInvalidUsage, "nccl%s: its stream was destroyed before the call was issued",
                 func_name(call.op.func));
   return call.comm->check_accepts(func_name(call.op.func));
 }
 
-ncclResult_t wait_all(const std::vector<Call>& calls) {
+ncclResult_t wait_all(const std::vector<Submission>& calls) {
   ncclResult_t result = ncclSuccess;
-  for (const Call& call : calls) {
+  for (const Submission& call : calls) {
     ncclResult_t r = call.stream->synchronize(kForever, call.comm->serial);
     if (result == ncclSuccess) result = r;
   }
@@ -100,16 +100,16 @@ ncclResult_t wait_all(const std::vector<Call>& calls) {
 
 std::mutex& issue_lock() { return per_process<IssueLock>().mutex; }
 
-ncclResult_t issue(const std::vector<Call>& calls) {
+ncclResult_t issue(const std::vector<Submission>& calls) {
   bool wait = false, later = false;
   {
     std::lock_guard<std::mutex> lock(issue_lock());
-    for (const Call& call : calls)
+    for (const Submission& call : calls)
       if (ncclResult_t r = check_alive(call); r != ncclSuccess) return r;
     std::vector<Prepared> prepared;
     for (const Cluster& c : cluster(calls)) prepared.emplace_back(c);
     for (Prepared& p : prepared) p.queue();
-    for (const Call& call : calls) {
+    for (const Submission& call : calls) {
       call.comm->issued_on(call.stream);
       wait = wait || call.comm->blocking_calls;
       if (!call.comm->blocking) call.comm->standing.answer_later(), later = true;

@@ -10,7 +10,7 @@
 namespace pncpu {
 
 // An operation with what it names, which it owns until it is issued.
-struct Call {
+struct Submission {
   Op op;
   std::shared_ptr<Comm> comm;
   std::shared_ptr<Stream> stream;
@@ -22,7 +22,7 @@ std::mutex& issue_lock();
 
 // ncclInProgress for non-blocking communicators. A call whose communicator or stream has ended meanwhile is
 // an error, and nothing is issued.
-ncclResult_t issue(const std::vector<Call>& calls);
+ncclResult_t issue(const std::vector<Submission>& calls);
 
 // The stream behind a handle: 0, 1 and 2 are those of the communicator's device. nullptr after fail().
 std::shared_ptr<Stream> stream_of(const std::shared_ptr<Comm>& comm, cudaStream_t handle,

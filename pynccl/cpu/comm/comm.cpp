@@ -22,8 +22,8 @@ Comm::Comm(int device_, std::shared_ptr<Domain> domain_)
       serial(next_serial()),
       domain(std::move(domain_)),
       registry(serial),
-      coll_(*this),
-      p2p_(*this) {
+      coll_(context_),
+      p2p_(context_) {
   timeout_s = param_seconds("PYNCCL_CPU_TIMEOUT");
   blocking_calls = param_int("PYNCCL_CPU_BLOCKING") != 0;
 }
@@ -77,30 +77,17 @@ Step Comm::progress(Batch& batch) {
     if (s == Step::Failed) return forbid_writes(), s;
     moved = moved || s != Step::Blocked;
   }
-  ring_peers();
+  context_.ring_peers();
   if (batch.at == batch.colls.size() && p2p_.done()) return Step::Done;
   epoch_ += moved;
   return moved ? Step::Moved : Step::Blocked;
-}
-
-bool Comm::begin_write(int p) {
-  std::atomic<uint64_t>& writing = segment()->writing(session.local_index(), peer(p).local);
-  writing.store(1, std::memory_order_seq_cst);
-  if (!peer(p).cell->closed.load(std::memory_order_seq_cst)) return true;
-  writing.store(0, std::memory_order_release);
-  return false;
-}
-
-void Comm::end_write(int p) {
-  segment()->writing(session.local_index(), peer(p).local).store(0, std::memory_order_release);
 }
 
 void Comm::forbid_writes() {
   if (!cell() || cell()->closed.exchange(1)) return;
   Deadline deadline = after_ms(1000);  // a block takes microseconds, unless its writer is dead or stopped
   for (auto& p : session.peers())
-    while (p->direct && segment()->writing(p->local, session.local_index()).load() && Clock::now() < deadline)
-      sched_yield();
+    while (p->link.direct() && p->link.theirs->writing.load() && Clock::now() < deadline) sched_yield();
 }
 
 void Comm::finish(Batch& batch) {
@@ -108,17 +95,6 @@ void Comm::finish(Batch& batch) {
   ++epoch_;
   turns.end(batch.ticket);
   bell().ring();
-}
-
-void Comm::ring_peers() {
-  for (auto& p : session.peers()) {
-    bool ring = false;
-    for (Pipe& pipe : p->pipe) {
-      ring = ring || pipe.wrote || pipe.consumed;
-      pipe.wrote = pipe.consumed = false;
-    }
-    if (ring && p->cell) p->cell->bell.ring();
-  }
 }
 
 bool Comm::decide(ncclResult_t code, const std::string& text) {
@@ -143,20 +119,6 @@ void Comm::tell(ncclResult_t code, const std::string& text) {
   memcpy(body.data(), &code, sizeof code);
   memcpy(body.data() + sizeof code, text.data(), text.size());
   for (int q = 0; q < nranks; ++q) session.send(q, Ctl::Error, body.data(), body.size());
-}
-
-Step Comm::remote_failed(int p, RemoteResult result, const char* doing) {
-  std::string who = "rank " + std::to_string(p) + " (" + peer(p).str() + ")";
-  if (result == RemoteResult::Gone)
-    return fail_with(ncclRemoteError,
-                     who + " died while rank " + std::to_string(rank) + " read its buffer in " + doing);
-  if (result == RemoteResult::Denied)
-    return fail_with(ncclSystemError, "the kernel no longer lets rank " + std::to_string(rank) +
-                                          " read the memory of " + who +
-                                          "; PYNCCL_CPU_DIRECT=0 does without");
-  return fail_with(ncclInvalidArgument, "a buffer that " + who + " or rank " + std::to_string(rank) +
-                                            " passed to " + doing +
-                                            " is not as large as its count says, or not accessible");
 }
 
 // ---- what the service's thread tells ----
@@ -209,6 +171,12 @@ void Comm::died(int from) {
 }
 
 void Comm::open() {
+  context_.rank = rank;
+  context_.nranks = nranks;
+  context_.inline_bytes = session.inline_bytes;
+  context_.block_bytes = session.block_bytes;
+  for (int q = 0; q < nranks; ++q) context_.links.push_back(q == rank ? nullptr : &peer(q).link);
+  context_.fail = [this](ncclResult_t code, const std::string& text) { return fail_with(code, text); };
   int dead = -1;
   {
     std::lock_guard<std::mutex> lock(session.mutex);

@@ -16,10 +16,6 @@
 
 namespace pncpu {
 
-// What a text begins with, at this rank or another, that is about calls which do not fit together: pynccl's
-// Python knows a mismatch by it.
-constexpr char kMismatch[] = "the ranks called different things: ";
-
 struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Comm(int device, std::shared_ptr<Domain> domain);
   ~Comm() override;
@@ -46,7 +42,6 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Step progress(Batch& batch);
   void finish(Batch& batch);
   Doorbell& bell() { return session.cell() ? session.cell()->bell : own_bell_; }
-  void ring_peers();
   Patience patience() const { return session.patience(coll_.underway()); }
   std::string waiting_for(const Batch& batch);
   void look_for_deadlock(const Batch& batch);
@@ -59,15 +54,11 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Step mismatch(const std::string& text);
   void tell_error(ncclResult_t code);  // to every peer, by name
   void tell(ncclResult_t code, const std::string& text);
-  Step remote_failed(int peer, RemoteResult result, const char* doing);
   ncclResult_t error() const override { return fate_.code(); }
   std::string error_text() override { return fate_.text(); }
   void never_ends(int peer, const std::string& doing) override;
-  // A rank that fails gives its buffers back to the caller, so nobody may write into them any more: a writer
-  // says that it writes, then looks whether it may; a failing rank forbids it, then waits for those who
-  // write.
-  bool begin_write(int peer);
-  void end_write(int peer);
+  // A rank that fails gives its buffers back to the caller, so nobody may write into them any more
+  // (Link::write).
   void forbid_writes();
 
   void open();  // connected: from now on the end of a connection is a death
@@ -104,6 +95,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   uint64_t epoch_ = 0, serial_ = 0;
   std::map<int, std::pair<uint64_t, uint64_t>> suspects_;  // of the last cycle seen: rank to epoch and serial
   uint64_t coll_seq_ = 0;
+  Context context_;  // what the operations see of this communicator, since open()
   Coll coll_;
   P2p p2p_;
 };

@@ -43,6 +43,12 @@ struct Op {
   size_t bytes() const { return count * type_size(dtype); }
 };
 
+// The part of the send buffer of rank `from` that rank `to` needs in a collective of `bytes` (Op::bytes()).
+struct Part {
+  size_t offset, bytes;
+};
+Part part_for(Func func, int root, size_t bytes, int from, int to);
+
 // What a rank says about a collective or a message before any data. Equal calls have equal first five fields.
 struct Header {
   uint8_t func = 0, dtype = 0, red = 0, is_inline = 0;

@@ -25,14 +25,6 @@ struct Offers {
   std::map<Token, std::shared_ptr<Segment>> segments;
 };
 
-// Whether the kernel lets this process into the peer's memory, shown on the peer's nonce.
-bool can_reach(Peer& p) {
-  if (p.same_process) return true;
-  return p.vouched && read_remote(p.remote, nullptr, 0, 0, true) == RemoteResult::Ok &&
-         write_remote(p.remote, p.remote.nonce, p.remote.nonce_addr, sizeof p.remote.nonce) ==
-             RemoteResult::Ok;
-}
-
 }  // namespace
 
 std::string Peer::str() const { return "pid " + std::to_string(info.pid) + " on " + info.host_name; }
@@ -137,7 +129,6 @@ ncclResult_t Session::read_table() {
     if (p.info.host != self.host) continue;
     if (q == rank) local_ = local_count_;
     p.local = local_count_++;
-    p.remote = {p.info.pid, p.info.nonce_addr, {p.info.nonce[0], p.info.nonce[1]}};
   }
   hosts_ = int(host_ids.size());
   if (local_count_ > kMostLocalRanks)
@@ -216,7 +207,7 @@ ncclResult_t Session::open_links() {
                     p.str().c_str());
       if (!socket) return link_failed(q, "cannot connect to", why, error);
       if (kind != HelloKind::Control) {
-        p.pipe[kind == HelloKind::CollData ? kColl : kP2p].use_tcp(socket);
+        p.link.pipe[kind == HelloKind::CollData ? kColl : kP2p] = tcp_pipe(socket);
         continue;
       }
       p.vouched = local && socket->peer_pid() == p.info.pid;
@@ -278,9 +269,10 @@ void Session::disconnect() {
     unwatch(control);
   }
   for (auto& p : peers_)
-    for (Pipe& pipe : p->pipe) {
-      unwatch(pipe.socket());
-      pipe.close();
+    for (auto& pipe : p->link.pipe) {
+      if (!pipe) continue;
+      unwatch(pipe->socket());
+      pipe->close();
     }
   if (!offers_segment_) return;
   Offers& offers = per_process<Offers>();
@@ -296,8 +288,8 @@ void Session::drop_connections() {
       hang_up(p.info.token, rank);
       hang_up(self.token, q);
     }
-    for (Pipe& pipe : p.pipe)
-      if (pipe.socket()) shutdown(pipe.socket()->fd(), SHUT_RDWR);
+    for (auto& pipe : p.link.pipe)
+      if (SocketPtr socket = pipe ? pipe->socket() : nullptr) shutdown(socket->fd(), SHUT_RDWR);
   }
   // Shared memory would serve on until the service sees the ends.
   std::unique_lock<std::mutex> lock(mutex);
@@ -380,15 +372,17 @@ void Session::attach_pipes() {
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
     if (q == rank) continue;
+    p.link.name = p.str();
     if (p.local < 0) {
-      for (Pipe& pipe : p.pipe) watch_data(pipe.socket(), owner_.sink());
+      for (auto& pipe : p.link.pipe) watch_data(pipe->socket(), owner_.sink());
       continue;
     }
-    p.cell = &segment_->cell(p.local);
-    for (int c = 0; c < kChannels; ++c)
-      p.pipe[c].use_ring(&segment_->ring(local_, p.local, c), segment_->ring_data(local_, p.local, c),
-                         &segment_->ring(p.local, local_, c), segment_->ring_data(p.local, local_, c),
-                         segment_->ring_bytes());
+    segment_->attach(local_, p.local, &p.link);
+    const PeerInfo& i = p.info;
+    if (direct_allowed_ && p.same_process)
+      p.link.memory = own_memory();
+    else if (direct_allowed_ && p.vouched)
+      p.link.memory = process_memory({i.pid, i.nonce_addr, {i.nonce[0], i.nonce[1]}});
   }
 }
 
@@ -400,8 +394,8 @@ void Session::say_settings() {
   Settings settings{inline_bytes, block_bytes};
   memcpy(mine.data(), &settings, sizeof settings);
   for (int q = 0; q < nranks; ++q) {
-    Peer& p = peer(q);
-    mine[sizeof(Settings) + size_t(q)] = q != rank && p.local >= 0 && direct_allowed_ && can_reach(p);
+    Memory* memory = peer(q).link.memory.get();
+    mine[sizeof(Settings) + size_t(q)] = memory && memory->works();
   }
   settings_ = Blob::of(std::move(mine));
 }
@@ -421,9 +415,9 @@ ncclResult_t Session::finish() {
     Settings settings;
     memcpy(&settings, theirs.data, sizeof settings);
     inline_bytes = std::min(inline_bytes, size_t(settings.inline_bytes));
-    peer(q).direct =
-        settings_.data[sizeof settings + size_t(q)] && theirs.data[sizeof settings + size_t(rank)];
-    direct = direct || peer(q).direct;
+    if (!settings_.data[sizeof settings + size_t(q)] || !theirs.data[sizeof settings + size_t(rank)])
+      peer(q).link.memory.reset();
+    direct = direct || peer(q).link.direct();
   }
   log(Level::Info, "rank %d of %d: %d ranks on this host, %d hosts, %s", rank, nranks, local_count_, hosts_,
       local_count_ < 2 ? "tcp"

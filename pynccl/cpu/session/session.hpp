@@ -10,7 +10,7 @@
 
 #include "service/join.hpp"
 #include "streams/waiting.hpp"
-#include "transport/transport.hpp"
+#include "transport/segment.hpp"
 
 namespace pncpu {
 
@@ -39,13 +39,10 @@ struct Peer {
   const PeerInfo& info;  // in the session's table
   SocketPtr control;     // under Session::mutex; none to a rank of this process
   bool linked = false;   // under it: frames reach the peer
-  Pipe pipe[kChannels];
-  int local = -1;             // index in the host's segment; -1 on another host
-  bool same_process = false;  // shown by its token, which is one of this process's
-  bool vouched = false;       // the kernel says that the pid it claims is its own
-  bool direct = false;        // each reads and writes the other's memory
-  Cell* cell = nullptr;
-  Remote remote;
+  Link link;
+  int local = -1;                 // index in the host's segment; -1 on another host
+  bool same_process = false;      // shown by its token, which is one of this process's
+  bool vouched = false;           // the kernel says that the pid it claims is its own
   bool left = false;              // under Session::mutex
   std::atomic<bool> gone{false};  // set under it; who tells of an error looks without
   Leaving leaving;
