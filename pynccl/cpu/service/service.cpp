@@ -49,22 +49,25 @@ class RemoteSeat final : public Seat {
 };
 
 struct Holder {
-  std::mutex mutex;
-  Service* service = nullptr;
+  std::mutex mutex;  // of its creation
+  std::atomic<Service*> service{nullptr};
 };
 
 }  // namespace
 
 Service* Service::get(const char* needed_by) {
   Holder& holder = per_process<Holder>();
+  // Without the lock once there is one: the service's own thread asks, under its mutex.
+  if (Service* service = holder.service.load()) return service;
   std::lock_guard<std::mutex> lock(holder.mutex);
-  if (holder.service) return holder.service;
+  if (Service* service = holder.service.load()) return service;
   std::string why;
   auto fresh = std::make_unique<Service>();
   if (!fresh->start(&why))
     return fail(ncclSystemError, "%s cannot start the bootstrap service: %s", needed_by, why.c_str()),
            nullptr;
-  return holder.service = fresh.release();
+  holder.service.store(fresh.get());
+  return fresh.release();
 }
 
 bool Service::start(std::string* why) {
