@@ -1,5 +1,5 @@
-// Ranks that wait for each other through several communicators, ranks that only look as if they did, and ranks
-// that derive communicators by different calls.
+// Ranks that wait for each other through several communicators, ranks that only look as if they did, and
+// ranks that derive communicators by different calls.
 #include "ranks.hpp"
 
 using namespace testing;
@@ -31,7 +31,8 @@ struct Buffers {
   }
 };
 
-// A rank's calls stop at its first error, which has to be the deadlock, in words that show the calls concerned.
+// A rank's calls stop at its first error, which has to be the deadlock, in words that show the calls
+// concerned.
 void expect_deadlock(const std::vector<std::function<ncclResult_t()>>& calls, const std::vector<int>& comms) {
   for (auto& call : calls) {
     ncclResult_t r = call();
