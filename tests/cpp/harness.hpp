@@ -149,8 +149,8 @@ inline bool run(const Test& test, const fs::path& root) {
   return status == 0;
 }
 
-// PYNCCL_TEST_ONLY=part runs the tests whose names contain it; PYNCCL_TEST_ALARM=seconds ends a test that takes
-// longer.
+// PYNCCL_TEST_ONLY=part runs the tests whose names contain it; PYNCCL_TEST_ALARM=seconds ends a test that
+// takes longer.
 inline int run_all(const Test* tests, size_t count) {
   std::string only = getenv("PYNCCL_TEST_ONLY") ? getenv("PYNCCL_TEST_ONLY") : "";
   if (const char* seconds = getenv("PYNCCL_TEST_ALARM")) test_seconds = unsigned(atoi(seconds));

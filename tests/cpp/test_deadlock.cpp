@@ -156,7 +156,7 @@ void another_thread_makes_the_missing_call(Run run) {
     ncclComm_t comm[] = {join(ids[0], 2, rank), join(ids[1], 2, rank)};
     Buffers x;
     cudaStream_t stream;
-    OK(pyncclCpuStreamCreate(&stream));
+    OK(pyncclCpuStreamCreateWithFlags(&stream, 1));  // it does not wait for the legacy stream
     std::thread late([&] {
       if (rank != 0) return;
       sleep(3);
