@@ -11,7 +11,16 @@ namespace pncpu {
 // How many forks lie between the first process that used this library and this one.
 uint32_t process_epoch();
 
-// A descriptor that a forked child closes: an open copy would hide the parent's death from its peers.
+// Descriptors that a forked child closes: an open copy would hide the parent's death from its peers. No fork
+// comes between the making of a descriptor and its being known here.
+class NoFork {
+ public:
+  NoFork();
+  ~NoFork();
+  NoFork(const NoFork&) = delete;
+  NoFork& operator=(const NoFork&) = delete;
+  int keep(int fd);  // that was just made, or -1; returns it
+};
 void close_in_child(int fd);
 // The descriptor is about to be closed here. False in a child, which has closed its parent's already.
 bool forget_descriptor(int fd);
