@@ -297,6 +297,8 @@ std::string raw_value(const Param& param) {
 
 const char* param_str(const char* name) { return lookup(registered(name)).value; }
 
+bool param_is_set(const char* name) { return lookup(registered(name)).value != nullptr; }
+
 int64_t param_int(const char* name) { return static_cast<int64_t>(number(registered(name))); }
 
 double param_seconds(const char* name) { return number(registered(name)); }

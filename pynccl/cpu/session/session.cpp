@@ -11,7 +11,6 @@
 namespace pncpu {
 namespace {
 
-constexpr uint64_t kSettingsTag = 0;
 constexpr auto kLook = std::chrono::milliseconds(50);  // how often a wait looks at what nobody announces
 
 // What must be equal everywhere; a byte for each rank follows, whether its memory can be reached from here.
@@ -25,14 +24,6 @@ struct Offers {
   std::condition_variable changed;
   std::map<Token, std::shared_ptr<Segment>> segments;
 };
-
-// Whether the kernel lets this process into the peer's memory, shown on the peer's nonce.
-bool can_reach(Peer& p) {
-  if (p.same_process) return true;
-  return p.vouched && read_remote(p.remote, nullptr, 0, 0, true) == RemoteResult::Ok &&
-         write_remote(p.remote, p.remote.nonce, p.remote.nonce_addr, sizeof p.remote.nonce) ==
-             RemoteResult::Ok;
-}
 
 }  // namespace
 
@@ -112,7 +103,7 @@ ncclResult_t Session::begin(const Table& table) {
     if (peer(q).control) watch_control(peer(q).control, q, owner_.sink());
   attach(self.token);
   say_settings();
-  return say(kSettingsTag, everyone(), settings_, "setting up");
+  return say(Tags(size_t(nranks)), everyone(), settings_, "setting up");
 }
 
 std::vector<int> Session::everyone() const {
@@ -138,7 +129,6 @@ ncclResult_t Session::read_table() {
     if (p.info.host != self.host) continue;
     if (q == rank) local_ = local_count_;
     p.local = local_count_++;
-    p.remote = {p.info.pid, p.info.nonce_addr, {p.info.nonce[0], p.info.nonce[1]}};
   }
   hosts_ = int(host_ids.size());
   if (local_count_ > kMostLocalRanks)
@@ -217,7 +207,7 @@ ncclResult_t Session::open_links() {
                     p.str().c_str());
       if (!socket) return link_failed(q, "cannot connect to", why, error);
       if (kind != HelloKind::Control) {
-        p.pipe[kind == HelloKind::CollData ? kColl : kP2p].use_tcp(socket);
+        p.link.pipe[kind == HelloKind::CollData ? kColl : kP2p] = tcp_pipe(socket);
         continue;
       }
       p.vouched = local && socket->peer_pid() == p.info.pid;
@@ -279,9 +269,10 @@ void Session::disconnect() {
     unwatch(control);
   }
   for (auto& p : peers_)
-    for (Pipe& pipe : p->pipe) {
-      unwatch(pipe.socket());
-      pipe.close();
+    for (auto& pipe : p->link.pipe) {
+      if (!pipe) continue;
+      unwatch(pipe->socket());
+      pipe->close();
     }
   if (!offers_segment_) return;
   Offers& offers = per_process<Offers>();
@@ -297,8 +288,8 @@ void Session::drop_connections() {
       hang_up(p.info.token, rank);
       hang_up(self.token, q);
     }
-    for (Pipe& pipe : p.pipe)
-      if (pipe.socket()) shutdown(pipe.socket()->fd(), SHUT_RDWR);
+    for (auto& pipe : p.link.pipe)
+      if (SocketPtr socket = pipe ? pipe->socket() : nullptr) shutdown(socket->fd(), SHUT_RDWR);
   }
   // Shared memory would serve on until the service sees the ends.
   std::unique_lock<std::mutex> lock(mutex);
@@ -381,15 +372,17 @@ void Session::attach_pipes() {
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
     if (q == rank) continue;
+    p.link.name = p.str();
     if (p.local < 0) {
-      for (Pipe& pipe : p.pipe) watch_data(pipe.socket(), owner_.sink());
+      for (auto& pipe : p.link.pipe) watch_data(pipe->socket(), owner_.sink());
       continue;
     }
-    p.cell = &segment_->cell(p.local);
-    for (int c = 0; c < kChannels; ++c)
-      p.pipe[c].use_ring(&segment_->ring(local_, p.local, c), segment_->ring_data(local_, p.local, c),
-                         &segment_->ring(p.local, local_, c), segment_->ring_data(p.local, local_, c),
-                         segment_->ring_bytes());
+    segment_->attach(local_, p.local, &p.link);
+    const PeerInfo& i = p.info;
+    if (direct_allowed_ && p.same_process)
+      p.link.memory = own_memory();
+    else if (direct_allowed_ && p.vouched)
+      p.link.memory = process_memory({i.pid, i.nonce_addr, {i.nonce[0], i.nonce[1]}});
   }
 }
 
@@ -401,8 +394,8 @@ void Session::say_settings() {
   Settings settings{inline_bytes, block_bytes};
   memcpy(mine.data(), &settings, sizeof settings);
   for (int q = 0; q < nranks; ++q) {
-    Peer& p = peer(q);
-    mine[sizeof(Settings) + size_t(q)] = q != rank && p.local >= 0 && direct_allowed_ && can_reach(p);
+    Memory* memory = peer(q).link.memory.get();
+    mine[sizeof(Settings) + size_t(q)] = memory && memory->works();
   }
   settings_ = Blob::of(std::move(mine));
 }
@@ -411,7 +404,7 @@ void Session::say_settings() {
 ncclResult_t Session::finish() {
   if (nranks == 1) return ncclSuccess;
   std::vector<Blob> all;
-  if (ncclResult_t r = hear(kSettingsTag, everyone(), settings_, &all, "setting up", deadline_);
+  if (ncclResult_t r = hear(Tags(size_t(nranks)), everyone(), settings_, &all, "setting up", deadline_);
       r != ncclSuccess)
     return r;
   bool direct = false;
@@ -422,9 +415,9 @@ ncclResult_t Session::finish() {
     Settings settings;
     memcpy(&settings, theirs.data, sizeof settings);
     inline_bytes = std::min(inline_bytes, size_t(settings.inline_bytes));
-    peer(q).direct =
-        settings_.data[sizeof settings + size_t(q)] && theirs.data[sizeof settings + size_t(rank)];
-    direct = direct || peer(q).direct;
+    if (!settings_.data[sizeof settings + size_t(q)] || !theirs.data[sizeof settings + size_t(rank)])
+      peer(q).link.memory.reset();
+    direct = direct || peer(q).link.direct();
   }
   log(Level::Info, "rank %d of %d: %d ranks on this host, %d hosts, %s", rank, nranks, local_count_, hosts_,
       local_count_ < 2 ? "tcp"
@@ -467,16 +460,18 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
   return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
 }
 
-ncclResult_t Session::exchange(uint64_t tag, const std::vector<int>& ranks, const std::vector<char>& mine,
+ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
                                std::vector<Blob>* all, const char* what) {
   Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
   Blob blob = Blob::of(mine);
-  if (ncclResult_t r = say(tag, ranks, blob, what); r != ncclSuccess) return r;
-  return hear(tag, ranks, blob, all, what, deadline);
+  if (ncclResult_t r = say(tags, ranks, blob, what); r != ncclSuccess) return r;
+  return hear(tags, ranks, blob, all, what, deadline);
 }
 
-ncclResult_t Session::say(uint64_t tag, const std::vector<int>& ranks, const Blob& mine, const char* what) {
-  for (int q : ranks) {
+ncclResult_t Session::say(const Tags& tags, const std::vector<int>& ranks, const Blob& mine,
+                          const char* what) {
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    int q = ranks[i];
     if (q == rank) continue;
     SocketPtr control;
     bool linked;
@@ -486,8 +481,8 @@ ncclResult_t Session::say(uint64_t tag, const std::vector<int>& ranks, const Blo
       linked = peer(q).linked && !peer(q).gone;
     }
     if (linked && !control)
-      post(peer(q).info.token, rank, Ctl::Exchange, tag, mine);
-    else if (!linked || !control->send_frame(Ctl::Exchange, tag, mine))
+      post(peer(q).info.token, rank, Ctl::Exchange, tags[i], mine);
+    else if (!linked || !control->send_frame(Ctl::Exchange, tags[i], mine))
       return cut_off(q, what, "it died or left");
   }
   return ncclSuccess;
@@ -495,41 +490,52 @@ ncclResult_t Session::say(uint64_t tag, const std::vector<int>& ranks, const Blo
 
 void Session::exchanged(int from, uint64_t tag, const Blob& body) {
   std::lock_guard<std::mutex> lock(mutex);
-  Gathering& g = gatherings_[tag];
-  g.said[from] = body;
-  if (g.said.size() >= g.wanted) changed.notify_all();
+  for (Gathering* g : gatherings_) {
+    auto it = g->tags.find(from);
+    if (it == g->tags.end() || it->second != tag) continue;
+    g->said[from] = body;
+    g->tags.erase(it);
+    if (g->tags.empty()) changed.notify_all();
+    return;
+  }
+  untaken_[{from, tag}] = body;
 }
 
-bool Session::lost(int q) { return peer(q).gone || peer(q).left; }
-
-ncclResult_t Session::hear(uint64_t tag, const std::vector<int>& ranks, const Blob& mine,
+ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine,
                            std::vector<Blob>* all, const char* what, Deadline deadline) {
+  bool sound = owner_.error() == ncclSuccess;  // else it is what follows a failure, such as a shrink
   std::unique_lock<std::mutex> lock(mutex);
-  Gathering& g = gatherings_[tag];
+  Gathering g;
   g.said[rank] = mine;
-  g.wanted = ranks.size();
-  auto missing = [&](bool only_lost) {
-    for (int q : ranks)
-      if (!g.said.count(q) && (!only_lost || lost(q))) return q;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    auto early = untaken_.find({ranks[i], tags[i]});
+    if (early != untaken_.end())
+      g.said[ranks[i]] = std::move(early->second), untaken_.erase(early);
+    else if (ranks[i] != rank)
+      g.tags[ranks[i]] = tags[i];
+  }
+  gatherings_.push_back(&g);
+  auto lost = [&] {
+    for (auto& [q, tag] : g.tags)
+      if (peer(q).gone || peer(q).left) return q;
     return -1;
   };
-  bool came = changed.wait_until(lock, deadline, [&] {
-    return stopped() || (g.said.size() >= g.wanted && missing(false) < 0) || missing(true) >= 0;
-  });
-  int q = missing(came);
-  if (q < 0) q = missing(false);
-  Gathering heard = std::move(g);
-  gatherings_.erase(tag);
+  auto failed = [&] { return sound && owner_.error() != ncclSuccess; };
+  bool ended = changed.wait_until(lock, deadline,
+                                  [&] { return stopped() || g.tags.empty() || failed() || lost() >= 0; });
+  gatherings_.erase(std::find(gatherings_.begin(), gatherings_.end(), &g));
+  int missing = g.tags.empty() ? -1 : lost() >= 0 ? lost() : g.tags.begin()->first;
   lock.unlock();
-  if (q < 0) {
+  if (missing < 0) {
     all->clear();
-    for (int r : ranks) all->push_back(std::move(heard.said[r]));
+    for (int r : ranks) all->push_back(std::move(g.said[r]));
     return ncclSuccess;
   }
   if (stopped()) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
-  if (came) return cut_off(q, what, "it died or left");
+  if (failed()) return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+  if (ended) return cut_off(missing, what, "it died or left");
   return fail(ncclTimeout, "rank %d of %d: %s waited in vain for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
-              rank, nranks, what, q, peer(q).str().c_str());
+              rank, nranks, what, missing, peer(missing).str().c_str());
 }
 
 }  // namespace pncpu

@@ -9,7 +9,8 @@
 #include <vector>
 
 #include "service/join.hpp"
-#include "transport/transport.hpp"
+#include "streams/waiting.hpp"
+#include "transport/segment.hpp"
 
 namespace pncpu {
 
@@ -38,29 +39,16 @@ struct Peer {
   const PeerInfo& info;  // in the session's table
   SocketPtr control;     // under Session::mutex; none to a rank of this process
   bool linked = false;   // under it: frames reach the peer
-  Pipe pipe[kChannels];
-  int local = -1;             // index in the host's segment; -1 on another host
-  bool same_process = false;  // shown by its token, which is one of this process's
-  bool vouched = false;       // the kernel says that the pid it claims is its own
-  bool direct = false;        // each reads and writes the other's memory
-  Cell* cell = nullptr;
-  Remote remote;
+  Link link;
+  int local = -1;                 // index in the host's segment; -1 on another host
+  bool same_process = false;      // shown by its token, which is one of this process's
+  bool vouched = false;           // the kernel says that the pid it claims is its own
   bool left = false;              // under Session::mutex
   std::atomic<bool> gone{false};  // set under it; who tells of an error looks without
   Leaving leaving;
   std::unique_ptr<Stuck> stuck;  // the newest
   std::atomic<uint64_t> sends_issued{0}, recvs_issued{0};
   std::string str() const;
-};
-
-// How long a wait looks before it sleeps: alone on its core first, then letting others have the core.
-struct Patience {
-  int64_t spin_ns = 0, yield_ns = 0;
-  int64_t interrupted_ns = 0;  // a single look that took longer lost the core to others; 0: not asked
-  Patience with(const Patience& o) const {
-    return {std::min(spin_ns, o.spin_ns), std::min(yield_ns, o.yield_ns),
-            std::max(interrupted_ns, o.interrupted_ns)};
-  }
 };
 
 class Session {
@@ -98,9 +86,12 @@ class Session {
   void stop();  // cuts all of that short, and exchanges
   bool stopped() const { return stop_.is_set(); }
 
-  // Ranks talk over their control links: everyone's blob, in the order of `ranks`.
-  ncclResult_t exchange(uint64_t tag, const std::vector<int>& ranks, const std::vector<char>& mine,
+  // Ranks talk over their control sockets: everyone's blob, in the order of `ranks`.
+  // Each pair of ranks numbers its meetings, so every peer has a tag of its own.
+  using Tags = std::vector<uint64_t>;
+  ncclResult_t exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
                         std::vector<Blob>* all, const char* what);
+  // Ranks talk over their control links: everyone's blob, in the order of `ranks`.
   void arrived(const Hello& hello, SocketPtr socket);
   void exchanged(int from, uint64_t tag, const Blob& body);
   void send(int to, Ctl kind, const void* body, size_t bytes);  // nothing once the peer is gone
@@ -117,14 +108,19 @@ class Session {
   int hosts() const { return hosts_; }
   const Patience& patience(bool underway) const { return underway ? underway_patience_ : patience_; }
 
+  // Wakes who waits for what peers say, so that it looks at the communicator's error.
+  void notify() {
+    std::lock_guard<std::mutex> lock(mutex);
+    changed.notify_all();
+  }
   std::mutex mutex;  // what peers have said
   std::condition_variable changed;
 
  private:
-  // What the ranks have said under one tag.
+  // What is heard from ranks, each under its tag, by who waits for it.
   struct Gathering {
+    std::map<int, uint64_t> tags;  // of those that are missing
     std::map<int, Blob> said;
-    size_t wanted = SIZE_MAX;  // by who waits
   };
 
   ncclResult_t read_table();
@@ -137,10 +133,9 @@ class Session {
   ncclResult_t take_segment(int first);
   void attach_pipes();
   void say_settings();
-  ncclResult_t say(uint64_t tag, const std::vector<int>& ranks, const Blob& mine, const char* what);
-  ncclResult_t hear(uint64_t tag, const std::vector<int>& ranks, const Blob& mine, std::vector<Blob>* all,
+  ncclResult_t say(const Tags& tags, const std::vector<int>& ranks, const Blob& mine, const char* what);
+  ncclResult_t hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine, std::vector<Blob>* all,
                     const char* what, Deadline deadline);
-  bool lost(int peer);
   ncclResult_t link_failed(int peer, const char* doing, const std::string& why, int error);
   ncclResult_t cut_off(int peer, const char* what, const std::string& why);
   void choose_patience();
@@ -162,7 +157,8 @@ class Session {
   Blob settings_;
   std::map<std::pair<int, int>, SocketPtr> waiting_;  // arrivals by kind and rank, during creation
   bool all_arrived_ = false;
-  std::map<uint64_t, Gathering> gatherings_;  // by tag
+  std::vector<Gathering*> gatherings_;                // open ones
+  std::map<std::pair<int, uint64_t>, Blob> untaken_;  // said by a rank under a tag before it was waited for
 };
 
 }  // namespace pncpu
