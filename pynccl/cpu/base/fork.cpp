@@ -51,22 +51,13 @@ int NoFork::keep(int fd) {
   try {
     descriptors().insert(fd);
   } catch (...) {
-    close(fd);
+    ::close(fd);
     throw;
   }
   return fd;
 }
-
-void close_in_child(int fd) { NoFork().keep(fd); }
-
-bool forget_descriptor(int fd) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  return descriptors().erase(fd) != 0;
-}
-
-int known_descriptors() {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  return int(descriptors().size());
+void NoFork::close(int fd) {
+  if (descriptors().erase(fd)) ::close(fd);
 }
 
 void at_fork(ForkHook* hook) {
