@@ -24,7 +24,8 @@ constexpr const char* kNames[] = {"operator new", "pthread_create", "mmap",     
 inline std::atomic<int> kind{kKinds};
 inline std::atomic<long> left{0};  // calls of that kind until the one that fails
 inline std::atomic<bool> fired{false};
-inline std::atomic<long> budget{-1};  // bytes that operator new still gives; negative: without limit
+// Bytes that operator new still gives this thread, until it has failed once; negative: without limit.
+inline thread_local long allowance = -1;
 
 // The test's own code must not fail: a thread of the test says so, and takes it back inside the library.
 inline thread_local bool exempt = false;
@@ -41,13 +42,15 @@ inline bool fails(Kind which) {
   return fired = true;
 }
 
-inline bool over_budget(size_t bytes) {
-  if (exempt || budget.load(std::memory_order_relaxed) < 0) return false;
-  return budget.fetch_sub(long(bytes)) < long(bytes) ? (budget = 0, true) : false;
+inline bool over_allowance(size_t bytes) {
+  if (allowance < 0) return false;
+  bool over = size_t(allowance) < bytes;
+  allowance = over ? -1 : allowance - long(bytes);
+  return over;
 }
 
 inline void* allocate(size_t bytes, size_t alignment = 0) {
-  if (fails(kNew) || over_budget(bytes)) return nullptr;
+  if (fails(kNew) || over_allowance(bytes)) return nullptr;
   if (!alignment) return malloc(bytes ? bytes : 1);
   return aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
 }
@@ -81,22 +84,28 @@ auto inside(Call call) {
 
 }  // namespace failing
 
-void* operator new(size_t n) { return failing::must(failing::allocate(n)); }
-void* operator new[](size_t n) { return failing::must(failing::allocate(n)); }
-void* operator new(size_t n, const std::nothrow_t&) noexcept { return failing::allocate(n); }
-void* operator new[](size_t n, const std::nothrow_t&) noexcept { return failing::allocate(n); }
-void* operator new(size_t n, std::align_val_t a) { return failing::must(failing::allocate(n, size_t(a))); }
-void* operator new[](size_t n, std::align_val_t a) { return failing::must(failing::allocate(n, size_t(a))); }
-void operator delete(void* p) noexcept { free(p); }
-void operator delete[](void* p) noexcept { free(p); }
-void operator delete(void* p, size_t) noexcept { free(p); }
-void operator delete[](void* p, size_t) noexcept { free(p); }
-void operator delete(void* p, const std::nothrow_t&) noexcept { free(p); }
-void operator delete[](void* p, const std::nothrow_t&) noexcept { free(p); }
-void operator delete(void* p, std::align_val_t) noexcept { free(p); }
-void operator delete[](void* p, std::align_val_t) noexcept { free(p); }
-void operator delete(void* p, size_t, std::align_val_t) noexcept { free(p); }
-void operator delete[](void* p, size_t, std::align_val_t) noexcept { free(p); }
+// Out of line: inlined, GCC takes free() for the wrong end of what its operator new gave.
+#define OUT_OF_LINE __attribute__((noinline))
+OUT_OF_LINE void* operator new(size_t n) { return failing::must(failing::allocate(n)); }
+OUT_OF_LINE void* operator new[](size_t n) { return failing::must(failing::allocate(n)); }
+OUT_OF_LINE void* operator new(size_t n, const std::nothrow_t&) noexcept { return failing::allocate(n); }
+OUT_OF_LINE void* operator new[](size_t n, const std::nothrow_t&) noexcept { return failing::allocate(n); }
+OUT_OF_LINE void* operator new(size_t n, std::align_val_t a) {
+  return failing::must(failing::allocate(n, size_t(a)));
+}
+OUT_OF_LINE void* operator new[](size_t n, std::align_val_t a) {
+  return failing::must(failing::allocate(n, size_t(a)));
+}
+OUT_OF_LINE void operator delete(void* p) noexcept { free(p); }
+OUT_OF_LINE void operator delete[](void* p) noexcept { free(p); }
+OUT_OF_LINE void operator delete(void* p, size_t) noexcept { free(p); }
+OUT_OF_LINE void operator delete[](void* p, size_t) noexcept { free(p); }
+OUT_OF_LINE void operator delete(void* p, const std::nothrow_t&) noexcept { free(p); }
+OUT_OF_LINE void operator delete[](void* p, const std::nothrow_t&) noexcept { free(p); }
+OUT_OF_LINE void operator delete(void* p, std::align_val_t) noexcept { free(p); }
+OUT_OF_LINE void operator delete[](void* p, std::align_val_t) noexcept { free(p); }
+OUT_OF_LINE void operator delete(void* p, size_t, std::align_val_t) noexcept { free(p); }
+OUT_OF_LINE void operator delete[](void* p, size_t, std::align_val_t) noexcept { free(p); }
 
 #define FAILING(kind, error, name, ...)                        \
   if (failing::fails(failing::kind)) return errno = error, -1; \

@@ -17,6 +17,7 @@
 #include <filesystem>
 #include <fstream>
 #include <initializer_list>
+#include <mutex>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -87,6 +88,8 @@ int in_child(Body body, pid_t* group = nullptr) {
 inline char current_step[256] = "";
 
 __attribute__((format(printf, 1, 2))) inline void at_step(const char* format, ...) {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
   va_list arguments;
   va_start(arguments, format);
   vsnprintf(current_step, sizeof current_step, format, arguments);

@@ -59,9 +59,9 @@ void more_ranks_than_memory() {
     std::string text;
     {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-      failing::budget = 256l << 20;  // the sanitizers reserve address space without end
+      failing::allowance = 256l << 20;  // the sanitizers reserve address space without end
       r = ncclCommInitRank(&comm, 8000000, id, rank);
-      failing::budget = -1;
+      failing::allowance = -1;
 #else
       Limit memory(RLIMIT_AS, rlim_t(4) << 30);
       r = ncclCommInitRank(&comm, 8000000, id, rank);
@@ -85,9 +85,9 @@ void grown_beyond_memory() {
   ncclResult_t r;
   {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-    failing::budget = 256l << 20;
+    failing::allowance = 256l << 20;
     r = ncclCommGrow(comm, 8000000, &id, -1, &grown, nullptr);
-    failing::budget = -1;
+    failing::allowance = -1;
 #else
     Limit memory(RLIMIT_AS, rlim_t(4) << 30);
     r = ncclCommGrow(comm, 8000000, &id, -1, &grown, nullptr);
