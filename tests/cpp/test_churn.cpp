@@ -1,0 +1,314 @@
+// What communicators, streams and unique ids leave behind once they are gone: nothing, however many there
+// were.
+#include <malloc.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <random>
+
+#include "ranks.hpp"
+
+using namespace testing;
+
+namespace {
+
+// ---- memory, threads and descriptors ----
+
+// The bytes that malloc has given out, exactly; a sanitizer's own allocator does not tell.
+struct Held {
+  Has has = process_has();
+  long heap_kib = kSanitized ? 0 : long(mallinfo2().uordblks / 1024);
+};
+
+constexpr long kMostKib = 150;
+
+// The library may end what is left of a communicator a moment after the call that ended it.
+Held settled() {
+  Held last;
+  soon(3, [&] {
+    Held now;
+    bool still = now.has.files >= last.has.files && now.has.threads >= last.has.threads;
+    last = now;
+    if (!still) return false;
+    usleep(60000);
+    return true;
+  });
+  return last;
+}
+
+void check_growth(const Held& early, const Held& late, long cycles) {
+  CHECK(settles_to(early.has));
+  bool grew =
+      !kSanitized && (late.has.kib > early.has.kib + kMostKib || late.heap_kib > early.heap_kib + kMostKib);
+  CHECK(!grew);
+  if (!grew && failures == 0) return;
+  fprintf(stderr,
+          "in %ld cycles: memory %ld to %ld KiB (heap %ld to %ld), threads %ld to %ld, files %ld to %ld\n",
+          cycles, early.has.kib, late.has.kib, early.heap_kib, late.heap_kib, early.has.threads,
+          late.has.threads, early.has.files, late.has.files);
+}
+
+// What the first fifth of the cycles needs, the rest must not add to.
+void churn(int cycles, const std::function<void(int)>& cycle) {
+  mallopt(M_ARENA_MAX, 1);  // else each thread may begin an arena of its own
+  Held early;
+  for (int i = 0; i < cycles && failures == 0; ++i) {
+    at_step("cycle %d", i);
+    if (i == cycles / 5) early = settled();
+    cycle(i);
+  }
+  check_growth(early, settled(), cycles - cycles / 5);
+}
+
+void use(ncclComm_t comm, float want, cudaStream_t stream = nullptr) {
+  float x[50];
+  std::fill_n(x, 50, 1.0f);
+  OK(sum(x, 50, comm, stream));
+  OK(synchronize(comm, stream, 20000));
+  CHECK_EQ(x[49], want);
+}
+
+// Both ranks in this thread.
+void use(const std::vector<ncclComm_t>& comms) {
+  std::vector<float> x(comms.size(), 1);
+  for (size_t r = 0; r < comms.size(); ++r) OK(sum(&x[r], 1, comms[r]));
+  for (ncclComm_t comm : comms) OK(synchronize(comm, nullptr, 20000));
+  CHECK_EQ(x[0], float(comms.size()));
+}
+
+void one_rank() {
+  churn(scaled(5000, 500, 250), [](int) {
+    ncclComm_t comm = alone();
+    use(comm, 1);
+    OK(ncclCommDestroy(comm));
+  });
+}
+
+void two_ranks_of_one_thread() {
+  churn(scaled(2000, 250, 100), [](int) {
+    std::vector<ncclComm_t> comms = together(2);
+    use(comms);
+    for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
+  });
+}
+
+// Threads that come and go, each with a default stream.
+void two_threads() {
+  churn(scaled(2000, 250, 100), [](int) {
+    ncclUniqueId id = new_id();
+    as_threads(2, [&](int rank) {
+      ncclComm_t comm = nullptr;
+      OK(ncclCommInitRank(&comm, 2, id, rank));
+      use(comm, 2);
+      OK(ncclCommFinalize(comm));
+      OK(ncclCommDestroy(comm));
+    });
+  });
+}
+
+// Aborted with calls underway that will never be matched.
+void aborted() {
+  churn(scaled(2000, 250, 100), [](int i) {
+    std::vector<ncclComm_t> comms = together(2);
+    float x = 1;
+    if (i % 2) OK(sum(&x, 1, comms[0]));
+    for (ncclComm_t comm : comms) OK(ncclCommAbort(comm));
+  });
+}
+
+void split_and_shrunk() {
+  std::vector<ncclComm_t> parents = together(3);
+  churn(scaled(700, 100, 50), [&](int i) {
+    as_threads(3, [&](int rank) {
+      int excluded = 2;
+      ncclComm_t parent = parents[size_t(rank)], child = nullptr;
+      if (i % 2)
+        OK(ncclCommSplit(parent, rank == 2 ? NCCL_SPLIT_NOCOLOR : 0, -rank, &child, nullptr));
+      else if (rank < 2)
+        OK(ncclCommShrink(parent, &excluded, 1, &child, nullptr, NCCL_SHRINK_DEFAULT));
+      if (child) use(child, 2);
+      OK(ncclCommDestroy(child));
+    });
+  });
+  for (ncclComm_t comm : parents) OK(ncclCommAbort(comm));
+}
+
+void creations_that_fail() {
+  set("PYNCCL_CPU_INIT_TIMEOUT", "0.01");
+  churn(scaled(500, 100, 50), [](int i) {
+    ncclComm_t comm = nullptr;
+    ncclResult_t want = i % 2 ? ncclInvalidArgument : ncclTimeout;
+    RESULT(ncclCommInitRank(&comm, 2, new_id(), i % 2 ? 5 : 0), want);
+    CHECK(comm == nullptr);
+  });
+}
+
+void streams_with_work() {
+  ncclComm_t comm = alone();
+  churn(scaled(3000, 400, 200), [&](int i) {
+    cudaStream_t stream;
+    cudaEvent_t event;
+    OK(pyncclCpuStreamCreate(&stream));
+    OK(pyncclCpuEventCreate(&event));
+    static float x = 1;
+    if (i % 3 == 0) {
+      OK(sum(&x, 1, comm, stream));  // destroyed with its work queued
+    } else {
+      use(comm, 1, stream);
+    }
+    OK(pyncclCpuEventRecord(comm, event, stream));
+    OK(pyncclCpuStreamDestroy(stream));
+    OK(pyncclCpuEventSynchronize(event, 20000));
+    OK(pyncclCpuEventDestroy(event));
+  });
+  OK(ncclCommDestroy(comm));
+}
+
+// Programs of all kinds by turns, for PYNCCL_TEST_SECONDS; what a tenth of the time needs, the rest must not
+// add to.
+int g_seconds = 8;
+
+void random_programs() {
+  alarm(unsigned(g_seconds) + 110);
+  mallopt(M_ARENA_MAX, 1);
+  std::mt19937 random(1);
+  Stopwatch watch;
+  Held early;
+  long cycles = 0;
+  for (bool warm = false; watch.seconds() < g_seconds && failures == 0; ++cycles) {
+    if (!warm && watch.seconds() > std::min(g_seconds / 4.0, 60.0)) {
+      early = settled();
+      warm = true;
+      cycles = 0;
+    }
+    int ranks = 1 + int(random() % 3), count = 1 + int(random() % 20000);
+    bool aborts = random() % 4 == 0, splits = random() % 2 == 0;
+    at_step("cycle %ld: %d ranks, count %d, abort %d, split %d", cycles, ranks, count, aborts, splits);
+    ncclUniqueId id = new_id();
+    Meeting all_done(ranks);  // an abort before it would be right to end a rank that still waits
+    as_threads(ranks, [&](int rank) {
+      ncclComm_t comm = nullptr, child = nullptr;
+      OK(ncclCommInitRank(&comm, ranks, id, rank));
+      std::vector<float> x(size_t(count), 1);
+      OK(sum(x.data(), x.size(), comm));
+      OK(synchronize(comm, nullptr, 20000));
+      if (splits) OK(ncclCommSplit(comm, rank % 2, 0, &child, nullptr));
+      if (child) OK(sum(x.data(), x.size(), child));
+      if (child && !aborts) OK(synchronize(child, nullptr, 20000));
+      all_done();
+      for (ncclComm_t c : {child, comm}) OK(aborts ? ncclCommAbort(c) : ncclCommDestroy(c));
+    });
+  }
+  printf("     %ld cycles\n", cycles);
+  check_growth(early, settled(), cycles);
+}
+
+// ---- communicators of groups that failed or were not meant ----
+
+using EndCall = ncclResult_t (*)(ncclComm_t);
+
+void ends_at_once(const char* what, const std::function<void(ncclComm_t*)>& make_in_group) {
+  for (EndCall end : {EndCall(ncclCommAbort), EndCall(ncclCommDestroy)}) {
+    int status = in_child([&] {
+      alarm(20);
+      at_step("%s: %s", what, end == ncclCommAbort ? "ncclCommAbort" : "ncclCommDestroy");
+      ncclComm_t comm = nullptr;
+      make_in_group(&comm);
+      Stopwatch watch;
+      ncclResult_t r = end(comm);
+      CHECK(r == ncclSuccess || r == ncclInvalidArgument);
+      CHECK(watch.seconds() < 10);
+      ncclComm_t next = alone();
+      use(next, 1);
+      OK(ncclCommDestroy(next));
+    });
+    CHECK_EQ(status, 0);
+  }
+}
+
+void a_communicator_of_a_failed_group_ends() {
+  ends_at_once("a failed group", [](ncclComm_t* comm) {
+    ncclComm_t wrong = nullptr;
+    OK(ncclGroupStart());
+    OK(ncclCommInitRank(comm, 1, new_id(), 0));
+    RESULT(ncclCommInitRank(&wrong, 0, new_id(), 0), ncclInvalidArgument);
+    RESULT(ncclGroupEnd(), ncclInvalidArgument);
+    CHECK(wrong == nullptr);
+  });
+}
+
+void a_communicator_of_a_simulated_group_ends() {
+  ends_at_once("a simulated group", [](ncclComm_t* comm) {
+    OK(ncclGroupStart());
+    OK(ncclCommInitRank(comm, 1, new_id(), 0));
+    OK(ncclGroupSimulateEnd(nullptr));
+  });
+}
+
+void a_communicator_of_a_group_that_mixes_ends() {
+  ends_at_once("a group of calls and creations", [](ncclComm_t* comm) {
+    ncclComm_t other = alone();
+    float x = 1;
+    OK(ncclGroupStart());
+    OK(ncclCommInitRank(comm, 1, new_id(), 0));
+    sum(&x, 1, other);
+    RESULT(ncclGroupEnd(), ncclInvalidUsage);
+    OK(ncclCommAbort(other));
+  });
+}
+
+// ---- unique ids ----
+
+double cpu_seconds() {
+  rusage used;
+  getrusage(RUSAGE_SELF, &used);
+  return double(used.ru_utime.tv_sec + used.ru_stime.tv_sec) +
+         double(used.ru_utime.tv_usec + used.ru_stime.tv_usec) / 1e6;
+}
+
+double creation_seconds() {
+  return least_seconds(30, [] { OK(ncclCommDestroy(alone())); });
+}
+
+void unique_ids_without_end() {
+  double before = creation_seconds();
+  ncclUniqueId kept = new_id();
+  for (int i = 0; i < scaled(200000, 20000, 20000) && failures == 0; ++i) new_id();
+  double after = creation_seconds();
+  if (after > 10 * before) {
+    fprintf(stderr, "a creation takes %.3f ms, before the ids %.3f ms\n", after * 1e3, before * 1e3);
+    ++failures;
+  }
+  double idle = 1e9;  // the least of three: the machine may have charged this process for others once
+  for (int i = 0; i < 3; ++i) {
+    double used = cpu_seconds();
+    sleep(1);
+    idle = std::min(idle, cpu_seconds() - used);
+  }
+  if (idle > 0.03) {
+    fprintf(stderr, "an idle process uses %.1f %% of a core\n", idle * 100);
+    ++failures;
+  }
+  ncclComm_t comm = nullptr;  // an id of before is still good
+  OK(ncclCommInitRank(&comm, 1, kept, 0));
+  OK(ncclCommDestroy(comm));
+}
+
+}  // namespace
+
+int main() {
+  if (const char* seconds = getenv("PYNCCL_TEST_SECONDS")) g_seconds = atoi(seconds);
+  const Test tests[] = {TEST(one_rank),
+                        TEST(two_ranks_of_one_thread),
+                        TEST(two_threads),
+                        TEST(aborted),
+                        TEST(split_and_shrunk),
+                        TEST(creations_that_fail),
+                        TEST(streams_with_work),
+                        TEST(random_programs),
+                        TEST(a_communicator_of_a_failed_group_ends),
+                        TEST(a_communicator_of_a_simulated_group_ends),
+                        TEST(a_communicator_of_a_group_that_mixes_ends),
+                        TEST(unique_ids_without_end)};
+  return run_all(tests, sizeof tests / sizeof *tests);
+}
