@@ -15,19 +15,6 @@ import pynccl
 from conftest import ROOT, Run, clean_environment
 
 PACKAGE = ROOT / "pynccl"
-CODE = [
-    path
-    for folder, endings in {
-        "pynccl": (".py", ".pyi", ".h", ".hpp", ".cpp", ".inc"),
-        "tests": (".py", ".cpp", ".hpp", ".c"),
-        "tools": (".py",),
-        "benchmarks": (".py",),
-        "examples": (".py",),
-    }.items()
-    for path in sorted((ROOT / folder).rglob("*"))
-    if path.suffix in endings
-]
-
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -124,7 +124,8 @@ void Comm::tell(ncclResult_t code, const std::string& text) {
   std::vector<char> body(sizeof code + text.size());
   memcpy(body.data(), &code, sizeof code);
   memcpy(body.data() + sizeof code, text.data(), text.size());
-  for (int q = 0; q < nranks; ++q) session.send(q, Ctl::Error, body.data(), body.size());
+  for (int q = 0, known = session.known_ranks(); q < known; ++q)
+    session.send(q, Ctl::Error, body.data(), body.size());
 }
 
 // ---- what the service's thread tells ----
@@ -196,7 +197,7 @@ void Comm::open() {
 
 ncclResult_t Comm::announce_leaving() {
   if (session.left.exchange(true)) return ncclSuccess;
-  for (int q = 0; q < nranks; ++q) {
+  for (int q = 0, known = session.known_ranks(); q < known; ++q) {
     Peer& p = peer(q);
     if (q == rank || !session.linked(q)) continue;
     Leaving mine{colls_issued.load(), p.sends_issued.load(), p.recvs_issued.load()};

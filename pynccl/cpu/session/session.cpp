@@ -230,6 +230,11 @@ void Session::arrived(const Hello& hello, SocketPtr socket) {
   changed.notify_all();
 }
 
+int Session::known_ranks() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return int(peers_.size());
+}
+
 bool Session::linked(int to) {
   std::lock_guard<std::mutex> lock(mutex);
   return size_t(to) < peers_.size() && peer(to).linked;

@@ -80,6 +80,7 @@ class Session {
   void arrived(const Hello& hello, SocketPtr socket);
   void exchanged(int from, uint64_t tag, const Blob& body);
   void send(int to, Ctl kind, const void* body, size_t bytes);  // nothing once the peer is gone
+  int known_ranks();  // 0 until the table is there, however many a caller said
   bool linked(int to);
   void disconnect();
   void drop_connections();  // fault injection

@@ -1,5 +1,6 @@
 #include "streams/domain.hpp"
 
+#include <algorithm>
 #include <tuple>
 
 #include "base/params.hpp"
@@ -13,6 +14,30 @@ struct Domains {
   std::map<Key, std::weak_ptr<Domain>> by_key;
   size_t prune_at = 64;
 };
+
+// The devices that this thread used last stay with it: communicators that come and go share their streams.
+class Held {
+ public:
+  ~Held() { abandon(); }
+  void hold(std::shared_ptr<Domain> domain) {
+    abandon();
+    if (domains_.size() == kMost) domains_.erase(domains_.begin());
+    domains_.push_back(std::move(domain));
+  }
+
+ private:
+  // A forked child leaves its parent's alone.
+  void abandon() {
+    if (epoch_ == process_epoch()) return;
+    new std::vector<std::shared_ptr<Domain>>(std::move(domains_));
+    domains_.clear();
+    epoch_ = process_epoch();
+  }
+  static constexpr size_t kMost = 4;
+  std::vector<std::shared_ptr<Domain>> domains_;
+  uint32_t epoch_ = process_epoch();
+};
+thread_local Held t_held;
 
 }  // namespace
 
@@ -32,6 +57,7 @@ std::shared_ptr<Domain> Domain::of(int device, int copy) {
       it = it->second.expired() ? all.by_key.erase(it) : std::next(it);
     all.prune_at = 2 * all.by_key.size() + 64;
   }
+  t_held.hold(fresh);
   return fresh;
 }
 
@@ -54,6 +80,11 @@ std::shared_ptr<Stream> Domain::create(bool blocking) {
   stream->keeps = shared_from_this();
   if (!blocking) return stream;
   std::lock_guard<std::mutex> lock(mutex_);
+  if (created_.size() >= prune_at_) {
+    auto gone = [](const std::weak_ptr<Stream>& s) { return s.expired(); };
+    created_.erase(std::remove_if(created_.begin(), created_.end(), gone), created_.end());
+    prune_at_ = 2 * created_.size() + 16;
+  }
   created_.push_back(stream);
   return stream;
 }

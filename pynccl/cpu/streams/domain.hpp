@@ -30,6 +30,7 @@ class Domain : public std::enable_shared_from_this<Domain> {
   const std::shared_ptr<Stream> legacy_;
   std::map<std::thread::id, std::shared_ptr<Stream>> per_thread_;
   std::vector<std::weak_ptr<Stream>> created_;  // those that are blocking
+  size_t prune_at_ = 16;
 };
 
 }  // namespace pncpu

@@ -16,7 +16,10 @@ constexpr size_t kMostErrors = 64;  // that nobody asked for
 std::shared_ptr<Stream> Stream::make(Domain& domain, bool blocking) {
   auto stream = std::make_shared<Stream>(domain, blocking);
   // The thread that works for it is an owner of its own, which goes when the others are gone.
-  return std::shared_ptr<Stream>(stream.get(), [stream](Stream*) { stream->close(); });
+  return std::shared_ptr<Stream>(stream.get(), [stream](Stream*) mutable {
+    stream->close();
+    stream.reset();  // a weak_ptr would keep this function, and with it the stream
+  });
 }
 
 void Stream::close() {
