@@ -23,7 +23,7 @@ int copy_of(int device) {
 // In the background the result is for who runs it to publish, together with its text.
 ncclResult_t end_creation(const std::shared_ptr<Comm>& comm, ncclComm_t* out, ncclResult_t r) {
   if (r == ncclSuccess) return r;
-  if (!comm->blocking) return comm->disconnect(), r;
+  if (!comm->blocking) return comm->session.disconnect(), r;
   comm->set_pending(r);
   withdraw(comm, out);
   return r;
@@ -89,7 +89,7 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
     if (r == parent_rank) rank = int(table.size());
     table.push_back(info);
   }
-  child.comm->set_shape(rank, int(table.size()));
+  child.comm->session.set_shape(rank, int(table.size()));
   return connect(*child.comm, table);
 }
 
@@ -105,8 +105,8 @@ struct SplitBlob {
 ncclResult_t run_split(std::shared_ptr<Comm> parent, Child child, int color, int key, uint64_t tag) {
   SplitBlob mine{color, key, {}};
   if (child.comm) {
-    if (ncclResult_t r = child.comm->introduce(); r != ncclSuccess) return end_child(child, r);
-    mine.info = child.comm->self;
+    if (ncclResult_t r = child.comm->session.introduce(); r != ncclSuccess) return end_child(child, r);
+    mine.info = child.comm->session.self;
   }
   std::vector<int> ranks;
   for (int q = 0; q < parent->nranks; ++q) ranks.push_back(q);
@@ -130,13 +130,13 @@ ncclResult_t run_split(std::shared_ptr<Comm> parent, Child child, int color, int
 }
 
 ncclResult_t run_shrink(std::shared_ptr<Comm> parent, Child child, std::set<int> excluded, uint64_t tag) {
-  if (ncclResult_t r = child.comm->introduce(); r != ncclSuccess) return end_child(child, r);
+  if (ncclResult_t r = child.comm->session.introduce(); r != ncclSuccess) return end_child(child, r);
   std::string list;
   for (int q : excluded) list += std::to_string(q) + " ";
   std::vector<int> ranks;
   for (int q = 0; q < parent->nranks; ++q)
     if (!excluded.count(q)) ranks.push_back(q);
-  std::string blob(reinterpret_cast<char*>(&child.comm->self), sizeof(PeerInfo));
+  std::string blob(reinterpret_cast<char*>(&child.comm->session.self), sizeof(PeerInfo));
   std::vector<std::string> all;
   ncclResult_t r = derive(*parent, ranks, tag, blob + list, "ncclCommShrink", &all);
   if (r != ncclSuccess) return end_child(child, r);
@@ -183,7 +183,7 @@ ncclResult_t run_grow(std::shared_ptr<Comm> parent, Child child, int nranks, con
   if (makers != 1)
     return end_child(child, fail(ncclInvalidUsage,
                                  "ncclCommGrow: %d existing ranks passed a uniqueId, expected one", makers));
-  child.comm->set_shape(parent->rank, nranks);
+  child.comm->session.set_shape(parent->rank, nranks);
   r = init(child.comm, chosen, 0);
   if (id && r == ncclSuccess) parent->grow_id_open = false;
   return end_child(child, r);

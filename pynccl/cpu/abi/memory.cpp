@@ -71,7 +71,7 @@ ncclResult_t suspend(Comm& comm) {
   for (int q = 0; q < comm.nranks; ++q)
     if (all[size_t(q)] != std::string(1, '\0'))
       return fail(ncclInvalidUsage, "ncclCommSuspend: rank %d has messages that were not received", q);
-  if (comm.segment() && comm.local_index() == 0) comm.segment()->release_rings();
+  if (comm.segment() && comm.session.local_index() == 0) comm.segment()->release_rings();
   if (ncclResult_t r = meet(""); r != ncclSuccess) return r;
   comm.phase.store(Phase::Suspended);
   comm.set_pending(ncclSuccess);
@@ -239,7 +239,8 @@ ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t*
   if (!value) return fail(ncclInvalidArgument, "ncclCommMemStats: value is NULL");
   uint64_t rings = 0, rest = sizeof(Comm);
   if (Segment* s = c->segment()) {
-    rings = uint64_t(c->local_ranks()) * uint64_t(c->local_ranks()) * kChannels * s->ring_bytes();
+    rings =
+        uint64_t(c->session.local_ranks()) * uint64_t(c->session.local_ranks()) * kChannels * s->ring_bytes();
     rest += s->bytes() - rings;
   }
   switch (stat) {
@@ -272,8 +273,8 @@ ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t* prop
   full.nRanks = c->nranks;
   full.cudaDev = c->device;
   full.nvmlDev = -1;
-  full.nLsaTeams = c->hosts();
-  full.commHash = c->hash;
+  full.nLsaTeams = c->session.hosts();
+  full.commHash = c->session.hash;
   memcpy(props, &full, std::min(sizeof full, props->size));
   return ncclSuccess;
 }

@@ -99,7 +99,7 @@ ncclResult_t inject_fault(Comm& comm, const char* function) {
   Fault fault = fault_point(comm.rank, ++comm.calls);
   if (fault.action == FaultAction::Fail)
     return fail(fault.result, "%s: made to fail by PYNCCL_CPU_FAULT", function);
-  if (fault.action == FaultAction::Drop) comm.drop_connections();
+  if (fault.action == FaultAction::Drop) comm.session.drop_connections();
   return ncclSuccess;
 }
 

@@ -21,28 +21,18 @@ HandleTable<Comm>& comms() {
   return *table;
 }
 
-std::string Peer::str() const { return "pid " + std::to_string(info.pid) + " on " + info.host_name; }
-
 Comm::Comm(int device_)
-    : device(device_), generation(process_generation()), serial(next_serial()), coll_(*this), p2p_(*this) {
-  inline_bytes = size_t(std::max<int64_t>(0, param_int("PYNCCL_CPU_INLINE_BYTES")));
-  block_bytes = align_up(size_t(std::max<int64_t>(4096, param_int("PYNCCL_CPU_BLOCK_BYTES"))), 4096);
-  ring_bytes = 4096;
-  while (ring_bytes < size_t(param_int("PYNCCL_CPU_RING_BYTES"))) ring_bytes *= 2;
+    : session(*this, device_),
+      device(device_),
+      generation(process_generation()),
+      serial(next_serial()),
+      coll_(*this),
+      p2p_(*this) {
   timeout_s = param_seconds("PYNCCL_CPU_TIMEOUT");
-  direct_allowed_ = param_int("PYNCCL_CPU_DIRECT") != 0;
   blocking_calls = param_int("PYNCCL_CPU_BLOCKING") != 0;
 }
 
 Comm::~Comm() = default;
-
-void Comm::set_shape(int rank_, int nranks_) {
-  std::lock_guard<std::mutex> lock(mutex);
-  rank = rank_;
-  nranks = nranks_;
-  peers_.clear();
-  for (int i = 0; i < nranks; ++i) peers_.push_back(std::make_unique<Peer>());
-}
 
 void Comm::set_pending(ncclResult_t state) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -91,20 +81,23 @@ Step Comm::progress(Batch& batch) {
 }
 
 bool Comm::begin_write(int p) {
-  std::atomic<uint64_t>& writing = segment_->writing(local_, peer(p).local);
+  std::atomic<uint64_t>& writing = segment()->writing(session.local_index(), peer(p).local);
   writing.store(1, std::memory_order_seq_cst);
   if (!peer(p).cell->closed.load(std::memory_order_seq_cst)) return true;
   writing.store(0, std::memory_order_release);
   return false;
 }
 
-void Comm::end_write(int p) { segment_->writing(local_, peer(p).local).store(0, std::memory_order_release); }
+void Comm::end_write(int p) {
+  segment()->writing(session.local_index(), peer(p).local).store(0, std::memory_order_release);
+}
 
 void Comm::forbid_writes() {
-  if (!me_ || me_->closed.exchange(1)) return;
+  if (!cell() || cell()->closed.exchange(1)) return;
   Deadline deadline = after_ms(1000);  // a block takes microseconds, unless its writer is dead or stopped
-  for (auto& p : peers_)
-    while (p->direct && segment_->writing(p->local, local_).load() && Clock::now() < deadline) sched_yield();
+  for (auto& p : session.peers())
+    while (p->direct && segment()->writing(p->local, session.local_index()).load() && Clock::now() < deadline)
+      sched_yield();
 }
 
 void Comm::finish(Batch& batch) {
@@ -115,7 +108,7 @@ void Comm::finish(Batch& batch) {
 }
 
 void Comm::ring_peers() {
-  for (auto& p : peers_) {
+  for (auto& p : session.peers()) {
     bool ring = false;
     for (Pipe& pipe : p->pipe) {
       ring = ring || pipe.wrote || pipe.consumed;
@@ -147,9 +140,7 @@ void Comm::tell_error() {
   std::vector<char> body(sizeof code + text.size());
   memcpy(body.data(), &code, sizeof code);
   memcpy(body.data() + sizeof code, text.data(), text.size());
-  for (auto& p : peers_)
-    if (SocketPtr control = p->control; control && !p->gone)
-      control->send_frame(Ctl::Error, 0, body.data(), body.size());
+  for (int q = 0; q < nranks; ++q) session.send(q, Ctl::Error, body.data(), body.size());
 }
 
 Step Comm::remote_failed(int p, RemoteResult result, const char* doing) {
@@ -173,11 +164,7 @@ std::string Comm::error_text() {
 
 // ---- what the service's thread tells ----
 
-void Comm::arrived(const Hello& hello, SocketPtr socket) {
-  std::lock_guard<std::mutex> lock(mutex);
-  waiting_[{int(hello.kind), hello.rank}] = std::move(socket);
-  changed.notify_all();
-}
+void Comm::arrived(const Hello& hello, SocketPtr socket) { session.arrived(hello, std::move(socket)); }
 
 void Comm::frame(int from, const CtlHeader& header, std::vector<char> body) {
   Peer& p = peer(from);
@@ -190,12 +177,11 @@ void Comm::frame(int from, const CtlHeader& header, std::vector<char> body) {
     fail_with(same ? code : ncclRemoteError, text, false);
     return;
   }
+  if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, std::move(body));
   std::lock_guard<std::mutex> lock(mutex);
   if (header.kind == Ctl::Leaving && body.size() == sizeof p.leaving) {
     memcpy(&p.leaving, body.data(), sizeof p.leaving);
     p.left = true;
-  } else if (header.kind == Ctl::Exchange) {
-    p.inbox[header.tag] = std::move(body);
   } else if (header.kind == Ctl::Stuck && body.size() == sizeof(Stuck)) {
     if (!p.stuck) p.stuck = std::make_unique<Stuck>();
     memcpy(p.stuck.get(), body.data(), sizeof(Stuck));
@@ -210,7 +196,7 @@ void Comm::closed(int from) {
   {
     std::lock_guard<std::mutex> lock(mutex);
     p.gone = true;
-    expected = p.left || aborted.load() || phase.load() == Phase::Creating;
+    expected = p.left || session.stopped() || phase.load() == Phase::Creating;
   }
   if (!expected) died(from);
   changed.notify_all();
@@ -236,12 +222,12 @@ void Comm::open() {
 // ---- leaving ----
 
 ncclResult_t Comm::announce_leaving() {
-  if (left.exchange(true)) return ncclSuccess;
+  if (session.left.exchange(true)) return ncclSuccess;
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
-    if (q == rank || !p.control) continue;
+    if (q == rank || !session.linked(q)) continue;
     Leaving mine{colls_issued.load(), p.sends_issued.load(), p.recvs_issued.load()};
-    p.control->send_frame(Ctl::Leaving, 0, &mine, sizeof mine);
+    session.send(q, Ctl::Leaving, &mine, sizeof mine);
   }
   return ncclSuccess;
 }
@@ -282,38 +268,6 @@ ncclResult_t Comm::drain(Deadline deadline) {
     if (Clock::now() > deadline) return ncclTimeout;
     bell().wait(seen, 20 * 1000 * 1000);
   }
-}
-
-void Comm::stop_creation() {
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    aborted.store(true);
-  }
-  if (SocketPtr joining = std::atomic_load(&join_socket)) shutdown(joining->fd(), SHUT_RDWR);
-  changed.notify_all();
-}
-
-void Comm::disconnect() {
-  forget(self.token);
-  for (auto& p : peers_) {
-    unwatch(p->control);
-    for (Pipe& pipe : p->pipe) {
-      unwatch(pipe.socket());
-      pipe.close();
-    }
-    p->control.reset();
-  }
-}
-
-void Comm::drop_connections() {
-  for (auto& p : peers_) {
-    if (p->control) shutdown(p->control->fd(), SHUT_RDWR);
-    for (Pipe& pipe : p->pipe)
-      if (pipe.socket()) shutdown(pipe.socket()->fd(), SHUT_RDWR);
-  }
-  // Shared memory would serve on until the service sees the ends.
-  std::unique_lock<std::mutex> lock(mutex);
-  changed.wait_until(lock, after_ms(1000), [&] { return nranks == 1 || error() != ncclSuccess; });
 }
 
 }  // namespace pncpu

@@ -21,9 +21,9 @@ std::string Comm::waiting_for(const Batch& batch) {
   return text;
 }
 
-Step Comm::never(int q, const std::string& doing) {
-  return mismatch("rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
-                  ", which has finalized or destroyed its communicator without a matching call");
+void Comm::never_ends(int q, const std::string& doing) {
+  mismatch("rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
+           ", which has finalized or destroyed its communicator without a matching call");
 }
 
 void Comm::look_for_deadlock(const Batch& batch) {
@@ -44,7 +44,7 @@ void Comm::look_for_deadlock(const Batch& batch) {
     if (p.left &&
         (needs_coll > p.leaving.colls || needs_recv > p.leaving.recvs || needs_send > p.leaving.sends)) {
       lock.unlock();
-      never(q, doing);
+      never_ends(q, doing);
       return;
     }
     if (p.stuck && (needs_coll > p.stuck->last_coll || needs_recv > p.stuck->last_recv ||
@@ -52,10 +52,10 @@ void Comm::look_for_deadlock(const Batch& batch) {
       if (mine.edges < Stuck::kMostEdges) mine.waits_for[mine.edges++] = {q, p.stuck->epoch};
   }
   for (int q = 0; q < nranks; ++q) {
-    if (q == rank || !peer(q).control) continue;
+    if (q == rank || !session.linked(q)) continue;
     mine.last_send = p2p_.last_send(q);
     mine.last_recv = p2p_.last_recv(q);
-    peer(q).control->send_frame(Ctl::Stuck, 0, &mine, sizeof mine);
+    session.send(q, Ctl::Stuck, &mine, sizeof mine);
   }
   std::vector<int> cycle = find_cycle(mine);
   std::map<int, std::pair<uint64_t, uint64_t>> suspects;

@@ -63,7 +63,7 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
 
 std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, int copy, const Config& config) {
   auto comm = std::make_shared<Comm>(device);
-  comm->set_shape(rank, nranks);
+  comm->session.set_shape(rank, nranks);
   comm->blocking = config.blocking != 0;
   comm->name = config.name;
   comm->default_stream = default_stream(device, copy);
@@ -104,8 +104,8 @@ std::shared_ptr<Comm> take_ownership(ncclComm_t handle) {
 
 void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out) {
   take_ownership(comm->handle);
-  comm->aborted.store(true);
-  comm->disconnect();
+  comm->session.stop();
+  comm->session.disconnect();
   *out = nullptr;
 }
 
@@ -126,7 +126,7 @@ class Creation {
   explicit Creation(Comm& comm) {
     int thread = int(syscall(SYS_gettid));
     std::lock_guard<std::mutex> lock(creations().mutex);
-    if (creations().interrupted.count(thread)) comm.stop_creation();
+    if (creations().interrupted.count(thread)) comm.session.stop();
     at_ = creations().running.emplace(thread, &comm);
   }
   ~Creation() {
@@ -146,28 +146,19 @@ void interrupt_creations(int thread, bool on) {
   if (!on) return void(creations().interrupted.erase(thread));
   creations().interrupted.insert(thread);
   auto [first, last] = creations().running.equal_range(thread);
-  for (auto it = first; it != last; ++it) it->second->stop_creation();
+  for (auto it = first; it != last; ++it) it->second->session.stop();
 }
 
 ncclResult_t init(const std::shared_ptr<Comm>& comm, const Id& id, uint64_t ids_hash) {
   Creation here(*comm);
-  if (id.from_env && comm->rank == 0)
-    if (ncclResult_t r = open_env_root(id); r != ncclSuccess) return r;
-  if (ncclResult_t r = comm->introduce(); r != ncclSuccess) return r;
-  Join mine;
-  mine.rank = comm->rank;
-  mine.nranks = comm->nranks;
-  mine.ids_hash = ids_hash;
-  mine.info = comm->self;
   std::vector<PeerInfo> table;
-  if (ncclResult_t r = join(id, mine, comm->aborted, &comm->join_socket, &table); r != ncclSuccess) return r;
-  std::atomic_store(&comm->join_socket, SocketPtr());
+  if (ncclResult_t r = comm->session.join(id, ids_hash, &table); r != ncclSuccess) return r;
   return connect(*comm, table);
 }
 
 ncclResult_t connect(Comm& comm, const std::vector<PeerInfo>& table) {
   Creation here(comm);
-  if (ncclResult_t r = comm.connect(table); r != ncclSuccess) return r;
+  if (ncclResult_t r = comm.session.connect(table); r != ncclSuccess) return r;
   comm.open();
   return ncclSuccess;
 }
@@ -176,7 +167,8 @@ ncclResult_t derive(Comm& parent, const std::vector<int>& ranks, uint64_t tag, c
                     const char* function, std::vector<std::string>* all) {
   std::vector<std::vector<char>> blobs;
   std::vector<char> body(mine.begin(), mine.end());
-  if (ncclResult_t r = parent.exchange(tag, ranks, body, &blobs, function); r != ncclSuccess) return r;
+  if (ncclResult_t r = parent.session.exchange(tag, ranks, body, &blobs, function); r != ncclSuccess)
+    return r;
   all->clear();
   for (auto& b : blobs) all->emplace_back(b.begin(), b.end());
   return ncclSuccess;
@@ -195,7 +187,7 @@ ncclResult_t finalize(Comm& comm) {
 namespace {
 // Streams are joined here, by the caller, never by the thread that runs them.
 void let_go(const std::shared_ptr<Comm>& comm) {
-  comm->disconnect();
+  comm->session.disconnect();
   std::shared_ptr<Stream> stream = std::move(comm->default_stream);
 }
 }  // namespace
@@ -210,8 +202,8 @@ ncclResult_t destroy(const std::shared_ptr<Comm>& comm) {
 }
 
 ncclResult_t abort(const std::shared_ptr<Comm>& comm) {
-  comm->stop_creation();
-  bool leaving = comm->left.load() && comm->phase.load() == Phase::Finalized;
+  comm->session.stop();
+  bool leaving = comm->session.left.load() && comm->phase.load() == Phase::Finalized;
   if (!leaving) {
     comm->fail_with(ncclRemoteError, "rank " + std::to_string(comm->rank) + " aborted its communicator",
                     false);

@@ -50,7 +50,7 @@ Header header_of(const Op& op, uint64_t seq) {
 void Coll::start(const Op& op, uint64_t seq) {
   op_ = op;
   mine_ = header_of(op, seq);
-  mine_.is_inline = op.bytes() <= comm_.inline_bytes;
+  mine_.is_inline = op.bytes() <= comm_.session.inline_bytes;
   state_ = State::Announce;
   running_ = true;
   links_.resize(size_t(comm_.nranks));
@@ -222,7 +222,7 @@ void Coll::segment_of(int rank, size_t* first, size_t* count) const {
 void Coll::plan() {
   share_first_ = share_count_ = share_done_ = 0;
   passes_results_on_ = false;
-  block_count_ = comm_.block_bytes / type_size(op_.dtype);
+  block_count_ = comm_.session.block_bytes / type_size(op_.dtype);
   for (int p = 0; p < comm_.nranks; ++p) scalars_[size_t(p)] = links_[size_t(p)].header.scalar;
   if (reduces(op_.func))
     plan_reduction();
@@ -379,7 +379,7 @@ Step Coll::gather_block(int p, size_t offset, size_t bytes, const void** input) 
     *input = reinterpret_cast<const char*>(l.header.send + offset);
     return Step::Done;
   }
-  l.scratch.resize(std::max(l.scratch.size(), comm_.block_bytes));
+  l.scratch.resize(std::max(l.scratch.size(), comm_.session.block_bytes));
   *input = l.scratch.data();
   if (l.block_filled == bytes) return Step::Done;
   if (peer.direct) {

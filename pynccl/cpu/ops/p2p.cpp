@@ -86,7 +86,7 @@ Step P2p::step_send(int p, Lane& lane) {
   Peer& peer = comm_.peer(p);
   Pipe& pipe = peer.pipe[kP2p];
   size_t bytes = op.bytes();
-  bool small = bytes <= comm_.inline_bytes;
+  bool small = bytes <= comm_.session.inline_bytes;
   if (!lane.announced) {
     Header h = header_of(op, lane.sends_before + lane.send_at + 1);
     h.root = 0;
@@ -99,7 +99,8 @@ Step P2p::step_send(int p, Lane& lane) {
   }
   if (small) return pipe.flush() ? Step::Done : Step::Blocked;
   if (peer.direct) {
-    uint64_t acked = comm_.segment()->acked(comm_.local_index(), peer.local).load(std::memory_order_acquire);
+    uint64_t acked =
+        comm_.segment()->acked(comm_.session.local_index(), peer.local).load(std::memory_order_acquire);
     return acked >= lane.large_sent ? Step::Done : Step::Blocked;
   }
   size_t n = lane.sent < bytes ? pipe.write(static_cast<const char*>(op.send) + lane.sent,
@@ -153,7 +154,7 @@ Step P2p::pull(int p, Lane& lane) {
     }
     lane.received += n;
     if (lane.received < bytes) return Step::Moved;
-    comm_.segment()->acked(peer.local, comm_.local_index()).fetch_add(1, std::memory_order_release);
+    comm_.segment()->acked(peer.local, comm_.session.local_index()).fetch_add(1, std::memory_order_release);
     peer.cell->bell.ring();
     return Step::Done;
   }
