@@ -490,8 +490,8 @@ def window_of(rank: Rank, kind: str) -> Outcome:
 
 @pytest.mark.parametrize("kind", ["an array's", "nobody's", "beyond its end", "not aligned", "NULL", "empty"])
 def test_memory_of_a_window(pool: Pool, kind: str) -> None:
-    """A window lies in memory that the driver maps, as ncclMemAlloc's, or it is a CUDA error; it is aligned to
-    4096 bytes, or it is ncclInvalidArgument. The other ranks do not notice: they go on waiting.
+    """A window lies in memory that the driver maps, as ncclMemAlloc's, or it is a CUDA error; it is aligned
+    to 4096 bytes, or it is ncclInvalidArgument. The other ranks do not notice: they go on waiting.
 
     dev_runtime.cc: ncclDevrWindowRegisterInGroup, before symMemoryObtain.
     """
