@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ def ones(n: int = N) -> Floats:
     return np.ones(n, np.float32)
 
 
-def operation(name: str, rank: Rank, comm: int, a: int, b: int) -> tuple[Callable[..., Any], ...]:
+def operation(name: str, rank: Rank, comm: int, a: int, b: int) -> tuple[Any, ...]:
     """Return a call with its arguments; a and b have N floats for each of two ranks."""
     api, f = capi(), FLOAT32
     if name == "SendRecv":
