@@ -39,7 +39,7 @@ void Comm::look_for_deadlock(const Batch& batch) {
     if (q == rank) continue;
     uint64_t needs_coll = std::count(missing.begin(), missing.end(), q) ? coll_.seq() : 0;
     uint64_t needs_recv = p2p_.front_send(q).number, needs_send = p2p_.front_recv(q).number;
-    std::unique_lock<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(session.mutex);
     Peer& p = peer(q);
     if (p.left &&
         (needs_coll > p.leaving.colls || needs_recv > p.leaving.recvs || needs_send > p.leaving.sends)) {
@@ -61,7 +61,7 @@ void Comm::look_for_deadlock(const Batch& batch) {
   std::map<int, std::pair<uint64_t, uint64_t>> suspects;
   bool confirmed = !cycle.empty();
   std::string text = "deadlock:";
-  std::unique_lock<std::mutex> lock(mutex);
+  std::unique_lock<std::mutex> lock(session.mutex);
   for (int q : cycle) {
     const Stuck& s = q == rank ? mine : *peer(q).stuck;
     auto before = suspects_.find(q);
@@ -79,7 +79,7 @@ void Comm::look_for_deadlock(const Batch& batch) {
 
 // A way along edges from this rank back to itself.
 std::vector<int> Comm::find_cycle(const Stuck& mine) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(session.mutex);
   std::vector<int> from(size_t(nranks), -1), todo { rank };
   while (!todo.empty()) {
     int at = todo.back();

@@ -10,7 +10,6 @@
 namespace pncpu {
 
 struct Comm;
-class Stream;
 
 enum class Func : uint8_t {
   AllReduce,
@@ -41,10 +40,14 @@ struct Op {
   void* recv = nullptr;
   PreMul scalar{};
   const void* scalar_at = nullptr;  // read when the operation runs (ncclScalarDevice)
-  Comm* comm = nullptr;
-  Stream* stream = nullptr;
   size_t bytes() const { return count * type_size(dtype); }
 };
+
+// The part of the send buffer of rank `from` that rank `to` needs in a collective of `bytes` (Op::bytes()).
+struct Part {
+  size_t offset, bytes;
+};
+Part part_for(Func func, int root, size_t bytes, int from, int to);
 
 // What a rank says about a collective or a message before any data. Equal calls have equal first five fields.
 struct Header {

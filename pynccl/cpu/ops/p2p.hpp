@@ -3,13 +3,13 @@
 
 #include <vector>
 
-#include "ops/ops.hpp"
+#include "ops/context.hpp"
 
 namespace pncpu {
 
 class P2p {
  public:
-  explicit P2p(Comm& comm) : comm_(comm) {}
+  explicit P2p(const Context& context) : context_(context) {}
   Step start(const std::vector<Op>& ops);
   Step step();
   bool done() const { return left_ == 0; }
@@ -24,22 +24,32 @@ class P2p {
   std::string str() const;
 
  private:
+  // One direction between this rank and a peer.
   struct Lane {
-    std::vector<const Op*> sends, recvs;
-    size_t send_at = 0, recv_at = 0;
-    uint64_t sends_before = 0, recvs_before = 0;
-    uint64_t large_sent = 0;  // messages that the peer reads directly
-    bool announced = false, matched = false;
-    Header header;
-    size_t sent = 0, received = 0;
+    std::vector<const Op*> ops;
+    size_t at = 0;
+    uint64_t before = 0;  // messages of earlier batches
+    bool begun = false;   // the header of ops[at] has been sent, or heard and compared
+    size_t done = 0;      // bytes of ops[at]
+    bool idle() const { return at == ops.size(); }
+    const Op& op() const { return *ops[at]; }
+    uint64_t number() const { return before + at + 1; }
+    uint64_t last() const { return before + ops.size(); }
+    Front front() const { return idle() ? Front() : Front{ops[at], number()}; }
   };
-  Step start_self(Lane& lane);
-  Step step_send(int peer, Lane& lane);
-  Step step_recv(int peer, Lane& lane);
-  Step match(int peer, Lane& lane);
-  Step pull(int peer, Lane& lane);
-  Comm& comm_;
-  std::vector<Lane> lanes_;
+  struct Peer {
+    Lane out, in;
+    uint64_t lent = 0;  // messages that the peer reads directly
+    uint64_t sender_address = 0;
+  };
+  Step start_self(Peer& self);
+  Step advance(Lane& lane, Step step);
+  Step step_send(int p, Peer& peer);
+  Step step_recv(int p, Peer& peer);
+  Step match(int p, Peer& peer);
+  bool is_small(const Op& op) const { return op.bytes() <= context_.inline_bytes; }
+  const Context& context_;
+  std::vector<Peer> peers_;
   size_t left_ = 0;
 };
 

@@ -1,117 +1,126 @@
-// How bytes get from one rank to another: rings in shared memory on one host, TCP between hosts, and direct
-// reads of a peer's memory where the kernel permits them.
+// How bytes get between this rank and a peer. Operations know these interfaces alone; ring.cpp, tcp.cpp and
+// direct.cpp implement them, segment.cpp holds the memory that the ranks of a host share.
 #pragma once
 
+#include <atomic>
 #include <memory>
-#include <vector>
+#include <string>
 
-#include "service/service.hpp"
+#include "base/core.hpp"
 
 namespace pncpu {
 
+class Socket;
+
 enum Channel { kColl = 0, kP2p = 1, kChannels = 2 };
-
-struct RingState {
-  alignas(kCacheLine) std::atomic<uint64_t> head;  // bytes written
-  alignas(kCacheLine) std::atomic<uint64_t> tail;  // bytes consumed
-};
-
-// One rank's part of a host's shared segment.
-struct alignas(kCacheLine) Cell {
-  Doorbell bell;
-  std::atomic<uint64_t> passed_on;  // the last all_reduce whose results it has written to the others
-  std::atomic<uint64_t> read_done;  // the last collective of which it has read all it needs
-  std::atomic<uint32_t> closed;     // nobody may write into its buffers any more
-};
-
-// A file in memory, mapped once in a process however many of its ranks use it.
-struct Mapping {
-  char* base = nullptr;
-  size_t bytes = 0;
-  ~Mapping();
-};
-
-// The memory that the ranks of one communicator on one host share: an unnamed file, so nothing is left
-// behind.
-class Segment {
- public:
-  Segment(int ranks, size_t ring_bytes);
-  ncclResult_t create();
-  ncclResult_t open(Fd fd);
-  int fd() const { return fd_.get(); }
-  size_t bytes() const { return bytes_; }
-  size_t ring_bytes() const { return ring_bytes_; }
-  Cell& cell(int local) const { return reinterpret_cast<Cell*>(base_)[local]; }
-  // From `a` to `b`: the ring, its bytes, how many of a's large messages b has read, whether a writes into
-  // b's buffers.
-  RingState& ring(int a, int b, int channel) const;
-  char* ring_data(int a, int b, int channel) const;
-  std::atomic<uint64_t>& acked(int a, int b) const { return pair_words(a, b)[0]; }
-  std::atomic<uint64_t>& writing(int a, int b) const { return pair_words(a, b)[1]; }
-  void release_rings();  // gives the rings' pages back; they come again, empty, when used
-
- private:
-  ncclResult_t map();
-  std::atomic<uint64_t>* pair_words(int a, int b) const {
-    return reinterpret_cast<std::atomic<uint64_t>*>(base_ + acks_at_ + pair(a, b) * kCacheLine);
-  }
-  size_t pair(int a, int b) const { return size_t(a) * size_t(ranks_) + size_t(b); }
-  int ranks_;
-  size_t ring_bytes_, states_at_, acks_at_, data_at_, bytes_;
-  Fd fd_;
-  std::shared_ptr<Mapping> mapping_;
-  char* base_ = nullptr;
-};
 
 struct Span {
   const char* data;
   size_t size;
 };
 
-// A byte stream each way between this rank and a peer. Never blocks; a writer sees 0 when there is no room.
+// A byte stream each way. Never blocks: it takes or gives what it can now.
 class Pipe {
  public:
-  void use_ring(RingState* out, char* out_data, RingState* in, char* in_data, size_t ring_bytes);
-  void use_tcp(SocketPtr socket);
-  // All of both parts or nothing; what TCP does not take at once is kept and sent by flush().
-  bool put(const void* a, size_t a_bytes, const void* b, size_t b_bytes);
-  size_t write(const void* data, size_t bytes);  // as much as there is room for
-  bool flush();                                  // true when nothing is left unsent
-  size_t readable();
-  Span peek();                                         // the contiguous part of what is readable
-  void copy_out(size_t skip, void* to, size_t bytes);  // of what is readable, without consuming
-  void consume(size_t bytes);
-  bool wrote = false, consumed = false;  // since the last time the owner looked: a bell to ring
-  bool idle();                           // nothing underway in either direction
-  const SocketPtr& socket() const { return socket_; }
-  void close() { socket_.reset(); }
+  virtual ~Pipe() = default;
+  // All of both parts or nothing. TCP keeps what it cannot send at once for flush().
+  virtual bool put(const void* a, size_t a_bytes, const void* b, size_t b_bytes) = 0;
+  virtual size_t write(const void* data, size_t bytes) = 0;  // how many it took
+  virtual bool flush() = 0;                                  // true when nothing is left unsent
+  // How many bytes can be read now: at most what the pipe holds at once, whatever the peer claims.
+  virtual size_t readable() = 0;
+  virtual bool reserve(size_t bytes) = 0;  // lets readable() reach that many; false: never
+  virtual Span peek() = 0;                 // the contiguous beginning of what is readable
+  virtual void copy_out(size_t skip, void* to, size_t bytes) = 0;  // of what is readable; does not consume
+  virtual void consume(size_t bytes) = 0;                          // of what is readable
+  virtual size_t read(void* to, size_t bytes) = 0;                 // takes what there is, how many
+  virtual bool idle() = 0;                                         // nothing underway in either direction
+  virtual std::shared_ptr<Socket> socket() const { return nullptr; }
+  virtual void close() {}
 
- private:
-  void fill();
-  RingState *out_ = nullptr, *in_ = nullptr;
-  char *out_data_ = nullptr, *in_data_ = nullptr;
-  size_t ring_bytes_ = 0;
-  uint64_t head_ = 0, tail_ = 0, seen_tail_ = 0;  // private copies of the indices
-  SocketPtr socket_;
-  bool cannot_send_ = false, ended_ = false;  // a peer that has left may still have sent what is needed
-  std::vector<char> unsent_;
-  std::unique_ptr<char[]> received_;
-  size_t sent_ = 0, taken_ = 0, filled_ = 0;
+  // What is impossible about the peer's side; nothing moves any more then. nullptr while all is well.
+  const char* fault() const { return fault_; }
+  // Whether bytes moved since this was last asked: the peer's bell is to be rung.
+  bool take_moved() { return moved_ && !(moved_ = false); }
+
+ protected:
+  bool moved_ = false;
+  const char* fault_ = nullptr;
 };
 
-// What direct access to a peer's memory needs.
+enum class RemoteResult {
+  Ok,
+  Gone,    // the process has ended
+  Fault,   // no such memory
+  Denied,  // by the kernel
+  Closed   // the peer has failed and lets nobody write into its buffers any more
+};
+
+// Direct access to the memory of a peer on this host.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  // Where this process sees the peer's address; nullptr where it can only copy.
+  virtual const char* at(uint64_t) const { return nullptr; }
+  // With `identify` it first checks that the process is still the one that was introduced: a page more to
+  // pin, so not for every block.
+  virtual RemoteResult read(void* to, uint64_t from, size_t bytes, bool identify) = 0;
+  virtual RemoteResult write(const void* from, uint64_t to, size_t bytes) = 0;
+  virtual bool works() = 0;  // whether the kernel lets this process read and write there, tried on the nonce
+};
+
+// One rank's part of a host's shared segment.
+struct alignas(kCacheLine) Cell {
+  Doorbell bell;
+  std::atomic<uint32_t> closed;  // nobody may write into its buffers any more
+};
+
+// What one rank of a host tells one other. Only that rank writes it.
+struct alignas(kCacheLine) Signals {
+  std::atomic<uint64_t> stage;    // up to where it has come: collective << 8 | stage of its schedule
+  std::atomic<uint64_t> taken;    // how many of the other's large messages it has read from memory
+  std::atomic<uint64_t> writing;  // 1 while it writes into the other's buffers
+};
+
+// All that connects this rank with one peer.
+struct Link {
+  std::string name;  // whose it is, for messages: "pid 7 on node3"
+  std::unique_ptr<Pipe> pipe[kChannels];
+  std::unique_ptr<Memory> memory;  // only where each of the two reads and writes the other's
+  Cell* cell = nullptr;            // the peer's, and the words between the two; nullptr on another host
+  Signals *mine = nullptr, *theirs = nullptr;
+
+  bool direct() const { return memory != nullptr; }
+  void ring() const {
+    if (cell) cell->bell.ring();
+  }
+  bool take_moved();
+  // Memory::write as long as the peer allows it: a writer says that it writes, then looks whether it may; a
+  // failing rank forbids it (Cell::closed), then waits for those who write.
+  RemoteResult write(const void* from, uint64_t to, size_t bytes);
+};
+
+std::unique_ptr<Pipe> tcp_pipe(std::shared_ptr<Socket> socket);
+
+// One direction of a ring in shared memory. Each side keeps its own index to itself, too: the other can write
+// what it likes here.
+struct RingState {
+  alignas(kCacheLine) std::atomic<uint64_t> head;  // bytes written
+  alignas(kCacheLine) std::atomic<uint64_t> tail;  // bytes consumed
+};
+struct Ring {
+  RingState* state;
+  char* data;
+};
+std::unique_ptr<Pipe> ring_pipe(Ring out, Ring in, size_t ring_bytes);
+
+// Where another process is, and the 128 bits at an address of its memory that prove it.
 struct Remote {
   int64_t pid = 0;
   uint64_t nonce_addr = 0;
   uint64_t nonce[2] = {0, 0};
-  Clock::time_point seen{};  // when its identity was last checked
 };
-enum class RemoteResult { Ok, Gone, Fault, Denied };
-// Copies from the peer's memory. With `identify` it also checks, by the nonce, that the process is still the
-// one that was introduced; a page more to pin, so not for every block.
-RemoteResult read_remote(Remote& peer, void* to, uint64_t from, size_t bytes, bool identify);
-// Copies into the peer's memory, whose identity has been checked within the last millisecond: no process id
-// comes round in that time.
-RemoteResult write_remote(Remote& peer, const void* from, uint64_t to, size_t bytes);
+std::unique_ptr<Memory> process_memory(const Remote& peer);
+std::unique_ptr<Memory> own_memory();  // of a peer in this very process
 
 }  // namespace pncpu

@@ -1,0 +1,154 @@
+#include "ops/algorithms.hpp"
+
+#include <algorithm>
+
+// What holds for every algorithm:
+// - Inputs are reduced in rank order and each element is computed once, or by everyone in the same way: the
+//   bits of a result depend neither on the ranks' pace nor on how they are connected.
+// - A rank that ends its schedule may change its buffers at once. So whoever reads or writes a peer's buffers
+//   directly says when it is done (kDone), and that peer waits for it.
+// - A pipe holds bytes in the order in which they were written: of two actions on one pipe in one direction,
+//   the later is `after` the earlier.
+
+namespace pncpu {
+namespace {
+
+constexpr uint8_t kDone = 1;
+
+Part part(const Call& c, int from, int to) { return part_for(c.func, c.root, c.bytes(), from, to); }
+Place send_of(int rank, size_t offset) { return {Place::Send, rank, offset}; }
+Place recv_of(int rank, size_t offset) { return {Place::Recv, rank, offset}; }
+Place pipe_of(int peer) { return {Place::Pipe, peer, 0}; }
+
+// Where the part of rank `from` goes in the receive buffer.
+size_t slot(const Call& c, int from) {
+  bool one_each = c.func == Func::AllGather || c.func == Func::AlltoAll || c.func == Func::Gather;
+  return one_each ? size_t(from) * c.bytes() : 0;
+}
+
+// The peers, each rank beginning with another.
+template <class F>
+void each_peer(const Call& c, F&& visit) {
+  for (int i = 1; i < c.nranks; ++i) visit((c.rank + i) % c.nranks);
+}
+
+// Small calls, and those of a communicator's only rank: all that is needed is here already.
+void local(const Call& c, Schedule* s) {
+  auto input = [&](int p, size_t offset) {
+    return p == c.rank ? send_of(p, offset) : Place{Place::Payload, p, 0};
+  };
+  if (!reduces(c.func)) {
+    for (int p = 0; p < c.nranks; ++p)
+      if (Part in = part(c, p, c.rank); in.bytes)
+        s->copy(input(p, in.offset), recv_of(c.rank, slot(c, p)), in.bytes);
+    return;
+  }
+  Part mine = part(c, c.rank, c.rank);
+  if (mine.bytes == 0) return;
+  for (int p = 0; p < c.nranks; ++p) s->inputs.push_back(input(p, mine.offset));
+  s->reduce(recv_of(c.rank, 0), mine.bytes);
+}
+
+// Where nothing is computed: everyone takes what it needs from where it is.
+void copies(const Call& c, Schedule* s) {
+  each_peer(c, [&](int p) {
+    if (Part out = part(c, c.rank, p); out.bytes && !c.direct[size_t(p)])
+      s->copy(send_of(c.rank, out.offset), pipe_of(p), out.bytes);
+  });
+  if (Part own = part(c, c.rank, c.rank); own.bytes)
+    s->copy(send_of(c.rank, own.offset), recv_of(c.rank, slot(c, c.rank)), own.bytes);
+  each_peer(c, [&](int p) {
+    Part in = part(c, p, c.rank);
+    if (in.bytes == 0) return;
+    bool direct = c.direct[size_t(p)];
+    int32_t got = s->copy(direct ? send_of(p, in.offset) : pipe_of(p), recv_of(c.rank, slot(c, p)), in.bytes);
+    if (direct) s->notify(p, kDone, got);
+  });
+  each_peer(c, [&](int p) {
+    if (c.direct[size_t(p)] && part(c, c.rank, p).bytes) s->wait(p, kDone);
+  });
+}
+
+// Adds the reduction of what lies at `offset` in everyone's send buffer.
+int32_t reduce_all(const Call& c, size_t offset, Place to, size_t bytes, Schedule* s) {
+  for (int p = 0; p < c.nranks; ++p)
+    s->inputs.push_back(p == c.rank || c.direct[size_t(p)] ? send_of(p, offset) : pipe_of(p));
+  return s->reduce(to, bytes);
+}
+
+// reduce, reduce_scatter: whoever needs a result computes it.
+void reduce_where_needed(const Call& c, Schedule* s) {
+  each_peer(c, [&](int p) {
+    if (Part out = part(c, c.rank, p); out.bytes && !c.direct[size_t(p)])
+      s->copy(send_of(c.rank, out.offset), pipe_of(p), out.bytes);
+  });
+  if (Part mine = part(c, c.rank, c.rank); mine.bytes) {
+    int32_t reduced = reduce_all(c, mine.offset, recv_of(c.rank, 0), mine.bytes, s);
+    each_peer(c, [&](int p) {
+      if (c.direct[size_t(p)]) s->notify(p, kDone, reduced);
+    });
+  }
+  each_peer(c, [&](int p) {
+    if (c.direct[size_t(p)] && part(c, c.rank, p).bytes) s->wait(p, kDone);
+  });
+}
+
+// A rank's share of an all_reduce, in whole cache lines.
+Part share(const Call& c, int rank) {
+  size_t line = kCacheLine / c.item;
+  size_t per = align_up((c.count + size_t(c.nranks) - 1) / size_t(c.nranks), line);
+  size_t first = std::min(per * size_t(rank), c.count);
+  return {first * c.item, std::min(per, c.count - first) * c.item};
+}
+
+// all_reduce: each rank reduces a share for all and hands the results on, block by block, straight into the
+// peers' buffers while they are in its cache: lines that only one core ever writes need not change hands.
+// What lies there is no longer needed, for this rank alone read it.
+void reduce_shares(const Call& c, Schedule* s) {
+  Part mine = share(c, c.rank);
+  std::vector<int32_t> raw(size_t(c.nranks), Action::kNone);
+  each_peer(c, [&](int p) {
+    Part theirs = share(c, p);
+    if (theirs.bytes && !c.direct[size_t(p)])
+      raw[size_t(p)] = s->copy(send_of(c.rank, theirs.offset), pipe_of(p), theirs.bytes);
+  });
+  int32_t reduced = Action::kNone;
+  if (mine.bytes) {
+    reduced = reduce_all(c, mine.offset, recv_of(c.rank, mine.offset), mine.bytes, s);
+    each_peer(c, [&](int p) {
+      bool direct = c.direct[size_t(p)];
+      int32_t out =
+          s->copy(recv_of(c.rank, mine.offset), direct ? recv_of(p, mine.offset) : pipe_of(p), mine.bytes);
+      s->actions[size_t(out)].follows = reduced;
+      s->actions[size_t(out)].after = raw[size_t(p)];
+      if (direct) s->notify(p, kDone, out);
+    });
+  }
+  each_peer(c, [&](int p) {
+    Part theirs = share(c, p);
+    if (theirs.bytes == 0) return;
+    if (c.direct[size_t(p)]) {
+      s->wait(p, kDone);
+      return;
+    }
+    int32_t in = s->copy(pipe_of(p), recv_of(c.rank, theirs.offset), theirs.bytes);
+    s->actions[size_t(in)].after = reduced;
+  });
+}
+
+const Algorithm kAlgorithms[] = {
+    {"local", [](const Call& c) { return c.payloads || c.nranks == 1; }, local},
+    {"copies", [](const Call& c) { return !reduces(c.func); }, copies},
+    {"shares", [](const Call& c) { return c.func == Func::AllReduce; }, reduce_shares},
+    {"where needed", [](const Call&) { return true; }, reduce_where_needed},
+};
+
+}  // namespace
+
+const Algorithm& choose_algorithm(const Call& call) {
+  const Algorithm* a = kAlgorithms;
+  while (!a->fits(call)) ++a;
+  return *a;
+}
+
+}  // namespace pncpu

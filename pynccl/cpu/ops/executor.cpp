@@ -1,0 +1,145 @@
+#include "ops/executor.hpp"
+
+#include <algorithm>
+
+#include "ops/moves.hpp"
+
+namespace pncpu {
+
+void Executor::start(const Op& op, const Schedule& schedule) {
+  op_ = &op;
+  item_ = type_size(op.dtype);
+  schedule_ = &schedule;
+  first_ = 0;
+  progress_.assign(schedule.actions.size(), Progress());
+  size_t inputs = schedule.inputs.size();
+  if (inputs_.size() < inputs) inputs_.resize(inputs);
+  scalars_.resize(inputs);
+  operands_.resize(inputs);
+  for (size_t i = 0; i < inputs; ++i) {
+    inputs_[i].base = nullptr;
+    inputs_[i].fetched = 0;
+    scalars_[i] = matching_.header(schedule.inputs[i].rank).scalar;
+  }
+}
+
+Step Executor::step() {
+  size_t actions = progress_.size(), rounds_left = std::max<size_t>(1, kSlice / context_.block_bytes);
+  bool moved = false;
+  for (;;) {
+    bool any = false;
+    for (size_t i = first_; i < actions; ++i) {
+      if (progress_[i].ended) continue;
+      Step s = run(i);
+      if (s == Step::Failed) return s;
+      progress_[i].ended = s == Step::Done;
+      any = any || s != Step::Blocked;
+    }
+    while (first_ < actions && progress_[first_].ended) ++first_;
+    if (first_ == actions) return Step::Done;
+    moved = moved || any;
+    if (!any || --rounds_left == 0) return moved ? Step::Moved : context_.blocked(kColl);
+    context_.ring_peers();
+  }
+}
+
+Step Executor::run(size_t index) {
+  const Action& a = schedule_->actions[index];
+  if (a.after != Action::kNone && !progress_[size_t(a.after)].ended) return Step::Blocked;
+  size_t limit = a.follows == Action::kNone ? a.bytes : progress_[size_t(a.follows)].bytes;
+  size_t* done = &progress_[index].bytes;
+  switch (a.kind) {
+    case Action::Copy: {
+      if (*done == limit && limit < a.bytes) return Step::Blocked;
+      Step s = copy(a, limit, done);
+      return s == Step::Done && limit < a.bytes ? Step::Moved : s;
+    }
+    case Action::Reduce:
+      return reduce(a, done);
+    case Action::Notify:
+      context_.link(a.to.rank).mine->stage.store(stage(a), std::memory_order_release);
+      context_.link(a.to.rank).ring();
+      return Step::Done;
+    case Action::Wait:
+      break;
+  }
+  uint64_t told = context_.link(a.from.rank).theirs->stage.load(std::memory_order_acquire);
+  return told >= stage(a) ? Step::Done : Step::Blocked;
+}
+
+Step Executor::copy(const Action& a, size_t limit, size_t* done) {
+  const char* doing = func_name(op_->func);
+  if (a.to.kind == Place::Pipe)
+    return pipe_out(*context_.link(a.to.rank).pipe[kColl], mine(a.from), limit, done);
+  if (a.from.kind == Place::Pipe)
+    return pipe_in(*context_.link(a.from.rank).pipe[kColl], mine(a.to), limit, done);
+  if (!is_mine(a.to)) return direct_out(context_, a.to.rank, mine(a.from), theirs(a.to), limit, done, doing);
+  if (!is_mine(a.from) && a.from.kind != Place::Payload)
+    // A peer that dies later never says that it is done, so one proof of identity is enough.
+    return direct_in(context_, a.from.rank, theirs(a.from), mine(a.to), limit, done, *done == 0, doing);
+  const char* from = a.from.kind == Place::Payload ? matching_.payload(a.from.rank) : mine(a.from);
+  size_t n = from == mine(a.to) ? limit - *done : std::min(limit - *done, kSlice);
+  if (from != mine(a.to)) memmove(mine(a.to) + *done, from + *done, n);
+  *done += n;
+  return *done == limit ? Step::Done : Step::Moved;
+}
+
+Step Executor::reduce(const Action& a, size_t* done) {
+  if (*done == 0) locate_inputs(a);
+  size_t bytes = std::min(context_.block_bytes, a.bytes - *done);
+  bool ready = true, moved = false;
+  for (size_t i = a.first_input; i < a.first_input + a.inputs; ++i) {
+    Input& input = inputs_[i];
+    if (input.base) {
+      operands_[i] = input.base + *done;
+      continue;
+    }
+    Step s = fetch(schedule_->inputs[i], input, *done, bytes);
+    if (s == Step::Failed) return s;
+    ready = ready && s == Step::Done;
+    moved = moved || s == Step::Moved;
+    operands_[i] = input.block.data();
+  }
+  if (!ready) return moved ? Step::Moved : Step::Blocked;
+  pncpu::reduce(mine(a.to) + *done, &operands_[a.first_input], int(a.inputs), bytes / item_, op_->dtype,
+                op_->red, context_.nranks, &scalars_[a.first_input]);
+  *done += bytes;
+  for (size_t i = a.first_input; i < a.first_input + a.inputs; ++i) inputs_[i].fetched = 0;
+  return *done == a.bytes ? Step::Done : Step::Moved;
+}
+
+// Finds the inputs that can be read where they are.
+void Executor::locate_inputs(const Action& a) {
+  for (size_t i = a.first_input; i < a.first_input + a.inputs; ++i) {
+    const Place& from = schedule_->inputs[i];
+    Input& input = inputs_[i];
+    if (from.kind == Place::Payload)
+      input.base = matching_.payload(from.rank) + from.offset;
+    else if (is_mine(from))
+      input.base = mine(from);
+    else if (from.kind != Place::Pipe)
+      input.base = context_.link(from.rank).memory->at(theirs(from));
+    if (!input.base && input.block.size() < context_.block_bytes) input.block.resize(context_.block_bytes);
+  }
+}
+
+// Brings one block of an input here. Moved: a part of it.
+Step Executor::fetch(const Place& from, Input& input, size_t offset, size_t bytes) {
+  if (input.fetched == bytes) return Step::Done;
+  if (from.kind == Place::Pipe)
+    return pipe_in(*context_.link(from.rank).pipe[kColl], input.block.data(), bytes, &input.fetched);
+  return direct_in(context_, from.rank, theirs(from) + offset, input.block.data(), bytes, &input.fetched,
+                   offset == 0, func_name(op_->func));
+}
+
+char* Executor::mine(const Place& place) const {
+  void* base = place.kind == Place::Send ? const_cast<void*>(op_->send) : op_->recv;
+  return static_cast<char*>(base) + place.offset;
+}
+
+uint64_t Executor::theirs(const Place& place) const {
+  const Header& header = matching_.header(place.rank);
+  return (place.kind == Place::Send ? header.send : header.recv) + place.offset;
+}
+
+}  // namespace pncpu

@@ -1,0 +1,128 @@
+#include "ops/matching.hpp"
+
+namespace pncpu {
+
+size_t hear_header(Pipe& pipe, Header* header) {
+  size_t readable = pipe.readable();
+  if (readable < sizeof *header) return 0;
+  pipe.copy_out(0, header, sizeof *header);
+  return readable;
+}
+
+Step check_header(const Context& context, int from, const Header& theirs, uint64_t seq, bool is_inline,
+                  size_t payload) {
+  if (theirs.seq == seq && bool(theirs.is_inline) == is_inline && theirs.payload == payload)
+    return Step::Done;
+  return context.fail(ncclInternalError, context.who(from) + " announced " + theirs.str() + " as #" +
+                                             std::to_string(theirs.seq) + " with " +
+                                             std::to_string(theirs.payload) + " bytes, expected #" +
+                                             std::to_string(seq) + " with " + std::to_string(payload) +
+                                             ": what it sends is corrupt");
+}
+
+void Matching::start(const Op& op, uint64_t seq) {
+  size_t bytes = op.bytes();
+  send_ = static_cast<const char*>(op.send);
+  mine_ = header_of(op, seq);
+  mine_.is_inline = bytes <= context_.inline_bytes;
+  peers_.resize(size_t(context_.nranks));
+  for (int p = 0; p < context_.nranks; ++p) {
+    Peer& peer = peers_[size_t(p)];
+    peer.told = peer.heard = p == context_.rank;
+    peer.out = {0, 0};
+    peer.in = 0;
+    peer.payload = nullptr;
+    if (!mine_.is_inline || p == context_.rank) continue;
+    peer.out = part_for(op.func, op.root, bytes, context_.rank, p);
+    peer.in = part_for(op.func, op.root, bytes, p, context_.rank).bytes;
+  }
+  peers_[size_t(context_.rank)].header = mine_;
+}
+
+Step Matching::step() {
+  bool told = announce();
+  context_.ring_peers();  // before the work that may follow at once, or the peers would begin after it
+  Step heard = hear();
+  if (heard == Step::Blocked || (heard == Step::Done && !told)) return context_.blocked(kColl);
+  return heard;
+}
+
+bool Matching::announce() {
+  bool all = true;
+  for (int i = 1; i < context_.nranks; ++i) {
+    int p = (context_.rank + i) % context_.nranks;
+    Peer& peer = peers_[size_t(p)];
+    Pipe& pipe = *context_.link(p).pipe[kColl];
+    if (!peer.told) {
+      Header header = mine_;
+      header.payload = uint32_t(peer.out.bytes);
+      const char* payload = peer.out.bytes ? send_ + peer.out.offset : nullptr;
+      peer.told = pipe.put(&header, sizeof header, payload, peer.out.bytes);
+    }
+    all = peer.told && pipe.flush() && all;
+  }
+  return all;
+}
+
+Step Matching::hear() {
+  bool all = true;
+  for (int p = 0; p < context_.nranks; ++p) {
+    Peer& peer = peers_[size_t(p)];
+    if (peer.heard) continue;
+    Step s = hear(p, peer);
+    if (s == Step::Failed) return s;
+    all = all && s == Step::Done;
+  }
+  return all ? Step::Done : Step::Blocked;
+}
+
+Step Matching::hear(int p, Peer& peer) {
+  Pipe& pipe = *context_.link(p).pipe[kColl];
+  size_t readable = hear_header(pipe, &peer.header);
+  if (readable == 0) return Step::Blocked;
+  if (!peer.header.same_call(mine_)) return mismatch(p);
+  Step sound = check_header(context_, p, peer.header, mine_.seq, mine_.is_inline, peer.in);
+  if (sound == Step::Failed) return sound;
+  if (readable < sizeof peer.header + peer.in) {
+    if (pipe.reserve(sizeof peer.header + peer.in)) return Step::Blocked;
+    return context_.fail(ncclInternalError, std::to_string(peer.in) + " bytes from " + context_.who(p) +
+                                                " do not fit into their pipe at once");
+  }
+  if (!mine_.is_inline) pipe.consume(sizeof peer.header);
+  peer.heard = true;
+  return Step::Done;
+}
+
+Step Matching::mismatch(int from) {
+  std::string text = "collective #" + std::to_string(mine_.seq) + " differs between ranks:";
+  for (int p = 0; p < context_.nranks; ++p)
+    if (p == from || peers_[size_t(p)].heard)
+      text += (text.back() == ':' ? " rank " : "; rank ") + std::to_string(p) + " called " + header(p).str();
+  return context_.mismatch(text);
+}
+
+const char* Matching::payload(int p) {
+  Peer& peer = peers_[size_t(p)];
+  if (peer.payload) return peer.payload;
+  Pipe& pipe = *context_.link(p).pipe[kColl];
+  Span span = pipe.peek();
+  if (span.size >= sizeof peer.header + peer.in) return peer.payload = span.data + sizeof peer.header;
+  peer.whole.resize(std::max(peer.whole.size(), peer.in));
+  pipe.copy_out(sizeof peer.header, peer.whole.data(), peer.in);
+  return peer.payload = peer.whole.data();
+}
+
+void Matching::release() {
+  for (int p = 0; p < context_.nranks; ++p)
+    if (p != context_.rank && mine_.is_inline)
+      context_.link(p).pipe[kColl]->consume(sizeof(Header) + peers_[size_t(p)].in);
+}
+
+std::vector<int> Matching::missing() const {
+  std::vector<int> ranks;
+  for (int p = 0; p < int(peers_.size()); ++p)
+    if (!peers_[size_t(p)].heard) ranks.push_back(p);
+  return ranks;
+}
+
+}  // namespace pncpu

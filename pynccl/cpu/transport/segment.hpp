@@ -1,0 +1,42 @@
+// The memory that the ranks of one communicator on one host share: an unnamed file, so nothing is left
+// behind. Mapped once in a process however many of its ranks use it.
+#pragma once
+
+#include "transport/transport.hpp"
+
+namespace pncpu {
+
+class Segment {
+ public:
+  Segment(int ranks, size_t ring_bytes);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+  ncclResult_t create();
+  // The file that another rank created. Refused unless its size is right and sealed: in a file that shrinks,
+  // whoever touches what is gone dies.
+  ncclResult_t open(Fd fd);
+  int fd() const { return fd_.get(); }
+  size_t bytes() const { return bytes_; }
+  size_t ring_bytes() const { return ring_bytes_; }
+  // All rings; also how many bytes release_rings() gives back.
+  size_t rings_bytes() const { return bytes_ - data_at_; }
+  Cell& cell(int local) const { return reinterpret_cast<Cell*>(base_)[local]; }
+  void attach(int me, int peer, Link* link) const;  // the pipes and signals between two local ranks
+  void release_rings();  // gives the rings' pages back; they come again, empty, when used
+
+ private:
+  ncclResult_t map();
+  size_t pair(int from, int to) const { return size_t(from) * size_t(ranks_) + size_t(to); }
+  Signals& signals(int from, int to) const {
+    return reinterpret_cast<Signals*>(base_ + signals_at_)[pair(from, to)];
+  }
+  Ring ring(int from, int to, int channel) const;
+
+  int ranks_;
+  size_t ring_bytes_, states_at_ = 0, signals_at_ = 0, data_at_ = 0, bytes_ = 0;
+  Fd fd_;
+  char* base_ = nullptr;
+};
+
+}  // namespace pncpu

@@ -1,0 +1,145 @@
+// A pipe over a stream socket.
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "service/service.hpp"
+#include "transport/transport.hpp"
+
+namespace pncpu {
+namespace {
+
+constexpr size_t kBuffer = size_t(512) << 10;  // of what has arrived and was not asked for yet
+
+class TcpPipe final : public Pipe {
+ public:
+  explicit TcpPipe(SocketPtr socket) : socket_(std::move(socket)), received_(new char[kBuffer]) {}
+
+  bool put(const void* a, size_t a_bytes, const void* b, size_t b_bytes) override {
+    if (!flush()) return false;
+    unsent_.reserve(a_bytes + b_bytes);  // half a message must not stay when memory is short
+    append(a, a_bytes);
+    append(b, b_bytes);
+    flush();
+    return true;
+  }
+
+  size_t write(const void* data, size_t bytes) override {
+    return flush() ? send_some(static_cast<const char*>(data), bytes) : 0;
+  }
+
+  bool flush() override {
+    while (sent_ < unsent_.size()) {
+      size_t n = send_some(unsent_.data() + sent_, unsent_.size() - sent_);
+      if (n == 0) return false;
+      sent_ += n;
+    }
+    unsent_.clear();
+    sent_ = 0;
+    return true;
+  }
+
+  size_t readable() override {
+    fill();
+    return filled_ - taken_;
+  }
+
+  bool reserve(size_t bytes) override {
+    if (bytes <= capacity_ - taken_) return true;
+    std::unique_ptr<char[]> larger(new char[std::max(bytes, kBuffer)]);
+    memcpy(larger.get(), received_.get() + taken_, filled_ - taken_);
+    received_ = std::move(larger);
+    capacity_ = std::max(bytes, kBuffer);
+    filled_ -= taken_;
+    taken_ = 0;
+    return true;
+  }
+
+  Span peek() override {
+    size_t bytes = readable();  // which may move them
+    return {received_.get() + taken_, bytes};
+  }
+
+  void copy_out(size_t skip, void* to, size_t bytes) override {
+    memcpy(to, received_.get() + taken_ + skip, bytes);
+  }
+
+  void consume(size_t bytes) override {
+    taken_ += bytes;
+    moved_ = true;
+  }
+
+  // What is buffered first, then straight from the socket.
+  size_t read(void* to, size_t bytes) override {
+    size_t n = std::min(bytes, filled_ - taken_);
+    copy_out(0, to, n);
+    taken_ += n;
+    while (n < bytes) {
+      size_t more = receive_some(static_cast<char*>(to) + n, bytes - n);
+      if (more == 0) break;
+      n += more;
+    }
+    moved_ = moved_ || n;
+    return n;
+  }
+
+  bool idle() override { return unsent_.empty() && readable() == 0; }
+  SocketPtr socket() const override { return socket_; }
+  void close() override { socket_.reset(); }
+
+ private:
+  void append(const void* data, size_t bytes) {
+    const char* from = static_cast<const char*>(data);
+    unsent_.insert(unsent_.end(), from, from + bytes);
+  }
+
+  size_t send_some(const char* data, size_t bytes) {
+    while (!cannot_send_) {
+      ssize_t n = send(socket_->fd(), data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+      if (n >= 0) return size_t(n);
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
+      cannot_send_ = errno != EINTR;
+    }
+    return 0;
+  }
+
+  size_t receive_some(char* to, size_t bytes) {
+    while (!ended_) {
+      ssize_t n = recv(socket_->fd(), to, bytes, MSG_DONTWAIT);
+      if (n > 0) return size_t(n);
+      if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
+      ended_ = n == 0 || errno != EINTR;
+    }
+    return 0;
+  }
+
+  void fill() {
+    if (taken_ == filled_) {
+      taken_ = filled_ = 0;
+    } else if (taken_ >= capacity_ / 2) {
+      memmove(received_.get(), received_.get() + taken_, filled_ - taken_);
+      filled_ -= taken_;
+      taken_ = 0;
+    }
+    while (filled_ < capacity_) {
+      size_t n = receive_some(received_.get() + filled_, capacity_ - filled_);
+      if (n == 0) return;
+      filled_ += n;
+    }
+  }
+
+  SocketPtr socket_;
+  bool cannot_send_ = false,
+       ended_ = false;  // apart: a peer that has left may still have sent what is needed
+  std::vector<char> unsent_;
+  size_t sent_ = 0;
+  std::unique_ptr<char[]> received_;  // bytes [taken_, filled_) are readable
+  size_t capacity_ = kBuffer, taken_ = 0, filled_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Pipe> tcp_pipe(SocketPtr socket) { return std::make_unique<TcpPipe>(std::move(socket)); }
+
+}  // namespace pncpu
