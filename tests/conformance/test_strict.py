@@ -26,6 +26,7 @@ from .scenario import (
     INVALID_USAGE,
     OK,
     SUM,
+    TIMEOUT,
     address,
     all_reduce,
     close,
@@ -181,7 +182,8 @@ def create_on(rank: Rank, devices: list[int]) -> Outcome:
     result = outcome(lambda: made.append(connect(rank)))
     if made:
         assert api.ncclCommCuDevice(made[0]) == devices[rank.rank]
-        works(rank, made[0], rank.nranks)
+        # Threads that share a device share its legacy stream too, on which their calls would wait in line.
+        works(rank, made[0], rank.nranks, api.pyncclCpuStreamCreate())
         close(rank, made[0])
     rank.exchange()
     api.pyncclCpuSetDevice(rank.rank)
@@ -422,12 +424,13 @@ def test_window_on_one_rank_only(pool: Pool, transport: str, other: str) -> None
     """Registering is collective, so NCCL hangs: bootstrapAllGather and bootstrapBarrier in dev_runtime.cc:
     ncclDevrWindowRegisterInGroup. Here both ranks are told.
     """
-    zero, one = pool.get(2, transport).call(window_on_one_rank, other)
-    assert zero[0] == INVALID_USAGE, zero
+    zero, one = pool.get(2, transport, PYNCCL_CPU_INIT_TIMEOUT="3").call(window_on_one_rank, other)
+    # Rank 1 might still register, by another thread: only time tells that it does not.
+    assert zero[0] == (TIMEOUT if other == "AllReduce" else INVALID_USAGE), zero
     assert "WindowRegister" in zero[1]
     assert "rank 1" in zero[1]
     # Finalize waits for nobody in NCCL, and may have succeeded.
-    assert one[0] == INVALID_USAGE or (other == "Finalize" and one[0] == OK), one
+    assert one[0] == zero[0] or (other == "Finalize" and one[0] == OK), one
 
 
 def window_and_collective(rank: Rank) -> None:

@@ -67,6 +67,7 @@ def in_progress(rank: Rank, name: str) -> None:
     settle(comm)
     assert synchronize(comm) == OK
     works_polled(rank, comm)
+    rank.exchange()
     capi().ncclCommAbort(comm)
 
 
@@ -95,6 +96,7 @@ def nonblocking_group(rank: Rank) -> None:
     assert (first == 2).all()
     assert (second == 2).all()
     works_polled(rank, comm)
+    rank.exchange()
     api.ncclCommAbort(comm)
 
 
@@ -264,6 +266,7 @@ def other_calls(rank: Rank) -> None:
     assert api.ncclWinGetUserPtr(comm, win[0]) == pointer
     assert outcome(api.ncclCommWindowDeregister, comm, win[0]) == (OK, "")
     other = nonblocking(rank)
+    rank.exchange()
     assert outcome(api.ncclCommRevoke, other, 0) == (IN_PROGRESS, "")
     settle(other)
     rank.exchange()
