@@ -75,5 +75,6 @@ std::string host_name();
 // NCCL_HOSTID, or without it in one pid namespace.
 uint64_t host_id();
 void name_this_thread(const char* name);
+int this_thread();  // the kernel's number of it
 
 }  // namespace pncpu
