@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pynccl import _buffers, _checks, _cuda, _dtypes, _streams, capi
+from pynccl import _buffers, _checks, _cuda, _dtypes, _streams
 from pynccl._binding import address_of, fastcall, ffi, lib
 from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, kind_of, shape_of, spans
 from pynccl._config import pack

@@ -17,6 +17,8 @@ NOT_LOADED = 1001
 # Communicators that capi made and nobody destroyed yet: (rank, size), None while only the library knows it.
 # The cells that NCCL wrote them to stay alive with them.
 _known: dict[int, tuple[tuple[int, int] | None, Any]] = {}
+# By communicator, the cells of handles that NCCL is still to write.
+_late: dict[int, list[Any]] = {}
 
 
 def remember(comm: int, place: tuple[int, int] | None, cells: Any = None) -> None:
@@ -24,9 +26,16 @@ def remember(comm: int, place: tuple[int, int] | None, cells: Any = None) -> Non
     _known[comm] = place, cells
 
 
+def remember_late(comm: int, cell: Any) -> None:
+    """Keep a cell that NCCL is still to write because of a call on a communicator."""
+    cells = _late.setdefault(int(comm), [])
+    cells[:] = [other for other in cells if not other[0]] + [cell]
+
+
 def forget(comm: int) -> None:
     """Drop what is known of a communicator: its handle may mean another one soon."""
     _known.pop(int(comm), None)
+    _late.pop(int(comm), None)
 
 
 def place_of(comm: int) -> tuple[int, int] | None:
@@ -100,7 +109,7 @@ def _failed(result: int, function: str, comm: int) -> NcclError:
     if rank is not None:
         parts.append(f"rank {rank} of {size}")
     parts.append(_origin())
-    if cls is NcclUnhandledCudaError and not _cuda.available():
+    if cls is NcclUnhandledCudaError and _library_name() == "NCCL" and not _cuda.available():
         parts.append(
             f"no NVIDIA driver was found ({_cuda.why_unavailable()}): "
             "set PYNCCL_LIBRARY=cpu to run on CPU memory without a GPU"

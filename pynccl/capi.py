@@ -20,13 +20,13 @@ from pynccl._binding import lib as _lib
 from pynccl._capi import *
 from pynccl._capi_cpu import *
 from pynccl._config import pack as _pack
-from pynccl._status import IN_PROGRESS as _IN_PROGRESS
 from pynccl._status import NOT_FOUND as _NOT_FOUND
 from pynccl._status import NOT_LOADED as _NOT_LOADED
 from pynccl._status import again as _again
 from pynccl._status import check as _check
 from pynccl._status import forget as _forget
 from pynccl._status import remember as _remember
+from pynccl._status import remember_late as _remember_late
 from pynccl._status import text as _text
 from pynccl._structs import CollConfig as CollConfig
 from pynccl._structs import CommProperties as CommProperties
@@ -39,15 +39,21 @@ from pynccl._types import UniqueId as _UniqueId
 _ConfigLike = Config | Mapping[str, Any] | None
 
 
-def _handle(cell: Any, result: int, keep: Any = None, place: tuple[int, int] | None = None) -> int:
-    """Return the communicator or window in the cell, late where it may still be written."""
+def _handle(cell: Any, keep: Any = None, place: tuple[int, int] | None = None, parent: int = 0) -> int:
+    """Return the communicator or window in the cell, late where it is still to be written.
+
+    That is so in a group, and on a non-blocking parent, also where NCCL answers ncclSuccess
+    (src/init.cc: ncclCommInitChildComm).
+    """
     value = int(cell[0])
-    late = result == _IN_PROGRESS or _lib.pynccl_group_depth() > 0
     if value:
         if place is not None or keep is not None:
             _remember(value, place, (cell, keep))
         return value
-    return cast(int, LateHandle(cell, keep)) if late else 0
+    if parent:
+        # Written behind everybody's back, whether or not somebody still wants it.
+        _remember_late(parent, cell)
+    return cast(int, LateHandle(cell, keep))
 
 
 def _id(data: bytes) -> bytes:
@@ -67,7 +73,7 @@ def ncclCommInitRank(nranks: int, commId: bytes, rank: int) -> int:
     cell, uid = _ffi.new("uintptr_t*"), _id(commId)
     while (r := _lib.ncclCommInitRank(cell, nranks, uid, rank)) and _again(r, "ncclCommInitRank"):
         pass
-    return _handle(cell, r, uid, (rank, nranks))
+    return _handle(cell, uid, (rank, nranks))
 
 
 def ncclCommInitRankConfig(nranks: int, commId: bytes, rank: int, config: _ConfigLike = None) -> int:
@@ -76,7 +82,7 @@ def ncclCommInitRankConfig(nranks: int, commId: bytes, rank: int, config: _Confi
         r, "ncclCommInitRankConfig"
     ):
         pass
-    return _handle(cell, r, options, (rank, nranks))
+    return _handle(cell, options, (rank, nranks))
 
 
 def ncclCommInitRankScalable(
@@ -89,7 +95,7 @@ def ncclCommInitRankScalable(
         r, "ncclCommInitRankScalable"
     ):
         pass
-    return _handle(cell, r, (uids, options), (myrank, nranks))
+    return _handle(cell, (uids, options), (myrank, nranks))
 
 
 def ncclCommInitAll(ndev: int, devlist: Sequence[int] | None = None) -> list[int]:
@@ -107,7 +113,7 @@ def ncclCommSplit(comm: int, color: int, key: int, config: _ConfigLike = None) -
     cell, options = _ffi.new("uintptr_t*"), _pack(Config, config)
     while (r := _lib.ncclCommSplit(comm, color, key, cell, options)) and _again(r, "ncclCommSplit", comm):
         pass
-    return 0 if color == NCCL_SPLIT_NOCOLOR and r == 0 else _handle(cell, r, (options,))
+    return 0 if color == NCCL_SPLIT_NOCOLOR else _handle(cell, (options,), parent=comm)
 
 
 def ncclCommShrink(
@@ -123,7 +129,7 @@ def ncclCommShrink(
         r, "ncclCommShrink", comm
     ):
         pass
-    return _handle(cell, r, (options, ranks))
+    return _handle(cell, (options, ranks), parent=comm)
 
 
 def ncclCommGrow(
@@ -135,7 +141,7 @@ def ncclCommGrow(
         r, "ncclCommGrow", comm
     ):
         pass
-    return _handle(cell, r, (options, uid))
+    return _handle(cell, (options, uid), parent=comm)
 
 
 def ncclCommDestroy(comm: int) -> int:
@@ -165,7 +171,7 @@ def ncclCommWindowRegister(comm: int, buff: int, size: int, winFlags: int = NCCL
         r, "ncclCommWindowRegister", comm
     ):
         pass
-    return _handle(cell, r)
+    return _handle(cell, parent=comm)
 
 
 # --- groups and signals -------------------------------------------------------------------------------------

@@ -102,6 +102,10 @@ def test_sharing_a_device_on_purpose(
 def on_the_cpu_library(rank: int, nranks: int) -> str:
     with pynccl.init(timeout=10) as comm:
         assert comm.device == rank
+    # Everybody has a device 3 of its own, until there are as many as this says.
+    with pynccl.init(device=3, timeout=10) as comm:
+        assert comm.device == 3
+    os.environ["PYNCCL_CPU_DEVICES"] = "4"
     return says(device=3)
 
 

@@ -508,7 +508,8 @@ def alone(rank: int, nranks: int) -> None:
         with pytest.raises(ValueError, match="expected other ranks than this one"):
             comm.shrink([0])
         assert comm.properties.nRanks == 1
-        config = pynccl.Config(minCTAs=2)
+        # NCCL refuses one without the other (src/init.cc: parseCommConfig).
+        config = pynccl.Config(minCTAs=2, maxCTAs=4)
     with single(config=config) as comm:
         assert total(comm) == 1
     with pytest.raises(TypeError, match="unexpected keyword"):

@@ -40,6 +40,8 @@ class Facts(NamedTuple):
     # What tells the visible devices from those of other ranks; empty without a driver.
     devices: tuple[str, ...]
     variables: dict[str, str]
+    # A virtual device is a rank's own, unless PYNCCL_CPU_DEVICES says how many there are.
+    shared_devices: bool = True
 
 
 class Failure(NamedTuple):
@@ -153,8 +155,11 @@ def gather_facts(device: int | None, local_rank: int | None) -> Facts:
     cpu = info.backend == "cpu"
     variables = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     devices = () if cpu else tuple(map(_cuda.device_uuid, range(_cuda.device_count())))
+    shared = not cpu or "PYNCCL_CPU_DEVICES" in os.environ
     facts = Facts(
-        socket.gethostname(), _machine(cpu), info.backend, info.version, info.path, device, devices, variables
+        *(socket.gethostname(), _machine(cpu)),
+        *(info.backend, info.version, info.path),
+        *(device, devices, variables, shared),
     )
     if device is None and local_rank is not None:
         return facts._replace(device=device_for(facts, local_rank))
@@ -252,7 +257,7 @@ def _devices(facts: Sequence[Facts]) -> list[int | None]:
 def _require_own_devices(facts: Sequence[Facts], devices: Sequence[int | None]) -> None:
     owners: dict[tuple[str, str], int] = {}
     for rank, (one, device) in enumerate(zip(facts, devices, strict=True)):
-        if device is None:
+        if device is None or not one.shared_devices:
             continue
         name = one.devices[device] if device < len(one.devices) else f"virtual device {device}"
         owner = owners.setdefault((one.machine, name), rank)

@@ -266,21 +266,29 @@ def test_abort_during_creation(pool: Pool) -> None:
     assert max(pool.get(2).call(aborted_creation)) < 15
 
 
-def blocking_from_environment(rank: Rank) -> int:
-    uid = make_id(rank)
-    if rank.rank == 1:
-        rank.exchange()
-    comm = capi().ncclCommInitRank(rank.nranks, uid, rank.rank)
-    state: int = capi().ncclCommGetAsyncError(comm)
-    if rank.rank == 0:
-        rank.exchange()
-    assert wait_for_state(comm) == OK
-    close(rank, comm)
-    return state
+def blocking_from_environment(rank: Rank) -> list[int]:
+    """Return the state after a creation, and after the end of a group with one."""
+    api, uids = capi(), [make_id(rank), make_id(rank)]
+    comm = api.ncclCommInitRank(rank.nranks, uids[0], rank.rank)
+    states = [api.ncclCommGetAsyncError(comm)]
+    api.ncclGroupStart()
+    other = api.ncclCommInitRank(rank.nranks, uids[1], rank.rank)
+    assert api.ncclGroupEnd() == IN_PROGRESS
+    states.append(api.ncclCommGetAsyncError(other))
+    for each in (comm, other):
+        assert wait_for_state(each) == OK
+        works(rank, each, rank.nranks)
+        close(rank, each)
+    return states
 
 
 def test_nonblocking_from_the_environment(pool: Pool) -> None:
-    assert pool.get(2, NCCL_COMM_BLOCKING="0").call(blocking_from_environment)[0] == IN_PROGRESS
+    """Without a configuration ncclCommInitRank opens no group, so that it blocks outside of one.
+
+    NCCL's src/init.cc: ncclCommInitRank; src/group.cc: ncclAsyncLaunch.
+    """
+    for states in pool.get(2, NCCL_COMM_BLOCKING="0").call(blocking_from_environment):
+        assert states == [OK, IN_PROGRESS]
 
 
 def scalable(rank: Rank, nids: int) -> None:

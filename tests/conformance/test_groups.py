@@ -254,22 +254,6 @@ def test_init_all(pool: Pool, devices: list[int] | None, n: int) -> None:
     pool.get(1).call(init_all, devices, n)
 
 
-def operations_and_inits(rank: Rank) -> None:
-    api, comm = capi(), connect(rank)
-    array = np.ones(10, np.float32)
-    api.ncclGroupStart()
-    all_reduce(comm, array)
-    outcome(api.ncclCommSplit, comm, 0, 0)
-    assert outcome(api.ncclGroupEnd)[0] == INVALID_USAGE
-    assert (array == 1).all()
-    works(rank, comm, rank.nranks)
-    close(rank, comm)
-
-
-def test_no_operations_beside_inits(pool: Pool) -> None:
-    pool.get(2).call(operations_and_inits)
-
-
 def empty_and_zero(rank: Rank) -> None:
     api, comm = capi(), connect(rank)
     api.ncclGroupStart()

@@ -52,7 +52,6 @@ MISMATCHES: dict[str, tuple[Call, Call, list[str]]] = {
     "count": (SUM_10, ("AllReduce", 11, FLOAT32, SUM, None), ["10", "11"]),
     "size": (SUM_10, SUM_BIG, ["10", str(BIG)]),
     "big count": (SUM_BIG, ("AllReduce", BIG + 1, FLOAT32, SUM, None), [str(BIG), str(BIG + 1)]),
-    "zero": (("AllGather", 0, FLOAT32, None, None), GATHER, ["count 0", "count 10"]),
     "datatype": (GATHER, ("AllGather", 10, UINT32, None, None), ["float32", "uint32"]),
     "operation": (SUM_10, ("AllReduce", 10, FLOAT32, 2, None), ["sum", "max"]),
     "root": (ROOT_0, ("Broadcast", 10, FLOAT32, None, 1), ["root 0", "root 1"]),

@@ -276,18 +276,18 @@ def test_unknown_handles(pool: Pool) -> None:
 
 
 def default_streams(rank: Rank) -> None:
-    """0, 1 and 2 (CUDA's null, legacy and per-thread handles) are one stream, that of the device."""
+    """0 and 1 (CUDA's null and legacy handles) are one stream, that of the device; 2 is the thread's."""
     comm = connect(rank)
     child = capi().ncclCommSplit(comm, 0, rank.rank)
     array = np.ones(10, np.float32)
     if rank.rank == 0:
         all_reduce(comm, array, 0)
-        assert [query(comm, stream) for stream in (0, 1, 2)] == [IN_PROGRESS] * 3
+        assert [query(comm, stream) for stream in (0, 1, 2)] == [IN_PROGRESS, IN_PROGRESS, OK]
         assert query(child, 0) == IN_PROGRESS
     rank.exchange()
     if rank.rank == 1:
         all_reduce(comm, array, 2)
-    assert synchronize(comm, 1) == OK
+    assert synchronize(comm, 1 + rank.rank) == OK
     assert (array == rank.nranks).all()
     close(rank, child, comm)
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <set>
 
+#include "base/device.hpp"
 #include "calls/group.hpp"
 #include "comm/fault.hpp"
 #include "comm/lifecycle.hpp"
@@ -9,17 +10,27 @@
 namespace pncpu {
 namespace {
 
-// In the background the result is for who runs it to publish, together with its text.
-ncclResult_t end_creation(const std::shared_ptr<Comm>& comm, ncclComm_t* out, ncclResult_t r) {
+// Who was told that it is in progress asks the communicator what became of it.
+ncclResult_t end_creation(const std::shared_ptr<Comm>& comm, ncclComm_t* out, bool blocking, ncclResult_t r) {
   if (r == ncclSuccess) return r;
-  if (!comm->blocking) return comm->session.disconnect(), r;
+  if (!blocking) comm->fail_with(r, last_error(), false);
   comm->standing.set_pending(r);
-  withdraw(comm, out);
+  if (blocking)
+    withdraw(comm, out);
+  else
+    comm->session.disconnect();
   return r;
 }
 
+// NCCL answers ncclSuccess for what goes on in the background, where the state to ask for is another
+// communicator's, or the call's own result a handle.
+ncclResult_t submit_quietly(Job job) {
+  ncclResult_t r = submit(std::move(job));
+  return r == ncclInProgress ? ncclSuccess : r;
+}
+
 ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vector<Id>& ids, uint64_t ids_hash,
-                         const ncclConfig_t* config, const char* function, int device) {
+                         const ncclConfig_t* config, const char* function, int device, bool waits = false) {
   if (const char* wrong = fault_error()) return fail(ncclInvalidArgument, "%s: %s", function, wrong);
   *out = nullptr;
   if (nranks < 1) return fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks);
@@ -35,8 +46,8 @@ ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vecto
   publish(comm, out);
   Job job;
   job.comm = comm;
-  job.blocking = comm->blocking;
-  job.run = [comm, ids, ids_hash, out] { return end_creation(comm, out, init(comm, ids, ids_hash)); };
+  bool blocking = job.blocking = comm->blocking || waits;
+  job.run = [=] { return end_creation(comm, out, blocking, init(comm, ids, ids_hash)); };
   return submit(std::move(job));
 }
 
@@ -64,10 +75,26 @@ ncclResult_t submit_init_all(ncclComm_t* out, int ndev, const int* devices) {
   Job job;
   job.run = [comms, out] {
     ncclResult_t r = init_all(comms);
-    for (size_t i = 0; i < comms.size() && r != ncclSuccess; ++i) end_creation(comms[i], &out[i], r);
+    for (size_t i = 0; i < comms.size() && r != ncclSuccess; ++i) end_creation(comms[i], &out[i], true, r);
     return r;
   };
   return submit(std::move(job));
+}
+
+ncclResult_t check_devices(const int* devices, int ndev, const char* function) {
+  std::map<int, int> owners;
+  for (int i = 0; i < ndev; ++i) {
+    int device = devices ? devices[i] : i;
+    std::string what = devices ? "devlist[" + std::to_string(i) + "]" : "a device without devlist";
+    if (ncclResult_t r = check_device(device, function, what.c_str()); r != ncclSuccess) return r;
+    int owner = owners.emplace(device, i).first->second;
+    if (owner != i && shared_devices() && !sharing_allowed())
+      return fail(ncclInvalidUsage,
+                  "%s: devlist[%d] and devlist[%d] are both device %d: set NCCL_MULTI_RANK_GPU_ENABLE=1 to "
+                  "share one",
+                  function, owner, i, device);
+  }
+  return ncclSuccess;
 }
 
 Id id_of(const ncclUniqueId& bytes) {
@@ -84,19 +111,17 @@ ncclResult_t write_id(const Id& id, ncclUniqueId* out) {
 
 // A child that takes part in an exchange of its parent before its own shape is known.
 struct Child {
-  std::shared_ptr<Comm> comm;
+  std::shared_ptr<Comm> parent, comm;
   ncclComm_t* out = nullptr;
 };
 
-ncclResult_t make_child(Comm& parent, ncclComm_t* out, const ncclConfig_t* config, const char* function,
-                        Child* child) {
+ncclResult_t make_child(const std::shared_ptr<Comm>& parent, ncclComm_t* out, const ncclConfig_t* config,
+                        const char* function, Child* child) {
   Config settings;
-  settings.blocking = parent.blocking;
-  settings.name = parent.name;
+  settings.blocking = parent->blocking;
+  settings.name = parent->name;
   if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return r;
-  child->comm = make_comm(0, 1, parent.device, parent.domain, settings);
-  child->out = out;
-  publish(child->comm, out);
+  *child = {parent, make_comm(0, 1, parent->device, parent->domain, settings), out};
   return ncclSuccess;
 }
 
@@ -113,8 +138,15 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
   return connect(*child.comm, Table::of(std::move(table)));
 }
 
-ncclResult_t end_child(const Child& child, ncclResult_t r) {
-  return child.comm ? end_creation(child.comm, child.out, r) : r;
+// Split and shrunk ones have no handle before they are complete (src/init.cc: ncclCommInitChildComm).
+template <class Body>
+ncclResult_t create_child(const Child& child, Body body) {
+  child.parent->begin_child(child.comm);
+  ncclResult_t r = body();
+  child.parent->end_child(*child.comm);
+  if (r == ncclSuccess) return publish(child.comm, child.out), r;
+  child.comm->session.disconnect();
+  return r;
 }
 
 struct SplitBlob {
@@ -122,92 +154,111 @@ struct SplitBlob {
   PeerInfo info;
 };
 
-ncclResult_t run_split(std::shared_ptr<Comm> parent, Child child, int color, int key,
-                       const Meeting& meeting) {
-  SplitBlob mine{color, key, {}};
-  if (child.comm) {
-    if (ncclResult_t r = child.comm->session.introduce(); r != ncclSuccess) return end_child(child, r);
-    mine.info = child.comm->session.self;
-  }
-  std::vector<std::string> all;
-  std::string blob(reinterpret_cast<char*>(&mine), sizeof mine);
-  ncclResult_t r = meeting.meet(blob, &all);
-  if (r != ncclSuccess || !child.comm) return end_child(child, r);
+// The infos of those with this color, in the order of their keys.
+std::vector<std::pair<int, PeerInfo>> members_of(int color, const std::vector<std::string>& blobs) {
   std::vector<std::pair<std::pair<int, int>, PeerInfo>> sorted;
-  for (int q = 0; q < parent->nranks; ++q) {
+  for (int q = 0; q < int(blobs.size()); ++q) {
     SplitBlob theirs;
-    memcpy(static_cast<void*>(&theirs), all[size_t(q)].data(), sizeof theirs);
+    memcpy(static_cast<void*>(&theirs), blobs[size_t(q)].data(), sizeof theirs);
     if (theirs.color == color) sorted.push_back({{theirs.key, q}, theirs.info});
   }
   std::sort(sorted.begin(), sorted.end(), [](auto& a, auto& b) { return a.first < b.first; });
   std::vector<std::pair<int, PeerInfo>> members;
   for (auto& [order, info] : sorted) members.push_back({order.second, info});
-  return end_child(child, connect_child(child, members, parent->rank));
+  return members;
 }
 
-ncclResult_t run_shrink(std::shared_ptr<Comm> parent, Child child, const std::set<int>& excluded,
-                        const Meeting& meeting) {
-  if (ncclResult_t r = child.comm->session.introduce(); r != ncclSuccess) return end_child(child, r);
+ncclResult_t run_split(Child child, int color, int key, const Meeting& meeting) {
+  if (ncclResult_t r = child.comm->session.introduce(); r != ncclSuccess) return r;
+  SplitBlob mine{color, key, child.comm->session.self};
+  std::vector<std::string> all;
+  ncclResult_t r = meeting.meet(std::string(reinterpret_cast<char*>(&mine), sizeof mine), &all);
+  return r == ncclSuccess ? connect_child(child, members_of(color, all), child.parent->rank) : r;
+}
+
+// Of a rank that joins no child.
+ncclResult_t stay_out(int color, int key, const Meeting& meeting) {
+  SplitBlob mine{color, key, {}};
+  std::vector<std::string> all;
+  return meeting.meet(std::string(reinterpret_cast<char*>(&mine), sizeof mine), &all);
+}
+
+ncclResult_t run_shrink(Child child, const std::set<int>& excluded, const Meeting& meeting) {
+  if (ncclResult_t r = child.comm->session.introduce(); r != ncclSuccess) return r;
   std::string list;
   for (int q : excluded) list += std::to_string(q) + " ";
   const std::vector<int>& ranks = meeting.ranks();
   std::string blob(reinterpret_cast<char*>(&child.comm->session.self), sizeof(PeerInfo));
   std::vector<std::string> all;
-  ncclResult_t r = meeting.meet(blob + list, &all);
-  if (r != ncclSuccess) return end_child(child, r);
+  if (ncclResult_t r = meeting.meet(blob + list, &all); r != ncclSuccess) return r;
+  int rank = child.parent->rank;
   std::vector<std::pair<int, PeerInfo>> members;
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (all[i].size() < sizeof(PeerInfo) || all[i].substr(sizeof(PeerInfo)) != list)
-      return end_child(
-          child, fail(ncclInvalidUsage, "%sncclCommShrink: rank %d excludes ranks [%s], rank %d ranks [%s]",
-                      kMismatch, parent->rank, list.c_str(), ranks[i],
-                      all[i].substr(std::min(all[i].size(), sizeof(PeerInfo))).c_str()));
+      return fail(ncclInvalidUsage, "%sncclCommShrink: rank %d excludes ranks [%s], rank %d ranks [%s]",
+                  kMismatch, rank, list.c_str(), ranks[i],
+                  all[i].substr(std::min(all[i].size(), sizeof(PeerInfo))).c_str());
     members.push_back({ranks[i], {}});
     memcpy(static_cast<void*>(&members.back().second), all[i].data(), sizeof(PeerInfo));
   }
-  return end_child(child, connect_child(child, members, parent->rank));
+  return connect_child(child, members, rank);
 }
 
 struct GrowBlob {
-  int32_t nranks, has_id;
+  enum Has : int32_t { None, Made, Passed };
+  int32_t nranks, has;
   Id id;
 };
 
-ncclResult_t run_grow(std::shared_ptr<Comm> parent, Child child, int nranks, const Id* id,
-                      const Meeting& meeting) {
-  GrowBlob mine{nranks, id != nullptr, id ? *id : Id()};
+// The id that one rank passed; where nobody did, the one that one of several ranks made, as in NCCL, where
+// ncclCommGetUniqueId tells two of them (src/init.cc: bcastGrowHandle).
+ncclResult_t choose_id(const std::vector<GrowBlob>& all, Id* chosen) {
+  int count[] = {0, 0, 0};
+  for (const GrowBlob& theirs : all) ++count[theirs.has];
+  int32_t wanted = count[GrowBlob::Passed] == 0 && all.size() > 1 ? GrowBlob::Made : GrowBlob::Passed;
+  if (count[wanted] != 1)
+    return fail(ncclInvalidUsage, "ncclCommGrow: %d existing ranks passed a uniqueId, expected one",
+                count[GrowBlob::Passed]);
+  for (const GrowBlob& theirs : all)
+    if (theirs.has == wanted) *chosen = theirs.id;
+  return ncclSuccess;
+}
+
+GrowBlob grow_blob(Comm& parent, int nranks, const Id* passed) {
+  if (passed) return {nranks, GrowBlob::Passed, *passed};
+  std::lock_guard<std::mutex> lock(parent.session.mutex);
+  if (parent.grow_id) return {nranks, GrowBlob::Made, *parent.grow_id};
+  return {nranks, GrowBlob::None, Id()};
+}
+
+ncclResult_t run_grow(Child child, int nranks, const Id* id, const Meeting& meeting) {
+  Comm& parent = *child.parent;
+  GrowBlob mine = grow_blob(parent, nranks, id);
   std::vector<std::string> all;
-  std::string blob(reinterpret_cast<char*>(&mine), sizeof mine);
-  ncclResult_t r = meeting.meet(blob, &all);
-  if (r != ncclSuccess) return end_child(child, r);
-  Id chosen;
-  int makers = 0;
-  for (int q = 0; q < parent->nranks; ++q) {
-    GrowBlob theirs;
-    memcpy(static_cast<void*>(&theirs), all[size_t(q)].data(), sizeof theirs);
-    if (theirs.nranks != nranks)
-      return end_child(child,
-                       fail(ncclInvalidArgument, "ncclCommGrow: rank %d grows to %d ranks, rank %d to %d", q,
-                            theirs.nranks, parent->rank, nranks));
-    if (theirs.has_id) chosen = theirs.id, ++makers;
+  ncclResult_t r = meeting.meet(std::string(reinterpret_cast<char*>(&mine), sizeof mine), &all);
+  if (r != ncclSuccess) return r;
+  std::vector<GrowBlob> blobs(all.size());
+  for (size_t q = 0; q < all.size(); ++q) {
+    memcpy(static_cast<void*>(&blobs[q]), all[q].data(), sizeof blobs[q]);
+    if (blobs[q].nranks != nranks)
+      return fail(ncclInvalidArgument, "ncclCommGrow: rank %d grows to %d ranks, rank %d to %d", int(q),
+                  blobs[q].nranks, parent.rank, nranks);
   }
-  if (makers != 1)
-    return end_child(child, fail(ncclInvalidUsage,
-                                 "ncclCommGrow: %d existing ranks passed a uniqueId, expected one", makers));
-  child.comm->session.set_shape(parent->rank, nranks);
-  r = init(child.comm, {chosen}, 0);
-  if (id && r == ncclSuccess) parent->grow_id_open = false;
-  return end_child(child, r);
+  Id chosen;
+  if (r = choose_id(blobs, &chosen); r != ncclSuccess) return r;
+  child.comm->session.set_shape(parent.rank, nranks);
+  if (r = init(child.comm, {chosen}, 0); r != ncclSuccess) return r;
+  std::lock_guard<std::mutex> lock(parent.session.mutex);
+  parent.grow_id.reset();
+  return ncclSuccess;
 }
 
 // What a call that derives a communicator needs of its parent.
-ncclResult_t check_parent(Comm& parent, const char* function, bool may_have_failed) {
+ncclResult_t check_parent(const Comm& parent, const char* function) {
   Phase phase = parent.standing.phase.load();
   if (phase == Phase::Finalized || phase == Phase::Finalizing)
     return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
   if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
-  if (parent.error() != ncclSuccess && !parent.standing.revoked.load() && !may_have_failed)
-    return fail(parent.error(), "%s: comm has failed: %s", function, parent.error_text().c_str());
   return ncclSuccess;
 }
 
@@ -217,16 +268,20 @@ ncclResult_t submit_split(const std::shared_ptr<Comm>& parent, int color, int ke
   if (color < 0 && color != NCCL_SPLIT_NOCOLOR)
     return fail(ncclInvalidArgument, "ncclCommSplit: color is %d, expected 0 or more or NCCL_SPLIT_NOCOLOR",
                 color);
-  if (ncclResult_t r = check_parent(*parent, function, false); r != ncclSuccess) return r;
-  Child child;
-  if (color != NCCL_SPLIT_NOCOLOR)
-    if (ncclResult_t r = make_child(*parent, newcomm, config, function, &child); r != ncclSuccess) return r;
+  if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
   Job job;
-  job.comm = child.comm ? child.comm : parent;
-  job.blocking = !child.comm || child.comm->blocking;
+  job.comm = parent;
+  job.blocking = parent->blocking;
+  if (color == NCCL_SPLIT_NOCOLOR) {
+    Meeting meeting(parent, Meeting::everyone(*parent), function);
+    job.run = [=] { return stay_out(color, key, meeting); };
+    return submit_quietly(std::move(job));
+  }
+  Child child;
+  if (ncclResult_t r = make_child(parent, newcomm, config, function, &child); r != ncclSuccess) return r;
   Meeting meeting(parent, Meeting::everyone(*parent), function);
-  job.run = [=] { return run_split(parent, child, color, key, meeting); };
-  return submit(std::move(job));
+  job.run = [=] { return create_child(child, [&] { return run_split(child, color, key, meeting); }); };
+  return submit_quietly(std::move(job));
 }
 
 ncclResult_t read_excluded(const Comm& parent, const int* list, int count, std::set<int>* excluded) {
@@ -249,21 +304,21 @@ ncclResult_t read_excluded(const Comm& parent, const int* list, int count, std::
 ncclResult_t submit_shrink(const std::shared_ptr<Comm>& parent, const std::set<int>& excluded,
                            ncclComm_t* newcomm, const ncclConfig_t* config, bool abort) {
   const char* function = "ncclCommShrink";
-  if (ncclResult_t r = check_parent(*parent, function, abort); r != ncclSuccess) return r;
+  if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
   if (abort && !parent->standing.revoked.exchange(true))
     parent->decide(ncclInvalidUsage, "stopped by ncclCommShrink with NCCL_SHRINK_ABORT");
   parent->drain(kForever);
   Child child;
-  if (ncclResult_t r = make_child(*parent, newcomm, config, function, &child); r != ncclSuccess) return r;
+  if (ncclResult_t r = make_child(parent, newcomm, config, function, &child); r != ncclSuccess) return r;
   std::vector<int> kept;
   for (int q = 0; q < parent->nranks; ++q)
     if (!excluded.count(q)) kept.push_back(q);
   Job job;
-  job.comm = child.comm;
-  job.blocking = child.comm->blocking;
+  job.comm = parent;
+  job.blocking = parent->blocking;
   Meeting meeting(parent, std::move(kept), function);
-  job.run = [=] { return run_shrink(parent, child, excluded, meeting); };
-  return submit(std::move(job));
+  job.run = [=] { return create_child(child, [&] { return run_shrink(child, excluded, meeting); }); };
+  return submit_quietly(std::move(job));
 }
 
 ncclResult_t submit_grow(const std::shared_ptr<Comm>& parent, int nranks, const ncclUniqueId* uniqueId,
@@ -272,35 +327,50 @@ ncclResult_t submit_grow(const std::shared_ptr<Comm>& parent, int nranks, const 
   if (nranks <= parent->nranks)
     return fail(ncclInvalidArgument, "ncclCommGrow: nRanks is %d, expected more than the %d there are",
                 nranks, parent->nranks);
-  if (ncclResult_t r = check_parent(*parent, function, false); r != ncclSuccess) return r;
+  if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
   Child child;
-  if (ncclResult_t r = make_child(*parent, newcomm, config, function, &child); r != ncclSuccess) return r;
+  if (ncclResult_t r = make_child(parent, newcomm, config, function, &child); r != ncclSuccess) return r;
+  publish(child.comm, newcomm);
   Job job;
   job.comm = child.comm;
-  job.blocking = child.comm->blocking;
+  bool blocking = job.blocking = child.comm->blocking;
   Id id = uniqueId ? id_of(*uniqueId) : Id();
   bool has_id = uniqueId != nullptr;
   Meeting meeting(parent, Meeting::everyone(*parent), function);
-  job.run = [=] { return run_grow(parent, child, nranks, has_id ? &id : nullptr, meeting); };
-  return submit(std::move(job));
+  job.run = [=] {
+    ncclResult_t r = run_grow(child, nranks, has_id ? &id : nullptr, meeting);
+    return end_creation(child.comm, newcomm, blocking, r);
+  };
+  return submit_quietly(std::move(job));
+}
+
+// Under the issue lock, so that no call is issued behind it.
+ncclResult_t begin_finalize(Comm& comm) {
+  std::lock_guard<std::mutex> lock(issue_lock());
+  if (ncclResult_t r = check_ready(comm, "ncclCommFinalize"); r != ncclSuccess) return r;
+  if (comm.standing.revoked.load())
+    return spoil_state(comm, fail(ncclInvalidArgument, "ncclCommFinalize: comm has been revoked"));
+  Phase ready = Phase::Ready;
+  if (!comm.standing.phase.compare_exchange_strong(ready, Phase::Finalizing))
+    return spoil_state(comm, fail(ncclInvalidArgument,
+                                  "ncclCommFinalize: comm has been finalized already, or is suspended"));
+  return ncclSuccess;
 }
 
 ncclResult_t submit_finalize(const std::shared_ptr<Comm>& comm) {
-  {
-    std::lock_guard<std::mutex> lock(issue_lock());
-    if (comm->standing.revoked.load())
-      return fail(ncclInvalidUsage, "ncclCommFinalize: comm has been revoked");
-    if (comm->error() != ncclSuccess)
-      return fail(comm->error(), "ncclCommFinalize: %s", comm->error_text().c_str());
-    Phase ready = Phase::Ready;
-    if (!comm->standing.phase.compare_exchange_strong(ready, Phase::Finalizing))
-      return fail(ncclInvalidArgument, "ncclCommFinalize: comm has been finalized already, or is suspended");
-  }
+  if (ncclResult_t r = begin_finalize(*comm); r != ncclSuccess) return r;
   Job job;
   job.comm = comm;
   job.blocking = comm->blocking;
   job.run = [comm] { return finalize(*comm); };
   return submit(std::move(job));
+}
+
+// What has failed can be destroyed, what a call is in progress on cannot.
+ncclResult_t check_may_end(Comm& comm, Standing::End how, const char* function) {
+  bool in_progress = comm.standing.pending() == ncclInProgress || comm.standing.must_poll();
+  return how == Standing::End::Destroy && !comm.blocking && in_progress ? check_ready(comm, function)
+                                                                        : ncclSuccess;
 }
 
 // Of several callers one ends the communicator; only an abort may come after a destruction has begun, and
@@ -311,6 +381,7 @@ ncclResult_t submit_end(ncclComm_t handle, Standing::End how, const char* functi
   bool begun;
   {
     std::lock_guard<std::mutex> lock(issue_lock());
+    if (ncclResult_t r = check_may_end(*comm, how, function); r != ncclSuccess) return r;
     begun = comm->standing.begin_end(how);
   }
   bool cuts_short = how == Standing::End::Abort && comm->standing.ending() == Standing::End::Destroy;
@@ -321,29 +392,39 @@ ncclResult_t submit_end(ncclComm_t handle, Standing::End how, const char* functi
   return submit(std::move(job));
 }
 
-ncclResult_t revoke(ncclComm_t handle, int flags) {
-  std::shared_ptr<Comm> comm = comm_of(handle, "ncclCommRevoke");
-  if (!comm) return ncclInvalidArgument;
+// NCCL does not ask whether the communicator is ready, and knows no second time (src/init.cc:
+// ncclCommRevoke).
+ncclResult_t begin_revoke(Comm& comm, int flags) {
+  const char* function = "ncclCommRevoke";
   if (flags != NCCL_REVOKE_DEFAULT)
-    return fail(ncclInvalidArgument, "ncclCommRevoke: revokeFlags is %d, expected NCCL_REVOKE_DEFAULT",
-                flags);
-  {
-    std::lock_guard<std::mutex> lock(issue_lock());
-    if (comm->standing.revoked.exchange(true)) return ncclSuccess;
-  }
-  comm->fail_with(ncclInvalidUsage, "rank " + std::to_string(comm->rank) + " revoked its communicator");
-  comm->drain(kForever);
+    return fail(ncclInvalidArgument, "%s: revokeFlags is %d, expected NCCL_REVOKE_DEFAULT", function, flags);
+  std::lock_guard<std::mutex> lock(issue_lock());
+  Phase phase = comm.standing.phase.load();
+  if (phase == Phase::Finalizing || phase == Phase::Finalized)
+    return fail(ncclInvalidArgument, "%s: comm has been finalized", function);
+  if (comm.standing.revoked.exchange(true))
+    return fail(ncclInvalidArgument, "%s: comm has been revoked already", function);
   return ncclSuccess;
 }
 
-thread_local int t_device = 0;
+ncclResult_t revoke(ncclComm_t handle, int flags) {
+  std::shared_ptr<Comm> comm;
+  if (ncclResult_t r = any_comm_of(handle, "ncclCommRevoke", &comm); r != ncclSuccess) return r;
+  if (ncclResult_t r = begin_revoke(*comm, flags); r != ncclSuccess) return r;
+  comm->fail_with(ncclInvalidUsage, "rank " + std::to_string(comm->rank) + " revoked its communicator");
+  Job job;
+  job.comm = comm;
+  job.blocking = comm->blocking;
+  job.run = [comm] { return comm->drain(kForever); };
+  return submit(std::move(job));
+}
 
 // What can be asked of a communicator that is ready.
 template <class Get>
 ncclResult_t ask(const char* function, const char* what, ncclComm_t handle, int* out, Get get) noexcept {
   return guarded(function, [&] {
-    std::shared_ptr<Comm> comm = comm_of(handle, function);
-    if (!comm) return ncclInvalidArgument;
+    std::shared_ptr<Comm> comm;
+    if (ncclResult_t r = comm_of(handle, function, &comm); r != ncclSuccess) return r;
     if (!out) return fail(ncclInvalidArgument, "%s: %s is NULL", function, what);
     *out = get(*comm);
     return ncclSuccess;
@@ -351,8 +432,6 @@ ncclResult_t ask(const char* function, const char* what, ncclComm_t handle, int*
 }
 
 }  // namespace
-
-int default_device() { return t_device; }
 
 }  // namespace pncpu
 
@@ -371,16 +450,15 @@ ncclResult_t pyncclCpuDeviceCount(int* count) {
 
 ncclResult_t pyncclCpuSetDevice(int device) {
   return guarded("pyncclCpuSetDevice", [&] {
-    if (device < 0)
-      return fail(ncclInvalidArgument, "pyncclCpuSetDevice: device is %d, expected 0 or more", device);
-    t_device = device;
+    if (ncclResult_t r = check_device(device, "pyncclCpuSetDevice", "device"); r != ncclSuccess) return r;
+    set_default_device(device);
     return ncclSuccess;
   });
 }
 
 ncclResult_t pyncclCpuGetDevice(int* device) {
   REQUIRE_POINTER("pyncclCpuGetDevice", device);
-  *device = t_device;
+  *device = default_device();
   return ncclSuccess;
 }
 
@@ -406,7 +484,9 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId commId,
   const char* function = "ncclCommInitRank";
   return in_group(function, [&] {
     REQUIRE_POINTER(function, comm);
-    return submit_init(comm, nranks, rank, {id_of(commId)}, 0, nullptr, function, default_device());
+    // Outside a group it blocks, also with NCCL_COMM_BLOCKING=0 (src/group.cc: ncclAsyncLaunch).
+    bool waits = this_thread_group().depth == 0;
+    return submit_init(comm, nranks, rank, {id_of(commId)}, 0, nullptr, function, default_device(), waits);
   });
 }
 
@@ -431,10 +511,7 @@ ncclResult_t ncclCommInitAll(ncclComm_t* comm, int ndev, const int* devlist) {
   return in_group(function, [&] {
     REQUIRE_POINTER(function, comm);
     if (ndev < 1) return fail(ncclInvalidArgument, "%s: ndev is %d, expected at least 1", function, ndev);
-    for (int i = 0; devlist && i < ndev; ++i)
-      if (devlist[i] < 0)
-        return fail(ncclInvalidArgument, "%s: devlist[%d] is %d, expected 0 or more", function, i,
-                    devlist[i]);
+    if (ncclResult_t r = check_devices(devlist, ndev, function); r != ncclSuccess) return r;
     if (ndev > kMostLocalRanks)
       return fail(
           ncclSystemError,
@@ -447,8 +524,8 @@ ncclResult_t ncclCommInitAll(ncclComm_t* comm, int ndev, const int* devlist) {
 
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm, ncclConfig_t* config) {
   return in_group("ncclCommSplit", [&] {
-    std::shared_ptr<Comm> parent = comm_of(comm, "ncclCommSplit");
-    if (!parent) return ncclInvalidArgument;
+    std::shared_ptr<Comm> parent;
+    if (ncclResult_t r = comm_of(comm, "ncclCommSplit", &parent); r != ncclSuccess) return r;
     REQUIRE_POINTER("ncclCommSplit", newcomm);
     *newcomm = nullptr;
     return submit_split(parent, color, key, newcomm, config);
@@ -458,31 +535,37 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newc
 ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeRanksCount,
                             ncclComm_t* newcomm, ncclConfig_t* config, int shrinkFlags) {
   return in_group("ncclCommShrink", [&] {
-    std::shared_ptr<Comm> parent = comm_of(comm, "ncclCommShrink");
-    if (!parent) return ncclInvalidArgument;
+    std::shared_ptr<Comm> parent;
+    bool abort = shrinkFlags & NCCL_SHRINK_ABORT;
+    ncclResult_t r = (abort ? any_comm_of : comm_of)(comm, "ncclCommShrink", &parent);
+    if (r != ncclSuccess) return r;
     REQUIRE_POINTER("ncclCommShrink", newcomm);
     *newcomm = nullptr;
     if (shrinkFlags & ~NCCL_SHRINK_ABORT)
       return fail(ncclInvalidArgument, "ncclCommShrink: shrinkFlags is 0x%x", unsigned(shrinkFlags));
     std::set<int> excluded;
-    ncclResult_t r = read_excluded(*parent, excludeRanksList, excludeRanksCount, &excluded);
+    r = read_excluded(*parent, excludeRanksList, excludeRanksCount, &excluded);
     if (r != ncclSuccess) return r;
-    return submit_shrink(parent, excluded, newcomm, config, shrinkFlags & NCCL_SHRINK_ABORT);
+    return submit_shrink(parent, excluded, newcomm, config, abort);
   });
 }
 
 ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* uniqueId) {
-  return guarded("ncclCommGetUniqueId", [&] {
-    std::shared_ptr<Comm> c = comm_of(comm, "ncclCommGetUniqueId");
-    if (!c) return ncclInvalidArgument;
-    REQUIRE_POINTER("ncclCommGetUniqueId", uniqueId);
-    if (c->grow_id_open.exchange(true))
-      return fail(ncclInvalidUsage,
-                  "ncclCommGetUniqueId: the id made before has not been used by ncclCommGrow yet");
-    Id id;
-    ncclResult_t r = make_id(&id, false);
-    if (r != ncclSuccess) return c->grow_id_open.store(false), r;
-    return write_id(id, uniqueId);
+  const char* function = "ncclCommGetUniqueId";
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
+    REQUIRE_POINTER(function, uniqueId);
+    if (param_is_set("NCCL_COMM_ID"))
+      return fail(ncclInvalidUsage, "%s: NCCL_COMM_ID is set, which is the id of all communicators",
+                  function);
+    auto id = std::make_unique<Id>();
+    if (ncclResult_t r = make_id(id.get(), false); r != ncclSuccess) return r;
+    std::lock_guard<std::mutex> lock(c->session.mutex);
+    if (c->grow_id)
+      return fail(ncclInvalidUsage, "%s: the id made before has not been used by ncclCommGrow yet", function);
+    c->grow_id = std::move(id);
+    return write_id(*c->grow_id, uniqueId);
   });
 }
 
@@ -495,8 +578,8 @@ ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqu
       REQUIRE_POINTER(function, uniqueId);
       return submit_init(newcomm, nRanks, rank, {id_of(*uniqueId)}, 0, config, function, default_device());
     }
-    std::shared_ptr<Comm> parent = comm_of(comm, function);
-    if (!parent) return ncclInvalidArgument;
+    std::shared_ptr<Comm> parent;
+    if (ncclResult_t r = comm_of(comm, function, &parent); r != ncclSuccess) return r;
     *newcomm = nullptr;
     if (rank != -1)
       return fail(ncclInvalidArgument, "ncclCommGrow: rank is %d, expected -1 from a rank that exists", rank);
@@ -505,9 +588,11 @@ ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqu
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  if (!comm) return ncclSuccess;
   return in_group("ncclCommFinalize", [&] {
-    std::shared_ptr<Comm> c = comm_of(comm, "ncclCommFinalize");
-    return c ? submit_finalize(c) : ncclInvalidArgument;
+    std::shared_ptr<Comm> c;
+    ncclResult_t r = any_comm_of(comm, "ncclCommFinalize", &c);
+    return r == ncclSuccess ? submit_finalize(c) : r;
   });
 }
 
@@ -523,13 +608,14 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
 }
 
 ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags) {
+  if (!comm) return ncclSuccess;
   return in_group("ncclCommRevoke", [&] { return revoke(comm, revokeFlags); });
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
   return guarded("ncclCommGetAsyncError", [&] {
-    std::shared_ptr<Comm> c = comm_of(comm, "ncclCommGetAsyncError", false);
-    if (!c) return ncclInvalidArgument;
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = any_comm_of(comm, "ncclCommGetAsyncError", &c); r != ncclSuccess) return r;
     REQUIRE_POINTER("ncclCommGetAsyncError", asyncError);
     // A revoked communicator is quiet, not broken: it may be split, shrunk and destroyed.
     bool broken = c->error() != ncclSuccess && !c->standing.revoked.load();

@@ -19,21 +19,22 @@ ncclResult_t ncclGroupEnd(void) {
   });
 }
 
-// As in NCCL nothing is issued.
+// Without simInfo it is ncclGroupEnd; a wrong one ends the group, and nothing is issued (src/group.cc:
+// ncclGroupEndInternal).
 ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
+  if (!info) return ncclGroupEnd();
   return guarded("ncclGroupSimulateEnd", [&] {
     Group& group = this_thread_group();
     if (group.depth == 0)
       return fail(ncclInvalidUsage, "ncclGroupSimulateEnd: no ncclGroupStart came before it");
-    if (info && (info->magic != NCCL_SIM_INFO_MAGIC || info->size < sizeof *info))
-      return fail(ncclInvalidArgument,
-                  "ncclGroupSimulateEnd: simInfo is not initialized (magic 0x%x, size %zu)", info->magic,
-                  info->size);
     if (--group.depth > 0) return ncclSuccess;
-    float us = -1.0f;
-    ncclResult_t r = group.simulate(&us);
-    if (info) info->estimatedTime = us;
-    return r;
+    if (info->magic != NCCL_SIM_INFO_MAGIC || info->size < sizeof *info) {
+      group.spoil(fail(ncclInvalidArgument,
+                       "ncclGroupSimulateEnd: simInfo is not initialized (magic 0x%x, size %zu)", info->magic,
+                       info->size));
+      return group.finish();
+    }
+    return group.simulate(&info->estimatedTime);
   });
 }
 

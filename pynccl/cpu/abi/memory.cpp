@@ -16,25 +16,58 @@ constexpr size_t kPage = 4096;
 struct Allocations {
   std::mutex mutex;
   std::map<void*, size_t> sizes;
+
+  // Whether memory lies in one of them.
+  bool hold(const void* at, size_t size) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto after = sizes.upper_bound(const_cast<void*>(at));
+    if (after == sizes.begin()) return false;
+    auto& [start, bytes] = *std::prev(after);
+    size_t offset = size_t(static_cast<const char*>(at) - static_cast<const char*>(start));
+    return offset < bytes && size <= bytes - offset;
+  }
 };
 
-template <class T>
-ncclResult_t add_registration(ncclComm_t comm, const char* function, void* buffer, size_t size, int flags,
-                              void** out) {
-  std::shared_ptr<Comm> c = comm_of(comm, function);
-  if (!c) return ncclInvalidArgument;
-  if (!out) return fail(ncclInvalidArgument, "%s: %s is NULL", function, HandleTraits<T>::name);
-  *out = nullptr;
-  if (!buffer || size == 0)
-    return fail(ncclInvalidArgument, "%s: buff is %p and size %zu, expected memory", function, buffer, size);
-  *out = c->registry.add<T>(buffer, size, flags);
+// NCCL's src/dev_runtime.cc: ncclCommWindowRegister, ncclDevrWindowRegisterInGroup.
+ncclResult_t check_window(void* buff, size_t size, int flags, const char* function) {
+  int known = NCCL_WIN_COLL_SYMMETRIC | NCCL_WIN_STRICT_ORDERING | NCCL_WIN_GIN_ONLY | NCCL_WIN_CFT_COUNTED;
+  if (flags & ~known) return fail(ncclInvalidArgument, "%s: winFlags is 0x%x", function, unsigned(flags));
+  if (!buff || size == 0)
+    return fail(ncclInvalidArgument, "%s: buff is %p and size %zu, expected memory", function, buff, size);
+  if (!per_process<Allocations>().hold(buff, size))
+    return fail(ncclUnhandledCudaError,
+                "%s: %zu bytes at %p are not memory that ncclMemAlloc returned in this process", function,
+                size, buff);
+  if (reinterpret_cast<uintptr_t>(buff) % NCCL_WIN_REQUIRED_ALIGNMENT != 0)
+    return fail(ncclInvalidArgument, "%s: buff is %p, expected a multiple of %d bytes", function, buff,
+                NCCL_WIN_REQUIRED_ALIGNMENT);
   return ncclSuccess;
 }
 
-template <class T>
-ncclResult_t remove_registration(ncclComm_t comm, const char* function, void* handle) {
-  std::shared_ptr<Comm> c = comm_of(comm, function);
-  return c ? c->registry.remove<T>(handle, function) : ncclInvalidArgument;
+// A rank that does not come leaves the others waiting for what it calls next, so all of them are told.
+ncclResult_t register_window(Comm& comm, const Meeting& meeting, const Registered& memory,
+                             ncclWindow_t* win) {
+  std::vector<std::string> all;
+  ncclResult_t r = meeting.meet("", &all);
+  if (r == ncclTimeout) comm.fail_with(r, last_error());
+  if (r == ncclSuccess) *win = static_cast<ncclWindow_t>(comm.registry.add_window(memory));
+  return r;
+}
+
+ncclResult_t submit_window(ncclComm_t handle, void* buff, size_t size, ncclWindow_t* win, int flags) {
+  const char* function = "ncclCommWindowRegister";
+  std::shared_ptr<Comm> comm;
+  if (ncclResult_t r = comm_of(handle, function, &comm); r != ncclSuccess) return r;
+  REQUIRE_POINTER(function, win);
+  *win = nullptr;
+  if (ncclResult_t r = check_window(buff, size, flags, function); r != ncclSuccess) return r;
+  Meeting meeting(comm, Meeting::everyone(*comm), function);
+  Job job;
+  job.comm = comm;
+  job.blocking = comm->blocking;
+  job.run = [=] { return register_window(*comm, meeting, {comm->serial, buff, size, flags}, win); };
+  ncclResult_t r = submit(std::move(job));
+  return r == ncclInProgress ? ncclSuccess : r;
 }
 
 // All ranks come to a halt together: nothing may be underway when the rings' memory goes.
@@ -54,6 +87,15 @@ ncclResult_t suspend(Comm& comm, const Meeting (&meetings)[3]) {
   if (ncclResult_t r = meetings[2].meet("", &all); r != ncclSuccess) return r;
   comm.standing.phase.store(Phase::Suspended);
   comm.standing.set_pending(ncclSuccess);
+  return ncclSuccess;
+}
+
+// No rank may use the rings before all want them back.
+ncclResult_t resume(Comm& comm, const Meeting& meeting) {
+  std::vector<std::string> all;
+  if (ncclResult_t r = meeting.meet("", &all); r != ncclSuccess) return r;
+  Phase suspended = Phase::Suspended;
+  comm.standing.phase.compare_exchange_strong(suspended, Phase::Ready);
   return ncclSuccess;
 }
 
@@ -102,7 +144,8 @@ ncclResult_t ncclMemAlloc(void** ptr, size_t size) {
   return guarded("ncclMemAlloc", [&] {
     REQUIRE_POINTER("ncclMemAlloc", ptr);
     *ptr = nullptr;
-    if (size == 0 || size > SIZE_MAX / 2) return fail(ncclInvalidArgument, "ncclMemAlloc: size is %zu", size);
+    if (size == 0) return ncclSuccess;  // as cudaMalloc
+    if (size > SIZE_MAX / 2) return fail(ncclInvalidArgument, "ncclMemAlloc: size is %zu", size);
     Allocations& all = per_process<Allocations>();
     std::lock_guard<std::mutex> lock(all.mutex);
     size_t bytes = align_up(size, kPage);
@@ -136,41 +179,50 @@ ncclResult_t ncclMemFree(void* ptr) {
 }
 
 ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buff, size_t size, void** handle) {
-  return guarded("ncclCommRegister", [&] {
-    return add_registration<Registration>(comm, "ncclCommRegister", buff, size, 0, handle);
+  const char* function = "ncclCommRegister";
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
+    REQUIRE_POINTER(function, handle);
+    *handle = nullptr;
+    REQUIRE_POINTER(function, buff);
+    *handle = c->registry.add_buffer({c->serial, buff, size, 0});
+    return ncclSuccess;
   });
 }
 
 ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
-  return guarded("ncclCommDeregister",
-                 [&] { return remove_registration<Registration>(comm, "ncclCommDeregister", handle); });
+  const char* function = "ncclCommDeregister";
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
+    if (!handle || c->registry.remove_buffer(handle)) return ncclSuccess;
+    return fail(ncclInvalidUsage, "%s: handle %p is not one that ncclCommRegister gave for this comm",
+                function, handle);
+  });
 }
 
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win,
                                     int winFlags) {
-  const char* function = "ncclCommWindowRegister";
-  return guarded(function, [&] {
-    int known = NCCL_WIN_COLL_SYMMETRIC | NCCL_WIN_STRICT_ORDERING | NCCL_WIN_GIN_ONLY | NCCL_WIN_CFT_COUNTED;
-    if (winFlags & ~known)
-      return fail(ncclInvalidArgument, "%s: winFlags is 0x%x", function, unsigned(winFlags));
-    if (reinterpret_cast<uintptr_t>(buff) % NCCL_WIN_REQUIRED_ALIGNMENT != 0)
-      return fail(ncclInvalidArgument, "%s: buff is %p, expected a multiple of %d bytes", function, buff,
-                  NCCL_WIN_REQUIRED_ALIGNMENT);
-    return add_registration<Window>(comm, function, buff, size, winFlags, reinterpret_cast<void**>(win));
-  });
+  return in_group("ncclCommWindowRegister", [&] { return submit_window(comm, buff, size, win, winFlags); });
 }
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win) {
-  return guarded("ncclCommWindowDeregister",
-                 [&] { return remove_registration<Window>(comm, "ncclCommWindowDeregister", win); });
+  const char* function = "ncclCommWindowDeregister";
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
+    return win ? c->registry.remove_window(win, function) : ncclSuccess;
+  });
 }
 
 ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void** outUserPtr) {
-  return guarded("ncclWinGetUserPtr", [&] {
-    std::shared_ptr<Comm> c = comm_of(comm, "ncclWinGetUserPtr");
-    if (!c) return ncclInvalidArgument;
-    REQUIRE_POINTER("ncclWinGetUserPtr", outUserPtr);
-    std::shared_ptr<Window> window = c->registry.find<Window>(win, "ncclWinGetUserPtr");
+  const char* function = "ncclWinGetUserPtr";
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
+    REQUIRE_POINTER(function, outUserPtr);
+    std::shared_ptr<Window> window = c->registry.find_window(win, function);
     if (!window) return ncclInvalidArgument;
     *outUserPtr = window->buffer;
     return ncclSuccess;
@@ -181,8 +233,8 @@ ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataTyp
                                       ncclScalarResidence_t residence, ncclComm_t comm) {
   const char* function = "ncclRedOpCreatePreMulSum";
   return guarded(function, [&] {
-    std::shared_ptr<Comm> c = comm_of(comm, function);
-    if (!c) return ncclInvalidArgument;
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
     REQUIRE_POINTER(function, op);
     REQUIRE_POINTER(function, scalar);
     if (unsigned(datatype) >= ncclNumTypes)
@@ -198,8 +250,8 @@ ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataTyp
 
 ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
   return guarded("ncclRedOpDestroy", [&] {
-    std::shared_ptr<Comm> c = comm_of(comm, "ncclRedOpDestroy");
-    if (!c) return ncclInvalidArgument;
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = any_comm_of(comm, "ncclRedOpDestroy", &c); r != ncclSuccess) return r;
     if (!c->registry.remove_op(int(op)))
       return fail(ncclInvalidArgument,
                   "ncclRedOpDestroy: op %d was not created by this communicator, or was destroyed", int(op));
@@ -210,13 +262,9 @@ ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
 ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
   const char* function = "ncclCommSuspend";
   return in_group(function, [&] {
-    std::shared_ptr<Comm> c = comm_of(comm, function);
-    if (!c) return ncclInvalidArgument;
-    if (flags != NCCL_SUSPEND_MEM)
-      return fail(ncclInvalidArgument, "%s: flags is 0x%x, expected NCCL_SUSPEND_MEM", function,
-                  unsigned(flags));
-    if (c->error() != ncclSuccess)
-      return fail(c->error(), "%s: comm has failed: %s", function, c->error_text().c_str());
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
+    if (!(flags & NCCL_SUSPEND_MEM)) return ncclSuccess;  // nothing is to be suspended
     if (c->standing.phase.load() != Phase::Ready)
       return fail(ncclInvalidUsage, "%s: comm is suspended or finalized already", function);
     auto meeting = [&] { return Meeting(c, Meeting::everyone(*c), function); };
@@ -232,20 +280,25 @@ ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
 }
 
 ncclResult_t ncclCommResume(ncclComm_t comm) {
-  return in_group("ncclCommResume", [&] {
-    std::shared_ptr<Comm> c = comm_of(comm, "ncclCommResume");
-    if (!c) return ncclInvalidArgument;
-    Phase suspended = Phase::Suspended;
-    if (!c->standing.phase.compare_exchange_strong(suspended, Phase::Ready))
-      return fail(ncclInvalidUsage, "ncclCommResume: comm is not suspended");
-    return ncclSuccess;
+  const char* function = "ncclCommResume";
+  return in_group(function, [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
+    if (c->standing.phase.load() != Phase::Suspended)
+      return fail(ncclInvalidUsage, "%s: comm is not suspended", function);
+    Meeting meeting(c, Meeting::everyone(*c), function);
+    Job job;
+    job.comm = c;
+    job.blocking = c->blocking;
+    job.run = [c, meeting] { return resume(*c, meeting); };
+    return submit(std::move(job));
   });
 }
 
 ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t* value) {
   return guarded("ncclCommMemStats", [&]() -> ncclResult_t {
-    std::shared_ptr<Comm> c = comm_of(comm, "ncclCommMemStats");
-    if (!c) return ncclInvalidArgument;
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = comm_of(comm, "ncclCommMemStats", &c); r != ncclSuccess) return r;
     if (!value) return fail(ncclInvalidArgument, "ncclCommMemStats: value is NULL");
     uint64_t rings = 0, rest = sizeof(Comm);
     if (Segment* s = c->segment()) {
@@ -268,11 +321,11 @@ ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t*
 
 ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t* props) {
   return guarded("ncclCommQueryProperties", [&] {
-    std::shared_ptr<Comm> c = comm_of(comm, "ncclCommQueryProperties");
-    if (!c) return ncclInvalidArgument;
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = comm_of(comm, "ncclCommQueryProperties", &c); r != ncclSuccess) return r;
     if (!props) return fail(ncclInvalidArgument, "ncclCommQueryProperties: props is NULL");
     if (props->magic != NCCL_API_MAGIC || props->size < offsetof(ncclCommProperties_t, rank))
-      return fail(ncclInvalidArgument,
+      return fail(ncclInvalidUsage,
                   "ncclCommQueryProperties: props is not initialized (magic 0x%x, size %zu)", props->magic,
                   props->size);
     ncclCommProperties_t full;

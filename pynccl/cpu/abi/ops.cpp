@@ -76,7 +76,7 @@ ncclResult_t check_red_op(Op& op, const Comm& comm, int red, const char* functio
   RedOp made;
   if (!comm.registry.find_op(red, &made))
     return bad(function, "op", red, "an ncclRedOp_t below ncclNumOps or one that this communicator created");
-  if (made.dtype != op.dtype)
+  if (made.dtype != op.dtype && op.count > 0)
     return fail(ncclInvalidArgument, "%s: op %d was created for %s, datatype is %s", function, red,
                 type_name(made.dtype), type_name(op.dtype));
   op.red = RedKind::PreMulSum;
@@ -109,6 +109,14 @@ ncclResult_t check(Submission& call, int red, const char* function) {
   return comm.check_accepts(function);
 }
 
+// Everything but the communicator.
+ncclResult_t check_all(Submission& call, int red, cudaStream_t stream, const char* function) {
+  if (ncclResult_t r = check(call, red, function); r != ncclSuccess) return r;
+  call.stream = stream_of(call.comm, stream, function);
+  if (!call.stream) return ncclInvalidArgument;
+  return inject_fault(*call.comm, function);
+}
+
 ncclResult_t enter(const char* function, Func func, const void* send, void* recv, size_t count,
                    ncclDataType_t dtype, int red, int root, ncclComm_t handle, cudaStream_t stream) {
   return in_group(function, [&] {
@@ -119,12 +127,13 @@ ncclResult_t enter(const char* function, Func func, const void* send, void* recv
     call.op.count = count;
     call.op.dtype = dtype;
     call.op.root = root;
-    call.comm = comm_of(handle, function);
-    if (!call.comm) return ncclInvalidArgument;
-    if (ncclResult_t r = check(call, red, function); r != ncclSuccess) return r;
-    call.stream = stream_of(call.comm, stream, function);
-    if (!call.stream) return ncclInvalidArgument;
-    if (ncclResult_t r = inject_fault(*call.comm, function); r != ncclSuccess) return r;
+    if (ncclResult_t r = comm_of(handle, function, &call.comm); r != ncclSuccess) return r;
+    if (call.comm->standing.revoked.load())
+      return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
+    if (ncclResult_t r = check_all(call, red, stream, function); r != ncclSuccess)
+      return spoil_state(*call.comm, r);
+    // "Empty collectives can be discarded" (src/enqueue.cc: taskAppend): no rank waits for them.
+    if (count == 0 && !is_p2p(func)) return ncclSuccess;
     return submit(std::move(call));
   });
 }

@@ -1,4 +1,5 @@
 // This library's own additions to the C API: streams and events.
+#include "base/device.hpp"
 #include "base/guard.hpp"
 #include "calls/issue.hpp"
 #include "comm/lifecycle.hpp"
@@ -9,7 +10,7 @@ namespace {
 // A NULL comm is for the streams that a caller created; the default streams are some communicator's.
 std::shared_ptr<Stream> stream_for(ncclComm_t comm, cudaStream_t handle, const char* function) {
   std::shared_ptr<Comm> c;
-  if (comm && !(c = comm_of(comm, function, false))) return nullptr;
+  if (comm && any_comm_of(comm, function, &c) != ncclSuccess) return nullptr;
   return stream_of(c, handle, function);
 }
 

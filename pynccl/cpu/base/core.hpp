@@ -74,7 +74,6 @@ std::string host_name();
 // Equal for ranks that can share memory: one user on one machine and in one network namespace, with one
 // NCCL_HOSTID, or without it in one pid namespace.
 uint64_t host_id();
-int default_device();
 void name_this_thread(const char* name);
 int this_thread();  // the kernel's number of it
 

@@ -96,7 +96,11 @@ ncclResult_t run_in_background(std::vector<Job> jobs, std::vector<Submission> ca
   std::vector<std::shared_ptr<Comm>> comms;
   for (const Job& job : jobs)
     if (job.comm) comms.push_back(job.comm);
-  for (auto& comm : comms) comm->standing.set_pending(ncclInProgress);
+  for (const Submission& call : calls) comms.push_back(call.comm);
+  for (auto& comm : comms) {
+    comm->standing.answer_later();
+    comm->standing.set_pending(ncclInProgress);
+  }
   auto body = [jobs = std::move(jobs), calls = std::move(calls), comms] {
     ncclResult_t r = guarded("ncclGroupEnd", [&] { return run_all(jobs, calls); });
     if (r == ncclInProgress) r = ncclSuccess;
@@ -128,11 +132,42 @@ void Group::abandon() {
   if (epoch_ == process_epoch()) return;
   new std::vector<Submission>(std::move(calls_));
   new std::vector<Job>(std::move(jobs_));
+  clear();
+  depth = 0;
+  epoch_ = process_epoch();
+}
+
+void Group::clear() {
   calls_.clear();
   jobs_.clear();
-  depth = 0;
+  mode_ = Mode::Open;
   error_ = ncclSuccess;
-  epoch_ = process_epoch();
+}
+
+// As in NCCL's src/group.cc (ncclAsyncLaunch), where of collectives the communicator that came last decides.
+ncclResult_t Group::join(bool blocking) {
+  Mode mode = blocking ? Mode::Blocking : Mode::NonBlocking;
+  if (mode_ != Mode::Open && mode_ != mode)
+    return fail(ncclInvalidArgument,
+                "Blocking and nonblocking communicators are not allowed in the same group.");
+  mode_ = mode;
+  return ncclSuccess;
+}
+
+ncclResult_t Group::add(Submission call) {
+  if (ncclResult_t r = join(call.comm->blocking); r != ncclSuccess) return r;
+  calls_.push_back(std::move(call));
+  return ncclSuccess;
+}
+
+// A destruction waits, and the whole group with it.
+ncclResult_t Group::add(Job job) {
+  if (job.ends)
+    mode_ = Mode::Blocking;
+  else if (ncclResult_t r = join(job.blocking); r != ncclSuccess)
+    return r;
+  jobs_.push_back(std::move(job));
+  return ncclSuccess;
 }
 
 void Group::spoil(ncclResult_t code) {
@@ -149,9 +184,7 @@ int Group::copies_on(int device) const {
 // What ends communicators goes on: whoever cleans up after a failure must not be left with them.
 ncclResult_t Group::drop(const char* why) {
   std::vector<Job> jobs = std::move(jobs_);
-  calls_.clear();
-  jobs_.clear();
-  error_ = ncclSuccess;
+  clear();
   auto ends = std::stable_partition(jobs.begin(), jobs.end(), [](const Job& job) { return !job.ends; });
   std::vector<Job> ending(ends, jobs.end());
   jobs.erase(ends, jobs.end());
@@ -169,10 +202,8 @@ ncclResult_t Group::finish() {
   }
   std::vector<Submission> calls = std::move(calls_);
   std::vector<Job> jobs = std::move(jobs_);
-  calls_.clear();
-  jobs_.clear();
-  if (jobs.empty()) return calls.empty() ? ncclSuccess : issue(calls);
-  bool background = std::any_of(jobs.begin(), jobs.end(), [](const Job& job) { return !job.blocking; });
+  bool background = mode_ == Mode::NonBlocking && !jobs.empty();
+  clear();
   return background ? run_in_background(std::move(jobs), std::move(calls)) : run_all(std::move(jobs), calls);
 }
 
@@ -189,17 +220,12 @@ ncclResult_t Group::simulate(float* microseconds) {
 ncclResult_t submit(Submission call) {
   Group& group = this_thread_group();
   if (group.depth == 0) return issue({call});
-  group.add(std::move(call));
-  return ncclSuccess;
+  return group.add(std::move(call));
 }
 
 ncclResult_t submit(Job job) {
   Group& group = this_thread_group();
-  if (group.depth > 0) {
-    bool in_progress = !job.blocking;
-    group.add(std::move(job));
-    return in_progress ? ncclInProgress : ncclSuccess;
-  }
+  if (group.depth > 0) return group.add(std::move(job));
   return job.blocking ? job.run() : run_in_background({std::move(job)}, {});
 }
 

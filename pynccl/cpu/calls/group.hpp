@@ -23,8 +23,9 @@ class Group {
  public:
   ~Group();
   int depth = 0;
-  void add(Submission call) { calls_.push_back(std::move(call)); }
-  void add(Job job) { jobs_.push_back(std::move(job)); }
+  // ncclInvalidArgument where blocking and non-blocking communicators meet.
+  ncclResult_t add(Submission call);
+  ncclResult_t add(Job job);
   void spoil(ncclResult_t code);
   // How many communicators that are created in this group are on the device already.
   int copies_on(int device) const;
@@ -35,9 +36,13 @@ class Group {
   void abandon();
 
  private:
+  enum class Mode { Open, Blocking, NonBlocking };
+  ncclResult_t join(bool blocking);
+  void clear();
   ncclResult_t drop(const char* why);
   std::vector<Submission> calls_;
   std::vector<Job> jobs_;
+  Mode mode_ = Mode::Open;
   ncclResult_t error_ = ncclSuccess;
   std::string error_text_;
   uint32_t epoch_ = process_epoch();

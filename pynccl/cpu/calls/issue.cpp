@@ -87,6 +87,11 @@ ncclResult_t check_alive(const Submission& call) {
   return call.comm->check_accepts(func_name(call.op.func));
 }
 
+// A collective of one rank is done by a copy, without a launch (NCCL's src/enqueue.cc: taskAppend).
+bool is_launched_later(const Submission& call) {
+  return !call.comm->blocking && (call.comm->nranks > 1 || is_p2p(call.op.func));
+}
+
 ncclResult_t wait_all(const std::vector<Submission>& calls) {
   ncclResult_t result = ncclSuccess;
   for (const Submission& call : calls) {
@@ -112,7 +117,7 @@ ncclResult_t issue(const std::vector<Submission>& calls) {
     for (Prepared& p : prepared) p.queue();
     for (const Submission& call : calls) {
       wait = wait || call.comm->blocking_calls;
-      if (!call.comm->blocking) call.comm->standing.answer_later(), later = true;
+      if (is_launched_later(call)) call.comm->standing.answer_later(), later = true;
     }
   }
   if (ncclResult_t r = wait ? wait_all(calls) : ncclSuccess; r != ncclSuccess) return r;

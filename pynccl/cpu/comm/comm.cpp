@@ -39,6 +39,23 @@ std::vector<uint64_t> Comm::claim_meeting(const std::vector<int>& ranks) {
   return tags;
 }
 
+void Comm::begin_child(const std::shared_ptr<Comm>& child) {
+  std::lock_guard<std::mutex> lock(session.mutex);
+  children_.push_back(child);
+  if (session.stopped()) child->session.stop();
+}
+
+void Comm::end_child(const Comm& child) {
+  std::lock_guard<std::mutex> lock(session.mutex);
+  children_.erase(
+      std::find_if(children_.begin(), children_.end(), [&](auto& c) { return c.get() == &child; }));
+}
+
+void Comm::stop_children() {
+  std::lock_guard<std::mutex> lock(session.mutex);
+  for (auto& child : children_) child->session.stop();
+}
+
 ncclResult_t Comm::check_accepts(const char* function) {
   if (standing.ending() != Standing::End::None)
     return fail(ncclInvalidUsage, "%s: comm was destroyed or aborted before the call was issued", function);

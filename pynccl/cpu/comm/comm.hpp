@@ -91,13 +91,19 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   // Ranks that meet in an exchange number their meetings, each pair its own: claimed in the order of the
   // calls, so that an exchange cannot meet another's.
   std::vector<uint64_t> claim_meeting(const std::vector<int>& ranks);
-  std::atomic<bool> grow_id_open{false};
+  std::unique_ptr<Id> grow_id;  // that this rank made for ncclCommGrow to use; under session.mutex
+
+  // Communicators that are being made of this one, whose handles nobody has yet: an abort ends that too.
+  void begin_child(const std::shared_ptr<Comm>& child);
+  void end_child(const Comm& child);
+  void stop_children();
 
  private:
   void died(int from);
   void note_started(const Batch& batch);
   Fate fate_;
-  std::vector<uint64_t> meetings_;  // with each rank; under session.mutex
+  std::vector<uint64_t> meetings_;               // with each rank; under session.mutex
+  std::vector<std::shared_ptr<Comm>> children_;  // under it
   Doorbell own_bell_;
   std::atomic<Stream*> newest_{nullptr};
   std::weak_ptr<Stream> newest_owner_;  // under session.mutex

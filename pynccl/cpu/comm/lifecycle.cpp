@@ -9,47 +9,112 @@
 
 namespace pncpu {
 
-std::shared_ptr<Comm> comm_of(ncclComm_t handle, const char* function, bool ready) {
-  std::shared_ptr<Comm> comm = find_handle<Comm>(handle, function);
-  if (!comm) return nullptr;
-  if (comm->standing.ending() != Standing::End::None) return refuse_handle<Comm>(handle, function), nullptr;
-  if (ready && (comm->standing.pending() == ncclInProgress || comm->standing.must_poll())) {
-    fail(ncclInvalidArgument,
-         "%s: comm %p is used before the previous operation on it returned ncclSuccess "
-         "(ncclCommGetAsyncError)",
-         function, static_cast<void*>(handle));
-    return nullptr;
-  }
-  return comm;
+ncclResult_t any_comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm) {
+  *comm = find_handle<Comm>(handle, function);
+  if (!*comm) return ncclInvalidArgument;
+  return (*comm)->standing.ending() == Standing::End::None ? ncclSuccess
+                                                           : refuse_handle<Comm>(handle, function);
 }
+
+ncclResult_t comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm) {
+  ncclResult_t r = any_comm_of(handle, function, comm);
+  return r == ncclSuccess ? check_ready(**comm, function) : r;
+}
+
+ncclResult_t check_ready(Comm& comm, const char* function) {
+  Standing& standing = comm.standing;
+  if (standing.revoked.load()) return ncclSuccess;
+  if (standing.pending() == ncclInProgress || standing.must_poll())
+    return fail(ncclInvalidArgument,
+                "%s: comm %p is used before the previous operation returned ncclSuccess "
+                "(ncclCommGetAsyncError)",
+                function, static_cast<void*>(comm.handle));
+  if (comm.error() != ncclSuccess)
+    return fail(comm.error(), "%s: comm has failed: %s", function, comm.error_text().c_str());
+  if (ncclResult_t r = standing.pending(); r != ncclSuccess)
+    return fail(r, "%s: comm is non-blocking, and the error of a wrong call has become its state for good",
+                function);
+  return ncclSuccess;
+}
+
+ncclResult_t spoil_state(Comm& comm, ncclResult_t code) {
+  if (!comm.blocking && code != ncclSuccess && code != ncclInProgress &&
+      comm.standing.pending() == ncclSuccess)
+    comm.standing.set_pending(code);
+  return code;
+}
+
+namespace {
+
+// What NCCL checks of a configuration, and since which version (src/init.cc: parseCommConfig). What came
+// after 2.30.7 is not looked at.
+struct ConfigField {
+  const char* name;
+  int ncclConfig_t::* member;
+  int low, high;
+  unsigned since;
+};
+constexpr ConfigField kConfigFields[] = {
+    {"blocking", &ncclConfig_t::blocking, 0, 1, 21400},
+    {"cgaClusterSize", &ncclConfig_t::cgaClusterSize, 0, INT32_MAX, 21700},
+    {"minCTAs", &ncclConfig_t::minCTAs, 1, INT32_MAX, 21700},
+    {"maxCTAs", &ncclConfig_t::maxCTAs, 1, INT32_MAX, 21700},
+    {"splitShare", &ncclConfig_t::splitShare, 0, 1, 0},
+    {"collnetEnable", &ncclConfig_t::collnetEnable, 0, 1, 22700},
+    {"CTAPolicy", &ncclConfig_t::CTAPolicy, 0, 3, 22700},
+    {"shrinkShare", &ncclConfig_t::shrinkShare, 0, 1, 22700},
+    {"nvlsCTAs", &ncclConfig_t::nvlsCTAs, 1, INT32_MAX, 22700},
+    {"nChannelsPerNetPeer", &ncclConfig_t::nChannelsPerNetPeer, 1, 64, 22800},
+    {"nvlinkCentricSched", &ncclConfig_t::nvlinkCentricSched, 0, 1, 22800},
+    {"graphUsageMode", &ncclConfig_t::graphUsageMode, 0, 2, 22900},
+    {"numRmaCtx", &ncclConfig_t::numRmaCtx, 0, INT32_MAX, 22900},
+    {"maxP2pPeers", &ncclConfig_t::maxP2pPeers, 1, INT32_MAX, 23000},
+    {"graphStreamOrdering", &ncclConfig_t::graphStreamOrdering, 0, 1, 23005},
+};
+
+ncclResult_t check_field(const ConfigField& field, int value, const char* function) {
+  if (value == NCCL_CONFIG_UNDEF_INT || (value >= field.low && value <= field.high)) return ncclSuccess;
+  std::string expected = field.high == INT32_MAX
+                             ? std::to_string(field.low) + " or more"
+                             : std::to_string(field.low) + " to " + std::to_string(field.high);
+  return fail(ncclInvalidArgument, "%s: config.%s is %d, expected %s", function, field.name, value,
+              expected.c_str());
+}
+
+ncclResult_t check_config(const ncclConfig_t& config, const char* function) {
+  for (const ConfigField& field : kConfigFields)
+    if (ncclResult_t r = check_field(field, config.*field.member, function); r != ncclSuccess) return r;
+  if (config.minCTAs <= config.maxCTAs) return ncclSuccess;
+  if (config.maxCTAs != NCCL_CONFIG_UNDEF_INT)
+    return fail(ncclInvalidArgument, "%s: config.minCTAs %d is greater than config.maxCTAs %d", function,
+                config.minCTAs, config.maxCTAs);
+  // Compared before the defaults are filled in.
+  return fail(ncclInvalidArgument,
+              "%s: config.minCTAs is %d and config.maxCTAs is not set, which NCCL refuses: set both",
+              function, config.minCTAs);
+}
+
+// An older caller's struct is shorter, and has nothing to say of what is newer than its version.
+ncclConfig_t whole_config(const ncclConfig_t& config) {
+  ncclConfig_t whole;
+  memset(&whole, 0, sizeof whole);
+  for (const ConfigField& field : kConfigFields) whole.*field.member = NCCL_CONFIG_UNDEF_INT;
+  memcpy(&whole, &config, std::min(sizeof whole, config.size));
+  for (const ConfigField& field : kConfigFields)
+    if (whole.version < field.since) whole.*field.member = NCCL_CONFIG_UNDEF_INT;
+  return whole;
+}
+
+}  // namespace
 
 ncclResult_t read_config(const ncclConfig_t* config, const char* function, Config* out) {
   if (config) {
     if (config->magic != NCCL_API_MAGIC)
       return fail(ncclInvalidArgument, "%s: config is not initialized (magic 0x%x)", function, config->magic);
-    // An older caller's struct is shorter; what it does not have keeps its default.
-    ncclConfig_t full;
-    memset(&full, 0, sizeof full);
-    for (int* field : {&full.blocking, &full.cgaClusterSize, &full.minCTAs, &full.maxCTAs, &full.splitShare,
-                       &full.shrinkShare, &full.CTAPolicy})
-      *field = NCCL_CONFIG_UNDEF_INT;
-    memcpy(&full, config, std::min(sizeof full, config->size));
-    auto within = [&](const char* name, int value, int low, int high) {
-      if (value == NCCL_CONFIG_UNDEF_INT || (value >= low && value <= high)) return true;
-      fail(ncclInvalidArgument, "%s: config.%s is %d, expected %d to %d", function, name, value, low, high);
-      return false;
-    };
-    if (!within("blocking", full.blocking, 0, 1) || !within("cgaClusterSize", full.cgaClusterSize, 0, 8) ||
-        !within("minCTAs", full.minCTAs, 1, INT32_MAX) || !within("maxCTAs", full.maxCTAs, 1, INT32_MAX) ||
-        !within("splitShare", full.splitShare, 0, 1) || !within("shrinkShare", full.shrinkShare, 0, 1) ||
-        !within("CTAPolicy", full.CTAPolicy, 0, 3))
-      return ncclInvalidArgument;
-    if (full.minCTAs != NCCL_CONFIG_UNDEF_INT && full.maxCTAs != NCCL_CONFIG_UNDEF_INT &&
-        full.minCTAs > full.maxCTAs)
-      return fail(ncclInvalidArgument, "%s: config.minCTAs %d is greater than config.maxCTAs %d", function,
-                  full.minCTAs, full.maxCTAs);
-    if (full.blocking != NCCL_CONFIG_UNDEF_INT) out->blocking = full.blocking;
-    if (full.commName) out->name = full.commName;
+    ncclConfig_t whole = whole_config(*config);
+    if (ncclResult_t r = check_config(whole, function); r != ncclSuccess) return r;
+    if (whole.blocking != NCCL_CONFIG_UNDEF_INT) out->blocking = whole.blocking;
+    if (whole.commName) out->name = whole.commName;
   }
   int64_t forced = param_int("NCCL_COMM_BLOCKING");
   if (forced == 0 || forced == 1) out->blocking = int(forced);
@@ -213,6 +278,7 @@ ncclResult_t destroy(const std::shared_ptr<Comm>& comm) {
 ncclResult_t abort(const std::shared_ptr<Comm>& comm) {
   Standing& standing = comm->standing;
   comm->session.stop();
+  comm->stop_children();
   std::string text = "rank " + std::to_string(comm->rank) + " aborted its communicator";
   bool left = comm->session.left.load() && standing.phase.load() == Phase::Finalized;
   if (!left) {

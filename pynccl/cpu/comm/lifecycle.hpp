@@ -5,9 +5,15 @@
 
 namespace pncpu {
 
-// The communicator behind a handle that calls may use now, or nullptr after fail(): invented, destroyed,
-// inherited over a fork, and, with `ready`, still being created or polled for.
-std::shared_ptr<Comm> comm_of(ncclComm_t handle, const char* function, bool ready = true);
+// The communicator behind a handle that calls may use now. Refused are those that were invented, destroyed or
+// inherited over a fork; of the rest check_ready() refuses those that a call is in progress on, or that have
+// failed (as ncclCommEnsureReady in NCCL's src/init.cc, with the exception of revoked ones).
+ncclResult_t any_comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
+ncclResult_t comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
+ncclResult_t check_ready(Comm& comm, const char* function);
+// A wrong call becomes the state of a non-blocking communicator, for good: NCCL's src/enqueue.cc
+// (ncclEnqueueCheck) and src/init.cc (ncclCommFinalize), at `fail:`.
+ncclResult_t spoil_state(Comm& comm, ncclResult_t code);
 
 struct Config {
   int blocking = 1;

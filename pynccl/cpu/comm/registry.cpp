@@ -2,9 +2,66 @@
 
 namespace pncpu {
 
+namespace {
+
+constexpr uintptr_t kPage = 4096;
+
+bool covers(const Registered& outer, const Registered& inner) {
+  auto first = [](const Registered& r) { return reinterpret_cast<uintptr_t>(r.buffer) / kPage; };
+  auto end = [](const Registered& r) {
+    return (reinterpret_cast<uintptr_t>(r.buffer) + r.size + kPage - 1) / kPage;
+  };
+  return first(outer) <= first(inner) && end(inner) <= end(outer);
+}
+
+}  // namespace
+
 Registry::~Registry() {
-  for (void* handle : registrations_) handles<Registration>().take(handle);
+  for (auto& [handle, buffer] : buffers_) handles<Registration>().take(handle);
   for (void* handle : windows_) handles<Window>().take(handle);
+}
+
+void* Registry::add_buffer(const Registered& memory) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [handle, buffer] : buffers_)
+    if (covers(*buffer, memory)) return ++buffer->count, handle;
+  auto made = std::make_shared<Registration>();
+  static_cast<Registered&>(*made) = memory;
+  void* handle = handles<Registration>().add(made);
+  buffers_[handle] = std::move(made);
+  return handle;
+}
+
+bool Registry::remove_buffer(void* handle) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto it = buffers_.find(handle);
+  if (it == buffers_.end()) return false;
+  if (--it->second->count > 0) return true;
+  buffers_.erase(it);
+  handles<Registration>().take(handle);
+  return true;
+}
+
+void* Registry::add_window(const Registered& memory) {
+  auto made = std::make_shared<Window>();
+  static_cast<Registered&>(*made) = memory;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return *windows_.insert(handles<Window>().add(std::move(made))).first;
+}
+
+std::shared_ptr<Window> Registry::find_window(const void* handle, const char* function) const {
+  std::shared_ptr<Window> found = find_handle<Window>(handle, function);
+  if (!found || found->comm == serial_) return found;
+  fail(ncclInvalidArgument, "%s: win %p belongs to another communicator", function, handle);
+  return nullptr;
+}
+
+ncclResult_t Registry::remove_window(void* handle, const char* function) {
+  if (!find_window(handle, function)) return ncclInvalidArgument;
+  if (!handles<Window>().take(handle)) return refuse_handle<Window>(handle, function);
+  std::lock_guard<std::mutex> lock(mutex_);
+  windows_.erase(handle);
+  return ncclSuccess;
 }
 
 int Registry::add_op(const RedOp& op) {

@@ -17,7 +17,9 @@ struct Registered {
   size_t size;
   int flags;
 };
-struct Registration : Registered {};
+struct Registration : Registered {
+  int count = 1;  // of those who registered it
+};
 struct Window : Registered {};
 
 template <>
@@ -42,53 +44,26 @@ class Registry {
   explicit Registry(uint64_t serial) : serial_(serial) {}
   ~Registry();  // ends the handles that are left
 
-  template <class T>
-  void* add(void* buffer, size_t size, int flags) {
-    auto made = std::make_shared<T>();
-    static_cast<Registered&>(*made) = {serial_, buffer, size, flags};
-    std::lock_guard<std::mutex> lock(mutex_);
-    void* handle = handles<T>().add(std::move(made));
-    return *left_of<T>().insert(handle).first;
-  }
-  // nullptr after fail(): also for those of another communicator.
-  template <class T>
-  std::shared_ptr<T> find(const void* handle, const char* function) const {
-    std::shared_ptr<T> found = find_handle<T>(handle, function);
-    if (!found || found->comm == serial_) return found;
-    fail(ncclInvalidArgument, "%s: %s %p belongs to another communicator", function, HandleTraits<T>::name,
-         handle);
-    return nullptr;
-  }
-  template <class T>
-  ncclResult_t remove(void* handle, const char* function) {
-    if (!find<T>(handle, function)) return ncclInvalidArgument;
-    if (!handles<T>().take(handle)) return refuse_handle<T>(handle, function);
-    std::lock_guard<std::mutex> lock(mutex_);
-    left_of<T>().erase(handle);
-    return ncclSuccess;
-  }
+  // Memory whose pages are registered already gets their handle, counted (NCCL's src/register/register.cc).
+  void* add_buffer(const Registered& memory);
+  bool remove_buffer(void* handle);  // false for a handle that is not of this communicator
+
+  void* add_window(const Registered& memory);
+  // Refused are also those of another communicator: nullptr, or a result, after fail().
+  std::shared_ptr<Window> find_window(const void* handle, const char* function) const;
+  ncclResult_t remove_window(void* handle, const char* function);
 
   int add_op(const RedOp& op);
   bool remove_op(int op);
   bool find_op(int op, RedOp* found) const;
 
  private:
-  template <class T>
-  std::set<void*>& left_of();
   const uint64_t serial_;
   mutable std::mutex mutex_;
-  std::set<void*> registrations_, windows_;
+  std::map<void*, std::shared_ptr<Registration>> buffers_;  // by handle
+  std::set<void*> windows_;
   std::map<int, RedOp> ops_;
   int next_op_ = ncclNumOps;
 };
-
-template <>
-inline std::set<void*>& Registry::left_of<Registration>() {
-  return registrations_;
-}
-template <>
-inline std::set<void*>& Registry::left_of<Window>() {
-  return windows_;
-}
 
 }  // namespace pncpu

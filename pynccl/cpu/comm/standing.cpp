@@ -26,7 +26,12 @@ ncclResult_t Standing::await_pending() {
 }
 
 ncclResult_t Standing::poll() {
-  if (ncclResult_t r = pending(); r != ncclSuccess) return r;
+  ncclResult_t r = pending();
+  if (r == ncclInProgress) {
+    int all = kAnswers;
+    answers_.compare_exchange_strong(all, kAnswers - 1);
+  }
+  if (r != ncclSuccess) return r;
   int left = answers_.load();
   while (left > 0 && !answers_.compare_exchange_weak(left, left - 1)) {
   }

@@ -26,13 +26,14 @@ class Standing {
   void ended();
   void await_end();
 
-  // What runs in the background: ncclInProgress, then its result.
+  // What runs in the background: ncclInProgress, then its result. That of a non-blocking communicator is also
+  // what a wrong call answered, for good.
   ncclResult_t pending() const { return pending_.load(std::memory_order_acquire); }
   void set_pending(ncclResult_t state);
   ncclResult_t await_pending();
 
-  // A call of a non-blocking communicator was issued. As in NCCL it is taken some time later: the next poll
-  // still answers ncclInProgress, the one after it ncclSuccess.
+  // A call of a non-blocking communicator was issued. As in NCCL it is taken some time later: the first poll
+  // answers ncclInProgress for certain, and one after it ncclSuccess.
   void answer_later() { answers_.store(kAnswers); }
   bool must_poll() const { return answers_.load(std::memory_order_acquire) > 0; }
   ncclResult_t poll();

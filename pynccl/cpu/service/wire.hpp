@@ -69,6 +69,7 @@ struct PeerInfo {
   uint64_t nonce_addr = 0;  // where its nonce lies in its memory: proof of identity for direct reads
   uint64_t nonce[2] = {0, 0};
   int32_t device = 0;
+  int32_t shared_devices = 0;  // how many its host has (PYNCCL_CPU_DEVICES); 0: the device is the rank's own
   int32_t version = kVersion;
   Endpoint endpoint;
   char host_name[64] = {};

@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "base/device.hpp"
 #include "base/fork.hpp"
 #include "ops/collectives.hpp"
 #include "service/dial.hpp"
@@ -50,6 +51,7 @@ ncclResult_t Session::introduce() {
   nonce_[1] = self.nonce[1] = secret.b;
   self.nonce_addr = reinterpret_cast<uintptr_t>(nonce_);
   self.device = device_;
+  self.shared_devices = shared_devices();
   expect(self.token, owner_.sink());
   return ncclSuccess;
 }
@@ -136,8 +138,26 @@ ncclResult_t Session::read_table() {
                 "%d ranks of a communicator on this host are more than the %d for which there is memory: it "
                 "grows with their square",
                 local_count_, kMostLocalRanks);
+  if (ncclResult_t r = check_devices(); r != ncclSuccess) return r;
   std::lock_guard<std::mutex> lock(mutex);
   peers_ = std::move(peers);
+  return ncclSuccess;
+}
+
+// On every rank, also on those that share nothing, as in NCCL (src/init.cc: initTransportsRank).
+ncclResult_t Session::check_devices() {
+  if (sharing_allowed()) return ncclSuccess;
+  std::map<std::pair<uint64_t, int>, int> owners;
+  for (int q = 0; q < nranks; ++q) {
+    const PeerInfo& info = table_[q];
+    if (!info.shared_devices) continue;
+    int owner = owners.emplace(std::make_pair(info.host, info.device), q).first->second;
+    if (owner != q)
+      return fail(ncclInvalidUsage,
+                  "Duplicate GPU detected: rank %d and rank %d are both on device %d of %s. Choose other "
+                  "devices, or set NCCL_MULTI_RANK_GPU_ENABLE=1 on every rank to share one",
+                  owner, q, info.device, info.host_name);
+  }
   return ncclSuccess;
 }
 

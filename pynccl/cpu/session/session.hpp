@@ -110,6 +110,7 @@ class Session {
   };
 
   ncclResult_t read_table();
+  ncclResult_t check_devices();
   ncclResult_t open_links();
   ncclResult_t check_descriptors();
   SocketPtr await_arrival(HelloKind kind, int from, std::string* why);

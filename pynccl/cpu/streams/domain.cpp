@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "base/params.hpp"
+#include "base/device.hpp"
 
 namespace pncpu {
 namespace {
@@ -45,7 +45,7 @@ Domain::Domain() : legacy_(Stream::make(*this, true)) {}
 
 std::shared_ptr<Domain> Domain::of(int device, int copy) {
   Domains& all = per_process<Domains>();
-  bool shared = param_is_set("PYNCCL_CPU_DEVICES");
+  bool shared = shared_devices() != 0;
   Domains::Key key{shared ? std::thread::id() : std::this_thread::get_id(), device, shared ? 0 : copy};
   std::lock_guard<std::mutex> lock(all.mutex);
   if (auto it = all.by_key.find(key); it != all.by_key.end())
