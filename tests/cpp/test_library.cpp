@@ -7,8 +7,8 @@
 #include <functional>
 #include <thread>
 
-#include "harness.hpp"
 #include "base/nccl.hpp"
+#include "harness.hpp"
 
 using namespace testing;
 

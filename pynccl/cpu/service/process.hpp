@@ -80,7 +80,7 @@ class Service {
   void run();
   void tend(Gate& gate, Deadline now);
   void accept_from(int listener, Gate& gate);
-  bool admit(int fd, Admission& admission, const Address* from);
+  bool admit(Fd fd, Admission& admission, const Address* from);
   void serve(int fd, uint32_t events);
   bool read(Connection& c);
   bool fill(Connection& c, void* into, size_t size);
@@ -95,7 +95,6 @@ class Service {
   void give(const Post& post);
   std::unique_ptr<Connection> take(int fd);
   void end(int fd);
-  std::vector<int> descriptors() const;
   void tidy(Deadline now);
 
   struct Listener {

@@ -49,28 +49,31 @@ class RemoteSeat final : public Seat {
 };
 
 struct Holder {
-  std::mutex mutex;
-  Service* service = nullptr;
+  std::mutex mutex;  // of its creation
+  std::atomic<Service*> service{nullptr};
 };
 
 }  // namespace
 
 Service* Service::get(const char* needed_by) {
   Holder& holder = per_process<Holder>();
+  // Without the lock once there is one: the service's own thread asks, under its mutex.
+  if (Service* service = holder.service.load()) return service;
   std::lock_guard<std::mutex> lock(holder.mutex);
-  if (holder.service) return holder.service;
+  if (Service* service = holder.service.load()) return service;
   std::string why;
   auto fresh = std::make_unique<Service>();
   if (!fresh->start(&why))
     return fail(ncclSystemError, "%s cannot start the bootstrap service: %s", needed_by, why.c_str()),
            nullptr;
-  return holder.service = fresh.release();
+  holder.service.store(fresh.get());
+  return fresh.release();
 }
 
 bool Service::start(std::string* why) {
   auto failed = [&](const char* what) { return *why = what + (": " + describe_error(errno)), false; };
-  epoll_.reset(epoll_create1(EPOLL_CLOEXEC));
-  wake_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  epoll_ = Fd::made_by([] { return epoll_create1(EPOLL_CLOEXEC); });
+  wake_ = Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
   if (!epoll_ || !wake_) return failed("epoll");
   Address address;
   if (!pick_address(&address)) return *why = last_error(), false;
@@ -84,21 +87,13 @@ bool Service::start(std::string* why) {
   listeners_.push_back({std::move(local), &local_, ""});
   event = {EPOLLIN, {.fd = wake_.get()}};
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) return failed("epoll_ctl");
-  for (int fd : descriptors()) close_in_child(fd);
   try {
     std::thread([this] { run(); }).detach();
   } catch (const std::system_error& e) {
-    for (int fd : descriptors()) forget_descriptor(fd);
     *why = "no thread is to be had: " + e.code().message() + " (RLIMIT_NPROC, or the cgroup's pids.max)";
     return false;
   }
   return true;
-}
-
-std::vector<int> Service::descriptors() const {
-  std::vector<int> fds{epoll_.get(), wake_.get()};
-  for (const Listener& l : listeners_) fds.push_back(l.fd.get());
-  return fds;
 }
 
 bool Service::listen(Address at, std::string* why) {
@@ -112,11 +107,7 @@ bool Service::listen(Address at, std::string* why) {
   if (fcntl(fd.get(), F_SETFL, O_NONBLOCK) != 0 ||
       epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd.get(), &event) != 0)
     return *why = describe_error(errno), false;
-  bool first = listeners_.empty();
-  if (first)
-    endpoint = Endpoint::of(at);
-  else
-    close_in_child(fd.get());
+  if (listeners_.empty()) endpoint = Endpoint::of(at);
   listeners_.push_back({std::move(fd), &network_, asked});
   return true;
 }
@@ -208,23 +199,25 @@ void Service::accept_from(int listener, Gate& gate) {
   for (int i = 0; i < kAtOnce && gate.admission.accepts(Clock::now()); ++i) {
     Address from;
     from.len = sizeof from.ss;
-    int fd = accept4(listener, reinterpret_cast<sockaddr*>(&from.ss), &from.len, SOCK_CLOEXEC);
-    if (fd < 0) {
+    Fd fd = Fd::made_by(
+        [&] { return accept4(listener, reinterpret_cast<sockaddr*>(&from.ss), &from.len, SOCK_CLOEXEC); });
+    if (!fd) {
       bool no_room = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
       if (no_room) gate.admission.starved(Clock::now());
       if (errno == EINTR || errno == ECONNABORTED) continue;
       break;
     }
-    if (!admit(fd, gate.admission, &gate == &local_ ? nullptr : &from)) continue;
+    int number = fd.get();
+    if (!admit(std::move(fd), gate.admission, &gate == &local_ ? nullptr : &from)) continue;
     // Whoever speaks at once never counts as a stranger for long.
-    serve(fd, EPOLLIN);
+    serve(number, EPOLLIN);
     tend(gate, Clock::now());
   }
 }
 
 // `from` is the network's address of who comes; nullptr at the Unix socket.
-bool Service::admit(int fd, Admission& admission, const Address* from) {
-  Fd owned(fd);
+bool Service::admit(Fd owned, Admission& admission, const Address* from) {
+  int fd = owned.get();
   Admission::Source source;
   if (from) {
     source = Admission::Source::of(*from);
