@@ -97,7 +97,7 @@ ncclResult_t read_file(const char* path, std::string* secret) {
                 "PYNCCL_SECRET_FILE: '%s' is open to every user (mode %04o); expected 0600", path,
                 unsigned(st.st_mode) & 07777);
   text.resize(size_t(n));
-  constexpr char kSpace[] = " \t\n\r\f\v";
+  constexpr char kSpace[] = " \t\n\r\f\v\x1c\x1d\x1e\x1f";  // as Python's str.strip
   size_t first = text.find_first_not_of(kSpace), last = text.find_last_not_of(kSpace);
   if (first == std::string::npos)
     return fail(ncclInvalidArgument, "PYNCCL_SECRET_FILE: '%s' is empty; expected the secret", path);
