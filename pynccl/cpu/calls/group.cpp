@@ -16,8 +16,14 @@ struct Outcome {
 
 Outcome run_guarded(const Job& job) {
   Outcome outcome;
-  outcome.code = guarded("ncclGroupEnd", job.run);
-  if (outcome.code != ncclSuccess) outcome.text = last_error();
+  outcome.code = guarded("ncclGroupEnd", [&] {
+    if (job.comm && !job.comm->standing.begin_creation())
+      return fail(ncclInvalidUsage, "a communicator of the group was aborted before the group ended");
+    return job.run();
+  });
+  if (outcome.code == ncclSuccess || outcome.code == ncclInProgress) return outcome;
+  outcome.text = last_error();
+  if (job.comm) cancel_creation(*job.comm, outcome.text.c_str());  // an exception kept it from ending itself
   return outcome;
 }
 
@@ -225,8 +231,17 @@ ncclResult_t submit(Submission call) {
 
 ncclResult_t submit(Job job) {
   Group& group = this_thread_group();
-  if (group.depth > 0) return group.add(std::move(job));
-  return job.blocking ? job.run() : run_in_background({std::move(job)}, {});
+  std::shared_ptr<Comm> comm = job.comm;
+  try {
+    if (group.depth > 0) return group.add(std::move(job));
+    if (!job.blocking) return run_in_background({std::move(job)}, {});
+  } catch (...) {
+    if (comm) cancel_creation(*comm, "its creation could not be started");
+    throw;
+  }
+  Outcome outcome = run_guarded(job);
+  if (outcome.code != ncclSuccess) set_last_error(outcome.text);
+  return outcome.code;
 }
 
 ncclResult_t spoil(ncclResult_t code) {

@@ -289,7 +289,7 @@ ncclResult_t abort(const std::shared_ptr<Comm>& comm) {
   }
   comm->session.notify();
   if (standing.ending() == Standing::End::Destroy) return standing.await_end(), ncclSuccess;
-  standing.await_pending();
+  if (!standing.cancel_creation()) standing.await_pending();
   comm->drain(after_ms(5000));
   return let_go(comm);
 }

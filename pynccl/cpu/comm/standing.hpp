@@ -26,6 +26,10 @@ class Standing {
   void ended();
   void await_end();
 
+  // A creation that has not begun, in a group that is still open, can be cancelled; of the two one succeeds.
+  bool begin_creation() { return exchange_creation(Creation::Begun) != Creation::Cancelled; }
+  bool cancel_creation() { return exchange_creation(Creation::Cancelled) == Creation::Announced; }
+
   // What runs in the background: ncclInProgress, then its result. That of a non-blocking communicator is also
   // what a wrong call answered, for good.
   ncclResult_t pending() const { return pending_.load(std::memory_order_acquire); }
@@ -39,7 +43,14 @@ class Standing {
   ncclResult_t poll();
 
  private:
+  enum class Creation { Announced, Begun, Cancelled };
+  Creation exchange_creation(Creation to) {
+    Creation from = Creation::Announced;
+    creation_.compare_exchange_strong(from, to);
+    return from;
+  }
   static constexpr int kAnswers = 2;
+  std::atomic<Creation> creation_{Creation::Announced};
   std::atomic<End> ending_{End::None};
   std::atomic<ncclResult_t> pending_{ncclInProgress};
   std::atomic<int> answers_{0};
