@@ -93,7 +93,7 @@ tsan_FLAGS := -fsanitize=thread
 # ThreadSanitizer needs addresses where it expects them, and forked ranks that start threads of their own.
 tsan_RUN := TSAN_OPTIONS=die_after_fork=0 setarch $(shell uname -m) -R
 CXX_TESTS := $(basename $(notdir $(wildcard tests/cpp/test_*.cpp)))
-SANITIZE_FLAGS := -std=c++17 -O1 -g -Ipynccl -Ipynccl/cpu -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror -MMD
+SANITIZE_FLAGS := -std=c++17 -O1 -g -Ipynccl -Ipynccl/cpu -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror -MMD -MP
 
 sanitize: $(foreach s,$(SANITIZERS),$(foreach t,$(CXX_TESTS),run-$(s)-$(t)))
 

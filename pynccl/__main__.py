@@ -25,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="print versions, libraries and devices")
     info.set_defaults(command=_info)
     cpu = commands.add_parser("cpu-library", help="print the path of the CPU library")
-    cpu.add_argument("--dir", action="store_true", help="the folder of a libnccl.so.2 for LD_PRELOAD instead")
+    cpu.add_argument("--dir", action="store_true", help="the folder of libnccl.so.2 and its headers instead")
     cpu.set_defaults(command=_cpu_library)
     return parser
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 Version = tuple[int, int, int]
 
+NCCL_MAJOR = 2
+NCCL_MINOR = 32
+NCCL_PATCH = 3
+NCCL_VERSION_CODE = 23203
+NCCL_COMM_NULL = 0
 NCCL_UNIQUE_ID_BYTES = 128
 NCCL_API_MAGIC = 0xCAFEBEEF
 NCCL_SIM_INFO_MAGIC = 0x74685283
 NCCL_CONFIG_UNDEF_INT = -2147483648
+NCCL_CONFIG_UNDEF_PTR = 0
+NCCL_UNDEF_FLOAT = -1.0
 NCCL_SPLIT_NOCOLOR = -1
 NCCL_WIN_DEFAULT = 0
 NCCL_WIN_COLL_SYMMETRIC = 1
@@ -31,6 +38,7 @@ ncclInvalidUsage = 5
 ncclRemoteError = 6
 ncclInProgress = 7
 ncclTimeout = 8
+ncclNumResults = 9
 ncclSum = 0
 ncclProd = 1
 ncclMax = 2
@@ -39,14 +47,19 @@ ncclAvg = 4
 ncclNumOps = 5
 ncclMaxRedOp = 0x7FFFFFFF
 ncclInt8 = 0
+ncclChar = 0
 ncclUint8 = 1
 ncclInt32 = 2
+ncclInt = 2
 ncclUint32 = 3
 ncclInt64 = 4
 ncclUint64 = 5
 ncclFloat16 = 6
+ncclHalf = 6
 ncclFloat32 = 7
+ncclFloat = 7
 ncclFloat64 = 8
+ncclDouble = 8
 ncclBfloat16 = 9
 ncclFloat8e4m3 = 10
 ncclFloat8e5m2 = 11
@@ -57,8 +70,27 @@ ncclStatGpuMemSuspend = 0
 ncclStatGpuMemSuspended = 1
 ncclStatGpuMemPersist = 2
 ncclStatGpuMemTotal = 3
+ncclHostCftDefault = -2147483648
+ncclHostCftEnable = 1
+ncclHostCftDisable = 2
+ncclHostCftFallback = 3
+ncclNvlsHostModeDefault = -2147483648
+ncclNvlsHostModeEnable = 0
+ncclNvlsHostModeDisableTransport = 1
+ncclNvlsHostModeDisableSymmetricMultimem = 2
+ncclNvlsHostModeDisable = 0x7FFFFFFF
 NCCL_ENCRYPTION_MODE_NONE = 0
 NCCL_ENCRYPTION_MODE_PSK = 1
+NCCL_GIN_CONNECTION_NONE = 0
+NCCL_GIN_CONNECTION_FULL = 1
+NCCL_GIN_CONNECTION_RAIL = 2
+NCCL_GIN_CONNECTION_CUSTOM_STRIDE = 3
+NCCL_GIN_TYPE_NONE = 0
+NCCL_GIN_TYPE_PROXY = 2
+NCCL_GIN_TYPE_GDAKI = 3
+NCCL_GIN_TYPE_GPI = 4
+NCCL_GIN_TYPE_EFA_GDA = 5
+NCCL_GIN_MAX_TYPES = 6
 
 FUNCTIONS: dict[str, Version] = {
     "ncclMemAlloc": (2, 19, 1),
@@ -143,6 +175,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuGetDevice": (2, 32, 3),
     "pyncclCpuInterrupt": (2, 32, 3),
     "pyncclCpuStreamCreate": (2, 32, 3),
+    "pyncclCpuStreamCreateWithFlags": (2, 32, 3),
     "pyncclCpuStreamDestroy": (2, 32, 3),
     "pyncclCpuStreamQuery": (2, 32, 3),
     "pyncclCpuStreamSynchronize": (2, 32, 3),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,11 +35,13 @@ GROUP_STEPS = {"ncclGroupStart": 1, "ncclGroupEnd": -1, "ncclGroupSimulateEnd": 
 _PROTOTYPE = re.compile(r"^(?P<result>.+?[ *])(?P<name>\w+)\((?P<params>.*)\);\s*// since (?P<since>[\d.]+)$")
 _STRUCT = re.compile(r"^typedef struct(?: \w+)? \{$(?P<body>.*?)^\} (?P<name>\w+);$", re.M | re.S)
 _FIELD = re.compile(
-    r"^  (?P<type>.+?[ *])(?P<name>\w+)(?:\[(?P<len>\d+)\])?;\s*// since (?P<since>[\d.]+)$", re.M
+    r"^  (?P<type>.+?[ *])(?P<name>\w+)(?:\[(?P<len>\d+)\])?;\s*"
+    r"// since (?P<since>[\d.]+)(?: = (?P<initial>\w+))?$",
+    re.M,
 )
 _HANDLE = re.compile(r"^typedef struct \w+\* (\w+);$", re.M)
 _ENUM = re.compile(r"^typedef enum \{(?P<body>.*?)\} (?P<name>\w+);$", re.M | re.S)
-_DEFINE = re.compile(r"^#define (\w+) (.+)$", re.M)
+_DEFINE = re.compile(r"^#define (\w+) ([^\"\n]+)$", re.M)
 
 Version = tuple[int, int, int]
 
@@ -54,6 +57,7 @@ class Field:
     name: str
     since: Version
     length: int | None = None
+    initial: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Header:
     types: str
     functions: tuple[Function, ...]
     structs: dict[str, tuple[Field, ...]]
-    constants: dict[str, int]
+    constants: dict[str, int | float]
     handles: frozenset[str]
     enums: frozenset[str]
 
@@ -106,17 +110,22 @@ def parse(name: str) -> Header:
     body = "\n".join(rest)
     structs = {
         m["name"]: tuple(
-            Field(f["type"].strip(), f["name"], _version(f["since"]), int(f["len"]) if f["len"] else None)
+            Field(
+                *(f["type"].strip(), f["name"], _version(f["since"])),
+                int(f["len"]) if f["len"] else None,
+                f["initial"],
+            )
             for f in _FIELD.finditer(m["body"])
         )
         for m in _STRUCT.finditer(body)
     }
     types = re.sub(r"\s*//.*$", "", body, flags=re.M)
-    constants: dict[str, int] = {}
+    constants: dict[str, int | float] = {}
     for key, value in _DEFINE.findall(types):
-        constants[key] = int(eval(value, {"__builtins__": {}}, constants))
+        number = re.sub(r"(?<=\.\d)f\b", "", value)
+        constants[key] = eval(number, {"__builtins__": {}, "NULL": 0}, constants)
     for enum in _ENUM.finditer(types):
-        for key, value in re.findall(r"(\w+) = (\w+)", enum["body"]):
+        for key, value in re.findall(r"(\w+) = (-?\w+)", enum["body"]):
             constants[key] = int(value, 0)
     return Header(
         name,
@@ -311,6 +320,116 @@ def forward_source() -> str:
     return "\n".join(parts) + "\n"
 
 
+# What C and C++ programs need of it: the headers, a name for the linker, and a file for pkg-config.
+
+_NCCL_INCLUDES = """\
+#include <limits.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// Where there is CUDA, as NVIDIA's header has it; where not, streams and events are declared as CUDA does.
+#ifdef __has_include
+#if __has_include(<cuda_runtime.h>)
+#include <cuda_runtime.h>
+#endif
+#endif
+"""
+_DEVICE_PART = "// From here on: what nccl_device.h declares for the host.\n"
+_DEVICE_INCLUDES = "#include <nccl.h>\n#ifndef __cplusplus\n#include <stdbool.h>\n#endif\n"
+INITIALIZERS = {
+    "ncclConfig_t": "NCCL_CONFIG_INITIALIZER",
+    "ncclCollConfig_t": "NCCL_COLLCONFIG_INITIALIZER",
+    "ncclSimInfo_t": "NCCL_SIM_INFO_INITIALIZER",
+    "ncclEncryptionConfig_t": "NCCL_ENCRYPTION_CONFIG_INITIALIZER",
+    "ncclCommProperties_t": "NCCL_COMM_PROPERTIES_INITIALIZER",
+}
+
+
+def _initial(field: Field, struct: str, header: Header) -> str:
+    by_name = {"size": f"sizeof({struct})", "magic": "NCCL_API_MAGIC", "version": "NCCL_VERSION_CODE"}
+    if field.initial or field.name in by_name:
+        return field.initial or by_name[field.name]
+    if struct == "ncclCommProperties_t":  # the library's answer: no options that could be left undefined
+        return "{0}" if field.length else f"({field.type})0" if field.type in header.enums else "0"
+    is_pointer = field.type.endswith("*") or field.type in header.handles
+    return "NCCL_CONFIG_UNDEF_PTR" if is_pointer else "NCCL_CONFIG_UNDEF_INT"
+
+
+def _initializer(struct: str, header: Header) -> str:
+    fields = header.structs[struct]
+    lines = [f"  {_initial(field, struct, header)}, /* {field.name} */ \\" for field in fields]
+    return "\n".join([f"#define {INITIALIZERS[struct]} {{ \\", *lines, "}", ""])
+
+
+def _c_header(source: str, guard: str, includes: str, declarations: str) -> str:
+    return f"""\
+// Made from pynccl/native/{source}, for C and C++. "since": the first NCCL that goes with a declaration.
+#ifndef {guard}
+#define {guard}
+
+{includes}
+#ifdef __cplusplus
+extern "C" {{
+#endif
+
+{declarations.strip().replace("_Bool", "bool")}
+
+#ifdef __cplusplus
+}}
+#endif
+
+#endif
+"""
+
+
+def c_headers() -> dict[str, str]:
+    """Return the headers by name; nccl.h and nccl_device.h declare what NVIDIA's declare, for the host."""
+    header, texts = parse("nccl_api"), {}
+    for name in ("nccl_api", "cpu_api"):
+        # Without the comment at the top, which is for who edits the file.
+        texts[name] = (NATIVE / f"{name}.h").read_text(encoding="utf-8").split("\n\n", 1)[1]
+    host, device = texts["nccl_api"].split(_DEVICE_PART)
+    for struct in INITIALIZERS:
+        if f"}} {struct};" in host:
+            host = f"{host.strip()}\n\n{_initializer(struct, header)}"
+        else:
+            device = f"{device.strip()}\n\n{_initializer(struct, header)}"
+    return {
+        "nccl.h": _c_header("nccl_api.h", "NCCL_H_", _NCCL_INCLUDES, host),
+        "nccl_device.h": _c_header("nccl_api.h", "_NCCL_DEVICE_H_", _DEVICE_INCLUDES, device),
+        "pynccl_cpu.h": _c_header("cpu_api.h", "_PYNCCL_CPU_H_", "#include <nccl.h>\n", texts["cpu_api"]),
+    }
+
+
+def pkg_config() -> str:
+    """Return nccl.pc, for the folder `pkgconfig` beside the libraries, wherever that is."""
+    constants = parse("nccl_api").constants
+    version = ".".join(str(constants[f"NCCL_{part}"]) for part in ("MAJOR", "MINOR", "PATCH"))
+    return f"""\
+prefix=${{pcfiledir}}/..
+libdir=${{prefix}}
+includedir=${{prefix}}/include
+
+Name: nccl
+Description: NCCL's C API over CPU memory, by pynccl
+Version: {version}
+Cflags: -I${{includedir}}
+Libs: -L${{libdir}} -Wl,-rpath,${{libdir}} -lnccl
+"""
+
+
+def write_c_files(folder: Path) -> None:
+    """Write beside the forwarding library what C programs need to be compiled and linked with it."""
+    files = {f"include/{name}": text for name, text in c_headers().items()}
+    for name, text in {**files, "pkgconfig/nccl.pc": pkg_config()}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    # A copy, since a wheel holds no links; a program linked with it asks for the soname.
+    shutil.copy(folder / FORWARD_LIBRARY, folder / "libnccl.new")
+    (folder / "libnccl.new").replace(folder / "libnccl.so")
+
+
 def build_forward_library(target: Path) -> None:
     source = PACKAGE.parent / "build" / "forward.c"
     source.parent.mkdir(parents=True, exist_ok=True)
@@ -318,6 +437,7 @@ def build_forward_library(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     command = [*_tool("CC", "gcc"), *FORWARD_FLAGS, f"-I{NATIVE}", str(source), "-o", str(target)]
     _run([*command, *_tool("LDFLAGS", ""), "-ldl", "-pthread"])
+    write_c_files(target.parent)
 
 
 # --- setuptools ---------------------------------------------------------------------------------------------
@@ -349,6 +469,8 @@ class build_ext(_build_ext):  # type: ignore[misc]
         # An editable build copies into the package, where nothing has made this folder yet.
         (PACKAGE / "forward").mkdir(exist_ok=True)
         super().copy_extensions_to_source()
+        if any(ext.name in LIBRARIES for ext in self.extensions):
+            write_c_files(PACKAGE / "forward")
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name in LIBRARIES:

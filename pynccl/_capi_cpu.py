@@ -12,6 +12,7 @@ _pyncclCpuSetDevice = _lib.pyncclCpuSetDevice
 _pyncclCpuGetDevice = _lib.pyncclCpuGetDevice
 _pyncclCpuInterrupt = _lib.pyncclCpuInterrupt
 _pyncclCpuStreamCreate = _lib.pyncclCpuStreamCreate
+_pyncclCpuStreamCreateWithFlags = _lib.pyncclCpuStreamCreateWithFlags
 _pyncclCpuStreamDestroy = _lib.pyncclCpuStreamDestroy
 _pyncclCpuStreamQuery = _lib.pyncclCpuStreamQuery
 _pyncclCpuStreamSynchronize = _lib.pyncclCpuStreamSynchronize
@@ -52,6 +53,13 @@ def pyncclCpuInterrupt(thread: int, on: int) -> int:
 def pyncclCpuStreamCreate() -> int:
     out = _new("uintptr_t*")
     while (r := _pyncclCpuStreamCreate(out)) and _again(r, "pyncclCpuStreamCreate"):
+        pass
+    return int(out[0])
+
+
+def pyncclCpuStreamCreateWithFlags(flags: int) -> int:
+    out = _new("uintptr_t*")
+    while (r := _pyncclCpuStreamCreateWithFlags(out, flags)) and _again(r, "pyncclCpuStreamCreateWithFlags"):
         pass
     return int(out[0])
 

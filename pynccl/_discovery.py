@@ -59,7 +59,7 @@ def behind(path: str) -> str | None:
 
 
 def forward_folder() -> Path:
-    """Return the folder that holds the forwarding libnccl.so.2."""
+    """Return the folder that holds the forwarding libnccl.so.2 and what C programs need beside it."""
     folder = PACKAGE / "forward"
     if not (folder / SONAME).exists():
         raise _without_cpu_library(folder / SONAME)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Between two slices Python handles signals; within one, the waiting thread works for the CPU library.
 _SLICE_MS = 100
 _LONGEST_SLEEP = 0.001
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy default stream does not wait for it
 
 
 def handle_of(stream: Any) -> int:
@@ -41,6 +42,11 @@ def _shown_handle(stream: Any) -> Any:
         version, handle = protocol() if callable(protocol) else protocol
         return handle if version == 0 else None
     return getattr(stream, "ptr", getattr(stream, "cuda_stream", None))
+
+
+def cpu_stream() -> int:
+    """Create a stream of the CPU library."""
+    return capi.pyncclCpuStreamCreateWithFlags(_NON_BLOCKING)
 
 
 def wait_cpu(comm: Callable[[], int], stream: int, deadline: float | None) -> bool:
@@ -127,7 +133,7 @@ class Stream(_Owned):
     Give it back with `destroy`, or as a context manager: work on it is finished first.
     """
 
-    _makers = capi.pyncclCpuStreamCreate, _cuda.stream_create
+    _makers = cpu_stream, _cuda.stream_create
     _enders = capi.pyncclCpuStreamDestroy, _cuda.stream_destroy
 
     @property

@@ -66,7 +66,7 @@ def compile_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., s
 
 @pytest.fixture(scope="session")
 def released() -> Callable[[str], str]:
-    """Return the path of NVIDIA's library of a version, downloaded once from the package index."""
+    """Return the path of NVIDIA's library of a version, downloaded once with its headers."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pynccl-tests"
 
     def released(version: str) -> str:
@@ -74,11 +74,16 @@ def released() -> Callable[[str], str]:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(cache / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
+            if not (target.exists() and headers_of(str(target)).exists()):
                 _download(version, target)
         return str(target)
 
     return released
+
+
+def headers_of(library: str) -> Path:
+    """Return the folder of the headers that came with a released library."""
+    return Path(library).parents[1] / "include"
 
 
 @pytest.fixture(scope="session")
@@ -95,4 +100,6 @@ def _download(version: str, target: Path) -> None:
         fresh = target.with_suffix(".new")
         with zipfile.ZipFile(wheel) as archive, open(fresh, "wb") as out:
             shutil.copyfileobj(archive.open("nvidia/nccl/lib/libnccl.so.2"), out)
+            headers = [name for name in archive.namelist() if name.startswith("nvidia/nccl/include/")]
+            archive.extractall(target.parents[3], headers)
         fresh.replace(target)

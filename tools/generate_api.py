@@ -30,24 +30,18 @@ HAND = frozenset(
     )
 )
 
-# C struct -> Python class, its docstring, and the defaults that are not "undefined".
+# C struct -> Python class and its docstring.
 STRUCTS = {
-    "ncclConfig_t": (
-        "Config",
-        "Hold a communicator's options; None leaves one at the library's default.",
-        {},
-    ),
+    "ncclConfig_t": ("Config", "Hold a communicator's options; None leaves one at the library's default."),
     "ncclCollConfig_t": (
         "CollConfig",
         "Hold one collective's options; None leaves one at the library's default.",
-        {"forceAlgSelection": 1, "userProfilerTag": 0},
     ),
-    "ncclEncryptionConfig_t": ("EncryptionConfig", "Say how NCCL encrypts its connections.", {"mode": 0}),
-    "ncclSimInfo_t": ("SimInfo", "Hold what a simulated group would take.", {"estimatedTime": -1.0}),
+    "ncclEncryptionConfig_t": ("EncryptionConfig", "Say how NCCL encrypts its connections."),
+    "ncclSimInfo_t": ("SimInfo", "Hold what a simulated group would take."),
     "ncclCommProperties_t": (
         "CommProperties",
         "Hold what a communicator can do; None is what the loaded library does not tell.",
-        {},
     ),
 }
 INTERNAL = ("size", "magic", "version")
@@ -71,11 +65,17 @@ def _python_field(field: Field) -> str:
     return {"const char*": "str", "float": "float", "_Bool": "bool"}.get(field.type, "int")
 
 
+def _default(field: Field, header: Header) -> str:
+    if field.initial is None:
+        return "None"
+    return str(header.constants.get(field.initial, field.initial))
+
+
 def structs_module(headers: list[Header]) -> str:
     parts = [BY_WHOM.format(what="NCCL's structs with a version inside")]
     parts += ["from dataclasses import dataclass\nfrom typing import ClassVar\n"]
     parts += ["from pynccl._config import Struct, Version\n"]
-    for name, (title, doc, defaults) in STRUCTS.items():
+    for name, (title, doc) in STRUCTS.items():
         fields = headers[0].structs[name]
         own = [field for field in fields if field.name not in INTERNAL]
         parts += ["", "@dataclass(kw_only=True)", f"class {title}(Struct):", f'    """{doc}"""', ""]
@@ -86,7 +86,7 @@ def structs_module(headers: list[Header]) -> str:
         parts += ["    undefined: ClassVar[int] = 0"] if name == "ncclCommProperties_t" else []
         parts += ["    since: ClassVar[dict[str, Version]] = {"]
         parts += [f'        "{field.name}": {field.since},' for field in own] + ["    }"]
-        parts += [f"    {f.name}: {_python_field(f)} | None = {defaults.get(f.name)}" for f in own]
+        parts += [f"    {f.name}: {_python_field(f)} | None = {_default(f, headers[0])}" for f in own]
         parts += [""]
     return "\n".join(parts)
 

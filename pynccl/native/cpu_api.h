@@ -7,6 +7,7 @@ ncclResult_t pyncclCpuSetDevice(int device); // since 2.32.3
 ncclResult_t pyncclCpuGetDevice(int* device); // since 2.32.3
 ncclResult_t pyncclCpuInterrupt(int thread, int on); // since 2.32.3
 ncclResult_t pyncclCpuStreamCreate(cudaStream_t* stream); // since 2.32.3
+ncclResult_t pyncclCpuStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags); // since 2.32.3
 ncclResult_t pyncclCpuStreamDestroy(cudaStream_t stream); // since 2.32.3
 ncclResult_t pyncclCpuStreamQuery(ncclComm_t comm, cudaStream_t stream); // since 2.32.3
 ncclResult_t pyncclCpuStreamSynchronize(ncclComm_t comm, cudaStream_t stream, int64_t timeoutMs); // since 2.32.3

@@ -1,14 +1,23 @@
-// NCCL's C API, declared once: nccl.h 2.32.3 and ncclCommQueryProperties.
+// NCCL's C API, declared once: nccl.h 2.32.3, and of nccl_device.h ncclCommQueryProperties.
 //
 // One function a line, ending in the NCCL version that brought it; a struct with a version inside says
-// the same of each field. Read by _build_ffi.py (the cffi declarations, the function table and
-// pynccl.capi) and included by the CPU library, so it holds no preprocessor conditionals.
+// the same of each field, and `= VALUE` where its initializer sets more than "undefined". Read by
+// _build_ffi.py (the cffi declarations, the function table, pynccl.capi and the nccl.h for C programs) and
+// included by the CPU library, so it holds no preprocessor conditionals.
+
+#define NCCL_MAJOR 2
+#define NCCL_MINOR 32
+#define NCCL_PATCH 3
+#define NCCL_SUFFIX ""
+#define NCCL_VERSION_CODE 23203
+#define NCCL_VERSION(X,Y,Z) (((X) <= 2 && (Y) <= 8) ? (X) * 1000 + (Y) * 100 + (Z) : (X) * 10000 + (Y) * 100 + (Z))
 
 typedef struct ncclComm* ncclComm_t;
 typedef struct ncclWindow_vidmem* ncclWindow_t;
 typedef struct ncclParamHandle* ncclParamHandle_t;
 typedef struct CUstream_st* cudaStream_t;
 typedef struct CUevent_st* cudaEvent_t;
+#define NCCL_COMM_NULL NULL
 
 #define NCCL_UNIQUE_ID_BYTES 128
 typedef struct { char internal[128]; } ncclUniqueId;
@@ -16,6 +25,8 @@ typedef struct { char internal[128]; } ncclUniqueId;
 #define NCCL_API_MAGIC 0xcafebeef
 #define NCCL_SIM_INFO_MAGIC 0x74685283
 #define NCCL_CONFIG_UNDEF_INT (-2147483647 - 1)
+#define NCCL_CONFIG_UNDEF_PTR NULL
+#define NCCL_UNDEF_FLOAT (-1.0f)
 #define NCCL_SPLIT_NOCOLOR (-1)
 
 #define NCCL_WIN_DEFAULT 0x00
@@ -43,7 +54,8 @@ typedef enum {
   ncclInvalidUsage = 5,
   ncclRemoteError = 6,
   ncclInProgress = 7,
-  ncclTimeout = 8
+  ncclTimeout = 8,
+  ncclNumResults = 9
 } ncclResult_t;
 
 typedef enum {
@@ -58,14 +70,19 @@ typedef enum {
 
 typedef enum {
   ncclInt8 = 0,
+  ncclChar = 0,
   ncclUint8 = 1,
   ncclInt32 = 2,
+  ncclInt = 2,
   ncclUint32 = 3,
   ncclInt64 = 4,
   ncclUint64 = 5,
   ncclFloat16 = 6,
+  ncclHalf = 6,
   ncclFloat32 = 7,
+  ncclFloat = 7,
   ncclFloat64 = 8,
+  ncclDouble = 8,
   ncclBfloat16 = 9,
   ncclFloat8e4m3 = 10,
   ncclFloat8e5m2 = 11,
@@ -80,6 +97,21 @@ typedef enum {
   ncclStatGpuMemPersist = 2,
   ncclStatGpuMemTotal = 3
 } ncclCommMemStat_t;
+
+typedef enum {
+  ncclHostCftDefault = -2147483648,
+  ncclHostCftEnable = 1,
+  ncclHostCftDisable = 2,
+  ncclHostCftFallback = 3
+} ncclHostCftMode_t;
+
+typedef enum {
+  ncclNvlsHostModeDefault = -2147483648,
+  ncclNvlsHostModeEnable = 0,
+  ncclNvlsHostModeDisableTransport = 1,
+  ncclNvlsHostModeDisableSymmetricMultimem = 2,
+  ncclNvlsHostModeDisable = 2147483647
+} ncclNvlsHostMode_t;
 
 typedef enum { NCCL_ENCRYPTION_MODE_NONE = 0, NCCL_ENCRYPTION_MODE_PSK = 1 } ncclEncryptionMode_t;
 
@@ -128,24 +160,24 @@ typedef struct {
   int nvlsCTAs;                       // since 2.31.2
   int cgaClusterSize;                 // since 2.31.2
   const char* algSelection;           // since 2.31.2
-  int forceAlgSelection;              // since 2.31.2
+  int forceAlgSelection;              // since 2.31.2 = 1
   int CTAPolicy;                      // since 2.31.2
-  uint64_t userProfilerTag;           // since 2.31.2
+  uint64_t userProfilerTag;           // since 2.31.2 = 0
   cudaEvent_t launchCompletionEvent;  // since 2.32.3
 } ncclCollConfig_t;
 
 typedef struct {
   size_t size;            // since 2.22.3
-  unsigned int magic;     // since 2.22.3
+  unsigned int magic;     // since 2.22.3 = NCCL_SIM_INFO_MAGIC
   unsigned int version;   // since 2.22.3
-  float estimatedTime;    // since 2.22.3
+  float estimatedTime;    // since 2.22.3 = NCCL_UNDEF_FLOAT
 } ncclSimInfo_t;
 
 typedef struct {
   size_t size;            // since 2.32.3
   unsigned int magic;     // since 2.32.3
   unsigned int version;   // since 2.32.3
-  int mode;               // since 2.32.3
+  int mode;               // since 2.32.3 = NCCL_ENCRYPTION_MODE_NONE
   const char* psk;        // since 2.32.3
 } ncclEncryptionConfig_t;
 
@@ -155,30 +187,6 @@ typedef struct {
   int sigIdx;
   int ctx;
 } ncclWaitSignalDesc_t;
-
-typedef struct {
-  size_t size;                       // since 2.29.2
-  unsigned int magic;                // since 2.29.2
-  unsigned int version;              // since 2.29.2
-  int rank;                          // since 2.29.2
-  int nRanks;                        // since 2.29.2
-  int cudaDev;                       // since 2.29.2
-  int nvmlDev;                       // since 2.29.2
-  _Bool deviceApiSupport;            // since 2.29.2
-  _Bool multimemSupport;             // since 2.29.2
-  int ginType;                       // since 2.29.3
-  int nLsaTeams;                     // since 2.29.7
-  _Bool hostRmaSupport;              // since 2.29.7
-  int railedGinType;                 // since 2.29.7
-  uint64_t commHash;                 // since 2.31.2
-  int ginMinStride;                  // since 2.31.2
-  int ginConnectionType;             // since 2.31.2
-  _Bool ginSupport[64];              // since 2.31.2
-  size_t devCommRuntimeVersionSize;  // since 2.31.2
-  _Bool cftSupport;                  // since 2.31.2
-  _Bool cftMulticastSupport;         // since 2.31.2
-  _Bool cftCountedSupport;           // since 2.32.3
-} ncclCommProperties_t;
 
 ncclResult_t ncclMemAlloc(void** ptr, size_t size); // since 2.19.1
 ncclResult_t ncclMemFree(void* ptr); // since 2.19.1
@@ -253,4 +261,47 @@ ncclResult_t ncclParamGet(ncclParamHandle_t h, void* out, int maxLen, int* len);
 ncclResult_t ncclParamGetParameter(const char* key, const char** value, int* valueLen); // since 2.30.4
 ncclResult_t ncclParamGetAllParameterKeys(const char*** table, int* tableLen); // since 2.30.4
 void ncclParamDumpAll(void); // since 2.30.4
+
+// From here on: what nccl_device.h declares for the host.
+
+typedef enum {
+  NCCL_GIN_CONNECTION_NONE = 0,
+  NCCL_GIN_CONNECTION_FULL = 1,
+  NCCL_GIN_CONNECTION_RAIL = 2,
+  NCCL_GIN_CONNECTION_CUSTOM_STRIDE = 3
+} ncclGinConnectionType_t;
+
+typedef enum {
+  NCCL_GIN_TYPE_NONE = 0,
+  NCCL_GIN_TYPE_PROXY = 2,
+  NCCL_GIN_TYPE_GDAKI = 3,
+  NCCL_GIN_TYPE_GPI = 4,
+  NCCL_GIN_TYPE_EFA_GDA = 5,
+  NCCL_GIN_MAX_TYPES = 6
+} ncclGinType_t;
+
+typedef struct {
+  size_t size;                               // since 2.29.2
+  unsigned int magic;                        // since 2.29.2
+  unsigned int version;                      // since 2.29.2
+  int rank;                                  // since 2.29.2
+  int nRanks;                                // since 2.29.2
+  int cudaDev;                               // since 2.29.2
+  int nvmlDev;                               // since 2.29.2
+  _Bool deviceApiSupport;                    // since 2.29.2
+  _Bool multimemSupport;                     // since 2.29.2
+  ncclGinType_t ginType;                     // since 2.29.3
+  int nLsaTeams;                             // since 2.29.7
+  _Bool hostRmaSupport;                      // since 2.29.7
+  ncclGinType_t railedGinType;               // since 2.29.7
+  uint64_t commHash;                         // since 2.31.2
+  int ginMinStride;                          // since 2.31.2
+  ncclGinConnectionType_t ginConnectionType; // since 2.31.2
+  _Bool ginSupport[64];                      // since 2.31.2
+  size_t devCommRuntimeVersionSize;          // since 2.31.2
+  _Bool cftSupport;                          // since 2.31.2
+  _Bool cftMulticastSupport;                 // since 2.31.2
+  _Bool cftCountedSupport;                   // since 2.32.3
+} ncclCommProperties_t;
+
 ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t* props); // since 2.29.2

@@ -2,16 +2,21 @@
 // that none sees another's environment or state.
 #pragma once
 
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <initializer_list>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -59,12 +64,15 @@ inline std::string read_text(const fs::path& path) {
 
 inline void write_text(const fs::path& path, const std::string& text) { std::ofstream(path) << text; }
 
-// The exit status of `body` in a forked child, or minus the signal that ended it.
+// The exit status of `body` in a forked child, or minus the signal that ended it. With `group` the child
+// leads a process group, whose id is stored there.
 template <typename Body>
-int in_child(Body body) {
+int in_child(Body body, pid_t* group = nullptr) {
   fflush(nullptr);
   pid_t pid = fork();
+  if (group) *group = pid;
   if (pid == 0) {
+    if (group) setpgid(0, 0);
     pncpu::log_atfork_child();
     failures = 0;
     body();
@@ -73,6 +81,30 @@ int in_child(Body body) {
   int status = 0;
   while (waitpid(pid, &status, 0) < 0 && errno == EINTR) continue;
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+// What a test is at, for the message of its alarm or crash: a test of thousands of rounds says which.
+inline char current_step[256] = "";
+
+__attribute__((format(printf, 1, 2))) inline void at_step(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(current_step, sizeof current_step, format, arguments);
+  va_end(arguments);
+}
+
+inline void tell_step(int signal) {
+  char text[320];
+  int size = snprintf(text, sizeof text, "     signal %d at: %s\n", signal, current_step);
+  if (size > 0 && write(STDERR_FILENO, text, size_t(size)) < 0) _exit(124);
+  raise(signal);  // SA_RESETHAND: this time it ends the process
+}
+
+inline void tell_step_at(std::initializer_list<int> signals) {
+  struct sigaction action = {};
+  action.sa_handler = tell_step;
+  action.sa_flags = int(SA_RESETHAND | SA_NODEFER);
+  for (int signal : signals) sigaction(signal, &action, nullptr);
 }
 
 struct Test {
@@ -91,30 +123,50 @@ inline void clean_environment() {
   for (const std::string& name : names) unsetenv(name.c_str());
 }
 
+constexpr unsigned kTestSeconds = 120;
+
+// A test is a process group of its own: what it leaves behind when it is ended is ended with it.
 inline bool run(const Test& test, const fs::path& root) {
   scratch = root / test.name;
   fs::create_directories(scratch);
-  int status = in_child([&] {
-    alarm(120);
-    test.body();
-  });
-  printf("%s %s\n", status == 0 ? "ok  " : "FAIL", test.name);
+  pid_t group = 0;
+  auto start = std::chrono::steady_clock::now();
+  int status = in_child(
+      [&] {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        tell_step_at({SIGALRM});
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+        tell_step_at({SIGSEGV, SIGBUS, SIGABRT});
+#endif
+        alarm(kTestSeconds);
+        test.body();
+      },
+      &group);
+  kill(-group, SIGKILL);
+  double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  printf("%s %s (%.1f s)\n", status == 0 ? "ok  " : "FAIL", test.name, seconds);
   if (status < 0) printf("     ended by signal %d\n", -status);
   return status == 0;
 }
 
+// PYNCCL_TEST_ONLY=part runs the tests whose names contain it.
 inline int run_all(const Test* tests, size_t count) {
+  std::string only = getenv("PYNCCL_TEST_ONLY") ? getenv("PYNCCL_TEST_ONLY") : "";
   clean_environment();
   std::string root = fs::temp_directory_path() / "pynccl-test-XXXXXX";
   if (mkdtemp(root.data()) == nullptr) {
     perror("mkdtemp");
     return 2;
   }
-  int failed = 0;
-  for (size_t i = 0; i < count; ++i) failed += !run(tests[i], root);
+  size_t failed = 0, chosen = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (!contains(tests[i].name, only)) continue;
+    ++chosen;
+    failed += !run(tests[i], root);
+  }
   fs::remove_all(root);
-  printf("%d of %zu tests failed\n", failed, count);
-  return failed == 0 ? 0 : 1;
+  printf("%zu of %zu tests failed\n", failed, chosen);
+  return failed == 0 && chosen > 0 ? 0 : 1;
 }
 
 }  // namespace testing

@@ -2,51 +2,71 @@
 #include <algorithm>
 #include <set>
 
+#include "calls/group.hpp"
 #include "comm/fault.hpp"
 #include "comm/lifecycle.hpp"
 
 namespace pncpu {
 namespace {
 
-thread_local int t_device = 0;
-
-#define REQUIRE_POINTER(function, pointer) \
-  if (!(pointer)) return spoil(fail(ncclInvalidArgument, "%s: " #pointer " is NULL", function))
-
-// How many communicators of the open group are on this device already.
-int copy_of(int device) {
-  int copy = 0;
-  for (const Job& job : this_thread_group().jobs) copy += job.comm && job.comm->device == device;
-  return copy;
-}
-
 // In the background the result is for who runs it to publish, together with its text.
 ncclResult_t end_creation(const std::shared_ptr<Comm>& comm, ncclComm_t* out, ncclResult_t r) {
   if (r == ncclSuccess) return r;
-  if (!comm->blocking) return comm->disconnect(), r;
-  comm->set_pending(r);
+  if (!comm->blocking) return comm->session.disconnect(), r;
+  comm->standing.set_pending(r);
   withdraw(comm, out);
   return r;
 }
 
-ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const Id& id, uint64_t ids_hash,
+ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vector<Id>& ids, uint64_t ids_hash,
                          const ncclConfig_t* config, const char* function, int device) {
-  if (const char* wrong = fault_error()) return spoil(fail(ncclInvalidArgument, "%s: %s", function, wrong));
+  if (const char* wrong = fault_error()) return fail(ncclInvalidArgument, "%s: %s", function, wrong);
   *out = nullptr;
-  if (nranks < 1)
-    return spoil(fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks));
-  if (!id.plausible())
-    return spoil(
-        fail(ncclInvalidArgument, "%s: commId was not made by ncclGetUniqueId of this library", function));
+  if (nranks < 1) return fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks);
+  for (const Id& id : ids)
+    if (!id.plausible())
+      return fail(ncclInvalidArgument, "%s: commId was not made by ncclGetUniqueId of this library",
+                  function);
   Config settings;
-  if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return spoil(r);
+  if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return r;
   // A wrong rank is told to the root all the same, so that the others hear of it too.
-  auto comm = make_comm(rank, nranks, device, copy_of(device), settings);
-  if (ncclResult_t r = publish(comm, out); r != ncclSuccess) return spoil(r);
+  std::shared_ptr<Domain> domain = Domain::of(device, this_thread_group().copies_on(device));
+  std::shared_ptr<Comm> comm = make_comm(rank, nranks, device, std::move(domain), settings);
+  publish(comm, out);
   Job job;
   job.comm = comm;
   job.blocking = comm->blocking;
-  job.run = [comm, id, ids_hash, out] { return end_creation(comm, out, init(comm, id, ids_hash)); };
+  job.run = [comm, ids, ids_hash, out] { return end_creation(comm, out, init(comm, ids, ids_hash)); };
+  return submit(std::move(job));
+}
+
+// One job for all ranks; without `blocking` each is created in the background, and has a state of its own.
+ncclResult_t submit_init_all(ncclComm_t* out, int ndev, const int* devices) {
+  const char* function = "ncclCommInitAll";
+  if (const char* wrong = fault_error()) return fail(ncclInvalidArgument, "%s: %s", function, wrong);
+  Config settings;
+  if (ncclResult_t r = read_config(nullptr, function, &settings); r != ncclSuccess) return r;
+  if (!settings.blocking) {
+    Id id;
+    if (ncclResult_t r = make_id(&id, true); r != ncclSuccess) return r;
+    ncclGroupStart();
+    for (int i = 0; i < ndev; ++i)
+      spoil(submit_init(&out[i], ndev, i, {id}, 0, nullptr, function, devices ? devices[i] : i));
+    return ncclGroupEnd();
+  }
+  std::vector<std::shared_ptr<Comm>> comms;
+  std::map<int, int> copies;
+  for (int i = 0; i < ndev; ++i) {
+    int device = devices ? devices[i] : i;
+    comms.push_back(make_comm(i, ndev, device, Domain::of(device, copies[device]++), settings));
+  }
+  for (int i = 0; i < ndev; ++i) publish(comms[size_t(i)], &out[i]);
+  Job job;
+  job.run = [comms, out] {
+    ncclResult_t r = init_all(comms);
+    for (size_t i = 0; i < comms.size() && r != ncclSuccess; ++i) end_creation(comms[i], &out[i], r);
+    return r;
+  };
   return submit(std::move(job));
 }
 
@@ -74,10 +94,10 @@ ncclResult_t make_child(Comm& parent, ncclComm_t* out, const ncclConfig_t* confi
   settings.blocking = parent.blocking;
   settings.name = parent.name;
   if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return r;
-  child->comm = make_comm(0, 1, parent.device, 0, settings);
-  child->comm->default_stream = parent.default_stream;
+  child->comm = make_comm(0, 1, parent.device, parent.domain, settings);
   child->out = out;
-  return publish(child->comm, out);
+  publish(child->comm, out);
+  return ncclSuccess;
 }
 
 // Connects the ranks of the parent that go together, in the order of `members`.
@@ -89,8 +109,8 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
     if (r == parent_rank) rank = int(table.size());
     table.push_back(info);
   }
-  child.comm->set_shape(rank, int(table.size()));
-  return connect(*child.comm, table);
+  child.comm->session.set_shape(rank, int(table.size()));
+  return connect(*child.comm, Table::of(std::move(table)));
 }
 
 ncclResult_t end_child(const Child& child, ncclResult_t r) {
@@ -102,24 +122,20 @@ struct SplitBlob {
   PeerInfo info;
 };
 
-ncclResult_t run_split(std::shared_ptr<Comm> parent, Child child, int color, int key, uint64_t tag) {
+ncclResult_t run_split(std::shared_ptr<Comm> parent, Child child, int color, int key,
+                       const Meeting& meeting) {
   SplitBlob mine{color, key, {}};
   if (child.comm) {
-    if (ncclResult_t r = child.comm->introduce(); r != ncclSuccess) return end_child(child, r);
-    mine.info = child.comm->self;
+    if (ncclResult_t r = child.comm->session.introduce(); r != ncclSuccess) return end_child(child, r);
+    mine.info = child.comm->session.self;
   }
-  std::vector<int> ranks;
-  for (int q = 0; q < parent->nranks; ++q) ranks.push_back(q);
   std::vector<std::string> all;
   std::string blob(reinterpret_cast<char*>(&mine), sizeof mine);
-  ncclResult_t r = derive(*parent, ranks, tag, blob, "ncclCommSplit", &all);
+  ncclResult_t r = meeting.meet(blob, &all);
   if (r != ncclSuccess || !child.comm) return end_child(child, r);
   std::vector<std::pair<std::pair<int, int>, PeerInfo>> sorted;
   for (int q = 0; q < parent->nranks; ++q) {
     SplitBlob theirs;
-    if (all[size_t(q)].size() != sizeof theirs)
-      return end_child(
-          child, fail(ncclInvalidUsage, "%sncclCommSplit: rank %d called another function", kMismatch, q));
     memcpy(static_cast<void*>(&theirs), all[size_t(q)].data(), sizeof theirs);
     if (theirs.color == color) sorted.push_back({{theirs.key, q}, theirs.info});
   }
@@ -129,16 +145,15 @@ ncclResult_t run_split(std::shared_ptr<Comm> parent, Child child, int color, int
   return end_child(child, connect_child(child, members, parent->rank));
 }
 
-ncclResult_t run_shrink(std::shared_ptr<Comm> parent, Child child, std::set<int> excluded, uint64_t tag) {
-  if (ncclResult_t r = child.comm->introduce(); r != ncclSuccess) return end_child(child, r);
+ncclResult_t run_shrink(std::shared_ptr<Comm> parent, Child child, const std::set<int>& excluded,
+                        const Meeting& meeting) {
+  if (ncclResult_t r = child.comm->session.introduce(); r != ncclSuccess) return end_child(child, r);
   std::string list;
   for (int q : excluded) list += std::to_string(q) + " ";
-  std::vector<int> ranks;
-  for (int q = 0; q < parent->nranks; ++q)
-    if (!excluded.count(q)) ranks.push_back(q);
-  std::string blob(reinterpret_cast<char*>(&child.comm->self), sizeof(PeerInfo));
+  const std::vector<int>& ranks = meeting.ranks();
+  std::string blob(reinterpret_cast<char*>(&child.comm->session.self), sizeof(PeerInfo));
   std::vector<std::string> all;
-  ncclResult_t r = derive(*parent, ranks, tag, blob + list, "ncclCommShrink", &all);
+  ncclResult_t r = meeting.meet(blob + list, &all);
   if (r != ncclSuccess) return end_child(child, r);
   std::vector<std::pair<int, PeerInfo>> members;
   for (size_t i = 0; i < ranks.size(); ++i) {
@@ -158,21 +173,17 @@ struct GrowBlob {
   Id id;
 };
 
-ncclResult_t run_grow(std::shared_ptr<Comm> parent, Child child, int nranks, const Id* id, uint64_t tag) {
+ncclResult_t run_grow(std::shared_ptr<Comm> parent, Child child, int nranks, const Id* id,
+                      const Meeting& meeting) {
   GrowBlob mine{nranks, id != nullptr, id ? *id : Id()};
-  std::vector<int> ranks;
-  for (int q = 0; q < parent->nranks; ++q) ranks.push_back(q);
   std::vector<std::string> all;
   std::string blob(reinterpret_cast<char*>(&mine), sizeof mine);
-  ncclResult_t r = derive(*parent, ranks, tag, blob, "ncclCommGrow", &all);
+  ncclResult_t r = meeting.meet(blob, &all);
   if (r != ncclSuccess) return end_child(child, r);
   Id chosen;
   int makers = 0;
   for (int q = 0; q < parent->nranks; ++q) {
     GrowBlob theirs;
-    if (all[size_t(q)].size() != sizeof theirs)
-      return end_child(
-          child, fail(ncclInvalidUsage, "%sncclCommGrow: rank %d called another function", kMismatch, q));
     memcpy(static_cast<void*>(&theirs), all[size_t(q)].data(), sizeof theirs);
     if (theirs.nranks != nranks)
       return end_child(child,
@@ -183,21 +194,160 @@ ncclResult_t run_grow(std::shared_ptr<Comm> parent, Child child, int nranks, con
   if (makers != 1)
     return end_child(child, fail(ncclInvalidUsage,
                                  "ncclCommGrow: %d existing ranks passed a uniqueId, expected one", makers));
-  child.comm->set_shape(parent->rank, nranks);
-  r = init(child.comm, chosen, 0);
+  child.comm->session.set_shape(parent->rank, nranks);
+  r = init(child.comm, {chosen}, 0);
   if (id && r == ncclSuccess) parent->grow_id_open = false;
   return end_child(child, r);
 }
 
 // What a call that derives a communicator needs of its parent.
 ncclResult_t check_parent(Comm& parent, const char* function, bool may_have_failed) {
-  if (parent.phase.load() == Phase::Finalized || parent.phase.load() == Phase::Finalizing)
+  Phase phase = parent.standing.phase.load();
+  if (phase == Phase::Finalized || phase == Phase::Finalizing)
     return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
-  if (parent.phase.load() == Phase::Suspended)
-    return fail(ncclInvalidUsage, "%s: comm is suspended", function);
-  if (parent.error() != ncclSuccess && !parent.revoked.load() && !may_have_failed)
+  if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
+  if (parent.error() != ncclSuccess && !parent.standing.revoked.load() && !may_have_failed)
     return fail(parent.error(), "%s: comm has failed: %s", function, parent.error_text().c_str());
   return ncclSuccess;
+}
+
+ncclResult_t submit_split(const std::shared_ptr<Comm>& parent, int color, int key, ncclComm_t* newcomm,
+                          const ncclConfig_t* config) {
+  const char* function = "ncclCommSplit";
+  if (color < 0 && color != NCCL_SPLIT_NOCOLOR)
+    return fail(ncclInvalidArgument, "ncclCommSplit: color is %d, expected 0 or more or NCCL_SPLIT_NOCOLOR",
+                color);
+  if (ncclResult_t r = check_parent(*parent, function, false); r != ncclSuccess) return r;
+  Child child;
+  if (color != NCCL_SPLIT_NOCOLOR)
+    if (ncclResult_t r = make_child(*parent, newcomm, config, function, &child); r != ncclSuccess) return r;
+  Job job;
+  job.comm = child.comm ? child.comm : parent;
+  job.blocking = !child.comm || child.comm->blocking;
+  Meeting meeting(parent, Meeting::everyone(*parent), function);
+  job.run = [=] { return run_split(parent, child, color, key, meeting); };
+  return submit(std::move(job));
+}
+
+ncclResult_t read_excluded(const Comm& parent, const int* list, int count, std::set<int>* excluded) {
+  if (count < 1 || count >= parent.nranks)
+    return fail(ncclInvalidArgument, "ncclCommShrink: excludeRanksCount is %d, expected 1 to %d", count,
+                parent.nranks - 1);
+  if (!list) return fail(ncclInvalidArgument, "ncclCommShrink: excludeRanksList is NULL");
+  for (int i = 0; i < count; ++i) {
+    int r = list[i];
+    const char* wrong = r == parent.rank              ? "the calling rank itself"
+                        : r < 0 || r >= parent.nranks ? "no rank of this communicator"
+                        : !excluded->insert(r).second ? "named twice"
+                                                      : nullptr;
+    if (wrong)
+      return fail(ncclInvalidArgument, "ncclCommShrink: excludeRanksList[%d] is %d: %s", i, r, wrong);
+  }
+  return ncclSuccess;
+}
+
+ncclResult_t submit_shrink(const std::shared_ptr<Comm>& parent, const std::set<int>& excluded,
+                           ncclComm_t* newcomm, const ncclConfig_t* config, bool abort) {
+  const char* function = "ncclCommShrink";
+  if (ncclResult_t r = check_parent(*parent, function, abort); r != ncclSuccess) return r;
+  if (abort && !parent->standing.revoked.exchange(true))
+    parent->decide(ncclInvalidUsage, "stopped by ncclCommShrink with NCCL_SHRINK_ABORT");
+  parent->drain(kForever);
+  Child child;
+  if (ncclResult_t r = make_child(*parent, newcomm, config, function, &child); r != ncclSuccess) return r;
+  std::vector<int> kept;
+  for (int q = 0; q < parent->nranks; ++q)
+    if (!excluded.count(q)) kept.push_back(q);
+  Job job;
+  job.comm = child.comm;
+  job.blocking = child.comm->blocking;
+  Meeting meeting(parent, std::move(kept), function);
+  job.run = [=] { return run_shrink(parent, child, excluded, meeting); };
+  return submit(std::move(job));
+}
+
+ncclResult_t submit_grow(const std::shared_ptr<Comm>& parent, int nranks, const ncclUniqueId* uniqueId,
+                         ncclComm_t* newcomm, const ncclConfig_t* config) {
+  const char* function = "ncclCommGrow";
+  if (nranks <= parent->nranks)
+    return fail(ncclInvalidArgument, "ncclCommGrow: nRanks is %d, expected more than the %d there are",
+                nranks, parent->nranks);
+  if (ncclResult_t r = check_parent(*parent, function, false); r != ncclSuccess) return r;
+  Child child;
+  if (ncclResult_t r = make_child(*parent, newcomm, config, function, &child); r != ncclSuccess) return r;
+  Job job;
+  job.comm = child.comm;
+  job.blocking = child.comm->blocking;
+  Id id = uniqueId ? id_of(*uniqueId) : Id();
+  bool has_id = uniqueId != nullptr;
+  Meeting meeting(parent, Meeting::everyone(*parent), function);
+  job.run = [=] { return run_grow(parent, child, nranks, has_id ? &id : nullptr, meeting); };
+  return submit(std::move(job));
+}
+
+ncclResult_t submit_finalize(const std::shared_ptr<Comm>& comm) {
+  {
+    std::lock_guard<std::mutex> lock(issue_lock());
+    if (comm->standing.revoked.load())
+      return fail(ncclInvalidUsage, "ncclCommFinalize: comm has been revoked");
+    if (comm->error() != ncclSuccess)
+      return fail(comm->error(), "ncclCommFinalize: %s", comm->error_text().c_str());
+    Phase ready = Phase::Ready;
+    if (!comm->standing.phase.compare_exchange_strong(ready, Phase::Finalizing))
+      return fail(ncclInvalidArgument, "ncclCommFinalize: comm has been finalized already, or is suspended");
+  }
+  Job job;
+  job.comm = comm;
+  job.blocking = comm->blocking;
+  job.run = [comm] { return finalize(*comm); };
+  return submit(std::move(job));
+}
+
+// Of several callers one ends the communicator; only an abort may come after a destruction has begun, and
+// cuts it short.
+ncclResult_t submit_end(ncclComm_t handle, Standing::End how, const char* function) {
+  std::shared_ptr<Comm> comm = find_handle<Comm>(handle, function);
+  if (!comm) return ncclInvalidArgument;
+  bool begun;
+  {
+    std::lock_guard<std::mutex> lock(issue_lock());
+    begun = comm->standing.begin_end(how);
+  }
+  bool cuts_short = how == Standing::End::Abort && comm->standing.ending() == Standing::End::Destroy;
+  if (!begun && !cuts_short) return refuse_handle<Comm>(handle, function);
+  Job job;
+  job.ends = true;
+  job.run = [=] { return how == Standing::End::Abort ? abort(comm) : destroy(comm); };
+  return submit(std::move(job));
+}
+
+ncclResult_t revoke(ncclComm_t handle, int flags) {
+  std::shared_ptr<Comm> comm = comm_of(handle, "ncclCommRevoke");
+  if (!comm) return ncclInvalidArgument;
+  if (flags != NCCL_REVOKE_DEFAULT)
+    return fail(ncclInvalidArgument, "ncclCommRevoke: revokeFlags is %d, expected NCCL_REVOKE_DEFAULT",
+                flags);
+  {
+    std::lock_guard<std::mutex> lock(issue_lock());
+    if (comm->standing.revoked.exchange(true)) return ncclSuccess;
+  }
+  comm->fail_with(ncclInvalidUsage, "rank " + std::to_string(comm->rank) + " revoked its communicator");
+  comm->drain(kForever);
+  return ncclSuccess;
+}
+
+thread_local int t_device = 0;
+
+// What can be asked of a communicator that is ready.
+template <class Get>
+ncclResult_t ask(const char* function, const char* what, ncclComm_t handle, int* out, Get get) noexcept {
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> comm = comm_of(handle, function);
+    if (!comm) return ncclInvalidArgument;
+    if (!out) return fail(ncclInvalidArgument, "%s: %s is NULL", function, what);
+    *out = get(*comm);
+    return ncclSuccess;
+  });
 }
 
 }  // namespace
@@ -211,17 +361,21 @@ using namespace pncpu;
 extern "C" {
 
 ncclResult_t pyncclCpuDeviceCount(int* count) {
-  REQUIRE_POINTER("pyncclCpuDeviceCount", count);
-  int64_t devices = param_int("PYNCCL_CPU_DEVICES"), local = param_int("LOCAL_WORLD_SIZE");
-  *count = int(devices > 0 ? devices : local > 0 ? local : 1);
-  return ncclSuccess;
+  return guarded("pyncclCpuDeviceCount", [&] {
+    REQUIRE_POINTER("pyncclCpuDeviceCount", count);
+    int64_t devices = param_int("PYNCCL_CPU_DEVICES"), local = param_int("LOCAL_WORLD_SIZE");
+    *count = int(devices > 0 ? devices : local > 0 ? local : 1);
+    return ncclSuccess;
+  });
 }
 
 ncclResult_t pyncclCpuSetDevice(int device) {
-  if (device < 0)
-    return fail(ncclInvalidArgument, "pyncclCpuSetDevice: device is %d, expected 0 or more", device);
-  t_device = device;
-  return ncclSuccess;
+  return guarded("pyncclCpuSetDevice", [&] {
+    if (device < 0)
+      return fail(ncclInvalidArgument, "pyncclCpuSetDevice: device is %d, expected 0 or more", device);
+    t_device = device;
+    return ncclSuccess;
+  });
 }
 
 ncclResult_t pyncclCpuGetDevice(int* device) {
@@ -231,245 +385,180 @@ ncclResult_t pyncclCpuGetDevice(int* device) {
 }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* uniqueId) {
-  REQUIRE_POINTER("ncclGetUniqueId", uniqueId);
-  Id id;
-  if (ncclResult_t r = make_id(&id, true); r != ncclSuccess) return r;
-  return write_id(id, uniqueId);
+  return guarded("ncclGetUniqueId", [&] {
+    REQUIRE_POINTER("ncclGetUniqueId", uniqueId);
+    Id id;
+    if (ncclResult_t r = make_id(&id, true); r != ncclSuccess) return r;
+    return write_id(id, uniqueId);
+  });
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank,
                                     ncclConfig_t* config) {
-  REQUIRE_POINTER("ncclCommInitRankConfig", comm);
-  return submit_init(comm, nranks, rank, id_of(commId), 0, config, "ncclCommInitRankConfig",
-                     default_device());
+  const char* function = "ncclCommInitRankConfig";
+  return in_group(function, [&] {
+    REQUIRE_POINTER(function, comm);
+    return submit_init(comm, nranks, rank, {id_of(commId)}, 0, config, function, default_device());
+  });
 }
 
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank) {
-  REQUIRE_POINTER("ncclCommInitRank", comm);
-  return submit_init(comm, nranks, rank, id_of(commId), 0, nullptr, "ncclCommInitRank", default_device());
+  const char* function = "ncclCommInitRank";
+  return in_group(function, [&] {
+    REQUIRE_POINTER(function, comm);
+    return submit_init(comm, nranks, rank, {id_of(commId)}, 0, nullptr, function, default_device());
+  });
 }
 
 ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myrank, int nId,
                                       ncclUniqueId* commIds, ncclConfig_t* config) {
-  REQUIRE_POINTER("ncclCommInitRankScalable", newcomm);
-  REQUIRE_POINTER("ncclCommInitRankScalable", commIds);
-  if (nId < 1 || nId > nranks)
-    return spoil(fail(ncclInvalidArgument, "ncclCommInitRankScalable: nId is %d, expected 1 to nranks %d",
-                      nId, nranks));
-  Token hash = Token::of(std::string(reinterpret_cast<char*>(commIds), size_t(nId) * sizeof *commIds));
-  return submit_init(newcomm, nranks, myrank, id_of(commIds[0]), nId > 1 ? hash.a : 0, config,
-                     "ncclCommInitRankScalable", default_device());
+  const char* function = "ncclCommInitRankScalable";
+  return in_group(function, [&] {
+    REQUIRE_POINTER(function, newcomm);
+    REQUIRE_POINTER(function, commIds);
+    if (nId < 1 || nId > nranks)
+      return fail(ncclInvalidArgument, "%s: nId is %d, expected 1 to nranks %d", function, nId, nranks);
+    Token hash = Token::of(std::string(reinterpret_cast<char*>(commIds), size_t(nId) * sizeof *commIds));
+    std::vector<Id> ids;
+    for (int i = 0; i < nId; ++i) ids.push_back(id_of(commIds[i]));
+    return submit_init(newcomm, nranks, myrank, ids, nId > 1 ? hash.a : 0, config, function,
+                       default_device());
+  });
 }
 
 ncclResult_t ncclCommInitAll(ncclComm_t* comm, int ndev, const int* devlist) {
-  REQUIRE_POINTER("ncclCommInitAll", comm);
-  if (ndev < 1)
-    return spoil(fail(ncclInvalidArgument, "ncclCommInitAll: ndev is %d, expected at least 1", ndev));
-  for (int i = 0; devlist && i < ndev; ++i)
-    if (devlist[i] < 0)
-      return spoil(
-          fail(ncclInvalidArgument, "ncclCommInitAll: devlist[%d] is %d, expected 0 or more", i, devlist[i]));
-  Id id;
-  if (ncclResult_t r = make_id(&id, true); r != ncclSuccess) return spoil(r);
-  ncclGroupStart();
-  for (int i = 0; i < ndev; ++i)
-    submit_init(&comm[i], ndev, i, id, 0, nullptr, "ncclCommInitAll", devlist ? devlist[i] : i);
-  return ncclGroupEnd();
+  const char* function = "ncclCommInitAll";
+  return in_group(function, [&] {
+    REQUIRE_POINTER(function, comm);
+    if (ndev < 1) return fail(ncclInvalidArgument, "%s: ndev is %d, expected at least 1", function, ndev);
+    for (int i = 0; devlist && i < ndev; ++i)
+      if (devlist[i] < 0)
+        return fail(ncclInvalidArgument, "%s: devlist[%d] is %d, expected 0 or more", function, i,
+                    devlist[i]);
+    if (ndev > kMostLocalRanks)
+      return fail(
+          ncclSystemError,
+          "%s: ndev is %d, more ranks than the %d of one host for which there is memory: it grows with "
+          "their square",
+          function, ndev, kMostLocalRanks);
+    return submit_init_all(comm, ndev, devlist);
+  });
 }
 
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm, ncclConfig_t* config) {
-  Comm* parent = comm_of(comm, "ncclCommSplit");
-  if (!parent) return spoil(ncclInvalidArgument);
-  REQUIRE_POINTER("ncclCommSplit", newcomm);
-  *newcomm = nullptr;
-  if (color < 0 && color != NCCL_SPLIT_NOCOLOR)
-    return spoil(fail(ncclInvalidArgument,
-                      "ncclCommSplit: color is %d, expected 0 or more or NCCL_SPLIT_NOCOLOR", color));
-  if (ncclResult_t r = check_parent(*parent, "ncclCommSplit", false); r != ncclSuccess) return spoil(r);
-  Child child;
-  if (color != NCCL_SPLIT_NOCOLOR)
-    if (ncclResult_t r = make_child(*parent, newcomm, config, "ncclCommSplit", &child); r != ncclSuccess)
-      return spoil(r);
-  Job job;
-  job.comm = child.comm ? child.comm : parent->shared_from_this();
-  job.blocking = !child.comm || child.comm->blocking;
-  job.run = [p = parent->shared_from_this(), child, color, key, tag = uint64_t(1) << 32 | ++parent->derived] {
-    return run_split(p, child, color, key, tag);
-  };
-  return submit(std::move(job));
+  return in_group("ncclCommSplit", [&] {
+    std::shared_ptr<Comm> parent = comm_of(comm, "ncclCommSplit");
+    if (!parent) return ncclInvalidArgument;
+    REQUIRE_POINTER("ncclCommSplit", newcomm);
+    *newcomm = nullptr;
+    return submit_split(parent, color, key, newcomm, config);
+  });
 }
 
 ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeRanksCount,
                             ncclComm_t* newcomm, ncclConfig_t* config, int shrinkFlags) {
-  Comm* parent = comm_of(comm, "ncclCommShrink");
-  if (!parent) return spoil(ncclInvalidArgument);
-  REQUIRE_POINTER("ncclCommShrink", newcomm);
-  *newcomm = nullptr;
-  if (shrinkFlags & ~NCCL_SHRINK_ABORT)
-    return spoil(fail(ncclInvalidArgument, "ncclCommShrink: shrinkFlags is 0x%x", unsigned(shrinkFlags)));
-  if (excludeRanksCount < 1 || excludeRanksCount >= parent->nranks)
-    return spoil(fail(ncclInvalidArgument, "ncclCommShrink: excludeRanksCount is %d, expected 1 to %d",
-                      excludeRanksCount, parent->nranks - 1));
-  REQUIRE_POINTER("ncclCommShrink", excludeRanksList);
-  std::set<int> excluded;
-  for (int i = 0; i < excludeRanksCount; ++i) {
-    int r = excludeRanksList[i];
-    if (r < 0 || r >= parent->nranks || r == parent->rank || !excluded.insert(r).second)
-      return spoil(fail(ncclInvalidArgument, "ncclCommShrink: excludeRanksList[%d] is %d: %s", i, r,
-                        r == parent->rank              ? "the calling rank itself"
-                        : r >= 0 && r < parent->nranks ? "named twice"
-                                                       : "no rank of this communicator"));
-  }
-  bool abort = shrinkFlags & NCCL_SHRINK_ABORT;
-  if (ncclResult_t r = check_parent(*parent, "ncclCommShrink", abort); r != ncclSuccess) return spoil(r);
-  if (abort && !parent->revoked.exchange(true))
-    parent->fail_with(ncclInvalidUsage, "stopped by ncclCommShrink with NCCL_SHRINK_ABORT", false);
-  parent->drain(kForever);
-  Child child;
-  if (ncclResult_t r = make_child(*parent, newcomm, config, "ncclCommShrink", &child); r != ncclSuccess)
-    return spoil(r);
-  Job job;
-  job.comm = child.comm;
-  job.blocking = child.comm->blocking;
-  job.run = [p = parent->shared_from_this(), child, excluded, tag = uint64_t(2) << 32 | ++parent->shrunk] {
-    return run_shrink(p, child, excluded, tag);
-  };
-  return submit(std::move(job));
+  return in_group("ncclCommShrink", [&] {
+    std::shared_ptr<Comm> parent = comm_of(comm, "ncclCommShrink");
+    if (!parent) return ncclInvalidArgument;
+    REQUIRE_POINTER("ncclCommShrink", newcomm);
+    *newcomm = nullptr;
+    if (shrinkFlags & ~NCCL_SHRINK_ABORT)
+      return fail(ncclInvalidArgument, "ncclCommShrink: shrinkFlags is 0x%x", unsigned(shrinkFlags));
+    std::set<int> excluded;
+    ncclResult_t r = read_excluded(*parent, excludeRanksList, excludeRanksCount, &excluded);
+    if (r != ncclSuccess) return r;
+    return submit_shrink(parent, excluded, newcomm, config, shrinkFlags & NCCL_SHRINK_ABORT);
+  });
 }
 
 ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* uniqueId) {
-  Comm* c = comm_of(comm, "ncclCommGetUniqueId");
-  if (!c) return ncclInvalidArgument;
-  REQUIRE_POINTER("ncclCommGetUniqueId", uniqueId);
-  if (c->grow_id_open)
-    return fail(ncclInvalidUsage,
-                "ncclCommGetUniqueId: the id made before has not been used by ncclCommGrow yet");
-  Id id;
-  if (ncclResult_t r = make_id(&id, false); r != ncclSuccess) return r;
-  c->grow_id_open = true;
-  return write_id(id, uniqueId);
+  return guarded("ncclCommGetUniqueId", [&] {
+    std::shared_ptr<Comm> c = comm_of(comm, "ncclCommGetUniqueId");
+    if (!c) return ncclInvalidArgument;
+    REQUIRE_POINTER("ncclCommGetUniqueId", uniqueId);
+    if (c->grow_id_open.exchange(true))
+      return fail(ncclInvalidUsage,
+                  "ncclCommGetUniqueId: the id made before has not been used by ncclCommGrow yet");
+    Id id;
+    ncclResult_t r = make_id(&id, false);
+    if (r != ncclSuccess) return c->grow_id_open.store(false), r;
+    return write_id(id, uniqueId);
+  });
 }
 
 ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqueId, int rank,
                           ncclComm_t* newcomm, ncclConfig_t* config) {
-  REQUIRE_POINTER("ncclCommGrow", newcomm);
-  if (!comm) {
-    REQUIRE_POINTER("ncclCommGrow", uniqueId);
-    return submit_init(newcomm, nRanks, rank, id_of(*uniqueId), 0, config, "ncclCommGrow", default_device());
-  }
-  Comm* parent = comm_of(comm, "ncclCommGrow");
-  if (!parent) return spoil(ncclInvalidArgument);
-  *newcomm = nullptr;
-  if (rank != -1)
-    return spoil(
-        fail(ncclInvalidArgument, "ncclCommGrow: rank is %d, expected -1 from a rank that exists", rank));
-  if (nRanks <= parent->nranks)
-    return spoil(fail(ncclInvalidArgument, "ncclCommGrow: nRanks is %d, expected more than the %d there are",
-                      nRanks, parent->nranks));
-  if (ncclResult_t r = check_parent(*parent, "ncclCommGrow", false); r != ncclSuccess) return spoil(r);
-  Child child;
-  if (ncclResult_t r = make_child(*parent, newcomm, config, "ncclCommGrow", &child); r != ncclSuccess)
-    return spoil(r);
-  Job job;
-  job.comm = child.comm;
-  job.blocking = child.comm->blocking;
-  Id id = uniqueId ? id_of(*uniqueId) : Id();
-  job.run = [p = parent->shared_from_this(), child, nRanks, id, has_id = uniqueId != nullptr,
-             tag = uint64_t(3) << 32 | ++parent->derived] {
-    return run_grow(p, child, nRanks, has_id ? &id : nullptr, tag);
-  };
-  return submit(std::move(job));
+  const char* function = "ncclCommGrow";
+  return in_group(function, [&] {
+    REQUIRE_POINTER(function, newcomm);
+    if (!comm) {
+      REQUIRE_POINTER(function, uniqueId);
+      return submit_init(newcomm, nRanks, rank, {id_of(*uniqueId)}, 0, config, function, default_device());
+    }
+    std::shared_ptr<Comm> parent = comm_of(comm, function);
+    if (!parent) return ncclInvalidArgument;
+    *newcomm = nullptr;
+    if (rank != -1)
+      return fail(ncclInvalidArgument, "ncclCommGrow: rank is %d, expected -1 from a rank that exists", rank);
+    return submit_grow(parent, nRanks, uniqueId, newcomm, config);
+  });
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
-  Comm* c = comm_of(comm, "ncclCommFinalize");
-  if (!c) return spoil(ncclInvalidArgument);
-  if (c->revoked.load()) return spoil(fail(ncclInvalidUsage, "ncclCommFinalize: comm has been revoked"));
-  if (c->phase.load() == Phase::Finalized)
-    return spoil(fail(ncclInvalidArgument, "ncclCommFinalize: comm has been finalized already"));
-  if (c->error() != ncclSuccess)
-    return spoil(fail(c->error(), "ncclCommFinalize: %s", c->error_text().c_str()));
-  Job job;
-  job.comm = c->shared_from_this();
-  job.blocking = c->blocking;
-  job.run = [keep = job.comm] { return finalize(*keep); };
-  return submit(std::move(job));
+  return in_group("ncclCommFinalize", [&] {
+    std::shared_ptr<Comm> c = comm_of(comm, "ncclCommFinalize");
+    return c ? submit_finalize(c) : ncclInvalidArgument;
+  });
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   if (!comm) return ncclSuccess;
-  if (!comm_of(comm, "ncclCommDestroy", false)) return spoil(ncclInvalidArgument);
-  std::shared_ptr<Comm> owned = take_ownership(comm);
-  if (!owned)
-    return spoil(fail(ncclInvalidArgument, "ncclCommDestroy: comm is being destroyed by another thread"));
-  Job job;
-  job.run = [owned] { return destroy(owned); };
-  return submit(std::move(job));
+  return in_group("ncclCommDestroy",
+                  [&] { return submit_end(comm, Standing::End::Destroy, "ncclCommDestroy"); });
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   if (!comm) return ncclSuccess;
-  if (!comm_of(comm, "ncclCommAbort", false)) return spoil(ncclInvalidArgument);
-  std::shared_ptr<Comm> owned = take_ownership(comm);
-  if (!owned)
-    return spoil(fail(ncclInvalidArgument, "ncclCommAbort: comm is being destroyed by another thread"));
-  Job job;
-  job.run = [owned] { return abort(owned); };
-  return submit(std::move(job));
+  return in_group("ncclCommAbort", [&] { return submit_end(comm, Standing::End::Abort, "ncclCommAbort"); });
 }
 
 ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags) {
-  Comm* c = comm_of(comm, "ncclCommRevoke");
-  if (!c) return spoil(ncclInvalidArgument);
-  if (revokeFlags != NCCL_REVOKE_DEFAULT)
-    return spoil(fail(ncclInvalidArgument, "ncclCommRevoke: revokeFlags is %d, expected NCCL_REVOKE_DEFAULT",
-                      revokeFlags));
-  if (c->revoked.exchange(true)) return ncclSuccess;
-  // Another thread may abort it meanwhile.
-  std::shared_ptr<Comm> kept = c->shared_from_this();
-  c->fail_with(ncclInvalidUsage, "rank " + std::to_string(c->rank) + " revoked its communicator");
-  c->drain(kForever);
-  return ncclSuccess;
+  return in_group("ncclCommRevoke", [&] { return revoke(comm, revokeFlags); });
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
-  Comm* c = comm_of(comm, "ncclCommGetAsyncError", false);
-  if (!c) return ncclInvalidArgument;
-  REQUIRE_POINTER("ncclCommGetAsyncError", asyncError);
-  // A revoked communicator is quiet, not broken: it may be split, shrunk and destroyed.
-  *asyncError = c->revoked.load() ? ncclSuccess : c->error() != ncclSuccess ? c->error() : c->pending();
-  return ncclSuccess;
+  return guarded("ncclCommGetAsyncError", [&] {
+    std::shared_ptr<Comm> c = comm_of(comm, "ncclCommGetAsyncError", false);
+    if (!c) return ncclInvalidArgument;
+    REQUIRE_POINTER("ncclCommGetAsyncError", asyncError);
+    // A revoked communicator is quiet, not broken: it may be split, shrunk and destroyed.
+    bool broken = c->error() != ncclSuccess && !c->standing.revoked.load();
+    *asyncError = broken ? c->error() : c->standing.poll();
+    return ncclSuccess;
+  });
 }
 
 const char* ncclGetLastError(ncclComm_t comm) {
-  if (Comm* c = comm ? comms().find(comm) : nullptr)
-    if (std::string text = c->error_text(); !text.empty())
-      set_last_error("rank " + std::to_string(c->rank) + " of " + std::to_string(c->nranks) + ": " + text);
+  guarded("ncclGetLastError", [&] {
+    std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
+    if (c && c->error() != ncclSuccess)
+      set_last_error("rank " + std::to_string(c->rank) + " of " + std::to_string(c->nranks) + ": " +
+                     c->error_text());
+    return ncclSuccess;
+  });
   return last_error();
 }
 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
-  Comm* c = comm_of(comm, "ncclCommCount");
-  if (!c) return ncclInvalidArgument;
-  REQUIRE_POINTER("ncclCommCount", count);
-  *count = c->nranks;
-  return ncclSuccess;
+  return ask("ncclCommCount", "count", comm, count, [](const Comm& c) { return c.nranks; });
 }
 
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
-  Comm* c = comm_of(comm, "ncclCommCuDevice");
-  if (!c) return ncclInvalidArgument;
-  REQUIRE_POINTER("ncclCommCuDevice", device);
-  *device = c->device;
-  return ncclSuccess;
+  return ask("ncclCommCuDevice", "device", comm, device, [](const Comm& c) { return c.device; });
 }
 
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
-  Comm* c = comm_of(comm, "ncclCommUserRank");
-  if (!c) return ncclInvalidArgument;
-  REQUIRE_POINTER("ncclCommUserRank", rank);
-  *rank = c->rank;
-  return ncclSuccess;
+  return ask("ncclCommUserRank", "rank", comm, rank, [](const Comm& c) { return c.rank; });
 }
 
 }  // extern "C"

@@ -1,60 +1,47 @@
 // This library's own additions to the C API: streams and events.
+#include "base/guard.hpp"
+#include "calls/issue.hpp"
 #include "comm/lifecycle.hpp"
 
 namespace pncpu {
 namespace {
 
-// Handles map to owners, so that a stream outlives the calls that still use it.
-template <class T>
-struct Shared {
-  std::shared_ptr<T> object;
-};
-HandleTable<Shared<Stream>>& streams() {
-  static auto* table = new HandleTable<Shared<Stream>>;
-  return *table;
-}
-HandleTable<Shared<Event>>& events() {
-  static auto* table = new HandleTable<Shared<Event>>;
-  return *table;
-}
-
-std::shared_ptr<Event> find_event(cudaEvent_t handle, const char* function) {
-  Shared<Event>* found = events().find(handle);
-  if (found) return found->object;
-  fail(ncclInvalidArgument, "%s: event %p is not an event of this library, or was destroyed", function,
-       static_cast<void*>(handle));
-  return nullptr;
-}
-
-// A NULL comm is for the streams that a caller created; the default stream is some communicator's.
+// A NULL comm is for the streams that a caller created; the default streams are some communicator's.
 std::shared_ptr<Stream> stream_for(ncclComm_t comm, cudaStream_t handle, const char* function) {
-  Comm* c = nullptr;
+  std::shared_ptr<Comm> c;
   if (comm && !(c = comm_of(comm, function, false))) return nullptr;
-  return find_stream(c, handle, function);
+  return stream_of(c, handle, function);
 }
 
 uint64_t serial_of(ncclComm_t comm) {
-  Comm* c = comm ? comms().find(comm) : nullptr;
+  std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
   return c ? c->serial : Stream::kAnyone;
 }
 
-Deadline deadline_of(int64_t ms) { return ms < 0 ? kForever : after_ms(ms); }
+Deadline deadline_of(int64_t ms) { return ms < 0 ? kForever : after_ms(std::min<int64_t>(ms, 1e12)); }
 
-}  // namespace
-
-std::shared_ptr<Stream> find_stream(Comm* comm, cudaStream_t handle, const char* function) {
-  if (reinterpret_cast<uintptr_t>(handle) <= 2) {
-    if (comm && comm->default_stream) return comm->default_stream;
-    fail(ncclInvalidArgument, "%s: stream %p is a communicator's default stream, but comm is NULL", function,
-         static_cast<void*>(handle));
-    return nullptr;
-  }
-  if (Shared<Stream>* found = streams().find(handle)) return found->object;
-  fail(ncclInvalidArgument, "%s: stream %p was not created by pyncclCpuStreamCreate, or was destroyed",
-       function, static_cast<void*>(handle));
-  return nullptr;
+ncclResult_t create_stream(cudaStream_t* stream, unsigned int flags, const char* function) {
+  REQUIRE_POINTER(function, stream);
+  *stream = nullptr;
+  if (flags > 1)
+    return fail(ncclInvalidArgument, "%s: flags is %u, expected 0 or 1 (cudaStreamNonBlocking)", function,
+                flags);
+  std::shared_ptr<Stream> made = Domain::of(default_device(), 0)->create(flags == 0);
+  *stream = static_cast<cudaStream_t>(handles<Stream>().add(std::move(made)));
+  return ncclSuccess;
 }
 
+ncclResult_t await(const Recording& recording, Doorbell& bell, Deadline deadline) {
+  for (;;) {
+    uint32_t seen = bell.look();
+    if (recording.has_happened()) return ncclSuccess;
+    int64_t ns = until(deadline, kSliceNs);
+    if (ns == 0) return ncclInProgress;
+    bell.wait(seen, ns);
+  }
+}
+
+}  // namespace
 }  // namespace pncpu
 
 using namespace pncpu;
@@ -64,102 +51,109 @@ extern "C" {
 // Who waits for a thread's creation of a communicator has given it up: it fails, and the next ones of that
 // thread.
 ncclResult_t pyncclCpuInterrupt(int thread, int on) {
-  interrupt_creations(thread, on != 0);
-  return ncclSuccess;
+  return guarded("pyncclCpuInterrupt", [&] {
+    interrupt_creations(thread, on != 0);
+    return ncclSuccess;
+  });
 }
 
 ncclResult_t pyncclCpuStreamCreate(cudaStream_t* stream) {
-  if (!stream) return fail(ncclInvalidArgument, "pyncclCpuStreamCreate: stream is NULL");
-  auto* made = new Shared<Stream>{std::make_shared<Stream>()};
-  *stream = static_cast<cudaStream_t>(streams().add(made));
-  return *stream ? ncclSuccess : fail(ncclInternalError, "this process has created too many streams");
+  return guarded("pyncclCpuStreamCreate", [&] { return create_stream(stream, 0, "pyncclCpuStreamCreate"); });
+}
+
+ncclResult_t pyncclCpuStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags) {
+  const char* function = "pyncclCpuStreamCreateWithFlags";
+  return guarded(function, [&] { return create_stream(stream, flags, function); });
 }
 
 // As in CUDA the stream finishes its work first, and the call does not wait for that.
 ncclResult_t pyncclCpuStreamDestroy(cudaStream_t stream) {
-  std::unique_ptr<Shared<Stream>> found(streams().remove(stream));
-  if (!found)
-    return fail(
-        ncclInvalidArgument,
-        "pyncclCpuStreamDestroy: stream %p was not created by pyncclCpuStreamCreate, or was destroyed",
-        static_cast<void*>(stream));
-  if (!found->object->idle())
-    std::thread([last = std::move(found->object)] { last->drive(last->enqueued(), kForever); }).detach();
-  return ncclSuccess;
+  return guarded("pyncclCpuStreamDestroy", [&] {
+    std::shared_ptr<Stream> found = handles<Stream>().take(stream);
+    if (!found) return refuse_handle<Stream>(stream, "pyncclCpuStreamDestroy");
+    std::lock_guard<std::mutex> lock(issue_lock());
+    found->end();
+    return ncclSuccess;
+  });
 }
 
 ncclResult_t pyncclCpuStreamQuery(ncclComm_t comm, cudaStream_t stream) {
-  std::shared_ptr<Stream> s = stream_for(comm, stream, "pyncclCpuStreamQuery");
-  if (!s) return ncclInvalidArgument;
-  return s->idle() ? s->take_error(serial_of(comm)) : ncclInProgress;
+  return guarded("pyncclCpuStreamQuery", [&] {
+    std::shared_ptr<Stream> s = stream_for(comm, stream, "pyncclCpuStreamQuery");
+    if (!s) return ncclInvalidArgument;
+    return s->idle() ? s->take_error(serial_of(comm)) : ncclInProgress;
+  });
 }
 
 ncclResult_t pyncclCpuStreamSynchronize(ncclComm_t comm, cudaStream_t stream, int64_t timeoutMs) {
-  std::shared_ptr<Stream> s = stream_for(comm, stream, "pyncclCpuStreamSynchronize");
-  return s ? s->synchronize(deadline_of(timeoutMs), serial_of(comm)) : ncclInvalidArgument;
+  return guarded("pyncclCpuStreamSynchronize", [&] {
+    std::shared_ptr<Stream> s = stream_for(comm, stream, "pyncclCpuStreamSynchronize");
+    return s ? s->synchronize(deadline_of(timeoutMs), serial_of(comm)) : ncclInvalidArgument;
+  });
 }
 
 ncclResult_t pyncclCpuStreamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEvent_t event) {
-  std::shared_ptr<Stream> s = stream_for(comm, stream, "pyncclCpuStreamWaitEvent");
-  std::shared_ptr<Event> e = find_event(event, "pyncclCpuStreamWaitEvent");
-  if (!s || !e) return ncclInvalidArgument;
-  Node node;
-  node.kind = Node::Wait;
-  node.event = e;
-  node.number = e->recorded.load();
-  s->push(std::move(node));
-  return ncclSuccess;
+  const char* function = "pyncclCpuStreamWaitEvent";
+  return guarded(function, [&] {
+    std::shared_ptr<Stream> s = stream_for(comm, stream, function);
+    std::shared_ptr<Event> e = find_handle<Event>(event, function);
+    if (!s || !e) return ncclInvalidArgument;
+    std::lock_guard<std::mutex> lock(issue_lock());
+    Node node;
+    node.kind = Node::Wait;
+    node.recording = e->newest();
+    return node.recording ? enqueue(s, std::move(node), function) : ncclSuccess;
+  });
 }
 
 ncclResult_t pyncclCpuEventCreate(cudaEvent_t* event) {
-  if (!event) return fail(ncclInvalidArgument, "pyncclCpuEventCreate: event is NULL");
-  *event = static_cast<cudaEvent_t>(events().add(new Shared<Event>{std::make_shared<Event>()}));
-  return *event ? ncclSuccess : fail(ncclInternalError, "this process has created too many events");
+  return guarded("pyncclCpuEventCreate", [&] {
+    REQUIRE_POINTER("pyncclCpuEventCreate", event);
+    *event = nullptr;
+    *event = static_cast<cudaEvent_t>(handles<Event>().add(std::make_shared<Event>()));
+    return ncclSuccess;
+  });
 }
 
 ncclResult_t pyncclCpuEventDestroy(cudaEvent_t event) {
-  Shared<Event>* found = events().remove(event);
-  if (!found)
-    return fail(ncclInvalidArgument,
-                "pyncclCpuEventDestroy: event %p is not an event of this library, or was destroyed",
-                static_cast<void*>(event));
-  delete found;
-  return ncclSuccess;
+  return guarded("pyncclCpuEventDestroy", [&] {
+    return handles<Event>().take(event) ? ncclSuccess : refuse_handle<Event>(event, "pyncclCpuEventDestroy");
+  });
 }
 
 ncclResult_t pyncclCpuEventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream) {
-  std::shared_ptr<Stream> s = stream_for(comm, stream, "pyncclCpuEventRecord");
-  std::shared_ptr<Event> e = find_event(event, "pyncclCpuEventRecord");
-  if (!s || !e) return ncclInvalidArgument;
-  Node node;
-  node.kind = Node::Record;
-  node.event = e;
-  node.number = ++e->recorded;
-  s->push(std::move(node));
-  return ncclSuccess;
+  const char* function = "pyncclCpuEventRecord";
+  return guarded(function, [&] {
+    std::shared_ptr<Stream> s = stream_for(comm, stream, function);
+    std::shared_ptr<Event> e = find_handle<Event>(event, function);
+    if (!s || !e) return ncclInvalidArgument;
+    auto recording = std::make_shared<Recording>();
+    std::lock_guard<std::mutex> lock(issue_lock());
+    Node node;
+    node.kind = Node::Record;
+    node.recording = recording;
+    ncclResult_t r = enqueue(s, std::move(node), function);
+    if (r == ncclSuccess) e->record(std::move(recording));
+    return r;
+  });
 }
 
 ncclResult_t pyncclCpuEventQuery(cudaEvent_t event) {
-  std::shared_ptr<Event> e = find_event(event, "pyncclCpuEventQuery");
-  if (!e) return ncclInvalidArgument;
-  return e->happened.load() >= e->recorded.load() ? ncclSuccess : ncclInProgress;
+  return guarded("pyncclCpuEventQuery", [&] {
+    std::shared_ptr<Event> e = find_handle<Event>(event, "pyncclCpuEventQuery");
+    if (!e) return ncclInvalidArgument;
+    std::shared_ptr<Recording> newest = e->newest();
+    return !newest || newest->has_happened() ? ncclSuccess : ncclInProgress;
+  });
 }
 
 ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs) {
-  std::shared_ptr<Event> e = find_event(event, "pyncclCpuEventSynchronize");
-  if (!e) return ncclInvalidArgument;
-  Deadline deadline = deadline_of(timeoutMs);
-  uint64_t number = e->recorded.load();
-  for (;;) {
-    uint32_t seen = e->bell.look();
-    if (e->happened.load() >= number) return ncclSuccess;
-    if (Clock::now() >= deadline) return ncclInProgress;
-    int64_t ns = 100 * 1000 * 1000;
-    if (deadline != kForever)
-      ns = std::min<int64_t>(
-          ns, std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now()).count());
-    e->bell.wait(seen, std::max<int64_t>(ns, 1));
-  }
+  return guarded("pyncclCpuEventSynchronize", [&] {
+    std::shared_ptr<Event> e = find_handle<Event>(event, "pyncclCpuEventSynchronize");
+    if (!e) return ncclInvalidArgument;
+    std::shared_ptr<Recording> newest = e->newest();
+    return newest ? await(*newest, newest->bell, deadline_of(timeoutMs)) : ncclSuccess;
+  });
 }
 
 }  // extern "C"

@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "base/fork.hpp"
+
 namespace pncpu {
 namespace {
 
@@ -51,13 +53,20 @@ std::string host_name() {
   return name;
 }
 
+namespace {
+// What shared memory and abstract Unix sockets need in common: one machine, one network namespace, one user.
+struct Machine {
+  std::string text = first_line("/proc/sys/kernel/random/boot_id") + namespace_of("/proc/self/ns/net") +
+                     namespace_of("/proc/self/ns/user");
+  std::string pids = host_name() + namespace_of("/proc/self/ns/pid");
+};
+}  // namespace
+
 uint64_t host_id() {
-  if (const char* forced = param_str("NCCL_HOSTID"))
-    return fnv(0xcbf29ce484222325, std::string("id:") + forced);
-  // Shared memory needs one machine, its Unix sockets one network namespace, process_vm_readv one pid
-  // namespace.
-  return fnv(0xcbf29ce484222325, host_name() + first_line("/proc/sys/kernel/random/boot_id") +
-                                     namespace_of("/proc/self/ns/net") + namespace_of("/proc/self/ns/pid"));
+  const Machine& machine = per_process<Machine>();
+  const char* forced = param_str("NCCL_HOSTID");
+  std::string text = machine.text + "/" + std::to_string(geteuid()) + "/";
+  return fnv(0xcbf29ce484222325, text + (forced ? std::string("id:") + forced : machine.pids));
 }
 
 void name_this_thread(const char* name) { pthread_setname_np(pthread_self(), name); }

@@ -60,69 +60,20 @@ struct alignas(kCacheLine) Doorbell {
   }
 };
 
-// Handles given to callers: addresses of slots that are never freed or used twice, so that any stale or
-// invented handle is recognised without being followed.
-template <class T>
-class HandleTable {
- public:
-  void* add(T* object) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    size_t chunk = used_ / kSlots;
-    if (chunk == kChunks) return nullptr;
-    if (!chunks_[chunk].load(std::memory_order_relaxed))
-      chunks_[chunk].store(new std::atomic<T*>[kSlots](), std::memory_order_release);
-    std::atomic<T*>* slot = chunks_[chunk].load(std::memory_order_relaxed) + used_++ % kSlots;
-    slot->store(object, std::memory_order_release);
-    return slot;
-  }
-  T* find(const void* handle) const {
-    const std::atomic<T*>* slot = slot_of(handle);
-    return slot ? slot->load(std::memory_order_acquire) : nullptr;
-  }
-  // True for a handle that was valid once.
-  bool was_valid(const void* handle) const { return slot_of(handle) != nullptr && !find(handle); }
-  // Takes the object out; only one caller gets it.
-  T* remove(const void* handle) {
-    const std::atomic<T*>* slot = slot_of(handle);
-    return slot ? const_cast<std::atomic<T*>*>(slot)->exchange(nullptr) : nullptr;
-  }
-  template <class F>
-  void each(F&& f) {
-    for (size_t i = 0; i < used_; ++i)
-      if (T* object = chunks_[i / kSlots].load()[i % kSlots].load()) f(object);
-  }
-  std::mutex& mutex() { return mutex_; }
-
- private:
-  static constexpr size_t kSlots = 1024, kChunks = 1024;
-  const std::atomic<T*>* slot_of(const void* handle) const {
-    auto address = reinterpret_cast<uintptr_t>(handle);
-    for (const auto& entry : chunks_) {
-      const std::atomic<T*>* base = entry.load(std::memory_order_acquire);
-      if (!base) return nullptr;
-      auto start = reinterpret_cast<uintptr_t>(base);
-      if (address >= start && address < start + kSlots * sizeof(*base))
-        return (address - start) % sizeof(*base) == 0 ? reinterpret_cast<const std::atomic<T*>*>(handle)
-                                                      : nullptr;
-    }
-    return nullptr;
-  }
-  std::mutex mutex_;
-  size_t used_ = 0;
-  std::atomic<std::atomic<T*>*> chunks_[kChunks] = {};
-};
-
 // 128 bits that only those who were told can know.
 struct Token {
   uint64_t a = 0, b = 0;
   bool operator==(const Token& o) const { return a == o.a && b == o.b; }
+  bool operator!=(const Token& o) const { return !(*this == o); }
   bool operator<(const Token& o) const { return a != o.a ? a < o.a : b < o.b; }
   static Token random();
   static Token of(const std::string& text);
 };
 
 std::string host_name();
-uint64_t host_id();  // equal for ranks that can share memory: NCCL_HOSTID, else machine and namespaces
+// Equal for ranks that can share memory: one user on one machine and in one network namespace, with one
+// NCCL_HOSTID, or without it in one pid namespace.
+uint64_t host_id();
 int default_device();
 void name_this_thread(const char* name);
 

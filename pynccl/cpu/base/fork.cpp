@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <mutex>
-#include <new>
 #include <set>
 
 namespace pncpu {
@@ -25,12 +24,12 @@ std::set<int>& descriptors() {
 void before() { g_mutex.lock(); }
 void in_parent() { g_mutex.unlock(); }
 void in_child() {
-  new (&g_mutex) std::mutex;
   g_epoch.fetch_add(1);
   for (int fd : descriptors()) close(fd);
   descriptors().clear();
   for (detail::Part* part = g_parts; part; part = part->next) part->object.store(nullptr);
   for (ForkHook* hook = g_hooks; hook; hook = hook->next) hook->run();
+  g_mutex.unlock();
 }
 
 void install() {

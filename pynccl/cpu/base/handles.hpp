@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "base/fork.hpp"
+#include "base/log.hpp"
 
 namespace pncpu {
 
@@ -66,7 +67,8 @@ class HandleTable {
     uint64_t value = reinterpret_cast<uintptr_t>(handle);
     if (value >> kKindShift != uint64_t(kind_)) return HandleState::Unknown;
     if (epoch_of(handle) != (process_epoch() & kEpochMask)) return HandleState::Inherited;
-    const Slot* s = index_of(handle) < used_.load(std::memory_order_acquire) ? slot(index_of(handle)) : nullptr;
+    const Slot* s =
+        index_of(handle) < used_.load(std::memory_order_acquire) ? slot(index_of(handle)) : nullptr;
     if (!s) return HandleState::Unknown;
     uint64_t state = s->state.load(std::memory_order_acquire), generation = state >> kGenerationShift;
     if (generation_of(handle) > generation) return HandleState::Unknown;
@@ -146,5 +148,43 @@ class HandleTable {
   std::atomic<uint64_t> used_{0};
   std::atomic<Slot*> blocks_[kBlocks] = {};
 };
+
+// What a kind of object is called, and where its handles come from.
+template <class T>
+struct HandleTraits;  // kind, name, maker
+
+template <class T>
+HandleTable<T>& handles() {
+  struct Table : HandleTable<T> {
+    Table() : HandleTable<T>(HandleTraits<T>::kind) {}
+  };
+  return per_process<Table>();
+}
+
+// fail() for a handle that is not live.
+template <class T>
+ncclResult_t refuse_handle(const void* handle, const char* function) {
+  using Traits = HandleTraits<T>;
+  if (!handle) return fail(ncclInvalidArgument, "%s: %s is NULL", function, Traits::name);
+  switch (handles<T>().state(handle)) {
+    case HandleState::Inherited:
+      return fail(ncclInvalidArgument,
+                  "%s: %s %p belongs to the parent process: a forked child cannot use it", function,
+                  Traits::name, handle);
+    case HandleState::Unknown:
+      return fail(ncclInvalidArgument, "%s: %s %p was not created by %s", function, Traits::name, handle,
+                  Traits::maker);
+    default:
+      return fail(ncclInvalidArgument, "%s: %s %p has been destroyed", function, Traits::name, handle);
+  }
+}
+
+// The object behind a live handle, else nullptr after fail().
+template <class T>
+std::shared_ptr<T> find_handle(const void* handle, const char* function) {
+  std::shared_ptr<T> object = handles<T>().find(handle);
+  if (!object) refuse_handle<T>(handle, function);
+  return object;
+}
 
 }  // namespace pncpu

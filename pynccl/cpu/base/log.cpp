@@ -15,6 +15,7 @@
 #include <mutex>
 #include <new>
 
+#include "base/fork.hpp"
 #include "base/params.hpp"
 
 namespace pncpu {
@@ -227,6 +228,11 @@ void reset_debug() {
   std::lock_guard<std::mutex> lock(setup_mutex);
   active_level.store(kUnread, std::memory_order_release);
 }
+
+namespace {
+ForkHook fork_hook{log_atfork_child};
+[[maybe_unused]] const bool hooked = (at_fork(&fork_hook), true);
+}  // namespace
 
 void log_atfork_child() {
   new (&setup_mutex) std::mutex;

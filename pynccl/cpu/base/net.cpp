@@ -1,6 +1,7 @@
 #include "base/net.hpp"
 
 #include <arpa/inet.h>
+#include <dirent.h>
 #include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -9,6 +10,7 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <strings.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,13 +29,14 @@ namespace {
 
 constexpr int kBacklog = 16384;  // the kernel lowers it to net.core.somaxconn
 constexpr std::chrono::milliseconds kFirstBackoff{1}, kLongestBackoff{50};
+constexpr std::chrono::milliseconds kStopPeriod{50};  // how often a wait looks whether it is to stop
 
 bool explain(std::string* why, const std::string& text) {
   if (why != nullptr) *why = text;
   return false;
 }
 
-std::string error_text(const std::string& what, int error) { return what + " : " + strerror(error); }
+std::string error_text(const std::string& what, int error) { return what + " : " + describe_error(error); }
 
 sockaddr_in* ipv4(sockaddr_storage* ss) { return reinterpret_cast<sockaddr_in*>(ss); }
 sockaddr_in6* ipv6(sockaddr_storage* ss) { return reinterpret_cast<sockaddr_in6*>(ss); }
@@ -210,13 +213,18 @@ int poll_timeout(Deadline deadline) {
   return static_cast<int>(std::clamp<int64_t>(left, 0, kLongest));
 }
 
-// False at the deadline (ETIMEDOUT) or on an error of poll itself.
-bool wait_for(int fd, short events, Deadline deadline) {
+// False at the deadline (ETIMEDOUT), when stopped (ECANCELED) or on an error of poll itself.
+bool wait_for(int fd, short events, Deadline deadline, const std::atomic<bool>* stop = nullptr) {
   for (;;) {
     pollfd entry{fd, events, 0};
-    int n = poll(&entry, 1, poll_timeout(deadline));
+    Deadline until = stop ? std::min<Deadline>(deadline, Clock::now() + kStopPeriod) : deadline;
+    int n = poll(&entry, 1, poll_timeout(until));
     if (n > 0) return true;
     if (n < 0 && errno != EINTR) return false;
+    if (stop && stop->load()) {
+      errno = ECANCELED;
+      return false;
+    }
     if (Clock::now() >= deadline) {
       errno = ETIMEDOUT;
       return false;
@@ -232,8 +240,8 @@ bool connected_to_itself(int fd) {
          local.len == peer.len && memcmp(&local.ss, &peer.ss, local.len) == 0;
 }
 
-bool finish_connect(int fd, Deadline deadline) {
-  if (!wait_for(fd, POLLOUT, deadline)) return false;
+bool finish_connect(int fd, Deadline deadline, const std::atomic<bool>* stop) {
+  if (!wait_for(fd, POLLOUT, deadline, stop)) return false;
   int error = 0;
   socklen_t size = sizeof(error);
   if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) return false;
@@ -242,12 +250,12 @@ bool finish_connect(int fd, Deadline deadline) {
 }
 
 // An empty Fd with errno set on failure.
-Fd try_connect(const Address& addr, Deadline deadline) {
+Fd try_connect(const Address& addr, Deadline deadline, const std::atomic<bool>* stop) {
   Fd fd(socket(addr.ss.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) return {};
   bool pending = connect(fd.get(), any(addr), addr.len) != 0;
   if (pending && errno != EINPROGRESS && errno != EINTR) return {};
-  if (pending && !finish_connect(fd.get(), deadline)) return {};
+  if (pending && !finish_connect(fd.get(), deadline, stop)) return {};
   if (connected_to_itself(fd.get())) {
     errno = ECONNREFUSED;
     return {};
@@ -304,6 +312,27 @@ bool Address::parse(const char* text, Address* out, std::string* why) {
   if (!resolve(pair.substr(0, colon), out, why)) return false;
   out->set_port(port);
   return true;
+}
+
+bool wait_readable(int fd, Deadline deadline) { return wait_for(fd, POLLIN, deadline); }
+bool wait_writable(int fd, Deadline deadline) { return wait_for(fd, POLLOUT, deadline); }
+
+std::string describe_error(int error) {
+  std::string text = strerror(error);
+  rlimit limit{};
+  if (error == ENFILE) return text + ": the machine has no file descriptor left (fs.file-max)";
+  if (error != EMFILE || getrlimit(RLIMIT_NOFILE, &limit) != 0) return text;
+  return text + ": all " + std::to_string(limit.rlim_cur) +
+         " file descriptors that RLIMIT_NOFILE (ulimit -n) allows this process are in use";
+}
+
+Descriptors count_descriptors() {
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  Descriptors found{0, size_t(limit.rlim_cur)};
+  std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/proc/self/fd"), closedir);
+  while (folder && readdir(folder.get())) ++found.open;
+  return found;  // "." and ".." count for the folder's own and one that another thread opens
 }
 
 Fd& Fd::operator=(Fd&& other) noexcept {
@@ -375,7 +404,7 @@ Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool ret
               const std::atomic<bool>* stop) {
   auto backoff = std::chrono::duration_cast<Clock::duration>(kFirstBackoff);
   for (;;) {
-    Fd fd = try_connect(addr, deadline);
+    Fd fd = try_connect(addr, deadline, stop);
     if (fd) return fd;
     int error = errno;
     auto now = Clock::now();

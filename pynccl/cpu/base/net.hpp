@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <string>
@@ -53,10 +54,22 @@ ncclResult_t pick_interface(Address* out);
 // Binds that address only; port 0 is filled in. An empty Fd and *why on failure.
 Fd listen_on(Address* addr, std::string* why);
 
-// A blocking, connected socket with TCP_NODELAY. An empty Fd and *why on failure. Refused connections are
-// tried again until the deadline where `retry_refused`: the peer may not listen yet.
+// A blocking, connected socket with TCP_NODELAY. An empty Fd with errno and *why set on failure. Refused
+// connections are tried again until the deadline where `retry_refused`: the peer may not listen yet.
 Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool retry_refused = true,
               const std::atomic<bool>* stop = nullptr);
+
+// False at the deadline (ETIMEDOUT) or on an error of poll itself.
+bool wait_readable(int fd, Deadline deadline);
+bool wait_writable(int fd, Deadline deadline);
+
+// strerror; where no descriptor is left, also whose limit that is.
+std::string describe_error(int error);
+inline bool out_of_descriptors(int error) { return error == EMFILE || error == ENFILE; }
+struct Descriptors {
+  size_t open, limit;
+};
+Descriptors count_descriptors();  // of this process
 
 // All bytes, or false with errno set: ETIMEDOUT at the deadline, ECONNRESET when the peer closed, else the
 // call's own.

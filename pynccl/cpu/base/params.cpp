@@ -22,8 +22,8 @@
 namespace pncpu {
 namespace {
 
-enum class Kind { Str, Int, Seconds, Bool };
-constexpr const char* kKindNames[] = {"string", "integer", "number of seconds", "boolean"};
+enum class Kind { Str, Int, Seconds, Bool, Secret };  // a secret's value is never shown
+constexpr const char* kKindNames[] = {"string", "integer", "number of seconds", "boolean", "secret"};
 
 struct Param {
   const char* name;
@@ -68,6 +68,10 @@ const Param kTable[] = {
     {"PYNCCL_CPU_SPIN_US", Kind::Int, "-1", -1, 1e6, true,
      "Microseconds that a wait spins before it sleeps; -1: automatic"},
     {"PYNCCL_CPU_DEVICES", Kind::Int, "$LOCAL_WORLD_SIZE", 1, 1e6, true, "Number of virtual devices"},
+    {"PYNCCL_SECRET", Kind::Secret, nullptr, 0, 0, true,
+     "What the ranks of a job prove to each other that they have"},
+    {"PYNCCL_SECRET_FILE", Kind::Str, nullptr, 0, 0, true, "A file with that secret, closed to other users"},
+    {"WORLD_SIZE", Kind::Int, "0", 0, 1e9, false, "Ranks in all, as launchers set it"},
     {"LOCAL_WORLD_SIZE", Kind::Int, "1", 1, 1e6, false, "Ranks on this machine, as launchers set it"},
 };
 constexpr int kCount = sizeof(kTable) / sizeof(kTable[0]);
@@ -205,9 +209,12 @@ double default_number(const Param& param) {
   return value;
 }
 
+bool is_text(const Param& param) { return param.kind == Kind::Str || param.kind == Kind::Secret; }
+
 std::string value_text(const Param& param) {
-  if (param.kind != Kind::Str) return format_number(number(param));
+  if (!is_text(param)) return format_number(number(param));
   Text text = lookup(param);
+  if (param.kind == Kind::Secret) return text.value != nullptr ? "<hidden>" : "";
   return text.value != nullptr ? text.value : "";
 }
 
@@ -217,7 +224,7 @@ bool listed(const Param& param) { return param.published || param_int("NCCL_PARA
 
 std::string describe(const Param& param) {
   std::string value = value_text(param);
-  std::string fallback = param.kind == Kind::Str ? "" : format_number(default_number(param));
+  std::string fallback = is_text(param) ? "" : format_number(default_number(param));
   std::string text = std::string(param.name) + " (" + kKindNames[static_cast<int>(param.kind)] + ") [" +
                      (param.published ? "Published" : "Private") + "] " + param.doc + "\n";
   text += std::string("    Current value=") + or_unset(value) + " set_by=" + lookup(param).source +
@@ -274,6 +281,7 @@ std::string bytes_of(T value) {
 std::string raw_value(const Param& param) {
   switch (param.kind) {
     case Kind::Str:
+    case Kind::Secret:
       return value_text(param) + '\0';
     case Kind::Int:
       return bytes_of(static_cast<int64_t>(number(param)));
@@ -288,6 +296,8 @@ std::string raw_value(const Param& param) {
 }  // namespace
 
 const char* param_str(const char* name) { return lookup(registered(name)).value; }
+
+bool param_is_set(const char* name) { return lookup(registered(name)).value != nullptr; }
 
 int64_t param_int(const char* name) { return static_cast<int64_t>(number(registered(name))); }
 

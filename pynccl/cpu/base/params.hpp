@@ -11,6 +11,7 @@ namespace pncpu {
 
 // nullptr when unset. The pointer is the environment's own or lives for ever. Only names of the table.
 const char* param_str(const char* name);
+bool param_is_set(const char* name);  // to anything but its default
 
 // The table's default when unset or malformed; a malformed value is told once at Warn.
 int64_t param_int(const char* name);

@@ -16,44 +16,37 @@ uint64_t next_serial() {
 
 }  // namespace
 
-HandleTable<Comm>& comms() {
-  static auto* table = new HandleTable<Comm>;
-  return *table;
-}
-
-std::string Peer::str() const { return "pid " + std::to_string(info.pid) + " on " + info.host_name; }
-
-Comm::Comm(int device_)
-    : device(device_), generation(process_generation()), serial(next_serial()), coll_(context_), p2p_(context_) {
-  inline_bytes = size_t(std::max<int64_t>(0, param_int("PYNCCL_CPU_INLINE_BYTES")));
-  block_bytes = align_up(size_t(std::max<int64_t>(4096, param_int("PYNCCL_CPU_BLOCK_BYTES"))), 4096);
-  ring_bytes = 4096;
-  while (ring_bytes < size_t(param_int("PYNCCL_CPU_RING_BYTES"))) ring_bytes *= 2;
+Comm::Comm(int device_, std::shared_ptr<Domain> domain_)
+    : session(*this, device_),
+      device(device_),
+      serial(next_serial()),
+      domain(std::move(domain_)),
+      registry(serial),
+      coll_(context_),
+      p2p_(context_) {
   timeout_s = param_seconds("PYNCCL_CPU_TIMEOUT");
-  direct_allowed_ = param_int("PYNCCL_CPU_DIRECT") != 0;
   blocking_calls = param_int("PYNCCL_CPU_BLOCKING") != 0;
 }
 
 Comm::~Comm() = default;
 
-void Comm::set_shape(int rank_, int nranks_) {
-  std::lock_guard<std::mutex> lock(mutex);
-  rank = rank_;
-  nranks = nranks_;
-  peers_.clear();
-  for (int i = 0; i < nranks; ++i) peers_.push_back(std::make_unique<Peer>());
+std::vector<uint64_t> Comm::claim_meeting(const std::vector<int>& ranks) {
+  std::lock_guard<std::mutex> lock(session.mutex);
+  meetings_.resize(size_t(nranks));
+  std::vector<uint64_t> tags;
+  for (int q : ranks) tags.push_back(++meetings_[size_t(q)]);
+  return tags;
 }
 
-void Comm::set_pending(ncclResult_t state) {
-  std::lock_guard<std::mutex> lock(mutex);
-  pending_.store(state);
-  changed.notify_all();
-}
-
-ncclResult_t Comm::await_pending() {
-  std::unique_lock<std::mutex> lock(mutex);
-  changed.wait(lock, [&] { return pending_.load() != ncclInProgress; });
-  return pending_.load();
+ncclResult_t Comm::check_accepts(const char* function) {
+  if (standing.ending() != Standing::End::None)
+    return fail(ncclInvalidUsage, "%s: comm was destroyed or aborted before the call was issued", function);
+  if (standing.revoked.load()) return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
+  if (fate_.failed()) return fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
+  Phase phase = standing.phase.load(std::memory_order_relaxed);
+  if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
+  if (phase != Phase::Ready) return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
+  return ncclSuccess;
 }
 
 void Comm::count_issue(const Op& op) {
@@ -64,8 +57,8 @@ void Comm::count_issue(const Op& op) {
 }
 
 Step Comm::progress(Batch& batch) {
-  if (!turn_of(batch)) return Step::Blocked;
-  if (error() != ncclSuccess) return forbid_writes(), Step::Failed;
+  if (!turns.is_turn_of(batch.ticket)) return Step::Blocked;
+  if (fate_.failed()) return forbid_writes(), Step::Failed;
   bool moved = !batch.started;
   if (!batch.started) {
     batch.started = true;
@@ -91,94 +84,85 @@ Step Comm::progress(Batch& batch) {
 }
 
 void Comm::forbid_writes() {
-  if (!me_ || me_->closed.exchange(1)) return;
+  if (!cell() || cell()->closed.exchange(1)) return;
   Deadline deadline = after_ms(1000);  // a block takes microseconds, unless its writer is dead or stopped
-  for (auto& p : peers_)
+  for (auto& p : session.peers())
     while (p->link.direct() && p->link.theirs->writing.load() && Clock::now() < deadline) sched_yield();
 }
 
 void Comm::finish(Batch& batch) {
   batch.done = true;
   ++epoch_;
-  serving_.store(batch.ticket + 1, std::memory_order_release);
+  turns.end(batch.ticket);
   bell().ring();
 }
 
-Step Comm::fail_with(ncclResult_t code, const std::string& text, bool tell) {
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (error() != ncclSuccess) return Step::Failed;
-    error_text_ = text;
-    error_.store(code, std::memory_order_release);
-  }
+bool Comm::decide(ncclResult_t code, const std::string& text) {
+  if (!fate_.decide(code, text)) return false;
   fail(code, "rank %d of %d: %s", rank, nranks, text.c_str());
-  changed.notify_all();
+  session.notify();
   bell().ring();
-  if (tell) tell_error();
+  return true;
+}
+
+Step Comm::fail_with(ncclResult_t code, const std::string& text, bool tell) {
+  if (decide(code, text) && tell) tell_error(code);
   return Step::Failed;
 }
 
 Step Comm::mismatch(const std::string& text) { return fail_with(ncclInvalidUsage, kMismatch + text); }
 
-void Comm::tell_error() {
-  ncclResult_t code = error();
-  std::string text = error_text();
+void Comm::tell_error(ncclResult_t code) { tell(code, error_text()); }
+
+void Comm::tell(ncclResult_t code, const std::string& text) {
   std::vector<char> body(sizeof code + text.size());
   memcpy(body.data(), &code, sizeof code);
   memcpy(body.data() + sizeof code, text.data(), text.size());
-  for (auto& p : peers_)
-    if (SocketPtr control = p->control; control && !p->gone)
-      control->send_frame(Ctl::Error, 0, body.data(), body.size());
-}
-
-std::string Comm::error_text() {
-  std::lock_guard<std::mutex> lock(mutex);
-  return error_text_;
+  for (int q = 0; q < nranks; ++q) session.send(q, Ctl::Error, body.data(), body.size());
 }
 
 // ---- what the service's thread tells ----
 
-void Comm::arrived(const Hello& hello, SocketPtr socket) {
-  std::lock_guard<std::mutex> lock(mutex);
-  waiting_[{int(hello.kind), hello.rank}] = std::move(socket);
-  changed.notify_all();
-}
+void Comm::arrived(const Hello& hello, SocketPtr socket) { session.arrived(hello, std::move(socket)); }
 
-void Comm::frame(int from, const CtlHeader& header, std::vector<char> body) {
+void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   Peer& p = peer(from);
-  if (header.kind == Ctl::Error && body.size() >= sizeof(ncclResult_t)) {
+  if (header.kind == Ctl::Error && body.size >= sizeof(ncclResult_t)) {
     ncclResult_t code;
-    memcpy(&code, body.data(), sizeof code);
+    memcpy(&code, body.data, sizeof code);
     bool same = code == ncclInvalidUsage || code == ncclTimeout || code == ncclInvalidArgument;
-    std::string text(body.data() + sizeof code, body.size() - sizeof code);
+    std::string text(body.data + sizeof code, body.size - sizeof code);
     if (text.find(kReports) == std::string::npos) text = "rank " + std::to_string(from) + kReports + text;
-    fail_with(same ? code : ncclRemoteError, text, false);
+    code = same ? code : ncclRemoteError;
+    // Passed on before anybody here wakes and may exit: every peer then hears the cause before the end of
+    // this rank's connection.
+    if (error() == ncclSuccess) tell(code, text);
+    decide(code, text);
     return;
   }
-  std::lock_guard<std::mutex> lock(mutex);
-  if (header.kind == Ctl::Leaving && body.size() == sizeof p.leaving) {
-    memcpy(&p.leaving, body.data(), sizeof p.leaving);
+  if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, body);
+  std::lock_guard<std::mutex> lock(session.mutex);
+  if (header.kind == Ctl::Leaving && body.size == sizeof p.leaving) {
+    memcpy(&p.leaving, body.data, sizeof p.leaving);
     p.left = true;
-  } else if (header.kind == Ctl::Exchange) {
-    p.inbox[header.tag] = std::move(body);
-  } else if (header.kind == Ctl::Stuck && body.size() == sizeof(Stuck)) {
+  } else if (header.kind == Ctl::Stuck && body.size == sizeof(Stuck)) {
     if (!p.stuck) p.stuck = std::make_unique<Stuck>();
-    memcpy(p.stuck.get(), body.data(), sizeof(Stuck));
+    memcpy(p.stuck.get(), body.data, sizeof(Stuck));
     p.stuck->doing[sizeof p.stuck->doing - 1] = 0;
   }
-  changed.notify_all();
+  session.changed.notify_all();
 }
 
 void Comm::closed(int from) {
   Peer& p = peer(from);
   bool expected;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(session.mutex);
     p.gone = true;
-    expected = p.left || aborted.load() || phase.load() == Phase::Creating;
+    expected = p.left || session.stopped() || standing.phase.load() == Phase::Creating;
   }
   if (!expected) died(from);
-  changed.notify_all();
+  session.changed.notify_all();
 }
 
 void Comm::died(int from) {
@@ -189,30 +173,30 @@ void Comm::died(int from) {
 void Comm::open() {
   context_.rank = rank;
   context_.nranks = nranks;
-  context_.inline_bytes = inline_bytes;
-  context_.block_bytes = block_bytes;
+  context_.inline_bytes = session.inline_bytes;
+  context_.block_bytes = session.block_bytes;
   for (int q = 0; q < nranks; ++q) context_.links.push_back(q == rank ? nullptr : &peer(q).link);
   context_.fail = [this](ncclResult_t code, const std::string& text) { return fail_with(code, text); };
   int dead = -1;
   {
-    std::lock_guard<std::mutex> lock(mutex);
-    phase.store(Phase::Ready);
+    std::lock_guard<std::mutex> lock(session.mutex);
+    standing.phase.store(Phase::Ready);
     for (int q = 0; q < nranks; ++q)
       if (peer(q).gone && !peer(q).left) dead = q;
   }
   if (dead >= 0) died(dead);
-  set_pending(ncclSuccess);
+  standing.set_pending(ncclSuccess);
 }
 
 // ---- leaving ----
 
 ncclResult_t Comm::announce_leaving() {
-  if (left.exchange(true)) return ncclSuccess;
+  if (session.left.exchange(true)) return ncclSuccess;
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
-    if (q == rank || !p.control) continue;
+    if (q == rank || !session.linked(q)) continue;
     Leaving mine{colls_issued.load(), p.sends_issued.load(), p.recvs_issued.load()};
-    p.control->send_frame(Ctl::Leaving, 0, &mine, sizeof mine);
+    session.send(q, Ctl::Leaving, &mine, sizeof mine);
   }
   return ncclSuccess;
 }
@@ -222,8 +206,8 @@ ncclResult_t Comm::await_leaving() {
   for (int q = 0; q < nranks; ++q) {
     if (q == rank) continue;
     Peer& p = peer(q);
-    std::unique_lock<std::mutex> lock(mutex);
-    bool came = changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
+    std::unique_lock<std::mutex> lock(session.mutex);
+    bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();
     if (!came)
       return lock.unlock(),
@@ -246,46 +230,29 @@ ncclResult_t Comm::await_leaving() {
   return ncclSuccess;
 }
 
+void Comm::issued_on(const std::shared_ptr<Stream>& stream) {
+  if (newest_.load(std::memory_order_relaxed) == stream.get()) return;
+  std::lock_guard<std::mutex> lock(session.mutex);
+  newest_owner_ = stream;
+  newest_.store(stream.get(), std::memory_order_relaxed);
+}
+
 ncclResult_t Comm::drain(Deadline deadline) {
   for (;;) {
     uint32_t seen = bell().look();
-    if (idle()) return ncclSuccess;
+    if (turns.idle()) return ncclSuccess;
     if (Clock::now() > deadline) return ncclTimeout;
-    bell().wait(seen, 20 * 1000 * 1000);
-  }
-}
-
-void Comm::stop_creation() {
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    aborted.store(true);
-  }
-  if (SocketPtr joining = std::atomic_load(&join_socket)) shutdown(joining->fd(), SHUT_RDWR);
-  changed.notify_all();
-}
-
-void Comm::disconnect() {
-  forget(self.token);
-  for (auto& p : peers_) {
-    unwatch(p->control);
-    for (auto& pipe : p->link.pipe) {
-      if (!pipe) continue;
-      unwatch(pipe->socket());
-      pipe->close();
+    std::shared_ptr<Stream> stream;
+    {
+      std::lock_guard<std::mutex> lock(session.mutex);
+      stream = newest_owner_.lock();
     }
-    p->control.reset();
+    Deadline soon = std::min(deadline, after_ms(20));
+    if (stream && !stream->idle())
+      stream->drive(stream->enqueued(), soon);
+    else
+      bell().wait(seen, until(soon, kSliceNs));
   }
-}
-
-void Comm::drop_connections() {
-  for (auto& p : peers_) {
-    if (p->control) shutdown(p->control->fd(), SHUT_RDWR);
-    for (auto& pipe : p->link.pipe)
-      if (SocketPtr socket = pipe ? pipe->socket() : nullptr) shutdown(socket->fd(), SHUT_RDWR);
-  }
-  // Shared memory would serve on until the service sees the ends.
-  std::unique_lock<std::mutex> lock(mutex);
-  changed.wait_until(lock, after_ms(1000), [&] { return nranks == 1 || error() != ncclSuccess; });
 }
 
 }  // namespace pncpu

@@ -21,9 +21,9 @@ std::string Comm::waiting_for(const Batch& batch) {
   return text;
 }
 
-Step Comm::never(int q, const std::string& doing) {
-  return mismatch("rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
-                  ", which has finalized or destroyed its communicator without a matching call");
+void Comm::never_ends(int q, const std::string& doing) {
+  mismatch("rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
+           ", which has finalized or destroyed its communicator without a matching call");
 }
 
 void Comm::look_for_deadlock(const Batch& batch) {
@@ -39,12 +39,12 @@ void Comm::look_for_deadlock(const Batch& batch) {
     if (q == rank) continue;
     uint64_t needs_coll = std::count(missing.begin(), missing.end(), q) ? coll_.seq() : 0;
     uint64_t needs_recv = p2p_.front_send(q).number, needs_send = p2p_.front_recv(q).number;
-    std::unique_lock<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(session.mutex);
     Peer& p = peer(q);
     if (p.left &&
         (needs_coll > p.leaving.colls || needs_recv > p.leaving.recvs || needs_send > p.leaving.sends)) {
       lock.unlock();
-      never(q, doing);
+      never_ends(q, doing);
       return;
     }
     if (p.stuck && (needs_coll > p.stuck->last_coll || needs_recv > p.stuck->last_recv ||
@@ -52,16 +52,16 @@ void Comm::look_for_deadlock(const Batch& batch) {
       if (mine.edges < Stuck::kMostEdges) mine.waits_for[mine.edges++] = {q, p.stuck->epoch};
   }
   for (int q = 0; q < nranks; ++q) {
-    if (q == rank || !peer(q).control) continue;
+    if (q == rank || !session.linked(q)) continue;
     mine.last_send = p2p_.last_send(q);
     mine.last_recv = p2p_.last_recv(q);
-    peer(q).control->send_frame(Ctl::Stuck, 0, &mine, sizeof mine);
+    session.send(q, Ctl::Stuck, &mine, sizeof mine);
   }
   std::vector<int> cycle = find_cycle(mine);
   std::map<int, std::pair<uint64_t, uint64_t>> suspects;
   bool confirmed = !cycle.empty();
   std::string text = "deadlock:";
-  std::unique_lock<std::mutex> lock(mutex);
+  std::unique_lock<std::mutex> lock(session.mutex);
   for (int q : cycle) {
     const Stuck& s = q == rank ? mine : *peer(q).stuck;
     auto before = suspects_.find(q);
@@ -79,7 +79,7 @@ void Comm::look_for_deadlock(const Batch& batch) {
 
 // A way along edges from this rank back to itself.
 std::vector<int> Comm::find_cycle(const Stuck& mine) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(session.mutex);
   std::vector<int> from(size_t(nranks), -1), todo { rank };
   while (!todo.empty()) {
     int at = todo.back();

@@ -4,27 +4,22 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <deque>
+#include <numeric>
 
 namespace pncpu {
 
-Comm* comm_of(ncclComm_t handle, const char* function, bool ready) {
-  if (!handle) return fail(ncclInvalidArgument, "%s: comm is NULL", function), nullptr;
-  Comm* comm = comms().find(handle);
-  if (!comm) {
-    const char* what = comms().was_valid(handle) ? "has been destroyed or aborted" : "is not a communicator";
-    return fail(ncclInvalidArgument, "%s: comm %p %s", function, static_cast<void*>(handle), what), nullptr;
+std::shared_ptr<Comm> comm_of(ncclComm_t handle, const char* function, bool ready) {
+  std::shared_ptr<Comm> comm = find_handle<Comm>(handle, function);
+  if (!comm) return nullptr;
+  if (comm->standing.ending() != Standing::End::None) return refuse_handle<Comm>(handle, function), nullptr;
+  if (ready && (comm->standing.pending() == ncclInProgress || comm->standing.must_poll())) {
+    fail(ncclInvalidArgument,
+         "%s: comm %p is used before the previous operation on it returned ncclSuccess "
+         "(ncclCommGetAsyncError)",
+         function, static_cast<void*>(handle));
+    return nullptr;
   }
-  if (comm->generation != process_generation())
-    return fail(ncclInvalidArgument,
-                "%s: comm %p belongs to the parent process: a forked child cannot use it", function,
-                static_cast<void*>(handle)),
-           nullptr;
-  if (ready && comm->pending() == ncclInProgress)
-    return fail(ncclInvalidArgument,
-                "%s: comm %p is used before the previous operation on it returned ncclSuccess "
-                "(ncclCommGetAsyncError)",
-                function, static_cast<void*>(handle)),
-           nullptr;
   return comm;
 }
 
@@ -61,52 +56,30 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
   return ncclSuccess;
 }
 
-std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, int copy, const Config& config) {
-  auto comm = std::make_shared<Comm>(device);
-  comm->set_shape(rank, nranks);
+std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_ptr<Domain> domain,
+                                const Config& config) {
+  auto comm = std::make_shared<Comm>(device, std::move(domain));
+  comm->session.set_shape(rank, nranks);
   comm->blocking = config.blocking != 0;
   comm->name = config.name;
-  comm->default_stream = default_stream(device, copy);
   return comm;
 }
 
-namespace {
-// Owns every communicator that has a handle.
-struct Owners {
-  std::mutex mutex;
-  std::map<Comm*, std::shared_ptr<Comm>> by_address;
-};
-Owners& owners() {
-  static auto* o = new Owners;
-  return *o;
-}
-}  // namespace
-
-ncclResult_t publish(const std::shared_ptr<Comm>& comm, ncclComm_t* out) {
-  {
-    std::lock_guard<std::mutex> lock(owners().mutex);
-    owners().by_address[comm.get()] = comm;
-  }
-  comm->handle = static_cast<ncclComm_t>(comms().add(comm.get()));
-  if (!comm->handle) return fail(ncclInternalError, "this process has created too many communicators");
-  *out = comm->handle;
-  return ncclSuccess;
-}
-
-std::shared_ptr<Comm> take_ownership(ncclComm_t handle) {
-  Comm* comm = comms().remove(handle);
-  if (!comm) return nullptr;
-  std::lock_guard<std::mutex> lock(owners().mutex);
-  std::shared_ptr<Comm> owned = std::move(owners().by_address[comm]);
-  owners().by_address.erase(comm);
-  return owned;
+void publish(const std::shared_ptr<Comm>& comm, ncclComm_t* out) {
+  *out = comm->handle = static_cast<ncclComm_t>(handles<Comm>().add(comm));
 }
 
 void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out) {
-  take_ownership(comm->handle);
-  comm->aborted.store(true);
-  comm->disconnect();
+  handles<Comm>().take(comm->handle);
+  comm->session.stop();
+  comm->session.disconnect();
   *out = nullptr;
+}
+
+void cancel_creation(Comm& comm, const char* why) {
+  if (comm.standing.pending() != ncclInProgress) return;
+  comm.fail_with(ncclInvalidUsage, why, false);
+  comm.standing.set_pending(ncclInvalidUsage);
 }
 
 namespace {
@@ -116,17 +89,14 @@ struct Creations {
   std::set<int> interrupted;
   std::multimap<int, Comm*> running;
 };
-Creations& creations() {
-  static auto* c = new Creations;
-  return *c;
-}
+Creations& creations() { return per_process<Creations>(); }
 
 class Creation {
  public:
   explicit Creation(Comm& comm) {
     int thread = int(syscall(SYS_gettid));
     std::lock_guard<std::mutex> lock(creations().mutex);
-    if (creations().interrupted.count(thread)) comm.stop_creation();
+    if (creations().interrupted.count(thread)) comm.session.stop();
     at_ = creations().running.emplace(thread, &comm);
   }
   ~Creation() {
@@ -146,84 +116,116 @@ void interrupt_creations(int thread, bool on) {
   if (!on) return void(creations().interrupted.erase(thread));
   creations().interrupted.insert(thread);
   auto [first, last] = creations().running.equal_range(thread);
-  for (auto it = first; it != last; ++it) it->second->stop_creation();
+  for (auto it = first; it != last; ++it) it->second->session.stop();
 }
 
-ncclResult_t init(const std::shared_ptr<Comm>& comm, const Id& id, uint64_t ids_hash) {
+ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids, uint64_t ids_hash) {
   Creation here(*comm);
-  if (id.from_env && comm->rank == 0)
-    if (ncclResult_t r = open_env_root(id); r != ncclSuccess) return r;
-  if (ncclResult_t r = comm->introduce(); r != ncclSuccess) return r;
-  Join mine;
-  mine.rank = comm->rank;
-  mine.nranks = comm->nranks;
-  mine.ids_hash = ids_hash;
-  mine.info = comm->self;
-  std::vector<PeerInfo> table;
-  if (ncclResult_t r = join(id, mine, comm->aborted, &comm->join_socket, &table); r != ncclSuccess) return r;
-  std::atomic_store(&comm->join_socket, SocketPtr());
+  Table table;
+  if (ncclResult_t r = comm->session.join(ids, ids_hash, &table); r != ncclSuccess) return r;
   return connect(*comm, table);
 }
 
-ncclResult_t connect(Comm& comm, const std::vector<PeerInfo>& table) {
+ncclResult_t connect(Comm& comm, const Table& table) {
   Creation here(comm);
-  if (ncclResult_t r = comm.connect(table); r != ncclSuccess) return r;
+  if (ncclResult_t r = comm.session.connect(table); r != ncclSuccess) return r;
   comm.open();
   return ncclSuccess;
 }
 
-ncclResult_t derive(Comm& parent, const std::vector<int>& ranks, uint64_t tag, const std::string& mine,
-                    const char* function, std::vector<std::string>* all) {
-  std::vector<std::vector<char>> blobs;
-  std::vector<char> body(mine.begin(), mine.end());
-  if (ncclResult_t r = parent.exchange(tag, ranks, body, &blobs, function); r != ncclSuccess) return r;
+Meeting::Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char* function)
+    : comm_(std::move(comm)),
+      ranks_(std::move(ranks)),
+      tags_(comm_->claim_meeting(ranks_)),
+      function_(function) {}
+
+std::vector<int> Meeting::everyone(const Comm& comm) {
+  std::vector<int> ranks(static_cast<size_t>(comm.nranks));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* all) const {
+  std::string blob = std::string(function_) + '\0' + mine;
+  std::vector<Blob> blobs;
+  std::vector<char> body(blob.begin(), blob.end());
+  if (ncclResult_t r = comm_->session.exchange(tags_, ranks_, body, &blobs, function_); r != ncclSuccess)
+    return r;
   all->clear();
-  for (auto& b : blobs) all->emplace_back(b.begin(), b.end());
+  for (size_t i = 0; i < blobs.size(); ++i) {
+    std::string theirs(blobs[i].data, blobs[i].size);
+    size_t end = theirs.find('\0');
+    if (theirs.compare(0, end, function_) != 0) {
+      comm_->mismatch("rank " + std::to_string(comm_->rank) + " called " + function_ + ", rank " +
+                      std::to_string(ranks_[i]) + " called another function, " + theirs.substr(0, end));
+      return comm_->error();
+    }
+    all->push_back(theirs.substr(end + 1));
+  }
+  return ncclSuccess;
+}
+
+ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
+  std::deque<Creation> here;
+  std::vector<PeerInfo> infos;
+  for (auto& comm : comms) {
+    here.emplace_back(*comm);
+    if (ncclResult_t r = comm->session.introduce(); r != ncclSuccess) return r;
+    infos.push_back(comm->session.self);
+  }
+  Table table = Table::of(std::move(infos));
+  for (auto& comm : comms)
+    if (ncclResult_t r = comm->session.begin(table); r != ncclSuccess) return r;
+  for (auto& comm : comms)
+    if (ncclResult_t r = comm->session.finish(); r != ncclSuccess) return r;
+  for (auto& comm : comms) comm->open();
   return ncclSuccess;
 }
 
 ncclResult_t finalize(Comm& comm) {
-  comm.phase.store(Phase::Finalizing);
   comm.announce_leaving();
   comm.drain(kForever);
   if (comm.error() == ncclSuccess) comm.await_leaving();
-  comm.phase.store(Phase::Finalized);
-  comm.set_pending(comm.error());
+  comm.standing.phase.store(Phase::Finalized);
+  comm.standing.set_pending(comm.error());
   return comm.error();
 }
 
 namespace {
-// Streams are joined here, by the caller, never by the thread that runs them.
-void let_go(const std::shared_ptr<Comm>& comm) {
-  comm->disconnect();
-  std::shared_ptr<Stream> stream = std::move(comm->default_stream);
+ncclResult_t let_go(const std::shared_ptr<Comm>& comm) {
+  comm->session.disconnect();
+  handles<Comm>().take(comm->handle);
+  comm->standing.ended();
+  return ncclSuccess;
 }
 }  // namespace
 
+// An abort by another thread cuts it short.
 ncclResult_t destroy(const std::shared_ptr<Comm>& comm) {
-  comm->await_pending();
-  if (comm->phase.load() == Phase::Creating) return let_go(comm), ncclSuccess;
-  comm->announce_leaving();
-  comm->drain(kForever);
-  let_go(comm);
-  return ncclSuccess;
+  comm->standing.await_pending();
+  if (comm->standing.phase.load() != Phase::Creating) {
+    comm->announce_leaving();
+    comm->drain(kForever);
+  }
+  return let_go(comm);
 }
 
 ncclResult_t abort(const std::shared_ptr<Comm>& comm) {
-  comm->stop_creation();
-  bool leaving = comm->left.load() && comm->phase.load() == Phase::Finalized;
-  if (!leaving) {
-    comm->fail_with(ncclRemoteError, "rank " + std::to_string(comm->rank) + " aborted its communicator",
-                    false);
+  Standing& standing = comm->standing;
+  comm->session.stop();
+  std::string text = "rank " + std::to_string(comm->rank) + " aborted its communicator";
+  bool left = comm->session.left.load() && standing.phase.load() == Phase::Finalized;
+  if (!left) {
+    bool first = comm->decide(ncclInvalidUsage, text);
     // Peers must hear the cause before they see the connection end, or they would take this rank for the
     // culprit.
-    comm->tell_error();
+    comm->tell_error(first ? ncclRemoteError : comm->error());
   }
-  comm->changed.notify_all();
-  if (comm->phase.load() == Phase::Creating || comm->phase.load() == Phase::Finalizing) comm->await_pending();
+  comm->session.notify();
+  if (standing.ending() == Standing::End::Destroy) return standing.await_end(), ncclSuccess;
+  standing.await_pending();
   comm->drain(after_ms(5000));
-  let_go(comm);
-  return ncclSuccess;
+  return let_go(comm);
 }
 
 }  // namespace pncpu

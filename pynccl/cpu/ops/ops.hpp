@@ -10,7 +10,6 @@
 namespace pncpu {
 
 struct Comm;
-class Stream;
 
 enum class Func : uint8_t {
   AllReduce,
@@ -41,8 +40,6 @@ struct Op {
   void* recv = nullptr;
   PreMul scalar{};
   const void* scalar_at = nullptr;  // read when the operation runs (ncclScalarDevice)
-  Comm* comm = nullptr;
-  Stream* stream = nullptr;
   size_t bytes() const { return count * type_size(dtype); }
 };
 

@@ -1,183 +1,343 @@
 #include "service/root.hpp"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
+#include <sys/resource.h>
 
 namespace pncpu {
 namespace {
 
-std::string who(const Join& j) {
-  return "rank " + std::to_string(j.rank) + " (pid " + std::to_string(j.info.pid) + " on " +
-         j.info.host_name + ")";
+constexpr int kMostListed = 16;  // of missing ranks by number
+
+template <class T>
+bool read_as(const Blob& body, T* out) {
+  if (body.size != sizeof(T)) return false;
+  memcpy(static_cast<void*>(out), body.data, sizeof(T));
+  return true;
+}
+
+// What strangers wrote is made fit for a text.
+template <size_t N>
+void clean(char (&name)[N]) {
+  name[N - 1] = 0;
+  for (char& c : name)
+    if (c && (c < ' ' || c > '~')) c = '?';
+}
+
+// Seats that nobody need account for may take this share of the process's descriptors.
+size_t most_public_seats() {
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  return size_t(std::max<rlim_t>(limit.rlim_cur / 4, 16));
+}
+
+// "missing rank 3", "missing ranks 1, 2, ... and 99 more": of `count` seats from `first` those that are free.
+std::string missing(const std::map<int, size_t>& seats, int first, int count) {
+  int listed = 0, free = count - int(seats.size());
+  std::string text = free == 1 ? "missing rank" : "missing ranks";
+  auto taken = seats.begin();
+  for (int seat = first; seat < first + count && listed < std::min(free, kMostListed); ++seat) {
+    if (taken != seats.end() && taken->first == seat) {
+      ++taken;
+      continue;
+    }
+    text += (listed++ ? ", " : " ") + std::to_string(seat);
+  }
+  return free > listed ? text + " and " + std::to_string(free - listed) + " more" : text;
 }
 
 }  // namespace
 
-void RootTable::open(const Token& token, bool reusable) { roots_[token].reusable = reusable; }
+void RootTable::Round::clear() {
+  for (Member& m : members) m.seat->close();
+  members.clear();
+  seats.clear();
+  introduced = 0;
+}
 
-void RootTable::answer(const SocketPtr& socket, ncclResult_t result, const void* body, size_t bytes) {
-  JoinReply reply{result, uint32_t(bytes)};
-  Deadline deadline = after_ms(5000);
-  if (send_all(socket->fd(), &reply, sizeof reply, deadline)) send_all(socket->fd(), body, bytes, deadline);
-  shutdown(socket->fd(), SHUT_WR);
+bool RootTable::serves(const Token& token, uint64_t serial) const {
+  return serial ? ids.mine(token, serial) : public_.count(token) != 0;
+}
+
+bool RootTable::open_to_all(const Token& token) const {
+  auto it = public_.find(token);
+  return it != public_.end() && it->second;
+}
+
+std::string RootTable::who(const Root& root, const Member& member) const {
+  const Announce& a = member.announce;
+  std::string rank = "rank " + std::to_string(a.rank);
+  if (open_to_all(root.token))  // no pids for strangers
+    return rank + " (on " + a.host_name + ", " + member.seat->address() + ")";
+  return rank + " (pid " + std::to_string(a.pid) + " on " + a.host_name + ")";
+}
+
+void RootTable::set_deadline(Root& root, Deadline deadline) {
+  timers_.erase({root.deadline, root.token});
+  root.deadline = deadline;
+  if (deadline != kForever) timers_.insert({deadline, root.token});
+}
+
+void RootTable::erase(Root& root) {
+  root.ranks.clear();
+  root.shares.clear();
+  set_deadline(root, kForever);
+  roots_.erase(Token(root.token));
 }
 
 void RootTable::end(Root& root, ncclResult_t result, const std::string& text) {
-  for (auto& m : root.members) answer(m.socket, result, text.data(), text.size());
-  root.members.clear();
-  root.deadline = kForever;
-  if (!root.reusable) {
-    root.over = text;
-    root.over_code = result;
+  Blob body = Blob::copy(text.data(), text.size());
+  // The first of a share's ranks tells the first id's root, too.
+  for (Round* round : {&root.ranks, &root.shares})
+    for (Member& m : round->members)
+      m.seat->tell(Ctl::Failed, uint64_t(result) | uint64_t(&m == root.ranks.members.data()) << 32, body);
+  if (root.serial) ids.done(root.serial, result, text);
+  erase(root);
+}
+
+void RootTable::complete(Root& root, const Table& table) {
+  for (Member& m : root.ranks.members) m.seat->tell(Ctl::Table, 0, table.bytes);
+  if (root.serial)
+    ids.done(root.serial, ncclInvalidUsage,
+             "this unique id has been used already, for a communicator of " + std::to_string(table.size()) +
+                 " ranks that " + who(root, root.ranks.members[0]) +
+                 " joined first: an id makes one communicator");
+  erase(root);
+}
+
+RootTable::Member* RootTable::find(Round& round, const SeatPtr& seat) {
+  for (Member& m : round.members)
+    if (m.seat == seat) return &m;
+  return nullptr;
+}
+
+uint32_t RootTable::most_bytes(Ctl kind) {
+  switch (kind) {
+    case Ctl::Announce:
+      return sizeof(Announce);
+    case Ctl::Introduce:
+      return sizeof(PeerInfo);
+    case Ctl::Share:
+    case Ctl::Table:
+      return kMaxFrame;
+    case Ctl::Failed:
+      return kMaxText;
+    default:
+      return 0;
   }
 }
 
-void RootTable::complete(Root& root) {
-  std::vector<PeerInfo> table(root.members.size());
-  for (auto& m : root.members) table[size_t(m.join.rank)] = m.join.info;
-  for (auto& m : root.members) answer(m.socket, ncclSuccess, table.data(), table.size() * sizeof(PeerInfo));
-  const Join& first = root.members[0].join;
-  if (!root.reusable) {
-    root.over = "this unique id has been used already, for a communicator of " +
-                std::to_string(table.size()) + " ranks that " + who(first) +
-                " joined first: an id makes one communicator";
-    root.over_code = ncclInvalidUsage;
+bool RootTable::heard(const Token& token, uint64_t serial, const SeatPtr& seat, const CtlHeader& header,
+                      const Blob& body) {
+  if (header.kind == Ctl::Announce) {
+    Announce announce;
+    if (!read_as(body, &announce)) return false;
+    clean(announce.host_name);
+    IdBook::End end;
+    if (serial && ids.is_done(serial, &end)) {
+      seat->tell(Ctl::Failed, uint64_t(end.result), Blob::copy(end.text.data(), end.text.size()));
+      return seat->close(), true;
+    }
+    Root& root = roots_[token];
+    root.token = token;
+    root.serial = serial;
+    return announced(root, seat, announce);
   }
-  root.members.clear();
-  root.deadline = kForever;
+  auto it = roots_.find(token);
+  // A rank whose own root has failed tells the first id's root so.
+  if (header.kind == Ctl::Failed && !open_to_all(token))
+    return reported(token, serial, header.tag, body.text());
+  if (it == roots_.end()) return false;
+  Root& root = it->second;
+  PeerInfo info;
+  switch (header.kind) {
+    case Ctl::Introduce:
+      return read_as(body, &info) && introduced(root, seat, info);
+    case Ctl::Share:
+      return brought(root, seat, body);
+    case Ctl::Table:
+      return find(root.ranks, seat) && relayed(root, body);
+    default:
+      return false;
+  }
 }
 
-bool RootTable::joined(const Token& token, const Join& join, const SocketPtr& socket) {
-  Root& root = roots_[token];
-  if (!root.over.empty()) return answer(socket, root.over_code, root.over.data(), root.over.size()), true;
-  if (root.members.empty()) root.deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
-  root.members.push_back({join, socket});
-  const Join& first = root.members[0].join;
-  auto refuse = [&](const std::string& text) { return end(root, ncclInvalidArgument, text), true; };
-  if (join.nranks != first.nranks)
-    return refuse(who(join) + " joined a communicator of " + std::to_string(join.nranks) + " ranks, " +
-                  who(first) + " one of " + std::to_string(first.nranks));
-  if (join.ids_hash != first.ids_hash)
-    return refuse(who(join) + " and " + who(first) + " passed different lists of unique ids");
-  if (join.rank < 0 || join.rank >= join.nranks)
-    return refuse(who(join) + " is out of range for " + std::to_string(join.nranks) + " ranks");
-  for (size_t i = 0; i + 1 < root.members.size(); ++i)
-    if (root.members[i].join.rank == join.rank)
-      return refuse("rank " + std::to_string(join.rank) + " was taken twice: by pid " +
-                    std::to_string(root.members[i].join.info.pid) + " on " +
-                    root.members[i].join.info.host_name + " and by pid " + std::to_string(join.info.pid) +
-                    " on " + join.info.host_name);
-  if (int(root.members.size()) == join.nranks) complete(root);
+bool RootTable::announced(Root& root, const SeatPtr& seat, const Announce& a) {
+  bool strangers = open_to_all(root.token), of_share = a.share >= 0;
+  Round& round = of_share ? root.shares : root.ranks;
+  Member member{a, seat, false, {}, {}};
+  auto answer = [&](const std::string& text) {
+    seat->tell(Ctl::Failed, ncclInvalidArgument, Blob::copy(text.data(), text.size()));
+    seat->close();
+  };
+  auto turn_away = [&](const std::string& text) {  // the others go on
+    answer(text);
+    if (root.ranks.members.empty() && root.shares.members.empty() && !root.refused) erase(root);
+    return true;
+  };
+  auto refuse = [&](const std::string& text) {
+    answer(text);
+    return end(root, ncclInvalidArgument, text), true;
+  };
+  if (a.nranks < 1 || a.nranks > kMostRanks || a.nids < 1 || a.nids > a.nranks || a.share >= a.nids ||
+      (strangers && a.nids > 1))
+    return turn_away("a communicator of " + std::to_string(a.nranks) + " ranks, expected 1 to " +
+                     std::to_string(kMostRanks));
+  if (root.ranks.members.empty() && root.shares.members.empty())
+    set_deadline(root, after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT") + (of_share ? 2 : 0)));
+  const Member& first = root.ranks.members.empty()
+                            ? root.shares.members.empty() ? member : root.shares.members[0]
+                            : root.ranks.members[0];
+  if (a.nranks != first.announce.nranks)
+    return refuse(who(root, member) + " joined a communicator of " + std::to_string(a.nranks) + " ranks, " +
+                  who(root, first) + " one of " + std::to_string(first.announce.nranks));
+  if (a.ids_hash != first.announce.ids_hash || a.nids != first.announce.nids)
+    return refuse(who(root, member) + " and " + who(root, first) + " passed different lists of unique ids");
+  if (a.rank < 0 || a.rank >= a.nranks) {
+    std::string text = who(root, member) + " is out of range for " + std::to_string(a.nranks) + " ranks";
+    return strangers ? turn_away(text) : refuse(text);
+  }
+  Shares shares{a.nranks, a.nids};
+  int share = shares.of_rank(a.rank);
+  bool elsewhere =
+      of_share ? a.share != share
+               : !root.ranks.members.empty() && shares.of_rank(root.ranks.members[0].announce.rank) != share;
+  if (elsewhere)
+    return refuse(who(root, member) + " and " + who(root, first) + " passed different lists of unique ids");
+  auto taken = round.seats.find(of_share ? a.share : a.rank);
+  if (taken != round.seats.end()) {
+    const Member& other = round.members[taken->second];
+    auto by = [&](const Member& m) {
+      return strangers ? std::string(m.announce.host_name) + " (" + m.seat->address() + ")"
+                       : "pid " + std::to_string(m.announce.pid) + " on " + m.announce.host_name;
+    };
+    return refuse("rank " + std::to_string(a.rank) + " was taken twice: by " + by(other) + " and by " +
+                  by(member));
+  }
+  if (strangers && !round.seats.count(0) && a.rank != 0 && round.members.size() >= most_public_seats())
+    return turn_away("too many ranks wait for rank 0");
+  round.seats[of_share ? a.share : a.rank] = round.members.size();
+  round.members.push_back(std::move(member));
+  if (of_share) return true;
+  int wanted = shares.count(share);
+  if (int(round.members.size()) < wanted) return true;
+  // Who came last before the time-out has a moment, too.
+  set_deadline(root, std::max(root.deadline, after_ms(5000)));
+  for (Member& m : round.members) m.seat->tell(Ctl::Gathered, 0, {});
   return true;
 }
 
-void RootTable::left(const Token& token, const SocketPtr& socket) {
-  auto it = roots_.find(token);
-  if (it == roots_.end()) return;
-  for (auto& m : it->second.members) {
-    if (m.socket != socket) continue;
-    std::string text = who(m.join) + " died or left before all ranks had joined";
-    return end(it->second, ncclRemoteError, text);
-  }
+bool RootTable::introduced(Root& root, const SeatPtr& seat, const PeerInfo& info) {
+  Round& round = root.ranks;
+  Member* member = find(round, seat);
+  if (!member || member->introduced) return false;
+  member->introduced = true;
+  member->info = info;
+  clean(member->info.host_name);
+  const Announce& first = round.members[0].announce;
+  Shares shares{first.nranks, first.nids};
+  int share = shares.of_rank(first.rank);
+  int wanted = shares.count(share);
+  if (++round.introduced < size_t(wanted)) return true;
+  std::vector<PeerInfo> infos(round.members.size());
+  for (auto& [rank, at] : round.seats)
+    infos[size_t(rank - round.seats.begin()->first)] = round.members[at].info;
+  Table table = Table::of(std::move(infos));
+  if (first.nids == 1) return complete(root, table), true;
+  set_deadline(root, after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT") + 5));
+  round.members[round.seats.begin()->second].seat->tell(Ctl::Share, 0, table.bytes);
+  return true;
 }
 
-bool RootTable::waits(const Token& token, const SocketPtr& socket) const {
-  auto it = roots_.find(token);
-  if (it == roots_.end()) return false;
-  for (auto& m : it->second.members)
-    if (m.socket == socket) return true;
+bool RootTable::brought(Root& root, const SeatPtr& seat, const Blob& share) {
+  Round& round = root.shares;
+  Member* member = find(round, seat);
+  if (!member || member->introduced) return false;
+  const Announce& a = member->announce;
+  Shares shares{a.nranks, a.nids};
+  if (share.size != size_t(shares.count(a.share)) * sizeof(PeerInfo)) return false;
+  member->introduced = true;
+  member->share = share;
+  if (++round.introduced < size_t(a.nids)) return true;
+  std::vector<char> all;
+  for (auto& [number, at] : round.seats) {
+    const Blob& part = round.members[at].share;
+    all.insert(all.end(), part.data, part.data + part.size);
+  }
+  Blob table = Blob::of(std::move(all));
+  for (Member& m : round.members) m.seat->tell(Ctl::Table, 0, table);
+  return round.clear(), true;
+}
+
+bool RootTable::relayed(Root& root, const Blob& table) {
+  if (table.size != size_t(root.ranks.members[0].announce.nranks) * sizeof(PeerInfo)) return false;
+  return complete(root, {table}), true;
+}
+
+bool RootTable::reported(const Token& token, uint64_t serial, uint64_t result, const std::string& text) {
+  IdBook::End over;
+  if (!serial || ids.is_done(serial, &over)) return false;
+  Root& root = roots_[token];
+  root.token = token;
+  root.serial = serial;
+  bool known = result > ncclSuccess && result <= ncclTimeout && result != ncclInProgress;
+  end(root, known ? ncclResult_t(result) : ncclRemoteError, text);
   return false;
 }
 
+void RootTable::left(const Token& token, const SeatPtr& seat) {
+  auto it = roots_.find(token);
+  if (it == roots_.end()) return;
+  Root& root = it->second;
+  Member* member = find(root.ranks, seat);
+  if (!member) member = find(root.shares, seat);
+  if (!member) return;
+  std::string text = who(root, *member) + " died or left before all ranks had joined";
+  end(root, ncclRemoteError, text);
+}
+
+void RootTable::unproved(const Token& token, uint64_t serial, const std::string& text) {
+  IdBook::End over;
+  if (serial && ids.is_done(serial, &over)) return;
+  Root& root = roots_[token];
+  root.token = token;
+  root.serial = serial;
+  if (serial) return end(root, ncclInvalidUsage, text);
+  ++root.refused;
+  root.last_refused = text;
+}
+
+std::string RootTable::late(const Root& root) const {
+  std::string text = "timed out after " + std::to_string(param_seconds("PYNCCL_CPU_INIT_TIMEOUT")) +
+                     " s (PYNCCL_CPU_INIT_TIMEOUT): ";
+  const Round &ranks = root.ranks, &shares = root.shares;
+  const Announce& a = (ranks.members.empty() ? shares : ranks).members[0].announce;
+  Shares spread{a.nranks, a.nids};
+  int share = spread.of_rank(a.rank), first = spread.first(share), wanted = spread.count(share);
+  if (ranks.members.empty()) share = 0, first = 0, wanted = spread.count(0);
+  std::string at = a.nids == 1 ? "" : " that meet at unique id " + std::to_string(share);
+  if (int(ranks.members.size()) < wanted)
+    text += std::to_string(ranks.members.size()) + " of " + std::to_string(wanted) + " ranks" + at +
+            " joined, " + missing(ranks.seats, first, wanted);
+  else if (ranks.introduced < ranks.members.size()) {
+    for (const Member& m : ranks.members)
+      if (!m.introduced) return text + who(root, m) + " joined, but has not answered since";
+  } else {
+    text += "not all ranks" + std::string(" have joined that meet at the other unique ids");
+    for (int other = 0; share == 0 && other < a.nids; ++other)
+      if (!shares.seats.count(other))
+        return text + ": ranks " + std::to_string(spread.first(other)) + " to " +
+               std::to_string(spread.first(other) + spread.count(other) - 1) + " at id " +
+               std::to_string(other);
+  }
+  if (root.refused)
+    text += "; " + std::to_string(root.refused) + " connections were refused, the last: " + root.last_refused;
+  return text;
+}
+
 void RootTable::expire(Deadline now) {
-  for (auto& [token, root] : roots_) {
-    if (root.deadline > now) continue;
-    int nranks = root.members[0].join.nranks;
-    std::set<int> missing;
-    for (int r = 0; r < nranks; ++r) missing.insert(r);
-    for (auto& m : root.members) missing.erase(m.join.rank);
-    std::string text = "timed out after " + std::to_string(param_seconds("PYNCCL_CPU_INIT_TIMEOUT")) +
-                       " s (PYNCCL_CPU_INIT_TIMEOUT): " + std::to_string(root.members.size()) + " of " +
-                       std::to_string(nranks) + " ranks joined, missing rank" +
-                       (missing.size() > 1 ? "s" : "");
-    for (int r : missing) text += (r == *missing.begin() ? " " : ", ") + std::to_string(r);
-    end(root, ncclTimeout, text);
+  while (!timers_.empty() && timers_.begin()->first <= now) {
+    Root& root = roots_.at(timers_.begin()->second);
+    end(root, ncclTimeout, late(root));
   }
-}
-
-Address Id::address() const {
-  Address a;
-  if (family == AF_INET) {
-    sockaddr_in in{};
-    in.sin_family = AF_INET;
-    memcpy(&in.sin_addr, ip, 4);
-    memcpy(&a.ss, &in, sizeof in);
-    a.len = sizeof in;
-  } else {
-    sockaddr_in6 in{};
-    in.sin6_family = AF_INET6;
-    in.sin6_scope_id = scope;
-    memcpy(&in.sin6_addr, ip, 16);
-    memcpy(&a.ss, &in, sizeof in);
-    a.len = sizeof in;
-  }
-  a.set_port(port);
-  return a;
-}
-
-void Id::set_address(const Address& a) {
-  family = a.ss.ss_family;
-  port = uint16_t(a.port());
-  if (family == AF_INET) {
-    memcpy(ip, &reinterpret_cast<const sockaddr_in*>(&a.ss)->sin_addr, 4);
-  } else {
-    auto* in = reinterpret_cast<const sockaddr_in6*>(&a.ss);
-    memcpy(ip, &in->sin6_addr, 16);
-    scope = in->sin6_scope_id;
-  }
-}
-
-ncclResult_t join(const Id& id, const Join& mine, const std::atomic<bool>& stop, SocketPtr* waits_on,
-                  std::vector<PeerInfo>* table) {
-  double seconds = param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
-  std::string why, at = id.address().str();
-  // The maker of an id listens before the id exists; only NCCL_COMM_ID's rank 0 may come late.
-  Deadline connect_by = after_seconds(id.from_env ? seconds : std::min(seconds, 5.0));
-  Fd fd = connect_to(id.address(), connect_by, &why, true, &stop);
-  if (!fd)
-    return fail(
-        id.from_env ? ncclTimeout : ncclSystemError,
-        "rank %d cannot reach the root of the unique id at %s (%s): its maker has exited, or another network "
-        "interface is needed (NCCL_SOCKET_IFNAME)",
-        mine.rank, at.c_str(), why.c_str());
-  SocketPtr socket = std::make_shared<Socket>(std::move(fd));
-  std::atomic_store(waits_on, socket);
-  if (stop.load())
-    return fail(ncclInternalError, "rank %d of %d: the rendezvous was aborted", mine.rank, mine.nranks);
-  int to = socket->fd();
-  Hello hello;
-  hello.token = id.token;
-  hello.rank = mine.rank;
-  // The root's own time-out names the missing ranks, so it goes first.
-  Deadline deadline = after_seconds(seconds + 5);
-  JoinReply reply;
-  if (!send_all(to, &hello, sizeof hello, deadline) || !send_all(to, &mine, sizeof mine, deadline) ||
-      !recv_all(to, &reply, sizeof reply, deadline))
-    return fail(errno == ETIMEDOUT ? ncclTimeout : ncclRemoteError,
-                "rank %d of %d: the root of the unique id at %s went away during the rendezvous (%s)",
-                mine.rank, mine.nranks, at.c_str(), strerror(errno));
-  std::vector<char> body(std::min<size_t>(reply.bytes, kMaxFrame));
-  if (!recv_all(to, body.data(), body.size(), deadline))
-    return fail(ncclRemoteError, "rank %d of %d: the root's answer was cut short (%s)", mine.rank,
-                mine.nranks, strerror(errno));
-  if (reply.result != ncclSuccess)
-    return fail(ncclResult_t(reply.result), "rank %d of %d: %.*s", mine.rank, mine.nranks, int(body.size()),
-                body.data());
-  if (body.size() != size_t(mine.nranks) * sizeof(PeerInfo))
-    return fail(ncclInternalError, "the root's table has %zu bytes", body.size());
-  table->resize(size_t(mine.nranks));
-  memcpy(static_cast<void*>(table->data()), body.data(), body.size());
-  return ncclSuccess;
 }
 
 }  // namespace pncpu

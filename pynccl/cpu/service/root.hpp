@@ -1,42 +1,87 @@
-// The root of a unique id: gathers the ranks' introductions, checks that they agree, and answers all of them.
+// The root of a unique id: gathers the ranks, checks that they agree, and tells everyone who is in.
 #pragma once
 
 #include <map>
 #include <set>
 #include <vector>
 
-#include "service/service.hpp"
+#include "service/ids.hpp"
+#include "service/wire.hpp"
 
 namespace pncpu {
+
+// How a rank that joins is answered, over its connection or within this process.
+class Seat {
+ public:
+  virtual ~Seat() = default;
+  virtual void tell(Ctl kind, uint64_t tag, const Blob& body) = 0;
+  virtual void close() {}                   // nothing more is said to it
+  virtual std::string address() const = 0;  // where it came from
+};
+using SeatPtr = std::shared_ptr<Seat>;
 
 // Used under the service's lock only.
 class RootTable {
  public:
-  void open(const Token& token, bool reusable);
-  bool known(const Token& token) const { return roots_.count(token) != 0; }
-  // False ends the connection.
-  bool joined(const Token& token, const Join& join, const SocketPtr& socket);
-  void left(const Token& token, const SocketPtr& socket);
-  // Whether a rank has joined and got no answer yet.
-  bool waits(const Token& token, const SocketPtr& socket) const;
+  IdBook ids;
+  // NCCL_COMM_ID's, used again and again. Without a secret it is public: whoever joins is a stranger until
+  // all ranks are there.
+  void open_public(const Token& token, bool open_to_all) { public_[token] = open_to_all; }
+  bool serves(const Token& token, uint64_t serial) const;
+  bool open_to_all(const Token& token) const;
+
+  // What a rank said; false ends its connection.
+  bool heard(const Token& token, uint64_t serial, const SeatPtr& seat, const CtlHeader& header,
+             const Blob& body);
+  // How long a body may be, before it is read.
+  static uint32_t most_bytes(Ctl kind);
+  void left(const Token& token, const SeatPtr& seat);
+  // A rank that knows the token cannot prove the secret.
+  void unproved(const Token& token, uint64_t serial, const std::string& text);
+
   void expire(Deadline now);
+  Deadline next_deadline() const { return timers_.empty() ? kForever : timers_.begin()->first; }
 
  private:
   struct Member {
-    Join join;
-    SocketPtr socket;
+    Announce announce;
+    SeatPtr seat;
+    bool introduced = false;
+    PeerInfo info;
+    Blob share;  // of the ranks that meet elsewhere
+  };
+  // Ranks, or the first ranks of the shares, that wait for each other.
+  struct Round {
+    std::vector<Member> members;
+    std::map<int, size_t> seats;  // by rank or share
+    size_t introduced = 0;
+    void clear();
   };
   struct Root {
-    bool reusable = false;
-    std::string over;  // why nobody can join any more
-    ncclResult_t over_code = ncclInvalidUsage;
+    Token token;
+    uint64_t serial = 0;
+    Round ranks, shares;
+    int refused = 0;  // who could not prove the secret
+    std::string last_refused;
     Deadline deadline = kForever;
-    std::vector<Member> members;
   };
-  static void answer(const SocketPtr& socket, ncclResult_t result, const void* body, size_t bytes);
+
+  bool announced(Root& root, const SeatPtr& seat, const Announce& announce);
+  bool introduced(Root& root, const SeatPtr& seat, const PeerInfo& info);
+  bool brought(Root& root, const SeatPtr& seat, const Blob& share);
+  bool relayed(Root& root, const Blob& table);
+  bool reported(const Token& token, uint64_t serial, uint64_t result, const std::string& text);
+  void complete(Root& root, const Table& table);
   void end(Root& root, ncclResult_t result, const std::string& text);
-  void complete(Root& root);
+  void erase(Root& root);
+  void set_deadline(Root& root, Deadline deadline);
+  Member* find(Round& round, const SeatPtr& seat);
+  std::string who(const Root& root, const Member& member) const;
+  std::string late(const Root& root) const;
+
+  std::map<Token, bool> public_;
   std::map<Token, Root> roots_;
+  std::set<std::pair<Deadline, Token>> timers_;
 };
 
 }  // namespace pncpu

@@ -1,151 +1,302 @@
-#include "service/service.hpp"
-
-#include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
-#include <pthread.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/un.h>
 
-#include <set>
+#include <system_error>
 #include <thread>
 
-#include "service/root.hpp"
+#include "base/fork.hpp"
+#include "service/process.hpp"
 
 namespace pncpu {
 namespace {
 
-std::mutex g_sockets_mutex;
-std::set<int>& open_sockets() {
-  static auto* fds = new std::set<int>;
-  return *fds;
+constexpr int kAtOnce = 16;  // connections accepted before others are served
+constexpr size_t kPostsAtOnce = 1024;
+constexpr size_t kPiece = 64 << 10;  // of a body, which grows as it arrives
+constexpr auto kLinger = std::chrono::seconds(10);
+
+// Ranks that all run on this machine, by what their launcher says, need no listener that others can reach.
+bool all_ranks_are_local() {
+  int64_t world = param_int("WORLD_SIZE");
+  return world > 0 && param_str("LOCAL_WORLD_SIZE") && world == param_int("LOCAL_WORLD_SIZE") &&
+         !param_str("NCCL_SOCKET_IFNAME") && !param_str("NCCL_COMM_ID");
 }
-std::atomic<uint32_t> g_generation{0};
 
-struct Connection {
-  enum Stage { AwaitHello, AwaitJoin, Joined, Control, Data };
-  SocketPtr socket;
-  Stage stage = AwaitHello;
-  Hello hello;
-  Join join;
-  size_t got = 0;  // bytes of the hello, join or frame header
-  CtlHeader header;
-  std::vector<char> body;
-  int rank = -1;
-  SinkPtr sink;
-  Deadline deadline = kForever;
-};
+bool pick_address(Address* address) {
+  if (!all_ranks_are_local()) return pick_interface(address) == ncclSuccess;
+  const char* family = param_str("NCCL_SOCKET_FAMILY");
+  return Address::parse(family && strcasecmp(family, "AF_INET6") == 0 ? "[::1]:1" : "127.0.0.1:1", address,
+                        nullptr) &&
+         (address->set_port(0), true);
+}
 
-class Service {
+// A rank that joins over a connection.
+class RemoteSeat final : public Seat {
  public:
-  bool start(std::string* why);
-  void describe(PeerInfo* info);
-  bool add_listener(Address address, std::string* why);
-  void add(const SocketPtr& socket, std::unique_ptr<Connection> connection, uint32_t events);
-  void drop(int fd);
-  std::recursive_mutex mutex;  // sinks may be told things while it is held, and call back
-  std::map<Token, SinkPtr> expected;
-  RootTable roots;
-  Address address;
-  Token unix_name;
+  RemoteSeat(Service& service, SocketPtr socket, std::string address)
+      : service_(service), socket_(std::move(socket)), address_(std::move(address)) {}
+  void tell(Ctl kind, uint64_t tag, const Blob& body) override { socket_->send_frame(kind, tag, body); }
+  void close() override { service_.finish(socket_); }
+  std::string address() const override { return address_; }
 
  private:
-  void loop();
-  void accept_all(int listener);
-  void serve(int fd, uint32_t events);
-  bool read_some(Connection& c);
-  bool fill(Connection& c, void* into, size_t size);
-  bool on_hello(Connection& c);
-  bool read_frames(Connection& c);
-  void expire();
-  Fd epoll_, wake_;
-  std::vector<Fd> listeners_;
-  std::set<std::string> extra_;
-  std::map<int, std::unique_ptr<Connection>> connections_;
+  Service& service_;
+  SocketPtr socket_;
+  std::string address_;
 };
 
-Service* g_service = nullptr;
-std::mutex g_service_mutex;
+struct Holder {
+  std::mutex mutex;
+  Service* service = nullptr;
+};
+
+}  // namespace
+
+Service* Service::get(const char* needed_by) {
+  Holder& holder = per_process<Holder>();
+  std::lock_guard<std::mutex> lock(holder.mutex);
+  if (holder.service) return holder.service;
+  std::string why;
+  auto fresh = std::make_unique<Service>();
+  if (!fresh->start(&why))
+    return fail(ncclSystemError, "%s cannot start the bootstrap service: %s", needed_by, why.c_str()),
+           nullptr;
+  return holder.service = fresh.release();
+}
 
 bool Service::start(std::string* why) {
+  auto failed = [&](const char* what) { return *why = what + (": " + describe_error(errno)), false; };
   epoll_.reset(epoll_create1(EPOLL_CLOEXEC));
-  if (pick_interface(&address) != ncclSuccess) return *why = last_error(), false;
-  if (!add_listener(address, why)) return false;
+  wake_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!epoll_ || !wake_) return failed("epoll");
+  Address address;
+  if (!pick_address(&address)) return *why = last_error(), false;
+  if (!listen(address, why)) return false;
   unix_name = Token::random();
-  Fd local(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_un un{};
-  un.sun_family = AF_UNIX;
-  int len = snprintf(un.sun_path + 1, sizeof un.sun_path - 1, "pynccl-%016lx%016lx",
-                     (unsigned long)unix_name.a, (unsigned long)unix_name.b);
-  socklen_t size = socklen_t(offsetof(sockaddr_un, sun_path) + 1 + size_t(len));
-  if (!local || bind(local.get(), reinterpret_cast<sockaddr*>(&un), size) != 0 ||
-      listen(local.get(), 1024) != 0)
-    return *why = std::string("cannot open a Unix socket: ") + strerror(errno), false;
+  process = Token::random();
+  Fd local = listen_unix(unix_name);
+  if (!local) return failed("cannot open a Unix socket");
   epoll_event event{EPOLLIN, {.fd = local.get()}};
-  epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, local.get(), &event);
-  listeners_.push_back(std::move(local));
-  std::thread([this] { loop(); }).detach();
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, local.get(), &event) != 0) return failed("epoll_ctl");
+  listeners_.push_back({std::move(local), true, ""});
+  event = {EPOLLIN, {.fd = wake_.get()}};
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) return failed("epoll_ctl");
+  for (int fd : descriptors()) close_in_child(fd);
+  try {
+    std::thread([this] { run(); }).detach();
+  } catch (const std::system_error& e) {
+    for (int fd : descriptors()) forget_descriptor(fd);
+    *why = "no thread is to be had: " + e.code().message() + " (RLIMIT_NPROC, or the cgroup's pids.max)";
+    return false;
+  }
   return true;
 }
 
-bool Service::add_listener(Address at, std::string* why) {
+std::vector<int> Service::descriptors() const {
+  std::vector<int> fds{epoll_.get(), wake_.get()};
+  for (const Listener& l : listeners_) fds.push_back(l.fd.get());
+  return fds;
+}
+
+bool Service::listen(Address at, std::string* why) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
-  if (extra_.count(at.str())) return true;
   std::string asked = at.str();
+  for (Listener& l : listeners_)
+    if (l.asked == asked) return true;
   Fd fd = listen_on(&at, why);
   if (!fd) return false;
-  if (listeners_.empty()) address = at;
-  extra_.insert(asked);
-  epoll_event event{EPOLLIN, {.fd = fd.get()}};
-  epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd.get(), &event);
-  std::lock_guard<std::mutex> sockets(g_sockets_mutex);
-  open_sockets().insert(fd.get());
-  listeners_.push_back(std::move(fd));
+  epoll_event event{resting_ ? 0u : uint32_t(EPOLLIN), {.fd = fd.get()}};
+  if (fcntl(fd.get(), F_SETFL, O_NONBLOCK) != 0 ||
+      epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd.get(), &event) != 0)
+    return *why = describe_error(errno), false;
+  bool first = listeners_.empty();
+  if (first)
+    endpoint = Endpoint::of(at);
+  else
+    close_in_child(fd.get());
+  listeners_.push_back({std::move(fd), false, asked});
   return true;
 }
 
-void Service::add(const SocketPtr& socket, std::unique_ptr<Connection> connection, uint32_t events) {
+ncclResult_t Service::read_secret() {
+  std::string now;
+  if (ncclResult_t r = pncpu::read_secret(&now); r != ncclSuccess) return r;
   std::lock_guard<std::recursive_mutex> lock(mutex);
-  connection->socket = socket;
-  connections_[socket->fd()] = std::move(connection);
-  epoll_event event{events, {.fd = socket->fd()}};
-  epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket->fd(), &event);
+  secret = std::move(now);
+  return ncclSuccess;
 }
 
-void Service::drop(int fd) {
-  std::lock_guard<std::recursive_mutex> lock(mutex);
-  auto it = connections_.find(fd);
-  if (it == connections_.end()) return;
-  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
-  connections_.erase(it);
+void Service::wake() {
+  uint64_t one = 1;
+  if (write(wake_.get(), &one, sizeof one) < 0) return;  // it is awake: the count is full
 }
 
-void Service::loop() {
+// ---- the loop ----
+
+void Service::run() {
   name_this_thread("pynccl-service");
   epoll_event events[64];
   for (;;) {
-    int n = epoll_wait(epoll_.get(), events, 64, 50);
+    Deadline next;
+    {
+      std::lock_guard<std::recursive_mutex> lock(mutex);
+      Deadline now = Clock::now();
+      tidy(now);
+      next = std::min(admission_.next_change(now), roots.next_deadline());
+      if (!leaving_.empty()) next = std::min(next, leaving_.begin()->first);
+    }
+    int64_t ms =
+        next == kForever ? -1 : std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
+    int n = epoll_wait(epoll_.get(), events, 64, int(std::clamp<int64_t>(ms, -1, 3600 * 1000)));
     std::lock_guard<std::recursive_mutex> lock(mutex);
     for (int i = 0; i < n; ++i) {
       int fd = events[i].data.fd;
-      bool listener = false;
-      for (auto& l : listeners_) listener = listener || l.get() == fd;
-      if (listener)
-        accept_all(fd);
-      else
-        serve(fd, events[i].events);
+      try {
+        bool listens = false;
+        for (size_t l = 0; l < listeners_.size(); ++l) listens = listens || listeners_[l].fd.get() == fd;
+        if (listens)
+          accept_from(fd);
+        else if (fd == wake_.get())
+          deliver();
+        else
+          serve(fd, events[i].events);
+      } catch (const std::exception& e) {
+        // Out of memory: whoever asked for it goes, everyone else stays.
+        log(Level::Warn, "the bootstrap service drops a connection: %s", e.what());
+        end(fd);
+      }
     }
-    expire();
   }
 }
 
-void Service::accept_all(int listener) {
-  // One per event: level-triggered, and the listener blocks.
-  int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
-  if (fd < 0) return;
+void Service::tidy(Deadline now) {
+  try {
+    roots.expire(now);
+  } catch (const std::exception& e) {
+    log(Level::Warn, "the bootstrap service: %s", e.what());
+  }
+  for (int fd; (fd = admission_.overdue(now)) >= 0;) {
+    admission_.went(fd, now);
+    end(fd);
+  }
+  while (!leaving_.empty() && leaving_.begin()->first <= now) end(leaving_.begin()->second);
+  std::vector<SocketPtr> finished = std::move(finished_);
+  finished_.clear();
+  for (const SocketPtr& socket : finished) drop(socket);
+  rest_or_listen(now);
+}
+
+void Service::rest_or_listen(Deadline now) {
+  bool rest = !admission_.accepts(now);
+  if (rest == resting_) return;
+  resting_ = rest;
+  for (Listener& l : listeners_) {
+    epoll_event event{rest ? 0u : uint32_t(EPOLLIN), {.fd = l.fd.get()}};
+    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, l.fd.get(), &event);
+  }
+}
+
+void Service::accept_from(int listener) {
+  bool is_unix = false;
+  for (Listener& l : listeners_) is_unix = is_unix || (l.fd.get() == listener && l.is_unix);
+  for (int i = 0; i < kAtOnce && admission_.accepts(Clock::now()); ++i) {
+    Address from;
+    from.len = sizeof from.ss;
+    int fd = accept4(listener, reinterpret_cast<sockaddr*>(&from.ss), &from.len, SOCK_CLOEXEC);
+    if (fd < 0) {
+      bool no_room = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+      if (no_room) admission_.starved(Clock::now());
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      break;
+    }
+    if (!admit(fd, is_unix, from)) continue;
+    // Whoever speaks at once never counts as a stranger for long.
+    serve(fd, EPOLLIN);
+    tidy(Clock::now());
+  }
+}
+
+bool Service::admit(int fd, bool is_unix, const Address& from) {
+  Fd owned(fd);
+  Admission::Source source;
+  if (is_unix) {
+    ucred who{};
+    socklen_t size = sizeof who;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) return false;
+    source = Admission::Source::of_user(who.uid);
+    // Another user has no business here. Root may read this process's memory anyway.
+    if (who.uid != geteuid() && who.uid != 0) {
+      admission_.came(fd, source, Clock::now());
+      admission_.went(fd, Clock::now());
+      return false;
+    }
+  } else {
+    source = Admission::Source::of(from);
+    int on = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  }
+  auto socket = std::make_shared<Socket>(std::move(owned));
   auto connection = std::make_unique<Connection>();
-  connection->deadline = after_ms(10000);
-  add(std::make_shared<Socket>(Fd(fd)), std::move(connection), EPOLLIN);
+  connection->guest = true;
+  connection->address = is_unix ? "this host" : from.str();
+  watch(socket, std::move(connection), EPOLLIN);
+  admission_.came(fd, source, Clock::now());
+  return true;
+}
+
+void Service::watch(const SocketPtr& socket, std::unique_ptr<Connection> connection, uint32_t events) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  connection->socket = socket;
+  connections_[socket->fd()] = std::move(connection);
+  try {
+    socket->watch(epoll_.get(), events);
+  } catch (...) {
+    connections_.erase(socket->fd());
+    throw;
+  }
+}
+
+void Service::drop(const SocketPtr& socket) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  auto it = connections_.find(socket->fd());
+  if (it != connections_.end() && it->second->socket == socket) end(socket->fd());
+}
+
+void Service::release(const SocketPtr& socket) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  auto it = connections_.find(socket->fd());
+  if (it != connections_.end() && it->second->socket == socket) take(socket->fd());
+}
+
+void Service::finish(const SocketPtr& socket) {
+  auto it = connections_.find(socket->fd());
+  if (it == connections_.end() || it->second->socket != socket) return;
+  it->second->stage = Connection::Leaves;
+  if (!socket->flush() || socket->all_sent()) return finished_.push_back(socket);
+  it->second->leaves_by = Clock::now() + kLinger;
+  leaving_.insert({it->second->leaves_by, socket->fd()});
+}
+
+std::unique_ptr<Connection> Service::take(int fd) {
+  auto it = connections_.find(fd);
+  if (it == connections_.end()) return nullptr;
+  std::unique_ptr<Connection> c = std::move(it->second);
+  connections_.erase(it);
+  c->socket->unwatch();
+  if (c->guest) admission_.went(fd, Clock::now());
+  if (c->leaves_by != kForever) leaving_.erase({c->leaves_by, fd});
+  return c;
+}
+
+// Takes the connection out; who cares hears of it.
+void Service::end(int fd) {
+  std::unique_ptr<Connection> c = take(fd);
+  if (!c) return;
+  if (c->stage == Connection::Control) c->sink->closed(c->rank);
+  if (c->stage == Connection::Joins) roots.left(c->hello.token, c->seat);
 }
 
 void Service::serve(int fd, uint32_t events) {
@@ -153,16 +304,14 @@ void Service::serve(int fd, uint32_t events) {
   if (it == connections_.end()) return;
   Connection& c = *it->second;
   if (c.stage == Connection::Data) return c.sink->data_ready();
-  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) {
-    SocketPtr keep = c.socket;
-    if (read_some(c)) return;
-    it = connections_.find(fd);
-    if (it == connections_.end() || it->second->socket != keep) return;
-    std::unique_ptr<Connection> gone = std::move(it->second);
-    drop(fd);
-    if (gone->stage == Connection::Control) gone->sink->closed(gone->rank);
-    if (gone->stage == Connection::Joined) roots.left(gone->hello.token, gone->socket);
+  SocketPtr keep = c.socket;
+  bool stays = true;
+  if (events & EPOLLOUT) {
+    stays = keep->flush();
+    if (c.stage == Connection::Leaves && keep->all_sent()) stays = false;
   }
+  if (stays && (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP))) stays = read(c);
+  if (!stays) drop(keep);
 }
 
 // Takes what has arrived up to `size` bytes of `into` in all; false when the connection has ended.
@@ -177,143 +326,199 @@ bool Service::fill(Connection& c, void* into, size_t size) {
   return true;
 }
 
-bool Service::read_some(Connection& c) {
-  if (c.stage == Connection::AwaitHello) {
-    if (!fill(c, &c.hello, sizeof c.hello)) return false;
-    return c.got < sizeof c.hello || on_hello(c);
+// False ends the connection; c is gone where it has become a peer's.
+bool Service::read(Connection& c) {
+  char byte;
+  switch (c.stage) {
+    case Connection::Greets:
+      if (!fill(c, &c.hello, sizeof c.hello)) return false;
+      if (c.got >= sizeof c.hello.magic && c.hello.magic != Hello::kMagic) return false;
+      return c.got < sizeof c.hello || greeted(c);
+    case Connection::Proves:
+      if (!fill(c, c.answer.data(), c.answer.size()))
+        return unproved(c, "left without proving that it has the root's secret"), false;
+      return c.got < c.answer.size() || proved(c);
+    case Connection::Joins:
+      return read_frames(c, true);
+    case Connection::Control:
+      return read_frames(c, false);
+    default:
+      return recv(c.socket->fd(), &byte, 1, MSG_DONTWAIT) < 0 && (errno == EAGAIN || errno == EINTR);
   }
-  if (c.stage == Connection::AwaitJoin) {
-    if (!fill(c, &c.join, sizeof c.join)) return false;
-    if (c.got < sizeof c.join) return true;
-    c.stage = Connection::Joined;
-    c.deadline = kForever;
-    return roots.joined(c.hello.token, c.join, c.socket);
-  }
-  if (c.stage == Connection::Control) return read_frames(c);
-  char byte;  // Joined: nothing more is said by a rank that waits for its table
-  ssize_t n = recv(c.socket->fd(), &byte, 1, MSG_DONTWAIT);
-  return n < 0 && (errno == EAGAIN || errno == EINTR);
 }
 
-bool Service::on_hello(Connection& c) {
+// ---- who is allowed in ----
+
+bool Service::greeted(Connection& c) {
   c.got = 0;
-  if (c.hello.magic != Hello().magic) return false;
-  if (c.hello.kind == HelloKind::Join) {
-    if (!roots.known(c.hello.token)) return false;
-    c.stage = Connection::AwaitJoin;
+  bool joins = c.hello.kind == HelloKind::Join;
+  if (joins ? !roots.serves(c.hello.token, c.hello.serial) : !locals.count(c.hello.token)) return false;
+  bool has_one = c.hello.secured != 0;
+  if (secret.empty() && !has_one) return known(c);
+  Challenge challenge;
+  challenge.secured = !secret.empty();
+  if (has_one && challenge.secured) {
+    c.nonce = challenge.nonce = Token::random();
+    challenge.proof = proof(secret, Role::Listens, c.hello, c.nonce);
+  }
+  if (has_one) {
+    if (!send_all(c.socket->fd(), &challenge, sizeof challenge, Clock::now())) return false;
+    if (!challenge.secured) return unproved(c, "has a secret (PYNCCL_SECRET), and the root has none"), false;
+    c.stage = Connection::Proves;
     return true;
   }
-  auto it = expected.find(c.hello.token);
-  if (it == expected.end()) return false;
-  SinkPtr sink = it->second;
+  if (joins) {
+    constexpr char kText[] = "the root has a secret (PYNCCL_SECRET), and this rank has none";
+    c.socket->send_frame(Ctl::Failed, ncclInvalidUsage, Blob::copy(kText, sizeof kText - 1));
+    unproved(c, "has no secret (PYNCCL_SECRET), and the root has one");
+  }
+  return false;
+}
+
+bool Service::proved(Connection& c) {
+  Digest expected = proof(secret, Role::Connects, c.hello, c.nonce);
+  c.got = 0;
+  if (equal_in_constant_time(expected.data(), c.answer.data(), expected.size())) return known(c);
+  return unproved(c, "has another secret (PYNCCL_SECRET) than the root"), false;
+}
+
+void Service::unproved(const Connection& c, const std::string& what) {
+  std::string text = "rank " + std::to_string(c.hello.rank) + " (at " + c.address + ") " + what;
+  if (Deadline now = Clock::now(); now - last_told_ > std::chrono::seconds(1)) {
+    last_told_ = now;
+    log(Level::Warn, "%s", text.c_str());
+  }
+  if (c.hello.kind == HelloKind::Join) roots.unproved(c.hello.token, c.hello.serial, text);
+}
+
+bool Service::known(Connection& c) {
+  bool stranger = c.hello.kind == HelloKind::Join && roots.open_to_all(c.hello.token);
+  if (!stranger) {
+    admission_.proved(c.socket->fd());
+    c.guest = false;
+  }
+  if (c.hello.kind == HelloKind::Join) {
+    c.stage = Connection::Joins;
+    c.seat = std::make_shared<RemoteSeat>(*this, c.socket, c.address);
+    return read_frames(c, true);
+  }
+  SinkPtr sink = locals.at(c.hello.token).sink;
   SocketPtr socket = c.socket;
   Hello hello = c.hello;
-  drop(socket->fd());  // c is gone
-  sink->arrived(hello, socket);
+  drop(socket);  // c is gone
+  sink->arrived(hello, std::move(socket));
   return true;
 }
 
-bool Service::read_frames(Connection& c) {
+bool Service::read_frames(Connection& c, bool joins) {
+  SocketPtr keep = c.socket;
   for (;;) {
     if (c.got < sizeof c.header) {
       if (!fill(c, &c.header, sizeof c.header)) return false;
       if (c.got < sizeof c.header) return true;
-      if (c.header.bytes > kMaxFrame) return false;
-      c.body.assign(c.header.bytes, 0);
+      uint32_t most = !joins ? kMaxFrame : RootTable::most_bytes(c.header.kind);
+      bool too_long = c.header.bytes > most || (c.guest && c.header.kind != Ctl::Announce);
+      if (too_long || c.header.kind == Ctl::Closed) return false;
+      c.body.clear();
     }
-    size_t have = c.got - sizeof c.header;
-    while (have < c.body.size()) {
-      ssize_t n = recv(c.socket->fd(), c.body.data() + have, c.body.size() - have, MSG_DONTWAIT);
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return c.got = sizeof c.header + have, true;
-      if (n <= 0) return false;
-      have += size_t(n);
-    }
+    size_t missing = 0;
+    if (!read_body(c, &missing)) return false;
+    if (missing) return true;
     c.got = 0;
-    c.sink->frame(c.rank, c.header, std::move(c.body));
-    c.body.clear();
+    Blob body = Blob::of(std::move(c.body));
+    if (!joins) {
+      c.sink->frame(c.rank, c.header, body);
+      auto it = connections_.find(keep->fd());
+      if (it == connections_.end() || it->second->socket != keep) return true;
+      continue;
+    }
+    if (c.guest) {
+      admission_.proved(keep->fd());
+      c.guest = false;
+    }
+    if (!roots.heard(c.hello.token, c.hello.serial, c.seat, c.header, body)) return false;
+    if (c.stage != Connection::Joins) return true;
   }
 }
 
-void Service::expire() {
-  Deadline now = Clock::now();
-  roots.expire(now);
-  for (auto it = connections_.begin(); it != connections_.end();) {
-    int fd = it->first;
-    Connection& c = *it->second;
-    // A rank that is stopped does not come for its answer.
-    if (c.stage == Connection::Joined && c.deadline == kForever && !roots.waits(c.hello.token, c.socket))
-      c.deadline = now + std::chrono::seconds(1);
-    bool late = c.deadline < now;
-    ++it;
-    if (late) drop(fd);
+// The body grows as it arrives, whatever its header says.
+bool Service::read_body(Connection& c, size_t* missing) {
+  while ((*missing = c.header.bytes - c.body.size())) {
+    size_t have = c.body.size(), piece = std::min(*missing, std::max(kPiece, have));
+    c.body.resize(have + piece);
+    ssize_t n = recv(c.socket->fd(), c.body.data() + have, piece, MSG_DONTWAIT);
+    c.body.resize(have + size_t(std::max<ssize_t>(n, 0)));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return true;
+    if (n <= 0) return false;
+  }
+  return true;
+}
+
+// ---- ranks of this process ----
+
+void Service::post(Post post) {
+  std::lock_guard<std::mutex> lock(posts_mutex_);
+  posts_.push_back(std::move(post));
+  if (posts_.size() == 1) wake();
+}
+
+void Service::deliver() {
+  uint64_t count;
+  if (::read(wake_.get(), &count, sizeof count) < 0) return;
+  std::vector<Post> posts;
+  {
+    std::lock_guard<std::mutex> lock(posts_mutex_);
+    posts.swap(posts_);
+  }
+  size_t given = 0;
+  for (const Post& p : posts) {
+    try {
+      give(p);
+    } catch (const std::exception& e) {
+      log(Level::Warn, "the bootstrap service lost a message between two ranks of this process: %s",
+          e.what());
+    }
+    if (++given % kPostsAtOnce) continue;
+    mutex.unlock();  // let others have their turn
+    mutex.lock();
   }
 }
 
-void before_fork() {
-  g_service_mutex.lock();
-  if (g_service) g_service->mutex.lock();
-  g_sockets_mutex.lock();
-}
-void after_fork_parent() {
-  g_sockets_mutex.unlock();
-  if (g_service) g_service->mutex.unlock();
-  g_service_mutex.unlock();
-}
-// The child keeps nothing of the parent's: an open copy of a socket would hide the parent's death from its
-// peers.
-void after_fork_child() {
-  g_generation.fetch_add(1);
-  for (int fd : open_sockets()) close(fd);
-  open_sockets().clear();
-  g_service = nullptr;
-  new (&g_sockets_mutex) std::mutex;
-  new (&g_service_mutex) std::mutex;
-  log_atfork_child();
+void Service::give(const Post& p) {
+  auto it = locals.find(p.to);
+  if (it == locals.end()) return;
+  if (!it->second.attached) return it->second.kept.push_back(p);
+  SinkPtr sink = it->second.sink;
+  if (p.header.kind == Ctl::Closed)
+    sink->closed(p.from);
+  else
+    sink->frame(p.from, p.header, p.body);
 }
 
-Service* service(std::string* why) {
-  std::lock_guard<std::mutex> lock(g_service_mutex);
-  if (g_service) return g_service;
-  static bool once = pthread_atfork(before_fork, after_fork_parent, after_fork_child) == 0;
-  (void)once;
-  auto fresh = std::make_unique<Service>();
-  if (!fresh->start(why)) return nullptr;
-  return g_service = fresh.release();
+bool Service::starved() {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  Deadline since = admission_.starved_since();
+  return since != kForever && Clock::now() - since > std::chrono::seconds(1);
 }
 
-}  // namespace
+// ---- what the rest of the library calls ----
 
-Socket::Socket(Fd fd) : fd_(std::move(fd)) {
-  std::lock_guard<std::mutex> lock(g_sockets_mutex);
-  open_sockets().insert(fd_.get());
+bool starved() {
+  Service* s = Service::get("a communicator");
+  return s && s->starved();
 }
-Socket::~Socket() {
-  std::lock_guard<std::mutex> lock(g_sockets_mutex);
-  // A forked child has closed it already, and the number may be another file's by now.
-  if (!open_sockets().erase(fd_.get())) fd_.release();
-}
-
-bool Socket::send_frame(Ctl kind, uint64_t tag, const void* body, size_t bytes) {
-  std::lock_guard<std::mutex> lock(write_);
-  CtlHeader header{kind, uint32_t(bytes), tag};
-  std::vector<char> frame(sizeof header + bytes);
-  memcpy(frame.data(), &header, sizeof header);
-  if (bytes) memcpy(frame.data() + sizeof header, body, bytes);
-  return send_all(fd(), frame.data(), frame.size(), after_ms(5000));
-}
-
-uint32_t process_generation() { return g_generation.load(std::memory_order_relaxed); }
 
 ncclResult_t describe_self(PeerInfo* info) {
-  std::string why;
-  Service* s = service(&why);
-  if (!s) return fail(ncclSystemError, "cannot start the bootstrap service: %s", why.c_str());
+  Service* s = Service::get("a communicator");
+  if (!s) return ncclSystemError;
+  if (ncclResult_t r = s->read_secret(); r != ncclSuccess) return r;
   info->token = Token::random();
+  info->process = s->process;
   info->unix_name = s->unix_name;
   info->host = host_id();
   info->pid = getpid();
-  info->address = s->address;
+  info->endpoint = s->endpoint;
   snprintf(info->host_name, sizeof info->host_name, "%s", host_name().c_str());
   return ncclSuccess;
 }
@@ -325,135 +530,116 @@ ncclResult_t make_id(Id* id, bool from_env) {
     if (!Address::parse(text, &address, &why))
       return fail(ncclInvalidArgument, "NCCL_COMM_ID=%s: %s", text, why.c_str());
     id->token = Token::of(text);
-    id->set_address(address);
-    id->from_env = 1;
+    id->endpoint = Endpoint::of(address);
     return ncclSuccess;
   }
-  std::string why;
-  Service* s = service(&why);
-  if (!s) return fail(ncclSystemError, "ncclGetUniqueId cannot start the bootstrap service: %s", why.c_str());
-  id->token = Token::random();
-  id->set_address(s->address);
+  Service* s = Service::get("ncclGetUniqueId");
+  if (!s) return ncclSystemError;
+  if (ncclResult_t r = s->read_secret(); r != ncclSuccess) return r;
+  id->host = host_id();
+  id->unix_name = s->unix_name;
+  id->endpoint = s->endpoint;
   std::lock_guard<std::recursive_mutex> lock(s->mutex);
-  s->roots.open(id->token, false);
+  s->roots.ids.make(id);
   return ncclSuccess;
 }
 
 ncclResult_t open_env_root(const Id& id) {
-  std::string why;
-  Service* s = service(&why);
-  if (!s) return fail(ncclSystemError, "cannot start the bootstrap service: %s", why.c_str());
+  std::string why, at = id.endpoint.address().str();
+  Service* s = Service::get("NCCL_COMM_ID");
+  if (!s) return ncclSystemError;
+  if (ncclResult_t r = s->read_secret(); r != ncclSuccess) return r;
   std::lock_guard<std::recursive_mutex> lock(s->mutex);
-  if (!s->add_listener(id.address(), &why))
-    return fail(ncclSystemError, "rank 0 cannot listen on NCCL_COMM_ID %s: %s", id.address().str().c_str(),
-                why.c_str());
-  s->roots.open(id.token, true);
+  if (!s->listen(id.endpoint.address(), &why))
+    return fail(ncclSystemError, "rank 0 cannot listen on NCCL_COMM_ID %s: %s", at.c_str(), why.c_str());
+  s->roots.open_public(id.token, s->secret.empty());
+  static std::atomic<bool> told{false};
+  if (s->secret.empty() && !told.exchange(true))
+    log(Level::Warn,
+        "NCCL_COMM_ID %s is public: whoever reaches it can take the place of a rank. PYNCCL_SECRET or "
+        "PYNCCL_SECRET_FILE, set on every rank, lets in only who has the secret.",
+        at.c_str());
   return ncclSuccess;
 }
 
 void expect(const Token& token, SinkPtr sink) {
-  std::string why;
-  if (Service* s = service(&why)) {
+  if (Service* s = Service::get("a communicator")) {
     std::lock_guard<std::recursive_mutex> lock(s->mutex);
-    s->expected[token] = std::move(sink);
+    s->locals[token].sink = std::move(sink);
   }
+}
+
+void attach(const Token& token) {
+  Service* s = Service::get("a communicator");
+  if (!s) return;
+  std::lock_guard<std::recursive_mutex> lock(s->mutex);
+  auto it = s->locals.find(token);
+  if (it == s->locals.end()) return;
+  it->second.attached = true;
+  std::vector<Service::Post> kept = std::move(it->second.kept);
+  SinkPtr sink = it->second.sink;
+  for (const Service::Post& p : kept)
+    if (p.header.kind == Ctl::Closed)
+      sink->closed(p.from);
+    else
+      sink->frame(p.from, p.header, p.body);
 }
 
 void forget(const Token& token) {
-  std::string why;
-  if (Service* s = service(&why)) {
-    std::lock_guard<std::recursive_mutex> lock(s->mutex);
-    s->expected.erase(token);
-  }
+  Service* s = Service::get("a communicator");
+  if (!s) return;
+  std::lock_guard<std::recursive_mutex> lock(s->mutex);
+  auto it = s->locals.find(token);
+  if (it == s->locals.end()) return;
+  Service::Local gone = std::move(it->second);
+  s->locals.erase(it);
+  for (auto& [to, rank] : gone.linked) s->post({to, rank, {Ctl::Closed, 0, 0}, {}});
 }
 
+bool lives_here(const Token& token) {
+  Service* s = Service::get("a communicator");
+  if (!s) return false;
+  std::lock_guard<std::recursive_mutex> lock(s->mutex);
+  return s->locals.count(token) != 0;
+}
+
+bool link(const Token& to, int to_rank, const Token& mine) {
+  Service* s = Service::get("a communicator");
+  if (!s) return false;
+  std::lock_guard<std::recursive_mutex> lock(s->mutex);
+  auto it = s->locals.find(to);
+  if (it == s->locals.end()) return false;
+  it->second.linked.push_back({mine, to_rank});
+  return true;
+}
+
+void post(const Token& to, int from, Ctl kind, uint64_t tag, const Blob& body) {
+  if (Service* s = Service::get("a communicator"))
+    s->post({to, from, {kind, uint32_t(body.size), tag}, body});
+}
+
+void hang_up(const Token& to, int from) { post(to, from, Ctl::Closed, 0, {}); }
+
 void watch_control(SocketPtr socket, int rank, SinkPtr sink) {
-  std::string why;
   auto connection = std::make_unique<Connection>();
   connection->stage = Connection::Control;
   connection->rank = rank;
   connection->sink = std::move(sink);
-  if (Service* s = service(&why)) s->add(socket, std::move(connection), EPOLLIN | EPOLLRDHUP);
+  if (Service* s = Service::get("a communicator"))
+    s->watch(socket, std::move(connection), EPOLLIN | EPOLLRDHUP);
 }
 
 void watch_data(SocketPtr socket, SinkPtr sink) {
-  std::string why;
   auto connection = std::make_unique<Connection>();
   connection->stage = Connection::Data;
   connection->sink = std::move(sink);
-  if (Service* s = service(&why))
-    s->add(socket, std::move(connection), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
+  if (Service* s = Service::get("a communicator"))
+    s->watch(socket, std::move(connection), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
 }
 
 void unwatch(const SocketPtr& socket) {
-  std::string why;
   if (!socket) return;
-  if (Service* s = service(&why)) s->drop(socket->fd());
-}
-
-SocketPtr connect_peer(const PeerInfo& peer, bool local, HelloKind kind, int my_rank, Deadline deadline,
-                       std::string* why) {
-  Fd fd;
-  if (local) {
-    sockaddr_un un{};
-    un.sun_family = AF_UNIX;
-    int len = snprintf(un.sun_path + 1, sizeof un.sun_path - 1, "pynccl-%016lx%016lx",
-                       (unsigned long)peer.unix_name.a, (unsigned long)peer.unix_name.b);
-    fd.reset(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    socklen_t size = socklen_t(offsetof(sockaddr_un, sun_path) + 1 + size_t(len));
-    if (!fd || connect(fd.get(), reinterpret_cast<sockaddr*>(&un), size) != 0)
-      return *why = strerror(errno), nullptr;
-  } else {
-    fd = connect_to(peer.address, deadline, why, false);
-    if (!fd) return nullptr;
-  }
-  Hello hello;
-  hello.token = peer.token;
-  hello.kind = kind;
-  hello.rank = my_rank;
-  if (!send_all(fd.get(), &hello, sizeof hello, deadline)) return *why = strerror(errno), nullptr;
-  return std::make_shared<Socket>(std::move(fd));
-}
-
-bool send_fd(int socket, int fd) {
-  char byte = 'f';
-  iovec iov{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &iov;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  cmsghdr* c = CMSG_FIRSTHDR(&message);
-  c->cmsg_level = SOL_SOCKET;
-  c->cmsg_type = SCM_RIGHTS;
-  c->cmsg_len = CMSG_LEN(sizeof(int));
-  memcpy(CMSG_DATA(c), &fd, sizeof fd);
-  return sendmsg(socket, &message, MSG_NOSIGNAL) == 1;
-}
-
-Fd recv_fd(int socket, Deadline deadline) {
-  char byte = 0;
-  iovec iov{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &iov;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  for (;;) {
-    ssize_t n = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-    if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
-      if (Clock::now() > deadline) return errno = ETIMEDOUT, Fd();
-      usleep(200);
-      continue;
-    }
-    cmsghdr* c = n == 1 ? CMSG_FIRSTHDR(&message) : nullptr;
-    if (!c || c->cmsg_type != SCM_RIGHTS) return errno = n == 0 ? ECONNRESET : EPROTO, Fd();
-    int fd = -1;
-    memcpy(&fd, CMSG_DATA(c), sizeof fd);
-    return Fd(fd);
-  }
+  if (Service* s = Service::get("a communicator")) s->release(socket);
 }
 
 }  // namespace pncpu

@@ -1,56 +1,65 @@
 // Streams: queues whose work runs in order, by the thread that waits for it or else by the stream's own.
 #pragma once
 
-#include <deque>
+#include <list>
 #include <map>
 #include <memory>
-#include <thread>
+#include <mutex>
 #include <vector>
 
-#include "base/core.hpp"
-#include "ops/ops.hpp"
+#include "base/handles.hpp"
+#include "streams/event.hpp"
+#include "streams/waiting.hpp"
 
 namespace pncpu {
 
-struct Batch;
+class Domain;
+class Stream;
 
-// What one group issued on streams that it ties together. Runs when every one of these streams has come to
-// it.
-struct Launch {
-  std::vector<Batch> batches;
-  std::atomic<int> streams_to_come{1};
-  std::atomic<bool> done{false};
-  // Until done or the deadline (ncclInProgress). What became of it stands in the batches.
-  ncclResult_t run(Deadline deadline);
-  ~Launch();
-
- private:
-  bool spin_for_news(const std::vector<uint32_t>& seen);
-  void wait_for_news(const std::vector<uint32_t>& seen, int64_t ns);
-  void when_blocked(Clock::time_point since, double* next_look);
-};
-
-struct Event {
-  std::mutex mutex;
-  std::atomic<uint64_t> recorded{0}, happened{0};
-  Doorbell bell;
+// What a stream runs. A task that several streams share runs when all have come to it, by whoever drives the
+// last that came.
+class Task {
+ public:
+  virtual ~Task() = default;
+  // A stream has come to it. True for the last one, which runs it.
+  virtual bool come() = 0;
+  // Until done or the deadline (ncclInProgress); wait() is for the streams that do not run it.
+  virtual ncclResult_t run(Deadline deadline) = 0;
+  virtual ncclResult_t wait(Deadline deadline) = 0;
+  using Errors = std::vector<std::pair<uint64_t, ncclResult_t>>;  // by communicators' serials
+  virtual Errors errors() const = 0;
 };
 
 struct Node {
-  enum Kind { Run, Record, Wait } kind = Run;
-  std::shared_ptr<Launch> launch;
-  std::shared_ptr<Event> event;
+  enum Kind { Run, Record, Wait, After } kind = Run;
+  std::shared_ptr<Task> task;
+  std::shared_ptr<Recording> recording;
+  std::shared_ptr<Stream> stream;  // After: its first `number` nodes come first
   uint64_t number = 0;
-  bool came = false;
+  bool came = false, leads = false;
 };
 
-class Stream {
+class Stream : public std::enable_shared_from_this<Stream> {
  public:
-  Stream();
-  ~Stream();
-  void push(Node node);
+  // The stream ends when its last owner has let go of it and its work is done.
+  static std::shared_ptr<Stream> make(Domain& domain, bool blocking);
+  Stream(Domain& domain, bool blocking) : domain_(domain), blocking_(blocking) {}
+
+  // Work is queued in two steps under the issue lock, so that a group is queued whole or not at all: what may
+  // run out of memory or threads comes first.
+  using Nodes = std::list<Node>;
+  Nodes nodes_for(Node node);
+  void push(Nodes nodes) noexcept;
+  // Under the issue lock: nothing is pushed any more.
+  void end() { ended_ = true; }
+  bool ended() const { return ended_; }
+  // In CUDA's sense: its work and the legacy stream's wait for each other.
+  bool blocking() const { return blocking_; }
+  std::shared_ptr<Domain> keeps;  // of a stream that a caller created
+
   bool idle() const { return completed_.load() == enqueued_.load(); }
   uint64_t enqueued() const { return enqueued_.load(); }
+  uint64_t completed() const { return completed_.load(); }
   // Runs or waits until `target` nodes have completed; ncclInProgress at the deadline.
   ncclResult_t drive(uint64_t target, Deadline deadline);
   // Waits for all there is now, then take_error().
@@ -61,28 +70,33 @@ class Stream {
 
  private:
   ncclResult_t run(Node& node, Deadline deadline);
+  ncclResult_t run_task(Node& node, Deadline deadline);
+  void start_worker();
   void work();
-  void note_errors(const Launch& launch);
+  void close();
+  void note_errors(const Task& task);
+  Domain& domain_;  // lives as long as anybody can push
+  const bool blocking_;
+  bool ended_ = false;
   std::mutex queue_mutex_, running_;
-  std::deque<Node> queue_;
+  Nodes queue_;
   std::atomic<uint64_t> enqueued_{0}, completed_{0};
   std::atomic<bool> failed_{false};
   std::map<uint64_t, ncclResult_t> errors_;  // by the communicator's serial; under queue_mutex_
   Doorbell arrivals_, completions_, stopping_;
   std::atomic<bool> stop_{false};
-  std::thread worker_;
+  bool working_ = false;
 };
 
-// Handles 0, 1 and 2 are the communicator's default stream; others must come from pyncclCpuStreamCreate.
-// nullptr after fail() for an unknown handle.
-std::shared_ptr<Stream> find_stream(Comm* comm, cudaStream_t handle, const char* function);
-
-// The default stream of a device of the calling thread. Ranks of one communicator that a thread creates on
-// the same device index are told apart by `copy`.
-std::shared_ptr<Stream> default_stream(int device, int copy);
-
-// Issues what one group recorded.
-ncclResult_t issue(std::vector<Op> ops);
-ncclResult_t issue_one(const Op& op);
+template <>
+struct HandleTraits<Stream> {
+  static constexpr HandleKind kind = HandleKind::Stream;
+  static constexpr char name[] = "stream", maker[] = "pyncclCpuStreamCreate";
+};
+template <>
+struct HandleTraits<Event> {
+  static constexpr HandleKind kind = HandleKind::Event;
+  static constexpr char name[] = "event", maker[] = "pyncclCpuEventCreate";
+};
 
 }  // namespace pncpu

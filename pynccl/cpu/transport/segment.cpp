@@ -4,42 +4,17 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
-#include <map>
-
 #include "base/fork.hpp"
 
 namespace pncpu {
 namespace {
 
-constexpr size_t kLeastRing = 4096, kMostRing = size_t(1) << 30;
-constexpr size_t kRingsWanted = size_t(256) << 20, kEnoughForMany = 16384;
+constexpr size_t kLeastRing = 512, kMostRing = size_t(1) << 30;  // room for a header and a little
+constexpr size_t kRingsWanted = size_t(256) << 20;
 constexpr int kMostRanks = 1 << 15;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 }  // namespace
-
-// A file in memory, mapped once in a process however many of its ranks use it.
-struct Mapping {
-  using Key = std::pair<dev_t, ino_t>;
-  struct Known {
-    std::mutex mutex;
-    std::map<Key, std::weak_ptr<Mapping>> by_file;
-  };
-  Key key;
-  char* base;
-  size_t bytes;
-  uint32_t epoch = process_epoch();
-
-  Mapping(Key k, void* at, size_t n) : key(k), base(static_cast<char*>(at)), bytes(n) {}
-  ~Mapping() {
-    if (epoch != process_epoch()) return;  // a forked child does not have it
-    Known& known = per_process<Known>();
-    std::lock_guard<std::mutex> lock(known.mutex);
-    munmap(base, bytes);
-    auto it = known.by_file.find(key);
-    if (it != known.by_file.end() && it->second.expired()) known.by_file.erase(it);
-  }
-};
 
 Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring_bytes) {
   bool sound = ranks > 0 && ranks <= kMostRanks && ring_bytes >= kLeastRing && ring_bytes <= kMostRing &&
@@ -47,7 +22,7 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring
   if (!sound) return;
   size_t pairs = size_t(ranks) * size_t(ranks), rings = pairs * kChannels;
   // Many ranks on a host: smaller rings, so that the segment stays within reason.
-  while (ring_bytes_ > kEnoughForMany && rings * ring_bytes_ > kRingsWanted) ring_bytes_ /= 2;
+  while (ring_bytes_ > kLeastRing && rings * ring_bytes_ > kRingsWanted) ring_bytes_ /= 2;
   states_at_ = align_up(sizeof(Cell) * size_t(ranks), 4096);
   signals_at_ = states_at_ + align_up(sizeof(RingState) * rings, 4096);
   data_at_ = signals_at_ + align_up(sizeof(Signals) * pairs, 4096);
@@ -56,7 +31,7 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring
 
 ncclResult_t Segment::create() {
   fd_.reset(memfd_create("pynccl", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd_) return fail(ncclSystemError, "memfd_create: %s", strerror(errno));
+  if (!fd_) return fail(ncclSystemError, "memfd_create: %s", describe_error(errno).c_str());
   if (ftruncate(fd_.get(), off_t(bytes_)) != 0)
     return fail(ncclSystemError, "cannot size the shared segment to %zu bytes: %s", bytes_, strerror(errno));
   if (fcntl(fd_.get(), F_ADD_SEALS, kSeals) != 0)
@@ -86,20 +61,19 @@ ncclResult_t Segment::map() {
   if (seals < 0 || (seals & kSeals) != kSeals)
     return fail(ncclSystemError, "the shared segment's size is not sealed: seals are %d, expected %d", seals,
                 kSeals);
-  Mapping::Key key{st.st_dev, st.st_ino};
-  Mapping::Known& known = per_process<Mapping::Known>();
-  std::lock_guard<std::mutex> lock(known.mutex);
-  std::weak_ptr<Mapping>& slot = known.by_file[key];
-  mapping_ = slot.lock();
-  if (!mapping_) {
-    void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
-    if (at == MAP_FAILED)
-      return fail(ncclSystemError, "cannot map %zu bytes of shared memory: %s", bytes_, strerror(errno));
-    madvise(at, bytes_, MADV_DONTFORK);
-    slot = mapping_ = std::make_shared<Mapping>(key, at, bytes_);
-  }
-  base_ = mapping_->base;
+  void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  if (at == MAP_FAILED)
+    return fail(ncclSystemError, "cannot map %zu bytes of shared memory: %s", bytes_, strerror(errno));
+  madvise(at, bytes_, MADV_DONTFORK);
+  base_ = static_cast<char*>(at);
+  close_in_child(fd_.get());
   return ncclSuccess;
+}
+
+Segment::~Segment() {
+  if (!base_) return;
+  munmap(base_, bytes_);
+  if (!forget_descriptor(fd_.get())) fd_.release();  // a forked child has closed it already
 }
 
 Ring Segment::ring(int from, int to, int channel) const {

@@ -1,16 +1,17 @@
 // The memory that the ranks of one communicator on one host share: an unnamed file, so nothing is left
-// behind.
+// behind. Mapped once in a process however many of its ranks use it.
 #pragma once
 
 #include "transport/transport.hpp"
 
 namespace pncpu {
 
-struct Mapping;
-
 class Segment {
  public:
   Segment(int ranks, size_t ring_bytes);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
   ncclResult_t create();
   // The file that another rank created. Refused unless its size is right and sealed: in a file that shrinks,
   // whoever touches what is gone dies.
@@ -35,7 +36,6 @@ class Segment {
   int ranks_;
   size_t ring_bytes_, states_at_ = 0, signals_at_ = 0, data_at_ = 0, bytes_ = 0;
   Fd fd_;
-  std::shared_ptr<Mapping> mapping_;
   char* base_ = nullptr;
 };
 

@@ -27,7 +27,7 @@ namespace pynccl {
 // What an older libnccl lacks is NULL.
 #define PYNCCL_TORCH_OPTIONAL(X)                                                               \
   X(ncclGetLastError) X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclCommShrink)        \
-  X(pyncclCpuStreamCreate) X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery)                   \
+  X(pyncclCpuStreamCreateWithFlags) X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery)          \
   X(pyncclCpuStreamSynchronize)
 // clang-format on
 

@@ -153,7 +153,7 @@ Lane Backend::open(c10::Device device) {
   auto api = std::make_shared<const Api>(provided.addresses);
   lane.api = api;
   if (device.is_cpu()) {
-    TORCH_CHECK(api->pyncclCpuStreamCreate, "CPU tensors need pynccl's CPU library");
+    TORCH_CHECK(api->pyncclCpuStreamCreateWithFlags, "CPU tensors need pynccl's CPU library");
     // The pool's streams end before the library's functions do.
     lane.pool = std::shared_ptr<StreamPool>(new StreamPool(*api), [api](StreamPool* pool) { delete pool; });
   } else {

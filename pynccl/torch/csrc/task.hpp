@@ -66,7 +66,7 @@ class StreamPool {
     const bool shares = all_.size() - shared_.size() >= kLimit;
     if (shares && shared_.count(comm)) return shared_[comm];
     cudaStream_t stream = nullptr;
-    api_.check(api_.pyncclCpuStreamCreate(&stream), "pyncclCpuStreamCreate");
+    api_.check(api_.pyncclCpuStreamCreateWithFlags(&stream, 1), "pyncclCpuStreamCreateWithFlags");
     all_.push_back(stream);
     if (shares) shared_[comm] = stream;
     return stream;

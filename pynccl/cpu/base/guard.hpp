@@ -1,0 +1,23 @@
+// The edge of the library: no exception leaves an exported function.
+#pragma once
+
+#include "base/log.hpp"
+
+namespace pncpu {
+
+// The result for the exception that is being handled, after fail().
+ncclResult_t exception_result(const char* function);
+
+template <class Body>
+ncclResult_t guarded(const char* function, Body body) noexcept {
+  try {
+    return body();
+  } catch (...) {
+    return exception_result(function);
+  }
+}
+
+#define REQUIRE_POINTER(function, pointer) \
+  if (!(pointer)) return fail(ncclInvalidArgument, "%s: " #pointer " is NULL", function)
+
+}  // namespace pncpu

@@ -1,0 +1,22 @@
+#include "base/memory.hpp"
+
+#include <cstdlib>
+#include <new>
+
+namespace {
+thread_local size_t t_failed = 0;
+}
+
+namespace pncpu {
+size_t failed_allocation() { return t_failed; }
+}  // namespace pncpu
+
+// The library's own operator new remembers the size that failed, for the message. Weak: a program that holds
+// these sources may bring its own.
+__attribute__((weak)) void* operator new(size_t bytes) {
+  if (void* memory = malloc(bytes ? bytes : 1)) return memory;
+  t_failed = bytes;
+  throw std::bad_alloc();
+}
+__attribute__((weak)) void operator delete(void* memory) noexcept { free(memory); }
+__attribute__((weak)) void operator delete(void* memory, size_t) noexcept { free(memory); }

@@ -1,0 +1,11 @@
+// Memory that runs out: how much was asked for.
+#pragma once
+
+#include <cstddef>
+
+namespace pncpu {
+
+// The size of this thread's newest allocation that failed.
+size_t failed_allocation();
+
+}  // namespace pncpu

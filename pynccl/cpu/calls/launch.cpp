@@ -1,0 +1,130 @@
+#include "calls/launch.hpp"
+
+#include <linux/futex.h>
+
+namespace pncpu {
+
+namespace {
+constexpr double kFirstLook = 0.15;  // seconds without a move before a deadlock is looked for
+
+Step progress(Batch& batch) {
+  try {
+    return batch.comm->progress(batch);
+  } catch (const std::bad_alloc&) {
+    return batch.comm->fail_with(ncclSystemError, "out of memory while it ran an operation");
+  }
+}
+}  // namespace
+
+// A step of each batch; true when all are done.
+bool Launch::step(bool* moved) {
+  bool all = true;
+  for (Batch& b : batches) {
+    if (b.done) continue;
+    Step s = progress(b);
+    if (s == Step::Done || s == Step::Failed) {
+      if (s == Step::Failed) b.result = b.comm->error();
+      b.comm->finish(b);
+      *moved = true;
+    } else {
+      all = false;
+      *moved = *moved || s == Step::Moved;
+    }
+  }
+  return all;
+}
+
+ncclResult_t Launch::run(Deadline deadline) {
+  std::vector<uint32_t> seen(batches.size());
+  bool was_blocked = false;
+  Clock::time_point since;
+  double next_look = kFirstLook;
+  for (;;) {
+    bool moved = false;
+    for (size_t i = 0; i < batches.size(); ++i) seen[i] = batches[i].comm->bell().look();
+    if (step(&moved)) break;
+    if (moved) {
+      was_blocked = false;
+      continue;
+    }
+    if (!was_blocked) {
+      was_blocked = true;
+      since = Clock::now();
+      next_look = kFirstLook;
+      if (spin_for_news(seen)) continue;
+    }
+    when_blocked(since, &next_look);
+    int64_t ns = until(deadline, kSliceNs);
+    if (ns == 0) return ncclInProgress;
+    wait_for_news(seen, ns);
+  }
+  done_.store(true);
+  ended_.ring();
+  return ncclSuccess;
+}
+
+ncclResult_t Launch::wait(Deadline deadline) {
+  for (;;) {
+    uint32_t seen = ended_.look();
+    if (done_.load()) return ncclSuccess;
+    int64_t ns = until(deadline, kSliceNs);
+    if (ns == 0) return ncclInProgress;
+    ended_.wait(seen, ns);
+  }
+}
+
+Task::Errors Launch::errors() const {
+  Errors found;
+  for (const Batch& b : batches)
+    if (b.result != ncclSuccess) found.emplace_back(b.comm->serial, b.result);
+  return found;
+}
+
+// A peer may be waiting for this very core.
+bool Launch::spin_for_news(const std::vector<uint32_t>& seen) {
+  Patience least = batches[0].comm->patience();
+  for (Batch& b : batches) least = least.with(b.comm->patience());
+  return look_for(least, [&] {
+    for (size_t k = 0; k < batches.size(); ++k)
+      if (batches[k].comm->bell().look() != seen[k]) return true;
+    return false;
+  });
+}
+
+void Launch::wait_for_news(const std::vector<uint32_t>& seen, int64_t ns) {
+  if (batches.size() == 1) return batches[0].comm->bell().wait(seen[0], ns);
+#if defined(SYS_futex_waitv) && defined(FUTEX_32)
+  std::vector<futex_waitv> words;
+  for (size_t i = 0; i < batches.size() && i < 128; ++i) {
+    Doorbell& bell = batches[i].comm->bell();
+    bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    words.push_back({seen[i], reinterpret_cast<uintptr_t>(&bell.rings), FUTEX_32, 0});
+  }
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  int64_t end = now.tv_nsec + ns;
+  timespec ts{now.tv_sec + time_t(end / 1000000000), long(end % 1000000000)};
+  long r = syscall(SYS_futex_waitv, words.data(), words.size(), 0, &ts, CLOCK_MONOTONIC);
+  bool unknown = r < 0 && errno == ENOSYS;
+  for (size_t i = 0; i < words.size(); ++i) batches[i].comm->bell().sleepers.fetch_sub(1);
+  if (!unknown) return;
+#endif
+  batches[0].comm->bell().wait(seen[0], std::min<int64_t>(ns, 200 * 1000));
+}
+
+// Time-outs and deadlocks are looked for now and then, ever more rarely, only while nothing moves.
+void Launch::when_blocked(Clock::time_point since, double* next_look) {
+  double blocked = std::chrono::duration<double>(Clock::now() - since).count();
+  bool look = blocked > *next_look;
+  for (Batch& b : batches) {
+    if (b.done || !b.comm->turns.is_turn_of(b.ticket)) continue;
+    if (b.comm->timeout_s > 0 && blocked > b.comm->timeout_s)
+      b.comm->fail_with(ncclTimeout, b.comm->waiting_for(b) + " for more than " +
+                                         std::to_string(b.comm->timeout_s) + " s (PYNCCL_CPU_TIMEOUT)");
+    else if (look)
+      b.comm->look_for_deadlock(b);
+  }
+  if (look) *next_look += std::min(*next_look, 2.0);
+}
+
+}  // namespace pncpu

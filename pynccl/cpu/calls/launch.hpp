@@ -1,0 +1,32 @@
+// What one group issued on the streams that it ties together.
+#pragma once
+
+#include <vector>
+
+#include "comm/comm.hpp"
+#include "streams/stream.hpp"
+
+namespace pncpu {
+
+// Runs when every one of its streams has come to it, by whoever drives the last that came.
+class Launch final : public Task {
+ public:
+  std::vector<Batch> batches;
+
+  void tie(int streams) { to_come_.store(streams); }
+  bool come() override { return to_come_.fetch_sub(1) == 1; }
+  ncclResult_t run(Deadline deadline) override;
+  ncclResult_t wait(Deadline deadline) override;
+  Errors errors() const override;
+
+ private:
+  bool step(bool* moved);
+  bool spin_for_news(const std::vector<uint32_t>& seen);
+  void wait_for_news(const std::vector<uint32_t>& seen, int64_t ns);
+  void when_blocked(Clock::time_point since, double* next_look);
+  std::atomic<int> to_come_{1};
+  std::atomic<bool> done_{false};
+  Doorbell ended_;
+};
+
+}  // namespace pncpu

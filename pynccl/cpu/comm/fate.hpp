@@ -1,0 +1,27 @@
+// What becomes of a communicator: its first error, which stays.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <string>
+
+#include "base/log.hpp"
+
+namespace pncpu {
+
+class Fate {
+ public:
+  ncclResult_t code() const { return code_.load(std::memory_order_acquire); }
+  bool failed() const { return code() != ncclSuccess; }
+  std::string text() const;
+  // True for the first error, whose text is there before its code.
+  bool decide(ncclResult_t code, const std::string& text) noexcept;
+
+ private:
+  std::atomic<ncclResult_t> code_{ncclSuccess};
+  mutable std::mutex mutex_;
+  std::string text_;
+  bool cut_ = false;  // there was no memory for the text
+};
+
+}  // namespace pncpu

@@ -1,0 +1,36 @@
+#include "comm/standing.hpp"
+
+namespace pncpu {
+
+void Standing::ended() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ended_ = true;
+  changed_.notify_all();
+}
+
+void Standing::await_end() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return ended_; });
+}
+
+void Standing::set_pending(ncclResult_t state) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  pending_.store(state, std::memory_order_release);
+  changed_.notify_all();
+}
+
+ncclResult_t Standing::await_pending() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return pending_.load() != ncclInProgress; });
+  return pending_.load();
+}
+
+ncclResult_t Standing::poll() {
+  if (ncclResult_t r = pending(); r != ncclSuccess) return r;
+  int left = answers_.load();
+  while (left > 0 && !answers_.compare_exchange_weak(left, left - 1)) {
+  }
+  return left == kAnswers ? ncclInProgress : ncclSuccess;
+}
+
+}  // namespace pncpu

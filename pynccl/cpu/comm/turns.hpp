@@ -1,0 +1,21 @@
+// On a communicator the calls take turns by ticket, whatever their streams: all ranks issue in the same
+// order, so each has the same collective current.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace pncpu {
+
+class Turns {
+ public:
+  uint64_t take() { return next_.fetch_add(1); }
+  bool is_turn_of(uint64_t ticket) const { return serving_.load(std::memory_order_acquire) == ticket; }
+  void end(uint64_t ticket) { serving_.store(ticket + 1, std::memory_order_release); }
+  bool idle() const { return serving_.load() == next_.load(); }
+
+ private:
+  std::atomic<uint64_t> next_{0}, serving_{0};
+};
+
+}  // namespace pncpu

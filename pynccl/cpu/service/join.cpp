@@ -1,0 +1,256 @@
+#include "service/join.hpp"
+
+#include <condition_variable>
+#include <deque>
+
+#include "service/dial.hpp"
+#include "service/process.hpp"
+
+namespace pncpu {
+namespace {
+
+struct Message {
+  CtlHeader header;
+  Blob body;
+};
+
+// What a rank says to a root and hears of it.
+class Talk {
+ public:
+  virtual ~Talk() = default;
+  // Whether it was heard shows in the answer.
+  virtual void say(Ctl kind, uint64_t tag, const Blob& body) = 0;
+  virtual bool hear(Message* message, Deadline deadline) = 0;  // false with errno set
+};
+
+class RemoteTalk final : public Talk {
+ public:
+  RemoteTalk(SocketPtr socket, Stop& stop)
+      : socket_(std::move(socket)), waiting_(stop, [s = socket_] { shutdown(s->fd(), SHUT_RDWR); }) {}
+  void say(Ctl kind, uint64_t tag, const Blob& body) override {
+    socket_->send_frame(kind, tag, body);
+    socket_->drain(after_ms(5000));
+  }
+  bool hear(Message* m, Deadline deadline) override {
+    if (!recv_all(socket_->fd(), &m->header, sizeof m->header, deadline)) return false;
+    if (m->header.bytes > kMaxFrame) return errno = EPROTO, false;
+    std::vector<char> body(m->header.bytes);
+    if (!recv_all(socket_->fd(), body.data(), body.size(), deadline)) return false;
+    m->body = Blob::of(std::move(body));
+    return true;
+  }
+
+ private:
+  SocketPtr socket_;
+  Stop::During waiting_;
+};
+
+// Of a rank in the root's own process.
+class LocalSeat final : public Seat {
+ public:
+  void tell(Ctl kind, uint64_t tag, const Blob& body) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    told_.push_back({{kind, uint32_t(body.size), tag}, body});
+    changed_.notify_all();
+  }
+  std::string address() const override { return "the root's process"; }
+  bool hear(Message* message, Deadline deadline) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    bool came = changed_.wait_until(lock, deadline, [&] { return !told_.empty() || ended_; });
+    if (told_.empty()) return errno = came ? ECONNRESET : ETIMEDOUT, false;
+    *message = std::move(told_.front());
+    told_.pop_front();
+    return true;
+  }
+  void end() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ended_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Message> told_;
+  bool ended_ = false;
+};
+
+class LocalTalk final : public Talk {
+ public:
+  LocalTalk(Service& service, const Id& id, Stop& stop)
+      : service_(service),
+        id_(id),
+        seat_(std::make_shared<LocalSeat>()),
+        waiting_(stop, [seat = seat_] { seat->end(); }) {}
+  ~LocalTalk() override {
+    std::lock_guard<std::recursive_mutex> lock(service_.mutex);
+    service_.roots.left(id_.token, seat_);
+  }
+  void say(Ctl kind, uint64_t tag, const Blob& body) override {
+    std::lock_guard<std::recursive_mutex> lock(service_.mutex);
+    if (!service_.roots.heard(id_.token, id_.serial, seat_, {kind, uint32_t(body.size), tag}, body))
+      seat_->end();
+    service_.wake();  // deadlines have changed
+  }
+  bool hear(Message* message, Deadline deadline) override { return seat_->hear(message, deadline); }
+
+ private:
+  Service& service_;
+  Id id_;
+  std::shared_ptr<LocalSeat> seat_;
+  Stop::During waiting_;
+};
+
+class Joiner {
+ public:
+  Joiner(const std::vector<Id>& ids, const Announce& mine, const PeerInfo& info, Stop& stop)
+      : ids_(ids), mine_(mine), info_(info), stop_(stop) {
+    double seconds = param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
+    // The root's own time-out names the missing ranks, so it goes first.
+    deadline_ = after_seconds(ids.size() > 1 ? 2 * seconds + 15 : seconds + 10);
+  }
+
+  ncclResult_t run(Table* table) {
+    Shares shares{mine_.nranks, int(ids_.size())};
+    bool sound = mine_.rank >= 0 && mine_.rank < mine_.nranks;
+    size_t share = sound ? size_t(shares.of_rank(mine_.rank)) : 0;
+    Message message;
+    ncclResult_t r = meet(ids_[share], &message);
+    if (r != ncclSuccess && share != 0 && (messenger_ || !answered_)) report(r);
+    if (r == ncclSuccess) table->bytes = message.body;
+    return r;
+  }
+
+ private:
+  std::unique_ptr<Talk> open(const Id& id, ncclResult_t* result) {
+    Service* service = Service::get("a rendezvous");
+    if (!service) return *result = ncclSystemError, nullptr;
+    if (served_here(*service, id)) return std::make_unique<LocalTalk>(*service, id, stop_);
+    Hello hello;
+    hello.token = id.token;
+    hello.serial = id.serial;
+    hello.rank = mine_.rank;
+    // The maker of an id listens before the id exists; only NCCL_COMM_ID's rank 0 may come late.
+    double seconds = param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
+    Deadline connect_by = after_seconds(id.from_env() ? seconds : std::min(seconds, 5.0));
+    std::string why, at = id.endpoint.address().str();
+    SocketPtr socket;
+    int error = 0;
+    if (id.host == host_id() && !id.from_env()) {
+      socket = dial(nullptr, &id.unix_name, hello, connect_by, false, stop_, &why);
+      error = errno;
+    }
+    if (!socket && error != EACCES && !out_of_descriptors(error)) {
+      socket = dial(&id.endpoint, nullptr, hello, connect_by, true, stop_, &why);
+      error = errno;
+    }
+    if (socket) return std::make_unique<RemoteTalk>(std::move(socket), stop_);
+    if (stop_.is_set())
+      *result =
+          fail(ncclInternalError, "rank %d of %d: the rendezvous was aborted", mine_.rank, mine_.nranks);
+    else if (error == EACCES)
+      *result = fail(ncclInvalidUsage, "rank %d cannot join the unique id at %s: %s", mine_.rank, at.c_str(),
+                     why.c_str());
+    else if (out_of_descriptors(error))
+      *result = fail(ncclSystemError, "rank %d cannot join the unique id at %s: %s", mine_.rank, at.c_str(),
+                     why.c_str());
+    else
+      *result = fail(id.from_env() ? ncclTimeout : ncclSystemError,
+                     "rank %d cannot reach the root of the unique id at %s (%s): its maker has exited, or "
+                     "another network interface is needed (NCCL_SOCKET_IFNAME)",
+                     mine_.rank, at.c_str(), why.c_str());
+    return nullptr;
+  }
+
+  bool served_here(Service& service, const Id& id) {
+    if (!id.from_env()) return id.unix_name == service.unix_name;
+    std::lock_guard<std::recursive_mutex> lock(service.mutex);
+    return service.roots.serves(id.token, 0);
+  }
+
+  ncclResult_t cut_off(const Id& id) {
+    if (stop_.is_set())
+      return fail(ncclInternalError, "rank %d of %d: the rendezvous was aborted", mine_.rank, mine_.nranks);
+    return fail(errno == ETIMEDOUT ? ncclTimeout : ncclRemoteError,
+                "rank %d of %d: the root of the unique id at %s went away during the rendezvous (%s)",
+                mine_.rank, mine_.nranks, id.endpoint.address().str().c_str(), strerror(errno));
+  }
+
+  // Waits for a message of either kind.
+  ncclResult_t expect(Talk& talk, const Id& id, Ctl kind, Ctl other, Message* message) {
+    if (!talk.hear(message, deadline_)) return cut_off(id);
+    if (message->header.kind == kind || message->header.kind == other) return ncclSuccess;
+    answered_ = message->header.kind == Ctl::Failed;
+    if (!answered_)
+      return fail(ncclInternalError, "the root of the unique id answered out of turn (%u)",
+                  unsigned(message->header.kind));
+    messenger_ = message->header.tag >> 32;
+    text_ = message->body.text();
+    return fail(ncclResult_t(uint32_t(message->header.tag)), "rank %d of %d: %s", mine_.rank, mine_.nranks,
+                text_.c_str());
+  }
+
+  ncclResult_t check_table(const Message& message) {
+    if (message.body.size == size_t(mine_.nranks) * sizeof(PeerInfo)) return ncclSuccess;
+    return fail(ncclInternalError, "the root's table has %zu bytes", message.body.size);
+  }
+
+  ncclResult_t meet(const Id& id, Message* message) {
+    ncclResult_t r = ncclSuccess;
+    std::unique_ptr<Talk> talk = open(id, &r);
+    if (!talk) return r;
+    talk->say(Ctl::Announce, 0, Blob::copy(&mine_, sizeof mine_));
+    if ((r = expect(*talk, id, Ctl::Gathered, Ctl::Gathered, message)) != ncclSuccess) return r;
+    talk->say(Ctl::Introduce, 0, Blob::copy(&info_, sizeof info_));
+    if ((r = expect(*talk, id, Ctl::Table, Ctl::Share, message)) != ncclSuccess) return r;
+    if (message->header.kind == Ctl::Table) return check_table(*message);
+    r = bring(message->body, message);
+    if (r == ncclSuccess)
+      talk->say(Ctl::Table, 0, message->body);
+    else
+      talk->say(Ctl::Failed, uint64_t(r), Blob::copy(text_.data(), text_.size()));
+    return r;
+  }
+
+  // The first rank of a share brings it to where the shares meet.
+  ncclResult_t bring(const Blob& share, Message* message) {
+    answered_ = false;
+    ncclResult_t r = ncclSuccess;
+    Announce head = mine_;
+    head.share = Shares{mine_.nranks, int(ids_.size())}.of_rank(mine_.rank);
+    if (std::unique_ptr<Talk> talk = open(ids_[0], &r)) {
+      talk->say(Ctl::Announce, 0, Blob::copy(&head, sizeof head));
+      talk->say(Ctl::Share, 0, share);
+      r = expect(*talk, ids_[0], Ctl::Table, Ctl::Table, message);
+    }
+    if (r == ncclSuccess) r = check_table(*message);
+    if (r != ncclSuccess && !answered_) text_ = last_error();
+    return r;
+  }
+
+  // Tells the first id's root, where other shares wait, that this one's meeting has failed.
+  void report(ncclResult_t result) {
+    std::string text = answered_ ? text_ : last_error(), before = last_error();
+    ncclResult_t ignored = ncclSuccess;
+    if (std::unique_ptr<Talk> talk = open(ids_[0], &ignored))
+      talk->say(Ctl::Failed, uint64_t(result), Blob::copy(text.data(), text.size()));
+    set_last_error(before);
+  }
+
+  const std::vector<Id>& ids_;
+  const Announce mine_;
+  const PeerInfo info_;
+  Stop& stop_;
+  Deadline deadline_;
+  bool answered_ = false, messenger_ = false;  // the root has said why; this rank is to tell others
+  std::string text_;
+};
+
+}  // namespace
+
+ncclResult_t join(const std::vector<Id>& ids, const Announce& mine, const PeerInfo& info, Stop& stop,
+                  Table* table) {
+  return Joiner(ids, mine, info, stop).run(table);
+}
+
+}  // namespace pncpu

@@ -1,0 +1,12 @@
+// A rank's part in a rendezvous.
+#pragma once
+
+#include "service/service.hpp"
+
+namespace pncpu {
+
+// Joins the roots of the ids and returns everyone's PeerInfo. Bounded by PYNCCL_CPU_INIT_TIMEOUT.
+ncclResult_t join(const std::vector<Id>& ids, const Announce& mine, const PeerInfo& info, Stop& stop,
+                  Table* table);
+
+}  // namespace pncpu

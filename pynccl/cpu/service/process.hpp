@@ -1,0 +1,111 @@
+// The service itself, for the files of this folder.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+#include "service/admission.hpp"
+#include "service/root.hpp"
+#include "service/service.hpp"
+
+namespace pncpu {
+
+struct Connection {
+  enum Stage { Greets, Proves, Joins, Control, Data, Leaves };
+  SocketPtr socket;
+  SeatPtr seat;
+  SinkPtr sink;
+  Stage stage = Greets;
+  bool guest = false;  // counts as a stranger's
+  int rank = -1;
+  std::string address;
+  Hello hello;
+  Token nonce;
+  Digest answer;
+  CtlHeader header;
+  size_t got = 0;  // bytes of the hello, the proof or the frame's header
+  std::vector<char> body;
+  Deadline leaves_by = kForever;
+};
+
+class Service {
+ public:
+  // This process's, started at its first use. nullptr after fail().
+  static Service* get(const char* needed_by);
+
+  std::recursive_mutex mutex;  // sinks are told things while it is held, and may call back
+  RootTable roots;
+  Endpoint endpoint;
+  Token unix_name, process;
+  std::string secret;
+
+  ncclResult_t read_secret();  // again: the environment may have changed
+  bool listen(Address address, std::string* why);
+  void watch(const SocketPtr& socket, std::unique_ptr<Connection> connection, uint32_t events);
+  void drop(const SocketPtr& socket);     // it has ended
+  void release(const SocketPtr& socket);  // it is no longer watched
+  void finish(const SocketPtr& socket);   // drops it once everything is sent
+  void wake();
+
+  struct Post {
+    Token to;
+    int from;
+    CtlHeader header;
+    Blob body;
+  };
+  void post(Post post);
+  struct Local {
+    SinkPtr sink;
+    bool attached = false;
+    std::vector<Post> kept;                     // until then
+    std::vector<std::pair<Token, int>> linked;  // who hears of its end, and as which rank's
+  };
+  struct HashToken {
+    size_t operator()(const Token& t) const { return size_t(t.a ^ t.b); }
+  };
+  std::unordered_map<Token, Local, HashToken> locals;
+  bool starved();
+
+ private:
+  bool start(std::string* why);
+  void run();
+  void rest_or_listen(Deadline now);
+  void accept_from(int listener);
+  bool admit(int fd, bool from_unix, const Address& from);
+  void serve(int fd, uint32_t events);
+  bool read(Connection& c);
+  bool fill(Connection& c, void* into, size_t size);
+  bool greeted(Connection& c);
+  bool proved(Connection& c);
+  bool known(Connection& c);
+  bool read_frames(Connection& c, bool joins);
+  bool read_body(Connection& c, size_t* missing);
+  void unproved(const Connection& c, const std::string& what);
+  void deliver();
+  void give(const Post& post);
+  std::unique_ptr<Connection> take(int fd);
+  void end(int fd);
+  std::vector<int> descriptors() const;
+  void tidy(Deadline now);
+
+  struct Listener {
+    Fd fd;
+    bool is_unix;
+    std::string asked;  // the address it was asked for
+  };
+  Fd epoll_, wake_;
+  std::vector<Listener> listeners_;
+  bool resting_ = false;
+  Admission admission_;
+  std::unordered_map<int, std::unique_ptr<Connection>> connections_;
+  std::set<std::pair<Deadline, int>> leaving_;  // answered, and to be dropped at the latest then
+  std::vector<SocketPtr> finished_;
+  std::mutex posts_mutex_;
+  std::vector<Post> posts_;
+  Deadline last_told_{};
+};
+
+}  // namespace pncpu

@@ -1,0 +1,186 @@
+#include "service/socket.hpp"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/un.h>
+
+#include "base/fork.hpp"
+
+namespace pncpu {
+namespace {
+
+// What a peer may leave unread before it counts as gone.
+constexpr size_t kMostUnsent = size_t(64) << 20;
+constexpr size_t kCopied = 4096;  // a frame's body up to here travels in one piece with its header
+
+socklen_t unix_address(const Token& name, sockaddr_un* un) {
+  *un = {};
+  un->sun_family = AF_UNIX;
+  int len = snprintf(un->sun_path + 1, sizeof un->sun_path - 1, "pynccl-%016lx%016lx",
+                     static_cast<unsigned long>(name.a), static_cast<unsigned long>(name.b));
+  return socklen_t(offsetof(sockaddr_un, sun_path) + 1 + size_t(len));
+}
+
+}  // namespace
+
+Socket::Socket(Fd fd) : fd_(std::move(fd)) { close_in_child(fd_.get()); }
+
+Socket::~Socket() {
+  // A forked child has closed it already, and the number may be another file's by now.
+  if (!forget_descriptor(fd_.get())) fd_.release();
+}
+
+bool Socket::send_frame(Ctl kind, uint64_t tag, Blob body) {
+  CtlHeader header{kind, uint32_t(body.size), tag};
+  std::vector<char> head(sizeof header);
+  memcpy(head.data(), &header, sizeof header);
+  if (body.size <= kCopied) {
+    head.insert(head.end(), body.data, body.data + body.size);
+    body = {};
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (gone_ || unsent_bytes_ > kMostUnsent) return false;
+  unsent_bytes_ += head.size() + body.size;
+  unsent_.push_back(Blob::of(std::move(head)));
+  if (body.size) unsent_.push_back(std::move(body));
+  return push();
+}
+
+bool Socket::push() {
+  while (!unsent_.empty()) {
+    const Blob& first = unsent_.front();
+    ssize_t n =
+        send(fd(), first.data + sent_of_first_, first.size - sent_of_first_, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return want_room(true), true;
+    if (n < 0) {
+      gone_ = true;
+      unsent_.clear();
+      break;
+    }
+    sent_of_first_ += size_t(n);
+    unsent_bytes_ -= size_t(n);
+    if (sent_of_first_ < first.size) continue;
+    unsent_.pop_front();
+    sent_of_first_ = 0;
+  }
+  want_room(false);
+  return !gone_;
+}
+
+void Socket::want_room(bool wanted) {
+  if (wanted == wants_room_) return;
+  wants_room_ = wanted;
+  if (epoll_ < 0) return;
+  epoll_event event{events_ | (wanted ? uint32_t(EPOLLOUT) : 0), {.fd = fd()}};
+  epoll_ctl(epoll_, EPOLL_CTL_MOD, fd(), &event);
+}
+
+bool Socket::flush() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return push();
+}
+
+bool Socket::all_sent() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return unsent_.empty();
+}
+
+void Socket::drain(Deadline deadline) {
+  while (flush() && !all_sent())
+    if (!wait_writable(fd(), deadline)) return;
+}
+
+void Socket::watch(int epoll, uint32_t events) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  epoll_ = epoll;
+  events_ = events;
+  epoll_event event{events | (wants_room_ ? uint32_t(EPOLLOUT) : 0), {.fd = fd()}};
+  if (epoll_ctl(epoll, EPOLL_CTL_ADD, fd(), &event) != 0) {
+    epoll_ = -1;
+    throw std::bad_alloc();  // ENOMEM, or the user's limit of watches
+  }
+}
+
+void Socket::unwatch() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (epoll_ >= 0) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd(), nullptr);
+  epoll_ = -1;
+}
+
+int64_t Socket::peer_pid() const {
+  ucred who{};
+  socklen_t size = sizeof who;
+  return getsockopt(fd(), SOL_SOCKET, SO_PEERCRED, &who, &size) == 0 ? who.pid : 0;
+}
+
+Fd listen_unix(const Token& name) {
+  sockaddr_un un;
+  socklen_t size = unix_address(name, &un);
+  Fd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd || bind(fd.get(), reinterpret_cast<sockaddr*>(&un), size) != 0 || listen(fd.get(), 4096) != 0)
+    return {};
+  return fd;
+}
+
+Fd connect_unix(const Token& name, Deadline deadline, std::string* why, const std::atomic<bool>* stop) {
+  sockaddr_un un;
+  socklen_t size = unix_address(name, &un);
+  Fd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  for (;;) {
+    if (fd && connect(fd.get(), reinterpret_cast<sockaddr*>(&un), size) == 0) break;
+    // EAGAIN: more wait to be accepted than the listener's backlog has room for.
+    bool again = fd && (errno == EAGAIN || errno == EINTR) && Clock::now() < deadline && !(stop && *stop);
+    if (!again) return *why = describe_error(errno), Fd();
+    usleep(1000);
+  }
+  if (fcntl(fd.get(), F_SETFL, 0) != 0) return *why = describe_error(errno), Fd();
+  return fd;
+}
+
+bool send_fd(int socket, int fd) {
+  char byte = 'f';
+  iovec iov{&byte, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &iov;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  cmsghdr* c = CMSG_FIRSTHDR(&message);
+  c->cmsg_level = SOL_SOCKET;
+  c->cmsg_type = SCM_RIGHTS;
+  c->cmsg_len = CMSG_LEN(sizeof(int));
+  memcpy(CMSG_DATA(c), &fd, sizeof fd);
+  return sendmsg(socket, &message, MSG_NOSIGNAL) == 1;
+}
+
+Fd recv_fd(int socket, Deadline deadline) {
+  char byte = 0;
+  iovec iov{&byte, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &iov;
+  message.msg_iovlen = 1;
+  for (;;) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    ssize_t n = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) {
+      if (!wait_readable(socket, deadline)) return {};
+      continue;
+    }
+    if (n < 0) return {};
+    // The kernel cuts off what there is no descriptor for.
+    cmsghdr* c = n == 1 ? CMSG_FIRSTHDR(&message) : nullptr;
+    if (n == 1 && (message.msg_flags & MSG_CTRUNC)) return errno = EMFILE, Fd();
+    if (!c || c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
+      return errno = n == 0 ? ECONNRESET : EPROTO, Fd();
+    int fd = -1;
+    memcpy(&fd, CMSG_DATA(c), sizeof fd);
+    return Fd(fd);
+  }
+}
+
+}  // namespace pncpu

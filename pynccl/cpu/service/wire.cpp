@@ -1,0 +1,61 @@
+#include "service/wire.hpp"
+
+#include <netinet/in.h>
+
+namespace pncpu {
+
+Endpoint Endpoint::of(const Address& address) {
+  Endpoint e;
+  e.family = address.ss.ss_family;
+  e.port = uint16_t(address.port());
+  if (e.family == AF_INET) {
+    memcpy(e.ip, &reinterpret_cast<const sockaddr_in*>(&address.ss)->sin_addr, 4);
+  } else {
+    auto* in = reinterpret_cast<const sockaddr_in6*>(&address.ss);
+    memcpy(e.ip, &in->sin6_addr, sizeof e.ip);
+    e.scope = in->sin6_scope_id;
+  }
+  return e;
+}
+
+Address Endpoint::address() const {
+  Address a;
+  if (family == AF_INET) {
+    sockaddr_in in{};
+    in.sin_family = AF_INET;
+    memcpy(&in.sin_addr, ip, 4);
+    memcpy(&a.ss, &in, sizeof in);
+    a.len = sizeof in;
+  } else {
+    sockaddr_in6 in{};
+    in.sin6_family = AF_INET6;
+    in.sin6_scope_id = scope;
+    memcpy(&in.sin6_addr, ip, sizeof ip);
+    memcpy(&a.ss, &in, sizeof in);
+    a.len = sizeof in;
+  }
+  a.set_port(port);
+  return a;
+}
+
+Digest proof(const std::string& secret, Role role, const Hello& hello, const Token& listener_nonce) {
+  struct {
+    char purpose[16] = "pynccl cpu 2";
+    Role role;
+    HelloKind kind;
+    int32_t rank;
+    uint32_t pad = 0;
+    uint64_t serial;
+    Token id, connects, listens;
+  } text;
+  text.role = role;
+  text.kind = hello.kind;
+  text.rank = hello.rank;
+  text.serial = hello.serial;
+  text.id = hello.token;
+  text.connects = hello.nonce;
+  text.listens = listener_nonce;
+  return hmac_sha256(secret, &text, sizeof text);
+}
+
+}  // namespace pncpu

@@ -1,0 +1,541 @@
+#include "session/session.hpp"
+
+#include <sched.h>
+
+#include <set>
+
+#include "base/fork.hpp"
+#include "ops/collectives.hpp"
+#include "service/dial.hpp"
+
+namespace pncpu {
+namespace {
+
+constexpr auto kLook = std::chrono::milliseconds(50);  // how often a wait looks at what nobody announces
+
+// What must be equal everywhere; a byte for each rank follows, whether its memory can be reached from here.
+struct Settings {
+  uint64_t inline_bytes, block_bytes;
+};
+
+// Segments of ranks of this process, by the token of the rank that maps them for the others.
+struct Offers {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<Token, std::shared_ptr<Segment>> segments;
+};
+
+}  // namespace
+
+std::string Peer::str() const { return "pid " + std::to_string(info.pid) + " on " + info.host_name; }
+
+Session::Session(Owner& owner, int device)
+    : owner_(owner), device_(device), direct_allowed_(param_int("PYNCCL_CPU_DIRECT") != 0) {
+  inline_bytes = size_t(std::max<int64_t>(0, param_int("PYNCCL_CPU_INLINE_BYTES")));
+  block_bytes = align_up(size_t(std::max<int64_t>(4096, param_int("PYNCCL_CPU_BLOCK_BYTES"))), 4096);
+  ring_bytes = 4096;
+  while (ring_bytes < size_t(param_int("PYNCCL_CPU_RING_BYTES"))) ring_bytes *= 2;
+}
+
+void Session::set_shape(int rank_, int nranks_) {
+  std::lock_guard<std::mutex> lock(mutex);
+  rank = rank_;
+  nranks = nranks_;
+}
+
+ncclResult_t Session::introduce() {
+  if (ncclResult_t r = describe_self(&self); r != ncclSuccess) return r;
+  Token secret = Token::random();
+  nonce_[0] = self.nonce[0] = secret.a;
+  nonce_[1] = self.nonce[1] = secret.b;
+  self.nonce_addr = reinterpret_cast<uintptr_t>(nonce_);
+  self.device = device_;
+  expect(self.token, owner_.sink());
+  return ncclSuccess;
+}
+
+ncclResult_t Session::join(std::vector<Id> ids, uint64_t ids_hash, Table* table) {
+  if (nranks > kMostRanks)
+    return fail(ncclSystemError,
+                "a communicator of %d ranks is more than the %d for which a rank keeps what it knows of each",
+                nranks, kMostRanks);
+  if (ids[0].from_env()) {  // NCCL_COMM_ID makes all ids one
+    ids.resize(1);
+    ids_hash = 0;
+    if (rank == 0)
+      if (ncclResult_t r = open_env_root(ids[0]); r != ncclSuccess) return r;
+  }
+  if (ncclResult_t r = introduce(); r != ncclSuccess) return r;
+  Announce mine;
+  mine.rank = rank;
+  mine.nranks = nranks;
+  mine.ids_hash = ids_hash;
+  mine.nids = int(ids.size());
+  mine.pid = self.pid;
+  memcpy(mine.host_name, self.host_name, sizeof mine.host_name);
+  return pncpu::join(ids, mine, self, stop_, table);
+}
+
+void Session::stop() {
+  stop_.set();
+  std::lock_guard<std::mutex> lock(mutex);
+  changed.notify_all();
+}
+
+ncclResult_t Session::connect(const Table& table) {
+  if (ncclResult_t r = begin(table); r != ncclSuccess) return r;
+  return finish();
+}
+
+ncclResult_t Session::begin(const Table& table) {
+  deadline_ = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
+  table_ = table;
+  if (!(table_[rank].token == self.token))
+    return fail(ncclInternalError, "rank %d of %d: the root took another process for this rank", rank,
+                nranks);
+  if (ncclResult_t r = read_table(); r != ncclSuccess) return r;
+  choose_patience();
+  if (nranks == 1) return ncclSuccess;
+  if (ncclResult_t r = open_links(); r != ncclSuccess) return r;
+  if (ncclResult_t r = share_segment(); r != ncclSuccess) return r;
+  attach_pipes();
+  for (int q = 0; q < nranks; ++q)
+    if (peer(q).control) watch_control(peer(q).control, q, owner_.sink());
+  attach(self.token);
+  say_settings();
+  return say(Tags(size_t(nranks)), everyone(), settings_, "setting up");
+}
+
+std::vector<int> Session::everyone() const {
+  std::vector<int> ranks(static_cast<size_t>(nranks));
+  for (int q = 0; q < nranks; ++q) ranks[size_t(q)] = q;
+  return ranks;
+}
+
+// ---- who is in ----
+
+ncclResult_t Session::read_table() {
+  std::vector<std::unique_ptr<Peer>> peers;
+  std::set<uint64_t> host_ids;
+  local_count_ = 0;
+  for (int q = 0; q < nranks; ++q) {
+    peers.push_back(std::make_unique<Peer>(table_[q]));
+    Peer& p = *peers.back();
+    host_ids.insert(p.info.host);
+    hash = hash * 0x100000001b3 ^ p.info.token.a;
+    if (p.info.version != kVersion)
+      return fail(ncclInvalidUsage, "rank %d uses version %d of this library, rank %d version %d", rank,
+                  kVersion, q, p.info.version);
+    if (p.info.host != self.host) continue;
+    if (q == rank) local_ = local_count_;
+    p.local = local_count_++;
+  }
+  hosts_ = int(host_ids.size());
+  if (local_count_ > kMostLocalRanks)
+    return fail(ncclSystemError,
+                "%d ranks of a communicator on this host are more than the %d for which there is memory: it "
+                "grows with their square",
+                local_count_, kMostLocalRanks);
+  std::lock_guard<std::mutex> lock(mutex);
+  peers_ = std::move(peers);
+  return ncclSuccess;
+}
+
+ncclResult_t Session::link_failed(int q, const char* doing, const std::string& why, int error) {
+  return fail(out_of_descriptors(error) ? ncclSystemError : ncclRemoteError,
+              "rank %d of %d %s rank %d (%s, %s): %s", rank, nranks, doing, q, peer(q).str().c_str(),
+              peer(q).info.endpoint.address().str().c_str(), why.c_str());
+}
+
+// ---- links ----
+
+// Known before the first of them is opened, so that nobody is taken for dead later.
+ncclResult_t Session::check_descriptors() {
+  size_t needed = 1;  // the segment
+  for (int q = 0; q < nranks; ++q)
+    if (q != rank && !peer(q).same_process) needed += peer(q).local >= 0 ? 1 : 3;
+  if (needed < 16) return ncclSuccess;  // counting costs more
+  Descriptors d = count_descriptors();
+  if (d.open + needed <= d.limit) return ncclSuccess;
+  return fail(ncclSystemError,
+              "rank %d of %d needs %zu file descriptors for its peers; %zu are open of the %zu that "
+              "RLIMIT_NOFILE (ulimit -n) allows this process",
+              rank, nranks, needed, d.open, d.limit);
+}
+
+SocketPtr Session::await_arrival(HelloKind kind, int q, std::string* why) {
+  auto key = std::make_pair(int(kind), q);
+  for (;;) {
+    std::unique_lock<std::mutex> lock(mutex);
+    Deadline look = std::min<Deadline>(deadline_, Clock::now() + 4 * kLook);
+    changed.wait_until(lock, look, [&] { return waiting_.count(key) || stopped(); });
+    auto it = waiting_.find(key);
+    if (it != waiting_.end()) {
+      SocketPtr socket = std::move(it->second);
+      waiting_.erase(it);
+      return socket;
+    }
+    lock.unlock();
+    errno = stopped() ? ECANCELED : starved() ? EMFILE : Clock::now() >= deadline_ ? ETIMEDOUT : 0;
+    if (errno) return *why = describe_error(errno), nullptr;
+  }
+}
+
+// Ranks of one process need no sockets. Of each other pair the higher rank connects.
+ncclResult_t Session::open_links() {
+  for (int q = 0; q < nranks; ++q) {
+    Peer& p = peer(q);
+    if (q == rank || p.info.process != self.process) continue;
+    if (!link(p.info.token, q, self.token)) return link_failed(q, "cannot reach", "it died or left", 0);
+    p.same_process = true;
+    std::lock_guard<std::mutex> lock(mutex);
+    p.linked = true;
+  }
+  if (ncclResult_t r = check_descriptors(); r != ncclSuccess) return r;
+  for (int q = 0; q < nranks; ++q) {
+    Peer& p = peer(q);
+    if (q == rank || p.same_process) continue;
+    bool local = p.local >= 0;
+    for (HelloKind kind : {HelloKind::Control, HelloKind::CollData, HelloKind::P2pData}) {
+      if (local && kind != HelloKind::Control) break;
+      std::string why;
+      SocketPtr socket = q < rank ? connect_peer(p.info, local, kind, rank, deadline_, stop_, &why)
+                                  : await_arrival(kind, q, &why);
+      int error = errno;
+      if (!socket && q > rank && error == ETIMEDOUT)
+        return fail(ncclTimeout, "rank %d of %d waited in vain for rank %d (%s) to connect", rank, nranks, q,
+                    p.str().c_str());
+      if (!socket) return link_failed(q, "cannot connect to", why, error);
+      if (kind != HelloKind::Control) {
+        p.link.pipe[kind == HelloKind::CollData ? kColl : kP2p] = tcp_pipe(socket);
+        continue;
+      }
+      p.vouched = local && socket->peer_pid() == p.info.pid;
+      std::lock_guard<std::mutex> lock(mutex);
+      p.control = std::move(socket);
+      p.linked = true;
+    }
+  }
+  std::lock_guard<std::mutex> lock(mutex);
+  all_arrived_ = true;
+  waiting_.clear();
+  return ncclSuccess;
+}
+
+void Session::arrived(const Hello& hello, SocketPtr socket) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto key = std::make_pair(int(hello.kind), hello.rank);
+  if (all_arrived_ || hello.rank < 0 || hello.rank >= kMostRanks || waiting_.count(key)) return;
+  waiting_[key] = std::move(socket);
+  changed.notify_all();
+}
+
+bool Session::linked(int to) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return size_t(to) < peers_.size() && peer(to).linked;
+}
+
+void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
+  SocketPtr control;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (size_t(to) >= peers_.size() || !peer(to).linked || peer(to).gone) return;
+    control = peer(to).control;
+  }
+  Blob blob = Blob::copy(body, bytes);
+  if (control)
+    control->send_frame(kind, 0, blob);
+  else
+    post(peer(to).info.token, rank, kind, 0, blob);
+}
+
+void Session::disconnect() {
+  forget(self.token);
+  std::vector<SocketPtr> controls;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    all_arrived_ = true;
+    waiting_.clear();
+    for (auto& p : peers_) {
+      if (p->control) controls.push_back(std::move(p->control));
+      p->control.reset();
+      p->linked = false;
+    }
+  }
+  // Why this rank leaves has to reach the others before the connection ends.
+  Deadline deadline = after_ms(2000);
+  for (const SocketPtr& control : controls) {
+    control->drain(deadline);
+    unwatch(control);
+  }
+  for (auto& p : peers_)
+    for (auto& pipe : p->link.pipe) {
+      if (!pipe) continue;
+      unwatch(pipe->socket());
+      pipe->close();
+    }
+  if (!offers_segment_) return;
+  Offers& offers = per_process<Offers>();
+  std::lock_guard<std::mutex> lock(offers.mutex);
+  offers.segments.erase(self.token);
+}
+
+void Session::drop_connections() {
+  for (int q = 0; q < int(peers_.size()); ++q) {
+    Peer& p = peer(q);
+    if (p.control) shutdown(p.control->fd(), SHUT_RDWR);
+    if (p.same_process) {
+      hang_up(p.info.token, rank);
+      hang_up(self.token, q);
+    }
+    for (auto& pipe : p.link.pipe)
+      if (SocketPtr socket = pipe ? pipe->socket() : nullptr) shutdown(socket->fd(), SHUT_RDWR);
+  }
+  // Shared memory would serve on until the service sees the ends.
+  std::unique_lock<std::mutex> lock(mutex);
+  changed.wait_until(lock, after_ms(1000), [&] { return nranks == 1 || owner_.error() != ncclSuccess; });
+}
+
+// ---- the host's shared segment ----
+
+// The first rank of a host makes it and hands it to the first rank of each other process, who shares it with
+// the others there.
+ncclResult_t Session::share_segment() {
+  if (local_count_ < 2) return ncclSuccess;
+  int leader = 0;
+  while (peer(leader).local != 0) ++leader;
+  int first = 0;
+  while (peer(first).info.process != self.process || peer(first).local < 0) ++first;
+  ncclResult_t r = leader == rank  ? create_segment()
+                   : first == rank ? receive_segment(leader)
+                                   : take_segment(first);
+  if (r != ncclSuccess) return r;
+  me_ = &segment_->cell(local_);
+  if (first != rank) return ncclSuccess;
+  Offers& offers = per_process<Offers>();
+  std::lock_guard<std::mutex> lock(offers.mutex);
+  offers.segments[self.token] = segment_;
+  offers_segment_ = true;
+  offers.changed.notify_all();
+  return ncclSuccess;
+}
+
+ncclResult_t Session::create_segment() {
+  segment_ = std::make_shared<Segment>(local_count_, ring_bytes);
+  if (ncclResult_t r = segment_->create(); r != ncclSuccess) return r;
+  std::set<Token> served{self.process};
+  for (int q = 0; q < nranks; ++q) {
+    Peer& p = peer(q);
+    if (p.local < 0 || !served.insert(p.info.process).second) continue;
+    if (!p.control) return link_failed(q, "cannot share memory with", "it is in this process", 0);
+    uint64_t ring = segment_->ring_bytes();
+    if (!send_all(p.control->fd(), &ring, sizeof ring, deadline_) ||
+        !send_fd(p.control->fd(), segment_->fd()))
+      return link_failed(q, "cannot share memory with", describe_error(errno), errno);
+  }
+  return ncclSuccess;
+}
+
+ncclResult_t Session::receive_segment(int leader) {
+  SocketPtr control = peer(leader).control;
+  Stop::During waiting(stop_, [control] { shutdown(control->fd(), SHUT_RDWR); });
+  uint64_t ring = 0;
+  Fd fd;
+  if (recv_all(control->fd(), &ring, sizeof ring, deadline_)) fd = recv_fd(control->fd(), deadline_);
+  int error = stopped() ? ECANCELED : errno;
+  if (!fd) return link_failed(leader, "got no memory from", describe_error(error), error);
+  if (ring < 512 || ring > ring_bytes || (ring & (ring - 1)))
+    return link_failed(leader, "got no memory from", "rings of " + std::to_string(ring) + " bytes", 0);
+  segment_ = std::make_shared<Segment>(local_count_, size_t(ring));
+  return segment_->open(std::move(fd));
+}
+
+ncclResult_t Session::take_segment(int first) {
+  Offers& offers = per_process<Offers>();
+  const Token& key = peer(first).info.token;
+  std::unique_lock<std::mutex> lock(offers.mutex);
+  for (;;) {
+    auto it = offers.segments.find(key);
+    if (it != offers.segments.end()) return segment_ = it->second, ncclSuccess;
+    offers.changed.wait_until(lock, std::min<Deadline>(deadline_, Clock::now() + kLook));
+    if (offers.segments.count(key)) continue;
+    lock.unlock();
+    if (stopped()) return link_failed(first, "got no memory from", "aborted", 0);
+    if (!lives_here(key)) return link_failed(first, "got no memory from", "it died or left", 0);
+    if (Clock::now() >= deadline_)
+      return fail(ncclTimeout, "rank %d of %d waited in vain for the memory of rank %d", rank, nranks, first);
+    lock.lock();
+  }
+}
+
+void Session::attach_pipes() {
+  for (int q = 0; q < nranks; ++q) {
+    Peer& p = peer(q);
+    if (q == rank) continue;
+    p.link.name = p.str();
+    if (p.local < 0) {
+      for (auto& pipe : p.link.pipe) watch_data(pipe->socket(), owner_.sink());
+      continue;
+    }
+    segment_->attach(local_, p.local, &p.link);
+    const PeerInfo& i = p.info;
+    if (direct_allowed_ && p.same_process)
+      p.link.memory = own_memory();
+    else if (direct_allowed_ && p.vouched)
+      p.link.memory = process_memory({i.pid, i.nonce_addr, {i.nonce[0], i.nonce[1]}});
+  }
+}
+
+// ---- what must be equal ----
+
+void Session::say_settings() {
+  std::vector<char> mine(sizeof(Settings) + size_t(nranks));
+  inline_bytes = std::min(inline_bytes, (segment_ ? segment_->ring_bytes() : ring_bytes) - sizeof(Header));
+  Settings settings{inline_bytes, block_bytes};
+  memcpy(mine.data(), &settings, sizeof settings);
+  for (int q = 0; q < nranks; ++q) {
+    Memory* memory = peer(q).link.memory.get();
+    mine[sizeof(Settings) + size_t(q)] = memory && memory->works();
+  }
+  settings_ = Blob::of(std::move(mine));
+}
+
+// Agrees on what must be equal everywhere, and on which pairs read each other's memory.
+ncclResult_t Session::finish() {
+  if (nranks == 1) return ncclSuccess;
+  std::vector<Blob> all;
+  if (ncclResult_t r = hear(Tags(size_t(nranks)), everyone(), settings_, &all, "setting up", deadline_);
+      r != ncclSuccess)
+    return r;
+  bool direct = false;
+  for (int q = 0; q < nranks; ++q) {
+    const Blob& theirs = all[size_t(q)];
+    if (theirs.size != settings_.size)
+      return fail(ncclInternalError, "rank %d settled with %zu bytes", q, theirs.size);
+    Settings settings;
+    memcpy(&settings, theirs.data, sizeof settings);
+    inline_bytes = std::min(inline_bytes, size_t(settings.inline_bytes));
+    if (!settings_.data[sizeof settings + size_t(q)] || !theirs.data[sizeof settings + size_t(rank)])
+      peer(q).link.memory.reset();
+    direct = direct || peer(q).link.direct();
+  }
+  log(Level::Info, "rank %d of %d: %d ranks on this host, %d hosts, %s", rank, nranks, local_count_, hosts_,
+      local_count_ < 2 ? "tcp"
+      : direct         ? "direct reads"
+                       : "shared memory");
+  return ncclSuccess;
+}
+
+// Ranks that share cores must not make each other wait by spinning. With a core for each, sleeping is what is
+// slow: an idle core takes up to 100 us to wake in a virtual machine, more than most of a collective.
+void Session::choose_patience() {
+  int64_t us = param_int("PYNCCL_CPU_SPIN_US");
+  cpu_set_t set;
+  int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+  bool room = local_count_ <= cpus;
+  patience_.spin_ns = patience_.yield_ns = (us >= 0 ? us : room ? 50 : 0) * 1000;
+  // Where ranks share cores, a yield may well be followed by a peer's work.
+  patience_.interrupted_ns = (us >= 0 ? 0 : room ? 200 : 1000) * 1000;
+  underway_patience_ = patience_;
+  if (us >= 0) return;
+  if (!room) patience_.yield_ns = 20 * 1000;
+  underway_patience_.yield_ns = (room ? 2000 : 50) * 1000;
+}
+
+// ---- exchanges ----
+
+// Somebody does not answer in an exchange. That it has left, or has told of an error before it went, explains
+// more than the end of the connection, which a sender may see before the service has read what came before
+// it.
+ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
+  bool left;
+  {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait_until(lock, after_ms(1000),
+                       [&] { return peer(q).left || owner_.error() != ncclSuccess || stopped(); });
+    left = peer(q).left;
+  }
+  if (left) owner_.never_ends(q, what);
+  if (owner_.error() == ncclSuccess) return link_failed(q, what, why, 0);
+  return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+}
+
+ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
+                               std::vector<Blob>* all, const char* what) {
+  Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
+  Blob blob = Blob::of(mine);
+  if (ncclResult_t r = say(tags, ranks, blob, what); r != ncclSuccess) return r;
+  return hear(tags, ranks, blob, all, what, deadline);
+}
+
+ncclResult_t Session::say(const Tags& tags, const std::vector<int>& ranks, const Blob& mine,
+                          const char* what) {
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    int q = ranks[i];
+    if (q == rank) continue;
+    SocketPtr control;
+    bool linked;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      control = peer(q).control;
+      linked = peer(q).linked && !peer(q).gone;
+    }
+    if (linked && !control)
+      post(peer(q).info.token, rank, Ctl::Exchange, tags[i], mine);
+    else if (!linked || !control->send_frame(Ctl::Exchange, tags[i], mine))
+      return cut_off(q, what, "it died or left");
+  }
+  return ncclSuccess;
+}
+
+void Session::exchanged(int from, uint64_t tag, const Blob& body) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (Gathering* g : gatherings_) {
+    auto it = g->tags.find(from);
+    if (it == g->tags.end() || it->second != tag) continue;
+    g->said[from] = body;
+    g->tags.erase(it);
+    if (g->tags.empty()) changed.notify_all();
+    return;
+  }
+  untaken_[{from, tag}] = body;
+}
+
+ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine,
+                           std::vector<Blob>* all, const char* what, Deadline deadline) {
+  bool sound = owner_.error() == ncclSuccess;  // else it is what follows a failure, such as a shrink
+  std::unique_lock<std::mutex> lock(mutex);
+  Gathering g;
+  g.said[rank] = mine;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    auto early = untaken_.find({ranks[i], tags[i]});
+    if (early != untaken_.end())
+      g.said[ranks[i]] = std::move(early->second), untaken_.erase(early);
+    else if (ranks[i] != rank)
+      g.tags[ranks[i]] = tags[i];
+  }
+  gatherings_.push_back(&g);
+  auto lost = [&] {
+    for (auto& [q, tag] : g.tags)
+      if (peer(q).gone || peer(q).left) return q;
+    return -1;
+  };
+  auto failed = [&] { return sound && owner_.error() != ncclSuccess; };
+  bool ended = changed.wait_until(lock, deadline,
+                                  [&] { return stopped() || g.tags.empty() || failed() || lost() >= 0; });
+  gatherings_.erase(std::find(gatherings_.begin(), gatherings_.end(), &g));
+  int missing = g.tags.empty() ? -1 : lost() >= 0 ? lost() : g.tags.begin()->first;
+  lock.unlock();
+  if (missing < 0) {
+    all->clear();
+    for (int r : ranks) all->push_back(std::move(g.said[r]));
+    return ncclSuccess;
+  }
+  if (stopped()) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
+  if (failed()) return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+  if (ended) return cut_off(missing, what, "it died or left");
+  return fail(ncclTimeout, "rank %d of %d: %s waited in vain for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
+              rank, nranks, what, missing, peer(missing).str().c_str());
+}
+
+}  // namespace pncpu

@@ -1,0 +1,39 @@
+// Events: points in the work of a stream.
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "base/core.hpp"
+
+namespace pncpu {
+
+// One record of an event. Recording the event again makes another: who waits for this one goes on waiting.
+struct Recording {
+  std::atomic<bool> happened{false};
+  Doorbell bell;
+  void happen() {
+    happened.store(true, std::memory_order_release);
+    bell.ring();
+  }
+  bool has_happened() const { return happened.load(std::memory_order_acquire); }
+};
+
+class Event {
+ public:
+  // nullptr: never recorded, which counts as happened.
+  std::shared_ptr<Recording> newest() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return newest_;
+  }
+  void record(std::shared_ptr<Recording> recording) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    newest_ = std::move(recording);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<Recording> newest_;
+};
+
+}  // namespace pncpu

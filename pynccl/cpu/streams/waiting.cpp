@@ -1,0 +1,5 @@
+#include "streams/waiting.hpp"
+
+namespace pncpu {
+Crowd g_crowd;
+}  // namespace pncpu
