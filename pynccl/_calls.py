@@ -84,7 +84,7 @@ class Calls:
         self._place = HOST if on_cpu else device if driver else ANYWHERE
         # Not the default stream: host arrays know nothing of streams, and calls of two threads on two
         # communicators must not wait for each other.
-        self._own_stream = cpu_stream() if on_cpu else 0
+        self._own_stream = _streams.cpu_stream() if on_cpu else 0
 
     # --- one call ---
 

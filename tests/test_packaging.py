@@ -105,11 +105,6 @@ def test_every_variable_is_documented() -> None:
     assert documented <= read
 
 
-@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_stay_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 600
-
-
 def test_the_c_api_is_declared_once() -> None:
     """A prototype of NCCL's stands in nccl_api.h only, and in what is made from it."""
     made = PACKAGE / "forward"

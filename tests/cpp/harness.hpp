@@ -123,7 +123,7 @@ inline void clean_environment() {
   for (const std::string& name : names) unsetenv(name.c_str());
 }
 
-constexpr unsigned kTestSeconds = 120;
+inline unsigned test_seconds = 120;
 
 // A test is a process group of its own: what it leaves behind when it is ended is ended with it.
 inline bool run(const Test& test, const fs::path& root) {
@@ -138,7 +138,7 @@ inline bool run(const Test& test, const fs::path& root) {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
         tell_step_at({SIGSEGV, SIGBUS, SIGABRT});
 #endif
-        alarm(kTestSeconds);
+        alarm(test_seconds);
         test.body();
       },
       &group);
@@ -149,9 +149,11 @@ inline bool run(const Test& test, const fs::path& root) {
   return status == 0;
 }
 
-// PYNCCL_TEST_ONLY=part runs the tests whose names contain it.
+// PYNCCL_TEST_ONLY=part runs the tests whose names contain it; PYNCCL_TEST_ALARM=seconds ends a test that
+// takes longer.
 inline int run_all(const Test* tests, size_t count) {
   std::string only = getenv("PYNCCL_TEST_ONLY") ? getenv("PYNCCL_TEST_ONLY") : "";
+  if (const char* seconds = getenv("PYNCCL_TEST_ALARM")) test_seconds = unsigned(atoi(seconds));
   clean_environment();
   std::string root = fs::temp_directory_path() / "pynccl-test-XXXXXX";
   if (mkdtemp(root.data()) == nullptr) {

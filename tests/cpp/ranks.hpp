@@ -3,6 +3,7 @@
 
 #include <dirent.h>
 #include <malloc.h>
+#include <sys/mman.h>
 
 #include <chrono>
 #include <functional>
@@ -82,14 +83,6 @@ inline void as_threads(int nranks, const std::function<void(int rank)>& body) {
   for (std::thread& t : ranks) t.join();
 }
 
-inline ncclResult_t synchronize(ncclComm_t comm, cudaStream_t stream = nullptr, int64_t ms = -1) {
-  return pyncclCpuStreamSynchronize(comm, stream, ms);
-}
-
-inline ncclResult_t sum(float* x, size_t count, ncclComm_t comm, cudaStream_t stream = nullptr) {
-  return ncclAllReduce(x, x, count, ncclFloat32, ncclSum, comm, stream);
-}
-
 class Stopwatch {
  public:
   double seconds() const {
@@ -131,6 +124,50 @@ inline int reap(pid_t pid, double seconds) {
     waitpid(pid, &status, 0);
   }
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+// The ranks are forked children, which must succeed; this process serves their unique ids.
+inline void as_processes(int nranks, const std::function<void(int rank)>& body) {
+  std::vector<pid_t> pids;
+  for (int r = 0; r < nranks; ++r) {
+    fflush(nullptr);
+    pid_t pid = fork();
+    if (pid == 0) {
+      failures = 0;
+      body(r);
+      fflush(nullptr);
+      _exit(failures == 0 ? 0 : 1);
+    }
+    pids.push_back(pid);
+  }
+  for (pid_t pid : pids) CHECK_EQ(reap(pid, 100), 0);
+}
+
+// A meeting of threads or forked processes that trusts nothing of the library.
+class Meeting {
+ public:
+  explicit Meeting(int size)
+      : size_(size),
+        came_(static_cast<std::atomic<int>*>(mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE,
+                                                  MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
+  ~Meeting() { munmap(static_cast<void*>(came_), sizeof *came_); }
+  // Once every one has come as often as the caller has; or false, after a minute.
+  bool operator()() {
+    int last = (came_->fetch_add(1) / size_ + 1) * size_;
+    return soon(60, [&] { return came_->load() >= last; });
+  }
+
+ private:
+  const int size_;
+  std::atomic<int>* came_;
+};
+
+inline ncclResult_t synchronize(ncclComm_t comm, cudaStream_t stream = nullptr, int64_t ms = -1) {
+  return pyncclCpuStreamSynchronize(comm, stream, ms);
+}
+
+inline ncclResult_t sum(float* x, size_t count, ncclComm_t comm, cudaStream_t stream = nullptr) {
+  return ncclAllReduce(x, x, count, ncclFloat32, ncclSum, comm, stream);
 }
 
 // What this process has open: number of descriptor to what /proc says it is.

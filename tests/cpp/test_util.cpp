@@ -18,11 +18,11 @@
 #include <thread>
 #include <vector>
 
-#include "comm/fault.hpp"
-#include "harness.hpp"
 #include "base/log.hpp"
 #include "base/net.hpp"
 #include "base/params.hpp"
+#include "comm/fault.hpp"
+#include "harness.hpp"
 
 using namespace pncpu;
 using namespace testing;

@@ -18,6 +18,9 @@ uint64_t serial_of(ncclComm_t comm) {
   return c ? c->serial : Stream::kAnyone;
 }
 
+// A wait without a time-out is remembered for the search of deadlocks when it has taken this long.
+constexpr int kSoonMs = 100;
+
 Deadline deadline_of(int64_t ms) { return ms < 0 ? kForever : after_ms(std::min<int64_t>(ms, 1e12)); }
 
 ncclResult_t create_stream(cudaStream_t* stream, unsigned int flags, const char* function) {
@@ -88,7 +91,12 @@ ncclResult_t pyncclCpuStreamQuery(ncclComm_t comm, cudaStream_t stream) {
 ncclResult_t pyncclCpuStreamSynchronize(ncclComm_t comm, cudaStream_t stream, int64_t timeoutMs) {
   return guarded("pyncclCpuStreamSynchronize", [&] {
     std::shared_ptr<Stream> s = stream_for(comm, stream, "pyncclCpuStreamSynchronize");
-    return s ? s->synchronize(deadline_of(timeoutMs), serial_of(comm)) : ncclInvalidArgument;
+    if (!s) return ncclInvalidArgument;
+    if (timeoutMs >= 0) return s->synchronize(deadline_of(timeoutMs), serial_of(comm));
+    ncclResult_t r = s->synchronize(after_ms(kSoonMs), serial_of(comm));
+    if (r != ncclInProgress) return r;
+    Deadlocks::Waiter waits(s);
+    return s->synchronize(kForever, serial_of(comm));
   });
 }
 
@@ -128,6 +136,7 @@ ncclResult_t pyncclCpuEventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream
     std::shared_ptr<Event> e = find_handle<Event>(event, function);
     if (!s || !e) return ncclInvalidArgument;
     auto recording = std::make_shared<Recording>();
+    recording->stream = s;
     std::lock_guard<std::mutex> lock(issue_lock());
     Node node;
     node.kind = Node::Record;

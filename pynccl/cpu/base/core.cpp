@@ -69,6 +69,11 @@ uint64_t host_id() {
   return fnv(0xcbf29ce484222325, text + (forced ? std::string("id:") + forced : machine.pids));
 }
 
+int this_thread() {
+  static thread_local int id = int(syscall(SYS_gettid));
+  return id;
+}
+
 void name_this_thread(const char* name) { pthread_setname_np(pthread_self(), name); }
 
 }  // namespace pncpu

@@ -76,5 +76,6 @@ std::string host_name();
 uint64_t host_id();
 int default_device();
 void name_this_thread(const char* name);
+int this_thread();  // the kernel's number of it
 
 }  // namespace pncpu

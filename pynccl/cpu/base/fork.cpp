@@ -9,7 +9,7 @@
 namespace pncpu {
 namespace {
 
-// The one lock that a fork takes; it is held for a few instructions, and nothing is called under it.
+// The one lock that a fork takes; under it no other is taken, and nothing waits.
 std::mutex g_mutex;
 bool g_installed = false;
 detail::Part* g_parts = nullptr;
@@ -41,20 +41,23 @@ void install() {
 
 uint32_t process_epoch() { return g_epoch.load(std::memory_order_relaxed); }
 
-void close_in_child(int fd) {
-  std::lock_guard<std::mutex> lock(g_mutex);
+NoFork::NoFork() {
+  g_mutex.lock();
   install();
-  descriptors().insert(fd);
 }
-
-bool forget_descriptor(int fd) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  return descriptors().erase(fd) != 0;
+NoFork::~NoFork() { g_mutex.unlock(); }
+int NoFork::keep(int fd) {
+  if (fd < 0) return fd;
+  try {
+    descriptors().insert(fd);
+  } catch (...) {
+    ::close(fd);
+    throw;
+  }
+  return fd;
 }
-
-int known_descriptors() {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  return int(descriptors().size());
+void NoFork::close(int fd) {
+  if (descriptors().erase(fd)) ::close(fd);
 }
 
 void at_fork(ForkHook* hook) {

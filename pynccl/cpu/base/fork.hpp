@@ -11,12 +11,17 @@ namespace pncpu {
 // How many forks lie between the first process that used this library and this one.
 uint32_t process_epoch();
 
-// A descriptor that a forked child closes: an open copy would hide the parent's death from its peers.
-void close_in_child(int fd);
-// The descriptor is about to be closed here. False in a child, which has closed its parent's already.
-bool forget_descriptor(int fd);
-// How many there are.
-int known_descriptors();
+// While one lives, no fork begins: for descriptors, which a forked child closes, since an open copy would
+// hide the parent's death from its peers. Nothing that waits may be called meanwhile.
+class NoFork {
+ public:
+  NoFork();
+  ~NoFork();
+  NoFork(const NoFork&) = delete;
+  NoFork& operator=(const NoFork&) = delete;
+  int keep(int fd);    // one that was just made, or -1; returns it
+  void close(int fd);  // one that is kept; not in a child, which has closed its parent's
+};
 
 // Called in a forked child, in which no other thread runs; `hook` lives for ever.
 struct ForkHook {

@@ -251,7 +251,8 @@ bool finish_connect(int fd, Deadline deadline, const std::atomic<bool>* stop) {
 
 // An empty Fd with errno set on failure.
 Fd try_connect(const Address& addr, Deadline deadline, const std::atomic<bool>* stop) {
-  Fd fd(socket(addr.ss.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  Fd fd =
+      Fd::made_by([&] { return socket(addr.ss.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
   if (!fd) return {};
   bool pending = connect(fd.get(), any(addr), addr.len) != 0;
   if (pending && errno != EINPROGRESS && errno != EINTR) return {};
@@ -336,21 +337,16 @@ Descriptors count_descriptors() {
 }
 
 Fd& Fd::operator=(Fd&& other) noexcept {
-  if (this != &other) reset(other.release());
+  std::swap(fd_, other.fd_);
   return *this;
 }
 
-int Fd::release() {
-  int fd = fd_;
-  fd_ = -1;
-  return fd;
-}
-
-void Fd::reset(int fd) {
+void Fd::reset() {
+  if (fd_ < 0) return;
   int saved_errno = errno;
-  if (fd_ >= 0) close(fd_);
+  NoFork().close(fd_);
   errno = saved_errno;
-  fd_ = fd;
+  fd_ = -1;
 }
 
 ncclResult_t pick_interface(Address* out) {
@@ -387,7 +383,7 @@ Fd listen_on(Address* addr, std::string* why) {
     explain(why, error_text("Net : " + std::string(call) + " on " + addr->str(), errno));
     return Fd();
   };
-  Fd fd(socket(addr->ss.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  Fd fd = Fd::made_by([&] { return socket(addr->ss.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0); });
   if (!fd) return failed("socket");
   int on = 1;
   bool fixed = addr->port() != 0;  // a listener that just ended may have left connections in TIME_WAIT

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <string>
 
+#include "base/fork.hpp"
 #include "base/nccl.hpp"
 
 namespace pncpu {
@@ -29,19 +30,26 @@ struct Address {
   static bool parse(const char* text, Address* out, std::string* why);
 };
 
-// Owns a file descriptor.
+// Owns a file descriptor, which a forked child closes.
 class Fd {
  public:
   Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(other.release()) {}
+  explicit Fd(int fd) : fd_(NoFork().keep(fd)) {}
+  // What `open` returns, before any fork can come between.
+  template <class Open>
+  static Fd made_by(Open open) {
+    Fd made;
+    NoFork no_fork;
+    made.fd_ = no_fork.keep(open());
+    return made;
+  }
+  Fd(Fd&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
   Fd& operator=(Fd&& other) noexcept;
   ~Fd() { reset(); }
 
   int get() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
-  int release();
-  void reset(int fd = -1);
+  void reset();
 
  private:
   int fd_ = -1;

@@ -73,8 +73,8 @@ struct Prepared {
   void queue() noexcept {
     for (Batch& b : launch->batches) {
       b.ticket = b.comm->turns.take();
-      for (const Op& op : b.colls) b.comm->count_issue(op);
-      for (const Op& op : b.p2p) b.comm->count_issue(op);
+      for (Op& op : b.colls) b.comm->count_issue(op);
+      for (Op& op : b.p2p) b.comm->count_issue(op);
     }
     for (auto& [stream, list] : nodes) stream->push(std::move(list));
   }
@@ -108,9 +108,9 @@ ncclResult_t issue(const std::vector<Submission>& calls) {
       if (ncclResult_t r = check_alive(call); r != ncclSuccess) return r;
     std::vector<Prepared> prepared;
     for (const Cluster& c : cluster(calls)) prepared.emplace_back(c);
+    for (const Submission& call : calls) call.comm->issued_on(call.stream);
     for (Prepared& p : prepared) p.queue();
     for (const Submission& call : calls) {
-      call.comm->issued_on(call.stream);
       wait = wait || call.comm->blocking_calls;
       if (!call.comm->blocking) call.comm->standing.answer_later(), later = true;
     }

@@ -36,24 +36,29 @@ bool Launch::step(bool* moved) {
 
 ncclResult_t Launch::run(Deadline deadline) {
   std::vector<uint32_t> seen(batches.size());
-  bool was_blocked = false;
-  Clock::time_point since;
-  double next_look = kFirstLook;
   for (;;) {
     bool moved = false;
     for (size_t i = 0; i < batches.size(); ++i) seen[i] = batches[i].comm->bell().look();
-    if (step(&moved)) break;
+    bool all = step(&moved);
+    if (moved && searched_) {
+      searched_ = false;
+      per_process<Deadlocks>().moved(this);
+    }
+    if (all) break;
     if (moved) {
-      was_blocked = false;
+      blocked_ = false;
       continue;
     }
-    if (!was_blocked) {
-      was_blocked = true;
-      since = Clock::now();
-      next_look = kFirstLook;
+    if (!blocked_) {
+      blocked_ = true;
+      blocked_since_ = Clock::now();
+      next_look_ = kFirstLook;
       if (spin_for_news(seen)) continue;
     }
-    when_blocked(since, &next_look);
+    try {
+      when_blocked();
+    } catch (const std::bad_alloc&) {  // looked for again later
+    }
     int64_t ns = until(deadline, kSliceNs);
     if (ns == 0) return ncclInProgress;
     wait_for_news(seen, ns);
@@ -113,18 +118,19 @@ void Launch::wait_for_news(const std::vector<uint32_t>& seen, int64_t ns) {
 }
 
 // Time-outs and deadlocks are looked for now and then, ever more rarely, only while nothing moves.
-void Launch::when_blocked(Clock::time_point since, double* next_look) {
-  double blocked = std::chrono::duration<double>(Clock::now() - since).count();
-  bool look = blocked > *next_look;
-  for (Batch& b : batches) {
-    if (b.done || !b.comm->turns.is_turn_of(b.ticket)) continue;
-    if (b.comm->timeout_s > 0 && blocked > b.comm->timeout_s)
+void Launch::when_blocked() {
+  double blocked = std::chrono::duration<double>(Clock::now() - blocked_since_).count();
+  for (Batch& b : batches)
+    if (!b.done && b.comm->turns.is_turn_of(b.ticket) && b.comm->timeout_s > 0 && blocked > b.comm->timeout_s)
       b.comm->fail_with(ncclTimeout, b.comm->waiting_for(b) + " for more than " +
                                          std::to_string(b.comm->timeout_s) + " s (PYNCCL_CPU_TIMEOUT)");
-    else if (look)
-      b.comm->look_for_deadlock(b);
-  }
-  if (look) *next_look += std::min(*next_look, 2.0);
+  if (blocked <= next_look_) return;
+  next_look_ += std::min(next_look_, 2.0);
+  std::vector<Wait> waits;
+  for (Batch& b : batches)
+    if (!b.done) waits.push_back(b.comm->waits_of(b));
+  searched_ = true;
+  per_process<Deadlocks>().blocked(this, std::move(waits), blocked);
 }
 
 }  // namespace pncpu

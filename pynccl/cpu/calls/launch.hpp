@@ -23,9 +23,13 @@ class Launch final : public Task {
   bool step(bool* moved);
   bool spin_for_news(const std::vector<uint32_t>& seen);
   void wait_for_news(const std::vector<uint32_t>& seen, int64_t ns);
-  void when_blocked(Clock::time_point since, double* next_look);
+  void when_blocked();
   std::atomic<int> to_come_{1};
   std::atomic<bool> done_{false};
+  // Of whoever runs it, also when it goes on after a time-out.
+  bool blocked_ = false, searched_ = false;  // since its last move; a search of deadlocks knows it
+  Clock::time_point blocked_since_;
+  double next_look_ = 0;
   Doorbell ended_;
 };
 

@@ -24,6 +24,7 @@ Comm::Comm(int device_, std::shared_ptr<Domain> domain_)
       registry(serial),
       coll_(context_),
       p2p_(context_) {
+  calling_thread.store(this_thread());
   timeout_s = param_seconds("PYNCCL_CPU_TIMEOUT");
   blocking_calls = param_int("PYNCCL_CPU_BLOCKING") != 0;
 }
@@ -49,11 +50,17 @@ ncclResult_t Comm::check_accepts(const char* function) {
   return ncclSuccess;
 }
 
-void Comm::count_issue(const Op& op) {
+void Comm::count_issue(Op& op) {
   if (!is_p2p(op.func))
-    ++colls_issued;
+    op.number = ++colls_issued;
   else
-    ++(op.func == Func::Send ? peer(op.root).sends_issued : peer(op.root).recvs_issued);
+    op.number = ++(op.func == Func::Send ? peer(op.root).sends_issued : peer(op.root).recvs_issued);
+}
+
+void Comm::note_started(const Batch& batch) {
+  if (!batch.colls.empty()) colls_started_.store(batch.colls.back().number);
+  for (const Op& op : batch.p2p)
+    (op.func == Func::Send ? peer(op.root).sends_started : peer(op.root).recvs_started).store(op.number);
 }
 
 Step Comm::progress(Batch& batch) {
@@ -62,6 +69,7 @@ Step Comm::progress(Batch& batch) {
   bool moved = !batch.started;
   if (!batch.started) {
     batch.started = true;
+    note_started(batch);
     if (p2p_.start(batch.p2p) == Step::Failed) return forbid_writes(), Step::Failed;
     if (!batch.colls.empty()) coll_.start(batch.colls[0], ++coll_seq_);
   }
@@ -79,7 +87,6 @@ Step Comm::progress(Batch& batch) {
   }
   context_.ring_peers();
   if (batch.at == batch.colls.size() && p2p_.done()) return Step::Done;
-  epoch_ += moved;
   return moved ? Step::Moved : Step::Blocked;
 }
 
@@ -92,7 +99,6 @@ void Comm::forbid_writes() {
 
 void Comm::finish(Batch& batch) {
   batch.done = true;
-  ++epoch_;
   turns.end(batch.ticket);
   bell().ring();
 }
@@ -140,15 +146,13 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
     decide(code, text);
     return;
   }
+  if (header.kind == Ctl::Probe) return per_process<Deadlocks>().probed(*this, from, body);
+  if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().convicted(body);
   if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, body);
   std::lock_guard<std::mutex> lock(session.mutex);
   if (header.kind == Ctl::Leaving && body.size == sizeof p.leaving) {
     memcpy(&p.leaving, body.data, sizeof p.leaving);
     p.left = true;
-  } else if (header.kind == Ctl::Stuck && body.size == sizeof(Stuck)) {
-    if (!p.stuck) p.stuck = std::make_unique<Stuck>();
-    memcpy(p.stuck.get(), body.data, sizeof(Stuck));
-    p.stuck->doing[sizeof p.stuck->doing - 1] = 0;
   }
   session.changed.notify_all();
 }
@@ -230,10 +234,68 @@ ncclResult_t Comm::await_leaving() {
   return ncclSuccess;
 }
 
+std::string Comm::waiting_for(const Batch& batch) {
+  bool coll = batch.at < batch.colls.size();
+  std::string text = "rank " + std::to_string(rank) + " waits in " + (coll ? coll_.str() : p2p_.str());
+  std::vector<int> missing = coll ? coll_.missing() : std::vector<int>();
+  for (size_t i = 0; i < missing.size(); ++i)
+    text += (i ? ", " : missing.size() > 1 ? " for ranks " : " for rank ") + std::to_string(missing[i]);
+  return text;
+}
+
+void Comm::never_ends(int q, const std::string& doing) {
+  mismatch("rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
+           ", which has finalized or destroyed its communicator without a matching call");
+}
+
+Wait Comm::waits_of(const Batch& batch) {
+  Wait wait;
+  wait.comm = shared_from_this();
+  wait.has_turn = turns.is_turn_of(batch.ticket);
+  if (!wait.has_turn || !batch.started) return wait;
+  bool coll = batch.at < batch.colls.size();
+  std::string doing = coll ? coll_.str() : p2p_.str();
+  wait.doing = "rank " + std::to_string(rank) + " waits in " + doing;
+  if (coll)
+    for (int q : coll_.missing()) wait.needs.push_back({q, Need::Collective, coll_.seq()});
+  for (int q = 0; q < nranks && !p2p_.done(); ++q) {
+    if (q == rank) continue;
+    if (uint64_t n = p2p_.front_send(q).number) wait.needs.push_back({q, Need::Receive, n});
+    if (uint64_t n = p2p_.front_recv(q).number) wait.needs.push_back({q, Need::Send, n});
+  }
+  for (const Need& need : wait.needs) {
+    std::unique_lock<std::mutex> lock(session.mutex);
+    const Leaving& last = peer(need.peer).leaving;
+    uint64_t made = need.kind == Need::Collective ? last.colls
+                    : need.kind == Need::Send     ? last.sends
+                                                  : last.recvs;
+    if (!peer(need.peer).left || need.number <= made) continue;
+    lock.unlock();
+    never_ends(need.peer, doing);
+    break;
+  }
+  return wait;
+}
+
+void Comm::progress_towards(int from, Need::Kind kind, uint64_t* started, uint64_t* issued) {
+  Peer& p = peer(from);
+  *started = kind == Need::Collective ? colls_started_
+             : kind == Need::Send     ? p.sends_started
+                                      : p.recvs_started;
+  *issued = kind == Need::Collective ? colls_issued : kind == Need::Send ? p.sends_issued : p.recvs_issued;
+}
+
+std::shared_ptr<Stream> Comm::stream_of_all_pending() {
+  std::lock_guard<std::mutex> lock(session.mutex);
+  return turns.serving() >= newest_since_ ? newest_owner_.lock() : nullptr;
+}
+
 void Comm::issued_on(const std::shared_ptr<Stream>& stream) {
+  calling_thread.store(this_thread(), std::memory_order_relaxed);
   if (newest_.load(std::memory_order_relaxed) == stream.get()) return;
   std::lock_guard<std::mutex> lock(session.mutex);
   newest_owner_ = stream;
+  newest_since_ = turns.next();
   newest_.store(stream.get(), std::memory_order_relaxed);
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "comm/batch.hpp"
+#include "comm/deadlock.hpp"
 #include "comm/fate.hpp"
 #include "comm/registry.hpp"
 #include "comm/standing.hpp"
@@ -38,15 +39,23 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   // Calls. Issuing counts and numbers them; progress() is the current batch's, by whoever runs its stream.
   Turns turns;
-  void count_issue(const Op& op);
+  void count_issue(Op& op);  // numbers it
   Step progress(Batch& batch);
   void finish(Batch& batch);
   Doorbell& bell() { return session.cell() ? session.cell()->bell : own_bell_; }
   Patience patience() const { return session.patience(coll_.underway()); }
   std::string waiting_for(const Batch& batch);
-  void look_for_deadlock(const Batch& batch);
   std::atomic<uint64_t> calls{0};  // for fault injection
   std::atomic<uint64_t> colls_issued{0};
+
+  // For the search of deadlocks. What a batch waits for, by whoever runs it; nothing where the communicator
+  // just failed.
+  Wait waits_of(const Batch& batch);
+  // Up to which number this rank has come, and has issued, of what a peer may need.
+  void progress_towards(int peer, Need::Kind kind, uint64_t* started, uint64_t* issued);
+  // The stream that holds all that is issued and not done; nullptr where there are several.
+  std::shared_ptr<Stream> stream_of_all_pending();
+  std::atomic<int> calling_thread{0};  // the newest that called, else the one that created it
 
   // Errors: the first one stays.
   bool decide(ncclResult_t code, const std::string& text);
@@ -86,14 +95,14 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
  private:
   void died(int from);
-  std::vector<int> find_cycle(const Stuck& mine);
+  void note_started(const Batch& batch);
   Fate fate_;
   std::vector<uint64_t> meetings_;  // with each rank; under session.mutex
   Doorbell own_bell_;
   std::atomic<Stream*> newest_{nullptr};
   std::weak_ptr<Stream> newest_owner_;  // under session.mutex
-  uint64_t epoch_ = 0, serial_ = 0;
-  std::map<int, std::pair<uint64_t, uint64_t>> suspects_;  // of the last cycle seen: rank to epoch and serial
+  uint64_t newest_since_ = 0;           // under it: the first ticket issued on it
+  std::atomic<uint64_t> colls_started_{0};
   uint64_t coll_seq_ = 0;
   Context context_;  // what the operations see of this communicator, since open()
   Coll coll_;

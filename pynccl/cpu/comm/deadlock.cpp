@@ -1,107 +1,203 @@
+#include "comm/deadlock.hpp"
+
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "comm/comm.hpp"
 
-// Deadlocks are found while a rank is blocked, from what the ranks tell each other then.
-//
-// A batch (the calls of one group on one communicator) ends only when all of it has, and the next begins
-// after it. So a rank that needs of a peer what the peer's current batch does not contain waits for that
-// batch to end: an edge. A cycle of edges never ends, provided that all its ranks are blocked at the same
-// time, in the batches that the edges speak of. That was so when the cycle was first seen if each of them
-// later says that it has not moved since before.
-
 namespace pncpu {
+namespace {
 
-std::string Comm::waiting_for(const Batch& batch) {
-  bool coll = batch.at < batch.colls.size();
-  std::string text = "rank " + std::to_string(rank) + " waits in " + (coll ? coll_.str() : p2p_.str());
-  std::vector<int> missing = coll ? coll_.missing() : std::vector<int>();
-  for (size_t i = 0; i < missing.size(); ++i)
-    text += (i ? ", " : missing.size() > 1 ? " for ranks " : " for rank ") + std::to_string(missing[i]);
-  return text;
+constexpr double kAssumedSeconds = 10;
+constexpr size_t kMostText = 4096, kMostSteps = 64;
+
+double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
+
+}  // namespace
+
+// One stretch of a probe's way: this rank of a communicator waits for that peer.
+struct Stretch {
+  uint64_t communicator;
+  int32_t rank, peer;
+};
+
+// A probe as it travels, its way and the text of that behind it. A verdict goes the same way again.
+struct Deadlocks::Probe {
+  struct Fixed {
+    Token process;
+    uint64_t period, round, number;
+    Need::Kind kind;
+    uint32_t assumed, steps, at;
+  } fixed{};
+  std::vector<Stretch> way;
+  std::string text;
+
+  Origin origin() const { return {fixed.process, fixed.period}; }
+  std::string body() const {
+    Fixed f = fixed;
+    f.steps = uint32_t(way.size());
+    return std::string(reinterpret_cast<const char*>(&f), sizeof f) +
+           std::string(reinterpret_cast<const char*>(way.data()), way.size() * sizeof(Stretch)) + text;
+  }
+  static bool read(const Blob& body, Probe* probe) {
+    Fixed& f = probe->fixed;
+    if (body.size < sizeof f) return false;
+    memcpy(static_cast<void*>(&f), body.data, sizeof f);
+    size_t steps = f.steps * sizeof(Stretch), rest = body.size - sizeof f;
+    if (f.steps > kMostSteps || rest < steps || rest - steps > kMostText) return false;
+    probe->way.resize(f.steps);
+    memcpy(probe->way.data(), body.data + sizeof f, steps);
+    probe->text.assign(body.data + sizeof f + steps, rest - steps);
+    return true;
+  }
+};
+
+struct Deadlocks::Message {
+  std::shared_ptr<Comm> comm;
+  int to;
+  Ctl kind;
+  std::string body;
+};
+
+Deadlocks::Waiter::Waiter(std::shared_ptr<Stream> stream) {
+  Deadlocks& all = per_process<Deadlocks>();
+  std::lock_guard<std::mutex> lock(all.mutex_);
+  all.waiting_[this_thread()] = {std::move(stream), Clock::now()};
+}
+Deadlocks::Waiter::~Waiter() {
+  Deadlocks& all = per_process<Deadlocks>();
+  std::lock_guard<std::mutex> lock(all.mutex_);
+  all.waiting_.erase(this_thread());
 }
 
-void Comm::never_ends(int q, const std::string& doing) {
-  mismatch("rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
-           ", which has finalized or destroyed its communicator without a matching call");
+void Deadlocks::moved(const Task* launch) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  blocked_.erase(launch);
 }
 
-void Comm::look_for_deadlock(const Batch& batch) {
-  bool coll = batch.at < batch.colls.size();
-  std::vector<int> missing = coll ? coll_.missing() : std::vector<int>();
-  std::string doing = coll ? coll_.str() : p2p_.str();
-  Stuck mine;
-  mine.epoch = epoch_;
-  mine.serial = ++serial_;
-  mine.last_coll = coll_seq_ + (coll ? batch.colls.size() - batch.at - 1 : 0);
-  snprintf(mine.doing, sizeof mine.doing, "%s", doing.c_str());
-  for (int q = 0; q < nranks; ++q) {
-    if (q == rank) continue;
-    uint64_t needs_coll = std::count(missing.begin(), missing.end(), q) ? coll_.seq() : 0;
-    uint64_t needs_recv = p2p_.front_send(q).number, needs_send = p2p_.front_recv(q).number;
-    std::unique_lock<std::mutex> lock(session.mutex);
-    Peer& p = peer(q);
-    if (p.left &&
-        (needs_coll > p.leaving.colls || needs_recv > p.leaving.recvs || needs_send > p.leaving.sends)) {
-      lock.unlock();
-      never_ends(q, doing);
-      return;
+void Deadlocks::blocked(const Task* launch, std::vector<Wait> waits, double seconds) {
+  std::vector<Message> messages;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Blocked& b = blocked_[launch];
+    if (b.period == 0) b.period = ++periods_;
+    b.seconds = seconds;
+    b.waits = std::move(waits);
+    Probe probe;
+    probe.fixed.process = process_;
+    probe.fixed.period = b.period;
+    probe.fixed.round = ++rounds_;
+    b.seen.clear();
+    spread(b, probe, &messages);
+  }
+  deliver(messages);
+}
+
+// Sends a probe on along everything that a blocked launch waits for, once in a round.
+void Deadlocks::spread(Blocked& at, Probe probe, std::vector<Message>* out) {
+  uint64_t& seen = at.seen[probe.origin()];
+  if (seen >= probe.fixed.round) return;
+  seen = probe.fixed.round;
+  for (const Wait& w : at.waits) {
+    if (!w.has_turn) {
+      for (auto& [task, other] : blocked_)
+        for (const Wait& o : other.waits)
+          if (o.has_turn && o.comm == w.comm) spread(other, probe, out);
+      continue;
     }
-    if (p.stuck && (needs_coll > p.stuck->last_coll || needs_recv > p.stuck->last_recv ||
-                    needs_send > p.stuck->last_send))
-      if (mine.edges < Stuck::kMostEdges) mine.waits_for[mine.edges++] = {q, p.stuck->epoch};
-  }
-  for (int q = 0; q < nranks; ++q) {
-    if (q == rank || !session.linked(q)) continue;
-    mine.last_send = p2p_.last_send(q);
-    mine.last_recv = p2p_.last_recv(q);
-    session.send(q, Ctl::Stuck, &mine, sizeof mine);
-  }
-  std::vector<int> cycle = find_cycle(mine);
-  std::map<int, std::pair<uint64_t, uint64_t>> suspects;
-  bool confirmed = !cycle.empty();
-  std::string text = "deadlock:";
-  std::unique_lock<std::mutex> lock(session.mutex);
-  for (int q : cycle) {
-    const Stuck& s = q == rank ? mine : *peer(q).stuck;
-    auto before = suspects_.find(q);
-    confirmed = confirmed && before != suspects_.end() && before->second.first == s.epoch &&
-                before->second.second < s.serial;
-    suspects[q] = before != suspects_.end() && before->second.first == s.epoch
-                      ? before->second
-                      : std::make_pair(s.epoch, s.serial);
-    text += (text.back() == ':' ? " rank " : ", rank ") + std::to_string(q) + " waits in " + s.doing;
-  }
-  lock.unlock();
-  suspects_ = suspects;
-  if (confirmed) mismatch(text + ": each for calls that the next has not made");
-}
-
-// A way along edges from this rank back to itself.
-std::vector<int> Comm::find_cycle(const Stuck& mine) {
-  std::lock_guard<std::mutex> lock(session.mutex);
-  std::vector<int> from(size_t(nranks), -1), todo { rank };
-  while (!todo.empty()) {
-    int at = todo.back();
-    todo.pop_back();
-    const Stuck* s = at == rank ? &mine : peer(at).stuck.get();
-    for (int i = 0; s && i < std::min(s->edges, Stuck::kMostEdges); ++i) {
-      int q = s->waits_for[i].rank;
-      if (q < 0 || q >= nranks) continue;
-      const Stuck* other = q == rank ? &mine : peer(q).stuck.get();
-      if (!other || other->epoch != s->waits_for[i].epoch) continue;  // it has moved since
-      if (q == rank) {
-        std::vector<int> cycle{at};
-        while (at != rank) cycle.push_back(at = from[size_t(at)]);
-        std::reverse(cycle.begin(), cycle.end());
-        return cycle;
-      }
-      if (from[size_t(q)] >= 0) continue;
-      from[size_t(q)] = at;
-      todo.push_back(q);
+    Probe next = probe;
+    uint64_t communicator = w.comm->session.hash;
+    bool elsewhere = !next.way.empty() && next.way[0].communicator != communicator;
+    next.text += (next.text.empty() ? "" : ", ") + w.doing + (elsewhere ? " of another communicator" : "");
+    if (next.text.size() > kMostText || next.way.size() == kMostSteps) continue;
+    for (const Need& need : w.needs) {
+      next.way.push_back({communicator, w.comm->rank, need.peer});
+      next.fixed.kind = need.kind;
+      next.fixed.number = need.number;
+      out->push_back({w.comm, need.peer, Ctl::Probe, next.body()});
+      next.way.pop_back();
     }
   }
-  return {};
+}
+
+void Deadlocks::deliver(const std::vector<Message>& messages) {
+  for (const Message& m : messages) m.comm->session.send(m.to, m.kind, m.body.data(), m.body.size());
+}
+
+// The launch at the head of a stream, or of the stream that its head waits for.
+const Task* Deadlocks::head_of(std::shared_ptr<Stream> stream) const {
+  for (int hops = 0; stream && hops < 64; ++hops) {
+    Stream::Head head = stream->head();
+    if (head.task) return head.task.get();
+    stream = std::move(head.waits_for);
+  }
+  return nullptr;
+}
+
+// What must end before this rank comes to what a peer needs of it; nullptr where it has come, or nothing is
+// known.
+const Task* Deadlocks::hindrance(Comm& comm, int from, const Need& need, bool* assumed) {
+  uint64_t started, issued;
+  comm.progress_towards(from, need.kind, &started, &issued);
+  if (need.number <= started) return nullptr;
+  for (auto& [task, b] : blocked_)
+    for (const Wait& w : b.waits)
+      if (w.has_turn && w.comm.get() == &comm) return task;
+  if (need.number <= issued) return head_of(comm.stream_of_all_pending());
+  if (!comm.turns.idle()) return nullptr;
+  auto it = waiting_.find(comm.calling_thread.load());
+  if (it == waiting_.end() || seconds_since(it->second.since) < kAssumedSeconds) return nullptr;
+  *assumed = true;
+  return head_of(it->second.stream);
+}
+
+void Deadlocks::probed(Comm& comm, int from, const Blob& body) {
+  Probe probe;
+  if (!Probe::read(body, &probe)) return;
+  std::vector<Message> messages;
+  bool cycle = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    bool assumed = probe.fixed.assumed != 0;
+    const Task* task = hindrance(comm, from, {from, probe.fixed.kind, probe.fixed.number}, &assumed);
+    auto at = blocked_.find(task);
+    if (at == blocked_.end()) return;
+    probe.fixed.assumed = assumed;
+    if (!(probe.fixed.process == process_ && probe.fixed.period == at->second.period))
+      spread(at->second, probe, &messages);
+    else
+      cycle = !assumed || at->second.seconds >= kAssumedSeconds;
+  }
+  deliver(messages);
+  if (!cycle) return;
+  probe.text = "deadlock: " + probe.text + ": each for calls that the next has not made";
+  probe.fixed.at = 0;
+  convict(probe);
+}
+
+void Deadlocks::convicted(const Blob& body) {
+  Probe verdict;
+  if (Probe::read(body, &verdict) && verdict.fixed.at < verdict.way.size()) convict(verdict);
+}
+
+// Tells the next on the way first, since who fails may exit.
+void Deadlocks::convict(Probe verdict) {
+  Stretch here = verdict.way[verdict.fixed.at++];
+  std::vector<std::shared_ptr<Comm>> failed;
+  std::shared_ptr<Comm> link;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [task, b] : blocked_)
+      for (const Wait& w : b.waits)
+        if (w.has_turn && w.comm->session.hash == here.communicator && w.comm->rank == here.rank) {
+          link = w.comm;
+          for (const Wait& all : b.waits) failed.push_back(all.comm);
+        }
+  }
+  if (!link) return;
+  if (verdict.fixed.at < verdict.way.size()) deliver({{link, here.peer, Ctl::Verdict, verdict.body()}});
+  for (auto& comm : failed) comm->mismatch(verdict.text);
 }
 
 }  // namespace pncpu

@@ -12,6 +12,8 @@ class Turns {
   uint64_t take() { return next_.fetch_add(1); }
   bool is_turn_of(uint64_t ticket) const { return serving_.load(std::memory_order_acquire) == ticket; }
   void end(uint64_t ticket) { serving_.store(ticket + 1, std::memory_order_release); }
+  uint64_t serving() const { return serving_.load(std::memory_order_acquire); }
+  uint64_t next() const { return next_.load(std::memory_order_acquire); }
   bool idle() const { return serving_.load() == next_.load(); }
 
  private:

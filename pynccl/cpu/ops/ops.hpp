@@ -39,6 +39,7 @@ struct Op {
   const void* send = nullptr;
   void* recv = nullptr;
   PreMul scalar{};
+  uint64_t number = 0;              // among the collectives, or the sends or receives with the peer, from 1
   const void* scalar_at = nullptr;  // read when the operation runs (ncclScalarDevice)
   size_t bytes() const { return count * type_size(dtype); }
 };

@@ -15,7 +15,7 @@ constexpr size_t kMost = 64, kMostOfOneSource = 16;
 constexpr milliseconds kLocalLimit{1000}, kRemoteLimit{5000};
 constexpr milliseconds kLocalGrace{50}, kRemoteGrace{200};
 constexpr milliseconds kRest{100};  // without a descriptor
-constexpr double kStrangersPerSecond = 1000, kMostCredit = 200;
+constexpr double kStrangersPerSecond = 2000, kMostCredit = 200;
 constexpr int kReserve = 32;  // descriptors that are kept for the program
 
 uint64_t mix(const void* data, size_t bytes) {

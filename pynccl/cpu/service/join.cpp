@@ -117,6 +117,7 @@ class Joiner {
     Message message;
     ncclResult_t r = meet(ids_[share], &message);
     if (r != ncclSuccess && share != 0 && (messenger_ || !answered_)) report(r);
+    if (r != ncclSuccess && ids_.size() > 1) let_own_roots_finish();
     if (r == ncclSuccess) table->bytes = message.body;
     return r;
   }
@@ -235,6 +236,15 @@ class Joiner {
     if (std::unique_ptr<Talk> talk = open(ids_[0], &ignored))
       talk->say(Ctl::Failed, uint64_t(result), Blob::copy(text.data(), text.size()));
     set_last_error(before);
+  }
+
+  // The caller may exit now, and with it roots that have not yet told their ranks what this one knows.
+  void let_own_roots_finish() {
+    Service* service = Service::get("a rendezvous");
+    for (Deadline until = after_ms(1000); service && Clock::now() < until; usleep(5000)) {
+      std::lock_guard<std::recursive_mutex> lock(service->mutex);
+      if (!service->roots.busy()) return;
+    }
   }
 
   const std::vector<Id>& ids_;

@@ -19,7 +19,7 @@ struct Connection {
   SeatPtr seat;
   SinkPtr sink;
   Stage stage = Greets;
-  bool guest = false;  // counts as a stranger's
+  Admission* guest_of = nullptr;  // counts as a stranger's there
   int rank = -1;
   std::string address;
   Hello hello;
@@ -70,17 +70,24 @@ class Service {
   bool starved();
 
  private:
+  // Strangers of one kind do not keep out those of the other.
+  struct Gate {
+    Admission admission;
+    bool resting = false;
+  };
+
   bool start(std::string* why);
   void run();
-  void rest_or_listen(Deadline now);
-  void accept_from(int listener);
-  bool admit(int fd, bool from_unix, const Address& from);
+  void tend(Gate& gate, Deadline now);
+  void accept_from(int listener, Gate& gate);
+  bool admit(Fd fd, Admission& admission, const Address* from);
   void serve(int fd, uint32_t events);
   bool read(Connection& c);
   bool fill(Connection& c, void* into, size_t size);
   bool greeted(Connection& c);
   bool proved(Connection& c);
   bool known(Connection& c);
+  void is_no_stranger(Connection& c);
   bool read_frames(Connection& c, bool joins);
   bool read_body(Connection& c, size_t* missing);
   void unproved(const Connection& c, const std::string& what);
@@ -88,18 +95,16 @@ class Service {
   void give(const Post& post);
   std::unique_ptr<Connection> take(int fd);
   void end(int fd);
-  std::vector<int> descriptors() const;
   void tidy(Deadline now);
 
   struct Listener {
     Fd fd;
-    bool is_unix;
+    Gate* gate;
     std::string asked;  // the address it was asked for
   };
   Fd epoll_, wake_;
   std::vector<Listener> listeners_;
-  bool resting_ = false;
-  Admission admission_;
+  Gate network_, local_;
   std::unordered_map<int, std::unique_ptr<Connection>> connections_;
   std::set<std::pair<Deadline, int>> leaving_;  // answered, and to be dropped at the latest then
   std::vector<SocketPtr> finished_;

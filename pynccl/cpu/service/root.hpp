@@ -39,6 +39,7 @@ class RootTable {
   // A rank that knows the token cannot prove the secret.
   void unproved(const Token& token, uint64_t serial, const std::string& text);
 
+  bool busy() const { return !timers_.empty(); }  // ranks wait
   void expire(Deadline now);
   Deadline next_deadline() const { return timers_.empty() ? kForever : timers_.begin()->first; }
 

@@ -49,28 +49,31 @@ class RemoteSeat final : public Seat {
 };
 
 struct Holder {
-  std::mutex mutex;
-  Service* service = nullptr;
+  std::mutex mutex;  // of its creation
+  std::atomic<Service*> service{nullptr};
 };
 
 }  // namespace
 
 Service* Service::get(const char* needed_by) {
   Holder& holder = per_process<Holder>();
+  // Without the lock once there is one: the service's own thread asks, under its mutex.
+  if (Service* service = holder.service.load()) return service;
   std::lock_guard<std::mutex> lock(holder.mutex);
-  if (holder.service) return holder.service;
+  if (Service* service = holder.service.load()) return service;
   std::string why;
   auto fresh = std::make_unique<Service>();
   if (!fresh->start(&why))
     return fail(ncclSystemError, "%s cannot start the bootstrap service: %s", needed_by, why.c_str()),
            nullptr;
-  return holder.service = fresh.release();
+  holder.service.store(fresh.get());
+  return fresh.release();
 }
 
 bool Service::start(std::string* why) {
   auto failed = [&](const char* what) { return *why = what + (": " + describe_error(errno)), false; };
-  epoll_.reset(epoll_create1(EPOLL_CLOEXEC));
-  wake_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  epoll_ = Fd::made_by([] { return epoll_create1(EPOLL_CLOEXEC); });
+  wake_ = Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
   if (!epoll_ || !wake_) return failed("epoll");
   Address address;
   if (!pick_address(&address)) return *why = last_error(), false;
@@ -81,24 +84,16 @@ bool Service::start(std::string* why) {
   if (!local) return failed("cannot open a Unix socket");
   epoll_event event{EPOLLIN, {.fd = local.get()}};
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, local.get(), &event) != 0) return failed("epoll_ctl");
-  listeners_.push_back({std::move(local), true, ""});
+  listeners_.push_back({std::move(local), &local_, ""});
   event = {EPOLLIN, {.fd = wake_.get()}};
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) return failed("epoll_ctl");
-  for (int fd : descriptors()) close_in_child(fd);
   try {
     std::thread([this] { run(); }).detach();
   } catch (const std::system_error& e) {
-    for (int fd : descriptors()) forget_descriptor(fd);
     *why = "no thread is to be had: " + e.code().message() + " (RLIMIT_NPROC, or the cgroup's pids.max)";
     return false;
   }
   return true;
-}
-
-std::vector<int> Service::descriptors() const {
-  std::vector<int> fds{epoll_.get(), wake_.get()};
-  for (const Listener& l : listeners_) fds.push_back(l.fd.get());
-  return fds;
 }
 
 bool Service::listen(Address at, std::string* why) {
@@ -108,16 +103,12 @@ bool Service::listen(Address at, std::string* why) {
     if (l.asked == asked) return true;
   Fd fd = listen_on(&at, why);
   if (!fd) return false;
-  epoll_event event{resting_ ? 0u : uint32_t(EPOLLIN), {.fd = fd.get()}};
+  epoll_event event{network_.resting ? 0u : uint32_t(EPOLLIN), {.fd = fd.get()}};
   if (fcntl(fd.get(), F_SETFL, O_NONBLOCK) != 0 ||
       epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd.get(), &event) != 0)
     return *why = describe_error(errno), false;
-  bool first = listeners_.empty();
-  if (first)
-    endpoint = Endpoint::of(at);
-  else
-    close_in_child(fd.get());
-  listeners_.push_back({std::move(fd), false, asked});
+  if (listeners_.empty()) endpoint = Endpoint::of(at);
+  listeners_.push_back({std::move(fd), &network_, asked});
   return true;
 }
 
@@ -145,7 +136,8 @@ void Service::run() {
       std::lock_guard<std::recursive_mutex> lock(mutex);
       Deadline now = Clock::now();
       tidy(now);
-      next = std::min(admission_.next_change(now), roots.next_deadline());
+      next = std::min(
+          {network_.admission.next_change(now), local_.admission.next_change(now), roots.next_deadline()});
       if (!leaving_.empty()) next = std::min(next, leaving_.begin()->first);
     }
     int64_t ms =
@@ -155,10 +147,11 @@ void Service::run() {
     for (int i = 0; i < n; ++i) {
       int fd = events[i].data.fd;
       try {
-        bool listens = false;
-        for (size_t l = 0; l < listeners_.size(); ++l) listens = listens || listeners_[l].fd.get() == fd;
-        if (listens)
-          accept_from(fd);
+        Gate* gate = nullptr;
+        for (Listener& l : listeners_)
+          if (l.fd.get() == fd) gate = l.gate;
+        if (gate)
+          accept_from(fd, *gate);
         else if (fd == wake_.get())
           deliver();
         else
@@ -178,72 +171,76 @@ void Service::tidy(Deadline now) {
   } catch (const std::exception& e) {
     log(Level::Warn, "the bootstrap service: %s", e.what());
   }
-  for (int fd; (fd = admission_.overdue(now)) >= 0;) {
-    admission_.went(fd, now);
-    end(fd);
-  }
   while (!leaving_.empty() && leaving_.begin()->first <= now) end(leaving_.begin()->second);
   std::vector<SocketPtr> finished = std::move(finished_);
   finished_.clear();
   for (const SocketPtr& socket : finished) drop(socket);
-  rest_or_listen(now);
+  tend(network_, now);
+  tend(local_, now);
 }
 
-void Service::rest_or_listen(Deadline now) {
-  bool rest = !admission_.accepts(now);
-  if (rest == resting_) return;
-  resting_ = rest;
+// Ends what is overdue; lets the listeners rest or not.
+void Service::tend(Gate& gate, Deadline now) {
+  for (int fd; (fd = gate.admission.overdue(now)) >= 0;) {
+    gate.admission.went(fd, now);
+    end(fd);
+  }
+  bool rest = !gate.admission.accepts(now);
+  if (rest == gate.resting) return;
+  gate.resting = rest;
   for (Listener& l : listeners_) {
+    if (l.gate != &gate) continue;
     epoll_event event{rest ? 0u : uint32_t(EPOLLIN), {.fd = l.fd.get()}};
     epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, l.fd.get(), &event);
   }
 }
 
-void Service::accept_from(int listener) {
-  bool is_unix = false;
-  for (Listener& l : listeners_) is_unix = is_unix || (l.fd.get() == listener && l.is_unix);
-  for (int i = 0; i < kAtOnce && admission_.accepts(Clock::now()); ++i) {
+void Service::accept_from(int listener, Gate& gate) {
+  for (int i = 0; i < kAtOnce && gate.admission.accepts(Clock::now()); ++i) {
     Address from;
     from.len = sizeof from.ss;
-    int fd = accept4(listener, reinterpret_cast<sockaddr*>(&from.ss), &from.len, SOCK_CLOEXEC);
-    if (fd < 0) {
+    Fd fd = Fd::made_by(
+        [&] { return accept4(listener, reinterpret_cast<sockaddr*>(&from.ss), &from.len, SOCK_CLOEXEC); });
+    if (!fd) {
       bool no_room = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-      if (no_room) admission_.starved(Clock::now());
+      if (no_room) gate.admission.starved(Clock::now());
       if (errno == EINTR || errno == ECONNABORTED) continue;
       break;
     }
-    if (!admit(fd, is_unix, from)) continue;
+    int number = fd.get();
+    if (!admit(std::move(fd), gate.admission, &gate == &local_ ? nullptr : &from)) continue;
     // Whoever speaks at once never counts as a stranger for long.
-    serve(fd, EPOLLIN);
-    tidy(Clock::now());
+    serve(number, EPOLLIN);
+    tend(gate, Clock::now());
   }
 }
 
-bool Service::admit(int fd, bool is_unix, const Address& from) {
-  Fd owned(fd);
+// `from` is the network's address of who comes; nullptr at the Unix socket.
+bool Service::admit(Fd owned, Admission& admission, const Address* from) {
+  int fd = owned.get();
   Admission::Source source;
-  if (is_unix) {
+  if (from) {
+    source = Admission::Source::of(*from);
+    int on = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  } else {
     ucred who{};
     socklen_t size = sizeof who;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) return false;
     source = Admission::Source::of_user(who.uid);
     // Another user has no business here. Root may read this process's memory anyway.
     if (who.uid != geteuid() && who.uid != 0) {
-      admission_.came(fd, source, Clock::now());
-      admission_.went(fd, Clock::now());
+      admission.came(fd, source, Clock::now());
+      admission.went(fd, Clock::now());
       return false;
     }
-  } else {
-    source = Admission::Source::of(from);
-    int on = 1;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   }
   auto socket = std::make_shared<Socket>(std::move(owned));
   auto connection = std::make_unique<Connection>();
-  connection->guest = true;
-  connection->address = is_unix ? "this host" : from.str();
+  connection->guest_of = &admission;
+  connection->address = from ? from->str() : "this host";
   watch(socket, std::move(connection), EPOLLIN);
-  admission_.came(fd, source, Clock::now());
+  admission.came(fd, source, Clock::now());
   return true;
 }
 
@@ -286,7 +283,7 @@ std::unique_ptr<Connection> Service::take(int fd) {
   std::unique_ptr<Connection> c = std::move(it->second);
   connections_.erase(it);
   c->socket->unwatch();
-  if (c->guest) admission_.went(fd, Clock::now());
+  if (c->guest_of) c->guest_of->went(fd, Clock::now());
   if (c->leaves_by != kForever) leaving_.erase({c->leaves_by, fd});
   return c;
 }
@@ -391,12 +388,14 @@ void Service::unproved(const Connection& c, const std::string& what) {
   if (c.hello.kind == HelloKind::Join) roots.unproved(c.hello.token, c.hello.serial, text);
 }
 
+void Service::is_no_stranger(Connection& c) {
+  if (c.guest_of) c.guest_of->proved(c.socket->fd());
+  c.guest_of = nullptr;
+}
+
 bool Service::known(Connection& c) {
   bool stranger = c.hello.kind == HelloKind::Join && roots.open_to_all(c.hello.token);
-  if (!stranger) {
-    admission_.proved(c.socket->fd());
-    c.guest = false;
-  }
+  if (!stranger) is_no_stranger(c);
   if (c.hello.kind == HelloKind::Join) {
     c.stage = Connection::Joins;
     c.seat = std::make_shared<RemoteSeat>(*this, c.socket, c.address);
@@ -417,7 +416,7 @@ bool Service::read_frames(Connection& c, bool joins) {
       if (!fill(c, &c.header, sizeof c.header)) return false;
       if (c.got < sizeof c.header) return true;
       uint32_t most = !joins ? kMaxFrame : RootTable::most_bytes(c.header.kind);
-      bool too_long = c.header.bytes > most || (c.guest && c.header.kind != Ctl::Announce);
+      bool too_long = c.header.bytes > most || (c.guest_of && c.header.kind != Ctl::Announce);
       if (too_long || c.header.kind == Ctl::Closed) return false;
       c.body.clear();
     }
@@ -432,10 +431,7 @@ bool Service::read_frames(Connection& c, bool joins) {
       if (it == connections_.end() || it->second->socket != keep) return true;
       continue;
     }
-    if (c.guest) {
-      admission_.proved(keep->fd());
-      c.guest = false;
-    }
+    is_no_stranger(c);
     if (!roots.heard(c.hello.token, c.hello.serial, c.seat, c.header, body)) return false;
     if (c.stage != Connection::Joins) return true;
   }
@@ -498,7 +494,7 @@ void Service::give(const Post& p) {
 
 bool Service::starved() {
   std::lock_guard<std::recursive_mutex> lock(mutex);
-  Deadline since = admission_.starved_since();
+  Deadline since = std::min(network_.admission.starved_since(), local_.admission.starved_since());
   return since != kForever && Clock::now() - since > std::chrono::seconds(1);
 }
 

@@ -23,13 +23,6 @@ socklen_t unix_address(const Token& name, sockaddr_un* un) {
 
 }  // namespace
 
-Socket::Socket(Fd fd) : fd_(std::move(fd)) { close_in_child(fd_.get()); }
-
-Socket::~Socket() {
-  // A forked child has closed it already, and the number may be another file's by now.
-  if (!forget_descriptor(fd_.get())) fd_.release();
-}
-
 bool Socket::send_frame(Ctl kind, uint64_t tag, Blob body) {
   CtlHeader header{kind, uint32_t(body.size), tag};
   std::vector<char> head(sizeof header);
@@ -117,7 +110,7 @@ int64_t Socket::peer_pid() const {
 Fd listen_unix(const Token& name) {
   sockaddr_un un;
   socklen_t size = unix_address(name, &un);
-  Fd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  Fd fd = Fd::made_by([] { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
   if (!fd || bind(fd.get(), reinterpret_cast<sockaddr*>(&un), size) != 0 || listen(fd.get(), 4096) != 0)
     return {};
   return fd;
@@ -126,7 +119,7 @@ Fd listen_unix(const Token& name) {
 Fd connect_unix(const Token& name, Deadline deadline, std::string* why, const std::atomic<bool>* stop) {
   sockaddr_un un;
   socklen_t size = unix_address(name, &un);
-  Fd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  Fd fd = Fd::made_by([] { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
   for (;;) {
     if (fd && connect(fd.get(), reinterpret_cast<sockaddr*>(&un), size) == 0) break;
     // EAGAIN: more wait to be accepted than the listener's backlog has room for.
@@ -165,7 +158,16 @@ Fd recv_fd(int socket, Deadline deadline) {
   for (;;) {
     message.msg_control = control;
     message.msg_controllen = sizeof control;
-    ssize_t n = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    ssize_t n = 0;
+    Fd received = Fd::made_by([&] {
+      n = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+      cmsghdr* c = n == 1 ? CMSG_FIRSTHDR(&message) : nullptr;
+      int fd = -1;
+      if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS)
+        memcpy(&fd, CMSG_DATA(c), sizeof fd);
+      return fd;
+    });
+    if (received) return received;
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) {
       if (!wait_readable(socket, deadline)) return {};
@@ -173,13 +175,8 @@ Fd recv_fd(int socket, Deadline deadline) {
     }
     if (n < 0) return {};
     // The kernel cuts off what there is no descriptor for.
-    cmsghdr* c = n == 1 ? CMSG_FIRSTHDR(&message) : nullptr;
-    if (n == 1 && (message.msg_flags & MSG_CTRUNC)) return errno = EMFILE, Fd();
-    if (!c || c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
-      return errno = n == 0 ? ECONNRESET : EPROTO, Fd();
-    int fd = -1;
-    memcpy(&fd, CMSG_DATA(c), sizeof fd);
-    return Fd(fd);
+    bool cut_off = n == 1 && (message.msg_flags & MSG_CTRUNC);
+    return errno = cut_off ? EMFILE : n == 0 ? ECONNRESET : EPROTO, Fd();
   }
 }
 

@@ -12,8 +12,7 @@ namespace pncpu {
 // Closed with its last owner, and at once in a forked child.
 class Socket {
  public:
-  explicit Socket(Fd fd);
-  ~Socket();
+  explicit Socket(Fd fd) : fd_(std::move(fd)) {}
   int fd() const { return fd_.get(); }
 
   // One whole frame; false when the peer is gone or has read nothing for too long.

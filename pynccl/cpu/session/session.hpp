@@ -19,21 +19,6 @@ struct Leaving {
   uint64_t colls = 0, sends = 0, recvs = 0;
 };
 
-// What a blocked rank tells every peer: what it needs of that peer (0: nothing of the kind), up to where its
-// own current calls towards that peer go, and for whose current calls to end it waits.
-struct Stuck {
-  struct Edge {
-    int32_t rank;
-    uint64_t epoch;  // that rank's, when this was said
-  };
-  static constexpr int kMostEdges = 16;
-  uint64_t epoch = 0, serial = 0;  // changes with every move; with every message
-  uint64_t last_coll = 0, last_send = 0, last_recv = 0;
-  int32_t edges = 0;
-  Edge waits_for[kMostEdges] = {};
-  char doing[128] = {};
-};
-
 struct Peer {
   explicit Peer(const PeerInfo& info_) : info(info_) {}
   const PeerInfo& info;  // in the session's table
@@ -46,8 +31,8 @@ struct Peer {
   bool left = false;              // under Session::mutex
   std::atomic<bool> gone{false};  // set under it; who tells of an error looks without
   Leaving leaving;
-  std::unique_ptr<Stuck> stuck;  // the newest
   std::atomic<uint64_t> sends_issued{0}, recvs_issued{0};
+  std::atomic<uint64_t> sends_started{0}, recvs_started{0};  // the number of the newest that has its turn
   std::string str() const;
 };
 

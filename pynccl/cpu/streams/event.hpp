@@ -8,10 +8,13 @@
 
 namespace pncpu {
 
+class Stream;
+
 // One record of an event. Recording the event again makes another: who waits for this one goes on waiting.
 struct Recording {
   std::atomic<bool> happened{false};
   Doorbell bell;
+  std::weak_ptr<Stream> stream;  // whose work it comes after
   void happen() {
     happened.store(true, std::memory_order_release);
     bell.ring();

@@ -135,6 +135,14 @@ ncclResult_t Stream::drive(uint64_t target, Deadline deadline) {
   return ncclSuccess;
 }
 
+Stream::Head Stream::head() {
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  if (queue_.empty()) return {};
+  const Node& node = queue_.front();
+  if (node.kind == Node::Wait) return {nullptr, node.recording->stream.lock()};
+  return {node.task, node.stream};
+}
+
 ncclResult_t Stream::synchronize(Deadline deadline, uint64_t comm_serial) {
   ncclResult_t r = drive(enqueued_.load(), deadline);
   return r == ncclInProgress ? r : take_error(comm_serial);

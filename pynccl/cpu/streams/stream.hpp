@@ -60,6 +60,12 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool idle() const { return completed_.load() == enqueued_.load(); }
   uint64_t enqueued() const { return enqueued_.load(); }
   uint64_t completed() const { return completed_.load(); }
+  // What its oldest work is: a task, or the wait for another stream.
+  struct Head {
+    std::shared_ptr<Task> task;
+    std::shared_ptr<Stream> waits_for;
+  };
+  Head head();
   // Runs or waits until `target` nodes have completed; ncclInProgress at the deadline.
   ncclResult_t drive(uint64_t target, Deadline deadline);
   // Waits for all there is now, then take_error().

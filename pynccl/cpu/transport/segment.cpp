@@ -30,7 +30,7 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring
 }
 
 ncclResult_t Segment::create() {
-  fd_.reset(memfd_create("pynccl", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  fd_ = Fd::made_by([] { return memfd_create("pynccl", MFD_CLOEXEC | MFD_ALLOW_SEALING); });
   if (!fd_) return fail(ncclSystemError, "memfd_create: %s", describe_error(errno).c_str());
   if (ftruncate(fd_.get(), off_t(bytes_)) != 0)
     return fail(ncclSystemError, "cannot size the shared segment to %zu bytes: %s", bytes_, strerror(errno));
@@ -66,14 +66,11 @@ ncclResult_t Segment::map() {
     return fail(ncclSystemError, "cannot map %zu bytes of shared memory: %s", bytes_, strerror(errno));
   madvise(at, bytes_, MADV_DONTFORK);
   base_ = static_cast<char*>(at);
-  close_in_child(fd_.get());
   return ncclSuccess;
 }
 
 Segment::~Segment() {
-  if (!base_) return;
-  munmap(base_, bytes_);
-  if (!forget_descriptor(fd_.get())) fd_.release();  // a forked child has closed it already
+  if (base_) munmap(base_, bytes_);
 }
 
 Ring Segment::ring(int from, int to, int channel) const {

@@ -1,0 +1,292 @@
+// Ranks that wait for each other through several communicators, ranks that only look as if they did, and
+// ranks that derive communicators by different calls.
+#include "ranks.hpp"
+
+using namespace testing;
+
+namespace {
+
+// In each program a communicator's calls have a count of their own, by which the error's text shows them.
+constexpr size_t kCounts[] = {1111, 2222, 3333};
+
+std::string called(int comm) { return "count " + std::to_string(kCounts[comm]); }
+
+using Run = void (*)(int, const std::function<void(int)>&);
+
+ncclComm_t join(const ncclUniqueId& id, int nranks, int rank) {
+  ncclComm_t comm = nullptr;
+  OK(ncclCommInitRank(&comm, nranks, id, rank));
+  return comm;
+}
+
+struct Buffers {
+  std::vector<float> data[3] = {std::vector<float>(kCounts[0], 1), std::vector<float>(kCounts[1], 1),
+                                std::vector<float>(kCounts[2], 1)};
+  ncclResult_t sum(int comm, ncclComm_t handle, cudaStream_t stream = nullptr) {
+    return testing::sum(data[comm].data(), kCounts[comm], handle, stream);
+  }
+  void check(int comm, float want) const {
+    CHECK_EQ(data[comm].front(), want);
+    CHECK_EQ(data[comm].back(), want);
+  }
+};
+
+// A rank's calls stop at its first error, which has to be the deadlock, in words that show the calls
+// concerned.
+void expect_deadlock(const std::vector<std::function<ncclResult_t()>>& calls, const std::vector<int>& comms) {
+  for (auto& call : calls) {
+    ncclResult_t r = call();
+    if (r == ncclSuccess) continue;
+    std::string text = last_error();
+    CHECK_EQ(std::string(name_of(r)), std::string("ncclInvalidUsage"));
+    SAYS(text, "deadlock");
+    for (int comm : comms) SAYS(text, called(comm));
+    return;
+  }
+  CHECK(!"a deadlocked rank has an error");
+}
+
+void abort_all(std::initializer_list<ncclComm_t> comms) {
+  for (ncclComm_t comm : comms) OK(ncclCommAbort(comm));
+}
+
+// ---- deadlocks ----
+
+// Rank 0 calls on `a` and then on `b`, rank 1 the other way round.
+void opposite_order(Run run, bool wait_between) {
+  ncclUniqueId ids[] = {new_id(), new_id()};
+  Meeting all_ended(2);
+  Stopwatch watch;
+  run(2, [&](int rank) {
+    ncclComm_t comm[] = {join(ids[0], 2, rank), join(ids[1], 2, rank)};
+    Buffers x;
+    int first = rank, second = 1 - rank;
+    std::vector<std::function<ncclResult_t()>> calls;
+    calls.push_back([&] { return x.sum(first, comm[first]); });
+    if (wait_between) calls.push_back([&] { return synchronize(comm[first]); });
+    calls.push_back([&] { return x.sum(second, comm[second]); });
+    calls.push_back([&] { return synchronize(comm[first]); });
+    calls.push_back([&] { return synchronize(comm[second]); });
+    expect_deadlock(calls, {0, 1});
+    all_ended();
+    abort_all({comm[0], comm[1]});
+  });
+  CHECK(watch.seconds() < 60);
+}
+
+void opposite_order_on_a_stream() { opposite_order(as_threads, false); }
+void opposite_order_one_call_after_the_other() { opposite_order(as_threads, true); }
+void opposite_order_on_a_stream_in_processes() { opposite_order(as_processes, false); }
+void opposite_order_one_call_after_the_other_in_processes() { opposite_order(as_processes, true); }
+
+// Communicator c has the ranks c and c+1. Each rank calls on the one it has with its successor first.
+void cycle_of_three(Run run, bool wait_between) {
+  ncclUniqueId ids[] = {new_id(), new_id(), new_id()};
+  Meeting all_ended(3);
+  run(3, [&](int rank) {
+    int next = rank, previous = (rank + 2) % 3;
+    ncclComm_t comm[3] = {};
+    for (int c = 0; c < 3; ++c)
+      if (c == next || c == previous) comm[c] = join(ids[c], 2, c == next ? 0 : 1);
+    Buffers x;
+    std::vector<std::function<ncclResult_t()>> calls;
+    calls.push_back([&] { return x.sum(next, comm[next]); });
+    if (wait_between) calls.push_back([&] { return synchronize(comm[next]); });
+    calls.push_back([&] { return x.sum(previous, comm[previous]); });
+    calls.push_back([&] { return synchronize(comm[next]); });
+    calls.push_back([&] { return synchronize(comm[previous]); });
+    expect_deadlock(calls, {0, 1, 2});
+    all_ended();
+    abort_all({comm[next], comm[previous]});
+  });
+}
+
+void cycle_over_three_communicators() { cycle_of_three(as_threads, false); }
+void cycle_over_three_communicators_one_call_after_the_other() { cycle_of_three(as_threads, true); }
+void cycle_over_three_communicators_in_processes() { cycle_of_three(as_processes, false); }
+
+// The order is made by an event: rank 0's stream for `b` waits for its stream for `a`.
+void an_event_closes_the_cycle() {
+  ncclUniqueId ids[] = {new_id(), new_id()};
+  Meeting all_ended(2);
+  as_threads(2, [&](int rank) {
+    ncclComm_t comm[] = {join(ids[0], 2, rank), join(ids[1], 2, rank)};
+    int first = rank, second = 1 - rank;
+    cudaStream_t streams[2];
+    cudaEvent_t event;
+    for (cudaStream_t& s : streams) OK(pyncclCpuStreamCreate(&s));
+    OK(pyncclCpuEventCreate(&event));
+    Buffers x;
+    OK(x.sum(first, comm[first], streams[0]));
+    OK(pyncclCpuEventRecord(comm[first], event, streams[0]));
+    OK(pyncclCpuStreamWaitEvent(comm[second], streams[1], event));
+    OK(x.sum(second, comm[second], streams[1]));
+    expect_deadlock({[&] { return synchronize(comm[first], streams[0]); },
+                     [&] { return synchronize(comm[second], streams[1]); }},
+                    {0, 1});
+    all_ended();
+    abort_all({comm[0], comm[1]});
+    for (cudaStream_t s : streams) OK(pyncclCpuStreamDestroy(s));
+    OK(pyncclCpuEventDestroy(event));
+  });
+}
+
+// ---- what is no deadlock ----
+
+// The calls of `a` and `b` are in opposite order, on streams of their own: each rank has made both.
+void opposite_order_on_two_streams() {
+  ncclUniqueId ids[] = {new_id(), new_id()};
+  as_threads(2, [&](int rank) {
+    ncclComm_t comm[] = {join(ids[0], 2, rank), join(ids[1], 2, rank)};
+    cudaStream_t streams[2];
+    for (cudaStream_t& s : streams) OK(pyncclCpuStreamCreate(&s));
+    Buffers x;
+    for (int c : {rank, 1 - rank}) OK(x.sum(c, comm[c], streams[c]));
+    for (int c : {rank, 1 - rank}) OK(synchronize(comm[c], streams[c]));
+    for (int c : {0, 1}) x.check(c, 2);
+    for (int c : {0, 1}) OK(ncclCommDestroy(comm[c]));
+    for (cudaStream_t s : streams) OK(pyncclCpuStreamDestroy(s));
+  });
+}
+
+// Rank 0 waits in `a`, rank 1 in `b`, until a second thread of rank 0 makes the call on `b` that is missing.
+void another_thread_makes_the_missing_call(Run run) {
+  ncclUniqueId ids[] = {new_id(), new_id()};
+  run(2, [&](int rank) {
+    ncclComm_t comm[] = {join(ids[0], 2, rank), join(ids[1], 2, rank)};
+    Buffers x;
+    cudaStream_t stream;
+    OK(pyncclCpuStreamCreateWithFlags(&stream, 1));  // it does not wait for the legacy stream
+    std::thread late([&] {
+      if (rank != 0) return;
+      sleep(3);
+      OK(x.sum(1, comm[1], stream));
+      OK(synchronize(comm[1], stream));
+    });
+    for (int c : {0, 1}) {
+      int at = rank == 0 ? c : 1 - c;
+      if (rank == 0 && at == 1) continue;
+      OK(x.sum(at, comm[at]));
+      OK(synchronize(comm[at]));
+    }
+    late.join();
+    for (int c : {0, 1}) x.check(c, 2);
+    for (int c : {0, 1}) OK(ncclCommDestroy(comm[c]));
+    OK(pyncclCpuStreamDestroy(stream));
+  });
+}
+void another_thread_of_a_thread_rank_calls() { another_thread_makes_the_missing_call(as_threads); }
+void another_thread_of_a_process_calls() { another_thread_makes_the_missing_call(as_processes); }
+
+// Rank 0 is late for both communicators, on which rank 1 waits with a thread and a stream each.
+void a_slow_rank_is_waited_for() {
+  ncclUniqueId ids[] = {new_id(), new_id()};
+  as_processes(2, [&](int rank) {
+    ncclComm_t comm[] = {join(ids[0], 2, rank), join(ids[1], 2, rank)};
+    Buffers x;
+    if (rank == 0) sleep(4);
+    as_threads(2, [&](int c) {
+      cudaStream_t stream;
+      OK(pyncclCpuStreamCreate(&stream));
+      OK(x.sum(c, comm[c], stream));
+      OK(synchronize(comm[c], stream));
+      OK(pyncclCpuStreamDestroy(stream));
+    });
+    for (int c : {0, 1}) x.check(c, 2);
+    for (int c : {0, 1}) OK(ncclCommDestroy(comm[c]));
+  });
+}
+
+// Rank 1 is in `b` with a third rank that is slow; rank 0 waits for rank 1 in `a`: a chain, no cycle.
+void a_chain_is_waited_for() {
+  ncclUniqueId ids[] = {new_id(), new_id()};
+  as_processes(3, [&](int rank) {
+    Buffers x;
+    ncclComm_t a = rank < 2 ? join(ids[0], 2, rank) : nullptr;
+    ncclComm_t b = rank > 0 ? join(ids[1], 2, rank - 1) : nullptr;
+    if (rank == 2) sleep(4);
+    if (b) {
+      OK(x.sum(1, b));
+      OK(synchronize(b));
+    }
+    if (a) {
+      OK(x.sum(0, a));
+      OK(synchronize(a));
+    }
+    for (ncclComm_t comm : {a, b}) OK(ncclCommDestroy(comm));
+  });
+}
+
+// ---- different calls that derive a communicator ----
+
+using Derive = ncclResult_t (*)(ncclComm_t parent, ncclComm_t* made);
+
+ncclResult_t split(ncclComm_t parent, ncclComm_t* made) { return ncclCommSplit(parent, 0, 0, made, nullptr); }
+ncclResult_t shrink(ncclComm_t parent, ncclComm_t* made) {
+  int last = 2;
+  return ncclCommShrink(parent, &last, 1, made, nullptr, NCCL_SHRINK_DEFAULT);
+}
+ncclResult_t grow(ncclComm_t parent, ncclComm_t* made) {
+  int rank = -1;
+  ncclUniqueId id;
+  OK(ncclCommUserRank(parent, &rank));
+  if (rank == 0) OK(ncclCommGetUniqueId(parent, &id));
+  return ncclCommGrow(parent, 4, rank == 0 ? &id : nullptr, -1, made, nullptr);
+}
+ncclResult_t suspend(ncclComm_t parent, ncclComm_t*) { return ncclCommSuspend(parent, NCCL_SUSPEND_MEM); }
+
+// The first two of three ranks differ; the third joins rank 0, or does nothing, as one that shrinks lets it.
+void different_calls(Derive of_rank_0, Derive of_rank_1, bool third_joins) {
+  set("PYNCCL_CPU_INIT_TIMEOUT", "15");
+  ncclUniqueId id = new_id();
+  Meeting all_ended(3);
+  as_threads(3, [&](int rank) {
+    ncclComm_t parent = join(id, 3, rank), made = nullptr;
+    Stopwatch watch;
+    if (rank < 2 || third_joins) {
+      ncclResult_t r = (rank == 1 ? of_rank_1 : of_rank_0)(parent, &made);
+      std::string text = last_error();
+      RESULT(r, ncclInvalidUsage);
+      CHECK(contains(text, "called another function") || contains(text, "the ranks called different things"));
+      if (failures) fprintf(stderr, "rank %d: %s\n", rank, text.c_str());
+      CHECK(watch.seconds() < 10);
+      CHECK(made == nullptr);
+    }
+    all_ended();
+    OK(ncclCommAbort(parent));
+  });
+}
+
+void split_and_shrink() { different_calls(split, shrink, true); }
+void split_and_shrink_without_the_third() { different_calls(split, shrink, false); }
+void shrink_and_split() { different_calls(shrink, split, false); }
+void split_and_grow() { different_calls(split, grow, true); }
+void grow_and_split() { different_calls(grow, split, true); }
+void grow_and_shrink() { different_calls(grow, shrink, true); }
+void split_and_suspend() { different_calls(split, suspend, true); }
+
+}  // namespace
+
+int main() {
+  const Test tests[] = {TEST(opposite_order_on_a_stream),
+                        TEST(opposite_order_one_call_after_the_other),
+                        TEST(opposite_order_on_a_stream_in_processes),
+                        TEST(opposite_order_one_call_after_the_other_in_processes),
+                        TEST(cycle_over_three_communicators),
+                        TEST(cycle_over_three_communicators_one_call_after_the_other),
+                        TEST(cycle_over_three_communicators_in_processes),
+                        TEST(an_event_closes_the_cycle),
+                        TEST(opposite_order_on_two_streams),
+                        TEST(another_thread_of_a_thread_rank_calls),
+                        TEST(another_thread_of_a_process_calls),
+                        TEST(a_slow_rank_is_waited_for),
+                        TEST(a_chain_is_waited_for),
+                        TEST(split_and_shrink),
+                        TEST(split_and_shrink_without_the_third),
+                        TEST(shrink_and_split),
+                        TEST(split_and_grow),
+                        TEST(grow_and_split),
+                        TEST(grow_and_shrink),
+                        TEST(split_and_suspend)};
+  return run_all(tests, sizeof tests / sizeof *tests);
+}

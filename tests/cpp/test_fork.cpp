@@ -1,0 +1,339 @@
+// Forks of a process whose threads are all inside the library: what a child may not use of its parent's, what
+// it can make of its own, and what it must not keep open.
+#include <sys/stat.h>
+
+#include <algorithm>
+
+#include "ranks.hpp"
+
+using namespace testing;
+
+namespace {
+
+constexpr int kPairs = 2;
+
+// Two communicators of two ranks; each of the four ranks is a thread that calls without pause until all are
+// told to stop, which the ranks of a communicator agree on in their calls.
+class BusyParent {
+ public:
+  BusyParent() {
+    OK(pyncclCpuStreamCreate(&stream));
+    OK(pyncclCpuEventCreate(&event));
+    for (int p = 0; p < kPairs; ++p) {
+      ncclUniqueId id = new_id();
+      for (int rank = 0; rank < 2; ++rank)
+        threads_.emplace_back([this, id, p, rank] {
+          OK(ncclCommInitRank(&comms[size_t(2 * p + rank)], 2, id, rank));
+          work(comms[size_t(2 * p + rank)]);
+        });
+    }
+    CHECK(soon(60, [&] { return rounds_ > 100; }));
+  }
+  ~BusyParent() {
+    stop_ = true;
+    for (std::thread& t : threads_) t.join();
+    for (ncclComm_t comm : comms) OK(ncclCommAbort(comm));
+    OK(pyncclCpuStreamDestroy(stream));
+    OK(pyncclCpuEventDestroy(event));
+  }
+  std::vector<ncclComm_t> comms = std::vector<ncclComm_t>(2 * kPairs);
+  cudaStream_t stream;
+  cudaEvent_t event;
+
+ private:
+  void work(ncclComm_t comm) {
+    cudaStream_t mine;
+    cudaEvent_t recorded;
+    OK(pyncclCpuStreamCreate(&mine));
+    OK(pyncclCpuEventCreate(&recorded));
+    for (int i = 0;; ++i, ++rounds_) {
+      float x[300] = {1, stop_ ? 1.0f : 0.0f};
+      cudaStream_t on = i % 4 ? nullptr : mine;
+      OK(sum(x, 300, comm, on));
+      OK(pyncclCpuEventRecord(comm, recorded, on));
+      if (i % 4) OK(pyncclCpuStreamWaitEvent(comm, mine, recorded));
+      void *memory, *handle;
+      OK(ncclMemAlloc(&memory, 5000));
+      OK(ncclCommRegister(comm, memory, 5000, &handle));
+      if (!OK(synchronize(comm, on, 60000))) break;
+      CHECK_EQ(x[0], 2.0f);
+      OK(pyncclCpuEventSynchronize(recorded, 60000));
+      OK(ncclCommDeregister(comm, handle));
+      OK(ncclMemFree(memory));
+      if (x[1] > 0) break;
+    }
+    OK(pyncclCpuStreamDestroy(mine));
+    OK(pyncclCpuEventDestroy(recorded));
+  }
+  std::atomic<bool> stop_{false};
+  std::atomic<long> rounds_{0};
+  std::vector<std::thread> threads_;
+};
+
+// ---- what a child does ----
+
+void names_the_fork(const char* what) {
+  std::string text = last_error();
+  if (contains(text, "fork") || contains(text, "parent")) return;
+  fprintf(stderr, "%s: \"%s\" says nothing of the fork\n", what, text.c_str());
+  ++failures;
+}
+#define REFUSED(call)                  \
+  do {                                 \
+    RESULT(call, ncclInvalidArgument); \
+    names_the_fork(#call);             \
+  } while (0)
+
+void inherited_handles_are_refused(const BusyParent& parent) {
+  int n;
+  float x = 1;
+  ncclResult_t async;
+  ncclComm_t made = nullptr, comm = parent.comms[0];
+  at_step("child: inherited communicator");
+  REFUSED(ncclCommCount(comm, &n));
+  REFUSED(ncclCommGetAsyncError(comm, &async));
+  REFUSED(sum(&x, 1, comm));
+  REFUSED(synchronize(comm));
+  REFUSED(ncclCommSplit(comm, 0, 0, &made, nullptr));
+  REFUSED(ncclCommFinalize(comm));
+  REFUSED(ncclCommDestroy(comm));
+  REFUSED(ncclCommAbort(comm));
+  CHECK(ncclGetLastError(comm) != nullptr);
+  at_step("child: inherited stream");
+  REFUSED(synchronize(nullptr, parent.stream));
+  REFUSED(pyncclCpuStreamQuery(nullptr, parent.stream));
+  REFUSED(pyncclCpuStreamDestroy(parent.stream));
+  at_step("child: inherited event");
+  REFUSED(pyncclCpuEventQuery(parent.event));
+  REFUSED(pyncclCpuEventSynchronize(parent.event, 0));
+  REFUSED(pyncclCpuEventDestroy(parent.event));
+}
+
+bool is_library_kind(const std::string& target) {
+  return contains(target, "socket:") || contains(target, "eventpoll") || contains(target, "memfd:") ||
+         contains(target, "eventfd");
+}
+
+// Sockets, memfds, epolls and eventfds that are open beyond those that the test had before it used the
+// library.
+std::vector<std::string> library_files(const std::vector<std::pair<int, std::string>>& before) {
+  std::vector<std::string> found;
+  for (auto& file : open_files())
+    if (is_library_kind(file.second) && std::find(before.begin(), before.end(), file) == before.end())
+      found.push_back(std::to_string(file.first) + " " + file.second);
+  return found;
+}
+
+void nothing_is_open(const std::vector<std::pair<int, std::string>>& before) {
+  std::vector<std::string> left = library_files(before);
+  for (const std::string& file : left) fprintf(stderr, "a child has its parent's %s open\n", file.c_str());
+  CHECK(left.empty());
+}
+
+// A rank calls on its default stream and on one of its own.
+void use(ncclComm_t comm, int nranks) {
+  cudaStream_t stream;
+  cudaEvent_t event;
+  OK(pyncclCpuStreamCreate(&stream));
+  OK(pyncclCpuEventCreate(&event));
+  std::vector<float> x(20000, 1), y(20000, 1);
+  OK(sum(x.data(), x.size(), comm));
+  OK(pyncclCpuEventRecord(comm, event, nullptr));
+  OK(pyncclCpuStreamWaitEvent(comm, stream, event));
+  OK(sum(y.data(), y.size(), comm, stream));
+  OK(synchronize(comm, stream));
+  OK(synchronize(comm));
+  CHECK_EQ(x.back(), float(nranks));
+  CHECK_EQ(y.back(), float(nranks));
+  OK(pyncclCpuEventDestroy(event));
+  OK(pyncclCpuStreamDestroy(stream));
+  void* memory;
+  OK(ncclMemAlloc(&memory, 10000));
+  if (memory) memset(memory, 1, 10000);
+  OK(ncclMemFree(memory));
+}
+
+void join_and_use(const ncclUniqueId& id, int nranks, int rank) {
+  ncclComm_t comm = nullptr;
+  if (!OK(ncclCommInitRank(&comm, nranks, id, rank))) return;
+  use(comm, nranks);
+  OK(ncclCommDestroy(comm));
+}
+
+void with_a_grandchild() {
+  ncclUniqueId id = new_id();
+  pid_t pid = fork();
+  if (pid == 0) {
+    alarm(20);
+    at_step("grandchild");
+    failures = 0;
+    join_and_use(id, 2, 1);
+    _exit(failures == 0 ? 0 : 1);
+  }
+  join_and_use(id, 2, 0);
+  CHECK_EQ(reap(pid, 25), 0);
+}
+
+void own_communicators(int number) {
+  at_step("child: a communicator of one rank");
+  join_and_use(new_id(), 1, 0);
+  if (number % 4 == 1) {
+    at_step("child: a communicator of two threads");
+    ncclUniqueId id = new_id();
+    as_threads(2, [&](int rank) { join_and_use(id, 2, rank); });
+  }
+  if (number % 8 == 2) {
+    at_step("child: a communicator with a grandchild");
+    with_a_grandchild();
+  }
+}
+
+// ---- the forks ----
+
+using Files = std::vector<std::pair<int, std::string>>;
+
+pid_t fork_child(int number, const BusyParent& parent, const Files& before) {
+  pid_t pid = fork();
+  if (pid != 0) return pid;
+  alarm(20);
+  failures = 0;
+  inherited_handles_are_refused(parent);
+  nothing_is_open(before);
+  own_communicators(number);
+  at_step("child: exit");
+#if !defined(__SANITIZE_ADDRESS__)  // whose leak check would miss the parent's threads and what they own
+  if (number % 5 == 3) exit(failures == 0 ? 0 : 1);
+#endif
+  _exit(failures == 0 ? 0 : 1);
+}
+
+void forks(const BusyParent& parent, const Files& before, int count) {
+  constexpr size_t kAtOnce = 4;
+  std::vector<pid_t> children;
+  auto reap_first = [&] {
+    CHECK_EQ(reap(children.front(), 30), 0);
+    children.erase(children.begin());
+  };
+  for (int number = 0; number < count && failures == 0; ++number) {
+    at_step("fork %d", number);
+    children.push_back(fork_child(number, parent, before));
+    if (children.size() == kAtOnce) reap_first();
+  }
+  while (!children.empty()) reap_first();
+}
+
+void forks_while_four_threads_call() {
+  Files before = open_files();
+  BusyParent parent;
+  forks(parent, before, scaled(2000, 200, 60));
+}
+
+// The sockets and segments of a creation are not of any communicator yet.
+void forks_while_communicators_come_and_go() {
+  Files before = open_files();
+  BusyParent parent;
+  std::atomic<bool> stop{false};
+  std::thread maker([&] {
+    while (!stop && failures == 0)
+      for (ncclComm_t comm : together(3)) OK(ncclCommAbort(comm));
+  });
+  forks(parent, before, scaled(300, 60, 20));
+  stop = true;
+  maker.join();
+}
+
+// The parent goes on as if nothing had been forked, and a child that calls nothing keeps no peer alive.
+void a_fork_leaves_the_parent_as_it_was() {
+  std::vector<ncclComm_t> comms = together(2);
+  as_threads(2, [&](int r) { use(comms[size_t(r)], 2); });
+  Has before = process_has();
+  pid_t pid = fork();
+  if (pid == 0) {
+    alarm(20);
+    int n;
+    ncclCommCount(comms[0], &n);
+    own_communicators(2);
+    _exit(failures == 0 ? 0 : 1);
+  }
+  as_threads(2, [&](int r) { use(comms[size_t(r)], 2); });
+  CHECK_EQ(reap(pid, 25), 0);
+  CHECK(settles_to(before));
+  for (ncclComm_t comm : comms) OK(ncclCommAbort(comm));
+}
+
+// The group is its parent's: it goes on there, and the child has none.
+void a_fork_inside_a_group() {
+  std::vector<ncclComm_t> comms = together(2);
+  float x[2] = {1, 2};
+  OK(ncclGroupStart());
+  OK(sum(&x[0], 1, comms[0]));
+  pid_t pid = fork();
+  if (pid == 0) {
+    alarm(20);
+    failures = 0;
+    at_step("child: the end of its parent's group");
+    ncclResult_t r = ncclGroupEnd();
+    CHECK(r == ncclInvalidUsage || r == ncclInvalidArgument);
+    at_step("child: a group of its own");
+    ncclComm_t mine = alone();
+    float y = 3;
+    OK(ncclGroupStart());
+    OK(sum(&y, 1, mine));
+    OK(ncclGroupEnd());
+    OK(synchronize(mine, nullptr, 10000));
+    CHECK_EQ(y, 3.0f);
+    OK(ncclCommDestroy(mine));
+    _exit(failures == 0 ? 0 : 1);
+  }
+  CHECK_EQ(reap(pid, 25), 0);
+  OK(sum(&x[1], 1, comms[1]));
+  OK(ncclGroupEnd());
+  for (ncclComm_t comm : comms) OK(synchronize(comm, nullptr, 20000));
+  for (float v : x) CHECK_EQ(v, 3.0f);
+  for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
+}
+
+// A rank's forked child holds nothing open that would hide the rank's death from the others.
+void a_child_does_not_keep_its_parents_rank_alive() {
+  ncclUniqueId id = new_id();
+  int quiet[2];
+  CHECK_EQ(pipe(quiet), 0);
+  pid_t victim = fork();
+  if (victim == 0) {
+    alarm(60);
+    ncclComm_t comm = nullptr;
+    OK(ncclCommInitRank(&comm, 2, id, 1));
+    float x = 1;
+    OK(sum(&x, 1, comm));
+    OK(synchronize(comm));
+    pid_t survivor = fork();
+    if (survivor == 0) {
+      int n;
+      ncclCommCount(comm, &n);
+      char byte;
+      close(quiet[1]);
+      (void)!read(quiet[0], &byte, 1);  // until the test is over
+      _exit(0);
+    }
+    kill(getpid(), SIGKILL);
+  }
+  ncclComm_t comm = nullptr;
+  OK(ncclCommInitRank(&comm, 2, id, 0));
+  float x = 1;
+  OK(sum(&x, 1, comm));
+  OK(synchronize(comm));
+  CHECK_EQ(reap(victim, 20), -SIGKILL);
+  ncclResult_t r = sum(&x, 1, comm);
+  RESULT(r == ncclSuccess ? synchronize(comm, nullptr, 20000) : r, ncclRemoteError);
+  OK(ncclCommAbort(comm));
+  close(quiet[1]);
+}
+
+}  // namespace
+
+int main() {
+  const Test tests[] = {TEST(forks_while_four_threads_call), TEST(forks_while_communicators_come_and_go),
+                        TEST(a_fork_leaves_the_parent_as_it_was), TEST(a_fork_inside_a_group),
+                        TEST(a_child_does_not_keep_its_parents_rank_alive)};
+  return run_all(tests, sizeof tests / sizeof *tests);
+}
