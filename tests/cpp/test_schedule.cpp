@@ -14,7 +14,7 @@
 #include "harness.hpp"
 #include "ops/collectives.hpp"
 #include "ops/p2p.hpp"
-#include "service/service.hpp"
+#include "service/socket.hpp"
 #include "transport/segment.hpp"
 
 using namespace testing;

@@ -7,7 +7,7 @@
 #include <random>
 
 #include "harness.hpp"
-#include "service/service.hpp"
+#include "service/socket.hpp"
 #include "transport/segment.hpp"
 
 using namespace testing;

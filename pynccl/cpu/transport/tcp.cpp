@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "service/service.hpp"
+#include "service/socket.hpp"
 #include "transport/transport.hpp"
 
 namespace pncpu {
