@@ -129,7 +129,7 @@ class RankFailedError(NcclRemoteError):
         self.ranks = sorted(ranks)
 
 
-# How the CPU library begins a text about calls that do not fit together (kMismatch in cpu/comm.hpp).
+# How the CPU library begins a text about calls that do not fit together (kMismatch in cpu/ops/context.hpp).
 _MISMATCH = "the ranks called different things"
 RESULT_NAMES = {
     0: "ncclSuccess",

@@ -173,7 +173,8 @@ void threads_through_shared_memory() {
   set("PYNCCL_CPU_DIRECT", "0");
   as_threads(3, everything);
 }
-void forked_processes_over_tcp() {
+// Each rank on a host of its own.
+void over_tcp(const std::function<void(World)>& body) {
   ncclUniqueId id;
   OK(ncclGetUniqueId(&id));
   std::vector<pid_t> pids;
@@ -181,7 +182,7 @@ void forked_processes_over_tcp() {
     pid_t pid = fork();
     if (pid == 0) {
       set("NCCL_HOSTID", std::to_string(r).c_str());
-      one_rank(id, 3, r, everything);
+      one_rank(id, 3, r, body);
       _exit(failures == 0 ? 0 : 1);
     }
     pids.push_back(pid);
@@ -191,6 +192,30 @@ void forked_processes_over_tcp() {
     waitpid(pid, &status, 0);
     CHECK_EQ(status, 0);
   }
+}
+
+void forked_processes_over_tcp() { over_tcp(everything); }
+
+// More than a socket's pipe keeps of what has arrived.
+void a_megabyte_with_its_header_over_tcp() {
+  set("PYNCCL_CPU_INLINE_BYTES", "1048576");
+  set("PYNCCL_CPU_RING_BYTES", "4194304");
+  over_tcp([](const World& w) {
+    constexpr size_t kCount = 250000;
+    std::vector<float> in = w.make(kCount, float(w.rank + 1)), out = w.make(kCount, 0);
+    for (int i = 0; i < 5; ++i) {
+      OK(ncclAllReduce(in.data(), out.data(), kCount, ncclFloat32, ncclSum, w.comm, nullptr));
+      OK(ncclBroadcast(out.data(), out.data(), kCount, ncclFloat32, 1, w.comm, nullptr));
+    }
+    wait(w.comm);
+    check_all(out, 6);
+    OK(ncclGroupStart());
+    OK(ncclSend(in.data(), kCount, ncclFloat32, (w.rank + 1) % 3, w.comm, nullptr));
+    OK(ncclRecv(out.data(), kCount, ncclFloat32, (w.rank + 2) % 3, w.comm, nullptr));
+    OK(ncclGroupEnd());
+    wait(w.comm);
+    check_all(out, float((w.rank + 2) % 3 + 1));
+  });
 }
 
 void init_all_in_one_thread() {
@@ -321,6 +346,7 @@ int main() {
                         TEST(forked_processes),
                         TEST(forked_processes_through_shared_memory),
                         TEST(forked_processes_over_tcp),
+                        TEST(a_megabyte_with_its_header_over_tcp),
                         TEST(init_all_in_one_thread),
                         TEST(a_group_over_two_communicators),
                         TEST(a_mismatch_reaches_every_rank),

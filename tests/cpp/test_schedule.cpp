@@ -14,7 +14,7 @@
 #include "harness.hpp"
 #include "ops/collectives.hpp"
 #include "ops/p2p.hpp"
-#include "service/service.hpp"
+#include "service/socket.hpp"
 #include "transport/segment.hpp"
 
 using namespace testing;
@@ -34,12 +34,14 @@ void* allocate(size_t bytes) {
 
 }  // namespace
 
-void* operator new(size_t bytes) { return allocate(bytes); }
-void* operator new[](size_t bytes) { return allocate(bytes); }
-void operator delete(void* p) noexcept { free(p); }
-void operator delete[](void* p) noexcept { free(p); }
-void operator delete(void* p, size_t) noexcept { free(p); }
-void operator delete[](void* p, size_t) noexcept { free(p); }
+// Not inlined: the compiler would take the pairs of new and free for mistakes.
+#define HEAP __attribute__((noinline))
+HEAP void* operator new(size_t bytes) { return allocate(bytes); }
+HEAP void* operator new[](size_t bytes) { return allocate(bytes); }
+HEAP void operator delete(void* p) noexcept { free(p); }
+HEAP void operator delete[](void* p) noexcept { free(p); }
+HEAP void operator delete(void* p, size_t) noexcept { free(p); }
+HEAP void operator delete[](void* p, size_t) noexcept { free(p); }
 
 namespace {
 

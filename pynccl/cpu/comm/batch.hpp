@@ -8,6 +8,8 @@
 
 namespace pncpu {
 
+struct Comm;
+
 struct Batch {
   std::shared_ptr<Comm> comm;
   uint64_t ticket = 0;

@@ -9,8 +9,6 @@
 
 namespace pncpu {
 
-struct Comm;
-
 enum class Func : uint8_t {
   AllReduce,
   Reduce,

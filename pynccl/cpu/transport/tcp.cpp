@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "service/service.hpp"
+#include "service/socket.hpp"
 #include "transport/transport.hpp"
 
 namespace pncpu {
@@ -65,10 +65,7 @@ class TcpPipe final : public Pipe {
     memcpy(to, received_.get() + taken_ + skip, bytes);
   }
 
-  void consume(size_t bytes) override {
-    taken_ += bytes;
-    moved_ = true;
-  }
+  void consume(size_t bytes) override { taken_ += bytes; }
 
   // What is buffered first, then straight from the socket.
   size_t read(void* to, size_t bytes) override {
@@ -80,7 +77,6 @@ class TcpPipe final : public Pipe {
       if (more == 0) break;
       n += more;
     }
-    moved_ = moved_ || n;
     return n;
   }
 

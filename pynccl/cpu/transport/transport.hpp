@@ -40,7 +40,8 @@ class Pipe {
 
   // What is impossible about the peer's side; nothing moves any more then. nullptr while all is well.
   const char* fault() const { return fault_; }
-  // Whether bytes moved since this was last asked: the peer's bell is to be rung.
+  // Whether bytes moved in shared memory since this was last asked: the peer's bell is to be rung. A socket
+  // wakes the peer itself.
   bool take_moved() { return moved_ && !(moved_ = false); }
 
  protected:
