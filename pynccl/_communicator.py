@@ -493,6 +493,12 @@ class Communicator(Relatives):
             self._handle, self._why = 0, why
             self._c.handle = 0
 
+    def _leave_to_parent(self) -> None:
+        """In a forked child: nothing that it has is this process's to give back."""
+        self._forget("it belongs to the parent of this forked process; make a new one here")
+        self._kept.clear()
+        self._own_stream, self._scratch = 0, None
+
     def _release(self) -> None:
         lib.pynccl_watch_stop(self._c, lib.PYNCCL_CLOSES)
         while self._kept:

@@ -242,7 +242,7 @@ def _in_child() -> None:
     _reaper, _wake, _done = None, threading.Event(), threading.Event()
     for communicator in list(living):
         lib.pynccl_leave(communicator._c)
-        communicator._forget("it belongs to the parent of this forked process; make a new one here")
+        communicator._leave_to_parent()
 
 
 atexit.register(_at_exit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,8 @@ class _Owned:
     _makers: tuple[Callable[[], int], Callable[[], int]]
     _enders: tuple[Callable[[int], Any], Callable[[int], Any]]
 
+    _handle = 0  # also where its creation failed
+
     def __init__(self) -> None:
         self._cpu = _library.library_info().backend == "cpu"
         with on_device(device_to_use(None)):
@@ -116,6 +119,11 @@ class _Owned:
         handle, self._handle = self._handle, 0
         if handle:
             self._enders[not self._cpu](handle)
+
+    def __del__(self) -> None:
+        # A dropped stream finishes its work; in a forked child, or at the interpreter's end, it is not ours.
+        with contextlib.suppress(Exception):
+            self.destroy()
 
     def __enter__(self) -> Self:
         return self
