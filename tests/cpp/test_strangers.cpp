@@ -677,6 +677,9 @@ void a_public_id_is_warned_of_once() {
   size_t at = text.find(" is public: ");
   CHECK(at != std::string::npos);
   CHECK(text.find(" is public: ", at + 1) == std::string::npos);
+  // The second job's rank 1 is another process.
+  CHECK(contains(text, "rank 1 of the communicator that NCCL_COMM_ID made before was pid "));
+  CHECK(!contains(text, "rank 0 of the communicator that"));
 }
 
 std::string hex(const Digest& digest) {

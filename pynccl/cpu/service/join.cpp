@@ -85,6 +85,7 @@ class LocalTalk final : public Talk {
   ~LocalTalk() override {
     std::lock_guard<std::recursive_mutex> lock(service_.mutex);
     service_.roots.left(id_.token, seat_);
+    service_.wake();
   }
   void say(Ctl kind, uint64_t tag, const Blob& body) override {
     std::lock_guard<std::recursive_mutex> lock(service_.mutex);

@@ -59,7 +59,7 @@ bool RootTable::serves(const Token& token, uint64_t serial) const {
 
 bool RootTable::open_to_all(const Token& token) const {
   auto it = public_.find(token);
-  return it != public_.end() && it->second;
+  return it != public_.end() && it->second.open_to_all;
 }
 
 std::string RootTable::who(const Root& root, const Member& member) const {
@@ -100,7 +100,23 @@ void RootTable::complete(Root& root, const Table& table) {
              "this unique id has been used already, for a communicator of " + std::to_string(table.size()) +
                  " ranks that " + who(root, root.ranks.members[0]) +
                  " joined first: an id makes one communicator");
+  if (open_to_all(root.token) && root.ranks.members.size() <= kMostRemembered)
+    for (Member& m : root.ranks.members) public_[root.token].before[m.announce.rank] = m.announce;
   erase(root);
+}
+
+// A place that passes from one process to another is told: a stranger may have been in it.
+void RootTable::note_change(const Root& root, const Member& member) {
+  const Announce& a = member.announce;
+  auto& before = public_[root.token].before;
+  auto it = before.find(a.rank);
+  if (it == before.end() || (it->second.pid == a.pid && !strcmp(it->second.host_name, a.host_name))) return;
+  log(Level::Warn,
+      "rank %d of the communicator that NCCL_COMM_ID made before was pid %lld on %s; now pid %lld on %s (%s) "
+      "takes this place, and without PYNCCL_SECRET either may be a stranger",
+      a.rank, static_cast<long long>(it->second.pid), it->second.host_name, static_cast<long long>(a.pid),
+      a.host_name, member.seat->address().c_str());
+  before.erase(it);
 }
 
 RootTable::Member* RootTable::find(Round& round, const SeatPtr& seat) {
@@ -214,6 +230,7 @@ bool RootTable::announced(Root& root, const SeatPtr& seat, const Announce& a) {
   }
   if (strangers && !round.seats.count(0) && a.rank != 0 && round.members.size() >= most_public_seats())
     return turn_away("too many ranks wait for rank 0");
+  if (strangers) note_change(root, member);
   round.seats[of_share ? a.share : a.rank] = round.members.size();
   round.members.push_back(std::move(member));
   if (of_share) return true;

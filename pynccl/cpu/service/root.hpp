@@ -26,7 +26,7 @@ class RootTable {
   IdBook ids;
   // NCCL_COMM_ID's, used again and again. Without a secret it is public: whoever joins is a stranger until
   // all ranks are there.
-  void open_public(const Token& token, bool open_to_all) { public_[token] = open_to_all; }
+  void open_public(const Token& token, bool open_to_all) { public_[token].open_to_all = open_to_all; }
   bool serves(const Token& token, uint64_t serial) const;
   bool open_to_all(const Token& token) const;
 
@@ -80,7 +80,14 @@ class RootTable {
   std::string who(const Root& root, const Member& member) const;
   std::string late(const Root& root) const;
 
-  std::map<Token, bool> public_;
+  struct Public {
+    bool open_to_all = false;
+    std::map<int, Announce> before;  // who had which place in the communicator before; not of many
+  };
+  static constexpr size_t kMostRemembered = 1024;
+  void note_change(const Root& root, const Member& member);
+
+  std::map<Token, Public> public_;
   std::map<Token, Root> roots_;
   std::set<std::pair<Deadline, Token>> timers_;
 };
