@@ -243,6 +243,10 @@ def _in_child() -> None:
     for communicator in list(living):
         lib.pynccl_leave(communicator._c)
         communicator._forget("it belongs to the parent of this forked process; make a new one here")
+        # So does its stream, and what is kept for the parent's calls is the parent's to let go.
+        communicator._own_stream = 0
+        orphans.append(communicator._kept)
+        communicator._kept = {}
 
 
 atexit.register(_at_exit)
