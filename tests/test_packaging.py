@@ -16,6 +16,7 @@ from conftest import ROOT, Run, clean_environment
 
 PACKAGE = ROOT / "pynccl"
 
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the sdist, and from it, in a folder of its own, the wheel."""

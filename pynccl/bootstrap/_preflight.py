@@ -157,9 +157,15 @@ def gather_facts(device: int | None, local_rank: int | None) -> Facts:
     devices = () if cpu else tuple(map(_cuda.device_uuid, range(_cuda.device_count())))
     shared = not cpu or "PYNCCL_CPU_DEVICES" in os.environ
     facts = Facts(
-        *(socket.gethostname(), _machine(cpu)),
-        *(info.backend, info.version, info.path),
-        *(device, devices, variables, shared),
+        socket.gethostname(),
+        _machine(cpu),
+        info.backend,
+        info.version,
+        info.path,
+        device,
+        devices,
+        variables,
+        shared,
     )
     if device is None and local_rank is not None:
         return facts._replace(device=device_for(facts, local_rank))

@@ -256,7 +256,8 @@ def test_nonblocking_split(pool: Pool) -> None:
 
 def other_calls(rank: Rank) -> None:
     (ffi, lib), api, comm = binding(), capi(), nonblocking(rank)
-    for call in [(api.ncclCommSuspend, comm, 1), (api.ncclCommResume, comm)]:
+    calls: list[tuple[Any, ...]] = [(api.ncclCommSuspend, comm, 1), (api.ncclCommResume, comm)]
+    for call in calls:
         assert outcome(*call) == (IN_PROGRESS, ""), call
         settle(comm)
     works_polled(rank, comm)

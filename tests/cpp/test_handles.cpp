@@ -589,17 +589,19 @@ void stale_handles_are_refused() {
 // Registrations, windows and operators: stale, of another communicator, of the other kind.
 void stale_registrations_are_refused() {
   ncclComm_t comm = alone(), other = alone();
-  alignas(NCCL_WIN_REQUIRED_ALIGNMENT) static char page[NCCL_WIN_REQUIRED_ALIGNMENT];
+  constexpr size_t kPage = NCCL_WIN_REQUIRED_ALIGNMENT;
   const ncclResult_t bad = ncclInvalidArgument;
-  void *handle, *user;
+  void *handle, *user, *memory;
   ncclWindow_t window;
   ncclRedOp_t op;
   float two = 2, x = 1;
-  OK(ncclCommRegister(comm, page, sizeof page, &handle));
-  OK(ncclCommWindowRegister(comm, page, sizeof page, &window, 0));
+  OK(ncclMemAlloc(&memory, 100 * kPage));
+  char* page = static_cast<char*>(memory);
+  OK(ncclCommRegister(comm, page, kPage, &handle));
+  OK(ncclCommWindowRegister(comm, page, kPage, &window, 0));
   OK(ncclRedOpCreatePreMulSum(&op, &two, ncclFloat32, ncclScalarHostImmediate, comm));
-  RESULT(ncclCommDeregister(other, handle), bad);
-  RESULT(ncclCommDeregister(comm, window), bad);
+  RESULT(ncclCommDeregister(other, handle), ncclInvalidUsage);
+  RESULT(ncclCommDeregister(comm, window), ncclInvalidUsage);
   RESULT(ncclCommWindowDeregister(comm, as<ncclWindow_t>(handle)), bad);
   RESULT(ncclCommWindowDeregister(other, window), bad);
   RESULT(ncclWinGetUserPtr(other, window, &user), bad);
@@ -610,10 +612,10 @@ void stale_registrations_are_refused() {
   OK(ncclRedOpDestroy(op, comm));
   for (int i = 0; i < 100; ++i) {
     void* again;
-    OK(ncclCommRegister(comm, page, sizeof page, &again));
+    OK(ncclCommRegister(comm, page + size_t(i) * kPage, kPage, &again));
     CHECK(again != handle && again != static_cast<void*>(window));
   }
-  RESULT(ncclCommDeregister(comm, handle), bad);
+  RESULT(ncclCommDeregister(comm, handle), ncclInvalidUsage);
   RESULT(ncclCommWindowDeregister(comm, window), bad);
   RESULT(ncclWinGetUserPtr(comm, window, &user), bad);
   RESULT(ncclRedOpDestroy(op, comm), bad);
@@ -621,6 +623,7 @@ void stale_registrations_are_refused() {
   CHECK_EQ(x, 1.0f);
   OK(ncclCommDestroy(comm));
   OK(ncclCommDestroy(other));
+  OK(ncclMemFree(memory));
 }
 
 }  // namespace

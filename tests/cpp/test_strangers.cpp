@@ -1038,13 +1038,20 @@ void several_roots_name_a_share_that_is_missing() {
 
 // ---- waits end ----
 
-void an_abort_ends_a_rendezvous() {
+// In the background; outside a group ncclCommInitRank waits.
+ncclResult_t begin_rank(ncclComm_t* comm, int nranks, const ncclUniqueId& id, int rank) {
   set("NCCL_COMM_BLOCKING", "0");
+  OK(ncclGroupStart());
+  OK(ncclCommInitRank(comm, nranks, id, rank));
+  return ncclGroupEnd();
+}
+
+void an_abort_ends_a_rendezvous() {
   ncclUniqueId id;
   OK(ncclGetUniqueId(&id));
   Child remote([&] {
     ncclComm_t comm = nullptr;
-    CHECK_EQ(int(ncclCommInitRank(&comm, 3, id, 1)), int(ncclInProgress));
+    CHECK_EQ(int(begin_rank(&comm, 3, id, 1)), int(ncclInProgress));
     pause_for(0.2);
     double began = now();
     ncclCommAbort(comm);
@@ -1054,7 +1061,7 @@ void an_abort_ends_a_rendezvous() {
   ncclUniqueId other;
   OK(ncclGetUniqueId(&other));
   ncclComm_t comm = nullptr;
-  CHECK_EQ(int(ncclCommInitRank(&comm, 3, other, 0)), int(ncclInProgress));
+  CHECK_EQ(int(begin_rank(&comm, 3, other, 0)), int(ncclInProgress));
   pause_for(0.2);
   double began = now();
   ncclCommAbort(comm);
@@ -1063,7 +1070,6 @@ void an_abort_ends_a_rendezvous() {
 
 // A root that is stopped, or whose host is silent, holds nobody beyond an abort.
 void an_abort_ends_a_wait_for_a_stopped_root() {
-  set("NCCL_COMM_BLOCKING", "0");
   int ids[2];
   CHECK_EQ(pipe(ids), 0);
   Child root([&] {
@@ -1078,7 +1084,7 @@ void an_abort_ends_a_wait_for_a_stopped_root() {
   for (const char* secret : {"", "with one"}) {
     set("PYNCCL_SECRET", secret);
     ncclComm_t comm = nullptr;
-    CHECK_EQ(int(ncclCommInitRank(&comm, 2, id, 1)), int(ncclInProgress));
+    CHECK_EQ(int(begin_rank(&comm, 2, id, 1)), int(ncclInProgress));
     pause_for(0.2);
     double began = now();
     ncclCommAbort(comm);
