@@ -165,7 +165,7 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
     return;
   }
   if (header.kind == Ctl::Probe) return per_process<Deadlocks>().probed(*this, from, body);
-  if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().convicted(body);
+  if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().convicted(*this, body);
   if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, body);
   std::lock_guard<std::mutex> lock(session.mutex);
   if (header.kind == Ctl::Leaving && body.size == sizeof p.leaving) {

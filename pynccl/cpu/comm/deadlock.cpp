@@ -173,18 +173,19 @@ void Deadlocks::probed(Comm& comm, int from, const Blob& body) {
   if (!cycle) return;
   probe.text = "deadlock: " + probe.text + ": each for calls that the next has not made";
   probe.fixed.at = 0;
-  convict(probe);
+  convict(std::move(probe), comm);
 }
 
-void Deadlocks::convicted(const Blob& body) {
+void Deadlocks::convicted(Comm& comm, const Blob& body) {
   Probe verdict;
-  if (Probe::read(body, &verdict) && verdict.fixed.at < verdict.way.size()) convict(verdict);
+  if (Probe::read(body, &verdict) && verdict.fixed.at < verdict.way.size()) convict(std::move(verdict), comm);
 }
 
-// Tells the next on the way first, since who fails may exit.
-void Deadlocks::convict(Probe verdict) {
+// Tells the next on the way first, since who fails may exit. What this rank waits in fails, and what the rank
+// before it waits in: else that one would find its call made as soon as this one goes on.
+void Deadlocks::convict(Probe verdict, Comm& before) {
   Stretch here = verdict.way[verdict.fixed.at++];
-  std::vector<std::shared_ptr<Comm>> failed;
+  std::vector<std::shared_ptr<Comm>> failed{before.shared_from_this()};
   std::shared_ptr<Comm> link;
   {
     std::lock_guard<std::mutex> lock(mutex_);

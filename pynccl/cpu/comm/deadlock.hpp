@@ -50,7 +50,7 @@ class Deadlocks {
   void moved(const Task* launch);
   // A control frame from a peer, in the service's thread.
   void probed(Comm& comm, int from, const Blob& body);
-  void convicted(const Blob& body);
+  void convicted(Comm& comm, const Blob& body);
 
   // A thread that waits for a stream without a time-out.
   class Waiter {
@@ -86,7 +86,7 @@ class Deadlocks {
   const Task* head_of(std::shared_ptr<Stream> stream) const;
   void spread(Blocked& at, Probe probe, std::vector<Message>* out);
   void deliver(const std::vector<Message>& messages);
-  void convict(Probe verdict);
+  void convict(Probe verdict, Comm& before);
   std::mutex mutex_;
   std::map<const Task*, Blocked> blocked_;
   std::map<int, Waiting> waiting_;  // by thread

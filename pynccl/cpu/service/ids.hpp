@@ -26,7 +26,7 @@ class IdBook {
 
  private:
   Token token_of(uint64_t serial) const;
-  static constexpr size_t kMostEnds = 1024, kMostRuns = 4096;
+  static constexpr size_t kMostEnds = 256, kMostRuns = 4096;
   std::string key_;
   uint64_t next_ = 1;
   std::map<uint64_t, uint64_t> runs_;  // first to last of serials that are done

@@ -84,7 +84,7 @@ class RootTable {
     bool open_to_all = false;
     std::map<int, Announce> before;  // who had which place in the communicator before; not of many
   };
-  static constexpr size_t kMostRemembered = 1024;
+  static constexpr size_t kMostRemembered = 256;
   void note_change(const Root& root, const Member& member);
 
   std::map<Token, Public> public_;

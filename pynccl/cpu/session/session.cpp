@@ -528,7 +528,6 @@ void Session::exchanged(int from, uint64_t tag, const Blob& body) {
 
 ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine,
                            std::vector<Blob>* all, const char* what, Deadline deadline) {
-  bool sound = owner_.error() == ncclSuccess;  // else it is what follows a failure, such as a shrink
   std::unique_lock<std::mutex> lock(mutex);
   Gathering g;
   g.said[rank] = mine;
@@ -545,7 +544,7 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
       if (peer(q).gone || peer(q).left) return q;
     return -1;
   };
-  auto failed = [&] { return sound && owner_.error() != ncclSuccess; };
+  auto failed = [&] { return owner_.broken(); };
   bool ended = changed.wait_until(lock, deadline,
                                   [&] { return stopped() || g.tags.empty() || failed() || lost() >= 0; });
   gatherings_.erase(std::find(gatherings_.begin(), gatherings_.end(), &g));
