@@ -66,4 +66,4 @@ def test_names_and_arguments(code: str) -> None:
 
 def test_there_is_much_to_check() -> None:
     assert len(lines()) > 70
-    assert TEXT.count("\n## ") == 5
+    assert TEXT.count("\n## ") == 6

@@ -65,7 +65,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void tell(ncclResult_t code, const std::string& text);
   ncclResult_t error() const override { return fate_.code(); }
   std::string error_text() override { return fate_.text(); }
-  bool broken() const override { return fate_.failed() && !standing.revoked.load(); }
+  bool broken() const override { return error() == ncclInvalidUsage && !standing.revoked.load(); }
   void never_ends(int peer, const std::string& doing) override;
   // A rank that fails gives its buffers back to the caller, so nobody may write into them any more
   // (Link::write).

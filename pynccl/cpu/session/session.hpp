@@ -44,7 +44,7 @@ class Session {
     virtual SinkPtr sink() = 0;  // who hears of the session's sockets
     virtual ncclResult_t error() const = 0;
     virtual std::string error_text() = 0;
-    // It has failed, and not because it was revoked: what follows a revocation still meets.
+    // Calls that do not fit together have ended it. What follows a death or a revocation still meets.
     virtual bool broken() const = 0;
     // Rank `peer` has left, so that what this rank is `doing` with it never ends.
     virtual void never_ends(int peer, const std::string& doing) = 0;
