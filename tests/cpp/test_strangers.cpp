@@ -989,11 +989,12 @@ void two_network_namespaces() {
 // the other, so they count as two hosts.
 void two_pods_with_a_network() {
   auto run = [](const std::string& command) {
-    return system(("PATH=$PATH:/usr/sbin:/sbin " + command).c_str()) == 0;
+    return system(("PATH=$PATH:/usr/sbin:/sbin; " + command).c_str()) == 0;
   };
-  auto comes_up = [&](const std::string& name) {
-    return run("for i in $(seq 100); do ip link show " + name +
-               " | grep -q 'state UP' && exit 0; sleep 0.05; done; exit 1");
+  auto comes_up = [&](const std::string& name) {  // the carrier comes a moment later
+    for (int i = 0; i < 100; ++i, pause_for(0.05))
+      if (run("ip link show " + name + " | grep -q 'state UP'")) return true;
+    return false;
   };
   set("NCCL_HOSTID", "pod");
   set("PYNCCL_CPU_INIT_TIMEOUT", "20");
