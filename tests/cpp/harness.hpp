@@ -84,6 +84,29 @@ int in_child(Body body, pid_t* group = nullptr) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
+// Holds forked children until all of them are there. AddressSanitizer's allocator does not survive a fork
+// while another thread allocates, so nobody forks once a library's thread has something to do.
+class Gate {
+ public:
+  Gate() { CHECK_EQ(pipe(ends_), 0); }
+  ~Gate() {
+    close(ends_[0]);
+    close(ends_[1]);
+  }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  void wait() const {
+    char byte;
+    CHECK_EQ(read(ends_[0], &byte, 1), 1);
+  }
+  void open(int children) const {
+    for (int i = 0; i < children; ++i) CHECK_EQ(write(ends_[1], "g", 1), 1);
+  }
+
+ private:
+  int ends_[2];
+};
+
 // What a test is at, for the message of its alarm or crash: a test of thousands of rounds says which.
 inline char current_step[256] = "";
 
@@ -122,7 +145,7 @@ inline void clean_environment() {
     std::string name = std::string(*entry).substr(0, strcspn(*entry, "="));
     if (name.rfind("NCCL_", 0) == 0 || name.rfind("PYNCCL_", 0) == 0) names.push_back(name);
   }
-  names.insert(names.end(), {"LOCAL_WORLD_SIZE", "HOME"});
+  names.insert(names.end(), {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOME"});
   for (const std::string& name : names) unsetenv(name.c_str());
 }
 

@@ -44,12 +44,14 @@ template <class Body>
 void spread(bool take_turns, Body body, int victim = -1) {
   ncclUniqueId id;
   OK(ncclGetUniqueId(&id));
+  Gate gate;
   std::vector<pid_t> pids;
   for (int p = 0; p < kProcesses; ++p) {
     fflush(nullptr);
     pid_t pid = fork();
     if (pid == 0) {
       alarm(60);
+      gate.wait();
       failures = 0;
       if (const char* host = getenv("HOST_OF_EACH")) set("NCCL_HOSTID", (host + std::to_string(p)).c_str());
       std::vector<std::thread> threads;
@@ -67,6 +69,7 @@ void spread(bool take_turns, Body body, int victim = -1) {
     }
     pids.push_back(pid);
   }
+  gate.open(kProcesses);
   for (int p = 0; p < kProcesses; ++p) {
     int status = 0;
     while (waitpid(pids[size_t(p)], &status, 0) < 0 && errno == EINTR) continue;

@@ -234,16 +234,38 @@ void take_part(const ncclUniqueId& id, int nranks, int rank) {
   if (comm) run_rank(comm, nranks);
 }
 
-// Rank 0 is this process.
-void run_job(int nranks) {
-  ncclUniqueId id;
-  OK(ncclGetUniqueId(&id));
-  std::vector<std::unique_ptr<Child>> others;
-  for (int r = 1; r < nranks; ++r)
-    others.push_back(std::make_unique<Child>([&, r] { take_part(id, nranks, r); }));
-  take_part(id, nranks, 0);
-  for (auto& child : others) CHECK_EQ(child->wait(), 0);
-}
+// A job whose rank 0 is this process. The other ranks are forked when it is made and wait for its id.
+class Job {
+ public:
+  explicit Job(int nranks) : nranks_(nranks) {
+    for (int r = 1; r < nranks; ++r) {
+      int ends[2];
+      CHECK_EQ(pipe(ends), 0);
+      ids_.push_back(ends[1]);
+      others_.push_back(std::make_unique<Child>([=] {
+        ncclUniqueId id;
+        CHECK_EQ(read(ends[0], &id, sizeof id), ssize_t(sizeof id));
+        take_part(id, nranks, r);
+      }));
+      close(ends[0]);
+    }
+  }
+  void run() {
+    ncclUniqueId id;
+    OK(ncclGetUniqueId(&id));
+    for (int fd : ids_) CHECK_EQ(write(fd, &id, sizeof id), ssize_t(sizeof id));
+    take_part(id, nranks_, 0);
+    for (auto& child : others_) CHECK_EQ(child->wait(), 0);
+    for (int fd : ids_) close(fd);
+  }
+
+ private:
+  int nranks_;
+  std::vector<int> ids_;
+  std::vector<std::unique_ptr<Child>> others_;
+};
+
+void run_job(int nranks) { Job(nranks).run(); }
 
 void start_service() {
   ncclUniqueId id;
@@ -309,8 +331,8 @@ void hold_idle(Connect connect) {
 }
 
 // Descriptors, memory and processor time stay as small as they were when it was `quiet`; files can be opened
-// and jobs run meanwhile.
-void endures(const Gauge& quiet) {
+// and the jobs run meanwhile.
+void endures(const Gauge& quiet, Job& two, Job& three) {
   Gauge during;
   int most = 0;
   for (double until = now() + 2; now() < until; pause_for(0.02)) {
@@ -324,34 +346,37 @@ void endures(const Gauge& quiet) {
     fprintf(stderr, "%d descriptors, before %d; %.0f %% of a core\n", most, quiet.descriptors, 100 * share);
   CHECK(most <= quiet.descriptors + 70);
   CHECK(share < 0.25);
-  run_job(2);
-  run_job(3);
+  two.run();
+  three.run();
   CHECK(!quiet.grew_beyond(64 * 1024));
 }
 
 void idle_connections_over_tcp() {
   limit_descriptors(400);
+  Job two(2), three(3);
   start_service();
   Gauge quiet;
   sockaddr_in at = tcp_listeners()[0];
   Child a([&] { hold_idle([&] { return connect_tcp(at); }); });
   pause_for(0.3);
-  endures(quiet);
+  endures(quiet, two, three);
 }
 
 void idle_connections_over_the_unix_socket() {
   limit_descriptors(400);
+  Job two(2), three(3);
   start_service();
   Gauge quiet;
   std::string name = unix_listener();
   Child a([&] { hold_idle([&] { return connect_unix_name(name); }); });
   pause_for(0.3);
-  endures(quiet);
+  endures(quiet, two, three);
 }
 
 void another_user_on_the_unix_socket() {
   if (geteuid() != 0) return void(printf("     left out: only root can become another user\n"));
   limit_descriptors(256);
+  Job two(2), three(3);
   start_service();
   Gauge quiet;
   std::string name = unix_listener();
@@ -371,10 +396,11 @@ void another_user_on_the_unix_socket() {
     hold_idle([&] { return connect_unix_name(name); });
   });
   pause_for(0.3);
-  endures(quiet);
+  endures(quiet, two, three);
 }
 
 void one_byte_at_a_time() {
+  Job job(2);
   start_service();
   sockaddr_in at = tcp_listeners()[0];
   Child slow([&] {
@@ -389,11 +415,12 @@ void one_byte_at_a_time() {
     CHECK(ended);
     CHECK(now() - began < 8);
   });
-  run_job(2);
+  job.run();
   CHECK_EQ(slow.wait(), 0);
 }
 
 void nonsense() {
+  Job job(4);
   start_service();
   std::vector<sockaddr_in> at = tcp_listeners();
   std::string name = unix_listener();
@@ -413,12 +440,13 @@ void nonsense() {
         close(fd);
       }
   });
-  run_job(4);
+  job.run();
   CHECK_EQ(noisy.wait(), 0);
   run_job(2);
 }
 
 void a_flood_of_nonsense() {
+  Job two(2), three(3);
   start_service();
   Gauge quiet;
   sockaddr_in at = tcp_listeners()[0];
@@ -433,7 +461,7 @@ void a_flood_of_nonsense() {
     }
   });
   pause_for(0.3);
-  endures(quiet);
+  endures(quiet, two, three);
 }
 
 // ---- who knows the public id ----
@@ -718,6 +746,7 @@ void hashes() {
 
 void no_descriptor_left_and_then_some() {
   limit_descriptors(256);
+  Job job(2);
   start_service();
   sockaddr_in at = tcp_listeners()[0];
   std::vector<int> hoard;
@@ -729,7 +758,7 @@ void no_descriptor_left_and_then_some() {
   pause_for(1.5);
   CHECK(gauge.share() < 0.2);
   for (int fd : hoard) close(fd);
-  run_job(2);
+  job.run();
 }
 
 void no_thread_for_the_service() {
@@ -757,9 +786,11 @@ void too_few_descriptors_for_the_peers() {
   set("PYNCCL_CPU_INIT_TIMEOUT", "20");
   ncclUniqueId id;
   OK(ncclGetUniqueId(&id));
+  Gate gate;
   std::vector<std::unique_ptr<Child>> ranks;
   for (int r = 0; r < kRanks; ++r)
     ranks.push_back(std::make_unique<Child>([&, r] {
+      gate.wait();
       limit_descriptors(rlim_t(open_descriptors()) + 20);
       ncclComm_t comm = nullptr;
       CHECK_EQ(int(ncclCommInitRank(&comm, kRanks, id, r)), int(ncclSystemError));
@@ -768,6 +799,7 @@ void too_few_descriptors_for_the_peers() {
       CHECK(contains(text, "needs 24 file descriptors for its peers"));
       CHECK(contains(text, "RLIMIT_NOFILE"));
     }));
+  gate.open(kRanks);
   for (auto& rank : ranks) CHECK_EQ(rank->wait(), 0);
 }
 
@@ -904,20 +936,24 @@ void twins_with_one_pid() {
   set("NCCL_HOSTID", "pod");
   ncclUniqueId id;
   OK(ncclGetUniqueId(&id));
+  Gate gate;
   std::vector<std::unique_ptr<Child>> ranks;
   for (int r = 0; r < 3; ++r)
     ranks.push_back(std::make_unique<Child>([&, r] {
       if (unshare(CLONE_NEWPID) != 0) {
         printf("     left out: no pid namespaces here (%s)\n", strerror(errno));
         fflush(stdout);
+        gate.wait();
         return take_part(id, 3, r);
       }
       Child twin([&] {
         CHECK_EQ(getpid(), 1);
+        gate.wait();
         take_part(id, 3, r);
       });
       CHECK_EQ(twin.wait(), 0);
     }));
+  gate.open(3);
   for (auto& rank : ranks) CHECK_EQ(rank->wait(), 0);
 }
 
@@ -946,6 +982,51 @@ void two_network_namespaces() {
   ncclComm_t comm = nullptr;
   CHECK_EQ(int(ncclCommInitRank(&comm, 2, id, 0)), int(ncclTimeout));
   CHECK(contains(ncclGetLastError(nullptr), "missing rank 1"));
+  CHECK_EQ(other.wait(), 0);
+}
+
+// Two pods on one machine with a network between them, and one NCCL_HOSTID: no Unix socket leads from one to
+// the other, so they count as two hosts.
+void two_pods_with_a_network() {
+  auto run = [](const std::string& command) {
+    return system(("PATH=$PATH:/usr/sbin:/sbin; " + command).c_str()) == 0;
+  };
+  auto comes_up = [&](const std::string& name) {  // the carrier comes a moment later
+    for (int i = 0; i < 100; ++i, pause_for(0.05))
+      if (run("ip link show " + name + " | grep -q 'state UP'")) return true;
+    return false;
+  };
+  set("NCCL_HOSTID", "pod");
+  set("PYNCCL_CPU_INIT_TIMEOUT", "20");
+  int ids[2];
+  CHECK_EQ(pipe(ids), 0);
+  Gate apart, linked, up;
+  Child other([&] {
+    if (unshare(CLONE_NEWNET) != 0) return;
+    apart.open(1);
+    linked.wait();
+    CHECK(run("ip addr add 10.98.7.2/24 dev pyncclb && ip link set pyncclb up && ip link set lo up"));
+    CHECK(comes_up("pyncclb"));
+    up.open(1);
+    set("NCCL_SOCKET_IFNAME", "pyncclb");
+    ncclUniqueId id;
+    CHECK_EQ(read(ids[0], &id, sizeof id), ssize_t(sizeof id));
+    take_part(id, 2, 1);
+  });
+  if (unshare(CLONE_NEWNET) != 0)
+    return void(printf("     left out: no network namespaces here (%s)\n", strerror(errno)));
+  apart.wait();
+  bool made = run("ip link add pyncla type veth peer name pyncclb netns " + std::to_string(other.pid()) +
+                  " 2>/dev/null && ip addr add 10.98.7.1/24 dev pyncla && ip link set pyncla up");
+  if (!made) return void(printf("     left out: no virtual network can be made here\n"));
+  linked.open(1);
+  CHECK(comes_up("pyncla"));
+  up.wait();
+  set("NCCL_SOCKET_IFNAME", "pyncla");
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  CHECK_EQ(write(ids[1], &id, sizeof id), ssize_t(sizeof id));
+  take_part(id, 2, 0);
   CHECK_EQ(other.wait(), 0);
 }
 
@@ -1122,6 +1203,7 @@ int main() {
                         TEST(an_id_book_of_gaps_is_bounded),
                         TEST(twins_with_one_pid),
                         TEST(two_network_namespaces),
+                        TEST(two_pods_with_a_network),
                         TEST(ranks_of_one_machine_listen_on_loopback),
                         TEST(several_roots),
                         TEST(several_roots_name_who_is_missing),
