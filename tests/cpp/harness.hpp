@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -65,15 +66,12 @@ inline std::string read_text(const fs::path& path) {
 
 inline void write_text(const fs::path& path, const std::string& text) { std::ofstream(path) << text; }
 
-// The exit status of `body` in a forked child, or minus the signal that ended it. With `group` the child
-// leads a process group, whose id is stored there.
+// The exit status of `body` in a forked child, or minus the signal that ended it.
 template <typename Body>
-int in_child(Body body, pid_t* group = nullptr) {
+int in_child(Body body) {
   fflush(nullptr);
   pid_t pid = fork();
-  if (group) *group = pid;
   if (pid == 0) {
-    if (group) setpgid(0, 0);
     pncpu::log_atfork_child();
     failures = 0;
     body();
@@ -152,32 +150,43 @@ inline void clean_environment() {
 inline unsigned test_seconds = 120;
 
 // A test is a process group of its own: what it leaves behind when it is ended is ended with it.
-inline bool run(const Test& test, const fs::path& root) {
-  scratch = root / test.name;
-  fs::create_directories(scratch);
-  pid_t group = 0;
-  auto start = std::chrono::steady_clock::now();
-  int status = in_child(
-      [&] {
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        tell_step_at({SIGALRM});
+class Run {
+ public:
+  Run(const Test& test, const fs::path& root) : test_(test), start_(std::chrono::steady_clock::now()) {
+    scratch = root / test.name;
+    fs::create_directories(scratch);
+    fflush(nullptr);
+    pid_ = fork();
+    if (pid_ != 0) return;
+    setpgid(0, 0);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    tell_step_at({SIGALRM});
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-        tell_step_at({SIGSEGV, SIGBUS, SIGABRT});
+    tell_step_at({SIGSEGV, SIGBUS, SIGABRT});
 #endif
-        alarm(test_seconds);
-        test.body();
-      },
-      &group);
-  kill(-group, SIGKILL);
-  double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  printf("%s %s (%.1f s)\n", status == 0 ? "ok  " : "FAIL", test.name, seconds);
-  if (status < 0) printf("     ended by signal %d\n", -status);
-  return status == 0;
-}
+    alarm(test_seconds);
+    failures = 0;
+    test.body();
+    exit(failures == 0 ? 0 : 1);
+  }
+  pid_t pid() const { return pid_; }
+  bool ended(int status) const {
+    kill(-pid_, SIGKILL);
+    double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+    printf("%s %s (%.1f s)\n", status == 0 ? "ok  " : "FAIL", test_.name, seconds);
+    if (WIFSIGNALED(status)) printf("     ended by signal %d\n", WTERMSIG(status));
+    return status == 0;
+  }
+
+ private:
+  Test test_;
+  std::chrono::steady_clock::time_point start_;
+  pid_t pid_;
+};
 
 // PYNCCL_TEST_ONLY=part runs the tests whose names contain it; PYNCCL_TEST_ALARM=seconds ends a test that
-// takes longer.
-inline int run_all(const Test* tests, size_t count) {
+// takes longer. Tests that mostly wait may run several `at_once`.
+inline int run_all(const Test* tests, size_t count, size_t at_once = 1) {
   std::string only = getenv("PYNCCL_TEST_ONLY") ? getenv("PYNCCL_TEST_ONLY") : "";
   if (const char* seconds = getenv("PYNCCL_TEST_ALARM")) test_seconds = unsigned(atoi(seconds));
   clean_environment();
@@ -187,11 +196,24 @@ inline int run_all(const Test* tests, size_t count) {
     return 2;
   }
   size_t failed = 0, chosen = 0;
+  std::vector<Run> running;
+  auto wait_for_one = [&] {
+    int status = 0;
+    pid_t pid;
+    while ((pid = waitpid(-1, &status, 0)) < 0 && errno == EINTR) continue;
+    auto ended =
+        std::find_if(running.begin(), running.end(), [&](const Run& run) { return run.pid() == pid; });
+    if (ended == running.end()) return;
+    failed += !ended->ended(status);
+    running.erase(ended);
+  };
   for (size_t i = 0; i < count; ++i) {
     if (!contains(tests[i].name, only)) continue;
     ++chosen;
-    failed += !run(tests[i], root);
+    running.emplace_back(tests[i], root);
+    while (running.size() >= at_once) wait_for_one();
   }
+  while (!running.empty()) wait_for_one();
   fs::remove_all(root);
   printf("%zu of %zu tests failed\n", failed, chosen);
   return failed == 0 && chosen > 0 ? 0 : 1;

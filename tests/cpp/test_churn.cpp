@@ -251,9 +251,36 @@ void a_communicator_of_a_group_that_mixes_ends() {
     float x = 1;
     OK(ncclGroupStart());
     OK(ncclCommInitRank(comm, 1, new_id(), 0));
-    sum(&x, 1, other);
-    OK(ncclGroupEnd());
+    OK(sum(&x, 1, other));
+    ncclResult_t r = ncclGroupEnd();
+    CHECK(r == ncclSuccess || r == ncclInvalidUsage);
     OK(ncclCommAbort(other));
+  });
+}
+
+// ncclCommInitAll is one step of a group for several communicators.
+void communicators_made_together_end() {
+  ends_at_once("all ranks in a failed group", [](ncclComm_t* comm) {
+    ncclComm_t wrong = nullptr;
+    OK(ncclGroupStart());
+    OK(ncclCommInitAll(comm, 1, nullptr));
+    RESULT(ncclCommInitRank(&wrong, 0, new_id(), 0), ncclInvalidArgument);
+    RESULT(ncclGroupEnd(), ncclInvalidArgument);
+  });
+  ends_at_once("all ranks in a simulated group", [](ncclComm_t* comm) {
+    OK(ncclGroupStart());
+    OK(ncclCommInitAll(comm, 1, nullptr));
+    OK(ncclGroupSimulateEnd(nullptr));
+  });
+}
+
+// What a rank does for each other one is bounded by the ranks that came, not by those that were announced.
+void a_communicator_of_countless_ranks_ends() {
+  ends_at_once("a simulated group of 2,000,000,000 ranks", [](ncclComm_t* comm) {
+    OK(ncclGroupStart());
+    ncclResult_t r = ncclCommInitRank(comm, 2000000000, new_id(), 0);
+    CHECK(r == ncclSuccess || r == ncclSystemError);
+    ncclGroupSimulateEnd(nullptr);
   });
 }
 
@@ -309,6 +336,8 @@ int main() {
                         TEST(a_communicator_of_a_failed_group_ends),
                         TEST(a_communicator_of_a_simulated_group_ends),
                         TEST(a_communicator_of_a_group_that_mixes_ends),
+                        TEST(communicators_made_together_end),
+                        TEST(a_communicator_of_countless_ranks_ends),
                         TEST(unique_ids_without_end)};
   return run_all(tests, sizeof tests / sizeof *tests);
 }

@@ -288,5 +288,5 @@ int main() {
                         TEST(grow_and_split),
                         TEST(grow_and_shrink),
                         TEST(split_and_suspend)};
-  return run_all(tests, sizeof tests / sizeof *tests);
+  return run_all(tests, sizeof tests / sizeof *tests, 6);
 }

@@ -48,7 +48,13 @@ void the_process_goes_on() {
   for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
 }
 
-// Some 2,000 bytes of bookkeeping a rank are 16 GB.
+// Some 2,000 bytes of bookkeeping a rank are 16 GB. A bound on the ranks is an answer as good as a lack of
+// memory.
+bool names_ranks_or_memory(const std::string& text) {
+  return says_one_of(text, {"memory", "more than", "at most"}) &&
+         says_one_of(text, {"8000000", "bytes", "GiB", "MiB"});
+}
+
 void more_ranks_than_memory() {
   set("PYNCCL_CPU_INIT_TIMEOUT", "5");
   OK(ncclCommDestroy(alone()));
@@ -69,8 +75,7 @@ void more_ranks_than_memory() {
       text = last_error();
     }
     RESULT(r, ncclSystemError);
-    CHECK(says_one_of(text, {"memory"}));
-    CHECK(says_one_of(text, {"8000000", "bytes", "GiB", "MiB"}));
+    CHECK(names_ranks_or_memory(text));
     CHECK(comm == nullptr);
     the_process_goes_on();
   }
@@ -94,7 +99,7 @@ void grown_beyond_memory() {
 #endif
   }
   RESULT(r, ncclSystemError);
-  CHECK(says_one_of(last_error(), {"memory"}));
+  CHECK(names_ranks_or_memory(last_error()));
   float x = 1;
   OK(sum(&x, 1, comm));
   OK(synchronize(comm, nullptr, 20000));
@@ -215,13 +220,19 @@ void no_descriptor_left() {
     for (size_t r = 0; r < 2; ++r) OK(sum(&x[r], 1, comms[r]));
     for (size_t r = 0; r < 2; ++r) OK(synchronize(comms[r], nullptr, 20000));
     CHECK_EQ(x[0], 3.0f);
+    // Of two ranks one may hear of it from the other; neither may take the other for dead.
+    std::atomic<int> made{0}, named{0};
     as_threads(2, [&](int r) {
       ncclComm_t half = nullptr;
-      ncclResult_t made = ncclCommSplit(comms[size_t(r)], 0, 0, &half, nullptr);
-      if (made == ncclSuccess) return void(OK(ncclCommAbort(half)));
-      RESULT(made, ncclSystemError);
-      CHECK(names_descriptors(last_error()));
+      if (ncclCommSplit(comms[size_t(r)], 0, 0, &half, nullptr) == ncclSuccess) {
+        ++made;
+        return void(OK(ncclCommAbort(half)));
+      }
+      std::string text = last_error();
+      named += names_descriptors(text);
+      if (contains(text, "died")) fprintf(stderr, "rank %d: %s\n", r, text.c_str()), ++failures;
     });
+    CHECK(made == 2 || named > 0);
   }
   CHECK(settles_to(before));
   for (ncclComm_t comm : comms) OK(ncclCommAbort(comm));
@@ -346,15 +357,30 @@ void Rank::clean_up() {
   end(pyncclCpuEventDestroy, event);
 }
 
-// True when all calls of both ranks succeeded.
-bool scenario() {
+// The error that a rank met is one that a lack of something, or the other rank's end, explains.
+bool explained(const Rank& rank) {
+  if (rank.error == ncclSuccess) return true;
+  bool expected = rank.error == ncclSystemError || rank.error == ncclRemoteError ||
+                  rank.error == ncclTimeout || contains(rank.text, "abort");
+  if (expected && rank.text[0]) return true;
+  fprintf(stderr, "%s; rank %d: %s is %s: %s\n", current_step, rank.rank, rank.call, name_of(rank.error),
+          rank.text);
+  return false;
+}
+
+bool got_id(ncclUniqueId* id) {
+  ncclResult_t r = LIBRARY(ncclGetUniqueId(id));
+  if (r == ncclSuccess) return true;
+  RESULT(r, ncclSystemError);
+  CHECK(*ncclGetLastError(nullptr) != '\0');
+  return false;
+}
+
+// Whoever cannot create its communicator lets the other know, which would wait for it.
+bool two_threads() {
   TestCode here;
   ncclUniqueId id;
-  if (ncclResult_t r = LIBRARY(ncclGetUniqueId(&id)); r != ncclSuccess) {
-    RESULT(r, ncclSystemError);
-    CHECK(*ncclGetLastError(nullptr) != '\0');
-    return false;
-  }
+  if (!got_id(&id)) return false;
   Rank ranks[2];
   std::vector<std::thread> threads;
   for (int r = 0; r < 2; ++r) ranks[r].rank = r;
@@ -369,21 +395,62 @@ bool scenario() {
     });
   for (std::thread& t : threads) t.join();
   for (Rank& rank : ranks) pyncclCpuInterrupt(rank.thread, 0);
-  for (Rank& rank : ranks) {
-    if (rank.error == ncclSuccess) continue;
-    bool expected =
-        rank.error == ncclSystemError || rank.error == ncclRemoteError || rank.error == ncclTimeout;
-    if (expected && rank.text[0]) continue;
-    fprintf(stderr, "%s; rank %d: %s is %s: %s\n", current_step, rank.rank, rank.call, name_of(rank.error),
-            rank.text);
-    ++failures;
-  }
+  for (Rank& rank : ranks) CHECK(explained(rank));
   return ranks[0].error == ncclSuccess && ranks[1].error == ncclSuccess;
 }
 
+// Rank 1 is a child in which nothing fails.
+[[noreturn]] void be_rank_1(int id_from, bool own_host) {
+  failing::disarm();
+  TestCode here;
+  if (own_host) set("NCCL_HOSTID", "1");
+  alarm(30);
+  failures = 0;
+  ncclUniqueId id;
+  if (read(id_from, &id, sizeof id) != ssize_t(sizeof id)) _exit(0);
+  Rank rank;
+  rank.rank = 1;
+  rank.run(id);
+  rank.clean_up();
+  CHECK(explained(rank));
+  _exit(failures == 0 ? 0 : 1);
+}
+
+bool two_processes(bool own_hosts) {
+  TestCode here;
+  if (own_hosts) set("NCCL_HOSTID", "0");
+  int ids[2];
+  CHECK_EQ(pipe(ids), 0);
+  pid_t peer = fork();
+  if (peer == 0) {
+    close(ids[1]);
+    be_rank_1(ids[0], own_hosts);
+  }
+  close(ids[0]);
+  ncclUniqueId id;
+  Rank rank;
+  rank.rank = 0;
+  bool ok = got_id(&id);
+  if (ok) CHECK_EQ(write(ids[1], &id, sizeof id), ssize_t(sizeof id));
+  close(ids[1]);
+  if (ok) ok = rank.run(id);
+  if (!rank.comm) kill(peer, SIGKILL);
+  bool created = rank.comm != nullptr;
+  rank.clean_up();
+  int status = reap(peer, 35);
+  if (created || status != -SIGKILL) CHECK_EQ(status, 0);
+  CHECK(explained(rank));
+  return ok;
+}
+
+bool threads() { return two_threads(); }
+bool processes() { return two_processes(false); }
+bool hosts() { return two_processes(true); }
+using Scenario = bool (*)();
+
 // Fails the k-th place, then every `stride`-th after it, until a run has no such place. The number of places.
-long fail_each(failing::Kind kind, long stride) {
-  CHECK(scenario());  // the service runs, every table has its first size
+long fail_each(failing::Kind kind, long stride, Scenario scenario) {
+  for (int i = 0; i < 3; ++i) CHECK(scenario());  // the service runs, every table has its first size
   Has before = process_has();
   for (long k = 0;; k += stride) {
     at_step("%s fails at place %ld", failing::kNames[kind], k);
@@ -392,7 +459,9 @@ long fail_each(failing::Kind kind, long stride) {
     failing::disarm();
     CHECK(ok || failing::fired);
     bool settled = settles_to(before);
-    if (!settled) fprintf(stderr, "%s: descriptors or threads are left\n", current_step);
+    if (!settled)
+      fprintf(stderr, "%s: %zu descriptors and %ld threads are left of %ld and %ld\n", current_step,
+              open_files().size(), process_status("Threads"), before.files, before.threads);
     CHECK(settled);
     if (!failing::fired) return k;
     if (failures) return -1;
@@ -401,7 +470,7 @@ long fail_each(failing::Kind kind, long stride) {
 
 // In a process for each place, so that the first call of all can fail, too. The process must then be as good
 // as new.
-long fail_each_at_first(failing::Kind kind, long stride) {
+long fail_each_at_first(failing::Kind kind, long stride, Scenario scenario) {
   for (long k = 0;; k += stride) {
     int status = in_child([&] {
       alarm(60);
@@ -428,10 +497,18 @@ template <failing::Kind kind>
 void failing_at_each_place() {
   set("PYNCCL_CPU_INIT_TIMEOUT", "2");
   bool often = kind == failing::kNew;
-  long first = fail_each_at_first(kind, often ? scaled(7, 61, 61) : 1);
-  long later = fail_each(kind, often ? scaled(1, 13, 29) : 1);
-  printf("     %ld and %ld places where %s can fail\n", first, later, failing::kNames[kind]);
-  CHECK(first > 0 || kind == failing::kEventfd);
+  long places = 0;
+  const std::pair<const char*, Scenario> scenarios[] = {
+      {"threads", threads}, {"processes", processes}, {"hosts", hosts}};
+  for (auto& [name, scenario] : scenarios) {
+    long found = fail_each_at_first(kind, often ? scaled(7, 61, 97) : 1, scenario);
+    printf("     %ld places where %s can fail, of %s\n", found, failing::kNames[kind], name);
+    places += found;
+    if (failures) return;
+  }
+  long found = fail_each(kind, often ? scaled(1, 13, 29) : 1, threads);
+  printf("     %ld places where %s can fail later on\n", found, failing::kNames[kind]);
+  CHECK(places > 0);
 }
 
 }  // namespace

@@ -147,7 +147,7 @@ class Fuzz {
 ncclConfig_t* Fuzz::config() {
   if (one_in(2)) return nullptr;
   memset(static_cast<void*>(&config_), 0, sizeof config_);
-  config_.size = one_in(6) ? below(sizeof config_ + 1) : sizeof config_;
+  config_.size = one_in(6) ? below(sizeof config_ / 8 + 1) * 8 : sizeof config_;  // no pointer is cut
   config_.magic = one_in(20) ? unsigned(random_()) : NCCL_API_MAGIC;
   config_.version = one_in(6) ? unsigned(any_int()) : 23203;
   int* fields[] = {&config_.cgaClusterSize,
@@ -179,7 +179,7 @@ ncclConfig_t* Fuzz::config() {
 ncclCollConfig_t* Fuzz::coll_config() {
   if (one_in(3)) return nullptr;
   memset(static_cast<void*>(&coll_config_), 0, sizeof coll_config_);
-  coll_config_.size = one_in(6) ? below(sizeof coll_config_ + 1) : sizeof coll_config_;
+  coll_config_.size = one_in(6) ? below(sizeof coll_config_ / 8 + 1) * 8 : sizeof coll_config_;
   coll_config_.magic = one_in(20) ? unsigned(random_()) : NCCL_API_MAGIC;
   coll_config_.version = 23203;
   for (int* field : {&coll_config_.minCTAs, &coll_config_.maxCTAs, &coll_config_.nvlsCTAs,
@@ -237,7 +237,7 @@ struct Calls {
     CALL(return pyncclCpuSetDevice(f.any_int()));
     CALL(return pyncclCpuGetDevice(OUT(int)));
     CALL(return pyncclCpuInterrupt(f.any_int(), int(f.below(2))));
-    CALL(ncclEncryptionConfig_t e = {}; e.size = f.one_in(3) ? f.below(sizeof e + 1) : sizeof e;
+    CALL(ncclEncryptionConfig_t e = {}; e.size = f.one_in(3) ? f.below(sizeof e / 8 + 1) * 8 : sizeof e;
          e.magic = f.one_in(3) ? 0 : NCCL_API_MAGIC; e.mode = f.any_int();
          return ncclSetEncryption(f.out(&e)));
   }
