@@ -12,6 +12,39 @@ namespace {
 
 constexpr int kPairs = 2;
 
+// A child of GCC 12's AddressSanitizer finds the locks of its allocator as other threads held them, one of
+// its ThreadSanitizer the threads that were about to begin or end. With them, threads of the parent stand
+// still at a fork; without, nothing is made easy for the library.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kCallersPause = true;
+#else
+constexpr bool kCallersPause = false;
+#endif
+constexpr bool kMakersPause = kSanitized;
+
+class Pause {
+ public:
+  // Whoever wants to fork: until `threads` stand still.
+  void begin(int threads) {
+    wanted_ = true;
+    CHECK(soon(60, [&] { return standing_ == threads; }));
+  }
+  void end() {
+    wanted_ = false;
+    CHECK(soon(60, [&] { return standing_ == 0; }));
+  }
+  bool wanted() const { return wanted_; }
+  void stand_still() {
+    ++standing_;
+    while (wanted_) usleep(200);
+    --standing_;
+  }
+
+ private:
+  std::atomic<bool> wanted_{false};
+  std::atomic<int> standing_{0};
+};
+
 // Two communicators of two ranks; each of the four ranks is a thread that calls without pause until all are
 // told to stop, which the ranks of a communicator agree on in their calls.
 class BusyParent {
@@ -28,6 +61,15 @@ class BusyParent {
         });
     }
     CHECK(soon(60, [&] { return rounds_ > 100; }));
+  }
+  pid_t fork_now(Pause* maker = nullptr) {
+    if (kCallersPause) pause_.begin(2 * kPairs);
+    if (maker && kMakersPause) maker->begin(1);
+    pid_t pid = fork();
+    if (pid == 0) return 0;
+    if (kCallersPause) pause_.end();
+    if (maker && kMakersPause) maker->end();
+    return pid;
   }
   ~BusyParent() {
     stop_ = true;
@@ -47,7 +89,7 @@ class BusyParent {
     OK(pyncclCpuStreamCreate(&mine));
     OK(pyncclCpuEventCreate(&recorded));
     for (int i = 0;; ++i, ++rounds_) {
-      float x[300] = {1, stop_ ? 1.0f : 0.0f};
+      float x[300] = {1, stop_ ? 1.0f : 0.0f, pause_.wanted() ? 1.0f : 0.0f};
       cudaStream_t on = i % 4 ? nullptr : mine;
       OK(sum(x, 300, comm, on));
       OK(pyncclCpuEventRecord(comm, recorded, on));
@@ -61,10 +103,12 @@ class BusyParent {
       OK(ncclCommDeregister(comm, handle));
       OK(ncclMemFree(memory));
       if (x[1] > 0) break;
+      if (x[2] > 0) pause_.stand_still();
     }
     OK(pyncclCpuStreamDestroy(mine));
     OK(pyncclCpuEventDestroy(recorded));
   }
+  Pause pause_;
   std::atomic<bool> stop_{false};
   std::atomic<long> rounds_{0};
   std::vector<std::thread> threads_;
@@ -182,7 +226,7 @@ void own_communicators(int number) {
     ncclUniqueId id = new_id();
     as_threads(2, [&](int rank) { join_and_use(id, 2, rank); });
   }
-  if (number % 8 == 2) {
+  if (number % 8 == 2 && !kCallersPause) {
     at_step("child: a communicator with a grandchild");
     with_a_grandchild();
   }
@@ -192,8 +236,8 @@ void own_communicators(int number) {
 
 using Files = std::vector<std::pair<int, std::string>>;
 
-pid_t fork_child(int number, const BusyParent& parent, const Files& before) {
-  pid_t pid = fork();
+pid_t fork_child(int number, BusyParent& parent, const Files& before, Pause* maker) {
+  pid_t pid = parent.fork_now(maker);
   if (pid != 0) return pid;
   alarm(20);
   failures = 0;
@@ -207,7 +251,7 @@ pid_t fork_child(int number, const BusyParent& parent, const Files& before) {
   _exit(failures == 0 ? 0 : 1);
 }
 
-void forks(const BusyParent& parent, const Files& before, int count) {
+void forks(BusyParent& parent, const Files& before, int count, Pause* maker = nullptr) {
   constexpr size_t kAtOnce = 4;
   std::vector<pid_t> children;
   auto reap_first = [&] {
@@ -216,7 +260,7 @@ void forks(const BusyParent& parent, const Files& before, int count) {
   };
   for (int number = 0; number < count && failures == 0; ++number) {
     at_step("fork %d", number);
-    children.push_back(fork_child(number, parent, before));
+    children.push_back(fork_child(number, parent, before, maker));
     if (children.size() == kAtOnce) reap_first();
   }
   while (!children.empty()) reap_first();
@@ -225,21 +269,26 @@ void forks(const BusyParent& parent, const Files& before, int count) {
 void forks_while_four_threads_call() {
   Files before = open_files();
   BusyParent parent;
-  forks(parent, before, scaled(2000, 200, 60));
+  forks(parent, before, scaled(2000, 200, 40));
 }
 
 // The sockets and segments of a creation are not of any communicator yet.
 void forks_while_communicators_come_and_go() {
   Files before = open_files();
   BusyParent parent;
-  std::atomic<bool> stop{false};
+  std::atomic<bool> stop{false}, ended{false};
+  Pause pause;
   std::thread maker([&] {
-    while (!stop && failures == 0)
+    while (!stop) {
       for (ncclComm_t comm : together(3)) OK(ncclCommAbort(comm));
+      if (pause.wanted()) pause.stand_still();
+    }
+    ended = true;
   });
-  forks(parent, before, scaled(300, 60, 20));
+  maker.detach();  // a child of ThreadSanitizer may get the id of a thread that its parent is yet to join
+  forks(parent, before, scaled(300, 60, 20), &pause);
   stop = true;
-  maker.join();
+  CHECK(soon(60, [&] { return ended.load(); }));
 }
 
 // The parent goes on as if nothing had been forked, and a child that calls nothing keeps no peer alive.
