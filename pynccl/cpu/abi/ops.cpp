@@ -113,6 +113,7 @@ ncclResult_t check(Submission& call, int red, const char* function) {
 ncclResult_t check_all(Submission& call, int red, cudaStream_t stream, const char* function) {
   if (ncclResult_t r = check(call, red, function); r != ncclSuccess) return r;
   call.stream = stream_of(call.comm, stream, function);
+  call.stream_handle = stream;
   if (!call.stream) return ncclInvalidArgument;
   return inject_fault(*call.comm, function);
 }

@@ -82,8 +82,8 @@ struct Prepared {
 
 ncclResult_t check_alive(const Submission& call) {
   if (call.stream->ended())
-    return fail(ncclInvalidUsage, "nccl%s: its stream was destroyed before the call was issued",
-                func_name(call.op.func));
+    return fail(ncclInvalidUsage, "nccl%s: its stream %p was destroyed before the call was issued",
+                func_name(call.op.func), static_cast<void*>(call.stream_handle));
   return call.comm->check_accepts(func_name(call.op.func));
 }
 

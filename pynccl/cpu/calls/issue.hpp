@@ -14,6 +14,7 @@ struct Submission {
   Op op;
   std::shared_ptr<Comm> comm;
   std::shared_ptr<Stream> stream;
+  cudaStream_t stream_handle = nullptr;  // for messages
 };
 
 // Every rank's streams and communicators see the groups of a process in one order. Under this lock work is

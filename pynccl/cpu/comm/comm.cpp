@@ -58,7 +58,8 @@ void Comm::stop_children() {
 
 ncclResult_t Comm::check_accepts(const char* function) {
   if (standing.ending() != Standing::End::None)
-    return fail(ncclInvalidUsage, "%s: comm was destroyed or aborted before the call was issued", function);
+    return fail(ncclInvalidUsage, "%s: comm %p was destroyed or aborted before the call was issued", function,
+                static_cast<void*>(handle));
   if (standing.revoked.load()) return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
   if (fate_.failed()) return fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
   Phase phase = standing.phase.load(std::memory_order_relaxed);

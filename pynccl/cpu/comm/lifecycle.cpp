@@ -267,7 +267,7 @@ ncclResult_t let_go(const std::shared_ptr<Comm>& comm) {
 
 // An abort by another thread cuts it short.
 ncclResult_t destroy(const std::shared_ptr<Comm>& comm) {
-  comm->standing.await_pending();
+  if (!comm->standing.cancel_creation()) comm->standing.await_pending();
   if (comm->standing.phase.load() != Phase::Creating) {
     comm->announce_leaving();
     comm->drain(kForever);
