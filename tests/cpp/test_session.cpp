@@ -39,20 +39,27 @@ void sends(ncclComm_t comm, int rank, int nranks) {
   }
 }
 
-// Calls body(rank, comm) for every rank; the ranks of a process follow each other or take turns.
+// Calls body(rank, comm) for every rank; the ranks of a process follow each other or take turns. All
+// processes are forked before one of them uses the library: AddressSanitizer's allocator does not survive a
+// fork while another thread allocates.
 template <class Body>
 void spread(bool take_turns, Body body, int victim = -1) {
-  ncclUniqueId id;
-  OK(ncclGetUniqueId(&id));
-  Gate gate;
+  int ids[2];
+  CHECK_EQ(pipe(ids), 0);
   std::vector<pid_t> pids;
-  for (int p = 0; p < kProcesses; ++p) {
+  for (int p = 0; p <= kProcesses; ++p) {
     fflush(nullptr);
     pid_t pid = fork();
     if (pid == 0) {
       alarm(60);
-      gate.wait();
       failures = 0;
+      ncclUniqueId id;
+      if (p == kProcesses) {  // makes the id, and serves it until it is killed
+        OK(ncclGetUniqueId(&id));
+        for (int q = 0; q < kProcesses; ++q) CHECK_EQ(write(ids[1], &id, sizeof id), ssize_t(sizeof id));
+        for (;;) pause();
+      }
+      CHECK_EQ(read(ids[0], &id, sizeof id), ssize_t(sizeof id));
       if (const char* host = getenv("HOST_OF_EACH")) set("NCCL_HOSTID", (host + std::to_string(p)).c_str());
       std::vector<std::thread> threads;
       for (int t = 0; t < kThreads; ++t)
@@ -69,12 +76,14 @@ void spread(bool take_turns, Body body, int victim = -1) {
     }
     pids.push_back(pid);
   }
-  gate.open(kProcesses);
-  for (int p = 0; p < kProcesses; ++p) {
+  for (int p = 0; p <= kProcesses; ++p) {
+    if (p == kProcesses) kill(pids.back(), SIGKILL);
     int status = 0;
     while (waitpid(pids[size_t(p)], &status, 0) < 0 && errno == EINTR) continue;
-    CHECK_EQ(status, p == victim ? SIGKILL : 0);
+    CHECK_EQ(status, p == victim || p == kProcesses ? SIGKILL : 0);
   }
+  close(ids[0]);
+  close(ids[1]);
 }
 
 void everything(int rank, ncclComm_t comm) {
