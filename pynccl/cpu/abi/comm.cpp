@@ -316,7 +316,7 @@ ncclResult_t submit_shrink(const std::shared_ptr<Comm>& parent, const std::set<i
   Job job;
   job.comm = parent;
   job.blocking = parent->blocking;
-  Meeting meeting(parent, std::move(kept), function);
+  Meeting meeting(parent, std::move(kept), function, abort);
   job.run = [=] { return create_child(child, [&] { return run_shrink(child, excluded, meeting); }); };
   return submit_quietly(std::move(job));
 }

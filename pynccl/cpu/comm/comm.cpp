@@ -31,11 +31,12 @@ Comm::Comm(int device_, std::shared_ptr<Domain> domain_)
 
 Comm::~Comm() = default;
 
-std::vector<uint64_t> Comm::claim_meeting(const std::vector<int>& ranks) {
+std::vector<uint64_t> Comm::claim_meeting(const std::vector<int>& ranks, bool after_failure) {
   std::lock_guard<std::mutex> lock(session.mutex);
-  meetings_.resize(size_t(nranks));
+  std::vector<uint64_t>& met = meetings_[after_failure];
+  met.resize(size_t(nranks));
   std::vector<uint64_t> tags;
-  for (int q : ranks) tags.push_back(++meetings_[size_t(q)]);
+  for (int q : ranks) tags.push_back(++met[size_t(q)] | uint64_t(after_failure) << 63);
   return tags;
 }
 

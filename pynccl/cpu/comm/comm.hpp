@@ -65,7 +65,10 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void tell(ncclResult_t code, const std::string& text);
   ncclResult_t error() const override { return fate_.code(); }
   std::string error_text() override { return fate_.text(); }
-  bool broken() const override { return error() == ncclInvalidUsage && !standing.revoked.load(); }
+  bool broken() const override {
+    bool ready = standing.phase.load() != Phase::Creating;
+    return ready && error() == ncclInvalidUsage && !standing.revoked.load();
+  }
   void never_ends(int peer, const std::string& doing) override;
   // A rank that fails gives its buffers back to the caller, so nobody may write into them any more
   // (Link::write).
@@ -91,7 +94,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   // Ranks that meet in an exchange number their meetings, each pair its own: claimed in the order of the
   // calls, so that an exchange cannot meet another's.
-  std::vector<uint64_t> claim_meeting(const std::vector<int>& ranks);
+  // After a failure they have numbers of their own: some ranks had begun another meeting by then, some not.
+  std::vector<uint64_t> claim_meeting(const std::vector<int>& ranks, bool after_failure);
   std::unique_ptr<Id> grow_id;  // that this rank made for ncclCommGrow to use; under session.mutex
 
   // Communicators that are being made of this one, whose handles nobody has yet: an abort ends that too.
@@ -103,7 +107,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void died(int from);
   void note_started(const Batch& batch);
   Fate fate_;
-  std::vector<uint64_t> meetings_;               // with each rank; under session.mutex
+  std::vector<uint64_t> meetings_[2];            // with each rank; under session.mutex
   std::vector<std::shared_ptr<Comm>> children_;  // under it
   Doorbell own_bell_;
   std::atomic<Stream*> newest_{nullptr};

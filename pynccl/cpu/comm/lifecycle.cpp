@@ -198,10 +198,10 @@ ncclResult_t connect(Comm& comm, const Table& table) {
   return ncclSuccess;
 }
 
-Meeting::Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char* function)
+Meeting::Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char* function, bool after_failure)
     : comm_(std::move(comm)),
       ranks_(std::move(ranks)),
-      tags_(comm_->claim_meeting(ranks_)),
+      tags_(comm_->claim_meeting(ranks_, after_failure)),
       function_(function) {}
 
 std::vector<int> Meeting::everyone(const Comm& comm) {

@@ -46,7 +46,8 @@ ncclResult_t abort(const std::shared_ptr<Comm>& comm);
 class Meeting {
  public:
   // In the order of the calls.
-  Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char* function);
+  Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char* function,
+          bool after_failure = false);
   ncclResult_t meet(const std::string& mine, std::vector<std::string>* all) const;
   const std::vector<int>& ranks() const { return ranks_; }
   static std::vector<int> everyone(const Comm& comm);
