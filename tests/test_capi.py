@@ -211,7 +211,7 @@ def test_a_handle_that_is_written_late(run_python: Run, compile_library: Callabl
         """
 from pynccl import capi
 assert capi.ncclCommSplit(1, -1, 0) == 0
-assert repr(capi.ncclCommSplit(1, 0, 0)) == "<LateHandle 0x0>"  # as NCCL, non-blocking: success, and nothing yet
+assert repr(capi.ncclCommSplit(1, 0, 0)) == "<LateHandle 0x0>"  # NULL until it is there
 capi.ncclGroupStart()
 late, none = capi.ncclCommSplit(1, 0, 0), capi.ncclCommSplit(1, -1, 0)
 assert not late and late == 0 and repr(late) == "<LateHandle 0x0>" and type(none) is int
