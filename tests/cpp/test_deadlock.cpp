@@ -219,21 +219,25 @@ void a_chain_is_waited_for() {
 
 // ---- different calls that derive a communicator ----
 
-using Derive = ncclResult_t (*)(ncclComm_t parent, ncclComm_t* made);
+using Derive = ncclResult_t (*)(int rank, ncclComm_t parent, ncclComm_t* made);
 
-ncclResult_t split(ncclComm_t parent, ncclComm_t* made) { return ncclCommSplit(parent, 0, 0, made, nullptr); }
-ncclResult_t shrink(ncclComm_t parent, ncclComm_t* made) {
+ncclResult_t split(int, ncclComm_t parent, ncclComm_t* made) {
+  return ncclCommSplit(parent, 0, 0, made, nullptr);
+}
+ncclResult_t shrink(int, ncclComm_t parent, ncclComm_t* made) {
   int last = 2;
   return ncclCommShrink(parent, &last, 1, made, nullptr, NCCL_SHRINK_DEFAULT);
 }
-ncclResult_t grow(ncclComm_t parent, ncclComm_t* made) {
-  int rank = -1;
+// The parent may have failed by another rank's word before this one calls.
+ncclResult_t grow(int rank, ncclComm_t parent, ncclComm_t* made) {
   ncclUniqueId id;
-  OK(ncclCommUserRank(parent, &rank));
-  if (rank == 0) OK(ncclCommGetUniqueId(parent, &id));
+  if (rank == 0)
+    if (ncclResult_t r = ncclCommGetUniqueId(parent, &id); r != ncclSuccess) return r;
   return ncclCommGrow(parent, 4, rank == 0 ? &id : nullptr, -1, made, nullptr);
 }
-ncclResult_t suspend(ncclComm_t parent, ncclComm_t*) { return ncclCommSuspend(parent, NCCL_SUSPEND_MEM); }
+ncclResult_t suspend(int, ncclComm_t parent, ncclComm_t*) {
+  return ncclCommSuspend(parent, NCCL_SUSPEND_MEM);
+}
 
 // The first two of three ranks differ; the third joins rank 0, or does nothing, as one that shrinks lets it.
 void different_calls(Derive of_rank_0, Derive of_rank_1, bool third_joins) {
@@ -244,7 +248,7 @@ void different_calls(Derive of_rank_0, Derive of_rank_1, bool third_joins) {
     ncclComm_t parent = join(id, 3, rank), made = nullptr;
     Stopwatch watch;
     if (rank < 2 || third_joins) {
-      ncclResult_t r = (rank == 1 ? of_rank_1 : of_rank_0)(parent, &made);
+      ncclResult_t r = (rank == 1 ? of_rank_1 : of_rank_0)(rank, parent, &made);
       std::string text = last_error();
       RESULT(r, ncclInvalidUsage);
       CHECK(contains(text, "called another function") || contains(text, "the ranks called different things"));
