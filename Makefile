@@ -94,7 +94,7 @@ tsan_FLAGS := -fsanitize=thread
 # ThreadSanitizer needs addresses where it expects them, and forked ranks that start threads of their own.
 tsan_RUN := TSAN_OPTIONS=die_after_fork=0 setarch $(shell uname -m) -R
 # `make attack` runs those that still find faults.
-ATTACKS := test_exhaustion test_fuzz
+ATTACKS := test_exhaustion test_fuzz test_strangers
 CXX_TESTS := $(basename $(notdir $(wildcard tests/cpp/test_*.cpp)))
 SOUND := $(filter-out $(ATTACKS),$(CXX_TESTS))
 # Under the sanitizers so far.
