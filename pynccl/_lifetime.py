@@ -247,11 +247,11 @@ def _at_exit() -> None:
     Who leaves completes what it has issued. That takes PYNCCL_EXIT_TIMEOUT seconds at most.
     """
     deadline = time.monotonic() + _exit_seconds()
-    raised = _raised()
-    broken = set(owned) if raised else set()
+    aborts = raised()
+    broken = set(owned) if aborts else set()
     for communicator in list(living):
         handle = int(communicator._handle)
-        if not communicator._leave_at_exit(None if raised else deadline):
+        if not communicator._leave_at_exit(None if aborts else deadline):
             broken.add(handle)
         communicator._forget("the interpreter has ended")
     if _leave is not None and owned - broken:
@@ -260,7 +260,7 @@ def _at_exit() -> None:
         _abort.run(owned, max(1.0, deadline - time.monotonic()))
 
 
-def _raised() -> bool:
+def raised() -> bool:
     """Tell whether an exception that nobody caught ends the program; a prompt goes on after one."""
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return last is not None and not hasattr(sys, "ps1")
