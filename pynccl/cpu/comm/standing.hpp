@@ -23,8 +23,9 @@ class Standing {
     End none = End::None;
     return ending_.compare_exchange_strong(none, how);
   }
+  void take_back_end();
   void ended();
-  void await_end();
+  bool await_end();  // false where it was taken back
 
   // A creation that has not begun, in a group that is still open, can be cancelled; of the two one succeeds.
   bool begin_creation() { return exchange_creation(Creation::Begun) != Creation::Cancelled; }

@@ -12,6 +12,8 @@
 namespace pncpu {
 namespace {
 
+// Of a rank of this process, which cannot have died.
+constexpr char kGone[] = "it has failed or was aborted";
 constexpr auto kLook = std::chrono::milliseconds(50);  // how often a wait looks at what nobody announces
 
 // What must be equal everywhere; a byte for each rank follows, whether its memory can be reached from here.
@@ -206,7 +208,10 @@ ncclResult_t Session::open_links() {
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
     if (q == rank || p.info.process != self.process) continue;
-    if (!link(p.info.token, q, self.token)) return link_failed(q, "cannot reach", "it died or left", 0);
+    if (!link(p.info.token, q, self.token)) {
+      attach(self.token);  // it may have said why it went
+      return cut_off(q, "cannot reach", kGone);
+    }
     p.same_process = true;
     std::lock_guard<std::mutex> lock(mutex);
     p.linked = true;
@@ -274,22 +279,23 @@ void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
     post(peer(to).info.token, rank, kind, 0, blob);
 }
 
-void Session::disconnect() {
-  forget(self.token);
-  std::vector<SocketPtr> controls;
+void Session::disconnect() noexcept {
+  if (self.token != Token()) forget(self.token);
   {
     std::lock_guard<std::mutex> lock(mutex);
     all_arrived_ = true;
     waiting_.clear();
-    for (auto& p : peers_) {
-      if (p->control) controls.push_back(std::move(p->control));
-      p->control.reset();
-      p->linked = false;
-    }
+    for (auto& p : peers_) p->linked = false;
   }
   // Why this rank leaves has to reach the others before the connection ends.
   Deadline deadline = after_ms(2000);
-  for (const SocketPtr& control : controls) {
+  for (auto& p : peers_) {
+    SocketPtr control;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      control = std::move(p->control);
+    }
+    if (!control) continue;
     control->drain(deadline);
     unwatch(control);
   }
@@ -353,8 +359,8 @@ ncclResult_t Session::create_segment() {
     Peer& p = peer(q);
     if (p.local < 0 || !served.insert(p.info.process).second) continue;
     if (!p.control) return link_failed(q, "cannot share memory with", "it is in this process", 0);
-    uint64_t ring = segment_->ring_bytes();
-    if (!send_all(p.control->fd(), &ring, sizeof ring, deadline_) ||
+    CtlHeader header{Ctl::Segment, 0, segment_->ring_bytes()};
+    if (!send_all(p.control->fd(), &header, sizeof header, deadline_) ||
         !send_fd(p.control->fd(), segment_->fd()))
       return link_failed(q, "cannot share memory with", describe_error(errno), errno);
   }
@@ -364,15 +370,28 @@ ncclResult_t Session::create_segment() {
 ncclResult_t Session::receive_segment(int leader) {
   SocketPtr control = peer(leader).control;
   Stop::During waiting(stop_, [control] { shutdown(control->fd(), SHUT_RDWR); });
-  uint64_t ring = 0;
+  CtlHeader header{Ctl::Segment, 0, 0};
   Fd fd;
-  if (recv_all(control->fd(), &ring, sizeof ring, deadline_)) fd = recv_fd(control->fd(), deadline_);
+  if (recv_all(control->fd(), &header, sizeof header, deadline_))
+    fd = header.kind == Ctl::Segment ? recv_fd(control->fd(), deadline_) : Fd();
   int error = stopped() ? ECANCELED : errno;
+  if (header.kind == Ctl::Error) return failed_before(leader, header);
   if (!fd) return link_failed(leader, "got no memory from", describe_error(error), error);
+  uint64_t ring = header.tag;
   if (ring < 512 || ring > ring_bytes || (ring & (ring - 1)))
     return link_failed(leader, "got no memory from", "rings of " + std::to_string(ring) + " bytes", 0);
   segment_ = std::make_shared<Segment>(local_count_, size_t(ring));
   return segment_->open(std::move(fd));
+}
+
+// A peer's creation failed, and it has said why.
+ncclResult_t Session::failed_before(int q, const CtlHeader& header) {
+  std::vector<char> body(std::min<size_t>(header.bytes, sizeof(ncclResult_t) + kMaxText));
+  if (!recv_all(peer(q).control->fd(), body.data(), body.size(), deadline_))
+    return link_failed(q, "got no memory from", describe_error(errno), errno);
+  owner_.sink()->frame(q, header, Blob::of(std::move(body)));
+  if (owner_.error() == ncclSuccess) return link_failed(q, "got no memory from", "it failed", 0);
+  return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
 }
 
 ncclResult_t Session::take_segment(int first) {
@@ -386,7 +405,10 @@ ncclResult_t Session::take_segment(int first) {
     if (offers.segments.count(key)) continue;
     lock.unlock();
     if (stopped()) return link_failed(first, "got no memory from", "aborted", 0);
-    if (!lives_here(key)) return link_failed(first, "got no memory from", "it died or left", 0);
+    if (!lives_here(key)) {
+      attach(self.token);
+      return cut_off(first, "got no memory from", kGone);
+    }
     if (Clock::now() >= deadline_)
       return fail(ncclTimeout, "rank %d of %d waited in vain for the memory of rank %d", rank, nranks, first);
     lock.lock();

@@ -84,7 +84,7 @@ class Session {
   void send(int to, Ctl kind, const void* body, size_t bytes);  // nothing once the peer is gone
   int known_ranks();  // 0 until the table is there, however many a caller said
   bool linked(int to);
-  void disconnect();
+  void disconnect() noexcept;
   void drop_connections();  // fault injection
 
   Peer& peer(int r) { return *peers_[size_t(r)]; }
@@ -119,6 +119,7 @@ class Session {
   ncclResult_t share_segment();
   ncclResult_t create_segment();
   ncclResult_t receive_segment(int leader);
+  ncclResult_t failed_before(int peer, const CtlHeader& header);
   ncclResult_t take_segment(int first);
   void attach_pipes();
   void say_settings();
