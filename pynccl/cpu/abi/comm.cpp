@@ -335,7 +335,8 @@ ncclResult_t submit_finalize(const std::shared_ptr<Comm>& comm) {
 
 // What has failed can be destroyed, what a call is in progress on cannot.
 ncclResult_t check_may_end(Comm& comm, Standing::End how, const char* function) {
-  bool in_progress = comm.standing.pending() == ncclInProgress || comm.standing.must_poll();
+  bool polled = comm.error() != ncclSuccess || !comm.standing.must_poll();
+  bool in_progress = comm.standing.pending() == ncclInProgress || !polled;
   return how == Standing::End::Destroy && !comm.blocking && in_progress ? check_ready(comm, function)
                                                                         : ncclSuccess;
 }

@@ -25,9 +25,10 @@ struct Outcome {
 Outcome run_guarded(const Job& job) noexcept {
   Outcome outcome;
   outcome.code = guarded(job.function, [&] {
-    for (auto& creation : job.creates)
-      if (!creation->begin())
-        return fail(ncclInvalidUsage, "a communicator of the group was aborted before the group ended");
+    bool begun = true;
+    for (auto& creation : job.creates) begun = creation->begin() && begun;
+    if (!begun)
+      return fail(ncclInvalidUsage, "a communicator of the group was aborted before the group ended");
     return job.run();
   });
   if (outcome.code != ncclSuccess && outcome.code != ncclInProgress) outcome.text = copy_of_last_error();
@@ -39,7 +40,8 @@ Outcome run_guarded(const Job& job) noexcept {
 // the ranks of one communicator wait for each other.
 class Together {
  public:
-  explicit Together(std::vector<Job> jobs) : jobs_(std::move(jobs)), outcomes_(jobs_.size()) {}
+  explicit Together(std::vector<Job> jobs)
+      : jobs_(std::move(jobs)), outcomes_(jobs_.size()), failed_(jobs_.size()) {}
 
   Outcome run() {
     if (jobs_.size() == 1) return run_guarded(jobs_[0]);
@@ -55,9 +57,7 @@ class Together {
     changed_.notify_all();
     changed_.wait(lock, [&] { return done_ == started_; });
     if (no_thread) std::rethrow_exception(no_thread);
-    for (Outcome& outcome : outcomes_)
-      if (outcome.code != ncclSuccess) return std::move(outcome);
-    return {};
+    return failed_ < jobs_.size() ? std::move(outcomes_[failed_]) : Outcome();
   }
 
  private:
@@ -67,18 +67,25 @@ class Together {
     changed_.wait(lock, [&] { return go_ != Go::Wait; });
     if (go_ == Go::Now) {
       lock.unlock();
-      outcomes_[i] = run_guarded(jobs_[i]);
+      Outcome outcome = run_guarded(jobs_[i]);
       lock.lock();
+      if (outcome.code != ncclSuccess && failed_ == jobs_.size()) failed_ = i, stop_creations();
+      outcomes_[i] = std::move(outcome);
     }
     ++done_;
     changed_.notify_all();
+  }
+  // As in NCCL (src/group.cc: groupLaunch) the others need not wait for what will not come.
+  void stop_creations() {
+    for (const Job& job : jobs_)
+      for (auto& creation : job.creates) creation->comm()->session.stop_creation();
   }
   std::vector<Job> jobs_;
   std::vector<Outcome> outcomes_;
   std::mutex mutex_;
   std::condition_variable changed_;
   Go go_ = Go::Wait;
-  size_t started_ = 0, done_ = 0;
+  size_t started_ = 0, done_ = 0, failed_;  // the first that failed, else the number of jobs
 };
 
 void cancel(const std::vector<Job>& jobs, const char* why) noexcept {

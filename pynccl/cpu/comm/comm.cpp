@@ -43,7 +43,7 @@ std::vector<uint64_t> Comm::claim_meeting(const std::vector<int>& ranks, bool af
 void Comm::begin_child(const std::shared_ptr<Comm>& child) {
   std::lock_guard<std::mutex> lock(session.mutex);
   children_.push_back(child);
-  if (session.stopped()) child->session.stop();
+  if (session.stopped()) child->session.stop_creation();
 }
 
 void Comm::end_child(const Comm& child) {
@@ -54,7 +54,7 @@ void Comm::end_child(const Comm& child) {
 
 void Comm::stop_children() {
   std::lock_guard<std::mutex> lock(session.mutex);
-  for (auto& child : children_) child->session.stop();
+  for (auto& child : children_) child->session.stop_creation();
 }
 
 ncclResult_t Comm::check_accepts(const char* function) {

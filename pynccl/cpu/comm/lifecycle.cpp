@@ -146,7 +146,7 @@ class Creator {
   explicit Creator(Comm& comm) {
     int thread = int(syscall(SYS_gettid));
     std::lock_guard<std::mutex> lock(creators().mutex);
-    if (creators().interrupted.count(thread)) comm.session.stop();
+    if (creators().interrupted.count(thread)) comm.session.stop_creation();
     at_ = creators().running.emplace(thread, &comm);
   }
   ~Creator() {
@@ -166,8 +166,17 @@ void interrupt_creations(int thread, bool on) {
   if (!on) return void(creators().interrupted.erase(thread));
   creators().interrupted.insert(thread);
   auto [first, last] = creators().running.equal_range(thread);
-  for (auto it = first; it != last; ++it) it->second->session.stop();
+  for (auto it = first; it != last; ++it) it->second->session.stop_creation();
 }
+
+namespace {
+ncclResult_t open(Comm& comm) {
+  if (!comm.session.complete())
+    return fail(ncclInternalError, "rank %d of %d: its creation was aborted", comm.rank, comm.nranks);
+  comm.open();
+  return ncclSuccess;
+}
+}  // namespace
 
 ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids, uint64_t ids_hash) {
   Creator here(*comm);
@@ -179,8 +188,7 @@ ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids,
 ncclResult_t connect(Comm& comm, const Table& table) {
   Creator here(comm);
   if (ncclResult_t r = comm.session.connect(table); r != ncclSuccess) return r;
-  comm.open();
-  return ncclSuccess;
+  return open(comm);
 }
 
 Meeting::Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char* function, bool after_failure)
@@ -228,7 +236,8 @@ ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
     if (ncclResult_t r = comm->session.begin(table); r != ncclSuccess) return r;
   for (auto& comm : comms)
     if (ncclResult_t r = comm->session.finish(); r != ncclSuccess) return r;
-  for (auto& comm : comms) comm->open();
+  for (auto& comm : comms)
+    if (ncclResult_t r = open(*comm); r != ncclSuccess) return r;
   return ncclSuccess;
 }
 

@@ -40,7 +40,7 @@ class Standing {
   // A call of a non-blocking communicator was issued. As in NCCL it is taken some time later: the first poll
   // answers ncclInProgress for certain, and one after it ncclSuccess.
   void answer_later() { answers_.store(kAnswers); }
-  bool must_poll() const { return answers_.load(std::memory_order_acquire) > 0; }
+  bool must_poll() const { return answers_.load(std::memory_order_acquire) > 0 && pending() == ncclSuccess; }
   ncclResult_t poll();
 
  private:

@@ -86,6 +86,18 @@ void Session::stop() {
   changed.notify_all();
 }
 
+void Session::stop_creation() {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (complete_) return;
+  stop_.set();
+  changed.notify_all();
+}
+
+bool Session::complete() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return complete_ = !stopped();
+}
+
 ncclResult_t Session::connect(const Table& table) {
   if (ncclResult_t r = begin(table); r != ncclSuccess) return r;
   return finish();

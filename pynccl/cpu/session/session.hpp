@@ -70,7 +70,9 @@ class Session {
   ncclResult_t connect(const Table& table);
   ncclResult_t begin(const Table& table);
   ncclResult_t finish();
-  void stop();  // cuts all of that short, and exchanges
+  void stop_creation();  // cuts that short, if it is not complete
+  bool complete();       // false where it was stopped before
+  void stop();           // cuts creation short, and exchanges
   bool stopped() const { return stop_.is_set(); }
 
   // Ranks talk over their control sockets: everyone's blob, in the order of `ranks`.
@@ -135,6 +137,7 @@ class Session {
   const int device_;
   bool direct_allowed_;
   Stop stop_;
+  bool complete_ = false;         // under the mutex
   Deadline deadline_ = kForever;  // of the creation
   Table table_;
   std::vector<std::unique_ptr<Peer>> peers_;  // once the table is known
