@@ -12,6 +12,9 @@
 using namespace testing;
 using failing::TestCode;
 
+// Each of the many processes would wait a second at its exit for races to be seen.
+extern "C" const char* __tsan_default_options() { return "atexit_sleep_ms=0"; }
+
 namespace {
 
 // ---- limits of the process ----
