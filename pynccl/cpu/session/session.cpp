@@ -12,8 +12,6 @@
 namespace pncpu {
 namespace {
 
-// Of a rank of this process, which cannot have died.
-constexpr char kGone[] = "it has failed or was aborted";
 constexpr auto kLook = std::chrono::milliseconds(50);  // how often a wait looks at what nobody announces
 
 // What must be equal everywhere; a byte for each rank follows, whether its memory can be reached from here.
@@ -221,8 +219,7 @@ ncclResult_t Session::open_links() {
     Peer& p = peer(q);
     if (q == rank || p.info.process != self.process) continue;
     if (!link(p.info.token, q, self.token)) {
-      attach(self.token);  // it may have said why it went
-      return cut_off(q, "cannot reach", kGone);
+      return gone_from_here(q, "cannot reach");
     }
     p.same_process = true;
     std::lock_guard<std::mutex> lock(mutex);
@@ -279,15 +276,21 @@ bool Session::linked(int to) {
 
 void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
   SocketPtr control;
+  bool here;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    if (size_t(to) >= peers_.size() || !peer(to).linked || peer(to).gone) return;
+    if (disconnected_ || size_t(to) >= peers_.size() || peer(to).gone) return;
+    here = peer(to).info.process == self.process;
     control = peer(to).control;
+    // It has come, and this rank fails before it gets to it.
+    auto early = waiting_.find({int(HelloKind::Control), to});
+    if (!control && early != waiting_.end()) control = early->second;
   }
+  if (!here && !control) return;
   Blob blob = Blob::copy(body, bytes);
   if (control)
     control->send_frame(kind, 0, blob);
-  else
+  else if (to != rank)
     post(peer(to).info.token, rank, kind, 0, blob);
 }
 
@@ -295,7 +298,7 @@ void Session::disconnect() noexcept {
   if (self.token != Token()) forget(self.token);
   {
     std::lock_guard<std::mutex> lock(mutex);
-    all_arrived_ = true;
+    all_arrived_ = disconnected_ = true;
     waiting_.clear();
     for (auto& p : peers_) p->linked = false;
   }
@@ -396,6 +399,13 @@ ncclResult_t Session::receive_segment(int leader) {
   return segment_->open(std::move(fd));
 }
 
+// A rank of this process cannot have died, and may have said why it went.
+ncclResult_t Session::gone_from_here(int q, const char* doing) {
+  attach(self.token);
+  hang_up(self.token, q);  // known to be gone after everything that it said
+  return cut_off(q, doing, "it has failed or was aborted");
+}
+
 // A peer's creation failed, and it has said why.
 ncclResult_t Session::failed_before(int q, const CtlHeader& header) {
   std::vector<char> body(std::min<size_t>(header.bytes, sizeof(ncclResult_t) + kMaxText));
@@ -418,8 +428,7 @@ ncclResult_t Session::take_segment(int first) {
     lock.unlock();
     if (stopped()) return link_failed(first, "got no memory from", "aborted", 0);
     if (!lives_here(key)) {
-      attach(self.token);
-      return cut_off(first, "got no memory from", kGone);
+      return gone_from_here(first, "got no memory from");
     }
     if (Clock::now() >= deadline_)
       return fail(ncclTimeout, "rank %d of %d waited in vain for the memory of rank %d", rank, nranks, first);
@@ -510,8 +519,9 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
   bool left;
   {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait_until(lock, after_ms(1000),
-                       [&] { return peer(q).left || owner_.error() != ncclSuccess || stopped(); });
+    changed.wait_until(lock, after_ms(1000), [&] {
+      return peer(q).left || peer(q).gone || owner_.error() != ncclSuccess || stopped();
+    });
     left = peer(q).left;
   }
   if (left) owner_.never_ends(q, what);

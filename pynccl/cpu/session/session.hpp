@@ -121,6 +121,7 @@ class Session {
   ncclResult_t share_segment();
   ncclResult_t create_segment();
   ncclResult_t receive_segment(int leader);
+  ncclResult_t gone_from_here(int peer, const char* doing);
   ncclResult_t failed_before(int peer, const CtlHeader& header);
   ncclResult_t take_segment(int first);
   void attach_pipes();
@@ -149,7 +150,7 @@ class Session {
   uint64_t nonce_[2];
   Blob settings_;
   std::map<std::pair<int, int>, SocketPtr> waiting_;  // arrivals by kind and rank, during creation
-  bool all_arrived_ = false;
+  bool all_arrived_ = false, disconnected_ = false;
   std::vector<Gathering*> gatherings_;                // open ones
   std::map<std::pair<int, uint64_t>, Blob> untaken_;  // said by a rank under a tag before it was waited for
 };
