@@ -88,8 +88,9 @@ $(VENV)/demo $(VENV)/test $(VENV)/full $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(V
 # --- tests/cpp: the CPU library's sources and each test program, plain and under the sanitizers -------------
 
 SANITIZERS := plain asan tsan
-# In C an enum holds any int, and the library is what checks them.
-asan_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=enum
+# In C an enum holds any int, and the library is what checks them. The check of vptr needs descriptors, which some
+# tests use up.
+asan_FLAGS := -fsanitize=address,undefined -fno-sanitize=enum,vptr -fno-sanitize-recover=all
 tsan_FLAGS := -fsanitize=thread
 # ThreadSanitizer needs addresses where it expects them, and forked ranks that start threads of their own.
 tsan_RUN := TSAN_OPTIONS=die_after_fork=0 setarch $(shell uname -m) -R

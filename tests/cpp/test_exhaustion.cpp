@@ -12,6 +12,9 @@
 using namespace testing;
 using failing::TestCode;
 
+// Each of the many processes would wait a second at its exit for races to be seen.
+extern "C" const char* __tsan_default_options() { return "atexit_sleep_ms=0"; }
+
 namespace {
 
 // ---- limits of the process ----
@@ -514,6 +517,7 @@ void failing_at_each_place() {
 }  // namespace
 
 int main() {
+  failing::in_main = true;
   using namespace failing;
   const Test tests[] = {TEST(more_ranks_than_memory),
                         TEST(grown_beyond_memory),

@@ -43,18 +43,18 @@ std::vector<uint64_t> Comm::claim_meeting(const std::vector<int>& ranks, bool af
 void Comm::begin_child(const std::shared_ptr<Comm>& child) {
   std::lock_guard<std::mutex> lock(session.mutex);
   children_.push_back(child);
-  if (session.stopped()) child->session.stop();
+  if (session.stopped()) child->session.stop_creation();
 }
 
 void Comm::end_child(const Comm& child) {
   std::lock_guard<std::mutex> lock(session.mutex);
-  children_.erase(
-      std::find_if(children_.begin(), children_.end(), [&](auto& c) { return c.get() == &child; }));
+  auto at = std::find_if(children_.begin(), children_.end(), [&](auto& c) { return c.get() == &child; });
+  if (at != children_.end()) children_.erase(at);
 }
 
 void Comm::stop_children() {
   std::lock_guard<std::mutex> lock(session.mutex);
-  for (auto& child : children_) child->session.stop();
+  for (auto& child : children_) child->session.stop_creation();
 }
 
 ncclResult_t Comm::check_accepts(const char* function) {
@@ -125,29 +125,38 @@ void Comm::finish(Batch& batch) {
   bell().ring();
 }
 
-bool Comm::decide(ncclResult_t code, const std::string& text) {
+bool Comm::decide(ncclResult_t code, std::string_view text) noexcept {
   if (!fate_.decide(code, text)) return false;
-  fail(code, "rank %d of %d: %s", rank, nranks, text.c_str());
+  fail(code, "rank %d of %d: %.*s", rank, nranks, int(text.size()), text.data());
   session.notify();
   bell().ring();
   return true;
 }
 
-Step Comm::fail_with(ncclResult_t code, const std::string& text, bool tell) {
-  if (decide(code, text) && tell) tell_error(code);
+Step Comm::fail_with(ncclResult_t code, std::string_view text, bool tells) noexcept {
+  if (decide(code, text) && tells) tell(code, text);
   return Step::Failed;
+}
+
+void Comm::give_up(ncclResult_t code, std::string_view text) noexcept {
+  if (!fate_.decide(code, text)) return;
+  session.notify();
+  bell().ring();
+  tell(code, text);
 }
 
 Step Comm::mismatch(const std::string& text) { return fail_with(ncclInvalidUsage, kMismatch + text); }
 
-void Comm::tell_error(ncclResult_t code) { tell(code, error_text()); }
-
-void Comm::tell(ncclResult_t code, const std::string& text) {
-  std::vector<char> body(sizeof code + text.size());
-  memcpy(body.data(), &code, sizeof code);
-  memcpy(body.data() + sizeof code, text.data(), text.size());
-  for (int q = 0, known = session.known_ranks(); q < known; ++q)
-    session.send(q, Ctl::Error, body.data(), body.size());
+// Without memory a peer sees no more than the end of the connection.
+void Comm::tell(ncclResult_t code, std::string_view text) noexcept {
+  char body[sizeof code + kMaxText];
+  text = text.substr(0, kMaxText);
+  memcpy(body, &code, sizeof code);
+  memcpy(body + sizeof code, text.data(), text.size());
+  for (int q = 0, known = session.known_ranks(); q < known; ++q) try {
+      session.send(q, Ctl::Error, body, sizeof code + text.size());
+    } catch (const std::bad_alloc&) {
+    }
 }
 
 // ---- what the service's thread tells ----
@@ -192,9 +201,20 @@ void Comm::closed(int from) {
   session.changed.notify_all();
 }
 
-void Comm::died(int from) {
-  fail_with(ncclRemoteError, "rank " + std::to_string(from) + " (" + peer(from).str() +
-                                 ") died, or exited without destroying its communicator");
+void Comm::tell_error() noexcept {
+  try {
+    tell(error(), error_text());
+  } catch (const std::bad_alloc&) {
+    tell(error(), "out of memory");
+  }
+}
+
+void Comm::died(int from) noexcept {
+  char text[256];
+  const PeerInfo& info = peer(from).info;
+  snprintf(text, sizeof text, "rank %d (pid %lld on %s) died, or exited without destroying its communicator",
+           from, static_cast<long long>(info.pid), info.host_name);
+  fail_with(ncclRemoteError, text);
 }
 
 void Comm::open() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "comm/batch.hpp"
@@ -58,11 +59,13 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   std::atomic<int> calling_thread{0};  // the newest that called, else the one that created it
 
   // Errors: the first one stays.
-  bool decide(ncclResult_t code, const std::string& text);
-  Step fail_with(ncclResult_t code, const std::string& text, bool tell = true);
+  bool decide(ncclResult_t code, std::string_view text) noexcept;
+  Step fail_with(ncclResult_t code, std::string_view text, bool tell = true) noexcept;
+  // The error of a call that has told its caller already.
+  void give_up(ncclResult_t code, std::string_view text) noexcept;
   Step mismatch(const std::string& text);
-  void tell_error(ncclResult_t code);  // to every peer, by name
-  void tell(ncclResult_t code, const std::string& text);
+  void tell(ncclResult_t code, std::string_view text) noexcept;  // to every peer, by name
+  void tell_error() noexcept;
   ncclResult_t error() const override { return fate_.code(); }
   std::string error_text() override { return fate_.text(); }
   bool broken() const override {
@@ -103,7 +106,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void stop_children();
 
  private:
-  void died(int from);
+  void died(int from) noexcept;
   void note_started(const Batch& batch);
   Fate fate_;
   std::vector<uint64_t> meetings_[2];            // with each rank; under session.mutex

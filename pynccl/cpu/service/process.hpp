@@ -1,6 +1,7 @@
 // The service itself, for the files of this folder.
 #pragma once
 
+#include <list>
 #include <map>
 #include <memory>
 #include <set>
@@ -56,12 +57,13 @@ class Service {
     CtlHeader header;
     Blob body;
   };
-  void post(Post post);
+  using Posts = std::list<Post>;
+  void post(Posts posts) noexcept;
   struct Local {
     SinkPtr sink;
     bool attached = false;
-    std::vector<Post> kept;                     // until then
-    std::vector<std::pair<Token, int>> linked;  // who hears of its end, and as which rank's
+    std::vector<Post> kept;  // until then
+    Posts farewells;         // to those who hear of its end, which needs no memory
   };
   struct HashToken {
     size_t operator()(const Token& t) const { return size_t(t.a ^ t.b); }
@@ -109,7 +111,7 @@ class Service {
   std::set<std::pair<Deadline, int>> leaving_;  // answered, and to be dropped at the latest then
   std::vector<SocketPtr> finished_;
   std::mutex posts_mutex_;
-  std::vector<Post> posts_;
+  Posts posts_;
   Deadline last_told_{};
 };
 

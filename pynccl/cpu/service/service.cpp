@@ -453,16 +453,17 @@ bool Service::read_body(Connection& c, size_t* missing) {
 
 // ---- ranks of this process ----
 
-void Service::post(Post post) {
+void Service::post(Posts posts) noexcept {
   std::lock_guard<std::mutex> lock(posts_mutex_);
-  posts_.push_back(std::move(post));
-  if (posts_.size() == 1) wake();
+  bool first = posts_.empty() && !posts.empty();
+  posts_.splice(posts_.end(), posts);
+  if (first) wake();
 }
 
 void Service::deliver() {
   uint64_t count;
   if (::read(wake_.get(), &count, sizeof count) < 0) return;
-  std::vector<Post> posts;
+  Posts posts;
   {
     std::lock_guard<std::mutex> lock(posts_mutex_);
     posts.swap(posts_);
@@ -589,7 +590,7 @@ void forget(const Token& token) {
   if (it == s->locals.end()) return;
   Service::Local gone = std::move(it->second);
   s->locals.erase(it);
-  for (auto& [to, rank] : gone.linked) s->post({to, rank, {Ctl::Closed, 0, 0}, {}});
+  s->post(std::move(gone.farewells));
 }
 
 bool lives_here(const Token& token) {
@@ -605,13 +606,13 @@ bool link(const Token& to, int to_rank, const Token& mine) {
   std::lock_guard<std::recursive_mutex> lock(s->mutex);
   auto it = s->locals.find(to);
   if (it == s->locals.end()) return false;
-  it->second.linked.push_back({mine, to_rank});
+  it->second.farewells.push_back({mine, to_rank, {Ctl::Closed, 0, 0}, {}});
   return true;
 }
 
 void post(const Token& to, int from, Ctl kind, uint64_t tag, const Blob& body) {
   if (Service* s = Service::get("a communicator"))
-    s->post({to, from, {kind, uint32_t(body.size), tag}, body});
+    s->post({{to, from, {kind, uint32_t(body.size), tag}, body}});
 }
 
 void hang_up(const Token& to, int from) { post(to, from, Ctl::Closed, 0, {}); }
