@@ -62,7 +62,7 @@ ncclResult_t Comm::check_accepts(const char* function) {
     return fail(ncclInvalidUsage, "%s: comm %p was destroyed or aborted before the call was issued", function,
                 static_cast<void*>(handle));
   if (standing.revoked.load()) return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
-  if (fate_.failed()) return fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
+  if (error() != ncclSuccess) return fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
   Phase phase = standing.phase.load(std::memory_order_relaxed);
   if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
   if (phase != Phase::Ready) return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
@@ -85,7 +85,7 @@ void Comm::note_started(const Batch& batch) {
 Step Comm::progress(Batch& batch) {
   if (!turns.is_turn_of(batch.ticket)) return Step::Blocked;
   if (fate_.failed()) return close_buffers(), Step::Failed;
-  bool moved = !batch.started;
+  bool moved = !batch.started, heard = heard_.failed();
   if (!batch.started) {
     batch.started = true;
     note_started(batch);
@@ -106,7 +106,33 @@ Step Comm::progress(Batch& batch) {
   }
   context_.ring_peers();
   if (batch.at == batch.colls.size() && p2p_.done()) return Step::Done;
-  return moved ? Step::Moved : Step::Blocked;
+  if (moved) return Step::Moved;
+  return heard && !more_may_come() ? believe() : Step::Blocked;
+}
+
+// What a peer on another host sent before it died may still be on its way.
+bool Comm::more_may_come() {
+  if (Clock::now() - heard_at_.load() > std::chrono::seconds(1)) return false;
+  for (auto& p : session.peers())
+    for (auto& pipe : p->link.pipe)
+      if (p->gone && pipe && pipe->more_may_come()) return true;
+  return false;
+}
+
+Step Comm::believe() {
+  decide(heard_.code(), heard_.text());
+  close_buffers();
+  return Step::Failed;
+}
+
+// Passed on before anybody here wakes and may exit: every peer then hears the cause before the end of this
+// rank's connection.
+void Comm::hear_of(ncclResult_t code, std::string_view text) noexcept {
+  if (error() == ncclSuccess && !heard_.failed()) tell(code, text);
+  heard_at_.store(Clock::now());
+  heard_.decide(code, text);
+  session.notify();
+  bell().ring();
 }
 
 void Comm::close_buffers() {
@@ -123,6 +149,7 @@ void Comm::finish(Batch& batch) {
   batch.done = true;
   turns.end(batch.ticket);
   bell().ring();
+  if (heard_.failed()) session.notify();
 }
 
 bool Comm::decide(ncclResult_t code, std::string_view text) noexcept {
@@ -172,11 +199,7 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
     std::string text(body.data + sizeof code, body.size - sizeof code);
     if (text.find(kReports) == std::string::npos) text = "rank " + std::to_string(from) + kReports + text;
     code = same ? code : ncclRemoteError;
-    // Passed on before anybody here wakes and may exit: every peer then hears the cause before the end of
-    // this rank's connection.
-    if (error() == ncclSuccess) tell(code, text);
-    decide(code, text);
-    return;
+    return hear_of(code, text);
   }
   if (header.kind == Ctl::Probe) return per_process<Deadlocks>().probed(*this, from, body);
   if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().convicted(*this, body);
@@ -214,7 +237,7 @@ void Comm::died(int from) noexcept {
   const PeerInfo& info = peer(from).info;
   snprintf(text, sizeof text, "rank %d (pid %lld on %s) died, or exited without destroying its communicator",
            from, static_cast<long long>(info.pid), info.host_name);
-  fail_with(ncclRemoteError, text);
+  hear_of(ncclRemoteError, text);
 }
 
 void Comm::open() {
@@ -254,6 +277,8 @@ ncclResult_t Comm::await_leaving() {
     if (q == rank) continue;
     Peer& p = peer(q);
     std::unique_lock<std::mutex> lock(session.mutex);
+    // This very thread may be the one that is to finalize it.
+    if (p.same_process && !p.left) continue;
     bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();
     if (!came)

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <deque>
 #include <numeric>
 
@@ -123,8 +124,25 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
   return ncclSuccess;
 }
 
+namespace {
+// The program exits without destroying communicators. What it has issued is completed, and ranks that need
+// nothing more notice nothing.
+void leave_all() {
+  Deadline deadline = after_ms(2000);
+  guarded("exit", [&] {
+    for (auto& comm : handles<Comm>().all())
+      if (comm->standing.ending() == Standing::End::None && comm->standing.phase.load() == Phase::Ready &&
+          comm->drain(deadline) == ncclSuccess && comm->error() == ncclSuccess)
+        comm->announce_leaving();
+    return ncclSuccess;
+  });
+}
+}  // namespace
+
 std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_ptr<Domain> domain,
                                 const Config& config) {
+  static const int at_exit = std::atexit(leave_all);
+  (void)at_exit;
   auto comm = std::make_shared<Comm>(device, std::move(domain));
   comm->session.set_shape(rank, nranks);
   comm->blocking = config.blocking != 0;
@@ -244,7 +262,8 @@ ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
 ncclResult_t finalize(Comm& comm) {
   comm.announce_leaving();
   comm.drain(kForever);
-  if (comm.error() == ncclSuccess) comm.await_leaving();
+  if (comm.error() == ncclSuccess && comm.await_leaving() == ncclTimeout)
+    comm.fail_with(ncclTimeout, last_error(), false);
   comm.standing.phase.store(Phase::Finalized);
   comm.standing.set_pending(comm.error());
   return comm.error();
