@@ -514,6 +514,7 @@ void failing_at_each_place() {
 }  // namespace
 
 int main() {
+  failing::in_main = true;
   using namespace failing;
   const Test tests[] = {TEST(more_ranks_than_memory),
                         TEST(grown_beyond_memory),

@@ -432,6 +432,7 @@ void four_threads() {
 }  // namespace
 
 int main() {
+  failing::in_main = true;
   if (const char* seed = getenv("PYNCCL_TEST_SEED")) g_seed = uint32_t(atol(seed));
   if (const char* calls = getenv("PYNCCL_TEST_CALLS")) g_calls = atoi(calls);
   const Test tests[] = {TEST(one_thread), TEST(four_threads)};

@@ -32,7 +32,7 @@ ncclResult_t submit_quietly(Job job) {
 ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vector<Id>& ids, uint64_t ids_hash,
                          const ncclConfig_t* config, const char* function, int device, bool waits = false) {
   if (const char* wrong = fault_error()) return fail(ncclInvalidArgument, "%s: %s", function, wrong);
-  *out = nullptr;
+  write_handle(out, nullptr);
   if (nranks < 1) return fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks);
   for (const Id& id : ids)
     if (!id.plausible())

@@ -130,15 +130,18 @@ std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_pt
   return comm;
 }
 
+void write_handle(ncclComm_t* out, ncclComm_t handle) { __atomic_store_n(out, handle, __ATOMIC_RELEASE); }
+
 void publish(const std::shared_ptr<Comm>& comm, ncclComm_t* out) {
-  *out = comm->handle = static_cast<ncclComm_t>(handles<Comm>().add(comm));
+  comm->handle = static_cast<ncclComm_t>(handles<Comm>().add(comm));
+  write_handle(out, comm->handle);
 }
 
 void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out) {
   handles<Comm>().take(comm->handle);
   comm->session.stop();
   comm->session.disconnect();
-  *out = nullptr;
+  write_handle(out, nullptr);
 }
 
 void cancel_creation(Comm& comm, const char* why) {

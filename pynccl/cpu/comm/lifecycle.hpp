@@ -23,6 +23,8 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
 
 std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_ptr<Domain> domain,
                                 const Config& config);
+// Atomic: while a creation blocks, another thread may read the handle there, to abort it.
+void write_handle(ncclComm_t* out, ncclComm_t handle);
 void publish(const std::shared_ptr<Comm>& comm, ncclComm_t* out);
 void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out);
 // A creation that will not run after all: who ends the communicator need not wait for it.
