@@ -110,5 +110,5 @@ void two_pods_with_a_network() {
 int main() {
   const Test tests[] = {TEST(twins_with_one_pid), TEST(two_network_namespaces),
                         TEST(two_pods_with_a_network)};
-  return run_all(tests, sizeof tests / sizeof *tests);
+  return run_all(tests, sizeof tests / sizeof *tests, 3);
 }

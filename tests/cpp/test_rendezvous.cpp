@@ -262,6 +262,37 @@ void an_abort_ends_a_wait_for_a_stopped_root() {
   }
 }
 
+// Its group failed, and whatever the caller does with the handles is answered, and ends.
+void a_creation_that_never_ran_is_over() {
+  ncclComm_t comms[3] = {};
+  OK(ncclGroupStart());
+  OK(ncclCommInitAll(comms, 2, nullptr));
+  OK(ncclCommInitRank(&comms[2], 2, new_id(), 1));
+  RESULT(ncclCommInitRank(nullptr, 1, new_id(), 0), ncclInvalidArgument);
+  RESULT(ncclGroupEnd(), ncclInvalidArgument);
+  for (ncclComm_t comm : comms) {
+    ncclResult_t state = ncclInProgress;
+    OK(ncclCommGetAsyncError(comm, &state));
+    RESULT(state, ncclInvalidUsage);
+    ncclCommRevoke(comm, NCCL_REVOKE_DEFAULT);
+    ncclComm_t child = nullptr;
+    CHECK(ncclCommSplit(comm, 0, 0, &child, nullptr) != ncclSuccess);
+    CHECK(child == nullptr);
+    abort_in_time(comm);
+  }
+}
+
+// A handle of a group that is still open may be revoked, but nothing derived from it.
+void a_creation_that_has_not_begun_is_no_parent() {
+  ncclComm_t comm = nullptr, child = nullptr;
+  OK(ncclGroupStart());
+  OK(ncclCommInitRank(&comm, 2, new_id(), 0));
+  OK(ncclCommRevoke(comm, NCCL_REVOKE_DEFAULT));
+  RESULT(ncclCommSplit(comm, 0, 0, &child, nullptr), ncclInvalidArgument);
+  CHECK(ncclGroupEnd() != ncclSuccess);
+  abort_in_time(comm);
+}
+
 }  // namespace
 
 int main() {
@@ -274,6 +305,8 @@ int main() {
                         TEST(several_roots_name_a_share_that_is_missing),
                         TEST(an_abort_ends_a_rendezvous),
                         TEST(an_abort_ends_a_blocking_rendezvous),
-                        TEST(an_abort_ends_a_wait_for_a_stopped_root)};
-  return run_all(tests, sizeof tests / sizeof *tests);
+                        TEST(an_abort_ends_a_wait_for_a_stopped_root),
+                        TEST(a_creation_that_never_ran_is_over),
+                        TEST(a_creation_that_has_not_begun_is_no_parent)};
+  return run_all(tests, sizeof tests / sizeof *tests, 3);
 }

@@ -173,5 +173,5 @@ int main() {
   const Test tests[] = {TEST(hashes), TEST(with_a_secret_only_who_has_it_gets_in),
                         TEST(a_secret_on_one_side_only_is_said_on_both), TEST(secrets_from_a_file),
                         TEST(a_secret_is_never_shown)};
-  return run_all(tests, sizeof tests / sizeof *tests);
+  return run_all(tests, sizeof tests / sizeof *tests, 3);
 }

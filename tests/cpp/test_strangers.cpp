@@ -304,5 +304,5 @@ int main() {
                         TEST(a_seat_taken_without_a_secret),
                         TEST(a_stranger_who_does_not_introduce_itself),
                         TEST(a_public_id_is_warned_of_once)};
-  return run_all(tests, sizeof tests / sizeof *tests);
+  return run_all(tests, sizeof tests / sizeof *tests, 3);
 }

@@ -45,7 +45,8 @@ ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vecto
   std::shared_ptr<Comm> comm = make_comm(rank, nranks, device, std::move(domain), settings);
   publish(comm, out);
   Job job;
-  job.comm = comm;
+  job.comms = {comm};
+  job.creates = true;
   bool blocking = job.blocking = comm->blocking || waits;
   job.run = [=] { return end_creation(comm, out, blocking, init(comm, ids, ids_hash)); };
   return submit(std::move(job));
@@ -73,6 +74,8 @@ ncclResult_t submit_init_all(ncclComm_t* out, int ndev, const int* devices) {
   }
   for (int i = 0; i < ndev; ++i) publish(comms[size_t(i)], &out[i]);
   Job job;
+  job.comms = comms;
+  job.creates = true;
   job.run = [comms, out] {
     ncclResult_t r = init_all(comms);
     for (size_t i = 0; i < comms.size() && r != ncclSuccess; ++i) end_creation(comms[i], &out[i], true, r);
@@ -138,9 +141,11 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
   return connect(*child.comm, Table::of(std::move(table)));
 }
 
-// Split and shrunk ones have no handle before they are complete (src/init.cc: ncclCommInitChildComm).
+// Split and shrunk ones have no handle before they are complete (src/init.cc: ncclCommInitChildComm); nobody
+// can cancel their creation.
 template <class Body>
 ncclResult_t create_child(const Child& child, Body body) {
+  child.comm->standing.begin_creation();
   child.parent->begin_child(child.comm);
   ncclResult_t r = body();
   child.parent->end_child(*child.comm);
@@ -270,7 +275,7 @@ ncclResult_t submit_split(const std::shared_ptr<Comm>& parent, int color, int ke
                 color);
   if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
   Job job;
-  job.comm = parent;
+  job.comms = {parent};
   job.blocking = parent->blocking;
   if (color == NCCL_SPLIT_NOCOLOR) {
     Meeting meeting(parent, Meeting::everyone(*parent), function);
@@ -314,7 +319,7 @@ ncclResult_t submit_shrink(const std::shared_ptr<Comm>& parent, const std::set<i
   for (int q = 0; q < parent->nranks; ++q)
     if (!excluded.count(q)) kept.push_back(q);
   Job job;
-  job.comm = parent;
+  job.comms = {parent};
   job.blocking = parent->blocking;
   Meeting meeting(parent, std::move(kept), function, abort);
   job.run = [=] { return create_child(child, [&] { return run_shrink(child, excluded, meeting); }); };
@@ -332,7 +337,8 @@ ncclResult_t submit_grow(const std::shared_ptr<Comm>& parent, int nranks, const 
   if (ncclResult_t r = make_child(parent, newcomm, config, function, &child); r != ncclSuccess) return r;
   publish(child.comm, newcomm);
   Job job;
-  job.comm = child.comm;
+  job.comms = {child.comm};
+  job.creates = true;
   bool blocking = job.blocking = child.comm->blocking;
   Id id = uniqueId ? id_of(*uniqueId) : Id();
   bool has_id = uniqueId != nullptr;
@@ -360,7 +366,7 @@ ncclResult_t begin_finalize(Comm& comm) {
 ncclResult_t submit_finalize(const std::shared_ptr<Comm>& comm) {
   if (ncclResult_t r = begin_finalize(*comm); r != ncclSuccess) return r;
   Job job;
-  job.comm = comm;
+  job.comms = {comm};
   job.blocking = comm->blocking;
   job.run = [comm] { return finalize(*comm); };
   return submit(std::move(job));
@@ -413,7 +419,7 @@ ncclResult_t revoke(ncclComm_t handle, int flags) {
   if (ncclResult_t r = begin_revoke(*comm, flags); r != ncclSuccess) return r;
   comm->fail_with(ncclInvalidUsage, "rank " + std::to_string(comm->rank) + " revoked its communicator");
   Job job;
-  job.comm = comm;
+  job.comms = {comm};
   job.blocking = comm->blocking;
   job.run = [comm] { return comm->drain(kForever); };
   return submit(std::move(job));

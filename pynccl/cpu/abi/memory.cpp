@@ -63,7 +63,7 @@ ncclResult_t submit_window(ncclComm_t handle, void* buff, size_t size, ncclWindo
   if (ncclResult_t r = check_window(buff, size, flags, function); r != ncclSuccess) return r;
   Meeting meeting(comm, Meeting::everyone(*comm), function);
   Job job;
-  job.comm = comm;
+  job.comms = {comm};
   job.blocking = comm->blocking;
   job.run = [=] { return register_window(*comm, meeting, {comm->serial, buff, size, flags}, win); };
   ncclResult_t r = submit(std::move(job));
@@ -272,7 +272,7 @@ ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
       Meeting of[3];
     } three{{meeting(), meeting(), meeting()}};
     Job job;
-    job.comm = c;
+    job.comms = {c};
     job.blocking = c->blocking;
     job.run = [c, three] { return suspend(*c, three.of); };
     return submit(std::move(job));
@@ -288,7 +288,7 @@ ncclResult_t ncclCommResume(ncclComm_t comm) {
       return fail(ncclInvalidUsage, "%s: comm is not suspended", function);
     Meeting meeting(c, Meeting::everyone(*c), function);
     Job job;
-    job.comm = c;
+    job.comms = {c};
     job.blocking = c->blocking;
     job.run = [c, meeting] { return resume(*c, meeting); };
     return submit(std::move(job));

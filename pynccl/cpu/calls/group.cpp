@@ -14,16 +14,29 @@ struct Outcome {
   std::string text;
 };
 
+// Creations that will not run after all.
+void cancel(const Job& job, const char* why) {
+  if (!job.creates) return;
+  for (auto& comm : job.comms) cancel_creation(*comm, why);
+}
+
+ncclResult_t begin(const Job& job) {
+  if (!job.creates) return ncclSuccess;
+  for (auto& comm : job.comms)
+    if (!comm->standing.begin_creation())
+      return fail(ncclInvalidUsage, "a communicator of the group was aborted before the group ended");
+  return ncclSuccess;
+}
+
 Outcome run_guarded(const Job& job) {
   Outcome outcome;
   outcome.code = guarded("ncclGroupEnd", [&] {
-    if (job.comm && !job.comm->standing.begin_creation())
-      return fail(ncclInvalidUsage, "a communicator of the group was aborted before the group ended");
-    return job.run();
+    ncclResult_t r = begin(job);
+    return r == ncclSuccess ? job.run() : r;
   });
   if (outcome.code == ncclSuccess || outcome.code == ncclInProgress) return outcome;
   outcome.text = last_error();
-  if (job.comm) cancel_creation(*job.comm, outcome.text.c_str());  // an exception kept it from ending itself
+  cancel(job, outcome.text.c_str());  // an exception kept it from ending itself
   return outcome;
 }
 
@@ -74,8 +87,7 @@ class Together {
 };
 
 void cancel(const std::vector<Job>& jobs, const char* why) {
-  for (const Job& job : jobs)
-    if (job.comm) cancel_creation(*job.comm, why);
+  for (const Job& job : jobs) cancel(job, why);
 }
 
 // The jobs come first, as in NCCL: a group may hold a split and a collective on its parent.
@@ -100,8 +112,7 @@ ncclResult_t run_all(std::vector<Job> jobs, const std::vector<Submission>& calls
 // The communicators answer ncclInProgress until all is done.
 ncclResult_t run_in_background(std::vector<Job> jobs, std::vector<Submission> calls) {
   std::vector<std::shared_ptr<Comm>> comms;
-  for (const Job& job : jobs)
-    if (job.comm) comms.push_back(job.comm);
+  for (const Job& job : jobs) comms.insert(comms.end(), job.comms.begin(), job.comms.end());
   for (const Submission& call : calls) comms.push_back(call.comm);
   for (auto& comm : comms) {
     comm->standing.answer_later();
@@ -183,8 +194,10 @@ void Group::spoil(ncclResult_t code) {
 }
 
 int Group::copies_on(int device) const {
-  return int(std::count_if(jobs_.begin(), jobs_.end(),
-                           [&](const Job& job) { return job.comm && job.comm->device == device; }));
+  int copies = 0;
+  for (const Job& job : jobs_)
+    for (auto& comm : job.comms) copies += job.creates && comm->device == device;
+  return copies;
 }
 
 // What ends communicators goes on: whoever cleans up after a failure must not be left with them.
@@ -231,12 +244,15 @@ ncclResult_t submit(Submission call) {
 
 ncclResult_t submit(Job job) {
   Group& group = this_thread_group();
-  std::shared_ptr<Comm> comm = job.comm;
   try {
-    if (group.depth > 0) return group.add(std::move(job));
-    if (!job.blocking) return run_in_background({std::move(job)}, {});
+    if (group.depth > 0) {
+      ncclResult_t r = group.add(job);
+      if (r != ncclSuccess) cancel(job, last_error());
+      return r;
+    }
+    if (!job.blocking) return run_in_background({job}, {});
   } catch (...) {
-    if (comm) cancel_creation(*comm, "its creation could not be started");
+    cancel(job, "its creation could not be started");
     throw;
   }
   Outcome outcome = run_guarded(job);

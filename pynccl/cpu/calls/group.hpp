@@ -3,18 +3,20 @@
 
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "base/guard.hpp"
 #include "calls/issue.hpp"
 
 namespace pncpu {
 
-// A call that makes, ends or changes a communicator. `run` may block; the jobs of one group run at the same
-// time. Without `blocking` it runs behind the caller's back, and `comm` says how it went
+// A call that makes, ends or changes communicators. `run` may block; the jobs of one group run at the same
+// time. Without `blocking` it runs behind the caller's back, and `comms` say how it went
 // (ncclCommGetAsyncError).
 struct Job {
   std::function<ncclResult_t()> run;
-  std::shared_ptr<Comm> comm;  // that it creates or changes
+  std::vector<std::shared_ptr<Comm>> comms;  // that it creates or changes
+  bool creates = false;                      // those, whose handles its caller has already
   bool blocking = true;
   bool ends = false;  // a destruction or an abort, which happens even if its group fails
 };
