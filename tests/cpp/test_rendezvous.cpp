@@ -262,6 +262,19 @@ void an_abort_ends_a_wait_for_a_stopped_root() {
   }
 }
 
+void an_abort_comes_before_the_group_ends() {
+  ncclComm_t comms[3] = {};
+  OK(ncclGroupStart());
+  OK(ncclCommInitAll(comms, 2, nullptr));
+  OK(ncclCommInitRank(&comms[2], 1, new_id(), 0));
+  std::thread([&] {
+    abort_in_time(comms[1]);
+    abort_in_time(comms[2]);
+  }).join();
+  RESULT(ncclGroupEnd(), ncclInvalidUsage);
+  for (ncclComm_t comm : comms) CHECK(comm == nullptr);
+}
+
 // Its group failed, and whatever the caller does with the handles is answered, and ends.
 void a_creation_that_never_ran_is_over() {
   ncclComm_t comms[3] = {};
@@ -306,6 +319,7 @@ int main() {
                         TEST(an_abort_ends_a_rendezvous),
                         TEST(an_abort_ends_a_blocking_rendezvous),
                         TEST(an_abort_ends_a_wait_for_a_stopped_root),
+                        TEST(an_abort_comes_before_the_group_ends),
                         TEST(a_creation_that_never_ran_is_over),
                         TEST(a_creation_that_has_not_begun_is_no_parent)};
   return run_all(tests, sizeof tests / sizeof *tests, 3);

@@ -14,11 +14,11 @@ namespace {
 ncclResult_t end_creation(const std::shared_ptr<Comm>& comm, ncclComm_t* out, bool blocking, ncclResult_t r) {
   if (r == ncclSuccess) return r;
   if (!blocking) comm->fail_with(r, last_error(), false);
-  comm->standing.set_pending(r);
   if (blocking)
     withdraw(comm, out);
   else
     comm->session.disconnect();
+  comm->standing.set_pending(r);  // an abort that waits for it disconnects, too
   return r;
 }
 
@@ -237,6 +237,7 @@ GrowBlob grow_blob(Comm& parent, int nranks, const Id* passed) {
 }
 
 ncclResult_t run_grow(Child child, int nranks, const Id* id, const Meeting& meeting) {
+  if (ncclResult_t r = begin_creation(*child.comm); r != ncclSuccess) return r;
   Comm& parent = *child.parent;
   GrowBlob mine = grow_blob(parent, nranks, id);
   std::vector<std::string> all;

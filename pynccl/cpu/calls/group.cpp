@@ -20,20 +20,9 @@ void cancel(const Job& job, const char* why) {
   for (auto& comm : job.comms) cancel_creation(*comm, why);
 }
 
-ncclResult_t begin(const Job& job) {
-  if (!job.creates) return ncclSuccess;
-  for (auto& comm : job.comms)
-    if (!comm->standing.begin_creation())
-      return fail(ncclInvalidUsage, "a communicator of the group was aborted before the group ended");
-  return ncclSuccess;
-}
-
 Outcome run_guarded(const Job& job) {
   Outcome outcome;
-  outcome.code = guarded("ncclGroupEnd", [&] {
-    ncclResult_t r = begin(job);
-    return r == ncclSuccess ? job.run() : r;
-  });
+  outcome.code = guarded("ncclGroupEnd", [&] { return job.run(); });
   if (outcome.code == ncclSuccess || outcome.code == ncclInProgress) return outcome;
   outcome.text = last_error();
   cancel(job, outcome.text.c_str());  // an exception kept it from ending itself

@@ -144,6 +144,11 @@ void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out) {
   write_handle(out, nullptr);
 }
 
+ncclResult_t begin_creation(Comm& comm) {
+  if (comm.standing.begin_creation()) return ncclSuccess;
+  return fail(ncclInvalidUsage, "a communicator was aborted before its creation began");
+}
+
 void cancel_creation(Comm& comm, const char* why) {
   if (comm.standing.pending() != ncclInProgress) return;
   comm.fail_with(ncclInvalidUsage, why, false);
@@ -188,6 +193,7 @@ void interrupt_creations(int thread, bool on) {
 }
 
 ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids, uint64_t ids_hash) {
+  if (ncclResult_t r = begin_creation(*comm); r != ncclSuccess) return r;
   Creation here(*comm);
   Table table;
   if (ncclResult_t r = comm->session.join(ids, ids_hash, &table); r != ncclSuccess) return r;
@@ -234,6 +240,8 @@ ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* al
 }
 
 ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
+  for (auto& comm : comms)
+    if (ncclResult_t r = begin_creation(*comm); r != ncclSuccess) return r;
   std::deque<Creation> here;
   std::vector<PeerInfo> infos;
   for (auto& comm : comms) {

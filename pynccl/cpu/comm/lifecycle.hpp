@@ -27,6 +27,8 @@ std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_pt
 void write_handle(ncclComm_t* out, ncclComm_t handle);
 void publish(const std::shared_ptr<Comm>& comm, ncclComm_t* out);
 void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out);
+// Fails where an abort came first.
+ncclResult_t begin_creation(Comm& comm);
 // A creation that will not run after all: who ends the communicator need not wait for it.
 void cancel_creation(Comm& comm, const char* why);
 
