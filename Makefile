@@ -98,11 +98,9 @@ tsan_RUN := TSAN_OPTIONS=die_after_fork=0 setarch $(shell uname -m) -R
 ATTACKS := test_exhaustion test_fuzz test_strangers
 CXX_TESTS := $(basename $(notdir $(wildcard tests/cpp/test_*.cpp)))
 SOUND := $(filter-out $(ATTACKS),$(CXX_TESTS))
-# Under the sanitizers so far.
-SANITIZED := test_library test_reduce test_util test_schedule test_transport test_deadlock
 SANITIZE_FLAGS := -std=c++17 -O1 -g -Ipynccl -Ipynccl/cpu -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror -MMD -MP
 
-sanitize: $(SOUND:%=run-plain-%) $(foreach s,asan tsan,$(SANITIZED:%=run-$(s)-%))
+sanitize: $(foreach s,$(SANITIZERS),$(SOUND:%=run-$(s)-%))
 
 attack: $(ATTACKS:%=run-plain-%)
 

@@ -307,7 +307,7 @@ void a_rank_that_failed_lets_nobody_write() {
   ends.a.cell->closed.store(1);
   CHECK(ends.a.write("later", at, 6) == RemoteResult::Closed);
   CHECK_EQ(std::string(theirs), std::string("first"));
-  CHECK_EQ(ends.b.theirs->writing.load(), uint64_t(0));
+  CHECK_EQ(ends.b.theirs->inside.load(), uint64_t(0));
 }
 
 constexpr Test kTests[] = {

@@ -84,24 +84,24 @@ void Comm::note_started(const Batch& batch) {
 
 Step Comm::progress(Batch& batch) {
   if (!turns.is_turn_of(batch.ticket)) return Step::Blocked;
-  if (fate_.failed()) return forbid_writes(), Step::Failed;
+  if (fate_.failed()) return close_buffers(), Step::Failed;
   bool moved = !batch.started;
   if (!batch.started) {
     batch.started = true;
     note_started(batch);
-    if (p2p_.start(batch.p2p) == Step::Failed) return forbid_writes(), Step::Failed;
+    if (p2p_.start(batch.p2p) == Step::Failed) return close_buffers(), Step::Failed;
     if (!batch.colls.empty()) coll_.start(batch.colls[0], ++coll_seq_);
   }
   while (batch.at < batch.colls.size()) {
     Step s = coll_.step();
-    if (s == Step::Failed) return forbid_writes(), s;
+    if (s == Step::Failed) return close_buffers(), s;
     moved = moved || s != Step::Blocked;
     if (s != Step::Done) break;
     if (++batch.at < batch.colls.size()) coll_.start(batch.colls[batch.at], ++coll_seq_);
   }
   if (!p2p_.done()) {
     Step s = p2p_.step();
-    if (s == Step::Failed) return forbid_writes(), s;
+    if (s == Step::Failed) return close_buffers(), s;
     moved = moved || s != Step::Blocked;
   }
   context_.ring_peers();
@@ -109,11 +109,14 @@ Step Comm::progress(Batch& batch) {
   return moved ? Step::Moved : Step::Blocked;
 }
 
-void Comm::forbid_writes() {
+void Comm::close_buffers() {
   if (!cell() || cell()->closed.exchange(1)) return;
-  Deadline deadline = after_ms(1000);  // a block takes microseconds, unless its writer is dead or stopped
-  for (auto& p : session.peers())
-    while (p->link.direct() && p->link.theirs->writing.load() && Clock::now() < deadline) sched_yield();
+  Deadline deadline = after_ms(1000);  // a block takes microseconds, unless its user is dead or stopped
+  for (auto& p : session.peers()) {
+    if (!p->link.direct()) continue;
+    Deadline until = p->same_process ? kForever : deadline;
+    while (p->link.theirs->inside.load() && Clock::now() < until) sched_yield();
+  }
 }
 
 void Comm::finish(Batch& batch) {

@@ -73,9 +73,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
     return ready && error() == ncclInvalidUsage && !standing.revoked.load();
   }
   void never_ends(int peer, const std::string& doing) override;
-  // A rank that fails gives its buffers back to the caller, so nobody may write into them any more
-  // (Link::write).
-  void forbid_writes();
+  // A rank that fails gives its buffers back to the caller, so nobody may use them any more (Link::enter).
+  void close_buffers();
 
   void open();  // connected: from now on the end of a connection is a death
   ncclResult_t announce_leaving();

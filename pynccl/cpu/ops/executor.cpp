@@ -18,6 +18,7 @@ void Executor::start(const Op& op, const Schedule& schedule) {
   operands_.resize(inputs);
   for (size_t i = 0; i < inputs; ++i) {
     inputs_[i].base = nullptr;
+    inputs_[i].link = nullptr;
     inputs_[i].fetched = 0;
     scalars_[i] = matching_.header(schedule.inputs[i].rank).scalar;
   }
@@ -101,8 +102,10 @@ Step Executor::reduce(const Action& a, size_t* done) {
     operands_[i] = input.block.data();
   }
   if (!ready) return moved ? Step::Moved : Step::Blocked;
+  if (!enter_inputs(a)) return Step::Blocked;
   pncpu::reduce(mine(a.to) + *done, &operands_[a.first_input], int(a.inputs), bytes / item_, op_->dtype,
                 op_->red, context_.nranks, &scalars_[a.first_input]);
+  leave_inputs(a, a.inputs);
   *done += bytes;
   for (size_t i = a.first_input; i < a.first_input + a.inputs; ++i) inputs_[i].fetched = 0;
   return *done == a.bytes ? Step::Done : Step::Moved;
@@ -117,10 +120,27 @@ void Executor::locate_inputs(const Action& a) {
       input.base = matching_.payload(from.rank) + from.offset;
     else if (is_mine(from))
       input.base = mine(from);
-    else if (from.kind != Place::Pipe)
-      input.base = context_.link(from.rank).memory->at(theirs(from));
+    else if (from.kind != Place::Pipe && (input.base = context_.link(from.rank).memory->at(theirs(from))))
+      input.link = &context_.link(from.rank);
     if (!input.base && input.block.size() < context_.block_bytes) input.block.resize(context_.block_bytes);
   }
+}
+
+// Whether all peers whose buffers are read where they are still allow it; one that does not has failed, and
+// its error is on the way.
+bool Executor::enter_inputs(const Action& a) {
+  for (size_t i = 0; i < a.inputs; ++i) {
+    const Link* link = inputs_[a.first_input + i].link;
+    if (!link || link->enter()) continue;
+    leave_inputs(a, i);
+    return false;
+  }
+  return true;
+}
+
+void Executor::leave_inputs(const Action& a, size_t count) {
+  for (size_t i = 0; i < count; ++i)
+    if (const Link* link = inputs_[a.first_input + i].link) link->leave();
 }
 
 // Brings one block of an input here. Moved: a part of it.

@@ -23,6 +23,7 @@ class Executor {
   // One operand of a reduction: its current block, fetched here unless it can be read where it is.
   struct Input {
     const char* base = nullptr;  // of all blocks
+    const Link* link = nullptr;  // to the peer whose buffer that is
     size_t fetched = 0;
     std::vector<char> block;
   };
@@ -31,6 +32,8 @@ class Executor {
   Step reduce(const Action& action, size_t* done);
   Step fetch(const Place& from, Input& input, size_t offset, size_t bytes);
   void locate_inputs(const Action& action);
+  bool enter_inputs(const Action& action);
+  void leave_inputs(const Action& action, size_t count);
   char* mine(const Place& place) const;
   uint64_t theirs(const Place& place) const;
   bool is_mine(const Place& place) const { return place.kind <= Place::Recv && place.rank == context_.rank; }

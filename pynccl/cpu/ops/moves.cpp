@@ -29,7 +29,8 @@ Step pipe_in(Pipe& pipe, char* to, size_t bytes, size_t* done) {
 Step direct_in(const Context& context, int peer, uint64_t from, char* to, size_t bytes, size_t* done,
                bool identify, const char* doing) {
   size_t n = std::min(bytes - *done, kSlice);
-  RemoteResult r = context.link(peer).memory->read(to + *done, from + *done, n, identify);
+  RemoteResult r = context.link(peer).read(to + *done, from + *done, n, identify);
+  if (r == RemoteResult::Closed) return Step::Blocked;  // the peer has failed; its error is on the way
   if (r != RemoteResult::Ok) return direct_failed(context, peer, r, doing);
   *done += n;
   return *done == bytes ? Step::Done : Step::Moved;

@@ -87,11 +87,24 @@ bool Link::take_moved() {
   return moved;
 }
 
-RemoteResult Link::write(const void* from, uint64_t to, size_t bytes) {
-  mine->writing.store(1, std::memory_order_seq_cst);
-  bool allowed = !cell->closed.load(std::memory_order_seq_cst);
-  RemoteResult r = allowed ? memory->write(from, to, bytes) : RemoteResult::Closed;
-  mine->writing.store(0, std::memory_order_release);
+bool Link::enter() const {
+  mine->inside.store(1, std::memory_order_seq_cst);
+  if (!cell->closed.load(std::memory_order_seq_cst)) return true;
+  leave();
+  return false;
+}
+
+RemoteResult Link::read(void* to, uint64_t from, size_t bytes, bool identify) const {
+  if (!enter()) return RemoteResult::Closed;
+  RemoteResult r = memory->read(to, from, bytes, identify);
+  leave();
+  return r;
+}
+
+RemoteResult Link::write(const void* from, uint64_t to, size_t bytes) const {
+  if (!enter()) return RemoteResult::Closed;
+  RemoteResult r = memory->write(from, to, bytes);
+  leave();
   return r;
 }
 

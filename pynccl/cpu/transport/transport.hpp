@@ -54,7 +54,7 @@ enum class RemoteResult {
   Gone,    // the process has ended
   Fault,   // no such memory
   Denied,  // by the kernel
-  Closed   // the peer has failed and lets nobody write into its buffers any more
+  Closed   // the peer has failed and lets nobody use its buffers any more
 };
 
 // Direct access to the memory of a peer on this host.
@@ -73,14 +73,14 @@ class Memory {
 // One rank's part of a host's shared segment.
 struct alignas(kCacheLine) Cell {
   Doorbell bell;
-  std::atomic<uint32_t> closed;  // nobody may write into its buffers any more
+  std::atomic<uint32_t> closed;  // nobody may use its buffers any more
 };
 
 // What one rank of a host tells one other. Only that rank writes it.
 struct alignas(kCacheLine) Signals {
-  std::atomic<uint64_t> stage;    // up to where it has come: collective << 8 | stage of its schedule
-  std::atomic<uint64_t> taken;    // how many of the other's large messages it has read from memory
-  std::atomic<uint64_t> writing;  // 1 while it writes into the other's buffers
+  std::atomic<uint64_t> stage;   // up to where it has come: collective << 8 | stage of its schedule
+  std::atomic<uint64_t> taken;   // how many of the other's large messages it has read from memory
+  std::atomic<uint64_t> inside;  // 1 while it uses the other's buffers
 };
 
 // All that connects this rank with one peer.
@@ -96,9 +96,13 @@ struct Link {
     if (cell) cell->bell.ring();
   }
   bool take_moved();
-  // Memory::write as long as the peer allows it: a writer says that it writes, then looks whether it may; a
-  // failing rank forbids it (Cell::closed), then waits for those who write.
-  RemoteResult write(const void* from, uint64_t to, size_t bytes);
+  // Whether the peer's buffers may be used, until leave(): a user says that it is inside, then looks whether
+  // it may be; a rank that fails forbids it (Cell::closed), then waits for those who are inside.
+  bool enter() const;
+  void leave() const { mine->inside.store(0, std::memory_order_release); }
+  // Those of `memory`, or Closed.
+  RemoteResult read(void* to, uint64_t from, size_t bytes, bool identify) const;
+  RemoteResult write(const void* from, uint64_t to, size_t bytes) const;
 };
 
 std::unique_ptr<Pipe> tcp_pipe(std::shared_ptr<Socket> socket);
