@@ -1,6 +1,6 @@
 // Failures to inject into the library: this program's own operator new, pthread_create, mmap and calls that
-// make descriptors, of which one, the k-th that the library makes from now on, fails. Include it once a
-// program.
+// make descriptors, of which the k-th that the library makes from now on fails, or several from it on.
+// Include it once a program.
 #pragma once
 
 #include <dlfcn.h>
@@ -29,7 +29,8 @@ constexpr const char* kNames[] = {"operator new", "pthread_create", "mmap",     
                                   "accept",       "eventfd",        "epoll_create1", "memfd_create"};
 
 inline std::atomic<int> kind{kKinds};
-inline std::atomic<long> left{0};  // calls of that kind until the one that fails
+inline std::atomic<long> left{0};   // calls of that kind until the first that fails
+inline std::atomic<long> count{1};  // that fail
 inline std::atomic<bool> fired{false};
 // Bytes that operator new still gives this thread, until it has failed once; negative: without limit.
 inline thread_local long allowance = -1;
@@ -40,15 +41,18 @@ inline thread_local bool exempt = false;
 // Before main, dlsym may not be there yet.
 inline bool in_main = false;
 
-inline void arm(Kind which, long k) {
+inline void arm(Kind which, long k, long several = 1) {
   fired = false;
   left = k;
+  count = several;
   kind = which;
 }
 inline void disarm() { kind = kKinds; }
 
 UNSEEN inline bool fails(Kind which) {
-  if (exempt || kind.load(std::memory_order_relaxed) != which || left.fetch_sub(1) != 0) return false;
+  if (exempt || kind.load(std::memory_order_relaxed) != which) return false;
+  long now = left.fetch_sub(1);
+  if (now > 0 || now <= -count) return false;
   return fired = true;
 }
 

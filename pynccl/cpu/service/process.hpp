@@ -62,8 +62,8 @@ class Service {
   struct Local {
     SinkPtr sink;
     bool attached = false;
-    std::vector<Post> kept;  // until then
-    Posts farewells;         // to those who hear of its end, which needs no memory
+    Posts kept;       // until then
+    Posts farewells;  // to those who hear of its end, which needs no memory
   };
   struct HashToken {
     size_t operator()(const Token& t) const { return size_t(t.a ^ t.b); }
@@ -94,7 +94,7 @@ class Service {
   bool read_body(Connection& c, size_t* missing);
   void unproved(const Connection& c, const std::string& what);
   void deliver();
-  void give(const Post& post);
+  void give(Posts& post);  // of one
   std::unique_ptr<Connection> take(int fd);
   void end(int fd);
   void tidy(Deadline now);

@@ -140,9 +140,8 @@ void Service::run() {
           {network_.admission.next_change(now), local_.admission.next_change(now), roots.next_deadline()});
       if (!leaving_.empty()) next = std::min(next, leaving_.begin()->first);
     }
-    int64_t ms =
-        next == kForever ? -1 : std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
-    int n = epoll_wait(epoll_.get(), events, 64, int(std::clamp<int64_t>(ms, -1, 3600 * 1000)));
+    int64_t ms = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
+    int n = epoll_wait(epoll_.get(), events, 64, int(next == kForever ? -1 : std::clamp<int64_t>(ms, 0, 3600 * 1000)));
     std::lock_guard<std::recursive_mutex> lock(mutex);
     for (int i = 0; i < n; ++i) {
       int fd = events[i].data.fd;
@@ -468,10 +467,11 @@ void Service::deliver() {
     std::lock_guard<std::mutex> lock(posts_mutex_);
     posts.swap(posts_);
   }
-  size_t given = 0;
-  for (const Post& p : posts) {
+  for (size_t given = 0; !posts.empty();) {
+    Posts first;
+    first.splice(first.end(), posts, posts.begin());
     try {
-      give(p);
+      give(first);
     } catch (const std::exception& e) {
       log(Level::Warn, "the bootstrap service lost a message between two ranks of this process: %s",
           e.what());
@@ -482,10 +482,11 @@ void Service::deliver() {
   }
 }
 
-void Service::give(const Post& p) {
+void Service::give(Posts& post) {
+  const Post& p = post.front();
   auto it = locals.find(p.to);
   if (it == locals.end()) return;
-  if (!it->second.attached) return it->second.kept.push_back(p);
+  if (!it->second.attached) return it->second.kept.splice(it->second.kept.end(), post);
   SinkPtr sink = it->second.sink;
   if (p.header.kind == Ctl::Closed)
     sink->closed(p.from);
@@ -573,7 +574,7 @@ void attach(const Token& token) {
   auto it = s->locals.find(token);
   if (it == s->locals.end()) return;
   it->second.attached = true;
-  std::vector<Service::Post> kept = std::move(it->second.kept);
+  Service::Posts kept = std::move(it->second.kept);
   SinkPtr sink = it->second.sink;
   for (const Service::Post& p : kept)
     if (p.header.kind == Ctl::Closed)
