@@ -26,6 +26,8 @@ class Creation {
   void end(ncclResult_t result, std::string_view why) noexcept;
 
  private:
+  // Another thread may look, to abort what this one waits in.
+  void show(ncclComm_t handle) { __atomic_store_n(out_, handle, __ATOMIC_RELEASE); }
   const std::shared_ptr<Comm> comm_;
   std::shared_ptr<Comm> parent_;
   ncclComm_t* const out_;

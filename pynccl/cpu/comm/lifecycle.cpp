@@ -26,7 +26,7 @@ ncclResult_t comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Co
 
 ncclResult_t check_ready(Comm& comm, const char* function) {
   Standing& standing = comm.standing;
-  if (standing.revoked.load()) return ncclSuccess;
+  if (standing.revoked.load() && standing.phase.load() != Phase::Creating) return ncclSuccess;
   if (standing.pending() == ncclInProgress || standing.must_poll())
     return fail(ncclInvalidArgument,
                 "%s: comm %p is used before the previous operation returned ncclSuccess "

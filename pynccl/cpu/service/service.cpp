@@ -141,7 +141,8 @@ void Service::run() {
       if (!leaving_.empty()) next = std::min(next, leaving_.begin()->first);
     }
     int64_t ms = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
-    int n = epoll_wait(epoll_.get(), events, 64, int(next == kForever ? -1 : std::clamp<int64_t>(ms, 0, 3600 * 1000)));
+    int n = epoll_wait(epoll_.get(), events, 64,
+                       int(next == kForever ? -1 : std::clamp<int64_t>(ms, 0, 3600 * 1000)));
     std::lock_guard<std::recursive_mutex> lock(mutex);
     for (int i = 0; i < n; ++i) {
       int fd = events[i].data.fd;
