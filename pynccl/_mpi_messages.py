@@ -229,7 +229,7 @@ def several(spec: Any, name: str, blocks: int, *, writes: bool = False) -> Messa
 
 def each_its_own(spec: Any, name: str, blocks: int, *, writes: bool = False) -> Message:
     """Read an argument of Alltoallw's: displacements are in bytes, every rank has a datatype of its own."""
-    items = list(spec) if isinstance(spec, list | tuple) else [spec]
+    items = list(spec) if isinstance(spec, list | tuple) else []
     if len(items) == 3:
         items[1:2] = items[1]
     elif len(items) == 2:
@@ -254,6 +254,8 @@ def each_its_own(spec: Any, name: str, blocks: int, *, writes: bool = False) -> 
 
 def _items(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
     """Return data, count, displacement and datatype, None for what is left out."""
+    if spec is None or isinstance(spec, type(MPI.IN_PLACE) | type(MPI.BOTTOM)):
+        raise TypeError(f"{name} is {spec!r}; expected a device array, or a list that begins with one")
     if not isinstance(spec, list | tuple):
         return spec, None, None, None
     if not 2 <= len(spec) <= 4:
@@ -334,10 +336,9 @@ class _AsBytes:
 
 
 def _memory(array: Any, name: str, writes: bool) -> _Memory:
-    if array is None or isinstance(array, type(MPI.IN_PLACE) | type(MPI.BOTTOM)):
-        if array is None or array is MPI.BOTTOM:
-            return _Memory(None, 0, 0, None, 1, False, False)
-        raise TypeError(f"{name} is MPI.IN_PLACE, which this rank cannot say here; expected an array")
+    if array is None or isinstance(array, type(MPI.BOTTOM)):
+        # Nothing is sent or received; addresses are no device arrays.
+        return _Memory(None, 0, 0, None, 1, False, False)
     try:
         pointer, elements, code, _, flags = spans[type(array)](array, name)
         dtype = _dtypes.name_of(code)
@@ -405,7 +406,8 @@ def _contents(datatype: Any, name: str) -> tuple[list[Block], set[str | None]]:
     try:
         blocks: list[Block] = []
         numbers: set[str | None] = set()
-        placed = _placed(combiner, how, base.extent, name)
+        # A struct has no base of its own.
+        placed = _placed(combiner, how, 1 if combiner == "STRUCT" else base.extent, name)
         for (start, count), part in zip(placed, itertools.cycle(parts), strict=False):
             inner, kinds = _contents(part, name)
             extent = part.extent
