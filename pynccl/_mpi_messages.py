@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from operator import index
 from typing import Any, NamedTuple
 
@@ -31,16 +32,17 @@ class Layout(NamedTuple):
     blocks: tuple[Block, ...]
     # pynccl's name of the numbers; None: just bytes.
     dtype: str | None
+    # The bytes of one element.
+    size: int
+    # Elements follow each other without gaps, in order.
+    dense: bool
+    # It is derived from other datatypes.
+    derived: bool
 
-    @property
-    def size(self) -> int:
-        """The bytes of one element."""
-        return sum(length for _, length in self.blocks)
 
-    @property
-    def dense(self) -> bool:
-        """Whether elements follow each other without gaps, in order."""
-        return self.blocks == ((0, self.extent),)
+def _layout_of(extent: int, blocks: tuple[Block, ...], dtype: str | None, *, derived: bool = False) -> Layout:
+    size = sum(length for _, length in blocks)
+    return Layout(extent, blocks, dtype, size, blocks == ((0, extent),), derived)
 
 
 class Region(NamedTuple):
@@ -69,8 +71,8 @@ class Region(NamedTuple):
 
     def ends(self) -> tuple[int, int]:
         """Return the first byte that it may touch, and the one after the last."""
-        if not self.nbytes:
-            return self.offset, self.offset
+        if self.layout.dense or not self.nbytes:
+            return self.offset, self.offset + self.nbytes
         steps = sorted((0, (self.entries - 1) * self.layout.extent))
         least = min(offset for offset, _ in self.layout.blocks)
         most = max(offset + length for offset, length in self.layout.blocks)
@@ -111,9 +113,9 @@ class Message(NamedTuple):
         start = whole.offset + rank * self.entries * whole.layout.extent
         return self._replace(regions=[Region(start, self.entries, whole.layout)])
 
-    def of(self, rank: int) -> Message:
-        """Return one rank's region."""
-        return self._replace(regions=[self.regions[rank]])
+    def of(self, *ranks: int) -> Message:
+        """Return the regions of some ranks."""
+        return self._replace(regions=[self.regions[rank] for rank in ranks])
 
     def buffer(self, region: Region) -> Any:
         """Return the memory of a region without gaps: the array itself where that is the same."""
@@ -143,18 +145,24 @@ def _itemsize(dtype: str) -> int:
 # --- whose a call is ----------------------------------------------------------------------------------------
 
 
+# Of types of arrays; None where it depends on the array.
+_devices: dict[type, bool | None] = {np.ndarray: False}
+
+
 def is_device(array: Any) -> bool:
     """Tell whether an array is a device's, or on the CPU library takes the place of one."""
     kind = type(array)
-    library = kind.__module__.partition(".")[0]
-    if library in ("numpy", "builtins"):
-        return False
-    if library == "cupy":
-        # Without a driver its interface raises.
-        return hasattr(kind, "__cuda_array_interface__")
-    if library == "torch":
-        # A tensor that requires a gradient has an interface that raises.
-        return bool(getattr(getattr(array, "device", None), "type", "") == "cuda")
+    if kind not in _devices:
+        # Without a driver the interface of CuPy's arrays raises.
+        cupy = kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__")
+        _devices[kind] = True if cupy else None
+    known = _devices[kind]
+    if known is not None:
+        return known
+    device = getattr(getattr(array, "device", None), "type", None)
+    if isinstance(device, str):
+        # torch's: the interface of a tensor that requires a gradient raises.
+        return device == "cuda"
     return hasattr(array, "__cuda_array_interface__")
 
 
@@ -362,22 +370,40 @@ def _memory(array: Any, name: str, writes: bool) -> _Memory:
 def _layout(datatype: Any, memory: _Memory, name: str) -> Layout:
     """Return an argument's datatype, or what follows from its array."""
     if datatype is None:
-        return Layout(memory.itemsize, ((0, memory.itemsize),), memory.dtype)
+        return _plain(memory.itemsize, memory.dtype)
     if isinstance(datatype, str):
         datatype = MPI.Datatype.fromcode(datatype)
     if not isinstance(datatype, MPI.Datatype):
         raise TypeError(f"{name} has {datatype!r} for its datatype; expected an MPI datatype")
     if datatype == MPI.DATATYPE_NULL:
         raise ValueError(f"{name} has MPI.DATATYPE_NULL; expected a datatype")
-    blocks, numbers = _contents(datatype, name)
-    layout = Layout(datatype.extent, tuple(_joined(blocks)), numbers.pop() if len(numbers) == 1 else None)
+    known = _known.get(id(datatype))
+    if known is None:
+        blocks, numbers = _contents(datatype, name)
+        dtype = numbers.pop() if len(numbers) == 1 else None
+        derived = not datatype.is_predefined
+        known = datatype, _layout_of(datatype.extent, tuple(_joined(blocks)), dtype, derived=derived)
+        if not derived and len(_known) < _MANY:
+            _known[id(datatype)] = known
+    _, layout = known
     # Memory of bytes may hold anything; that an array of other numbers does not was not meant.
-    if datatype.is_predefined and layout.dtype and memory.dtype not in (layout.dtype, "uint8", None):
+    if not layout.derived and layout.dtype and memory.dtype not in (layout.dtype, "uint8", None):
         raise TypeError(
             f"{name} has MPI datatype {datatype.Get_name()}, which is {layout.dtype}; expected that of its "
             f"array, {memory.dtype}, or MPI.BYTE"
         )
     return layout
+
+
+# Of predefined datatypes, which have no hash, by the object's id, and so with the object.
+_known: dict[int, tuple[Any, Layout]] = {}
+_MANY = 100
+
+
+@lru_cache(_MANY)
+def _plain(itemsize: int, dtype: str | None) -> Layout:
+    """Return the layout of an array's own elements."""
+    return _layout_of(itemsize, ((0, itemsize),), dtype)
 
 
 def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
@@ -470,13 +496,10 @@ def _number(datatype: Any) -> str | None:
 
 def require_alike(send: Message, recv: Message) -> None:
     """Refuse a pair that differs in length or datatype, of what one rank gives itself."""
-    given, taken = send.regions[0], recv.regions[0]
-    if given.nbytes != taken.nbytes:
-        raise ValueError(
-            f"{send.name} has {given.nbytes} bytes; expected as many as {recv.name} has for them, "
-            f"{taken.nbytes}"
-        )
-    if given.nbytes and send.dtype != recv.dtype:
+    given, taken = send.regions[0].nbytes, recv.regions[0].nbytes
+    if given != taken:
+        raise ValueError(f"{send.name} has {given} bytes; expected as many as {recv.name} has, {taken}")
+    if given and send.dtype != recv.dtype:
         raise ValueError(
             f"{send.name} has {send.dtype or 'bytes'}; expected the datatype of {recv.name}, "
             f"{recv.dtype or 'bytes'}"

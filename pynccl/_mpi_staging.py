@@ -77,6 +77,8 @@ class Staging:
         return part_of(scratch, pointer, region.nbytes, region.layout.dtype)
 
     def _copy(self, copies: list[tuple[Any, Any]]) -> None:
+        if not copies:
+            return
         me = self._nccl.rank
         with Group():
             for source, target in copies:
@@ -87,10 +89,6 @@ class Staging:
 def neutral(message: Message, op: str) -> Any:
     """Return as many elements as a message has that change nothing in a reduction."""
     (region,) = message.regions
-    if message.memory.dtype != message.dtype:
-        raise NotSupportedError(
-            f"{message.name} has {message.dtype} in an array of {message.memory.dtype}; expected one of it"
-        )
     array = _empty(message, region.entries)
     if region.entries:
         array[:] = _neutral(str(message.dtype), op)

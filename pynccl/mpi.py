@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import mpi4py
 from mpi4py import MPI
 
 from pynccl import _dtypes
@@ -38,6 +39,9 @@ from pynccl.bootstrap._init import init
 
 __all__ = ["Comm"]
 
+if int(mpi4py.__version__.partition(".")[0]) < 4:
+    raise ImportError(f"pynccl.mpi needs mpi4py 4 or newer; mpi4py {mpi4py.__version__} is installed")
+
 # A list, since MPI.Op has no hash.
 _OPS = [(MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MAX, "max"), (MPI.MIN, "min")]
 # What makes a communicator without every rank of this one.
@@ -51,10 +55,11 @@ def _op(op: Any, message: Message) -> str:
     name = next((name for known, name in _OPS if op == known), None)
     if name is None:
         raise NotSupportedError("op is none of SUM, PROD, MAX, MIN, which is what NCCL has for device arrays")
-    dtype = message.dtype
+    dtype, derived = message.dtype, message.regions[0].layout.derived
     travel = None if dtype is None else _dtypes.traveller(_dtypes.CODES[dtype])
-    if dtype is None or not message.regions[0].layout.dense or (travel and not travel.adds):
-        raise NotSupportedError(f"{message.name} has {dtype or 'a datatype'} that NCCL has no reduction of")
+    if dtype is None or derived or (travel and not travel.adds):
+        what = "a derived datatype" if derived else dtype or "a datatype"
+        raise NotSupportedError(f"{message.name} has {what}, of which NCCL has no reduction")
     if travel and name != "sum":
         raise NotSupportedError(f"{message.name} has {dtype}, of which NCCL has the sum; op is {name}")
     return name
@@ -104,6 +109,9 @@ class Comm:
         return f"<pynccl.mpi.Comm {self.nccl!r}>"
 
     def __getattr__(self, name: str) -> Any:
+        if name == "mpi":
+            # Of an object that was never initialized.
+            raise AttributeError(name)
         value = getattr(self.mpi, name)
         if not name[:1].isupper() or not callable(value):
             return value
@@ -220,14 +228,18 @@ class Comm:
                 return
             recv = several(recvbuf, "recvbuf", self.size, writes=True)
             send = self._own(sendbuf, "sendbuf", recv)
-            mine, parts = stage.send(send), stage.recvs(recv)
+            peers, stays = self._peers(send, recv)
+            mine, parts = None if stays else stage.send(send), stage.recvs(recv.of(*peers))
             with Group():
-                for peer, part in enumerate(parts):
-                    if peer != root:
-                        self.nccl.recv(part, peer)
-                    elif not same(send, recv.of(root)):
-                        self.nccl.send(mine, root)
-                        self.nccl.recv(part, root)
+                if not stays:
+                    self.nccl.send(mine, root)
+                for peer, part in zip(peers, parts, strict=True):
+                    self.nccl.recv(part, peer)
+
+    def _peers(self, own: Message, parts: Message) -> tuple[list[int], bool]:
+        """Return the ranks to exchange parts with, and whether this rank's own stays where it is."""
+        stays = same(own, parts.of(self.rank))
+        return [peer for peer in range(self.size) if peer != self.rank or not stays], stays
 
     def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
         """Send equal parts of the root's buffer to the ranks; MPI.IN_PLACE as its recvbuf."""
@@ -256,12 +268,11 @@ class Comm:
                 return
             send = several(sendbuf, "sendbuf", self.size)
             recv = self._own(recvbuf, "recvbuf", send, writes=True)
-            stays = same(recv, send.of(root))
-            parts, mine = stage.sends(send), None if stays else stage.recv(recv)
+            peers, stays = self._peers(recv, send)
+            parts, mine = stage.sends(send.of(*peers)), None if stays else stage.recv(recv)
             with Group():
-                for peer, part in enumerate(parts):
-                    if peer != root or not stays:
-                        self.nccl.send(part, peer)
+                for peer, part in zip(peers, parts, strict=True):
+                    self.nccl.send(part, peer)
                 if not stays:
                     self.nccl.recv(mine, root)
 
@@ -365,6 +376,10 @@ class Comm:
             return
         send, recv = _reduced(sendbuf, recvbuf)
         stays, reduction = send is recv, _op(op, send)
+        if send.memory.dtype != send.dtype:
+            raise NotSupportedError(
+                f"{send.name} has {send.dtype} in an array of {send.memory.dtype}; expected an array of it"
+            )
         if not stays:
             require_apart(send, recv)
         # One reduction for each rank: those behind it give what changes nothing.

@@ -277,9 +277,26 @@ def _with_datatype(make: Make, comm: Any, what: str, datatype: MPI.Datatype) -> 
         data = numbers(room)
         getattr(comm, name)(MPI.IN_PLACE, [make(data), 1, datatype])
         yield f"{name} in place {what}", data
-    out = np.zeros(room)
-    comm.Allgatherv([make(numbers(room)), 2, datatype], [make(out), (two, starts), datatype])
-    yield f"Allgatherv {what}", out
+    for inside in (False, True):
+        data, small = numbers(room), [make(numbers(room)), 2, datatype]
+        into = [make(data), (two, starts), datatype]
+        comm.Gatherv(MPI.IN_PLACE if inside and RANK == 0 else small, into if RANK == 0 else None)
+        yield f"Gatherv {what}", data
+        data = numbers(room)
+        take = MPI.IN_PLACE if inside and RANK == 0 else [make(data), 2, datatype]
+        comm.Scatterv([make(numbers(room)), (two, starts), datatype] if RANK == 0 else None, take)
+        yield f"Scatterv {what}", data
+        data = numbers(room)
+        take = [make(data), 2, datatype]
+        comm.Gather(MPI.IN_PLACE if inside and RANK == 0 else small, take if RANK == 0 else None)
+        yield f"Gather {what}", data
+        data = numbers(room)
+        take = MPI.IN_PLACE if inside and RANK == 0 else [make(data), 2, datatype]
+        comm.Scatter([make(numbers(room)), 2, datatype] if RANK == 0 else None, take)
+        yield f"Scatter {what}", data
+        data = numbers(room)
+        comm.Allgatherv(MPI.IN_PLACE if inside else small, [make(data), (two, starts), datatype])
+        yield f"Allgatherv {what}", data
     out = np.zeros(room)
     comm.Alltoallv([make(numbers(room)), (2, stride), datatype], [make(out), two, starts, datatype])
     yield f"Alltoallv {what}", out

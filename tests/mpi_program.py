@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cupy
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -31,6 +32,14 @@ class Interface:
             "data": (data.ctypes.data, False),
             "version": 3,
         }
+
+
+class Typed(Interface):
+    """An array of a dtype that has no typestr of its own."""
+
+    def __init__(self, numbers: np.ndarray[Any, Any], dtype: Any) -> None:
+        super().__init__(numbers.astype(dtype))
+        self.dtype = self.data.dtype
 
 
 def as_cupy(data: np.ndarray[Any, Any]) -> Any:
@@ -129,6 +138,21 @@ def counts_are_each_ranks(comm: Any) -> None:
     assert z.tolist() == [*map(float, range(1, SIZE)), 0.0]
 
 
+def scans_of_small_floats(comm: Any) -> None:
+    """Numbers that MPI has no datatype for, and the sign of zero."""
+    for dtype in (np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
+        for op, reduce in ((MPI.SUM, np.sum), (MPI.PROD, np.prod), (MPI.MAX, np.max), (MPI.MIN, np.min)):
+            for name, before in (("Scan", RANK + 1), ("Exscan", RANK)):
+                x, y = Typed(np.array([-1.0, 0.5]) - RANK, dtype), Typed(np.zeros(2), dtype)
+                getattr(comm, name)(x, y, op)
+                if before:
+                    want = reduce([np.array([-1.0, 0.5]) - rank for rank in range(before)], axis=0)
+                    np.testing.assert_array_equal(y.data.astype(float), want.astype(dtype).astype(float))
+    zero = np.full(2, -0.0)
+    comm.Scan(MPI.IN_PLACE, as_cupy(zero))
+    assert np.signbit(zero).all()
+
+
 def refusals(comm: Any) -> None:
     device, host, other = as_cupy(np.zeros(2 * SIZE)), np.zeros(SIZE), as_cupy(np.zeros(2 * SIZE))
     short, complexes = as_cupy(np.zeros(SIZE, np.int16)), as_cupy(np.zeros(SIZE, np.complex64))
@@ -137,6 +161,8 @@ def refusals(comm: Any) -> None:
     n = 2 * SIZE
     scattered = MPI.DOUBLE.Create_darray(1, 0, [4], [MPI.DISTRIBUTE_CYCLIC], [1], [1]).Commit()
     wide, gaps = MPI.DOUBLE.Create_contiguous(n + 1).Commit(), MPI.INT.Create_vector(2, 1, 2).Commit()
+    pair = MPI.DOUBLE.Create_contiguous(2).Commit()
+    raw = as_cupy(np.zeros(8, np.uint8))
     user = MPI.Op.Create(lambda a, b, t: None)
     calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (NotSupportedError, "op is none of SUM", lambda: comm.Allreduce(device, other, op=MPI.LAND)),
@@ -145,12 +171,18 @@ def refusals(comm: Any) -> None:
         (NotSupportedError, "op is none of SUM", lambda: comm.Scan(device, other, op=MPI.BXOR)),
         (NotSupportedError, "recvbuf has int16", lambda: comm.Allreduce(MPI.IN_PLACE, short)),
         (NotSupportedError, "complex64, .* op is prod", lambda: comm.Scan(None, complexes, MPI.PROD)),
-        (NotSupportedError, "a datatype that NCCL has no", lambda: comm.Allreduce(None, long)),
+        (NotSupportedError, "a datatype, of which NCCL", lambda: comm.Allreduce(None, long)),
         (
             NotSupportedError,
-            "a datatype that NCCL",
+            "a datatype, of which NCCL",
             lambda: comm.Reduce_scatter_block(None, [device, MPI.BYTE]),
         ),
+        (
+            NotSupportedError,
+            "a derived datatype, of",
+            lambda: comm.Reduce([device, 1, pair], [other, 1, pair]),
+        ),
+        (NotSupportedError, "float32 in an array of uint8", lambda: comm.Scan(None, [raw, MPI.FLOAT])),
         (NotSupportedError, "tag is 3", lambda: comm.Send(device, 0, tag=3)),
         (NotSupportedError, "source is ANY_SOURCE", lambda: comm.Recv(device)),
         (NotSupportedError, "tag is 5", lambda: comm.Recv(device, source=0, tag=5)),
@@ -205,7 +237,7 @@ def refusals(comm: Any) -> None:
         pynccl.group(),
     ):
         comm.Bcast([device, 1, gaps])
-    for made in (scattered, wide, gaps, user):
+    for made in (scattered, wide, gaps, pair, user):
         made.Free()
 
 
@@ -259,6 +291,7 @@ def main() -> None:
         compare(lambda data: data, comm)
         compare_forms(as_cupy, comm)
         counts_are_each_ranks(comm)
+        scans_of_small_floats(comm)
         refusals(comm)
         assert comm.bcast({"rank": RANK}) == {"rank": 0}
         relatives(comm)
