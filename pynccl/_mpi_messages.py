@@ -120,6 +120,9 @@ class Message(NamedTuple):
     def buffer(self, region: Region) -> Any:
         """Return the memory of a region without gaps: the array itself where that is the same."""
         memory, dtype = self.memory, region.layout.dtype
+        if not region.nbytes:
+            # Datatypes of nothing may differ.
+            return part_of(memory.array, memory.pointer, 0, None)
         if memory.simple and dtype == memory.dtype and region.nbytes == memory.nbytes:
             return memory.array
         return part_of(memory.array, memory.pointer + region.offset, region.nbytes, dtype, memory.readonly)
@@ -428,15 +431,14 @@ def _contents(datatype: Any, name: str) -> tuple[list[Block], set[str | None]]:
             raise NotSupportedError(f"{name} has {datatype.Get_name()}, whose gaps NCCL knows nothing of")
         return [(0, datatype.size)], {_number(datatype)}
     base, combiner, how = datatype.decode()
+    # A struct has no base of its own.
     parts = how.get("datatypes", [base])
     try:
+        placed = _placed(combiner, how, 1 if combiner == "STRUCT" else base.extent, name)
+        bases = itertools.cycle([(*_contents(part, name), part.extent) for part in parts])
         blocks: list[Block] = []
         numbers: set[str | None] = set()
-        # A struct has no base of its own.
-        placed = _placed(combiner, how, 1 if combiner == "STRUCT" else base.extent, name)
-        for (start, count), part in zip(placed, itertools.cycle(parts), strict=False):
-            inner, kinds = _contents(part, name)
-            extent = part.extent
+        for (start, count), (inner, kinds, extent) in zip(placed, bases, strict=False):
             numbers |= kinds if count else set()
             if inner == [(0, extent)]:
                 blocks.append((start, count * extent))

@@ -28,6 +28,7 @@ from pynccl._mpi_messages import (
     in_place,
     on_device,
     one,
+    part_of,
     require_alike,
     require_apart,
     same,
@@ -360,6 +361,8 @@ class Comm:
             if len(set(counts)) == 1:
                 self.nccl.reduce_scatter(source, target, name)
             else:
+                if not counts[self.rank]:
+                    target = part_of(None, 0, 0, send.dtype)
                 self.nccl.reduce_scatter_v(source, target, counts, name)
 
     def Scan(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
@@ -383,10 +386,10 @@ class Comm:
         if not stays:
             require_apart(send, recv)
         # One reduction for each rank: those behind it give what changes nothing.
-        nothing = neutral(send, reduction) if self.rank >= 1 - first else None
         with Staging(self.nccl) as stage:
             source = stage.send(send)
             target = stage.recv(recv, apart=stays) if self.rank >= first else None
+            nothing = neutral(send, reduction) if send.entries else source
             with Group():
                 for root in range(first, self.size):
                     mine = source if self.rank <= root - first else nothing

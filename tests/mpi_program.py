@@ -131,6 +131,13 @@ def counts_are_each_ranks(comm: Any) -> None:
     y = np.full(4 * SIZE, float(RANK), np.float32)
     comm.Allgather(MPI.IN_PLACE, [as_cupy(y), 4, MPI.FLOAT])
     assert y.tolist() == [float(peer) for peer in range(SIZE) for _ in range(4)]
+    # Of nothing the datatype does not matter.
+    few, none = as_cupy(np.zeros(2)), as_cupy(np.zeros(0, np.int32))
+    comm.Alltoallv([few, 0, MPI.DOUBLE], none)
+    comm.Allgather(none, [few, 0])
+    comm.Gatherv(none, [few, 0], root=SIZE - 1)
+    comm.Allreduce([few, 0], none)
+    comm.Scan([few, 0], as_cupy(np.zeros(0)))
     nothing: Any = [None, 0, MPI.DOUBLE]
     z, given = np.zeros(SIZE), [0] + [1] * (SIZE - 1)
     mine = as_cupy(np.full(1, float(RANK))) if RANK else nothing
