@@ -509,13 +509,13 @@ def require_alike(send: Message, recv: Message) -> None:
 
 
 def same(send: Message, recv: Message) -> bool:
-    """Tell whether two arguments name the same memory."""
-    return _spread(send) == _spread(recv)
+    """Tell whether two arguments name the same memory in the same order."""
+    return _pieces(send) == _pieces(recv)
 
 
 def require_apart(send: Message, recv: Message) -> None:
     """Refuse arguments that share memory."""
-    sends, recvs = _spread(send), _spread(recv)
+    sends, recvs = sorted(_pieces(send)), sorted(_pieces(recv))
     if not sends or not recvs or sends[-1][1] <= recvs[0][0] or recvs[-1][1] <= sends[0][0]:
         return
     last = {0: 0, 1: 0}
@@ -527,8 +527,8 @@ def require_apart(send: Message, recv: Message) -> None:
         last[which] = max(last[which], end)
 
 
-def _spread(message: Message) -> list[tuple[int, int]]:
-    """Return the addresses of the pieces of memory that an argument names, in order."""
+def _pieces(message: Message) -> list[tuple[int, int]]:
+    """Return where the pieces of memory that an argument names begin and end."""
     base = message.memory.pointer
     pieces = [block for region in message.regions for block in region.blocks()]
-    return sorted((base + start, base + start + length) for start, length in pieces if length)
+    return [(base + start, base + start + length) for start, length in pieces if length]
