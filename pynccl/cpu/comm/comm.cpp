@@ -131,7 +131,7 @@ Step Comm::believe() {
 void Comm::hear_of(ncclResult_t code, std::string_view text) noexcept {
   if (error() == ncclSuccess && !heard_.failed()) tell(code, text);
   heard_at_.store(Clock::now());
-  heard_.decide(code, text);
+  if (heard_.decide(code, text) && turns.idle()) say(code, text);
   session.notify();
   bell().ring();
 }
@@ -153,9 +153,13 @@ void Comm::finish(Batch& batch) {
   if (heard_.failed()) session.notify();
 }
 
+void Comm::say(ncclResult_t code, std::string_view text) const noexcept {
+  fail(code, "rank %d of %d: %.*s", rank, nranks, int(text.size()), text.data());
+}
+
 bool Comm::decide(ncclResult_t code, std::string_view text) noexcept {
   if (!fate_.decide(code, text)) return false;
-  fail(code, "rank %d of %d: %.*s", rank, nranks, int(text.size()), text.data());
+  say(code, text);
   session.notify();
   bell().ring();
   return true;
