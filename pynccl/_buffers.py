@@ -1,7 +1,8 @@
 """From an array to what NCCL wants: pointer, count, datatype, and where the memory is.
 
 How an object is read is decided once per type, in this order: pynccl.Buffer, numpy.ndarray, cupy.ndarray,
-torch.Tensor, __cuda_array_interface__, DLPack, the buffer protocol. Nothing is copied or guessed.
+torch.Tensor, __cuda_array_interface__, DLPack, the buffer protocol. Nothing is copied or guessed. Of a type
+that has both of the interfaces, as JAX's, every array is asked: the first is there for device memory alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ HOST = -1
 ANYWHERE = -2
 
 
+_CUDA_INTERFACE = "__cuda_array_interface__"
 _cast, _from_memory = ffi.cast, ffi.from_buffer
 
 
@@ -128,7 +130,7 @@ def shape_of(array: Any) -> tuple[int, ...]:
         return (array.count,)
     if hasattr(array, "shape"):
         return tuple(array.shape)
-    if hasattr(array, "__cuda_array_interface__"):
+    if hasattr(array, _CUDA_INTERFACE):
         return tuple(array.__cuda_array_interface__["shape"])
     if hasattr(array, "__dlpack_device__"):
         return _dlpack.read(array).shape
@@ -152,20 +154,53 @@ def _choose(array: Any, name: str) -> Kind:
         return Kind(span if hasattr(array, "_c_contiguous") else _from_cupy, cupy_stream, _cupy_empty)
     if hasattr(array, "data_ptr") and isinstance(array, _torch_tensor()):
         return Kind(_from_torch, _torch_stream, _torch_empty)
-    if hasattr(type(array), "__cuda_array_interface__") or hasattr(array, "__cuda_array_interface__"):
-        empty = _numba_empty if library in ("numba", "numba_cuda") else _cannot_create
-        return Kind(_from_cuda_array_interface, _producer_stream, empty, _order_producer)
+    empty = _numba_empty if library in ("numba", "numba_cuda") else _cannot_create
+    by_cuda = Kind(_from_cuda_array_interface, _producer_stream, empty, _order_producer)
+    has_interface = hasattr(type(array), _CUDA_INTERFACE) or hasattr(array, _CUDA_INTERFACE)
+    by_dlpack = Kind(_from_dlpack, _no_stream, _cannot_create, _order_dlpack)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        read = _from_jax if library in ("jax", "jaxlib") else _from_dlpack
-        return Kind(read, _no_stream, _cannot_create, _order_dlpack)
+        if library in ("jax", "jaxlib"):
+            return by_dlpack._replace(span=_from_jax)
+        return _either(by_cuda, by_dlpack) if has_interface else by_dlpack
+    if has_interface:
+        return by_cuda
     try:
         memoryview(array).release()
     except TypeError:
-        raise TypeError(
-            f"{name} is of type {type(array).__qualname__}; expected a NumPy or CuPy array, a torch tensor, "
-            "a pynccl.Buffer, or an object with __cuda_array_interface__, __dlpack__ or the buffer protocol"
-        ) from None
+        raise TypeError(_why_no_array(array, name)) from None
     return Kind(_from_buffer, _no_stream, _buffer_empty)
+
+
+def _either(by_cuda: Kind, by_dlpack: Kind) -> Kind:
+    """Return the kind of a type whose arrays are in device memory, which has an interface, or elsewhere."""
+
+    def of(array: Any) -> Kind:
+        return by_cuda if hasattr(array, _CUDA_INTERFACE) else by_dlpack
+
+    def order(array: Any, stream: int) -> None:
+        kind = of(array)
+        assert kind.order is not None
+        kind.order(array, stream)
+
+    return Kind(
+        lambda array, name: of(array).span(array, name),
+        lambda array: of(array).current(array),
+        by_cuda.empty,
+        order,
+    )
+
+
+def _why_no_array(array: Any, name: str) -> str:
+    kind = type(array).__qualname__
+    if hasattr(array, "__array__"):
+        return (
+            f"{name} is of type {kind}, which decides by itself whether it gives its numbers or a copy of "
+            f"them; expected an array that you have taken from it, such as numpy.asarray({name})"
+        )
+    return (
+        f"{name} is of type {kind}; expected a NumPy or CuPy array, a torch tensor, a pynccl.Buffer, or an "
+        "object with __cuda_array_interface__, __dlpack__ or the buffer protocol"
+    )
 
 
 def _torch_tensor() -> Any:
