@@ -74,6 +74,13 @@ def choose(
 
 
 def _alone(launcher: Launcher) -> Method:
+    names = _environment.TORCHRUN
+    size = os.environ.get(names.size, "1") if launcher is _environment.NOBODY else "1"
+    if size != "1":
+        raise BootstrapError(
+            f"{names.size} is {size!r}, but {names.rank} is not set; expected both, as `pynccl run` and torchrun "
+            f"set them, rank= and world_size=, or neither for a program of one rank"
+        )
     why = "itself: no launcher's variables" if launcher is _environment.NOBODY else str(launcher)
     return Method(0, 1, why, True, _nowhere)
 
@@ -161,6 +168,7 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
         raise BootstrapError(
             f"rank {rank} knows no store: expected PYNCCL_STORE=host:port, or MASTER_ADDR and MASTER_PORT "
             f"(MASTER_ADDR={environ.get('MASTER_ADDR')!r}, MASTER_PORT={environ.get('MASTER_PORT')!r})"
+            f"{_mpi_note(launcher)}"
         )
     where = format_address(*at)
     if where not in _kept and (store := _torch_store(rank, size)) is not None:
@@ -168,6 +176,17 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
         keys = ObjectKeys(store, "torch.distributed's store", "pynccl/")
         return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(store), True)
     return f", at {where}", _opener(_at_master, *at, _environment.job_name(environ, launcher))
+
+
+def _mpi_note(launcher: Launcher) -> str:
+    if not launcher.names.mpi:
+        return ""
+    if importlib.util.find_spec("mpi4py") is None:
+        return (
+            f". The ranks that mpirun has started ({launcher}) meet through mpi4py, which is not installed: "
+            "pip install mpi4py"
+        )
+    return f". The ranks that mpirun has started ({launcher}) meet by pynccl.init() or pynccl.init('mpi')"
 
 
 @contextmanager
