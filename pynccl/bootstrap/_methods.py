@@ -78,8 +78,8 @@ def _alone(launcher: Launcher) -> Method:
     size = os.environ.get(names.size, "1") if launcher is _environment.NOBODY else "1"
     if size != "1":
         raise BootstrapError(
-            f"{names.size} is {size!r}, but {names.rank} is not set; expected both, as `pynccl run` and torchrun "
-            f"set them, rank= and world_size=, or neither for a program of one rank"
+            f"{names.size} is {size!r}, but {names.rank} is not set; expected both, as `pynccl run` and "
+            "torchrun set them, rank= and world_size=, or neither for a program of one rank"
         )
     why = "itself: no launcher's variables" if launcher is _environment.NOBODY else str(launcher)
     return Method(0, 1, why, True, _nowhere)
