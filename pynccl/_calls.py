@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,10 +15,11 @@ from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, kind_of, shape_o
 from pynccl._config import pack
 from pynccl._errors import NcclInvalidUsage
 from pynccl._group import Group
-from pynccl._ops import op_code
+from pynccl._ops import PreMulSum, op_code
 from pynccl._recording import BUSY, CLOSED, NO_MEMORY, OVERLAP, RECORDED, STOPPED, WAITING, function_name
 from pynccl._status import IN_PROGRESS, check
 from pynccl._structs import CollConfig
+from pynccl._types import RedOp
 
 if TYPE_CHECKING:
     from pynccl._buffers import Kind, Span
@@ -29,6 +31,7 @@ ALL_GATHER, REDUCE_SCATTER = lib.PYNCCL_ALL_GATHER, lib.PYNCCL_REDUCE_SCATTER
 ALL_TO_ALL, GATHER, SCATTER = lib.PYNCCL_ALL_TO_ALL, lib.PYNCCL_GATHER, lib.PYNCCL_SCATTER
 SEND, RECV = lib.PYNCCL_SEND, lib.PYNCCL_RECV
 _REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
+_ROOTED = (REDUCE, BROADCAST, GATHER, SCATTER)
 keep_recorded = fastcall.keep
 
 # A call whose arguments are right: addresses of input and output, elements as NCCL is told them, dtype code,
@@ -96,7 +99,7 @@ class Calls:
             code = op_code(self, op, dtype) if kind in _REDUCING else 0
             handle, wait = self._stream(stream, send, result)
         except (TypeError, ValueError) as error:
-            raise self._located(error) from error
+            raise self._located(error, _meant(kind, recv)) from error
         template, packed = self._template(kind, dtype & 255, code, root, config)
         keep = (self, send, result, op, template, packed)
         answer = self._issue(template, source, target, count, handle, wait, kind, keep)
@@ -189,7 +192,10 @@ class Calls:
         elif answer == IN_PROGRESS:
             self._complete(function_name(kind, configured), stream, wait, keep)
         elif answer == OVERLAP:
-            raise self._located(ValueError("send and recv overlap; expected the same memory, or separate"))
+            in_place = (
+                "separate: it is never in place" if kind == ALL_TO_ALL else "the same memory, or separate"
+            )
+            raise self._located(ValueError(f"send and recv overlap; expected {in_place}"))
         else:
             handle = int(self._c.handle)
             self._refuse(answer)
@@ -231,8 +237,8 @@ class Calls:
         if answer == NO_MEMORY:
             raise MemoryError
 
-    def _located(self, error: Exception) -> Exception:
-        return type(error)(f"{error} (rank {self._rank} of {self._size})")
+    def _located(self, error: Exception, hint: str = "") -> Exception:
+        return type(error)(f"{error}{hint} (rank {self._rank} of {self._size})")
 
     # --- several calls that are one ---
 
@@ -406,15 +412,14 @@ class Calls:
     def _counts(self, counts: Any, name: str) -> list[int]:
         """Return the elements of each rank, from a sequence of as many ints as there are ranks."""
         try:
-            values = [
-                int(np.asarray(count).item()) if not isinstance(count, int) else count for count in counts
-            ]
-            whole = all(value == count for value, count in zip(values, counts, strict=True))
-        except (TypeError, ValueError):
+            if isinstance(counts, str | bytes | bytearray):
+                raise TypeError
+            values = [index(count) for count in counts]
+        except TypeError:
             raise TypeError(f"{name} is {counts!r}; expected a sequence of {self._size} ints") from None
         if len(values) != self._size:
             raise ValueError(f"{name} has {len(values)} entries; expected one a rank, {self._size}")
-        if not whole or min(values) < 0:
+        if min(values) < 0:
             raise ValueError(f"{name} is {values}; expected whole numbers, 0 or more")
         return values
 
@@ -430,6 +435,19 @@ class Calls:
             parts.append((whole[2], address, length))
             address += length * _dtypes.itemsize(whole[2])
         return parts
+
+
+def _meant(kind: int, recv: Any) -> str:
+    """Return what was probably meant by what stands where recv belongs, as the end of an error's text."""
+    if kind in _REDUCING and isinstance(recv, str | RedOp | PreMulSum):
+        meant = f"op=RedOp.{recv.name}" if isinstance(recv, RedOp) else f"op={recv!r}"
+    elif kind in _ROOTED and isinstance(recv, int | np.integer):
+        meant = f"root={recv}"
+    elif isinstance(recv, _streams.Stream) or hasattr(recv, "__cuda_stream__"):
+        meant = f"stream={recv!r}"
+    else:
+        return ""
+    return f"; recv comes second, so write {meant}"
 
 
 def _elements(span: Span) -> int:

@@ -75,6 +75,8 @@ class Plan(_Run):
     __slots__ = ()
 
     def __init__(self, calls: Iterable[Prepared | Plan]) -> None:
+        if isinstance(calls, _Run):
+            raise TypeError(f"calls is {calls!r}; expected a list of them")
         recording = Recording()
         recording.calls.grouped = 1
         results = []

@@ -55,6 +55,10 @@ class Relatives(Collectives):
             raise TypeError(f"color is {color!r}; expected an int, or None to join no communicator")
         if color is not None and not 0 <= color < 1 << 31:
             raise ValueError(f"color is {color}; expected 0 <= color < 2**31, or None")
+        if isinstance(key, bool) or not isinstance(key, int | np.integer):
+            raise TypeError(f"key is {key!r}; expected an int, by which the ranks are ordered")
+        if not -1 << 31 <= key < 1 << 31:
+            raise ValueError(f"key is {key}; expected -2**31 <= key < 2**31")
         number = capi.NCCL_SPLIT_NOCOLOR if color is None else int(color)
         return self._child(
             "split",
@@ -71,6 +75,8 @@ class Relatives(Collectives):
         `abort=True`, for ranks that have failed, ends what is outstanding and closes this communicator. With
         a time-out the survivors first agree on who they are, and do without the library's help before 2.27.
         """
+        if isinstance(exclude, int | np.integer | str | bytes):
+            raise TypeError(f"exclude is {exclude!r}; expected a list of ranks")
         ranks = list(exclude)
         for rank in ranks:
             self._rank_in(rank, "exclude")

@@ -35,7 +35,7 @@ Communicator.all_reduce(self, send, recv=None, op='sum', stream=None, *, config=
 Communicator.all_to_all(self, send, recv=None, stream=None, *, config=None)
 Communicator.all_to_all_v(self, send, send_counts, recv, recv_counts, stream=None)
 Communicator.async_error(self)
-Communicator.barrier(self)
+Communicator.barrier(self, *, timeout=None)
 Communicator.broadcast(self, send, recv=None, root=0, stream=None, *, config=None)
 Communicator.destroy(self)
 Communicator.finalize(self)
