@@ -137,6 +137,18 @@ def shape_of(array: Any) -> tuple[int, ...]:
     return np.asarray(memoryview(array)).shape
 
 
+def in_shape_of(array: Any, other: Any) -> Any:
+    """Return an array as a view in another's shape; itself where that needs a copy, or one has no shape."""
+    shape, wanted = getattr(array, "shape", None), getattr(other, "shape", None)
+    if shape is None or wanted is None or tuple(shape) == tuple(wanted):
+        return array
+    flags = getattr(array, "flags", None)
+    contiguous = (
+        array.is_contiguous() if hasattr(array, "is_contiguous") else getattr(flags, "c_contiguous", False)
+    )
+    return array.reshape(wanted) if contiguous and _product(shape) == _product(wanted) else array
+
+
 def _choose(array: Any, name: str) -> Kind:
     if isinstance(array, Buffer):
         return Kind(lambda buffer, _: buffer._span, _no_stream, _cannot_create)

@@ -328,6 +328,7 @@ class Calls:
             return span[0], span[0], span[1], span[2], send
         source, target = self._span(send, "send"), self._output(recv, "recv")
         _require_alike(source, target)
+        _require_shape(send, recv)
         return source[0], target[0], source[1], source[2], recv
 
     def _check_reduce(self, send: Any, recv: Any, root: int) -> Checked:
@@ -356,6 +357,7 @@ class Calls:
             recv = self._new(send, (self._size, *shape_of(send)))
         target = self._output(recv, "recv", split=True)
         _require_total(source, target, self._size * _elements(source), "every rank's send")
+        self._require_joined(send, recv, recv)
         return source[0], target[0], source[1], source[2], recv
 
     def _check_reduce_scatter(self, send: Any, recv: Any, root: int) -> Checked:
@@ -365,6 +367,7 @@ class Calls:
         count = self._part(source, "send")
         target = self._output(recv, "recv", split=True)
         _require_total(source, target, _elements(source) // self._size, "one part of send")
+        self._require_joined(recv, send, recv)
         return source[0], target[0], count, source[2], recv
 
     def _check_all_to_all(self, send: Any, recv: Any, root: int) -> Checked:
@@ -375,6 +378,7 @@ class Calls:
         count = self._part(source, "send")
         target = self._output(recv, "recv", split=True)
         _require_alike(source, target)
+        _require_shape(send, recv)
         return source[0], target[0], count, source[2], recv
 
     def _check_gather(self, send: Any, recv: Any, root: int) -> Checked:
@@ -406,6 +410,23 @@ class Calls:
         self._rank_in(root, "peer")
         target = self._output(recv, "buf")
         return 0, target[0], target[1], target[2], recv
+
+    def _require_joined(self, part: Any, whole: Any, recv: Any) -> None:
+        """Refuse a recv of another shape: parts are joined along an axis of their own, or the first."""
+        one, all_ = _shape(part), _shape(whole)
+        if one is None or all_ is None or all_ == (self._size, *one):
+            return
+        if one and all_ == (self._size * one[0], *one[1:]):
+            return
+        if recv is whole:
+            fitting = [(self._size, *one), *([(self._size * one[0], *one[1:])] if one else [])]
+        else:
+            fitting = [all_[1:]] if all_ and all_[0] == self._size else []
+            fitting += [(all_[0] // self._size, *all_[1:])] if all_ and all_[0] % self._size == 0 else []
+        text = " or ".join(map(str, fitting)) or f"a send whose first axis {self._size} ranks can share"
+        raise ValueError(
+            f"recv has shape {_shape(recv)}; expected {text} (a view of it, as reshape gives, will do)"
+        )
 
     # --- counts of one's own ---
 
@@ -479,6 +500,20 @@ def require_count(span: Span, name: str, count: int, why: str) -> None:
     """Refuse an array of another length than its counts say."""
     if _elements(span) != count:
         raise ValueError(f"{name} has {_elements(span)} elements; expected {count}, {why}")
+
+
+def _shape(array: Any) -> tuple[int, ...] | None:
+    """Return an array's shape; None for what is only counted, as a Buffer."""
+    shape = getattr(array, "shape", None)
+    return None if shape is None else tuple(shape)
+
+
+def _require_shape(send: Any, recv: Any) -> None:
+    one, other = _shape(send), _shape(recv)
+    if one != other and one is not None and other is not None:
+        raise ValueError(
+            f"recv has shape {other}; expected that of send, {one} (a view of it, as reshape gives, will do)"
+        )
 
 
 def apart(one: Span, two: Span) -> bool:

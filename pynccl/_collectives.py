@@ -56,6 +56,7 @@ class Collectives(Calls):
     new array of the sender's kind. Every call returns the array with the result, None where there is none.
 
     Arrays are contiguous: in C order, or for what works element by element in Fortran order on all ranks.
+    Where both have a shape, that of the result follows from the input's (docs/communicator.md, Arrays).
     Wrong arguments raise TypeError or ValueError before anything is called; `config` needs NCCL >= 2.31.
     """
 
@@ -88,7 +89,7 @@ class Collectives(Calls):
                         or (
                             type(recv) is _buffers.cupy_array
                             and recv.dtype is send.dtype
-                            and recv.size == send.size
+                            and recv.shape == send.shape
                             and recv._c_contiguous
                             and (streamless or recv.data.device_id == self._device)
                         )
