@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from pynccl import _dtypes
-from pynccl._buffers import Buffer, in_shape_of, spans
+from pynccl._buffers import Buffer, spans
 from pynccl._communicator import Communicator
 from pynccl._errors import NotSupportedError
 from pynccl._group import Group
@@ -187,8 +187,7 @@ class Comm:
         if recv is None:
             self.mpi.Allreduce(sendbuf, recvbuf, op)
             return
-        source = (send or recv).array
-        self.nccl.all_reduce(source, in_shape_of(recv.array, source), _op(op))
+        self.nccl.all_reduce((send or recv).array, recv.array, _op(op))
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
         """Copy the root's buffer to every rank."""
@@ -205,8 +204,7 @@ class Comm:
         if source is None:
             self.mpi.Reduce(sendbuf, recvbuf, op, root)
             return
-        target = in_shape_of(recv.array, source.array) if recv and self.rank == root else None
-        self.nccl.reduce(source.array, target, _op(op), root)
+        self.nccl.reduce(source.array, recv.array if recv and self.rank == root else None, _op(op), root)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         """Collect equal parts on every rank."""
