@@ -141,3 +141,48 @@ def late(rank: int, nranks: int) -> None:
 def test_a_barrier_with_a_time_of_its_own() -> None:
     run(3, late, backend="cpu")
     run(3, late, backend="cpu", env={"PYNCCL_TIMEOUT": "30"})
+
+
+def fails_to_start(rank: int, nranks: int) -> str:
+    with pytest.raises(pynccl.NcclInvalidArgument) as caught:
+        pynccl.init(timeout=20)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("TIMEOUT", "soon", "number of seconds from 0 to 1000000000"),
+        ("INIT_TIMEOUT", "-1", "number of seconds from 0"),
+        ("RING_BYTES", "4k", "integer from 4096"),
+        ("DEVICES", "0", "integer from 1"),
+    ],
+)
+def test_numbers_of_the_cpu_library(name: str, value: str, expected: str) -> None:
+    (text,) = run(1, fails_to_start, backend="cpu", env={f"PYNCCL_CPU_{name}": value})
+    assert f'PYNCCL_CPU_{name} is "{value}", which is no {expected}' in text
+    assert run(1, works, backend="cpu", env={f"PYNCCL_CPU_{name}": ""}) == [1.0]
+
+
+def works(rank: int, nranks: int) -> float:
+    with pynccl.init() as comm:
+        return float(comm.all_reduce(np.ones(1))[0])
+
+
+def what_nccl_does(rank: int, nranks: int) -> None:
+    """Reduce NaN, and more than an integer holds: as NCCL, and as docs/communicator.md says."""
+    nan = np.nan
+    with pynccl.init() as comm:
+        for dtype in ("float16", "float32", "float64"):
+            x = np.array([nan if rank else 3.0, 2.0 if rank else nan, nan], dtype)
+            for op in ("max", "min"):
+                np.testing.assert_array_equal(comm.all_reduce(x.copy(), op=op), np.array([3, 2, nan], dtype))
+            for op in ("sum", "prod", "avg"):
+                assert np.isnan(comm.all_reduce(x.copy(), op=op)).all()
+        assert comm.all_reduce(np.array([200], np.uint8)).tolist() == [144]
+        assert comm.all_reduce(np.array([200], np.uint8), op="avg").tolist() == [72]
+        assert comm.all_reduce(np.array([-3 * rank], np.int32), op="avg").tolist() == [-1]
+
+
+def test_what_nccl_does() -> None:
+    run(2, what_nccl_does, backend="cpu")

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+import socket
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -175,7 +176,9 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
         # torch listens at MASTER_PORT already.
         keys = ObjectKeys(store, "torch.distributed's store", "pynccl/")
         return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(store), True)
-    return f", at {where}", _opener(_at_master, *at, _environment.job_name(environ, launcher))
+    return f", at {where}", _opener(
+        _at_master, *at, _environment.host_source(environ), _environment.job_name(environ, launcher)
+    )
 
 
 def _mpi_note(launcher: Launcher) -> str:
@@ -250,15 +253,34 @@ os.register_at_fork(after_in_child=_kept.clear)
 
 
 @contextmanager
-def _at_master(host: str, port: int, job: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
+def _resolving(host: str, source: str, rank: int, size: int) -> Iterator[None]:
+    """Say where a name came from that no name service knows."""
+    try:
+        yield
+    except BootstrapError as error:
+        if isinstance(error.__cause__, socket.gaierror) or isinstance(
+            getattr(error.__cause__, "__cause__", None), socket.gaierror
+        ):
+            raise BootstrapError(
+                f"rank {rank} of {size}: {source} is {host!r}, which cannot be resolved: {error}"
+            ) from error
+        raise
+
+
+@contextmanager
+def _at_master(
+    host: str, port: int, source: str, job: str, rank: int, size: int, deadline: float
+) -> Iterator[Exchange]:
     """Meet at MASTER_PORT, once; from then on at the store that was met there."""
     where = format_address(host, port)
     home = None
     if where not in _kept and rank == 0:
-        home = Host(host, port, job, deadline)
+        with _resolving(host, source, rank, size):
+            home = Host(host, port, job, deadline)
         place, server = home.place, home.server
     elif where not in _kept:
-        place, server = ask(host, port, job, deadline, rank, size), None
+        with _resolving(host, source, rank, size):
+            place, server = ask(host, port, job, deadline, rank, size), None
     else:
         place, server = _kept[where]
     try:
