@@ -22,7 +22,7 @@ from pynccl._types import DataType
 # call. The flags are 0 for a writable array in C order of a dtype that NCCL has.
 Span = tuple[int, int, int, int, int]
 
-READ_ONLY, FORTRAN, TRAVELS = 1, 2, 4
+READ_ONLY, FORTRAN, TRAVELS, RECORDED_BY_AUTOGRAD = 1, 2, 4, 8
 
 HOST = -1
 # Without a driver all memory is host memory, also what claims to be a device's.
@@ -43,6 +43,8 @@ class Kind(NamedTuple):
     empty: Callable[[Any, tuple[int, ...]], Any]
     # Have a stream wait for whatever still writes the array: for producers that say so, and not on their own.
     order: Callable[[Any, int], None] | None = None
+    # Tell the array's library that its elements are about to change.
+    changed: Callable[[Any], None] | None = None
 
 
 class Buffer:
@@ -165,7 +167,7 @@ def _choose(array: Any, name: str) -> Kind:
         span = _from_cupy_on_device if _cuda.available() else _from_cupy_on_host
         return Kind(span if hasattr(array, "_c_contiguous") else _from_cupy, cupy_stream, _cupy_empty)
     if hasattr(array, "data_ptr") and isinstance(array, _torch_tensor()):
-        return Kind(_from_torch, _torch_stream, _torch_empty)
+        return Kind(_from_torch, _torch_stream, _torch_empty, changed=_torch_changed)
     empty = _numba_empty if library in ("numba", "numba_cuda") else _cannot_create
     by_cuda = Kind(_from_cuda_array_interface, _producer_stream, empty, _order_producer)
     has_interface = hasattr(type(array), _CUDA_INTERFACE) or hasattr(array, _CUDA_INTERFACE)
@@ -352,7 +354,16 @@ def _from_torch(tensor: Any, name: str) -> Span:
     if device.type not in ("cpu", "cuda"):
         raise TypeError(f"{name} is a tensor on {device}; expected one on the CPU or on a CUDA device")
     where = HOST if device.type == "cpu" else device.index
-    return _span(tensor.data_ptr(), tensor.numel(), from_torch(tensor.dtype, name), where)
+    span = _span(tensor.data_ptr(), tensor.numel(), from_torch(tensor.dtype, name), where)
+    if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
+        return (*span[:4], span[4] | RECORDED_BY_AUTOGRAD)
+    return span
+
+
+def _torch_changed(tensor: Any) -> None:
+    # As torch's own operations do: a backward pass that needs the old elements says so and uses no others.
+    if not tensor.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(tensor)
 
 
 def _torch_stream(tensor: Any) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pynccl import _buffers, _checks, _cuda, _dtypes, _streams
 from pynccl._binding import address_of, fastcall, ffi, lib
-from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, kind_of, shape_of, spans
+from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, RECORDED_BY_AUTOGRAD, kind_of, shape_of, spans
 from pynccl._config import pack
 from pynccl._errors import NcclInvalidUsage
 from pynccl._group import Group
@@ -102,6 +102,8 @@ class Calls:
             raise self._located(error, _meant(kind, recv)) from error
         template, packed = self._template(kind, dtype & 255, code, root, config)
         keep = (self, send, result, op, template, packed)
+        if kind != BROADCAST or recv is not None or root != self._rank:
+            _tell_changed(result)
         answer = self._issue(template, source, target, count, handle, wait, kind, keep)
         if not answer and kind == ALL_REDUCE and packed is None:
             self._remember(template, send, op, dtype)
@@ -253,6 +255,7 @@ class Calls:
         except (TypeError, ValueError) as error:
             raise self._located(error) from error
         keep = (self, send, result, op, None)
+        _tell_changed(result)
         with Group():
             for piece, code in zip(pieces, codes, strict=True):
                 template, _ = self._template(piece.kind, piece.code & 255, code, piece.root)
@@ -294,6 +297,12 @@ class Calls:
         if span[4] & READ_ONLY and span[1]:
             name = f"{name} (in place)" if in_place else name
             raise ValueError(f"{name} is read-only; expected a writable array, since the result goes there")
+        if span[4] & RECORDED_BY_AUTOGRAD:
+            name = f"{name} (in place)" if in_place else name
+            raise ValueError(
+                f"{name} requires grad, and autograd would not know that its elements change; expected a "
+                "tensor that does not, the call under torch.no_grad(), or a new tensor for the result"
+            )
         return span
 
     def _rank_in(self, value: Any, name: str) -> None:
@@ -456,6 +465,11 @@ class Calls:
             parts.append((whole[2], address, length))
             address += length * _dtypes.itemsize(whole[2])
         return parts
+
+
+def _tell_changed(result: Any) -> None:
+    if result is not None and (changed := kind_of(result).changed) is not None:
+        changed(result)
 
 
 def _meant(kind: int, recv: Any) -> str:

@@ -83,7 +83,8 @@ def _compiler() -> str:
         raise BuildError(
             f"pynccl.torch compiles its backend against the installed torch {torch.__version__} at the first "
             f"import, and there is no C++ compiler {wanted!r} on PATH; install one "
-            "(Debian and Ubuntu: apt install g++; Fedora and RHEL: dnf install gcc-c++; conda: conda install gxx), or set CXX to a compiler"
+            "(Debian and Ubuntu: apt install g++; Fedora and RHEL: dnf install gcc-c++; conda: conda install "
+            "gxx), or set CXX to a compiler"
         )
     return found
 
