@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,6 +31,19 @@ ANYWHERE = -2
 
 _CUDA_INTERFACE = "__cuda_array_interface__"
 _cast, _from_memory = ffi.cast, ffi.from_buffer
+
+
+class _HasDLPack(Protocol):
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class _HasCudaArrayInterface(Protocol):
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+
+class _HasBuffer(Protocol):
+    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 
 class Kind(NamedTuple):
@@ -83,6 +96,10 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"<pynccl.Buffer {self.ptr:#x}, {self.count} of {_dtypes.name_of(self._span[2])}>"
+
+
+# What a type checker takes for an array.
+Array = Buffer | _HasDLPack | _HasCudaArrayInterface | _HasBuffer
 
 
 def _any_dtype(dtype: Any, name: str) -> int:

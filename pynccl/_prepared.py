@@ -94,7 +94,7 @@ class Plan(_Run):
 
 
 def _preparing(
-    method: Callable[Concatenate[Communicator, P], object],
+    method: Callable[Concatenate[Communicator, P], Any],
 ) -> Callable[Concatenate[Prepare, P], Prepared]:
     def prepare(self: Prepare, /, *args: P.args, **kwargs: P.kwargs) -> Prepared:
         with Recording() as recording:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 from weakref import WeakSet
 
 import numpy as np
@@ -46,6 +46,12 @@ class Relatives(Collectives):
             self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
         ) -> T: ...
 
+    @overload
+    def split(self, color: int, key: int = 0, *, config: ConfigLike = None) -> Communicator: ...
+    @overload
+    def split(self, color: None, key: int = 0, *, config: ConfigLike = None) -> None: ...
+    @overload
+    def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None: ...
     def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None:
         """Make a communicator of the ranks with the same color, ordered by key (ncclCommSplit, NCCL >= 2.18).
 

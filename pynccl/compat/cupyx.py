@@ -19,6 +19,7 @@ from typing import Any
 from pynccl import Communicator, current_device, library_info
 from pynccl import init as _init
 from pynccl._buffers import in_shape_of
+from pynccl._ops import OpName
 from pynccl.bootstrap._store import format_address
 from pynccl.compat import _sparse
 
@@ -71,7 +72,7 @@ class NCCLBackend:
         else:
             self.comm = _over_tcp(n_devices, rank, host, port, timeout)
 
-    def all_reduce(self, in_array: Any, out_array: Any, op: str = "sum", stream: Any = None) -> None:
+    def all_reduce(self, in_array: Any, out_array: Any, op: OpName = "sum", stream: Any = None) -> None:
         """Reduce everybody's array to every rank."""
         if _sparse.is_sparse(in_array):
             _sparse.all_reduce(self.comm, in_array, out_array, op, stream)
@@ -79,7 +80,7 @@ class NCCLBackend:
         self.comm.all_reduce(in_array, in_shape_of(out_array, in_array), op, stream=stream)
 
     def reduce(
-        self, in_array: Any, out_array: Any, root: int = 0, op: str = "sum", stream: Any = None
+        self, in_array: Any, out_array: Any, root: int = 0, op: OpName = "sum", stream: Any = None
     ) -> None:
         """Reduce everybody's array to the root; out_array may be None elsewhere."""
         if _sparse.is_sparse(in_array):
@@ -96,7 +97,7 @@ class NCCLBackend:
         self.comm.broadcast(in_out_array, root=root, stream=stream)
 
     def reduce_scatter(
-        self, in_array: Any, out_array: Any, count: int, op: str = "sum", stream: Any = None
+        self, in_array: Any, out_array: Any, count: int, op: OpName = "sum", stream: Any = None
     ) -> None:
         """Reduce everybody's array, and leave `count` elements of the result to each rank."""
         if _sparse.is_sparse(in_array):
