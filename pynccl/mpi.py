@@ -23,12 +23,13 @@ from pynccl._buffers import Buffer, spans
 from pynccl._communicator import Communicator
 from pynccl._errors import NotSupportedError
 from pynccl._group import Group
+from pynccl._ops import OpName
 from pynccl.bootstrap._init import init
 
 __all__ = ["Comm"]
 
 # A list, since MPI.Op has no hash.
-_OPS = [(MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MAX, "max"), (MPI.MIN, "min")]
+_OPS: list[tuple[MPI.Op, OpName]] = [(MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MAX, "max"), (MPI.MIN, "min")]
 
 
 class _Device(NamedTuple):
@@ -114,7 +115,7 @@ def _require_plain(datatype: Any, array: Any, name: str) -> None:
         raise TypeError(f"{name} has MPI datatype {code!r}; expected that of the array, {dtype}")
 
 
-def _op(op: Any) -> str:
+def _op(op: Any) -> OpName:
     for known, name in _OPS:
         if op == known:
             return name

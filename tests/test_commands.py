@@ -42,7 +42,7 @@ RUNS = {
     "torchrun --nproc-per-node 4 examples/all_reduce.py": "rank 3 of 4: success",
     "python examples/ray_actors.py -n 4": "rank 3 of 4: success",
     "python examples/dask_workers.py -n 4": "rank 3 of 4: success",
-    "torchrun --nproc-per-node 4 examples/torch_collectives.py": "rank: 3, before: 0, after: [4]",
+    "torchrun --nproc-per-node 4 examples/torch_collectives.py": "rank: 3, before: [0], after: [4]",
     "torchrun --nproc-per-node 2 examples/torch_training.py data_parallel": "",
     "torchrun --nproc-per-node 4 examples/torch_pipeline.py": "rank 3, stage 1",
     "torchrun --nproc-per-node 3 --max-restarts 1 examples/torch_elastic.py": "",
