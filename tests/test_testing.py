@@ -261,3 +261,19 @@ exec(compile(source, "<ipython-input-1>", "exec"), vars(main))
 def test_result_must_pickle() -> None:
     with pytest.raises(testing.RankError, match="pickle"):
         testing.run(1, unpicklable, backend="cpu")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(150)
+def test_from_a_notebook() -> None:
+    """The same in Jupyter's kernel, a cell for each paragraph."""
+    script = """
+import sys, nbclient, nbformat
+cells = [nbformat.v4.new_code_cell(cell) for cell in sys.stdin.read().split("\\n\\n")]
+notebook = nbformat.v4.new_notebook(cells=cells)
+nbclient.NotebookClient(notebook, timeout=90).execute()
+print(*(output.text for cell in notebook.cells for output in cell.outputs if output.name == "stdout"))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, input=INTERACTIVE, capture_output=True, text=True, timeout=140)
+    assert (done.stdout.strip(), done.returncode) == ("done", 0), done.stderr
