@@ -317,7 +317,7 @@ double param_seconds(const char* name) { return number(registered(name)); }
 const char* param_error() {
   thread_local std::string text;
   for (const Param& param : kTable) {
-    if (is_text(param) || strncmp(param.name, "PYNCCL_CPU_", 11) != 0) continue;
+    if (is_text(param) || strncmp(param.name, "PYNCCL_", 7) != 0) continue;
     const char* value = lookup(param).value;
     double ignored;
     if (value == nullptr || read_number(param, value, &ignored)) continue;
