@@ -440,7 +440,8 @@ def torch_tensors(rank: int, nranks: int) -> None:
              "^send has dtype float8_e4m3fnuz; expected one of"),
         ])  # fmt: skip
         parameter = torch.nn.Parameter(torch.ones(3))
-        assert comm.all_reduce(parameter) is parameter
+        with torch.no_grad():
+            assert comm.all_reduce(parameter) is parameter
         assert parameter.tolist() == [2, 2, 2]
         gathered = comm.all_gather(torch.full((2, 3), float(rank), dtype=torch.bfloat16))
         assert type(gathered) is torch.Tensor
