@@ -102,6 +102,28 @@ class Buffer:
 Array = Buffer | _HasDLPack | _HasCudaArrayInterface | _HasBuffer
 
 
+class Part(Buffer):
+    """Some memory of another array, its owner: on that array's stream, and ordered behind who writes it."""
+
+    __slots__ = ()
+
+
+def _part_stream(part: Any) -> int:
+    return 0 if part.owner is None else kind_of(part.owner).current(part.owner)
+
+
+def _order_part(part: Any, stream: int) -> None:
+    order = None if part.owner is None else kind_of(part.owner).order
+    if order is not None:
+        order(part.owner, stream)
+
+
+def _part_changed(part: Any) -> None:
+    changed = None if part.owner is None else kind_of(part.owner).changed
+    if changed is not None:
+        changed(part.owner)
+
+
 def _any_dtype(dtype: Any, name: str) -> int:
     if dtype is None:
         # NumPy takes it for float64.
@@ -169,6 +191,8 @@ def in_shape_of(array: Any, other: Any) -> Any:
 
 
 def _choose(array: Any, name: str) -> Kind:
+    if isinstance(array, Part):
+        return Kind(lambda part, _: part._span, _part_stream, _cannot_create, _order_part, _part_changed)
     if isinstance(array, Buffer):
         return Kind(lambda buffer, _: buffer._span, _no_stream, _cannot_create)
     if isinstance(array, np.ndarray):
