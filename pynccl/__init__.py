@@ -15,6 +15,7 @@ Below that is NVIDIA's libnccl or the CPU library.
 
 import typing as _typing
 
+from pynccl import _evidence
 from pynccl._buffers import Buffer as Buffer
 from pynccl._checks import check_mode as check_mode
 from pynccl._communicator import Communicator as Communicator
@@ -62,6 +63,8 @@ from pynccl._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
     from pynccl.bootstrap._init import init as init
+
+_evidence.listen()
 
 __all__ = [
     "BootstrapError",
