@@ -19,13 +19,15 @@ from typing import IO, Any, BinaryIO
 from pynccl import _cuda, _evidence
 from pynccl._process import Child, describe_exit
 from pynccl._recorder import DIR, file_name, own_folder, private_file
+from pynccl._timeouts import LONGEST
 from pynccl.bootstrap._store import StoreServer
 
 # What ranks that are to be ended get to say where they are, and then to end by themselves after SIGTERM.
 EVIDENCE_SECONDS = 3.0
 GRACE_SECONDS = 5.0
-# So often it is looked whether they have said it.
+# So often it is looked whether they have said it; epoll waits no longer than some days.
 _LOOK_SECONDS = 0.02
+_LONGEST_WAIT = 3600.0
 # What is left in the pipes is shown, but a descendant that holds one open is not waited for.
 _DRAIN_SECONDS = 1.0
 _MAX_LINE = 1 << 20
@@ -89,7 +91,7 @@ def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text}")
-    return seconds
+    return min(seconds, LONGEST)
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -290,7 +292,7 @@ class _Launcher:
         ends = [end for end in (self.kill_at, self.timeout_at) if end is not None]
         if self.request is not None:
             ends.append(now + _LOOK_SECONDS)
-        wait = max(0.0, min(ends) - now) if ends else None
+        wait = min(max(0.0, min(ends) - now), _LONGEST_WAIT) if ends else None
         for key, _ in self.selector.select(wait):
             if key.fileobj is reader:
                 for number in reader.recv(4096):
