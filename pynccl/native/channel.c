@@ -272,7 +272,7 @@ int pynccl_watch_dead(pynccl_comm* comm, int* ranks) {
   int count = 0;
   pthread_mutex_lock(&dog.lock);
   for (int r = 0; r < w->size; ++r)
-    if (w->peers[r].gone && !w->peers[r].goodbye) ranks[count++] = r;
+    if (w->peers[r].goodbye == PYNCCL_ENDS || (w->peers[r].gone && !w->peers[r].goodbye)) ranks[count++] = r;
   pthread_mutex_unlock(&dog.lock);
   return count;
 }

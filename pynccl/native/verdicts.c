@@ -94,12 +94,15 @@ static void pynccl_condemn_failed(pynccl_watch* w) {
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
     const int aborted = p->goodbye == PYNCCL_ABORTS_FIRST, died = p->gone && !p->goodbye;
-    if (!aborted && !died && !p->suspect) continue;
+    const int ended = p->goodbye == PYNCCL_ENDS;
+    if (!aborted && !died && !ended && !p->suspect) continue;
     pynccl_add_rank(v, r);
     pynccl_say(v->text, sizeof v->text, "%srank %d ", v->count > 1 ? "; " : "", r);
-    if (died || aborted)
+    if (died || aborted || ended)
       pynccl_say(v->text, sizeof v->text, "%s",
-                 aborted ? "aborted its communicator" : "died, or exited without closing its communicator");
+                 aborted ? "aborted its communicator"
+                 : ended ? "died: its program ended without a call that others wait in"
+                         : "died, or exited without closing its communicator");
     else if (r == w->rank)
       pynccl_say(v->text, sizeof v->text, "(this one) did not respond, and the others go on without it");
     else
@@ -145,10 +148,14 @@ static void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdi
   pynccl_say(v->text, sizeof v->text, "%s", what);
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    if (r == w->rank || !pynccl_silent(p, now, SILENCE_NS)) continue;
+    const int ended = p->goodbye == PYNCCL_ENDS;
+    if (r == w->rank || !(ended || pynccl_silent(p, now, SILENCE_NS))) continue;
     pynccl_add_rank(v, r);
-    pynccl_say(v->text, sizeof v->text, "; rank %d is not responding: last heard of %.1f s ago", r,
-               (double)(now - p->heard) / 1e9);
+    if (ended)
+      pynccl_say(v->text, sizeof v->text, "; rank %d has ended its program", r);
+    else
+      pynccl_say(v->text, sizeof v->text, "; rank %d is not responding: last heard of %.1f s ago", r,
+                 (double)(now - p->heard) / 1e9);
   }
   v->trouble = v->count ? PYNCCL_RANKS_FAILED : PYNCCL_TIMED_OUT;
   int connected = 0;
