@@ -340,6 +340,52 @@ def test_time_out(script: Script) -> None:
         assert launch("-n", "2", "--cpu", "--timeout", enough, script("pass")).returncode == 0
 
 
+LISTENERS = """
+import os, threading, time
+from pathlib import Path
+import numpy as np
+import pynccl
+
+def look():
+    # Of this rank and of the launcher.
+    while not ended:
+        mine = set()
+        for pid in (os.getpid(), os.getppid()):
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                try:
+                    mine.add(os.readlink(file))
+                except OSError:
+                    pass
+        for table in ("tcp", "tcp6"):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
+                    found.add(words[1].partition(":")[0])
+        time.sleep(0.002)
+
+ended, found = [], set()
+thread = threading.Thread(target=look)
+thread.start()
+for _ in range(5):
+    with pynccl.init(timeout=20) as comm:
+        comm.all_reduce(np.ones(3))
+        comm.split(0).destroy()
+with pynccl.init() as comm:
+    comm.barrier()
+ended.append(1)
+thread.join()
+print(*sorted(found))
+"""
+
+
+def test_on_one_machine_nobody_else_can_connect(script: Script) -> None:
+    """Whatever interfaces there are to other machines, where none is named."""
+    done = launch("-n", "3", "--cpu", script(LISTENERS))
+    assert done.returncode == 0, done.stderr
+    # 127.0.0.1, in the machine's order.
+    assert {line.partition("] ")[2] for line in done.stdout.splitlines()} == {"0100007F"}
+
+
 # --- what ranks that hang leave behind ----------------------------------------------------------------------
 
 HANGS = """
