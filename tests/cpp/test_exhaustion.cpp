@@ -506,16 +506,16 @@ void failing_at_each_place() {
   const std::pair<const char*, Scenario> scenarios[] = {
       {"threads", threads}, {"processes", processes}, {"hosts", hosts}};
   for (auto& [name, scenario] : scenarios) {
-    long found = fail_each_at_first(kind, often ? scaled(3, 7, 29) : 1, scenario);
+    long found = fail_each_at_first(kind, often ? scaled(11, 13, 61) : 1, scenario);
     printf("     %ld places where %s can fail, of %s\n", found, failing::kNames[kind], name);
     places += found;
     if (failures) return;
   }
-  long found = fail_each(kind, often ? scaled(1, 1, 5) : 1, threads);
+  long found = fail_each(kind, often ? scaled(1, 3, 11) : 1, threads);
   printf("     %ld places where %s can fail later on\n", found, failing::kNames[kind]);
   // Those who handle a failure meet the next one.
   for (long several : {2, 5, 30}) {
-    found = fail_each(kind, often ? scaled(7, 13, 29) : 1, threads, several);
+    found = fail_each(kind, often ? scaled(7, 13, 41) : 1, threads, several);
     printf("     %ld places where %s can fail %ld times\n", found, failing::kNames[kind], several);
   }
   CHECK(places > 0);

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <set>
 
 namespace pncpu {
 namespace {
@@ -271,14 +272,24 @@ ncclResult_t Comm::announce_leaving() {
   return ncclSuccess;
 }
 
+namespace {
+// Ranks that the calling thread calls for: it can finalize them only one after another.
+std::set<Token> ranks_of_this_thread() {
+  std::set<Token> tokens;
+  for (auto& comm : handles<Comm>().all())
+    if (comm->calling_thread.load() == this_thread()) tokens.insert(comm->session.self.token);
+  return tokens;
+}
+}  // namespace
+
 ncclResult_t Comm::await_leaving() {
+  std::set<Token> mine = ranks_of_this_thread();
   Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
   for (int q = 0; q < nranks; ++q) {
     if (q == rank) continue;
     Peer& p = peer(q);
     std::unique_lock<std::mutex> lock(session.mutex);
-    // This very thread may be the one that is to finalize it.
-    if (p.same_process && !p.left) continue;
+    if (p.same_process && !p.left && mine.count(p.info.token)) continue;
     bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();
     if (!came)
