@@ -18,6 +18,7 @@ __distribution__ = "pynccl-cffi"
 import importlib as _importlib
 import typing as _typing
 
+from pynccl import _evidence
 from pynccl._buffers import Buffer as Buffer
 from pynccl._checks import check_mode as check_mode
 from pynccl._communicator import Communicator as Communicator
@@ -68,6 +69,8 @@ if _typing.TYPE_CHECKING:
     from pynccl import mpi as mpi
     from pynccl import testing as testing
     from pynccl.bootstrap._init import init as init
+
+_evidence.listen()
 
 __all__ = [
     "BootstrapError",

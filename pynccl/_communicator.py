@@ -299,7 +299,7 @@ class Communicator(Relatives):
     def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
         """Wait for a stream, or for every stream that this communicator has used."""
         self._open()
-        check_timeout(timeout, zero=True)
+        timeout = check_timeout(timeout, zero=True)
         given = None if stream is None else _streams.handle_of(stream)
         with self._alone():
             used = [int(self._c.used[i]) for i in range(self._c.used_count)]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pynccl._dumps import PENDING, Member, World, worlds_of
+from pynccl._dumps import PENDING, Dumps, Member, Process, Reason, World, worlds_of
 from pynccl._errors import result_name
 from pynccl._recorder import TraceRecord
 
@@ -20,12 +20,17 @@ def join(words: Sequence[str]) -> str:
 
 def say_ranks(ranks: Iterable[int]) -> str:
     """Return "rank 3", or "ranks 0-2 and 5"."""
-    runs: list[list[int]] = []
+    runs: list[range] = []
     for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+        if runs and rank == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, rank + 1)
         else:
-            runs.append([rank])
+            runs.append(range(rank, rank + 1))
+    return say_runs(runs)
+
+
+def say_runs(runs: Sequence[range]) -> str:
+    """Say the same of ranks that come as runs."""
     parts = [str(r[0]) if len(r) == 1 else f"{r[0]}{'-' if len(r) > 2 else ' and '}{r[-1]}" for r in runs]
     if len(runs) > 1:
         parts = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs]
@@ -76,9 +81,9 @@ def _why(member: Member) -> str:
     for other in member.process.members:
         waiting = next((r for r in other.records if r.state in PENDING), None)
         if waiting is not None:
-            return f"waits in {say(waiting)}{say_place(waiting)} of {other.header['comm']}"
+            return f"waits in {say(waiting)}{say_place(waiting)} of {other.comm}"
     how = {"abort": "aborted the communicator after ", "destroy": "destroyed the communicator after "}.get(
-        str(member.header.get("ended")), ""
+        member.ended, ""
     )
     if not how and member.process.reason("exit") is not None:
         how = "exited after "
@@ -167,12 +172,13 @@ def _complete(world: World) -> int | None:
 
 
 def _dead(world: World) -> str:
-    ranks, complete = world.absent, _complete(world)
-    it, they = ("it left no file", "died") if len(ranks) == 1 else ("they left no files", "died")
+    runs, complete = world.absent, _complete(world)
+    ranks, one = say_runs(runs), len(runs) == 1 and len(runs[0]) == 1
+    it = "it left no file" if one else "they left no files"
     when = "" if complete is None else " after init" if not complete else f" after #{complete}"
     if complete is None and any(r.call == "init" for m in world.members.values() for r in m.records):
-        return f"{say_ranks(ranks)} never reached init: {it}"
-    return f"{say_ranks(ranks)} {they}{when}: {it}"
+        return f"{ranks} never reached init: {it}"
+    return f"{ranks} died{when}: {it}"
 
 
 def _collectives(world: World) -> Iterator[str]:
@@ -219,11 +225,15 @@ def _late(world: World, late: Iterable[int], seq: int) -> Iterator[str]:
 
 def _grouping(world: World, waiting: dict[int, TraceRecord]) -> Iterator[str]:
     """Tell where ranks put a call that is outstanding into different groups."""
+    seen: set[int] = set()
     for rank, record in sorted(waiting.items()):
-        for seq in [r.seq for r in world.members[rank].records if r.group and r.group == record.group]:
-            of = {m.rank: _group_of(m, seq) for m in world.members.values() if seq is not None}
+        for seq in _group_of(world.members[rank], record) if record.group else ():
+            if seq in seen:
+                continue
+            seen.add(seq)
             shapes: dict[tuple[int, ...], list[int]] = {}
-            for other, shape in sorted(of.items()):
+            for other, member in sorted(world.members.items()):
+                shape = _group_of(member, member.collective(seq))
                 if shape:
                     shapes.setdefault(shape, []).append(other)
             if len(shapes) > 1:
@@ -235,14 +245,11 @@ def _grouping(world: World, waiting: dict[int, TraceRecord]) -> Iterator[str]:
                 return
 
 
-def _group_of(member: Member, seq: int | None) -> tuple[int, ...]:
+def _group_of(member: Member, record: TraceRecord | None) -> tuple[int, ...]:
     """Return the numbers of the collectives that were issued together with one."""
-    record = member.collective(seq) if seq is not None else None
-    if record is None or record.seq is None:
+    if record is None:
         return ()
-    if not record.group:
-        return (record.seq,)
-    return tuple(r.seq for r in member.records if r.group == record.group and r.seq is not None)
+    return tuple(r.seq for r in member.issued_with(record) if r.seq is not None)
 
 
 def _say_group(shape: tuple[int, ...]) -> str:
@@ -255,25 +262,29 @@ def _say_group(shape: tuple[int, ...]) -> str:
 
 def _pairs(world: World) -> Iterator[str]:
     """Sends and recvs that do not meet."""
-    for sender, member in sorted(world.members.items()):
-        for receiver in range(world.size):
-            yield from _between(world, member, sender, receiver)
+    pairs: set[tuple[int, int]] = set()
+    for rank, member in world.members.items():
+        for call, peer in member.peers:
+            pairs.add((rank, peer) if call == "send" else (peer, rank))
+    for sender, receiver in sorted(pairs):
+        if sender in world.members:
+            yield from _between(world, world.members[sender], sender, receiver)
     for receiver, member in sorted(world.members.items()):
         for record in member.records:
-            if record.call == "recv" and record.state in PENDING and record.peer in world.absent:
+            if record.call == "recv" and record.state in PENDING and world.is_absent(record.peer):
                 yield f"{_say_call([receiver], record)}, which left no file"
                 break
 
 
 def _between(world: World, member: Member, sender: int, receiver: int) -> Iterator[str]:
-    sends = member.pairs("send", receiver)
+    sends = member.peers.get(("send", receiver), {})
     other = world.members.get(receiver)
     if other is None:
         waiting = next((r for r in sends.values() if r.state in PENDING), None)
         if waiting is not None:
             yield f"{_say_call([sender], waiting)}, which left no file"
         return
-    recvs = other.pairs("recv", sender)
+    recvs = other.peers.get(("recv", sender), {})
     for number in sorted(set(sends) & set(recvs)):
         out, into = sends[number], recvs[number]
         if (out.count, out.dtype) != (into.count, into.dtype):
@@ -333,8 +344,9 @@ def _stuck(member: Member) -> TraceRecord | None:
 
 def crossings(worlds: Sequence[World]) -> Iterator[str]:
     """Ranks that use two communicators in different orders, and so wait for each other."""
-    for i, one in enumerate(worlds):
-        for two in worlds[i + 1 :]:
+    stuck = [world for world in worlds if any(map(_stuck, world.members.values()))]
+    for i, one in enumerate(stuck):
+        for two in stuck[i + 1 :]:
             yield from _crossing(one, two)
 
 
@@ -384,18 +396,27 @@ def _quiet(world: World) -> str:
     return f"nothing is outstanding: {text}"
 
 
-def explain(members: Sequence[Member]) -> str:
+def explain(dumps: Dumps) -> str:
     """Return what happened, as text of some lines."""
-    worlds = worlds_of(members)
+    worlds = worlds_of(dumps.members)
     lines = list(crossings(worlds))
     for world in worlds:
         lines.append(str(world))
         lines += [f"  {text}" for text in findings(world) or [_quiet(world)]]
-    for process in {m.process.path: m.process for m in members}.values():
-        rank = process.header.get("process_rank")
-        who = f"rank {rank}" if rank is not None else f"process {process.header['pid']}"
-        for reason in process.header["reasons"]:
+    lines += _reasons({m.process.path: m.process for m in dumps.members}.values())
+    lines += [f"left out: {text}" for text in dumps.damage]
+    return "\n".join(lines or ["no communicators"])
+
+
+def _reasons(processes: Iterable[Process]) -> Iterator[str]:
+    """Say why the processes dumped, those with the same reason together."""
+    same: dict[Reason, list[Process]] = {}
+    for process in processes:
+        for reason in process.reasons:
             # An abort that follows an exception is no news.
-            if reason["kind"] not in ("exit", *(["abort"] if process.reason("exception") else [])):
-                lines.append(f"{who} ({reason['kind']}): {reason['text']}")
-    return "\n".join(lines)
+            if reason.kind not in ("exit", *(["abort"] if process.reason("exception") else [])):
+                same.setdefault(reason, []).append(process)
+    for reason, those in same.items():
+        ranks = {process.rank for process in those if process.rank is not None}
+        who = [f"process {process.pid}" for process in those if process.rank is None]
+        yield f"{join([*([say_ranks(ranks)] if ranks else []), *who])} ({reason.kind}): {reason.text}"

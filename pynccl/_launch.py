@@ -9,18 +9,25 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from pynccl import _cuda
+from pynccl import _cuda, _evidence
 from pynccl._process import Child, describe_exit
+from pynccl._recorder import DIR, file_name, own_folder, private_file
+from pynccl._timeouts import LONGEST
 from pynccl.bootstrap._store import StoreServer
 
-# What ranks get to end by themselves after SIGTERM.
+# What ranks that are to be ended get to say where they are, and then to end by themselves after SIGTERM.
+EVIDENCE_SECONDS = 3.0
 GRACE_SECONDS = 5.0
+# So often it is looked whether they have said it; epoll waits no longer than some days.
+_LOOK_SECONDS = 0.02
+_LONGEST_WAIT = 3600.0
 # What is left in the pipes is shown, but a descendant that holds one open is not waited for.
 _DRAIN_SECONDS = 1.0
 _MAX_LINE = 1 << 20
@@ -30,13 +37,16 @@ _TIMED_OUT = 124
 _TRACEBACK = b"Traceback (most recent call last):\n"
 # What Python writes between the tracebacks of exceptions that belong together.
 _CHAINED = (b"another exception occurred:\n\n", b"direct cause of the following exception:\n\n")
-# Kills the ranks' process groups when the launcher's end of the pipe is closed without a word.
+# Kills the ranks' process groups and removes the folder that is its argument when the launcher's end of the
+# pipe is closed without a word.
 _GUARD = (
-    "import os, signal, sys\n"
+    "import os, shutil, signal, sys\n"
     "words = sys.stdin.read().split()\n"
-    "for word in words if 'done' not in words else ():\n"
-    "    try: os.killpg(int(word), signal.SIGKILL)\n"
-    "    except OSError: pass\n"
+    "if 'done' not in words:\n"
+    "    for word in words:\n"
+    "        try: os.killpg(int(word), signal.SIGKILL)\n"
+    "        except OSError: pass\n"
+    "    shutil.rmtree(sys.argv[1], ignore_errors=True)\n"
 )
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -59,7 +69,7 @@ def add_run_parser(subparsers: Any) -> None:
         "--timeout",
         type=_seconds,
         metavar="SECONDS",
-        help="end the ranks that still run then (exit code 124)",
+        help="end the ranks that still run then (exit code 124), and say where they were",
     )
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="write each rank's output there too: rank0.out, rank0.err"
@@ -85,7 +95,7 @@ def _seconds(text: str) -> float:
         seconds = 0
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a positive number of seconds, not {text!r}")
-    return seconds
+    return min(seconds, LONGEST)
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -102,7 +112,8 @@ def run_command(args: argparse.Namespace) -> int:
             _say(f"cannot write to --log-dir {args.log_dir}: {error}")
             return 2
         server = stack.enter_context(StoreServer())
-        return _Launcher(argv, env, server, logs).run(args.timeout)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pynccl-run-"))
+        return _Launcher(argv, env, server, logs, Path(folder)).run(args.timeout)
 
 
 def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
@@ -164,6 +175,11 @@ class _Lines:
             lines.pop()
         _write_all(self.target, b"".join(self.prefix + line + b"\n" for line in lines))
 
+    def insert(self, text: bytes) -> None:
+        """Show lines that are not the rank's own, between its lines."""
+        if text:
+            self.feed((b"\n" if self.rest else b"") + text)
+
     def traceback(self) -> bytes:
         """Return the last traceback, with those that it follows from, and what came after it."""
         start = self.tail.rfind(_TRACEBACK)
@@ -196,13 +212,20 @@ def _write_all(target: int, data: bytes) -> None:
 class _Launcher:
     """The ranks of one run, and the loop over their output, their ends and the signals of this process."""
 
-    def __init__(self, argv: list[str], env: dict[str, str], server: StoreServer, logs: _Logs) -> None:
+    def __init__(
+        self, argv: list[str], env: dict[str, str], server: StoreServer, logs: _Logs, folder: Path
+    ) -> None:
         self.argv, self.nranks, self.server, self.logs = argv, len(logs), server, logs
+        self.folder = folder
         self.env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        self.env[_evidence.FOLDER] = str(folder)
         self.children: list[Child] = []
         self.errors: list[_Lines] = []
         self.selector = selectors.DefaultSelector()
         self.code = 0
+        # What the ranks are asked before they get the signal that ends them; later they are killed.
+        self.request: _evidence.Request | None = None
+        self.last_signal: int = signal.SIGTERM
         self.kill_at: float | None = None
         self.timeout_at: float | None = None
         self.ended: set[int] = set()
@@ -211,7 +234,7 @@ class _Launcher:
     def run(self, timeout: float | None) -> int:
         """Start the ranks, wait for all of them, and return the first failing one's exit code."""
         guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD],
+            [sys.executable, "-I", "-S", "-c", _GUARD, str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -269,8 +292,11 @@ class _Launcher:
             self.selector.register(pipe, selectors.EVENT_READ, lines)
 
     def _step(self, reader: socket.socket) -> None:
+        now = time.monotonic()
         ends = [end for end in (self.kill_at, self.timeout_at) if end is not None]
-        wait = max(0.0, min(ends) - time.monotonic()) if ends else None
+        if self.request is not None:
+            ends.append(now + _LOOK_SECONDS)
+        wait = min(max(0.0, min(ends) - now), _LONGEST_WAIT) if ends else None
         for key, _ in self.selector.select(wait):
             if key.fileobj is reader:
                 for number in reader.recv(4096):
@@ -278,20 +304,62 @@ class _Launcher:
             else:
                 self._copy(key)
         self._look_for_ends()
+        if self.request is not None and self.request.over:
+            self._end(self.last_signal)
         if self.timeout_at is not None and time.monotonic() >= self.timeout_at:
             self._time_out()
         if self.kill_at is not None and time.monotonic() >= self.kill_at:
             self.kill_at = None
             self._send(signal.SIGKILL)
 
+    @property
+    def _ending(self) -> bool:
+        return self.request is not None or self.kill_at is not None
+
     def _time_out(self) -> None:
         self.timeout_at = None
         running = [rank for rank in range(self.nranks) if rank not in self.ended]
-        if running and self.kill_at is None:
+        if running and not self._ending:
             _say(f"the time is up (--timeout); still running: {', '.join(map(str, running))}")
             self.code = _TIMED_OUT
-            self._send(signal.SIGTERM)
+            self._ask(signal.SIGTERM)
+
+    def _ask(self, then: int) -> None:
+        """Ask the ranks where they are, and end them by a signal once they have answered."""
+        running = {child.pid: rank for rank, child in enumerate(self.children) if rank not in self.ended}
+        self.request = _evidence.Request(self.folder, running, EVIDENCE_SECONDS)
+        self.last_signal = then
+
+    def _end(self, number: int) -> None:
+        """Send the ranks a signal that they should end by; who does not is killed."""
+        if self.request is not None:
+            self._show(self.request)
+            self.request = None
+        self._send(number)
+        # For who is stopped: it takes no other signal.
+        self._send(signal.SIGCONT)
+        if self.kill_at is None:
             self.kill_at = time.monotonic() + GRACE_SECONDS
+
+    def _show(self, request: _evidence.Request) -> None:
+        if not request.answers:
+            return
+        traces = os.environ.get(DIR)
+        for answer in request.answers:
+            stacks, rank, pid = answer.stacks, answer.rank, answer.pid
+            how = ", which was stopped" if answer.stopped else ""
+            if not answer.complete:
+                how += f": it did not answer within {EVIDENCE_SECONDS:g} s"
+            _say(f"rank {rank} (process {pid}){how}")
+            self.errors[rank].insert(stacks)
+            if traces and stacks:
+                try:
+                    with private_file(Path(own_folder(traces), file_name(rank, pid, "stacks"))) as fd:
+                        _write_all(fd, stacks)
+                except OSError as error:
+                    _say(f"cannot write to {DIR} ({traces}): {error}")
+        for rank in request.deaf:
+            _say(f"rank {rank} does not say where it is: it has not imported pynccl")
 
     def _copy(self, key: selectors.SelectorKey) -> None:
         data = os.read(key.fd, 65536)
@@ -300,10 +368,13 @@ class _Launcher:
             self.selector.unregister(key.fileobj)
 
     def _on_signal(self, number: int) -> None:
-        if number in _FORWARDED:
+        if number in _ENDING and not self._ending:
+            self._ask(number)
+        elif number in _ENDING:
+            # Asked a second time.
+            self._end(number)
+        elif number in _FORWARDED:
             self._send(number)
-        if number in _ENDING and self.kill_at is None:
-            self.kill_at = time.monotonic() + GRACE_SECONDS
 
     def _look_for_ends(self) -> None:
         for rank, child in enumerate(self.children):
@@ -316,9 +387,8 @@ class _Launcher:
                 self.first = rank
                 others = "" if len(self.ended) == self.nranks else "; ending the other ranks"
                 _say(f"rank {rank} {describe_exit(code)}{others}")
-                if self.kill_at is None:  # else they have been told to end, and may be about to
-                    self._send(signal.SIGTERM)
-                    self.kill_at = time.monotonic() + GRACE_SECONDS
+                if not self._ending:  # else they have been told to end, and may be about to
+                    self._end(signal.SIGTERM)
 
     def _show_traceback(self) -> None:
         """Repeat the traceback that came first; who ended first may only have been quicker to end."""

@@ -6,9 +6,11 @@ The records are written and dumped in C (native/recorder.c); what is read here a
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -31,6 +33,8 @@ T = TypeVar("T")
 
 SIZE, DIR = "PYNCCL_TRACE_SIZE", "PYNCCL_TRACE_DIR"
 SIGNAL, STACKS = "PYNCCL_TRACE_SIGNAL", "PYNCCL_TRACE_STACKS"
+# A folder of one's own, in one that others can write to, is this and the user's number.
+OWN_FOLDER = "pynccl-"
 _LARGEST = 1 << 24
 # Rings of closed communicators that are kept where dumps are made by themselves.
 _KEPT = 8
@@ -197,11 +201,11 @@ def dump_trace(path: str | os.PathLike[str]) -> Path:
     """
     target = Path(path)
     if target.is_dir():
-        target /= _file_name()
+        target /= file_name(_process.get("rank"), os.getpid())
     if not _process.get("header"):
         _set_process(None, "")
-    with open(target, "wb") as file:
-        _dump(file.fileno(), ffi.NULL)
+    with private_file(target) as fd:
+        _dump(fd, ffi.NULL)
     return target
 
 
@@ -215,9 +219,55 @@ def dump_because(kind: str, text: str) -> None:
 _process: dict[str, Any] = {}
 
 
-def _file_name() -> str:
-    rank = _process.get("rank")
-    return f"{'process' if rank is None else f'rank{rank}'}.{os.uname().nodename}.{os.getpid()}.jsonl"
+def file_name(rank: int | None, pid: int, suffix: str = "jsonl") -> str:
+    """Return what the file of a process is called."""
+    return f"{'process' if rank is None else f'rank{rank}'}.{os.uname().nodename}.{pid}.{suffix}"
+
+
+def own_folder(path: str) -> str:
+    """Return a folder in which nobody else can leave a file or a link: this one, or one's own in it."""
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    folder = os.path.realpath(path)
+    if _is_own(os.lstat(folder)):
+        return folder
+    own = os.path.join(folder, f"{OWN_FOLDER}{os.geteuid()}")
+    try:
+        os.mkdir(own, 0o700)
+    except FileExistsError:
+        if not _is_own(os.lstat(own)):
+            # Somebody else's; or a file system that shows all files as one user's.
+            import tempfile
+
+            return tempfile.mkdtemp(prefix=f"{OWN_FOLDER}{os.geteuid()}-", dir=folder)
+    return own
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+@contextmanager
+def private_file(target: Path) -> Iterator[int]:
+    """Give a new file that takes the target's place in the end; what is no file is written to directly."""
+    try:
+        kind = target.lstat().st_mode
+    except FileNotFoundError:
+        kind = stat.S_IFREG
+    if stat.S_ISLNK(kind):
+        raise OSError(errno.ELOOP, "this is a symbolic link; expected a file or a folder", str(target))
+    draft = target.with_name(f".{target.name}.{os.urandom(8).hex()}") if stat.S_ISREG(kind) else target
+    flags = os.O_CREAT | os.O_EXCL if draft is not target else 0
+    fd = os.open(draft, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o600)
+    try:
+        yield fd
+        if draft is not target:
+            os.replace(draft, target)
+    except BaseException:
+        if draft is not target:
+            draft.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
 
 
 def _set_process(rank: int | None, folder: str) -> None:
@@ -227,10 +277,10 @@ def _set_process(rank: int | None, folder: str) -> None:
     known = {"pynccl": __version__, "host": os.uname().nodename, "pid": os.getpid(), "process_rank": rank}
     known["program"] = (sys.argv or [""])[0][:1024]
     _process["header"] = json.dumps(known)[1:-1]
-    path = os.path.join(folder, _file_name()) if folder else ""
-    error = lib.pynccl_trace_process(_process["header"].encode(), os.fsencode(path))
+    file = file_name(rank, os.getpid()) if folder else ""
+    error = lib.pynccl_trace_process(_process["header"].encode(), os.fsencode(folder), file.encode())
     if error:
-        raise OSError(error, os.strerror(error), path)
+        raise OSError(error, os.strerror(error), folder)
 
 
 def _install(rank: int) -> None:
@@ -238,14 +288,15 @@ def _install(rank: int) -> None:
     if _process.get("rank") is not None:
         return
     folder, number = os.environ.get(DIR, ""), _signal()
-    if folder:
-        os.makedirs(folder, exist_ok=True)
     world = os.environ.get("RANK", "")
-    where = os.path.abspath(folder) if folder or number else ""
+    try:
+        where = own_folder(folder or ".") if folder or number else ""
+    except OSError as reason:
+        raise OSError(reason.errno, f"{DIR} cannot be used: {reason.strerror}", reason.filename) from None
     _set_process(int(world) if world.isdecimal() else rank, where)
     lib.pynccl_trace_keep(_KEPT if where else 0)
     if number:
-        error = lib.pynccl_trace_on_signal(number.value, number.name.encode())
+        error = lib.pynccl_trace_on_signal(number.value, b"signal", number.name.encode(), -1)
         if error:
             raise OSError(error, f"{SIGNAL}: {os.strerror(error)}")
     if folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,7 @@ class _Owned:
     _handle = 0  # also where its creation failed
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._cpu = _library.library_info().backend == "cpu"
         with on_device(device_to_use(None)):
             self._handle = self._makers[not self._cpu]()
@@ -115,13 +117,13 @@ class _Owned:
         return self._handle
 
     def destroy(self) -> None:
-        """Give it back; harmless when that was done."""
+        """Give it back; harmless when that was done, and in a forked child, whose parent's it is."""
         handle, self._handle = self._handle, 0
-        if handle:
+        if handle and self._pid == os.getpid():
             self._enders[not self._cpu](handle)
 
     def __del__(self) -> None:
-        # A dropped stream finishes its work; in a forked child, or at the interpreter's end, it is not ours.
+        # A dropped stream finishes its work; at the interpreter's end there may be nothing to do it with.
         with contextlib.suppress(Exception):
             self.destroy()
 
@@ -205,7 +207,7 @@ class Event(_Owned):
 
 
 def _wait_for(wait: Callable[[float | None], bool], timeout: float | None, what: str) -> None:
-    check_timeout(timeout, zero=True)
+    timeout = check_timeout(timeout, zero=True)
     deadline = None if timeout is None else time.monotonic() + timeout
     if not wait(deadline):
         text = f"{what} took longer than {timeout:g} s"

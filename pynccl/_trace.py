@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pynccl._dumps import Member, Process, TraceError, files_of, read
+from pynccl._dumps import Member, Process, TraceError, printable, read_all
 from pynccl._findings import explain, say
 from pynccl._recorder import TraceRecord
 
@@ -20,13 +20,13 @@ def chrome(members: Iterable[Member]) -> dict[str, Any]:
     threads: dict[str, int] = {}
     pids: dict[str, int] = {}
     for member in members:
-        process, identity = member.process, str(member.header["comm"])
+        process, identity = member.process, member.comm
         pid = pids.setdefault(process.path, member.process_rank)
         thread = threads.setdefault(identity, len(threads))
-        host = f"{process.header['host']}, {process.header['pid']}"
+        host = f"{process.host}, {process.pid}"
         place = {"pid": pid, "tid": thread}
         events.append({"ph": "M", "name": "process_name", **place, "args": {"name": f"rank {pid} ({host})"}})
-        name = member.header["name"] or member.header["origin"]
+        name = member.name or member.origin
         events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": f"{name} {identity}"}})
         for record in member.records:
             events.append({**place, **_event(record, process)})
@@ -58,11 +58,14 @@ def add_trace_parser(commands: Any) -> None:
 
 def _main(args: argparse.Namespace) -> int:
     try:
-        members = [member for path in files_of(args.files) for member in read(path)]
+        dumps = read_all(args.files)
         if args.chrome:
-            Path(args.chrome).write_text(json.dumps(chrome(members)), encoding="utf-8")
+            Path(args.chrome).write_text(json.dumps(chrome(dumps.members)), encoding="utf-8")
     except (TraceError, OSError) as error:
-        print(f"pynccl trace: {error}", file=sys.stderr)
+        print(f"pynccl trace: {printable(str(error))}", file=sys.stderr)
         return 1
-    print(explain(members))
+    text = explain(dumps)
+    # Names may have characters that the terminal's encoding lacks.
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
     return 0

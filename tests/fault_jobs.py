@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_schedules import FITS, LATER, PAIRS, RECOVERY, Schedule, draw, expected
-from pynccl._dumps import files_of, read
+from pynccl._dumps import read_all
 from pynccl._findings import explain
 from pynccl.bootstrap._store import StoreServer
 
@@ -242,8 +242,7 @@ class Judge:
         return named == victims or (apart and bool(named) and set(named) < set(victims))
 
     def _judge_trace(self) -> None:
-        files = files_of([str(self.folder / "trace")])
-        text = explain([member for path in files for member in read(path)])
+        text = explain(read_all([self.folder / "trace"]))
         self.verdict.traced = True
         who = rf"\brank {self.s.victims[0]}\b"
         # Where the victim was inside the call as well, only what the watchdog said tells it from the others.

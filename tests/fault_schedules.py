@@ -249,8 +249,8 @@ def _of_survivor(s: Schedule) -> Expected:
 
 
 def _enough(s: Schedule) -> tuple[str, ...]:
-    """Return what else may be: who fails after it has said that it makes no more calls need not be missed."""
-    return ("returned",) if s.stage == "finalize" and s.late is not None else ()
+    """Return what else may be: who fails after its last call, or exits, need not be missed."""
+    return ("returned",) if s.stage == "finalize" and (s.late is not None or s.fault == "exit") else ()
 
 
 def _of_victim(s: Schedule, rank: int) -> Expected:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -146,6 +147,37 @@ def test_file_where_rank_0_fails(tmp_path: Path) -> None:
     for text in testing.run(3, file_fails, str(tmp_path / "meeting"), backend="cpu"):
         assert "/nonexistent.so" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def file_without_rank_0(rank: int, nranks: int, path: str) -> str:
+    arrived = Path(path, "init.0.arrival.0")
+
+    def die_when_arrived() -> None:
+        while not arrived.exists():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 0:
+        threading.Thread(target=die_when_arrived, daemon=True).start()
+    elif rank == nranks - 1:
+        # Until then rank 0 cannot answer.
+        while not arrived.exists():
+            time.sleep(0.01)
+        time.sleep(1)
+    with pytest.raises(BootstrapError, match="waited in vain at file://.*; rank 0 is silent") as caught:
+        pynccl.init(f"file://{path}", timeout=4)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_file_where_rank_0_is_killed(nranks: int, tmp_path: Path) -> None:
+    """The others clear up when they give up, so that the place serves the next job."""
+    path = str(tmp_path / "meeting")
+    dead, *others = testing.run(nranks, file_without_rank_0, path, backend="cpu", check=False, timeout=40)
+    assert isinstance(dead, testing.RankError)
+    assert all(isinstance(text, str) for text in others), others
+    assert list(tmp_path.iterdir()) == []
+    testing.run(2, by_file, path, backend="cpu")
 
 
 def test_folders_that_are_no_meeting_place(tmp_path: Path) -> None:

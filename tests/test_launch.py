@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -48,9 +49,13 @@ def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start launchers whose end the test brings about; they are killed if it does not."""
     processes = []
 
-    def start(*args: str) -> subprocess.Popen[str]:
+    def start(*args: str, **env: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            _command(*args), env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            _command(*args),
+            env=_environment(**env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         processes.append(process)
         return process
@@ -331,7 +336,206 @@ def test_time_out(script: Script) -> None:
     assert time.monotonic() - start < 40
     assert done.returncode == 124
     assert "the time is up (--timeout); still running: 0, 2\n" in done.stderr
-    assert launch("-n", "2", "--cpu", "--timeout", "30", script("pass")).returncode == 0
+    for enough in ("30", "1e20"):
+        assert launch("-n", "2", "--cpu", "--timeout", enough, script("pass")).returncode == 0
+
+
+LISTENERS = """
+import os, threading, time
+from pathlib import Path
+import numpy as np
+import pynccl
+
+def look():
+    # Of this rank and of the launcher.
+    while not ended:
+        mine = set()
+        for pid in (os.getpid(), os.getppid()):
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                try:
+                    mine.add(os.readlink(file))
+                except OSError:
+                    pass
+        for table in ("tcp", "tcp6"):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
+                    found.add(words[1].partition(":")[0])
+        time.sleep(0.002)
+
+ended, found = [], set()
+thread = threading.Thread(target=look)
+thread.start()
+for _ in range(5):
+    with pynccl.init(timeout=20) as comm:
+        comm.all_reduce(np.ones(3))
+        comm.split(0).destroy()
+with pynccl.init() as comm:
+    comm.barrier()
+ended.append(1)
+thread.join()
+print(*sorted(found))
+"""
+
+
+def test_on_one_machine_nobody_else_can_connect(script: Script) -> None:
+    """Whatever interfaces there are to other machines, where none is named."""
+    done = launch("-n", "3", "--cpu", script(LISTENERS))
+    assert done.returncode == 0, done.stderr
+    # 127.0.0.1, in the machine's order.
+    assert {line.partition("] ")[2] for line in done.stdout.splitlines()} == {"0100007F"}
+
+
+# --- what ranks that hang leave behind ----------------------------------------------------------------------
+
+HANGS = """
+import ctypes, os, signal, sys, time
+import numpy as np
+import pynccl
+comm = pynccl.init(timeout=30)
+x = np.ones(4, np.float32)
+comm.all_reduce(x)
+comm._timeout = None
+
+def collective():
+    comm.all_reduce(x)
+
+def asleep():
+    time.sleep(100)
+
+def busy():
+    while True:
+        pass
+
+def in_c_with_the_gil():
+    while True:
+        ctypes.PyDLL(None).sleep(100)
+
+def stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+hang = [collective, asleep, busy, in_c_with_the_gil, stopped][comm.rank]
+print("ready", flush=True)
+hang()
+time.sleep(100)
+"""
+
+
+def _wait_ready(process: subprocess.Popen[str], count: int) -> None:
+    assert process.stdout is not None
+    for _ in range(count):
+        assert process.stdout.readline().endswith("ready\n")
+    time.sleep(0.3)
+
+
+def test_evidence_of_every_hang(
+    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "traces"
+    process = started("-n", "5", "--cpu", script(HANGS), PYNCCL_TRACE_DIR=str(folder))
+    _wait_ready(process, 5)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    for rank, function in enumerate(("collective", "asleep", "busy", "in_c_with_the_gil", "stopped")):
+        mine = [line for line in errors.splitlines() if line.startswith(f"[{rank}] ")]
+        assert any(line.endswith(f" in {function}") for line in mine), errors
+        assert not any("end" in line.split() for line in mine), errors
+        (dump,) = folder.glob(f"rank{rank}.*.jsonl")
+        head, *records = map(json.loads, dump.read_text().splitlines())
+        assert [reason["kind"] for reason in head["reasons"]] == ["launcher"]
+        assert [r["call"] for r in records[1:]] == ["init", *["all_reduce"] * (2 if rank == 0 else 1)]
+        stacks = dump.with_suffix(".stacks")
+        assert stacks.read_text().splitlines() == [line.removeprefix(f"[{rank}] ") for line in mine]
+        assert stacks.stat().st_mode & 0o777 == dump.stat().st_mode & 0o777 == 0o600
+    assert errors.count(", which was stopped") == 1
+    assert "rank 0 (launcher): asked by pynccl run" not in errors
+
+
+PARTLY = """
+import os, signal, sys, time
+def end(number, frame):
+    print("ended by", signal.Signals(number).name, flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+rank = int(os.environ["RANK"])
+if rank == 0:
+    import pynccl
+if rank == 2:
+    import pynccl
+    code = "import signal, time; signal.signal(15, lambda *_: (print('SIGTERM too'), exit(0)));"
+    code += "print('ready', flush=True); time.sleep(100)"
+    os.execv(sys.executable, [sys.executable, "-c", code])
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_who_does_not_listen_is_not_asked(
+    script: Script, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """A rank that never imported pynccl, and one that runs another program by now."""
+    process = started("-n", "3", "--cpu", "--timeout", "8", script(PARTLY))
+    out, errors = process.communicate(timeout=40)
+    assert process.returncode == 124
+    assert out.count("ready") == 3
+    ends = sorted(line for line in out.splitlines() if "SIGTERM" in line)
+    assert ends == ["[0] ended by SIGTERM", "[1] ended by SIGTERM", "[2] SIGTERM too"]
+    for rank in (1, 2):
+        assert f"rank {rank} does not say where it is" in errors
+    assert any(line.startswith("[0] ") and line.endswith(" in <module>") for line in errors.splitlines())
+
+
+REUSED = """
+import os, sys, time
+import pynccl
+os.closerange(3, 256)
+files = [open(sys.argv[1], "ab") for _ in range(64)]
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_stacks_never_go_to_a_file_of_the_programs(
+    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = started("-n", "1", "--cpu", script(REUSED), str(tmp_path / "data"))
+    _wait_ready(process, 1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert "did not answer within" in errors
+    assert (tmp_path / "data").read_bytes() == b""
+
+
+DEAF = """
+import os, signal, time
+import pynccl
+signal.pthread_sigmask(signal.SIG_BLOCK, range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
+print("ready", flush=True)
+while True:
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_who_does_not_answer_is_ended_all_the_same(
+    script: Script, started: Callable[..., subprocess.Popen[str]], times: int
+) -> None:
+    """A second signal does not wait for answers."""
+    process = started("-n", "2", "--cpu", script(DEAF))
+    _wait_ready(process, 2)
+    start = time.monotonic()
+    for _ in range(times):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    _, errors = process.communicate(timeout=30)
+    took = time.monotonic() - start
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors.count("did not answer within") == 2
+    if times == 1:
+        assert took > _launch.EVIDENCE_SECONDS - 0.5
+    else:
+        assert took < _launch.EVIDENCE_SECONDS
 
 
 def test_log_folder(script: Script, tmp_path: Path) -> None:

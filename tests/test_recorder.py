@@ -446,3 +446,98 @@ comm.destroy()
 def test_a_path_that_cannot_be_written() -> None:
     with pytest.raises(NotADirectoryError):
         pynccl.dump_trace(os.devnull + "/x")
+
+
+# --- nobody else's files ------------------------------------------------------------------------------------
+
+PLANTED = (
+    START
+    + """
+from pynccl import _recorder
+comm.all_reduce(x)
+folder, victim = os.environ["PYNCCL_TRACE_DIR"], sys.argv[1]
+name = f"rank0.{os.uname().nodename}.{os.getpid()}.jsonl"
+(place,) = [where for where, _, files in os.walk(folder)][-1:]
+# Whoever knows the names leaves links where the dump and its draft are to be.
+for planted in (name, name + ".new"):
+    os.symlink(victim, os.path.join(place, planted))
+comm.abort()
+"""
+)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_dumps_follow_no_links(run_python: Run, tmp_path: Path, mode: int) -> None:
+    victim, folder, program = tmp_path / "victim", tmp_path / "traces", tmp_path / "program.py"
+    victim.write_text("precious")
+    folder.mkdir()
+    folder.chmod(mode)
+    program.write_text(PLANTED)
+    run_python(args=[str(program), str(victim)], PYNCCL_LIBRARY="cpu", PYNCCL_TRACE_DIR=str(folder))
+    assert victim.read_text() == "precious"
+    place = folder if mode == 0o700 else folder / f"pynccl-{os.geteuid()}"
+    assert place.stat().st_mode & 0o777 == 0o700
+    (dump,) = place.iterdir()
+    assert not dump.is_symlink() and dump.stat().st_mode & 0o777 == 0o600
+    assert reasons([json.loads(dump.read_text().splitlines()[0])]) == ["abort", "exit"]
+    # The folder in which the dumps have one of their own will do.
+    told = run_python(args=["-m", "pynccl", "trace", str(folder)], PYNCCL_LIBRARY="cpu")
+    assert "of 1 rank" in told.stdout
+
+
+REPLACED = (
+    START
+    + """
+folder, other = os.environ["PYNCCL_TRACE_DIR"], sys.argv[1]
+os.rename(folder, folder + ".old")
+os.symlink(other, folder)
+comm.abort()
+"""
+)
+
+
+def test_a_folder_that_became_a_link_is_left_alone(run_python: Run, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(REPLACED)
+    (tmp_path / "other").mkdir()
+    run_python(
+        args=[str(program), str(tmp_path / "other")],
+        PYNCCL_LIBRARY="cpu",
+        PYNCCL_TRACE_DIR=str(tmp_path / "traces"),
+    )
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_somebody_elses(run_python: Run, tmp_path: Path) -> None:
+    """What stands where one's own folder would be is another user's: there is a third one."""
+    planted = tmp_path / "shared" / "pynccl-0"
+    planted.mkdir(parents=True)
+    planted.parent.chmod(0o777)
+    os.chown(planted, 12345, 12345)
+    run_python(START + "comm.abort()", PYNCCL_LIBRARY="cpu", PYNCCL_TRACE_DIR=str(planted.parent))
+    assert not list(planted.iterdir())
+    (own,) = planted.parent.glob("pynccl-0-*")
+    assert len(list(own.iterdir())) == 1
+    told = run_python(args=["-m", "pynccl", "trace", str(planted.parent)], PYNCCL_LIBRARY="cpu")
+    assert "of 1 rank" in told.stdout
+
+
+def test_dump_trace_follows_no_links(tmp_path: Path) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "trace.jsonl"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    with pytest.raises(OSError, match="this is a symbolic link; expected a file or a folder"):
+        pynccl.dump_trace(link)
+    assert victim.read_text() == "precious"
+    path = pynccl.dump_trace(tmp_path / "new.jsonl")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["new.jsonl", "trace.jsonl", "victim"]
+    assert pynccl.dump_trace(os.devnull) == Path(os.devnull)
+    assert not Path(os.devnull).is_file()
+
+
+@pytest.mark.parametrize("value", ["/dev/null/traces", "/proc/traces"])
+def test_a_folder_that_cannot_be(run_python: Run, value: str) -> None:
+    done = run_python(START, fails=True, PYNCCL_LIBRARY="cpu", PYNCCL_TRACE_DIR=value)
+    assert "PYNCCL_TRACE_DIR cannot be used: " in done.stderr

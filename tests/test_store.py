@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from meeting import free_port
 from pynccl import BootstrapError
-from pynccl.bootstrap import Store, StoreServer, encrypt_nccl
+from pynccl.bootstrap import Store, StoreServer, _peer, _server, encrypt_nccl
 from pynccl.bootstrap._auth import read_secret
 from pynccl.bootstrap._store import MAX_FRAME, format_address, parse_address
 
@@ -501,3 +504,157 @@ def test_encrypt_nccl_on_the_cpu_library(run_python: Callable[..., object]) -> N
     done = run_python(ENCRYPT, PYNCCL_LIBRARY="cpu", PYNCCL_SECRET="secret")
     assert "NcclInvalidUsage" in done.stdout  # type: ignore[attr-defined]
     assert "does not encrypt" in done.stdout  # type: ignore[attr-defined]
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def _settled(server: StoreServer, seconds: float = 10) -> tuple[int, int]:
+    """Return what the server counts as kept and as unread, once that has come to nothing."""
+    deadline = time.monotonic() + seconds
+    while (server._bytes or server._unread) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return server._bytes, server._unread
+
+
+def test_wills_are_counted(monkeypatch: pytest.MonkeyPatch, server: StoreServer) -> None:
+    monkeypatch.setattr(_server, "_MAX_BYTES", 1 << 20)
+    with Store(server.address, server.secret) as one, Store(server.address, server.secret) as two:
+        for _ in range(3):
+            one.will("key", bytes(700_000))
+        with pytest.raises(BootstrapError, match="it is full"):
+            two.will("key", bytes(700_000))
+        with pytest.raises(BootstrapError, match="it is full"):
+            two.set("key", bytes(700_000))
+        one.withdraw()
+        two.will("key", bytes(700_000))
+        # One that has died is counted as well, and then as the value.
+        assert two._connection is not None
+        two._connection.sock.shutdown(socket.SHUT_RDWR)
+        time.sleep(0.2)
+        with pytest.raises(BootstrapError, match="it is full"):
+            one.set("other", bytes(700_000))
+        assert len(one.get("key", 5)) == 700_000
+        one.delete("key")
+    assert _settled(server) == (0, 0)
+
+
+def test_what_clients_wait_for_is_counted(monkeypatch: pytest.MonkeyPatch, server: StoreServer) -> None:
+    monkeypatch.setattr(_server, "_MAX_BYTES", 0)
+    monkeypatch.setattr(_server, "_MAX_WAITS", 200_000)
+
+    def wait(number: int, store: Store) -> str:
+        key = f"{number}".rjust(60_000)
+        try:
+            if number % 2:
+                store.barrier(key, 2, timeout=2)
+            else:
+                store.get(key, timeout=2)
+        except (TimeoutError, BootstrapError) as error:
+            return "full" if "it is full" in str(error) else "waited"
+        raise AssertionError
+
+    assert sorted(map(str, together(server, 8, wait))) == ["full"] * 5 + ["waited"] * 3
+    assert _settled(server) == (0, 0)
+
+
+def test_requests_that_come_in_part_are_counted(monkeypatch: pytest.MonkeyPatch, server: StoreServer) -> None:
+    monkeypatch.setattr(_server, "_MAX_UNREAD", 1 << 20)
+    clients = [Store(server.address, server.secret, timeout=20) for _ in range(30)]
+    for client in clients:
+        client.add("here", 1)
+        assert client._connection is not None
+        client._connection.sock.setblocking(False)
+        with suppress(BlockingIOError):
+            # A request that never ends.
+            client._connection.sock.send((1 << 20).to_bytes(4, "big") + bytes(900_000))
+    time.sleep(0.5)
+    assert 1 << 20 <= server._unread < 3 << 20
+    with Store(server.address, server.secret, timeout=20) as other:
+        start = time.monotonic()
+        assert other.add("here", 1) == 31
+        assert time.monotonic() - start < 10
+        for client in clients:
+            client._disconnect()
+        # Now there is room, also for many at once that are larger than it.
+        together(server, 8, lambda number, store: store.set(f"{number}", bytes(900_000)))
+        for key in ("here", *map(str, range(8))):
+            assert other.delete(key)
+    assert _settled(server) == (0, 0)
+
+
+# --- other users --------------------------------------------------------------------------------------------
+
+STRANGER = """
+import encodings.ascii, encodings.idna, os, sys
+from pynccl import BootstrapError
+from pynccl.bootstrap import Store, StoreServer, _peer, _store
+os.setresuid(12345, 12345, 12345)
+role, address, secret = sys.argv[1:]
+if role == "server":
+    with StoreServer(secret=secret) as server:
+        print(server.address, flush=True)
+        sys.stdin.read()
+else:
+    if role == "attacker":
+        _store.is_another_users = lambda _: False
+    try:
+        with Store(address, secret, timeout=3) as store:
+            store.set("key", b"1")
+            print("is in")
+    except BootstrapError as error:
+        print(error)
+"""
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def as_another_user(role: str, address: str = "", secret: str = "") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", STRANGER, role, address, secret],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@as_root
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("way", ["netlink", "proc"])
+def test_other_users_stay_out_without_a_secret(host: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: socket.socket) -> int:
+        raise OSError("as in a sandbox")
+
+    if way == "proc":
+        monkeypatch.setattr(_peer, "_ask", refuse)
+    with StoreServer(host, secret="") as server:
+        with Store(server.address, "", timeout=5) as store:
+            store.set("mine", b"1")
+        with as_another_user("client", server.address) as client:
+            said, _ = client.communicate(timeout=30)
+        assert "another user has it, so it may not be the job's; set PYNCCL_SECRET" in said
+        # One that does not mind who the server is; it comes again and again, in vain.
+        with as_another_user("attacker", server.address) as client:
+            said, _ = client.communicate(timeout=30)
+        assert "is in" not in said and "the store at" in said, said
+        with Store(server.address, "", timeout=5) as store, pytest.raises(TimeoutError):
+            store.get("key", 0)
+
+
+@as_root
+def test_a_store_of_another_user_is_not_believed() -> None:
+    with as_another_user("server") as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        with pytest.raises(BootstrapError, match="another user has it"):
+            Store(address, "", timeout=5)
+        server.kill()
+
+
+@as_root
+def test_a_secret_is_proof_enough() -> None:
+    with StoreServer(secret="known to both users") as server:
+        with as_another_user("client", server.address, "known to both users") as client:
+            said, _ = client.communicate(timeout=30)
+        assert said == "is in\n"

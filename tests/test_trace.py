@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 import trace_programs as programs
 from conftest import Run
+from pynccl.__main__ import main
 from pynccl.testing import run
 
 PLACE = r"( at \S*trace_programs\.py:\d+)?"
@@ -27,9 +31,7 @@ def told(run_python: Run, folder: Path, *options: str) -> str:
 def explained(text: str) -> list[str]:
     """Return the lines on communicators, without their names, and without the places of the calls."""
     lines = [re.sub(PLACE, "", line).strip() for line in text.splitlines()]
-    return [
-        line for line in lines if not line.startswith(("communicator ", "rank 0 (", "rank 1 (", "rank 2 ("))
-    ]
+    return [line for line in lines if not re.match(r"communicator |ranks? [\d, and-]+ \([\w ]+\): ", line)]
 
 
 # The program, and all that is said of its ranks.
@@ -370,10 +372,11 @@ def test_a_communicator_that_a_rank_closed_long_ago(run_python: Run, tmp_path: P
     ("content", "expected"),
     [
         ("", "is empty"),
+        ("[" * 100_000, "line 1: this is not a dump"),
         ("hello\n", "line 1: this is not a dump"),
         ('{"some": "json"}\n', "line 1: this is not a dump"),
         (
-            '{"pynccl": "0", "clock": [[0, 0], [1, 1]], "reasons": []}\n{"call": 1}\n',
+            '{"pynccl": "0", "host": "h", "pid": 1, "clock": [[0, 0], [1, 1]], "reasons": []}\n{"call": 1}\n',
             "line 2: this is not a rec",
         ),
     ],
@@ -406,3 +409,181 @@ def test_chrome_events(run_python: Run, tmp_path: Path) -> None:
         "rank 0",
         "rank 1",
     }
+
+
+# --- damaged dumps ------------------------------------------------------------------------------------------
+
+
+def test_a_truncated_dump_tells_the_rest(run_python: Run, tmp_path: Path) -> None:
+    for rank in range(3):
+        path = write(tmp_path, rank, 3, [reduce(1), reduce(2), *([reduce(3, **PENDING)] if rank else [])])
+    path.write_text(path.read_text()[:-20])
+    (tmp_path / "rank9.jsonl").write_text("not a dump")
+    text = told(run_python, tmp_path)
+    assert "rank 1 waits in all_reduce #3 (float32, 4); rank 0 never reached #3: it made all_redu" in text
+    assert f"left out: {path}, line 5: this is not a record of the flight recorder\n" in text
+    assert f"left out: {tmp_path}/rank9.jsonl, line 1: this is not a dump of the flight recorder\n" in text
+
+
+def test_records_of_a_damaged_communicator_are_nobodys(run_python: Run, tmp_path: Path) -> None:
+    """They must not be taken for the communicator's before."""
+    path = write(tmp_path, 0, 1, [reduce(1)])
+    other = write(tmp_path, 1, 2, [reduce(seq) for seq in range(2, 9)])
+    lines = other.read_text().splitlines()
+    lines[1] = lines[1].replace('"comm"', "comm")
+    path.write_text(path.read_text() + "\n".join(lines[1:]) + "\n")
+    other.unlink()
+    text = told(run_python, tmp_path)
+    assert explained(text)[0] == "nothing is outstanding: the last call is all_reduce #1 (float32, 4)"
+    assert "line 4: this is not a record of the flight recorder, and 7 more lines" in text
+
+
+def test_a_huge_size_is_no_work(run_python: Run, tmp_path: Path) -> None:
+    size = (1 << 31) - 1
+    write(tmp_path, 7, size, [reduce(1, **PENDING), pair("send", 1 << 30, 1, **PENDING)], reasons=[])
+    text = told(run_python, tmp_path)
+    assert f"ranks 0-6 and 8-{size - 1} died: they left no files" in text
+    assert f"rank 7 waits in send #1 to rank {1 << 30} (float32, 4), which left no file" in text
+
+
+def test_many_ranks(run_python: Run, tmp_path: Path) -> None:
+    """What is said takes time in proportion to what there is to say."""
+    calls = [reduce(seq) for seq in range(1, 30)]
+    grouped = [reduce(seq, group=1, **PENDING) for seq in range(30, 60)]
+    for rank in range(300):
+        peers = [pair("send", peer, 1) for peer in range(rank % 7, 300, 40)]
+        write(tmp_path, rank, 100_000, [*calls, *peers, *grouped])
+    text = told(run_python, tmp_path)
+    assert "ranks 300-99999 died after #29: they left no files" in text
+
+
+def test_nothing_that_a_terminal_obeys(run_python: Run, tmp_path: Path) -> None:
+    evil = "\x1b[31mred\x07\r\n\u202e\ud800"
+    call = reduce(1, dtype=evil, at=evil, **PENDING)
+    reasons = [{"kind": "timeout", "text": evil}]
+    path = write(tmp_path, 0, 2, [call], name=evil, origin=evil, reasons=reasons, comm=evil)
+    path.rename(tmp_path / "\x1b[31m.jsonl")
+    (tmp_path / "\x1b[32m.jsonl").write_text("no dump")
+    text = told(run_python, tmp_path, "--chrome", str(tmp_path / "out.json"))
+    assert "\\x1b[31mred" in text and "\\x1b[32m.jsonl, line 1" in text
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+
+
+# What stands in the place of a value, a piece of text, and a line.
+HOSTILE: list[Any] = [
+    *(None, True, -1, 0, 1 << 31, 10**30, 1e308, float("nan"), float("inf"), 0.5, "", "1", "\x1b[31m"),
+    *("\ud800", "x" * 10_000, [], [[]], [[1, 2], [3]], {}, {"a": []}, "abc", "init", "send", "failed"),
+]
+PIECES = [
+    b"\0",
+    b"\xff",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b'"',
+    b",",
+    b":",
+    b"\n",
+    b"9" * 5000,
+    b"[" * 3000,
+    b"NaN",
+    b"-",
+    b"e9",
+]
+
+
+def _mutated_value(random: Random, line: bytes) -> bytes:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    target = values
+    while isinstance(target, dict | list) and target:
+        name = random.choice(list(target) if isinstance(target, dict) else range(len(target)))
+        inner = target[name]
+        if isinstance(inner, dict | list) and inner and random.random() < 0.7:
+            target = inner
+            continue
+        if random.random() < 0.2:
+            del target[name]
+        else:
+            target[name] = random.choice(HOSTILE)
+        break
+    return json.dumps(values).encode()
+
+
+def mutated(random: Random, dump: bytes) -> bytes:
+    """Return a dump with some of it replaced, removed, doubled or moved, as bytes, values or lines."""
+    for _ in range(random.choice((1, 1, 2, 3, 8))):
+        lines = dump.split(b"\n")
+        at, kind = random.randrange(len(lines)), random.randrange(8)
+        if kind < 4:
+            lines[at] = _mutated_value(random, lines[at])
+        elif kind == 4:
+            lines[at : at + 1] = random.choice(([], [lines[at]] * 2, [random.choice(lines)]))
+        elif kind == 5:
+            other = random.randrange(len(lines))
+            lines[at], lines[other] = lines[other], lines[at]
+        dump = b"\n".join(lines)
+        if kind == 6:
+            dump = dump[: random.randrange(len(dump) + 1)]
+        elif kind == 7:
+            place = random.randrange(len(dump) + 1)
+            dump = dump[:place] + random.choice(PIECES) + dump[place + random.randrange(4) :]
+    return dump
+
+
+def _sound_dumps(folder: Path) -> list[list[bytes]]:
+    """Return the dumps of some jobs: what goes wrong in them leads to every kind of finding."""
+    jobs: list[list[Calls]] = [
+        [[reduce(1), reduce(2, **PENDING)], [reduce(1), reduce(2, 5, **PENDING)], [reduce(1)]],
+        [[reduce(1), pair("send", 1, 1, **PENDING)], [pair("recv", 2, 1, **PENDING)], [pair("send", 1, 1)]],
+        [[reduce(s, group=7, **PENDING) for s in (1, 2)], [reduce(1, group=3, **PENDING)], [reduce(1)]],
+        [[{"call": "init", "seq": 0, "state": "called"}], [reduce(1, state="failed", result=5)]],
+        [[{"call": "finalize", "state": "called"}], [reduce(1, at="train.py:88", color=3, plan=True)], []],
+    ]
+    found = []
+    for ranks in jobs:
+        texts = []
+        for rank, calls in enumerate(ranks):
+            first = write(folder, rank, 3, calls, reasons=[{"kind": "timeout", "text": "late"}], also="also")
+            second = write(folder, rank, 3, calls[::-1], comm="other").read_bytes()
+            texts.append(first.read_bytes() + second.partition(b"\n")[2])
+        found.append(texts)
+    return found
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutated_dumps_end_in_a_report_or_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    def too_long(*_: object) -> None:
+        raise AssertionError("it has no end")
+
+    jobs, outcomes = _sound_dumps(tmp_path), Counter[int]()
+    before = signal.signal(signal.SIGALRM, too_long)
+    try:
+        for seed in range(count):
+            random = Random(seed)
+            dumps = [mutated(random, each) if random.random() < 0.6 else each for each in random.choice(jobs)]
+            for rank, dump in enumerate(dumps):
+                (tmp_path / f"rank{rank}.jsonl").write_bytes(dump)
+            signal.alarm(20)
+            options = ["--chrome", str(tmp_path / "out")] if seed % 3 == 0 else []
+            code = main(
+                ["trace", *options, *(str(tmp_path / f"rank{rank}.jsonl") for rank in range(len(dumps)))]
+            )
+            signal.alarm(0)
+            out, error = capsys.readouterr()
+            outcomes[code] += 1
+            assert all(c.isprintable() or c == "\n" for c in out + error), seed
+            if code == 0:
+                assert out.strip() and not error, seed
+            else:
+                assert not out and error.startswith("pynccl trace: ") and error.count("\n") == 1, seed
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert outcomes[0] > count * 0.9

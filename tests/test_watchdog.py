@@ -452,6 +452,24 @@ def test_timeout_by_the_environment() -> None:
         assert "within 2 s" in text
 
 
+def waits_long(rank: int, nranks: int, timeout: float | None) -> None:
+    with pynccl.init(timeout=timeout) as comm, pynccl.Event() as event:
+        assert comm.all_reduce(np.ones(3))[0] == nranks
+        comm.barrier()
+        half = comm.split(0)
+        assert half is not None
+        half.destroy()
+        comm.synchronize(timeout=timeout)
+        event.record(comm._own_stream)
+        event.synchronize(timeout=timeout)
+
+
+@pytest.mark.parametrize("seconds", ["1e9", "1e20", "1e308"])
+def test_a_timeout_beyond_every_clock(seconds: str) -> None:
+    run(2, waits_long, None, backend="cpu", timeout=30, env={"PYNCCL_TIMEOUT": seconds})
+    run(2, waits_long, float(seconds), backend="cpu", timeout=30)
+
+
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan"])
 def test_bad_timeout_in_the_environment(value: str) -> None:
     with pytest.raises(RankError, match="PYNCCL_TIMEOUT is .* expected a positive number of seconds"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from pynccl import capi
 from pynccl._communicator import Communicator
-from pynccl._timeouts import check_timeout
+from pynccl._timeouts import LONGEST, check_timeout
 from pynccl._types import UniqueId
 from pynccl.bootstrap import _environment, _methods
 from pynccl.bootstrap._creation import create
@@ -58,7 +58,7 @@ def init(
     different libraries.
     """
     _require(rank, world_size, device, timeout)
-    seconds = DEFAULT_TIMEOUT if timeout is None else timeout
+    seconds = DEFAULT_TIMEOUT if timeout is None else min(timeout, LONGEST)
     deadline = time.monotonic() + seconds
     launcher = _environment.detect(os.environ)
     chosen = _methods.choose(method, rank, world_size, launcher, on_listen)

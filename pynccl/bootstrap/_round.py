@@ -168,7 +168,9 @@ class Round:
         try:
             answer = unpack_answer(self._fetch(self.prefix + "answer", self._left() + _MARGIN))
         except TimeoutError:
-            raise self._absent() from None
+            error = self._absent()
+            self._clear_up()
+            raise error from None
         if answer.failure is not None or answer.size != self.size:
             self._leave()
         if answer.failure is not None:
@@ -178,12 +180,12 @@ class Round:
         return answer
 
     def _absent(self) -> BootstrapError:
-        missing = [other for other in range(self.size) if not self._has_arrived(other)]
+        missing = [other for other in range(self.size) if not self._has("arrival", other)]
         return absent(self.rank, self.size, missing, self.keys.where)
 
-    def _has_arrived(self, rank: int) -> bool:
+    def _has(self, kind: str, rank: int) -> bool:
         try:
-            self.keys.fetch(self._key("arrival", rank), 0)
+            self.keys.fetch(self._key(kind, rank), 0)
         except TimeoutError:
             return False
         return True
@@ -216,9 +218,20 @@ class Round:
         self._linger(failure, _LINGER if isinstance(error, Exception) else _MARGIN)
         return earlier
 
+    def _clear_up(self) -> None:
+        """Leave; the last who does removes what rank 0, which has gone without an answer, cannot."""
+        self._leave()
+        with suppress(NcclError):
+            arrived = [other for other in range(1, self.size) if self._has("arrival", other)]
+            if all(self._has("left", other) for other in arrived):
+                self._remove()
+
+    def _remove(self) -> None:
+        kinds = ("claim", "arrival", "left")
+        names = [self._key(kind, rank) for kind in kinds for rank in range(self.size)]
+        self.keys.remove([*names, *(self.prefix + name for name in ("answer", "failing", "failed"))])
+
     def done(self) -> None:
         """Clean up, when every rank has what it needs."""
         if self.rank == 0:
-            kinds = ("claim", "arrival", "left")
-            names = [self._key(kind, rank) for kind in kinds for rank in range(self.size)]
-            self.keys.remove([*names, *(self.prefix + name for name in ("answer", "failing", "failed"))])
+            self._remove()

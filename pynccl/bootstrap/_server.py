@@ -20,12 +20,18 @@ from types import TracebackType
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address, is_loopback, resolve
 from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, Session, job_key, read_secret
+from pynccl.bootstrap._peer import is_another_users
 
 log = logging.getLogger("pynccl")
 
-# What the store keeps at most; a key costs more than its bytes.
+# What the store keeps at most of values and wills; what clients wait for may take more, so that they can
+# where it is full. A key costs more than its bytes.
 _MAX_BYTES = 1 << 28
+_MAX_WAITS = 1 << 26
 _KEY_BYTES = 256
+# What it keeps of requests that have come in part; beyond it each may have a little, and the oldest all.
+_MAX_UNREAD = 1 << 26
+_SMALL = 4096
 _MAX_OUTPUT = 4 * f.MAX_FRAME
 _TICK = 0.05
 # So long a client whose connection ended may take to come again before it counts as gone.
@@ -38,7 +44,7 @@ _EVICTIONS_PER_SECOND = 8192
 _ACCEPTS_AT_ONCE = 64
 _MOST_UNTRUSTED = 4096
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_READ, _WRITE = 0x001, 0x004  # EPOLLIN, EPOLLOUT
+_READ, _WRITE, _ENDED = 0x001, 0x004, 0x018  # EPOLLIN, EPOLLOUT, EPOLLERR and EPOLLHUP
 
 
 class _Refused(Exception):
@@ -50,6 +56,7 @@ class _Connection:
 
     __slots__ = (
         "arrived",
+        "counted",
         "deadline",
         "fd",
         "incoming",
@@ -72,6 +79,8 @@ class _Connection:
         self.incoming: Seal | None = None
         self.outgoing: Seal | None = None
         self.input, self.output = bytearray(), bytearray()
+        # How much of the input is counted in what the server has not read.
+        self.counted = 0
         # What the client waits for, as operation and key, and until when.
         self.wait: tuple[int, bytes] | None = None
         self.deadline = 0.0
@@ -123,6 +132,10 @@ class StoreServer:
             )
         self._data: dict[bytes, bytes] = {}
         self._bytes = 0
+        # Requests that have come in part: how much of them, whose and since when, and who is not read from.
+        self._unread = 0
+        self._partial: dict[_Connection, float] = {}
+        self._held: set[_Connection] = set()
         self._waiting: dict[bytes, set[_Connection]] = {}
         self._barriers: dict[bytes, tuple[int, set[_Connection]]] = {}
         self._connections: dict[int, _Connection] = {}
@@ -192,7 +205,7 @@ class StoreServer:
     def _loop(self) -> None:
         listener = self._listener.fileno()
         while True:
-            busy = self._pending or self._timed or self._paused or self._wills
+            busy = self._pending or self._timed or self._paused or self._wills or self._held
             arrivals = False
             for fd, mask in self._poll.poll(_TICK if busy else None):
                 if fd == self._wake:
@@ -268,11 +281,12 @@ class StoreServer:
             self._resume(connection, f.MISSING, self._forget(connection))
         for name, (at, key, value) in list(self._wills.items()):
             if at <= now:
-                del self._wills[name]
+                self._cancel(name)
                 if key not in self._data:
                     with suppress(_Refused):
                         self._store(key, value)
         self._pause(False)
+        self._read_on(now)
 
     def _drop(self, connection: _Connection) -> None:
         if self._connections.get(connection.fd) is connection:
@@ -281,26 +295,66 @@ class StoreServer:
             self._forget(connection)
             if connection.will is not None:
                 name, key, value = connection.will
+                self._cancel(name)
                 self._wills[name] = time.monotonic() + _WILL_SECONDS, key, value
+            connection.input.clear()
+            self._count(connection)
+            self._held.discard(connection)
             connection.sock.close()
+
+    # --- memory for requests that have come in part ---
+
+    def _count(self, connection: _Connection) -> None:
+        """Note how much of a client's input is left unread."""
+        left = len(connection.input) if connection.trusted else 0
+        self._unread += left - connection.counted
+        connection.counted = left
+        if left:
+            self._partial.setdefault(connection, time.monotonic())
+        else:
+            self._partial.pop(connection, None)
+
+    def _hold(self, connection: _Connection) -> bool:
+        """Where there is too much unread, read no more of large requests, but of the oldest."""
+        if (
+            self._unread < _MAX_UNREAD
+            or connection.counted < _SMALL
+            or connection is next(iter(self._partial))
+        ):
+            return False
+        self._held.add(connection)
+        self._poll.modify(connection.fd, _WRITE if connection.output else 0)
+        return True
+
+    def _read_on(self, now: float) -> None:
+        """Let those be read from that were not; the oldest goes where it has had its time."""
+        if self._held and next(iter(self._partial.values())) + _HELLO_SECONDS <= now:
+            self._drop(next(iter(self._partial)))
+        for connection in self._held:
+            self._poll.modify(connection.fd, _READ | _WRITE if connection.output else _READ)
+        self._held.clear()
 
     def _handle(self, connection: _Connection, mask: int) -> None:
         try:
             if mask & _WRITE:
                 self._flush(connection)
+            if mask & _READ and not mask & _ENDED and self._hold(connection):
+                return
             if mask & ~_WRITE and not self._read(connection):
                 return
             while (frame := connection.next_frame() if connection.trusted else None) is not None:
                 self._request(connection, frame)
             if len(connection.input) > f.LENGTH.size + f.MAX_SEALED:
                 raise ValueError("too many requests at once")
+            self._count(connection)
         except (OSError, ValueError, struct.error):
             self._drop(connection)
 
     def _read(self, connection: _Connection) -> bool:
         """Take what has come; False when it leaves nothing to do."""
         try:
-            data = connection.sock.recv(65536 if connection.trusted else _MOST_UNTRUSTED)
+            few = self._unread >= _MAX_UNREAD and connection.counted < _SMALL
+            data = connection.sock.recv(65536 if connection.trusted and not few else _MOST_UNTRUSTED)
         except BlockingIOError:
             return False
         if not data:
@@ -325,6 +379,8 @@ class StoreServer:
             return False
         if not hmac.compare_digest(got[:DIGEST], connection.session.client_proof):
             raise ValueError("wrong secret")
+        if not self.secret and is_another_users(connection.sock):
+            raise ValueError("another user's")
         del got[:DIGEST]
         connection.trusted = True
         self._pending.pop(connection)
@@ -383,22 +439,38 @@ class StoreServer:
             elif op == f.DELETE:
                 self._answer(connection, f.OK, b"%d" % self._delete(key))
             elif op == f.WILL:
-                name, value = argument[: f.IDENTITY], argument[f.IDENTITY :]
-                self._wills.pop(name, None)
-                connection.will = (name, key, value) if key else None
+                self._replace_will(connection, key, argument[: f.IDENTITY], argument[f.IDENTITY :])
                 self._answer(connection, f.OK)
             else:
                 raise ValueError(f"unknown operation {op}")
         except _Refused as reason:
             self._answer(connection, f.REFUSED, str(reason).encode())
 
+    def _charge(self, more: int, beyond: int = 0) -> None:
+        """Count what is kept from now on, or no longer."""
+        if more > 0 and self._bytes + more > _MAX_BYTES + beyond:
+            raise _Refused(f"it is full: it keeps at most {_MAX_BYTES >> 20} MiB")
+        self._bytes += more
+
+    def _replace_will(self, connection: _Connection, key: bytes, name: bytes, value: bytes) -> None:
+        self._cancel(name)
+        if connection.will is not None:
+            self._charge(-_size(*connection.will))
+            connection.will = None
+        if key:
+            self._charge(_size(name, key, value))
+            connection.will = name, key, value
+
+    def _cancel(self, name: bytes) -> None:
+        """Forget the will of a client that has gone."""
+        found = self._wills.pop(name, None)
+        if found is not None:
+            self._charge(-_size(name, *found[1:]))
+
     def _store(self, key: bytes, value: bytes) -> None:
         old = self._data.get(key)
-        size = self._bytes + len(value) + (len(key) + _KEY_BYTES if old is None else -len(old))
-        if size > _MAX_BYTES and (old is None or len(value) > len(old)):
-            raise _Refused(f"it is full: it keeps at most {_MAX_BYTES >> 20} MiB")
+        self._charge(_size(key, value) if old is None else len(value) - len(old))
         self._data[key] = value
-        self._bytes = size
         for waiter in self._waiting.pop(key, ()):
             assert waiter.wait is not None
             self._resume(waiter, f.OK, value if waiter.wait[0] == f.GET else b"")
@@ -416,7 +488,7 @@ class StoreServer:
     def _delete(self, key: bytes) -> bool:
         value = self._data.pop(key, None)
         if value is not None:
-            self._bytes -= len(key) + len(value) + _KEY_BYTES
+            self._charge(-_size(key, value))
         return value is not None
 
     def _get(self, connection: _Connection, op: int, key: bytes, timeout_ms: int) -> None:
@@ -426,27 +498,31 @@ class StoreServer:
         elif timeout_ms <= 0:
             self._answer(connection, f.MISSING)
         else:
-            self._waiting.setdefault(key, set()).add(connection)
             self._suspend(connection, op, key, timeout_ms)
+            self._waiting.setdefault(key, set()).add(connection)
 
     def _enter(self, connection: _Connection, key: bytes, timeout_ms: int, count: int) -> None:
-        expected, inside = self._barriers.setdefault(key, (count, set()))
+        expected, inside = self._barriers.get(key, (count, set()))
         if expected != count:
             raise _Refused(f"the others there wait for {expected} clients, not {count}")
-        inside.add(connection)
         self._suspend(connection, f.BARRIER, key, timeout_ms)
+        self._barriers[key] = expected, inside
+        inside.add(connection)
         if len(inside) >= count:
             del self._barriers[key]
             for waiter in inside:
                 self._resume(waiter, f.OK)
 
     def _suspend(self, connection: _Connection, op: int, key: bytes, timeout_ms: int) -> None:
+        self._charge(_size(key), _MAX_WAITS)
         connection.wait = op, key
         connection.deadline = time.monotonic() + timeout_ms / 1000
         self._timed.add(connection)
 
     def _resume(self, connection: _Connection, status: int, value: bytes = b"") -> None:
         """Answer a client that waited; what it has sent since comes when the others have been served."""
+        if connection.wait is not None:
+            self._charge(-_size(connection.wait[1]))
         connection.wait = None
         self._timed.discard(connection)
         try:
@@ -462,6 +538,7 @@ class StoreServer:
         if connection.wait is None:
             return b""
         op, key = connection.wait
+        self._charge(-_size(key))
         connection.wait = None
         self._timed.discard(connection)
         if op == f.BARRIER:
@@ -476,6 +553,11 @@ class StoreServer:
         if not waiters:
             del self._waiting[key]
         return b""
+
+
+def _size(*parts: bytes) -> int:
+    """Return what it costs to keep something."""
+    return _KEY_BYTES + sum(map(len, parts))
 
 
 def _listen(host: str, port: int, timeout: float) -> socket.socket:

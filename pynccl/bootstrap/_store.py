@@ -25,6 +25,7 @@ from pynccl.bootstrap._address import parse_address as parse_address
 from pynccl.bootstrap._address import resolve
 from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, Session, job_key, read_secret
 from pynccl.bootstrap._frames import MAX_FRAME as MAX_FRAME
+from pynccl.bootstrap._peer import is_another_users
 from pynccl.bootstrap._server import StoreServer as StoreServer
 
 # The server answers a wait in time; this is for its tick and for the way back.
@@ -88,6 +89,11 @@ class Connection:
                 "it has no secret, and this process has one (PYNCCL_SECRET)"
                 if has_secret
                 else "it wants a secret, and this process has none; set PYNCCL_SECRET"
+            )
+        if not has_secret and is_another_users(self.sock):
+            raise BootstrapError(
+                "another user has it, so it may not be the job's; "
+                "set PYNCCL_SECRET where ranks have several users"
             )
         session = Session(key, self._nonce + hello[-NONCE - DIGEST : -DIGEST])
         if not hmac.compare_digest(hello[-DIGEST:], session.server_proof):

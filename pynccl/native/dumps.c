@@ -5,9 +5,12 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #define PYNCCL_REASONS 16
+// What ends an answer to who asked by a signal.
+#define PYNCCL_ANSWERED "end\n"
 
 typedef struct pynccl_reason {
   char kind[16];
@@ -18,7 +21,10 @@ typedef struct pynccl_reason {
 
 static pynccl_reason pynccl_reasons[PYNCCL_REASONS];
 static int pynccl_reason_count;
-static char pynccl_process[4096], pynccl_file[4096], pynccl_draft[4128];
+static char pynccl_process[4096];
+// Where dumps go: the folder, as it was found, and the names of the file and of its draft in it.
+static char pynccl_folder[4096], pynccl_file[300], pynccl_draft[304];
+static struct stat pynccl_found;
 static int pynccl_pending;
 
 static struct {
@@ -255,18 +261,37 @@ static int pynccl_dump_to(int fd, const pynccl_trace* only) {
   return out.error;
 }
 
-// A draft first: who is killed meanwhile leaves the dump before.
-static int pynccl_dump_to_file(void) {
-  if (!*pynccl_file) return ENOENT;
-  size_t length = strlen(pynccl_file);
-  memcpy(pynccl_draft, pynccl_file, length);
-  memcpy(pynccl_draft + length, ".new", 5);
-  const int fd = open(pynccl_draft, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+// Open the folder, if it is still the one that was found, or one that this user has made since.
+static int pynccl_open_folder(void) {
+  struct stat now;
+  const int fd = open(pynccl_folder, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (fd < 0) return -1;
+  const int same = !fstat(fd, &now) && now.st_dev == pynccl_found.st_dev && now.st_ino == pynccl_found.st_ino;
+  if (same || now.st_uid == geteuid()) return fd;
+  close(fd);
+  errno = EPERM;
+  return -1;
+}
+
+// A draft first: who is killed meanwhile leaves the dump before. Nobody else's file or link is written to.
+static int pynccl_dump_into(int folder) {
+  unlinkat(folder, pynccl_draft, 0);
+  const int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+  const int fd = openat(folder, pynccl_draft, flags, 0600);
   if (fd < 0) return errno;
   int error = pynccl_dump_to(fd, NULL);
   if (close(fd) && !error) error = errno;
-  if (!error && rename(pynccl_draft, pynccl_file)) error = errno;
-  if (error) unlink(pynccl_draft);
+  if (!error && renameat(folder, pynccl_draft, folder, pynccl_file)) error = errno;
+  if (error) unlinkat(folder, pynccl_draft, 0);
+  return error;
+}
+
+static int pynccl_dump_to_file(void) {
+  if (!*pynccl_file) return ENOENT;
+  const int folder = pynccl_open_folder();
+  if (folder < 0) return errno;
+  const int error = pynccl_dump_into(folder);
+  close(folder);
   return error;
 }
 
@@ -321,34 +346,62 @@ int pynccl_trace_save(const char* kind, const char* text) {
   return error;
 }
 
-int pynccl_trace_process(const char* header, const char* path) {
-  if (strlen(header) >= sizeof pynccl_process || strlen(path) >= sizeof pynccl_file) return ENAMETOOLONG;
+int pynccl_trace_process(const char* header, const char* folder, const char* file) {
+  if (strlen(header) >= sizeof pynccl_process || strlen(folder) >= sizeof pynccl_folder ||
+      strlen(file) >= sizeof pynccl_file)
+    return ENAMETOOLONG;
+  if (*folder && lstat(folder, &pynccl_found)) return errno;
   strcpy(pynccl_process, header);
-  strcpy(pynccl_file, path);
+  strcpy(pynccl_folder, folder);
+  strcpy(pynccl_draft, file);
+  if (*file) strcat(pynccl_draft, ".new");
+  strcpy(pynccl_file, file);
   return 0;
 }
 
-static struct sigaction pynccl_before;
-static char pynccl_signal_name[32];
+// A signal that dumps; what it did before comes next, and then a last line in the file of who asked.
+typedef struct pynccl_asking {
+  struct sigaction before;
+  char kind[16], text[64];
+  int fd;
+  struct stat file;
+} pynccl_asking;
+
+static pynccl_asking pynccl_signals[NSIG];
+
+// Whether the file of who asked is still behind its number, which the program may have closed and used again.
+static int pynccl_has_file(const pynccl_asking* a) {
+  struct stat now;
+  return !fstat(a->fd, &now) && now.st_dev == a->file.st_dev && now.st_ino == a->file.st_ino;
+}
 
 static void pynccl_on_signal(int number, siginfo_t* info, void* context) {
   const int saved = errno;
-  pynccl_trace_save("signal", pynccl_signal_name);
-  if (pynccl_before.sa_flags & SA_SIGINFO)
-    pynccl_before.sa_sigaction(number, info, context);
-  else if (pynccl_before.sa_handler != SIG_DFL && pynccl_before.sa_handler != SIG_IGN)
-    pynccl_before.sa_handler(number);
+  const pynccl_asking* a = &pynccl_signals[number];
+  pynccl_trace_save(a->kind, a->text);
+  if (a->fd < 0 || pynccl_has_file(a)) {
+    if (a->before.sa_flags & SA_SIGINFO)
+      a->before.sa_sigaction(number, info, context);
+    else if (a->before.sa_handler != SIG_DFL && a->before.sa_handler != SIG_IGN)
+      a->before.sa_handler(number);
+    if (a->fd >= 0 && write(a->fd, PYNCCL_ANSWERED, strlen(PYNCCL_ANSWERED)) < 0) errno = saved;
+  }
   errno = saved;
 }
 
-int pynccl_trace_on_signal(int number, const char* name) {
+int pynccl_trace_on_signal(int number, const char* kind, const char* text, int fd) {
   struct sigaction now,
       mine = {.sa_sigaction = pynccl_on_signal, .sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK};
+  if (number < 1 || number >= NSIG) return EINVAL;
   if (sigaction(number, NULL, &now)) return errno;
   if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == pynccl_on_signal) return 0;
-  pynccl_copy_text(pynccl_signal_name, sizeof pynccl_signal_name, name);
+  pynccl_asking* a = &pynccl_signals[number];
+  if (fd >= 0 && fstat(fd, &a->file)) return errno;
+  pynccl_copy_text(a->kind, sizeof a->kind, kind);
+  pynccl_copy_text(a->text, sizeof a->text, text);
+  a->fd = fd;
+  a->before = now;
   sigemptyset(&mine.sa_mask);
-  pynccl_before = now;
   return sigaction(number, &mine, NULL) ? errno : 0;
 }
 

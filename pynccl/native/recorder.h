@@ -37,12 +37,13 @@ void pynccl_trace_mark(pynccl_trace* trace, int kind);
 unsigned pynccl_trace_intern(const char* text);
 void pynccl_trace_caller(pynccl_trace* trace, unsigned caller);
 
-// What every dump begins with: the inside of a JSON object, and where pynccl_trace_save writes.
-int pynccl_trace_process(const char* header, const char* path);
+// What every dump begins with: the inside of a JSON object; and where pynccl_trace_save writes, if anywhere.
+int pynccl_trace_process(const char* header, const char* folder, const char* file);
 // Dump all communicators, or one; 0, or an errno: EBUSY while another dump is under way.
 int pynccl_trace_dump(int fd, const pynccl_trace* only);
 // Remember why, for this and later dumps, and dump to the file of pynccl_trace_process.
 int pynccl_trace_save(const char* kind, const char* text);
-// Have a signal dump too, and then do what it did before.
-int pynccl_trace_on_signal(int number, const char* name);
+// Have a signal dump too, for the reason given, and then do what it did before; with a file (else -1), which
+// that writes to, a line "end" follows there.
+int pynccl_trace_on_signal(int number, const char* kind, const char* text, int fd);
 void pynccl_trace_forked(void);

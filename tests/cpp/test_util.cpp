@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <regex.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -235,6 +236,12 @@ void test_param_conf_files() {
              CHECK(param_str("NCCL_SOCKET_IFNAME") == nullptr);
            }),
            0);
+  // What has no end, or nobody at its other end, is no file of settings.
+  CHECK_EQ(mkfifo((scratch / "pipe").c_str(), 0600), 0);
+  for (const std::string& endless : {std::string("/dev/zero"), (scratch / "pipe").string()}) {
+    set("NCCL_CONF_FILE", endless.c_str());
+    CHECK_EQ(in_child([] { CHECK(param_str("NCCL_HOSTID") == nullptr); }), 0);
+  }
   set("NCCL_CONF_FILE", (scratch / "file.conf").c_str());
   CHECK_EQ(std::string(param_str("NCCL_HOSTID")), std::string("file"));
   CHECK_EQ(param_seconds("PYNCCL_CPU_TIMEOUT"), 0.0);

@@ -1,6 +1,8 @@
 #include "base/params.hpp"
 
+#include <locale.h>
 #include <strings.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <atomic>
@@ -91,9 +93,23 @@ std::string trim(const std::string& text) {
   return text.substr(first, text.find_last_not_of(" \t\r") - first + 1);
 }
 
+// What a file of settings has at most.
+constexpr size_t kMaxFile = 1 << 20;
+
+// Not of what has no end, as a device, or is not there to be read, as a pipe.
+std::string read_regular(const std::string& path) {
+  struct stat found;
+  if (stat(path.c_str(), &found) != 0 || !S_ISREG(found.st_mode)) return "";
+  std::ifstream file(path, std::ios::binary);
+  std::string text(std::min(size_t(found.st_size), kMaxFile), '\0');
+  file.read(&text[0], std::streamsize(text.size()));
+  text.resize(size_t(std::max(file.gcount(), std::streamsize(0))));
+  return text;
+}
+
 // The first assignment of a name wins, so files are read in the order of their precedence.
 void read_conf(const std::string& path, Settings* settings) {
-  std::ifstream file(path);
+  std::istringstream file(read_regular(path));
   for (std::string line; std::getline(file, line);) {
     size_t equals = line.find('=');
     if (line[0] == '#' || equals == std::string::npos) continue;
@@ -328,9 +344,11 @@ const char* param_error() {
 }
 
 bool parse_real(const char* text, double* out) {
-  std::istringstream in(text);
-  in.imbue(std::locale::classic());
-  return in >> *out && (in >> std::ws).eof();
+  static const locale_t classic = newlocale(LC_ALL_MASK, "C", nullptr);
+  char* end = nullptr;
+  *out = strtod_l(text, &end, classic);
+  bool decimal = text[strcspn(text, "xXnNiI")] == '\0';  // neither hexadecimal, nan nor inf
+  return decimal && end != text && end[strspn(end, " \t\n")] == '\0' && std::isfinite(*out);
 }
 
 }  // namespace pncpu

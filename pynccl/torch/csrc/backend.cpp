@@ -126,6 +126,10 @@ Backend::~Backend() { leave(true); }
 void Backend::release_resources() { leave(true); }
 
 void Backend::leave(bool abort) {
+  if (home_.foreign()) {
+    forsake(lanes_), forsake(channels_), forsake(pending_), forsake(any_), forsake(group_task_);
+    return forsake(watcher_);
+  }
   // Threads that end here may need the GIL.
   std::unique_ptr<pybind11::gil_scoped_release> release;
   if (Py_IsInitialized() && PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
@@ -136,8 +140,13 @@ void Backend::leave(bool abort) {
   watcher_->stop();
 }
 
+std::unique_lock<std::recursive_mutex> Backend::entered() {
+  if (home_.foreign()) C10_THROW_ERROR(DistBackendError, kOfTheParent);
+  return std::unique_lock<std::recursive_mutex>(mutex_);
+}
+
 Lane& Backend::lane(c10::Device device, bool connected) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto lock = entered();
   if (ended_.load()) C10_THROW_ERROR(DistBackendError, "pynccl: the process group was shut down or aborted");
   TORCH_CHECK(device.is_cpu() || device.is_cuda(), "pynccl works on cpu and cuda tensors, got ", device);
   auto found = lanes_.find(device.str());
@@ -201,7 +210,7 @@ WorkPtr Backend::work_of(OpType type, const std::string& name, std::vector<TaskP
 }
 
 WorkPtr Backend::launch(Call call, Milliseconds timeout) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto lock = entered();
   OpType type = call.type;
   std::string name = call.name;
   TaskPtr task;
@@ -278,13 +287,13 @@ Call Backend::merged(std::vector<Call> calls, OpType type, std::string name) con
 }
 
 void Backend::startCoalescing() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto lock = entered();
   TORCH_CHECK(!coalescing_, "startCoalescing: a group is open already");
   coalescing_ = true;
 }
 
 WorkPtr Backend::endCoalescing() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto lock = entered();
   TORCH_CHECK(coalescing_, "endCoalescing without startCoalescing");
   coalescing_ = false;
   auto calls = std::move(recorded_);
@@ -312,7 +321,7 @@ WorkPtr Backend::endCoalescing() {
 
 #ifdef PYNCCL_HAS_ERROR_TYPE
 c10d::ErrorType Backend::getError() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto lock = entered();
   for (auto& [device, lane] : lanes_) {
     ncclResult_t state = ncclSuccess;
     if (lane.comm) lane.api->ncclCommGetAsyncError(lane.comm, &state);
@@ -335,6 +344,7 @@ void Backend::abort() { end(true); }
 
 // Lets what is under way end by itself first.
 void Backend::shutdown() {
+  if (home_.foreign()) return;
   bool finished = true;
   auto until = Clock::now() + kEndSeconds;
   for (auto& task : unfinished())
@@ -347,7 +357,7 @@ void Backend::shutdown() {
 }
 
 void Backend::end(bool abort) {
-  if (ended_.exchange(true)) return;
+  if (home_.foreign() || ended_.exchange(true)) return;
   std::map<std::string, Lane> lanes;
   std::map<std::string, std::shared_ptr<Channel>> channels;
   {
@@ -376,7 +386,7 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
                                             const intrusive_ptr<c10d::Backend::Options>& options) {
   auto at = std::find(ranks.begin(), ranks.end(), rank_);
   if (at == ranks.end()) return nullptr;
-  std::unique_lock<std::recursive_mutex> lock(mutex_);
+  auto lock = entered();
   // torch asks once for each type of device, although one backend serves them all.
   if (auto before = split_.lock(); before && split_store_ == store && split_ranks_ == ranks) return before;
   const auto cpu = lanes_.find("cpu");
@@ -403,7 +413,7 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& exclude
   for (int r : out) key += c10::str("-", r);
   auto made = make(c10::make_intrusive<c10d::PrefixStore>(key, store_), rank, size_ - int(out.size()),
                    timeout, false);
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto lock = entered();
   for (auto& [device, lane] : lanes_) {
     if (!lane.comm) continue;
     TORCH_CHECK(lane.api->ncclCommShrink, "shrinking needs NCCL 2.27 or newer");

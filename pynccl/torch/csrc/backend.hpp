@@ -132,7 +132,9 @@ class Backend : public c10d::Backend {
   std::vector<TaskPtr> unfinished();
   void end(bool abort);
   void leave(bool abort);
+  std::unique_lock<std::recursive_mutex> entered();
 
+  Home home_;
   intrusive_ptr<c10d::Store> store_;
   intrusive_ptr<Options> options_;
   std::recursive_mutex mutex_;

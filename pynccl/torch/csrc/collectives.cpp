@@ -171,7 +171,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   auto task = std::make_shared<Task>();
   task->outputs = {tensor};
   task->succeed();
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto lock = entered();
   return work_of(OpType::_ALLREDUCE_SPARSE, "all_reduce", {task});
 }
 

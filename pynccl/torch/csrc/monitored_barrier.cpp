@@ -9,7 +9,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   auto deadline = Clock::now() + limit;
   std::string round;
   {
-    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    auto lock = entered();
     round = c10::str("pynccl/barrier/", monitored_++, "/");
   }
   auto wait_until = [&](const std::string& key, Clock::time_point until) {

@@ -49,7 +49,7 @@ WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer,
     };
     return launch(std::move(call), Milliseconds(-1));
   }
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto lock = entered();
   TaskPtr task = make_task(call, Milliseconds(-1));
   task->post = std::move(call.post);
   task->kept = std::move(call.kept);
@@ -67,7 +67,7 @@ WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
   at::Tensor tensor = tensors[0], data = tensor.contiguous();
   Call call;
   call.type = OpType::RECVANYSOURCE, call.name = "recvAnySource", call.outputs = {tensor};
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto lock = entered();
   lane(at::kCPU, false);
   TaskPtr task = make_task(call, Milliseconds(-1));
   task->kept = {data};
@@ -83,7 +83,7 @@ void Backend::receive_any(const TaskPtr& task, const at::Tensor& data, int tag) 
   try {
     for (auto pause = std::chrono::microseconds(50); !ended_.load() && !task->done();) {
       for (int source = 0; source < size_; ++source) {
-        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        auto lock = entered();
         if (ended_.load()) return;
         auto& queue = any_[tag];
         while (!queue.empty() && queue.front()->done()) queue.pop_front();

@@ -20,6 +20,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "api.hpp"
+#include "fork.hpp"
 
 namespace pynccl {
 
@@ -39,6 +40,9 @@ inline void check_signals() {
 }
 
 constexpr Milliseconds kLongest = std::chrono::hours(24 * 365);
+
+inline const char* const kOfTheParent =
+    "pynccl: this belongs to the parent of this forked process; make a new process group here";
 
 inline std::exception_ptr shut_down() {
   try {
@@ -112,6 +116,7 @@ class Task {
   void set_recording(bool on) { recording_.store(on); }
   bool recording() const { return recording_.load(); }
 
+  bool foreign() const { return home_.foreign(); }
   bool done() const { return state_.load(std::memory_order_acquire) == Done; }
   std::exception_ptr error() const { return done() ? error_ : nullptr; }
   const c10::Event* end() const { return end_.get(); }
@@ -119,6 +124,7 @@ class Task {
   // Works for or waits for the operation no longer than this; true when it is done.
   bool advance(Milliseconds slice) {
     if (done()) return true;
+    if (foreign()) C10_THROW_ERROR(DistBackendError, kOfTheParent);
     if (state_.load() == Deferred && !wait_issued(slice)) return false;
     if (end_) return advance_event(slice);
     if (!api_) return done();
@@ -222,6 +228,7 @@ class Task {
       future->markCompleted(c10::IValue(outputs));
   }
 
+  Home home_;
   const Api* api_ = nullptr;
   ncclComm_t comm_ = nullptr;
   cudaStream_t stream_ = nullptr;
@@ -259,6 +266,7 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
 
   // Every task must be done, or soon be: the communicators were destroyed.
   void stop() {
+    if (home_.foreign()) return forsake(thread_);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stopped_ = true;
@@ -287,6 +295,7 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
     }
   }
 
+  Home home_;
   std::mutex mutex_;
   std::condition_variable news_;
   std::list<TaskPtr> tasks_;
@@ -306,7 +315,7 @@ class WorkPynccl : public c10d::Work {
   ~WorkPynccl() override {
     // A device keeps what it needs by itself; and an event that a graph has captured must not be asked.
     for (auto& task : tasks_)
-      if (!task->end() && !task->advance(Milliseconds(0))) watcher_->watch(task);
+      if (!task->end() && !task->foreign() && !task->advance(Milliseconds(0))) watcher_->watch(task);
   }
 
   bool isCompleted() override {

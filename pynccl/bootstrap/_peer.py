@@ -1,0 +1,83 @@
+"""Whose process is at the other end of a TCP connection over loopback, which the kernel tells.
+
+Without a secret this is what keeps other users of a machine out.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+from pynccl.bootstrap._address import is_loopback
+
+_SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1
+_HEADER = struct.Struct("=IHHII")
+# inet_diag_sockid: ports and addresses in the network's order, any interface, any cookie.
+_SOCKET = struct.Struct("!HH16s16s12s")
+_ANY = struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)
+# Behind the header of the answer: state, the socket, and what else comes before user and inode.
+_OWNER_AT = _HEADER.size + 4 + _SOCKET.size + 12
+_SECONDS = 1.0
+
+
+def is_another_users(sock: socket.socket) -> bool:
+    """Tell whether the other end is on this machine's loopback and belongs to another user."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    try:
+        if not is_loopback(sock.getpeername()[0]):
+            return False
+        user = _user_at(sock)
+    except OSError:
+        # It has gone.
+        return True
+    return user != os.geteuid()
+
+
+def _user_at(sock: socket.socket) -> int | None:
+    """Return who has the other end; None where it has none any more."""
+    try:
+        return _ask(sock)
+    except OSError:
+        # Not every kernel has the module for it, and not every sandbox lets it through.
+        return _look_up(sock)
+
+
+def _ask(sock: socket.socket) -> int | None:
+    here, there = sock.getsockname(), sock.getpeername()
+    ends = [socket.inet_pton(sock.family, end[0].partition("%")[0]) for end in (there, here)]
+    request = struct.pack("=BBBBI", sock.family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
+    request += _SOCKET.pack(there[1], here[1], *(end.ljust(16, b"\0") for end in ends), _ANY)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as kernel:
+        kernel.settimeout(_SECONDS)
+        size = _HEADER.size + len(request)
+        kernel.sendto(_HEADER.pack(size, _BY_FAMILY, _REQUEST, 1, 0) + request, (0, 0))
+        answer = kernel.recv(8192)
+    if len(answer) < _OWNER_AT + 8 or _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
+        raise OSError("the kernel does not know this connection")
+    return _owner(*struct.unpack_from("=II", answer, _OWNER_AT))
+
+
+def _look_up(sock: socket.socket) -> int | None:
+    table = "tcp6" if sock.family == socket.AF_INET6 else "tcp"
+    wanted = [_shown(sock.family, end) for end in (sock.getpeername(), sock.getsockname())]
+    with open(Path("/proc/net", table), encoding="ascii") as lines:
+        for line in lines:
+            words = line.split()
+            if words[1:3] == wanted:
+                return _owner(int(words[7]), int(words[9]))
+    return None
+
+
+def _shown(family: int, end: tuple[str, int]) -> str:
+    """Return an address as /proc/net/tcp has it: words in the machine's order."""
+    packed = socket.inet_pton(family, end[0].partition("%")[0])
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    return f"{''.join(f'{word:08X}' for word in words)}:{end[1]:04X}"
+
+
+def _owner(user: int, inode: int) -> int | None:
+    # One without an inode is closed already, or not accepted yet; the kernel then shows root.
+    return user if inode else None
