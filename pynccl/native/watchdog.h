@@ -15,8 +15,8 @@ enum pynccl_trouble {
 // What the watchdog does to the library's communicator in trouble.
 enum pynccl_cure { PYNCCL_CURE_MARK, PYNCCL_CURE_REVOKE, PYNCCL_CURE_ABORT };
 
-// How a rank says goodbye. One that aborts because it knows of trouble is not a cause of it; one whose program
-// ends without closing the communicator has failed as soon as somebody waits for it in vain.
+// How a rank says goodbye. One that aborts because it knows of trouble is not a cause of it; one whose
+// program ends without closing the communicator has failed as soon as somebody waits for it in vain.
 enum pynccl_goodbye { PYNCCL_STAYS, PYNCCL_CLOSES, PYNCCL_ENDS, PYNCCL_ABORTS_TOO, PYNCCL_ABORTS_FIRST };
 
 typedef struct pynccl_verdict {
