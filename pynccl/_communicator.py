@@ -137,6 +137,8 @@ class Communicator(Relatives):
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         # Alive as long as its children: an abort finds them through it.
         self._parent: Communicator | None = None
+        self._visible: Sequence[bool] = ()
+        self._attempts = 0
         self._scratch: tuple[int, int] | None = None
         self._token = np.zeros(1, np.uint8)
 

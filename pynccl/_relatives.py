@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakSet
 
 import numpy as np
 
-from pynccl import _recorder, _recovery, capi
+from pynccl import _recorder, _recovery, _watchdog, capi
 from pynccl._binding import lib
 from pynccl._collectives import Collectives
 from pynccl._devices import on_device
@@ -32,6 +32,9 @@ class Relatives(Collectives):
     _made: Counter[str]
     _timeout: float | None
     _children: WeakSet[Communicator]
+    # Which ranks' processes this one can see, and how often they have been shrunk.
+    _visible: Sequence[bool]
+    _attempts: int
 
     if TYPE_CHECKING:
         # The communicator's.
@@ -64,23 +67,35 @@ class Relatives(Collectives):
         )
 
     def shrink(
-        self, exclude: Iterable[int], abort: bool = False, *, config: ConfigLike = None
+        self,
+        exclude: Iterable[int],
+        abort: bool = False,
+        *,
+        config: ConfigLike = None,
+        quorum: _recovery.Quorum = "majority",
     ) -> Communicator:
         """Make a communicator without some ranks, which do not call this (ncclCommShrink, NCCL >= 2.27).
 
         `abort=True`, for ranks that have failed, ends what is outstanding and closes this communicator. With
         a time-out the survivors first agree on who they are, and do without the library's help before 2.27.
+        They raise RankFailedError where they are not more than half of the ranks that are not proven to have
+        ended, since the others may go on by themselves; `quorum=None` goes on all the same.
         """
+        if quorum not in ("majority", None):
+            raise ValueError(f"quorum is {quorum!r}; expected 'majority' or None")
         ranks = list(exclude)
         for rank in ranks:
             self._rank_in(rank, "exclude")
+        if self._rank in ranks and abort:
+            # The error that names the others may name this rank.
+            _watchdog.raise_verdict(self._whole())
         if self._rank in ranks or not ranks:
             raise ValueError(
                 f"exclude is {ranks}; expected other ranks than this one, {self._rank}, at least one"
             )
         self._outside_groups("ncclCommShrink")
         if _recovery.can_agree(self._whole()):
-            return _recovery.shrink(self._whole(), set(ranks), abort, config)
+            return _recovery.shrink(self._whole(), set(ranks), abort, config, quorum)
         child = self._child("shrink", sorted(ranks), lambda: self._native_shrink(ranks, abort, config))
         assert child is not None
         if abort:
