@@ -53,6 +53,8 @@ class State(NamedTuple):
     view: View
     # Who has said this very view.
     same: int
+    # What this rank has said, the oldest first.
+    said: tuple[View, ...] = ()
     decision: View | None = None
     # Who has said so.
     deciders: int = 0
@@ -189,10 +191,16 @@ def _hear_decision(state: State, sender: int, view: View) -> Step:
     without_this = not members(view, sender) >> state.rank & 1
     if state.decision is not None:
         return state._replace(overruled=state.overruled or (without_this and view != state.decision)), ()
-    # Others may have counted on this rank since it said that the sender is out: its decision comes too late.
-    if not without_this and not members(state.view, state.rank) >> sender & 1:
-        return state, ()
-    return _decide(state, view)
+    return _decide(state, view) if without_this or _binds(state, sender, view) else (state, ())
+
+
+def _binds(state: State, sender: int, view: View) -> bool:
+    """Tell whether a decision comes in time.
+
+    Once this rank has said that the sender is out, others may have decided by that word.
+    """
+    later = state.said[state.said.index(view) + 1 :] if view in state.said else state.said
+    return all(members(one, state.rank) >> sender & 1 for one in later)
 
 
 def lose(state: State, lost: int, ended: int = 0) -> Step:
@@ -227,6 +235,7 @@ def _plain(view: View) -> View:
 
 
 def _say(state: State) -> Step:
+    state = state._replace(said=(*state.said, state.view))
     return _look(state, tuple((other, Message(False, state.view)) for other in ranks_in(state.others)))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from pynccl import _agreement, _watchdog, capi
 from pynccl._agreement import DERIVE, MADE, Message, State, View, ranks_in, set_of
 from pynccl._binding import ffi, lib
-from pynccl._errors import NcclError, NcclRemoteError, RankFailedError
+from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError, RankFailedError
 from pynccl._recorder import recorded
 from pynccl._types import UniqueId
 
@@ -25,9 +25,10 @@ _SLICE_MS = 100
 _LATE, _PROOF = 1.0, 2.5
 # So long who has all that it needs waits for the others to have it too.
 _LINGER = 1.0
+_DEATH_MS = 1500
 _ETIMEDOUT = 110
 # What messages are about; the numbers of the attempt and of the agreement stand above that.
-_AGREE, _ID = 1, 2
+_AGREE, _ID, _GROW = 1, 2, 3
 _TEXT: Any = lib.PYNCCL_FRAME_TEXT
 _SHRINK: Any = lib.PYNCCL_SHRINK
 _GONE: Any = lib.PYNCCL_GONE
@@ -45,18 +46,25 @@ class Survivors:
     Several times, one after another: on who they are, and then on whether they have all got there.
     """
 
-    def __init__(self, comm: Communicator, excluded: Iterable[int], quorum: bool, final: bool) -> None:
-        self.comm, self.quorum, self.final = comm, quorum, final
+    def __init__(
+        self,
+        comm: Communicator,
+        excluded: Iterable[int],
+        quorum: bool,
+        final: bool,
+        doing: str = "shrinking",
+        kind: int = _AGREE,
+        attempt: int = 0,
+    ) -> None:
+        self.comm, self.quorum, self.final, self.doing = comm, quorum, final, doing
+        self.kind, self.attempt = kind, attempt
         self.me, self.size = comm.rank, comm.size
         self.named = set_of(excluded)
-        # Whom the program leaves out of a communicator in trouble, it cannot reach; else it may do without.
+        # Whom the program leaves out of a communicator in trouble, it cannot reach; else it does without.
         in_trouble = _watchdog.verdict(comm) is not None
         self.excluded = 0 if in_trouble else self.named
         self.lost = self.named if in_trouble else 0
         self.ended = 0
-        if final:
-            comm._attempts += 1
-        self.attempt = comm._attempts if final else 0
         self.states: list[State] = []
         # Of agreements that this rank has not begun.
         self.early: list[tuple[int, int, Message]] = []
@@ -143,9 +151,8 @@ class Survivors:
         who = silent or awaited
         why = "did not respond" if silent else "did not take part"
         return RankFailedError(
-            f"shrinking the communicator: {_ranks(who)} {why} within {self.comm._timeout or _SECONDS:g} s",
+            f"{self.doing} the communicator: {_ranks(who)} {why} within {self.comm._timeout or _SECONDS:g} s",
             ranks=list(ranks_in(self._failed() | who)),
-            function="shrink",
             rank=self.me,
             size=self.size,
         )
@@ -163,7 +170,7 @@ class Survivors:
         # Before the messages: what a rank sent comes before its end.
         fates = self._fates()
         rank, data = ffi.new("int*"), ffi.new("char[]", _TEXT)
-        while not lib.pynccl_watch_take(self.comm._c, rank, self._tag(_AGREE), data, _TEXT, wait_ms):
+        while not lib.pynccl_watch_take(self.comm._c, rank, self._tag(self.kind), data, _TEXT, wait_ms):
             self._piece(int(rank[0]), bytes(ffi.buffer(data, _TEXT)))
             wait_ms = 0
         self._note(fates)
@@ -220,7 +227,7 @@ class Survivors:
             for at in range(0, len(data), _TEXT - 1):
                 more = at + _TEXT - 1 < len(data)
                 piece = bytes([more]) + data[at : at + _TEXT - 1]
-                lib.pynccl_watch_send(self.comm._c, to, self._tag(_AGREE), piece, len(piece))
+                lib.pynccl_watch_send(self.comm._c, to, self._tag(self.kind), piece, len(piece))
 
     # --- between agreements ---
 
@@ -234,15 +241,18 @@ class Survivors:
         gone = self.decided & (self.lost | self.ended)
         if gone:
             raise RankFailedError(
-                f"{_ranks(gone)} failed while the others shrank the communicator",
+                f"{self.doing} the communicator: {_ranks(gone)} failed meanwhile",
                 ranks=list(ranks_in(self._failed() | gone)),
                 rank=self.me,
                 size=self.size,
             )
         if any(which == len(self.states) and not said.view.flags & MADE for _, which, said in self.early):
-            raise NcclRemoteError(
-                "another rank could not shrink the communicator", rank=self.me, size=self.size
-            )
+            raise self.other_failure()
+
+    def other_failure(self) -> NcclError:
+        """Return the error where another rank has the cause."""
+        text = f"{self.doing} the communicator: another rank could not"
+        return NcclRemoteError(text, rank=self.me, size=self.size)
 
     def unique_id(self) -> UniqueId:
         """Return an id that the first of them made."""
@@ -301,7 +311,9 @@ def shrink(comm: Communicator, excluded: set[int], abort: bool, config: Any, quo
     with comm._alone(anyway=abort), recorded(comm._c, _SHRINK):
         # The watchdog may still be at ending what was outstanding.
         derive = _watchdog.settle(comm) and native
-        survivors = Survivors(comm, excluded, quorum is not None, final=abort)
+        comm._attempts += abort
+        attempt = comm._attempts if abort else 0
+        survivors = Survivors(comm, excluded, quorum is not None, final=abort, attempt=attempt)
         view = survivors.agree(DERIVE if derive else 0)
         derive = bool(view.flags & DERIVE)
         while True:
@@ -312,9 +324,7 @@ def shrink(comm: Communicator, excluded: set[int], abort: bool, config: Any, quo
                 if all_made and survivors.decided == wanted:
                     break
                 if not abort or survivors.decided == wanted:
-                    raise failure or NcclRemoteError(
-                        "another rank could not shrink the communicator", rank=comm.rank, size=comm.size
-                    )
+                    raise failure or survivors.other_failure()
             except BaseException:
                 if child is not None:
                     child.abort()
@@ -357,6 +367,43 @@ def _create(comm: Communicator, survivors: Survivors, derive: bool, abort: bool,
 
     child._create("ncclCommShrink", create, comm._device, survivors.look)
     return child
+
+
+def grow(comm: Communicator, child: Communicator, nranks: int, create: Callable[[], int]) -> None:
+    """Have all ranks grow the communicator, or none: the communicator itself stays as it is."""
+    old = Survivors(comm, (), False, final=False, doing="growing", kind=_GROW, attempt=comm._made["grow"])
+    everybody = (1 << comm.size) - 1
+    child._until = time.monotonic() + (comm._timeout or _SECONDS)
+    # From here on it is the new ranks that are waited for.
+    old.agree(0)
+    failure: NcclError | None = None
+    if old.decided == everybody:
+        try:
+            child._create("ncclCommGrow", create, comm._device, old.look)
+        except NcclError as error:
+            failure = _not_come(comm, nranks) if isinstance(error, NcclTimeoutError) else error
+        made = old.agree(0 if failure else MADE).flags & MADE
+        if made and old.decided == everybody:
+            old.linger()
+            return
+        old.linger()
+        if failure is None:
+            child.abort()
+    if old.decided != everybody:
+        _watchdog.raise_verdict(comm, _DEATH_MS)
+    raise failure or old.other_failure()
+
+
+def _not_come(comm: Communicator, nranks: int) -> NcclTimeoutError:
+    fresh = range(comm.size, nranks)
+    who = f"rank {fresh[0]}" if len(fresh) == 1 else f"not all of the new ranks {list(fresh)}"
+    did = "did not come" if len(fresh) == 1 else "came"
+    return NcclTimeoutError(
+        f"growing the communicator: {who} {did} within {comm._timeout or _SECONDS:g} s",
+        function="ncclCommGrow",
+        rank=comm.rank,
+        size=comm.size,
+    )
 
 
 def can_agree(comm: Communicator) -> bool:

@@ -14,6 +14,7 @@ from pynccl import _recorder, _recovery, _watchdog, capi
 from pynccl._binding import lib
 from pynccl._collectives import Collectives
 from pynccl._devices import on_device
+from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._recorder import recorded
 from pynccl._structs import Config
 from pynccl._types import UniqueId
@@ -43,7 +44,8 @@ class Relatives(Collectives):
         def abort(self) -> None: ...
         def _open(self) -> int: ...
         def _outside_groups(self, what: str) -> None: ...
-        def _settle(self, what: str) -> None: ...
+        def _settle(self, what: str, look: Callable[[], object] | None = None) -> None: ...
+        def _deadline(self, timeout: float | None) -> tuple[float | None, float | None]: ...
         def _alone(self, anyway: bool = False) -> AbstractContextManager[None]: ...
         def _bounded(
             self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
@@ -138,8 +140,22 @@ class Relatives(Collectives):
                 return capi.ncclCommInitRankConfig(nranks, shared, self._rank, config)
 
         also = "" if uid is None else _recorder.identify("id", uid)
+        if _recovery.can_agree(self._whole()):
+            return self._grown(nranks, create, also)
         child = self._child("grow", nranks, create, also=also)
         assert child is not None
+        return child
+
+    def _grown(self, nranks: int, create: Callable[[], int], also: str) -> Communicator:
+        """Grow, or leave this communicator as it was: on all ranks alike."""
+        self._outside_groups("ncclCommGrow")
+        child = self._relative("grow", nranks, also)
+        with self._alone():
+            self._check(lib.PYNCCL_GROW)
+            kind: Any = lib.PYNCCL_GROW
+            with recorded(self._c, kind, nranks):
+                _recovery.grow(self._whole(), child, nranks, create)
+        self._adopt(child)
         return child
 
     def _child(
@@ -158,13 +174,23 @@ class Relatives(Collectives):
                     return create()
 
             with recorded(self._c, kind, detail if isinstance(detail, int) else 0):
+                child._until = self._deadline(None)[1]
                 handle = self._bounded(on_its_device, what, abort_if_made)
                 self._settle(what)
                 if not joins:
                     return None
-                child._take(handle, owned=True)
+                self._have_taken(child, handle)
         self._adopt(child)
         return child
+
+    def _have_taken(self, child: Communicator, handle: int) -> None:
+        """Complete what the library has made; of a rank that fails meanwhile this communicator knows more."""
+        try:
+            child._take(handle, True, look=lambda: _watchdog.raise_verdict(self._whole()))
+        except NcclTimeoutError as error:
+            raise _watchdog.expire(self._whole(), str(error), True) or error from None
+        except NcclError as error:
+            raise _watchdog.cause(self._whole(), error) from error.__cause__
 
     def _check(self, kind: Any) -> None:
         """In check mode, compare with the other ranks that they are about to do the same."""

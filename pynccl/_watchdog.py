@@ -36,6 +36,8 @@ def start(comm: Communicator, with_channel: bool, look: Callable[[], object] | N
     """Watch a new communicator; collective, where there is a channel. `look` is called while it waits."""
     timeout = comm._timeout
     deadline = deadline_of(timeout)
+    if deadline is not None and comm._until is not None:
+        deadline = min(deadline, comm._until)
     sockets, processes = ffi.NULL, []
     gone = False
     context = 0 if comm._waits or not _cuda.available() else _cuda.primary_context(comm.device)

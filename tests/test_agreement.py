@@ -89,7 +89,7 @@ class Model:
             self._once(state, after)
             if after.decision is not None:
                 # Nothing else of it matters any more.
-                after = after._replace(view=after.decision, same=0, deciders=0)
+                after = after._replace(view=after.decision, same=0, said=(), deciders=0)
             self.steps[key] = self._machine(after), tuple((to, self._message(what)) for to, what in out)
         return self.steps[key]
 
