@@ -253,6 +253,12 @@ def _decide(state: State, view: View) -> Step:
     return state._replace(decision=view), told
 
 
+def newest(out: Output) -> Output:
+    """Leave away what has been said and is not true any more, before it is sent."""
+    last = {(to, message.decided): message for to, message in out}
+    return tuple((to, message) for (to, _), message in sorted(last.items(), key=lambda one: one[0]))
+
+
 # --- on the wire --------------------------------------------------------------------------------------------
 
 

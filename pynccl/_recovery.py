@@ -69,6 +69,8 @@ class Survivors:
         # Of agreements that this rank has not begun.
         self.early: list[tuple[int, int, Message]] = []
         self.parts: dict[int, bytearray] = {}
+        # What is still to be sent, by agreements.
+        self.out: dict[int, _agreement.Output] = {}
         self.decided = 0
         self.began = time.monotonic()
 
@@ -91,10 +93,11 @@ class Survivors:
             tell_excluded=self.final,
         )
         self.states.append(state)
-        self._send(number, out)
+        self.out[number] = out
         early, self.early = self.early, []
         for sender, which, message in early:
             self._take(sender, which, message)
+        self._flush()
         self._wait_for_decision()
         decision = self.states[-1].decision
         assert decision is not None
@@ -174,6 +177,7 @@ class Survivors:
             self._piece(int(rank[0]), bytes(ffi.buffer(data, _TEXT)))
             wait_ms = 0
         self._note(fates)
+        self._flush()
         if any(state.overruled for state in self.states):
             raise self._partition(self.states[-1].view)
 
@@ -216,7 +220,12 @@ class Survivors:
 
     def _advance(self, number: int, step: _agreement.Step) -> None:
         self.states[number] = step[0]
-        self._send(number, step[1])
+        self.out[number] = self.out.get(number, ()) + step[1]
+
+    def _flush(self) -> None:
+        out, self.out = self.out, {}
+        for number, messages in out.items():
+            self._send(number, _agreement.newest(messages))
 
     def _send(self, number: int, out: _agreement.Output) -> None:
         packed: dict[Message, bytes] = {}

@@ -27,6 +27,7 @@ class Model:
     """All that can happen to `size` ranks; `dead` are those that have died before, `lost` who knows of that.
 
     `proven`: whoever sees the end of a connection has the proof of a death; "late": that comes later.
+    `newest`: a rank takes all that has come before it says something.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Model:
         lost: dict[int, int] | None = None,
         excluded: dict[int, int] | None = None,
         refuses: int | None = None,
+        newest: bool = False,
     ) -> None:
         self.size, self.deaths, self.cuts = size, deaths, cuts
-        self.proven, self.quorum = proven, quorum
+        self.proven, self.quorum, self.newest = proven, quorum, newest
         self.lost, self.excluded, self.refuses = lost or {}, excluded or {}, refuses
         self.dead = dead
         self.known_dead = dead
@@ -198,8 +200,18 @@ class Model:
             at = self.channel_of[rank, to]
             reaches = not dead >> to & 1 and not cut >> self._edge(rank, to) & 1
             if reaches and fresh[at] is not None:
-                fresh[at] += (what,)
+                fresh[at] = self._sent(fresh[at], what)
         return (*machines[:rank], after, *machines[rank + 1 :]), tuple(fresh), dead, cut
+
+    def _sent(self, channel: tuple[int, ...], what: int) -> tuple[int, ...]:
+        """Send; where only the newest is sent, what it takes the place of has never been said."""
+        if (
+            self.newest
+            and channel
+            and not (self.messages[what].decided or self.messages[channel[-1]].decided)
+        ):
+            return (*channel[:-1], what)
+        return (*channel, what)
 
     # --- what has to hold ---
 
