@@ -297,8 +297,8 @@ class Survivors:
         others = self.decided & ~(1 << self.me)
         while others & ~(self.states[-1].deciders | self.lost | self.ended) and time.monotonic() < deadline:
             self.pump(_SLICE_MS)
-        fates = self._fates()
-        cut_off = [fates[r] & _GONE and self.comm._visible[r] for r in ranks_in(self.lost & ~self.ended)]
+        fates, outside = self._fates(), self.lost & ~(self.ended | self.decided)
+        cut_off = [fates[r] & _GONE and self.comm._visible[r] for r in ranks_in(outside)]
         if any(cut_off):
             time.sleep(max(0.0, self.began + _PROOF - time.monotonic()))
 

@@ -87,8 +87,11 @@ static void pynccl_add_rank(pynccl_verdict* v, int rank) {
   if (v->count < PYNCCL_MOST_RANKS) v->ranks[v->count++] = rank;
 }
 
-// Whether a rank is judged by its goodbye. One that aborts too may be what the trouble is about.
-static int pynccl_left(const pynccl_peer* p) { return p->goodbye && p->goodbye != PYNCCL_ABORTS_TOO; }
+// Whether a rank is judged by its goodbye. One that aborts too may be what the trouble is about, and one that
+// goes on may do so without this rank.
+static int pynccl_left(const pynccl_peer* p) {
+  return p->goodbye == PYNCCL_CLOSES || p->goodbye == PYNCCL_ABORTS_FIRST;
+}
 
 static int pynccl_apart(const pynccl_watch* w, int a, int b) {
   if (pynccl_left(&w->peers[a]) || pynccl_left(&w->peers[b])) return 0;

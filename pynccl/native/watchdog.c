@@ -114,7 +114,7 @@ static void* pynccl_watch_all(void* nothing) {
     const int n = epoll_wait(dog.epoll, events, 64, TICK_MS);
     pthread_mutex_lock(&dog.lock);
     int64_t now = pynccl_now();
-    dog.awake += now - last < 2 * TICK_MS * MS ? now - last : 2 * TICK_MS * MS;
+    dog.awake += now - last < BEAT_NS ? now - last : BEAT_NS;
     last = now;
     for (int i = 0; i < n; ++i) {
       if (!events[i].data.u64) {
@@ -353,7 +353,7 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl
   pynccl_watch* w = comm->watch;
   if (!w) return PYNCCL_FINE;
   pthread_mutex_lock(&dog.lock);
-  const int64_t late = dog.awake, until = pynccl_now() + 3 * SILENCE_NS;
+  const int64_t late = dog.awake, until = pynccl_now() + 10 * SILENCE_NS;
   while ((w->dying || pynccl_unsure(w, late)) && !w->verdict.trouble && pynccl_now() < until) {
     const int64_t soon = pynccl_now() + TICK_MS * MS;
     pynccl_await(soon < until ? soon : until);
