@@ -81,6 +81,22 @@ class Buffer:
         return f"<pynccl.Buffer {self.ptr:#x}, {self.count} of {_dtypes.name_of(self._span[2])}>"
 
 
+class Part(Buffer):
+    """Some memory of another array, its owner: on that array's stream, and ordered behind who writes it."""
+
+    __slots__ = ()
+
+
+def _part_stream(part: Any) -> int:
+    return 0 if part.owner is None else kind_of(part.owner).current(part.owner)
+
+
+def _order_part(part: Any, stream: int) -> None:
+    order = None if part.owner is None else kind_of(part.owner).order
+    if order is not None:
+        order(part.owner, stream)
+
+
 def _any_dtype(dtype: Any, name: str) -> int:
     if dtype is None:
         # NumPy takes it for float64.
@@ -136,6 +152,8 @@ def shape_of(array: Any) -> tuple[int, ...]:
 
 
 def _choose(array: Any, name: str) -> Kind:
+    if isinstance(array, Part):
+        return Kind(lambda part, _: part._span, _part_stream, _cannot_create, _order_part)
     if isinstance(array, Buffer):
         return Kind(lambda buffer, _: buffer._span, _no_stream, _cannot_create)
     if isinstance(array, np.ndarray):

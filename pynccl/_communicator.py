@@ -459,10 +459,27 @@ class Communicator(Relatives):
         for comm in family:
             comm._release()
 
-    def _leave_at_exit(self) -> bool:
-        """Take the communicator from the watchdog; False where that has given its handle back."""
-        lib.pynccl_watch_stop(self._c, lib.PYNCCL_STAYS)
+    def _take_from_watchdog(self, goodbye: Any) -> bool:
+        """Stop watching; False where the watchdog has given the handle back."""
+        lib.pynccl_watch_stop(self._c, goodbye)
         return bool(lib.pynccl_watch_claim(self._c, 1000))
+
+    def _leave_at_exit(self, deadline: float | None) -> bool:
+        """Complete what was issued and leave; False where that failed, or None was given: an abort is due."""
+        completed = deadline is not None and self._complete_issued(deadline)
+        if not self._take_from_watchdog(lib.PYNCCL_ENDS if completed else lib.PYNCCL_STAYS):
+            _lifetime.disown(int(self._handle))
+        return completed
+
+    def _complete_issued(self, deadline: float) -> bool:
+        if not self._owned or not self._handle:
+            return True
+        warnings.warn(f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=2)
+        try:
+            self.synchronize(timeout=max(0.0, deadline - time.monotonic()))
+        except (NcclError, ValueError):
+            return False
+        return True
 
     def _descendants(self) -> Iterator[Communicator]:
         for child in list(self._children):
@@ -551,7 +568,7 @@ class Communicator(Relatives):
         # Never a collective call from here: the other ranks' collectors run at other times.
         if getattr(self, "_handle", 0) and self._owned:
             _lifetime.orphans.append(self._kept)
-            if not self._leave_at_exit():
+            if not self._take_from_watchdog(lib.PYNCCL_STAYS):
                 _lifetime.disown(self._handle)
             warnings.warn(
                 f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=2

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -188,19 +189,44 @@ owned: set[int] = set()
 living: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # Arrays that the library may still write to although their communicator was collected.
 orphans: list[Any] = []
-_reaper: threading.Thread | None = None
-_wake = threading.Event()
-_done = threading.Event()
+
+
+class _AtEnd:
+    """A thread that ends communicators: started early, since none starts while the interpreter exits."""
+
+    def __init__(self, end: Callable[[int], int]) -> None:
+        self._end = end
+        self._handles: list[int] = []
+        self._wake, self._done = threading.Event(), threading.Event()
+        threading.Thread(target=self._work, name="pynccl-exit", daemon=True).start()
+
+    def _work(self) -> None:
+        self._wake.wait()
+        for handle in self._handles:
+            # Nobody is left to be told.
+            with suppress(NcclError):
+                self._end(handle)
+                disown(handle)
+        self._done.set()
+
+    def run(self, handles: Iterable[int], seconds: float) -> None:
+        """End communicators one after another, as far as the time allows."""
+        self._handles = list(handles)
+        self._wake.set()
+        self._done.wait(seconds)
+
+
+_leave: _AtEnd | None = None
+_abort: _AtEnd | None = None
 
 
 def own(handle: int) -> None:
     """Take responsibility for a handle until `disown`."""
-    global _reaper
+    global _leave, _abort
     owned.add(handle)
-    # Started now, since no thread can be started any more while the interpreter exits.
-    if _reaper is None:
-        _reaper = threading.Thread(target=_reap, name="pynccl-exit", daemon=True)
-        _reaper.start()
+    if _leave is None:
+        _leave, _abort = _AtEnd(capi.ncclCommDestroy), _AtEnd(capi.ncclCommAbort)
+        _when_multiprocessing_ends()
 
 
 def disown(handle: int) -> None:
@@ -208,24 +234,36 @@ def disown(handle: int) -> None:
     owned.discard(handle)
 
 
-def _reap() -> None:
-    _wake.wait()
-    for handle in list(owned):
-        # Nobody is left to be told.
-        with suppress(NcclError):
-            capi.ncclCommAbort(handle)
-    _done.set()
+def _when_multiprocessing_ends() -> None:
+    """Run at the end of a process of multiprocessing, too: those that it forks end without atexit."""
+    process, util = (sys.modules.get(f"multiprocessing.{name}") for name in ("process", "util"))
+    if process is not None and util is not None and process.parent_process() is not None:
+        util.Finalize(None, _at_exit, exitpriority=10)
 
 
 def _at_exit() -> None:
-    """Abort what is left, but not for longer than PYNCCL_EXIT_TIMEOUT seconds."""
+    """Leave the communicators that are left, or abort them where an exception ends the program.
+
+    Who leaves completes what it has issued. That takes PYNCCL_EXIT_TIMEOUT seconds at most.
+    """
+    deadline = time.monotonic() + _exit_seconds()
+    aborts = raised()
+    broken = set(owned) if aborts else set()
     for communicator in list(living):
-        if not communicator._leave_at_exit():
-            disown(communicator._handle)
+        handle = int(communicator._handle)
+        if not communicator._leave_at_exit(None if aborts else deadline):
+            broken.add(handle)
         communicator._forget("the interpreter has ended")
-    if owned and _reaper is not None:
-        _wake.set()
-        _done.wait(_exit_seconds())
+    if _leave is not None and owned - broken:
+        _leave.run(owned - broken, max(0.0, deadline - time.monotonic()))
+    if _abort is not None and owned:
+        _abort.run(owned, max(1.0, deadline - time.monotonic()))
+
+
+def raised() -> bool:
+    """Tell whether an exception that nobody caught ends the program; a prompt goes on after one."""
+    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return last is not None and not hasattr(sys, "ps1")
 
 
 def _exit_seconds() -> float:
@@ -237,9 +275,9 @@ def _exit_seconds() -> float:
 
 def _in_child() -> None:
     """In a forked child: the library's threads and connections are the parent's."""
-    global _reaper, _wake, _done
+    global _leave, _abort
     owned.clear()
-    _reaper, _wake, _done = None, threading.Event(), threading.Event()
+    _leave = _abort = None
     for communicator in list(living):
         lib.pynccl_leave(communicator._c)
         communicator._leave_to_parent()

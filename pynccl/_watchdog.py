@@ -157,7 +157,9 @@ def cause(comm: Communicator, error: NcclError) -> NcclError:
     found = verdict(comm, wait)
     if found is None:
         lib.pynccl_watch_blame_library(comm._c)
-        return error
+        found = verdict(comm)
+        if not isinstance(found, RankFailedError):
+            return error
     found.__cause__ = error
     return found
 

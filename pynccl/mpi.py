@@ -3,127 +3,82 @@
     comm = pynccl.mpi.Comm(MPI.COMM_WORLD)
     comm.Allreduce(x, y, op=MPI.SUM)      # x, y: CuPy arrays by NCCL, NumPy arrays by MPI
 
-The methods have mpi4py's signatures. On device arrays they go to the current stream of the array's library,
-as CuPy's own operations do: what comes after them on that stream sees the result. On the CPU library, CuPy
-arrays and other objects with `__cuda_array_interface__` take NCCL's way too, and the call returns when the
-result is there. What NCCL cannot do (tags, ANY_SOURCE, logical and user operations, derived types) raises
-NotSupportedError.
+The methods have mpi4py's signatures, and read its buffer arguments as it does: counts, displacements and
+datatypes in every form. On device arrays they go to the current stream of the array's library, as CuPy's own
+operations do: what comes after them on that stream sees the result. On the CPU library, CuPy arrays and
+other objects with `__cuda_array_interface__` take NCCL's way too, and the call returns when the result is
+there. What NCCL cannot do (tags, ANY_SOURCE, logical and user operations) raises NotSupportedError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
+import mpi4py
 from mpi4py import MPI
 
 from pynccl import _dtypes
-from pynccl._buffers import Buffer, spans
 from pynccl._communicator import Communicator
 from pynccl._errors import NotSupportedError
 from pynccl._group import Group
+from pynccl._mpi_messages import (
+    Message,
+    each_its_own,
+    in_place,
+    on_device,
+    one,
+    part_of,
+    require_alike,
+    require_apart,
+    same,
+    several,
+    wholes,
+)
+from pynccl._mpi_staging import Staging, neutral
 from pynccl.bootstrap._init import init
 
 __all__ = ["Comm"]
 
+if int(mpi4py.__version__.partition(".")[0]) < 4:
+    raise ImportError(f"pynccl.mpi needs mpi4py 4 or newer; mpi4py {mpi4py.__version__} is installed")
+
 # A list, since MPI.Op has no hash.
 _OPS = [(MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MAX, "max"), (MPI.MIN, "min")]
+# What makes a communicator without every rank of this one.
+_NOT_BY_ALL = ("Create_group", "Create_from_group", "Shrink")
+# What answers with a communicator that is not there yet.
+_LATER = ("Idup", "Idup_with_info", "Ishrink")
 
 
-class _Device(NamedTuple):
-    """A device array in a call of mpi4py's, and what was said with it."""
-
-    array: Any
-    counts: list[int] | None = None
-    displacements: list[int] | None = None
-
-    def part(self, start: int, count: int) -> Buffer:
-        """Return some of its elements."""
-        pointer, _, code, _, flags = spans[type(self.array)](self.array, "buffer")
-        travel = _dtypes.traveller(code)
-        step = _dtypes.itemsize(code) * (travel.factor if travel else 1)
-        return Buffer(
-            pointer + start * step, count, _dtypes.name_of(code), owner=self.array, readonly=bool(flags & 1)
-        )
-
-    def length(self) -> int:
-        """Return the number of elements."""
-        _, count, code, _, _ = spans[type(self.array)](self.array, "buffer")
-        travel = _dtypes.traveller(code)
-        return count // travel.factor if travel else count
-
-    def parts(self, size: int) -> list[Buffer]:
-        """Return what each rank gets or gives: by its counts, or an equal share."""
-        if self.counts is None:
-            share, rest = divmod(self.length(), size)
-            if rest:
-                raise ValueError(f"the buffer has {self.length()} elements; expected a multiple of {size}")
-            return [self.part(rank * share, share) for rank in range(size)]
-        if len(self.counts) != size:
-            raise ValueError(f"counts has {len(self.counts)} entries; expected one a rank, {size}")
-        starts = self.displacements or [sum(self.counts[:rank]) for rank in range(size)]
-        for rank, (start, count) in enumerate(zip(starts, self.counts, strict=True)):
-            if start < 0 or count < 0 or start + count > self.length():
-                raise ValueError(
-                    f"rank {rank} has {count} elements from {start}; expected them within {self.length()}"
-                )
-        return [self.part(start, count) for start, count in zip(starts, self.counts, strict=True)]
-
-
-def _is_device(array: Any) -> bool:
-    """Tell whether an array is a device's, or on the CPU library takes the place of one."""
-    kind = type(array)
-    if kind.__module__.partition(".")[0] == "cupy" or hasattr(kind, "__cuda_array_interface__"):
-        # torch has the interface on every tensor, and an error in it for those on the CPU.
-        return getattr(getattr(array, "device", None), "type", "cuda") == "cuda"
-    return hasattr(array, "__cuda_array_interface__") if kind is not np.ndarray else False
-
-
-def _ints(values: Any) -> list[int]:
-    return [int(value) for value in values]
-
-
-def _device(spec: Any, name: str) -> _Device | None:
-    """Return the device array of one of mpi4py's buffer arguments, None for one that is MPI's."""
-    if spec is None or spec is MPI.IN_PLACE or isinstance(spec, int):
-        return None
-    if not isinstance(spec, list | tuple):
-        return _Device(spec) if _is_device(spec) else None
-    if not spec or not _is_device(spec[0]):
-        return None
-    array, *more = spec
-    if more and isinstance(more[-1], MPI.Datatype | str):
-        _require_plain(more.pop(), array, name)
-    if not more or more[0] is None:
-        return _Device(array)
-    counts = more[0]
-    if isinstance(counts, int | np.integer):
-        return _Device(_Device(array).part(0, int(counts)))
-    if len(counts) == 2 and not isinstance(counts[0], int | np.integer):
-        return _Device(array, _ints(counts[0]), _ints(counts[1]))
-    return _Device(array, _ints(counts), _ints(more[1]) if len(more) > 1 and more[1] is not None else None)
-
-
-def _require_plain(datatype: Any, array: Any, name: str) -> None:
-    if isinstance(datatype, MPI.Datatype) and not datatype.is_predefined:
-        raise NotSupportedError(f"{name} has a derived MPI datatype; on device arrays NCCL has no such thing")
-    code = datatype if isinstance(datatype, str) else datatype.tocode()
-    dtype = getattr(array, "dtype", None)
-    if isinstance(dtype, np.dtype) and code and np.dtype(code) != dtype:
-        raise TypeError(f"{name} has MPI datatype {code!r}; expected that of the array, {dtype}")
-
-
-def _op(op: Any) -> str:
-    for known, name in _OPS:
-        if op == known:
-            return name
-    raise NotSupportedError("op is none of SUM, PROD, MAX, MIN, which is what NCCL has for device arrays")
+def _op(op: Any, message: Message) -> str:
+    """Return pynccl's name of a reduction that NCCL has for the numbers of an argument."""
+    name = next((name for known, name in _OPS if op == known), None)
+    if name is None:
+        raise NotSupportedError("op is none of SUM, PROD, MAX, MIN, which is what NCCL has for device arrays")
+    dtype, derived = message.dtype, message.regions[0].layout.derived
+    travel = None if dtype is None else _dtypes.traveller(_dtypes.CODES[dtype])
+    if dtype is None or derived or (travel and not travel.adds):
+        what = "a derived datatype" if derived else dtype or "a datatype"
+        raise NotSupportedError(f"{message.name} has {what}, of which NCCL has no reduction")
+    if travel and name != "sum":
+        raise NotSupportedError(f"{message.name} has {dtype}, of which NCCL has the sum; op is {name}")
+    return name
 
 
 def _require_no_tag(tag: int, name: str, neutral: Sequence[int]) -> None:
     if tag not in neutral:
         raise NotSupportedError(f"{name} is {tag}; expected 0: NCCL has no tags for device arrays")
+
+
+def _reduced(sendbuf: Any, recvbuf: Any) -> tuple[Message, Message]:
+    """Read the arguments of a reduction; in place they are the same."""
+    recv = one(recvbuf, "recvbuf", writes=True)
+    if in_place(sendbuf):
+        return recv, recv
+    send = one(sendbuf, "sendbuf")
+    require_alike(send, recv)
+    return send, recv
 
 
 class Comm:
@@ -135,10 +90,11 @@ class Comm:
     def __init__(
         self, mpi: MPI.Comm = MPI.COMM_WORLD, *, nccl: Communicator | None = None, **options: Any
     ) -> None:
-        if not isinstance(mpi, MPI.Comm):
-            raise TypeError(f"mpi is {mpi!r}; expected an mpi4py communicator")
+        if not isinstance(mpi, MPI.Comm) or mpi == MPI.COMM_NULL or mpi.Is_inter():
+            raise TypeError(f"mpi is {mpi!r}; expected an mpi4py communicator, within one group of ranks")
         self.mpi = mpi
         self.nccl = init(mpi, **options) if nccl is None else nccl
+        self._options = options
 
     @property
     def rank(self) -> int:
@@ -154,14 +110,22 @@ class Comm:
         return f"<pynccl.mpi.Comm {self.nccl!r}>"
 
     def __getattr__(self, name: str) -> Any:
+        if name == "mpi":
+            # Of an object that was never initialized.
+            raise AttributeError(name)
         value = getattr(self.mpi, name)
         if not name[:1].isupper() or not callable(value):
             return value
 
         def on_host(*args: Any, **kwargs: Any) -> Any:
-            if any(_device(arg, name) for arg in (*args, *kwargs.values())):
+            if name in _LATER:
+                raise NotSupportedError(f"{name}: NCCL makes communicators at once; expected Dup or Shrink")
+            if any(on_device(buf=arg) for arg in (*args, *kwargs.values())):
                 raise NotSupportedError(f"{name} of device arrays: NCCL has no such operation")
-            return value(*args, **kwargs)
+            made = value(*args, **kwargs)
+            if isinstance(made, MPI.Intracomm):
+                return self._relative(made, by_all=name not in _NOT_BY_ALL)
+            return made
 
         return on_host
 
@@ -171,145 +135,265 @@ class Comm:
     def __exit__(self, *error: Any) -> None:
         self.nccl.__exit__(*error)
 
-    def _both(self, send: Any, recv: Any) -> tuple[_Device | None, _Device | None]:
-        """Return the device arrays of a call; None twice where it is MPI's."""
-        one, two = _device(send, "sendbuf"), _device(recv, "recvbuf")
-        for device, other, name in ((one, recv, "recvbuf"), (two, send, "sendbuf")):
-            if device is not None and other is not None and other is not MPI.IN_PLACE and not (one and two):
-                raise TypeError(f"{name} is host memory, the other buffer a device's; expected both alike")
-        return one, two
-
     # --- collectives ---
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
         """Reduce to every rank; MPI.IN_PLACE as sendbuf."""
-        send, recv = self._both(sendbuf, recvbuf)
-        if recv is None:
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
             self.mpi.Allreduce(sendbuf, recvbuf, op)
             return
-        self.nccl.all_reduce((send or recv).array, recv.array, _op(op))
-
-    def Bcast(self, buf: Any, root: int = 0) -> None:
-        """Copy the root's buffer to every rank."""
-        device = _device(buf, "buf")
-        if device is None:
-            self.mpi.Bcast(buf, root)
-            return
-        self.nccl.broadcast(device.array, root=root)
+        send, recv = _reduced(sendbuf, recvbuf)
+        with Staging(self.nccl) as stage:
+            self.nccl.all_reduce(stage.send(send), stage.recv(recv), _op(op, recv))
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, root: int = 0) -> None:
         """Reduce to the root; MPI.IN_PLACE as its sendbuf."""
-        send, recv = self._both(sendbuf, recvbuf)
-        source = send or recv
-        if source is None:
+        here = self.rank == root
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf if here else None):
             self.mpi.Reduce(sendbuf, recvbuf, op, root)
             return
-        self.nccl.reduce(source.array, recv.array if recv and self.rank == root else None, _op(op), root)
+        send, recv = _reduced(sendbuf, recvbuf) if here else (one(sendbuf, "sendbuf"), None)
+        with Staging(self.nccl) as stage:
+            target = None if recv is None else stage.recv(recv)
+            self.nccl.reduce(stage.send(send), target, _op(op, send), root)
+
+    def Bcast(self, buf: Any, root: int = 0) -> None:
+        """Copy the root's buffer to every rank."""
+        if not on_device(buf=buf):
+            self.mpi.Bcast(buf, root)
+            return
+        here = self.rank == root
+        message = one(buf, "buf", writes=not here)
+        with Staging(self.nccl) as stage:
+            self.nccl.broadcast(stage.send(message) if here else stage.recv(message), root=root)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Collect equal parts on every rank."""
-        self._all_gather("Allgather", sendbuf, recvbuf)
+        """Collect equal parts on every rank; MPI.IN_PLACE as sendbuf."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Allgather(sendbuf, recvbuf)
+            return
+        recv = one(recvbuf, "recvbuf", self.size, writes=True)
+        send = recv.share(self.rank) if in_place(sendbuf) else one(sendbuf, "sendbuf")
+        require_alike(send, recv.share(self.rank))
+        with Staging(self.nccl) as stage:
+            self.nccl.all_gather(stage.send(send), stage.recv(recv))
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Collect parts of any length on every rank."""
-        self._all_gather("Allgatherv", sendbuf, recvbuf)
-
-    def _all_gather(self, name: str, sendbuf: Any, recvbuf: Any) -> None:
-        send, recv = self._both(sendbuf, recvbuf)
-        if recv is None:
-            getattr(self.mpi, name)(sendbuf, recvbuf)
+        """Collect parts of any length on every rank; MPI.IN_PLACE as sendbuf."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Allgatherv(sendbuf, recvbuf)
             return
-        parts = recv.parts(self.size)
-        mine = parts[self.rank] if send is None else send.array
-        with Group():
-            for root, part in enumerate(parts):
-                self.nccl.broadcast(mine if root == self.rank else None, part, root)
+        recv = several(recvbuf, "recvbuf", self.size, writes=True)
+        send = self._own(sendbuf, "sendbuf", recv)
+        with Staging(self.nccl) as stage:
+            mine, parts = stage.send(send), stage.recvs(recv)
+            with Group():
+                for root, part in enumerate(parts):
+                    self.nccl.broadcast(mine if root == self.rank else None, part, root)
+
+    def _own(self, spec: Any, name: str, parts: Message, writes: bool = False) -> Message:
+        """Read the argument for this rank's own part of another argument, or return that part."""
+        part = parts.of(self.rank)
+        if in_place(spec):
+            return part
+        own = one(spec, name, writes=writes)
+        require_alike(own, part)
+        if not same(own, part):
+            require_apart(own, parts)
+        return own
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Collect equal parts on the root."""
-        self._gather("Gather", sendbuf, recvbuf, root)
+        """Collect equal parts on the root; MPI.IN_PLACE as its sendbuf."""
+        here = self.rank == root
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf if here else None):
+            self.mpi.Gather(sendbuf, recvbuf, root)
+            return
+        with Staging(self.nccl) as stage:
+            if not here:
+                self.nccl.gather(stage.send(one(sendbuf, "sendbuf")), None, root)
+                return
+            recv = one(recvbuf, "recvbuf", self.size, writes=True)
+            send = recv.share(root) if in_place(sendbuf) else one(sendbuf, "sendbuf")
+            require_alike(send, recv.share(root))
+            self.nccl.gather(stage.send(send), stage.recv(recv), root)
 
     def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Collect parts of any length on the root."""
-        self._gather("Gatherv", sendbuf, recvbuf, root)
-
-    def _gather(self, name: str, sendbuf: Any, recvbuf: Any, root: int) -> None:
-        send, recv = self._both(sendbuf, recvbuf if self.rank == root else None)
-        if send is None and recv is None:
-            getattr(self.mpi, name)(sendbuf, recvbuf, root)
+        """Collect parts of any length on the root; MPI.IN_PLACE as its sendbuf."""
+        here = self.rank == root
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf if here else None):
+            self.mpi.Gatherv(sendbuf, recvbuf, root)
             return
-        parts = recv.parts(self.size) if recv and self.rank == root else []
-        with Group():
-            if send is not None:
-                self.nccl.send(send.array, root)
-            for peer, part in enumerate(parts):
-                if send is not None or peer != self.rank:
+        with Staging(self.nccl) as stage:
+            if not here:
+                self.nccl.send(stage.send(one(sendbuf, "sendbuf")), root)
+                return
+            recv = several(recvbuf, "recvbuf", self.size, writes=True)
+            send = self._own(sendbuf, "sendbuf", recv)
+            peers, stays = self._peers(send, recv)
+            mine, parts = None if stays else stage.send(send), stage.recvs(recv.of(*peers))
+            with Group():
+                if not stays:
+                    self.nccl.send(mine, root)
+                for peer, part in zip(peers, parts, strict=True):
                     self.nccl.recv(part, peer)
 
+    def _peers(self, own: Message, parts: Message) -> tuple[list[int], bool]:
+        """Return the ranks to exchange parts with, and whether this rank's own stays where it is."""
+        stays = same(own, parts.of(self.rank))
+        return [peer for peer in range(self.size) if peer != self.rank or not stays], stays
+
     def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Send equal parts of the root's buffer to the ranks."""
-        self._scatter("Scatter", sendbuf, recvbuf, root)
+        """Send equal parts of the root's buffer to the ranks; MPI.IN_PLACE as its recvbuf."""
+        here = self.rank == root
+        if not on_device(sendbuf=sendbuf if here else None, recvbuf=recvbuf):
+            self.mpi.Scatter(sendbuf, recvbuf, root)
+            return
+        with Staging(self.nccl) as stage:
+            if not here:
+                self.nccl.scatter(None, stage.recv(one(recvbuf, "recvbuf", writes=True)), root)
+                return
+            send = one(sendbuf, "sendbuf", self.size)
+            recv = send.share(root) if in_place(recvbuf) else one(recvbuf, "recvbuf", writes=True)
+            require_alike(recv, send.share(root))
+            self.nccl.scatter(stage.send(send), stage.recv(recv), root)
 
     def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
-        """Send parts of any length of the root's buffer to the ranks."""
-        self._scatter("Scatterv", sendbuf, recvbuf, root)
-
-    def _scatter(self, name: str, sendbuf: Any, recvbuf: Any, root: int) -> None:
-        send, recv = self._both(sendbuf if self.rank == root else None, recvbuf)
-        if send is None and recv is None:
-            getattr(self.mpi, name)(sendbuf, recvbuf, root)
+        """Send parts of any length of the root's buffer to the ranks; MPI.IN_PLACE as its recvbuf."""
+        here = self.rank == root
+        if not on_device(sendbuf=sendbuf if here else None, recvbuf=recvbuf):
+            self.mpi.Scatterv(sendbuf, recvbuf, root)
             return
-        parts = send.parts(self.size) if send and self.rank == root else []
-        with Group():
-            for peer, part in enumerate(parts):
-                if recv is not None or peer != self.rank:
+        with Staging(self.nccl) as stage:
+            if not here:
+                self.nccl.recv(stage.recv(one(recvbuf, "recvbuf", writes=True)), root)
+                return
+            send = several(sendbuf, "sendbuf", self.size)
+            recv = self._own(recvbuf, "recvbuf", send, writes=True)
+            peers, stays = self._peers(recv, send)
+            parts, mine = stage.sends(send.of(*peers)), None if stays else stage.recv(recv)
+            with Group():
+                for peer, part in zip(peers, parts, strict=True):
                     self.nccl.send(part, peer)
-            if recv is not None:
-                self.nccl.recv(recv.array, root)
+                if not stays:
+                    self.nccl.recv(mine, root)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Exchange equal parts between all ranks."""
-        self._all_to_all("Alltoall", sendbuf, recvbuf)
+        """Exchange equal parts between all ranks; MPI.IN_PLACE as sendbuf."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Alltoall(sendbuf, recvbuf)
+            return
+        recv = one(recvbuf, "recvbuf", self.size, writes=True)
+        send = recv if in_place(sendbuf) else one(sendbuf, "sendbuf", self.size)
+        require_alike(send, recv)
+        with Staging(self.nccl) as stage:
+            self.nccl.all_to_all(stage.send(send, apart=in_place(sendbuf)), stage.recv(recv))
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Exchange parts of any length between all ranks."""
-        self._all_to_all("Alltoallv", sendbuf, recvbuf)
+        """Exchange parts of any length between all ranks; MPI.IN_PLACE as sendbuf."""
+        self._exchange("Alltoallv", several, sendbuf, recvbuf)
 
-    def _all_to_all(self, name: str, sendbuf: Any, recvbuf: Any) -> None:
-        send, recv = self._both(sendbuf, recvbuf)
-        if recv is None:
+    def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Exchange parts of any length and datatype between all ranks; MPI.IN_PLACE as sendbuf."""
+        self._exchange("Alltoallw", each_its_own, sendbuf, recvbuf)
+
+    def _exchange(self, name: str, read: Callable[..., Message], sendbuf: Any, recvbuf: Any) -> None:
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
             getattr(self.mpi, name)(sendbuf, recvbuf)
             return
-        if send is None:
-            raise NotSupportedError(f"{name} in place: NCCL needs separate device arrays")
-        with Group():
-            for peer, part in enumerate(send.parts(self.size)):
-                self.nccl.send(part, peer)
-            for peer, part in enumerate(recv.parts(self.size)):
-                self.nccl.recv(part, peer)
+        stays = in_place(sendbuf)
+        recv = read(recvbuf, "recvbuf", self.size, writes=True)
+        send = recv if stays else read(sendbuf, "sendbuf", self.size)
+        require_alike(send.of(self.rank), recv.of(self.rank))
+        if not stays:
+            require_apart(send, recv)
+        with Staging(self.nccl) as stage:
+            sends, recvs = stage.sends(send, apart=stays), stage.recvs(recv)
+            with Group():
+                for peer, part in enumerate(sends):
+                    self.nccl.send(part, peer)
+                for peer, part in enumerate(recvs):
+                    self.nccl.recv(part, peer)
 
     def Reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: MPI.Op = MPI.SUM
     ) -> None:
-        """Reduce, and give every rank its part: `recvcounts[i]` elements to rank i."""
-        send, recv = self._both(sendbuf, recvbuf)
-        if recv is None:
+        """Reduce, and give every rank its part: `recvcounts[i]` elements to rank i, or all it takes."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
             self.mpi.Reduce_scatter(sendbuf, recvbuf, recvcounts, op)
             return
-        if send is None:
-            raise NotSupportedError("Reduce_scatter in place: NCCL needs separate device arrays")
-        parts = _Device(send.array, None if recvcounts is None else _ints(recvcounts)).parts(self.size)
-        with Group():
-            for root, part in enumerate(parts):
-                self.nccl.reduce(part, recv.array if root == self.rank else None, _op(op), root)
+        recv = one(recvbuf, "recvbuf", writes=True)
+        if recvcounts is None and not in_place(sendbuf):
+            counts = self.mpi.allgather(recv.entries)
+        else:
+            counts = wholes(recvcounts, "recvcounts", self.size)
+        if in_place(sendbuf):
+            send, recv = recv, recv._replace(entries=counts[self.rank]).share(0)
+        else:
+            send = one(sendbuf, "sendbuf")
+        self._scatter_reduced(send, recv, counts, op, apart=in_place(sendbuf))
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
-        """Reduce, and give every rank an equal part."""
-        _, recv = self._both(sendbuf, recvbuf)
-        if recv is None:
+        """Reduce, and give every rank an equal part; MPI.IN_PLACE as sendbuf."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
             self.mpi.Reduce_scatter_block(sendbuf, recvbuf, op)
             return
-        self.Reduce_scatter(sendbuf, recvbuf, None, op)
+        if in_place(sendbuf):
+            send = one(recvbuf, "recvbuf", self.size, writes=True)
+            recv = send.share(0)
+        else:
+            recv, send = one(recvbuf, "recvbuf", writes=True), one(sendbuf, "sendbuf", self.size)
+        self._scatter_reduced(send, recv, [send.entries] * self.size, op, apart=in_place(sendbuf))
+
+    def _scatter_reduced(
+        self, send: Message, recv: Message, counts: list[int], op: MPI.Op, apart: bool
+    ) -> None:
+        name = _op(op, send)
+        (given,) = send.regions
+        if given.entries != sum(counts):
+            raise ValueError(
+                f"{send.name} has {given.entries} elements; expected {sum(counts)}, all ranks' counts"
+            )
+        require_alike(recv, send._replace(regions=[given._replace(entries=counts[self.rank])]))
+        if not apart:
+            require_apart(send, recv)
+        with Staging(self.nccl) as stage:
+            source, target = stage.send(send), stage.recv(recv, apart=apart)
+            if len(set(counts)) == 1:
+                self.nccl.reduce_scatter(source, target, name)
+            else:
+                if not counts[self.rank]:
+                    target = part_of(None, 0, 0, send.dtype)
+                self.nccl.reduce_scatter_v(source, target, counts, name)
+
+    def Scan(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
+        """Reduce the ranks up to this one; MPI.IN_PLACE as sendbuf."""
+        self._scan("Scan", sendbuf, recvbuf, op, 0)
+
+    def Exscan(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
+        """Reduce the ranks before this one, on all but the first; MPI.IN_PLACE as sendbuf."""
+        self._scan("Exscan", sendbuf, recvbuf, op, 1)
+
+    def _scan(self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, first: int) -> None:
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            getattr(self.mpi, name)(sendbuf, recvbuf, op)
+            return
+        send, recv = _reduced(sendbuf, recvbuf)
+        stays, reduction = send is recv, _op(op, send)
+        if send.memory.dtype != send.dtype:
+            raise NotSupportedError(
+                f"{send.name} has {send.dtype} in an array of {send.memory.dtype}; expected an array of it"
+            )
+        if not stays:
+            require_apart(send, recv)
+        # One reduction for each rank: those behind it give what changes nothing.
+        with Staging(self.nccl) as stage:
+            source = stage.send(send)
+            target = stage.recv(recv, apart=stays) if self.rank >= first else None
+            nothing = neutral(send, reduction) if send.entries else source
+            with Group():
+                for root in range(first, self.size):
+                    mine = source if self.rank <= root - first else nothing
+                    self.nccl.reduce(mine, target if root == self.rank else None, reduction, root)
 
     def Barrier(self) -> None:
         """Return when every rank has reached this."""
@@ -318,26 +402,26 @@ class Comm:
     # --- point to point ---
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a buffer to a rank."""
-        device = _device(buf, "buf")
-        if device is None:
+        """Send a buffer to a rank, which has to receive as much."""
+        if not on_device(buf=buf):
             self.mpi.Send(buf, dest, tag)
             return
         _require_no_tag(tag, "tag", (0,))
         if dest != MPI.PROC_NULL:
-            self.nccl.send(device.array, dest)
+            with Staging(self.nccl) as stage:
+                self.nccl.send(stage.send(one(buf, "buf")), dest)
 
     def Recv(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
     ) -> None:
-        """Receive from a rank; device arrays need to say from which."""
-        device = _device(buf, "buf")
-        if device is None:
+        """Receive from a rank as much as it sends; device arrays need to say from which."""
+        if not on_device(buf=buf):
             self.mpi.Recv(buf, source, tag, status)
             return
         self._require_source(source, tag, status)
         if source != MPI.PROC_NULL:
-            self.nccl.recv(device.array, source)
+            with Staging(self.nccl) as stage:
+                self.nccl.recv(stage.recv(one(buf, "buf", writes=True)), source)
 
     def Sendrecv(
         self,
@@ -350,17 +434,45 @@ class Comm:
         status: MPI.Status | None = None,
     ) -> None:
         """Send to one rank while receiving from another."""
-        send, recv = self._both(sendbuf, recvbuf)
-        if send is None and recv is None:
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
             self.mpi.Sendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             return
         _require_no_tag(sendtag, "sendtag", (0,))
         self._require_source(source, recvtag, status)
-        with Group():
-            if send is not None and dest != MPI.PROC_NULL:
-                self.nccl.send(send.array, dest)
-            if recv is not None and source != MPI.PROC_NULL:
-                self.nccl.recv(recv.array, source)
+        send = None if dest == MPI.PROC_NULL else one(sendbuf, "sendbuf")
+        recv = None if source == MPI.PROC_NULL else one(recvbuf, "recvbuf", writes=True)
+        if send and recv:
+            require_apart(send, recv)
+        self._swap(send, dest, recv, source)
+
+    def Sendrecv_replace(
+        self,
+        buf: Any,
+        dest: int,
+        sendtag: int = 0,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> None:
+        """Send a buffer to one rank, and receive into it from another."""
+        if not on_device(buf=buf):
+            self.mpi.Sendrecv_replace(buf, dest, sendtag, source, recvtag, status)
+            return
+        _require_no_tag(sendtag, "sendtag", (0,))
+        self._require_source(source, recvtag, status)
+        message = one(buf, "buf", writes=True)
+        send = None if dest == MPI.PROC_NULL else message
+        self._swap(send, dest, None if source == MPI.PROC_NULL else message, source)
+
+    def _swap(self, send: Message | None, dest: int, recv: Message | None, source: int) -> None:
+        with Staging(self.nccl) as stage:
+            out = None if send is None else stage.send(send, apart=send is recv)
+            into = None if recv is None else stage.recv(recv)
+            with Group():
+                if out is not None:
+                    self.nccl.send(out, dest)
+                if into is not None:
+                    self.nccl.recv(into, source)
 
     def _require_source(self, source: int, tag: int, status: MPI.Status | None) -> None:
         if source == MPI.ANY_SOURCE:
@@ -373,18 +485,35 @@ class Comm:
 
     def Split(self, color: int = 0, key: int = 0) -> Comm | MPI.Comm:
         """Make a communicator of the ranks with the same color; MPI.COMM_NULL for MPI.UNDEFINED."""
-        mpi = self.mpi.Split(color, key)
-        nccl = self.nccl.split(None if color == MPI.UNDEFINED else color, key)
-        return mpi if nccl is None else Comm(mpi, nccl=nccl)
+        return self._relative(self.mpi.Split(color, key))
 
-    def Dup(self) -> Comm:
+    def Dup(self, info: MPI.Info | None = None) -> Comm:
         """Make another communicator of the same ranks."""
-        copy = self.Split(0, self.rank)
+        copy = self._relative(self.mpi.Dup(info))
         assert isinstance(copy, Comm)
         return copy
+
+    def _relative(self, mpi: MPI.Comm, by_all: bool = True) -> Comm | MPI.Comm:
+        """Return what goes with a communicator that MPI made of this one, in a call of all ranks or not."""
+        joins = mpi != MPI.COMM_NULL
+        if not by_all:
+            return type(self)(mpi, **self._options) if joins else mpi
+        first = mpi.group.Translate_ranks([0], self.mpi.group)[0] if joins else None
+        nccl = self.nccl.split(first, mpi.rank if joins else 0)
+        if nccl is None:
+            return mpi
+        relative = type(self)(mpi, nccl=nccl)
+        relative._options = self._options
+        return relative
 
     def Free(self) -> None:
         """Destroy the NCCL communicator, and free the MPI one unless it is MPI's own."""
         self.nccl.destroy()
         if self.mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
             self.mpi.Free()
+
+    def Disconnect(self) -> None:
+        """Destroy the NCCL communicator, and disconnect the MPI one unless it is MPI's own."""
+        self.nccl.destroy()
+        if self.mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            self.mpi.Disconnect()

@@ -236,7 +236,9 @@ def _of_survivor(s: Schedule) -> Expected:
             return Expected(("NcclTimeoutError", "BootstrapError", "RankFailedError"), s.victims, "", late)
         if s.recovers and s.nranks == 2 and s.victims == (0,):
             # It lives, for all that its half knows.
-            return Expected(("RankFailedError", *_enough(s)), s.victims, "partition|not responding", late + 2.5)
+            return Expected(
+                ("RankFailedError", *_enough(s)), s.victims, "partition|not responding", late + 2.5
+            )
         return Expected((failed, *_enough(s)), s.victims, f"{who} is not responding", late)
     if s.fault.startswith("too slow"):
         kinds = ("NcclTimeoutError", "BootstrapError") if creates else ("NcclTimeoutError",)

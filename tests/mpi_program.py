@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import cupy
+import ml_dtypes
 import numpy as np
+import pytest
 from mpi4py import MPI
 
+import mpi_forms
 import pynccl
 from pynccl import NotSupportedError
 from pynccl.mpi import Comm
@@ -29,6 +32,14 @@ class Interface:
             "data": (data.ctypes.data, False),
             "version": 3,
         }
+
+
+class Typed(Interface):
+    """An array of a dtype that has no typestr of its own."""
+
+    def __init__(self, numbers: np.ndarray[Any, Any], dtype: Any) -> None:
+        super().__init__(numbers.astype(dtype))
+        self.dtype = self.data.dtype
 
 
 def as_cupy(data: np.ndarray[Any, Any]) -> Any:
@@ -105,33 +116,177 @@ def compare(make: Callable[[Any], Any], comm: Any) -> None:
         np.testing.assert_array_equal(got, want, err_msg=f"result {index} of rank {RANK}")
 
 
+def compare_forms(make: Callable[[Any], Any], comm: Any) -> None:
+    found, expected = list(mpi_forms.calls(make, comm)), list(mpi_forms.calls(lambda data: data, WORLD))
+    assert len(found) > 300
+    for (what, got), (_, want) in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(got, want, err_msg=f"{what} on rank {RANK}")
+
+
+def counts_are_each_ranks(comm: Any) -> None:
+    """In MPI a count is that of each rank, also of the buffer that holds all ranks' elements."""
+    x, y = (100 * RANK + np.arange(2 * SIZE)).astype(np.float32), np.zeros(2 * SIZE, np.float32)
+    comm.Alltoall([as_cupy(x), 2, MPI.FLOAT], [as_cupy(y), 2, MPI.FLOAT])
+    assert y.tolist() == [100 * peer + 2 * RANK + i for peer in range(SIZE) for i in range(2)]
+    y = np.full(4 * SIZE, float(RANK), np.float32)
+    comm.Allgather(MPI.IN_PLACE, [as_cupy(y), 4, MPI.FLOAT])
+    assert y.tolist() == [float(peer) for peer in range(SIZE) for _ in range(4)]
+    # Of nothing the datatype does not matter.
+    few, none = as_cupy(np.zeros(2)), as_cupy(np.zeros(0, np.int32))
+    comm.Alltoallv([few, 0, MPI.DOUBLE], none)
+    comm.Allgather(none, [few, 0])
+    comm.Gatherv(none, [few, 0], root=SIZE - 1)
+    comm.Allreduce([few, 0], none)
+    comm.Scan([few, 0], as_cupy(np.zeros(0)))
+    nothing: Any = [None, 0, MPI.DOUBLE]
+    z, given = np.zeros(SIZE), [0] + [1] * (SIZE - 1)
+    mine = as_cupy(np.full(1, float(RANK))) if RANK else nothing
+    comm.Allgatherv(mine, [as_cupy(z), given])
+    assert z.tolist() == [*map(float, range(1, SIZE)), 0.0]
+
+
+def scans_of_small_floats(comm: Any) -> None:
+    """Numbers that MPI has no datatype for, and the sign of zero."""
+    for dtype in (np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
+        for op, reduce in ((MPI.SUM, np.sum), (MPI.PROD, np.prod), (MPI.MAX, np.max), (MPI.MIN, np.min)):
+            for name, before in (("Scan", RANK + 1), ("Exscan", RANK)):
+                x, y = Typed(np.array([-1.0, 0.5]) - RANK, dtype), Typed(np.zeros(2), dtype)
+                getattr(comm, name)(x, y, op)
+                if before:
+                    want = reduce([np.array([-1.0, 0.5]) - rank for rank in range(before)], axis=0)
+                    np.testing.assert_array_equal(y.data.astype(float), want.astype(dtype).astype(float))
+    zero = np.full(2, -0.0)
+    comm.Scan(MPI.IN_PLACE, as_cupy(zero))
+    assert np.signbit(zero).all()
+
+
 def refusals(comm: Any) -> None:
-    device, host = as_cupy(np.zeros(SIZE)), np.zeros(SIZE)
-    derived = MPI.DOUBLE.Create_contiguous(1).Commit()
-    calls: list[tuple[type[Exception], Callable[[], object]]] = [
-        (NotSupportedError, lambda: comm.Allreduce(device, device, op=MPI.LAND)),
-        (NotSupportedError, lambda: comm.Allreduce(device, device, op=MPI.Op.Create(lambda a, b, t: None))),
-        (NotSupportedError, lambda: comm.Send(device, 0, tag=3)),
-        (NotSupportedError, lambda: comm.Recv(device)),
-        (NotSupportedError, lambda: comm.Recv(device, source=0, tag=5)),
-        (NotSupportedError, lambda: comm.Recv(device, source=0, status=MPI.Status())),
-        (NotSupportedError, lambda: comm.Bcast([device, derived])),
-        (NotSupportedError, lambda: comm.Scan(device, device)),
-        (NotSupportedError, lambda: comm.Alltoall(MPI.IN_PLACE, device)),
-        (TypeError, lambda: comm.Allreduce(device, host)),
-        (TypeError, lambda: comm.Allreduce(host, device)),
-        (TypeError, lambda: comm.Bcast([device, MPI.FLOAT])),
-        (TypeError, lambda: Comm(3)),  # type: ignore[arg-type]
-        (ValueError, lambda: comm.Allgatherv(device, [device, [SIZE + 1] * SIZE])),
-        (ValueError, lambda: comm.Allgatherv(device, [device, [1] * (SIZE + 1)])),
+    device, host, other = as_cupy(np.zeros(2 * SIZE)), np.zeros(SIZE), as_cupy(np.zeros(2 * SIZE))
+    short, complexes = as_cupy(np.zeros(SIZE, np.int16)), as_cupy(np.zeros(SIZE, np.complex64))
+    long, fixed = Interface(np.zeros(SIZE, np.longdouble)), Interface(np.zeros(SIZE))
+    fixed.__cuda_array_interface__["data"] = (fixed.data.ctypes.data, True)
+    n = 2 * SIZE
+    scattered = MPI.DOUBLE.Create_darray(1, 0, [4], [MPI.DISTRIBUTE_CYCLIC], [1], [1]).Commit()
+    wide, gaps = MPI.DOUBLE.Create_contiguous(n + 1).Commit(), MPI.INT.Create_vector(2, 1, 2).Commit()
+    pair = MPI.DOUBLE.Create_contiguous(2).Commit()
+    raw = as_cupy(np.zeros(8, np.uint8))
+    user = MPI.Op.Create(lambda a, b, t: None)
+    calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (NotSupportedError, "op is none of SUM", lambda: comm.Allreduce(device, other, op=MPI.LAND)),
+        (NotSupportedError, "op is none of SUM", lambda: comm.Allreduce(device, other, op=MPI.MAXLOC)),
+        (NotSupportedError, "op is none of SUM", lambda: comm.Allreduce(device, other, op=user)),
+        (NotSupportedError, "op is none of SUM", lambda: comm.Scan(device, other, op=MPI.BXOR)),
+        (NotSupportedError, "recvbuf has int16", lambda: comm.Allreduce(MPI.IN_PLACE, short)),
+        (NotSupportedError, "complex64, .* op is prod", lambda: comm.Scan(None, complexes, MPI.PROD)),
+        (NotSupportedError, "a datatype, of which NCCL", lambda: comm.Allreduce(None, long)),
+        (
+            NotSupportedError,
+            "a datatype, of which NCCL",
+            lambda: comm.Reduce_scatter_block(None, [device, MPI.BYTE]),
+        ),
+        (
+            NotSupportedError,
+            "a derived datatype, of",
+            lambda: comm.Reduce([device, 1, pair], [other, 1, pair]),
+        ),
+        (NotSupportedError, "float32 in an array of uint8", lambda: comm.Scan(None, [raw, MPI.FLOAT])),
+        (NotSupportedError, "tag is 3", lambda: comm.Send(device, 0, tag=3)),
+        (NotSupportedError, "source is ANY_SOURCE", lambda: comm.Recv(device)),
+        (NotSupportedError, "tag is 5", lambda: comm.Recv(device, source=0, tag=5)),
+        (NotSupportedError, "status is given", lambda: comm.Recv(device, source=0, status=MPI.Status())),
+        (NotSupportedError, "buf has a datatype made as DARRAY", lambda: comm.Bcast([device, 1, scattered])),
+        (NotSupportedError, "MPI_DOUBLE_INT, whose gaps", lambda: comm.Bcast([device, 1, MPI.DOUBLE_INT])),
+        (NotSupportedError, "Iallreduce of device arrays", lambda: comm.Iallreduce(device, other)),
+        (NotSupportedError, "Ssend of device arrays", lambda: comm.Ssend([device, MPI.DOUBLE], 0)),
+        (NotSupportedError, "Idup: ", lambda: comm.Idup()),
+        (TypeError, "recvbuf is host memory", lambda: comm.Allreduce(device, host)),
+        (TypeError, "sendbuf is host memory", lambda: comm.Allreduce([host, 1], device)),
+        (TypeError, "recvbuf is None", lambda: comm.Allreduce(device, None)),
+        (TypeError, "buf has MPI datatype MPI_FLOAT, which is float32", lambda: comm.Bcast([device, "f"])),
+        (TypeError, "the count of buf is 1.5", lambda: comm.Bcast([device, 1.5])),
+        (TypeError, "buf has 3 for its datatype", lambda: comm.Bcast([device, 1, 3])),
+        (TypeError, "recvcounts is None", lambda: comm.Reduce_scatter(MPI.IN_PLACE, device)),
+        (TypeError, "mpi is 3", lambda: Comm(3)),  # type: ignore[arg-type]
+        (TypeError, "mpi is ", lambda: Comm(MPI.COMM_NULL)),
+        (ValueError, "DATATYPE_NULL", lambda: comm.Bcast([device, 1, MPI.DATATYPE_NULL])),
+        (ValueError, "buf has 5 items", lambda: comm.Bcast([device, 1, 2, MPI.DOUBLE, 3])),
+        (ValueError, "buf has bytes 0 to", lambda: comm.Bcast([device, n + 1])),
+        (ValueError, "buf has displacement", lambda: comm.Bcast([device, (None, n + 1)])),
+        (ValueError, "the count of buf is -1", lambda: comm.Bcast([device, -1])),
+        (ValueError, "the displacement of buf is -2", lambda: comm.Bcast([device, (1, -2)])),
+        (ValueError, "buf has .* bytes and no count", lambda: comm.Bcast([device, wide])),
+        (ValueError, "sendbuf has 8 bytes", lambda: comm.Allreduce([device, 1], [other, 2])),
+        (
+            ValueError,
+            "sendbuf has float64; .* bytes",
+            lambda: comm.Allgather([device, 1], [other, 8, MPI.BYTE]),
+        ),
+        (ValueError, "sendbuf has 8 bytes", lambda: comm.Allgather([device, 1], other)),
+        (ValueError, "recvbuf is read-only", lambda: comm.Allgatherv(MPI.IN_PLACE, fixed)),
+        (ValueError, "recvbuf has bytes", lambda: comm.Allgatherv(device, [other, [n + 1] * SIZE])),
+        (ValueError, "the counts of recvbuf has", lambda: comm.Allgatherv(device, [other, [1] * (SIZE + 1)])),
+        (
+            ValueError,
+            "the displacements of .* has",
+            lambda: comm.Allgatherv(device, [other, (1, [0] * n + [0])]),
+        ),
+        (ValueError, "the counts of recvbuf is -1", lambda: comm.Alltoallv(device, [other, [-1] * SIZE])),
+        (ValueError, "sum|all ranks", lambda: comm.Reduce_scatter(device, [other, 1], [1] * SIZE)),
+        (ValueError, "share memory", lambda: comm.Alltoallv(device, device)),
+        (ValueError, "share memory", lambda: comm.Sendrecv([device, 2], 0, 0, [device, (1, 1)], 0)),
+        (ValueError, "share memory", lambda: comm.Exscan(device, device)),
     ]
-    for error, call in calls:
-        try:
+    for error, words, call in calls:
+        with pytest.raises(error, match=words):
             call()
-        except error:
+    with (
+        pytest.raises(NotSupportedError, match=r"inside of pynccl.group\(\) comes too late"),
+        pynccl.group(),
+    ):
+        comm.Bcast([device, 1, gaps])
+    for made in (scattered, wide, gaps, pair, user):
+        made.Free()
+
+
+def relatives(comm: Comm) -> None:
+    """What MPI makes of a communicator has its NCCL one, whoever has to call."""
+    members = range(0, SIZE, 2)
+    group = WORLD.group.Incl(members)
+    made: list[tuple[Any, list[int]]] = [
+        (comm.Split(RANK % 2, -RANK), [r for r in range(SIZE) if r % 2 == RANK % 2]),
+        (comm.Split_type(MPI.COMM_TYPE_SHARED, key=-RANK), list(range(SIZE))),
+        (comm.Dup(), list(range(SIZE))),
+        (comm.Dup_with_info(MPI.INFO_NULL), list(range(SIZE))),
+        (comm.Clone(), list(range(SIZE))),
+        (comm.Create(group), list(members)),
+        (comm.Create_cart([SIZE], periods=[True]), list(range(SIZE))),
+    ]
+    if RANK in members:
+        made.append((comm.Create_group(group), list(members)))
+    for relative, ranks in made:
+        if RANK not in ranks:
+            assert relative == MPI.COMM_NULL
             continue
-        raise AssertionError(f"no {error.__name__}: {call}")
-    derived.Free()
+        assert isinstance(relative, Comm), relative
+        assert (relative.rank, relative.size) == (relative.mpi.rank, relative.mpi.size)
+        data = np.full(3, float(RANK))
+        relative.Allreduce(MPI.IN_PLACE, as_cupy(data))
+        assert (data == sum(ranks)).all()
+        data = np.full(1, float(relative.mpi.rank))
+        relative.Bcast(as_cupy(data), root=relative.size - 1)
+        assert data[0] == relative.size - 1
+    cart = made[6][0]
+    assert cart.Get_coords(cart.rank) == [cart.rank]
+    (line,) = [cart.Sub([True])]
+    assert isinstance(line, Comm) and line.size == SIZE
+    for relative, ranks in [*made, (line, list(range(SIZE)))]:
+        if RANK in ranks:
+            relative.Free()
+    none = comm.Split(MPI.UNDEFINED if RANK == 0 else 1)
+    assert (none == MPI.COMM_NULL) == (RANK == 0)
+    if RANK:
+        none.Disconnect()
+    group.Free()
 
 
 def main() -> None:
@@ -141,21 +296,12 @@ def main() -> None:
         compare(as_cupy, comm)
         compare(Interface, comm)
         compare(lambda data: data, comm)
+        compare_forms(as_cupy, comm)
+        counts_are_each_ranks(comm)
+        scans_of_small_floats(comm)
         refusals(comm)
         assert comm.bcast({"rank": RANK}) == {"rank": 0}
-        half = comm.Split(RANK % 2, -RANK)
-        data = np.full(3, float(RANK))
-        half.Allreduce(MPI.IN_PLACE, as_cupy(data))
-        assert (data == sum(r for r in range(SIZE) if r % 2 == RANK % 2)).all()
-        assert half.rank == half.mpi.rank
-        half.Free()
-        none = comm.Split(MPI.UNDEFINED if RANK == 0 else 1)
-        assert (none == MPI.COMM_NULL) == (RANK == 0)
-        if RANK:
-            none.Free()
-        copy = comm.Dup()
-        copy.Barrier()
-        copy.Free()
+        relatives(comm)
     print(f"fine {RANK}", flush=True)
 
 

@@ -44,6 +44,7 @@ class Model:
         refuses: int | None = None,
         newest: bool = False,
     ) -> None:
+        assert not cuts or proven is not True, "the end of a connection that is cut proves nothing"
         self.size, self.deaths, self.cuts = size, deaths, cuts
         self.proven, self.quorum, self.newest = proven, quorum, newest
         self.lost, self.excluded, self.refuses = lost or {}, excluded or {}, refuses
@@ -262,14 +263,18 @@ SMALL: list[dict[str, Any]] = [
     {"size": 4, "dead": 8, "deaths": 2, "lost": {0: 8, 1: 8, 2: 8}},
     {"size": 4, "dead": 8, "deaths": 2, "lost": {0: 8, 2: 8}},
     {"size": 4, "dead": 1, "deaths": 2, "lost": {2: 1}, "proven": True},
+    {"size": 4, "dead": 2, "deaths": 1, "lost": {0: 2, 3: 2}, "newest": True},
 ]
 LARGE: list[dict[str, Any]] = [
-    {"size": 4, "dead": 2, "deaths": 1, "lost": {0: 2}, "proven": "late"},
     {"size": 3, "cuts": 3, "deaths": 1, "quorum": True},
-    {"size": 4, "deaths": 3, "proven": True},
+    {"size": 4, "deaths": 1, "newest": True},
+    {"size": 4, "deaths": 2, "proven": True, "newest": True},
+]
+# Minutes each.
+HUGE: list[dict[str, Any]] = [
     {"size": 4, "deaths": 2},
-    {"size": 4, "dead": 1, "deaths": 2, "lost": {2: 1}, "proven": "late", "quorum": True},
-    {"size": 4, "cuts": 2, "quorum": True},
+    {"size": 4, "deaths": 3, "proven": True},
+    {"size": 4, "cuts": 1, "quorum": True, "newest": True},
 ]
 
 
@@ -278,7 +283,13 @@ def named(what: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "what", [*SMALL, *(pytest.param(one, marks=pytest.mark.slow) for one in LARGE)], ids=named
+    "what",
+    [
+        *SMALL,
+        *(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.timeout(300)]) for one in LARGE),
+        *(pytest.param(one, marks=[pytest.mark.full, pytest.mark.timeout(1200)]) for one in HUGE),
+    ],
+    ids=named,
 )
 def test_every_order(what: dict[str, Any]) -> None:
     """All survivors decide the same, once, on all who live; nobody waits for ever; no two parts go on."""

@@ -202,3 +202,159 @@ def test_interpreter_exit_is_bounded(tmp_path: Path) -> None:
     # Which rank ends first, nothing says.
     assert done.returncode in (1, 3)
     assert time.monotonic() - start < 20
+
+
+# A program that returns without destroy, however far the other ranks are: no rank may notice.
+RETURNS = """
+import sys, numpy as np, pynccl
+how = sys.argv[1]
+comm = pynccl.init(timeout=30 if how == "timeout" else None)
+x = np.full(100_000, comm.rank + 1.0)
+if how == "stream":
+    stream = pynccl.Stream()
+    for _ in range(20):
+        comm.all_reduce(x, stream=stream)
+elif how == "split":
+    child = comm.split(comm.rank % 2)
+    child.all_reduce(x)
+else:
+    comm.all_reduce(x)
+    assert (x == sum(range(1, comm.size + 1))).all()
+if how == "messages":
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with pynccl.group():
+        comm.send(x, right)
+        comm.recv(np.zeros_like(x), left)
+if how == "broadcast":
+    for count in (1, 500, 100_000):
+        comm.broadcast(x[:count], root=0)
+if how == "collected":
+    del comm
+if how == "barrier":
+    comm.barrier()
+if how == "exit":
+    sys.exit(0)
+"""
+WAYS = ["plain", "barrier", "timeout", "stream", "split", "messages", "broadcast", "collected", "exit"]
+
+
+def returns(how: str, nranks: int, script: Path, runs: int) -> None:
+    script.write_text(RETURNS)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu", str(script), how]
+    for run in range(runs):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"run {run}: {done.stderr}"
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_program_that_returns_ends_well(how: str, tmp_path: Path) -> None:
+    returns(how, 4, tmp_path / "returns.py", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "barrier"])
+@pytest.mark.parametrize(("nranks", "runs"), [(2, 200), (4, 200), (8, 200)])
+def test_200_programs_that_return_end_well(how: str, nranks: int, runs: int, tmp_path: Path) -> None:
+    returns(how, nranks, tmp_path / "returns.py", runs)
+
+
+def a_rank_of_a_pool(rank: int, nranks: int, id_bytes: bytes) -> None:
+    comm = pynccl.Communicator(nranks, pynccl.UniqueId(id_bytes), rank)
+    x = np.full(100_000, 1.0)
+    comm.all_reduce(x)
+    comm.broadcast(x, root=0)
+    assert (x == nranks).all()
+
+
+POOL = """
+import multiprocessing, sys
+import pynccl, test_end
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    place = 3, bytes(pynccl.get_unique_id())
+    ranks = [context.Process(target=test_end.a_rank_of_a_pool, args=(r, *place)) for r in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(40)
+    sys.exit(any(rank.exitcode for rank in ranks))
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn", "forkserver"])
+def test_processes_of_multiprocessing_end_well(how: str, tmp_path: Path) -> None:
+    """They end without atexit where they were forked."""
+    script = tmp_path / "pool.py"
+    script.write_text(POOL)
+    environment = {**os.environ, "PYNCCL_LIBRARY": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    for _ in range(3):
+        command = [sys.executable, str(script), how]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+
+
+LEAVES = """
+import os, signal, sys, time, numpy as np, pynccl
+how, left = sys.argv[1], sys.argv[2]
+# The launcher ends who is left as soon as one has failed.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+comm = pynccl.init(timeout=20)
+comm.barrier()
+if comm.rank == 1:
+    # What it has sent before its end is received.
+    comm.send(np.arange(3.0), 0, stream=pynccl.Stream())
+    open(left, "w").close()
+    if how == "raises":
+        raise RuntimeError("in trouble")
+    if how == "_exit":
+        os._exit(0)
+else:
+    while not os.path.exists(left):
+        time.sleep(0.01)
+    if how == "returns":
+        time.sleep(1)
+    try:
+        if how == "returns":
+            x = np.zeros(3)
+            comm.recv(x, 1)
+            assert (x == np.arange(3.0)).all()
+        start = time.monotonic()
+        comm.all_reduce(np.ones(3))
+    except pynccl.NcclError as error:
+        print(f"{type(error).__name__} after {time.monotonic() - start < 10}: {error}", flush=True)
+    comm.abort()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("returns", "RankFailedError", "rank 1 died: its program ended without a call that others wait in"),
+        ("raises", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
+        ("_exit", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
+    ],
+)
+def test_who_needs_a_call_of_a_rank_that_has_ended_is_told(
+    how: str, error: str, text: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", str(script), how]
+    done = subprocess.run(
+        [*command, str(tmp_path / "left")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert f"[0] {error} after True: " in done.stdout, done.stdout + done.stderr
+    assert text in done.stdout
+    assert "rank 1" in done.stdout
+
+
+def test_the_end_without_destroy_is_warned_of(tmp_path: Path) -> None:
+    script = tmp_path / "warns.py"
+    script.write_text("import pynccl\ncomm = pynccl.init()\ncomm.barrier()\n")
+    command = [sys.executable, "-W", "default", "-m", "pynccl", "run", "-n", "2", "--cpu", str(script)]
+    environment = {**os.environ, "PYTHONWARNINGS": "default::ResourceWarning"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0
+    assert done.stderr.count("was never destroyed or aborted") == 2, done.stderr

@@ -523,3 +523,24 @@ def test_parts_of_an_mpi_job_have_devices_of_their_own(tmp_path: Path) -> None:
     program = tmp_path / "parts.py"
     program.write_text(MPI_PARTS)
     assert ranks_of(run([*open_mpi(4), sys.executable, str(program)]), 4) == [0, 1, 2, 3]
+
+
+# Ends without destroy, some ranks long before others.
+RETURNS = """
+import numpy as np, pynccl
+comm = pynccl.init()
+x = np.full(100_000, comm.rank + 1.0)
+comm.all_reduce(x)
+comm.broadcast(x, root=0)
+assert (x == sum(range(1, comm.size + 1))).all()
+print("right", flush=True)
+"""
+
+
+@pytest.mark.parametrize("engine", [open_mpi, torchrun])
+def test_a_program_that_returns_ends_well(engine: Callable[[int], Command], tmp_path: Path) -> None:
+    script = tmp_path / "returns.py"
+    script.write_text(RETURNS)
+    command = [*engine(3), *([sys.executable] if engine is open_mpi else []), str(script)]
+    for _ in range(3):
+        assert run(command).count("right") == 3

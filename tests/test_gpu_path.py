@@ -162,6 +162,31 @@ def uses_the_current_stream(rank: int, nranks: int) -> None:
     ]
 
 
+def parts_go_on_the_arrays_stream(rank: int, nranks: int) -> None:
+    """pynccl.mpi: what names a part of an array is in order with what else happens to the array."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    from pynccl.mpi import Comm
+
+    _cuda.set_device(0)
+    streams = [_cuda.stream_create() for _ in range(2)]
+    with create() as nccl:
+        comm = Comm.__new__(Comm)
+        comm.mpi, comm.nccl = MPI.COMM_NULL, nccl
+        array, other = on_device(0, 8), on_device(0, 8)
+        array.__cuda_array_interface__["stream"], other.__cuda_array_interface__["stream"] = streams
+        comm.Bcast([array, (2, 3)], root=1)
+        comm.Allreduce([other, 3], [array, (3, 4)], op=MPI.MAX)
+        assert not nccl._kept
+    assert log()[1:3] == [
+        f"broadcast in place count 2 type 7 root 1 stream {streams[0]:#x} rank 1",
+        f"all_reduce out of place count 3 type 7 op 2 stream {streams[1]:#x} rank 1",
+    ]
+
+
 def waits_for_streams(rank: int, nranks: int) -> None:
     _cuda.set_device(0)
     with create() as comm:
@@ -322,6 +347,7 @@ CASES = [
     checks_where_memory_is,
     passes_streams_on,
     uses_the_current_stream,
+    parts_go_on_the_arrays_stream,
     waits_for_streams,
     watches_streams,
     watches_calls_that_do_not_block,

@@ -313,3 +313,26 @@ def test_what_cannot_be_compiled(tmp_path: Path, settings: dict[str, str], messa
     )
     assert done.returncode != 0
     assert message in done.stderr
+
+
+RETURNS = """
+import torch, torch.distributed as dist, pynccl.torch
+dist.init_process_group("pynccl")
+x = torch.full((100_000,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+gathered = [torch.empty(100_000) for _ in range(dist.get_world_size())]
+dist.all_gather(gathered, x)
+work = dist.all_reduce(x, async_op=True)
+if dist.get_rank() != 2:
+    work.wait()
+    assert (x == 3 * 6).all()
+"""
+
+
+def test_a_program_without_destroy_process_group_ends_well(tmp_path: Path) -> None:
+    script = tmp_path / "returns.py"
+    script.write_text(RETURNS)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", str(script)]
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr

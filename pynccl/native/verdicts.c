@@ -90,7 +90,7 @@ static void pynccl_add_rank(pynccl_verdict* v, int rank) {
 // Whether a rank is judged by its goodbye. One that aborts too may be what the trouble is about, and one that
 // goes on may do so without this rank.
 static int pynccl_left(const pynccl_peer* p) {
-  return p->goodbye == PYNCCL_CLOSES || p->goodbye == PYNCCL_ABORTS_FIRST;
+  return p->goodbye && p->goodbye != PYNCCL_ABORTS_TOO && p->goodbye != PYNCCL_GOES_ON;
 }
 
 static int pynccl_apart(const pynccl_watch* w, int a, int b) {
@@ -142,7 +142,9 @@ static void pynccl_say_lost(const pynccl_watch* w, int rank, pynccl_verdict* v) 
 static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v) {
   const pynccl_peer* p = &w->peers[rank];
   pynccl_say(v->text, sizeof v->text, "%srank %d ", v->count > 1 ? "; " : "", rank);
-  if (pynccl_left(p)) {
+  if (p->goodbye == PYNCCL_ENDS) {
+    pynccl_say(v->text, sizeof v->text, "died: its program ended without a call that others wait in");
+  } else if (pynccl_left(p)) {
     pynccl_say(v->text, sizeof v->text, "aborted its communicator");
   } else if (p->gone && !p->goodbye) {
     pynccl_say(v->text, sizeof v->text, "died, or exited without closing its communicator");
@@ -186,7 +188,8 @@ static void pynccl_condemn_failed(pynccl_watch* w) {
   v->count = 0;
   v->text[0] = 0;
   for (int r = 0; r < w->size; ++r) {
-    if (pynccl_left(&w->peers[r])) failed[r] = w->peers[r].goodbye == PYNCCL_ABORTS_FIRST;
+    const pynccl_peer* p = &w->peers[r];
+    if (pynccl_left(p)) failed[r] = p->goodbye == PYNCCL_ABORTS_FIRST || p->goodbye == PYNCCL_ENDS;
     if (!failed[r]) continue;
     pynccl_add_rank(v, r);
     pynccl_say_failed(w, r, v);
@@ -223,10 +226,14 @@ static void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdi
   pynccl_say(v->text, sizeof v->text, "%s", what);
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    if (r == w->rank || !pynccl_silent(p, SILENCE_NS)) continue;
+    const int ended = p->goodbye == PYNCCL_ENDS;
+    if (r == w->rank || !(ended || pynccl_silent(p, SILENCE_NS))) continue;
     pynccl_add_rank(v, r);
-    pynccl_say(v->text, sizeof v->text, "; rank %d is not responding: last heard of %.1f s ago", r,
-               (double)(dog.awake - p->heard) / 1e9);
+    if (ended)
+      pynccl_say(v->text, sizeof v->text, "; rank %d has ended its program", r);
+    else
+      pynccl_say(v->text, sizeof v->text, "; rank %d is not responding: last heard of %.1f s ago", r,
+                 (double)(dog.awake - p->heard) / 1e9);
   }
   v->trouble = v->count ? PYNCCL_RANKS_FAILED : PYNCCL_TIMED_OUT;
   int connected = 0;

@@ -19,7 +19,13 @@ static int pynccl_ask(pynccl_watch* w) {
   return r || state == ncclInProgress ? 0 : state;
 }
 
+// The library may have found that somebody waits in vain for a rank that has ended.
 static void pynccl_condemn_library(pynccl_watch* w) {
+  for (int r = 0; r < w->size; ++r)
+    if (w->peers[r].goodbye == PYNCCL_ENDS) {
+      pynccl_condemn_failed(w);
+      return;
+    }
   const char* text = w->handle ? ncclGetLastError(w->handle) : NULL;
   w->verdict.result = w->library_error;
   w->verdict.text[0] = 0;

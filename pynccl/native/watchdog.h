@@ -16,8 +16,16 @@ enum pynccl_trouble {
 enum pynccl_cure { PYNCCL_CURE_MARK, PYNCCL_CURE_REVOKE, PYNCCL_CURE_ABORT };
 
 // How a rank says goodbye. One that aborts because it knows of trouble is not a cause of it; one that goes on
-// has another communicator in its place.
-enum pynccl_goodbye { PYNCCL_STAYS, PYNCCL_CLOSES, PYNCCL_ABORTS_TOO, PYNCCL_ABORTS_FIRST, PYNCCL_GOES_ON };
+// has another communicator in its place; one whose program ends without closing the communicator has failed
+// as soon as somebody waits for it in vain.
+enum pynccl_goodbye {
+  PYNCCL_STAYS,
+  PYNCCL_CLOSES,
+  PYNCCL_ENDS,
+  PYNCCL_ABORTS_TOO,
+  PYNCCL_ABORTS_FIRST,
+  PYNCCL_GOES_ON
+};
 
 typedef struct pynccl_verdict {
   int trouble;

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pynccl import _lifetime
 from pynccl.torch import _build, _provider
 
 if not dist.is_available():
@@ -21,7 +22,7 @@ if not dist.is_available():
 _extension = _build.load()
 _extension.set_provider(_provider.provide)
 # Before Python ends: a thread that runs callbacks would end the process then.
-atexit.register(_extension.end_all)
+atexit.register(lambda: _extension.end_all(_lifetime.raised()))
 
 
 def _create(options: Any, _: Any) -> Any:

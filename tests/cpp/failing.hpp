@@ -1,6 +1,6 @@
 // Failures to inject into the library: this program's own operator new, pthread_create, mmap and calls that
-// make descriptors, of which one, the k-th that the library makes from now on, fails. Include it once a
-// program.
+// make descriptors, of which the k-th that the library makes from now on fails, or several from it on.
+// Include it once a program.
 #pragma once
 
 #include <dlfcn.h>
@@ -9,11 +9,18 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <new>
+
+#include "base/memory.hpp"
+
+// ThreadSanitizer itself calls mmap before it can see calls.
+#define UNSEEN __attribute__((no_sanitize("thread")))
 
 namespace failing {
 
@@ -22,7 +29,8 @@ constexpr const char* kNames[] = {"operator new", "pthread_create", "mmap",     
                                   "accept",       "eventfd",        "epoll_create1", "memfd_create"};
 
 inline std::atomic<int> kind{kKinds};
-inline std::atomic<long> left{0};  // calls of that kind until the one that fails
+inline std::atomic<long> left{0};   // calls of that kind until the first that fails
+inline std::atomic<long> count{1};  // that fail
 inline std::atomic<bool> fired{false};
 // Bytes that operator new still gives this thread, until it has failed once; negative: without limit.
 inline thread_local long allowance = -1;
@@ -30,39 +38,46 @@ inline thread_local long allowance = -1;
 // The test's own code must not fail: a thread of the test says so, and takes it back inside the library.
 inline thread_local bool exempt = false;
 
-inline void arm(Kind which, long k) {
+// Before main, dlsym may not be there yet.
+inline bool in_main = false;
+
+inline void arm(Kind which, long k, long several = 1) {
   fired = false;
   left = k;
+  count = several;
   kind = which;
 }
 inline void disarm() { kind = kKinds; }
 
-inline bool fails(Kind which) {
-  if (exempt || kind.load(std::memory_order_relaxed) != which || left.fetch_sub(1) != 0) return false;
+UNSEEN inline bool fails(Kind which) {
+  if (exempt || kind.load(std::memory_order_relaxed) != which) return false;
+  long now = left.fetch_sub(1);
+  if (now > 0 || now <= -count) return false;
   return fired = true;
 }
 
-inline bool over_allowance(size_t bytes) {
+UNSEEN inline bool over_allowance(size_t bytes) {
   if (allowance < 0) return false;
   bool over = size_t(allowance) < bytes;
   allowance = over ? -1 : allowance - long(bytes);
   return over;
 }
 
-inline void* allocate(size_t bytes, size_t alignment = 0) {
-  if (fails(kNew) || over_allowance(bytes)) return nullptr;
+UNSEEN inline void* allocate(size_t bytes, size_t alignment = 0) {
+  if (fails(kNew) || over_allowance(bytes)) return pncpu::note_failed_allocation(bytes), nullptr;
   if (!alignment) return malloc(bytes ? bytes : 1);
   return aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
 }
 
-inline void* must(void* p) {
+UNSEEN inline void* must(void* p) {
   if (!p) throw std::bad_alloc();
   return p;
 }
 
 template <class F>
-F* next(const char* name) {
-  return reinterpret_cast<F*>(dlsym(RTLD_NEXT, name));
+UNSEEN F* next(F** real, const char* name) {
+  if (!*real) *real = reinterpret_cast<F*>(dlsym(RTLD_NEXT, name));
+  return *real;
 }
 
 class TestCode {
@@ -107,36 +122,38 @@ OUT_OF_LINE void operator delete[](void* p, std::align_val_t) noexcept { free(p)
 OUT_OF_LINE void operator delete(void* p, size_t, std::align_val_t) noexcept { free(p); }
 OUT_OF_LINE void operator delete[](void* p, size_t, std::align_val_t) noexcept { free(p); }
 
+#define REAL(name, ...)        \
+  static decltype(name)* real; \
+  return failing::next(&real, #name)(__VA_ARGS__)
 #define FAILING(kind, error, name, ...)                        \
   if (failing::fails(failing::kind)) return errno = error, -1; \
-  static auto* real = failing::next<decltype(name)>(#name);    \
-  return real(__VA_ARGS__)
+  REAL(name, __VA_ARGS__)
 
 extern "C" {
 
-int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*body)(void*),
-                   void* argument) noexcept {
+UNSEEN int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*body)(void*),
+                          void* argument) noexcept {
   if (failing::fails(failing::kThread)) return EAGAIN;
-  static auto* real = failing::next<decltype(pthread_create)>("pthread_create");
-  return real(thread, attributes, body, argument);
+  REAL(pthread_create, thread, attributes, body, argument);
 }
-void* mmap(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) noexcept {
+UNSEEN void* mmap(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) noexcept {
+  if (!failing::in_main)
+    return reinterpret_cast<void*>(syscall(SYS_mmap, at, bytes, protection, flags, fd, offset));
   if (failing::fails(failing::kMap)) return errno = ENOMEM, MAP_FAILED;
-  static auto* real = failing::next<decltype(mmap)>("mmap");
-  return real(at, bytes, protection, flags, fd, offset);
+  REAL(mmap, at, bytes, protection, flags, fd, offset);
 }
-int socket(int domain, int type, int protocol) noexcept {
+UNSEEN int socket(int domain, int type, int protocol) noexcept {
   FAILING(kSocket, EMFILE, socket, domain, type, protocol);
 }
-int accept(int fd, sockaddr* address, socklen_t* size) {
+UNSEEN int accept(int fd, sockaddr* address, socklen_t* size) {
   FAILING(kAccept, EMFILE, accept, fd, address, size);
 }
-int accept4(int fd, sockaddr* address, socklen_t* size, int flags) {
+UNSEEN int accept4(int fd, sockaddr* address, socklen_t* size, int flags) {
   FAILING(kAccept, EMFILE, accept4, fd, address, size, flags);
 }
-int eventfd(unsigned count, int flags) noexcept { FAILING(kEventfd, EMFILE, eventfd, count, flags); }
-int epoll_create1(int flags) noexcept { FAILING(kEpoll, EMFILE, epoll_create1, flags); }
-int memfd_create(const char* name, unsigned flags) noexcept {
+UNSEEN int eventfd(unsigned count, int flags) noexcept { FAILING(kEventfd, EMFILE, eventfd, count, flags); }
+UNSEEN int epoll_create1(int flags) noexcept { FAILING(kEpoll, EMFILE, epoll_create1, flags); }
+UNSEEN int memfd_create(const char* name, unsigned flags) noexcept {
   FAILING(kMemfd, EMFILE, memfd_create, name, flags);
 }
 

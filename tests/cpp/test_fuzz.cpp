@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <map>
+#include <memory>
 #include <random>
 
 #include "failing.hpp"
@@ -59,7 +61,7 @@ class Fuzz {
 
   // Mostly a live handle; else one that was, an integer, an address, or one of another kind.
   template <class T>
-  T handle(const std::vector<T>& live) {
+  T handle(T live) {
     switch (below(10)) {
       case 0:
         return reinterpret_cast<T>(one_of(stale_));
@@ -68,18 +70,18 @@ class Fuzz {
       case 2:
         return reinterpret_cast<T>(random_());
       case 3:
-        return reinterpret_cast<T>(buffer_);
+        return reinterpret_cast<T>(buffer());
       case 4:
-        return reinterpret_cast<T>(one_in(2) ? static_cast<void*>(one_of(streams_)) : one_of(comms_));
+        return reinterpret_cast<T>(one_in(2) ? static_cast<void*>(one_of(streams_)) : comm_);
       case 5:
-        return reinterpret_cast<T>(uintptr_t(one_of(live)) + below(128));
+        return reinterpret_cast<T>(uintptr_t(live) + below(128));
       default:
-        return one_of(live);
+        return live;
     }
   }
-  ncclComm_t comm() { return handle(comms_); }
-  cudaStream_t stream() { return one_in(2) ? nullptr : handle(streams_); }
-  cudaEvent_t event() { return handle(events_); }
+  ncclComm_t comm() { return handle(comm_); }
+  cudaStream_t stream() { return one_in(2) ? nullptr : handle(one_of(streams_)); }
+  cudaEvent_t event() { return handle(one_of(events_)); }
 
   int any_int() {
     static const std::vector<int> odd{0, 1, 2, 3, -1, -2, 7, 100, 65536, INT32_MAX, INT32_MIN, INT32_MIN + 1};
@@ -98,7 +100,16 @@ class Fuzz {
     return one_in(6) ? one_of(odd) : below(kBytes / 8 + 1);
   }
   size_t size() { return one_in(6) ? SIZE_MAX - below(5000) : below(kBytes + 1); }
-  void* data() { return one_in(12) ? nullptr : buffer_; }
+  void* data() { return one_in(12) ? nullptr : buffer(); }
+  // Operations of several communicators run at the same time: each has memory of its own.
+  char* buffer() {
+    Memory& memory = memory_[comm_];
+    if (!memory) {
+      memory.reset(static_cast<char*>(aligned_alloc(NCCL_WIN_REQUIRED_ALIGNMENT, 2 * kBytes)));
+      memset(memory.get(), 0, 2 * kBytes);
+    }
+    return memory.get();
+  }
   template <class T>
   T* out(T* valid) {
     return one_in(12) ? nullptr : valid;
@@ -110,7 +121,7 @@ class Fuzz {
   }
   ncclConfig_t* config();
   ncclCollConfig_t* coll_config();
-  // Where a creation writes its communicators: in a group it does so when the group ends.
+  // Where a creation writes its communicators: when a group ends, or some time later in the background.
   ncclComm_t* made() { return made_at_.emplace_back(Made{}).data(); }
   // A handle that was live is stale from now on, and a new one takes its place.
   template <class T, class Make>
@@ -127,6 +138,12 @@ class Fuzz {
 
   std::mt19937_64 random_;
   std::vector<ncclComm_t> comms_;
+  ncclComm_t comm_ = nullptr;  // of these the one that a call is about
+  struct Free {
+    void operator()(void* p) const { free(p); }
+  };
+  using Memory = std::unique_ptr<char, Free>;
+  std::map<ncclComm_t, Memory> memory_;
   std::vector<cudaStream_t> streams_;
   std::vector<cudaEvent_t> events_;
   std::vector<void*> stale_, allocated_, registered_;
@@ -139,7 +156,6 @@ class Fuzz {
   ncclUniqueId id_ = new_id();
   ncclConfig_t config_;
   ncclCollConfig_t coll_config_;
-  alignas(NCCL_WIN_REQUIRED_ALIGNMENT) char buffer_[2 * kBytes] = {};
   char out_[kBytes];
   friend struct Calls;
 };
@@ -247,15 +263,15 @@ struct Calls {
          if (f.allocated_.size() > 50) ncclMemFree(f.allocated_.front()),
          f.allocated_.erase(f.allocated_.begin());
          return r);
-    CALL(return ncclMemFree(f.one_in(2) ? f.buffer_ : f.one_of(f.stale_)));
+    CALL(return ncclMemFree(f.one_in(2) ? f.buffer() : f.one_of(f.stale_)));
     CALL(void* h = nullptr; ncclResult_t r = ncclCommRegister(f.comm(), f.data(), f.size(), &h);
          if (h) f.registered_.push_back(h); return r);
-    CALL(return ncclCommDeregister(f.comm(), f.handle(f.registered_)));
+    CALL(return ncclCommDeregister(f.comm(), f.handle(f.one_of(f.registered_))));
     CALL(ncclWindow_t w = nullptr; ncclResult_t r = ncclCommWindowRegister(f.comm(), f.data(), f.size(), &w,
                                                                            f.one_in(2) ? 0 : f.any_int());
          if (w) f.windows_.push_back(w); return r);
-    CALL(return ncclCommWindowDeregister(f.comm(), f.handle(f.windows_)));
-    CALL(return ncclWinGetUserPtr(f.comm(), f.handle(f.windows_), OUT(void*)));
+    CALL(return ncclCommWindowDeregister(f.comm(), f.handle(f.one_of(f.windows_))));
+    CALL(return ncclWinGetUserPtr(f.comm(), f.handle(f.one_of(f.windows_)), OUT(void*)));
     CALL(ncclRedOp_t made = ncclSum;
          ncclResult_t r = ncclRedOpCreatePreMulSum(
              f.out(&made), f.out(&f.scalar_), f.type(),
@@ -270,7 +286,7 @@ struct Calls {
     CALL(return ncclAllReduce(f.data(), f.data(), f.count(), f.type(), f.op(), f.comm(), f.stream()));
     CALL(return ncclReduceScatter(f.data(), f.data(), f.count(), f.type(), f.op(), f.comm(), f.stream()));
     CALL(return ncclAllGather(f.data(), f.data(), f.count(), f.type(), f.comm(), f.stream()));
-    CALL(return ncclAlltoAll(f.data(), f.buffer_ + kBytes, f.count(), f.type(), f.comm(), f.stream()));
+    CALL(return ncclAlltoAll(f.data(), f.buffer() + kBytes, f.count(), f.type(), f.comm(), f.stream()));
     CALL(return ncclGather(f.data(), f.data(), f.count(), f.type(), f.rank(), f.comm(), f.stream()));
     CALL(return ncclScatter(f.data(), f.data(), f.count(), f.type(), f.rank(), f.comm(), f.stream()));
     CALL(return ncclAllReduceConfig(f.data(), f.data(), f.count(), f.type(), f.op(), f.comm(), f.stream(),
@@ -283,7 +299,7 @@ struct Calls {
                                     f.coll_config()));
     CALL(return ncclReduceScatterConfig(f.data(), f.data(), f.count(), f.type(), f.op(), f.comm(), f.stream(),
                                         f.coll_config()));
-    CALL(return ncclAlltoAllConfig(f.data(), f.buffer_ + kBytes, f.count(), f.type(), f.comm(), f.stream(),
+    CALL(return ncclAlltoAllConfig(f.data(), f.buffer() + kBytes, f.count(), f.type(), f.comm(), f.stream(),
                                    f.coll_config()));
     CALL(return ncclGatherConfig(f.data(), f.data(), f.count(), f.type(), f.rank(), f.comm(), f.stream(),
                                  f.coll_config()));
@@ -296,11 +312,12 @@ struct Calls {
     CALL(return ncclRecv(f.data(), f.count(), f.type(), f.one_in(2) ? -1 : 1 + int(f.below(1000)), f.comm(),
                          f.stream()));
     CALL(ncclGroupStart(); ncclComm_t c = f.comm(); size_t n = f.count(); ncclDataType_t t = f.type();
-         ncclResult_t s = ncclSend(f.buffer_, n, t, 0, c, nullptr),
-         r = ncclRecv(f.buffer_ + kBytes, n, t, 0, c, nullptr);
+         ncclResult_t s = ncclSend(f.buffer(), n, t, 0, c, nullptr),
+         r = ncclRecv(f.buffer() + kBytes, n, t, 0, c, nullptr);
          ncclResult_t g = ncclGroupEnd(); return s == r ? g : ncclInternalError);
-    CALL(return ncclPutSignal(f.data(), f.count(), f.type(), f.any_int(), f.handle(f.windows_), f.size(),
-                              f.any_int(), f.any_int(), unsigned(f.any_int()), f.comm(), f.stream()));
+    CALL(return ncclPutSignal(f.data(), f.count(), f.type(), f.any_int(), f.handle(f.one_of(f.windows_)),
+                              f.size(), f.any_int(), f.any_int(), unsigned(f.any_int()), f.comm(),
+                              f.stream()));
     CALL(return ncclSignal(1 + int(f.below(1000)), f.any_int(), f.any_int(), unsigned(f.any_int()), f.comm(),
                            f.stream()));
     CALL(ncclWaitSignalDesc_t d[2] = {{f.any_int(), 1, f.any_int(), f.any_int()}, {-1, -1, f.any_int(), 0}};
@@ -318,7 +335,7 @@ struct Calls {
   }
   static void streams(std::vector<Fuzz::Call>& calls) {
     CALL(return pyncclCpuStreamCreate(nullptr));
-    CALL(cudaStream_t s = f.handle(f.streams_);
+    CALL(cudaStream_t s = f.handle(f.one_of(f.streams_));
          return f.ended(pyncclCpuStreamDestroy(s), f.streams_, s, Fuzz::new_stream));
     CALL(return pyncclCpuStreamQuery(f.comm(), f.stream()));
     CALL(return pyncclCpuStreamSynchronize(f.comm(), f.stream(), int64_t(f.below(20))));
@@ -334,17 +351,17 @@ struct Calls {
          const char* keys[] = {"NCCL_DEBUG", "PYNCCL_CPU_INLINE_BYTES", "NO_SUCH_KEY", "", nullptr};
          ncclResult_t r = ncclParamBind(f.out(&h), keys[f.below(5)]); if (h) f.params_.push_back(h);
          return r);
-    CALL(return ncclParamGetI8(f.handle(f.params_), OUT(int8_t)));
-    CALL(return ncclParamGetI16(f.handle(f.params_), OUT(int16_t)));
-    CALL(return ncclParamGetI32(f.handle(f.params_), OUT(int32_t)));
-    CALL(return ncclParamGetI64(f.handle(f.params_), OUT(int64_t)));
-    CALL(return ncclParamGetU8(f.handle(f.params_), OUT(uint8_t)));
-    CALL(return ncclParamGetU16(f.handle(f.params_), OUT(uint16_t)));
-    CALL(return ncclParamGetU32(f.handle(f.params_), OUT(uint32_t)));
-    CALL(return ncclParamGetU64(f.handle(f.params_), OUT(uint64_t)));
-    CALL(return ncclParamGetStr(f.handle(f.params_), OUT(const char*)));
+    CALL(return ncclParamGetI8(f.handle(f.one_of(f.params_)), OUT(int8_t)));
+    CALL(return ncclParamGetI16(f.handle(f.one_of(f.params_)), OUT(int16_t)));
+    CALL(return ncclParamGetI32(f.handle(f.one_of(f.params_)), OUT(int32_t)));
+    CALL(return ncclParamGetI64(f.handle(f.one_of(f.params_)), OUT(int64_t)));
+    CALL(return ncclParamGetU8(f.handle(f.one_of(f.params_)), OUT(uint8_t)));
+    CALL(return ncclParamGetU16(f.handle(f.one_of(f.params_)), OUT(uint16_t)));
+    CALL(return ncclParamGetU32(f.handle(f.one_of(f.params_)), OUT(uint32_t)));
+    CALL(return ncclParamGetU64(f.handle(f.one_of(f.params_)), OUT(uint64_t)));
+    CALL(return ncclParamGetStr(f.handle(f.one_of(f.params_)), OUT(const char*)));
     CALL(int n = 0; int most = std::min(f.any_int(), int(kBytes));
-         return ncclParamGet(f.handle(f.params_), f.out(f.out_), most, f.out(&n)));
+         return ncclParamGet(f.handle(f.one_of(f.params_)), f.out(f.out_), most, f.out(&n)));
     CALL(const char* value; int n; const char* keys[] = {"NCCL_DEBUG", "NO_SUCH_KEY", nullptr};
          return ncclParamGetParameter(keys[f.below(3)], f.out(&value), f.out(&n)));
     CALL(const char** table; int n; return ncclParamGetAllParameterKeys(f.out(&table), f.out(&n)));
@@ -372,16 +389,17 @@ size_t Fuzz::functions() { return calls().size(); }
 // What a rank number makes a call allocate is bounded here, lest the machine pays for it.
 ncclResult_t Fuzz::call(size_t function) {
   failing::allowance = 128l << 20;
+  comm_ = one_of(comms_);
   return calls()[function](*this);
 }
 
 // What creations made is called on, too; the oldest of it ends.
 void Fuzz::sort_out() {
   while (ncclGroupEnd() == ncclSuccess) continue;
-  for (const Made& made : made_at_)
-    for (ncclComm_t comm : made)
-      if (comm) comms_.push_back(comm);
-  made_at_.clear();
+  constexpr size_t kInTheBackground = 64;
+  for (size_t i = made_at_.size() - std::min(made_at_.size(), kInTheBackground); i < made_at_.size(); ++i)
+    for (ncclComm_t& at : made_at_[i])
+      if (ncclComm_t comm = __atomic_exchange_n(&at, nullptr, __ATOMIC_ACQ_REL)) comms_.push_back(comm);
   while (comms_.size() > 12) {
     ncclCommAbort(comms_[4]);
     stale_.push_back(comms_[4]);
@@ -432,6 +450,7 @@ void four_threads() {
 }  // namespace
 
 int main() {
+  failing::in_main = true;
   if (const char* seed = getenv("PYNCCL_TEST_SEED")) g_seed = uint32_t(atol(seed));
   if (const char* calls = getenv("PYNCCL_TEST_CALLS")) g_calls = atoi(calls);
   const Test tests[] = {TEST(one_thread), TEST(four_threads)};

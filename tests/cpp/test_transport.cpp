@@ -244,7 +244,8 @@ void a_socket_that_ended_is_no_crash() {
   CHECK_EQ(in.readable(), size_t(0));
   CHECK_EQ(out.write("more", 4), size_t(0));
   out.put("more", 4, nullptr, 0);
-  CHECK(!out.flush());
+  CHECK(out.flush());  // nobody is left to send to
+  CHECK(!out.more_may_come());
   out.close();
   CHECK(out.socket() == nullptr);
 }

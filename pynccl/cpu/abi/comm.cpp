@@ -10,18 +10,6 @@
 namespace pncpu {
 namespace {
 
-// Who was told that it is in progress asks the communicator what became of it.
-ncclResult_t end_creation(const std::shared_ptr<Comm>& comm, ncclComm_t* out, bool blocking, ncclResult_t r) {
-  if (r == ncclSuccess) return r;
-  if (!blocking) comm->fail_with(r, last_error(), false);
-  comm->standing.set_pending(r);
-  if (blocking)
-    withdraw(comm, out);
-  else
-    comm->session.disconnect();
-  return r;
-}
-
 // NCCL answers ncclSuccess for what goes on in the background, where the state to ask for is another
 // communicator's, or the call's own result a handle.
 ncclResult_t submit_quietly(Job job) {
@@ -43,11 +31,8 @@ ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vecto
   // A wrong rank is told to the root all the same, so that the others hear of it too.
   std::shared_ptr<Domain> domain = Domain::of(device, this_thread_group().copies_on(device));
   std::shared_ptr<Comm> comm = make_comm(rank, nranks, device, std::move(domain), settings);
-  publish(comm, out);
-  Job job;
-  job.comm = comm;
-  bool blocking = job.blocking = comm->blocking || waits;
-  job.run = [=] { return end_creation(comm, out, blocking, init(comm, ids, ids_hash)); };
+  Job job{function, [=] { return init(comm, ids, ids_hash); }, comm, {}, comm->blocking || waits};
+  job.creates = {std::make_shared<Creation>(comm, out, Creation::Shows::AtOnce, job.blocking)};
   return submit(std::move(job));
 }
 
@@ -71,13 +56,10 @@ ncclResult_t submit_init_all(ncclComm_t* out, int ndev, const int* devices) {
     int device = devices ? devices[i] : i;
     comms.push_back(make_comm(i, ndev, device, Domain::of(device, copies[device]++), settings));
   }
-  for (int i = 0; i < ndev; ++i) publish(comms[size_t(i)], &out[i]);
-  Job job;
-  job.run = [comms, out] {
-    ncclResult_t r = init_all(comms);
-    for (size_t i = 0; i < comms.size() && r != ncclSuccess; ++i) end_creation(comms[i], &out[i], true, r);
-    return r;
-  };
+  Job job{function, [comms] { return init_all(comms); }};
+  for (int i = 0; i < ndev; ++i)
+    job.creates.push_back(
+        std::make_shared<Creation>(comms[size_t(i)], &out[i], Creation::Shows::AtOnce, true));
   return submit(std::move(job));
 }
 
@@ -112,17 +94,25 @@ ncclResult_t write_id(const Id& id, ncclUniqueId* out) {
 // A child that takes part in an exchange of its parent before its own shape is known.
 struct Child {
   std::shared_ptr<Comm> parent, comm;
-  ncclComm_t* out = nullptr;
 };
 
-ncclResult_t make_child(const std::shared_ptr<Comm>& parent, ncclComm_t* out, const ncclConfig_t* config,
-                        const char* function, Child* child) {
+ncclResult_t make_child(const std::shared_ptr<Comm>& parent, const ncclConfig_t* config, const char* function,
+                        Child* child) {
   Config settings;
   settings.blocking = parent->blocking;
   settings.name = parent->name;
   if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return r;
-  *child = {parent, make_comm(0, 1, parent->device, parent->domain, settings), out};
+  *child = {parent, make_comm(0, 1, parent->device, parent->domain, settings)};
   return ncclSuccess;
+}
+
+// Split and shrunk ones have no handle before they are complete (src/init.cc: ncclCommInitChildComm), and
+// their parent says how it goes.
+std::shared_ptr<Creation> creation_of(const Child& child, ncclComm_t* out) {
+  auto creation =
+      std::make_shared<Creation>(child.comm, out, Creation::Shows::WhenComplete, child.parent->blocking);
+  creation->derives_from(child.parent);
+  return creation;
 }
 
 // Connects the ranks of the parent that go together, in the order of `members`.
@@ -136,17 +126,6 @@ ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerIn
   }
   child.comm->session.set_shape(rank, int(table.size()));
   return connect(*child.comm, Table::of(std::move(table)));
-}
-
-// Split and shrunk ones have no handle before they are complete (src/init.cc: ncclCommInitChildComm).
-template <class Body>
-ncclResult_t create_child(const Child& child, Body body) {
-  child.parent->begin_child(child.comm);
-  ncclResult_t r = body();
-  child.parent->end_child(*child.comm);
-  if (r == ncclSuccess) return publish(child.comm, child.out), r;
-  child.comm->session.disconnect();
-  return r;
 }
 
 struct SplitBlob {
@@ -271,18 +250,17 @@ ncclResult_t submit_split(const std::shared_ptr<Comm>& parent, int color, int ke
     return fail(ncclInvalidArgument, "ncclCommSplit: color is %d, expected 0 or more or NCCL_SPLIT_NOCOLOR",
                 color);
   if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
-  Job job;
-  job.comm = parent;
-  job.blocking = parent->blocking;
+  Job job{function, {}, parent, {}, parent->blocking};
   if (color == NCCL_SPLIT_NOCOLOR) {
     Meeting meeting(parent, Meeting::everyone(*parent), function);
     job.run = [=] { return stay_out(color, key, meeting); };
     return submit_quietly(std::move(job));
   }
   Child child;
-  if (ncclResult_t r = make_child(parent, newcomm, config, function, &child); r != ncclSuccess) return r;
+  if (ncclResult_t r = make_child(parent, config, function, &child); r != ncclSuccess) return r;
+  job.creates = {creation_of(child, newcomm)};
   Meeting meeting(parent, Meeting::everyone(*parent), function);
-  job.run = [=] { return create_child(child, [&] { return run_split(child, color, key, meeting); }); };
+  job.run = [=] { return run_split(child, color, key, meeting); };
   return submit_quietly(std::move(job));
 }
 
@@ -311,15 +289,13 @@ ncclResult_t submit_shrink(const std::shared_ptr<Comm>& parent, const std::set<i
     parent->decide(ncclInvalidUsage, "stopped by ncclCommShrink with NCCL_SHRINK_ABORT");
   parent->drain(kForever);
   Child child;
-  if (ncclResult_t r = make_child(parent, newcomm, config, function, &child); r != ncclSuccess) return r;
+  if (ncclResult_t r = make_child(parent, config, function, &child); r != ncclSuccess) return r;
   std::vector<int> kept;
   for (int q = 0; q < parent->nranks; ++q)
     if (!excluded.count(q)) kept.push_back(q);
-  Job job;
-  job.comm = parent;
-  job.blocking = parent->blocking;
+  Job job{function, {}, parent, {creation_of(child, newcomm)}, parent->blocking};
   Meeting meeting(parent, std::move(kept), function, abort);
-  job.run = [=] { return create_child(child, [&] { return run_shrink(child, excluded, meeting); }); };
+  job.run = [=] { return run_shrink(child, excluded, meeting); };
   return submit_quietly(std::move(job));
 }
 
@@ -331,18 +307,13 @@ ncclResult_t submit_grow(const std::shared_ptr<Comm>& parent, int nranks, const 
                 nranks, parent->nranks);
   if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
   Child child;
-  if (ncclResult_t r = make_child(parent, newcomm, config, function, &child); r != ncclSuccess) return r;
-  publish(child.comm, newcomm);
-  Job job;
-  job.comm = child.comm;
-  bool blocking = job.blocking = child.comm->blocking;
+  if (ncclResult_t r = make_child(parent, config, function, &child); r != ncclSuccess) return r;
+  Job job{function, {}, child.comm, {}, child.comm->blocking};
+  job.creates = {std::make_shared<Creation>(child.comm, newcomm, Creation::Shows::AtOnce, job.blocking)};
   Id id = uniqueId ? id_of(*uniqueId) : Id();
   bool has_id = uniqueId != nullptr;
   Meeting meeting(parent, Meeting::everyone(*parent), function);
-  job.run = [=] {
-    ncclResult_t r = run_grow(child, nranks, has_id ? &id : nullptr, meeting);
-    return end_creation(child.comm, newcomm, blocking, r);
-  };
+  job.run = [=] { return run_grow(child, nranks, has_id ? &id : nullptr, meeting); };
   return submit_quietly(std::move(job));
 }
 
@@ -361,37 +332,28 @@ ncclResult_t begin_finalize(Comm& comm) {
 
 ncclResult_t submit_finalize(const std::shared_ptr<Comm>& comm) {
   if (ncclResult_t r = begin_finalize(*comm); r != ncclSuccess) return r;
-  Job job;
-  job.comm = comm;
-  job.blocking = comm->blocking;
-  job.run = [comm] { return finalize(*comm); };
-  return submit(std::move(job));
+  return submit(Job{"ncclCommFinalize", [comm] { return finalize(*comm); }, comm, {}, comm->blocking});
 }
 
 // What has failed can be destroyed, what a call is in progress on cannot.
 ncclResult_t check_may_end(Comm& comm, Standing::End how, const char* function) {
-  bool in_progress = comm.standing.pending() == ncclInProgress || comm.standing.must_poll();
+  bool polled = comm.error() != ncclSuccess || !comm.standing.must_poll();
+  bool in_progress = comm.standing.pending() == ncclInProgress || !polled;
   return how == Standing::End::Destroy && !comm.blocking && in_progress ? check_ready(comm, function)
                                                                         : ncclSuccess;
 }
 
-// Of several callers one ends the communicator; only an abort may come after a destruction has begun, and
-// cuts it short.
 ncclResult_t submit_end(ncclComm_t handle, Standing::End how, const char* function) {
   std::shared_ptr<Comm> comm = find_handle<Comm>(handle, function);
   if (!comm) return ncclInvalidArgument;
-  bool begun;
+  std::shared_ptr<Ending> ending;
   {
     std::lock_guard<std::mutex> lock(issue_lock());
     if (ncclResult_t r = check_may_end(*comm, how, function); r != ncclSuccess) return r;
-    begun = comm->standing.begin_end(how);
+    ending = std::make_shared<Ending>(comm, how);
   }
-  bool cuts_short = how == Standing::End::Abort && comm->standing.ending() == Standing::End::Destroy;
-  if (!begun && !cuts_short) return refuse_handle<Comm>(handle, function);
-  Job job;
-  job.ends = true;
-  job.run = [=] { return how == Standing::End::Abort ? abort(comm) : destroy(comm); };
-  return submit(std::move(job));
+  if (!ending->may_run()) return refuse_handle<Comm>(handle, function);
+  return submit(Job{function, [ending] { return ending->run(); }, nullptr, {}, true, true});
 }
 
 // NCCL does not ask whether the communicator is ready, and knows no second time (src/init.cc:
@@ -414,11 +376,7 @@ ncclResult_t revoke(ncclComm_t handle, int flags) {
   if (ncclResult_t r = any_comm_of(handle, "ncclCommRevoke", &comm); r != ncclSuccess) return r;
   if (ncclResult_t r = begin_revoke(*comm, flags); r != ncclSuccess) return r;
   comm->fail_with(ncclInvalidUsage, "rank " + std::to_string(comm->rank) + " revoked its communicator");
-  Job job;
-  job.comm = comm;
-  job.blocking = comm->blocking;
-  job.run = [comm] { return comm->drain(kForever); };
-  return submit(std::move(job));
+  return submit(Job{"ncclCommRevoke", [comm] { return comm->drain(kForever); }, comm, {}, comm->blocking});
 }
 
 // What can be asked of a communicator that is ready.

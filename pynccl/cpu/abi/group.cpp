@@ -6,8 +6,7 @@ using namespace pncpu;
 extern "C" {
 
 ncclResult_t ncclGroupStart(void) {
-  ++this_thread_group().depth;
-  return ncclSuccess;
+  return guarded("ncclGroupStart", [] { return ++this_thread_group().depth, ncclSuccess; });
 }
 
 ncclResult_t ncclGroupEnd(void) {

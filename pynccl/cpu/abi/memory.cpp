@@ -62,9 +62,7 @@ ncclResult_t submit_window(ncclComm_t handle, void* buff, size_t size, ncclWindo
   *win = nullptr;
   if (ncclResult_t r = check_window(buff, size, flags, function); r != ncclSuccess) return r;
   Meeting meeting(comm, Meeting::everyone(*comm), function);
-  Job job;
-  job.comm = comm;
-  job.blocking = comm->blocking;
+  Job job{function, {}, comm, {}, comm->blocking};
   job.run = [=] { return register_window(*comm, meeting, {comm->serial, buff, size, flags}, win); };
   ncclResult_t r = submit(std::move(job));
   return r == ncclInProgress ? ncclSuccess : r;
@@ -271,11 +269,7 @@ ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
     struct Three {
       Meeting of[3];
     } three{{meeting(), meeting(), meeting()}};
-    Job job;
-    job.comm = c;
-    job.blocking = c->blocking;
-    job.run = [c, three] { return suspend(*c, three.of); };
-    return submit(std::move(job));
+    return submit(Job{function, [c, three] { return suspend(*c, three.of); }, c, {}, c->blocking});
   });
 }
 
@@ -287,11 +281,7 @@ ncclResult_t ncclCommResume(ncclComm_t comm) {
     if (c->standing.phase.load() != Phase::Suspended)
       return fail(ncclInvalidUsage, "%s: comm is not suspended", function);
     Meeting meeting(c, Meeting::everyone(*c), function);
-    Job job;
-    job.comm = c;
-    job.blocking = c->blocking;
-    job.run = [c, meeting] { return resume(*c, meeting); };
-    return submit(std::move(job));
+    return submit(Job{function, [c, meeting] { return resume(*c, meeting); }, c, {}, c->blocking});
   });
 }
 

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "base/fork.hpp"
 #include "base/log.hpp"
@@ -45,6 +46,16 @@ class HandleTable {
     std::shared_ptr<T> object = s->object;
     s->state.fetch_sub(1, std::memory_order_release);
     return object;
+  }
+
+  std::vector<std::shared_ptr<T>> all() const {
+    std::vector<std::shared_ptr<T>> live;
+    for (uint64_t i = 0; i < used_.load(std::memory_order_acquire); ++i) {
+      uint64_t state = slot(i)->state.load(std::memory_order_acquire);
+      if (state & kLive)
+        if (auto object = find(encode(i, state >> kGenerationShift))) live.push_back(std::move(object));
+    }
+    return live;
   }
 
   // Ends the handle; of several callers one gets the object.

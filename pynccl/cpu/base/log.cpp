@@ -208,7 +208,7 @@ ncclResult_t fail(ncclResult_t code, const char* fmt, ...) {
   return code;
 }
 
-void set_last_error(const std::string& text) { record_error(text.c_str()); }
+void set_last_error(const std::string& text) noexcept { record_error(text.c_str()); }
 
 const char* last_error() {
   if (!thread_error.own) {

@@ -17,7 +17,7 @@ void log(Level level, const char* fmt, ...) __attribute__((format(printf, 2, 3))
 ncclResult_t fail(ncclResult_t code, const char* fmt, ...) __attribute__((format(printf, 2, 3)));
 
 // Becomes this thread's last error and the process's newest.
-void set_last_error(const std::string& text);
+void set_last_error(const std::string& text) noexcept;
 
 // This thread's own last error, else the process's newest, else "". Stable until this thread's next call of a
 // function of this header.

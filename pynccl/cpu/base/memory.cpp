@@ -9,6 +9,7 @@ thread_local size_t t_failed = 0;
 
 namespace pncpu {
 size_t failed_allocation() { return t_failed; }
+void note_failed_allocation(size_t bytes) { t_failed = bytes; }
 }  // namespace pncpu
 
 // The library's own operator new remembers the size that failed, for the message. Weak: a program that holds

@@ -9,21 +9,30 @@
 namespace pncpu {
 namespace {
 
+std::string copy_of_last_error() noexcept {
+  try {
+    return last_error();
+  } catch (const std::bad_alloc&) {
+    return "out of memory";  // short enough to need none
+  }
+}
+
 struct Outcome {
   ncclResult_t code = ncclSuccess;
   std::string text;
 };
 
-Outcome run_guarded(const Job& job) {
+Outcome run_guarded(const Job& job) noexcept {
   Outcome outcome;
-  outcome.code = guarded("ncclGroupEnd", [&] {
-    if (job.comm && !job.comm->standing.begin_creation())
+  outcome.code = guarded(job.function, [&] {
+    bool begun = true;
+    for (auto& creation : job.creates) begun = creation->begin() && begun;
+    if (!begun)
       return fail(ncclInvalidUsage, "a communicator of the group was aborted before the group ended");
     return job.run();
   });
-  if (outcome.code == ncclSuccess || outcome.code == ncclInProgress) return outcome;
-  outcome.text = last_error();
-  if (job.comm) cancel_creation(*job.comm, outcome.text.c_str());  // an exception kept it from ending itself
+  if (outcome.code != ncclSuccess && outcome.code != ncclInProgress) outcome.text = copy_of_last_error();
+  for (auto& creation : job.creates) creation->end(outcome.code, outcome.text);
   return outcome;
 }
 
@@ -31,7 +40,8 @@ Outcome run_guarded(const Job& job) {
 // the ranks of one communicator wait for each other.
 class Together {
  public:
-  explicit Together(std::vector<Job> jobs) : jobs_(std::move(jobs)), outcomes_(jobs_.size()) {}
+  explicit Together(std::vector<Job> jobs)
+      : jobs_(std::move(jobs)), outcomes_(jobs_.size()), failed_(jobs_.size()) {}
 
   Outcome run() {
     if (jobs_.size() == 1) return run_guarded(jobs_[0]);
@@ -47,9 +57,7 @@ class Together {
     changed_.notify_all();
     changed_.wait(lock, [&] { return done_ == started_; });
     if (no_thread) std::rethrow_exception(no_thread);
-    for (Outcome& outcome : outcomes_)
-      if (outcome.code != ncclSuccess) return std::move(outcome);
-    return {};
+    return failed_ < jobs_.size() ? std::move(outcomes_[failed_]) : Outcome();
   }
 
  private:
@@ -59,36 +67,36 @@ class Together {
     changed_.wait(lock, [&] { return go_ != Go::Wait; });
     if (go_ == Go::Now) {
       lock.unlock();
-      outcomes_[i] = run_guarded(jobs_[i]);
+      Outcome outcome = run_guarded(jobs_[i]);
       lock.lock();
+      if (outcome.code != ncclSuccess && failed_ == jobs_.size()) failed_ = i, stop_creations();
+      outcomes_[i] = std::move(outcome);
     }
     ++done_;
     changed_.notify_all();
+  }
+  // As in NCCL (src/group.cc: groupLaunch) the others need not wait for what will not come.
+  void stop_creations() {
+    for (const Job& job : jobs_)
+      for (auto& creation : job.creates) creation->comm()->session.stop_creation();
   }
   std::vector<Job> jobs_;
   std::vector<Outcome> outcomes_;
   std::mutex mutex_;
   std::condition_variable changed_;
   Go go_ = Go::Wait;
-  size_t started_ = 0, done_ = 0;
+  size_t started_ = 0, done_ = 0, failed_;  // the first that failed, else the number of jobs
 };
 
-void cancel(const std::vector<Job>& jobs, const char* why) {
+void cancel(const std::vector<Job>& jobs, const char* why) noexcept {
   for (const Job& job : jobs)
-    if (job.comm) cancel_creation(*job.comm, why);
+    for (auto& creation : job.creates) creation->end(ncclInvalidUsage, why);
 }
 
 // The jobs come first, as in NCCL: a group may hold a split and a collective on its parent.
 ncclResult_t run_all(std::vector<Job> jobs, const std::vector<Submission>& calls) {
   if (!jobs.empty()) {
-    std::vector<Job> kept = jobs;
-    Outcome outcome;
-    try {
-      outcome = Together(std::move(jobs)).run();
-    } catch (...) {
-      cancel(kept, "its creation could not be started");
-      throw;
-    }
+    Outcome outcome = Together(std::move(jobs)).run();
     if (outcome.code != ncclSuccess) {
       set_last_error(outcome.text);
       return outcome.code;
@@ -97,30 +105,45 @@ ncclResult_t run_all(std::vector<Job> jobs, const std::vector<Submission>& calls
   return calls.empty() ? ncclSuccess : issue(calls);
 }
 
-// The communicators answer ncclInProgress until all is done.
+// Communicators that answer ncclInProgress until what goes on behind their callers' backs is over, however it
+// ends.
+class Background {
+ public:
+  explicit Background(std::vector<std::shared_ptr<Comm>> comms) : comms_(std::move(comms)) {
+    for (auto& comm : comms_) {
+      comm->standing.answer_later();
+      comm->standing.set_pending(ncclInProgress);
+    }
+  }
+  ~Background() {
+    for (auto& comm : comms_) {
+      if (result_ != ncclSuccess && comm->error() == ncclSuccess) comm->fail_with(result_, text_, false);
+      comm->standing.set_pending(result_);
+    }
+  }
+  Background(const Background&) = delete;
+  Background& operator=(const Background&) = delete;
+  void ended(ncclResult_t result) noexcept {
+    result_ = result == ncclInProgress ? ncclSuccess : result;
+    if (result_ != ncclSuccess) text_ = copy_of_last_error();
+  }
+
+ private:
+  const std::vector<std::shared_ptr<Comm>> comms_;
+  ncclResult_t result_ = ncclSystemError;
+  std::string text_ = "it could not be started";
+};
+
 ncclResult_t run_in_background(std::vector<Job> jobs, std::vector<Submission> calls) {
   std::vector<std::shared_ptr<Comm>> comms;
   for (const Job& job : jobs)
     if (job.comm) comms.push_back(job.comm);
   for (const Submission& call : calls) comms.push_back(call.comm);
-  for (auto& comm : comms) {
-    comm->standing.answer_later();
-    comm->standing.set_pending(ncclInProgress);
-  }
-  auto body = [jobs = std::move(jobs), calls = std::move(calls), comms] {
-    ncclResult_t r = guarded("ncclGroupEnd", [&] { return run_all(jobs, calls); });
-    if (r == ncclInProgress) r = ncclSuccess;
-    for (auto& comm : comms) {
-      if (r != ncclSuccess && comm->error() == ncclSuccess) comm->fail_with(r, last_error(), false);
-      comm->standing.set_pending(r);
-    }
+  auto goes_on = std::make_unique<Background>(std::move(comms));
+  auto body = [jobs = std::move(jobs), calls = std::move(calls), goes_on = std::move(goes_on)]() mutable {
+    goes_on->ended(guarded("ncclGroupEnd", [&] { return run_all(std::move(jobs), calls); }));
   };
-  try {
-    start_thread("what a non-blocking communicator does in the background", std::move(body));
-  } catch (...) {
-    for (auto& comm : comms) comm->standing.set_pending(ncclSystemError);
-    throw;
-  }
+  start_thread("what a non-blocking communicator does in the background", std::move(body));
   return ncclInProgress;
 }
 
@@ -134,10 +157,10 @@ Group& this_thread_group() {
 
 Group::~Group() { abandon(); }
 
-void Group::abandon() {
+void Group::abandon() noexcept {
   if (epoch_ == process_epoch()) return;
-  new std::vector<Submission>(std::move(calls_));
-  new std::vector<Job>(std::move(jobs_));
+  new (parents_calls_) std::vector<Submission>(std::move(calls_));
+  new (parents_jobs_) std::vector<Job>(std::move(jobs_));
   clear();
   depth = 0;
   epoch_ = process_epoch();
@@ -173,18 +196,21 @@ ncclResult_t Group::add(Job job) {
   else if (ncclResult_t r = join(job.blocking); r != ncclSuccess)
     return r;
   jobs_.push_back(std::move(job));
+  for (auto& creation : jobs_.back().creates) creation->give_out();
   return ncclSuccess;
 }
 
-void Group::spoil(ncclResult_t code) {
+void Group::spoil(ncclResult_t code) noexcept {
   if (error_ != ncclSuccess) return;
   error_ = code;
-  error_text_ = last_error();
+  error_text_ = copy_of_last_error();
 }
 
 int Group::copies_on(int device) const {
-  return int(std::count_if(jobs_.begin(), jobs_.end(),
-                           [&](const Job& job) { return job.comm && job.comm->device == device; }));
+  int count = 0;
+  for (const Job& job : jobs_)
+    for (auto& creation : job.creates) count += creation->comm()->device == device;
+  return count;
 }
 
 // What ends communicators goes on: whoever cleans up after a failure must not be left with them.
@@ -231,20 +257,14 @@ ncclResult_t submit(Submission call) {
 
 ncclResult_t submit(Job job) {
   Group& group = this_thread_group();
-  std::shared_ptr<Comm> comm = job.comm;
-  try {
-    if (group.depth > 0) return group.add(std::move(job));
-    if (!job.blocking) return run_in_background({std::move(job)}, {});
-  } catch (...) {
-    if (comm) cancel_creation(*comm, "its creation could not be started");
-    throw;
-  }
+  if (group.depth > 0) return group.add(std::move(job));
+  if (!job.blocking) return run_in_background({std::move(job)}, {});
   Outcome outcome = run_guarded(job);
   if (outcome.code != ncclSuccess) set_last_error(outcome.text);
   return outcome.code;
 }
 
-ncclResult_t spoil(ncclResult_t code) {
+ncclResult_t spoil(ncclResult_t code) noexcept {
   Group& group = this_thread_group();
   if (group.depth > 0 && code != ncclSuccess && code != ncclInProgress) group.spoil(code);
   return code;

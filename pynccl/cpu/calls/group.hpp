@@ -6,6 +6,7 @@
 
 #include "base/guard.hpp"
 #include "calls/issue.hpp"
+#include "comm/creation.hpp"
 
 namespace pncpu {
 
@@ -13,8 +14,10 @@ namespace pncpu {
 // time. Without `blocking` it runs behind the caller's back, and `comm` says how it went
 // (ncclCommGetAsyncError).
 struct Job {
+  const char* function;
   std::function<ncclResult_t()> run;
-  std::shared_ptr<Comm> comm;  // that it creates or changes
+  std::shared_ptr<Comm> comm = nullptr;                 // whose state says how it goes
+  std::vector<std::shared_ptr<Creation>> creates = {};  // which fail with it
   bool blocking = true;
   bool ends = false;  // a destruction or an abort, which happens even if its group fails
 };
@@ -26,14 +29,14 @@ class Group {
   // ncclInvalidArgument where blocking and non-blocking communicators meet.
   ncclResult_t add(Submission call);
   ncclResult_t add(Job job);
-  void spoil(ncclResult_t code);
+  void spoil(ncclResult_t code) noexcept;
   // How many communicators that are created in this group are on the device already.
   int copies_on(int device) const;
   ncclResult_t finish();
   // Drops everything, as ncclGroupSimulateEnd does; the estimate is that of the last call.
   ncclResult_t simulate(float* microseconds);
   // Forgets what the forked child has from the thread that called fork, without touching it.
-  void abandon();
+  void abandon() noexcept;
 
  private:
   enum class Mode { Open, Blocking, NonBlocking };
@@ -46,13 +49,16 @@ class Group {
   ncclResult_t error_ = ncclSuccess;
   std::string error_text_;
   uint32_t epoch_ = process_epoch();
+  // What a forked child has of its parent's, for ever.
+  alignas(std::vector<Submission>) char parents_calls_[sizeof(std::vector<Submission>)];
+  alignas(std::vector<Job>) char parents_jobs_[sizeof(std::vector<Job>)];
 };
 Group& this_thread_group();
 
 ncclResult_t submit(Submission call);
 ncclResult_t submit(Job job);
 // A wrong call inside a group spoils the group.
-ncclResult_t spoil(ncclResult_t code);
+ncclResult_t spoil(ncclResult_t code) noexcept;
 
 // The body of an exported function that can be part of a group.
 template <class Body>

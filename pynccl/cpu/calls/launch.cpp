@@ -35,10 +35,9 @@ bool Launch::step(bool* moved) {
 }
 
 ncclResult_t Launch::run(Deadline deadline) {
-  std::vector<uint32_t> seen(batches.size());
   for (;;) {
     bool moved = false;
-    for (size_t i = 0; i < batches.size(); ++i) seen[i] = batches[i].comm->bell().look();
+    for (Batch& b : batches) b.seen = b.comm->bell().look();
     bool all = step(&moved);
     if (moved && searched_) {
       searched_ = false;
@@ -53,7 +52,7 @@ ncclResult_t Launch::run(Deadline deadline) {
       blocked_ = true;
       blocked_since_ = Clock::now();
       next_look_ = kFirstLook;
-      if (spin_for_news(seen)) continue;
+      if (spin_for_news()) continue;
     }
     try {
       when_blocked();
@@ -61,7 +60,7 @@ ncclResult_t Launch::run(Deadline deadline) {
     }
     int64_t ns = until(deadline, kSliceNs);
     if (ns == 0) return ncclInProgress;
-    wait_for_news(seen, ns);
+    wait_for_news(ns);
   }
   done_.store(true);
   ended_.ring();
@@ -86,35 +85,36 @@ Task::Errors Launch::errors() const {
 }
 
 // A peer may be waiting for this very core.
-bool Launch::spin_for_news(const std::vector<uint32_t>& seen) {
+bool Launch::spin_for_news() {
   Patience least = batches[0].comm->patience();
   for (Batch& b : batches) least = least.with(b.comm->patience());
   return look_for(least, [&] {
-    for (size_t k = 0; k < batches.size(); ++k)
-      if (batches[k].comm->bell().look() != seen[k]) return true;
+    for (const Batch& b : batches)
+      if (b.comm->bell().look() != b.seen) return true;
     return false;
   });
 }
 
-void Launch::wait_for_news(const std::vector<uint32_t>& seen, int64_t ns) {
-  if (batches.size() == 1) return batches[0].comm->bell().wait(seen[0], ns);
+void Launch::wait_for_news(int64_t ns) {
+  if (batches.size() == 1) return batches[0].comm->bell().wait(batches[0].seen, ns);
 #if defined(SYS_futex_waitv) && defined(FUTEX_32)
-  std::vector<futex_waitv> words;
-  for (size_t i = 0; i < batches.size() && i < 128; ++i) {
+  futex_waitv words[FUTEX_WAITV_MAX];
+  size_t count = std::min<size_t>(batches.size(), FUTEX_WAITV_MAX);
+  for (size_t i = 0; i < count; ++i) {
     Doorbell& bell = batches[i].comm->bell();
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    words.push_back({seen[i], reinterpret_cast<uintptr_t>(&bell.rings), FUTEX_32, 0});
+    words[i] = {batches[i].seen, reinterpret_cast<uintptr_t>(&bell.rings), FUTEX_32, 0};
   }
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   int64_t end = now.tv_nsec + ns;
   timespec ts{now.tv_sec + time_t(end / 1000000000), long(end % 1000000000)};
-  long r = syscall(SYS_futex_waitv, words.data(), words.size(), 0, &ts, CLOCK_MONOTONIC);
+  long r = syscall(SYS_futex_waitv, words, count, 0, &ts, CLOCK_MONOTONIC);
   bool unknown = r < 0 && errno == ENOSYS;
-  for (size_t i = 0; i < words.size(); ++i) batches[i].comm->bell().sleepers.fetch_sub(1);
+  for (size_t i = 0; i < count; ++i) batches[i].comm->bell().sleepers.fetch_sub(1);
   if (!unknown) return;
 #endif
-  batches[0].comm->bell().wait(seen[0], std::min<int64_t>(ns, 200 * 1000));
+  batches[0].comm->bell().wait(batches[0].seen, std::min<int64_t>(ns, 200 * 1000));
 }
 
 // Time-outs and deadlocks are looked for now and then, ever more rarely, only while nothing moves.

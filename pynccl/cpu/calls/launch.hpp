@@ -21,8 +21,8 @@ class Launch final : public Task {
 
  private:
   bool step(bool* moved);
-  bool spin_for_news(const std::vector<uint32_t>& seen);
-  void wait_for_news(const std::vector<uint32_t>& seen, int64_t ns);
+  bool spin_for_news();
+  void wait_for_news(int64_t ns);
   void when_blocked();
   std::atomic<int> to_come_{1};
   std::atomic<bool> done_{false};

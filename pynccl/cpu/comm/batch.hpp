@@ -17,6 +17,7 @@ struct Batch {
   bool started = false, done = false;
   ncclResult_t result = ncclSuccess;
   size_t at = 0;
+  uint32_t seen = 0;  // of the communicator's bell, before the newest look
 };
 
 }  // namespace pncpu

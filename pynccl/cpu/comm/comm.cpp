@@ -43,18 +43,18 @@ std::vector<uint64_t> Comm::claim_meeting(const std::vector<int>& ranks, bool af
 void Comm::begin_child(const std::shared_ptr<Comm>& child) {
   std::lock_guard<std::mutex> lock(session.mutex);
   children_.push_back(child);
-  if (session.stopped()) child->session.stop();
+  if (session.stopped()) child->session.stop_creation();
 }
 
 void Comm::end_child(const Comm& child) {
   std::lock_guard<std::mutex> lock(session.mutex);
-  children_.erase(
-      std::find_if(children_.begin(), children_.end(), [&](auto& c) { return c.get() == &child; }));
+  auto at = std::find_if(children_.begin(), children_.end(), [&](auto& c) { return c.get() == &child; });
+  if (at != children_.end()) children_.erase(at);
 }
 
 void Comm::stop_children() {
   std::lock_guard<std::mutex> lock(session.mutex);
-  for (auto& child : children_) child->session.stop();
+  for (auto& child : children_) child->session.stop_creation();
 }
 
 ncclResult_t Comm::check_accepts(const char* function) {
@@ -62,7 +62,7 @@ ncclResult_t Comm::check_accepts(const char* function) {
     return fail(ncclInvalidUsage, "%s: comm %p was destroyed or aborted before the call was issued", function,
                 static_cast<void*>(handle));
   if (standing.revoked.load()) return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
-  if (fate_.failed()) return fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
+  if (error() != ncclSuccess) return fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
   Phase phase = standing.phase.load(std::memory_order_relaxed);
   if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
   if (phase != Phase::Ready) return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
@@ -85,7 +85,7 @@ void Comm::note_started(const Batch& batch) {
 Step Comm::progress(Batch& batch) {
   if (!turns.is_turn_of(batch.ticket)) return Step::Blocked;
   if (fate_.failed()) return close_buffers(), Step::Failed;
-  bool moved = !batch.started;
+  bool moved = !batch.started, heard = heard_.failed();
   if (!batch.started) {
     batch.started = true;
     note_started(batch);
@@ -106,7 +106,33 @@ Step Comm::progress(Batch& batch) {
   }
   context_.ring_peers();
   if (batch.at == batch.colls.size() && p2p_.done()) return Step::Done;
-  return moved ? Step::Moved : Step::Blocked;
+  if (moved) return Step::Moved;
+  return heard && !more_may_come() ? believe() : Step::Blocked;
+}
+
+// What a peer on another host sent before it died may still be on its way.
+bool Comm::more_may_come() {
+  if (Clock::now() - heard_at_.load() > std::chrono::seconds(1)) return false;
+  for (auto& p : session.peers())
+    for (auto& pipe : p->link.pipe)
+      if (p->gone && pipe && pipe->more_may_come()) return true;
+  return false;
+}
+
+Step Comm::believe() {
+  decide(heard_.code(), heard_.text());
+  close_buffers();
+  return Step::Failed;
+}
+
+// Passed on before anybody here wakes and may exit: every peer then hears the cause before the end of this
+// rank's connection.
+void Comm::hear_of(ncclResult_t code, std::string_view text) noexcept {
+  if (error() == ncclSuccess && !heard_.failed()) tell(code, text);
+  heard_at_.store(Clock::now());
+  heard_.decide(code, text);
+  session.notify();
+  bell().ring();
 }
 
 void Comm::close_buffers() {
@@ -123,31 +149,41 @@ void Comm::finish(Batch& batch) {
   batch.done = true;
   turns.end(batch.ticket);
   bell().ring();
+  if (heard_.failed()) session.notify();
 }
 
-bool Comm::decide(ncclResult_t code, const std::string& text) {
+bool Comm::decide(ncclResult_t code, std::string_view text) noexcept {
   if (!fate_.decide(code, text)) return false;
-  fail(code, "rank %d of %d: %s", rank, nranks, text.c_str());
+  fail(code, "rank %d of %d: %.*s", rank, nranks, int(text.size()), text.data());
   session.notify();
   bell().ring();
   return true;
 }
 
-Step Comm::fail_with(ncclResult_t code, const std::string& text, bool tell) {
-  if (decide(code, text) && tell) tell_error(code);
+Step Comm::fail_with(ncclResult_t code, std::string_view text, bool tells) noexcept {
+  if (decide(code, text) && tells) tell(code, text);
   return Step::Failed;
+}
+
+void Comm::give_up(ncclResult_t code, std::string_view text) noexcept {
+  if (!fate_.decide(code, text)) return;
+  session.notify();
+  bell().ring();
+  tell(code, text);
 }
 
 Step Comm::mismatch(const std::string& text) { return fail_with(ncclInvalidUsage, kMismatch + text); }
 
-void Comm::tell_error(ncclResult_t code) { tell(code, error_text()); }
-
-void Comm::tell(ncclResult_t code, const std::string& text) {
-  std::vector<char> body(sizeof code + text.size());
-  memcpy(body.data(), &code, sizeof code);
-  memcpy(body.data() + sizeof code, text.data(), text.size());
-  for (int q = 0, known = session.known_ranks(); q < known; ++q)
-    session.send(q, Ctl::Error, body.data(), body.size());
+// Without memory a peer sees no more than the end of the connection.
+void Comm::tell(ncclResult_t code, std::string_view text) noexcept {
+  char body[sizeof code + kMaxText];
+  text = text.substr(0, kMaxText);
+  memcpy(body, &code, sizeof code);
+  memcpy(body + sizeof code, text.data(), text.size());
+  for (int q = 0, known = session.known_ranks(); q < known; ++q) try {
+      session.send(q, Ctl::Error, body, sizeof code + text.size());
+    } catch (const std::bad_alloc&) {
+    }
 }
 
 // ---- what the service's thread tells ----
@@ -163,11 +199,7 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
     std::string text(body.data + sizeof code, body.size - sizeof code);
     if (text.find(kReports) == std::string::npos) text = "rank " + std::to_string(from) + kReports + text;
     code = same ? code : ncclRemoteError;
-    // Passed on before anybody here wakes and may exit: every peer then hears the cause before the end of
-    // this rank's connection.
-    if (error() == ncclSuccess) tell(code, text);
-    decide(code, text);
-    return;
+    return hear_of(code, text);
   }
   if (header.kind == Ctl::Probe) return per_process<Deadlocks>().probed(*this, from, body);
   if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().convicted(*this, body);
@@ -192,9 +224,20 @@ void Comm::closed(int from) {
   session.changed.notify_all();
 }
 
-void Comm::died(int from) {
-  fail_with(ncclRemoteError, "rank " + std::to_string(from) + " (" + peer(from).str() +
-                                 ") died, or exited without destroying its communicator");
+void Comm::tell_error() noexcept {
+  try {
+    tell(error(), error_text());
+  } catch (const std::bad_alloc&) {
+    tell(error(), "out of memory");
+  }
+}
+
+void Comm::died(int from) noexcept {
+  char text[256];
+  const PeerInfo& info = peer(from).info;
+  snprintf(text, sizeof text, "rank %d (pid %lld on %s) died, or exited without destroying its communicator",
+           from, static_cast<long long>(info.pid), info.host_name);
+  hear_of(ncclRemoteError, text);
 }
 
 void Comm::open() {
@@ -234,6 +277,8 @@ ncclResult_t Comm::await_leaving() {
     if (q == rank) continue;
     Peer& p = peer(q);
     std::unique_lock<std::mutex> lock(session.mutex);
+    // This very thread may be the one that is to finalize it.
+    if (p.same_process && !p.left) continue;
     bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();
     if (!came)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "comm/batch.hpp"
@@ -58,13 +59,20 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   std::atomic<int> calling_thread{0};  // the newest that called, else the one that created it
 
   // Errors: the first one stays.
-  bool decide(ncclResult_t code, const std::string& text);
-  Step fail_with(ncclResult_t code, const std::string& text, bool tell = true);
+  bool decide(ncclResult_t code, std::string_view text) noexcept;
+  Step fail_with(ncclResult_t code, std::string_view text, bool tell = true) noexcept;
+  // The error of a call that has told its caller already.
+  void give_up(ncclResult_t code, std::string_view text) noexcept;
   Step mismatch(const std::string& text);
-  void tell_error(ncclResult_t code);  // to every peer, by name
-  void tell(ncclResult_t code, const std::string& text);
-  ncclResult_t error() const override { return fate_.code(); }
-  std::string error_text() override { return fate_.text(); }
+  void tell(ncclResult_t code, std::string_view text) noexcept;  // to every peer, by name
+  void tell_error() noexcept;
+  // What peers tell of, and their deaths, are this communicator's error once nothing underway can go on, or
+  // after a second: what has arrived before is still good.
+  void hear_of(ncclResult_t code, std::string_view text) noexcept;
+  ncclResult_t error() const override {
+    return !fate_.failed() && heard_.failed() && believes() ? heard_.code() : fate_.code();
+  }
+  std::string error_text() override { return fate_.failed() ? fate_.text() : heard_.text(); }
   bool broken() const override {
     bool ready = standing.phase.load() != Phase::Creating;
     return ready && error() == ncclInvalidUsage && !standing.revoked.load();
@@ -103,9 +111,13 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void stop_children();
 
  private:
-  void died(int from);
+  void died(int from) noexcept;
   void note_started(const Batch& batch);
-  Fate fate_;
+  bool believes() const { return turns.idle() || Clock::now() - heard_at_.load() > std::chrono::seconds(1); }
+  Step believe();
+  bool more_may_come();
+  Fate fate_, heard_;
+  std::atomic<Clock::time_point> heard_at_{};
   std::vector<uint64_t> meetings_[2];            // with each rank; under session.mutex
   std::vector<std::shared_ptr<Comm>> children_;  // under it
   Doorbell own_bell_;

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <mutex>
 #include <string>
+#include <string_view>
 
 #include "base/log.hpp"
 
@@ -15,7 +16,7 @@ class Fate {
   bool failed() const { return code() != ncclSuccess; }
   std::string text() const;
   // True for the first error, whose text is there before its code.
-  bool decide(ncclResult_t code, const std::string& text) noexcept;
+  bool decide(ncclResult_t code, std::string_view text) noexcept;
 
  private:
   std::atomic<ncclResult_t> code_{ncclSuccess};

@@ -4,8 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <deque>
 #include <numeric>
+
+#include "base/guard.hpp"
 
 namespace pncpu {
 
@@ -23,7 +26,7 @@ ncclResult_t comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Co
 
 ncclResult_t check_ready(Comm& comm, const char* function) {
   Standing& standing = comm.standing;
-  if (standing.revoked.load()) return ncclSuccess;
+  if (standing.revoked.load() && standing.phase.load() != Phase::Creating) return ncclSuccess;
   if (standing.pending() == ncclInProgress || standing.must_poll())
     return fail(ncclInvalidArgument,
                 "%s: comm %p is used before the previous operation returned ncclSuccess "
@@ -121,8 +124,25 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
   return ncclSuccess;
 }
 
+namespace {
+// The program exits without destroying communicators. What it has issued is completed, and ranks that need
+// nothing more notice nothing.
+void leave_all() {
+  Deadline deadline = after_ms(2000);
+  guarded("exit", [&] {
+    for (auto& comm : handles<Comm>().all())
+      if (comm->standing.ending() == Standing::End::None && comm->standing.phase.load() == Phase::Ready &&
+          comm->drain(deadline) == ncclSuccess && comm->error() == ncclSuccess)
+        comm->announce_leaving();
+    return ncclSuccess;
+  });
+}
+}  // namespace
+
 std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_ptr<Domain> domain,
                                 const Config& config) {
+  static const int at_exit = std::atexit(leave_all);
+  (void)at_exit;
   auto comm = std::make_shared<Comm>(device, std::move(domain));
   comm->session.set_shape(rank, nranks);
   comm->blocking = config.blocking != 0;
@@ -130,46 +150,29 @@ std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_pt
   return comm;
 }
 
-void publish(const std::shared_ptr<Comm>& comm, ncclComm_t* out) {
-  *out = comm->handle = static_cast<ncclComm_t>(handles<Comm>().add(comm));
-}
-
-void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out) {
-  handles<Comm>().take(comm->handle);
-  comm->session.stop();
-  comm->session.disconnect();
-  *out = nullptr;
-}
-
-void cancel_creation(Comm& comm, const char* why) {
-  if (comm.standing.pending() != ncclInProgress) return;
-  comm.fail_with(ncclInvalidUsage, why, false);
-  comm.standing.set_pending(ncclInvalidUsage);
-}
-
 namespace {
 // Threads whose creations are to fail, and the creations that run, by their threads.
-struct Creations {
+struct Creators {
   std::mutex mutex;
   std::set<int> interrupted;
   std::multimap<int, Comm*> running;
 };
-Creations& creations() { return per_process<Creations>(); }
+Creators& creators() { return per_process<Creators>(); }
 
-class Creation {
+class Creator {
  public:
-  explicit Creation(Comm& comm) {
+  explicit Creator(Comm& comm) {
     int thread = int(syscall(SYS_gettid));
-    std::lock_guard<std::mutex> lock(creations().mutex);
-    if (creations().interrupted.count(thread)) comm.session.stop();
-    at_ = creations().running.emplace(thread, &comm);
+    std::lock_guard<std::mutex> lock(creators().mutex);
+    if (creators().interrupted.count(thread)) comm.session.stop_creation();
+    at_ = creators().running.emplace(thread, &comm);
   }
-  ~Creation() {
-    std::lock_guard<std::mutex> lock(creations().mutex);
-    creations().running.erase(at_);
+  ~Creator() {
+    std::lock_guard<std::mutex> lock(creators().mutex);
+    creators().running.erase(at_);
   }
-  Creation(const Creation&) = delete;
-  Creation& operator=(const Creation&) = delete;
+  Creator(const Creator&) = delete;
+  Creator& operator=(const Creator&) = delete;
 
  private:
   std::multimap<int, Comm*>::iterator at_;
@@ -177,25 +180,33 @@ class Creation {
 }  // namespace
 
 void interrupt_creations(int thread, bool on) {
-  std::lock_guard<std::mutex> lock(creations().mutex);
-  if (!on) return void(creations().interrupted.erase(thread));
-  creations().interrupted.insert(thread);
-  auto [first, last] = creations().running.equal_range(thread);
-  for (auto it = first; it != last; ++it) it->second->session.stop();
+  std::lock_guard<std::mutex> lock(creators().mutex);
+  if (!on) return void(creators().interrupted.erase(thread));
+  creators().interrupted.insert(thread);
+  auto [first, last] = creators().running.equal_range(thread);
+  for (auto it = first; it != last; ++it) it->second->session.stop_creation();
 }
 
+namespace {
+ncclResult_t open(Comm& comm) {
+  if (!comm.session.complete())
+    return fail(ncclInternalError, "rank %d of %d: its creation was aborted", comm.rank, comm.nranks);
+  comm.open();
+  return ncclSuccess;
+}
+}  // namespace
+
 ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids, uint64_t ids_hash) {
-  Creation here(*comm);
+  Creator here(*comm);
   Table table;
   if (ncclResult_t r = comm->session.join(ids, ids_hash, &table); r != ncclSuccess) return r;
   return connect(*comm, table);
 }
 
 ncclResult_t connect(Comm& comm, const Table& table) {
-  Creation here(comm);
+  Creator here(comm);
   if (ncclResult_t r = comm.session.connect(table); r != ncclSuccess) return r;
-  comm.open();
-  return ncclSuccess;
+  return open(comm);
 }
 
 Meeting::Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char* function, bool after_failure)
@@ -231,7 +242,7 @@ ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* al
 }
 
 ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
-  std::deque<Creation> here;
+  std::deque<Creator> here;
   std::vector<PeerInfo> infos;
   for (auto& comm : comms) {
     here.emplace_back(*comm);
@@ -243,55 +254,76 @@ ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
     if (ncclResult_t r = comm->session.begin(table); r != ncclSuccess) return r;
   for (auto& comm : comms)
     if (ncclResult_t r = comm->session.finish(); r != ncclSuccess) return r;
-  for (auto& comm : comms) comm->open();
+  for (auto& comm : comms)
+    if (ncclResult_t r = open(*comm); r != ncclSuccess) return r;
   return ncclSuccess;
 }
 
 ncclResult_t finalize(Comm& comm) {
   comm.announce_leaving();
   comm.drain(kForever);
-  if (comm.error() == ncclSuccess) comm.await_leaving();
+  if (comm.error() == ncclSuccess && comm.await_leaving() == ncclTimeout)
+    comm.fail_with(ncclTimeout, last_error(), false);
   comm.standing.phase.store(Phase::Finalized);
   comm.standing.set_pending(comm.error());
   return comm.error();
 }
 
-namespace {
-ncclResult_t let_go(const std::shared_ptr<Comm>& comm) {
-  comm->session.disconnect();
-  handles<Comm>().take(comm->handle);
-  comm->standing.ended();
-  return ncclSuccess;
-}
-}  // namespace
+Ending::Ending(std::shared_ptr<Comm> comm, Standing::End how)
+    : comm_(std::move(comm)), how_(how), begun_(comm_->standing.begin_end(how)) {}
 
-// An abort by another thread cuts it short.
-ncclResult_t destroy(const std::shared_ptr<Comm>& comm) {
-  if (!comm->standing.cancel_creation()) comm->standing.await_pending();
-  if (comm->standing.phase.load() != Phase::Creating) {
-    comm->announce_leaving();
-    comm->drain(kForever);
-  }
-  return let_go(comm);
+Ending::~Ending() {
+  if (begun_) comm_->standing.take_back_end();
 }
 
-ncclResult_t abort(const std::shared_ptr<Comm>& comm) {
-  Standing& standing = comm->standing;
-  comm->session.stop();
-  comm->stop_children();
-  std::string text = "rank " + std::to_string(comm->rank) + " aborted its communicator";
-  bool left = comm->session.left.load() && standing.phase.load() == Phase::Finalized;
-  if (!left) {
-    bool first = comm->decide(ncclInvalidUsage, text);
+bool Ending::may_run() const {
+  return begun_ || (how_ == Standing::End::Abort && comm_->standing.ending() == Standing::End::Destroy);
+}
+
+// Whatever the steps before meet, the communicator ends.
+ncclResult_t Ending::run() {
+  if (how_ == Standing::End::Abort) cut_short();
+  if (!begun_ && !await_destruction()) return ncclSuccess;
+  ncclResult_t r = guarded(how_ == Standing::End::Abort ? "ncclCommAbort" : "ncclCommDestroy",
+                           [&] { return leave(), ncclSuccess; });
+  comm_->session.disconnect();
+  handles<Comm>().take(comm_->handle);
+  comm_->standing.ended();
+  begun_ = false;
+  return r;
+}
+
+void Ending::cut_short() {
+  Comm& comm = *comm_;
+  comm.session.stop();
+  comm.stop_children();
+  if (!comm.session.left.load() || comm.standing.phase.load() != Phase::Finalized) {
+    char text[64];
+    snprintf(text, sizeof text, "rank %d aborted its communicator", comm.rank);
     // Peers must hear the cause before they see the connection end, or they would take this rank for the
     // culprit.
-    comm->tell_error(first ? ncclRemoteError : comm->error());
+    if (comm.decide(ncclInvalidUsage, text))
+      comm.tell(ncclRemoteError, text);
+    else
+      comm.tell_error();
   }
-  comm->session.notify();
-  if (standing.ending() == Standing::End::Destroy) return standing.await_end(), ncclSuccess;
-  if (!standing.cancel_creation()) standing.await_pending();
-  comm->drain(after_ms(5000));
-  return let_go(comm);
+  comm.session.notify();
+}
+
+// That another thread has begun. True where it was taken back, and this one ends the communicator.
+bool Ending::await_destruction() {
+  while (!comm_->standing.await_end())
+    if ((begun_ = comm_->standing.begin_end(how_))) return true;
+  return false;
+}
+
+void Ending::leave() {
+  Comm& comm = *comm_;
+  bool aborts = how_ == Standing::End::Abort;
+  if (!comm.standing.cancel_creation()) comm.standing.await_pending();
+  if (comm.standing.phase.load() == Phase::Creating) return;
+  if (!aborts) comm.announce_leaving();
+  comm.drain(aborts ? after_ms(5000) : kForever);
 }
 
 }  // namespace pncpu

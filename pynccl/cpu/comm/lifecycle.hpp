@@ -23,11 +23,6 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
 
 std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_ptr<Domain> domain,
                                 const Config& config);
-void publish(const std::shared_ptr<Comm>& comm, ncclComm_t* out);
-void withdraw(const std::shared_ptr<Comm>& comm, ncclComm_t* out);
-// A creation that will not run after all: who ends the communicator need not wait for it.
-void cancel_creation(Comm& comm, const char* why);
-
 ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids, uint64_t ids_hash);
 // All ranks of a communicator, by one thread and without a rendezvous.
 ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms);
@@ -37,9 +32,29 @@ ncclResult_t connect(Comm& comm, const Table& table);
 void interrupt_creations(int thread, bool on);
 
 ncclResult_t finalize(Comm& comm);
-// The caller has begun the end (Standing::begin_end).
-ncclResult_t destroy(const std::shared_ptr<Comm>& comm);
-ncclResult_t abort(const std::shared_ptr<Comm>& comm);
+
+// Destroying or aborting a communicator. One that is dropped before it has run is taken back, and the call
+// can be repeated.
+class Ending {
+ public:
+  // Under the issue lock, so that no call is issued behind it.
+  Ending(std::shared_ptr<Comm> comm, Standing::End how);
+  ~Ending();
+  Ending(const Ending&) = delete;
+  Ending& operator=(const Ending&) = delete;
+  // Of several callers one ends the communicator; only an abort may come after a destruction has begun, and
+  // cuts it short.
+  bool may_run() const;
+  ncclResult_t run();
+
+ private:
+  void cut_short();
+  bool await_destruction();
+  void leave();
+  const std::shared_ptr<Comm> comm_;
+  const Standing::End how_;
+  bool begun_;
+};
 
 // What ranks of a communicator tell each other in a call that changes or derives communicators. Another
 // function called by one of them fails the communicator on all.

@@ -8,9 +8,16 @@ void Standing::ended() {
   changed_.notify_all();
 }
 
-void Standing::await_end() {
+void Standing::take_back_end() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ending_.store(End::None);
+  changed_.notify_all();
+}
+
+bool Standing::await_end() {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return ended_; });
+  changed_.wait(lock, [&] { return ended_ || ending() == End::None; });
+  return ended_;
 }
 
 void Standing::set_pending(ncclResult_t state) {

@@ -23,8 +23,9 @@ class Standing {
     End none = End::None;
     return ending_.compare_exchange_strong(none, how);
   }
+  void take_back_end();
   void ended();
-  void await_end();
+  bool await_end();  // false where it was taken back
 
   // A creation that has not begun, in a group that is still open, can be cancelled; of the two one succeeds.
   bool begin_creation() { return exchange_creation(Creation::Begun) != Creation::Cancelled; }
@@ -39,7 +40,7 @@ class Standing {
   // A call of a non-blocking communicator was issued. As in NCCL it is taken some time later: the first poll
   // answers ncclInProgress for certain, and one after it ncclSuccess.
   void answer_later() { answers_.store(kAnswers); }
-  bool must_poll() const { return answers_.load(std::memory_order_acquire) > 0; }
+  bool must_poll() const { return answers_.load(std::memory_order_acquire) > 0 && pending() == ncclSuccess; }
   ncclResult_t poll();
 
  private:

@@ -1,6 +1,7 @@
 // The service itself, for the files of this folder.
 #pragma once
 
+#include <list>
 #include <map>
 #include <memory>
 #include <set>
@@ -56,12 +57,13 @@ class Service {
     CtlHeader header;
     Blob body;
   };
-  void post(Post post);
+  using Posts = std::list<Post>;
+  void post(Posts posts) noexcept;
   struct Local {
     SinkPtr sink;
     bool attached = false;
-    std::vector<Post> kept;                     // until then
-    std::vector<std::pair<Token, int>> linked;  // who hears of its end, and as which rank's
+    Posts kept;       // until then
+    Posts farewells;  // to those who hear of its end, which needs no memory
   };
   struct HashToken {
     size_t operator()(const Token& t) const { return size_t(t.a ^ t.b); }
@@ -92,7 +94,7 @@ class Service {
   bool read_body(Connection& c, size_t* missing);
   void unproved(const Connection& c, const std::string& what);
   void deliver();
-  void give(const Post& post);
+  void give(Posts& post);  // of one
   std::unique_ptr<Connection> take(int fd);
   void end(int fd);
   void tidy(Deadline now);
@@ -109,7 +111,7 @@ class Service {
   std::set<std::pair<Deadline, int>> leaving_;  // answered, and to be dropped at the latest then
   std::vector<SocketPtr> finished_;
   std::mutex posts_mutex_;
-  std::vector<Post> posts_;
+  Posts posts_;
   Deadline last_told_{};
 };
 

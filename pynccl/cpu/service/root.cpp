@@ -300,15 +300,19 @@ bool RootTable::reported(const Token& token, uint64_t serial, uint64_t result, c
   return false;
 }
 
-void RootTable::left(const Token& token, const SeatPtr& seat) {
+// Without memory for it the others are told at the deadline.
+void RootTable::left(const Token& token, const SeatPtr& seat) noexcept {
   auto it = roots_.find(token);
   if (it == roots_.end()) return;
   Root& root = it->second;
   Member* member = find(root.ranks, seat);
   if (!member) member = find(root.shares, seat);
   if (!member) return;
-  std::string text = who(root, *member) + " died or left before all ranks had joined";
-  end(root, ncclRemoteError, text);
+  try {
+    end(root, ncclRemoteError, who(root, *member) + " died or left before all ranks had joined");
+  } catch (const std::bad_alloc&) {
+    log(Level::Warn, "the bootstrap service has no memory to tell that a rank left");
+  }
 }
 
 void RootTable::unproved(const Token& token, uint64_t serial, const std::string& text) {
@@ -326,6 +330,7 @@ std::string RootTable::late(const Root& root) const {
   std::string text = "timed out after " + std::to_string(param_seconds("PYNCCL_CPU_INIT_TIMEOUT")) +
                      " s (PYNCCL_CPU_INIT_TIMEOUT): ";
   const Round &ranks = root.ranks, &shares = root.shares;
+  if (ranks.members.empty() && shares.members.empty()) return text + "there was no memory for its ranks";
   const Announce& a = (ranks.members.empty() ? shares : ranks).members[0].announce;
   Shares spread{a.nranks, a.nids};
   int share = spread.of_rank(a.rank), first = spread.first(share), wanted = spread.count(share);

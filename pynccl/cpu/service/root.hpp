@@ -35,7 +35,7 @@ class RootTable {
              const Blob& body);
   // How long a body may be, before it is read.
   static uint32_t most_bytes(Ctl kind);
-  void left(const Token& token, const SeatPtr& seat);
+  void left(const Token& token, const SeatPtr& seat) noexcept;
   // A rank that knows the token cannot prove the secret.
   void unproved(const Token& token, uint64_t serial, const std::string& text);
 

@@ -140,9 +140,9 @@ void Service::run() {
           {network_.admission.next_change(now), local_.admission.next_change(now), roots.next_deadline()});
       if (!leaving_.empty()) next = std::min(next, leaving_.begin()->first);
     }
-    int64_t ms =
-        next == kForever ? -1 : std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
-    int n = epoll_wait(epoll_.get(), events, 64, int(std::clamp<int64_t>(ms, -1, 3600 * 1000)));
+    int64_t ms = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
+    int n = epoll_wait(epoll_.get(), events, 64,
+                       int(next == kForever ? -1 : std::clamp<int64_t>(ms, 0, 3600 * 1000)));
     std::lock_guard<std::recursive_mutex> lock(mutex);
     for (int i = 0; i < n; ++i) {
       int fd = events[i].data.fd;
@@ -453,24 +453,26 @@ bool Service::read_body(Connection& c, size_t* missing) {
 
 // ---- ranks of this process ----
 
-void Service::post(Post post) {
+void Service::post(Posts posts) noexcept {
   std::lock_guard<std::mutex> lock(posts_mutex_);
-  posts_.push_back(std::move(post));
-  if (posts_.size() == 1) wake();
+  bool first = posts_.empty() && !posts.empty();
+  posts_.splice(posts_.end(), posts);
+  if (first) wake();
 }
 
 void Service::deliver() {
   uint64_t count;
   if (::read(wake_.get(), &count, sizeof count) < 0) return;
-  std::vector<Post> posts;
+  Posts posts;
   {
     std::lock_guard<std::mutex> lock(posts_mutex_);
     posts.swap(posts_);
   }
-  size_t given = 0;
-  for (const Post& p : posts) {
+  for (size_t given = 0; !posts.empty();) {
+    Posts first;
+    first.splice(first.end(), posts, posts.begin());
     try {
-      give(p);
+      give(first);
     } catch (const std::exception& e) {
       log(Level::Warn, "the bootstrap service lost a message between two ranks of this process: %s",
           e.what());
@@ -481,10 +483,11 @@ void Service::deliver() {
   }
 }
 
-void Service::give(const Post& p) {
+void Service::give(Posts& post) {
+  const Post& p = post.front();
   auto it = locals.find(p.to);
   if (it == locals.end()) return;
-  if (!it->second.attached) return it->second.kept.push_back(p);
+  if (!it->second.attached) return it->second.kept.splice(it->second.kept.end(), post);
   SinkPtr sink = it->second.sink;
   if (p.header.kind == Ctl::Closed)
     sink->closed(p.from);
@@ -572,7 +575,7 @@ void attach(const Token& token) {
   auto it = s->locals.find(token);
   if (it == s->locals.end()) return;
   it->second.attached = true;
-  std::vector<Service::Post> kept = std::move(it->second.kept);
+  Service::Posts kept = std::move(it->second.kept);
   SinkPtr sink = it->second.sink;
   for (const Service::Post& p : kept)
     if (p.header.kind == Ctl::Closed)
@@ -589,7 +592,7 @@ void forget(const Token& token) {
   if (it == s->locals.end()) return;
   Service::Local gone = std::move(it->second);
   s->locals.erase(it);
-  for (auto& [to, rank] : gone.linked) s->post({to, rank, {Ctl::Closed, 0, 0}, {}});
+  s->post(std::move(gone.farewells));
 }
 
 bool lives_here(const Token& token) {
@@ -605,13 +608,13 @@ bool link(const Token& to, int to_rank, const Token& mine) {
   std::lock_guard<std::recursive_mutex> lock(s->mutex);
   auto it = s->locals.find(to);
   if (it == s->locals.end()) return false;
-  it->second.linked.push_back({mine, to_rank});
+  it->second.farewells.push_back({mine, to_rank, {Ctl::Closed, 0, 0}, {}});
   return true;
 }
 
 void post(const Token& to, int from, Ctl kind, uint64_t tag, const Blob& body) {
   if (Service* s = Service::get("a communicator"))
-    s->post({to, from, {kind, uint32_t(body.size), tag}, body});
+    s->post({{to, from, {kind, uint32_t(body.size), tag}, body}});
 }
 
 void hang_up(const Token& to, int from) { post(to, from, Ctl::Closed, 0, {}); }

@@ -127,7 +127,8 @@ enum class Ctl : uint32_t {
   Share,
   Table,
   Failed,  // the tag is the result, the body a text
-  Closed   // never sent: a rank of this process has let go
+  Closed,  // never sent: a rank of this process has let go
+  Segment  // the tag is the size of its rings; a descriptor follows
 };
 struct CtlHeader {
   Ctl kind = Ctl::Error;

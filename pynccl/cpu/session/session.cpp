@@ -84,6 +84,18 @@ void Session::stop() {
   changed.notify_all();
 }
 
+void Session::stop_creation() {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (complete_) return;
+  stop_.set();
+  changed.notify_all();
+}
+
+bool Session::complete() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return complete_ = !stopped();
+}
+
 ncclResult_t Session::connect(const Table& table) {
   if (ncclResult_t r = begin(table); r != ncclSuccess) return r;
   return finish();
@@ -206,7 +218,9 @@ ncclResult_t Session::open_links() {
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
     if (q == rank || p.info.process != self.process) continue;
-    if (!link(p.info.token, q, self.token)) return link_failed(q, "cannot reach", "it died or left", 0);
+    if (!link(p.info.token, q, self.token)) {
+      return gone_from_here(q, "cannot reach");
+    }
     p.same_process = true;
     std::lock_guard<std::mutex> lock(mutex);
     p.linked = true;
@@ -262,34 +276,41 @@ bool Session::linked(int to) {
 
 void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
   SocketPtr control;
+  bool here;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    if (size_t(to) >= peers_.size() || !peer(to).linked || peer(to).gone) return;
+    if (disconnected_ || size_t(to) >= peers_.size() || peer(to).gone) return;
+    here = peer(to).info.process == self.process;
     control = peer(to).control;
+    // It has come, and this rank fails before it gets to it.
+    auto early = waiting_.find({int(HelloKind::Control), to});
+    if (!control && early != waiting_.end()) control = early->second;
   }
+  if (!here && !control) return;
   Blob blob = Blob::copy(body, bytes);
   if (control)
     control->send_frame(kind, 0, blob);
-  else
+  else if (to != rank)
     post(peer(to).info.token, rank, kind, 0, blob);
 }
 
-void Session::disconnect() {
-  forget(self.token);
-  std::vector<SocketPtr> controls;
+void Session::disconnect() noexcept {
+  if (self.token != Token()) forget(self.token);
   {
     std::lock_guard<std::mutex> lock(mutex);
-    all_arrived_ = true;
+    all_arrived_ = disconnected_ = true;
     waiting_.clear();
-    for (auto& p : peers_) {
-      if (p->control) controls.push_back(std::move(p->control));
-      p->control.reset();
-      p->linked = false;
-    }
+    for (auto& p : peers_) p->linked = false;
   }
   // Why this rank leaves has to reach the others before the connection ends.
   Deadline deadline = after_ms(2000);
-  for (const SocketPtr& control : controls) {
+  for (auto& p : peers_) {
+    SocketPtr control;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      control = std::move(p->control);
+    }
+    if (!control) continue;
     control->drain(deadline);
     unwatch(control);
   }
@@ -353,8 +374,8 @@ ncclResult_t Session::create_segment() {
     Peer& p = peer(q);
     if (p.local < 0 || !served.insert(p.info.process).second) continue;
     if (!p.control) return link_failed(q, "cannot share memory with", "it is in this process", 0);
-    uint64_t ring = segment_->ring_bytes();
-    if (!send_all(p.control->fd(), &ring, sizeof ring, deadline_) ||
+    CtlHeader header{Ctl::Segment, 0, segment_->ring_bytes()};
+    if (!send_all(p.control->fd(), &header, sizeof header, deadline_) ||
         !send_fd(p.control->fd(), segment_->fd()))
       return link_failed(q, "cannot share memory with", describe_error(errno), errno);
   }
@@ -364,15 +385,35 @@ ncclResult_t Session::create_segment() {
 ncclResult_t Session::receive_segment(int leader) {
   SocketPtr control = peer(leader).control;
   Stop::During waiting(stop_, [control] { shutdown(control->fd(), SHUT_RDWR); });
-  uint64_t ring = 0;
+  CtlHeader header{Ctl::Segment, 0, 0};
   Fd fd;
-  if (recv_all(control->fd(), &ring, sizeof ring, deadline_)) fd = recv_fd(control->fd(), deadline_);
+  if (recv_all(control->fd(), &header, sizeof header, deadline_))
+    fd = header.kind == Ctl::Segment ? recv_fd(control->fd(), deadline_) : Fd();
   int error = stopped() ? ECANCELED : errno;
+  if (header.kind == Ctl::Error) return failed_before(leader, header);
   if (!fd) return link_failed(leader, "got no memory from", describe_error(error), error);
+  uint64_t ring = header.tag;
   if (ring < 512 || ring > ring_bytes || (ring & (ring - 1)))
     return link_failed(leader, "got no memory from", "rings of " + std::to_string(ring) + " bytes", 0);
   segment_ = std::make_shared<Segment>(local_count_, size_t(ring));
   return segment_->open(std::move(fd));
+}
+
+// A rank of this process cannot have died, and may have said why it went.
+ncclResult_t Session::gone_from_here(int q, const char* doing) {
+  attach(self.token);
+  hang_up(self.token, q);  // known to be gone after everything that it said
+  return cut_off(q, doing, "it has failed or was aborted");
+}
+
+// A peer's creation failed, and it has said why.
+ncclResult_t Session::failed_before(int q, const CtlHeader& header) {
+  std::vector<char> body(std::min<size_t>(header.bytes, sizeof(ncclResult_t) + kMaxText));
+  if (!recv_all(peer(q).control->fd(), body.data(), body.size(), deadline_))
+    return link_failed(q, "got no memory from", describe_error(errno), errno);
+  owner_.sink()->frame(q, header, Blob::of(std::move(body)));
+  if (owner_.error() == ncclSuccess) return link_failed(q, "got no memory from", "it failed", 0);
+  return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
 }
 
 ncclResult_t Session::take_segment(int first) {
@@ -386,7 +427,9 @@ ncclResult_t Session::take_segment(int first) {
     if (offers.segments.count(key)) continue;
     lock.unlock();
     if (stopped()) return link_failed(first, "got no memory from", "aborted", 0);
-    if (!lives_here(key)) return link_failed(first, "got no memory from", "it died or left", 0);
+    if (!lives_here(key)) {
+      return gone_from_here(first, "got no memory from");
+    }
     if (Clock::now() >= deadline_)
       return fail(ncclTimeout, "rank %d of %d waited in vain for the memory of rank %d", rank, nranks, first);
     lock.lock();
@@ -476,8 +519,9 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
   bool left;
   {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait_until(lock, after_ms(1000),
-                       [&] { return peer(q).left || owner_.error() != ncclSuccess || stopped(); });
+    changed.wait_until(lock, after_ms(1000), [&] {
+      return peer(q).left || peer(q).gone || owner_.error() != ncclSuccess || stopped();
+    });
     left = peer(q).left;
   }
   if (left) owner_.never_ends(q, what);

@@ -70,7 +70,9 @@ class Session {
   ncclResult_t connect(const Table& table);
   ncclResult_t begin(const Table& table);
   ncclResult_t finish();
-  void stop();  // cuts all of that short, and exchanges
+  void stop_creation();  // cuts that short, if it is not complete
+  bool complete();       // false where it was stopped before
+  void stop();           // cuts creation short, and exchanges
   bool stopped() const { return stop_.is_set(); }
 
   // Ranks talk over their control sockets: everyone's blob, in the order of `ranks`.
@@ -84,7 +86,7 @@ class Session {
   void send(int to, Ctl kind, const void* body, size_t bytes);  // nothing once the peer is gone
   int known_ranks();  // 0 until the table is there, however many a caller said
   bool linked(int to);
-  void disconnect();
+  void disconnect() noexcept;
   void drop_connections();  // fault injection
 
   Peer& peer(int r) { return *peers_[size_t(r)]; }
@@ -119,6 +121,8 @@ class Session {
   ncclResult_t share_segment();
   ncclResult_t create_segment();
   ncclResult_t receive_segment(int leader);
+  ncclResult_t gone_from_here(int peer, const char* doing);
+  ncclResult_t failed_before(int peer, const CtlHeader& header);
   ncclResult_t take_segment(int first);
   void attach_pipes();
   void say_settings();
@@ -134,6 +138,7 @@ class Session {
   const int device_;
   bool direct_allowed_;
   Stop stop_;
+  bool complete_ = false;         // under the mutex
   Deadline deadline_ = kForever;  // of the creation
   Table table_;
   std::vector<std::unique_ptr<Peer>> peers_;  // once the table is known
@@ -145,7 +150,7 @@ class Session {
   uint64_t nonce_[2];
   Blob settings_;
   std::map<std::pair<int, int>, SocketPtr> waiting_;  // arrivals by kind and rank, during creation
-  bool all_arrived_ = false;
+  bool all_arrived_ = false, disconnected_ = false;
   std::vector<Gathering*> gatherings_;                // open ones
   std::map<std::pair<int, uint64_t>, Blob> untaken_;  // said by a rank under a tag before it was waited for
 };

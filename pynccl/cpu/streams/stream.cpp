@@ -108,7 +108,8 @@ ncclResult_t Stream::take_error(uint64_t comm_serial) {
 ncclResult_t Stream::drive(uint64_t target, Deadline deadline) {
   while (completed_.load() < target) {
     uint32_t seen = completions_.look();
-    if (!running_.try_lock()) {
+    std::unique_lock<std::mutex> running(running_, std::try_to_lock);
+    if (!running) {
       int64_t ns = until(deadline, kSliceNs);
       if (ns == 0) return ncclInProgress;
       completions_.wait(seen, ns);
@@ -121,7 +122,13 @@ ncclResult_t Stream::drive(uint64_t target, Deadline deadline) {
         std::lock_guard<std::mutex> lock(queue_mutex_);
         node = &queue_.front();
       }
-      r = run(*node, deadline);
+      try {
+        r = run(*node, deadline);
+      } catch (const std::bad_alloc&) {  // work can be left at any step: tried again until there is memory
+        usleep(1000);
+        if (until(deadline, kSliceNs)) continue;
+        r = ncclInProgress;
+      }
       if (r == ncclInProgress) break;
       Nodes gone;
       {
@@ -131,7 +138,7 @@ ncclResult_t Stream::drive(uint64_t target, Deadline deadline) {
       completed_.fetch_add(1);
       completions_.ring();
     }
-    running_.unlock();
+    running.unlock();
     completions_.ring();
     if (r == ncclInProgress) return r;
   }

@@ -29,7 +29,9 @@ class TcpPipe final : public Pipe {
     return flush() ? send_some(static_cast<const char*>(data), bytes) : 0;
   }
 
+  // For a peer that has gone nothing is left to send.
   bool flush() override {
+    if (cannot_send_) unsent_.clear(), sent_ = 0;
     while (sent_ < unsent_.size()) {
       size_t n = send_some(unsent_.data() + sent_, unsent_.size() - sent_);
       if (n == 0) return false;
@@ -80,6 +82,10 @@ class TcpPipe final : public Pipe {
     return n;
   }
 
+  bool more_may_come() override {
+    fill();
+    return !ended_;
+  }
   bool idle() override { return unsent_.empty() && readable() == 0; }
   SocketPtr socket() const override { return socket_; }
   void close() override { socket_.reset(); }

@@ -34,7 +34,9 @@ class Pipe {
   virtual void copy_out(size_t skip, void* to, size_t bytes) = 0;  // of what is readable; does not consume
   virtual void consume(size_t bytes) = 0;                          // of what is readable
   virtual size_t read(void* to, size_t bytes) = 0;                 // takes what there is, how many
-  virtual bool idle() = 0;                                         // nothing underway in either direction
+  // Whether bytes of a peer that has ended may still be on their way.
+  virtual bool more_may_come() { return false; }
+  virtual bool idle() = 0;  // nothing underway in either direction
   virtual std::shared_ptr<Socket> socket() const { return nullptr; }
   virtual void close() {}
 

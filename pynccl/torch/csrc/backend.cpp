@@ -110,27 +110,27 @@ intrusive_ptr<Backend> Backend::make(intrusive_ptr<c10d::Store> store, int rank,
 }
 
 // A thread that still ran callbacks would end the process when Python has gone.
-void Backend::end_all() {
+void Backend::end_all(bool abort) {
   std::vector<intrusive_ptr<Backend>> all;
   {
     std::lock_guard<std::mutex> lock(living_mutex);
     for (auto& weak : living())
       if (auto backend = weak.lock()) all.push_back(std::move(backend));
   }
-  for (auto& backend : all) backend->leave();
+  for (auto& backend : all) backend->leave(abort);
 }
 
-Backend::~Backend() { leave(); }
+Backend::~Backend() { leave(true); }
 
 // The destructor waits for the last weak reference.
-void Backend::release_resources() { leave(); }
+void Backend::release_resources() { leave(true); }
 
-void Backend::leave() {
+void Backend::leave(bool abort) {
   // Threads that end here may need the GIL.
   std::unique_ptr<pybind11::gil_scoped_release> release;
   if (Py_IsInitialized() && PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
   try {
-    end(true);
+    abort ? end(true) : shutdown();
   } catch (...) {
   }
   watcher_->stop();

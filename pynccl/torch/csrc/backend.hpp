@@ -49,7 +49,7 @@ class Backend : public c10d::Backend {
   ~Backend() override;
   static intrusive_ptr<Backend> make(intrusive_ptr<c10d::Store> store, int rank, int size,
                                      Milliseconds timeout, bool connect_cpu);
-  static void end_all();  // before Python ends
+  static void end_all(bool abort);  // before Python ends; else what is in flight is completed first
   void release_resources() override;
 
   const std::string getBackendName() const override { return "pynccl"; }
@@ -131,7 +131,7 @@ class Backend : public c10d::Backend {
   c10::Device barrier_device(const c10d::BarrierOptions& options) const;
   std::vector<TaskPtr> unfinished();
   void end(bool abort);
-  void leave();
+  void leave(bool abort);
 
   intrusive_ptr<c10d::Store> store_;
   intrusive_ptr<Options> options_;

@@ -1,0 +1,99 @@
+// The limits of a process, of its descriptors and threads, and of what the library takes: the numbers of
+// ranks.
+#include <sys/resource.h>
+
+#include "job.hpp"
+#include "service/wire.hpp"
+
+using namespace testing;
+using namespace pncpu;
+
+namespace {
+
+void no_thread_for_the_service() {
+  if (geteuid() == 0) {
+    CHECK_EQ(setgid(65534), 0);
+    CHECK_EQ(setuid(65534), 0);
+  }
+  rlimit none{0, 0}, before{};
+  getrlimit(RLIMIT_NPROC, &before);
+  none.rlim_max = before.rlim_max;
+  CHECK_EQ(setrlimit(RLIMIT_NPROC, &none), 0);
+  int descriptors = open_descriptors();
+  ncclUniqueId id;
+  CHECK_EQ(int(ncclGetUniqueId(&id)), int(ncclSystemError));
+  CHECK(contains(ncclGetLastError(nullptr), "no thread is to be had"));
+  CHECK(contains(ncclGetLastError(nullptr), "RLIMIT_NPROC"));
+  CHECK_EQ(open_descriptors(), descriptors);
+  CHECK_EQ(setrlimit(RLIMIT_NPROC, &before), 0);
+  run_job(2);
+}
+
+// Ranks that need more descriptors than they may have say so, and nobody is taken for dead.
+void too_few_descriptors_for_the_peers() {
+  constexpr int kRanks = 24;
+  set("PYNCCL_CPU_INIT_TIMEOUT", "20");
+  ncclUniqueId id = settled_id();
+  Gate gate;
+  std::vector<std::unique_ptr<Child>> ranks;
+  for (int r = 0; r < kRanks; ++r)
+    ranks.push_back(std::make_unique<Child>([&, r] {
+      gate.wait();
+      limit_descriptors(rlim_t(open_descriptors()) + 20);
+      ncclComm_t comm = nullptr;
+      CHECK_EQ(int(ncclCommInitRank(&comm, kRanks, id, r)), int(ncclSystemError));
+      std::string text = ncclGetLastError(nullptr);
+      if (!contains(text, "RLIMIT_NOFILE")) fprintf(stderr, "%s\n", text.c_str());
+      CHECK(contains(text, "needs 24 file descriptors for its peers"));
+      CHECK(contains(text, "RLIMIT_NOFILE"));
+    }));
+  gate.open(kRanks);
+  for (auto& rank : ranks) CHECK_EQ(rank->wait(), 0);
+}
+
+void ranks_as_threads_need_no_descriptors() {
+  limit_descriptors(64);
+  ncclUniqueId id = settled_id();
+  Gauge gauge;
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < 40; ++r) ranks.emplace_back([&, r] { take_part(id, 40, r); });
+  for (std::thread& t : ranks) t.join();
+  CHECK(open_descriptors() <= gauge.descriptors + 4);
+}
+
+void many_ranks_in_one_process() {
+  std::vector<ncclComm_t> comms(200, nullptr);
+  limit_descriptors(64);
+  OK(ncclCommInitAll(comms.data(), 200, nullptr));
+  std::vector<float> x(200, 1);
+  OK(ncclGroupStart());
+  for (size_t i = 0; i < comms.size(); ++i)
+    OK(ncclAllReduce(&x[i], &x[i], 1, ncclFloat32, ncclSum, comms[i], nullptr));
+  OK(ncclGroupEnd());
+  for (ncclComm_t comm : comms) OK(pyncclCpuStreamSynchronize(comm, nullptr, -1));
+  CHECK_EQ(std::count(x.begin(), x.end(), 200.0f), 200);
+  for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
+}
+
+void too_many_ranks_are_refused_at_once() {
+  std::vector<ncclComm_t> comms(5000, nullptr);
+  double began = now();
+  CHECK_EQ(int(ncclCommInitAll(comms.data(), 5000, nullptr)), int(ncclSystemError));
+  CHECK(contains(ncclGetLastError(nullptr), "ndev is 5000"));
+  CHECK(contains(ncclGetLastError(nullptr), std::to_string(kMostLocalRanks)));
+  Gauge gauge;
+  ncclUniqueId id = settled_id();
+  CHECK_EQ(int(ncclCommInitRank(&comms[0], 8000000, id, 0)), int(ncclSystemError));
+  CHECK(contains(ncclGetLastError(nullptr), "8000000 ranks"));
+  CHECK(!gauge.grew_beyond(16 * 1024));
+  CHECK(now() - began < 30);
+}
+
+}  // namespace
+
+int main() {
+  const Test tests[] = {TEST(no_thread_for_the_service), TEST(too_few_descriptors_for_the_peers),
+                        TEST(ranks_as_threads_need_no_descriptors), TEST(many_ranks_in_one_process),
+                        TEST(too_many_ranks_are_refused_at_once)};
+  return run_all(tests, sizeof tests / sizeof *tests);
+}
