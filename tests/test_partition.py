@@ -89,9 +89,9 @@ HALVES = [[0, 3], [1, 2]]
     ("groups", "goes_on"),
     [
         pytest.param([[0], [1]], [0], id="two ranks"),
-        pytest.param(HALVES, [0, 3], id="halves"),
+        pytest.param(HALVES, [0, 3], id="halves", marks=pytest.mark.slow),
         pytest.param([[0, 1], [2, 3, 4]], [2, 3, 4], id="a majority without rank 0"),
-        pytest.param([[0], [1], [2]], None, id="everybody alone"),
+        pytest.param([[0], [1], [2]], None, id="everybody alone", marks=pytest.mark.slow),
     ],
 )
 def test_only_a_majority_goes_on(groups: list[list[int]], goes_on: list[int] | None) -> None:
@@ -148,7 +148,12 @@ def loses_some(rank: int, nranks: int, edges: list[tuple[int, int]]) -> tuple[li
 
 @pytest.mark.parametrize(
     ("nranks", "loser", "edges"),
-    [(5, 0, [(0, 3), (0, 4)]), (5, 4, [(4, 0), (4, 1)]), (4, 1, [(1, 0), (1, 3)]), (3, 2, [(1, 2)])],
+    [
+        (5, 0, [(0, 3), (0, 4)]),
+        pytest.param(5, 4, [(4, 0), (4, 1)], marks=pytest.mark.slow),
+        pytest.param(4, 1, [(1, 0), (1, 3)], marks=pytest.mark.slow),
+        (3, 2, [(1, 2)]),
+    ],
 )
 def test_who_lost_the_others_is_out(nranks: int, loser: int, edges: list[tuple[int, int]]) -> None:
     """All others hear each other, and name the one that lost some of them."""
@@ -230,7 +235,7 @@ def dies_between_messages(rank: int, nranks: int, victim: int, sends: int) -> li
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(
-    "sends", [pytest.param(n, marks=[] if n in (1, 5, 11) else pytest.mark.slow) for n in range(16)]
+    "sends", [pytest.param(n, marks=[] if n in (1, 5) else pytest.mark.slow) for n in range(16)]
 )
 def test_death_between_two_messages(victim: int, sends: int) -> None:
     results = run(5, dies_between_messages, victim, sends, backend="cpu", check=False, timeout=40)

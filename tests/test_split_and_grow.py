@@ -58,7 +58,7 @@ def fails_in_split(rank: int, nranks: int, victim: int, number: int, blocking: b
     return came
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("blocking", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_fails_inside_split(number: int, blocking: bool) -> None:
     """Those that share its child name it as the parent does, and nobody waits for twice the time-out."""
@@ -158,7 +158,12 @@ def joins(how: str, nranks: int, fresh: int, folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "fresh"),
-    [("never comes", 1), ("never comes", 2), ("dies while it joins", 2), ("dies in the channel", 1)],
+    [
+        ("never comes", 1),
+        pytest.param("never comes", 2, marks=pytest.mark.slow),
+        pytest.param("dies while it joins", 2, marks=pytest.mark.slow),
+        ("dies in the channel", 1),
+    ],
 )
 def test_a_new_rank_does_not_come(how: str, fresh: int, tmp_path: Path) -> None:
     """The communicator stays as it was, on all ranks, and grows when the new rank does come."""

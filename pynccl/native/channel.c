@@ -42,7 +42,7 @@ enum {
 typedef struct pynccl_peer {
   int socket;
   int goodbye;
-  int gone;     // the connection has ended
+  int gone;       // the connection has ended
   int named;      // as failed, by another rank's verdict
   int64_t heard;  // by the clock of dog.awake
   int pid;        // 0: it is not known whether the process has ended
@@ -100,7 +100,8 @@ static struct {
   int running, epoll, wake;
   uint32_t last_id;
   int64_t beat_at;
-  // For how long the thread has listened: who was stopped, or starved, cannot say of others that they were silent.
+  // For how long the thread has listened: who was stopped, or starved, cannot say of others that they were
+  // silent.
   int64_t awake;
   int prepared;
 } dog = {.lock = PTHREAD_MUTEX_INITIALIZER, .epoll = -1, .wake = -1};
@@ -368,8 +369,8 @@ void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates) {
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
     const int silent = r != w->rank && pynccl_silent(p, SILENCE_NS);
-    fates[r] = (unsigned char)(p->goodbye | (p->gone ? PYNCCL_GONE : 0) |
-                               (silent ? PYNCCL_SILENT : 0) | (p->ended ? PYNCCL_ENDED : 0));
+    fates[r] = (unsigned char)(p->goodbye | (p->gone ? PYNCCL_GONE : 0) | (silent ? PYNCCL_SILENT : 0) |
+                               (p->ended ? PYNCCL_ENDED : 0));
   }
   pthread_mutex_unlock(&dog.lock);
 }

@@ -73,8 +73,8 @@ int pynccl_watch_connected(pynccl_comm* comm);
 // What is known of every rank: its goodbye, and the bits of pynccl_fate.
 enum pynccl_fate { PYNCCL_GONE = 8, PYNCCL_SILENT = 16, PYNCCL_ENDED = 32 };
 void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates);
-// The processes of the ranks and when these started, by /proc; 0 where they cannot be seen. One that ends soon
-// after its connection is PYNCCL_ENDED; one that ends later may have gone on without this rank before.
+// The processes of the ranks and when these started, by /proc; 0 where they cannot be seen. One that ends
+// soon after its connection is PYNCCL_ENDED; one that ends later may have gone on without this rank before.
 int pynccl_watch_processes(pynccl_comm* comm, const int* pids, const uint64_t* starts);
 // When that process started, in the kernel's ticks; 0 where it has ended.
 uint64_t pynccl_process_start(int pid);
