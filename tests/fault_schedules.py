@@ -267,7 +267,9 @@ def _of_victim(s: Schedule, rank: int) -> Expected:
         if not s.continues:
             return KILLED
         kinds = ("RankFailedError", "NcclTimeoutError", "NcclRemoteError", "BootstrapError")
-        return Expected((*kinds, *_enough(s)), within=s.timeout + SOON)
+        # When it goes on, all others have given up and ended: it may be the only one that is left.
+        alone = ("recovered",) if s.stage == RECOVERY else ()
+        return Expected((*kinds, *alone, *_enough(s)), within=s.timeout + SOON)
     if s.fault == "exception":
         return Expected(("Mine",))
     if s.fault in ("abort", "destroy"):
