@@ -3,10 +3,10 @@
 python examples/survive.py                  # four ranks; one of them is killed at a random time
 python examples/survive.py -n 3 --seed 5
 
-The program starts its ranks itself. The survivors learn who died, shrink the communicator, agree on the
-newest weights among them, and grow it again by a rank that has just been started; that one receives the
-weights and the training goes on where it was. In the end the weights are those of a training that nothing
-disturbed.
+The program starts its ranks itself, without GPUs on the CPU library. The survivors learn who died, shrink the
+communicator, agree on the newest weights among them, and grow it again by a rank that has just been started;
+that one receives the weights and the training goes on where it was. In the end the weights are those of a
+training that nothing disturbed.
 """
 
 from __future__ import annotations
@@ -160,7 +160,16 @@ class Ranks:
             process.wait()
 
 
+def has_gpus() -> bool:
+    try:
+        return pynccl.device_count() > 0
+    except pynccl.NcclError:
+        return False
+
+
 def main(options: argparse.Namespace) -> None:
+    if "PYNCCL_LIBRARY" not in os.environ and not has_gpus():
+        os.environ["PYNCCL_LIBRARY"] = "cpu"
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

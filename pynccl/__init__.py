@@ -13,6 +13,9 @@ The layers, from the top:
 Below that is NVIDIA's libnccl or the CPU library.
 """
 
+__distribution__ = "pynccl-cffi"
+
+import importlib as _importlib
 import typing as _typing
 
 from pynccl._buffers import Buffer as Buffer
@@ -61,6 +64,9 @@ from pynccl._types import get_unique_id as get_unique_id
 from pynccl._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
+    from pynccl import bootstrap as bootstrap
+    from pynccl import mpi as mpi
+    from pynccl import testing as testing
     from pynccl.bootstrap._init import init as init
 
 __all__ = [
@@ -112,6 +118,14 @@ __all__ = [
 ]
 
 
+# Found as attributes, as if they were imported here; they are, when they are asked for.
+_MODULES = ("bootstrap", "mpi", "testing")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
+
+
 def __getattr__(name: str) -> object:
     # Sockets, digests and launchers are for those who look for other ranks, and slow to import.
     if name == "init":
@@ -119,4 +133,6 @@ def __getattr__(name: str) -> object:
 
         globals()["init"] = init
         return init
+    if name in _MODULES:
+        return _importlib.import_module(f"pynccl.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

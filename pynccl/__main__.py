@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
-from pynccl import _cuda, _discovery, _library
+from pynccl import _cuda, _discovery, _library, _package
 from pynccl._errors import NcclError
 from pynccl._launch import add_run_parser
 from pynccl._trace import add_trace_parser
@@ -62,6 +62,8 @@ def _info(_: argparse.Namespace) -> int:
         print(f"found by    {info.how}")
         for path in info.others:
             print(f"also here   {path}")
+    if other := _package.other_version():
+        print(f"beware      {_package.other_text(other)}")
     print("\n".join(_machine()))
     return 0
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-if TYPE_CHECKING or sys.platform == "linux":
+from pynccl import _package
+
+_package.require_own()
+
+if TYPE_CHECKING:
     from pynccl import _fastcall as fastcall
     from pynccl._native import ffi, lib
+elif sys.platform == "linux":
+    try:
+        from pynccl import _fastcall as fastcall
+        from pynccl._native import ffi, lib
+    except ImportError as error:
+        raise _package.why_not_built(error) from None
 else:
     from pynccl._errors import UNSUPPORTED, NotSupportedError
 

@@ -1,14 +1,15 @@
 """From an array to what NCCL wants: pointer, count, datatype, and where the memory is.
 
 How an object is read is decided once per type, in this order: pynccl.Buffer, numpy.ndarray, cupy.ndarray,
-torch.Tensor, __cuda_array_interface__, DLPack, the buffer protocol. Nothing is copied or guessed.
+torch.Tensor, __cuda_array_interface__, DLPack, the buffer protocol. Nothing is copied or guessed. Of a type
+that has both of the interfaces, as JAX's, every array is asked: the first is there for device memory alone.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,14 +22,28 @@ from pynccl._types import DataType
 # call. The flags are 0 for a writable array in C order of a dtype that NCCL has.
 Span = tuple[int, int, int, int, int]
 
-READ_ONLY, FORTRAN, TRAVELS = 1, 2, 4
+READ_ONLY, FORTRAN, TRAVELS, RECORDED_BY_AUTOGRAD = 1, 2, 4, 8
 
 HOST = -1
 # Without a driver all memory is host memory, also what claims to be a device's.
 ANYWHERE = -2
 
 
+_CUDA_INTERFACE = "__cuda_array_interface__"
 _cast, _from_memory = ffi.cast, ffi.from_buffer
+
+
+class _HasDLPack(Protocol):
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class _HasCudaArrayInterface(Protocol):
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+
+class _HasBuffer(Protocol):
+    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 
 class Kind(NamedTuple):
@@ -41,6 +56,8 @@ class Kind(NamedTuple):
     empty: Callable[[Any, tuple[int, ...]], Any]
     # Have a stream wait for whatever still writes the array: for producers that say so, and not on their own.
     order: Callable[[Any, int], None] | None = None
+    # Tell the array's library that its elements are about to change.
+    changed: Callable[[Any], None] | None = None
 
 
 class Buffer:
@@ -81,6 +98,10 @@ class Buffer:
         return f"<pynccl.Buffer {self.ptr:#x}, {self.count} of {_dtypes.name_of(self._span[2])}>"
 
 
+# What a type checker takes for an array.
+Array = Buffer | _HasDLPack | _HasCudaArrayInterface | _HasBuffer
+
+
 class Part(Buffer):
     """Some memory of another array, its owner: on that array's stream, and ordered behind who writes it."""
 
@@ -95,6 +116,12 @@ def _order_part(part: Any, stream: int) -> None:
     order = None if part.owner is None else kind_of(part.owner).order
     if order is not None:
         order(part.owner, stream)
+
+
+def _part_changed(part: Any) -> None:
+    changed = None if part.owner is None else kind_of(part.owner).changed
+    if changed is not None:
+        changed(part.owner)
 
 
 def _any_dtype(dtype: Any, name: str) -> int:
@@ -144,16 +171,28 @@ def shape_of(array: Any) -> tuple[int, ...]:
         return (array.count,)
     if hasattr(array, "shape"):
         return tuple(array.shape)
-    if hasattr(array, "__cuda_array_interface__"):
+    if hasattr(array, _CUDA_INTERFACE):
         return tuple(array.__cuda_array_interface__["shape"])
     if hasattr(array, "__dlpack_device__"):
         return _dlpack.read(array).shape
     return np.asarray(memoryview(array)).shape
 
 
+def in_shape_of(array: Any, other: Any) -> Any:
+    """Return an array as a view in another's shape; itself where that needs a copy, or one has no shape."""
+    shape, wanted = getattr(array, "shape", None), getattr(other, "shape", None)
+    if shape is None or wanted is None or tuple(shape) == tuple(wanted):
+        return array
+    flags = getattr(array, "flags", None)
+    contiguous = (
+        array.is_contiguous() if hasattr(array, "is_contiguous") else getattr(flags, "c_contiguous", False)
+    )
+    return array.reshape(wanted) if contiguous and _product(shape) == _product(wanted) else array
+
+
 def _choose(array: Any, name: str) -> Kind:
     if isinstance(array, Part):
-        return Kind(lambda part, _: part._span, _part_stream, _cannot_create, _order_part)
+        return Kind(lambda part, _: part._span, _part_stream, _cannot_create, _order_part, _part_changed)
     if isinstance(array, Buffer):
         return Kind(lambda buffer, _: buffer._span, _no_stream, _cannot_create)
     if isinstance(array, np.ndarray):
@@ -169,21 +208,54 @@ def _choose(array: Any, name: str) -> Kind:
         span = _from_cupy_on_device if _cuda.available() else _from_cupy_on_host
         return Kind(span if hasattr(array, "_c_contiguous") else _from_cupy, cupy_stream, _cupy_empty)
     if hasattr(array, "data_ptr") and isinstance(array, _torch_tensor()):
-        return Kind(_from_torch, _torch_stream, _torch_empty)
-    if hasattr(type(array), "__cuda_array_interface__") or hasattr(array, "__cuda_array_interface__"):
-        empty = _numba_empty if library in ("numba", "numba_cuda") else _cannot_create
-        return Kind(_from_cuda_array_interface, _producer_stream, empty, _order_producer)
+        return Kind(_from_torch, _torch_stream, _torch_empty, changed=_torch_changed)
+    empty = _numba_empty if library in ("numba", "numba_cuda") else _cannot_create
+    by_cuda = Kind(_from_cuda_array_interface, _producer_stream, empty, _order_producer)
+    has_interface = hasattr(type(array), _CUDA_INTERFACE) or hasattr(array, _CUDA_INTERFACE)
+    by_dlpack = Kind(_from_dlpack, _no_stream, _cannot_create, _order_dlpack)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        read = _from_jax if library in ("jax", "jaxlib") else _from_dlpack
-        return Kind(read, _no_stream, _cannot_create, _order_dlpack)
+        if library in ("jax", "jaxlib"):
+            return by_dlpack._replace(span=_from_jax)
+        return _either(by_cuda, by_dlpack) if has_interface else by_dlpack
+    if has_interface:
+        return by_cuda
     try:
         memoryview(array).release()
     except TypeError:
-        raise TypeError(
-            f"{name} is of type {type(array).__qualname__}; expected a NumPy or CuPy array, a torch tensor, "
-            "a pynccl.Buffer, or an object with __cuda_array_interface__, __dlpack__ or the buffer protocol"
-        ) from None
+        raise TypeError(_why_no_array(array, name)) from None
     return Kind(_from_buffer, _no_stream, _buffer_empty)
+
+
+def _either(by_cuda: Kind, by_dlpack: Kind) -> Kind:
+    """Return the kind of a type whose arrays are in device memory, which has an interface, or elsewhere."""
+
+    def of(array: Any) -> Kind:
+        return by_cuda if hasattr(array, _CUDA_INTERFACE) else by_dlpack
+
+    def order(array: Any, stream: int) -> None:
+        kind = of(array)
+        assert kind.order is not None
+        kind.order(array, stream)
+
+    return Kind(
+        lambda array, name: of(array).span(array, name),
+        lambda array: of(array).current(array),
+        by_cuda.empty,
+        order,
+    )
+
+
+def _why_no_array(array: Any, name: str) -> str:
+    kind = type(array).__qualname__
+    if hasattr(array, "__array__"):
+        return (
+            f"{name} is of type {kind}, which decides by itself whether it gives its numbers or a copy of "
+            f"them; expected an array that you have taken from it, such as numpy.asarray({name})"
+        )
+    return (
+        f"{name} is of type {kind}; expected a NumPy or CuPy array, a torch tensor, a pynccl.Buffer, or an "
+        "object with __cuda_array_interface__, __dlpack__ or the buffer protocol"
+    )
 
 
 def _torch_tensor() -> Any:
@@ -323,7 +395,16 @@ def _from_torch(tensor: Any, name: str) -> Span:
     if device.type not in ("cpu", "cuda"):
         raise TypeError(f"{name} is a tensor on {device}; expected one on the CPU or on a CUDA device")
     where = HOST if device.type == "cpu" else device.index
-    return _span(tensor.data_ptr(), tensor.numel(), from_torch(tensor.dtype, name), where)
+    span = _span(tensor.data_ptr(), tensor.numel(), from_torch(tensor.dtype, name), where)
+    if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
+        return (*span[:4], span[4] | RECORDED_BY_AUTOGRAD)
+    return span
+
+
+def _torch_changed(tensor: Any) -> None:
+    # As torch's own operations do: a backward pass that needs the old elements says so and uses no others.
+    if not tensor.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(tensor)
 
 
 def _torch_stream(tensor: Any) -> int:

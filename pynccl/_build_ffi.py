@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,6 +241,28 @@ CPU_LINK = [
     *("-Wl,-soname,libpynccl_cpu.so.2", "-Wl,--no-undefined", "-Wl,-Bsymbolic"),
 ]
 FORWARD_FLAGS = ["-O2", "-fPIC", "-shared", *WARNINGS, f"-Wl,-soname,{FORWARD_LIBRARY}", "-Wl,--no-undefined"]
+
+
+_PACKAGES = (
+    "Debian and Ubuntu: apt install gcc g++ python3-dev; Fedora and RHEL: dnf install gcc gcc-c++ "
+    "python3-devel; conda: conda install gcc gxx"
+)
+
+
+def require_compilers(binding: bool) -> None:
+    """Say which packages bring what is missing, before a compiler says it in its own way."""
+    wanted = [("C", "CC", sysconfig.get_config_var("CC") or "gcc")]
+    if os.environ.get("PYNCCL_BUILD_CPU_LIBRARY") != "0":
+        wanted.append(("C++", "CXX", "g++"))
+    for language, variable, default in wanted:
+        (command, *_) = _tool(variable, default) or [default]
+        if shutil.which(command) is None:
+            where = f"{variable} names" if variable in os.environ else "there is no"
+            problem = f"{where} {command!r}{', which is not' if variable in os.environ else ''} on PATH"
+            raise SystemExit(f"pynccl needs a {language} compiler to be built: {problem}. {_PACKAGES}")
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    if binding and not os.path.exists(header):
+        raise SystemExit(f"pynccl needs Python's headers to be built: {header} does not exist. {_PACKAGES}")
 
 
 def _tool(variable: str, default: str) -> list[str]:
@@ -472,6 +495,11 @@ class build_ext(_build_ext):  # type: ignore[misc]
         if any(ext.name in LIBRARIES for ext in self.extensions):
             write_c_files(PACKAGE / "forward")
 
+    def run(self) -> None:
+        if self.extensions:
+            require_compilers(binding=True)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         if ext.name in LIBRARIES:
             LIBRARIES[ext.name][1](Path(self.get_ext_fullpath(ext.name)))
@@ -488,6 +516,7 @@ class build_ext(_build_ext):  # type: ignore[misc]
 
 
 def main(names: list[str]) -> None:
+    require_compilers(binding=False)
     for name in names:
         if name == "cpu":
             build_cpu_library(PACKAGE / CPU_LIBRARY)

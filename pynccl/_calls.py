@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pynccl import _buffers, _checks, _cuda, _dtypes, _streams
 from pynccl._binding import address_of, fastcall, ffi, lib
-from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, kind_of, shape_of, spans
+from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, RECORDED_BY_AUTOGRAD, kind_of, shape_of, spans
 from pynccl._config import pack
 from pynccl._errors import NcclInvalidUsage
 from pynccl._group import Group
-from pynccl._ops import op_code
+from pynccl._ops import PreMulSum, op_code
 from pynccl._recording import BUSY, CLOSED, NO_MEMORY, OVERLAP, RECORDED, STOPPED, WAITING, function_name
 from pynccl._status import IN_PROGRESS, check
 from pynccl._structs import CollConfig
+from pynccl._types import RedOp
 
 if TYPE_CHECKING:
     from pynccl._buffers import Kind, Span
@@ -29,6 +31,7 @@ ALL_GATHER, REDUCE_SCATTER = lib.PYNCCL_ALL_GATHER, lib.PYNCCL_REDUCE_SCATTER
 ALL_TO_ALL, GATHER, SCATTER = lib.PYNCCL_ALL_TO_ALL, lib.PYNCCL_GATHER, lib.PYNCCL_SCATTER
 SEND, RECV = lib.PYNCCL_SEND, lib.PYNCCL_RECV
 _REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
+_ROOTED = (REDUCE, BROADCAST, GATHER, SCATTER)
 keep_recorded = fastcall.keep
 
 # A call whose arguments are right: addresses of input and output, elements as NCCL is told them, dtype code,
@@ -96,9 +99,11 @@ class Calls:
             code = op_code(self, op, dtype) if kind in _REDUCING else 0
             handle, wait = self._stream(stream, send, result)
         except (TypeError, ValueError) as error:
-            raise self._located(error) from error
+            raise self._located(error, _meant(kind, recv)) from error
         template, packed = self._template(kind, dtype & 255, code, root, config)
         keep = (self, send, result, op, template, packed)
+        if kind != BROADCAST or recv is not None or root != self._rank:
+            _tell_changed(result)
         answer = self._issue(template, source, target, count, handle, wait, kind, keep)
         if not answer and kind == ALL_REDUCE and packed is None:
             self._remember(template, send, op, dtype)
@@ -189,7 +194,10 @@ class Calls:
         elif answer == IN_PROGRESS:
             self._complete(function_name(kind, configured), stream, wait, keep)
         elif answer == OVERLAP:
-            raise self._located(ValueError("send and recv overlap; expected the same memory, or separate"))
+            in_place = (
+                "separate: it is never in place" if kind == ALL_TO_ALL else "the same memory, or separate"
+            )
+            raise self._located(ValueError(f"send and recv overlap; expected {in_place}"))
         else:
             handle = int(self._c.handle)
             self._refuse(answer)
@@ -231,8 +239,8 @@ class Calls:
         if answer == NO_MEMORY:
             raise MemoryError
 
-    def _located(self, error: Exception) -> Exception:
-        return type(error)(f"{error} (rank {self._rank} of {self._size})")
+    def _located(self, error: Exception, hint: str = "") -> Exception:
+        return type(error)(f"{error}{hint} (rank {self._rank} of {self._size})")
 
     # --- several calls that are one ---
 
@@ -247,6 +255,7 @@ class Calls:
         except (TypeError, ValueError) as error:
             raise self._located(error) from error
         keep = (self, send, result, op, None)
+        _tell_changed(result)
         with Group():
             for piece, code in zip(pieces, codes, strict=True):
                 template, _ = self._template(piece.kind, piece.code & 255, code, piece.root)
@@ -288,6 +297,12 @@ class Calls:
         if span[4] & READ_ONLY and span[1]:
             name = f"{name} (in place)" if in_place else name
             raise ValueError(f"{name} is read-only; expected a writable array, since the result goes there")
+        if span[4] & RECORDED_BY_AUTOGRAD:
+            name = f"{name} (in place)" if in_place else name
+            raise ValueError(
+                f"{name} requires grad, and autograd would not know that its elements change; expected a "
+                "tensor that does not, the call under torch.no_grad(), or a new tensor for the result"
+            )
         return span
 
     def _rank_in(self, value: Any, name: str) -> None:
@@ -322,6 +337,7 @@ class Calls:
             return span[0], span[0], span[1], span[2], send
         source, target = self._span(send, "send"), self._output(recv, "recv")
         _require_alike(source, target)
+        _require_shape(send, recv)
         return source[0], target[0], source[1], source[2], recv
 
     def _check_reduce(self, send: Any, recv: Any, root: int) -> Checked:
@@ -350,6 +366,7 @@ class Calls:
             recv = self._new(send, (self._size, *shape_of(send)))
         target = self._output(recv, "recv", split=True)
         _require_total(source, target, self._size * _elements(source), "every rank's send")
+        self._require_joined(send, recv, recv)
         return source[0], target[0], source[1], source[2], recv
 
     def _check_reduce_scatter(self, send: Any, recv: Any, root: int) -> Checked:
@@ -359,6 +376,7 @@ class Calls:
         count = self._part(source, "send")
         target = self._output(recv, "recv", split=True)
         _require_total(source, target, _elements(source) // self._size, "one part of send")
+        self._require_joined(recv, send, recv)
         return source[0], target[0], count, source[2], recv
 
     def _check_all_to_all(self, send: Any, recv: Any, root: int) -> Checked:
@@ -369,6 +387,7 @@ class Calls:
         count = self._part(source, "send")
         target = self._output(recv, "recv", split=True)
         _require_alike(source, target)
+        _require_shape(send, recv)
         return source[0], target[0], count, source[2], recv
 
     def _check_gather(self, send: Any, recv: Any, root: int) -> Checked:
@@ -401,20 +420,36 @@ class Calls:
         target = self._output(recv, "buf")
         return 0, target[0], target[1], target[2], recv
 
+    def _require_joined(self, part: Any, whole: Any, recv: Any) -> None:
+        """Refuse a recv of another shape: parts are joined along an axis of their own, or the first."""
+        one, all_ = _shape(part), _shape(whole)
+        if one is None or all_ is None or all_ == (self._size, *one):
+            return
+        if one and all_ == (self._size * one[0], *one[1:]):
+            return
+        if recv is whole:
+            fitting = [(self._size, *one), *([(self._size * one[0], *one[1:])] if one else [])]
+        else:
+            fitting = [all_[1:]] if all_ and all_[0] == self._size else []
+            fitting += [(all_[0] // self._size, *all_[1:])] if all_ and all_[0] % self._size == 0 else []
+        text = " or ".join(map(str, fitting)) or f"a send whose first axis {self._size} ranks can share"
+        raise ValueError(
+            f"recv has shape {_shape(recv)}; expected {text} (a view of it, as reshape gives, will do)"
+        )
+
     # --- counts of one's own ---
 
     def _counts(self, counts: Any, name: str) -> list[int]:
         """Return the elements of each rank, from a sequence of as many ints as there are ranks."""
         try:
-            values = [
-                int(np.asarray(count).item()) if not isinstance(count, int) else count for count in counts
-            ]
-            whole = all(value == count for value, count in zip(values, counts, strict=True))
-        except (TypeError, ValueError):
+            if isinstance(counts, str | bytes | bytearray):
+                raise TypeError
+            values = [index(count) for count in counts]
+        except TypeError:
             raise TypeError(f"{name} is {counts!r}; expected a sequence of {self._size} ints") from None
         if len(values) != self._size:
             raise ValueError(f"{name} has {len(values)} entries; expected one a rank, {self._size}")
-        if not whole or min(values) < 0:
+        if min(values) < 0:
             raise ValueError(f"{name} is {values}; expected whole numbers, 0 or more")
         return values
 
@@ -430,6 +465,24 @@ class Calls:
             parts.append((whole[2], address, length))
             address += length * _dtypes.itemsize(whole[2])
         return parts
+
+
+def _tell_changed(result: Any) -> None:
+    if result is not None and (changed := kind_of(result).changed) is not None:
+        changed(result)
+
+
+def _meant(kind: int, recv: Any) -> str:
+    """Return what was probably meant by what stands where recv belongs, as the end of an error's text."""
+    if kind in _REDUCING and isinstance(recv, str | RedOp | PreMulSum):
+        meant = f"op=RedOp.{recv.name}" if isinstance(recv, RedOp) else f"op={recv!r}"
+    elif kind in _ROOTED and isinstance(recv, int | np.integer):
+        meant = f"root={recv}"
+    elif isinstance(recv, _streams.Stream) or hasattr(recv, "__cuda_stream__"):
+        meant = f"stream={recv!r}"
+    else:
+        return ""
+    return f"; recv comes second, so write {meant}"
 
 
 def _elements(span: Span) -> int:
@@ -461,6 +514,20 @@ def require_count(span: Span, name: str, count: int, why: str) -> None:
     """Refuse an array of another length than its counts say."""
     if _elements(span) != count:
         raise ValueError(f"{name} has {_elements(span)} elements; expected {count}, {why}")
+
+
+def _shape(array: Any) -> tuple[int, ...] | None:
+    """Return an array's shape; None for what is only counted, as a Buffer."""
+    shape = getattr(array, "shape", None)
+    return None if shape is None else tuple(shape)
+
+
+def _require_shape(send: Any, recv: Any) -> None:
+    one, other = _shape(send), _shape(recv)
+    if one != other and one is not None and other is not None:
+        raise ValueError(
+            f"recv has shape {other}; expected that of send, {one} (a view of it, as reshape gives, will do)"
+        )
 
 
 def apart(one: Span, two: Span) -> bool:

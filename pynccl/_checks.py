@@ -7,6 +7,8 @@ import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pynccl._binding import ffi, lib
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ def check_mode(on: bool = True) -> None:
     checks are turned on along, where the version has them and nothing was created yet.
     """
     global _on
+    if not isinstance(on, bool | np.bool_):
+        raise TypeError(f"on is {on!r}; expected True or False")
     _on = bool(on)
     if _on:
         os.environ.setdefault(_NCCL_VARIABLE, _NCCL_VALUE)

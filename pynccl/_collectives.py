@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from pynccl import _buffers
-from pynccl._buffers import cupy_stream
+from pynccl._buffers import Array, cupy_stream
 from pynccl._calls import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -27,18 +27,16 @@ from pynccl._calls import (
     keep_recorded,
     require_count,
 )
-from pynccl._ops import PreMulSum
+from pynccl._ops import Op, PreMulSum
 from pynccl._recorder import with_callers
 from pynccl._recording import RECORDED, WAITING
-from pynccl._types import RedOp
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-A = TypeVar("A")
-R = TypeVar("R")
+A = TypeVar("A", bound=Array)
+R = TypeVar("R", bound=Array)
 S = TypeVar("S", bound=np.generic)
-Op = str | RedOp | int | PreMulSum
 
 
 @with_callers(
@@ -56,6 +54,7 @@ class Collectives(Calls):
     new array of the sender's kind. Every call returns the array with the result, None where there is none.
 
     Arrays are contiguous: in C order, or for what works element by element in Fortran order on all ranks.
+    Where both have a shape, that of the result follows from the input's (docs/communicator.md, Arrays).
     Wrong arguments raise TypeError or ValueError before anything is called; `config` needs NCCL >= 2.31.
     """
 
@@ -67,12 +66,25 @@ class Collectives(Calls):
     ) -> A: ...
     @overload
     def all_reduce(
-        self, send: Any, recv: R, op: Op = "sum", stream: Any = None, *, config: PerCall = None
+        self, send: Array, recv: R, op: Op = "sum", stream: Any = None, *, config: PerCall = None
     ) -> R: ...
     def all_reduce(
         self, send: Any, recv: Any = None, op: Op = "sum", stream: Any = None, *, config: PerCall = None
     ) -> Any:
-        """Reduce the arrays of all ranks, element by element; every rank gets the result (ncclAllReduce)."""
+        """Reduce the arrays of all ranks, element by element; every rank gets the result (ncclAllReduce).
+
+        In place without `recv`: `send` is written to. Else `recv` is, an array of send's dtype and shape.
+        Returns the array that was written to. `op` is "sum", "prod", "max", "min" or "avg", a RedOp, or what
+        `pre_mul_sum` returned.
+
+        `stream=None` is the current stream of the array's own library; host arrays have none, and the call
+        returns when the result is there. With a stream it returns at once, and whoever reads the result waits
+        for that stream, as `synchronize` does.
+
+        TypeError and ValueError, before anything is called, name the argument that is wrong. NcclError says
+        what came of the call: CollectiveMismatchError where ranks called different things, with a time-out
+        RankFailedError or NcclTimeoutError, which name the ranks that failed or did not come.
+        """
         # The most frequent call of all goes a short way: CuPy's arrays, with nothing else said.
         if stream is None and type(send) is _buffers.cupy_array and config is None:
             answer = None
@@ -88,7 +100,7 @@ class Collectives(Calls):
                         or (
                             type(recv) is _buffers.cupy_array
                             and recv.dtype is send.dtype
-                            and recv.size == send.size
+                            and recv.shape == send.shape
                             and recv._c_contiguous
                             and (streamless or recv.data.device_id == self._device)
                         )
@@ -157,7 +169,7 @@ class Collectives(Calls):
     @overload
     def all_gather(self, send: A, recv: None = None, stream: Any = None, *, config: PerCall = None) -> A: ...
     @overload
-    def all_gather(self, send: Any, recv: R, stream: Any = None, *, config: PerCall = None) -> R: ...
+    def all_gather(self, send: Array, recv: R, stream: Any = None, *, config: PerCall = None) -> R: ...
     def all_gather(self, send: Any, recv: Any = None, stream: Any = None, *, config: PerCall = None) -> Any:
         """Collect every rank's array on every rank, in rank order: `(size, *shape)` (ncclAllGather).
 
@@ -198,7 +210,7 @@ class Collectives(Calls):
     ) -> A | None: ...
     @overload
     def gather(
-        self, send: Any, recv: R, root: int = 0, stream: Any = None, *, config: PerCall = None
+        self, send: Array, recv: R, root: int = 0, stream: Any = None, *, config: PerCall = None
     ) -> R | None: ...
     def gather(
         self, send: Any, recv: Any = None, root: int = 0, stream: Any = None, *, config: PerCall = None
@@ -227,7 +239,7 @@ class Collectives(Calls):
 
     # --- point to point ---
 
-    def send(self, buf: Any, peer: int, stream: Any = None) -> None:
+    def send(self, buf: Array, peer: int, stream: Any = None) -> None:
         """Send an array to a rank, which has to call recv with as many elements (ncclSend)."""
         self._run(SEND, buf, None, 0, peer, stream, None)
 
@@ -235,7 +247,7 @@ class Collectives(Calls):
         """Receive an array from a rank, which has to call send with as many elements (ncclRecv)."""
         return self._run(RECV, None, buf, 0, peer, stream, None)
 
-    def send_recv(self, send: Any, dest: int, recv: A, source: int, stream: Any = None) -> A:
+    def send_recv(self, send: Array, dest: int, recv: A, source: int, stream: Any = None) -> A:
         """Send to one rank while receiving from another, or the same; the two arrays must not overlap."""
 
         def check() -> list[Piece]:
@@ -253,7 +265,7 @@ class Collectives(Calls):
 
     # --- with counts, in elements, of every rank's own ---
 
-    def all_gather_v(self, send: Any, recv: R, counts: Sequence[int], stream: Any = None) -> R:
+    def all_gather_v(self, send: Array, recv: R, counts: Sequence[int], stream: Any = None) -> R:
         """Collect `counts[i]` elements of each rank i on every rank, in rank order.
 
         As grouped broadcasts. In place when `send` is this rank's part of `recv`.
@@ -272,7 +284,7 @@ class Collectives(Calls):
         return self._in_pieces(check, 0, stream, send, recv)
 
     def reduce_scatter_v(
-        self, send: Any, recv: R, counts: Sequence[int], op: Op = "sum", stream: Any = None
+        self, send: Array, recv: R, counts: Sequence[int], op: Op = "sum", stream: Any = None
     ) -> R:
         """Reduce the arrays of all ranks; rank i gets the next `counts[i]` elements of the result.
 
@@ -292,7 +304,7 @@ class Collectives(Calls):
         return self._in_pieces(check, op, stream, send, recv)
 
     def gather_v(
-        self, send: Any, recv: R | None, counts: Sequence[int], root: int = 0, stream: Any = None
+        self, send: Array, recv: R | None, counts: Sequence[int], root: int = 0, stream: Any = None
     ) -> R | None:
         """Collect `counts[i]` elements of each rank i on the root, in rank order; None elsewhere."""
         here = root == self._rank
@@ -311,7 +323,9 @@ class Collectives(Calls):
 
         return self._in_pieces(check, 0, stream, send, recv if here else None)
 
-    def scatter_v(self, send: Any, recv: R, counts: Sequence[int], root: int = 0, stream: Any = None) -> R:
+    def scatter_v(
+        self, send: Array | None, recv: R, counts: Sequence[int], root: int = 0, stream: Any = None
+    ) -> R:
         """Send `counts[i]` elements of the root's array to each rank i; off the root `send` may be None."""
         here = root == self._rank
 
@@ -331,7 +345,7 @@ class Collectives(Calls):
 
     def all_to_all_v(
         self,
-        send: Any,
+        send: Array,
         send_counts: Sequence[int],
         recv: R,
         recv_counts: Sequence[int],

@@ -285,18 +285,23 @@ class Communicator(Relatives):
 
     # --- waiting ---
 
-    def barrier(self) -> None:
-        """Return when every rank has reached this."""
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """Return when every rank has reached this.
+
+        After `timeout` seconds NcclTimeoutError; the barrier stays outstanding, and the communicator usable.
+        """
+        check_timeout(timeout)
         self._outside_groups("barrier")
+        wait = self._waits if timeout is None else 0
         name = "ncclAllReduce"
         pointer, stream = (
             (self._token.ctypes.data, self._own_stream) if self._waits else self._device_scratch()
         )
         template, _ = self._template(lib.PYNCCL_BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
-        self._issue(template, pointer, pointer, 1, stream, self._waits, lib.PYNCCL_ALL_REDUCE, (self, None))
-        if not self._waits:
+        self._issue(template, pointer, pointer, 1, stream, wait, lib.PYNCCL_ALL_REDUCE, (self, None))
+        if not wait:
             with self._alone():
-                self._wait(stream, name, None)
+                self._wait(stream, name, timeout)
 
     def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
         """Wait for a stream, or for every stream that this communicator has used."""

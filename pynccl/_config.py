@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from pynccl import _api, _library
 from pynccl._api import Version as Version
@@ -18,6 +20,14 @@ _MAGIC = {"ncclSimInfo_t": _api.NCCL_SIM_INFO_MAGIC}
 # NCCL keeps some of the strings as pointers for as long as the communicator lives; names are few and small.
 _strings: dict[bytes, Any] = {}
 
+# What a field takes; what the library has written may be C's.
+_FITTING: dict[str, tuple[type, ...]] = {
+    "int": (int, np.integer, np.bool_),
+    "float": (int, float, np.number),
+    "str": (str, tuple, ffi.CData),
+}
+_KINDS = {"int": "an int", "float": "a number", "str": "a str"}
+
 S = TypeVar("S", bound="Struct")
 
 
@@ -28,6 +38,10 @@ class Struct:
     oldest: ClassVar[Version]
     since: ClassVar[dict[str, Version]]
     undefined: ClassVar[int] = _api.NCCL_CONFIG_UNDEF_INT
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            _require_kind(self.struct, field, getattr(self, field.name))
 
     def known(self, version: Version) -> list[str]:
         """Return the fields that this version has, in their order."""
@@ -78,6 +92,14 @@ def pack(cls: type[S], value: S | Mapping[str, Any] | None) -> Any:
     if not isinstance(value, cls):
         raise TypeError(f"a {cls.__name__} or a dict of its fields is needed, not {type(value).__name__}")
     return value.pack()
+
+
+def _require_kind(struct: str, field: Field[Any], value: Any) -> None:
+    """Refuse a value of another type than the field's, which is written as `int | None` or the like."""
+    kind = str(field.type).partition(" ")[0]
+    fits = value is None or isinstance(value, _FITTING.get(kind, object))
+    if not fits:
+        raise TypeError(f"{struct}.{field.name} is {value!r}; expected {_KINDS[kind]}, or None")
 
 
 def _size(struct: str, last: str) -> int:

@@ -51,7 +51,9 @@ def add_run_parser(subparsers: Any) -> None:
         "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under torchrun, and finds the others "
         "by pynccl.init().",
     )
-    parser.add_argument("-n", "--nranks", type=_positive, required=True, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "-n", "-np", "--nranks", type=_positive, required=True, metavar="N", help="number of ranks"
+    )
     parser.add_argument("--cpu", action="store_true", help="use the CPU library (PYNCCL_LIBRARY=cpu)")
     parser.add_argument(
         "--timeout",
@@ -71,16 +73,18 @@ def add_run_parser(subparsers: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of ranks, 1 or more, not {text!r}")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text}")
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, not {text!r}")
     return seconds
 
 

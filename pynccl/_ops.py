@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -75,6 +75,10 @@ class PreMulSum:
 
     def __repr__(self) -> str:
         return f"<pynccl.PreMulSum {self._factor!r} of {self._comm!r}>"
+
+
+OpName = Literal["sum", "prod", "max", "min", "avg"]
+Op = OpName | RedOp | int | PreMulSum
 
 
 def _as_bytes(factor: Any, datatype: int) -> bytes:

@@ -75,6 +75,8 @@ class Plan(_Run):
     __slots__ = ()
 
     def __init__(self, calls: Iterable[Prepared | Plan]) -> None:
+        if isinstance(calls, _Run):
+            raise TypeError(f"calls is {calls!r}; expected a list of them")
         recording = Recording()
         recording.calls.grouped = 1
         results = []
@@ -92,7 +94,7 @@ class Plan(_Run):
 
 
 def _preparing(
-    method: Callable[Concatenate[Communicator, P], object],
+    method: Callable[Concatenate[Communicator, P], Any],
 ) -> Callable[Concatenate[Prepare, P], Prepared]:
     def prepare(self: Prepare, /, *args: P.args, **kwargs: P.kwargs) -> Prepared:
         with Recording() as recording:

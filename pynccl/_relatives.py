@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 from weakref import WeakSet
 
 import numpy as np
@@ -51,6 +51,12 @@ class Relatives(Collectives):
             self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
         ) -> T: ...
 
+    @overload
+    def split(self, color: int, key: int = 0, *, config: ConfigLike = None) -> Communicator: ...
+    @overload
+    def split(self, color: None, key: int = 0, *, config: ConfigLike = None) -> None: ...
+    @overload
+    def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None: ...
     def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None:
         """Make a communicator of the ranks with the same color, ordered by key (ncclCommSplit, NCCL >= 2.18).
 
@@ -60,6 +66,10 @@ class Relatives(Collectives):
             raise TypeError(f"color is {color!r}; expected an int, or None to join no communicator")
         if color is not None and not 0 <= color < 1 << 31:
             raise ValueError(f"color is {color}; expected 0 <= color < 2**31, or None")
+        if isinstance(key, bool) or not isinstance(key, int | np.integer):
+            raise TypeError(f"key is {key!r}; expected an int, by which the ranks are ordered")
+        if not -1 << 31 <= key < 1 << 31:
+            raise ValueError(f"key is {key}; expected -2**31 <= key < 2**31")
         number = capi.NCCL_SPLIT_NOCOLOR if color is None else int(color)
         return self._child(
             "split",
@@ -85,6 +95,8 @@ class Relatives(Collectives):
         """
         if quorum not in ("majority", None):
             raise ValueError(f"quorum is {quorum!r}; expected 'majority' or None")
+        if isinstance(exclude, int | np.integer | str | bytes):
+            raise TypeError(f"exclude is {exclude!r}; expected a list of ranks")
         ranks = list(exclude)
         for rank in ranks:
             self._rank_in(rank, "exclude")

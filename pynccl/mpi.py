@@ -36,6 +36,7 @@ from pynccl._mpi_messages import (
     wholes,
 )
 from pynccl._mpi_staging import Staging, neutral
+from pynccl._ops import OpName
 from pynccl.bootstrap._init import init
 
 __all__ = ["Comm"]
@@ -44,14 +45,14 @@ if int(mpi4py.__version__.partition(".")[0]) < 4:
     raise ImportError(f"pynccl.mpi needs mpi4py 4 or newer; mpi4py {mpi4py.__version__} is installed")
 
 # A list, since MPI.Op has no hash.
-_OPS = [(MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MAX, "max"), (MPI.MIN, "min")]
+_OPS: list[tuple[MPI.Op, OpName]] = [(MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MAX, "max"), (MPI.MIN, "min")]
 # What makes a communicator without every rank of this one.
 _NOT_BY_ALL = ("Create_group", "Create_from_group", "Shrink")
 # What answers with a communicator that is not there yet.
 _LATER = ("Idup", "Idup_with_info", "Ishrink")
 
 
-def _op(op: Any, message: Message) -> str:
+def _op(op: Any, message: Message) -> OpName:
     """Return pynccl's name of a reduction that NCCL has for the numbers of an argument."""
     name = next((name for known, name in _OPS if op == known), None)
     if name is None:
@@ -232,7 +233,7 @@ class Comm:
             peers, stays = self._peers(send, recv)
             mine, parts = None if stays else stage.send(send), stage.recvs(recv.of(*peers))
             with Group():
-                if not stays:
+                if mine is not None:
                     self.nccl.send(mine, root)
                 for peer, part in zip(peers, parts, strict=True):
                     self.nccl.recv(part, peer)
@@ -274,7 +275,7 @@ class Comm:
             with Group():
                 for peer, part in zip(peers, parts, strict=True):
                     self.nccl.send(part, peer)
-                if not stays:
+                if mine is not None:
                     self.nccl.recv(mine, root)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:

@@ -61,18 +61,22 @@ def run(
 ) -> list[Any]:
     """Call `fn(rank, nranks, *args)` in one new process per rank; return the results in the ranks' order.
 
-    `fn` has to be found by its name in its module or file. `backend` is "auto" (the CPU library where there
-    is no NVIDIA driver), or a value for PYNCCL_LIBRARY. A rank that fails raises RankError with its
+    `fn` is found by its name in its module or file; with cloudpickle installed any function will do, as those
+    of notebooks, of standard input, and lambdas. `backend` is "auto" (the CPU library where there is no
+    NVIDIA driver), or a value for PYNCCL_LIBRARY. A rank that fails raises RankError with its
     traceback; with `check=False` its RankError stands in the result instead, and the other ranks go on.
     `env` adds variables. Nothing is left running afterwards.
     """
     if nranks < 1:
         raise ValueError(f"nranks must be at least 1, not {nranks}")
-    task = (list(sys.path), _locate(fn), nranks)
+    # Found by name, or as bytes together with the arguments, since their classes are no easier to find.
+    place = _locate(fn)
+    content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))
+    task = (list(sys.path), place, nranks)
     with tempfile.TemporaryDirectory(prefix="pynccl-testing-") as folder, StoreServer() as server:
         job = _Job(Path(folder), nranks)
         Path(folder, "task").write_bytes(pickle.dumps(task))
-        Path(folder, "args").write_bytes(pickle.dumps(args))
+        Path(folder, "args").write_bytes(content)
         base = choose_backend(os.environ, backend) | (env or {})
         try:
             for rank in range(nranks):
@@ -83,18 +87,29 @@ def run(
         return job.results(timeout, check)
 
 
-def _locate(fn: Callable[..., Any]) -> tuple[str, str, str]:
-    """Return module name, file and qualified name, by which another process finds the function."""
+def _locate(fn: Callable[..., Any]) -> tuple[str, str, str] | None:
+    """Return module name, file and qualified name, by which another process finds the function; or None."""
     name, module = getattr(fn, "__qualname__", ""), sys.modules.get(getattr(fn, "__module__", ""))
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
     file = getattr(module, "__file__", None)
-    if found is not fn or module is None or file is None:
-        raise ValueError(
-            f"fn must be a function that a new process can find by its name in a file, not {fn!r}"
-        )
+    if found is not fn or module is None or file is None or not os.path.exists(file):
+        return None
     return module.__name__, os.path.abspath(file), name
+
+
+def _cloudpickle(fn: Callable[..., Any]) -> Any:
+    """Return the module that takes functions along as bytes."""
+    if not callable(fn):
+        raise TypeError(f"fn is {fn!r}; expected a function")
+    try:
+        return importlib.import_module("cloudpickle")
+    except ImportError:
+        raise ValueError(
+            f"fn is {fn!r}, which a new process cannot find by its name in a file; expected a function of a "
+            "module or a script, or any function with cloudpickle installed (pip install cloudpickle)"
+        ) from None
 
 
 class _Failure:
@@ -221,23 +236,28 @@ def _work() -> None:
 
 
 def _call(folder: Path, rank: int) -> bool:
+    dumps = pickle.dumps
     try:
         path, target, nranks = pickle.loads((folder / "task").read_bytes())
         sys.path[:] = path
-        fn = _find(*target)
-        value = fn(rank, nranks, *pickle.loads((folder / "args").read_bytes()))
-        answer = (True, pickle.dumps(value), "")
+        if target:
+            fn, dumps = _find(*target), pickle.dumps
+            args = pickle.loads((folder / "args").read_bytes())
+        else:
+            fn, args = pickle.loads((folder / "args").read_bytes())
+            dumps = _cloudpickle(fn).dumps
+        answer = (True, dumps(fn(rank, nranks, *args)), "")
     except BaseException as error:
-        answer = (False, _dumps_error(error), traceback.format_exc())
+        answer = (False, _dumps_error(error, dumps), traceback.format_exc())
     draft = folder / f"{rank}.draft"
     draft.write_bytes(pickle.dumps(answer))
     draft.rename(folder / f"{rank}.result")
     return answer[0]
 
 
-def _dumps_error(error: BaseException) -> bytes:
+def _dumps_error(error: BaseException, dumps: Callable[[Any], bytes]) -> bytes:
     try:
-        data = pickle.dumps(error)
+        data = dumps(error)
         pickle.loads(data)
     except Exception:
         return pickle.dumps(None)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pynccl import DataType, _dlpack
-from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, TRAVELS, Span, spans
-from pynccl._dtypes import TRAVELLERS
+from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, TRAVELS, Span, kind_of, shape_of, spans
+from pynccl._dtypes import TRAVELLERS, from_numpy
 
 DTYPES = {
     "int8": DataType.INT8,
@@ -207,6 +207,58 @@ def test_what_is_no_array(thing: Any) -> None:
         TypeError, match=f"send is of type {type(thing).__name__}; expected a NumPy or CuPy array"
     ):
         resolve(thing, "send")
+
+
+class Undecided:
+    """As JAX's arrays: its type has an interface that only those in device memory answer for."""
+
+    def __init__(self, data: np.ndarray[Any, Any], on_device: bool) -> None:
+        self.data, self.on_device = data, on_device
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if not self.on_device:
+            raise AttributeError("__cuda_array_interface__ is only defined for GPU buffers.")
+        return Device(self.data).__cuda_array_interface__
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.data.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def test_each_array_says_which_interface_it_has() -> None:
+    data = np.zeros((3, 4), np.float32)
+    for on_device in (False, True, False):
+        place = ANYWHERE if on_device else HOST
+        array = Undecided(data, on_device)
+        assert resolve(array, "send") == (data.ctypes.data, 12, DataType.FLOAT32, place, 0)
+        assert shape_of(array) == (3, 4)
+        kind = kind_of(array)
+        assert kind.current(array) == 0
+        assert kind.order is not None
+        kind.order(array, 0)
+
+
+class Column:
+    """As a pandas column: it makes an array when it is asked to."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.zeros(3)
+
+
+def test_what_only_makes_an_array() -> None:
+    with pytest.raises(TypeError, match=r"recv is of type Column, .*expected .* as numpy\.asarray\(recv\)"):
+        resolve(Column(), "recv")
+
+
+@pytest.mark.parametrize("code", "bBiIlLqQfd")
+def test_array_array(code: str) -> None:
+    data = array.array(code, [1, 2, 3])
+    pointer, count = data.buffer_info()
+    for form in (data, memoryview(data)):
+        assert resolve(form, "send") == (pointer, count, from_numpy(np.dtype(code), "send"), HOST, 0)
 
 
 def test_masks() -> None:

@@ -177,6 +177,14 @@ def test_torchrun(nranks: int) -> None:
     assert ranks_of(run([*torchrun(nranks), *example()[1:]]), nranks) == list(range(nranks))
 
 
+@pytest.mark.slow
+def test_two_nodes_of_torchrun_on_one_machine() -> None:
+    place = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *place, "--master-port", str(free_port())]
+    agents = [{"PET_NODE_RANK": str(node)} for node in range(2)]
+    assert ranks_of(run_ranks([*command, *example()[1:]], agents), 4) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("nranks", RANKS)
 def test_pynccl_run(nranks: int) -> None:
     assert ranks_of(run([*pynccl_run(nranks), *example()[1:]]), nranks) == list(range(nranks))

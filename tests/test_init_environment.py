@@ -206,7 +206,9 @@ def without_mpi4py(rank: int, nranks: int, port: int) -> None:
     forget_the_launcher()
     os.environ.update(OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE=str(nranks))
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
-    with pytest.raises(BootstrapError, match=f"rank {rank} knows no store"):
+    with pytest.raises(
+        BootstrapError, match=f"rank {rank} knows no store.*not installed: pip install mpi4py"
+    ):
         pynccl.init()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with pynccl.init(timeout=20) as comm:
@@ -215,6 +217,38 @@ def without_mpi4py(rank: int, nranks: int, port: int) -> None:
 
 def test_mpirun_without_mpi4py() -> None:
     testing.run(2, without_mpi4py, free_port(), backend="cpu")
+
+
+def without_a_rank(rank: int, nranks: int) -> None:
+    forget_the_launcher()
+    for size in ("4", "many", ""):
+        os.environ["WORLD_SIZE"] = size
+        for method in (None, "env"):
+            with pytest.raises(BootstrapError, match="RANK is not set; expected"):
+                pynccl.init(method)
+    # Interactive shells of Slurm know the job's size, and some clusters say that a job is of one.
+    os.environ.update(WORLD_SIZE="1", SLURM_NTASKS="4")
+    pynccl.init().destroy()
+
+
+def test_a_world_size_without_a_rank() -> None:
+    testing.run(1, without_a_rank, backend="cpu")
+
+
+def on_a_second_node(rank: int, nranks: int) -> tuple[int, int]:
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    with pynccl.init(timeout=20) as comm:
+        assert (comm.all_reduce(np.ones(3)) == nranks).all()
+        return comm.rank, comm.device
+
+
+def test_two_nodes_on_one_machine() -> None:
+    """Local ranks repeat there, and so do virtual devices; they collide only where their number is set."""
+    for env in ({}, {"PYNCCL_CPU_DEVICES": ""}):
+        found = testing.run(4, on_a_second_node, backend="cpu", env=env)
+        assert found == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    with pytest.raises(testing.RankError, match="ranks 0 and 2 are both on virtual device 0"):
+        testing.run(4, on_a_second_node, backend="cpu", env={"PYNCCL_CPU_DEVICES": "2"})
 
 
 def test_the_log_is_quiet_unless_asked() -> None:

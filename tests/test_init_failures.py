@@ -20,7 +20,7 @@ import pynccl
 from conftest import clean_environment
 from meeting import free_port, hear, starved, tell, together
 from pynccl import BootstrapError, testing
-from pynccl.bootstrap import Store, StoreServer
+from pynccl.bootstrap import Store, StoreServer, _store
 from pynccl.bootstrap._keys import ObjectKeys
 from pynccl.bootstrap._round import Round
 from test_init_environment import forget_the_launcher
@@ -290,6 +290,27 @@ def test_a_name_that_does_not_resolve() -> None:
     texts = testing.run(2, resolves_not, "tcp://no-such-host.invalid:5000", backend="cpu")
     assert "rank 0 cannot listen at no-such-host.invalid:5000" in texts[0]
     assert "rank 1 of 2 did not meet rank 0: no store answered at no-such-host.invalid:5000" in texts[1]
+
+
+def no_master(rank: int, nranks: int, env: dict[str, str]) -> str:
+    forget_the_launcher()
+    os.environ.update(env, RANK=str(rank), WORLD_SIZE="2")
+    # Name services may be late at the start of a job, and are asked again for some time.
+    _store._UNRESOLVED_SECONDS = 1.0
+    start = time.monotonic()
+    with pytest.raises(BootstrapError) as caught:
+        pynccl.init()
+    assert time.monotonic() - start < 30
+    return str(caught.value)
+
+
+def test_a_master_that_does_not_resolve() -> None:
+    env = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "5000"}
+    for rank, text in enumerate(testing.run(2, no_master, env, backend="cpu")):
+        assert text.startswith(
+            f"rank {rank} of 2: MASTER_ADDR is 'no-such-host.invalid', which cannot be resolved: "
+        )
+        assert "within 300 s" not in text
 
 
 def test_a_port_that_is_taken() -> None:

@@ -399,18 +399,24 @@ def _children(pid: int) -> list[str]:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["-n", "0", "x.py"], "must be at least 1"),
-        (["-n", "two", "x.py"], "invalid"),
+        (["-n", "0", "x.py"], "argument -n/-np/--nranks: expected a number of ranks, 1 or more, not '0'"),
+        (["-n", "auto", "x.py"], "expected a number of ranks, 1 or more, not 'auto'"),
+        (["-np", "-2", "x.py"], "argument -n/-np/--nranks: expected"),
         (["x.py"], "required"),
         (["-n", "2"], "required"),
-        (["-n", "2", "--timeout", "0", "x.py"], "must be a positive number of seconds"),
-        (["-n", "2", "--timeout", "soon", "x.py"], "invalid"),
+        (["-n", "2", "--timeout", "0", "x.py"], "expected a positive number of seconds, not '0'"),
+        (["-n", "2", "--timeout", "soon", "x.py"], "argument --timeout: expected a positive number"),
     ],
 )
 def test_wrong_command_lines(args: list[str], words: str) -> None:
     done = launch(*args)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def test_as_mpirun_has_it(script: Script) -> None:
+    done = launch("-np", "2", "--cpu", script("import os; print(os.environ['WORLD_SIZE'])"))
+    assert (done.returncode, sorted(done.stdout.split("\n"))) == (0, ["", "[0] 2", "[1] 2"])
 
 
 def test_script_that_is_not_there() -> None:

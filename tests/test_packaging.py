@@ -103,3 +103,24 @@ def test_the_c_api_is_declared_once() -> None:
         if re.search(r"^ncclResult_t nccl\w+\(.*\);", path.read_text(), re.M)
     ]
     assert again == []
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"PATH": "/nonexistent"}, "needs a C compiler to be built: there is no"),
+        ({"CC": "nocc -m64"}, "needs a C compiler to be built: CC names 'nocc', which is not on PATH"),
+        ({"CXX": "nocxx"}, "needs a C++ compiler to be built: CXX names 'nocxx', which is not on PATH"),
+    ],
+)
+def test_without_a_compiler(env: dict[str, str], words: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "build_ext"]
+    command += ["--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
+    for call in (command, [sys.executable, "pynccl/_build_ffi.py", "cpu"]):
+        done = subprocess.run(
+            call, cwd=ROOT, env=clean_environment() | env, capture_output=True, text=True, timeout=50
+        )
+        assert done.returncode != 0
+        assert words in done.stderr
+        assert "Debian and Ubuntu: apt install gcc g++" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -35,7 +35,7 @@ Communicator.all_reduce(self, send, recv=None, op='sum', stream=None, *, config=
 Communicator.all_to_all(self, send, recv=None, stream=None, *, config=None)
 Communicator.all_to_all_v(self, send, send_counts, recv, recv_counts, stream=None)
 Communicator.async_error(self)
-Communicator.barrier(self)
+Communicator.barrier(self, *, timeout=None)
 Communicator.broadcast(self, send, recv=None, root=0, stream=None, *, config=None)
 Communicator.destroy(self)
 Communicator.finalize(self)
@@ -198,3 +198,13 @@ def modules() -> list[Path]:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.name)
 def test_every_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())) or path.name == "_version.py"
+
+
+def test_what_help_says() -> None:
+    """help(Communicator.all_reduce) tells all there is to know of a call."""
+    text = inspect.getdoc(Communicator.all_reduce) or ""
+    for word in ("In place", "`recv`", "Returns", "`op`", "avg", "RedOp", "pre_mul_sum", "`stream=None`"):
+        assert word in text, word
+    named = set(re.findall(r"\b[A-Z]\w+Error\b", text)) - {"TypeError", "ValueError"}
+    assert named >= {"NcclError", "RankFailedError", "NcclTimeoutError", "CollectiveMismatchError"}
+    assert all(hasattr(pynccl, name) for name in named)

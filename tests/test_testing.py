@@ -191,11 +191,89 @@ def test_number_of_ranks(nranks: int) -> None:
         testing.run(nranks, places)
 
 
-def test_function_must_be_found_by_name() -> None:
-    with pytest.raises(ValueError, match="find by its name"):
+def test_function_must_be_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ValueError, match="cannot find by its name in a file; .*pip install cloudpickle"):
         testing.run(1, lambda rank, nranks: None)
+
+
+def test_functions_without_a_name() -> None:
+    factor = 10
+    assert testing.run(2, lambda rank, nranks, x: factor * rank + x, 3, backend="cpu") == [3, 13]
+    with pytest.raises(TypeError, match="fn is 3; expected a function"):
+        testing.run(1, 3, backend="cpu")  # type: ignore[arg-type]
+
+
+INTERACTIVE = """
+import sys
+import numpy as np
+import pynccl, pynccl.testing
+from dataclasses import dataclass
+
+@dataclass
+class Point:
+    x: float
+
+class Odd(Exception):
+    pass
+
+def double(x):
+    return 2 * x
+
+def work(rank, nranks, point):
+    with pynccl.init(timeout=30) as comm:
+        total = comm.all_reduce(np.full(2, point.x + rank))
+    if point.x < 0:
+        raise Odd(f"{point} on rank {rank}")
+    return Point(double(float(total[0])))
+
+results = pynccl.testing.run(2, work, Point(1.0), backend="cpu")
+assert results == [Point(6.0)] * 2, results
+try:
+    pynccl.testing.run(2, work, Point(-1.0), backend="cpu")
+except pynccl.testing.RankError as error:
+    assert isinstance(error.errors[0], Odd), error.errors
+    assert "Point(x=-1.0) on rank 0" in str(error), error
+print("done")
+"""
+
+
+def test_from_standard_input() -> None:
+    """As `python < script`: the function and the classes stand in no file."""
+    done = subprocess.run([sys.executable], input=INTERACTIVE, capture_output=True, text=True, timeout=55)
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+
+
+def test_from_an_interactive_session() -> None:
+    """As in a notebook: a main module without a file, whose code was compiled under made-up names."""
+    code = """
+import sys, types
+source = sys.argv[1]
+main = types.ModuleType("__main__")
+sys.modules["__main__"] = main
+exec(compile(source, "<ipython-input-1>", "exec"), vars(main))
+"""
+    command = [sys.executable, "-c", code, INTERACTIVE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55)
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
 
 
 def test_result_must_pickle() -> None:
     with pytest.raises(testing.RankError, match="pickle"):
         testing.run(1, unpicklable, backend="cpu")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(150)
+def test_from_a_notebook() -> None:
+    """The same in Jupyter's kernel, a cell for each paragraph."""
+    script = """
+import sys, nbclient, nbformat
+cells = [nbformat.v4.new_code_cell(cell) for cell in sys.stdin.read().split("\\n\\n")]
+notebook = nbformat.v4.new_notebook(cells=cells)
+nbclient.NotebookClient(notebook, timeout=90).execute()
+print(*(output.text for cell in notebook.cells for output in cell.outputs if output.name == "stdout"))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, input=INTERACTIVE, capture_output=True, text=True, timeout=140)
+    assert (done.stdout.strip(), done.returncode) == ("done", 0), done.stderr

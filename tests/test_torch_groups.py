@@ -295,7 +295,10 @@ def test_several_ranks_compile_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"PATH": ""}, "there is no C++ compiler 'g++' on PATH; install g++"),
+        (
+            {"PATH": ""},
+            "there is no C++ compiler 'g++' on PATH; install one (Debian and Ubuntu: apt install g++",
+        ),
         ({"CXX": "false"}, f"compiling pynccl.torch against torch {torch.__version__} failed"),
         ({"PYNCCL_CACHE": "/dev/null"}, "keeps what it compiles in /dev/null/torch-"),
     ],

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # As a user with mypy --strict would write it; the lines that end in E are wrong.
 PROGRAM = """
 from __future__ import annotations
+from array import array
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -56,6 +57,14 @@ def arrays(comm: Communicator, x: F32, t: Tensor, b: Buffer, y: F64) -> None:
     assert_type(comm.scatter_v(None, t, [1, 2]), Tensor)
     assert_type(comm.all_to_all_v(x, [1], t, [1]), Tensor)
 
+def kinds(comm: Communicator, x: F32) -> None:
+    numbers = array("d", [1.0])
+    assert_type(comm.all_reduce(numbers), "array[float]")
+    assert_type(comm.all_reduce(bytearray(8)), bytearray)
+    assert_type(comm.all_reduce(x, memoryview(numbers)), memoryview[int])
+    assert_type(comm.broadcast(np.zeros((2, 2), np.int64)), Matrix)
+    comm.send(b"bytes", 0)
+
 def shapes(comm: Communicator, x: Matrix) -> None:
     # In place keeps the shape, a new array has one more axis.
     assert_type(comm.all_reduce(x), Matrix)
@@ -70,7 +79,12 @@ def prepared(comm: Communicator, x: F32) -> None:
     op.stream = pynccl.Stream()
 
 def life(comm: Communicator, uid: UniqueId) -> None:
-    assert_type(comm.split(0), Communicator | None)
+    assert_type(comm.split(0), Communicator)
+    assert_type(comm.split(color=1, key=2), Communicator)
+    maybe: int | None = 0 if comm.rank else None
+    assert_type(comm.split(maybe), Communicator | None)
+    comm.split(comm.rank % 2).barrier(timeout=3)
+    none: None = comm.split(None)
     assert_type(comm.shrink([1]), Communicator)
     assert_type(comm.grow(3), Communicator)
     assert_type(pynccl.init_all(2), list[Communicator])
@@ -93,11 +107,25 @@ def wrong(comm: Communicator, x: F32) -> None:
     comm.reduce(x, root="0")  # E
     comm.all_gather_v(x, x, 3)  # E
     comm.gather(x).sum()  # E
-    comm.split(0).barrier()  # E
+    comm.split(None).barrier()  # E
+    comm.split("0")  # E
+    comm.all_reduce(x, op="mean")  # E
+    comm.reduce_scatter(x, x, "mean")  # E
+    comm.all_reduce(x, "max")  # E
+    comm.broadcast(x, 0)  # E
+    comm.all_reduce("x")  # E
+    comm.all_reduce([1.0])  # E
+    comm.all_reduce(1.0)  # E
+    comm.all_gather("x")  # E
+    comm.send("x", 0)  # E
+    comm.recv("x", 0)  # E
+    comm.all_to_all_v("x", [1], x, [1])  # E
+    comm.prepare.reduce(x, op="mean")  # E
     comm.prepare.all_reduce(x, oq="max")  # E
     comm.prepare.all_reduce(x)(3)  # E
     Plan([x])  # E
     comm.barrier(3)  # E
+    comm.barrier(timeout="3")  # E
     comm.rank = 3  # E
     pynccl.Config(blockin=0)  # E
     pynccl.group(3, 4)  # E
@@ -132,7 +160,7 @@ def wrong_lines() -> set[int]:
 def test_types_of_results(complaints: dict[int, str]) -> None:
     lines = PROGRAM.splitlines()
     assert {lines[n - 1].strip(): said for n, said in complaints.items() if n not in wrong_lines()} == {}
-    assert PROGRAM.count("assert_type(") == 40
+    assert PROGRAM.count("assert_type(") == 46
 
 
 def test_misuse_is_refused(complaints: dict[int, str]) -> None:

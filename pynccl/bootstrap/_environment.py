@@ -106,6 +106,11 @@ def master(environ: Mapping[str, str], launcher: Launcher) -> tuple[str, int] | 
     return host, port
 
 
+def host_source(environ: Mapping[str, str]) -> str:
+    """Return what said where rank 0 is to be met."""
+    return "MASTER_ADDR" if environ.get("MASTER_ADDR") else "the first host of Slurm's node list"
+
+
 def first_host(nodes: str) -> str:
     """Return the first host of a Slurm node list, such as `a[01-03,7]b,c`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+import socket
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -74,6 +75,13 @@ def choose(
 
 
 def _alone(launcher: Launcher) -> Method:
+    names = _environment.TORCHRUN
+    size = os.environ.get(names.size, "1") if launcher is _environment.NOBODY else "1"
+    if size != "1":
+        raise BootstrapError(
+            f"{names.size} is {size!r}, but {names.rank} is not set; expected both, as `pynccl run` and "
+            "torchrun set them, rank= and world_size=, or neither for a program of one rank"
+        )
     why = "itself: no launcher's variables" if launcher is _environment.NOBODY else str(launcher)
     return Method(0, 1, why, True, _nowhere)
 
@@ -161,13 +169,27 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
         raise BootstrapError(
             f"rank {rank} knows no store: expected PYNCCL_STORE=host:port, or MASTER_ADDR and MASTER_PORT "
             f"(MASTER_ADDR={environ.get('MASTER_ADDR')!r}, MASTER_PORT={environ.get('MASTER_PORT')!r})"
+            f"{_mpi_note(launcher)}"
         )
     where = format_address(*at)
     if where not in _kept and (store := _torch_store(rank, size)) is not None:
         # torch listens at MASTER_PORT already.
         keys = ObjectKeys(store, "torch.distributed's store", "pynccl/")
         return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(store), True)
-    return f", at {where}", _opener(_at_master, *at, _environment.job_name(environ, launcher))
+    return f", at {where}", _opener(
+        _at_master, *at, _environment.host_source(environ), _environment.job_name(environ, launcher)
+    )
+
+
+def _mpi_note(launcher: Launcher) -> str:
+    if not launcher.names.mpi:
+        return ""
+    if importlib.util.find_spec("mpi4py") is None:
+        return (
+            f". The ranks that mpirun has started ({launcher}) meet through mpi4py, which is not installed: "
+            "pip install mpi4py"
+        )
+    return f". The ranks that mpirun has started ({launcher}) meet by pynccl.init() or pynccl.init('mpi')"
 
 
 @contextmanager
@@ -231,15 +253,34 @@ os.register_at_fork(after_in_child=_kept.clear)
 
 
 @contextmanager
-def _at_master(host: str, port: int, job: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
+def _resolving(host: str, source: str, rank: int, size: int) -> Iterator[None]:
+    """Say where a name came from that no name service knows."""
+    try:
+        yield
+    except BootstrapError as error:
+        if isinstance(error.__cause__, socket.gaierror) or isinstance(
+            getattr(error.__cause__, "__cause__", None), socket.gaierror
+        ):
+            raise BootstrapError(
+                f"rank {rank} of {size}: {source} is {host!r}, which cannot be resolved: {error}"
+            ) from error
+        raise
+
+
+@contextmanager
+def _at_master(
+    host: str, port: int, source: str, job: str, rank: int, size: int, deadline: float
+) -> Iterator[Exchange]:
     """Meet at MASTER_PORT, once; from then on at the store that was met there."""
     where = format_address(host, port)
     home = None
     if where not in _kept and rank == 0:
-        home = Host(host, port, job, deadline)
+        with _resolving(host, source, rank, size):
+            home = Host(host, port, job, deadline)
         place, server = home.place, home.server
     elif where not in _kept:
-        place, server = ask(host, port, job, deadline, rank, size), None
+        with _resolving(host, source, rank, size):
+            place, server = ask(host, port, job, deadline, rank, size), None
     else:
         place, server = _kept[where]
     try:

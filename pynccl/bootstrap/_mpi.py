@@ -45,7 +45,8 @@ def communicator(method: Any) -> Any:
     """Return the mpi4py communicator that is meant."""
     try:
         from mpi4py import MPI
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
+        # mpi4py raises the latter where it finds no MPI library.
         raise BootstrapError(f"method='mpi' needs mpi4py, which cannot be imported: {error}") from error
     comm = MPI.COMM_WORLD if method == "mpi" else method
     if comm == MPI.COMM_NULL or comm.Is_inter():

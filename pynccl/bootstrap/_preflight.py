@@ -155,7 +155,7 @@ def gather_facts(device: int | None, local_rank: int | None) -> Facts:
     cpu = info.backend == "cpu"
     variables = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     devices = () if cpu else tuple(map(_cuda.device_uuid, range(_cuda.device_count())))
-    shared = not cpu or "PYNCCL_CPU_DEVICES" in os.environ
+    shared = not cpu or bool(os.environ.get("PYNCCL_CPU_DEVICES"))
     facts = Facts(
         socket.gethostname(),
         _machine(cpu),

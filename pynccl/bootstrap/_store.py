@@ -340,8 +340,9 @@ class Store:
                 if isinstance(error, socket.gaierror):
                     over = over or time.monotonic() - start > _UNRESOLVED_SECONDS
                 if over:
+                    seconds = min(timeout, time.monotonic() - start)
                     raise (StoreLost if gone else BootstrapError)(
-                        f"no store answered at {self.address} within {timeout:.3g} s: {error}"
+                        f"no store answered at {self.address} within {seconds:.3g} s: {error}"
                     ) from error
             time.sleep(min(delay, _left(deadline)))
             delay = min(2 * delay, 0.5)

@@ -18,6 +18,8 @@ from typing import Any
 
 from pynccl import Communicator, current_device, library_info
 from pynccl import init as _init
+from pynccl._buffers import in_shape_of
+from pynccl._ops import OpName
 from pynccl.bootstrap._store import format_address
 from pynccl.compat import _sparse
 
@@ -70,21 +72,22 @@ class NCCLBackend:
         else:
             self.comm = _over_tcp(n_devices, rank, host, port, timeout)
 
-    def all_reduce(self, in_array: Any, out_array: Any, op: str = "sum", stream: Any = None) -> None:
+    def all_reduce(self, in_array: Any, out_array: Any, op: OpName = "sum", stream: Any = None) -> None:
         """Reduce everybody's array to every rank."""
         if _sparse.is_sparse(in_array):
             _sparse.all_reduce(self.comm, in_array, out_array, op, stream)
             return
-        self.comm.all_reduce(in_array, out_array, op, stream=stream)
+        self.comm.all_reduce(in_array, in_shape_of(out_array, in_array), op, stream=stream)
 
     def reduce(
-        self, in_array: Any, out_array: Any, root: int = 0, op: str = "sum", stream: Any = None
+        self, in_array: Any, out_array: Any, root: int = 0, op: OpName = "sum", stream: Any = None
     ) -> None:
         """Reduce everybody's array to the root; out_array may be None elsewhere."""
         if _sparse.is_sparse(in_array):
             _sparse.reduce(self.comm, in_array, out_array, root, op, stream)
             return
-        self.comm.reduce(in_array, out_array if self.rank == root else None, op, root, stream=stream)
+        recv = in_shape_of(out_array, in_array) if self.rank == root else None
+        self.comm.reduce(in_array, recv, op, root, stream=stream)
 
     def broadcast(self, in_out_array: Any, root: int = 0, stream: Any = None) -> None:
         """Copy the root's array to every rank."""
@@ -94,7 +97,7 @@ class NCCLBackend:
         self.comm.broadcast(in_out_array, root=root, stream=stream)
 
     def reduce_scatter(
-        self, in_array: Any, out_array: Any, count: int, op: str = "sum", stream: Any = None
+        self, in_array: Any, out_array: Any, count: int, op: OpName = "sum", stream: Any = None
     ) -> None:
         """Reduce everybody's array, and leave `count` elements of the result to each rank."""
         if _sparse.is_sparse(in_array):
@@ -137,7 +140,10 @@ class NCCLBackend:
         if _sparse.is_sparse(out_array):
             _sparse.scatter(self.comm, in_array, out_array, root, stream)
             return
-        rows = _rows(in_array, "in_array", self.comm.size) if self.rank == root else None
+        rows = None
+        if self.rank == root:
+            rows = _rows(in_array, "in_array", self.comm.size)
+            out_array = in_shape_of(out_array, rows[0])
         self.comm.scatter(rows, out_array, root, stream=stream)
 
     def gather(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
@@ -145,7 +151,10 @@ class NCCLBackend:
         if _sparse.is_sparse(in_array):
             _sparse.gather(self.comm, in_array, out_array, root, stream)
             return
-        rows = _rows(out_array, "out_array", self.comm.size) if self.rank == root else None
+        rows = None
+        if self.rank == root:
+            rows = _rows(out_array, "out_array", self.comm.size)
+            in_array = in_shape_of(in_array, rows[0])
         self.comm.gather(in_array, rows, root, stream=stream)
 
     def all_to_all(self, in_array: Any, out_array: Any, stream: Any = None) -> None:
@@ -153,8 +162,10 @@ class NCCLBackend:
         if _sparse.is_sparse(in_array):
             _sparse.all_to_all(self.comm, in_array, out_array, stream)
             return
-        rows = _rows(in_array, "in_array", self.comm.size)
-        self.comm.all_to_all(rows, _rows(out_array, "out_array", self.comm.size), stream=stream)
+        rows, others = (
+            _rows(a, f"{way}_array", self.comm.size) for a, way in ((in_array, "in"), (out_array, "out"))
+        )
+        self.comm.all_to_all(rows, in_shape_of(others, rows), stream=stream)
 
     def barrier(self) -> None:
         """Return when every rank's host has reached this."""
@@ -169,9 +180,9 @@ def _first(array: Any, name: str, count: int) -> Any:
     """Return the first elements of an array in memory."""
     if count < 0 or array.size < count:
         raise ValueError(f"{name} has {array.size} elements; expected at least {count}")
-    if array.size == count:
-        return array
     if not array.flags.c_contiguous:
+        if array.size == count:
+            return array
         raise ValueError(f"{name} is not C-contiguous; expected an array whose first part can be used")
     return array.reshape(-1)[:count]
 

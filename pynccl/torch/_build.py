@@ -82,7 +82,9 @@ def _compiler() -> str:
     if found is None:
         raise BuildError(
             f"pynccl.torch compiles its backend against the installed torch {torch.__version__} at the first "
-            f"import, and there is no C++ compiler {wanted!r} on PATH; install g++, or set CXX to a compiler"
+            f"import, and there is no C++ compiler {wanted!r} on PATH; install one "
+            "(Debian and Ubuntu: apt install g++; Fedora and RHEL: dnf install gcc-c++; conda: conda install "
+            "gxx), or set CXX to a compiler"
         )
     return found
 

@@ -206,6 +206,11 @@ void test_param_malformed() {
     set("PYNCCL_CPU_TIMEOUT", bad);
     CHECK_EQ(param_seconds("PYNCCL_CPU_TIMEOUT"), 0.0);
   }
+  CHECK(param_error() != nullptr && contains(param_error(), "PYNCCL_CPU_DIRECT is \"9999"));
+  set("PYNCCL_CPU_DIRECT", "0");
+  CHECK(contains(param_error(), "PYNCCL_CPU_TIMEOUT is \"1e300\", which is no number of seconds from 0 to"));
+  set("PYNCCL_CPU_TIMEOUT", "");
+  CHECK(param_error() == nullptr);
   std::string text = read_text(path);
   CHECK(contains(text, "PYNCCL_CPU_DIRECT is \"two\""));
   CHECK(!contains(text, "1.5"));

@@ -188,19 +188,27 @@ std::string format_number(double value) {
 
 double default_number(const Param& param);
 
+std::string malformed_text(const Param& param, const char* text) {
+  return std::string(param.name) + " is \"" + text + "\", which is no " +
+         kKindNames[static_cast<int>(param.kind)] + " from " + format_number(param.min) + " to " +
+         format_number(param.max);
+}
+
 void tell_malformed(const Param& param, const char* text) {
   if (param.told.exchange(true, std::memory_order_relaxed)) return;
-  log(Level::Warn, "%s is \"%s\", which is no %s from %s to %s; the default %s is used", param.name, text,
-      kKindNames[static_cast<int>(param.kind)], format_number(param.min).c_str(),
-      format_number(param.max).c_str(), format_number(default_number(param)).c_str());
+  log(Level::Warn, "%s; the default %s is used", malformed_text(param, text).c_str(),
+      format_number(default_number(param)).c_str());
+}
+
+bool read_number(const Param& param, const char* text, double* out) {
+  return parse_number(param.kind, text, out) && *out >= param.min && *out <= param.max;
 }
 
 double number(const Param& param) {
   Text text = lookup(param);
   if (text.value == nullptr) return default_number(param);
   double value;
-  bool valid = parse_number(param.kind, text.value, &value) && value >= param.min && value <= param.max;
-  if (valid) return value;
+  if (read_number(param, text.value, &value)) return value;
   tell_malformed(param, text.value);
   return default_number(param);
 }
@@ -305,6 +313,19 @@ bool param_is_set(const char* name) { return lookup(registered(name)).value != n
 int64_t param_int(const char* name) { return static_cast<int64_t>(number(registered(name))); }
 
 double param_seconds(const char* name) { return number(registered(name)); }
+
+const char* param_error() {
+  thread_local std::string text;
+  for (const Param& param : kTable) {
+    if (is_text(param) || strncmp(param.name, "PYNCCL_", 7) != 0) continue;
+    const char* value = lookup(param).value;
+    double ignored;
+    if (value == nullptr || read_number(param, value, &ignored)) continue;
+    text = malformed_text(param, value);
+    return text.c_str();
+  }
+  return nullptr;
+}
 
 bool parse_real(const char* text, double* out) {
   std::istringstream in(text);

@@ -17,6 +17,10 @@ bool param_is_set(const char* name);  // to anything but its default
 int64_t param_int(const char* name);
 double param_seconds(const char* name);
 
+// What is malformed of this library's own, PYNCCL_CPU_*, in words; nullptr when nothing is. Valid until the
+// thread asks again.
+const char* param_error();
+
 // The whole text as a number, whatever the program's locale.
 bool parse_real(const char* text, double* out);
 

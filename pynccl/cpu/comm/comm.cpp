@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <set>
 
 namespace pncpu {
 namespace {
@@ -130,7 +131,7 @@ Step Comm::believe() {
 void Comm::hear_of(ncclResult_t code, std::string_view text) noexcept {
   if (error() == ncclSuccess && !heard_.failed()) tell(code, text);
   heard_at_.store(Clock::now());
-  heard_.decide(code, text);
+  if (heard_.decide(code, text) && turns.idle()) say(code, text);
   session.notify();
   bell().ring();
 }
@@ -152,9 +153,13 @@ void Comm::finish(Batch& batch) {
   if (heard_.failed()) session.notify();
 }
 
+void Comm::say(ncclResult_t code, std::string_view text) const noexcept {
+  fail(code, "rank %d of %d: %.*s", rank, nranks, int(text.size()), text.data());
+}
+
 bool Comm::decide(ncclResult_t code, std::string_view text) noexcept {
   if (!fate_.decide(code, text)) return false;
-  fail(code, "rank %d of %d: %.*s", rank, nranks, int(text.size()), text.data());
+  say(code, text);
   session.notify();
   bell().ring();
   return true;
@@ -271,14 +276,24 @@ ncclResult_t Comm::announce_leaving() {
   return ncclSuccess;
 }
 
+namespace {
+// Ranks that the calling thread calls for: it can finalize them only one after another.
+std::set<Token> ranks_of_this_thread() {
+  std::set<Token> tokens;
+  for (auto& comm : handles<Comm>().all())
+    if (comm->calling_thread.load() == this_thread()) tokens.insert(comm->session.self.token);
+  return tokens;
+}
+}  // namespace
+
 ncclResult_t Comm::await_leaving() {
+  std::set<Token> mine = ranks_of_this_thread();
   Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
   for (int q = 0; q < nranks; ++q) {
     if (q == rank) continue;
     Peer& p = peer(q);
     std::unique_lock<std::mutex> lock(session.mutex);
-    // This very thread may be the one that is to finalize it.
-    if (p.same_process && !p.left) continue;
+    if (p.same_process && !p.left && mine.count(p.info.token)) continue;
     bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();
     if (!came)

@@ -114,6 +114,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void died(int from) noexcept;
   void note_started(const Batch& batch);
   bool believes() const { return turns.idle() || Clock::now() - heard_at_.load() > std::chrono::seconds(1); }
+  void say(ncclResult_t code, std::string_view text) const noexcept;
   Step believe();
   bool more_may_come();
   Fate fate_, heard_;

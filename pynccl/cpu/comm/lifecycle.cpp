@@ -266,7 +266,8 @@ ncclResult_t finalize(Comm& comm) {
     comm.fail_with(ncclTimeout, last_error(), false);
   comm.standing.phase.store(Phase::Finalized);
   comm.standing.set_pending(comm.error());
-  return comm.error();
+  if (comm.error() == ncclSuccess) return ncclSuccess;
+  return fail(comm.error(), "rank %d of %d: %s", comm.rank, comm.nranks, comm.error_text().c_str());
 }
 
 Ending::Ending(std::shared_ptr<Comm> comm, Standing::End how)

@@ -1,0 +1,188 @@
+"""What is written wrong at first, and what the error says that was meant."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from pynccl import NcclTimeoutError
+from pynccl.testing import run
+
+
+def refused(
+    call: Callable[[], object], kind: type[Exception] | tuple[type[Exception], ...], text: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert text in str(caught.value), caught.value
+
+
+def second_argument(rank: int, nranks: int) -> None:
+    """Pass what comes third or later where recv belongs, as torch and MPI users do."""
+    with pynccl.init(timeout=30) as comm, pynccl.Stream() as stream:
+        x: Any = np.ones(4 * nranks)
+        each: list[tuple[Callable[[], object], str]] = [
+            (lambda: comm.all_reduce(x, "max"), "recv comes second, so write op='max' (rank"),
+            (lambda: comm.all_reduce(x, pynccl.RedOp.MAX), "write op=RedOp.MAX"),
+            (lambda: comm.all_reduce(x, comm.pre_mul_sum(2.0)), "write op=<pynccl.PreMulSum 2.0"),
+            (lambda: comm.reduce_scatter(x, "avg"), "write op='avg'"),
+            (lambda: comm.prepare.all_reduce(x, "max"), "write op='max'"),
+            (lambda: comm.all_reduce(x, stream), "write stream=<pynccl.Stream"),
+            (lambda: comm.all_gather(x, stream), "write stream=<pynccl.Stream"),
+        ]
+        # The others are not looked at where they receive nothing.
+        each += [(lambda: comm.reduce(x, "max", root=rank), "write op='max'")]
+        each += [
+            (lambda c=c: c(x, rank, root=rank), f"write root={rank}")
+            for c in (comm.reduce, comm.gather, comm.scatter, comm.broadcast)
+        ]
+        each += [(lambda: comm.broadcast(x, 1 - rank, root=1 - rank), f"write root={1 - rank}")]
+        for call, text in each:
+            refused(call, TypeError, text)
+        with pytest.raises(TypeError) as caught:
+            comm.all_gather(x, 3)
+        assert "write" not in str(caught.value)
+        comm.barrier()
+
+
+def test_second_argument() -> None:
+    run(2, second_argument, backend="cpu")
+
+
+def wrong_types(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        x, y = np.ones(4), np.ones(8)
+        refused(lambda: comm.all_to_all(x, x), ValueError, "overlap; expected separate: it is never in place")
+        refused(lambda: comm.all_reduce(y[:4], y[1:5]), ValueError, "expected the same memory, or separate")
+        key: Any
+        for key in (1.7, "2", None, True):
+            refused(lambda k=key: comm.split(0, key=k), TypeError, f"key is {key!r}; expected an int")
+        refused(lambda: comm.split(0, key=1 << 31), ValueError, "expected -2**31 <= key < 2**31")
+        counts: Any
+        for counts in ("44", b"\x04\x04", ["4", "4"], [4.0, 4.0], 8):
+            text = f"counts is {counts!r}; expected a sequence of 2 ints"
+            refused(lambda c=counts: comm.all_gather_v(x, y, c), TypeError, text)
+        for counts in ((4, 4), np.array([4, 4]), [np.int64(4), 4]):
+            assert comm.all_gather_v(x, y, counts) is y
+        on: Any
+        for on in ("on", "0", 1, None):
+            refused(lambda o=on: pynccl.check_mode(o), TypeError, f"on is {on!r}; expected True or False")
+        exclude: Any
+        for exclude in (1, "1", np.int64(1)):
+            text = f"exclude is {exclude!r}; expected a list of ranks"
+            refused(lambda e=exclude: comm.shrink(exclude=e), TypeError, text)
+        op = comm.prepare.all_reduce(x)
+        for calls in (op, pynccl.Plan([op])):
+            refused(lambda c=calls: pynccl.Plan(c), TypeError, "; expected a list of them")
+        comm.barrier()
+
+
+def test_wrong_types() -> None:
+    run(2, wrong_types, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("minCTAs", "a", "an int"),
+        ("minCTAs", 1.5, "an int"),
+        ("commName", 3, "a str"),
+        ("commName", b"name", "a str"),
+        ("blocking", "0", "an int"),
+    ],
+)
+def test_a_config(field: str, value: object, expected: str) -> None:
+    message = f"ncclConfig_t.{field} is {value!r}; expected {expected}, or None"
+    refused(lambda: pynccl.Config(**{field: value}), TypeError, message)  # type: ignore[arg-type]
+
+
+def test_configs_as_they_are_meant() -> None:
+    config = pynccl.Config(blocking=False, minCTAs=int(np.int64(2)), commName="ring")
+    assert (config.blocking, config.minCTAs, config.commName, config.maxCTAs) == (False, 2, "ring", None)
+
+
+def a_config_as_a_dict(rank: int, nranks: int) -> None:
+    with pytest.raises(TypeError, match=r"ncclConfig_t.minCTAs is 'a'; expected an int"):
+        pynccl.init(config={"minCTAs": "a"})
+    pynccl.init(config={"blocking": True}).destroy()
+
+
+def test_a_config_as_a_dict() -> None:
+    run(1, a_config_as_a_dict, backend="cpu")
+
+
+def late(rank: int, nranks: int) -> None:
+    with pynccl.init() as comm:
+        comm.barrier(timeout=30)
+        if rank:
+            time.sleep(2)
+        else:
+            with pytest.raises(NcclTimeoutError, match=r"did not complete .*within 0.2 s"):
+                comm.barrier(timeout=0.2)
+        timeout: Any
+        for timeout in (-1, 0, "1", True):
+            refused(
+                lambda t=timeout: comm.barrier(timeout=t),
+                (TypeError, ValueError),
+                "expected a positive number",
+            )
+        # The barrier that took too long stays outstanding, and is completed by the others'.
+        if rank:
+            comm.barrier(timeout=30)
+        comm.barrier()
+        assert (comm.all_reduce(np.ones(2)) == nranks).all()
+
+
+def test_a_barrier_with_a_time_of_its_own() -> None:
+    run(3, late, backend="cpu")
+    run(3, late, backend="cpu", env={"PYNCCL_TIMEOUT": "30"})
+
+
+def fails_to_start(rank: int, nranks: int) -> str:
+    with pytest.raises(pynccl.NcclInvalidArgument) as caught:
+        pynccl.init(timeout=20)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("TIMEOUT", "soon", "number of seconds from 0 to 1000000000"),
+        ("INIT_TIMEOUT", "-1", "number of seconds from 0"),
+        ("RING_BYTES", "4k", "integer from 4096"),
+        ("DEVICES", "0", "integer from 1"),
+    ],
+)
+def test_numbers_of_the_cpu_library(name: str, value: str, expected: str) -> None:
+    (text,) = run(1, fails_to_start, backend="cpu", env={f"PYNCCL_CPU_{name}": value})
+    assert f'PYNCCL_CPU_{name} is "{value}", which is no {expected}' in text
+    assert run(1, works, backend="cpu", env={f"PYNCCL_CPU_{name}": ""}) == [1.0]
+
+
+def works(rank: int, nranks: int) -> float:
+    with pynccl.init() as comm:
+        return float(comm.all_reduce(np.ones(1))[0])
+
+
+def what_nccl_does(rank: int, nranks: int) -> None:
+    """Reduce NaN, and more than an integer holds: as NCCL, and as docs/communicator.md says."""
+    nan = np.nan
+    with pynccl.init() as comm:
+        for dtype in ("float16", "float32", "float64"):
+            x = np.array([nan if rank else 3.0, 2.0 if rank else nan, nan], dtype)
+            for op in ("max", "min"):
+                np.testing.assert_array_equal(comm.all_reduce(x.copy(), op=op), np.array([3, 2, nan], dtype))
+            for op in ("sum", "prod", "avg"):
+                assert np.isnan(comm.all_reduce(x.copy(), op=op)).all()
+        assert comm.all_reduce(np.array([200], np.uint8)).tolist() == [144]
+        assert comm.all_reduce(np.array([200], np.uint8), op="avg").tolist() == [72]
+        assert comm.all_reduce(np.array([-3 * rank], np.int32), op="avg").tolist() == [-1]
+
+
+def test_what_nccl_does() -> None:
+    run(2, what_nccl_does, backend="cpu")

@@ -1,0 +1,103 @@
+"""`import pynccl`: what it shows, and what it says where it is not built or another package has its name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import pynccl
+from conftest import ROOT, Run
+
+PACKAGE = Path(pynccl.__file__).parent
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Return a folder with a copy of the package, without its compiled parts."""
+    folder = tmp_path / "site"
+    unwanted = shutil.ignore_patterns("*.so", "*.so.2", "__pycache__", "cpu")
+    shutil.copytree(PACKAGE, folder / "pynccl", ignore=unwanted)
+    return folder
+
+
+def build(folder: Path) -> None:
+    for path in PACKAGE.glob("*.so"):
+        (folder / "pynccl" / path.name).symlink_to(path)
+
+
+def put_other(folder: Path) -> None:
+    """Put the files of PyPI's pynccl 0.1.2 into the package, in which ours are not."""
+    for name in ("api", "binding"):
+        (folder / "pynccl" / f"{name}.py").write_text("Nccl = NcclWrp = object\n")
+    metadata = folder / "pynccl-0.1.2.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: pynccl\nVersion: 0.1.2\n")
+
+
+def test_a_checkout_that_is_not_built(copy: Path, run_python: Run) -> None:
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    for name in ("pynccl", "pynccl.testing", "pynccl.capi"):
+        done = run_python(f"import {name}", fails=True, PYTHONPATH=str(copy))
+        assert "is a checkout that is not built for Python 3" in done.stderr
+        assert "build it first: make build" in done.stderr
+        assert "circular" not in done.stderr
+
+
+def test_an_installation_without_its_binding(copy: Path, run_python: Run) -> None:
+    done = run_python("import pynccl", fails=True, PYTHONPATH=str(copy))
+    assert "has no _native for Python 3" in done.stderr
+    assert "pip install --force-reinstall pynccl-cffi" in done.stderr
+
+
+def test_a_built_copy(copy: Path, run_python: Run) -> None:
+    """What the other tests break works before."""
+    build(copy)
+    done = run_python("import pynccl; print(pynccl.__file__)", PYTHONPATH=str(copy))
+    assert Path(done.stdout.strip()).is_relative_to(copy)
+    done = run_python(args=["-m", "pynccl", "info"], PYTHONPATH=str(copy), PYNCCL_LIBRARY="cpu")
+    assert "beware" not in done.stdout
+
+
+def test_pypis_pynccl_below_ours(copy: Path, run_python: Run) -> None:
+    build(copy)
+    put_other(copy)
+    done = run_python("import pynccl", fails=True, PYTHONPATH=str(copy))
+    assert "RuntimeWarning" in done.stderr
+    assert "holds files of another package: pip uninstall pynccl pynccl-cffi" in done.stderr
+
+
+def test_pypis_pynccl_elsewhere(copy: Path, tmp_path: Path, run_python: Run) -> None:
+    build(copy)
+    (tmp_path / "other" / "pynccl").mkdir(parents=True)
+    put_other(tmp_path / "other")
+    path = f"{copy}:{tmp_path / 'other'}"
+    done = run_python(args=["-m", "pynccl", "info"], PYTHONPATH=path, PYNCCL_LIBRARY="cpu")
+    assert "another package named pynccl is installed, too, 0.1.2: pip uninstall pynccl" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["__main__", "testing", "capi"])
+def test_pypis_pynccl_over_ours(copy: Path, run_python: Run, module: str) -> None:
+    build(copy)
+    put_other(copy)
+    (copy / "pynccl" / "__init__.py").write_text("from .api import Nccl, NcclWrp\n")
+    done = run_python(f"import pynccl.{module}", fails=True, PYTHONPATH=str(copy))
+    assert "ImportError" in done.stderr
+    assert "__init__.py is missing, or another package's: pip uninstall pynccl pynccl-cffi" in done.stderr
+
+
+def test_what_is_shown_before_it_is_used(run_python: Run) -> None:
+    code = """
+import sys, pynccl
+assert "pynccl.bootstrap" not in sys.modules and "pynccl.testing" not in sys.modules
+shown = dir(pynccl)
+assert {"init", "testing", "mpi", "__version__"} <= set(shown), shown
+assert {name for name in pynccl.__all__} <= set(shown)
+assert callable(pynccl.testing.run) and callable(pynccl.init)
+assert pynccl.bootstrap.Store
+try: pynccl.nonsense
+except AttributeError as error: assert "nonsense" in str(error)
+else: raise AssertionError
+"""
+    run_python(code)

@@ -1,0 +1,62 @@
+"""Arrays of JAX and pandas, real ones: what is sent, what is refused, and why."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import pynccl
+from pynccl.testing import run
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
+
+
+def jax_arrays(rank: int, nranks: int) -> None:
+    """Send JAX's arrays in every form, among them dtypes that NumPy lacks; none is written to."""
+    import jax.numpy as jnp
+
+    with pynccl.init(timeout=60) as comm:
+        x = jnp.arange(4, dtype=jnp.float32) + rank
+        total = np.arange(4, dtype=np.float32) * nranks + sum(range(nranks))
+        np.testing.assert_array_equal(comm.all_reduce(x, np.empty(4, np.float32)), total)
+        every = comm.all_gather(x.reshape(2, 2), np.empty((nranks, 2, 2), np.float32))
+        np.testing.assert_array_equal(every[rank].ravel(), x)
+        narrow = jnp.full(3, rank + 1, jnp.bfloat16)
+        summed = comm.all_reduce(narrow, np.empty(3, narrow.dtype))
+        np.testing.assert_array_equal(summed.astype(np.float32), np.full(3, nranks * (nranks + 1) / 2))
+        # What comes back goes on in JAX.
+        np.testing.assert_array_equal(jnp.asarray(total) * 2, total * 2)
+        if rank == 0:
+            comm.send(x, 1)
+        elif rank == 1:
+            np.testing.assert_array_equal(comm.recv(np.empty(4, np.float32), 0), np.arange(4))
+        prepared = comm.prepare.all_reduce(x, np.empty(4, np.float32))
+        np.testing.assert_array_equal(prepared(), total)
+        with pytest.raises(ValueError, match=r"send \(in place\) is read-only; expected a writable array"):
+            comm.all_reduce(x)
+        with pytest.raises(ValueError, match="recv is read-only"):
+            comm.all_reduce(np.ones(4, np.float32), x)
+        with pytest.raises(TypeError, match="cannot make a new ArrayImpl; expected an array of shape"):
+            comm.all_gather(x)
+        np.testing.assert_array_equal(x, np.arange(4, dtype=np.float32) + rank)
+
+
+def test_jax() -> None:
+    run(2, jax_arrays, backend="cpu", timeout=100, env={"JAX_PLATFORMS": "cpu"})
+
+
+def pandas_columns(rank: int, nranks: int) -> None:
+    """Refuse columns and frames, whose memory is pandas' own affair; take what comes out of them."""
+    import pandas
+
+    with pynccl.init(timeout=60) as comm:
+        frame = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+        for thing in (frame, frame["a"], frame.index):
+            with pytest.raises(TypeError, match=r"send is of type .*as numpy\.asarray\(send\)"):
+                comm.all_reduce(thing)
+        total = comm.all_reduce(np.asarray(frame["a"]), np.empty(2))
+        np.testing.assert_array_equal(total, [nranks, 2 * nranks])
+
+
+def test_pandas() -> None:
+    run(2, pandas_columns, backend="cpu", timeout=100)
