@@ -20,7 +20,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
+from pynccl._binding import lib
 from pynccl._errors import NcclError, NcclSystemError, NcclTimeoutError
 
 GONE = -2
@@ -34,28 +36,50 @@ _MAGIC = b"pynccl-channel-1"
 _PROOF = 32
 _PLACE = struct.Struct("!B16sH")
 _SIOCGIFADDR = 0x8915
+_GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ")
 
 # Collects the same number of bytes from every rank.
 Gather = Callable[[bytes], list[bytes]]
 
 
+class Process(NamedTuple):
+    """A rank's process: its number and when it started, 0 where this process cannot see it."""
+
+    pid: int
+    start: int
+
+
+class Channel(NamedTuple):
+    """What connects a rank to the others."""
+
+    # A connected socket for every rank, -1 for this one and GONE for one that died meanwhile.
+    sockets: list[int]
+    processes: list[Process]
+
+
 def connect(
     rank: int, size: int, gather: Gather, deadline: float | None, look: Callable[[], object]
-) -> list[int]:
-    """Return a connected socket for every rank, -1 for this one and GONE for one that died meanwhile.
-
-    `look` raises when the library knows of an error.
-    """
-    greetings = gather(_host_id() + secrets.token_bytes(_KEY))
-    key = greetings[0][_KEY:]
-    one_host = len({greeting[:_KEY] for greeting in greetings}) == 1
+) -> Channel:
+    """Connect to all other ranks. `look` raises when the library knows of an error."""
+    mine = _pid_space(), os.getpid(), int(lib.pynccl_process_start(os.getpid()))
+    greetings = [
+        _GREETING.unpack(greeting)
+        for greeting in gather(_GREETING.pack(_host_id(), secrets.token_bytes(_KEY), *mine))
+    ]
+    key = greetings[0][1]
+    one_host = len({greeting[0] for greeting in greetings}) == 1
     with _listen("127.0.0.1" if one_host else outward_address()) as listener:
         places = [_unpack_place(place) for place in gather(_pack_place(*listener.getsockname()[:2]))]
         mesh = _Mesh(rank, size, key, listener, deadline)
         try:
             mesh.call(places[:rank])
             mesh.answer(look)
-            return mesh.sockets()
+            # They were alive when they connected; who cannot be seen now never proves anything.
+            processes = [
+                Process(pid, start if space == mine[0] and lib.pynccl_process_start(pid) == start else 0)
+                for _, _, space, pid, start in greetings
+            ]
+            return Channel(mesh.sockets(), processes)
         except BaseException:
             mesh.close()
             raise
@@ -198,12 +222,28 @@ def _listen(host: str) -> socket.socket:
 
 def _host_id() -> bytes:
     """Return what is the same for processes that share a loopback interface."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii"))
-    with suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/net"))
+    return _digest(socket.gethostname(), _boot_id(), _namespace("net"))
+
+
+def _pid_space() -> bytes:
+    """Return what is the same for processes that know each other by the same numbers."""
+    return _digest(_boot_id(), _namespace("pid"))
+
+
+def _digest(*parts: str) -> bytes:
     return hashlib.sha256("\0".join(parts).encode()).digest()[:_KEY]
+
+
+def _boot_id() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
+    return socket.gethostname()
+
+
+def _namespace(kind: str) -> str:
+    with suppress(OSError):
+        return os.readlink(f"/proc/self/ns/{kind}")
+    return ""
 
 
 def _pack_place(host: str, port: int) -> bytes:

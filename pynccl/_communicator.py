@@ -137,6 +137,10 @@ class Communicator(Relatives):
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         # Alive as long as its children: an abort finds them through it.
         self._parent: Communicator | None = None
+        self._visible: Sequence[bool] = ()
+        self._attempts = 0
+        # By when its creation is over.
+        self._until: float | None = None
         self._scratch: tuple[int, int] | None = None
         self._token = np.zeros(1, np.uint8)
 
@@ -151,8 +155,10 @@ class Communicator(Relatives):
             with on_device(place):
                 return create()
 
+        self._until = self._until or self._deadline(None)[1]
+        left = None if self._until is None else max(0.1, self._until - time.monotonic())
         with recorded(self._c, lib.PYNCCL_INIT):
-            handle = bounded(on_its_device, self._timeout, what, abort_if_made, with_outside(look))
+            handle = bounded(on_its_device, left, what, abort_if_made, with_outside(look))
             self._take(handle, True, look=look)
 
     def _take(
@@ -168,7 +174,7 @@ class Communicator(Relatives):
         _lifetime.living.add(self)
         self._waits = int(_library.library_info().backend == "cpu")
         try:
-            self._settle("creating the communicator")
+            self._settle("creating the communicator", look)
             self._rank = capi.ncclCommUserRank(handle)
             self._size = capi.ncclCommCount(handle)
             self._device = capi.ncclCommCuDevice(handle)
@@ -188,6 +194,7 @@ class Communicator(Relatives):
             except BaseException:
                 self.abort()
                 raise
+        self._until = None
 
     # --- what it is ---
 
@@ -343,7 +350,8 @@ class Communicator(Relatives):
 
     def _deadline(self, timeout: float | None) -> tuple[float | None, float | None]:
         seconds = self._timeout if timeout is None else timeout
-        return seconds, None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
+        return seconds, deadline if deadline is None or self._until is None else min(deadline, self._until)
 
     def _wait(self, stream: int, what: str, timeout: float | None) -> None:
         """Wait for a stream, and let go of the arrays that were kept for it."""
@@ -367,11 +375,17 @@ class Communicator(Relatives):
             self._kept.pop(stream).clear()
         lib.pynccl_comm_forget(self._c, stream)
 
-    def _settle(self, what: str) -> None:
+    def _settle(self, what: str, look: Callable[[], object] | None = None) -> None:
         """Wait until a non-blocking communicator has taken the last call."""
         seconds, deadline = self._deadline(None)
+
+        def live() -> int:
+            if look is not None:
+                look()
+            return self._live()
+
         try:
-            ready = _streams.wait_ready(self._live, deadline)
+            ready = _streams.wait_ready(live, deadline)
         except NcclError as error:
             raise _watchdog.cause(self, error) from error.__cause__
         if not ready:

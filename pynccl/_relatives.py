@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 from weakref import WeakSet
 
 import numpy as np
 
-from pynccl import _recorder, _recovery, capi
+from pynccl import _recorder, _recovery, _watchdog, capi
 from pynccl._binding import lib
 from pynccl._collectives import Collectives
 from pynccl._devices import on_device
+from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._recorder import recorded
 from pynccl._structs import Config
 from pynccl._types import UniqueId
@@ -32,6 +33,9 @@ class Relatives(Collectives):
     _made: Counter[str]
     _timeout: float | None
     _children: WeakSet[Communicator]
+    # Which ranks' processes this one can see, and how often they have been shrunk.
+    _visible: Sequence[bool]
+    _attempts: int
 
     if TYPE_CHECKING:
         # The communicator's.
@@ -40,7 +44,8 @@ class Relatives(Collectives):
         def abort(self) -> None: ...
         def _open(self) -> int: ...
         def _outside_groups(self, what: str) -> None: ...
-        def _settle(self, what: str) -> None: ...
+        def _settle(self, what: str, look: Callable[[], object] | None = None) -> None: ...
+        def _deadline(self, timeout: float | None) -> tuple[float | None, float | None]: ...
         def _alone(self, anyway: bool = False) -> AbstractContextManager[None]: ...
         def _bounded(
             self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
@@ -74,25 +79,37 @@ class Relatives(Collectives):
         )
 
     def shrink(
-        self, exclude: Iterable[int], abort: bool = False, *, config: ConfigLike = None
+        self,
+        exclude: Iterable[int],
+        abort: bool = False,
+        *,
+        config: ConfigLike = None,
+        quorum: _recovery.Quorum = "majority",
     ) -> Communicator:
         """Make a communicator without some ranks, which do not call this (ncclCommShrink, NCCL >= 2.27).
 
         `abort=True`, for ranks that have failed, ends what is outstanding and closes this communicator. With
         a time-out the survivors first agree on who they are, and do without the library's help before 2.27.
+        They raise RankFailedError where they are not more than half of the ranks that are not proven to have
+        ended, since the others may go on by themselves; `quorum=None` goes on all the same.
         """
+        if quorum not in ("majority", None):
+            raise ValueError(f"quorum is {quorum!r}; expected 'majority' or None")
         if isinstance(exclude, int | np.integer | str | bytes):
             raise TypeError(f"exclude is {exclude!r}; expected a list of ranks")
         ranks = list(exclude)
         for rank in ranks:
             self._rank_in(rank, "exclude")
+        if self._rank in ranks and abort:
+            # The error that names the others may name this rank.
+            _watchdog.raise_verdict(self._whole())
         if self._rank in ranks or not ranks:
             raise ValueError(
                 f"exclude is {ranks}; expected other ranks than this one, {self._rank}, at least one"
             )
         self._outside_groups("ncclCommShrink")
         if _recovery.can_agree(self._whole()):
-            return _recovery.shrink(self._whole(), set(ranks), abort, config)
+            return _recovery.shrink(self._whole(), set(ranks), abort, config, quorum)
         child = self._child("shrink", sorted(ranks), lambda: self._native_shrink(ranks, abort, config))
         assert child is not None
         if abort:
@@ -135,8 +152,22 @@ class Relatives(Collectives):
                 return capi.ncclCommInitRankConfig(nranks, shared, self._rank, config)
 
         also = "" if uid is None else _recorder.identify("id", uid)
+        if _recovery.can_agree(self._whole()):
+            return self._grown(nranks, create, also)
         child = self._child("grow", nranks, create, also=also)
         assert child is not None
+        return child
+
+    def _grown(self, nranks: int, create: Callable[[], int], also: str) -> Communicator:
+        """Grow, or leave this communicator as it was: on all ranks alike."""
+        self._outside_groups("ncclCommGrow")
+        child = self._relative("grow", nranks, also)
+        with self._alone():
+            self._check(lib.PYNCCL_GROW)
+            kind: Any = lib.PYNCCL_GROW
+            with recorded(self._c, kind, nranks):
+                _recovery.grow(self._whole(), child, nranks, create)
+        self._adopt(child)
         return child
 
     def _child(
@@ -155,13 +186,23 @@ class Relatives(Collectives):
                     return create()
 
             with recorded(self._c, kind, detail if isinstance(detail, int) else 0):
+                child._until = self._deadline(None)[1]
                 handle = self._bounded(on_its_device, what, abort_if_made)
                 self._settle(what)
                 if not joins:
                     return None
-                child._take(handle, owned=True)
+                self._have_taken(child, handle)
         self._adopt(child)
         return child
+
+    def _have_taken(self, child: Communicator, handle: int) -> None:
+        """Complete what the library has made; of a rank that fails meanwhile this communicator knows more."""
+        try:
+            child._take(handle, True, look=lambda: _watchdog.raise_verdict(self._whole()))
+        except NcclTimeoutError as error:
+            raise _watchdog.expire(self._whole(), str(error), True) or error from None
+        except NcclError as error:
+            raise _watchdog.cause(self._whole(), error) from error.__cause__
 
     def _check(self, kind: Any) -> None:
         """In check mode, compare with the other ranks that they are about to do the same."""

@@ -36,16 +36,23 @@ def start(comm: Communicator, with_channel: bool, look: Callable[[], object] | N
     """Watch a new communicator; collective, where there is a channel. `look` is called while it waits."""
     timeout = comm._timeout
     deadline = deadline_of(timeout)
-    sockets = ffi.NULL
+    if deadline is not None and comm._until is not None:
+        deadline = min(deadline, comm._until)
+    sockets, processes = ffi.NULL, []
     gone = False
     context = 0 if comm._waits or not _cuda.available() else _cuda.primary_context(comm.device)
     if with_channel and comm.size > 1:
-        found = _connect(comm, deadline, look)
-        sockets, gone = ffi.new("int[]", found), _channel.GONE in found
+        channel = _connect(comm, deadline, look)
+        sockets, gone = ffi.new("int[]", channel.sockets), _channel.GONE in channel.sockets
+        processes = channel.processes
     milliseconds = 0 if timeout is None else max(1, int(min(timeout, 1e9) * 1000))
     code = lib.pynccl_watch_start(comm._c, sockets, milliseconds, _cure(), context)
     if code:
         raise NcclSystemError(f"the watchdog cannot be started: {os.strerror(code)}")
+    if processes:
+        pids = [process.pid if process.start else 0 for process in processes]
+        lib.pynccl_watch_processes(comm._c, pids, [process.start for process in processes])
+        comm._visible = [bool(pid) for pid in pids]
     if gone:
         raise_verdict(comm, _DEATH_MS)
 
@@ -60,7 +67,9 @@ def _cure() -> Any:
     return lib.PYNCCL_CURE_MARK if lib.nccl_api_find(b"ncclCommShrink") else lib.PYNCCL_CURE_ABORT
 
 
-def _connect(comm: Communicator, deadline: float | None, look: Callable[[], object] | None) -> list[int]:
+def _connect(
+    comm: Communicator, deadline: float | None, look: Callable[[], object] | None
+) -> _channel.Channel:
     def look_twice() -> None:
         look_outside()
         _streams.raise_async_error(comm.handle)

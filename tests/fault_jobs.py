@@ -236,7 +236,9 @@ class Judge:
     def _names_victims(self, rank: int, named: list[int]) -> bool:
         victims = sorted(self.s.victims)
         if rank in victims or self.s.stage == RECOVERY:
-            return bool(named)
+            return bool(named) and (
+                rank in victims or self.s.fault != "stopped" or set(victims) <= set(named)
+            )
         notes = sorted(note for note in self.notes.values() if note is not None)
         apart = notes[-1] - notes[0] + self._slack() > TOGETHER
         return named == victims or (apart and bool(named) and set(named) < set(victims))

@@ -223,7 +223,7 @@ def _of_survivor(s: Schedule) -> Expected:
         return RETURNS
     if s.stage == RECOVERY:
         if s.fault == "stopped":
-            return Expected(("NcclTimeoutError", "RankFailedError"), s.victims, who, 2 * late)
+            return Expected(("RankFailedError",), s.victims, who, 2 * late)
         return Expected(("recovered",), within=20.0)
     if s.fault in DEADLY:
         return Expected((failed, *_enough(s)), s.victims, "died")
@@ -234,6 +234,11 @@ def _of_survivor(s: Schedule) -> Expected:
     if s.fault == "stopped":
         if creates:
             return Expected(("NcclTimeoutError", "BootstrapError", "RankFailedError"), s.victims, "", late)
+        if s.recovers and s.nranks == 2 and s.victims == (0,):
+            # It lives, for all that its half knows.
+            return Expected(
+                ("RankFailedError", *_enough(s)), s.victims, "partition|not responding", late + 2.5
+            )
         return Expected((failed, *_enough(s)), s.victims, f"{who} is not responding", late)
     if s.fault.startswith("too slow"):
         kinds = ("NcclTimeoutError", "BootstrapError") if creates else ("NcclTimeoutError",)
@@ -262,7 +267,9 @@ def _of_victim(s: Schedule, rank: int) -> Expected:
         if not s.continues:
             return KILLED
         kinds = ("RankFailedError", "NcclTimeoutError", "NcclRemoteError", "BootstrapError")
-        return Expected((*kinds, *_enough(s)), within=s.timeout + SOON)
+        # When it goes on, all others have given up and ended: it may be the only one that is left.
+        alone = ("recovered",) if s.stage == RECOVERY else ()
+        return Expected((*kinds, *alone, *_enough(s)), within=s.timeout + SOON)
     if s.fault == "exception":
         return Expected(("Mine",))
     if s.fault in ("abort", "destroy"):

@@ -252,7 +252,8 @@ def test_a_program_that_returns_ends_well(how: str, tmp_path: Path) -> None:
     returns(how, 4, tmp_path / "returns.py", 3)
 
 
-@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("how", ["plain", "barrier"])
 @pytest.mark.parametrize(("nranks", "runs"), [(2, 200), (4, 200), (8, 200)])
 def test_200_programs_that_return_end_well(how: str, nranks: int, runs: int, tmp_path: Path) -> None:

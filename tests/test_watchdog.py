@@ -268,6 +268,37 @@ def test_stopped_rank(victim: int, tmp_path: Path) -> None:
         assert 1 < took < 3 + SOON, result
 
 
+def stops_near_the_end(rank: int, nranks: int, after: float) -> tuple[str, list[int]]:
+    """The rank that all wait for is stopped when their time is nearly up; they began at different times."""
+    comm = pynccl.init(timeout=2)
+    pid = int(comm.all_gather(np.array([os.getpid()]))[1][0])
+    together(nranks)
+    if rank == 1:
+        time.sleep(after)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.07 * rank)
+    with pytest.raises(NcclError) as caught:
+        comm.all_reduce(np.ones(10))
+    comm.abort()
+    together(nranks - 1, "over")
+    if rank == 2:
+        os.kill(pid, signal.SIGKILL)
+    return type(caught.value).__name__, getattr(caught.value, "ranks", [])
+
+
+@pytest.mark.parametrize(
+    "after",
+    [0.9, pytest.param(1.2, marks=pytest.mark.slow), 1.6, 2.0, pytest.param(2.2, marks=pytest.mark.slow)],
+)
+def test_one_verdict_at_the_timeout(after: float) -> None:
+    results = run(5, stops_near_the_end, after, backend="cpu", check=False, timeout=40)
+    outcomes = {(kind, tuple(ranks)) for kind, ranks in results[:1] + results[2:]}
+    assert len(outcomes) == 1, results
+    assert outcomes <= {("RankFailedError", (1,)), ("NcclTimeoutError", ())}
+    if after < 1.5:
+        assert outcomes == {("RankFailedError", (1,))}
+
+
 def late(rank: int, nranks: int, how: str, folder: str) -> Outcome:
     together(nranks)
     comm = pynccl.init(timeout=2)

@@ -4,6 +4,7 @@
 // Everything here and in watchdog.c and checks.c is under one lock.
 
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -24,15 +25,30 @@
 #define SILENCE_NS (1000 * MS)
 // From here on a peer that does not read gets no more frames.
 #define MOST_OUTPUT (1 << 20)
+// A process whose connection ended has ended too within so long, or it lives.
+#define ENDING_NS (2000 * MS)
 
-enum { FRAME_BEAT = 1, FRAME_GOODBYE, FRAME_FAILED, FRAME_TEXT, FRAME_TROUBLE, FRAME_MESSAGE, FRAME_CALL };
+enum {
+  FRAME_BEAT = 1,
+  FRAME_GOODBYE,
+  FRAME_FAILED,  // the sender's verdict names a rank
+  FRAME_TEXT,
+  FRAME_TROUBLE,
+  FRAME_MESSAGE,
+  FRAME_CALL,
+  FRAME_LOST  // the connection between two ranks has ended
+};
 
 typedef struct pynccl_peer {
   int socket;
   int goodbye;
-  int gone;     // the connection has ended
-  int suspect;  // another rank says that it failed
-  int64_t heard;
+  int gone;       // the connection has ended
+  int named;      // as failed, by another rank's verdict
+  int64_t heard;  // by the clock of dog.awake
+  int pid;        // 0: it is not known whether the process has ended
+  uint64_t start;
+  int ended;
+  int64_t gone_at;
   uint64_t calls;
   int last_kind;  // of the newest call, -1 before the first
   size_t input_bytes;
@@ -64,6 +80,8 @@ struct pynccl_watch {
   uintptr_t context;  // of the events
   int touching, curing, ended;
   int64_t dying;       // when the first death was noticed
+  int64_t late;        // since when, by dog.awake, something has taken too long
+  uint64_t* lost;      // a row of bits for every rank: whom it cannot reach; NULL while nobody lacks anybody
   int64_t library_at;  // when the library's error was
   int library_error;
   pynccl_verdict verdict;
@@ -82,7 +100,9 @@ static struct {
   int running, epoll, wake;
   uint32_t last_id;
   int64_t beat_at;
-  int64_t listened;  // when the thread last did
+  // For how long the thread has listened: who was stopped, or starved, cannot say of others that they were
+  // silent.
+  int64_t awake;
   int prepared;
 } dog = {.lock = PTHREAD_MUTEX_INITIALIZER, .epoll = -1, .wake = -1};
 
@@ -127,6 +147,30 @@ static void pynccl_watch_epoll(pynccl_watch* w, int rank, int how) {
   epoll_ctl(dog.epoll, how, p->socket, &e);
 }
 
+// As far as the watchdog has listened.
+static int pynccl_silent(const pynccl_peer* p, int64_t limit) {
+  return !p->gone && !p->goodbye && p->socket >= 0 && dog.awake - p->heard > limit;
+}
+
+static size_t pynccl_row_words(const pynccl_watch* w) { return ((size_t)w->size + 63) / 64; }
+
+static int pynccl_has_lost(const pynccl_watch* w, int rank, int other) {
+  if (!w->lost) return 0;
+  return (int)(w->lost[(size_t)rank * pynccl_row_words(w) + (size_t)other / 64] >> (other % 64) & 1);
+}
+
+static void pynccl_tell_all(pynccl_watch* w, const pynccl_frame* frame);
+
+// A rank lacks another one: which of them has failed is judged when all have had the time to say so. Answers
+// whether that is news.
+static int pynccl_note_lost(pynccl_watch* w, int rank, int other) {
+  if (!w->dying) w->dying = pynccl_now();
+  if (!w->lost) w->lost = calloc((size_t)w->size * pynccl_row_words(w), sizeof *w->lost);
+  if (!w->lost || pynccl_has_lost(w, rank, other)) return 0;
+  w->lost[(size_t)rank * pynccl_row_words(w) + (size_t)other / 64] |= 1ULL << (other % 64);
+  return 1;
+}
+
 static void pynccl_hang_up(pynccl_watch* w, int rank) {
   pynccl_peer* p = &w->peers[rank];
   if (p->socket < 0) return;
@@ -137,9 +181,13 @@ static void pynccl_hang_up(pynccl_watch* w, int rank) {
   close(p->socket);
   p->socket = -1;
   p->gone = 1;
+  p->gone_at = pynccl_now();
   p->output_bytes = 0;
-  if (w->listed && !p->goodbye && !w->dying) w->dying = pynccl_now();
   pthread_cond_broadcast(&dog.changed);
+  if (!w->listed || p->goodbye) return;
+  pynccl_note_lost(w, w->rank, rank);
+  const pynccl_frame lost = {.kind = FRAME_LOST, .code = (uint32_t)w->rank, .number = (uint64_t)rank};
+  pynccl_tell_all(w, &lost);
 }
 
 static void pynccl_push(pynccl_watch* w, int rank) {
@@ -215,8 +263,14 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
       if (p->goodbye == PYNCCL_ABORTS_FIRST && !w->dying) w->dying = pynccl_now();
       break;
     case FRAME_FAILED:
-      if (f->number < (uint64_t)w->size) w->peers[f->number].suspect = 1;
-      if (!w->dying) w->dying = pynccl_now();
+      if (f->number >= (uint64_t)w->size) break;
+      w->peers[f->number].named = 1;
+      pynccl_note_lost(w, from, (int)f->number);
+      break;
+    case FRAME_LOST:
+      if (f->code >= (uint32_t)w->size || f->number >= (uint64_t)w->size) break;
+      // The other end cannot hear it from the one that says so.
+      if (pynccl_note_lost(w, (int)f->code, (int)f->number)) pynccl_send_frame(w, (int)f->number, f);
       break;
     case FRAME_TEXT:
       if (!p->report && !(p->report = calloc(1, PYNCCL_MOST_TEXT))) break;
@@ -253,7 +307,7 @@ static void pynccl_read(pynccl_watch* w, int rank) {
       pynccl_hang_up(w, rank);
       return;
     }
-    p->heard = pynccl_now();
+    p->heard = dog.awake;
     p->input_bytes += (size_t)n;
     if (p->input_bytes < sizeof p->input) continue;
     p->input_bytes = 0;
@@ -261,20 +315,64 @@ static void pynccl_read(pynccl_watch* w, int rank) {
   }
 }
 
-// --- for recovery
-// -------------------------------------------------------------------------------------------
+// --- processes ---------------------------------------------------------------------------------------------
+
+uint64_t pynccl_process_start(int pid) {
+  char path[32], text[1024];
+  snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  const int fd = open(path, O_RDONLY | O_CLOEXEC);
+  const ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+  if (fd >= 0) close(fd);
+  if (n <= 0) return 0;
+  text[n] = 0;
+  // The name, in parentheses, may hold anything.
+  const char* rest = strrchr(text, ')');
+  char state;
+  long threads;
+  unsigned long long start;
+  const char* format = ") %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld %*s %llu";
+  if (!rest || sscanf(rest, format, &state, &threads, &start) != 3) return 0;
+  // A zombie with more threads is one whose first thread has ended.
+  return strchr("ZXx", state) && threads <= 1 ? 0 : start;
+}
+
+int pynccl_watch_processes(pynccl_comm* comm, const int* pids, const uint64_t* starts) {
+  pynccl_watch* w = comm->watch;
+  if (!w) return EINVAL;
+  pthread_mutex_lock(&dog.lock);
+  for (int r = 0; r < w->size; ++r) {
+    w->peers[r].pid = pids[r];
+    w->peers[r].start = starts[r];
+  }
+  pthread_mutex_unlock(&dog.lock);
+  return 0;
+}
+
+static void pynccl_see_ends(pynccl_watch* w, int64_t now) {
+  for (int r = 0; r < w->size; ++r) {
+    pynccl_peer* p = &w->peers[r];
+    if (!p->gone || p->ended || !p->pid) continue;
+    p->ended = pynccl_process_start(p->pid) != p->start;
+    if (p->ended) pthread_cond_broadcast(&dog.changed);
+    if (now - p->gone_at > ENDING_NS) p->pid = 0;
+  }
+}
+
+// --- for recovery ------------------------------------------------------------------------------------------
 
 int pynccl_watch_connected(pynccl_comm* comm) { return comm->watch && comm->watch->connected; }
 
-int pynccl_watch_dead(pynccl_comm* comm, int* ranks) {
+void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates) {
   pynccl_watch* w = comm->watch;
-  if (!w) return 0;
-  int count = 0;
+  if (!w) return;
   pthread_mutex_lock(&dog.lock);
-  for (int r = 0; r < w->size; ++r)
-    if (w->peers[r].goodbye == PYNCCL_ENDS || (w->peers[r].gone && !w->peers[r].goodbye)) ranks[count++] = r;
+  for (int r = 0; r < w->size; ++r) {
+    const pynccl_peer* p = &w->peers[r];
+    const int silent = r != w->rank && pynccl_silent(p, SILENCE_NS);
+    fates[r] = (unsigned char)(p->goodbye | (p->gone ? PYNCCL_GONE : 0) | (silent ? PYNCCL_SILENT : 0) |
+                               (p->ended ? PYNCCL_ENDED : 0));
+  }
   pthread_mutex_unlock(&dog.lock);
-  return count;
 }
 
 int pynccl_watch_send(pynccl_comm* comm, int rank, uint64_t tag, const char* data, size_t size) {
@@ -313,4 +411,21 @@ int pynccl_watch_receive(pynccl_comm* comm, int rank, uint64_t tag, char* data, 
   pthread_mutex_unlock(&dog.lock);
   if (!r) memcpy(data, f.text, size);
   return r;
+}
+
+int pynccl_watch_take(pynccl_comm* comm, int* rank, uint64_t tag, char* data, size_t size, int64_t wait_ms) {
+  pynccl_watch* w = comm->watch;
+  pynccl_frame f;
+  if (!w || size > sizeof f.text) return EINVAL;
+  pthread_mutex_lock(&dog.lock);
+  const int64_t until = pynccl_now() + wait_ms * MS;
+  int found = 0;
+  for (int waited = 0; !found; ++waited) {
+    for (*rank = 0; *rank < w->size && !found; *rank += !found)
+      found = pynccl_take_frame(&w->peers[*rank], FRAME_MESSAGE, tag, &f);
+    if (found || waited || !pynccl_await(until)) break;
+  }
+  pthread_mutex_unlock(&dog.lock);
+  if (found) memcpy(data, f.text, size);
+  return found ? 0 : EAGAIN;
 }

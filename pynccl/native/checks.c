@@ -191,6 +191,13 @@ static void pynccl_nobody_came(pynccl_watch* w, int64_t waited) {
   pynccl_condemn(w, &v);
 }
 
+// Whether a rank has ended that has not answered: it will not any more.
+static int pynccl_never_comes(const pynccl_watch* w) {
+  for (int i = 0; i < w->said_count; ++i)
+    if (!w->said[i].answered && w->peers[w->said[i].peer].goodbye == PYNCCL_ENDS) return 1;
+  return 0;
+}
+
 static int pynccl_check_wait(pynccl_watch* w) {
   const pynccl_frame** table = calloc((size_t)w->size, sizeof(pynccl_frame*));
   const int64_t start = pynccl_now(), limit = w->timeout ? w->timeout : CHECK_SECONDS * 1000 * MS;
@@ -211,6 +218,10 @@ static int pynccl_check_wait(pynccl_watch* w) {
       pynccl_write_table(w, table, w->verdict.text, sizeof w->verdict.text);
       pynccl_publish(w, PYNCCL_MISMATCHED);
       continue;
+    }
+    if (!about && pynccl_never_comes(w)) {
+      pynccl_condemn_failed(w);
+      if (w->verdict.trouble) continue;
     }
     if (!about && now - start > limit) {
       pynccl_nobody_came(w, limit);

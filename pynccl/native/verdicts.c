@@ -87,46 +87,125 @@ static void pynccl_add_rank(pynccl_verdict* v, int rank) {
   if (v->count < PYNCCL_MOST_RANKS) v->ranks[v->count++] = rank;
 }
 
+// Whether a rank is judged by its goodbye. One that aborts too may be what the trouble is about, and one that
+// goes on may do so without this rank.
+static int pynccl_left(const pynccl_peer* p) {
+  return p->goodbye && p->goodbye != PYNCCL_ABORTS_TOO && p->goodbye != PYNCCL_GOES_ON;
+}
+
+static int pynccl_apart(const pynccl_watch* w, int a, int b) {
+  if (pynccl_left(&w->peers[a]) || pynccl_left(&w->peers[b])) return 0;
+  return pynccl_has_lost(w, a, b) || pynccl_has_lost(w, b, a);
+}
+
+// Mark whom this rank reaches, be it through others.
+static void pynccl_reach(const pynccl_watch* w, char* failed) {
+  int* queue = malloc((size_t)w->size * sizeof *queue);
+  if (!queue) return;
+  memset(failed, 1, (size_t)w->size);
+  int first = 0, last = 0;
+  failed[queue[last++] = w->rank] = 0;
+  for (; first < last; ++first)
+    for (int r = w->peers[queue[first]].goodbye ? w->size : 0; r < w->size; ++r)
+      if (failed[r] && !pynccl_has_lost(w, queue[first], r)) failed[queue[last++] = r] = 0;
+  free(queue);
+}
+
+// Of ranks that cannot reach each other, the one has failed that lacks most of those who are left; then the
+// one that more ranks miss, and then the highest.
+static int pynccl_worst(const pynccl_watch* w, const char* failed) {
+  int worst = -1, most = 0, most_missed = 0;
+  for (int r = 0; r < w->size; ++r) {
+    int lacks = 0, missed = 0;
+    for (int other = 0; other < w->size && !failed[r]; ++other) {
+      if (failed[other] || !pynccl_apart(w, r, other)) continue;
+      ++lacks;
+      missed += pynccl_has_lost(w, other, r);
+    }
+    if (!lacks || lacks < most || (lacks == most && missed < most_missed)) continue;
+    worst = r;
+    most = lacks;
+    most_missed = missed;
+  }
+  return worst;
+}
+
+static void pynccl_say_lost(const pynccl_watch* w, int rank, pynccl_verdict* v) {
+  const char* before = "cannot reach rank ";
+  for (int other = 0; other < w->size; ++other) {
+    if (other == rank || !pynccl_apart(w, rank, other)) continue;
+    pynccl_say(v->text, sizeof v->text, "%s%d", before, other);
+    before = ", ";
+  }
+}
+
+static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v) {
+  const pynccl_peer* p = &w->peers[rank];
+  pynccl_say(v->text, sizeof v->text, "%srank %d ", v->count > 1 ? "; " : "", rank);
+  if (p->goodbye == PYNCCL_ENDS) {
+    pynccl_say(v->text, sizeof v->text, "died: its program ended without a call that others wait in");
+  } else if (pynccl_left(p)) {
+    pynccl_say(v->text, sizeof v->text, "aborted its communicator");
+  } else if (p->gone && !p->goodbye) {
+    pynccl_say(v->text, sizeof v->text, "died, or exited without closing its communicator");
+  } else if (rank != w->rank && pynccl_silent(p, 2 * BEAT_NS)) {
+    pynccl_say(v->text, sizeof v->text, "is not responding: last heard of %.1f s ago",
+               (double)(dog.awake - p->heard) / 1e9);
+  } else if (rank != w->rank) {
+    pynccl_say_lost(w, rank, v);
+  } else {
+    int lost = 0;
+    for (int r = 0; r < w->size; ++r) lost += pynccl_has_lost(w, rank, r);
+    pynccl_say(v->text, sizeof v->text, "(this one) ");
+    if (lost)
+      pynccl_say_lost(w, rank, v);
+    else
+      pynccl_say(v->text, sizeof v->text, "did not respond");
+    pynccl_say(v->text, sizeof v->text, ", and the others go on without it");
+  }
+}
+
+// Whether only this rank says that ranks have failed that are still heard: the others may know more.
+static int pynccl_contested(const pynccl_watch* w, const char* failed) {
+  if (pynccl_now() - w->dying > SILENCE_NS) return 0;
+  for (int r = 0; r < w->size; ++r) {
+    const pynccl_peer* p = &w->peers[r];
+    if (failed[r] && !p->goodbye && !p->gone && !p->named && !pynccl_silent(p, 2 * BEAT_NS)) return 1;
+  }
+  return 0;
+}
+
 static void pynccl_condemn_failed(pynccl_watch* w) {
   pynccl_verdict* v = &w->verdict;
+  char* failed = calloc(1, (size_t)w->size);
+  if (!failed) return;
+  pynccl_reach(w, failed);
+  for (int worst; (worst = pynccl_worst(w, failed)) >= 0;) failed[worst] = 1;
+  if (pynccl_contested(w, failed)) {
+    free(failed);
+    return;
+  }
   v->count = 0;
   v->text[0] = 0;
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    const int aborted = p->goodbye == PYNCCL_ABORTS_FIRST, died = p->gone && !p->goodbye;
-    const int ended = p->goodbye == PYNCCL_ENDS;
-    if (!aborted && !died && !ended && !p->suspect) continue;
+    if (pynccl_left(p)) failed[r] = p->goodbye == PYNCCL_ABORTS_FIRST || p->goodbye == PYNCCL_ENDS;
+    if (!failed[r]) continue;
     pynccl_add_rank(v, r);
-    pynccl_say(v->text, sizeof v->text, "%srank %d ", v->count > 1 ? "; " : "", r);
-    if (died || aborted || ended)
-      pynccl_say(v->text, sizeof v->text, "%s",
-                 aborted ? "aborted its communicator"
-                 : ended ? "died: its program ended without a call that others wait in"
-                         : "died, or exited without closing its communicator");
-    else if (r == w->rank)
-      pynccl_say(v->text, sizeof v->text, "(this one) did not respond, and the others go on without it");
-    else
-      pynccl_say(v->text, sizeof v->text, "is not responding: last heard of %.1f s ago",
-                 (double)(pynccl_now() - p->heard) / 1e9);
+    pynccl_say_failed(w, r, v);
   }
-  if (v->count) {
-    pynccl_say(v->text, sizeof v->text, " (noticed by rank %d of %d)", w->rank, w->size);
-    pynccl_publish(w, PYNCCL_RANKS_FAILED);
-  }
+  free(failed);
   w->dying = 0;
+  if (!v->count) return;
+  pynccl_say(v->text, sizeof v->text, " (noticed by rank %d of %d)", w->rank, w->size);
+  pynccl_publish(w, PYNCCL_RANKS_FAILED);
 }
 
-// As far as the watchdog has listened: a process that was stopped itself knows nothing of the others yet.
-static int pynccl_silent(const pynccl_peer* p, int64_t now, int64_t limit) {
-  const int64_t until = dog.listened < now ? dog.listened : now;
-  return !p->gone && !p->goodbye && p->socket >= 0 && until - p->heard > limit;
-}
-
-// Whether a rank has begun to be silent: that it is stopped is known only after a while.
-static int pynccl_unsure(const pynccl_watch* w) {
-  const int64_t now = pynccl_now();
+// Whether it is not known yet of every rank whether it responds, when something has been late since then.
+static int pynccl_unsure(const pynccl_watch* w, int64_t late) {
   for (int r = 0; r < w->size; ++r)
-    if (pynccl_silent(&w->peers[r], now, 2 * BEAT_NS) && !pynccl_silent(&w->peers[r], now, SILENCE_NS))
+    if (pynccl_silent(&w->peers[r], -1) && w->peers[r].heard <= late &&
+        !pynccl_silent(&w->peers[r], SILENCE_NS))
       return 1;
   return 0;
 }
@@ -143,19 +222,18 @@ static int pynccl_kind_of(const pynccl_watch* w, int rank) {
 
 // Say why something took too long: silent ranks, or what every rank has called.
 static void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v) {
-  const int64_t now = pynccl_now();
   *v = (pynccl_verdict){0};
   pynccl_say(v->text, sizeof v->text, "%s", what);
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
     const int ended = p->goodbye == PYNCCL_ENDS;
-    if (r == w->rank || !(ended || pynccl_silent(p, now, SILENCE_NS))) continue;
+    if (r == w->rank || !(ended || pynccl_silent(p, SILENCE_NS))) continue;
     pynccl_add_rank(v, r);
     if (ended)
       pynccl_say(v->text, sizeof v->text, "; rank %d has ended its program", r);
     else
       pynccl_say(v->text, sizeof v->text, "; rank %d is not responding: last heard of %.1f s ago", r,
-                 (double)(now - p->heard) / 1e9);
+                 (double)(dog.awake - p->heard) / 1e9);
   }
   v->trouble = v->count ? PYNCCL_RANKS_FAILED : PYNCCL_TIMED_OUT;
   int connected = 0;

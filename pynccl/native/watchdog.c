@@ -34,12 +34,14 @@ static void pynccl_condemn_library(pynccl_watch* w) {
 }
 
 static void pynccl_look_after(pynccl_watch* w, int64_t now) {
+  pynccl_see_ends(w, now);
   if (w->verdict.trouble) return;
   if (w->dying && now - w->dying > GRACE_NS) pynccl_condemn_failed(w);
   if (w->verdict.trouble) return;
   if (w->handle && !w->library_error && (w->library_error = pynccl_ask(w))) w->library_at = now;
   if (!w->listed || w->verdict.trouble) return;
   // A dead rank is the better explanation, and may be noticed a little later.
+  if (w->dying) return;
   if (w->library_error && now - w->library_at > SILENCE_NS) {
     // It is quiet about what was revoked since.
     w->library_error = w->handle ? pynccl_ask(w) : 0;
@@ -54,8 +56,12 @@ static void pynccl_look_after(pynccl_watch* w, int64_t now) {
   if (inside_context) cuCtxPopCurrent_v2(&before);
   const int64_t in_call = __atomic_load_n(&w->in_call, __ATOMIC_ACQUIRE);
   const int inside = in_call && now - in_call > w->timeout;
-  if (!inside && !(issued && now - issued > w->timeout)) return;
-  if (pynccl_unsure(w)) return;
+  if (!inside && !(issued && now - issued > w->timeout)) {
+    w->late = 0;
+    return;
+  }
+  if (!w->late) w->late = dog.awake;
+  if (pynccl_unsure(w, w->late)) return;
   char what[160] = "";
   const double seconds = (double)w->timeout / 1e9;
   if (inside)
@@ -114,11 +120,8 @@ static void* pynccl_watch_all(void* nothing) {
     const int n = epoll_wait(dog.epoll, events, 64, TICK_MS);
     pthread_mutex_lock(&dog.lock);
     int64_t now = pynccl_now();
-    // This process itself was stopped, or starved: it cannot say of the others that they were silent.
-    if (now - last > SILENCE_NS / 2)
-      for (pynccl_watch* w = dog.watches; w; w = w->next)
-        for (int r = 0; r < w->size; ++r) w->peers[r].heard = now;
-    last = dog.listened = now;
+    dog.awake += now - last < BEAT_NS ? now - last : BEAT_NS;
+    last = now;
     for (int i = 0; i < n; ++i) {
       if (!events[i].data.u64) {
         uint64_t count;
@@ -236,9 +239,10 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
     w->peers[i].socket = sockets && i != w->rank ? sockets[i] : -1;
     if (w->peers[i].socket < -1) {
       w->peers[i].gone = 1;
-      w->dying = pynccl_now();
+      w->peers[i].gone_at = pynccl_now();
+      pynccl_note_lost(w, w->rank, i);
     }
-    w->peers[i].heard = pynccl_now();
+    w->peers[i].heard = dog.awake;
     if (!r && w->peers[i].socket >= 0) pynccl_watch_epoll(w, i, EPOLL_CTL_ADD);
   }
   if (!r) {
@@ -309,6 +313,7 @@ static void pynccl_watch_free(pynccl_comm* comm) {
   }
   free(w->markers);
   free(w->said);
+  free(w->lost);
   free(w);
 }
 
@@ -340,8 +345,10 @@ int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms
   if (!w) return PYNCCL_FINE;
   if (!wait_ms && !__atomic_load_n(&w->verdict.trouble, __ATOMIC_ACQUIRE)) return PYNCCL_FINE;
   pthread_mutex_lock(&dog.lock);
-  const int64_t until = pynccl_now() + wait_ms * MS;
-  while (w->listed && !w->verdict.trouble && pynccl_await(until)) continue;
+  // As long as the thread has listened, which a busy machine may keep from running.
+  const int64_t until = dog.awake + wait_ms * MS, at_last = pynccl_now() + 4 * wait_ms * MS;
+  while (w->listed && !w->verdict.trouble && pynccl_now() < at_last && (dog.awake < until || w->dying))
+    pynccl_await(pynccl_now() + TICK_MS * MS);
   if (w->verdict.trouble && out) *out = w->verdict;
   const int trouble = w->verdict.trouble;
   pthread_mutex_unlock(&dog.lock);
@@ -352,8 +359,8 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl
   pynccl_watch* w = comm->watch;
   if (!w) return PYNCCL_FINE;
   pthread_mutex_lock(&dog.lock);
-  const int64_t until = pynccl_now() + SILENCE_NS;
-  while ((w->dying || pynccl_unsure(w)) && !w->verdict.trouble && pynccl_now() < until) {
+  const int64_t late = dog.awake, until = pynccl_now() + 10 * SILENCE_NS;
+  while ((w->dying || pynccl_unsure(w, late)) && !w->verdict.trouble && pynccl_now() < until) {
     const int64_t soon = pynccl_now() + TICK_MS * MS;
     pynccl_await(soon < until ? soon : until);
   }

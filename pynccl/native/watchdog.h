@@ -15,9 +15,17 @@ enum pynccl_trouble {
 // What the watchdog does to the library's communicator in trouble.
 enum pynccl_cure { PYNCCL_CURE_MARK, PYNCCL_CURE_REVOKE, PYNCCL_CURE_ABORT };
 
-// How a rank says goodbye. One that aborts because it knows of trouble is not a cause of it; one whose
-// program ends without closing the communicator has failed as soon as somebody waits for it in vain.
-enum pynccl_goodbye { PYNCCL_STAYS, PYNCCL_CLOSES, PYNCCL_ENDS, PYNCCL_ABORTS_TOO, PYNCCL_ABORTS_FIRST };
+// How a rank says goodbye. One that aborts because it knows of trouble is not a cause of it; one that goes on
+// has another communicator in its place; one whose program ends without closing the communicator has failed
+// as soon as somebody waits for it in vain.
+enum pynccl_goodbye {
+  PYNCCL_STAYS,
+  PYNCCL_CLOSES,
+  PYNCCL_ENDS,
+  PYNCCL_ABORTS_TOO,
+  PYNCCL_ABORTS_FIRST,
+  PYNCCL_GOES_ON
+};
 
 typedef struct pynccl_verdict {
   int trouble;
@@ -60,13 +68,22 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl
 void pynccl_watch_blame_library(pynccl_comm* comm);
 // Calls were issued on a stream that nobody waits for at once; harmless where nothing is watched.
 void pynccl_watch_issued(pynccl_comm* comm, uintptr_t stream);
-// Whether there is a channel; and the ranks whose connection ended without a goodbye.
+// Whether there is a channel.
 int pynccl_watch_connected(pynccl_comm* comm);
-int pynccl_watch_dead(pynccl_comm* comm, int* ranks);
+// What is known of every rank: its goodbye, and the bits of pynccl_fate.
+enum pynccl_fate { PYNCCL_GONE = 8, PYNCCL_SILENT = 16, PYNCCL_ENDED = 32 };
+void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates);
+// The processes of the ranks and when these started, by /proc; 0 where they cannot be seen. One that ends
+// soon after its connection is PYNCCL_ENDED; one that ends later may have gone on without this rank before.
+int pynccl_watch_processes(pynccl_comm* comm, const int* pids, const uint64_t* starts);
+// When that process started, in the kernel's ticks; 0 where it has ended.
+uint64_t pynccl_process_start(int pid);
 // Short messages between ranks, for recovery: at most PYNCCL_FRAME_TEXT bytes. Receiving answers 0,
-// ETIMEDOUT, or ECONNRESET where that rank is gone.
+// ETIMEDOUT, or ECONNRESET where that rank is gone. Taking is receiving from any rank; it also ends, with
+// EAGAIN, when something has changed.
 int pynccl_watch_send(pynccl_comm* comm, int rank, uint64_t tag, const char* data, size_t size);
 int pynccl_watch_receive(pynccl_comm* comm, int rank, uint64_t tag, char* data, size_t size, int64_t wait_ms);
+int pynccl_watch_take(pynccl_comm* comm, int* rank, uint64_t tag, char* data, size_t size, int64_t wait_ms);
 // Check mode, for a communicator with a channel: every call waits until the ranks have compared it. The
 // locator writes where the calling program is; with NULL it lets Python handle signals, and answers 1 to stop
 // waiting.

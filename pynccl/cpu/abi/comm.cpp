@@ -225,11 +225,13 @@ ncclResult_t run_grow(Child child, int nranks, const Id* id, const Meeting& meet
   }
   Id chosen;
   if (r = choose_id(blobs, &chosen); r != ncclSuccess) return r;
+  {
+    // Used up, also where the new ranks do not come.
+    std::lock_guard<std::mutex> lock(parent.session.mutex);
+    parent.grow_id.reset();
+  }
   child.comm->session.set_shape(parent.rank, nranks);
-  if (r = init(child.comm, {chosen}, 0); r != ncclSuccess) return r;
-  std::lock_guard<std::mutex> lock(parent.session.mutex);
-  parent.grow_id.reset();
-  return ncclSuccess;
+  return init(child.comm, {chosen}, 0);
 }
 
 // What a call that derives a communicator needs of its parent.

@@ -1,0 +1,196 @@
+"""Ranks that fail while a communicator is split or grown: who is named, how soon, and what stays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from meeting import together
+from pynccl import Communicator, NcclError, UniqueId, capi
+from pynccl.testing import RankError, run
+
+# What the machine may take beyond a time-out.
+SOON = 3.0
+Outcome = tuple[str, list[int], str, float]
+
+
+def outcome(what: Any) -> Outcome:
+    """Return what came of a call, and how long it took."""
+    start = time.monotonic()
+    try:
+        what()
+    except NcclError as error:
+        return type(error).__name__, getattr(error, "ranks", []), str(error), time.monotonic() - start
+    return "returned", [], "", time.monotonic() - start
+
+
+def total(comm: Communicator) -> int:
+    x = np.full(100, comm.rank + 1)
+    comm.all_reduce(x)
+    return int(x[0])
+
+
+# --- split --------------------------------------------------------------------------------------------------
+
+
+def fails_in_split(rank: int, nranks: int, victim: int, number: int, blocking: bool) -> Outcome:
+    """The victim fails after the library's split, where the child's control channel is opened."""
+    comm = pynccl.init(timeout=4, config=None if blocking else {"blocking": 0})
+    pid = int(comm.all_gather(np.array([os.getpid()]))[victim][0])
+    together(nranks)
+    if rank == victim:
+        setattr(capi, "ncclAllGather", lambda *_: os.kill(os.getpid(), number))  # noqa: B010
+    came = outcome(lambda: comm.split(rank % 2))
+    together(nranks - 1, "over")
+    comm.abort()
+    if rank == (victim + 1) % nranks:
+        os.kill(pid, signal.SIGKILL)
+    return came
+
+
+@pytest.mark.parametrize("blocking", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_fails_inside_split(number: int, blocking: bool) -> None:
+    """Those that share its child name it as the parent does, and nobody waits for twice the time-out."""
+    victim = 3
+    results = run(6, fails_in_split, victim, int(number), blocking, backend="cpu", check=False, timeout=40)
+    for rank, result in enumerate(results):
+        if rank == victim:
+            assert isinstance(result, RankError)
+            continue
+        assert not isinstance(result, RankError), result
+        kind, ranks, text, took = result
+        assert took < (0 if number == signal.SIGKILL else 4) + SOON, results
+        if rank % 2 == victim % 2 or kind != "returned":
+            assert (kind, ranks) == ("RankFailedError", [victim]), results
+            assert f"rank {victim} " in text
+
+
+# --- grow ---------------------------------------------------------------------------------------------------
+
+
+def census() -> tuple[Counter[str], Counter[str], int]:
+    """Return what this process has open, its threads, and how many areas of memory the library shares."""
+    gc.collect()
+    opened: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            opened[os.readlink(f"/proc/self/fd/{name}").split(":[")[0]] += 1
+        except OSError:
+            continue
+    threads = Counter(
+        Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")
+    )
+    shared = sum("nccl" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return opened, threads, shared
+
+
+def same_again(before: tuple[Counter[str], Counter[str], int]) -> bool:
+    deadline = time.monotonic() + 6
+    while census() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return census() == before
+
+
+def shared_id(comm: Communicator, folder: str, name: str) -> UniqueId | None:
+    """Return a fresh id on rank 0, and hand it out."""
+    if comm.rank:
+        return None
+    uid = comm.get_unique_id()
+    Path(folder, "draft").write_bytes(bytes(uid))
+    Path(folder, "draft").rename(Path(folder, name))
+    return uid
+
+
+def read_id(folder: str, name: str) -> UniqueId:
+    while not Path(folder, name).exists():
+        time.sleep(0.01)
+    return UniqueId(Path(folder, name).read_bytes())
+
+
+def grows(rank: int, nranks: int, how: str, fresh: int, folder: str) -> Any:
+    """All but the last rank grow; the last one comes only to the second time, when it is meant to."""
+    old = nranks - 1
+    if rank == old:
+        joins(how, nranks, fresh, folder)
+        return None
+    comm = pynccl.init(rank=rank, world_size=old, timeout=3)
+    assert total(comm) == old * (old + 1) // 2
+    before = census()
+    uid = shared_id(comm, folder, "first")
+    first = outcome(lambda: comm.grow(old + fresh, uid))
+    whole = comm.async_error() is None and total(comm) == old * (old + 1) // 2
+    clean = same_again(before)
+    uid = shared_id(comm, folder, "second")
+    large = comm.grow(nranks, uid)
+    sums = total(large), total(comm)
+    large.destroy()
+    comm.destroy()
+    return first, whole, clean, sums
+
+
+def joins(how: str, nranks: int, fresh: int, folder: str) -> None:
+    if how != "never comes":
+        uid, place = read_id(folder, "first"), (nranks - 1 + fresh, nranks - 1)
+        pid = os.fork()
+        if not pid:
+            if how == "dies while it joins":
+                threading.Timer(0.3, os._exit, [1]).start()
+            else:
+                setattr(capi, "ncclAllGather", lambda *_: os._exit(1))  # noqa: B010
+            Communicator.join(place[0], uid, place[1], timeout=10)
+            os._exit(0)
+        os.waitpid(pid, 0)
+    uid = read_id(folder, "second")
+    with Communicator.join(nranks, uid, nranks - 1, timeout=10) as comm:
+        total(comm)
+
+
+@pytest.mark.parametrize(
+    ("how", "fresh"),
+    [
+        ("never comes", 1),
+        pytest.param("never comes", 2, marks=pytest.mark.slow),
+        pytest.param("dies while it joins", 2, marks=pytest.mark.slow),
+        ("dies in the channel", 1),
+    ],
+)
+def test_a_new_rank_does_not_come(how: str, fresh: int, tmp_path: Path) -> None:
+    """The communicator stays as it was, on all ranks, and grows when the new rank does come."""
+    *results, _ = run(4, grows, how, fresh, str(tmp_path), backend="cpu", timeout=50)
+    for first, whole, clean, sums in results:
+        kind, ranks, _, took = first
+        assert kind in ("NcclTimeoutError", "NcclRemoteError", "RankFailedError"), results
+        assert took < 3 + SOON, results
+        assert (whole, clean, sums) == (True, True, (10, 6)), results
+        assert set(ranks) <= {3}, results
+    told = "\n".join(first[2] for first, *_ in results)
+    assert "rank 3" in told or "new ranks [3, 4]" in told
+
+
+def misses_grow(rank: int, nranks: int) -> Outcome | None:
+    """One of the old ranks does not call grow."""
+    with pynccl.init(timeout=3) as comm:
+        uid = comm.get_unique_id() if rank == 0 else None
+        came = outcome(lambda: comm.grow(nranks + 1, uid)) if rank != 1 else None
+        together(nranks, "over")
+        assert total(comm) == 6
+        return came
+
+
+def test_an_old_rank_does_not_grow() -> None:
+    first, _, third = run(3, misses_grow, backend="cpu", timeout=30)
+    for kind, ranks, text, took in (first, third):
+        assert (kind, ranks) == ("RankFailedError", [1])
+        assert text == "growing the communicator: rank 1 did not take part within 3 s"
+        assert took < 3 + SOON
