@@ -8,6 +8,8 @@ CPU := $(wildcard pynccl/cpu/*/*.cpp)
 SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*/*.hpp pynccl/cpu/*/*.inc) pynccl/_build_ffi.py
 CXX_FILES := $(wildcard pynccl/cpu/*/*.?pp pynccl/torch/csrc/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) $(filter-out %_api.h,$(HEADERS))
 PYTHON_FILES := pynccl tests tools examples benchmarks
+# Warnings are errors here, and not for who builds the package by pip.
+export PYNCCL_WERROR := 1
 
 .PHONY: demo build test test-slow test-full test-gpu bench lint format generate wheel sanitize cpu-lib clean
 

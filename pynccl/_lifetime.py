@@ -165,7 +165,7 @@ def bounded(
         running.abandon()
         raise
     if not in_time and running.give_up():
-        text = f"{what} took longer than {timeout:g} s"
+        text = f"{what} took longer than {timeout:.5g} s"
         dump_because("timeout", text)
         raise NcclTimeoutError(text, function=what)
     return running.result()

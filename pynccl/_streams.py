@@ -210,6 +210,6 @@ def _wait_for(wait: Callable[[float | None], bool], timeout: float | None, what:
     timeout = check_timeout(timeout, zero=True)
     deadline = None if timeout is None else time.monotonic() + timeout
     if not wait(deadline):
-        text = f"{what} took longer than {timeout:g} s"
+        text = f"{what} took longer than {timeout:.5g} s"
         dump_because("timeout", text)
         raise NcclTimeoutError(text, function=what)

@@ -339,3 +339,14 @@ def test_a_program_without_destroy_process_group_ends_well(tmp_path: Path) -> No
     for _ in range(3):
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_compiler_with_options(tmp_path: Path) -> None:
+    """The backend compiles without a warning, too."""
+    env = clean_environment() | {"PYNCCL_CACHE": str(tmp_path), "CXX": "g++ -m64 -Werror"}
+    root = str(Path(__file__).resolve().parent.parent)
+    command = [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import pynccl.torch", root]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
