@@ -239,7 +239,7 @@ WARNINGS = ["-Wall", "-Wextra", *(["-Werror"] if os.environ.get("PYNCCL_WERROR")
 CPU_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", *WARNINGS]
 CPU_LINK = [
     *("-shared", "-pthread", "-static-libstdc++", "-static-libgcc"),
-    *("-Wl,-soname,libpynccl_cpu.so.2", "-Wl,--no-undefined", "-Wl,-Bsymbolic"),
+    *("-Wl,-soname,libpynccl_cpu.so", "-Wl,--no-undefined", "-Wl,-Bsymbolic"),
 ]
 FORWARD_FLAGS = ["-O2", "-fPIC", "-shared", *WARNINGS, f"-Wl,-soname,{FORWARD_LIBRARY}", "-Wl,--no-undefined"]
 
@@ -341,6 +341,8 @@ def forward_source() -> str:
             absent = '"pynccl: the CPU library cannot be loaded"' if "*" in f.result else "ncclSystemError"
             body = f"return f ? {call} : {absent};"
         parts += [f"{f.prototype} {{", f"  {f.result} (*f)({types}) = function({index});", f"  {body}", "}"]
+        if f in headers[0].functions:
+            parts.append(f'extern __typeof__({f.name}) p{f.name} __attribute__((alias("{f.name}")));')
     return "\n".join(parts) + "\n"
 
 
@@ -357,6 +359,9 @@ _NCCL_INCLUDES = """\
 #include <cuda_runtime.h>
 #endif
 #endif
+"""
+_PROFILING = """
+// The same functions for profilers, which define the names above themselves.
 """
 _DEVICE_PART = "// From here on: what nccl_device.h declares for the host.\n"
 _DEVICE_INCLUDES = "#include <nccl.h>\n#ifndef __cplusplus\n#include <stdbool.h>\n#endif\n"
@@ -413,6 +418,9 @@ def c_headers() -> dict[str, str]:
         # Without the comment at the top, which is for who edits the file.
         texts[name] = (NATIVE / f"{name}.h").read_text(encoding="utf-8").split("\n\n", 1)[1]
     host, device = texts["nccl_api"].split(_DEVICE_PART)
+    host += _PROFILING + "".join(
+        f.prototype.replace(f.name, f"p{f.name}", 1) + ";\n" for f in header.functions if f"{f.name}(" in host
+    )
     for struct in INITIALIZERS:
         if f"}} {struct};" in host:
             host = f"{host.strip()}\n\n{_initializer(struct, header)}"

@@ -121,6 +121,28 @@ def test_with_cmake(folder: Path, tmp_path: Path) -> None:
     right(run([f"{build}/all_reduce"]))
 
 
+PROFILER = """
+#include <nccl.h>
+#include <stdio.h>
+ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t stream) {
+  fprintf(stderr, "counted %zu\\n", count);
+  return pncclAllReduce(send, recv, count, type, op, comm, stream);
+}
+"""
+
+
+def test_a_profiler_calls_by_the_other_names(folder: Path, tmp_path: Path) -> None:
+    linked = [*WARNINGS, *flags(folder, "--cflags", "--libs")]
+    counted = compiled(program(), tmp_path / "all_reduce", CC, *linked)
+    profiler = compiled(PROFILER, tmp_path / "profiler.so", CC, "-shared", "-fPIC", *linked)
+    env = environment() | {"LD_PRELOAD": str(profiler)}
+    done = subprocess.run([str(counted)], env=env, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    right(done.stdout)
+    assert done.stderr.splitlines() == ["counted 1000000"] * 4
+
+
 # --- the folder ---------------------------------------------------------------------------------------------
 
 
