@@ -20,7 +20,7 @@ ncclResult_t submit_quietly(Job job) {
 ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vector<Id>& ids, uint64_t ids_hash,
                          const ncclConfig_t* config, const char* function, int device, bool waits = false) {
   if (const char* wrong = fault_error()) return fail(ncclInvalidArgument, "%s: %s", function, wrong);
-  *out = nullptr;
+  show_handle(out, nullptr);
   if (nranks < 1) return fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks);
   for (const Id& id : ids)
     if (!id.plausible())
@@ -487,7 +487,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newc
     std::shared_ptr<Comm> parent;
     if (ncclResult_t r = comm_of(comm, "ncclCommSplit", &parent); r != ncclSuccess) return r;
     REQUIRE_POINTER("ncclCommSplit", newcomm);
-    *newcomm = nullptr;
+    show_handle(newcomm, nullptr);
     return submit_split(parent, color, key, newcomm, config);
   });
 }
@@ -500,7 +500,7 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeR
     ncclResult_t r = (abort ? any_comm_of : comm_of)(comm, "ncclCommShrink", &parent);
     if (r != ncclSuccess) return r;
     REQUIRE_POINTER("ncclCommShrink", newcomm);
-    *newcomm = nullptr;
+    show_handle(newcomm, nullptr);
     if (shrinkFlags & ~NCCL_SHRINK_ABORT)
       return fail(ncclInvalidArgument, "ncclCommShrink: shrinkFlags is 0x%x", unsigned(shrinkFlags));
     std::set<int> excluded;
@@ -540,7 +540,7 @@ ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqu
     }
     std::shared_ptr<Comm> parent;
     if (ncclResult_t r = comm_of(comm, function, &parent); r != ncclSuccess) return r;
-    *newcomm = nullptr;
+    show_handle(newcomm, nullptr);
     if (rank != -1)
       return fail(ncclInvalidArgument, "ncclCommGrow: rank is %d, expected -1 from a rank that exists", rank);
     return submit_grow(parent, nRanks, uniqueId, newcomm, config);

@@ -7,7 +7,7 @@ namespace pncpu {
 Creation::Creation(std::shared_ptr<Comm> comm, ncclComm_t* out, Shows shows, bool blocking)
     : comm_(std::move(comm)), out_(out), shows_(shows), blocking_(blocking) {
   comm_->handle = static_cast<ncclComm_t>(handles<Comm>().add(comm_));
-  if (shows_ == Shows::AtOnce) show(comm_->handle);
+  if (shows_ == Shows::AtOnce) show_handle(out_, comm_->handle);
 }
 
 // From here on the caller of a blocking one waits for its end, and is left no handle of one that failed.
@@ -22,7 +22,7 @@ void Creation::end(ncclResult_t result, std::string_view why) noexcept {
   if (std::exchange(ended_, true)) return;
   if (parent_) parent_->end_child(*comm_);
   if (result == ncclSuccess) {
-    if (shows_ == Shows::WhenComplete) show(comm_->handle);
+    if (shows_ == Shows::WhenComplete) show_handle(out_, comm_->handle);
     return;
   }
   comm_->give_up(result, why);
@@ -31,7 +31,7 @@ void Creation::end(ncclResult_t result, std::string_view why) noexcept {
   comm_->standing.set_pending(result);
   bool callers = shows_ == Shows::AtOnce && given_out_;
   if (!callers) handles<Comm>().take(comm_->handle);
-  if (!callers && shows_ == Shows::AtOnce) show(nullptr);
+  if (!callers && shows_ == Shows::AtOnce) show_handle(out_, nullptr);
 }
 
 }  // namespace pncpu

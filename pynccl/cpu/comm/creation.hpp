@@ -5,6 +5,11 @@
 
 namespace pncpu {
 
+// Another thread may look at it, to abort what the caller waits in.
+inline void show_handle(ncclComm_t* out, ncclComm_t handle) {
+  __atomic_store_n(out, handle, __ATOMIC_RELEASE);
+}
+
 // Whatever is thrown, a creation that is dropped has failed: whoever ends the communicator never waits for
 // what nobody will do.
 class Creation {
@@ -26,8 +31,6 @@ class Creation {
   void end(ncclResult_t result, std::string_view why) noexcept;
 
  private:
-  // Another thread may look, to abort what this one waits in.
-  void show(ncclComm_t handle) { __atomic_store_n(out_, handle, __ATOMIC_RELEASE); }
   const std::shared_ptr<Comm> comm_;
   std::shared_ptr<Comm> parent_;
   ncclComm_t* const out_;
