@@ -119,6 +119,8 @@ def op_code(comm: Any, op: Any, dtype: int) -> int:
         adds = code in _ADDING
     elif isinstance(op, bool) or not isinstance(op, int):
         raise TypeError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")
+    elif not 0 <= op < 1 << 31:
+        raise ValueError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")
     else:
         code, adds = int(op), int(op) in _ADDING
     travel = _dtypes.traveller(dtype)

@@ -95,7 +95,7 @@ class Relatives(Collectives):
         """
         if quorum not in ("majority", None):
             raise ValueError(f"quorum is {quorum!r}; expected 'majority' or None")
-        if isinstance(exclude, int | np.integer | str | bytes):
+        if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
             raise TypeError(f"exclude is {exclude!r}; expected a list of ranks")
         ranks = list(exclude)
         for rank in ranks:

@@ -332,7 +332,7 @@ else:
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [
-        ("returns", "RankFailedError", "rank 1 died: its program ended without a call that others wait in"),
+        ("returns", "RankFailedError", "rank 1 died: its program ended without closing its communicator"),
         ("raises", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
         ("_exit", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
     ],

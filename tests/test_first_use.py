@@ -72,8 +72,11 @@ def wrong_types(rank: int, nranks: int) -> None:
         on: Any
         for on in ("on", "0", 1, None):
             refused(lambda o=on: pynccl.check_mode(o), TypeError, f"on is {on!r}; expected True or False")
+        for number in (-1, 10**30):
+            wrong = f"op is {number!r}; expected one of "
+            refused(lambda o=number: comm.all_reduce(x, op=o), ValueError, wrong)
         exclude: Any
-        for exclude in (1, "1", np.int64(1)):
+        for exclude in (1, "1", np.int64(1), None):
             text = f"exclude is {exclude!r}; expected a list of ranks"
             refused(lambda e=exclude: comm.shrink(exclude=e), TypeError, text)
         op = comm.prepare.all_reduce(x)

@@ -13,8 +13,7 @@ from conftest import ROOT, Run
 PACKAGE = Path(pynccl.__file__).parent
 # An editable installation, as the one that these tests may run in, finds its compiled parts for any copy.
 ALONE = (
-    "import sys; "
-    "sys.meta_path = [f for f in sys.meta_path if '__editable__' not in f'{f} {f.__module__}']; "
+    "import sys; sys.meta_path = [f for f in sys.meta_path if '__editable__' not in f'{f} {f.__module__}']; "
 )
 
 

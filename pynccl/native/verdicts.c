@@ -143,7 +143,7 @@ static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v
   const pynccl_peer* p = &w->peers[rank];
   pynccl_say(v->text, sizeof v->text, "%srank %d ", v->count > 1 ? "; " : "", rank);
   if (p->goodbye == PYNCCL_ENDS) {
-    pynccl_say(v->text, sizeof v->text, "died: its program ended without a call that others wait in");
+    pynccl_say(v->text, sizeof v->text, "died: its program ended without closing its communicator");
   } else if (pynccl_left(p)) {
     pynccl_say(v->text, sizeof v->text, "aborted its communicator");
   } else if (p->gone && !p->goodbye) {
