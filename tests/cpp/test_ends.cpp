@@ -29,6 +29,19 @@ void finalized_in_one_thread_with_calls_that_differ() {
   for (ncclComm_t comm : comms) OK(ncclCommAbort(comm));
 }
 
+void finalized_and_destroyed_in_one_group() {
+  for (int round = 0; round < 20; ++round) {
+    std::vector<ncclComm_t> comms = together(3);
+    OK(ncclGroupStart());
+    for (ncclComm_t comm : comms) {
+      OK(ncclCommFinalize(comm));
+      OK(ncclCommDestroy(comm));
+    }
+    RESULT(ncclGroupEnd(), ncclInvalidUsage);
+    SAYS(last_error(), "was destroyed or aborted before the group ended");
+  }
+}
+
 void a_rank_that_does_not_finalize_is_named() {
   set("PYNCCL_CPU_INIT_TIMEOUT", "1");
   ncclUniqueId id = new_id();
@@ -151,10 +164,13 @@ void an_exit_with_calls_that_nobody_answers() {
 }  // namespace
 
 int main() {
-  const Test tests[] = {
-      TEST(finalized_one_after_another_in_one_thread), TEST(finalized_in_one_thread_with_calls_that_differ),
-      TEST(a_rank_that_does_not_finalize_is_named),    TEST(what_a_rank_sent_before_it_died),
-      TEST(what_a_rank_sent_before_it_exited),         TEST(programs_that_exit),
-      TEST(an_exit_with_calls_that_nobody_answers)};
+  const Test tests[] = {TEST(finalized_one_after_another_in_one_thread),
+                        TEST(finalized_in_one_thread_with_calls_that_differ),
+                        TEST(finalized_and_destroyed_in_one_group),
+                        TEST(a_rank_that_does_not_finalize_is_named),
+                        TEST(what_a_rank_sent_before_it_died),
+                        TEST(what_a_rank_sent_before_it_exited),
+                        TEST(programs_that_exit),
+                        TEST(an_exit_with_calls_that_nobody_answers)};
   return run_all(tests, sizeof tests / sizeof *tests);
 }

@@ -260,6 +260,10 @@ ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
 }
 
 ncclResult_t finalize(Comm& comm) {
+  // In a group the jobs run at the same time.
+  if (comm.standing.ending() != Standing::End::None)
+    return fail(ncclInvalidUsage, "ncclCommFinalize: comm %p was destroyed or aborted before the group ended",
+                static_cast<void*>(comm.handle));
   comm.announce_leaving();
   comm.drain(kForever);
   if (comm.error() == ncclSuccess && comm.await_leaving() == ncclTimeout)
