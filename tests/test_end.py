@@ -249,7 +249,7 @@ def returns(how: str, nranks: int, script: Path, runs: int) -> None:
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_program_that_returns_ends_well(how: str, tmp_path: Path) -> None:
-    returns(how, 4, tmp_path / "returns.py", 3)
+    returns(how, 4, tmp_path / "returns.py", 1)
 
 
 @pytest.mark.full
@@ -289,7 +289,7 @@ def test_processes_of_multiprocessing_end_well(how: str, tmp_path: Path) -> None
     script = tmp_path / "pool.py"
     script.write_text(POOL)
     environment = {**os.environ, "PYNCCL_LIBRARY": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    for _ in range(3):
+    for _ in range(1):
         command = [sys.executable, str(script), how]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
         assert done.returncode == 0, done.stderr
