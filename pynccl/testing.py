@@ -19,9 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pynccl._launch import choose_backend, rank_environment
+from pynccl._launch import choose_backend, open_store, rank_environment
 from pynccl._process import Child, describe_exit, die_with_parent, wait_all
-from pynccl.bootstrap._store import StoreServer
 
 __all__ = ["RankError", "RankTimeout", "run"]
 
@@ -73,11 +72,11 @@ def run(
     place = _locate(fn)
     content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))
     task = (list(sys.path), place, nranks)
-    with tempfile.TemporaryDirectory(prefix="pynccl-testing-") as folder, StoreServer() as server:
+    base = choose_backend(os.environ, backend) | (env or {})
+    with tempfile.TemporaryDirectory(prefix="pynccl-testing-") as folder, open_store(base) as server:
         job = _Job(Path(folder), nranks)
         Path(folder, "task").write_bytes(pickle.dumps(task))
         Path(folder, "args").write_bytes(content)
-        base = choose_backend(os.environ, backend) | (env or {})
         try:
             for rank in range(nranks):
                 job.start(rank, rank_environment(base, rank, nranks, server))

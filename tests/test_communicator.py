@@ -502,7 +502,7 @@ def test_from_handle() -> None:
 def many_ids(rank: int, nranks: int) -> None:
     from pynccl.bootstrap import Store
 
-    with Store(os.environ["PYNCCL_STORE"], os.environ["PYNCCL_SECRET"]) as store:
+    with Store(os.environ["PYNCCL_STORE"]) as store:
         if rank < 2:
             store.set(f"id{rank}", bytes(pynccl.get_unique_id()))
         ids = [store.get("id0"), store.get("id1")]

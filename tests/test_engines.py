@@ -286,7 +286,7 @@ def test_a_port_on_two_machines(hosts: Hosts, host: str) -> None:  # noqa: F811
     processes = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, *example(), "--method", method],
-            env=environment(RANK=str(rank), WORLD_SIZE="2", PYNCCL_SECRET="known to both"),
+            env=environment(RANK=str(rank), WORLD_SIZE="2", PYNCCL_SECRET="known to both of them"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
