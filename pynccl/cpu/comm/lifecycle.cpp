@@ -271,7 +271,7 @@ ncclResult_t finalize(Comm& comm) {
   comm.standing.phase.store(Phase::Finalized);
   comm.standing.set_pending(comm.error());
   if (comm.error() == ncclSuccess) return ncclSuccess;
-  return fail(comm.error(), "rank %d of %d: %s", comm.rank, comm.nranks, comm.error_text().c_str());
+  return comm.say(comm.error(), comm.error_text());
 }
 
 Ending::Ending(std::shared_ptr<Comm> comm, Standing::End how)
