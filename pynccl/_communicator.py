@@ -172,28 +172,27 @@ class Communicator(Relatives):
         if owned:
             _lifetime.own(int(handle))
         _lifetime.living.add(self)
-        self._waits = int(_library.library_info().backend == "cpu")
         try:
+            self._waits = int(_library.backend() == "cpu")
             self._settle("creating the communicator", look)
             self._rank = capi.ncclCommUserRank(handle)
             self._size = capi.ncclCommCount(handle)
             self._device = capi.ncclCommCuDevice(handle)
-        except BaseException:
-            self.abort()
-            raise
-        self._settle_place(self._device, bool(self._waits))
-        self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
-        self._c.waits, self._c.stream = self._waits, self._own_stream
-        communicators[address_of(self._c)] = self
-        _recorder.open_trace(self._c, self._identity, self._rank, self._size, self._origin, also=self._also)
-        if owned and (self._timeout is not None or _checks.enabled()):
-            try:
+            self._settle_place(self._device, bool(self._waits))
+            self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
+            self._c.waits, self._c.stream = self._waits, self._own_stream
+            communicators[address_of(self._c)] = self
+            _recorder.open_trace(
+                self._c, self._identity, self._rank, self._size, self._origin, also=self._also
+            )
+            if owned and (self._timeout is not None or _checks.enabled()):
                 _watchdog.start(self, with_channel, look)
                 if _checks.enabled():
                     _checks.start(self)
-            except BaseException:
-                self.abort()
-                raise
+        except BaseException:
+            # The other ranks may have it, and wait in it.
+            self.abort()
+            raise
         self._until = None
 
     # --- what it is ---

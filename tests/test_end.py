@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 
 import pynccl
 from meeting import hear, tell
-from pynccl import NcclInvalidUsage, testing
+from pynccl import NcclInvalidUsage, NcclRemoteError, testing
 
 
 def collected(rank: int, nranks: int) -> None:
@@ -350,6 +351,39 @@ def test_who_needs_a_call_of_a_rank_that_has_ended_is_told(
     assert f"[0] {error} after True: " in done.stdout, done.stdout + done.stderr
     assert text in done.stdout
     assert "rank 1" in done.stdout
+
+
+def sends_and_dies(rank: int, nranks: int, how: str, hosts: int) -> list[bool]:
+    os.environ["NCCL_HOSTID"] = f"host {rank % hosts}"
+    comm = pynccl.init()
+    comm.barrier()
+    if rank == 0:
+        for i in range(3):
+            comm.send(np.full(4, i), 1)
+        tell("sent")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.abort()
+        return []
+    hear("sent")
+    # Long after the end of the connection.
+    time.sleep(1.5)
+    received = []
+    for i in range(3):
+        x = np.zeros(4, int)
+        comm.recv(x, 0)
+        received.append(bool((x == i).all()))
+    for refused in (lambda: comm.recv(x, 0), lambda: comm.send(x, 0), comm.barrier):
+        with pytest.raises(NcclRemoteError, match="rank 0"):
+            refused()
+    return received
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("how", ["killed", "aborts"])
+def test_what_a_rank_sent_before_it_died_is_received(how: str, hosts: int) -> None:
+    _, received = testing.run(2, sends_and_dies, how, hosts, backend="cpu", check=False)
+    assert received == [True] * 3
 
 
 def test_the_end_without_destroy_is_warned_of(tmp_path: Path) -> None:

@@ -58,12 +58,17 @@ void Comm::stop_children() {
   for (auto& child : children_) child->session.stop_creation();
 }
 
-ncclResult_t Comm::check_accepts(const char* function) {
+ncclResult_t Comm::check_sound(const char* function, bool only_takes) {
+  bool sound = only_takes ? !fate_.failed() : error() == ncclSuccess;
+  return sound ? ncclSuccess : fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
+}
+
+ncclResult_t Comm::check_accepts(const char* function, bool only_takes) {
   if (standing.ending() != Standing::End::None)
     return fail(ncclInvalidUsage, "%s: comm %p was destroyed or aborted before the call was issued", function,
                 static_cast<void*>(handle));
   if (standing.revoked.load()) return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
-  if (error() != ncclSuccess) return fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
+  if (ncclResult_t r = check_sound(function, only_takes); r != ncclSuccess) return r;
   Phase phase = standing.phase.load(std::memory_order_relaxed);
   if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
   if (phase != Phase::Ready) return fail(ncclInvalidUsage, "%s: comm has been finalized", function);

@@ -35,8 +35,10 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   Standing standing;
   Registry registry;
-  // Why a call is refused, or ncclSuccess. Certain under the issue lock.
-  ncclResult_t check_accepts(const char* function);
+  // Why a call is refused, or ncclSuccess. Certain under the issue lock. One that only takes what a peer has
+  // sent is accepted after the peer's death, too: the message may have arrived.
+  ncclResult_t check_accepts(const char* function, bool only_takes);
+  ncclResult_t check_sound(const char* function, bool only_takes);
 
   // Calls. Issuing counts and numbers them; progress() is the current batch's, by whoever runs its stream.
   Turns turns;
