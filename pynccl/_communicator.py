@@ -292,15 +292,14 @@ class Communicator(Relatives):
         check_timeout(timeout)
         self._outside_groups("barrier")
         wait = self._waits if timeout is None else 0
-        name = "ncclAllReduce"
         pointer, stream = (
             (self._token.ctypes.data, self._own_stream) if self._waits else self._device_scratch()
         )
         template, _ = self._template(lib.PYNCCL_BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
-        self._issue(template, pointer, pointer, 1, stream, wait, lib.PYNCCL_ALL_REDUCE, (self, None))
+        self._issue(template, pointer, pointer, 1, stream, wait, lib.PYNCCL_BARRIER, (self, None))
         if not wait:
             with self._alone():
-                self._wait(stream, name, timeout)
+                self._wait(stream, "barrier", timeout)
 
     def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
         """Wait for a stream, or for every stream that this communicator has used."""
@@ -369,7 +368,8 @@ class Communicator(Relatives):
                 lib.pynccl_comm_failed(self._c, stream, found.result or 1)
             raise found from error.__cause__
         if not done:
-            raise self._late(what, seconds, f" on stream {stream:#x}", timeout is None)
+            where = "" if self._waits and stream == self._own_stream else f" on stream {stream:#x}"
+            raise self._late(what, seconds, where, timeout is None)
         if stream in self._kept:
             self._kept.pop(stream).clear()
         lib.pynccl_comm_forget(self._c, stream)
