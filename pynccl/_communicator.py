@@ -22,13 +22,14 @@ from pynccl._kept import CpuEvents, CudaEvents, Kept
 from pynccl._lifetime import ABORT_SECONDS, bounded, with_outside
 from pynccl._prepared import Prepare
 from pynccl._recorder import TraceRecord, recorded
-from pynccl._recording import communicators
+from pynccl._recording import BUSY, communicators
 from pynccl._relatives import ConfigLike, Relatives, abort_if_made
 from pynccl._structs import CommProperties
 from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._types import DataType, RedOp, UniqueId
 
 T = TypeVar("T")
+_LOOK = 0.01
 _ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds it: drop graphs first)"
 
 
@@ -479,6 +480,11 @@ class Communicator(Relatives):
         if not self._owned or not self._handle:
             return True
         warnings.warn(f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=2)
+        # A daemon thread may be in a call, which goes on until the interpreter ends.
+        while (answer := lib.pynccl_enter(self._c)) == BUSY and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        if not answer:
+            lib.pynccl_leave_mine(self._c)
         try:
             self.synchronize(timeout=max(0.0, deadline - time.monotonic()))
         except (NcclError, ValueError):

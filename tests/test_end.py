@@ -263,6 +263,32 @@ def test_200_programs_that_return_end_well(how: str, nranks: int, runs: int, tmp
     returns(how, nranks, tmp_path / "returns.py", runs)
 
 
+IN_A_THREAD = """
+import sys, threading, time, numpy as np, pynccl
+comm = pynccl.init(timeout=30 if sys.argv[1] == "timeout" else None)
+comm.barrier()
+x = np.ones(100_000)
+if comm.rank == 0:
+    # In the call when the main thread ends.
+    threading.Thread(target=comm.all_reduce, args=(x,), daemon=True).start()
+    time.sleep(0.3)
+    sys.exit(0)
+time.sleep(1)
+comm.all_reduce(x)
+assert (x == comm.size).all()
+print("right", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "timeout"])
+def test_a_call_of_a_daemon_thread_is_completed(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "thread.py"
+    script.write_text(IN_A_THREAD)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", str(script), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.count("right"), done.stderr) == (0, 2, "")
+
+
 def a_rank_of_a_pool(rank: int, nranks: int, id_bytes: bytes) -> None:
     comm = pynccl.Communicator(nranks, pynccl.UniqueId(id_bytes), rank)
     x = np.full(100_000, 1.0)
