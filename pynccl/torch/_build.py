@@ -58,8 +58,8 @@ def _cache() -> Path:
         # Without a home it would be in whatever folder the program was started in.
         value = repr(os.environ[name]) if name in os.environ else "not set"
         raise BuildError(
-            f"pynccl.torch keeps what it compiles in a folder, and {name} is {value}; expected an absolute path, "
-            "or set PYNCCL_CACHE to one"
+            f"pynccl.torch keeps what it compiles in a folder, and {name} is {value}; expected an absolute "
+            "path, or set PYNCCL_CACHE to one"
         )
     return folder
 
