@@ -238,7 +238,7 @@ def test_a_rank_is_killed_while_it_waits(kind: str, who: int, tmp_path: Path) ->
 
 def kills(pid: int) -> None:
     """End the server when both ranks wait for a third."""
-    with Store(os.environ["PYNCCL_STORE"], "known", timeout=30) as store:
+    with Store(os.environ["PYNCCL_STORE"], "known to them all", timeout=30) as store:
         store.wait(["init/0/arrival/0", "init/0/arrival/1"])
     os.kill(pid, signal.SIGKILL)
 

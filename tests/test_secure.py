@@ -418,10 +418,20 @@ class Middle:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
+held: list[bytes] = []
+
+
+def exchanged(data: bytes) -> bytes:
+    """Let two frames change places."""
+    held.append(data)
+    return b"" if len(held) < 2 else b"".join(reversed(held))
+
+
 CHANGES: dict[str, Callable[[bytes], bytes]] = {
     "changed": lambda data: data[:-1] + bytes((data[-1] ^ 1,)),
     "repeated": lambda data: data + data,
     "cut": lambda data: data[1:],
+    "exchanged": exchanged,
     "made up": lambda data: os.urandom(len(data)),
     "left alone": lambda data: data,
 }
@@ -448,7 +458,7 @@ def in_the_middle(rank: int, nranks: int, change: str) -> tuple[str, list[int], 
     return text, ranks, middle is not None and bytes(64) in middle.seen
 
 
-@pytest.mark.parametrize("change", ["changed", "repeated", "cut", "made up"])
+@pytest.mark.parametrize("change", ["changed", "repeated", "exchanged", "cut", "made up"])
 def test_frames_that_were_changed_on_their_way_end_the_connection(change: str) -> None:
     results = testing.run(2, in_the_middle, change, backend="cpu", env={"PYNCCL_SECRET": SECRET}, timeout=50)
     assert "rank 1 is out of reach: somebody changed what came from it on its way" in results[0][0], results
