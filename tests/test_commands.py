@@ -52,7 +52,7 @@ RUNS = {
     "PYNCCL_TRACE_DIR=traces pynccl run -n 4 train.py": "rank 3 has 4.0",
     "pynccl trace traces": "of 4 ranks",
     "python tests/fault_schedules.py --seed 7": "",
-    'python -c "import secrets; print(secrets.token_hex(16))"': "",
+    'python -c "import secrets; print(secrets.token_urlsafe(24))"': "",
 }
 # The quick ones; `make test-full` runs the others.
 QUICK = (
