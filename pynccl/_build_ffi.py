@@ -357,10 +357,7 @@ def forward_source() -> str:
     for index, f in enumerate(functions):
         types = ", ".join(t for t, _ in f.params) or "void"
         call = f"f({', '.join(n for _, n in f.params)})"
-        if f.result == "void":
-            body = f"if (f) {call};"
-        else:
-            body = f"return f ? {call} : {_absent(f.result)};"
+        body = f"if (f) {call};" if f.result == "void" else f"return f ? {call} : {_absent(f.result)};"
         parts += [f"{f.prototype} {{", f"  {f.result} (*f)({types}) = function({index});", f"  {body}", "}"]
         if f in headers[0].functions:
             parts.append(f'extern __typeof__({f.name}) p{f.name} __attribute__((alias("{f.name}")));')
