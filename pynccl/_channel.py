@@ -8,17 +8,19 @@ connections are the watchdog's, see native/watchdog.h.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import ipaddress
 import os
+import resource
 import secrets
 import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +41,8 @@ _SLICE = 0.1
 _HELLO = struct.Struct("!16sII")
 _MAGIC = b"pynccl-channel-2"
 _PLACE = struct.Struct("!B16sH")
+# Of a failure's text.
+_TEXT = 256
 _SIOCGIFADDR = 0x8915
 _GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?")
 
@@ -67,30 +71,85 @@ def connect(
     rank: int, size: int, gather: Gather, deadline: float | None, look: Callable[[], object]
 ) -> Channel:
     """Connect to all other ranks. `look` raises when the library knows of an error."""
-    secret = read_secret()
-    mine = _pid_space(), os.getpid(), int(lib.pynccl_process_start(os.getpid())), bool(secret)
-    greetings = [
-        _GREETING.unpack(greeting)
-        for greeting in gather(_GREETING.pack(_host_id(), secrets.token_bytes(_KEY), *mine))
-    ]
+    secret, mine, failure = _greeting()
+    greetings = [_GREETING.unpack(each) for each in _exchange(rank, size, gather, mine, failure)]
     _check_secrets(rank, size, [greeting[-1] for greeting in greetings])
-    key = greetings[0][1]
+    key, space = greetings[0][1], greetings[rank][2]
     one_host = len({greeting[0] for greeting in greetings}) == 1
-    with _listen("127.0.0.1" if one_host else outward_address()) as listener:
-        places = [_unpack_place(place) for place in gather(_pack_place(*listener.getsockname()[:2]))]
+    with ExitStack() as opened:
+        listener, mine, failure = _place(one_host, size, opened)
+        places = [_unpack_place(each) for each in _exchange(rank, size, gather, mine, failure)]
+        assert listener is not None
         mesh = _Mesh(rank, size, secret, key, listener, deadline)
         try:
             mesh.call(places[:rank])
             mesh.answer(look)
             # They were alive when they connected; who cannot be seen now never proves anything.
             processes = [
-                Process(pid, start if space == mine[0] and lib.pynccl_process_start(pid) == start else 0)
-                for _, _, space, pid, start, _ in greetings
+                Process(pid, start if its == space and lib.pynccl_process_start(pid) == start else 0)
+                for _, _, its, pid, start, _ in greetings
             ]
             return Channel(mesh.sockets(), processes, mesh.sessions)
         except BaseException:
             mesh.close()
             raise
+
+
+def _exchange(rank: int, size: int, gather: Gather, mine: bytes, failure: Exception | None) -> list[bytes]:
+    """Collect what all ranks have; where one has only zeros, and a failure, every rank raises that."""
+    found = gather(mine)
+    if bytes(len(mine)) not in found:
+        return found
+    reasons = gather(str(failure or "").encode()[:_TEXT].ljust(_TEXT, b"\0"))
+    if failure is not None:
+        raise failure
+    other = found.index(bytes(len(mine)))
+    text = reasons[other].rstrip(b"\0").decode(errors="replace")
+    raise NcclSystemError(f"rank {other} reports: {text}", rank=rank, size=size)
+
+
+def _greeting() -> tuple[str, bytes, Exception | None]:
+    """Return the secret, and what this process tells the others first; or zeros, and what is wrong."""
+    try:
+        secret = read_secret()
+        if secret:
+            _handshake.load_noise()
+        own = _pid_space(), os.getpid(), int(lib.pynccl_process_start(os.getpid()))
+        return secret, _GREETING.pack(_host_id(), secrets.token_bytes(_KEY), *own, bool(secret)), None
+    except BootstrapError as error:
+        return "", bytes(_GREETING.size), error
+    except OSError as error:
+        wrapped = NcclSystemError(f"the control channel cannot be opened: {error}")
+        return "", bytes(_GREETING.size), wrapped
+
+
+def _place(
+    one_host: bool, size: int, opened: ExitStack
+) -> tuple[socket.socket | None, bytes, Exception | None]:
+    """Listen, and return where; or zeros, and what is wrong."""
+    try:
+        listener = opened.enter_context(_listen("127.0.0.1" if one_host else outward_address()))
+        _require_descriptors(listener, size)
+        return listener, _pack_place(*listener.getsockname()[:2]), None
+    except NcclSystemError as error:
+        return None, bytes(_PLACE.size), error
+
+
+def _require_descriptors(listener: socket.socket, size: int) -> None:
+    """Refuse to begin with fewer descriptors than the connections and a selector take."""
+    spare: list[int] = []
+    try:
+        while len(spare) < size:
+            spare.append(os.dup(listener.fileno()))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise NcclSystemError(
+            f"the control channel needs {size} more file descriptors, and there are {len(spare)}: "
+            f"{os.strerror(error.errno or 0)}; RLIMIT_NOFILE (ulimit -n) is {limit}"
+        ) from error
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
 
 
 class _Link:
@@ -128,7 +187,8 @@ class _Mesh:
             left = _HELLO_SECONDS if self.deadline is None else max(0.1, self.deadline - time.monotonic())
             try:
                 sock = socket.create_connection(place, timeout=left)
-            except OSError:
+            except OSError as error:
+                _refuse_shortage(error)
                 self.found[other] = None
                 continue
             scheme = self._scheme(self.rank, other)
@@ -152,8 +212,7 @@ class _Mesh:
         while len(self.found) < self.size - 1:
             for key, _ in self.selector.select(_SLICE):
                 if key.fileobj is self.listener:
-                    with suppress(OSError):
-                        self._add(self.listener.accept()[0], _Link(None, None, hello_size))
+                    self._accept(hello_size)
                 elif isinstance(key.fileobj, socket.socket):
                     self._read(key.fileobj)
             now = time.monotonic()
@@ -173,6 +232,15 @@ class _Mesh:
                     f"rank {self.rank} of {self.size} opened the control channel, and ranks "
                     f"{self._missing()} did not connect in time"
                 )
+
+    def _accept(self, hello_size: int) -> None:
+        try:
+            sock = self.listener.accept()[0]
+        except OSError as error:
+            _refuse_shortage(error)
+            return
+        with suppress(OSError):
+            self._add(sock, _Link(None, None, hello_size))
 
     def _missing(self) -> list[int]:
         return [other for other in range(self.size) if other != self.rank and other not in self.found]
@@ -270,6 +338,12 @@ class _Mesh:
         self.selector.close()
 
 
+def _refuse_shortage(error: OSError) -> None:
+    """Raise where it is this process that lacks something, and not the other end."""
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+        raise NcclSystemError(f"the control channel cannot be opened: {error}") from error
+
+
 def _check_secrets(rank: int, size: int, have: list[bool]) -> None:
     """Refuse to go on where some ranks have a secret: neither side does without."""
     if len(set(have)) > 1:
@@ -303,13 +377,13 @@ def _digest(*parts: str) -> bytes:
 
 
 def _boot_id() -> str:
-    with suppress(OSError):
+    with suppress(FileNotFoundError, PermissionError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
     return socket.gethostname()
 
 
 def _namespace(kind: str) -> str:
-    with suppress(OSError):
+    with suppress(FileNotFoundError, PermissionError):
         return os.readlink(f"/proc/self/ns/{kind}")
     return ""
 

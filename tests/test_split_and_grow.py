@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -74,6 +75,37 @@ def test_a_rank_fails_inside_split(number: int, blocking: bool) -> None:
         if rank % 2 == victim % 2 or kind != "returned":
             assert (kind, ranks) == ("RankFailedError", [victim]), results
             assert f"rank {victim} " in text
+
+
+def splits_short_of_descriptors(rank: int, nranks: int, timeout: float | None) -> list[Outcome]:
+    comm = pynccl.init(timeout=timeout)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    outcomes = []
+    for spare in range(9):
+        together(nranks, f"split {spare}")
+        if rank == 1:
+            used = len(os.listdir("/proc/self/fd")) - 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+        outcomes.append(outcome(lambda: comm.split(0)))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        gc.collect()
+        assert total(comm) == 6
+    return outcomes
+
+
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_split_without_descriptors(timeout: float | None) -> None:
+    """Every rank is told at once, by whom; the communicator itself goes on."""
+    zero, one, two = run(3, splits_short_of_descriptors, timeout, backend="cpu", timeout=50)
+    assert one[0][0] == "NcclSystemError"
+    for (kind, ranks, text, _), *others in zip(one, zero, two, strict=True):
+        if kind == "returned":
+            assert [other[0] for other in others] == ["returned"] * 2
+            continue
+        assert (kind, ranks) == ("NcclSystemError", []) and "Too many open files" in text
+        for kind, ranks, text, seconds in others:
+            assert kind in ("NcclSystemError", "NcclRemoteError") and "rank 1" in text
+            assert not ranks and seconds < 10
 
 
 # --- grow ---------------------------------------------------------------------------------------------------

@@ -55,4 +55,20 @@ SocketPtr connect_peer(const PeerInfo& peer, bool local, HelloKind kind, int my_
   return dial(&peer.endpoint, local ? &peer.unix_name : nullptr, hello, deadline, false, stop, why);
 }
 
+void send_once(const PeerInfo& peer, bool local, int my_rank, Ctl kind, const Blob& body, Deadline deadline) {
+  Service* service = Service::get("a connection");
+  if (!service) return;
+  {
+    std::lock_guard<std::recursive_mutex> lock(service->mutex);
+    service->spare.reset();
+  }
+  {
+    Stop never;
+    std::string why;
+    SocketPtr socket = connect_peer(peer, local, HelloKind::Control, my_rank, deadline, never, &why);
+    if (socket && socket->send_frame(kind, 0, body)) socket->drain(deadline);
+  }
+  service->hold_spare();
+}
+
 }  // namespace pncpu

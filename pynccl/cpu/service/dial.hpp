@@ -13,4 +13,8 @@ SocketPtr dial(const Endpoint* endpoint, const Token* unix_name, const Hello& he
 SocketPtr connect_peer(const PeerInfo& peer, bool local, HelloKind kind, int my_rank, Deadline deadline,
                        Stop& stop, std::string* why);
 
+// Connects to a rank only to send it a frame, with the last descriptor where there is no other. Whether it
+// was heard nobody knows.
+void send_once(const PeerInfo& peer, bool local, int my_rank, Ctl kind, const Blob& body, Deadline deadline);
+
 }  // namespace pncpu

@@ -70,6 +70,9 @@ class Service {
   };
   std::unordered_map<Token, Local, HashToken> locals;
   bool starved();
+  // Held for the one who has to tell others that there are no more descriptors.
+  Fd spare;
+  void hold_spare();
 
  private:
   // Strangers of one kind do not keep out those of the other.

@@ -87,6 +87,7 @@ bool Service::start(std::string* why) {
   listeners_.push_back({std::move(local), &local_, ""});
   event = {EPOLLIN, {.fd = wake_.get()}};
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) return failed("epoll_ctl");
+  hold_spare();
   try {
     std::thread([this] { run(); }).detach();
   } catch (const std::system_error& e) {
@@ -493,6 +494,11 @@ void Service::give(Posts& post) {
     sink->closed(p.from);
   else
     sink->frame(p.from, p.header, p.body);
+}
+
+void Service::hold_spare() {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  spare = Fd::made_by([] { return open("/dev/null", O_RDONLY | O_CLOEXEC); });
 }
 
 bool Service::starved() {

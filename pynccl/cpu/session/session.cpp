@@ -1,5 +1,6 @@
 #include "session/session.hpp"
 
+#include <poll.h>
 #include <sched.h>
 
 #include <numeric>
@@ -200,6 +201,14 @@ ncclResult_t Session::check_descriptors() {
               rank, nranks, needed, d.open, d.limit);
 }
 
+namespace {
+// Nobody says anything before all of its links are there, unless it fails.
+bool has_news(int fd) {
+  pollfd poll_fd{fd, POLLIN, 0};
+  return poll(&poll_fd, 1, 0) > 0;
+}
+}  // namespace
+
 SocketPtr Session::await_arrival(HelloKind kind, int q, std::string* why) {
   auto key = std::make_pair(int(kind), q);
   for (;;) {
@@ -213,6 +222,7 @@ SocketPtr Session::await_arrival(HelloKind kind, int q, std::string* why) {
       return socket;
     }
     lock.unlock();
+    if (kind != HelloKind::Control && has_news(peer(q).control->fd())) return errno = ECONNRESET, nullptr;
     errno = stopped() ? ECANCELED : starved() ? EMFILE : Clock::now() >= deadline_ ? ETIMEDOUT : 0;
     if (errno) return *why = describe_error(errno), nullptr;
   }
@@ -244,6 +254,7 @@ ncclResult_t Session::open_links() {
       if (!socket && q > rank && error == ETIMEDOUT)
         return fail(ncclTimeout, "rank %d of %d waited in vain for rank %d (%s) to connect", rank, nranks, q,
                     p.str().c_str());
+      if (!socket && kind != HelloKind::Control) return said_before(q, "cannot connect to", error);
       if (!socket) return link_failed(q, "cannot connect to", why, error);
       if (kind != HelloKind::Control) {
         p.link.pipe[kind == HelloKind::CollData ? kColl : kP2p] = tcp_pipe(socket);
@@ -281,7 +292,7 @@ bool Session::linked(int to) {
 
 void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
   SocketPtr control;
-  bool here;
+  bool here, waits;
   {
     std::lock_guard<std::mutex> lock(mutex);
     if (disconnected_ || size_t(to) >= peers_.size() || peer(to).gone) return;
@@ -290,9 +301,15 @@ void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
     // It has come, and this rank fails before it gets to it.
     auto early = waiting_.find({int(HelloKind::Control), to});
     if (!control && early != waiting_.end()) control = early->second;
+    waits = to < rank && !all_arrived_;
+  }
+  Blob blob = Blob::copy(body, bytes);
+  if (!here && !control && waits && kind == Ctl::Error) {
+    // This rank fails before it has called the other, which waits for that.
+    if (tell_by_ == kForever) tell_by_ = after_ms(2000);
+    return send_once(peer(to).info, peer(to).local >= 0, rank, kind, blob, tell_by_);
   }
   if (!here && !control) return;
-  Blob blob = Blob::copy(body, bytes);
   if (control)
     control->send_frame(kind, 0, blob);
   else if (to != rank)
@@ -382,7 +399,7 @@ ncclResult_t Session::create_segment() {
     CtlHeader header{Ctl::Segment, 0, segment_->ring_bytes()};
     if (!send_all(p.control->fd(), &header, sizeof header, deadline_) ||
         !send_fd(p.control->fd(), segment_->fd()))
-      return link_failed(q, "cannot share memory with", describe_error(errno), errno);
+      return said_before(q, "cannot share memory with", errno);
   }
   return ncclSuccess;
 }
@@ -409,6 +426,14 @@ ncclResult_t Session::gone_from_here(int q, const char* doing) {
   attach(self.token);
   hang_up(self.token, q);  // known to be gone after everything that it said
   return cut_off(q, doing, "it has failed or was aborted");
+}
+
+// A connection ends while links are made: its rank has failed, and may have said why.
+ncclResult_t Session::said_before(int q, const char* doing, int error) {
+  CtlHeader header;
+  if (recv_all(peer(q).control->fd(), &header, sizeof header, after_ms(100)) && header.kind == Ctl::Error)
+    return failed_before(q, header);
+  return link_failed(q, doing, describe_error(error), error);
 }
 
 // A peer's creation failed, and it has said why.

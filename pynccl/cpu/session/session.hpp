@@ -124,6 +124,7 @@ class Session {
   ncclResult_t receive_segment(int leader);
   ncclResult_t gone_from_here(int peer, const char* doing);
   ncclResult_t failed_before(int peer, const CtlHeader& header);
+  ncclResult_t said_before(int peer, const char* doing, int error);
   ncclResult_t take_segment(int first);
   void attach_pipes();
   void say_settings();
@@ -152,6 +153,7 @@ class Session {
   Blob settings_;
   std::map<std::pair<int, int>, SocketPtr> waiting_;  // arrivals by kind and rank, during creation
   bool all_arrived_ = false, disconnected_ = false;
+  Deadline tell_by_ = kForever;                       // those without a link, of a failure
   std::vector<Gathering*> gatherings_;                // open ones
   std::map<std::pair<int, uint64_t>, Blob> untaken_;  // said by a rank under a tag before it was waited for
 };
