@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import failure, together
+from meeting import failure, free_port, together
 from pynccl import BootstrapError, NcclError, RankFailedError, _channel, _handshake, _noise, testing
 from pynccl._secret import RECIPE, check_secret, derive_key, read_secret
 from pynccl.bootstrap import Store, StoreServer, encrypt_nccl
@@ -341,6 +342,37 @@ def test_without_a_secret_pynacl_is_neither_needed_nor_imported(
         assert sorted(done.stdout.split()) == ["None", "None", "[0]", "[1]"]
 
 
+# --- who is warned ---
+
+
+def warnings_of_init(rank: int, nranks: int, method: str, port: int) -> list[str]:
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pynccl").addHandler(handler)
+    together(nranks)
+    if method == "tcp":
+        host = "127.0.0.1" if rank else "0.0.0.0"
+        comm = pynccl.init(f"tcp://{host}:{port}", rank=rank, world_size=nranks, timeout=20)
+    else:
+        comm = pynccl.init(timeout=20)
+    comm.barrier()
+    comm.destroy()
+    return heard
+
+
+@pytest.mark.parametrize("secret", [SECRET, ""], ids=["secret", "open"])
+@pytest.mark.parametrize("method", ["tcp", "launcher"])
+def test_one_warning_where_others_can_take_part(method: str, secret: str) -> None:
+    heard = testing.run(
+        2, warnings_of_init, method, free_port(), backend="cpu", env={"PYNCCL_SECRET": secret}, timeout=50
+    )
+    assert [len(each) for each in heard] == [int(method == "tcp" and not secret), 0], heard
+    assert all(
+        "has no secret: whoever reaches it can take part; set PYNCCL_SECRET" in text for text in heard[0]
+    )
+
+
 # --- one side without ---
 
 
@@ -472,6 +504,37 @@ def test_frames_can_be_read_without_a_secret_only(secret: str) -> None:
     results = testing.run(2, in_the_middle, "left alone", backend="cpu", env=env, timeout=50)
     assert [result[:2] for result in results] == [("", [])] * 2
     assert results[1][2] == (not secret)
+
+
+def among_strangers(rank: int, nranks: int) -> list[bytes]:
+    """Rank 1 has strangers call rank 0 before it does so itself; answer what they were told."""
+    real, strangers = socket.create_connection, []
+
+    def connect(place: tuple[str, int], timeout: float) -> socket.socket:
+        known = _channel._HELLO.pack(_channel._MAGIC, 1, 0)
+        for text in (b"x", os.urandom(200), known + os.urandom(48), known + bytes(48)):
+            strangers.append(real(place, timeout=timeout))
+            strangers[-1].sendall(text)
+        return real(place, timeout=timeout)
+
+    if rank == 1:
+        _channel.socket.create_connection = connect  # type: ignore[attr-defined]
+    comm = pynccl.init(timeout=20)
+    comm.barrier()
+    told = []
+    for stranger in strangers:
+        heard = b""
+        with stranger, suppress(ConnectionError):
+            while data := stranger.recv(1000):
+                heard += data
+        told.append(heard)
+    comm.destroy()
+    return told
+
+
+def test_strangers_at_the_control_channel_are_told_nothing_and_hold_nobody_up() -> None:
+    results = testing.run(2, among_strangers, backend="cpu", env={"PYNCCL_SECRET": SECRET}, timeout=50)
+    assert results == [[], [b"", b"", bytes(48), bytes(48)]]
 
 
 def dies(rank: int, nranks: int) -> list[int]:
