@@ -43,6 +43,8 @@ def _create(options: Any, _: Any) -> Any:
         timedelta(milliseconds=max(1, round(seconds * 1000))),
         # With CUDA devices a group may never see a cpu tensor.
         not torch.cuda.is_available(),
+        options.group_id,
+        ranks,
     )
 
 

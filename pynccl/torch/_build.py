@@ -100,6 +100,8 @@ def flags_for(root: Path) -> list[str]:
         "-Wextra",
         # Operations that a backend does not look at keep their parameters' names.
         "-Wno-unused-parameter",
+        # What is virtual differs between versions of torch.
+        "-Wno-inconsistent-missing-override",
         f"-DTORCH_EXTENSION_NAME={NAME}",
         f"-I{API}",
         *(argument for path in headers for argument in ("-isystem", str(path))),

@@ -82,10 +82,12 @@ ncclUniqueId exchange_id(const Api& api, c10d::Store& store, const std::string& 
 
 }  // namespace
 
-Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu)
+Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu,
+                 Named named)
     : c10d::Backend(rank, size),
       store_(std::move(store)),
-      options_(c10::make_intrusive<Options>(std::min(timeout, kLongest))) {
+      options_(c10::make_intrusive<Options>(std::min(timeout, kLongest))),
+      named_(std::move(named)) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "rank is ", rank, ", expected 0 to ", size - 1);
   TORCH_CHECK_VALUE(timeout.count() > 0, "timeout is ", timeout.count(), "ms, expected more than 0");
   if (connect_cpu) lane(at::kCPU);
@@ -100,8 +102,9 @@ std::vector<c10::weak_intrusive_ptr<Backend>>& living() {
 }  // namespace
 
 intrusive_ptr<Backend> Backend::make(intrusive_ptr<c10d::Store> store, int rank, int size,
-                                     Milliseconds timeout, bool connect_cpu) {
-  auto made = c10::make_intrusive<Backend>(std::move(store), rank, size, timeout, connect_cpu);
+                                     Milliseconds timeout, bool connect_cpu, Named named) {
+  auto made =
+      c10::make_intrusive<Backend>(std::move(store), rank, size, timeout, connect_cpu, std::move(named));
   std::lock_guard<std::mutex> lock(living_mutex);
   auto& all = living();
   all.erase(std::remove_if(all.begin(), all.end(), [](auto& weak) { return weak.expired(); }), all.end());
@@ -127,7 +130,7 @@ void Backend::release_resources() { leave(true); }
 
 void Backend::leave(bool abort) {
   if (home_.foreign()) {
-    forsake(lanes_), forsake(channels_), forsake(pending_), forsake(any_), forsake(group_task_);
+    forsake(lanes_), forsake(channels_), forsake(pending_), forsake(any_), forsake(coalesced_);
     return forsake(watcher_);
   }
   // Threads that end here may need the GIL.
@@ -184,7 +187,7 @@ ncclComm_t Backend::make_comm(const Api& api, c10::Device device) {
         if (!device.is_cpu()) guard.reset_device(device);
         api.check(api.ncclCommInitRank(comm.get(), size, id, rank), "ncclCommInitRank");
       },
-      limit, c10::str("connecting rank ", rank_, " of ", size_), true);
+      limit, c10::str("connecting rank ", rank_, " of ", size_, ", ", here(), ","), true);
   return *comm;
 }
 
@@ -205,8 +208,12 @@ WorkPtr Backend::work_of(OpType type, const std::string& name, std::vector<TaskP
     pending_.pop_front();
   }
   for (auto& task : tasks) pending_.push_back(task);
+  if (!here_ || here_uid_ != pg_uid_ || here_desc_ != pg_desc_) {
+    here_ = std::make_shared<const std::string>(here());
+    here_uid_ = pg_uid_, here_desc_ = pg_desc_;
+  }
   return c10::make_intrusive<WorkPynccl>(rank_, type, "pynccl:" + name, std::move(tasks), ++sequence_,
-                                         watcher_);
+                                         watcher_, here_);
 }
 
 WorkPtr Backend::launch(Call call, Milliseconds timeout) {
@@ -214,21 +221,34 @@ WorkPtr Backend::launch(Call call, Milliseconds timeout) {
   OpType type = call.type;
   std::string name = call.name;
   TaskPtr task;
-  if (coalescing_) {
-    TORCH_CHECK(recorded_.empty() || recorded_[0].device == call.device,
+  if (coalesced_) {
+    auto& calls = coalesced_->calls;
+    TORCH_CHECK(calls.empty() || calls[0].device == call.device,
                 "operations that are coalesced must be on one device, got ", call.device, " after ",
-                recorded_.empty() ? call.device : recorded_[0].device);
-    if (!group_task_) {
-      group_task_ = make_task(call, timeout);
-      group_task_->set_recording(true);
+                calls.empty() ? call.device : calls[0].device);
+    if (!coalesced_->task) {
+      coalesced_->task = make_task(call, timeout);
+      coalesced_->task->set_recording(true);
     }
-    task = group_task_;
-    recorded_.push_back(std::move(call));
+    task = coalesced_->task;
+    calls.push_back(std::move(call));
   } else {
     task = make_task(call, timeout);
     start(task, std::move(call));
   }
   return work_of(type, name, {task});
+}
+
+// For the handlers of operations. torch leaves a group open where one of its parts raises, and what comes
+// later would only be recorded: the group's end raises instead.
+WorkPtr Backend::refused() {
+  auto lock = entered();
+  if (!coalesced_) throw;
+  if (!coalesced_->refusal) coalesced_->refusal = std::current_exception();
+  auto task = std::make_shared<Task>();
+  task->set_recording(true);
+  coalesced_->refused.push_back(task);
+  return work_of(OpType::UNKNOWN, "refused", {task});
 }
 
 void Backend::start(const TaskPtr& task, Call call) {
@@ -286,37 +306,66 @@ Call Backend::merged(std::vector<Call> calls, OpType type, std::string name) con
   return all;
 }
 
+namespace {
+
+void fail_all(const Coalesced& group, std::exception_ptr error) {
+  for (auto& task : group.parts()) {
+    task->set_recording(false);
+    task->fail(error);
+  }
+}
+
+void begin_messages(const Coalesced& group) {
+  for (auto& [task, begin] : group.messages) {
+    task->set_recording(false);
+    try {
+      begin();
+    } catch (...) {
+      task->fail(std::current_exception());
+    }
+  }
+}
+
+}  // namespace
+
 void Backend::startCoalescing() {
   auto lock = entered();
-  TORCH_CHECK(!coalescing_, "startCoalescing: a group is open already");
-  coalescing_ = true;
+  if (coalesced_)
+    // torch begins no group within another one.
+    fail_all(*coalesced_, std::make_exception_ptr(C10_BUILD_ERROR(
+                              DistBackendError, "pynccl: an exception left the group of this operation")));
+  coalesced_.emplace();
 }
 
 WorkPtr Backend::endCoalescing() {
   auto lock = entered();
-  TORCH_CHECK(coalescing_, "endCoalescing without startCoalescing");
-  coalescing_ = false;
-  auto calls = std::move(recorded_);
-  auto tasks = std::move(recorded_tasks_);
-  auto group = std::move(group_task_);
-  recorded_.clear(), recorded_tasks_.clear(), group_task_ = nullptr;
-  if (group) {
-    Call call = merged(std::move(calls), OpType::COALESCED, "coalesced");
-    group->set_recording(false);
-    group->inputs = call.inputs, group->outputs = call.outputs;
+  TORCH_CHECK(coalesced_, "endCoalescing without startCoalescing");
+  Coalesced group = std::move(*coalesced_);
+  coalesced_.reset();
+  if (group.refusal) {
+    fail_all(group, group.refusal);
+    std::rethrow_exception(group.refusal);
+  }
+  if (group.task) {
+    Call call = merged(std::move(group.calls), OpType::COALESCED, "coalesced");
+    group.task->set_recording(false);
+    group.task->inputs = call.inputs, group.task->outputs = call.outputs;
     try {
-      start(group, std::move(call));
+      start(group.task, std::move(call));
     } catch (...) {
-      group->fail(std::current_exception());
+      fail_all(group, std::current_exception());
       throw;
     }
-    tasks.push_back(group);
   }
+  auto tasks = group.parts();
   if (tasks.empty()) {
     tasks.push_back(std::make_shared<Task>());
     tasks.back()->succeed();
   }
-  return work_of(OpType::COALESCED, "coalesced", std::move(tasks));
+  auto work = work_of(OpType::COALESCED, "coalesced", std::move(tasks));
+  lock.unlock();
+  begin_messages(group);
+  return work;
 }
 
 #ifdef PYNCCL_HAS_ERROR_TYPE
@@ -380,7 +429,8 @@ void Backend::end(bool abort) {
   if (error) std::rethrow_exception(error);
 }
 
-// Without ncclCommSplit: the new group connects through the store when it is first used.
+// Without ncclCommSplit: the new group connects through this group's store when it is first used. The store
+// that torch gives has the same name for each group of these ranks, also after all ranks have started again.
 intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& store,
                                             const std::vector<int>& ranks,
                                             const intrusive_ptr<c10d::Backend::Options>& options) {
@@ -391,13 +441,37 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
   if (auto before = split_.lock(); before && split_store_ == store && split_ranks_ == ranks) return before;
   const auto cpu = lanes_.find("cpu");
   const bool on_cpu = cpu != lanes_.end() && cpu->second.comm;
+  ++splits_;
+  Named named = named_of(ranks);
+  std::string key = "pynccl/split";
+  for (int rank : ranks) key += c10::str("-", rank);
+  auto where = c10::make_intrusive<c10d::PrefixStore>(c10::str(key, "/", split_counts_[ranks]++), store_);
   lock.unlock();
   auto timeout = options ? options->timeout : options_->timeout;
-  auto made = make(store, int(at - ranks.begin()), int(ranks.size()), timeout, on_cpu);
+  auto made = make(where, int(at - ranks.begin()), int(ranks.size()), timeout, on_cpu, std::move(named));
   lock.lock();
   split_ = c10::weak_intrusive_ptr<c10d::Backend>(made);
   split_store_ = store, split_ranks_ = ranks;
   return made;
+}
+
+Named Backend::named_of(const std::vector<int>& ranks) const {
+  Named named{c10::str(named_.name, ":split"), {}};
+  for (int rank : ranks) named.ranks.push_back(global_rank(rank));
+  return named;
+}
+
+int64_t Backend::global_rank(int rank) const {
+  return named_.ranks.empty() ? rank : named_.ranks[size_t(rank)];
+}
+
+// In errors. torch names a group only after its backend is made.
+std::string Backend::here() const {
+  const std::string& name = pg_uid_.empty() ? named_.name : pg_uid_;
+  std::string text = c10::str("rank ", rank_, " of group '", name, "'");
+  if (!pg_desc_.empty() && pg_desc_ != "undefined") text += " (" + pg_desc_ + ")";
+  if (global_rank(rank_) != rank_) text += c10::str(", which is global rank ", global_rank(rank_));
+  return text;
 }
 
 // The survivors' communicators, made from this group's.
@@ -411,8 +485,11 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& exclude
   auto timeout = options ? options->timeout : options_->timeout;
   std::string key = "pynccl/shrunk";
   for (int r : out) key += c10::str("-", r);
-  auto made = make(c10::make_intrusive<c10d::PrefixStore>(key, store_), rank, size_ - int(out.size()),
-                   timeout, false);
+  std::vector<int> stay;
+  for (int r = 0; r < size_; ++r)
+    if (!std::binary_search(out.begin(), out.end(), r)) stay.push_back(r);
+  auto made = make(c10::make_intrusive<c10d::PrefixStore>(key, store_), rank, int(stay.size()), timeout,
+                   false, named_of(stay));
   auto lock = entered();
   for (auto& [device, lane] : lanes_) {
     if (!lane.comm) continue;

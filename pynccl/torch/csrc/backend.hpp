@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "channel.hpp"
+#include "loopback.hpp"
 #include "reduction.hpp"
 
 // What c10d lacked in torch 2.6; elsewhere names that all versions have will do.
@@ -30,6 +31,28 @@ struct Call {
   std::function<void()> post;
 };
 
+// What torch coalesces: issued together at the end of the group, or, where one part was refused, not at all.
+struct Coalesced {
+  std::vector<Call> calls;
+  TaskPtr task;  // of all calls
+  std::vector<std::pair<TaskPtr, std::function<void()>>> messages;
+  std::vector<TaskPtr> refused;
+  std::exception_ptr refusal;  // the first
+
+  std::vector<TaskPtr> parts() const {
+    std::vector<TaskPtr> all = refused;
+    for (auto& [message, begin] : messages) all.push_back(message);
+    if (task) all.push_back(task);
+    return all;
+  }
+};
+
+// What is said of a group in errors. `ranks` are those of the whole program; empty: the group's own.
+struct Named {
+  std::string name;
+  std::vector<int64_t> ranks;
+};
+
 // A device's library and stream, and once it is needed the communicator.
 struct Lane {
   std::shared_ptr<const Api> api;
@@ -45,15 +68,19 @@ class Backend : public c10d::Backend {
     explicit Options(Milliseconds limit) : c10d::Backend::Options("pynccl", limit) {}
   };
 
-  Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu);
+  Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu,
+          Named named);
   ~Backend() override;
   static intrusive_ptr<Backend> make(intrusive_ptr<c10d::Store> store, int rank, int size,
-                                     Milliseconds timeout, bool connect_cpu);
+                                     Milliseconds timeout, bool connect_cpu, Named named);
   static void end_all(bool abort);  // before Python ends; else what is in flight is completed first
   void release_resources() override;
 
   const std::string getBackendName() const override { return "pynccl"; }
-  intrusive_ptr<c10d::Backend::Options> getBackendOptions() { return options_; }
+  // A copy: torch changes what it gets before it gives it to split.
+  intrusive_ptr<c10d::Backend::Options> getBackendOptions() {
+    return c10::make_intrusive<Options>(*options_);
+  }
   bool supportsCoalescing() const { return true; }  // virtual since torch 2.7
   bool supportsSplitting() const override { return true; }
   bool supportsShrinking() const { return true; }
@@ -71,6 +98,7 @@ class Backend : public c10d::Backend {
   void shutdown();
   intrusive_ptr<c10d::Backend> split(const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                      const intrusive_ptr<c10d::Backend::Options>& options);
+  uint64_t splits() const { return splits_; }
   intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags = 0,
                                       const intrusive_ptr<c10d::Backend::Options>& options = nullptr);
 
@@ -121,7 +149,11 @@ class Backend : public c10d::Backend {
   WorkPtr launch(Call call, Milliseconds timeout);
   TaskPtr make_task(Call& call, Milliseconds timeout) const;
   void start(const TaskPtr& task, Call call);
+  WorkPtr refused();
   WorkPtr work_of(OpType type, const std::string& name, std::vector<TaskPtr> tasks);
+  Named named_of(const std::vector<int>& ranks) const;
+  int64_t global_rank(int rank) const;
+  std::string here() const;
   WorkPtr point_to_point(OpType type, const at::Tensor& tensor, int peer, int tag);
   std::shared_ptr<Channel> channel(int source, int destination, int tag);
   void receive_any(const TaskPtr& task, const at::Tensor& data, int tag);
@@ -145,16 +177,20 @@ class Backend : public c10d::Backend {
   uint64_t sequence_ = 0;
   uint64_t connections_ = 0, monitored_ = 0;
   std::atomic<bool> ended_{false};
-  bool coalescing_ = false;
-  std::vector<Call> recorded_;
-  std::vector<TaskPtr> recorded_tasks_;
+  std::optional<Coalesced> coalesced_;
+  Loopback loopback_;
+  Named named_;
+  // The text of here(), and what it was made of: every operation has it.
+  std::shared_ptr<const std::string> here_;
+  std::string here_uid_, here_desc_;
   // Receives from any source, by tag: the oldest takes the first message.
   std::map<int, std::deque<TaskPtr>> any_;
-  TaskPtr group_task_;
   // The newest split, and what it was made from.
   c10::weak_intrusive_ptr<c10d::Backend> split_{intrusive_ptr<c10d::Backend>()};
   intrusive_ptr<c10d::Store> split_store_;
   std::vector<int> split_ranks_;
+  std::map<std::vector<int>, uint64_t> split_counts_;
+  std::atomic<uint64_t> splits_{0};
 };
 
 // What Python provides: the functions of a device's library and, for CUDA, a stream as (id, handle).

@@ -79,7 +79,7 @@ void Backend::check_root(int64_t root, const char* function) const {
                     size_ - 1);
 }
 
-WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) try {
   NoGrad no_grad;
   auto& tensor = only(tensors, "broadcast");
   check_root(options.rootRank, "broadcast");
@@ -92,6 +92,8 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& optio
   };
   if (!data.is_alias_of(tensor)) call.post = [tensor = tensor, data] { tensor.copy_(data); };
   return launch(std::move(call), options.timeout);
+} catch (...) {
+  return refused();
 }
 
 // Everyone gathers all inputs and reduces its slice (the whole for -1).
@@ -129,26 +131,31 @@ Call Backend::all_reduce_call(const at::Tensor& tensor, const ReduceOp& op) cons
   return call;
 }
 
-WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) try {
   NoGrad no_grad;
   if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
   return launch(all_reduce_call(only(tensors, "all_reduce"), options.reduceOp), options.timeout);
+} catch (...) {
+  return refused();
 }
 
-WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(!tensors.empty(), "allreduce_coalesced: requires non-empty tensor list");
   std::vector<Call> calls;
   for (auto& tensor : tensors) calls.push_back(all_reduce_call(tensor, options.reduceOp));
   return launch(merged(std::move(calls), OpType::ALLREDUCE_COALESCED, "allreduce_coalesced"),
                 options.timeout);
+} catch (...) {
+  return refused();
 }
 
 // As gloo has it: the sum, and the call returns with it. Indices and values of every rank, then a coalesce.
-WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(options.reduceOp.op_ == ReduceOp::SUM, "sparse all_reduce has ReduceOp.SUM only, got ",
                     op_name(options.reduceOp));
+  TORCH_CHECK((entered(), !coalesced_), "sparse all_reduce cannot be coalesced");
   at::Tensor tensor = tensors.at(0), mine = tensor.coalesce();
   auto gathered = [&](const at::Tensor& input, const std::vector<int64_t>& rows) {
     Tensors outputs;
@@ -173,9 +180,11 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   task->succeed();
   auto lock = entered();
   return work_of(OpType::_ALLREDUCE_SPARSE, "all_reduce", {task});
+} catch (...) {
+  return refused();
 }
 
-WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) try {
   NoGrad no_grad;
   auto& tensor = only(tensors, "reduce");
   check_root(options.rootRank, "reduce");
@@ -200,6 +209,8 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   call.type = OpType::REDUCE, call.name = "reduce";
   if (rank_ != root) call.post = nullptr;
   return launch(std::move(call), options.timeout);
+} catch (...) {
+  return refused();
 }
 
 Call Backend::all_gather_call(const at::Tensor& output, const at::Tensor& input) const {
@@ -256,22 +267,26 @@ Call Backend::all_gather_list_call(const Tensors& outputs, const at::Tensor& inp
 }
 
 WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                           const c10d::AllgatherOptions& options) {
+                           const c10d::AllgatherOptions& options) try {
   NoGrad no_grad;
   auto& input = only(inputs, "all_gather");
   TORCH_CHECK_VALUE(outputs.size() == 1, "all_gather takes one output list, got ", outputs.size());
   return launch(all_gather_list_call(outputs[0], input), options.timeout);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                 const c10d::AllgatherOptions& options) {
+                                 const c10d::AllgatherOptions& options) try {
   NoGrad no_grad;
   return launch(all_gather_call(output, input), options.timeout);
+} catch (...) {
+  return refused();
 }
 
 // outputs[rank][i] receives that rank's inputs[i].
 WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                                     const c10d::AllgatherOptions& options) {
+                                     const c10d::AllgatherOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(int(outputs.size()) == size_, "all_gather_coalesced: ", outputs.size(),
                     " output lists, expected ", size_);
@@ -288,10 +303,12 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
   TORCH_CHECK_VALUE(!calls.empty(), "all_gather_coalesced: requires non-empty tensor list");
   return launch(merged(std::move(calls), OpType::ALLGATHER_COALESCED, "all_gather_coalesced"),
                 options.timeout);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                 const c10d::AllgatherOptions& options) {
+                                                 const c10d::AllgatherOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(),
                     "all_gather_into_tensor_coalesced: ", outputs.size(), " outputs for ", inputs.size(),
@@ -300,6 +317,8 @@ WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inpu
   for (size_t i = 0; i < inputs.size(); ++i) calls.push_back(all_gather_call(outputs[i], inputs[i]));
   return launch(merged(std::move(calls), OpType::COALESCED, "all_gather_into_tensor_coalesced"),
                 options.timeout);
+} catch (...) {
+  return refused();
 }
 
 Call Backend::reduce_scatter_call(const at::Tensor& output, const at::Tensor& input,
@@ -370,21 +389,25 @@ Call Backend::reduce_scatter_list_call(const at::Tensor& output, const Tensors& 
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                const c10d::ReduceScatterOptions& options) {
+                                const c10d::ReduceScatterOptions& options) try {
   NoGrad no_grad;
   auto& output = only(outputs, "reduce_scatter");
   TORCH_CHECK_VALUE(inputs.size() == 1, "reduce_scatter takes one input list, got ", inputs.size());
   return launch(reduce_scatter_list_call(output, inputs[0], options.reduceOp), options.timeout);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                      const c10d::ReduceScatterOptions& options) {
+                                      const c10d::ReduceScatterOptions& options) try {
   NoGrad no_grad;
   return launch(reduce_scatter_call(output, input, options.reduceOp), options.timeout);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                 const c10d::ReduceScatterOptions& options) {
+                                                 const c10d::ReduceScatterOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(),
                     "reduce_scatter_tensor_coalesced: ", outputs.size(), " outputs for ", inputs.size(),
@@ -394,6 +417,8 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
     calls.push_back(reduce_scatter_call(outputs[i], inputs[i], options.reduceOp));
   return launch(merged(std::move(calls), OpType::COALESCED, "reduce_scatter_tensor_coalesced"),
                 options.timeout);
+} catch (...) {
+  return refused();
 }
 
 // Tensor r of the inputs to rank r, tensor r of the outputs from it. Lists may be empty, or hold undefined
@@ -418,16 +443,18 @@ Call Backend::all_to_all_call(const Tensors& outputs, const Tensors& inputs) con
   return call;
 }
 
-WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(int(outputs.size()) == size_ && int(inputs.size()) == size_,
                     "all_to_all: ", outputs.size(), " outputs and ", inputs.size(), " inputs, expected ",
                     size_, " each");
   return launch(all_to_all_call(outputs, inputs), options.timeout);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                               std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+                               std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) try {
   NoGrad no_grad;
   check_dtypes("all_to_all_single", output, input);
   at::Tensor landed = landing(output);
@@ -439,9 +466,12 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vecto
   call.kept.push_back(landed);
   if (!landed.is_alias_of(output)) call.post = [output, landed] { output.copy_(landed); };
   return launch(std::move(call), options.timeout);
+} catch (...) {
+  return refused();
 }
 
-WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                        const c10d::GatherOptions& options) try {
   NoGrad no_grad;
   auto& input = only(inputs, "gather");
   check_root(options.rootRank, "gather");
@@ -466,10 +496,12 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c1
   };
   if (root) call.post = [outputs = outputs[0], landed] { copy_back(outputs, landed); };
   return launch(std::move(call), options.timeout);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                         const c10d::ScatterOptions& options) {
+                         const c10d::ScatterOptions& options) try {
   NoGrad no_grad;
   auto& output = only(outputs, "scatter");
   check_root(options.rootRank, "scatter");
@@ -495,6 +527,8 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   };
   if (!landed.is_alias_of(output)) call.post = [output = output, landed] { output.copy_(landed); };
   return launch(std::move(call), options.timeout);
+} catch (...) {
+  return refused();
 }
 
 c10::Device Backend::barrier_device(const c10d::BarrierOptions& options) const {
@@ -506,13 +540,15 @@ c10::Device Backend::barrier_device(const c10d::BarrierOptions& options) const {
   return c10::Device(lanes_.begin()->first);
 }
 
-WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
+WorkPtr Backend::barrier(const c10d::BarrierOptions& options) try {
   NoGrad no_grad;
   auto flag = at::zeros({1}, at::TensorOptions(at::kByte).device(barrier_device(options)));
   Call call = all_reduce_call(flag, ReduceOp(ReduceOp::MAX));
   call.type = OpType::BARRIER, call.name = "barrier";
   call.inputs.clear(), call.outputs.clear(), call.kept = {flag};
   return launch(std::move(call), options.timeout);
+} catch (...) {
+  return refused();
 }
 
 }  // namespace pynccl

@@ -4,11 +4,12 @@
 namespace pynccl {
 
 void Backend::check_peer(int peer, const char* argument) const {
-  TORCH_CHECK_VALUE(peer >= 0 && peer < size_ && peer != rank_, argument, " is ", peer,
-                    ", expected a rank from 0 to ", size_ - 1, " other than this one (", rank_, ")");
+  TORCH_CHECK_VALUE(peer >= 0 && peer < size_, argument, " is ", peer, ", expected a rank from 0 to ",
+                    size_ - 1);
 }
 
 std::shared_ptr<Channel> Backend::channel(int source, int destination, int tag) {
+  auto lock = entered();
   std::string key = c10::str("pynccl/p2p/", source, "/", destination, "/", tag);
   // The other ranks are not needed for it.
   Lane& cpu = lane(at::kCPU, false);
@@ -20,16 +21,20 @@ std::shared_ptr<Channel> Backend::channel(int source, int destination, int tag) 
   return found;
 }
 
-WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, "send takes one tensor, got ", tensors.size());
+WorkPtr Backend::send(Tensors& tensors, int peer, int tag) try {
+  auto& tensor = only(tensors, "send");
   check_peer(peer, "dst");
-  return point_to_point(OpType::SEND, tensors[0], peer, tag);
+  return point_to_point(OpType::SEND, tensor, peer, tag);
+} catch (...) {
+  return refused();
 }
 
-WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, "recv takes one tensor, got ", tensors.size());
+WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) try {
+  auto& tensor = only(tensors, "recv");
   check_peer(peer, "src");
-  return point_to_point(OpType::RECV, tensors[0], peer, tag);
+  return point_to_point(OpType::RECV, tensor, peer, tag);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer, int tag) {
@@ -49,20 +54,29 @@ WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer,
     };
     return launch(std::move(call), Milliseconds(-1));
   }
-  auto lock = entered();
   TaskPtr task = make_task(call, Milliseconds(-1));
   task->post = std::move(call.post);
   task->kept = std::move(call.kept);
-  auto way = sends ? channel(rank_, peer, tag) : channel(peer, rank_, tag);
   task->source.store(sends ? -1 : peer);
-  sends ? way->send(task, data) : way->receive(task, data);
-  if (coalescing_) recorded_tasks_.push_back(task);
+  auto begin = [=, this] {
+    if (peer == rank_) return sends ? loopback_.send(tag, task, data) : loopback_.receive(tag, task, data);
+    auto way = sends ? channel(rank_, peer, tag) : channel(peer, rank_, tag);
+    sends ? way->send(task, data) : way->receive(task, data);
+  };
+  auto lock = entered();
+  if (coalesced_) {
+    task->set_recording(true);
+    coalesced_->messages.emplace_back(task, begin);
+  } else {
+    lock.unlock();
+    begin();
+    lock.lock();
+  }
   return work_of(type, call.name, {task});
 }
 
-WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, "recv takes one tensor, got ", tensors.size());
-  TORCH_CHECK(tensors[0].is_cpu(), "recv from any source works on cpu tensors: NCCL has none");
+WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) try {
+  TORCH_CHECK(only(tensors, "recv").is_cpu(), "recv from any source works on cpu tensors: NCCL has none");
   at::AutoDispatchBelowADInplaceOrView no_grad;
   at::Tensor tensor = tensors[0], data = tensor.contiguous();
   Call call;
@@ -76,6 +90,8 @@ WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
   auto self = intrusive_ptr<Backend>::reclaim_copy(this);
   std::thread([self, task, data, tag] { self->receive_any(task, data, tag); }).detach();
   return work_of(call.type, call.name, {task});
+} catch (...) {
+  return refused();
 }
 
 // Opens channels as senders come, and takes the first message whose size arrives.

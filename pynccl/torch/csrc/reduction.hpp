@@ -80,7 +80,6 @@ inline ncclRedOp_t operation(const ReduceOp& op, at::ScalarType type) {
     case ReduceOp::PREMUL_SUM:
       return ncclSum;
     case ReduceOp::AVG:
-      TORCH_CHECK_TYPE(at::isFloatingType(type), "Cannot use ReduceOp.AVG with integers, got ", type);
       return ncclAvg;
     default:
       TORCH_CHECK_VALUE(false, "pynccl has no ReduceOp.", op_name(op));

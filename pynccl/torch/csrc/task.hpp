@@ -306,16 +306,18 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
 class WorkPynccl : public c10d::Work {
  public:
   WorkPynccl(int rank, c10d::OpType type, const std::string& title, std::vector<TaskPtr> tasks,
-             uint64_t sequence, std::shared_ptr<Watcher> watcher)
+             uint64_t sequence, std::shared_ptr<Watcher> watcher, std::shared_ptr<const std::string> here)
       : Work(rank, type, title.c_str(), tasks.front()->inputs),
         tasks_(std::move(tasks)),
         sequence_(sequence),
-        watcher_(std::move(watcher)) {}
+        watcher_(std::move(watcher)),
+        here_(std::move(here)) {}
 
   ~WorkPynccl() override {
     // A device keeps what it needs by itself; and an event that a graph has captured must not be asked.
     for (auto& task : tasks_)
-      if (!task->end() && !task->foreign() && !task->advance(Milliseconds(0))) watcher_->watch(task);
+      if (!task->end() && !task->recording() && !task->foreign() && !task->advance(Milliseconds(0)))
+        watcher_->watch(task);
   }
 
   bool isCompleted() override {
@@ -396,7 +398,7 @@ class WorkPynccl : public c10d::Work {
         auto limit = own ? timeout : task.timeout;
         C10_THROW_ERROR(DistBackendError,
                         c10::str("pynccl: Timed out waiting ", limit.count(), "ms for ", task.name, " (call ",
-                                 sequence_, " of the group) on rank ", rank_,
+                                 sequence_, " of the group) on ", *here_,
                                  ". The operation goes on: wait again, or abort the group."));
       }
     }
@@ -411,6 +413,7 @@ class WorkPynccl : public c10d::Work {
   std::vector<TaskPtr> tasks_;
   uint64_t sequence_;
   std::shared_ptr<Watcher> watcher_;
+  std::shared_ptr<const std::string> here_;  // the rank and the group
   std::atomic<bool> settled_{false};
 };
 
