@@ -6,7 +6,9 @@ Importing this module registers it; then `torch.distributed.init_process_group("
 from __future__ import annotations
 
 import atexit
+import sys
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,10 +20,20 @@ from pynccl.torch import _build, _provider, _rendezvous
 if not dist.is_available():
     raise ImportError("pynccl.torch needs a torch built with torch.distributed")
 
-_extension = _build.load()
-_extension.set_provider(_provider.provide)
-# Before Python ends: a thread that runs callbacks would end the process then.
-atexit.register(lambda: _extension.end_all(_lifetime.raised()))
+
+def _register() -> Any:
+    extension = _build.load()
+    extension.set_provider(_provider.provide)
+    # Before Python ends: a thread that runs callbacks would end the process then.
+    atexit.register(lambda: extension.end_all(_lifetime.raised()))
+    dist.Backend.register_backend("pynccl", _create, extended_api=True, devices=["cpu", "cuda"])
+    return extension
+
+
+def _runs_the_command() -> bool:
+    """Whether Python imports this to find `python -m pynccl.torch`, which compiles by itself."""
+    named = ("-m", __name__) in pairwise(sys.orig_argv) or f"-m{__name__}" in sys.orig_argv
+    return sys.argv[:1] == ["-m"] and named
 
 
 def _create(options: Any, _: Any) -> Any:
@@ -48,4 +60,4 @@ def _create(options: Any, _: Any) -> Any:
     )
 
 
-dist.Backend.register_backend("pynccl", _create, extended_api=True, devices=["cpu", "cuda"])
+_extension: Any = None if _runs_the_command() else _register()
