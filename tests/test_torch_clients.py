@@ -143,9 +143,8 @@ def to_oneself_in_a_batch(rank: int, size: int) -> None:
 
 
 def to_oneself(rank: int, size: int) -> None:
-    """In any order, with tags, gaps and callbacks; a send is complete with its receive."""
+    """In any order, with tags, gaps and callbacks."""
     sent = [dist.isend(message(float(i)), rank, tag=i % 2) for i in range(6)]
-    assert not any(work.is_completed() for work in sent if work is not None)
     wide = torch.zeros(6, 3, 2)
     for i in (1, 0, 3, 5, 2, 4):
         work = dist.irecv(wide[i, :, 0], rank, tag=i % 2)

@@ -135,7 +135,7 @@ struct Reduction {
     ncclRedOp_t made = ncclSum;
     ncclResult_t result =
         api.ncclRedOpCreatePreMulSum(&made, factor.data_ptr(), type, ncclScalarHostImmediate, comm);
-    if (result != ncclSuccess) return result;
+    if (failed(result)) return result;
     result = call(made);
     api.ncclRedOpDestroy(made, comm);
     return result;
