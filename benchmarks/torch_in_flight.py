@@ -1,7 +1,8 @@
 """Measure torch.distributed's operations in flight, on pynccl and on gloo, in one run.
 
-Several all_reduces at once against one after another, an all_reduce that nobody waits for, a DistributedDataParallel
-step beside an open receive, and the threads of many groups. README.md beside this file says how it is measured.
+Several all_reduces at once against one after another, an all_reduce that nobody waits for, a
+DistributedDataParallel step beside an open receive, and the threads of many groups. README.md beside this
+file says how it is measured.
 """
 
 from __future__ import annotations
