@@ -1,7 +1,8 @@
 """Measure torch.distributed's operations in flight, on pynccl and on gloo, in one run.
 
-Several all_reduces at once against one after another, an all_reduce that nobody waits for, a DistributedDataParallel
-step beside an open receive, and the threads of many groups. README.md beside this file says how it is measured.
+Several all_reduces at once against one after another, an all_reduce that nobody waits for, a
+DistributedDataParallel step beside an open receive, and the threads of many groups. README.md beside this
+file says how it is measured.
 """
 
 from __future__ import annotations
@@ -43,18 +44,21 @@ class Rank:
         dist.init_process_group(backend, init_method=method, rank=rank, world_size=RANKS)
         self.many = [torch.zeros(LARGE // 4) for _ in range(MANY)]
 
-    def median(self, call: Call, calls: int = 10) -> tuple[float, float]:
-        """Return the seconds and the changes of thread of one call."""
-        seconds, switches = [], []
+    def medians(self, *calls: Call, times: int = 10) -> list[tuple[float, float]]:
+        """Return the seconds and the changes of thread of each call, measured in turns."""
+        measured: list[list[tuple[float, float]]] = [[] for _ in calls]
         for _ in range(self.reps):
-            call()
-            self.dist.barrier()
-            before, start = self.switches(), time.perf_counter()
-            for _ in range(calls):
+            for call, all_of_it in zip(calls, measured, strict=True):
                 call()
-            seconds.append((time.perf_counter() - start) / calls)
-            switches.append((self.switches() - before) / calls)
-        return statistics.median(seconds), statistics.median(switches)
+                self.dist.barrier()
+                before, start = self.switches(), time.perf_counter()
+                for _ in range(times):
+                    call()
+                seconds = (time.perf_counter() - start) / times
+                all_of_it.append((seconds, (self.switches() - before) / times))
+        return [
+            (statistics.median(s for s, _ in one), statistics.median(n for _, n in one)) for one in measured
+        ]
 
     def switches(self) -> int:
         """Count how often threads of this process gave up a core by themselves."""
@@ -113,25 +117,31 @@ class Rank:
 
     def measure(self) -> dict[str, float]:
         """Run all measurements."""
-        sequence, sequence_switches = self.median(self.in_sequence)
-        flight, flight_switches = self.median(self.in_flight)
+        sequence, flight = self.medians(self.in_sequence, self.in_flight)
         unawaited = self.unawaited()
         step = self.step()
-        alone, _ = self.median(step, 50)
-        buffer = self.torch.zeros(1)
-        receive = self.dist.irecv(buffer, 1 - self.rank, tag=9)
-        beside, _ = self.median(step, 50)
-        send = self.dist.isend(self.torch.ones(1), 1 - self.rank, tag=9)
-        send.wait()
-        receive.wait()
+
+        def beside_a_receive() -> None:
+            receive = self.dist.irecv(self.torch.zeros(1), 1 - self.rank, tag=9)
+            for _ in range(50):
+                step()
+            send = self.dist.isend(self.torch.ones(1), 1 - self.rank, tag=9)
+            send.wait()
+            receive.wait()
+
+        def alone() -> None:
+            for _ in range(50):
+                step()
+
+        steps = [seconds / 50 for seconds, _ in self.medians(alone, beside_a_receive, times=1)]
         return {
-            f"{MANY} all_reduces of 1 MiB, one after another, ms": 1e3 * sequence,
-            f"{MANY} all_reduces of 1 MiB, in flight, ms": 1e3 * flight,
-            "changes of thread, one after another": sequence_switches,
-            "changes of thread, in flight": flight_switches,
+            f"{MANY} all_reduces of 1 MiB, one after another, ms": 1e3 * sequence[0],
+            f"{MANY} all_reduces of 1 MiB, in flight, ms": 1e3 * flight[0],
+            "changes of thread, one after another": sequence[1],
+            "changes of thread, in flight": flight[1],
             "an all_reduce of 8 KiB that nobody waits for, ms": 1e3 * unawaited,
-            "DDP step, ms": 1e3 * alone,
-            "DDP step beside an open receive, ms": 1e3 * beside,
+            "DDP step, ms": 1e3 * steps[0],
+            "DDP step beside an open receive, ms": 1e3 * steps[1],
             f"threads for each of {GROUPS} groups with {IN_FLIGHT} in flight": self.threads(),
         }
 
@@ -193,7 +203,9 @@ def main() -> None:
     text += "\n".join(f"- {key}: {value}" for key, value in about.items()) + "\n\n" + table(results) + "\n"
     options.out.mkdir(exist_ok=True)
     (options.out / "torch_in_flight.md").write_text(text)
-    (options.out / "torch_in_flight.json").write_text(json.dumps({"about": about, **results}, indent=1) + "\n")
+    (options.out / "torch_in_flight.json").write_text(
+        json.dumps({"about": about, **results}, indent=1) + "\n"
+    )
     print(text)
 
 

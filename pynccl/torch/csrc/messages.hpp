@@ -5,6 +5,7 @@
 #pragma once
 
 #include <map>
+#include <set>
 
 #include "runner.hpp"
 
@@ -22,6 +23,9 @@ struct Header {
 // Which message is whose, on one rank: receives and messages that have not met.
 class Mail {
  public:
+  // Of a rank that has so many peers.
+  explicit Mail(int peers) : peers_(size_t(peers)) {}
+
   struct Message {
     Header header;
     int source;
@@ -96,6 +100,12 @@ class Mail {
     std::lock_guard<std::mutex> lock(mutex_);
     return asked_.count(source) || asked_.count(kAnySource);
   }
+  // A rank from which nothing comes any more. True when none is left.
+  bool lose(int source) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    lost_.insert(source);
+    return lost_.size() == peers_;
+  }
   std::vector<TaskPtr> asking(int source) const {
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<TaskPtr> tasks;
@@ -151,6 +161,8 @@ class Mail {
   Receives receives_;
   Kept kept_;
   std::map<int, size_t> asked_;  // receives by source
+  std::set<int> lost_;
+  const size_t peers_;
 };
 
 // What one rank sends to this one.
@@ -176,8 +188,7 @@ class Inbox final : public Runner {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!error_) error_ = error;
-      tasks = left();
-      forget();
+      tasks = lose();
     }
     for (auto& task : tasks) task->fail(error);
   }
@@ -232,11 +243,20 @@ class Inbox final : public Runner {
     message_.swap(message);
   }
 
+  // Whose messages cannot come any more. Under the lock.
+  std::vector<TaskPtr> lose() {
+    auto tasks = left();
+    forget();
+    if (!mail_->lose(source_)) return tasks;
+    for (auto& task : mail_->asking(kAnySource)) tasks.push_back(task);
+    mail_->forget(kAnySource);
+    return tasks;
+  }
+
   void fail_all(std::exception_ptr error, AllFinished& finished) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!error_) error_ = error;
-    for (auto& task : left()) finished.push_back({task, error_});
-    forget();
+    for (auto& task : lose()) finished.push_back({task, error_});
     message_ = nullptr, at_ = At::Rest;
   }
 
@@ -249,8 +269,11 @@ class Inbox final : public Runner {
 
 class Messages : public std::enable_shared_from_this<Messages> {
  public:
-  Messages(ApiPtr api, intrusive_ptr<c10d::Store> store, int rank)
-      : api_(std::move(api)), store_(std::move(store)), rank_(rank) {}
+  Messages(ApiPtr api, intrusive_ptr<c10d::Store> store, int rank, int size)
+      : api_(std::move(api)),
+        store_(std::move(store)),
+        rank_(rank),
+        mail_(std::make_shared<Mail>(size - 1)) {}
 
   void send(const TaskPtr& task, const at::Tensor& data, int peer, int64_t tag, Pace pace) {
     auto header = std::make_shared<Header>(Header{data.nbytes(), tag});
@@ -437,7 +460,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   ApiPtr api_;
   const intrusive_ptr<c10d::Store> store_;
   const int rank_;
-  const std::shared_ptr<Mail> mail_ = std::make_shared<Mail>();
+  const std::shared_ptr<Mail> mail_;
   std::mutex mutex_;
   std::exception_ptr error_;
   std::map<int, std::shared_ptr<Queue>> out_;

@@ -15,7 +15,7 @@ std::shared_ptr<Messages> Backend::messages() {
   auto lock = entered();
   // The other ranks are not needed for it.
   auto cpu = lane(at::kCPU);
-  if (!messages_) messages_ = std::make_shared<Messages>(cpu->api, store_, rank_);
+  if (!messages_) messages_ = std::make_shared<Messages>(cpu->api, store_, rank_, size_);
   return messages_;
 }
 

@@ -193,8 +193,10 @@ class Runner : public std::enable_shared_from_this<Runner> {
       // Callbacks may need other operations of this communicator.
       lock.unlock();
       for (auto& [task, error] : finished) task->finish(error);
+      const size_t count = finished.size();
+      finished.clear();  // what a task owns may need the GIL
       lock.lock();
-      finished_ += finished.size();
+      finished_ += count;
     }
     if (!busy()) hurried_ = false;
     if (waiting_ || error_) changed_.notify_all();

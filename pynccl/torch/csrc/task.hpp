@@ -134,6 +134,7 @@ inline bool Task::advance_event(Milliseconds slice) {
 inline void Task::finish(std::exception_ptr error) {
   intrusive_ptr<c10::ivalue::Future> waiting;
   std::function<void()> last;
+  std::tuple<Tensors, decltype(issue)> gone;  // which may need the GIL: not under the lock
   {
     // Who ends the group may fail what another thread is about to finish.
     std::lock_guard<std::mutex> lock(mutex_);
@@ -153,8 +154,7 @@ inline void Task::finish(std::exception_ptr error) {
     std::lock_guard<std::mutex> lock(mutex_);
     error_ = std::move(error);
     done_.store(true, std::memory_order_release);
-    kept.clear();
-    issue = nullptr;
+    kept.swap(std::get<0>(gone)), issue.swap(std::get<1>(gone));
     if (!end_) waiting = future_;
   }
   changed_.notify_all();
