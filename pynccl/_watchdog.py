@@ -45,7 +45,7 @@ def start(comm: Communicator, with_channel: bool, look: Callable[[], object] | N
         channel = _connect(comm, deadline, look)
         sockets, gone = ffi.new("int[]", channel.sockets), _channel.GONE in channel.sockets
         processes = channel.processes
-    milliseconds = 0 if timeout is None else max(1, int(min(timeout, 1e9) * 1000))
+    milliseconds = 0 if timeout is None else max(1, int(timeout * 1000))
     code = lib.pynccl_watch_start(comm._c, sockets, milliseconds, _cure(), context)
     if code:
         raise NcclSystemError(f"the watchdog cannot be started: {os.strerror(code)}")

@@ -67,8 +67,12 @@ def run(
     traceback; with `check=False` its RankError stands in the result instead, and the other ranks go on.
     `env` adds variables. Nothing is left running afterwards.
     """
+    if isinstance(nranks, bool) or not isinstance(nranks, int):
+        raise TypeError(f"nranks is {nranks!r}; expected an int, then the function: run(4, fn)")
     if nranks < 1:
-        raise ValueError(f"nranks must be at least 1, not {nranks}")
+        raise ValueError(f"nranks is {nranks}; expected 1 or more")
+    if not callable(fn):
+        raise TypeError(f"fn is {fn!r}; expected a function that takes (rank, nranks, *args)")
     # Found by name, or as bytes together with the arguments, since their classes are no easier to find.
     place = _locate(fn)
     content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))

@@ -10,8 +10,10 @@ import errno
 import itertools
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
+from pynccl import RankFailedError
 from pynccl.bootstrap import Store
 
 # Below the ports that a system gives to connections, which would take one at any time; each worker of xdist
@@ -41,6 +43,15 @@ def hear(what: str) -> None:
     """Wait until another rank has said something."""
     with store() as meeting:
         meeting.wait(what)
+
+
+def failure(what: Callable[[], object]) -> RankFailedError:
+    """Do something until a rank has failed."""
+    try:
+        while True:
+            what()
+    except RankFailedError as error:
+        return error
 
 
 def starved() -> float:

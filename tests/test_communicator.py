@@ -175,7 +175,7 @@ def time_out(rank: int, nranks: int) -> None:
     if rank == 0:
         start = time.monotonic()
         with pytest.raises(
-            NcclTimeoutError, match="ncclAllReduce did not complete .* within 3 s .*rank 0 of 2"
+            NcclTimeoutError, match="ncclAllReduce did not complete .*within 3 s .*rank 0 of 2"
         ):
             comm.all_reduce(np.zeros(10))
         assert 2.9 < time.monotonic() - start < 15
