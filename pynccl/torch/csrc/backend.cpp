@@ -346,8 +346,7 @@ void Backend::startCoalescing() {
   auto lock = entered();
   if (coalesced_)
     // torch begins no group within another one.
-    fail_all(*coalesced_, std::make_exception_ptr(C10_BUILD_ERROR(
-                              DistBackendError, "pynccl: an exception left the group of this operation")));
+    fail_all(*coalesced_, error_of("pynccl: an exception left the group of this operation"));
   coalesced_.emplace();
 }
 

@@ -26,13 +26,15 @@ inline void check_signals() {
 inline const char* const kOfTheParent =
     "pynccl: this belongs to the parent of this forked process; make a new process group here";
 
-inline std::exception_ptr shut_down() {
+inline std::exception_ptr error_of(const std::string& text) {
   try {
-    C10_THROW_ERROR(DistBackendError, "pynccl: the process group was shut down");
+    C10_THROW_ERROR(DistBackendError, text);
   } catch (...) {
     return std::current_exception();
   }
 }
+
+inline std::exception_ptr shut_down() { return error_of("pynccl: the process group was shut down"); }
 
 class Runner;
 
