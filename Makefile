@@ -38,6 +38,7 @@ bench: $(VENV)/bench $(VENV)/built
 	$(BIN)/python benchmarks/call_overhead.py
 	$(BIN)/python benchmarks/store.py
 	$(BIN)/python benchmarks/torch_all_reduce.py
+	$(BIN)/python benchmarks/torch_in_flight.py
 
 lint: $(VENV)/dev $(VENV)/test $(VENV)/built
 	$(BIN)/ruff check $(PYTHON_FILES)

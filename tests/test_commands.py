@@ -79,6 +79,8 @@ ELSEWHERE = {
     "deepspeed ": "needs GPUs to start; tests/test_engines.py sets what it sets",
     "mpirun -n 2 python examples/torch_deepspeed.py": "tests/test_torch_examples.py",
     "torchrun --nproc-per-node 2 examples/torch_deepspeed.py": "tests/test_torch_examples.py",
+    "torchrun --nproc-per-node 2 examples/torch_accelerate.py": "tests/test_torch_examples.py",
+    "python -m pynccl.torch build": "tests/test_torch_groups.py",
     "python tests/fault_schedules.py --count": "tests/test_fault_schedules.py",
     "python tests/test_torch_suite.py": "torch's own tests, for `make test-full`",
     "python tools/check_torch.py": "installs many torches",

@@ -114,7 +114,6 @@ def other_reductions(rank: int, size: int, gloo: Any, ours: Any) -> None:
     dist.all_reduce(half, Op.SUM, ours)
     same([half], [sum(values(r, (9,), torch.bfloat16) for r in range(size))], "bfloat16")
     for wrong, op, error in (
-        (torch.ones(2, dtype=torch.int32), Op.AVG, "AVG with integers"),
         (torch.ones(2, dtype=torch.bool), Op.AVG, "AVG with Bool"),
         (torch.ones(2), Op.BAND, "non-integral"),
         (torch.ones(2, dtype=torch.complex64), Op.MAX, "complex"),

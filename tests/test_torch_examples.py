@@ -86,6 +86,18 @@ def test_discovery_by_mpi() -> None:
     assert lines == [f"rank {r} of 3 by MPI: 3" for r in range(3)]
 
 
+@pytest.mark.parametrize("way", ["loop", "trainer"])
+def test_accelerate(way: str) -> None:
+    """On CPUs both know gloo only by name: they use the group that there is."""
+    losses = {}
+    for backend in ("gloo", "pynccl"):
+        lines = torchrun(2, "torch_accelerate.py", way, "--backend", backend)
+        said = [line.split(": loss ") for line in lines if line.startswith("rank ")]
+        assert [where for where, _ in said] == [f"rank {rank} of 2 on {backend}" for rank in range(2)]
+        losses[backend] = [float(loss) for _, loss in said]
+    assert losses["pynccl"] == pytest.approx(losses["gloo"], abs=1e-5)
+
+
 def deepspeed_lines(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("rank ")]
 

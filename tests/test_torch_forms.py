@@ -160,7 +160,7 @@ def wrong_arguments(size: int, ours: Any) -> list[tuple[Callable[[], Any], str]]
         (lambda: dist.all_to_all_single(wide, wide, [1] * size, [1] * size, ours), "splits sum to"),
         (lambda: pg.alltoall(lists(1), lists(size)).wait(), f"1 outputs and {size} inputs"),
         (lambda: pg.broadcast([x], root(size)), f"invalid root rank: {size}, expected 0 to {size - 1}"),
-        (lambda: pg.send([x], dist.get_rank(), 0), "other than this one"),
+        (lambda: pg.send([x], size, 0), f"dst is {size}, expected a rank from 0 to {size - 1}"),
         (lambda: pg.recv([x], size, 0), "src is"),
         (lambda: pg.allreduce([x, x]).wait(), "takes one tensor, got 2"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -340,12 +341,38 @@ def test_a_program_without_destroy_process_group_ends_well(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
+def build(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m pynccl.torch`."""
+    whole = clean_environment() | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)} | env
+    command = [sys.executable, "-m", "pynccl.torch", *arguments]
+    return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=250)
+
+
+needs_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is not installed")
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_compiler_with_options(tmp_path: Path) -> None:
-    """The backend compiles without a warning, too."""
-    env = clean_environment() | {"PYNCCL_CACHE": str(tmp_path), "CXX": "g++ -m64 -Werror"}
-    root = str(Path(__file__).resolve().parent.parent)
-    command = [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import pynccl.torch", root]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("compiler", ["g++ -m64", pytest.param("clang++", marks=needs_clang)])
+def test_building_ahead(tmp_path: Path, compiler: str) -> None:
+    """The backend compiles without a warning, too; whoever compiles says so."""
+    env = {"PYNCCL_CACHE": str(tmp_path), "CXX": f"{compiler} -Werror"}
+    done = build("build", **env)
     assert done.returncode == 0, done.stderr
+    assert f"pynccl.torch compiles its backend against torch {torch.__version__} with " in done.stderr
+    (library,) = tmp_path.glob("*/_pynccl_torch.so")
+    assert done.stdout == f"{library}\n"
+    done = build("build", **env)
+    assert (done.returncode, done.stdout) == (0, f"{library}\n")
+    assert done.stderr == "pynccl.torch: compiled already\n"
+    on_ranks(2, device_map, tmp_path, "pynccl", "pynccl", env=env)
+
+
+def test_what_cannot_be_built(tmp_path: Path) -> None:
+    for arguments in ((), ("nonsense",), ("build", "more")):
+        done = build(*arguments, PYNCCL_CACHE=str(tmp_path))
+        assert done.returncode == 2 and done.stderr.startswith("usage: python -m pynccl.torch")
+    done = build("build", PYNCCL_CACHE=str(tmp_path), PATH="", CXX="")
+    assert done.returncode == 1
+    assert done.stderr.startswith("pynccl.torch: ") and "no C++ compiler 'g++'" in done.stderr
+    assert not list(tmp_path.glob("*/*.so"))

@@ -37,8 +37,8 @@ def total() -> float:
 
 def refusals(rank: int, size: int) -> None:
     """What is refused in a group leaves no group open behind it."""
-    whole = [torch.ones(2, dtype=torch.int32) for _ in range(2)]
-    with pytest.raises(TypeError, match=r"Cannot use ReduceOp.AVG with integers"):
+    whole = [torch.ones(2, dtype=torch.bool) for _ in range(2)]
+    with pytest.raises(TypeError, match=r"Cannot use ReduceOp.AVG with Bool"):
         dist.all_reduce_coalesced(whole, dist.ReduceOp.AVG)
     assert total() == size
 

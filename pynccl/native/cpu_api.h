@@ -1,6 +1,7 @@
 // What the CPU library adds to NCCL's C API: streams, events and devices, since it has no CUDA to
 // borrow them from. Same rules as nccl_api.h, which comes first. A stream handle of 0, 1 or 2 is a
-// communicator's default stream (CUDA's null, legacy and per-thread handles).
+// communicator's default stream (CUDA's null, legacy and per-thread handles). A stream's flags: 1 is CUDA's
+// cudaStreamNonBlocking; with 2 it has no thread, and its work is run only by those who wait for it.
 
 ncclResult_t pyncclCpuDeviceCount(int* count); // since 2.32.3
 ncclResult_t pyncclCpuSetDevice(int device); // since 2.32.3

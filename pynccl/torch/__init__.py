@@ -6,23 +6,34 @@ Importing this module registers it; then `torch.distributed.init_process_group("
 from __future__ import annotations
 
 import atexit
-import os
+import sys
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pynccl import _lifetime
-from pynccl.torch import _build, _provider
+from pynccl.torch import _build, _provider, _rendezvous
 
 if not dist.is_available():
     raise ImportError("pynccl.torch needs a torch built with torch.distributed")
 
-_extension = _build.load()
-_extension.set_provider(_provider.provide)
-# Before Python ends: a thread that runs callbacks would end the process then.
-atexit.register(lambda: _extension.end_all(_lifetime.raised()))
+
+def _register() -> Any:
+    extension = _build.load()
+    extension.set_provider(_provider.provide)
+    # Before Python ends: a thread that runs callbacks would end the process then.
+    atexit.register(lambda: extension.end_all(_lifetime.raised()))
+    dist.Backend.register_backend("pynccl", _create, extended_api=True, devices=["cpu", "cuda"])
+    return extension
+
+
+def _runs_the_command() -> bool:
+    """Whether Python imports this to find `python -m pynccl.torch`, which compiles by itself."""
+    named = ("-m", __name__) in pairwise(sys.orig_argv) or f"-m{__name__}" in sys.orig_argv
+    return sys.argv[:1] == ["-m"] and named
 
 
 def _create(options: Any, _: Any) -> Any:
@@ -30,19 +41,23 @@ def _create(options: Any, _: Any) -> Any:
     seconds = options.timeout.total_seconds()
     if seconds <= 0:
         raise ValueError(f"timeout is {options.timeout}; expected a positive timedelta")
-    # torchrun's store outlives groups and, after a restart, ranks, and torch uses the same names again; gloo,
-    # which takes no notice of that, hangs after a restart (seen with torch 2.13).
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", options.store)  # type: ignore[attr-defined, unused-ignore]
-    number = store.add(f"groups of rank {options.group_rank}", 1)
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+
+    def name(rank: int) -> str:
+        of = f"rank {rank} of group {options.group_id!r}"
+        return of if ranks[rank] == rank else f"{of} (global rank {ranks[rank]})"
+
+    number = _rendezvous.meet(options.store, options.group_rank, options.group_size, seconds, name)
     return _extension.Backend(
-        dist.PrefixStore(f"group {number}", store),  # type: ignore[attr-defined, unused-ignore]
+        dist.PrefixStore(f"group {number}", options.store),  # type: ignore[attr-defined, unused-ignore]
         options.group_rank,
         options.group_size,
         timedelta(milliseconds=max(1, round(seconds * 1000))),
         # With CUDA devices a group may never see a cpu tensor.
         not torch.cuda.is_available(),
+        options.group_id,
+        ranks,
     )
 
 
-dist.Backend.register_backend("pynccl", _create, extended_api=True, devices=["cpu", "cuda"])
+_extension: Any = None if _runs_the_command() else _register()

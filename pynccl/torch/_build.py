@@ -10,6 +10,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,14 +32,22 @@ class BuildError(NcclError, ImportError):
     """The C++ part of pynccl.torch could not be compiled."""
 
 
-def load() -> ModuleType:
-    """Return the extension module, compiled first where the cache does not have it."""
+def build() -> tuple[Path, bool]:
+    """Return the path of the extension in the cache, and whether it had to be compiled."""
     path = _own_folder(_cache() / _key()) / f"{NAME}.so"
+    compiled = False
     if not path.exists():
         with _locked(path.parent):
             if not path.exists():
                 _compile(path)
+                compiled = True
     _check(path, path.lstat(), stat.S_ISREG, sticky=False)
+    return path, compiled
+
+
+def load() -> ModuleType:
+    """Return the extension module, compiled first where the cache does not have it."""
+    path, _ = build()
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -153,6 +162,8 @@ def flags_for(root: Path) -> list[str]:
         "-Wextra",
         # Operations that a backend does not look at keep their parameters' names.
         "-Wno-unused-parameter",
+        # What is virtual differs between versions of torch.
+        "-Wno-inconsistent-missing-override",
         f"-DTORCH_EXTENSION_NAME={NAME}",
         f"-I{API}",
         *(argument for path in headers for argument in ("-isystem", str(path))),
@@ -184,8 +195,14 @@ def _compile(target: Path) -> None:
     handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
     libraries = [f"-L{library}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
-    command = [*_compiler(), *_flags(), str(SOURCES / "extension.cpp"), "-o", partial, *libraries]
     try:
+        command = [*_compiler(), *_flags(), str(SOURCES / "extension.cpp"), "-o", partial, *libraries]
+        print(
+            f"pynccl.torch compiles its backend against torch {torch.__version__} with {command[0]}, once: "
+            "this takes 20 to 100 s (`python -m pynccl.torch build` does it ahead)",
+            file=sys.stderr,
+            flush=True,
+        )
         done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
         if done.returncode:
             raise BuildError(

@@ -22,15 +22,20 @@ uint64_t serial_of(ncclComm_t comm) {
 // A wait without a time-out is remembered for the search of deadlocks when it has taken this long.
 constexpr int kSoonMs = 100;
 
+// 1 is CUDA's.
+constexpr unsigned kNonBlocking = 1, kAttended = 2;
+
 Deadline deadline_of(int64_t ms) { return ms < 0 ? kForever : after_ms(std::min<int64_t>(ms, 1e12)); }
 
 ncclResult_t create_stream(cudaStream_t* stream, unsigned int flags, const char* function) {
   REQUIRE_POINTER(function, stream);
   *stream = nullptr;
-  if (flags > 1)
-    return fail(ncclInvalidArgument, "%s: flags is %u, expected 0 or 1 (cudaStreamNonBlocking)", function,
-                flags);
-  std::shared_ptr<Stream> made = Domain::of(default_device(), 0)->create(flags == 0);
+  if (flags > (kNonBlocking | kAttended))
+    return fail(ncclInvalidArgument,
+                "%s: flags is %u, expected 0, or of 1 (cudaStreamNonBlocking) and 2 (no thread) the sum",
+                function, flags);
+  std::shared_ptr<Stream> made =
+      Domain::of(default_device(), 0)->create(!(flags & kNonBlocking), flags & kAttended);
   *stream = static_cast<cudaStream_t>(handles<Stream>().add(std::move(made)));
   return ncclSuccess;
 }

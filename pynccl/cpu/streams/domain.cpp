@@ -75,8 +75,8 @@ std::shared_ptr<Stream> Domain::per_thread() {
   return per_thread_[std::this_thread::get_id()] = Stream::make(*this, true);
 }
 
-std::shared_ptr<Stream> Domain::create(bool blocking) {
-  std::shared_ptr<Stream> stream = Stream::make(*this, blocking);
+std::shared_ptr<Stream> Domain::create(bool blocking, bool attended) {
+  std::shared_ptr<Stream> stream = Stream::make(*this, blocking, attended);
   stream->keeps = shared_from_this();
   if (!blocking) return stream;
   std::lock_guard<std::mutex> lock(mutex_);

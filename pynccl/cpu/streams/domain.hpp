@@ -20,7 +20,7 @@ class Domain : public std::enable_shared_from_this<Domain> {
   Domain();
   const std::shared_ptr<Stream>& legacy() const { return legacy_; }  // handles 0 and 1
   std::shared_ptr<Stream> per_thread();                              // handle 2: the calling thread's own
-  std::shared_ptr<Stream> create(bool blocking);
+  std::shared_ptr<Stream> create(bool blocking, bool attended = false);
   // The streams whose work of now completes before new work of this one.
   std::vector<std::shared_ptr<Stream>> come_before(const Stream& stream);
 

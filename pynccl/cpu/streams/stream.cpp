@@ -13,8 +13,8 @@ constexpr size_t kMostErrors = 64;  // that nobody asked for
 
 }  // namespace
 
-std::shared_ptr<Stream> Stream::make(Domain& domain, bool blocking) {
-  auto stream = std::make_shared<Stream>(domain, blocking);
+std::shared_ptr<Stream> Stream::make(Domain& domain, bool blocking, bool attended) {
+  auto stream = std::make_shared<Stream>(domain, blocking, attended);
   // The thread that works for it is an owner of its own, which goes when the others are gone.
   return std::shared_ptr<Stream>(stream.get(), [stream](Stream*) mutable {
     stream->close();
@@ -26,6 +26,11 @@ void Stream::close() {
   stop_.store(true);
   arrivals_.ring();
   stopping_.ring();
+  if (!attended_ || idle()) return;
+  try {
+    start_worker();                  // nobody can wait for it any more
+  } catch (const std::exception&) {  // no thread to be had: what is left is not run
+  }
 }
 
 void Stream::start_worker() {
@@ -35,7 +40,7 @@ void Stream::start_worker() {
 }
 
 Stream::Nodes Stream::nodes_for(Node node) {
-  start_worker();
+  if (!attended_) start_worker();
   Nodes nodes;
   for (std::shared_ptr<Stream>& other : domain_.come_before(*this)) {
     nodes.emplace_back();

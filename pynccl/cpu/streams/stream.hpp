@@ -42,8 +42,10 @@ struct Node {
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   // The stream ends when its last owner has let go of it and its work is done.
-  static std::shared_ptr<Stream> make(Domain& domain, bool blocking);
-  Stream(Domain& domain, bool blocking) : domain_(domain), blocking_(blocking) {}
+  // An attended one has no thread: its work is run by those who wait for it.
+  static std::shared_ptr<Stream> make(Domain& domain, bool blocking, bool attended = false);
+  Stream(Domain& domain, bool blocking, bool attended)
+      : domain_(domain), blocking_(blocking), attended_(attended) {}
 
   // Work is queued in two steps under the issue lock, so that a group is queued whole or not at all: what may
   // run out of memory or threads comes first.
@@ -82,7 +84,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void close();
   void note_errors(const Task& task);
   Domain& domain_;  // lives as long as anybody can push
-  const bool blocking_;
+  const bool blocking_, attended_;
   bool ended_ = false;
   std::mutex queue_mutex_, running_;
   Nodes queue_;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 
 extern "C" {
@@ -28,8 +29,11 @@ namespace pynccl {
 #define PYNCCL_TORCH_OPTIONAL(X)                                                               \
   X(ncclGetLastError) X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclCommShrink)        \
   X(pyncclCpuStreamCreateWithFlags) X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery)          \
-  X(pyncclCpuStreamSynchronize)
+  X(pyncclCpuStreamSynchronize) X(pyncclCpuInterrupt)
 // clang-format on
+
+// With NCCL_COMM_BLOCKING=0 a call may still be under way when it returns.
+inline bool failed(ncclResult_t result) { return result != ncclSuccess && result != ncclInProgress; }
 
 struct Api {
 #define PYNCCL_MEMBER(name) decltype(&::name) name = nullptr;
@@ -59,16 +63,17 @@ struct Api {
   }
 
   void check(ncclResult_t result, const std::string& what, ncclComm_t comm = nullptr) const {
-    if (result != ncclSuccess && result != ncclInProgress)
-      C10_THROW_ERROR(DistBackendError, what + ": " + describe(result, comm));
+    if (failed(result)) C10_THROW_ERROR(DistBackendError, what + ": " + describe(result, comm));
   }
 };
+
+using ApiPtr = std::shared_ptr<const Api>;
 
 // Several calls as one; the first failure is the result.
 template <class Body>
 ncclResult_t grouped(const Api& api, Body body) {
   ncclResult_t first = api.ncclGroupStart();
-  if (first != ncclSuccess) return first;
+  if (failed(first)) return first;
   try {
     first = body();
   } catch (...) {
@@ -77,7 +82,7 @@ ncclResult_t grouped(const Api& api, Body body) {
     throw;
   }
   ncclResult_t last = api.ncclGroupEnd();
-  return first != ncclSuccess ? first : last;
+  return failed(first) ? first : last;
 }
 
 }  // namespace pynccl

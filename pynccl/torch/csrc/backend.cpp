@@ -42,53 +42,44 @@ void bounded(std::function<void()> call, Milliseconds limit, const std::string& 
   if (state->error) std::rethrow_exception(state->error);
 }
 
-std::vector<uint8_t> wait_for_key(c10d::Store& store, const std::string& key, Milliseconds limit) {
-  auto deadline = Clock::now() + limit;
-  auto next_look = Clock::now() + kSlice;
-  auto pause = std::chrono::microseconds(50);
-  while (!store.check({key})) {
-    if (Clock::now() >= deadline)
-      C10_THROW_ERROR(DistBackendError, c10::str("pynccl: Timed out after ", limit.count(),
-                                                 "ms waiting for rank 0 of the group"));
-    if (Clock::now() >= next_look) {
-      check_signals();
-      next_look = Clock::now() + kSlice;
-    }
-    std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 2, std::chrono::microseconds(10000));
-  }
-  return store.get(key);
-}
-
-ncclUniqueId exchange_id(const Api& api, c10d::Store& store, const std::string& key, bool first,
-                         Milliseconds limit) {
+// The id of a group's communicator, which its first rank makes. One whose attempt was in vain is replaced.
+std::optional<ncclUniqueId> exchange_id(const Api& api, const Attempt& attempt, const OwnStore& store,
+                                        const std::string& key, bool first, std::string& tried) {
   ncclUniqueId id;
   if (first) {
     ncclResult_t result = api.ncclGetUniqueId(&id);
     const char* bytes = id.internal;
-    std::string error = result == ncclSuccess ? "" : api.describe(result, nullptr);
-    store.set(key, result == ncclSuccess ? std::vector<uint8_t>(bytes, bytes + sizeof id)
-                                         : std::vector<uint8_t>(error.begin(), error.end()));
+    std::string error = failed(result) ? api.describe(result, nullptr) : "";
+    store->set(key, failed(result) ? std::vector<uint8_t>(error.begin(), error.end())
+                                   : std::vector<uint8_t>(bytes, bytes + sizeof id));
     api.check(result, "ncclGetUniqueId");
     return id;
   }
-  auto bytes = wait_for_key(store, key, limit);
+  std::string bytes;
+  do {
+    if (!attempt.await(store, key, std::chrono::seconds(30))) return std::nullopt;
+    auto value = store->get(key);
+    bytes.assign(value.begin(), value.end());
+    if (bytes == tried) std::this_thread::sleep_for(kSlice);
+  } while (bytes == tried);
+  tried = bytes;
   if (bytes.size() != sizeof id)
-    C10_THROW_ERROR(DistBackendError,
-                    "ncclGetUniqueId failed on rank 0: " + std::string(bytes.begin(), bytes.end()));
+    C10_THROW_ERROR(DistBackendError, "ncclGetUniqueId failed on rank 0: " + bytes);
   std::copy(bytes.begin(), bytes.end(), id.internal);
   return id;
 }
 
 }  // namespace
 
-Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu)
+Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu,
+                 Named named)
     : c10d::Backend(rank, size),
       store_(std::move(store)),
-      options_(c10::make_intrusive<Options>(std::min(timeout, kLongest))) {
+      options_(c10::make_intrusive<Options>(std::min(timeout, kLongest))),
+      named_(std::move(named)) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "rank is ", rank, ", expected 0 to ", size - 1);
   TORCH_CHECK_VALUE(timeout.count() > 0, "timeout is ", timeout.count(), "ms, expected more than 0");
-  if (connect_cpu) lane(at::kCPU);
+  if (connect_cpu) connected(at::kCPU);
 }
 
 namespace {
@@ -100,8 +91,9 @@ std::vector<c10::weak_intrusive_ptr<Backend>>& living() {
 }  // namespace
 
 intrusive_ptr<Backend> Backend::make(intrusive_ptr<c10d::Store> store, int rank, int size,
-                                     Milliseconds timeout, bool connect_cpu) {
-  auto made = c10::make_intrusive<Backend>(std::move(store), rank, size, timeout, connect_cpu);
+                                     Milliseconds timeout, bool connect_cpu, Named named) {
+  auto made =
+      c10::make_intrusive<Backend>(std::move(store), rank, size, timeout, connect_cpu, std::move(named));
   std::lock_guard<std::mutex> lock(living_mutex);
   auto& all = living();
   all.erase(std::remove_if(all.begin(), all.end(), [](auto& weak) { return weak.expired(); }), all.end());
@@ -126,10 +118,7 @@ Backend::~Backend() { leave(true); }
 void Backend::release_resources() { leave(true); }
 
 void Backend::leave(bool abort) {
-  if (home_.foreign()) {
-    forsake(lanes_), forsake(channels_), forsake(pending_), forsake(any_), forsake(group_task_);
-    return forsake(watcher_);
-  }
+  if (home_.foreign()) return forsake(lanes_), forsake(messages_), forsake(coalesced_);
   // Threads that end here may need the GIL.
   std::unique_ptr<pybind11::gil_scoped_release> release;
   if (Py_IsInitialized() && PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
@@ -137,7 +126,6 @@ void Backend::leave(bool abort) {
     abort ? end(true) : shutdown();
   } catch (...) {
   }
-  watcher_->stop();
 }
 
 std::unique_lock<std::recursive_mutex> Backend::entered() {
@@ -145,47 +133,80 @@ std::unique_lock<std::recursive_mutex> Backend::entered() {
   return std::unique_lock<std::recursive_mutex>(mutex_);
 }
 
-Lane& Backend::lane(c10::Device device, bool connected) {
+LanePtr Backend::lane(c10::Device device, int peer) {
   auto lock = entered();
   if (ended_.load()) C10_THROW_ERROR(DistBackendError, "pynccl: the process group was shut down or aborted");
   TORCH_CHECK(device.is_cpu() || device.is_cuda(), "pynccl works on cpu and cuda tensors, got ", device);
-  auto found = lanes_.find(device.str());
-  if (found == lanes_.end()) found = lanes_.emplace(device.str(), open(device)).first;
-  Lane& lane = found->second;
-  if (connected && !lane.comm) lane.comm = make_comm(*lane.api, device);
-  return lane;
+  const std::string name = peer < 0 ? device.str() : c10::str(device.str(), " with ", peer);
+  auto found = lanes_.find(name);
+  if (found == lanes_.end()) found = lanes_.emplace(name, open(device, peer)).first;
+  return found->second;
 }
 
-Lane Backend::open(c10::Device device) {
+// Ranks may open their lanes in any order, and each may have another number of devices: the key names what is
+// the same on all of them.
+LanePtr Backend::open(c10::Device device, int peer) {
   Provided provided = provide(device);
-  Lane lane;
-  auto api = std::make_shared<const Api>(provided.addresses);
-  lane.api = api;
+  auto lane = std::make_shared<Lane>();
+  lane->api = std::make_shared<const Api>(provided.addresses);
+  lane->device = device;
+  int same = 0;
+  for (auto& [name, other] : lanes_) same += other->device.type() == device.type() && other->size == size_;
+  lane->key = c10::str("pynccl/", device.is_cpu() ? "cpu" : "cuda", "/", same);
+  lane->rank = rank_, lane->size = size_;
+  if (peer >= 0) {
+    lane->key = c10::str("pynccl/cuda/pair/", std::min(peer, rank_), "/", std::max(peer, rank_));
+    lane->rank = int(peer < rank_), lane->size = 2;
+  }
   if (device.is_cpu()) {
-    TORCH_CHECK(api->pyncclCpuStreamCreateWithFlags, "CPU tensors need pynccl's CPU library");
-    // The pool's streams end before the library's functions do.
-    lane.pool = std::shared_ptr<StreamPool>(new StreamPool(*api), [api](StreamPool* pool) { delete pool; });
+    TORCH_CHECK(lane->api->pyncclCpuStreamCreateWithFlags, "CPU tensors need pynccl's CPU library");
+    lane->queue = std::make_shared<Queue>(lane->api);
   } else {
-    lane.stream = c10::Stream(c10::Stream::UNSAFE, device, provided.stream_id);
-    lane.handle = reinterpret_cast<cudaStream_t>(provided.stream);
+    lane->stream = c10::Stream(c10::Stream::UNSAFE, device, provided.stream_id);
+    lane->handle = reinterpret_cast<cudaStream_t>(provided.stream);
   }
   return lane;
 }
 
-ncclComm_t Backend::make_comm(const Api& api, c10::Device device) {
-  // The number keeps a second connection from reading the first one's id.
-  std::string key = c10::str("pynccl/", device.is_cpu() ? "cpu" : "cuda", "/", connections_++);
-  Milliseconds limit = options_->timeout;
-  ncclUniqueId id = exchange_id(api, *store_, key, rank_ == 0, limit);
-  auto comm = std::make_shared<ncclComm_t>(nullptr);
-  bounded(
-      [comm, id, device, &api = api, size = size_, rank = rank_] {
-        c10::OptionalDeviceGuard guard;
-        if (!device.is_cpu()) guard.reset_device(device);
-        api.check(api.ncclCommInitRank(comm.get(), size, id, rank), "ncclCommInitRank");
-      },
-      limit, c10::str("connecting rank ", rank_, " of ", size_), true);
-  return *comm;
+std::shared_ptr<Attempt> Backend::connect(const Lane& lane) {
+  return Attempt::begin(lane.api, [api = lane.api, device = lane.device, key = lane.key, tried = lane.tried,
+                                   rank = lane.rank, size = lane.size, shared = store_](Attempt& attempt) {
+    OwnStore store(shared);
+    auto id = exchange_id(*api, attempt, store, key, rank == 0, *tried);
+    c10::OptionalDeviceGuard guard;
+    if (!device.is_cpu()) guard.reset_device(device);
+    return id ? attempt.init(size, *id, rank) : nullptr;
+  });
+}
+
+LanePtr Backend::connected(c10::Device device, int peer) {
+  auto lock = entered();
+  LanePtr lane = this->lane(device, peer);
+  if (lane->comm) return lane;
+  if (!lane->attempt) lane->attempt = connect(*lane);
+  auto attempt = lane->attempt;
+  const Milliseconds limit = options_->timeout;
+  lock.unlock();
+  for (auto deadline = Clock::now() + limit; !attempt->wait(kSlice) && !attempt->stopped();) {
+    check_signals();
+    // The attempt goes on: the next operation waits for it again.
+    if (Clock::now() >= deadline)
+      C10_THROW_ERROR(DistBackendError, c10::str("pynccl: connecting rank ", rank_, " of ", size_, ", ",
+                                                 here(), ",", " took longer than ", limit.count(), "ms"));
+  }
+  lock.lock();
+  if (lane->attempt == attempt) {
+    lane->attempt = nullptr;
+    if (auto comm = attempt->stopped() ? nullptr : attempt->result()) {
+      lane->comm = comm;
+      if (lane->queue) lane->queue->connected(comm);
+    }
+  }
+  if (!lane->comm) {
+    attempt->stopped() ? std::rethrow_exception(shut_down()) : void(attempt->result());
+    std::rethrow_exception(shut_down());
+  }
+  return lane;
 }
 
 TaskPtr Backend::make_task(Call& call, Milliseconds timeout) const {
@@ -199,52 +220,57 @@ TaskPtr Backend::make_task(Call& call, Milliseconds timeout) const {
 }
 
 WorkPtr Backend::work_of(OpType type, const std::string& name, std::vector<TaskPtr> tasks) {
-  while (!pending_.empty()) {
-    auto oldest = pending_.front().lock();
-    if (oldest && !oldest->done()) break;
-    pending_.pop_front();
+  if (!here_ || here_uid_ != pg_uid_ || here_desc_ != pg_desc_) {
+    here_ = std::make_shared<const std::string>(here());
+    here_uid_ = pg_uid_, here_desc_ = pg_desc_;
   }
-  for (auto& task : tasks) pending_.push_back(task);
-  return c10::make_intrusive<WorkPynccl>(rank_, type, "pynccl:" + name, std::move(tasks), ++sequence_,
-                                         watcher_);
+  return c10::make_intrusive<WorkPynccl>(rank_, type, "pynccl:" + name, std::move(tasks), ++sequence_, here_);
 }
 
-WorkPtr Backend::launch(Call call, Milliseconds timeout) {
+WorkPtr Backend::launch(Call call, Milliseconds timeout, Pace pace) {
+  LanePtr on = connected(call.device, call.peer);
   auto lock = entered();
   OpType type = call.type;
   std::string name = call.name;
   TaskPtr task;
-  if (coalescing_) {
-    TORCH_CHECK(recorded_.empty() || recorded_[0].device == call.device,
+  if (coalesced_) {
+    auto& calls = coalesced_->calls;
+    TORCH_CHECK(calls.empty() || calls[0].device == call.device,
                 "operations that are coalesced must be on one device, got ", call.device, " after ",
-                recorded_.empty() ? call.device : recorded_[0].device);
-    if (!group_task_) {
-      group_task_ = make_task(call, timeout);
-      group_task_->set_recording(true);
+                calls.empty() ? call.device : calls[0].device);
+    if (!coalesced_->task) {
+      coalesced_->task = make_task(call, timeout);
+      coalesced_->task->set_recording(true);
     }
-    task = group_task_;
-    recorded_.push_back(std::move(call));
+    coalesced_->pace = std::max(coalesced_->pace, pace);
+    task = coalesced_->task;
+    calls.push_back(std::move(call));
   } else {
     task = make_task(call, timeout);
-    start(task, std::move(call));
+    start(*on, task, std::move(call), pace);
   }
   return work_of(type, name, {task});
 }
 
-void Backend::start(const TaskPtr& task, Call call) {
-  Lane& on = lane(call.device);
+// For the handlers of operations. torch leaves a group open where one of its parts raises, and what comes
+// later would only be recorded: the group's end raises instead.
+WorkPtr Backend::refused() {
+  auto lock = entered();
+  if (!coalesced_) throw;
+  if (!coalesced_->refusal) coalesced_->refusal = std::current_exception();
+  auto task = std::make_shared<Task>();
+  task->set_recording(true);
+  coalesced_->refused.push_back(task);
+  return work_of(OpType::UNKNOWN, "refused", {task});
+}
+
+void Backend::start(Lane& on, const TaskPtr& task, Call call, Pace pace) {
   task->kept = std::move(call.kept);
-  if (on.pool) {
-    cudaStream_t stream = on.pool->take(on.comm);
-    try {
-      on.api->check(call.issue(*on.api, on.comm, stream), call.name, on.comm);
-    } catch (...) {
-      on.pool->give_back(stream);
-      throw;
-    }
+  if (on.queue) {
     task->post = std::move(call.post);
-    task->issued(*on.api, on.comm, stream, on.pool);
-    return;
+    task->issue = std::move(call.issue);
+    task->runner = on.queue;
+    return on.queue->push(task, pace);
   }
   c10::impl::VirtualGuardImpl device(call.device.type());
   c10::DeviceGuard guard(call.device);
@@ -255,12 +281,18 @@ void Backend::start(const TaskPtr& task, Call call) {
     for (auto& tensor : *tensors)
       if (tensor.defined() && tensor.device() == call.device)
         device.recordDataPtrOnStream(tensor.storage().data_ptr(), *on.stream);
-  on.api->check(call.issue(*on.api, on.comm, on.handle), call.name, on.comm);
+  on.comm->check(call.issue(*on.api, on.comm->handle(), on.handle), call.name);
   c10::StreamGuard on_stream(*on.stream);
   if (call.post) call.post();
   auto end = std::make_unique<c10::Event>(call.device.type());
   end->record(*on.stream);
-  task->issued(std::move(end), *on.stream);
+  task->issued(std::move(end), *on.stream, on.comm);
+  auto gone = [](const std::weak_ptr<Task>& weak) {
+    auto held = weak.lock();
+    return !held || held->done() || held->end()->query();
+  };
+  while (!on.issued.empty() && gone(on.issued.front())) on.issued.pop_front();
+  on.issued.push_back(task);
 }
 
 Call Backend::merged(std::vector<Call> calls, OpType type, std::string name) const {
@@ -275,7 +307,7 @@ Call Backend::merged(std::vector<Call> calls, OpType type, std::string name) con
   all.issue = [parts](const Api& api, ncclComm_t comm, cudaStream_t stream) {
     return grouped(api, [&] {
       for (auto& part : *parts)
-        if (ncclResult_t r = part.issue(api, comm, stream); r != ncclSuccess) return r;
+        if (ncclResult_t r = part.issue(api, comm, stream); failed(r)) return r;
       return ncclSuccess;
     });
   };
@@ -286,57 +318,97 @@ Call Backend::merged(std::vector<Call> calls, OpType type, std::string name) con
   return all;
 }
 
+namespace {
+
+void fail_all(const Coalesced& group, std::exception_ptr error) {
+  for (auto& task : group.parts()) {
+    task->set_recording(false);
+    task->fail(error);
+  }
+}
+
+void begin_messages(const Coalesced& group) {
+  for (auto& [task, begin] : group.messages) {
+    task->set_recording(false);
+    try {
+      begin();
+    } catch (...) {
+      task->fail(std::current_exception());
+    }
+  }
+  // Whoever waits for the batch waits for one of them after another.
+  for (auto& task : group.parts()) task->hurry();
+}
+
+}  // namespace
+
 void Backend::startCoalescing() {
   auto lock = entered();
-  TORCH_CHECK(!coalescing_, "startCoalescing: a group is open already");
-  coalescing_ = true;
+  if (coalesced_)
+    // torch begins no group within another one.
+    fail_all(*coalesced_, error_of("pynccl: an exception left the group of this operation"));
+  coalesced_.emplace();
 }
 
 WorkPtr Backend::endCoalescing() {
   auto lock = entered();
-  TORCH_CHECK(coalescing_, "endCoalescing without startCoalescing");
-  coalescing_ = false;
-  auto calls = std::move(recorded_);
-  auto tasks = std::move(recorded_tasks_);
-  auto group = std::move(group_task_);
-  recorded_.clear(), recorded_tasks_.clear(), group_task_ = nullptr;
-  if (group) {
-    Call call = merged(std::move(calls), OpType::COALESCED, "coalesced");
-    group->set_recording(false);
-    group->inputs = call.inputs, group->outputs = call.outputs;
+  TORCH_CHECK(coalesced_, "endCoalescing without startCoalescing");
+  Coalesced group = std::move(*coalesced_);
+  coalesced_.reset();
+  if (group.refusal) {
+    fail_all(group, group.refusal);
+    std::rethrow_exception(group.refusal);
+  }
+  if (group.task) {
+    Call call = merged(std::move(group.calls), OpType::COALESCED, "coalesced");
+    group.task->set_recording(false);
+    group.task->inputs = call.inputs, group.task->outputs = call.outputs;
     try {
-      start(group, std::move(call));
+      start(*lane(call.device), group.task, std::move(call), group.pace);
     } catch (...) {
-      group->fail(std::current_exception());
+      fail_all(group, std::current_exception());
       throw;
     }
-    tasks.push_back(group);
   }
+  auto tasks = group.parts();
   if (tasks.empty()) {
     tasks.push_back(std::make_shared<Task>());
     tasks.back()->succeed();
   }
-  return work_of(OpType::COALESCED, "coalesced", std::move(tasks));
+  auto work = work_of(OpType::COALESCED, "coalesced", std::move(tasks));
+  lock.unlock();
+  begin_messages(group);
+  return work;
 }
 
 #ifdef PYNCCL_HAS_ERROR_TYPE
 c10d::ErrorType Backend::getError() {
   auto lock = entered();
-  for (auto& [device, lane] : lanes_) {
-    ncclResult_t state = ncclSuccess;
-    if (lane.comm) lane.api->ncclCommGetAsyncError(lane.comm, &state);
+  for (auto& lane : all_lanes()) {
+    ncclResult_t state = lane->comm ? lane->comm->state() : ncclSuccess;
     if (state == ncclRemoteError) return c10d::ErrorType::REMOTE_ERROR;
-    if (state != ncclSuccess && state != ncclInProgress) return c10d::ErrorType::COMM_ERROR;
+    if (failed(state)) return c10d::ErrorType::COMM_ERROR;
   }
   return c10d::ErrorType::SUCCESS;
 }
 #endif
 
+std::vector<LanePtr> Backend::all_lanes() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::vector<LanePtr> all;
+  for (auto& [name, lane] : lanes_) all.push_back(lane);
+  return all;
+}
+
 std::vector<TaskPtr> Backend::unfinished() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  std::vector<TaskPtr> tasks;
-  for (auto& weak : pending_)
-    if (auto task = weak.lock(); task && !task->done()) tasks.push_back(task);
+  std::vector<TaskPtr> tasks = messages_ ? messages_->open() : std::vector<TaskPtr>();
+  for (auto& lane : all_lanes()) {
+    if (lane->queue)
+      for (auto& task : lane->queue->open()) tasks.push_back(task);
+    for (auto& weak : lane->issued)
+      if (auto task = weak.lock(); task && !task->done()) tasks.push_back(task);
+  }
   return tasks;
 }
 
@@ -347,27 +419,35 @@ void Backend::shutdown() {
   if (home_.foreign()) return;
   bool finished = true;
   auto until = Clock::now() + kEndSeconds;
-  for (auto& task : unfinished())
+  for (auto& task : unfinished()) {
+    task->hurry();
     while (!task->advance(Milliseconds(10)))
       if (Clock::now() >= std::min(until, task->deadline)) {
         finished = false;
         break;
       }
+  }
   end(!finished);
 }
 
 void Backend::end(bool abort) {
   if (home_.foreign() || ended_.exchange(true)) return;
-  std::map<std::string, Lane> lanes;
-  std::map<std::string, std::shared_ptr<Channel>> channels;
+  auto lanes = all_lanes();
+  std::shared_ptr<Messages> messages;
   {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    lanes.swap(lanes_), channels.swap(channels_);
+    lanes_.clear();
+    messages = messages_;
+    for (auto& lane : lanes)
+      if (lane->attempt) lane->attempt->stop();
   }
-  auto close = [lanes, channels, abort] {
-    for (auto& [key, channel] : channels) channel->close(abort);
-    for (auto& [device, lane] : lanes)
-      if (lane.comm) abort ? lane.api->ncclCommAbort(lane.comm) : lane.api->ncclCommDestroy(lane.comm);
+  const auto why = shut_down();
+  auto close = [lanes, messages, why, abort] {
+    if (messages) messages->close(why, abort);
+    for (auto& lane : lanes) {
+      if (lane->queue) lane->queue->close(why, abort);
+      if (lane->comm) lane->comm->end(abort);
+    }
   };
   std::exception_ptr error;
   try {
@@ -375,12 +455,17 @@ void Backend::end(bool abort) {
   } catch (...) {
     error = std::current_exception();
   }
-  for (auto& task : unfinished())
-    if (!task->advance(Milliseconds(100))) task->fail(shut_down());
+  if (messages) messages->stop(why);
+  for (auto& lane : lanes) {
+    if (lane->queue) lane->queue->stop(why);
+    for (auto& weak : lane->issued)
+      if (auto task = weak.lock(); task && !task->advance(Milliseconds(100))) task->fail(why);
+  }
   if (error) std::rethrow_exception(error);
 }
 
-// Without ncclCommSplit: the new group connects through the store when it is first used.
+// Without ncclCommSplit: the new group connects through this group's store when it is first used. The store
+// that torch gives has the same name for each group of these ranks, also after all ranks have started again.
 intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& store,
                                             const std::vector<int>& ranks,
                                             const intrusive_ptr<c10d::Backend::Options>& options) {
@@ -390,14 +475,38 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
   // torch asks once for each type of device, although one backend serves them all.
   if (auto before = split_.lock(); before && split_store_ == store && split_ranks_ == ranks) return before;
   const auto cpu = lanes_.find("cpu");
-  const bool on_cpu = cpu != lanes_.end() && cpu->second.comm;
+  const bool on_cpu = cpu != lanes_.end() && cpu->second->comm;
+  ++splits_;
+  Named named = named_of(ranks);
+  std::string key = "pynccl/split";
+  for (int rank : ranks) key += c10::str("-", rank);
+  auto where = c10::make_intrusive<c10d::PrefixStore>(c10::str(key, "/", split_counts_[ranks]++), store_);
   lock.unlock();
   auto timeout = options ? options->timeout : options_->timeout;
-  auto made = make(store, int(at - ranks.begin()), int(ranks.size()), timeout, on_cpu);
+  auto made = make(where, int(at - ranks.begin()), int(ranks.size()), timeout, on_cpu, std::move(named));
   lock.lock();
   split_ = c10::weak_intrusive_ptr<c10d::Backend>(made);
   split_store_ = store, split_ranks_ = ranks;
   return made;
+}
+
+Named Backend::named_of(const std::vector<int>& ranks) const {
+  Named named{c10::str(named_.name, ":split"), {}};
+  for (int rank : ranks) named.ranks.push_back(global_rank(rank));
+  return named;
+}
+
+int64_t Backend::global_rank(int rank) const {
+  return named_.ranks.empty() ? rank : named_.ranks[size_t(rank)];
+}
+
+// In errors. torch names a group only after its backend is made.
+std::string Backend::here() const {
+  const std::string& name = pg_uid_.empty() ? named_.name : pg_uid_;
+  std::string text = c10::str("rank ", rank_, " of group '", name, "'");
+  if (!pg_desc_.empty() && pg_desc_ != "undefined") text += " (" + pg_desc_ + ")";
+  if (global_rank(rank_) != rank_) text += c10::str(", which is global rank ", global_rank(rank_));
+  return text;
 }
 
 // The survivors' communicators, made from this group's.
@@ -411,27 +520,30 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& exclude
   auto timeout = options ? options->timeout : options_->timeout;
   std::string key = "pynccl/shrunk";
   for (int r : out) key += c10::str("-", r);
-  auto made = make(c10::make_intrusive<c10d::PrefixStore>(key, store_), rank, size_ - int(out.size()),
-                   timeout, false);
+  std::vector<int> stay;
+  for (int r = 0; r < size_; ++r)
+    if (!std::binary_search(out.begin(), out.end(), r)) stay.push_back(r);
+  auto made = make(c10::make_intrusive<c10d::PrefixStore>(key, store_), rank, int(stay.size()), timeout,
+                   false, named_of(stay));
   auto lock = entered();
-  for (auto& [device, lane] : lanes_) {
-    if (!lane.comm) continue;
-    TORCH_CHECK(lane.api->ncclCommShrink, "shrinking needs NCCL 2.27 or newer");
-    Lane smaller = lane;
-    if (smaller.pool) {
-      auto api = lane.api;
-      smaller.pool =
-          std::shared_ptr<StreamPool>(new StreamPool(*api), [api](StreamPool* pool) { delete pool; });
-    }
-    auto comm = std::make_shared<ncclComm_t>(nullptr);
+  for (auto& lane : all_lanes()) {
+    if (!lane->comm || lane->size != size_) continue;
+    TORCH_CHECK(lane->api->ncclCommShrink, "shrinking needs NCCL 2.27 or newer");
+    LanePtr smaller = made->lane(lane->device);
+    auto shrunk = std::make_shared<CommPtr>();
     bounded(
-        [=, parent = lane.comm, api = lane.api]() mutable {
-          api->check(api->ncclCommShrink(parent, out.data(), int(out.size()), comm.get(), nullptr, flags),
-                     "ncclCommShrink", parent);
+        [=, parent = lane->comm]() mutable {
+          ncclComm_t handle = nullptr;
+          auto& api = parent->api();
+          ncclResult_t result =
+              api.ncclCommShrink(parent->handle(), out.data(), int(out.size()), &handle, nullptr, flags);
+          api.check(result, "ncclCommShrink", parent->handle());
+          *shrunk = std::make_shared<Comm>(lane->api, handle);
+          (*shrunk)->check(result, "ncclCommShrink");
         },
         timeout, "shrink", true);
-    smaller.comm = *comm;
-    made->lanes_.emplace(device, smaller);
+    smaller->comm = *shrunk;
+    if (smaller->queue) smaller->queue->connected(*shrunk);
   }
   return made;
 }

@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "channel.hpp"
+#include "messages.hpp"
 #include "reduction.hpp"
 
 // What c10d lacked in torch 2.6; elsewhere names that all versions have will do.
@@ -24,20 +24,60 @@ struct Call {
   OpType type = OpType::UNKNOWN;
   std::string name;
   c10::Device device{at::kCPU};
-  Milliseconds timeout{-1};
+  int peer = -1;  // of a message on a device, outside a batch
   Tensors inputs, outputs, kept;
   std::function<ncclResult_t(const Api&, ncclComm_t, cudaStream_t)> issue;
   std::function<void()> post;
 };
 
-// A device's library and stream, and once it is needed the communicator.
-struct Lane {
-  std::shared_ptr<const Api> api;
-  ncclComm_t comm = nullptr;
-  std::optional<c10::Stream> stream;  // none on the CPU
-  cudaStream_t handle = nullptr;
-  std::shared_ptr<StreamPool> pool;  // on the CPU
+// What torch coalesces: issued together at the end of the group, or, where one part was refused, not at all.
+struct Coalesced {
+  std::vector<Call> calls;
+  TaskPtr task;  // of all calls
+  Pace pace = Pace::Awaited;
+  std::vector<std::pair<TaskPtr, std::function<void()>>> messages;
+  std::vector<TaskPtr> refused;
+  std::exception_ptr refusal;  // the first
+
+  std::vector<TaskPtr> parts() const {
+    std::vector<TaskPtr> all = refused;
+    for (auto& [message, begin] : messages) all.push_back(message);
+    if (task) all.push_back(task);
+    return all;
+  }
 };
+
+// What is said of a group in errors. `ranks` are those of the whole program; empty: the group's own.
+struct Named {
+  std::string name;
+  std::vector<int64_t> ranks;
+};
+
+// A device's library and stream, and once it is needed the communicator of the group, or of a pair of it.
+struct Lane {
+  ApiPtr api;
+  c10::Device device{at::kCPU};
+  std::string key;  // in the store: the same on all ranks
+  int rank = 0, size = 0;
+  std::shared_ptr<Attempt> attempt;                                      // to connect, while it is under way
+  std::shared_ptr<std::string> tried = std::make_shared<std::string>();  // the id of the one before
+  CommPtr comm;
+  std::shared_ptr<Queue> queue;       // on the CPU
+  std::optional<c10::Stream> stream;  // on a device
+  cudaStream_t handle = nullptr;
+  std::deque<std::weak_ptr<Task>> issued;  // on the stream, and perhaps not done
+};
+using LanePtr = std::shared_ptr<Lane>;
+
+// What an operation's options say of its caller: torch's own, since 2.8.
+template <class Options>
+auto pace_of(const Options& options, int) -> decltype(options.asyncOp ? Pace::Now : Pace::Now) {
+  return options.asyncOp ? Pace::Now : Pace::Awaited;
+}
+template <class Options>
+Pace pace_of(const Options&, long) {
+  return Pace::Soon;
+}
 
 class Backend : public c10d::Backend {
  public:
@@ -45,22 +85,26 @@ class Backend : public c10d::Backend {
     explicit Options(Milliseconds limit) : c10d::Backend::Options("pynccl", limit) {}
   };
 
-  Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu);
+  Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu,
+          Named named);
   ~Backend() override;
   static intrusive_ptr<Backend> make(intrusive_ptr<c10d::Store> store, int rank, int size,
-                                     Milliseconds timeout, bool connect_cpu);
+                                     Milliseconds timeout, bool connect_cpu, Named named);
   static void end_all(bool abort);  // before Python ends; else what is in flight is completed first
   void release_resources() override;
 
   const std::string getBackendName() const override { return "pynccl"; }
-  intrusive_ptr<c10d::Backend::Options> getBackendOptions() { return options_; }
+  // A copy: torch changes what it gets before it gives it to split.
+  intrusive_ptr<c10d::Backend::Options> getBackendOptions() {
+    return c10::make_intrusive<Options>(*options_);
+  }
   bool supportsCoalescing() const { return true; }  // virtual since torch 2.7
   bool supportsSplitting() const override { return true; }
   bool supportsShrinking() const { return true; }
   void setTimeout(Milliseconds timeout) { options_->timeout = std::min(timeout, kLongest); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  void eagerConnectSingleDevice(at::Device device) override { lane(device); }
+  void eagerConnectSingleDevice(at::Device device) override { connected(device); }
 #ifdef PYNCCL_HAS_ERROR_TYPE
   c10d::ErrorType getError();
 #endif
@@ -71,6 +115,7 @@ class Backend : public c10d::Backend {
   void shutdown();
   intrusive_ptr<c10d::Backend> split(const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                      const intrusive_ptr<c10d::Backend::Options>& options);
+  uint64_t splits() const { return splits_; }
   intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags = 0,
                                       const intrusive_ptr<c10d::Backend::Options>& options = nullptr);
 
@@ -117,19 +162,30 @@ class Backend : public c10d::Backend {
   Call merged(std::vector<Call> calls, OpType type, std::string name) const;
 
   void check_root(int64_t root, const char* function) const;
-  void check_peer(int peer, const char* argument) const;
-  WorkPtr launch(Call call, Milliseconds timeout);
+  void check_peer(int peer, const char* argument, c10::Device device) const;
+  template <class Options>
+  WorkPtr launch(Call call, const Options& options) {
+    return launch(std::move(call), options.timeout, pace_of(options, 0));
+  }
+  WorkPtr launch(Call call, Milliseconds timeout, Pace pace);
   TaskPtr make_task(Call& call, Milliseconds timeout) const;
-  void start(const TaskPtr& task, Call call);
+  void start(Lane& lane, const TaskPtr& task, Call call, Pace pace);
+  WorkPtr refused();
   WorkPtr work_of(OpType type, const std::string& name, std::vector<TaskPtr> tasks);
+  Named named_of(const std::vector<int>& ranks) const;
+  int64_t global_rank(int rank) const;
+  std::string here() const;
   WorkPtr point_to_point(OpType type, const at::Tensor& tensor, int peer, int tag);
-  std::shared_ptr<Channel> channel(int source, int destination, int tag);
-  void receive_any(const TaskPtr& task, const at::Tensor& data, int tag);
-  Lane& lane(c10::Device device, bool connected = true);
-  Lane open(c10::Device device);
-  ncclComm_t make_comm(const Api& api, c10::Device device);
-  c10::Device barrier_device(const c10d::BarrierOptions& options) const;
+  WorkPtr device_message(Call call, const at::Tensor& data, int peer);
+  std::shared_ptr<Messages> messages();
+  LanePtr lane(c10::Device device, int peer = -1);
+  LanePtr open(c10::Device device, int peer);
+  // Waits for the other ranks: without the lock.
+  LanePtr connected(c10::Device device, int peer = -1);
+  std::shared_ptr<Attempt> connect(const Lane& lane);
+  c10::Device barrier_device(const c10d::BarrierOptions& options);
   std::vector<TaskPtr> unfinished();
+  std::vector<LanePtr> all_lanes();
   void end(bool abort);
   void leave(bool abort);
   std::unique_lock<std::recursive_mutex> entered();
@@ -138,23 +194,21 @@ class Backend : public c10d::Backend {
   intrusive_ptr<c10d::Store> store_;
   intrusive_ptr<Options> options_;
   std::recursive_mutex mutex_;
-  std::map<std::string, Lane> lanes_;
-  std::map<std::string, std::shared_ptr<Channel>> channels_;
-  std::shared_ptr<Watcher> watcher_ = std::make_shared<Watcher>();
-  std::deque<std::weak_ptr<Task>> pending_;
-  uint64_t sequence_ = 0;
-  uint64_t connections_ = 0, monitored_ = 0;
+  std::map<std::string, LanePtr> lanes_;
+  std::shared_ptr<Messages> messages_;
+  uint64_t sequence_ = 0, monitored_ = 0;
   std::atomic<bool> ended_{false};
-  bool coalescing_ = false;
-  std::vector<Call> recorded_;
-  std::vector<TaskPtr> recorded_tasks_;
-  // Receives from any source, by tag: the oldest takes the first message.
-  std::map<int, std::deque<TaskPtr>> any_;
-  TaskPtr group_task_;
+  std::optional<Coalesced> coalesced_;
+  Named named_;
+  // The text of here(), and what it was made of: every operation has it.
+  std::shared_ptr<const std::string> here_;
+  std::string here_uid_, here_desc_;
   // The newest split, and what it was made from.
   c10::weak_intrusive_ptr<c10d::Backend> split_{intrusive_ptr<c10d::Backend>()};
   intrusive_ptr<c10d::Store> split_store_;
   std::vector<int> split_ranks_;
+  std::map<std::vector<int>, uint64_t> split_counts_;
+  std::atomic<uint64_t> splits_{0};
 };
 
 // What Python provides: the functions of a device's library and, for CUDA, a stream as (id, handle).

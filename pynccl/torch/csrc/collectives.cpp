@@ -79,7 +79,7 @@ void Backend::check_root(int64_t root, const char* function) const {
                     size_ - 1);
 }
 
-WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) try {
   NoGrad no_grad;
   auto& tensor = only(tensors, "broadcast");
   check_root(options.rootRank, "broadcast");
@@ -91,7 +91,9 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& optio
     return api.ncclBroadcast(data.data_ptr(), data.data_ptr(), data.nbytes(), ncclUint8, root, comm, stream);
   };
   if (!data.is_alias_of(tensor)) call.post = [tensor = tensor, data] { tensor.copy_(data); };
-  return launch(std::move(call), options.timeout);
+  return launch(std::move(call), options);
+} catch (...) {
+  return refused();
 }
 
 // Everyone gathers all inputs and reduces its slice (the whole for -1).
@@ -129,26 +131,30 @@ Call Backend::all_reduce_call(const at::Tensor& tensor, const ReduceOp& op) cons
   return call;
 }
 
-WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) try {
   NoGrad no_grad;
   if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
-  return launch(all_reduce_call(only(tensors, "all_reduce"), options.reduceOp), options.timeout);
+  return launch(all_reduce_call(only(tensors, "all_reduce"), options.reduceOp), options);
+} catch (...) {
+  return refused();
 }
 
-WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(!tensors.empty(), "allreduce_coalesced: requires non-empty tensor list");
   std::vector<Call> calls;
   for (auto& tensor : tensors) calls.push_back(all_reduce_call(tensor, options.reduceOp));
-  return launch(merged(std::move(calls), OpType::ALLREDUCE_COALESCED, "allreduce_coalesced"),
-                options.timeout);
+  return launch(merged(std::move(calls), OpType::ALLREDUCE_COALESCED, "allreduce_coalesced"), options);
+} catch (...) {
+  return refused();
 }
 
 // As gloo has it: the sum, and the call returns with it. Indices and values of every rank, then a coalesce.
-WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(options.reduceOp.op_ == ReduceOp::SUM, "sparse all_reduce has ReduceOp.SUM only, got ",
                     op_name(options.reduceOp));
+  TORCH_CHECK((entered(), !coalesced_), "sparse all_reduce cannot be coalesced");
   at::Tensor tensor = tensors.at(0), mine = tensor.coalesce();
   auto gathered = [&](const at::Tensor& input, const std::vector<int64_t>& rows) {
     Tensors outputs;
@@ -157,7 +163,7 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
       shape[0] = n;
       outputs.push_back(at::empty(shape, input.options()));
     }
-    launch(all_gather_list_call(outputs, input), options.timeout)->wait();
+    launch(all_gather_list_call(outputs, input), options.timeout, Pace::Awaited)->wait();
     return outputs;
   };
   at::Tensor count = at::full({1}, mine._nnz(), at::kLong);
@@ -173,9 +179,11 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   task->succeed();
   auto lock = entered();
   return work_of(OpType::_ALLREDUCE_SPARSE, "all_reduce", {task});
+} catch (...) {
+  return refused();
 }
 
-WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) try {
   NoGrad no_grad;
   auto& tensor = only(tensors, "reduce");
   check_root(options.rootRank, "reduce");
@@ -199,7 +207,9 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   }
   call.type = OpType::REDUCE, call.name = "reduce";
   if (rank_ != root) call.post = nullptr;
-  return launch(std::move(call), options.timeout);
+  return launch(std::move(call), options);
+} catch (...) {
+  return refused();
 }
 
 Call Backend::all_gather_call(const at::Tensor& output, const at::Tensor& input) const {
@@ -246,7 +256,7 @@ Call Backend::all_gather_list_call(const Tensors& outputs, const at::Tensor& inp
         auto& to = landed[size_t(r)];
         auto result = api.ncclBroadcast(r == rank ? data.data_ptr() : to.data_ptr(), to.data_ptr(),
                                         to.nbytes(), ncclUint8, r, comm, stream);
-        if (result != ncclSuccess) return result;
+        if (failed(result)) return result;
       }
       return ncclSuccess;
     });
@@ -256,22 +266,26 @@ Call Backend::all_gather_list_call(const Tensors& outputs, const at::Tensor& inp
 }
 
 WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                           const c10d::AllgatherOptions& options) {
+                           const c10d::AllgatherOptions& options) try {
   NoGrad no_grad;
   auto& input = only(inputs, "all_gather");
   TORCH_CHECK_VALUE(outputs.size() == 1, "all_gather takes one output list, got ", outputs.size());
-  return launch(all_gather_list_call(outputs[0], input), options.timeout);
+  return launch(all_gather_list_call(outputs[0], input), options);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                 const c10d::AllgatherOptions& options) {
+                                 const c10d::AllgatherOptions& options) try {
   NoGrad no_grad;
-  return launch(all_gather_call(output, input), options.timeout);
+  return launch(all_gather_call(output, input), options);
+} catch (...) {
+  return refused();
 }
 
 // outputs[rank][i] receives that rank's inputs[i].
 WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                                     const c10d::AllgatherOptions& options) {
+                                     const c10d::AllgatherOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(int(outputs.size()) == size_, "all_gather_coalesced: ", outputs.size(),
                     " output lists, expected ", size_);
@@ -286,20 +300,22 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
     calls.push_back(all_gather_list_call(row, inputs[i]));
   }
   TORCH_CHECK_VALUE(!calls.empty(), "all_gather_coalesced: requires non-empty tensor list");
-  return launch(merged(std::move(calls), OpType::ALLGATHER_COALESCED, "all_gather_coalesced"),
-                options.timeout);
+  return launch(merged(std::move(calls), OpType::ALLGATHER_COALESCED, "all_gather_coalesced"), options);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                 const c10d::AllgatherOptions& options) {
+                                                 const c10d::AllgatherOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(),
                     "all_gather_into_tensor_coalesced: ", outputs.size(), " outputs for ", inputs.size(),
                     " inputs");
   std::vector<Call> calls;
   for (size_t i = 0; i < inputs.size(); ++i) calls.push_back(all_gather_call(outputs[i], inputs[i]));
-  return launch(merged(std::move(calls), OpType::COALESCED, "all_gather_into_tensor_coalesced"),
-                options.timeout);
+  return launch(merged(std::move(calls), OpType::COALESCED, "all_gather_into_tensor_coalesced"), options);
+} catch (...) {
+  return refused();
 }
 
 Call Backend::reduce_scatter_call(const at::Tensor& output, const at::Tensor& input,
@@ -355,7 +371,7 @@ Call Backend::reduce_scatter_list_call(const at::Tensor& output, const Tensors& 
             auto& row = rows[size_t(r)];
             auto result = api.ncclReduce(row.data_ptr(), landed.data_ptr(), size_t(row.numel()),
                                          reduction.type, made, r, comm, stream);
-            if (result != ncclSuccess) return result;
+            if (failed(result)) return result;
           }
           return ncclSuccess;
         });
@@ -370,21 +386,25 @@ Call Backend::reduce_scatter_list_call(const at::Tensor& output, const Tensors& 
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                const c10d::ReduceScatterOptions& options) {
+                                const c10d::ReduceScatterOptions& options) try {
   NoGrad no_grad;
   auto& output = only(outputs, "reduce_scatter");
   TORCH_CHECK_VALUE(inputs.size() == 1, "reduce_scatter takes one input list, got ", inputs.size());
-  return launch(reduce_scatter_list_call(output, inputs[0], options.reduceOp), options.timeout);
+  return launch(reduce_scatter_list_call(output, inputs[0], options.reduceOp), options);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                      const c10d::ReduceScatterOptions& options) {
+                                      const c10d::ReduceScatterOptions& options) try {
   NoGrad no_grad;
-  return launch(reduce_scatter_call(output, input, options.reduceOp), options.timeout);
+  return launch(reduce_scatter_call(output, input, options.reduceOp), options);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                 const c10d::ReduceScatterOptions& options) {
+                                                 const c10d::ReduceScatterOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(!inputs.empty() && outputs.size() == inputs.size(),
                     "reduce_scatter_tensor_coalesced: ", outputs.size(), " outputs for ", inputs.size(),
@@ -392,8 +412,9 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
   std::vector<Call> calls;
   for (size_t i = 0; i < inputs.size(); ++i)
     calls.push_back(reduce_scatter_call(outputs[i], inputs[i], options.reduceOp));
-  return launch(merged(std::move(calls), OpType::COALESCED, "reduce_scatter_tensor_coalesced"),
-                options.timeout);
+  return launch(merged(std::move(calls), OpType::COALESCED, "reduce_scatter_tensor_coalesced"), options);
+} catch (...) {
+  return refused();
 }
 
 // Tensor r of the inputs to rank r, tensor r of the outputs from it. Lists may be empty, or hold undefined
@@ -407,9 +428,9 @@ Call Backend::all_to_all_call(const Tensors& outputs, const Tensors& inputs) con
   call.issue = [sent, landed](const Api& api, ncclComm_t comm, cudaStream_t stream) {
     return grouped(api, [&] {
       ncclResult_t result = ncclSuccess;
-      for (size_t r = 0; r < sent.size() && result == ncclSuccess; ++r)
+      for (size_t r = 0; r < sent.size() && !failed(result); ++r)
         result = api.ncclSend(sent[r].data_ptr(), sent[r].nbytes(), ncclUint8, int(r), comm, stream);
-      for (size_t r = 0; r < landed.size() && result == ncclSuccess; ++r)
+      for (size_t r = 0; r < landed.size() && !failed(result); ++r)
         result = api.ncclRecv(landed[r].data_ptr(), landed[r].nbytes(), ncclUint8, int(r), comm, stream);
       return result;
     });
@@ -418,16 +439,18 @@ Call Backend::all_to_all_call(const Tensors& outputs, const Tensors& inputs) con
   return call;
 }
 
-WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(int(outputs.size()) == size_ && int(inputs.size()) == size_,
                     "all_to_all: ", outputs.size(), " outputs and ", inputs.size(), " inputs, expected ",
                     size_, " each");
-  return launch(all_to_all_call(outputs, inputs), options.timeout);
+  return launch(all_to_all_call(outputs, inputs), options);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                               std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+                               std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) try {
   NoGrad no_grad;
   check_dtypes("all_to_all_single", output, input);
   at::Tensor landed = landing(output);
@@ -438,10 +461,13 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vecto
   call.inputs = {input}, call.outputs = {output};
   call.kept.push_back(landed);
   if (!landed.is_alias_of(output)) call.post = [output, landed] { output.copy_(landed); };
-  return launch(std::move(call), options.timeout);
+  return launch(std::move(call), options);
+} catch (...) {
+  return refused();
 }
 
-WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                        const c10d::GatherOptions& options) try {
   NoGrad no_grad;
   auto& input = only(inputs, "gather");
   check_root(options.rootRank, "gather");
@@ -459,17 +485,19 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c1
                                                           cudaStream_t stream) {
     return grouped(api, [&] {
       ncclResult_t result = api.ncclSend(data.data_ptr(), data.nbytes(), ncclUint8, to, comm, stream);
-      for (size_t r = 0; r < landed.size() && result == ncclSuccess; ++r)
+      for (size_t r = 0; r < landed.size() && !failed(result); ++r)
         result = api.ncclRecv(landed[r].data_ptr(), landed[r].nbytes(), ncclUint8, int(r), comm, stream);
       return result;
     });
   };
   if (root) call.post = [outputs = outputs[0], landed] { copy_back(outputs, landed); };
-  return launch(std::move(call), options.timeout);
+  return launch(std::move(call), options);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                         const c10d::ScatterOptions& options) {
+                         const c10d::ScatterOptions& options) try {
   NoGrad no_grad;
   auto& output = only(outputs, "scatter");
   check_root(options.rootRank, "scatter");
@@ -487,32 +515,37 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                             cudaStream_t stream) {
     return grouped(api, [&] {
       ncclResult_t result = ncclSuccess;
-      for (size_t r = 0; r < sent.size() && result == ncclSuccess; ++r)
+      for (size_t r = 0; r < sent.size() && !failed(result); ++r)
         result = api.ncclSend(sent[r].data_ptr(), sent[r].nbytes(), ncclUint8, int(r), comm, stream);
-      if (result != ncclSuccess) return result;
+      if (failed(result)) return result;
       return api.ncclRecv(landed.data_ptr(), landed.nbytes(), ncclUint8, from, comm, stream);
     });
   };
   if (!landed.is_alias_of(output)) call.post = [output = output, landed] { output.copy_(landed); };
-  return launch(std::move(call), options.timeout);
+  return launch(std::move(call), options);
+} catch (...) {
+  return refused();
 }
 
-c10::Device Backend::barrier_device(const c10d::BarrierOptions& options) const {
+c10::Device Backend::barrier_device(const c10d::BarrierOptions& options) {
+  auto lock = entered();
   if (options.device && options.device->is_cuda() && options.device->has_index()) return *options.device;
   if (!options.device_ids.empty() && !lanes_.count("cpu"))
     return c10::Device(at::kCUDA, c10::DeviceIndex(options.device_ids[0]));
   if (bound_device_id_ && bound_device_id_->is_cuda()) return *bound_device_id_;
   if (lanes_.empty() || lanes_.count("cpu")) return at::kCPU;
-  return c10::Device(lanes_.begin()->first);
+  return lanes_.begin()->second->device;
 }
 
-WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
+WorkPtr Backend::barrier(const c10d::BarrierOptions& options) try {
   NoGrad no_grad;
   auto flag = at::zeros({1}, at::TensorOptions(at::kByte).device(barrier_device(options)));
   Call call = all_reduce_call(flag, ReduceOp(ReduceOp::MAX));
   call.type = OpType::BARRIER, call.name = "barrier";
   call.inputs.clear(), call.outputs.clear(), call.kept = {flag};
-  return launch(std::move(call), options.timeout);
+  return launch(std::move(call), options);
+} catch (...) {
+  return refused();
 }
 
 }  // namespace pynccl

@@ -11,13 +11,28 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("torch._C._distributed_c10d");
-  py::class_<pynccl::Backend, c10d::Backend, c10::intrusive_ptr<pynccl::Backend>>(m, "Backend")
+  using Options = pynccl::Backend::Options;
+  py::class_<pynccl::Backend, c10d::Backend, c10::intrusive_ptr<pynccl::Backend>> backend(m, "Backend");
+  // torch copies a group's options before it splits the group.
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(backend, "Options")
+      .def("__copy__", [](const Options& options) { return c10::make_intrusive<Options>(options); })
+      .def("__deepcopy__",
+           [](const Options& options, const py::dict&) { return c10::make_intrusive<Options>(options); });
+  backend
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                       std::chrono::milliseconds timeout, bool connect_cpu) {
-             return pynccl::Backend::make(store, rank, size, timeout, connect_cpu);
+                       std::chrono::milliseconds timeout, bool connect_cpu, std::string name,
+                       std::vector<int64_t> ranks) {
+             return pynccl::Backend::make(store, rank, size, timeout, connect_cpu,
+                                          {std::move(name), std::move(ranks)});
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("connect_cpu"),
+           py::arg("name") = "", py::arg("ranks") = std::vector<int64_t>(),
            py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("options", &pynccl::Backend::getBackendOptions)
+      // What torch asks of ranks that a new group leaves out: a group connects through the store, without
+      // them.
+      .def("perform_nocolor_split", [](pynccl::Backend&, const c10::Device&) {})
+      .def("comm_split_count", &pynccl::Backend::splits)
       .def("abort", &pynccl::Backend::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &pynccl::Backend::shutdown, py::call_guard<py::gil_scoped_release>());
   m.def("end_all", &pynccl::Backend::end_all, py::call_guard<py::gil_scoped_release>());

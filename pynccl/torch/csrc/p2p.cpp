@@ -3,33 +3,43 @@
 
 namespace pynccl {
 
-void Backend::check_peer(int peer, const char* argument) const {
-  TORCH_CHECK_VALUE(peer >= 0 && peer < size_ && peer != rank_, argument, " is ", peer,
-                    ", expected a rank from 0 to ", size_ - 1, " other than this one (", rank_, ")");
+// A rank is its own peer on the CPU, and in a group, as NCCL has it.
+void Backend::check_peer(int peer, const char* argument, c10::Device device) const {
+  const bool itself = device.is_cpu() || coalesced_;
+  TORCH_CHECK_VALUE(peer >= 0 && peer < size_ && (peer != rank_ || itself), argument, " is ", peer,
+                    ", expected a rank from 0 to ", size_ - 1,
+                    itself ? c10::str("") : c10::str(" other than this one (", rank_, ")"));
 }
 
-std::shared_ptr<Channel> Backend::channel(int source, int destination, int tag) {
-  std::string key = c10::str("pynccl/p2p/", source, "/", destination, "/", tag);
+std::shared_ptr<Messages> Backend::messages() {
+  auto lock = entered();
   // The other ranks are not needed for it.
-  Lane& cpu = lane(at::kCPU, false);
-  auto& found = channels_[key];
-  if (!found) {
-    found = std::make_shared<Channel>(Link{*cpu.api, cpu.pool, store_}, key, source == rank_);
-    found->open();
-  }
-  return found;
+  auto cpu = lane(at::kCPU);
+  if (!messages_) messages_ = std::make_shared<Messages>(cpu->api, store_, rank_, size_);
+  return messages_;
 }
 
-WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, "send takes one tensor, got ", tensors.size());
-  check_peer(peer, "dst");
-  return point_to_point(OpType::SEND, tensors[0], peer, tag);
+WorkPtr Backend::send(Tensors& tensors, int peer, int tag) try {
+  auto& tensor = only(tensors, "send");
+  check_peer(peer, "dst", tensor.device());
+  return point_to_point(OpType::SEND, tensor, peer, tag);
+} catch (...) {
+  return refused();
 }
 
-WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, "recv takes one tensor, got ", tensors.size());
-  check_peer(peer, "src");
-  return point_to_point(OpType::RECV, tensors[0], peer, tag);
+WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) try {
+  auto& tensor = only(tensors, "recv");
+  check_peer(peer, "src", tensor.device());
+  return point_to_point(OpType::RECV, tensor, peer, tag);
+} catch (...) {
+  return refused();
+}
+
+WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) try {
+  TORCH_CHECK(only(tensors, "recv").is_cpu(), "recv from any source works on cpu tensors: NCCL has none");
+  return point_to_point(OpType::RECVANYSOURCE, tensors[0], kAnySource, tag);
+} catch (...) {
+  return refused();
 }
 
 WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer, int tag) {
@@ -37,72 +47,44 @@ WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer,
   bool sends = type == OpType::SEND;
   at::Tensor data = tensor.contiguous();
   Call call;
-  call.type = type, call.name = sends ? "send" : "recv", call.device = tensor.device();
+  call.type = type, call.device = tensor.device();
+  call.name = sends ? "send" : peer == kAnySource ? "recvAnySource" : "recv";
   (sends ? call.inputs : call.outputs) = {tensor};
   call.kept = {data};
   if (!sends && !data.is_alias_of(tensor)) call.post = [tensor, data] { tensor.copy_(data); };
-  if (!tensor.is_cpu()) {
-    // As with the stock backend, tags do not exist on devices.
-    call.issue = [=](const Api& api, ncclComm_t comm, cudaStream_t stream) {
-      return sends ? api.ncclSend(data.data_ptr(), data.nbytes(), ncclUint8, peer, comm, stream)
-                   : api.ncclRecv(data.data_ptr(), data.nbytes(), ncclUint8, peer, comm, stream);
-    };
-    return launch(std::move(call), Milliseconds(-1));
-  }
+  if (!tensor.is_cpu()) return device_message(std::move(call), data, peer);
+  auto mail = messages();
   auto lock = entered();
   TaskPtr task = make_task(call, Milliseconds(-1));
   task->post = std::move(call.post);
   task->kept = std::move(call.kept);
-  auto way = sends ? channel(rank_, peer, tag) : channel(peer, rank_, tag);
   task->source.store(sends ? -1 : peer);
-  sends ? way->send(task, data) : way->receive(task, data);
-  if (coalescing_) recorded_tasks_.push_back(task);
-  return work_of(type, call.name, {task});
-}
-
-WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, "recv takes one tensor, got ", tensors.size());
-  TORCH_CHECK(tensors[0].is_cpu(), "recv from any source works on cpu tensors: NCCL has none");
-  at::AutoDispatchBelowADInplaceOrView no_grad;
-  at::Tensor tensor = tensors[0], data = tensor.contiguous();
-  Call call;
-  call.type = OpType::RECVANYSOURCE, call.name = "recvAnySource", call.outputs = {tensor};
-  auto lock = entered();
-  lane(at::kCPU, false);
-  TaskPtr task = make_task(call, Milliseconds(-1));
-  task->kept = {data};
-  if (!data.is_alias_of(tensor)) task->post = [tensor, data] { tensor.copy_(data); };
-  any_[tag].push_back(task);
-  auto self = intrusive_ptr<Backend>::reclaim_copy(this);
-  std::thread([self, task, data, tag] { self->receive_any(task, data, tag); }).detach();
-  return work_of(call.type, call.name, {task});
-}
-
-// Opens channels as senders come, and takes the first message whose size arrives.
-void Backend::receive_any(const TaskPtr& task, const at::Tensor& data, int tag) {
-  try {
-    for (auto pause = std::chrono::microseconds(50); !ended_.load() && !task->done();) {
-      for (int source = 0; source < size_; ++source) {
-        auto lock = entered();
-        if (ended_.load()) return;
-        auto& queue = any_[tag];
-        while (!queue.empty() && queue.front()->done()) queue.pop_front();
-        if (source == rank_ || queue.empty() || queue.front() != task) continue;
-        std::string key = c10::str("pynccl/p2p/", source, "/", rank_, "/", tag);
-        if (!channels_.count(key) && !store_->check({key + "/sender"})) continue;
-        auto way = channel(source, rank_, tag);
-        if (!way->arrived()) continue;
-        task->source.store(source);
-        queue.pop_front();
-        way->receive(task, data);
-        return;
-      }
-      std::this_thread::sleep_for(pause);
-      pause = std::min(pause * 2, std::chrono::microseconds(2000));
-    }
-  } catch (...) {
-    task->fail(std::current_exception());
+  auto begin = [=] {
+    sends ? mail->send(task, data, peer, tag, Pace::Soon) : mail->receive(task, data, peer, tag, Pace::Soon);
+  };
+  auto work = work_of(type, call.name, {task});
+  if (coalesced_) {
+    task->set_recording(true);
+    coalesced_->messages.emplace_back(task, begin);
+    return work;
   }
+  lock.unlock();
+  begin();
+  return work;
+}
+
+// As with the stock backend, tags do not exist on devices, messages in a batch use the group's communicator,
+// and others that of the pair, so that they need no other rank. By reasoning: not run on a GPU.
+WorkPtr Backend::device_message(Call call, const at::Tensor& data, int peer) {
+  bool sends = call.type == OpType::SEND;
+  const bool paired = !coalesced_;
+  const int to = paired ? int(peer > rank_) : peer;
+  call.issue = [=](const Api& api, ncclComm_t comm, cudaStream_t stream) {
+    return sends ? api.ncclSend(data.data_ptr(), data.nbytes(), ncclUint8, to, comm, stream)
+                 : api.ncclRecv(data.data_ptr(), data.nbytes(), ncclUint8, to, comm, stream);
+  };
+  if (paired) call.peer = peer;
+  return launch(std::move(call), Milliseconds(-1), Pace::Now);
 }
 
 }  // namespace pynccl

@@ -80,7 +80,6 @@ inline ncclRedOp_t operation(const ReduceOp& op, at::ScalarType type) {
     case ReduceOp::PREMUL_SUM:
       return ncclSum;
     case ReduceOp::AVG:
-      TORCH_CHECK_TYPE(at::isFloatingType(type), "Cannot use ReduceOp.AVG with integers, got ", type);
       return ncclAvg;
     default:
       TORCH_CHECK_VALUE(false, "pynccl has no ReduceOp.", op_name(op));
@@ -136,7 +135,7 @@ struct Reduction {
     ncclRedOp_t made = ncclSum;
     ncclResult_t result =
         api.ncclRedOpCreatePreMulSum(&made, factor.data_ptr(), type, ncclScalarHostImmediate, comm);
-    if (result != ncclSuccess) return result;
+    if (failed(result)) return result;
     result = call(made);
     api.ncclRedOpDestroy(made, comm);
     return result;

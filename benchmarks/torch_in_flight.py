@@ -1,0 +1,213 @@
+"""Measure torch.distributed's operations in flight, on pynccl and on gloo, in one run.
+
+Several all_reduces at once against one after another, an all_reduce that nobody waits for, a
+DistributedDataParallel step beside an open receive, and the threads of many groups. README.md beside this
+file says how it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _machine import Meter, describe
+from _report import number
+
+BACKENDS = ("pynccl", "gloo")
+RANKS, MANY, LARGE, SMALL = 2, 8, 1 << 20, 8 << 10
+GROUPS, IN_FLIGHT = 50, 20
+Call = Callable[[], object]
+
+
+class Rank:
+    """One process of one backend; every measurement is a method and returns seconds, or a count."""
+
+    def __init__(self, backend: str, rank: int, port: int, reps: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if backend == "pynccl":
+            import pynccl.torch  # noqa: F401
+        torch.set_num_threads(1)
+        self.torch, self.dist, self.rank, self.reps = torch, dist, rank, reps
+        method = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group(backend, init_method=method, rank=rank, world_size=RANKS)
+        self.many = [torch.zeros(LARGE // 4) for _ in range(MANY)]
+
+    def medians(self, *calls: Call, times: int = 10) -> list[tuple[float, float]]:
+        """Return the seconds and the changes of thread of each call, measured in turns."""
+        measured: list[list[tuple[float, float]]] = [[] for _ in calls]
+        for _ in range(self.reps):
+            for call, all_of_it in zip(calls, measured, strict=True):
+                call()
+                self.dist.barrier()
+                before, start = self.switches(), time.perf_counter()
+                for _ in range(times):
+                    call()
+                seconds = (time.perf_counter() - start) / times
+                all_of_it.append((seconds, (self.switches() - before) / times))
+        return [
+            (statistics.median(s for s, _ in one), statistics.median(n for _, n in one)) for one in measured
+        ]
+
+    def switches(self) -> int:
+        """Count how often threads of this process gave up a core by themselves."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+
+    def in_sequence(self) -> None:
+        for tensor in self.many:
+            self.dist.all_reduce(tensor)
+
+    def in_flight(self) -> None:
+        for work in [self.dist.all_reduce(tensor, async_op=True) for tensor in self.many]:
+            work.wait()
+
+    def unawaited(self) -> float:
+        """Return the seconds until the result of an operation is seen in memory, without a wait."""
+        seconds = []
+        for _ in range(20 * self.reps):
+            tensor = self.torch.ones(SMALL // 4)
+            seen = tensor.numpy()
+            self.dist.barrier()
+            start = time.perf_counter()
+            work = self.dist.all_reduce(tensor, async_op=True)
+            while seen[-1] != RANKS:
+                time.sleep(20e-6)
+            seconds.append(time.perf_counter() - start)
+            work.wait()
+        return statistics.median(seconds)
+
+    def step(self) -> Call:
+        """Return a training step of a small model."""
+        torch, nn = self.torch, self.torch.nn
+        net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        parallel = nn.parallel.DistributedDataParallel(net)
+        x = torch.randn(32, 64)
+
+        def call() -> None:
+            parallel.zero_grad()
+            parallel(x).square().mean().backward()
+
+        return call
+
+    def threads(self) -> float:
+        """Return the threads for each group that operations in flight need beside those that were there."""
+        groups = [self.dist.new_group() for _ in range(GROUPS)]
+        self.dist.barrier()
+        before = len(os.listdir("/proc/self/task"))
+        works = [
+            self.dist.all_reduce(self.torch.ones(4), group=group, async_op=True)
+            for _ in range(IN_FLIGHT)
+            for group in groups
+        ]
+        count = len(os.listdir("/proc/self/task"))
+        for work in works:
+            work.wait()
+        return (count - before) / GROUPS
+
+    def measure(self) -> dict[str, float]:
+        """Run all measurements."""
+        sequence, flight = self.medians(self.in_sequence, self.in_flight)
+        unawaited = self.unawaited()
+        step = self.step()
+
+        def beside_a_receive() -> None:
+            receive = self.dist.irecv(self.torch.zeros(1), 1 - self.rank, tag=9)
+            for _ in range(50):
+                step()
+            send = self.dist.isend(self.torch.ones(1), 1 - self.rank, tag=9)
+            send.wait()
+            receive.wait()
+
+        def alone() -> None:
+            for _ in range(50):
+                step()
+
+        steps = [seconds / 50 for seconds, _ in self.medians(alone, beside_a_receive, times=1)]
+        return {
+            f"{MANY} all_reduces of 1 MiB, one after another, ms": 1e3 * sequence[0],
+            f"{MANY} all_reduces of 1 MiB, in flight, ms": 1e3 * flight[0],
+            "changes of thread, one after another": sequence[1],
+            "changes of thread, in flight": flight[1],
+            "an all_reduce of 8 KiB that nobody waits for, ms": 1e3 * unawaited,
+            "DDP step, ms": 1e3 * steps[0],
+            "DDP step beside an open receive, ms": 1e3 * steps[1],
+            f"threads for each of {GROUPS} groups with {IN_FLIGHT} in flight": self.threads(),
+        }
+
+
+def run_backend(backend: str, reps: int) -> dict[str, float]:
+    """Start the ranks of one backend and return what rank 0 measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "PYNCCL_LIBRARY": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--backend", backend, "--port", str(port), "--reps", str(reps)]
+    ranks = [
+        subprocess.Popen(
+            [*command, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE if rank == 0 else None
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        out, _ = ranks[0].communicate(timeout=300)
+        if any(rank.wait(60) for rank in ranks):
+            sys.exit(f"a process of {backend} failed")
+    finally:
+        for rank in ranks:
+            rank.kill()
+    measured: dict[str, float] = json.loads(out)
+    return measured
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """Write one line for each measurement."""
+    rows = [f"| | {' | '.join(results)} |", "|---|" + "---:|" * len(results)]
+    for name in next(iter(results.values())):
+        rows.append(f"| {name} | {' | '.join(number(result[name]) for result in results.values())} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Run the benchmark, or one rank of it."""
+    parser = argparse.ArgumentParser(description="torch.distributed's operations in flight.")
+    parser.add_argument("--reps", type=int, default=7, help="repetitions, whose median counts (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    for option, kind in (("--backend", str), ("--rank", int), ("--port", int)):
+        parser.add_argument(option, type=kind, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.backend:
+        rank = Rank(options.backend, options.rank, options.port, options.reps)
+        measured = rank.measure()
+        if options.rank == 0:
+            print(json.dumps(measured))
+        rank.dist.barrier()
+        rank.dist.destroy_process_group()
+        return
+    machine, meter = describe(), Meter()
+    results: dict[str, Any] = {backend: run_backend(backend, options.reps) for backend in BACKENDS}
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    during = meter.text(used.ru_utime + used.ru_stime)
+    about = {**machine, "during the run": during, "repetitions": str(options.reps)}
+    text = f"# torch.distributed: operations in flight, {RANKS} ranks\n\n"
+    text += "\n".join(f"- {key}: {value}" for key, value in about.items()) + "\n\n" + table(results) + "\n"
+    options.out.mkdir(exist_ok=True)
+    (options.out / "torch_in_flight.md").write_text(text)
+    (options.out / "torch_in_flight.json").write_text(
+        json.dumps({"about": about, **results}, indent=1) + "\n"
+    )
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

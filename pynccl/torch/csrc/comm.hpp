@@ -1,0 +1,218 @@
+// A communicator and its end, the store that its ranks meet in, and the attempt to connect them.
+#pragma once
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "api.hpp"
+#include "fork.hpp"
+
+namespace pynccl {
+
+using Clock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
+using c10::intrusive_ptr;
+
+// Between two slices signals are handled; within one, the waiting thread works for the CPU library.
+constexpr Milliseconds kSlice{100};
+
+constexpr Milliseconds kLongest = std::chrono::hours(24 * 365);
+
+class Comm {
+ public:
+  Comm(ApiPtr api, ncclComm_t handle) : api_(std::move(api)), handle_(handle) {}
+  Comm(const Comm&) = delete;
+  ~Comm() {
+    if (!home_.foreign()) end(true);
+  }
+
+  const Api& api() const { return *api_; }
+  ncclComm_t handle() const { return handle_.load(); }
+
+  // Its asynchronous error. Its end comes after this call.
+  ncclResult_t state() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!handle()) return ncclInvalidUsage;
+    ncclResult_t state = ncclSuccess;
+    ncclResult_t asked = api_->ncclCommGetAsyncError(handle(), &state);
+    return failed(asked) ? asked : state;
+  }
+
+  // What a call that was under way comes to.
+  ncclResult_t settle(ncclResult_t result, const std::function<bool()>& stopped = nullptr) const {
+    for (auto pause = std::chrono::microseconds(1); result == ncclInProgress; pause *= 2) {
+      if (stopped && stopped()) return ncclInProgress;
+      result = state();
+      if (result != ncclInProgress) break;
+      pause = std::min<std::chrono::microseconds>(pause, std::chrono::milliseconds(1));
+      std::this_thread::sleep_for(pause);
+    }
+    return result;
+  }
+
+  void check(ncclResult_t result, const std::string& what) const {
+    api_->check(settle(result), what, handle());
+  }
+
+  void end(bool abort) {
+    ncclComm_t handle;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      handle = handle_.exchange(nullptr);
+    }
+    if (!handle) return;
+    abort ? api_->ncclCommAbort(handle) : api_->ncclCommDestroy(handle);
+  }
+
+ private:
+  Home home_;
+  ApiPtr api_;
+  mutable std::mutex mutex_;
+  std::atomic<ncclComm_t> handle_;
+};
+
+using CommPtr = std::shared_ptr<Comm>;
+
+// A connection of one's own to the group's store: who waits on another's holds up all who use that one.
+class OwnStore {
+ public:
+  explicit OwnStore(const intrusive_ptr<c10d::Store>& shared) : store_(shared) {
+    try {
+      if (auto own = clone(*shared, 0)) store_ = own, own_ = true;
+    } catch (const std::exception&) {  // a store that is written in Python need not have it
+    }
+  }
+  c10d::Store* operator->() const { return store_.get(); }
+
+  // Until the key is there or nobody wants it any more. torch logs each slice that passes in vain.
+  bool await(const std::string& key, Milliseconds slice, const std::function<bool()>& stopped) const {
+    for (auto pause = std::chrono::microseconds(50); !stopped(); pause *= 2) {
+      if (own_) {
+        try {
+          store_->wait({key}, slice);
+          return !stopped();
+        } catch (const std::exception&) {
+          // A time-out is no type of its own; a store that is gone says so again.
+        }
+      }
+      if (store_->check({key})) return !stopped();
+      pause = std::min<std::chrono::microseconds>(pause, Milliseconds(10));
+      if (!own_) std::this_thread::sleep_for(pause);
+    }
+    return false;
+  }
+
+  // Ends the waits for keys of one's own, in the background.
+  static void wake(const intrusive_ptr<c10d::Store>& shared, std::vector<std::string> keys) {
+    std::thread([shared, keys = std::move(keys)] {
+      try {
+        OwnStore store(shared);
+        for (auto& key : keys) store->set(key, std::vector<uint8_t>());
+      } catch (...) {  // the store is gone, and with it the waits
+      }
+    }).detach();
+  }
+
+ private:
+  // Stores have it since torch 2.8.
+  template <class Store>
+  static auto clone(Store& store, int) -> decltype(store.clone()) {
+    return store.clone();
+  }
+  template <class Store>
+  static intrusive_ptr<c10d::Store> clone(Store&, long) {
+    return nullptr;
+  }
+  intrusive_ptr<c10d::Store> store_;
+  bool own_ = false;
+};
+
+// A communicator that is being connected, in a thread of its own. Who has lost patience leaves it under way
+// and may wait for it again.
+class Attempt : public std::enable_shared_from_this<Attempt> {
+ public:
+  using Connect = std::function<CommPtr(Attempt&)>;
+  using Then = std::function<void(CommPtr, std::exception_ptr)>;
+
+  static std::shared_ptr<Attempt> begin(ApiPtr api, Connect connect, Then then = nullptr) {
+    auto attempt = std::make_shared<Attempt>(std::move(api));
+    std::thread([attempt, connect = std::move(connect), then = std::move(then)] {
+      attempt->run(connect, then);
+    }).detach();
+    return attempt;
+  }
+  explicit Attempt(ApiPtr api) : api_(std::move(api)) {}
+
+  bool stopped() const { return stopped_.load(); }
+  // Nobody wants it any more.
+  void stop() {
+    stopped_.store(true);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!done_ && thread_ && api_->pyncclCpuInterrupt) api_->pyncclCpuInterrupt(thread_, 1);
+  }
+
+  bool wait(Milliseconds slice) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, slice, [this] { return done_; });
+  }
+  CommPtr result() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
+    return comm_;
+  }
+
+  // For `connect`.
+  bool await(const OwnStore& store, const std::string& key, Milliseconds slice) const {
+    return store.await(key, slice, [this] { return stopped(); });
+  }
+  CommPtr init(int size, ncclUniqueId id, int rank) const {
+    if (stopped()) return nullptr;
+    ncclComm_t handle = nullptr;
+    ncclResult_t result = api_->ncclCommInitRank(&handle, size, id, rank);
+    api_->check(result, "ncclCommInitRank", handle);
+    auto comm = std::make_shared<Comm>(api_, handle);
+    comm->api().check(comm->settle(result, [this] { return stopped(); }), "ncclCommInitRank", handle);
+    return comm;
+  }
+
+ private:
+  void run(const Connect& connect, const Then& then) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      thread_ = int(syscall(SYS_gettid));
+    }
+    CommPtr comm;
+    std::exception_ptr error;
+    try {
+      comm = connect(*this);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      // The number may become another thread's.
+      if (stopped() && api_->pyncclCpuInterrupt) api_->pyncclCpuInterrupt(thread_, 0);
+      comm_ = comm, error_ = error, done_ = true;
+    }
+    changed_.notify_all();
+    if (then) then(comm, error);
+  }
+
+  ApiPtr api_;
+  std::atomic<bool> stopped_{false};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int thread_ = 0;
+  bool done_ = false;
+  CommPtr comm_;
+  std::exception_ptr error_;
+};
+
+}  // namespace pynccl

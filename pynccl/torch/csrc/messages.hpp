@@ -1,0 +1,474 @@
+// Point-to-point messages between CPU tensors. Each direction of each pair of ranks has a communicator of its
+// own, made when both ends want it. A message is a header (its size and tag), then its data. The receiver
+// takes messages as they come while it waits for any from that rank, and keeps those that nobody has asked
+// for yet: messages of different tags never wait for each other.
+#pragma once
+
+#include <map>
+#include <set>
+
+#include "runner.hpp"
+
+namespace pynccl {
+
+constexpr int kAnySource = -1;
+// On the store; torch counts its milliseconds in an int.
+constexpr Milliseconds kLongWait = std::chrono::hours(24);
+
+struct Header {
+  uint64_t size;
+  int64_t tag;
+};
+
+// Which message is whose, on one rank: receives and messages that have not met.
+class Mail {
+ public:
+  // Of a rank that has so many peers.
+  explicit Mail(int peers) : peers_(size_t(peers)) {}
+
+  struct Message {
+    Header header;
+    int source;
+    uint64_t order;
+    at::Tensor buffer;  // where nobody had asked, or for another size
+    TaskPtr task;       // who has asked
+    at::Tensor target;  // whose tensor
+    bool whole = false;
+    void* data() const { return buffer.defined() ? buffer.data_ptr() : target.data_ptr(); }
+  };
+  using MessagePtr = std::shared_ptr<Message>;
+
+  // The oldest message that matches, if it is there whole. Else the receive has a place in the mail.
+  MessagePtr ask(const TaskPtr& task, const at::Tensor& target, int source, int64_t tag) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto at = oldest(source, tag);
+    if (at == kept_.end()) {
+      receives_[{source, tag}].push_back({task, target, ++orders_});
+      ++asked_[source];
+      return nullptr;
+    }
+    MessagePtr message = at->second.front();
+    at->second.pop_front();
+    if (at->second.empty()) kept_.erase(at);
+    message->task = task, message->target = target;
+    task->source.store(message->source);
+    return message->whole ? message : nullptr;
+  }
+
+  // A header has come.
+  MessagePtr come(int source, Header header) {
+    auto message = std::make_shared<Message>();
+    message->header = header, message->source = source;
+    std::lock_guard<std::mutex> lock(mutex_);
+    message->order = ++orders_;
+    auto at = eldest(source, header.tag);
+    if (at != receives_.end()) {
+      auto& receive = at->second.front();
+      message->task = receive.task, message->target = receive.target;
+      message->task->source.store(source);
+      forget(at, 1);
+    }
+    if (message->task && message->target.nbytes() == header.size) return message;
+    message->buffer = at::empty({int64_t(header.size)}, at::kByte);
+    if (!message->task) kept_[{source, header.tag}].push_back(message);
+    return message;
+  }
+
+  // Its data is there. Whose it is now, if anybody's.
+  TaskPtr complete(const MessagePtr& message) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    message->whole = true;
+    return message->task;
+  }
+
+  // Copies what came before it was asked for.
+  static std::exception_ptr hand_over(const Message& message) {
+    try {
+      const size_t expected = message.target.nbytes();
+      TORCH_CHECK(message.header.size == expected, "recv: the tensor has ", expected,
+                  " bytes, but the message that was sent has ", message.header.size);
+      if (message.buffer.defined() && expected)
+        std::memcpy(message.target.data_ptr(), message.buffer.data_ptr(), expected);
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  }
+
+  // Whether a message of this rank could be somebody's.
+  bool wanted(int source) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return asked_.count(source) || asked_.count(kAnySource);
+  }
+  // A rank from which nothing comes any more. True when none is left.
+  bool lose(int source) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    lost_.insert(source);
+    return lost_.size() == peers_;
+  }
+  std::vector<TaskPtr> asking(int source) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<TaskPtr> tasks;
+    for (auto& [key, queue] : receives_)
+      if (key.first == source)
+        for (auto& receive : queue) tasks.push_back(receive.task);
+    return tasks;
+  }
+  void forget(int source) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto at = receives_.begin(); at != receives_.end();) {
+      auto next = std::next(at);
+      if (at->first.first == source) forget(at, at->second.size());
+      at = next;
+    }
+  }
+
+ private:
+  struct Receive {
+    TaskPtr task;
+    at::Tensor target;
+    uint64_t order;
+  };
+  using Key = std::pair<int, int64_t>;  // source and tag
+  using Receives = std::map<Key, std::deque<Receive>>;
+  using Kept = std::map<Key, std::deque<MessagePtr>>;
+
+  Kept::iterator oldest(int source, int64_t tag) {
+    if (source != kAnySource) return kept_.find({source, tag});
+    auto best = kept_.end();
+    for (auto at = kept_.begin(); at != kept_.end(); ++at)
+      if (at->first.second == tag &&
+          (best == kept_.end() || at->second.front()->order < best->second.front()->order))
+        best = at;
+    return best;
+  }
+
+  Receives::iterator eldest(int source, int64_t tag) {
+    auto named = receives_.find({source, tag}), any = receives_.find({kAnySource, tag});
+    if (named == receives_.end() || any == receives_.end()) return named == receives_.end() ? any : named;
+    return named->second.front().order < any->second.front().order ? named : any;
+  }
+
+  void forget(Receives::iterator at, size_t count) {
+    auto left = asked_.find(at->first.first);
+    if ((left->second -= count) == 0) asked_.erase(left);
+    at->second.erase(at->second.begin(), at->second.begin() + ptrdiff_t(count));
+    if (at->second.empty()) receives_.erase(at);
+  }
+
+  mutable std::mutex mutex_;
+  uint64_t orders_ = 0;
+  Receives receives_;
+  Kept kept_;
+  std::map<int, size_t> asked_;  // receives by source
+  std::set<int> lost_;
+  const size_t peers_;
+};
+
+// What one rank sends to this one.
+class Inbox final : public Runner {
+ public:
+  Inbox(ApiPtr api, std::shared_ptr<Mail> mail, int source)
+      : Runner(std::move(api)), mail_(std::move(mail)), source_(source) {}
+
+  // Something was asked of the mail.
+  void look(Pace pace) {
+    std::exception_ptr error;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!error_ && busy()) expect(pace);
+      error = error_;
+    }
+    if (error) refuse(error);
+  }
+
+  // As the last word about the connection.
+  void refuse(std::exception_ptr error) {
+    std::vector<TaskPtr> tasks;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!error_) error_ = error;
+      tasks = lose();
+    }
+    for (auto& task : tasks) task->fail(error);
+  }
+
+ private:
+  enum class At { Rest, Header, Data };
+
+  bool busy() const override { return at_ == At::Data || mail_->wanted(source_); }
+  std::vector<TaskPtr> left() const override {
+    auto tasks = mail_->asking(source_);
+    if (message_ && message_->task) tasks.push_back(message_->task);
+    return tasks;
+  }
+  void forget() override { mail_->forget(source_); }
+  bool midway() const override { return at_ != At::Rest; }
+
+  void step(Milliseconds slice, AllFinished& finished) override {
+    try {
+      if (at_ == At::Rest) {
+        receive(&header_, sizeof header_);
+        move_to(At::Header);
+      }
+      if (!arrived(slice)) return;
+      if (at_ == At::Header) {
+        move_to(At::Data, mail_->come(source_, header_));
+        if (header_.size) receive(message_->data(), header_.size);
+        if (header_.size && !arrived(slice)) return;
+      }
+      auto message = message_;
+      move_to(At::Rest);
+      if (TaskPtr task = mail_->complete(message)) finished.push_back({task, Mail::hand_over(*message)});
+    } catch (...) {
+      fail_all(std::current_exception(), finished);
+    }
+  }
+
+  void receive(void* data, size_t size) {
+    comm_->check(api_->ncclRecv(data, size, ncclUint8, 0, comm_->handle(), stream_), "recv");
+  }
+
+  bool arrived(Milliseconds slice) {
+    ncclResult_t result = synchronize(slice);
+    if (result == ncclInProgress) return false;
+    if (failed(result)) std::rethrow_exception(failure(result, "recv"));
+    return true;
+  }
+
+  // Others ask whether there is work, and whose.
+  void move_to(At at, Mail::MessagePtr message = nullptr) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    at_ = at;
+    message_.swap(message);
+  }
+
+  // Whose messages cannot come any more. Under the lock.
+  std::vector<TaskPtr> lose() {
+    auto tasks = left();
+    forget();
+    if (!mail_->lose(source_)) return tasks;
+    for (auto& task : mail_->asking(kAnySource)) tasks.push_back(task);
+    mail_->forget(kAnySource);
+    return tasks;
+  }
+
+  void fail_all(std::exception_ptr error, AllFinished& finished) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) error_ = error;
+    for (auto& task : lose()) finished.push_back({task, error_});
+    message_ = nullptr, at_ = At::Rest;
+  }
+
+  std::shared_ptr<Mail> mail_;
+  const int source_;
+  At at_ = At::Rest;
+  Header header_{};
+  Mail::MessagePtr message_;
+};
+
+class Messages : public std::enable_shared_from_this<Messages> {
+ public:
+  Messages(ApiPtr api, intrusive_ptr<c10d::Store> store, int rank, int size)
+      : api_(std::move(api)),
+        store_(std::move(store)),
+        rank_(rank),
+        mail_(std::make_shared<Mail>(size - 1)) {}
+
+  void send(const TaskPtr& task, const at::Tensor& data, int peer, int64_t tag, Pace pace) {
+    auto header = std::make_shared<Header>(Header{data.nbytes(), tag});
+    if (peer == rank_) return keep(task, data, *header);
+    auto out = outbox(peer);
+    task->runner = out;
+    task->issue = [header, data](const Api& api, ncclComm_t comm, cudaStream_t stream) {
+      return grouped(api, [&] {
+        ncclResult_t r = api.ncclSend(header.get(), sizeof *header, ncclUint8, 1, comm, stream);
+        if (failed(r) || !header->size) return r;
+        return api.ncclSend(data.data_ptr(), header->size, ncclUint8, 1, comm, stream);
+      });
+    };
+    out->push(task, together(task, pace));
+  }
+
+  void receive(const TaskPtr& task, const at::Tensor& data, int source, int64_t tag, Pace pace) {
+    std::shared_ptr<Inbox> in;
+    if (source != kAnySource && source != rank_) task->runner = in = inbox(source);
+    if (auto message = mail_->ask(task, data, source, tag)) return task->finish(Mail::hand_over(*message));
+    if (in) return in->look(together(task, pace));
+    if (source == rank_) return;
+    // Any of them may bring it.
+    std::map<int, std::shared_ptr<Inbox>> all;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      all = in_;
+    }
+    for (auto& [peer, one] : all) one->look(Pace::Now);
+    listen();
+  }
+
+  std::vector<TaskPtr> open() {
+    std::vector<TaskPtr> tasks = mail_->asking(kAnySource);
+    for (auto& task : mail_->asking(rank_)) tasks.push_back(task);
+    for (auto& runner : runners())
+      for (auto& task : runner->open()) tasks.push_back(task);
+    return tasks;
+  }
+
+  void close(std::exception_ptr error, bool abort) {
+    std::map<std::string, std::shared_ptr<Attempt>> attempts;
+    std::vector<std::string> awaited;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      error_ = error;
+      attempts.swap(attempts_);
+      if (listening_) awaited.push_back(next_sender());
+    }
+    for (auto& [key, attempt] : attempts) {
+      if (attempt->wait(Milliseconds(0))) continue;
+      attempt->stop();
+      awaited.push_back(key);
+    }
+    if (!awaited.empty()) OwnStore::wake(store_, std::move(awaited));
+    for (auto& runner : runners()) runner->close(error, abort);
+  }
+
+  void stop(std::exception_ptr error) {
+    for (auto& runner : runners()) runner->stop(error);
+    for (int source : {kAnySource, rank_}) {
+      auto tasks = mail_->asking(source);
+      mail_->forget(source);
+      for (auto& task : tasks) task->fail(error);
+    }
+  }
+
+ private:
+  std::vector<std::shared_ptr<Runner>> runners() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<std::shared_ptr<Runner>> all;
+    for (auto& [peer, runner] : out_) all.push_back(runner);
+    for (auto& [peer, runner] : in_) all.push_back(runner);
+    return all;
+  }
+
+  // A message to oneself is there at once, received or kept.
+  void keep(const TaskPtr& task, const at::Tensor& data, Header header) {
+    auto message = mail_->come(rank_, header);
+    if (header.size) std::memcpy(message->data(), data.data_ptr(), header.size);
+    if (TaskPtr receiver = mail_->complete(message)) receiver->finish(Mail::hand_over(*message));
+    task->succeed();
+  }
+
+  // Whoever starts a second one waits for none of them yet: both go on at once.
+  Pace together(const TaskPtr& task, Pace pace) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TaskPtr before = newest_.lock();
+    newest_ = task;
+    if (!before || before->done() || pace == Pace::Now) return pace;
+    before->hurry();
+    return Pace::Now;
+  }
+
+  std::shared_ptr<Queue> outbox(int peer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& found = out_[peer];
+    if (!found) connect(found = std::make_shared<Queue>(api_), peer, true);
+    return found;
+  }
+
+  std::shared_ptr<Inbox> inbox(int peer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& found = in_[peer];
+    if (!found) connect(found = std::make_shared<Inbox>(api_, mail_, peer), peer, false);
+    return found;
+  }
+
+  // Both ends say in the store that they are there, so that neither waits in NCCL for the other. Under the
+  // lock.
+  template <class Box>
+  void connect(const std::shared_ptr<Box>& box, int peer, bool sends) {
+    if (error_) return box->refuse(error_);
+    const std::string key = c10::str("pynccl/p2p/", sends ? rank_ : peer, "/", sends ? peer : rank_, "/");
+    auto make = [api = api_, shared = store_, rank = rank_, peer, sends, key](Attempt& attempt) -> CommPtr {
+      OwnStore store(shared);
+      ncclUniqueId id;
+      if (sends) {
+        api->check(api->ncclGetUniqueId(&id), "ncclGetUniqueId");
+        const char* bytes = id.internal;
+        store->set(key + "sender", std::vector<uint8_t>(bytes, bytes + sizeof id));
+        // For those who listen to everybody.
+        const auto number = store->add(senders_to(peer), 1);
+        store->set(c10::str(senders_to(peer), "/", number), std::to_string(rank));
+        if (!attempt.await(store, key + "receiver", kLongWait)) return nullptr;
+      } else {
+        store->set(key + "receiver", std::vector<uint8_t>{1});
+        if (!attempt.await(store, key + "sender", kLongWait)) return nullptr;
+        auto bytes = store->get(key + "sender");
+        std::copy(bytes.begin(), bytes.end(), id.internal);
+      }
+      return attempt.init(2, id, sends ? 0 : 1);
+    };
+    attempts_[key + (sends ? "receiver" : "sender")] =
+        Attempt::begin(api_, make, [box](CommPtr comm, std::exception_ptr error) {
+          if (comm) try {
+              return box->connected(std::move(comm));
+            } catch (...) {
+              error = std::current_exception();
+            }
+          if (error) box->refuse(error);
+        });
+  }
+
+  static std::string senders_to(int rank) { return c10::str("pynccl/p2p/to/", rank); }
+
+  // Opens inboxes as senders come, from the first receive from any source on.
+  void listen() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (listening_ || error_) return;
+    listening_ = true;
+    std::thread([self = shared_from_this()] {
+      try {
+        OwnStore store(self->store_);
+        for (;;) {
+          std::string key;
+          {
+            std::lock_guard<std::mutex> lock(self->mutex_);
+            key = self->next_sender();
+          }
+          if (!store.await(key, kLongWait, [&] { return self->closed(); })) return;
+          auto bytes = store->get(key);
+          self->heard(std::stoi(std::string(bytes.begin(), bytes.end())));
+        }
+      } catch (...) {  // the store is gone: nobody new can come
+      }
+    }).detach();
+  }
+
+  bool closed() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return bool(error_);
+  }
+  std::string next_sender() const { return c10::str(senders_to(rank_), "/", heard_ + 1); }
+
+  void heard(int source) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ++heard_;
+    }
+    inbox(source)->look(Pace::Now);
+  }
+
+  ApiPtr api_;
+  const intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  const std::shared_ptr<Mail> mail_;
+  std::mutex mutex_;
+  std::exception_ptr error_;
+  std::map<int, std::shared_ptr<Queue>> out_;
+  std::map<int, std::shared_ptr<Inbox>> in_;
+  std::map<std::string, std::shared_ptr<Attempt>> attempts_;  // by the keys that they wait for
+  bool listening_ = false;
+  int64_t heard_ = 0;  // senders of which the store told
+  std::weak_ptr<Task> newest_;
+};
+
+}  // namespace pynccl

@@ -1,0 +1,331 @@
+// Who runs the operations of a communicator of the CPU library: the thread that waits for one of them, or,
+// where nobody does, one thread for each communicator.
+#pragma once
+
+#include <c10/util/SmallVector.h>
+
+#include <deque>
+
+#include "task.hpp"
+
+namespace pynccl {
+
+// How soon an operation needs the runner's own thread: never, since its caller waits for it; if nobody waits
+// for it soon; at once.
+enum class Pace { Awaited, Soon, Now };
+
+class Runner : public std::enable_shared_from_this<Runner> {
+ public:
+  explicit Runner(ApiPtr api) : api_(std::move(api)) {}
+  Runner(const Runner&) = delete;
+  virtual ~Runner() {
+    if (home_.foreign()) {
+      forsake(thread_);
+      return;
+    }
+    // Its thread may be the last that knew it.
+    if (thread_.joinable()) is_this_thread() ? thread_.detach() : thread_.join();
+    if (stream_) api_->pyncclCpuStreamDestroy(stream_);
+  }
+
+  // What was given to it before runs now.
+  void connected(CommPtr comm) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (error_) return;
+    // The third flag's stream has no thread: there is one here.
+    api_->check(api_->pyncclCpuStreamCreateWithFlags(&stream_, 3), "pyncclCpuStreamCreateWithFlags");
+    comm_ = std::move(comm);
+    if (busy()) take_over();
+    changed_.notify_all();
+  }
+
+  // Runs what there is, or waits while others do, until the task is done or the slice has passed.
+  void help(const Task& task, Milliseconds slice) {
+    const auto until = Clock::now() + slice;
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!task.done()) {
+      auto left = std::chrono::ceil<Milliseconds>(until - Clock::now());
+      if (left.count() <= 0) break;
+      if (can_run()) {
+        turn(lock, left);
+        continue;
+      }
+      ++waiting_;
+      changed_.wait_until(lock, until);
+      --waiting_;
+    }
+    if (can_run() && (hurried_ || watched_)) news_.notify_one();
+  }
+
+  void hurry() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_ && !hurried_ && busy()) take_over();
+  }
+
+  bool is_this_thread() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return thread_.get_id() == std::this_thread::get_id();
+  }
+
+  std::vector<TaskPtr> open() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return left();
+  }
+
+  // Everything fails from now on. May take as long as the library's end of a communicator.
+  void close(std::exception_ptr error, bool abort) {
+    CommPtr comm;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!error_) error_ = error;
+      comm = comm_;
+      abort = abort || midway();
+    }
+    if (comm) comm->end(abort);
+    stop(error);
+  }
+
+  // Fails what is left, and ends the thread.
+  void stop(std::exception_ptr error) {
+    std::vector<TaskPtr> tasks;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (!error_) error_ = error;
+      error = error_;
+      news_.notify_all();
+      // The library may be at work on the tasks' memory, until it has seen the end of the communicator.
+      changed_.wait_for(lock, std::chrono::seconds(2), [this] { return !running_; });
+      tasks = left();
+      forget();
+    }
+    for (auto& task : tasks) task->fail(error);
+    changed_.notify_all();
+    std::thread thread;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      // A callback may have dropped the last reference to the group; another thread may be at this, too.
+      if (thread_.get_id() != std::this_thread::get_id())
+        thread.swap(thread_);
+      else if (thread_.joinable())
+        thread_.detach();
+    }
+    if (thread.joinable()) thread.join();
+  }
+
+ protected:
+  struct Finished {
+    TaskPtr task;
+    std::exception_ptr error;
+  };
+  using AllFinished = c10::SmallVector<Finished, 2>;
+
+  // One stretch of work, by whoever has the turn, without the lock.
+  virtual void step(Milliseconds slice, AllFinished& finished) = 0;
+  // Under the lock: whether there is anything to do, what it is done for, and whether the library has begun
+  // something that will not end by itself.
+  virtual bool busy() const = 0;
+  virtual std::vector<TaskPtr> left() const = 0;
+  virtual void forget() = 0;
+  virtual bool midway() const = 0;
+
+  // Under the lock.
+  void expect(Pace pace) {
+    if (pace == Pace::Now) return hurried_ ? void() : take_over();
+    if (pace == Pace::Awaited) return;
+    watched_ = true;
+    if (ticking_) return;
+    start();
+    news_.notify_one();
+  }
+
+  ncclResult_t synchronize(Milliseconds slice) {
+    // The stream serves this communicator alone, and outlives it.
+    return api_->pyncclCpuStreamSynchronize(nullptr, stream_, slice.count());
+  }
+
+  std::exception_ptr failure(ncclResult_t result, const std::string& name) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (error_) return error_;
+    }
+    try {
+      api_->check(result, name, comm_->handle());
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  }
+
+  ApiPtr api_;
+  Home home_;
+  mutable std::mutex mutex_;
+  CommPtr comm_;  // once connected
+  cudaStream_t stream_ = nullptr;
+  std::exception_ptr error_;  // of its end, or of the connection
+
+ private:
+  using Microseconds = std::chrono::microseconds;
+  // What waiters are left to run first: longer, the more often they do.
+  static constexpr Microseconds kLeastGrace{100}, kMostGrace{2000};
+  static constexpr int kIdleTicks = 20;
+
+  bool can_run() const { return !running_ && !error_ && comm_ && busy(); }
+
+  void start() {
+    if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->work(); });
+  }
+
+  void take_over() {
+    hurried_ = true;
+    if (!comm_) return;
+    start();
+    news_.notify_one();
+  }
+
+  void turn(std::unique_lock<std::mutex>& lock, Milliseconds slice) {
+    running_ = true;
+    lock.unlock();
+    AllFinished finished;
+    step(slice, finished);
+    lock.lock();
+    running_ = false;
+    if (!finished.empty()) {
+      // Callbacks may need other operations of this communicator.
+      lock.unlock();
+      for (auto& [task, error] : finished) task->finish(error);
+      const size_t count = finished.size();
+      finished.clear();  // what a task owns may need the GIL
+      lock.lock();
+      finished_ += count;
+    }
+    if (!busy()) hurried_ = false;
+    if (waiting_ || error_) changed_.notify_all();
+  }
+
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    auto has_work = [this] { return error_ || (hurried_ && can_run()); };
+    auto grace = kLeastGrace;
+    for (int ticks = 0; !error_;) {
+      if (hurried_ && can_run()) {
+        turn(lock, kSlice);
+        ticks = 0;
+      } else if (watched_) {
+        // Those who come meanwhile need not wake this thread.
+        ticking_ = true;
+        const uint64_t before = finished_;
+        if (news_.wait_for(lock, grace, has_work)) {
+          ticks = 0;
+        } else if (finished_ != before) {
+          grace = std::min(2 * grace, kMostGrace), ticks = 0;
+        } else if (can_run()) {
+          hurried_ = true, grace = kLeastGrace;
+        } else if (++ticks >= kIdleTicks) {
+          watched_ = busy(), ticks = 0;
+          if (watched_) break_off(lock, has_work);
+        }
+        ticking_ = false;
+      } else {
+        news_.wait(lock, [&] { return has_work() || watched_; });
+      }
+    }
+  }
+
+  // Another thread is at work, or the connection is not there: who leaves or brings it tells.
+  void break_off(std::unique_lock<std::mutex>& lock, const std::function<bool()>& has_work) {
+    ticking_ = false;
+    news_.wait(lock, [&] { return has_work() || can_run() || !busy(); });
+  }
+
+  std::condition_variable changed_, news_;
+  bool running_ = false;  // somebody has the turn
+  bool hurried_ = false;  // this runner's thread takes it when it can, until nothing is left
+  bool watched_ = false;  // it looks after what was given to it, for a while
+  bool ticking_ = false;
+  int waiting_ = 0;
+  uint64_t finished_ = 0;
+  std::thread thread_;
+};
+
+// Operations one after another: a group's, and the messages to one peer.
+class Queue final : public Runner {
+ public:
+  using Runner::Runner;
+
+  void push(const TaskPtr& task, Pace pace) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (auto error = error_) {
+      lock.unlock();
+      return task->fail(error);
+    }
+    tasks_.push_back(task);
+    expect(pace);
+  }
+
+  // As the last word about the connection.
+  void refuse(std::exception_ptr error) {
+    std::deque<TaskPtr> tasks;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!error_) error_ = error;
+      tasks.swap(tasks_);
+    }
+    for (auto& task : tasks) task->fail(error);
+  }
+
+ private:
+  bool busy() const override { return !tasks_.empty(); }
+  std::vector<TaskPtr> left() const override { return {tasks_.begin(), tasks_.end()}; }
+  void forget() override { tasks_.clear(); }
+  bool midway() const override { return false; }
+
+  void step(Milliseconds slice, AllFinished& finished) override {
+    TaskPtr task;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      task = tasks_.front();
+    }
+    std::exception_ptr error;
+    try {
+      if (!issued_) comm_->check(task->issue(*api_, comm_->handle(), stream_), task->name);
+      issued_ = true;
+      ncclResult_t result = synchronize(slice);
+      if (result == ncclInProgress) return;
+      if (failed(result)) error = failure(result, task->name);
+    } catch (...) {
+      error = std::current_exception();
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (error_) error = error_;
+    }
+    issued_ = false;
+    finished.push_back({task, error});
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!tasks_.empty() && tasks_.front() == task) tasks_.pop_front();
+  }
+
+  std::deque<TaskPtr> tasks_;
+  bool issued_ = false;  // the first of them; of whoever has the turn
+};
+
+inline bool Task::advance(Milliseconds slice) {
+  if (done()) return true;
+  if (foreign()) C10_THROW_ERROR(DistBackendError, kOfTheParent);
+  if (end_) return advance_event(slice);
+  if (slice.count() == 0) {
+    hurry();
+  } else if (runner) {
+    runner->help(*this, slice);
+  } else {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, slice, [this] { return done(); });
+  }
+  return done();
+}
+
+inline void Task::hurry() {
+  if (runner) runner->hurry();
+}
+
+inline bool Task::needs_this_thread() const { return runner && runner->is_this_thread(); }
+
+}  // namespace pynccl
