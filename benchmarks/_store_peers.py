@@ -36,11 +36,12 @@ def pynccl_clients(port: int, mine: int, all_clients: int, leads: bool, secret: 
     """Take each step with all clients before the next: they wait together, as so many processes would."""
     import socket
 
+    from pynccl import _handshake
     from pynccl.bootstrap import _frames as f
-    from pynccl.bootstrap._auth import job_key
     from pynccl.bootstrap._store import Connection
 
-    deadline, key = time.monotonic() + TIMEOUT, job_key(secret, "")
+    deadline = time.monotonic() + TIMEOUT
+    scheme = _handshake.choose(secret, f.PURPOSE, b"", f.HELLO)
 
     def request(op: int, name: bytes, argument: bytes) -> bytes:
         return f.REQUEST.pack(op, len(name)) + name + argument
@@ -48,13 +49,13 @@ def pynccl_clients(port: int, mine: int, all_clients: int, leads: bool, secret: 
     def connect() -> Connection:
         sock = socket.socket()
         sock.connect((HOST, port))
-        return Connection(sock, deadline)
+        return Connection(sock, scheme)
 
     wait = int(TIMEOUT * 1000)
     clients = [connect() for _ in range(mine)]
     keep.extend(clients)
     for client in clients:
-        client.prove(key, bool(secret), deadline, more=True)
+        client.prove(deadline, more=True)
     if leads:
         clients[0].ask(request(f.SET, b"id", ID), deadline)
         assert clients[0].answer(deadline)[0] == f.OK

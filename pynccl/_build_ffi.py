@@ -44,6 +44,9 @@ _HANDLE = re.compile(r"^typedef struct \w+\* (\w+);$", re.M)
 _ENUM = re.compile(r"^typedef enum \{(?P<body>.*?)\} (?P<name>\w+);$", re.M | re.S)
 _DEFINE = re.compile(r"^#define (\w+) ([^\"\n]+)$", re.M)
 
+# What answers of functions without a status are sound.
+_SOUND = {"ncclTeam_t": "out->nRanks > 0", "int": "*out >= 0"}
+
 Version = tuple[int, int, int]
 
 
@@ -67,6 +70,11 @@ class Function:
     name: str
     params: tuple[tuple[str, str], ...]
     since: Version
+
+    @property
+    def returns_value(self) -> bool:
+        """Whether the result is an answer instead of a status."""
+        return self.result in _SOUND
 
     @property
     def prototype(self) -> str:
@@ -172,8 +180,9 @@ class Binding:
         return function.result if "*" in function.result else "int"
 
     def declaration(self, function: Function) -> str:
-        params = ", ".join(f"{self.python_type(t)} {n}" for t, n in function.params)
-        return f"{self._result(function)} {function.name}({params or 'void'})"
+        params = [f"{self.python_type(t)} {n}" for t, n in function.params]
+        params += [f"{function.result}* out"] if function.returns_value else []
+        return f"{self._result(function)} {function.name}({', '.join(params) or 'void'})"
 
     def cdef(self) -> str:
         parts = [
@@ -218,7 +227,10 @@ class Binding:
         absent = "NULL" if "*" in f.result else f"__atomic_load_n(&{header.name}.absent, __ATOMIC_ACQUIRE)"
         if f.name in GROUP_STEPS:
             call = f"pynccl_group({GROUP_STEPS[f.name]}, (int){call})"
-        body = f"{call}; return 0;" if f.result == "void" else f"return {call};"
+        if f.returns_value:
+            body = f"*out = {call}; return {_SOUND[f.result]} ? ncclSuccess : ncclInvalidArgument;"
+        else:
+            body = f"{call}; return 0;" if f.result == "void" else f"return {call};"
         load = f"{f.result} (*f)({self._c_params(f)}) = __atomic_load_n(&p_{f.name}, __ATOMIC_ACQUIRE);"
         return f"static {self.declaration(f)} {{\n  {load}\n  if (!f) return {absent};\n  {body}\n}}"
 
@@ -324,6 +336,16 @@ def build_cpu_library(target: Path) -> None:
     fresh.replace(target)
 
 
+def _absent(result: str) -> str:
+    """Return what a function answers where there is no CPU library to forward to."""
+    known = {
+        "ncclResult_t": "ncclSystemError",
+        "const char*": '"pynccl: the CPU library cannot be loaded"',
+        "int": "-1",
+    }
+    return known.get(result, f"({result}){{0}}")
+
+
 def forward_source() -> str:
     """Return the C source of what other NCCL clients load: every function, forwarded to the CPU library."""
     headers = [parse("nccl_api"), parse("cpu_api")]
@@ -335,11 +357,7 @@ def forward_source() -> str:
     for index, f in enumerate(functions):
         types = ", ".join(t for t, _ in f.params) or "void"
         call = f"f({', '.join(n for _, n in f.params)})"
-        if f.result == "void":
-            body = f"if (f) {call};"
-        else:
-            absent = '"pynccl: the CPU library cannot be loaded"' if "*" in f.result else "ncclSystemError"
-            body = f"return f ? {call} : {absent};"
+        body = f"if (f) {call};" if f.result == "void" else f"return f ? {call} : {_absent(f.result)};"
         parts += [f"{f.prototype} {{", f"  {f.result} (*f)({types}) = function({index});", f"  {body}", "}"]
         if f in headers[0].functions:
             parts.append(f'extern __typeof__({f.name}) p{f.name} __attribute__((alias("{f.name}")));')

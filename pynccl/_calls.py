@@ -523,6 +523,8 @@ def _shape(array: Any) -> tuple[int, ...] | None:
 
 
 def _require_shape(send: Any, recv: Any) -> None:
+    if getattr(send, "shape", None) == getattr(recv, "shape", None):
+        return
     one, other = _shape(send), _shape(recv)
     if one != other and one is not None and other is not None:
         raise ValueError(

@@ -10,7 +10,7 @@ from pynccl._binding import lib as _lib
 from pynccl._config import pack as _pack
 from pynccl._status import again as _again
 from pynccl._status import text as _text
-from pynccl._structs import CollConfig
+from pynccl._structs import CollConfig, Team
 
 _new = _ffi.new
 _buffer = _ffi.buffer
@@ -69,6 +69,11 @@ _ncclParamGetU32 = _lib.ncclParamGetU32
 _ncclParamGetU64 = _lib.ncclParamGetU64
 _ncclParamGetStr = _lib.ncclParamGetStr
 _ncclParamDumpAll = _lib.ncclParamDumpAll
+_ncclTeamWorld = _lib.ncclTeamWorld
+_ncclTeamLsa = _lib.ncclTeamLsa
+_ncclTeamRail = _lib.ncclTeamRail
+_ncclTeamRankToWorld = _lib.ncclTeamRankToWorld
+_ncclTeamRankToLsa = _lib.ncclTeamRankToLsa
 
 
 def ncclMemAlloc(size: int) -> int:
@@ -560,3 +565,42 @@ def ncclParamGetStr(h: int) -> str:
 def ncclParamDumpAll() -> None:
     while (r := _ncclParamDumpAll()) and _again(r, "ncclParamDumpAll"):
         pass
+
+
+def ncclTeamWorld(comm: int) -> Team:
+    out = _new("ncclTeam_t*")
+    while (r := _ncclTeamWorld(comm, out)) and _again(r, "ncclTeamWorld", comm):
+        pass
+    return Team(out.nRanks, out.rank, out.stride)
+
+
+def ncclTeamLsa(comm: int) -> Team:
+    out = _new("ncclTeam_t*")
+    while (r := _ncclTeamLsa(comm, out)) and _again(r, "ncclTeamLsa", comm):
+        pass
+    return Team(out.nRanks, out.rank, out.stride)
+
+
+def ncclTeamRail(comm: int) -> Team:
+    out = _new("ncclTeam_t*")
+    while (r := _ncclTeamRail(comm, out)) and _again(r, "ncclTeamRail", comm):
+        pass
+    return Team(out.nRanks, out.rank, out.stride)
+
+
+def ncclTeamRankToWorld(comm: int, team: Team, rank: int) -> int:
+    out = _new("int*")
+    while (r := _ncclTeamRankToWorld(comm, _new("ncclTeam_t*", team)[0], rank, out)) and _again(
+        r, "ncclTeamRankToWorld", comm
+    ):
+        pass
+    return int(out[0])
+
+
+def ncclTeamRankToLsa(comm: int, team: Team, rank: int) -> int:
+    out = _new("int*")
+    while (r := _ncclTeamRankToLsa(comm, _new("ncclTeam_t*", team)[0], rank, out)) and _again(
+        r, "ncclTeamRankToLsa", comm
+    ):
+        pass
+    return int(out[0])

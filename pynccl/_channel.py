@@ -1,7 +1,8 @@
 """The control channel: a TCP connection between any two ranks of a communicator, beside the library.
 
-The ranks' addresses and a fresh key travel through the communicator itself. A connection begins with a hello
-by which each side proves that it has the key; the key is used once and never sent over a socket. Then the
+The ranks' addresses and a fresh key travel through the communicator itself, whose data others may see where
+it goes over a network. A connection begins with a handshake (`_handshake.py`) by which each side proves that
+it has the key and, where there is one, the job's secret; with a secret all frames are sealed. Then the
 connections are the watchdog's, see native/watchdog.h.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import hmac
 import ipaddress
 import os
 import secrets
@@ -20,10 +20,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pynccl import _handshake
 from pynccl._binding import lib
-from pynccl._errors import NcclError, NcclSystemError, NcclTimeoutError
+from pynccl._errors import BootstrapError, NcclError, NcclSystemError, NcclTimeoutError
+from pynccl._secret import read_secret
+
+if TYPE_CHECKING:
+    from pynccl._noise import Session
 
 GONE = -2
 _KEY = 16
@@ -31,12 +36,11 @@ _KEY = 16
 _HELLO_SECONDS = 5.0
 _LAST_SECONDS = 0.5
 _SLICE = 0.1
-_HELLO = struct.Struct("!16sII32s")
-_MAGIC = b"pynccl-channel-1"
-_PROOF = 32
+_HELLO = struct.Struct("!16sII")
+_MAGIC = b"pynccl-channel-2"
 _PLACE = struct.Struct("!B16sH")
 _SIOCGIFADDR = 0x8915
-_GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ")
+_GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?")
 
 # Collects the same number of bytes from every rank.
 Gather = Callable[[bytes], list[bytes]]
@@ -55,51 +59,69 @@ class Channel(NamedTuple):
     # A connected socket for every rank, -1 for this one and GONE for one that died meanwhile.
     sockets: list[int]
     processes: list[Process]
+    # What seals the frames of each rank, where there is a secret.
+    sessions: dict[int, Session]
 
 
 def connect(
     rank: int, size: int, gather: Gather, deadline: float | None, look: Callable[[], object]
 ) -> Channel:
     """Connect to all other ranks. `look` raises when the library knows of an error."""
-    mine = _pid_space(), os.getpid(), int(lib.pynccl_process_start(os.getpid()))
+    secret = read_secret()
+    mine = _pid_space(), os.getpid(), int(lib.pynccl_process_start(os.getpid())), bool(secret)
     greetings = [
         _GREETING.unpack(greeting)
         for greeting in gather(_GREETING.pack(_host_id(), secrets.token_bytes(_KEY), *mine))
     ]
+    _check_secrets(rank, size, [greeting[-1] for greeting in greetings])
     key = greetings[0][1]
     one_host = len({greeting[0] for greeting in greetings}) == 1
     with _listen("127.0.0.1" if one_host else outward_address()) as listener:
         places = [_unpack_place(place) for place in gather(_pack_place(*listener.getsockname()[:2]))]
-        mesh = _Mesh(rank, size, key, listener, deadline)
+        mesh = _Mesh(rank, size, secret, key, listener, deadline)
         try:
             mesh.call(places[:rank])
             mesh.answer(look)
             # They were alive when they connected; who cannot be seen now never proves anything.
             processes = [
                 Process(pid, start if space == mine[0] and lib.pynccl_process_start(pid) == start else 0)
-                for _, _, space, pid, start in greetings
+                for _, _, space, pid, start, _ in greetings
             ]
-            return Channel(mesh.sockets(), processes)
+            return Channel(mesh.sockets(), processes, mesh.sessions)
         except BaseException:
             mesh.close()
             raise
+
+
+class _Link:
+    """A connection that has not proved itself yet."""
+
+    __slots__ = ("called", "caller", "data", "handshake", "need", "since")
+
+    def __init__(self, called: int | None, handshake: Any, need: int) -> None:
+        # Whom this rank has called, or who says that it calls.
+        self.called, self.handshake, self.need = called, handshake, need
+        self.caller: int | None = None
+        self.data, self.since = bytearray(), time.monotonic()
 
 
 class _Mesh:
     """One rank's side of the connections: it calls the lower ranks, and the higher ones call it."""
 
     def __init__(
-        self, rank: int, size: int, key: bytes, listener: socket.socket, deadline: float | None
+        self, rank: int, size: int, secret: str, key: bytes, listener: socket.socket, deadline: float | None
     ) -> None:
-        self.rank, self.size, self.key, self.deadline = rank, size, key, deadline
+        self.rank, self.size, self.deadline = rank, size, deadline
+        self.secret, self.key = secret, key
         self.listener = listener
         self.found: dict[int, socket.socket | None] = {}
-        # What has not proved itself yet: input so far, since when, and the rank where it is known.
-        self.open: dict[socket.socket, tuple[bytearray, float, int | None]] = {}
+        self.sessions: dict[int, Session] = {}
+        self.open: dict[socket.socket, _Link] = {}
         self.selector = selectors.DefaultSelector()
 
-    def _proof(self, role: bytes, caller: int, called: int) -> bytes:
-        return hmac.digest(self.key, role + struct.pack("!II", caller, called), "sha256")
+    def _scheme(self, caller: int, called: int) -> _handshake.Scheme:
+        pair = _HELLO.pack(_MAGIC, caller, called)
+        return _handshake.choose(self.secret, b"pynccl channel", self.key, pair)
 
     def call(self, places: list[tuple[str, int]]) -> None:
         for other, place in enumerate(places):
@@ -109,18 +131,21 @@ class _Mesh:
             except OSError:
                 self.found[other] = None
                 continue
-            self._add(sock, other)
+            scheme = self._scheme(self.rank, other)
+            caller = scheme.call()
+            self._add(sock, _Link(other, caller, scheme.answer_size))
             with suppress(OSError):
-                sock.send(_HELLO.pack(_MAGIC, self.rank, other, self._proof(b"caller", self.rank, other)))
+                sock.send(_HELLO.pack(_MAGIC, self.rank, other) + caller.hello)
 
-    def _add(self, sock: socket.socket, other: int | None) -> None:
+    def _add(self, sock: socket.socket, link: _Link) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.open[sock] = bytearray(), time.monotonic(), other
+        self.open[sock] = link
         self.selector.register(sock, selectors.EVENT_READ)
 
     def answer(self, look: Callable[[], object]) -> None:
         """Complete all connections."""
+        hello_size = _HELLO.size + self._scheme(0, 0).hello_size
         self.listener.setblocking(False)
         self.selector.register(self.listener, selectors.EVENT_READ)
         last: float | None = None
@@ -128,12 +153,12 @@ class _Mesh:
             for key, _ in self.selector.select(_SLICE):
                 if key.fileobj is self.listener:
                     with suppress(OSError):
-                        self._add(self.listener.accept()[0], None)
+                        self._add(self.listener.accept()[0], _Link(None, None, hello_size))
                 elif isinstance(key.fileobj, socket.socket):
                     self._read(key.fileobj)
             now = time.monotonic()
-            for sock, (_, since, other) in list(self.open.items()):
-                if other is None and now - since > _HELLO_SECONDS:
+            for sock, link in list(self.open.items()):
+                if link.called is None and now - link.since > _HELLO_SECONDS:
                     self._drop(sock)
             if last is None:
                 try:
@@ -153,17 +178,16 @@ class _Mesh:
         return [other for other in range(self.size) if other != self.rank and other not in self.found]
 
     def _drop(self, sock: socket.socket) -> None:
-        _, _, other = self.open.pop(sock)
+        link = self.open.pop(sock)
         self.selector.unregister(sock)
         sock.close()
-        if other is not None:
-            self.found[other] = None
+        if link.called is not None:
+            self.found[link.called] = None
 
     def _read(self, sock: socket.socket) -> None:
-        data, _, other = self.open[sock]
-        size = _HELLO.size if other is None else _PROOF
+        link = self.open[sock]
         try:
-            more = sock.recv(size - len(data))
+            more = sock.recv(link.need - len(link.data))
         except BlockingIOError:
             return
         except OSError:
@@ -171,30 +195,64 @@ class _Mesh:
         if not more:
             self._drop(sock)
             return
-        data += more
-        if len(data) < size:
+        link.data += more
+        if len(link.data) < link.need:
             return
-        if other is None:
-            other = self._caller(bytes(data))
-            if other is None:
-                self._drop(sock)
-                return
-            with suppress(OSError):
-                sock.send(self._proof(b"called", other, self.rank))
-        elif not hmac.compare_digest(bytes(data), self._proof(b"called", self.rank, other)):
+        data, link.data = bytes(link.data), bytearray()
+        try:
+            if link.called is not None:
+                self._finish(sock, link, data)
+            elif link.handshake is None:
+                self._meet(sock, link, data)
+            else:
+                self._prove(sock, link, data)
+        except (OSError, ValueError):
             self._drop(sock)
-            return
+
+    def _finish(self, sock: socket.socket, link: _Link, answer: bytes) -> None:
+        """This rank has called, and has been answered."""
+        assert link.called is not None
+        try:
+            proof, session = link.handshake.finish(answer)
+        except ValueError:
+            if not self.secret:
+                raise
+            raise BootstrapError(
+                f"rank {self.rank} of {self.size} cannot open the control channel to rank {link.called}: "
+                "that rank has another secret (PYNCCL_SECRET), or somebody sits in between"
+            ) from None
+        sock.send(proof)
+        self._found(sock, link.called, session)
+
+    def _meet(self, sock: socket.socket, link: _Link, data: bytes) -> None:
+        """Answer a rank that calls; what does not know the key learns that, and nothing else."""
+        magic, caller, called = _HELLO.unpack_from(data)
+        known = magic == _MAGIC and called == self.rank and self.rank < caller < self.size
+        if not known or caller in self.found:
+            raise ValueError("no rank that is still to call")
+        scheme = self._scheme(caller, called)
+        try:
+            link.handshake = scheme.meet(data[_HELLO.size :])
+        except ValueError:
+            sock.send(bytes(scheme.answer_size))
+            raise
+        link.caller, link.need = caller, scheme.proof_size
+        sock.send(link.handshake.answer)
+
+    def _prove(self, sock: socket.socket, link: _Link, proof: bytes) -> None:
+        """A rank that called has proved that its hello was no recorded one."""
+        session = link.handshake.check(proof)
+        assert link.caller is not None
+        if link.caller in self.found:
+            raise ValueError("a rank that is there already")
+        self._found(sock, link.caller, session)
+
+    def _found(self, sock: socket.socket, other: int, session: Session | None) -> None:
         del self.open[sock]
         self.selector.unregister(sock)
         self.found[other] = sock
-
-    def _caller(self, hello: bytes) -> int | None:
-        """Return the rank that a hello comes from, None where it does not prove that."""
-        magic, caller, called, proof = _HELLO.unpack(hello)
-        known = magic == _MAGIC and called == self.rank and self.rank < caller < self.size
-        if not known or caller in self.found:
-            return None
-        return caller if hmac.compare_digest(proof, self._proof(b"caller", caller, called)) else None
+        if session is not None:
+            self.sessions[other] = session
 
     def sockets(self) -> list[int]:
         for sock in list(self.open):
@@ -210,6 +268,16 @@ class _Mesh:
         for sock in (*self.open, *(sock for sock in self.found.values() if sock is not None)):
             sock.close()
         self.selector.close()
+
+
+def _check_secrets(rank: int, size: int, have: list[bool]) -> None:
+    """Refuse to go on where some ranks have a secret: neither side does without."""
+    if len(set(have)) > 1:
+        ranks = ", ".join(str(other) for other in range(size) if not have[other])
+        raise BootstrapError(
+            f"rank {rank} of {size}: ranks {ranks} have no secret, and the others have one; expected "
+            "PYNCCL_SECRET or PYNCCL_SECRET_FILE on every rank or on none"
+        )
 
 
 def _listen(host: str) -> socket.socket:

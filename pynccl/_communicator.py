@@ -22,13 +22,14 @@ from pynccl._kept import CpuEvents, CudaEvents, Kept
 from pynccl._lifetime import ABORT_SECONDS, bounded, with_outside
 from pynccl._prepared import Prepare
 from pynccl._recorder import TraceRecord, recorded
-from pynccl._recording import communicators
+from pynccl._recording import BUSY, communicators
 from pynccl._relatives import ConfigLike, Relatives, abort_if_made
 from pynccl._structs import CommProperties
 from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._types import DataType, RedOp, UniqueId
 
 T = TypeVar("T")
+_LOOK = 0.01
 _ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds it: drop graphs first)"
 
 
@@ -172,28 +173,27 @@ class Communicator(Relatives):
         if owned:
             _lifetime.own(int(handle))
         _lifetime.living.add(self)
-        self._waits = int(_library.library_info().backend == "cpu")
         try:
+            self._waits = int(_library.backend() == "cpu")
             self._settle("creating the communicator", look)
             self._rank = capi.ncclCommUserRank(handle)
             self._size = capi.ncclCommCount(handle)
             self._device = capi.ncclCommCuDevice(handle)
-        except BaseException:
-            self.abort()
-            raise
-        self._settle_place(self._device, bool(self._waits))
-        self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
-        self._c.waits, self._c.stream = self._waits, self._own_stream
-        communicators[address_of(self._c)] = self
-        _recorder.open_trace(self._c, self._identity, self._rank, self._size, self._origin, also=self._also)
-        if owned and (self._timeout is not None or _checks.enabled()):
-            try:
+            self._settle_place(self._device, bool(self._waits))
+            self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
+            self._c.waits, self._c.stream = self._waits, self._own_stream
+            communicators[address_of(self._c)] = self
+            _recorder.open_trace(
+                self._c, self._identity, self._rank, self._size, self._origin, also=self._also
+            )
+            if owned and (self._timeout is not None or _checks.enabled()):
                 _watchdog.start(self, with_channel, look)
                 if _checks.enabled():
                     _checks.start(self)
-            except BaseException:
-                self.abort()
-                raise
+        except BaseException:
+            # The other ranks may have it, and wait in it.
+            self.abort()
+            raise
         self._until = None
 
     # --- what it is ---
@@ -293,15 +293,14 @@ class Communicator(Relatives):
         check_timeout(timeout)
         self._outside_groups("barrier")
         wait = self._waits if timeout is None else 0
-        name = "ncclAllReduce"
         pointer, stream = (
             (self._token.ctypes.data, self._own_stream) if self._waits else self._device_scratch()
         )
         template, _ = self._template(lib.PYNCCL_BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
-        self._issue(template, pointer, pointer, 1, stream, wait, lib.PYNCCL_ALL_REDUCE, (self, None))
+        self._issue(template, pointer, pointer, 1, stream, wait, lib.PYNCCL_BARRIER, (self, None))
         if not wait:
             with self._alone():
-                self._wait(stream, name, timeout)
+                self._wait(stream, "barrier", timeout)
 
     def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
         """Wait for a stream, or for every stream that this communicator has used."""
@@ -370,7 +369,8 @@ class Communicator(Relatives):
                 lib.pynccl_comm_failed(self._c, stream, found.result or 1)
             raise found from error.__cause__
         if not done:
-            raise self._late(what, seconds, f" on stream {stream:#x}", timeout is None)
+            where = "" if self._waits and stream == self._own_stream else f" on stream {stream:#x}"
+            raise self._late(what, seconds, where, timeout is None)
         if stream in self._kept:
             self._kept.pop(stream).clear()
         lib.pynccl_comm_forget(self._c, stream)
@@ -480,6 +480,11 @@ class Communicator(Relatives):
         if not self._owned or not self._handle:
             return True
         warnings.warn(f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=2)
+        # A daemon thread may be in a call, which goes on until the interpreter ends.
+        while (answer := lib.pynccl_enter(self._c)) == BUSY and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        if not answer:
+            lib.pynccl_leave_mine(self._c)
         try:
             self.synchronize(timeout=max(0.0, deadline - time.monotonic()))
         except (NcclError, ValueError):

@@ -13,7 +13,7 @@ from pynccl import _cuda, _library, capi
 
 
 def _on_cpu() -> bool:
-    return _library.library_info().backend == "cpu"
+    return _library.backend() == "cpu"
 
 
 def device_count() -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -271,18 +271,25 @@ class Dumps(NamedTuple):
     damage: list[str]
 
 
-def files_of(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+def _stacks_in(paths: Iterable[str | os.PathLike[str]]) -> str:
+    stacks = [file.name for path in map(Path, paths) if path.is_dir() for file in path.glob("*.stacks")]
+    if not stacks:
+        return ""
+    return f"; there are Python stacks, of ranks that had no communicator: {', '.join(sorted(stacks))}"
+
+
+def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Return the files, those of folders included, and there those of one's own folder."""
     found: list[Path] = []
     for path in map(Path, paths):
         own = f"{OWN_FOLDER}{os.geteuid()}*/*.jsonl"
         found += [*sorted(path.glob("*.jsonl")), *sorted(path.glob(own))] if path.is_dir() else [path]
     if not found:
-        raise TraceError("no files; expected dumps of the flight recorder (*.jsonl)")
+        raise TraceError(f"no files; expected dumps of the flight recorder (*.jsonl){_stacks_in(paths)}")
     return found
 
 
-def read_all(paths: Iterable[str | os.PathLike[str]]) -> Dumps:
+def read_all(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
     """Read the dumps of several processes; TraceError where they hold nothing at all."""
     everything = Dumps([], [])
     for path in files_of(paths):

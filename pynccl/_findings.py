@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -415,7 +416,9 @@ def _reasons(processes: Iterable[Process]) -> Iterator[str]:
         for reason in process.reasons:
             # An abort that follows an exception is no news.
             if reason.kind not in ("exit", *(["abort"] if process.reason("exception") else [])):
-                same.setdefault(reason, []).append(process)
+                # One rank found it, the others have it from that one.
+                text = re.sub(r"^rank \d+ reports: ", "", reason.text)
+                same.setdefault(Reason(reason.kind, text), []).append(process)
     for reason, those in same.items():
         ranks = {process.rank for process in those if process.rank is not None}
         who = [f"process {process.pid}" for process in those if process.rank is None]

@@ -19,6 +19,7 @@ from typing import IO, Any, BinaryIO
 from pynccl import _cuda, _evidence
 from pynccl._process import Child, describe_exit
 from pynccl._recorder import DIR, file_name, own_folder, private_file
+from pynccl._secret import read_secret
 from pynccl._timeouts import LONGEST
 from pynccl.bootstrap._store import StoreServer
 
@@ -111,7 +112,7 @@ def run_command(args: argparse.Namespace) -> int:
         except OSError as error:
             _say(f"cannot write to --log-dir {args.log_dir}: {error}")
             return 2
-        server = stack.enter_context(StoreServer())
+        server = stack.enter_context(open_store(env))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pynccl-run-"))
         return _Launcher(argv, env, server, logs, Path(folder)).run(args.timeout)
 
@@ -126,12 +127,17 @@ def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
     return env
 
 
+def open_store(env: Mapping[str, str]) -> StoreServer:
+    """Return a store on this machine for ranks with this environment; without a secret for this user only."""
+    return StoreServer(secret=read_secret(env), job=env.get("PYNCCL_JOB_ID", ""))
+
+
 def rank_environment(base: Mapping[str, str], rank: int, nranks: int, server: StoreServer) -> dict[str, str]:
     """Return the environment of one rank: torchrun's variables and the address of the store."""
     # What an outer torchrun has set is about its own ranks.
     env = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
     env.update(RANK=str(rank), WORLD_SIZE=str(nranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nranks))
-    env.update(PYNCCL_STORE=server.address, PYNCCL_SECRET=server.secret, PYTHONUNBUFFERED="1")
+    env.update(PYNCCL_STORE=server.address, PYTHONUNBUFFERED="1")
     if nranks > 1:
         # As torchrun does: ranks that each start a thread per core get in each other's way.
         env.setdefault("OMP_NUM_THREADS", "1")

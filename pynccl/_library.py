@@ -86,6 +86,14 @@ def loaded() -> LibraryInfo | None:
     return _loaded
 
 
+def backend() -> str:
+    """Return the kind of the library, "cpu" or "nccl", loading it if none is; warn as `library_info` does."""
+    # The CPU library meets others unharmed, and needs no look at what is mapped.
+    if _loaded is not None and _loaded.backend == "cpu":
+        return "cpu"
+    return library_info().backend
+
+
 def library_info() -> LibraryInfo:
     """Tell which library is used, loading it if none is; warn once of each other libnccl in the process."""
     if _loaded is None:

@@ -242,9 +242,9 @@ def _when_multiprocessing_ends() -> None:
 
 
 def _at_exit() -> None:
-    """Leave the communicators that are left, or abort them where an exception ends the program.
+    """Leave the communicators that were not destroyed; abort them where an exception ends the program.
 
-    Who leaves completes what it has issued. That takes PYNCCL_EXIT_TIMEOUT seconds at most.
+    To leave completes what was issued. That takes PYNCCL_EXIT_TIMEOUT seconds at most.
     """
     deadline = time.monotonic() + _exit_seconds()
     aborts = raised()

@@ -235,7 +235,7 @@ def several(spec: Any, name: str, blocks: int, *, writes: bool = False) -> Messa
     else:
         starts = wholes(displacements, f"the displacements of {name}", blocks)
     regions = [Region(start * layout.extent, n, layout) for start, n in zip(starts, each, strict=True)]
-    return _within(Message(name, memory, regions))
+    return _separate(_within(Message(name, memory, regions)), writes)
 
 
 def each_its_own(spec: Any, name: str, blocks: int, *, writes: bool = False) -> Message:
@@ -260,7 +260,7 @@ def each_its_own(spec: Any, name: str, blocks: int, *, writes: bool = False) -> 
             strict=True,
         )
     ]
-    return _within(Message(name, memory, regions))
+    return _separate(_within(Message(name, memory, regions)), writes)
 
 
 def _items(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
@@ -511,6 +511,14 @@ def require_alike(send: Message, recv: Message) -> None:
 def same(send: Message, recv: Message) -> bool:
     """Tell whether two arguments name the same memory in the same order."""
     return _pieces(send) == _pieces(recv)
+
+
+def _separate(message: Message, writes: bool) -> Message:
+    """Refuse parts to write to that overlap: which rank's data would stay is chance."""
+    pieces = sorted(_pieces(message)) if writes else []
+    if any(start < end for (_, end), (start, _) in itertools.pairwise(pieces)):
+        raise ValueError(f"the parts of {message.name} overlap; expected separate memory for each rank")
+    return message
 
 
 def require_apart(send: Message, recv: Message) -> None:

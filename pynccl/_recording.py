@@ -34,7 +34,7 @@ FUNCTIONS = {
     lib.PYNCCL_SCATTER: "ncclScatter",
     lib.PYNCCL_SEND: "ncclSend",
     lib.PYNCCL_RECV: "ncclRecv",
-    lib.PYNCCL_BARRIER: "ncclAllReduce",
+    lib.PYNCCL_BARRIER: "barrier",
 }
 
 # By the address of its pynccl_comm, which is what C knows of a communicator.

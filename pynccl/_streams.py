@@ -107,7 +107,7 @@ class _Owned:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._cpu = _library.library_info().backend == "cpu"
+        self._cpu = _library.backend() == "cpu"
         with on_device(device_to_use(None)):
             self._handle = self._makers[not self._cpu]()
 

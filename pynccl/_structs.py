@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pynccl._config import Struct, Version
+
+
+class Team(NamedTuple):
+    """Ranks of a communicator whose numbers are `stride` apart, and this one's number among them."""
+
+    nRanks: int
+    rank: int
+    stride: int
 
 
 @dataclass(kw_only=True)

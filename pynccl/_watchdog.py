@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,11 +18,13 @@ from pynccl._errors import (
     RankFailedError,
     error_class,
 )
+from pynccl._handshake import load_noise
 from pynccl._lifetime import deadline_of, look_outside
 from pynccl._types import DataType
 
 if TYPE_CHECKING:
     from pynccl._communicator import Communicator
+    from pynccl._noise import Session
 
 # Results of the library that a death may be behind.
 BY_DEATH = (1, 2, 3, 6)
@@ -39,14 +41,14 @@ def start(comm: Communicator, with_channel: bool, look: Callable[[], object] | N
     if deadline is not None and comm._until is not None:
         deadline = min(deadline, comm._until)
     sockets, processes = ffi.NULL, []
-    gone = False
+    gone, sealing = False, _Sealing({}, 0)
     context = 0 if comm._waits or not _cuda.available() else _cuda.primary_context(comm.device)
     if with_channel and comm.size > 1:
         channel = _connect(comm, deadline, look)
         sockets, gone = ffi.new("int[]", channel.sockets), _channel.GONE in channel.sockets
-        processes = channel.processes
-    milliseconds = 0 if timeout is None else max(1, int(min(timeout, 1e9) * 1000))
-    code = lib.pynccl_watch_start(comm._c, sockets, milliseconds, _cure(), context)
+        processes, sealing = channel.processes, _Sealing(channel.sessions, comm.size)
+    milliseconds = 0 if timeout is None else max(1, int(timeout * 1000))
+    code = lib.pynccl_watch_start(comm._c, sockets, milliseconds, _cure(), context, sealing.given)
     if code:
         raise NcclSystemError(f"the watchdog cannot be started: {os.strerror(code)}")
     if processes:
@@ -55,6 +57,21 @@ def start(comm: Communicator, with_channel: bool, look: Callable[[], object] | N
         comm._visible = [bool(pid) for pid in pids]
     if gone:
         raise_verdict(comm, _DEATH_MS)
+
+
+class _Sealing:
+    """What native code gets to seal its frames with; it keeps a copy."""
+
+    def __init__(self, sessions: Mapping[int, Session], size: int) -> None:
+        self.given = ffi.NULL
+        if not sessions:
+            return
+        self._outgoing, self._incoming = (ffi.new("pynccl_cipher[]", size) for _ in range(2))
+        for rank, session in sessions.items():
+            for given, cipher in zip((self._outgoing, self._incoming), session, strict=True):
+                given[rank] = {"key": cipher.key, "count": cipher.count}
+        functions = load_noise().native_functions()
+        self.given = ffi.new("pynccl_sealing*", (*functions, self._outgoing, self._incoming))
 
 
 def _cure() -> Any:

@@ -33,6 +33,7 @@ from pynccl._structs import CommProperties as CommProperties
 from pynccl._structs import Config as Config
 from pynccl._structs import EncryptionConfig as EncryptionConfig
 from pynccl._structs import SimInfo as SimInfo
+from pynccl._structs import Team as Team
 from pynccl._types import LateHandle as LateHandle
 from pynccl._types import UniqueId as _UniqueId
 

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pynccl._launch import choose_backend, rank_environment
+from pynccl._launch import choose_backend, open_store, rank_environment
 from pynccl._process import Child, describe_exit, die_with_parent, wait_all
-from pynccl.bootstrap._store import StoreServer
 
 __all__ = ["RankError", "RankTimeout", "run"]
 
@@ -67,17 +66,21 @@ def run(
     traceback; with `check=False` its RankError stands in the result instead, and the other ranks go on.
     `env` adds variables. Nothing is left running afterwards.
     """
+    if isinstance(nranks, bool) or not isinstance(nranks, int):
+        raise TypeError(f"nranks is {nranks!r}; expected an int, then the function: run(4, fn)")
     if nranks < 1:
-        raise ValueError(f"nranks must be at least 1, not {nranks}")
+        raise ValueError(f"nranks is {nranks}; expected 1 or more")
+    if not callable(fn):
+        raise TypeError(f"fn is {fn!r}; expected a function that takes (rank, nranks, *args)")
     # Found by name, or as bytes together with the arguments, since their classes are no easier to find.
     place = _locate(fn)
     content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))
     task = (list(sys.path), place, nranks)
-    with tempfile.TemporaryDirectory(prefix="pynccl-testing-") as folder, StoreServer() as server:
+    base = choose_backend(os.environ, backend) | (env or {})
+    with tempfile.TemporaryDirectory(prefix="pynccl-testing-") as folder, open_store(base) as server:
         job = _Job(Path(folder), nranks)
         Path(folder, "task").write_bytes(pickle.dumps(task))
         Path(folder, "args").write_bytes(content)
-        base = choose_backend(os.environ, backend) | (env or {})
         try:
             for rank in range(nranks):
                 job.start(rank, rank_environment(base, rank, nranks, server))

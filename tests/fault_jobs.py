@@ -103,7 +103,10 @@ class Runner:
         """Run one schedule and judge it."""
         zygote = self.zygotes.get()
         try:
-            with tempfile.TemporaryDirectory(prefix="pynccl-faults-") as name, StoreServer() as server:
+            with (
+                tempfile.TemporaryDirectory(prefix="pynccl-faults-") as name,
+                StoreServer(secret="") as server,
+            ):
                 folder = Path(name)
                 for part in ("tmp", "trace"):
                     (folder / part).mkdir()

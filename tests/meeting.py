@@ -10,8 +10,10 @@ import errno
 import itertools
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
+from pynccl import RankFailedError
 from pynccl.bootstrap import Store
 
 # Below the ports that a system gives to connections, which would take one at any time; each worker of xdist
@@ -22,7 +24,7 @@ _numbers = itertools.count(97 * os.getpid())
 
 def store() -> Store:
     """Return the store that every rank of `pynccl.testing.run` has."""
-    return Store(os.environ["PYNCCL_STORE"], os.environ["PYNCCL_SECRET"], timeout=40)
+    return Store(os.environ["PYNCCL_STORE"], os.environ.get("PYNCCL_SECRET", ""), timeout=40)
 
 
 def together(nranks: int, name: str = "together") -> None:
@@ -41,6 +43,15 @@ def hear(what: str) -> None:
     """Wait until another rank has said something."""
     with store() as meeting:
         meeting.wait(what)
+
+
+def failure(what: Callable[[], object]) -> RankFailedError:
+    """Do something until a rank has failed."""
+    try:
+        while True:
+            what()
+    except RankFailedError as error:
+        return error
 
 
 def starved() -> float:

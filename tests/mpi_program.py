@@ -236,6 +236,9 @@ def refusals(comm: Any) -> None:
         (ValueError, "share memory", lambda: comm.Sendrecv([device, 2], 0, 0, [device, (1, 1)], 0)),
         (ValueError, "share memory", lambda: comm.Exscan(device, device)),
     ]
+    if SIZE > 1:
+        overlap = lambda: comm.Allgatherv(device, [other, (2, 1)])  # noqa: E731
+        calls.append((ValueError, "the parts of recvbuf overlap", overlap))
     for error, words, call in calls:
         with pytest.raises(error, match=words):
             call()

@@ -82,7 +82,12 @@ def _body(f: build_ffi.Function, index: int, version: int) -> str:
         return "  (void)comm;\n  return last_error;\n"
     lines = [f'  begin("{f.name}");']
     lines += [_note(f.name, ctype, name, index) for ctype, name in f.params]
-    lines += ["  return (ncclResult_t)result_now;"] if f.result != "void" else []
+    results = {
+        "ncclResult_t": "(ncclResult_t)result_now",
+        "int": str(index),
+        "ncclTeam_t": "(ncclTeam_t){11, 12, 13}",
+    }
+    lines += [f"  return {results[f.result]};"] if f.result != "void" else []
     return "\n".join(lines) + "\n"
 
 
@@ -92,6 +97,8 @@ def _note(function: str, ctype: str, name: str, index: int) -> str:
         return _array(name, *_ARRAYS[function][name])
     if ctype == "ncclUniqueId":
         return f'  hex("{name}", &{name}, 128);'
+    if ctype == "ncclTeam_t":
+        return f'  hex("{name}", &{name}, sizeof {name});'
     if base == "ncclUniqueId" and ctype.startswith("const"):
         return f'  if ({name}) hex("{name}", {name}, 128); else note("|{name}=NULL");'
     if base == "ncclUniqueId":

@@ -21,8 +21,8 @@ GARBAGE = [
     os.urandom(70_000),
     struct.pack("!I", 0xFFFFFFFF) * 12,
     bytes(48) + struct.pack("!IBH", 1 << 31, 1, 3) + b"key" + bytes(1 << 16),
-    b"pynccl-store-2\n" + os.urandom(16),
-    b"pynccl-store-2\n" + os.urandom(48) + bytes(1 << 16),
+    b"pynccl-store-3\n\1" + os.urandom(48),
+    b"pynccl-store-3\n\1" + os.urandom(64) + bytes(1 << 16),
 ]
 # What goes into a connection at once, by kind; slow ones get a byte now and then.
 OPENINGS = {

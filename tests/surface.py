@@ -28,6 +28,7 @@ LISTS: dict[str, Any] = {
     "excludeRanksCount": 3,
     "nDesc": 2,
     "maxLen": 16,
+    "team": capi.Team(5, 6, 7),
 }
 INTS = frozenset(
     (

@@ -238,6 +238,7 @@ int main(void) {
   config.blocking = 1;
   return ncclGetUniqueId(&id) || ncclCommInitRankConfig(&comm, 1, id, 0, &config) ||
          ncclCommQueryProperties(comm, &properties) || properties.nRanks != 1 ||
+         ncclTeamWorld(comm).nRanks != 1 || ncclTeamRankToWorld(comm, ncclTeamLsa(comm), 0) != 0 ||
          pyncclCpuGetDevice(&device) || pyncclCpuStreamCreate(&stream) ||
          ncclAllReduceConfig(x, x, 3, ncclFloat, ncclSum, comm, stream, &coll_config) || ncclGroupStart() ||
          ncclAllReduce(x, x, 3, ncclFloat, ncclSum, comm, stream) || ncclGroupSimulateEnd(&sim_info) ||
@@ -328,7 +329,9 @@ class TestAgainstNvidias:
         stubs = c_headers.write_stubs(tmp_path / "stubs")
         ours = c_headers.declared(folder / "include", stubs, ["nccl_device.h"])
         theirs = c_headers.declared(nvidias, stubs, ["stddef.h", "stdbool.h", "nccl_device/host.h"])
-        assert ours.functions["ncclCommQueryProperties"] == theirs.functions["ncclCommQueryProperties"]
+        ranks = [f"ncclTeamRankTo{where}" for where in ("World", "Lsa")]
+        for name in ("ncclCommQueryProperties", "ncclTeamWorld", "ncclTeamLsa", "ncclTeamRail", *ranks):
+            assert ours.functions[name] == theirs.functions[name]
         for name in ("ncclGinType_t", "ncclGinConnectionType_t"):
             assert ours.enums[name] == theirs.enums[name]
         assert ours.structs["ncclCommProperties_t"] == theirs.structs["ncclCommProperties_t"]
@@ -343,7 +346,7 @@ class TestAgainstNvidias:
             source = c_headers.probe(ours, ["nccl.h", device], INITIALIZERS)
             target = compiled(source, tmp_path / "probe", CC, "-w", f"-I{include}", f"-I{cuda}")
             printed[device] = run([str(target)]).splitlines()
-        assert len(printed["nccl_device.h"]) == 190
+        assert len(printed["nccl_device.h"]) == 194
         assert printed["nccl_device.h"] == printed["nccl_device/host.h"]
 
     def test_a_program_compiled_with_nvidias_header(

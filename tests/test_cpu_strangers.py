@@ -12,7 +12,7 @@ import pytest
 import pynccl
 from meeting import free_port, store
 from pynccl import NcclError, NcclInvalidUsage, NcclTimeoutError, capi, testing
-from pynccl.bootstrap._auth import read_secret
+from pynccl._secret import read_secret
 
 
 def use_secret(secret: str) -> None:
@@ -32,7 +32,7 @@ def by_public_id(rank: int, nranks: int, port: int, secret: str) -> float:
     return meet(rank, nranks)
 
 
-@pytest.mark.parametrize("secret", ["", "open sesame", "x" * 300])
+@pytest.mark.parametrize("secret", ["", "open sesame, please", "x" * 300])
 def test_public_id(secret: str) -> None:
     assert testing.run(3, by_public_id, free_port(), secret, backend="cpu") == [30.0] * 3
 
@@ -52,9 +52,11 @@ def intruder(rank: int, nranks: int, port: int, secrets: list[str]) -> str:
         return str(caught.value)
 
 
-@pytest.mark.parametrize("guess", ["", "a guess"])
+@pytest.mark.parametrize("guess", ["", "a guess of the same length"])
 def test_intruder(guess: str) -> None:
-    results = testing.run(3, intruder, free_port(), ["known", "known", guess], backend="cpu")
+    results = testing.run(
+        3, intruder, free_port(), ["known to both ranks", "known to both ranks", guess], backend="cpu"
+    )
     assert results[:2] == ["15.0", "15.0"]
     assert "PYNCCL_SECRET" in results[2]
     assert "rank 1" in results[2]
@@ -63,7 +65,7 @@ def test_intruder(guess: str) -> None:
 def only_refused(rank: int, nranks: int, port: int) -> str:
     """Rank 1 has another secret by mistake: it is told at once, and rank 0 at the end of its wait."""
     os.environ.update(NCCL_COMM_ID=f"127.0.0.1:{port}", PYNCCL_CPU_INIT_TIMEOUT="2")
-    use_secret("one" if rank == 0 else "another")
+    use_secret("a secret of rank 0" if rank == 0 else "a secret of rank 1")
     start = time.monotonic()
     with pytest.raises(NcclError) as caught:
         meet(rank, nranks)
@@ -93,7 +95,14 @@ def through_files(rank: int, nranks: int, path: str, secret: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "text", ["plain", " with space around\t\n", "\x1f in control characters\x1c\r\n", "dürre Ähre", "a\nb\n"]
+    "text",
+    [
+        "without space around",
+        " with space around\t\n",
+        "\x1f in control characters\x1c\r\n",
+        "dürre Ähre, dürre Ähre",
+        "several\nlines, each short\n",
+    ],
 )
 def test_files_mean_the_same_to_the_store_and_the_library(text: str, tmp_path: Path) -> None:
     file = tmp_path / "secret"
@@ -105,7 +114,7 @@ def test_files_mean_the_same_to_the_store_and_the_library(text: str, tmp_path: P
 
 def refused_files(rank: int, nranks: int, folder: str) -> None:
     file = Path(folder, "secret")
-    file.write_text("text")
+    file.write_text("text that is long enough")
     os.environ.pop("PYNCCL_SECRET", None)
     os.environ["PYNCCL_SECRET_FILE"] = str(file)
     for mode in (0o604, 0o620, 0o602, 0o601, 0o640, 0o400):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 
 import pynccl
 from meeting import hear, tell
-from pynccl import NcclInvalidUsage, testing
+from pynccl import NcclInvalidUsage, NcclRemoteError, testing
 
 
 def collected(rank: int, nranks: int) -> None:
@@ -232,6 +233,7 @@ if how == "collected":
     del comm
 if how == "barrier":
     comm.barrier()
+print("right", flush=True)
 if how == "exit":
     sys.exit(0)
 """
@@ -244,6 +246,7 @@ def returns(how: str, nranks: int, script: Path, runs: int) -> None:
     for run in range(runs):
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"run {run}: {done.stderr}"
+        assert done.stdout.count("right") == nranks
         assert done.stderr == ""
 
 
@@ -258,6 +261,32 @@ def test_a_program_that_returns_ends_well(how: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("nranks", "runs"), [(2, 200), (4, 200), (8, 200)])
 def test_200_programs_that_return_end_well(how: str, nranks: int, runs: int, tmp_path: Path) -> None:
     returns(how, nranks, tmp_path / "returns.py", runs)
+
+
+IN_A_THREAD = """
+import sys, threading, time, numpy as np, pynccl
+comm = pynccl.init(timeout=30 if sys.argv[1] == "timeout" else None)
+comm.barrier()
+x = np.ones(100_000)
+if comm.rank == 0:
+    # In the call when the main thread ends.
+    threading.Thread(target=comm.all_reduce, args=(x,), daemon=True).start()
+    time.sleep(0.3)
+    sys.exit(0)
+time.sleep(1)
+comm.all_reduce(x)
+assert (x == comm.size).all()
+print("right", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "timeout"])
+def test_a_call_of_a_daemon_thread_is_completed(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "thread.py"
+    script.write_text(IN_A_THREAD)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", str(script), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.count("right"), done.stderr) == (0, 2, "")
 
 
 def a_rank_of_a_pool(rank: int, nranks: int, id_bytes: bytes) -> None:
@@ -289,11 +318,10 @@ def test_processes_of_multiprocessing_end_well(how: str, tmp_path: Path) -> None
     script = tmp_path / "pool.py"
     script.write_text(POOL)
     environment = {**os.environ, "PYNCCL_LIBRARY": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    for _ in range(1):
-        command = [sys.executable, str(script), how]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+    command = [sys.executable, str(script), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
 
 
 LEAVES = """
@@ -349,6 +377,39 @@ def test_who_needs_a_call_of_a_rank_that_has_ended_is_told(
     assert f"[0] {error} after True: " in done.stdout, done.stdout + done.stderr
     assert text in done.stdout
     assert "rank 1" in done.stdout
+
+
+def sends_and_dies(rank: int, nranks: int, how: str, hosts: int) -> list[bool]:
+    os.environ["NCCL_HOSTID"] = f"host {rank % hosts}"
+    comm = pynccl.init()
+    comm.barrier()
+    if rank == 0:
+        for i in range(3):
+            comm.send(np.full(4, i), 1)
+        tell("sent")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.abort()
+        return []
+    hear("sent")
+    # Long after the end of the connection.
+    time.sleep(1.5)
+    received = []
+    for i in range(3):
+        x = np.zeros(4, int)
+        comm.recv(x, 0)
+        received.append(bool((x == i).all()))
+    for refused in (lambda: comm.recv(x, 0), lambda: comm.send(x, 0), comm.barrier):
+        with pytest.raises(NcclRemoteError, match="rank 0"):
+            refused()
+    return received
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("how", ["killed", "aborts"])
+def test_what_a_rank_sent_before_it_died_is_received(how: str, hosts: int) -> None:
+    _, received = testing.run(2, sends_and_dies, how, hosts, backend="cpu", check=False)
+    assert received == [True] * 3
 
 
 def test_the_end_without_destroy_is_warned_of(tmp_path: Path) -> None:

@@ -353,7 +353,7 @@ def never_comes(rank: int, nranks: int) -> None:
         start = time.monotonic()
         with (
             pytest.raises(
-                NcclTimeoutError, match="a group of 2 calls did not complete .* within 3 s .*rank 0"
+                NcclTimeoutError, match="a group of 2 calls did not complete .*within 3 s .*rank 0"
             ),
             group(),
         ):

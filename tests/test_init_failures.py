@@ -177,7 +177,7 @@ def test_another_size(kind: str, tmp_path: Path) -> None:
 def other_secret(rank: int, nranks: int, kind: str, port: int) -> str:
     together(nranks)
     method = method_of(kind, "", port)
-    os.environ["PYNCCL_SECRET"] = "guess" if rank else "the job's secret"
+    os.environ["PYNCCL_SECRET"] = "a guess, long enough" if rank else "the job's own secret"
     return fails_in_time(method, 2)
 
 
@@ -238,7 +238,7 @@ def test_a_rank_is_killed_while_it_waits(kind: str, who: int, tmp_path: Path) ->
 
 def kills(pid: int) -> None:
     """End the server when both ranks wait for a third."""
-    with Store(os.environ["PYNCCL_STORE"], "known", timeout=30) as store:
+    with Store(os.environ["PYNCCL_STORE"], "known to them all", timeout=30) as store:
         store.wait(["init/0/arrival/0", "init/0/arrival/1"])
     os.kill(pid, signal.SIGKILL)
 
@@ -252,7 +252,7 @@ def server_is_killed(rank: int, nranks: int, pid: int) -> str:
 SERVER = """
 import sys, time
 from pynccl.bootstrap import StoreServer
-server = StoreServer(secret="known")
+server = StoreServer(secret="known to them all")
 print(server.address, flush=True)
 time.sleep(60)
 """
@@ -262,7 +262,7 @@ def test_the_server_is_killed() -> None:
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        env = {"PYNCCL_STORE": server.stdout.readline().strip(), "PYNCCL_SECRET": "known"}
+        env = {"PYNCCL_STORE": server.stdout.readline().strip(), "PYNCCL_SECRET": "known to them all"}
         start = time.monotonic()
         texts = testing.run(2, with_environment, env, server.pid, backend="cpu")
         # At once, not after the time-out.

@@ -556,15 +556,22 @@ def test_log_folder(script: Script, tmp_path: Path) -> None:
     assert "cannot write to --log-dir" in done.stderr
 
 
-def test_a_secret_for_each_job(script: Script) -> None:
-    program = script("import os; print(os.environ['PYNCCL_SECRET'])")
-    secrets = [
-        {line.split()[1] for line in launch("-n", "2", "--cpu", program).stdout.splitlines()}
-        for _ in range(2)
+@pytest.mark.parametrize("secret", ["", "one of at least 16 bytes"])
+def test_the_launchers_store_has_the_secret_of_the_environment(script: Script, secret: str) -> None:
+    """Without one the kernel says whose the ranks are, and nobody else can come in."""
+    program = script(
+        "import os, pynccl\n"
+        "comm = pynccl.init(timeout=20)\n"
+        "comm.barrier()\n"
+        "comm.destroy()\n"
+        "print(os.environ.get('PYNCCL_SECRET', ''))\n"
+    )
+    env = {"PYNCCL_SECRET": secret} if secret else {}
+    done = launch("-n", "2", "--cpu", program, **env)
+    assert sorted(line.rstrip() for line in done.stdout.splitlines()) == [
+        f"[{r}] {secret}".rstrip() for r in (0, 1)
     ]
-    assert [len(one) for one in secrets] == [1, 1]
-    assert secrets[0] != secrets[1]
-    assert all(len(secret) >= 32 for one in secrets for secret in one)
+    assert "secret" not in done.stderr
 
 
 PARENT = """

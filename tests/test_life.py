@@ -154,7 +154,7 @@ def test_shrink_after_a_death() -> None:
 def grows(rank: int, nranks: int) -> None:
     from pynccl.bootstrap import Store
 
-    with Store(os.environ["PYNCCL_STORE"], os.environ["PYNCCL_SECRET"]) as store:
+    with Store(os.environ["PYNCCL_STORE"]) as store:
         if rank < 2:
             if rank == 0:
                 store.set("first", bytes(pynccl.get_unique_id()))
@@ -336,7 +336,7 @@ def foreign_handles(rank: int, nranks: int) -> None:
     nccl = ctypes.CDLL(pynccl.cpu_library())
     nccl.ncclCommInitRank.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, Id, ctypes.c_int]
     uid, handle = Id(), ctypes.c_void_p()
-    with Store(os.environ["PYNCCL_STORE"], os.environ["PYNCCL_SECRET"]) as store:
+    with Store(os.environ["PYNCCL_STORE"]) as store:
         if rank == 0:
             assert nccl.ncclGetUniqueId(ctypes.byref(uid)) == 0
             store.set("id", bytes(uid))

@@ -9,14 +9,14 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import pynccl
-from meeting import together
+from meeting import failure, together
 from pynccl import Communicator, NcclError, RankFailedError, _channel, _recovery
 from pynccl.testing import RankError, run
 
@@ -43,14 +43,6 @@ class Cutter:
             if rank < other:
                 with socket.socket(fileno=os.dup(self.sockets[0][other])) as end:
                     end.shutdown(socket.SHUT_RDWR)
-
-
-def failure(what: Callable[[], Any]) -> RankFailedError:
-    try:
-        while True:
-            what()
-    except RankFailedError as error:
-        return error
 
 
 def who(comm: Communicator, rank: int) -> list[int]:

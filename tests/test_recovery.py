@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import together
-from pynccl import Communicator, NcclError, RankFailedError, UniqueId, capi
+from meeting import failure, together
+from pynccl import Communicator, NcclError, UniqueId, capi
 from pynccl._binding import lib
 from pynccl._build_ffi import NATIVE, forward_source
 from pynccl.testing import RankError, run
@@ -57,15 +57,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         return str(target)
 
     return library
-
-
-def failure(what: Callable[[], Any]) -> RankFailedError:
-    """Do something until a rank has failed."""
-    try:
-        while True:
-            what()
-    except RankFailedError as error:
-        return error
 
 
 def total(comm: Communicator) -> tuple[int, int]:

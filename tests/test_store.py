@@ -17,9 +17,11 @@ import pytest
 
 from meeting import free_port
 from pynccl import BootstrapError
+from pynccl._secret import read_secret
 from pynccl.bootstrap import Store, StoreServer, _peer, _server, encrypt_nccl
-from pynccl.bootstrap._auth import read_secret
 from pynccl.bootstrap._store import MAX_FRAME, format_address, parse_address
+
+SECRET = "a secret of the job"
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,7 @@ def no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture(params=["secret", ""], ids=["secret", "open"])
+@pytest.fixture(params=[SECRET, ""], ids=["secret", "open"])
 def server(request: pytest.FixtureRequest) -> Iterator[StoreServer]:
     with StoreServer(secret=request.param) as server:
         yield server
@@ -264,9 +266,9 @@ def test_nobody_listens() -> None:
 def test_server_comes_later() -> None:
     port = free_port()
     servers: list[StoreServer] = []
-    timer = threading.Timer(0.4, lambda: servers.append(StoreServer(port=port, secret="s")))
+    timer = threading.Timer(0.4, lambda: servers.append(StoreServer(port=port, secret=SECRET)))
     timer.start()
-    with Store(f"127.0.0.1:{port}", "s", timeout=10) as store:
+    with Store(f"127.0.0.1:{port}", SECRET, timeout=10) as store:
         store.set("a", b"b")
     timer.join()
     servers[0].close()
@@ -333,7 +335,7 @@ def test_name_whose_first_address_is_not_the_servers(monkeypatch: pytest.MonkeyP
 def test_name_that_does_not_resolve() -> None:
     start = time.monotonic()
     with pytest.raises(BootstrapError, match="no store answered at no-such-host.invalid:1 within 0.7 s"):
-        Store("no-such-host.invalid:1", "s", timeout=0.7)
+        Store("no-such-host.invalid:1", SECRET, timeout=0.7)
     with pytest.raises(OSError, match="not resolved|not known|resolution"):
         StoreServer("no-such-host.invalid", timeout=0.7)
     assert time.monotonic() - start < 10
@@ -349,7 +351,7 @@ def test_silent_name_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", silent)
     start = time.monotonic()
     with pytest.raises(BootstrapError, match="the name 'host' was not resolved within"):
-        Store("host:1", "s", timeout=0.5)
+        Store("host:1", SECRET, timeout=0.5)
     assert time.monotonic() - start < 6
     ended.set()
     for thread in threading.enumerate():
@@ -389,25 +391,25 @@ def test_bad_addresses(text: str) -> None:
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
-        ("wrong", r"the secret \(PYNCCL_SECRET\) or the id of the job is not the store's"),
+        ("another secret, as long", r"the secret \(PYNCCL_SECRET\) or the id of the job is not the store's"),
         ("", "it wants a secret, and this process has none; set PYNCCL_SECRET"),
     ],
 )
 def test_wrong_secret(theirs: str, words: str) -> None:
     start = time.monotonic()
-    with StoreServer(secret="right") as server, pytest.raises(BootstrapError, match=words):
+    with StoreServer(secret=SECRET) as server, pytest.raises(BootstrapError, match=words):
         Store(server.address, theirs, timeout=30)
-    with StoreServer(secret="right") as server, pytest.raises(BootstrapError, match=words):
+    with StoreServer(secret=SECRET) as server, pytest.raises(BootstrapError, match=words):
         Store(server.address, theirs, timeout=5)
     assert time.monotonic() - start < 10
 
 
 def test_secret_for_a_server_without() -> None:
     with StoreServer(secret="") as server, pytest.raises(BootstrapError, match="it has no secret, and this"):
-        Store(server.address, "secret", timeout=30)
+        Store(server.address, SECRET, timeout=30)
 
 
-@pytest.mark.parametrize("secret", ["", "shared by both"])
+@pytest.mark.parametrize("secret", ["", SECRET])
 def test_two_jobs_never_meet(secret: str) -> None:
     with (
         StoreServer(secret=secret, job="1") as one,
@@ -432,11 +434,11 @@ def test_secret_and_job_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
         store.set("a", b"b")
     monkeypatch.delenv("PYNCCL_SECRET")
     file = tmp_path / "secret"
-    file.write_text("of the file\n")
+    file.write_text("out of that file\n")
     file.chmod(0o600)
     monkeypatch.setenv("PYNCCL_SECRET_FILE", str(file))
     with StoreServer() as server, Store(server.address) as store:
-        assert server.secret == "of the file"
+        assert server.secret == "out of that file"
         store.set("a", b"b")
 
 
@@ -444,12 +446,12 @@ def test_bad_secret_files(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     with pytest.raises(BootstrapError, match="cannot read .*: No such file"):
         read_secret({"PYNCCL_SECRET_FILE": str(file)})
-    file.write_text("text")
+    file.write_text("long enough for one")
     file.chmod(0o644)
     with pytest.raises(BootstrapError, match=r"is open to every user \(mode 0644\); expected 0600"):
         read_secret({"PYNCCL_SECRET_FILE": str(file)})
     file.chmod(0o600)
-    assert read_secret({"PYNCCL_SECRET_FILE": str(file)}) == "text"
+    assert read_secret({"PYNCCL_SECRET_FILE": str(file)}) == "long enough for one"
     file.write_text(" \n")
     with pytest.raises(BootstrapError, match="is empty; expected the secret"):
         read_secret({"PYNCCL_SECRET_FILE": str(file)})
@@ -496,12 +498,12 @@ else:
 def test_encrypt_nccl(
     run_python: Callable[..., object], released: Callable[[str], str], version: str, words: str
 ) -> None:
-    done = run_python(ENCRYPT, PYNCCL_LIBRARY=released(version), PYNCCL_SECRET="short")
+    done = run_python(ENCRYPT, PYNCCL_LIBRARY=released(version), PYNCCL_SECRET="not too short a secret")
     assert words in done.stdout  # type: ignore[attr-defined]
 
 
 def test_encrypt_nccl_on_the_cpu_library(run_python: Callable[..., object]) -> None:
-    done = run_python(ENCRYPT, PYNCCL_LIBRARY="cpu", PYNCCL_SECRET="secret")
+    done = run_python(ENCRYPT, PYNCCL_LIBRARY="cpu", PYNCCL_SECRET="not too short a secret")
     assert "NcclInvalidUsage" in done.stdout  # type: ignore[attr-defined]
     assert "does not encrypt" in done.stdout  # type: ignore[attr-defined]
 
@@ -597,7 +599,7 @@ if role == "server":
         sys.stdin.read()
 else:
     if role == "attacker":
-        _store.is_another_users = lambda _: False
+        _store.why_not = lambda _: ""
     try:
         with Store(address, secret, timeout=3) as store:
             store.set("key", b"1")
@@ -650,6 +652,31 @@ def test_a_store_of_another_user_is_not_believed() -> None:
         with pytest.raises(BootstrapError, match="another user has it"):
             Store(address, "", timeout=5)
         server.kill()
+
+
+def test_nobody_is_believed_where_the_kernel_does_not_say_who_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: socket.socket) -> int:
+        raise OSError("as in a sandbox")
+
+    caplog.set_level(logging.WARNING, "pynccl")
+    monkeypatch.setattr(_peer, "_ask", refuse)
+    monkeypatch.setattr(_peer, "_look_up", refuse)
+    with StoreServer(secret="") as server:
+        with pytest.raises(
+            BootstrapError, match="the system does not tell which user has it .*PYNCCL_SECRET"
+        ):
+            Store(server.address, "", timeout=5)
+        # Clients that do not mind are refused all the same, which is said once.
+        monkeypatch.setattr("pynccl.bootstrap._store.why_not", lambda _: "")
+        for _ in range(2):
+            with pytest.raises(BootstrapError), Store(server.address, "", timeout=0.5) as store:
+                store.set("key", b"1", timeout=0.5)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "has no secret and refuses clients: the system does not tell" in caplog.text
+    with StoreServer(secret=SECRET) as server, Store(server.address, SECRET) as store:
+        store.set("key", b"1")
 
 
 @as_root

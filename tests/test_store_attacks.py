@@ -21,7 +21,6 @@ import pytest
 import pynccl
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store, StoreServer
-from pynccl.bootstrap._auth import Seal, Session
 from pynccl.bootstrap._frames import MAX_SEALED
 from pynccl.bootstrap._store import PromptStore, format_address
 
@@ -149,7 +148,7 @@ def test_the_silent_are_sent_away(server: StoreServer, store: Store, monkeypatch
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
         start = time.monotonic()
         with suppress(OSError):
-            for byte in b"pynccl-store-2\n" + bytes(40):
+            for byte in b"pynccl-store-3\n\1" + bytes(48):
                 stranger.send(bytes([byte]))
                 time.sleep(0.1)
         assert 0.4 < time.monotonic() - start < 6
@@ -263,13 +262,14 @@ def test_who_listens_on_the_way_reads_nothing(server: StoreServer, store: Store)
         with suppress(ConnectionError):
             while part := stranger.recv(1000):
                 answer += part
+        # Its first message is right, but nobody has the private key behind it.
         assert len(answer) in (0, 64) and answer != tap.seen[False][:64]
     assert store.get("the name") == b"the value"
 
 
 def test_who_sits_on_the_way_changes_nothing(server: StoreServer, store: Store) -> None:
     store.set("key", b"right")
-    tap = Tap(server.port, spoil_after=63)
+    tap = Tap(server.port, spoil_after=80)
     with (
         Store(tap.address, SECRET, timeout=5) as tapped,
         pytest.raises(BootstrapError, match="the store at .* is silent"),
@@ -277,35 +277,6 @@ def test_who_sits_on_the_way_changes_nothing(server: StoreServer, store: Store) 
         tapped.set("key", b"wrong")
     tap.close()
     assert store.get("key") == b"right"
-
-
-def test_seals_break() -> None:
-    session = Session(b"key", b"nonces")
-    ours, theirs = Seal(session.to_server), Seal(session.to_server)
-    sealed = [ours.close(body) for body in (b"a", b"a", b"\0" * 300)]
-    assert sealed[0] != sealed[1]
-    assert [theirs.open(frame) for frame in sealed] == [b"a", b"a", b"\0" * 300]
-    others = [
-        Session(b"another", b"nonces").to_server,
-        Session(b"key", b"other nonces").to_server,
-        session.to_client,
-    ]
-    for key in others:
-        with pytest.raises(ValueError, match="not sealed with the job's secret"):
-            Seal(key).open(sealed[0])
-    for frame in (sealed[1], sealed[0][:-1], sealed[0] + b"\0", b"", bytes(16)):
-        with pytest.raises(ValueError, match="not sealed with the job's secret"):
-            Seal(session.to_server).open(frame)
-
-
-@pytest.mark.parametrize("size", [0, 1, 64, 65, 192, 193, 1000])
-def test_masks_do_not_repeat(size: int) -> None:
-    key = Session(bytes(32), b"nonces").to_client
-    ours, theirs = Seal(key), Seal(key)
-    hidden = [ours.close(bytes(size)) for _ in range(2)]
-    assert [theirs.open(frame) for frame in hidden] == [bytes(size)] * 2
-    parts = [frame[:size][at : at + 8] for frame in hidden for at in range(0, size - 7, 8)]
-    assert len(set(parts)) == len(parts)
 
 
 # --- impostors ---
@@ -334,10 +305,12 @@ def impostor(*says: bytes) -> Iterator[str]:
     [
         ([b"220 mail.example.org ESMTP and a long greeting\r\n"], "it is no pynccl store"),
         ([b"SSH-2.0\r\n"], "it is no pynccl store"),
-        ([b"pynccl-store-2\n\1" + bytes(48)], "the secret .* is not the store's"),
-        ([b"pynccl-store-2\n\0" + bytes(48)], "it has no secret, and this process has one"),
+        ([b"pynccl-store-3\n\1" + bytes(48)], "the secret .* is not the store's"),
+        ([b"pynccl-store-3\n\0" + bytes(48)], "it has no secret, and this process has one"),
+        ([b"pynccl-store-3\n\2"], "the secret .* is not the store's"),
+        ([b"pynccl-store-2\n\1" + bytes(48)], "it is no pynccl store"),
     ],
-    ids=["mail", "ssh", "another store", "a store without a secret"],
+    ids=["mail", "ssh", "another store", "a store without a secret", "a refusal", "an older store"],
 )
 def test_impostors(says: list[bytes], words: str) -> None:
     start = time.monotonic()

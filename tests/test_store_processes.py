@@ -22,7 +22,7 @@ from meeting import free_port
 from pynccl import BootstrapError
 from pynccl.bootstrap import Store, StoreServer
 
-SECRET = "of these tests"
+SECRET = "a secret of these tests"
 
 
 @contextmanager

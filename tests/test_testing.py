@@ -187,7 +187,7 @@ def test_ranks_die_with_the_parent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nranks", [0, -1])
 def test_number_of_ranks(nranks: int) -> None:
-    with pytest.raises(ValueError, match="nranks must be at least 1"):
+    with pytest.raises(ValueError, match="expected 1 or more"):
         testing.run(nranks, places)
 
 

@@ -390,6 +390,9 @@ def test_no_dump(run_python: Run, tmp_path: Path, content: str, expected: str) -
     (tmp_path / "empty").mkdir()
     done = run_python(args=["-m", "pynccl", "trace", str(tmp_path / "empty")], fails=True)
     assert "no files" in done.stderr
+    (tmp_path / "empty" / "rank0.host.7.stacks").write_text("")
+    done = run_python(args=["-m", "pynccl", "trace", str(tmp_path / "empty")], fails=True)
+    assert "there are Python stacks" in done.stderr and "rank0.host.7.stacks" in done.stderr
 
 
 def test_chrome_events(run_python: Run, tmp_path: Path) -> None:

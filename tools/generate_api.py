@@ -44,6 +44,14 @@ STRUCTS = {
         "Hold what a communicator can do; None is what the loaded library does not tell.",
     ),
 }
+TEAM = '''
+class Team(NamedTuple):
+    """Ranks of a communicator whose numbers are `stride` apart, and this one's number among them."""
+
+    nRanks: int
+    rank: int
+    stride: int
+'''
 INTERNAL = ("size", "magic", "version")
 
 
@@ -73,8 +81,8 @@ def _default(field: Field, header: Header) -> str:
 
 def structs_module(headers: list[Header]) -> str:
     parts = [BY_WHOM.format(what="NCCL's structs with a version inside")]
-    parts += ["from dataclasses import dataclass\nfrom typing import ClassVar\n"]
-    parts += ["from pynccl._config import Struct, Version\n"]
+    parts += ["from dataclasses import dataclass\nfrom typing import ClassVar, NamedTuple\n"]
+    parts += ["from pynccl._config import Struct, Version\n", TEAM]
     for name, (title, doc) in STRUCTS.items():
         fields = headers[0].structs[name]
         own = [field for field in fields if field.name not in INTERNAL]
@@ -99,10 +107,12 @@ class Caller:
 
     def write(self, f: Function) -> str:
         out = [(ctype, name) for ctype, name in f.params if self._is_out(ctype)]
+        result = [(f"{f.result}*", "out")] if f.returns_value else []
+        out += result
         if len(out) > 1:
             raise ValueError(f"{f.name} has several results: write it by hand")
         params, values = [], []
-        for ctype, name in f.params:
+        for ctype, name in (*f.params, *result):
             if (ctype, name) in out:
                 values.append("out")
             else:
@@ -125,6 +135,8 @@ class Caller:
     def _argument(self, ctype: str, name: str) -> tuple[str, str]:
         if ctype == "const char*":
             return "str", f"{name}.encode()"
+        if ctype == "ncclTeam_t":
+            return "Team", f'_new("ncclTeam_t*", {name})[0]'
         if ctype.endswith("*") and self._binding.python_type(ctype).endswith("*"):
             return "CollConfig | Mapping[str, Any] | None", "cell"
         return "int", name
@@ -138,6 +150,8 @@ class Caller:
             return ("None", "", "") if f.result == "void" else ("int", "", "r")
         if out == "ncclUniqueId*":
             return "bytes", '_new("char[128]")', "bytes(_buffer(out))"
+        if out == "ncclTeam_t*":
+            return "Team", '_new("ncclTeam_t*")', "Team(out.nRanks, out.rank, out.stride)"
         if out == "const char**":
             return "str", '_new("char**")', "_text(out[0])"
         return "int", f'_new("{self._binding.python_type(out)}")', "int(out[0])"
@@ -147,7 +161,7 @@ def capi_module(binding: Binding, header: Header) -> str:
     functions = [f for f in header.functions if f.name not in HAND]
     caller = Caller(binding)
     body = [caller.write(f) for f in functions]
-    helpers = ("_pack", "_text", "_buffer", "CollConfig", "Mapping")
+    helpers = ("_pack", "_text", "_buffer", "CollConfig", "Mapping", "Team")
     uses = {name for name in helpers if any(name in text for text in body)}
     parts = [BY_WHOM.format(what=f"What {header.name}.h declares, but for what capi.py writes by hand")]
     parts += ["from collections.abc import Mapping\nfrom typing import Any\n"] if "Mapping" in uses else []
@@ -155,7 +169,8 @@ def capi_module(binding: Binding, header: Header) -> str:
     parts += ["from pynccl._config import pack as _pack"] if "_pack" in uses else []
     parts += ["from pynccl._status import again as _again"]
     parts += ["from pynccl._status import text as _text"] if "_text" in uses else []
-    parts += ["from pynccl._structs import CollConfig"] if "CollConfig" in uses else []
+    structs = [name for name in ("CollConfig", "Team") if name in uses]
+    parts += [f"from pynccl._structs import {', '.join(structs)}"] if structs else []
     parts += ["\n_new = _ffi.new", *(["_buffer = _ffi.buffer"] if "_buffer" in uses else [])]
     parts += [f"_{f.name} = _lib.{f.name}" for f in functions] + ["", "", *body]
     return "\n".join(parts)

@@ -1,6 +1,6 @@
 """How the ranks of a program find each other: `init`, and the store that it goes through."""
 
-from pynccl.bootstrap._auth import encrypt_nccl
+from pynccl.bootstrap._encryption import encrypt_nccl
 from pynccl.bootstrap._init import init
 from pynccl.bootstrap._server import StoreServer
 from pynccl.bootstrap._store import Store

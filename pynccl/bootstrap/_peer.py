@@ -1,6 +1,6 @@
 """Whose process is at the other end of a TCP connection over loopback, which the kernel tells.
 
-Without a secret this is what keeps other users of a machine out.
+Without a secret this is what keeps other users of a machine out: what cannot be told is refused.
 """
 
 from __future__ import annotations
@@ -22,18 +22,25 @@ _OWNER_AT = _HEADER.size + 4 + _SOCKET.size + 12
 _SECONDS = 1.0
 
 
-def is_another_users(sock: socket.socket) -> bool:
-    """Tell whether the other end is on this machine's loopback and belongs to another user."""
+GONE = "its connection has ended"
+OTHER = "another user has it"
+UNKNOWN = "the system does not tell which user has it (neither sock_diag nor /proc/net/tcp is there)"
+
+
+def why_not(sock: socket.socket) -> str:
+    """Return why the other end is not believed to be this user's, "" where it is, or is no loopback's."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
+        return ""
     try:
         if not is_loopback(sock.getpeername()[0]):
-            return False
+            return ""
+    except OSError:
+        return GONE
+    try:
         user = _user_at(sock)
     except OSError:
-        # It has gone.
-        return True
-    return user != os.geteuid()
+        return UNKNOWN
+    return GONE if user is None else "" if user == os.geteuid() else OTHER
 
 
 def _user_at(sock: socket.socket) -> int | None:

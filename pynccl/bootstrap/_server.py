@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hmac
 import logging
 import os
 import secrets
@@ -16,11 +15,16 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
 
+from pynccl import _handshake
+from pynccl._secret import check_secret, encode, read_secret
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address, is_loopback, resolve
-from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, Session, job_key, read_secret
-from pynccl.bootstrap._peer import is_another_users
+from pynccl.bootstrap._peer import UNKNOWN, why_not
+
+if TYPE_CHECKING:
+    from pynccl._noise import Session
 
 log = logging.getLogger("pynccl")
 
@@ -59,9 +63,8 @@ class _Connection:
         "counted",
         "deadline",
         "fd",
-        "incoming",
+        "handshake",
         "input",
-        "outgoing",
         "output",
         "session",
         "sock",
@@ -74,10 +77,10 @@ class _Connection:
         self.sock, self.fd = sock, sock.fileno()
         self.arrived = now
         # There once the client has said hello; trusted once it has proved itself.
-        self.session: Session | None = None
+        self.handshake: _handshake.Answerer | None = None
         self.trusted = False
-        self.incoming: Seal | None = None
-        self.outgoing: Seal | None = None
+        # What seals its frames, where there is a secret.
+        self.session: Session | None = None
         self.input, self.output = bytearray(), bytearray()
         # How much of the input is counted in what the server has not read.
         self.counted = 0
@@ -99,16 +102,20 @@ class _Connection:
             return None
         frame = bytes(self.input[f.LENGTH.size : end])
         del self.input[:end]
-        return frame if self.incoming is None else self.incoming.open(frame)
+        return frame if self.session is None else self.session.incoming.open(frame)
 
 
 class StoreServer:
     """Serve a store from a thread of this process; a context manager.
 
     The secret is by default PYNCCL_SECRET's or, where there is none, a new one that `secret` tells; "" means
-    none at all. Only clients that know it, and the same `job`, are served. `host` is a name or an address,
-    '0.0.0.0' or '::' for every interface; port 0 takes a free one.
+    none at all. It takes PyNaCl. Only clients that know it, and the same `job`, are served; without one, over
+    loopback only those of the same user. `host` is a name or an address, '0.0.0.0' or '::' for every
+    interface; port 0 takes a free one.
     """
+
+    # Whether it says so where anybody can take part.
+    _warns = True
 
     def __init__(
         self,
@@ -119,13 +126,14 @@ class StoreServer:
         job: str | None = None,
         timeout: float = 30.0,
     ) -> None:
-        self.secret = read_secret() or secrets.token_hex(16) if secret is None else secret
+        secret = read_secret() or secrets.token_urlsafe(24) if secret is None else check_secret(secret)
+        self.secret = secret
         self.job = os.environ.get("PYNCCL_JOB_ID", "") if job is None else job
-        self._key = job_key(self.secret, self.job)
+        self._scheme = _handshake.choose(secret, f.PURPOSE, encode(self.job), f.HELLO)
         self.host = host
         self._listener = _listen(host, port, timeout)
         bound, self.port = self._listener.getsockname()[:2]
-        if not self.secret and not is_loopback(bound):
+        if self._warns and not self.secret and not is_loopback(bound):
             log.warning(
                 "the store at %s has no secret: whoever reaches it can take part; set PYNCCL_SECRET",
                 self.address,
@@ -146,7 +154,7 @@ class StoreServer:
         self._resumed: deque[_Connection] = deque()
         # Most files of this process are for others: strangers get a quarter.
         self._most_pending = max(1, min(_MOST_PENDING, os.sysconf("SC_OPEN_MAX") // 4))
-        self._paused = self._warned = False
+        self._paused = self._warned = self._told = False
         self._next_tick = 0.0
         self._wake = os.eventfd(0)
         self._poll = select.epoll()
@@ -364,35 +372,56 @@ class StoreServer:
 
     def _judge(self, connection: _Connection) -> bool:
         """Answer the client's hello, and then see whether it has proved itself; False when it has yet to."""
-        got = connection.input
-        if connection.session is None:
-            if not got.startswith(f.HELLO[: len(got)]):
+        got, scheme = connection.input, self._scheme
+        if connection.handshake is None:
+            if not got[: len(f.HELLO)] == f.HELLO[: len(got)]:
                 raise ValueError("no client of the store")
-            if len(got) < f.CLIENT_HELLO:
+            if len(got) < f.BEGINNING:
                 return False
-            nonce = secrets.token_bytes(NONCE)
-            connection.session = Session(self._key, bytes(got[len(f.HELLO) : f.CLIENT_HELLO]) + nonce)
-            del got[: f.CLIENT_HELLO]
-            proof = connection.session.server_proof
-            connection.sock.send(f.HELLO + bytes([bool(self.secret)]) + nonce + proof)
-        if len(got) < DIGEST:
+            kind = f.SECURED if scheme.secured else f.OPEN
+            if got[len(f.HELLO) : f.BEGINNING] != kind:
+                self._refuse(connection, kind)
+            end = f.BEGINNING + scheme.hello_size
+            if len(got) < end:
+                return False
+            try:
+                connection.handshake = scheme.meet(bytes(got[f.BEGINNING : end]))
+            except ValueError:
+                self._refuse(connection, f.REFUSES)
+            del got[:end]
+            connection.sock.send(f.HELLO + kind + connection.handshake.answer)
+        if len(got) < scheme.proof_size:
             return False
-        if not hmac.compare_digest(got[:DIGEST], connection.session.client_proof):
-            raise ValueError("wrong secret")
-        if not self.secret and is_another_users(connection.sock):
-            raise ValueError("another user's")
-        del got[:DIGEST]
+        connection.session = connection.handshake.check(bytes(got[: scheme.proof_size]))
+        if not self.secret:
+            self._ask_whose(connection)
+        del got[: scheme.proof_size]
         connection.trusted = True
         self._pending.pop(connection)
-        if self.secret:
-            connection.incoming = Seal(connection.session.to_server)
-            connection.outgoing = Seal(connection.session.to_client)
         return True
+
+    def _refuse(self, connection: _Connection, verdict: bytes) -> NoReturn:
+        """Let a client know why it is not served."""
+        connection.sock.send(f.HELLO + verdict)
+        raise ValueError("another secret, or none, or another job")
+
+    def _ask_whose(self, connection: _Connection) -> None:
+        """Without a secret, refuse other users of this machine."""
+        reason = why_not(connection.sock)
+        if reason == UNKNOWN and not self._told:
+            self._told = True
+            log.warning(
+                "the store at %s has no secret and refuses clients: %s; set PYNCCL_SECRET",
+                self.address,
+                reason,
+            )
+        if reason:
+            raise ValueError(reason)
 
     def _answer(self, connection: _Connection, status: int, value: bytes = b"") -> None:
         body = bytes((status,)) + value
-        if connection.outgoing is not None:
-            body = connection.outgoing.close(body)
+        if connection.session is not None:
+            body = connection.session.outgoing.seal(body)
         self._send(connection, f.LENGTH.pack(len(body)) + body)
 
     def _send(self, connection: _Connection, data: bytes) -> None:

@@ -1,12 +1,11 @@
 """A small TCP key-value store through which ranks find each other: its client.
 
-`_server.py` is the other side, `_frames.py` what goes between them, `_auth.py` how they trust each other.
+`_server.py` is the other side, `_frames.py` what goes between, `_handshake.py` how both trust each other.
 """
 
 from __future__ import annotations
 
 import errno
-import hmac
 import os
 import secrets
 import socket
@@ -16,17 +15,22 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
+from typing import TYPE_CHECKING
 
+from pynccl import _handshake
 from pynccl._errors import BootstrapError
+from pynccl._secret import check_secret, encode, read_secret
 from pynccl._timeouts import check_timeout
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address as format_address
 from pynccl.bootstrap._address import parse_address as parse_address
 from pynccl.bootstrap._address import resolve
-from pynccl.bootstrap._auth import DIGEST, NONCE, Seal, Session, job_key, read_secret
 from pynccl.bootstrap._frames import MAX_FRAME as MAX_FRAME
-from pynccl.bootstrap._peer import is_another_users
+from pynccl.bootstrap._peer import why_not
 from pynccl.bootstrap._server import StoreServer as StoreServer
+
+if TYPE_CHECKING:
+    from pynccl._noise import Session
 
 # The server answers a wait in time; this is for its tick and for the way back.
 _MARGIN = 0.5
@@ -57,59 +61,71 @@ class StoreSilent(BootstrapError):
 class Connection:
     """A connection to the store, in steps, so that a simulation can interleave those of many."""
 
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self.sock = sock
+    def __init__(self, sock: socket.socket, scheme: _handshake.Scheme) -> None:
+        self.sock, self._scheme = sock, scheme
         # Known from the first answer on.
         self.accepted = False
         # An answer is to come; when its request was given up, it is dropped before the next one.
         self.owed = False
         self._came = b""
-        self._outgoing: Seal | None = None
-        self._incoming: Seal | None = None
+        self._session: Session | None = None
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._nonce = secrets.token_bytes(NONCE)
+        self._handshake = scheme.call()
         # The kernel's time-outs: with Python's, each send and each answer is three system calls.
         if sock.gettimeout() is not None:
             sock.settimeout(None)
         self._limit = 0.0
-        sock.sendall(f.HELLO + self._nonce)
+        sock.sendall(f.HELLO + (f.SECURED if scheme.secured else f.OPEN) + self._handshake.hello)
 
-    def prove(self, key: bytes, has_secret: bool, deadline: float, *, more: bool = False) -> None:
+    def prove(self, deadline: float, *, more: bool = False) -> None:
         """See whether the server has the key, and prove that this side has it.
 
         With `more` the proof goes out together with a request that follows at once.
         """
-        hello = b""
-        while len(hello) < f.SERVER_HELLO:
-            hello += self._receive(f.SERVER_HELLO - len(hello), deadline)
-            if not hello.startswith(f.HELLO[: len(hello)]):
-                raise BootstrapError("it is no pynccl store")
-        if bool(hello[len(f.HELLO)]) != has_secret:
+        answer = self._answer_to_hello(deadline)
+        if not self._scheme.secured and (reason := why_not(self.sock)):
             raise BootstrapError(
-                "it has no secret, and this process has one (PYNCCL_SECRET)"
-                if has_secret
-                else "it wants a secret, and this process has none; set PYNCCL_SECRET"
+                f"{reason}, so it may not be the job's; set PYNCCL_SECRET where ranks have several users"
             )
-        if not has_secret and is_another_users(self.sock):
-            raise BootstrapError(
-                "another user has it, so it may not be the job's; "
-                "set PYNCCL_SECRET where ranks have several users"
-            )
-        session = Session(key, self._nonce + hello[-NONCE - DIGEST : -DIGEST])
-        if not hmac.compare_digest(hello[-DIGEST:], session.server_proof):
-            what = "the secret (PYNCCL_SECRET) or the id of the job" if has_secret else "the id of the job"
-            raise BootstrapError(f"{what} is not the store's")
+        try:
+            proof, self._session = self._handshake.finish(answer)
+        except ValueError:
+            raise self._stranger() from None
         # The kernel waits 200 ms at most for what should follow.
-        self.sock.sendall(session.client_proof, socket.MSG_MORE if more else 0)
-        if has_secret:
-            self._outgoing, self._incoming = Seal(session.to_server), Seal(session.to_client)
+        self.sock.sendall(proof, socket.MSG_MORE if more else 0)
+
+    def _answer_to_hello(self, deadline: float) -> bytes:
+        came, end = b"", f.BEGINNING
+        while len(came) < end:
+            came += self._receive(f.BEGINNING + self._scheme.answer_size - len(came), deadline)
+            if not came.startswith(f.HELLO[: len(came)]):
+                raise BootstrapError("it is no pynccl store")
+            verdict = came[len(f.HELLO) : f.BEGINNING]
+            if verdict:
+                self._check(verdict)
+                end = f.BEGINNING + self._scheme.answer_size
+        return came[f.BEGINNING :]
+
+    def _check(self, verdict: bytes) -> None:
+        """Raise what the server has against this client: neither side ever does without the secret it has."""
+        secured = self._scheme.secured
+        if verdict == f.REFUSES:
+            raise self._stranger()
+        if verdict == f.OPEN and secured:
+            raise BootstrapError("it has no secret, and this process has one (PYNCCL_SECRET)")
+        if verdict == f.SECURED and not secured:
+            raise BootstrapError("it wants a secret, and this process has none; set PYNCCL_SECRET")
+
+    def _stranger(self) -> BootstrapError:
+        secret = "the secret (PYNCCL_SECRET) or " if self._scheme.secured else ""
+        return BootstrapError(f"{secret}the id of the job is not the store's")
 
     def ask(self, frame: bytes, deadline: float) -> None:
         """Send a request, once an answer that nobody waits for any more is there."""
         if self.owed:
             self.answer(deadline)
-        if self._outgoing is not None:
-            frame = self._outgoing.close(frame)
+        if self._session is not None:
+            frame = self._session.outgoing.seal(frame)
         if len(frame) > _FITS:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_left(deadline)))
         try:
@@ -129,7 +145,9 @@ class Connection:
         if not f.LENGTH.size < end == len(data):
             raise ValueError(f"a frame of {len(data)} bytes that says {end}")
         self._came, self.owed, self.accepted = b"", False, True
-        body = data[f.LENGTH.size :] if self._incoming is None else self._incoming.open(data[f.LENGTH.size :])
+        body = data[f.LENGTH.size :]
+        if self._session is not None:
+            body = self._session.incoming.open(body)
         return body[0], body[1:]
 
     def _receive(self, most: int, deadline: float) -> bytes:
@@ -170,9 +188,9 @@ class Store:
     ) -> None:
         self.address, self.timeout = address, _seconds(timeout)
         self._where = parse_address(address)
-        secret = read_secret() if secret is None else secret
-        self._has_secret = bool(secret)
-        self._key = job_key(secret, os.environ.get("PYNCCL_JOB_ID", "") if job is None else job)
+        secret = read_secret() if secret is None else check_secret(secret)
+        job = os.environ.get("PYNCCL_JOB_ID", "") if job is None else job
+        self._scheme = _handshake.choose(secret, f.PURPOSE, encode(job), f.HELLO)
         self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
         self._met = False
         self._name = secrets.token_bytes(f.IDENTITY)
@@ -361,8 +379,8 @@ class Store:
                 # One address that is silent leaves time for the others.
                 sock.settimeout(_left(deadline) / (len(addresses) - index))
                 sock.connect(where)
-                connection = Connection(sock, deadline)
-                connection.prove(self._key, self._has_secret, deadline, more=more)
+                connection = Connection(sock, self._scheme)
+                connection.prove(deadline, more=more)
                 return connection
             except BaseException as error:
                 sock.close()

@@ -1,7 +1,8 @@
 """Meeting at a host and port: rank 0 listens there only until all have joined.
 
 MASTER_PORT is where torch's store is going to listen, in the same program. So what is met at it is a
-signpost: it names the job, the port of its own at which the job's store lives, and that store's secret.
+signpost: it names the job, the port of its own at which the job's store lives, and that store's id, which
+only those know who were at the signpost.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from pynccl._errors import BootstrapError
+from pynccl._secret import read_secret
 from pynccl.bootstrap._address import is_loopback, resolve
-from pynccl.bootstrap._auth import read_secret
 from pynccl.bootstrap._server import StoreServer
 from pynccl.bootstrap._store import PromptStore, Store, format_address, parse_address
 
@@ -26,7 +27,8 @@ class Place(NamedTuple):
     """A store that was met."""
 
     address: str
-    secret: str
+    # None: PYNCCL_JOB_ID's.
+    job: str | None = None
 
 
 def left(deadline: float) -> float:
@@ -37,14 +39,20 @@ def left(deadline: float) -> float:
 def connect(place: Place, deadline: float, rank: int, size: int, what: str = "did not meet rank 0") -> Store:
     """Connect to a store; its absence is in most cases rank 0's."""
     try:
-        return PromptStore(place.address, place.secret, timeout=left(deadline))
+        return PromptStore(place.address, job=place.job, timeout=left(deadline))
     except BootstrapError as error:
         raise BootstrapError(f"rank {rank} of {size} {what}: {error}") from error
 
 
-def _listen(host: str, port: int, secret: str, deadline: float) -> StoreServer:
+class _JobStore(StoreServer):
+    """The store behind a signpost, which has said already who can reach both."""
+
+    _warns = False
+
+
+def _listen(kind: type[StoreServer], host: str, port: int, job: str | None, deadline: float) -> StoreServer:
     try:
-        return StoreServer(host, port, secret, timeout=left(deadline))
+        return kind(host, port, read_secret(), job=job, timeout=left(deadline))
     except OSError as error:
         raise BootstrapError(f"rank 0 cannot listen at {format_address(host, port)}: {error}") from error
 
@@ -53,15 +61,13 @@ class Host:
     """Rank 0's side: the signpost and the store."""
 
     def __init__(self, host: str, port: int, job: str, deadline: float) -> None:
-        secret = read_secret()
-        self.signpost = _listen(host, port, secret, deadline)
+        self.signpost = _listen(StoreServer, host, port, None, deadline)
         self.server: StoreServer | None = None
         try:
-            # Without a secret, one that at least only those have who were at the signpost.
-            self.server = _listen(host, 0, secret or secrets.token_hex(16), deadline)
-            self.place = Place(self.server.address, self.server.secret)
+            self.server = _listen(_JobStore, host, 0, secrets.token_hex(16), deadline)
+            self.place = Place(self.server.address, self.server.job)
             self.where = f"{self.signpost.address}{_loopback_note(host, deadline)}"
-            with PromptStore(self.signpost.address, secret, timeout=left(deadline)) as store:
+            with PromptStore(self.signpost.address, timeout=left(deadline)) as store:
                 store.set(_SIGN, json.dumps([job, *self.place]).encode())
         except BaseException:
             self.close()
@@ -91,9 +97,9 @@ def _loopback_note(host: str, deadline: float) -> str:
 def ask(host: str, port: int, job: str, deadline: float, rank: int, size: int) -> Place:
     """Return the store that the signpost names."""
     address = format_address(host, port)
-    with connect(Place(address, read_secret()), deadline, rank, size) as store:
+    with connect(Place(address), deadline, rank, size) as store:
         try:
-            other, found, secret = map(str, json.loads(store.get(_SIGN, left(deadline))))
+            other, found, token = map(str, json.loads(store.get(_SIGN, left(deadline))))
         except TimeoutError:
             raise BootstrapError(f"rank {rank} of {size}: rank 0 is silent at {address}") from None
         except (ValueError, TypeError) as error:
@@ -104,4 +110,4 @@ def ask(host: str, port: int, job: str, deadline: float, rank: int, size: int) -
             f"instead of {job or 'one without a name'!r}; choose another MASTER_PORT"
         )
     # The name under which this rank reached the signpost, which rank 0 may know by another one.
-    return Place(format_address(host, parse_address(found)[1]), secret)
+    return Place(format_address(host, parse_address(found)[1]), token)

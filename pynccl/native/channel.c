@@ -27,6 +27,8 @@
 #define MOST_OUTPUT (1 << 20)
 // A process whose connection ended has ended too within so long, or it lives.
 #define ENDING_NS (2000 * MS)
+// What sealing adds to a frame.
+#define TAG_BYTES 16
 
 enum {
   FRAME_BEAT = 1,
@@ -38,6 +40,15 @@ enum {
   FRAME_CALL,
   FRAME_LOST  // the connection between two ranks has ended
 };
+
+// The functions of pynccl_sealing.
+typedef int pynccl_encrypt(unsigned char* out, unsigned long long* out_bytes, const unsigned char* message,
+                           unsigned long long bytes, const unsigned char* also, unsigned long long also_bytes,
+                           const unsigned char* unused, const unsigned char* nonce, const unsigned char* key);
+typedef int pynccl_decrypt(unsigned char* out, unsigned long long* out_bytes, unsigned char* unused,
+                           const unsigned char* sealed, unsigned long long bytes, const unsigned char* also,
+                           unsigned long long also_bytes, const unsigned char* nonce,
+                           const unsigned char* key);
 
 typedef struct pynccl_peer {
   int socket;
@@ -52,7 +63,9 @@ typedef struct pynccl_peer {
   uint64_t calls;
   int last_kind;  // of the newest call, -1 before the first
   size_t input_bytes;
-  pynccl_frame input;
+  unsigned char input[sizeof(pynccl_frame) + TAG_BYTES];
+  pynccl_cipher outgoing, incoming;
+  int spoiled;  // sent what its key has not sealed
   int wants_output;
   char* output;
   size_t output_bytes, output_capacity;
@@ -73,6 +86,8 @@ struct pynccl_watch {
   pynccl_watch* next;
   uint32_t id;
   int listed, connected, checking, size, rank, is_cpu, cure;
+  pynccl_encrypt* encrypt;  // NULL: frames are plain
+  pynccl_decrypt* decrypt;
   struct pynccl_said* said;  // to a peer, and not answered yet
   int said_count, said_capacity;
   int64_t timeout;
@@ -203,20 +218,64 @@ static void pynccl_push(pynccl_watch* w, int rank) {
   if (p->wants_output != (p->output_bytes != 0)) pynccl_watch_epoll(w, rank, EPOLL_CTL_MOD);
 }
 
+static void pynccl_seal_with(pynccl_watch* w, const pynccl_sealing* sealing) {
+  w->encrypt = (pynccl_encrypt*)sealing->encrypt;
+  w->decrypt = (pynccl_decrypt*)sealing->decrypt;
+  for (int r = 0; r < w->size; ++r) {
+    w->peers[r].outgoing = sealing->outgoing[r];
+    w->peers[r].incoming = sealing->incoming[r];
+  }
+}
+
+static size_t pynccl_wire_bytes(const pynccl_watch* w) {
+  return sizeof(pynccl_frame) + (w->encrypt ? TAG_BYTES : 0);
+}
+
+// Noise's nonces: four bytes of zero, and a number that never comes again.
+static void pynccl_next_nonce(pynccl_cipher* c, unsigned char nonce[12]) {
+  memset(nonce, 0, 4);
+  for (int i = 0; i < 8; ++i) nonce[4 + i] = (unsigned char)(c->count >> 8 * i);
+  ++c->count;
+}
+
+static void pynccl_pack(const pynccl_watch* w, pynccl_peer* p, const pynccl_frame* frame, char* out) {
+  unsigned char nonce[12];
+  if (!w->encrypt) {
+    memcpy(out, frame, sizeof *frame);
+    return;
+  }
+  pynccl_next_nonce(&p->outgoing, nonce);
+  w->encrypt((unsigned char*)out, NULL, (const unsigned char*)frame, sizeof *frame, NULL, 0, NULL, nonce,
+             (const unsigned char*)p->outgoing.key);
+}
+
+// Answers 0 where what has come was not sealed as the next frame.
+static int pynccl_unpack(const pynccl_watch* w, pynccl_peer* p, pynccl_frame* frame) {
+  unsigned char nonce[12];
+  if (!w->decrypt) {
+    memcpy(frame, p->input, sizeof *frame);
+    return 1;
+  }
+  pynccl_next_nonce(&p->incoming, nonce);
+  return !w->decrypt((unsigned char*)frame, NULL, NULL, p->input, sizeof p->input, NULL, 0, nonce,
+                     (const unsigned char*)p->incoming.key);
+}
+
 static int pynccl_send_frame(pynccl_watch* w, int rank, const pynccl_frame* frame) {
   pynccl_peer* p = &w->peers[rank];
   if (p->socket < 0) return ECONNRESET;
   // Who does not read needs no second heartbeat.
   if (p->output_bytes > (frame->kind == FRAME_BEAT ? 0 : MOST_OUTPUT)) return ENOBUFS;
-  if (p->output_bytes + sizeof *frame > p->output_capacity) {
-    const size_t capacity = 2 * p->output_capacity + 4 * sizeof *frame;
+  const size_t bytes = pynccl_wire_bytes(w);
+  if (p->output_bytes + bytes > p->output_capacity) {
+    const size_t capacity = 2 * p->output_capacity + 4 * bytes;
     char* more = realloc(p->output, capacity);
     if (!more) return ENOMEM;
     p->output = more;
     p->output_capacity = capacity;
   }
-  memcpy(p->output + p->output_bytes, frame, sizeof *frame);
-  p->output_bytes += sizeof *frame;
+  pynccl_pack(w, p, frame, p->output + p->output_bytes);
+  p->output_bytes += bytes;
   pynccl_push(w, rank);
   return 0;
 }
@@ -298,20 +357,26 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
 
 static void pynccl_read(pynccl_watch* w, int rank) {
   pynccl_peer* p = &w->peers[rank];
+  const size_t bytes = pynccl_wire_bytes(w);
   while (p->socket >= 0) {
-    char* at = (char*)&p->input + p->input_bytes;
-    const ssize_t n = recv(p->socket, at, sizeof p->input - p->input_bytes, MSG_DONTWAIT);
+    const ssize_t n = recv(p->socket, p->input + p->input_bytes, bytes - p->input_bytes, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return;
     if (n <= 0) {
       pynccl_hang_up(w, rank);
       return;
     }
-    p->heard = dog.awake;
     p->input_bytes += (size_t)n;
-    if (p->input_bytes < sizeof p->input) continue;
+    if (p->input_bytes < bytes) continue;
     p->input_bytes = 0;
-    pynccl_arrived(w, rank, &p->input);
+    pynccl_frame frame;
+    if (!pynccl_unpack(w, p, &frame)) {
+      p->spoiled = 1;
+      pynccl_hang_up(w, rank);
+      return;
+    }
+    p->heard = dog.awake;
+    pynccl_arrived(w, rank, &frame);
   }
 }
 

@@ -1,4 +1,4 @@
-// NCCL's C API, declared once: nccl.h 2.32.3, and of nccl_device.h ncclCommQueryProperties.
+// NCCL's C API, declared once: nccl.h 2.32.3, and of nccl_device.h ncclCommQueryProperties and the teams.
 //
 // One function a line, ending in the NCCL version that brought it; a struct with a version inside says
 // the same of each field, and `= VALUE` where its initializer sets more than "undefined". Read by
@@ -305,3 +305,12 @@ typedef struct {
 } ncclCommProperties_t;
 
 ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t* props); // since 2.29.2
+
+// Ranks of a communicator whose numbers are `stride` apart, and this one's number among them.
+typedef struct ncclTeam { int nRanks, rank, stride; } ncclTeam_t;
+
+ncclTeam_t ncclTeamWorld(ncclComm_t comm); // since 2.28.3
+ncclTeam_t ncclTeamLsa(ncclComm_t comm); // since 2.28.3
+ncclTeam_t ncclTeamRail(ncclComm_t comm); // since 2.28.3
+int ncclTeamRankToWorld(ncclComm_t comm, ncclTeam_t team, int rank); // since 2.28.3
+int ncclTeamRankToLsa(ncclComm_t comm, ncclTeam_t team, int rank); // since 2.28.3

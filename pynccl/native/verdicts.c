@@ -146,6 +146,10 @@ static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v
     pynccl_say(v->text, sizeof v->text, "died: its program ended without closing its communicator");
   } else if (pynccl_left(p)) {
     pynccl_say(v->text, sizeof v->text, "aborted its communicator");
+  } else if (p->spoiled) {
+    pynccl_say(v->text, sizeof v->text,
+               "is out of reach: somebody changed what came from it on its way (it was not sealed with the "
+               "job's secret)");
   } else if (p->gone && !p->goodbye) {
     pynccl_say(v->text, sizeof v->text, "died, or exited without closing its communicator");
   } else if (rank != w->rank && pynccl_silent(p, 2 * BEAT_NS)) {

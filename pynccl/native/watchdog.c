@@ -218,8 +218,8 @@ static void pynccl_close_sockets(const int* sockets, int size) {
     if (sockets[i] >= 0) close(sockets[i]);
 }
 
-int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure,
-                       uintptr_t context) {
+int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure, uintptr_t context,
+                       const pynccl_sealing* sealing) {
   pynccl_watch* w = calloc(1, sizeof *w + (size_t)comm->size * sizeof(pynccl_peer));
   if (!w) return pynccl_close_sockets(sockets, comm->size), ENOMEM;
   w->comm = comm;
@@ -232,6 +232,7 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
   w->timeout = timeout_ms * MS;
   w->handle = comm->handle;
   w->last_kind = -1;
+  if (sealing) pynccl_seal_with(w, sealing);
   pthread_mutex_lock(&dog.lock);
   int r = pynccl_run_watchdog();
   w->id = ++dog.last_id;
@@ -311,6 +312,7 @@ static void pynccl_watch_free(pynccl_comm* comm) {
     free(w->peers[r].inbox);
     free(w->peers[r].report);
   }
+  explicit_bzero(w->peers, (size_t)w->size * sizeof *w->peers);
   free(w->markers);
   free(w->said);
   free(w->lost);

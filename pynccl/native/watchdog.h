@@ -44,14 +44,28 @@ typedef struct pynccl_frame {
   char text[PYNCCL_FRAME_TEXT];
 } pynccl_frame;
 
+// One direction of a connection with a secret: the key, and how many messages it has sealed so far.
+typedef struct pynccl_cipher {
+  char key[32];
+  uint64_t count;
+} pynccl_cipher;
+
+// libsodium's crypto_aead_chacha20poly1305_ietf_encrypt and _decrypt, and the ciphers of every rank: for what
+// goes to it and for what comes from it.
+typedef struct pynccl_sealing {
+  uintptr_t encrypt, decrypt;
+  const pynccl_cipher *outgoing, *incoming;
+} pynccl_sealing;
+
 typedef struct pynccl_watch pynccl_watch;
 
 // Begin to watch a communicator over one connected socket per rank (-1 for itself, -2 for a rank that
 // is gone; NULL: no channel), which are the watch's from now on. Answers 0 or an errno. The watch lives as
 // long as the communicator.
 // `context` is the CUDA context of its device, 0 where the library is the CPU library or there is no driver.
-int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure,
-                       uintptr_t context);
+// `sealing` is NULL where there is no secret: frames are plain then.
+int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure, uintptr_t context,
+                       const pynccl_sealing* sealing);
 // Say goodbye and close the channel; harmless when that was done.
 void pynccl_watch_stop(pynccl_comm* comm, int goodbye);
 // Wait until it is done with what it does in trouble; answers whether the library's communicator is still

@@ -8,11 +8,12 @@ import importlib.util
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -32,11 +33,12 @@ class BuildError(NcclError, ImportError):
 
 def load() -> ModuleType:
     """Return the extension module, compiled first where the cache does not have it."""
-    path = _cache() / _key() / f"{NAME}.so"
+    path = _own_folder(_cache() / _key()) / f"{NAME}.so"
     if not path.exists():
         with _locked(path.parent):
             if not path.exists():
                 _compile(path)
+    _check(path, path.lstat(), stat.S_ISREG, sticky=False)
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -47,9 +49,64 @@ def load() -> ModuleType:
 def _cache() -> Path:
     """Return the directory of compiled extensions: PYNCCL_CACHE, else pynccl in the user's cache."""
     if "PYNCCL_CACHE" in os.environ:
-        return Path(os.environ["PYNCCL_CACHE"]).absolute()
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "pynccl"
+        name, folder = "PYNCCL_CACHE", Path(os.environ["PYNCCL_CACHE"])
+    elif home := os.environ.get("XDG_CACHE_HOME"):
+        name, folder = "XDG_CACHE_HOME", Path(home, "pynccl")
+    else:
+        name, folder = "HOME", Path(os.path.expanduser("~/.cache"), "pynccl")
+    if not folder.is_absolute():
+        # Without a home it would be in whatever folder the program was started in.
+        value = repr(os.environ[name]) if name in os.environ else "not set"
+        raise BuildError(
+            f"pynccl.torch keeps what it compiles in a folder, and {name} is {value}; expected an absolute "
+            "path, or set PYNCCL_CACHE to one"
+        )
+    return folder
+
+
+def _own_folder(folder: Path) -> Path:
+    """Make a folder, and return where it really is, once nobody else can put or move anything there."""
+    try:
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        for each in reversed(missing):
+            each.mkdir(mode=0o700, exist_ok=True)
+        folder = folder.resolve(strict=True)
+        for each in (*reversed(folder.parents), folder):
+            # In a folder with the sticky bit, as /tmp, others can add files, and leave this user's alone.
+            _check(each, each.lstat(), stat.S_ISDIR, sticky=each != folder)
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    return folder
+
+
+def _check(path: Path, found: os.stat_result, is_kind: Callable[[int], bool], *, sticky: bool) -> None:
+    """Refuse what another user could have changed, as ssh does with its keys."""
+    open_to_others = found.st_mode & 0o022 and not (sticky and found.st_mode & stat.S_ISVTX)
+    if is_kind(found.st_mode) and found.st_uid in _trusted_users() and not open_to_others:
+        return
+    raise BuildError(
+        f"pynccl.torch loads no library that others can change: {path} belongs to user {found.st_uid} with "
+        f"mode {stat.S_IMODE(found.st_mode):04o}; expected it, and every folder above it, to be this user's "
+        f"({os.geteuid()}) or root's and writable by nobody else: chmod go-w, or set PYNCCL_CACHE to another "
+        "folder"
+    )
+
+
+def _trusted_users() -> set[int]:
+    """Return this user and root, which in a user namespace without it is shown as nobody."""
+    trusted = {0, os.geteuid()}
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/self/uid_map").read_text("ascii").splitlines()
+        if not any(int(line.split()[0]) == 0 for line in lines):
+            trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text("ascii")))
+    return trusted
+
+
+def _unusable(folder: Path, error: OSError) -> BuildError:
+    return BuildError(
+        f"pynccl.torch keeps what it compiles in {folder}, which cannot be written ({error}); "
+        "set PYNCCL_CACHE to a directory that can"
+    )
 
 
 def _key() -> str:
@@ -65,13 +122,9 @@ def _key() -> str:
 def _locked(folder: Path) -> Iterator[None]:
     """Let one process compile; the others wait, and find its result."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / "lock", "w")  # noqa: SIM115
     except OSError as error:
-        raise BuildError(
-            f"pynccl.torch keeps what it compiles in {folder}, which cannot be written ({error}); "
-            "set PYNCCL_CACHE to a directory that can"
-        ) from None
+        raise _unusable(folder, error) from None
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -139,6 +192,8 @@ def _compile(target: Path) -> None:
                 f"compiling pynccl.torch against torch {torch.__version__} failed:\n"
                 f"{' '.join(command)}\n{done.stderr[-6000:]}"
             )
+        # The linker goes by the umask, which may let a group write.
+        os.chmod(partial, 0o755)
         os.replace(partial, target)
     except subprocess.TimeoutExpired:
         raise BuildError(f"compiling pynccl.torch took longer than {_BUILD_SECONDS} s") from None

@@ -331,6 +331,31 @@ def test_properties(pool: Pool) -> None:
     pool.get(2).call(properties)
 
 
+def teams(rank: Rank) -> list[int]:
+    api, comm = capi(), connect(rank)
+    n, me = rank.nranks, rank.rank
+    world, lsa, rail = (find(comm) for find in (api.ncclTeamWorld, api.ncclTeamLsa, api.ncclTeamRail))
+    assert world == (n, me, 1)
+    # Consecutive ranks that reach each other's memory; a rail has one of each such team.
+    assert lsa.stride == 1 and rail == (n // lsa.nRanks, me // lsa.nRanks, lsa.nRanks)
+    assert api.ncclCommQueryProperties(comm).nLsaTeams == rail.nRanks
+    assert lsa.rank == me % lsa.nRanks
+    first = me - lsa.rank
+    for team, ranks in (
+        (world, range(n)),
+        (lsa, range(first, first + lsa.nRanks)),
+        (rail, range(lsa.rank, n, lsa.nRanks)),
+    ):
+        assert [api.ncclTeamRankToWorld(comm, team, r) for r in range(team.nRanks)] == list(ranks)
+    assert [api.ncclTeamRankToLsa(comm, lsa, r) for r in range(lsa.nRanks)] == list(range(lsa.nRanks))
+    close(rank, comm)
+    return list(lsa)
+
+
+def test_teams(pool: Pool) -> None:
+    assert pool.get(4).call(teams) == [[4, me, 1] for me in range(4)]
+
+
 FORKING = """
 import os
 import numpy as np

@@ -87,25 +87,22 @@ void aborts_and_unmaps(ncclUniqueId id, int rank, int round, Issue issue) {
   OK(ncclCommAbort(comm));
 }
 
-void by_threads() {
-  for (int round = 0; round < scaled(400, 100, 50) && failures == 0; ++round) {
+using AsRanks = void (*)(int nranks, const std::function<void(int rank)>& body);
+
+void in_rounds(int rounds, AsRanks as_ranks) {
+  for (int round = 0; round < rounds && failures == 0; ++round) {
     auto& [name, issue] = kCalls[size_t(round) % std::size(kCalls)];
     at_step("round %d: %s", round, name);
     ncclUniqueId id = new_id();
-    as_threads(kRanks, [&, call = issue](int rank) { aborts_and_unmaps(id, rank, round, call); });
+    as_ranks(kRanks, [&, call = issue](int rank) { aborts_and_unmaps(id, rank, round, call); });
   }
 }
 
+void by_threads() { in_rounds(scaled(400, 100, 50), as_threads); }
+
 // What another process reads of memory that is gone is an error of the reader's; it must not be told that a
 // buffer was too small.
-void by_processes() {
-  for (int round = 0; round < scaled(100, 20, 10) && failures == 0; ++round) {
-    auto& [name, issue] = kCalls[size_t(round) % std::size(kCalls)];
-    at_step("round %d: %s", round, name);
-    ncclUniqueId id = new_id();
-    as_processes(kRanks, [&, call = issue](int rank) { aborts_and_unmaps(id, rank, round, call); });
-  }
-}
+void by_processes() { in_rounds(scaled(100, 20, 10), as_processes); }
 
 }  // namespace
 

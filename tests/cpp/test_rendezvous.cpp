@@ -252,7 +252,7 @@ void an_abort_ends_a_wait_for_a_stopped_root() {
   ncclUniqueId id;
   CHECK_EQ(read(ids[0], &id, sizeof id), ssize_t(sizeof id));
   kill(root.pid(), SIGSTOP);
-  for (const char* secret : {"", "with one"}) {
+  for (const char* secret : {"", "with a secret of a job"}) {
     set("PYNCCL_SECRET", secret);
     for (int i = 0; i < kAborts; ++i) {
       at_step("secret '%s', round %d", secret, i);

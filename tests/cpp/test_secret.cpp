@@ -63,12 +63,12 @@ std::string greet(const sockaddr_in& at, const std::string& secret, Hello hello,
 }
 
 void with_a_secret_only_who_has_it_gets_in() {
-  set("PYNCCL_SECRET", "open sesame");
+  set("PYNCCL_SECRET", "open sesame, please");
   sockaddr_in at = use_public_id();
   Child evil([&] {
     CHECK(contains(greet(at, "", public_hello(1)), "has a secret (PYNCCL_SECRET)"));
-    CHECK_EQ(greet(at, "open barley", public_hello(1)), std::string());
-    CHECK_EQ(greet(at, "open sesame ", public_hello(1)), std::string());
+    CHECK_EQ(greet(at, "open barley, please", public_hello(1)), std::string());
+    CHECK_EQ(greet(at, "open sesame, please ", public_hello(1)), std::string());
     // What a rank with the secret once said on another connection.
     int fd = connect_patiently(at);
     Hello hello = public_hello(1);
@@ -76,14 +76,14 @@ void with_a_secret_only_who_has_it_gets_in() {
     put(fd, hello);
     Challenge challenge;
     CHECK(read_exactly(fd, &challenge, sizeof challenge));
-    Digest theirs = proof("open sesame", Role::Listens, hello, challenge.nonce);
+    Digest theirs = proof("open sesame, please", Role::Listens, hello, challenge.nonce);
     CHECK(equal_in_constant_time(theirs.data(), challenge.proof.data(), theirs.size()));
-    Digest recorded = proof("open sesame", Role::Connects, hello, challenge.nonce);
+    Digest recorded = proof("open sesame, please", Role::Connects, hello, challenge.nonce);
     put(fd, recorded);
     close(fd);
-    CHECK_EQ(greet(at, "open sesame", hello, &recorded), std::string());
+    CHECK_EQ(greet(at, "open sesame, please", hello, &recorded), std::string());
     // The root's own proof, sent back.
-    CHECK_EQ(greet(at, "open sesame", hello, &theirs), std::string());
+    CHECK_EQ(greet(at, "open sesame, please", hello, &theirs), std::string());
   });
   Child other([&] {
     pause_for(1.5);
@@ -122,14 +122,16 @@ void secrets_differ(const char* mine, const char* theirs, const char* at_root, c
 }
 
 void a_secret_on_one_side_only_is_said_on_both() {
-  secrets_differ("a", "", "has no secret (PYNCCL_SECRET), and the root has one", "this rank has none");
-  secrets_differ("", "b", "has a secret (PYNCCL_SECRET), and the root has none", "the other has none");
-  secrets_differ("a", "b", "the root's secret", "another secret");
+  secrets_differ("a secret of rank 0", "", "has no secret (PYNCCL_SECRET), and the root has one",
+                 "this rank has none");
+  secrets_differ("", "a secret of rank 1", "has a secret (PYNCCL_SECRET), and the root has none",
+                 "the other has none");
+  secrets_differ("a secret of rank 0", "a secret of rank 1", "the root's secret", "another secret");
 }
 
 void secrets_from_a_file() {
   fs::path file = scratch / "secret";
-  write_text(file, " of a file\n");
+  write_text(file, " out of a secret file\n");
   set("PYNCCL_SECRET_FILE", file.c_str());
   chmod(file.c_str(), 0644);
   ncclUniqueId id;
@@ -139,7 +141,7 @@ void secrets_from_a_file() {
   id = settled_id();
   Child other([&] {
     unsetenv("PYNCCL_SECRET_FILE");
-    set("PYNCCL_SECRET", "of a file");
+    set("PYNCCL_SECRET", "out of a secret file");
     take_part(id, 2, 1);
   });
   take_part(id, 2, 0);
@@ -147,13 +149,21 @@ void secrets_from_a_file() {
   write_text(file, "\n");
   CHECK_EQ(int(ncclGetUniqueId(&id)), int(ncclInvalidArgument));
   CHECK(contains(ncclGetLastError(nullptr), "is empty; expected the secret"));
+  write_text(file, " not a secret \n");
+  CHECK_EQ(int(ncclGetUniqueId(&id)), int(ncclInvalidArgument));
+  CHECK(contains(ncclGetLastError(nullptr),
+                 "PYNCCL_SECRET_FILE: the secret has 12 bytes; expected at least 16"));
+  set("PYNCCL_SECRET", "fifteen letters");
+  CHECK_EQ(int(ncclGetUniqueId(&id)), int(ncclInvalidArgument));
+  CHECK(contains(ncclGetLastError(nullptr), "PYNCCL_SECRET has 15 bytes; expected at least 16"));
+  unsetenv("PYNCCL_SECRET");
   set("PYNCCL_SECRET_FILE", "/nowhere");
   CHECK_EQ(int(ncclGetUniqueId(&id)), int(ncclInvalidArgument));
   CHECK(contains(ncclGetLastError(nullptr), "cannot read '/nowhere'"));
 }
 
 void a_secret_is_never_shown() {
-  set("PYNCCL_SECRET", "not for logs");
+  set("PYNCCL_SECRET", "never to be in any log");
   const char* value = nullptr;
   int length = 0;
   OK(ncclParamGetParameter("PYNCCL_SECRET", &value, &length));
@@ -164,7 +174,7 @@ void a_secret_is_never_shown() {
   ncclParamDumpAll();
   run_job(2);
   CHECK(contains(read_text(file), "PYNCCL_SECRET"));
-  CHECK(!contains(read_text(file), "not for logs"));
+  CHECK(!contains(read_text(file), "never to be in any log"));
 }
 
 }  // namespace

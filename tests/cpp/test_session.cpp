@@ -113,7 +113,7 @@ void over_tcp() {
   for (bool take_turns : {false, true}) spread(take_turns, everything);
 }
 void with_a_secret() {
-  set("PYNCCL_SECRET", "between us");
+  set("PYNCCL_SECRET", "between the two of us");
   spread(true, everything);
   set("HOST_OF_EACH", "host");
   spread(true, everything);

@@ -17,9 +17,16 @@ ncclResult_t submit_quietly(Job job) {
   return r == ncclInProgress ? ncclSuccess : r;
 }
 
+// Of PYNCCL_CPU_*, at each creation: a program may set them late.
+ncclResult_t check_environment(const char* function) {
+  const char* wrong = param_error();
+  if (!wrong) wrong = fault_error();
+  return wrong ? fail(ncclInvalidArgument, "%s: %s", function, wrong) : ncclSuccess;
+}
+
 ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vector<Id>& ids, uint64_t ids_hash,
                          const ncclConfig_t* config, const char* function, int device, bool waits = false) {
-  if (const char* wrong = fault_error()) return fail(ncclInvalidArgument, "%s: %s", function, wrong);
+  if (ncclResult_t r = check_environment(function); r != ncclSuccess) return r;
   show_handle(out, nullptr);
   if (nranks < 1) return fail(ncclInvalidArgument, "%s: nranks is %d, expected at least 1", function, nranks);
   for (const Id& id : ids)
@@ -39,7 +46,7 @@ ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vecto
 // One job for all ranks; without `blocking` each is created in the background, and has a state of its own.
 ncclResult_t submit_init_all(ncclComm_t* out, int ndev, const int* devices) {
   const char* function = "ncclCommInitAll";
-  if (const char* wrong = fault_error()) return fail(ncclInvalidArgument, "%s: %s", function, wrong);
+  if (ncclResult_t r = check_environment(function); r != ncclSuccess) return r;
   Config settings;
   if (ncclResult_t r = read_config(nullptr, function, &settings); r != ncclSuccess) return r;
   if (!settings.blocking) {

@@ -327,7 +327,7 @@ ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t* prop
     full.nRanks = c->nranks;
     full.cudaDev = c->device;
     full.nvmlDev = -1;
-    full.nLsaTeams = c->session.hosts();
+    full.nLsaTeams = c->nranks / c->session.lsa_size();
     full.commHash = c->session.hash;
     memcpy(props, &full, std::min(sizeof full, props->size));
     return ncclSuccess;

@@ -106,7 +106,7 @@ ncclResult_t check(Submission& call, int red, const char* function) {
   if (reduces(op.func))
     if (ncclResult_t r = check_red_op(op, comm, red, function); r != ncclSuccess) return r;
   if (ncclResult_t r = check_buffers(op, comm, function); r != ncclSuccess) return r;
-  return comm.check_accepts(function);
+  return comm.check_accepts(function, op.func == Func::Recv);
 }
 
 // Everything but the communicator.
@@ -128,7 +128,8 @@ ncclResult_t enter(const char* function, Func func, const void* send, void* recv
     call.op.count = count;
     call.op.dtype = dtype;
     call.op.root = root;
-    if (ncclResult_t r = comm_of(handle, function, &call.comm); r != ncclSuccess) return r;
+    if (ncclResult_t r = any_comm_of(handle, function, &call.comm); r != ncclSuccess) return r;
+    if (ncclResult_t r = check_ready(*call.comm, function, func == Func::Recv); r != ncclSuccess) return r;
     if (call.comm->standing.revoked.load())
       return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
     if (ncclResult_t r = check_all(call, red, stream, function); r != ncclSuccess)

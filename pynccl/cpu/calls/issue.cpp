@@ -84,7 +84,7 @@ ncclResult_t check_alive(const Submission& call) {
   if (call.stream->ended())
     return fail(ncclInvalidUsage, "nccl%s: its stream %p was destroyed before the call was issued",
                 func_name(call.op.func), static_cast<void*>(call.stream_handle));
-  return call.comm->check_accepts(func_name(call.op.func));
+  return call.comm->check_accepts(func_name(call.op.func), call.op.func == Func::Recv);
 }
 
 // A collective of one rank is done by a copy, without a launch (NCCL's src/enqueue.cc: taskAppend).

@@ -58,12 +58,17 @@ void Comm::stop_children() {
   for (auto& child : children_) child->session.stop_creation();
 }
 
-ncclResult_t Comm::check_accepts(const char* function) {
+ncclResult_t Comm::check_sound(const char* function, bool only_takes) {
+  bool sound = only_takes ? !fate_.failed() : error() == ncclSuccess;
+  return sound ? ncclSuccess : fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
+}
+
+ncclResult_t Comm::check_accepts(const char* function, bool only_takes) {
   if (standing.ending() != Standing::End::None)
     return fail(ncclInvalidUsage, "%s: comm %p was destroyed or aborted before the call was issued", function,
                 static_cast<void*>(handle));
   if (standing.revoked.load()) return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
-  if (error() != ncclSuccess) return fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
+  if (ncclResult_t r = check_sound(function, only_takes); r != ncclSuccess) return r;
   Phase phase = standing.phase.load(std::memory_order_relaxed);
   if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
   if (phase != Phase::Ready) return fail(ncclInvalidUsage, "%s: comm has been finalized", function);
@@ -85,45 +90,46 @@ void Comm::note_started(const Batch& batch) {
 
 Step Comm::progress(Batch& batch) {
   if (!turns.is_turn_of(batch.ticket)) return Step::Blocked;
-  if (fate_.failed()) return close_buffers(), Step::Failed;
+  Step s = fate_.failed() ? Step::Failed : advance(batch);
+  if (s == Step::Failed) close_buffers();
+  return s;
+}
+
+Step Comm::advance(Batch& batch) {
   bool moved = !batch.started, heard = heard_.failed();
   if (!batch.started) {
     batch.started = true;
     note_started(batch);
-    if (p2p_.start(batch.p2p) == Step::Failed) return close_buffers(), Step::Failed;
+    if (p2p_.start(batch.p2p) == Step::Failed) return Step::Failed;
     if (!batch.colls.empty()) coll_.start(batch.colls[0], ++coll_seq_);
   }
   while (batch.at < batch.colls.size()) {
     Step s = coll_.step();
-    if (s == Step::Failed) return close_buffers(), s;
+    if (s == Step::Failed) return s;
     moved = moved || s != Step::Blocked;
     if (s != Step::Done) break;
     if (++batch.at < batch.colls.size()) coll_.start(batch.colls[batch.at], ++coll_seq_);
   }
   if (!p2p_.done()) {
     Step s = p2p_.step();
-    if (s == Step::Failed) return close_buffers(), s;
+    if (s == Step::Failed) return s;
     moved = moved || s != Step::Blocked;
   }
   context_.ring_peers();
   if (batch.at == batch.colls.size() && p2p_.done()) return Step::Done;
   if (moved) return Step::Moved;
-  return heard && !more_may_come() ? believe() : Step::Blocked;
+  if (!heard || more_may_come()) return Step::Blocked;
+  decide(heard_.code(), heard_.text());
+  return Step::Failed;
 }
 
 // What a peer on another host sent before it died may still be on its way.
 bool Comm::more_may_come() {
-  if (Clock::now() - heard_at_.load() > std::chrono::seconds(1)) return false;
+  if (heard_long_ago()) return false;
   for (auto& p : session.peers())
     for (auto& pipe : p->link.pipe)
       if (p->gone && pipe && pipe->more_may_come()) return true;
   return false;
-}
-
-Step Comm::believe() {
-  decide(heard_.code(), heard_.text());
-  close_buffers();
-  return Step::Failed;
 }
 
 // Passed on before anybody here wakes and may exit: every peer then hears the cause before the end of this
@@ -132,8 +138,7 @@ void Comm::hear_of(ncclResult_t code, std::string_view text) noexcept {
   if (error() == ncclSuccess && !heard_.failed()) tell(code, text);
   heard_at_.store(Clock::now());
   if (heard_.decide(code, text) && turns.idle()) say(code, text);
-  session.notify();
-  bell().ring();
+  wake();
 }
 
 void Comm::close_buffers() {
@@ -153,16 +158,20 @@ void Comm::finish(Batch& batch) {
   if (heard_.failed()) session.notify();
 }
 
-void Comm::say(ncclResult_t code, std::string_view text) const noexcept {
-  fail(code, "rank %d of %d: %.*s", rank, nranks, int(text.size()), text.data());
+ncclResult_t Comm::say(ncclResult_t code, std::string_view text) const noexcept {
+  return fail(code, "rank %d of %d: %.*s", rank, nranks, int(text.size()), text.data());
 }
 
 bool Comm::decide(ncclResult_t code, std::string_view text) noexcept {
   if (!fate_.decide(code, text)) return false;
   say(code, text);
+  wake();
+  return true;
+}
+
+void Comm::wake() noexcept {
   session.notify();
   bell().ring();
-  return true;
 }
 
 Step Comm::fail_with(ncclResult_t code, std::string_view text, bool tells) noexcept {
@@ -172,8 +181,7 @@ Step Comm::fail_with(ncclResult_t code, std::string_view text, bool tells) noexc
 
 void Comm::give_up(ncclResult_t code, std::string_view text) noexcept {
   if (!fate_.decide(code, text)) return;
-  session.notify();
-  bell().ring();
+  wake();
   tell(code, text);
 }
 

@@ -35,8 +35,10 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   Standing standing;
   Registry registry;
-  // Why a call is refused, or ncclSuccess. Certain under the issue lock.
-  ncclResult_t check_accepts(const char* function);
+  // Why a call is refused, or ncclSuccess. Certain under the issue lock. One that only takes what a peer has
+  // sent is accepted after the peer's death, too: the message may have arrived.
+  ncclResult_t check_accepts(const char* function, bool only_takes);
+  ncclResult_t check_sound(const char* function, bool only_takes);
 
   // Calls. Issuing counts and numbers them; progress() is the current batch's, by whoever runs its stream.
   Turns turns;
@@ -60,17 +62,19 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   // Errors: the first one stays.
   bool decide(ncclResult_t code, std::string_view text) noexcept;
+  ncclResult_t say(ncclResult_t code, std::string_view text) const noexcept;  // the thread's last error
   Step fail_with(ncclResult_t code, std::string_view text, bool tell = true) noexcept;
   // The error of a call that has told its caller already.
   void give_up(ncclResult_t code, std::string_view text) noexcept;
   Step mismatch(const std::string& text);
   void tell(ncclResult_t code, std::string_view text) noexcept;  // to every peer, by name
   void tell_error() noexcept;
-  // What peers tell of, and their deaths, are this communicator's error once nothing underway can go on, or
-  // after a second: what has arrived before is still good.
+  // An error that a peer reports, or its death, becomes this communicator's when no call underway can go on,
+  // or after a second: data that has arrived before is still delivered.
   void hear_of(ncclResult_t code, std::string_view text) noexcept;
   ncclResult_t error() const override {
-    return !fate_.failed() && heard_.failed() && believes() ? heard_.code() : fate_.code();
+    return !fate_.failed() && heard_.failed() && (turns.idle() || heard_long_ago()) ? heard_.code()
+                                                                                    : fate_.code();
   }
   std::string error_text() override { return fate_.failed() ? fate_.text() : heard_.text(); }
   bool broken() const override {
@@ -113,9 +117,9 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
  private:
   void died(int from) noexcept;
   void note_started(const Batch& batch);
-  bool believes() const { return turns.idle() || Clock::now() - heard_at_.load() > std::chrono::seconds(1); }
-  void say(ncclResult_t code, std::string_view text) const noexcept;
-  Step believe();
+  Step advance(Batch& batch);
+  void wake() noexcept;  // who waits for anything of this communicator
+  bool heard_long_ago() const { return Clock::now() - heard_at_.load() > std::chrono::seconds(1); }
   bool more_may_come();
   Fate fate_, heard_;
   std::atomic<Clock::time_point> heard_at_{};

@@ -180,7 +180,6 @@ Fault fault_point(int rank, uint64_t call) {
 }
 
 const char* fault_error() {
-  if (const char* wrong = param_error()) return wrong;
   const Plan* plan = reread();
   return plan->error.empty() ? nullptr : plan->error.c_str();
 }

@@ -19,8 +19,8 @@ struct Fault {
 // again at call 1. Sleeps and dies inside.
 Fault fault_point(int rank, uint64_t call);
 
-// What is wrong with PYNCCL_CPU_FAULT (read again), or any other PYNCCL_CPU_*; or nullptr. A malformed value
-// injects nothing and is told once at Warn. The text is valid until the thread asks again.
+// What is wrong with PYNCCL_CPU_FAULT (read again), or nullptr. A malformed value injects nothing and is told
+// once at Warn. The text lives for ever.
 const char* fault_error();
 
 }  // namespace pncpu

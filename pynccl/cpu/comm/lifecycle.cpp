@@ -24,7 +24,7 @@ ncclResult_t comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Co
   return r == ncclSuccess ? check_ready(**comm, function) : r;
 }
 
-ncclResult_t check_ready(Comm& comm, const char* function) {
+ncclResult_t check_ready(Comm& comm, const char* function, bool only_takes) {
   Standing& standing = comm.standing;
   if (standing.revoked.load() && standing.phase.load() != Phase::Creating) return ncclSuccess;
   if (standing.pending() == ncclInProgress || standing.must_poll())
@@ -32,8 +32,7 @@ ncclResult_t check_ready(Comm& comm, const char* function) {
                 "%s: comm %p is used before the previous operation returned ncclSuccess "
                 "(ncclCommGetAsyncError)",
                 function, static_cast<void*>(comm.handle));
-  if (comm.error() != ncclSuccess)
-    return fail(comm.error(), "%s: comm has failed: %s", function, comm.error_text().c_str());
+  if (ncclResult_t r = comm.check_sound(function, only_takes); r != ncclSuccess) return r;
   if (ncclResult_t r = standing.pending(); r != ncclSuccess)
     return fail(r, "%s: comm is non-blocking, and the error of a wrong call has become its state for good",
                 function);
@@ -271,7 +270,7 @@ ncclResult_t finalize(Comm& comm) {
   comm.standing.phase.store(Phase::Finalized);
   comm.standing.set_pending(comm.error());
   if (comm.error() == ncclSuccess) return ncclSuccess;
-  return fail(comm.error(), "rank %d of %d: %s", comm.rank, comm.nranks, comm.error_text().c_str());
+  return comm.say(comm.error(), comm.error_text());
 }
 
 Ending::Ending(std::shared_ptr<Comm> comm, Standing::End how)

@@ -10,7 +10,7 @@ namespace pncpu {
 // failed (as ncclCommEnsureReady in NCCL's src/init.cc, with the exception of revoked ones).
 ncclResult_t any_comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
 ncclResult_t comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
-ncclResult_t check_ready(Comm& comm, const char* function);
+ncclResult_t check_ready(Comm& comm, const char* function, bool only_takes = false);
 // A wrong call becomes the state of a non-blocking communicator, for good: NCCL's src/enqueue.cc
 // (ncclEnqueueCheck) and src/init.cc (ncclCommFinalize), at `fail:`.
 ncclResult_t spoil_state(Comm& comm, ncclResult_t code);

@@ -16,6 +16,7 @@ namespace {
 
 constexpr size_t kBlock = 64;
 constexpr size_t kMostSecret = size_t(1) << 16;
+constexpr size_t kLeastSecret = 16;  // as for the Python store
 
 constexpr uint32_t kRounds[64] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -105,6 +106,15 @@ ncclResult_t read_file(const char* path, std::string* secret) {
   return ncclSuccess;
 }
 
+ncclResult_t check_length(const char* name, const std::string& secret) {
+  if (secret.size() >= kLeastSecret) return ncclSuccess;
+  return fail(ncclInvalidArgument,
+              "%s has %zu bytes; expected at least %zu, because whoever takes part in one connection can try "
+              "short ones offline. This makes a good one: "
+              "python -c \"import secrets; print(secrets.token_urlsafe(24))\"",
+              name, secret.size(), kLeastSecret);
+}
+
 }  // namespace
 
 Digest sha256(const void* data, size_t bytes) {
@@ -143,8 +153,10 @@ ncclResult_t read_secret(std::string* secret) {
   const char* text = param_str("PYNCCL_SECRET");
   const char* path = param_str("PYNCCL_SECRET_FILE");
   *secret = text ? text : "";
-  if (!secret->empty() || !path || !*path) return ncclSuccess;
-  return read_file(path, secret);
+  if (!secret->empty()) return check_length("PYNCCL_SECRET", *secret);
+  if (!path || !*path) return ncclSuccess;
+  if (ncclResult_t r = read_file(path, secret); r != ncclSuccess) return r;
+  return check_length("PYNCCL_SECRET_FILE: the secret", *secret);
 }
 
 }  // namespace pncpu

@@ -2,7 +2,9 @@
 
 #include <sched.h>
 
+#include <numeric>
 #include <set>
+#include <utility>
 
 #include "base/device.hpp"
 #include "base/fork.hpp"
@@ -132,10 +134,13 @@ ncclResult_t Session::read_table() {
   std::vector<std::unique_ptr<Peer>> peers;
   std::set<uint64_t> host_ids;
   local_count_ = 0;
-  for (int q = 0; q < nranks; ++q) {
+  lsa_size_ = 0;
+  for (int q = 0, on_one_host = 1; q < nranks; ++q, ++on_one_host) {
     peers.push_back(std::make_unique<Peer>(table_[q]));
     Peer& p = *peers.back();
     host_ids.insert(p.info.host);
+    if (q + 1 == nranks || table_[q + 1].host != p.info.host)
+      lsa_size_ = std::gcd(lsa_size_, std::exchange(on_one_host, 0));
     hash = hash * 0x100000001b3 ^ p.info.token.a;
     if (p.info.version != kVersion)
       return fail(ncclInvalidUsage, "rank %d uses version %d of this library, rank %d version %d", rank,

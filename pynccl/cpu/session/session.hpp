@@ -95,7 +95,8 @@ class Session {
   Cell* cell() { return me_; }
   int local_index() const { return local_; }
   int local_ranks() const { return local_count_; }
-  int hosts() const { return hosts_; }
+  // Ranks that reach each other's memory: consecutive ones of a host, as many in each team.
+  int lsa_size() const { return lsa_size_; }
   const Patience& patience(bool underway) const { return underway ? underway_patience_ : patience_; }
 
   // Wakes who waits for what peers say, so that it looks at the communicator's error.
@@ -145,7 +146,7 @@ class Session {
   std::shared_ptr<Segment> segment_;          // one for all ranks of this process
   bool offers_segment_ = false;
   Cell* me_ = nullptr;
-  int local_ = 0, local_count_ = 1, hosts_ = 1;
+  int local_ = 0, local_count_ = 1, hosts_ = 1, lsa_size_ = 1;
   Patience patience_, underway_patience_;  // before a peer has come; while it is at work
   uint64_t nonce_[2];
   Blob settings_;

@@ -1,0 +1,62 @@
+"""The job's secret: where it comes from, what it has to be, and the keys that follow from it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+
+from pynccl._errors import BootstrapError
+
+# Who hears or answers one connection can try so many secrets offline as there is time for.
+LEAST_BYTES = 16
+RECIPE = 'python -c "import secrets; print(secrets.token_urlsafe(24))"'
+_MOST_BYTES = 1 << 16
+
+
+def read_secret(environ: Mapping[str, str] | None = None) -> str:
+    """Return what PYNCCL_SECRET is, or what the file at PYNCCL_SECRET_FILE has; "" where neither is set."""
+    environ = os.environ if environ is None else environ
+    secret, path = environ.get("PYNCCL_SECRET", ""), environ.get("PYNCCL_SECRET_FILE", "")
+    if secret or not path:
+        return check_secret(secret, "PYNCCL_SECRET")
+    return check_secret(_read_file(path), f"PYNCCL_SECRET_FILE: the secret in {path!r}")
+
+
+def check_secret(secret: str, name: str = "secret") -> str:
+    """Return a secret, or "" for none, unless it is so short that it can be guessed."""
+    size = len(encode(secret))
+    if 0 < size < LEAST_BYTES:
+        raise BootstrapError(
+            f"{name} has {size} bytes; expected at least {LEAST_BYTES}, because whoever takes part in one "
+            f"connection can try short ones offline. This makes a good one: {RECIPE}"
+        )
+    return secret
+
+
+def _read_file(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(_MOST_BYTES).strip()
+    except OSError as error:
+        raise BootstrapError(f"PYNCCL_SECRET_FILE: cannot read {path!r}: {error.strerror}") from error
+    if mode & stat.S_IRWXO:
+        raise BootstrapError(
+            f"PYNCCL_SECRET_FILE: {path!r} is open to every user (mode {mode:04o}); expected 0600"
+        )
+    if not text:
+        raise BootstrapError(f"PYNCCL_SECRET_FILE: {path!r} is empty; expected the secret")
+    return text
+
+
+def encode(text: str) -> bytes:
+    """Return the bytes of a text of the environment, whatever these are."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def derive_key(secret: str, purpose: bytes, context: bytes) -> bytes:
+    """Return the key of 32 bytes for one purpose, such as b"pynccl store", and one context, such as a job."""
+    material = hashlib.blake2b(encode(secret)).digest()
+    return hashlib.blake2b(context, key=material, person=purpose, digest_size=32).digest()

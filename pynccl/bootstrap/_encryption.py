@@ -1,0 +1,24 @@
+"""NCCL's own encryption, with a key that follows from the job's secret."""
+
+from __future__ import annotations
+
+import hmac
+
+from pynccl import capi
+from pynccl._errors import BootstrapError
+from pynccl._secret import check_secret, encode, read_secret
+
+
+def encrypt_nccl(secret: str | None = None) -> None:
+    """Let NCCL encrypt its TCP connections with a key that follows from the secret.
+
+    The secret is by default PYNCCL_SECRET's. It takes NCCL 2.32 built with TLS, and a call on every rank
+    before the first communicator or unique id.
+    """
+    secret = read_secret() if secret is None else check_secret(secret)
+    if not secret:
+        raise BootstrapError(
+            "no secret: expected PYNCCL_SECRET or PYNCCL_SECRET_FILE, or the argument secret"
+        )
+    key = hmac.digest(encode(secret), b"pynccl key for ncclSetEncryption", "sha256")
+    capi.ncclSetEncryption({"mode": 1, "psk": key.hex()})
