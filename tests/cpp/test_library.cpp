@@ -94,6 +94,35 @@ void two_streams_and_an_event(const World& w) {
   CHECK_EQ(int(pyncclCpuStreamDestroy(b)), int(ncclInvalidArgument));
 }
 
+// Nobody runs what is on it but those who wait; destroyed with work on it, it has that done.
+void a_stream_without_a_thread(const World& w) {
+  cudaStream_t stream = nullptr, other;
+  cudaEvent_t event;
+  OK(pyncclCpuStreamCreate(&other));
+  OK(pyncclCpuEventCreate(&event));
+  CHECK_EQ(int(pyncclCpuStreamCreateWithFlags(&stream, 4)), int(ncclInvalidArgument));
+  OK(pyncclCpuStreamCreateWithFlags(&stream, 3));
+  std::vector<float> x = w.make(50000, 1), y = w.make(50000, 1), z = w.make(50000, 1);
+  OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclSum, w.comm, stream));
+  usleep(20000);
+  CHECK_EQ(int(pyncclCpuStreamQuery(w.comm, stream)), int(ncclInProgress));
+  OK(pyncclCpuEventRecord(w.comm, event, stream));
+  OK(pyncclCpuEventSynchronize(event, -1));
+  check_all(x, float(w.nranks));
+  OK(ncclAllReduce(y.data(), y.data(), y.size(), ncclFloat32, ncclSum, w.comm, stream));
+  OK(pyncclCpuEventRecord(w.comm, event, stream));
+  OK(pyncclCpuStreamWaitEvent(w.comm, other, event));
+  wait(w.comm, other);
+  check_all(y, float(w.nranks));
+  OK(ncclAllReduce(z.data(), z.data(), z.size(), ncclFloat32, ncclSum, w.comm, stream));
+  OK(pyncclCpuStreamDestroy(stream));
+  OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclSum, w.comm, other));
+  wait(w.comm, other);
+  check_all(z, float(w.nranks));
+  OK(pyncclCpuEventDestroy(event));
+  OK(pyncclCpuStreamDestroy(other));
+}
+
 void split_and_back(const World& w) {
   ncclComm_t half = nullptr;
   OK(ncclCommSplit(w.comm, w.rank % 2, -w.rank, &half, nullptr));
@@ -112,6 +141,7 @@ void everything(World w) {
   all_collectives(w);
   point_to_point(w);
   two_streams_and_an_event(w);
+  a_stream_without_a_thread(w);
   if (w.nranks > 1) split_and_back(w);
 }
 

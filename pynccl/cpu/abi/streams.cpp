@@ -40,16 +40,6 @@ ncclResult_t create_stream(cudaStream_t* stream, unsigned int flags, const char*
   return ncclSuccess;
 }
 
-ncclResult_t await(const Recording& recording, Doorbell& bell, Deadline deadline) {
-  for (;;) {
-    uint32_t seen = bell.look();
-    if (recording.has_happened()) return ncclSuccess;
-    int64_t ns = until(deadline, kSliceNs);
-    if (ns == 0) return ncclInProgress;
-    bell.wait(seen, ns);
-  }
-}
-
 }  // namespace
 }  // namespace pncpu
 
@@ -148,7 +138,9 @@ ncclResult_t pyncclCpuEventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream
     node.kind = Node::Record;
     node.recording = recording;
     ncclResult_t r = enqueue(s, std::move(node), function);
-    if (r == ncclSuccess) e->record(std::move(recording));
+    if (r != ncclSuccess) return r;
+    recording->number = s->enqueued();
+    e->record(std::move(recording));
     return r;
   });
 }
@@ -167,7 +159,7 @@ ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs) {
     std::shared_ptr<Event> e = find_handle<Event>(event, "pyncclCpuEventSynchronize");
     if (!e) return ncclInvalidArgument;
     std::shared_ptr<Recording> newest = e->newest();
-    return newest ? await(*newest, newest->bell, deadline_of(timeoutMs)) : ncclSuccess;
+    return newest ? await(*newest, deadline_of(timeoutMs)) : ncclSuccess;
   });
 }
 

@@ -15,6 +15,7 @@ struct Recording {
   std::atomic<bool> happened{false};
   Doorbell bell;
   std::weak_ptr<Stream> stream;  // whose work it comes after
+  uint64_t number = 0;           // how much of it
   void happen() {
     happened.store(true, std::memory_order_release);
     bell.ring();

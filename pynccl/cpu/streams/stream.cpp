@@ -61,19 +61,25 @@ void Stream::push(Nodes nodes) noexcept {
   arrivals_.ring();
 }
 
+ncclResult_t await(Recording& recording, Deadline deadline) {
+  std::shared_ptr<Stream> stream = recording.stream.lock();
+  if (stream && stream->attended()) return stream->drive(recording.number, deadline);
+  for (;;) {
+    uint32_t seen = recording.bell.look();
+    if (recording.has_happened()) return ncclSuccess;
+    int64_t ns = until(deadline, kSliceNs);
+    if (ns == 0) return ncclInProgress;
+    recording.bell.wait(seen, ns);
+  }
+}
+
 ncclResult_t Stream::run(Node& node, Deadline deadline) {
   switch (node.kind) {
     case Node::Record:
       node.recording->happen();
       return ncclSuccess;
     case Node::Wait:
-      for (;;) {
-        uint32_t seen = node.recording->bell.look();
-        if (node.recording->has_happened()) return ncclSuccess;
-        int64_t ns = until(deadline, kSliceNs);
-        if (ns == 0) return ncclInProgress;
-        node.recording->bell.wait(seen, ns);
-      }
+      return await(*node.recording, deadline);
     case Node::After:
       return node.stream->drive(node.number, deadline);
     default:

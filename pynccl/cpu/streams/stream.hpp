@@ -57,6 +57,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool ended() const { return ended_; }
   // In CUDA's sense: its work and the legacy stream's wait for each other.
   bool blocking() const { return blocking_; }
+  bool attended() const { return attended_; }
   std::shared_ptr<Domain> keeps;  // of a stream that a caller created
 
   bool idle() const { return completed_.load() == enqueued_.load(); }
@@ -95,6 +96,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::atomic<bool> stop_{false};
   bool working_ = false;
 };
+
+// Until the event has happened; ncclInProgress at the deadline.
+ncclResult_t await(Recording& recording, Deadline deadline);
 
 template <>
 struct HandleTraits<Stream> {
