@@ -23,6 +23,8 @@ from pynccl._secret import read_secret
 from pynccl._timeouts import LONGEST
 from pynccl.bootstrap._store import StoreServer
 
+# As many as the CPU library takes on one machine.
+_MOST_RANKS = 1024
 # What ranks that are to be ended get to say where they are, and then to end by themselves after SIGTERM.
 EVIDENCE_SECONDS = 3.0
 GRACE_SECONDS = 5.0
@@ -84,8 +86,10 @@ def add_run_parser(subparsers: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of ranks, 1 or more, not {text!r}")
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MOST_RANKS:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of ranks, 1 to {_MOST_RANKS} on one machine, not {text!r}"
+        )
     return int(text)
 
 
@@ -261,13 +265,15 @@ class _Launcher:
         old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
         try:
             self.selector.register(reader, selectors.EVENT_READ)
-            for rank in range(self.nranks):
-                self._start(rank)
-                guard.write(b"%d\n" % self.children[-1].pid)
-                guard.flush()
             if timeout is not None:
                 self.timeout_at = time.monotonic() + timeout
-            while len(self.ended) < self.nranks:
+            # Many take their time to start, in which a signal may come, or one of them may end.
+            while len(self.children) < self.nranks and not self._ending:
+                self._start(len(self.children))
+                guard.write(b"%d\n" % self.children[-1].pid)
+                guard.flush()
+                self._step(reader, waits=False)
+            while len(self.ended) < len(self.children):
                 self._step(reader)
             self._drain()
             self._show_traceback()
@@ -297,12 +303,14 @@ class _Launcher:
             assert pipe is not None
             self.selector.register(pipe, selectors.EVENT_READ, lines)
 
-    def _step(self, reader: socket.socket) -> None:
+    def _step(self, reader: socket.socket, waits: bool = True) -> None:
         now = time.monotonic()
         ends = [end for end in (self.kill_at, self.timeout_at) if end is not None]
         if self.request is not None:
             ends.append(now + _LOOK_SECONDS)
         wait = min(max(0.0, min(ends) - now), _LONGEST_WAIT) if ends else None
+        if not waits:
+            wait = 0.0
         for key, _ in self.selector.select(wait):
             if key.fileobj is reader:
                 for number in reader.recv(4096):
@@ -324,7 +332,7 @@ class _Launcher:
 
     def _time_out(self) -> None:
         self.timeout_at = None
-        running = [rank for rank in range(self.nranks) if rank not in self.ended]
+        running = [rank for rank in range(len(self.children)) if rank not in self.ended]
         if running and not self._ending:
             _say(f"the time is up (--timeout); still running: {', '.join(map(str, running))}")
             self.code = _TIMED_OUT
@@ -391,7 +399,7 @@ class _Launcher:
             if code != 0 and self.code == 0:
                 self.code = code if code > 0 else 128 - code
                 self.first = rank
-                others = "" if len(self.ended) == self.nranks else "; ending the other ranks"
+                others = "" if len(self.ended) == len(self.children) else "; ending the other ranks"
                 _say(f"rank {rank} {describe_exit(code)}{others}")
                 if not self._ending:  # else they have been told to end, and may be about to
                     self._end(signal.SIGTERM)

@@ -73,6 +73,7 @@ ELSEWHERE = {
     "make ": "the Makefile's own; CI runs them",
     "pip ": "changes the environment; tests/test_packaging.py installs the wheel",
     "pynccl run -n 4 hello.py": "tests/test_readme.py, with what it prints",
+    "mpirun -n 4 python program.py": "stands for a program of the reader's",
     "cc ": "tests/test_c_users.py, with what it prints",
     "sbatch ": "tests/test_slurm.py, where Slurm is installed",
     "srun ": "tests/test_slurm.py, where Slurm is installed",

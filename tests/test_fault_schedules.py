@@ -12,7 +12,7 @@ import pytest
 from fault_jobs import Runner
 from fault_schedules import PAIRS, draw
 
-CHUNK, QUICK, ALL = 10, 100, 1000
+CHUNK, QUICK, SLOW, ALL = 10, 40, 100, 1000
 # Instead of schedules whose fault did not come.
 SPARE = 1_000_000
 # More than these not to come would mean that the schedules do not test what they say.
@@ -25,11 +25,12 @@ def runner() -> Iterator[Runner]:
         yield runner
 
 
+def mark(first: int) -> pytest.MarkDecorator | tuple[()]:
+    return () if first < QUICK else pytest.mark.slow if first < SLOW else pytest.mark.full
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "first",
-    [pytest.param(n, marks=() if n < QUICK else pytest.mark.full) for n in range(0, ALL, CHUNK)],
-)
+@pytest.mark.parametrize("first", [pytest.param(n, marks=mark(n)) for n in range(0, ALL, CHUNK)])
 def test_schedules(runner: Runner, first: int) -> None:
     seeds = range(first, first + CHUNK)
     verdicts = runner.run_fired(seeds, iter(range(SPARE + first, SPARE + first + MOST_SPARE)))

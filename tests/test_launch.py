@@ -610,8 +610,12 @@ def _children(pid: int) -> list[str]:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["-n", "0", "x.py"], "argument -n/-np/--nranks: expected a number of ranks, 1 or more, not '0'"),
-        (["-n", "auto", "x.py"], "expected a number of ranks, 1 or more, not 'auto'"),
+        (
+            ["-n", "0", "x.py"],
+            "argument -n/-np/--nranks: expected a number of ranks, 1 to 1024 on one machine, not '0'",
+        ),
+        (["-n", "auto", "x.py"], "expected a number of ranks, 1 to 1024 on one machine, not 'auto'"),
+        (["-n", "100000", "x.py"], "1 to 1024 on one machine, not '100000'"),
         (["-np", "-2", "x.py"], "argument -n/-np/--nranks: expected"),
         (["x.py"], "required"),
         (["-n", "2"], "required"),

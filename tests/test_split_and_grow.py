@@ -93,7 +93,7 @@ def splits_short_of_descriptors(rank: int, nranks: int, timeout: float | None) -
     return outcomes
 
 
-@pytest.mark.parametrize("timeout", [None, 30])
+@pytest.mark.parametrize("timeout", [pytest.param(None, marks=pytest.mark.slow), 30])
 def test_split_without_descriptors(timeout: float | None) -> None:
     """Every rank is told at once, by whom; the communicator itself goes on."""
     zero, one, two = run(3, splits_short_of_descriptors, timeout, backend="cpu", timeout=50)

@@ -430,6 +430,7 @@ def tried(group: Any, x: torch.Tensor) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_connections_that_time_out() -> None:
     on_ranks(2, late_ranks)
 

@@ -498,7 +498,7 @@ void Service::give(Posts& post) {
 
 void Service::hold_spare() {
   std::lock_guard<std::recursive_mutex> lock(mutex);
-  spare = Fd::made_by([] { return open("/dev/null", O_RDONLY | O_CLOEXEC); });
+  spare = Fd::made_by([this] { return fcntl(wake_.get(), F_DUPFD_CLOEXEC, 0); });
 }
 
 bool Service::starved() {
