@@ -452,6 +452,28 @@ def test_evidence_of_every_hang(
     assert "rank 0 (launcher): asked by pynccl run" not in errors
 
 
+OUTLIVES = """
+import signal, time, numpy as np, pynccl
+comm = pynccl.init()
+if comm.rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    comm.all_reduce(np.zeros(4))
+time.sleep(100)
+"""
+
+
+def test_evidence_is_not_replaced_by_what_comes_of_the_end(script: Script, tmp_path: Path) -> None:
+    """A rank that sees the others end dumps no more."""
+    done = launch(
+        "-n", "2", "--cpu", "--timeout", "3", script(OUTLIVES), PYNCCL_TRACE_DIR=str(tmp_path / "traces")
+    )
+    assert done.returncode == 124 and "NcclRemoteError" in done.stderr
+    (dump,) = (tmp_path / "traces").glob("rank0.*.jsonl")
+    head, *records = map(json.loads, dump.read_text().splitlines())
+    assert [reason["kind"] for reason in head["reasons"]] == ["launcher"]
+    assert [r["call"] for r in records[1:]] == ["init", "all_reduce"] and records[-1]["state"] == "taken"
+
+
 PARTLY = """
 import os, signal, sys, time
 def end(number, frame):

@@ -311,6 +311,9 @@ static void pynccl_dump_leave(void) {
   }
 }
 
+// The launcher has asked, and ends all ranks: what they meet from here on is its doing.
+static int pynccl_ends;
+
 int pynccl_trace_dump(int fd, const pynccl_trace* only) {
   if (!pynccl_dump_enter()) return EBUSY;
   const int error = pynccl_dump_to(fd, only);
@@ -328,6 +331,7 @@ static void pynccl_copy_text(char* to, size_t room, const char* text) {
 }
 
 int pynccl_trace_save(const char* kind, const char* text) {
+  if (__atomic_load_n(&pynccl_ends, __ATOMIC_ACQUIRE)) return 0;
   const int index = __atomic_fetch_add(&pynccl_reason_count, 1, __ATOMIC_ACQ_REL);
   if (index < PYNCCL_REASONS) {
     pynccl_reason* reason = &pynccl_reasons[index];
@@ -379,6 +383,7 @@ static void pynccl_on_signal(int number, siginfo_t* info, void* context) {
   const int saved = errno;
   const pynccl_asking* a = &pynccl_signals[number];
   pynccl_trace_save(a->kind, a->text);
+  if (a->fd >= 0) __atomic_store_n(&pynccl_ends, 1, __ATOMIC_RELEASE);
   if (a->fd < 0 || pynccl_has_file(a)) {
     if (a->before.sa_flags & SA_SIGINFO)
       a->before.sa_sigaction(number, info, context);
@@ -412,4 +417,5 @@ void pynccl_trace_forked(void) {
   memset(pynccl_reasons, 0, sizeof pynccl_reasons);
   pynccl_reason_count = 0;
   *pynccl_file = 0;
+  pynccl_ends = 0;
 }
