@@ -37,11 +37,16 @@ def check_secret(secret: str, name: str = "secret") -> str:
 
 def _read_file(path: str) -> str:
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(_MOST_BYTES).strip()
+        # Without waiting for who may write to a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(descriptor, encoding="utf-8", errors="surrogateescape") as file:
+            found = os.fstat(file.fileno())
+            text = file.read(_MOST_BYTES).strip() if stat.S_ISREG(found.st_mode) else ""
     except OSError as error:
         raise BootstrapError(f"PYNCCL_SECRET_FILE: cannot read {path!r}: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise BootstrapError(f"PYNCCL_SECRET_FILE: {path!r} is no regular file; expected one with the secret")
+    mode = stat.S_IMODE(found.st_mode)
     if mode & stat.S_IRWXO:
         raise BootstrapError(
             f"PYNCCL_SECRET_FILE: {path!r} is open to every user (mode {mode:04o}); expected 0600"

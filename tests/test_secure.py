@@ -420,6 +420,21 @@ def test_a_rank_with_another_secret_is_refused() -> None:
     assert "2.0" not in texts[0], texts
 
 
+def meets_with(rank: int, nranks: int, secrets: list[str], port: int) -> str:
+    del os.environ["PYNCCL_STORE"]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYNCCL_SECRET=secrets[rank])
+    with pytest.raises(BootstrapError) as caught:
+        pynccl.init(timeout=4)
+    return str(caught.value)
+
+
+def test_rank_0_says_whom_it_turned_away() -> None:
+    texts = testing.run(3, meets_with, [SECRET, "", SECRET + "?"], free_port(), backend="cpu")
+    assert "never arrived: 1, 2 (2 of 3); turned away: 1 with another secret, 1 without a secret" in texts[0]
+    texts = testing.run(2, meets_with, ["", SECRET], free_port(), backend="cpu")
+    assert "never arrived: 1 (1 of 2); turned away: 1 with a secret, unlike here" in texts[0]
+
+
 # --- the control channel ---
 
 

@@ -455,6 +455,10 @@ def test_bad_secret_files(tmp_path: Path) -> None:
     file.write_text(" \n")
     with pytest.raises(BootstrapError, match="is empty; expected the secret"):
         read_secret({"PYNCCL_SECRET_FILE": str(file)})
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    with pytest.raises(BootstrapError, match="is no regular file"):
+        read_secret({"PYNCCL_SECRET_FILE": str(file)})
     assert read_secret({}) == ""
 
 

@@ -228,7 +228,7 @@ def _at_address(
             on_listen(f"tcp://{home.signpost.address}")
         with connect(home.place, deadline, rank, size) as store:
             meeting = Round(StoreKeys(store, home.where), "0", rank, size, deadline, lingers=True)
-            meeting.when_joined = home.signpost.close
+            meeting.when_joined, meeting.refused = home.signpost.close, home.refused
             yield meeting
         home.wait_until_left()
     finally:
@@ -288,7 +288,7 @@ def _at_master(
             keys = StoreKeys(store, where if home is None else home.where, of_rank_0=True)
             meeting = Round(keys, name, rank, size, deadline, lingers=server is not None)
             if home is not None:
-                meeting.when_joined = home.signpost.close
+                meeting.when_joined, meeting.refused = home.signpost.close, home.refused
             yield meeting
     except BaseException:
         if home is not None:

@@ -309,8 +309,8 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-def absent(rank: int, size: int, missing: Sequence[int], where: Any) -> BootstrapError:
-    """Return the error of a rank whose time is up."""
+def absent(rank: int, size: int, missing: Sequence[int], where: Any, refused: str = "") -> BootstrapError:
+    """Return the error of a rank whose time is up; `refused`: who did come, and was turned away."""
     names = rank_list(missing).split(" ", 1)[-1]
     who = f"ranks that never arrived: {names} ({len(missing)} of {size})" if missing else "rank 0 is silent"
-    return BootstrapError(f"rank {rank} of {size} waited in vain at {where}; {who}")
+    return BootstrapError(f"rank {rank} of {size} waited in vain at {where}; {who}{refused}")

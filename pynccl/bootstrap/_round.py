@@ -67,6 +67,8 @@ class Round:
         self.prefix = f"init/{name}/"
         # Called on rank 0 when every rank has arrived.
         self.when_joined: Callable[[], None] = lambda: None
+        # What rank 0's store says of those that it turned away.
+        self.refused: Callable[[], str] = lambda: ""
 
     def exchange(self, prepare: Callable[[], Facts]) -> Answer:
         """Tell the others what `prepare` returns or raises, and return rank 0's answer."""
@@ -181,7 +183,7 @@ class Round:
 
     def _absent(self) -> BootstrapError:
         missing = [other for other in range(self.size) if not self._has("arrival", other)]
-        return absent(self.rank, self.size, missing, self.keys.where)
+        return absent(self.rank, self.size, missing, self.keys.where, self.refused())
 
     def _has(self, kind: str, rank: int) -> bool:
         try:

@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -155,6 +155,8 @@ class StoreServer:
         # Most files of this process are for others: strangers get a quarter.
         self._most_pending = max(1, min(_MOST_PENDING, os.sysconf("SC_OPEN_MAX") // 4))
         self._paused = self._warned = self._told = False
+        # How many clients were refused, by reason.
+        self.refused: Counter[str] = Counter()
         self._next_tick = 0.0
         self._wake = os.eventfd(0)
         self._poll = select.epoll()
@@ -380,14 +382,16 @@ class StoreServer:
                 return False
             kind = f.SECURED if scheme.secured else f.OPEN
             if got[len(f.HELLO) : f.BEGINNING] != kind:
-                self._refuse(connection, kind)
+                lacks = "without a secret" if scheme.secured else "with a secret, unlike here"
+                self._refuse(connection, kind, lacks)
             end = f.BEGINNING + scheme.hello_size
             if len(got) < end:
                 return False
             try:
                 connection.handshake = scheme.meet(bytes(got[f.BEGINNING : end]))
             except ValueError:
-                self._refuse(connection, f.REFUSES)
+                other = "with another secret" if scheme.secured else "of another job"
+                self._refuse(connection, f.REFUSES, other)
             del got[:end]
             connection.sock.send(f.HELLO + kind + connection.handshake.answer)
         if len(got) < scheme.proof_size:
@@ -400,8 +404,9 @@ class StoreServer:
         self._pending.pop(connection)
         return True
 
-    def _refuse(self, connection: _Connection, verdict: bytes) -> NoReturn:
+    def _refuse(self, connection: _Connection, verdict: bytes, who: str) -> NoReturn:
         """Let a client know why it is not served."""
+        self.refused[who] += 1
         connection.sock.send(f.HELLO + verdict)
         raise ValueError("another secret, or none, or another job")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -72,6 +73,13 @@ class Host:
         except BaseException:
             self.close()
             raise
+
+    def refused(self) -> str:
+        """Return whom the store turned away, as the end of an error's text."""
+        found = self.signpost.refused + (Counter() if self.server is None else self.server.refused)
+        if not found:
+            return ""
+        return f"; turned away: {', '.join(f'{count} {who}' for who, count in sorted(found.items()))}"
 
     def wait_until_left(self) -> None:
         """Give the other ranks the time to read what they still have to know."""

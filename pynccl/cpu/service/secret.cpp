@@ -87,12 +87,15 @@ class Sha256 {
 
 // The file's bytes without the white space around them, as Python's store reads it.
 ncclResult_t read_file(const char* path, std::string* secret) {
-  Fd fd(open(path, O_RDONLY | O_CLOEXEC));
+  Fd fd(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat st;
   std::string text(kMostSecret, '\0');
   ssize_t n = fd && fstat(fd.get(), &st) == 0 ? read(fd.get(), &text[0], text.size()) : -1;
   if (n < 0)
     return fail(ncclInvalidArgument, "PYNCCL_SECRET_FILE: cannot read '%s': %s", path, strerror(errno));
+  if (!S_ISREG(st.st_mode))
+    return fail(ncclInvalidArgument,
+                "PYNCCL_SECRET_FILE: '%s' is no regular file; expected one with the secret", path);
   if (st.st_mode & S_IRWXO)
     return fail(ncclInvalidArgument,
                 "PYNCCL_SECRET_FILE: '%s' is open to every user (mode %04o); expected 0600", path,
