@@ -19,7 +19,9 @@ from pynccl._errors import BootstrapError, NcclTimeoutError
 from pynccl._lifetime import bounded
 from pynccl.bootstrap import _environment, _mpi
 from pynccl.bootstrap._environment import Launcher
+from pynccl.bootstrap._generation import meet
 from pynccl.bootstrap._keys import FolderKeys, Keys, ObjectKeys, StoreKeys
+from pynccl.bootstrap._preflight import absent
 from pynccl.bootstrap._round import Exchange, Round
 from pynccl.bootstrap._server import StoreServer
 from pynccl.bootstrap._store import Store, format_address, parse_address
@@ -159,7 +161,7 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
     at = _environment.master(environ, launcher)
     if _environment.uses_agent_store(environ) and at is not None:
         where = f"torchrun's store at {format_address(*at)}"
-        return f", through {where}", _opener(_through, lambda end: _agent_keys(*at, where, end), where, False)
+        return f", through {where}", _opener(_by_agent, *at, where)
     if address := environ.get("PYNCCL_STORE"):
         return f", through the store at {address}", _opener(_at_store, address, address)
     if size == 1:
@@ -300,8 +302,9 @@ def _at_master(
 # --- torch's stores: their protocol is spoken by torch alone ------------------------------------------------
 
 
-def _agent_keys(host: str, port: int, where: str, deadline: float) -> ObjectKeys:
-    """Connect to the store of torchrun's agent, which holds MASTER_PORT."""
+@contextmanager
+def _by_agent(host: str, port: int, where: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
+    """Meet through the store of torchrun's agent, which holds MASTER_PORT and outlives the ranks."""
     try:
         dist = importlib.import_module("torch.distributed")
     except ImportError as error:
@@ -316,8 +319,13 @@ def _agent_keys(host: str, port: int, where: str, deadline: float) -> ObjectKeys
         raise BootstrapError(str(error)) from None
     except RuntimeError as error:
         raise BootstrapError(f"cannot connect to {where}: {error}") from error
-    # After a restart, what the ranks before have left is still there.
-    return ObjectKeys(store, where, f"pynccl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/")
+    rounds = dist.PrefixStore("pynccl/init", store)
+    number = meet(rounds, rank, size, left(deadline), lambda missing: absent(rank, size, missing, where))
+    keys = ObjectKeys(store, where, f"pynccl/init/{number}/")
+    try:
+        yield Round(keys, "0", rank, size, deadline)
+    finally:
+        keys.withdraw()
 
 
 def _torch_store(rank: int, size: int) -> Any:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from pynccl import _lifetime
-from pynccl.torch import _build, _provider, _rendezvous
+from pynccl.bootstrap._generation import meet
+from pynccl.torch import _build, _provider
 
 if not dist.is_available():
     raise ImportError("pynccl.torch needs a torch built with torch.distributed")
@@ -47,7 +48,13 @@ def _create(options: Any, _: Any) -> Any:
         of = f"rank {rank} of group {options.group_id!r}"
         return of if ranks[rank] == rank else f"{of} (global rank {ranks[rank]})"
 
-    number = _rendezvous.meet(options.store, options.group_rank, options.group_size, seconds, name)
+    def late(missing: list[int]) -> Exception:
+        return dist.DistBackendError(
+            f"pynccl: the process group did not come about in {seconds:g} s: {name(options.group_rank)} "
+            f"made it, and has waited for {', '.join(map(name, missing))}"
+        )
+
+    number = meet(options.store, options.group_rank, options.group_size, seconds, late)
     return _extension.Backend(
         dist.PrefixStore(f"group {number}", options.store),  # type: ignore[attr-defined, unused-ignore]
         options.group_rank,
