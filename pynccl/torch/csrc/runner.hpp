@@ -39,6 +39,12 @@ class Runner : public std::enable_shared_from_this<Runner> {
     changed_.notify_all();
   }
 
+  // Once there is one.
+  CommPtr comm() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return comm_;
+  }
+
   // Runs what there is, or waits while others do, until the task is done or the slice has passed.
   void help(const Task& task, Milliseconds slice) {
     const auto until = Clock::now() + slice;
@@ -149,7 +155,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
       if (error_) return error_;
     }
     try {
-      api_->check(result, name, comm_->handle());
+      comm_->check_settled(result, name);
     } catch (...) {
       return std::current_exception();
     }
