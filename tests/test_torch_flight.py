@@ -347,6 +347,49 @@ def beside_the_death_of_a_peer(rank: int, size: int) -> None:
         os._exit(0)
 
 
+def after_the_death_of_a_peer(rank: int, size: int, port: int) -> None:
+    """Connections that it will never make fail at once, and errors name the ranks of the group."""
+    start(rank, size, port)
+    pair = dist.new_group([1, 2])
+    x = torch.zeros(1)
+    if rank == 2:
+        dist.send(x, 1)
+        dist.send(x, 1, group=pair)
+        together(size, "sent")
+        os._exit(0)
+    if rank == 1:
+        dist.recv(x, 2)
+        dist.recv(x, 2, group=pair)
+    together(size, "sent")
+    began = time.monotonic()
+    if rank == 0:
+        for call in dist.recv, dist.send:
+            with pytest.raises(
+                dist.DistBackendError,
+                match=r"connecting with rank 2 for messages on rank 0 of group .*: rank 2 \(pid .*died",
+            ):
+                call(x, 2)
+    else:
+        with pytest.raises(
+            dist.DistBackendError, match=r"recv on rank 1 of group .*rank 1 of 3: rank 2 \(pid .*died"
+        ):
+            dist.recv(x, 2)
+        with pytest.raises(
+            dist.DistBackendError,
+            match=r"recv on rank 0 of .*global rank 1: .*rank 0 of 2: rank 1 \(global rank 2\) \(pid .*died",
+        ):
+            dist.recv(x, 2, group=pair)
+    assert time.monotonic() - began < LIMIT.total_seconds() / 2
+    together(size - 1, "told")
+    dist.destroy_process_group()
+
+
+def test_the_death_of_a_peer() -> None:
+    first, second, _ = on_ranks(3, after_the_death_of_a_peer, check=False)
+    assert first is None, first
+    assert second is None, second
+
+
 def test_messages_of_many_ranks() -> None:
     first, *_ = on_ranks(3, one_after_another, [from_many, beside_the_death_of_a_peer], check=False)
     assert first is None, first

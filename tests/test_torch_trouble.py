@@ -171,6 +171,21 @@ def test_exit_with_callbacks_outstanding(tmp_path: Path) -> None:
     testing.run(2, leaves_callbacks, str(tmp_path / "store"), backend="cpu", timeout=100)
 
 
+def leaves_slow_callbacks(rank: int, size: int, store: str) -> None:
+    """The program ends without destroying the group, and no callback ends in time."""
+    start(rank, size, store)
+    for _ in range(20):
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        assert work is not None
+        work.get_future().then(lambda _: time.sleep(7))
+    together(size)
+
+
+@pytest.mark.slow
+def test_exit_with_slow_callbacks(tmp_path: Path) -> None:
+    testing.run(2, leaves_slow_callbacks, str(tmp_path / "store"), backend="cpu", timeout=60)
+
+
 def drops_the_group(rank: int, size: int, store: str) -> None:
     """A callback drops the last reference to its group; a message needs no other ranks than its own."""
     from pynccl.torch import _extension

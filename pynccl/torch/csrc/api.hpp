@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -35,6 +36,9 @@ namespace pynccl {
 // With NCCL_COMM_BLOCKING=0 a call may still be under way when it returns.
 inline bool failed(ncclResult_t result) { return result != ncclSuccess && result != ncclInProgress; }
 
+// The text of an error, from what was under way and what the library says.
+using Wording = std::function<std::string(const std::string& what, const std::string& text)>;
+
 struct Api {
 #define PYNCCL_MEMBER(name) decltype(&::name) name = nullptr;
   PYNCCL_TORCH_NEEDED(PYNCCL_MEMBER)
@@ -62,8 +66,11 @@ struct Api {
     return last && *last ? text + ": " + last : text;
   }
 
-  void check(ncclResult_t result, const std::string& what, ncclComm_t comm = nullptr) const {
-    if (failed(result)) C10_THROW_ERROR(DistBackendError, what + ": " + describe(result, comm));
+  void check(ncclResult_t result, const std::string& what, ncclComm_t comm = nullptr,
+             const Wording& wording = nullptr) const {
+    if (!failed(result)) return;
+    const std::string text = describe(result, comm);
+    C10_THROW_ERROR(DistBackendError, wording ? wording(what, text) : what + ": " + text);
   }
 };
 

@@ -421,7 +421,7 @@ void Backend::shutdown() {
   auto until = Clock::now() + kEndSeconds;
   for (auto& task : unfinished()) {
     task->hurry();
-    while (!task->advance(Milliseconds(10)))
+    while (!task->await(Milliseconds(10)))
       if (Clock::now() >= std::min(until, task->deadline)) {
         finished = false;
         break;

@@ -27,7 +27,8 @@ constexpr Milliseconds kLongest = std::chrono::hours(24 * 365);
 
 class Comm {
  public:
-  Comm(ApiPtr api, ncclComm_t handle) : api_(std::move(api)), handle_(handle) {}
+  Comm(ApiPtr api, ncclComm_t handle, Wording wording = nullptr)
+      : api_(std::move(api)), wording_(std::move(wording)), handle_(handle) {}
   Comm(const Comm&) = delete;
   ~Comm() {
     if (!home_.foreign()) end(true);
@@ -45,6 +46,14 @@ class Comm {
     return failed(asked) ? asked : state;
   }
 
+  // The text of its asynchronous error, empty where there is none, or where it has ended.
+  std::string trouble() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ncclResult_t state = ncclSuccess;
+    if (!handle() || failed(api_->ncclCommGetAsyncError(handle(), &state)) || !failed(state)) return "";
+    return api_->describe(state, handle());
+  }
+
   // What a call that was under way comes to.
   ncclResult_t settle(ncclResult_t result, const std::function<bool()>& stopped = nullptr) const {
     for (auto pause = std::chrono::microseconds(1); result == ncclInProgress; pause *= 2) {
@@ -57,8 +66,9 @@ class Comm {
     return result;
   }
 
-  void check(ncclResult_t result, const std::string& what) const {
-    api_->check(settle(result), what, handle());
+  void check(ncclResult_t result, const std::string& what) const { check_settled(settle(result), what); }
+  void check_settled(ncclResult_t result, const std::string& what) const {
+    api_->check(result, what, handle(), wording_);
   }
 
   void end(bool abort) {
@@ -74,6 +84,7 @@ class Comm {
  private:
   Home home_;
   ApiPtr api_;
+  const Wording wording_;
   mutable std::mutex mutex_;
   std::atomic<ncclComm_t> handle_;
 };
@@ -109,12 +120,11 @@ class OwnStore {
     return false;
   }
 
-  // Ends the waits for keys of one's own, in the background.
-  static void wake(const intrusive_ptr<c10d::Store>& shared, std::vector<std::string> keys) {
-    std::thread([shared, keys = std::move(keys)] {
+  // Ends the wait for a key of one's own, in the background.
+  static void wake(const intrusive_ptr<c10d::Store>& shared, const std::string& key) {
+    std::thread([shared, key] {
       try {
-        OwnStore store(shared);
-        for (auto& key : keys) store->set(key, std::vector<uint8_t>());
+        OwnStore(shared)->set(key, std::vector<uint8_t>());
       } catch (...) {  // the store is gone, and with it the waits
       }
     }).detach();
@@ -172,13 +182,13 @@ class Attempt : public std::enable_shared_from_this<Attempt> {
   bool await(const OwnStore& store, const std::string& key, Milliseconds slice) const {
     return store.await(key, slice, [this] { return stopped(); });
   }
-  CommPtr init(int size, ncclUniqueId id, int rank) const {
+  CommPtr init(int size, ncclUniqueId id, int rank, const Wording& wording = nullptr) const {
     if (stopped()) return nullptr;
     ncclComm_t handle = nullptr;
     ncclResult_t result = api_->ncclCommInitRank(&handle, size, id, rank);
-    api_->check(result, "ncclCommInitRank", handle);
-    auto comm = std::make_shared<Comm>(api_, handle);
-    comm->api().check(comm->settle(result, [this] { return stopped(); }), "ncclCommInitRank", handle);
+    api_->check(result, "ncclCommInitRank", handle, wording);
+    auto comm = std::make_shared<Comm>(api_, handle, wording);
+    comm->check_settled(comm->settle(result, [this] { return stopped(); }), "ncclCommInitRank");
     return comm;
   }
 

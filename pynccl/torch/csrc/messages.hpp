@@ -5,6 +5,7 @@
 #pragma once
 
 #include <map>
+#include <regex>
 #include <set>
 
 #include "runner.hpp"
@@ -14,6 +15,63 @@ namespace pynccl {
 constexpr int kAnySource = -1;
 // On the store; torch counts its milliseconds in an int.
 constexpr Milliseconds kLongWait = std::chrono::hours(24);
+
+// How a rank names itself and others in errors. `global` are the ranks of the whole program; empty: the
+// group's own.
+struct Names {
+  std::string here;  // this rank and the group
+  int size;
+  std::vector<int64_t> global;
+
+  std::string of(int rank) const {
+    const int64_t number = global.empty() ? rank : global[size_t(rank)];
+    return number == rank ? c10::str("rank ", rank) : c10::str("rank ", rank, " (global rank ", number, ")");
+  }
+
+  // The communicator of a pair calls the sender rank 0 of 2, and the receiver rank 1.
+  Wording of_pair(int sender, int receiver) const {
+    return [names = *this, sender, receiver](const std::string& what, const std::string& text) {
+      static const std::regex pattern("\\brank ([01])\\b( of 2\\b)?");
+      std::string worded = what + " on " + names.here + ": ";
+      auto rest = text.begin();
+      for (std::sregex_iterator at(text.begin(), text.end(), pattern), end; at != end; ++at) {
+        const int rank = *(*at)[1].first == '0' ? sender : receiver;
+        worded.append(rest, (*at)[0].first);
+        worded += (*at)[2].matched ? c10::str("rank ", rank, " of ", names.size) : names.of(rank);
+        rest = (*at)[0].second;
+      }
+      return worded.append(rest, text.end());
+    };
+  }
+};
+
+// Looks after a peer while its connection is awaited: only the group's communicator sees it die.
+class Watch {
+ public:
+  Watch(std::shared_ptr<const Runner> group, const Names& names, int peer)
+      : group_(std::move(group)),
+        title_(c10::str("pynccl: connecting with ", names.of(peer), " for messages on ", names.here, ": ")),
+        death_(c10::str("\\brank ", peer, "( \\([^)]*\\))? (died|exited)")) {}
+
+  void check() {
+    CommPtr comm = group_->comm();
+    const std::string trouble = comm ? comm->trouble() : "";
+    if (trouble.empty()) return;
+    if (!since_) since_ = Clock::now();
+    if (std::regex_search(trouble, death_) || Clock::now() - *since_ > kGrace)
+      C10_THROW_ERROR(DistBackendError, title_ + trouble);
+  }
+
+ private:
+  // Where the group's error is another one, the peer may come all the same. But a communicator tells of its
+  // first error only, and the peer may be the next that dies.
+  static constexpr std::chrono::seconds kGrace{5};
+
+  const std::shared_ptr<const Runner> group_;
+  const std::string title_;
+  const std::regex death_;
+  std::optional<Clock::time_point> since_;
+};
 
 struct Header {
   uint64_t size;
@@ -269,11 +327,15 @@ class Inbox final : public Runner {
 
 class Messages : public std::enable_shared_from_this<Messages> {
  public:
-  Messages(ApiPtr api, intrusive_ptr<c10d::Store> store, int rank, int size)
+  // `group` runs the collectives.
+  Messages(ApiPtr api, intrusive_ptr<c10d::Store> store, std::shared_ptr<const Runner> group, int rank,
+           Names names)
       : api_(std::move(api)),
         store_(std::move(store)),
+        group_(std::move(group)),
         rank_(rank),
-        mail_(std::make_shared<Mail>(size - 1)) {}
+        mail_(std::make_shared<Mail>(names.size - 1)),
+        names_(std::move(names)) {}
 
   void send(const TaskPtr& task, const at::Tensor& data, int peer, int64_t tag, Pace pace) {
     auto header = std::make_shared<Header>(Header{data.nbytes(), tag});
@@ -315,20 +377,16 @@ class Messages : public std::enable_shared_from_this<Messages> {
   }
 
   void close(std::exception_ptr error, bool abort) {
-    std::map<std::string, std::shared_ptr<Attempt>> attempts;
-    std::vector<std::string> awaited;
+    std::vector<std::shared_ptr<Attempt>> attempts;
+    std::string awaited;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       error_ = error;
       attempts.swap(attempts_);
-      if (listening_) awaited.push_back(next_sender());
+      if (listening_) awaited = next_sender();
     }
-    for (auto& [key, attempt] : attempts) {
-      if (attempt->wait(Milliseconds(0))) continue;
-      attempt->stop();
-      awaited.push_back(key);
-    }
-    if (!awaited.empty()) OwnStore::wake(store_, std::move(awaited));
+    for (auto& attempt : attempts) attempt->stop();
+    if (!awaited.empty()) OwnStore::wake(store_, awaited);
     for (auto& runner : runners()) runner->close(error, abort);
   }
 
@@ -388,7 +446,9 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void connect(const std::shared_ptr<Box>& box, int peer, bool sends) {
     if (error_) return box->refuse(error_);
     const std::string key = c10::str("pynccl/p2p/", sends ? rank_ : peer, "/", sends ? peer : rank_, "/");
-    auto make = [api = api_, shared = store_, rank = rank_, peer, sends, key](Attempt& attempt) -> CommPtr {
+    auto wording = names_.of_pair(sends ? rank_ : peer, sends ? peer : rank_);
+    auto make = [api = api_, shared = store_, rank = rank_, peer, sends, key, wording,
+                 watch = Watch(group_, names_, peer)](Attempt& attempt) mutable -> CommPtr {
       OwnStore store(shared);
       ncclUniqueId id;
       if (sends) {
@@ -398,24 +458,34 @@ class Messages : public std::enable_shared_from_this<Messages> {
         // For those who listen to everybody.
         const auto number = store->add(senders_to(peer), 1);
         store->set(c10::str(senders_to(peer), "/", number), std::to_string(rank));
-        if (!attempt.await(store, key + "receiver", kLongWait)) return nullptr;
+        if (!await(store, key + "receiver", attempt, watch)) return nullptr;
       } else {
         store->set(key + "receiver", std::vector<uint8_t>{1});
-        if (!attempt.await(store, key + "sender", kLongWait)) return nullptr;
+        if (!await(store, key + "sender", attempt, watch)) return nullptr;
         auto bytes = store->get(key + "sender");
         std::copy(bytes.begin(), bytes.end(), id.internal);
       }
-      return attempt.init(2, id, sends ? 0 : 1);
+      return attempt.init(2, id, sends ? 0 : 1, wording);
     };
-    attempts_[key + (sends ? "receiver" : "sender")] =
-        Attempt::begin(api_, make, [box](CommPtr comm, std::exception_ptr error) {
-          if (comm) try {
-              return box->connected(std::move(comm));
-            } catch (...) {
-              error = std::current_exception();
-            }
-          if (error) box->refuse(error);
-        });
+    attempts_.push_back(Attempt::begin(api_, make, [box](CommPtr comm, std::exception_ptr error) {
+      if (comm) try {
+          return box->connected(std::move(comm));
+        } catch (...) {
+          error = std::current_exception();
+        }
+      if (error) box->refuse(error);
+    }));
+  }
+
+  // A store cannot be waited on for two things at once.
+  static bool await(const OwnStore& store, const std::string& key, const Attempt& attempt, Watch& watch) {
+    for (auto pause = std::chrono::microseconds(50); !attempt.stopped(); pause += pause / 4) {
+      watch.check();
+      if (store->check({key})) return !attempt.stopped();
+      pause = std::min<std::chrono::microseconds>(pause, Milliseconds(200));
+      std::this_thread::sleep_for(pause);
+    }
+    return false;
   }
 
   static std::string senders_to(int rank) { return c10::str("pynccl/p2p/to/", rank); }
@@ -459,13 +529,15 @@ class Messages : public std::enable_shared_from_this<Messages> {
 
   ApiPtr api_;
   const intrusive_ptr<c10d::Store> store_;
+  const std::shared_ptr<const Runner> group_;
   const int rank_;
   const std::shared_ptr<Mail> mail_;
+  const Names names_;
   std::mutex mutex_;
   std::exception_ptr error_;
   std::map<int, std::shared_ptr<Queue>> out_;
   std::map<int, std::shared_ptr<Inbox>> in_;
-  std::map<std::string, std::shared_ptr<Attempt>> attempts_;  // by the keys that they wait for
+  std::vector<std::shared_ptr<Attempt>> attempts_;
   bool listening_ = false;
   int64_t heard_ = 0;  // senders of which the store told
   std::weak_ptr<Task> newest_;

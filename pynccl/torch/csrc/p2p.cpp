@@ -15,7 +15,10 @@ std::shared_ptr<Messages> Backend::messages() {
   auto lock = entered();
   // The other ranks are not needed for it.
   auto cpu = lane(at::kCPU);
-  if (!messages_) messages_ = std::make_shared<Messages>(cpu->api, store_, rank_, size_);
+  if (!messages_) {
+    Names names{here(), size_, named_.ranks};
+    messages_ = std::make_shared<Messages>(cpu->api, store_, cpu->queue, rank_, std::move(names));
+  }
   return messages_;
 }
 

@@ -10,6 +10,29 @@
 
 namespace pynccl {
 
+// Callbacks may take as long as they like: who ends a group waits no longer than this for them.
+inline void fail_all(std::vector<TaskPtr> tasks, std::exception_ptr error, Clock::time_point until) {
+  if (tasks.empty()) return;
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+  };
+  auto state = std::make_shared<State>();
+  std::thread([state, tasks = std::move(tasks), error]() mutable {
+    for (auto& task : tasks) {
+      if (!Py_IsInitialized()) return forsake(tasks);
+      task->fail(error);
+    }
+    tasks.clear();
+    std::lock_guard<std::mutex> lock(state->mutex);
+    state->done = true;
+    state->changed.notify_all();
+  }).detach();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->changed.wait_until(lock, until, [&] { return state->done; });
+}
+
 // How soon an operation needs the runner's own thread: never, since its caller waits for it; if nobody waits
 // for it soon; at once.
 enum class Pace { Awaited, Soon, Now };
@@ -37,6 +60,12 @@ class Runner : public std::enable_shared_from_this<Runner> {
     comm_ = std::move(comm);
     if (busy()) take_over();
     changed_.notify_all();
+  }
+
+  // Once there is one.
+  CommPtr comm() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return comm_;
   }
 
   // Runs what there is, or waits while others do, until the task is done or the slice has passed.
@@ -98,18 +127,22 @@ class Runner : public std::enable_shared_from_this<Runner> {
       tasks = left();
       forget();
     }
-    for (auto& task : tasks) task->fail(error);
+    const auto until = Clock::now() + kCallbacks;
+    fail_all(std::move(tasks), error, until);
     changed_.notify_all();
     std::thread thread;
+    bool ended = false;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id())
+        ended = changed_.wait_until(lock, until, [this] { return ended_; });
       // A callback may have dropped the last reference to the group; another thread may be at this, too.
       if (thread_.get_id() != std::this_thread::get_id())
         thread.swap(thread_);
       else if (thread_.joinable())
         thread_.detach();
     }
-    if (thread.joinable()) thread.join();
+    if (thread.joinable()) ended ? thread.join() : thread.detach();
   }
 
  protected:
@@ -149,7 +182,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
       if (error_) return error_;
     }
     try {
-      api_->check(result, name, comm_->handle());
+      comm_->check_settled(result, name);
     } catch (...) {
       return std::current_exception();
     }
@@ -168,6 +201,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
   // What waiters are left to run first: longer, the more often they do.
   static constexpr Microseconds kLeastGrace{100}, kMostGrace{2000};
   static constexpr int kIdleTicks = 20;
+  static constexpr std::chrono::seconds kCallbacks{3};
 
   bool can_run() const { return !running_ && !error_ && comm_ && busy(); }
 
@@ -229,6 +263,8 @@ class Runner : public std::enable_shared_from_this<Runner> {
         news_.wait(lock, [&] { return has_work() || watched_; });
       }
     }
+    ended_ = true;
+    changed_.notify_all();
   }
 
   // Another thread is at work, or the connection is not there: who leaves or brings it tells.
@@ -242,6 +278,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
   bool hurried_ = false;  // this runner's thread takes it when it can, until nothing is left
   bool watched_ = false;  // it looks after what was given to it, for a while
   bool ticking_ = false;
+  bool ended_ = false;  // its thread has
   int waiting_ = 0;
   uint64_t finished_ = 0;
   std::thread thread_;
@@ -320,6 +357,12 @@ inline bool Task::advance(Milliseconds slice) {
     changed_.wait_for(lock, slice, [this] { return done(); });
   }
   return done();
+}
+
+inline bool Task::await(Milliseconds slice) {
+  if (end_ || needs_this_thread()) return advance(slice);
+  std::unique_lock<std::mutex> lock(mutex_);
+  return changed_.wait_for(lock, slice, [this] { return done(); });
 }
 
 inline void Task::hurry() {

@@ -72,6 +72,8 @@ class Task {
 
   // Works for or waits for the operation no longer than this; true when it is done.
   bool advance(Milliseconds slice);
+  // Leaves the work, and with it the callbacks, to others.
+  bool await(Milliseconds slice);
   // Nobody waits for it now, or nobody can.
   void hurry();
   // In a callback of the thread that would run it.
