@@ -339,7 +339,7 @@ print(f"rank {results[0][0]} of {results[0][1]}: success", flush=True)
     ("engine", "order"),
     [
         ("torchrun", "ptp"),
-        ("torchrun", "tp"),
+        pytest.param("torchrun", "tp", marks=pytest.mark.slow),
         ("pynccl run", "ptp"),
         pytest.param("mpirun", "tp", marks=pytest.mark.slow),
         pytest.param("pynccl run", "tp", marks=pytest.mark.full),
@@ -534,7 +534,7 @@ def test_parts_of_an_mpi_job_have_devices_of_their_own(tmp_path: Path) -> None:
     assert ranks_of(run([*open_mpi(4), sys.executable, str(program)]), 4) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("engine", [open_mpi, torchrun])
+@pytest.mark.parametrize("engine", [open_mpi, pytest.param(torchrun, marks=pytest.mark.slow)])
 def test_a_program_that_returns_ends_well(engine: Callable[[int], Command], tmp_path: Path) -> None:
     script = tmp_path / "returns.py"
     script.write_text(RETURNS)

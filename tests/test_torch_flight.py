@@ -421,6 +421,7 @@ def many_groups(rank: int, size: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_threads_of_many_groups() -> None:
     on_ranks(2, many_groups)
 

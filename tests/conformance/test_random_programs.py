@@ -164,7 +164,16 @@ QUICK = [Phase.explicit, Phase.generate]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("transport", ["direct", "shm", "tcp", "threads", "mixed"])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param("direct", marks=pytest.mark.slow),
+        pytest.param("shm", marks=pytest.mark.slow),
+        "tcp",
+        "threads",
+        "mixed",
+    ],
+)
 def test_random_programs(pool: Pool, transport: str) -> None:
     check(pool, transport, 60, QUICK)
 
