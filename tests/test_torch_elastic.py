@@ -46,7 +46,8 @@ dist.all_reduce(x)
 if rank in (0, 3):
     dist.all_reduce(x, group=part)
     dist.destroy_process_group(part)
-print(f"rank {rank}, restarts {os.environ['TORCHELASTIC_RESTART_COUNT']}: {x.item():g}", flush=True)
+# In one piece: torchrun's python -u writes the end of a line by itself.
+os.write(1, f"rank {rank}, restarts {os.environ['TORCHELASTIC_RESTART_COUNT']}: {x.item():g}\\n".encode())
 dist.destroy_process_group()
 """
 
@@ -69,7 +70,8 @@ with pynccl.init(timeout=30) as comm:
     comm.all_reduce(x)
     if comm.rank in (0, 3):
         x *= 2
-    print(f"rank {comm.rank}, restarts {os.environ['TORCHELASTIC_RESTART_COUNT']}: {x[0]:g}", flush=True)
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    os.write(1, f"rank {comm.rank}, restarts {restarts}: {x[0]:g}\\n".encode())
 """
 
 
