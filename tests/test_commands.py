@@ -56,7 +56,6 @@ RUNS = {
 }
 # The quick ones; `make test-full` runs the others.
 QUICK = (
-    "pynccl run -n 4 examples/all_reduce.py",
     "python examples/survive.py",
     "PYNCCL_TRACE_DIR=traces pynccl run -n 4 train.py",
     "PYNCCL_LIBRARY=cpu PYNCCL_CPU_DEVICES=4 pynccl run -n 4 train.py",

@@ -340,7 +340,7 @@ print(f"rank {results[0][0]} of {results[0][1]}: success", flush=True)
     [
         ("torchrun", "ptp"),
         pytest.param("torchrun", "tp", marks=pytest.mark.slow),
-        ("pynccl run", "ptp"),
+        pytest.param("pynccl run", "ptp", marks=pytest.mark.slow),
         pytest.param("mpirun", "tp", marks=pytest.mark.slow),
         pytest.param("pynccl run", "tp", marks=pytest.mark.full),
         pytest.param("mpirun", "ptp", marks=pytest.mark.full),

@@ -12,7 +12,7 @@ import pytest
 from fault_jobs import Runner
 from fault_schedules import PAIRS, draw
 
-CHUNK, QUICK, SLOW, ALL = 10, 20, 100, 1000
+CHUNK, QUICK, SLOW, ALL = 10, 10, 100, 1000
 # Instead of schedules whose fault did not come.
 SPARE = 1_000_000
 # More than these not to come would mean that the schedules do not test what they say.

@@ -493,6 +493,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 def test_who_does_not_listen_is_not_asked(
     script: Script, started: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -626,7 +626,7 @@ def as_another_user(role: str, address: str = "", secret: str = "") -> subproces
 
 
 @as_root
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["netlink", "proc"])
 def test_other_users_stay_out_without_a_secret(host: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: socket.socket) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pynccl import testing
 
 # Each rank imports torch.
-pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(240)]
 
 CPU = torch.device("cpu")
 Program = Callable[[int, int], None]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from test_torch import Op, on_ranks, same, values
 
 # Each rank imports torch.
-pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
 
 
 def averages(rank: int, size: int, gloo: Any, ours: Any) -> None:

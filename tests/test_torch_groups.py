@@ -368,6 +368,7 @@ def test_building_ahead(tmp_path: Path, compiler: str) -> None:
     on_ranks(2, device_map, tmp_path, "pynccl", "pynccl", env=env)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_built(tmp_path: Path) -> None:
     for arguments in ((), ("nonsense",), ("build", "more")):
         done = build(*arguments, PYNCCL_CACHE=str(tmp_path))

@@ -586,7 +586,7 @@ def scalable(rank: Rank, dead: int) -> Outcome:
     return result
 
 
-@pytest.mark.parametrize("dead", [-1, 0, 1])
+@pytest.mark.parametrize("dead", [-1, pytest.param(0, marks=pytest.mark.slow), 1])
 def test_every_id_is_met_at(pool: Pool, dead: int) -> None:
     """Ranks 0 and 1 of 4 report to the first of two ids, ranks 2 and 3 to the second: without its maker none
     of them comes to be. bootstrap.cc: rootIdFromRank, bootstrapInit.
