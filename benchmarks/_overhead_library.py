@@ -33,6 +33,7 @@ _ANSWERS = {
     "ncclGetErrorString": 'return "no error";',
     "ncclGetLastError": 'return "";',
 }
+_RETURNS = {"void": "", "ncclTeam_t": "return (ncclTeam_t){0};"}
 _NEW = {"comm", "newcomm"}
 
 
@@ -60,7 +61,7 @@ def source() -> str:
         answer = _ANSWERS.get(function.name)
         if answer is None:
             answer = "".join(f"*{name} = (ncclComm_t)&object; " for name in made)
-            answer += "" if function.result == "void" else "return ncclSuccess;"
+            answer += _RETURNS.get(function.result, "return ncclSuccess;")
         parts.append(f"{function.prototype} {{ ++calls[{index}]; {answer} }}")
     names = ", ".join(f'"{function.name}"' for function in header.functions)
     parts.append(f"static const char* const names[] = {{{names}}};")

@@ -412,7 +412,7 @@ ncclResult_t Session::receive_segment(int leader) {
   if (recv_all(control->fd(), &header, sizeof header, deadline_))
     fd = header.kind == Ctl::Segment ? recv_fd(control->fd(), deadline_) : Fd();
   int error = stopped() ? ECANCELED : errno;
-  if (header.kind == Ctl::Error) return failed_before(leader, header);
+  if (header.kind == Ctl::Error) return failed_before(leader, "got no memory from", header);
   if (!fd) return link_failed(leader, "got no memory from", describe_error(error), error);
   uint64_t ring = header.tag;
   if (ring < 512 || ring > ring_bytes || (ring & (ring - 1)))
@@ -432,17 +432,17 @@ ncclResult_t Session::gone_from_here(int q, const char* doing) {
 ncclResult_t Session::said_before(int q, const char* doing, int error) {
   CtlHeader header;
   if (recv_all(peer(q).control->fd(), &header, sizeof header, after_ms(100)) && header.kind == Ctl::Error)
-    return failed_before(q, header);
+    return failed_before(q, doing, header);
   return link_failed(q, doing, describe_error(error), error);
 }
 
 // A peer's creation failed, and it has said why.
-ncclResult_t Session::failed_before(int q, const CtlHeader& header) {
+ncclResult_t Session::failed_before(int q, const char* doing, const CtlHeader& header) {
   std::vector<char> body(std::min<size_t>(header.bytes, sizeof(ncclResult_t) + kMaxText));
   if (!recv_all(peer(q).control->fd(), body.data(), body.size(), deadline_))
-    return link_failed(q, "got no memory from", describe_error(errno), errno);
+    return link_failed(q, doing, describe_error(errno), errno);
   owner_.sink()->frame(q, header, Blob::of(std::move(body)));
-  if (owner_.error() == ncclSuccess) return link_failed(q, "got no memory from", "it failed", 0);
+  if (owner_.error() == ncclSuccess) return link_failed(q, doing, "it failed", 0);
   return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
 }
 

@@ -123,7 +123,7 @@ class Session {
   ncclResult_t create_segment();
   ncclResult_t receive_segment(int leader);
   ncclResult_t gone_from_here(int peer, const char* doing);
-  ncclResult_t failed_before(int peer, const CtlHeader& header);
+  ncclResult_t failed_before(int peer, const char* doing, const CtlHeader& header);
   ncclResult_t said_before(int peer, const char* doing, int error);
   ncclResult_t take_segment(int first);
   void attach_pipes();
