@@ -9,10 +9,11 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
-from pynccl import _cuda, _discovery, _library, _package
+from pynccl import _package
 from pynccl._errors import NcclError
-from pynccl._launch import add_run_parser
-from pynccl._trace import add_trace_parser
+from pynccl._library import cuda, discovery, loader
+from pynccl._run.launch import add_run_parser
+from pynccl._trace.command import add_trace_parser
 from pynccl._version import __version__
 
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _cpu_library(args: argparse.Namespace) -> int:
-    print(_discovery.forward_folder() if args.dir else _discovery.cpu_library())
+    print(discovery.forward_folder() if args.dir else discovery.cpu_library())
     return 0
 
 
@@ -52,13 +53,13 @@ def _info(_: argparse.Namespace) -> int:
         # The other libraries are listed below.
         warnings.simplefilter("ignore", RuntimeWarning)
         try:
-            info = _library.load()
+            info = loader.load()
         except NcclError as error:
             info = None
             lines = str(error).splitlines()
             print("\n".join([f"library     {lines[0]}", *(f"            {line}" for line in lines[1:])]))
     if info:
-        print(f"library     {info.backend} {_library.version_text(info.version)}, {info.path}")
+        print(f"library     {info.backend} {loader.version_text(info.version)}, {info.path}")
         print(f"found by    {info.how}")
         for path in info.others:
             print(f"also here   {path}")
@@ -70,15 +71,15 @@ def _info(_: argparse.Namespace) -> int:
 
 def _machine() -> Iterator[str]:
     try:
-        yield f"CPU library {_discovery.cpu_library()}"
+        yield f"CPU library {discovery.cpu_library()}"
     except NcclError as error:
         yield f"CPU library {error}"
-    if _cuda.available():
-        yield f"CUDA driver {'.'.join(map(str, _cuda.driver_version()))}"
-        for device in range(_cuda.device_count()):
-            yield f"device {device:<4} {_cuda.device_name(device)}, {_cuda.device_uuid(device)}"
+    if cuda.available():
+        yield f"CUDA driver {'.'.join(map(str, cuda.driver_version()))}"
+        for device in range(cuda.device_count()):
+            yield f"device {device:<4} {cuda.device_name(device)}, {cuda.device_uuid(device)}"
     else:
-        yield f"CUDA driver none: {_cuda.why_unavailable()}"
+        yield f"CUDA driver none: {cuda.why_unavailable()}"
     for name in sorted(os.environ):
         if name.startswith(("NCCL_", "PYNCCL_")):
             yield f"environment {name}={'(set)' if 'SECRET' in name else os.environ[name]}"

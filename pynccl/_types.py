@@ -5,34 +5,34 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-from pynccl import _api, _capi
+from pynccl._library.generated import api, capi
 
 
 class DataType(IntEnum):
     """NCCL's datatypes."""
 
-    INT8 = _api.ncclInt8
-    UINT8 = _api.ncclUint8
-    INT32 = _api.ncclInt32
-    UINT32 = _api.ncclUint32
-    INT64 = _api.ncclInt64
-    UINT64 = _api.ncclUint64
-    FLOAT16 = _api.ncclFloat16
-    FLOAT32 = _api.ncclFloat32
-    FLOAT64 = _api.ncclFloat64
-    BFLOAT16 = _api.ncclBfloat16
-    FLOAT8E4M3 = _api.ncclFloat8e4m3
-    FLOAT8E5M2 = _api.ncclFloat8e5m2
+    INT8 = api.ncclInt8
+    UINT8 = api.ncclUint8
+    INT32 = api.ncclInt32
+    UINT32 = api.ncclUint32
+    INT64 = api.ncclInt64
+    UINT64 = api.ncclUint64
+    FLOAT16 = api.ncclFloat16
+    FLOAT32 = api.ncclFloat32
+    FLOAT64 = api.ncclFloat64
+    BFLOAT16 = api.ncclBfloat16
+    FLOAT8E4M3 = api.ncclFloat8e4m3
+    FLOAT8E5M2 = api.ncclFloat8e5m2
 
 
 class RedOp(IntEnum):
     """NCCL's built-in reductions."""
 
-    SUM = _api.ncclSum
-    PROD = _api.ncclProd
-    MAX = _api.ncclMax
-    MIN = _api.ncclMin
-    AVG = _api.ncclAvg
+    SUM = api.ncclSum
+    PROD = api.ncclProd
+    MAX = api.ncclMax
+    MIN = api.ncclMin
+    AVG = api.ncclAvg
 
 
 class UniqueId:
@@ -40,7 +40,7 @@ class UniqueId:
 
     __slots__ = ("_data",)
     _data: bytes
-    SIZE = _api.NCCL_UNIQUE_ID_BYTES
+    SIZE = api.NCCL_UNIQUE_ID_BYTES
 
     def __init__(self, data: bytes | bytearray | memoryview | UniqueId) -> None:
         if not isinstance(data, bytes | bytearray | memoryview | UniqueId):
@@ -102,4 +102,4 @@ class LateHandle:
 
 def get_unique_id() -> UniqueId:
     """Make the id of a new communicator, on one rank; the others must be given it."""
-    return UniqueId(_capi.ncclGetUniqueId())
+    return UniqueId(capi.ncclGetUniqueId())

@@ -14,26 +14,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from pynccl._api import *
-from pynccl._binding import ffi as _ffi
-from pynccl._binding import lib as _lib
-from pynccl._capi import *
-from pynccl._capi_cpu import *
-from pynccl._config import pack as _pack
-from pynccl._status import NOT_FOUND as _NOT_FOUND
-from pynccl._status import NOT_LOADED as _NOT_LOADED
-from pynccl._status import again as _again
-from pynccl._status import check as _check
-from pynccl._status import forget as _forget
-from pynccl._status import remember as _remember
-from pynccl._status import remember_late as _remember_late
-from pynccl._status import text as _text
-from pynccl._structs import CollConfig as CollConfig
-from pynccl._structs import CommProperties as CommProperties
-from pynccl._structs import Config as Config
-from pynccl._structs import EncryptionConfig as EncryptionConfig
-from pynccl._structs import SimInfo as SimInfo
-from pynccl._structs import Team as Team
+from pynccl._library.binding import ffi as _ffi
+from pynccl._library.binding import lib as _lib
+from pynccl._library.fields import pack as _pack
+from pynccl._library.generated.api import *
+from pynccl._library.generated.capi import *
+from pynccl._library.generated.capi_cpu import *
+from pynccl._library.generated.structs import CollConfig as CollConfig
+from pynccl._library.generated.structs import CommProperties as CommProperties
+from pynccl._library.generated.structs import Config as Config
+from pynccl._library.generated.structs import EncryptionConfig as EncryptionConfig
+from pynccl._library.generated.structs import SimInfo as SimInfo
+from pynccl._library.generated.structs import Team as Team
+from pynccl._library.status import NOT_FOUND as _NOT_FOUND
+from pynccl._library.status import NOT_LOADED as _NOT_LOADED
+from pynccl._library.status import again as _again
+from pynccl._library.status import check as _check
+from pynccl._library.status import forget as _forget
+from pynccl._library.status import remember as _remember
+from pynccl._library.status import remember_late as _remember_late
+from pynccl._library.status import text as _text
 from pynccl._types import LateHandle as LateHandle
 from pynccl._types import UniqueId as _UniqueId
 

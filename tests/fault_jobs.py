@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from fault_schedules import FITS, LATER, PAIRS, RECOVERY, Schedule, draw, expected
-from pynccl._dumps import read_all
-from pynccl._findings import explain
+from pynccl._trace.dumps import read_all
+from pynccl._trace.findings import explain
 from pynccl.bootstrap._store import StoreServer
 
 # Jobs at a time: most of their time they wait for a time-out.

@@ -29,8 +29,8 @@ import pynccl.bootstrap._init
 from fault_schedules import IN_A_CALL, RECOVERY, REDUCING, Schedule, draw, wrong_work
 from meeting import starved
 from pynccl import Communicator, Plan, RankFailedError, capi
-from pynccl._binding import lib
-from pynccl._process import die_with_parent
+from pynccl._library.binding import lib
+from pynccl._run.process import die_with_parent
 
 # How long the rank that is late keeps the others inside the call, and when the fault comes there.
 LATE, AMID = 0.2, 0.1

@@ -1,7 +1,7 @@
 """A model of the survivors' agreement: every order of messages, deaths and cuts, for a few ranks.
 
-The model runs the very steps that shrink runs (pynccl/_agreement.py). A rank may die at any point; of what
-it has sent, any beginning arrives at each other rank before that sees the connection end. A cut ends the
+The model runs the very steps that shrink runs (pynccl/_watch/agreement.py). A rank may die at any point; of
+what it has sent, any beginning arrives at each other rank before that sees the connection end. A cut ends the
 connection between two ranks that live on.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from pynccl import _agreement as agreement
-from pynccl._agreement import DERIVE, MADE, Message, State, View, members, ranks_in, set_of
+from pynccl._watch import agreement as agreement
+from pynccl._watch.agreement import DERIVE, MADE, Message, State, View, members, ranks_in, set_of
 
 # Instead of a message.
 END, PROOF = -1, -2

@@ -526,7 +526,7 @@ def test_cupy_over_host_memory() -> None:
 @pytest.mark.parametrize("name", ["bool", "int16", "uint16", "complex64", "complex128", "float16"])
 def test_dlpack_of_every_dtype(name: str) -> None:
     """DLPack's names for what NCCL carries only as another type."""
-    from pynccl._buffers import spans
+    from pynccl._arrays.buffers import spans
 
     data = np.zeros(3, name)
     assert spans[Exporter](Exporter(data), "send") == spans[np.ndarray](data, "send")

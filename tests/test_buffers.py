@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pynccl import DataType, _dlpack
-from pynccl._buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, TRAVELS, Span, kind_of, shape_of, spans
-from pynccl._dtypes import TRAVELLERS, from_numpy
+from pynccl import DataType
+from pynccl._arrays import dlpack
+from pynccl._arrays.buffers import ANYWHERE, FORTRAN, HOST, READ_ONLY, TRAVELS, Span, kind_of, shape_of, spans
+from pynccl._arrays.dtypes import TRAVELLERS, from_numpy
 
 DTYPES = {
     "int8": DataType.INT8,
@@ -119,18 +120,18 @@ def test_dlpack_offset_strides_and_read_only() -> None:
 
 
 def test_dlpack_narrow_types_and_devices() -> None:
-    tensor = _dlpack._Tensor(
+    tensor = dlpack._Tensor(
         data=64, device_type=1, ndim=1, code=4, bits=16, lanes=1, shape=(ctypes.c_int64 * 1)(3)
     )
-    assert _dlpack._describe(tensor, False) == (64, (3,), None, "bfloat16", True, False)
+    assert dlpack._describe(tensor, False) == (64, (3,), None, "bfloat16", True, False)
     tensor.code, tensor.bits, tensor.device_type = 10, 8, 2
-    assert _dlpack._describe(tensor, True) == (64, (3,), None, "float8_e4m3fn", False, True)
+    assert dlpack._describe(tensor, True) == (64, (3,), None, "float8_e4m3fn", False, True)
     tensor.lanes = 4
     with pytest.raises(ValueError, match="vectors of 4"):
-        _dlpack._describe(tensor, False)
+        dlpack._describe(tensor, False)
     tensor.device_type = 8
     with pytest.raises(ValueError, match="device type 8"):
-        _dlpack._describe(tensor, False)
+        dlpack._describe(tensor, False)
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,11 @@ def bare(compile_library: Callable[..., str]) -> str:
 
 
 def test_every_declared_function_has_one_binding() -> None:
-    from pynccl import _capi, _capi_cpu, capi
+    from pynccl import capi
+    from pynccl._library.generated import capi as generated_capi
+    from pynccl._library.generated import capi_cpu
 
-    generated = {name for module in (_capi, _capi_cpu) for name in vars(module) if name in DECLARED}
+    generated = {name for module in (generated_capi, capi_cpu) for name in vars(module) if name in DECLARED}
     by_hand = {
         name for name, value in vars(capi).items() if name in DECLARED and value.__module__ == "pynccl.capi"
     }

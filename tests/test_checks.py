@@ -16,7 +16,7 @@ import pytest
 import pynccl
 from meeting import hear, tell, together
 from pynccl import CollectiveMismatchError, Communicator, NcclError, Plan, capi
-from pynccl._binding import lib
+from pynccl._library.binding import lib
 from pynccl.testing import RankError, run
 
 CHECK = {"PYNCCL_CHECK": "1"}

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 import pynccl
 from conftest import ROOT, Run
-from pynccl import _discovery, capi, testing
+from pynccl import capi, testing
+from pynccl._library import discovery
 from pynccl.compat import cupy as ours
 
 N = 1000
@@ -44,7 +45,7 @@ def binding(whose: str) -> Any:
 
 
 def environment(whose: str) -> dict[str, str]:
-    folder = Path(_discovery.cpu_library()).parent / "forward"
+    folder = Path(discovery.cpu_library()).parent / "forward"
     library = folder / "libnccl.so.2"
     assert library.exists() or whose == "ours"
     return {"LD_PRELOAD": str(library)} if whose == "theirs" else {}

@@ -11,7 +11,7 @@ import pytest
 
 import pynccl
 from conftest import ROOT
-from pynccl._prepared import Prepare
+from pynccl._comm.prepared import Prepare
 
 TEXT = (ROOT / "docs" / "migrating.md").read_text()
 

@@ -11,10 +11,10 @@ import pytest
 import pynccl
 from conftest import Run
 from null_library import HEADERS, source
-from pynccl import _structs
+from pynccl._library.generated import structs
 
 UNDEFINED = -(2**31)
-CLASSES = [cls for cls in vars(_structs).values() if getattr(cls, "struct", None)]
+CLASSES = [cls for cls in vars(structs).values() if getattr(cls, "struct", None)]
 
 # sizeof of the structs, from compiling each release's own nccl.h.
 SIZES = {
@@ -40,7 +40,7 @@ def null(compile_library: Callable[..., str]) -> Callable[[int], str]:
 def packed(run_python: Run, library: str, expression: str) -> bytes:
     code = f"""
 from pynccl._native import ffi
-from pynccl._structs import *
+from pynccl._library.generated.structs import *
 cell = ({expression}).pack()
 print(bytes(ffi.buffer(cell, cell.size)).hex())
 """
@@ -155,7 +155,7 @@ assert properties.commHash is properties.ginSupport is properties.nLsaTeams is N
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_every_field_is_there(cls: type[_structs.Struct]) -> None:
+def test_every_field_is_there(cls: type[structs.Struct]) -> None:
     declared = {f.name: f.since for f in HEADERS[0].structs[cls.struct]}
     assert {**cls.since, **dict.fromkeys(("size", "magic", "version"), cls.oldest)} == declared
     assert pickle.loads(pickle.dumps(cls())) == cls()

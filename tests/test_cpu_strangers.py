@@ -12,7 +12,7 @@ import pytest
 import pynccl
 from meeting import free_port, store
 from pynccl import NcclError, NcclInvalidUsage, NcclTimeoutError, capi, testing
-from pynccl._secret import read_secret
+from pynccl._secure.secret import read_secret
 
 
 def use_secret(secret: str) -> None:

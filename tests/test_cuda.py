@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from pynccl import NcclUnhandledCudaError, NotSupportedError, _cuda, testing
+from pynccl import NcclUnhandledCudaError, NotSupportedError, testing
+from pynccl._library import cuda
 
 Case = Callable[[int, int], None]
 SOURCE = Path(__file__).parent / "fake_cuda" / "fake_cuda.c"
@@ -51,37 +52,37 @@ def calls(prefix: str) -> list[str]:
 
 
 def finds_devices(rank: int, nranks: int) -> None:
-    assert _cuda.available()
-    assert _cuda.why_unavailable() == ""
+    assert cuda.available()
+    assert cuda.why_unavailable() == ""
     assert log() == ["cuInit 0", "cuDeviceGetCount"]
-    assert _cuda.device_count() == 2
-    assert _cuda.driver_version() == (13, 1)
-    assert _cuda.device_name(1) == "Fake 1"
-    assert _cuda.device_bus_id(1) == "0000:02:00.0"
-    assert _cuda.device_uuid(0) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
-    assert _cuda.device_uuid(1) == "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f"
+    assert cuda.device_count() == 2
+    assert cuda.driver_version() == (13, 1)
+    assert cuda.device_name(1) == "Fake 1"
+    assert cuda.device_bus_id(1) == "0000:02:00.0"
+    assert cuda.device_uuid(0) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    assert cuda.device_uuid(1) == "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f"
     assert calls("cuInit") == ["cuInit 0"]
 
 
 def uses_the_older_uuid(rank: int, nranks: int) -> None:
-    assert _cuda.available()
+    assert cuda.available()
     driver().fake_cuda_fail(b"cuDeviceGetUuid_v2", 1)
-    assert _cuda.device_uuid(0).startswith("GPU-eeeeeeee-")
+    assert cuda.device_uuid(0).startswith("GPU-eeeeeeee-")
 
 
 def refuses_devices_that_do_not_exist(rank: int, nranks: int) -> None:
     for device in (2, -1):
         with pytest.raises(ValueError, match=rf"device {device} does not exist: the driver shows 2"):
-            _cuda.set_device(device)
+            cuda.set_device(device)
 
 
 def selects_the_primary_context(rank: int, nranks: int) -> None:
-    assert _cuda.current_device() is None
-    _cuda.set_device(1)
-    assert _cuda.current_device() == 1
-    _cuda.set_device(0)
-    _cuda.set_device(1)
-    assert _cuda.current_device() == 1
+    assert cuda.current_device() is None
+    cuda.set_device(1)
+    assert cuda.current_device() == 1
+    cuda.set_device(0)
+    cuda.set_device(1)
+    assert cuda.current_device() == 1
     # Kept, as the CUDA runtime keeps them; one reference is enough.
     assert calls("cuDevicePrimaryCtxRetain") == ["cuDevicePrimaryCtxRetain 1", "cuDevicePrimaryCtxRetain 0"]
     assert calls("cuDevicePrimaryCtxRelease") == []
@@ -90,147 +91,147 @@ def selects_the_primary_context(rank: int, nranks: int) -> None:
 
 def selects_for_this_thread_only(rank: int, nranks: int) -> None:
     seen: list[int | None] = []
-    _cuda.set_device(1)
-    thread = threading.Thread(target=lambda: seen.append(_cuda.current_device()))
+    cuda.set_device(1)
+    thread = threading.Thread(target=lambda: seen.append(cuda.current_device()))
     thread.start()
     thread.join()
     assert seen == [None]
-    assert _cuda.current_device() == 1
+    assert cuda.current_device() == 1
 
 
 def restores_the_device(rank: int, nranks: int) -> None:
-    with _cuda.using_device(1):
-        assert _cuda.current_device() == 1
-        with _cuda.using_device(0):
-            assert _cuda.current_device() == 0
-        assert _cuda.current_device() == 1
-    assert _cuda.current_device() is None
-    _cuda.set_device(0)
-    with pytest.raises(KeyError), _cuda.using_device(1):
+    with cuda.using_device(1):
+        assert cuda.current_device() == 1
+        with cuda.using_device(0):
+            assert cuda.current_device() == 0
+        assert cuda.current_device() == 1
+    assert cuda.current_device() is None
+    cuda.set_device(0)
+    with pytest.raises(KeyError), cuda.using_device(1):
         raise KeyError
-    assert _cuda.current_device() == 0
+    assert cuda.current_device() == 0
 
 
 def streams(rank: int, nranks: int) -> None:
     fake = driver()
-    _cuda.set_device(0)
-    stream = _cuda.stream_create()
+    cuda.set_device(0)
+    stream = cuda.stream_create()
     assert stream > 2
     assert calls("cuStreamCreate") == ["cuStreamCreate 1"]
-    assert _cuda.stream_query(stream)
+    assert cuda.stream_query(stream)
     fake.fake_cuda_hold(stream, 1)
     fake.fake_cuda_launch(stream, 7)
-    assert not _cuda.stream_query(stream)
+    assert not cuda.stream_query(stream)
     timer = threading.Timer(0.2, fake.fake_cuda_hold, (stream, 0))
     timer.start()
-    _cuda.stream_synchronize(stream)
-    assert _cuda.stream_query(stream)
+    cuda.stream_synchronize(stream)
+    assert cuda.stream_query(stream)
     assert calls("run") == ["run 7"]
     timer.join()
-    _cuda.stream_destroy(stream)
+    cuda.stream_destroy(stream)
     with pytest.raises(NcclUnhandledCudaError, match="cuStreamQuery failed with CUDA_ERROR_INVALID_HANDLE"):
-        _cuda.stream_query(stream)
+        cuda.stream_query(stream)
 
 
 def needs_a_device_for_a_stream(rank: int, nranks: int) -> None:
-    assert _cuda.available()
-    for create in (_cuda.stream_create, _cuda.event_create):
+    assert cuda.available()
+    for create in (cuda.stream_create, cuda.event_create):
         with pytest.raises(NcclUnhandledCudaError, match="CUDA_ERROR_INVALID_CONTEXT"):
             create()
 
 
 def events_order_streams(rank: int, nranks: int) -> None:
     fake = driver()
-    _cuda.set_device(0)
-    first, then = _cuda.stream_create(), _cuda.stream_create()
+    cuda.set_device(0)
+    first, then = cuda.stream_create(), cuda.stream_create()
     fake.fake_cuda_hold(first, 1)
     fake.fake_cuda_launch(first, 1)
-    event = _cuda.event_create()
-    _cuda.event_record(event, first)
+    event = cuda.event_create()
+    cuda.event_record(event, first)
     fake.fake_cuda_launch(first, 2)
-    _cuda.stream_wait_event(then, event)
+    cuda.stream_wait_event(then, event)
     fake.fake_cuda_launch(then, 3)
-    assert not _cuda.event_query(event)
-    assert not _cuda.stream_query(then)
+    assert not cuda.event_query(event)
+    assert not cuda.stream_query(then)
     assert calls("run") == []
     fake.fake_cuda_hold(first, 0)
-    assert _cuda.event_query(event)
-    assert _cuda.stream_query(then)
+    assert cuda.event_query(event)
+    assert cuda.stream_query(then)
     order = calls("run")
     assert sorted(order) == ["run 1", "run 2", "run 3"]
     assert order.index("run 1") < order.index("run 3")
-    _cuda.event_synchronize(event)
-    _cuda.event_destroy(event)
+    cuda.event_synchronize(event)
+    cuda.event_destroy(event)
     with pytest.raises(NcclUnhandledCudaError, match="INVALID_HANDLE"):
-        _cuda.event_query(event)
+        cuda.event_query(event)
 
 
 def orders_streams_without_waiting(rank: int, nranks: int) -> None:
     fake = driver()
-    _cuda.set_device(0)
-    first, then = _cuda.stream_create(), _cuda.stream_create()
+    cuda.set_device(0)
+    first, then = cuda.stream_create(), cuda.stream_create()
     fake.fake_cuda_hold(first, 1)
     fake.fake_cuda_launch(first, 1)
-    _cuda.order_streams(first, then)
+    cuda.order_streams(first, then)
     fake.fake_cuda_launch(then, 2)
     assert calls("run") == []
     fake.fake_cuda_hold(first, 0)
     assert calls("run") == ["run 1", "run 2"]
     names = [line.split()[0] for line in log() if "Event" in line]
     assert names == ["cuEventCreate", "cuEventRecord", "cuStreamWaitEvent", "cuEventDestroy_v2"]
-    _cuda.order_streams(then, then)
+    cuda.order_streams(then, then)
     assert [line.split()[0] for line in log() if "Event" in line] == names
 
 
 def capture_state(rank: int, nranks: int) -> None:
-    _cuda.set_device(0)
-    stream = _cuda.stream_create()
-    assert not _cuda.stream_is_capturing(stream)
+    cuda.set_device(0)
+    stream = cuda.stream_create()
+    assert not cuda.stream_is_capturing(stream)
     for status in (1, 2):
         driver().fake_cuda_capture(stream, status)
-        assert _cuda.stream_is_capturing(stream)
+        assert cuda.stream_is_capturing(stream)
 
 
 def pointers(rank: int, nranks: int) -> None:
-    assert _cuda.available()
+    assert cuda.available()
     fake = driver()
     for begin, kind, device in ((0x10000, 2, 0), (0x20000, 2, 1), (0x30000, 1, 0), (0x40000, 4, 1)):
         fake.fake_cuda_register(begin, 0x1000, kind, device)
-    places = [_cuda.pointer_device(p) for p in (0x10000, 0x10FFF, 0x20800, 0x30000, 0x40000, 0x11000, 0)]
+    places = [cuda.pointer_device(p) for p in (0x10000, 0x10FFF, 0x20800, 0x30000, 0x40000, 0x11000, 0)]
     assert places == [0, 0, 1, None, 1, None, None]
-    assert [_cuda.pointer_is_managed(p) for p in (0x40000, 0x10000, 0x11000)] == [True, False, False]
+    assert [cuda.pointer_is_managed(p) for p in (0x40000, 0x10000, 0x11000)] == [True, False, False]
 
 
 def memory(rank: int, nranks: int) -> None:
-    with _cuda.using_device(1):
-        pointer = _cuda.memory_allocate(64)
-    assert _cuda.pointer_device(pointer) == 1
-    _cuda.memory_free(pointer)
-    assert _cuda.pointer_device(pointer) is None
+    with cuda.using_device(1):
+        pointer = cuda.memory_allocate(64)
+    assert cuda.pointer_device(pointer) == 1
+    cuda.memory_free(pointer)
+    assert cuda.pointer_device(pointer) is None
 
 
 def errors_carry_the_name(rank: int, nranks: int) -> None:
-    _cuda.set_device(0)
+    cuda.set_device(0)
     driver().fake_cuda_fail(b"cuStreamSynchronize", 702)
     with pytest.raises(NcclUnhandledCudaError, match="CUDA_ERROR_LAUNCH_TIMEOUT") as caught:
-        _cuda.stream_synchronize(0)
+        cuda.stream_synchronize(0)
     assert (caught.value.function, caught.value.result) == ("cuStreamSynchronize", 1)
     assert "CUDA_ERROR_LAUNCH_TIMEOUT" in caught.value.detail
     driver().fake_cuda_fail(b"cuStreamSynchronize", 98765)
     with pytest.raises(NcclUnhandledCudaError, match="CUDA error 98765"):
-        _cuda.stream_synchronize(0)
+        cuda.stream_synchronize(0)
     driver().fake_cuda_fail(b"cuPointerGetAttribute", 201)
     with pytest.raises(NcclUnhandledCudaError, match="CUDA_ERROR_INVALID_CONTEXT"):
-        _cuda.pointer_device(1)
+        cuda.pointer_device(1)
 
 
 def destroys_after_the_driver_has_gone(rank: int, nranks: int) -> None:
-    _cuda.set_device(0)
-    stream, event = _cuda.stream_create(), _cuda.event_create()
+    cuda.set_device(0)
+    stream, event = cuda.stream_create(), cuda.event_create()
     driver().fake_cuda_fail(b"cuStreamDestroy_v2", 4)
-    _cuda.stream_destroy(stream)
+    cuda.stream_destroy(stream)
     driver().fake_cuda_fail(b"cuEventDestroy_v2", 4)
-    _cuda.event_destroy(event)
+    cuda.event_destroy(event)
 
 
 CASES = [
@@ -258,11 +259,11 @@ def test_with_the_fake_driver(fake: str, case: Case) -> None:
 
 
 def shows_no_device(rank: int, nranks: int) -> None:
-    assert not _cuda.available()
-    assert _cuda.device_count() == 0
-    assert "CUDA_ERROR_NO_DEVICE" in _cuda.why_unavailable()
+    assert not cuda.available()
+    assert cuda.device_count() == 0
+    assert "CUDA_ERROR_NO_DEVICE" in cuda.why_unavailable()
     with pytest.raises(NotSupportedError, match="cuInit failed with CUDA_ERROR_NO_DEVICE"):
-        _cuda.set_device(0)
+        cuda.set_device(0)
 
 
 def test_driver_without_a_device(fake: str) -> None:
@@ -270,10 +271,10 @@ def test_driver_without_a_device(fake: str) -> None:
 
 
 def lacks_a_function(rank: int, nranks: int) -> None:
-    assert _cuda.available()
+    assert cuda.available()
     with pytest.raises(NotSupportedError, match="cuStreamIsCapturing .*lacks the function"):
-        _cuda.stream_is_capturing(0)
-    assert _cuda.device_uuid(0).startswith("GPU-eeeeeeee-")
+        cuda.stream_is_capturing(0)
+    assert cuda.device_uuid(0).startswith("GPU-eeeeeeee-")
 
 
 def test_older_driver(fake: str, tmp_path: Path) -> None:
@@ -289,11 +290,11 @@ def test_older_driver(fake: str, tmp_path: Path) -> None:
 
 
 def has_no_driver(rank: int, nranks: int) -> None:
-    assert not _cuda.available()
-    assert _cuda.device_count() == 0
-    assert "libcuda.so.1" in _cuda.why_unavailable()
+    assert not cuda.available()
+    assert cuda.device_count() == 0
+    assert "libcuda.so.1" in cuda.why_unavailable()
     with pytest.raises(NotSupportedError, match="PYNCCL_LIBRARY=cpu"):
-        _cuda.stream_query(0)
+        cuda.stream_query(0)
 
 
 def test_without_a_driver(tmp_path: Path) -> None:
@@ -307,5 +308,5 @@ def test_without_a_driver(tmp_path: Path) -> None:
 def test_probe_is_quick() -> None:
     start = time.monotonic()
     for _ in range(1000):
-        _cuda.available()
+        cuda.available()
     assert time.monotonic() - start < 0.5

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import pynccl
-from pynccl import Communicator, NcclInvalidUsage, NcclTimeoutError, NcclUnhandledCudaError, _cuda, testing
+from pynccl import Communicator, NcclInvalidUsage, NcclTimeoutError, NcclUnhandledCudaError, testing
+from pynccl._library import cuda
 from test_buffers import Device
 
 Case = Callable[[int, int], None]
@@ -74,13 +75,13 @@ def takes_the_device_and_restores(rank: int, nranks: int) -> None:
         assert comm.device == 0
     with create(device=1) as comm:
         assert comm.device == 1
-    assert _cuda.current_device() is None
-    _cuda.set_device(1)
+    assert cuda.current_device() is None
+    cuda.set_device(1)
     with create() as comm:
         assert comm.device == 1
     with create(device=0) as comm:
         assert comm.device == 0
-        assert _cuda.current_device() == 1
+        assert cuda.current_device() == 1
     with pytest.raises(ValueError, match="device 5 does not exist"):
         create(device=5)
     assert next(line for line in log() if "init" in line) == "init rank 1 of 2 on device 0, id 7"
@@ -107,10 +108,10 @@ def checks_where_memory_is(rank: int, nranks: int) -> None:
 
 
 def passes_streams_on(rank: int, nranks: int) -> None:
-    _cuda.set_device(0)
+    cuda.set_device(0)
     with create() as comm:
         send, recv = on_device(0), on_device(0)
-        stream = _cuda.stream_create()
+        stream = cuda.stream_create()
         shown = [
             stream,
             SimpleNamespace(ptr=stream),
@@ -136,8 +137,8 @@ def passes_streams_on(rank: int, nranks: int) -> None:
 
 
 def uses_the_current_stream(rank: int, nranks: int) -> None:
-    _cuda.set_device(0)
-    stream = _cuda.stream_create()
+    cuda.set_device(0)
+    stream = cuda.stream_create()
     # No CuPy here: a module of that name, whose arrays and streams have what pynccl asks for.
     cupy: Any = ModuleType("cupy")
     cupy.cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=stream))
@@ -171,8 +172,8 @@ def parts_go_on_the_arrays_stream(rank: int, nranks: int) -> None:
 
     from pynccl.mpi import Comm
 
-    _cuda.set_device(0)
-    streams = [_cuda.stream_create() for _ in range(2)]
+    cuda.set_device(0)
+    streams = [cuda.stream_create() for _ in range(2)]
     with create() as nccl:
         comm = Comm.__new__(Comm)
         comm.mpi, comm.nccl = MPI.COMM_NULL, nccl
@@ -188,9 +189,9 @@ def parts_go_on_the_arrays_stream(rank: int, nranks: int) -> None:
 
 
 def waits_for_streams(rank: int, nranks: int) -> None:
-    _cuda.set_device(0)
+    cuda.set_device(0)
     with create() as comm:
-        array, streams = on_device(0), [_cuda.stream_create() for _ in range(2)]
+        array, streams = on_device(0), [cuda.stream_create() for _ in range(2)]
         for stream in streams:
             comm.all_reduce(array, stream=stream)
         comm.synchronize()
@@ -226,8 +227,8 @@ def watches_streams(rank: int, nranks: int) -> None:
     """With a time-out, a stream that makes no progress is noticed although nobody waits for it."""
     comm = Communicator(1, bytes([7]) * 128, 0, timeout=0.6)
     send, recv, streams = on_device(0), on_device(0), []
-    with _cuda.using_device(0):
-        streams = [_cuda.stream_create() for _ in range(2)]
+    with cuda.using_device(0):
+        streams = [cuda.stream_create() for _ in range(2)]
     driver().fake_cuda_capture(streams[0], 1)
     comm.all_reduce(send, recv, stream=streams[0])
     calls = driver().fake_cuda_log().decode()
@@ -262,8 +263,8 @@ def watches_calls_that_do_not_block(rank: int, nranks: int) -> None:
     for grouped in (False, True):
         comm = Communicator(1, bytes([7]) * 128, 0, timeout=0.6)
         send, recv = on_device(0), on_device(0)
-        with _cuda.using_device(0):
-            stream = _cuda.stream_create()
+        with cuda.using_device(0):
+            stream = cuda.stream_create()
         driver().fake_cuda_hold(stream, 1)
         nccl().null_in_progress(comm.handle, 5)
         start = time.monotonic()
@@ -277,9 +278,9 @@ def watches_calls_that_do_not_block(rank: int, nranks: int) -> None:
 
 
 def keeps_arrays_of_other_streams(rank: int, nranks: int) -> None:
-    _cuda.set_device(0)
+    cuda.set_device(0)
     with create() as comm:
-        array, stream = on_device(0), _cuda.stream_create()
+        array, stream = on_device(0), cuda.stream_create()
         driver().fake_cuda_hold(stream, 1)
         for _ in range(200):
             comm.all_reduce(array, stream=stream)
@@ -313,7 +314,7 @@ def barriers(rank: int, nranks: int) -> None:
     calls = driver().fake_cuda_log().decode()
     assert calls.count("cuMemAlloc_v2") == calls.count("cuMemFree_v2") == 1
     assert calls.count("cuStreamCreate") == calls.count("cuStreamDestroy_v2") == 1
-    assert _cuda.current_device() is None
+    assert cuda.current_device() is None
 
 
 def ends(rank: int, nranks: int) -> None:
@@ -336,10 +337,10 @@ def ends(rank: int, nranks: int) -> None:
 def initializes(rank: int, nranks: int) -> None:
     with pynccl.init() as comm:
         assert comm.device == rank
-        assert _cuda.current_device() == rank
+        assert cuda.current_device() == rank
     with pynccl.init(device=1 - rank) as comm:
         assert comm.device == 1 - rank
-        assert _cuda.current_device() == 1 - rank
+        assert cuda.current_device() == 1 - rank
 
 
 CASES = [

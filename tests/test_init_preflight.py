@@ -13,7 +13,8 @@ import pytest
 
 import pynccl
 from meeting import free_port
-from pynccl import BootstrapError, _cuda, testing
+from pynccl import BootstrapError, testing
+from pynccl._library import cuda
 from test_init_environment import forget_the_launcher, logged
 
 FOLDER = Path(__file__).parent / "fake_cuda"
@@ -119,7 +120,7 @@ def counted(rank: int, nranks: int, port: int) -> int | None:
     # Ranks 0 and 2 are on one machine, ranks 1 and 3 on another.
     os.environ["NCCL_HOSTID"] = f"machine {rank % 2}"
     with pynccl.init(f"tcp://127.0.0.1:{port}", rank=rank, world_size=nranks) as comm:
-        assert comm.device == _cuda.current_device() == rank // 2
+        assert comm.device == cuda.current_device() == rank // 2
     return comm.device
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pynccl import _cuda, _launch
+from pynccl._library import cuda
+from pynccl._run.launch import EVIDENCE_SECONDS, GRACE_SECONDS
 
 Script = Callable[[str], str]
 
@@ -116,7 +117,7 @@ def test_module(tmp_path: Path) -> None:
 
 def test_without_a_driver_it_says_so(script: Script) -> None:
     program = script("import os; print(os.environ['PYNCCL_LIBRARY'])")
-    if _cuda.available():
+    if cuda.available():
         pytest.skip("this machine has an NVIDIA driver")
     done = launch("-n", "1", program)
     assert done.stdout == "[0] cpu\n"
@@ -201,7 +202,7 @@ def test_who_ignores_sigterm_is_killed_with_its_children(
     process = started("-n", "2", "--cpu", script(STUBBORN), str(tmp_path / "deaf"))
     pids = _pids(process, 2)
     assert process.wait(45) == 3
-    assert _launch.GRACE_SECONDS - 1 < time.monotonic() - start < _launch.GRACE_SECONDS + 30
+    assert GRACE_SECONDS - 1 < time.monotonic() - start < GRACE_SECONDS + 30
     _wait_gone(pids)
 
 
@@ -556,9 +557,9 @@ def test_who_does_not_answer_is_ended_all_the_same(
     assert process.returncode == 128 + signal.SIGTERM
     assert errors.count("did not answer within") == 2
     if times == 1:
-        assert took > _launch.EVIDENCE_SECONDS - 0.5
+        assert took > EVIDENCE_SECONDS - 0.5
     else:
-        assert took < _launch.EVIDENCE_SECONDS
+        assert took < EVIDENCE_SECONDS
 
 
 def test_log_folder(script: Script, tmp_path: Path) -> None:

@@ -236,13 +236,13 @@ def test_a_forked_child_can_load_and_use(run_python: Run, place: Callable[[str, 
     run_python(
         f"""
 import os, pynccl
-from pynccl import _library
-_library._lock.acquire()  # as if another thread was loading
+from pynccl._library import loader
+loader._lock.acquire()  # as if another thread was loading
 pid = os.fork()
 if pid == 0:
     os._exit(0 if pynccl.load({str(path)!r}).version == (2, 9, 8) else 1)
 assert os.waitpid(pid, 0)[1] == 0
-_library._lock.release()
+loader._lock.release()
 pynccl.load({str(path)!r})
 pid = os.fork()
 if pid == 0:
@@ -256,7 +256,7 @@ assert os.waitpid(pid, 0)[1] == 0
     ("code", "version"), [(2304, (2, 3, 4)), (2804, (2, 8, 4)), (20906, (2, 9, 6)), (23203, (2, 32, 3))]
 )
 def test_versions_decode(code: int, version: tuple[int, int, int]) -> None:
-    from pynccl._library import decode_version, encode_version
+    from pynccl._library.loader import decode_version, encode_version
 
     assert decode_version(code) == version
     assert encode_version(version) == code
@@ -281,7 +281,7 @@ info = pynccl.library_info()
 print(".".join(map(str, pynccl.get_version())), info.backend, info.how)
 one, two = pynccl.get_unique_id(), pynccl.get_unique_id()
 assert one != two and len(bytes(one)) == 128
-assert pynccl._library.decode_version(capi.ncclGetVersion()) == info.version
+assert pynccl._library.loader.decode_version(capi.ncclGetVersion()) == info.version
 assert capi.ncclGetErrorString(4).startswith("invalid argument")
 assert capi.ncclGetErrorString(0) == "no error"
 with pytest.raises(pynccl.NcclInvalidArgument, match="ncclCommCount: ncclInvalidArgument: invalid argument"):

@@ -87,7 +87,11 @@ def test_every_variable_is_documented() -> None:
     read = set()
     for path in (*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.cpp")):
         read |= set(re.findall(r"""["']((?:PYNCCL|NCCL)_[A-Z_]+)["']""", path.read_text()))
-    constants = {name for name in vars(__import__("pynccl._api", fromlist=["*"])) if name.startswith("NCCL_")}
+    constants = {
+        name
+        for name in vars(__import__("pynccl._library.generated.api", fromlist=["*"]))
+        if name.startswith("NCCL_")
+    }
     assert {name for name in read - constants if name.startswith("PYNCCL_")} <= documented
     assert {name for name in documented if name.startswith("PYNCCL_")} <= read
     assert documented <= read

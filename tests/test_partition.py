@@ -17,7 +17,8 @@ import pytest
 
 import pynccl
 from meeting import failure, together
-from pynccl import Communicator, NcclError, RankFailedError, _channel, _recovery
+from pynccl import Communicator, NcclError, RankFailedError
+from pynccl._watch import channel, recovery
 from pynccl.testing import RankError, run
 
 Outcome = tuple[str, list[int], str]
@@ -28,14 +29,14 @@ class Cutter:
 
     def __init__(self) -> None:
         self.sockets: list[list[int]] = []
-        connect = _channel.connect
+        connect = channel.connect
 
-        def noted(*args: Any) -> _channel.Channel:
+        def noted(*args: Any) -> channel.Channel:
             channel = connect(*args)
             self.sockets.append(channel.sockets)
             return channel
 
-        setattr(_channel, "connect", noted)  # noqa: B010
+        setattr(channel, "connect", noted)  # noqa: B010
 
     def cut(self, rank: int, others: Iterable[int]) -> None:
         """End the connections with the others; the one with the lower number does."""
@@ -203,7 +204,7 @@ def dies_between_messages(rank: int, nranks: int, victim: int, sends: int) -> li
         os.kill(os.getpid(), signal.SIGKILL)
     error = failure(comm.barrier)
     if rank == victim:
-        send, sent = _recovery.Survivors._send, 0
+        send, sent = recovery.Survivors._send, 0
 
         def deadly(self: Any, number: int, out: Any) -> None:
             nonlocal sent
@@ -213,7 +214,7 @@ def dies_between_messages(rank: int, nranks: int, victim: int, sends: int) -> li
                 send(self, number, (one,))
                 sent += 1
 
-        setattr(_recovery.Survivors, "_send", deadly)  # noqa: B010
+        setattr(recovery.Survivors, "_send", deadly)  # noqa: B010
     comm = comm.shrink(exclude=error.ranks, abort=True)
     # It may have died after it had decided.
     try:

@@ -20,8 +20,8 @@ from arrays import KINDS, cupy_over, device_over
 from fake_nccl import Fake, source
 from meeting import hear, tell, together
 from pynccl import Communicator, NcclInvalidUsage, NcclTimeoutError, Plan, Prepared, group, testing
-from pynccl._collectives import Collectives
-from pynccl._prepared import Prepare
+from pynccl._comm.operations import Collectives
+from pynccl._comm.prepared import Prepare
 
 
 def every_operation(rank: int, nranks: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import pynccl
 from pynccl import Communicator, Group, Plan, Prepared
-from pynccl._prepared import Prepare
+from pynccl._comm.prepared import Prepare
 
 NAMES = """
 BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communicator Config DataType Event

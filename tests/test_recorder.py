@@ -453,7 +453,7 @@ def test_a_path_that_cannot_be_written() -> None:
 PLANTED = (
     START
     + """
-from pynccl import _recorder
+from pynccl._trace import recorder
 comm.all_reduce(x)
 folder, victim = os.environ["PYNCCL_TRACE_DIR"], sys.argv[1]
 name = f"rank0.{os.uname().nodename}.{os.getpid()}.jsonl"

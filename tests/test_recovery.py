@@ -20,8 +20,8 @@ import pytest
 import pynccl
 from meeting import failure, together
 from pynccl import Communicator, NcclError, UniqueId, capi
-from pynccl._binding import lib
 from pynccl._build_ffi import NATIVE, forward_source
+from pynccl._library.binding import lib
 from pynccl.testing import RankError, run
 
 pytestmark = pytest.mark.slow

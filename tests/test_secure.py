@@ -20,8 +20,10 @@ import pytest
 
 import pynccl
 from meeting import failure, free_port, together
-from pynccl import BootstrapError, NcclError, RankFailedError, _channel, _handshake, _noise, testing
-from pynccl._secret import RECIPE, check_secret, derive_key, read_secret
+from pynccl import BootstrapError, NcclError, RankFailedError, testing
+from pynccl._secure import handshake, noise
+from pynccl._secure.secret import RECIPE, check_secret, derive_key, read_secret
+from pynccl._watch import channel
 from pynccl.bootstrap import Store, StoreServer, encrypt_nccl
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._store import format_address
@@ -65,10 +67,10 @@ def no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_noise_is_what_is_published() -> None:
     unhex = bytes.fromhex
     messages = [(unhex(payload), unhex(sealed)) for payload, sealed in VECTOR["messages"]]
-    start = _noise.Start(unhex(VECTOR["psk"]), unhex(VECTOR["prologue"]))
-    initiator = _noise.Initiator(start, messages[0][0], unhex(VECTOR["initiator"]))
+    start = noise.Start(unhex(VECTOR["psk"]), unhex(VECTOR["prologue"]))
+    initiator = noise.Initiator(start, messages[0][0], unhex(VECTOR["initiator"]))
     assert initiator.message == messages[0][1]
-    payload, answer, theirs = _noise.respond(
+    payload, answer, theirs = noise.respond(
         start, initiator.message, messages[1][0], unhex(VECTOR["responder"])
     )
     assert (payload, answer) == (messages[0][0], messages[1][1])
@@ -80,10 +82,10 @@ def test_noise_is_what_is_published() -> None:
         assert there.incoming.open(sealed) == payload
 
 
-def pair(secret: str = SECRET, other: str = SECRET) -> tuple[_noise.Session, _noise.Session]:
-    one, two = (_noise.Start(derive_key(text, b"test", b""), b"prologue") for text in (secret, other))
-    initiator = _noise.Initiator(one)
-    _, answer, theirs = _noise.respond(two, initiator.message)
+def pair(secret: str = SECRET, other: str = SECRET) -> tuple[noise.Session, noise.Session]:
+    one, two = (noise.Start(derive_key(text, b"test", b""), b"prologue") for text in (secret, other))
+    initiator = noise.Initiator(one)
+    _, answer, theirs = noise.respond(two, initiator.message)
     return initiator.finish(answer)[1], theirs
 
 
@@ -126,17 +128,17 @@ def test_handshakes_fail_with_another_secret_prologue_or_message() -> None:
     with pytest.raises(ValueError, match="not sealed"):
         pair(SECRET, SECRET + " ")
     key = derive_key(SECRET, b"test", b"")
-    start = _noise.Start(key, b"prologue")
-    initiator = _noise.Initiator(start)
-    others = _noise.Start(key, b"prologues"), _noise.Start(derive_key(SECRET, b"tests", b""), b"prologue")
+    start = noise.Start(key, b"prologue")
+    initiator = noise.Initiator(start)
+    others = noise.Start(key, b"prologues"), noise.Start(derive_key(SECRET, b"tests", b""), b"prologue")
     for other in others:
         with pytest.raises(ValueError, match="not sealed"):
-            _noise.respond(other, initiator.message)
+            noise.respond(other, initiator.message)
     for message in (b"", initiator.message[:31], initiator.message[:47], bytes(48), os.urandom(48)):
         with pytest.raises(ValueError, match="not sealed|without a public key"):
-            _noise.respond(start, message)
+            noise.respond(start, message)
         with pytest.raises(ValueError, match="not sealed|without a public key|leads to no shared one"):
-            _noise.Initiator(start).finish(message)
+            noise.Initiator(start).finish(message)
     # Its own message back.
     with pytest.raises(ValueError, match="not sealed"):
         initiator.finish(initiator.message)
@@ -144,9 +146,9 @@ def test_handshakes_fail_with_another_secret_prologue_or_message() -> None:
 
 def test_nobody_who_knows_the_secret_later_reads_what_was_recorded() -> None:
     """Two connections with the same secret share no key, and a recorded hello opens nothing new."""
-    start = _noise.Start(derive_key(SECRET, b"test", b""), b"")
-    initiator = _noise.Initiator(start)
-    (_, first, one), (_, second, two) = (_noise.respond(start, initiator.message) for _ in range(2))
+    start = noise.Start(derive_key(SECRET, b"test", b""), b"")
+    initiator = noise.Initiator(start)
+    (_, first, one), (_, second, two) = (noise.respond(start, initiator.message) for _ in range(2))
     mine = initiator.finish(first)[1]
     proof = mine.outgoing.seal(b"")
     assert first != second and one.incoming.open(proof) == b""
@@ -179,8 +181,8 @@ def test_a_stranger_gets_nothing_that_follows_from_the_secret() -> None:
         "zeros": f.HELLO + f.SECURED + bytes(64),
         "another secret": f.HELLO
         + f.SECURED
-        + _handshake.choose(SECRET + "?", f.PURPOSE, b"", f.HELLO).call().hello,
-        "another job": f.HELLO + f.SECURED + _handshake.choose(SECRET, f.PURPOSE, b"1", f.HELLO).call().hello,
+        + handshake.choose(SECRET + "?", f.PURPOSE, b"", f.HELLO).call().hello,
+        "another job": f.HELLO + f.SECURED + handshake.choose(SECRET, f.PURPOSE, b"1", f.HELLO).call().hello,
     }
     answers = {}
     for secret in (SECRET, "another secret of a job"):
@@ -220,7 +222,7 @@ def test_an_echo_is_no_store() -> None:
 def test_changed_recorded_and_mixed_up_bytes_reach_nothing() -> None:
     """Fuzz the whole conversation of a client: whatever becomes of the connection, no value changes."""
     turns = random.Random(11)
-    scheme = _handshake.choose(SECRET, f.PURPOSE, b"", f.HELLO)
+    scheme = handshake.choose(SECRET, f.PURPOSE, b"", f.HELLO)
     with StoreServer(secret=SECRET) as server, Store(server.address, SECRET, timeout=5) as store:
         store.set("key", b"right")
         for turn in range(150):
@@ -393,7 +395,7 @@ def test_neither_side_does_without_the_secret_it_has() -> None:
 
 def channel_secrets(rank: int, nranks: int, secrets: list[str]) -> str:
     """Open the control channel with this rank's secret; the CPU library has none, and does not care."""
-    _channel.read_secret = lambda: secrets[rank]  # type: ignore[attr-defined]
+    channel.read_secret = lambda: secrets[rank]  # type: ignore[attr-defined]
     uid = pynccl.get_unique_id() if rank == 0 else b""
     with Store(os.environ["PYNCCL_STORE"], timeout=20) as store:
         if rank == 0:
@@ -444,7 +446,7 @@ class Middle:
     def __init__(self, change: Callable[[bytes], bytes]) -> None:
         self.seen, self.change, self.real = b"", change, socket.create_connection
         self.active = threading.Event()
-        _channel.socket.create_connection = self.connect  # type: ignore[attr-defined]
+        channel.socket.create_connection = self.connect  # type: ignore[attr-defined]
 
     def connect(self, place: tuple[str, int], timeout: float) -> socket.socket:
         there = self.real(place, timeout=timeout)
@@ -526,14 +528,14 @@ def among_strangers(rank: int, nranks: int) -> list[bytes]:
     real, strangers = socket.create_connection, []
 
     def connect(place: tuple[str, int], timeout: float) -> socket.socket:
-        known = _channel._HELLO.pack(_channel._MAGIC, 1, 0)
+        known = channel._HELLO.pack(channel._MAGIC, 1, 0)
         for text in (b"x", os.urandom(200), known + os.urandom(48), known + bytes(48)):
             strangers.append(real(place, timeout=timeout))
             strangers[-1].sendall(text)
         return real(place, timeout=timeout)
 
     if rank == 1:
-        _channel.socket.create_connection = connect  # type: ignore[attr-defined]
+        channel.socket.create_connection = connect  # type: ignore[attr-defined]
     comm = pynccl.init(timeout=20)
     comm.barrier()
     told = []

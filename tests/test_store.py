@@ -17,7 +17,7 @@ import pytest
 
 from meeting import free_port
 from pynccl import BootstrapError
-from pynccl._secret import read_secret
+from pynccl._secure.secret import read_secret
 from pynccl.bootstrap import Store, StoreServer, _peer, _server, encrypt_nccl
 from pynccl.bootstrap._store import MAX_FRAME, format_address, parse_address
 

@@ -17,7 +17,7 @@ import pytest
 import pynccl
 from meeting import hear, tell, together
 from pynccl import Communicator, NcclError, NcclTimeoutError, Plan, capi
-from pynccl._binding import lib
+from pynccl._library.binding import lib
 from pynccl.testing import RankError, run
 
 RANKS = 8

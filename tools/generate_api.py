@@ -1,4 +1,4 @@
-"""Write the Python that follows from native/*.h: pynccl/_api.py, _structs.py, _capi.py and _capi_cpu.py.
+"""Write the Python that follows from native/*.h: the modules of pynccl/_library/generated.
 
 With `--check`, only compare.
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "pynccl"))
+GENERATED = ROOT / "pynccl" / "_library" / "generated"
 
 from _build_ffi import Binding, Field, Function, Header  # noqa: E402
 
@@ -82,7 +83,7 @@ def _default(field: Field, header: Header) -> str:
 def structs_module(headers: list[Header]) -> str:
     parts = [BY_WHOM.format(what="NCCL's structs with a version inside")]
     parts += ["from dataclasses import dataclass\nfrom typing import ClassVar, NamedTuple\n"]
-    parts += ["from pynccl._config import Struct, Version\n", TEAM]
+    parts += ["from pynccl._library.fields import Struct, Version\n", TEAM]
     for name, (title, doc) in STRUCTS.items():
         fields = headers[0].structs[name]
         own = [field for field in fields if field.name not in INTERNAL]
@@ -165,12 +166,14 @@ def capi_module(binding: Binding, header: Header) -> str:
     uses = {name for name in helpers if any(name in text for text in body)}
     parts = [BY_WHOM.format(what=f"What {header.name}.h declares, but for what capi.py writes by hand")]
     parts += ["from collections.abc import Mapping\nfrom typing import Any\n"] if "Mapping" in uses else []
-    parts += ["from pynccl._binding import ffi as _ffi\nfrom pynccl._binding import lib as _lib"]
-    parts += ["from pynccl._config import pack as _pack"] if "_pack" in uses else []
-    parts += ["from pynccl._status import again as _again"]
-    parts += ["from pynccl._status import text as _text"] if "_text" in uses else []
+    parts += [
+        "from pynccl._library.binding import ffi as _ffi\nfrom pynccl._library.binding import lib as _lib"
+    ]
+    parts += ["from pynccl._library.fields import pack as _pack"] if "_pack" in uses else []
     structs = [name for name in ("CollConfig", "Team") if name in uses]
-    parts += [f"from pynccl._structs import {', '.join(structs)}"] if structs else []
+    parts += [f"from pynccl._library.generated.structs import {', '.join(structs)}"] if structs else []
+    parts += ["from pynccl._library.status import again as _again"]
+    parts += ["from pynccl._library.status import text as _text"] if "_text" in uses else []
     parts += ["\n_new = _ffi.new", *(["_buffer = _ffi.buffer"] if "_buffer" in uses else [])]
     parts += [f"_{f.name} = _lib.{f.name}" for f in functions] + ["", "", *body]
     return "\n".join(parts)
@@ -184,14 +187,14 @@ def _formatted(text: str) -> str:
 def main() -> int:
     binding = Binding()
     modules = {
-        "_api.py": api_module(binding.headers),
-        "_structs.py": structs_module(binding.headers),
-        "_capi.py": capi_module(binding, binding.headers[0]),
-        "_capi_cpu.py": capi_module(binding, binding.headers[1]),
+        "api.py": api_module(binding.headers),
+        "structs.py": structs_module(binding.headers),
+        "capi.py": capi_module(binding, binding.headers[0]),
+        "capi_cpu.py": capi_module(binding, binding.headers[1]),
     }
     stale = []
     for name, text in modules.items():
-        path, made = ROOT / "pynccl" / name, _formatted(text)
+        path, made = GENERATED / name, _formatted(text)
         if not path.exists() or path.read_text() != made:
             stale.append(name)
             if "--check" not in sys.argv:

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 from pynccl import capi
-from pynccl._communicator import Communicator
+from pynccl._comm.communicator import Communicator
 from pynccl._timeouts import LONGEST, check_timeout
 from pynccl._types import UniqueId
 from pynccl.bootstrap import _environment, _methods
-from pynccl.bootstrap._creation import create
+from pynccl.bootstrap._create import create
 from pynccl.bootstrap._environment import Launcher
+from pynccl.bootstrap._exchange import Exchange
 from pynccl.bootstrap._methods import Method
 from pynccl.bootstrap._preflight import Facts, gather_facts, use_device
-from pynccl.bootstrap._round import Exchange
 
 DEFAULT_TIMEOUT = 300.0
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from pynccl import Communicator, current_device, library_info
 from pynccl import init as _init
-from pynccl._buffers import in_shape_of
-from pynccl._ops import OpName
+from pynccl._arrays.buffers import in_shape_of
+from pynccl._comm.reductions import OpName
 from pynccl.bootstrap._store import format_address
 from pynccl.compat import _sparse
 

@@ -1,0 +1,160 @@
+"""Calls that are recorded before they run: what groups, prepared calls and plans share.
+
+While a recording is open in a thread, that thread's array calls go into a list in C, and the objects they use
+into a list in Python. A recording can then run, as one call of C, any number of times.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pynccl._errors import NcclError, NcclInvalidUsage
+from pynccl._library.binding import address_of, fastcall, ffi, function_address, lib
+from pynccl._library.status import IN_PROGRESS, check
+
+if TYPE_CHECKING:
+    from pynccl._comm.communicator import Communicator
+
+RECORDED, WAITING, BUSY = lib.PYNCCL_RECORDED, lib.PYNCCL_WAITING, lib.PYNCCL_BUSY
+CLOSED, OVERLAP, NO_MEMORY = lib.PYNCCL_CLOSED, lib.PYNCCL_OVERLAP, lib.PYNCCL_NO_MEMORY
+STOPPED: Any = lib.PYNCCL_STOPPED
+INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
+
+FUNCTIONS = {
+    lib.PYNCCL_ALL_REDUCE: "ncclAllReduce",
+    lib.PYNCCL_REDUCE: "ncclReduce",
+    lib.PYNCCL_BROADCAST: "ncclBroadcast",
+    lib.PYNCCL_ALL_GATHER: "ncclAllGather",
+    lib.PYNCCL_REDUCE_SCATTER: "ncclReduceScatter",
+    lib.PYNCCL_ALL_TO_ALL: "ncclAlltoAll",
+    lib.PYNCCL_GATHER: "ncclGather",
+    lib.PYNCCL_SCATTER: "ncclScatter",
+    lib.PYNCCL_SEND: "ncclSend",
+    lib.PYNCCL_RECV: "ncclRecv",
+    lib.PYNCCL_BARRIER: "barrier",
+}
+
+# By the address of its pynccl_comm, which is what C knows of a communicator.
+communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+
+
+if sys.platform == "linux":
+    fastcall.bind(
+        *map(
+            function_address,
+            ("pynccl_record", "pynccl_list_run_recorded", "pynccl_issue", "pynccl_issue_usual"),
+        )
+    )
+
+
+class Recording:
+    """A list of calls and what they need alive."""
+
+    def __init__(self) -> None:
+        self.calls = ffi.gc(lib.pynccl_list_new(), lib.pynccl_list_free)
+        self.address = address_of(self.calls)
+        self.kept: list[Any] = []
+
+    def __enter__(self) -> Recording:
+        self.begin(nested=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        fastcall.end(False, self.address, self.kept)
+
+    def begin(self, nested: bool) -> bool:
+        """Record this thread's calls; False inside another recording, unless `nested`."""
+        try:
+            return fastcall.begin(self.address, nested)
+        except BaseException:
+            # A signal's, after it has begun: nobody would end it.
+            with suppress(RuntimeError):
+                fastcall.end(False, self.address, self.kept)
+            raise
+
+    def communicators(self) -> list[Communicator]:
+        """Return the communicators of the calls, each once."""
+        found = (communicators.get(address_of(use.comm)) for use in self._uses() if use.first)
+        return [comm for comm in found if comm is not None]
+
+    def waits(self) -> list[tuple[Communicator, int]]:
+        """Return each communicator and stream that a run has to wait for."""
+        return [(communicators[address_of(use.comm)], int(use.stream)) for use in self._uses() if use.wait]
+
+    def _uses(self) -> list[Any]:
+        return [self.calls.uses[i] for i in range(self.calls.use_count)]
+
+    def finish(self, result: int) -> None:
+        """Wait for what a run has left to wait for, or raise what it failed with; then `let_go` is due."""
+        if result == WAITING:
+            for comm, stream in self.waits():
+                comm._wait(stream, self.name(), None)
+            lib.pynccl_list_leave(self.calls)
+        elif result == IN_PROGRESS:
+            try:
+                self._settle()
+            except BaseException:
+                self._keep()
+                raise
+        elif result:
+            self._raise(result)
+
+    def let_go(self) -> None:
+        """Leave what an exception has kept from being left: the library may still be at it."""
+        if lib.pynccl_list_leave_mine(self.calls):
+            self._keep()
+
+    def _settle(self) -> None:
+        for comm in self.communicators():
+            with comm._alone():
+                comm._settle(self.name())
+                for use in self._uses():
+                    if use.comm == comm._c and not use.wait:
+                        lib.pynccl_watch_issued(comm._c, use.stream)
+        for comm, stream in self.waits():
+            with comm._alone():
+                comm._wait(stream, self.name(), None)
+
+    def _keep(self) -> None:
+        for comm, stream in self.waits():
+            if comm._handle:
+                comm._keep(stream, list(self.kept))
+
+    def name(self) -> str:
+        """Return what messages call this: its function, or a group."""
+        count = self.calls.count
+        return FUNCTIONS[self.calls.calls[0].kind] if count == 1 else f"a group of {count} calls"
+
+    def _raise(self, result: int) -> None:
+        for comm in self.communicators():
+            comm._refuse(result)
+        failed = self.calls.failed
+        if 0 <= failed < self.calls.count:
+            call = self.calls.calls[failed]
+            function, handle = function_name(call.kind, bool(call.config)), int(call.comm.handle)
+            where = f" (call {failed} of {self.calls.count}, counted from 0)"
+        else:
+            function, handle, where = "ncclGroupEnd", 0, ""
+            if self.calls.count == 1 and not self.calls.grouped:
+                function = FUNCTIONS[self.calls.calls[0].kind]
+        try:
+            check(result, function, handle)
+        except NcclError as error:
+            error.args = (f"{error.args[0]}{where}",)
+            raise
+
+    def set_stream(self, stream: int) -> None:
+        """Run all calls on another stream from now on."""
+        answer = lib.pynccl_list_set_stream(self.calls, stream)
+        if answer == BUSY:
+            raise NcclInvalidUsage(f"{self.name()} is being run, by another thread: its stream cannot change")
+        if answer:
+            raise MemoryError
+
+
+def function_name(kind: int, configured: bool) -> str:
+    """Return the C function of a kind of call."""
+    return FUNCTIONS[kind] + ("Config" if configured else "")
