@@ -21,10 +21,13 @@ demo: $(VENV)/demo $(VENV)/built
 
 build: $(VENV)/built
 
+# The torch backend first: compiling it takes longer than a test may.
 test: $(VENV)/test $(VENV)/built
+	$(BIN)/python -m pynccl.torch build
 	$(PYTEST) -m "not gpu and not full and not slow"
 
 test-slow: $(VENV)/test $(VENV)/built
+	$(BIN)/python -m pynccl.torch build
 	$(PYTEST) -m "slow and not full and not gpu"
 
 test-full: $(VENV)/test $(VENV)/full $(VENV)/built

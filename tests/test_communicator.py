@@ -145,10 +145,10 @@ def arrays_are_kept(rank: int, nranks: int) -> None:
         time.sleep(0.2)
         for _ in range(130):
             comm.all_reduce(np.zeros(10), stream=stream)
-        assert len(comm._kept[stream]) < 330
+        assert len(comm._core.in_flight[stream]) < 330
         comm.synchronize()
-        assert not comm._kept
-        assert not comm._c.used_count
+        assert not comm._core.in_flight
+        assert not comm._core.c.used_count
 
 
 def test_arrays_are_kept_until_the_stream_is_done() -> None:
@@ -321,7 +321,7 @@ def use_from_two_threads(rank: int, nranks: int) -> None:
             return
         thread = threading.Thread(target=comm.all_reduce, args=(np.zeros(4),))
         thread.start()
-        while not comm._c.busy:
+        while not comm._core.c.busy:
             time.sleep(0.001)
         for call in (
             lambda: comm.all_reduce(np.zeros(4)),
@@ -383,11 +383,11 @@ def as_context_manager(rank: int, nranks: int) -> None:
     with single() as comm:
         comm.barrier()
     assert comm.closed
-    assert comm._why == "it was destroyed"
+    assert comm._core.why == "it was destroyed"
     with pytest.raises(KeyError), single() as comm:
         raise KeyError
     assert comm.closed
-    assert comm._why == "it was aborted"
+    assert comm._core.why == "it was aborted"
     with single() as comm:
         comm.abort()
     assert comm.closed

@@ -21,11 +21,11 @@ from pynccl import (
     NcclRemoteError,
     NcclTimeoutError,
     Plan,
-    _cuda,
-    _dlpack,
     group,
     testing,
 )
+from pynccl._arrays import dlpack
+from pynccl._library import cuda
 from test_buffers import Device
 from test_gpu_path import FOLDER, driver, on_device
 
@@ -98,7 +98,7 @@ def restores_the_device(rank: int, nranks: int) -> None:
     x, y, z, whole, stream = on_device(1), on_device(1), on_device(0), on_device(1, 8), 2
     for current in (None, 0, 1):
         if current is not None:
-            _cuda.set_device(current)
+            cuda.set_device(current)
         with create(device=1) as comm, pynccl.Communicator(2, bytes([7]) * 128, 0, device=0) as other:
             assert (comm.device, other.device) == (1, 0)
             calls: list[Callable[[], Any]] = [
@@ -118,13 +118,13 @@ def restores_the_device(rank: int, nranks: int) -> None:
                     call()
                 except ValueError:
                     assert index == len(calls) - 1
-                assert _cuda.current_device() == current, index
+                assert cuda.current_device() == current, index
             with group():
                 comm.all_reduce(x)
                 other.all_reduce(z)
-            assert _cuda.current_device() == current
+            assert cuda.current_device() == current
             comm.abort()
-        assert _cuda.current_device() == current
+        assert cuda.current_device() == current
     assert pynccl.device_count() == 2
     pynccl.set_device(1)
     assert pynccl.current_device() == 1
@@ -180,10 +180,10 @@ def refuses_the_wrong_place(rank: int, nranks: int) -> None:
 
 def orders_producers(rank: int, nranks: int) -> None:
     """What an array's producer still does comes first, and nothing is asked where there is nothing."""
-    _cuda.set_device(0)
+    cuda.set_device(0)
     fake, asked = Fake(), Asked()
     with create() as comm:
-        mine, theirs = _cuda.stream_create(), _cuda.stream_create()
+        mine, theirs = cuda.stream_create(), cuda.stream_create()
         data = on_device(0).data
         for stream in (theirs, 1, 2):
             driver().fake_cuda_hold(stream, 1)
@@ -231,7 +231,7 @@ def orders_producers(rank: int, nranks: int) -> None:
 
 def orders_dlpack(rank: int, nranks: int) -> None:
     """A DLPack producer is told the stream, and orders itself."""
-    _cuda.set_device(0)
+    cuda.set_device(0)
 
     class Producer:
         def __init__(self, data: Any) -> None:
@@ -241,7 +241,7 @@ def orders_dlpack(rank: int, nranks: int) -> None:
         def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
             self.told.append(stream)
             capsule = self.data.__dlpack__()
-            tensor = _dlpack._Tensor.from_address(_dlpack._pointer_of(capsule, b"dltensor"))
+            tensor = dlpack._Tensor.from_address(dlpack._pointer_of(capsule, b"dltensor"))
             tensor.device_type = 2
             return capsule
 
@@ -249,7 +249,7 @@ def orders_dlpack(rank: int, nranks: int) -> None:
             return (2, 0)
 
     with create() as comm:
-        stream = _cuda.stream_create()
+        stream = cuda.stream_create()
         send, recv = Producer(on_device(0).data), Producer(on_device(0).data)
         comm.all_reduce(send, recv, stream=stream)
         # -1 only looks; then the producer is asked once.
@@ -264,10 +264,10 @@ def orders_dlpack(rank: int, nranks: int) -> None:
 
 def captures(rank: int, nranks: int) -> None:
     """Prepared calls, plans and groups ask the driver for nothing; plain calls for nothing that hurts."""
-    _cuda.set_device(0)
+    cuda.set_device(0)
     fake, asked = Fake(), Asked()
     with create() as comm:
-        stream = _cuda.stream_create()
+        stream = cuda.stream_create()
         x, y = on_device(0), on_device(0)
         big = on_device(0, 8)
         ops = [
@@ -296,7 +296,7 @@ def captures(rank: int, nranks: int) -> None:
         assert set(asked.names()) <= HARMLESS
         driver().fake_cuda_capture(stream, 0)
         # On another stream likewise.
-        other = _cuda.stream_create()
+        other = cuda.stream_create()
         plan.stream = other
         driver().fake_cuda_capture(other, 1)
         asked()
@@ -310,12 +310,12 @@ def captures(rank: int, nranks: int) -> None:
 
 def asks_little(rank: int, nranks: int) -> None:
     """A call on arrays that say where they are asks the driver for nothing at all."""
-    _cuda.set_device(0)
+    cuda.set_device(0)
     current = 0
     ndarray = fake_cupy(lambda: current)
     fake, asked = Fake(), Asked()
     with create() as comm:
-        one, two = _cuda.stream_create(), _cuda.stream_create()
+        one, two = cuda.stream_create(), cuda.stream_create()
         x, y = ndarray(), ndarray()
         for _ in range(2):
             for current in (one, two):
@@ -339,11 +339,11 @@ def asks_little(rank: int, nranks: int) -> None:
         op()
         assert fake.log() == [f"AllReduce in place 4 type 7 op 0 stream {one:#x}"]
         # What is on the current stream needs no keeping, what is elsewhere does.
-        assert not comm._kept
+        assert not comm._core.in_flight
         comm.all_reduce(x, stream=one)
-        assert set(comm._kept) == {one}
+        assert set(comm._core.in_flight) == {one}
         comm.synchronize(one)
-        assert not comm._kept
+        assert not comm._core.in_flight
         elsewhere = ndarray(device=1)
         for call, name in (
             (lambda: comm.all_reduce(elsewhere), "send"),
@@ -391,10 +391,10 @@ def makes_numba_arrays(rank: int, nranks: int) -> None:
 
 def waits_and_fails(rank: int, nranks: int) -> None:
     """Waiting for a stream bounded in time, and ended by what goes wrong in the background."""
-    _cuda.set_device(0)
+    cuda.set_device(0)
     fake = Fake()
     with create() as comm:
-        stream = _cuda.stream_create()
+        stream = cuda.stream_create()
         plan = Plan([comm.prepare.all_reduce(on_device(0), stream=stream)] * 3)
         driver().fake_cuda_hold(stream, 1)
         start = time.monotonic()

@@ -153,7 +153,7 @@ def uses_the_current_stream(rank: int, nranks: int) -> None:
         array = kind()
         comm.all_reduce(array)
         comm.all_reduce(on_device(0))
-        assert not comm._kept
+        assert not comm._core.in_flight
         memory.device_id = 1
         with pytest.raises(ValueError, match="send is memory of device 1"):
             comm.all_reduce(array)
@@ -181,7 +181,7 @@ def parts_go_on_the_arrays_stream(rank: int, nranks: int) -> None:
         array.__cuda_array_interface__["stream"], other.__cuda_array_interface__["stream"] = streams
         comm.Bcast([array, (2, 3)], root=1)
         comm.Allreduce([other, 3], [array, (3, 4)], op=MPI.MAX)
-        assert not nccl._kept
+        assert not nccl._core.in_flight
     assert log()[1:3] == [
         f"broadcast in place count 2 type 7 root 1 stream {streams[0]:#x} rank 1",
         f"all_reduce out of place count 3 type 7 op 2 stream {streams[1]:#x} rank 1",
@@ -195,7 +195,7 @@ def waits_for_streams(rank: int, nranks: int) -> None:
         for stream in streams:
             comm.all_reduce(array, stream=stream)
         comm.synchronize()
-        assert not comm._c.used_count
+        assert not comm._core.c.used_count
         driver().fake_cuda_hold(streams[1], 1)
         for stream in streams:
             comm.all_reduce(array, stream=stream)
@@ -208,8 +208,8 @@ def waits_for_streams(rank: int, nranks: int) -> None:
         timer.start()
         comm.synchronize()
         timer.join()
-        assert not comm._c.used_count
-        assert not comm._kept
+        assert not comm._core.c.used_count
+        assert not comm._core.in_flight
         driver().fake_cuda_hold(streams[1], 1)
         comm.all_reduce(array, stream=streams[1])
         nccl().null_async_error(comm.handle, 6)
@@ -284,11 +284,11 @@ def keeps_arrays_of_other_streams(rank: int, nranks: int) -> None:
         driver().fake_cuda_hold(stream, 1)
         for _ in range(200):
             comm.all_reduce(array, stream=stream)
-        assert len(comm._kept[stream]) == 200
+        assert len(comm._core.in_flight[stream]) == 200
         driver().fake_cuda_hold(stream, 0)
         for _ in range(70):
             comm.all_reduce(array, stream=stream)
-        assert len(comm._kept[stream]) < 135
+        assert len(comm._core.in_flight[stream]) < 135
         comm.synchronize(stream)
         driver().fake_cuda_capture(stream, 1)
         before = driver().fake_cuda_log().decode()
@@ -306,7 +306,7 @@ def barriers(rank: int, nranks: int) -> None:
     with create(device=1) as comm:
         comm.barrier()
         comm.barrier()
-        stream = comm._scratch[1] if comm._scratch else 0
+        stream = comm._core._scratch[1] if comm._core._scratch else 0
         assert stream > 2
     assert [line for line in log() if "reduce" in line] == [
         f"all_reduce in place count 1 type 1 op 2 stream {stream:#x} rank 1"

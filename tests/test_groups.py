@@ -333,7 +333,7 @@ def used_twice(rank: int, nranks: int) -> None:
         thread = threading.Thread(target=work)
         thread.start()
         if rank == 0:
-            while not comm._c.busy:
+            while not comm._core.c.busy:
                 time.sleep(0.001)
             with pytest.raises(NcclInvalidUsage, match="rank 0 of 2 .* in use by another thread"), group():
                 comm.all_reduce(np.zeros(2))

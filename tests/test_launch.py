@@ -396,7 +396,7 @@ import pynccl
 comm = pynccl.init(timeout=30)
 x = np.ones(4, np.float32)
 comm.all_reduce(x)
-comm._timeout = None
+comm._core.timeout = None
 
 def collective():
     comm.all_reduce(x)

@@ -462,7 +462,7 @@ def two_threads(rank: int, nranks: int) -> None:
             return
         thread = threading.Thread(target=comm.all_reduce, args=(np.zeros(2),))
         thread.start()
-        while not comm._c.busy:
+        while not comm._core.c.busy:
             time.sleep(0.001)
         x = np.zeros(4)
         for call in (
@@ -543,7 +543,7 @@ def interrupt_when_busy(comm: Communicator, seconds: float) -> None:
     """Interrupt this process's main thread so long after it has begun a call."""
 
     def interrupt() -> None:
-        while not comm._c.busy:
+        while not comm._core.c.busy:
             time.sleep(0.001)
         time.sleep(seconds)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
@@ -565,7 +565,7 @@ def goes_on(rank: int, nranks: int, what: str, seconds: float) -> float:
             issue(comm, what, 1)
         tell("interrupted")
         # The library still reads and writes them.
-        assert sum(map(len, comm._kept.values())) == 1
+        assert sum(map(len, comm._core.in_flight.values())) == 1
         gc.collect()
         comm.synchronize()
     answer = total(comm)

@@ -18,7 +18,7 @@ import pytest
 import pynccl
 from meeting import failure, together
 from pynccl import Communicator, NcclError, RankFailedError
-from pynccl._watch import channel, recovery
+from pynccl._watch import channel, survivors
 from pynccl.testing import RankError, run
 
 Outcome = tuple[str, list[int], str]
@@ -204,7 +204,7 @@ def dies_between_messages(rank: int, nranks: int, victim: int, sends: int) -> li
         os.kill(os.getpid(), signal.SIGKILL)
     error = failure(comm.barrier)
     if rank == victim:
-        send, sent = recovery.Survivors._send, 0
+        send, sent = survivors.Survivors._send, 0
 
         def deadly(self: Any, number: int, out: Any) -> None:
             nonlocal sent
@@ -214,7 +214,7 @@ def dies_between_messages(rank: int, nranks: int, victim: int, sends: int) -> li
                 send(self, number, (one,))
                 sent += 1
 
-        setattr(recovery.Survivors, "_send", deadly)  # noqa: B010
+        setattr(survivors.Survivors, "_send", deadly)  # noqa: B010
     comm = comm.shrink(exclude=error.ranks, abort=True)
     # It may have died after it had decided.
     try:

@@ -491,7 +491,7 @@ def waits_long(rank: int, nranks: int, timeout: float | None) -> None:
         assert half is not None
         half.destroy()
         comm.synchronize(timeout=timeout)
-        event.record(comm._own_stream)
+        event.record(comm._core.own_stream)
         event.synchronize(timeout=timeout)
 
 

@@ -1,45 +1,37 @@
-"""The communicator: its creation, waiting for it, and its end."""
+"""The communicator as programs see it: how it is made, what it is, and each of its calls by name."""
 
 from __future__ import annotations
 
 import os
-import time
-import warnings
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import numpy as np
 
 from pynccl import capi
-from pynccl._comm import lifetime
-from pynccl._comm.derive import ConfigLike, Relatives, abort_if_made
-from pynccl._comm.in_flight import CpuEvents, CudaEvents, Kept
-from pynccl._comm.lifetime import ABORT_SECONDS, bounded, with_outside
+from pynccl._comm import create, derive, end, recovery
+from pynccl._comm.core import Core
+from pynccl._comm.derive import ConfigLike
+from pynccl._comm.operations import Operations
 from pynccl._comm.prepared import Prepare
-from pynccl._comm.recording import BUSY, communicators
-from pynccl._device import streams
-from pynccl._device.devices import device_to_use, on_device
-from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError, RankFailedError
-from pynccl._library import cuda, loader
-from pynccl._library.binding import address_of, ffi, lib
+from pynccl._comm.recovery import Quorum
+from pynccl._device.blocking import bounded
+from pynccl._device.devices import device_to_use
+from pynccl._errors import NcclError
+from pynccl._library import loader
+from pynccl._library.binding import lib
 from pynccl._library.generated.structs import CommProperties
-from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._trace import recorder
-from pynccl._trace.recorder import TraceRecord, recorded
-from pynccl._types import DataType, RedOp, UniqueId
-from pynccl._watch import check_mode, watchdog
-
-T = TypeVar("T")
-_LOOK = 0.01
-_ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds it: drop graphs first)"
+from pynccl._trace.recorder import TraceRecord
+from pynccl._types import UniqueId
 
 
-@recorder.with_callers("split", "shrink", "grow", "barrier", "finalize", "destroy", "suspend", "resume")
-class Communicator(Relatives):
+@recorder.with_callers(
+    attrgetter("_core.c"), "split", "shrink", "grow", "finalize", "destroy", "suspend", "resume"
+)
+class Communicator(Operations):
     """One rank of a group of processes; with the other ranks it makes collective calls on arrays.
 
     A communicator is for one thread at a time: used by two, or after it was closed, it raises
@@ -61,22 +53,23 @@ class Communicator(Relatives):
 
         `timeout` bounds the creation and every later wait, in seconds.
         """
-        self._prepare(timeout)
+        self._core = core = Core(timeout)
         _require_place(nranks, rank)
         ids = _ids(unique_id)
         loader.load()
         place = device_to_use(device)
-        self._identity = recorder.numbered("id", *ids)
-        recorder.open_trace(self._c, self._identity, int(rank), int(nranks), "init", name=_name_in(config))
+        core.identity = recorder.numbered("id", *ids)
+        recorder.open_trace(core.c, core.identity, int(rank), int(nranks), "init", name=_name_in(config))
 
-        def create() -> int:
+        def call() -> int:
             if len(ids) > 1:
                 return capi.ncclCommInitRankScalable(nranks, rank, len(ids), ids, config)
             if config is not None:
                 return capi.ncclCommInitRankConfig(nranks, ids[0], rank, config)
             return capi.ncclCommInitRank(nranks, ids[0], rank)
 
-        self._create(f"creating the communicator of rank {rank} of {nranks}", create, place)
+        create.create(core, f"creating the communicator of rank {rank} of {nranks}", call, place)
+        super().__init__(core)
 
     @classmethod
     def join(
@@ -93,23 +86,21 @@ class Communicator(Relatives):
 
         `unique_id` is what one of its ranks got from `get_unique_id` and grows with.
         """
-        self = cls.__new__(cls)
-        self._prepare(timeout)
+        core = Core(timeout)
         _require_place(nranks, rank)
         (uid,) = _ids(unique_id if isinstance(unique_id, UniqueId) else UniqueId(unique_id))
         loader.load()
         place = device_to_use(device)
-        what = f"joining a communicator as rank {rank} of {nranks}"
-        self._identity = recorder.numbered("id", uid)
-        recorder.open_trace(self._c, self._identity, int(rank), int(nranks), "join")
+        core.identity = recorder.numbered("id", uid)
+        recorder.open_trace(core.c, core.identity, int(rank), int(nranks), "join")
 
-        def create() -> int:
+        def call() -> int:
             if lib.nccl_api_find(b"ncclCommGrow"):
                 return capi.ncclCommGrow(0, nranks, uid, rank, config)
-            return capi.ncclCommInitRankConfig(nranks, bytes(uid), rank, config)
+            return capi.ncclCommInitRankConfig(nranks, uid, rank, config)
 
-        self._create(what, create, place)
-        return self
+        create.create(core, f"joining a communicator as rank {rank} of {nranks}", call, place)
+        return cls._of(core)
 
     @classmethod
     def from_handle(cls, handle: int) -> Communicator:
@@ -120,113 +111,43 @@ class Communicator(Relatives):
         if isinstance(handle, bool) or not isinstance(handle, int) or handle <= 0:
             raise ValueError(f"handle is {handle!r}; expected an ncclComm_t as a positive int")
         loader.load()
+        core = Core(None)
+        core.identity = recorder.numbered("handle")
+        create.take(core, handle, owned=False)
+        return cls._of(core)
+
+    @classmethod
+    def _of(cls, core: Core) -> Communicator:
         self = cls.__new__(cls)
-        self._prepare(None)
-        self._identity = recorder.numbered("handle")
-        self._take(handle, owned=False)
+        Operations.__init__(self, core)
         return self
-
-    def _prepare(self, timeout: float | None) -> None:
-        # First of all, so that an object whose creation failed can be collected.
-        self._handle = 0
-        self._owned = False
-        self._why = "was never created"
-        self._identity = self._origin = self._also = ""
-        self._made = Counter[str]()
-        self._timeout = resolve_timeout(timeout)
-        self._c = ffi.gc(lib.pynccl_comm_new(), lib.pynccl_comm_release)
-        self._kept: dict[int, Kept] = {}
-        self._own_stream = 0
-        self._templates = {}
-        self._sums = {}
-        self._quick = {"sum": self._sums}
-        self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
-        # Alive as long as its children: an abort finds them through it.
-        self._parent: Communicator | None = None
-        self._visible: Sequence[bool] = ()
-        self._attempts = 0
-        # By when its creation is over.
-        self._until: float | None = None
-        self._scratch: tuple[int, int] | None = None
-        self._token = np.zeros(1, np.uint8)
-
-    def _create(
-        self,
-        what: str,
-        create: Callable[[], int],
-        place: int | None,
-        look: Callable[[], object] | None = None,
-    ) -> None:
-        def on_its_device() -> int:
-            with on_device(place):
-                return create()
-
-        self._until = self._until or self._deadline(None)[1]
-        left = None if self._until is None else max(0.1, self._until - time.monotonic())
-        with recorded(self._c, lib.PYNCCL_INIT):
-            handle = bounded(on_its_device, left, what, abort_if_made, with_outside(look))
-            self._take(handle, True, look=look)
-
-    def _take(
-        self,
-        handle: int,
-        owned: bool,
-        with_channel: bool = True,
-        look: Callable[[], object] | None = None,
-    ) -> None:
-        self._handle, self._owned = handle, owned
-        if owned:
-            lifetime.own(int(handle))
-        lifetime.living.add(self)
-        try:
-            self._waits = int(loader.backend() == "cpu")
-            self._settle("creating the communicator", look)
-            self._rank = capi.ncclCommUserRank(handle)
-            self._size = capi.ncclCommCount(handle)
-            self._device = capi.ncclCommCuDevice(handle)
-            self._settle_place(self._device, bool(self._waits))
-            self._c.handle, self._c.rank, self._c.size = int(handle), self._rank, self._size
-            self._c.waits, self._c.stream = self._waits, self._own_stream
-            communicators[address_of(self._c)] = self
-            recorder.open_trace(
-                self._c, self._identity, self._rank, self._size, self._origin, also=self._also
-            )
-            if owned and (self._timeout is not None or check_mode.enabled()):
-                watchdog.start(self, with_channel, look)
-                if check_mode.enabled():
-                    check_mode.start(self)
-        except BaseException:
-            # The other ranks may have it, and wait in it.
-            self.abort()
-            raise
-        self._until = None
 
     # --- what it is ---
 
     @property
     def handle(self) -> int:
         """The ncclComm_t as an int, for pynccl.capi and other libraries."""
-        return int(self._open())
+        return int(self._core.open())
 
     @property
     def rank(self) -> int:
         """The number of this process in the group, from 0."""
-        return self._rank
+        return self._core.rank
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self._size
+        return self._core.size
 
     @property
     def device(self) -> int:
         """The device that this rank computes on."""
-        return self._device
+        return self._core.device
 
     @property
     def closed(self) -> bool:
         """True once it was destroyed or aborted."""
-        return not self._handle
+        return not self._core.handle
 
     @property
     def properties(self) -> CommProperties:
@@ -239,335 +160,124 @@ class Communicator(Relatives):
         return Prepare(self)
 
     def __repr__(self) -> str:
-        place = (
-            f"rank {self._rank} of {self._size} on device {self._device}"
-            if hasattr(self, "_device")
-            else "no rank"
-        )
-        return f"<pynccl.Communicator {place}{'' if self._handle else ', closed'}>"
+        return repr(self._core)
 
     def __reduce__(self) -> Any:
         raise TypeError("a Communicator belongs to its process and cannot be pickled")
 
-    def _open(self) -> int:
-        """Return the handle, or say why there is none any more."""
-        if not self._handle:
-            raise NcclInvalidUsage(f"{self!r} cannot be used: {self._why}", rank=getattr(self, "_rank", None))
-        return self._handle
-
-    def _live(self) -> int:
-        """Return the handle; raise when the watchdog has found trouble."""
-        watchdog.raise_verdict(self)
-        return self._open()
-
-    def _raise_verdict(self, result: int) -> None:
-        known = NcclError("", result=result)
-        found = watchdog.cause(self, known)
-        if found is not known:
-            found.__cause__ = None
-            raise found
-
-    def _bounded(
-        self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
-    ) -> T:
-        """Make a blocking call that ends with the time-out, and with the watchdog's verdict."""
-        try:
-            return bounded(call, self._timeout, what, if_abandoned, lambda: watchdog.raise_verdict(self))
-        except NcclTimeoutError as error:
-            raise watchdog.expire(self, str(error), True) or error from None
-        except NcclError as error:
-            raise watchdog.cause(self, error) from error.__cause__
-
-    def _outside_groups(self, what: str) -> None:
-        if lib.pynccl_is_recording():
-            raise NcclInvalidUsage(
-                f"{what} inside pynccl.group() or prepare: expected it outside", function=what
-            )
-
     def trace(self) -> list[TraceRecord]:
         """Return the newest calls, as many as PYNCCL_TRACE_SIZE says, oldest first."""
-        return recorder.trace(self._c)
+        return recorder.trace(self._core.c)
 
     # --- waiting ---
 
-    def barrier(self, *, timeout: float | None = None) -> None:
-        """Return when every rank has reached this.
-
-        After `timeout` seconds NcclTimeoutError; the barrier stays outstanding, and the communicator usable.
-        """
-        check_timeout(timeout)
-        self._outside_groups("barrier")
-        wait = self._waits if timeout is None else 0
-        pointer, stream = (
-            (self._token.ctypes.data, self._own_stream) if self._waits else self._device_scratch()
-        )
-        template, _ = self._template(lib.PYNCCL_BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
-        self._issue(template, pointer, pointer, 1, stream, wait, lib.PYNCCL_BARRIER, (self, None))
-        if not wait:
-            with self._alone():
-                self._wait(stream, "barrier", timeout)
-
     def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
         """Wait for a stream, or for every stream that this communicator has used."""
-        self._open()
-        timeout = check_timeout(timeout, zero=True)
-        given = None if stream is None else streams.handle_of(stream)
-        with self._alone():
-            used = [int(self._c.used[i]) for i in range(self._c.used_count)]
-            for handle in used if given is None else [given]:
-                self._wait(handle, "synchronize", timeout)
+        self._core.synchronize(stream, timeout)
 
     def async_error(self) -> NcclError | None:
         """Return what has gone wrong in the background, None when nothing has."""
-        handle = self._open()
-        found = watchdog.verdict(self)
-        if found is not None:
-            return found
-        try:
-            streams.raise_async_error(handle)
-        except NcclError as error:
-            return error
-        return None
+        return self._core.async_error()
 
-    def _keep(self, stream: int, arrays: Any) -> None:
-        """Hold on to the arrays of a call until its stream is known to be done with them."""
-        kept = self._kept.get(stream)
-        if kept is None:
-            events = CpuEvents(int(self._handle)) if self._waits else CudaEvents(self._device)
-            kept = self._kept[stream] = Kept(events, stream)
-        kept.add(arrays)
+    # --- what is derived from it ---
 
-    @contextmanager
-    def _alone(self, anyway: bool = False) -> Iterator[None]:
-        """Be the only one to use the communicator; `anyway`: also when it is in trouble."""
-        answer = None
-        try:
-            answer = (lib.pynccl_enter_anyway if anyway else lib.pynccl_enter)(self._c)
-            if not answer:
-                yield
-        finally:
-            # None: an exception came between the call and its answer.
-            if not answer:
-                lib.pynccl_leave_mine(self._c)
-        if answer:
-            self._refuse(answer)
+    @overload
+    def split(self, color: int, key: int = 0, *, config: ConfigLike = None) -> Communicator: ...
+    @overload
+    def split(self, color: None, key: int = 0, *, config: ConfigLike = None) -> None: ...
+    @overload
+    def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None: ...
+    def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None:
+        """Make a communicator of the ranks with the same color, ordered by key (ncclCommSplit, NCCL >= 2.18).
 
-    def _deadline(self, timeout: float | None) -> tuple[float | None, float | None]:
-        seconds = self._timeout if timeout is None else timeout
-        deadline = None if seconds is None else time.monotonic() + seconds
-        return seconds, deadline if deadline is None or self._until is None else min(deadline, self._until)
+        Every rank has to call it. `color=None`: this rank joins none, and gets None.
+        """
+        child = derive.split(self._core, color, key, config)
+        return None if child is None else self._of(child)
 
-    def _wait(self, stream: int, what: str, timeout: float | None) -> None:
-        """Wait for a stream, and let go of the arrays that were kept for it."""
-        seconds, deadline = self._deadline(timeout)
-        try:
-            if self._waits:
-                done = streams.wait_cpu(self._live, stream, deadline)
-            else:
-                # Handles up to 2 mean the current device's default streams.
-                with cuda.using_device(self._device):
-                    done = streams.wait_cuda(self._live, stream, deadline)
-        except NcclError as error:
-            found = watchdog.cause(self, error)
-            # Of what waits for a rank that does not come, it is told that it waits.
-            if not isinstance(found, RankFailedError | NcclTimeoutError):
-                lib.pynccl_comm_failed(self._c, stream, found.result or 1)
-            raise found from error.__cause__
-        if not done:
-            where = "" if self._waits and stream == self._own_stream else f" on stream {stream:#x}"
-            raise self._late(what, seconds, where, timeout is None)
-        if stream in self._kept:
-            self._kept.pop(stream).clear()
-        lib.pynccl_comm_forget(self._c, stream)
+    def shrink(
+        self,
+        exclude: Iterable[int],
+        abort: bool = False,
+        *,
+        config: ConfigLike = None,
+        quorum: Quorum = "majority",
+    ) -> Communicator:
+        """Make a communicator without some ranks, which do not call this (ncclCommShrink, NCCL >= 2.27).
 
-    def _settle(self, what: str, look: Callable[[], object] | None = None) -> None:
-        """Wait until a non-blocking communicator has taken the last call."""
-        seconds, deadline = self._deadline(None)
+        `abort=True`, for ranks that have failed, ends what is outstanding and closes this communicator. With
+        a time-out the survivors first agree on who they are, and do without the library's help before 2.27.
+        They raise RankFailedError where they are not more than half of the ranks that are not proven to have
+        ended, since the others may go on by themselves; `quorum=None` goes on all the same.
+        """
+        if quorum not in ("majority", None):
+            raise ValueError(f"quorum is {quorum!r}; expected 'majority' or None")
+        if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
+            raise TypeError(f"exclude is {exclude!r}; expected a list of ranks")
+        ranks = list(exclude)
+        for rank in ranks:
+            self._arguments.rank_in(rank, "exclude")
+        return self._of(recovery.shrink(self._core, ranks, abort, config, quorum))
 
-        def live() -> int:
-            if look is not None:
-                look()
-            return self._live()
+    def get_unique_id(self) -> UniqueId:
+        """Return the id with which new ranks join this communicator when it grows; on one rank only."""
+        return recovery.unique_id_to_grow(self._core)
 
-        try:
-            ready = streams.wait_ready(live, deadline)
-        except NcclError as error:
-            raise watchdog.cause(self, error) from error.__cause__
-        if not ready:
-            raise self._late(what, seconds, "", True)
+    def grow(
+        self, nranks: int, unique_id: UniqueId | bytes | None = None, *, config: ConfigLike = None
+    ) -> Communicator:
+        """Make a communicator of these ranks and new ones, `nranks` in all.
 
-    def _late(self, what: str, seconds: float | None, where: str, condemn: bool) -> NcclError:
-        """Return the error of a wait in vain; `condemn`: it was the communicator's own time-out."""
-        rank, size = getattr(self, "_rank", None), getattr(self, "_size", None)
-        text = f"{what} did not complete{where} within {seconds:g} s ({self!r})"
-        error = watchdog.expire(self, text, condemn)
-        if error is None or not condemn:
-            recorder.dump_because("timeout", text)
-        return error or NcclTimeoutError(text, function=what, rank=rank, size=size)
-
-    def _device_scratch(self) -> tuple[int, int]:
-        """Return a byte of device memory and a stream of its own, for the barrier."""
-        if self._scratch is None:
-            with cuda.using_device(self._device):
-                self._scratch = cuda.memory_allocate(1), cuda.stream_create()
-        return self._scratch
+        As ncclCommGrow, and before NCCL 2.29 by a new rendezvous. Every rank has to call it: `unique_id` on
+        the one that got it from `get_unique_id`, None elsewhere. The new ranks call `Communicator.join`.
+        """
+        if not isinstance(nranks, int) or nranks <= self.size:
+            raise ValueError(f"nranks is {nranks}; expected more than the present {self.size}")
+        uid = None if unique_id is None else bytes(UniqueId(unique_id))
+        return self._of(recovery.grow(self._core, nranks, uid, config))
 
     # --- the end ---
 
     def finalize(self) -> None:
         """Complete the outstanding calls of all ranks; the communicator can then only be destroyed."""
-        self._bounded_call("finalize", lambda: capi.ncclCommFinalize(self.handle), checked=True)
+        end.finalize(self._core)
 
     def destroy(self) -> None:
         """Finalize where that was not done, and give everything back; harmless when already closed."""
-        if not self._handle:
-            return
-        if watchdog.verdict(self) is not None:
-            # A communicator that was revoked is not finalized any more, which a destroy would do.
-            self.abort()
-            lib.pynccl_trace_mark(self._c.trace, lib.PYNCCL_DESTROY)
-            return
-        with self._alone(), recorded(self._c, lib.PYNCCL_DESTROY):
-            handle = self._close("it was destroyed")
-            # Before the call: when it does not return, an abort at exit would only meet it halfway.
-            lifetime.disown(handle)
-            if handle and watchdog.claim(self):
-                try:
-                    self._bounded(lambda: capi.ncclCommDestroy(handle), "ncclCommDestroy")
-                except BaseException:
-                    lib.pynccl_watch_stop(self._c, lib.PYNCCL_ABORTS_TOO)
-                    lifetime.orphans.append(self._kept)
-                    raise
-            self._release()
-        lib.pynccl_trace_mark(self._c.trace, lib.PYNCCL_DESTROY)
+        end.destroy(self._core)
 
     def abort(self) -> None:
         """Give everything back at once, without the other ranks; any thread may call it, at any time.
 
         What was made of this communicator is aborted with it.
         """
-        family = [self, *self._descendants()]
-        if self._handle:
-            recorder.dump_because("abort", f"{self!r} is aborted")
-        handles = []
-        for comm in family:
-            if comm._handle:
-                lib.pynccl_trace_mark(comm._c.trace, lib.PYNCCL_ABORT)
-            # Said first, so that the others do not take the end of a connection for a death.
-            lib.pynccl_watch_stop(comm._c, watchdog.goodbye(comm))
-            handle = comm._close("it was aborted")
-            if handle:
-                lifetime.disown(handle)
-                if watchdog.claim(comm):
-                    handles.append(handle)
-        try:
-            if handles:
-                bounded(lambda: _abort_all(handles), ABORT_SECONDS, _ABORT)
-        except BaseException:
-            lifetime.orphans += [comm._kept for comm in family]
-            raise
-        for comm in family:
-            comm._release()
-
-    def _take_from_watchdog(self, goodbye: Any) -> bool:
-        """Stop watching; False where the watchdog has given the handle back."""
-        lib.pynccl_watch_stop(self._c, goodbye)
-        return bool(lib.pynccl_watch_claim(self._c, 1000))
-
-    def _leave_at_exit(self, deadline: float | None) -> bool:
-        """Complete what was issued and leave; False where that failed, or None was given: an abort is due."""
-        completed = deadline is not None and self._complete_issued(deadline)
-        if not self._take_from_watchdog(lib.PYNCCL_ENDS if completed else lib.PYNCCL_STAYS):
-            lifetime.disown(int(self._handle))
-        return completed
-
-    def _complete_issued(self, deadline: float) -> bool:
-        if not self._owned or not self._handle:
-            return True
-        warnings.warn(f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=2)
-        # A daemon thread may be in a call, which goes on until the interpreter ends.
-        while (answer := lib.pynccl_enter(self._c)) == BUSY and time.monotonic() < deadline:
-            time.sleep(_LOOK)
-        if not answer:
-            lib.pynccl_leave_mine(self._c)
-        try:
-            self.synchronize(timeout=max(0.0, deadline - time.monotonic()))
-        except (NcclError, ValueError):
-            return False
-        return True
-
-    def _descendants(self) -> Iterator[Communicator]:
-        for child in list(self._children):
-            yield child
-            yield from child._descendants()
+        end.abort(self._core)
 
     def revoke(self) -> None:
         """End outstanding calls on this rank without closing the communicator (ncclCommRevoke, NCCL >= 2.28).
 
         It can then be shrunk, split or closed, on all ranks alike.
         """
-        handle = self._open()
-        lib.pynccl_trace_mark(self._c.trace, lib.PYNCCL_REVOKE)
-        self._bounded(lambda: capi.ncclCommRevoke(handle, capi.NCCL_REVOKE_DEFAULT), "ncclCommRevoke")
+        end.revoke(self._core)
 
     def suspend(self) -> None:
         """Give the communicator's device memory back until `resume` (ncclCommSuspend, NCCL >= 2.29)."""
-        self._bounded_call("suspend", lambda: capi.ncclCommSuspend(self.handle, capi.NCCL_SUSPEND_MEM))
+        end.suspend(self._core)
 
     def resume(self) -> None:
         """Take the memory back that `suspend` gave (ncclCommResume, NCCL >= 2.29)."""
-        self._bounded_call("resume", lambda: capi.ncclCommResume(self.handle))
-
-    def _bounded_call(self, how: str, call: Callable[[], int], checked: bool = False) -> None:
-        self._open()
-        name, kind = f"ncclComm{how.capitalize()}", getattr(lib, f"PYNCCL_{how.upper()}")
-        with self._alone():
-            if checked:
-                self._check(kind)
-            with recorded(self._c, kind):
-                self._bounded(call, name)
-                self._settle(name)
-
-    def _close(self, why: str) -> int:
-        """Mark it as closed; return the handle if it is to be given back."""
-        handle, owned = int(self._handle), self._owned
-        self._forget(why)
-        return handle if owned else 0
-
-    def _forget(self, why: str) -> None:
-        if self._handle:
-            self._handle, self._why = 0, why
-            self._c.handle = 0
-
-    def _leave_to_parent(self) -> None:
-        """In a forked child: nothing that it has is this process's to give back."""
-        self._forget("it belongs to the parent of this forked process; make a new one here")
-        self._kept.clear()
-        self._own_stream, self._scratch = 0, None
-
-    def _release(self) -> None:
-        lib.pynccl_watch_stop(self._c, lib.PYNCCL_CLOSES)
-        while self._kept:
-            self._kept.popitem()[1].clear()
-        own, self._own_stream = self._own_stream, 0
-        if own:
-            capi.pyncclCpuStreamDestroy(own)
-        scratch, self._scratch = self._scratch, None
-        if scratch is not None:
-            with cuda.using_device(self._device):
-                cuda.memory_free(scratch[0])
-                cuda.stream_destroy(scratch[1])
+        end.resume(self._core)
 
     def __enter__(self) -> Communicator:
-        self._open()
+        self._core.open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._handle:
+        if not self._core.handle:
             return
-        if kind is not None or not self._owned:
+        if kind is not None or not self._core.owned:
             if kind is not None:
                 recorder.dump_because("exception", f"{kind.__name__}: {error}")
             self.abort()
@@ -578,16 +288,6 @@ class Communicator(Relatives):
         except BaseException:
             self.abort()
             raise
-
-    def __del__(self) -> None:
-        # Never a collective call from here: the other ranks' collectors run at other times.
-        if getattr(self, "_handle", 0) and self._owned:
-            lifetime.orphans.append(self._kept)
-            if not self._take_from_watchdog(lib.PYNCCL_STAYS):
-                lifetime.disown(self._handle)
-            warnings.warn(
-                f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=2
-            )
 
 
 def _name_in(config: ConfigLike) -> str:
@@ -612,16 +312,6 @@ def _require_place(nranks: int, rank: int) -> None:
         raise ValueError(f"rank is {rank} and nranks {nranks}; expected 0 <= rank < nranks")
 
 
-def _abort_all(handles: list[int]) -> None:
-    # Together, since communicators that share resources wait for each other's abort.
-    if len(handles) > 1:
-        capi.ncclGroupStart()
-    for handle in reversed(handles):
-        capi.ncclCommAbort(handle)
-    if len(handles) > 1:
-        capi.ncclGroupEnd()
-
-
 def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> list[Communicator]:
     """Make a communicator of one process with a rank on each device, and return its ranks (ncclCommInitAll).
 
@@ -635,15 +325,14 @@ def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> l
         lambda: capi.ncclCommInitAll(len(ordinals), ordinals),
         timeout,
         "ncclCommInitAll",
-        if_abandoned=_abort_all,
+        if_abandoned=end.abort_all,
     )
     ranks = []
     identity = recorder.numbered("all", os.uname().nodename, os.getpid())
     for handle in handles:
-        comm = Communicator.__new__(Communicator)
-        comm._prepare(timeout)
-        comm._identity, comm._origin = identity, "init_all"
+        core = Core(timeout)
+        core.identity, core.origin = identity, "init_all"
         # The ranks of one process cannot outlive each other.
-        comm._take(handle, owned=True, with_channel=False)
-        ranks.append(comm)
+        create.take(core, handle, with_channel=False)
+        ranks.append(Communicator._of(core))
     return ranks

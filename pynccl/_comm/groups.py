@@ -83,8 +83,8 @@ def _simulate(recording: Recording) -> float:
     estimate = SimInfo().pack()
     result = lib.pynccl_list_simulate(recording.calls, estimate)
     if result:
-        for comm in recording.communicators():
-            comm._refuse(result)
+        for core in recording.cores():
+            core.refuse(result)
         check(result, "ncclGroupSimulateEnd")
     # NCCL leaves -1 where there was nothing to do.
     return max(0.0, float(SimInfo.unpack(estimate).estimatedTime or 0.0))

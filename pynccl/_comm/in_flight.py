@@ -66,7 +66,7 @@ class CudaEvents:
         cuda.event_destroy(event)
 
 
-class Kept:
+class InFlight:
     """The arrays that one stream still needs: batches, each with the event that frees it."""
 
     def __init__(self, events: Events, stream: int) -> None:

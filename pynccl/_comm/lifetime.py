@@ -1,9 +1,8 @@
-"""What becomes of communicators at exit, in forked children, and in calls that do not return."""
+"""What becomes of communicators at the interpreter's exit and in forked children."""
 
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import sys
 import threading
@@ -11,182 +10,30 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Protocol
 
 from pynccl import capi
-from pynccl._errors import NcclError, NcclTimeoutError
-from pynccl._library.binding import lib
-from pynccl._trace.recorder import dump_because
-
-if TYPE_CHECKING:
-    from pynccl._comm.communicator import Communicator
-
-T = TypeVar("T")
-
-# So often who waits for a blocking call looks whether there is still a reason to.
-_SLICE = 0.1
-# So long what was given up goes on: who waits elsewhere, as long as this rank did, is to find out for itself
-# who does not come, and not that this rank has left.
-_OTHERS = 1.0
-# NCCL's abort can itself wait for ever, on a captured graph for example.
-ABORT_SECONDS = 10.0
+from pynccl._errors import NcclError
 
 
-class Running(Generic[T]):
-    """A blocking call in a thread of its own, since NCCL's cannot be interrupted: who waits can give up.
+class Member(Protocol):
+    """What is needed of a communicator here."""
 
-    `if_abandoned` gets the call's value when nobody else will. RuntimeError where no thread can be started.
-    """
+    handle: int
 
-    def __init__(
-        self,
-        call: Callable[[], T],
-        what: str,
-        if_abandoned: Callable[[T], object] | None = None,
-        deadline: float = math.inf,
-    ) -> None:
-        self._call, self._if_abandoned, self.deadline = call, if_abandoned, deadline
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self._abandoned = False
-        self._thread = 0
-        self._lock = threading.Lock()
-        self.done = threading.Event()
-        threading.Thread(target=self._work, name=f"pynccl {what}", daemon=True).start()
+    def leave_at_exit(self, deadline: float | None) -> bool:
+        """Complete what was issued and leave; False where an abort is due."""
 
-    def _work(self) -> None:
-        _here.running = self
-        with self._lock:
-            self._thread = threading.get_native_id()
-            if self._abandoned:
-                self._interrupt(True)
-        try:
-            self._value = self._call()
-        except BaseException as error:
-            self._error = error
-        with self._lock:
-            self.done.set()
-        if self._abandoned:
-            self._interrupt(False)
-            self._drop()
+    def forget(self, why: str) -> None:
+        """Use the handle no more."""
 
-    def _interrupt(self, on: bool) -> None:
-        """Have the CPU library give up what this call creates; NVIDIA's goes on until its own time-out."""
-        if self._thread and lib.cpu_api_find(b"pyncclCpuInterrupt"):
-            capi.pyncclCpuInterrupt(self._thread, on)
-
-    def look(self) -> None:
-        """Raise when nobody waits for the call any more."""
-        if self._abandoned:
-            raise NcclError("nobody waits for this any more")
-
-    def _drop(self) -> None:
-        if self._error is None and self._if_abandoned is not None:
-            self._if_abandoned(cast("T", self._value))
-
-    def give_up(self) -> bool:
-        """Leave the call to itself; False when it has ended meanwhile."""
-        with self._lock:
-            self._abandoned = not self.done.is_set()
-            if self._abandoned:
-                late = threading.Timer(_OTHERS, self._end)
-                late.daemon = True
-                # The interpreter may be exiting, and start no thread any more.
-                with suppress(RuntimeError):
-                    late.start()
-            return self._abandoned
-
-    def _end(self) -> None:
-        with self._lock:
-            if not self.done.is_set():
-                self._interrupt(True)
-
-    def abandon(self) -> None:
-        """Leave the call to itself, or drop what it has returned."""
-        if not self.give_up():
-            self._drop()
-
-    def result(self) -> T:
-        """Return what the call has returned, or raise what it has raised."""
-        if self._error is not None:
-            raise self._error
-        return cast("T", self._value)
-
-
-# The call that this thread was started for.
-_here = threading.local()
-
-
-def look_outside() -> None:
-    """Raise when this thread works on a call that nobody waits for any more."""
-    running = getattr(_here, "running", None)
-    if running is not None:
-        running.look()
-
-
-def deadline_of(timeout: float | None) -> float | None:
-    """Return when a time-out is over; or, where this thread works on a call whose time is up before, that."""
-    if timeout is None:
-        return None
-    running = getattr(_here, "running", None)
-    return min(time.monotonic() + timeout, math.inf if running is None else running.deadline)
-
-
-def with_outside(look: Callable[[], object] | None) -> Callable[[], object]:
-    """Return a look that also raises when this thread works on a call that nobody waits for any more."""
-
-    def both() -> None:
-        look_outside()
-        if look is not None:
-            look()
-
-    return both
-
-
-def bounded(
-    call: Callable[[], T],
-    timeout: float | None,
-    what: str,
-    if_abandoned: Callable[[T], object] | None = None,
-    look: Callable[[], object] | None = None,
-) -> T:
-    """Return what a blocking call returns; Ctrl-C and the timeout are noticed while it runs.
-
-    `look` is called now and then, and may raise. `if_abandoned` gets the value when nobody else will.
-    """
-    try:
-        running = Running(call, what, if_abandoned)
-    except RuntimeError:
-        # The interpreter is exiting, and starts no thread any more.
-        return call()
-    try:
-        in_time = _wait(running.done, timeout, look)
-    except BaseException:
-        running.abandon()
-        raise
-    if not in_time and running.give_up():
-        text = f"{what} took longer than {timeout:.5g} s"
-        dump_because("timeout", text)
-        raise NcclTimeoutError(text, function=what)
-    return running.result()
-
-
-def _wait(done: threading.Event, timeout: float | None, look: Callable[[], object] | None) -> bool:
-    if look is None:
-        return done.wait(timeout)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while True:
-        left = _SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())
-        if done.wait(max(0.0, left)):
-            return True
-        if left <= 0:
-            return False
-        look()
+    def leave_to_parent(self) -> None:
+        """In a forked child: give nothing back."""
 
 
 # Handles that this process has to give back, and all communicator objects, owners of their handle or not.
 owned: set[int] = set()
-living: weakref.WeakSet[Communicator] = weakref.WeakSet()
+living: weakref.WeakSet[Member] = weakref.WeakSet()
 # Arrays that the library may still write to although their communicator was collected.
 orphans: list[Any] = []
 
@@ -250,10 +97,10 @@ def _at_exit() -> None:
     aborts = raised()
     broken = set(owned) if aborts else set()
     for communicator in list(living):
-        handle = int(communicator._handle)
-        if not communicator._leave_at_exit(None if aborts else deadline):
+        handle = int(communicator.handle)
+        if not communicator.leave_at_exit(None if aborts else deadline):
             broken.add(handle)
-        communicator._forget("the interpreter has ended")
+        communicator.forget("the interpreter has ended")
     if _leave is not None and owned - broken:
         _leave.run(owned - broken, max(0.0, deadline - time.monotonic()))
     if _abort is not None and owned:
@@ -279,8 +126,7 @@ def _in_child() -> None:
     owned.clear()
     _leave = _abort = None
     for communicator in list(living):
-        lib.pynccl_leave(communicator._c)
-        communicator._leave_to_parent()
+        communicator.leave_to_parent()
 
 
 atexit.register(_at_exit)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
-from pynccl._arrays import buffers
-from pynccl._arrays.buffers import Array, cupy_stream
-from pynccl._comm.calls import (
+from pynccl._arrays.buffers import Array
+from pynccl._comm.arguments import apart, require_count
+from pynccl._comm.calls import Calls, PerCall, Piece
+from pynccl._comm.core import Core
+from pynccl._comm.kinds import (
     ALL_GATHER,
-    ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
     GATHER,
@@ -20,14 +22,7 @@ from pynccl._comm.calls import (
     REDUCE_SCATTER,
     SCATTER,
     SEND,
-    Calls,
-    PerCall,
-    Piece,
-    apart,
-    keep_recorded,
-    require_count,
 )
-from pynccl._comm.recording import RECORDED, WAITING
 from pynccl._comm.reductions import Op, PreMulSum
 from pynccl._trace.recorder import with_callers
 
@@ -40,12 +35,13 @@ S = TypeVar("S", bound=np.generic)
 
 
 @with_callers(
+    attrgetter("_core.c"),
     *("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
     *("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v", "all_to_all_v"),
-    *("send", "recv", "send_recv"),
+    *("send", "recv", "send_recv", "barrier"),
 )
-class Collectives(Calls):
-    """The operations; Communicator adds the life.
+class Operations:
+    """The operations of a communicator: each resolves its arrays, makes one call, and returns.
 
     `stream=None` is the current stream of the array's own library; for host arrays, which have none, the call
     returns when the result is there. Otherwise a stream handle as an int, or an object with
@@ -57,6 +53,12 @@ class Collectives(Calls):
     Where both have a shape, that of the result follows from the input's (docs/communicator.md, Arrays).
     Wrong arguments raise TypeError or ValueError before anything is called; `config` needs NCCL >= 2.31.
     """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._calls = calls = Calls(core)
+        self._arguments = calls.arguments
+        self._run, self._all_reduce, self._run_in_pieces = calls.run, calls.all_reduce, calls.run_in_pieces
 
     # --- the collectives ---
 
@@ -85,54 +87,7 @@ class Collectives(Calls):
         what came of the call: CollectiveMismatchError where ranks called different things, with a time-out
         RankFailedError or NcclTimeoutError, which name the ranks that failed or did not come.
         """
-        # The most frequent call of all goes a short way: CuPy's arrays, with nothing else said.
-        if stream is None and type(send) is buffers.cupy_array and config is None:
-            answer = None
-            result = send if recv is None else recv
-            try:
-                issue = (self._sums if op == "sum" else self._quick[op])[send.dtype]
-                streamless = self._streamless
-                if (
-                    send._c_contiguous
-                    and (streamless or send.data.device_id == self._device)
-                    and (
-                        recv is None
-                        or (
-                            type(recv) is buffers.cupy_array
-                            and recv.dtype is send.dtype
-                            and recv.shape == send.shape
-                            and recv._c_contiguous
-                            and (streamless or recv.data.device_id == self._device)
-                        )
-                    )
-                ):
-                    source = send.data.ptr
-                    target = source if recv is None else recv.data.ptr
-                    if streamless:
-                        answer = issue(source, target, send.size)
-                    else:
-                        answer = issue(source, target, send.size, cupy_stream(), 0)
-                    if not answer:
-                        return result
-                    if answer == RECORDED:
-                        keep_recorded(send)
-                        if recv is not None:
-                            keep_recorded(recv)
-                        return result
-            except BaseException as error:
-                # What a signal's handler raises may come between the call and its answer.
-                mine = self._let_go(self._own_stream, (send, recv))
-                if mine or not isinstance(error, KeyError | TypeError | AttributeError):
-                    raise
-            if answer is not None:
-                try:
-                    self._after(answer, ALL_REDUCE, *self._stream(None, send, recv), (self, send, recv))
-                except BaseException:
-                    if answer == WAITING:
-                        self._let_go(self._own_stream, (send, recv))
-                    raise
-                return result
-        return self._run(ALL_REDUCE, send, recv, op, 0, stream, config)
+        return self._all_reduce(send, recv, op, stream, config)
 
     def reduce(
         self,
@@ -250,10 +205,11 @@ class Collectives(Calls):
     def send_recv(self, send: Array, dest: int, recv: A, source: int, stream: Any = None) -> A:
         """Send to one rank while receiving from another, or the same; the two arrays must not overlap."""
 
-        def check() -> list[Piece]:
-            self._rank_in(dest, "dest")
-            self._rank_in(source, "source")
-            out, into = self._span(send, "send"), self._output(recv, "recv")
+        def pieces() -> list[Piece]:
+            check = self._arguments
+            check.rank_in(dest, "dest")
+            check.rank_in(source, "source")
+            out, into = check.span(send, "send"), check.output(recv, "recv")
             if not apart(out, into):
                 raise ValueError("send and recv overlap; expected separate memory")
             return [
@@ -261,7 +217,7 @@ class Collectives(Calls):
                 Piece(RECV, into[2], 0, into[0], into[1], source),
             ]
 
-        return self._in_pieces(check, 0, stream, send, recv)
+        return self._run_in_pieces(pieces, 0, stream, send, recv)
 
     # --- with counts, in elements, of every rank's own ---
 
@@ -271,17 +227,18 @@ class Collectives(Calls):
         As grouped broadcasts. In place when `send` is this rank's part of `recv`.
         """
 
-        def check() -> list[Piece]:
-            each = self._counts(counts, "counts")
-            source, target = self._span(send, "send", split=True), self._output(recv, "recv", split=True)
-            require_count(source, "send", each[self._rank], f"counts[{self._rank}]")
-            parts = self._parts(source, target, "recv", each, "the sum of counts")
+        def pieces() -> list[Piece]:
+            check = self._arguments
+            each = check.counts(counts, "counts")
+            source, target = check.span(send, "send", split=True), check.output(recv, "recv", split=True)
+            require_count(source, "send", each[self._core.rank], f"counts[{self._core.rank}]")
+            parts = check.parts(source, target, "recv", each, "the sum of counts")
             return [
-                Piece(BROADCAST, code, source[0] if root == self._rank else part, part, count, root)
+                Piece(BROADCAST, code, source[0] if root == self._core.rank else part, part, count, root)
                 for root, (code, part, count) in enumerate(parts)
             ]
 
-        return self._in_pieces(check, 0, stream, send, recv)
+        return self._run_in_pieces(pieces, 0, stream, send, recv)
 
     def reduce_scatter_v(
         self, send: Array, recv: R, counts: Sequence[int], op: Op = "sum", stream: Any = None
@@ -291,57 +248,60 @@ class Collectives(Calls):
         As grouped reductions.
         """
 
-        def check() -> list[Piece]:
-            each = self._counts(counts, "counts")
-            source, target = self._span(send, "send", split=True), self._output(recv, "recv", split=True)
-            require_count(target, "recv", each[self._rank], f"counts[{self._rank}]")
-            parts = self._parts(target, source, "send", each, "the sum of counts")
+        def pieces() -> list[Piece]:
+            check = self._arguments
+            each = check.counts(counts, "counts")
+            source, target = check.span(send, "send", split=True), check.output(recv, "recv", split=True)
+            require_count(target, "recv", each[self._core.rank], f"counts[{self._core.rank}]")
+            parts = check.parts(target, source, "send", each, "the sum of counts")
             return [
-                Piece(REDUCE, code, part, target[0] if root == self._rank else 0, count, root)
+                Piece(REDUCE, code, part, target[0] if root == self._core.rank else 0, count, root)
                 for root, (code, part, count) in enumerate(parts)
             ]
 
-        return self._in_pieces(check, op, stream, send, recv)
+        return self._run_in_pieces(pieces, op, stream, send, recv)
 
     def gather_v(
         self, send: Array, recv: R | None, counts: Sequence[int], root: int = 0, stream: Any = None
     ) -> R | None:
         """Collect `counts[i]` elements of each rank i on the root, in rank order; None elsewhere."""
-        here = root == self._rank
+        here = root == self._core.rank
 
-        def check() -> list[Piece]:
-            self._rank_in(root, "root")
-            each = self._counts(counts, "counts")
-            source = self._span(send, "send", split=True)
-            require_count(source, "send", each[self._rank], f"counts[{self._rank}]")
+        def pieces() -> list[Piece]:
+            check = self._arguments
+            check.rank_in(root, "root")
+            each = check.counts(counts, "counts")
+            source = check.span(send, "send", split=True)
+            require_count(source, "send", each[self._core.rank], f"counts[{self._core.rank}]")
             pieces = [Piece(SEND, source[2], source[0], 0, source[1], root)]
             if here:
-                target = self._output(recv, "recv", split=True)
-                parts = self._parts(source, target, "recv", each, "the sum of counts")
+                target = check.output(recv, "recv", split=True)
+                parts = check.parts(source, target, "recv", each, "the sum of counts")
                 pieces += [Piece(RECV, code, 0, part, n, peer) for peer, (code, part, n) in enumerate(parts)]
             return pieces
 
-        return self._in_pieces(check, 0, stream, send, recv if here else None)
+        return self._run_in_pieces(pieces, 0, stream, send, recv if here else None)
 
     def scatter_v(
         self, send: Array | None, recv: R, counts: Sequence[int], root: int = 0, stream: Any = None
     ) -> R:
         """Send `counts[i]` elements of the root's array to each rank i; off the root `send` may be None."""
-        here = root == self._rank
+        here = root == self._core.rank
 
-        def check() -> list[Piece]:
-            self._rank_in(root, "root")
-            each = self._counts(counts, "counts")
-            target = self._output(recv, "recv", split=True)
-            require_count(target, "recv", each[self._rank], f"counts[{self._rank}]")
+        def pieces() -> list[Piece]:
+            check = self._arguments
+            check.rank_in(root, "root")
+            each = check.counts(counts, "counts")
+            target = check.output(recv, "recv", split=True)
+            require_count(target, "recv", each[self._core.rank], f"counts[{self._core.rank}]")
             pieces = [Piece(RECV, target[2], 0, target[0], target[1], root)]
             if here:
-                source = self._span(send, "send", split=True)
-                parts = self._parts(target, source, "send", each, "the sum of counts")
+                source = check.span(send, "send", split=True)
+                parts = check.parts(target, source, "send", each, "the sum of counts")
                 pieces += [Piece(SEND, code, part, 0, n, peer) for peer, (code, part, n) in enumerate(parts)]
             return pieces
 
-        return self._in_pieces(check, 0, stream, send if here else None, recv)
+        return self._run_in_pieces(pieces, 0, stream, send if here else None, recv)
 
     def all_to_all_v(
         self,
@@ -356,18 +316,26 @@ class Collectives(Calls):
         The two arrays must not overlap.
         """
 
-        def check() -> list[Piece]:
-            out, into = self._counts(send_counts, "send_counts"), self._counts(recv_counts, "recv_counts")
-            source, target = self._span(send, "send", split=True), self._output(recv, "recv", split=True)
-            sends = self._parts(target, source, "send", out, "the sum of send_counts")
-            recvs = self._parts(source, target, "recv", into, "the sum of recv_counts")
+        def pieces() -> list[Piece]:
+            check = self._arguments
+            out, into = check.counts(send_counts, "send_counts"), check.counts(recv_counts, "recv_counts")
+            source, target = check.span(send, "send", split=True), check.output(recv, "recv", split=True)
+            sends = check.parts(target, source, "send", out, "the sum of send_counts")
+            recvs = check.parts(source, target, "recv", into, "the sum of recv_counts")
             if not apart(source, target):
                 raise ValueError("send and recv overlap; expected separate memory")
             return [Piece(SEND, code, part, 0, n, peer) for peer, (code, part, n) in enumerate(sends)] + [
                 Piece(RECV, code, 0, part, n, peer) for peer, (code, part, n) in enumerate(recvs)
             ]
 
-        return self._in_pieces(check, 0, stream, send, recv)
+        return self._run_in_pieces(pieces, 0, stream, send, recv)
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """Return when every rank has reached this.
+
+        After `timeout` seconds NcclTimeoutError; the barrier stays outstanding, and the communicator usable.
+        """
+        self._calls.barrier(timeout)
 
     # --- reductions ---
 
@@ -378,4 +346,4 @@ class Collectives(Calls):
         element on the device is read there when the reduction runs, and has to have their dtype. As
         ncclRedOpCreatePreMulSum (NCCL >= 2.11).
         """
-        return PreMulSum(self, factor)
+        return PreMulSum(self._core, self._arguments.span, factor)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
-from pynccl._comm.operations import Collectives
-from pynccl._comm.recording import INTERRUPTED, Recording
+from pynccl._comm.core import INTERRUPTED
+from pynccl._comm.operations import Operations
+from pynccl._comm.recording import Recording
 from pynccl._device import streams
 from pynccl._library.binding import fastcall, function_address, lib
-
-if TYPE_CHECKING:
-    from pynccl._comm.communicator import Communicator
 
 P = ParamSpec("P")
 
@@ -94,12 +92,12 @@ class Plan(_Run):
 
 
 def _preparing(
-    method: Callable[Concatenate[Communicator, P], Any],
+    method: Callable[Concatenate[Operations, P], Any],
 ) -> Callable[Concatenate[Prepare, P], Prepared]:
     def prepare(self: Prepare, /, *args: P.args, **kwargs: P.kwargs) -> Prepared:
         with Recording() as recording:
-            result = method(self._comm, *args, **kwargs)
-        recording.kept.append(self._comm)
+            result = method(self._operations, *args, **kwargs)
+        recording.kept.append(self._operations)
         recording.calls.grouped = recording.calls.count != 1
         return Prepared(recording, result, kwargs.get("stream"))
 
@@ -111,22 +109,22 @@ def _preparing(
 class Prepare:
     """A communicator's operations, prepared instead of run; the arguments are theirs."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
 
-    all_reduce = _preparing(Collectives.all_reduce)
-    reduce = _preparing(Collectives.reduce)
-    broadcast = _preparing(Collectives.broadcast)
-    all_gather = _preparing(Collectives.all_gather)
-    reduce_scatter = _preparing(Collectives.reduce_scatter)
-    all_to_all = _preparing(Collectives.all_to_all)
-    gather = _preparing(Collectives.gather)
-    scatter = _preparing(Collectives.scatter)
-    all_gather_v = _preparing(Collectives.all_gather_v)
-    reduce_scatter_v = _preparing(Collectives.reduce_scatter_v)
-    gather_v = _preparing(Collectives.gather_v)
-    scatter_v = _preparing(Collectives.scatter_v)
-    all_to_all_v = _preparing(Collectives.all_to_all_v)
-    send = _preparing(Collectives.send)
-    recv = _preparing(Collectives.recv)
-    send_recv = _preparing(Collectives.send_recv)
+    all_reduce = _preparing(Operations.all_reduce)
+    reduce = _preparing(Operations.reduce)
+    broadcast = _preparing(Operations.broadcast)
+    all_gather = _preparing(Operations.all_gather)
+    reduce_scatter = _preparing(Operations.reduce_scatter)
+    all_to_all = _preparing(Operations.all_to_all)
+    gather = _preparing(Operations.gather)
+    scatter = _preparing(Operations.scatter)
+    all_gather_v = _preparing(Operations.all_gather_v)
+    reduce_scatter_v = _preparing(Operations.reduce_scatter_v)
+    gather_v = _preparing(Operations.gather_v)
+    scatter_v = _preparing(Operations.scatter_v)
+    all_to_all_v = _preparing(Operations.all_to_all_v)
+    send = _preparing(Operations.send)
+    recv = _preparing(Operations.recv)
+    send_recv = _preparing(Operations.send_recv)

@@ -9,36 +9,16 @@ from __future__ import annotations
 import sys
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pynccl._comm.core import BUSY, WAITING, Core
+from pynccl._comm.kinds import function_name
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._library.binding import address_of, fastcall, ffi, function_address, lib
 from pynccl._library.status import IN_PROGRESS, check
 
-if TYPE_CHECKING:
-    from pynccl._comm.communicator import Communicator
-
-RECORDED, WAITING, BUSY = lib.PYNCCL_RECORDED, lib.PYNCCL_WAITING, lib.PYNCCL_BUSY
-CLOSED, OVERLAP, NO_MEMORY = lib.PYNCCL_CLOSED, lib.PYNCCL_OVERLAP, lib.PYNCCL_NO_MEMORY
-STOPPED: Any = lib.PYNCCL_STOPPED
-INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
-
-FUNCTIONS = {
-    lib.PYNCCL_ALL_REDUCE: "ncclAllReduce",
-    lib.PYNCCL_REDUCE: "ncclReduce",
-    lib.PYNCCL_BROADCAST: "ncclBroadcast",
-    lib.PYNCCL_ALL_GATHER: "ncclAllGather",
-    lib.PYNCCL_REDUCE_SCATTER: "ncclReduceScatter",
-    lib.PYNCCL_ALL_TO_ALL: "ncclAlltoAll",
-    lib.PYNCCL_GATHER: "ncclGather",
-    lib.PYNCCL_SCATTER: "ncclScatter",
-    lib.PYNCCL_SEND: "ncclSend",
-    lib.PYNCCL_RECV: "ncclRecv",
-    lib.PYNCCL_BARRIER: "barrier",
-}
-
 # By the address of its pynccl_comm, which is what C knows of a communicator.
-communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+cores: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
 
 
 if sys.platform == "linux":
@@ -75,14 +55,14 @@ class Recording:
                 fastcall.end(False, self.address, self.kept)
             raise
 
-    def communicators(self) -> list[Communicator]:
+    def cores(self) -> list[Core]:
         """Return the communicators of the calls, each once."""
-        found = (communicators.get(address_of(use.comm)) for use in self._uses() if use.first)
-        return [comm for comm in found if comm is not None]
+        found = (cores.get(address_of(use.comm)) for use in self._uses() if use.first)
+        return [core for core in found if core is not None]
 
-    def waits(self) -> list[tuple[Communicator, int]]:
+    def waits(self) -> list[tuple[Core, int]]:
         """Return each communicator and stream that a run has to wait for."""
-        return [(communicators[address_of(use.comm)], int(use.stream)) for use in self._uses() if use.wait]
+        return [(cores[address_of(use.comm)], int(use.stream)) for use in self._uses() if use.wait]
 
     def _uses(self) -> list[Any]:
         return [self.calls.uses[i] for i in range(self.calls.use_count)]
@@ -90,8 +70,8 @@ class Recording:
     def finish(self, result: int) -> None:
         """Wait for what a run has left to wait for, or raise what it failed with; then `let_go` is due."""
         if result == WAITING:
-            for comm, stream in self.waits():
-                comm._wait(stream, self.name(), None)
+            for core, stream in self.waits():
+                core.wait(stream, self.name(), None)
             lib.pynccl_list_leave(self.calls)
         elif result == IN_PROGRESS:
             try:
@@ -108,29 +88,29 @@ class Recording:
             self._keep()
 
     def _settle(self) -> None:
-        for comm in self.communicators():
-            with comm._alone():
-                comm._settle(self.name())
+        for core in self.cores():
+            with core.alone():
+                core.settle(self.name())
                 for use in self._uses():
-                    if use.comm == comm._c and not use.wait:
-                        lib.pynccl_watch_issued(comm._c, use.stream)
-        for comm, stream in self.waits():
-            with comm._alone():
-                comm._wait(stream, self.name(), None)
+                    if use.comm == core.c and not use.wait:
+                        lib.pynccl_watch_issued(core.c, use.stream)
+        for core, stream in self.waits():
+            with core.alone():
+                core.wait(stream, self.name(), None)
 
     def _keep(self) -> None:
-        for comm, stream in self.waits():
-            if comm._handle:
-                comm._keep(stream, list(self.kept))
+        for core, stream in self.waits():
+            if core.handle:
+                core.keep(stream, list(self.kept))
 
     def name(self) -> str:
         """Return what messages call this: its function, or a group."""
         count = self.calls.count
-        return FUNCTIONS[self.calls.calls[0].kind] if count == 1 else f"a group of {count} calls"
+        return function_name(self.calls.calls[0].kind) if count == 1 else f"a group of {count} calls"
 
     def _raise(self, result: int) -> None:
-        for comm in self.communicators():
-            comm._refuse(result)
+        for core in self.cores():
+            core.refuse(result)
         failed = self.calls.failed
         if 0 <= failed < self.calls.count:
             call = self.calls.calls[failed]
@@ -139,7 +119,7 @@ class Recording:
         else:
             function, handle, where = "ncclGroupEnd", 0, ""
             if self.calls.count == 1 and not self.calls.grouped:
-                function = FUNCTIONS[self.calls.calls[0].kind]
+                function = function_name(self.calls.calls[0].kind)
         try:
             check(result, function, handle)
         except NcclError as error:
@@ -153,8 +133,3 @@ class Recording:
             raise NcclInvalidUsage(f"{self.name()} is being run, by another thread: its stream cannot change")
         if answer:
             raise MemoryError
-
-
-def function_name(kind: int, configured: bool) -> str:
-    """Return the C function of a kind of call."""
-    return FUNCTIONS[kind] + ("Config" if configured else "")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 
 from pynccl import capi
 from pynccl._arrays import dtypes
+from pynccl._arrays.buffers import Span
+from pynccl._comm.core import Core
 from pynccl._library.binding import ffi
 from pynccl._library.generated.api import ncclScalarDevice, ncclScalarHostImmediate
 from pynccl._types import RedOp
@@ -22,30 +25,21 @@ class PreMulSum:
     Made by `comm.pre_mul_sum`. Destroyed with its communicator, or by `destroy`.
     """
 
-    def __init__(self, comm: Any, factor: Any) -> None:
-        self._comm, self._factor = comm, factor
+    def __init__(self, core: Core, resolve: Callable[[Any, str], Span], factor: Any) -> None:
+        """`resolve` returns what an array on the device is, or says what is wrong with it, by its name."""
+        self._core, self._factor = core, factor
         self._codes: dict[int, int] = {}
         # A factor in device memory is (pointer, dtype code); NCCL reads it when the reduction runs.
         self._device: tuple[int, int] | None = None
         if not isinstance(factor, int | float | np.generic) or isinstance(factor, bool | np.bool_):
-            self._device = self._resolve(factor)
+            self._device = _on_device(factor, resolve)
         elif isinstance(factor, np.complexfloating):
             raise TypeError(f"factor is {factor!r}; expected a real number")
 
-    def _resolve(self, factor: Any) -> tuple[int, int]:
-        if isinstance(factor, complex | str | bool | np.bool_) or factor is None:
-            raise TypeError(f"factor is {factor!r}; expected a real number, or an array of one on the device")
-        pointer, count, code, _, _ = self._comm._span(factor, "factor")
-        if count != 1 or dtypes.traveller(code):
-            raise ValueError(
-                f"factor has {count} elements of {dtypes.name_of(code)}; expected one real number"
-            )
-        return pointer, code
-
-    def code(self, comm: Any, dtype: int) -> int:
+    def code(self, core: Core, dtype: int) -> int:
         """Return the ncclRedOp_t for the datatype of a call, made at the first call."""
-        if comm is not self._comm:
-            raise ValueError(f"op belongs to {self._comm!r}; expected one made by {comm!r}")
+        if core is not self._core:
+            raise ValueError(f"op belongs to {self._core!r}; expected one made by {core!r}")
         travel = dtypes.traveller(dtype)
         datatype = int(travel.datatype) if travel else dtype
         code = self._codes.get(datatype)
@@ -65,17 +59,26 @@ class PreMulSum:
         else:
             data = ffi.from_buffer(_as_bytes(self._factor, datatype))
             pointer, residence = int(ffi.cast("uintptr_t", data)), ncclScalarHostImmediate
-        return capi.ncclRedOpCreatePreMulSum(pointer, datatype, residence, self._comm.handle)
+        return capi.ncclRedOpCreatePreMulSum(pointer, datatype, residence, self._core.open())
 
     def destroy(self) -> None:
         """Give the operation back; calls already made with it are not affected."""
         codes, self._codes = self._codes, {}
-        if not self._comm.closed:
+        if self._core.handle:
             for code in codes.values():
-                capi.ncclRedOpDestroy(code, self._comm.handle)
+                capi.ncclRedOpDestroy(code, self._core.open())
 
     def __repr__(self) -> str:
-        return f"<pynccl.PreMulSum {self._factor!r} of {self._comm!r}>"
+        return f"<pynccl.PreMulSum {self._factor!r} of {self._core!r}>"
+
+
+def _on_device(factor: Any, resolve: Callable[[Any, str], Span]) -> tuple[int, int]:
+    if isinstance(factor, complex | str | bool | np.bool_) or factor is None:
+        raise TypeError(f"factor is {factor!r}; expected a real number, or an array of one on the device")
+    pointer, count, code, _, _ = resolve(factor, "factor")
+    if count != 1 or dtypes.traveller(code):
+        raise ValueError(f"factor has {count} elements of {dtypes.name_of(code)}; expected one real number")
+    return pointer, code
 
 
 OpName = Literal["sum", "prod", "max", "min", "avg"]
@@ -109,10 +112,10 @@ def _as_bytes(factor: Any, datatype: int) -> bytes:
     return np.asarray(factor).astype(dtype).tobytes()
 
 
-def op_code(comm: Any, op: Any, dtype: int) -> int:
+def op_code(core: Core, op: Any, dtype: int) -> int:
     """Return NCCL's code for an operation on arrays of a dtype."""
     if isinstance(op, PreMulSum):
-        code, adds = op.code(comm, dtype), True
+        code, adds = op.code(core, dtype), True
     elif isinstance(op, str):
         if op not in NAMES:
             raise ValueError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")

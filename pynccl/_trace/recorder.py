@@ -20,14 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.binding import ffi, lib
 from pynccl._version import __version__
-
-if TYPE_CHECKING:
-    from pynccl._comm.communicator import Communicator
 
 T = TypeVar("T")
 
@@ -352,22 +349,25 @@ def _caller(frame: FrameType | None) -> int:
     return number
 
 
-def _with_caller(method: Callable[..., Any]) -> Callable[..., Any]:
+def _with_caller(method: Callable[..., Any], struct_of: Callable[[Any], Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def noting(self: Communicator, *args: Any, **kwargs: Any) -> Any:
-        lib.pynccl_trace_caller(self._c.trace, _caller(sys._getframe(1)))
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lib.pynccl_trace_caller(struct_of(self).trace, _caller(sys._getframe(1)))
         return method(self, *args, **kwargs)
 
     return noting
 
 
-def with_callers(*names: str) -> Callable[[type[T]], type[T]]:
-    """Have these methods of a class note who calls them, where PYNCCL_TRACE_STACKS asks for it."""
+def with_callers(struct_of: Callable[[Any], Any], *names: str) -> Callable[[type[T]], type[T]]:
+    """Have these methods of a class note who calls them, where PYNCCL_TRACE_STACKS asks for it.
+
+    `struct_of` returns an object's pynccl_comm.
+    """
 
     def decorate(cls: type[T]) -> type[T]:
         if os.environ.get(STACKS, "0") not in ("", "0"):
             for name in names:
-                setattr(cls, name, _with_caller(getattr(cls, name)))
+                setattr(cls, name, _with_caller(getattr(cls, name), struct_of))
         return cls
 
     return decorate

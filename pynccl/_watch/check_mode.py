@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pynccl._library.binding import ffi, lib
-
-if TYPE_CHECKING:
-    from pynccl._comm.communicator import Communicator
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # NCCL's own checks, which came with 2.29.7; older libraries do not know the variable.
@@ -48,9 +45,9 @@ def enabled() -> bool:
     return bool(_on)
 
 
-def start(comm: Communicator) -> None:
-    """Have a watched communicator check its calls."""
-    if comm.size > 1 and lib.pynccl_check_on(comm._c, 1):
+def start(c: Any) -> None:
+    """Have a watched communicator, given as its C struct, check its calls."""
+    if c.size > 1 and lib.pynccl_check_on(c, 1):
         lib.pynccl_check_locator(_locator())
 
 

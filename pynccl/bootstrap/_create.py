@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from pynccl._comm.communicator import Communicator
-from pynccl._comm.lifetime import Running
+from pynccl._device.blocking import Running
 from pynccl._errors import NcclError, NcclTimeoutError, RankFailedError
 from pynccl._watch.watchdog import BY_DEATH
 from pynccl.bootstrap._exchange import Exchange

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from pynccl._comm.lifetime import bounded
+from pynccl._device.blocking import bounded
 from pynccl._errors import BootstrapError, NcclTimeoutError
 from pynccl.bootstrap import _environment, _mpi
 from pynccl.bootstrap._environment import Launcher

@@ -1,37 +1,30 @@
-"""Going on after a rank has failed: who is left, and a new rendezvous among them."""
+"""The ranks of a communicator that go on after others have failed: who they are, and what they agree on."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 from pynccl import capi
-from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError, RankFailedError
+from pynccl._errors import NcclError, NcclRemoteError, RankFailedError
 from pynccl._library.binding import ffi, lib
-from pynccl._trace.recorder import recorded
 from pynccl._types import UniqueId
-from pynccl._watch import agreement, watchdog
-from pynccl._watch.agreement import DERIVE, MADE, Message, State, View, ranks_in, set_of
-
-if TYPE_CHECKING:
-    from pynccl._comm.communicator import Communicator
-
-Quorum = Literal["majority"] | None
+from pynccl._watch import agreement
+from pynccl._watch.agreement import MADE, Message, State, View, ranks_in, set_of
+from pynccl._watch.watchdog import Handle, Watch
 
 # Where the communicator has no time-out of its own.
-_SECONDS = 60.0
+SECONDS = 60.0
 _SLICE_MS = 100
 # So long a death that an error of the library comes from may be noticed later, and its proof may take.
 _LATE, _PROOF = 1.0, 2.5
 # So long who has all that it needs waits for the others to have it too.
 _LINGER = 1.0
-_DEATH_MS = 1500
 _ETIMEDOUT = 110
 # What messages are about; the numbers of the attempt and of the agreement stand above that.
-_AGREE, _ID, _GROW = 1, 2, 3
+SHRINKING, _ID, GROWING = 1, 2, 3
 _TEXT: Any = lib.PYNCCL_FRAME_TEXT
-_SHRINK: Any = lib.PYNCCL_SHRINK
 _GONE: Any = lib.PYNCCL_GONE
 _SILENT: Any = lib.PYNCCL_SILENT
 _ENDED: Any = lib.PYNCCL_ENDED
@@ -49,20 +42,20 @@ class Survivors:
 
     def __init__(
         self,
-        comm: Communicator,
+        watch: Watch,
         excluded: Iterable[int],
         quorum: bool,
         final: bool,
         doing: str = "shrinking",
-        kind: int = _AGREE,
+        kind: int = SHRINKING,
         attempt: int = 0,
     ) -> None:
-        self.comm, self.quorum, self.final, self.doing = comm, quorum, final, doing
+        self.watch, self.quorum, self.final, self.doing = watch, quorum, final, doing
         self.kind, self.attempt = kind, attempt
-        self.me, self.size = comm.rank, comm.size
+        self.me, self.size = watch.rank, watch.size
         self.named = set_of(excluded)
         # Whom the program leaves out of a communicator in trouble, it cannot reach; else it does without.
-        in_trouble = watchdog.verdict(comm) is not None
+        in_trouble = watch.verdict() is not None
         self.excluded = 0 if in_trouble else self.named
         self.lost = self.named if in_trouble else 0
         self.ended = 0
@@ -111,7 +104,7 @@ class Survivors:
         return decision
 
     def _wait_for_decision(self) -> None:
-        deadline = time.monotonic() + (self.comm._timeout or _SECONDS)
+        deadline = time.monotonic() + (self.watch.timeout or SECONDS)
         too_few: float | None = None
         while self.states[-1].decision is None:
             self.pump(_SLICE_MS)
@@ -155,7 +148,7 @@ class Survivors:
         who = silent or awaited
         why = "did not respond" if silent else "did not take part"
         return RankFailedError(
-            f"{self.doing} the communicator: {_ranks(who)} {why} within {self.comm._timeout or _SECONDS:g} s",
+            f"{self.doing} the communicator: {_ranks(who)} {why} within {self.watch.timeout or SECONDS:g} s",
             ranks=list(ranks_in(self._failed() | who)),
             rank=self.me,
             size=self.size,
@@ -174,7 +167,7 @@ class Survivors:
         # Before the messages: what a rank sent comes before its end.
         fates = self._fates()
         rank, data = ffi.new("int*"), ffi.new("char[]", _TEXT)
-        while not lib.pynccl_watch_take(self.comm._c, rank, self._tag(self.kind), data, _TEXT, wait_ms):
+        while not lib.pynccl_watch_take(self.watch.c, rank, self._tag(self.kind), data, _TEXT, wait_ms):
             self._piece(int(rank[0]), bytes(ffi.buffer(data, _TEXT)))
             wait_ms = 0
         self._note(fates)
@@ -184,7 +177,7 @@ class Survivors:
 
     def _fates(self) -> bytes:
         fates = ffi.new("unsigned char[]", self.size)
-        lib.pynccl_watch_fates(self.comm._c, fates)
+        lib.pynccl_watch_fates(self.watch.c, fates)
         return bytes(ffi.buffer(fates))
 
     def _note(self, fates: bytes) -> None:
@@ -237,7 +230,7 @@ class Survivors:
             for at in range(0, len(data), _TEXT - 1):
                 more = at + _TEXT - 1 < len(data)
                 piece = bytes([more]) + data[at : at + _TEXT - 1]
-                lib.pynccl_watch_send(self.comm._c, to, self._tag(self.kind), piece, len(piece))
+                lib.pynccl_watch_send(self.watch.c, to, self._tag(self.kind), piece, len(piece))
 
     # --- between agreements ---
 
@@ -271,11 +264,11 @@ class Survivors:
         if self.me == first:
             made = UniqueId(capi.ncclGetUniqueId())
             for rank in others:
-                lib.pynccl_watch_send(self.comm._c, rank, tag, bytes(made), 128)
+                lib.pynccl_watch_send(self.watch.c, rank, tag, bytes(made), 128)
             return made
-        deadline = time.monotonic() + (self.comm._timeout or _SECONDS)
+        deadline = time.monotonic() + (self.watch.timeout or SECONDS)
         data = ffi.new("char[]", 128)
-        while code := lib.pynccl_watch_receive(self.comm._c, first, tag, data, 128, _SLICE_MS):
+        while code := lib.pynccl_watch_receive(self.watch.c, first, tag, data, 128, _SLICE_MS):
             self.look()
             if code != _ETIMEDOUT or time.monotonic() >= deadline:
                 raise self._late(1 << first)
@@ -299,7 +292,7 @@ class Survivors:
         while others & ~(self.states[-1].deciders | self.lost | self.ended) and time.monotonic() < deadline:
             self.pump(_SLICE_MS)
         fates, outside = self._fates(), self.lost & ~(self.ended | self.decided)
-        cut_off = [fates[r] & _GONE and self.comm._visible[r] for r in ranks_in(outside)]
+        cut_off = [fates[r] & _GONE and self.watch.visible[r] for r in ranks_in(outside)]
         if any(cut_off):
             time.sleep(max(0.0, self.began + _PROOF - time.monotonic()))
 
@@ -313,120 +306,11 @@ def _are(bits: int) -> str:
     return "is" if bits.bit_count() == 1 else "are"
 
 
-def shrink(comm: Communicator, excluded: set[int], abort: bool, config: Any, quorum: Quorum) -> Communicator:
-    """Shrink after the survivors have agreed on who they are; again, when one more dies meanwhile."""
-    native = bool(lib.nccl_api_find(b"ncclCommShrink"))
-    if not abort:
-        comm._live()
-    with comm._alone(anyway=abort), recorded(comm._c, _SHRINK):
-        # The watchdog may still be at ending what was outstanding.
-        derive = watchdog.settle(comm) and native
-        comm._attempts += abort
-        attempt = comm._attempts if abort else 0
-        survivors = Survivors(comm, excluded, quorum is not None, final=abort, attempt=attempt)
-        view = survivors.agree(DERIVE if derive else 0)
-        derive = bool(view.flags & DERIVE)
-        while True:
-            child, failure = _try(comm, survivors, derive, abort, config)
-            wanted = survivors.decided
-            try:
-                all_made = bool(survivors.agree(MADE if child is not None else 0).flags & MADE)
-                if all_made and survivors.decided == wanted:
-                    break
-                if not abort or survivors.decided == wanted:
-                    raise failure or survivors.other_failure()
-            except BaseException:
-                if child is not None:
-                    child.abort()
-                raise
-            if child is not None:
-                child.abort()
-            # The library counts its derived communicators, and no longer alike on all ranks.
-            derive = False
-        survivors.linger()
-    assert child is not None
-    if abort:
-        # Who is left behind, but lives, is not to take this for an end.
-        lib.pynccl_watch_stop(comm._c, _GOES_ON)
-        comm.abort()
-    else:
-        comm._adopt(child)
-    return child
-
-
-def _try(
-    comm: Communicator, survivors: Survivors, derive: bool, abort: bool, config: Any
-) -> tuple[Communicator | None, NcclError | None]:
-    try:
-        return _create(comm, survivors, derive, abort, config), None
-    except NcclError as error:
-        survivors.wait_for_losses()
-        return None, error
-
-
-def _create(comm: Communicator, survivors: Survivors, derive: bool, abort: bool, config: Any) -> Communicator:
-    ranks = survivors.ranks()
-    excluded = [rank for rank in range(comm.size) if rank not in ranks]
-    child = comm._relative("shrink", excluded)
-    uid = b"" if derive else bytes(survivors.unique_id())
-
-    def create() -> int:
-        if derive:
-            return comm._native_shrink(excluded, abort, config)
-        return capi.ncclCommInitRankConfig(len(ranks), uid, ranks.index(comm._rank), config)
-
-    child._create("ncclCommShrink", create, comm._device, survivors.look)
-    return child
-
-
-def grow(comm: Communicator, child: Communicator, nranks: int, create: Callable[[], int]) -> None:
-    """Have all ranks grow the communicator, or none: the communicator itself stays as it is."""
-    old = Survivors(comm, (), False, final=False, doing="growing", kind=_GROW, attempt=comm._made["grow"])
-    everybody = (1 << comm.size) - 1
-    child._until = time.monotonic() + (comm._timeout or _SECONDS)
-    # From here on it is the new ranks that are waited for.
-    old.agree(0)
-    failure: NcclError | None = None
-    if old.decided == everybody:
-        try:
-            child._create("ncclCommGrow", create, comm._device, old.look)
-        except NcclError as error:
-            failure = _not_come(comm, nranks) if isinstance(error, NcclTimeoutError) else error
-        made = old.agree(0 if failure else MADE).flags & MADE
-        if made and old.decided == everybody:
-            old.linger()
-            return
-        old.linger()
-        if failure is None:
-            child.abort()
-    if old.decided != everybody:
-        watchdog.raise_verdict(comm, _DEATH_MS)
-    raise failure or old.other_failure()
-
-
-def _not_come(comm: Communicator, nranks: int) -> NcclTimeoutError:
-    fresh = range(comm.size, nranks)
-    who = f"rank {fresh[0]}" if len(fresh) == 1 else f"not all of the new ranks {list(fresh)}"
-    did = "did not come" if len(fresh) == 1 else "came"
-    return NcclTimeoutError(
-        f"growing the communicator: {who} {did} within {comm._timeout or _SECONDS:g} s",
-        function="ncclCommGrow",
-        rank=comm.rank,
-        size=comm.size,
-    )
-
-
-def can_agree(comm: Communicator) -> bool:
-    """Tell whether the ranks have a channel."""
-    return bool(lib.pynccl_watch_connected(comm._c))
-
-
-def share_id(comm: Communicator, unique_id: bytes | None) -> UniqueId:
+def share_id(watch: Watch, handle: Handle, unique_id: bytes | None) -> UniqueId:
     """Return the unique id that one rank has to all ranks of a healthy communicator, through it."""
-    timeout = comm._timeout
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = None if watch.timeout is None else time.monotonic() + watch.timeout
     mine = bytes([unique_id is not None]) + (unique_id or bytes(128))
-    given = [one[1:] for one in watchdog.gather(comm, mine, deadline) if one[0]]
+    given = [one[1:] for one in watch.gather(handle, mine, deadline) if one[0]]
     if len(given) != 1:
         raise ValueError(f"{len(given)} ranks gave a unique_id to grow with; expected one")
     return UniqueId(given[0])
