@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,14 @@ def is_self(node: ast.expr) -> bool:
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
+
+
+def test_the_picture_shows_the_floors() -> None:
+    """docs/figures/rooms.svg has every room, each floor lower than those above it."""
+    drawing = ElementTree.parse(ROOT / "docs" / "figures" / "rooms.svg")
+    texts = [node for node in drawing.iter("{http://www.w3.org/2000/svg}text") if node.get("class") == "name"]
+    drawn = {str(node.text).rstrip("/").removeprefix("pynccl"): float(node.get("y", 0)) for node in texts}
+    assert set(drawn) == {name for names in FLOORS for name in names}
+    levels = [[drawn[name] for name in names] for names in FLOORS]
+    for lower, upper in pairwise(levels):
+        assert min(lower) > max(upper) or lower == upper
