@@ -21,9 +21,9 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pynccl import _host
 from pynccl._errors import BootstrapError, NcclError, NcclSystemError, NcclTimeoutError
 from pynccl._library.binding import lib
 from pynccl._secure import handshake
@@ -114,8 +114,9 @@ def _greeting() -> tuple[str, bytes, Exception | None]:
         secret = read_secret()
         if secret:
             handshake.load_noise()
-        own = _pid_space(), os.getpid(), int(lib.pynccl_process_start(os.getpid()))
-        return secret, _GREETING.pack(_host_id(), secrets.token_bytes(_KEY), *own, bool(secret)), None
+        host, key = _digest(_host.same_host("net")), secrets.token_bytes(_KEY)
+        own = _digest(_host.same_boot("pid")), os.getpid(), int(lib.pynccl_process_start(os.getpid()))
+        return secret, _GREETING.pack(host, key, *own, bool(secret)), None
     except BootstrapError as error:
         return "", bytes(_GREETING.size), error
     except OSError as error:
@@ -362,30 +363,8 @@ def _listen(host: str) -> socket.socket:
         raise NcclSystemError(f"the control channel cannot listen at {host}: {error}") from error
 
 
-def _host_id() -> bytes:
-    """Return what is the same for processes that share a loopback interface."""
-    return _digest(socket.gethostname(), _boot_id(), _namespace("net"))
-
-
-def _pid_space() -> bytes:
-    """Return what is the same for processes that know each other by the same numbers."""
-    return _digest(_boot_id(), _namespace("pid"))
-
-
-def _digest(*parts: str) -> bytes:
-    return hashlib.sha256("\0".join(parts).encode()).digest()[:_KEY]
-
-
-def _boot_id() -> str:
-    with suppress(FileNotFoundError, PermissionError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
-    return socket.gethostname()
-
-
-def _namespace(kind: str) -> str:
-    with suppress(FileNotFoundError, PermissionError):
-        return os.readlink(f"/proc/self/ns/{kind}")
-    return ""
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()[:_KEY]
 
 
 def _pack_place(host: str, port: int) -> bytes:

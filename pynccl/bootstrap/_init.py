@@ -10,7 +10,7 @@ from typing import Any
 
 from pynccl import capi
 from pynccl._comm.communicator import Communicator
-from pynccl._timeouts import LONGEST, check_timeout
+from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._types import UniqueId
 from pynccl.bootstrap import _environment, _methods
 from pynccl.bootstrap._create import create
@@ -53,12 +53,14 @@ def init(
     `rank` and `world_size` replace the environment's. The device is by default the one that LOCAL_RANK names,
     or the rank's number on its machine, and becomes the current one.
 
-    A rank that fails has its error raised on every rank, and ranks that do not arrive within `timeout`
-    seconds (300) are named on the others, in a BootstrapError. So are two ranks with one device, or with
-    different libraries.
+    `timeout` bounds the meeting and every later wait, in seconds. Without it PYNCCL_TIMEOUT does; without
+    that the meeting may take 300 s, and later waits have no end.
+
+    A rank that fails has its error raised on every rank. A BootstrapError names the ranks that do not arrive
+    in time, two ranks with one device, and ranks with different libraries.
     """
     _require(rank, world_size, device, timeout)
-    seconds = DEFAULT_TIMEOUT if timeout is None else min(timeout, LONGEST)
+    seconds = resolve_timeout(timeout) or DEFAULT_TIMEOUT
     deadline = time.monotonic() + seconds
     launcher = _environment.detect(os.environ)
     chosen = _methods.choose(method, rank, world_size, launcher, on_listen)

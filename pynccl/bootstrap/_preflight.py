@@ -11,11 +11,10 @@ import os
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from pynccl import capi
+from pynccl import _host, capi
 from pynccl._errors import BootstrapError, NcclError, RankFailedError
 from pynccl._library import cuda, loader
 from pynccl._types import UniqueId
@@ -177,14 +176,8 @@ def _machine(cpu: bool) -> str:
     """Return what the library tells machines by: NCCL_HOSTID, or the name and the boot."""
     if given := os.environ.get("NCCL_HOSTID"):
         return given
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     # The CPU library's devices are those of a container; a GPU is the machine's, whoever sees it.
-    for name in ("net", "pid") if cpu else ():
-        with suppress(OSError):
-            parts.append(os.readlink(f"/proc/self/ns/{name}"))
-    return " ".join(parts)
+    return _host.same_host("net", "pid") if cpu else _host.same_host()
 
 
 def device_for(facts: Facts, local_rank: int) -> int | None:
