@@ -58,7 +58,6 @@ def finds_devices(rank: int, nranks: int) -> None:
     assert cuda.device_count() == 2
     assert cuda.driver_version() == (13, 1)
     assert cuda.device_name(1) == "Fake 1"
-    assert cuda.device_bus_id(1) == "0000:02:00.0"
     assert cuda.device_uuid(0) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
     assert cuda.device_uuid(1) == "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f"
     assert calls("cuInit") == ["cuInit 0"]
@@ -122,12 +121,9 @@ def streams(rank: int, nranks: int) -> None:
     fake.fake_cuda_hold(stream, 1)
     fake.fake_cuda_launch(stream, 7)
     assert not cuda.stream_query(stream)
-    timer = threading.Timer(0.2, fake.fake_cuda_hold, (stream, 0))
-    timer.start()
-    cuda.stream_synchronize(stream)
+    fake.fake_cuda_hold(stream, 0)
     assert cuda.stream_query(stream)
     assert calls("run") == ["run 7"]
-    timer.join()
     cuda.stream_destroy(stream)
     with pytest.raises(NcclUnhandledCudaError, match="cuStreamQuery failed with CUDA_ERROR_INVALID_HANDLE"):
         cuda.stream_query(stream)
@@ -160,7 +156,6 @@ def events_order_streams(rank: int, nranks: int) -> None:
     order = calls("run")
     assert sorted(order) == ["run 1", "run 2", "run 3"]
     assert order.index("run 1") < order.index("run 3")
-    cuda.event_synchronize(event)
     cuda.event_destroy(event)
     with pytest.raises(NcclUnhandledCudaError, match="INVALID_HANDLE"):
         cuda.event_query(event)
@@ -199,7 +194,6 @@ def pointers(rank: int, nranks: int) -> None:
         fake.fake_cuda_register(begin, 0x1000, kind, device)
     places = [cuda.pointer_device(p) for p in (0x10000, 0x10FFF, 0x20800, 0x30000, 0x40000, 0x11000, 0)]
     assert places == [0, 0, 1, None, 1, None, None]
-    assert [cuda.pointer_is_managed(p) for p in (0x40000, 0x10000, 0x11000)] == [True, False, False]
 
 
 def memory(rank: int, nranks: int) -> None:
@@ -212,14 +206,14 @@ def memory(rank: int, nranks: int) -> None:
 
 def errors_carry_the_name(rank: int, nranks: int) -> None:
     cuda.set_device(0)
-    driver().fake_cuda_fail(b"cuStreamSynchronize", 702)
+    driver().fake_cuda_fail(b"cuStreamQuery", 702)
     with pytest.raises(NcclUnhandledCudaError, match="CUDA_ERROR_LAUNCH_TIMEOUT") as caught:
-        cuda.stream_synchronize(0)
-    assert (caught.value.function, caught.value.result) == ("cuStreamSynchronize", 1)
+        cuda.stream_query(0)
+    assert (caught.value.function, caught.value.result) == ("cuStreamQuery", 1)
     assert "CUDA_ERROR_LAUNCH_TIMEOUT" in caught.value.detail
-    driver().fake_cuda_fail(b"cuStreamSynchronize", 98765)
+    driver().fake_cuda_fail(b"cuStreamQuery", 98765)
     with pytest.raises(NcclUnhandledCudaError, match="CUDA error 98765"):
-        cuda.stream_synchronize(0)
+        cuda.stream_query(0)
     driver().fake_cuda_fail(b"cuPointerGetAttribute", 201)
     with pytest.raises(NcclUnhandledCudaError, match="CUDA_ERROR_INVALID_CONTEXT"):
         cuda.pointer_device(1)

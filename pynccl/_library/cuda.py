@@ -20,7 +20,7 @@ _ABSENT = (1000, 1001)
 
 _INVALID_VALUE, _DEINITIALIZED, _NOT_READY = 1, 4, 600
 _STREAM_NON_BLOCKING, _EVENT_DISABLE_TIMING = 1, 2
-_MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL = 2, 8, 9
+_MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _MEMORYTYPE_HOST = 1
 
 
@@ -160,13 +160,6 @@ def device_name(ordinal: int) -> str:
     return str(ffi.string(out).decode(errors="replace"))
 
 
-def device_bus_id(ordinal: int) -> str:
-    """Return the PCI bus id of a device."""
-    out = ffi.new("char[64]")
-    _call("cuDeviceGetPCIBusId", out, 64, _device(ordinal))
-    return str(ffi.string(out).decode())
-
-
 def current_device() -> int | None:
     """Return the ordinal of this thread's device, None when it has no context yet."""
     if _current_context() == 0:
@@ -247,11 +240,6 @@ def _query(name: str, handle: int) -> bool:
     return code == 0
 
 
-def stream_synchronize(stream: int) -> None:
-    """Wait for the work of a stream; nothing interrupts it."""
-    _call("cuStreamSynchronize", stream)
-
-
 def stream_wait_event(stream: int, event: int) -> None:
     """Have the later work of a stream wait for an event."""
     _call("cuStreamWaitEvent", stream, event, 0)
@@ -286,11 +274,6 @@ def event_query(event: int) -> bool:
     return _query("cuEventQuery", event)
 
 
-def event_synchronize(event: int) -> None:
-    """Wait for an event; nothing interrupts it."""
-    _call("cuEventSynchronize", event)
-
-
 def order_streams(first: int, then: int) -> None:
     """Have the later work of one stream wait for the present work of another."""
     if first != then:
@@ -311,11 +294,6 @@ def pointer_device(pointer: int) -> int | None:
     if kind is None or kind == _MEMORYTYPE_HOST:
         return None
     return _pointer_attribute("int*", _DEVICE_ORDINAL, pointer)
-
-
-def pointer_is_managed(pointer: int) -> bool:
-    """Tell whether memory moves between host and devices by itself."""
-    return bool(_pointer_attribute("unsigned int*", _IS_MANAGED, pointer))
 
 
 def _pointer_attribute(ctype: str, attribute: int, pointer: int) -> int | None:
