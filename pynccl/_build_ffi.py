@@ -291,7 +291,9 @@ class Binding:
         ffi = cffi.FFI()
         ffi.cdef(self.cdef())
         includes = "".join(f'#include "{name}"\n' for name in ("library.h", *_OWN_HEADERS))
-        ffi.set_source("pynccl._native", includes)
+        # fastcall.c has the module's initialisation, which calls cffi's.
+        rename = "#define PyInit__native pynccl_cffi_module\n"
+        ffi.set_source("pynccl._native", includes + rename)
         folder.mkdir(parents=True, exist_ok=True)
         ffi.emit_c_code(str(folder / "_native.c"))
         (folder / "library.h").write_text(self.library_header())
@@ -588,8 +590,7 @@ class build_ext(_build_ext):  # type: ignore[misc]
             return
         if ext.name == "pynccl._native":
             made = Binding().emit(PACKAGE.parent / "build" / "native")
-            own = [path for path in sorted(NATIVE.glob("*.c")) if path.name != "fastcall.c"]
-            ext.sources = [os.path.relpath(path) for path in (*made, *own)]
+            ext.sources = [os.path.relpath(path) for path in (*made, *sorted(NATIVE.glob("*.c")))]
             ext.include_dirs = [str(NATIVE), str(made[0].parent)]
             ext.define_macros = [("_GNU_SOURCE", "1")]
             ext.libraries = ["dl", "pthread"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from pynccl import _streams
-from pynccl._binding import fastcall, function_address, lib
+from pynccl._binding import fastcall, lib
 from pynccl._collectives import Collectives
 from pynccl._recording import INTERRUPTED, Recording
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-_RUN = function_address("pynccl_list_run")
-
 
 class _Run(fastcall.Call):
     """What runs a recording."""
@@ -24,7 +22,7 @@ class _Run(fastcall.Call):
     __slots__ = ("_recording", "_stream", "result")
 
     def __init__(self, recording: Recording, result: Any, stream: Any) -> None:
-        super().__init__(_RUN, recording.address, result, _finish)
+        super().__init__(recording.address, result, _finish)
         lib.pynccl_list_digest(recording.calls)
         self._recording = recording
         self._stream = stream

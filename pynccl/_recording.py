@@ -6,12 +6,11 @@ into a list in Python. A recording can then run, as one call of C, any number of
 
 from __future__ import annotations
 
-import sys
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from pynccl._binding import address_of, fastcall, ffi, function_address, lib
+from pynccl._binding import address_of, fastcall, ffi, lib
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._status import IN_PROGRESS, check
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
 RECORDED, WAITING, BUSY = lib.PYNCCL_RECORDED, lib.PYNCCL_WAITING, lib.PYNCCL_BUSY
 CLOSED, OVERLAP, NO_MEMORY = lib.PYNCCL_CLOSED, lib.PYNCCL_OVERLAP, lib.PYNCCL_NO_MEMORY
-STOPPED: Any = lib.PYNCCL_STOPPED
-INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
+STOPPED, INTERRUPTED = lib.PYNCCL_STOPPED, lib.PYNCCL_INTERRUPTED
 
 FUNCTIONS = {
     lib.PYNCCL_ALL_REDUCE: "ncclAllReduce",
@@ -39,15 +37,6 @@ FUNCTIONS = {
 
 # By the address of its pynccl_comm, which is what C knows of a communicator.
 communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
-
-
-if sys.platform == "linux":
-    fastcall.bind(
-        *map(
-            function_address,
-            ("pynccl_record", "pynccl_list_run_recorded", "pynccl_issue", "pynccl_issue_usual"),
-        )
-    )
 
 
 class Recording:

@@ -4,17 +4,17 @@
 #include <stdlib.h>
 
 #include "internal.h"
+#include "recording.h"
 #include "ring.h"
 #include "watchdog.h"
 
 // Between two slices Python handles signals.
 #define SLICE_MS 100
 
-static __thread pynccl_list* pynccl_recording;
+__thread pynccl_list* pynccl_recording;
 
 int pynccl_is_recording(void) { return pynccl_recording != NULL; }
 
-// Whether what this thread calls is issued later: in a raw group of NCCL's, or because it is recorded.
 int pynccl_group_depth(void) { return pynccl_depth + pynccl_is_recording(); }
 
 // --- who is in a call --------------------------------------------------------------------------------------
@@ -218,16 +218,9 @@ void pynccl_list_free(pynccl_list* list) {
     pynccl_list_clear(list);
     free(list->calls);
     free(list->uses);
+    free(list->kept);
   }
   free(list);
-}
-
-// Have this thread record its calls in a list, or with NULL run them again; answers what it recorded in
-// before.
-pynccl_list* pynccl_record(pynccl_list* list) {
-  pynccl_list* before = pynccl_recording;
-  pynccl_recording = list;
-  return before;
 }
 
 static int pynccl_add_use(pynccl_list* list, pynccl_comm* comm, uintptr_t stream, int wait) {

@@ -23,8 +23,15 @@ typedef struct pynccl_list {
   int grouped;  // a group even of one call
   int failed;   // the call that failed, -1 where it was the group itself
   int digested;
+  // While a thread records in it: the list that it recorded in before, and objects that the calls need.
+  int open;
+  struct pynccl_list* outer;
+  int kept_count;
+  int kept_capacity;
+  void** kept;
 } pynccl_list;
 
+// Whether what this thread calls is issued later: in a raw group of NCCL's, or because it is recorded.
 int pynccl_group_depth(void);
 int pynccl_is_recording(void);
 
@@ -45,7 +52,6 @@ int pynccl_issue_usual(const pynccl_call* like, uintptr_t send, uintptr_t recv, 
 
 pynccl_list* pynccl_list_new(void);
 void pynccl_list_free(pynccl_list* list);
-pynccl_list* pynccl_record(pynccl_list* list);
 int pynccl_list_extend(pynccl_list* list, const pynccl_list* more);
 // The list will not change any more, but for its stream: a run becomes one record.
 void pynccl_list_digest(pynccl_list* list);

@@ -53,17 +53,15 @@ static inline uint64_t pynccl_whole(uint64_t newest, uint32_t low) {
 }
 
 // The calls of a plan on one communicator. It outlives its list until no record means it any more.
-typedef struct pynccl_digest pynccl_digest;
-
-struct pynccl_digest {
-  pynccl_digest* next;
+typedef struct pynccl_digest {
+  struct pynccl_digest* next;
   uint64_t last;  // the position behind its newest run
   int dropped;
   int count;
   int collectives;
   uintptr_t stream;  // of all calls, or what is no stream
   pynccl_call calls[];
-};
+} pynccl_digest;
 
 struct pynccl_trace {
   uint64_t next;  // records so far; published last
