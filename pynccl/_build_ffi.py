@@ -26,9 +26,8 @@ CPU = PACKAGE / "cpu"
 HEADERS = ("nccl_api", "cpu_api", "cuda_api")
 CPU_LIBRARY = "libpynccl_cpu.so"
 FORWARD_LIBRARY = "libnccl.so.2"
-# What cffi reads, and what the binding includes behind the tables.
-_RUNNING_HEADERS = ("recorder.h", "calls.h", "watchdog.h")
-_RUNNING_SOURCES = ("recorder.c", "dumps.c", "channel.c", "verdicts.c", "watchdog.c", "checks.c", "calls.c")
+# What Python calls beside the tables' functions: cffi reads these headers but for their preprocessor lines.
+_OWN_HEADERS = ("status.h", "call.h", "recorder.h", "comm.h", "watch.h", "calls.h")
 GROUP_STEPS = {"ncclGroupStart": 1, "ncclGroupEnd": -1, "ncclGroupSimulateEnd": -1}
 
 # --- the declarations ---------------------------------------------------------------------------------------
@@ -92,6 +91,22 @@ class Header:
     constants: dict[str, int | float]
     handles: frozenset[str]
     enums: frozenset[str]
+    # The enumerators by value, each with its first name.
+    values: dict[str, tuple[str, ...]]
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """What datatypes and operations are called without NCCL's prefix: int8, sum."""
+        return {
+            enum: tuple(name.removeprefix("nccl").lower() for name in self.values[enum])
+            for enum in ("ncclDataType_t", "ncclRedOp_t")
+        }
+
+    @property
+    def item_sizes(self) -> tuple[int, ...]:
+        """The bytes of an element of each datatype, which its name tells in bits."""
+        bits = (re.search(r"\d+", name) for name in self.values["ncclDataType_t"])
+        return tuple(int(found[0]) // 8 for found in bits if found)
 
 
 def _function(match: re.Match[str]) -> Function:
@@ -133,9 +148,13 @@ def parse(name: str) -> Header:
     for key, value in _DEFINE.findall(types):
         number = re.sub(r"(?<=\.\d)f\b", "", value)
         constants[key] = eval(number, {"__builtins__": {}, "NULL": 0}, constants)
+    values: dict[str, tuple[str, ...]] = {}
     for enum in _ENUM.finditer(types):
-        for key, value in re.findall(r"(\w+) = (-?\w+)", enum["body"]):
-            constants[key] = int(value, 0)
+        members = [(key, int(value, 0)) for key, value in re.findall(r"(\w+) = (-?\w+)", enum["body"])]
+        constants.update(members)
+        # What counts them, or bounds them, is none of them.
+        first = {value: key for key, value in reversed(members) if not re.match("nccl(Num|Max)[A-Z]", key)}
+        values[enum["name"]] = tuple(first[value] for value in sorted(first))
     return Header(
         name,
         types,
@@ -143,7 +162,8 @@ def parse(name: str) -> Header:
         {key: fields for key, fields in structs.items() if fields},
         constants,
         frozenset(_HANDLE.findall(types)),
-        frozenset(m["name"] for m in _ENUM.finditer(types)),
+        frozenset(values),
+        values,
     )
 
 
@@ -194,37 +214,67 @@ class Binding:
         ]
         for header in self.headers:
             parts += [re.sub(r"^#.*$", "", header.types, flags=re.M)]
-            parts += [
-                f"int {header.name}_count(void* handle);",
-                f"void {header.name}_bind(void* handle);",
-                f"void* {header.name}_find(const char* name);",
-            ]
+            parts += [f"{signature};" for signature in self._table_functions(header)]
             parts += [self.declaration(function) + ";" for function in header.functions]
-        parts += [(NATIVE / name).read_text(encoding="utf-8") for name in _RUNNING_HEADERS]
-        return "\n".join(parts)
+        texts = [(NATIVE / name).read_text(encoding="utf-8") for name in _OWN_HEADERS]
+        return "\n".join(parts + [re.sub(r"^#.*$", "", text, flags=re.M) for text in texts])
 
-    def source(self) -> str:
-        parts = ['#include "shim.h"', ""]
+    def library_header(self) -> str:
+        """Return library.h: the libraries' types, and each function as a wrapper around its slot."""
+        parts = ["#pragma once", '#include "shim.h"']
+        parts += [header.types for header in self.headers]
+        parts += ["#pragma GCC visibility push(hidden)"]
         for header in self.headers:
-            parts += [header.types, ""]
-            parts += [f"static {f.result} (*p_{f.name})({self._c_params(f)});" for f in header.functions]
-            slots = ", ".join(f'{{"{f.name}", (void**)&p_{f.name}}}' for f in header.functions)
+            parts += [f"extern struct pynccl_table {header.name};"]
+            parts += [f"{signature};" for signature in self._table_functions(header)]
+            parts += [f"extern {self._slot(f)};" for f in header.functions]
+            parts += [self._wrapper(header, f) for f in header.functions]
+        parts += [f"extern {table};" for table in self._names()]
+        return "\n".join([*parts, "#pragma GCC visibility pop", ""])
+
+    def library_source(self) -> str:
+        """Return library.c: the slots, the tables over them, and NCCL's names."""
+        parts = ['#include "library.h"', "#define NAME(name) {#name, (void**)&p_##name}"]
+        for header in self.headers:
+            parts += [f"{self._slot(f)};" for f in header.functions]
+            slots = ", ".join(f"NAME({f.name})" for f in header.functions)
             parts += [
                 f"static const struct pynccl_slot {header.name}_slots[] = {{{slots}}};",
-                f"static struct pynccl_table {header.name} = "
+                f"struct pynccl_table {header.name} = "
                 f"{{{header.name}_slots, {len(header.functions)}, PYNCCL_NOT_LOADED}};",
-                f"PYNCCL_TABLE_FUNCTIONS({header.name})",
             ]
-            parts += [self._wrapper(header, f) for f in header.functions]
-        parts += [f'#include "{name}"' for name in (*_RUNNING_HEADERS, *_RUNNING_SOURCES)]
-        return "\n".join(parts)
+            calls = ("return pynccl_count", "pynccl_fill", "return pynccl_find")
+            for signature, call in zip(self._table_functions(header), calls, strict=True):
+                argument = signature.rstrip(")").rsplit(None, 1)[1].lstrip("*")
+                parts += [f"{signature} {{ {call}(&{header.name}, {argument}); }}"]
+        parts += [f"{table} = {{{values}}};" for table, values in self._names().items()]
+        return "\n".join([*parts, ""])
+
+    def _table_functions(self, header: Header) -> list[str]:
+        return [
+            f"int {header.name}_count(void* handle)",
+            f"void {header.name}_bind(void* handle)",
+            f"void* {header.name}_find(const char* name)",
+        ]
+
+    def _names(self) -> dict[str, str]:
+        nccl = self.headers[0]
+        quoted = {key: ", ".join(f'"{name}"' for name in names) for key, names in nccl.names.items()}
+        return {
+            "const char* const pynccl_type_names[ncclNumTypes]": quoted["ncclDataType_t"],
+            "const char* const pynccl_op_names[ncclNumOps]": quoted["ncclRedOp_t"],
+            "const unsigned char pynccl_item_sizes[ncclNumTypes]": ", ".join(map(str, nccl.item_sizes)),
+        }
+
+    def _slot(self, f: Function) -> str:
+        return f"{f.result} (*p_{f.name})({self._c_params(f)})"
 
     def _c_params(self, function: Function) -> str:
         return ", ".join(t for t, _ in function.params) or "void"
 
     def _wrapper(self, header: Header, f: Function) -> str:
         call = f"f({', '.join(self._argument(t, n) for t, n in f.params)})"
-        absent = "NULL" if "*" in f.result else f"__atomic_load_n(&{header.name}.absent, __ATOMIC_ACQUIRE)"
+        absent = "NULL" if "*" in f.result else f"pynccl_absent(&{header.name})"
         if f.name in GROUP_STEPS:
             call = f"pynccl_group({GROUP_STEPS[f.name]}, (int){call})"
         if f.returns_value:
@@ -232,16 +282,23 @@ class Binding:
         else:
             body = f"{call}; return 0;" if f.result == "void" else f"return {call};"
         load = f"{f.result} (*f)({self._c_params(f)}) = __atomic_load_n(&p_{f.name}, __ATOMIC_ACQUIRE);"
-        return f"static {self.declaration(f)} {{\n  {load}\n  if (!f) return {absent};\n  {body}\n}}"
+        return f"static inline {self.declaration(f)} {{\n  {load}\n  if (!f) return {absent};\n  {body}\n}}"
 
-    def emit(self, path: Path) -> None:
+    def emit(self, folder: Path) -> list[Path]:
+        """Write the generated sources into a folder, and return those to be compiled."""
         import cffi
 
         ffi = cffi.FFI()
         ffi.cdef(self.cdef())
-        ffi.set_source("pynccl._native", self.source())
-        path.parent.mkdir(parents=True, exist_ok=True)
-        ffi.emit_c_code(str(path))
+        includes = "".join(f'#include "{name}"\n' for name in ("library.h", *_OWN_HEADERS))
+        # fastcall.c has the module's initialisation, which calls cffi's.
+        rename = "#define PyInit__native pynccl_cffi_module\n"
+        ffi.set_source("pynccl._native", includes + rename)
+        folder.mkdir(parents=True, exist_ok=True)
+        ffi.emit_c_code(str(folder / "_native.c"))
+        (folder / "library.h").write_text(self.library_header())
+        (folder / "library.c").write_text(self.library_source())
+        return [folder / "_native.c", folder / "library.c"]
 
 
 # --- the two plain shared libraries -------------------------------------------------------------------------
@@ -532,10 +589,10 @@ class build_ext(_build_ext):  # type: ignore[misc]
             LIBRARIES[ext.name][1](Path(self.get_ext_fullpath(ext.name)))
             return
         if ext.name == "pynccl._native":
-            source = PACKAGE.parent / "build" / "_native.c"
-            Binding().emit(source)
-            ext.sources = [os.path.relpath(source)]
-            ext.include_dirs = [str(NATIVE)]
+            made = Binding().emit(PACKAGE.parent / "build" / "native")
+            ext.sources = [os.path.relpath(path) for path in (*made, *sorted(NATIVE.glob("*.c")))]
+            ext.include_dirs = [str(NATIVE), str(made[0].parent)]
+            ext.define_macros = [("_GNU_SOURCE", "1")]
             ext.libraries = ["dl", "pthread"]
         ext.depends = [str(path) for path in (*NATIVE.glob("*.[ch]"), Path(__file__))]
         ext.extra_compile_args = [*WARNINGS, "-O2", "-fvisibility=hidden"]

@@ -8,7 +8,7 @@ import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_NATIVE = ("_native", "_fastcall")
+_NATIVE = "_native"
 # Of PyPI's package with the name pynccl, which is not ours, and which pip writes into the same folder.
 _OF_THE_OTHER = ("api.py", "binding.py")
 _REMEDY = (
@@ -26,8 +26,7 @@ def require_own() -> None:
 
 def why_not_built(error: ImportError) -> ImportError:
     """Return an error that says how to build, where that was not done; else the error itself."""
-    missing = [name for name in _NATIVE if not _built(name)]
-    if not missing:
+    if any(os.path.exists(os.path.join(_FOLDER, _NATIVE + suffix)) for suffix in EXTENSION_SUFFIXES):
         return error
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     if os.path.exists(os.path.join(os.path.dirname(_FOLDER), "pyproject.toml")):
@@ -35,13 +34,7 @@ def why_not_built(error: ImportError) -> ImportError:
             f"{_FOLDER} is a checkout that is not built for {python}; build it first: make build (an "
             "installed pynccl is imported from any other working directory)"
         )
-    return ImportError(
-        f"{_FOLDER} has no {missing[0]} for {python}: pip install --force-reinstall pynccl-cffi"
-    )
-
-
-def _built(name: str) -> bool:
-    return any(os.path.exists(os.path.join(_FOLDER, name + suffix)) for suffix in EXTENSION_SUFFIXES)
+    return ImportError(f"{_FOLDER} has no {_NATIVE} for {python}: pip install --force-reinstall pynccl-cffi")
 
 
 def other_version() -> str | None:

@@ -151,7 +151,7 @@ def test_another_platform_imports_and_refuses(run_python: Run) -> None:
         """
 import sys
 sys.platform = "darwin"
-sys.modules["pynccl._native"] = sys.modules["pynccl._fastcall"] = None
+sys.modules["pynccl._native"] = None
 import pytest, pynccl
 from pynccl import capi
 for use in (pynccl.load, pynccl.get_unique_id, pynccl.library_info, lambda: capi.ncclCommCount(1)):

@@ -9,11 +9,9 @@ from pynccl._comm.core import INTERRUPTED
 from pynccl._comm.operations import Operations
 from pynccl._comm.recording import Recording
 from pynccl._device import streams
-from pynccl._library.binding import fastcall, function_address, lib
+from pynccl._library.binding import fastcall, lib
 
 P = ParamSpec("P")
-
-_RUN = function_address("pynccl_list_run")
 
 
 class _Run(fastcall.Call):
@@ -22,7 +20,7 @@ class _Run(fastcall.Call):
     __slots__ = ("_recording", "_stream", "result")
 
     def __init__(self, recording: Recording, result: Any, stream: Any) -> None:
-        super().__init__(_RUN, recording.address, result, _finish)
+        super().__init__(recording.address, result, _finish)
         lib.pynccl_list_digest(recording.calls)
         self._recording = recording
         self._stream = stream

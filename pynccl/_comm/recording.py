@@ -6,7 +6,6 @@ into a list in Python. A recording can then run, as one call of C, any number of
 
 from __future__ import annotations
 
-import sys
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -14,20 +13,11 @@ from typing import Any
 from pynccl._comm.core import BUSY, WAITING, Core
 from pynccl._comm.kinds import function_name
 from pynccl._errors import NcclError, NcclInvalidUsage
-from pynccl._library.binding import address_of, fastcall, ffi, function_address, lib
+from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._library.status import IN_PROGRESS, check
 
 # By the address of its pynccl_comm, which is what C knows of a communicator.
 cores: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
-
-
-if sys.platform == "linux":
-    fastcall.bind(
-        *map(
-            function_address,
-            ("pynccl_record", "pynccl_list_run_recorded", "pynccl_issue", "pynccl_issue_usual"),
-        )
-    )
 
 
 class Recording:

@@ -10,11 +10,11 @@ from pynccl import _package
 _package.require_own()
 
 if TYPE_CHECKING:
-    from pynccl import _fastcall as fastcall
+    from pynccl import _native as fastcall
     from pynccl._native import ffi, lib
 elif sys.platform == "linux":
     try:
-        from pynccl import _fastcall as fastcall
+        from pynccl import _native as fastcall
         from pynccl._native import ffi, lib
     except ImportError as error:
         raise _package.why_not_built(error) from None
@@ -41,9 +41,4 @@ def address_of(pointer: Any) -> int:
     return int(ffi.cast("uintptr_t", pointer))
 
 
-def function_address(name: str) -> int:
-    """Return where one of the binding's own functions is; 0 where there is no binding."""
-    return address_of(ffi.addressof(lib, name)) if sys.platform == "linux" else 0
-
-
-__all__ = ["address_of", "fastcall", "ffi", "function_address", "lib"]
+__all__ = ["address_of", "fastcall", "ffi", "lib"]

@@ -1,36 +1,23 @@
-// Included by the generated binding, behind calls.h and the wrappers of NCCL's functions.
+#include "calls.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "internal.h"
+#include "recording.h"
+#include "ring.h"
+#include "watchdog.h"
+
 // Between two slices Python handles signals.
 #define SLICE_MS 100
 
-static __thread pynccl_list* pynccl_recording;
+__thread pynccl_list* pynccl_recording;
 
 int pynccl_is_recording(void) { return pynccl_recording != NULL; }
 
-// Whether what this thread calls is issued later: in a raw group of NCCL's, or because it is recorded.
 int pynccl_group_depth(void) { return pynccl_depth + pynccl_is_recording(); }
 
-static const unsigned char pynccl_sizes[ncclNumTypes] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-
-// --- communicators
-// ------------------------------------------------------------------------------------------
-
-pynccl_comm* pynccl_comm_new(void) {
-  pynccl_comm* comm = calloc(1, sizeof *comm);
-  if (comm) *comm = (pynccl_comm){.references = 1, .size = 1};
-  return comm;
-}
-
-void pynccl_comm_release(pynccl_comm* comm) {
-  if (!comm || __atomic_sub_fetch(&comm->references, 1, __ATOMIC_ACQ_REL)) return;
-  pynccl_watch_free(comm);
-  if (comm->trace) pynccl_trace_close(comm->trace);
-  free(comm->used);
-  free(comm);
-}
+// --- who is in a call --------------------------------------------------------------------------------------
 
 static uintptr_t pynccl_me(void) { return (uintptr_t)pthread_self(); }
 
@@ -66,18 +53,7 @@ static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream) {
   used[comm->used_count++] = stream;
 }
 
-void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream) {
-  for (int i = 0; i < comm->used_count; ++i)
-    if (comm->used[i] == stream) comm->used[i] = comm->used[--comm->used_count];
-  if (comm->trace) pynccl_trace_complete(comm->trace, stream, 0);
-}
-
-void pynccl_comm_failed(pynccl_comm* comm, uintptr_t stream, int result) {
-  if (comm->trace) pynccl_trace_complete(comm->trace, stream, result);
-}
-
-// --- one call
-// -----------------------------------------------------------------------------------------------
+// --- one call ----------------------------------------------------------------------------------------------
 
 static int pynccl_disjoint(uintptr_t a, size_t a_bytes, uintptr_t b, size_t b_bytes) {
   return a + a_bytes <= b || b + b_bytes <= a;
@@ -86,7 +62,8 @@ static int pynccl_disjoint(uintptr_t a, size_t a_bytes, uintptr_t b, size_t b_by
 // In place means what nccl.h says of each function; every other overlap is forbidden.
 static int pynccl_overlaps(const pynccl_call* c) {
   const pynccl_comm* comm = c->comm;
-  size_t bytes = c->count * pynccl_sizes[c->datatype], all = bytes * comm->size, mine = bytes * comm->rank;
+  size_t bytes = c->count * pynccl_item_sizes[c->datatype], all = bytes * comm->size,
+         mine = bytes * comm->rank;
   switch (c->kind) {
     case PYNCCL_SEND:
     case PYNCCL_RECV:
@@ -114,7 +91,7 @@ static int pynccl_overlaps(const pynccl_call* c) {
 // AlltoAll, Gather and Scatter for a library that has none: grouped sends and receives.
 static int pynccl_pairs(const pynccl_call* c) {
   const int me = c->comm->rank, to_one = c->kind == PYNCCL_GATHER, from_one = c->kind == PYNCCL_SCATTER;
-  const size_t bytes = c->count * pynccl_sizes[c->datatype];
+  const size_t bytes = c->count * pynccl_item_sizes[c->datatype];
   int r = ncclGroupStart();
   if (r) return r;
   for (int peer = 0; peer < c->comm->size && !r; ++peer) {
@@ -224,8 +201,7 @@ int pynccl_issue_usual(const pynccl_call* like, uintptr_t send, uintptr_t recv, 
   return pynccl_issue(like, send, recv, count, like->comm->stream, like->comm->waits);
 }
 
-// --- lists of calls
-// -----------------------------------------------------------------------------------------
+// --- lists of calls ----------------------------------------------------------------------------------------
 
 pynccl_list* pynccl_list_new(void) { return calloc(1, sizeof(pynccl_list)); }
 
@@ -242,16 +218,9 @@ void pynccl_list_free(pynccl_list* list) {
     pynccl_list_clear(list);
     free(list->calls);
     free(list->uses);
+    free(list->kept);
   }
   free(list);
-}
-
-// Have this thread record its calls in a list, or with NULL run them again; answers what it recorded in
-// before.
-pynccl_list* pynccl_record(pynccl_list* list) {
-  pynccl_list* before = pynccl_recording;
-  pynccl_recording = list;
-  return before;
 }
 
 static int pynccl_add_use(pynccl_list* list, pynccl_comm* comm, uintptr_t stream, int wait) {
@@ -288,6 +257,22 @@ int pynccl_list_extend(pynccl_list* list, const pynccl_list* more) {
     r = pynccl_add_use(list, more->uses[i].comm, more->uses[i].stream, more->uses[i].wait);
   for (int i = 0; i < more->count && !r; ++i) r = pynccl_append(list, &more->calls[i], 0);
   return r;
+}
+
+static pynccl_digest* pynccl_digest_new(pynccl_comm* comm, const pynccl_list* list) {
+  int count = 0;
+  for (int i = 0; i < list->count; ++i) count += list->calls[i].comm == comm;
+  pynccl_digest* digest = calloc(1, sizeof *digest + count * sizeof *digest->calls);
+  if (!digest) return NULL;
+  for (int i = 0; i < list->count; ++i) {
+    if (list->calls[i].comm != comm) continue;
+    if (!digest->count) digest->stream = list->calls[i].stream;
+    if (digest->stream != list->calls[i].stream) digest->stream = UINTPTR_MAX;
+    digest->calls[digest->count++] = list->calls[i];
+    digest->collectives += pynccl_is_collective(list->calls[i].kind);
+  }
+  pynccl_digest_add(comm->trace, digest);
+  return digest;
 }
 
 void pynccl_list_digest(pynccl_list* list) {
@@ -366,6 +351,42 @@ static int pynccl_group_run(pynccl_list* list, ncclSimInfo_t* estimate) {
   // Also after a failure: NCCL then leaves the group without launching anything.
   const int end = estimate ? ncclGroupSimulateEnd(estimate) : ncclGroupEnd();
   return r ? r : end;
+}
+
+static uint64_t pynccl_groups;
+
+static int pynccl_is_traced(const pynccl_list* list) {
+  for (int i = 0; i < list->use_count; ++i)
+    if (list->uses[i].comm->trace) return 1;
+  return 0;
+}
+
+// Record what a list is about to run: a plan's run as one record on each communicator, else every call.
+static void pynccl_trace_list(pynccl_list* list) {
+  const uint64_t now = pynccl_ticks();
+  const uint64_t group = __atomic_add_fetch(&pynccl_groups, 1, __ATOMIC_RELAXED);
+  for (int i = 0; i < list->use_count; ++i) {
+    pynccl_use* use = &list->uses[i];
+    if (!use->first || !use->comm->trace) continue;
+    use->traced = use->comm->trace->next;
+    if (use->digest) pynccl_trace_plan(use->comm->trace, use->digest, now, group);
+  }
+  for (int i = 0; i < list->count && !list->digested; ++i)
+    if (list->calls[i].comm->trace)
+      pynccl_trace_call(list->calls[i].comm->trace, &list->calls[i], now, group);
+}
+
+static void pynccl_trace_list_result(const pynccl_list* list, int result) {
+  int waited = list->use_count > 0;
+  for (int i = 0; i < list->use_count; ++i) waited &= list->uses[i].wait;
+  for (int i = 0; i < list->use_count; ++i) {
+    const pynccl_use* use = &list->uses[i];
+    pynccl_trace* t = use->comm->trace;
+    if (!use->first || !t) continue;
+    const uint64_t oldest = pynccl_trace_oldest(t, t->next);
+    for (uint64_t at = use->traced > oldest ? use->traced : oldest; at < t->next; ++at)
+      pynccl_trace_result(pynccl_trace_at(t, at), result, waited);
+  }
 }
 
 int pynccl_list_run(pynccl_list* list) {

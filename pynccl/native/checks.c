@@ -1,10 +1,9 @@
-// Check mode: before a call is issued, the ranks that it concerns compare it over the control channel.
-// Included by the generated binding, behind watchdog.c.
-//
-// A rank tells every peer what it is about to call with it, and waits until that peer has said the
-// counterpart: the same collective, or the other side of a message. When both wait for what the other has not
-// said, or when what they said differs, nothing is issued, and every rank gets the table of who called what
-// from where.
+#include "checks.h"
+
+#include <stdlib.h>
+
+#include "names.h"
+#include "verdicts.h"
 
 // Without a time-out of the communicator's.
 #define CHECK_SECONDS 300
@@ -31,11 +30,6 @@ int pynccl_check_on(pynccl_comm* comm, int on) {
 
 static int pynccl_side(int kind) {
   return kind == PYNCCL_SEND ? SIDE_SENDS : kind == PYNCCL_RECV ? SIDE_RECEIVES : SIDE_ALL;
-}
-
-static const char* pynccl_kind_name(int kind) {
-  const int known = kind >= 0 && kind < (int)(sizeof pynccl_kind_names / sizeof *pynccl_kind_names);
-  return known && pynccl_kind_names[kind] ? pynccl_kind_names[kind] : "something unknown";
 }
 
 static void pynccl_describe(const pynccl_frame* f, char* text, size_t size) {
@@ -75,13 +69,12 @@ static int pynccl_say_to(pynccl_watch* w, int peer, const pynccl_frame* frame) {
   return 0;
 }
 
-// The last frame to each peer says that this rank waits now.
-static int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
+int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
   char where[PYNCCL_FRAME_TEXT] = "";
   if (pynccl_locate && pynccl_locate(where, sizeof where)) return PYNCCL_STOPPED;
   int r = 0, mine = 0;
   for (int i = 0; i < count; ++i) mine += calls[i].comm == w->comm;
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   for (int peer = 0; peer < w->size && !r; ++peer) {
     if (peer == w->rank) continue;
     int last = -1;
@@ -100,7 +93,7 @@ static int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count
       r = pynccl_say_to(w, peer, &frame);
     }
   }
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   return r;
 }
 
@@ -198,12 +191,12 @@ static int pynccl_never_comes(const pynccl_watch* w) {
   return 0;
 }
 
-static int pynccl_check_wait(pynccl_watch* w) {
+int pynccl_check_wait(pynccl_watch* w) {
   const pynccl_frame** table = calloc((size_t)w->size, sizeof(pynccl_frame*));
   const int64_t start = pynccl_now(), limit = w->timeout ? w->timeout : CHECK_SECONDS * 1000 * MS;
   int64_t differed = 0, polled = start;
   int r = table ? 0 : PYNCCL_NO_MEMORY, open;
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   while (!r) {
     const int64_t now = pynccl_now();
     if (w->verdict.trouble || !w->listed) {
@@ -230,14 +223,14 @@ static int pynccl_check_wait(pynccl_watch* w) {
     pynccl_await(now + 100 * MS);
     // Signals are Python's to handle.
     if (pynccl_locate && pynccl_now() - polled > 100 * MS) {
-      pthread_mutex_unlock(&dog.lock);
+      pthread_mutex_unlock(&pynccl_watchdog.lock);
       if (pynccl_locate(NULL, 0)) r = PYNCCL_STOPPED;
-      pthread_mutex_lock(&dog.lock);
+      pthread_mutex_lock(&pynccl_watchdog.lock);
       polled = pynccl_now();
     }
   }
   w->said_count = 0;
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   free(table);
   return r;
 }

@@ -1,5 +1,4 @@
-// The recorder's dumps. Included by the generated binding behind recorder.c. Nothing here allocates or waits:
-// it runs in signal handlers.
+// The recorder's dumps. Nothing here allocates or waits: it runs in signal handlers.
 
 #include <errno.h>
 #include <fcntl.h>
@@ -7,6 +6,9 @@
 #include <stdio.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include "names.h"
+#include "ring.h"
 
 #define PYNCCL_REASONS 16
 // What ends an answer to who asked by a signal.
@@ -34,6 +36,13 @@ static struct {
   pynccl_instant now;
   char text[16384];
 } out;
+
+static int64_t pynccl_ns(uint64_t ticks, pynccl_instant last) {
+  const int64_t span = last.ticks - pynccl_first.ticks;
+  if (span <= 0) return last.ns;
+  return pynccl_first.ns +
+         (__int128)(int64_t)(ticks - pynccl_first.ticks) * (last.ns - pynccl_first.ns) / span;
+}
 
 static void pynccl_flush(void) {
   for (size_t done = 0; done < out.used && !out.error;) {
@@ -84,34 +93,6 @@ static void pynccl_text_field(const char* name, const char* value) {
   pynccl_put_text(value);
 }
 
-static const char* const pynccl_kind_names[] = {
-    [PYNCCL_ALL_REDUCE] = "all_reduce",
-    [PYNCCL_REDUCE] = "reduce",
-    [PYNCCL_BROADCAST] = "broadcast",
-    [PYNCCL_ALL_GATHER] = "all_gather",
-    [PYNCCL_REDUCE_SCATTER] = "reduce_scatter",
-    [PYNCCL_ALL_TO_ALL] = "all_to_all",
-    [PYNCCL_GATHER] = "gather",
-    [PYNCCL_SCATTER] = "scatter",
-    [PYNCCL_SEND] = "send",
-    [PYNCCL_RECV] = "recv",
-    [PYNCCL_BARRIER] = "barrier",
-    [PYNCCL_PLAN] = "plan",
-    [PYNCCL_INIT] = "init",
-    [PYNCCL_SPLIT] = "split",
-    [PYNCCL_SHRINK] = "shrink",
-    [PYNCCL_GROW] = "grow",
-    [PYNCCL_FINALIZE] = "finalize",
-    [PYNCCL_DESTROY] = "destroy",
-    [PYNCCL_SUSPEND] = "suspend",
-    [PYNCCL_RESUME] = "resume",
-    [PYNCCL_ABORT] = "abort",
-    [PYNCCL_REVOKE] = "revoke",
-};
-static const char* const pynccl_type_names[ncclNumTypes] = {
-    "int8",    "uint8",   "int32",   "uint32",   "int64",      "uint64",
-    "float16", "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"};
-static const char* const pynccl_op_names[ncclNumOps] = {"sum", "prod", "max", "min", "avg"};
 static const char* const pynccl_state_names[] = {"called", "taken", "done", "failed"};
 
 static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_plan) {
@@ -119,7 +100,7 @@ static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_pla
   const int done = pynccl_state_of(r) == PYNCCL_DONE, datatype = r->datatype_op & 15,
             op = r->datatype_op >> 4;
   pynccl_put("{\"call\": ");
-  pynccl_put_text(pynccl_kind_names[r->kind]);
+  pynccl_put_text(pynccl_kind_name(r->kind));
   if (pair) {
     pynccl_field("peer_seq", number);
     pynccl_field("peer", r->root);
@@ -205,7 +186,7 @@ static void pynccl_dump_trace(const pynccl_trace* t) {
   pynccl_field("overwritten", start);
   if (t->closed) pynccl_put(", \"closed\": true");
   if (mark) {
-    pynccl_text_field("ended", pynccl_kind_names[mark]);
+    pynccl_text_field("ended", pynccl_kind_name(mark));
     pynccl_field("ended_ns", pynccl_ns(t->marked, out.now));
   }
   pynccl_put("}\n");

@@ -1,7 +1,9 @@
 // The flight recorder: a ring of records for each communicator, and dumps of them as JSON lines.
-// Included before calls.h and, as it stands, by cffi. What dumps takes no lock that it could wait for,
-// allocates nothing and needs no Python: it may run in a signal handler and in a thread that was never
-// Python's.
+// What dumps takes no lock that it could wait for, allocates nothing and needs no Python: it may run in a
+// signal handler and in a thread that was never Python's.
+#pragma once
+
+#include "call.h"
 
 // Kinds of records beside the calls of pynccl_kind.
 enum pynccl_life {
@@ -19,7 +21,6 @@ enum pynccl_life {
 };
 
 typedef struct pynccl_trace pynccl_trace;
-typedef struct pynccl_digest pynccl_digest;
 
 // `header` is the inside of a JSON object, which says what the communicator is. NULL where there is no
 // memory.

@@ -1,7 +1,11 @@
-// What is wrong with a communicator: found out, told to the other ranks, and cured. Included by the generated
-// binding, behind channel.c and the flight recorder.
+#include "verdicts.h"
 
-// --- verdicts ----------------------------------------------------------------------------------------------
+#include <signal.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "names.h"
+#include "recorder.h"
 
 // What dumps of the flight recorder call it.
 static const char* const pynccl_trouble_names[] = {
@@ -17,24 +21,24 @@ static void* pynccl_cure_it(void* argument) {
   pynccl_trace_save(pynccl_trouble_names[w->verdict.trouble], w->verdict.text);
   // Who waits in slices has left by then, and no longer asks the library about it.
   if (w->cure == PYNCCL_CURE_ABORT) usleep(250000);
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   const uintptr_t handle = w->handle;
   if (handle && w->cure == PYNCCL_CURE_ABORT) {
     w->handle = 0;
     w->ended = 1;
   }
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   if (handle && w->cure == PYNCCL_CURE_REVOKE) ncclCommRevoke(handle, NCCL_REVOKE_DEFAULT);
   if (handle && w->cure == PYNCCL_CURE_ABORT) ncclCommAbort(handle);
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   w->curing = 0;
-  pthread_cond_broadcast(&dog.changed);
-  pthread_mutex_unlock(&dog.lock);
+  pthread_cond_broadcast(&pynccl_watchdog.changed);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   pynccl_comm_release(comm);
   return NULL;
 }
 
-static int pynccl_start_thread(void* (*work)(void*), void* argument) {
+int pynccl_start_thread(void* (*work)(void*), void* argument) {
   sigset_t all, before;
   pthread_t thread;
   pthread_attr_t attributes;
@@ -49,13 +53,12 @@ static int pynccl_start_thread(void* (*work)(void*), void* argument) {
   return r;
 }
 
-// The verdict is written: publish it, tell the other ranks, and end what is outstanding.
-static void pynccl_publish(pynccl_watch* w, int trouble) {
+void pynccl_publish(pynccl_watch* w, int trouble) {
   pynccl_verdict* v = &w->verdict;
   __atomic_store_n(&v->trouble, trouble, __ATOMIC_RELEASE);
   // Every later call is refused, at no cost to those before.
   __atomic_store_n(&w->comm->handle, 0, __ATOMIC_RELEASE);
-  pthread_cond_broadcast(&dog.changed);
+  pthread_cond_broadcast(&pynccl_watchdog.changed);
   for (int i = 0; i < v->count; ++i) {
     const pynccl_frame failed = {.kind = FRAME_FAILED, .number = (uint64_t)v->ranks[i]};
     pynccl_tell_all(w, &failed);
@@ -76,7 +79,7 @@ static void pynccl_publish(pynccl_watch* w, int trouble) {
   }
 }
 
-static void pynccl_condemn(pynccl_watch* w, const pynccl_verdict* found) {
+void pynccl_condemn(pynccl_watch* w, const pynccl_verdict* found) {
   // All but `trouble`, which is looked at without the lock.
   const size_t rest = offsetof(pynccl_verdict, result);
   memcpy((char*)&w->verdict + rest, (const char*)found + rest, sizeof *found - rest);
@@ -154,7 +157,7 @@ static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v
     pynccl_say(v->text, sizeof v->text, "died, or exited without closing its communicator");
   } else if (rank != w->rank && pynccl_silent(p, 2 * BEAT_NS)) {
     pynccl_say(v->text, sizeof v->text, "is not responding: last heard of %.1f s ago",
-               (double)(dog.awake - p->heard) / 1e9);
+               (double)(pynccl_watchdog.awake - p->heard) / 1e9);
   } else if (rank != w->rank) {
     pynccl_say_lost(w, rank, v);
   } else {
@@ -179,7 +182,7 @@ static int pynccl_contested(const pynccl_watch* w, const char* failed) {
   return 0;
 }
 
-static void pynccl_condemn_failed(pynccl_watch* w) {
+void pynccl_condemn_failed(pynccl_watch* w) {
   pynccl_verdict* v = &w->verdict;
   char* failed = calloc(1, (size_t)w->size);
   if (!failed) return;
@@ -205,8 +208,7 @@ static void pynccl_condemn_failed(pynccl_watch* w) {
   pynccl_publish(w, PYNCCL_RANKS_FAILED);
 }
 
-// Whether it is not known yet of every rank whether it responds, when something has been late since then.
-static int pynccl_unsure(const pynccl_watch* w, int64_t late) {
+int pynccl_unsure(const pynccl_watch* w, int64_t late) {
   for (int r = 0; r < w->size; ++r)
     if (pynccl_silent(&w->peers[r], -1) && w->peers[r].heard <= late &&
         !pynccl_silent(&w->peers[r], SILENCE_NS))
@@ -224,8 +226,7 @@ static int pynccl_kind_of(const pynccl_watch* w, int rank) {
   return rank == w->rank ? pynccl_newest_kind(w) : w->peers[rank].last_kind;
 }
 
-// Say why something took too long: silent ranks, or what every rank has called.
-static void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v) {
+void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v) {
   *v = (pynccl_verdict){0};
   pynccl_say(v->text, sizeof v->text, "%s", what);
   for (int r = 0; r < w->size; ++r) {
@@ -237,7 +238,7 @@ static void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdi
       pynccl_say(v->text, sizeof v->text, "; rank %d has ended its program", r);
     else
       pynccl_say(v->text, sizeof v->text, "; rank %d is not responding: last heard of %.1f s ago", r,
-                 (double)(dog.awake - p->heard) / 1e9);
+                 (double)(pynccl_watchdog.awake - p->heard) / 1e9);
   }
   v->trouble = v->count ? PYNCCL_RANKS_FAILED : PYNCCL_TIMED_OUT;
   int connected = 0;
@@ -253,95 +254,7 @@ static void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdi
     if (end > r + 1) pynccl_say(v->text, sizeof v->text, "-%d", end - 1);
     if (!calls) pynccl_say(v->text, sizeof v->text, ": nothing");
     if (calls)
-      pynccl_say(v->text, sizeof v->text, ": #%llu %s", (unsigned long long)calls, pynccl_kind_names[kind]);
+      pynccl_say(v->text, sizeof v->text, ": #%llu %s", (unsigned long long)calls, pynccl_kind_name(kind));
     if (w->peers[r].goodbye) pynccl_say(v->text, sizeof v->text, ", then closed its communicator");
   }
-}
-
-// --- streams -----------------------------------------------------------------------------------------------
-
-static int pynccl_event_done(const pynccl_watch* w, uintptr_t event) {
-  return (w->is_cpu ? pyncclCpuEventQuery(event) : cuEventQuery(event)) == 0;
-}
-
-static int pynccl_event_new(const pynccl_watch* w, uintptr_t* event) {
-  const unsigned no_timing = 2;
-  return w->is_cpu ? pyncclCpuEventCreate(event) : cuEventCreate(event, no_timing);
-}
-
-static void pynccl_event_free(const pynccl_watch* w, uintptr_t event) {
-  if (!event) return;
-  if (w->is_cpu)
-    pyncclCpuEventDestroy(event);
-  else
-    cuEventDestroy_v2(event);
-}
-
-static pynccl_marker* pynccl_marker_of(pynccl_watch* w, uintptr_t stream) {
-  for (int i = 0; i < w->marker_count; ++i)
-    if (w->markers[i].stream == stream) return &w->markers[i];
-  // One whose calls are done is free for another stream.
-  for (int i = 0; i < w->marker_count; ++i)
-    if (!w->markers[i].pending) {
-      w->markers[i].stream = stream;
-      return &w->markers[i];
-    }
-  pynccl_marker* markers = pynccl_room(w->markers, w->marker_count, &w->marker_capacity, sizeof *markers);
-  if (!markers) return NULL;
-  w->markers = markers;
-  pynccl_marker fresh = {.stream = stream};
-  if (pynccl_event_new(w, &fresh.events[0])) return NULL;
-  if (pynccl_event_new(w, &fresh.events[1])) {
-    pynccl_event_free(w, fresh.events[0]);
-    return NULL;
-  }
-  markers[w->marker_count] = fresh;
-  return &markers[w->marker_count++];
-}
-
-// By the thread that has just issued on the stream: nobody else may touch a stream, which may be captured.
-static void pynccl_mark(pynccl_watch* w, uintptr_t stream) {
-  int capturing = 0;
-  uintptr_t before;
-  if (!w->is_cpu && (!w->context || cuCtxPushCurrent_v2(w->context))) return;
-  const int may = w->is_cpu || (cuStreamIsCapturing(stream, &capturing) == 0 && !capturing);
-  pynccl_marker* m = may ? pynccl_marker_of(w, stream) : NULL;
-  if (m) {
-    const int which = m->pending != 0;
-    const uintptr_t event = m->events[which], handle = w->handle;
-    m->recording = 1;
-    ++w->touching;
-    // A stream that hangs and is full does not take an event either.
-    pthread_mutex_unlock(&dog.lock);
-    const int r = w->is_cpu ? pyncclCpuEventRecord(handle, event, stream) : cuEventRecord(event, stream);
-    pthread_mutex_lock(&dog.lock);
-    --w->touching;
-    m->recording = 0;
-    if (!r) {
-      m->at[which] = pynccl_now();
-      m->pending |= 1 << which;
-    }
-    pthread_cond_broadcast(&dog.changed);
-  }
-  if (!w->is_cpu) cuCtxPopCurrent_v2(&before);
-}
-
-// Answers since when calls of the communicator have been outstanding on a stream; 0 when none has.
-static int64_t pynccl_oldest(pynccl_watch* w, uintptr_t* stream) {
-  int64_t oldest = 0;
-  for (int i = 0; i < w->marker_count; ++i) {
-    pynccl_marker* m = &w->markers[i];
-    if (m->pending && !m->recording && pynccl_event_done(w, m->events[0])) {
-      const uintptr_t event = m->events[0];
-      m->events[0] = m->events[1];
-      m->events[1] = event;
-      m->at[0] = m->at[1];
-      m->pending >>= 1;
-    }
-    if (m->pending && (!oldest || m->at[0] < oldest)) {
-      oldest = m->at[0];
-      *stream = m->stream;
-    }
-  }
-  return oldest;
 }

@@ -1,8 +1,16 @@
-// The one thread that looks after all communicators, and what it is asked. Included by the generated binding,
-// behind verdicts.c.
-//
-// The library is called without the lock, except for questions that it answers at once; whatever may take
-// long (revoke, abort) has a thread of its own.
+#include "watchdog.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "arrivals.h"
+#include "checks.h"
+#include "markers.h"
+#include "names.h"
+#include "verdicts.h"
 
 // --- the thread --------------------------------------------------------------------------------------------
 
@@ -11,11 +19,11 @@ static int pynccl_ask(pynccl_watch* w) {
   const uintptr_t handle = w->handle;
   int state = 0;
   ++w->touching;
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   const int r = ncclCommGetAsyncError(handle, &state);
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   --w->touching;
-  pthread_cond_broadcast(&dog.changed);
+  pthread_cond_broadcast(&pynccl_watchdog.changed);
   return r || state == ncclInProgress ? 0 : state;
 }
 
@@ -60,13 +68,13 @@ static void pynccl_look_after(pynccl_watch* w, int64_t now) {
     w->late = 0;
     return;
   }
-  if (!w->late) w->late = dog.awake;
+  if (!w->late) w->late = pynccl_watchdog.awake;
   if (pynccl_unsure(w, w->late)) return;
   char what[160] = "";
   const double seconds = (double)w->timeout / 1e9;
   if (inside)
     pynccl_say(what, sizeof what, "a call of %s did not return within %g s",
-               pynccl_kind_names[pynccl_newest_kind(w)], seconds);
+               pynccl_kind_name(pynccl_newest_kind(w)), seconds);
   else
     pynccl_say(what, sizeof what, "calls on stream %#lx did not complete within %g s", (unsigned long)stream,
                seconds);
@@ -78,7 +86,7 @@ static void pynccl_look_after(pynccl_watch* w, int64_t now) {
 static __thread int pynccl_is_watchdog;
 
 static pynccl_watch* pynccl_find_watch(uint32_t id) {
-  pynccl_watch* w = dog.watches;
+  pynccl_watch* w = pynccl_watchdog.watches;
   while (w && w->id != id) w = w->next;
   return w;
 }
@@ -95,15 +103,15 @@ static int pynccl_hold(pynccl_watch* w) {
 
 static void pynccl_let_go(pynccl_watch* w) {
   pynccl_comm* comm = w->comm;
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   pynccl_comm_release(comm);
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
 }
 
 static void pynccl_close_watchdog(void) {
-  if (dog.epoll >= 0) close(dog.epoll);
-  if (dog.wake >= 0) close(dog.wake);
-  dog.epoll = dog.wake = -1;
+  if (pynccl_watchdog.epoll >= 0) close(pynccl_watchdog.epoll);
+  if (pynccl_watchdog.wake >= 0) close(pynccl_watchdog.wake);
+  pynccl_watchdog.epoll = pynccl_watchdog.wake = -1;
 }
 
 static void* pynccl_watch_all(void* nothing) {
@@ -114,18 +122,18 @@ static void* pynccl_watch_all(void* nothing) {
   cuThreadExchangeStreamCaptureMode(&relaxed);
   struct epoll_event events[64];
   int64_t last = pynccl_now();
-  pthread_mutex_lock(&dog.lock);
-  while (dog.watches) {
-    pthread_mutex_unlock(&dog.lock);
-    const int n = epoll_wait(dog.epoll, events, 64, TICK_MS);
-    pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  while (pynccl_watchdog.watches) {
+    pthread_mutex_unlock(&pynccl_watchdog.lock);
+    const int n = epoll_wait(pynccl_watchdog.epoll, events, 64, TICK_MS);
+    pthread_mutex_lock(&pynccl_watchdog.lock);
     int64_t now = pynccl_now();
-    dog.awake += now - last < BEAT_NS ? now - last : BEAT_NS;
+    pynccl_watchdog.awake += now - last < BEAT_NS ? now - last : BEAT_NS;
     last = now;
     for (int i = 0; i < n; ++i) {
       if (!events[i].data.u64) {
         uint64_t count;
-        (void)!read(dog.wake, &count, sizeof count);
+        (void)!read(pynccl_watchdog.wake, &count, sizeof count);
         continue;
       }
       pynccl_watch* w = pynccl_find_watch((uint32_t)(events[i].data.u64 >> 32));
@@ -135,12 +143,12 @@ static void* pynccl_watch_all(void* nothing) {
       if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) pynccl_read(w, rank);
       pynccl_let_go(w);
     }
-    const int beat = now - dog.beat_at >= BEAT_NS;
-    if (beat) dog.beat_at = now;
+    const int beat = now - pynccl_watchdog.beat_at >= BEAT_NS;
+    if (beat) pynccl_watchdog.beat_at = now;
     // Looking after one lets go of the lock: go by numbers, since the list may change.
     for (uint32_t id = 0;;) {
       pynccl_watch* next = NULL;
-      for (pynccl_watch* w = dog.watches; w; w = w->next)
+      for (pynccl_watch* w = pynccl_watchdog.watches; w; w = w->next)
         if (w->id > id && (!next || w->id < next->id)) next = w;
       if (!next) break;
       id = next->id;
@@ -151,9 +159,9 @@ static void* pynccl_watch_all(void* nothing) {
     }
   }
   pynccl_close_watchdog();
-  dog.running = 0;
-  pthread_cond_broadcast(&dog.changed);
-  pthread_mutex_unlock(&dog.lock);
+  pynccl_watchdog.running = 0;
+  pthread_cond_broadcast(&pynccl_watchdog.changed);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   return NULL;
 }
 
@@ -162,17 +170,17 @@ static void pynccl_make_changed(void) {
   pthread_condattr_t clock;
   pthread_condattr_init(&clock);
   pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-  memset(&dog.changed, 0, sizeof dog.changed);
-  pthread_cond_init(&dog.changed, &clock);
+  memset(&pynccl_watchdog.changed, 0, sizeof pynccl_watchdog.changed);
+  pthread_cond_init(&pynccl_watchdog.changed, &clock);
   pthread_condattr_destroy(&clock);
 }
 
-static void pynccl_before_fork(void) { pthread_mutex_lock(&dog.lock); }
-static void pynccl_in_parent(void) { pthread_mutex_unlock(&dog.lock); }
+static void pynccl_before_fork(void) { pthread_mutex_lock(&pynccl_watchdog.lock); }
+static void pynccl_in_parent(void) { pthread_mutex_unlock(&pynccl_watchdog.lock); }
 
 // An open copy of the parent's connections would hide its death from the other ranks.
 static void pynccl_in_child(void) {
-  for (pynccl_watch* w = dog.watches; w; w = w->next) {
+  for (pynccl_watch* w = pynccl_watchdog.watches; w; w = w->next) {
     w->listed = w->curing = w->touching = 0;
     w->handle = 0;
     w->marker_count = 0;
@@ -182,25 +190,27 @@ static void pynccl_in_child(void) {
     }
   }
   pynccl_close_watchdog();
-  dog.watches = NULL;
-  dog.running = 0;
+  pynccl_watchdog.watches = NULL;
+  pynccl_watchdog.running = 0;
   // A broadcast would wait for the parent's threads that wait for one.
   pynccl_make_changed();
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 
 static int pynccl_run_watchdog(void) {
-  if (!dog.prepared) {
+  if (!pynccl_watchdog.prepared) {
     pynccl_make_changed();
     if (pthread_atfork(pynccl_before_fork, pynccl_in_parent, pynccl_in_child)) return ENOMEM;
-    dog.prepared = 1;
+    pynccl_watchdog.prepared = 1;
   }
-  if (dog.running) return 0;
+  if (pynccl_watchdog.running) return 0;
   pynccl_close_watchdog();
-  dog.epoll = epoll_create1(EPOLL_CLOEXEC);
-  dog.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  pynccl_watchdog.epoll = epoll_create1(EPOLL_CLOEXEC);
+  pynccl_watchdog.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   struct epoll_event e = {.events = EPOLLIN, .data.u64 = 0};
-  if (dog.epoll >= 0 && dog.wake >= 0 && !epoll_ctl(dog.epoll, EPOLL_CTL_ADD, dog.wake, &e)) return 0;
+  if (pynccl_watchdog.epoll >= 0 && pynccl_watchdog.wake >= 0 &&
+      !epoll_ctl(pynccl_watchdog.epoll, EPOLL_CTL_ADD, pynccl_watchdog.wake, &e))
+    return 0;
   const int error = errno;
   pynccl_close_watchdog();
   return error;
@@ -208,7 +218,7 @@ static int pynccl_run_watchdog(void) {
 
 static void pynccl_wake(void) {
   const uint64_t one = 1;
-  if (dog.wake >= 0) (void)!write(dog.wake, &one, sizeof one);
+  if (pynccl_watchdog.wake >= 0) (void)!write(pynccl_watchdog.wake, &one, sizeof one);
 }
 
 // --- a communicator's watch --------------------------------------------------------------------------------
@@ -216,6 +226,23 @@ static void pynccl_wake(void) {
 static void pynccl_close_sockets(const int* sockets, int size) {
   for (int i = 0; sockets && i < size; ++i)
     if (sockets[i] >= 0) close(sockets[i]);
+}
+
+// When nobody has the communicator any more.
+static void pynccl_watch_free(pynccl_comm* comm) {
+  pynccl_watch* w = comm->watch;
+  // Collected without an end: to the others this rank is gone.
+  pynccl_watch_stop(comm, PYNCCL_STAYS);
+  for (int r = 0; r < w->size; ++r) {
+    free(w->peers[r].output);
+    free(w->peers[r].inbox);
+    free(w->peers[r].report);
+  }
+  explicit_bzero(w->peers, (size_t)w->size * sizeof *w->peers);
+  free(w->markers);
+  free(w->said);
+  free(w->lost);
+  free(w);
 }
 
 int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure, uintptr_t context,
@@ -233,9 +260,9 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
   w->handle = comm->handle;
   w->last_kind = -1;
   if (sealing) pynccl_seal_with(w, sealing);
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   int r = pynccl_run_watchdog();
-  w->id = ++dog.last_id;
+  w->id = ++pynccl_watchdog.last_id;
   for (int i = 0; i < w->size; ++i) {
     w->peers[i].socket = sockets && i != w->rank ? sockets[i] : -1;
     if (w->peers[i].socket < -1) {
@@ -243,21 +270,22 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
       w->peers[i].gone_at = pynccl_now();
       pynccl_note_lost(w, w->rank, i);
     }
-    w->peers[i].heard = dog.awake;
+    w->peers[i].heard = pynccl_watchdog.awake;
     if (!r && w->peers[i].socket >= 0) pynccl_watch_epoll(w, i, EPOLL_CTL_ADD);
   }
   if (!r) {
     w->listed = 1;
-    w->next = dog.watches;
-    dog.watches = w;
+    w->next = pynccl_watchdog.watches;
+    pynccl_watchdog.watches = w;
     comm->watch = w;
-    if (!dog.running) {
+    comm->unwatch = pynccl_watch_free;
+    if (!pynccl_watchdog.running) {
       r = pynccl_start_thread(pynccl_watch_all, NULL);
-      dog.running = !r;
+      pynccl_watchdog.running = !r;
     }
     pynccl_wake();
   }
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   if (r && comm->watch) {
     pynccl_watch_stop(comm, PYNCCL_STAYS);
   } else if (r) {
@@ -268,7 +296,7 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
 }
 
 static void pynccl_watch_unlist(pynccl_watch* w) {
-  pynccl_watch** at = &dog.watches;
+  pynccl_watch** at = &pynccl_watchdog.watches;
   while (*at && *at != w) at = &(*at)->next;
   if (*at) *at = w->next;
   w->listed = 0;
@@ -277,7 +305,7 @@ static void pynccl_watch_unlist(pynccl_watch* w) {
 void pynccl_watch_stop(pynccl_comm* comm, int goodbye) {
   pynccl_watch* w = comm->watch;
   if (!w) return;
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   w->handle = 0;
   for (const int64_t until = pynccl_now() + 1000 * MS; w->touching && pynccl_await(until);) continue;
   if (w->listed) {
@@ -294,29 +322,11 @@ void pynccl_watch_stop(pynccl_comm* comm, int goodbye) {
     pynccl_wake();
     // The thread ends with the last watch.
     for (const int64_t until = pynccl_now() + 1000 * MS;
-         !pynccl_is_watchdog && !dog.watches && dog.running && pynccl_await(until);)
+         !pynccl_is_watchdog && !pynccl_watchdog.watches && pynccl_watchdog.running && pynccl_await(until);)
       continue;
   }
-  pthread_cond_broadcast(&dog.changed);
-  pthread_mutex_unlock(&dog.lock);
-}
-
-// By pynccl_comm_release, when nobody has the communicator any more.
-static void pynccl_watch_free(pynccl_comm* comm) {
-  pynccl_watch* w = comm->watch;
-  if (!w) return;
-  // Collected without an end: to the others this rank is gone.
-  pynccl_watch_stop(comm, PYNCCL_STAYS);
-  for (int r = 0; r < w->size; ++r) {
-    free(w->peers[r].output);
-    free(w->peers[r].inbox);
-    free(w->peers[r].report);
-  }
-  explicit_bzero(w->peers, (size_t)w->size * sizeof *w->peers);
-  free(w->markers);
-  free(w->said);
-  free(w->lost);
-  free(w);
+  pthread_cond_broadcast(&pynccl_watchdog.changed);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 
 static int pynccl_settled(pynccl_watch* w, int64_t wait_ms) {
@@ -327,18 +337,18 @@ static int pynccl_settled(pynccl_watch* w, int64_t wait_ms) {
 
 int pynccl_watch_settle(pynccl_comm* comm, int64_t wait_ms) {
   if (!comm->watch) return 1;
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   const int there = pynccl_settled(comm->watch, wait_ms);
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   return there;
 }
 
 int pynccl_watch_claim(pynccl_comm* comm, int64_t wait_ms) {
   if (!comm->watch) return 1;
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   const int mine = pynccl_settled(comm->watch, wait_ms);
   comm->watch->handle = 0;
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   return mine;
 }
 
@@ -346,22 +356,23 @@ int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms
   pynccl_watch* w = comm->watch;
   if (!w) return PYNCCL_FINE;
   if (!wait_ms && !__atomic_load_n(&w->verdict.trouble, __ATOMIC_ACQUIRE)) return PYNCCL_FINE;
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   // As long as the thread has listened, which a busy machine may keep from running.
-  const int64_t until = dog.awake + wait_ms * MS, at_last = pynccl_now() + 4 * wait_ms * MS;
-  while (w->listed && !w->verdict.trouble && pynccl_now() < at_last && (dog.awake < until || w->dying))
+  const int64_t until = pynccl_watchdog.awake + wait_ms * MS, at_last = pynccl_now() + 4 * wait_ms * MS;
+  while (w->listed && !w->verdict.trouble && pynccl_now() < at_last &&
+         (pynccl_watchdog.awake < until || w->dying))
     pynccl_await(pynccl_now() + TICK_MS * MS);
   if (w->verdict.trouble && out) *out = w->verdict;
   const int trouble = w->verdict.trouble;
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   return trouble;
 }
 
 int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl_verdict* out) {
   pynccl_watch* w = comm->watch;
   if (!w) return PYNCCL_FINE;
-  pthread_mutex_lock(&dog.lock);
-  const int64_t late = dog.awake, until = pynccl_now() + 10 * SILENCE_NS;
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  const int64_t late = pynccl_watchdog.awake, until = pynccl_now() + 10 * SILENCE_NS;
   while ((w->dying || pynccl_unsure(w, late)) && !w->verdict.trouble && pynccl_now() < until) {
     const int64_t soon = pynccl_now() + TICK_MS * MS;
     pynccl_await(soon < until ? soon : until);
@@ -372,46 +383,42 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl
     pynccl_explain(w, what, out);
     if (condemn && w->listed) pynccl_condemn(w, out);
   }
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   return out->trouble;
 }
 
 void pynccl_watch_blame_library(pynccl_comm* comm) {
   pynccl_watch* w = comm->watch;
   if (!w) return;
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   if (w->listed && w->handle && !w->verdict.trouble && (w->library_error = pynccl_ask(w)) &&
       !w->verdict.trouble && w->listed)
     pynccl_condemn_library(w);
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 
 int pynccl_watched(void) {
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   int count = 0;
-  for (pynccl_watch* w = dog.watches; w; w = w->next) ++count;
-  pthread_mutex_unlock(&dog.lock);
+  for (pynccl_watch* w = pynccl_watchdog.watches; w; w = w->next) ++count;
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   return count;
 }
 
 int pynccl_watchdog_runs(void) {
-  pthread_mutex_lock(&dog.lock);
-  const int running = dog.running;
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  const int running = pynccl_watchdog.running;
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
   return running;
 }
 
 // --- around a call -----------------------------------------------------------------------------------------
 
-static int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count);
-static int pynccl_check_wait(pynccl_watch* w);
-
-// Tell the other ranks what is about to be called.
-static int pynccl_watch_announce(pynccl_comm* comm, const pynccl_call* calls, int count) {
+int pynccl_watch_announce(pynccl_comm* comm, const pynccl_call* calls, int count) {
   return comm->watch->checking ? pynccl_check_say(comm->watch, calls, count) : 0;
 }
 
-static int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {
+int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {
   pynccl_watch* w = comm->watch;
   // In a group that somebody opened in C the counterparts may come later.
   const int r = w->checking && !pynccl_depth ? pynccl_check_wait(w) : 0;
@@ -426,15 +433,13 @@ static int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int c
   return 0;
 }
 
-static void pynccl_watch_end(pynccl_comm* comm) {
-  __atomic_store_n(&comm->watch->in_call, 0, __ATOMIC_RELEASE);
-}
+void pynccl_watch_end(pynccl_comm* comm) { __atomic_store_n(&comm->watch->in_call, 0, __ATOMIC_RELEASE); }
 
 void pynccl_watch_issued(pynccl_comm* comm, uintptr_t stream) {
   pynccl_watch* w = comm->watch;
   // In a group that somebody opened in C nothing is on the stream yet.
   if (!w || !w->timeout || pynccl_depth) return;
-  pthread_mutex_lock(&dog.lock);
+  pthread_mutex_lock(&pynccl_watchdog.lock);
   if (w->listed && w->handle) pynccl_mark(w, stream);
-  pthread_mutex_unlock(&dog.lock);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
 }

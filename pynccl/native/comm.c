@@ -1,0 +1,29 @@
+#include "comm.h"
+
+#include <stdlib.h>
+
+#include "ring.h"
+
+pynccl_comm* pynccl_comm_new(void) {
+  pynccl_comm* comm = calloc(1, sizeof *comm);
+  if (comm) *comm = (pynccl_comm){.references = 1, .size = 1};
+  return comm;
+}
+
+void pynccl_comm_release(pynccl_comm* comm) {
+  if (!comm || __atomic_sub_fetch(&comm->references, 1, __ATOMIC_ACQ_REL)) return;
+  if (comm->watch) comm->unwatch(comm);
+  if (comm->trace) pynccl_trace_close(comm->trace);
+  free(comm->used);
+  free(comm);
+}
+
+void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream) {
+  for (int i = 0; i < comm->used_count; ++i)
+    if (comm->used[i] == stream) comm->used[i] = comm->used[--comm->used_count];
+  if (comm->trace) pynccl_trace_complete(comm->trace, stream, 0);
+}
+
+void pynccl_comm_failed(pynccl_comm* comm, uintptr_t stream, int result) {
+  if (comm->trace) pynccl_trace_complete(comm->trace, stream, result);
+}

@@ -1,0 +1,23 @@
+// What every layer uses: the libraries' functions, the time, text that is put together, arrays that grow.
+// A layer includes those below it, never one above: status, internal, call, recorder (ring, dumps), comm,
+// channel, markers, verdicts, arrivals and checks, watchdog, calls, fastcall.
+#pragma once
+
+#include "library.h"
+
+#define MS 1000000LL
+
+#pragma GCC visibility push(hidden)
+
+// Nanoseconds of the monotonic clock.
+int64_t pynccl_now(void);
+// Append to a text.
+void pynccl_say(char* text, size_t size, const char* format, ...) __attribute__((format(printf, 3, 4)));
+// An array with room for one more; NULL without memory, and the array stays as it is.
+void* pynccl_grown(void* items, int* capacity, size_t size);
+
+static inline void* pynccl_room(void* items, int count, int* capacity, size_t size) {
+  return count < *capacity ? items : pynccl_grown(items, capacity, size);
+}
+
+#pragma GCC visibility pop

@@ -1,0 +1,195 @@
+// The rings that the recorder writes and its dumps read: records, the plans that some of them mean, and the
+// time. What a call writes is inline here, field by field: a copy of the whole would be put together in
+// memory first.
+#pragma once
+
+#include <time.h>
+
+#include "recorder.h"
+
+enum pynccl_state {
+  PYNCCL_CALLED,  // in the C call
+  PYNCCL_TAKEN,   // the library has it
+  PYNCCL_DONE,    // known to be complete
+  PYNCCL_FAILED
+};
+
+// One line of the cache.
+typedef struct pynccl_entry {
+  uint64_t called;   // in ticks
+  uint64_t outcome;  // of pynccl_outcome; one word, so that who dumps meanwhile sees all of it or nothing
+  uintptr_t send;
+  uintptr_t recv;
+  uintptr_t stream;
+  union {
+    size_t count;
+    const struct pynccl_digest* plan;  // what a run stands for
+  };
+  uint32_t number;  // of a collective on its communicator, of a send or recv with its peer; a run's first
+                    // collective; the low half, see pynccl_whole
+  uint32_t group;   // 0: none
+  int root;
+  uint16_t caller;
+  uint8_t kind;
+  uint8_t datatype_op;  // op in the upper four bits
+} pynccl_entry;
+
+_Static_assert(sizeof(pynccl_entry) == 64, "a record is a line of the cache");
+_Static_assert(ncclNumOps < 16 && ncclNumTypes <= 16, "op and datatype have four bits");
+
+static inline uint64_t pynccl_outcome(enum pynccl_state state, int64_t ticks_or_result) {
+  return (uint64_t)ticks_or_result << 2 | state;
+}
+
+static inline void pynccl_set_outcome(pynccl_entry* r, enum pynccl_state state, int64_t ticks_or_result) {
+  __atomic_store_n(&r->outcome, pynccl_outcome(state, ticks_or_result), __ATOMIC_RELAXED);
+}
+
+static inline enum pynccl_state pynccl_state_of(const pynccl_entry* r) { return r->outcome & 3; }
+
+// A number of which a record has the low half, from the newest one of its kind.
+static inline uint64_t pynccl_whole(uint64_t newest, uint32_t low) {
+  return newest - (uint32_t)((uint32_t)newest - low);
+}
+
+// The calls of a plan on one communicator. It outlives its list until no record means it any more.
+typedef struct pynccl_digest {
+  struct pynccl_digest* next;
+  uint64_t last;  // the position behind its newest run
+  int dropped;
+  int count;
+  int collectives;
+  uintptr_t stream;  // of all calls, or what is no stream
+  pynccl_call calls[];
+} pynccl_digest;
+
+struct pynccl_trace {
+  uint64_t next;  // records so far; published last
+  size_t mask;    // of a position, for its place: a power of two, less one
+  size_t shown;   // at most; not the oldest place, which may be being written
+  pynccl_entry* records;
+  uint64_t collectives;
+  unsigned caller;
+  int size;
+  uint64_t* pairs;    // calls with each peer so far: sends, then recvs
+  uint64_t* scratch;  // a dump's, as many
+  int mark;
+  uint64_t marked;
+  uint64_t closed;  // 0, or a number that grows with every one that is closed
+  pynccl_digest* digests;
+  char header[];
+};
+
+static inline uint64_t pynccl_ticks(void) {
+#if defined(__x86_64__)
+  return __builtin_ia32_rdtsc();
+#elif defined(__aarch64__)
+  uint64_t ticks;
+  __asm__ volatile("mrs %0, cntvct_el0" : "=r"(ticks));
+  return ticks;
+#else
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000ull + now.tv_nsec;
+#endif
+}
+
+typedef struct pynccl_instant {
+  uint64_t ticks;
+  int64_t ns;  // since 1970
+} pynccl_instant;
+
+// Nodes are never freed, so that a dump walks them without a lock.
+typedef struct pynccl_node {
+  struct pynccl_node* next;
+  pynccl_trace* trace;
+} pynccl_node;
+
+#pragma GCC visibility push(hidden)
+
+extern pynccl_instant pynccl_first;  // of the clocks, when the first ring was made
+extern pynccl_node* pynccl_nodes;
+extern int pynccl_trace_busy;  // nodes or digests are being changed
+extern int pynccl_dumping;     // a dump is under way: one at a time, and nothing is freed meanwhile
+
+#define PYNCCL_CALLERS 65536
+extern const char* pynccl_callers[PYNCCL_CALLERS];
+
+pynccl_instant pynccl_clock(void);
+int pynccl_no_dump(void);
+void pynccl_trace_close(pynccl_trace* t);
+// The stream has got behind everything that was called on it, or has failed to.
+void pynccl_trace_complete(pynccl_trace* t, uintptr_t stream, int result);
+
+// The calls on one communicator that the runs of a plan stand for; the ring has it until no record means it.
+void pynccl_digest_add(pynccl_trace* t, pynccl_digest* digest);
+void pynccl_digest_drop(pynccl_trace* t, pynccl_digest* digest);
+void pynccl_trace_plan(pynccl_trace* t, pynccl_digest* plan, uint64_t now, uint64_t group);
+
+#pragma GCC visibility pop
+
+static inline int pynccl_is_pair(int kind) { return kind == PYNCCL_SEND || kind == PYNCCL_RECV; }
+
+// Those that every rank makes in the same order.
+static inline int pynccl_is_collective(int kind) {
+  return (kind <= PYNCCL_BARRIER && !pynccl_is_pair(kind)) || kind == PYNCCL_SPLIT || kind == PYNCCL_GROW;
+}
+
+static inline uint64_t* pynccl_pair(const pynccl_trace* t, uint64_t* pairs, int kind, int peer) {
+  return &pairs[(kind == PYNCCL_SEND ? 0 : t->size) + peer];
+}
+
+static inline pynccl_entry* pynccl_trace_next(pynccl_trace* t) {
+  // What was published stays before what overwrites the oldest.
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  return &t->records[t->next & t->mask];
+}
+
+static inline void pynccl_trace_publish(pynccl_trace* t) {
+  const uint64_t next = t->next + 1;
+  // The ring is larger than the nearest cache, and calls are far apart.
+  __builtin_prefetch(&t->records[next & t->mask], 1);
+  __atomic_store_n(&t->next, next, __ATOMIC_RELEASE);
+}
+
+static inline void pynccl_put_call(pynccl_entry* r, const pynccl_call* c, uint64_t called, uint64_t number,
+                                   uint64_t group) {
+  r->called = called;
+  r->outcome = 0;
+  r->send = c->send;
+  r->recv = c->recv;
+  r->stream = c->stream;
+  r->count = c->count;
+  r->number = (uint32_t)number;
+  r->group = (uint32_t)group;
+  r->root = c->root;
+  r->caller = (uint16_t)c->caller;
+  r->kind = (uint8_t)c->kind;
+  r->datatype_op = (uint8_t)(c->datatype | (c->op < ncclNumOps ? c->op : ncclNumOps) << 4);
+}
+
+static inline pynccl_entry* pynccl_trace_call(pynccl_trace* t, const pynccl_call* c, uint64_t now,
+                                              uint64_t group) {
+  uint64_t* counter = pynccl_is_pair(c->kind) ? pynccl_pair(t, t->pairs, c->kind, c->root) : &t->collectives;
+  pynccl_entry* record = pynccl_trace_next(t);
+  pynccl_put_call(record, c, now, ++*counter, group);
+  pynccl_trace_publish(t);
+  return record;
+}
+
+static inline void pynccl_trace_result(pynccl_entry* record, int result, int waited) {
+  if (result && result != PYNCCL_WAITING && result != ncclInProgress)
+    pynccl_set_outcome(record, PYNCCL_FAILED, result);
+  else if (result || !waited)
+    pynccl_set_outcome(record, PYNCCL_TAKEN, result == PYNCCL_WAITING ? 0 : result);
+  else
+    pynccl_set_outcome(record, PYNCCL_DONE, pynccl_ticks());
+}
+
+static inline pynccl_entry* pynccl_trace_at(const pynccl_trace* t, uint64_t position) {
+  return &t->records[position & t->mask];
+}
+
+static inline uint64_t pynccl_trace_oldest(const pynccl_trace* t, uint64_t next) {
+  return next < t->shown ? 0 : next - t->shown;
+}
