@@ -10,7 +10,7 @@ import numpy as np
 from pynccl._arrays import buffers
 from pynccl._arrays.buffers import Kind, kind_of
 from pynccl._comm.arguments import Arguments
-from pynccl._comm.core import OVERLAP, RECORDED, WAITING, Core
+from pynccl._comm.core import INTERRUPTED, OVERLAP, RECORDED, WAITING, Core
 from pynccl._comm.groups import Group
 from pynccl._comm.kinds import ALL_REDUCE, ALL_TO_ALL, BARRIER, BROADCAST, REDUCING, ROOTED, function_name
 from pynccl._comm.reductions import PreMulSum, op_code
@@ -42,11 +42,9 @@ class Calls:
 
     def __init__(self, core: Core) -> None:
         self.core, self.arguments = core, Arguments(core)
-        # What is the same in many calls; of all_reduce by operation and NumPy dtype, and for "sum".
+        # What is the same in many calls; of all_reduce also by type of array, operation and dtype.
         self._templates: dict[tuple[int, int, int, int], fastcall.Template] = {}
-        self._sums: dict[Any, fastcall.Template] = {}
-        self._quick: dict[Any, dict[Any, fastcall.Template]] = {"sum": self._sums}
-        self._device, self._streamless = core.device, core.streamless
+        self._usual: dict[type, dict[str, dict[Any, fastcall.Template]]] = {}
         # What a barrier reduces on the CPU library.
         self._token = np.zeros(1, np.uint8)
 
@@ -72,54 +70,20 @@ class Calls:
         return result
 
     def all_reduce(self, send: Any, recv: Any, op: Any, stream: Any, config: PerCall) -> Any:
-        """Run the most frequent call: CuPy's arrays with nothing else said go a short way."""
-        if stream is None and type(send) is buffers.cupy_array and config is None:
-            answer = None
-            result = send if recv is None else recv
-            try:
-                issue = (self._sums if op == "sum" else self._quick[op])[send.dtype]
-                streamless = self._streamless
-                if (
-                    send._c_contiguous
-                    and (streamless or send.data.device_id == self._device)
-                    and (
-                        recv is None
-                        or (
-                            type(recv) is buffers.cupy_array
-                            and recv.dtype is send.dtype
-                            and recv.shape == send.shape
-                            and recv._c_contiguous
-                            and (streamless or recv.data.device_id == self._device)
-                        )
-                    )
-                ):
-                    source = send.data.ptr
-                    target = source if recv is None else recv.data.ptr
-                    if streamless:
-                        answer = issue(source, target, send.size)
-                    else:
-                        answer = issue(source, target, send.size, buffers.cupy_stream(), 0)
-                    if not answer:
-                        return result
-                    if answer == RECORDED:
-                        fastcall.keep(send)
-                        if recv is not None:
-                            fastcall.keep(recv)
-                        return result
-            except BaseException as error:
-                # What a signal's handler raises may come between the call and its answer.
-                mine = self._let_go(self.core.own_stream, (send, recv))
-                if mine or not isinstance(error, KeyError | TypeError | AttributeError):
-                    raise
-            if answer is not None:
-                try:
-                    self._after(answer, ALL_REDUCE, *self._stream(None, send, recv), (self.core, send, recv))
-                except BaseException:
-                    if answer == WAITING:
-                        self._let_go(self.core.own_stream, (send, recv))
-                    raise
-                return result
+        """Run an all_reduce; `usual_all_reduce` does so faster for what it has met before."""
         return self.run(ALL_REDUCE, send, recv, op, 0, stream, config)
+
+    def usual_all_reduce(self) -> fastcall.Usual:
+        """Return what runs all_reduce with (send, recv, op, stream, config)."""
+        core = self.core
+        stream = None if core.streamless else buffers.cupy_stream
+        return fastcall.Usual(self._usual, stream, core.device, self._after_usual, self.all_reduce)
+
+    def _after_usual(self, answer: int, send: Any, recv: Any) -> None:
+        if answer == INTERRUPTED:
+            self._let_go(self.core.own_stream, (send, recv))
+        else:
+            self._after(answer, ALL_REDUCE, *self._stream(None, send, recv), (self.core, send, recv))
 
     def barrier(self, timeout: float | None) -> None:
         """Return when every rank has reached this, or raise after so many seconds."""
@@ -160,9 +124,9 @@ class Calls:
         return answer
 
     def _remember(self, template: fastcall.Template, send: Any, op: Any, dtype: int) -> None:
-        """Let the next all_reduce like this one go the short way."""
+        """Let the next all_reduce like this one be a usual one."""
         if type(send) is buffers.cupy_array and type(op) is str and dtype < 256:
-            self._quick.setdefault(op, {})[send.dtype] = template
+            self._usual.setdefault(type(send), {}).setdefault(op, {})[send.dtype] = template
 
     def _template(
         self, kind: int, datatype: int, op: int, root: int, config: PerCall = None

@@ -58,7 +58,8 @@ class Operations:
         self._core = core
         self._calls = calls = Calls(core)
         self._arguments = calls.arguments
-        self._run, self._all_reduce, self._run_in_pieces = calls.run, calls.all_reduce, calls.run_in_pieces
+        self._run, self._run_in_pieces = calls.run, calls.run_in_pieces
+        self._all_reduce = calls.usual_all_reduce()
 
     # --- the collectives ---
 
