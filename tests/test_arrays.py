@@ -117,7 +117,7 @@ def every_argument(rank: int, nranks: int) -> None:
                 other = "recv" if name == "recv" else "send"
                 refusals.append(
                     (lambda c=call: c(np.zeros(4 * n, np.int8)), TypeError,
-                     "^recv has dtype (int8|float32); expected that of send, (int8|float32)")
+                     "^recv has dtype (int8|float32); expected the dtype of send, (int8|float32)")
                 )  # fmt: skip
                 refusals.append(
                     (lambda c=call: c(np.zeros(4 * n + 1, np.float32)), ValueError,
@@ -144,9 +144,9 @@ def orders_and_counts(rank: int, nranks: int) -> None:
         joined = "in Fortran order; expected C order, since the first axis is split or joined"
         refused(comm, [
             (lambda: comm.all_reduce(c, f), ValueError,
-             "^recv is in Fortran order; expected that of send, C order"),
+             "^recv is in Fortran order; expected the order of send, C order"),
             (lambda: comm.all_reduce(f, c), ValueError,
-             "^recv is in C order; expected that of send, Fortran order"),
+             "^recv is in C order; expected the order of send, Fortran order"),
             (lambda: comm.reduce(c, f, root=me), ValueError, "^recv is in Fortran order"),
             (lambda: comm.broadcast(f, c, root=me), ValueError, "^recv is in C order"),
             (lambda: comm.all_gather(f), ValueError, f"^send is {joined}"),
@@ -190,14 +190,14 @@ def orders_and_counts(rank: int, nranks: int) -> None:
             (lambda: comm.all_gather(np.zeros(3, "i2"), np.zeros(5, "i2")), ValueError,
              "^recv has 5 elements; expected 6"),
             (lambda: comm.all_gather(np.zeros(3, "i2"), np.zeros(12, "u1")), TypeError,
-             "^recv has dtype uint8; expected that of send, int16"),
+             "^recv has dtype uint8; expected the dtype of send, int16"),
             (lambda: comm.all_reduce(np.zeros(4, "c8"), np.zeros(8, "f4")), TypeError,
-             "^recv has dtype float32; expected that of send, complex64"),
+             "^recv has dtype float32; expected the dtype of send, complex64"),
         ])  # fmt: skip
         data, counts = np.zeros(4), [2, 2]
         refused(comm, [
             (lambda: comm.all_gather_v(data, np.zeros(8), [4]), ValueError,
-             "^counts has 1 entries; expected one a rank, 2"),
+             "^counts has 1 entries; expected 2, one for each rank"),
             (lambda: comm.all_gather_v(data, np.zeros(8), [4, 4, 4]), ValueError, "^counts has 3 entries"),
             (lambda: comm.all_gather_v(data, np.zeros(8), [4, -4]), ValueError,
              r"^counts is \[4, -4\]; expected whole numbers, 0 or more"),
@@ -247,7 +247,7 @@ def shapes(rank: int, nranks: int) -> None:
         for wrap in (lambda a: a, torch_over, cupy_over, memoryview):
             refused(comm, [
                 (lambda w=wrap: comm.all_reduce(w(flat), w(square)), ValueError,
-                 r"^recv has shape \(2, 2\); expected that of send, \(4,\) \(a view of it"),
+                 r"^recv has shape \(2, 2\); expected the shape of send, \(4,\) \(a view made by reshape"),
                 (lambda w=wrap: comm.reduce(w(flat), w(zeros(4, 1)), root=me), ValueError, r"shape \(4, 1\)"),
                 (lambda w=wrap: comm.broadcast(w(square), w(zeros(4)), root=me), ValueError, r"shape \(4,\)"),
                 (lambda w=wrap: comm.all_to_all(w(zeros(n, 2)), w(zeros(2 * n))), ValueError, r"\(4,\)"),
@@ -343,13 +343,13 @@ def other_arguments(rank: int, nranks: int) -> None:
         frozen.flags.writeable = False
         refusals: list[Refusal] = [
             (lambda: comm.broadcast(None, root=me), TypeError,
-             "^send is None; expected an array, which the root sends"),
-            (lambda: comm.broadcast(None, x, root=me), TypeError, "^send is None; expected an array, which"),
-            (lambda: comm.broadcast(None, root=1 - me), TypeError, "^send is None; expected an .*, or recv"),
+             "^send is None; expected an array: this rank is the root"),
+            (lambda: comm.broadcast(None, x, root=me), TypeError, "^send is None; expected an array: this"),
+            (lambda: comm.broadcast(None, root=1 - me), TypeError, "^send is None; expected an array for send or recv"),
             (lambda: comm.scatter(None, x, root=me), TypeError,
-             "^send is None; expected an array, which the root sends"),
+             "^send is None; expected an array: this rank is the root"),
             (lambda: comm.scatter(None, root=1 - me), TypeError,
-             "^send and recv are None; expected recv, or a send to make it from"),
+             "^send and recv are None; expected an array for at least one of them"),
             (lambda: comm.all_reduce(None), TypeError, "^send is of type NoneType"),
             (lambda: comm.all_reduce(frozen), ValueError, r"^send \(in place\) is read-only"),
             (lambda: comm.reduce(frozen, root=me), ValueError, r"^send \(in place\) is read-only"),
@@ -377,13 +377,13 @@ def other_arguments(rank: int, nranks: int) -> None:
             for op in ("prod", "max", "min", pynccl.RedOp.MAX):
                 refusals.append(
                     (lambda d=dtype, op=op: comm.all_reduce(np.zeros(4, d), op=op), TypeError,
-                     f"^op is .* and the arrays have dtype {dtype}, for which NCCL has sum and avg")
+                     f"^op is .* and the arrays have dtype {dtype}; NCCL reduces it by sum and avg only")
                 )  # fmt: skip
         for dtype in ("bool", "int16", "uint16"):
             for op in ("sum", "avg", "max", "prod"):
                 refusals += [
                     (lambda d=dtype, op=op: comm.all_reduce(np.zeros(4, d), op=op), TypeError,
-                     f"^op is .* and the arrays have dtype {dtype}, for which NCCL has no reduction, only"),
+                     f"^op is .* and the arrays have dtype {dtype}; NCCL cannot reduce it, only"),
                     (lambda d=dtype, op=op: comm.reduce_scatter(np.zeros(4, d), op=op), TypeError, dtype),
                 ]  # fmt: skip
         stream: Any
