@@ -214,7 +214,7 @@ def test_an_echo_is_no_store() -> None:
         thread = threading.Thread(target=echo)
         thread.start()
         address = format_address("127.0.0.1", listener.getsockname()[1])
-        with pytest.raises(BootstrapError, match="the secret .* is not the store's"):
+        with pytest.raises(BootstrapError, match="the secret .* differs from the store's"):
             Store(address, SECRET, timeout=10)
         thread.join()
 
@@ -370,9 +370,7 @@ def test_one_warning_where_others_can_take_part(method: str, secret: str) -> Non
         2, warnings_of_init, method, free_port(), backend="cpu", env={"PYNCCL_SECRET": secret}, timeout=50
     )
     assert [len(each) for each in heard] == [int(method == "tcp" and not secret), 0], heard
-    assert all(
-        "has no secret: whoever reaches it can take part; set PYNCCL_SECRET" in text for text in heard[0]
-    )
+    assert all("has no secret: every process can take part; set PYNCCL_SECRET" in text for text in heard[0])
 
 
 # --- one side without ---
@@ -382,13 +380,13 @@ def test_neither_side_does_without_the_secret_it_has() -> None:
     with (
         StoreServer(secret=SECRET) as server,
         pytest.raises(
-            BootstrapError, match="it wants a secret, and this process has none; set PYNCCL_SECRET"
+            BootstrapError, match="it requires a secret, but this process has none; set PYNCCL_SECRET"
         ),
     ):
         Store(server.address, "", timeout=5)
     with (
         StoreServer(secret="") as server,
-        pytest.raises(BootstrapError, match=r"it has no secret, and this process has one \(PYNCCL_SECRET\)"),
+        pytest.raises(BootstrapError, match=r"it has no secret, but this process has one \(PYNCCL_SECRET\)"),
     ):
         Store(server.address, SECRET, timeout=5)
 
@@ -432,9 +430,9 @@ def meets_with(rank: int, nranks: int, secrets: list[str], port: int) -> str:
 
 def test_rank_0_says_whom_it_turned_away() -> None:
     texts = testing.run(3, meets_with, [SECRET, "", SECRET + "?"], free_port(), backend="cpu")
-    assert "never arrived: 1, 2 (2 of 3); turned away: 1 with another secret, 1 without a secret" in texts[0]
+    assert "never arrived: 1, 2 (2 of 3); refused: 1 with another secret, 1 without a secret" in texts[0]
     texts = testing.run(2, meets_with, ["", SECRET], free_port(), backend="cpu")
-    assert "never arrived: 1 (1 of 2); turned away: 1 with a secret, unlike here" in texts[0]
+    assert "never arrived: 1 (1 of 2); refused: 1 with a secret, unlike here" in texts[0]
 
 
 # --- the control channel ---
