@@ -90,7 +90,7 @@ def every_argument(rank: int, nranks: int) -> None:
             refusals: list[Refusal] = [
                 (lambda c=call: c(wide[:, 0]), ValueError,
                  rf"^{name} is not contiguous \(shape \({4 * n},\), strides \(8,\)\); nothing is copied "
-                 "silently: pass a contiguous array, as ascontiguousarray or .contiguous"),
+                 "silently: expected a contiguous array .see ascontiguousarray and .contiguous"),
                 (lambda c=call: c(torch_over(wide)[:, 0]), ValueError, rf"^{name} is not contiguous"),
                 (lambda c=call: c(Device(wide[:, 0])), ValueError, rf"^{name} is not contiguous"),
                 (lambda c=call: c(Exporter(wide[:, 0])), ValueError, rf"^{name} is not contiguous"),
@@ -412,7 +412,9 @@ def other_arguments(rank: int, nranks: int) -> None:
         with pytest.raises(TypeError, match="ncclCollConfig_t has no field minCTA"):
             comm.all_reduce(x, config={"minCTA": 1})
         config: Any = 3
-        with pytest.raises(TypeError, match="a CollConfig or a dict of its fields is needed, not int"):
+        with pytest.raises(
+            TypeError, match="config is of type int; expected a CollConfig or a dict of its fields"
+        ):
             comm.all_reduce(x, config=config)
         assert (comm.all_reduce(np.ones(2), config={"minCTAs": 1}) == 2).all()
 
@@ -430,11 +432,11 @@ def torch_tensors(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         refused(comm, [
             (lambda: comm.all_reduce(torch.zeros(4).to_sparse()), TypeError,
-             r"^send is a tensor with layout torch.sparse_coo.*expected a plain strided one \(.to_dense\(\)"),
+             r"^send is a tensor with layout torch.sparse_coo.*expected a plain strided tensor \(.to_dense\(\)"),
             (lambda: comm.all_reduce(torch.zeros(4, dtype=torch.complex64).conj()), TypeError,
              "^send is a tensor with .*pending conjugation"),
             (lambda: comm.all_reduce(torch.zeros(4, device="meta")), TypeError,
-             "^send is a tensor on meta; expected one on the CPU or on a CUDA device"),
+             "^send is a tensor on meta; expected a tensor on the CPU or on a CUDA device"),
             (lambda: comm.all_reduce(torch.zeros(3, 4).t()), ValueError, "^send is not contiguous"),
             (lambda: comm.all_reduce(torch.zeros(4, dtype=torch.float8_e4m3fnuz)), TypeError,
              "^send has dtype float8_e4m3fnuz; expected one of"),

@@ -218,7 +218,7 @@ def orders_producers(rank: int, nranks: int) -> None:
         # Without a stream of its own the call goes on the producer's.
         assert fake.log()[-1].endswith(f"stream {theirs:#x}")
         with pytest.raises(
-            ValueError, match=r"stream 0, which is ambiguous; expected 1 or 2.*\(rank 1 of 2\)"
+            ValueError, match=r"the ambiguous stream 0; expected 1, 2 or None.*\(rank 1 of 2\)"
         ):
             comm.all_reduce(Device(data, stream=0), stream=mine)
         # Recorded now, run later: the order is kept, too.

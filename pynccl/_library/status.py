@@ -1,4 +1,4 @@
-"""From a result code to an exception: the one `check`, and what it knows of each communicator."""
+"""From a result code to an exception: `check`, and the ranks of communicators for its messages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ IN_PROGRESS = 7
 NOT_FOUND = 1000
 NOT_LOADED = 1001
 
-# Communicators that capi made and nobody destroyed yet: (rank, size), None while only the library knows it.
+# Rank and size of open communicators that capi made; None while only the library knows them.
 # The cells that NCCL wrote them to stay alive with them.
 _known: dict[int, tuple[tuple[int, int] | None, Any]] = {}
-# By communicator, the cells of handles that NCCL is still to write.
+# By communicator, the cells of handles that NCCL will write.
 _late: dict[int, list[Any]] = {}
 
 
@@ -27,19 +27,19 @@ def remember(comm: int, place: tuple[int, int] | None, cells: Any = None) -> Non
 
 
 def remember_late(comm: int, cell: Any) -> None:
-    """Keep a cell that NCCL is still to write because of a call on a communicator."""
+    """Keep a cell alive that NCCL will write because of a call on a communicator."""
     cells = _late.setdefault(int(comm), [])
     cells[:] = [other for other in cells if not other[0]] + [cell]
 
 
 def forget(comm: int) -> None:
-    """Drop what is known of a communicator: its handle may mean another one soon."""
+    """Forget a communicator, since its handle may be reused."""
     _known.pop(int(comm), None)
     _late.pop(int(comm), None)
 
 
 def place_of(comm: int) -> tuple[int, int] | None:
-    """Return (rank, size) of a communicator that capi made, or None: others may be gone and are not asked."""
+    """Return (rank, size) of a communicator that capi made; None for others, which may be closed."""
     if comm not in _known:
         return None
     place, cells = _known[comm]
@@ -57,18 +57,18 @@ def text(pointer: Any) -> str:
 
 
 def check(result: int, function: str, comm: int = 0) -> None:
-    """Raise what a result code means; success and ncclInProgress mean nothing."""
+    """Raise the exception of a result code; none for success and ncclInProgress."""
     if result not in (0, IN_PROGRESS):
         raise _missing(function) if result == NOT_FOUND else _failed(result, function, int(comm))
 
 
 def again(result: int, function: str, comm: int = 0) -> bool:
-    """Like check, and tell whether to repeat the call because the library has been loaded only now."""
+    """Check a result; return True if the call must be repeated because the library was not loaded."""
     if result == NOT_LOADED:
         loader.load()
         return True
     name = function.encode()
-    # Another thread may have been filling the table during the call.
+    # Another thread may have filled the table during the call.
     if result == NOT_FOUND and (lib.nccl_api_find(name) or lib.cpu_api_find(name)):
         return True
     check(result, function, comm)
@@ -91,12 +91,12 @@ def _missing(function: str) -> NotSupportedError:
     elif function in FUNCTIONS:
         need = f"needs NCCL >= {version_text(FUNCTIONS[function])}"
     else:
-        need = "is not there"
+        need = "is missing"
     return NotSupportedError(f"{function} {need}; loaded {_origin()}", function=function)
 
 
 def _failed(result: int, function: str, comm: int) -> NcclError:
-    # First of all: whatever else is called may replace it.
+    # First, since any other call may replace the text.
     detail = text(lib.ncclGetLastError(comm))
     meaning = text(lib.ncclGetErrorString(result))
     cls = error_class(result, detail)
