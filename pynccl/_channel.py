@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import ipaddress
 import os
 import resource
@@ -21,11 +20,11 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pynccl import _handshake
+from pynccl import _ended, _handshake
 from pynccl._binding import lib
+from pynccl._ended import Process
 from pynccl._errors import BootstrapError, NcclError, NcclSystemError, NcclTimeoutError
 from pynccl._secret import read_secret
 
@@ -50,19 +49,14 @@ _GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?")
 Gather = Callable[[bytes], list[bytes]]
 
 
-class Process(NamedTuple):
-    """A rank's process: its number and when it started, 0 where this process cannot see it."""
-
-    pid: int
-    start: int
-
-
 class Channel(NamedTuple):
     """What connects a rank to the others."""
 
     # A connected socket for every rank, -1 for this one and GONE for one that died meanwhile.
     sockets: list[int]
+    # The ranks' processes, and which of them this process can see.
     processes: list[Process]
+    visible: list[bool]
     # What seals the frames of each rank, where there is a secret.
     sessions: dict[int, Session]
 
@@ -74,7 +68,8 @@ def connect(
     secret, mine, failure = _greeting()
     greetings = [_GREETING.unpack(each) for each in _exchange(rank, size, gather, mine, failure)]
     _check_secrets(rank, size, [greeting[-1] for greeting in greetings])
-    key, space = greetings[0][1], greetings[rank][2]
+    key = greetings[0][1]
+    processes = [Process(*greeting[2:5]) for greeting in greetings]
     one_host = len({greeting[0] for greeting in greetings}) == 1
     with ExitStack() as opened:
         listener, mine, failure = _place(one_host, size, opened)
@@ -85,11 +80,11 @@ def connect(
             mesh.call(places[:rank])
             mesh.answer(look)
             # They were alive when they connected; who cannot be seen now never proves anything.
-            processes = [
-                Process(pid, start if its == space and lib.pynccl_process_start(pid) == start else 0)
-                for _, _, its, pid, start, _ in greetings
+            here = processes[rank].space
+            visible = [
+                one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes
             ]
-            return Channel(mesh.sockets(), processes, mesh.sessions)
+            return Channel(mesh.sockets(), processes, visible, mesh.sessions)
         except BaseException:
             mesh.close()
             raise
@@ -114,7 +109,7 @@ def _greeting() -> tuple[str, bytes, Exception | None]:
         secret = read_secret()
         if secret:
             _handshake.load_noise()
-        own = _pid_space(), os.getpid(), int(lib.pynccl_process_start(os.getpid()))
+        own = _ended.process(os.getpid())
         return secret, _GREETING.pack(_host_id(), secrets.token_bytes(_KEY), *own, bool(secret)), None
     except BootstrapError as error:
         return "", bytes(_GREETING.size), error
@@ -364,28 +359,7 @@ def _listen(host: str) -> socket.socket:
 
 def _host_id() -> bytes:
     """Return what is the same for processes that share a loopback interface."""
-    return _digest(socket.gethostname(), _boot_id(), _namespace("net"))
-
-
-def _pid_space() -> bytes:
-    """Return what is the same for processes that know each other by the same numbers."""
-    return _digest(_boot_id(), _namespace("pid"))
-
-
-def _digest(*parts: str) -> bytes:
-    return hashlib.sha256("\0".join(parts).encode()).digest()[:_KEY]
-
-
-def _boot_id() -> str:
-    with suppress(FileNotFoundError, PermissionError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
-    return socket.gethostname()
-
-
-def _namespace(kind: str) -> str:
-    with suppress(FileNotFoundError, PermissionError):
-        return os.readlink(f"/proc/self/ns/{kind}")
-    return ""
+    return _ended.digest(socket.gethostname(), _ended.boot_id(), _ended.namespace("net"))
 
 
 def _pack_place(host: str, port: int) -> bytes:

@@ -17,6 +17,7 @@ import numpy as np
 from pynccl import _checks, _cuda, _library, _lifetime, _recorder, _streams, _watchdog, capi
 from pynccl._binding import address_of, ffi, lib
 from pynccl._devices import device_to_use, on_device
+from pynccl._ended import Process
 from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError, RankFailedError
 from pynccl._kept import CpuEvents, CudaEvents, Kept
 from pynccl._lifetime import ABORT_SECONDS, bounded, with_outside
@@ -138,6 +139,7 @@ class Communicator(Relatives):
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         # Alive as long as its children: an abort finds them through it.
         self._parent: Communicator | None = None
+        self._processes: Sequence[Process] = ()
         self._visible: Sequence[bool] = ()
         self._attempts = 0
         # By when its creation is over.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from pynccl import _agreement, _watchdog, capi
+from pynccl import _agreement, _ended, _watchdog, capi
 from pynccl._agreement import DERIVE, MADE, Message, State, View, ranks_in, set_of
 from pynccl._binding import ffi, lib
 from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError, RankFailedError
@@ -73,6 +73,7 @@ class Survivors:
         self.out: dict[int, _agreement.Output] = {}
         self.decided = 0
         self.began = time.monotonic()
+        self.word = _ended.Word()
 
     def _tag(self, kind: int, number: int = 0) -> int:
         return self.attempt << 32 | number << 8 | kind
@@ -110,7 +111,12 @@ class Survivors:
         return decision
 
     def _wait_for_decision(self) -> None:
-        deadline = time.monotonic() + (self.comm._timeout or _SECONDS)
+        try:
+            self._pump_until_decided(time.monotonic() + (self.comm._timeout or _SECONDS))
+        finally:
+            self.word.pause()
+
+    def _pump_until_decided(self, deadline: float) -> None:
         too_few: float | None = None
         while self.states[-1].decision is None:
             self.pump(_SLICE_MS)
@@ -120,12 +126,20 @@ class Survivors:
             if state.decision is not None or _agreement.may_go_on(state):
                 too_few = None
             else:
-                # That somebody has ended is seen a little after its connection ends.
+                # That somebody has ended is seen, or told, a little after its connection ends.
                 too_few = too_few or now
+                self._ask_for_ends(deadline)
                 if now > min(too_few + _PROOF, deadline):
                     raise self._partition(state.view)
             if state.decision is None and now >= deadline:
                 raise self._late(_agreement.awaited(state))
+
+    def _ask_for_ends(self, deadline: float) -> None:
+        """Learn from the launcher which of the lost ranks have ended."""
+        for rank in ranks_in(self.lost & ~self.ended):
+            at = self.word.ended_at(self.comm._processes[rank], deadline)
+            if at is not None:
+                lib.pynccl_watch_told_end(self.comm._c, rank, at)
 
     def _must_be_in(self, view: View) -> None:
         if view.excluded >> self.me & 1 or not _agreement.members(view, self.me) >> self.me & 1:
@@ -291,14 +305,16 @@ class Survivors:
     def linger(self) -> None:
         """Stay until all of them have the last decision, so that nobody waits for a word that was cut off.
 
-        And until who was cut off, and sees this process, cannot take an end of it for a proof any more.
+        And until who was cut off, and sees this process or is told of it, cannot take an end of it for a
+        proof any more.
         """
         deadline = time.monotonic() + _LINGER
         others = self.decided & ~(1 << self.me)
         while others & ~(self.states[-1].deciders | self.lost | self.ended) and time.monotonic() < deadline:
             self.pump(_SLICE_MS)
         fates, outside = self._fates(), self.lost & ~(self.ended | self.decided)
-        cut_off = [fates[r] & _GONE and self.comm._visible[r] for r in ranks_in(outside)]
+        told = _ended.is_told()
+        cut_off = [fates[r] & _GONE and (told or self.comm._visible[r]) for r in ranks_in(outside)]
         if any(cut_off):
             time.sleep(max(0.0, self.began + _PROOF - time.monotonic()))
 

@@ -14,6 +14,7 @@ from pynccl import _recorder, _recovery, _watchdog, capi
 from pynccl._binding import lib
 from pynccl._collectives import Collectives
 from pynccl._devices import on_device
+from pynccl._ended import Process
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._recorder import recorded
 from pynccl._structs import Config
@@ -33,7 +34,8 @@ class Relatives(Collectives):
     _made: Counter[str]
     _timeout: float | None
     _children: WeakSet[Communicator]
-    # Which ranks' processes this one can see, and how often they have been shrunk.
+    # The ranks' processes, which of them this one can see, and how often they have been shrunk.
+    _processes: Sequence[Process]
     _visible: Sequence[bool]
     _attempts: int
 

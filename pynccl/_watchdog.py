@@ -40,21 +40,21 @@ def start(comm: Communicator, with_channel: bool, look: Callable[[], object] | N
     deadline = deadline_of(timeout)
     if deadline is not None and comm._until is not None:
         deadline = min(deadline, comm._until)
-    sockets, processes = ffi.NULL, []
+    sockets = ffi.NULL
     gone, sealing = False, _Sealing({}, 0)
     context = 0 if comm._waits or not _cuda.available() else _cuda.primary_context(comm.device)
     if with_channel and comm.size > 1:
         channel = _connect(comm, deadline, look)
         sockets, gone = ffi.new("int[]", channel.sockets), _channel.GONE in channel.sockets
-        processes, sealing = channel.processes, _Sealing(channel.sessions, comm.size)
+        comm._processes, comm._visible = channel.processes, channel.visible
+        sealing = _Sealing(channel.sessions, comm.size)
     milliseconds = 0 if timeout is None else max(1, int(timeout * 1000))
     code = lib.pynccl_watch_start(comm._c, sockets, milliseconds, _cure(), context, sealing.given)
     if code:
         raise NcclSystemError(f"the watchdog cannot be started: {os.strerror(code)}")
-    if processes:
-        pids = [process.pid if process.start else 0 for process in processes]
-        lib.pynccl_watch_processes(comm._c, pids, [process.start for process in processes])
-        comm._visible = [bool(pid) for pid in pids]
+    if comm._visible:
+        pids = [process.pid * seen for process, seen in zip(comm._processes, comm._visible, strict=True)]
+        lib.pynccl_watch_processes(comm._c, pids, [process.start for process in comm._processes])
     if gone:
         raise_verdict(comm, _DEATH_MS)
 

@@ -1,0 +1,113 @@
+"""What `pynccl run --keep-going` knows of its ranks' ends, for survivors that cannot see those processes.
+
+The launcher sets PYNCCL_KEEP_GOING in its ranks. When a process that it started has ended, it leaves the time
+in its store, under a key that follows from the process and from the clock. So the word is found whatever rank
+the process has in a communicator, and holds for no other process: not for one that has the same number in
+another pid namespace, not for a child that a rank started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from pynccl._binding import lib
+from pynccl._errors import BootstrapError
+
+KEEP_GOING = "PYNCCL_KEEP_GOING"
+# A store that is there answers within much less.
+_ANSWER_SECONDS = 0.5
+
+
+class Process(NamedTuple):
+    """A process on any machine: where its number holds, the number, and when it started (0: unknown)."""
+
+    space: bytes
+    pid: int
+    start: int
+
+
+def process(pid: int) -> Process:
+    """Return a process that this one knows by its number."""
+    return Process(digest(boot_id(), namespace("pid")), pid, int(lib.pynccl_process_start(pid)))
+
+
+def digest(*parts: str) -> bytes:
+    """Return 16 bytes that stand for some texts."""
+    return hashlib.sha256("\0".join(parts).encode()).digest()[:16]
+
+
+def boot_id() -> str:
+    """Return what is the same for processes under one kernel."""
+    with suppress(FileNotFoundError, PermissionError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
+    return socket.gethostname()
+
+
+def namespace(kind: str) -> str:
+    """Return which namespace of that kind this process is in."""
+    with suppress(FileNotFoundError, PermissionError):
+        return os.readlink(f"/proc/self/ns/{kind}")
+    return ""
+
+
+def key(ended: Process) -> str:
+    """Return where the time stands at which a process has ended, by this process's clock."""
+    clock = digest(boot_id(), namespace("time"))
+    return f"ended/{clock.hex()}/{ended.space.hex()}/{ended.pid}/{ended.start}"
+
+
+class Store(Protocol):
+    """As much of a store's client as it takes."""
+
+    def get(self, key: str, timeout: float | None = None) -> bytes:
+        """Return a value, or raise TimeoutError."""
+
+    def close(self) -> None:
+        """End the connection."""
+
+
+# Connects to the store at an address within so many seconds: pynccl.bootstrap's client, which sets it.
+connect: Callable[[str, float], Store] | None = None
+
+
+def is_told() -> bool:
+    """Tell whether the launcher leaves word of this process's end."""
+    return os.environ.get(KEEP_GOING) == "1"
+
+
+class Word:
+    """What the launcher of this process says: nothing where there is none, or its store does not answer."""
+
+    def __init__(self) -> None:
+        self._address = os.environ.get("PYNCCL_STORE", "") if is_told() else ""
+        self._store: Store | None = None
+
+    def ended_at(self, asked: Process, deadline: float) -> int | None:
+        """Return by when a process had ended, on the monotonic clock in ns; None while that is not known."""
+        seconds = min(_ANSWER_SECONDS, deadline - time.monotonic())
+        if connect is None or not self._address or not asked.start or seconds <= 0:
+            return None
+        try:
+            if self._store is None:
+                self._store = connect(self._address, seconds)
+            return int(self._store.get(key(asked), 0.0))
+        except BootstrapError:
+            # Whom it does not answer once, it is not asked again: survivors wait for each other.
+            self._address = ""
+            self.pause()
+        except TimeoutError:
+            pass
+        return None
+
+    def pause(self) -> None:
+        """End the connection until there is something to ask."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
