@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from pynccl._recording import BUSY, communicators
 from pynccl._relatives import ConfigLike, Relatives, abort_if_made
 from pynccl._structs import CommProperties
 from pynccl._timeouts import check_timeout, resolve_timeout
-from pynccl._types import DataType, RedOp, UniqueId
+from pynccl._types import DataType, RedOp, UniqueId, to_unique_id
 
 T = TypeVar("T")
 _LOOK = 0.01
@@ -92,7 +92,7 @@ class Communicator(Relatives):
         self = cls.__new__(cls)
         self._prepare(timeout)
         _require_place(nranks, rank)
-        (uid,) = _ids(unique_id if isinstance(unique_id, UniqueId) else UniqueId(unique_id))
+        uid = bytes(to_unique_id(unique_id))
         _library.load()
         place = device_to_use(device)
         what = f"joining a communicator as rank {rank} of {nranks}"
@@ -593,9 +593,9 @@ def _name_in(config: ConfigLike) -> str:
 
 
 def _ids(unique_id: UniqueId | bytes | Sequence[UniqueId | bytes]) -> list[bytes]:
-    if isinstance(unique_id, UniqueId | bytes | bytearray | memoryview):
-        return [bytes(UniqueId(unique_id))]
-    ids = [bytes(UniqueId(one)) for one in unique_id]
+    if isinstance(unique_id, str | bytes | bytearray | memoryview) or not isinstance(unique_id, Iterable):
+        return [bytes(to_unique_id(unique_id))]
+    ids = [bytes(to_unique_id(one, f"unique_id[{i}]")) for i, one in enumerate(unique_id)]
     if not ids:
         raise ValueError("unique_id is an empty sequence; expected at least one id")
     return ids

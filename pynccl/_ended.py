@@ -12,7 +12,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -89,22 +89,19 @@ class Word:
         self._address = os.environ.get("PYNCCL_STORE", "") if is_told() else ""
         self._store: Store | None = None
 
-    def ended_at(self, asked: Process, deadline: float) -> int | None:
-        """Return by when a process had ended, on the monotonic clock in ns; None while that is not known."""
+    def ends(self, asked: Mapping[int, Process], deadline: float) -> Iterator[tuple[int, int]]:
+        """Yield which of some ranks have ended, and by when on the monotonic clock, in nanoseconds."""
         seconds = min(_ANSWER_SECONDS, deadline - time.monotonic())
-        if connect is None or not self._address or not asked.start or seconds <= 0:
-            return None
+        if connect is None or not self._address or seconds <= 0:
+            return
         try:
-            if self._store is None:
-                self._store = connect(self._address, seconds)
-            return int(self._store.get(key(asked), 0.0))
+            self._store = self._store or connect(self._address, seconds)
+            for rank, one in asked.items():
+                with suppress(TimeoutError):
+                    yield rank, int(self._store.get(key(one), 0.0))
         except BootstrapError:
-            # Whom it does not answer once, it is not asked again: survivors wait for each other.
-            self._address = ""
+            # Gone, or only slow: for the next question there is a new connection.
             self.pause()
-        except TimeoutError:
-            pass
-        return None
 
     def pause(self) -> None:
         """End the connection until there is something to ask."""

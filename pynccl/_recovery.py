@@ -136,10 +136,10 @@ class Survivors:
 
     def _ask_for_ends(self, deadline: float) -> None:
         """Learn from the launcher which of the lost ranks have ended."""
-        for rank in ranks_in(self.lost & ~self.ended):
-            at = self.word.ended_at(self.comm._processes[rank], deadline)
-            if at is not None:
-                lib.pynccl_watch_told_end(self.comm._c, rank, at)
+        processes = self.comm._processes
+        asked = {r: processes[r] for r in ranks_in(self.lost & ~self.ended) if processes[r].start}
+        for rank, at in self.word.ends(asked, deadline):
+            lib.pynccl_watch_told_end(self.comm._c, rank, at)
 
     def _must_be_in(self, view: View) -> None:
         if view.excluded >> self.me & 1 or not _agreement.members(view, self.me) >> self.me & 1:
@@ -443,5 +443,8 @@ def share_id(comm: Communicator, unique_id: bytes | None) -> UniqueId:
     mine = bytes([unique_id is not None]) + (unique_id or bytes(128))
     given = [one[1:] for one in _watchdog.gather(comm, mine, deadline) if one[0]]
     if len(given) != 1:
-        raise ValueError(f"{len(given)} ranks gave a unique_id to grow with; expected one")
+        raise ValueError(
+            f"{len(given)} ranks gave a unique_id to grow with; expected one: the rank that calls "
+            "comm.get_unique_id() passes the id to grow, and to the new ranks for Communicator.join"
+        )
     return UniqueId(given[0])

@@ -18,7 +18,7 @@ from pynccl._ended import Process
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._recorder import recorded
 from pynccl._structs import Config
-from pynccl._types import UniqueId
+from pynccl._types import UniqueId, to_unique_id
 
 if TYPE_CHECKING:
     from pynccl._communicator import Communicator
@@ -101,7 +101,12 @@ class Relatives(Collectives):
             raise TypeError(f"exclude is {exclude!r}; expected a list of ranks")
         ranks = list(exclude)
         for rank in ranks:
-            self._rank_in(rank, "exclude")
+            if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+                raise TypeError(f"exclude is {ranks!r}, with {rank!r}; expected ints, the ranks to leave out")
+            if not 0 <= rank < self._size:
+                raise ValueError(
+                    f"exclude is {ranks}, with {rank}; expected ranks from 0 to {self._size - 1}"
+                )
         if self._rank in ranks and abort:
             # The error that names the others may name this rank.
             _watchdog.raise_verdict(self._whole())
@@ -136,11 +141,12 @@ class Relatives(Collectives):
         """Make a communicator of these ranks and new ones, `nranks` in all.
 
         As ncclCommGrow, and before NCCL 2.29 by a new rendezvous. Every rank has to call it: `unique_id` on
-        the one that got it from `get_unique_id`, None elsewhere. The new ranks call `Communicator.join`.
+        the one that got it from the communicator's `get_unique_id`, None elsewhere. The new ranks call
+        `Communicator.join` with it.
         """
         if not isinstance(nranks, int) or nranks <= self._size:
             raise ValueError(f"nranks is {nranks}; expected more than the present {self._size}")
-        uid = None if unique_id is None else bytes(UniqueId(unique_id))
+        uid = None if unique_id is None else bytes(to_unique_id(unique_id))
 
         def create() -> int:
             return capi.ncclCommGrow(self.handle, nranks, uid, -1, config)
