@@ -18,7 +18,7 @@ __distribution__ = "pynccl-cffi"
 import importlib as _importlib
 import typing as _typing
 
-from pynccl import _evidence
+from pynccl import _evidence, _word
 from pynccl._buffers import Buffer as Buffer
 from pynccl._checks import check_mode as check_mode
 from pynccl._communicator import Communicator as Communicator
@@ -71,6 +71,7 @@ if _typing.TYPE_CHECKING:
     from pynccl.bootstrap._init import init as init
 
 _evidence.listen()
+_word.listen()
 
 __all__ = [
     "BootstrapError",

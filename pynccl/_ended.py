@@ -73,7 +73,7 @@ class Store(Protocol):
         """End the connection."""
 
 
-# Connects to the store at an address within so many seconds: pynccl.bootstrap's client, which sets it.
+# Connects to the store at an address within so many seconds; `_word.py`, a layer above, sets it.
 connect: Callable[[str, float], Store] | None = None
 
 

@@ -16,21 +16,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from pynccl import _cuda, _ended, _evidence
+from pynccl import _cuda, _ended, _evidence, _word
 from pynccl._errors import BootstrapError
 from pynccl._process import Child, describe_exit
 from pynccl._recorder import DIR, file_name, own_folder, private_file
 from pynccl._secret import read_secret
 from pynccl._timeouts import LONGEST
-from pynccl.bootstrap._store import PromptStore, StoreServer
+from pynccl.bootstrap._store import StoreServer
 
 # As many as the CPU library takes on one machine.
 _MOST_RANKS = 1024
 # What ranks that are to be ended get to say where they are, and then to end by themselves after SIGTERM.
 EVIDENCE_SECONDS = 3.0
 GRACE_SECONDS = 5.0
-# Its own store answers the launcher within much less.
-_STORE_SECONDS = 1.0
 # So often it is looked whether they have said it; epoll waits no longer than some days.
 _LOOK_SECONDS = 0.02
 _LONGEST_WAIT = 3600.0
@@ -429,10 +427,8 @@ class _Launcher:
 
     def _go_on_without(self, rank: int, code: int) -> None:
         """Let the other ranks know of an end; what a failed rank has left running is ended."""
-        at, store = time.monotonic_ns(), self.server
         try:
-            with PromptStore(store.address, store.secret, job=store.job, timeout=_STORE_SECONDS) as client:
-                client.set(_ended.key(self.processes[rank]), b"%d" % at)
+            _word.tell(self.server, self.processes[rank])
         except (BootstrapError, TimeoutError) as error:
             _say(f"cannot tell the other ranks of the end of rank {rank}: {error}")
         if code != 0:

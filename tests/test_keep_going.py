@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT, Command, environment, pynccl_run
+from pynccl import _ended, _word
+from pynccl.bootstrap import StoreServer
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace takes root")
 
@@ -292,3 +295,34 @@ def test_the_launcher_is_stopped(tmp_path: Path) -> None:
         process.send_signal(signal.SIGCONT)
         out, errors = process.communicate(timeout=30)
     assert "[1] partition in time: True" in out, errors
+
+
+ASKS = """
+import sys, time, pynccl
+from pynccl import _ended
+assert "pynccl.bootstrap" not in sys.modules
+space, start = bytes.fromhex(sys.argv[1]), int(sys.argv[3])
+known, other = (_ended.Process(space, int(pid), start) for pid in (sys.argv[2], "1"))
+for _ in range(2):
+    word = _ended.Word()
+    for rank, at in word.ends({3: known, 5: other}, time.monotonic() + 20):
+        print(rank, at)
+    word.pause()
+"""
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_who_has_never_looked_for_other_ranks_asks_too(told: bool) -> None:
+    asked = _ended.process(os.getpid())
+    before = time.monotonic_ns()
+    with StoreServer(secret="") as server:
+        _word.tell(server, asked)
+        after = time.monotonic_ns()
+        arguments = [asked.space.hex(), str(asked.pid), str(asked.start)]
+        env = _environment() | {"PYNCCL_STORE": server.address, "PYNCCL_KEEP_GOING": str(int(told))}
+        command = [sys.executable, "-c", ASKS, *arguments]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert [rank for rank, _ in found] == (["3", "3"] if told else [])
+    assert all(before <= int(at) <= after for _, at in found)
