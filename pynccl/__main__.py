@@ -8,6 +8,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pynccl import _package
 from pynccl._errors import NcclError
@@ -17,8 +18,19 @@ from pynccl._trace.command import add_trace_parser
 from pynccl._version import __version__
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose subcommands refuse what they do not know with a usage of their own."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse; with arguments that are not known end the program."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("pynccl", description="NCCL from Python.")
+    parser = _Parser("pynccl", description="NCCL from Python.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_run_parser(commands)

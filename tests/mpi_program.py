@@ -172,10 +172,10 @@ def refusals(comm: Any) -> None:
     raw = as_cupy(np.zeros(8, np.uint8))
     user = MPI.Op.Create(lambda a, b, t: None)
     calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (NotSupportedError, "op is none of SUM", lambda: comm.Allreduce(device, other, op=MPI.LAND)),
-        (NotSupportedError, "op is none of SUM", lambda: comm.Allreduce(device, other, op=MPI.MAXLOC)),
-        (NotSupportedError, "op is none of SUM", lambda: comm.Allreduce(device, other, op=user)),
-        (NotSupportedError, "op is none of SUM", lambda: comm.Scan(device, other, op=MPI.BXOR)),
+        (NotSupportedError, "op is MPI.LAND; exp", lambda: comm.Allreduce(device, other, op=MPI.LAND)),
+        (NotSupportedError, "op is MPI.MAXLOC; e", lambda: comm.Allreduce(device, other, op=MPI.MAXLOC)),
+        (NotSupportedError, "op is one that MPI", lambda: comm.Allreduce(device, other, op=user)),
+        (NotSupportedError, "op is MPI.BXOR; ex", lambda: comm.Scan(device, other, op=MPI.BXOR)),
         (NotSupportedError, "recvbuf has int16", lambda: comm.Allreduce(MPI.IN_PLACE, short)),
         (NotSupportedError, "complex64, .* op is prod", lambda: comm.Scan(None, complexes, MPI.PROD)),
         (NotSupportedError, "a datatype, of which NCCL", lambda: comm.Allreduce(None, long)),

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pynccl
+from engines import Command, environment, open_mpi, pynccl_run, torchrun
 from meeting import hear, tell
 from pynccl import NcclInvalidUsage, NcclRemoteError, testing
 
@@ -240,27 +242,70 @@ if how == "exit":
 WAYS = ["plain", "barrier", "timeout", "stream", "split", "messages", "broadcast", "collected", "exit"]
 
 
-def returns(how: str, nranks: int, script: Path, runs: int) -> None:
-    script.write_text(RETURNS)
-    command = [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu", str(script), how]
+# The same through the torch.distributed backend; torch's store ends with rank 0.
+TORCH_RETURNS = """
+import sys, torch, torch.distributed as dist, pynccl.torch
+dist.init_process_group("pynccl")
+rank, size = dist.get_rank(), dist.get_world_size()
+x = torch.full((100_000,), rank + 1.0)
+dist.all_reduce(x)
+assert (x == sum(range(1, size + 1))).all()
+if sys.argv[1] == "barrier":
+    dist.barrier()
+print("right", flush=True)
+"""
+
+
+def mpirun(nranks: int) -> Command:
+    return [*open_mpi(nranks), sys.executable]
+
+
+# How ranks are started, and what they run.
+ENGINES: dict[str, tuple[Callable[[int], Command], str]] = {
+    "pynccl run": (pynccl_run, RETURNS),
+    "mpirun": (mpirun, RETURNS),
+    "torchrun": (torchrun, RETURNS),
+    "torch backend": (pynccl_run, TORCH_RETURNS),
+}
+RUNS = int(os.environ.get("TEST_ENDS_RUNS", "200"))
+_RUN_SECONDS = 120
+
+
+def returns(engine: str, how: str, nranks: int, script: Path, runs: int) -> None:
+    launch, program = ENGINES[engine]
+    script.write_text(program)
+    command = [*launch(nranks), str(script), how]
     for run in range(runs):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_RUN_SECONDS, env=environment()
+        )
         assert done.returncode == 0, f"run {run}: {done.stderr}"
-        assert done.stdout.count("right") == nranks
-        assert done.stderr == ""
+        assert done.stdout.count("right") == nranks, f"run {run}: {done.stdout}"
+        assert done.stderr == "", f"run {run}"
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_program_that_returns_ends_well(how: str, tmp_path: Path) -> None:
-    returns(how, 4, tmp_path / "returns.py", 1)
+    returns("pynccl run", how, 4, tmp_path / "returns.py", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_backend")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["plain", "barrier"])
+@pytest.mark.parametrize("engine", list(ENGINES)[1:])
+def test_a_program_that_returns_ends_well_under(engine: str, how: str, tmp_path: Path) -> None:
+    returns(engine, how, 3, tmp_path / "returns.py", 1)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("torch_backend")
+@pytest.mark.timeout(RUNS * _RUN_SECONDS + 600)
 @pytest.mark.parametrize("how", ["plain", "barrier"])
-@pytest.mark.parametrize(("nranks", "runs"), [(2, 200), (4, 200), (8, 200)])
-def test_200_programs_that_return_end_well(how: str, nranks: int, runs: int, tmp_path: Path) -> None:
-    returns(how, nranks, tmp_path / "returns.py", runs)
+@pytest.mark.parametrize("nranks", [2, 4, 8])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_200_programs_that_return_end_well(engine: str, nranks: int, how: str, tmp_path: Path) -> None:
+    returns(engine, how, nranks, tmp_path / "returns.py", RUNS)
 
 
 IN_A_THREAD = """

@@ -19,38 +19,16 @@ from pathlib import Path
 
 import pytest
 
-from conftest import clean_environment
+from engines import BIN, ROOT, Command, environment, open_mpi, pynccl_run, torchrun
 from meeting import free_port
 from test_end import RETURNS
-from test_init_environment import LAUNCHERS
 from test_network import Hosts, hosts, needs_root  # noqa: F401
 
-BIN = Path(sys.executable).parent
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 MPICH = "mpich==5.0.2"
 
-Command = list[str]
-
 # Every engine with two ranks; `make test-full` has the other numbers too.
 RANKS = [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)]
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Return an environment without launchers, in which mpirun may be called by root and Ray is quiet."""
-    clean = {n: v for n, v in clean_environment().items() if not n.startswith((*LAUNCHERS, "TORCHELASTIC_"))}
-    return (
-        clean
-        | {
-            "PYNCCL_LIBRARY": "cpu",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-        | more
-    )
 
 
 def run(command: Command, **env: str) -> str:
@@ -120,19 +98,6 @@ def mpich() -> dict[str, str]:
         "MPI4PY_MPIABI": "mpich",
         "LD_LIBRARY_PATH": str(prefix / "lib"),
     }
-
-
-def open_mpi(nranks: int) -> Command:
-    return [str(BIN / "mpirun"), "--oversubscribe", "-n", str(nranks)]
-
-
-def torchrun(nranks: int, *more: str) -> Command:
-    options = ["--nproc-per-node", str(nranks), "--standalone", *more]
-    return [sys.executable, "-m", "torch.distributed.run", *options]
-
-
-def pynccl_run(nranks: int) -> Command:
-    return [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu"]
 
 
 def deepspeed(nranks: int) -> list[dict[str, str]]:

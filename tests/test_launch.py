@@ -645,12 +645,14 @@ def _children(pid: int) -> list[str]:
         (["-n", "2"], "required"),
         (["-n", "2", "--timeout", "0", "x.py"], "expected a positive number of seconds, not '0'"),
         (["-n", "2", "--timeout", "soon", "x.py"], "argument --timeout: expected a positive number"),
+        (["-n", "2", "--tiemout", "3", "x.py"], "pynccl run: error: unrecognized arguments: --tiemout"),
     ],
 )
 def test_wrong_command_lines(args: list[str], words: str) -> None:
     done = launch(*args)
     assert done.returncode == 2
     assert words in done.stderr
+    assert done.stderr.startswith("usage: pynccl run [-h] -n N ")
 
 
 def test_as_mpirun_has_it(script: Script) -> None:

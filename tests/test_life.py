@@ -103,8 +103,8 @@ def shrinks(rank: int, nranks: int) -> None:
         for exclude, error, words in (
             ([rank], ValueError, rf"exclude is \[{rank}\]; expected other ranks than this one, {rank}"),
             ([], ValueError, r"exclude is \[\]; expected other ranks"),
-            ([4], ValueError, "exclude is 4; expected 0 <= exclude < 4"),
-            (["1"], TypeError, "exclude is '1'; expected an int"),
+            ([4], ValueError, r"exclude is \[4\], with 4; expected ranks from 0 to 3"),
+            ([0, "1"], TypeError, r"exclude is \[0, '1'\], with '1'; expected ints"),
         ):
             with pytest.raises(error, match=words):
                 comm.shrink(exclude)

@@ -255,6 +255,17 @@ def test_changed_recorded_and_mixed_up_bytes_reach_nothing() -> None:
 # --- secrets that will not do ---
 
 
+def test_a_bad_secret_of_a_single_rank_is_no_error_of_the_library(
+    run_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "secret")
+    done = run_python(
+        "import pynccl; pynccl.init()", fails=True, PYNCCL_LIBRARY="cpu", PYNCCL_SECRET_FILE=missing
+    )
+    text = f"BootstrapError: PYNCCL_SECRET_FILE: cannot read '{missing}': No such file or directory"
+    assert done.stderr.rstrip().endswith(text)
+
+
 @pytest.mark.parametrize("secret", ["s", "fifteen letters", "öööö"])
 def test_short_secrets_are_refused_with_the_command_for_a_good_one(
     secret: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

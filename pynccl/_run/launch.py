@@ -16,12 +16,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from pynccl._errors import BootstrapError
 from pynccl._library import cuda
-from pynccl._run import evidence
+from pynccl._run import evidence, word
 from pynccl._run.process import Child, describe_exit
 from pynccl._secure.secret import read_secret
 from pynccl._timeouts import LONGEST
 from pynccl._trace.recorder import DIR, file_name, own_folder, private_file
+from pynccl._watch import ended
 from pynccl.bootstrap._store import StoreServer
 
 # As many as the CPU library takes on one machine.
@@ -76,6 +78,11 @@ def add_run_parser(subparsers: Any) -> None:
         help="end the ranks that still run then (exit code 124), and say where they were",
     )
     parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="when a rank fails, let the others go on; the exit code is still that of the first to fail",
+    )
+    parser.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="write each rank's output there too: rank0.out, rank0.err"
     )
     parser.add_argument(
@@ -119,7 +126,7 @@ def run_command(args: argparse.Namespace) -> int:
             return 2
         server = stack.enter_context(open_store(env))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pynccl-run-"))
-        return _Launcher(argv, env, server, logs, Path(folder)).run(args.timeout)
+        return _Launcher(argv, env, server, logs, Path(folder), args.keep_going).run(args.timeout)
 
 
 def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
@@ -224,13 +231,21 @@ class _Launcher:
     """The ranks of one run, and the loop over their output, their ends and the signals of this process."""
 
     def __init__(
-        self, argv: list[str], env: dict[str, str], server: StoreServer, logs: _Logs, folder: Path
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        server: StoreServer,
+        logs: _Logs,
+        folder: Path,
+        keeps_going: bool,
     ) -> None:
         self.argv, self.nranks, self.server, self.logs = argv, len(logs), server, logs
-        self.folder = folder
+        self.folder, self.keeps_going = folder, keeps_going
         self.env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         self.env[evidence.FOLDER] = str(folder)
+        self.env[ended.KEEP_GOING] = str(int(keeps_going))
         self.children: list[Child] = []
+        self.processes: list[ended.Process] = []
         self.errors: list[_Lines] = []
         self.selector = selectors.DefaultSelector()
         self.code = 0
@@ -278,6 +293,7 @@ class _Launcher:
                 self._step(reader)
             self._drain()
             self._show_traceback()
+            self._explain_code()
         except BrokenPipeError:
             # Nobody reads our output any more: end as a program does that writes to a closed pipe.
             self.code = 128 + signal.SIGPIPE
@@ -297,6 +313,7 @@ class _Launcher:
         env = rank_environment(self.env, rank, self.nranks, self.server)
         child = Child(self.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, tie=True)
         self.children.append(child)
+        self.processes.append(ended.process(child.pid))
         out_log, error_log = self.logs[rank]
         out = _Lines(rank, sys.stdout.fileno(), out_log)
         self.errors.append(_Lines(rank, sys.stderr.fileno(), error_log))
@@ -397,13 +414,28 @@ class _Launcher:
             if rank in self.ended or code is None:
                 continue
             self.ended.add(rank)
-            if code != 0 and self.code == 0:
-                self.code = code if code > 0 else 128 - code
-                self.first = rank
-                others = "" if len(self.ended) == len(self.children) else "; ending the other ranks"
-                _say(f"rank {rank} {describe_exit(code)}{others}")
+            if self.keeps_going and not self._ending:
+                self._go_on_without(rank, code)
+            elif code != 0 and self.code == 0:
+                self._note_failure(rank, code, "; ending the other ranks")
                 if not self._ending:  # else they have been told to end, and may be about to
                     self._end(signal.SIGTERM)
+
+    def _note_failure(self, rank: int, code: int, others: str) -> None:
+        if self.code == 0:
+            self.code = code if code > 0 else 128 - code
+            self.first = rank
+        _say(f"rank {rank} {describe_exit(code)}{others if len(self.ended) < len(self.children) else ''}")
+
+    def _go_on_without(self, rank: int, code: int) -> None:
+        """Let the other ranks know of an end; what a failed rank has left running is ended."""
+        try:
+            word.tell(self.server, self.processes[rank])
+        except (BootstrapError, TimeoutError) as error:
+            _say(f"cannot tell the other ranks of the end of rank {rank}: {error}")
+        if code != 0:
+            self._note_failure(rank, code, "; the other ranks go on (--keep-going)")
+            self.children[rank].send(signal.SIGKILL)
 
     def _show_traceback(self) -> None:
         """Repeat the traceback that came first; who ended first may only have been quicker to end."""
@@ -415,6 +447,12 @@ class _Launcher:
         _say(f"rank {first} failed first:")
         for line in self.errors[first].traceback().splitlines():
             _write_all(sys.stderr.fileno(), b"[%d] %s\n" % (first, line))
+
+    def _explain_code(self) -> None:
+        """Say why the program fails although ranks went on to its end."""
+        code = None if self.first is None else self.children[self.first].poll()
+        if self.keeps_going and code is not None and self.code != _TIMED_OUT:
+            _say(f"exit code {self.code}, that of rank {self.first}, which failed first")
 
     def _send(self, number: int) -> None:
         for rank, child in enumerate(self.children):
