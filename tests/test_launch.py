@@ -636,23 +636,34 @@ def _children(pid: int) -> list[str]:
     [
         (
             ["-n", "0", "x.py"],
-            "argument -n/-np/--nranks: expected a number of ranks, 1 to 1024 on one machine, not '0'",
+            "'-n' / '-np' / '--nranks': expected a number of ranks, 1 to 1024 on one machine, not '0'",
         ),
         (["-n", "auto", "x.py"], "expected a number of ranks, 1 to 1024 on one machine, not 'auto'"),
         (["-n", "100000", "x.py"], "1 to 1024 on one machine, not '100000'"),
-        (["-np", "-2", "x.py"], "argument -n/-np/--nranks: expected"),
-        (["x.py"], "required"),
-        (["-n", "2"], "required"),
+        (["-np", "-2", "x.py"], "'-n' / '-np' / '--nranks': expected"),
+        (["x.py"], "Missing option '-n'"),
+        (["-n", "2"], "Missing argument 'SCRIPT'"),
         (["-n", "2", "--timeout", "0", "x.py"], "expected a positive number of seconds, not '0'"),
-        (["-n", "2", "--timeout", "soon", "x.py"], "argument --timeout: expected a positive number"),
-        (["-n", "2", "--tiemout", "3", "x.py"], "pynccl run: error: unrecognized arguments: --tiemout"),
+        (["-n", "2", "--timeout", "soon", "x.py"], "'--timeout': expected a positive number"),
+        (["-n", "2", "--tiemout", "3", "x.py"], "No such option"),
     ],
 )
 def test_wrong_command_lines(args: list[str], words: str) -> None:
     done = launch(*args)
     assert done.returncode == 2
     assert words in done.stderr
-    assert done.stderr.startswith("usage: pynccl run [-h] -n N ")
+    assert done.stderr.startswith("Usage: pynccl run [OPTIONS] SCRIPT [ARGS]...\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"), [("pynccl ru", "plain,run\n"), ("pynccl run --ti", "plain,--timeout\n")]
+)
+def test_the_shell_completes_commands_and_options(words: str, completed: str) -> None:
+    position = str(len(words.split()) - 1)
+    env = _environment(_PYNCCL_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=position)
+    command = [sys.executable, "-c", "import sys; from pynccl.__main__ import main; sys.exit(main())"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, completed), done.stderr
 
 
 def test_as_mpirun_has_it(script: Script) -> None:

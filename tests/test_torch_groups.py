@@ -372,8 +372,8 @@ def test_building_ahead(tmp_path: Path, compiler: str) -> None:
 def test_what_cannot_be_built(tmp_path: Path) -> None:
     for arguments in ((), ("nonsense",), ("build", "more")):
         done = build(*arguments, PYNCCL_CACHE=str(tmp_path))
-        assert done.returncode == 2 and done.stderr.startswith("usage: python -m pynccl.torch")
+        assert done.returncode == 2 and done.stderr.startswith("Usage: python -m pynccl.torch")
     done = build("build", PYNCCL_CACHE=str(tmp_path), PATH="", CXX="")
     assert done.returncode == 1
-    assert done.stderr.startswith("pynccl.torch: ") and "no C++ compiler 'g++'" in done.stderr
+    assert done.stderr.startswith("Error: ") and "no C++ compiler 'g++'" in done.stderr
     assert not list(tmp_path.glob("*/*.so"))
