@@ -6,6 +6,7 @@ import contextlib
 import doctest
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,15 +44,21 @@ def shell(script: str, folder: Path, env: dict[str, str] | None = None) -> subpr
     )
 
 
-def finished(process: subprocess.Popen[str], seconds: float) -> str:
-    """Wait, leave nothing running, and return what was printed."""
+def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
+    """Wait, leave nothing running, and return the status and what was printed."""
     try:
         out, _ = process.communicate(timeout=seconds)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert process.returncode == 0, out
+    return process.returncode, out
+
+
+def finished(process: subprocess.Popen[str], seconds: float) -> str:
+    """Wait for success, and return what was printed."""
+    status, out = ended(process, seconds)
+    assert status == 0, out
     return out
 
 
@@ -61,17 +68,28 @@ def populate(folder: Path) -> None:
         (folder / name).symlink_to(ROOT / name)
 
 
-def run_python(block: Block, folder: Path) -> None:
-    """Run a Python block behind the page's setup, on the ranks that its marks ask for."""
-    (folder / "program.py").write_text(f"{block.setup}\n{block.text}\nprint('the end')\n")
-    ranks = int(block.marks.get("ranks") or block.marks.get("mpirun") or 1)
-    start = "python"
+def on_ranks(block: Block) -> tuple[str, str]:
+    """Return how a Python block is started, and what stands before it: blocks that share both share a run."""
     if "ranks" in block.marks:
-        start = f"pynccl run -n {ranks} --cpu"
-    elif "mpirun" in block.marks:
-        start = f"mpirun -n {ranks} python"
-    out = finished(shell(f"{start} program.py", folder), 100)
-    assert out.count("the end") == ranks, out
+        return f"pynccl run -n {block.marks['ranks']} --cpu", block.setup
+    if "mpirun" in block.marks:
+        return f"mpirun -n {block.marks['mpirun']} python", block.setup
+    return "python", block.setup
+
+
+@functools.lru_cache
+def program(page: Path, start: str, setup: str) -> tuple[int, int, str]:
+    """Run Python blocks of a page one after another; return the number of ranks, the status and the output."""
+    blocks = [b for b in blocks_of(page) if runs_python(b) and on_ranks(b) == (start, setup)]
+    text = [setup, *(f"{block.text}\nprint('end of {block.name}', flush=True)" for block in blocks)]
+    with tempfile.TemporaryDirectory(prefix="pynccl-page-") as folder:
+        Path(folder, "program.py").write_text("\n".join(text))
+        number = re.search(r" -n (\d+)", start)
+        return int(number[1]) if number else 1, *ended(shell(f"{start} program.py", Path(folder)), 250)
+
+
+def runs_python(block: Block) -> bool:
+    return block.language == "python" and not block.file and "not run" not in block.marks
 
 
 @dataclass(frozen=True)

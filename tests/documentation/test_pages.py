@@ -24,15 +24,16 @@ def parameters(blocks: list[Block]) -> list[object]:
 
 # --- blocks -------------------------------------------------------------------------------------------------
 
-RUN = [block for block in BLOCKS if "not run" not in block.marks]
-PYTHON = [block for block in RUN if block.language == "python" and not block.file]
-SHELL = [block for block in RUN if session.runs_in_shell(block)]
+PYTHON = [block for block in BLOCKS if session.runs_python(block)]
+SHELL = [block for block in BLOCKS if session.runs_in_shell(block)]
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", parameters(PYTHON))
-def test_python(block: Block, tmp_path: Path) -> None:
-    session.run_python(block, tmp_path)
+def test_python(block: Block) -> None:
+    nranks, status, out = session.program(block.page, *session.on_ranks(block))
+    assert out.count(f"end of {block.name}\n") == nranks, out
+    assert status == 0, out
 
 
 @pytest.mark.timeout(300)
