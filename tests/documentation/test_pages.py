@@ -30,7 +30,9 @@ SHELL = [block for block in BLOCKS if session.runs_in_shell(block)]
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", parameters(PYTHON))
-def test_python(block: Block) -> None:
+def test_python(block: Block, request: pytest.FixtureRequest) -> None:
+    if "pynccl.torch" in block.text:
+        request.getfixturevalue("torch_backend")
     nranks, status, out = session.program(block.page, *session.on_ranks(block))
     assert out.count(f"end of {block.name}\n") == nranks, out
     assert status == 0, out
