@@ -40,7 +40,7 @@ NOT_RUN = {
 OUTPUT = {
     "of this machine": "it names what is installed here",
     "of NVIDIA's library": "the CPU library reports at once what hangs there",
-    "a password": "it is random",
+    "of a random job": "the fault, and who notices it first, differ",
 }
 
 _MARK = r"<!-- test: (?P<key>[\w ]+?)(?:: (?P<value>.*?))?(?P<body>\n.*?)?\s*-->\n"
