@@ -62,7 +62,9 @@ def test_not_run(block: Block) -> None:
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in BLOCKS])
 def test_marks(block: Block) -> None:
     assert block.language in (*LANGUAGES, "hidden"), "the language of the block is missing or unknown"
-    assert block.language != "text" or not re.search(r"^\$ ", block.text, re.M), "a console block says console"
+    assert block.language != "text" or not re.search(r"^\$ ", block.text, re.M), (
+        "a console block says console"
+    )
     if "output" in block.marks:
         assert block.marks["output"] in OUTPUT
     # What is neither run nor saved needs the mark that says why.

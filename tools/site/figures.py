@@ -35,9 +35,11 @@ def _bandwidth(rows: list[Results], ranks: int) -> Figure:
     operations = {op: list(group) for op, group in itertools.groupby(rows, lambda row: row["op"])}
     # A single size makes no line.
     operations = {op: group for op, group in operations.items() if len(group) > 1}
-    figure = Figure(figsize=(4.2 * min(len(operations), 3), 3.2 * -(-len(operations) // 3)), layout="constrained")
+    figure = Figure(
+        figsize=(4.2 * min(len(operations), 3), 3.2 * -(-len(operations) // 3)), layout="constrained"
+    )
     plots = figure.subplots(-(-len(operations) // 3), min(len(operations), 3), squeeze=False).flat
-    for plot, (op, group) in zip(plots, operations.items(), strict=False):
+    for (op, group), plot in zip(operations.items(), plots, strict=False):
         for peer in group[0]["bus_gb_per_s"]:
             sizes = [row["nbytes"] for row in group]
             plot.loglog(sizes, [row["bus_gb_per_s"][peer] for row in group], "o-", label=peer, ms=3)
@@ -72,7 +74,9 @@ def store(results: Results) -> dict[str, Figure]:
     plot = figure.subplots()
     rows = [row for row in results["rows"] if row["seconds"]]
     for peer in dict.fromkeys(row["peer"] for row in rows):
-        points = sorted((row["clients"], statistics.median(row["seconds"])) for row in rows if row["peer"] == peer)
+        points = sorted(
+            (row["clients"], statistics.median(row["seconds"])) for row in rows if row["peer"] == peer
+        )
         plot.loglog(*zip(*points, strict=True), "o-", label=peer, ms=3)
     plot.set(title="An id and a barrier", xlabel="clients", ylabel="seconds")
     plot.legend()
@@ -87,7 +91,9 @@ def in_flight(results: Results) -> dict[str, Figure]:
     for i, peer in enumerate(("pynccl", "gloo")):
         heights = [place + 0.4 * i for place in range(len(names))]
         plot.barh(heights, [results[peer][name] for name in names], height=0.4, label=peer)
-    plot.set_yticks([place + 0.2 for place in range(len(names))], [name.removesuffix(", ms") for name in names])
+    plot.set_yticks(
+        [place + 0.2 for place in range(len(names))], [name.removesuffix(", ms") for name in names]
+    )
     plot.invert_yaxis()
     plot.set(xlabel="milliseconds", xscale="log")
     plot.legend()

@@ -30,7 +30,6 @@ PAGES = {
     "pynccl/cpu/DESIGN.md": "cpu-design.md",
     **{f"{RESULTS}/{path.name}": f"benchmarks/{path.name}" for path in ROOT.glob(f"{RESULTS}/*.md")},
 }
-C_API = "reference/c-api.md"
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[#)])")
 
 
@@ -39,7 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, target in PAGES.items():
         files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
     header = (ROOT / "pynccl/native/nccl_api.h").read_text()
-    files.append(File.generated(config, C_API, content=c_api.page(header)))
+    files.append(File.generated(config, "reference/c-api.md", content=c_api.page(header)))
+    files.append(File.generated(config, "reference/capi.md", content=c_api.reference(header)))
     for name, svg in drawn():
         files.append(File.generated(config, f"benchmarks/{name}.svg", content=svg))
     return files
