@@ -1,4 +1,4 @@
-"""The commands in the running text, in tables and in the examples' docstrings: run here, or elsewhere by name."""
+"""The commands in text, tables and the examples' docstrings: run here, or named with the reason."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A mark is an HTML comment directly above a block; readers do not see it:
 
-    <!-- test: ranks: 4 -->                   Python: run on so many ranks of `pynccl run` (or `mpirun: N`), else on one
+    <!-- test: ranks: 4 -->                   Python: run by `pynccl run -n 4`, else by python alone
+    <!-- test: mpirun: 4 -->                  Python: run by `mpirun -n 4`
     <!-- test: file: hello.py -->             saved under this name, for the console blocks of the page
     <!-- test: exit: 1 -->                    console: the last command ends with this status, else with 0
     <!-- test: any order -->                  console: the lines come in any order
@@ -10,8 +11,8 @@ A mark is an HTML comment directly above a block; readers do not see it:
     <!-- test: slow: WHY -->                  left to `make test-slow`
     <!-- test: not run: REASON -->            for a reason in NOT_RUN; details may follow after a comma
 
-`setup` and `file: NAME` may have a body, in the lines up to `-->`: code that stands before each Python block that
-follows on the page, and a file that the page does not show.
+`setup` and `file: NAME` may have a body, in the lines up to `-->`. The body of `setup` is code that stands
+before each Python block that follows on the page. The body of `file` is a file that the page does not show.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def on_ranks(block: Block) -> tuple[str, str]:
 
 @functools.lru_cache
 def program(page: Path, start: str, setup: str) -> tuple[int, int, str]:
-    """Run Python blocks of a page one after another; return the number of ranks, the status and the output."""
+    """Run Python blocks of a page one after another; return ranks, status and output."""
     blocks = [b for b in blocks_of(page) if runs_python(b) and on_ranks(b) == (start, setup)]
     text = [setup, *(f"{block.text}\nprint('end of {block.name}', flush=True)" for block in blocks)]
     with tempfile.TemporaryDirectory(prefix="pynccl-page-") as folder:

@@ -1,4 +1,4 @@
-"""The tables of docs/migrating.md, whose pynccl columns hold code, and of docs/hangs.md, which hold messages."""
+"""The tables of docs/migrating.md, which hold code, and of docs/hangs.md, which hold messages."""
 
 from __future__ import annotations
 

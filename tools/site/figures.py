@@ -35,10 +35,10 @@ def _bandwidth(rows: list[Results], ranks: int) -> Figure:
     operations = {op: list(group) for op, group in itertools.groupby(rows, lambda row: row["op"])}
     # A single size makes no line.
     operations = {op: group for op, group in operations.items() if len(group) > 1}
-    figure = Figure(
-        figsize=(4.2 * min(len(operations), 3), 3.2 * -(-len(operations) // 3)), layout="constrained"
-    )
-    plots = figure.subplots(-(-len(operations) // 3), min(len(operations), 3), squeeze=False).flat
+    across = min(len(operations), 3)
+    down = -(-len(operations) // across)
+    figure = Figure(figsize=(4.2 * across, 3.2 * down), layout="constrained")
+    plots = figure.subplots(down, across, squeeze=False).flat
     for (op, group), plot in zip(operations.items(), plots, strict=False):
         for peer in group[0]["bus_gb_per_s"]:
             sizes = [row["nbytes"] for row in group]

@@ -1,7 +1,7 @@
 """MkDocs hooks: the pages that lie outside docs/, and those that are made at build time.
 
-The files stay where readers of the repository look for them (README.md, benchmarks/results/...). The site shows
-them under the paths below, and their relative links are rewritten to match.
+The files stay where readers of the repository look for them (README.md, benchmarks/results/...). The site
+shows them under the paths below, and their relative links are rewritten to match.
 """
 
 from __future__ import annotations
