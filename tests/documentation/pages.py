@@ -17,6 +17,7 @@ before each Python block that follows on the page. The body of `file` is a file 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class Block:
     @property
     def name(self) -> str:
         """Return the page and the line, as in README.md:14."""
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
+        return f"{shown(self.page)}:{self.line}"
 
     @property
     def file(self) -> str | None:
@@ -81,6 +82,11 @@ class Block:
         return [(match[1], match[2]) for match in found if match]
 
 
+def shown(page: Path) -> str:
+    """Return the path of a page in the repository."""
+    return os.path.relpath(page, ROOT)
+
+
 def blocks_of(page: Path) -> list[Block]:
     """Return the blocks of a page in their order."""
     return list(_blocks(page))
@@ -92,7 +98,8 @@ def _blocks(page: Path) -> Iterator[Block]:
     setup, end = "", 0
     for part in _PART.finditer(text):
         line = text.count("\n", 0, part.start()) + 1
-        where = f"{page.relative_to(ROOT)}:{line}"
+        where = f"{shown(page)}:{line}"
+        _check_between(text[end : part.start()], where)
         if text[end : part.start()].strip():
             assert not marks, f"{where}: a mark above it stands above no block"
         end = part.end()
@@ -109,7 +116,16 @@ def _blocks(page: Path) -> Iterator[Block]:
             yield Block(page, line, "hidden", body.lstrip("\n") + "\n", {"file": value})
         else:
             marks[key] = value
-    assert not marks, f"{page.relative_to(ROOT)}: the last mark stands above no block"
+    assert not marks, f"{shown(page)}: the last mark stands above no block"
+    _check_between(text[end:], f"{shown(page)}: the end")
+
+
+def _check_between(text: str, where: str) -> None:
+    """Refuse marks and blocks that the patterns miss, which would not be run."""
+    missed = re.search(r"^ *(```|~~~|<!-- *tests?\b).*", text, re.M)
+    assert missed is None, (
+        f"{where}: above it is {missed and missed[0]!r}; expected ```LANGUAGE or <!-- test: ..."
+    )
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

@@ -14,7 +14,7 @@ from conftest import ROOT
 from meeting import free_port
 
 from . import commands, hangs, session, tables
-from .pages import BLOCKS, LANGUAGES, NOT_RUN, OUTPUT, Block
+from .pages import BLOCKS, LANGUAGES, NOT_RUN, OUTPUT, Block, blocks_of, shown
 
 
 def parameters(blocks: list[Block]) -> list[object]:
@@ -53,7 +53,7 @@ def test_not_run(block: Block) -> None:
     """Skipped with the reason, so that `pytest -ra` lists every block that is not run."""
     reason, _, details = block.marks["not run"].partition(", ")
     assert reason in NOT_RUN, f"{block.name}: not run: {reason!r}; expected one of {', '.join(NOT_RUN)}"
-    named = re.findall(r"tests/\w+\.py", f"{NOT_RUN[reason]} {details}")
+    named = re.findall(r"tests/[\w/]+\.py", f"{NOT_RUN[reason]} {details}")
     assert all((ROOT / name).exists() for name in named), f"{block.name} names {named}"
     assert named or reason != "another test", f"{block.name} names no test"
     pytest.skip(f"{block.name}: {reason}: {details or NOT_RUN[reason]}")
@@ -62,14 +62,37 @@ def test_not_run(block: Block) -> None:
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in BLOCKS])
 def test_marks(block: Block) -> None:
     assert block.language in (*LANGUAGES, "hidden"), "the language of the block is missing or unknown"
-    assert block.language != "text" or not re.search(r"^\$ ", block.text, re.M), (
-        "a console block says console"
-    )
+    if block.language == "text":
+        assert not re.search(r"^\$ ", block.text, re.M), "it has commands, so its language is console"
     if "output" in block.marks:
         assert block.marks["output"] in OUTPUT
     # What is neither run nor saved needs the mark that says why.
     if block.language in ("c", "cmake"):
         assert block.file or "not run" in block.marks
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "<!-- test: rank: 4 -->\n```python\n1\n```\n",
+            "PAGE:1: the mark is 'rank'; expected one of ranks, ",
+        ),
+        (
+            "<!-- test: ranks: 4 -->\nA sentence.\n\n```python\n1\n```\n",
+            "PAGE:4: a mark above it stands above no",
+        ),
+        ("<!-- test: slow: long -->\n", "PAGE: the last mark stands above no block"),
+        ("```python title\n1\n```\n", "PAGE: the end: above it is '```python title'; expected ```LANGUAGE"),
+        ("<!-- tests: slow -->\n", "PAGE: the end: above it is '<!-- tests: slow -->'; expected"),
+        ("<!-- test: exit: 1\nx = 1\n-->\n", "PAGE:1: 'exit' has a body; expected one of file, setup"),
+    ],
+)
+def test_wrong_marks_are_refused(text: str, says: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(AssertionError, match=re.escape(says.replace("PAGE", shown(page)))):
+        blocks_of(page)
 
 
 # --- commands elsewhere on the pages ------------------------------------------------------------------------

@@ -74,9 +74,8 @@ def store(results: Results) -> dict[str, Figure]:
     plot = figure.subplots()
     rows = [row for row in results["rows"] if row["seconds"]]
     for peer in dict.fromkeys(row["peer"] for row in rows):
-        points = sorted(
-            (row["clients"], statistics.median(row["seconds"])) for row in rows if row["peer"] == peer
-        )
+        its = [row for row in rows if row["peer"] == peer]
+        points = sorted((row["clients"], statistics.median(row["seconds"])) for row in its)
         plot.loglog(*zip(*points, strict=True), "o-", label=peer, ms=3)
     plot.set(title="An id and a barrier", xlabel="clients", ylabel="seconds")
     plot.legend()
@@ -91,9 +90,8 @@ def in_flight(results: Results) -> dict[str, Figure]:
     for i, peer in enumerate(("pynccl", "gloo")):
         heights = [place + 0.4 * i for place in range(len(names))]
         plot.barh(heights, [results[peer][name] for name in names], height=0.4, label=peer)
-    plot.set_yticks(
-        [place + 0.2 for place in range(len(names))], [name.removesuffix(", ms") for name in names]
-    )
+    ticks = [place + 0.2 for place in range(len(names))]
+    plot.set_yticks(ticks, [name.removesuffix(", ms") for name in names])
     plot.invert_yaxis()
     plot.set(xlabel="milliseconds", xscale="log")
     plot.legend()
