@@ -73,33 +73,7 @@ def right(output: str) -> None:
     assert sorted(output.splitlines()) == lines
 
 
-# --- the documentation --------------------------------------------------------------------------------------
-
-
-def sessions() -> list[tuple[str, str]]:
-    """Return each command of the documentation with what it prints."""
-    shown = re.findall(r"^```\n(\$ .*?)^```", DOC, re.M | re.S)
-    return [(c, out) for c, out in re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", "".join(shown), re.M)]
-
-
-def test_the_documentation_does_what_it_says(tmp_path: Path) -> None:
-    (tmp_path / "all_reduce.c").write_text(program())
-    assert len(sessions()) == 6
-    # One shell for all of them, as for whoever types them; what each prints goes to a file of its own.
-    script = "".join(f"{{ {command}; }} > {i}.out\n" for i, (command, _) in enumerate(sessions()))
-    done = subprocess.run(
-        ["bash", "-e", "-c", script],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    for i, (command, expected) in enumerate(sessions()):
-        # The ranks print in any order.
-        printed = (tmp_path / f"{i}.out").read_text()
-        assert sorted(printed.splitlines()) == sorted(expected.splitlines()), command
+# --- the program of the documentation, which tests/documentation/ runs as well -----------------------------
 
 
 @pytest.mark.parametrize("compiler", [CC, CXX], ids=["C11", "C++17"])
