@@ -33,7 +33,7 @@ LANGUAGES = ("python", "console", "bash", "c", "cmake", "text")
 MARKS = ("ranks", "mpirun", "file", "exit", "any order", "output", "slow", "not run", "setup")
 NOT_RUN = {
     "the Makefile's": "CI runs its targets",
-    "installs": "changes the environment; tests/test_packaging.py installs the wheel",
+    "installs": "changes the environment; tests/package/test_packaging.py installs the wheel",
     "a benchmark": "`make bench` runs it, on a machine that does nothing else",
     "another test": "the test that is named runs it",
     "needs a GPU": "`make test-gpu` runs what stands for it",

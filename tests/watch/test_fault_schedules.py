@@ -1,6 +1,6 @@
 """Random fault schedules: every surviving rank returns or raises what it should, in time, and leaves nothing.
 
-`python tests/fault_schedules.py --seed N` runs the one that failed again.
+`python tests/helpers/fault_schedules.py --seed N` runs the one that failed again.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+from conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
 EPOCH = re.compile(r"^\[0\] epoch (\d+) loss (\d+\.\d+) accuracy (\d\.\d+)$")
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import pynccl
+from conftest import ROOT
 from meeting import free_port
 from pynccl import BootstrapError, testing
 from pynccl._library import cuda
 from test_init_environment import forget_the_launcher, logged
 
-FOLDER = Path(__file__).parent / "fake_cuda"
+FOLDER = ROOT / "tests" / "fake_cuda"
 VERSIONS = {"2.28.9": "22809", "2.30.4": "23004"}
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import pynccl
+from conftest import ROOT
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store, StoreServer
 from pynccl.bootstrap._frames import MAX_SEALED
@@ -26,7 +27,7 @@ from pynccl.bootstrap._store import PromptStore, format_address
 
 pytestmark = pytest.mark.slow
 
-ATTACKER = Path(__file__).with_name("store_attacker.py")
+ATTACKER = ROOT / "tests" / "helpers" / "store_attacker.py"
 SECRET = "only the job knows it"
 SERVER = """
 import resource, sys

@@ -16,8 +16,8 @@ import pytest
 from conftest import ROOT, Run
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
-PROGRAM = Path(__file__).with_name("mpi_program.py")
-SUITE = Path(__file__).with_name("mpi4py_suite.py")
+PROGRAM = ROOT / "tests" / "helpers" / "mpi_program.py"
+SUITE = ROOT / "tests" / "helpers" / "mpi4py_suite.py"
 
 
 def mpirun(nranks: int, *args: str, timeout: float) -> str:

@@ -9,7 +9,7 @@ from conftest import clean_environment
 from test_init_environment import LAUNCHERS
 
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 Command = list[str]
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 _SPEC = importlib.util.spec_from_file_location(
-    "build_ffi", Path(__file__).resolve().parent.parent / "pynccl" / "_build_ffi.py"
+    "build_ffi", Path(__file__).resolve().parents[2] / "pynccl" / "_build_ffi.py"
 )
 assert _SPEC is not None
 assert _SPEC.loader is not None

@@ -1,6 +1,7 @@
 """Random fault schedules: one fault at one stage of a small job, drawn from a seed, and what each rank owes.
 
-`python tests/fault_schedules.py --seed 7` runs one and prints it, `--count 1000 --table FILE` writes a table.
+`python tests/helpers/fault_schedules.py --seed 7` runs one and prints it, `--count 1000 --table FILE` makes a
+table.
 What is expected follows from the schedule alone. The ranks run fault_ranks.py, and fault_jobs.py runs them.
 """
 

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,13 @@ import numpy as np
 import pytest
 
 import pynccl
+from conftest import ROOT
 from pynccl import Communicator, NcclInvalidUsage, NcclTimeoutError, NcclUnhandledCudaError, testing
 from pynccl._library import cuda
 from test_buffers import Device
 
 Case = Callable[[int, int], None]
-FOLDER = Path(__file__).parent / "fake_cuda"
+FOLDER = ROOT / "tests" / "fake_cuda"
 
 
 @pytest.fixture(scope="module")

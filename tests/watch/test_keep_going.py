@@ -35,7 +35,7 @@ def run(command: Command) -> subprocess.CompletedProcess[str]:
 
 
 def _environment() -> dict[str, str]:
-    return environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    return environment(PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from pynccl.testing import RankError, run
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHRINK, GROW, REVOKE = "ncclCommShrink", "ncclCommGrow", "ncclCommRevoke"
 # What libraries of these ages lack: recovery natively; before 2.29, 2.28 and 2.27.
 AGES = {"2.32": (), "2.28": (GROW,), "2.27": (GROW, REVOKE), "2.26": (GROW, REVOKE, SHRINK)}

@@ -279,7 +279,7 @@ def report(verdicts: list[Verdict], first: int) -> str:
         [
             "# Random fault schedules",
             "",
-            f"`python tests/fault_schedules.py --first {first} --count {len(fired)}` on "
+            f"`python tests/helpers/fault_schedules.py --first {first} --count {len(fired)}` on "
             f"{datetime.datetime.now(datetime.timezone.utc).date()}: seeds {first} to "
             f"{max(v.schedule.seed for v in verdicts)}, {len(verdicts)} schedules run,",
             f"{len(fired)} whose fault fired (the others are not counted), {wrong} with anything wrong; "

@@ -34,7 +34,7 @@ def answers(null: str) -> Callable[..., Answers]:
 
     def answers(result: int = 0, library: str = null) -> Answers:
         if (library, result) not in kept:
-            command = [sys.executable, str(Path(__file__).parent / "surface.py"), library, str(result)]
+            command = [sys.executable, str(ROOT / "tests" / "helpers" / "surface.py"), library, str(result)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
             kept[library, result] = json.loads(done.stdout)
         return kept[library, result]

@@ -307,7 +307,7 @@ def test_several_ranks_compile_once(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_compiled(tmp_path: Path, settings: dict[str, str], message: str) -> None:
     env = clean_environment() | {"PYNCCL_CACHE": str(tmp_path)} | settings
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import pynccl.torch", root],
         env=env,
@@ -343,7 +343,7 @@ def test_a_program_without_destroy_process_group_ends_well(tmp_path: Path) -> No
 
 def build(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m pynccl.torch`."""
-    whole = clean_environment() | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)} | env
+    whole = clean_environment() | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])} | env
     command = [sys.executable, "-m", "pynccl.torch", *arguments]
     return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=250)
 

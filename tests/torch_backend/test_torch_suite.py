@@ -1,6 +1,6 @@
 """torch's own suite for process groups, with pynccl and with gloo.
 
-`python tests/test_torch_suite.py BACKEND [TEST …]` runs it under one backend: gloo, pynccl, or
+`python tests/torch_backend/test_torch_suite.py BACKEND [TEST …]` runs it under one backend: gloo, pynccl, or
 pynccl-as-gloo, which runs the tests that the suite has for gloo alone on pynccl too.
 The tests here run what is quick.
 """

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from conftest import ROOT
 from pynccl import NcclUnhandledCudaError, NotSupportedError, testing
 from pynccl._library import cuda
 
 Case = Callable[[int, int], None]
-SOURCE = Path(__file__).parent / "fake_cuda" / "fake_cuda.c"
+SOURCE = ROOT / "tests" / "fake_cuda" / "fake_cuda.c"
 
 
 @pytest.fixture(scope="module")

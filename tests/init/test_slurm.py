@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import clean_environment
+from conftest import ROOT, clean_environment
 from meeting import free_port
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "all_reduce.py"
+EXAMPLE = ROOT / "examples" / "all_reduce.py"
 # `apt-get install slurm-wlm` first; without it the test fails, and says so.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
