@@ -14,8 +14,8 @@ import pytest
 
 import pynccl
 from arrays import KINDS, cupy_over, device_over, dtype_of, torch_over
+from device_arrays import Device, Exporter
 from pynccl import Buffer, Communicator, DataType, testing
-from test_buffers import Device, Exporter
 
 N = 2
 Refusal = tuple[Callable[[], Any], type[Exception], str]

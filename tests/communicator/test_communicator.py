@@ -74,7 +74,7 @@ def test_broadcast() -> None:
 
 
 def any_kind_of_array(rank: int, nranks: int) -> None:
-    from test_buffers import Device, Exporter
+    from device_arrays import Device, Exporter
 
     with pynccl.init(timeout=30) as comm:
         wraps: tuple[Any, ...] = (Device, Exporter, memoryview)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import pynccl
+from device_arrays import Device
 from fake_nccl import Fake, source
 from pynccl import (
     Buffer,
@@ -26,7 +27,6 @@ from pynccl import (
 )
 from pynccl._arrays import dlpack
 from pynccl._library import cuda
-from test_buffers import Device
 from test_gpu_path import FOLDER, driver, on_device
 
 Case = Callable[[int, int], None]

@@ -18,9 +18,9 @@ import pytest
 
 import pynccl
 from conftest import ROOT
+from device_arrays import Device
 from pynccl import Communicator, NcclInvalidUsage, NcclTimeoutError, NcclUnhandledCudaError, testing
 from pynccl._library import cuda
-from test_buffers import Device
 
 Case = Callable[[int, int], None]
 FOLDER = ROOT / "tests" / "fake_cuda"

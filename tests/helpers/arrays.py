@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import pynccl
-from test_buffers import Device, Exporter
+from device_arrays import Device, Exporter
 
 Array = NDArray[Any]
 

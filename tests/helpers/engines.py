@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from conftest import clean_environment
-from test_init_environment import LAUNCHERS
+from launchers import LAUNCHERS
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,7 +1,7 @@
 """mpi4py's own tests of collectives with the communicators of pynccl.mpi in the place of MPI's; for mpirun.
 
-`python tests/helpers/mpi4py_suite.py FOLDER` runs test_cco_buf and test_cco_vec of mpi4py's sources in FOLDER.
-Their arrays with `__cuda_array_interface__` take NCCL's way, the others MPI's. What NCCL cannot reduce MPI reduces,
+`python tests/helpers/mpi4py_suite.py FOLDER` runs test_cco_buf and test_cco_vec of the sources in FOLDER.
+Their arrays with `__cuda_array_interface__` take NCCL's way, the others MPI's. MPI reduces what NCCL cannot,
 so that a test goes on behind it, and the refusals are compared with those of docs/mpi.md.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -12,11 +11,11 @@ import pytest
 
 import pynccl
 from conftest import clean_environment
+from launchers import forget_the_launcher, logged
 from meeting import free_port, together
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import _environment
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "PALS_", "MPI_", "PYNCCL_S")
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
 OPEN_MPI = {
@@ -27,11 +26,6 @@ OPEN_MPI = {
 HYDRA = {"PMI_RANK": "4", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1"}
 PMI = {"PMI_RANK": "2", "PMI_SIZE": "4"}
 PALS = {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"} | PMI
-
-
-def forget_the_launcher() -> None:
-    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
-        del os.environ[name]
 
 
 @pytest.mark.parametrize(
@@ -102,24 +96,6 @@ def test_variables_that_are_no_numbers(value: str) -> None:
 
 
 # --- through init -------------------------------------------------------------------------------------------
-
-
-class Lines(logging.Handler):
-    """What was logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}")
-
-
-def logged() -> list[str]:
-    handler = Lines()
-    logging.getLogger("pynccl").addHandler(handler)
-    logging.getLogger("pynccl").setLevel(logging.INFO)
-    return handler.lines
 
 
 def by_slurm(rank: int, nranks: int, more: dict[str, str]) -> list[str]:

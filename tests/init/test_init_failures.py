@@ -18,12 +18,12 @@ import pytest
 
 import pynccl
 from conftest import clean_environment
+from launchers import forget_the_launcher
 from meeting import free_port, hear, starved, tell, together
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store, StoreServer, _store
 from pynccl.bootstrap._exchange import Round
 from pynccl.bootstrap._keys import ObjectKeys
-from test_init_environment import forget_the_launcher
 from test_init_methods import Plain, meet
 
 METHODS = [

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import pynccl
+from launchers import forget_the_launcher, logged
 from meeting import free_port, together
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store
 from pynccl.bootstrap._keys import FolderKeys
-from test_init_environment import forget_the_launcher, logged
 
 
 def meet(method: Any, rank: int, nranks: int, **more: Any) -> None:

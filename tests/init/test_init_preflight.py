@@ -12,10 +12,10 @@ import pytest
 
 import pynccl
 from conftest import ROOT
+from launchers import forget_the_launcher, logged
 from meeting import free_port
 from pynccl import BootstrapError, testing
 from pynccl._library import cuda
-from test_init_environment import forget_the_launcher, logged
 
 FOLDER = ROOT / "tests" / "fake_cuda"
 VERSIONS = {"2.28.9": "22809", "2.30.4": "23004"}
