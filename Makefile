@@ -11,7 +11,7 @@ PYTHON_FILES := pynccl tests tools examples benchmarks
 # Warnings are errors here, and not for who builds the package by pip.
 export PYNCCL_WERROR := 1
 
-.PHONY: demo build test test-slow test-full test-gpu bench lint format generate wheel sanitize cpu-lib clean
+.PHONY: demo build test test-slow test-full test-gpu bench lint format docs generate wheel sanitize cpu-lib clean
 
 # Two at a time: most tests wait, for processes that start or for time-outs.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -55,6 +55,10 @@ format: $(VENV)/dev
 	$(BIN)/ruff format $(PYTHON_FILES)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
+# The documentation as a site, in build/site.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 # The Python that follows from native/*.h.
 generate: $(VENV)/dev
 	$(BIN)/python tools/generate_api.py
@@ -87,7 +91,7 @@ $(VENV)/built: $(VENV)/base $(SOURCES) pyproject.toml
 	touch $@
 
 # This builds too; targets name `built` after it, so that later changes of the sources build only.
-$(VENV)/demo $(VENV)/test $(VENV)/full $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
+$(VENV)/demo $(VENV)/test $(VENV)/full $(VENV)/dev $(VENV)/docs $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
 	$(INSTALL) --editable ".[$*]"
 	touch $@ $(VENV)/built
 

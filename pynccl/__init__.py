@@ -52,7 +52,8 @@ from pynccl._library.loader import LibraryInfo as LibraryInfo
 from pynccl._library.loader import get_version as get_version
 from pynccl._library.loader import library_info as library_info
 from pynccl._library.loader import load as load
-from pynccl._run import evidence
+from pynccl._run import evidence as _evidence
+from pynccl._run import word as _word
 from pynccl._trace.recorder import TraceRecord as TraceRecord
 from pynccl._trace.recorder import dump_trace as dump_trace
 from pynccl._types import DataType as DataType
@@ -68,7 +69,8 @@ if _typing.TYPE_CHECKING:
     from pynccl import testing as testing
     from pynccl.bootstrap._init import init as init
 
-evidence.listen()
+_evidence.listen()
+_word.listen()
 
 __all__ = [
     "BootstrapError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from pathlib import Path
@@ -16,6 +17,11 @@ def same_boot(*namespaces: str) -> str:
     """Return a text that is equal for processes of one running kernel with the same namespaces."""
     parts = [_read(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()]
     return " ".join(parts + [_link(f"/proc/self/ns/{name}") for name in namespaces])
+
+
+def digest(text: str) -> bytes:
+    """Return 16 bytes that stand for a text."""
+    return hashlib.sha256(text.encode()).digest()[:16]
 
 
 def _read(path: Path) -> str:

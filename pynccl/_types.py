@@ -46,12 +46,7 @@ class UniqueId:
     SIZE = api.NCCL_UNIQUE_ID_BYTES
 
     def __init__(self, data: bytes | bytearray | memoryview | UniqueId) -> None:
-        if not isinstance(data, bytes | bytearray | memoryview | UniqueId):
-            raise TypeError(f"data is of type {type(data).__name__}; expected {self.SIZE} bytes")
-        value = bytes(data)
-        if len(value) != self.SIZE:
-            raise ValueError(f"data has {len(value)} bytes; expected {self.SIZE}")
-        object.__setattr__(self, "_data", value)
+        object.__setattr__(self, "_data", _id_bytes(data, "data"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"UniqueId is immutable, {name} cannot be set")
@@ -73,6 +68,23 @@ class UniqueId:
         import hashlib
 
         return f"<UniqueId {hashlib.sha256(self._data).hexdigest()[:12]}>"
+
+
+def to_unique_id(value: Any, name: str = "unique_id") -> UniqueId:
+    """Return the unique id that an argument of that name is, or has the bytes of."""
+    return value if isinstance(value, UniqueId) else UniqueId(_id_bytes(value, name))
+
+
+def _id_bytes(value: Any, name: str) -> bytes:
+    # The bytes are a secret, which no error shows.
+    if not isinstance(value, bytes | bytearray | memoryview | UniqueId):
+        raise TypeError(
+            f"{name} is of type {type(value).__name__}; expected a UniqueId or its {UniqueId.SIZE} bytes"
+        )
+    data = bytes(value)
+    if len(data) != UniqueId.SIZE:
+        raise ValueError(f"{name} has {len(data)} bytes; expected the {UniqueId.SIZE} of a UniqueId")
+    return data
 
 
 class LateHandle:

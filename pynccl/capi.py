@@ -35,7 +35,7 @@ from pynccl._library.status import remember as _remember
 from pynccl._library.status import remember_late as _remember_late
 from pynccl._library.status import text as _text
 from pynccl._types import LateHandle as LateHandle
-from pynccl._types import UniqueId as _UniqueId
+from pynccl._types import to_unique_id as _to_unique_id
 
 _ConfigLike = Config | Mapping[str, Any] | None
 
@@ -58,7 +58,7 @@ def _handle(cell: Any, keep: Any = None, place: tuple[int, int] | None = None, p
 
 
 def _id(data: bytes) -> bytes:
-    return bytes(_UniqueId(data))
+    return bytes(_to_unique_id(data, "the unique id"))
 
 
 def _ints(values: Sequence[int], count: int, name: str) -> Any:

@@ -25,7 +25,7 @@ from pynccl._library.binding import lib
 from pynccl._library.generated.structs import CommProperties
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
-from pynccl._types import UniqueId
+from pynccl._types import UniqueId, to_unique_id
 
 
 @recorder.with_callers(
@@ -89,7 +89,7 @@ class Communicator(Operations):
         """
         core = Core(timeout)
         _require_place(nranks, rank)
-        (uid,) = _ids(unique_id if isinstance(unique_id, UniqueId) else UniqueId(unique_id))
+        uid = bytes(to_unique_id(unique_id))
         loader.load()
         place = device_to_use(device)
         core.identity = recorder.numbered("id", uid)
@@ -232,7 +232,10 @@ class Communicator(Operations):
             raise TypeError(f"exclude is {exclude!r}; expected a list of ranks")
         ranks = list(exclude)
         for rank in ranks:
-            self._arguments.rank_in(rank, "exclude")
+            if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+                raise TypeError(f"exclude is {ranks!r}, with {rank!r}; expected ints, the ranks to leave out")
+            if not 0 <= rank < self.size:
+                raise ValueError(f"exclude is {ranks}, with {rank}; expected ranks from 0 to {self.size - 1}")
         return self._of(recovery.shrink(self._core, ranks, abort, config, quorum))
 
     def get_unique_id(self) -> UniqueId:
@@ -254,7 +257,7 @@ class Communicator(Operations):
         """
         if not isinstance(nranks, int) or nranks <= self.size:
             raise ValueError(f"nranks is {nranks}; expected more than the present {self.size} ranks")
-        uid = None if unique_id is None else bytes(UniqueId(unique_id))
+        uid = None if unique_id is None else bytes(to_unique_id(unique_id))
         return self._of(recovery.grow(self._core, nranks, uid, config))
 
     # --- end ---
@@ -330,9 +333,9 @@ def _name_in(config: ConfigLike) -> str:
 
 
 def _ids(unique_id: UniqueId | bytes | Sequence[UniqueId | bytes]) -> list[bytes]:
-    if isinstance(unique_id, UniqueId | bytes | bytearray | memoryview):
-        return [bytes(UniqueId(unique_id))]
-    ids = [bytes(UniqueId(one)) for one in unique_id]
+    if isinstance(unique_id, str | bytes | bytearray | memoryview) or not isinstance(unique_id, Iterable):
+        return [bytes(to_unique_id(unique_id))]
+    ids = [bytes(to_unique_id(one, f"unique_id[{i}]")) for i, one in enumerate(unique_id)]
     if not ids:
         raise ValueError("unique_id is an empty sequence; expected at least one id")
     return ids

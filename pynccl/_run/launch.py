@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import selectors
 import signal
@@ -14,18 +13,17 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, BinaryIO
 
+from pynccl._errors import BootstrapError
 from pynccl._library import cuda
-from pynccl._run import evidence
+from pynccl._run import evidence, word
 from pynccl._run.process import Child, describe_exit
 from pynccl._secure.secret import read_secret
-from pynccl._timeouts import LONGEST
 from pynccl._trace.recorder import DIR, file_name, own_folder, private_file
+from pynccl._watch import ended
 from pynccl.bootstrap._store import StoreServer
 
-# As many as the CPU library takes on one machine.
-_MOST_RANKS = 1024
 # What ranks that are to be ended get to say where they are, and then to end by themselves after SIGTERM.
 EVIDENCE_SECONDS = 3.0
 GRACE_SECONDS = 5.0
@@ -56,70 +54,22 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, sign
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def add_run_parser(subparsers: Any) -> None:
-    """Add `run` to the subcommands of `pynccl`."""
-    parser = subparsers.add_parser(
-        "run",
-        help="run a Python program on several ranks of this machine",
-        description="Run a Python program on several ranks of this machine. Each has RANK, WORLD_SIZE, "
-        "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under torchrun, and finds the others "
-        "by pynccl.init().",
-    )
-    parser.add_argument(
-        "-n", "-np", "--nranks", type=_positive, required=True, metavar="N", help="number of ranks"
-    )
-    parser.add_argument("--cpu", action="store_true", help="use the CPU library (PYNCCL_LIBRARY=cpu)")
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        metavar="SECONDS",
-        help="end the ranks that still run then (exit code 124), and say where they were",
-    )
-    parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="write each rank's output there too: rank0.out, rank0.err"
-    )
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="SCRIPT is the name of a module, as in python -m"
-    )
-    parser.add_argument("script", metavar="SCRIPT", help="the program")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    parser.set_defaults(command=run_command)
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MOST_RANKS:
-        raise argparse.ArgumentTypeError(
-            f"expected a number of ranks, 1 to {_MOST_RANKS} on one machine, not {text!r}"
-        )
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, not {text!r}")
-    return min(seconds, LONGEST)
-
-
-def run_command(args: argparse.Namespace) -> int:
-    """Run the program as the command line says and return the exit code."""
-    env = choose_backend(os.environ, "cpu" if args.cpu else "auto")
-    if env.get("PYNCCL_LIBRARY") == "cpu" and not args.cpu and os.environ.get("PYNCCL_LIBRARY") != "cpu":
+def launch(
+    argv: list[str], nranks: int, *, cpu: bool, timeout: float | None, keep_going: bool, log_dir: Path | None
+) -> int:
+    """Run a command line on so many ranks and return the exit code."""
+    env = choose_backend(os.environ, "cpu" if cpu else "auto")
+    if env.get("PYNCCL_LIBRARY") == "cpu" and not cpu and os.environ.get("PYNCCL_LIBRARY") != "cpu":
         _say("no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu")
-    program = ["-m", args.script] if args.module else [args.script]
-    argv = [sys.executable, "-u", *program, *args.args]
     with ExitStack() as stack:
         try:
-            logs = _open_logs(args.log_dir, args.nranks, stack)
+            logs = _open_logs(log_dir, nranks, stack)
         except OSError as error:
-            _say(f"cannot write to --log-dir {args.log_dir}: {error}")
+            _say(f"cannot write to --log-dir {log_dir}: {error}")
             return 2
         server = stack.enter_context(open_store(env))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pynccl-run-"))
-        return _Launcher(argv, env, server, logs, Path(folder)).run(args.timeout)
+        return _Launcher(argv, env, server, logs, Path(folder), keep_going).run(timeout)
 
 
 def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
@@ -224,13 +174,21 @@ class _Launcher:
     """The ranks of one run, and the loop over their output, their ends and the signals of this process."""
 
     def __init__(
-        self, argv: list[str], env: dict[str, str], server: StoreServer, logs: _Logs, folder: Path
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        server: StoreServer,
+        logs: _Logs,
+        folder: Path,
+        keeps_going: bool,
     ) -> None:
         self.argv, self.nranks, self.server, self.logs = argv, len(logs), server, logs
-        self.folder = folder
+        self.folder, self.keeps_going = folder, keeps_going
         self.env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         self.env[evidence.FOLDER] = str(folder)
+        self.env[ended.KEEP_GOING] = str(int(keeps_going))
         self.children: list[Child] = []
+        self.processes: list[ended.Process] = []
         self.errors: list[_Lines] = []
         self.selector = selectors.DefaultSelector()
         self.code = 0
@@ -278,6 +236,7 @@ class _Launcher:
                 self._step(reader)
             self._drain()
             self._show_traceback()
+            self._explain_code()
         except BrokenPipeError:
             # Nobody reads our output any more: end as a program does that writes to a closed pipe.
             self.code = 128 + signal.SIGPIPE
@@ -297,6 +256,7 @@ class _Launcher:
         env = rank_environment(self.env, rank, self.nranks, self.server)
         child = Child(self.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, tie=True)
         self.children.append(child)
+        self.processes.append(ended.process(child.pid))
         out_log, error_log = self.logs[rank]
         out = _Lines(rank, sys.stdout.fileno(), out_log)
         self.errors.append(_Lines(rank, sys.stderr.fileno(), error_log))
@@ -397,13 +357,28 @@ class _Launcher:
             if rank in self.ended or code is None:
                 continue
             self.ended.add(rank)
-            if code != 0 and self.code == 0:
-                self.code = code if code > 0 else 128 - code
-                self.first = rank
-                others = "" if len(self.ended) == len(self.children) else "; ending the other ranks"
-                _say(f"rank {rank} {describe_exit(code)}{others}")
+            if self.keeps_going and not self._ending:
+                self._go_on_without(rank, code)
+            elif code != 0 and self.code == 0:
+                self._note_failure(rank, code, "; ending the other ranks")
                 if not self._ending:  # else they have been told to end, and may be about to
                     self._end(signal.SIGTERM)
+
+    def _note_failure(self, rank: int, code: int, others: str) -> None:
+        if self.code == 0:
+            self.code = code if code > 0 else 128 - code
+            self.first = rank
+        _say(f"rank {rank} {describe_exit(code)}{others if len(self.ended) < len(self.children) else ''}")
+
+    def _go_on_without(self, rank: int, code: int) -> None:
+        """Let the other ranks know of an end; what a failed rank has left running is ended."""
+        try:
+            word.tell(self.server, self.processes[rank])
+        except (BootstrapError, TimeoutError) as error:
+            _say(f"cannot tell the other ranks of the end of rank {rank}: {error}")
+        if code != 0:
+            self._note_failure(rank, code, "; the other ranks go on (--keep-going)")
+            self.children[rank].send(signal.SIGKILL)
 
     def _show_traceback(self) -> None:
         """Repeat the traceback that came first; who ended first may only have been quicker to end."""
@@ -415,6 +390,12 @@ class _Launcher:
         _say(f"rank {first} failed first:")
         for line in self.errors[first].traceback().splitlines():
             _write_all(sys.stderr.fileno(), b"[%d] %s\n" % (first, line))
+
+    def _explain_code(self) -> None:
+        """Say why the program fails although ranks went on to its end."""
+        code = None if self.first is None else self.children[self.first].poll()
+        if self.keeps_going and code is not None and self.code != _TIMED_OUT:
+            _say(f"exit code {self.code}, that of rank {self.first}, which failed first")
 
     def _send(self, number: int) -> None:
         for rank, child in enumerate(self.children):

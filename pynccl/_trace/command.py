@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import click
+
 from pynccl._trace.dumps import Member, Process, TraceError, printable, read_all
 from pynccl._trace.findings import explain, say
 from pynccl._trace.recorder import TraceRecord
 
 
-def chrome(members: Iterable[Member]) -> dict[str, Any]:
+def chrome_events(members: Iterable[Member]) -> dict[str, Any]:
     """Return the calls as Chrome trace events, a process for each rank and a thread for each communicator."""
     events: list[dict[str, Any]] = []
     threads: dict[str, int] = {}
@@ -48,19 +49,18 @@ def _event(record: TraceRecord, process: Process) -> dict[str, Any]:
     return event | {"ph": "X", "dur": max(0, end - record.time_ns) / 1000}
 
 
-def add_trace_parser(commands: Any) -> None:
-    """Add `pynccl trace` to the command line."""
-    trace = commands.add_parser("trace", help="say what the ranks' flight recorders show together")
-    trace.add_argument("files", nargs="+", metavar="FILE", help="dumps of the ranks, or folders of them")
-    trace.add_argument("--chrome", metavar="OUT", help="write the calls as Chrome trace events (Perfetto)")
-    trace.set_defaults(command=_main)
+@click.command("trace")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
+@click.option("--chrome", metavar="OUT", help="Write the calls as Chrome trace events (Perfetto).")
+def trace(files: tuple[str, ...], chrome: str | None) -> int:
+    """Say what the ranks' flight recorders show together.
 
-
-def _main(args: argparse.Namespace) -> int:
+    Each FILE is a dump of a rank, or a folder of dumps.
+    """
     try:
-        dumps = read_all(args.files)
-        if args.chrome:
-            Path(args.chrome).write_text(json.dumps(chrome(dumps.members)), encoding="utf-8")
+        dumps = read_all(files)
+        if chrome:
+            Path(chrome).write_text(json.dumps(chrome_events(dumps.members)), encoding="utf-8")
     except (TraceError, OSError) as error:
         print(f"pynccl trace: {printable(str(error))}", file=sys.stderr)
         return 1

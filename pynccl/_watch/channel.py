@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import ipaddress
 import os
 import resource
@@ -28,6 +27,7 @@ from pynccl._errors import BootstrapError, NcclError, NcclSystemError, NcclTimeo
 from pynccl._library.binding import lib
 from pynccl._secure import handshake
 from pynccl._secure.secret import read_secret
+from pynccl._watch.ended import Process, process
 
 if TYPE_CHECKING:
     from pynccl._secure.noise import Session
@@ -50,19 +50,14 @@ _GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?")
 Gather = Callable[[bytes], list[bytes]]
 
 
-class Process(NamedTuple):
-    """A rank's process: its number and when it started, 0 where this process cannot see it."""
-
-    pid: int
-    start: int
-
-
 class Channel(NamedTuple):
     """What connects a rank to the others."""
 
     # A connected socket for every rank, -1 for this one and GONE for one that died meanwhile.
     sockets: list[int]
+    # The ranks' processes, and which of them this process can see.
     processes: list[Process]
+    visible: list[bool]
     # What seals the frames of each rank, where there is a secret.
     sessions: dict[int, Session]
 
@@ -74,7 +69,8 @@ def connect(
     secret, mine, failure = _greeting()
     greetings = [_GREETING.unpack(each) for each in _exchange(rank, size, gather, mine, failure)]
     _check_secrets(rank, size, [greeting[-1] for greeting in greetings])
-    key, space = greetings[0][1], greetings[rank][2]
+    key = greetings[0][1]
+    processes = [Process(*greeting[2:5]) for greeting in greetings]
     one_host = len({greeting[0] for greeting in greetings}) == 1
     with ExitStack() as opened:
         listener, mine, failure = _place(one_host, size, opened)
@@ -85,11 +81,11 @@ def connect(
             mesh.call(places[:rank])
             mesh.answer(look)
             # They were alive when they connected; who cannot be seen now never proves anything.
-            processes = [
-                Process(pid, start if its == space and lib.pynccl_process_start(pid) == start else 0)
-                for _, _, its, pid, start, _ in greetings
+            here = processes[rank].space
+            visible = [
+                one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes
             ]
-            return Channel(mesh.sockets(), processes, mesh.sessions)
+            return Channel(mesh.sockets(), processes, visible, mesh.sessions)
         except BaseException:
             mesh.close()
             raise
@@ -114,9 +110,8 @@ def _greeting() -> tuple[str, bytes, Exception | None]:
         secret = read_secret()
         if secret:
             handshake.load_noise()
-        host, key = _digest(_host.same_host("net")), secrets.token_bytes(_KEY)
-        own = _digest(_host.same_boot("pid")), os.getpid(), int(lib.pynccl_process_start(os.getpid()))
-        return secret, _GREETING.pack(host, key, *own, bool(secret)), None
+        host, key = _host.digest(_host.same_host("net")), secrets.token_bytes(_KEY)
+        return secret, _GREETING.pack(host, key, *process(os.getpid()), bool(secret)), None
     except BootstrapError as error:
         return "", bytes(_GREETING.size), error
     except OSError as error:
@@ -361,10 +356,6 @@ def _listen(host: str) -> socket.socket:
         return socket.create_server((host, 0), family=family, backlog=4096)
     except OSError as error:
         raise NcclSystemError(f"the control channel cannot listen at {host}: {error}") from error
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()[:_KEY]
 
 
 def _pack_place(host: str, port: int) -> bytes:

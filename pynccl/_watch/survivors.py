@@ -12,6 +12,7 @@ from pynccl._library.binding import ffi, lib
 from pynccl._types import UniqueId
 from pynccl._watch import agreement
 from pynccl._watch.agreement import MADE, Message, State, View, ranks_in, set_of
+from pynccl._watch.ended import Word, is_told
 from pynccl._watch.watchdog import Handle, Watch
 
 # Where the communicator has no time-out of its own.
@@ -67,6 +68,7 @@ class Survivors:
         self.out: dict[int, agreement.Output] = {}
         self.decided = 0
         self.began = time.monotonic()
+        self.word = Word()
 
     def _tag(self, kind: int, number: int = 0) -> int:
         return self.attempt << 32 | number << 8 | kind
@@ -114,12 +116,20 @@ class Survivors:
             if state.decision is not None or agreement.may_go_on(state):
                 too_few = None
             else:
-                # That somebody has ended is seen a little after its connection ends.
+                # That somebody has ended is seen, or told, a little after its connection ends.
                 too_few = too_few or now
+                self._ask_for_ends(deadline)
                 if now > min(too_few + _PROOF, deadline):
                     raise self._partition(state.view)
             if state.decision is None and now >= deadline:
                 raise self._late(agreement.awaited(state))
+
+    def _ask_for_ends(self, deadline: float) -> None:
+        """Learn from the launcher which of the lost ranks have ended."""
+        processes = self.watch.processes
+        asked = {r: processes[r] for r in ranks_in(self.lost & ~self.ended) if processes[r].start}
+        for rank, at in self.word.ends(asked, deadline):
+            lib.pynccl_watch_told_end(self.watch.c, rank, at)
 
     def _must_be_in(self, view: View) -> None:
         if view.excluded >> self.me & 1 or not agreement.members(view, self.me) >> self.me & 1:
@@ -285,14 +295,15 @@ class Survivors:
     def linger(self) -> None:
         """Stay until all of them have the last decision, so that nobody waits for a word that was cut off.
 
-        And until who was cut off, and sees this process, cannot take an end of it for a proof any more.
+        And until who was cut off, and sees this process or is told of it, cannot take an end of it for a
+        proof any more.
         """
         deadline = time.monotonic() + _LINGER
         others = self.decided & ~(1 << self.me)
         while others & ~(self.states[-1].deciders | self.lost | self.ended) and time.monotonic() < deadline:
             self.pump(_SLICE_MS)
         fates, outside = self._fates(), self.lost & ~(self.ended | self.decided)
-        cut_off = [fates[r] & _GONE and self.watch.visible[r] for r in ranks_in(outside)]
+        cut_off = [fates[r] & _GONE and (is_told() or self.watch.visible[r]) for r in ranks_in(outside)]
         if any(cut_off):
             time.sleep(max(0.0, self.began + _PROOF - time.monotonic()))
 
@@ -312,5 +323,8 @@ def share_id(watch: Watch, handle: Handle, unique_id: bytes | None) -> UniqueId:
     mine = bytes([unique_id is not None]) + (unique_id or bytes(128))
     given = [one[1:] for one in watch.gather(handle, mine, deadline) if one[0]]
     if len(given) != 1:
-        raise ValueError(f"{len(given)} ranks gave a unique_id to grow with; expected one")
+        raise ValueError(
+            f"{len(given)} ranks gave a unique_id to grow with; expected one: the rank that calls "
+            "comm.get_unique_id() passes the id to grow, and to the new ranks for Communicator.join"
+        )
     return UniqueId(given[0])

@@ -24,6 +24,7 @@ from pynccl._library.binding import ffi, lib
 from pynccl._secure.handshake import load_noise
 from pynccl._types import DataType
 from pynccl._watch import channel
+from pynccl._watch.ended import Process
 
 if TYPE_CHECKING:
     from pynccl._secure.noise import Session
@@ -48,7 +49,8 @@ class Watch:
     def __init__(self, c: Any, timeout: float | None) -> None:
         self.c, self.timeout = c, timeout
         self.device = 0
-        # For each rank, whether its process is visible to this one.
+        # The processes of all ranks, and for each whether it is visible to this one.
+        self.processes: Sequence[Process] = ()
         self.visible: Sequence[bool] = ()
 
     @property
@@ -77,21 +79,21 @@ class Watch:
         deadline = deadline_of(self.timeout)
         if deadline is not None and until is not None:
             deadline = min(deadline, until)
-        sockets, processes = ffi.NULL, []
+        sockets = ffi.NULL
         gone, sealing = False, _Sealing({}, 0)
         context = 0 if self.c.waits or not cuda.available() else cuda.primary_context(device)
         if with_channel and self.size > 1:
             opened = self._connect(handle, deadline, look)
             sockets, gone = ffi.new("int[]", opened.sockets), channel.GONE in opened.sockets
-            processes, sealing = opened.processes, _Sealing(opened.sessions, self.size)
+            self.processes, self.visible = opened.processes, opened.visible
+            sealing = _Sealing(opened.sessions, self.size)
         milliseconds = 0 if self.timeout is None else max(1, int(self.timeout * 1000))
         code = lib.pynccl_watch_start(self.c, sockets, milliseconds, _end_action(), context, sealing.given)
         if code:
             raise NcclSystemError(f"the watchdog cannot be started: {os.strerror(code)}")
-        if processes:
-            pids = [process.pid if process.start else 0 for process in processes]
-            lib.pynccl_watch_processes(self.c, pids, [process.start for process in processes])
-            self.visible = [bool(pid) for pid in pids]
+        if self.visible:
+            pids = [process.pid * seen for process, seen in zip(self.processes, self.visible, strict=True)]
+            lib.pynccl_watch_processes(self.c, pids, [process.start for process in self.processes])
         if gone:
             self.raise_verdict(DEATH_MS)
 

@@ -1,6 +1,7 @@
 """The interface of cupy.cuda.nccl over pynccl: `from pynccl.compat import cupy as nccl`. CuPy is not needed.
 
 What differs from CuPy's own:
+
 - Every result is checked, those of destroy and abort too, and every code has an exception.
 - Nothing collective happens in garbage collection: it warns, and the end of the process aborts what is left.
 - What works follows the loaded library, not the one CuPy was built with.

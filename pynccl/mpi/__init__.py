@@ -56,7 +56,9 @@ def _op(op: Any, message: Message) -> OpName:
     """Return pynccl's name of a reduction that NCCL has for the numbers of an argument."""
     name = next((name for known, name in _OPS if op == known), None)
     if name is None:
-        raise NotSupportedError("op is none of SUM, PROD, MAX, MIN, which is what NCCL has for device arrays")
+        raise NotSupportedError(
+            f"op is {_op_text(op)}; expected MPI.SUM, PROD, MAX or MIN: NCCL has no other for device arrays"
+        )
     dtype, derived = message.dtype, message.regions[0].layout.derived
     travel = None if dtype is None else dtypes.traveller(dtypes.CODES[dtype])
     if dtype is None or derived or (travel and not travel.adds):
@@ -65,6 +67,14 @@ def _op(op: Any, message: Message) -> OpName:
     if travel and name != "sum":
         raise NotSupportedError(f"{message.name} has {dtype}, of which NCCL has the sum; op is {name}")
     return name
+
+
+def _op_text(op: Any) -> str:
+    """Return an operation as a program writes it."""
+    if not isinstance(op, MPI.Op):
+        return repr(op)
+    known = (name for name in dir(MPI) if isinstance(getattr(MPI, name), MPI.Op) and getattr(MPI, name) == op)
+    return next((f"MPI.{name}" for name in known), "one that MPI.Op.Create made")
 
 
 def _require_no_tag(tag: int, name: str, neutral: Sequence[int]) -> None:
