@@ -144,9 +144,12 @@ def refuses_the_wrong_place(rank: int, nranks: int) -> None:
             (there, "is memory of device 1; expected the communicator's device 0"),
             (raw, "is memory of device 1; expected the communicator's device 0"),
             (host, "is host memory; expected device memory, since NVIDIA's NCCL is loaded"),
-            (pinned, "is host memory; NVIDIA's NCCL is loaded"),
-            (bytearray(16), "is host memory; NVIDIA's NCCL is loaded"),
-            (Buffer(host.ctypes.data, 4, "float32"), "is host memory; NVIDIA's NCCL is loaded"),
+            (pinned, "is host memory; expected device memory, since NVIDIA's NCCL is loaded"),
+            (bytearray(16), "is host memory; expected device memory, since NVIDIA's NCCL is loaded"),
+            (
+                Buffer(host.ctypes.data, 4, "float32"),
+                "is host memory; expected device memory, since NVIDIA's NCCL is loaded",
+            ),
         ):
             for name, call in (
                 ("send", lambda w: comm.all_reduce(w)),

@@ -460,7 +460,7 @@ def test_bad_secret_files(tmp_path: Path) -> None:
         read_secret({"PYNCCL_SECRET_FILE": str(file)})
     file.unlink()
     os.mkfifo(file, 0o600)
-    with pytest.raises(BootstrapError, match="is no regular file"):
+    with pytest.raises(BootstrapError, match="is not a regular file"):
         read_secret({"PYNCCL_SECRET_FILE": str(file)})
     assert read_secret({}) == ""
 
