@@ -96,8 +96,8 @@ def _check(path: Path, found: os.stat_result, is_kind: Callable[[int], bool], *,
     raise BuildError(
         f"pynccl.torch loads no library that other users can change: {path} belongs to user {found.st_uid} "
         f"with mode {stat.S_IMODE(found.st_mode):04o}; expected it, and every folder above it, to be this "
-        f"user's ({os.geteuid()}) or root's and writable by nobody else: chmod go-w, or set PYNCCL_CACHE to another "
-        "folder"
+        f"user's ({os.geteuid()}) or root's and writable by nobody else: chmod go-w, or set PYNCCL_CACHE "
+        "to another folder"
     )
 
 
