@@ -9,9 +9,10 @@ import numpy as np
 from pynccl import _dtypes, capi
 from pynccl._api import ncclScalarDevice, ncclScalarHostImmediate
 from pynccl._binding import ffi
+from pynccl._tables import REDUCTIONS
 from pynccl._types import RedOp
 
-NAMES = {op.name.lower(): int(op) for op in RedOp}
+NAMES = {name: op for op, name in enumerate(REDUCTIONS)}
 _ADDING = (int(RedOp.SUM), int(RedOp.AVG))
 
 

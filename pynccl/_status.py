@@ -11,8 +11,7 @@ from pynccl._errors import NcclError, NcclUnhandledCudaError, NotSupportedError,
 from pynccl._library import version_text
 
 IN_PROGRESS = 7
-NOT_FOUND = 1000
-NOT_LOADED = 1001
+NOT_FOUND = lib.PYNCCL_NOT_FOUND
 
 # Communicators that capi made and nobody destroyed yet: (rank, size), None while only the library knows it.
 # The cells that NCCL wrote them to stay alive with them.
@@ -60,19 +59,6 @@ def check(result: int, function: str, comm: int = 0) -> None:
     """Raise what a result code means; success and ncclInProgress mean nothing."""
     if result not in (0, IN_PROGRESS):
         raise _missing(function) if result == NOT_FOUND else _failed(result, function, int(comm))
-
-
-def again(result: int, function: str, comm: int = 0) -> bool:
-    """Like check, and tell whether to repeat the call because the library has been loaded only now."""
-    if result == NOT_LOADED:
-        _library.load()
-        return True
-    name = function.encode()
-    # Another thread may have been filling the table during the call.
-    if result == NOT_FOUND and (lib.nccl_api_find(name) or lib.cpu_api_find(name)):
-        return True
-    check(result, function, comm)
-    return False
 
 
 def _library_name() -> str:

@@ -1,4 +1,5 @@
-"""Write the Python that follows from native/*.h: pynccl/_api.py, _structs.py, _capi.py and _capi_cpu.py.
+"""Write the Python that follows from native/*.h: pynccl/_api.py, _tables.py, _structs.py, _capi.py
+and _capi_cpu.py.
 
 With `--check`, only compare.
 
@@ -67,6 +68,14 @@ def api_module(headers: list[Header]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def tables_module(header: Header) -> str:
+    parts = [BY_WHOM.format(what="NCCL's names and sizes, in the order of nccl_api.h's numbers")]
+    names = enumerate(header.values["ncclResult_t"])
+    parts += ["RESULT_NAMES = {", *(f'    {result}: "{name}",' for result, name in names), "}"]
+    parts += [f"REDUCTIONS = {header.names['ncclRedOp_t']}", f"ITEM_SIZES = {header.item_sizes}"]
+    return "\n".join(parts) + "\n"
+
+
 def _python_field(field: Field) -> str:
     if field.length:
         return "tuple[bool, ...]"
@@ -120,12 +129,13 @@ class Caller:
                 params.append(f"{name}: {hint}")
                 values.append(value)
         comm = ", comm" if any(name == "comm" for _, name in f.params) else ""
-        call = f'while (r := _{f.name}({", ".join(values)})) and _again(r, "{f.name}"{comm}):'
+        call = f"if r := _library.{f.name}({', '.join(values)}):"
         hint, cell, answer = self._answer(f, out[0][0] if out else None)
         lines = [f"def {f.name}({', '.join(params)}) -> {hint}:"]
         lines += [f"    out = {cell}"] if cell else []
         lines += [f"    {line}" for line in self._prepare(f)]
-        lines += [f"    {call}", "        pass", *([f"    return {answer}"] if answer else [])]
+        lines += [f"    {call}", f'        _check(r, "{f.name}"{comm})']
+        lines += [f"    return {answer}"] if answer else []
         return "\n".join([*lines, "", ""])
 
     def _is_out(self, ctype: str) -> bool:
@@ -165,14 +175,15 @@ def capi_module(binding: Binding, header: Header) -> str:
     uses = {name for name in helpers if any(name in text for text in body)}
     parts = [BY_WHOM.format(what=f"What {header.name}.h declares, but for what capi.py writes by hand")]
     parts += ["from collections.abc import Mapping\nfrom typing import Any\n"] if "Mapping" in uses else []
-    parts += ["from pynccl._binding import ffi as _ffi\nfrom pynccl._binding import lib as _lib"]
+    parts += ["from pynccl._binding import ffi as _ffi"]
     parts += ["from pynccl._config import pack as _pack"] if "_pack" in uses else []
-    parts += ["from pynccl._status import again as _again"]
+    parts += ["from pynccl._library import functions as _library"]
+    parts += ["from pynccl._status import check as _check"]
     parts += ["from pynccl._status import text as _text"] if "_text" in uses else []
     structs = [name for name in ("CollConfig", "Team") if name in uses]
     parts += [f"from pynccl._structs import {', '.join(structs)}"] if structs else []
     parts += ["\n_new = _ffi.new", *(["_buffer = _ffi.buffer"] if "_buffer" in uses else [])]
-    parts += [f"_{f.name} = _lib.{f.name}" for f in functions] + ["", "", *body]
+    parts += ["", "", *body]
     return "\n".join(parts)
 
 
@@ -185,6 +196,7 @@ def main() -> int:
     binding = Binding()
     modules = {
         "_api.py": api_module(binding.headers),
+        "_tables.py": tables_module(binding.headers[0]),
         "_structs.py": structs_module(binding.headers),
         "_capi.py": capi_module(binding, binding.headers[0]),
         "_capi_cpu.py": capi_module(binding, binding.headers[1]),

@@ -12,8 +12,7 @@
 // CPython gives its functions more than they need.
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
-static int keep_object(PyObject* object) {
-  pynccl_list* list = pynccl_recording;
+static int keep_object(pynccl_list* list, PyObject* object) {
   void** kept = pynccl_room(list->kept, list->kept_count, &list->kept_capacity, sizeof *kept);
   if (!kept) return PyErr_NoMemory(), -1;
   list->kept = kept;
@@ -48,8 +47,10 @@ static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, P
   if (PyVectorcall_NARGS(flags) || (names && PyTuple_GET_SIZE(names)))
     return PyErr_Format(PyExc_TypeError, "a prepared call takes no arguments");
   if (!self->calls) return PyErr_Format(PyExc_RuntimeError, "this call was never prepared");
+  // Looked up once: each look costs a call.
+  pynccl_list* recording = pynccl_recording;
   int result;
-  if (pynccl_recording) {
+  if (recording) {
     // It is only appended to a list.
     result = pynccl_list_run(self->calls);
   } else {
@@ -57,8 +58,8 @@ static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, P
     result = pynccl_list_run(self->calls);
     PyEval_RestoreThread(thread);
   }
-  if (result == PYNCCL_RECORDED && pynccl_recording) {
-    if (keep_object(callable)) return NULL;
+  if (result == PYNCCL_RECORDED && recording) {
+    if (keep_object(recording, callable)) return NULL;
   } else if (result && handle(self, result)) {
     return NULL;
   }
@@ -222,7 +223,8 @@ static PyObject* end(PyObject* module, PyObject* const* args, Py_ssize_t count) 
 
 // Keep an object alive until the open recording has run.
 static PyObject* keep(PyObject* module, PyObject* object) {
-  if (pynccl_recording && keep_object(object)) return NULL;
+  pynccl_list* recording = pynccl_recording;
+  if (recording && keep_object(recording, object)) return NULL;
   Py_RETURN_NONE;
 }
 
