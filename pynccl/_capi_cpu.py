@@ -102,3 +102,10 @@ def pyncclCpuEventSynchronize(event: int, timeoutMs: int) -> int:
     if r := _library.pyncclCpuEventSynchronize(event, timeoutMs):
         _check(r, "pyncclCpuEventSynchronize")
     return r
+
+
+def pyncclCpuGetErrorKind(comm: int) -> int:
+    out = _new("int*")
+    if r := _library.pyncclCpuGetErrorKind(comm, out):
+        _check(r, "pyncclCpuGetErrorKind", comm)
+    return int(out[0])

@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from pynccl import _cuda, _library
-from pynccl._api import CPU_FUNCTIONS, FUNCTIONS
+from pynccl._api import CPU_FUNCTIONS, FUNCTIONS, ncclInvalidUsage
 from pynccl._binding import ffi, lib
-from pynccl._errors import NcclError, NcclUnhandledCudaError, NotSupportedError, error_class, result_name
+from pynccl._errors import (
+    CollectiveMismatchError,
+    NcclError,
+    NcclUnhandledCudaError,
+    NotSupportedError,
+    error_class,
+    result_name,
+)
 from pynccl._library import version_text
 
 IN_PROGRESS = 7
@@ -81,11 +88,17 @@ def _missing(function: str) -> NotSupportedError:
     return NotSupportedError(f"{function} {need}; loaded {_origin()}", function=function)
 
 
+def _is_mismatch(result: int, comm: int) -> bool:
+    kind = ffi.new("int*")
+    # Only the CPU library can tell.
+    return result == ncclInvalidUsage and not lib.pyncclCpuGetErrorKind(comm, kind) and kind[0] == 1
+
+
 def _failed(result: int, function: str, comm: int) -> NcclError:
     # First of all: whatever else is called may replace it.
     detail = text(lib.ncclGetLastError(comm))
     meaning = text(lib.ncclGetErrorString(result))
-    cls = error_class(result, detail)
+    cls = CollectiveMismatchError if _is_mismatch(result, comm) else error_class(result)
     parts = [
         f"{function}: {result_name(result)}: {meaning}" if meaning else f"{function}: {result_name(result)}"
     ]

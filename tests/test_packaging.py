@@ -130,6 +130,24 @@ def test_the_c_api_is_declared_once() -> None:
     assert again == []
 
 
+def test_c_files_include_lower_layers_alone() -> None:
+    """internal.h names the layers of native/, from below."""
+    folder = PACKAGE / "native"
+    comment = re.search(r"Layers, from below: ([^.]+)\.", (folder / "internal.h").read_text())
+    assert comment is not None
+    layers = re.findall(r"\w+", comment[1])
+    outside = {"nccl_api", "cpu_api", "cuda_api", "forward"}
+    files = [path for path in folder.glob("*.[ch]") if path.stem not in outside]
+    assert {path.stem for path in files} == set(layers) - {"library"}
+    wrong = [
+        f"{path.name} includes {name}.h"
+        for path in files
+        for name in re.findall(r'^#include "(\w+)\.h"$', path.read_text(), re.M)
+        if layers.index(name) > layers.index(path.stem)
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [

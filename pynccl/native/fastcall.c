@@ -6,6 +6,7 @@
 #include <Python.h>
 #include <stddef.h>
 
+#include "calls.h"
 #include "internal.h"
 #include "recording.h"
 
