@@ -214,7 +214,8 @@ class Binding:
         parts += ["#pragma GCC visibility push(hidden)"]
         for header in self.headers:
             parts += [f"extern struct pynccl_table {header.name};"]
-            parts += [f"{signature};" for signature in self._table_functions(header)]
+            functions = self._table_functions(header).items()
+            parts += [f"static inline {signature} {{ {body}; }}" for signature, body in functions]
             parts += [f"extern {self._slot(f)};" for f in header.functions]
             parts += [self._wrapper(header, f) for f in header.functions]
         parts += [f"extern {table};" for table in self._names()]
@@ -231,19 +232,15 @@ class Binding:
                 f"struct pynccl_table {header.name} = "
                 f"{{{header.name}_slots, {len(header.functions)}, PYNCCL_NOT_LOADED}};",
             ]
-            calls = ("return pynccl_count", "pynccl_fill", "return pynccl_find")
-            for signature, call in zip(self._table_functions(header), calls, strict=True):
-                argument = signature.rstrip(")").rsplit(None, 1)[1].lstrip("*")
-                parts += [f"{signature} {{ {call}(&{header.name}, {argument}); }}"]
         parts += [f"{table} = {{{values}}};" for table, values in self._names().items()]
         return "\n".join([*parts, ""])
 
-    def _table_functions(self, header: Header) -> list[str]:
-        return [
-            f"int {header.name}_count(void* handle)",
-            f"void {header.name}_bind(void* handle)",
-            f"void* {header.name}_find(const char* name)",
-        ]
+    def _table_functions(self, header: Header) -> dict[str, str]:
+        return {
+            f"int {header.name}_count(void* handle)": f"return pynccl_count(&{header.name}, handle)",
+            f"void {header.name}_bind(void* handle)": f"pynccl_fill(&{header.name}, handle)",
+            f"void* {header.name}_find(const char* name)": f"return pynccl_find(&{header.name}, name)",
+        }
 
     def _names(self) -> dict[str, str]:
         nccl = self.headers[0]
