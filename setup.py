@@ -142,8 +142,9 @@ class build_ext(_build_ext):
         if self.editable_mode:
             # Kept for the next build, which then compiles only the extensions that have changed.
             self.build_temp, self.build_lib = "build/temp", "build/lib"
+        made = _build_ffi.emit(MADE, binding=BINDING in names)
         for ext in self.extensions:
-            ext.sources += map(str, _build_ffi.emit(MADE).get(ext.name, []))
+            ext.sources += map(str, made.get(ext.name, []))
         super().run()
 
     def build_extensions(self) -> None:

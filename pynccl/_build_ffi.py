@@ -441,12 +441,13 @@ def write_c_files(folder: Path) -> None:
 # --- all of it ----------------------------------------------------------------------------------------------
 
 
-def emit(folder: Path) -> dict[str, list[Path]]:
+def emit(folder: Path, binding: bool) -> dict[str, list[Path]]:
     """Write what is generated, where that has changed, and return the sources of each extension."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "exports.map", _export_map())
     _write(folder / "forward.c", forward_source())
-    return {"pynccl._native": Binding().emit(folder), "pynccl.forward.libnccl": [folder / "forward.c"]}
+    made = {"pynccl.forward.libnccl": [folder / "forward.c"]}
+    return made | {"pynccl._native": Binding().emit(folder)} if binding else made
 
 
 def _write(path: Path, text: str) -> None:

@@ -159,10 +159,9 @@ def test_c_files_include_lower_layers_alone() -> None:
 def test_without_a_compiler(env: dict[str, str], words: str, tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"]
     only = "--only=pynccl.libpynccl_cpu,pynccl.forward.libnccl"
+    clean = {name: value for name, value in clean_environment().items() if name not in ("CC", "CXX")}
     for call in (command, [*command, only]):
-        done = subprocess.run(
-            call, cwd=ROOT, env=clean_environment() | env, capture_output=True, text=True, timeout=50
-        )
+        done = subprocess.run(call, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=50)
         assert done.returncode != 0
         assert words in done.stderr
         assert "Debian and Ubuntu: apt install gcc g++" in done.stderr
