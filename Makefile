@@ -13,7 +13,7 @@ export PYNCCL_WERROR := 1
 # A build compiles all files of an extension of which one has changed; the others come from the cache.
 CACHED := $(if $(shell command -v ccache),CC="ccache $(CC)" CXX="ccache $(CXX)" CCACHE_NOHASHDIR=1)
 
-.PHONY: demo build test test-slow test-full test-gpu bench lint format generate wheel sanitize cpu-lib clean
+.PHONY: demo build test test-slow test-full test-gpu bench lint format docs generate wheel sanitize cpu-lib clean
 
 # Two at a time: most tests wait, for processes that start or for time-outs.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -23,10 +23,13 @@ demo: $(VENV)/demo $(VENV)/built
 
 build: $(VENV)/built
 
+# The torch backend first: compiling it takes longer than a test may.
 test: $(VENV)/test $(VENV)/built
+	$(BIN)/python -m pynccl.torch build
 	$(PYTEST) -m "not gpu and not full and not slow"
 
 test-slow: $(VENV)/test $(VENV)/built
+	$(BIN)/python -m pynccl.torch build
 	$(PYTEST) -m "slow and not full and not gpu"
 
 test-full: $(VENV)/test $(VENV)/full $(VENV)/built
@@ -53,6 +56,10 @@ format: $(VENV)/dev
 	$(BIN)/ruff check --fix-only $(PYTHON_FILES)
 	$(BIN)/ruff format $(PYTHON_FILES)
 	$(BIN)/clang-format -i $(CXX_FILES)
+
+# The documentation as a site, in build/site.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # The Python that follows from native/*.h.
 generate: $(VENV)/dev
@@ -87,7 +94,7 @@ $(VENV)/built: $(VENV)/base $(SOURCES) pyproject.toml
 	touch $@
 
 # This builds too; targets name `built` after it, so that later changes of the sources build only.
-$(VENV)/demo $(VENV)/test $(VENV)/full $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
+$(VENV)/demo $(VENV)/test $(VENV)/full $(VENV)/dev $(VENV)/docs $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
 	$(INSTALL) --editable ".[$*]"
 	touch $@ $(VENV)/built
 

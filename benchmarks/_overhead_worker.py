@@ -71,7 +71,7 @@ def recorder(names: dict[str, Any], stack: ExitStack) -> dict[str, str]:
 
 def cffi(names: dict[str, Any], stack: ExitStack) -> dict[str, str]:
     from pynccl import capi
-    from pynccl._binding import lib
+    from pynccl._library.binding import lib
 
     names |= {"lib": lib, "handle": capi.ncclCommInitRank(RANKS, bytes(128), 0)}
     stack.callback(capi.ncclCommDestroy, names["handle"])
@@ -196,10 +196,10 @@ def take_null_for_current(null: Any) -> None:
     """Name CuPy's current stream in its place: it would ask CUDA's runtime, and that a real driver."""
     import cupy
 
-    from pynccl import _cuda
+    from pynccl._library import cuda
 
     cupy.cuda.get_current_stream = cupy.cuda.stream.get_current_stream = lambda: null
-    assert _cuda.available(), _cuda.why_unavailable()
+    assert cuda.available(), cuda.why_unavailable()
 
 
 def main() -> None:

@@ -36,12 +36,12 @@ def pynccl_clients(port: int, mine: int, all_clients: int, leads: bool, secret: 
     """Take each step with all clients before the next: they wait together, as so many processes would."""
     import socket
 
-    from pynccl import _handshake
+    from pynccl._secure import handshake
     from pynccl.bootstrap import _frames as f
     from pynccl.bootstrap._store import Connection
 
     deadline = time.monotonic() + TIMEOUT
-    scheme = _handshake.choose(secret, f.PURPOSE, b"", f.HELLO)
+    scheme = handshake.choose(secret, f.PURPOSE, b"", f.HELLO)
 
     def request(op: int, name: bytes, argument: bytes) -> bytes:
         return f.REQUEST.pack(op, len(name)) + name + argument

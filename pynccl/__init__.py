@@ -18,16 +18,20 @@ __distribution__ = "pynccl-cffi"
 import importlib as _importlib
 import typing as _typing
 
-from pynccl import _evidence
-from pynccl._buffers import Buffer as Buffer
-from pynccl._checks import check_mode as check_mode
-from pynccl._communicator import Communicator as Communicator
-from pynccl._communicator import init_all as init_all
-from pynccl._devices import array_module as array_module
-from pynccl._devices import current_device as current_device
-from pynccl._devices import device_count as device_count
-from pynccl._devices import set_device as set_device
-from pynccl._discovery import cpu_library as cpu_library
+from pynccl._arrays.buffers import Buffer as Buffer
+from pynccl._comm.communicator import Communicator as Communicator
+from pynccl._comm.communicator import init_all as init_all
+from pynccl._comm.groups import Group as Group
+from pynccl._comm.groups import group as group
+from pynccl._comm.prepared import Plan as Plan
+from pynccl._comm.prepared import Prepared as Prepared
+from pynccl._comm.reductions import PreMulSum as PreMulSum
+from pynccl._device.devices import array_module as array_module
+from pynccl._device.devices import current_device as current_device
+from pynccl._device.devices import device_count as device_count
+from pynccl._device.devices import set_device as set_device
+from pynccl._device.streams import Event as Event
+from pynccl._device.streams import Stream as Stream
 from pynccl._errors import BootstrapError as BootstrapError
 from pynccl._errors import CollectiveMismatchError as CollectiveMismatchError
 from pynccl._errors import LibraryNotFoundError as LibraryNotFoundError
@@ -41,28 +45,25 @@ from pynccl._errors import NcclTimeoutError as NcclTimeoutError
 from pynccl._errors import NcclUnhandledCudaError as NcclUnhandledCudaError
 from pynccl._errors import NotSupportedError as NotSupportedError
 from pynccl._errors import RankFailedError as RankFailedError
-from pynccl._group import Group as Group
-from pynccl._group import group as group
-from pynccl._library import LibraryInfo as LibraryInfo
-from pynccl._library import get_version as get_version
-from pynccl._library import library_info as library_info
-from pynccl._library import load as load
-from pynccl._ops import PreMulSum as PreMulSum
-from pynccl._prepared import Plan as Plan
-from pynccl._prepared import Prepared as Prepared
-from pynccl._recorder import TraceRecord as TraceRecord
-from pynccl._recorder import dump_trace as dump_trace
-from pynccl._streams import Event as Event
-from pynccl._streams import Stream as Stream
-from pynccl._structs import CollConfig as CollConfig
-from pynccl._structs import CommProperties as CommProperties
-from pynccl._structs import Config as Config
-from pynccl._structs import SimInfo as SimInfo
+from pynccl._library.discovery import cpu_library as cpu_library
+from pynccl._library.generated.structs import CollConfig as CollConfig
+from pynccl._library.generated.structs import CommProperties as CommProperties
+from pynccl._library.generated.structs import Config as Config
+from pynccl._library.generated.structs import SimInfo as SimInfo
+from pynccl._library.loader import LibraryInfo as LibraryInfo
+from pynccl._library.loader import get_version as get_version
+from pynccl._library.loader import library_info as library_info
+from pynccl._library.loader import load as load
+from pynccl._run import evidence as _evidence
+from pynccl._run import word as _word
+from pynccl._trace.recorder import TraceRecord as TraceRecord
+from pynccl._trace.recorder import dump_trace as dump_trace
 from pynccl._types import DataType as DataType
 from pynccl._types import RedOp as RedOp
 from pynccl._types import UniqueId as UniqueId
 from pynccl._types import get_unique_id as get_unique_id
 from pynccl._version import __version__ as __version__
+from pynccl._watch.check_mode import check_mode as check_mode
 
 if _typing.TYPE_CHECKING:
     from pynccl import bootstrap as bootstrap
@@ -71,6 +72,7 @@ if _typing.TYPE_CHECKING:
     from pynccl.bootstrap._init import init as init
 
 _evidence.listen()
+_word.listen()
 
 __all__ = [
     "BootstrapError",

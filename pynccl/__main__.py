@@ -2,86 +2,90 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
-from pynccl import _cuda, _discovery, _library, _package
+import click
+
+from pynccl import _package
 from pynccl._errors import NcclError
-from pynccl._launch import add_run_parser
-from pynccl._trace import add_trace_parser
+from pynccl._library import cuda, discovery, loader
+from pynccl._run.command import run
+from pynccl._trace.command import trace
 from pynccl._version import __version__
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("pynccl", description="NCCL from Python.")
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_run_parser(commands)
-    add_trace_parser(commands)
-    info = commands.add_parser("info", help="print versions, libraries and devices")
-    info.set_defaults(command=_info)
-    cpu = commands.add_parser("cpu-library", help="print the path of the CPU library")
-    cpu.add_argument("--dir", action="store_true", help="the folder of libnccl.so.2 and its headers instead")
-    cpu.set_defaults(command=_cpu_library)
-    return parser
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(version)s")
+def cli() -> None:
+    """NCCL from Python."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        return int(args.command(args))
-    except NcclError as error:
-        print(f"pynccl: {error}", file=sys.stderr)
-        return 1
+cli.add_command(run)
+cli.add_command(trace)
 
 
-def _cpu_library(args: argparse.Namespace) -> int:
-    print(_discovery.forward_folder() if args.dir else _discovery.cpu_library())
-    return 0
+@cli.command("cpu-library")
+@click.option("--dir", "folder", is_flag=True, help="The folder of libnccl.so.2 and its headers instead.")
+def _cpu_library(folder: bool) -> None:
+    """Print the path of the CPU library."""
+    print(discovery.forward_folder() if folder else discovery.cpu_library())
 
 
-def _info(_: argparse.Namespace) -> int:
-    """Say what there is, and what is missing."""
+@cli.command("info")
+def _info() -> None:
+    """Print versions, libraries and devices."""
     print(f"pynccl      {__version__}, Python {platform.python_version()}, {platform.platform()}")
     with warnings.catch_warnings():
         # The other libraries are listed below.
         warnings.simplefilter("ignore", RuntimeWarning)
         try:
-            info = _library.load()
+            info = loader.load()
         except NcclError as error:
             info = None
             lines = str(error).splitlines()
             print("\n".join([f"library     {lines[0]}", *(f"            {line}" for line in lines[1:])]))
     if info:
-        print(f"library     {info.backend} {_library.version_text(info.version)}, {info.path}")
+        print(f"library     {info.backend} {loader.version_text(info.version)}, {info.path}")
         print(f"found by    {info.how}")
         for path in info.others:
             print(f"also here   {path}")
     if other := _package.other_version():
         print(f"beware      {_package.other_text(other)}")
     print("\n".join(_machine()))
-    return 0
 
 
 def _machine() -> Iterator[str]:
     try:
-        yield f"CPU library {_discovery.cpu_library()}"
+        yield f"CPU library {discovery.cpu_library()}"
     except NcclError as error:
         yield f"CPU library {error}"
-    if _cuda.available():
-        yield f"CUDA driver {'.'.join(map(str, _cuda.driver_version()))}"
-        for device in range(_cuda.device_count()):
-            yield f"device {device:<4} {_cuda.device_name(device)}, {_cuda.device_uuid(device)}"
+    if cuda.available():
+        yield f"CUDA driver {'.'.join(map(str, cuda.driver_version()))}"
+        for device in range(cuda.device_count()):
+            yield f"device {device:<4} {cuda.device_name(device)}, {cuda.device_uuid(device)}"
     else:
-        yield f"CUDA driver none: {_cuda.why_unavailable()}"
+        yield f"CUDA driver none: {cuda.why_unavailable()}"
     for name in sorted(os.environ):
         if name.startswith(("NCCL_", "PYNCCL_")):
             yield f"environment {name}={'(set)' if 'SECRET' in name else os.environ[name]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit code."""
+    try:
+        return int(cli.main(argv, prog_name="pynccl", standalone_mode=False) or 0)
+    except NcclError as error:
+        print(f"pynccl: {error}", file=sys.stderr)
+        return 1
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130
 
 
 if __name__ == "__main__":

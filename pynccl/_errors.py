@@ -23,8 +23,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from pynccl._tables import RESULT_NAMES
-
 UNSUPPORTED = f"pynccl works on Linux (x86_64, aarch64, WSL) only; this is {sys.platform}"
 
 
@@ -131,6 +129,17 @@ class RankFailedError(NcclRemoteError):
         self.ranks = sorted(ranks)
 
 
+RESULT_NAMES = {
+    0: "ncclSuccess",
+    1: "ncclUnhandledCudaError",
+    2: "ncclSystemError",
+    3: "ncclInternalError",
+    4: "ncclInvalidArgument",
+    5: "ncclInvalidUsage",
+    6: "ncclRemoteError",
+    7: "ncclInProgress",
+    8: "ncclTimeout",
+}
 _CLASSES: dict[int, type[NcclError]] = {
     cls.code: cls
     for cls in (

@@ -5,34 +5,34 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-from pynccl import _api, _capi
+from pynccl._library.generated import api, capi
 
 
 class DataType(IntEnum):
     """NCCL's datatypes."""
 
-    INT8 = _api.ncclInt8
-    UINT8 = _api.ncclUint8
-    INT32 = _api.ncclInt32
-    UINT32 = _api.ncclUint32
-    INT64 = _api.ncclInt64
-    UINT64 = _api.ncclUint64
-    FLOAT16 = _api.ncclFloat16
-    FLOAT32 = _api.ncclFloat32
-    FLOAT64 = _api.ncclFloat64
-    BFLOAT16 = _api.ncclBfloat16
-    FLOAT8E4M3 = _api.ncclFloat8e4m3
-    FLOAT8E5M2 = _api.ncclFloat8e5m2
+    INT8 = api.ncclInt8
+    UINT8 = api.ncclUint8
+    INT32 = api.ncclInt32
+    UINT32 = api.ncclUint32
+    INT64 = api.ncclInt64
+    UINT64 = api.ncclUint64
+    FLOAT16 = api.ncclFloat16
+    FLOAT32 = api.ncclFloat32
+    FLOAT64 = api.ncclFloat64
+    BFLOAT16 = api.ncclBfloat16
+    FLOAT8E4M3 = api.ncclFloat8e4m3
+    FLOAT8E5M2 = api.ncclFloat8e5m2
 
 
 class RedOp(IntEnum):
     """NCCL's built-in reductions."""
 
-    SUM = _api.ncclSum
-    PROD = _api.ncclProd
-    MAX = _api.ncclMax
-    MIN = _api.ncclMin
-    AVG = _api.ncclAvg
+    SUM = api.ncclSum
+    PROD = api.ncclProd
+    MAX = api.ncclMax
+    MIN = api.ncclMin
+    AVG = api.ncclAvg
 
 
 class UniqueId:
@@ -40,15 +40,10 @@ class UniqueId:
 
     __slots__ = ("_data",)
     _data: bytes
-    SIZE = _api.NCCL_UNIQUE_ID_BYTES
+    SIZE = api.NCCL_UNIQUE_ID_BYTES
 
     def __init__(self, data: bytes | bytearray | memoryview | UniqueId) -> None:
-        if not isinstance(data, bytes | bytearray | memoryview | UniqueId):
-            raise TypeError(f"a unique id is made from {self.SIZE} bytes, not from {type(data).__name__}")
-        value = bytes(data)
-        if len(value) != self.SIZE:
-            raise ValueError(f"a unique id has {self.SIZE} bytes, not {len(value)}")
-        object.__setattr__(self, "_data", value)
+        object.__setattr__(self, "_data", _id_bytes(data, "data"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"UniqueId is immutable, {name} cannot be set")
@@ -70,6 +65,23 @@ class UniqueId:
         import hashlib
 
         return f"<UniqueId {hashlib.sha256(self._data).hexdigest()[:12]}>"
+
+
+def to_unique_id(value: Any, name: str = "unique_id") -> UniqueId:
+    """Return the unique id that an argument of that name is, or has the bytes of."""
+    return value if isinstance(value, UniqueId) else UniqueId(_id_bytes(value, name))
+
+
+def _id_bytes(value: Any, name: str) -> bytes:
+    # The bytes are a secret, which no error shows.
+    if not isinstance(value, bytes | bytearray | memoryview | UniqueId):
+        raise TypeError(
+            f"{name} is of type {type(value).__name__}; expected a UniqueId or its {UniqueId.SIZE} bytes"
+        )
+    data = bytes(value)
+    if len(data) != UniqueId.SIZE:
+        raise ValueError(f"{name} has {len(data)} bytes; expected the {UniqueId.SIZE} of a UniqueId")
+    return data
 
 
 class LateHandle:
@@ -102,4 +114,4 @@ class LateHandle:
 
 def get_unique_id() -> UniqueId:
     """Make the id of a new communicator, on one rank; the others must be given it."""
-    return UniqueId(_capi.ncclGetUniqueId())
+    return UniqueId(capi.ncclGetUniqueId())

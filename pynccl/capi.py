@@ -14,27 +14,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from pynccl._api import *
-from pynccl._binding import ffi as _ffi
-from pynccl._binding import lib as _lib
-from pynccl._capi import *
-from pynccl._capi_cpu import *
-from pynccl._config import pack as _pack
-from pynccl._library import functions as _library
-from pynccl._status import NOT_FOUND as _NOT_FOUND
-from pynccl._status import check as _check
-from pynccl._status import forget as _forget
-from pynccl._status import remember as _remember
-from pynccl._status import remember_late as _remember_late
-from pynccl._status import text as _text
-from pynccl._structs import CollConfig as CollConfig
-from pynccl._structs import CommProperties as CommProperties
-from pynccl._structs import Config as Config
-from pynccl._structs import EncryptionConfig as EncryptionConfig
-from pynccl._structs import SimInfo as SimInfo
-from pynccl._structs import Team as Team
+from pynccl._library.binding import ffi as _ffi
+from pynccl._library.binding import lib as _lib
+from pynccl._library.fields import pack as _pack
+from pynccl._library.generated.api import *
+from pynccl._library.generated.capi import *
+from pynccl._library.generated.capi_cpu import *
+from pynccl._library.generated.structs import CollConfig as CollConfig
+from pynccl._library.generated.structs import CommProperties as CommProperties
+from pynccl._library.generated.structs import Config as Config
+from pynccl._library.generated.structs import EncryptionConfig as EncryptionConfig
+from pynccl._library.generated.structs import SimInfo as SimInfo
+from pynccl._library.generated.structs import Team as Team
+from pynccl._library.loader import functions as _library
+from pynccl._library.status import NOT_FOUND as _NOT_FOUND
+from pynccl._library.status import check as _check
+from pynccl._library.status import forget as _forget
+from pynccl._library.status import remember as _remember
+from pynccl._library.status import remember_late as _remember_late
+from pynccl._library.status import text as _text
 from pynccl._types import LateHandle as LateHandle
-from pynccl._types import UniqueId as _UniqueId
+from pynccl._types import to_unique_id as _to_unique_id
 
 _ConfigLike = Config | Mapping[str, Any] | None
 
@@ -57,7 +57,7 @@ def _handle(cell: Any, keep: Any = None, place: tuple[int, int] | None = None, p
 
 
 def _id(data: bytes) -> bytes:
-    return bytes(_UniqueId(data))
+    return bytes(_to_unique_id(data, "the unique id"))
 
 
 def _ints(values: Sequence[int], count: int, name: str) -> Any:

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pynccl._launch import choose_backend, open_store, rank_environment
-from pynccl._process import Child, describe_exit, die_with_parent, wait_all
+from pynccl._run.launch import choose_backend, open_store, rank_environment
+from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
 
 __all__ = ["RankError", "RankTimeout", "run"]
 

@@ -89,7 +89,7 @@ def headers_of(library: str) -> Path:
 @pytest.fixture(scope="session")
 def torch_backend() -> None:
     """Compile the torch.distributed backend, before tests with time limits of their own want it."""
-    subprocess.run([sys.executable, "-c", "import pynccl.torch"], check=True, timeout=300, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", "import pynccl.torch"], check=True, timeout=900, cwd=ROOT)
 
 
 def _download(version: str, target: Path) -> None:

@@ -1,5 +1,4 @@
-"""Write the Python that follows from native/*.h: pynccl/_api.py, _tables.py, _structs.py, _capi.py
-and _capi_cpu.py.
+"""Write the Python that follows from native/*.h: the modules of pynccl/_library/generated.
 
 With `--check`, only compare.
 
@@ -15,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "pynccl"))
+PACKAGE = ROOT / "pynccl"
+GENERATED = PACKAGE / "_library" / "generated"
 
 from _build_ffi import Binding, Field, Function, Header  # noqa: E402
 
@@ -69,9 +70,11 @@ def api_module(headers: list[Header]) -> str:
 
 
 def tables_module(header: Header) -> str:
-    parts = [BY_WHOM.format(what="NCCL's names and sizes, in the order of nccl_api.h's numbers")]
-    names = enumerate(header.values["ncclResult_t"])
-    parts += ["RESULT_NAMES = {", *(f'    {result}: "{name}",' for result, name in names), "}"]
+    parts = [
+        BY_WHOM.format(
+            what="Reductions' names and datatypes' sizes, in the order of nccl_api.h"
+        )
+    ]
     parts += [f"REDUCTIONS = {header.names['ncclRedOp_t']}", f"ITEM_SIZES = {header.item_sizes}"]
     return "\n".join(parts) + "\n"
 
@@ -91,7 +94,7 @@ def _default(field: Field, header: Header) -> str:
 def structs_module(headers: list[Header]) -> str:
     parts = [BY_WHOM.format(what="NCCL's structs with a version inside")]
     parts += ["from dataclasses import dataclass\nfrom typing import ClassVar, NamedTuple\n"]
-    parts += ["from pynccl._config import Struct, Version\n", TEAM]
+    parts += ["from pynccl._library.fields import Struct, Version\n", TEAM]
     for name, (title, doc) in STRUCTS.items():
         fields = headers[0].structs[name]
         own = [field for field in fields if field.name not in INTERNAL]
@@ -175,13 +178,13 @@ def capi_module(binding: Binding, header: Header) -> str:
     uses = {name for name in helpers if any(name in text for text in body)}
     parts = [BY_WHOM.format(what=f"What {header.name}.h declares, but for what capi.py writes by hand")]
     parts += ["from collections.abc import Mapping\nfrom typing import Any\n"] if "Mapping" in uses else []
-    parts += ["from pynccl._binding import ffi as _ffi"]
-    parts += ["from pynccl._config import pack as _pack"] if "_pack" in uses else []
-    parts += ["from pynccl._library import functions as _library"]
-    parts += ["from pynccl._status import check as _check"]
-    parts += ["from pynccl._status import text as _text"] if "_text" in uses else []
+    parts += ["from pynccl._library.binding import ffi as _ffi"]
+    parts += ["from pynccl._library.fields import pack as _pack"] if "_pack" in uses else []
     structs = [name for name in ("CollConfig", "Team") if name in uses]
-    parts += [f"from pynccl._structs import {', '.join(structs)}"] if structs else []
+    parts += [f"from pynccl._library.generated.structs import {', '.join(structs)}"] if structs else []
+    parts += ["from pynccl._library.loader import functions as _library"]
+    parts += ["from pynccl._library.status import check as _check"]
+    parts += ["from pynccl._library.status import text as _text"] if "_text" in uses else []
     parts += ["\n_new = _ffi.new", *(["_buffer = _ffi.buffer"] if "_buffer" in uses else [])]
     parts += ["", "", *body]
     return "\n".join(parts)
@@ -195,15 +198,15 @@ def _formatted(text: str) -> str:
 def main() -> int:
     binding = Binding()
     modules = {
-        "_api.py": api_module(binding.headers),
-        "_tables.py": tables_module(binding.headers[0]),
-        "_structs.py": structs_module(binding.headers),
-        "_capi.py": capi_module(binding, binding.headers[0]),
-        "_capi_cpu.py": capi_module(binding, binding.headers[1]),
+        "api.py": api_module(binding.headers),
+        "tables.py": tables_module(binding.headers[0]),
+        "structs.py": structs_module(binding.headers),
+        "capi.py": capi_module(binding, binding.headers[0]),
+        "capi_cpu.py": capi_module(binding, binding.headers[1]),
     }
     stale = []
     for name, text in modules.items():
-        path, made = ROOT / "pynccl" / name, _formatted(text)
+        path, made = GENERATED / name, _formatted(text)
         if not path.exists() or path.read_text() != made:
             stale.append(name)
             if "--check" not in sys.argv:

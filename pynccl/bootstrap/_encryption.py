@@ -6,7 +6,7 @@ import hmac
 
 from pynccl import capi
 from pynccl._errors import BootstrapError
-from pynccl._secret import check_secret, encode, read_secret
+from pynccl._secure.secret import check_secret, encode, read_secret
 
 
 def encrypt_nccl(secret: str | None = None) -> None:

@@ -7,8 +7,8 @@
     client     operation (1 byte), length of the key (2 bytes), key, argument
     server     status (1 byte), value
 
-hello, answer and proof are `pynccl/_handshake.py`'s. Nothing is pickled, and every length is bounded before
-memory is given to it.
+`pynccl/_secure/handshake.py` makes hello, answer and proof. Nothing is pickled, and every length is bounded
+before memory is given to it.
 """
 
 from __future__ import annotations

@@ -9,15 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 from pynccl import capi
-from pynccl._communicator import Communicator
-from pynccl._timeouts import LONGEST, check_timeout
+from pynccl._comm.communicator import Communicator
+from pynccl._secure.secret import read_secret
+from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._types import UniqueId
 from pynccl.bootstrap import _environment, _methods
-from pynccl.bootstrap._creation import create
+from pynccl.bootstrap._create import create
 from pynccl.bootstrap._environment import Launcher
+from pynccl.bootstrap._exchange import Exchange
 from pynccl.bootstrap._methods import Method
 from pynccl.bootstrap._preflight import Facts, gather_facts, use_device
-from pynccl.bootstrap._round import Exchange
 
 DEFAULT_TIMEOUT = 300.0
 
@@ -53,12 +54,14 @@ def init(
     `rank` and `world_size` replace the environment's. The device is by default the one that LOCAL_RANK names,
     or the rank's number on its machine, and becomes the current one.
 
-    A rank that fails has its error raised on every rank, and ranks that do not arrive within `timeout`
-    seconds (300) are named on the others, in a BootstrapError. So are two ranks with one device, or with
-    different libraries.
+    `timeout` bounds the meeting and every later wait, in seconds. Without it PYNCCL_TIMEOUT does; without
+    that the meeting may take 300 s, and later waits have no end.
+
+    A rank that fails has its error raised on every rank. A BootstrapError names the ranks that do not arrive
+    in time, two ranks with one device, and ranks with different libraries.
     """
     _require(rank, world_size, device, timeout)
-    seconds = DEFAULT_TIMEOUT if timeout is None else min(timeout, LONGEST)
+    seconds = resolve_timeout(timeout) or DEFAULT_TIMEOUT
     deadline = time.monotonic() + seconds
     launcher = _environment.detect(os.environ)
     chosen = _methods.choose(method, rank, world_size, launcher, on_listen)
@@ -71,6 +74,8 @@ def init(
         return Communicator(chosen.size, uid, chosen.rank, config=config, device=on, timeout=timeout)
 
     if chosen.size == 1:
+        # Nobody is met, but the library would refuse a bad one in words of its own.
+        read_secret()
         facts = gather_facts(device, local_rank or 0)
         use_device(facts, facts.device)
         return create(lambda: make(UniqueId(capi.ncclGetUniqueId()), facts.device), None, deadline, seconds)

@@ -11,12 +11,12 @@ import os
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from pynccl import _cuda, _library, capi
+from pynccl import _host, capi
 from pynccl._errors import BootstrapError, NcclError, RankFailedError
+from pynccl._library import cuda, loader
 from pynccl._types import UniqueId
 
 _LONGEST_TEXT = 4096
@@ -151,10 +151,10 @@ def _understanding(who: str, data: bytes) -> Iterator[None]:
 
 def gather_facts(device: int | None, local_rank: int | None) -> Facts:
     """Return the facts of this rank; its device is given, or follows from its local rank."""
-    info = _library.library_info()
+    info = loader.library_info()
     cpu = info.backend == "cpu"
     variables = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-    devices = () if cpu else tuple(map(_cuda.device_uuid, range(_cuda.device_count())))
+    devices = () if cpu else tuple(map(cuda.device_uuid, range(cuda.device_count())))
     shared = not cpu or bool(os.environ.get("PYNCCL_CPU_DEVICES"))
     facts = Facts(
         socket.gethostname(),
@@ -176,14 +176,8 @@ def _machine(cpu: bool) -> str:
     """Return what the library tells machines by: NCCL_HOSTID, or the name and the boot."""
     if given := os.environ.get("NCCL_HOSTID"):
         return given
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     # The CPU library's devices are those of a container; a GPU is the machine's, whoever sees it.
-    for name in ("net", "pid") if cpu else ():
-        with suppress(OSError):
-            parts.append(os.readlink(f"/proc/self/ns/{name}"))
-    return " ".join(parts)
+    return _host.same_host("net", "pid") if cpu else _host.same_host()
 
 
 def device_for(facts: Facts, local_rank: int) -> int | None:
@@ -210,7 +204,7 @@ def use_device(facts: Facts, device: int | None) -> None:
     if facts.backend == "cpu":
         capi.pyncclCpuSetDevice(device)
     else:
-        _cuda.set_device(device)
+        cuda.set_device(device)
 
 
 # --- rank 0 -------------------------------------------------------------------------------------------------
@@ -246,7 +240,7 @@ def _require_one_library(facts: Sequence[Facts]) -> None:
 
 def _library_text(rank: int, facts: Facts) -> str:
     kind = "the CPU library" if facts.backend == "cpu" else "NCCL"
-    version = _library.version_text(facts.version)  # type: ignore[arg-type]
+    version = loader.version_text(facts.version)  # type: ignore[arg-type]
     return f"rank {rank} on {facts.host} has {kind} {version} ({facts.path})"
 
 

@@ -17,14 +17,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from pynccl import _handshake
-from pynccl._secret import check_secret, encode, read_secret
+from pynccl._secure import handshake
+from pynccl._secure.secret import check_secret, encode, read_secret
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address, is_loopback, resolve
 from pynccl.bootstrap._peer import UNKNOWN, why_not
 
 if TYPE_CHECKING:
-    from pynccl._noise import Session
+    from pynccl._secure.noise import Session
 
 log = logging.getLogger("pynccl")
 
@@ -77,7 +77,7 @@ class _Connection:
         self.sock, self.fd = sock, sock.fileno()
         self.arrived = now
         # There once the client has said hello; trusted once it has proved itself.
-        self.handshake: _handshake.Answerer | None = None
+        self.handshake: handshake.Answerer | None = None
         self.trusted = False
         # What seals its frames, where there is a secret.
         self.session: Session | None = None
@@ -129,7 +129,7 @@ class StoreServer:
         secret = read_secret() or secrets.token_urlsafe(24) if secret is None else check_secret(secret)
         self.secret = secret
         self.job = os.environ.get("PYNCCL_JOB_ID", "") if job is None else job
-        self._scheme = _handshake.choose(secret, f.PURPOSE, encode(self.job), f.HELLO)
+        self._scheme = handshake.choose(secret, f.PURPOSE, encode(self.job), f.HELLO)
         self.host = host
         self._listener = _listen(host, port, timeout)
         bound, self.port = self._listener.getsockname()[:2]

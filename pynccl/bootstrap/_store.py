@@ -1,6 +1,6 @@
 """A small TCP key-value store through which ranks find each other: its client.
 
-`_server.py` is the other side, `_frames.py` what goes between, `_handshake.py` how both trust each other.
+`_server.py` is the other side, `_frames.py` what goes between, `handshake.py` how both trust each other.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pynccl import _handshake
 from pynccl._errors import BootstrapError
-from pynccl._secret import check_secret, encode, read_secret
+from pynccl._secure import handshake
+from pynccl._secure.secret import check_secret, encode, read_secret
 from pynccl._timeouts import check_timeout
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address as format_address
@@ -30,7 +30,7 @@ from pynccl.bootstrap._peer import why_not
 from pynccl.bootstrap._server import StoreServer as StoreServer
 
 if TYPE_CHECKING:
-    from pynccl._noise import Session
+    from pynccl._secure.noise import Session
 
 # The server answers a wait in time; this is for its tick and for the way back.
 _MARGIN = 0.5
@@ -61,7 +61,7 @@ class StoreSilent(BootstrapError):
 class Connection:
     """A connection to the store, in steps, so that a simulation can interleave those of many."""
 
-    def __init__(self, sock: socket.socket, scheme: _handshake.Scheme) -> None:
+    def __init__(self, sock: socket.socket, scheme: handshake.Scheme) -> None:
         self.sock, self._scheme = sock, scheme
         # Known from the first answer on.
         self.accepted = False
@@ -190,7 +190,7 @@ class Store:
         self._where = parse_address(address)
         secret = read_secret() if secret is None else check_secret(secret)
         job = os.environ.get("PYNCCL_JOB_ID", "") if job is None else job
-        self._scheme = _handshake.choose(secret, f.PURPOSE, encode(job), f.HELLO)
+        self._scheme = handshake.choose(secret, f.PURPOSE, encode(job), f.HELLO)
         self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
         self._met = False
         self._name = secrets.token_bytes(f.IDENTITY)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from pynccl._errors import BootstrapError
-from pynccl._secret import read_secret
+from pynccl._secure.secret import read_secret
 from pynccl.bootstrap._address import is_loopback, resolve
 from pynccl.bootstrap._server import StoreServer
 from pynccl.bootstrap._store import PromptStore, Store, format_address, parse_address

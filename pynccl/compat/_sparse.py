@@ -17,7 +17,7 @@ import numpy as np
 
 import pynccl
 from pynccl import Communicator
-from pynccl._streams import handle_of
+from pynccl._device.streams import handle_of
 
 _PARTS = {
     "csr": ("data", "indices", "indptr"),

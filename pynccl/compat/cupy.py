@@ -1,6 +1,7 @@
 """The interface of cupy.cuda.nccl over pynccl: `from pynccl.compat import cupy as nccl`. CuPy is not needed.
 
 What differs from CuPy's own:
+
 - Every result is checked, those of destroy and abort too, and every code has an exception.
 - Nothing collective happens in garbage collection: it warns, and the end of the process aborts what is left.
 - What works follows the loaded library, not the one CuPy was built with.
@@ -17,8 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 from pynccl import _errors as _base
-from pynccl import _lifetime, capi
-from pynccl._api import (
+from pynccl import capi
+from pynccl._comm import lifetime
+from pynccl._device.streams import wait_ready as _wait_ready
+from pynccl._library.binding import lib as _lib
+from pynccl._library.generated.api import (
     ncclAvg,
     ncclBfloat16,
     ncclFloat16,
@@ -35,12 +39,10 @@ from pynccl._api import (
     ncclUint32,
     ncclUint64,
 )
-from pynccl._binding import lib as _lib
-from pynccl._library import load as _load
-from pynccl._status import IN_PROGRESS as _IN_PROGRESS
-from pynccl._status import check as _check
-from pynccl._streams import wait_ready as _wait_ready
-from pynccl._structs import Config as _Config
+from pynccl._library.generated.structs import Config as _Config
+from pynccl._library.loader import load as _load
+from pynccl._library.status import IN_PROGRESS as _IN_PROGRESS
+from pynccl._library.status import check as _check
 
 NCCL_INT8 = NCCL_CHAR = ncclInt8
 NCCL_UINT8 = ncclUint8
@@ -207,7 +209,7 @@ class NcclCommunicator:
             # The end of the group makes it, and may write the handle only then.
             _late.append(self)
             return
-        _lifetime.own(comm)
+        lifetime.own(comm)
         self._settle()
 
     def _settle(self) -> None:
@@ -262,7 +264,7 @@ class NcclCommunicator:
         comm, self._comm = self._comm, 0
         if comm:
             # Before the call: when it does not return, an abort at exit would only meet it halfway.
-            _lifetime.disown(comm)
+            lifetime.disown(comm)
             _call(function, comm)
 
     def device_id(self) -> int:
@@ -349,7 +351,7 @@ _late: list[NcclCommunicator] = []
 
 @atexit.register
 def _forget() -> None:
-    """Leave the handles to _lifetime: at exit it aborts them, and in a forked child they are the parent's."""
+    """Leave the handles to lifetime: at exit it aborts them, and in a forked child they are the parent's."""
     for comm in list(_living):
         comm._comm = 0
 

@@ -3,6 +3,7 @@
 Arrays may be any that a Communicator takes; sparse matrices are CuPy's, or SciPy's on the CPU library.
 
 What differs from CuPy's own:
+
 - The store is a thread of rank 0, not a process; it is gone once all ranks have met, and a missing rank is
   named. The barrier goes through NCCL. `timeout` bounds the meeting and every later wait.
 - Dtypes, counts, memory order and shapes are checked before a call; the buffers that only the root uses are
@@ -18,8 +19,8 @@ from typing import Any
 
 from pynccl import Communicator, current_device, library_info
 from pynccl import init as _init
-from pynccl._buffers import in_shape_of
-from pynccl._ops import OpName
+from pynccl._arrays.buffers import in_shape_of
+from pynccl._comm.reductions import OpName
 from pynccl.bootstrap._store import format_address
 from pynccl.compat import _sparse
 

@@ -192,6 +192,16 @@ void pynccl_see_ends(pynccl_watch* w, int64_t now) {
   }
 }
 
+void pynccl_watch_told_end(pynccl_comm* comm, int rank, int64_t at) {
+  pynccl_watch* w = comm->watch;
+  if (!w || rank < 0 || rank >= w->size) return;
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  pynccl_peer* p = &w->peers[rank];
+  if (p->gone && at - p->gone_at <= ENDING_NS) p->ended = 1;
+  pthread_cond_broadcast(&pynccl_watchdog.changed);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
+}
+
 // --- for recovery ------------------------------------------------------------------------------------------
 
 int pynccl_watch_connected(pynccl_comm* comm) { return comm->watch && comm->watch->connected; }

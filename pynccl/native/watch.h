@@ -91,6 +91,8 @@ void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates);
 // The processes of the ranks and when these started, by /proc; 0 where they cannot be seen. One that ends
 // soon after its connection is PYNCCL_ENDED; one that ends later may have gone on without this rank before.
 int pynccl_watch_processes(pynccl_comm* comm, const int* pids, const uint64_t* starts);
+// The launcher of that rank saw its process end at that time (CLOCK_MONOTONIC, ns); the same rule holds.
+void pynccl_watch_told_end(pynccl_comm* comm, int rank, int64_t at);
 // When that process started, in the kernel's ticks; 0 where it has ended.
 uint64_t pynccl_process_start(int pid);
 // Short messages between ranks, for recovery: at most PYNCCL_FRAME_TEXT bytes. Receiving answers 0,

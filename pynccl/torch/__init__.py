@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pynccl import _lifetime
+from pynccl._comm import lifetime
 from pynccl.bootstrap._generation import meet
 from pynccl.torch import _build, _provider
 
@@ -26,7 +26,7 @@ def _register() -> Any:
     extension = _build.load()
     extension.set_provider(_provider.provide)
     # Before Python ends: a thread that runs callbacks would end the process then.
-    atexit.register(lambda: extension.end_all(_lifetime.raised()))
+    atexit.register(lambda: extension.end_all(lifetime.raised()))
     dist.Backend.register_backend("pynccl", _create, extended_api=True, devices=["cpu", "cuda"])
     return extension
 

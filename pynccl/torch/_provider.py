@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from pynccl import _discovery, _library
-from pynccl._api import CPU_FUNCTIONS, FUNCTIONS
-from pynccl._binding import ffi, lib
 from pynccl._errors import LibraryNotFoundError, NcclInvalidUsage
+from pynccl._library import discovery, loader
+from pynccl._library.binding import ffi, lib
+from pynccl._library.generated.api import CPU_FUNCTIONS, FUNCTIONS
 
 # Streams that the backends work on, for the life of the process.
 _streams: list[Any] = []
@@ -25,7 +25,7 @@ def provide(kind: str, index: int) -> tuple[dict[str, int], int, int]:
 
 
 def _cuda_addresses() -> dict[str, int]:
-    info = _library.load()
+    info = loader.load()
     if info.backend != "nccl":
         raise NcclInvalidUsage(
             f"cuda tensors need NVIDIA's libnccl, but this process uses {info.path} ({info.how})",
@@ -36,9 +36,9 @@ def _cuda_addresses() -> dict[str, int]:
 
 def _cpu_addresses() -> dict[str, int]:
     """Return the CPU library's functions; beside libnccl, if that is what pynccl uses otherwise."""
-    loaded = _library.loaded()
+    loaded = loader.loaded()
     cpu_is_loaded = loaded is not None and loaded.backend == "cpu"
-    path = loaded.path if loaded and cpu_is_loaded else _discovery.cpu_candidate("pynccl.torch").path
+    path = loaded.path if loaded and cpu_is_loaded else discovery.cpu_candidate("pynccl.torch").path
     handle = lib.pynccl_open(str(path).encode(), 0)
     if not handle:
         reason = ffi.string(lib.pynccl_error()).decode(errors="replace")

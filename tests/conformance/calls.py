@@ -29,7 +29,7 @@ COLLECTIVES = [
 
 def binding() -> tuple[Any, Any]:
     """Return cffi's ffi and lib: for NULL, and for handles that are written late."""
-    from pynccl._binding import ffi, lib
+    from pynccl._library.binding import ffi, lib
 
     return ffi, lib
 

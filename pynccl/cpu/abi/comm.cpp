@@ -205,7 +205,9 @@ ncclResult_t choose_id(const std::vector<GrowBlob>& all, Id* chosen) {
   for (const GrowBlob& theirs : all) ++count[theirs.has];
   int32_t wanted = count[GrowBlob::Passed] == 0 && all.size() > 1 ? GrowBlob::Made : GrowBlob::Passed;
   if (count[wanted] != 1)
-    return fail(ncclInvalidUsage, "ncclCommGrow: %d existing ranks passed a uniqueId, expected one",
+    return fail(ncclInvalidUsage,
+                "ncclCommGrow: %d existing ranks passed a uniqueId, expected one: the rank that called "
+                "ncclCommGetUniqueId",
                 count[GrowBlob::Passed]);
   for (const GrowBlob& theirs : all)
     if (theirs.has == wanted) *chosen = theirs.id;

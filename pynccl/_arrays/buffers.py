@@ -1,0 +1,513 @@
+"""From an array to what NCCL wants: pointer, count, datatype, and where the memory is.
+
+How an object is read is decided once per type, in this order: pynccl.Buffer, numpy.ndarray, cupy.ndarray,
+torch.Tensor, __cuda_array_interface__, DLPack, the buffer protocol. Nothing is copied or guessed. Of a type
+that has both of the interfaces, as JAX's, every array is asked: the first is there for device memory alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pynccl._arrays import dlpack, dtypes
+from pynccl._arrays.dtypes import from_name, from_numpy, from_torch, native
+from pynccl._library import cuda
+from pynccl._library.binding import ffi
+from pynccl._types import DataType
+
+# pointer, count, dtype code (dtypes), device, flags. A plain tuple: one is made for every argument of every
+# call. The flags are 0 for a writable array in C order of a dtype that NCCL has.
+Span = tuple[int, int, int, int, int]
+
+READ_ONLY, FORTRAN, TRAVELS, RECORDED_BY_AUTOGRAD = 1, 2, 4, 8
+
+HOST = -1
+# Without a driver all memory is host memory, also what claims to be a device's.
+ANYWHERE = -2
+
+
+_CUDA_INTERFACE = "__cuda_array_interface__"
+_cast, _from_memory = ffi.cast, ffi.from_buffer
+
+
+class _HasDLPack(Protocol):
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class _HasCudaArrayInterface(Protocol):
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+
+class _HasBuffer(Protocol):
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+class Kind(NamedTuple):
+    """What pynccl does with the arrays of one type."""
+
+    span: Callable[[Any, str], Span]
+    # The stream that the array's own library uses at present.
+    current: Callable[[Any], int]
+    # A new array of the same kind and dtype, with this shape.
+    empty: Callable[[Any, tuple[int, ...]], Any]
+    # Have a stream wait for whatever still writes the array: for producers that say so, and not on their own.
+    order: Callable[[Any, int], None] | None = None
+    # Tell the array's library that its elements are about to change.
+    changed: Callable[[Any], None] | None = None
+
+
+class Buffer:
+    """Raw memory as an array: a pointer, a number of elements and their dtype.
+
+    `dtype` is a NumPy dtype or its name ("bfloat16"), a DataType or a torch dtype. `owner` is kept alive as
+    long as the buffer. Where the memory is, the driver says; without one it is host memory.
+    """
+
+    __slots__ = ("_span", "dtype", "owner")
+
+    def __init__(
+        self, ptr: int, count: int, dtype: Any, *, owner: Any = None, readonly: bool = False
+    ) -> None:
+        for name, value in (("ptr", ptr), ("count", count)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"{name} is {value!r}; expected an int")
+            if not 0 <= value < 1 << 63:
+                raise ValueError(f"{name} is {value}; expected 0 <= {name} < 2**63")
+        if not ptr and count:
+            raise ValueError(f"ptr is 0; expected the address of {count} elements")
+        self.dtype, self.owner = dtype, owner
+        code = _any_dtype(dtype, "dtype")
+        self._span = _span(int(ptr), int(count), code, _device_of(int(ptr), int(count)), readonly=readonly)
+
+    @property
+    def ptr(self) -> int:
+        """The address."""
+        return self._span[0]
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        travel = dtypes.traveller(self._span[2])
+        return self._span[1] // (travel.factor if travel else 1)
+
+    def __repr__(self) -> str:
+        return f"<pynccl.Buffer {self.ptr:#x}, {self.count} of {dtypes.name_of(self._span[2])}>"
+
+
+# What a type checker takes for an array.
+Array = Buffer | _HasDLPack | _HasCudaArrayInterface | _HasBuffer
+
+
+class Part(Buffer):
+    """Some memory of another array, its owner: on that array's stream, and ordered behind who writes it."""
+
+    __slots__ = ()
+
+
+def _part_stream(part: Any) -> int:
+    return 0 if part.owner is None else kind_of(part.owner).current(part.owner)
+
+
+def _order_part(part: Any, stream: int) -> None:
+    order = None if part.owner is None else kind_of(part.owner).order
+    if order is not None:
+        order(part.owner, stream)
+
+
+def _part_changed(part: Any) -> None:
+    changed = None if part.owner is None else kind_of(part.owner).changed
+    if changed is not None:
+        changed(part.owner)
+
+
+def _any_dtype(dtype: Any, name: str) -> int:
+    if dtype is None:
+        # NumPy takes it for float64.
+        raise TypeError(f"{name} is None; expected a dtype that NCCL can carry")
+    if isinstance(dtype, DataType):
+        return int(dtype)
+    if type(dtype).__module__ == "torch":
+        return from_torch(dtype, name)
+    if isinstance(dtype, str) and dtype in dtypes.CODES:
+        return dtypes.CODES[dtype]
+    try:
+        return from_numpy(np.dtype(dtype), name)
+    except TypeError as error:
+        raise TypeError(f"{name} is {dtype!r}; expected a dtype that NCCL can carry: {error}") from None
+
+
+# --- which kind ---------------------------------------------------------------------------------------------
+
+
+class _Spans(dict[type, Callable[[Any, str], Span]]):
+    """How to read the arrays of a type; one not met before is looked at first."""
+
+    def __missing__(self, kind: type) -> Callable[[Any, str], Span]:
+        return lambda array, name: kind_of(array, name).span(array, name)
+
+
+# cupy.ndarray once an array of it was seen.
+cupy_array: Any = None
+spans = _Spans()
+_kinds: dict[type, Kind] = {}
+
+
+def kind_of(array: Any, name: str = "send") -> Kind:
+    """Return what to do with an array; `name` is what messages call it."""
+    kind = _kinds.get(type(array))
+    if kind is None:
+        kind = _kinds[type(array)] = _choose(array, name)
+        spans[type(array)] = kind.span
+    return kind
+
+
+def shape_of(array: Any) -> tuple[int, ...]:
+    """Return an array's shape; a Buffer's and a plain buffer's has one axis or what the buffer says."""
+    if isinstance(array, Buffer):
+        return (array.count,)
+    if hasattr(array, "shape"):
+        return tuple(array.shape)
+    if hasattr(array, _CUDA_INTERFACE):
+        return tuple(array.__cuda_array_interface__["shape"])
+    if hasattr(array, "__dlpack_device__"):
+        return dlpack.read(array).shape
+    return np.asarray(memoryview(array)).shape
+
+
+def in_shape_of(array: Any, other: Any) -> Any:
+    """Return an array as a view in another's shape; itself where that needs a copy, or one has no shape."""
+    shape, wanted = getattr(array, "shape", None), getattr(other, "shape", None)
+    if shape is None or wanted is None or tuple(shape) == tuple(wanted):
+        return array
+    flags = getattr(array, "flags", None)
+    contiguous = (
+        array.is_contiguous() if hasattr(array, "is_contiguous") else getattr(flags, "c_contiguous", False)
+    )
+    return array.reshape(wanted) if contiguous and _product(shape) == _product(wanted) else array
+
+
+def _choose(array: Any, name: str) -> Kind:
+    if isinstance(array, Part):
+        return Kind(lambda part, _: part._span, _part_stream, _cannot_create, _order_part, _part_changed)
+    if isinstance(array, Buffer):
+        return Kind(lambda buffer, _: buffer._span, _no_stream, _cannot_create)
+    if isinstance(array, np.ndarray):
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"{name} is a masked array, whose mask would be lost; expected a plain array")
+        return Kind(_from_numpy, _no_stream, _numpy_empty)
+    library = type(array).__module__.partition(".")[0]
+    if library == "cupy" and hasattr(array, "data") and hasattr(array, "flags"):
+        # Without a driver no array is a device's, whatever its device_id.
+        global cupy_array
+        if hasattr(array, "_c_contiguous"):
+            cupy_array = type(array)
+        span = _from_cupy_on_device if cuda.available() else _from_cupy_on_host
+        return Kind(span if hasattr(array, "_c_contiguous") else _from_cupy, cupy_stream, _cupy_empty)
+    if hasattr(array, "data_ptr") and isinstance(array, _torch_tensor()):
+        return Kind(_from_torch, _torch_stream, _torch_empty, changed=_torch_changed)
+    empty = _numba_empty if library in ("numba", "numba_cuda") else _cannot_create
+    by_cuda = Kind(_from_cuda_array_interface, _producer_stream, empty, _order_producer)
+    has_interface = hasattr(type(array), _CUDA_INTERFACE) or hasattr(array, _CUDA_INTERFACE)
+    by_dlpack = Kind(_from_dlpack, _no_stream, _cannot_create, _order_dlpack)
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        if library in ("jax", "jaxlib"):
+            return by_dlpack._replace(span=_from_jax)
+        return _either(by_cuda, by_dlpack) if has_interface else by_dlpack
+    if has_interface:
+        return by_cuda
+    try:
+        memoryview(array).release()
+    except TypeError:
+        raise TypeError(_why_no_array(array, name)) from None
+    return Kind(_from_buffer, _no_stream, _buffer_empty)
+
+
+def _either(by_cuda: Kind, by_dlpack: Kind) -> Kind:
+    """Return the kind of a type whose arrays are in device memory, which has an interface, or elsewhere."""
+
+    def of(array: Any) -> Kind:
+        return by_cuda if hasattr(array, _CUDA_INTERFACE) else by_dlpack
+
+    def order(array: Any, stream: int) -> None:
+        kind = of(array)
+        assert kind.order is not None
+        kind.order(array, stream)
+
+    return Kind(
+        lambda array, name: of(array).span(array, name),
+        lambda array: of(array).current(array),
+        by_cuda.empty,
+        order,
+    )
+
+
+def _why_no_array(array: Any, name: str) -> str:
+    kind = type(array).__qualname__
+    if hasattr(array, "__array__"):
+        return (
+            f"{name} is of type {kind}, which decides by itself whether it gives its numbers or a copy of "
+            f"them; expected an array that you have taken from it, such as numpy.asarray({name})"
+        )
+    return (
+        f"{name} is of type {kind}; expected a NumPy or CuPy array, a torch tensor, a pynccl.Buffer, or an "
+        "object with __cuda_array_interface__, __dlpack__ or the buffer protocol"
+    )
+
+
+def _torch_tensor() -> Any:
+    # Looked up, never imported: an array of a library shows that it is there.
+    torch = sys.modules.get("torch")
+    return getattr(torch, "Tensor", ())
+
+
+def _span(
+    pointer: int, count: int, code: int, where: int, *, readonly: bool = False, fortran: bool = False
+) -> Span:
+    flags = (READ_ONLY if readonly else 0) | (FORTRAN if fortran else 0)
+    travel = dtypes.traveller(code)
+    if travel is not None:
+        return pointer, count * travel.factor, code, where, flags | TRAVELS
+    return pointer, count, code, where, flags
+
+
+def _not_contiguous(name: str, shape: Any, strides: Any) -> ValueError:
+    return ValueError(
+        f"{name} is not contiguous (shape {tuple(shape)}, strides {tuple(strides)}); nothing is copied "
+        "silently: pass a contiguous array, as ascontiguousarray or .contiguous() makes it"
+    )
+
+
+def _device_of(pointer: int, count: int) -> int:
+    """Ask the driver where memory is; an empty array is nowhere."""
+    if not count or not cuda.available():
+        return ANYWHERE
+    device = cuda.pointer_device(pointer)
+    return HOST if device is None else device
+
+
+def _no_stream(array: Any) -> int:
+    return 0
+
+
+def _cannot_create(array: Any, shape: tuple[int, ...]) -> Any:
+    raise TypeError(
+        f"recv is None, and pynccl cannot make a new {type(array).__qualname__}; "
+        f"expected an array of shape {shape} for the result"
+    )
+
+
+# --- host memory --------------------------------------------------------------------------------------------
+
+
+def _from_numpy(array: Any, name: str) -> Span:
+    flags = array.flags
+    code = native.get(array.dtype)
+    if code is not None and flags.carray:
+        try:
+            # A third of what array.ctypes.data costs.
+            pointer = int(_cast("uintptr_t", _from_memory(array)))
+        except (TypeError, ValueError, BufferError):
+            # ml_dtypes' arrays have no buffer.
+            pointer = array.ctypes.data
+        return pointer, array.size, code, HOST, 0
+    fortran = not flags.c_contiguous
+    if fortran and not flags.f_contiguous:
+        raise _not_contiguous(name, array.shape, array.strides)
+    code = from_numpy(array.dtype, name)
+    return _span(array.ctypes.data, array.size, code, HOST, readonly=not flags.writeable, fortran=fortran)
+
+
+def _numpy_empty(array: Any, shape: tuple[int, ...]) -> Any:
+    return np.empty(shape, array.dtype)
+
+
+def _from_buffer(array: Any, name: str) -> Span:
+    try:
+        view = np.asarray(memoryview(array))
+    except (TypeError, ValueError, BufferError) as error:
+        raise TypeError(f"{name} (a {type(array).__qualname__}) is no buffer of numbers: {error}") from error
+    return _from_numpy(view, name)
+
+
+def _buffer_empty(array: Any, shape: tuple[int, ...]) -> Any:
+    return np.empty(shape, np.asarray(memoryview(array)).dtype)
+
+
+# --- CuPy ---------------------------------------------------------------------------------------------------
+
+
+def _from_cupy_on_device(array: Any, name: str) -> Span:
+    memory = array.data
+    code = native.get(array.dtype)
+    if code is None or not array._c_contiguous:
+        return _from_cupy(array, name)
+    return memory.ptr, array.size, code, memory.device_id, 0
+
+
+def _from_cupy_on_host(array: Any, name: str) -> Span:
+    code = native.get(array.dtype)
+    if code is None or not array._c_contiguous:
+        return _from_cupy(array, name)
+    return array.data.ptr, array.size, code, ANYWHERE, 0
+
+
+def _from_cupy(array: Any, name: str) -> Span:
+    flags = array.flags
+    fortran = not flags.c_contiguous
+    if fortran and not flags.f_contiguous:
+        raise _not_contiguous(name, array.shape, array.strides)
+    where = array.data.device_id if cuda.available() else ANYWHERE
+    return _span(array.data.ptr, array.size, from_numpy(array.dtype, name), where, fortran=fortran)
+
+
+def cupy_stream(array: Any = None) -> int:
+    """Return CuPy's current stream."""
+    return int(sys.modules["cupy"].cuda.get_current_stream().ptr) if cuda.available() else 0
+
+
+def _cupy_empty(array: Any, shape: tuple[int, ...]) -> Any:
+    cupy = sys.modules["cupy"]
+    if cuda.available():
+        with cupy.cuda.Device(array.data.device_id):
+            return cupy.empty(shape, array.dtype)
+    # Its allocators need the driver; an array over memory that it does not own needs none.
+    host = np.empty(shape, array.dtype)
+    memory = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, 0)
+    return cupy.ndarray(shape, array.dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+
+# --- torch --------------------------------------------------------------------------------------------------
+
+
+def _from_torch(tensor: Any, name: str) -> Span:
+    if tensor.layout is not sys.modules["torch"].strided or tensor.is_conj() or tensor.is_neg():
+        raise TypeError(
+            f"{name} is a tensor with layout {tensor.layout} or a pending conjugation or negation; expected "
+            "a plain strided one (.to_dense(), .resolve_conj(), .resolve_neg())"
+        )
+    if not tensor.is_contiguous():
+        raise _not_contiguous(name, tensor.shape, tensor.stride())
+    device = tensor.device
+    if device.type not in ("cpu", "cuda"):
+        raise TypeError(f"{name} is a tensor on {device}; expected one on the CPU or on a CUDA device")
+    where = HOST if device.type == "cpu" else device.index
+    span = _span(tensor.data_ptr(), tensor.numel(), from_torch(tensor.dtype, name), where)
+    if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
+        return (*span[:4], span[4] | RECORDED_BY_AUTOGRAD)
+    return span
+
+
+def _torch_changed(tensor: Any) -> None:
+    # As torch's own operations do: a backward pass that needs the old elements says so and uses no others.
+    if not tensor.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(tensor)
+
+
+def _torch_stream(tensor: Any) -> int:
+    if tensor.device.type != "cuda":
+        return 0
+    return int(sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream)
+
+
+def _torch_empty(tensor: Any, shape: tuple[int, ...]) -> Any:
+    return sys.modules["torch"].empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+# --- __cuda_array_interface__ -------------------------------------------------------------------------------
+
+
+def _from_cuda_array_interface(array: Any, name: str) -> Span:
+    interface = array.__cuda_array_interface__
+    shape, strides = interface["shape"], interface.get("strides")
+    if interface.get("mask") is not None:
+        raise TypeError(f"{name} has a mask, which would be lost; expected a plain array")
+    # bfloat16 and float8 have no typestr of their own: where there is a NumPy dtype, it says more.
+    dtype = getattr(array, "dtype", None)
+    if not isinstance(dtype, np.dtype):
+        dtype = np.dtype(interface["typestr"])
+    fortran = _is_fortran(shape, strides, dtype.itemsize, name)
+    pointer, readonly = interface["data"]
+    count = _product(shape)
+    where = _device_of(pointer, count)
+    return _span(pointer, count, from_numpy(dtype, name), where, readonly=bool(readonly), fortran=fortran)
+
+
+def _stated_stream(array: Any) -> int | None:
+    """Return the stream that still writes the array, as version 3 of the interface states it."""
+    stream = array.__cuda_array_interface__.get("stream")
+    if stream == 0:
+        raise ValueError(
+            "__cuda_array_interface__ has stream 0, which is ambiguous; expected 1 or 2, or None"
+        )
+    return None if stream is None else int(stream)
+
+
+def _producer_stream(array: Any) -> int:
+    return (_stated_stream(array) or 0) if cuda.available() else 0
+
+
+def _order_producer(array: Any, stream: int) -> None:
+    stated = _stated_stream(array)
+    # 0 and 1 both mean the legacy default stream.
+    if stated is not None and stated != (stream or 1):
+        cuda.order_streams(stated, stream)
+
+
+def _numba_empty(array: Any, shape: tuple[int, ...]) -> Any:
+    return sys.modules["numba"].cuda.device_array(shape, array.dtype)
+
+
+# --- DLPack -------------------------------------------------------------------------------------------------
+
+
+def _from_dlpack(array: Any, name: str) -> Span:
+    try:
+        tensor = dlpack.read(array)
+    except (TypeError, ValueError, BufferError) as error:
+        raise TypeError(
+            f"{name} (a {type(array).__qualname__}) cannot be read through DLPack: {error}"
+        ) from error
+    fortran = _is_fortran(tensor.shape, tensor.strides, 1, name)
+    count = _product(tensor.shape)
+    where = HOST if tensor.on_host else _device_of(tensor.pointer, count)
+    code = from_name(tensor.dtype, name)
+    return _span(tensor.pointer, count, code, where, readonly=tensor.readonly, fortran=fortran)
+
+
+def _from_jax(array: Any, name: str) -> Span:
+    # Immutable, whatever the capsule says.
+    pointer, count, code, where, flags = _from_dlpack(array, name)
+    return pointer, count, code, where, flags | READ_ONLY
+
+
+def _order_dlpack(array: Any, stream: int) -> None:
+    dlpack.order(array, stream)
+
+
+def _is_fortran(shape: Any, strides: Any, step: int, name: str) -> bool:
+    """Tell whether an array is in Fortran order and not in C order; neither is an error."""
+    if strides is None or 0 in shape or _is_dense(shape[::-1], strides[::-1], step):
+        return False
+    if not _is_dense(shape, strides, step):
+        raise _not_contiguous(name, shape, strides)
+    return True
+
+
+def _is_dense(shape: Any, strides: Any, step: int) -> bool:
+    for length, stride in zip(shape, strides, strict=True):
+        if length != 1 and stride != step:
+            return False
+        step *= length
+    return True
+
+
+def _product(shape: Any) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

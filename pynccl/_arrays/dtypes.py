@@ -1,0 +1,106 @@
+"""From the dtypes of NumPy, torch and DLPack to what NCCL is told: one table, by name.
+
+A code below 16 is NCCL's datatype. Other dtypes travel as one that NCCL has: complex numbers as twice as many
+floats, which is right for sum and avg and for moving them, and what NCCL cannot compute with as bytes. Their
+codes hold an index into TRAVELLERS above the low byte.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pynccl._library.generated.tables import ITEM_SIZES
+from pynccl._types import DataType
+
+
+class Traveller(NamedTuple):
+    """A dtype that goes as `factor` elements of another; not `adds`: only moved, never reduced."""
+
+    name: str
+    datatype: DataType
+    factor: int
+    adds: bool
+
+
+TRAVELLERS = (
+    Traveller("complex64", DataType.FLOAT32, 2, True),
+    Traveller("complex128", DataType.FLOAT64, 2, True),
+    Traveller("bool", DataType.UINT8, 1, False),
+    Traveller("int16", DataType.UINT8, 2, False),
+    Traveller("uint16", DataType.UINT8, 2, False),
+)
+
+NATIVE: dict[str, int] = {
+    **{dtype.name.lower(): int(dtype) for dtype in DataType if not dtype.name.startswith("FLOAT8")},
+    "float8_e4m3fn": int(DataType.FLOAT8E4M3),
+    "float8_e5m2": int(DataType.FLOAT8E5M2),
+}
+CODES: dict[str, int] = {
+    **NATIVE,
+    **{t.name: int(t.datatype) | index << 8 for index, t in enumerate(TRAVELLERS, 1)},
+}
+_NAMES = {code: name for name, code in CODES.items()}
+_HINTS = {
+    "float8_e4m3": " (it has infinities, NCCL's float8 e4m3 does not: float8_e4m3fn)",
+    "object": " (Python objects have no fixed bytes)",
+}
+
+# Of NumPy dtypes and torch dtypes met so far; `native` has only those that NCCL has itself.
+native: dict[Any, int] = {}
+known: dict[Any, int] = {}
+
+
+def traveller(code: int) -> Traveller | None:
+    """Return how a dtype travels, None for NCCL's own."""
+    return TRAVELLERS[(code >> 8) - 1] if code >> 8 else None
+
+
+def name_of(code: int) -> str:
+    """Return the dtype's name."""
+    return _NAMES[code]
+
+
+def itemsize(code: int) -> int:
+    """Return the bytes of one element of what is sent: a traveller's factor is not in it."""
+    return ITEM_SIZES[code & 0xFF]
+
+
+def from_name(dtype: str, name: str) -> int:
+    """Return the code for a dtype's name; `name` is the argument that messages name."""
+    code = CODES.get(dtype)
+    if code is None:
+        raise TypeError(
+            f"{name} has dtype {dtype}{_HINTS.get(dtype, '')}; expected one of {', '.join(NATIVE)}, "
+            f"or to move only, or to add complex numbers, {', '.join(t.name for t in TRAVELLERS)}"
+        )
+    return code
+
+
+def from_numpy(dtype: Any, name: str) -> int:
+    """Return the code for a NumPy dtype, ml_dtypes' too."""
+    code = known.get(dtype)
+    if code is None:
+        given, dtype = dtype, np.dtype(dtype)
+        if not dtype.isnative:
+            raise TypeError(
+                f"{name} has dtype {dtype.str}; expected this machine's byte order, {sys.byteorder}-endian"
+            )
+        # By name, so that ml_dtypes' types are known without importing it.
+        code = _remember(given, from_name(dtype.name if dtype.names is None else str(dtype), name))
+    return code
+
+
+def from_torch(dtype: Any, name: str) -> int:
+    """Return the code for a torch dtype, whose names are NumPy's and ml_dtypes'."""
+    code = known.get(dtype)
+    return _remember(dtype, from_name(str(dtype).partition(".")[2], name)) if code is None else code
+
+
+def _remember(dtype: Any, code: int) -> int:
+    known[dtype] = code
+    if code < 16:
+        native[dtype] = code
+    return code

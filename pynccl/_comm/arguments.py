@@ -1,0 +1,321 @@
+"""The arguments of a call: arrays, ranks and counts resolved and checked, before anything is issued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from pynccl._arrays import dtypes
+from pynccl._arrays.buffers import (
+    ANYWHERE,
+    FORTRAN,
+    HOST,
+    READ_ONLY,
+    RECORDED_BY_AUTOGRAD,
+    Span,
+    kind_of,
+    shape_of,
+    spans,
+)
+from pynccl._comm.core import Core
+from pynccl._comm.kinds import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SEND,
+)
+
+# A call whose arguments are right: addresses of input and output, elements as NCCL is told them, dtype code,
+# the array with the result. A plain tuple, since one is made for every call.
+Checked = tuple[int, int, int, int, Any]
+
+
+class Arguments:
+    """What the arguments of one communicator's calls have to be."""
+
+    def __init__(self, core: Core) -> None:
+        self._rank, self._size, self._device = core.rank, core.size, core.device
+        self._place, self._waits = core.place, core.waits
+
+    def check(self, kind: int, send: Any, recv: Any, root: int) -> Checked:
+        """Check the arrays of a call, and its root or peer."""
+        return _CHECKS[kind](self, send, recv, root)
+
+    def span(self, array: Any, name: str, *, split: bool = False) -> Span:
+        """Resolve an array; refuse memory that the library cannot reach from the communicator's device."""
+        span = spans[type(array)](array, name)
+        _, count, _, where, flags = span
+        if where not in (self._place, ANYWHERE):
+            self._misplaced(name, where, count)
+        if flags & FORTRAN and split:
+            raise ValueError(
+                f"{name} is in Fortran order; expected C order, since the first axis is split or joined"
+            )
+        return span
+
+    def _misplaced(self, name: str, where: int, count: int) -> None:
+        if self._waits:
+            raise ValueError(
+                f"{name} is memory of device {where}; the CPU library is loaded, which works on host memory"
+            )
+        if where != HOST:
+            raise ValueError(
+                f"{name} is memory of device {where}; expected the communicator's device {self._device}"
+            )
+        if count:
+            raise ValueError(
+                f"{name} is host memory; NVIDIA's NCCL is loaded, which works on device memory "
+                "(PYNCCL_LIBRARY=cpu works on host memory)"
+            )
+
+    def output(self, array: Any, name: str, *, split: bool = False, in_place: bool = False) -> Span:
+        """Resolve an array that is written to."""
+        span = self.span(array, name, split=split)
+        if span[4] & READ_ONLY and span[1]:
+            name = f"{name} (in place)" if in_place else name
+            raise ValueError(f"{name} is read-only; expected a writable array, since the result goes there")
+        if span[4] & RECORDED_BY_AUTOGRAD:
+            name = f"{name} (in place)" if in_place else name
+            raise ValueError(
+                f"{name} requires grad, and autograd would not know that its elements change; expected a "
+                "tensor that does not, the call under torch.no_grad(), or a new tensor for the result"
+            )
+        return span
+
+    def rank_in(self, value: Any, name: str) -> None:
+        """Refuse what is no rank of the communicator."""
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{name} is {value!r}; expected an int, 0 <= {name} < {self._size}")
+        if not 0 <= value < self._size:
+            raise ValueError(f"{name} is {value}; expected 0 <= {name} < {self._size}")
+
+    def _part(self, span: Span, name: str) -> int:
+        """Return the elements of each rank's part of an array, as NCCL is told them."""
+        if _elements(span) % self._size:
+            raise ValueError(
+                f"{name} has {_elements(span)} elements; expected a multiple of the {self._size} ranks"
+            )
+        return span[1] // self._size
+
+    def _new(self, send: Any, shape: tuple[int, ...]) -> Any:
+        """Return a new array for the result, of the sender's kind."""
+        return kind_of(send, "send").empty(send, shape)
+
+    def _first_axis(self, array: Any) -> tuple[int, ...]:
+        shape = shape_of(array)
+        if not shape or shape[0] % self._size:
+            raise ValueError(
+                f"send has shape {shape}; expected a first axis that is a multiple of the {self._size} ranks"
+            )
+        return shape[0] // self._size, *shape[1:]
+
+    def _check_elementwise(self, send: Any, recv: Any, root: int) -> Checked:
+        if recv is None:
+            span = self.output(send, "send", in_place=True)
+            return span[0], span[0], span[1], span[2], send
+        source, target = self.span(send, "send"), self.output(recv, "recv")
+        _require_alike(source, target)
+        _require_shape(send, recv)
+        return source[0], target[0], source[1], source[2], recv
+
+    def _check_reduce(self, send: Any, recv: Any, root: int) -> Checked:
+        self.rank_in(root, "root")
+        if root == self._rank:
+            return self._check_elementwise(send, recv, root)
+        source = self.span(send, "send")
+        return source[0], 0, source[1], source[2], None
+
+    def _check_broadcast(self, send: Any, recv: Any, root: int) -> Checked:
+        self.rank_in(root, "root")
+        if send is None and (recv is None or root == self._rank):
+            where = ", which the root sends" if root == self._rank else ", or recv"
+            raise TypeError(f"send is None; expected an array{where}")
+        if root != self._rank:
+            span = self.output(send, "send", in_place=True) if recv is None else self.output(recv, "recv")
+            return span[0], span[0], span[1], span[2], send if recv is None else recv
+        source = self.span(send, "send")
+        if recv is None:
+            return source[0], source[0], source[1], source[2], send
+        return self._check_elementwise(send, recv, root)
+
+    def _check_all_gather(self, send: Any, recv: Any, root: int) -> Checked:
+        source = self.span(send, "send", split=True)
+        if recv is None:
+            recv = self._new(send, (self._size, *shape_of(send)))
+        target = self.output(recv, "recv", split=True)
+        _require_total(source, target, self._size * _elements(source), "every rank's send")
+        self._require_joined(send, recv, recv)
+        return source[0], target[0], source[1], source[2], recv
+
+    def _check_reduce_scatter(self, send: Any, recv: Any, root: int) -> Checked:
+        source = self.span(send, "send", split=True)
+        if recv is None:
+            recv = self._new(send, self._first_axis(send))
+        count = self._part(source, "send")
+        target = self.output(recv, "recv", split=True)
+        _require_total(source, target, _elements(source) // self._size, "one part of send")
+        self._require_joined(recv, send, recv)
+        return source[0], target[0], count, source[2], recv
+
+    def _check_all_to_all(self, send: Any, recv: Any, root: int) -> Checked:
+        source = self.span(send, "send", split=True)
+        if recv is None:
+            self._first_axis(send)
+            recv = self._new(send, shape_of(send))
+        count = self._part(source, "send")
+        target = self.output(recv, "recv", split=True)
+        _require_alike(source, target)
+        _require_shape(send, recv)
+        return source[0], target[0], count, source[2], recv
+
+    def _check_gather(self, send: Any, recv: Any, root: int) -> Checked:
+        self.rank_in(root, "root")
+        if root == self._rank:
+            return self._check_all_gather(send, recv, root)
+        source = self.span(send, "send", split=True)
+        return source[0], 0, source[1], source[2], None
+
+    def _check_scatter(self, send: Any, recv: Any, root: int) -> Checked:
+        self.rank_in(root, "root")
+        if root == self._rank:
+            if send is None:
+                raise TypeError("send is None; expected an array, which the root sends")
+            return self._check_reduce_scatter(send, recv, root)
+        if recv is None:
+            if send is None:
+                raise TypeError("send and recv are None; expected recv, or a send to make it from")
+            recv = self._new(send, self._first_axis(send))
+        target = self.output(recv, "recv", split=True)
+        return 0, target[0], target[1], target[2], recv
+
+    def _check_send(self, send: Any, recv: Any, root: int) -> Checked:
+        self.rank_in(root, "peer")
+        source = self.span(send, "buf")
+        return source[0], 0, source[1], source[2], None
+
+    def _check_recv(self, send: Any, recv: Any, root: int) -> Checked:
+        self.rank_in(root, "peer")
+        target = self.output(recv, "buf")
+        return 0, target[0], target[1], target[2], recv
+
+    def _require_joined(self, part: Any, whole: Any, recv: Any) -> None:
+        """Refuse a recv of another shape: parts are joined along an axis of their own, or the first."""
+        one, all_ = _shape(part), _shape(whole)
+        if one is None or all_ is None or all_ == (self._size, *one):
+            return
+        if one and all_ == (self._size * one[0], *one[1:]):
+            return
+        if recv is whole:
+            fitting = [(self._size, *one), *([(self._size * one[0], *one[1:])] if one else [])]
+        else:
+            fitting = [all_[1:]] if all_ and all_[0] == self._size else []
+            fitting += [(all_[0] // self._size, *all_[1:])] if all_ and all_[0] % self._size == 0 else []
+        text = " or ".join(map(str, fitting)) or f"a send whose first axis {self._size} ranks can share"
+        raise ValueError(
+            f"recv has shape {_shape(recv)}; expected {text} (a view of it, as reshape gives, will do)"
+        )
+
+    # --- counts of one's own ---
+
+    def counts(self, counts: Any, name: str) -> list[int]:
+        """Return the elements of each rank, from a sequence of as many ints as there are ranks."""
+        try:
+            if isinstance(counts, str | bytes | bytearray):
+                raise TypeError
+            values = [index(count) for count in counts]
+        except TypeError:
+            raise TypeError(f"{name} is {counts!r}; expected a sequence of {self._size} ints") from None
+        if len(values) != self._size:
+            raise ValueError(f"{name} has {len(values)} entries; expected one a rank, {self._size}")
+        if min(values) < 0:
+            raise ValueError(f"{name} is {values}; expected whole numbers, 0 or more")
+        return values
+
+    def parts(
+        self, other: Span, whole: Span, name: str, counts: list[int], why: str
+    ) -> list[tuple[int, int, int]]:
+        """Return dtype code, address and length of each rank's part of `whole`; `other` has its dtype."""
+        _require_dtype(*((other, whole) if name == "recv" else (whole, other)))
+        require_count(whole, name, sum(counts), why)
+        travel, address, parts = dtypes.traveller(whole[2]), whole[0], []
+        for count in counts:
+            length = count * (travel.factor if travel else 1)
+            parts.append((whole[2], address, length))
+            address += length * dtypes.itemsize(whole[2])
+        return parts
+
+
+def _elements(span: Span) -> int:
+    """Return the elements of an array as its owner counts them."""
+    travel = dtypes.traveller(span[2])
+    return span[1] // travel.factor if travel else span[1]
+
+
+def _require_dtype(send: Span, recv: Span) -> None:
+    if send[2] != recv[2]:
+        names = dtypes.name_of(recv[2]), dtypes.name_of(send[2])
+        raise TypeError(f"recv has dtype {names[0]}; expected that of send, {names[1]}")
+
+
+def _require_alike(send: Span, recv: Span) -> None:
+    """Refuse an output that differs from the input in dtype, count or order."""
+    _require_total(send, recv, _elements(send), "as many as send")
+    if (send[4] ^ recv[4]) & FORTRAN:
+        orders = ("C", "Fortran") if recv[4] & FORTRAN == 0 else ("Fortran", "C")
+        raise ValueError(f"recv is in {orders[0]} order; expected that of send, {orders[1]} order")
+
+
+def _require_total(send: Span, recv: Span, count: int, why: str) -> None:
+    _require_dtype(send, recv)
+    require_count(recv, "recv", count, why)
+
+
+def require_count(span: Span, name: str, count: int, why: str) -> None:
+    """Refuse an array of another length than its counts say."""
+    if _elements(span) != count:
+        raise ValueError(f"{name} has {_elements(span)} elements; expected {count}, {why}")
+
+
+def _shape(array: Any) -> tuple[int, ...] | None:
+    """Return an array's shape; None for what is only counted, as a Buffer."""
+    shape = getattr(array, "shape", None)
+    return None if shape is None else tuple(shape)
+
+
+def _require_shape(send: Any, recv: Any) -> None:
+    if getattr(send, "shape", None) == getattr(recv, "shape", None):
+        return
+    one, other = _shape(send), _shape(recv)
+    if one != other and one is not None and other is not None:
+        raise ValueError(
+            f"recv has shape {other}; expected that of send, {one} (a view of it, as reshape gives, will do)"
+        )
+
+
+def apart(one: Span, two: Span) -> bool:
+    """Tell whether two arrays share no memory."""
+    ends = [span[0] + span[1] * dtypes.itemsize(span[2]) for span in (one, two)]
+    return not one[1] or not two[1] or one[0] >= ends[1] or two[0] >= ends[0]
+
+
+_CHECKS: dict[int, Callable[[Arguments, Any, Any, int], Checked]] = {
+    ALL_REDUCE: Arguments._check_elementwise,
+    REDUCE: Arguments._check_reduce,
+    BROADCAST: Arguments._check_broadcast,
+    ALL_GATHER: Arguments._check_all_gather,
+    REDUCE_SCATTER: Arguments._check_reduce_scatter,
+    ALL_TO_ALL: Arguments._check_all_to_all,
+    GATHER: Arguments._check_gather,
+    SCATTER: Arguments._check_scatter,
+    SEND: Arguments._check_send,
+    RECV: Arguments._check_recv,
+}

@@ -1,0 +1,258 @@
+"""The path of a call: resolve the arrays, check them, issue it, and see what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pynccl._arrays import buffers
+from pynccl._arrays.buffers import Kind, kind_of
+from pynccl._comm.arguments import Arguments
+from pynccl._comm.core import INTERRUPTED, OVERLAP, RECORDED, WAITING, Core
+from pynccl._comm.groups import Group
+from pynccl._comm.kinds import ALL_REDUCE, ALL_TO_ALL, BARRIER, BROADCAST, REDUCING, ROOTED, function_name
+from pynccl._comm.reductions import PreMulSum, op_code
+from pynccl._device import streams
+from pynccl._library import cuda
+from pynccl._library.binding import address_of, fastcall, ffi, lib
+from pynccl._library.fields import pack
+from pynccl._library.generated.structs import CollConfig
+from pynccl._library.status import IN_PROGRESS, check
+from pynccl._timeouts import check_timeout
+from pynccl._types import DataType, RedOp
+
+PerCall = CollConfig | Mapping[str, Any] | None
+
+
+class Piece(NamedTuple):
+    """One call of several that together are one operation."""
+
+    kind: int
+    code: int
+    source: int
+    target: int
+    elements: int
+    root: int
+
+
+class Calls:
+    """Issues the calls of one communicator."""
+
+    def __init__(self, core: Core) -> None:
+        self.core, self.arguments = core, Arguments(core)
+        # What is the same in many calls; of all_reduce also by type of array, operation and dtype.
+        self._templates: dict[tuple[int, int, int, int], fastcall.Template] = {}
+        self._usual: dict[type, dict[str, dict[Any, fastcall.Template]]] = {}
+        # What a barrier reduces on the CPU library.
+        self._token = np.zeros(1, np.uint8)
+
+    # --- one call ---
+
+    def run(
+        self, kind: int, send: Any, recv: Any, op: Any, root: int, stream: Any, config: PerCall = None
+    ) -> Any:
+        """Check and issue a call; return the array with the result."""
+        try:
+            source, target, count, dtype, result = self.arguments.check(kind, send, recv, root)
+            code = op_code(self.core, op, dtype) if kind in REDUCING else 0
+            handle, wait = self._stream(stream, send, result)
+        except (TypeError, ValueError) as error:
+            raise self._located(error, _meant(kind, recv)) from error
+        template, packed = self._template(kind, dtype & 255, code, root, config)
+        keep = (self.core, send, result, op, template, packed)
+        if kind != BROADCAST or recv is not None or root != self.core.rank:
+            _tell_changed(result)
+        answer = self._issue(template, source, target, count, handle, wait, kind, keep)
+        if not answer and kind == ALL_REDUCE and packed is None:
+            self._remember(template, send, op, dtype)
+        return result
+
+    def all_reduce(self, send: Any, recv: Any, op: Any, stream: Any, config: PerCall) -> Any:
+        """Run an all_reduce; `usual_all_reduce` does so faster for what it has met before."""
+        return self.run(ALL_REDUCE, send, recv, op, 0, stream, config)
+
+    def usual_all_reduce(self) -> fastcall.Usual:
+        """Return what runs all_reduce with (send, recv, op, stream, config)."""
+        core = self.core
+        stream = None if core.streamless else buffers.cupy_stream
+        return fastcall.Usual(self._usual, stream, core.device, self._after_usual, self.all_reduce)
+
+    def _after_usual(self, answer: int, send: Any, recv: Any) -> None:
+        if answer == INTERRUPTED:
+            self._let_go(self.core.own_stream, (send, recv))
+        else:
+            self._after(answer, ALL_REDUCE, *self._stream(None, send, recv), (self.core, send, recv))
+
+    def barrier(self, timeout: float | None) -> None:
+        """Return when every rank has reached this, or raise after so many seconds."""
+        core, timeout = self.core, check_timeout(timeout)
+        core.outside_groups("barrier")
+        wait = core.waits if timeout is None else 0
+        if core.waits:
+            pointer, stream = self._token.ctypes.data, core.own_stream
+        else:
+            pointer, stream = core.device_scratch()
+        template, _ = self._template(BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
+        self._issue(template, pointer, pointer, 1, stream, wait, BARRIER, (core, None))
+        if not wait:
+            with core.alone():
+                core.wait(stream, "barrier", timeout)
+
+    def _issue(
+        self,
+        template: fastcall.Template,
+        source: int,
+        target: int,
+        count: int,
+        stream: int,
+        wait: int,
+        kind: int,
+        keep: tuple[Any, ...],
+    ) -> int:
+        """Issue a call, and do what is left to do after one that did not simply succeed."""
+        answer = None
+        try:
+            answer = template(source, target, count, stream, wait)
+            if answer:
+                self._after(answer, kind, stream, wait, keep, bool(keep[-1]))
+        except BaseException:
+            if answer is None or answer == WAITING:
+                self._let_go(stream, keep)
+            raise
+        return answer
+
+    def _remember(self, template: fastcall.Template, send: Any, op: Any, dtype: int) -> None:
+        """Let the next all_reduce like this one be a usual one."""
+        if type(send) is buffers.cupy_array and type(op) is str and dtype < 256:
+            self._usual.setdefault(type(send), {}).setdefault(op, {})[send.dtype] = template
+
+    def _template(
+        self, kind: int, datatype: int, op: int, root: int, config: PerCall = None
+    ) -> tuple[fastcall.Template, Any]:
+        """Return what issues such calls, and what it needs alive."""
+        key = kind, datatype, op, root
+        template = self._templates.get(key) if config is None else None
+        if template is not None:
+            return template, None
+        made = {"comm": self.core.c, "kind": kind, "datatype": datatype, "op": op, "root": root}
+        packed = None if config is None else pack(CollConfig, config)
+        call = ffi.new("pynccl_call*", made if packed is None else made | {"config": packed})
+        template = fastcall.Template(address_of(call), call)
+        if packed is None:
+            self._templates[key] = template
+        return template, packed
+
+    def _stream(self, stream: Any, send: Any, result: Any) -> tuple[int, int]:
+        """Return a call's stream, ordered behind who still writes the arrays, and whether to wait for it."""
+        if self.core.streamless:
+            if stream is None:
+                return self.core.own_stream, self.core.waits
+            handle = streams.handle_of(stream)
+            if self.core.waits:
+                self.core.keep(handle, (send, result, stream))
+            return handle, 0
+        first = result if send is None else send
+        kind = kind_of(first)
+        handle = kind.current(first) if stream is None else streams.handle_of(stream)
+        if kind.order is not None:
+            self._order(kind, first, handle)
+        if result is not None and result is not first:
+            other = kind_of(result)
+            if other.order is not None:
+                self._order(other, result, handle)
+        # Host memory has no allocator that knows of streams; a device's has one, for the current stream.
+        if stream is not None and handle != kind.current(first):
+            self.core.keep(handle, (send, result, stream))
+        return handle, 0
+
+    def _order(self, kind: Kind, array: Any, stream: int) -> None:
+        """Have a stream wait for who still writes an array."""
+        assert kind.order is not None
+        with cuda.using_device(self.core.device):
+            kind.order(array, stream)
+
+    def _after(
+        self, answer: int, kind: int, stream: int, wait: int, keep: Any, configured: bool = False
+    ) -> None:
+        """Do what is left to do; where that raises after WAITING, `_let_go` is due."""
+        if answer == RECORDED:
+            fastcall.keep(keep)
+        elif answer == WAITING:
+            self.core.wait(stream, function_name(kind, configured), None)
+            lib.pynccl_leave(self.core.c)
+        elif answer == IN_PROGRESS:
+            self._complete(function_name(kind, configured), stream, wait, keep)
+        elif answer == OVERLAP:
+            in_place = (
+                "separate: it is never in place" if kind == ALL_TO_ALL else "the same memory, or separate"
+            )
+            raise self._located(ValueError(f"send and recv overlap; expected {in_place}"))
+        else:
+            handle = int(self.core.c.handle)
+            self.core.refuse(answer)
+            check(answer, function_name(kind, configured), handle)
+
+    def _complete(self, name: str, stream: int, wait: int, keep: Any) -> None:
+        try:
+            with self.core.alone():
+                self.core.settle(name)
+                if not wait:
+                    lib.pynccl_watch_issued(self.core.c, stream)
+                elif not lib.pynccl_group_depth():
+                    self.core.wait(stream, name, None)
+        except BaseException:
+            # The library may still be at it.
+            if self.core.handle:
+                self.core.keep(stream, keep)
+            raise
+
+    def _let_go(self, stream: int, keep: Any) -> bool:
+        """Leave the communicator where an exception has kept a call from doing so, and keep its arrays."""
+        mine = bool(lib.pynccl_leave_mine(self.core.c))
+        if mine and self.core.handle:
+            self.core.keep(stream, keep)
+        return mine
+
+    def _located(self, error: Exception, hint: str = "") -> Exception:
+        return type(error)(f"{error}{hint} (rank {self.core.rank} of {self.core.size})")
+
+    # --- several calls that are one ---
+
+    def run_in_pieces(
+        self, check_all: Callable[[], Iterable[Piece]], op: Any, stream: Any, send: Any, result: Any
+    ) -> Any:
+        """Issue calls as one group, after all of them were checked."""
+        try:
+            pieces = list(check_all())
+            handle, wait = self._stream(stream, send, result)
+            codes = [op_code(self.core, op, p.code) if p.kind in REDUCING else 0 for p in pieces]
+        except (TypeError, ValueError) as error:
+            raise self._located(error) from error
+        keep = (self.core, send, result, op, None)
+        _tell_changed(result)
+        with Group():
+            for piece, code in zip(pieces, codes, strict=True):
+                template, _ = self._template(piece.kind, piece.code & 255, code, piece.root)
+                part = piece.source, piece.target, piece.elements
+                self._issue(template, *part, handle, wait, piece.kind, keep)
+        return result
+
+
+def _tell_changed(result: Any) -> None:
+    if result is not None and (changed := kind_of(result).changed) is not None:
+        changed(result)
+
+
+def _meant(kind: int, recv: Any) -> str:
+    """Return what was probably meant by what stands where recv belongs, as the end of an error's text."""
+    if kind in REDUCING and isinstance(recv, str | RedOp | PreMulSum):
+        meant = f"op=RedOp.{recv.name}" if isinstance(recv, RedOp) else f"op={recv!r}"
+    elif kind in ROOTED and isinstance(recv, int | np.integer):
+        meant = f"root={recv}"
+    elif isinstance(recv, streams.Stream) or hasattr(recv, "__cuda_stream__"):
+        meant = f"stream={recv!r}"
+    else:
+        return ""
+    return f"; recv comes second, so write {meant}"

@@ -1,0 +1,342 @@
+"""The communicator as programs see it: how it is made, what it is, and each of its calls by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from types import TracebackType
+from typing import Any, overload
+
+import numpy as np
+
+from pynccl import capi
+from pynccl._comm import create, derive, end, recovery
+from pynccl._comm.core import Core
+from pynccl._comm.derive import ConfigLike
+from pynccl._comm.operations import Operations
+from pynccl._comm.prepared import Prepare
+from pynccl._comm.recovery import Quorum
+from pynccl._device.blocking import bounded
+from pynccl._device.devices import device_to_use
+from pynccl._errors import NcclError
+from pynccl._library import loader
+from pynccl._library.binding import lib
+from pynccl._library.generated.structs import CommProperties
+from pynccl._trace import recorder
+from pynccl._trace.recorder import TraceRecord
+from pynccl._types import UniqueId, to_unique_id
+
+
+@recorder.with_callers(
+    attrgetter("_core.c"), "split", "shrink", "grow", "finalize", "destroy", "suspend", "resume"
+)
+class Communicator(Operations):
+    """One rank of a group of processes; with the other ranks it makes collective calls on arrays.
+
+    A communicator is for one thread at a time: used by two, or after it was closed, it raises
+    NcclInvalidUsage. As a context manager it is finalized and destroyed at the end, and aborted when an
+    exception leaves the body. What is made of it (split, shrink, grow) is aborted with it.
+    """
+
+    def __init__(
+        self,
+        nranks: int,
+        unique_id: UniqueId | bytes | Sequence[UniqueId | bytes],
+        rank: int,
+        *,
+        config: ConfigLike = None,
+        device: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Join the group of `nranks` that shares the unique id (or several, for large groups).
+
+        `timeout` bounds the creation and every later wait, in seconds.
+        """
+        self._core = core = Core(timeout)
+        _require_place(nranks, rank)
+        ids = _ids(unique_id)
+        loader.load()
+        place = device_to_use(device)
+        core.identity = recorder.numbered("id", *ids)
+        recorder.open_trace(core.c, core.identity, int(rank), int(nranks), "init", name=_name_in(config))
+
+        def call() -> int:
+            if len(ids) > 1:
+                return capi.ncclCommInitRankScalable(nranks, rank, len(ids), ids, config)
+            if config is not None:
+                return capi.ncclCommInitRankConfig(nranks, ids[0], rank, config)
+            return capi.ncclCommInitRank(nranks, ids[0], rank)
+
+        create.create(core, f"creating the communicator of rank {rank} of {nranks}", call, place)
+        super().__init__(core)
+
+    @classmethod
+    def join(
+        cls,
+        nranks: int,
+        unique_id: UniqueId | bytes,
+        rank: int,
+        *,
+        config: ConfigLike = None,
+        device: int | None = None,
+        timeout: float | None = None,
+    ) -> Communicator:
+        """Join a communicator that its ranks grow to `nranks`, as a new rank.
+
+        `unique_id` is what one of its ranks got from `get_unique_id` and grows with.
+        """
+        core = Core(timeout)
+        _require_place(nranks, rank)
+        uid = bytes(to_unique_id(unique_id))
+        loader.load()
+        place = device_to_use(device)
+        core.identity = recorder.numbered("id", uid)
+        recorder.open_trace(core.c, core.identity, int(rank), int(nranks), "join")
+
+        def call() -> int:
+            if lib.nccl_api_find(b"ncclCommGrow"):
+                return capi.ncclCommGrow(0, nranks, uid, rank, config)
+            return capi.ncclCommInitRankConfig(nranks, uid, rank, config)
+
+        create.create(core, f"joining a communicator as rank {rank} of {nranks}", call, place)
+        return cls._of(core)
+
+    @classmethod
+    def from_handle(cls, handle: int) -> Communicator:
+        """Use a communicator that somebody else made and will destroy, given as its ncclComm_t.
+
+        It has to be the loaded library's.
+        """
+        if isinstance(handle, bool) or not isinstance(handle, int) or handle <= 0:
+            raise ValueError(f"handle is {handle!r}; expected an ncclComm_t as a positive int")
+        loader.load()
+        core = Core(None)
+        core.identity = recorder.numbered("handle")
+        create.take(core, handle, owned=False)
+        return cls._of(core)
+
+    @classmethod
+    def _of(cls, core: Core) -> Communicator:
+        self = cls.__new__(cls)
+        Operations.__init__(self, core)
+        return self
+
+    # --- what it is ---
+
+    @property
+    def handle(self) -> int:
+        """The ncclComm_t as an int, for pynccl.capi and other libraries."""
+        return int(self._core.open())
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in the group, from 0."""
+        return self._core.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._core.size
+
+    @property
+    def device(self) -> int:
+        """The device that this rank computes on."""
+        return self._core.device
+
+    @property
+    def closed(self) -> bool:
+        """True once it was destroyed or aborted."""
+        return not self._core.handle
+
+    @property
+    def properties(self) -> CommProperties:
+        """What the library says of itself and the machine (ncclCommQueryProperties, NCCL >= 2.29)."""
+        return capi.ncclCommQueryProperties(self.handle)
+
+    @property
+    def prepare(self) -> Prepare:
+        """The same operations, checked and packed now, run later: `op = comm.prepare.all_reduce(x); op()`."""
+        return Prepare(self)
+
+    def __repr__(self) -> str:
+        return repr(self._core)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Communicator belongs to its process and cannot be pickled")
+
+    def trace(self) -> list[TraceRecord]:
+        """Return the newest calls, as many as PYNCCL_TRACE_SIZE says, oldest first."""
+        return recorder.trace(self._core.c)
+
+    # --- waiting ---
+
+    def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
+        """Wait for a stream, or for every stream that this communicator has used."""
+        self._core.synchronize(stream, timeout)
+
+    def async_error(self) -> NcclError | None:
+        """Return what has gone wrong in the background, None when nothing has."""
+        return self._core.async_error()
+
+    # --- what is derived from it ---
+
+    @overload
+    def split(self, color: int, key: int = 0, *, config: ConfigLike = None) -> Communicator: ...
+    @overload
+    def split(self, color: None, key: int = 0, *, config: ConfigLike = None) -> None: ...
+    @overload
+    def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None: ...
+    def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None:
+        """Make a communicator of the ranks with the same color, ordered by key (ncclCommSplit, NCCL >= 2.18).
+
+        Every rank has to call it. `color=None`: this rank joins none, and gets None.
+        """
+        child = derive.split(self._core, color, key, config)
+        return None if child is None else self._of(child)
+
+    def shrink(
+        self,
+        exclude: Iterable[int],
+        abort: bool = False,
+        *,
+        config: ConfigLike = None,
+        quorum: Quorum = "majority",
+    ) -> Communicator:
+        """Make a communicator without some ranks, which do not call this (ncclCommShrink, NCCL >= 2.27).
+
+        `abort=True`, for ranks that have failed, ends what is outstanding and closes this communicator. With
+        a time-out the survivors first agree on who they are, and do without the library's help before 2.27.
+        They raise RankFailedError where they are not more than half of the ranks that are not proven to have
+        ended, since the others may go on by themselves; `quorum=None` goes on all the same.
+        """
+        if quorum not in ("majority", None):
+            raise ValueError(f"quorum is {quorum!r}; expected 'majority' or None")
+        if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
+            raise TypeError(f"exclude is {exclude!r}; expected a list of ranks")
+        ranks = list(exclude)
+        for rank in ranks:
+            if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+                raise TypeError(f"exclude is {ranks!r}, with {rank!r}; expected ints, the ranks to leave out")
+            if not 0 <= rank < self.size:
+                raise ValueError(f"exclude is {ranks}, with {rank}; expected ranks from 0 to {self.size - 1}")
+        return self._of(recovery.shrink(self._core, ranks, abort, config, quorum))
+
+    def get_unique_id(self) -> UniqueId:
+        """Return the id with which new ranks join this communicator when it grows; on one rank only."""
+        return recovery.unique_id_to_grow(self._core)
+
+    def grow(
+        self, nranks: int, unique_id: UniqueId | bytes | None = None, *, config: ConfigLike = None
+    ) -> Communicator:
+        """Make a communicator of these ranks and new ones, `nranks` in all.
+
+        As ncclCommGrow, and before NCCL 2.29 by a new rendezvous. Every rank has to call it: `unique_id` on
+        the one that got it from the communicator's `get_unique_id`, None elsewhere. The new ranks call
+        `Communicator.join` with it.
+        """
+        if not isinstance(nranks, int) or nranks <= self.size:
+            raise ValueError(f"nranks is {nranks}; expected more than the present {self.size}")
+        uid = None if unique_id is None else bytes(to_unique_id(unique_id))
+        return self._of(recovery.grow(self._core, nranks, uid, config))
+
+    # --- the end ---
+
+    def finalize(self) -> None:
+        """Complete the outstanding calls of all ranks; the communicator can then only be destroyed."""
+        end.finalize(self._core)
+
+    def destroy(self) -> None:
+        """Finalize where that was not done, and give everything back; harmless when already closed."""
+        end.destroy(self._core)
+
+    def abort(self) -> None:
+        """Give everything back at once, without the other ranks; any thread may call it, at any time.
+
+        What was made of this communicator is aborted with it.
+        """
+        end.abort(self._core)
+
+    def revoke(self) -> None:
+        """End outstanding calls on this rank without closing the communicator (ncclCommRevoke, NCCL >= 2.28).
+
+        It can then be shrunk, split or closed, on all ranks alike.
+        """
+        end.revoke(self._core)
+
+    def suspend(self) -> None:
+        """Give the communicator's device memory back until `resume` (ncclCommSuspend, NCCL >= 2.29)."""
+        end.suspend(self._core)
+
+    def resume(self) -> None:
+        """Take the memory back that `suspend` gave (ncclCommResume, NCCL >= 2.29)."""
+        end.resume(self._core)
+
+    def __enter__(self) -> Communicator:
+        self._core.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._core.handle:
+            return
+        if kind is not None or not self._core.owned:
+            if kind is not None:
+                recorder.dump_because("exception", f"{kind.__name__}: {error}")
+            self.abort()
+            return
+        try:
+            self.finalize()
+            self.destroy()
+        except BaseException:
+            self.abort()
+            raise
+
+
+def _name_in(config: ConfigLike) -> str:
+    known = config.get("commName") if isinstance(config, Mapping) else getattr(config, "commName", None)
+    return str(known or "")
+
+
+def _ids(unique_id: UniqueId | bytes | Sequence[UniqueId | bytes]) -> list[bytes]:
+    if isinstance(unique_id, str | bytes | bytearray | memoryview) or not isinstance(unique_id, Iterable):
+        return [bytes(to_unique_id(unique_id))]
+    ids = [bytes(to_unique_id(one, f"unique_id[{i}]")) for i, one in enumerate(unique_id)]
+    if not ids:
+        raise ValueError("unique_id is an empty sequence; expected at least one id")
+    return ids
+
+
+def _require_place(nranks: int, rank: int) -> None:
+    for name, value in (("nranks", nranks), ("rank", rank)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{name} is {value!r}; expected an int")
+    if nranks < 1 or not 0 <= rank < nranks:
+        raise ValueError(f"rank is {rank} and nranks {nranks}; expected 0 <= rank < nranks")
+
+
+def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> list[Communicator]:
+    """Make a communicator of one process with a rank on each device, and return its ranks (ncclCommInitAll).
+
+    `devices` is their number or their ordinals. Calls of one thread on several ranks belong in a `group()`.
+    """
+    ordinals = list(range(devices)) if isinstance(devices, int) else [int(d) for d in devices]
+    if not ordinals or isinstance(devices, bool):
+        raise ValueError(f"devices is {devices!r}; expected a positive number, or ordinals")
+    loader.load()
+    handles = bounded(
+        lambda: capi.ncclCommInitAll(len(ordinals), ordinals),
+        timeout,
+        "ncclCommInitAll",
+        if_abandoned=end.abort_all,
+    )
+    ranks = []
+    identity = recorder.numbered("all", os.uname().nodename, os.getpid())
+    for handle in handles:
+        core = Core(timeout)
+        core.identity, core.origin = identity, "init_all"
+        # The ranks of one process cannot outlive each other.
+        create.take(core, handle, with_channel=False)
+        ranks.append(Communicator._of(core))
+    return ranks

@@ -1,0 +1,346 @@
+"""The core of a communicator: its C struct, and what every use needs: enter and leave, wait, settle, keep."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from pynccl import capi
+from pynccl._arrays.buffers import ANYWHERE, HOST
+from pynccl._comm import lifetime
+from pynccl._comm.in_flight import CpuEvents, CudaEvents, InFlight
+from pynccl._device import streams
+from pynccl._device.blocking import bounded
+from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError, RankFailedError
+from pynccl._library import cuda
+from pynccl._library.binding import ffi, lib
+from pynccl._timeouts import check_timeout, resolve_timeout
+from pynccl._trace import recorder
+from pynccl._watch import check_mode
+from pynccl._watch.watchdog import Look, Watch
+
+T = TypeVar("T")
+
+# What the C call path answers beside NCCL's results.
+RECORDED, WAITING, BUSY = lib.PYNCCL_RECORDED, lib.PYNCCL_WAITING, lib.PYNCCL_BUSY
+CLOSED, OVERLAP, NO_MEMORY = lib.PYNCCL_CLOSED, lib.PYNCCL_OVERLAP, lib.PYNCCL_NO_MEMORY
+STOPPED: Any = lib.PYNCCL_STOPPED
+INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
+
+_PAUSE = 0.01
+
+
+class Core:
+    """One rank of a communicator, as everything in this package sees it.
+
+    `handle` is its ncclComm_t, 0 once it is closed; `c` its pynccl_comm, which C's call path works on.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        # First of all, so that an object whose creation failed can be collected.
+        self.handle = 0
+        self.owned = False
+        self.why = "was never created"
+        self.timeout = resolve_timeout(timeout)
+        # By when its creation is over.
+        self.until: float | None = None
+        # What the trace calls it, how it was made, and what other ranks may call it.
+        self.identity = self.origin = self.also = ""
+        self.c: Any = ffi.gc(lib.pynccl_comm_new(), lib.pynccl_comm_release)
+        self.watch = Watch(self.c, self.timeout)
+        self.rank, self.size, self.device = -1, 0, -1
+        # Where arrays have to be: the device's ordinal, or HOST.
+        self.place = ANYWHERE
+        # 1 where calls without a stream wait: with the CPU library.
+        self.waits = 0
+        # There is no stream but those that are given.
+        self.streamless = False
+        # Of calls without a stream, where arrays have none either.
+        self.own_stream = 0
+        # By stream.
+        self.in_flight: dict[int, InFlight] = {}
+        self._scratch: tuple[int, int] | None = None
+        # How many were derived from it, by how; and how often it has been shrunk.
+        self.derived = Counter[str]()
+        self.attempts = 0
+        self.children: weakref.WeakSet[Core] = weakref.WeakSet()
+        # Alive as long as its children: an abort finds them through it.
+        self.parent: Core | None = None
+
+    def __repr__(self) -> str:
+        place = f"rank {self.rank} of {self.size} on device {self.device}" if self.size else "no rank"
+        return f"<pynccl.Communicator {place}{'' if self.handle else ', closed'}>"
+
+    def locate(self, device: int, on_cpu: bool) -> None:
+        """Decide where arrays have to be, and on which stream calls without one go."""
+        driver = not on_cpu and cuda.available()
+        self.device, self.waits, self.streamless = device, int(on_cpu), not driver
+        self.place = HOST if on_cpu else device if driver else ANYWHERE
+        # Not the default stream: host arrays know nothing of streams, and calls of two threads on two
+        # communicators must not wait for each other.
+        self.own_stream = streams.cpu_stream() if on_cpu else 0
+
+    # --- the handle ---
+
+    def open(self) -> int:
+        """Return the handle, or say why there is none any more."""
+        if not self.handle:
+            raise NcclInvalidUsage(f"{self!r} cannot be used: {self.why}", rank=self.known_rank)
+        return self.handle
+
+    def live(self) -> int:
+        """Return the handle; raise when the watchdog has found trouble."""
+        self.watch.raise_verdict()
+        return self.open()
+
+    @property
+    def known_rank(self) -> int | None:
+        """The rank, None before it is known."""
+        return self.rank if self.size else None
+
+    def close(self, why: str) -> int:
+        """Mark it as closed; return the handle if it is to be given back."""
+        handle, owned = int(self.handle), self.owned
+        self.forget(why)
+        return handle if owned else 0
+
+    def forget(self, why: str) -> None:
+        """Use the handle no more."""
+        if self.handle:
+            self.handle, self.why = 0, why
+            self.c.handle = 0
+
+    def family(self) -> Iterator[Core]:
+        """Return it and all that was derived from it."""
+        yield self
+        for child in list(self.children):
+            yield from child.family()
+
+    def adopt(self, child: Core) -> None:
+        """Take a communicator as derived from this one."""
+        child.parent = self
+        self.children.add(child)
+
+    # --- calls ---
+
+    @contextmanager
+    def alone(self, anyway: bool = False) -> Iterator[None]:
+        """Be the only thread that uses the communicator; `anyway`: also when it is in trouble."""
+        answer = None
+        try:
+            answer = (lib.pynccl_enter_anyway if anyway else lib.pynccl_enter)(self.c)
+            if not answer:
+                yield
+        finally:
+            # None: an exception came between the call and its answer.
+            if not answer:
+                lib.pynccl_leave_mine(self.c)
+        if answer:
+            self.refuse(answer)
+
+    def refuse(self, answer: int) -> None:
+        """Raise where an answer is the call path's own, and about this communicator."""
+        if answer == BUSY:
+            raise NcclInvalidUsage(
+                f"{self!r} is in use by another thread; a communicator is for one at a time"
+            )
+        if answer == STOPPED:
+            raise check_mode.interrupted()
+        if answer == CLOSED and not self.handle:
+            self.open()
+        if self.c.watch and answer not in (RECORDED, OVERLAP, NO_MEMORY):
+            self._raise_verdict(answer)
+        if answer == NO_MEMORY:
+            raise MemoryError
+
+    def _raise_verdict(self, result: int) -> None:
+        known = NcclError("", result=result)
+        found = self.watch.cause(known)
+        if found is not known:
+            found.__cause__ = None
+            raise found
+
+    def outside_groups(self, what: str) -> None:
+        """Refuse a call that cannot be recorded."""
+        if lib.pynccl_is_recording():
+            raise NcclInvalidUsage(
+                f"{what} inside pynccl.group() or prepare: expected it outside", function=what
+            )
+
+    def check(self, kind: int) -> None:
+        """In check mode, compare with the other ranks that they are about to do the same."""
+        answer = lib.pynccl_check_other(self.c, kind)
+        if answer:
+            self.refuse(answer)
+
+    def bounded(
+        self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
+    ) -> T:
+        """Make a blocking call that ends with the time-out, and with the watchdog's verdict."""
+        try:
+            return bounded(call, self.timeout, what, if_abandoned, self.watch.raise_verdict)
+        except NcclTimeoutError as error:
+            raise self.watch.expire(str(error), True) or error from None
+        except NcclError as error:
+            raise self.watch.cause(error) from error.__cause__
+
+    # --- waiting ---
+
+    def deadline(self, timeout: float | None) -> tuple[float | None, float | None]:
+        """Return how many seconds a wait may take, and when it is over."""
+        seconds = self.timeout if timeout is None else timeout
+        deadline = None if seconds is None else time.monotonic() + seconds
+        return seconds, deadline if deadline is None or self.until is None else min(deadline, self.until)
+
+    def wait(self, stream: int, what: str, timeout: float | None) -> None:
+        """Wait for a stream, and let go of the arrays that were kept for it."""
+        seconds, deadline = self.deadline(timeout)
+        try:
+            if self.waits:
+                done = streams.wait_cpu(self.live, stream, deadline)
+            else:
+                # Handles up to 2 mean the current device's default streams.
+                with cuda.using_device(self.device):
+                    done = streams.wait_cuda(self.live, stream, deadline)
+        except NcclError as error:
+            found = self.watch.cause(error)
+            # A wait for a rank that does not come stays outstanding in the trace.
+            if not isinstance(found, RankFailedError | NcclTimeoutError):
+                lib.pynccl_comm_failed(self.c, stream, found.result or 1)
+            raise found from error.__cause__
+        if not done:
+            where = "" if self.waits and stream == self.own_stream else f" on stream {stream:#x}"
+            raise self._late(what, seconds, where, timeout is None)
+        if stream in self.in_flight:
+            self.in_flight.pop(stream).clear()
+        lib.pynccl_comm_forget(self.c, stream)
+
+    def settle(self, what: str, look: Look | None = None) -> None:
+        """Wait until a non-blocking communicator has taken the last call."""
+        seconds, deadline = self.deadline(None)
+
+        def live() -> int:
+            if look is not None:
+                look()
+            return self.live()
+
+        try:
+            ready = streams.wait_ready(live, deadline)
+        except NcclError as error:
+            raise self.watch.cause(error) from error.__cause__
+        if not ready:
+            raise self._late(what, seconds, "", True)
+
+    def _late(self, what: str, seconds: float | None, where: str, fatal: bool) -> NcclError:
+        """Return the error of a wait in vain; `fatal`: it was the communicator's own time-out."""
+        text = f"{what} did not complete{where} within {seconds:g} s ({self!r})"
+        error = self.watch.expire(text, fatal)
+        if error is None or not fatal:
+            recorder.dump_because("timeout", text)
+        size = self.size or None
+        return error or NcclTimeoutError(text, function=what, rank=self.known_rank, size=size)
+
+    def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
+        """Wait for a stream, or for every stream that this communicator has used."""
+        self.open()
+        timeout = check_timeout(timeout, zero=True)
+        given = None if stream is None else streams.handle_of(stream)
+        with self.alone():
+            used = [int(self.c.used[i]) for i in range(self.c.used_count)]
+            for handle in used if given is None else [given]:
+                self.wait(handle, "synchronize", timeout)
+
+    def async_error(self) -> NcclError | None:
+        """Return what has gone wrong in the background, None when nothing has."""
+        handle = self.open()
+        found = self.watch.verdict()
+        if found is not None:
+            return found
+        try:
+            streams.raise_async_error(handle)
+        except NcclError as error:
+            return error
+        return None
+
+    # --- memory ---
+
+    def keep(self, stream: int, arrays: Any) -> None:
+        """Hold on to the arrays of a call until its stream is known to be done with them."""
+        held = self.in_flight.get(stream)
+        if held is None:
+            events = CpuEvents(int(self.handle)) if self.waits else CudaEvents(self.device)
+            held = self.in_flight[stream] = InFlight(events, stream)
+        held.add(arrays)
+
+    def device_scratch(self) -> tuple[int, int]:
+        """Return a byte of device memory and a stream of its own, for the barrier."""
+        if self._scratch is None:
+            with cuda.using_device(self.device):
+                self._scratch = cuda.memory_allocate(1), cuda.stream_create()
+        return self._scratch
+
+    def release(self) -> None:
+        """Give back what belongs to it beside the library's communicator."""
+        self.watch.stop(lib.PYNCCL_CLOSES)
+        while self.in_flight:
+            self.in_flight.popitem()[1].clear()
+        own, self.own_stream = self.own_stream, 0
+        if own:
+            capi.pyncclCpuStreamDestroy(own)
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            with cuda.using_device(self.device):
+                cuda.memory_free(scratch[0])
+                cuda.stream_destroy(scratch[1])
+
+    # --- the end of the process, and of the object ---
+
+    def leave_at_exit(self, deadline: float | None) -> bool:
+        """Complete what was issued and leave; False where that failed, or None was given: an abort is due."""
+        completed = deadline is not None and self._complete_issued(deadline)
+        if not self._take_from_watchdog(lib.PYNCCL_ENDS if completed else lib.PYNCCL_STAYS):
+            lifetime.disown(int(self.handle))
+        return completed
+
+    def _complete_issued(self, deadline: float) -> bool:
+        if not self.owned or not self.handle:
+            return True
+        self._warn()
+        # A daemon thread may be in a call, which goes on until the interpreter ends.
+        while (answer := lib.pynccl_enter(self.c)) == BUSY and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        if not answer:
+            lib.pynccl_leave_mine(self.c)
+        try:
+            self.synchronize(timeout=max(0.0, deadline - time.monotonic()))
+        except (NcclError, ValueError):
+            return False
+        return True
+
+    def _take_from_watchdog(self, goodbye: Any) -> bool:
+        """Stop watching; False where the watchdog has given the handle back."""
+        self.watch.stop(goodbye)
+        return self.watch.claim(1000)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: nothing that it has is this process's to give back."""
+        lib.pynccl_leave(self.c)
+        self.forget("it belongs to the parent of this forked process; make a new one here")
+        self.in_flight.clear()
+        self.own_stream, self._scratch = 0, None
+
+    def _warn(self) -> None:
+        warnings.warn(f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=3)
+
+    def __del__(self) -> None:
+        # Never a collective call from here: the other ranks' collectors run at other times.
+        if getattr(self, "handle", 0) and self.owned:
+            lifetime.orphans.append(self.in_flight)
+            if not self._take_from_watchdog(lib.PYNCCL_STAYS):
+                lifetime.disown(self.handle)
+            self._warn()

@@ -1,0 +1,65 @@
+"""The creation of a communicator: the library's call, then all that makes its handle one to use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pynccl import capi
+from pynccl._comm import lifetime
+from pynccl._comm.core import Core
+from pynccl._comm.end import abort, abort_if_made
+from pynccl._comm.recording import cores
+from pynccl._device.blocking import bounded, with_outside
+from pynccl._device.devices import on_device
+from pynccl._library import loader
+from pynccl._library.binding import address_of, lib
+from pynccl._trace import recorder
+from pynccl._watch import check_mode
+from pynccl._watch.watchdog import Look
+
+
+def create(
+    core: Core, what: str, call: Callable[[], int], device: int | None, look: Look | None = None
+) -> None:
+    """Make the library's communicator by a blocking call on a device, and take it."""
+
+    def on_its_device() -> int:
+        with on_device(device):
+            return call()
+
+    core.until = core.until or core.deadline(None)[1]
+    left = None if core.until is None else max(0.1, core.until - time.monotonic())
+    with recorder.recorded(core.c, lib.PYNCCL_INIT):
+        handle = bounded(on_its_device, left, what, abort_if_made, with_outside(look))
+        take(core, handle, look=look)
+
+
+def take(
+    core: Core, handle: int, *, owned: bool = True, with_channel: bool = True, look: Look | None = None
+) -> None:
+    """Use a communicator that the library has made; abort it where that fails."""
+    core.handle, core.owned = handle, owned
+    if owned:
+        lifetime.own(int(handle))
+    lifetime.living.add(core)
+    try:
+        on_cpu = loader.backend() == "cpu"
+        core.waits = int(on_cpu)
+        core.settle("creating the communicator", look)
+        rank, size = capi.ncclCommUserRank(handle), capi.ncclCommCount(handle)
+        core.locate(capi.ncclCommCuDevice(handle), on_cpu)
+        core.rank, core.size = rank, size
+        core.c.handle, core.c.rank, core.c.size = int(handle), rank, size
+        core.c.waits, core.c.stream = core.waits, core.own_stream
+        cores[address_of(core.c)] = core
+        recorder.open_trace(core.c, core.identity, rank, size, core.origin, also=core.also)
+        if owned and (core.timeout is not None or check_mode.enabled()):
+            core.watch.start(core.open, core.device, core.until, look, with_channel=with_channel)
+            if check_mode.enabled():
+                check_mode.start(core.c)
+    except BaseException:
+        # The other ranks may have it, and wait in it.
+        abort(core)
+        raise
+    core.until = None

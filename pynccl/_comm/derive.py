@@ -1,0 +1,97 @@
+"""Communicators that are derived from another one: what split, shrink and grow have in common, and split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pynccl import capi
+from pynccl._comm.core import Core
+from pynccl._comm.create import take
+from pynccl._comm.end import abort_if_made
+from pynccl._device.devices import on_device
+from pynccl._errors import NcclError, NcclTimeoutError
+from pynccl._library.binding import lib
+from pynccl._library.generated.structs import Config
+from pynccl._trace import recorder
+
+ConfigLike = Config | Mapping[str, Any] | None
+
+
+class How(NamedTuple):
+    """One way to derive a communicator."""
+
+    name: str
+    function: str
+    kind: Any
+    # Every rank calls it, so that check mode can compare.
+    by_all: bool = True
+
+
+SPLIT = How("split", "ncclCommSplit", lib.PYNCCL_SPLIT)
+GROW = How("grow", "ncclCommGrow", lib.PYNCCL_GROW)
+SHRINK = How("shrink", "ncclCommShrink", lib.PYNCCL_SHRINK, by_all=False)
+
+
+def new_child(core: Core, how: How, detail: object, also: str = "") -> Core:
+    """Return a communicator that is still to be derived from this one, named alike on all ranks."""
+    child = Core(core.timeout)
+    core.derived[how.name] += 1
+    child.identity = recorder.identify(core.identity, how.name, core.derived[how.name], detail)
+    child.origin, child.also = f"{how.name} {detail} of {core.identity}", also
+    return child
+
+
+def derive(
+    core: Core, how: How, detail: object, call: Callable[[], int], *, joins: bool = True, also: str = ""
+) -> Core | None:
+    """Derive a communicator by a call of the library; None where this rank does not join it."""
+    core.outside_groups(how.function)
+    child = new_child(core, how, detail, also)
+
+    def on_its_device() -> int:
+        with on_device(core.device):
+            return call()
+
+    with core.alone():
+        if how.by_all:
+            core.check(how.kind)
+        with recorder.recorded(core.c, how.kind, detail if isinstance(detail, int) else 0):
+            child.until = core.deadline(None)[1]
+            handle = core.bounded(on_its_device, how.function, abort_if_made)
+            core.settle(how.function)
+            if not joins:
+                return None
+            _take(core, child, handle)
+    core.adopt(child)
+    return child
+
+
+def _take(core: Core, child: Core, handle: int) -> None:
+    """Complete what the library has made; of a rank that fails meanwhile the parent knows more."""
+    try:
+        take(child, handle, look=core.watch.raise_verdict)
+    except NcclTimeoutError as error:
+        raise core.watch.expire(str(error), True) or error from None
+    except NcclError as error:
+        raise core.watch.cause(error) from error.__cause__
+
+
+def split(core: Core, color: int | None, key: int, config: ConfigLike) -> Core | None:
+    """Derive a communicator of the ranks with the same color, ordered by key; None without a color."""
+    if color is not None and (isinstance(color, bool) or not isinstance(color, int | np.integer)):
+        raise TypeError(f"color is {color!r}; expected an int, or None to join no communicator")
+    if color is not None and not 0 <= color < 1 << 31:
+        raise ValueError(f"color is {color}; expected 0 <= color < 2**31, or None")
+    if isinstance(key, bool) or not isinstance(key, int | np.integer):
+        raise TypeError(f"key is {key!r}; expected an int, by which the ranks are ordered")
+    if not -1 << 31 <= key < 1 << 31:
+        raise ValueError(f"key is {key}; expected -2**31 <= key < 2**31")
+    number = capi.NCCL_SPLIT_NOCOLOR if color is None else int(color)
+
+    def call() -> int:
+        return capi.ncclCommSplit(core.open(), number, int(key), config)
+
+    return derive(core, SPLIT, number, call, joins=color is not None)

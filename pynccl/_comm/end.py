@@ -1,0 +1,127 @@
+"""The ends of a communicator: finalize, destroy, abort, and what stops it for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pynccl import capi
+from pynccl._comm import lifetime
+from pynccl._comm.core import Core
+from pynccl._device.blocking import bounded
+from pynccl._library.binding import lib
+from pynccl._trace import recorder
+from pynccl._watch.watchdog import BY_DEATH
+
+# NCCL's abort can itself wait for ever, on a captured graph for example.
+_ABORT_SECONDS = 10.0
+_ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds it: drop graphs first)"
+
+
+def finalize(core: Core) -> None:
+    """Complete the outstanding calls of all ranks."""
+    _call(core, "ncclCommFinalize", lib.PYNCCL_FINALIZE, lambda: capi.ncclCommFinalize(core.open()), True)
+
+
+def suspend(core: Core) -> None:
+    """Give the communicator's device memory back."""
+    flags = capi.NCCL_SUSPEND_MEM
+    _call(core, "ncclCommSuspend", lib.PYNCCL_SUSPEND, lambda: capi.ncclCommSuspend(core.open(), flags))
+
+
+def resume(core: Core) -> None:
+    """Take the memory back that `suspend` gave."""
+    _call(core, "ncclCommResume", lib.PYNCCL_RESUME, lambda: capi.ncclCommResume(core.open()))
+
+
+def _call(core: Core, name: str, kind: Any, call: Callable[[], int], checked: bool = False) -> None:
+    core.open()
+    with core.alone():
+        if checked:
+            core.check(kind)
+        with recorder.recorded(core.c, kind):
+            core.bounded(call, name)
+            core.settle(name)
+
+
+def revoke(core: Core) -> None:
+    """End outstanding calls on this rank without closing the communicator."""
+    handle = core.open()
+    lib.pynccl_trace_mark(core.c.trace, lib.PYNCCL_REVOKE)
+    core.bounded(lambda: capi.ncclCommRevoke(handle, capi.NCCL_REVOKE_DEFAULT), "ncclCommRevoke")
+
+
+def destroy(core: Core) -> None:
+    """Finalize where that was not done, and give everything back; harmless when already closed."""
+    if not core.handle:
+        return
+    if core.watch.verdict() is not None:
+        # A communicator that was revoked is not finalized any more, which a destroy would do.
+        abort(core)
+    else:
+        with core.alone(), recorder.recorded(core.c, lib.PYNCCL_DESTROY):
+            handle = core.close("it was destroyed")
+            # Before the call: when it does not return, an abort at exit would only meet it halfway.
+            lifetime.disown(handle)
+            if handle and core.watch.claim():
+                try:
+                    core.bounded(lambda: capi.ncclCommDestroy(handle), "ncclCommDestroy")
+                except BaseException:
+                    core.watch.stop(lib.PYNCCL_ABORTS_TOO)
+                    lifetime.orphans.append(core.in_flight)
+                    raise
+            core.release()
+    lib.pynccl_trace_mark(core.c.trace, lib.PYNCCL_DESTROY)
+
+
+def abort(core: Core) -> None:
+    """Give everything back at once, without the other ranks, and abort what was derived from it."""
+    family = list(core.family())
+    if core.handle:
+        recorder.dump_because("abort", f"{core!r} is aborted")
+    handles = []
+    for one in family:
+        if one.handle:
+            lib.pynccl_trace_mark(one.c.trace, lib.PYNCCL_ABORT)
+        # Said first, so that the others do not take the end of a connection for a death.
+        one.watch.stop(_goodbye(one))
+        handle = one.close("it was aborted")
+        if handle:
+            lifetime.disown(handle)
+            if one.watch.claim():
+                handles.append(handle)
+    try:
+        if handles:
+            bounded(lambda: abort_all(handles), _ABORT_SECONDS, _ABORT)
+    except BaseException:
+        lifetime.orphans += [one.in_flight for one in family]
+        raise
+    for one in family:
+        one.release()
+
+
+def _goodbye(core: Core) -> Any:
+    """Return how an abort is told to the other ranks: as the trouble, or as a consequence of it."""
+    watch = core.watch
+    if watch.verdict() is None and core.handle:
+        # What the program aborts for may not have come through here.
+        error = core.async_error()
+        if error is not None and error.result in BY_DEATH:
+            watch.cause(error)
+    return lib.PYNCCL_ABORTS_FIRST if watch.verdict() is None else lib.PYNCCL_ABORTS_TOO
+
+
+def abort_all(handles: list[int]) -> None:
+    """Abort the library's communicators together, since those that share resources wait for each other's."""
+    if len(handles) > 1:
+        capi.ncclGroupStart()
+    for handle in reversed(handles):
+        capi.ncclCommAbort(handle)
+    if len(handles) > 1:
+        capi.ncclGroupEnd()
+
+
+def abort_if_made(handle: int) -> None:
+    """Give up what a call has made after nobody waited for it any more."""
+    if handle:
+        capi.ncclCommAbort(handle)

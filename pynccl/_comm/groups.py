@@ -1,0 +1,98 @@
+"""group(): calls recorded in the body, issued together at its end."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from pynccl._comm.recording import Recording
+from pynccl._errors import NcclInvalidUsage
+from pynccl._library import loader
+from pynccl._library.binding import fastcall, lib
+from pynccl._library.generated.structs import SimInfo
+from pynccl._library.status import check
+
+end = fastcall.end
+
+# Empty recordings, to be used again.
+_spare: list[Recording] = []
+
+
+class Group:
+    """The calls of a `with` body as one group of NCCL's, issued by one call at its end.
+
+    An exception in the body drops them all. Groups may be nested, and hold calls of several communicators.
+    Results are there when the group has ended (host arrays), or when the streams get there. With
+    `simulate=True` (NCCL >= 2.22) nothing is issued: NCCL is asked how long the group would take, and
+    `estimated_microseconds` has the answer.
+    """
+
+    _simulate = False
+    _recording: Recording | None = None
+    _estimate: float | None = None
+
+    @property
+    def estimated_microseconds(self) -> float:
+        """How long NCCL expects the group to take, in microseconds; only after a simulated one."""
+        if self._estimate is None:
+            raise NcclInvalidUsage("there is no estimate: the group was not simulated, or has not ended")
+        return self._estimate
+
+    def __enter__(self) -> Group:
+        if self._recording is not None:
+            raise NcclInvalidUsage("this group is open already; call pynccl.group() for another one")
+        recording = _spare.pop() if _spare else _new_recording()
+        if recording.begin(nested=False):
+            self._recording = recording
+            return self
+        # Inside a group, or while a call is prepared, the calls join what is being recorded.
+        _spare.append(recording)
+        if self._simulate:
+            raise NcclInvalidUsage("simulate=True inside an open group; expected it on the outermost one")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recording = self._recording
+        if recording is None:
+            return
+        runs = kind is None and not self._simulate
+        try:
+            result = end(runs, recording.address, recording.kept)
+            self._recording = None
+            if runs and not result:
+                _spare.append(recording)
+            elif runs:
+                recording.finish(result)
+            elif kind is None:
+                self._estimate = _simulate(recording)
+        except BaseException:
+            recording.let_go()
+            raise
+
+
+def _new_recording() -> Recording:
+    if loader.loaded() is None:
+        loader.load()
+    recording = Recording()
+    recording.calls.grouped = 1
+    return recording
+
+
+def _simulate(recording: Recording) -> float:
+    estimate = SimInfo().pack()
+    result = lib.pynccl_list_simulate(recording.calls, estimate)
+    if result:
+        for core in recording.cores():
+            core.refuse(result)
+        check(result, "ncclGroupSimulateEnd")
+    # NCCL leaves -1 where there was nothing to do.
+    return max(0.0, float(SimInfo.unpack(estimate).estimatedTime or 0.0))
+
+
+def group(simulate: bool = False) -> Group:
+    """Record the calls of a `with` body, and issue them as one group at its end; see Group."""
+    made = Group()
+    if simulate:
+        made._simulate = True
+    return made

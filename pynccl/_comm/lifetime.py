@@ -1,0 +1,133 @@
+"""What becomes of communicators at the interpreter's exit and in forked children."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from pynccl import capi
+from pynccl._errors import NcclError
+
+
+class Member(Protocol):
+    """What is needed of a communicator here."""
+
+    handle: int
+
+    def leave_at_exit(self, deadline: float | None) -> bool:
+        """Complete what was issued and leave; False where an abort is due."""
+
+    def forget(self, why: str) -> None:
+        """Use the handle no more."""
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: give nothing back."""
+
+
+# Handles that this process has to give back, and all communicator objects, owners of their handle or not.
+owned: set[int] = set()
+living: weakref.WeakSet[Member] = weakref.WeakSet()
+# Arrays that the library may still write to although their communicator was collected.
+orphans: list[Any] = []
+
+
+class _AtEnd:
+    """A thread that ends communicators: started early, since none starts while the interpreter exits."""
+
+    def __init__(self, end: Callable[[int], int]) -> None:
+        self._end = end
+        self._handles: list[int] = []
+        self._wake, self._done = threading.Event(), threading.Event()
+        threading.Thread(target=self._work, name="pynccl-exit", daemon=True).start()
+
+    def _work(self) -> None:
+        self._wake.wait()
+        for handle in self._handles:
+            # Nobody is left to be told.
+            with suppress(NcclError):
+                self._end(handle)
+                disown(handle)
+        self._done.set()
+
+    def run(self, handles: Iterable[int], seconds: float) -> None:
+        """End communicators one after another, as far as the time allows."""
+        self._handles = list(handles)
+        self._wake.set()
+        self._done.wait(seconds)
+
+
+_leave: _AtEnd | None = None
+_abort: _AtEnd | None = None
+
+
+def own(handle: int) -> None:
+    """Take responsibility for a handle until `disown`."""
+    global _leave, _abort
+    owned.add(handle)
+    if _leave is None:
+        _leave, _abort = _AtEnd(capi.ncclCommDestroy), _AtEnd(capi.ncclCommAbort)
+        _when_multiprocessing_ends()
+
+
+def disown(handle: int) -> None:
+    """Leave a handle to somebody else."""
+    owned.discard(handle)
+
+
+def _when_multiprocessing_ends() -> None:
+    """Run at the end of a process of multiprocessing, too: those that it forks end without atexit."""
+    process, util = (sys.modules.get(f"multiprocessing.{name}") for name in ("process", "util"))
+    if process is not None and util is not None and process.parent_process() is not None:
+        util.Finalize(None, _at_exit, exitpriority=10)
+
+
+def _at_exit() -> None:
+    """Leave the communicators that were not destroyed; abort them where an exception ends the program.
+
+    To leave completes what was issued. That takes PYNCCL_EXIT_TIMEOUT seconds at most.
+    """
+    deadline = time.monotonic() + _exit_seconds()
+    aborts = raised()
+    broken = set(owned) if aborts else set()
+    for communicator in list(living):
+        handle = int(communicator.handle)
+        if not communicator.leave_at_exit(None if aborts else deadline):
+            broken.add(handle)
+        communicator.forget("the interpreter has ended")
+    if _leave is not None and owned - broken:
+        _leave.run(owned - broken, max(0.0, deadline - time.monotonic()))
+    if _abort is not None and owned:
+        _abort.run(owned, max(1.0, deadline - time.monotonic()))
+
+
+def raised() -> bool:
+    """Tell whether an exception that nobody caught ends the program; a prompt goes on after one."""
+    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return last is not None and not hasattr(sys, "ps1")
+
+
+def _exit_seconds() -> float:
+    try:
+        return float(os.environ.get("PYNCCL_EXIT_TIMEOUT", ""))
+    except ValueError:
+        return 5.0
+
+
+def _in_child() -> None:
+    """In a forked child: the library's threads and connections are the parent's."""
+    global _leave, _abort
+    owned.clear()
+    _leave = _abort = None
+    for communicator in list(living):
+        communicator.leave_to_parent()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_in_child)

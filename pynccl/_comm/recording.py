@@ -1,0 +1,125 @@
+"""Calls that are recorded before they run: what groups, prepared calls and plans share.
+
+While a recording is open in a thread, that thread's array calls go into a list in C, and the objects they use
+into a list in Python. A recording can then run, as one call of C, any number of times.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from typing import Any
+
+from pynccl._comm.core import BUSY, WAITING, Core
+from pynccl._comm.kinds import function_name
+from pynccl._errors import NcclError, NcclInvalidUsage
+from pynccl._library.binding import address_of, fastcall, ffi, lib
+from pynccl._library.status import IN_PROGRESS, check
+
+# By the address of its pynccl_comm, which is what C knows of a communicator.
+cores: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
+
+
+class Recording:
+    """A list of calls and what they need alive."""
+
+    def __init__(self) -> None:
+        self.calls = ffi.gc(lib.pynccl_list_new(), lib.pynccl_list_free)
+        self.address = address_of(self.calls)
+        self.kept: list[Any] = []
+
+    def __enter__(self) -> Recording:
+        self.begin(nested=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        fastcall.end(False, self.address, self.kept)
+
+    def begin(self, nested: bool) -> bool:
+        """Record this thread's calls; False inside another recording, unless `nested`."""
+        try:
+            return fastcall.begin(self.address, nested)
+        except BaseException:
+            # A signal's, after it has begun: nobody would end it.
+            with suppress(RuntimeError):
+                fastcall.end(False, self.address, self.kept)
+            raise
+
+    def cores(self) -> list[Core]:
+        """Return the communicators of the calls, each once."""
+        found = (cores.get(address_of(use.comm)) for use in self._uses() if use.first)
+        return [core for core in found if core is not None]
+
+    def waits(self) -> list[tuple[Core, int]]:
+        """Return each communicator and stream that a run has to wait for."""
+        return [(cores[address_of(use.comm)], int(use.stream)) for use in self._uses() if use.wait]
+
+    def _uses(self) -> list[Any]:
+        return [self.calls.uses[i] for i in range(self.calls.use_count)]
+
+    def finish(self, result: int) -> None:
+        """Wait for what a run has left to wait for, or raise what it failed with; then `let_go` is due."""
+        if result == WAITING:
+            for core, stream in self.waits():
+                core.wait(stream, self.name(), None)
+            lib.pynccl_list_leave(self.calls)
+        elif result == IN_PROGRESS:
+            try:
+                self._settle()
+            except BaseException:
+                self._keep()
+                raise
+        elif result:
+            self._raise(result)
+
+    def let_go(self) -> None:
+        """Leave what an exception has kept from being left: the library may still be at it."""
+        if lib.pynccl_list_leave_mine(self.calls):
+            self._keep()
+
+    def _settle(self) -> None:
+        for core in self.cores():
+            with core.alone():
+                core.settle(self.name())
+                for use in self._uses():
+                    if use.comm == core.c and not use.wait:
+                        lib.pynccl_watch_issued(core.c, use.stream)
+        for core, stream in self.waits():
+            with core.alone():
+                core.wait(stream, self.name(), None)
+
+    def _keep(self) -> None:
+        for core, stream in self.waits():
+            if core.handle:
+                core.keep(stream, list(self.kept))
+
+    def name(self) -> str:
+        """Return what messages call this: its function, or a group."""
+        count = self.calls.count
+        return function_name(self.calls.calls[0].kind) if count == 1 else f"a group of {count} calls"
+
+    def _raise(self, result: int) -> None:
+        for core in self.cores():
+            core.refuse(result)
+        failed = self.calls.failed
+        if 0 <= failed < self.calls.count:
+            call = self.calls.calls[failed]
+            function, handle = function_name(call.kind, bool(call.config)), int(call.comm.handle)
+            where = f" (call {failed} of {self.calls.count}, counted from 0)"
+        else:
+            function, handle, where = "ncclGroupEnd", 0, ""
+            if self.calls.count == 1 and not self.calls.grouped:
+                function = function_name(self.calls.calls[0].kind)
+        try:
+            check(result, function, handle)
+        except NcclError as error:
+            error.args = (f"{error.args[0]}{where}",)
+            raise
+
+    def set_stream(self, stream: int) -> None:
+        """Run all calls on another stream from now on."""
+        answer = lib.pynccl_list_set_stream(self.calls, stream)
+        if answer == BUSY:
+            raise NcclInvalidUsage(f"{self.name()} is being run, by another thread: its stream cannot change")
+        if answer:
+            raise MemoryError

@@ -1,0 +1,196 @@
+"""Shrink and grow: with a control channel after the ranks have agreed, else by the library's call alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from pynccl import capi
+from pynccl._comm.core import Core
+from pynccl._comm.create import create
+from pynccl._comm.derive import GROW, SHRINK, ConfigLike, derive, new_child
+from pynccl._comm.end import abort
+from pynccl._errors import NcclError, NcclTimeoutError
+from pynccl._library.binding import lib
+from pynccl._trace import recorder
+from pynccl._types import UniqueId
+from pynccl._watch.agreement import DERIVE, MADE
+from pynccl._watch.survivors import GROWING, SECONDS, Survivors, share_id
+from pynccl._watch.watchdog import DEATH_MS
+
+Quorum = Literal["majority"] | None
+_GOES_ON: Any = lib.PYNCCL_GOES_ON
+
+
+# --- shrink ---
+
+
+def shrink(core: Core, exclude: Sequence[int], ends: bool, config: ConfigLike, quorum: Quorum) -> Core:
+    """Derive a communicator without some ranks; `ends` closes this one, whatever is outstanding."""
+    if core.rank in exclude and ends:
+        # The error that names the others may name this rank.
+        core.watch.raise_verdict()
+    if core.rank in exclude or not exclude:
+        raise ValueError(
+            f"exclude is {exclude}; expected other ranks than this one, {core.rank}, at least one"
+        )
+    core.outside_groups("ncclCommShrink")
+    if core.watch.connected:
+        return _shrink_by_agreement(core, set(exclude), ends, config, quorum)
+    excluded = sorted(exclude)
+    child = derive(core, SHRINK, excluded, lambda: _shrink_by_library(core, excluded, ends, config))
+    assert child is not None
+    if ends:
+        core.children.discard(child)
+        abort(core)
+    return child
+
+
+def _shrink_by_library(core: Core, excluded: list[int], ends: bool, config: ConfigLike) -> int:
+    flags = capi.NCCL_SHRINK_ABORT if ends else capi.NCCL_SHRINK_DEFAULT
+    return capi.ncclCommShrink(core.open(), excluded, len(excluded), config, flags)
+
+
+def _shrink_by_agreement(
+    core: Core, excluded: set[int], ends: bool, config: ConfigLike, quorum: Quorum
+) -> Core:
+    """Shrink after the survivors have agreed on who they are; again, when one more dies meanwhile."""
+    native = bool(lib.nccl_api_find(b"ncclCommShrink"))
+    if not ends:
+        core.live()
+    with core.alone(anyway=ends), recorder.recorded(core.c, SHRINK.kind):
+        # The watchdog may still be at ending what was outstanding.
+        by_library = core.watch.settle() and native
+        core.attempts += ends
+        attempt = core.attempts if ends else 0
+        survivors = Survivors(core.watch, excluded, quorum is not None, final=ends, attempt=attempt)
+        view = survivors.agree(DERIVE if by_library else 0)
+        by_library = bool(view.flags & DERIVE)
+        while True:
+            child, failure = _try(core, survivors, by_library, ends, config)
+            wanted = survivors.decided
+            try:
+                all_made = bool(survivors.agree(MADE if child is not None else 0).flags & MADE)
+                if all_made and survivors.decided == wanted:
+                    break
+                if not ends or survivors.decided == wanted:
+                    raise failure or survivors.other_failure()
+            except BaseException:
+                if child is not None:
+                    abort(child)
+                raise
+            if child is not None:
+                abort(child)
+            # The library counts its derived communicators, and no longer alike on all ranks.
+            by_library = False
+        survivors.linger()
+    assert child is not None
+    if ends:
+        # A rank that is left behind, but lives, is not to take this for an end.
+        core.watch.stop(_GOES_ON)
+        abort(core)
+    else:
+        core.adopt(child)
+    return child
+
+
+def _try(
+    core: Core, survivors: Survivors, by_library: bool, ends: bool, config: ConfigLike
+) -> tuple[Core | None, NcclError | None]:
+    try:
+        return _create(core, survivors, by_library, ends, config), None
+    except NcclError as error:
+        survivors.wait_for_losses()
+        return None, error
+
+
+def _create(core: Core, survivors: Survivors, by_library: bool, ends: bool, config: ConfigLike) -> Core:
+    ranks = survivors.ranks()
+    excluded = [rank for rank in range(core.size) if rank not in ranks]
+    child = new_child(core, SHRINK, excluded)
+    uid = b"" if by_library else bytes(survivors.unique_id())
+
+    def call() -> int:
+        if by_library:
+            return _shrink_by_library(core, excluded, ends, config)
+        return capi.ncclCommInitRankConfig(len(ranks), uid, ranks.index(core.rank), config)
+
+    create(child, SHRINK.function, call, core.device, survivors.look)
+    return child
+
+
+# --- grow ---
+
+
+def grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -> Core:
+    """Derive a communicator of these ranks and new ones: on all ranks, or on none."""
+    core.outside_groups(GROW.function)
+    if lib.nccl_api_find(b"ncclCommGrow"):
+
+        def call() -> int:
+            return capi.ncclCommGrow(core.open(), nranks, unique_id, -1, config)
+
+    else:
+        with core.alone():
+            shared = bytes(share_id(core.watch, core.open, unique_id))
+
+        def call() -> int:
+            return capi.ncclCommInitRankConfig(nranks, shared, core.rank, config)
+
+    also = "" if unique_id is None else recorder.identify("id", unique_id)
+    if not core.watch.connected:
+        child = derive(core, GROW, nranks, call, also=also)
+        assert child is not None
+        return child
+    child = new_child(core, GROW, nranks, also)
+    with core.alone():
+        core.check(GROW.kind)
+        with recorder.recorded(core.c, GROW.kind, nranks):
+            _grow_by_agreement(core, child, nranks, call)
+    core.adopt(child)
+    return child
+
+
+def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], int]) -> None:
+    """Have all ranks grow the communicator, or none: the communicator itself stays as it is."""
+    attempt = core.derived[GROW.name]
+    old = Survivors(core.watch, (), False, final=False, doing="growing", kind=GROWING, attempt=attempt)
+    everybody = (1 << core.size) - 1
+    child.until = time.monotonic() + (core.timeout or SECONDS)
+    # From here on the old ranks wait for the new ones.
+    old.agree(0)
+    failure: NcclError | None = None
+    if old.decided == everybody:
+        try:
+            create(child, GROW.function, call, core.device, old.look)
+        except NcclError as error:
+            failure = _not_come(core, nranks) if isinstance(error, NcclTimeoutError) else error
+        made = old.agree(0 if failure else MADE).flags & MADE
+        old.linger()
+        if made and old.decided == everybody:
+            return
+        if failure is None:
+            abort(child)
+    if old.decided != everybody:
+        core.watch.raise_verdict(DEATH_MS)
+    raise failure or old.other_failure()
+
+
+def _not_come(core: Core, nranks: int) -> NcclTimeoutError:
+    fresh = range(core.size, nranks)
+    who = f"rank {fresh[0]}" if len(fresh) == 1 else f"not all of the new ranks {list(fresh)}"
+    did = "did not come" if len(fresh) == 1 else "came"
+    return NcclTimeoutError(
+        f"growing the communicator: {who} {did} within {core.timeout or SECONDS:g} s",
+        function=GROW.function,
+        rank=core.rank,
+        size=core.size,
+    )
+
+
+def unique_id_to_grow(core: Core) -> UniqueId:
+    """Return an id with which new ranks join; before NCCL 2.29 that of a new rendezvous."""
+    if not lib.nccl_api_find(b"ncclCommGrow"):
+        return UniqueId(capi.ncclGetUniqueId())
+    return UniqueId(capi.ncclCommGetUniqueId(core.open()))

@@ -1,0 +1,135 @@
+"""Reductions: the built-in ones by name, and PreMulSum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from pynccl import capi
+from pynccl._arrays import dtypes
+from pynccl._arrays.buffers import Span
+from pynccl._comm.core import Core
+from pynccl._library.binding import ffi
+from pynccl._library.generated.api import ncclScalarDevice, ncclScalarHostImmediate
+from pynccl._library.generated.tables import REDUCTIONS
+from pynccl._types import RedOp
+
+NAMES = {name: op for op, name in enumerate(REDUCTIONS)}
+_ADDING = (int(RedOp.SUM), int(RedOp.AVG))
+
+
+class PreMulSum:
+    """The sum of all ranks' elements, each multiplied by its own rank's factor first.
+
+    Made by `comm.pre_mul_sum`. Destroyed with its communicator, or by `destroy`.
+    """
+
+    def __init__(self, core: Core, resolve: Callable[[Any, str], Span], factor: Any) -> None:
+        """`resolve` returns what an array on the device is, or says what is wrong with it, by its name."""
+        self._core, self._factor = core, factor
+        self._codes: dict[int, int] = {}
+        # A factor in device memory is (pointer, dtype code); NCCL reads it when the reduction runs.
+        self._device: tuple[int, int] | None = None
+        if not isinstance(factor, int | float | np.generic) or isinstance(factor, bool | np.bool_):
+            self._device = _on_device(factor, resolve)
+        elif isinstance(factor, np.complexfloating):
+            raise TypeError(f"factor is {factor!r}; expected a real number")
+
+    def code(self, core: Core, dtype: int) -> int:
+        """Return the ncclRedOp_t for the datatype of a call, made at the first call."""
+        if core is not self._core:
+            raise ValueError(f"op belongs to {self._core!r}; expected one made by {core!r}")
+        travel = dtypes.traveller(dtype)
+        datatype = int(travel.datatype) if travel else dtype
+        code = self._codes.get(datatype)
+        if code is None:
+            code = self._codes[datatype] = self._create(datatype)
+        return code
+
+    def _create(self, datatype: int) -> int:
+        if self._device is not None:
+            pointer, has = self._device
+            if has != datatype:
+                raise TypeError(
+                    f"op has a factor of {dtypes.name_of(has)} on the device; expected the dtype of the "
+                    f"arrays, {dtypes.name_of(datatype)}"
+                )
+            residence = ncclScalarDevice
+        else:
+            data = ffi.from_buffer(_as_bytes(self._factor, datatype))
+            pointer, residence = int(ffi.cast("uintptr_t", data)), ncclScalarHostImmediate
+        return capi.ncclRedOpCreatePreMulSum(pointer, datatype, residence, self._core.open())
+
+    def destroy(self) -> None:
+        """Give the operation back; calls already made with it are not affected."""
+        codes, self._codes = self._codes, {}
+        if self._core.handle:
+            for code in codes.values():
+                capi.ncclRedOpDestroy(code, self._core.open())
+
+    def __repr__(self) -> str:
+        return f"<pynccl.PreMulSum {self._factor!r} of {self._core!r}>"
+
+
+def _on_device(factor: Any, resolve: Callable[[Any, str], Span]) -> tuple[int, int]:
+    if isinstance(factor, complex | str | bool | np.bool_) or factor is None:
+        raise TypeError(f"factor is {factor!r}; expected a real number, or an array of one on the device")
+    pointer, count, code, _, _ = resolve(factor, "factor")
+    if count != 1 or dtypes.traveller(code):
+        raise ValueError(f"factor has {count} elements of {dtypes.name_of(code)}; expected one real number")
+    return pointer, code
+
+
+OpName = Literal["sum", "prod", "max", "min", "avg"]
+Op = OpName | RedOp | int | PreMulSum
+
+
+def _as_bytes(factor: Any, datatype: int) -> bytes:
+    """Return a number as one element of a datatype: converted, never reinterpreted."""
+    name = dtypes.name_of(datatype)
+    if name == "bfloat16":
+        # The upper half of a float32, rounded to even.
+        word = int(np.float32(factor).view(np.uint32))
+        rounded = word + 0x7FFF + (word >> 16 & 1) if factor == factor else word | 0x400000
+        return int(rounded >> 16).to_bytes(2, "little")
+    if name.startswith("float8"):
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise TypeError(f"a factor for {name} arrays needs ml_dtypes, or one in device memory") from None
+        return bytes(np.asarray(factor).astype(getattr(ml_dtypes, name)).tobytes())
+    dtype = np.dtype(name)
+    if dtype.kind in "iu":
+        # A Python number first: the scalars of ml_dtypes do not compare with large ones.
+        factor = factor.item() if isinstance(factor, np.generic) else factor
+        # NaN and the infinities have no int, and equal none.
+        whole = int(factor) if -np.inf < factor < np.inf else 0
+        if whole != factor or not np.iinfo(dtype).min <= whole <= np.iinfo(dtype).max:
+            raise ValueError(
+                f"op has the factor {factor!r}; expected one that {name}, the dtype of the arrays, can hold"
+            )
+    return np.asarray(factor).astype(dtype).tobytes()
+
+
+def op_code(core: Core, op: Any, dtype: int) -> int:
+    """Return NCCL's code for an operation on arrays of a dtype."""
+    if isinstance(op, PreMulSum):
+        code, adds = op.code(core, dtype), True
+    elif isinstance(op, str):
+        if op not in NAMES:
+            raise ValueError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")
+        code = NAMES[op]
+        adds = code in _ADDING
+    elif isinstance(op, bool) or not isinstance(op, int):
+        raise TypeError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")
+    elif not 0 <= op < 1 << 31:
+        raise ValueError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")
+    else:
+        code, adds = int(op), int(op) in _ADDING
+    travel = dtypes.traveller(dtype)
+    if travel and not (travel.adds and adds):
+        can = "sum and avg" if travel.adds else "no reduction, only to be moved"
+        raise TypeError(f"op is {op!r} and the arrays have dtype {travel.name}, for which NCCL has {can}")
+    return code

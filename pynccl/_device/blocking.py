@@ -1,0 +1,175 @@
+"""Blocking calls that can be given up: after a time-out, by Ctrl-C, or when nobody waits for them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, TypeVar, cast
+
+from pynccl import capi
+from pynccl._errors import NcclError, NcclTimeoutError
+from pynccl._library.binding import lib
+from pynccl._trace.recorder import dump_because
+
+T = TypeVar("T")
+
+# So often who waits for a blocking call looks whether there is still a reason to.
+_SLICE = 0.1
+# So long what was given up goes on: who waits elsewhere, as long as this rank did, is to find out for itself
+# who does not come, and not that this rank has left.
+_OTHERS = 1.0
+
+
+class Running(Generic[T]):
+    """A blocking call in a thread of its own, since NCCL's cannot be interrupted: who waits can give up.
+
+    `if_abandoned` gets the call's value when nobody else will. RuntimeError where no thread can be started.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], T],
+        what: str,
+        if_abandoned: Callable[[T], object] | None = None,
+        deadline: float = math.inf,
+    ) -> None:
+        self._call, self._if_abandoned, self.deadline = call, if_abandoned, deadline
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._abandoned = False
+        self._thread = 0
+        self._lock = threading.Lock()
+        self.done = threading.Event()
+        threading.Thread(target=self._work, name=f"pynccl {what}", daemon=True).start()
+
+    def _work(self) -> None:
+        _here.running = self
+        with self._lock:
+            self._thread = threading.get_native_id()
+            if self._abandoned:
+                self._interrupt(True)
+        try:
+            self._value = self._call()
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self.done.set()
+        if self._abandoned:
+            self._interrupt(False)
+            self._drop()
+
+    def _interrupt(self, on: bool) -> None:
+        """Have the CPU library give up what this call creates; NVIDIA's goes on until its own time-out."""
+        if self._thread and lib.cpu_api_find(b"pyncclCpuInterrupt"):
+            capi.pyncclCpuInterrupt(self._thread, on)
+
+    def look(self) -> None:
+        """Raise when nobody waits for the call any more."""
+        if self._abandoned:
+            raise NcclError("nobody waits for this any more")
+
+    def _drop(self) -> None:
+        if self._error is None and self._if_abandoned is not None:
+            self._if_abandoned(cast("T", self._value))
+
+    def give_up(self) -> bool:
+        """Leave the call to itself; False when it has ended meanwhile."""
+        with self._lock:
+            self._abandoned = not self.done.is_set()
+            if self._abandoned:
+                late = threading.Timer(_OTHERS, self._end)
+                late.daemon = True
+                # The interpreter may be exiting, and start no thread any more.
+                with suppress(RuntimeError):
+                    late.start()
+            return self._abandoned
+
+    def _end(self) -> None:
+        with self._lock:
+            if not self.done.is_set():
+                self._interrupt(True)
+
+    def abandon(self) -> None:
+        """Leave the call to itself, or drop what it has returned."""
+        if not self.give_up():
+            self._drop()
+
+    def result(self) -> T:
+        """Return what the call has returned, or raise what it has raised."""
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._value)
+
+
+# The call that this thread was started for.
+_here = threading.local()
+
+
+def look_outside() -> None:
+    """Raise when this thread works on a call that nobody waits for any more."""
+    running = getattr(_here, "running", None)
+    if running is not None:
+        running.look()
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """Return when a time-out is over; or, where this thread works on a call whose time is up before, that."""
+    if timeout is None:
+        return None
+    running = getattr(_here, "running", None)
+    return min(time.monotonic() + timeout, math.inf if running is None else running.deadline)
+
+
+def with_outside(look: Callable[[], object] | None) -> Callable[[], object]:
+    """Return a look that also raises when this thread works on a call that nobody waits for any more."""
+
+    def both() -> None:
+        look_outside()
+        if look is not None:
+            look()
+
+    return both
+
+
+def bounded(
+    call: Callable[[], T],
+    timeout: float | None,
+    what: str,
+    if_abandoned: Callable[[T], object] | None = None,
+    look: Callable[[], object] | None = None,
+) -> T:
+    """Return what a blocking call returns; Ctrl-C and the timeout are noticed while it runs.
+
+    `look` is called now and then, and may raise. `if_abandoned` gets the value when nobody else will.
+    """
+    try:
+        running = Running(call, what, if_abandoned)
+    except RuntimeError:
+        # The interpreter is exiting, and starts no thread any more.
+        return call()
+    try:
+        in_time = _wait(running.done, timeout, look)
+    except BaseException:
+        running.abandon()
+        raise
+    if not in_time and running.give_up():
+        text = f"{what} took longer than {timeout:.5g} s"
+        dump_because("timeout", text)
+        raise NcclTimeoutError(text, function=what)
+    return running.result()
+
+
+def _wait(done: threading.Event, timeout: float | None, look: Callable[[], object] | None) -> bool:
+    if look is None:
+        return done.wait(timeout)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = _SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())
+        if done.wait(max(0.0, left)):
+            return True
+        if left <= 0:
+            return False
+        look()

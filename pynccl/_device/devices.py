@@ -1,0 +1,75 @@
+"""Devices by the loaded library: CUDA's through the driver, or the CPU library's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import numpy as np
+
+from pynccl import capi
+from pynccl._library import cuda, loader
+
+
+def _on_cpu() -> bool:
+    return loader.backend() == "cpu"
+
+
+def device_count() -> int:
+    """Return the number of devices; the CPU library counts what it is told to play."""
+    return capi.pyncclCpuDeviceCount() if _on_cpu() else cuda.device_count()
+
+
+def current_device() -> int:
+    """Return this thread's device, 0 where none was chosen yet."""
+    if _on_cpu():
+        return capi.pyncclCpuGetDevice()
+    return (cuda.current_device() or 0) if cuda.available() else 0
+
+
+def set_device(device: int) -> None:
+    """Make a device this thread's, for CuPy, torch and Numba too."""
+    _require_device(device)
+    if _on_cpu():
+        capi.pyncclCpuSetDevice(device)
+    else:
+        cuda.set_device(device)
+
+
+def array_module() -> ModuleType:
+    """Return the module to make arrays with: cupy for a GPU library, numpy for the CPU library."""
+    return np if _on_cpu() else importlib.import_module("cupy")
+
+
+def _require_device(device: int) -> None:
+    if isinstance(device, bool) or not isinstance(device, int | np.integer):
+        raise TypeError(f"device is {device!r}; expected an int")
+    if device < 0:
+        raise ValueError(f"device is {device}; expected 0 or more")
+
+
+def device_to_use(device: int | None) -> int | None:
+    """Return the given device or this thread's; None without a driver: the library answers for itself."""
+    if device is not None:
+        _require_device(device)
+        return device
+    return current_device() if _on_cpu() or cuda.available() else None
+
+
+@contextmanager
+def on_device(device: int | None) -> Iterator[None]:
+    """Make a device the current one of this thread, by the CPU library or by the driver."""
+    if device is None:
+        yield
+    elif _on_cpu():
+        before = capi.pyncclCpuGetDevice()
+        capi.pyncclCpuSetDevice(device)
+        try:
+            yield
+        finally:
+            capi.pyncclCpuSetDevice(before)
+    else:
+        with cuda.using_device(device):
+            yield

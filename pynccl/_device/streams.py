@@ -1,0 +1,216 @@
+"""From a stream argument to a handle, and how to wait for a stream so that Ctrl-C still works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pynccl import capi
+from pynccl._device.devices import device_to_use, on_device
+from pynccl._errors import NcclTimeoutError
+from pynccl._library import cuda, loader
+from pynccl._library.status import IN_PROGRESS, check
+from pynccl._timeouts import check_timeout
+from pynccl._trace.recorder import dump_because
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Between two slices Python handles signals; within one, the waiting thread works for the CPU library.
+_SLICE_MS = 100
+_LONGEST_SLEEP = 0.001
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy default stream does not wait for it
+
+
+def handle_of(stream: Any) -> int:
+    """Return the handle of an explicit stream: an int, or an object that shows one."""
+    handle: Any = stream
+    if not isinstance(stream, int) or isinstance(stream, bool):
+        handle = _shown_handle(stream)
+    if isinstance(handle, bool) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
+        raise TypeError(
+            f"stream is {stream!r}; expected None, a stream handle as an int, or an object with "
+            "__cuda_stream__, ptr or cuda_stream"
+        )
+    return handle
+
+
+def _shown_handle(stream: Any) -> Any:
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        # A method by now, an attribute in its first form: (version, handle).
+        version, handle = protocol() if callable(protocol) else protocol
+        return handle if version == 0 else None
+    return getattr(stream, "ptr", getattr(stream, "cuda_stream", None))
+
+
+def cpu_stream() -> int:
+    """Create a stream of the CPU library."""
+    return capi.pyncclCpuStreamCreateWithFlags(_NON_BLOCKING)
+
+
+def wait_cpu(comm: Callable[[], int], stream: int, deadline: float | None) -> bool:
+    """Wait for a stream of the CPU library; False when the deadline passed."""
+    while True:
+        left = _SLICE_MS if deadline is None else (deadline - time.monotonic()) * 1000
+        slice_ms = max(0, min(_SLICE_MS, int(left) + 1))
+        if capi.pyncclCpuStreamSynchronize(comm(), stream, slice_ms) != IN_PROGRESS:
+            return True
+        if left <= 0:
+            return False
+
+
+def wait_cuda(comm: Callable[[], int], stream: int, deadline: float | None) -> bool:
+    """Wait for a CUDA stream, looking at the communicator for errors; False when the deadline passed."""
+
+    def done() -> bool:
+        if cuda.stream_query(stream):
+            return True
+        raise_async_error(comm())
+        return False
+
+    return _poll(done, deadline)
+
+
+def wait_ready(comm: Callable[[], int], deadline: float | None) -> bool:
+    """Wait until a non-blocking communicator has done what it was asked; False when the deadline passed."""
+    return _poll(lambda: raise_async_error(comm()) != IN_PROGRESS, deadline)
+
+
+def _poll(done: Callable[[], bool], deadline: float | None) -> bool:
+    pause = 0.0
+    while not done():
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(_LONGEST_SLEEP, 1.5 * pause + 1e-6)
+    return True
+
+
+def raise_async_error(comm: int) -> int:
+    """Raise a communicator's asynchronous error; return 0, or 7 while it is still busy."""
+    state = capi.ncclCommGetAsyncError(comm)
+    check(state, "ncclCommGetAsyncError", comm)
+    return state
+
+
+class _Owned:
+    """What was made on the current device, or in the CPU library, and is given back."""
+
+    # How it is made and given back: by the CPU library, by CUDA.
+    _makers: tuple[Callable[[], int], Callable[[], int]]
+    _enders: tuple[Callable[[int], Any], Callable[[int], Any]]
+
+    _handle = 0  # also where its creation failed
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._cpu = loader.backend() == "cpu"
+        with on_device(device_to_use(None)):
+            self._handle = self._makers[not self._cpu]()
+
+    def _live(self) -> int:
+        if not self._handle:
+            raise ValueError(f"this {type(self).__name__.lower()} was destroyed; expected a live one")
+        return self._handle
+
+    def destroy(self) -> None:
+        """Give it back; harmless when that was done, and in a forked child, whose parent's it is."""
+        handle, self._handle = self._handle, 0
+        if handle and self._pid == os.getpid():
+            self._enders[not self._cpu](handle)
+
+    def __del__(self) -> None:
+        # A dropped stream finishes its work; at the interpreter's end there may be nothing to do it with.
+        with contextlib.suppress(Exception):
+            self.destroy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        return f"<pynccl.{type(self).__name__} {self._handle:#x}>"
+
+
+class Stream(_Owned):
+    """A stream of the current device, or of the CPU library; work on one stream runs in order.
+
+    Give it back with `destroy`, or as a context manager: work on it is finished first.
+    """
+
+    _makers = cpu_stream, cuda.stream_create
+    _enders = capi.pyncclCpuStreamDestroy, cuda.stream_destroy
+
+    @property
+    def handle(self) -> int:
+        """The cudaStream_t as an int."""
+        return self._live()
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def query(self) -> bool:
+        """Tell whether everything on the stream is done."""
+        if self._cpu:
+            return capi.pyncclCpuStreamQuery(0, self.handle) != IN_PROGRESS
+        return cuda.stream_query(self.handle)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait until everything on the stream is done; NcclTimeoutError after `timeout` seconds."""
+        _wait_for(self._wait, timeout, "Stream.synchronize")
+
+    def _wait(self, deadline: float | None) -> bool:
+        if self._cpu:
+            return wait_cpu(lambda: 0, self.handle, deadline)
+        return _poll(lambda: cuda.stream_query(self.handle), deadline)
+
+    def wait_event(self, event: Event) -> None:
+        """Have the later work of this stream wait for an event."""
+        if self._cpu:
+            capi.pyncclCpuStreamWaitEvent(0, self.handle, event.handle)
+        else:
+            cuda.stream_wait_event(self.handle, event.handle)
+
+
+class Event(_Owned):
+    """A point in the work of a stream, which others can wait for."""
+
+    _makers = capi.pyncclCpuEventCreate, cuda.event_create
+    _enders = capi.pyncclCpuEventDestroy, cuda.event_destroy
+
+    @property
+    def handle(self) -> int:
+        """The cudaEvent_t as an int."""
+        return self._live()
+
+    def record(self, stream: Any) -> None:
+        """Have the event happen when the work that the stream has so far is done."""
+        if self._cpu:
+            capi.pyncclCpuEventRecord(0, self.handle, handle_of(stream))
+        else:
+            cuda.event_record(self.handle, handle_of(stream))
+
+    def query(self) -> bool:
+        """Tell whether the event has happened; one never recorded has."""
+        if self._cpu:
+            return capi.pyncclCpuEventQuery(self.handle) != IN_PROGRESS
+        return cuda.event_query(self.handle)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait until the event has happened; NcclTimeoutError after `timeout` seconds."""
+        _wait_for(lambda deadline: _poll(self.query, deadline), timeout, "Event.synchronize")
+
+
+def _wait_for(wait: Callable[[float | None], bool], timeout: float | None, what: str) -> None:
+    timeout = check_timeout(timeout, zero=True)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    if not wait(deadline):
+        text = f"{what} took longer than {timeout:.5g} s"
+        dump_because("timeout", text)
+        raise NcclTimeoutError(text, function=what)

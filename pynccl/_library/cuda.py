@@ -1,0 +1,329 @@
+"""The CUDA driver, as far as pynccl needs it: devices, contexts, streams, events, capture and pointers.
+
+The driver is opened at the first use, and is the same that CuPy and torch use: a device selected here is
+theirs too. Handles and pointers are ints. Without a driver `available` is false and the rest raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pynccl._errors import NcclUnhandledCudaError, NotSupportedError
+from pynccl._library.binding import ffi, lib
+
+# The second is where WSL keeps it.
+_PATHS = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
+# What the function table answers for an empty slot; CUDA uses neither number.
+_ABSENT = (lib.PYNCCL_NOT_FOUND, lib.PYNCCL_NOT_LOADED)
+
+_INVALID_VALUE, _DEINITIALIZED, _NOT_READY = 1, 4, 600
+_STREAM_NON_BLOCKING, _EVENT_DISABLE_TIMING = 1, 2
+_MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
+_MEMORYTYPE_HOST = 1
+
+
+class _Driver:
+    """What is known about the driver once it was looked for."""
+
+    def __init__(self) -> None:
+        self.failure = self._open()
+        self.contexts: dict[int, int] = {}
+        self.lock = threading.Lock()
+
+    def _open(self) -> str:
+        reasons = []
+        for path in _PATHS:
+            handle = lib.pynccl_open(path.encode(), 0)
+            if handle != ffi.NULL:
+                lib.cuda_api_bind(handle)
+                return self._initialize()
+            reasons.append(ffi.string(lib.pynccl_error()).decode(errors="replace"))
+        return "; ".join(reasons)
+
+    def _initialize(self) -> str:
+        code = lib.cuInit(0)
+        if code:
+            return f"cuInit failed with {_error_text(code)}"
+        count = ffi.new("int*")
+        code = lib.cuDeviceGetCount(count)
+        if code:
+            return f"cuDeviceGetCount failed with {_error_text(code)}"
+        return "" if count[0] else "the driver shows no device (see CUDA_VISIBLE_DEVICES)"
+
+
+_driver: _Driver | None = None
+_driver_lock = threading.Lock()
+
+
+def _found() -> _Driver:
+    global _driver
+    if _driver is None:
+        with _driver_lock:
+            _driver = _driver or _Driver()
+    return _driver
+
+
+def available() -> bool:
+    """Tell whether there is a driver with at least one device."""
+    return not _found().failure
+
+
+def why_unavailable() -> str:
+    """Return why there is no usable driver, or an empty string."""
+    return _found().failure
+
+
+def _error_text(code: int) -> str:
+    if code in _ABSENT:
+        return "not found: this NVIDIA driver lacks the function"
+    text = ffi.new("char const**")
+    name = (
+        ffi.string(text[0]).decode()
+        if not lib.cuGetErrorName(code, text) and text[0]
+        else f"CUDA error {code}"
+    )
+    if not lib.cuGetErrorString(code, text) and text[0]:
+        return f"{name} ({ffi.string(text[0]).decode(errors='replace')})"
+    return name
+
+
+def _call(name: str, *args: object) -> None:
+    """Call a function of the driver; a result other than success raises."""
+    code = _try(name, *args)
+    if code:
+        _fail(name, code)
+
+
+def _try(name: str, *args: object) -> int:
+    """Call a function of the driver and return its result."""
+    failure = _found().failure
+    if failure:
+        raise NotSupportedError(
+            f"{name} needs an NVIDIA driver, and none was found: {failure}. "
+            "PYNCCL_LIBRARY=cpu runs the same program on host memory.",
+            function=name,
+        )
+    return int(getattr(lib, name)(*args))
+
+
+def _fail(name: str, code: int) -> None:
+    text = _error_text(code)
+    kind = NotSupportedError if code in _ABSENT else NcclUnhandledCudaError
+    raise kind(f"{name} failed with {text}", function=name, detail=text)
+
+
+def driver_version() -> tuple[int, int]:
+    """Return the newest CUDA version that the driver supports."""
+    out = ffi.new("int*")
+    _call("cuDriverGetVersion", out)
+    return out[0] // 1000, out[0] % 1000 // 10
+
+
+# --- devices ------------------------------------------------------------------------------------------------
+
+
+def device_count() -> int:
+    """Return the number of visible devices, 0 without a driver."""
+    if not available():
+        return 0
+    out = ffi.new("int*")
+    _call("cuDeviceGetCount", out)
+    return int(out[0])
+
+
+def _device(ordinal: int) -> int:
+    count = device_count()
+    if count and not 0 <= ordinal < count:
+        raise ValueError(f"device {ordinal} does not exist: the driver shows {count}, counted from 0")
+    out = ffi.new("CUdevice*")
+    _call("cuDeviceGet", out, ordinal)
+    return int(out[0])
+
+
+def device_uuid(ordinal: int) -> str:
+    """Return what tells this device, or MIG slice, from every other one, as nvidia-smi writes it."""
+    out = ffi.new("CUuuid*")
+    device = _device(ordinal)
+    # The older function gives all slices of a device the same answer.
+    if _try("cuDeviceGetUuid_v2", out, device):
+        _call("cuDeviceGetUuid", out, device)
+    text = bytes(ffi.buffer(out)).hex()
+    return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def device_name(ordinal: int) -> str:
+    """Return the product name of a device."""
+    out = ffi.new("char[256]")
+    _call("cuDeviceGetName", out, 256, _device(ordinal))
+    return str(ffi.string(out).decode(errors="replace"))
+
+
+def current_device() -> int | None:
+    """Return the ordinal of this thread's device, None when it has no context yet."""
+    if _current_context() == 0:
+        return None
+    out = ffi.new("CUdevice*")
+    _call("cuCtxGetDevice", out)
+    return _ordinal(int(out[0]))
+
+
+def _ordinal(device: int) -> int:
+    # A CUdevice is the ordinal in every driver so far, but nothing promises it.
+    return next((i for i in range(device_count()) if _device(i) == device), device)
+
+
+def _current_context() -> int:
+    out = ffi.new("uintptr_t*")
+    _call("cuCtxGetCurrent", out)
+    return int(out[0])
+
+
+def primary_context(ordinal: int) -> int:
+    """Return the context that CuPy and torch use too; kept until the process ends, as theirs is."""
+    driver = _found()
+    with driver.lock:
+        if ordinal not in driver.contexts:
+            out = ffi.new("uintptr_t*")
+            _call("cuDevicePrimaryCtxRetain", out, _device(ordinal))
+            driver.contexts[ordinal] = int(out[0])
+        return driver.contexts[ordinal]
+
+
+def set_device(ordinal: int) -> None:
+    """Make a device the current one of this thread, for every CUDA library in the process."""
+    _call("cuCtxSetCurrent", primary_context(ordinal))
+
+
+@contextmanager
+def using_device(ordinal: int) -> Iterator[None]:
+    """Make a device current, and bring back what was current before."""
+    _call("cuCtxPushCurrent_v2", primary_context(ordinal))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ffi.new("uintptr_t*"))
+
+
+# --- streams and events -------------------------------------------------------------------------------------
+
+
+def stream_create() -> int:
+    """Create a stream of the current device that does not wait for the default one."""
+    out = ffi.new("uintptr_t*")
+    _call("cuStreamCreate", out, _STREAM_NON_BLOCKING)
+    return int(out[0])
+
+
+def stream_destroy(stream: int) -> None:
+    """Destroy a stream; work that it still has is finished first."""
+    _destroy("cuStreamDestroy_v2", stream)
+
+
+def _destroy(name: str, handle: int) -> None:
+    code = _try(name, handle)
+    # At the end of the process the driver may have gone first.
+    if code not in (0, _DEINITIALIZED):
+        _fail(name, code)
+
+
+def stream_query(stream: int) -> bool:
+    """Tell whether a stream has finished its work."""
+    return _query("cuStreamQuery", stream)
+
+
+def _query(name: str, handle: int) -> bool:
+    code = _try(name, handle)
+    if code not in (0, _NOT_READY):
+        _fail(name, code)
+    return code == 0
+
+
+def stream_wait_event(stream: int, event: int) -> None:
+    """Have the later work of a stream wait for an event."""
+    _call("cuStreamWaitEvent", stream, event, 0)
+
+
+def stream_is_capturing(stream: int) -> bool:
+    """Tell whether the calls on a stream are being recorded into a graph."""
+    out = ffi.new("int*")
+    _call("cuStreamIsCapturing", stream, out)
+    return bool(out[0])
+
+
+def event_create() -> int:
+    """Create an event of the current device, without a clock."""
+    out = ffi.new("uintptr_t*")
+    _call("cuEventCreate", out, _EVENT_DISABLE_TIMING)
+    return int(out[0])
+
+
+def event_destroy(event: int) -> None:
+    """Destroy an event."""
+    _destroy("cuEventDestroy_v2", event)
+
+
+def event_record(event: int, stream: int) -> None:
+    """Have an event happen when the work that a stream has so far is done."""
+    _call("cuEventRecord", event, stream)
+
+
+def event_query(event: int) -> bool:
+    """Tell whether an event has happened."""
+    return _query("cuEventQuery", event)
+
+
+def order_streams(first: int, then: int) -> None:
+    """Have the later work of one stream wait for the present work of another."""
+    if first != then:
+        event = event_create()
+        try:
+            event_record(event, first)
+            stream_wait_event(then, event)
+        finally:
+            event_destroy(event)
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def pointer_device(pointer: int) -> int | None:
+    """Return the ordinal of the device that memory belongs to, None for host memory."""
+    kind = _pointer_attribute("unsigned int*", _MEMORY_TYPE, pointer)
+    if kind is None or kind == _MEMORYTYPE_HOST:
+        return None
+    return _pointer_attribute("int*", _DEVICE_ORDINAL, pointer)
+
+
+def _pointer_attribute(ctype: str, attribute: int, pointer: int) -> int | None:
+    out = ffi.new(ctype)
+    code = _try("cuPointerGetAttribute", int(ffi.cast("uintptr_t", out)), attribute, pointer)
+    # Memory that the driver has never heard of.
+    if code == _INVALID_VALUE:
+        return None
+    if code:
+        _fail("cuPointerGetAttribute", code)
+    return int(out[0])
+
+
+def memory_allocate(nbytes: int) -> int:
+    """Allocate memory of the current device."""
+    out = ffi.new("CUdeviceptr*")
+    _call("cuMemAlloc_v2", out, nbytes)
+    return int(out[0])
+
+
+def memory_free(pointer: int) -> None:
+    """Give device memory back."""
+    _destroy("cuMemFree_v2", pointer)
+
+
+def copy_to_device(pointer: int, host: int, nbytes: int) -> None:
+    """Copy host memory to the device, and return when that is done."""
+    _call("cuMemcpyHtoD_v2", pointer, host, nbytes)
+
+
+def copy_to_host(host: int, pointer: int, nbytes: int) -> None:
+    """Copy device memory to the host, and return when that is done."""
+    _call("cuMemcpyDtoH_v2", host, pointer, nbytes)

@@ -1,0 +1,124 @@
+"""NCCL's structs with a version inside, laid out for the version that is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, fields
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from pynccl._errors import NotSupportedError
+from pynccl._library import loader
+from pynccl._library.binding import ffi
+from pynccl._library.generated import api
+from pynccl._library.generated.api import Version as Version
+from pynccl._library.loader import encode_version, version_text
+
+# The newest NCCL whose structs the declarations describe: newer fields of a newer library keep its defaults.
+_NEWEST: Version = max(api.FUNCTIONS.values())
+_MAGIC = {"ncclSimInfo_t": api.NCCL_SIM_INFO_MAGIC}
+# NCCL keeps some of the strings as pointers for as long as the communicator lives; names are few and small.
+_strings: dict[bytes, Any] = {}
+
+# What a field takes; what the library has written may be C's.
+_FITTING: dict[str, tuple[type, ...]] = {
+    "int": (int, np.integer, np.bool_),
+    "float": (int, float, np.number),
+    "str": (str, tuple, ffi.CData),
+}
+_KINDS = {"int": "an int", "float": "a number", "str": "a str"}
+
+S = TypeVar("S", bound="Struct")
+
+
+class Struct:
+    """One struct: `since` tells which NCCL brought each field."""
+
+    struct: ClassVar[str]
+    oldest: ClassVar[Version]
+    since: ClassVar[dict[str, Version]]
+    undefined: ClassVar[int] = api.NCCL_CONFIG_UNDEF_INT
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            _require_kind(self.struct, field, getattr(self, field.name))
+
+    def known(self, version: Version) -> list[str]:
+        """Return the fields that this version has, in their order."""
+        return [name for name, since in self.since.items() if since <= version]
+
+    def pack(self) -> Any:
+        """Return the struct for the loaded library; a field set that it does not know is an error."""
+        version = loader.get_version()
+        cell = ffi.new(f"{self.struct}*")
+        known = self.known(version)
+        cell.size = _size(self.struct, known[-1] if version >= self.oldest else "version")
+        cell.magic = _MAGIC.get(self.struct, api.NCCL_API_MAGIC)
+        cell.version = encode_version(min(version, _NEWEST))
+        for field in fields(self):  # type: ignore[arg-type]
+            self._set(cell, field.name, getattr(self, field.name), field.default, version)
+        return cell
+
+    def _set(self, cell: Any, name: str, value: Any, default: Any, version: Version) -> None:
+        if value != default and self.since[name] > version:
+            raise NotSupportedError(
+                f"{self.struct}.{name} needs NCCL >= {version_text(self.since[name])}; "
+                f"loaded {version_text(version)}, which would ignore it",
+                function=self.struct,
+            )
+        ctype = dict(ffi.typeof(self.struct).fields)[name].type
+        try:
+            setattr(cell, name, _converted(ctype, value, self.undefined))
+        except (TypeError, OverflowError, AttributeError) as error:
+            raise type(error)(f"{self.struct}.{name}: {error}") from None
+
+    @classmethod
+    def unpack(cls: type[S], cell: Any) -> S:
+        """Return what the library wrote, None for the fields that it does not know."""
+        version = loader.get_version()
+        values = {name: getattr(cell, name) for name, since in cls.since.items() if since <= version}
+        return cls(**{name: tuple(v) if isinstance(v, ffi.CData) else v for name, v in values.items()})
+
+
+def pack(cls: type[S], value: S | Mapping[str, Any] | None) -> Any:
+    """Return the struct for an instance or a mapping of its fields; None gives NULL."""
+    if value is None:
+        return ffi.NULL
+    if isinstance(value, Mapping):
+        unknown = sorted(set(value) - set(cls.since))
+        if unknown:
+            raise TypeError(f"{cls.struct} has no field {', '.join(map(str, unknown))}")
+        value = cls(**value)
+    if not isinstance(value, cls):
+        raise TypeError(f"a {cls.__name__} or a dict of its fields is needed, not {type(value).__name__}")
+    return value.pack()
+
+
+def _require_kind(struct: str, field: Field[Any], value: Any) -> None:
+    """Refuse a value of another type than the field's, which is written as `int | None` or the like."""
+    kind = str(field.type).partition(" ")[0]
+    fits = value is None or isinstance(value, _FITTING.get(kind, object))
+    if not fits:
+        raise TypeError(f"{struct}.{field.name} is {value!r}; expected {_KINDS[kind]}, or None")
+
+
+def _size(struct: str, last: str) -> int:
+    """Return sizeof the struct as it was when `last` was its last field."""
+    ctype = ffi.typeof(struct)
+    end = ffi.offsetof(ctype, last) + ffi.sizeof(dict(ctype.fields)[last].type)
+    align = ffi.alignof(ctype)
+    return int(-(-end // align) * align)
+
+
+def _converted(ctype: Any, value: Any, undefined: int) -> Any:
+    if ctype.kind == "array":
+        return list(value or ())
+    if ctype.kind == "pointer":
+        if isinstance(value, str):
+            raw = value.encode()
+            return _strings.setdefault(raw, ffi.new("char[]", raw))
+        return ffi.cast(ctype, value or 0)
+    if value is None:
+        return undefined if ctype.cname == "int" else 0
+    return value

@@ -1,0 +1,221 @@
+"""The one library that all of pynccl uses: found and loaded at the first call that needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pynccl._errors import UNSUPPORTED, LibraryNotFoundError, NcclInvalidUsage, NotSupportedError
+from pynccl._library import discovery
+from pynccl._library.binding import ffi, lib
+from pynccl._library.discovery import Candidate
+from pynccl._library.generated.api import Version
+
+_IF_LOADED, _DEEPBIND = 1, 2
+_ADVICE = (
+    "Install nvidia-nccl-cu12 or nvidia-nccl-cu13, or set PYNCCL_LIBRARY to the path of a libnccl, "
+    "or to cpu to run on CPU memory."
+)
+
+
+@dataclass(frozen=True)
+class LibraryInfo:
+    """Tell which library is loaded; `others` are further libnccl mapped into the process."""
+
+    backend: str
+    version: Version
+    path: str
+    how: str
+    others: tuple[str, ...] = ()
+
+
+_lock = threading.Lock()
+_loaded: LibraryInfo | None = None
+_warned: set[str] = set()
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+# A child forked while another thread was loading would wait for that thread for ever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
+
+
+def version_text(version: Version) -> str:
+    """Write a version the way NCCL does."""
+    return ".".join(map(str, version)) if any(version) else "of unknown version"
+
+
+def decode_version(code: int) -> Version:
+    """Split what ncclGetVersion returns: 2.8 and older have one digit for the minor version."""
+    base = 1000 if code < 10000 else 10000
+    return code // base, code % base // 100, code % 100
+
+
+def encode_version(version: Version) -> int:
+    """Return the code that ncclGetVersion has for a version."""
+    major, minor, patch = version
+    return major * (1000 if version < (2, 9, 0) else 10000) + minor * 100 + patch
+
+
+def load(spec: str | os.PathLike[str] | None = None) -> LibraryInfo:
+    """Load the library: "auto", "cpu" or a path; None means PYNCCL_LIBRARY, which is "auto" by default.
+
+    One process uses one library: loading another one later is an error, loading the same again is not.
+    """
+    global _loaded
+    if sys.platform != "linux":
+        raise NotSupportedError(UNSUPPORTED)
+    with _lock:
+        if _loaded is None:
+            _loaded = _load_first(spec)
+        elif spec is not None:
+            _require_same(os.fspath(spec), _loaded)
+    return library_info()
+
+
+def loaded() -> LibraryInfo | None:
+    """Return what is loaded, without loading anything."""
+    return _loaded
+
+
+def backend() -> str:
+    """Return the kind of the library, "cpu" or "nccl", loading it if none is; warn as `library_info` does."""
+    # The CPU library meets others unharmed, and needs no look at what is mapped.
+    if _loaded is not None and _loaded.backend == "cpu":
+        return "cpu"
+    return library_info().backend
+
+
+def library_info() -> LibraryInfo:
+    """Tell which library is used, loading it if none is; warn once of each other libnccl in the process."""
+    if _loaded is None:
+        return load()
+    info = replace(_loaded, others=_others(_loaded))
+    if info.backend == "nccl":
+        _warn(info)
+    return info
+
+
+def get_version() -> Version:
+    """Return the version of the loaded library."""
+    return (_loaded or load()).version
+
+
+class _Functions:
+    """The loaded library's functions; the first use of one loads the library, if none is."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(lib, name)
+        load()
+        setattr(self, name, function)
+        return function
+
+
+functions = lib if TYPE_CHECKING else _Functions()
+
+
+def _load_first(spec: str | os.PathLike[str] | None) -> LibraryInfo:
+    how = "load()"
+    if spec is None:
+        how, spec = "PYNCCL_LIBRARY", os.environ.get("PYNCCL_LIBRARY") or "auto"
+    text = os.fspath(spec)
+    if text == "auto":
+        return _load_auto()
+    candidate = discovery.cpu_candidate(how) if text == "cpu" else Candidate(_file(text, how), how)
+    try:
+        return _open(candidate)
+    except OSError as error:
+        raise LibraryNotFoundError(f"{how} names {text}, which cannot be used: {error}") from None
+
+
+def _load_auto() -> LibraryInfo:
+    tried: list[str] = []
+    for candidate in discovery.candidates(tried):
+        try:
+            return _open(candidate)
+        except OSError as error:
+            tried.append(f"{candidate.how}: {error}")
+    places = "\n".join(f"  - {line}" for line in tried)
+    raise LibraryNotFoundError(f"no NCCL library was found. Looked for:\n{places}\n{_ADVICE}")
+
+
+def _file(text: str, how: str) -> str:
+    path = os.path.abspath(os.path.expanduser(text))
+    if not os.path.isfile(path):
+        problem = "is not a file" if os.path.exists(path) else "does not exist"
+        raise LibraryNotFoundError(f"{how} names {path}, which {problem}; a path, auto or cpu is needed")
+    return path
+
+
+def _open(candidate: Candidate) -> LibraryInfo:
+    """Load one file and fill the tables from its handle; OSError says why it cannot be used."""
+    path = os.fsencode(candidate.path)
+    crowded = any(not discovery.same_file(candidate.path, other) for other in discovery.mapped_libnccl())
+    handle = lib.pynccl_open(path, _IF_LOADED if candidate.mapped else _DEEPBIND if crowded else 0)
+    if not handle:
+        raise OSError(ffi.string(lib.pynccl_error()).decode(errors="replace"))
+    real = os.path.realpath(os.fsdecode(ffi.string(lib.pynccl_path(handle))))
+    try:
+        if not lib.nccl_api_count(handle):
+            raise OSError(f"{real} has none of NCCL's functions")
+        version = _ask_version(handle, real)
+    except OSError:
+        lib.pynccl_close(handle)
+        raise
+    lib.nccl_api_bind(handle)
+    lib.cpu_api_bind(handle)
+    backend = "cpu" if lib.cpu_api_count(handle) else "nccl"
+    return LibraryInfo(backend, version, real, candidate.how)
+
+
+def _ask_version(handle: Any, path: str) -> Version:
+    function = lib.pynccl_symbol(handle, b"ncclGetVersion")
+    if not function:
+        return 0, 0, 0
+    code = ffi.new("int*")
+    result = ffi.cast("int(*)(int*)", function)(code)
+    if result:
+        raise OSError(f"ncclGetVersion of {path} failed with result {result}")
+    return decode_version(code[0])
+
+
+def _require_same(text: str, info: LibraryInfo) -> None:
+    if text == "auto":
+        return
+    path = discovery.cpu_candidate("load()").path if text == "cpu" else _file(text, "load()")
+    if not discovery.same_file(path, info.path):
+        raise NcclInvalidUsage(
+            f"cannot load {path}: this process already uses {info.path} ({info.how}), and handles of two "
+            "libraries must not mix. Call pynccl.load before anything else, or set PYNCCL_LIBRARY.",
+            function="pynccl.load",
+        )
+
+
+def _others(info: LibraryInfo) -> tuple[str, ...]:
+    return tuple(
+        path
+        for path in discovery.mapped_libnccl()
+        if not discovery.same_file(path, info.path)
+        and not discovery.same_file(discovery.behind(path) or path, info.path)
+    )
+
+
+def _warn(info: LibraryInfo) -> None:
+    new = set(info.others) - _warned
+    if new:
+        _warned.update(new)
+        warnings.warn(
+            f"more than one libnccl is in this process: pynccl uses {info.path} ({info.how}), and there is "
+            f"also {', '.join(sorted(new))}. Communicators of one must not be given to the other; "
+            "set PYNCCL_LIBRARY to choose.",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,116 @@
+"""From a result code to an exception: the one `check`, and what it knows of each communicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pynccl._errors import (
+    CollectiveMismatchError,
+    NcclError,
+    NcclUnhandledCudaError,
+    NotSupportedError,
+    error_class,
+    result_name,
+)
+from pynccl._library import cuda, loader
+from pynccl._library.binding import ffi, lib
+from pynccl._library.generated.api import CPU_FUNCTIONS, FUNCTIONS, ncclInvalidUsage
+from pynccl._library.loader import version_text
+
+IN_PROGRESS = 7
+NOT_FOUND = lib.PYNCCL_NOT_FOUND
+
+# Communicators that capi made and nobody destroyed yet: (rank, size), None while only the library knows it.
+# The cells that NCCL wrote them to stay alive with them.
+_known: dict[int, tuple[tuple[int, int] | None, Any]] = {}
+# By communicator, the cells of handles that NCCL is still to write.
+_late: dict[int, list[Any]] = {}
+
+
+def remember(comm: int, place: tuple[int, int] | None, cells: Any = None) -> None:
+    """Keep a new communicator's (rank, size) for error texts."""
+    _known[comm] = place, cells
+
+
+def remember_late(comm: int, cell: Any) -> None:
+    """Keep a cell that NCCL is still to write because of a call on a communicator."""
+    cells = _late.setdefault(int(comm), [])
+    cells[:] = [other for other in cells if not other[0]] + [cell]
+
+
+def forget(comm: int) -> None:
+    """Drop what is known of a communicator: its handle may mean another one soon."""
+    _known.pop(int(comm), None)
+    _late.pop(int(comm), None)
+
+
+def place_of(comm: int) -> tuple[int, int] | None:
+    """Return (rank, size) of a communicator that capi made, or None: others may be gone and are not asked."""
+    if comm not in _known:
+        return None
+    place, cells = _known[comm]
+    if place is None:
+        rank, size = ffi.new("int*"), ffi.new("int*")
+        if lib.ncclCommUserRank(comm, rank) == 0 and lib.ncclCommCount(comm, size) == 0:
+            place = rank[0], size[0]
+            _known[comm] = place, cells
+    return place
+
+
+def text(pointer: Any) -> str:
+    """Return a C string as str, "" for NULL."""
+    return str(ffi.string(pointer).decode(errors="replace")) if pointer else ""
+
+
+def check(result: int, function: str, comm: int = 0) -> None:
+    """Raise what a result code means; success and ncclInProgress mean nothing."""
+    if result not in (0, IN_PROGRESS):
+        raise _missing(function) if result == NOT_FOUND else _failed(result, function, int(comm))
+
+
+def _library_name() -> str:
+    info = loader.loaded()
+    return "the CPU library" if info and info.backend == "cpu" else "NCCL"
+
+
+def _origin() -> str:
+    info = loader.loaded()
+    return f"{_library_name()} {version_text(info.version)} from {info.path}" if info else "nothing"
+
+
+def _missing(function: str) -> NotSupportedError:
+    if function in CPU_FUNCTIONS:
+        need = "is a function of the CPU library (PYNCCL_LIBRARY=cpu)"
+    elif function in FUNCTIONS:
+        need = f"needs NCCL >= {version_text(FUNCTIONS[function])}"
+    else:
+        need = "is not there"
+    return NotSupportedError(f"{function} {need}; loaded {_origin()}", function=function)
+
+
+def _is_mismatch(result: int, comm: int) -> bool:
+    kind = ffi.new("int*")
+    # Only the CPU library can tell.
+    return result == ncclInvalidUsage and not lib.pyncclCpuGetErrorKind(comm, kind) and kind[0] == 1
+
+
+def _failed(result: int, function: str, comm: int) -> NcclError:
+    # First of all: whatever else is called may replace it.
+    detail = text(lib.ncclGetLastError(comm))
+    meaning = text(lib.ncclGetErrorString(result))
+    cls = CollectiveMismatchError if _is_mismatch(result, comm) else error_class(result)
+    parts = [
+        f"{function}: {result_name(result)}: {meaning}" if meaning else f"{function}: {result_name(result)}"
+    ]
+    if detail:
+        parts.append(f"last error reported by {_library_name()}: {detail}")
+    rank, size = place_of(comm) or (None, None)
+    if rank is not None:
+        parts.append(f"rank {rank} of {size}")
+    parts.append(_origin())
+    if cls is NcclUnhandledCudaError and _library_name() == "NCCL" and not cuda.available():
+        parts.append(
+            f"no NVIDIA driver was found ({cuda.why_unavailable()}): "
+            "set PYNCCL_LIBRARY=cpu to run on CPU memory without a GPU"
+        )
+    return cls("; ".join(parts), result=result, function=function, detail=detail, rank=rank, size=size)

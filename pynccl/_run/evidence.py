@@ -1,0 +1,133 @@
+"""What ranks that hang leave behind: their traces and Python stacks, at the launcher's request.
+
+`pynccl run` names a folder in PYNCCL_EVIDENCE. A process that imports pynccl leaves a file there, with its
+process id as the name and, as the first line, the signal to ask it by. On that signal it dumps its traces,
+where PYNCCL_TRACE_DIR is set, and appends the stacks of its threads and the line "end". The handler is
+native: it runs inside of C, with or without the GIL. A process that left no file is never sent the signal.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from pynccl._library.binding import lib
+
+FOLDER = "PYNCCL_EVIDENCE"
+_REASON = b"asked by pynccl run before it ended the ranks"
+_END = b"\nend\n"
+_MOST_BYTES = 1 << 20
+
+
+# --- the rank's side ----------------------------------------------------------------------------------------
+
+
+def listen() -> None:
+    """Let the launcher that named a folder ask this process; without one do nothing."""
+    folder = os.environ.get(FOLDER)
+    # A launcher that has ended asks nobody, and that it cannot ask is no reason not to run.
+    with suppress(OSError, RuntimeError, StopIteration):
+        if folder:
+            _listen(Path(folder))
+
+
+def _listen(folder: Path) -> None:
+    taken = _handled(os.getpid())
+    number = next(n for n in range(signal.SIGRTMAX, signal.SIGRTMIN, -1) if not taken >> (n - 1) & 1)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    fd = os.open(folder / str(os.getpid()), flags, 0o600)
+    faulthandler.register(number, file=fd, all_threads=True)
+    error = lib.pynccl_trace_on_signal(number, b"launcher", _REASON, fd)
+    if error:
+        raise OSError(error, os.strerror(error))
+    # From here on the launcher may ask.
+    os.write(fd, b"%d\n" % number)
+
+
+def _handled(pid: int) -> int:
+    """Return the signals that a process ignores or has handlers for, as a mask."""
+    return sum(int(_status(pid, name), 16) for name in ("SigIgn", "SigCgt"))
+
+
+def _runs(pid: int) -> bool:
+    with suppress(OSError):
+        return not _status(pid, "State").startswith("Z")
+    return False
+
+
+def _status(pid: int, name: str) -> str:
+    for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return value.strip()
+    raise OSError(f"no {name} in /proc/{pid}/status")
+
+
+# --- the launcher's side ------------------------------------------------------------------------------------
+
+
+class Answer:
+    """What one process of a rank answers, once it was asked."""
+
+    def __init__(self, rank: int, path: Path) -> None:
+        self.rank, self.pid, self._path = rank, int(path.name), path
+        self.stopped = False
+        self._start = 0
+
+    def ask(self) -> bool:
+        """Send the process its signal; False where it does not listen."""
+        number = self._read().partition(b"\n")[0]
+        self._start = self._path.stat().st_size
+        # It may run another program by now.
+        if not number.isdigit() or not int(_status(self.pid, "SigCgt"), 16) >> (int(number) - 1) & 1:
+            return False
+        self.stopped = _status(self.pid, "State").startswith("T")
+        os.kill(self.pid, int(number))
+        if self.stopped:
+            os.kill(self.pid, signal.SIGCONT)
+        return True
+
+    def _read(self) -> bytes:
+        with open(self._path, "rb") as file:
+            file.seek(self._start)
+            return file.read(_MOST_BYTES)
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether all of it is there, or nothing more will come."""
+        return self._read().endswith(_END) or not _runs(self.pid)
+
+    @property
+    def stacks(self) -> bytes:
+        """Return the stacks, as far as they are there."""
+        return self._read().removesuffix(_END[1:])
+
+
+class Request:
+    """One request to every process of the ranks that listens, which waits for nobody.
+
+    `groups` has the rank of each process group.
+    """
+
+    def __init__(self, folder: Path, groups: Mapping[int, int], seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+        self.answers: list[Answer] = []
+        for path in folder.iterdir():
+            # Processes end at any time.
+            with suppress(OSError):
+                group = os.getpgid(int(path.name))
+                if group in groups and (answer := Answer(groups[group], path)).ask():
+                    self.answers.append(answer)
+        self.answers.sort(key=lambda answer: (answer.rank, answer.pid))
+        asked = {answer.rank for answer in self.answers}
+        self.deaf = [rank for rank in groups.values() if rank not in asked]
+
+    @property
+    def over(self) -> bool:
+        """Tell whether there is nothing more to wait for."""
+        return time.monotonic() >= self.deadline or all(answer.complete for answer in self.answers)

@@ -1,0 +1,419 @@
+"""`pynccl run`: start the ranks of a program on this machine, show their output, and end them together."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from pynccl._errors import BootstrapError
+from pynccl._library import cuda
+from pynccl._run import evidence, word
+from pynccl._run.process import Child, describe_exit
+from pynccl._secure.secret import read_secret
+from pynccl._trace.recorder import DIR, file_name, own_folder, private_file
+from pynccl._watch import ended
+from pynccl.bootstrap._store import StoreServer
+
+# What ranks that are to be ended get to say where they are, and then to end by themselves after SIGTERM.
+EVIDENCE_SECONDS = 3.0
+GRACE_SECONDS = 5.0
+# So often it is looked whether they have said it; epoll waits no longer than some days.
+_LOOK_SECONDS = 0.02
+_LONGEST_WAIT = 3600.0
+# What is left in the pipes is shown, but a descendant that holds one open is not waited for.
+_DRAIN_SECONDS = 1.0
+_MAX_LINE = 1 << 20
+# What is kept of a rank's standard error, to show its traceback once more at the end.
+_TAIL = 1 << 16
+_TIMED_OUT = 124
+_TRACEBACK = b"Traceback (most recent call last):\n"
+# What Python writes between the tracebacks of exceptions that belong together.
+_CHAINED = (b"another exception occurred:\n\n", b"direct cause of the following exception:\n\n")
+# Kills the ranks' process groups and removes the folder that is its argument when the launcher's end of the
+# pipe is closed without a word.
+_GUARD = (
+    "import os, shutil, signal, sys\n"
+    "words = sys.stdin.read().split()\n"
+    "if 'done' not in words:\n"
+    "    for word in words:\n"
+    "        try: os.killpg(int(word), signal.SIGKILL)\n"
+    "        except OSError: pass\n"
+    "    shutil.rmtree(sys.argv[1], ignore_errors=True)\n"
+)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def launch(
+    argv: list[str], nranks: int, *, cpu: bool, timeout: float | None, keep_going: bool, log_dir: Path | None
+) -> int:
+    """Run a command line on so many ranks and return the exit code."""
+    env = choose_backend(os.environ, "cpu" if cpu else "auto")
+    if env.get("PYNCCL_LIBRARY") == "cpu" and not cpu and os.environ.get("PYNCCL_LIBRARY") != "cpu":
+        _say("no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu")
+    with ExitStack() as stack:
+        try:
+            logs = _open_logs(log_dir, nranks, stack)
+        except OSError as error:
+            _say(f"cannot write to --log-dir {log_dir}: {error}")
+            return 2
+        server = stack.enter_context(open_store(env))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pynccl-run-"))
+        return _Launcher(argv, env, server, logs, Path(folder), keep_going).run(timeout)
+
+
+def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
+    """Return the environment with PYNCCL_LIBRARY set; "auto": the CPU library where no driver is found."""
+    env = dict(environ)
+    if backend != "auto":
+        env["PYNCCL_LIBRARY"] = backend
+    elif env.get("PYNCCL_LIBRARY", "auto") in ("", "auto") and not cuda.available():
+        env["PYNCCL_LIBRARY"] = "cpu"
+    return env
+
+
+def open_store(env: Mapping[str, str]) -> StoreServer:
+    """Return a store on this machine for ranks with this environment; without a secret for this user only."""
+    return StoreServer(secret=read_secret(env), job=env.get("PYNCCL_JOB_ID", ""))
+
+
+def rank_environment(base: Mapping[str, str], rank: int, nranks: int, server: StoreServer) -> dict[str, str]:
+    """Return the environment of one rank: torchrun's variables and the address of the store."""
+    # What an outer torchrun has set is about its own ranks.
+    env = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
+    env.update(RANK=str(rank), WORLD_SIZE=str(nranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nranks))
+    env.update(PYNCCL_STORE=server.address, PYTHONUNBUFFERED="1")
+    if nranks > 1:
+        # As torchrun does: ranks that each start a thread per core get in each other's way.
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _say(text: str) -> None:
+    print(f"pynccl run: {text}", file=sys.stderr, flush=True)
+
+
+class _Lines:
+    """One output of one rank, copied line by line with the rank before each."""
+
+    def __init__(self, rank: int, target: int, log: BinaryIO | None) -> None:
+        self.prefix, self.target, self.log = b"[%d] " % rank, target, log
+        self.rest = bytearray()
+        self.tail = bytearray()
+        # When the last traceback began to come.
+        self.failed_at = float("inf")
+
+    def feed(self, data: bytes) -> None:
+        """Copy the complete lines; no data means the end of the output."""
+        if self.log is not None:
+            self.log.write(data)
+        if _TRACEBACK in self.tail[-len(_TRACEBACK) :] + data:
+            self.failed_at = time.monotonic()
+        self.tail += data
+        del self.tail[:-_TAIL]
+        self.rest += data
+        cut = self.rest.rfind(b"\n") + 1
+        if not data or len(self.rest) - cut > _MAX_LINE:
+            cut = len(self.rest)
+        lines = bytes(self.rest[:cut]).split(b"\n")
+        del self.rest[:cut]
+        if not lines[-1]:
+            lines.pop()
+        _write_all(self.target, b"".join(self.prefix + line + b"\n" for line in lines))
+
+    def insert(self, text: bytes) -> None:
+        """Show lines that are not the rank's own, between its lines."""
+        if text:
+            self.feed((b"\n" if self.rest else b"") + text)
+
+    def traceback(self) -> bytes:
+        """Return the last traceback, with those that it follows from, and what came after it."""
+        start = self.tail.rfind(_TRACEBACK)
+        while start > 0 and self.tail[:start].endswith(_CHAINED):
+            start = self.tail.rfind(_TRACEBACK, 0, start)
+        return bytes(self.tail[start:]) if start >= 0 else b""
+
+
+_Logs = list[tuple[BinaryIO | None, BinaryIO | None]]
+
+
+def _open_logs(folder: Path | None, nranks: int, stack: ExitStack) -> _Logs:
+    """Return the files of --log-dir for each rank's outputs, closed by the stack; None without a folder."""
+    if folder is None:
+        return [(None, None)] * nranks
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def create(rank: int, kind: str) -> BinaryIO:
+        return stack.enter_context(open(folder / f"rank{rank}.{kind}", "wb", buffering=0))
+
+    return [(create(rank, "out"), create(rank, "err")) for rank in range(nranks)]
+
+
+def _write_all(target: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(target, view) :]
+
+
+class _Launcher:
+    """The ranks of one run, and the loop over their output, their ends and the signals of this process."""
+
+    def __init__(
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        server: StoreServer,
+        logs: _Logs,
+        folder: Path,
+        keeps_going: bool,
+    ) -> None:
+        self.argv, self.nranks, self.server, self.logs = argv, len(logs), server, logs
+        self.folder, self.keeps_going = folder, keeps_going
+        self.env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        self.env[evidence.FOLDER] = str(folder)
+        self.env[ended.KEEP_GOING] = str(int(keeps_going))
+        self.children: list[Child] = []
+        self.processes: list[ended.Process] = []
+        self.errors: list[_Lines] = []
+        self.selector = selectors.DefaultSelector()
+        self.code = 0
+        # What the ranks are asked before they get the signal that ends them; later they are killed.
+        self.request: evidence.Request | None = None
+        self.last_signal: int = signal.SIGTERM
+        self.kill_at: float | None = None
+        self.timeout_at: float | None = None
+        self.ended: set[int] = set()
+        self.first: int | None = None
+
+    def run(self, timeout: float | None) -> int:
+        """Start the ranks, wait for all of them, and return the first failing one's exit code."""
+        guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARD, str(self.folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with guard:
+            assert guard.stdin is not None
+            code = self._run(guard.stdin, timeout)
+            guard.stdin.write(b"done\n")
+        return code
+
+    def _run(self, guard: IO[bytes], timeout: float | None) -> int:
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        old_wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        numbers = (signal.SIGCHLD, *_FORWARDED)
+        old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        try:
+            self.selector.register(reader, selectors.EVENT_READ)
+            if timeout is not None:
+                self.timeout_at = time.monotonic() + timeout
+            # Many take their time to start, in which a signal may come, or one of them may end.
+            while len(self.children) < self.nranks and not self._ending:
+                self._start(len(self.children))
+                guard.write(b"%d\n" % self.children[-1].pid)
+                guard.flush()
+                self._step(reader, waits=False)
+            while len(self.ended) < len(self.children):
+                self._step(reader)
+            self._drain()
+            self._show_traceback()
+            self._explain_code()
+        except BrokenPipeError:
+            # Nobody reads our output any more: end as a program does that writes to a closed pipe.
+            self.code = 128 + signal.SIGPIPE
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        finally:
+            for child in self.children:
+                child.close()
+            signal.set_wakeup_fd(old_wakeup)
+            for number, handler in old_handlers.items():
+                signal.signal(number, handler)
+            self.selector.close()
+            reader.close()
+            writer.close()
+        return self.code
+
+    def _start(self, rank: int) -> None:
+        env = rank_environment(self.env, rank, self.nranks, self.server)
+        child = Child(self.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, tie=True)
+        self.children.append(child)
+        self.processes.append(ended.process(child.pid))
+        out_log, error_log = self.logs[rank]
+        out = _Lines(rank, sys.stdout.fileno(), out_log)
+        self.errors.append(_Lines(rank, sys.stderr.fileno(), error_log))
+        for pipe, lines in ((child.stdout, out), (child.stderr, self.errors[-1])):
+            assert pipe is not None
+            self.selector.register(pipe, selectors.EVENT_READ, lines)
+
+    def _step(self, reader: socket.socket, waits: bool = True) -> None:
+        now = time.monotonic()
+        ends = [end for end in (self.kill_at, self.timeout_at) if end is not None]
+        if self.request is not None:
+            ends.append(now + _LOOK_SECONDS)
+        wait = min(max(0.0, min(ends) - now), _LONGEST_WAIT) if ends else None
+        if not waits:
+            wait = 0.0
+        for key, _ in self.selector.select(wait):
+            if key.fileobj is reader:
+                for number in reader.recv(4096):
+                    self._on_signal(number)
+            else:
+                self._copy(key)
+        self._look_for_ends()
+        if self.request is not None and self.request.over:
+            self._end(self.last_signal)
+        if self.timeout_at is not None and time.monotonic() >= self.timeout_at:
+            self._time_out()
+        if self.kill_at is not None and time.monotonic() >= self.kill_at:
+            self.kill_at = None
+            self._send(signal.SIGKILL)
+
+    @property
+    def _ending(self) -> bool:
+        return self.request is not None or self.kill_at is not None
+
+    def _time_out(self) -> None:
+        self.timeout_at = None
+        running = [rank for rank in range(len(self.children)) if rank not in self.ended]
+        if running and not self._ending:
+            _say(f"the time is up (--timeout); still running: {', '.join(map(str, running))}")
+            self.code = _TIMED_OUT
+            self._ask(signal.SIGTERM)
+
+    def _ask(self, then: int) -> None:
+        """Ask the ranks where they are, and end them by a signal once they have answered."""
+        running = {child.pid: rank for rank, child in enumerate(self.children) if rank not in self.ended}
+        self.request = evidence.Request(self.folder, running, EVIDENCE_SECONDS)
+        self.last_signal = then
+
+    def _end(self, number: int) -> None:
+        """Send the ranks a signal that they should end by; who does not is killed."""
+        if self.request is not None:
+            self._show(self.request)
+            self.request = None
+        self._send(number)
+        # For who is stopped: it takes no other signal.
+        self._send(signal.SIGCONT)
+        if self.kill_at is None:
+            self.kill_at = time.monotonic() + GRACE_SECONDS
+
+    def _show(self, request: evidence.Request) -> None:
+        if not request.answers:
+            return
+        traces = os.environ.get(DIR)
+        for answer in request.answers:
+            stacks, rank, pid = answer.stacks, answer.rank, answer.pid
+            how = ", which was stopped" if answer.stopped else ""
+            if not answer.complete:
+                how += f": it did not answer within {EVIDENCE_SECONDS:g} s"
+            _say(f"rank {rank} (process {pid}){how}")
+            self.errors[rank].insert(stacks)
+            if traces and stacks:
+                try:
+                    with private_file(Path(own_folder(traces), file_name(rank, pid, "stacks"))) as fd:
+                        _write_all(fd, stacks)
+                except OSError as error:
+                    _say(f"cannot write to {DIR} ({traces}): {error}")
+        for rank in request.deaf:
+            _say(f"rank {rank} does not say where it is: it has not imported pynccl")
+
+    def _copy(self, key: selectors.SelectorKey) -> None:
+        data = os.read(key.fd, 65536)
+        key.data.feed(data)
+        if not data:
+            self.selector.unregister(key.fileobj)
+
+    def _on_signal(self, number: int) -> None:
+        if number in _ENDING and not self._ending:
+            self._ask(number)
+        elif number in _ENDING:
+            # Asked a second time.
+            self._end(number)
+        elif number in _FORWARDED:
+            self._send(number)
+
+    def _look_for_ends(self) -> None:
+        for rank, child in enumerate(self.children):
+            code = child.poll()
+            if rank in self.ended or code is None:
+                continue
+            self.ended.add(rank)
+            if self.keeps_going and not self._ending:
+                self._go_on_without(rank, code)
+            elif code != 0 and self.code == 0:
+                self._note_failure(rank, code, "; ending the other ranks")
+                if not self._ending:  # else they have been told to end, and may be about to
+                    self._end(signal.SIGTERM)
+
+    def _note_failure(self, rank: int, code: int, others: str) -> None:
+        if self.code == 0:
+            self.code = code if code > 0 else 128 - code
+            self.first = rank
+        _say(f"rank {rank} {describe_exit(code)}{others if len(self.ended) < len(self.children) else ''}")
+
+    def _go_on_without(self, rank: int, code: int) -> None:
+        """Let the other ranks know of an end; what a failed rank has left running is ended."""
+        try:
+            word.tell(self.server, self.processes[rank])
+        except (BootstrapError, TimeoutError) as error:
+            _say(f"cannot tell the other ranks of the end of rank {rank}: {error}")
+        if code != 0:
+            self._note_failure(rank, code, "; the other ranks go on (--keep-going)")
+            self.children[rank].send(signal.SIGKILL)
+
+    def _show_traceback(self) -> None:
+        """Repeat the traceback that came first; who ended first may only have been quicker to end."""
+        failed = [rank for rank, child in enumerate(self.children) if (child.poll() or 0) > 0]
+        # Who was ended by a signal has no traceback, and those of the others only follow from that.
+        if self.first not in failed or self.errors[self.first].failed_at == float("inf"):
+            return
+        first = min(failed, key=lambda rank: self.errors[rank].failed_at)
+        _say(f"rank {first} failed first:")
+        for line in self.errors[first].traceback().splitlines():
+            _write_all(sys.stderr.fileno(), b"[%d] %s\n" % (first, line))
+
+    def _explain_code(self) -> None:
+        """Say why the program fails although ranks went on to its end."""
+        code = None if self.first is None else self.children[self.first].poll()
+        if self.keeps_going and code is not None and self.code != _TIMED_OUT:
+            _say(f"exit code {self.code}, that of rank {self.first}, which failed first")
+
+    def _send(self, number: int) -> None:
+        for rank, child in enumerate(self.children):
+            if rank not in self.ended:
+                child.send(number)
+
+    def _drain(self) -> None:
+        """Copy what the ranks had still written when they ended."""
+        for child in self.children:
+            child.send(signal.SIGKILL)
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while any(isinstance(key.data, _Lines) for key in self.selector.get_map().values()):
+            events = self.selector.select(max(0.0, deadline - time.monotonic()))
+            for key, _ in events:
+                if isinstance(key.data, _Lines):
+                    self._copy(key)
+            if time.monotonic() >= deadline:
+                break
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.data, _Lines):
+                key.data.feed(b"")

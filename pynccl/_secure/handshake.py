@@ -1,0 +1,169 @@
+"""How both ends of a connection prove that they belong together: three messages, hello, answer and proof.
+
+Where there is a secret that is Noise (`_noise.py`), and what follows is sealed. Where there is none, they
+prove with nonces that they know the same key, which may be a mere name, and what follows is plain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import importlib
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pynccl._errors import BootstrapError
+from pynccl._secure.secret import derive_key
+
+if TYPE_CHECKING:
+    from pynccl._secure.noise import Session
+
+_NONCE, _DIGEST = 16, 32
+
+
+class Caller(Protocol):
+    """The end that begins: its hello, and what it makes of the answer."""
+
+    hello: bytes
+
+    def finish(self, answer: bytes) -> tuple[bytes, Session | None]:
+        """Return the proof, and what seals the frames that follow; ValueError for another key."""
+
+
+class Answerer(Protocol):
+    """The other end: its answer to a hello, and what it makes of the proof."""
+
+    answer: bytes
+
+    def check(self, proof: bytes) -> Session | None:
+        """Return what seals the frames that follow; ValueError where the proof is none."""
+
+
+class Scheme(Protocol):
+    """A way to prove, with the lengths of its messages."""
+
+    secured: bool
+    hello_size: int
+    answer_size: int
+    proof_size: int
+
+    def call(self) -> Caller:
+        """Begin a handshake."""
+
+    def meet(self, hello: bytes) -> Answerer:
+        """Answer one; ValueError where the hello shows another key already."""
+
+
+class Open:
+    """Without a secret: keyed BLAKE2b of two nonces."""
+
+    secured = False
+    hello_size, answer_size, proof_size = _NONCE, _NONCE + _DIGEST, _DIGEST
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def call(self) -> OpenCaller:
+        return OpenCaller(self)
+
+    def meet(self, hello: bytes) -> OpenAnswerer:
+        return OpenAnswerer(self, hello)
+
+    def proofs(self, nonces: bytes) -> tuple[bytes, bytes]:
+        """Return the caller's proof, and the other end's."""
+        both = hashlib.blake2b(nonces, key=self._key).digest()
+        return both[:_DIGEST], both[_DIGEST:]
+
+
+class OpenCaller:
+    """Its hello is a nonce."""
+
+    __slots__ = ("_scheme", "hello")
+
+    def __init__(self, scheme: Open) -> None:
+        self._scheme, self.hello = scheme, os.urandom(_NONCE)
+
+    def finish(self, answer: bytes) -> tuple[bytes, None]:
+        mine, theirs = self._scheme.proofs(self.hello + answer[:_NONCE])
+        if not hmac.compare_digest(answer[_NONCE:], theirs):
+            raise ValueError("another key")
+        return mine, None
+
+
+class OpenAnswerer:
+    """Its answer is a nonce and a proof."""
+
+    __slots__ = ("_expected", "answer")
+
+    def __init__(self, scheme: Open, hello: bytes) -> None:
+        nonce = os.urandom(_NONCE)
+        self._expected, mine = scheme.proofs(hello + nonce)
+        self.answer = nonce + mine
+
+    def check(self, proof: bytes) -> None:
+        if not hmac.compare_digest(proof, self._expected):
+            raise ValueError("another key")
+
+
+class Sealed:
+    """With a secret: Noise's messages, and as the proof the first message of the session, which is empty."""
+
+    secured = True
+    hello_size = answer_size = 48
+    proof_size = 16
+
+    def __init__(self, key: bytes, prologue: bytes) -> None:
+        self.noise = load_noise()
+        self.start = self.noise.Start(key, prologue)
+
+    def call(self) -> SealedCaller:
+        return SealedCaller(self)
+
+    def meet(self, hello: bytes) -> SealedAnswerer:
+        return SealedAnswerer(self, hello)
+
+
+class SealedCaller:
+    """Its hello already shows that it has the secret."""
+
+    __slots__ = ("_initiator", "hello")
+
+    def __init__(self, scheme: Sealed) -> None:
+        self._initiator = scheme.noise.Initiator(scheme.start)
+        self.hello: bytes = self._initiator.message
+
+    def finish(self, answer: bytes) -> tuple[bytes, Session]:
+        session: Session = self._initiator.finish(answer)[1]
+        return session.outgoing.seal(b""), session
+
+
+class SealedAnswerer:
+    """Its answer shows that it has the secret; that the hello was no recorded one is shown by the proof."""
+
+    __slots__ = ("_session", "answer")
+
+    def __init__(self, scheme: Sealed, hello: bytes) -> None:
+        _, self.answer, self._session = scheme.noise.respond(scheme.start, hello)
+
+    def check(self, proof: bytes) -> Session:
+        session: Session = self._session
+        session.incoming.open(proof)
+        return session
+
+
+def load_noise() -> Any:
+    """Import what a secret takes; without one nobody needs it."""
+    try:
+        return importlib.import_module("pynccl._secure.noise")
+    except (ImportError, AttributeError) as error:
+        raise BootstrapError(
+            "a secret is set (PYNCCL_SECRET, PYNCCL_SECRET_FILE or secret=), and PyNaCl, which encrypts with "
+            f"it, cannot be imported ({error}): pip install 'pynccl-cffi[secure]'"
+        ) from error
+
+
+def choose(secret: str, purpose: bytes, context: bytes, prologue: bytes) -> Scheme:
+    """Return the scheme for a secret, "" for none. The context is what else both ends have to know."""
+    if secret:
+        return Sealed(derive_key(secret, purpose, context), prologue)
+    return Open(hashlib.blake2b(prologue + context, person=purpose).digest())

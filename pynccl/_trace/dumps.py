@@ -1,0 +1,372 @@
+"""The flight recorders' dumps of all ranks: read, checked, and put together by communicator.
+
+All that a file says is checked here, and nowhere else: whoever works with a `Member` may rely on its types,
+on ranks and peers that are ranks of the communicator, on records that have what is said of them, and on text
+that can be printed. What is damaged is left out, and told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pynccl._trace.recorder import OWN_FOLDER, TraceRecord
+
+PENDING = ("called", "taken")
+
+
+class TraceError(ValueError):
+    """Report files of which none is a dump of the flight recorder."""
+
+
+class Reason(NamedTuple):
+    """Why a process dumped."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Process:
+    """One dump: what its first line says of the process."""
+
+    path: str
+    host: str
+    pid: int
+    # Its number in the job, as far as that is known.
+    rank: int | None
+    # When the dump was made.
+    written_ns: int
+    reasons: list[Reason]
+    members: list[Member] = field(default_factory=list, repr=False, compare=False)
+
+    def reason(self, *kinds: str) -> str | None:
+        """Return the first of its reasons for dumping that is of one of these kinds."""
+        return next((reason.text for reason in self.reasons if reason.kind in kinds), None)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a communicator, as its own dump has it."""
+
+    process: Process
+    comm: str
+    rank: int
+    size: int
+    origin: str
+    name: str
+    # What other ranks call the same communicator, where that is something else.
+    also: str
+    # The number of its newest collective call, 0 before the first.
+    last: int
+    # By what the communicator ended, and whether the library's has been given back.
+    ended: str
+    closed: bool
+    records: list[TraceRecord] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def process_rank(self) -> int:
+        """The number of its process in the job, as far as that is known."""
+        return self.rank if self.process.rank is None else self.process.rank
+
+    @cached_property
+    def _collectives(self) -> dict[int, TraceRecord]:
+        return {r.seq: r for r in reversed(self.records) if r.seq is not None}
+
+    @cached_property
+    def _groups(self) -> dict[int, list[TraceRecord]]:
+        groups: dict[int, list[TraceRecord]] = {}
+        for record in self.records:
+            if record.group:
+                groups.setdefault(record.group, []).append(record)
+        return groups
+
+    @cached_property
+    def peers(self) -> dict[tuple[str, int], dict[int, TraceRecord]]:
+        """The sends and recvs by kind and peer, and then by their numbers."""
+        found: dict[tuple[str, int], dict[int, TraceRecord]] = {}
+        for record in self.records:
+            if record.peer is not None and record.peer_seq:
+                found.setdefault((record.call, record.peer), {})[record.peer_seq] = record
+        return found
+
+    def collective(self, seq: int) -> TraceRecord | None:
+        """Return a collective call by its number."""
+        return self._collectives.get(seq)
+
+    def newest(self) -> TraceRecord | None:
+        """Return the newest call that every rank has to make."""
+        return self.collective(self.last)
+
+    def issued_with(self, record: TraceRecord) -> list[TraceRecord]:
+        """Return the calls that were issued together with one, itself included."""
+        return self._groups[record.group] if record.group else [record]
+
+
+@dataclass
+class World:
+    """One communicator, of which some ranks left a dump."""
+
+    identity: str
+    size: int
+    origin: str
+    name: str
+    members: dict[int, Member] = field(default_factory=dict)
+    # Absent ranks whose process left a dump: they closed the communicator long before.
+    gone: set[int] = field(default_factory=set)
+
+    @property
+    def absent(self) -> list[range]:
+        """Return the ranks of which there is no dump, as runs: a file may say any size."""
+        known = sorted({*self.members, *self.gone})
+        gaps = (range(a + 1, b) for a, b in zip([-1, *known], [*known, self.size], strict=True))
+        return [gap for gap in gaps if gap]
+
+    def is_absent(self, rank: int | None) -> bool:
+        """Tell whether a rank left no dump."""
+        return rank is not None and rank not in self.members and rank not in self.gone
+
+    @property
+    def over(self) -> bool:
+        """Tell whether every rank that left a dump had closed it."""
+        return all(m.closed or m.ended for m in self.members.values())
+
+    def __str__(self) -> str:
+        name = f"{self.name} ({self.identity})" if self.name else self.identity
+        return f"communicator {name} of {self.size} rank{'s' * (self.size != 1)}"
+
+
+# --- checking -----------------------------------------------------------------------------------------------
+
+# Longer is no line of a dump, and larger no number of it.
+_MOST_LINE, _MOST_TEXT, _MOST = 1 << 20, 4096, 1 << 64
+_MOST_RANKS = 1 << 31
+
+
+class _Damaged(ValueError):
+    """A value that no dump has."""
+
+
+def printable(text: str) -> str:
+    """Return a text without what a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _MOST_TEXT:
+        raise _Damaged
+    return printable(value)
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[a-z][a-z0-9_]{0,31}", value):
+        raise _Damaged
+    return value
+
+
+def _integer(value: Any, low: int = -_MOST, high: int = _MOST) -> int:
+    # A bool is an int, too.
+    if type(value) is not int or not low <= value < high:
+        raise _Damaged
+    return value
+
+
+def _number(value: Any) -> int:
+    return _integer(value, 0)
+
+
+def _state(value: Any) -> str:
+    if value not in (*PENDING, "done", "failed"):
+        raise _Damaged
+    return str(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _Damaged
+    return value
+
+
+_NEEDED: dict[str, Callable[[Any], Any]] = {
+    "call": _word,
+    "time_ns": _integer,
+    "state": _state,
+    "result": _integer,
+}
+_OPTIONAL: dict[str, Callable[[Any], Any]] = {
+    "seq": _number,
+    "peer_seq": _number,
+    "peer": _number,
+    "count": _number,
+    "dtype": _text,
+    "op": _text,
+    "root": _integer,
+    "color": _integer,
+    "send": _integer,
+    "recv": _integer,
+    "stream": _integer,
+    "group": _number,
+    "plan": _flag,
+    "end_ns": _integer,
+    "at": _text,
+}
+
+
+def _record(values: dict[str, Any], size: int) -> TraceRecord:
+    """Return the record of a line; fields of newer versions are left out."""
+    checked = {name: check(values[name]) for name, check in _NEEDED.items()}
+    checked |= {n: check(values[n]) for n, check in _OPTIONAL.items() if values.get(n) is not None}
+    record = TraceRecord(**checked)
+    if (record.peer is None) != (record.peer_seq is None) or (record.peer or 0) >= size:
+        raise _Damaged
+    if (record.dtype is None) != (record.count is None):
+        raise _Damaged
+    return record
+
+
+def _member(process: Process, values: dict[str, Any]) -> Member:
+    size = _integer(values["size"], 1, _MOST_RANKS)
+    return Member(
+        process,
+        comm=_text(values["comm"]),
+        rank=_integer(values["rank"], 0, size),
+        size=size,
+        origin=_text(values["origin"]),
+        name=_text(values["name"]),
+        also=_text(values.get("also", "")),
+        last=_number(values["collectives"]),
+        ended=_text(values.get("ended", "")),
+        closed=_flag(values.get("closed", False)),
+    )
+
+
+def _process(path: str, values: dict[str, Any]) -> Process:
+    _text(values["pynccl"])
+    rank = values.get("process_rank")
+    return Process(
+        path,
+        host=_text(values["host"]),
+        pid=_number(values["pid"]),
+        rank=None if rank is None else _integer(rank, 0, _MOST_RANKS),
+        written_ns=_integer(values["clock"][1][1]),
+        reasons=[Reason(_text(r["kind"]), _text(r["text"])) for r in values["reasons"]],
+    )
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+class Dumps(NamedTuple):
+    """What files hold: the ranks of communicators, and in words what is damaged."""
+
+    members: list[Member]
+    damage: list[str]
+
+
+def _stacks_in(paths: Iterable[str | os.PathLike[str]]) -> str:
+    stacks = [file.name for path in map(Path, paths) if path.is_dir() for file in path.glob("*.stacks")]
+    if not stacks:
+        return ""
+    return f"; there are Python stacks, of ranks that had no communicator: {', '.join(sorted(stacks))}"
+
+
+def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Return the files, those of folders included, and there those of one's own folder."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        own = f"{OWN_FOLDER}{os.geteuid()}*/*.jsonl"
+        found += [*sorted(path.glob("*.jsonl")), *sorted(path.glob(own))] if path.is_dir() else [path]
+    if not found:
+        raise TraceError(f"no files; expected dumps of the flight recorder (*.jsonl){_stacks_in(paths)}")
+    return found
+
+
+def read_all(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
+    """Read the dumps of several processes; TraceError where they hold nothing at all."""
+    everything = Dumps([], [])
+    for path in files_of(paths):
+        try:
+            members, damage = _read(path)
+        except (TraceError, OSError) as error:
+            members, damage = [], [printable(str(error))]
+        everything.members.extend(members)
+        everything.damage.extend(damage)
+    if everything.damage and not everything.members:
+        raise TraceError(everything.damage[0])
+    return everything
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any] | str]:
+    """Yield what each line of a file holds; a line that is damaged as it stands."""
+    with open(path, "rb") as file:
+        while line := file.readline(_MOST_LINE):
+            text = line.decode(errors="replace")
+            try:
+                values = json.loads(text)
+            except (ValueError, RecursionError):
+                values = text
+            yield values if isinstance(values, dict) else text[:_MOST_TEXT]
+
+
+def _read(path: Path) -> Dumps:
+    """Read one dump: the process's part in each of its communicators."""
+    name = printable(str(path))
+    process: Process | None = None
+    # Whose records come; nobody's where the line that says so is damaged.
+    member: Member | None = None
+    damaged: list[int] = []
+    for number, values in enumerate(_lines(path), 1):
+        try:
+            if isinstance(values, str):
+                raise _Damaged
+            if process is None:
+                process = _process(name, values)
+            elif "comm" in values:
+                member = None
+                member = _member(process, values)
+                process.members.append(member)
+            elif member is not None:
+                member.records.append(_record(values, member.size))
+            else:
+                damaged.append(number)
+        except (_Damaged, KeyError, TypeError, IndexError):
+            if process is None:
+                raise TraceError(f"{name}, line 1: this is not a dump of the flight recorder") from None
+            damaged.append(number)
+            if not ("call" in values if isinstance(values, dict) else values.startswith('{"call"')):
+                member = None
+    if process is None:
+        raise TraceError(f"{name} is empty; expected a dump of the flight recorder")
+    return Dumps(process.members, [_say_damage(name, damaged)] if damaged else [])
+
+
+def _say_damage(name: str, lines: list[int]) -> str:
+    more = f", and {len(lines) - 1} more lines" if len(lines) > 1 else ""
+    return f"{name}, line {lines[0]}: this is not a record of the flight recorder{more}"
+
+
+def worlds_of(members: Iterable[Member]) -> list[World]:
+    """Put the ranks of each communicator together; of two dumps of one rank the newer counts."""
+    members = sorted(members, key=lambda member: member.process.written_ns)
+    same = {member.also: member.comm for member in members if member.also}
+    worlds: dict[str, World] = {}
+    for member in members:
+        identity = same.get(member.comm, member.comm)
+        world = worlds.setdefault(identity, World(identity, 0, member.origin, member.name))
+        world.size = max(world.size, member.size)
+        world.members[member.rank] = member
+    processes = {m.process.rank for m in members}
+    for world in worlds.values():
+        world.members = dict(sorted(world.members.items()))
+        if all(m.process.rank == rank for rank, m in world.members.items()):
+            known = {rank for rank in processes if rank is not None and rank < world.size}
+            world.gone = known - set(world.members)
+    return sorted(worlds.values(), key=lambda world: (-world.size, world.origin != "init", world.identity))

@@ -1,0 +1,425 @@
+"""What is wrong with the calls in the ranks' dumps, in plain words."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from pynccl._errors import result_name
+from pynccl._trace.dumps import PENDING, Dumps, Member, Process, Reason, World, worlds_of
+from pynccl._trace.recorder import TraceRecord
+
+# --- words --------------------------------------------------------------------------------------------------
+
+
+def join(words: Sequence[str]) -> str:
+    """Return "a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def say_ranks(ranks: Iterable[int]) -> str:
+    """Return "rank 3", or "ranks 0-2 and 5"."""
+    runs: list[range] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, rank + 1)
+        else:
+            runs.append(range(rank, rank + 1))
+    return say_runs(runs)
+
+
+def say_runs(runs: Sequence[range]) -> str:
+    """Say the same of ranks that come as runs."""
+    parts = [str(r[0]) if len(r) == 1 else f"{r[0]}{'-' if len(r) > 2 else ' and '}{r[-1]}" for r in runs]
+    if len(runs) > 1:
+        parts = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs]
+    many = len(runs) > 1 or len(runs[0]) > 1
+    return f"rank{'s' * many} {join(parts)}"
+
+
+def say(record: TraceRecord, full: bool = False) -> str:
+    """Return "all_reduce #641 (float32, 1,048,576)"; the usual operation is named only where it matters."""
+    text = record.call
+    if record.seq:
+        text += f" #{record.seq}"
+    if record.peer is not None:
+        text += f" #{record.peer_seq} {'to' if record.call == 'send' else 'from'} rank {record.peer}"
+    parts = [] if record.dtype is None else [record.dtype, f"{record.count:,}"]
+    if record.op is not None and (full or record.op != "sum"):
+        parts.append(record.op)
+    if record.root is not None:
+        parts.append(f"root {record.root}")
+    return f"{text} ({', '.join(parts)})" if parts else text
+
+
+def say_place(record: TraceRecord) -> str:
+    """Return " at train.py:88" where that is known."""
+    if record.at is None:
+        return ""
+    here = os.getcwd() + os.sep
+    return f" at {record.at.removeprefix(here)}"
+
+
+def _say_call(ranks: Sequence[int], record: TraceRecord, full: bool = False) -> str:
+    """Return "ranks 0-2 wait in all_reduce #641 (float32, 1,048,576) at train.py:88"."""
+    verb = "called" if record.state not in PENDING else "wait in" if len(ranks) > 1 else "waits in"
+    text = f"{say_ranks(ranks)} {verb} {say(record, full)}{say_place(record)}"
+    if record.state == "failed":
+        text += f", which failed with {result_name(record.result)}" if record.result > 0 else ", which failed"
+    return text
+
+
+def _why(member: Member) -> str:
+    """Say why a rank did not go on, as far as its dump knows; without a subject."""
+    error = member.process.reason("exception")
+    if error is not None:
+        return f"ended with {error}"
+    waiting = next((r for r in member.records if r.state in PENDING), None)
+    if waiting is not None:
+        return f"waits in {say(waiting)}{say_place(waiting)}"
+    for other in member.process.members:
+        waiting = next((r for r in other.records if r.state in PENDING), None)
+        if waiting is not None:
+            return f"waits in {say(waiting)}{say_place(waiting)} of {other.comm}"
+    how = {"abort": "aborted the communicator after ", "destroy": "destroyed the communicator after "}.get(
+        member.ended, ""
+    )
+    if not how and member.process.reason("exit") is not None:
+        how = "exited after "
+    newest = member.newest()
+    if newest is None or newest.call == "init":
+        return f"{how or 'made '}no call" if not member.last else f"{how or 'made '}#{member.last}"
+    end = f"{say(newest)}{say_place(newest)}"
+    return f"{how}{end}" if how else f"made {end} last"
+
+
+def _together(calls: dict[int, TraceRecord], full: bool = False) -> str:
+    """Say who called what, the largest group of ranks first."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for rank, record in sorted(calls.items()):
+        same = signature(record), record.state in PENDING, record.at, record.result
+        groups.setdefault(same, []).append(rank)
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    return "; ".join(_say_call(ranks, calls[ranks[0]], full) for ranks in ordered)
+
+
+# --- collectives --------------------------------------------------------------------------------------------
+
+
+def signature(record: TraceRecord) -> tuple[Any, ...]:
+    """Return what has to be the same on all ranks."""
+    return record.call, record.count, record.dtype, record.op, record.root
+
+
+_NAMES = ("function", "count", "dtype", "op", "root")
+
+
+def _differing(calls: Iterable[TraceRecord]) -> str:
+    columns = list(zip(*map(signature, calls), strict=True))
+    if len(set(columns[0])) > 1:
+        return "function"
+    return join([name for name, values in zip(_NAMES, columns, strict=True) if len(set(values)) > 1])
+
+
+def _first_difference(world: World) -> tuple[int, dict[int, TraceRecord]] | None:
+    """Return the first collective call that is not the same on all ranks that made it."""
+    known: dict[int, dict[int, TraceRecord]] = {}
+    for rank, member in world.members.items():
+        for record in member.records:
+            if record.seq is not None:
+                known.setdefault(record.seq, {})[rank] = record
+    for seq in sorted(known):
+        if len({signature(record) for record in known[seq].values()}) > 1:
+            return seq, known[seq]
+    return None
+
+
+def _shifted(world: World, seq: int, calls: dict[int, TraceRecord]) -> Iterator[str]:
+    """Tell a call too many or too few from a wrong one: the calls after it are the others'."""
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for rank, record in calls.items():
+        kinds.setdefault(signature(record), []).append(rank)
+    usual = max(kinds.values(), key=len)
+    if len(usual) * 2 <= len(calls) and len(calls) > 2:
+        return
+
+    def line(rank: int) -> list[tuple[Any, ...]]:
+        return [signature(r) for r in world.members[rank].records if r.seq is not None and r.seq >= seq]
+
+    others = line(usual[0])
+    for rank in sorted(set(calls) - set(usual)):
+        mine = line(rank)
+        more = sum(1 for a, b in zip(mine[1:], others, strict=False) if a == b)
+        less = sum(1 for a, b in zip(mine, others[1:], strict=False) if a == b)
+        if more and more == min(len(mine) - 1, len(others)):
+            extra = f"{say(calls[rank])}{say_place(calls[rank])}"
+            yield f"rank {rank} made one call more than the others: {extra}"
+        elif less and less == min(len(mine), len(others) - 1):
+            yield f"rank {rank} left out one call of the others: {say(calls[usual[0]])}"
+
+
+def _complete(world: World) -> int | None:
+    """Return the newest call that cannot have completed without every rank."""
+    joint = ("init", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "split", "grow")
+    done = [
+        record.seq
+        for member in world.members.values()
+        for record in member.records
+        if record.seq is not None and record.state == "done" and record.call in joint
+    ]
+    return max(done, default=None)
+
+
+def _dead(world: World) -> str:
+    runs, complete = world.absent, _complete(world)
+    ranks, one = say_runs(runs), len(runs) == 1 and len(runs[0]) == 1
+    it = "it left no file" if one else "they left no files"
+    when = "" if complete is None else " after init" if not complete else f" after #{complete}"
+    if complete is None and any(r.call == "init" for m in world.members.values() for r in m.records):
+        return f"{ranks} never reached init: {it}"
+    return f"{ranks} died{when}: {it}"
+
+
+def _collectives(world: World) -> Iterator[str]:
+    different = _first_difference(world)
+    if different is not None:
+        seq, calls = different
+        late = [rank for rank, member in world.members.items() if member.last < seq]
+        text = f"{_together(calls, full=True)}: the {_differing(calls.values())} differs"
+        text = text.replace("differs", "differ") if " and " in _differing(calls.values()) else text
+        yield "; ".join([text, *_late(world, late, seq)])
+        yield from _shifted(world, seq, calls)
+        return
+    furthest = max(member.last for member in world.members.values())
+    lowest = min(member.last for member in world.members.values())
+    # The call at which the first ranks are missing; those with all ranks may be outstanding too.
+    seq = furthest if lowest == furthest else lowest + 1
+    calls = {rank: r for rank, m in world.members.items() if (r := m.collective(seq)) is not None}
+    late = sorted(rank for rank, member in world.members.items() if member.last < seq)
+    waiting = {rank: record for rank, record in calls.items() if record.state in PENDING}
+    failed = {rank: record for rank, record in calls.items() if record.state == "failed"}
+    grouped = list(_grouping(world, waiting))
+    concerned = waiting or failed or (calls if late else {})
+    if late and not calls:
+        yield "; ".join([f"the others got to #{furthest}", *_late(world, late, seq)])
+    if world.absent and not concerned and not world.over:
+        yield _dead(world)
+    elif concerned and (late or world.absent or not grouped):
+        dead = [_dead(world)] if world.absent else []
+        dead += [f"{say_ranks(world.gone)} had closed the communicator"] if world.gone else []
+        yield "; ".join([_together(concerned), *_late(world, late, seq), *dead])
+        if not late and not world.absent and waiting and len(calls) == world.size:
+            yield f"all ranks made the same calls, up to {say(next(iter(calls.values())))}"
+    yield from grouped
+
+
+def _late(world: World, late: Iterable[int], seq: int) -> Iterator[str]:
+    whys: dict[str, list[int]] = {}
+    for rank in late:
+        whys.setdefault(_why(world.members[rank]), []).append(rank)
+    for why, ranks in whys.items():
+        which = "each " if len(ranks) > 1 else "it "
+        yield f"{say_ranks(ranks)} never reached #{seq}: {which}{why}"
+
+
+def _grouping(world: World, waiting: dict[int, TraceRecord]) -> Iterator[str]:
+    """Tell where ranks put a call that is outstanding into different groups."""
+    seen: set[int] = set()
+    for rank, record in sorted(waiting.items()):
+        for seq in _group_of(world.members[rank], record) if record.group else ():
+            if seq in seen:
+                continue
+            seen.add(seq)
+            shapes: dict[tuple[int, ...], list[int]] = {}
+            for other, member in sorted(world.members.items()):
+                shape = _group_of(member, member.collective(seq))
+                if shape:
+                    shapes.setdefault(shape, []).append(other)
+            if len(shapes) > 1:
+                parts = [
+                    f"{say_ranks(ranks)} issued {_say_group(shape)}"
+                    for shape, ranks in sorted(shapes.items(), key=lambda item: -len(item[0]))
+                ]
+                yield f"{'; '.join(parts)}: groups differ, and a group starts only as a whole"
+                return
+
+
+def _group_of(member: Member, record: TraceRecord | None) -> tuple[int, ...]:
+    """Return the numbers of the collectives that were issued together with one."""
+    if record is None:
+        return ()
+    return tuple(r.seq for r in member.issued_with(record) if r.seq is not None)
+
+
+def _say_group(shape: tuple[int, ...]) -> str:
+    numbers = join([f"#{seq}" for seq in shape])
+    return f"{numbers} alone" if len(shape) == 1 else f"{numbers} as one group"
+
+
+# --- other calls --------------------------------------------------------------------------------------------
+
+
+def _pairs(world: World) -> Iterator[str]:
+    """Sends and recvs that do not meet."""
+    pairs: set[tuple[int, int]] = set()
+    for rank, member in world.members.items():
+        for call, peer in member.peers:
+            pairs.add((rank, peer) if call == "send" else (peer, rank))
+    for sender, receiver in sorted(pairs):
+        if sender in world.members:
+            yield from _between(world, world.members[sender], sender, receiver)
+    for receiver, member in sorted(world.members.items()):
+        for record in member.records:
+            if record.call == "recv" and record.state in PENDING and world.is_absent(record.peer):
+                yield f"{_say_call([receiver], record)}, which left no file"
+                break
+
+
+def _between(world: World, member: Member, sender: int, receiver: int) -> Iterator[str]:
+    sends = member.peers.get(("send", receiver), {})
+    other = world.members.get(receiver)
+    if other is None:
+        waiting = next((r for r in sends.values() if r.state in PENDING), None)
+        if waiting is not None:
+            yield f"{_say_call([sender], waiting)}, which left no file"
+        return
+    recvs = other.peers.get(("recv", sender), {})
+    for number in sorted(set(sends) & set(recvs)):
+        out, into = sends[number], recvs[number]
+        if (out.count, out.dtype) != (into.count, into.dtype):
+            what = join([n for n in ("count", "dtype") if getattr(out, n) != getattr(into, n)])
+            verb = "differ" if " and " in what else "differs"
+            yield (
+                f"rank {sender} called {say(out)}{say_place(out)}, but rank {receiver} called "
+                f"{say(into)}{say_place(into)}: the {what} {verb}"
+            )
+            return
+    lone = _unmet(sends, recvs)
+    if lone is not None:
+        instead = _instead(other, "recv", sender)
+        yield f"{_say_call([sender], lone)}; rank {receiver} never received it: {instead}"
+    lone = _unmet(recvs, sends)
+    if lone is not None:
+        instead = _instead(member, "send", receiver)
+        yield f"{_say_call([receiver], lone)}; rank {sender} never sent it: {instead}"
+
+
+def _unmet(calls: dict[int, TraceRecord], others: dict[int, TraceRecord]) -> TraceRecord | None:
+    """Return the first call that is beyond all of the other side's, and not complete."""
+    last = max(others, default=0)
+    return next((r for number, r in sorted(calls.items()) if number > last and r.state != "done"), None)
+
+
+def _instead(member: Member, call: str, peer: int) -> str:
+    """Say what a rank does in place of a recv or send."""
+    for record in member.records:
+        if record.call == call and record.peer != peer and record.state != "done":
+            verb = "waits in" if record.state in PENDING else "called"
+            return f"it {verb} {say(record)}{say_place(record)} instead"
+    return f"it {_why(member)}"
+
+
+def _endings(world: World) -> Iterator[str]:
+    """Calls without a number that have not come back, such as finalize."""
+    for call in ("finalize", "destroy", "shrink", "suspend", "resume"):
+        inside = [r for r, m in world.members.items() if any(map(_stuck_in(call), m.records))]
+        if inside:
+            others = [rank for rank in world.members if rank not in inside]
+            verb = "wait in" if len(inside) > 1 else "waits in"
+            parts = [f"{say_ranks(inside)} {verb} {call}"]
+            for rank in others:
+                parts.append(f"rank {rank} {_why(world.members[rank])}")
+            parts += [_dead(world)] if world.absent else []
+            yield "; ".join(parts)
+
+
+def _stuck_in(call: str) -> Any:
+    return lambda record: record.call == call and record.state == "called"
+
+
+def _stuck(member: Member) -> TraceRecord | None:
+    return next((r for r in member.records if r.state in PENDING and r.seq), None)
+
+
+def crossings(worlds: Sequence[World]) -> Iterator[str]:
+    """Ranks that use two communicators in different orders, and so wait for each other."""
+    stuck = [world for world in worlds if any(map(_stuck, world.members.values()))]
+    for i, one in enumerate(stuck):
+        for two in stuck[i + 1 :]:
+            yield from _crossing(one, two)
+
+
+def _crossing(one: World, two: World) -> Iterator[str]:
+    first = {m.process.path: m for m in one.members.values()}
+    second = {m.process.path: m for m in two.members.values()}
+    both = [path for path in first if path in second]
+    ahead = {path: r for path in both if (r := _stuck(first[path])) is not None}
+    behind = {path: r for path in both if (r := _stuck(second[path])) is not None}
+    for p, on_one in ahead.items():
+        for q, on_two in behind.items():
+            if p == q or on_one.seq is None or on_two.seq is None:
+                continue
+            mine, yours = second[p].collective(on_two.seq), first[q].collective(on_one.seq)
+            before = mine is None and second[p].last < on_two.seq
+            after = yours is None and first[q].last < on_one.seq
+            crossed = before and after
+            if mine is not None and yours is not None:
+                crossed = on_one.time_ns < mine.time_ns and on_two.time_ns < yours.time_ns
+            if crossed:
+                a, b = first[p].process_rank, second[q].process_rank
+                yield (
+                    f"rank {a} calls {say(on_one)}{say_place(on_one)} of {one.identity} before "
+                    f"{say(on_two)} of {two.identity}, rank {b} the other way round"
+                    f"{say_place(on_two)}: the order on two communicators differs"
+                )
+                return
+
+
+# --- all of it ---------------------------------------------------------------------------------------------
+
+
+def findings(world: World) -> list[str]:
+    """Return what is wrong with the calls of one communicator, in plain words."""
+    pairs = list(_pairs(world))
+    found = list(_collectives(world))
+    # Where only sends and recvs are outstanding, nothing is to be said of the rest.
+    return [*found, *pairs, *_endings(world)]
+
+
+def _quiet(world: World) -> str:
+    last = {member.last for member in world.members.values()}
+    newest = [record for m in world.members.values() if (record := m.newest()) is not None]
+    if not newest:
+        return "no calls"
+    text = f"the last call is {say(newest[0])}" if len(last) == 1 else "the ranks' last calls differ"
+    return f"nothing is outstanding: {text}"
+
+
+def explain(dumps: Dumps) -> str:
+    """Return what happened, as text of some lines."""
+    worlds = worlds_of(dumps.members)
+    lines = list(crossings(worlds))
+    for world in worlds:
+        lines.append(str(world))
+        lines += [f"  {text}" for text in findings(world) or [_quiet(world)]]
+    lines += _reasons({m.process.path: m.process for m in dumps.members}.values())
+    lines += [f"left out: {text}" for text in dumps.damage]
+    return "\n".join(lines or ["no communicators"])
+
+
+def _reasons(processes: Iterable[Process]) -> Iterator[str]:
+    """Say why the processes dumped, those with the same reason together."""
+    same: dict[Reason, list[Process]] = {}
+    for process in processes:
+        for reason in process.reasons:
+            # An abort that follows an exception is no news.
+            if reason.kind not in ("exit", *(["abort"] if process.reason("exception") else [])):
+                # One rank found it, the others have it from that one.
+                text = re.sub(r"^rank \d+ reports: ", "", reason.text)
+                same.setdefault(Reason(reason.kind, text), []).append(process)
+    for reason, those in same.items():
+        ranks = {process.rank for process in those if process.rank is not None}
+        who = [f"process {process.pid}" for process in those if process.rank is None]
+        yield f"{join([*([say_ranks(ranks)] if ranks else []), *who])} ({reason.kind}): {reason.text}"

@@ -1,0 +1,373 @@
+"""The flight recorder, seen from Python: its settings, what names a communicator on all ranks, and dumps.
+
+The records are written and dumped in C (native/ring.c); what is read here are its dumps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import functools
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+from pynccl._errors import NcclError, NcclTimeoutError
+from pynccl._library.binding import ffi, lib
+from pynccl._version import __version__
+
+T = TypeVar("T")
+
+SIZE, DIR = "PYNCCL_TRACE_SIZE", "PYNCCL_TRACE_DIR"
+SIGNAL, STACKS = "PYNCCL_TRACE_SIGNAL", "PYNCCL_TRACE_STACKS"
+# A folder of one's own, in one that others can write to, is this and the user's number.
+OWN_FOLDER = "pynccl-"
+_LARGEST = 1 << 24
+# Rings of closed communicators that are kept where dumps are made by themselves.
+_KEPT = 8
+_EBUSY = 16
+# Of a call that ended in an exception without a result code of NCCL's.
+_NO_RESULT = -1
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """One call as the flight recorder has it; what does not apply to it, or is not known, is None.
+
+    `seq` counts the collective calls of the communicator, `peer_seq` the sends to (or receives from) `peer`:
+    the same number on two ranks means the same call. Calls with the same `group` were issued together.
+    `state` is "called" (still in the library's function), "taken" (the library has it, and runs it
+    or not), "done" or "failed"; `result` is NCCL's code, -1 where an exception without one ended the call.
+    Times are nanoseconds since 1970; `end_ns` is when the call was known to be done.
+    """
+
+    call: str
+    time_ns: int
+    state: str
+    result: int
+    seq: int | None = None
+    peer_seq: int | None = None
+    peer: int | None = None
+    count: int | None = None
+    dtype: str | None = None
+    op: str | None = None
+    root: int | None = None
+    color: int | None = None
+    send: int | None = None
+    recv: int | None = None
+    stream: int | None = None
+    group: int | None = None
+    plan: bool = False
+    end_ns: int | None = None
+    at: str | None = None
+
+
+_FIELDS = frozenset(field.name for field in fields(TraceRecord))
+
+
+def read_record(values: dict[str, Any]) -> TraceRecord:
+    """Return the record that a line of a dump holds; fields of newer versions are left out."""
+    return TraceRecord(**{name: value for name, value in values.items() if name in _FIELDS})
+
+
+# --- settings -----------------------------------------------------------------------------------------------
+
+
+def _size() -> int:
+    text = os.environ.get(SIZE, "2048")
+    if not text.isdecimal() or int(text) > _LARGEST:
+        raise ValueError(f"{SIZE} is {text!r}; expected a number of records, 0 (off) to {_LARGEST}")
+    return int(text)
+
+
+def _signal() -> signal.Signals | None:
+    text = os.environ.get(SIGNAL, "")
+    if not text:
+        return None
+    for known in signal.Signals:
+        if text.upper() in (known.name, known.name.removeprefix("SIG"), str(known.value)):
+            if known in (signal.SIGKILL, signal.SIGSTOP):
+                break
+            return known
+    raise ValueError(f"{SIGNAL} is {text!r}; expected a signal that can be caught, as USR2 or 12")
+
+
+# --- what communicators are called --------------------------------------------------------------------------
+
+_made: Counter[str] = Counter()
+
+
+def identify(*parts: object) -> str:
+    """Return a short name that is the same on all ranks that give the same parts."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:12]
+
+
+def numbered(*parts: object) -> str:
+    """Like `identify`, and different each time in this process that the parts are the same."""
+    name = identify(*parts)
+    _made[name] += 1
+    return name if _made[name] == 1 else identify(name, _made[name])
+
+
+# --- one communicator ---------------------------------------------------------------------------------------
+
+
+def open_trace(
+    comm: Any, identity: str, rank: int, size: int, origin: str, *, name: str = "", also: str = ""
+) -> None:
+    """Have the calls of a pynccl_comm recorded; `also` is what other ranks call the same communicator."""
+    records = _size()
+    if not records or comm.trace:
+        return
+    # Slow to import, for those who make no communicator.
+    import json
+
+    _install(rank)
+    header = {"comm": identity, "rank": rank, "size": size, "origin": origin, "name": name, "also": also}
+    comm.trace = lib.pynccl_trace_open(records, size, json.dumps(header)[1:-1].encode())
+    if not comm.trace:
+        raise MemoryError
+
+
+@contextmanager
+def recorded(comm: Any, kind: int, detail: int = 0) -> Iterator[None]:
+    """Record a call that is not one of C's own call path."""
+    token = lib.pynccl_trace_begin(comm.trace, kind, detail)
+    try:
+        yield
+    except NcclTimeoutError:
+        # It is still at it.
+        raise
+    except Exception as error:
+        known = error.result if isinstance(error, NcclError) else None
+        lib.pynccl_trace_end(comm.trace, token, known or _NO_RESULT)
+        raise
+    lib.pynccl_trace_end(comm.trace, token, 0)
+
+
+def trace(comm: Any) -> list[TraceRecord]:
+    """Return the records of a pynccl_comm, oldest first."""
+    import json
+
+    if not comm.trace:
+        return []
+    fd = os.memfd_create("pynccl-trace")
+    try:
+        _dump(fd, comm.trace)
+        with open(os.dup(fd), encoding="utf-8") as file:
+            file.seek(0)
+            lines = [json.loads(line) for line in file]
+    finally:
+        os.close(fd)
+    return [read_record(line) for line in lines if "call" in line]
+
+
+# --- dumps --------------------------------------------------------------------------------------------------
+
+
+def _dump(fd: int, only: Any) -> None:
+    deadline = time.monotonic() + 5
+    while (error := lib.pynccl_trace_dump(fd, only)) == _EBUSY and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if error:
+        raise OSError(error, f"the trace could not be written: {os.strerror(error)}")
+
+
+def dump_trace(path: str | os.PathLike[str]) -> Path:
+    """Write the records of all communicators of this process to a file of JSON lines; return its path.
+
+    A folder gets a file that is named after rank, host and process. `pynccl trace` reads the files of all
+    ranks together.
+    """
+    target = Path(path)
+    if target.is_dir():
+        target /= file_name(_process.get("rank"), os.getpid())
+    if not _process.get("header"):
+        _set_process(None, "")
+    with private_file(target) as fd:
+        _dump(fd, ffi.NULL)
+    return target
+
+
+def dump_because(kind: str, text: str) -> None:
+    """Dump to PYNCCL_TRACE_DIR, if it is set, and say in this and later dumps what had happened."""
+    if _process.get("automatic"):
+        # What has gone wrong matters more than that it cannot be written down.
+        lib.pynccl_trace_save(kind.encode(), text.encode(errors="replace"))
+
+
+_process: dict[str, Any] = {}
+
+
+def file_name(rank: int | None, pid: int, suffix: str = "jsonl") -> str:
+    """Return what the file of a process is called."""
+    return f"{'process' if rank is None else f'rank{rank}'}.{os.uname().nodename}.{pid}.{suffix}"
+
+
+def own_folder(path: str) -> str:
+    """Return a folder in which nobody else can leave a file or a link: this one, or one's own in it."""
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    folder = os.path.realpath(path)
+    if _is_own(os.lstat(folder)):
+        return folder
+    own = os.path.join(folder, f"{OWN_FOLDER}{os.geteuid()}")
+    try:
+        os.mkdir(own, 0o700)
+    except FileExistsError:
+        if not _is_own(os.lstat(own)):
+            # Somebody else's; or a file system that shows all files as one user's.
+            import tempfile
+
+            return tempfile.mkdtemp(prefix=f"{OWN_FOLDER}{os.geteuid()}-", dir=folder)
+    return own
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+@contextmanager
+def private_file(target: Path) -> Iterator[int]:
+    """Give a new file that takes the target's place in the end; what is no file is written to directly."""
+    try:
+        kind = target.lstat().st_mode
+    except FileNotFoundError:
+        kind = stat.S_IFREG
+    if stat.S_ISLNK(kind):
+        raise OSError(errno.ELOOP, "this is a symbolic link; expected a file or a folder", str(target))
+    draft = target.with_name(f".{target.name}.{os.urandom(8).hex()}") if stat.S_ISREG(kind) else target
+    flags = os.O_CREAT | os.O_EXCL if draft is not target else 0
+    fd = os.open(draft, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o600)
+    try:
+        yield fd
+        if draft is not target:
+            os.replace(draft, target)
+    except BaseException:
+        if draft is not target:
+            draft.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _set_process(rank: int | None, folder: str) -> None:
+    import json
+
+    _process["rank"] = rank
+    known = {"pynccl": __version__, "host": os.uname().nodename, "pid": os.getpid(), "process_rank": rank}
+    known["program"] = (sys.argv or [""])[0][:1024]
+    _process["header"] = json.dumps(known)[1:-1]
+    file = file_name(rank, os.getpid()) if folder else ""
+    error = lib.pynccl_trace_process(_process["header"].encode(), os.fsencode(folder), file.encode())
+    if error:
+        raise OSError(error, os.strerror(error), folder)
+
+
+def _install(rank: int) -> None:
+    """With the first communicator of a process: say where dumps go and what makes one."""
+    if _process.get("rank") is not None:
+        return
+    folder, number = os.environ.get(DIR, ""), _signal()
+    world = os.environ.get("RANK", "")
+    try:
+        where = own_folder(folder or ".") if folder or number else ""
+    except OSError as reason:
+        raise OSError(reason.errno, f"{DIR} cannot be used: {reason.strerror}", reason.filename) from None
+    _set_process(int(world) if world.isdecimal() else rank, where)
+    lib.pynccl_trace_keep(_KEPT if where else 0)
+    if number:
+        error = lib.pynccl_trace_on_signal(number.value, b"signal", number.name.encode(), -1)
+        if error:
+            raise OSError(error, f"{SIGNAL}: {os.strerror(error)}")
+    if folder:
+        _process["automatic"] = True
+        if not _process.get("hooked"):
+            _process["hooked"] = True
+            _hook()
+
+
+def _hook() -> None:
+    """Dump when an exception ends the program or a thread, and when the program ends."""
+    before, before_in_thread = sys.excepthook, threading.excepthook
+
+    def on_exception(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        dump_because("exception", f"{kind.__name__}: {error}")
+        before(kind, error, where)
+
+    def on_exception_in_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not SystemExit:
+            dump_because("exception", f"{args.exc_type.__name__} in a thread: {args.exc_value}")
+        before_in_thread(args)
+
+    sys.excepthook, threading.excepthook = on_exception, on_exception_in_thread
+    atexit.register(dump_because, "exit", "the program has ended")
+
+
+def _in_child() -> None:
+    """In a forked child: the traces are the parent's."""
+    lib.pynccl_trace_forked()
+    for name in ("rank", "header", "automatic"):
+        _process.pop(name, None)
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+# --- who called ---------------------------------------------------------------------------------------------
+
+_callers: dict[tuple[str, int], int] = {}
+
+
+def _caller(frame: FrameType | None) -> int:
+    """Return the number that stands for the newest frame that is not pynccl's own."""
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    if frame is None:
+        return 0
+    key = frame.f_code.co_filename, frame.f_lineno
+    number = _callers.get(key)
+    if number is None:
+        number = int(lib.pynccl_trace_intern(f"{key[0]}:{key[1]}".encode(errors="replace")))
+        _callers[key] = number
+    return number
+
+
+def _with_caller(method: Callable[..., Any], struct_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lib.pynccl_trace_caller(struct_of(self).trace, _caller(sys._getframe(1)))
+        return method(self, *args, **kwargs)
+
+    return noting
+
+
+def with_callers(struct_of: Callable[[Any], Any], *names: str) -> Callable[[type[T]], type[T]]:
+    """Have these methods of a class note who calls them, where PYNCCL_TRACE_STACKS asks for it.
+
+    `struct_of` returns an object's pynccl_comm.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        if os.environ.get(STACKS, "0") not in ("", "0"):
+            for name in names:
+                setattr(cls, name, _with_caller(getattr(cls, name), struct_of))
+        return cls
+
+    return decorate

@@ -1,0 +1,405 @@
+"""The control channel: a TCP connection between any two ranks of a communicator, beside the library.
+
+The ranks' addresses and a fresh key travel through the communicator itself, whose data others may see where
+it goes over a network. A connection begins with a handshake (`handshake.py`) by which each side proves that
+it has the key and, where there is one, the job's secret; with a secret all frames are sealed. Then the
+connections are the watchdog's, see native/watchdog.h.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import os
+import resource
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pynccl import _host
+from pynccl._errors import BootstrapError, NcclError, NcclSystemError, NcclTimeoutError
+from pynccl._library.binding import lib
+from pynccl._secure import handshake
+from pynccl._secure.secret import read_secret
+from pynccl._watch.ended import Process, process
+
+if TYPE_CHECKING:
+    from pynccl._secure.noise import Session
+
+GONE = -2
+_KEY = 16
+# So long a connection may take to prove the key, and a rank to come after the library knows of an error.
+_HELLO_SECONDS = 5.0
+_LAST_SECONDS = 0.5
+_SLICE = 0.1
+_HELLO = struct.Struct("!16sII")
+_MAGIC = b"pynccl-channel-2"
+_PLACE = struct.Struct("!B16sH")
+# Of a failure's text.
+_TEXT = 256
+_SIOCGIFADDR = 0x8915
+_GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?")
+
+# Collects the same number of bytes from every rank.
+Gather = Callable[[bytes], list[bytes]]
+
+
+class Channel(NamedTuple):
+    """What connects a rank to the others."""
+
+    # A connected socket for every rank, -1 for this one and GONE for one that died meanwhile.
+    sockets: list[int]
+    # The ranks' processes, and which of them this process can see.
+    processes: list[Process]
+    visible: list[bool]
+    # What seals the frames of each rank, where there is a secret.
+    sessions: dict[int, Session]
+
+
+def connect(
+    rank: int, size: int, gather: Gather, deadline: float | None, look: Callable[[], object]
+) -> Channel:
+    """Connect to all other ranks. `look` raises when the library knows of an error."""
+    secret, mine, failure = _greeting()
+    greetings = [_GREETING.unpack(each) for each in _exchange(rank, size, gather, mine, failure)]
+    _check_secrets(rank, size, [greeting[-1] for greeting in greetings])
+    key = greetings[0][1]
+    processes = [Process(*greeting[2:5]) for greeting in greetings]
+    one_host = len({greeting[0] for greeting in greetings}) == 1
+    with ExitStack() as opened:
+        listener, mine, failure = _place(one_host, size, opened)
+        places = [_unpack_place(each) for each in _exchange(rank, size, gather, mine, failure)]
+        assert listener is not None
+        mesh = _Mesh(rank, size, secret, key, listener, deadline)
+        try:
+            mesh.call(places[:rank])
+            mesh.answer(look)
+            # They were alive when they connected; who cannot be seen now never proves anything.
+            here = processes[rank].space
+            visible = [
+                one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes
+            ]
+            return Channel(mesh.sockets(), processes, visible, mesh.sessions)
+        except BaseException:
+            mesh.close()
+            raise
+
+
+def _exchange(rank: int, size: int, gather: Gather, mine: bytes, failure: Exception | None) -> list[bytes]:
+    """Collect what all ranks have; where one has only zeros, and a failure, every rank raises that."""
+    found = gather(mine)
+    if bytes(len(mine)) not in found:
+        return found
+    reasons = gather(str(failure or "").encode()[:_TEXT].ljust(_TEXT, b"\0"))
+    if failure is not None:
+        raise failure
+    other = found.index(bytes(len(mine)))
+    text = reasons[other].rstrip(b"\0").decode(errors="replace")
+    raise NcclSystemError(f"rank {other} reports: {text}", rank=rank, size=size)
+
+
+def _greeting() -> tuple[str, bytes, Exception | None]:
+    """Return the secret, and what this process tells the others first; or zeros, and what is wrong."""
+    try:
+        secret = read_secret()
+        if secret:
+            handshake.load_noise()
+        host, key = _host.digest(_host.same_host("net")), secrets.token_bytes(_KEY)
+        return secret, _GREETING.pack(host, key, *process(os.getpid()), bool(secret)), None
+    except BootstrapError as error:
+        return "", bytes(_GREETING.size), error
+    except OSError as error:
+        wrapped = NcclSystemError(f"the control channel cannot be opened: {error}")
+        return "", bytes(_GREETING.size), wrapped
+
+
+def _place(
+    one_host: bool, size: int, opened: ExitStack
+) -> tuple[socket.socket | None, bytes, Exception | None]:
+    """Listen, and return where; or zeros, and what is wrong."""
+    try:
+        listener = opened.enter_context(_listen("127.0.0.1" if one_host else outward_address()))
+        _require_descriptors(listener, size)
+        return listener, _pack_place(*listener.getsockname()[:2]), None
+    except NcclSystemError as error:
+        return None, bytes(_PLACE.size), error
+
+
+def _require_descriptors(listener: socket.socket, size: int) -> None:
+    """Refuse to begin with fewer descriptors than the connections and a selector take."""
+    spare: list[int] = []
+    try:
+        while len(spare) < size:
+            spare.append(os.dup(listener.fileno()))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise NcclSystemError(
+            f"the control channel needs {size} more file descriptors, and there are {len(spare)}: "
+            f"{os.strerror(error.errno or 0)}; RLIMIT_NOFILE (ulimit -n) is {limit}"
+        ) from error
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
+
+
+class _Link:
+    """A connection that has not proved itself yet."""
+
+    __slots__ = ("called", "caller", "data", "handshake", "need", "since")
+
+    def __init__(self, called: int | None, handshake: Any, need: int) -> None:
+        # Whom this rank has called, or who says that it calls.
+        self.called, self.handshake, self.need = called, handshake, need
+        self.caller: int | None = None
+        self.data, self.since = bytearray(), time.monotonic()
+
+
+class _Mesh:
+    """One rank's side of the connections: it calls the lower ranks, and the higher ones call it."""
+
+    def __init__(
+        self, rank: int, size: int, secret: str, key: bytes, listener: socket.socket, deadline: float | None
+    ) -> None:
+        self.rank, self.size, self.deadline = rank, size, deadline
+        self.secret, self.key = secret, key
+        self.listener = listener
+        self.found: dict[int, socket.socket | None] = {}
+        self.sessions: dict[int, Session] = {}
+        self.open: dict[socket.socket, _Link] = {}
+        self.selector = selectors.DefaultSelector()
+
+    def _scheme(self, caller: int, called: int) -> handshake.Scheme:
+        pair = _HELLO.pack(_MAGIC, caller, called)
+        return handshake.choose(self.secret, b"pynccl channel", self.key, pair)
+
+    def call(self, places: list[tuple[str, int]]) -> None:
+        for other, place in enumerate(places):
+            left = _HELLO_SECONDS if self.deadline is None else max(0.1, self.deadline - time.monotonic())
+            try:
+                sock = socket.create_connection(place, timeout=left)
+            except OSError as error:
+                _refuse_shortage(error)
+                self.found[other] = None
+                continue
+            scheme = self._scheme(self.rank, other)
+            caller = scheme.call()
+            self._add(sock, _Link(other, caller, scheme.answer_size))
+            with suppress(OSError):
+                sock.send(_HELLO.pack(_MAGIC, self.rank, other) + caller.hello)
+
+    def _add(self, sock: socket.socket, link: _Link) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.open[sock] = link
+        self.selector.register(sock, selectors.EVENT_READ)
+
+    def answer(self, look: Callable[[], object]) -> None:
+        """Complete all connections."""
+        hello_size = _HELLO.size + self._scheme(0, 0).hello_size
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        last: float | None = None
+        while len(self.found) < self.size - 1:
+            for key, _ in self.selector.select(_SLICE):
+                if key.fileobj is self.listener:
+                    self._accept(hello_size)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._read(key.fileobj)
+            now = time.monotonic()
+            for sock, link in list(self.open.items()):
+                if link.called is None and now - link.since > _HELLO_SECONDS:
+                    self._drop(sock)
+            if last is None:
+                try:
+                    look()
+                except NcclError:
+                    # Somebody died; who lives has this long to come.
+                    last = now + _LAST_SECONDS
+            elif now >= last:
+                self.found |= dict.fromkeys(self._missing())
+            if self.deadline is not None and now >= self.deadline:
+                raise NcclTimeoutError(
+                    f"rank {self.rank} of {self.size} opened the control channel, and ranks "
+                    f"{self._missing()} did not connect in time"
+                )
+
+    def _accept(self, hello_size: int) -> None:
+        try:
+            sock = self.listener.accept()[0]
+        except OSError as error:
+            _refuse_shortage(error)
+            return
+        with suppress(OSError):
+            self._add(sock, _Link(None, None, hello_size))
+
+    def _missing(self) -> list[int]:
+        return [other for other in range(self.size) if other != self.rank and other not in self.found]
+
+    def _drop(self, sock: socket.socket) -> None:
+        link = self.open.pop(sock)
+        self.selector.unregister(sock)
+        sock.close()
+        if link.called is not None:
+            self.found[link.called] = None
+
+    def _read(self, sock: socket.socket) -> None:
+        link = self.open[sock]
+        try:
+            more = sock.recv(link.need - len(link.data))
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        if not more:
+            self._drop(sock)
+            return
+        link.data += more
+        if len(link.data) < link.need:
+            return
+        data, link.data = bytes(link.data), bytearray()
+        try:
+            if link.called is not None:
+                self._finish(sock, link, data)
+            elif link.handshake is None:
+                self._meet(sock, link, data)
+            else:
+                self._prove(sock, link, data)
+        except (OSError, ValueError):
+            self._drop(sock)
+
+    def _finish(self, sock: socket.socket, link: _Link, answer: bytes) -> None:
+        """This rank has called, and has been answered."""
+        assert link.called is not None
+        try:
+            proof, session = link.handshake.finish(answer)
+        except ValueError:
+            if not self.secret:
+                raise
+            raise BootstrapError(
+                f"rank {self.rank} of {self.size} cannot open the control channel to rank {link.called}: "
+                "that rank has another secret (PYNCCL_SECRET), or somebody sits in between"
+            ) from None
+        sock.send(proof)
+        self._found(sock, link.called, session)
+
+    def _meet(self, sock: socket.socket, link: _Link, data: bytes) -> None:
+        """Answer a rank that calls; what does not know the key learns that, and nothing else."""
+        magic, caller, called = _HELLO.unpack_from(data)
+        known = magic == _MAGIC and called == self.rank and self.rank < caller < self.size
+        if not known or caller in self.found:
+            raise ValueError("no rank that is still to call")
+        scheme = self._scheme(caller, called)
+        try:
+            link.handshake = scheme.meet(data[_HELLO.size :])
+        except ValueError:
+            sock.send(bytes(scheme.answer_size))
+            raise
+        link.caller, link.need = caller, scheme.proof_size
+        sock.send(link.handshake.answer)
+
+    def _prove(self, sock: socket.socket, link: _Link, proof: bytes) -> None:
+        """A rank that called has proved that its hello was no recorded one."""
+        session = link.handshake.check(proof)
+        assert link.caller is not None
+        if link.caller in self.found:
+            raise ValueError("a rank that is there already")
+        self._found(sock, link.caller, session)
+
+    def _found(self, sock: socket.socket, other: int, session: Session | None) -> None:
+        del self.open[sock]
+        self.selector.unregister(sock)
+        self.found[other] = sock
+        if session is not None:
+            self.sessions[other] = session
+
+    def sockets(self) -> list[int]:
+        for sock in list(self.open):
+            self._drop(sock)
+        self.selector.close()
+        ends = [self.found.get(other) for other in range(self.size)]
+        return [
+            -1 if other == self.rank else GONE if sock is None else sock.detach()
+            for other, sock in enumerate(ends)
+        ]
+
+    def close(self) -> None:
+        for sock in (*self.open, *(sock for sock in self.found.values() if sock is not None)):
+            sock.close()
+        self.selector.close()
+
+
+def _refuse_shortage(error: OSError) -> None:
+    """Raise where it is this process that lacks something, and not the other end."""
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+        raise NcclSystemError(f"the control channel cannot be opened: {error}") from error
+
+
+def _check_secrets(rank: int, size: int, have: list[bool]) -> None:
+    """Refuse to go on where some ranks have a secret: neither side does without."""
+    if len(set(have)) > 1:
+        ranks = ", ".join(str(other) for other in range(size) if not have[other])
+        raise BootstrapError(
+            f"rank {rank} of {size}: ranks {ranks} have no secret, and the others have one; expected "
+            "PYNCCL_SECRET or PYNCCL_SECRET_FILE on every rank or on none"
+        )
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=4096)
+    except OSError as error:
+        raise NcclSystemError(f"the control channel cannot listen at {host}: {error}") from error
+
+
+def _pack_place(host: str, port: int) -> bytes:
+    address = ipaddress.ip_address(host)
+    return _PLACE.pack(address.version, address.packed, port)
+
+
+def _unpack_place(data: bytes) -> tuple[str, int]:
+    version, packed, port = _PLACE.unpack(data)
+    address = ipaddress.IPv4Address(packed[:4]) if version == 4 else ipaddress.IPv6Address(packed)
+    return str(address), port
+
+
+def outward_address() -> str:
+    """Return this host's address for the others: on NCCL_SOCKET_IFNAME, or towards the rendezvous."""
+    for name in _wanted_interfaces():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, suppress(OSError):
+            answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            return socket.inet_ntoa(answer[20:24])
+    store = os.environ.get("PYNCCL_STORE", "").rpartition(":")[0].strip("[]")
+    target = store or os.environ.get("MASTER_ADDR", "")
+    # An address for documentation: no packet is sent, only the route to it is looked up.
+    for host in filter(None, (target, "192.0.2.1", "2001:db8::1")):
+        with suppress(OSError):
+            family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as sock:
+                sock.connect(where)
+                address = str(sock.getsockname()[0])
+                if not ipaddress.ip_address(address).is_loopback:
+                    return address
+    raise NcclSystemError(
+        "the ranks are on several hosts, and this one has no address for the control channel: "
+        "set NCCL_SOCKET_IFNAME to the interface that leads to the others"
+    )
+
+
+def _wanted_interfaces() -> Iterator[str]:
+    """Yield the interfaces that NCCL_SOCKET_IFNAME names: prefixes, "=" for exact names, "^" for all but."""
+    text = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if not text:
+        return
+    exact, others = text[0] == "=" or text[:2] == "^=", text[0] == "^"
+    wanted = tuple(part.split(":")[0] for part in text.lstrip("^=").split(",") if part)
+    for _, name in socket.if_nameindex():
+        matches = name in wanted if exact else name.startswith(wanted)
+        if matches != others and not (others and name == "lo"):
+            yield name

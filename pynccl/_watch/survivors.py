@@ -1,0 +1,330 @@
+"""The ranks of a communicator that go on after others have failed: who they are, and what they agree on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from pynccl import capi
+from pynccl._errors import NcclError, NcclRemoteError, RankFailedError
+from pynccl._library.binding import ffi, lib
+from pynccl._types import UniqueId
+from pynccl._watch import agreement
+from pynccl._watch.agreement import MADE, Message, State, View, ranks_in, set_of
+from pynccl._watch.ended import Word, is_told
+from pynccl._watch.watchdog import Handle, Watch
+
+# Where the communicator has no time-out of its own.
+SECONDS = 60.0
+_SLICE_MS = 100
+# So long a death that an error of the library comes from may be noticed later, and its proof may take.
+_LATE, _PROOF = 1.0, 2.5
+# So long who has all that it needs waits for the others to have it too.
+_LINGER = 1.0
+_ETIMEDOUT = 110
+# What messages are about; the numbers of the attempt and of the agreement stand above that.
+SHRINKING, _ID, GROWING = 1, 2, 3
+_TEXT: Any = lib.PYNCCL_FRAME_TEXT
+_GONE: Any = lib.PYNCCL_GONE
+_SILENT: Any = lib.PYNCCL_SILENT
+_ENDED: Any = lib.PYNCCL_ENDED
+_ABORTS_TOO: Any = lib.PYNCCL_ABORTS_TOO
+_GOES_ON: Any = lib.PYNCCL_GOES_ON
+# Where the goodbye stands in what is known of a rank.
+_GOODBYE = 7
+
+
+class Survivors:
+    """Agrees with the other ranks of a communicator on who goes on, over the control channel.
+
+    Several times, one after another: on who they are, and then on whether they have all got there.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        excluded: Iterable[int],
+        quorum: bool,
+        final: bool,
+        doing: str = "shrinking",
+        kind: int = SHRINKING,
+        attempt: int = 0,
+    ) -> None:
+        self.watch, self.quorum, self.final, self.doing = watch, quorum, final, doing
+        self.kind, self.attempt = kind, attempt
+        self.me, self.size = watch.rank, watch.size
+        self.named = set_of(excluded)
+        # Whom the program leaves out of a communicator in trouble, it cannot reach; else it does without.
+        in_trouble = watch.verdict() is not None
+        self.excluded = 0 if in_trouble else self.named
+        self.lost = self.named if in_trouble else 0
+        self.ended = 0
+        self.states: list[State] = []
+        # Of agreements that this rank has not begun.
+        self.early: list[tuple[int, int, Message]] = []
+        self.parts: dict[int, bytearray] = {}
+        # What is still to be sent, by agreements.
+        self.out: dict[int, agreement.Output] = {}
+        self.decided = 0
+        self.began = time.monotonic()
+        self.word = Word()
+
+    def _tag(self, kind: int, number: int = 0) -> int:
+        return self.attempt << 32 | number << 8 | kind
+
+    # --- agreeing ---
+
+    def agree(self, flags: int) -> View:
+        """Return what all survivors know alike, with the flags that all have; `decided` is who they are."""
+        number = len(self.states)
+        state, out = agreement.start(
+            self.me,
+            self.size,
+            excluded=self.excluded,
+            ended=self.ended,
+            lost=self.lost,
+            flags=flags,
+            quorum=self.quorum,
+            tell_excluded=self.final,
+        )
+        self.states.append(state)
+        self.out[number] = out
+        early, self.early = self.early, []
+        for sender, which, message in early:
+            self._take(sender, which, message)
+        self._flush()
+        self._wait_for_decision()
+        decision = self.states[-1].decision
+        assert decision is not None
+        self.decided = agreement.members(decision, self.me)
+        self._must_be_in(decision)
+        # What was true of all of them is where the next agreement begins.
+        self.excluded |= decision.excluded
+        self.ended |= decision.ended
+        self.lost |= agreement.rest(decision) & ~self.decided
+        return decision
+
+    def _wait_for_decision(self) -> None:
+        deadline = time.monotonic() + (self.watch.timeout or SECONDS)
+        too_few: float | None = None
+        while self.states[-1].decision is None:
+            self.pump(_SLICE_MS)
+            state, now = self.states[-1], time.monotonic()
+            if state.view.excluded >> self.me & 1:
+                self._must_be_in(state.view)
+            if state.decision is not None or agreement.may_go_on(state):
+                too_few = None
+            else:
+                # That somebody has ended is seen, or told, a little after its connection ends.
+                too_few = too_few or now
+                self._ask_for_ends(deadline)
+                if now > min(too_few + _PROOF, deadline):
+                    raise self._partition(state.view)
+            if state.decision is None and now >= deadline:
+                raise self._late(agreement.awaited(state))
+
+    def _ask_for_ends(self, deadline: float) -> None:
+        """Learn from the launcher which of the lost ranks have ended."""
+        processes = self.watch.processes
+        asked = {r: processes[r] for r in ranks_in(self.lost & ~self.ended) if processes[r].start}
+        for rank, at in self.word.ends(asked, deadline):
+            lib.pynccl_watch_told_end(self.watch.c, rank, at)
+
+    def _must_be_in(self, view: View) -> None:
+        if view.excluded >> self.me & 1 or not agreement.members(view, self.me) >> self.me & 1:
+            raise RankFailedError(
+                f"the other ranks excluded this one, {self.me} of {self.size}",
+                ranks=[self.me],
+                rank=self.me,
+                size=self.size,
+            )
+
+    def _partition(self, view: View) -> RankFailedError:
+        chosen, rest = agreement.members(view, self.me), agreement.rest(view)
+        return RankFailedError(
+            f"partition: {_ranks(chosen)} cannot reach {_ranks(rest & ~chosen)}, who may live and go on by "
+            f"themselves, and {_are(chosen)} not more than half of the {rest.bit_count()} ranks that are not "
+            "proven to have ended (of two halves the one with the lowest rank goes on). "
+            "shrink(..., quorum=None) goes on all the same",
+            ranks=list(ranks_in(self._failed() | (rest & ~chosen))),
+            rank=self.me,
+            size=self.size,
+        )
+
+    def _late(self, awaited: int) -> RankFailedError:
+        fates = self._fates()
+        silent = set_of(r for r in ranks_in(awaited) if fates[r] & _SILENT)
+        who = silent or awaited
+        why = "did not respond" if silent else "did not take part"
+        return RankFailedError(
+            f"{self.doing} the communicator: {_ranks(who)} {why} within {self.watch.timeout or SECONDS:g} s",
+            ranks=list(ranks_in(self._failed() | who)),
+            rank=self.me,
+            size=self.size,
+        )
+
+    def _failed(self) -> int:
+        """Return who is named as failed: not who has left for that reason."""
+        fates = self._fates()
+        left = set_of(r for r in range(self.size) if fates[r] & _GOODBYE == _ABORTS_TOO)
+        return self.named | (self.lost | self.ended) & ~left & ~(1 << self.me)
+
+    # --- messages ---
+
+    def pump(self, wait_ms: int = 0) -> None:
+        """Take what has come, and tell what follows from it."""
+        # Before the messages: what a rank sent comes before its end.
+        fates = self._fates()
+        rank, data = ffi.new("int*"), ffi.new("char[]", _TEXT)
+        while not lib.pynccl_watch_take(self.watch.c, rank, self._tag(self.kind), data, _TEXT, wait_ms):
+            self._piece(int(rank[0]), bytes(ffi.buffer(data, _TEXT)))
+            wait_ms = 0
+        self._note(fates)
+        self._flush()
+        if any(state.overruled for state in self.states):
+            raise self._partition(self.states[-1].view)
+
+    def _fates(self) -> bytes:
+        fates = ffi.new("unsigned char[]", self.size)
+        lib.pynccl_watch_fates(self.watch.c, fates)
+        return bytes(ffi.buffer(fates))
+
+    def _note(self, fates: bytes) -> None:
+        """Learn who is gone: who has said so for good, or is seen to have ended, and who may be alive."""
+        for rank, fate in enumerate(fates):
+            goodbye = fate & _GOODBYE
+            if rank == self.me or self.ended >> rank & 1:
+                continue
+            if goodbye and goodbye != _GOES_ON:
+                self.ended |= 1 << rank
+            elif fate & _GONE or goodbye:
+                self.lost |= 1 << rank
+            if fate & _ENDED:
+                self.ended |= 1 << rank
+        if self.states:
+            state = self.states[-1]
+            if self.lost & ~(state.view.lost[self.me] | state.view.ended) or self.ended & ~state.view.ended:
+                self._advance(len(self.states) - 1, agreement.lose(state, self.lost, self.ended))
+
+    def _piece(self, rank: int, text: bytes) -> None:
+        part = self.parts.setdefault(rank, bytearray())
+        part += text[1:]
+        if text[0]:
+            return
+        del self.parts[rank]
+        number = int.from_bytes(part[:4], "big")
+        self._take(rank, number, agreement.unpack(bytes(part[4:]), self.size))
+
+    def _take(self, sender: int, number: int, message: Message) -> None:
+        if number >= len(self.states):
+            self.early.append((sender, number, message))
+            return
+        self._advance(number, agreement.hear(self.states[number], sender, message))
+
+    def _advance(self, number: int, step: agreement.Step) -> None:
+        self.states[number] = step[0]
+        self.out[number] = self.out.get(number, ()) + step[1]
+
+    def _flush(self) -> None:
+        out, self.out = self.out, {}
+        for number, messages in out.items():
+            self._send(number, agreement.newest(messages))
+
+    def _send(self, number: int, out: agreement.Output) -> None:
+        packed: dict[Message, bytes] = {}
+        for to, message in out:
+            if message not in packed:
+                packed[message] = number.to_bytes(4, "big") + agreement.pack(message)
+            data = packed[message]
+            for at in range(0, len(data), _TEXT - 1):
+                more = at + _TEXT - 1 < len(data)
+                piece = bytes([more]) + data[at : at + _TEXT - 1]
+                lib.pynccl_watch_send(self.watch.c, to, self._tag(self.kind), piece, len(piece))
+
+    # --- between agreements ---
+
+    def ranks(self) -> list[int]:
+        """Return who goes on, in order."""
+        return list(ranks_in(self.decided))
+
+    def look(self) -> None:
+        """Raise when not all of them will get there."""
+        self.pump()
+        gone = self.decided & (self.lost | self.ended)
+        if gone:
+            raise RankFailedError(
+                f"{self.doing} the communicator: {_ranks(gone)} failed meanwhile",
+                ranks=list(ranks_in(self._failed() | gone)),
+                rank=self.me,
+                size=self.size,
+            )
+        if any(which == len(self.states) and not said.view.flags & MADE for _, which, said in self.early):
+            raise self.other_failure()
+
+    def other_failure(self) -> NcclError:
+        """Return the error where another rank has the cause."""
+        text = f"{self.doing} the communicator: another rank could not"
+        return NcclRemoteError(text, rank=self.me, size=self.size)
+
+    def unique_id(self) -> UniqueId:
+        """Return an id that the first of them made."""
+        first, *others = self.ranks()
+        tag = self._tag(_ID, len(self.states))
+        if self.me == first:
+            made = UniqueId(capi.ncclGetUniqueId())
+            for rank in others:
+                lib.pynccl_watch_send(self.watch.c, rank, tag, bytes(made), 128)
+            return made
+        deadline = time.monotonic() + (self.watch.timeout or SECONDS)
+        data = ffi.new("char[]", 128)
+        while code := lib.pynccl_watch_receive(self.watch.c, first, tag, data, 128, _SLICE_MS):
+            self.look()
+            if code != _ETIMEDOUT or time.monotonic() >= deadline:
+                raise self._late(1 << first)
+        return UniqueId(bytes(ffi.buffer(data)))
+
+    def wait_for_losses(self) -> None:
+        """Give a death the time to be noticed that an error may come from."""
+        deadline = time.monotonic() + _LATE
+        while not self.decided & (self.lost | self.ended) and time.monotonic() < deadline:
+            if any(which == len(self.states) for _, which, _ in self.early):
+                return
+            self.pump(_SLICE_MS)
+
+    def linger(self) -> None:
+        """Stay until all of them have the last decision, so that nobody waits for a word that was cut off.
+
+        And until who was cut off, and sees this process or is told of it, cannot take an end of it for a
+        proof any more.
+        """
+        deadline = time.monotonic() + _LINGER
+        others = self.decided & ~(1 << self.me)
+        while others & ~(self.states[-1].deciders | self.lost | self.ended) and time.monotonic() < deadline:
+            self.pump(_SLICE_MS)
+        fates, outside = self._fates(), self.lost & ~(self.ended | self.decided)
+        cut_off = [fates[r] & _GONE and (is_told() or self.watch.visible[r]) for r in ranks_in(outside)]
+        if any(cut_off):
+            time.sleep(max(0.0, self.began + _PROOF - time.monotonic()))
+
+
+def _ranks(bits: int) -> str:
+    ranks = list(ranks_in(bits))
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+
+
+def _are(bits: int) -> str:
+    return "is" if bits.bit_count() == 1 else "are"
+
+
+def share_id(watch: Watch, handle: Handle, unique_id: bytes | None) -> UniqueId:
+    """Return the unique id that one rank has to all ranks of a healthy communicator, through it."""
+    deadline = None if watch.timeout is None else time.monotonic() + watch.timeout
+    mine = bytes([unique_id is not None]) + (unique_id or bytes(128))
+    given = [one[1:] for one in watch.gather(handle, mine, deadline) if one[0]]
+    if len(given) != 1:
+        raise ValueError(
+            f"{len(given)} ranks gave a unique_id to grow with; expected one: the rank that calls "
+            "comm.get_unique_id() passes the id to grow, and to the new ranks for Communicator.join"
+        )
+    return UniqueId(given[0])

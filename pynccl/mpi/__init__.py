@@ -1,0 +1,530 @@
+"""An mpi4py-shaped communicator: NCCL for device arrays, MPI for everything else.
+
+    comm = pynccl.mpi.Comm(MPI.COMM_WORLD)
+    comm.Allreduce(x, y, op=MPI.SUM)      # x, y: CuPy arrays by NCCL, NumPy arrays by MPI
+
+The methods have mpi4py's signatures, and read its buffer arguments as it does: counts, displacements and
+datatypes in every form. On device arrays they go to the current stream of the array's library, as CuPy's own
+operations do: what comes after them on that stream sees the result. On the CPU library, CuPy arrays and
+other objects with `__cuda_array_interface__` take NCCL's way too, and the call returns when the result is
+there. What NCCL cannot do (tags, ANY_SOURCE, logical and user operations) raises NotSupportedError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mpi4py
+from mpi4py import MPI
+
+from pynccl._arrays import dtypes
+from pynccl._comm.communicator import Communicator
+from pynccl._comm.groups import Group
+from pynccl._comm.reductions import OpName
+from pynccl._errors import NotSupportedError
+from pynccl.bootstrap._init import init
+from pynccl.mpi._messages import (
+    Message,
+    each_its_own,
+    in_place,
+    on_device,
+    one,
+    part_of,
+    require_alike,
+    require_apart,
+    same,
+    several,
+    wholes,
+)
+from pynccl.mpi._staging import Staging, neutral
+
+__all__ = ["Comm"]
+
+if int(mpi4py.__version__.partition(".")[0]) < 4:
+    raise ImportError(f"pynccl.mpi needs mpi4py 4 or newer; mpi4py {mpi4py.__version__} is installed")
+
+# A list, since MPI.Op has no hash.
+_OPS: list[tuple[MPI.Op, OpName]] = [(MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MAX, "max"), (MPI.MIN, "min")]
+# What makes a communicator without every rank of this one.
+_NOT_BY_ALL = ("Create_group", "Create_from_group", "Shrink")
+# What answers with a communicator that is not there yet.
+_LATER = ("Idup", "Idup_with_info", "Ishrink")
+
+
+def _op(op: Any, message: Message) -> OpName:
+    """Return pynccl's name of a reduction that NCCL has for the numbers of an argument."""
+    name = next((name for known, name in _OPS if op == known), None)
+    if name is None:
+        raise NotSupportedError(
+            f"op is {_op_text(op)}; expected MPI.SUM, PROD, MAX or MIN: NCCL has no other for device arrays"
+        )
+    dtype, derived = message.dtype, message.regions[0].layout.derived
+    travel = None if dtype is None else dtypes.traveller(dtypes.CODES[dtype])
+    if dtype is None or derived or (travel and not travel.adds):
+        what = "a derived datatype" if derived else dtype or "a datatype"
+        raise NotSupportedError(f"{message.name} has {what}, of which NCCL has no reduction")
+    if travel and name != "sum":
+        raise NotSupportedError(f"{message.name} has {dtype}, of which NCCL has the sum; op is {name}")
+    return name
+
+
+def _op_text(op: Any) -> str:
+    """Return an operation as a program writes it."""
+    if not isinstance(op, MPI.Op):
+        return repr(op)
+    known = (name for name in dir(MPI) if isinstance(getattr(MPI, name), MPI.Op) and getattr(MPI, name) == op)
+    return next((f"MPI.{name}" for name in known), "one that MPI.Op.Create made")
+
+
+def _require_no_tag(tag: int, name: str, neutral: Sequence[int]) -> None:
+    if tag not in neutral:
+        raise NotSupportedError(f"{name} is {tag}; expected 0: NCCL has no tags for device arrays")
+
+
+def _reduced(sendbuf: Any, recvbuf: Any) -> tuple[Message, Message]:
+    """Read the arguments of a reduction; in place they are the same."""
+    recv = one(recvbuf, "recvbuf", writes=True)
+    if in_place(sendbuf):
+        return recv, recv
+    send = one(sendbuf, "sendbuf")
+    require_alike(send, recv)
+    return send, recv
+
+
+class Comm:
+    """An mpi4py communicator whose device arrays travel by NCCL; every rank of it has to make one.
+
+    `mpi` is the mpi4py communicator, `nccl` the pynccl one. What is not defined here is mpi4py's own.
+    """
+
+    def __init__(
+        self, mpi: MPI.Comm = MPI.COMM_WORLD, *, nccl: Communicator | None = None, **options: Any
+    ) -> None:
+        if not isinstance(mpi, MPI.Comm) or mpi == MPI.COMM_NULL or mpi.Is_inter():
+            raise TypeError(f"mpi is {mpi!r}; expected an mpi4py communicator, within one group of ranks")
+        self.mpi = mpi
+        self.nccl = init(mpi, **options) if nccl is None else nccl
+        self._options = options
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        return self.nccl.rank
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return self.nccl.size
+
+    def __repr__(self) -> str:
+        return f"<pynccl.mpi.Comm {self.nccl!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "mpi":
+            # Of an object that was never initialized.
+            raise AttributeError(name)
+        value = getattr(self.mpi, name)
+        if not name[:1].isupper() or not callable(value):
+            return value
+
+        def on_host(*args: Any, **kwargs: Any) -> Any:
+            if name in _LATER:
+                raise NotSupportedError(f"{name}: NCCL makes communicators at once; expected Dup or Shrink")
+            if any(on_device(buf=arg) for arg in (*args, *kwargs.values())):
+                raise NotSupportedError(f"{name} of device arrays: NCCL has no such operation")
+            made = value(*args, **kwargs)
+            if isinstance(made, MPI.Intracomm):
+                return self._relative(made, by_all=name not in _NOT_BY_ALL)
+            return made
+
+        return on_host
+
+    def __enter__(self) -> Comm:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.nccl.__exit__(*error)
+
+    # --- collectives ---
+
+    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
+        """Reduce to every rank; MPI.IN_PLACE as sendbuf."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Allreduce(sendbuf, recvbuf, op)
+            return
+        send, recv = _reduced(sendbuf, recvbuf)
+        with Staging(self.nccl) as stage:
+            self.nccl.all_reduce(stage.send(send), stage.recv(recv), _op(op, recv))
+
+    def Reduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, root: int = 0) -> None:
+        """Reduce to the root; MPI.IN_PLACE as its sendbuf."""
+        here = self.rank == root
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf if here else None):
+            self.mpi.Reduce(sendbuf, recvbuf, op, root)
+            return
+        send, recv = _reduced(sendbuf, recvbuf) if here else (one(sendbuf, "sendbuf"), None)
+        with Staging(self.nccl) as stage:
+            target = None if recv is None else stage.recv(recv)
+            self.nccl.reduce(stage.send(send), target, _op(op, send), root)
+
+    def Bcast(self, buf: Any, root: int = 0) -> None:
+        """Copy the root's buffer to every rank."""
+        if not on_device(buf=buf):
+            self.mpi.Bcast(buf, root)
+            return
+        here = self.rank == root
+        message = one(buf, "buf", writes=not here)
+        with Staging(self.nccl) as stage:
+            self.nccl.broadcast(stage.send(message) if here else stage.recv(message), root=root)
+
+    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Collect equal parts on every rank; MPI.IN_PLACE as sendbuf."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Allgather(sendbuf, recvbuf)
+            return
+        recv = one(recvbuf, "recvbuf", self.size, writes=True)
+        send = recv.share(self.rank) if in_place(sendbuf) else one(sendbuf, "sendbuf")
+        require_alike(send, recv.share(self.rank))
+        with Staging(self.nccl) as stage:
+            self.nccl.all_gather(stage.send(send), stage.recv(recv))
+
+    def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Collect parts of any length on every rank; MPI.IN_PLACE as sendbuf."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Allgatherv(sendbuf, recvbuf)
+            return
+        recv = several(recvbuf, "recvbuf", self.size, writes=True)
+        send = self._own(sendbuf, "sendbuf", recv)
+        with Staging(self.nccl) as stage:
+            mine, parts = stage.send(send), stage.recvs(recv)
+            with Group():
+                for root, part in enumerate(parts):
+                    self.nccl.broadcast(mine if root == self.rank else None, part, root)
+
+    def _own(self, spec: Any, name: str, parts: Message, writes: bool = False) -> Message:
+        """Read the argument for this rank's own part of another argument, or return that part."""
+        part = parts.of(self.rank)
+        if in_place(spec):
+            return part
+        own = one(spec, name, writes=writes)
+        require_alike(own, part)
+        if not same(own, part):
+            require_apart(own, parts)
+        return own
+
+    def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """Collect equal parts on the root; MPI.IN_PLACE as its sendbuf."""
+        here = self.rank == root
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf if here else None):
+            self.mpi.Gather(sendbuf, recvbuf, root)
+            return
+        with Staging(self.nccl) as stage:
+            if not here:
+                self.nccl.gather(stage.send(one(sendbuf, "sendbuf")), None, root)
+                return
+            recv = one(recvbuf, "recvbuf", self.size, writes=True)
+            send = recv.share(root) if in_place(sendbuf) else one(sendbuf, "sendbuf")
+            require_alike(send, recv.share(root))
+            self.nccl.gather(stage.send(send), stage.recv(recv), root)
+
+    def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """Collect parts of any length on the root; MPI.IN_PLACE as its sendbuf."""
+        here = self.rank == root
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf if here else None):
+            self.mpi.Gatherv(sendbuf, recvbuf, root)
+            return
+        with Staging(self.nccl) as stage:
+            if not here:
+                self.nccl.send(stage.send(one(sendbuf, "sendbuf")), root)
+                return
+            recv = several(recvbuf, "recvbuf", self.size, writes=True)
+            send = self._own(sendbuf, "sendbuf", recv)
+            peers, stays = self._peers(send, recv)
+            mine, parts = None if stays else stage.send(send), stage.recvs(recv.of(*peers))
+            with Group():
+                if mine is not None:
+                    self.nccl.send(mine, root)
+                for peer, part in zip(peers, parts, strict=True):
+                    self.nccl.recv(part, peer)
+
+    def _peers(self, own: Message, parts: Message) -> tuple[list[int], bool]:
+        """Return the ranks to exchange parts with, and whether this rank's own stays where it is."""
+        stays = same(own, parts.of(self.rank))
+        return [peer for peer in range(self.size) if peer != self.rank or not stays], stays
+
+    def Scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """Send equal parts of the root's buffer to the ranks; MPI.IN_PLACE as its recvbuf."""
+        here = self.rank == root
+        if not on_device(sendbuf=sendbuf if here else None, recvbuf=recvbuf):
+            self.mpi.Scatter(sendbuf, recvbuf, root)
+            return
+        with Staging(self.nccl) as stage:
+            if not here:
+                self.nccl.scatter(None, stage.recv(one(recvbuf, "recvbuf", writes=True)), root)
+                return
+            send = one(sendbuf, "sendbuf", self.size)
+            recv = send.share(root) if in_place(recvbuf) else one(recvbuf, "recvbuf", writes=True)
+            require_alike(recv, send.share(root))
+            self.nccl.scatter(stage.send(send), stage.recv(recv), root)
+
+    def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
+        """Send parts of any length of the root's buffer to the ranks; MPI.IN_PLACE as its recvbuf."""
+        here = self.rank == root
+        if not on_device(sendbuf=sendbuf if here else None, recvbuf=recvbuf):
+            self.mpi.Scatterv(sendbuf, recvbuf, root)
+            return
+        with Staging(self.nccl) as stage:
+            if not here:
+                self.nccl.recv(stage.recv(one(recvbuf, "recvbuf", writes=True)), root)
+                return
+            send = several(sendbuf, "sendbuf", self.size)
+            recv = self._own(recvbuf, "recvbuf", send, writes=True)
+            peers, stays = self._peers(recv, send)
+            parts, mine = stage.sends(send.of(*peers)), None if stays else stage.recv(recv)
+            with Group():
+                for peer, part in zip(peers, parts, strict=True):
+                    self.nccl.send(part, peer)
+                if mine is not None:
+                    self.nccl.recv(mine, root)
+
+    def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Exchange equal parts between all ranks; MPI.IN_PLACE as sendbuf."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Alltoall(sendbuf, recvbuf)
+            return
+        recv = one(recvbuf, "recvbuf", self.size, writes=True)
+        send = recv if in_place(sendbuf) else one(sendbuf, "sendbuf", self.size)
+        require_alike(send, recv)
+        with Staging(self.nccl) as stage:
+            self.nccl.all_to_all(stage.send(send, apart=in_place(sendbuf)), stage.recv(recv))
+
+    def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Exchange parts of any length between all ranks; MPI.IN_PLACE as sendbuf."""
+        self._exchange("Alltoallv", several, sendbuf, recvbuf)
+
+    def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Exchange parts of any length and datatype between all ranks; MPI.IN_PLACE as sendbuf."""
+        self._exchange("Alltoallw", each_its_own, sendbuf, recvbuf)
+
+    def _exchange(self, name: str, read: Callable[..., Message], sendbuf: Any, recvbuf: Any) -> None:
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            getattr(self.mpi, name)(sendbuf, recvbuf)
+            return
+        stays = in_place(sendbuf)
+        recv = read(recvbuf, "recvbuf", self.size, writes=True)
+        send = recv if stays else read(sendbuf, "sendbuf", self.size)
+        require_alike(send.of(self.rank), recv.of(self.rank))
+        if not stays:
+            require_apart(send, recv)
+        with Staging(self.nccl) as stage:
+            sends, recvs = stage.sends(send, apart=stays), stage.recvs(recv)
+            with Group():
+                for peer, part in enumerate(sends):
+                    self.nccl.send(part, peer)
+                for peer, part in enumerate(recvs):
+                    self.nccl.recv(part, peer)
+
+    def Reduce_scatter(
+        self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: MPI.Op = MPI.SUM
+    ) -> None:
+        """Reduce, and give every rank its part: `recvcounts[i]` elements to rank i, or all it takes."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Reduce_scatter(sendbuf, recvbuf, recvcounts, op)
+            return
+        recv = one(recvbuf, "recvbuf", writes=True)
+        if recvcounts is None and not in_place(sendbuf):
+            counts = self.mpi.allgather(recv.entries)
+        else:
+            counts = wholes(recvcounts, "recvcounts", self.size)
+        if in_place(sendbuf):
+            send, recv = recv, recv._replace(entries=counts[self.rank]).share(0)
+        else:
+            send = one(sendbuf, "sendbuf")
+        self._scatter_reduced(send, recv, counts, op, apart=in_place(sendbuf))
+
+    def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
+        """Reduce, and give every rank an equal part; MPI.IN_PLACE as sendbuf."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Reduce_scatter_block(sendbuf, recvbuf, op)
+            return
+        if in_place(sendbuf):
+            send = one(recvbuf, "recvbuf", self.size, writes=True)
+            recv = send.share(0)
+        else:
+            recv, send = one(recvbuf, "recvbuf", writes=True), one(sendbuf, "sendbuf", self.size)
+        self._scatter_reduced(send, recv, [send.entries] * self.size, op, apart=in_place(sendbuf))
+
+    def _scatter_reduced(
+        self, send: Message, recv: Message, counts: list[int], op: MPI.Op, apart: bool
+    ) -> None:
+        name = _op(op, send)
+        (given,) = send.regions
+        if given.entries != sum(counts):
+            raise ValueError(
+                f"{send.name} has {given.entries} elements; expected {sum(counts)}, all ranks' counts"
+            )
+        require_alike(recv, send._replace(regions=[given._replace(entries=counts[self.rank])]))
+        if not apart:
+            require_apart(send, recv)
+        with Staging(self.nccl) as stage:
+            source, target = stage.send(send), stage.recv(recv, apart=apart)
+            if len(set(counts)) == 1:
+                self.nccl.reduce_scatter(source, target, name)
+            else:
+                if not counts[self.rank]:
+                    target = part_of(None, 0, 0, send.dtype)
+                self.nccl.reduce_scatter_v(source, target, counts, name)
+
+    def Scan(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
+        """Reduce the ranks up to this one; MPI.IN_PLACE as sendbuf."""
+        self._scan("Scan", sendbuf, recvbuf, op, 0)
+
+    def Exscan(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
+        """Reduce the ranks before this one, on all but the first; MPI.IN_PLACE as sendbuf."""
+        self._scan("Exscan", sendbuf, recvbuf, op, 1)
+
+    def _scan(self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, first: int) -> None:
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            getattr(self.mpi, name)(sendbuf, recvbuf, op)
+            return
+        send, recv = _reduced(sendbuf, recvbuf)
+        stays, reduction = send is recv, _op(op, send)
+        if send.memory.dtype != send.dtype:
+            raise NotSupportedError(
+                f"{send.name} has {send.dtype} in an array of {send.memory.dtype}; expected an array of it"
+            )
+        if not stays:
+            require_apart(send, recv)
+        # One reduction for each rank: those behind it give what changes nothing.
+        with Staging(self.nccl) as stage:
+            source = stage.send(send)
+            target = stage.recv(recv, apart=stays) if self.rank >= first else None
+            nothing = neutral(send, reduction) if send.entries else source
+            with Group():
+                for root in range(first, self.size):
+                    mine = source if self.rank <= root - first else nothing
+                    self.nccl.reduce(mine, target if root == self.rank else None, reduction, root)
+
+    def Barrier(self) -> None:
+        """Return when every rank has reached this."""
+        self.mpi.Barrier()
+
+    # --- point to point ---
+
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer to a rank, which has to receive as much."""
+        if not on_device(buf=buf):
+            self.mpi.Send(buf, dest, tag)
+            return
+        _require_no_tag(tag, "tag", (0,))
+        if dest != MPI.PROC_NULL:
+            with Staging(self.nccl) as stage:
+                self.nccl.send(stage.send(one(buf, "buf")), dest)
+
+    def Recv(
+        self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> None:
+        """Receive from a rank as much as it sends; device arrays need to say from which."""
+        if not on_device(buf=buf):
+            self.mpi.Recv(buf, source, tag, status)
+            return
+        self._require_source(source, tag, status)
+        if source != MPI.PROC_NULL:
+            with Staging(self.nccl) as stage:
+                self.nccl.recv(stage.recv(one(buf, "buf", writes=True)), source)
+
+    def Sendrecv(
+        self,
+        sendbuf: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> None:
+        """Send to one rank while receiving from another."""
+        if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
+            self.mpi.Sendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+            return
+        _require_no_tag(sendtag, "sendtag", (0,))
+        self._require_source(source, recvtag, status)
+        send = None if dest == MPI.PROC_NULL else one(sendbuf, "sendbuf")
+        recv = None if source == MPI.PROC_NULL else one(recvbuf, "recvbuf", writes=True)
+        if send and recv:
+            require_apart(send, recv)
+        self._swap(send, dest, recv, source)
+
+    def Sendrecv_replace(
+        self,
+        buf: Any,
+        dest: int,
+        sendtag: int = 0,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> None:
+        """Send a buffer to one rank, and receive into it from another."""
+        if not on_device(buf=buf):
+            self.mpi.Sendrecv_replace(buf, dest, sendtag, source, recvtag, status)
+            return
+        _require_no_tag(sendtag, "sendtag", (0,))
+        self._require_source(source, recvtag, status)
+        message = one(buf, "buf", writes=True)
+        send = None if dest == MPI.PROC_NULL else message
+        self._swap(send, dest, None if source == MPI.PROC_NULL else message, source)
+
+    def _swap(self, send: Message | None, dest: int, recv: Message | None, source: int) -> None:
+        with Staging(self.nccl) as stage:
+            out = None if send is None else stage.send(send, apart=send is recv)
+            into = None if recv is None else stage.recv(recv)
+            with Group():
+                if out is not None:
+                    self.nccl.send(out, dest)
+                if into is not None:
+                    self.nccl.recv(into, source)
+
+    def _require_source(self, source: int, tag: int, status: MPI.Status | None) -> None:
+        if source == MPI.ANY_SOURCE:
+            raise NotSupportedError("source is ANY_SOURCE; expected a rank: NCCL receives from a known one")
+        _require_no_tag(tag, "tag", (0, MPI.ANY_TAG))
+        if status is not None:
+            raise NotSupportedError("status is given; expected None: NCCL tells nothing of a message")
+
+    # --- relatives and the end ---
+
+    def Split(self, color: int = 0, key: int = 0) -> Comm | MPI.Comm:
+        """Make a communicator of the ranks with the same color; MPI.COMM_NULL for MPI.UNDEFINED."""
+        return self._relative(self.mpi.Split(color, key))
+
+    def Dup(self, info: MPI.Info | None = None) -> Comm:
+        """Make another communicator of the same ranks."""
+        copy = self._relative(self.mpi.Dup(info))
+        assert isinstance(copy, Comm)
+        return copy
+
+    def _relative(self, mpi: MPI.Comm, by_all: bool = True) -> Comm | MPI.Comm:
+        """Return what goes with a communicator that MPI made of this one, in a call of all ranks or not."""
+        joins = mpi != MPI.COMM_NULL
+        if not by_all:
+            return type(self)(mpi, **self._options) if joins else mpi
+        first = mpi.group.Translate_ranks([0], self.mpi.group)[0] if joins else None
+        nccl = self.nccl.split(first, mpi.rank if joins else 0)
+        if nccl is None:
+            return mpi
+        relative = type(self)(mpi, nccl=nccl)
+        relative._options = self._options
+        return relative
+
+    def Free(self) -> None:
+        """Destroy the NCCL communicator, and free the MPI one unless it is MPI's own."""
+        self.nccl.destroy()
+        if self.mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            self.mpi.Free()
+
+    def Disconnect(self) -> None:
+        """Destroy the NCCL communicator, and disconnect the MPI one unless it is MPI's own."""
+        self.nccl.destroy()
+        if self.mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            self.mpi.Disconnect()

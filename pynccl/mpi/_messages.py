@@ -1,0 +1,542 @@
+"""What mpi4py's buffer arguments say of device arrays: `[data, count, displacement, datatype]` in every form.
+
+The rules are those of mpi4py's own parser: counts are a rank's, `(counts, displacements)` may be a pair, and
+what is left out follows from the memory's length. Beyond it, everything has to lie within the array.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from operator import index
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from pynccl._arrays import dtypes
+from pynccl._arrays.buffers import Part, spans
+from pynccl._errors import NotSupportedError
+
+# Offset and length, in bytes.
+Block = tuple[int, int]
+
+
+class Layout(NamedTuple):
+    """An MPI datatype: the bytes from one element to the next, which of them it has, and what they are."""
+
+    extent: int
+    # In MPI's order.
+    blocks: tuple[Block, ...]
+    # pynccl's name of the numbers; None: just bytes.
+    dtype: str | None
+    # The bytes of one element.
+    size: int
+    # Elements follow each other without gaps, in order.
+    dense: bool
+    # It is derived from other datatypes.
+    derived: bool
+
+
+def _layout_of(extent: int, blocks: tuple[Block, ...], dtype: str | None, *, derived: bool = False) -> Layout:
+    size = sum(length for _, length in blocks)
+    return Layout(extent, blocks, dtype, size, blocks == ((0, extent),), derived)
+
+
+class Region(NamedTuple):
+    """So many elements of a datatype, one after another from an offset in bytes."""
+
+    offset: int
+    entries: int
+    layout: Layout
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that travel."""
+        return self.entries * self.layout.size
+
+    def blocks(self) -> Iterator[Block]:
+        """Return the pieces of memory that it has, in order; those that touch as one."""
+        extent = self.layout.extent
+        if self.layout.dense:
+            yield self.offset, self.entries * extent
+            return
+        yield from _joined(
+            (self.offset + i * extent + offset, length)
+            for i in range(self.entries)
+            for offset, length in self.layout.blocks
+        )
+
+    def ends(self) -> tuple[int, int]:
+        """Return the first byte that it may touch, and the one after the last."""
+        if self.layout.dense or not self.nbytes:
+            return self.offset, self.offset + self.nbytes
+        steps = sorted((0, (self.entries - 1) * self.layout.extent))
+        least = min(offset for offset, _ in self.layout.blocks)
+        most = max(offset + length for offset, length in self.layout.blocks)
+        return self.offset + steps[0] + least, self.offset + steps[1] + most
+
+
+class _Memory(NamedTuple):
+    """An array, as bytes."""
+
+    array: Any
+    pointer: int
+    nbytes: int
+    dtype: str | None
+    # Of an element as mpi4py sees it.
+    itemsize: int
+    readonly: bool
+    # In C order, writable, and of a dtype that NCCL has.
+    simple: bool
+
+
+class Message(NamedTuple):
+    """The device memory that an argument names: one region, or one for every rank."""
+
+    name: str
+    memory: _Memory
+    regions: list[Region]
+    # For each rank, of an argument with one region.
+    entries: int = 0
+
+    @property
+    def dtype(self) -> str | None:
+        """pynccl's name of the numbers; None: just bytes."""
+        return self.regions[0].layout.dtype
+
+    def share(self, rank: int) -> Message:
+        """Return one rank's part of an argument with one region."""
+        (whole,) = self.regions
+        start = whole.offset + rank * self.entries * whole.layout.extent
+        return self._replace(regions=[Region(start, self.entries, whole.layout)])
+
+    def of(self, *ranks: int) -> Message:
+        """Return the regions of some ranks."""
+        return self._replace(regions=[self.regions[rank] for rank in ranks])
+
+    def buffer(self, region: Region) -> Any:
+        """Return the memory of a region without gaps: the array itself where that is the same."""
+        memory, dtype = self.memory, region.layout.dtype
+        if not region.nbytes:
+            # Datatypes of nothing may differ.
+            return part_of(memory.array, memory.pointer, 0, None)
+        if memory.simple and dtype == memory.dtype and region.nbytes == memory.nbytes:
+            return memory.array
+        return part_of(memory.array, memory.pointer + region.offset, region.nbytes, dtype, memory.readonly)
+
+    def blocks(self, region: Region) -> Iterator[Part]:
+        """Return the pieces of memory of a region, as bytes."""
+        for offset, length in region.blocks():
+            yield part_of(self.memory.array, self.memory.pointer + offset, length, None, self.memory.readonly)
+
+
+def part_of(array: Any, pointer: int, nbytes: int, dtype: str | None, readonly: bool = False) -> Part:
+    """Return some memory of an array as numbers of a dtype, or as bytes."""
+    name = dtype or "uint8"
+    return Part(pointer, nbytes // _itemsize(name), name, owner=array, readonly=readonly)
+
+
+def _itemsize(dtype: str) -> int:
+    code = dtypes.CODES[dtype]
+    travel = dtypes.traveller(code)
+    return dtypes.itemsize(code) * (travel.factor if travel else 1)
+
+
+# --- whose a call is ----------------------------------------------------------------------------------------
+
+
+# Of types of arrays; None where it depends on the array.
+_devices: dict[type, bool | None] = {np.ndarray: False}
+
+
+def is_device(array: Any) -> bool:
+    """Tell whether an array is a device's, or on the CPU library takes the place of one."""
+    kind = type(array)
+    if kind not in _devices:
+        # Without a driver the interface of CuPy's arrays raises.
+        cupy = kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__")
+        _devices[kind] = True if cupy else None
+    known = _devices[kind]
+    if known is not None:
+        return known
+    device = getattr(getattr(array, "device", None), "type", None)
+    if isinstance(device, str):
+        # torch's: the interface of a tensor that requires a gradient raises.
+        return device == "cuda"
+    return hasattr(array, "__cuda_array_interface__")
+
+
+def _place(spec: Any) -> bool | None:
+    """Tell whether an argument names device memory; None for one that names none at all."""
+    data = spec[0] if isinstance(spec, list | tuple) and spec else spec
+    if data is None or isinstance(data, type(MPI.IN_PLACE) | type(MPI.BOTTOM)):
+        return None
+    return is_device(data)
+
+
+def on_device(**specs: Any) -> bool:
+    """Tell whether a call's arguments name device memory: all of them, or none."""
+    places = {name: _place(spec) for name, spec in specs.items()}
+    if True not in places.values():
+        return False
+    for name, place in places.items():
+        if place is False:
+            raise TypeError(f"{name} is host memory, the other buffer a device's; expected both alike")
+    return True
+
+
+def in_place(spec: Any) -> bool:
+    """Tell whether an argument says MPI.IN_PLACE, which None says too."""
+    return spec is None or spec is MPI.IN_PLACE
+
+
+# --- the forms of an argument -------------------------------------------------------------------------------
+
+
+def one(spec: Any, name: str, blocks: int = 1, *, writes: bool = False) -> Message:
+    """Read an argument with one count, which with several blocks is that of each."""
+    data, count, displacement, datatype = _items(spec, name, (tuple, list))
+    memory = _memory(data, name, writes)
+    layout = _layout(datatype, memory, name)
+    start = 0 if displacement is None else _whole(displacement, f"the displacement of {name}")
+    offset = start * layout.extent
+    if offset > memory.nbytes:
+        raise ValueError(f"{name} has displacement {start}, beyond the {memory.nbytes} bytes of its array")
+    if count is None:
+        entries = _entries(memory.nbytes - offset, layout, name)
+        if entries % blocks:
+            raise ValueError(f"{name} has {entries} elements; expected a multiple of the {blocks} ranks")
+        each = entries // blocks
+    else:
+        each = _whole(count, f"the count of {name}")
+    return _within(Message(name, memory, [Region(offset, each * blocks, layout)], each))
+
+
+def several(spec: Any, name: str, blocks: int, *, writes: bool = False) -> Message:
+    """Read an argument with a count and a displacement for every rank."""
+    data, counts, displacements, datatype = _items(spec, name, tuple)
+    memory = _memory(data, name, writes)
+    layout = _layout(datatype, memory, name)
+    if counts is None:
+        share, rest = divmod(_entries(memory.nbytes, layout, name), blocks)
+        each = [share + (rest > i) for i in range(blocks)]
+    elif _is_int(counts):
+        each = [_whole(counts, f"the count of {name}")] * blocks
+    else:
+        each = wholes(counts, f"the counts of {name}", blocks)
+    if displacements is None:
+        starts = [0, *itertools.accumulate(each[:-1])]
+    elif _is_int(displacements):
+        stride = _whole(displacements, f"the stride of {name}")
+        starts = [stride * i for i in range(blocks)]
+    else:
+        starts = wholes(displacements, f"the displacements of {name}", blocks)
+    regions = [Region(start * layout.extent, n, layout) for start, n in zip(starts, each, strict=True)]
+    return _separate(_within(Message(name, memory, regions)), writes)
+
+
+def each_its_own(spec: Any, name: str, blocks: int, *, writes: bool = False) -> Message:
+    """Read an argument of Alltoallw's: displacements are in bytes, every rank has a datatype of its own."""
+    items = list(spec) if isinstance(spec, list | tuple) else []
+    if len(items) == 3:
+        items[1:2] = items[1]
+    elif len(items) == 2:
+        items[1:1] = [1] * blocks, [0] * blocks
+    if len(items) != 4:
+        raise ValueError(f"{name} has {len(items)} items; expected data, counts, displacements, datatypes")
+    data, counts, displacements, datatypes = items
+    memory = _memory(data, name, writes)
+    if len(datatypes) != blocks:
+        raise ValueError(f"{name} has {len(datatypes)} datatypes; expected one a rank, {blocks}")
+    regions = [
+        Region(start, count, _layout(datatype, memory, name))
+        for count, start, datatype in zip(
+            wholes(counts, f"the counts of {name}", blocks),
+            wholes(displacements, f"the displacements of {name}", blocks),
+            datatypes,
+            strict=True,
+        )
+    ]
+    return _separate(_within(Message(name, memory, regions)), writes)
+
+
+def _items(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
+    """Return data, count, displacement and datatype, None for what is left out."""
+    if spec is None or isinstance(spec, type(MPI.IN_PLACE) | type(MPI.BOTTOM)):
+        raise TypeError(f"{name} is {spec!r}; expected a device array, or a list that begins with one")
+    if not isinstance(spec, list | tuple):
+        return spec, None, None, None
+    if not 2 <= len(spec) <= 4:
+        raise ValueError(f"{name} has {len(spec)} items; expected data, count, displacement, datatype")
+    data, count, *more = spec
+    if not more and isinstance(count, MPI.Datatype | str):
+        return data, None, None, count
+    if len(more) == 2:
+        return data, count, more[0], more[1]
+    datatype = more[0] if more else None
+    if not isinstance(count, pair):
+        return data, count, None, datatype
+    if len(count) != 2:
+        raise ValueError(f"{name} has {count!r} for its count; expected a number, or count and displacement")
+    return data, count[0], count[1], datatype
+
+
+def _is_int(value: Any) -> bool:
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _whole(value: Any, what: str) -> int:
+    if not _is_int(value):
+        raise TypeError(f"{what} is {value!r}; expected an int")
+    if index(value) < 0:
+        raise ValueError(f"{what} is {value}; expected 0 or more")
+    return index(value)
+
+
+def wholes(values: Any, what: str, size: int) -> list[int]:
+    """Return a sequence of ints, 0 or more, one for every rank."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{what} is {values!r}; expected a sequence of {size} ints")
+    numbers = [_whole(value, what) for value in values]
+    if len(numbers) != size:
+        raise ValueError(f"{what} has {len(numbers)} entries; expected one a rank, {size}")
+    return numbers
+
+
+def _entries(nbytes: int, layout: Layout, name: str) -> int:
+    """Return how many elements there are in so many bytes."""
+    if not nbytes:
+        return 0
+    if layout.extent <= 0 or nbytes % layout.extent:
+        raise ValueError(
+            f"{name} has {nbytes} bytes and no count; expected a multiple of its datatype's {layout.extent}"
+        )
+    return nbytes // layout.extent
+
+
+def _within(message: Message) -> Message:
+    for region in message.regions:
+        first, last = region.ends()
+        if first < 0 or last > message.memory.nbytes:
+            raise ValueError(
+                f"{message.name} has bytes {first} to {last}; expected them within the array's "
+                f"{message.memory.nbytes}"
+            )
+    return message
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+class _AsBytes:
+    """An array of a dtype that NCCL lacks, as bytes."""
+
+    def __init__(self, array: Any, interface: dict[str, Any], itemsize: int) -> None:
+        self.array = array
+        self.__cuda_array_interface__ = interface | {"shape": (*interface["shape"], itemsize)}
+        self.__cuda_array_interface__ |= {"typestr": "|u1", "descr": [("", "|u1")]}
+        if interface.get("strides") is not None:
+            self.__cuda_array_interface__["strides"] = (*interface["strides"], 1)
+
+
+def _memory(array: Any, name: str, writes: bool) -> _Memory:
+    if array is None or isinstance(array, type(MPI.BOTTOM)):
+        # Nothing is sent or received; addresses are no device arrays.
+        return _Memory(None, 0, 0, None, 1, False, False)
+    try:
+        pointer, elements, code, _, flags = spans[type(array)](array, name)
+        dtype = dtypes.name_of(code)
+        nbytes, itemsize = elements * dtypes.itemsize(code), _itemsize(dtype)
+    except TypeError:
+        interface = getattr(array, "__cuda_array_interface__", None)
+        if interface is None:
+            raise
+        has = np.dtype(interface["typestr"])
+        # MPI has datatypes for numbers only; the rest is bytes for mpi4py, too.
+        dtype, itemsize = None, has.itemsize if has.kind in "biufc" else 1
+        pointer, nbytes, _, _, flags = spans[_AsBytes](_AsBytes(array, interface, has.itemsize), name)
+    if writes and flags & 1 and nbytes:
+        raise ValueError(f"{name} is read-only; expected a writable array, since the result goes there")
+    return _Memory(array, pointer, nbytes, dtype, itemsize, bool(flags & 1), not flags and dtype is not None)
+
+
+# --- datatypes ----------------------------------------------------------------------------------------------
+
+
+def _layout(datatype: Any, memory: _Memory, name: str) -> Layout:
+    """Return an argument's datatype, or what follows from its array."""
+    if datatype is None:
+        return _plain(memory.itemsize, memory.dtype)
+    if isinstance(datatype, str):
+        datatype = MPI.Datatype.fromcode(datatype)
+    if not isinstance(datatype, MPI.Datatype):
+        raise TypeError(f"{name} has {datatype!r} for its datatype; expected an MPI datatype")
+    if datatype == MPI.DATATYPE_NULL:
+        raise ValueError(f"{name} has MPI.DATATYPE_NULL; expected a datatype")
+    known = _known.get(id(datatype))
+    if known is None:
+        blocks, numbers = _contents(datatype, name)
+        dtype = numbers.pop() if len(numbers) == 1 else None
+        derived = not datatype.is_predefined
+        known = datatype, _layout_of(datatype.extent, tuple(_joined(blocks)), dtype, derived=derived)
+        if not derived and len(_known) < _MANY:
+            _known[id(datatype)] = known
+    _, layout = known
+    # Memory of bytes may hold anything; that an array of other numbers does not was not meant.
+    if not layout.derived and layout.dtype and memory.dtype not in (layout.dtype, "uint8", None):
+        raise TypeError(
+            f"{name} has MPI datatype {datatype.Get_name()}, which is {layout.dtype}; expected that of its "
+            f"array, {memory.dtype}, or MPI.BYTE"
+        )
+    return layout
+
+
+# Of predefined datatypes, which have no hash, by the object's id, and so with the object.
+_known: dict[int, tuple[Any, Layout]] = {}
+_MANY = 100
+
+
+@lru_cache(_MANY)
+def _plain(itemsize: int, dtype: str | None) -> Layout:
+    """Return the layout of an array's own elements."""
+    return _layout_of(itemsize, ((0, itemsize),), dtype)
+
+
+def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Return blocks without empty ones, and those that touch as one."""
+    start = end = None
+    for offset, length in blocks:
+        if not length:
+            continue
+        if offset != end:
+            if start is not None and end is not None:
+                yield start, end - start
+            start = offset
+        end = offset + length
+    if start is not None and end is not None:
+        yield start, end - start
+
+
+def _contents(datatype: Any, name: str) -> tuple[list[Block], set[str | None]]:
+    """Return where the bytes of an element are, in MPI's order, and what numbers they are."""
+    if datatype.is_predefined:
+        if datatype.size != datatype.extent:
+            raise NotSupportedError(f"{name} has {datatype.Get_name()}, whose gaps NCCL knows nothing of")
+        return [(0, datatype.size)], {_number(datatype)}
+    base, combiner, how = datatype.decode()
+    # A struct has no base of its own.
+    parts = how.get("datatypes", [base])
+    try:
+        placed = _placed(combiner, how, 1 if combiner == "STRUCT" else base.extent, name)
+        bases = itertools.cycle([(*_contents(part, name), part.extent) for part in parts])
+        blocks: list[Block] = []
+        numbers: set[str | None] = set()
+        for (start, count), (inner, kinds, extent) in zip(placed, bases, strict=False):
+            numbers |= kinds if count else set()
+            if inner == [(0, extent)]:
+                blocks.append((start, count * extent))
+            else:
+                blocks += [(start + i * extent + at, length) for i in range(count) for at, length in inner]
+        return blocks, numbers
+    finally:
+        for part in parts:
+            if not part.is_predefined:
+                part.Free()
+
+
+def _placed(combiner: str, how: dict[str, Any], extent: int, name: str) -> Sequence[tuple[int, int]]:
+    """Return where in a derived datatype there are how many elements of its base, in bytes."""
+    match combiner:
+        case "DUP" | "RESIZED":
+            return [(0, 1)]
+        case "CONTIGUOUS":
+            return [(0, how["count"])]
+        case "VECTOR" | "HVECTOR":
+            step = how["stride"] * (extent if combiner == "VECTOR" else 1)
+            return [(i * step, how["blocklength"]) for i in range(how["count"])]
+        case "INDEXED" | "HINDEXED" | "INDEXED_BLOCK" | "HINDEXED_BLOCK" | "STRUCT":
+            step = extent if combiner.startswith("INDEXED") else 1
+            starts = how["displacements"]
+            lengths = how.get("blocklengths") or [how["blocklength"]] * len(starts)
+            return [(start * step, length) for start, length in zip(starts, lengths, strict=True)]
+        case "SUBARRAY":
+            return list(_rows(how, extent))
+    raise NotSupportedError(f"{name} has a datatype made as {combiner}; pynccl.mpi cannot take it apart")
+
+
+def _rows(how: dict[str, Any], extent: int) -> Iterator[tuple[int, int]]:
+    """Return the rows of a subarray."""
+    axes = list(zip(how["sizes"], how["subsizes"], how["starts"], strict=True))
+    if how["order"] == MPI.ORDER_F:
+        axes.reverse()
+    steps = [math.prod(size for size, _, _ in axes[i + 1 :]) for i in range(len(axes))]
+    *outer, (_, length, first) = axes
+    for place in itertools.product(*(range(start, start + n) for _, n, start in outer)):
+        yield (sum(map(int.__mul__, place, steps)) + first) * extent, length
+
+
+def _number(datatype: Any) -> str | None:
+    """Return pynccl's name of a predefined datatype of numbers; None for bytes, and what NCCL lacks."""
+    if datatype in (MPI.BYTE, MPI.PACKED):
+        return None
+    try:
+        dtype = np.dtype(datatype.tocode())
+    except (TypeError, ValueError):
+        return None
+    return dtype.name if dtype.kind in "biufc" and dtype.name in dtypes.CODES else None
+
+
+# --- arguments that belong together -------------------------------------------------------------------------
+
+
+def require_alike(send: Message, recv: Message) -> None:
+    """Refuse a pair that differs in length or datatype, of what one rank gives itself."""
+    given, taken = send.regions[0].nbytes, recv.regions[0].nbytes
+    if given != taken:
+        raise ValueError(f"{send.name} has {given} bytes; expected as many as {recv.name} has, {taken}")
+    if given and send.dtype != recv.dtype:
+        raise ValueError(
+            f"{send.name} has {send.dtype or 'bytes'}; expected the datatype of {recv.name}, "
+            f"{recv.dtype or 'bytes'}"
+        )
+
+
+def same(send: Message, recv: Message) -> bool:
+    """Tell whether two arguments name the same memory in the same order."""
+    return _pieces(send) == _pieces(recv)
+
+
+def _separate(message: Message, writes: bool) -> Message:
+    """Refuse parts to write to that overlap: which rank's data would stay is chance."""
+    pieces = sorted(_pieces(message)) if writes else []
+    if any(start < end for (_, end), (start, _) in itertools.pairwise(pieces)):
+        raise ValueError(f"the parts of {message.name} overlap; expected separate memory for each rank")
+    return message
+
+
+def require_apart(send: Message, recv: Message) -> None:
+    """Refuse arguments that share memory."""
+    sends, recvs = sorted(_pieces(send)), sorted(_pieces(recv))
+    if not sends or not recvs or sends[-1][1] <= recvs[0][0] or recvs[-1][1] <= sends[0][0]:
+        return
+    last = {0: 0, 1: 0}
+    for start, end, which in sorted([(*s, 0) for s in sends] + [(*r, 1) for r in recvs]):
+        if start < last[1 - which]:
+            raise ValueError(
+                f"{send.name} and {recv.name} share memory; expected MPI.IN_PLACE, or two arrays"
+            )
+        last[which] = max(last[which], end)
+
+
+def _pieces(message: Message) -> list[tuple[int, int]]:
+    """Return where the pieces of memory that an argument names begin and end."""
+    base = message.memory.pointer
+    pieces = [block for region in message.regions for block in region.blocks()]
+    return [(base + start, base + start + length) for start, length in pieces if length]

@@ -1,0 +1,135 @@
+"""Contiguous memory for what NCCL cannot send, receive or reduce where it is.
+
+Datatypes with gaps are packed before a call and unpacked behind it, by sends of a rank to itself: so on the
+array's stream, on every library, without kernels of one's own.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from pynccl._arrays.buffers import kind_of, spans
+from pynccl._comm.communicator import Communicator
+from pynccl._comm.groups import Group
+from pynccl._errors import NotSupportedError
+from pynccl._library import loader
+from pynccl._library.binding import lib
+from pynccl.mpi._messages import Message, Region, part_of
+
+# Copies in one group: what a group costs grows faster than its calls.
+_BATCH = 256
+# Of the dtypes that have no infinity.
+_LARGEST = {"float8_e4m3fn": 448.0}
+
+
+class Staging:
+    """The memory that one call needs beside its arrays; what was received into it is unpacked at the end."""
+
+    def __init__(self, nccl: Communicator) -> None:
+        self._nccl = nccl
+        self._unpack: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._copy(self._unpack)
+
+    def sends(self, message: Message, *, apart: bool = False) -> list[Any]:
+        """Return what to send of each region; `apart`: a copy, since the region is written meanwhile."""
+        copies: list[tuple[Any, Any]] = []
+        parts = [self._part(message, region, apart, copies, 0) for region in message.regions]
+        self._copy(copies)
+        return parts
+
+    def recvs(self, message: Message, *, apart: bool = False) -> list[Any]:
+        """Return what to receive each region into; `apart`: elsewhere, since the region is read meanwhile."""
+        return [self._part(message, region, apart, self._unpack, 1) for region in message.regions]
+
+    def send(self, message: Message, *, apart: bool = False) -> Any:
+        """Return what to send of an argument with one region."""
+        return self.sends(message, apart=apart)[0]
+
+    def recv(self, message: Message, *, apart: bool = False) -> Any:
+        """Return what to receive an argument with one region into."""
+        return self.recvs(message, apart=apart)[0]
+
+    def _part(
+        self, message: Message, region: Region, apart: bool, copies: list[tuple[Any, Any]], packed: int
+    ) -> Any:
+        if (region.layout.dense and not apart) or not region.nbytes:
+            return message.buffer(region)
+        if lib.pynccl_group_depth():
+            raise NotSupportedError(
+                f"{message.name} has to be copied first, which inside of pynccl.group() comes too late"
+            )
+        scratch = _scratch(message, region.nbytes)
+        pointer = spans[type(scratch)](scratch, message.name)[0]
+        start = pointer
+        for piece in message.blocks(region):
+            there = part_of(scratch, start, piece.count, None)
+            copies.append((there, piece) if packed else (piece, there))
+            start += piece.count
+        return part_of(scratch, pointer, region.nbytes, region.layout.dtype)
+
+    def _copy(self, copies: list[tuple[Any, Any]]) -> None:
+        me = self._nccl.rank
+        for start in range(0, len(copies), _BATCH):
+            with Group():
+                for source, target in copies[start : start + _BATCH]:
+                    self._nccl.send(source, me)
+                    self._nccl.recv(target, me)
+
+
+def neutral(message: Message, op: str) -> Any:
+    """Return as many elements as a message has that change nothing in a reduction."""
+    (region,) = message.regions
+    array = _empty(message, region.entries)
+    array[:] = _neutral(str(message.dtype), op)
+    return array
+
+
+def _neutral(dtype: str, op: str) -> Any:
+    if op == "prod":
+        return 1
+    if op == "sum":
+        # 0 would turn -0 into 0.
+        return 0 if "int" in dtype else -0.0
+    if "int" in dtype:
+        return np.iinfo(dtype).min if op == "max" else np.iinfo(dtype).max
+    largest = _LARGEST.get(dtype, np.inf)
+    return -largest if op == "max" else largest
+
+
+def _scratch(message: Message, nbytes: int) -> Any:
+    if _on_cpu():
+        return np.empty(nbytes, np.uint8)
+    return _empty(message, -(-nbytes // message.memory.itemsize))
+
+
+def _on_cpu() -> bool:
+    library = loader.loaded()
+    return library is not None and library.backend == "cpu"
+
+
+def _empty(message: Message, count: int) -> Any:
+    """Return a new array of the kind and dtype of a message's."""
+    array = message.memory.array
+    if _on_cpu():
+        dtype = getattr(array, "dtype", None)
+        if not isinstance(dtype, np.dtype):
+            dtype = np.dtype(array.__cuda_array_interface__["typestr"])
+        return np.empty(count, dtype)
+    try:
+        return kind_of(array).empty(array, (count,))
+    except TypeError:
+        raise NotSupportedError(
+            f"{message.name} needs memory of its kind for a copy, which pynccl cannot make for a "
+            f"{type(array).__qualname__}; expected a CuPy array, a torch tensor or a Numba array"
+        ) from None

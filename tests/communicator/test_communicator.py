@@ -1,0 +1,567 @@
+"""The communicator on the CPU library, in real processes: results, refusals, waiting, and its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pynccl
+from meeting import hear, tell, together
+from pynccl import Communicator, NcclError, NcclInvalidUsage, NcclTimeoutError, RedOp, capi, testing
+
+NUMBERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
+NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def single(**options: Any) -> Communicator:
+    return Communicator(1, pynccl.get_unique_id(), 0, **options)
+
+
+# --- results ---
+
+
+def reduce_everything(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        assert (comm.rank, comm.size, comm.device, comm.closed) == (rank, nranks, rank, False)
+        for name in (*NUMBERS, *NARROW):
+            dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
+            for op, expected in (("sum", sum(range(1, nranks + 1))), ("max", nranks), ("min", 1)):
+                send, recv = np.full((3, 5), rank + 1).astype(dtype), np.zeros((3, 5), dtype)
+                assert comm.all_reduce(send, recv, op) is recv
+                assert (recv == np.full((3, 5), expected).astype(dtype)).all(), (name, op)
+                assert (send == np.full((3, 5), rank + 1).astype(dtype)).all()
+        mean = np.full(7, float(rank))
+        assert comm.all_reduce(mean, op=RedOp.AVG) is mean
+        assert (mean == (nranks - 1) / 2).all()
+        assert comm.all_reduce(np.zeros(0)).size == 0
+
+
+@pytest.mark.parametrize("nranks", [1, 2, 4])
+def test_all_reduce(nranks: int) -> None:
+    testing.run(nranks, reduce_everything, backend="cpu")
+
+
+def broadcast_everything(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        for root in range(nranks):
+            data = np.arange(10) * (1 if rank == root else 0)
+            assert comm.broadcast(data, root=root) is data
+            assert (data == np.arange(10)).all()
+            send = np.arange(6, dtype=np.float32) if rank == root else None
+            recv = np.zeros(6, np.float32)
+            assert comm.broadcast(send, recv, root) is recv
+            assert (recv == np.arange(6)).all()
+        source = np.arange(4)
+        source.flags.writeable = rank != 0
+        assert (comm.broadcast(source, root=0) == np.arange(4)).all()
+
+
+def test_broadcast() -> None:
+    testing.run(3, broadcast_everything, backend="cpu")
+
+
+def any_kind_of_array(rank: int, nranks: int) -> None:
+    from test_buffers import Device, Exporter
+
+    with pynccl.init(timeout=30) as comm:
+        wraps: tuple[Any, ...] = (Device, Exporter, memoryview)
+        for wrap in wraps:
+            data = np.full(4, rank + 1, np.int32)
+            comm.all_reduce(wrap(data))
+            assert (data == sum(range(1, nranks + 1))).all(), wrap
+        number = bytearray([rank])
+        comm.all_reduce(np.frombuffer(bytes([rank + 1]), np.uint8), number)
+        assert number == bytearray([sum(range(1, nranks + 1))])
+
+
+def test_any_kind_of_array() -> None:
+    testing.run(2, any_kind_of_array, backend="cpu")
+
+
+# --- streams and waiting ---
+
+
+def slow_peer(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        stream, other = capi.pyncclCpuStreamCreate(), capi.pyncclCpuStreamCreate()
+        data = np.full(1000, rank + 1, np.int64)
+        comm.barrier()
+        if rank == 1:
+            hear("time out")
+        comm.all_reduce(data, stream=stream)
+        comm.synchronize(other)
+        if rank == 0:
+            with pytest.raises(
+                NcclTimeoutError, match="synchronize did not complete on stream .* within 0.1 s"
+            ):
+                comm.synchronize(stream, timeout=0.1)
+            tell("time out")
+        comm.synchronize()
+        assert (data == 3).all()
+
+
+def test_explicit_streams_return_at_once() -> None:
+    testing.run(2, slow_peer, backend="cpu")
+
+
+def arrays_are_kept(rank: int, nranks: int) -> None:
+    import weakref
+
+    class Array(np.ndarray[Any, Any]):
+        pass
+
+    with pynccl.init(timeout=30) as comm:
+        data = np.zeros(1000).view(Array)
+        gone = weakref.ref(data)
+        stream = capi.pyncclCpuStreamCreate()
+        comm.barrier()
+        time.sleep(0.5 * rank)
+        comm.all_reduce(data, stream=stream)
+        del data
+        assert gone() is not None
+        comm.synchronize(stream)
+        assert gone() is None
+        for _ in range(300):
+            comm.all_reduce(np.zeros(10), stream=stream)
+        comm.synchronize(stream)
+        for _ in range(300):
+            comm.all_reduce(np.zeros(10), stream=stream)
+            time.sleep(0.0005)
+        # However far one rank is ahead of the other, what is done is let go in batches.
+        comm.barrier()
+        time.sleep(0.2)
+        for _ in range(130):
+            comm.all_reduce(np.zeros(10), stream=stream)
+        assert len(comm._core.in_flight[stream]) < 330
+        comm.synchronize()
+        assert not comm._core.in_flight
+        assert not comm._core.c.used_count
+
+
+def test_arrays_are_kept_until_the_stream_is_done() -> None:
+    testing.run(2, arrays_are_kept, backend="cpu")
+
+
+def barrier_times(rank: int, nranks: int) -> tuple[float, float]:
+    with pynccl.init(timeout=30) as comm:
+        comm.barrier()
+        time.sleep(0.3 * rank)
+        reached = time.monotonic()
+        comm.barrier()
+        return reached, time.monotonic()
+
+
+def test_barrier() -> None:
+    times = testing.run(3, barrier_times, backend="cpu")
+    assert min(left for _, left in times) >= max(reached for reached, _ in times)
+
+
+def time_out(rank: int, nranks: int) -> None:
+    together(nranks)
+    comm = pynccl.init(timeout=3)
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(
+            NcclTimeoutError, match="ncclAllReduce did not complete .*within 3 s .*rank 0 of 2"
+        ):
+            comm.all_reduce(np.zeros(10))
+        assert 2.9 < time.monotonic() - start < 15
+        tell("time out")
+    else:
+        hear("time out")
+    comm.abort()
+
+
+def test_timeout_of_a_wait() -> None:
+    testing.run(2, time_out, backend="cpu")
+
+
+def never_joined(rank: int, nranks: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(
+        NcclTimeoutError, match="creating the communicator of rank 0 of 2 took longer than 1 s"
+    ):
+        Communicator(2, pynccl.get_unique_id(), 0, timeout=1)
+    assert time.monotonic() - start < 15
+
+
+def test_timeout_of_creation() -> None:
+    testing.run(1, never_joined, backend="cpu")
+
+
+INTERRUPTED = """
+import os, sys, threading, time, signal
+import numpy as np, pynccl
+what, done = sys.argv[1:]
+if what == "create":
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    pynccl.Communicator(2, pynccl.get_unique_id(), 0)
+comm = pynccl.init()
+if comm.rank == 0:
+    print("waiting", flush=True)
+    try:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        comm.all_reduce(np.zeros(10)) if what == "all_reduce" else comm.barrier()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    open(done, "w").close()
+else:
+    while not os.path.exists(done):
+        time.sleep(0.01)
+comm.abort()
+"""
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "barrier"])
+def test_ctrl_c_during_a_wait(what: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(INTERRUPTED)
+    program = [str(tmp_path / "program.py"), what, str(tmp_path / "done")]
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", *program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert "[0] interrupted" in done.stdout.splitlines(), done.stderr
+    assert done.returncode == 0
+
+
+def test_ctrl_c_during_creation(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(INTERRUPTED)
+    command = [sys.executable, str(tmp_path / "program.py"), "create", ""]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=25, env=os.environ | {"PYNCCL_LIBRARY": "cpu"}
+    )
+    assert "KeyboardInterrupt" in done.stderr
+    assert done.returncode == -signal.SIGINT
+
+
+# --- refusals ---
+
+
+def refuse_arguments(rank: int, nranks: int) -> None:
+    comm = pynccl.init(timeout=30)
+    good = np.zeros(4, np.float32)
+    frozen = np.zeros(4, np.float32)
+    frozen.flags.writeable = False
+    where = rf"\(rank {rank} of {nranks}\)$"
+    for args, error, words in (
+        ((good[::2],), ValueError, "send is not contiguous"),
+        ((good, np.zeros(8, np.float32)[::2]), ValueError, "recv is not contiguous"),
+        ((good, np.zeros(4)), TypeError, "recv has dtype float64; expected that of send, float32"),
+        ((good, np.zeros(5, np.float32)), ValueError, "recv has 5 elements; expected 4, as many as send"),
+        ((frozen,), ValueError, r"send \(in place\) is read-only"),
+        ((good, frozen), ValueError, "recv is read-only"),
+        (("text",), TypeError, "send is of type str"),
+        ((good, 3), TypeError, "recv is of type int"),
+        (
+            (np.zeros(4, "complex64"), None, "max"),
+            TypeError,
+            "op is .max. and the arrays have dtype complex64",
+        ),
+        ((good, None, "sum", "stream"), TypeError, "stream is 'stream'; expected None, a stream handle"),
+        ((good, None, "sum", -1), TypeError, "stream is -1"),
+        ((good, None, "sum", True), TypeError, "stream is True"),
+    ):
+        with pytest.raises(error, match=f"{words}.*{where}"):
+            comm.all_reduce(*args)
+    op: Any
+    for op, error in (("median", ValueError), (None, TypeError), (True, TypeError), (1.5, TypeError)):
+        with pytest.raises(
+            error, match="op is .*; expected one of sum, prod, max, min, avg, a RedOp or a PreMulSum"
+        ):
+            comm.all_reduce(good, op=op)
+    for root in (-1, nranks):
+        with pytest.raises(ValueError, match=f"root is {root}; expected 0 <= root < {nranks}"):
+            comm.broadcast(good, root=root)
+    with pytest.raises(TypeError, match="send is None; expected an array"):
+        comm.broadcast(None)
+    # Nothing of this has reached the library.
+    assert (comm.all_reduce(np.ones(4)) == nranks).all()
+    assert comm.async_error() is None
+    comm.destroy()
+
+
+def test_wrong_arguments() -> None:
+    testing.run(2, refuse_arguments, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "words"),
+    [
+        ((0, bytes(128), 0), {}, ValueError, "rank is 0 and nranks 0"),
+        ((2, bytes(128), 2), {}, ValueError, "rank is 2 and nranks 2; expected 0 <= rank < nranks"),
+        ((2, bytes(128), -1), {}, ValueError, "rank is -1"),
+        ((1, bytes(127), 0), {}, ValueError, "unique_id has 127 bytes; expected the 128 of"),
+        ((1, [], 0), {}, ValueError, "unique_id is an empty sequence"),
+        ((1, "id", 0), {}, TypeError, "unique_id is of type str; expected a UniqueId or its 128 bytes"),
+        ((1, None, 0), {}, TypeError, "unique_id is of type NoneType; expected a UniqueId"),
+        ((1, [bytes(128), b"id"], 0), {}, ValueError, r"unique_id\[1\] has 2 bytes; expected the 128"),
+        ((1, bytes(128), 0), {"timeout": 0}, ValueError, "timeout is 0; expected a positive number"),
+        ((1, bytes(128), 0), {"timeout": -1.5}, ValueError, "timeout is -1.5"),
+    ],
+)
+def test_wrong_creation(args: Any, options: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Communicator(*args, **options)
+
+
+def use_from_two_threads(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        comm.barrier()
+        if rank == 1:
+            hear("refused")
+            comm.all_reduce(np.zeros(4))
+            return
+        thread = threading.Thread(target=comm.all_reduce, args=(np.zeros(4),))
+        thread.start()
+        while not comm._core.c.busy:
+            time.sleep(0.001)
+        for call in (
+            lambda: comm.all_reduce(np.zeros(4)),
+            comm.barrier,
+            comm.synchronize,
+            comm.finalize,
+            comm.destroy,
+        ):
+            with pytest.raises(NcclInvalidUsage, match="rank 0 of 2 .* is in use by another thread"):
+                call()
+        tell("refused")
+        thread.join()
+
+
+def test_use_from_two_threads() -> None:
+    testing.run(2, use_from_two_threads, backend="cpu")
+
+
+# --- life and death ---
+
+
+def lives_and_dies(rank: int, nranks: int) -> None:
+    comm = single()
+    assert repr(comm) == "<pynccl.Communicator rank 0 of 1 on device 0>"
+    assert comm.handle != 0
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(comm)
+    comm.finalize()
+    comm.destroy()
+    comm.destroy()
+    comm.abort()
+    assert comm.closed
+    assert "closed" in repr(comm)
+    assert (comm.rank, comm.size) == (0, 1)
+    for call in (
+        lambda: comm.all_reduce(np.zeros(1)),
+        lambda: comm.broadcast(np.zeros(1)),
+        comm.barrier,
+        comm.synchronize,
+        comm.finalize,
+        comm.async_error,
+        comm.__enter__,
+        lambda: comm.handle,
+    ):
+        with pytest.raises(NcclInvalidUsage, match="cannot be used: it was destroyed"):
+            call()
+    aborted = single()
+    aborted.abort()
+    aborted.destroy()
+    with pytest.raises(NcclInvalidUsage, match="cannot be used: it was aborted"):
+        aborted.barrier()
+
+
+def test_life() -> None:
+    testing.run(1, lives_and_dies, backend="cpu")
+
+
+def as_context_manager(rank: int, nranks: int) -> None:
+    with single() as comm:
+        comm.barrier()
+    assert comm.closed
+    assert comm._core.why == "it was destroyed"
+    with pytest.raises(KeyError), single() as comm:
+        raise KeyError
+    assert comm.closed
+    assert comm._core.why == "it was aborted"
+    with single() as comm:
+        comm.abort()
+    assert comm.closed
+
+
+def test_context_manager() -> None:
+    testing.run(1, as_context_manager, backend="cpu")
+
+
+def one_rank_leaves_the_body(rank: int, nranks: int) -> str:
+    try:
+        with pynccl.init(timeout=30) as comm:
+            comm.barrier()
+            if rank == 1:
+                raise KeyError
+            comm.all_reduce(np.zeros(4))
+    except KeyError:
+        return "KeyError"
+    except NcclError as error:
+        return type(error).__mro__[-5].__name__ if isinstance(error, NcclTimeoutError) else "NcclError"
+    return "nothing"
+
+
+def test_an_exception_on_one_rank_does_not_hang_the_others() -> None:
+    assert testing.run(2, one_rank_leaves_the_body, backend="cpu", timeout=30) == ["NcclError", "KeyError"]
+
+
+def collect(rank: int, nranks: int) -> None:
+    comm = pynccl.init(timeout=30)
+    together(nranks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start = time.monotonic()
+        del comm
+        gc.collect()
+        assert time.monotonic() - start < 10
+    assert [str(w.message) for w in caught if w.category is ResourceWarning] == [
+        f"<pynccl.Communicator rank {rank} of {nranks} on device {rank}> was never destroyed or aborted"
+    ]
+
+
+def test_collection_warns_and_exit_does_not_hang() -> None:
+    testing.run(2, collect, backend="cpu", timeout=40)
+
+
+def forget_to_close(rank: int, nranks: int) -> None:
+    global forgotten
+    forgotten = pynccl.init(timeout=30)
+    # Only rank 0 leaves something behind that can never complete.
+    together(nranks)
+    if rank == 0:
+        stream = capi.pyncclCpuStreamCreate()
+        forgotten.all_reduce(np.zeros(4), stream=stream)
+    time.sleep(0.5 * rank)
+
+
+forgotten: Communicator | None = None
+
+
+def test_exit_without_closing() -> None:
+    testing.run(2, forget_to_close, backend="cpu", timeout=40)
+
+
+def fork(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        comm.barrier()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                comm.barrier()
+            except NcclInvalidUsage as error:
+                code = (
+                    0 if "belongs to the parent of this forked process" in str(error) and comm.closed else 2
+                )
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        comm.barrier()
+
+
+def test_forked_child_refuses() -> None:
+    testing.run(2, fork, backend="cpu")
+
+
+def wrap_handles(rank: int, nranks: int) -> None:
+    owner = pynccl.init(timeout=30)
+    comm = Communicator.from_handle(owner.handle)
+    assert (comm.rank, comm.size, comm.device, comm.handle) == (rank, nranks, rank, owner.handle)
+    assert (comm.all_reduce(np.ones(3)) == nranks).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        comm.destroy()
+        assert comm.closed
+        with Communicator.from_handle(owner.handle) as other:
+            other.barrier()
+        other = Communicator.from_handle(owner.handle)
+        del other
+        gc.collect()
+    assert (owner.all_reduce(np.ones(3)) == nranks).all()
+    owner.destroy()
+    with pytest.raises(ValueError, match="handle is 0"):
+        Communicator.from_handle(0)
+    with pytest.raises(NcclError):
+        Communicator.from_handle(0x1234560)
+
+
+def test_from_handle() -> None:
+    testing.run(2, wrap_handles, backend="cpu")
+
+
+def many_ids(rank: int, nranks: int) -> None:
+    from pynccl.bootstrap import Store
+
+    with Store(os.environ["PYNCCL_STORE"]) as store:
+        if rank < 2:
+            store.set(f"id{rank}", bytes(pynccl.get_unique_id()))
+        ids = [store.get("id0"), store.get("id1")]
+    with Communicator(nranks, ids, rank, timeout=30) as comm:
+        assert (comm.all_reduce(np.ones(3)) == nranks).all()
+
+
+def test_several_ids() -> None:
+    testing.run(3, many_ids, backend="cpu")
+
+
+def without_blocking(rank: int, nranks: int) -> None:
+    with pynccl.init(config={"blocking": 0}, timeout=30) as comm:
+        assert (comm.all_reduce(np.ones(3)) == nranks).all()
+        comm.barrier()
+
+
+def test_non_blocking_communicator() -> None:
+    testing.run(2, without_blocking, backend="cpu")
+
+
+def device_of_choice(rank: int, nranks: int) -> None:
+    before = capi.pyncclCpuGetDevice()
+    with single(device=5) as comm:
+        assert comm.device == 5
+        assert capi.pyncclCpuGetDevice() == before
+    with pytest.raises(ValueError, match="device is -1"):
+        single(device=-1)
+
+
+def test_device() -> None:
+    testing.run(1, device_of_choice, backend="cpu")
+
+
+def dead_peer(rank: int, nranks: int) -> str:
+    comm = pynccl.init(timeout=20)
+    start = time.monotonic()
+    try:
+        # The death may come before the barrier has ended on every rank.
+        comm.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(100):
+            comm.all_reduce(np.zeros(1000))
+    except NcclError as error:
+        assert time.monotonic() - start < 5
+        background = comm.async_error()
+        assert background is None or isinstance(background, NcclError)
+        comm.abort()
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_dead_rank_is_an_error_on_the_others() -> None:
+    got = testing.run(3, dead_peer, backend="cpu", check=False)
+    assert isinstance(got[1], testing.RankError)
+    for text in (got[0], got[2]):
+        assert text.startswith(("NcclRemoteError", "RankFailedError"))
+        assert "rank 1" in text

@@ -1,0 +1,467 @@
+"""How communicators end without being asked: collection, signals, exit, fork."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pynccl
+from engines import Command, environment, open_mpi, pynccl_run, torchrun
+from meeting import hear, tell
+from pynccl import NcclInvalidUsage, NcclRemoteError, testing
+
+
+def collected(rank: int, nranks: int) -> None:
+    comm = pynccl.init(timeout=20)
+    child = comm.split(0)
+    stream = pynccl.Stream()
+    comm.barrier()
+    if rank == 0:
+        comm.all_reduce(np.zeros(100), stream=stream)
+        tell("called")
+    else:
+        # The end of this process would reach rank 0 before its call.
+        hear("called")
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del comm, child
+        gc.collect()
+        # A warning that was caught holds the child, which holds its parent.
+        for warning in caught:
+            warning.source = None
+        gc.collect()
+    assert time.monotonic() - start < 10
+    assert sum(issubclass(w.category, ResourceWarning) for w in caught) == 2
+
+
+def test_collection_is_not_collective() -> None:
+    testing.run(2, collected, backend="cpu", timeout=50)
+
+
+INTERRUPTED = """
+import os, sys, threading, time, signal
+from pathlib import Path
+import numpy as np, pynccl
+what, interrupted = sys.argv[1], Path(sys.argv[2])
+comm = pynccl.init(timeout=25)
+data = np.zeros(10)
+comm.barrier()
+if comm.rank == 0:
+    op = comm.prepare.all_reduce(data)
+    plan = pynccl.Plan([op, op])
+    stream = pynccl.Stream()
+    start = time.monotonic()
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if what == "group":
+            with pynccl.group():
+                comm.all_reduce(data)
+                comm.all_reduce(data)
+        elif what == "prepared":
+            op()
+        elif what == "plan":
+            plan()
+        elif what == "synchronize":
+            comm.all_reduce(data, stream=stream)
+            comm.synchronize()
+        elif what == "stream":
+            comm.all_reduce(data, stream=stream)
+            stream.synchronize()
+        elif what == "split":
+            comm.split(0)
+        elif what == "finalize":
+            comm.all_reduce(data, stream=stream)
+            comm.finalize()
+    except KeyboardInterrupt:
+        interrupted.touch()
+        print("interrupted" if time.monotonic() - start < 5 else "late", flush=True)
+else:
+    start = time.monotonic()
+    while not interrupted.exists() and time.monotonic() - start < 20:
+        time.sleep(0.01)
+comm.abort()
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["group", "prepared", "plan", "synchronize", "stream", "split", "finalize"])
+def test_ctrl_c(what: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(INTERRUPTED)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", str(tmp_path / "program.py")]
+    command += [what, str(tmp_path / "interrupted")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    lines = done.stdout.splitlines()
+    assert "[0] interrupted" in lines, done.stdout + done.stderr
+    assert "[0] ended" in lines, done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+FORGETFUL = """
+import sys, time, numpy as np, pynccl
+from pathlib import Path
+called = Path(sys.argv[2])
+comm = pynccl.init(timeout=25)
+child = comm.split(0)
+stream = pynccl.Stream()
+comm.barrier()
+if comm.rank == 0:
+    comm.all_reduce(np.zeros(4), stream=stream)
+    child.all_reduce(np.zeros(4), stream=stream)
+    called.touch()
+else:
+    while not called.exists():
+        time.sleep(0.01)
+if sys.argv[1] == "raise":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "raise"])
+def test_exit_with_work_outstanding(how: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(FORGETFUL)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", str(tmp_path / "program.py")]
+    command += [how, str(tmp_path / "called")]
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert (done.returncode != 0) == (how == "raise"), done.stderr
+    assert "Fatal" not in done.stderr
+    assert time.monotonic() - start < 40
+
+
+def forks(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=20) as comm:
+        child = comm.split(0)
+        assert child is not None
+        x, y = np.ones(2), np.ones(2)
+        op = comm.prepare.all_reduce(x)
+        plan = pynccl.Plan([op, child.prepare.all_reduce(y)])
+        calls = (
+            lambda: comm.all_reduce(x),
+            lambda: child.all_reduce(x),
+            op,
+            plan,
+            comm.synchronize,
+            lambda: comm.split(0),
+            comm.finalize,
+        )
+        pid = os.fork()
+        if pid == 0:
+            code = 0
+            for index, call in enumerate(calls, 1):
+                try:
+                    call()
+                    code = index
+                except NcclInvalidUsage as error:
+                    if "belongs to the parent of this forked process" not in str(error):
+                        code = 100 + index
+                except BaseException:
+                    code = 50 + index
+            comm.destroy()
+            comm.abort()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert op() is x
+        plan()
+        assert (x == 4).all() and (y == 2).all()
+        child.destroy()
+
+
+def test_fork() -> None:
+    testing.run(2, forks, backend="cpu")
+
+
+EXITS = """
+import os, sys, time
+import numpy as np, pynccl
+comm = pynccl.init(timeout=10)
+comm.barrier()
+if comm.rank == 0:
+    open(sys.argv[1], "w").write(str(time.time()))
+    raise SystemExit(3)
+comm.all_reduce(np.ones(3))
+"""
+
+
+def test_interpreter_exit_is_bounded(tmp_path: Path) -> None:
+    """A rank ends in trouble without closing anything; so do the others, with their traceback."""
+    script = tmp_path / "exits.py"
+    script.write_text(EXITS)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", "--grace", "20"]
+    start = time.monotonic()
+    done = subprocess.run(
+        [*command[:-2], str(script), str(tmp_path / "when")], capture_output=True, text=True, timeout=50
+    )
+    # Which rank ends first, nothing says.
+    assert done.returncode in (1, 3)
+    assert time.monotonic() - start < 20
+
+
+# A program that returns without destroy, however far the other ranks are: no rank may notice.
+RETURNS = """
+import sys, numpy as np, pynccl
+how = sys.argv[1]
+comm = pynccl.init(timeout=30 if how == "timeout" else None)
+x = np.full(100_000, comm.rank + 1.0)
+if how == "stream":
+    stream = pynccl.Stream()
+    for _ in range(20):
+        comm.all_reduce(x, stream=stream)
+elif how == "split":
+    child = comm.split(comm.rank % 2)
+    child.all_reduce(x)
+else:
+    comm.all_reduce(x)
+    assert (x == sum(range(1, comm.size + 1))).all()
+if how == "messages":
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with pynccl.group():
+        comm.send(x, right)
+        comm.recv(np.zeros_like(x), left)
+if how == "broadcast":
+    for count in (1, 500, 100_000):
+        comm.broadcast(x[:count], root=0)
+if how == "collected":
+    del comm
+if how == "barrier":
+    comm.barrier()
+print("right", flush=True)
+if how == "exit":
+    sys.exit(0)
+"""
+WAYS = ["plain", "barrier", "timeout", "stream", "split", "messages", "broadcast", "collected", "exit"]
+
+
+# The same through the torch.distributed backend; torch's store ends with rank 0.
+TORCH_RETURNS = """
+import sys, torch, torch.distributed as dist, pynccl.torch
+dist.init_process_group("pynccl")
+rank, size = dist.get_rank(), dist.get_world_size()
+x = torch.full((100_000,), rank + 1.0)
+dist.all_reduce(x)
+assert (x == sum(range(1, size + 1))).all()
+if sys.argv[1] == "barrier":
+    dist.barrier()
+print("right", flush=True)
+"""
+
+
+def mpirun(nranks: int) -> Command:
+    return [*open_mpi(nranks), sys.executable]
+
+
+# How ranks are started, and what they run.
+ENGINES: dict[str, tuple[Callable[[int], Command], str]] = {
+    "pynccl run": (pynccl_run, RETURNS),
+    "mpirun": (mpirun, RETURNS),
+    "torchrun": (torchrun, RETURNS),
+    "torch backend": (pynccl_run, TORCH_RETURNS),
+}
+RUNS = int(os.environ.get("TEST_ENDS_RUNS", "200"))
+_RUN_SECONDS = 120
+
+
+def returns(engine: str, how: str, nranks: int, script: Path, runs: int) -> None:
+    launch, program = ENGINES[engine]
+    script.write_text(program)
+    command = [*launch(nranks), str(script), how]
+    for run in range(runs):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_RUN_SECONDS, env=environment()
+        )
+        assert done.returncode == 0, f"run {run}: {done.stderr}"
+        assert done.stdout.count("right") == nranks, f"run {run}: {done.stdout}"
+        assert done.stderr == "", f"run {run}"
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_program_that_returns_ends_well(how: str, tmp_path: Path) -> None:
+    returns("pynccl run", how, 4, tmp_path / "returns.py", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torch_backend")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["plain", "barrier"])
+@pytest.mark.parametrize("engine", list(ENGINES)[1:])
+def test_a_program_that_returns_ends_well_under(engine: str, how: str, tmp_path: Path) -> None:
+    returns(engine, how, 3, tmp_path / "returns.py", 1)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("torch_backend")
+@pytest.mark.timeout(RUNS * _RUN_SECONDS + 600)
+@pytest.mark.parametrize("how", ["plain", "barrier"])
+@pytest.mark.parametrize("nranks", [2, 4, 8])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_200_programs_that_return_end_well(engine: str, nranks: int, how: str, tmp_path: Path) -> None:
+    returns(engine, how, nranks, tmp_path / "returns.py", RUNS)
+
+
+IN_A_THREAD = """
+import sys, threading, time, numpy as np, pynccl
+comm = pynccl.init(timeout=30 if sys.argv[1] == "timeout" else None)
+comm.barrier()
+x = np.ones(100_000)
+if comm.rank == 0:
+    # In the call when the main thread ends.
+    threading.Thread(target=comm.all_reduce, args=(x,), daemon=True).start()
+    time.sleep(0.3)
+    sys.exit(0)
+time.sleep(1)
+comm.all_reduce(x)
+assert (x == comm.size).all()
+print("right", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "timeout"])
+def test_a_call_of_a_daemon_thread_is_completed(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "thread.py"
+    script.write_text(IN_A_THREAD)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", str(script), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.count("right"), done.stderr) == (0, 2, "")
+
+
+def a_rank_of_a_pool(rank: int, nranks: int, id_bytes: bytes) -> None:
+    comm = pynccl.Communicator(nranks, pynccl.UniqueId(id_bytes), rank)
+    x = np.full(100_000, 1.0)
+    comm.all_reduce(x)
+    comm.broadcast(x, root=0)
+    assert (x == nranks).all()
+
+
+POOL = """
+import multiprocessing, sys
+import pynccl, test_end
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    place = 3, bytes(pynccl.get_unique_id())
+    ranks = [context.Process(target=test_end.a_rank_of_a_pool, args=(r, *place)) for r in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(40)
+    sys.exit(any(rank.exitcode for rank in ranks))
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn", "forkserver"])
+def test_processes_of_multiprocessing_end_well(how: str, tmp_path: Path) -> None:
+    """They end without atexit where they were forked."""
+    script = tmp_path / "pool.py"
+    script.write_text(POOL)
+    environment = {**os.environ, "PYNCCL_LIBRARY": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(script), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+LEAVES = """
+import os, signal, sys, time, numpy as np, pynccl
+how, left = sys.argv[1], sys.argv[2]
+# The launcher ends who is left as soon as one has failed.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+comm = pynccl.init(timeout=20)
+comm.barrier()
+if comm.rank == 1:
+    # What it has sent before its end is received.
+    comm.send(np.arange(3.0), 0, stream=pynccl.Stream())
+    open(left, "w").close()
+    if how == "raises":
+        raise RuntimeError("in trouble")
+    if how == "_exit":
+        os._exit(0)
+else:
+    while not os.path.exists(left):
+        time.sleep(0.01)
+    if how == "returns":
+        time.sleep(1)
+    try:
+        if how == "returns":
+            x = np.zeros(3)
+            comm.recv(x, 1)
+            assert (x == np.arange(3.0)).all()
+        start = time.monotonic()
+        comm.all_reduce(np.ones(3))
+    except pynccl.NcclError as error:
+        print(f"{type(error).__name__} after {time.monotonic() - start < 10}: {error}", flush=True)
+    comm.abort()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("returns", "RankFailedError", "rank 1 died: its program ended without closing its communicator"),
+        ("raises", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
+        ("_exit", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
+    ],
+)
+def test_who_needs_a_call_of_a_rank_that_has_ended_is_told(
+    how: str, error: str, text: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", str(script), how]
+    done = subprocess.run(
+        [*command, str(tmp_path / "left")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert f"[0] {error} after True: " in done.stdout, done.stdout + done.stderr
+    assert text in done.stdout
+    assert "rank 1" in done.stdout
+
+
+def sends_and_dies(rank: int, nranks: int, how: str, hosts: int) -> list[bool]:
+    os.environ["NCCL_HOSTID"] = f"host {rank % hosts}"
+    comm = pynccl.init()
+    comm.barrier()
+    if rank == 0:
+        for i in range(3):
+            comm.send(np.full(4, i), 1)
+        tell("sent")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.abort()
+        return []
+    hear("sent")
+    # Long after the end of the connection.
+    time.sleep(1.5)
+    received = []
+    for i in range(3):
+        x = np.zeros(4, int)
+        comm.recv(x, 0)
+        received.append(bool((x == i).all()))
+    for refused in (lambda: comm.recv(x, 0), lambda: comm.send(x, 0), comm.barrier):
+        with pytest.raises(NcclRemoteError, match="rank 0"):
+            refused()
+    return received
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("how", ["killed", "aborts"])
+def test_what_a_rank_sent_before_it_died_is_received(how: str, hosts: int) -> None:
+    _, received = testing.run(2, sends_and_dies, how, hosts, backend="cpu", check=False)
+    assert received == [True] * 3
+
+
+def test_the_end_without_destroy_is_warned_of(tmp_path: Path) -> None:
+    script = tmp_path / "warns.py"
+    script.write_text("import pynccl\ncomm = pynccl.init()\ncomm.barrier()\n")
+    command = [sys.executable, "-W", "default", "-m", "pynccl", "run", "-n", "2", "--cpu", str(script)]
+    environment = {**os.environ, "PYTHONWARNINGS": "default::ResourceWarning"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0
+    assert done.stderr.count("was never destroyed or aborted") == 2, done.stderr

@@ -1,0 +1,598 @@
+"""A communicator's relatives and its end: split, shrink, grow, revoke, suspend, threads, signals."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from meeting import hear, tell, together
+from pynccl import Communicator, NcclError, NcclInvalidUsage, NcclTimeoutError, UniqueId, testing
+
+
+def total(comm: Communicator) -> float:
+    """Return what an all_reduce of ones gives: the number of ranks."""
+    return float(comm.all_reduce(np.ones(3))[0])
+
+
+def single(**options: Any) -> Communicator:
+    return Communicator(1, pynccl.get_unique_id(), 0, **options)
+
+
+def abort_together(comm: Communicator) -> None:
+    """Abort when no rank is in a call any more: who is would be told of the abort."""
+    together(comm.size, "abort")
+    comm.abort()
+
+
+def splits(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        half = comm.split(rank % 2)
+        assert half is not None
+        assert (half.rank, half.size, half.device) == (rank // 2, 2, rank)
+        assert half.all_gather(np.array([rank])).ravel().tolist() == [rank % 2, rank % 2 + 2]
+        back = comm.split(7, key=-rank)
+        assert back is not None
+        assert back.rank == nranks - 1 - rank
+        assert back.all_gather(np.array([rank])).ravel().tolist() == [3, 2, 1, 0]
+        # Who gives no color takes part and joins nothing.
+        some = comm.split(0 if rank else None, key=rank)
+        assert (some is None) == (rank == 0)
+        assert some is None or (some.size == 3 and total(some) == 3)
+        named = comm.split(np.int64(1), config=pynccl.Config(commName="named", blocking=1))
+        assert named is not None
+        assert total(named) == 4
+        grandchild = half.split(0)
+        assert grandchild is not None
+        assert total(grandchild) == 2
+        color: Any
+        for color, error in ((-1, ValueError), (1 << 31, ValueError), ("0", TypeError), (True, TypeError)):
+            with pytest.raises(error, match=f"color is {color!r}; expected"):
+                comm.split(color)
+        with pytest.raises(TypeError, match="ncclConfig_t has no field comName"):
+            comm.split(0, config={"comName": "x"})
+        comm.barrier()
+        # Destroying a parent leaves its children; aborting takes them along.
+        half.destroy()
+        assert total(grandchild) == 2
+        abort_together(comm)
+        assert back.closed and named.closed
+        with pytest.raises(NcclInvalidUsage, match="cannot be used: it was aborted"):
+            back.barrier()
+
+
+def splits_without_one(rank: int, nranks: int, timeout: float | None) -> str:
+    """The last rank destroys the communicator while the others split it."""
+    if rank == nranks - 1:
+        pynccl.init(timeout=timeout).destroy()
+        return ""
+
+    def split() -> None:
+        # The other's report may come before init has ended here.
+        with pynccl.init(timeout=timeout) as comm:
+            comm.split(0)
+
+    with pytest.raises(pynccl.CollectiveMismatchError) as caught:
+        split()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_split_by_all_but_one(timeout: float | None) -> None:
+    """The CPU library says so at once; with NCCL's own it is the time-out."""
+    first, second, _ = testing.run(3, splits_without_one, timeout, backend="cpu", timeout=40)
+    for text in (first, second):
+        assert "waits in ncclCommSplit for rank 2, which has finalized or destroyed" in text
+
+
+def test_split() -> None:
+    testing.run(4, splits, backend="cpu")
+
+
+def shrinks(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        exclude: Any
+        for exclude, error, words in (
+            ([rank], ValueError, rf"exclude is \[{rank}\]; expected other ranks than this one, {rank}"),
+            ([], ValueError, r"exclude is \[\]; expected other ranks"),
+            ([4], ValueError, r"exclude is \[4\], with 4; expected ranks from 0 to 3"),
+            ([0, "1"], TypeError, r"exclude is \[0, '1'\], with '1'; expected ints"),
+        ):
+            with pytest.raises(error, match=words):
+                comm.shrink(exclude)
+        if rank == 2:
+            return
+        small = comm.shrink([2])
+        assert (small.rank, small.size) == ({0: 0, 1: 1, 3: 2}[rank], 3)
+        assert total(small) == 3
+        assert small.all_gather(np.array([rank])).ravel().tolist() == [0, 1, 3]
+        assert not comm.closed
+        small.destroy()
+
+
+def test_shrink() -> None:
+    testing.run(4, shrinks, backend="cpu")
+
+
+def shrinks_after_a_death(rank: int, nranks: int) -> str:
+    comm = pynccl.init(timeout=20)
+    calls = [comm.prepare.all_reduce(np.zeros(1000)) for _ in range(1000)]
+
+    def work() -> None:
+        # The death may come before the barrier has ended on every rank.
+        comm.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for call in calls:
+            call()
+
+    with pytest.raises(NcclError):
+        work()
+    start = time.monotonic()
+    with comm.shrink([1], abort=True) as small:
+        assert time.monotonic() - start < 10
+        assert comm.closed
+        assert (small.rank, small.size) == (0 if rank == 0 else 1, 2)
+        assert not small.closed
+        assert total(small) == 2
+    return "recovered"
+
+
+def test_shrink_after_a_death() -> None:
+    got = testing.run(3, shrinks_after_a_death, backend="cpu", check=False)
+    assert [got[0], got[2]] == ["recovered"] * 2, got
+
+
+def grows(rank: int, nranks: int) -> None:
+    from pynccl.bootstrap import Store
+
+    with Store(os.environ["PYNCCL_STORE"]) as store:
+        if rank < 2:
+            if rank == 0:
+                store.set("first", bytes(pynccl.get_unique_id()))
+            comm = Communicator(2, UniqueId(store.get("first")), rank, timeout=20)
+            nranks_wanted: Any
+            for nranks_wanted in (2, 1, 3.5, None):
+                with pytest.raises(
+                    ValueError, match=f"nranks is {nranks_wanted}; expected more than the pres"
+                ):
+                    comm.grow(nranks_wanted)
+            uid = comm.get_unique_id() if rank == 0 else None
+            if uid is not None:
+                assert isinstance(uid, UniqueId)
+                store.set("grown", bytes(uid))
+            big = comm.grow(3, uid)
+        else:
+            comm = None
+            with pytest.raises(ValueError, match="rank is 3 and nranks 3; expected 0 <= rank < nranks"):
+                Communicator.join(3, bytes(128), 3)
+            big = Communicator.join(3, store.get("grown"), 2, timeout=20)
+        assert (big.rank, big.size) == (rank, 3)
+        assert total(big) == 3
+        big.barrier()
+        together(nranks)
+        if comm is not None:
+            assert total(comm) == 2
+            abort_together(comm)
+            assert big.closed
+        else:
+            big.abort()
+
+
+def test_grow_and_join() -> None:
+    testing.run(3, grows, backend="cpu")
+
+
+def nobody_grows(rank: int, nranks: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(NcclTimeoutError, match="joining a communicator as rank 1 of 2 took longer than 1 s"):
+        Communicator.join(2, pynccl.get_unique_id(), 1, timeout=1)
+    assert time.monotonic() - start < 15
+
+
+def test_join_times_out() -> None:
+    testing.run(1, nobody_grows, backend="cpu")
+
+
+def revokes(rank: int, nranks: int) -> None:
+    comm = pynccl.init(timeout=20)
+    assert total(comm) == nranks
+    if rank == 0:
+        # A call that can never complete is ended by another thread.
+        threading.Timer(0.3, comm.revoke).start()
+        start = time.monotonic()
+        with pytest.raises(NcclError) as caught:
+            comm.all_reduce(np.zeros(4))
+        assert not isinstance(caught.value, NcclTimeoutError)
+        assert time.monotonic() - start < 15
+        tell("revoked")
+    else:
+        hear("revoked")
+        comm.revoke()
+    with pytest.raises(NcclError):
+        comm.all_reduce(np.zeros(4))
+    assert not comm.closed
+    again = comm.split(0, key=rank)
+    assert again is not None
+    assert total(again) == nranks
+    abort_together(again)
+    comm.abort()
+    assert again.closed
+
+
+def test_revoke() -> None:
+    testing.run(2, revokes, backend="cpu")
+
+
+def suspends(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=20) as comm:
+        for _ in range(2):
+            comm.suspend()
+            with pytest.raises(NcclError):
+                comm.all_reduce(np.zeros(4))
+            comm.resume()
+            assert total(comm) == nranks
+
+
+def test_suspend_and_resume() -> None:
+    testing.run(2, suspends, backend="cpu")
+
+
+def all_at_once(rank: int, nranks: int) -> None:
+    for devices, places in ((3, [0, 1, 2]), ([4, 2], [4, 2]), (np.array([1]), [1])):
+        ranks = pynccl.init_all(devices)  # type: ignore[arg-type]
+        assert [comm.rank for comm in ranks] == list(range(len(places)))
+        assert [comm.device for comm in ranks] == places
+        assert {comm.size for comm in ranks} == {len(places)}
+        with pynccl.group():
+            results = [comm.all_reduce(np.full(2, comm.rank + 1.0)) for comm in ranks]
+        assert all((got == sum(range(1, len(places) + 1))).all() for got in results)
+        # Or in a thread each.
+        threads = [threading.Thread(target=comm.barrier) for comm in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        for comm in ranks:
+            comm.destroy()
+    devices_wrong: Any
+    for devices_wrong in (0, [], True, False, -1):
+        with pytest.raises(ValueError, match="devices is .*; expected a positive number, or ordinals"):
+            pynccl.init_all(devices_wrong)
+
+
+def test_init_all() -> None:
+    testing.run(1, all_at_once, backend="cpu")
+
+
+def without_blocking(rank: int, nranks: int) -> None:
+    with pynccl.init(config={"blocking": 0}, timeout=30) as comm:
+        x = np.ones(4)
+        for _ in range(20):
+            assert (comm.all_reduce(x.copy()) == nranks).all()
+        op = comm.prepare.all_reduce(x, np.zeros(4))
+        assert (pynccl.Plan([op, op])()[1] == nranks).all()
+        with pynccl.group():
+            gathered, summed = comm.all_gather(x), comm.all_reduce(x.copy())
+        assert gathered.sum() == 4 * nranks
+        assert summed.sum() == 4 * nranks
+        with pynccl.Stream() as stream:
+            y = comm.all_reduce(x.copy(), stream=stream)
+            comm.synchronize(stream)
+            assert (y == nranks).all()
+        child = comm.split(0, config={"blocking": 0})
+        assert child is not None
+        assert total(child) == nranks
+        child.finalize()
+        child.destroy()
+        comm.barrier()
+
+
+def test_non_blocking() -> None:
+    testing.run(2, without_blocking, backend="cpu")
+
+
+def never_complete(rank: int, nranks: int) -> None:
+    """The GIL is free while a non-blocking communicator is made, and the time-out holds."""
+    ticks: list[int] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.wait(0.02):
+            ticks.append(1)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(NcclTimeoutError, match=r"creating the communicator.*(within|longer than) 1 s"):
+        Communicator(2, pynccl.get_unique_id(), 0, config={"blocking": 0}, timeout=1)
+    assert 0.9 < time.monotonic() - start < 15
+    stop.set()
+    thread.join()
+    assert len(ticks) > 3
+
+
+def test_non_blocking_times_out_with_the_gil_released() -> None:
+    testing.run(1, never_complete, backend="cpu")
+
+
+def foreign_handles(rank: int, nranks: int) -> None:
+    """A communicator that a ctypes binding made of the same library, in the same process."""
+
+    class Id(ctypes.Structure):
+        _fields_ = (("internal", ctypes.c_char * 128),)
+
+    from pynccl.bootstrap import Store
+
+    nccl = ctypes.CDLL(pynccl.cpu_library())
+    nccl.ncclCommInitRank.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, Id, ctypes.c_int]
+    uid, handle = Id(), ctypes.c_void_p()
+    with Store(os.environ["PYNCCL_STORE"]) as store:
+        if rank == 0:
+            assert nccl.ncclGetUniqueId(ctypes.byref(uid)) == 0
+            store.set("id", bytes(uid))
+        uid = Id.from_buffer_copy(store.get("id"))
+    assert nccl.ncclCommInitRank(ctypes.byref(handle), nranks, uid, rank) == 0
+    assert handle.value is not None
+    data = np.ones(5, np.float32)
+    with Communicator.from_handle(handle.value) as comm:
+        assert (comm.rank, comm.size, comm.handle) == (rank, nranks, handle.value)
+        assert comm.all_reduce(data) is data
+        assert (data == nranks).all()
+        op = comm.prepare.all_reduce(data, op=comm.pre_mul_sum(0.5))
+        op()
+        assert (data == nranks).all()
+        child = comm.split(0)
+        assert child is not None
+        assert total(child) == nranks
+        child.destroy()
+        # The other binding goes on with it in between.
+        pointer = ctypes.c_void_p(data.ctypes.data)
+        nccl.ncclAllReduce(pointer, pointer, ctypes.c_size_t(5), 7, 0, handle, None)
+        comm.synchronize(0)
+        assert (data == nranks**2).all()
+    # Not ours: it lives on, and its owner gives it back.
+    assert comm.closed
+    count = ctypes.c_int()
+    assert nccl.ncclCommCount(handle, ctypes.byref(count)) == 0
+    assert count.value == nranks
+    assert nccl.ncclCommDestroy(handle) == 0
+    wrong: Any
+    for wrong in (0, -1, None, "1", True, 1.5):
+        with pytest.raises(ValueError, match="handle is .*; expected an ncclComm_t as a positive int"):
+            Communicator.from_handle(wrong)
+
+
+def test_another_bindings_communicator() -> None:
+    testing.run(2, foreign_handles, backend="cpu")
+
+
+def children_die_with_their_parents(rank: int, nranks: int) -> None:
+    comm = pynccl.init(timeout=20)
+    family = [comm]
+    for _ in range(3):
+        child = family[-1].split(0, key=rank)
+        assert child is not None
+        family.append(child)
+    gone = family.pop(1)
+    ops = [one.prepare.all_reduce(np.ones(2)) for one in family]
+    for op in ops:
+        op()
+    gone.destroy()
+    del gone
+    gc.collect()
+    together(nranks)
+    start = time.monotonic()
+    if rank == 0:
+        # Work that never completes holds nobody up.
+        streams = [pynccl.Stream() for _ in family]
+        for one, stream in zip(family, streams, strict=True):
+            one.all_reduce(np.zeros(4), stream=stream)
+    time.sleep(0.3 if rank == 0 else 0.9)
+    comm.abort()
+    assert time.monotonic() - start < 15
+    assert comm.closed
+    assert family[1].closed, "a grandchild whose own parent was destroyed"
+    for op in ops:
+        with pytest.raises(NcclInvalidUsage, match="cannot be used: it was aborted"):
+            op()
+
+
+def test_children_of_children() -> None:
+    testing.run(2, children_die_with_their_parents, backend="cpu")
+
+
+def aborts_from_another_thread(rank: int, nranks: int) -> None:
+    comm = pynccl.init()
+    if rank == 0:
+        threading.Timer(0.3, comm.abort).start()
+        start = time.monotonic()
+        with pytest.raises(NcclError):
+            comm.all_reduce(np.zeros(3))
+        assert time.monotonic() - start < 15
+        assert comm.closed
+        tell("aborted")
+    else:
+        hear("aborted")
+        comm.abort()
+
+
+def test_abort_from_another_thread() -> None:
+    testing.run(2, aborts_from_another_thread, backend="cpu")
+
+
+def destroys_with_work_outstanding(rank: int, nranks: int) -> None:
+    """Neither the end of `with` nor collection waits for ever for what a peer does not join."""
+    together(nranks)
+    comm = pynccl.init(timeout=2)
+    if rank == 0:
+        start = time.monotonic()
+        comm.all_reduce(np.zeros(4), stream=pynccl.Stream())
+        with pytest.raises(NcclError), comm:
+            pass
+        assert comm.closed
+        assert time.monotonic() - start < 15
+        tell("ended")
+    else:
+        hear("ended")
+        comm.abort()
+
+
+def test_an_end_that_cannot_complete() -> None:
+    testing.run(2, destroys_with_work_outstanding, backend="cpu")
+
+
+def two_threads(rank: int, nranks: int) -> None:
+    """Every call of a second thread raises while the first is in one."""
+    with pynccl.init(timeout=20) as comm:
+        op = comm.prepare.all_reduce(np.zeros(2))
+        comm.barrier()
+        if rank == 1:
+            hear("refused")
+            comm.all_reduce(np.zeros(2))
+            return
+        thread = threading.Thread(target=comm.all_reduce, args=(np.zeros(2),))
+        thread.start()
+        while not comm._core.c.busy:
+            time.sleep(0.001)
+        x = np.zeros(4)
+        for call in (
+            lambda: comm.broadcast(x),
+            lambda: comm.all_gather(x),
+            lambda: comm.send(x, 1),
+            lambda: comm.all_to_all_v(x, [2, 2], np.zeros(4), [2, 2]),
+            lambda: comm.split(0),
+            lambda: comm.shrink([1]),
+            lambda: comm.grow(3),
+            comm.suspend,
+            comm.resume,
+            comm.barrier,
+            op,
+            pynccl.Plan([op]),
+        ):
+            with pytest.raises(NcclInvalidUsage, match="rank 0 of 2 .* is in use by another thread"):
+                call()
+        tell("refused")
+        thread.join()
+
+
+def test_two_threads() -> None:
+    testing.run(2, two_threads, backend="cpu")
+
+
+def alone(rank: int, nranks: int) -> None:
+    """One rank: everything works."""
+    with single() as comm:
+        child, small = comm.split(0), comm.split(None)
+        assert child is not None
+        assert small is None
+        assert total(child) == 1
+        child.destroy()
+        comm.barrier()
+        comm.suspend()
+        comm.resume()
+        assert comm.async_error() is None
+        x = np.arange(4.0)
+        for op in ("sum", "prod", "max", "min", "avg"):
+            assert (comm.all_reduce(x.copy(), op=op) == x).all()
+        assert (comm.all_reduce(x.copy(), op=comm.pre_mul_sum(3)) == 3 * x).all()
+        with pytest.raises(ValueError, match="expected other ranks than this one"):
+            comm.shrink([0])
+        assert comm.properties.nRanks == 1
+        # NCCL refuses one without the other (src/init.cc: parseCommConfig).
+        config = pynccl.Config(minCTAs=2, maxCTAs=4)
+    with single(config=config) as comm:
+        assert total(comm) == 1
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        pynccl.Config(minCTA=2)  # type: ignore[call-arg]
+
+
+def test_one_rank() -> None:
+    testing.run(1, alone, backend="cpu")
+
+
+# --- what an interrupt leaves -------------------------------------------------------------------------------
+
+
+def issue(comm: Communicator, what: str, peer: int) -> None:
+    """Make a call with arrays that nobody else holds."""
+    x = np.ones(1000, np.float32)
+    if what == "call":
+        comm.all_reduce(x)
+    elif what == "barrier":
+        comm.barrier()
+    elif what == "group":
+        with pynccl.group():
+            comm.send(x, peer)
+            comm.recv(np.empty_like(x), peer)
+    else:
+        prepared = comm.prepare.all_reduce(x)
+        (pynccl.Plan([prepared]) if what == "plan" else prepared)()
+
+
+def interrupt_when_busy(comm: Communicator, seconds: float) -> None:
+    """Interrupt this process's main thread so long after it has begun a call."""
+
+    def interrupt() -> None:
+        while not comm._core.c.busy:
+            time.sleep(0.001)
+        time.sleep(seconds)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    threading.Thread(target=interrupt).start()
+
+
+def goes_on(rank: int, nranks: int, what: str, seconds: float) -> float:
+    """Interrupt a call that waits for the other rank, and use the communicator when that has come."""
+    comm = pynccl.init()
+    comm.barrier()
+    if rank == 1:
+        hear("interrupted")
+        issue(comm, what, 0)
+    else:
+        interrupt_when_busy(comm, seconds)
+        with pytest.raises(KeyboardInterrupt):
+            issue(comm, what, 1)
+        tell("interrupted")
+        # The library still reads and writes them.
+        assert sum(map(len, comm._core.in_flight.values())) == 1
+        gc.collect()
+        comm.synchronize()
+    answer = total(comm)
+    comm.destroy()
+    return answer
+
+
+# In the first wait of C alone, whose answer Python then never gets to see, and in a later one.
+@pytest.mark.parametrize("seconds", [0.03, pytest.param(0.25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["call", "barrier", "group", "prepared", "plan"])
+def test_an_interrupted_call_goes_on(what: str, seconds: float) -> None:
+    assert testing.run(2, goes_on, what, seconds, backend="cpu", timeout=40) == [2.0, 2.0]
+
+
+def refuses(rank: int, nranks: int) -> None:
+    with single() as comm:
+        timeout: Any
+        for timeout, error in (
+            (-1, ValueError),
+            (float("nan"), ValueError),
+            ("1", TypeError),
+            (True, TypeError),
+        ):
+            with pytest.raises(error, match=rf"timeout is {timeout!r}; expected seconds, 0 or more, or None"):
+                comm.synchronize(timeout=timeout)
+        comm.synchronize(timeout=np.float32(0.5))
+
+
+def test_synchronize_refuses_what_is_no_time() -> None:
+    testing.run(1, refuses, backend="cpu")

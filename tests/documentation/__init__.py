@@ -1,0 +1,1 @@
+"""What the documentation shows is run, or says why it cannot be."""

@@ -1,0 +1,72 @@
+"""The commands in text, tables and the examples' docstrings: run here, or named with the reason."""
+
+from __future__ import annotations
+
+import re
+
+from conftest import ROOT
+
+from .pages import PAGES
+
+_PROGRAMS = (
+    r"pynccl (?:run|trace|info|cpu-library)|python3?|torchrun|mpirun|deepspeed|srun|sbatch|make|pip|cc"
+)
+_COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}) (?!is|in|of|and)\S.*")
+
+# Each ends with success, and prints this.
+RUNS = {
+    "pynccl run -n 4 examples/all_reduce.py": "rank 3 of 4: success",
+    "pynccl run -n 4 examples/data_parallel.py": "epoch 20",
+    "pynccl run -n 4 examples/data_parallel.py --check": "bitwise equal on 4 ranks",
+    "python examples/survive.py": "all survivors and the new rank have finished",
+    "python examples/survive.py -n 3 --seed 5": "all survivors and the new rank have finished",
+    "mpirun -n 4 python examples/all_reduce.py": "rank 3 of 4: success",
+    "torchrun --nproc-per-node 4 examples/all_reduce.py": "rank 3 of 4: success",
+    "python examples/ray_actors.py -n 4": "rank 3 of 4: success",
+    "python examples/dask_workers.py -n 4": "rank 3 of 4: success",
+    "torchrun --nproc-per-node 4 examples/torch_collectives.py": "rank: 3, before: [0], after: [4]",
+    "torchrun --nproc-per-node 2 examples/torch_training.py data_parallel": "",
+    "torchrun --nproc-per-node 4 examples/torch_pipeline.py": "rank 3, stage 1",
+    "torchrun --nproc-per-node 3 --max-restarts 1 examples/torch_elastic.py": "",
+    "torchrun --nproc-per-node 4 examples/torch_mpi_discovery.py": "",
+    "mpirun -n 4 python examples/torch_mpi_discovery.py": "",
+    'python -c "import secrets; print(secrets.token_urlsafe(24))"': "",
+}
+# `make test` runs these; `make test-full` the others.
+QUICK = ("python examples/survive.py",)
+# Two ranks or nodes: the command, and what is another on the second.
+PAIRS = {
+    "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST0 --master-port 29500 "
+    "examples/all_reduce.py": ("--node-rank 0", "--node-rank 1", 8),
+    "RANK=0 WORLD_SIZE=2 python examples/all_reduce.py --method tcp://HOST0:29500": ("RANK=0", "RANK=1", 2),
+}
+# How a command begins, and why it is not run here.
+ELSEWHERE = {
+    "make ": "the Makefile's own; CI runs them",
+    "pip ": "changes the environment; tests/package/test_packaging.py installs the wheel",
+    "mpirun -n 4 python program.py": "stands for a program of the reader's",
+    "sbatch ": "tests/init/test_slurm.py, where Slurm is installed",
+    "srun ": "tests/init/test_slurm.py, where Slurm is installed",
+    "deepspeed ": "needs GPUs to start; tests/init/test_engines.py sets what it sets",
+    "mpirun -n 2 python examples/torch_deepspeed.py": "tests/torch_backend/test_torch_examples.py",
+    "torchrun --nproc-per-node 2 examples/torch_deepspeed.py": "tests/torch_backend/test_torch_examples.py",
+    "torchrun --nproc-per-node 2 examples/torch_accelerate.py": "tests/torch_backend/test_torch_examples.py",
+    "python -m pynccl.torch build": "tests/torch_backend/test_torch_groups.py",
+    "python tests/torch_backend/test_torch_suite.py": "torch's own tests, for `make test-full`",
+    "python tools/check_torch.py": "installs many torches",
+    "python benchmarks/": "`make bench`, on a machine that does nothing else",
+}
+
+
+def shown() -> set[str]:
+    """Return the commands of the tables' and the text's code, and of the examples' first lines."""
+    found = set()
+    for path in PAGES:
+        text = re.sub(r"^ *```\w*\n.*?^ *```", "", path.read_text(), flags=re.M | re.S)
+        found |= {
+            code for code in re.findall(r"`([^`\n]+)`", text) if re.search(r"\.(py|sh)\b|^python", code)
+        }
+    for path in ROOT.glob("examples/*.py"):
+        found |= {line.strip() for line in path.read_text().split('"""')[1].splitlines()}
+    commands = {match[0] for text in found if (match := _COMMAND.match(text))}
+    return {re.sub(r"  +#.*", "", command).strip() for command in commands}

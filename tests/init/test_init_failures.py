@@ -1,0 +1,543 @@
+"""What goes wrong while ranks meet; nothing takes longer to fail than its time-out and one second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from conftest import clean_environment
+from meeting import free_port, hear, starved, tell, together
+from pynccl import BootstrapError, testing
+from pynccl.bootstrap import Store, StoreServer, _store
+from pynccl.bootstrap._exchange import Round
+from pynccl.bootstrap._keys import ObjectKeys
+from test_init_environment import forget_the_launcher
+from test_init_methods import Plain, meet
+
+METHODS = [
+    "master",
+    pytest.param("file", marks=pytest.mark.slow),
+    *(pytest.param(kind, marks=pytest.mark.full) for kind in ("pynccl run", "tcp", "object")),
+]
+
+
+def method_of(kind: str, where: str, port: int) -> Any:
+    """Return what to give to init, and set the environment for it."""
+    if kind == "master":
+        os.environ.pop("PYNCCL_STORE", None)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if kind in ("pynccl run", "master"):
+        return None
+    return {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{where}/meeting", "object": Plain(where, "")}[
+        kind
+    ]
+
+
+def fails_in_time(method: Any, timeout: float, **more: Any) -> str:
+    start, before = time.monotonic(), starved()
+    with pytest.raises(pynccl.NcclError) as caught:
+        pynccl.init(method, timeout=timeout, **more)
+    took = time.monotonic() - start
+    # The others, on the same machine, did not get to run either.
+    assert took < timeout + 1 + 2 * (starved() - before)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+# --- late and never ---
+
+
+def comes_late(rank: int, nranks: int, kind: str, where: str, port: int, late: int) -> None:
+    method = method_of(kind, where, port)
+    if rank == late:
+        time.sleep(0.6)
+    with pynccl.init(method, timeout=15) as comm:
+        assert (comm.all_reduce(np.ones(2)) == nranks).all()
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("late", [0, 1])
+def test_late(kind: str, late: int, tmp_path: Path) -> None:
+    testing.run(2, comes_late, kind, str(tmp_path), free_port(), late, backend="cpu")
+
+
+def stop_rank_0(folder: str, others: tuple[int, ...]) -> int:
+    """Stop rank 0 once the others are on their way to meet; return its process."""
+    while not all(Path(folder, str(other)).exists() for other in others):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    pid = int(Path(folder, "0").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def waits_for_a_stopped_one(rank: int, nranks: int, folder: str, port: int) -> None:
+    """Rank 0, which has the store, stands still for a while; the others wait on."""
+    Path(folder, str(rank)).write_text(str(os.getpid()))
+    if rank == 2:
+        pid = stop_rank_0(folder, (0, 1))
+        time.sleep(2.5)
+        os.kill(pid, signal.SIGCONT)
+    meet(f"tcp://127.0.0.1:{port}", rank, nranks)
+
+
+def test_a_store_that_stands_still(tmp_path: Path) -> None:
+    testing.run(3, waits_for_a_stopped_one, str(tmp_path), free_port(), backend="cpu")
+
+
+def waits_for_one_stopped_for_good(rank: int, nranks: int, folder: str, port: int) -> str:
+    Path(folder, str(rank)).write_text(str(os.getpid()))
+    if rank == 1:
+        pid = stop_rank_0(folder, (0, 2))
+    if rank == 0:
+        meet(f"tcp://127.0.0.1:{port}", rank, nranks)
+    text = fails_in_time(f"tcp://127.0.0.1:{port}", 2.5)
+    if rank == 1:
+        hear("failed")
+        os.kill(pid, signal.SIGKILL)
+    else:
+        tell("failed")
+    return text
+
+
+def test_a_store_that_is_stopped(tmp_path: Path) -> None:
+    stopped, *texts = testing.run(
+        3, waits_for_one_stopped_for_good, str(tmp_path), free_port(), backend="cpu", check=False
+    )
+    assert isinstance(stopped, testing.RankError)
+    for text in texts:
+        # The former by who was connected already.
+        assert "rank 0, which has the store, does not respond" in text or "did not meet rank 0" in text, text
+
+
+def never_comes(rank: int, nranks: int, kind: str, where: str, port: int, absent: int) -> str:
+    together(nranks)
+    method = method_of(kind, where, port)
+    return "" if rank == absent else fails_in_time(method, 1)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_never(kind: str, tmp_path: Path) -> None:
+    texts = testing.run(3, never_comes, kind, str(tmp_path), free_port(), 2, backend="cpu")
+    for text in texts[:2]:
+        assert text.startswith("BootstrapError") and "ranks that never arrived: 2 (1 of 3)" in text
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_rank_0_never(kind: str, tmp_path: Path) -> None:
+    texts = testing.run(3, never_comes, kind, str(tmp_path), free_port(), 0, backend="cpu")
+    for text in texts[1:]:
+        assert text.startswith("BootstrapError")
+        assert "did not meet rank 0" in text or "ranks that never arrived: 0 (1 of 3)" in text
+
+
+# --- twice, and with another size ---
+
+
+def comes_twice(rank: int, nranks: int, kind: str, where: str, port: int) -> str:
+    together(nranks)
+    method = method_of(kind, where, port)
+    return fails_in_time(method, 1.2, rank=min(rank, 1))
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_twice(kind: str, tmp_path: Path) -> None:
+    texts = testing.run(3, comes_twice, kind, str(tmp_path), free_port(), backend="cpu")
+    assert "ranks that never arrived: 2" in texts[0]
+    # Nothing but set and get cannot always tell.
+    assert kind == "object" or sum("rank 1 of 3 arrived twice" in text for text in texts) == 1
+
+
+def other_size(rank: int, nranks: int, kind: str, where: str, port: int) -> str:
+    together(nranks)
+    method = method_of(kind, where, port)
+    return fails_in_time(method, 2, world_size=4 if rank == 1 else 2)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_another_size(kind: str, tmp_path: Path) -> None:
+    texts = testing.run(2, other_size, kind, str(tmp_path), free_port(), backend="cpu")
+    assert all("rank 1 has world_size 4, rank 0 has 2" in text for text in texts)
+
+
+# --- the secret ---
+
+
+def other_secret(rank: int, nranks: int, kind: str, port: int) -> str:
+    together(nranks)
+    method = method_of(kind, "", port)
+    os.environ["PYNCCL_SECRET"] = "a guess, long enough" if rank else "the job's own secret"
+    return fails_in_time(method, 2)
+
+
+@pytest.mark.parametrize("kind", ["master", "tcp"])
+def test_another_secret(kind: str) -> None:
+    texts = testing.run(2, other_secret, kind, free_port(), backend="cpu")
+    assert "ranks that never arrived: 1" in texts[0]
+    assert "the secret (PYNCCL_SECRET)" in texts[1]
+
+
+# --- rank 0 fails, before and after the id is out ---
+
+
+def fails_later(rank: int, nranks: int, kind: str, where: str, port: int, who: int) -> str:
+    method = method_of(kind, where, port)
+    return fails_in_time(method, 10, config={"minCTAs": 8, "maxCTAs": 2} if rank == who else None)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_failure_after_the_id_is_out(kind: str, who: int, tmp_path: Path) -> None:
+    start = time.monotonic()
+    texts = testing.run(3, fails_later, kind, str(tmp_path), free_port(), who, backend="cpu")
+    assert time.monotonic() - start < 25
+    for rank, text in enumerate(texts):
+        assert "ncclCommInitRankConfig" in text, text
+        assert rank == who or (f"rank {who} of 3 failed" in text and text.startswith("BootstrapError")), text
+
+
+def dies(rank: int, nranks: int, kind: str, where: str, port: int, who: int) -> tuple[str, float]:
+    together(nranks)
+    method = method_of(kind, where, port)
+    if rank == who:
+        # In the middle of the wait for the others.
+        threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if rank == 2:
+        time.sleep(1.2)
+    start = time.monotonic()
+    return fails_in_time(method, 5), time.monotonic() - start
+
+
+@pytest.mark.parametrize("kind", ["pynccl run", "master", pytest.param("file", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_is_killed_while_it_waits(kind: str, who: int, tmp_path: Path) -> None:
+    results = testing.run(
+        3, dies, kind, str(tmp_path), free_port(), who, backend="cpu", check=False, timeout=20
+    )
+    for rank, result in enumerate(results):
+        if rank == who:
+            assert "SIGKILL" in str(result)
+            continue
+        assert isinstance(result, tuple), result
+        text, took = result
+        # A folder notices nothing; and rank 2 is too late to see that rank 0 was there.
+        if kind != "file" and (kind, who, rank) != ("master", 0, 2):
+            assert text.startswith(f"RankFailedError: rank {who}") and took < 4.5, result
+
+
+def kills(pid: int) -> None:
+    """End the server when both ranks wait for a third."""
+    with Store(os.environ["PYNCCL_STORE"], "known to them all", timeout=30) as store:
+        store.wait(["init/0/arrival/0", "init/0/arrival/1"])
+    os.kill(pid, signal.SIGKILL)
+
+
+def server_is_killed(rank: int, nranks: int, pid: int) -> str:
+    if rank == 0:
+        threading.Thread(target=kills, args=(pid,)).start()
+    return fails_in_time(None, 40, world_size=nranks + 1)
+
+
+SERVER = """
+import sys, time
+from pynccl.bootstrap import StoreServer
+server = StoreServer(secret="known to them all")
+print(server.address, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_server_is_killed() -> None:
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        env = {"PYNCCL_STORE": server.stdout.readline().strip(), "PYNCCL_SECRET": "known to them all"}
+        start = time.monotonic()
+        texts = testing.run(2, with_environment, env, server.pid, backend="cpu")
+        # At once, not after the time-out.
+        assert time.monotonic() - start < 20
+    finally:
+        server.kill()
+        server.communicate()
+    assert all("lost the store at" in text for text in texts)
+
+
+def with_environment(rank: int, nranks: int, env: dict[str, str], pid: int) -> str:
+    os.environ.update(env)
+    return server_is_killed(rank, nranks, pid)
+
+
+# --- addresses ---
+
+
+def resolves_not(rank: int, nranks: int, where: str) -> str:
+    forget_the_launcher()
+    return fails_in_time(where, 1.5, rank=rank, world_size=2)
+
+
+def test_a_name_that_does_not_resolve() -> None:
+    texts = testing.run(2, resolves_not, "tcp://no-such-host.invalid:5000", backend="cpu")
+    assert "rank 0 cannot listen at no-such-host.invalid:5000" in texts[0]
+    assert "rank 1 of 2 did not meet rank 0: no store answered at no-such-host.invalid:5000" in texts[1]
+
+
+def no_master(rank: int, nranks: int, env: dict[str, str]) -> str:
+    forget_the_launcher()
+    os.environ.update(env, RANK=str(rank), WORLD_SIZE="2")
+    # Name services may be late at the start of a job, and are asked again for some time.
+    _store._UNRESOLVED_SECONDS = 1.0
+    start = time.monotonic()
+    with pytest.raises(BootstrapError) as caught:
+        pynccl.init()
+    assert time.monotonic() - start < 30
+    return str(caught.value)
+
+
+def test_a_master_that_does_not_resolve() -> None:
+    env = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "5000"}
+    for rank, text in enumerate(testing.run(2, no_master, env, backend="cpu")):
+        assert text.startswith(
+            f"rank {rank} of 2: MASTER_ADDR is 'no-such-host.invalid', which cannot be resolved: "
+        )
+        assert "within 300 s" not in text
+
+
+def test_a_port_that_is_taken() -> None:
+    with StoreServer() as other:
+        texts = testing.run(2, resolves_not, f"tcp://127.0.0.1:{other.port}", backend="cpu")
+    assert f"rank 0 cannot listen at 127.0.0.1:{other.port}: " in texts[0]
+    assert "rank 1 of 2 did not meet rank 0" in texts[1]
+
+
+def test_a_name_that_others_cannot_reach() -> None:
+    name = socket.gethostname()
+    address = socket.gethostbyname(name)
+    if not address.startswith("127."):
+        pytest.skip("this machine has its name at an address that others can reach")
+    (text,) = testing.run(1, resolves_not, f"tcp://{name}:{free_port()}", backend="cpu")
+    assert f"({name} is {address} on rank 0's machine, which other machines cannot reach)" in text
+
+
+def only_ipv6(rank: int, nranks: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="::1", MASTER_PORT=str(port), NCCL_SOCKET_FAMILY="AF_INET6")
+    del os.environ["PYNCCL_STORE"]
+    with pynccl.init(timeout=20) as comm:
+        assert (comm.all_reduce(np.ones(2)) == nranks).all()
+
+
+def test_ipv6() -> None:
+    testing.run(2, only_ipv6, free_port(), backend="cpu", env={"NCCL_SOCKET_IFNAME": "lo"})
+
+
+def behind_a_proxy(rank: int, nranks: int, kind: str, port: int) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        os.environ[name] = os.environ[name.upper()] = "http://127.0.0.1:9"
+    method = method_of(kind, "", port)
+    with pynccl.init(method, timeout=20) as comm:
+        assert (comm.all_reduce(np.ones(2)) == nranks).all()
+
+
+@pytest.mark.parametrize("kind", ["pynccl run", "master", "tcp"])
+def test_a_proxy_is_nothing_to_it(kind: str) -> None:
+    testing.run(2, behind_a_proxy, kind, free_port(), backend="cpu")
+
+
+# --- start methods ---
+
+
+def child(rank: int, nranks: int, port: int) -> None:
+    forget_the_launcher()
+    meet(f"tcp://127.0.0.1:{port}", rank, nranks)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(nranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )  # fmt: skip
+    for _ in range(2):
+        with pynccl.init(timeout=20) as comm:
+            assert comm.all_reduce(np.ones(1))[0] == nranks
+
+
+def starts(rank: int, nranks: int, how: str, used_before: bool, port: int) -> None:
+    if used_before:
+        # What the parent has met is the parent's.
+        meet(f"tcp://127.0.0.1:{port}", 0, 1)
+        os.environ.update(RANK="0", WORLD_SIZE="1")
+        pynccl.init(timeout=5).destroy()
+    context = multiprocessing.get_context(how)
+    processes = [context.Process(target=child, args=(r, 3, port)) for r in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("how", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("used_before", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_start_methods(how: str, used_before: bool) -> None:
+    testing.run(1, starts, how, used_before, free_port(), backend="cpu")
+
+
+def forks_after_it_met(rank: int, nranks: int, port: int, second: int) -> None:
+    """Fork when the store of MASTER_PORT is kept: the children meet anew."""
+    method_of("master", "", port)
+    with pynccl.init(timeout=20) as comm:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.environ.update(MASTER_PORT=str(second))
+                with pynccl.init(timeout=10) as mine:
+                    code = 0 if mine.all_reduce(np.ones(1))[0] == nranks else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert comm.all_reduce(np.ones(1))[0] == nranks
+
+
+def test_forks_after_it_met() -> None:
+    testing.run(2, forks_after_it_met, free_port(), free_port(), backend="cpu")
+
+
+# --- Ctrl-C in every wait ---
+
+WAITS = {
+    "rank 0 waits for the others at a port": ("tcp://127.0.0.1:{port}", 0),
+    "a rank waits for rank 0's port": ("tcp://127.0.0.1:{port}", 1),
+    "a rank waits for a name": ("tcp://no-such-host.invalid:{port}", 1),
+    "rank 0 waits in a folder": ("file://{folder}/meeting", 0),
+    "a rank waits in a folder": ("file://{folder}/meeting", 1),
+    "rank 0 waits at an object": ("object", 0),
+    "a rank waits at an object": ("object", 1),
+    "rank 0 waits at the launcher's store": ("env", 0),
+    "a rank waits at the launcher's store": ("env", 1),
+}
+INTERRUPTED = """
+import sys, time
+import pynccl
+class Nothing:
+    def get(self, name): return None
+    def set(self, name, value): pass
+method, rank = sys.argv[1], int(sys.argv[2])
+pynccl.library_info()
+print("ready", flush=True)
+try:
+    pynccl.init(Nothing() if method == "object" else method, rank=rank, world_size=3, timeout=30)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_ctrl_c(wait: str, tmp_path: Path) -> None:
+    text, rank = WAITS[wait]
+    method = text.format(port=free_port(), folder=tmp_path)
+    with StoreServer() as server:
+        env = clean_environment() | {
+            "PYNCCL_STORE": server.address, "PYNCCL_SECRET": server.secret, "PYNCCL_LIBRARY": "cpu",
+        }  # fmt: skip
+        command = [sys.executable, "-c", INTERRUPTED, method, str(rank)]
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            start = time.monotonic()
+            assert process.stdout.readline() == "interrupted\n"
+            assert time.monotonic() - start < 6
+            process.wait(10)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def interrupted_early(rank: int, nranks: int) -> str:
+    """Ctrl-C on rank 1, which has arrived, before rank 2 does."""
+    if rank == 1:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.7)
+    if rank == 2:
+        time.sleep(1.2)
+    start = time.monotonic()
+    with pytest.raises((KeyboardInterrupt, BootstrapError)) as caught:
+        pynccl.init(timeout=20)
+    assert time.monotonic() - start < 15
+    return repr(caught.value)
+
+
+def test_ctrl_c_on_one_rank() -> None:
+    texts = testing.run(3, interrupted_early, backend="cpu")
+    assert texts[1] == "KeyboardInterrupt()"
+    assert all("rank 1 of 3 failed: KeyboardInterrupt" in texts[rank] for rank in (0, 2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", ["will", "prepare", "put"])
+def test_ctrl_c_before_the_others_know_of_a_rank(
+    at: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ObjectKeys(Plain(str(tmp_path), ""))
+    meeting = Round(keys, "a", rank, 2, time.monotonic() + 20)
+    put = keys.put
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def interrupted_at_the_arrival(name: str, *rest: Any) -> None:
+        put(name, *(interrupted() if "arrival" in name else rest))
+
+    if at == "will":
+        monkeypatch.setattr(keys, "will", interrupted)
+    if at == "put":
+        monkeypatch.setattr(keys, "put", interrupted_at_the_arrival)
+    with pytest.raises(KeyboardInterrupt):
+        meeting.exchange(interrupted if at == "prepare" else lambda: None)  # type: ignore[arg-type,return-value]
+    failure = Round(keys, "a", 1 - rank, 2, time.monotonic()).failure()
+    assert failure is not None
+    assert f"rank {rank} of 2 failed: KeyboardInterrupt" in str(failure.error())
+
+
+def interrupted_creation(rank: int, nranks: int) -> str:
+    """Ctrl-C on rank 0 when the id is out: the others learn of it at once."""
+    if rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 1.5)
+    if rank == 2:
+        os.environ["PYNCCL_CPU_FAULT"] = ""
+        original = pynccl.Communicator.__init__
+
+        def slow(self: Any, *args: Any, **more: Any) -> None:
+            time.sleep(4)
+            original(self, *args, **more)
+
+        pynccl.Communicator.__init__ = slow  # type: ignore[method-assign]
+    start = time.monotonic()
+    try:
+        pynccl.init(timeout=20)
+    except KeyboardInterrupt:
+        assert rank == 0
+        assert time.monotonic() - start < 6
+        return "interrupted"
+    except BootstrapError as error:
+        # At once, not after the time-out.
+        assert time.monotonic() - start < 20
+        return str(error)
+    return "no error"
+
+
+def test_ctrl_c_while_the_communicator_is_created() -> None:
+    texts = testing.run(3, interrupted_creation, backend="cpu")
+    assert texts[0] == "interrupted"
+    assert all("rank 0 of 3 failed: KeyboardInterrupt" in text for text in texts[1:])

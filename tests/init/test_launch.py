@@ -1,0 +1,677 @@
+"""`pynccl run`: the environment of the ranks, their output, and how they end, with real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pynccl._library import cuda
+from pynccl._run.launch import EVIDENCE_SECONDS, GRACE_SECONDS
+
+Script = Callable[[str], str]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    def write(text: str) -> str:
+        path = tmp_path / "program.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def _command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "pynccl", "run", *args]
+
+
+def _environment(**env: str) -> dict[str, str]:
+    outside = ("PYNCCL_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if not name.startswith(outside)} | env
+
+
+def launch(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command(*args), env=_environment(**env), capture_output=True, text=True, timeout=50
+    )
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start launchers whose end the test brings about; they are killed if it does not."""
+    processes = []
+
+    def start(*args: str, **env: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            _command(*args),
+            env=_environment(**env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def _pids(process: subprocess.Popen[str], count: int) -> list[int]:
+    """Read the process ids that the ranks print first."""
+    assert process.stdout is not None
+    return [int(process.stdout.readline().split()[-1]) for _ in range(count)]
+
+
+def _wait_gone(pids: list[int], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    for pid in pids:
+        while _runs(pid):
+            assert time.monotonic() < deadline, f"{pid} still runs"
+            time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+PRINT_ENVIRONMENT = """
+import os
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR PYNCCL_LIBRARY OMP_NUM_THREADS".split()
+port, store = os.environ["MASTER_PORT"].isdigit(), "PYNCCL_STORE" in os.environ
+print(*[os.environ.get(name) for name in names], port, store)
+"""
+
+
+def test_environment_of_torchrun(script: Script) -> None:
+    done = launch("-n", "3", "--cpu", script(PRINT_ENVIRONMENT))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{r}] {r} 3 {r} 3 127.0.0.1 cpu 1 True True" for r in range(3)
+    ]
+
+
+def test_arguments_and_exit_code(script: Script) -> None:
+    done = launch("-n", "1", "--cpu", script("import sys; print(sys.argv[1:])"), "-n", "--cpu", "a b")
+    assert done.stdout == "[0] ['-n', '--cpu', 'a b']\n"
+
+
+def test_module(tmp_path: Path) -> None:
+    (tmp_path / "programme.py").write_text("import os, sys; print(os.environ['RANK'], sys.argv[1:])")
+    done = launch("-n", "2", "--cpu", "-m", "programme", "x", PYTHONPATH=str(tmp_path))
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 ['x']", "[1] 1 ['x']"]
+
+
+def test_without_a_driver_it_says_so(script: Script) -> None:
+    program = script("import os; print(os.environ['PYNCCL_LIBRARY'])")
+    if cuda.available():
+        pytest.skip("this machine has an NVIDIA driver")
+    done = launch("-n", "1", program)
+    assert done.stdout == "[0] cpu\n"
+    assert done.stderr == "pynccl run: no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu\n"
+    chosen = launch("-n", "1", program, PYNCCL_LIBRARY="/some/library.so")
+    assert (chosen.stdout, chosen.stderr) == ("[0] /some/library.so\n", "")
+
+
+def test_lines_stay_whole_and_in_order(script: Script) -> None:
+    program = script(
+        "import os, sys\n"
+        "r = os.environ['RANK']\n"
+        "for i in range(300):\n"
+        "    out = sys.stdout if i % 2 else sys.stderr\n"
+        "    for part in (r * 500, f' {i}', '\\n'): out.write(part); out.flush()\n"
+        "print('no newline at the end', end='')\n"
+    )
+    done = launch("-n", "3", "--cpu", program)
+    assert done.returncode == 0
+    for text, first in ((done.stdout, 1), (done.stderr, 0)):
+        lines = [line for line in text.splitlines() if "no newline" not in line]
+        for rank in range(3):
+            mine = [line for line in lines if line.startswith(f"[{rank}] ")]
+            assert mine == [f"[{rank}] {str(rank) * 500} {i}" for i in range(first, 300, 2)]
+        assert len(lines) == 450
+    assert sorted(done.stdout.splitlines()[-3:])[-1].endswith("no newline at the end")
+
+
+def test_output_comes_at_once(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+    process = started("-n", "1", "--cpu", script("import time; print('first'); time.sleep(30)"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[0] first\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 128 + signal.SIGTERM
+
+
+def test_bytes_that_are_no_text(script: Script) -> None:
+    program = script("import sys; sys.stdout.buffer.write(b'\\xff\\0\\n\\n')")
+    done = subprocess.run(_command("-n", "1", "--cpu", program), capture_output=True, timeout=50)
+    assert done.stdout == b"[0] \xff\0\n[0] \n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "rank 1 exited with code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL"),
+        ("raise ValueError('broken')", 1, "rank 1 exited with code 1"),
+    ],
+)
+def test_one_failure_ends_all(script: Script, ending: str, code: int, words: str) -> None:
+    program = script(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ending}\ntime.sleep(60)\n")
+    start = time.monotonic()
+    done = launch("-n", "3", "--cpu", program)
+    assert time.monotonic() - start < 40
+    assert done.returncode == code
+    assert words in done.stderr
+    assert done.stderr.count("ending the other ranks") == 1
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+deaf = Path(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid)
+if os.environ["RANK"] == "0":
+    while not deaf.exists():
+        time.sleep(0.01)
+    sys.exit(3)
+deaf.touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_who_ignores_sigterm_is_killed_with_its_children(
+    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    start = time.monotonic()
+    process = started("-n", "2", "--cpu", script(STUBBORN), str(tmp_path / "deaf"))
+    pids = _pids(process, 2)
+    assert process.wait(45) == 3
+    assert GRACE_SECONDS - 1 < time.monotonic() - start < GRACE_SECONDS + 30
+    _wait_gone(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_forwarded(
+    script: Script, started: Callable[..., subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    program = script(
+        "import os, signal, sys, time\n"
+        f"signal.signal({int(number)}, lambda *_: (print('got it'), sys.exit(5)))\n"
+        "print(os.getpid())\n"
+        "time.sleep(60)\n"
+    )
+    process = started("-n", "2", "--cpu", program)
+    pids = _pids(process, 2)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=10)
+    assert process.returncode == 5
+    assert sorted(out.splitlines()) == ["[0] got it", "[1] got it"]
+    _wait_gone(pids)
+
+
+def test_user_signals_are_forwarded_and_end_nothing(
+    script: Script, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    program = script(
+        "import os, signal, time\n"
+        "seen = []\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))\n"
+        "print(os.getpid())\n"
+        "while not seen: time.sleep(0.01)\n"
+    )
+    process = started("-n", "2", "--cpu", program)
+    _pids(process, 2)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(10) == 0
+
+
+def test_ctrl_c(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+    process = started("-n", "2", "--cpu", script("import os, time; print(os.getpid()); time.sleep(60)"))
+    _pids(process, 2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGINT
+
+
+def test_ranks_die_with_the_launcher(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+    process = started("-n", "2", "--cpu", script("import os, time; print(os.getpid()); time.sleep(60)"))
+    pids = _pids(process, 2)
+    process.kill()
+    process.wait()
+    _wait_gone(pids)
+
+
+def test_a_daemon_that_keeps_the_pipe_is_not_waited_for(script: Script) -> None:
+    program = script("import subprocess; print(subprocess.Popen(['setsid', 'sleep', '30']).pid)")
+    start = time.monotonic()
+    done = subprocess.run(
+        _command("-n", "1", "--cpu", program), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=50
+    )
+    took = time.monotonic() - start
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(done.stdout.split()[-1]), signal.SIGKILL)
+    assert (done.returncode, done.stdout[:4]) == (0, b"[0] ")
+    assert took < 20
+
+
+def test_closed_output(script: Script) -> None:
+    program = script("import time\nfor i in range(10000): print('x' * 1000); time.sleep(0.001)")
+    process = subprocess.Popen(
+        _command("-n", "2", "--cpu", program), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(15) == 128 + signal.SIGPIPE
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
+
+
+FIRST = """
+import os, sys, time
+rank = os.environ["RANK"]
+print("rank", rank, file=sys.stderr)
+if rank == "2":
+    try:
+        {}["cause"]
+    except KeyError as error:
+        raise ValueError("the cause") from error
+time.sleep(30)
+raise RuntimeError("only a consequence")
+"""
+
+
+def test_the_first_traceback_comes_last(script: Script) -> None:
+    done = launch("-n", "3", "--cpu", script(FIRST))
+    assert done.returncode == 1
+    _, _, last = done.stderr.partition("pynccl run: rank 2 failed first:\n")
+    lines = last.splitlines()
+    assert lines[0] == "[2] Traceback (most recent call last):"
+    assert "[2] KeyError: 'cause'" in lines
+    assert lines[-1] == "[2] ValueError: the cause"
+
+
+SLOW_TO_END = """
+import atexit, os, signal, sys, time
+from pathlib import Path
+rank, failed = os.environ["RANK"], Path(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def end():
+    failed.touch()
+    time.sleep(1.5)
+if rank == "0":
+    atexit.register(end)
+    raise ValueError("the cause")
+while not failed.exists():
+    time.sleep(0.01)
+raise RuntimeError("only a consequence")
+"""
+
+
+def test_who_failed_first_may_end_later(script: Script, tmp_path: Path) -> None:
+    done = launch("-n", "2", "--cpu", script(SLOW_TO_END), str(tmp_path / "failed"))
+    assert done.stderr.splitlines()[-1] == "[0] ValueError: the cause"
+
+
+def test_time_out(script: Script) -> None:
+    program = script("import os, time\nif os.environ['RANK'] != '1': time.sleep(60)")
+    start = time.monotonic()
+    done = launch("-n", "3", "--cpu", "--timeout", "8", program)
+    assert time.monotonic() - start < 40
+    assert done.returncode == 124
+    assert "the time is up (--timeout); still running: 0, 2\n" in done.stderr
+    for enough in ("30", "1e20"):
+        assert launch("-n", "2", "--cpu", "--timeout", enough, script("pass")).returncode == 0
+
+
+LISTENERS = """
+import os, threading, time
+from pathlib import Path
+import numpy as np
+import pynccl
+
+def look():
+    # Of this rank and of the launcher.
+    while not ended:
+        mine = set()
+        for pid in (os.getpid(), os.getppid()):
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                try:
+                    mine.add(os.readlink(file))
+                except OSError:
+                    pass
+        for table in ("tcp", "tcp6"):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
+                    found.add(words[1].partition(":")[0])
+        time.sleep(0.002)
+
+ended, found = [], set()
+thread = threading.Thread(target=look)
+thread.start()
+for _ in range(5):
+    with pynccl.init(timeout=20) as comm:
+        comm.all_reduce(np.ones(3))
+        comm.split(0).destroy()
+with pynccl.init() as comm:
+    comm.barrier()
+ended.append(1)
+thread.join()
+print(*sorted(found))
+"""
+
+
+def test_on_one_machine_nobody_else_can_connect(script: Script) -> None:
+    """Whatever interfaces there are to other machines, where none is named."""
+    done = launch("-n", "3", "--cpu", script(LISTENERS))
+    assert done.returncode == 0, done.stderr
+    # 127.0.0.1, in the machine's order.
+    assert {line.partition("] ")[2] for line in done.stdout.splitlines()} == {"0100007F"}
+
+
+# --- what ranks that hang leave behind ----------------------------------------------------------------------
+
+HANGS = """
+import ctypes, os, signal, sys, time
+import numpy as np
+import pynccl
+comm = pynccl.init(timeout=30)
+x = np.ones(4, np.float32)
+comm.all_reduce(x)
+comm._core.timeout = None
+
+def collective():
+    comm.all_reduce(x)
+
+def asleep():
+    time.sleep(100)
+
+def busy():
+    while True:
+        pass
+
+def in_c_with_the_gil():
+    while True:
+        ctypes.PyDLL(None).sleep(100)
+
+def stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+hang = [collective, asleep, busy, in_c_with_the_gil, stopped][comm.rank]
+print("ready", flush=True)
+hang()
+time.sleep(100)
+"""
+
+
+def _wait_ready(process: subprocess.Popen[str], count: int) -> None:
+    assert process.stdout is not None
+    for _ in range(count):
+        assert process.stdout.readline().endswith("ready\n")
+    time.sleep(0.3)
+
+
+def test_evidence_of_every_hang(
+    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "traces"
+    process = started("-n", "5", "--cpu", script(HANGS), PYNCCL_TRACE_DIR=str(folder))
+    _wait_ready(process, 5)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    for rank, function in enumerate(("collective", "asleep", "busy", "in_c_with_the_gil", "stopped")):
+        mine = [line for line in errors.splitlines() if line.startswith(f"[{rank}] ")]
+        assert any(line.endswith(f" in {function}") for line in mine), errors
+        assert not any("end" in line.split() for line in mine), errors
+        (dump,) = folder.glob(f"rank{rank}.*.jsonl")
+        head, *records = map(json.loads, dump.read_text().splitlines())
+        assert [reason["kind"] for reason in head["reasons"]] == ["launcher"]
+        assert [r["call"] for r in records[1:]] == ["init", *["all_reduce"] * (2 if rank == 0 else 1)]
+        stacks = dump.with_suffix(".stacks")
+        assert stacks.read_text().splitlines() == [line.removeprefix(f"[{rank}] ") for line in mine]
+        assert stacks.stat().st_mode & 0o777 == dump.stat().st_mode & 0o777 == 0o600
+    assert errors.count(", which was stopped") == 1
+    assert "rank 0 (launcher): asked by pynccl run" not in errors
+
+
+OUTLIVES = """
+import signal, time, numpy as np, pynccl
+comm = pynccl.init()
+if comm.rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    comm.all_reduce(np.zeros(4))
+time.sleep(100)
+"""
+
+
+def test_evidence_is_not_replaced_by_what_comes_of_the_end(script: Script, tmp_path: Path) -> None:
+    """A rank that sees the others end dumps no more."""
+    done = launch(
+        "-n", "2", "--cpu", "--timeout", "3", script(OUTLIVES), PYNCCL_TRACE_DIR=str(tmp_path / "traces")
+    )
+    assert done.returncode == 124 and "NcclRemoteError" in done.stderr
+    (dump,) = (tmp_path / "traces").glob("rank0.*.jsonl")
+    head, *records = map(json.loads, dump.read_text().splitlines())
+    assert [reason["kind"] for reason in head["reasons"]] == ["launcher"]
+    assert [r["call"] for r in records[1:]] == ["init", "all_reduce"] and records[-1]["state"] == "taken"
+
+
+PARTLY = """
+import os, signal, sys, time
+def end(number, frame):
+    print("ended by", signal.Signals(number).name, flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+rank = int(os.environ["RANK"])
+if rank == 0:
+    import pynccl
+if rank == 2:
+    import pynccl
+    code = "import signal, time; signal.signal(15, lambda *_: (print('SIGTERM too'), exit(0)));"
+    code += "print('ready', flush=True); time.sleep(100)"
+    os.execv(sys.executable, [sys.executable, "-c", code])
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+def test_who_does_not_listen_is_not_asked(
+    script: Script, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """A rank that never imported pynccl, and one that runs another program by now."""
+    process = started("-n", "3", "--cpu", "--timeout", "8", script(PARTLY))
+    out, errors = process.communicate(timeout=40)
+    assert process.returncode == 124
+    assert out.count("ready") == 3
+    ends = sorted(line for line in out.splitlines() if "SIGTERM" in line)
+    assert ends == ["[0] ended by SIGTERM", "[1] ended by SIGTERM", "[2] SIGTERM too"]
+    for rank in (1, 2):
+        assert f"rank {rank} does not say where it is" in errors
+    assert any(line.startswith("[0] ") and line.endswith(" in <module>") for line in errors.splitlines())
+
+
+REUSED = """
+import os, sys, time
+import pynccl
+os.closerange(3, 256)
+files = [open(sys.argv[1], "ab") for _ in range(64)]
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_stacks_never_go_to_a_file_of_the_programs(
+    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = started("-n", "1", "--cpu", script(REUSED), str(tmp_path / "data"))
+    _wait_ready(process, 1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert "did not answer within" in errors
+    assert (tmp_path / "data").read_bytes() == b""
+
+
+DEAF = """
+import os, signal, time
+import pynccl
+signal.pthread_sigmask(signal.SIG_BLOCK, range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
+print("ready", flush=True)
+while True:
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_who_does_not_answer_is_ended_all_the_same(
+    script: Script, started: Callable[..., subprocess.Popen[str]], times: int
+) -> None:
+    """A second signal does not wait for answers."""
+    process = started("-n", "2", "--cpu", script(DEAF))
+    _wait_ready(process, 2)
+    start = time.monotonic()
+    for _ in range(times):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    _, errors = process.communicate(timeout=30)
+    took = time.monotonic() - start
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors.count("did not answer within") == 2
+    if times == 1:
+        assert took > EVIDENCE_SECONDS - 0.5
+    else:
+        assert took < EVIDENCE_SECONDS
+
+
+def test_log_folder(script: Script, tmp_path: Path) -> None:
+    program = script(
+        "import os, sys\nprint('out', os.environ['RANK'])\nsys.stderr.write('err ' + os.environ['RANK'])"
+    )
+    folder = tmp_path / "some" / "logs"
+    done = launch("-n", "2", "--cpu", "--log-dir", str(folder), program)
+    assert sorted(done.stdout.splitlines()) == ["[0] out 0", "[1] out 1"]
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        name: text
+        for r in range(2)
+        for name, text in ((f"rank{r}.out", f"out {r}\n"), (f"rank{r}.err", f"err {r}"))
+    }
+    (tmp_path / "file").touch()
+    done = launch("-n", "1", "--cpu", "--log-dir", str(tmp_path / "file"), program)
+    assert done.returncode == 2
+    assert "cannot write to --log-dir" in done.stderr
+
+
+@pytest.mark.parametrize("secret", ["", "one of at least 16 bytes"])
+def test_the_launchers_store_has_the_secret_of_the_environment(script: Script, secret: str) -> None:
+    """Without one the kernel says whose the ranks are, and nobody else can come in."""
+    program = script(
+        "import os, pynccl\n"
+        "comm = pynccl.init(timeout=20)\n"
+        "comm.barrier()\n"
+        "comm.destroy()\n"
+        "print(os.environ.get('PYNCCL_SECRET', ''))\n"
+    )
+    env = {"PYNCCL_SECRET": secret} if secret else {}
+    done = launch("-n", "2", "--cpu", program, **env)
+    assert sorted(line.rstrip() for line in done.stdout.splitlines()) == [
+        f"[{r}] {secret}".rstrip() for r in (0, 1)
+    ]
+    assert "secret" not in done.stderr
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(os.getpid(), flush=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_ranks_children_die_with_the_launcher(
+    script: Script, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = started("-n", "2", "--cpu", script(PARENT))
+    pids = _pids(process, 4)
+    process.kill()
+    process.wait()
+    _wait_gone(pids)
+
+
+def test_no_process_is_left(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+    process = started("-n", "2", "--cpu", script("input_ = print(1); import time; time.sleep(3)"))
+    _pids(process, 2)
+    children = [int(pid) for pid in _children(process.pid)]
+    # The ranks, and who watches over them.
+    assert len(children) == 3
+    assert process.wait(10) == 0
+    _wait_gone(children)
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            ["-n", "0", "x.py"],
+            "'-n' / '-np' / '--nranks': expected a number of ranks, 1 to 1024 on one machine, not '0'",
+        ),
+        (["-n", "auto", "x.py"], "expected a number of ranks, 1 to 1024 on one machine, not 'auto'"),
+        (["-n", "100000", "x.py"], "1 to 1024 on one machine, not '100000'"),
+        (["-np", "-2", "x.py"], "'-n' / '-np' / '--nranks': expected"),
+        (["x.py"], "Missing option '-n'"),
+        (["-n", "2"], "Missing argument 'SCRIPT'"),
+        (["-n", "2", "--timeout", "0", "x.py"], "expected a positive number of seconds, not '0'"),
+        (["-n", "2", "--timeout", "soon", "x.py"], "'--timeout': expected a positive number"),
+        (["-n", "2", "--tiemout", "3", "x.py"], "No such option"),
+    ],
+)
+def test_wrong_command_lines(args: list[str], words: str) -> None:
+    done = launch(*args)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.startswith("Usage: pynccl run [OPTIONS] SCRIPT [ARGS]...\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"), [("pynccl ru", "plain,run\n"), ("pynccl run --ti", "plain,--timeout\n")]
+)
+def test_the_shell_completes_commands_and_options(words: str, completed: str) -> None:
+    position = str(len(words.split()) - 1)
+    env = _environment(_PYNCCL_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=position)
+    command = [sys.executable, "-c", "import sys; from pynccl.__main__ import main; sys.exit(main())"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, completed), done.stderr
+
+
+def test_as_mpirun_has_it(script: Script) -> None:
+    done = launch("-np", "2", "--cpu", script("import os; print(os.environ['WORLD_SIZE'])"))
+    assert (done.returncode, sorted(done.stdout.split("\n"))) == (0, ["", "[0] 2", "[1] 2"])
+
+
+def test_script_that_is_not_there() -> None:
+    done = launch("-n", "2", "--cpu", "/nonexistent/program.py")
+    assert done.returncode == 2
+    assert "No such file" in done.stderr

@@ -1,0 +1,449 @@
+"""pynccl.compat.cupy: the same programs through CuPy's class and ours; then what CuPy's lacks.
+
+CuPy's own runs over the CPU library by LD_PRELOAD of the forwarding library (see test_preload_cupy.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import inspect
+import os
+import pickle
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import pynccl
+from conftest import ROOT, Run
+from pynccl import capi, testing
+from pynccl._library import discovery
+from pynccl.compat import cupy as ours
+
+N = 1000
+BOTH = ["ours", "theirs"]
+Array = NDArray[Any]
+needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+
+
+def binding(whose: str) -> Any:
+    """Return the module of that name's interface."""
+    if whose == "ours":
+        return ours
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from cupy.cuda import nccl
+    return nccl
+
+
+def environment(whose: str) -> dict[str, str]:
+    folder = Path(discovery.cpu_library()).parent / "forward"
+    library = folder / "libnccl.so.2"
+    assert library.exists() or whose == "ours"
+    return {"LD_PRELOAD": str(library)} if whose == "theirs" else {}
+
+
+def through(whose: str, nranks: int, program: Callable[..., Any], *args: Any, **variables: str) -> list[Any]:
+    with tempfile.TemporaryDirectory(prefix="compat-") as folder:
+        env = environment(whose) | variables
+        return testing.run(nranks, program, whose, f"{folder}/uid", *args, backend="cpu", timeout=50, env=env)
+
+
+def same(nranks: int, program: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run a program through both; return what it returned, once it is known to be the same."""
+    results = {whose: through(whose, nranks, program, *args) for whose in BOTH}
+    assert pickle.dumps(results["ours"]) == pickle.dumps(results["theirs"])
+    return results["ours"]
+
+
+def connect(nccl: Any, rank: int, nranks: int, uid_file: str, **options: Any) -> Any:
+    """Return a communicator of all; the id goes through a file, as nothing else of pynccl is meant here."""
+    path = Path(uid_file)
+    if rank == 0:
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(nccl.get_unique_id())
+        draft.rename(path)
+    appears(path)
+    return nccl.NcclCommunicator(nranks, path.read_bytes(), rank, **options)
+
+
+def appears(path: Path) -> None:
+    """Wait for a file of another rank's."""
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def all_are_here(rank: int, nranks: int, uid_file: str) -> None:
+    """Wait for the other ranks, without the communicator."""
+    Path(f"{uid_file}.{rank}").touch()
+    for other in range(nranks):
+        appears(Path(f"{uid_file}.{other}"))
+
+
+def wait(comm: Any) -> None:
+    """Wait for the default stream: the handle is good for both."""
+    assert capi.pyncclCpuStreamSynchronize(comm.comm, 0, 20_000) == 0
+
+
+def ptr(array: Array) -> int:
+    return int(array.ctypes.data)
+
+
+# --- the same program through both --------------------------------------------------------------------------
+
+
+def identity(rank: int, nranks: int, whose: str, uid_file: str) -> Any:
+    nccl = binding(whose)
+    comm = connect(nccl, rank, nranks, uid_file)
+    found = comm.rank_id(), comm.size(), comm.device_id(), nccl.get_version(), nccl.available
+    methods = sorted(name for name in dir(type(comm)) if not name.startswith("_"))
+    constants = {name: getattr(nccl, name) for name in sorted(dir(nccl)) if name.startswith("NCCL_")}
+    assert comm.comm > 0
+    comm.check_async_error()
+    comm.destroy()
+    comm.destroy()
+    comm.abort()
+    with pytest.raises(nccl.NcclError) as caught:
+        comm.size()
+    return found, methods, constants, comm.comm, caught.value.status
+
+
+@needs_cupy
+def test_identity() -> None:
+    for rank, (found, methods, constants, comm, status) in enumerate(same(2, identity)):
+        assert found == (rank, 2, found[2], 23203, True)
+        assert (comm, status) == (0, 4)
+        assert len(methods) == 17 and "commSplit" in methods
+        assert len(constants) == 20
+
+
+def reductions(rank: int, nranks: int, whose: str, uid_file: str) -> list[Array]:
+    nccl = binding(whose)
+    comm = connect(nccl, rank, nranks, uid_file)
+    results = []
+    for name in ("INT8", "UINT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64"):
+        for op in ("SUM", "PROD", "MAX", "MIN", "AVG"):
+            mine = (np.arange(N) % 5 + rank).astype(name.lower())
+            out = np.zeros_like(mine)
+            comm.allReduce(
+                ptr(mine), ptr(out), N, getattr(nccl, f"NCCL_{name}"), getattr(nccl, f"NCCL_{op}"), 0
+            )
+            wait(comm)
+            results.append(out)
+    comm.destroy()
+    return results
+
+
+@needs_cupy
+def test_all_reduce() -> None:
+    results = same(2, reductions)
+    base = np.arange(N) % 5
+    assert np.array_equal(results[0][0], (2 * base + 1).astype("int8"))
+    assert np.array_equal(results[1][-1], base + 0.5)
+
+
+def movements(rank: int, nranks: int, whose: str, uid_file: str) -> list[Array]:
+    nccl = binding(whose)
+    comm = connect(nccl, rank, nranks, uid_file)
+    f, results = nccl.NCCL_FLOAT, []
+
+    def done(array: Array) -> None:
+        wait(comm)
+        results.append(array.copy())
+
+    for root in range(nranks):
+        mine, out = np.full(N, rank + 1, np.float32), np.zeros(N, np.float32)
+        comm.reduce(ptr(mine), ptr(out), N, f, nccl.NCCL_SUM, root, 0)
+        done(out)
+        comm.broadcast(ptr(mine), ptr(out), N, f, root, 0)
+        done(out)
+        comm.bcast(ptr(mine), N, f, root, 0)
+        done(mine)
+    mine, gathered = np.full(N, rank + 1, np.float32), np.zeros(nranks * N, np.float32)
+    comm.allGather(ptr(mine), ptr(gathered), N, f, 0)
+    done(gathered)
+    comm.reduceScatter(ptr(gathered), ptr(mine), N, f, nccl.NCCL_PROD, 0)
+    done(mine)
+    nccl.groupStart()
+    comm.send(ptr(mine), N, f, (rank + 1) % nranks, 0)
+    comm.recv(ptr(gathered), N, f, (rank - 1) % nranks, 0)
+    nccl.groupEnd()
+    done(gathered)
+    comm.destroy()
+    return results
+
+
+@needs_cupy
+def test_every_call() -> None:
+    results = same(3, movements)
+    assert (results[1][3 * 3] == np.repeat([1, 2, 3], N)).all()
+    # Rank 2's part of the product: each rank has 3 there.
+    assert (results[2][-2] == 27).all() and (results[0][-1][:N] == 27).all()
+
+
+def splits(rank: int, nranks: int, whose: str, uid_file: str) -> list[Any]:
+    nccl = binding(whose)
+    comm = connect(nccl, rank, nranks, uid_file, config=nccl.NcclConfig(split_share=1))
+    found: list[Any] = [nccl.NcclConfig().split_share, nccl.NcclConfig(1).split_share]
+    for config in (None, nccl.NcclConfig(), nccl.NcclConfig(split_share=1)):
+        child = comm.commSplit(color=rank % 2 - 1, key=-rank, config=config)
+        if child is None:
+            found.append(None)
+            continue
+        array = np.full(N, rank, np.float64)
+        child.allReduce(ptr(array), ptr(array), N, nccl.NCCL_DOUBLE, nccl.NCCL_SUM, 0)
+        wait(child)
+        found.append((child.size(), child.rank_id(), array[0]))
+        child.destroy()
+    comm.destroy()
+    return found
+
+
+@needs_cupy
+def test_split() -> None:
+    results = same(4, splits)
+    assert results[0] == [0, 1, None, None, None]
+    assert results[3] == [0, 1] + 3 * [(2, 0, 4.0)]
+
+
+def one_process(rank: int, nranks: int, whose: str, uid_file: str, devices: Any) -> list[Any]:
+    nccl = binding(whose)
+    comms = nccl.NcclCommunicator.initAll(devices)
+    arrays = [np.full(N, i + 1, np.float32) for i in range(len(comms))]
+    nccl.groupStart()
+    for comm, array in zip(comms, arrays, strict=True):
+        comm.allReduce(ptr(array), ptr(array), N, nccl.NCCL_FLOAT, nccl.NCCL_SUM, 0)
+    nccl.groupEnd()
+    found = []
+    for comm, array in zip(comms, arrays, strict=True):
+        wait(comm)
+        found.append((comm.rank_id(), comm.size(), comm.device_id(), array[0]))
+        comm.destroy()
+    return found
+
+
+@needs_cupy
+@pytest.mark.parametrize("devices", [3, [2, 0, 1]])
+def test_init_all(devices: Any) -> None:
+    (found,) = same(1, one_process, devices)
+    places = devices if isinstance(devices, list) else list(range(devices))
+    assert found == [(i, 3, place, 6.0) for i, place in enumerate(places)]
+
+
+def refusals(rank: int, nranks: int, whose: str, uid_file: str) -> list[Any]:
+    nccl = binding(whose)
+    comm = connect(nccl, rank, nranks, uid_file)
+    array = np.zeros(N, np.float32)
+    a, f, total, found = ptr(array), nccl.NCCL_FLOAT, nccl.NCCL_SUM, []
+    for function, *args in (
+        (comm.reduce, a, a, N, f, total, nranks, 0),
+        (comm.allReduce, a, a, N, 99, total, 0),
+        (comm.send, a, N, f, -1, 0),
+        (comm.allReduce, a, a, -1, f, total, 0),
+        (comm.allReduce, a, a, "1", f, total, 0),
+        (comm.allReduce, a, a),
+        (nccl.NcclCommunicator, 1, None, 0),
+        (nccl.NcclCommunicator, 1, (1, 2, 3), 0),
+        (nccl.NcclCommunicator, 1, b"1234567890", 0),
+        (nccl.NcclCommunicator, 1, bytes(128), 1),
+        (nccl.NcclCommunicator, 1, bytes(128), 0, "config"),
+        (nccl.NcclCommunicator.initAll, 2.5),
+    ):
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            function(*args)
+        kind = next(cls for cls in type(caught.value).__mro__ if cls.__module__ == "builtins")
+        found.append((kind.__name__, getattr(caught.value, "status", None)))
+        if getattr(caught.value, "status", None) is not None:
+            again = pickle.loads(pickle.dumps(caught.value))
+            assert (str(again), again.args, again.status) == (
+                str(caught.value), caught.value.args, caught.value.status,
+            )  # fmt: skip
+            assert str(again).startswith("NCCL_ERROR_INVALID_ARGUMENT: ")
+    comm.check_async_error()
+    comm.destroy()
+    return found
+
+
+@needs_cupy
+def test_errors() -> None:
+    (found, _) = same(2, refusals)
+    assert [kind for kind, status in found] == [
+        *3 * ["RuntimeError"], "OverflowError", *4 * ["TypeError"], "ValueError", "RuntimeError", "TypeError",
+        "ValueError",
+    ]  # fmt: skip
+
+
+@needs_cupy
+def test_signatures() -> None:
+    """Compare parameter names and their order with what CuPy's docstrings say."""
+
+    def parameters(text: str) -> list[str]:
+        inside = re.search(r"\((.*)\)", text)
+        assert inside is not None
+        words = [part.partition("=")[0].split()[-1] for part in inside[1].split(",") if part.strip()]
+        return [word for word in words if word != "self"]
+
+    docs = through("theirs", 1, their_docs)[0]
+    assert set(docs) >= {"NcclCommunicator", "allReduce", "commSplit", "groupEnd", "get_unique_id"}
+    for name, doc in docs.items():
+        function = getattr(ours, name, None) or getattr(ours.NcclCommunicator, name)
+        mine = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
+        assert mine == parameters(doc), name
+
+
+def their_docs(rank: int, nranks: int, whose: str, uid_file: str) -> dict[str, str]:
+    """Return the first line of each docstring, in which Cython puts the signature."""
+    nccl = binding(whose)
+    functions = [
+        "get_unique_id",
+        "get_version",
+        "get_build_version",
+        "groupStart",
+        "groupEnd",
+        "check_status",
+    ]
+    methods = [name for name in dir(nccl.NcclCommunicator) if name != "comm" and not name.startswith("__")]
+    found = [getattr(nccl, name) for name in (*functions, "NcclCommunicator", "NcclConfig")]
+    found += [getattr(nccl.NcclCommunicator, name) for name in methods]
+    return {one.__name__: one.__doc__.strip().splitlines()[0] for one in found}
+
+
+# --- what CuPy's own lacks ----------------------------------------------------------------------------------
+
+
+def test_every_status_has_an_error() -> None:
+    for status, name in ((1, "UNHANDLED_CUDA_ERROR"), (7, "IN_PROGRESS"), (8, "TIMEOUT"), (99, "99")):
+        with pytest.raises(ours.NcclError, match=f"NCCL_ERROR_{name}: .+") as caught:
+            ours.check_status(status)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (again.status, again.result, str(again)) == (status, status, str(caught.value))
+        assert isinstance(again, pynccl.NcclError) and isinstance(again, ours.NcclError)
+    ours.check_status(0)
+
+
+def collected(rank: int, nranks: int, whose: str, uid_file: str) -> None:
+    comm = connect(ours, rank, nranks, uid_file)
+    handle, done = comm.comm, Path(uid_file + ".done")
+    all_are_here(rank, nranks, uid_file)
+    if rank == 0:
+        # The other rank destroys nothing: a destroy from here would wait for it.
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del comm
+            gc.collect()
+        assert ["never destroyed or aborted" in str(warning.message) for warning in caught] == [True]
+        assert capi.ncclCommCount(handle) == nranks
+        done.touch()
+    appears(done)
+    if rank:
+        comm.abort()
+        assert comm.comm == 0
+
+
+def test_collection_warns_and_calls_nothing() -> None:
+    through("ours", 2, collected)
+
+
+def left_over(rank: int, nranks: int, whose: str, uid_file: str) -> None:
+    globals()["kept"] = connect(ours, rank, nranks, uid_file)
+    # Nobody ends before everybody has a communicator.
+    all_are_here(rank, nranks, uid_file)
+
+
+def test_exit_aborts_what_is_left() -> None:
+    start = time.monotonic()
+    through("ours", 2, left_over)
+    assert time.monotonic() - start < 30
+
+
+def forked(rank: int, nranks: int, whose: str, uid_file: str) -> None:
+    comm = connect(ours, rank, nranks, uid_file)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if comm.comm == 0 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert comm.size() == nranks
+    comm.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_none() -> None:
+    through("ours", 2, forked)
+
+
+def not_blocking(rank: int, nranks: int, whose: str, uid_file: str) -> None:
+    test = connect(ours, rank, nranks, uid_file)
+    array = np.full(N, rank + 1, np.float32)
+    ours.groupStart()
+    for _ in range(3):
+        test.allReduce(ptr(array), ptr(array), N, ours.NCCL_FLOAT, ours.NCCL_SUM, 0)
+    ours.groupEnd()
+    test.check_async_error()
+    wait(test)
+    assert (array == 12).all()
+    assert test.commSplit(-1, 0) is None
+    child = test.commSplit(0, -rank)
+    assert (child.rank_id(), child.size()) == (nranks - 1 - rank, nranks)
+    child.destroy()
+    test.destroy()
+
+
+def test_non_blocking_communicators_are_waited_for() -> None:
+    through("ours", 2, not_blocking, NCCL_COMM_BLOCKING="0")
+
+
+def grouped_creation(rank: int, nranks: int, whose: str, uid_file: str) -> None:
+    uid = ours.get_unique_id()
+    ours.groupStart()
+    comms = []
+    for i in range(2):
+        capi.pyncclCpuSetDevice(i)
+        comms.append(ours.NcclCommunicator(2, uid, i))
+    ours.groupEnd()
+    assert [comm.rank_id() for comm in comms] == [0, 1]
+    ours.groupStart()
+    comms += [comm.commSplit(0, -comm.rank_id()) for comm in comms]
+    ours.groupEnd()
+    assert [comm.rank_id() for comm in comms] == [0, 1, 1, 0]
+    for comm in comms:
+        comm.abort()
+
+
+def test_communicators_made_inside_a_group() -> None:
+    through("ours", 1, grouped_creation)
+
+
+def test_without_a_library(run_python: Run) -> None:
+    run_python(
+        """
+        from pynccl.compat import cupy as nccl
+        from pynccl import LibraryNotFoundError
+        assert nccl.available is False
+        try:
+            nccl.get_version()
+        except LibraryNotFoundError:
+            pass
+        else:
+            raise SystemExit("no error")
+        """.replace("\n        ", "\n"),
+        PYNCCL_LIBRARY="/nonexistent/libnccl.so.2",
+        PYTHONPATH=str(ROOT),
+    )
+
+
+def test_import_takes_no_cupy(run_python: Run) -> None:
+    run_python(
+        "import sys, pynccl.compat.cupy, pynccl.compat.cupyx\n"
+        "assert not {'cupy', 'cupyx'} & set(sys.modules)",
+        PYTHONPATH=str(ROOT),
+    )

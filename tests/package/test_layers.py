@@ -1,0 +1,135 @@
+"""No module imports one above it or in a circle, and none uses the private names of another."""
+
+from __future__ import annotations
+
+import ast
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+PACKAGE = ROOT / "pynccl"
+# From the ground up; modules of one floor do not import one another's rooms. docs/architecture.md draws this.
+FLOORS = (
+    ("_errors", "_host", "_package", "_timeouts", "_version"),
+    ("_native",),
+    ("_library", "_secure"),
+    ("_types",),
+    ("capi",),
+    ("_arrays", "_trace"),
+    ("_device",),
+    ("_watch",),
+    ("_comm",),
+    ("bootstrap",),
+    ("_run", "mpi", "torch"),
+    ("testing",),
+    ("",),
+    ("__main__", "compat"),
+)
+# Built by setuptools, before there is a package.
+APART = {"_build_ffi"}
+# What others' libraries, and Python's own, call so.
+FOREIGN = {"_C", "_asdict", "_c_contiguous", "_exit", "_f_contiguous", "_fields", "_getframe", "_replace"}
+FOREIGN |= {"_get_default_store"}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    found = {name_of(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    return {name: tree for name, tree in found.items() if room(name) not in APART}
+
+
+def room(module: str) -> str:
+    """Return the first part of a module's name below pynccl."""
+    return [*module.split("."), ""][1]
+
+
+def floor(module: str) -> int:
+    (found,) = (level for level, rooms in enumerate(FLOORS) if room(module) in rooms)
+    return found
+
+
+def imports(module: str) -> Iterator[str]:
+    """Yield what a module imports of the package; also for type checkers, and in functions."""
+    for node in ast.walk(modules()[module]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "pynccl")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pynccl":
+            assert node.module is not None
+            for alias in node.names:
+                deep = f"{node.module}.{alias.name}"
+                compiled = node.module == "pynccl" and alias.name in FLOORS[1]
+                yield deep if deep in modules() or compiled else node.module
+
+
+def test_every_module_has_a_floor() -> None:
+    rooms = {room(module) for module in modules()}
+    assert rooms | {"_native"} == {name for names in FLOORS for name in names}
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_nothing_imports_what_is_above_it(module: str) -> None:
+    for other in imports(module):
+        same = room(module) == room(other)
+        assert same or floor(other) < floor(module), f"{module} imports {other}, which is not below it"
+
+
+def test_there_is_no_circle() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " imports ".join((*path[path.index(module) :], module))
+        if module in done or module not in modules():
+            return
+        for other in imports(module):
+            # A package's own names are there when its modules are imported.
+            if other != room_package(module):
+                visit(other, (*path, module))
+        done.add(module)
+
+    for module in modules():
+        visit(module, ())
+
+
+def room_package(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_nothing_uses_the_privates_of_another_module(module: str) -> None:
+    tree = modules()[module]
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_self(node.value):
+            assert node.attr in own | FOREIGN, f"{module}:{node.lineno} uses {ast.unparse(node)}"
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_the_picture_shows_the_floors() -> None:
+    """docs/figures/rooms.svg has every room, each floor lower than those above it."""
+    drawing = ElementTree.parse(ROOT / "docs" / "figures" / "rooms.svg")
+    texts = [node for node in drawing.iter("{http://www.w3.org/2000/svg}text") if node.get("class") == "name"]
+    drawn = {str(node.text).rstrip("/").removeprefix("pynccl"): float(node.get("y", 0)) for node in texts}
+    assert set(drawn) == {name for names in FLOORS for name in names}
+    levels = [[drawn[name] for name in names] for names in FLOORS]
+    for lower, upper in pairwise(levels):
+        assert min(lower) > max(upper) or lower == upper

@@ -1,0 +1,210 @@
+"""The public interface: names, parameters and texts, pinned so that they change only on purpose."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pynccl
+from pynccl import Communicator, Group, Plan, Prepared
+from pynccl._comm.prepared import Prepare
+
+NAMES = """
+BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communicator Config DataType Event
+Group LibraryInfo LibraryNotFoundError NcclError NcclInternalError NcclInvalidArgument NcclInvalidUsage
+NcclRemoteError NcclSystemError NcclTimeoutError NcclUnhandledCudaError NotSupportedError Plan PreMulSum
+Prepared RankFailedError
+RedOp SimInfo Stream TraceRecord UniqueId __version__ array_module check_mode cpu_library current_device
+device_count dump_trace get_unique_id get_version group init init_all library_info load set_device
+"""
+
+# Parameters as they are written, with defaults and without types.
+SIGNATURES = """
+Buffer(ptr, count, dtype, *, owner=None, readonly=False)
+Communicator(nranks, unique_id, rank, *, config=None, device=None, timeout=None)
+Communicator.abort(self)
+Communicator.all_gather(self, send, recv=None, stream=None, *, config=None)
+Communicator.all_gather_v(self, send, recv, counts, stream=None)
+Communicator.all_reduce(self, send, recv=None, op='sum', stream=None, *, config=None)
+Communicator.all_to_all(self, send, recv=None, stream=None, *, config=None)
+Communicator.all_to_all_v(self, send, send_counts, recv, recv_counts, stream=None)
+Communicator.async_error(self)
+Communicator.barrier(self, *, timeout=None)
+Communicator.broadcast(self, send, recv=None, root=0, stream=None, *, config=None)
+Communicator.destroy(self)
+Communicator.finalize(self)
+Communicator.from_handle(handle)
+Communicator.gather(self, send, recv=None, root=0, stream=None, *, config=None)
+Communicator.gather_v(self, send, recv, counts, root=0, stream=None)
+Communicator.get_unique_id(self)
+Communicator.grow(self, nranks, unique_id=None, *, config=None)
+Communicator.join(nranks, unique_id, rank, *, config=None, device=None, timeout=None)
+Communicator.pre_mul_sum(self, factor)
+Communicator.recv(self, buf, peer, stream=None)
+Communicator.reduce(self, send, recv=None, op='sum', root=0, stream=None, *, config=None)
+Communicator.reduce_scatter(self, send, recv=None, op='sum', stream=None, *, config=None)
+Communicator.reduce_scatter_v(self, send, recv, counts, op='sum', stream=None)
+Communicator.resume(self)
+Communicator.revoke(self)
+Communicator.scatter(self, send, recv=None, root=0, stream=None, *, config=None)
+Communicator.scatter_v(self, send, recv, counts, root=0, stream=None)
+Communicator.send(self, buf, peer, stream=None)
+Communicator.send_recv(self, send, dest, recv, source, stream=None)
+Communicator.shrink(self, exclude, abort=False, *, config=None, quorum='majority')
+Communicator.split(self, color, key=0, *, config=None)
+Communicator.suspend(self)
+Communicator.synchronize(self, stream=None, timeout=None)
+Communicator.trace(self)
+Event()
+Event.destroy(self)
+Event.query(self)
+Event.record(self, stream)
+Event.synchronize(self, timeout=None)
+Plan(calls)
+PreMulSum.destroy(self)
+Stream()
+Stream.destroy(self)
+Stream.query(self)
+Stream.synchronize(self, timeout=None)
+Stream.wait_event(self, event)
+array_module()
+check_mode(on=True)
+cpu_library()
+current_device()
+device_count()
+dump_trace(path)
+get_unique_id()
+get_version()
+group(simulate=False)
+init(method=None, *, rank=None, world_size=None, device=None, config=None, timeout=None, on_listen=None)
+init_all(devices, *, timeout=None)
+library_info()
+load(spec=None)
+set_device(device)
+"""
+
+PROPERTIES = {
+    Communicator: {"closed", "device", "handle", "prepare", "properties", "rank", "size"},
+    Group: {"estimated_microseconds"},
+    Prepared: {"stream"},
+    Plan: {"stream"},
+    pynccl.Stream: {"handle"},
+    pynccl.Event: {"handle"},
+    pynccl.Buffer: {"count", "ptr"},
+}
+
+# What a docstring of a property, a class or a constant may begin with instead of an order.
+VERBLESS = {"a", "an", "the", "true", "one", "what", "raw", "calls", "how", "nccl's", "prepared"}
+
+
+def test_names() -> None:
+    assert sorted(NAMES.split()) == sorted(pynccl.__all__)
+    for name in pynccl.__all__:
+        assert hasattr(pynccl, name), name
+
+
+def members(kind: Any) -> Iterator[tuple[str, Any]]:
+    for cls in inspect.getmro(kind):
+        if cls.__module__.startswith("pynccl"):
+            yield from ((name, value) for name, value in vars(cls).items() if not name.startswith("_"))
+
+
+def shown(function: Any) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(bare))
+
+
+def test_signatures() -> None:
+    for line in SIGNATURES.split("\n"):
+        name, bracket, rest = line.partition("(")
+        if bracket:
+            target: Any = pynccl
+            for part in name.split("."):
+                target = getattr(target, part)
+            assert shown(target) == f"({rest}", name
+    pinned = {line.partition("(")[0] for line in SIGNATURES.split()}
+    for kind in (Communicator, pynccl.Stream, pynccl.Event, pynccl.Buffer):
+        methods = {name for name, value in members(kind) if inspect.isfunction(value) or is_class(value)}
+        assert {f"{kind.__name__}.{name}" for name in methods} <= pinned, kind
+
+
+def is_class(value: Any) -> bool:
+    return isinstance(value, classmethod | staticmethod)
+
+
+@pytest.mark.parametrize("kind", PROPERTIES, ids=lambda kind: kind.__name__)
+def test_properties(kind: Any) -> None:
+    assert {name for name, value in members(kind) if isinstance(value, property)} == PROPERTIES[kind]
+    for name in PROPERTIES[kind]:
+        assert getattr(kind, name).__doc__, name
+
+
+def test_prepare_has_the_operations_alone() -> None:
+    assert {name for name, _ in members(Prepare)} == {
+        name.partition(".")[2].partition("(")[0]
+        for name in SIGNATURES.split("\n")
+        if re.match(r"Communicator\.(all_|reduce|broadcast|gather|scatter|send|recv)", name)
+    }
+
+
+def documented() -> list[tuple[str, Any]]:
+    """Return every public function, class, method and property of the package."""
+    found: list[tuple[str, Any]] = []
+    for name in pynccl.__all__:
+        value = getattr(pynccl, name, None)
+        if inspect.isclass(value):
+            found.append((name, value))
+            found += [(f"{name}.{member}", member_of) for member, member_of in members(value)]
+        elif inspect.isfunction(value):
+            found.append((name, value))
+    return [
+        (name, value)
+        for name, value in found
+        if inspect.isclass(value)
+        or inspect.isroutine(value)
+        or isinstance(value, property)
+        or is_class(value)
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), documented(), ids=[name for name, _ in documented()])
+def test_docstrings(name: str, value: Any) -> None:
+    """One line that says what it does, ended by a full stop; then an empty line, if more is to be said."""
+    text = getattr(value, "__func__", value).__doc__
+    assert text, f"{name} has no docstring"
+    first, *rest = text.strip().split("\n")
+    assert first.endswith("."), (name, first)
+    assert len(first) < 110, (name, first)
+    assert not rest or not rest[0].strip(), f"{name}: the second line of the docstring is not empty"
+    word = first.split()[0].lower().rstrip(",")
+    if not inspect.isclass(value) and not isinstance(value, property):
+        # Imperative: not "Returns", not "Returning", not a noun.
+        assert word not in VERBLESS, (name, first)
+        assert not word.endswith(("ing", "ed")), (name, first)
+        assert not re.search("(?<!s)(?<!es)s$", word) or word in ("discuss", "pass"), (name, first)
+
+
+def modules() -> list[Path]:
+    return sorted(Path(pynccl.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.name)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())) or path.name == "_version.py"
+
+
+def test_what_help_says() -> None:
+    """help(Communicator.all_reduce) tells all there is to know of a call."""
+    text = inspect.getdoc(Communicator.all_reduce) or ""
+    for word in ("In place", "`recv`", "Returns", "`op`", "avg", "RedOp", "pre_mul_sum", "`stream=None`"):
+        assert word in text, word
+    named = set(re.findall(r"\b[A-Z]\w+Error\b", text)) - {"TypeError", "ValueError"}
+    assert named >= {"NcclError", "RankFailedError", "NcclTimeoutError", "CollectiveMismatchError"}
+    assert all(hasattr(pynccl, name) for name in named)

@@ -1,0 +1,69 @@
+"""The examples, as a user runs them: by `pynccl run` and by mpirun, on the CPU library."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+EPOCH = re.compile(r"^\[0\] epoch (\d+) loss (\d+\.\d+) accuracy (\d\.\d+)$")
+
+
+def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    outside = ("PYNCCL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
+    return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=55)
+
+
+def launch(nranks: int, script: str, *args: str) -> subprocess.CompletedProcess[str]:
+    pynccl_run = [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu"]
+    return run(*pynccl_run, str(EXAMPLES / script), *args)
+
+
+@pytest.mark.parametrize(("nranks", "count"), [(1, 1000), (2, 32 * 1024 * 1024), (4, 1_000_003)])
+def test_all_reduce_by_the_launcher(nranks: int, count: int) -> None:
+    done = launch(nranks, "all_reduce.py", *(["--count", str(count)] if count != 32 * 1024 * 1024 else []))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{rank}] rank {rank} of {nranks}: success, {count} floats summed" for rank in range(nranks)
+    ]
+
+
+def test_all_reduce_by_mpi() -> None:
+    mpirun = Path(sys.executable).with_name("mpirun")
+    assert mpirun.exists(), "the test extra brings Open MPI"
+    script = [sys.executable, str(EXAMPLES / "all_reduce.py"), "--count", "1000000"]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = run(str(mpirun), "--oversubscribe", "-n", "4", *script, PYNCCL_LIBRARY="cpu", **root)
+    assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        assert f"rank {rank} of 4: success, 1000000 floats summed" in done.stdout
+
+
+@pytest.mark.parametrize("nranks", [1, 4])
+def test_data_parallel(nranks: int) -> None:
+    done = launch(nranks, "data_parallel.py", "--check")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    epochs = [match for line in lines if (match := EPOCH.match(line))]
+    assert [int(match[1]) for match in epochs] == list(range(1, 21))
+    assert float(epochs[-1][3]) >= 0.95
+    assert float(epochs[-1][2]) < float(epochs[0][2])
+    assert f"[0] weights bitwise equal on {nranks} ranks" in lines
+    (difference,) = (line.split()[-1] for line in lines if "largest difference from one rank" in line)
+    assert float(difference) <= 1e-4
+    assert len(lines) == 22
+
+
+@pytest.mark.slow
+def test_data_parallel_is_deterministic() -> None:
+    first, second = (launch(3, "data_parallel.py", "--epochs", "6") for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert first.stdout == second.stdout

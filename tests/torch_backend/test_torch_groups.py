@@ -1,0 +1,379 @@
+"""The torch.distributed backend: groups, time-outs, and how they end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conftest import clean_environment
+from pynccl import testing
+
+# Each rank imports torch.
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
+
+
+def on_ranks(nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any, **options: Any) -> list[Any]:
+    return testing.run(nranks, fn, f"file://{tmp_path}/store", *args, backend="cpu", timeout=100, **options)
+
+
+def start(rank: int, size: int, store: str, backend: str = "pynccl", seconds: float = 30) -> None:
+    import pynccl.torch  # noqa: F401
+
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+    )
+
+
+def device_map(rank: int, size: int, store: str, backend: str, expected: str) -> None:
+    start(rank, size, store, backend)
+    cpu = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert cpu.name() == expected
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [float(size)] * 3
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("pynccl", "pynccl"), ("cpu:pynccl", "pynccl"), ("cpu:gloo,cuda:pynccl", "gloo")],
+)
+def test_device_maps(tmp_path: Path, backend: str, expected: str) -> None:
+    on_ranks(2, device_map, tmp_path, backend, expected)
+
+
+def subgroups(rank: int, size: int, store: str) -> None:
+    start(rank, size, store)
+    for members in ([0, 2], [1, 3], [3, 1, 0]):
+        group = dist.new_group(members)
+        if rank in members:
+            x = torch.tensor([rank])
+            dist.all_reduce(x, group=group)
+            assert x.item() == sum(members)
+            dist.destroy_process_group(group)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
+    x = torch.tensor([rank])
+    dist.all_reduce(x, group=mesh["tensor"].get_group())
+    assert x.item() == 4 * (rank // 2) + 1
+    redistribute(mesh)
+    dist.destroy_process_group()
+
+
+def redistribute(mesh: Any) -> None:
+    """Multiply sharded matrices, and shard the product otherwise."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    a, b = torch.arange(24.0).reshape(6, 4), torch.arange(20.0).reshape(4, 5)
+    product = distribute_tensor(a, mesh, [Shard(0), Replicate()]) @ distribute_tensor(
+        b, mesh, [Replicate(), Shard(1)]
+    )
+    for placements in ([Shard(1), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()]):
+        assert torch.equal(product.redistribute(mesh, placements).full_tensor(), a @ b)
+
+
+@pytest.mark.full
+def test_subgroups_and_meshes(tmp_path: Path) -> None:
+    on_ranks(4, subgroups, tmp_path)
+
+
+def again(rank: int, size: int, store: str) -> None:
+    for round_ in range(3):
+        start(rank, size, f"{store}-{round_}")
+        x = torch.ones(4)
+        dist.all_reduce(x)
+        assert x.tolist() == [float(size)] * 4
+        dist.destroy_process_group()
+
+
+@pytest.mark.full
+def test_groups_made_again(tmp_path: Path) -> None:
+    on_ranks(2, again, tmp_path)
+
+
+def late(rank: int, size: int, store: str) -> tuple[float, str]:
+    start(rank, size, store)
+    # It bounds the creation, too.
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    dist.barrier()
+    began = time.monotonic()
+    message = ""
+    if rank == 0:
+        try:
+            dist.all_reduce(torch.ones(5), group=group)
+        except dist.DistBackendError as error:
+            message = str(error)
+        # The process goes on, and so does the group beside it.
+    took = time.monotonic() - began
+    dist.barrier()
+    began = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - began < 15
+    return took, message
+
+
+def test_a_timeout_raises_in_the_caller(tmp_path: Path) -> None:
+    (took, message), _ = on_ranks(2, late, tmp_path)
+    assert "Timed out waiting 5000ms for all_reduce" in message
+    assert 4.9 <= took < 15
+
+
+def impatient(rank: int, size: int, store: str) -> None:
+    start(rank, size, store)
+    x = torch.ones(3)
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        with pytest.raises(dist.DistBackendError, match="Timed out waiting 300ms"):
+            work.wait(timedelta(milliseconds=300))
+        assert not work.is_completed()
+        dist.distributed_c10d._get_default_store().set("go", "1")
+        assert work.wait()
+    else:
+        dist.distributed_c10d._get_default_store().wait(["go"])
+        dist.all_reduce(x)
+    assert x.tolist() == [2.0] * 3
+    dist.destroy_process_group()
+
+
+@pytest.mark.full
+def test_a_wait_that_timed_out_can_be_repeated(tmp_path: Path) -> None:
+    on_ranks(2, impatient, tmp_path)
+
+
+def aborted(rank: int, size: int, store: str, how: str) -> float:
+    start(rank, size, store)
+    dist.barrier()
+    work = dist.all_reduce(torch.ones(3), async_op=True) if rank == 0 else None
+    flags = dist.distributed_c10d._get_default_store()
+    flags.set("issued", "1") if rank == 0 else flags.wait(["issued"])
+    began = time.monotonic()
+    if how == "abort":
+        dist.distributed_c10d._abort_process_group()
+    elif how == "reversed" and rank == 1:
+        time.sleep(1)
+        dist.destroy_process_group()
+    else:
+        dist.destroy_process_group()
+    took = time.monotonic() - began
+    if work is not None:
+        with pytest.raises(RuntimeError):
+            work.wait()
+    start(rank, size, f"{store}-second")
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    assert x.tolist() == [2.0, 2.0]
+    dist.destroy_process_group()
+    return took
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["abort", "destroy", "reversed"])
+def test_ends_in_bounded_time_with_work_pending(tmp_path: Path, how: str) -> None:
+    assert max(on_ranks(2, aborted, tmp_path, how)) < 15
+
+
+def dies_when_all_are_past(rank: int, size: int) -> None:
+    """End rank 1 when no other rank is in the barrier any more."""
+    dist.barrier()
+    flags = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        flags.wait([f"past{other}" for other in range(size) if other != 1])
+        os._exit(0)
+    flags.set(f"past{rank}", "1")
+
+
+def dying(rank: int, size: int, store: str) -> str:
+    start(rank, size, store)
+    dies_when_all_are_past(rank, size)
+    try:
+        dist.all_reduce(torch.ones(3))
+    except dist.DistBackendError as error:
+        message = str(error)
+    dist.destroy_process_group()
+    return message
+
+
+@pytest.mark.full
+def test_a_dead_rank_is_an_error(tmp_path: Path) -> None:
+    first, _ = on_ranks(2, dying, tmp_path, check=False)
+    assert "rank 1" in first
+
+
+def mismatched(rank: int, size: int, store: str) -> str:
+    start(rank, size, store)
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(3 + rank))
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.full
+def test_different_sizes_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    assert all("3" in message and "4" in message for message in on_ranks(2, mismatched, tmp_path))
+
+
+def shrunk(rank: int, size: int, store: str) -> Any:
+    start(rank, size, store)
+    dies_when_all_are_past(rank, size)
+    time.sleep(0.5)
+    group = dist.distributed_c10d.shrink_group([1], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+    x = torch.tensor([rank])
+    dist.all_reduce(x, group=group)
+    answer = (x.item(), dist.get_world_size(group), dist.get_rank(group))
+    dist.destroy_process_group()
+    return answer
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.distributed_c10d, "shrink_group"), reason="shrink_group came with torch 2.10"
+)
+def test_shrink_after_a_death(tmp_path: Path) -> None:
+    answers = on_ranks(3, shrunk, tmp_path, check=False)
+    assert [answers[0], answers[2]] == [(2, 2, 0), (2, 2, 1)]
+
+
+def detailed(rank: int, size: int, store: str) -> str:
+    start(rank, size, store)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [float(size)] * 3
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(3)) if rank == 0 else dist.broadcast(torch.ones(3), 0)
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.full
+def test_debug_detail(tmp_path: Path) -> None:
+    first, _ = on_ranks(2, detailed, tmp_path, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    assert "collective" in first.lower()
+
+
+def interrupted(rank: int, size: int, store: str) -> float:
+    start(rank, size, store)
+    dist.barrier()
+    took = 0.0
+    if rank == 0:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(3))
+        took = time.monotonic() - began
+        dist.distributed_c10d._get_default_store().set("done", "1")
+    else:
+        dist.distributed_c10d._get_default_store().wait(["done"])
+    dist.distributed_c10d._abort_process_group()
+    return took
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
+    assert on_ranks(2, interrupted, tmp_path)[0] < 10
+
+
+@pytest.mark.full
+def test_several_ranks_compile_once(tmp_path: Path) -> None:
+    on_ranks(2, again, tmp_path, env={"PYNCCL_CACHE": str(tmp_path / "cache")})
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["_pynccl_torch.so", "lock"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"PATH": ""},
+            "there is no C++ compiler 'g++' on PATH; install one (Debian and Ubuntu: apt install g++",
+        ),
+        ({"CXX": "false"}, f"compiling pynccl.torch against torch {torch.__version__} failed"),
+        ({"PYNCCL_CACHE": "/dev/null"}, "keeps what it compiles in /dev/null/torch-"),
+    ],
+    ids=["missing", "failing", "nowhere to put it"],
+)
+def test_what_cannot_be_compiled(tmp_path: Path, settings: dict[str, str], message: str) -> None:
+    env = clean_environment() | {"PYNCCL_CACHE": str(tmp_path)} | settings
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import pynccl.torch", root],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+RETURNS = """
+import torch, torch.distributed as dist, pynccl.torch
+dist.init_process_group("pynccl")
+x = torch.full((100_000,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+gathered = [torch.empty(100_000) for _ in range(dist.get_world_size())]
+dist.all_gather(gathered, x)
+work = dist.all_reduce(x, async_op=True)
+if dist.get_rank() != 2:
+    work.wait()
+    assert (x == 3 * 6).all()
+"""
+
+
+def test_a_program_without_destroy_process_group_ends_well(tmp_path: Path) -> None:
+    script = tmp_path / "returns.py"
+    script.write_text(RETURNS)
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def build(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m pynccl.torch`."""
+    whole = clean_environment() | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])} | env
+    command = [sys.executable, "-m", "pynccl.torch", *arguments]
+    return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=250)
+
+
+needs_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("compiler", ["g++ -m64", pytest.param("clang++", marks=needs_clang)])
+def test_building_ahead(tmp_path: Path, compiler: str) -> None:
+    """The backend compiles without a warning, too; whoever compiles says so."""
+    env = {"PYNCCL_CACHE": str(tmp_path), "CXX": f"{compiler} -Werror"}
+    done = build("build", **env)
+    assert done.returncode == 0, done.stderr
+    assert f"pynccl.torch compiles its backend against torch {torch.__version__} with " in done.stderr
+    (library,) = tmp_path.glob("*/_pynccl_torch.so")
+    assert done.stdout == f"{library}\n"
+    done = build("build", **env)
+    assert (done.returncode, done.stdout) == (0, f"{library}\n")
+    assert done.stderr == "pynccl.torch: compiled already\n"
+    on_ranks(2, device_map, tmp_path, "pynccl", "pynccl", env=env)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_built(tmp_path: Path) -> None:
+    for arguments in ((), ("nonsense",), ("build", "more")):
+        done = build(*arguments, PYNCCL_CACHE=str(tmp_path))
+        assert done.returncode == 2 and done.stderr.startswith("Usage: python -m pynccl.torch")
+    done = build("build", PYNCCL_CACHE=str(tmp_path), PATH="", CXX="")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: ") and "no C++ compiler 'g++'" in done.stderr
+    assert not list(tmp_path.glob("*/*.so"))

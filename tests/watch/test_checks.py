@@ -1,0 +1,436 @@
+"""Check mode: every rank is told who called what from where, before anything is issued."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from meeting import hear, tell, together
+from pynccl import CollectiveMismatchError, Communicator, NcclError, Plan, capi
+from pynccl._library.binding import lib
+from pynccl.testing import RankError, run
+
+CHECK = {"PYNCCL_CHECK": "1"}
+HERE = re.escape(__file__ if len(__file__) < 100 else "..." + __file__[-96:])
+AT = rf"at {HERE}:\d+"
+X, Y, LONG = np.ones(4, np.float32), np.ones(4, np.float32), np.ones(12, np.float32)
+
+
+def send(comm: Communicator, peer: int) -> None:
+    comm.send(X, peer)
+
+
+def grouped(comm: Communicator, *peers: int) -> None:
+    with pynccl.group():
+        for peer in peers:
+            comm.send(X, peer)
+            comm.recv(Y, peer)
+
+
+Call = Callable[[Communicator], Any]
+# What ranks 0 and 1 call, what rank 2 calls, and what the table says of them.
+CASES: dict[str, tuple[Call, Call, str, str]] = {
+    "function": (
+        lambda c: c.all_reduce(X),
+        lambda c: c.broadcast(X),
+        r"ranks 0-1: all_reduce\(float32, 4, sum\) ",
+        r"rank 2: broadcast\(float32, 4, root 0\) ",
+    ),
+    "count": (
+        lambda c: c.all_reduce(X),
+        lambda c: c.all_reduce(X[:3]),
+        r"ranks 0-1: all_reduce\(float32, 4, sum\) ",
+        r"rank 2: all_reduce\(float32, 3, sum\) ",
+    ),
+    "dtype": (
+        lambda c: c.all_gather(X),
+        lambda c: c.all_gather(X.view(np.int32)),
+        r"ranks 0-1: all_gather\(float32, 4\) ",
+        r"rank 2: all_gather\(int32, 4\) ",
+    ),
+    "op": (
+        lambda c: c.all_reduce(X, op="max"),
+        lambda c: c.all_reduce(X, op="min"),
+        r"ranks 0-1: all_reduce\(float32, 4, max\) ",
+        r"rank 2: all_reduce\(float32, 4, min\) ",
+    ),
+    "root": (
+        lambda c: c.broadcast(X, root=0),
+        lambda c: c.broadcast(X, root=1),
+        r"ranks 0-1: broadcast\(float32, 4, root 0\) ",
+        r"rank 2: broadcast\(float32, 4, root 1\) ",
+    ),
+    "prepared": (
+        lambda c: c.prepare.all_reduce(X)(),
+        lambda c: c.prepare.all_reduce(X, op="prod")(),
+        r"ranks 0-1: all_reduce\(float32, 4, sum\) ",
+        r"rank 2: all_reduce\(float32, 4, prod\) ",
+    ),
+    "plan": (
+        lambda c: Plan([c.prepare.all_reduce(X), c.prepare.broadcast(Y)])(),
+        lambda c: Plan([c.prepare.all_reduce(X), c.prepare.broadcast(Y, root=2)])(),
+        r"ranks 0-1: broadcast\(float32, 4, root 0\) in a group of 2 ",
+        r"rank 2: broadcast\(float32, 4, root 2\) in a group of 2 ",
+    ),
+    "first of a plan": (
+        lambda c: Plan([c.prepare.all_reduce(X), c.prepare.broadcast(Y)])(),
+        lambda c: Plan([c.prepare.all_reduce(X, op="max"), c.prepare.broadcast(Y)])(),
+        r"ranks 0-1: all_reduce\(float32, 4, sum\) in a group of 2 ",
+        r"rank 2: all_reduce\(float32, 4, max\) in a group of 2 ",
+    ),
+    "split": (
+        lambda c: c.split(0),
+        lambda c: c.barrier(),
+        r"ranks 0-1: split ",
+        r"rank 2: barrier ",
+    ),
+    "finalize": (
+        lambda c: c.finalize(),
+        lambda c: c.all_reduce(X),
+        r"ranks 0-1: finalize ",
+        r"rank 2: all_reduce\(float32, 4, sum\) ",
+    ),
+    "length of a message": (
+        lambda c: c.recv(X, 2) if c.rank == 0 else c.recv(Y, 2),
+        lambda c: (c.send(LONG, 0), c.send(LONG, 1)),
+        r"ranks? 0(?:-1)?: recv\(float32, 4\) from rank 2 ",
+        r"rank 2: send\(float32, 12\) to rank 0 ",
+    ),
+    "both send": (
+        lambda c: send(c, 2) if c.rank == 0 else c.all_reduce(X),
+        lambda c: send(c, 0),
+        r"rank 0: send\(float32, 4\) to rank 2 ",
+        r"rank 2: send\(float32, 4\) to rank 0 ",
+    ),
+    "one side grouped": (
+        lambda c: grouped(c, 2) if c.rank == 0 else c.all_reduce(X),
+        lambda c: (c.send(X, 0), c.send(X, 0), c.recv(Y, 0)),
+        r"rank 0: send\(float32, 4\) to rank 2 in a group of 2 ",
+        r"rank 2: send\(float32, 4\) to rank 0 ",
+    ),
+    "unmatched send": (
+        lambda c: c.all_reduce(X),
+        lambda c: c.send(X, 1),
+        r"ranks 0-1: all_reduce\(float32, 4, sum\) ",
+        r"rank 2: send\(float32, 4\) to rank 1 ",
+    ),
+    "wrong peer": (
+        lambda c: c.recv(X, 2) if c.rank == 0 else c.send(X, 2),
+        lambda c: c.recv(Y, 0),
+        r"rank 0: recv\(float32, 4\) from rank 2 ",
+        r"rank 2: recv\(float32, 4\) from rank 0 ",
+    ),
+    "extra call": (
+        lambda c: (c.all_reduce(X), c.barrier()),
+        lambda c: (c.all_reduce(X), c.all_reduce(X), c.barrier()),
+        r"ranks 0-1: barrier ",
+        r"rank 2: all_reduce\(float32, 4, sum\) ",
+    ),
+}
+
+
+def differ(rank: int, nranks: int, name: str) -> tuple[str, str, str, float]:
+    most, last, _, _ = CASES[name]
+    comm = pynccl.init(timeout=20)
+    comm.all_reduce(np.ones(3))
+    comm.barrier()
+    # Of a rank that comes a second late the table says that it has called nothing yet.
+    together(nranks)
+    start = time.monotonic()
+    first = second = ""
+    kind = "nothing"
+    try:
+        (last if rank == 2 else most)(comm)
+        comm.barrier()
+    except NcclError as error:
+        kind, first = type(error).__name__, str(error)
+    try:
+        comm.all_reduce(np.ones(3))
+    except NcclError as error:
+        second = str(error)
+    took = time.monotonic() - start
+    comm.abort()
+    return kind, first, second, took
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mismatch(name: str) -> None:
+    """The same table on every rank, whoever found it; it stays the reason of later calls."""
+    results = run(3, differ, name, backend="cpu", env=CHECK, timeout=40)
+    *_, one, two = CASES[name]
+    for kind, first, second, took in results:
+        assert kind == "CollectiveMismatchError", results
+        assert "the ranks called different things:" in first
+        assert re.search(rf"\n  {one}{AT}", first), first
+        assert re.search(rf"\n  {two}{AT}", first), first
+        assert second == first
+        assert took < 10, results
+    print(results[0][1])
+
+
+def calls_unchecked(comm: Communicator, name: str) -> None:
+    x = np.ones(1024, np.float32)
+    if name == "a collective":
+        comm.all_reduce(x if comm.rank else x[:512])
+    elif name == "a message":
+        comm.send(x, 1) if comm.rank == 0 else comm.recv(x[:512], 0)
+    elif comm.rank == 0:
+        comm.all_reduce(x)
+    comm.finalize()
+
+
+def differ_unchecked(rank: int, nranks: int, name: str) -> tuple[str, str]:
+    comm = pynccl.init()
+    with pytest.raises(NcclError) as caught:
+        calls_unchecked(comm, name)
+    comm.abort()
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a collective", "a message", "an end"])
+def test_the_cpu_library_compares_too(name: str) -> None:
+    """Without check mode; on the ranks that the difference concerns."""
+    results = run(2, differ_unchecked, name, backend="cpu", timeout=40)
+    assert any(kind == "CollectiveMismatchError" for kind, _ in results), results
+    for kind, text in results:
+        if kind == "CollectiveMismatchError":
+            assert "the ranks called different things: " in text and "reported by the CPU library" in text
+        else:
+            assert kind == "NcclRemoteError", results
+
+
+def agree(rank: int, nranks: int, rounds: int) -> bool:
+    """Everything that is allowed works as without checks."""
+    with pynccl.init(timeout=20) as comm:
+        right, left = (rank + 1) % nranks, (rank - 1) % nranks
+        x, y = np.full(5, rank), np.zeros(5, int)
+        for _ in range(rounds):
+            assert comm.all_reduce(np.ones(3))[0] == nranks
+            comm.send_recv(x, right, y, left)
+            assert y[0] == left
+            gathered = comm.gather(x, root=1)
+            assert (gathered is None) == (rank != 1)
+            assert comm.all_to_all(np.arange(nranks)).tolist() == [rank] * nranks
+            # One rank's group meets the others' single calls.
+            if rank == 0:
+                with pynccl.group():
+                    for peer in range(1, nranks):
+                        comm.send(x, peer)
+            else:
+                assert comm.recv(y, 0)[0] == 0
+            with pynccl.group():
+                comm.send(x, left)
+                total = comm.all_reduce(np.ones(2))
+                comm.recv(y, right)
+            assert (y[0], total[0]) == (right, nranks)
+            factor = comm.pre_mul_sum(2.0)
+            if rank == 0:
+                unused = comm.pre_mul_sum(3.0)
+                del unused
+            assert comm.all_reduce(np.ones(2), op=factor)[0] == 2 * nranks
+            plan = Plan([comm.prepare.all_reduce(np.ones(4)), comm.prepare.all_gather(x)])
+            assert plan()[1].shape == (nranks, 5)
+            half = comm.split(rank % 2)
+            assert half is not None
+            assert half.all_reduce(np.ones(1))[0] == half.size
+            with pynccl.group():
+                half.all_reduce(np.ones(1))
+                comm.all_reduce(np.ones(1))
+            half.destroy()
+            with pynccl.Stream() as stream:
+                z = np.ones(1000)
+                comm.all_reduce(z, stream=stream)
+                comm.all_reduce(z, stream=stream)
+                comm.synchronize(stream)
+                assert z[0] == nranks**2
+            comm.barrier()
+    return lib.pynccl_watched() == 0
+
+
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_what_is_right_works(nranks: int) -> None:
+    assert run(nranks, agree, 5, backend="cpu", env=CHECK, timeout=50) == [True] * nranks
+
+
+def absent(rank: int, nranks: int) -> str:
+    together(nranks)
+    comm = pynccl.init(timeout=2)
+    comm.barrier()
+    if rank == 1:
+        time.sleep(6)
+    with pytest.raises(NcclError) as caught:
+        comm.all_gather(np.ones(3))
+    comm.abort()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_that_does_not_come() -> None:
+    for text in run(3, absent, backend="cpu", env=CHECK, timeout=30):
+        assert text.startswith("NcclTimeoutError: ")
+        assert re.search(rf"all_gather\(float64, 3\) {AT}: rank 1 did not come within 2 s", text)
+
+
+def crosses(rank: int, nranks: int, how: str) -> str:
+    """No two ranks contradict each other, and yet nobody can go on."""
+    together(nranks)
+    comm = pynccl.init(timeout=3)
+    other = comm.split(0)
+    assert other is not None
+    x, right, left = np.ones(4, np.float32), (rank + 1) % nranks, (rank - 1) % nranks
+
+    def cross() -> None:
+        if how == "two communicators":
+            for one in (comm, other) if rank else (other, comm):
+                one.all_reduce(x)
+        else:
+            comm.send(x, right)
+            comm.recv(x, left)
+
+    with pytest.raises(NcclError) as caught:
+        cross()
+    other.abort()
+    comm.abort()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("how", ["two communicators", "a ring of sends"])
+def test_nobody_can_go_on(how: str) -> None:
+    what = {"two communicators": r"all_reduce\(float32, 4, sum\)", "a ring of sends": r"send\(float32, 4\)"}
+    texts = run(3, crosses, how, backend="cpu", env=CHECK, timeout=30)
+    assert any(
+        re.search(rf"^NcclTimeoutError: .*{what[how]}.* {AT}: rank \d did not come within 3 s", text)
+        for text in texts
+    ), texts
+    assert all(text.startswith(("NcclTimeoutError", "RankFailedError")) for text in texts)
+
+
+def raw_groups(rank: int, nranks: int) -> bool:
+    """A group that is opened in C: its calls meet when it is issued."""
+    with pynccl.init(timeout=10) as comm:
+        other = 1 - rank
+        for _ in range(3):
+            capi.ncclGroupStart()
+            with pynccl.Stream() as stream:
+                comm.send(X, other, stream=stream)
+                comm.recv(Y, other, stream=stream)
+                capi.ncclGroupEnd()
+                comm.synchronize(stream)
+            comm.barrier()
+    return True
+
+
+def test_groups_opened_in_c() -> None:
+    assert run(2, raw_groups, backend="cpu", env=CHECK, timeout=30) == [True, True]
+
+
+def by_function(rank: int, nranks: int) -> tuple[str, str | None]:
+    pynccl.check_mode()
+    comm = pynccl.init()
+    pynccl.check_mode(False)
+    plain = pynccl.init()
+    plain.all_reduce(np.ones(3))
+    plain.barrier()
+    plain.destroy()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        comm.all_reduce(np.ones(3 + rank))
+    comm.abort()
+    return str(caught.value), os.environ.get("NCCL_CHECK_MODE")
+
+
+def test_without_a_timeout() -> None:
+    for text, variable in run(2, by_function, backend="cpu", timeout=30):
+        assert "rank 1: all_reduce(float64, 4, sum)" in text
+        assert variable == "DEBUG_GLOBAL"
+
+
+def dies(rank: int, nranks: int) -> tuple[str, list[int], float]:
+    comm = pynccl.init(timeout=20)
+    comm.barrier()
+    together(nranks)
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        comm.all_reduce(np.ones(3))
+    except NcclError as error:
+        took = time.monotonic() - start
+        small = comm.shrink(exclude=error.ranks, abort=True)  # type: ignore[attr-defined]
+        assert small.all_reduce(np.ones(3))[0] == 2
+        small.destroy()
+        return type(error).__name__, error.ranks, took  # type: ignore[attr-defined]
+    return "nothing", [], 0.0
+
+
+def test_death_while_comparing() -> None:
+    results = run(3, dies, backend="cpu", env=CHECK, check=False, timeout=30)
+    assert isinstance(results[1], RankError)
+    for kind, ranks, took in (results[0], results[2]):
+        assert (kind, ranks) == ("RankFailedError", [1])
+        assert took < 5
+
+
+def interrupted(rank: int, nranks: int) -> float:
+    comm = pynccl.init(timeout=20)
+    comm.barrier()
+    took = 0.0
+    if rank == 0:
+        at: list[float] = []
+
+        def interrupt() -> None:
+            at.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Timer(0.3, interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            comm.all_reduce(np.ones(3))
+        took = time.monotonic() - at[0]
+        tell("interrupted")
+    else:
+        hear("interrupted")
+    comm.abort()
+    return took
+
+
+def test_one_interrupt_is_enough() -> None:
+    assert run(2, interrupted, backend="cpu", env=CHECK, timeout=30)[0] < 5
+
+
+def test_bad_variable() -> None:
+    with pytest.raises(RankError, match="PYNCCL_CHECK is 'yes'; expected 0 or 1"):
+        run(1, absent, backend="cpu", env={"PYNCCL_CHECK": "yes"}, timeout=30)
+
+
+def pace(rank: int, nranks: int, rounds: int) -> list[float]:
+    """Microseconds a small all_reduce takes: without a time-out, with one, and with checks."""
+    x, found = np.ones(1, np.float32), []
+    for timeout, check in ((None, False), (30, False), (30, True)):
+        pynccl.check_mode(check)
+        with pynccl.init(timeout=timeout) as comm:
+            best = float("inf")
+            for _ in range(5):
+                comm.barrier()
+                start = time.perf_counter()
+                for _ in range(rounds):
+                    comm.all_reduce(x, op="max")
+                best = min(best, (time.perf_counter() - start) / rounds)
+            found.append(best * 1e6)
+    return found
+
+
+def test_what_checks_cost() -> None:
+    """Printed, for docs/hangs.md; a check is one exchange of small messages."""
+    plain, watched, checked = run(2, pace, 200, backend="cpu", timeout=50)[0]
+    print(
+        f"all_reduce of 4 bytes, 2 ranks: {plain:.1f} us, watched {watched:.1f} us, checked {checked:.1f} us"
+    )
+    assert checked < plain + 20_000

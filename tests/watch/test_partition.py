@@ -1,0 +1,277 @@
+"""Connections that end between ranks that live: who goes on, who is told to stop, and that it is never two.
+
+The ranks cut the control channel themselves. The processes live, so that nothing proves anybody's end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from meeting import failure, together
+from pynccl import Communicator, NcclError, RankFailedError
+from pynccl._watch import channel, survivors
+from pynccl.testing import RankError, run
+
+Outcome = tuple[str, list[int], str]
+
+
+class Cutter:
+    """Knows the connections of this process's communicators, and can end them."""
+
+    def __init__(self) -> None:
+        self.sockets: list[list[int]] = []
+        connect = channel.connect
+
+        def noted(*args: Any) -> channel.Channel:
+            channel = connect(*args)
+            self.sockets.append(channel.sockets)
+            return channel
+
+        setattr(channel, "connect", noted)  # noqa: B010
+
+    def cut(self, rank: int, others: Iterable[int]) -> None:
+        """End the connections with the others; the one with the lower number does."""
+        for other in others:
+            if rank < other:
+                with socket.socket(fileno=os.dup(self.sockets[0][other])) as end:
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+def who(comm: Communicator, rank: int) -> list[int]:
+    """Return the numbers that the ranks had in the beginning."""
+    return [int(r) for r in comm.all_gather(np.array([rank])).ravel()]
+
+
+def meet(timeout: float, nranks: int) -> tuple[Communicator, Cutter]:
+    cutter = Cutter()
+    comm = pynccl.init(timeout=timeout)
+    comm.barrier()
+    together(nranks)
+    return comm, cutter
+
+
+def parts(rank: int, nranks: int, groups: list[list[int]], quorum: Any) -> tuple[list[int], Outcome]:
+    """Each part loses all others; answer what the error named, and what came of shrinking."""
+    comm, cutter = meet(15, nranks)
+    (mine,) = (group for group in groups if rank in group)
+    cutter.cut(rank, (other for other in range(nranks) if other not in mine))
+    error = failure(comm.barrier)
+    try:
+        comm = comm.shrink(exclude=error.ranks, abort=True, quorum=quorum)
+    except RankFailedError as second:
+        comm.abort()
+        return error.ranks, ("RankFailedError", second.ranks, str(second))
+    left = who(comm, rank)
+    comm.destroy()
+    return error.ranks, ("went on", left, "")
+
+
+HALVES = [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "goes_on"),
+    [
+        pytest.param([[0], [1]], [0], id="two ranks"),
+        pytest.param(HALVES, [0, 3], id="halves", marks=pytest.mark.slow),
+        pytest.param([[0, 1], [2, 3, 4]], [2, 3, 4], id="a majority without rank 0"),
+        pytest.param([[0], [1], [2]], None, id="everybody alone", marks=pytest.mark.slow),
+    ],
+)
+def test_only_a_majority_goes_on(groups: list[list[int]], goes_on: list[int] | None) -> None:
+    nranks = sum(map(len, groups))
+    for rank, (named, outcome) in enumerate(
+        run(nranks, parts, groups, "majority", backend="cpu", timeout=40)
+    ):
+        (mine,) = (group for group in groups if rank in group)
+        others = [r for r in range(nranks) if r not in mine]
+        assert named == others
+        if mine == goes_on:
+            assert outcome == ("went on", mine, "")
+            continue
+        assert outcome[:2] == ("RankFailedError", others)
+        assert outcome[2].startswith("partition: ")
+        assert "quorum=None" in outcome[2]
+
+
+def test_every_part_goes_on_where_it_is_told_to() -> None:
+    for rank, (_, outcome) in enumerate(run(4, parts, HALVES, None, backend="cpu", timeout=40)):
+        assert outcome == ("went on", HALVES[rank in (1, 2)], "")
+
+
+def asks_again(rank: int, nranks: int) -> list[int]:
+    """What the error says can be done."""
+    comm, cutter = meet(15, nranks)
+    cutter.cut(rank, [1 - rank])
+    error = failure(comm.barrier)
+    if rank == 1:
+        with pytest.raises(RankFailedError, match="partition"):
+            comm.shrink(exclude=error.ranks, abort=True)
+    comm = comm.shrink(exclude=error.ranks, abort=True, quorum=None if rank else "majority")
+    with comm:
+        return who(comm, rank)
+
+
+def test_going_on_all_the_same() -> None:
+    assert run(2, asks_again, backend="cpu", timeout=40) == [[0], [1]]
+
+
+def loses_some(rank: int, nranks: int, edges: list[tuple[int, int]]) -> tuple[list[int], str, Outcome]:
+    comm, cutter = meet(15, nranks)
+    cutter.cut(rank, (b if rank == a else a for a, b in edges if rank in (a, b)))
+    error = failure(comm.barrier)
+    try:
+        comm = comm.shrink(exclude=error.ranks, abort=True)
+    except NcclError as second:
+        comm.abort()
+        return error.ranks, str(error), (type(second).__name__, getattr(second, "ranks", []), str(second))
+    left = who(comm, rank)
+    comm.destroy()
+    return error.ranks, str(error), ("went on", left, "")
+
+
+@pytest.mark.parametrize(
+    ("nranks", "loser", "edges"),
+    [
+        (5, 0, [(0, 3), (0, 4)]),
+        pytest.param(5, 4, [(4, 0), (4, 1)], marks=pytest.mark.slow),
+        pytest.param(4, 1, [(1, 0), (1, 3)], marks=pytest.mark.slow),
+        (3, 2, [(1, 2)]),
+    ],
+)
+def test_who_lost_the_others_is_out(nranks: int, loser: int, edges: list[tuple[int, int]]) -> None:
+    """All others hear each other, and name the one that lost some of them."""
+    others = [rank for rank in range(nranks) if rank != loser]
+    results = run(nranks, loses_some, edges, backend="cpu", timeout=40)
+    for rank, (named, text, outcome) in enumerate(results):
+        assert named == [loser], results
+        assert f"rank {loser} " in text
+        assert outcome[:2] == (("RankFailedError", [loser]) if rank == loser else ("went on", others)), (
+            results
+        )
+    assert "the others go on without it" in results[loser][1]
+
+
+def killed(rank: int, nranks: int, victim: int) -> list[int]:
+    comm, _ = meet(15, nranks)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm = comm.shrink(exclude=failure(comm.barrier).ranks, abort=True)
+    with comm:
+        return who(comm, rank)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_of_two_is_proven_to_have_ended(victim: int) -> None:
+    results = run(2, killed, victim, backend="cpu", check=False, timeout=40)
+    assert isinstance(results[victim], RankError)
+    assert results[1 - victim] == [1 - victim]
+
+
+def aborts(rank: int, nranks: int) -> list[int]:
+    """Who leaves in its own words is not missed."""
+    comm, _ = meet(15, nranks)
+    if rank == 0:
+        comm.abort()
+        together(nranks, "over")
+        return []
+    comm = comm.shrink(exclude=failure(comm.barrier).ranks, abort=True)
+    together(nranks, "over")
+    with comm:
+        return who(comm, rank)
+
+
+def test_a_rank_that_aborted_is_not_missed() -> None:
+    assert run(2, aborts, backend="cpu", timeout=40) == [[], [1]]
+
+
+# --- faults between two messages ----------------------------------------------------------------------------
+
+
+def dies_between_messages(rank: int, nranks: int, victim: int, sends: int) -> list[int]:
+    """A second rank dies when it has sent so many messages of the agreement."""
+    comm, _ = meet(15, nranks)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = failure(comm.barrier)
+    if rank == victim:
+        send, sent = survivors.Survivors._send, 0
+
+        def deadly(self: Any, number: int, out: Any) -> None:
+            nonlocal sent
+            for one in out:
+                if sent == sends:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                send(self, number, (one,))
+                sent += 1
+
+        setattr(survivors.Survivors, "_send", deadly)  # noqa: B010
+    comm = comm.shrink(exclude=error.ranks, abort=True)
+    # It may have died after it had decided.
+    try:
+        left = who(comm, rank)
+    except RankFailedError as second:
+        comm = comm.shrink(exclude=second.ranks, abort=True)
+        left = who(comm, rank)
+    comm.destroy()
+    return left
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    "sends", [pytest.param(n, marks=[] if n in (1, 5) else pytest.mark.slow) for n in range(16)]
+)
+def test_death_between_two_messages(victim: int, sends: int) -> None:
+    results = run(5, dies_between_messages, victim, sends, backend="cpu", check=False, timeout=40)
+    survivors = [rank for rank in range(5) if rank not in (3, victim)]
+    for rank in survivors:
+        assert results[rank] == survivors, results
+
+
+def stops_while_shrinking(rank: int, nranks: int) -> tuple[str, list[int], float]:
+    comm, _ = meet(3, nranks)
+    pid = int(comm.all_gather(np.array([os.getpid()]))[1][0])
+    together(nranks, "stopping")
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = failure(comm.barrier)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        comm.shrink(exclude=error.ranks, abort=True)
+    except NcclError as second:
+        outcome = type(second).__name__, getattr(second, "ranks", []), time.monotonic() - start
+    comm.abort()
+    together(nranks - 2, "over")
+    if rank == 0:
+        os.kill(pid, signal.SIGKILL)
+    return outcome
+
+
+def test_a_rank_stopped_while_shrinking_is_named_by_all() -> None:
+    results = run(5, stops_while_shrinking, backend="cpu", check=False, timeout=40)
+    for rank in (0, 2, 4):
+        kind, ranks, took = results[rank]
+        assert (kind, ranks) == ("RankFailedError", [1, 3]), results
+        assert took < 3 + 5, results
+
+
+def wrong_quorum(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=10) as comm:
+        for value in ("all", 2, True):
+            with pytest.raises(ValueError, match="quorum is .*; expected 'majority' or None"):
+                comm.shrink(exclude=[1 - rank], quorum=value)  # type: ignore[arg-type]
+
+
+def test_wrong_quorum() -> None:
+    run(2, wrong_quorum, backend="cpu", timeout=30)

@@ -1,0 +1,311 @@
+"""Going on after ranks have died: shrinking, growing, and the training that survives."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from meeting import failure, together
+from pynccl import Communicator, NcclError, UniqueId, capi
+from pynccl._build_ffi import NATIVE, forward_source
+from pynccl._library.binding import lib
+from pynccl.testing import RankError, run
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+SHRINK, GROW, REVOKE = "ncclCommShrink", "ncclCommGrow", "ncclCommRevoke"
+# What libraries of these ages lack: recovery natively; before 2.29, 2.28 and 2.27.
+AGES = {"2.32": (), "2.28": (GROW,), "2.27": (GROW, REVOKE), "2.26": (GROW, REVOKE, SHRINK)}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return a library as old as that: the CPU library behind one that lacks some of its functions."""
+
+    def library(age: str) -> str:
+        if not AGES[age]:
+            return "cpu"
+        folder = tmp_path_factory.mktemp("aged")
+        source = forward_source()
+        for name in AGES[age]:
+            # All but its name as a text, by which the CPU library is asked for it.
+            source, count = re.subn(rf"\b(p?)({name})\b(?!\")", r"absent_\1\2", source)
+            source = source.replace(f'alias("{name}")', f'alias("absent_{name}")')
+            assert count, name
+        (folder / "forward.c").write_text(source)
+        # It looks for the CPU library beside the folder that it is in.
+        (folder / "libpynccl_cpu.so").symlink_to(pynccl.cpu_library())
+        target = folder / "forward" / "libnccl.so.2"
+        target.parent.mkdir()
+        compiler = shlex.split(os.environ.get("CC", "gcc"))
+        command = [*compiler, "-O1", "-fPIC", "-shared", f"-I{NATIVE}", str(folder / "forward.c")]
+        subprocess.run([*command, "-o", str(target), "-ldl", "-pthread"], check=True)
+        return str(target)
+
+    return library
+
+
+def total(comm: Communicator) -> tuple[int, int]:
+    """Return what a sum over the ranks gives, and what it should."""
+    x = np.full(1000, comm.rank + 1)
+    comm.all_reduce(x)
+    return int(x[0]), comm.size * (comm.size + 1) // 2
+
+
+def one_after_another(rank: int, nranks: int, victims: list[int], lacks: list[str]) -> list[Any]:
+    """Ranks, numbered as in the beginning, kill themselves one by one; the others go on each time."""
+    comm = pynccl.init(timeout=15)
+    assert [bool(lib.nccl_api_find(name.encode())) for name in lacks] == [False] * len(lacks)
+    here, seen = list(range(nranks)), []
+    for victim in victims:
+        comm.barrier()
+        together(len(here))
+        if rank == victim:
+            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGKILL]).start()
+        x = np.ones(50_000, np.float32)
+        start = time.monotonic()
+        error = failure(lambda: comm.all_reduce(x, op="max"))  # noqa: B023
+        old, comm = comm, comm.shrink(exclude=error.ranks, abort=True)
+        assert old.closed
+        dead = [here[r] for r in error.ranks]
+        here = [r for r in here if r not in dead]
+        assert (comm.rank, comm.size) == (here.index(rank), len(here))
+        seen.append((dead, total(comm), time.monotonic() - start))
+    comm.destroy()
+    assert lib.pynccl_watched() == 0
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("age", "victims"), [("2.32", [0, 5, 3, 7, 1]), ("2.27", [0, 4]), ("2.26", [0, 5, 7])]
+)
+def test_shrink_again_and_again(library: Callable[[str], str], age: str, victims: list[int]) -> None:
+    results = run(
+        8, one_after_another, victims, list(AGES[age]), backend=library(age), check=False, timeout=50
+    )
+    for rank, seen in enumerate(results):
+        if rank in victims:
+            assert isinstance(seen, RankError)
+            continue
+        assert not isinstance(seen, RankError), seen
+        assert [dead for dead, _, _ in seen] == [[victim] for victim in victims]
+        assert all(got == expected for _, (got, expected), _ in seen)
+        assert all(took < 10 for _, _, took in seen), seen
+
+
+def several(rank: int, nranks: int, victims: list[int], second: int) -> tuple[list[int], int, int, list[int]]:
+    """Several die at once, and one more when it has just heard of that."""
+    comm = pynccl.init(timeout=15)
+    comm.barrier()
+    together(nranks)
+    if rank in victims:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = failure(comm.barrier)
+    if rank == second:
+        os.kill(os.getpid(), signal.SIGKILL)
+    small = comm.shrink(exclude=error.ranks, abort=True)
+    got, expected = total(small)
+    ranks = small.all_gather(np.array([rank])).ravel().tolist()
+    small.destroy()
+    return error.ranks, got, expected, ranks
+
+
+@pytest.mark.parametrize("age", ["2.32", "2.26"])
+def test_more_deaths_while_shrinking(library: Callable[[str], str], age: str) -> None:
+    results = run(8, several, [1, 6], 4, backend=library(age), check=False, timeout=50)
+    for rank, result in enumerate(results):
+        if rank in (1, 4, 6):
+            assert isinstance(result, RankError)
+            continue
+        assert not isinstance(result, RankError), result
+        dead, got, expected, left = result
+        # Deaths that are a while apart are told one by one.
+        assert dead and set(dead) <= {1, 4, 6}
+        assert got == expected
+        assert left == [0, 2, 3, 5, 7]
+
+
+def in_the_middle(rank: int, nranks: int, second: int, where: str) -> list[int]:
+    """A second rank dies inside of the shrinking that the first one's death calls for."""
+    comm = pynccl.init(timeout=15)
+    comm.barrier()
+    together(nranks)
+    if rank == 2:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = failure(comm.barrier)
+    if rank == second:
+        for name in (SHRINK, "ncclCommInitRankConfig") if where == "creation" else ("ncclAllGather",):
+            setattr(capi, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    small = comm.shrink(exclude=error.ranks, abort=True)
+    assert total(small)[0] == total(small)[1]
+    left = small.all_gather(np.array([rank])).ravel().tolist()
+    small.destroy()
+    return left
+
+
+@pytest.mark.parametrize("where", ["creation", "the channel"])
+@pytest.mark.parametrize("second", [0, 4])
+@pytest.mark.parametrize("age", ["2.32", "2.26"])
+def test_death_inside_a_shrink(library: Callable[[str], str], age: str, second: int, where: str) -> None:
+    results = run(6, in_the_middle, second, where, backend=library(age), check=False, timeout=50)
+    for rank, result in enumerate(results):
+        assert isinstance(result, RankError) == (rank in (2, second)), result
+        if rank not in (2, second):
+            assert result == [r for r in range(6) if r not in (2, second)]
+
+
+def healthy(rank: int, nranks: int, again: bool) -> tuple[int, int] | None:
+    """Ranks that are alive are excluded, and the parent lives on."""
+    with pynccl.init(timeout=15) as comm:
+        small = None
+        if rank != 1:
+            small = comm.shrink(exclude=[1])
+            assert (small.rank, small.size) == ([0, -1, 1, 2][rank], 3)
+        comm.barrier()
+        assert total(comm)[0] == 10
+        # One of the ranks has not taken part in that.
+        half = comm.split(rank % 2)
+        assert half is not None
+        assert total(half) == (3, 3)
+        half.destroy()
+        if again and rank != 2:
+            other = comm.shrink(exclude=[2])
+            assert total(other) == (6, 6)
+            other.destroy()
+        return total(small) if small else None
+
+
+@pytest.mark.parametrize("age", ["2.32", "2.26"])
+def test_shrink_a_healthy_communicator(library: Callable[[str], str], age: str) -> None:
+    assert run(4, healthy, age == "2.26", backend=library(age), timeout=40) == [(6, 6), None, (6, 6), (6, 6)]
+
+
+def grows(rank: int, nranks: int, folder: str, timeout: float | None) -> tuple[int, int]:
+    """The last rank joins the others."""
+    old, place = nranks - 1, Path(folder, "id")
+    if rank == old:
+        while not place.exists():
+            time.sleep(0.01)
+        comm = Communicator.join(nranks, UniqueId(place.read_bytes()), rank, timeout=timeout)
+    else:
+        small = pynccl.init(rank=rank, world_size=old, timeout=timeout)
+        uid = None
+        if rank == 1:
+            uid = small.get_unique_id()
+            (place.parent / "draft").write_bytes(bytes(uid))
+            (place.parent / "draft").rename(place)
+        comm = small.grow(nranks, uid)
+        small.destroy()
+    with comm:
+        assert (comm.rank, comm.size) == (rank, nranks)
+        return total(comm)
+
+
+@pytest.mark.parametrize("timeout", [None, 15])
+@pytest.mark.parametrize("age", ["2.32", "2.28", "2.26"])
+def test_grow(library: Callable[[str], str], age: str, timeout: float | None, tmp_path: Path) -> None:
+    assert run(4, grows, str(tmp_path), timeout, backend=library(age), timeout=40) == [(10, 10)] * 4
+
+
+def two_ids(rank: int, nranks: int) -> str:
+    with pynccl.init(timeout=10) as comm:
+        uid = comm.get_unique_id()
+        with pytest.raises(ValueError, match="expected one") as caught:
+            comm.grow(nranks + 1, uid)
+        return str(caught.value)
+
+
+def test_grow_with_two_ids(library: Callable[[str], str]) -> None:
+    for text in run(2, two_ids, backend=library("2.26"), timeout=30):
+        assert text.startswith("2 ranks gave a unique_id to grow with; expected one: the rank that calls")
+
+
+def disagree(rank: int, nranks: int) -> str:
+    """Rank 0 excludes a rank that is alive, and is not told so by the others."""
+    comm = pynccl.init(timeout=10)
+    comm.barrier()
+    together(nranks)
+    if rank == 3:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    failure(comm.barrier)
+    try:
+        small = comm.shrink(exclude=[1, 3] if rank == 0 else [3], abort=True)
+    except NcclError as error:
+        comm.abort()
+        return str(error)
+    assert total(small) == (3, 3)
+    small.destroy()
+    return "went on"
+
+
+def test_a_rank_that_others_exclude_is_told() -> None:
+    first, second, third, _ = run(4, disagree, backend="cpu", check=False, timeout=40)
+    assert (first, third) == ("went on", "went on")
+    assert second == "the other ranks excluded this one, 1 of 4"
+
+
+def with_children(rank: int, nranks: int) -> tuple[bool, ...]:
+    comm = pynccl.init(timeout=10)
+    half = comm.split(rank % 2)
+    assert half is not None
+    quarter = half.split(0)
+    assert quarter is not None
+    quarter.all_reduce(np.ones(3))
+    comm.barrier()
+    together(nranks)
+    if rank == 3:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = failure(comm.barrier)
+    small = comm.shrink(exclude=error.ranks, abort=True)
+    assert total(small) == (6, 6)
+    small.destroy()
+    return comm.closed, half.closed, quarter.closed, lib.pynccl_watched() == 0
+
+
+def test_shrinking_closes_the_children_of_the_parent() -> None:
+    results = run(4, with_children, backend="cpu", check=False, timeout=40)
+    assert results[:3] == [(True,) * 4] * 3
+
+
+@pytest.mark.parametrize(("seed", "nranks"), [(1, 4), (2, 3)])
+def test_training_survives(seed: int, nranks: int) -> None:
+    """The accuracy is that of an undisturbed training: the example compares them itself."""
+    command = [
+        sys.executable,
+        "examples/survive.py",
+        "-n",
+        str(nranks),
+        "--seed",
+        str(seed),
+        "--epochs",
+        # So many that the one that kills is in time.
+        "80",
+    ]
+    env = os.environ | {"PYNCCL_LIBRARY": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    (victim,) = (line.split()[-1] for line in lines if line.startswith("killing rank"))
+    assert f"survived the death of [{victim}]" in done.stdout
+    (scores,) = (re.findall(r"\d\.\d+(?:e-\d+)?", line) for line in lines if "undisturbed" in line)
+    assert abs(float(scores[0]) - float(scores[1])) < 0.01
+    assert float(scores[2]) < 1e-3
+    assert lines[-1] == "all survivors and the new rank have finished"

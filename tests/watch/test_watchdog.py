@@ -1,0 +1,630 @@
+"""Ranks that die, stop or do not come: what every other rank is told, how soon, and what is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from meeting import hear, tell, together
+from pynccl import Communicator, NcclError, NcclTimeoutError, Plan, capi
+from pynccl._library.binding import lib
+from pynccl.testing import RankError, run
+
+RANKS = 8
+# For every survivor: docs/hangs.md promises less, the machine may be busy, and the time-outs are 20 s.
+SOON = 5.0
+Outcome = tuple[str, list[int], str, float]
+
+
+def die(folder: str, number: int = signal.SIGKILL) -> None:
+    """Write down when, and go."""
+    write_down(folder)
+    os.kill(os.getpid(), number)
+
+
+def write_down(folder: str) -> None:
+    """Write down that it is now that something happens."""
+    draft = Path(folder, f"draft-{os.getpid()}")
+    draft.write_text(repr(time.monotonic()))
+    draft.rename(Path(folder, "died"))
+
+
+def since_death(folder: str) -> float:
+    return time.monotonic() - float(Path(folder, "died").read_text())
+
+
+def told(folder: str, what: Callable[[], Any]) -> Outcome:
+    """Do something until it raises; return what and when after the death, and check that it is final."""
+    try:
+        while True:
+            what()
+    except NcclError as error:
+        return type(error).__name__, getattr(error, "ranks", []), str(error), since_death(folder)
+
+
+def nothing_left() -> bool:
+    """Tell whether the watchdog ends, with all its connections."""
+    deadline = time.monotonic() + 10
+    while (lib.pynccl_watched() or lib.pynccl_watchdog_runs()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return lib.pynccl_watched() == 0 and not lib.pynccl_watchdog_runs()
+
+
+def stage_collective(comm: Communicator, rank: int, victim: int, folder: str) -> Outcome:
+    x = np.ones(100_000, np.float32)
+    if rank == victim:
+        threading.Timer(0.2, die, [folder]).start()
+    return told(folder, lambda: comm.all_reduce(x, op="max"))
+
+
+def stage_missing(comm: Communicator, rank: int, victim: int, folder: str) -> Outcome:
+    """All but the victim are inside one collective when it dies."""
+    if rank == victim:
+        time.sleep(0.3)
+        die(folder)
+    return told(folder, lambda: comm.all_gather(np.ones(10)))
+
+
+def stage_group(comm: Communicator, rank: int, victim: int, folder: str) -> Outcome:
+    x, y = np.ones(1000), np.ones(1000)
+    other = (rank + 1) % comm.size, (rank - 1) % comm.size
+    if rank == victim:
+        threading.Timer(0.2, die, [folder]).start()
+
+    def group() -> None:
+        with pynccl.group():
+            comm.send(x, other[0])
+            comm.recv(y, other[1])
+
+    return told(folder, lambda: (group(), comm.barrier()))
+
+
+def stage_plan(comm: Communicator, rank: int, victim: int, folder: str) -> Outcome:
+    x, y = np.ones(1000), np.ones((comm.size, 1000))
+    if rank == victim:
+        threading.Timer(0.2, die, [folder]).start()
+    # It is not even prepared once the death is known.
+    prepare = comm.prepare
+    return told(folder, lambda: Plan([prepare.all_reduce(x, op="max"), prepare.all_gather(x, y)])())
+
+
+def stage_stream(comm: Communicator, rank: int, victim: int, folder: str) -> Outcome:
+    """Asynchronous calls on a stream of one's own."""
+    with pynccl.Stream() as stream:
+        x = np.ones(1000)
+        if rank == victim:
+            time.sleep(0.3)
+            die(folder)
+        return told(folder, lambda: (comm.all_reduce(x, op="max", stream=stream), comm.synchronize(stream)))
+
+
+def stage_between(comm: Communicator, rank: int, victim: int, folder: str) -> Outcome:
+    """Nobody calls anything: the trouble is known all the same, and raised by the next call."""
+    if rank == victim:
+        time.sleep(0.3)
+        die(folder)
+    while comm.async_error() is None:
+        time.sleep(0.01)
+    took = since_death(folder)
+    return *told(folder, lambda: comm.all_reduce(np.ones(3)))[:3], took
+
+
+def stage_finalize(comm: Communicator, rank: int, victim: int, folder: str) -> Outcome:
+    if rank == victim:
+        time.sleep(0.3)
+        die(folder)
+    return told(folder, comm.finalize)
+
+
+def stage_split(comm: Communicator, rank: int, victim: int, folder: str) -> Outcome:
+    if rank == victim:
+        time.sleep(0.3)
+        die(folder)
+    return told(folder, lambda: comm.split(0))
+
+
+STAGES = {
+    name.removeprefix("stage_"): stage for name, stage in list(globals().items()) if name.startswith("stage_")
+}
+
+
+def in_stage(rank: int, nranks: int, stage: str, victim: int, folder: str) -> tuple[Outcome, Outcome, bool]:
+    comm = pynccl.init(timeout=20)
+    x = np.ones(10)
+    comm.all_reduce(x)
+    assert x[0] == nranks
+    comm.barrier()
+    together(nranks)
+    first = STAGES[stage](comm, rank, victim, folder)
+    # Every later call says the same.
+    second = told(folder, lambda: comm.all_reduce(x))
+    comm.abort()
+    return first, second, nothing_left()
+
+
+def check_survivors(results: list[Any], victims: list[int]) -> None:
+    for rank, result in enumerate(results):
+        if rank in victims:
+            assert isinstance(result, RankError)
+            assert "SIGKILL" in str(result), result
+            continue
+        assert isinstance(result, tuple), result
+        (kind, ranks, text, took), again, clean = result
+        assert (kind, ranks) == ("RankFailedError", victims), result
+        assert again[:3] == (kind, ranks, text)
+        assert f"rank {victims[0]} died" in text
+        assert took < SOON, result
+        assert clean
+
+
+def cases(victims: tuple[int, ...]) -> list[Any]:
+    """Every stage with every victim; the quick ones are a few of them."""
+    return [
+        pytest.param(stage, victim, marks=() if victim in victims[i % 2 :: 2] else pytest.mark.full)
+        for i, stage in enumerate(STAGES)
+        for victim in range(RANKS)
+    ]
+
+
+@pytest.mark.parametrize(("stage", "victim"), cases((0, 5)))
+def test_killed_rank(stage: str, victim: int, tmp_path: Path) -> None:
+    results = run(RANKS, in_stage, stage, victim, str(tmp_path), backend="cpu", check=False, timeout=40)
+    check_survivors(results, [victim])
+
+
+def creates(rank: int, nranks: int, where: str, victim: int, folder: str) -> tuple[Outcome, bool]:
+    if rank == victim:
+        name = "ncclCommInitRank" if where != "the channel" else "ncclAllGather"
+        original = getattr(capi, name)
+
+        def fatal(*args: Any) -> Any:
+            if where != "the library's rendezvous":
+                die(folder)
+            threading.Timer(0.05, die, [folder]).start()
+            return original(*args)
+
+        setattr(capi, name, fatal)
+        if where == "the library's rendezvous":
+            # Somebody is missing for as long as it takes.
+            time.sleep(0.1)
+    if where == "the library's rendezvous" and rank == (victim + 1) % nranks:
+        create = capi.ncclCommInitRank
+
+        def after_the_death(*args: Any) -> Any:
+            while not Path(folder, "died").exists():
+                time.sleep(0.01)
+            return create(*args)
+
+        setattr(capi, "ncclCommInitRank", after_the_death)  # noqa: B010
+    return told(folder, lambda: pynccl.init(timeout=20)), nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("where", "victim"),
+    [
+        pytest.param(
+            where,
+            victim,
+            marks=() if victim == 5 else pytest.mark.slow if victim == 0 else pytest.mark.full,
+        )
+        for where in ("before the library", "the library's rendezvous", "the channel")
+        for victim in range(RANKS)
+    ],
+)
+def test_killed_while_created(where: str, victim: int, tmp_path: Path) -> None:
+    """The store, the library or the channel notices, and every survivor says the same."""
+    results = run(RANKS, creates, where, victim, str(tmp_path), backend="cpu", check=False, timeout=40)
+    for rank, result in enumerate(results):
+        if rank == victim:
+            assert isinstance(result, RankError)
+            assert "SIGKILL" in str(result), result
+            continue
+        assert isinstance(result, tuple), result
+        (kind, ranks, text, took), clean = result
+        assert (kind, ranks) == ("RankFailedError", [victim]), result
+        assert f"rank {victim}" in text, result
+        assert took < SOON, result
+        assert clean
+
+
+# --- stopped, late and misled ranks -------------------------------------------------------------------------
+
+
+def stops(rank: int, nranks: int, victim: int, folder: str) -> tuple[Outcome, bool]:
+    together(nranks)
+    comm = pynccl.init(timeout=3)
+    pid = int(comm.all_gather(np.array([os.getpid()]))[victim][0])
+    together(nranks)
+    if rank == victim:
+        die(folder, signal.SIGSTOP)
+    outcome = told(folder, lambda: comm.all_reduce(np.ones(10)))
+    comm.abort()
+    together(nranks - 1, "over")
+    if rank == (victim + 1) % nranks:
+        os.kill(pid, signal.SIGKILL)
+    return outcome, nothing_left()
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(6, marks=pytest.mark.slow)])
+def test_stopped_rank(victim: int, tmp_path: Path) -> None:
+    results = run(RANKS, stops, victim, str(tmp_path), backend="cpu", check=False, timeout=40)
+    for rank, result in enumerate(results):
+        if rank == victim:
+            continue
+        (kind, ranks, text, took), clean = result
+        assert (kind, ranks, clean) == ("RankFailedError", [victim], True), result
+        assert f"rank {victim} is not responding" in text
+        # They may have begun to wait before it stopped.
+        assert 1 < took < 3 + SOON, result
+
+
+def stops_near_the_end(rank: int, nranks: int, after: float) -> tuple[str, list[int]]:
+    """The rank that all wait for is stopped when their time is nearly up; they began at different times."""
+    comm = pynccl.init(timeout=2)
+    pid = int(comm.all_gather(np.array([os.getpid()]))[1][0])
+    together(nranks)
+    if rank == 1:
+        time.sleep(after)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.07 * rank)
+    with pytest.raises(NcclError) as caught:
+        comm.all_reduce(np.ones(10))
+    comm.abort()
+    together(nranks - 1, "over")
+    if rank == 2:
+        os.kill(pid, signal.SIGKILL)
+    return type(caught.value).__name__, getattr(caught.value, "ranks", [])
+
+
+@pytest.mark.parametrize(
+    "after",
+    [0.9, pytest.param(1.2, marks=pytest.mark.slow), 1.6, 2.0, pytest.param(2.2, marks=pytest.mark.slow)],
+)
+def test_one_verdict_at_the_timeout(after: float) -> None:
+    results = run(5, stops_near_the_end, after, backend="cpu", check=False, timeout=40)
+    outcomes = {(kind, tuple(ranks)) for kind, ranks in results[:1] + results[2:]}
+    assert len(outcomes) == 1, results
+    assert outcomes <= {("RankFailedError", (1,)), ("NcclTimeoutError", ())}
+    if after < 1.5:
+        assert outcomes == {("RankFailedError", (1,))}
+
+
+def late(rank: int, nranks: int, how: str, folder: str) -> Outcome:
+    together(nranks)
+    comm = pynccl.init(timeout=2)
+    x = np.ones(10)
+    for _ in range(3):
+        comm.all_reduce(x, op="max")
+    comm.barrier()
+    together(nranks)
+    write_down(folder)
+    if rank == 1:
+        if how == "sleeps in C":
+            # PyDLL keeps the GIL: no Python runs in this process meanwhile.
+            ctypes.PyDLL(None).usleep(6_000_000)
+        elif how == "extra call":
+            comm.all_gather(x)
+        else:
+            time.sleep(6)
+    with pynccl.Stream() as stream:
+        if how == "nobody waits":
+            if rank != 1:
+                comm.all_reduce(x, stream=stream)
+            while comm.async_error() is None:
+                time.sleep(0.01)
+            took = since_death(folder)
+            outcome = *told(folder, lambda: comm.all_reduce(x))[:3], took
+        else:
+            outcome = told(folder, lambda: comm.all_reduce(x))
+        comm.abort()
+        return outcome
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param("sleeps", marks=pytest.mark.slow), "sleeps in C", "nobody waits"]
+)
+def test_late_rank(how: str, tmp_path: Path) -> None:
+    """Every rank, the late one too, is told after the time-out; nobody is taken for dead."""
+    results = run(3, late, how, str(tmp_path), backend="cpu", timeout=30)
+    for rank, (kind, ranks, text, took) in enumerate(results):
+        assert (kind, ranks) == ("NcclTimeoutError", []), results
+        assert "within 2 s" in text
+        assert rank == 1 or took < 2 + 3, results
+        assert "rank 1: #4 barrier" in text
+        assert "rank 0: #5 all_reduce" in text
+
+
+def aborts(rank: int, nranks: int, folder: str) -> Outcome:
+    """Rank 2 fails by itself, in the body of a with statement."""
+    try:
+        with pynccl.init(timeout=20) as comm:
+            comm.barrier()
+            if rank == 2:
+                write_down(folder)
+                raise KeyError("mine alone")
+            x = np.ones(10)
+            while True:
+                comm.all_reduce(x, op="max")
+    except NcclError as error:
+        return type(error).__name__, getattr(error, "ranks", []), str(error), since_death(folder)
+    except KeyError:
+        return "KeyError", [], "", 0.0
+
+
+def test_exception_in_one_rank(tmp_path: Path) -> None:
+    results = run(4, aborts, str(tmp_path), backend="cpu", timeout=30)
+    assert results[2][0] == "KeyError"
+    for kind, ranks, text, took in (*results[:2], results[3]):
+        assert (kind, ranks) == ("RankFailedError", [2]), results
+        assert "rank 2 aborted its communicator" in text
+        assert took < SOON
+
+
+def polls(rank: int, nranks: int, folder: str) -> Outcome:
+    """Rank 2 dies; rank 0 learns of it by polling, and aborts for that reason."""
+    comm = pynccl.init(timeout=20)
+    comm.barrier()
+    together(nranks)
+    if rank == 2:
+        die(folder)
+    if rank == 0:
+        while comm.async_error() is None:
+            time.sleep(0.001)
+        comm.abort()
+        return "aborted", [], "", 0.0
+    outcome = told(folder, lambda: comm.all_reduce(np.ones(10), op="max"))
+    comm.abort()
+    return outcome
+
+
+def test_abort_for_a_death(tmp_path: Path) -> None:
+    """Who aborts because of a death is not taken for the cause."""
+    results = run(3, polls, str(tmp_path), backend="cpu", check=False, timeout=30)
+    assert results[0] == ("aborted", [], "", 0.0)
+    kind, ranks, text, took = results[1]
+    assert (kind, ranks) == ("RankFailedError", [2]), (text, took)
+
+
+def leaves(rank: int, nranks: int, how: str) -> tuple[str, list[int], str]:
+    together(nranks)
+    comm = pynccl.init(timeout=3)
+    comm.barrier()
+    together(nranks)
+    if rank == 1:
+        if how == "destroy":
+            comm.destroy()
+            return "", [], ""
+        os._exit(0)
+    try:
+        while True:
+            comm.all_reduce(np.ones(10))
+    except NcclError as error:
+        comm.abort()
+        return type(error).__name__, getattr(error, "ranks", []), str(error)
+
+
+def test_exit_without_destroy() -> None:
+    results = run(3, leaves, "exit", backend="cpu", check=False, timeout=30)
+    for kind, ranks, text in (results[0], results[2]):
+        assert (kind, ranks) == ("RankFailedError", [1])
+        assert "exited without closing its communicator" in text
+
+
+def test_destroy_on_one_rank_only() -> None:
+    """The CPU library says so by itself, at once; it is no death."""
+    results = run(3, leaves, "destroy", backend="cpu", check=False, timeout=30)
+    for kind, ranks, text in (results[0], results[2]):
+        assert kind in ("NcclRemoteError", "CollectiveMismatchError", "NcclTimeoutError"), results
+        assert ranks == []
+        assert "rank 1" in text
+
+
+# --- who pays, and what is left -----------------------------------------------------------------------------
+
+
+def lives(rank: int, nranks: int) -> list[Any]:
+    """Count threads and descriptors without a time-out, with one, and after many."""
+
+    def counts() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    plain = pynccl.init()
+    plain.all_reduce(np.ones(3))
+    before, running = counts(), bool(lib.pynccl_watchdog_runs())
+    seen = []
+    for _ in range(5):
+        with pynccl.init(timeout=10) as comm:
+            comm.all_reduce(np.ones(3))
+            half = comm.split(rank % 2)
+            assert half is not None
+            half.all_reduce(np.ones(3))
+            seen.append((lib.pynccl_watched(), lib.pynccl_watchdog_runs()))
+            half.destroy()
+    plain.all_reduce(np.ones(3))
+    plain.barrier()
+    deadline = time.monotonic() + 10
+    while max(np.subtract(after := counts(), before)) > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    plain.destroy()
+    return [before, running, seen, after]
+
+
+def test_nothing_is_started_without_a_timeout_and_nothing_left() -> None:
+    for before, running, seen, after in run(4, lives, backend="cpu", timeout=40):
+        assert not running
+        assert seen == [(2, 1)] * 5
+        assert after[0] <= before[0]
+        assert after[1] <= before[1]
+
+
+def by_environment(rank: int, nranks: int) -> str:
+    together(nranks)
+    comm = pynccl.init()
+    while rank and comm.async_error() is None:
+        time.sleep(0.01)
+    with pytest.raises(NcclTimeoutError) as caught:
+        comm.all_reduce(np.ones(3))
+    comm.abort()
+    return str(caught.value)
+
+
+def test_timeout_by_the_environment() -> None:
+    for text in run(2, by_environment, backend="cpu", timeout=30, env={"PYNCCL_TIMEOUT": "2"}):
+        assert "within 2 s" in text
+
+
+def waits_long(rank: int, nranks: int, timeout: float | None) -> None:
+    with pynccl.init(timeout=timeout) as comm, pynccl.Event() as event:
+        assert comm.all_reduce(np.ones(3))[0] == nranks
+        comm.barrier()
+        half = comm.split(0)
+        assert half is not None
+        half.destroy()
+        comm.synchronize(timeout=timeout)
+        event.record(comm._core.own_stream)
+        event.synchronize(timeout=timeout)
+
+
+@pytest.mark.parametrize("seconds", ["1e9", "1e20", "1e308"])
+def test_a_timeout_beyond_every_clock(seconds: str) -> None:
+    run(2, waits_long, None, backend="cpu", timeout=30, env={"PYNCCL_TIMEOUT": seconds})
+    run(2, waits_long, float(seconds), backend="cpu", timeout=30)
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan"])
+def test_bad_timeout_in_the_environment(value: str) -> None:
+    with pytest.raises(RankError, match="PYNCCL_TIMEOUT is .* expected a positive number of seconds"):
+        run(1, by_environment, backend="cpu", timeout=30, env={"PYNCCL_TIMEOUT": value})
+
+
+def one_has_a_timeout(rank: int, nranks: int) -> str:
+    uid = np.zeros(128, np.uint8)
+    with pynccl.init() as first:
+        if rank == 0:
+            uid[:] = np.frombuffer(bytes(pynccl.get_unique_id()), np.uint8)
+        first.broadcast(uid)
+        if rank:
+            comm = Communicator(nranks, bytes(uid), rank)
+            hear("refused")
+            comm.abort()
+            return ""
+        with pytest.raises(NcclError) as caught:
+            Communicator(nranks, bytes(uid), rank, timeout=3)
+        tell("refused")
+        return str(caught.value)
+
+
+def test_timeouts_are_for_all_ranks_or_none() -> None:
+    first, _ = run(2, one_has_a_timeout, backend="cpu", timeout=30)
+    assert "for all ranks of a communicator, or for none" in first
+
+
+def forks(rank: int, nranks: int, folder: str) -> tuple[Outcome, str]:
+    """A forked child outlives the rank: its copies of the connections must not hide the death."""
+    comm = pynccl.init(timeout=20)
+    comm.barrier()
+    together(nranks)
+    refused = ""
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            try:
+                comm.all_reduce(np.ones(3))
+            except NcclError as error:
+                Path(folder, "refused").write_text(str(error))
+            Path(folder, "child").write_text(str(os.getpid()))
+            time.sleep(20)
+            os._exit(0)
+        while not Path(folder, "child").exists():
+            time.sleep(0.01)
+        die(folder)
+    outcome = told(folder, lambda: comm.all_reduce(np.ones(3)))
+    refused = Path(folder, "refused").read_text()
+    if rank == 0:
+        os.kill(int(Path(folder, "child").read_text()), signal.SIGKILL)
+    comm.abort()
+    return outcome, refused
+
+
+def test_fork_after_init(tmp_path: Path) -> None:
+    results = run(3, forks, str(tmp_path), backend="cpu", check=False, timeout=30)
+    for outcome, refused in (results[0], results[2]):
+        assert outcome[:2] == ("RankFailedError", [1])
+        assert outcome[3] < SOON
+        assert "forked" in refused
+
+
+def interrupted(rank: int, nranks: int, wait: str) -> tuple[str, float]:
+    comm = pynccl.init(timeout=30)
+    comm.barrier()
+    if rank == 1:
+        # Does not come until the other has left.
+        try:
+            time.sleep(1)
+            while comm.async_error() is None:
+                time.sleep(0.01)
+        finally:
+            comm.abort()
+        return "", 0.0
+    x = np.ones(10)
+    at: list[float] = []
+
+    def interrupt() -> None:
+        at.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pynccl.Stream() as stream:
+        threading.Timer(0.3, interrupt).start()
+        try:
+            if wait == "call":
+                comm.all_reduce(x)
+            elif wait == "barrier":
+                comm.barrier()
+            elif wait == "synchronize":
+                comm.all_reduce(x, stream=stream)
+                comm.synchronize()
+            elif wait == "group":
+                with pynccl.group():
+                    comm.recv(x, 1)
+            elif wait == "plan":
+                Plan([comm.prepare.all_reduce(x)])()
+            elif wait == "split":
+                comm.split(0)
+            elif wait == "finalize":
+                comm.finalize()
+        except KeyboardInterrupt:
+            took = time.monotonic() - at[0]
+            comm.abort()
+            return "KeyboardInterrupt", took
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("wait", ["call", "barrier", "synchronize", "group", "plan", "split", "finalize"])
+def test_one_interrupt_is_enough(wait: str) -> None:
+    (what, took), _ = run(2, interrupted, wait, backend="cpu", timeout=30)
+    assert what == "KeyboardInterrupt"
+    assert took < SOON
+
+
+def dropped(rank: int, nranks: int) -> bool:
+    """Let go of watched communicators, without closing them, while the watchdog goes through its list."""
+    others = [Communicator(1, pynccl.get_unique_id(), 0, timeout=30) for _ in range(8)]
+    for _ in range(300):
+        Communicator(1, pynccl.get_unique_id(), 0, timeout=30)
+    for comm in others:
+        comm.destroy()
+    return nothing_left()
+
+
+def test_a_communicator_that_is_dropped_while_it_is_watched() -> None:
+    assert run(1, dropped, backend="cpu", timeout=30) == [True]

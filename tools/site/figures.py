@@ -1,0 +1,107 @@
+"""The figures of the benchmarks, drawn from the JSON that the benchmarks wrote."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+# Text stays text, and a figure that did not change is the same file.
+mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "pynccl", "font.size": 9, "axes.grid": True})
+
+Results = dict[str, Any]
+
+
+def svg(figure: Figure) -> str:
+    """Return a figure as SVG."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    return text.getvalue()
+
+
+def bandwidth(results: Results) -> dict[str, Figure]:
+    """Draw bus bandwidth over size: one figure for each number of ranks, one plot for each operation."""
+    rows = [row for row in results["rows"] if "bus_gb_per_s" in row and row["nbytes"]]
+    return {f"{ranks}-ranks": _bandwidth(rows, ranks) for ranks in sorted({row["ranks"] for row in rows})}
+
+
+def _bandwidth(rows: list[Results], ranks: int) -> Figure:
+    rows = sorted((row for row in rows if row["ranks"] == ranks), key=lambda row: (row["op"], row["nbytes"]))
+    operations = {op: list(group) for op, group in itertools.groupby(rows, lambda row: row["op"])}
+    # A single size makes no line.
+    operations = {op: group for op, group in operations.items() if len(group) > 1}
+    across = min(len(operations), 3)
+    down = -(-len(operations) // across)
+    figure = Figure(figsize=(4.2 * across, 3.2 * down), layout="constrained")
+    plots = figure.subplots(down, across, squeeze=False).flat
+    for (op, group), plot in zip(operations.items(), plots, strict=False):
+        for peer in group[0]["bus_gb_per_s"]:
+            sizes = [row["nbytes"] for row in group]
+            plot.loglog(sizes, [row["bus_gb_per_s"][peer] for row in group], "o-", label=peer, ms=3)
+        plot.set(title=f"{op}, {ranks} ranks", xlabel="bytes", ylabel="bus bandwidth, GB/s")
+        plot.legend()
+    for plot in plots:
+        plot.set_axis_off()
+    return figure
+
+
+def call_overhead(results: Results) -> dict[str, Figure]:
+    """Draw the median time of a call in each case, in the order of the table."""
+    return {
+        "cases": _bars(results["cases"], "on the host"),
+        "with-driver": _bars(results["cases_with_driver"], "with a fake CUDA driver"),
+    }
+
+
+def _bars(cases: list[Results], where: str) -> Figure:
+    figure = Figure(figsize=(9, 0.26 * len(cases) + 1), layout="constrained")
+    plot = figure.subplots()
+    names = [case["name"] for case in cases]
+    plot.barh(names, [statistics.median(case["ns"]) / 1000 for case in cases])
+    plot.invert_yaxis()
+    plot.set(title=f"One call {where}", xlabel="microseconds", xscale="log")
+    return figure
+
+
+def store(results: Results) -> dict[str, Figure]:
+    """Draw the time until all clients have the id and have left the barrier, by the number of clients."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    plot = figure.subplots()
+    rows = [row for row in results["rows"] if row["seconds"]]
+    for peer in dict.fromkeys(row["peer"] for row in rows):
+        its = [row for row in rows if row["peer"] == peer]
+        points = sorted((row["clients"], statistics.median(row["seconds"])) for row in its)
+        plot.loglog(*zip(*points, strict=True), "o-", label=peer, ms=3)
+    plot.set(title="An id and a barrier", xlabel="clients", ylabel="seconds")
+    plot.legend()
+    return {"clients": figure}
+
+
+def in_flight(results: Results) -> dict[str, Figure]:
+    """Draw each time in milliseconds for both backends."""
+    names = [name for name in results["pynccl"] if name.endswith(", ms")]
+    figure = Figure(figsize=(8, 0.6 * len(names) + 1), layout="constrained")
+    plot = figure.subplots()
+    for i, peer in enumerate(("pynccl", "gloo")):
+        heights = [place + 0.4 * i for place in range(len(names))]
+        plot.barh(heights, [results[peer][name] for name in names], height=0.4, label=peer)
+    ticks = [place + 0.2 for place in range(len(names))]
+    plot.set_yticks(ticks, [name.removesuffix(", ms") for name in names])
+    plot.invert_yaxis()
+    plot.set(xlabel="milliseconds", xscale="log")
+    plot.legend()
+    return {"times": figure}
+
+
+BENCHMARKS: dict[str, Callable[[Results], dict[str, Figure]]] = {
+    "collectives": bandwidth,
+    "call_overhead": call_overhead,
+    "store": store,
+    "torch_all_reduce": bandwidth,
+    "torch_in_flight": in_flight,
+}
