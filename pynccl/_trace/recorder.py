@@ -1,6 +1,6 @@
 """The flight recorder, seen from Python: its settings, what names a communicator on all ranks, and dumps.
 
-The records are written and dumped in C (native/recorder.c); what is read here are its dumps.
+The records are written and dumped in C (native/ring.c); what is read here are its dumps.
 """
 
 from __future__ import annotations
