@@ -5,11 +5,13 @@ BIN := $(VENV)/bin
 
 HEADERS := $(wildcard pynccl/native/*.[ch])
 CPU := $(wildcard pynccl/cpu/*/*.cpp)
-SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*/*.hpp pynccl/cpu/*/*.inc) pynccl/_build_ffi.py
+SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*/*.hpp pynccl/cpu/*/*.inc) pynccl/_build_ffi.py setup.py
 CXX_FILES := $(wildcard pynccl/cpu/*/*.?pp pynccl/torch/csrc/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) $(filter-out %_api.h,$(HEADERS))
-PYTHON_FILES := pynccl tests tools examples benchmarks
-# Warnings are errors here, and not for who builds the package by pip.
+PYTHON_FILES := setup.py pynccl tests tools examples benchmarks
+# Warnings are errors here, and not for those who install by pip.
 export PYNCCL_WERROR := 1
+# A build compiles all files of an extension of which one has changed; the others come from the cache.
+CACHED := $(if $(shell command -v ccache),CC="ccache $(CC)" CXX="ccache $(CXX)" CCACHE_NOHASHDIR=1)
 
 .PHONY: demo build test test-slow test-full test-gpu bench lint format docs generate wheel sanitize cpu-lib clean
 
@@ -63,7 +65,8 @@ docs: $(VENV)/docs
 generate: $(VENV)/dev
 	$(BIN)/python tools/generate_api.py
 
-# A wheel built from the sdist; where it cannot be manylinux_2_28, why.
+# The sdist, and from it this Python's wheel for this machine's C library and newer ones. cibuildwheel builds
+# those for older ones and for all versions of Python: see .github/workflows/wheels.yml.
 wheel: $(VENV)/dev
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
@@ -71,7 +74,7 @@ wheel: $(VENV)/dev
 
 # The CPU library alone, without Python.
 cpu-lib: $(VENV)/base
-	$(BIN)/python pynccl/_build_ffi.py cpu forward
+	$(CACHED) $(BIN)/python setup.py --quiet build_ext --inplace --only=pynccl.libpynccl_cpu,pynccl.forward.libnccl
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info pynccl/*.so pynccl/forward
@@ -79,7 +82,7 @@ clean:
 # --- the virtual environment: one stamp per set of dependencies -------------------------------------------
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-INSTALL := $(PIP) install --no-build-isolation
+INSTALL := $(CACHED) $(PIP) install --no-build-isolation
 
 $(VENV)/base:
 	$(PYTHON) -m venv $(VENV)

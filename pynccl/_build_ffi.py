@@ -1,30 +1,18 @@
-"""Build the native parts: binding and forwarding library from native/*.h, CPU library from cpu/*/*.cpp.
+"""Derive what is generated from native/*.h: the binding, the forwarding library, and what C programs need.
 
-Needs the standard library, setuptools and cffi. `python pynccl/_build_ffi.py cpu forward` rebuilds
-those two in place.
+Needs the standard library and, for the binding, cffi.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
-import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from setuptools import Extension
-from setuptools.command.build_ext import build_ext as _build_ext
-
 PACKAGE = Path(__file__).resolve().parent
 NATIVE = PACKAGE / "native"
-CPU = PACKAGE / "cpu"
 HEADERS = ("nccl_api", "cpu_api", "cuda_api")
-CPU_LIBRARY = "libpynccl_cpu.so"
 FORWARD_LIBRARY = "libnccl.so.2"
 # What Python calls beside the tables' functions: cffi reads these headers but for their preprocessor lines.
 _OWN_HEADERS = ("status.h", "call.h", "recorder.h", "comm.h", "watch.h", "calls.h")
@@ -226,7 +214,8 @@ class Binding:
         parts += ["#pragma GCC visibility push(hidden)"]
         for header in self.headers:
             parts += [f"extern struct pynccl_table {header.name};"]
-            parts += [f"{signature};" for signature in self._table_functions(header)]
+            functions = self._table_functions(header).items()
+            parts += [f"static inline {signature} {{ {body}; }}" for signature, body in functions]
             parts += [f"extern {self._slot(f)};" for f in header.functions]
             parts += [self._wrapper(header, f) for f in header.functions]
         parts += [f"extern {table};" for table in self._names()]
@@ -243,19 +232,15 @@ class Binding:
                 f"struct pynccl_table {header.name} = "
                 f"{{{header.name}_slots, {len(header.functions)}, PYNCCL_NOT_LOADED}};",
             ]
-            calls = ("return pynccl_count", "pynccl_fill", "return pynccl_find")
-            for signature, call in zip(self._table_functions(header), calls, strict=True):
-                argument = signature.rstrip(")").rsplit(None, 1)[1].lstrip("*")
-                parts += [f"{signature} {{ {call}(&{header.name}, {argument}); }}"]
         parts += [f"{table} = {{{values}}};" for table, values in self._names().items()]
         return "\n".join([*parts, ""])
 
-    def _table_functions(self, header: Header) -> list[str]:
-        return [
-            f"int {header.name}_count(void* handle)",
-            f"void {header.name}_bind(void* handle)",
-            f"void* {header.name}_find(const char* name)",
-        ]
+    def _table_functions(self, header: Header) -> dict[str, str]:
+        return {
+            f"int {header.name}_count(void* handle)": f"return pynccl_count(&{header.name}, handle)",
+            f"void {header.name}_bind(void* handle)": f"pynccl_fill(&{header.name}, handle)",
+            f"void* {header.name}_find(const char* name)": f"return pynccl_find(&{header.name}, name)",
+        }
 
     def _names(self) -> dict[str, str]:
         nccl = self.headers[0]
@@ -294,103 +279,19 @@ class Binding:
         # fastcall.c has the module's initialisation, which calls cffi's.
         rename = "#define PyInit__native pynccl_cffi_module\n"
         ffi.set_source("pynccl._native", includes + rename)
-        folder.mkdir(parents=True, exist_ok=True)
         ffi.emit_c_code(str(folder / "_native.c"))
-        (folder / "library.h").write_text(self.library_header())
-        (folder / "library.c").write_text(self.library_source())
+        _write(folder / "library.h", self.library_header())
+        _write(folder / "library.c", self.library_source())
         return [folder / "_native.c", folder / "library.c"]
 
 
-# --- the two plain shared libraries -------------------------------------------------------------------------
-
-# A newer compiler than the project's may warn of more; for who builds it that is no error.
-WARNINGS = ["-Wall", "-Wextra", *(["-Werror"] if os.environ.get("PYNCCL_WERROR") else [])]
-CPU_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", *WARNINGS]
-CPU_LINK = [
-    *("-shared", "-pthread", "-static-libstdc++", "-static-libgcc"),
-    *("-Wl,-soname,libpynccl_cpu.so", "-Wl,--no-undefined", "-Wl,-Bsymbolic"),
-]
-FORWARD_FLAGS = ["-O2", "-fPIC", "-shared", *WARNINGS, f"-Wl,-soname,{FORWARD_LIBRARY}", "-Wl,--no-undefined"]
-
-
-_PACKAGES = (
-    "Debian and Ubuntu: apt install gcc g++ python3-dev; Fedora and RHEL: dnf install gcc gcc-c++ "
-    "python3-devel; conda: conda install gcc gxx"
-)
-
-
-def require_compilers(binding: bool) -> None:
-    """Say which packages bring what is missing, before a compiler says it in its own way."""
-    wanted = [("C", "CC", sysconfig.get_config_var("CC") or "gcc")]
-    if os.environ.get("PYNCCL_BUILD_CPU_LIBRARY") != "0":
-        wanted.append(("C++", "CXX", "g++"))
-    for language, variable, default in wanted:
-        (command, *_) = _tool(variable, default) or [default]
-        if shutil.which(command) is None:
-            where = f"{variable} names" if variable in os.environ else "there is no"
-            problem = f"{where} {command!r}{', which is not' if variable in os.environ else ''} on PATH"
-            raise SystemExit(f"pynccl needs a {language} compiler to be built: {problem}. {_PACKAGES}")
-    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
-    if binding and not os.path.exists(header):
-        raise SystemExit(f"pynccl needs Python's headers to be built: {header} does not exist. {_PACKAGES}")
-
-
-def _tool(variable: str, default: str) -> list[str]:
-    return shlex.split(os.environ.get(variable, default))
-
-
-def _run(command: list[str]) -> None:
-    print(shlex.join(command), flush=True)
-    if subprocess.run(command).returncode:
-        raise SystemExit(f"failed: {shlex.join(command)}")
-
-
-def _is_current(target: Path, command: list[str]) -> bool:
-    """Tell whether `target` was made by this command and the files in its .d have not changed since."""
-    record, depfile = target.with_suffix(target.suffix + ".cmd"), target.with_suffix(".d")
-    if not all(path.exists() for path in (target, depfile, record)) or record.read_text() != shlex.join(
-        command
-    ):
-        return False
-    names = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split("\n", 1)[0].split()
-    made = target.stat().st_mtime_ns
-    return all(Path(name).exists() and Path(name).stat().st_mtime_ns <= made for name in names)
-
-
-def _compile(source: Path, objects: Path) -> Path:
-    target = objects / source.relative_to(CPU).with_suffix(".o")
-    target.parent.mkdir(exist_ok=True)
-    flags = [*CPU_FLAGS, f"-I{PACKAGE}", f"-I{CPU}", *_tool("CXXFLAGS", ""), "-MMD"]
-    command = [*_tool("CXX", "g++"), *flags, "-c", str(source), "-o", str(target)]
-    if not _is_current(target, command):
-        _run(command)
-        target.with_suffix(".o.cmd").write_text(shlex.join(command))
-    return target
+# --- the plain shared libraries -----------------------------------------------------------------------------
 
 
 def _export_map() -> str:
     """Return a linker script that exports the declared functions and hides the rest, libstdc++ too."""
     names = "".join(f"  {f.name};\n" for name in ("nccl_api", "cpu_api") for f in parse(name).functions)
     return f"{{\nglobal:\n{names}local:\n  *;\n}};\n"
-
-
-def build_cpu_library(target: Path) -> None:
-    """Compile cpu/*/*.cpp, only what changed, and link the CPU library."""
-    import fcntl
-
-    objects = PACKAGE.parent / "build" / "cpu"
-    objects.mkdir(parents=True, exist_ok=True)
-    sources = sorted(CPU.glob("*/*.cpp"))
-    with open(objects / "lock", "w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        made = [str(path) for path in pool.map(lambda source: _compile(source, objects), sources)]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # A new file instead of new contents: processes that have the old one mapped keep it.
-    fresh, exports = target.with_suffix(".new"), objects / "exports.map"
-    exports.write_text(_export_map())
-    link = [*CPU_LINK, f"-Wl,--version-script={exports}", *_tool("LDFLAGS", "")]
-    _run([*_tool("CXX", "g++"), *made, *link, "-o", str(fresh)])
-    fresh.replace(target)
 
 
 def _absent(result: str) -> str:
@@ -537,78 +438,18 @@ def write_c_files(folder: Path) -> None:
     (folder / "libnccl.new").replace(folder / "libnccl.so")
 
 
-def build_forward_library(target: Path) -> None:
-    source = PACKAGE.parent / "build" / "forward.c"
-    source.parent.mkdir(parents=True, exist_ok=True)
-    source.write_text(forward_source())
-    target.parent.mkdir(parents=True, exist_ok=True)
-    command = [*_tool("CC", "gcc"), *FORWARD_FLAGS, f"-I{NATIVE}", str(source), "-o", str(target)]
-    _run([*command, *_tool("LDFLAGS", ""), "-ldl", "-pthread"])
-    write_c_files(target.parent)
+# --- all of it ----------------------------------------------------------------------------------------------
 
 
-# --- setuptools ---------------------------------------------------------------------------------------------
-
-LIBRARIES = {
-    "pynccl.libpynccl_cpu": (CPU_LIBRARY, build_cpu_library),
-    "pynccl.forward.libnccl": (FORWARD_LIBRARY, build_forward_library),
-}
-
-
-class build_ext(_build_ext):  # type: ignore[misc]
-    """Builds the extensions that pyproject.toml names; elsewhere than on Linux, none."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        without = LIBRARIES if os.environ.get("PYNCCL_BUILD_CPU_LIBRARY") == "0" else {}
-        wanted = [ext for ext in self.extensions if ext.name not in without]
-        self.extensions: list[Extension] = wanted if sys.platform == "linux" else []
-
-    def get_ext_filename(self, fullname: str) -> str:
-        # Asked with and without the package.
-        *package, name = fullname.split(".")
-        for known, (filename, _) in LIBRARIES.items():
-            if name == known.split(".")[-1]:
-                return os.path.join(*package, filename)
-        return str(super().get_ext_filename(fullname))
-
-    def copy_extensions_to_source(self) -> None:
-        # An editable build copies into the package, where nothing has made this folder yet.
-        (PACKAGE / "forward").mkdir(exist_ok=True)
-        super().copy_extensions_to_source()
-        if any(ext.name in LIBRARIES for ext in self.extensions):
-            write_c_files(PACKAGE / "forward")
-
-    def run(self) -> None:
-        if self.extensions:
-            require_compilers(binding=True)
-        super().run()
-
-    def build_extension(self, ext: Extension) -> None:
-        if ext.name in LIBRARIES:
-            LIBRARIES[ext.name][1](Path(self.get_ext_fullpath(ext.name)))
-            return
-        if ext.name == "pynccl._native":
-            made = Binding().emit(PACKAGE.parent / "build" / "native")
-            ext.sources = [os.path.relpath(path) for path in (*made, *sorted(NATIVE.glob("*.c")))]
-            ext.include_dirs = [str(NATIVE), str(made[0].parent)]
-            ext.define_macros = [("_GNU_SOURCE", "1")]
-            ext.libraries = ["dl", "pthread"]
-        ext.depends = [str(path) for path in (*NATIVE.glob("*.[ch]"), Path(__file__))]
-        ext.extra_compile_args = [*WARNINGS, "-O2", "-fvisibility=hidden"]
-        super().build_extension(ext)
+def emit(folder: Path, binding: bool) -> dict[str, list[Path]]:
+    """Write what is generated, where that has changed, and return the sources of each extension."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "exports.map", _export_map())
+    _write(folder / "forward.c", forward_source())
+    made = {"pynccl.forward.libnccl": [folder / "forward.c"]}
+    return made | {"pynccl._native": Binding().emit(folder)} if binding else made
 
 
-def main(names: list[str]) -> None:
-    require_compilers(binding=False)
-    for name in names:
-        if name == "cpu":
-            build_cpu_library(PACKAGE / CPU_LIBRARY)
-        elif name == "forward":
-            build_forward_library(PACKAGE / "forward" / FORWARD_LIBRARY)
-        else:
-            raise SystemExit(f"cpu or forward, not {name}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def _write(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")

@@ -129,8 +129,6 @@ class RankFailedError(NcclRemoteError):
         self.ranks = sorted(ranks)
 
 
-# The beginning of the CPU library's text about a mismatch (kMismatch in cpu/ops/context.hpp).
-_MISMATCH = "the ranks called different things"
 RESULT_NAMES = {
     0: "ncclSuccess",
     1: "ncclUnhandledCudaError",
@@ -157,10 +155,9 @@ _CLASSES: dict[int, type[NcclError]] = {
 }
 
 
-def error_class(result: int, detail: str = "") -> type[NcclError]:
-    """Return the class for a result code and the library's text: NcclError itself for an unknown one."""
-    cls = _CLASSES.get(result, NcclError)
-    return CollectiveMismatchError if cls is NcclInvalidUsage and _MISMATCH in detail else cls
+def error_class(result: int) -> type[NcclError]:
+    """Return the class for a result code: NcclError itself for an unknown one."""
+    return _CLASSES.get(result, NcclError)
 
 
 def result_name(result: int) -> str:

@@ -26,9 +26,8 @@ from pynccl._library.generated.structs import Config as Config
 from pynccl._library.generated.structs import EncryptionConfig as EncryptionConfig
 from pynccl._library.generated.structs import SimInfo as SimInfo
 from pynccl._library.generated.structs import Team as Team
+from pynccl._library.loader import functions as _library
 from pynccl._library.status import NOT_FOUND as _NOT_FOUND
-from pynccl._library.status import NOT_LOADED as _NOT_LOADED
-from pynccl._library.status import again as _again
 from pynccl._library.status import check as _check
 from pynccl._library.status import forget as _forget
 from pynccl._library.status import remember as _remember
@@ -72,17 +71,15 @@ def _ints(values: Sequence[int], count: int, name: str) -> Any:
 
 def ncclCommInitRank(nranks: int, commId: bytes, rank: int) -> int:
     cell, uid = _ffi.new("uintptr_t*"), _id(commId)
-    while (r := _lib.ncclCommInitRank(cell, nranks, uid, rank)) and _again(r, "ncclCommInitRank"):
-        pass
+    if r := _library.ncclCommInitRank(cell, nranks, uid, rank):
+        _check(r, "ncclCommInitRank")
     return _handle(cell, uid, (rank, nranks))
 
 
 def ncclCommInitRankConfig(nranks: int, commId: bytes, rank: int, config: _ConfigLike = None) -> int:
     cell, uid, options = _ffi.new("uintptr_t*"), _id(commId), _pack(Config, config)
-    while (r := _lib.ncclCommInitRankConfig(cell, nranks, uid, rank, options)) and _again(
-        r, "ncclCommInitRankConfig"
-    ):
-        pass
+    if r := _library.ncclCommInitRankConfig(cell, nranks, uid, rank, options):
+        _check(r, "ncclCommInitRankConfig")
     return _handle(cell, options, (rank, nranks))
 
 
@@ -92,18 +89,16 @@ def ncclCommInitRankScalable(
     if len(commIds) < nId:
         raise ValueError(f"commIds has {len(commIds)} entries; expected {nId}")
     cell, uids, options = _ffi.new("uintptr_t*"), b"".join(map(_id, commIds)), _pack(Config, config)
-    while (r := _lib.ncclCommInitRankScalable(cell, nranks, myrank, nId, uids, options)) and _again(
-        r, "ncclCommInitRankScalable"
-    ):
-        pass
+    if r := _library.ncclCommInitRankScalable(cell, nranks, myrank, nId, uids, options):
+        _check(r, "ncclCommInitRankScalable")
     return _handle(cell, (uids, options), (myrank, nranks))
 
 
 def ncclCommInitAll(ndev: int, devlist: Sequence[int] | None = None) -> list[int]:
     cells = _ffi.new("uintptr_t[]", max(ndev, 1))
     devices = _ffi.NULL if devlist is None else _ints(devlist, ndev, "devlist")
-    while (r := _lib.ncclCommInitAll(cells, ndev, devices)) and _again(r, "ncclCommInitAll"):
-        pass
+    if r := _library.ncclCommInitAll(cells, ndev, devices):
+        _check(r, "ncclCommInitAll")
     comms = [int(comm) for comm in cells][:ndev]
     for rank, comm in enumerate(comms):
         _remember(comm, (rank, ndev), cells)
@@ -112,8 +107,8 @@ def ncclCommInitAll(ndev: int, devlist: Sequence[int] | None = None) -> list[int
 
 def ncclCommSplit(comm: int, color: int, key: int, config: _ConfigLike = None) -> int:
     cell, options = _ffi.new("uintptr_t*"), _pack(Config, config)
-    while (r := _lib.ncclCommSplit(comm, color, key, cell, options)) and _again(r, "ncclCommSplit", comm):
-        pass
+    if r := _library.ncclCommSplit(comm, color, key, cell, options):
+        _check(r, "ncclCommSplit", comm)
     return 0 if color == NCCL_SPLIT_NOCOLOR else _handle(cell, (options,), parent=comm)
 
 
@@ -126,10 +121,8 @@ def ncclCommShrink(
 ) -> int:
     cell, options = _ffi.new("uintptr_t*"), _pack(Config, config)
     ranks = _ints(excludeRanksList, excludeRanksCount, "excludeRanksList")
-    while (r := _lib.ncclCommShrink(comm, ranks, excludeRanksCount, cell, options, shrinkFlags)) and _again(
-        r, "ncclCommShrink", comm
-    ):
-        pass
+    if r := _library.ncclCommShrink(comm, ranks, excludeRanksCount, cell, options, shrinkFlags):
+        _check(r, "ncclCommShrink", comm)
     return _handle(cell, (options, ranks), parent=comm)
 
 
@@ -138,40 +131,36 @@ def ncclCommGrow(
 ) -> int:
     cell, options = _ffi.new("uintptr_t*"), _pack(Config, config)
     uid = _ffi.NULL if uniqueId is None else _id(uniqueId)
-    while (r := _lib.ncclCommGrow(comm, nRanks, uid, rank, cell, options)) and _again(
-        r, "ncclCommGrow", comm
-    ):
-        pass
+    if r := _library.ncclCommGrow(comm, nRanks, uid, rank, cell, options):
+        _check(r, "ncclCommGrow", comm)
     return _handle(cell, (options, uid), parent=comm)
 
 
 def ncclCommDestroy(comm: int) -> int:
-    while (r := _lib.ncclCommDestroy(comm)) and _again(r, "ncclCommDestroy", comm):
-        pass
+    if r := _library.ncclCommDestroy(comm):
+        _check(r, "ncclCommDestroy", comm)
     _forget(comm)
     return r
 
 
 def ncclCommAbort(comm: int) -> int:
-    while (r := _lib.ncclCommAbort(comm)) and _again(r, "ncclCommAbort", comm):
-        pass
+    if r := _library.ncclCommAbort(comm):
+        _check(r, "ncclCommAbort", comm)
     _forget(comm)
     return r
 
 
 def ncclCommQueryProperties(comm: int) -> CommProperties:
     cell = CommProperties().pack()
-    while (r := _lib.ncclCommQueryProperties(comm, cell)) and _again(r, "ncclCommQueryProperties", comm):
-        pass
+    if r := _library.ncclCommQueryProperties(comm, cell):
+        _check(r, "ncclCommQueryProperties", comm)
     return CommProperties.unpack(cell)
 
 
 def ncclCommWindowRegister(comm: int, buff: int, size: int, winFlags: int = NCCL_WIN_DEFAULT) -> int:
     cell = _ffi.new("uintptr_t*")
-    while (r := _lib.ncclCommWindowRegister(comm, buff, size, cell, winFlags)) and _again(
-        r, "ncclCommWindowRegister", comm
-    ):
-        pass
+    if r := _library.ncclCommWindowRegister(comm, buff, size, cell, winFlags):
+        _check(r, "ncclCommWindowRegister", comm)
     return _handle(cell, parent=comm)
 
 
@@ -180,8 +169,8 @@ def ncclCommWindowRegister(comm: int, buff: int, size: int, winFlags: int = NCCL
 
 def ncclGroupSimulateEnd(simInfo: SimInfo | Mapping[str, Any] | None = None) -> SimInfo:
     cell = _pack(SimInfo, SimInfo() if simInfo is None else simInfo)
-    while (r := _lib.ncclGroupSimulateEnd(cell)) and _again(r, "ncclGroupSimulateEnd"):
-        pass
+    if r := _library.ncclGroupSimulateEnd(cell):
+        _check(r, "ncclGroupSimulateEnd")
     return SimInfo.unpack(cell)
 
 
@@ -192,8 +181,8 @@ def ncclWaitSignal(
     if len(signalDescs) < nDesc:
         raise ValueError(f"signalDescs has {len(signalDescs)} entries; expected {nDesc}")
     cells = _ffi.new("ncclWaitSignalDesc_t[]", list(signalDescs))
-    while (r := _lib.ncclWaitSignal(nDesc, cells, comm, stream)) and _again(r, "ncclWaitSignal", comm):
-        pass
+    if r := _library.ncclWaitSignal(nDesc, cells, comm, stream):
+        _check(r, "ncclWaitSignal", comm)
     return r
 
 
@@ -202,20 +191,19 @@ def ncclWaitSignal(
 
 def _require(function: str) -> None:
     """Raise if a function that returns text is missing, since it has no result code."""
+    getattr(_library, function)
     if not _lib.nccl_api_find(function.encode()):
-        _again(_NOT_LOADED, function)
-        if not _lib.nccl_api_find(function.encode()):
-            _check(_NOT_FOUND, function)
+        _check(_NOT_FOUND, function)
 
 
 def ncclGetErrorString(result: int) -> str:
     _require("ncclGetErrorString")
-    return _text(_lib.ncclGetErrorString(result))
+    return _text(_library.ncclGetErrorString(result))
 
 
 def ncclGetLastError(comm: int = 0) -> str:
     _require("ncclGetLastError")
-    return _text(_lib.ncclGetLastError(comm))
+    return _text(_library.ncclGetLastError(comm))
 
 
 # --- parameters, encryption ---------------------------------------------------------------------------------
@@ -223,30 +211,28 @@ def ncclGetLastError(comm: int = 0) -> str:
 
 def ncclSetEncryption(config: EncryptionConfig | Mapping[str, Any] | None) -> int:
     cell = _pack(EncryptionConfig, config)
-    while (r := _lib.ncclSetEncryption(cell)) and _again(r, "ncclSetEncryption"):
-        pass
+    if r := _library.ncclSetEncryption(cell):
+        _check(r, "ncclSetEncryption")
     return r
 
 
 def ncclParamGet(h: int, maxLen: int) -> bytes:
     out, length = _ffi.new("char[]", max(maxLen, 1)), _ffi.new("int*")
     address = int(_ffi.cast("uintptr_t", out))
-    while (r := _lib.ncclParamGet(h, address, maxLen, length)) and _again(r, "ncclParamGet"):
-        pass
+    if r := _library.ncclParamGet(h, address, maxLen, length):
+        _check(r, "ncclParamGet")
     return bytes(_ffi.buffer(out, min(length[0], maxLen)))
 
 
 def ncclParamGetParameter(key: str) -> str:
     out, length = _ffi.new("char**"), _ffi.new("int*")
-    while (r := _lib.ncclParamGetParameter(key.encode(), out, length)) and _again(r, "ncclParamGetParameter"):
-        pass
+    if r := _library.ncclParamGetParameter(key.encode(), out, length):
+        _check(r, "ncclParamGetParameter")
     return _text(out[0])
 
 
 def ncclParamGetAllParameterKeys() -> list[str]:
     table, length = _ffi.new("char***"), _ffi.new("int*")
-    while (r := _lib.ncclParamGetAllParameterKeys(table, length)) and _again(
-        r, "ncclParamGetAllParameterKeys"
-    ):
-        pass
+    if r := _library.ncclParamGetAllParameterKeys(table, length):
+        _check(r, "ncclParamGetAllParameterKeys")
     return [_text(table[0][i]) for i in range(length[0])]

@@ -1,30 +1,25 @@
-"""Say whether a wheel can be a manylinux_2_28 one, and where it cannot, why."""
+"""Make a wheel a manylinux one: for the oldest C library that it works with, which its name then tells."""
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import sys
+from pathlib import Path
 
 
 def main(wheel: str) -> int:
-    """Let auditwheel relabel the wheel; a build machine that is too new is told, any other failure is one."""
-    target = f"manylinux_2_28_{platform.machine()}"
-    audit = [sys.executable, "-m", "auditwheel"]
-    repair = [*audit, "repair", "--plat", target, "--only-plat", "--wheel-dir", "dist/manylinux", wheel]
+    """Let auditwheel judge the wheel, and put the one with its verdict in the place of the given one."""
+    path = Path(wheel)
+    before = set(path.parent.glob("*.whl"))
+    repair = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(path.parent), wheel]
     done = subprocess.run(repair, capture_output=True, text=True)
-    if done.returncode == 0:
-        print(f"{wheel} passes as {target}: see dist/manylinux")
-        return 0
-    print(subprocess.run([*audit, "show", wheel], capture_output=True, text=True).stdout)
-    if "too-recent versioned symbols" in done.stderr:
-        print(
-            f"{wheel} is good here but not {target}: it was linked against this machine's newer C library.\n"
-            "Run `make wheel` in the manylinux_2_28 image for one that is."
-        )
-        return 0
-    print(done.stderr, file=sys.stderr)
-    return 1
+    made = set(path.parent.glob("*.whl")) - before
+    if done.returncode or not made:
+        print(done.stdout + done.stderr, file=sys.stderr)
+        return 1
+    path.unlink()
+    print(*made)
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "pynccl"))
-GENERATED = ROOT / "pynccl" / "_library" / "generated"
+PACKAGE = ROOT / "pynccl"
+GENERATED = PACKAGE / "_library" / "generated"
 
 from _build_ffi import Binding, Field, Function, Header  # noqa: E402
 
@@ -65,6 +66,16 @@ def api_module(headers: list[Header]) -> str:
     for title, header in (("FUNCTIONS", nccl), ("CPU_FUNCTIONS", cpu)):
         parts += [f"\n{title}: dict[str, Version] = {{"]
         parts += [*(f'    "{f.name}": {f.since},' for f in header.functions), "}"]
+    return "\n".join(parts) + "\n"
+
+
+def tables_module(header: Header) -> str:
+    parts = [
+        BY_WHOM.format(
+            what="Reductions' names and datatypes' sizes, in the order of nccl_api.h"
+        )
+    ]
+    parts += [f"REDUCTIONS = {header.names['ncclRedOp_t']}", f"ITEM_SIZES = {header.item_sizes}"]
     return "\n".join(parts) + "\n"
 
 
@@ -121,12 +132,13 @@ class Caller:
                 params.append(f"{name}: {hint}")
                 values.append(value)
         comm = ", comm" if any(name == "comm" for _, name in f.params) else ""
-        call = f'while (r := _{f.name}({", ".join(values)})) and _again(r, "{f.name}"{comm}):'
+        call = f"if r := _library.{f.name}({', '.join(values)}):"
         hint, cell, answer = self._answer(f, out[0][0] if out else None)
         lines = [f"def {f.name}({', '.join(params)}) -> {hint}:"]
         lines += [f"    out = {cell}"] if cell else []
         lines += [f"    {line}" for line in self._prepare(f)]
-        lines += [f"    {call}", "        pass", *([f"    return {answer}"] if answer else [])]
+        lines += [f"    {call}", f'        _check(r, "{f.name}"{comm})']
+        lines += [f"    return {answer}"] if answer else []
         return "\n".join([*lines, "", ""])
 
     def _is_out(self, ctype: str) -> bool:
@@ -166,16 +178,15 @@ def capi_module(binding: Binding, header: Header) -> str:
     uses = {name for name in helpers if any(name in text for text in body)}
     parts = [BY_WHOM.format(what=f"What {header.name}.h declares, but for what capi.py writes by hand")]
     parts += ["from collections.abc import Mapping\nfrom typing import Any\n"] if "Mapping" in uses else []
-    parts += [
-        "from pynccl._library.binding import ffi as _ffi\nfrom pynccl._library.binding import lib as _lib"
-    ]
+    parts += ["from pynccl._library.binding import ffi as _ffi"]
     parts += ["from pynccl._library.fields import pack as _pack"] if "_pack" in uses else []
     structs = [name for name in ("CollConfig", "Team") if name in uses]
     parts += [f"from pynccl._library.generated.structs import {', '.join(structs)}"] if structs else []
-    parts += ["from pynccl._library.status import again as _again"]
+    parts += ["from pynccl._library.loader import functions as _library"]
+    parts += ["from pynccl._library.status import check as _check"]
     parts += ["from pynccl._library.status import text as _text"] if "_text" in uses else []
     parts += ["\n_new = _ffi.new", *(["_buffer = _ffi.buffer"] if "_buffer" in uses else [])]
-    parts += [f"_{f.name} = _lib.{f.name}" for f in functions] + ["", "", *body]
+    parts += ["", "", *body]
     return "\n".join(parts)
 
 
@@ -188,6 +199,7 @@ def main() -> int:
     binding = Binding()
     modules = {
         "api.py": api_module(binding.headers),
+        "tables.py": tables_module(binding.headers[0]),
         "structs.py": structs_module(binding.headers),
         "capi.py": capi_module(binding, binding.headers[0]),
         "capi_cpu.py": capi_module(binding, binding.headers[1]),

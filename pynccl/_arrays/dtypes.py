@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pynccl._library.generated.tables import ITEM_SIZES
 from pynccl._types import DataType
 
 
@@ -64,7 +65,7 @@ def name_of(code: int) -> str:
 
 def itemsize(code: int) -> int:
     """Return the bytes of one element of the datatype that NCCL sends, without a traveller's factor."""
-    return (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)[code & 0xFF]
+    return ITEM_SIZES[code & 0xFF]
 
 
 def from_name(dtype: str, name: str) -> int:

@@ -13,9 +13,10 @@ from pynccl._arrays.buffers import Span
 from pynccl._comm.core import Core
 from pynccl._library.binding import ffi
 from pynccl._library.generated.api import ncclScalarDevice, ncclScalarHostImmediate
+from pynccl._library.generated.tables import REDUCTIONS
 from pynccl._types import RedOp
 
-NAMES = {op.name.lower(): int(op) for op in RedOp}
+NAMES = {name: op for op, name in enumerate(REDUCTIONS)}
 _ADDING = (int(RedOp.SUM), int(RedOp.AVG))
 
 

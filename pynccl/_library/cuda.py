@@ -17,7 +17,7 @@ from pynccl._library.binding import ffi, lib
 # The second is WSL's path.
 _PATHS = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
 # Results of the function table for an empty slot; CUDA uses neither number.
-_ABSENT = (1000, 1001)
+_ABSENT = (lib.PYNCCL_NOT_FOUND, lib.PYNCCL_NOT_LOADED)
 
 _INVALID_VALUE, _DEINITIALIZED, _NOT_READY = 1, 4, 600
 _STREAM_NON_BLOCKING, _EVENT_DISABLE_TIMING = 1, 2

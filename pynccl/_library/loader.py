@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pynccl._errors import UNSUPPORTED, LibraryNotFoundError, NcclInvalidUsage, NotSupportedError
 from pynccl._library import discovery
@@ -111,6 +111,19 @@ def library_info() -> LibraryInfo:
 def get_version() -> Version:
     """Return the version of the loaded library."""
     return (_loaded or load()).version
+
+
+class _Functions:
+    """The loaded library's functions; the first use of one loads the library, if none is."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(lib, name)
+        load()
+        setattr(self, name, function)
+        return function
+
+
+functions = lib if TYPE_CHECKING else _Functions()
 
 
 def _load_first(spec: str | os.PathLike[str] | None) -> LibraryInfo:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from pynccl._errors import NcclError, NcclUnhandledCudaError, NotSupportedError, error_class, result_name
+from pynccl._errors import (
+    CollectiveMismatchError,
+    NcclError,
+    NcclUnhandledCudaError,
+    NotSupportedError,
+    error_class,
+    result_name,
+)
 from pynccl._library import cuda, loader
 from pynccl._library.binding import ffi, lib
-from pynccl._library.generated.api import CPU_FUNCTIONS, FUNCTIONS
+from pynccl._library.generated.api import CPU_FUNCTIONS, FUNCTIONS, ncclInvalidUsage
 from pynccl._library.loader import version_text
 
 IN_PROGRESS = 7
-NOT_FOUND = 1000
-NOT_LOADED = 1001
+NOT_FOUND = lib.PYNCCL_NOT_FOUND
 
 # Rank and size of open communicators that capi made; None while only the library knows them.
 # The cells that NCCL wrote them to stay alive with them.
@@ -62,19 +68,6 @@ def check(result: int, function: str, comm: int = 0) -> None:
         raise _missing(function) if result == NOT_FOUND else _failed(result, function, int(comm))
 
 
-def again(result: int, function: str, comm: int = 0) -> bool:
-    """Check a result; return True if the call must be repeated because the library was not loaded."""
-    if result == NOT_LOADED:
-        loader.load()
-        return True
-    name = function.encode()
-    # Another thread may have filled the table during the call.
-    if result == NOT_FOUND and (lib.nccl_api_find(name) or lib.cpu_api_find(name)):
-        return True
-    check(result, function, comm)
-    return False
-
-
 def _library_name() -> str:
     info = loader.loaded()
     return "the CPU library" if info and info.backend == "cpu" else "NCCL"
@@ -95,11 +88,17 @@ def _missing(function: str) -> NotSupportedError:
     return NotSupportedError(f"{function} {need}; loaded {_origin()}", function=function)
 
 
+def _is_mismatch(result: int, comm: int) -> bool:
+    kind = ffi.new("int*")
+    # Only the CPU library can tell.
+    return result == ncclInvalidUsage and not lib.pyncclCpuGetErrorKind(comm, kind) and kind[0] == 1
+
+
 def _failed(result: int, function: str, comm: int) -> NcclError:
     # First, since any other call may replace the text.
     detail = text(lib.ncclGetLastError(comm))
     meaning = text(lib.ncclGetErrorString(result))
-    cls = error_class(result, detail)
+    cls = CollectiveMismatchError if _is_mismatch(result, comm) else error_class(result)
     parts = [
         f"{function}: {result_name(result)}: {meaning}" if meaning else f"{function}: {result_name(result)}"
     ]

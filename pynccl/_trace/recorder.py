@@ -1,6 +1,6 @@
 """The Python side of the flight recorder: settings, names of communicators, and dumps.
 
-C code writes and dumps the records (native/recorder.c); this module reads the dumps.
+C code writes and dumps the records (native/ring.c); this module reads the dumps.
 """
 
 from __future__ import annotations

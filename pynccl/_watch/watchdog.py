@@ -159,7 +159,7 @@ class Watch:
         if found.trouble == lib.PYNCCL_MISMATCHED:
             return CollectiveMismatchError(text, **place)
         if found.trouble == lib.PYNCCL_LIBRARY_FAILED:
-            return error_class(found.result, text)(text, result=int(found.result), **place)
+            return error_class(found.result)(text, result=int(found.result), **place)
         return NcclTimeoutError(text, **place)
 
     # --- the library's communicator, which the watchdog may end ---

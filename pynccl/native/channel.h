@@ -83,7 +83,7 @@ struct pynccl_watch {
   int64_t timeout;
   uintptr_t handle;   // 0: no longer the watchdog's to touch
   uintptr_t context;  // of the events
-  int touching, curing, ended;
+  int touching, responding, ended;
   int64_t dying;       // when the first death was noticed
   int64_t late;        // since when, by pynccl_watchdog.awake, something has taken too long
   uint64_t* lost;      // a row of bits for every rank: whom it cannot reach; NULL while nobody lacks anybody

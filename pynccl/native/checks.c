@@ -181,7 +181,7 @@ static void pynccl_nobody_came(pynccl_watch* w, int64_t waited) {
   pynccl_say(what, sizeof what, ": rank %d did not come within %g s", s->peer, (double)waited / 1e9);
   pynccl_verdict v;
   pynccl_explain(w, what, &v);
-  pynccl_condemn(w, &v);
+  pynccl_conclude(w, &v);
 }
 
 // Whether a rank has ended that has not answered: it will not any more.
@@ -213,7 +213,7 @@ int pynccl_check_wait(pynccl_watch* w) {
       continue;
     }
     if (!about && pynccl_never_comes(w)) {
-      pynccl_condemn_failed(w);
+      pynccl_conclude_failed(w);
       if (w->verdict.trouble) continue;
     }
     if (!about && now - start > limit) {

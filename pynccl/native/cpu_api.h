@@ -18,3 +18,7 @@ ncclResult_t pyncclCpuEventDestroy(cudaEvent_t event); // since 2.32.3
 ncclResult_t pyncclCpuEventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream); // since 2.32.3
 ncclResult_t pyncclCpuEventQuery(cudaEvent_t event); // since 2.32.3
 ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs); // since 2.32.3
+
+// What the newest error of a communicator, or of this thread where `comm` is NULL, is about: 1 where the ranks
+// called different things, which ncclInvalidUsage alone does not tell; else 0.
+ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind); // since 2.32.3

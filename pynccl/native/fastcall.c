@@ -6,14 +6,14 @@
 #include <Python.h>
 #include <stddef.h>
 
+#include "calls.h"
 #include "internal.h"
 #include "recording.h"
 
 // CPython gives its functions more than they need.
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
-static int keep_object(PyObject* object) {
-  pynccl_list* list = pynccl_recording;
+static int keep_object(pynccl_list* list, PyObject* object) {
   void** kept = pynccl_room(list->kept, list->kept_count, &list->kept_capacity, sizeof *kept);
   if (!kept) return PyErr_NoMemory(), -1;
   list->kept = kept;
@@ -48,8 +48,10 @@ static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, P
   if (PyVectorcall_NARGS(flags) || (names && PyTuple_GET_SIZE(names)))
     return PyErr_Format(PyExc_TypeError, "a prepared call takes no arguments");
   if (!self->calls) return PyErr_Format(PyExc_RuntimeError, "this call was never prepared");
+  // Looked up once: each look costs a call.
+  pynccl_list* recording = pynccl_recording;
   int result;
-  if (pynccl_recording) {
+  if (recording) {
     // It is only appended to a list.
     result = pynccl_list_run(self->calls);
   } else {
@@ -57,8 +59,8 @@ static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, P
     result = pynccl_list_run(self->calls);
     PyEval_RestoreThread(thread);
   }
-  if (result == PYNCCL_RECORDED && pynccl_recording) {
-    if (keep_object(callable)) return NULL;
+  if (result == PYNCCL_RECORDED && recording) {
+    if (keep_object(recording, callable)) return NULL;
   } else if (result && handle(self, result)) {
     return NULL;
   }
@@ -295,8 +297,9 @@ static PyObject* usual_call(PyObject* callable, PyObject* const* args, size_t fl
     PyErr_Clear();
   }
   if (issued <= 0) return PyObject_Vectorcall(self->otherwise, args, 5, NULL);
-  if (result == PYNCCL_RECORDED && pynccl_recording) {
-    if (keep_object(send) || (recv != Py_None && keep_object(recv))) return NULL;
+  pynccl_list* recording = pynccl_recording;
+  if (result == PYNCCL_RECORDED && recording) {
+    if (keep_object(recording, send) || (recv != Py_None && keep_object(recording, recv))) return NULL;
   } else if (result && usual_after(self, result, send, recv)) {
     return NULL;
   }
@@ -408,7 +411,8 @@ static PyObject* end(PyObject* module, PyObject* const* args, Py_ssize_t count) 
 
 // Keep an object alive until the open recording has run.
 static PyObject* keep(PyObject* module, PyObject* object) {
-  if (pynccl_recording && keep_object(object)) return NULL;
+  pynccl_list* recording = pynccl_recording;
+  if (recording && keep_object(recording, object)) return NULL;
   Py_RETURN_NONE;
 }
 

@@ -1,6 +1,7 @@
 // What every layer uses: the libraries' functions, the time, text that is put together, arrays that grow.
-// A layer includes those below it, never one above: status, internal, call, recorder (ring, dumps), comm,
-// channel, markers, verdicts, arrivals and checks, watchdog, calls, fastcall.
+// Layers, from below: status, shim, library, internal, call, recorder, ring, names, dumps, comm, watch,
+// channel, markers, verdicts, arrivals, checks, watchdog, recording, calls, fastcall. A file includes only
+// what is below it; library.h and library.c are generated.
 #pragma once
 
 #include "library.h"

@@ -1,11 +1,11 @@
-// Which list this thread's calls are recorded in. Only fastcall.c opens and closes one.
+// Which list this thread's calls are recorded in: calls.c has it, and fastcall.c opens and closes lists.
 #pragma once
 
-#include "calls.h"
+struct pynccl_list;
 
 #pragma GCC visibility push(hidden)
 
 // The innermost of those that are open; NULL: calls run.
-extern __thread pynccl_list* pynccl_recording;
+extern __thread struct pynccl_list* pynccl_recording;
 
 #pragma GCC visibility pop

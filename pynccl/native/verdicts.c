@@ -15,7 +15,7 @@ static const char* const pynccl_trouble_names[] = {
     [PYNCCL_LIBRARY_FAILED] = "library error",
 };
 
-static void* pynccl_cure_it(void* argument) {
+static void* pynccl_respond(void* argument) {
   pynccl_watch* w = argument;
   pynccl_comm* comm = w->comm;
   pynccl_trace_save(pynccl_trouble_names[w->verdict.trouble], w->verdict.text);
@@ -31,7 +31,7 @@ static void* pynccl_cure_it(void* argument) {
   if (handle && w->cure == PYNCCL_CURE_REVOKE) ncclCommRevoke(handle, NCCL_REVOKE_DEFAULT);
   if (handle && w->cure == PYNCCL_CURE_ABORT) ncclCommAbort(handle);
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  w->curing = 0;
+  w->responding = 0;
   pthread_cond_broadcast(&pynccl_watchdog.changed);
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   pynccl_comm_release(comm);
@@ -70,16 +70,16 @@ void pynccl_publish(pynccl_watch* w, int trouble) {
   }
   const pynccl_frame told = {.kind = FRAME_TROUBLE, .code = (uint32_t)trouble, .number = (uint64_t)v->result};
   pynccl_tell_all(w, &told);
-  w->curing = 1;
+  w->responding = 1;
   __atomic_add_fetch(&w->comm->references, 1, __ATOMIC_RELAXED);
-  if (pynccl_start_thread(pynccl_cure_it, w)) {
-    w->curing = 0;
+  if (pynccl_start_thread(pynccl_respond, w)) {
+    w->responding = 0;
     // The caller holds another reference.
     __atomic_sub_fetch(&w->comm->references, 1, __ATOMIC_ACQ_REL);
   }
 }
 
-void pynccl_condemn(pynccl_watch* w, const pynccl_verdict* found) {
+void pynccl_conclude(pynccl_watch* w, const pynccl_verdict* found) {
   // All but `trouble`, which is looked at without the lock.
   const size_t rest = offsetof(pynccl_verdict, result);
   memcpy((char*)&w->verdict + rest, (const char*)found + rest, sizeof *found - rest);
@@ -182,7 +182,7 @@ static int pynccl_contested(const pynccl_watch* w, const char* failed) {
   return 0;
 }
 
-void pynccl_condemn_failed(pynccl_watch* w) {
+void pynccl_conclude_failed(pynccl_watch* w) {
   pynccl_verdict* v = &w->verdict;
   char* failed = calloc(1, (size_t)w->size);
   if (!failed) return;

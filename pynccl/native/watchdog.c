@@ -28,23 +28,25 @@ static int pynccl_ask(pynccl_watch* w) {
 }
 
 // The library may have found that somebody waits in vain for a rank that has ended.
-static void pynccl_condemn_library(pynccl_watch* w) {
+static void pynccl_conclude_library(pynccl_watch* w) {
   for (int r = 0; r < w->size; ++r)
     if (w->peers[r].goodbye == PYNCCL_ENDS) {
-      pynccl_condemn_failed(w);
+      pynccl_conclude_failed(w);
       return;
     }
   const char* text = w->handle ? ncclGetLastError(w->handle) : NULL;
   w->verdict.result = w->library_error;
   w->verdict.text[0] = 0;
   pynccl_say(w->verdict.text, sizeof w->verdict.text, "the library reports: %s", text ? text : "");
-  pynccl_publish(w, PYNCCL_LIBRARY_FAILED);
+  int mismatch = 0;
+  if (w->handle) pyncclCpuGetErrorKind(w->handle, &mismatch);
+  pynccl_publish(w, mismatch ? PYNCCL_MISMATCHED : PYNCCL_LIBRARY_FAILED);
 }
 
-static void pynccl_look_after(pynccl_watch* w, int64_t now) {
+static void pynccl_inspect(pynccl_watch* w, int64_t now) {
   pynccl_see_ends(w, now);
   if (w->verdict.trouble) return;
-  if (w->dying && now - w->dying > GRACE_NS) pynccl_condemn_failed(w);
+  if (w->dying && now - w->dying > GRACE_NS) pynccl_conclude_failed(w);
   if (w->verdict.trouble) return;
   if (w->handle && !w->library_error && (w->library_error = pynccl_ask(w))) w->library_at = now;
   if (!w->listed || w->verdict.trouble) return;
@@ -53,7 +55,7 @@ static void pynccl_look_after(pynccl_watch* w, int64_t now) {
   if (w->library_error && now - w->library_at > SILENCE_NS) {
     // It is quiet about what was revoked since.
     w->library_error = w->handle ? pynccl_ask(w) : 0;
-    if (w->library_error && w->listed && !w->verdict.trouble) pynccl_condemn_library(w);
+    if (w->library_error && w->listed && !w->verdict.trouble) pynccl_conclude_library(w);
     return;
   }
   if (!w->timeout) return;
@@ -80,7 +82,7 @@ static void pynccl_look_after(pynccl_watch* w, int64_t now) {
                seconds);
   pynccl_verdict v;
   pynccl_explain(w, what, &v);
-  pynccl_condemn(w, &v);
+  pynccl_conclude(w, &v);
 }
 
 static __thread int pynccl_is_watchdog;
@@ -154,7 +156,7 @@ static void* pynccl_watch_all(void* nothing) {
       id = next->id;
       if (!pynccl_hold(next)) continue;
       if (beat) pynccl_beat(next);
-      pynccl_look_after(next, now);
+      pynccl_inspect(next, now);
       pynccl_let_go(next);
     }
   }
@@ -181,7 +183,7 @@ static void pynccl_in_parent(void) { pthread_mutex_unlock(&pynccl_watchdog.lock)
 // An open copy of the parent's connections would hide its death from the other ranks.
 static void pynccl_in_child(void) {
   for (pynccl_watch* w = pynccl_watchdog.watches; w; w = w->next) {
-    w->listed = w->curing = w->touching = 0;
+    w->listed = w->responding = w->touching = 0;
     w->handle = 0;
     w->marker_count = 0;
     for (int r = 0; r < w->size; ++r) {
@@ -331,7 +333,7 @@ void pynccl_watch_stop(pynccl_comm* comm, int goodbye) {
 
 static int pynccl_settled(pynccl_watch* w, int64_t wait_ms) {
   const int64_t until = pynccl_now() + wait_ms * MS;
-  while ((w->curing || w->touching) && pynccl_await(until)) continue;
+  while ((w->responding || w->touching) && pynccl_await(until)) continue;
   return !w->ended;
 }
 
@@ -381,7 +383,7 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl
     *out = w->verdict;
   } else {
     pynccl_explain(w, what, out);
-    if (condemn && w->listed) pynccl_condemn(w, out);
+    if (condemn && w->listed) pynccl_conclude(w, out);
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   return out->trouble;
@@ -393,7 +395,7 @@ void pynccl_watch_blame_library(pynccl_comm* comm) {
   pthread_mutex_lock(&pynccl_watchdog.lock);
   if (w->listed && w->handle && !w->verdict.trouble && (w->library_error = pynccl_ask(w)) &&
       !w->verdict.trouble && w->listed)
-    pynccl_condemn_library(w);
+    pynccl_conclude_library(w);
   pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 

@@ -55,11 +55,36 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     assert sorted(re.split(r"[<>=! ]", line)[0] for line in required) == ["cffi", "numpy"]
 
 
+def install(wheel: Path, target: Path, **env: str) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [*pip, "--target", str(target), str(wheel)]
+    subprocess.run(command, check=True, env=clean_environment() | env, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_from_a_wheel_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
+    target, nothing = tmp_path / "installed", tmp_path / "bin"
+    nothing.mkdir()
+    alone = {"PATH": str(nothing), "PYTHONPATH": str(target)}
+    install(wheel, target, **alone)
+    demo = [str(ROOT / "examples" / "data_parallel.py"), "--check"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pynccl", "run", "-n", "4", "--cpu", *demo],
+        env=clean_environment() | alone,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "accuracy" in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_wheel_installed_elsewhere(wheel: Path, tmp_path: Path, run_python: Run) -> None:
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, "--target", str(tmp_path), str(wheel)], check=True)
+    install(wheel, tmp_path)
     done = run_python(
         "import pynccl; print(pynccl.__file__); print(*pynccl.get_version()); pynccl.get_unique_id()",
         PYTHONPATH=str(tmp_path),
@@ -85,7 +110,7 @@ def test_the_changelog_tells_of_this_version() -> None:
 def test_every_variable_is_documented() -> None:
     documented = set(re.findall(r"`((?:PYNCCL|NCCL)_\w+)`", (ROOT / "docs" / "variables.md").read_text()))
     read = set()
-    for path in (*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.cpp")):
+    for path in (ROOT / "setup.py", *PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.cpp")):
         read |= set(re.findall(r"""["']((?:PYNCCL|NCCL)_[A-Z_]+)["']""", path.read_text()))
     constants = {
         name
@@ -109,6 +134,24 @@ def test_the_c_api_is_declared_once() -> None:
     assert again == []
 
 
+def test_c_files_include_lower_layers_alone() -> None:
+    """internal.h names the layers of native/, from below."""
+    folder = PACKAGE / "native"
+    comment = re.search(r"Layers, from below: ([^.]+)\.", (folder / "internal.h").read_text())
+    assert comment is not None
+    layers = re.findall(r"\w+", comment[1])
+    outside = {"nccl_api", "cpu_api", "cuda_api", "forward"}
+    files = [path for path in folder.glob("*.[ch]") if path.stem not in outside]
+    assert {path.stem for path in files} == set(layers) - {"library"}
+    wrong = [
+        f"{path.name} includes {name}.h"
+        for path in files
+        for name in re.findall(r'^#include "(\w+)\.h"$', path.read_text(), re.M)
+        if layers.index(name) > layers.index(path.stem)
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [
@@ -118,12 +161,11 @@ def test_the_c_api_is_declared_once() -> None:
     ],
 )
 def test_without_a_compiler(env: dict[str, str], words: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "build_ext"]
-    command += ["--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
-    for call in (command, [sys.executable, "pynccl/_build_ffi.py", "cpu"]):
-        done = subprocess.run(
-            call, cwd=ROOT, env=clean_environment() | env, capture_output=True, text=True, timeout=50
-        )
+    command = [sys.executable, "setup.py", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"]
+    only = "--only=pynccl.libpynccl_cpu,pynccl.forward.libnccl"
+    clean = {name: value for name, value in clean_environment().items() if name not in ("CC", "CXX")}
+    for call in (command, [*command, only]):
+        done = subprocess.run(call, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=50)
         assert done.returncode != 0
         assert words in done.stderr
         assert "Debian and Ubuntu: apt install gcc g++" in done.stderr

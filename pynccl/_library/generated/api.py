@@ -190,4 +190,5 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuEventRecord": (2, 32, 3),
     "pyncclCpuEventQuery": (2, 32, 3),
     "pyncclCpuEventSynchronize": (2, 32, 3),
+    "pyncclCpuGetErrorKind": (2, 32, 3),
 }

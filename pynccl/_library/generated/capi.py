@@ -6,294 +6,216 @@ from collections.abc import Mapping
 from typing import Any
 
 from pynccl._library.binding import ffi as _ffi
-from pynccl._library.binding import lib as _lib
 from pynccl._library.fields import pack as _pack
 from pynccl._library.generated.structs import CollConfig, Team
-from pynccl._library.status import again as _again
+from pynccl._library.loader import functions as _library
+from pynccl._library.status import check as _check
 from pynccl._library.status import text as _text
 
 _new = _ffi.new
 _buffer = _ffi.buffer
-_ncclMemAlloc = _lib.ncclMemAlloc
-_ncclMemFree = _lib.ncclMemFree
-_ncclGetVersion = _lib.ncclGetVersion
-_ncclGetUniqueId = _lib.ncclGetUniqueId
-_ncclCommFinalize = _lib.ncclCommFinalize
-_ncclCommRevoke = _lib.ncclCommRevoke
-_ncclCommGetUniqueId = _lib.ncclCommGetUniqueId
-_ncclResetDebugInit = _lib.ncclResetDebugInit
-_ncclCommGetAsyncError = _lib.ncclCommGetAsyncError
-_ncclCommCount = _lib.ncclCommCount
-_ncclCommCuDevice = _lib.ncclCommCuDevice
-_ncclCommUserRank = _lib.ncclCommUserRank
-_ncclCommRegister = _lib.ncclCommRegister
-_ncclCommDeregister = _lib.ncclCommDeregister
-_ncclCommSuspend = _lib.ncclCommSuspend
-_ncclCommResume = _lib.ncclCommResume
-_ncclCommMemStats = _lib.ncclCommMemStats
-_ncclCommWindowDeregister = _lib.ncclCommWindowDeregister
-_ncclWinGetUserPtr = _lib.ncclWinGetUserPtr
-_ncclRedOpCreatePreMulSum = _lib.ncclRedOpCreatePreMulSum
-_ncclRedOpDestroy = _lib.ncclRedOpDestroy
-_ncclReduce = _lib.ncclReduce
-_ncclBcast = _lib.ncclBcast
-_ncclBroadcast = _lib.ncclBroadcast
-_ncclAllReduce = _lib.ncclAllReduce
-_ncclReduceScatter = _lib.ncclReduceScatter
-_ncclAllGather = _lib.ncclAllGather
-_ncclAlltoAll = _lib.ncclAlltoAll
-_ncclGather = _lib.ncclGather
-_ncclScatter = _lib.ncclScatter
-_ncclAllReduceConfig = _lib.ncclAllReduceConfig
-_ncclBroadcastConfig = _lib.ncclBroadcastConfig
-_ncclReduceConfig = _lib.ncclReduceConfig
-_ncclAllGatherConfig = _lib.ncclAllGatherConfig
-_ncclReduceScatterConfig = _lib.ncclReduceScatterConfig
-_ncclAlltoAllConfig = _lib.ncclAlltoAllConfig
-_ncclGatherConfig = _lib.ncclGatherConfig
-_ncclScatterConfig = _lib.ncclScatterConfig
-_ncclSend = _lib.ncclSend
-_ncclRecv = _lib.ncclRecv
-_ncclPutSignal = _lib.ncclPutSignal
-_ncclSignal = _lib.ncclSignal
-_ncclGroupStart = _lib.ncclGroupStart
-_ncclGroupEnd = _lib.ncclGroupEnd
-_ncclParamBind = _lib.ncclParamBind
-_ncclParamGetI8 = _lib.ncclParamGetI8
-_ncclParamGetI16 = _lib.ncclParamGetI16
-_ncclParamGetI32 = _lib.ncclParamGetI32
-_ncclParamGetI64 = _lib.ncclParamGetI64
-_ncclParamGetU8 = _lib.ncclParamGetU8
-_ncclParamGetU16 = _lib.ncclParamGetU16
-_ncclParamGetU32 = _lib.ncclParamGetU32
-_ncclParamGetU64 = _lib.ncclParamGetU64
-_ncclParamGetStr = _lib.ncclParamGetStr
-_ncclParamDumpAll = _lib.ncclParamDumpAll
-_ncclTeamWorld = _lib.ncclTeamWorld
-_ncclTeamLsa = _lib.ncclTeamLsa
-_ncclTeamRail = _lib.ncclTeamRail
-_ncclTeamRankToWorld = _lib.ncclTeamRankToWorld
-_ncclTeamRankToLsa = _lib.ncclTeamRankToLsa
 
 
 def ncclMemAlloc(size: int) -> int:
     out = _new("uintptr_t*")
-    while (r := _ncclMemAlloc(out, size)) and _again(r, "ncclMemAlloc"):
-        pass
+    if r := _library.ncclMemAlloc(out, size):
+        _check(r, "ncclMemAlloc")
     return int(out[0])
 
 
 def ncclMemFree(ptr: int) -> int:
-    while (r := _ncclMemFree(ptr)) and _again(r, "ncclMemFree"):
-        pass
+    if r := _library.ncclMemFree(ptr):
+        _check(r, "ncclMemFree")
     return r
 
 
 def ncclGetVersion() -> int:
     out = _new("int*")
-    while (r := _ncclGetVersion(out)) and _again(r, "ncclGetVersion"):
-        pass
+    if r := _library.ncclGetVersion(out):
+        _check(r, "ncclGetVersion")
     return int(out[0])
 
 
 def ncclGetUniqueId() -> bytes:
     out = _new("char[128]")
-    while (r := _ncclGetUniqueId(out)) and _again(r, "ncclGetUniqueId"):
-        pass
+    if r := _library.ncclGetUniqueId(out):
+        _check(r, "ncclGetUniqueId")
     return bytes(_buffer(out))
 
 
 def ncclCommFinalize(comm: int) -> int:
-    while (r := _ncclCommFinalize(comm)) and _again(r, "ncclCommFinalize", comm):
-        pass
+    if r := _library.ncclCommFinalize(comm):
+        _check(r, "ncclCommFinalize", comm)
     return r
 
 
 def ncclCommRevoke(comm: int, revokeFlags: int) -> int:
-    while (r := _ncclCommRevoke(comm, revokeFlags)) and _again(r, "ncclCommRevoke", comm):
-        pass
+    if r := _library.ncclCommRevoke(comm, revokeFlags):
+        _check(r, "ncclCommRevoke", comm)
     return r
 
 
 def ncclCommGetUniqueId(comm: int) -> bytes:
     out = _new("char[128]")
-    while (r := _ncclCommGetUniqueId(comm, out)) and _again(r, "ncclCommGetUniqueId", comm):
-        pass
+    if r := _library.ncclCommGetUniqueId(comm, out):
+        _check(r, "ncclCommGetUniqueId", comm)
     return bytes(_buffer(out))
 
 
 def ncclResetDebugInit() -> None:
-    while (r := _ncclResetDebugInit()) and _again(r, "ncclResetDebugInit"):
-        pass
+    if r := _library.ncclResetDebugInit():
+        _check(r, "ncclResetDebugInit")
 
 
 def ncclCommGetAsyncError(comm: int) -> int:
     out = _new("int*")
-    while (r := _ncclCommGetAsyncError(comm, out)) and _again(r, "ncclCommGetAsyncError", comm):
-        pass
+    if r := _library.ncclCommGetAsyncError(comm, out):
+        _check(r, "ncclCommGetAsyncError", comm)
     return int(out[0])
 
 
 def ncclCommCount(comm: int) -> int:
     out = _new("int*")
-    while (r := _ncclCommCount(comm, out)) and _again(r, "ncclCommCount", comm):
-        pass
+    if r := _library.ncclCommCount(comm, out):
+        _check(r, "ncclCommCount", comm)
     return int(out[0])
 
 
 def ncclCommCuDevice(comm: int) -> int:
     out = _new("int*")
-    while (r := _ncclCommCuDevice(comm, out)) and _again(r, "ncclCommCuDevice", comm):
-        pass
+    if r := _library.ncclCommCuDevice(comm, out):
+        _check(r, "ncclCommCuDevice", comm)
     return int(out[0])
 
 
 def ncclCommUserRank(comm: int) -> int:
     out = _new("int*")
-    while (r := _ncclCommUserRank(comm, out)) and _again(r, "ncclCommUserRank", comm):
-        pass
+    if r := _library.ncclCommUserRank(comm, out):
+        _check(r, "ncclCommUserRank", comm)
     return int(out[0])
 
 
 def ncclCommRegister(comm: int, buff: int, size: int) -> int:
     out = _new("uintptr_t*")
-    while (r := _ncclCommRegister(comm, buff, size, out)) and _again(r, "ncclCommRegister", comm):
-        pass
+    if r := _library.ncclCommRegister(comm, buff, size, out):
+        _check(r, "ncclCommRegister", comm)
     return int(out[0])
 
 
 def ncclCommDeregister(comm: int, handle: int) -> int:
-    while (r := _ncclCommDeregister(comm, handle)) and _again(r, "ncclCommDeregister", comm):
-        pass
+    if r := _library.ncclCommDeregister(comm, handle):
+        _check(r, "ncclCommDeregister", comm)
     return r
 
 
 def ncclCommSuspend(comm: int, flags: int) -> int:
-    while (r := _ncclCommSuspend(comm, flags)) and _again(r, "ncclCommSuspend", comm):
-        pass
+    if r := _library.ncclCommSuspend(comm, flags):
+        _check(r, "ncclCommSuspend", comm)
     return r
 
 
 def ncclCommResume(comm: int) -> int:
-    while (r := _ncclCommResume(comm)) and _again(r, "ncclCommResume", comm):
-        pass
+    if r := _library.ncclCommResume(comm):
+        _check(r, "ncclCommResume", comm)
     return r
 
 
 def ncclCommMemStats(comm: int, stat: int) -> int:
     out = _new("uint64_t*")
-    while (r := _ncclCommMemStats(comm, stat, out)) and _again(r, "ncclCommMemStats", comm):
-        pass
+    if r := _library.ncclCommMemStats(comm, stat, out):
+        _check(r, "ncclCommMemStats", comm)
     return int(out[0])
 
 
 def ncclCommWindowDeregister(comm: int, win: int) -> int:
-    while (r := _ncclCommWindowDeregister(comm, win)) and _again(r, "ncclCommWindowDeregister", comm):
-        pass
+    if r := _library.ncclCommWindowDeregister(comm, win):
+        _check(r, "ncclCommWindowDeregister", comm)
     return r
 
 
 def ncclWinGetUserPtr(comm: int, win: int) -> int:
     out = _new("uintptr_t*")
-    while (r := _ncclWinGetUserPtr(comm, win, out)) and _again(r, "ncclWinGetUserPtr", comm):
-        pass
+    if r := _library.ncclWinGetUserPtr(comm, win, out):
+        _check(r, "ncclWinGetUserPtr", comm)
     return int(out[0])
 
 
 def ncclRedOpCreatePreMulSum(scalar: int, datatype: int, residence: int, comm: int) -> int:
     out = _new("int*")
-    while (r := _ncclRedOpCreatePreMulSum(out, scalar, datatype, residence, comm)) and _again(
-        r, "ncclRedOpCreatePreMulSum", comm
-    ):
-        pass
+    if r := _library.ncclRedOpCreatePreMulSum(out, scalar, datatype, residence, comm):
+        _check(r, "ncclRedOpCreatePreMulSum", comm)
     return int(out[0])
 
 
 def ncclRedOpDestroy(op: int, comm: int) -> int:
-    while (r := _ncclRedOpDestroy(op, comm)) and _again(r, "ncclRedOpDestroy", comm):
-        pass
+    if r := _library.ncclRedOpDestroy(op, comm):
+        _check(r, "ncclRedOpDestroy", comm)
     return r
 
 
 def ncclReduce(
     sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, root: int, comm: int, stream: int
 ) -> int:
-    while (r := _ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream)) and _again(
-        r, "ncclReduce", comm
-    ):
-        pass
+    if r := _library.ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream):
+        _check(r, "ncclReduce", comm)
     return r
 
 
 def ncclBcast(buff: int, count: int, datatype: int, root: int, comm: int, stream: int) -> int:
-    while (r := _ncclBcast(buff, count, datatype, root, comm, stream)) and _again(r, "ncclBcast", comm):
-        pass
+    if r := _library.ncclBcast(buff, count, datatype, root, comm, stream):
+        _check(r, "ncclBcast", comm)
     return r
 
 
 def ncclBroadcast(
     sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: int, stream: int
 ) -> int:
-    while (r := _ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream)) and _again(
-        r, "ncclBroadcast", comm
-    ):
-        pass
+    if r := _library.ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream):
+        _check(r, "ncclBroadcast", comm)
     return r
 
 
 def ncclAllReduce(
     sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, comm: int, stream: int
 ) -> int:
-    while (r := _ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream)) and _again(
-        r, "ncclAllReduce", comm
-    ):
-        pass
+    if r := _library.ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream):
+        _check(r, "ncclAllReduce", comm)
     return r
 
 
 def ncclReduceScatter(
     sendbuff: int, recvbuff: int, recvcount: int, datatype: int, op: int, comm: int, stream: int
 ) -> int:
-    while (r := _ncclReduceScatter(sendbuff, recvbuff, recvcount, datatype, op, comm, stream)) and _again(
-        r, "ncclReduceScatter", comm
-    ):
-        pass
+    if r := _library.ncclReduceScatter(sendbuff, recvbuff, recvcount, datatype, op, comm, stream):
+        _check(r, "ncclReduceScatter", comm)
     return r
 
 
 def ncclAllGather(sendbuff: int, recvbuff: int, sendcount: int, datatype: int, comm: int, stream: int) -> int:
-    while (r := _ncclAllGather(sendbuff, recvbuff, sendcount, datatype, comm, stream)) and _again(
-        r, "ncclAllGather", comm
-    ):
-        pass
+    if r := _library.ncclAllGather(sendbuff, recvbuff, sendcount, datatype, comm, stream):
+        _check(r, "ncclAllGather", comm)
     return r
 
 
 def ncclAlltoAll(sendbuff: int, recvbuff: int, count: int, datatype: int, comm: int, stream: int) -> int:
-    while (r := _ncclAlltoAll(sendbuff, recvbuff, count, datatype, comm, stream)) and _again(
-        r, "ncclAlltoAll", comm
-    ):
-        pass
+    if r := _library.ncclAlltoAll(sendbuff, recvbuff, count, datatype, comm, stream):
+        _check(r, "ncclAlltoAll", comm)
     return r
 
 
 def ncclGather(
     sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: int, stream: int
 ) -> int:
-    while (r := _ncclGather(sendbuff, recvbuff, count, datatype, root, comm, stream)) and _again(
-        r, "ncclGather", comm
-    ):
-        pass
+    if r := _library.ncclGather(sendbuff, recvbuff, count, datatype, root, comm, stream):
+        _check(r, "ncclGather", comm)
     return r
 
 
 def ncclScatter(
     sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: int, stream: int
 ) -> int:
-    while (r := _ncclScatter(sendbuff, recvbuff, count, datatype, root, comm, stream)) and _again(
-        r, "ncclScatter", comm
-    ):
-        pass
+    if r := _library.ncclScatter(sendbuff, recvbuff, count, datatype, root, comm, stream):
+        _check(r, "ncclScatter", comm)
     return r
 
 
@@ -308,10 +230,8 @@ def ncclAllReduceConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    while (r := _ncclAllReduceConfig(sendbuff, recvbuff, count, datatype, op, comm, stream, cell)) and _again(
-        r, "ncclAllReduceConfig", comm
-    ):
-        pass
+    if r := _library.ncclAllReduceConfig(sendbuff, recvbuff, count, datatype, op, comm, stream, cell):
+        _check(r, "ncclAllReduceConfig", comm)
     return r
 
 
@@ -326,10 +246,8 @@ def ncclBroadcastConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    while (
-        r := _ncclBroadcastConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell)
-    ) and _again(r, "ncclBroadcastConfig", comm):
-        pass
+    if r := _library.ncclBroadcastConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
+        _check(r, "ncclBroadcastConfig", comm)
     return r
 
 
@@ -345,10 +263,8 @@ def ncclReduceConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    while (
-        r := _ncclReduceConfig(sendbuff, recvbuff, count, datatype, op, root, comm, stream, cell)
-    ) and _again(r, "ncclReduceConfig", comm):
-        pass
+    if r := _library.ncclReduceConfig(sendbuff, recvbuff, count, datatype, op, root, comm, stream, cell):
+        _check(r, "ncclReduceConfig", comm)
     return r
 
 
@@ -362,10 +278,8 @@ def ncclAllGatherConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    while (r := _ncclAllGatherConfig(sendbuff, recvbuff, sendcount, datatype, comm, stream, cell)) and _again(
-        r, "ncclAllGatherConfig", comm
-    ):
-        pass
+    if r := _library.ncclAllGatherConfig(sendbuff, recvbuff, sendcount, datatype, comm, stream, cell):
+        _check(r, "ncclAllGatherConfig", comm)
     return r
 
 
@@ -380,10 +294,8 @@ def ncclReduceScatterConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    while (
-        r := _ncclReduceScatterConfig(sendbuff, recvbuff, recvcount, datatype, op, comm, stream, cell)
-    ) and _again(r, "ncclReduceScatterConfig", comm):
-        pass
+    if r := _library.ncclReduceScatterConfig(sendbuff, recvbuff, recvcount, datatype, op, comm, stream, cell):
+        _check(r, "ncclReduceScatterConfig", comm)
     return r
 
 
@@ -397,10 +309,8 @@ def ncclAlltoAllConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    while (r := _ncclAlltoAllConfig(sendbuff, recvbuff, count, datatype, comm, stream, cell)) and _again(
-        r, "ncclAlltoAllConfig", comm
-    ):
-        pass
+    if r := _library.ncclAlltoAllConfig(sendbuff, recvbuff, count, datatype, comm, stream, cell):
+        _check(r, "ncclAlltoAllConfig", comm)
     return r
 
 
@@ -415,10 +325,8 @@ def ncclGatherConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    while (r := _ncclGatherConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell)) and _again(
-        r, "ncclGatherConfig", comm
-    ):
-        pass
+    if r := _library.ncclGatherConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
+        _check(r, "ncclGatherConfig", comm)
     return r
 
 
@@ -433,22 +341,20 @@ def ncclScatterConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    while (r := _ncclScatterConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell)) and _again(
-        r, "ncclScatterConfig", comm
-    ):
-        pass
+    if r := _library.ncclScatterConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
+        _check(r, "ncclScatterConfig", comm)
     return r
 
 
 def ncclSend(sendbuff: int, count: int, datatype: int, peer: int, comm: int, stream: int) -> int:
-    while (r := _ncclSend(sendbuff, count, datatype, peer, comm, stream)) and _again(r, "ncclSend", comm):
-        pass
+    if r := _library.ncclSend(sendbuff, count, datatype, peer, comm, stream):
+        _check(r, "ncclSend", comm)
     return r
 
 
 def ncclRecv(recvbuff: int, count: int, datatype: int, peer: int, comm: int, stream: int) -> int:
-    while (r := _ncclRecv(recvbuff, count, datatype, peer, comm, stream)) and _again(r, "ncclRecv", comm):
-        pass
+    if r := _library.ncclRecv(recvbuff, count, datatype, peer, comm, stream):
+        _check(r, "ncclRecv", comm)
     return r
 
 
@@ -465,142 +371,136 @@ def ncclPutSignal(
     comm: int,
     stream: int,
 ) -> int:
-    while (
-        r := _ncclPutSignal(
-            localbuff, count, datatype, peer, peerWin, peerWinOffset, sigIdx, ctx, flags, comm, stream
-        )
-    ) and _again(r, "ncclPutSignal", comm):
-        pass
+    if r := _library.ncclPutSignal(
+        localbuff, count, datatype, peer, peerWin, peerWinOffset, sigIdx, ctx, flags, comm, stream
+    ):
+        _check(r, "ncclPutSignal", comm)
     return r
 
 
 def ncclSignal(peer: int, sigIdx: int, ctx: int, flags: int, comm: int, stream: int) -> int:
-    while (r := _ncclSignal(peer, sigIdx, ctx, flags, comm, stream)) and _again(r, "ncclSignal", comm):
-        pass
+    if r := _library.ncclSignal(peer, sigIdx, ctx, flags, comm, stream):
+        _check(r, "ncclSignal", comm)
     return r
 
 
 def ncclGroupStart() -> int:
-    while (r := _ncclGroupStart()) and _again(r, "ncclGroupStart"):
-        pass
+    if r := _library.ncclGroupStart():
+        _check(r, "ncclGroupStart")
     return r
 
 
 def ncclGroupEnd() -> int:
-    while (r := _ncclGroupEnd()) and _again(r, "ncclGroupEnd"):
-        pass
+    if r := _library.ncclGroupEnd():
+        _check(r, "ncclGroupEnd")
     return r
 
 
 def ncclParamBind(key: str) -> int:
     out = _new("uintptr_t*")
-    while (r := _ncclParamBind(out, key.encode())) and _again(r, "ncclParamBind"):
-        pass
+    if r := _library.ncclParamBind(out, key.encode()):
+        _check(r, "ncclParamBind")
     return int(out[0])
 
 
 def ncclParamGetI8(h: int) -> int:
     out = _new("int8_t*")
-    while (r := _ncclParamGetI8(h, out)) and _again(r, "ncclParamGetI8"):
-        pass
+    if r := _library.ncclParamGetI8(h, out):
+        _check(r, "ncclParamGetI8")
     return int(out[0])
 
 
 def ncclParamGetI16(h: int) -> int:
     out = _new("int16_t*")
-    while (r := _ncclParamGetI16(h, out)) and _again(r, "ncclParamGetI16"):
-        pass
+    if r := _library.ncclParamGetI16(h, out):
+        _check(r, "ncclParamGetI16")
     return int(out[0])
 
 
 def ncclParamGetI32(h: int) -> int:
     out = _new("int32_t*")
-    while (r := _ncclParamGetI32(h, out)) and _again(r, "ncclParamGetI32"):
-        pass
+    if r := _library.ncclParamGetI32(h, out):
+        _check(r, "ncclParamGetI32")
     return int(out[0])
 
 
 def ncclParamGetI64(h: int) -> int:
     out = _new("int64_t*")
-    while (r := _ncclParamGetI64(h, out)) and _again(r, "ncclParamGetI64"):
-        pass
+    if r := _library.ncclParamGetI64(h, out):
+        _check(r, "ncclParamGetI64")
     return int(out[0])
 
 
 def ncclParamGetU8(h: int) -> int:
     out = _new("uint8_t*")
-    while (r := _ncclParamGetU8(h, out)) and _again(r, "ncclParamGetU8"):
-        pass
+    if r := _library.ncclParamGetU8(h, out):
+        _check(r, "ncclParamGetU8")
     return int(out[0])
 
 
 def ncclParamGetU16(h: int) -> int:
     out = _new("uint16_t*")
-    while (r := _ncclParamGetU16(h, out)) and _again(r, "ncclParamGetU16"):
-        pass
+    if r := _library.ncclParamGetU16(h, out):
+        _check(r, "ncclParamGetU16")
     return int(out[0])
 
 
 def ncclParamGetU32(h: int) -> int:
     out = _new("uint32_t*")
-    while (r := _ncclParamGetU32(h, out)) and _again(r, "ncclParamGetU32"):
-        pass
+    if r := _library.ncclParamGetU32(h, out):
+        _check(r, "ncclParamGetU32")
     return int(out[0])
 
 
 def ncclParamGetU64(h: int) -> int:
     out = _new("uint64_t*")
-    while (r := _ncclParamGetU64(h, out)) and _again(r, "ncclParamGetU64"):
-        pass
+    if r := _library.ncclParamGetU64(h, out):
+        _check(r, "ncclParamGetU64")
     return int(out[0])
 
 
 def ncclParamGetStr(h: int) -> str:
     out = _new("char**")
-    while (r := _ncclParamGetStr(h, out)) and _again(r, "ncclParamGetStr"):
-        pass
+    if r := _library.ncclParamGetStr(h, out):
+        _check(r, "ncclParamGetStr")
     return _text(out[0])
 
 
 def ncclParamDumpAll() -> None:
-    while (r := _ncclParamDumpAll()) and _again(r, "ncclParamDumpAll"):
-        pass
+    if r := _library.ncclParamDumpAll():
+        _check(r, "ncclParamDumpAll")
 
 
 def ncclTeamWorld(comm: int) -> Team:
     out = _new("ncclTeam_t*")
-    while (r := _ncclTeamWorld(comm, out)) and _again(r, "ncclTeamWorld", comm):
-        pass
+    if r := _library.ncclTeamWorld(comm, out):
+        _check(r, "ncclTeamWorld", comm)
     return Team(out.nRanks, out.rank, out.stride)
 
 
 def ncclTeamLsa(comm: int) -> Team:
     out = _new("ncclTeam_t*")
-    while (r := _ncclTeamLsa(comm, out)) and _again(r, "ncclTeamLsa", comm):
-        pass
+    if r := _library.ncclTeamLsa(comm, out):
+        _check(r, "ncclTeamLsa", comm)
     return Team(out.nRanks, out.rank, out.stride)
 
 
 def ncclTeamRail(comm: int) -> Team:
     out = _new("ncclTeam_t*")
-    while (r := _ncclTeamRail(comm, out)) and _again(r, "ncclTeamRail", comm):
-        pass
+    if r := _library.ncclTeamRail(comm, out):
+        _check(r, "ncclTeamRail", comm)
     return Team(out.nRanks, out.rank, out.stride)
 
 
 def ncclTeamRankToWorld(comm: int, team: Team, rank: int) -> int:
     out = _new("int*")
-    while (r := _ncclTeamRankToWorld(comm, _new("ncclTeam_t*", team)[0], rank, out)) and _again(
-        r, "ncclTeamRankToWorld", comm
-    ):
-        pass
+    if r := _library.ncclTeamRankToWorld(comm, _new("ncclTeam_t*", team)[0], rank, out):
+        _check(r, "ncclTeamRankToWorld", comm)
     return int(out[0])
 
 
 def ncclTeamRankToLsa(comm: int, team: Team, rank: int) -> int:
     out = _new("int*")
-    while (r := _ncclTeamRankToLsa(comm, _new("ncclTeam_t*", team)[0], rank, out)) and _again(
-        r, "ncclTeamRankToLsa", comm
-    ):
-        pass
+    if r := _library.ncclTeamRankToLsa(comm, _new("ncclTeam_t*", team)[0], rank, out):
+        _check(r, "ncclTeamRankToLsa", comm)
     return int(out[0])

@@ -3,121 +3,109 @@
 from __future__ import annotations
 
 from pynccl._library.binding import ffi as _ffi
-from pynccl._library.binding import lib as _lib
-from pynccl._library.status import again as _again
+from pynccl._library.loader import functions as _library
+from pynccl._library.status import check as _check
 
 _new = _ffi.new
-_pyncclCpuDeviceCount = _lib.pyncclCpuDeviceCount
-_pyncclCpuSetDevice = _lib.pyncclCpuSetDevice
-_pyncclCpuGetDevice = _lib.pyncclCpuGetDevice
-_pyncclCpuInterrupt = _lib.pyncclCpuInterrupt
-_pyncclCpuStreamCreate = _lib.pyncclCpuStreamCreate
-_pyncclCpuStreamCreateWithFlags = _lib.pyncclCpuStreamCreateWithFlags
-_pyncclCpuStreamDestroy = _lib.pyncclCpuStreamDestroy
-_pyncclCpuStreamQuery = _lib.pyncclCpuStreamQuery
-_pyncclCpuStreamSynchronize = _lib.pyncclCpuStreamSynchronize
-_pyncclCpuStreamWaitEvent = _lib.pyncclCpuStreamWaitEvent
-_pyncclCpuEventCreate = _lib.pyncclCpuEventCreate
-_pyncclCpuEventDestroy = _lib.pyncclCpuEventDestroy
-_pyncclCpuEventRecord = _lib.pyncclCpuEventRecord
-_pyncclCpuEventQuery = _lib.pyncclCpuEventQuery
-_pyncclCpuEventSynchronize = _lib.pyncclCpuEventSynchronize
 
 
 def pyncclCpuDeviceCount() -> int:
     out = _new("int*")
-    while (r := _pyncclCpuDeviceCount(out)) and _again(r, "pyncclCpuDeviceCount"):
-        pass
+    if r := _library.pyncclCpuDeviceCount(out):
+        _check(r, "pyncclCpuDeviceCount")
     return int(out[0])
 
 
 def pyncclCpuSetDevice(device: int) -> int:
-    while (r := _pyncclCpuSetDevice(device)) and _again(r, "pyncclCpuSetDevice"):
-        pass
+    if r := _library.pyncclCpuSetDevice(device):
+        _check(r, "pyncclCpuSetDevice")
     return r
 
 
 def pyncclCpuGetDevice() -> int:
     out = _new("int*")
-    while (r := _pyncclCpuGetDevice(out)) and _again(r, "pyncclCpuGetDevice"):
-        pass
+    if r := _library.pyncclCpuGetDevice(out):
+        _check(r, "pyncclCpuGetDevice")
     return int(out[0])
 
 
 def pyncclCpuInterrupt(thread: int, on: int) -> int:
-    while (r := _pyncclCpuInterrupt(thread, on)) and _again(r, "pyncclCpuInterrupt"):
-        pass
+    if r := _library.pyncclCpuInterrupt(thread, on):
+        _check(r, "pyncclCpuInterrupt")
     return r
 
 
 def pyncclCpuStreamCreate() -> int:
     out = _new("uintptr_t*")
-    while (r := _pyncclCpuStreamCreate(out)) and _again(r, "pyncclCpuStreamCreate"):
-        pass
+    if r := _library.pyncclCpuStreamCreate(out):
+        _check(r, "pyncclCpuStreamCreate")
     return int(out[0])
 
 
 def pyncclCpuStreamCreateWithFlags(flags: int) -> int:
     out = _new("uintptr_t*")
-    while (r := _pyncclCpuStreamCreateWithFlags(out, flags)) and _again(r, "pyncclCpuStreamCreateWithFlags"):
-        pass
+    if r := _library.pyncclCpuStreamCreateWithFlags(out, flags):
+        _check(r, "pyncclCpuStreamCreateWithFlags")
     return int(out[0])
 
 
 def pyncclCpuStreamDestroy(stream: int) -> int:
-    while (r := _pyncclCpuStreamDestroy(stream)) and _again(r, "pyncclCpuStreamDestroy"):
-        pass
+    if r := _library.pyncclCpuStreamDestroy(stream):
+        _check(r, "pyncclCpuStreamDestroy")
     return r
 
 
 def pyncclCpuStreamQuery(comm: int, stream: int) -> int:
-    while (r := _pyncclCpuStreamQuery(comm, stream)) and _again(r, "pyncclCpuStreamQuery", comm):
-        pass
+    if r := _library.pyncclCpuStreamQuery(comm, stream):
+        _check(r, "pyncclCpuStreamQuery", comm)
     return r
 
 
 def pyncclCpuStreamSynchronize(comm: int, stream: int, timeoutMs: int) -> int:
-    while (r := _pyncclCpuStreamSynchronize(comm, stream, timeoutMs)) and _again(
-        r, "pyncclCpuStreamSynchronize", comm
-    ):
-        pass
+    if r := _library.pyncclCpuStreamSynchronize(comm, stream, timeoutMs):
+        _check(r, "pyncclCpuStreamSynchronize", comm)
     return r
 
 
 def pyncclCpuStreamWaitEvent(comm: int, stream: int, event: int) -> int:
-    while (r := _pyncclCpuStreamWaitEvent(comm, stream, event)) and _again(
-        r, "pyncclCpuStreamWaitEvent", comm
-    ):
-        pass
+    if r := _library.pyncclCpuStreamWaitEvent(comm, stream, event):
+        _check(r, "pyncclCpuStreamWaitEvent", comm)
     return r
 
 
 def pyncclCpuEventCreate() -> int:
     out = _new("uintptr_t*")
-    while (r := _pyncclCpuEventCreate(out)) and _again(r, "pyncclCpuEventCreate"):
-        pass
+    if r := _library.pyncclCpuEventCreate(out):
+        _check(r, "pyncclCpuEventCreate")
     return int(out[0])
 
 
 def pyncclCpuEventDestroy(event: int) -> int:
-    while (r := _pyncclCpuEventDestroy(event)) and _again(r, "pyncclCpuEventDestroy"):
-        pass
+    if r := _library.pyncclCpuEventDestroy(event):
+        _check(r, "pyncclCpuEventDestroy")
     return r
 
 
 def pyncclCpuEventRecord(comm: int, event: int, stream: int) -> int:
-    while (r := _pyncclCpuEventRecord(comm, event, stream)) and _again(r, "pyncclCpuEventRecord", comm):
-        pass
+    if r := _library.pyncclCpuEventRecord(comm, event, stream):
+        _check(r, "pyncclCpuEventRecord", comm)
     return r
 
 
 def pyncclCpuEventQuery(event: int) -> int:
-    while (r := _pyncclCpuEventQuery(event)) and _again(r, "pyncclCpuEventQuery"):
-        pass
+    if r := _library.pyncclCpuEventQuery(event):
+        _check(r, "pyncclCpuEventQuery")
     return r
 
 
 def pyncclCpuEventSynchronize(event: int, timeoutMs: int) -> int:
-    while (r := _pyncclCpuEventSynchronize(event, timeoutMs)) and _again(r, "pyncclCpuEventSynchronize"):
-        pass
+    if r := _library.pyncclCpuEventSynchronize(event, timeoutMs):
+        _check(r, "pyncclCpuEventSynchronize")
     return r
+
+
+def pyncclCpuGetErrorKind(comm: int) -> int:
+    out = _new("int*")
+    if r := _library.pyncclCpuGetErrorKind(comm, out):
+        _check(r, "pyncclCpuGetErrorKind", comm)
+    return int(out[0])

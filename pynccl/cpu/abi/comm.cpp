@@ -1,11 +1,13 @@
 // The C API: creating, splitting, querying and ending communicators. Checks arguments, then delegates.
 #include <algorithm>
+#include <cstring>
 #include <set>
 
 #include "base/device.hpp"
 #include "calls/group.hpp"
 #include "comm/fault.hpp"
 #include "comm/lifecycle.hpp"
+#include "ops/context.hpp"
 
 namespace pncpu {
 namespace {
@@ -602,6 +604,14 @@ const char* ncclGetLastError(ncclComm_t comm) {
     return ncclSuccess;
   });
   return last_error();
+}
+
+ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind) {
+  return guarded("pyncclCpuGetErrorKind", [&] {
+    REQUIRE_POINTER("pyncclCpuGetErrorKind", kind);
+    *kind = strstr(ncclGetLastError(comm), kMismatch) != nullptr;
+    return ncclSuccess;
+  });
 }
 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {

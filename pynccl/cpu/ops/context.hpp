@@ -10,8 +10,8 @@
 
 namespace pncpu {
 
-// What a text begins with, at this rank or another, that is about calls which do not fit together: pynccl's
-// Python knows a mismatch by it.
+// What a text begins with, at this rank or another, that is about calls which do not fit together;
+// pyncclCpuGetErrorKind tells it from other errors.
 constexpr char kMismatch[] = "the ranks called different things: ";
 
 struct Context {

@@ -1,7 +1,7 @@
+#include "ring.h"
+
 #include <sched.h>
 #include <stdlib.h>
-
-#include "ring.h"
 
 // --- the time ----------------------------------------------------------------------------------------------
 
