@@ -20,7 +20,7 @@ def same_boot(*namespaces: str) -> str:
 
 
 def digest(text: str) -> bytes:
-    """Return 16 bytes that stand for a text."""
+    """Return a digest of 16 bytes of a text."""
     return hashlib.sha256(text.encode()).digest()[:16]
 
 

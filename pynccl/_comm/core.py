@@ -88,7 +88,7 @@ class Core:
     # --- the handle ---
 
     def open(self) -> int:
-        """Return the handle; raise NcclInvalidUsage that says why the communicator is closed."""
+        """Return the handle; raise NcclInvalidUsage with the reason once the communicator is closed."""
         if not self.handle:
             raise NcclInvalidUsage(f"{self!r} cannot be used: {self.why}", rank=self.known_rank)
         return self.handle

@@ -30,7 +30,8 @@ class _Run(fastcall.Call):
     def stream(self) -> Any:
         """The stream argument; assigning another stream moves the calls to it.
 
-        Assigning raises TypeError for what is no stream, and NcclInvalidUsage while another thread runs it.
+        Assigning anything but a stream raises TypeError; assigning during a run in another thread raises
+        NcclInvalidUsage.
         """
         return self._stream
 

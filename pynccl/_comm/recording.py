@@ -51,7 +51,7 @@ class Recording:
         return [core for core in found if core is not None]
 
     def waits(self) -> list[tuple[Core, int]]:
-        """Return each communicator and stream that a run has to wait for."""
+        """Return each communicator and stream that a run must wait for."""
         return [(cores[address_of(use.comm)], int(use.stream)) for use in self._uses() if use.wait]
 
     def _uses(self) -> list[Any]:

@@ -53,7 +53,7 @@ def _event(record: TraceRecord, process: Process) -> dict[str, Any]:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option("--chrome", metavar="OUT", help="Write the calls as Chrome trace events (Perfetto).")
 def trace(files: tuple[str, ...], chrome: str | None) -> int:
-    """Say what the ranks' flight recorders show together.
+    """Analyse the dumps of all ranks' flight recorders.
 
     Each FILE is a dump of a rank, or a folder of dumps.
     """

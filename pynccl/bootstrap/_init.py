@@ -76,7 +76,7 @@ def init(
         return Communicator(chosen.size, uid, chosen.rank, config=config, device=on, timeout=timeout)
 
     if chosen.size == 1:
-        # Nobody is met, but the library would refuse a bad one in words of its own.
+        # A single rank uses no secret, but a bad secret raises the same error as with several ranks.
         read_secret()
         facts = gather_facts(device, local_rank or 0)
         use_device(facts, facts.device)

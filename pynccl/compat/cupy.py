@@ -1,11 +1,11 @@
 """The interface of cupy.cuda.nccl over pynccl, without CuPy: `from pynccl.compat import cupy as nccl`.
 
-What differs from CuPy's own:
+Differences from CuPy:
 
-- Every result is checked, those of destroy and abort too, and every code has an exception.
-- Nothing collective happens in garbage collection: it warns, and the end of the process aborts what is left.
-- What works follows the loaded library, not the one CuPy was built with.
-- A communicator made non-blocking (NCCL_COMM_BLOCKING=0) is waited for.
+- Every result is checked, including those of destroy and abort, and every code has an exception.
+- Garbage collection makes no collective call: it warns, and the end of the process aborts open communicators.
+- The loaded library decides which functions are available, not the library of CuPy's build.
+- Calls on a non-blocking communicator (NCCL_COMM_BLOCKING=0) wait until it is ready.
 """
 
 from __future__ import annotations

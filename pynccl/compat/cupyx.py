@@ -1,15 +1,15 @@
 """The interface of cupyx.distributed over pynccl: `from pynccl.compat import cupyx as distributed`.
 
-Arrays may be any that a Communicator takes; sparse matrices are CuPy's, or SciPy's on the CPU library.
+Arrays may be of any kind that a Communicator accepts; sparse matrices are CuPy's, or SciPy's on the CPU library.
 
-What differs from CuPy's own:
+Differences from CuPy:
 
-- The store is a thread of rank 0, not a process; it is gone once all ranks have met, and a missing rank is
-  named. The barrier goes through NCCL. `timeout` bounds the meeting and every later wait.
-- Dtypes, counts, memory order and shapes are checked before a call; the buffers that only the root uses are
-  not asked for elsewhere.
-- Sparse matrices go from rank to rank, not all through rank 0, and reductions are in the order of the ranks.
-- `use_mpi=True` without mpi4py is an error. `stop` gives the communicator back: call it on every rank.
+- The store is a thread of rank 0, not a process; it ends after the rendezvous, and a missing rank is
+  named. The barrier uses NCCL. `timeout` bounds the rendezvous and every later wait.
+- Dtypes, counts, memory order and shapes are checked before a call; buffers that only the root uses are
+  not required elsewhere.
+- Sparse matrices go from rank to rank, not all through rank 0, and reductions use rank order.
+- `use_mpi=True` without mpi4py is an error. `stop` destroys the communicator: call it on every rank.
 """
 
 from __future__ import annotations
