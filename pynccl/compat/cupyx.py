@@ -1,6 +1,7 @@
 """The interface of cupyx.distributed over pynccl: `from pynccl.compat import cupyx as distributed`.
 
-Arrays may be of any kind that a Communicator accepts; sparse matrices are CuPy's, or SciPy's on the CPU library.
+Arrays may be of any kind that a Communicator accepts; sparse matrices are CuPy's, or SciPy's on the CPU
+library.
 
 Differences from CuPy:
 
