@@ -18,7 +18,7 @@ from pynccl._errors import BootstrapError
 from pynccl._secure.secret import read_secret
 from pynccl.bootstrap._address import is_loopback, resolve
 from pynccl.bootstrap._server import StoreServer
-from pynccl.bootstrap._store import PromptStore, Store, format_address, parse_address
+from pynccl.bootstrap._store import PromptStore, Store, StoreSilent, format_address, parse_address
 
 _ENTRY = "signpost"
 _LEAVE_SECONDS = 2.0
@@ -108,8 +108,10 @@ def ask(host: str, port: int, job: str, deadline: float, rank: int, size: int) -
     with connect(Place(address), deadline, rank, size) as store:
         try:
             other, found, token = map(str, json.loads(store.get(_ENTRY, left(deadline))))
-        except TimeoutError:
-            raise BootstrapError(f"rank {rank} of {size}: rank 0 is silent at {address}") from None
+        except (TimeoutError, StoreSilent):
+            raise BootstrapError(
+                f"rank {rank} of {size} did not meet rank 0, which is silent at {address}"
+            ) from None
         except (ValueError, TypeError) as error:
             raise BootstrapError(f"the entry at {address} cannot be parsed: {error}") from None
     if other != job:
