@@ -70,11 +70,7 @@ def api_module(headers: list[Header]) -> str:
 
 
 def tables_module(header: Header) -> str:
-    parts = [
-        BY_WHOM.format(
-            what="Reductions' names and datatypes' sizes, in the order of nccl_api.h"
-        )
-    ]
+    parts = [BY_WHOM.format(what="Reductions' names and datatypes' sizes, in the order of nccl_api.h")]
     parts += [f"REDUCTIONS = {header.names['ncclRedOp_t']}", f"ITEM_SIZES = {header.item_sizes}"]
     return "\n".join(parts) + "\n"
 
