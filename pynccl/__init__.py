@@ -1,16 +1,14 @@
-"""NCCL's C API from Python, on GPUs and, with the CPU library that comes with it, anywhere.
+"""NCCL's C API from Python, on GPUs and, by the included CPU library, on any machine.
 
-The layers, from the top:
-    Communicator, init     the life of a communicator, rendezvous
-    _collectives, _calls   operations on arrays: resolved, checked, one call of C each
-    group, Plan, prepare   calls that are recorded first, and then run as one
-    _buffers, _streams     adapters for arrays and streams
-    capi                   every C function under its C name: ints in, exceptions out
-    _status, _errors       result codes become exceptions, in one place
-    _config, _types        NCCL's structs, ids and enums
-    _library, _discovery   which library: found and loaded at the first call
-    _native                one table of functions, filled from one handle (cffi)
-Below that is NVIDIA's libnccl or the CPU library.
+The layers, from the top (docs/architecture.md has the picture):
+    bootstrap, mpi, torch, compat   rendezvous, and the interfaces of other libraries
+    _comm                           communicators, operations, groups, prepared calls
+    _watch                          the watchdog, check mode, agreement of survivors
+    _arrays, _device                arrays, devices and streams
+    capi                            every C function under its C name: ints in, exceptions out
+    _trace                          the flight recorder
+    _library                        the shared library, its functions, structs and results
+Below these are NVIDIA's libnccl or the CPU library.
 """
 
 __distribution__ = "pynccl-cffi"
@@ -123,7 +121,7 @@ __all__ = [
 ]
 
 
-# Found as attributes, as if they were imported here; they are, when they are asked for.
+# Modules that `pynccl.<name>` imports at the first access.
 _MODULES = ("bootstrap", "mpi", "testing")
 
 
@@ -132,7 +130,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    # Sockets, digests and launchers are for those who look for other ranks, and slow to import.
+    # Import late: sockets, digests and launchers take long to import.
     if name == "init":
         from pynccl.bootstrap._init import init
 

@@ -29,7 +29,9 @@ cli.add_command(trace)
 
 
 @cli.command("cpu-library")
-@click.option("--dir", "folder", is_flag=True, help="The folder of libnccl.so.2 and its headers instead.")
+@click.option(
+    "--dir", "folder", is_flag=True, help="Print the folder of libnccl.so.2 and its headers instead."
+)
 def _cpu_library(folder: bool) -> None:
     """Print the path of the CPU library."""
     print(discovery.forward_folder() if folder else discovery.cpu_library())

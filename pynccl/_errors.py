@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""The exceptions, as one tree.
 
 NcclError (RuntimeError)
 ├── NcclUnhandledCudaError        ncclUnhandledCudaError
@@ -6,7 +6,7 @@ NcclError (RuntimeError)
 ├── NcclInternalError             ncclInternalError
 ├── NcclInvalidArgument           ncclInvalidArgument
 ├── NcclInvalidUsage              ncclInvalidUsage
-│   └── CollectiveMismatchError   the ranks called different things
+│   └── CollectiveMismatchError   the ranks made different calls
 ├── NcclRemoteError               ncclRemoteError
 │   └── RankFailedError           .ranks died
 ├── NcclTimeoutError              ncclTimeout; a TimeoutError too
@@ -27,9 +27,9 @@ UNSUPPORTED = f"pynccl works on Linux (x86_64, aarch64, WSL) only; this is {sys.
 
 
 class NcclError(RuntimeError):
-    """Report a failed call; what is not known of it is None or empty.
+    """Report a failed call; unknown attributes are None or empty.
 
-    `result` is NCCL's code, `detail` what the library reported as its last error.
+    `result` is NCCL's code, `detail` the library's last error message.
     """
 
     code: ClassVar[int | None] = None
@@ -106,11 +106,11 @@ class NcclTimeoutError(NcclError, TimeoutError):
 
 
 class NotSupportedError(NcclError, NotImplementedError):
-    """Report what the loaded library or this platform lacks."""
+    """Report a function that the loaded library or this platform lacks."""
 
 
 class LibraryNotFoundError(NcclError, OSError):
-    """Report that no library could be loaded, and every place that was tried."""
+    """Report that no library could be loaded; the text names every place that was tried."""
 
 
 class BootstrapError(NcclError):

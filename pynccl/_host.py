@@ -1,4 +1,4 @@
-"""Which host this process is on: its name and boot, and the namespaces that processes share there."""
+"""The identity of this host: name, boot id, and namespaces."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 
 def same_host(*namespaces: str) -> str:
-    """Return what is the same for the processes of one host that share these namespaces ("net", "pid")."""
+    """Return a text that is equal for processes of one host with the same namespaces ("net", "pid")."""
     return f"{socket.gethostname()} {same_boot(*namespaces)}"
 
 
 def same_boot(*namespaces: str) -> str:
-    """Return what is the same for the processes of one kernel that share these namespaces."""
+    """Return a text that is equal for processes of one running kernel with the same namespaces."""
     parts = [_read(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()]
     return " ".join(parts + [_link(f"/proc/self/ns/{name}") for name in namespaces])
 
 
 def digest(text: str) -> bytes:
-    """Return 16 bytes that stand for a text."""
+    """Return a digest of 16 bytes of a text."""
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
@@ -28,7 +28,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text("ascii").strip()
     except OSError:
-        # A sandbox may hide it.
+        # A sandbox may hide the file.
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Whether this folder is pynccl, built, and nobody else's: what the errors of an import say otherwise."""
+"""Checks that this folder is a built pynccl and no other package, for the errors of an import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _NATIVE = "_native"
-# Of PyPI's package with the name pynccl, which is not ours, and which pip writes into the same folder.
+# Files of another package named pynccl, which pip installs into the same folder.
 _OF_THE_OTHER = ("api.py", "binding.py")
 _REMEDY = (
     "pip uninstall pynccl pynccl-cffi, and install pynccl-cffi again (PyPI's package `pynccl` is another one)"
@@ -17,7 +17,7 @@ _REMEDY = (
 
 
 def require_own() -> None:
-    """Raise where `import pynccl` gives another package's module; warn where it is in the same folder."""
+    """Raise if `import pynccl` finds another package's module; warn if both are in the same folder."""
     if not hasattr(sys.modules["pynccl"], "__distribution__"):
         raise ImportError(f"{_FOLDER}/__init__.py is missing, or another package's: {_REMEDY}")
     if all(os.path.exists(os.path.join(_FOLDER, name)) for name in _OF_THE_OTHER):
@@ -25,7 +25,7 @@ def require_own() -> None:
 
 
 def why_not_built(error: ImportError) -> ImportError:
-    """Return an error that says how to build, where that was not done; else the error itself."""
+    """Return an error that tells how to build pynccl if it is not built; else the error itself."""
     if any(os.path.exists(os.path.join(_FOLDER, _NATIVE + suffix)) for suffix in EXTENSION_SUFFIXES):
         return error
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
@@ -38,8 +38,8 @@ def why_not_built(error: ImportError) -> ImportError:
 
 
 def other_version() -> str | None:
-    """Return the version of PyPI's package pynccl where it is installed, too."""
-    # Slow to import, and of no use before.
+    """Return the version of the other package named pynccl, if it is installed."""
+    # Imported late, because the import is slow.
     from importlib import metadata
 
     try:

@@ -1,4 +1,4 @@
-"""What is taken for a time-out: an argument, or PYNCCL_TIMEOUT."""
+"""Time-outs: from an argument or PYNCCL_TIMEOUT."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from numbers import Real
 from typing import Any
 
-# More than any clock, socket or poll takes; whoever asks for longer wants to wait for ever.
+# The longest time-out in seconds: clocks, sockets and polls accept it, and it is as good as none.
 LONGEST = 1e9
 
 
 def check_timeout(timeout: Any, *, zero: bool = False, optional: bool = True) -> float | None:
-    """Return a positive number of seconds, or 0 where `zero`, or None where `optional`; else raise.
+    """Return a positive number of seconds, 0 if `zero`, or None if `optional`; else raise.
 
-    It is never more than the system's calls take.
+    Larger values are cut to LONGEST.
     """
     if optional and timeout is None:
         return None
@@ -27,7 +27,7 @@ def check_timeout(timeout: Any, *, zero: bool = False, optional: bool = True) ->
 
 
 def resolve_timeout(timeout: float | None) -> float | None:
-    """Return a time-out in seconds as given or by PYNCCL_TIMEOUT, None where there is none."""
+    """Return the given time-out or PYNCCL_TIMEOUT in seconds; None if neither is set."""
     timeout = check_timeout(timeout)
     text = os.environ.get("PYNCCL_TIMEOUT")
     if timeout is not None or not text:

@@ -1,4 +1,4 @@
-"""Small values that cross the API: the unique id, datatypes, reductions, handles that are written late."""
+"""Small types of the API: unique id, datatypes, reductions, and handles that NCCL writes late."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class RedOp(IntEnum):
 
 
 class UniqueId:
-    """What the ranks of one communicator agree on: 128 bytes, among them a secret. Immutable."""
+    """The id that the ranks of one communicator share: 128 immutable bytes that include a secret.
+
+    Raises TypeError or ValueError for anything but 128 bytes.
+    """
 
     __slots__ = ("_data",)
     _data: bytes
@@ -61,7 +64,7 @@ class UniqueId:
         return UniqueId, (self._data,)
 
     def __repr__(self) -> str:
-        # Who has the bytes can join: logs get a digest, by which two ids can still be compared.
+        # The bytes allow joining, so logs show a digest, which still distinguishes ids.
         import hashlib
 
         return f"<UniqueId {hashlib.sha256(self._data).hexdigest()[:12]}>"
@@ -85,9 +88,9 @@ def _id_bytes(value: Any, name: str) -> bytes:
 
 
 class LateHandle:
-    """A handle that NCCL writes after the call: int() of it is 0 until the group or the creation is complete.
+    """A handle that NCCL writes after the call: its int() is 0 until the group or the creation completes.
 
-    Every function of pynccl.capi takes it where it takes the handle.
+    Every function of pynccl.capi accepts it in place of the handle.
     """
 
     __slots__ = ("_cell", "_keep")
@@ -113,5 +116,8 @@ class LateHandle:
 
 
 def get_unique_id() -> UniqueId:
-    """Make the id of a new communicator, on one rank; the others must be given it."""
+    """Make the id of a new communicator on one rank; pass it to the other ranks.
+
+    Raises LibraryNotFoundError if no library can be loaded.
+    """
     return UniqueId(capi.ncclGetUniqueId())

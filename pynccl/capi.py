@@ -1,12 +1,12 @@
-"""NCCL's C API, one to one: its names, its arguments in its order minus the out-pointers, which are returned.
+"""NCCL's C API, one to one: same names and argument order; out-pointers are return values.
 
 Pointers, handles and streams are ints, a unique id is 128 bytes, strings are str. A result other than success
 raises, except ncclInProgress: functions with out-values return them, the others return the result (0 or 7).
-The library is loaded by the first call. FUNCTIONS tells which NCCL brought each function; the CPU library
+The first call loads the library. FUNCTIONS has the first NCCL version of each function; the CPU library
 adds CPU_FUNCTIONS.
 
-A handle that NCCL writes only at the end of the group, or in the background on a non-blocking communicator,
-is returned as a LateHandle, which serves wherever the handle does.
+If NCCL writes a handle at the end of the group, or in the background of a non-blocking communicator, the
+function returns a LateHandle, which every function accepts in place of the handle.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _ConfigLike = Config | Mapping[str, Any] | None
 
 
 def _handle(cell: Any, keep: Any = None, place: tuple[int, int] | None = None, parent: int = 0) -> int:
-    """Return the communicator or window in the cell, late where it is still to be written.
+    """Return the communicator or window in the cell, or a LateHandle if NCCL will write it later.
 
-    That is so in a group, and on a non-blocking parent, also where NCCL answers ncclSuccess
+    NCCL writes it later in a group and on a non-blocking parent, even if it returns ncclSuccess
     (src/init.cc: ncclCommInitChildComm).
     """
     value = int(cell[0])
@@ -51,7 +51,7 @@ def _handle(cell: Any, keep: Any = None, place: tuple[int, int] | None = None, p
             _remember(value, place, (cell, keep))
         return value
     if parent:
-        # Written behind everybody's back, whether or not somebody still wants it.
+        # NCCL writes the cell in the background, even if the caller has dropped the handle.
         _remember_late(parent, cell)
     return cast(int, LateHandle(cell, keep))
 
@@ -62,7 +62,7 @@ def _id(data: bytes) -> bytes:
 
 def _ints(values: Sequence[int], count: int, name: str) -> Any:
     if len(values) < count:
-        raise ValueError(f"{name} has {len(values)} entries, {count} are needed")
+        raise ValueError(f"{name} has {len(values)} entries; expected {count}")
     return _ffi.new("int[]", list(values))
 
 
@@ -87,7 +87,7 @@ def ncclCommInitRankScalable(
     nranks: int, myrank: int, nId: int, commIds: Sequence[bytes], config: _ConfigLike = None
 ) -> int:
     if len(commIds) < nId:
-        raise ValueError(f"commIds has {len(commIds)} entries, {nId} are needed")
+        raise ValueError(f"commIds has {len(commIds)} entries; expected {nId}")
     cell, uids, options = _ffi.new("uintptr_t*"), b"".join(map(_id, commIds)), _pack(Config, config)
     if r := _library.ncclCommInitRankScalable(cell, nranks, myrank, nId, uids, options):
         _check(r, "ncclCommInitRankScalable")
@@ -179,7 +179,7 @@ def ncclWaitSignal(
 ) -> int:
     """Take each descriptor as (opCnt, peer, sigIdx, ctx)."""
     if len(signalDescs) < nDesc:
-        raise ValueError(f"signalDescs has {len(signalDescs)} entries, {nDesc} are needed")
+        raise ValueError(f"signalDescs has {len(signalDescs)} entries; expected {nDesc}")
     cells = _ffi.new("ncclWaitSignalDesc_t[]", list(signalDescs))
     if r := _library.ncclWaitSignal(nDesc, cells, comm, stream):
         _check(r, "ncclWaitSignal", comm)
@@ -190,7 +190,7 @@ def ncclWaitSignal(
 
 
 def _require(function: str) -> None:
-    """Raise for a function that answers with text and is not there: it has no result code to say so."""
+    """Raise if a function that returns text is missing, since it has no result code."""
     getattr(_library, function)
     if not _lib.nccl_api_find(function.encode()):
         _check(_NOT_FOUND, function)

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a fresh process of its own, and bring the results back."""
+"""Run a function on several ranks, each in a new process, and return the results."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
 
 __all__ = ["RankError", "RankTimeout", "run"]
 
-# What the other ranks get to end by themselves once one has failed: long enough for them to report it too.
+# Seconds for the other ranks to end after a rank failed: long enough to report the failure too.
 _GRACE = 5.0
 _WORKER = "from pynccl.testing import _work; _work()"
 
 
 class RankError(RuntimeError):
-    """A rank of `run` failed; `.ranks` says which, `.errors` holds the exceptions that could travel."""
+    """A rank of `run` failed; `.ranks` are the failed ranks, `.errors` the exceptions that can be pickled."""
 
     def __init__(self, message: str, errors: dict[int, BaseException | None]) -> None:
         super().__init__(message, errors)
@@ -46,7 +46,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(RankError, TimeoutError):
-    """Ranks of `run` were still running at the timeout, and were killed."""
+    """Ranks of `run` were still running at the time-out, and were killed."""
 
 
 def run(
@@ -58,21 +58,23 @@ def run(
     check: bool = True,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Call `fn(rank, nranks, *args)` in one new process per rank; return the results in the ranks' order.
+    """Call `fn(rank, nranks, *args)` in one new process for each rank; return the results in rank order.
 
-    `fn` is found by its name in its module or file; with cloudpickle installed any function will do, as those
-    of notebooks, of standard input, and lambdas. `backend` is "auto" (the CPU library where there is no
-    NVIDIA driver), or a value for PYNCCL_LIBRARY. A rank that fails raises RankError with its
-    traceback; with `check=False` its RankError stands in the result instead, and the other ranks go on.
-    `env` adds variables. Nothing is left running afterwards.
+    A new process finds `fn` by its name in its module or file. With cloudpickle installed any function works,
+    also from notebooks and standard input, and lambdas. `backend` is "auto" (the CPU library without an
+    NVIDIA driver) or a value for PYNCCL_LIBRARY. `env` adds variables. No process is left running afterwards.
+
+    Raises RankError with the traceback of a rank that failed. With `check=False` the result holds the
+    RankError instead, and the other ranks continue. Raises RankTimeout after `timeout` seconds, and TypeError
+    or ValueError for wrong arguments.
     """
     if isinstance(nranks, bool) or not isinstance(nranks, int):
-        raise TypeError(f"nranks is {nranks!r}; expected an int, then the function: run(4, fn)")
+        raise TypeError(f"nranks is {nranks!r}; expected an int before the function: run(4, fn)")
     if nranks < 1:
         raise ValueError(f"nranks is {nranks}; expected 1 or more")
     if not callable(fn):
         raise TypeError(f"fn is {fn!r}; expected a function that takes (rank, nranks, *args)")
-    # Found by name, or as bytes together with the arguments, since their classes are no easier to find.
+    # By name, or as bytes together with the arguments, whose classes have the same problem.
     place = _locate(fn)
     content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))
     task = (list(sys.path), place, nranks)
@@ -91,7 +93,7 @@ def run(
 
 
 def _locate(fn: Callable[..., Any]) -> tuple[str, str, str] | None:
-    """Return module name, file and qualified name, by which another process finds the function; or None."""
+    """Return module name, file and qualified name of a function that another process can find; else None."""
     name, module = getattr(fn, "__qualname__", ""), sys.modules.get(getattr(fn, "__module__", ""))
     found: Any = module
     for part in name.split("."):
@@ -103,27 +105,27 @@ def _locate(fn: Callable[..., Any]) -> tuple[str, str, str] | None:
 
 
 def _cloudpickle(fn: Callable[..., Any]) -> Any:
-    """Return the module that takes functions along as bytes."""
+    """Return the module that pickles functions by value."""
     if not callable(fn):
         raise TypeError(f"fn is {fn!r}; expected a function")
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:
         raise ValueError(
-            f"fn is {fn!r}, which a new process cannot find by its name in a file; expected a function of a "
+            f"fn is {fn!r}, which a new process cannot find by name in a file; expected a function of a "
             "module or a script, or any function with cloudpickle installed (pip install cloudpickle)"
         ) from None
 
 
 class _Failure:
-    """What became of a rank that brought no result."""
+    """The failure of a rank that returned no result."""
 
     def __init__(self, text: str, error: BaseException | None = None, killed: bool = False) -> None:
         self.text, self.error, self.killed = text, error, killed
 
 
 class _Job:
-    """The processes of one run and the folder that they answer in."""
+    """The processes of one run, and the folder of their answers."""
 
     def __init__(self, folder: Path, nranks: int) -> None:
         self.folder, self.nranks = folder, nranks
@@ -141,13 +143,13 @@ class _Job:
             str(self.folder),
             str(rank),
         ]
-        # The package may have been imported from a folder that the child does not look into by itself.
+        # The package's folder may not be on the child's own path.
         here = str(Path(__file__).parents[1])
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, env.get("PYTHONPATH")]))
         self.children.append(Child(argv, env=env))
 
     def wait(self, timeout: float, check: bool) -> None:
-        """Wait for the ranks to end; with `check`, not long after one of them has failed."""
+        """Wait until the ranks end; with `check`, only a short time after a rank has failed."""
         deadline = time.monotonic() + timeout
         while not self._all_ended():
             now = time.monotonic()
@@ -159,7 +161,7 @@ class _Job:
         self._all_ended()
         running = [child for rank, child in enumerate(self.children) if rank not in self.ended]
         self.timed_out = bool(running) and not any(self.children[rank].poll() for rank in self.ended)
-        # A rank that gets this signal writes where it is, and ends.
+        # On this signal a rank writes its stacks and ends.
         for child in running:
             os.kill(child.pid, signal.SIGABRT)
         wait_all(running, 2.0)
@@ -182,7 +184,7 @@ class _Job:
                 for rank, a in enumerate(answers)
             ]
         failed = [rank for rank in self.ended if isinstance(answers[rank], _Failure)]
-        # One that ended just before its end was due has a value.
+        # A rank that ended just before the time-out has a result.
         late = [
             rank
             for rank, answer in enumerate(answers)
@@ -198,7 +200,7 @@ class _Job:
         return answers
 
     def _as_error(self, ranks: list[int], answers: list[Any], head: str) -> RankError:
-        """Return one error for these ranks, the first of them being its cause."""
+        """Return one error for these ranks, caused by the first of their errors."""
         kind = RankTimeout if all(answers[rank].killed for rank in ranks) else RankError
         text = "\n".join(f"rank {rank} of {self.nranks} {answers[rank].text}" for rank in ranks)
         blamed = [rank for rank in ranks if kind is RankTimeout or not answers[rank].killed]
@@ -217,23 +219,23 @@ class _Job:
         killed = rank not in self.ended
         state = "was still running and was ended" if killed else describe_exit(code or 0)
         dump = self.folder / f"{rank}.dump"
-        # One that was ended while it started has none.
+        # A rank that was ended during its start has no stacks.
         stacks = dump.read_text(errors="replace").strip() if dump.exists() else ""
         return _Failure(f"{state}\n{stacks}" if stacks else f"{state}, without a result", killed=killed)
 
 
 def _interpreter_options() -> list[str]:
-    """Return the options of this interpreter that its ranks should run with too."""
+    """Return the interpreter's options that the ranks use too."""
     options = [f"-W{option}" for option in sys.warnoptions]
     return [*options, "-Xdev"] if sys.flags.dev_mode else options
 
 
 def _work() -> None:
-    """Be one rank: what `run` starts its processes with."""
+    """Run one rank; the entry point of the processes that `run` starts."""
     parent, folder, rank = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     die_with_parent(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # Open until the process ends: faulthandler writes there whatever happens.
+    # Open until the process ends, for faulthandler.
     faulthandler.enable(os.open(folder / f"{rank}.dump", os.O_WRONLY | os.O_CREAT), all_threads=True)
     sys.exit(not _call(folder, rank))
 
@@ -268,7 +270,7 @@ def _dumps_error(error: BaseException, dumps: Callable[[Any], bytes]) -> bytes:
 
 
 def _find(module_name: str, file: str, qualname: str) -> Callable[..., Any]:
-    """Return the function of that name, from the file that the parent had it from."""
+    """Return the function of this name from the parent's file."""
     found: Any = _import(module_name, file)
     for part in qualname.split("."):
         found = getattr(found, part)
@@ -277,7 +279,7 @@ def _find(module_name: str, file: str, qualname: str) -> Callable[..., Any]:
 
 def _import(name: str, file: str) -> Any:
     if name == "__main__":
-        # As multiprocessing does: the script runs under another name, and pickles of its classes still fit.
+        # As in multiprocessing: the script runs under another name, and its classes can still be unpickled.
         namespace = runpy.run_path(file, run_name="__mp_main__")
         module = type(sys)("__mp_main__")
         module.__dict__.update(namespace)

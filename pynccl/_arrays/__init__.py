@@ -1,4 +1,4 @@
-"""Arrays of all kinds: where their memory is, how many elements of which datatype, and how to make a new one.
+"""Arrays of all kinds: the place of their memory, their count and datatype, and the creation of new ones.
 
 Imports `_library` and `_types`. Knows nothing of communicators.
 """

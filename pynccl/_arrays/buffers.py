@@ -1,8 +1,8 @@
-"""From an array to what NCCL wants: pointer, count, datatype, and where the memory is.
+"""From an array to NCCL's arguments: pointer, count and datatype, and the device of the memory.
 
-How an object is read is decided once per type, in this order: pynccl.Buffer, numpy.ndarray, cupy.ndarray,
-torch.Tensor, __cuda_array_interface__, DLPack, the buffer protocol. Nothing is copied or guessed. Of a type
-that has both of the interfaces, as JAX's, every array is asked: the first is there for device memory alone.
+Each type is read in one way, chosen once in this order: pynccl.Buffer, numpy.ndarray, cupy.ndarray,
+torch.Tensor, __cuda_array_interface__, DLPack, the buffer protocol. Nothing is copied or guessed. If a type
+has both interfaces, as JAX's has, each array decides: only device memory has __cuda_array_interface__.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pynccl._library import cuda
 from pynccl._library.binding import ffi
 from pynccl._types import DataType
 
-# pointer, count, dtype code (dtypes), device, flags. A plain tuple: one is made for every argument of every
-# call. The flags are 0 for a writable array in C order of a dtype that NCCL has.
+# Pointer, count, dtype code (dtypes), device, flags. A plain tuple for speed: every argument of every call
+# makes one. The flags are 0 for a writable array in C order with a dtype of NCCL's own.
 Span = tuple[int, int, int, int, int]
 
 READ_ONLY, FORTRAN, TRAVELS, RECORDED_BY_AUTOGRAD = 1, 2, 4, 8
 
 HOST = -1
-# Without a driver all memory is host memory, also what claims to be a device's.
+# The place of a communicator that accepts any memory: without a driver all memory is host memory.
 ANYWHERE = -2
 
 
@@ -48,24 +48,25 @@ class _HasBuffer(Protocol):
 
 
 class Kind(NamedTuple):
-    """What pynccl does with the arrays of one type."""
+    """The functions that handle the arrays of one type."""
 
     span: Callable[[Any, str], Span]
-    # The stream that the array's own library uses at present.
+    # Return the current stream of the array's own library.
     current: Callable[[Any], int]
-    # A new array of the same kind and dtype, with this shape.
+    # Return a new array of the same kind and dtype, with this shape.
     empty: Callable[[Any, tuple[int, ...]], Any]
-    # Have a stream wait for whatever still writes the array: for producers that say so, and not on their own.
+    # Make a stream wait for pending writes to the array, for producers that announce them.
     order: Callable[[Any, int], None] | None = None
-    # Tell the array's library that its elements are about to change.
+    # Notify the array's library that the elements are about to change.
     changed: Callable[[Any], None] | None = None
 
 
 class Buffer:
     """Raw memory as an array: a pointer, a number of elements and their dtype.
 
-    `dtype` is a NumPy dtype or its name ("bfloat16"), a DataType or a torch dtype. `owner` is kept alive as
-    long as the buffer. Where the memory is, the driver says; without one it is host memory.
+    `dtype` is a NumPy dtype or its name ("bfloat16"), a DataType or a torch dtype. The buffer keeps `owner`
+    alive. The CUDA driver knows the device of the memory; without a driver it is host memory. Wrong arguments
+    raise TypeError or ValueError.
     """
 
     __slots__ = ("_span", "dtype", "owner")
@@ -99,12 +100,12 @@ class Buffer:
         return f"<pynccl.Buffer {self.ptr:#x}, {self.count} of {dtypes.name_of(self._span[2])}>"
 
 
-# What a type checker takes for an array.
+# The static type of arrays.
 Array = Buffer | _HasDLPack | _HasCudaArrayInterface | _HasBuffer
 
 
 class Part(Buffer):
-    """Some memory of another array, its owner: on that array's stream, and ordered behind who writes it."""
+    """A part of another array, its owner, with the owner's stream and pending writes."""
 
     __slots__ = ()
 
@@ -127,7 +128,7 @@ def _part_changed(part: Any) -> None:
 
 def _any_dtype(dtype: Any, name: str) -> int:
     if dtype is None:
-        # NumPy takes it for float64.
+        # np.dtype(None) is float64.
         raise TypeError(f"{name} is None; expected a dtype that NCCL can carry")
     if isinstance(dtype, DataType):
         return int(dtype)
@@ -145,20 +146,20 @@ def _any_dtype(dtype: Any, name: str) -> int:
 
 
 class _Spans(dict[type, Callable[[Any, str], Span]]):
-    """How to read the arrays of a type; one not met before is looked at first."""
+    """The reading function of each array type, chosen at the first array of the type."""
 
     def __missing__(self, kind: type) -> Callable[[Any, str], Span]:
         return lambda array, name: kind_of(array, name).span(array, name)
 
 
-# cupy.ndarray once an array of it was seen.
+# cupy.ndarray, after the first array of this type.
 cupy_array: Any = None
 spans = _Spans()
 _kinds: dict[type, Kind] = {}
 
 
 def kind_of(array: Any, name: str = "send") -> Kind:
-    """Return what to do with an array; `name` is what messages call it."""
+    """Return the Kind of an array; `name` is the argument in messages."""
     kind = _kinds.get(type(array))
     if kind is None:
         kind = _kinds[type(array)] = _choose(array, name)
@@ -167,7 +168,7 @@ def kind_of(array: Any, name: str = "send") -> Kind:
 
 
 def shape_of(array: Any) -> tuple[int, ...]:
-    """Return an array's shape; a Buffer's and a plain buffer's has one axis or what the buffer says."""
+    """Return an array's shape; a Buffer has one axis, and a plain buffer its own shape."""
     if isinstance(array, Buffer):
         return (array.count,)
     if hasattr(array, "shape"):
@@ -180,7 +181,7 @@ def shape_of(array: Any) -> tuple[int, ...]:
 
 
 def in_shape_of(array: Any, other: Any) -> Any:
-    """Return an array as a view in another's shape; itself where that needs a copy, or one has no shape."""
+    """Return a view of an array in another's shape; the array itself if no such view exists."""
     shape, wanted = getattr(array, "shape", None), getattr(other, "shape", None)
     if shape is None or wanted is None or tuple(shape) == tuple(wanted):
         return array
@@ -198,11 +199,11 @@ def _choose(array: Any, name: str) -> Kind:
         return Kind(lambda buffer, _: buffer._span, _no_stream, _cannot_create)
     if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
-            raise TypeError(f"{name} is a masked array, whose mask would be lost; expected a plain array")
+            raise TypeError(f"{name} is a masked array; its mask would be lost; expected a plain array")
         return Kind(_from_numpy, _no_stream, _numpy_empty)
     library = type(array).__module__.partition(".")[0]
     if library == "cupy" and hasattr(array, "data") and hasattr(array, "flags"):
-        # Without a driver no array is a device's, whatever its device_id.
+        # Without a driver every array is in host memory, whatever its device_id.
         global cupy_array
         if hasattr(array, "_c_contiguous"):
             cupy_array = type(array)
@@ -228,7 +229,7 @@ def _choose(array: Any, name: str) -> Kind:
 
 
 def _either(by_cuda: Kind, by_dlpack: Kind) -> Kind:
-    """Return the kind of a type whose arrays are in device memory, which has an interface, or elsewhere."""
+    """Return the kind of a type with both interfaces: `by_cuda` for device memory, else `by_dlpack`."""
 
     def of(array: Any) -> Kind:
         return by_cuda if hasattr(array, _CUDA_INTERFACE) else by_dlpack
@@ -250,8 +251,8 @@ def _why_no_array(array: Any, name: str) -> str:
     kind = type(array).__qualname__
     if hasattr(array, "__array__"):
         return (
-            f"{name} is of type {kind}, which decides by itself whether it gives its numbers or a copy of "
-            f"them; expected an array that you have taken from it, such as numpy.asarray({name})"
+            f"{name} is of type {kind}, which may return its memory or a copy of "
+            f"it; expected an array made from it, such as numpy.asarray({name})"
         )
     return (
         f"{name} is of type {kind}; expected a NumPy or CuPy array, a torch tensor, a pynccl.Buffer, or an "
@@ -260,7 +261,7 @@ def _why_no_array(array: Any, name: str) -> str:
 
 
 def _torch_tensor() -> Any:
-    # Looked up, never imported: an array of a library shows that it is there.
+    # Never import torch: if an array is a tensor, torch is imported already.
     torch = sys.modules.get("torch")
     return getattr(torch, "Tensor", ())
 
@@ -278,12 +279,12 @@ def _span(
 def _not_contiguous(name: str, shape: Any, strides: Any) -> ValueError:
     return ValueError(
         f"{name} is not contiguous (shape {tuple(shape)}, strides {tuple(strides)}); nothing is copied "
-        "silently: pass a contiguous array, as ascontiguousarray or .contiguous() makes it"
+        "silently: expected a contiguous array (see ascontiguousarray and .contiguous())"
     )
 
 
 def _device_of(pointer: int, count: int) -> int:
-    """Ask the driver where memory is; an empty array is nowhere."""
+    """Ask the driver for the device of memory; an empty array has none."""
     if not count or not cuda.available():
         return ANYWHERE
     device = cuda.pointer_device(pointer)
@@ -309,10 +310,10 @@ def _from_numpy(array: Any, name: str) -> Span:
     code = native.get(array.dtype)
     if code is not None and flags.carray:
         try:
-            # A third of what array.ctypes.data costs.
+            # Three times as fast as array.ctypes.data.
             pointer = int(_cast("uintptr_t", _from_memory(array)))
         except (TypeError, ValueError, BufferError):
-            # ml_dtypes' arrays have no buffer.
+            # Arrays of ml_dtypes have no buffer protocol.
             pointer = array.ctypes.data
         return pointer, array.size, code, HOST, 0
     fortran = not flags.c_contiguous
@@ -330,7 +331,9 @@ def _from_buffer(array: Any, name: str) -> Span:
     try:
         view = np.asarray(memoryview(array))
     except (TypeError, ValueError, BufferError) as error:
-        raise TypeError(f"{name} (a {type(array).__qualname__}) is no buffer of numbers: {error}") from error
+        raise TypeError(
+            f"{name} (a {type(array).__qualname__}) is not a buffer of numbers: {error}"
+        ) from error
     return _from_numpy(view, name)
 
 
@@ -375,7 +378,7 @@ def _cupy_empty(array: Any, shape: tuple[int, ...]) -> Any:
     if cuda.available():
         with cupy.cuda.Device(array.data.device_id):
             return cupy.empty(shape, array.dtype)
-    # Its allocators need the driver; an array over memory that it does not own needs none.
+    # CuPy's allocators need the driver; a CuPy array over foreign memory does not.
     host = np.empty(shape, array.dtype)
     memory = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, 0)
     return cupy.ndarray(shape, array.dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
@@ -388,13 +391,13 @@ def _from_torch(tensor: Any, name: str) -> Span:
     if tensor.layout is not sys.modules["torch"].strided or tensor.is_conj() or tensor.is_neg():
         raise TypeError(
             f"{name} is a tensor with layout {tensor.layout} or a pending conjugation or negation; expected "
-            "a plain strided one (.to_dense(), .resolve_conj(), .resolve_neg())"
+            "a plain strided tensor (.to_dense(), .resolve_conj(), .resolve_neg())"
         )
     if not tensor.is_contiguous():
         raise _not_contiguous(name, tensor.shape, tensor.stride())
     device = tensor.device
     if device.type not in ("cpu", "cuda"):
-        raise TypeError(f"{name} is a tensor on {device}; expected one on the CPU or on a CUDA device")
+        raise TypeError(f"{name} is a tensor on {device}; expected a tensor on the CPU or on a CUDA device")
     where = HOST if device.type == "cpu" else device.index
     span = _span(tensor.data_ptr(), tensor.numel(), from_torch(tensor.dtype, name), where)
     if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
@@ -403,7 +406,7 @@ def _from_torch(tensor: Any, name: str) -> Span:
 
 
 def _torch_changed(tensor: Any) -> None:
-    # As torch's own operations do: a backward pass that needs the old elements says so and uses no others.
+    # Increment the version counter, so that a backward pass that needs the old elements raises.
     if not tensor.is_inference():
         sys.modules["torch"].autograd.graph.increment_version(tensor)
 
@@ -425,8 +428,8 @@ def _from_cuda_array_interface(array: Any, name: str) -> Span:
     interface = array.__cuda_array_interface__
     shape, strides = interface["shape"], interface.get("strides")
     if interface.get("mask") is not None:
-        raise TypeError(f"{name} has a mask, which would be lost; expected a plain array")
-    # bfloat16 and float8 have no typestr of their own: where there is a NumPy dtype, it says more.
+        raise TypeError(f"{name} has a mask that would be lost; expected a plain array")
+    # The typestr cannot express bfloat16 and float8; the NumPy dtype, if there is one, can.
     dtype = getattr(array, "dtype", None)
     if not isinstance(dtype, np.dtype):
         dtype = np.dtype(interface["typestr"])
@@ -438,12 +441,10 @@ def _from_cuda_array_interface(array: Any, name: str) -> Span:
 
 
 def _stated_stream(array: Any) -> int | None:
-    """Return the stream that still writes the array, as version 3 of the interface states it."""
+    """Return the stream of pending writes, which version 3 of the interface can name."""
     stream = array.__cuda_array_interface__.get("stream")
     if stream == 0:
-        raise ValueError(
-            "__cuda_array_interface__ has stream 0, which is ambiguous; expected 1 or 2, or None"
-        )
+        raise ValueError("__cuda_array_interface__ has the ambiguous stream 0; expected 1, 2 or None")
     return None if stream is None else int(stream)
 
 
@@ -480,7 +481,7 @@ def _from_dlpack(array: Any, name: str) -> Span:
 
 
 def _from_jax(array: Any, name: str) -> Span:
-    # Immutable, whatever the capsule says.
+    # JAX arrays are immutable, even if the capsule does not say so.
     pointer, count, code, where, flags = _from_dlpack(array, name)
     return pointer, count, code, where, flags | READ_ONLY
 
@@ -490,7 +491,7 @@ def _order_dlpack(array: Any, stream: int) -> None:
 
 
 def _is_fortran(shape: Any, strides: Any, step: int, name: str) -> bool:
-    """Tell whether an array is in Fortran order and not in C order; neither is an error."""
+    """Tell whether an array is in Fortran order only; raise if it is in neither order."""
     if strides is None or 0 in shape or _is_dense(shape[::-1], strides[::-1], step):
         return False
     if not _is_dense(shape, strides, step):

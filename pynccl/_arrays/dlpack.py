@@ -1,4 +1,4 @@
-"""What a DLPack capsule says of an array, read in place: the capsule is given back unconsumed."""
+"""The description of an array in a DLPack capsule, read in place: the capsule stays unconsumed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 _CPU, _CUDA_HOST, _CUDA_MANAGED, _CUDA = 1, 3, 13, 2
 _READ_ONLY = 1
-# The type codes of DLPack; bits and lanes say the rest.
+# The type codes of DLPack; bits and lanes complete them.
 _KINDS = {0: "int", 1: "uint", 2: "float", 5: "complex"}
 _NARROW = {4: "bfloat16", 6: "bool", 8: "float8_e4m3", 10: "float8_e4m3fn", 12: "float8_e5m2"}
 
 
 class Tensor(NamedTuple):
-    """An array as DLPack describes it; strides count elements, None means C order."""
+    """DLPack's description of an array; strides count elements, None means C order."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -56,8 +56,8 @@ _name_of.argtypes, _name_of.restype = (ctypes.py_object,), ctypes.c_char_p
 
 
 def read(array: Any) -> Tensor:
-    """Describe an array; it has to outlive the use of the pointer."""
-    # -1: the consumer orders its streams itself. Producers in host memory take none at all.
+    """Describe an array, which must outlive the use of the pointer."""
+    # -1: the consumer orders its streams itself. Producers in host memory accept no stream.
     on_device = array.__dlpack_device__()[0] in (_CUDA, _CUDA_MANAGED)
     options: dict[str, Any] = {"stream": -1} if on_device else {}
     try:
@@ -69,25 +69,25 @@ def read(array: Any) -> Tensor:
     if name == b"dltensor_versioned":
         managed = _Versioned.from_address(pointer)
         if managed.major != 1:
-            raise ValueError(f"DLPack {managed.major}.{managed.minor} is not known")
+            raise ValueError(f"DLPack {managed.major}.{managed.minor} is not supported; expected version 1")
         return _describe(managed.tensor, bool(managed.flags & _READ_ONLY))
     return _describe(_Tensor.from_address(pointer), readonly=False)
 
 
 def order(array: Any, stream: int) -> None:
-    """Have a CUDA stream wait for whatever still writes the array: its producer does that, when asked."""
+    """Ask the producer to make a CUDA stream wait for pending writes to the array."""
     if array.__dlpack_device__()[0] in (_CUDA, _CUDA_MANAGED):
-        # 0 is no stream to DLPack, 1 the legacy default one. The capsule is given back unconsumed.
+        # DLPack forbids 0; 1 is the legacy default stream. The capsule stays unconsumed.
         array.__dlpack__(stream=stream or 1)
 
 
 def _describe(tensor: _Tensor, readonly: bool) -> Tensor:
     if tensor.device_type not in (_CPU, _CUDA_HOST, _CUDA_MANAGED, _CUDA):
         raise ValueError(
-            f"its memory is of DLPack device type {tensor.device_type}, neither CUDA's nor the host's"
+            f"its memory has DLPack device type {tensor.device_type}; expected CUDA or host memory"
         )
     if tensor.lanes != 1:
-        raise ValueError(f"its elements are vectors of {tensor.lanes}")
+        raise ValueError(f"its elements are vectors of {tensor.lanes} numbers; expected single numbers")
     dtype = _NARROW.get(tensor.code) or f"{_KINDS.get(tensor.code, f'type {tensor.code} of ')}{tensor.bits}"
     axes = range(tensor.ndim)
     return Tensor(

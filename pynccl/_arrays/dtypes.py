@@ -1,7 +1,7 @@
-"""From the dtypes of NumPy, torch and DLPack to what NCCL is told: one table, by name.
+"""From the dtypes of NumPy, torch and DLPack to NCCL's datatypes: one table, by name.
 
-A code below 16 is NCCL's datatype. Other dtypes travel as one that NCCL has: complex numbers as twice as many
-floats, which is right for sum and avg and for moving them, and what NCCL cannot compute with as bytes. Their
+A code below 16 is NCCL's datatype. Other dtypes travel as one of NCCL's: complex numbers as twice as many
+floats, which is correct for sum, avg and moving, and dtypes that NCCL cannot reduce as bytes. Their
 codes hold an index into TRAVELLERS above the low byte.
 """
 
@@ -17,7 +17,7 @@ from pynccl._types import DataType
 
 
 class Traveller(NamedTuple):
-    """A dtype that goes as `factor` elements of another; not `adds`: only moved, never reduced."""
+    """A dtype that travels as `factor` elements of another; `adds`: sum and avg are correct."""
 
     name: str
     datatype: DataType
@@ -48,13 +48,13 @@ _HINTS = {
     "object": " (Python objects have no fixed bytes)",
 }
 
-# Of NumPy dtypes and torch dtypes met so far; `native` has only those that NCCL has itself.
+# Codes of the NumPy and torch dtypes used so far; `native` has only NCCL's own datatypes.
 native: dict[Any, int] = {}
 known: dict[Any, int] = {}
 
 
 def traveller(code: int) -> Traveller | None:
-    """Return how a dtype travels, None for NCCL's own."""
+    """Return how a dtype travels; None for NCCL's own datatypes."""
     return TRAVELLERS[(code >> 8) - 1] if code >> 8 else None
 
 
@@ -64,23 +64,23 @@ def name_of(code: int) -> str:
 
 
 def itemsize(code: int) -> int:
-    """Return the bytes of one element of what is sent: a traveller's factor is not in it."""
+    """Return the bytes of one element of the datatype that NCCL sends, without a traveller's factor."""
     return ITEM_SIZES[code & 0xFF]
 
 
 def from_name(dtype: str, name: str) -> int:
-    """Return the code for a dtype's name; `name` is the argument that messages name."""
+    """Return the code for a dtype's name; `name` is the argument in messages."""
     code = CODES.get(dtype)
     if code is None:
         raise TypeError(
             f"{name} has dtype {dtype}{_HINTS.get(dtype, '')}; expected one of {', '.join(NATIVE)}, "
-            f"or to move only, or to add complex numbers, {', '.join(t.name for t in TRAVELLERS)}"
+            f"or, only to be moved (complex numbers also added), {', '.join(t.name for t in TRAVELLERS)}"
         )
     return code
 
 
 def from_numpy(dtype: Any, name: str) -> int:
-    """Return the code for a NumPy dtype, ml_dtypes' too."""
+    """Return the code for a NumPy dtype, including those of ml_dtypes."""
     code = known.get(dtype)
     if code is None:
         given, dtype = dtype, np.dtype(dtype)
@@ -88,13 +88,13 @@ def from_numpy(dtype: Any, name: str) -> int:
             raise TypeError(
                 f"{name} has dtype {dtype.str}; expected this machine's byte order, {sys.byteorder}-endian"
             )
-        # By name, so that ml_dtypes' types are known without importing it.
+        # By name, which avoids importing ml_dtypes.
         code = _remember(given, from_name(dtype.name if dtype.names is None else str(dtype), name))
     return code
 
 
 def from_torch(dtype: Any, name: str) -> int:
-    """Return the code for a torch dtype, whose names are NumPy's and ml_dtypes'."""
+    """Return the code for a torch dtype; torch uses the names of NumPy and ml_dtypes."""
     code = known.get(dtype)
     return _remember(dtype, from_name(str(dtype).partition(".")[2], name)) if code is None else code
 

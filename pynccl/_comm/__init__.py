@@ -1,4 +1,4 @@
-"""The communicator: its core, operations, groups and prepared calls, what is derived from it, and its end.
+"""The communicator: its core, operations, groups, prepared calls, derived communicators, and its end.
 
-Imports every room below; `bootstrap`, `_run`, `mpi`, `compat` and `torch` import it.
+Imports every package below; `bootstrap`, `_run`, `mpi`, `compat` and `torch` import it.
 """

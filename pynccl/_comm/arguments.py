@@ -34,24 +34,24 @@ from pynccl._comm.kinds import (
     SEND,
 )
 
-# A call whose arguments are right: addresses of input and output, elements as NCCL is told them, dtype code,
-# the array with the result. A plain tuple, since one is made for every call.
+# Checked arguments: address of the input, address of the output, NCCL's count, dtype code, the array with the
+# result. A plain tuple for speed: every call makes one.
 Checked = tuple[int, int, int, int, Any]
 
 
 class Arguments:
-    """What the arguments of one communicator's calls have to be."""
+    """Checks of the arguments of one communicator's calls."""
 
     def __init__(self, core: Core) -> None:
         self._rank, self._size, self._device = core.rank, core.size, core.device
         self._place, self._waits = core.place, core.waits
 
     def check(self, kind: int, send: Any, recv: Any, root: int) -> Checked:
-        """Check the arrays of a call, and its root or peer."""
+        """Check the arrays of a call and its root or peer."""
         return _CHECKS[kind](self, send, recv, root)
 
     def span(self, array: Any, name: str, *, split: bool = False) -> Span:
-        """Resolve an array; refuse memory that the library cannot reach from the communicator's device."""
+        """Resolve an array; raise ValueError if the communicator's device cannot reach its memory."""
         span = spans[type(array)](array, name)
         _, count, _, where, flags = span
         if where not in (self._place, ANYWHERE):
@@ -65,7 +65,7 @@ class Arguments:
     def _misplaced(self, name: str, where: int, count: int) -> None:
         if self._waits:
             raise ValueError(
-                f"{name} is memory of device {where}; the CPU library is loaded, which works on host memory"
+                f"{name} is memory of device {where}; expected host memory, since the CPU library is loaded"
             )
         if where != HOST:
             raise ValueError(
@@ -73,33 +73,33 @@ class Arguments:
             )
         if count:
             raise ValueError(
-                f"{name} is host memory; NVIDIA's NCCL is loaded, which works on device memory "
+                f"{name} is host memory; expected device memory, since NVIDIA's NCCL is loaded "
                 "(PYNCCL_LIBRARY=cpu works on host memory)"
             )
 
     def output(self, array: Any, name: str, *, split: bool = False, in_place: bool = False) -> Span:
-        """Resolve an array that is written to."""
+        """Resolve an array that receives the result."""
         span = self.span(array, name, split=split)
         if span[4] & READ_ONLY and span[1]:
             name = f"{name} (in place)" if in_place else name
-            raise ValueError(f"{name} is read-only; expected a writable array, since the result goes there")
+            raise ValueError(f"{name} is read-only; expected a writable array for the result")
         if span[4] & RECORDED_BY_AUTOGRAD:
             name = f"{name} (in place)" if in_place else name
             raise ValueError(
-                f"{name} requires grad, and autograd would not know that its elements change; expected a "
-                "tensor that does not, the call under torch.no_grad(), or a new tensor for the result"
+                f"{name} requires grad, and autograd would miss the change of its elements; expected a "
+                "tensor without requires_grad, a call under torch.no_grad(), or a new tensor for the result"
             )
         return span
 
     def rank_in(self, value: Any, name: str) -> None:
-        """Refuse what is no rank of the communicator."""
+        """Raise TypeError or ValueError unless the value is a rank of the communicator."""
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"{name} is {value!r}; expected an int, 0 <= {name} < {self._size}")
         if not 0 <= value < self._size:
             raise ValueError(f"{name} is {value}; expected 0 <= {name} < {self._size}")
 
     def _part(self, span: Span, name: str) -> int:
-        """Return the elements of each rank's part of an array, as NCCL is told them."""
+        """Return NCCL's count of each rank's part of an array."""
         if _elements(span) % self._size:
             raise ValueError(
                 f"{name} has {_elements(span)} elements; expected a multiple of the {self._size} ranks"
@@ -107,7 +107,7 @@ class Arguments:
         return span[1] // self._size
 
     def _new(self, send: Any, shape: tuple[int, ...]) -> Any:
-        """Return a new array for the result, of the sender's kind."""
+        """Return a new array for the result, of the same kind as `send`."""
         return kind_of(send, "send").empty(send, shape)
 
     def _first_axis(self, array: Any) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ class Arguments:
     def _check_broadcast(self, send: Any, recv: Any, root: int) -> Checked:
         self.rank_in(root, "root")
         if send is None and (recv is None or root == self._rank):
-            where = ", which the root sends" if root == self._rank else ", or recv"
+            where = ": this rank is the root" if root == self._rank else " for send or recv"
             raise TypeError(f"send is None; expected an array{where}")
         if root != self._rank:
             span = self.output(send, "send", in_place=True) if recv is None else self.output(recv, "recv")
@@ -188,11 +188,11 @@ class Arguments:
         self.rank_in(root, "root")
         if root == self._rank:
             if send is None:
-                raise TypeError("send is None; expected an array, which the root sends")
+                raise TypeError("send is None; expected an array: this rank is the root")
             return self._check_reduce_scatter(send, recv, root)
         if recv is None:
             if send is None:
-                raise TypeError("send and recv are None; expected recv, or a send to make it from")
+                raise TypeError("send and recv are None; expected an array for at least one of them")
             recv = self._new(send, self._first_axis(send))
         target = self.output(recv, "recv", split=True)
         return 0, target[0], target[1], target[2], recv
@@ -208,7 +208,7 @@ class Arguments:
         return 0, target[0], target[1], target[2], recv
 
     def _require_joined(self, part: Any, whole: Any, recv: Any) -> None:
-        """Refuse a recv of another shape: parts are joined along an axis of their own, or the first."""
+        """Require the shape of the joined parts: along a new first axis, or along the existing one."""
         one, all_ = _shape(part), _shape(whole)
         if one is None or all_ is None or all_ == (self._size, *one):
             return
@@ -219,15 +219,13 @@ class Arguments:
         else:
             fitting = [all_[1:]] if all_ and all_[0] == self._size else []
             fitting += [(all_[0] // self._size, *all_[1:])] if all_ and all_[0] % self._size == 0 else []
-        text = " or ".join(map(str, fitting)) or f"a send whose first axis {self._size} ranks can share"
-        raise ValueError(
-            f"recv has shape {_shape(recv)}; expected {text} (a view of it, as reshape gives, will do)"
-        )
+        text = " or ".join(map(str, fitting)) or f"a send whose first axis is divisible by {self._size}"
+        raise ValueError(f"recv has shape {_shape(recv)}; expected {text} (a view made by reshape is enough)")
 
-    # --- counts of one's own ---
+    # --- counts per rank ---
 
     def counts(self, counts: Any, name: str) -> list[int]:
-        """Return the elements of each rank, from a sequence of as many ints as there are ranks."""
+        """Return the element counts as a list: one int for each rank."""
         try:
             if isinstance(counts, str | bytes | bytearray):
                 raise TypeError
@@ -235,7 +233,7 @@ class Arguments:
         except TypeError:
             raise TypeError(f"{name} is {counts!r}; expected a sequence of {self._size} ints") from None
         if len(values) != self._size:
-            raise ValueError(f"{name} has {len(values)} entries; expected one a rank, {self._size}")
+            raise ValueError(f"{name} has {len(values)} entries; expected {self._size}, one for each rank")
         if min(values) < 0:
             raise ValueError(f"{name} is {values}; expected whole numbers, 0 or more")
         return values
@@ -255,7 +253,7 @@ class Arguments:
 
 
 def _elements(span: Span) -> int:
-    """Return the elements of an array as its owner counts them."""
+    """Return the number of elements in the array's own dtype."""
     travel = dtypes.traveller(span[2])
     return span[1] // travel.factor if travel else span[1]
 
@@ -263,15 +261,15 @@ def _elements(span: Span) -> int:
 def _require_dtype(send: Span, recv: Span) -> None:
     if send[2] != recv[2]:
         names = dtypes.name_of(recv[2]), dtypes.name_of(send[2])
-        raise TypeError(f"recv has dtype {names[0]}; expected that of send, {names[1]}")
+        raise TypeError(f"recv has dtype {names[0]}; expected the dtype of send, {names[1]}")
 
 
 def _require_alike(send: Span, recv: Span) -> None:
-    """Refuse an output that differs from the input in dtype, count or order."""
+    """Require an output with the dtype, count and order of the input."""
     _require_total(send, recv, _elements(send), "as many as send")
     if (send[4] ^ recv[4]) & FORTRAN:
         orders = ("C", "Fortran") if recv[4] & FORTRAN == 0 else ("Fortran", "C")
-        raise ValueError(f"recv is in {orders[0]} order; expected that of send, {orders[1]} order")
+        raise ValueError(f"recv is in {orders[0]} order; expected the order of send, {orders[1]} order")
 
 
 def _require_total(send: Span, recv: Span, count: int, why: str) -> None:
@@ -280,13 +278,13 @@ def _require_total(send: Span, recv: Span, count: int, why: str) -> None:
 
 
 def require_count(span: Span, name: str, count: int, why: str) -> None:
-    """Refuse an array of another length than its counts say."""
+    """Require an array of `count` elements."""
     if _elements(span) != count:
         raise ValueError(f"{name} has {_elements(span)} elements; expected {count}, {why}")
 
 
 def _shape(array: Any) -> tuple[int, ...] | None:
-    """Return an array's shape; None for what is only counted, as a Buffer."""
+    """Return an array's shape; None for a Buffer, which only has a count."""
     shape = getattr(array, "shape", None)
     return None if shape is None else tuple(shape)
 
@@ -297,7 +295,7 @@ def _require_shape(send: Any, recv: Any) -> None:
     one, other = _shape(send), _shape(recv)
     if one != other and one is not None and other is not None:
         raise ValueError(
-            f"recv has shape {other}; expected that of send, {one} (a view of it, as reshape gives, will do)"
+            f"recv has shape {other}; expected the shape of send, {one} (a view made by reshape is enough)"
         )
 
 

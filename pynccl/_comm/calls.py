@@ -1,4 +1,4 @@
-"""The path of a call: resolve the arrays, check them, issue it, and see what came of it."""
+"""The path of a call: resolve and check the arrays, issue the call, handle its result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PerCall = CollConfig | Mapping[str, Any] | None
 
 
 class Piece(NamedTuple):
-    """One call of several that together are one operation."""
+    """One of the calls that an operation is made of."""
 
     kind: int
     code: int
@@ -42,10 +42,10 @@ class Calls:
 
     def __init__(self, core: Core) -> None:
         self.core, self.arguments = core, Arguments(core)
-        # What is the same in many calls; of all_reduce also by type of array, operation and dtype.
+        # Packed calls by kind, dtype, op and root; those of all_reduce also by array type, op and dtype.
         self._templates: dict[tuple[int, int, int, int], fastcall.Template] = {}
         self._usual: dict[type, dict[str, dict[Any, fastcall.Template]]] = {}
-        # What a barrier reduces on the CPU library.
+        # The byte that a barrier reduces on the CPU library.
         self._token = np.zeros(1, np.uint8)
 
     # --- one call ---
@@ -70,11 +70,11 @@ class Calls:
         return result
 
     def all_reduce(self, send: Any, recv: Any, op: Any, stream: Any, config: PerCall) -> Any:
-        """Run an all_reduce; `usual_all_reduce` does so faster for what it has met before."""
+        """Run an all_reduce; `usual_all_reduce` is faster for a repeated array type, op and dtype."""
         return self.run(ALL_REDUCE, send, recv, op, 0, stream, config)
 
     def usual_all_reduce(self) -> fastcall.Usual:
-        """Return what runs all_reduce with (send, recv, op, stream, config)."""
+        """Return the callable that runs all_reduce with (send, recv, op, stream, config)."""
         core = self.core
         stream = None if core.streamless else buffers.cupy_stream
         return fastcall.Usual(self._usual, stream, core.device, self._after_usual, self.all_reduce)
@@ -86,7 +86,7 @@ class Calls:
             self._after(answer, ALL_REDUCE, *self._stream(None, send, recv), (self.core, send, recv))
 
     def barrier(self, timeout: float | None) -> None:
-        """Return when every rank has reached this, or raise after so many seconds."""
+        """Return when every rank has called barrier; raise NcclTimeoutError after `timeout` seconds."""
         core, timeout = self.core, check_timeout(timeout)
         core.outside_groups("barrier")
         wait = core.waits if timeout is None else 0
@@ -111,7 +111,7 @@ class Calls:
         kind: int,
         keep: tuple[Any, ...],
     ) -> int:
-        """Issue a call, and do what is left to do after one that did not simply succeed."""
+        """Issue a call; unless it has completed, wait for it, keep its arrays or raise."""
         answer = None
         try:
             answer = template(source, target, count, stream, wait)
@@ -124,14 +124,14 @@ class Calls:
         return answer
 
     def _remember(self, template: fastcall.Template, send: Any, op: Any, dtype: int) -> None:
-        """Let the next all_reduce like this one be a usual one."""
+        """Let the C fast path run the next all_reduce with this array type, op and dtype."""
         if type(send) is buffers.cupy_array and type(op) is str and dtype < 256:
             self._usual.setdefault(type(send), {}).setdefault(op, {})[send.dtype] = template
 
     def _template(
         self, kind: int, datatype: int, op: int, root: int, config: PerCall = None
     ) -> tuple[fastcall.Template, Any]:
-        """Return what issues such calls, and what it needs alive."""
+        """Return the callable that issues such calls, and the packed config that must stay alive for it."""
         key = kind, datatype, op, root
         template = self._templates.get(key) if config is None else None
         if template is not None:
@@ -145,7 +145,7 @@ class Calls:
         return template, packed
 
     def _stream(self, stream: Any, send: Any, result: Any) -> tuple[int, int]:
-        """Return a call's stream, ordered behind who still writes the arrays, and whether to wait for it."""
+        """Return a call's stream, ordered after pending writes to the arrays, and whether to wait for it."""
         if self.core.streamless:
             if stream is None:
                 return self.core.own_stream, self.core.waits
@@ -162,13 +162,13 @@ class Calls:
             other = kind_of(result)
             if other.order is not None:
                 self._order(other, result, handle)
-        # Host memory has no allocator that knows of streams; a device's has one, for the current stream.
+        # Allocators order the reuse of memory by the current stream only; on another stream keep the arrays.
         if stream is not None and handle != kind.current(first):
             self.core.keep(handle, (send, result, stream))
         return handle, 0
 
     def _order(self, kind: Kind, array: Any, stream: int) -> None:
-        """Have a stream wait for who still writes an array."""
+        """Make a stream wait for pending writes to an array."""
         assert kind.order is not None
         with cuda.using_device(self.core.device):
             kind.order(array, stream)
@@ -176,7 +176,7 @@ class Calls:
     def _after(
         self, answer: int, kind: int, stream: int, wait: int, keep: Any, configured: bool = False
     ) -> None:
-        """Do what is left to do; where that raises after WAITING, `_let_go` is due."""
+        """Complete a call that returned `answer`; the caller calls `_let_go` if this raises after WAITING."""
         if answer == RECORDED:
             fastcall.keep(keep)
         elif answer == WAITING:
@@ -185,9 +185,7 @@ class Calls:
         elif answer == IN_PROGRESS:
             self._complete(function_name(kind, configured), stream, wait, keep)
         elif answer == OVERLAP:
-            in_place = (
-                "separate: it is never in place" if kind == ALL_TO_ALL else "the same memory, or separate"
-            )
+            in_place = "separate memory" if kind == ALL_TO_ALL else "the same memory, or separate memory"
             raise self._located(ValueError(f"send and recv overlap; expected {in_place}"))
         else:
             handle = int(self.core.c.handle)
@@ -203,13 +201,13 @@ class Calls:
                 elif not lib.pynccl_group_depth():
                     self.core.wait(stream, name, None)
         except BaseException:
-            # The library may still be at it.
+            # The library may still use the arrays.
             if self.core.handle:
                 self.core.keep(stream, keep)
             raise
 
     def _let_go(self, stream: int, keep: Any) -> bool:
-        """Leave the communicator where an exception has kept a call from doing so, and keep its arrays."""
+        """Leave the communicator after an exception interrupted a call, and keep the call's arrays."""
         mine = bool(lib.pynccl_leave_mine(self.core.c))
         if mine and self.core.handle:
             self.core.keep(stream, keep)
@@ -218,12 +216,12 @@ class Calls:
     def _located(self, error: Exception, hint: str = "") -> Exception:
         return type(error)(f"{error}{hint} (rank {self.core.rank} of {self.core.size})")
 
-    # --- several calls that are one ---
+    # --- operations of several calls ---
 
     def run_in_pieces(
         self, check_all: Callable[[], Iterable[Piece]], op: Any, stream: Any, send: Any, result: Any
     ) -> Any:
-        """Issue calls as one group, after all of them were checked."""
+        """Check all calls, then issue them as one group."""
         try:
             pieces = list(check_all())
             handle, wait = self._stream(stream, send, result)
@@ -246,7 +244,7 @@ def _tell_changed(result: Any) -> None:
 
 
 def _meant(kind: int, recv: Any) -> str:
-    """Return what was probably meant by what stands where recv belongs, as the end of an error's text."""
+    """Return a hint for an error's text if the value passed as recv looks like another argument."""
     if kind in REDUCING and isinstance(recv, str | RedOp | PreMulSum):
         meant = f"op=RedOp.{recv.name}" if isinstance(recv, RedOp) else f"op={recv!r}"
     elif kind in ROOTED and isinstance(recv, int | np.integer):
@@ -255,4 +253,4 @@ def _meant(kind: int, recv: Any) -> str:
         meant = f"stream={recv!r}"
     else:
         return ""
-    return f"; recv comes second, so write {meant}"
+    return f"; the second argument is recv: write {meant}"

@@ -1,4 +1,4 @@
-"""The communicator as programs see it: how it is made, what it is, and each of its calls by name."""
+"""Communicator, the public class: creation, properties, and its calls by name."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from pynccl._types import UniqueId, to_unique_id
     attrgetter("_core.c"), "split", "shrink", "grow", "finalize", "destroy", "suspend", "resume"
 )
 class Communicator(Operations):
-    """One rank of a group of processes; with the other ranks it makes collective calls on arrays.
+    """One rank of a group of processes that make collective calls on arrays.
 
-    A communicator is for one thread at a time: used by two, or after it was closed, it raises
-    NcclInvalidUsage. As a context manager it is finalized and destroyed at the end, and aborted when an
-    exception leaves the body. What is made of it (split, shrink, grow) is aborted with it.
+    One thread at a time may use a communicator. A concurrent use, or a use after the communicator was closed,
+    raises NcclInvalidUsage. As a context manager it is finalized and destroyed at the end, or aborted when an
+    exception leaves the body. An abort also aborts the communicators made by split, shrink and grow.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class Communicator(Operations):
         device: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Join the group of `nranks` that shares the unique id (or several, for large groups).
+        """Join the group of `nranks` that shares the unique id (or several ids, for large groups).
 
-        `timeout` bounds the creation and every later wait, in seconds.
+        `timeout` bounds the creation and every later wait, in seconds. Wrong arguments raise TypeError or
+        ValueError; a creation that fails raises NcclError, and NcclTimeoutError after `timeout`.
         """
         self._core = core = Core(timeout)
         _require_place(nranks, rank)
@@ -82,9 +83,9 @@ class Communicator(Operations):
         device: int | None = None,
         timeout: float | None = None,
     ) -> Communicator:
-        """Join a communicator that its ranks grow to `nranks`, as a new rank.
+        """Join, as a new rank, a communicator that its ranks grow to `nranks`.
 
-        `unique_id` is what one of its ranks got from `get_unique_id` and grows with.
+        `unique_id` comes from `get_unique_id` on one of these ranks. Raises as the constructor does.
         """
         core = Core(timeout)
         _require_place(nranks, rank)
@@ -104,9 +105,9 @@ class Communicator(Operations):
 
     @classmethod
     def from_handle(cls, handle: int) -> Communicator:
-        """Use a communicator that somebody else made and will destroy, given as its ncclComm_t.
+        """Wrap an ncclComm_t of the loaded library; its creator stays responsible for destroying it.
 
-        It has to be the loaded library's.
+        Raises ValueError if the handle is not a positive int, and NcclError if the library refuses it.
         """
         if isinstance(handle, bool) or not isinstance(handle, int) or handle <= 0:
             raise ValueError(f"handle is {handle!r}; expected an ncclComm_t as a positive int")
@@ -122,16 +123,16 @@ class Communicator(Operations):
         Operations.__init__(self, core)
         return self
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     def handle(self) -> int:
-        """The ncclComm_t as an int, for pynccl.capi and other libraries."""
+        """The ncclComm_t as an int, for pynccl.capi and other libraries; NcclInvalidUsage once closed."""
         return int(self._core.open())
 
     @property
     def rank(self) -> int:
-        """The number of this process in the group, from 0."""
+        """The rank of this process in the group, counted from 0."""
         return self._core.rank
 
     @property
@@ -141,45 +142,55 @@ class Communicator(Operations):
 
     @property
     def device(self) -> int:
-        """The device that this rank computes on."""
+        """The ordinal of this rank's device."""
         return self._core.device
 
     @property
     def closed(self) -> bool:
-        """True once it was destroyed or aborted."""
+        """True after destroy or abort."""
         return not self._core.handle
 
     @property
     def properties(self) -> CommProperties:
-        """What the library says of itself and the machine (ncclCommQueryProperties, NCCL >= 2.29)."""
+        """The library's description of this communicator (ncclCommQueryProperties, NCCL >= 2.29).
+
+        Raises NotSupportedError with an older library.
+        """
         return capi.ncclCommQueryProperties(self.handle)
 
     @property
     def prepare(self) -> Prepare:
-        """The same operations, checked and packed now, run later: `op = comm.prepare.all_reduce(x); op()`."""
+        """The operations, checked and packed now and run later: `op = comm.prepare.all_reduce(x); op()`."""
         return Prepare(self)
 
     def __repr__(self) -> str:
         return repr(self._core)
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Communicator belongs to its process and cannot be pickled")
+        raise TypeError("a Communicator cannot be pickled: it belongs to its process")
 
     def trace(self) -> list[TraceRecord]:
-        """Return the newest calls, as many as PYNCCL_TRACE_SIZE says, oldest first."""
+        """Return the newest calls, oldest first; PYNCCL_TRACE_SIZE is the maximum number."""
         return recorder.trace(self._core.c)
 
     # --- waiting ---
 
     def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
-        """Wait for a stream, or for every stream that this communicator has used."""
+        """Wait for a stream, or for every stream that this communicator has used.
+
+        Raises the NcclError of the calls on the stream, NcclTimeoutError after `timeout` seconds, and
+        TypeError or ValueError for wrong arguments.
+        """
         self._core.synchronize(stream, timeout)
 
     def async_error(self) -> NcclError | None:
-        """Return what has gone wrong in the background, None when nothing has."""
+        """Return, without raising, the error that occurred in the background, or None.
+
+        Raises NcclInvalidUsage once the communicator is closed.
+        """
         return self._core.async_error()
 
-    # --- what is derived from it ---
+    # --- derived communicators ---
 
     @overload
     def split(self, color: int, key: int = 0, *, config: ConfigLike = None) -> Communicator: ...
@@ -190,7 +201,9 @@ class Communicator(Operations):
     def split(self, color: int | None, key: int = 0, *, config: ConfigLike = None) -> Communicator | None:
         """Make a communicator of the ranks with the same color, ordered by key (ncclCommSplit, NCCL >= 2.18).
 
-        Every rank has to call it. `color=None`: this rank joins none, and gets None.
+        Every rank must call it. With `color=None` this rank joins no communicator and gets None. Raises
+        TypeError or ValueError for wrong arguments, NotSupportedError with an older library, and NcclError if
+        the creation fails.
         """
         child = derive.split(self._core, color, key, config)
         return None if child is None else self._of(child)
@@ -203,12 +216,15 @@ class Communicator(Operations):
         config: ConfigLike = None,
         quorum: Quorum = "majority",
     ) -> Communicator:
-        """Make a communicator without some ranks, which do not call this (ncclCommShrink, NCCL >= 2.27).
+        """Make a communicator without the ranks in `exclude` (ncclCommShrink, NCCL >= 2.27).
 
-        `abort=True`, for ranks that have failed, ends what is outstanding and closes this communicator. With
-        a time-out the survivors first agree on who they are, and do without the library's help before 2.27.
-        They raise RankFailedError where they are not more than half of the ranks that are not proven to have
-        ended, since the others may go on by themselves; `quorum=None` goes on all the same.
+        Excluded ranks do not call this. `abort=True`, for failed ranks, ends outstanding calls and closes
+        this communicator. With a time-out the survivors first agree on their ranks; this also works before
+        NCCL 2.27. The survivors raise RankFailedError unless they are more than half of the ranks that are
+        not proven to have ended, since the others may continue on their own; `quorum=None` drops this
+        condition.
+
+        Raises TypeError or ValueError for wrong arguments, and NcclError if the creation fails.
         """
         if quorum not in ("majority", None):
             raise ValueError(f"quorum is {quorum!r}; expected 'majority' or None")
@@ -223,7 +239,10 @@ class Communicator(Operations):
         return self._of(recovery.shrink(self._core, ranks, abort, config, quorum))
 
     def get_unique_id(self) -> UniqueId:
-        """Return the id with which new ranks join this communicator when it grows; on one rank only."""
+        """Return the id by which new ranks join when this communicator grows; call it on one rank only.
+
+        Raises NcclInvalidUsage once the communicator is closed, and NcclError if the library refuses.
+        """
         return recovery.unique_id_to_grow(self._core)
 
     def grow(
@@ -231,45 +250,59 @@ class Communicator(Operations):
     ) -> Communicator:
         """Make a communicator of these ranks and new ones, `nranks` in all.
 
-        As ncclCommGrow, and before NCCL 2.29 by a new rendezvous. Every rank has to call it: `unique_id` on
-        the one that got it from the communicator's `get_unique_id`, None elsewhere. The new ranks call
-        `Communicator.join` with it.
+        It calls ncclCommGrow, or before NCCL 2.29 makes a new rendezvous. Every rank must call it: with
+        `unique_id` on the rank that called `get_unique_id`, with None elsewhere. The new ranks call
+        `Communicator.join`. Raises ValueError for wrong arguments, NcclTimeoutError if a new rank does not
+        join in time, RankFailedError if a rank dies, and NcclError if the creation fails otherwise.
         """
         if not isinstance(nranks, int) or nranks <= self.size:
-            raise ValueError(f"nranks is {nranks}; expected more than the present {self.size}")
+            raise ValueError(f"nranks is {nranks}; expected more than the present {self.size} ranks")
         uid = None if unique_id is None else bytes(to_unique_id(unique_id))
         return self._of(recovery.grow(self._core, nranks, uid, config))
 
-    # --- the end ---
+    # --- end ---
 
     def finalize(self) -> None:
-        """Complete the outstanding calls of all ranks; the communicator can then only be destroyed."""
+        """Complete the outstanding calls of all ranks; afterwards the communicator can only be destroyed.
+
+        Raises RankFailedError or NcclTimeoutError if a rank fails, and NcclInvalidUsage once closed.
+        """
         end.finalize(self._core)
 
     def destroy(self) -> None:
-        """Finalize where that was not done, and give everything back; harmless when already closed."""
+        """Finalize if necessary, then release all resources; no effect on a closed communicator.
+
+        Raises RankFailedError or NcclTimeoutError if a rank fails meanwhile.
+        """
         end.destroy(self._core)
 
     def abort(self) -> None:
-        """Give everything back at once, without the other ranks; any thread may call it, at any time.
+        """Release all resources immediately, without the other ranks; any thread may call it at any time.
 
-        What was made of this communicator is aborted with it.
+        Communicators that were derived from this one are aborted too. Raises NcclTimeoutError if the library
+        does not return.
         """
         end.abort(self._core)
 
     def revoke(self) -> None:
         """End outstanding calls on this rank without closing the communicator (ncclCommRevoke, NCCL >= 2.28).
 
-        It can then be shrunk, split or closed, on all ranks alike.
+        Afterwards all ranks can shrink, split or close it. Raises NotSupportedError with an older library.
         """
         end.revoke(self._core)
 
     def suspend(self) -> None:
-        """Give the communicator's device memory back until `resume` (ncclCommSuspend, NCCL >= 2.29)."""
+        """Release the communicator's device memory until `resume` (ncclCommSuspend, NCCL >= 2.29).
+
+        Raises NotSupportedError with an older library, and NcclError if the library refuses.
+        """
         end.suspend(self._core)
 
     def resume(self) -> None:
-        """Take the memory back that `suspend` gave (ncclCommResume, NCCL >= 2.29)."""
+        """Allocate the device memory again that `suspend` released (ncclCommResume, NCCL >= 2.29).
+
+        Raises NotSupportedError with an older library, and NcclError if the library refuses.
+        """
         end.resume(self._core)
 
     def __enter__(self) -> Communicator:
@@ -317,13 +350,14 @@ def _require_place(nranks: int, rank: int) -> None:
 
 
 def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> list[Communicator]:
-    """Make a communicator of one process with a rank on each device, and return its ranks (ncclCommInitAll).
+    """Make a communicator with one rank for each device of this process (ncclCommInitAll); return the ranks.
 
-    `devices` is their number or their ordinals. Calls of one thread on several ranks belong in a `group()`.
+    `devices` is a number of devices or their ordinals. Put the calls of one thread on several ranks into a
+    `group()`. Raises ValueError for wrong devices, and NcclError if the creation fails.
     """
     ordinals = list(range(devices)) if isinstance(devices, int) else [int(d) for d in devices]
     if not ordinals or isinstance(devices, bool):
-        raise ValueError(f"devices is {devices!r}; expected a positive number, or ordinals")
+        raise ValueError(f"devices is {devices!r}; expected a positive number or a list of ordinals")
     loader.load()
     handles = bounded(
         lambda: capi.ncclCommInitAll(len(ordinals), ordinals),
@@ -336,7 +370,7 @@ def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> l
     for handle in handles:
         core = Core(timeout)
         core.identity, core.origin = identity, "init_all"
-        # The ranks of one process cannot outlive each other.
+        # No control channel: the ranks of one process die together.
         create.take(core, handle, with_channel=False)
         ranks.append(Communicator._of(core))
     return ranks

@@ -1,4 +1,4 @@
-"""The core of a communicator: its C struct, and what every use needs: enter and leave, wait, settle, keep."""
+"""The core of a communicator: its C struct, and the steps of every use: enter, leave, wait, settle, keep."""
 
 from __future__ import annotations
 
@@ -26,50 +26,51 @@ from pynccl._watch.watchdog import Look, Watch
 
 T = TypeVar("T")
 
-# What the C call path answers beside NCCL's results.
+# Results of the C call path that are not NCCL's.
 RECORDED, WAITING, BUSY = lib.PYNCCL_RECORDED, lib.PYNCCL_WAITING, lib.PYNCCL_BUSY
 CLOSED, OVERLAP, NO_MEMORY = lib.PYNCCL_CLOSED, lib.PYNCCL_OVERLAP, lib.PYNCCL_NO_MEMORY
 STOPPED: Any = lib.PYNCCL_STOPPED
 INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
 
+# Seconds between two attempts to enter a communicator that another thread uses.
 _PAUSE = 0.01
 
 
 class Core:
-    """One rank of a communicator, as everything in this package sees it.
+    """One rank of a communicator, as the modules of this package see it.
 
-    `handle` is its ncclComm_t, 0 once it is closed; `c` its pynccl_comm, which C's call path works on.
+    `handle` is the ncclComm_t, or 0 once closed. `c` is the pynccl_comm, the struct of the C call path.
     """
 
     def __init__(self, timeout: float | None) -> None:
-        # First of all, so that an object whose creation failed can be collected.
+        # Set first: __del__ reads them even if the creation failed.
         self.handle = 0
         self.owned = False
         self.why = "was never created"
         self.timeout = resolve_timeout(timeout)
-        # By when its creation is over.
+        # Deadline of the creation, in seconds of time.monotonic(); None once created.
         self.until: float | None = None
-        # What the trace calls it, how it was made, and what other ranks may call it.
+        # Its name in the trace, how it was created, and the name that other ranks may use for it.
         self.identity = self.origin = self.also = ""
         self.c: Any = ffi.gc(lib.pynccl_comm_new(), lib.pynccl_comm_release)
         self.watch = Watch(self.c, self.timeout)
         self.rank, self.size, self.device = -1, 0, -1
-        # Where arrays have to be: the device's ordinal, or HOST.
+        # Where arrays must be: the device's ordinal, HOST or ANYWHERE.
         self.place = ANYWHERE
-        # 1 where calls without a stream wait: with the CPU library.
+        # 1 if calls without a stream wait for their result (CPU library), else 0.
         self.waits = 0
-        # There is no stream but those that are given.
+        # True without a CUDA driver: arrays then have no current stream.
         self.streamless = False
-        # Of calls without a stream, where arrays have none either.
+        # The stream of calls that name none, where arrays have no current stream.
         self.own_stream = 0
-        # By stream.
+        # Arrays that calls still use, by stream.
         self.in_flight: dict[int, InFlight] = {}
         self._scratch: tuple[int, int] | None = None
-        # How many were derived from it, by how; and how often it has been shrunk.
+        # The number of derived communicators by method, and the number of shrinks with abort=True.
         self.derived = Counter[str]()
         self.attempts = 0
         self.children: weakref.WeakSet[Core] = weakref.WeakSet()
-        # Alive as long as its children: an abort finds them through it.
+        # Children keep their parent alive: an abort of the grandparent finds them through it.
         self.parent: Core | None = None
 
     def __repr__(self) -> str:
@@ -77,52 +78,51 @@ class Core:
         return f"<pynccl.Communicator {place}{'' if self.handle else ', closed'}>"
 
     def locate(self, device: int, on_cpu: bool) -> None:
-        """Decide where arrays have to be, and on which stream calls without one go."""
+        """Decide where arrays must be, and which stream calls use that name none."""
         driver = not on_cpu and cuda.available()
         self.device, self.waits, self.streamless = device, int(on_cpu), not driver
         self.place = HOST if on_cpu else device if driver else ANYWHERE
-        # Not the default stream: host arrays know nothing of streams, and calls of two threads on two
-        # communicators must not wait for each other.
+        # Not the default stream: calls of two threads on two communicators must not wait for each other.
         self.own_stream = streams.cpu_stream() if on_cpu else 0
 
     # --- the handle ---
 
     def open(self) -> int:
-        """Return the handle, or say why there is none any more."""
+        """Return the handle; raise NcclInvalidUsage with the reason once the communicator is closed."""
         if not self.handle:
             raise NcclInvalidUsage(f"{self!r} cannot be used: {self.why}", rank=self.known_rank)
         return self.handle
 
     def live(self) -> int:
-        """Return the handle; raise when the watchdog has found trouble."""
+        """Return the handle; raise the watchdog's error if it has found one."""
         self.watch.raise_verdict()
         return self.open()
 
     @property
     def known_rank(self) -> int | None:
-        """The rank, None before it is known."""
+        """The rank; None before the creation has completed."""
         return self.rank if self.size else None
 
     def close(self, why: str) -> int:
-        """Mark it as closed; return the handle if it is to be given back."""
+        """Mark the communicator as closed; return its handle if this process must release it, else 0."""
         handle, owned = int(self.handle), self.owned
         self.forget(why)
         return handle if owned else 0
 
     def forget(self, why: str) -> None:
-        """Use the handle no more."""
+        """Stop using the handle; `why` ends the message of later errors."""
         if self.handle:
             self.handle, self.why = 0, why
             self.c.handle = 0
 
     def family(self) -> Iterator[Core]:
-        """Return it and all that was derived from it."""
+        """Return this communicator and all that were derived from it."""
         yield self
         for child in list(self.children):
             yield from child.family()
 
     def adopt(self, child: Core) -> None:
-        """Take a communicator as derived from this one."""
+        """Register a communicator that was derived from this one."""
         child.parent = self
         self.children.add(child)
 
@@ -130,25 +130,23 @@ class Core:
 
     @contextmanager
     def alone(self, anyway: bool = False) -> Iterator[None]:
-        """Be the only thread that uses the communicator; `anyway`: also when it is in trouble."""
+        """Reserve the communicator for this thread; `anyway`: even after the watchdog has found an error."""
         answer = None
         try:
             answer = (lib.pynccl_enter_anyway if anyway else lib.pynccl_enter)(self.c)
             if not answer:
                 yield
         finally:
-            # None: an exception came between the call and its answer.
+            # None: a signal handler raised before the answer was stored.
             if not answer:
                 lib.pynccl_leave_mine(self.c)
         if answer:
             self.refuse(answer)
 
     def refuse(self, answer: int) -> None:
-        """Raise where an answer is the call path's own, and about this communicator."""
+        """Raise the error of an answer that the C call path gave for this communicator."""
         if answer == BUSY:
-            raise NcclInvalidUsage(
-                f"{self!r} is in use by another thread; a communicator is for one at a time"
-            )
+            raise NcclInvalidUsage(f"{self!r} is in use by another thread; expected one thread at a time")
         if answer == STOPPED:
             raise check_mode.interrupted()
         if answer == CLOSED and not self.handle:
@@ -166,14 +164,14 @@ class Core:
             raise found
 
     def outside_groups(self, what: str) -> None:
-        """Refuse a call that cannot be recorded."""
+        """Raise inside group() or prepare, which cannot record the call."""
         if lib.pynccl_is_recording():
             raise NcclInvalidUsage(
                 f"{what} inside pynccl.group() or prepare: expected it outside", function=what
             )
 
     def check(self, kind: int) -> None:
-        """In check mode, compare with the other ranks that they are about to do the same."""
+        """In check mode, require that all ranks are about to make the same call."""
         answer = lib.pynccl_check_other(self.c, kind)
         if answer:
             self.refuse(answer)
@@ -181,7 +179,7 @@ class Core:
     def bounded(
         self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
     ) -> T:
-        """Make a blocking call that ends with the time-out, and with the watchdog's verdict."""
+        """Make a blocking call that ends at the time-out or with the watchdog's verdict."""
         try:
             return bounded(call, self.timeout, what, if_abandoned, self.watch.raise_verdict)
         except NcclTimeoutError as error:
@@ -192,24 +190,24 @@ class Core:
     # --- waiting ---
 
     def deadline(self, timeout: float | None) -> tuple[float | None, float | None]:
-        """Return how many seconds a wait may take, and when it is over."""
+        """Return the seconds that a wait may take, and its deadline by time.monotonic()."""
         seconds = self.timeout if timeout is None else timeout
         deadline = None if seconds is None else time.monotonic() + seconds
         return seconds, deadline if deadline is None or self.until is None else min(deadline, self.until)
 
     def wait(self, stream: int, what: str, timeout: float | None) -> None:
-        """Wait for a stream, and let go of the arrays that were kept for it."""
+        """Wait for a stream, then release the arrays that were kept for it."""
         seconds, deadline = self.deadline(timeout)
         try:
             if self.waits:
                 done = streams.wait_cpu(self.live, stream, deadline)
             else:
-                # Handles up to 2 mean the current device's default streams.
+                # Handles 0 to 2 are the default streams of the current device.
                 with cuda.using_device(self.device):
                     done = streams.wait_cuda(self.live, stream, deadline)
         except NcclError as error:
             found = self.watch.cause(error)
-            # A wait for a rank that does not come stays outstanding in the trace.
+            # In the trace, a call that waits for a missing rank stays outstanding.
             if not isinstance(found, RankFailedError | NcclTimeoutError):
                 lib.pynccl_comm_failed(self.c, stream, found.result or 1)
             raise found from error.__cause__
@@ -221,7 +219,7 @@ class Core:
         lib.pynccl_comm_forget(self.c, stream)
 
     def settle(self, what: str, look: Look | None = None) -> None:
-        """Wait until a non-blocking communicator has taken the last call."""
+        """Wait until a non-blocking communicator has accepted the last call."""
         seconds, deadline = self.deadline(None)
 
         def live() -> int:
@@ -237,7 +235,7 @@ class Core:
             raise self._late(what, seconds, "", True)
 
     def _late(self, what: str, seconds: float | None, where: str, fatal: bool) -> NcclError:
-        """Return the error of a wait in vain; `fatal`: it was the communicator's own time-out."""
+        """Return the error of a wait that timed out; `fatal`: at the communicator's own time-out."""
         text = f"{what} did not complete{where} within {seconds:g} s ({self!r})"
         error = self.watch.expire(text, fatal)
         if error is None or not fatal:
@@ -256,7 +254,7 @@ class Core:
                 self.wait(handle, "synchronize", timeout)
 
     def async_error(self) -> NcclError | None:
-        """Return what has gone wrong in the background, None when nothing has."""
+        """Return the error that occurred in the background, or None."""
         handle = self.open()
         found = self.watch.verdict()
         if found is not None:
@@ -270,7 +268,7 @@ class Core:
     # --- memory ---
 
     def keep(self, stream: int, arrays: Any) -> None:
-        """Hold on to the arrays of a call until its stream is known to be done with them."""
+        """Keep the arrays of a call alive until its stream has finished with them."""
         held = self.in_flight.get(stream)
         if held is None:
             events = CpuEvents(int(self.handle)) if self.waits else CudaEvents(self.device)
@@ -278,14 +276,14 @@ class Core:
         held.add(arrays)
 
     def device_scratch(self) -> tuple[int, int]:
-        """Return a byte of device memory and a stream of its own, for the barrier."""
+        """Return the barrier's byte of device memory and its stream."""
         if self._scratch is None:
             with cuda.using_device(self.device):
                 self._scratch = cuda.memory_allocate(1), cuda.stream_create()
         return self._scratch
 
     def release(self) -> None:
-        """Give back what belongs to it beside the library's communicator."""
+        """Release everything that belongs to the communicator except the ncclComm_t."""
         self.watch.stop(lib.PYNCCL_CLOSES)
         while self.in_flight:
             self.in_flight.popitem()[1].clear()
@@ -301,7 +299,7 @@ class Core:
     # --- the end of the process, and of the object ---
 
     def leave_at_exit(self, deadline: float | None) -> bool:
-        """Complete what was issued and leave; False where that failed, or None was given: an abort is due."""
+        """Complete the issued calls; False if that failed or `deadline` is None: then abort."""
         completed = deadline is not None and self._complete_issued(deadline)
         if not self._take_from_watchdog(lib.PYNCCL_ENDS if completed else lib.PYNCCL_STAYS):
             lifetime.disown(int(self.handle))
@@ -311,7 +309,7 @@ class Core:
         if not self.owned or not self.handle:
             return True
         self._warn()
-        # A daemon thread may be in a call, which goes on until the interpreter ends.
+        # A daemon thread may be in a call until the interpreter ends.
         while (answer := lib.pynccl_enter(self.c)) == BUSY and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         if not answer:
@@ -322,13 +320,13 @@ class Core:
             return False
         return True
 
-    def _take_from_watchdog(self, goodbye: Any) -> bool:
-        """Stop watching; False where the watchdog has given the handle back."""
-        self.watch.stop(goodbye)
+    def _take_from_watchdog(self, reason: Any) -> bool:
+        """Stop watching; False if the watchdog has released the handle already."""
+        self.watch.stop(reason)
         return self.watch.claim(1000)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: nothing that it has is this process's to give back."""
+        """In a forked child: release nothing; the resources are the parent's."""
         lib.pynccl_leave(self.c)
         self.forget("it belongs to the parent of this forked process; make a new one here")
         self.in_flight.clear()
@@ -338,7 +336,7 @@ class Core:
         warnings.warn(f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=3)
 
     def __del__(self) -> None:
-        # Never a collective call from here: the other ranks' collectors run at other times.
+        # No collective call here: garbage collection runs at other times on other ranks.
         if getattr(self, "handle", 0) and self.owned:
             lifetime.orphans.append(self.in_flight)
             if not self._take_from_watchdog(lib.PYNCCL_STAYS):

@@ -1,4 +1,4 @@
-"""The creation of a communicator: the library's call, then all that makes its handle one to use."""
+"""The creation of a communicator: the library's call, then the set-up around its handle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pynccl._watch.watchdog import Look
 def create(
     core: Core, what: str, call: Callable[[], int], device: int | None, look: Look | None = None
 ) -> None:
-    """Make the library's communicator by a blocking call on a device, and take it."""
+    """Create the library's communicator by a blocking call on a device, and set up `core` with it."""
 
     def on_its_device() -> int:
         with on_device(device):
@@ -38,7 +38,7 @@ def create(
 def take(
     core: Core, handle: int, *, owned: bool = True, with_channel: bool = True, look: Look | None = None
 ) -> None:
-    """Use a communicator that the library has made; abort it where that fails."""
+    """Set up `core` with the library's communicator; abort the communicator if that fails."""
     core.handle, core.owned = handle, owned
     if owned:
         lifetime.own(int(handle))
@@ -59,7 +59,7 @@ def take(
             if check_mode.enabled():
                 check_mode.start(core.c)
     except BaseException:
-        # The other ranks may have it, and wait in it.
+        # Other ranks may have succeeded, and wait for this rank: the abort tells them.
         abort(core)
         raise
     core.until = None

@@ -1,4 +1,4 @@
-"""Communicators that are derived from another one: what split, shrink and grow have in common, and split."""
+"""Derived communicators: the common part of split, shrink and grow, and split itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class How(NamedTuple):
     name: str
     function: str
     kind: Any
-    # Every rank calls it, so that check mode can compare.
+    # Every rank makes the call, so check mode can compare.
     by_all: bool = True
 
 
@@ -36,7 +36,7 @@ SHRINK = How("shrink", "ncclCommShrink", lib.PYNCCL_SHRINK, by_all=False)
 
 
 def new_child(core: Core, how: How, detail: object, also: str = "") -> Core:
-    """Return a communicator that is still to be derived from this one, named alike on all ranks."""
+    """Return the core of a communicator to be derived; its name is the same on all ranks."""
     child = Core(core.timeout)
     core.derived[how.name] += 1
     child.identity = recorder.identify(core.identity, how.name, core.derived[how.name], detail)
@@ -47,7 +47,7 @@ def new_child(core: Core, how: How, detail: object, also: str = "") -> Core:
 def derive(
     core: Core, how: How, detail: object, call: Callable[[], int], *, joins: bool = True, also: str = ""
 ) -> Core | None:
-    """Derive a communicator by a call of the library; None where this rank does not join it."""
+    """Derive a communicator by a call of the library; None if this rank does not join it."""
     core.outside_groups(how.function)
     child = new_child(core, how, detail, also)
 
@@ -70,7 +70,7 @@ def derive(
 
 
 def _take(core: Core, child: Core, handle: int) -> None:
-    """Complete what the library has made; of a rank that fails meanwhile the parent knows more."""
+    """Set up the derived communicator; report failed ranks by the parent's watchdog."""
     try:
         take(child, handle, look=core.watch.raise_verdict)
     except NcclTimeoutError as error:
@@ -80,13 +80,13 @@ def _take(core: Core, child: Core, handle: int) -> None:
 
 
 def split(core: Core, color: int | None, key: int, config: ConfigLike) -> Core | None:
-    """Derive a communicator of the ranks with the same color, ordered by key; None without a color."""
+    """Derive a communicator of the ranks with the same color, ordered by key; None if color is None."""
     if color is not None and (isinstance(color, bool) or not isinstance(color, int | np.integer)):
         raise TypeError(f"color is {color!r}; expected an int, or None to join no communicator")
     if color is not None and not 0 <= color < 1 << 31:
         raise ValueError(f"color is {color}; expected 0 <= color < 2**31, or None")
     if isinstance(key, bool) or not isinstance(key, int | np.integer):
-        raise TypeError(f"key is {key!r}; expected an int, by which the ranks are ordered")
+        raise TypeError(f"key is {key!r}; expected an int that orders the ranks")
     if not -1 << 31 <= key < 1 << 31:
         raise ValueError(f"key is {key}; expected -2**31 <= key < 2**31")
     number = capi.NCCL_SPLIT_NOCOLOR if color is None else int(color)

@@ -1,4 +1,4 @@
-"""The ends of a communicator: finalize, destroy, abort, and what stops it for a while."""
+"""The end of a communicator: finalize, destroy, abort and revoke; also suspend and resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pynccl._library.binding import lib
 from pynccl._trace import recorder
 from pynccl._watch.watchdog import BY_DEATH
 
-# NCCL's abort can itself wait for ever, on a captured graph for example.
+# Seconds for ncclCommAbort, which can itself wait for ever, for example on a captured graph.
 _ABORT_SECONDS = 10.0
 _ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds it: drop graphs first)"
 
@@ -24,13 +24,13 @@ def finalize(core: Core) -> None:
 
 
 def suspend(core: Core) -> None:
-    """Give the communicator's device memory back."""
+    """Release the communicator's device memory."""
     flags = capi.NCCL_SUSPEND_MEM
     _call(core, "ncclCommSuspend", lib.PYNCCL_SUSPEND, lambda: capi.ncclCommSuspend(core.open(), flags))
 
 
 def resume(core: Core) -> None:
-    """Take the memory back that `suspend` gave."""
+    """Allocate the device memory again that `suspend` released."""
     _call(core, "ncclCommResume", lib.PYNCCL_RESUME, lambda: capi.ncclCommResume(core.open()))
 
 
@@ -52,16 +52,16 @@ def revoke(core: Core) -> None:
 
 
 def destroy(core: Core) -> None:
-    """Finalize where that was not done, and give everything back; harmless when already closed."""
+    """Finalize if necessary, then release all resources; no effect on a closed communicator."""
     if not core.handle:
         return
     if core.watch.verdict() is not None:
-        # A communicator that was revoked is not finalized any more, which a destroy would do.
+        # A destroy would finalize, which a revoked communicator cannot do.
         abort(core)
     else:
         with core.alone(), recorder.recorded(core.c, lib.PYNCCL_DESTROY):
             handle = core.close("it was destroyed")
-            # Before the call: when it does not return, an abort at exit would only meet it halfway.
+            # Before the call: if it does not return, an abort at exit would run concurrently with it.
             lifetime.disown(handle)
             if handle and core.watch.claim():
                 try:
@@ -75,7 +75,7 @@ def destroy(core: Core) -> None:
 
 
 def abort(core: Core) -> None:
-    """Give everything back at once, without the other ranks, and abort what was derived from it."""
+    """Release all resources immediately, without the other ranks; also abort derived communicators."""
     family = list(core.family())
     if core.handle:
         recorder.dump_because("abort", f"{core!r} is aborted")
@@ -83,8 +83,8 @@ def abort(core: Core) -> None:
     for one in family:
         if one.handle:
             lib.pynccl_trace_mark(one.c.trace, lib.PYNCCL_ABORT)
-        # Said first, so that the others do not take the end of a connection for a death.
-        one.watch.stop(_goodbye(one))
+        # Announce the abort first, so that other ranks do not take the closed connection for a death.
+        one.watch.stop(_abort_reason(one))
         handle = one.close("it was aborted")
         if handle:
             lifetime.disown(handle)
@@ -100,11 +100,11 @@ def abort(core: Core) -> None:
         one.release()
 
 
-def _goodbye(core: Core) -> Any:
-    """Return how an abort is told to the other ranks: as the trouble, or as a consequence of it."""
+def _abort_reason(core: Core) -> Any:
+    """Return the reason announced to the other ranks: this abort is the first failure, or follows one."""
     watch = core.watch
     if watch.verdict() is None and core.handle:
-        # What the program aborts for may not have come through here.
+        # The program may have learned of the error elsewhere: ask the library for it.
         error = core.async_error()
         if error is not None and error.result in BY_DEATH:
             watch.cause(error)
@@ -112,7 +112,7 @@ def _goodbye(core: Core) -> Any:
 
 
 def abort_all(handles: list[int]) -> None:
-    """Abort the library's communicators together, since those that share resources wait for each other's."""
+    """Abort several ncclComm_t in one group: those that share resources wait for each other's abort."""
     if len(handles) > 1:
         capi.ncclGroupStart()
     for handle in reversed(handles):
@@ -122,6 +122,6 @@ def abort_all(handles: list[int]) -> None:
 
 
 def abort_if_made(handle: int) -> None:
-    """Give up what a call has made after nobody waited for it any more."""
+    """Abort the communicator of a call that completed after its caller had given up."""
     if handle:
         capi.ncclCommAbort(handle)

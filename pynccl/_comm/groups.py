@@ -1,4 +1,4 @@
-"""group(): calls recorded in the body, issued together at its end."""
+"""group(): calls recorded in a `with` body and issued together at its end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from pynccl._library.status import check
 
 end = fastcall.end
 
-# Empty recordings, to be used again.
+# Empty recordings for reuse.
 _spare: list[Recording] = []
 
 
 class Group:
-    """The calls of a `with` body as one group of NCCL's, issued by one call at its end.
+    """The calls of a `with` body as one NCCL group, issued by one call at the end of the body.
 
-    An exception in the body drops them all. Groups may be nested, and hold calls of several communicators.
-    Results are there when the group has ended (host arrays), or when the streams get there. With
-    `simulate=True` (NCCL >= 2.22) nothing is issued: NCCL is asked how long the group would take, and
-    `estimated_microseconds` has the answer.
+    An exception in the body drops all calls. Groups may be nested and may hold calls of several
+    communicators. Results in host arrays are complete when the group has ended, results in device arrays when
+    their streams have completed. With `simulate=True` (NCCL >= 2.22) nothing is issued, and
+    `estimated_microseconds` returns NCCL's estimate of the group's duration.
+
+    The end of the body raises the NcclError of the call that failed; see Communicator.all_reduce.
     """
 
     _simulate = False
@@ -32,9 +34,12 @@ class Group:
 
     @property
     def estimated_microseconds(self) -> float:
-        """How long NCCL expects the group to take, in microseconds; only after a simulated one."""
+        """NCCL's estimate of the group's duration in microseconds.
+
+        Raises NcclInvalidUsage before the group has ended, or without `simulate=True`.
+        """
         if self._estimate is None:
-            raise NcclInvalidUsage("there is no estimate: the group was not simulated, or has not ended")
+            raise NcclInvalidUsage("there is no estimate: expected a group(simulate=True) that has ended")
         return self._estimate
 
     def __enter__(self) -> Group:
@@ -44,7 +49,7 @@ class Group:
         if recording.begin(nested=False):
             self._recording = recording
             return self
-        # Inside a group, or while a call is prepared, the calls join what is being recorded.
+        # Inside a group or a prepare, the outer recording takes the calls.
         _spare.append(recording)
         if self._simulate:
             raise NcclInvalidUsage("simulate=True inside an open group; expected it on the outermost one")
@@ -86,12 +91,15 @@ def _simulate(recording: Recording) -> float:
         for core in recording.cores():
             core.refuse(result)
         check(result, "ncclGroupSimulateEnd")
-    # NCCL leaves -1 where there was nothing to do.
+    # NCCL returns -1 for an empty group.
     return max(0.0, float(SimInfo.unpack(estimate).estimatedTime or 0.0))
 
 
 def group(simulate: bool = False) -> Group:
-    """Record the calls of a `with` body, and issue them as one group at its end; see Group."""
+    """Record the calls of a `with` body and issue them as one group at its end; see Group.
+
+    Raises NcclInvalidUsage for `simulate=True` inside another group.
+    """
     made = Group()
     if simulate:
         made._simulate = True

@@ -1,4 +1,4 @@
-"""Arrays of asynchronous calls, held until their stream is done with them."""
+"""Arrays of asynchronous calls, kept alive until their stream has finished with them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pynccl import capi
 from pynccl._library import cuda
 from pynccl._library.binding import lib
 
-# So many calls share one event.
+# The number of calls that share one event.
 _BATCH = 64
 
 
 class Events(Protocol):
-    """What is needed of a library's events."""
+    """The event functions of a library that InFlight uses."""
 
     def record(self, stream: int) -> int | None:
-        """Return a new event behind the present work of a stream, None where there cannot be one."""
+        """Return a new event after the present work of a stream; None during a graph capture."""
 
     def done(self, event: int) -> bool:
-        """Tell whether an event has happened."""
+        """Tell whether an event has completed."""
 
     def destroy(self, event: int) -> None:
-        """Give an event back."""
+        """Destroy an event."""
 
 
 class CpuEvents:
@@ -51,7 +51,7 @@ class CudaEvents:
         self._device = device
 
     def record(self, stream: int) -> int | None:
-        # An event, or a question about one, would become part of the graph or spoil its capture.
+        # Recording an event would add it to the graph; querying one would invalidate the capture.
         if cuda.stream_is_capturing(stream):
             return None
         with cuda.using_device(self._device):
@@ -78,8 +78,8 @@ class InFlight:
         return len(self._batch) + sum(len(batch) for _, batch in self._pending)
 
     def add(self, arrays: Any) -> None:
-        """Hold the arrays of a call that is about to be made."""
-        # In an open group the calls are not on the stream yet, and no event would come after them.
+        """Keep the arrays of a call that is about to be issued."""
+        # In an open group the calls are not on the stream yet, so an event would precede them.
         if len(self._batch) >= _BATCH and not lib.pynccl_group_depth():
             event = self._events.record(self._stream)
             if event is not None:
@@ -89,7 +89,7 @@ class InFlight:
         self._batch.append(arrays)
 
     def clear(self) -> None:
-        """Let go of everything: the stream is done."""
+        """Release all arrays: the stream has completed."""
         self._batch = []
         self._drop(all_done=True)
 

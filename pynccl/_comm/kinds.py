@@ -1,4 +1,4 @@
-"""The kinds of calls, as native/calls.h numbers them, and the C function of each."""
+"""The kinds of calls, numbered by native/calls.h, and the C function of each."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ FUNCTIONS = {
 
 
 def function_name(kind: int, configured: bool = False) -> str:
-    """Return the C function of a kind of call, with a configuration of its own or without."""
+    """Return the C function of a kind of call; `configured`: the variant that takes a configuration."""
     return FUNCTIONS[kind] + ("Config" if configured else "")

@@ -1,4 +1,4 @@
-"""What becomes of communicators at the interpreter's exit and in forked children."""
+"""The end of communicators at the interpreter's exit and in forked children."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from pynccl._errors import NcclError
 
 
 class Member(Protocol):
-    """What is needed of a communicator here."""
+    """The part of a communicator that this module uses."""
 
     handle: int
 
     def leave_at_exit(self, deadline: float | None) -> bool:
-        """Complete what was issued and leave; False where an abort is due."""
+        """Complete the issued calls; False if the communicator must be aborted."""
 
     def forget(self, why: str) -> None:
-        """Use the handle no more."""
+        """Stop using the handle; `why` ends the message of later errors."""
 
     def leave_to_parent(self) -> None:
-        """In a forked child: give nothing back."""
+        """In a forked child: release nothing."""
 
 
-# Handles that this process has to give back, and all communicator objects, owners of their handle or not.
+# Handles that this process must release, and all communicators, also those that do not own their handle.
 owned: set[int] = set()
 living: weakref.WeakSet[Member] = weakref.WeakSet()
-# Arrays that the library may still write to although their communicator was collected.
+# Arrays that the library may still write to after their communicator was garbage-collected.
 orphans: list[Any] = []
 
 
 class _AtEnd:
-    """A thread that ends communicators: started early, since none starts while the interpreter exits."""
+    """A thread that ends communicators at exit; started early, since no thread can start at exit."""
 
     def __init__(self, end: Callable[[int], int]) -> None:
         self._end = end
@@ -50,14 +50,14 @@ class _AtEnd:
     def _work(self) -> None:
         self._wake.wait()
         for handle in self._handles:
-            # Nobody is left to be told.
+            # At exit no caller is left that could handle the error.
             with suppress(NcclError):
                 self._end(handle)
                 disown(handle)
         self._done.set()
 
     def run(self, handles: Iterable[int], seconds: float) -> None:
-        """End communicators one after another, as far as the time allows."""
+        """End communicators one after another, for at most `seconds`."""
         self._handles = list(handles)
         self._wake.set()
         self._done.wait(seconds)
@@ -68,7 +68,7 @@ _abort: _AtEnd | None = None
 
 
 def own(handle: int) -> None:
-    """Take responsibility for a handle until `disown`."""
+    """Release a handle at exit, unless `disown` is called first."""
     global _leave, _abort
     owned.add(handle)
     if _leave is None:
@@ -77,21 +77,21 @@ def own(handle: int) -> None:
 
 
 def disown(handle: int) -> None:
-    """Leave a handle to somebody else."""
+    """Stop being responsible for a handle."""
     owned.discard(handle)
 
 
 def _when_multiprocessing_ends() -> None:
-    """Run at the end of a process of multiprocessing, too: those that it forks end without atexit."""
+    """Run `_at_exit` in multiprocessing's children too: a forked child skips atexit."""
     process, util = (sys.modules.get(f"multiprocessing.{name}") for name in ("process", "util"))
     if process is not None and util is not None and process.parent_process() is not None:
         util.Finalize(None, _at_exit, exitpriority=10)
 
 
 def _at_exit() -> None:
-    """Leave the communicators that were not destroyed; abort them where an exception ends the program.
+    """Destroy open communicators after their issued calls; abort them if an exception ends the program.
 
-    To leave completes what was issued. That takes PYNCCL_EXIT_TIMEOUT seconds at most.
+    Completing the issued calls takes PYNCCL_EXIT_TIMEOUT seconds at most.
     """
     deadline = time.monotonic() + _exit_seconds()
     aborts = raised()
@@ -108,7 +108,7 @@ def _at_exit() -> None:
 
 
 def raised() -> bool:
-    """Tell whether an exception that nobody caught ends the program; a prompt goes on after one."""
+    """Tell whether an uncaught exception ends the program; an interactive session survives it."""
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return last is not None and not hasattr(sys, "ps1")
 

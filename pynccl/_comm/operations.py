@@ -43,15 +43,17 @@ S = TypeVar("S", bound=np.generic)
 class Operations:
     """The operations of a communicator: each resolves its arrays, makes one call, and returns.
 
-    `stream=None` is the current stream of the array's own library; for host arrays, which have none, the call
-    returns when the result is there. Otherwise a stream handle as an int, or an object with
-    `__cuda_stream__`, `.ptr` or `.cuda_stream`: then the call returns at once, and whoever reads the result
-    waits for that stream. `recv=None` means in place for all_reduce, reduce and broadcast, and elsewhere a
-    new array of the sender's kind. Every call returns the array with the result, None where there is none.
+    `stream` is a stream handle as an int, or an object with `__cuda_stream__`, `.ptr` or `.cuda_stream`. With
+    a stream the call returns immediately; synchronize the stream before you read the result. `stream=None`
+    is the current stream of the array's own library. Host arrays have no current stream: the call then
+    returns when the result is complete. `recv=None` means in place for all_reduce, reduce and broadcast, and
+    elsewhere a new array of the same kind as `send`. Every call returns the array with the result, or None.
 
-    Arrays are contiguous: in C order, or for what works element by element in Fortran order on all ranks.
-    Where both have a shape, that of the result follows from the input's (docs/communicator.md, Arrays).
-    Wrong arguments raise TypeError or ValueError before anything is called; `config` needs NCCL >= 2.31.
+    Arrays must be contiguous: in C order, or for elementwise operations in Fortran order on all ranks. If
+    both arrays have a shape, the shape of `send` determines that of `recv` (docs/communicator.md, Arrays).
+    `config` needs NCCL >= 2.31.
+
+    Wrong arguments raise TypeError or ValueError before anything is called; a failed call raises NcclError.
     """
 
     def __init__(self, core: Core) -> None:
@@ -76,17 +78,18 @@ class Operations:
     ) -> Any:
         """Reduce the arrays of all ranks, element by element; every rank gets the result (ncclAllReduce).
 
-        In place without `recv`: `send` is written to. Else `recv` is, an array of send's dtype and shape.
-        Returns the array that was written to. `op` is "sum", "prod", "max", "min" or "avg", a RedOp, or what
-        `pre_mul_sum` returned.
+        In place without `recv`: the result replaces the content of `send`. Otherwise the result goes to
+        `recv`, an array with the dtype and shape of `send`. Returns the array with the result. `op` is "sum",
+        "prod", "max", "min" or "avg", a RedOp, or the result of `pre_mul_sum`.
 
-        `stream=None` is the current stream of the array's own library; host arrays have none, and the call
-        returns when the result is there. With a stream it returns at once, and whoever reads the result waits
-        for that stream, as `synchronize` does.
+        `stream=None` is the current stream of the array's own library. Host arrays have no current stream:
+        the call then returns when the result is complete. With a stream the call returns immediately; call
+        `synchronize` before you read the result.
 
-        TypeError and ValueError, before anything is called, name the argument that is wrong. NcclError says
-        what came of the call: CollectiveMismatchError where ranks called different things, with a time-out
-        RankFailedError or NcclTimeoutError, which name the ranks that failed or did not come.
+        Raises TypeError or ValueError, before anything is called, if an argument is wrong; NcclInvalidUsage
+        if the communicator is closed or in use by another thread; CollectiveMismatchError if the ranks made
+        different calls; with a time-out RankFailedError or NcclTimeoutError, which name the ranks that died
+        or are missing; and NcclError of another class if the library reports another error.
         """
         return self._all_reduce(send, recv, op, stream, config)
 
@@ -100,7 +103,10 @@ class Operations:
         *,
         config: PerCall = None,
     ) -> A | None:
-        """Reduce the arrays of all ranks to the root's `recv`, or in place; None elsewhere (ncclReduce)."""
+        """Reduce the arrays of all ranks to the root's `recv`, or in place (ncclReduce).
+
+        Returns None on the other ranks. Raises as `all_reduce` does.
+        """
         return self._run(REDUCE, send, recv, op, root, stream, config)
 
     def broadcast(
@@ -114,7 +120,7 @@ class Operations:
     ) -> A:
         """Copy the root's `send` to every rank's `recv`, or in place (ncclBroadcast).
 
-        Off the root `send` may be None when `recv` is given.
+        On other ranks than the root, `send` may be None if `recv` is given. Raises as `all_reduce` does.
         """
         return self._run(BROADCAST, send, recv, 0, root, stream, config)
 
@@ -129,7 +135,7 @@ class Operations:
     def all_gather(self, send: Any, recv: Any = None, stream: Any = None, *, config: PerCall = None) -> Any:
         """Collect every rank's array on every rank, in rank order: `(size, *shape)` (ncclAllGather).
 
-        In place when `send` is this rank's part of `recv`.
+        In place if `send` is this rank's part of `recv`. Raises as `all_reduce` does.
         """
         return self._run(ALL_GATHER, send, recv, 0, 0, stream, config)
 
@@ -138,15 +144,15 @@ class Operations:
     ) -> A:
         """Reduce the arrays of all ranks; rank i gets the i-th part of the result (ncclReduceScatter).
 
-        A new `recv` has the first axis divided by the number of ranks. In place when `recv` is this rank's
-        part of `send`.
+        A new `recv` has the first axis of `send` divided by the number of ranks. In place if `recv` is this
+        rank's part of `send`. Raises as `all_reduce` does.
         """
         return self._run(REDUCE_SCATTER, send, recv, op, 0, stream, config)
 
     def all_to_all(self, send: A, recv: A | None = None, stream: Any = None, *, config: PerCall = None) -> A:
         """Send the i-th part of the array to rank i, for every i; parts arrive in rank order (ncclAlltoAll).
 
-        Never in place. Before NCCL 2.28 as grouped sends and receives.
+        Never in place. Before NCCL 2.28 it makes grouped sends and receives. Raises as `all_reduce` does.
         """
         return self._run(ALL_TO_ALL, send, recv, 0, 0, stream, config)
 
@@ -173,7 +179,8 @@ class Operations:
     ) -> Any:
         """Collect every rank's array on the root, in rank order (ncclGather).
 
-        The root gets `(size, *shape)`, the others None. Before NCCL 2.28 as grouped sends and receives.
+        The root gets `(size, *shape)`, the other ranks get None. Before NCCL 2.28 it makes grouped sends and
+        receives. Raises as `all_reduce` does.
         """
         return self._run(GATHER, send, recv, 0, root, stream, config)
 
@@ -188,23 +195,33 @@ class Operations:
     ) -> A:
         """Send the i-th part of the root's array to rank i (ncclScatter).
 
-        Off the root `send` may be None when `recv` is given. A new `recv` has the first axis divided by the
-        number of ranks. Before NCCL 2.28 as grouped sends and receives.
+        On other ranks than the root, `send` may be None if `recv` is given. A new `recv` has the first axis
+        of `send` divided by the number of ranks. Before NCCL 2.28 it makes grouped sends and receives. Raises
+        as `all_reduce` does.
         """
         return self._run(SCATTER, send, recv, 0, root, stream, config)
 
     # --- point to point ---
 
     def send(self, buf: Array, peer: int, stream: Any = None) -> None:
-        """Send an array to a rank, which has to call recv with as many elements (ncclSend)."""
+        """Send an array to a rank, which must call recv with the same number of elements (ncclSend).
+
+        Raises as `all_reduce` does.
+        """
         self._run(SEND, buf, None, 0, peer, stream, None)
 
     def recv(self, buf: A, peer: int, stream: Any = None) -> A:
-        """Receive an array from a rank, which has to call send with as many elements (ncclRecv)."""
+        """Receive an array from a rank, which must call send with the same number of elements (ncclRecv).
+
+        Raises as `all_reduce` does.
+        """
         return self._run(RECV, None, buf, 0, peer, stream, None)
 
     def send_recv(self, send: Array, dest: int, recv: A, source: int, stream: Any = None) -> A:
-        """Send to one rank while receiving from another, or the same; the two arrays must not overlap."""
+        """Send to one rank while receiving from another rank or the same one.
+
+        The two arrays must not overlap. Raises as `all_reduce` does.
+        """
 
         def pieces() -> list[Piece]:
             check = self._arguments
@@ -220,12 +237,13 @@ class Operations:
 
         return self._run_in_pieces(pieces, 0, stream, send, recv)
 
-    # --- with counts, in elements, of every rank's own ---
+    # --- with a count of elements for each rank ---
 
     def all_gather_v(self, send: Array, recv: R, counts: Sequence[int], stream: Any = None) -> R:
         """Collect `counts[i]` elements of each rank i on every rank, in rank order.
 
-        As grouped broadcasts. In place when `send` is this rank's part of `recv`.
+        It makes grouped broadcasts. In place if `send` is this rank's part of `recv`. Raises as `all_reduce`
+        does.
         """
 
         def pieces() -> list[Piece]:
@@ -246,7 +264,7 @@ class Operations:
     ) -> R:
         """Reduce the arrays of all ranks; rank i gets the next `counts[i]` elements of the result.
 
-        As grouped reductions.
+        It makes grouped reductions. Raises as `all_reduce` does.
         """
 
         def pieces() -> list[Piece]:
@@ -265,7 +283,10 @@ class Operations:
     def gather_v(
         self, send: Array, recv: R | None, counts: Sequence[int], root: int = 0, stream: Any = None
     ) -> R | None:
-        """Collect `counts[i]` elements of each rank i on the root, in rank order; None elsewhere."""
+        """Collect `counts[i]` elements of each rank i on the root, in rank order.
+
+        Returns None on the other ranks. Raises as `all_reduce` does.
+        """
         here = root == self._core.rank
 
         def pieces() -> list[Piece]:
@@ -286,7 +307,10 @@ class Operations:
     def scatter_v(
         self, send: Array | None, recv: R, counts: Sequence[int], root: int = 0, stream: Any = None
     ) -> R:
-        """Send `counts[i]` elements of the root's array to each rank i; off the root `send` may be None."""
+        """Send `counts[i]` elements of the root's array to each rank i.
+
+        On other ranks than the root, `send` may be None. Raises as `all_reduce` does.
+        """
         here = root == self._core.rank
 
         def pieces() -> list[Piece]:
@@ -314,7 +338,7 @@ class Operations:
     ) -> R:
         """Send `send_counts[i]` elements to each rank i and receive `recv_counts[i]` from it, in rank order.
 
-        The two arrays must not overlap.
+        The two arrays must not overlap. Raises as `all_reduce` does.
         """
 
         def pieces() -> list[Piece]:
@@ -332,9 +356,10 @@ class Operations:
         return self._run_in_pieces(pieces, 0, stream, send, recv)
 
     def barrier(self, *, timeout: float | None = None) -> None:
-        """Return when every rank has reached this.
+        """Return when every rank has called barrier.
 
-        After `timeout` seconds NcclTimeoutError; the barrier stays outstanding, and the communicator usable.
+        Raises NcclTimeoutError after `timeout` seconds: the barrier then stays outstanding, and the
+        communicator stays usable. Otherwise raises as `all_reduce` does.
         """
         self._calls.barrier(timeout)
 
@@ -343,8 +368,9 @@ class Operations:
     def pre_mul_sum(self, factor: Any) -> PreMulSum:
         """Return an operation that multiplies this rank's elements by a factor, then sums.
 
-        A Python or NumPy number is converted to the dtype of the arrays it is used with; an array of one
-        element on the device is read there when the reduction runs, and has to have their dtype. As
-        ncclRedOpCreatePreMulSum (NCCL >= 2.11).
+        A Python or NumPy number is converted to the dtype of the reduced arrays. An array of one element on
+        the device must have this dtype; NCCL reads the element when the reduction runs. Needs NCCL >= 2.11
+        (ncclRedOpCreatePreMulSum). Raises TypeError or ValueError for a wrong factor; the first call that
+        uses the operation raises them if the dtype does not fit, and NotSupportedError with an older library.
         """
         return PreMulSum(self._core, self._arguments.span, factor)

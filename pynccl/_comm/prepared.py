@@ -1,4 +1,4 @@
-"""Calls that were checked and packed once, and run by one call of C."""
+"""Prepared calls and plans: checked and packed once, run by one C call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P = ParamSpec("P")
 
 
 class _Run(fastcall.Call):
-    """What runs a recording."""
+    """A callable that runs a recording."""
 
     __slots__ = ("_recording", "_stream", "result")
 
@@ -28,13 +28,17 @@ class _Run(fastcall.Call):
 
     @property
     def stream(self) -> Any:
-        """The stream as it was given; assigning another one moves the calls there."""
+        """The stream argument; assigning another stream moves the calls to it.
+
+        Assigning anything but a stream raises TypeError; assigning during a run in another thread raises
+        NcclInvalidUsage.
+        """
         return self._stream
 
     @stream.setter
     def stream(self, stream: Any) -> None:
         if stream is None:
-            raise TypeError("stream is None; expected a stream: prepare the call again for the current one")
+            raise TypeError("stream is None; expected a stream: prepare again to use the current stream")
         self._recording.set_stream(streams.handle_of(stream))
         self._stream = stream
 
@@ -50,10 +54,11 @@ def _finish(run: _Run, result: int) -> None:
 
 
 class Prepared(_Run):
-    """A call whose arguments were checked once: `op()` runs it, as often as needed, and returns the result.
+    """A call whose arguments were checked once: each `op()` runs the call and returns the result.
 
-    It holds its buffers, and `stream=None` means the stream that was current when it was prepared. Running it
-    allocates and asks nothing, so it may be captured in a CUDA graph. Inside `group()` it joins the group.
+    The object keeps its arrays alive. `stream=None` means the stream that was current at preparation. A run
+    allocates nothing and queries nothing, so a CUDA graph can capture it. Inside `group()` it joins the
+    group. A run raises the NcclError that the operation itself would raise.
     """
 
     __slots__ = ()
@@ -63,22 +68,23 @@ class Prepared(_Run):
 
 
 class Plan(_Run):
-    """Prepared calls, and other plans, run as one group by one call: `plan()` returns their results.
+    """Prepared calls and other plans that run as one group: `plan()` returns their results.
 
-    The calls are as they are now: changing a prepared call's stream later does not change the plan.
+    The plan copies the calls: a later change of a prepared call's stream does not change the plan. An
+    argument that is neither raises TypeError; a run raises the NcclError of the call that failed.
     """
 
     __slots__ = ()
 
     def __init__(self, calls: Iterable[Prepared | Plan]) -> None:
         if isinstance(calls, _Run):
-            raise TypeError(f"calls is {calls!r}; expected a list of them")
+            raise TypeError(f"calls is {calls!r}; expected a list of prepared calls and plans")
         recording = Recording()
         recording.calls.grouped = 1
         results = []
         for index, call in enumerate(calls):
             if not isinstance(call, _Run):
-                raise TypeError(f"calls[{index}] is {call!r}; expected what comm.prepare returned, or a Plan")
+                raise TypeError(f"calls[{index}] is {call!r}; expected a Prepared or a Plan")
             if lib.pynccl_list_extend(recording.calls, call._recording.calls):
                 raise MemoryError
             recording.kept.append(call)
@@ -100,12 +106,15 @@ def _preparing(
         return Prepared(recording, result, kwargs.get("stream"))
 
     prepare.__name__ = prepare.__qualname__ = method.__name__
-    prepare.__doc__ = f"Prepare what Communicator.{method.__name__} does, and return it as a callable."
+    prepare.__doc__ = (
+        f"Return Communicator.{method.__name__} as a callable with these arguments.\n\n"
+        "Raises TypeError or ValueError for wrong arguments."
+    )
     return prepare
 
 
 class Prepare:
-    """A communicator's operations, prepared instead of run; the arguments are theirs."""
+    """A communicator's operations, prepared instead of run; each takes the operation's own arguments."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations

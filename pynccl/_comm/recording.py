@@ -1,7 +1,7 @@
-"""Calls that are recorded before they run: what groups, prepared calls and plans share.
+"""Recordings of calls, the base of groups, prepared calls and plans.
 
-While a recording is open in a thread, that thread's array calls go into a list in C, and the objects they use
-into a list in Python. A recording can then run, as one call of C, any number of times.
+While a recording is open in a thread, the thread's array calls go into a C list, and the objects that they
+use into a Python list. One C call then runs the recording, any number of times.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._library.status import IN_PROGRESS, check
 
-# By the address of its pynccl_comm, which is what C knows of a communicator.
+# Cores by the address of their pynccl_comm, by which C names a communicator.
 cores: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
 
 
 class Recording:
-    """A list of calls and what they need alive."""
+    """A list of calls, and the objects that must stay alive for them."""
 
     def __init__(self) -> None:
         self.calls = ffi.gc(lib.pynccl_list_new(), lib.pynccl_list_free)
@@ -40,7 +40,7 @@ class Recording:
         try:
             return fastcall.begin(self.address, nested)
         except BaseException:
-            # A signal's, after it has begun: nobody would end it.
+            # A signal handler raised after the recording began: end it here.
             with suppress(RuntimeError):
                 fastcall.end(False, self.address, self.kept)
             raise
@@ -51,14 +51,17 @@ class Recording:
         return [core for core in found if core is not None]
 
     def waits(self) -> list[tuple[Core, int]]:
-        """Return each communicator and stream that a run has to wait for."""
+        """Return each communicator and stream that a run must wait for."""
         return [(cores[address_of(use.comm)], int(use.stream)) for use in self._uses() if use.wait]
 
     def _uses(self) -> list[Any]:
         return [self.calls.uses[i] for i in range(self.calls.use_count)]
 
     def finish(self, result: int) -> None:
-        """Wait for what a run has left to wait for, or raise what it failed with; then `let_go` is due."""
+        """Complete a run that returned `result`: wait for its streams, or raise its error.
+
+        If this raises, the caller calls `let_go`.
+        """
         if result == WAITING:
             for core, stream in self.waits():
                 core.wait(stream, self.name(), None)
@@ -73,7 +76,7 @@ class Recording:
             self._raise(result)
 
     def let_go(self) -> None:
-        """Leave what an exception has kept from being left: the library may still be at it."""
+        """Leave the communicators after an exception, and keep the arrays that the library may still use."""
         if lib.pynccl_list_leave_mine(self.calls):
             self._keep()
 
@@ -94,7 +97,7 @@ class Recording:
                 core.keep(stream, list(self.kept))
 
     def name(self) -> str:
-        """Return what messages call this: its function, or a group."""
+        """Return the name for messages: the C function, or the size of the group."""
         count = self.calls.count
         return function_name(self.calls.calls[0].kind) if count == 1 else f"a group of {count} calls"
 
@@ -117,9 +120,11 @@ class Recording:
             raise
 
     def set_stream(self, stream: int) -> None:
-        """Run all calls on another stream from now on."""
+        """Move all calls to another stream."""
         answer = lib.pynccl_list_set_stream(self.calls, stream)
         if answer == BUSY:
-            raise NcclInvalidUsage(f"{self.name()} is being run, by another thread: its stream cannot change")
+            raise NcclInvalidUsage(
+                f"{self.name()} is running in another thread; its stream cannot change now"
+            )
         if answer:
             raise MemoryError

@@ -1,4 +1,4 @@
-"""Shrink and grow: with a control channel after the ranks have agreed, else by the library's call alone."""
+"""Shrink and grow: after an agreement over the control channel if there is one, else by NCCL's call alone."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ _GOES_ON: Any = lib.PYNCCL_GOES_ON
 
 
 def shrink(core: Core, exclude: Sequence[int], ends: bool, config: ConfigLike, quorum: Quorum) -> Core:
-    """Derive a communicator without some ranks; `ends` closes this one, whatever is outstanding."""
+    """Derive a communicator without some ranks; `ends` closes this one, even with outstanding calls."""
     if core.rank in exclude and ends:
-        # The error that names the others may name this rank.
+        # If this rank itself was found to have failed, raise that error.
         core.watch.raise_verdict()
     if core.rank in exclude or not exclude:
-        raise ValueError(
-            f"exclude is {exclude}; expected other ranks than this one, {core.rank}, at least one"
-        )
+        raise ValueError(f"exclude is {exclude}; expected at least one rank, and not this rank, {core.rank}")
     core.outside_groups("ncclCommShrink")
     if core.watch.connected:
         return _shrink_by_agreement(core, set(exclude), ends, config, quorum)
@@ -55,12 +53,12 @@ def _shrink_by_library(core: Core, excluded: list[int], ends: bool, config: Conf
 def _shrink_by_agreement(
     core: Core, excluded: set[int], ends: bool, config: ConfigLike, quorum: Quorum
 ) -> Core:
-    """Shrink after the survivors have agreed on who they are; again, when one more dies meanwhile."""
+    """Shrink after the survivors have agreed on their ranks; repeat when another rank dies meanwhile."""
     native = bool(lib.nccl_api_find(b"ncclCommShrink"))
     if not ends:
         core.live()
     with core.alone(anyway=ends), recorder.recorded(core.c, SHRINK.kind):
-        # The watchdog may still be at ending what was outstanding.
+        # The watchdog may still be ending the outstanding calls.
         by_library = core.watch.settle() and native
         core.attempts += ends
         attempt = core.attempts if ends else 0
@@ -82,12 +80,12 @@ def _shrink_by_agreement(
                 raise
             if child is not None:
                 abort(child)
-            # The library counts its derived communicators, and no longer alike on all ranks.
+            # NCCL counts derived communicators, and after a failure the counts differ between ranks.
             by_library = False
         survivors.linger()
     assert child is not None
     if ends:
-        # A rank that is left behind, but lives, is not to take this for an end.
+        # An excluded rank that is alive must not take this abort for a death.
         core.watch.stop(_GOES_ON)
         abort(core)
     else:
@@ -124,7 +122,7 @@ def _create(core: Core, survivors: Survivors, by_library: bool, ends: bool, conf
 
 
 def grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -> Core:
-    """Derive a communicator of these ranks and new ones: on all ranks, or on none."""
+    """Derive a communicator of these ranks and new ones, on all ranks or on none."""
     core.outside_groups(GROW.function)
     if lib.nccl_api_find(b"ncclCommGrow"):
 
@@ -153,12 +151,12 @@ def grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -
 
 
 def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], int]) -> None:
-    """Have all ranks grow the communicator, or none: the communicator itself stays as it is."""
+    """Create `child` on all ranks or on none; `core` does not change."""
     attempt = core.derived[GROW.name]
     old = Survivors(core.watch, (), False, final=False, doing="growing", kind=GROWING, attempt=attempt)
     everybody = (1 << core.size) - 1
     child.until = time.monotonic() + (core.timeout or SECONDS)
-    # From here on the old ranks wait for the new ones.
+    # All old ranks are here; from now on they wait for the new ranks.
     old.agree(0)
     failure: NcclError | None = None
     if old.decided == everybody:
@@ -179,8 +177,8 @@ def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], 
 
 def _not_come(core: Core, nranks: int) -> NcclTimeoutError:
     fresh = range(core.size, nranks)
-    who = f"rank {fresh[0]}" if len(fresh) == 1 else f"not all of the new ranks {list(fresh)}"
-    did = "did not come" if len(fresh) == 1 else "came"
+    who = f"new rank {fresh[0]}" if len(fresh) == 1 else f"not all of the new ranks {list(fresh)}"
+    did = "did not join" if len(fresh) == 1 else "joined"
     return NcclTimeoutError(
         f"growing the communicator: {who} {did} within {core.timeout or SECONDS:g} s",
         function=GROW.function,
@@ -190,7 +188,7 @@ def _not_come(core: Core, nranks: int) -> NcclTimeoutError:
 
 
 def unique_id_to_grow(core: Core) -> UniqueId:
-    """Return an id with which new ranks join; before NCCL 2.29 that of a new rendezvous."""
+    """Return the id by which new ranks join; before NCCL 2.29 the id of a new rendezvous."""
     if not lib.nccl_api_find(b"ncclCommGrow"):
         return UniqueId(capi.ncclGetUniqueId())
     return UniqueId(capi.ncclCommGetUniqueId(core.open()))

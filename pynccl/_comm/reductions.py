@@ -21,16 +21,16 @@ _ADDING = (int(RedOp.SUM), int(RedOp.AVG))
 
 
 class PreMulSum:
-    """The sum of all ranks' elements, each multiplied by its own rank's factor first.
+    """The sum of all ranks' elements, each multiplied by the factor of its rank before the addition.
 
-    Made by `comm.pre_mul_sum`. Destroyed with its communicator, or by `destroy`.
+    Returned by `comm.pre_mul_sum`. It ends with its communicator or by `destroy`.
     """
 
     def __init__(self, core: Core, resolve: Callable[[Any, str], Span], factor: Any) -> None:
-        """`resolve` returns what an array on the device is, or says what is wrong with it, by its name."""
+        """`resolve` takes an array on the device and its name, and returns its Span or raises."""
         self._core, self._factor = core, factor
         self._codes: dict[int, int] = {}
-        # A factor in device memory is (pointer, dtype code); NCCL reads it when the reduction runs.
+        # Pointer and dtype code of a factor in device memory; NCCL reads it when the reduction runs.
         self._device: tuple[int, int] | None = None
         if not isinstance(factor, int | float | np.generic) or isinstance(factor, bool | np.bool_):
             self._device = _on_device(factor, resolve)
@@ -38,7 +38,7 @@ class PreMulSum:
             raise TypeError(f"factor is {factor!r}; expected a real number")
 
     def code(self, core: Core, dtype: int) -> int:
-        """Return the ncclRedOp_t for the datatype of a call, made at the first call."""
+        """Return the ncclRedOp_t for a datatype; the first call with the datatype creates it."""
         if core is not self._core:
             raise ValueError(f"op belongs to {self._core!r}; expected one made by {core!r}")
         travel = dtypes.traveller(dtype)
@@ -63,7 +63,7 @@ class PreMulSum:
         return capi.ncclRedOpCreatePreMulSum(pointer, datatype, residence, self._core.open())
 
     def destroy(self) -> None:
-        """Give the operation back; calls already made with it are not affected."""
+        """Destroy the operation; calls that were already made with it are not affected."""
         codes, self._codes = self._codes, {}
         if self._core.handle:
             for code in codes.values():
@@ -75,7 +75,9 @@ class PreMulSum:
 
 def _on_device(factor: Any, resolve: Callable[[Any, str], Span]) -> tuple[int, int]:
     if isinstance(factor, complex | str | bool | np.bool_) or factor is None:
-        raise TypeError(f"factor is {factor!r}; expected a real number, or an array of one on the device")
+        raise TypeError(
+            f"factor is {factor!r}; expected a real number, or an array of one element on the device"
+        )
     pointer, count, code, _, _ = resolve(factor, "factor")
     if count != 1 or dtypes.traveller(code):
         raise ValueError(f"factor has {count} elements of {dtypes.name_of(code)}; expected one real number")
@@ -87,7 +89,7 @@ Op = OpName | RedOp | int | PreMulSum
 
 
 def _as_bytes(factor: Any, datatype: int) -> bytes:
-    """Return a number as one element of a datatype: converted, never reinterpreted."""
+    """Convert a number to a datatype and return the bytes of one element."""
     name = dtypes.name_of(datatype)
     if name == "bfloat16":
         # The upper half of a float32, rounded to even.
@@ -98,17 +100,20 @@ def _as_bytes(factor: Any, datatype: int) -> bytes:
         try:
             import ml_dtypes
         except ImportError:
-            raise TypeError(f"a factor for {name} arrays needs ml_dtypes, or one in device memory") from None
+            raise TypeError(
+                f"factor is {factor!r} for arrays of {name}; expected ml_dtypes to be installed, "
+                "or a factor in device memory"
+            ) from None
         return bytes(np.asarray(factor).astype(getattr(ml_dtypes, name)).tobytes())
     dtype = np.dtype(name)
     if dtype.kind in "iu":
-        # A Python number first: the scalars of ml_dtypes do not compare with large ones.
+        # Convert to a Python number: scalars of ml_dtypes cannot be compared with large ints.
         factor = factor.item() if isinstance(factor, np.generic) else factor
-        # NaN and the infinities have no int, and equal none.
+        # NaN and the infinities cannot be converted to int, and equal no int.
         whole = int(factor) if -np.inf < factor < np.inf else 0
         if whole != factor or not np.iinfo(dtype).min <= whole <= np.iinfo(dtype).max:
             raise ValueError(
-                f"op has the factor {factor!r}; expected one that {name}, the dtype of the arrays, can hold"
+                f"op has the factor {factor!r}; expected a value of {name}, the dtype of the arrays"
             )
     return np.asarray(factor).astype(dtype).tobytes()
 
@@ -130,6 +135,6 @@ def op_code(core: Core, op: Any, dtype: int) -> int:
         code, adds = int(op), int(op) in _ADDING
     travel = dtypes.traveller(dtype)
     if travel and not (travel.adds and adds):
-        can = "sum and avg" if travel.adds else "no reduction, only to be moved"
-        raise TypeError(f"op is {op!r} and the arrays have dtype {travel.name}, for which NCCL has {can}")
+        can = "reduces it by sum and avg only" if travel.adds else "cannot reduce it, only move it"
+        raise TypeError(f"op is {op!r} and the arrays have dtype {travel.name}; NCCL {can}")
     return code

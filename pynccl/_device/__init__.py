@@ -1,4 +1,4 @@
-"""Devices and streams of CUDA and of the CPU library, and how to wait for them so that Ctrl-C still works.
+"""Devices and streams of CUDA and of the CPU library, and waits for them that Ctrl-C can interrupt.
 
 Imports `_trace`, `capi` and what is below them. Knows nothing of communicators.
 """

@@ -1,4 +1,4 @@
-"""Blocking calls that can be given up: after a time-out, by Ctrl-C, or when nobody waits for them."""
+"""Blocking calls that can be abandoned: after a time-out, by Ctrl-C, or by their caller."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pynccl._trace.recorder import dump_because
 
 T = TypeVar("T")
 
-# So often who waits for a blocking call looks whether there is still a reason to.
+# Seconds between two looks for a reason to abandon a blocking call.
 _SLICE = 0.1
-# So long what was given up goes on: who waits elsewhere, as long as this rank did, is to find out for itself
-# who does not come, and not that this rank has left.
+# Seconds before the CPU library interrupts an abandoned call. Ranks with the same time-out should first find
+# the missing rank themselves, and not that this rank has left.
 _OTHERS = 1.0
 
 
 class Running(Generic[T]):
-    """A blocking call in a thread of its own, since NCCL's cannot be interrupted: who waits can give up.
+    """A blocking call in a thread of its own: NCCL's calls cannot be interrupted, but the caller can give up.
 
-    `if_abandoned` gets the call's value when nobody else will. RuntimeError where no thread can be started.
+    `if_abandoned` gets the result of an abandoned call. Raises RuntimeError if no thread can be started.
     """
 
     def __init__(
@@ -62,27 +62,27 @@ class Running(Generic[T]):
             self._drop()
 
     def _interrupt(self, on: bool) -> None:
-        """Have the CPU library give up what this call creates; NVIDIA's goes on until its own time-out."""
+        """Make the CPU library interrupt this call; NVIDIA's NCCL continues until its own time-out."""
         if self._thread and lib.cpu_api_find(b"pyncclCpuInterrupt"):
             capi.pyncclCpuInterrupt(self._thread, on)
 
     def look(self) -> None:
-        """Raise when nobody waits for the call any more."""
+        """Raise if the call was abandoned."""
         if self._abandoned:
-            raise NcclError("nobody waits for this any more")
+            raise NcclError("the call was abandoned")
 
     def _drop(self) -> None:
         if self._error is None and self._if_abandoned is not None:
             self._if_abandoned(cast("T", self._value))
 
     def give_up(self) -> bool:
-        """Leave the call to itself; False when it has ended meanwhile."""
+        """Abandon the call; return False if it has already ended."""
         with self._lock:
             self._abandoned = not self.done.is_set()
             if self._abandoned:
                 late = threading.Timer(_OTHERS, self._end)
                 late.daemon = True
-                # The interpreter may be exiting, and start no thread any more.
+                # An exiting interpreter starts no thread.
                 with suppress(RuntimeError):
                     late.start()
             return self._abandoned
@@ -93,30 +93,30 @@ class Running(Generic[T]):
                 self._interrupt(True)
 
     def abandon(self) -> None:
-        """Leave the call to itself, or drop what it has returned."""
+        """Abandon the call, or drop its result."""
         if not self.give_up():
             self._drop()
 
     def result(self) -> T:
-        """Return what the call has returned, or raise what it has raised."""
+        """Return the result of the call, or raise its exception."""
         if self._error is not None:
             raise self._error
         return cast("T", self._value)
 
 
-# The call that this thread was started for.
+# The call for which this thread was started.
 _here = threading.local()
 
 
 def look_outside() -> None:
-    """Raise when this thread works on a call that nobody waits for any more."""
+    """Raise if this thread runs an abandoned call."""
     running = getattr(_here, "running", None)
     if running is not None:
         running.look()
 
 
 def deadline_of(timeout: float | None) -> float | None:
-    """Return when a time-out is over; or, where this thread works on a call whose time is up before, that."""
+    """Return the deadline of a time-out, or the earlier deadline of the call that this thread runs."""
     if timeout is None:
         return None
     running = getattr(_here, "running", None)
@@ -124,7 +124,7 @@ def deadline_of(timeout: float | None) -> float | None:
 
 
 def with_outside(look: Callable[[], object] | None) -> Callable[[], object]:
-    """Return a look that also raises when this thread works on a call that nobody waits for any more."""
+    """Return a look that also raises if this thread runs an abandoned call."""
 
     def both() -> None:
         look_outside()
@@ -141,14 +141,14 @@ def bounded(
     if_abandoned: Callable[[T], object] | None = None,
     look: Callable[[], object] | None = None,
 ) -> T:
-    """Return what a blocking call returns; Ctrl-C and the timeout are noticed while it runs.
+    """Make a blocking call and return its result; Ctrl-C and the time-out can end the wait.
 
-    `look` is called now and then, and may raise. `if_abandoned` gets the value when nobody else will.
+    `look` is called periodically and may raise. `if_abandoned` gets the result of an abandoned call.
     """
     try:
         running = Running(call, what, if_abandoned)
     except RuntimeError:
-        # The interpreter is exiting, and starts no thread any more.
+        # An exiting interpreter starts no thread.
         return call()
     try:
         in_time = _wait(running.done, timeout, look)

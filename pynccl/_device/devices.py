@@ -1,4 +1,4 @@
-"""Devices by the loaded library: CUDA's through the driver, or the CPU library's."""
+"""The devices of the loaded library: CUDA devices, or the CPU library's virtual devices."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ def _on_cpu() -> bool:
 
 
 def device_count() -> int:
-    """Return the number of devices; the CPU library counts what it is told to play."""
+    """Return the number of devices; the CPU library's are virtual (PYNCCL_CPU_DEVICES)."""
     return capi.pyncclCpuDeviceCount() if _on_cpu() else cuda.device_count()
 
 
 def current_device() -> int:
-    """Return this thread's device, 0 where none was chosen yet."""
+    """Return this thread's current device; 0 if none was set."""
     if _on_cpu():
         return capi.pyncclCpuGetDevice()
     return (cuda.current_device() or 0) if cuda.available() else 0
 
 
 def set_device(device: int) -> None:
-    """Make a device this thread's, for CuPy, torch and Numba too."""
+    """Set this thread's current device, also for CuPy, torch and Numba.
+
+    Raises TypeError or ValueError unless it is an ordinal, and NcclError if the driver refuses.
+    """
     _require_device(device)
     if _on_cpu():
         capi.pyncclCpuSetDevice(device)
@@ -39,7 +42,7 @@ def set_device(device: int) -> None:
 
 
 def array_module() -> ModuleType:
-    """Return the module to make arrays with: cupy for a GPU library, numpy for the CPU library."""
+    """Return the module that makes arrays for the loaded library: cupy, or numpy for the CPU library."""
     return np if _on_cpu() else importlib.import_module("cupy")
 
 
@@ -51,7 +54,7 @@ def _require_device(device: int) -> None:
 
 
 def device_to_use(device: int | None) -> int | None:
-    """Return the given device or this thread's; None without a driver: the library answers for itself."""
+    """Return the given device or this thread's; None without a driver."""
     if device is not None:
         _require_device(device)
         return device
@@ -60,7 +63,7 @@ def device_to_use(device: int | None) -> int | None:
 
 @contextmanager
 def on_device(device: int | None) -> Iterator[None]:
-    """Make a device the current one of this thread, by the CPU library or by the driver."""
+    """Make a device the current one of this thread, in the CPU library or in CUDA."""
     if device is None:
         yield
     elif _on_cpu():

@@ -1,4 +1,4 @@
-"""From a stream argument to a handle, and how to wait for a stream so that Ctrl-C still works."""
+"""From a stream argument to a handle, and waits for a stream that Ctrl-C can interrupt."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from pynccl._trace.recorder import dump_because
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Between two slices Python handles signals; within one, the waiting thread works for the CPU library.
+# Milliseconds of one slice of a wait: Python handles signals between slices, and the CPU library uses the
+# waiting thread within them.
 _SLICE_MS = 100
 _LONGEST_SLEEP = 0.001
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy default stream does not wait for it
 
 
 def handle_of(stream: Any) -> int:
-    """Return the handle of an explicit stream: an int, or an object that shows one."""
+    """Return the handle of a stream argument: an int, or an object with a stream attribute."""
     handle: Any = stream
     if not isinstance(stream, int) or isinstance(stream, bool):
         handle = _shown_handle(stream)
@@ -41,7 +42,7 @@ def handle_of(stream: Any) -> int:
 def _shown_handle(stream: Any) -> Any:
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        # A method by now, an attribute in its first form: (version, handle).
+        # (version, handle): a method now, an attribute in the first version of the protocol.
         version, handle = protocol() if callable(protocol) else protocol
         return handle if version == 0 else None
     return getattr(stream, "ptr", getattr(stream, "cuda_stream", None))
@@ -53,7 +54,7 @@ def cpu_stream() -> int:
 
 
 def wait_cpu(comm: Callable[[], int], stream: int, deadline: float | None) -> bool:
-    """Wait for a stream of the CPU library; False when the deadline passed."""
+    """Wait for a stream of the CPU library; return False after the deadline."""
     while True:
         left = _SLICE_MS if deadline is None else (deadline - time.monotonic()) * 1000
         slice_ms = max(0, min(_SLICE_MS, int(left) + 1))
@@ -64,7 +65,7 @@ def wait_cpu(comm: Callable[[], int], stream: int, deadline: float | None) -> bo
 
 
 def wait_cuda(comm: Callable[[], int], stream: int, deadline: float | None) -> bool:
-    """Wait for a CUDA stream, looking at the communicator for errors; False when the deadline passed."""
+    """Wait for a CUDA stream or an error of the communicator; return False after the deadline."""
 
     def done() -> bool:
         if cuda.stream_query(stream):
@@ -76,7 +77,7 @@ def wait_cuda(comm: Callable[[], int], stream: int, deadline: float | None) -> b
 
 
 def wait_ready(comm: Callable[[], int], deadline: float | None) -> bool:
-    """Wait until a non-blocking communicator has done what it was asked; False when the deadline passed."""
+    """Wait until a non-blocking communicator is ready; return False after the deadline."""
     return _poll(lambda: raise_async_error(comm()) != IN_PROGRESS, deadline)
 
 
@@ -98,13 +99,13 @@ def raise_async_error(comm: int) -> int:
 
 
 class _Owned:
-    """What was made on the current device, or in the CPU library, and is given back."""
+    """A stream or event of the current CUDA device or of the CPU library."""
 
-    # How it is made and given back: by the CPU library, by CUDA.
+    # Functions that create it: of the CPU library, of CUDA.
     _makers: tuple[Callable[[], int], Callable[[], int]]
     _enders: tuple[Callable[[int], Any], Callable[[int], Any]]
 
-    _handle = 0  # also where its creation failed
+    _handle = 0  # set for __del__, in case the creation fails
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -118,13 +119,13 @@ class _Owned:
         return self._handle
 
     def destroy(self) -> None:
-        """Give it back; harmless when that was done, and in a forked child, whose parent's it is."""
+        """Destroy it; no effect if repeated, or in a forked child, since the parent owns it."""
         handle, self._handle = self._handle, 0
         if handle and self._pid == os.getpid():
             self._enders[not self._cpu](handle)
 
     def __del__(self) -> None:
-        # A dropped stream finishes its work; at the interpreter's end there may be nothing to do it with.
+        # At the interpreter's exit the driver may be gone.
         with contextlib.suppress(Exception):
             self.destroy()
 
@@ -139,9 +140,10 @@ class _Owned:
 
 
 class Stream(_Owned):
-    """A stream of the current device, or of the CPU library; work on one stream runs in order.
+    """A stream of the current device or of the CPU library; the work of a stream runs in order.
 
-    Give it back with `destroy`, or as a context manager: work on it is finished first.
+    Destroy it by `destroy`, or use it as a context manager; its work is finished first. A destroyed stream
+    raises ValueError.
     """
 
     _makers = cpu_stream, cuda.stream_create
@@ -156,13 +158,13 @@ class Stream(_Owned):
         return 0, self.handle
 
     def query(self) -> bool:
-        """Tell whether everything on the stream is done."""
+        """Tell whether all work of the stream has completed."""
         if self._cpu:
             return capi.pyncclCpuStreamQuery(0, self.handle) != IN_PROGRESS
         return cuda.stream_query(self.handle)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait until everything on the stream is done; NcclTimeoutError after `timeout` seconds."""
+        """Wait until all work of the stream has completed; raise NcclTimeoutError after `timeout` seconds."""
         _wait_for(self._wait, timeout, "Stream.synchronize")
 
     def _wait(self, deadline: float | None) -> bool:
@@ -171,7 +173,7 @@ class Stream(_Owned):
         return _poll(lambda: cuda.stream_query(self.handle), deadline)
 
     def wait_event(self, event: Event) -> None:
-        """Have the later work of this stream wait for an event."""
+        """Make the later work of this stream wait for an event."""
         if self._cpu:
             capi.pyncclCpuStreamWaitEvent(0, self.handle, event.handle)
         else:
@@ -179,7 +181,7 @@ class Stream(_Owned):
 
 
 class Event(_Owned):
-    """A point in the work of a stream, which others can wait for."""
+    """A point in the work of a stream that other streams and the host can wait for."""
 
     _makers = capi.pyncclCpuEventCreate, cuda.event_create
     _enders = capi.pyncclCpuEventDestroy, cuda.event_destroy
@@ -190,20 +192,20 @@ class Event(_Owned):
         return self._live()
 
     def record(self, stream: Any) -> None:
-        """Have the event happen when the work that the stream has so far is done."""
+        """Record the event after the present work of a stream."""
         if self._cpu:
             capi.pyncclCpuEventRecord(0, self.handle, handle_of(stream))
         else:
             cuda.event_record(self.handle, handle_of(stream))
 
     def query(self) -> bool:
-        """Tell whether the event has happened; one never recorded has."""
+        """Tell whether the event has completed; True if it was never recorded."""
         if self._cpu:
             return capi.pyncclCpuEventQuery(self.handle) != IN_PROGRESS
         return cuda.event_query(self.handle)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait until the event has happened; NcclTimeoutError after `timeout` seconds."""
+        """Wait until the event has completed; raise NcclTimeoutError after `timeout` seconds."""
         _wait_for(lambda deadline: _poll(self.query, deadline), timeout, "Event.synchronize")
 
 

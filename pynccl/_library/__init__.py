@@ -1,5 +1,5 @@
-"""The shared libraries behind pynccl: libnccl's functions, structs and results, and the CUDA driver's.
+"""The shared libraries that pynccl calls: libnccl (functions, structs, results) and the CUDA driver.
 
-`generated/` follows from native/nccl_api.h. Imports only the base modules (`_errors`, `_package`,
-`_timeouts`, `_version`); everything else may import this.
+`generated/` is generated from native/nccl_api.h. Imports only the base modules (`_errors`, `_package`,
+`_timeouts`, `_version`); every other package may import this one.
 """

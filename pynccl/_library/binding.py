@@ -1,4 +1,4 @@
-"""The compiled binding; on a platform that pynccl does not support, a stand-in that says so when used."""
+"""The compiled binding; on unsupported platforms a stand-in whose functions raise NotSupportedError."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ else:
     from pynccl._errors import UNSUPPORTED, NotSupportedError
 
     class _Unsupported:
-        """Has every attribute; each can be called, which raises."""
+        """A stand-in: every attribute is a function that raises."""
 
         NULL = None
         Call = object

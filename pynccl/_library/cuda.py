@@ -1,7 +1,8 @@
-"""The CUDA driver, as far as pynccl needs it: devices, contexts, streams, events, capture and pointers.
+"""The part of the CUDA driver that pynccl uses: devices, contexts, streams, events, capture and pointers.
 
-The driver is opened at the first use, and is the same that CuPy and torch use: a device selected here is
-theirs too. Handles and pointers are ints. Without a driver `available` is false and the rest raises.
+The driver is opened at the first use. CuPy and torch use the same driver: a device selected here is current
+for them too. Handles and pointers are ints. Without a driver `available` returns False and other functions
+raise.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from contextlib import contextmanager
 from pynccl._errors import NcclUnhandledCudaError, NotSupportedError
 from pynccl._library.binding import ffi, lib
 
-# The second is where WSL keeps it.
+# The second is WSL's path.
 _PATHS = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
-# What the function table answers for an empty slot; CUDA uses neither number.
+# Results of the function table for an empty slot; CUDA uses neither number.
 _ABSENT = (lib.PYNCCL_NOT_FOUND, lib.PYNCCL_NOT_LOADED)
 
 _INVALID_VALUE, _DEINITIALIZED, _NOT_READY = 1, 4, 600
@@ -25,7 +26,7 @@ _MEMORYTYPE_HOST = 1
 
 
 class _Driver:
-    """What is known about the driver once it was looked for."""
+    """The result of the search for the driver."""
 
     def __init__(self) -> None:
         self.failure = self._open()
@@ -71,7 +72,7 @@ def available() -> bool:
 
 
 def why_unavailable() -> str:
-    """Return why there is no usable driver, or an empty string."""
+    """Return why no driver can be used, or ""."""
     return _found().failure
 
 
@@ -90,7 +91,7 @@ def _error_text(code: int) -> str:
 
 
 def _call(name: str, *args: object) -> None:
-    """Call a function of the driver; a result other than success raises."""
+    """Call a function of the driver; raise unless it succeeds."""
     code = _try(name, *args)
     if code:
         _fail(name, code)
@@ -101,7 +102,7 @@ def _try(name: str, *args: object) -> int:
     failure = _found().failure
     if failure:
         raise NotSupportedError(
-            f"{name} needs an NVIDIA driver, and none was found: {failure}. "
+            f"{name} needs an NVIDIA driver, but none was found: {failure}. "
             "PYNCCL_LIBRARY=cpu runs the same program on host memory.",
             function=name,
         )
@@ -143,10 +144,10 @@ def _device(ordinal: int) -> int:
 
 
 def device_uuid(ordinal: int) -> str:
-    """Return what tells this device, or MIG slice, from every other one, as nvidia-smi writes it."""
+    """Return the UUID of a device or MIG slice, in nvidia-smi's notation."""
     out = ffi.new("CUuuid*")
     device = _device(ordinal)
-    # The older function gives all slices of a device the same answer.
+    # The older function returns the same UUID for all MIG slices of a device.
     if _try("cuDeviceGetUuid_v2", out, device):
         _call("cuDeviceGetUuid", out, device)
     text = bytes(ffi.buffer(out)).hex()
@@ -161,7 +162,7 @@ def device_name(ordinal: int) -> str:
 
 
 def current_device() -> int | None:
-    """Return the ordinal of this thread's device, None when it has no context yet."""
+    """Return the ordinal of this thread's device; None if it has no context yet."""
     if _current_context() == 0:
         return None
     out = ffi.new("CUdevice*")
@@ -170,7 +171,7 @@ def current_device() -> int | None:
 
 
 def _ordinal(device: int) -> int:
-    # A CUdevice is the ordinal in every driver so far, but nothing promises it.
+    # A CUdevice equals the ordinal in every driver so far, but CUDA does not guarantee it.
     return next((i for i in range(device_count()) if _device(i) == device), device)
 
 
@@ -181,7 +182,7 @@ def _current_context() -> int:
 
 
 def primary_context(ordinal: int) -> int:
-    """Return the context that CuPy and torch use too; kept until the process ends, as theirs is."""
+    """Return the primary context, which CuPy and torch use too; it is kept until the process ends."""
     driver = _found()
     with driver.lock:
         if ordinal not in driver.contexts:
@@ -198,7 +199,7 @@ def set_device(ordinal: int) -> None:
 
 @contextmanager
 def using_device(ordinal: int) -> Iterator[None]:
-    """Make a device current, and bring back what was current before."""
+    """Make a device current, and restore the previous one afterwards."""
     _call("cuCtxPushCurrent_v2", primary_context(ordinal))
     try:
         yield
@@ -210,20 +211,20 @@ def using_device(ordinal: int) -> Iterator[None]:
 
 
 def stream_create() -> int:
-    """Create a stream of the current device that does not wait for the default one."""
+    """Create a stream of the current device that does not synchronize with the default stream."""
     out = ffi.new("uintptr_t*")
     _call("cuStreamCreate", out, _STREAM_NON_BLOCKING)
     return int(out[0])
 
 
 def stream_destroy(stream: int) -> None:
-    """Destroy a stream; work that it still has is finished first."""
+    """Destroy a stream; its pending work is finished first."""
     _destroy("cuStreamDestroy_v2", stream)
 
 
 def _destroy(name: str, handle: int) -> None:
     code = _try(name, handle)
-    # At the end of the process the driver may have gone first.
+    # At the end of the process the driver may already be shut down.
     if code not in (0, _DEINITIALIZED):
         _fail(name, code)
 
@@ -241,7 +242,7 @@ def _query(name: str, handle: int) -> bool:
 
 
 def stream_wait_event(stream: int, event: int) -> None:
-    """Have the later work of a stream wait for an event."""
+    """Make the later work of a stream wait for an event."""
     _call("cuStreamWaitEvent", stream, event, 0)
 
 
@@ -253,7 +254,7 @@ def stream_is_capturing(stream: int) -> bool:
 
 
 def event_create() -> int:
-    """Create an event of the current device, without a clock."""
+    """Create an event of the current device, without timing."""
     out = ffi.new("uintptr_t*")
     _call("cuEventCreate", out, _EVENT_DISABLE_TIMING)
     return int(out[0])
@@ -265,17 +266,17 @@ def event_destroy(event: int) -> None:
 
 
 def event_record(event: int, stream: int) -> None:
-    """Have an event happen when the work that a stream has so far is done."""
+    """Record an event after the present work of a stream."""
     _call("cuEventRecord", event, stream)
 
 
 def event_query(event: int) -> bool:
-    """Tell whether an event has happened."""
+    """Tell whether an event has completed."""
     return _query("cuEventQuery", event)
 
 
 def order_streams(first: int, then: int) -> None:
-    """Have the later work of one stream wait for the present work of another."""
+    """Make the later work of one stream wait for the present work of another."""
     if first != then:
         event = event_create()
         try:
@@ -289,7 +290,7 @@ def order_streams(first: int, then: int) -> None:
 
 
 def pointer_device(pointer: int) -> int | None:
-    """Return the ordinal of the device that memory belongs to, None for host memory."""
+    """Return the ordinal of the device that memory belongs to; None for host memory."""
     kind = _pointer_attribute("unsigned int*", _MEMORY_TYPE, pointer)
     if kind is None or kind == _MEMORYTYPE_HOST:
         return None
@@ -299,7 +300,7 @@ def pointer_device(pointer: int) -> int | None:
 def _pointer_attribute(ctype: str, attribute: int, pointer: int) -> int | None:
     out = ffi.new(ctype)
     code = _try("cuPointerGetAttribute", int(ffi.cast("uintptr_t", out)), attribute, pointer)
-    # Memory that the driver has never heard of.
+    # Memory that is unknown to the driver.
     if code == _INVALID_VALUE:
         return None
     if code:
@@ -315,15 +316,15 @@ def memory_allocate(nbytes: int) -> int:
 
 
 def memory_free(pointer: int) -> None:
-    """Give device memory back."""
+    """Free device memory."""
     _destroy("cuMemFree_v2", pointer)
 
 
 def copy_to_device(pointer: int, host: int, nbytes: int) -> None:
-    """Copy host memory to the device, and return when that is done."""
+    """Copy host memory to the device, and return when the copy has completed."""
     _call("cuMemcpyHtoD_v2", pointer, host, nbytes)
 
 
 def copy_to_host(host: int, pointer: int, nbytes: int) -> None:
-    """Copy device memory to the host, and return when that is done."""
+    """Copy device memory to the host, and return when the copy has completed."""
     _call("cuMemcpyDtoH_v2", host, pointer, nbytes)

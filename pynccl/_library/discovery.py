@@ -1,4 +1,4 @@
-"""Where a libnccl may be: in the process already, in the nvidia-nccl wheel, in conda, in the system."""
+"""The search for a libnccl: in the process, in the nvidia-nccl wheel, in conda, in the system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIBNCCL = re.compile(r"libnccl(-[0-9a-f]+)?\.so[.\d]*")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A library to try; one that is mapped must not be loaded a second time."""
+    """A library to try; a mapped one must not be loaded a second time."""
 
     path: str
     how: str
@@ -28,7 +28,7 @@ class Candidate:
 
 
 def same_file(one: str, other: str) -> bool:
-    """Tell whether two paths are one file; a path that has gone is the same only by name."""
+    """Tell whether two paths are one file; a deleted file is compared by name."""
     try:
         return os.path.samefile(one, other)
     except OSError:
@@ -53,13 +53,13 @@ def mapped_libnccl() -> list[str]:
 
 
 def behind(path: str) -> str | None:
-    """Return the CPU library that the file forwards to, or None where it is no forwarding library."""
+    """Return the CPU library that the file forwards to, or None if it is not a forwarding library."""
     library = Path(path).resolve().parent.parent / CPU_LIBRARY
     return str(library) if Path(path).resolve().parent.name == "forward" and library.exists() else None
 
 
 def forward_folder() -> Path:
-    """Return the folder that holds the forwarding libnccl.so.2 and what C programs need beside it."""
+    """Return the folder with the forwarding libnccl.so.2 and the other files that C programs need."""
     folder = PACKAGE / "forward"
     if not (folder / SONAME).exists():
         raise _without_cpu_library(folder / SONAME)
@@ -81,7 +81,7 @@ def _without_cpu_library(path: Path) -> LibraryNotFoundError:
 
 
 def cpu_candidate(how: str) -> Candidate:
-    """Return the CPU library, and where one is in the process already, that one."""
+    """Return the CPU library; one that is already in the process comes first."""
     mapped = mapped_files(re.compile(re.escape(CPU_LIBRARY)))
     forwarded = [library for path in mapped_libnccl() if (library := behind(path))]
     for path in (*mapped, *forwarded):
@@ -90,7 +90,7 @@ def cpu_candidate(how: str) -> Candidate:
 
 
 def candidates(tried: list[str]) -> Iterator[Candidate]:
-    """Yield what `auto` looks at, in its order; what is not there is added to `tried`."""
+    """Yield the candidates of `auto` in order; add the places without a library to `tried`."""
     mapped = mapped_libnccl()
     for path in mapped:
         library = behind(path)

@@ -1,4 +1,4 @@
-"""NCCL's structs with a version inside, laid out for the version that is loaded."""
+"""NCCL's versioned structs, laid out for the loaded version."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pynccl._library.generated import api
 from pynccl._library.generated.api import Version as Version
 from pynccl._library.loader import encode_version, version_text
 
-# The newest NCCL whose structs the declarations describe: newer fields of a newer library keep its defaults.
+# The newest NCCL whose structs are declared; fields of newer versions keep the library's defaults.
 _NEWEST: Version = max(api.FUNCTIONS.values())
 _MAGIC = {"ncclSimInfo_t": api.NCCL_SIM_INFO_MAGIC}
-# NCCL keeps some of the strings as pointers for as long as the communicator lives; names are few and small.
+# NCCL keeps pointers to some strings while the communicator lives, so none is freed; they are few and small.
 _strings: dict[bytes, Any] = {}
 
-# What a field takes; what the library has written may be C's.
+# The Python types that a field accepts.
 _FITTING: dict[str, tuple[type, ...]] = {
     "int": (int, np.integer, np.bool_),
     "float": (int, float, np.number),
@@ -33,7 +33,7 @@ S = TypeVar("S", bound="Struct")
 
 
 class Struct:
-    """One struct: `since` tells which NCCL brought each field."""
+    """A versioned struct; `since` has the first NCCL version of each field."""
 
     struct: ClassVar[str]
     oldest: ClassVar[Version]
@@ -45,11 +45,11 @@ class Struct:
             _require_kind(self.struct, field, getattr(self, field.name))
 
     def known(self, version: Version) -> list[str]:
-        """Return the fields that this version has, in their order."""
+        """Return the fields of this version, in order."""
         return [name for name, since in self.since.items() if since <= version]
 
     def pack(self) -> Any:
-        """Return the struct for the loaded library; a field set that it does not know is an error."""
+        """Return the C struct for the loaded library; raise NotSupportedError for a field that it lacks."""
         version = loader.get_version()
         cell = ffi.new(f"{self.struct}*")
         known = self.known(version)
@@ -75,7 +75,7 @@ class Struct:
 
     @classmethod
     def unpack(cls: type[S], cell: Any) -> S:
-        """Return what the library wrote, None for the fields that it does not know."""
+        """Return the values that the library wrote; None for fields that it lacks."""
         version = loader.get_version()
         values = {name: getattr(cell, name) for name, since in cls.since.items() if since <= version}
         return cls(**{name: tuple(v) if isinstance(v, ffi.CData) else v for name, v in values.items()})
@@ -91,12 +91,14 @@ def pack(cls: type[S], value: S | Mapping[str, Any] | None) -> Any:
             raise TypeError(f"{cls.struct} has no field {', '.join(map(str, unknown))}")
         value = cls(**value)
     if not isinstance(value, cls):
-        raise TypeError(f"a {cls.__name__} or a dict of its fields is needed, not {type(value).__name__}")
+        raise TypeError(
+            f"config is of type {type(value).__name__}; expected a {cls.__name__} or a dict of its fields"
+        )
     return value.pack()
 
 
 def _require_kind(struct: str, field: Field[Any], value: Any) -> None:
-    """Refuse a value of another type than the field's, which is written as `int | None` or the like."""
+    """Raise TypeError unless the value has the type of the field's annotation, such as `int | None`."""
     kind = str(field.type).partition(" ")[0]
     fits = value is None or isinstance(value, _FITTING.get(kind, object))
     if not fits:
@@ -104,7 +106,7 @@ def _require_kind(struct: str, field: Field[Any], value: Any) -> None:
 
 
 def _size(struct: str, last: str) -> int:
-    """Return sizeof the struct as it was when `last` was its last field."""
+    """Return the struct's size in the version where `last` was the last field."""
     ctype = ffi.typeof(struct)
     end = ffi.offsetof(ctype, last) + ffi.sizeof(dict(ctype.fields)[last].type)
     align = ffi.alignof(ctype)

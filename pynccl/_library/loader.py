@@ -1,4 +1,4 @@
-"""The one library that all of pynccl uses: found and loaded at the first call that needs it."""
+"""The library of this process: found and loaded at the first call that needs it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class LibraryInfo:
-    """Tell which library is loaded; `others` are further libnccl mapped into the process."""
+    """The loaded library; `others` are further libnccl mapped into the process."""
 
     backend: str
     version: Version
@@ -43,24 +43,24 @@ def _new_lock() -> None:
     _lock = threading.Lock()
 
 
-# A child forked while another thread was loading would wait for that thread for ever.
+# A child forked while another thread loads the library would wait for this thread for ever.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)
 
 
 def version_text(version: Version) -> str:
-    """Write a version the way NCCL does."""
+    """Return a version in NCCL's notation."""
     return ".".join(map(str, version)) if any(version) else "of unknown version"
 
 
 def decode_version(code: int) -> Version:
-    """Split what ncclGetVersion returns: 2.8 and older have one digit for the minor version."""
+    """Split the code of ncclGetVersion; NCCL 2.8 and older use one digit for the minor version."""
     base = 1000 if code < 10000 else 10000
     return code // base, code % base // 100, code % 100
 
 
 def encode_version(version: Version) -> int:
-    """Return the code that ncclGetVersion has for a version."""
+    """Return ncclGetVersion's code for a version."""
     major, minor, patch = version
     return major * (1000 if version < (2, 9, 0) else 10000) + minor * 100 + patch
 
@@ -68,7 +68,8 @@ def encode_version(version: Version) -> int:
 def load(spec: str | os.PathLike[str] | None = None) -> LibraryInfo:
     """Load the library: "auto", "cpu" or a path; None means PYNCCL_LIBRARY, which is "auto" by default.
 
-    One process uses one library: loading another one later is an error, loading the same again is not.
+    One process uses one library. Loading it again has no effect; loading another one raises NcclInvalidUsage.
+    Raises LibraryNotFoundError if no library can be loaded.
     """
     global _loaded
     if sys.platform != "linux":
@@ -82,20 +83,23 @@ def load(spec: str | os.PathLike[str] | None = None) -> LibraryInfo:
 
 
 def loaded() -> LibraryInfo | None:
-    """Return what is loaded, without loading anything."""
+    """Return the loaded library or None, without loading one."""
     return _loaded
 
 
 def backend() -> str:
     """Return the kind of the library, "cpu" or "nccl", loading it if none is; warn as `library_info` does."""
-    # The CPU library meets others unharmed, and needs no look at what is mapped.
+    # The CPU library works beside other libnccl, so the mapped files need no check.
     if _loaded is not None and _loaded.backend == "cpu":
         return "cpu"
     return library_info().backend
 
 
 def library_info() -> LibraryInfo:
-    """Tell which library is used, loading it if none is; warn once of each other libnccl in the process."""
+    """Return the loaded library, loading it if necessary; warn once of each other libnccl in the process.
+
+    Raises LibraryNotFoundError if no library can be loaded.
+    """
     if _loaded is None:
         return load()
     info = replace(_loaded, others=_others(_loaded))
@@ -133,7 +137,7 @@ def _load_first(spec: str | os.PathLike[str] | None) -> LibraryInfo:
     try:
         return _open(candidate)
     except OSError as error:
-        raise LibraryNotFoundError(f"{how} names {text}, which cannot be used: {error}") from None
+        raise LibraryNotFoundError(f"{how} names {text}, a library that cannot be used: {error}") from None
 
 
 def _load_auto() -> LibraryInfo:
@@ -151,12 +155,12 @@ def _file(text: str, how: str) -> str:
     path = os.path.abspath(os.path.expanduser(text))
     if not os.path.isfile(path):
         problem = "is not a file" if os.path.exists(path) else "does not exist"
-        raise LibraryNotFoundError(f"{how} names {path}, which {problem}; a path, auto or cpu is needed")
+        raise LibraryNotFoundError(f"{how} names {path}, which {problem}; expected a path, auto or cpu")
     return path
 
 
 def _open(candidate: Candidate) -> LibraryInfo:
-    """Load one file and fill the tables from its handle; OSError says why it cannot be used."""
+    """Load one file and fill the tables from its handle; OSError tells why this fails."""
     path = os.fsencode(candidate.path)
     crowded = any(not discovery.same_file(candidate.path, other) for other in discovery.mapped_libnccl())
     handle = lib.pynccl_open(path, _IF_LOADED if candidate.mapped else _DEEPBIND if crowded else 0)
@@ -193,7 +197,7 @@ def _require_same(text: str, info: LibraryInfo) -> None:
     path = discovery.cpu_candidate("load()").path if text == "cpu" else _file(text, "load()")
     if not discovery.same_file(path, info.path):
         raise NcclInvalidUsage(
-            f"cannot load {path}: this process already uses {info.path} ({info.how}), and handles of two "
+            f"cannot load {path}: this process already uses {info.path} ({info.how}), and the handles of two "
             "libraries must not mix. Call pynccl.load before anything else, or set PYNCCL_LIBRARY.",
             function="pynccl.load",
         )

@@ -1,4 +1,4 @@
-"""From a result code to an exception: the one `check`, and what it knows of each communicator."""
+"""From a result code to an exception: `check`, and the ranks of communicators for its messages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pynccl._library.loader import version_text
 IN_PROGRESS = 7
 NOT_FOUND = lib.PYNCCL_NOT_FOUND
 
-# Communicators that capi made and nobody destroyed yet: (rank, size), None while only the library knows it.
+# Rank and size of open communicators that capi made; None while only the library knows them.
 # The cells that NCCL wrote them to stay alive with them.
 _known: dict[int, tuple[tuple[int, int] | None, Any]] = {}
-# By communicator, the cells of handles that NCCL is still to write.
+# By communicator, the cells of handles that NCCL will write.
 _late: dict[int, list[Any]] = {}
 
 
@@ -33,19 +33,19 @@ def remember(comm: int, place: tuple[int, int] | None, cells: Any = None) -> Non
 
 
 def remember_late(comm: int, cell: Any) -> None:
-    """Keep a cell that NCCL is still to write because of a call on a communicator."""
+    """Keep a cell alive that NCCL will write because of a call on a communicator."""
     cells = _late.setdefault(int(comm), [])
     cells[:] = [other for other in cells if not other[0]] + [cell]
 
 
 def forget(comm: int) -> None:
-    """Drop what is known of a communicator: its handle may mean another one soon."""
+    """Forget a communicator, since its handle may be reused."""
     _known.pop(int(comm), None)
     _late.pop(int(comm), None)
 
 
 def place_of(comm: int) -> tuple[int, int] | None:
-    """Return (rank, size) of a communicator that capi made, or None: others may be gone and are not asked."""
+    """Return (rank, size) of a communicator that capi made; None for others, which may be closed."""
     if comm not in _known:
         return None
     place, cells = _known[comm]
@@ -63,7 +63,7 @@ def text(pointer: Any) -> str:
 
 
 def check(result: int, function: str, comm: int = 0) -> None:
-    """Raise what a result code means; success and ncclInProgress mean nothing."""
+    """Raise the exception of a result code; none for success and ncclInProgress."""
     if result not in (0, IN_PROGRESS):
         raise _missing(function) if result == NOT_FOUND else _failed(result, function, int(comm))
 
@@ -84,7 +84,7 @@ def _missing(function: str) -> NotSupportedError:
     elif function in FUNCTIONS:
         need = f"needs NCCL >= {version_text(FUNCTIONS[function])}"
     else:
-        need = "is not there"
+        need = "is missing"
     return NotSupportedError(f"{function} {need}; loaded {_origin()}", function=function)
 
 
@@ -95,7 +95,7 @@ def _is_mismatch(result: int, comm: int) -> bool:
 
 
 def _failed(result: int, function: str, comm: int) -> NcclError:
-    # First of all: whatever else is called may replace it.
+    # First, since any other call may replace the text.
     detail = text(lib.ncclGetLastError(comm))
     meaning = text(lib.ncclGetErrorString(result))
     cls = CollectiveMismatchError if _is_mismatch(result, comm) else error_class(result)

@@ -1,4 +1,4 @@
-"""`pynccl run`: start ranks, end them together, and ask for their traces and stacks when they hang.
+"""`pynccl run`: start ranks, end them together, and request traces and stacks of ranks that hang.
 
 Imports `bootstrap` and what is below it.
 """

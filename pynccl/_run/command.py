@@ -42,7 +42,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> f
     "--timeout",
     callback=_seconds,
     metavar="SECONDS",
-    help="End the ranks that still run after so many seconds (exit code 124), and say where they were.",
+    help="End ranks that still run after this number of seconds (exit code 124), and show their stacks.",
 )
 @click.option(
     "--keep-going",

@@ -1,9 +1,9 @@
-"""What ranks that hang leave behind: their traces and Python stacks, at the launcher's request.
+"""Traces and Python stacks of ranks that hang, at the launcher's request.
 
-`pynccl run` names a folder in PYNCCL_EVIDENCE. A process that imports pynccl leaves a file there, with its
-process id as the name and, as the first line, the signal to ask it by. On that signal it dumps its traces,
-where PYNCCL_TRACE_DIR is set, and appends the stacks of its threads and the line "end". The handler is
-native: it runs inside of C, with or without the GIL. A process that left no file is never sent the signal.
+`pynccl run` names a folder in PYNCCL_EVIDENCE. A process that imports pynccl creates a file there, with its
+process id as the name and the signal of the request as the first line. On this signal the process dumps its
+traces, if PYNCCL_TRACE_DIR is set, and appends the stacks of its threads and the line "end". The handler is
+native: it runs inside C code, with or without the GIL. A process without a file never gets the signal.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MOST_BYTES = 1 << 20
 
 
 def listen() -> None:
-    """Let the launcher that named a folder ask this process; without one do nothing."""
+    """Let the launcher request traces and stacks of this process; do nothing without PYNCCL_EVIDENCE."""
     folder = os.environ.get(FOLDER)
-    # A launcher that has ended asks nobody, and that it cannot ask is no reason not to run.
+    # The launcher may have ended; a process can run without answering requests.
     with suppress(OSError, RuntimeError, StopIteration):
         if folder:
             _listen(Path(folder))
@@ -45,7 +45,7 @@ def _listen(folder: Path) -> None:
     error = lib.pynccl_trace_on_signal(number, b"launcher", _REASON, fd)
     if error:
         raise OSError(error, os.strerror(error))
-    # From here on the launcher may ask.
+    # From here on the launcher can send requests.
     os.write(fd, b"%d\n" % number)
 
 
@@ -72,7 +72,7 @@ def _status(pid: int, name: str) -> str:
 
 
 class Answer:
-    """What one process of a rank answers, once it was asked."""
+    """The answer of one process of a rank to a request."""
 
     def __init__(self, rank: int, path: Path) -> None:
         self.rank, self.pid, self._path = rank, int(path.name), path
@@ -80,10 +80,10 @@ class Answer:
         self._start = 0
 
     def ask(self) -> bool:
-        """Send the process its signal; False where it does not listen."""
+        """Send the process its signal; return False if it has no handler."""
         number = self._read().partition(b"\n")[0]
         self._start = self._path.stat().st_size
-        # It may run another program by now.
+        # The process may have executed another program.
         if not number.isdigit() or not int(_status(self.pid, "SigCgt"), 16) >> (int(number) - 1) & 1:
             return False
         self.stopped = _status(self.pid, "State").startswith("T")
@@ -99,17 +99,17 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Tell whether all of it is there, or nothing more will come."""
+        """Tell whether the answer is complete or the process has ended."""
         return self._read().endswith(_END) or not _runs(self.pid)
 
     @property
     def stacks(self) -> bytes:
-        """Return the stacks, as far as they are there."""
+        """Return the stacks that have been written."""
         return self._read().removesuffix(_END[1:])
 
 
 class Request:
-    """One request to every process of the ranks that listens, which waits for nobody.
+    """One request to every process of the ranks that has a handler; it does not wait.
 
     `groups` has the rank of each process group.
     """
@@ -118,7 +118,7 @@ class Request:
         self.deadline = time.monotonic() + seconds
         self.answers: list[Answer] = []
         for path in folder.iterdir():
-            # Processes end at any time.
+            # Processes can end at any time.
             with suppress(OSError):
                 group = os.getpgid(int(path.name))
                 if group in groups and (answer := Answer(groups[group], path)).ask():
@@ -129,5 +129,5 @@ class Request:
 
     @property
     def over(self) -> bool:
-        """Tell whether there is nothing more to wait for."""
+        """Tell whether all answers are complete."""
         return time.monotonic() >= self.deadline or all(answer.complete for answer in self.answers)

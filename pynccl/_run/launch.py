@@ -24,23 +24,23 @@ from pynccl._trace.recorder import DIR, file_name, own_folder, private_file
 from pynccl._watch import ended
 from pynccl.bootstrap._store import StoreServer
 
-# What ranks that are to be ended get to say where they are, and then to end by themselves after SIGTERM.
+# Seconds for the ranks to write their traces and stacks, and seconds after SIGTERM before SIGKILL.
 EVIDENCE_SECONDS = 3.0
 GRACE_SECONDS = 5.0
-# So often it is looked whether they have said it; epoll waits no longer than some days.
+# Seconds between two looks for the ranks' answers; the longest wait of epoll.
 _LOOK_SECONDS = 0.02
 _LONGEST_WAIT = 3600.0
-# What is left in the pipes is shown, but a descendant that holds one open is not waited for.
+# Seconds to read the rest of the pipes, which a descendant may hold open.
 _DRAIN_SECONDS = 1.0
 _MAX_LINE = 1 << 20
-# What is kept of a rank's standard error, to show its traceback once more at the end.
+# Bytes that are kept of a rank's standard error, to repeat its traceback at the end.
 _TAIL = 1 << 16
 _TIMED_OUT = 124
 _TRACEBACK = b"Traceback (most recent call last):\n"
-# What Python writes between the tracebacks of exceptions that belong together.
+# Python's text between the tracebacks of chained exceptions.
 _CHAINED = (b"another exception occurred:\n\n", b"direct cause of the following exception:\n\n")
-# Kills the ranks' process groups and removes the folder that is its argument when the launcher's end of the
-# pipe is closed without a word.
+# Kills the ranks' process groups and removes the folder in its argument if the launcher closes the
+# pipe without writing "done".
 _GUARD = (
     "import os, shutil, signal, sys\n"
     "words = sys.stdin.read().split()\n"
@@ -57,7 +57,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def launch(
     argv: list[str], nranks: int, *, cpu: bool, timeout: float | None, keep_going: bool, log_dir: Path | None
 ) -> int:
-    """Run a command line on so many ranks and return the exit code."""
+    """Run a command line on `nranks` ranks and return the exit code."""
     env = choose_backend(os.environ, "cpu" if cpu else "auto")
     if env.get("PYNCCL_LIBRARY") == "cpu" and not cpu and os.environ.get("PYNCCL_LIBRARY") != "cpu":
         _say("no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu")
@@ -73,7 +73,7 @@ def launch(
 
 
 def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
-    """Return the environment with PYNCCL_LIBRARY set; "auto": the CPU library where no driver is found."""
+    """Return the environment with PYNCCL_LIBRARY set; "auto" sets the CPU library if no driver is found."""
     env = dict(environ)
     if backend != "auto":
         env["PYNCCL_LIBRARY"] = backend
@@ -83,18 +83,18 @@ def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
 
 
 def open_store(env: Mapping[str, str]) -> StoreServer:
-    """Return a store on this machine for ranks with this environment; without a secret for this user only."""
+    """Return a store on this machine for the ranks; without a secret, for this user only."""
     return StoreServer(secret=read_secret(env), job=env.get("PYNCCL_JOB_ID", ""))
 
 
 def rank_environment(base: Mapping[str, str], rank: int, nranks: int, server: StoreServer) -> dict[str, str]:
     """Return the environment of one rank: torchrun's variables and the address of the store."""
-    # What an outer torchrun has set is about its own ranks.
+    # The variables of an outer torchrun describe its own ranks.
     env = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
     env.update(RANK=str(rank), WORLD_SIZE=str(nranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nranks))
     env.update(PYNCCL_STORE=server.address, PYTHONUNBUFFERED="1")
     if nranks > 1:
-        # As torchrun does: ranks that each start a thread per core get in each other's way.
+        # As torchrun does: one thread per core in every rank would overload the cores.
         env.setdefault("OMP_NUM_THREADS", "1")
     return env
 
@@ -109,17 +109,17 @@ def _say(text: str) -> None:
 
 
 class _Lines:
-    """One output of one rank, copied line by line with the rank before each."""
+    """One output of one rank, copied line by line after the rank's number."""
 
     def __init__(self, rank: int, target: int, log: BinaryIO | None) -> None:
         self.prefix, self.target, self.log = b"[%d] " % rank, target, log
         self.rest = bytearray()
         self.tail = bytearray()
-        # When the last traceback began to come.
+        # The time at which the last traceback began.
         self.failed_at = float("inf")
 
     def feed(self, data: bytes) -> None:
-        """Copy the complete lines; no data means the end of the output."""
+        """Copy the complete lines; empty data means the end of the output."""
         if self.log is not None:
             self.log.write(data)
         if _TRACEBACK in self.tail[-len(_TRACEBACK) :] + data:
@@ -137,12 +137,12 @@ class _Lines:
         _write_all(self.target, b"".join(self.prefix + line + b"\n" for line in lines))
 
     def insert(self, text: bytes) -> None:
-        """Show lines that are not the rank's own, between its lines."""
+        """Show the launcher's own lines between the rank's lines."""
         if text:
             self.feed((b"\n" if self.rest else b"") + text)
 
     def traceback(self) -> bytes:
-        """Return the last traceback, with those that it follows from, and what came after it."""
+        """Return the last traceback, with the tracebacks of its causes and the later output."""
         start = self.tail.rfind(_TRACEBACK)
         while start > 0 and self.tail[:start].endswith(_CHAINED):
             start = self.tail.rfind(_TRACEBACK, 0, start)
@@ -171,7 +171,7 @@ def _write_all(target: int, data: bytes) -> None:
 
 
 class _Launcher:
-    """The ranks of one run, and the loop over their output, their ends and the signals of this process."""
+    """The ranks of one run, and the loop over their output, their exits and this process's signals."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Launcher:
         self.errors: list[_Lines] = []
         self.selector = selectors.DefaultSelector()
         self.code = 0
-        # What the ranks are asked before they get the signal that ends them; later they are killed.
+        # The request for traces and stacks, made before the ranks get the signal that ends them.
         self.request: evidence.Request | None = None
         self.last_signal: int = signal.SIGTERM
         self.kill_at: float | None = None
@@ -226,7 +226,7 @@ class _Launcher:
             self.selector.register(reader, selectors.EVENT_READ)
             if timeout is not None:
                 self.timeout_at = time.monotonic() + timeout
-            # Many take their time to start, in which a signal may come, or one of them may end.
+            # Starting many ranks takes time, in which a signal may arrive or a rank may exit.
             while len(self.children) < self.nranks and not self._ending:
                 self._start(len(self.children))
                 guard.write(b"%d\n" % self.children[-1].pid)
@@ -238,7 +238,7 @@ class _Launcher:
             self._show_traceback()
             self._explain_code()
         except BrokenPipeError:
-            # Nobody reads our output any more: end as a program does that writes to a closed pipe.
+            # The output was closed: exit as a program that writes to a closed pipe.
             self.code = 128 + signal.SIGPIPE
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         finally:
@@ -295,23 +295,23 @@ class _Launcher:
         self.timeout_at = None
         running = [rank for rank in range(len(self.children)) if rank not in self.ended]
         if running and not self._ending:
-            _say(f"the time is up (--timeout); still running: {', '.join(map(str, running))}")
+            _say(f"--timeout has passed; still running: {', '.join(map(str, running))}")
             self.code = _TIMED_OUT
             self._ask(signal.SIGTERM)
 
     def _ask(self, then: int) -> None:
-        """Ask the ranks where they are, and end them by a signal once they have answered."""
+        """Request traces and stacks of the ranks, and end the ranks by a signal after their answers."""
         running = {child.pid: rank for rank, child in enumerate(self.children) if rank not in self.ended}
         self.request = evidence.Request(self.folder, running, EVIDENCE_SECONDS)
         self.last_signal = then
 
     def _end(self, number: int) -> None:
-        """Send the ranks a signal that they should end by; who does not is killed."""
+        """Send the ranks a signal to end by; ranks that do not end are killed later."""
         if self.request is not None:
             self._show(self.request)
             self.request = None
         self._send(number)
-        # For who is stopped: it takes no other signal.
+        # A stopped process handles no other signal.
         self._send(signal.SIGCONT)
         if self.kill_at is None:
             self.kill_at = time.monotonic() + GRACE_SECONDS
@@ -334,7 +334,7 @@ class _Launcher:
                 except OSError as error:
                     _say(f"cannot write to {DIR} ({traces}): {error}")
         for rank in request.deaf:
-            _say(f"rank {rank} does not say where it is: it has not imported pynccl")
+            _say(f"rank {rank} left no stack: it has not imported pynccl")
 
     def _copy(self, key: selectors.SelectorKey) -> None:
         data = os.read(key.fd, 65536)
@@ -346,7 +346,7 @@ class _Launcher:
         if number in _ENDING and not self._ending:
             self._ask(number)
         elif number in _ENDING:
-            # Asked a second time.
+            # The signal came a second time.
             self._end(number)
         elif number in _FORWARDED:
             self._send(number)
@@ -361,7 +361,7 @@ class _Launcher:
                 self._go_on_without(rank, code)
             elif code != 0 and self.code == 0:
                 self._note_failure(rank, code, "; ending the other ranks")
-                if not self._ending:  # else they have been told to end, and may be about to
+                if not self._ending:  # else the ranks have the signal already
                     self._end(signal.SIGTERM)
 
     def _note_failure(self, rank: int, code: int, others: str) -> None:
@@ -371,7 +371,7 @@ class _Launcher:
         _say(f"rank {rank} {describe_exit(code)}{others if len(self.ended) < len(self.children) else ''}")
 
     def _go_on_without(self, rank: int, code: int) -> None:
-        """Let the other ranks know of an end; what a failed rank has left running is ended."""
+        """Tell the other ranks of an exit; end the remaining processes of a failed rank."""
         try:
             word.tell(self.server, self.processes[rank])
         except (BootstrapError, TimeoutError) as error:
@@ -381,9 +381,9 @@ class _Launcher:
             self.children[rank].send(signal.SIGKILL)
 
     def _show_traceback(self) -> None:
-        """Repeat the traceback that came first; who ended first may only have been quicker to end."""
+        """Repeat the earliest traceback; the first rank to exit need not be the first to fail."""
         failed = [rank for rank, child in enumerate(self.children) if (child.poll() or 0) > 0]
-        # Who was ended by a signal has no traceback, and those of the others only follow from that.
+        # A rank that a signal ended has no traceback, and the other tracebacks are its consequence.
         if self.first not in failed or self.errors[self.first].failed_at == float("inf"):
             return
         first = min(failed, key=lambda rank: self.errors[rank].failed_at)
@@ -392,10 +392,10 @@ class _Launcher:
             _write_all(sys.stderr.fileno(), b"[%d] %s\n" % (first, line))
 
     def _explain_code(self) -> None:
-        """Say why the program fails although ranks went on to its end."""
+        """Explain the exit code if some ranks reached the end of the program."""
         code = None if self.first is None else self.children[self.first].poll()
         if self.keeps_going and code is not None and self.code != _TIMED_OUT:
-            _say(f"exit code {self.code}, that of rank {self.first}, which failed first")
+            _say(f"exit code {self.code} of rank {self.first}, which failed first")
 
     def _send(self, number: int) -> None:
         for rank, child in enumerate(self.children):
@@ -403,7 +403,7 @@ class _Launcher:
                 child.send(number)
 
     def _drain(self) -> None:
-        """Copy what the ranks had still written when they ended."""
+        """Copy the last output of the ranks."""
         for child in self.children:
             child.send(signal.SIGKILL)
         deadline = time.monotonic() + _DRAIN_SECONDS

@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent, shared by the launcher and by pynccl.testing."""
+"""Child processes that end with their parent, for the launcher and pynccl.testing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
-# Runs before the program itself: the death signal survives exec, and setting it here instead of in a
+# Runs before the program: the death signal survives exec. Setting the signal here, and not in a
 # preexec_fn keeps Python code out of the fork of a process that has threads.
 _EXEC_TIED = (
     "import ctypes, os, signal, sys\n"
@@ -23,14 +23,14 @@ _EXEC_TIED = (
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, whose id is given, dies."""
+    """Make the kernel kill this process when the parent with this id dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def describe_exit(code: int) -> str:
-    """Return words for an exit code as subprocess gives it (negative: a signal)."""
+    """Return a description of subprocess's exit code (negative: a signal)."""
     if code >= 0:
         return f"exited with code {code}"
     with suppress(ValueError):
@@ -39,7 +39,7 @@ def describe_exit(code: int) -> str:
 
 
 class Child:
-    """A program in a session of its own; its leader is reaped last, so that the group's id stays valid."""
+    """A program in its own session; its leader is reaped last, so that the group's id stays valid."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Child:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code of the leader, negative for a signal, None while it runs."""
+        """Return the exit code of the leader (negative for a signal); None while it runs."""
         if self._code is None:
             state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if state is not None:
@@ -73,7 +73,7 @@ class Child:
             os.killpg(self.pid, number)
 
     def close(self) -> None:
-        """Kill what is left of the group and reap the leader."""
+        """Kill the remaining processes of the group and reap the leader."""
         if self._process.returncode is None:
             self.send(signal.SIGKILL)
             code = self._process.wait()
@@ -84,7 +84,7 @@ class Child:
 
 
 def wait_all(children: Iterable[Child], seconds: float) -> bool:
-    """Wait until all leaders have exited; False when that takes longer."""
+    """Wait until all leaders have exited; return False if that takes longer."""
     children, deadline = list(children), time.monotonic() + seconds
     while any(child.poll() is None for child in children):
         if time.monotonic() >= deadline:

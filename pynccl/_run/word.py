@@ -1,6 +1,6 @@
-"""The launcher's word that a process has ended: left in its store, and asked for there by survivors.
+"""The launcher's record of ended processes: written to its store, and read there by survivors.
 
-The store's client is imported when it is used: most programs never are in such trouble.
+The store's client is imported at its first use, because most programs never need it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from pynccl.bootstrap._server import StoreServer
     from pynccl.bootstrap._store import Store
 
-# The launcher's own store answers within much less.
+# Seconds to reach the launcher's own store.
 _STORE_SECONDS = 1.0
 
 
 def tell(server: StoreServer, ended: ends.Process) -> None:
-    """Leave in the launcher's store that a process has ended by now."""
+    """Record in the launcher's store that a process has ended."""
     at = time.monotonic_ns()
     with _connect(server.address, _STORE_SECONDS, server.secret, server.job) as store:
         store.set(ends.key(ended), b"%d" % at)
 
 
 def listen() -> None:
-    """Have the survivors of this process ask the store."""
+    """Let survivors in this process read the record."""
     ends.connect = _connect
 
 

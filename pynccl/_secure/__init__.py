@@ -1,4 +1,4 @@
-"""The shared secret, and the handshake by which two connected processes trust each other.
+"""The shared secret, and the handshake that authenticates two connected processes.
 
 Imports only the base modules. The store and the control channel use it.
 """

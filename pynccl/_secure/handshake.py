@@ -1,7 +1,7 @@
-"""How both ends of a connection prove that they belong together: three messages, hello, answer and proof.
+"""The mutual authentication of two connected processes by three messages: hello, answer and proof.
 
-Where there is a secret that is Noise (`_noise.py`), and what follows is sealed. Where there is none, they
-prove with nonces that they know the same key, which may be a mere name, and what follows is plain.
+With a secret this is Noise (`noise.py`), and all later frames are encrypted. Without a secret both sides
+prove with nonces that they know the same key, which may only be a name, and later frames are plain.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _NONCE, _DIGEST = 16, 32
 
 
 class Caller(Protocol):
-    """The end that begins: its hello, and what it makes of the answer."""
+    """The calling side: it sends the hello and checks the answer."""
 
     hello: bytes
 
     def finish(self, answer: bytes) -> tuple[bytes, Session | None]:
-        """Return the proof, and what seals the frames that follow; ValueError for another key."""
+        """Return the proof and the session that encrypts later frames; raise ValueError for another key."""
 
 
 class Answerer(Protocol):
-    """The other end: its answer to a hello, and what it makes of the proof."""
+    """The answering side: it answers the hello and checks the proof."""
 
     answer: bytes
 
     def check(self, proof: bytes) -> Session | None:
-        """Return what seals the frames that follow; ValueError where the proof is none."""
+        """Return the session that encrypts later frames; raise ValueError for a wrong proof."""
 
 
 class Scheme(Protocol):
-    """A way to prove, with the lengths of its messages."""
+    """A kind of handshake, with the lengths of its messages."""
 
     secured: bool
     hello_size: int
@@ -51,7 +51,7 @@ class Scheme(Protocol):
         """Begin a handshake."""
 
     def meet(self, hello: bytes) -> Answerer:
-        """Answer one; ValueError where the hello shows another key already."""
+        """Answer a handshake; raise ValueError if the hello already shows another key."""
 
 
 class Open:
@@ -70,13 +70,13 @@ class Open:
         return OpenAnswerer(self, hello)
 
     def proofs(self, nonces: bytes) -> tuple[bytes, bytes]:
-        """Return the caller's proof, and the other end's."""
+        """Return the proofs of the caller and of the answerer."""
         both = hashlib.blake2b(nonces, key=self._key).digest()
         return both[:_DIGEST], both[_DIGEST:]
 
 
 class OpenCaller:
-    """Its hello is a nonce."""
+    """The caller without a secret: its hello is a nonce."""
 
     __slots__ = ("_scheme", "hello")
 
@@ -86,12 +86,12 @@ class OpenCaller:
     def finish(self, answer: bytes) -> tuple[bytes, None]:
         mine, theirs = self._scheme.proofs(self.hello + answer[:_NONCE])
         if not hmac.compare_digest(answer[_NONCE:], theirs):
-            raise ValueError("another key")
+            raise ValueError("the other side has another key")
         return mine, None
 
 
 class OpenAnswerer:
-    """Its answer is a nonce and a proof."""
+    """The answerer without a secret: its answer is a nonce and a proof."""
 
     __slots__ = ("_expected", "answer")
 
@@ -102,11 +102,11 @@ class OpenAnswerer:
 
     def check(self, proof: bytes) -> None:
         if not hmac.compare_digest(proof, self._expected):
-            raise ValueError("another key")
+            raise ValueError("the other side has another key")
 
 
 class Sealed:
-    """With a secret: Noise's messages, and as the proof the first message of the session, which is empty."""
+    """With a secret: Noise's messages, then the session's first message, which is empty, as the proof."""
 
     secured = True
     hello_size = answer_size = 48
@@ -124,7 +124,7 @@ class Sealed:
 
 
 class SealedCaller:
-    """Its hello already shows that it has the secret."""
+    """The caller with a secret: its hello already shows that it has the secret."""
 
     __slots__ = ("_initiator", "hello")
 
@@ -138,7 +138,7 @@ class SealedCaller:
 
 
 class SealedAnswerer:
-    """Its answer shows that it has the secret; that the hello was no recorded one is shown by the proof."""
+    """The answerer with a secret: the caller's proof shows that the hello was not a recorded one."""
 
     __slots__ = ("_session", "answer")
 
@@ -152,18 +152,18 @@ class SealedAnswerer:
 
 
 def load_noise() -> Any:
-    """Import what a secret takes; without one nobody needs it."""
+    """Import the encryption, which only a secret needs."""
     try:
         return importlib.import_module("pynccl._secure.noise")
     except (ImportError, AttributeError) as error:
         raise BootstrapError(
-            "a secret is set (PYNCCL_SECRET, PYNCCL_SECRET_FILE or secret=), and PyNaCl, which encrypts with "
+            "a secret is set (PYNCCL_SECRET, PYNCCL_SECRET_FILE or secret=), but PyNaCl, which encrypts with "
             f"it, cannot be imported ({error}): pip install 'pynccl-cffi[secure]'"
         ) from error
 
 
 def choose(secret: str, purpose: bytes, context: bytes, prologue: bytes) -> Scheme:
-    """Return the scheme for a secret, "" for none. The context is what else both ends have to know."""
+    """Return the scheme for a secret ("" for none); both sides must also have an equal context."""
     if secret:
         return Sealed(derive_key(secret, purpose, context), prologue)
     return Open(hashlib.blake2b(prologue + context, person=purpose).digest())

@@ -3,8 +3,8 @@
     -> psk, e
     <- e, ee
 
-The functions are libsodium's, through PyNaCl's binding, whose own wrappers take several times as long as
-what they wrap. Imported only where there is a secret.
+The functions are libsodium's, from PyNaCl's low-level binding: its wrappers take several times as long as
+the functions themselves. Imported only with a secret.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if lib.sodium_init() < 0:
 
 
 class Cipher:
-    """One direction of a connection: a key, and how many messages it has sealed or opened."""
+    """One direction of a connection: a key and the number of messages encrypted or decrypted with it."""
 
     __slots__ = ("count", "key")
 
@@ -42,7 +42,7 @@ class Cipher:
         return b"\0\0\0\0" + count.to_bytes(8, "little")
 
     def seal(self, body: bytes, also: bytes = b"") -> bytes:
-        """Return the body encrypted, with a tag for it and for what else is given."""
+        """Return the encrypted body with a tag that also authenticates the associated data."""
         size = len(body) + TAG
         out = ffi.new("unsigned char[]", size)
         lib.crypto_aead_chacha20poly1305_ietf_encrypt(
@@ -51,18 +51,18 @@ class Cipher:
         return bytes(ffi.buffer(out, size))
 
     def open(self, sealed: bytes, also: bytes = b"") -> bytes:
-        """Return the body of what `seal` made; ValueError when it is anything else."""
+        """Return the decrypted body; raise ValueError unless `seal` made the message with this key."""
         size = len(sealed) - TAG
         out = ffi.new("unsigned char[]", max(1, size))
         if size < 0 or lib.crypto_aead_chacha20poly1305_ietf_decrypt(
             out, ffi.NULL, ffi.NULL, sealed, len(sealed), also, len(also), self._nonce(), self.key
         ):
-            raise ValueError("a message that was not sealed with the key")
+            raise ValueError("the message was not encrypted with this key")
         return bytes(ffi.buffer(out, size))
 
 
 class Session(NamedTuple):
-    """What both directions of a connection are sealed with from its handshake on."""
+    """The ciphers of both directions of a connection after its handshake."""
 
     outgoing: Cipher
     incoming: Cipher
@@ -73,7 +73,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _hkdf(chaining: bytes, material: bytes, outputs: int = 2) -> list[bytes]:
-    """Return HKDF's outputs, with HMAC written out: its key is always as long as the hash."""
+    """Return HKDF's outputs; HMAC is written out, since its key is always as long as the hash."""
     inner, outer = (chaining.translate(table) + rest for table, rest in (_INNER, _OUTER))
     key = _digest(outer + _digest(inner + material))
     inner, outer = (key.translate(table) + rest for table, rest in (_INNER, _OUTER))
@@ -86,7 +86,7 @@ def _hkdf(chaining: bytes, material: bytes, outputs: int = 2) -> list[bytes]:
 def _exchange(private: bytes, public: bytes) -> bytes:
     shared = ffi.new("unsigned char[32]")
     if lib.crypto_scalarmult(shared, private, public):
-        raise ValueError("a public key that leads to no shared one")
+        raise ValueError("the public key gives no shared key")
     return bytes(ffi.buffer(shared))
 
 
@@ -126,7 +126,7 @@ class _Symmetric:
 
 
 class Start:
-    """What is the same for all handshakes with one key and one prologue: all before the first "e"."""
+    """The common start of all handshakes with one key and one prologue: the state before the first "e"."""
 
     __slots__ = ("_chaining", "_hash", "_key")
 
@@ -141,7 +141,7 @@ class Start:
 
 
 def _ephemeral(private: bytes | None) -> tuple[bytes, bytes]:
-    """Return a new key pair; only tests of published vectors bring theirs."""
+    """Return a new key pair; tests of published vectors replace it."""
     private = os.urandom(KEY) if private is None else private
     public = ffi.new("unsigned char[32]")
     lib.crypto_scalarmult_base(public, private)
@@ -149,7 +149,7 @@ def _ephemeral(private: bytes | None) -> tuple[bytes, bytes]:
 
 
 class Initiator:
-    """The side that speaks first: `message` goes to the other one."""
+    """The side that begins: it sends `message` to the other side."""
 
     __slots__ = ("_private", "_state", "message")
 
@@ -160,10 +160,10 @@ class Initiator:
         self.message = public + self._state.seal(payload)
 
     def finish(self, answer: bytes) -> tuple[bytes, Session]:
-        """Return the payload of the answer, and the session; ValueError where it does not have the key."""
+        """Return the payload of the answer and the session; ValueError for an answer without the key."""
         state, public = self._state, answer[:KEY]
         if len(public) < KEY:
-            raise ValueError("a message without a public key")
+            raise ValueError("the message has no public key")
         state.mix_public(public)
         state.mix_key(_exchange(self._private, public))
         payload = state.open(answer[KEY:])
@@ -174,14 +174,14 @@ class Initiator:
 def respond(
     start: Start, message: bytes, payload: bytes = b"", private: bytes | None = None
 ) -> tuple[bytes, bytes, Session]:
-    """Return the payload of a first message, the answer and the session; ValueError without the key.
+    """Return the payload of a first message, the answer and the session; raise ValueError without the key.
 
-    Nothing that follows from the key is in the answer unless the message was made with it. The message may be
-    a recorded one: whose it is shows the first one that follows.
+    The answer depends on the key only if the message was made with the key. The message may be
+    a recorded one: only the caller's next message proves that it is not.
     """
     state, public = start.state(), message[:KEY]
     if len(public) < KEY:
-        raise ValueError("a message without a public key")
+        raise ValueError("the message has no public key")
     state.mix_public(public)
     received = state.open(message[KEY:])
     secret, mine = _ephemeral(private)
@@ -193,7 +193,7 @@ def respond(
 
 
 def native_functions() -> tuple[int, int]:
-    """Return the addresses of what seals and opens, for native code."""
+    """Return the addresses of libsodium's encryption and decryption, for native code."""
     names = "crypto_aead_chacha20poly1305_ietf_encrypt", "crypto_aead_chacha20poly1305_ietf_decrypt"
     seal, open_ = (int(ffi.cast("uintptr_t", ffi.addressof(lib, name))) for name in names)
     return seal, open_

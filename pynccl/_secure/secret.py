@@ -1,4 +1,4 @@
-"""The job's secret: where it comes from, what it has to be, and the keys that follow from it."""
+"""The job's secret: its sources, its minimum length, and the keys derived from it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 
 from pynccl._errors import BootstrapError
 
-# Who hears or answers one connection can try so many secrets offline as there is time for.
+# The shortest secret in bytes: a listener to one connection can try secrets offline.
 LEAST_BYTES = 16
 RECIPE = 'python -c "import secrets; print(secrets.token_urlsafe(24))"'
 _MOST_BYTES = 1 << 16
 
 
 def read_secret(environ: Mapping[str, str] | None = None) -> str:
-    """Return what PYNCCL_SECRET is, or what the file at PYNCCL_SECRET_FILE has; "" where neither is set."""
+    """Return PYNCCL_SECRET, or the content of the file PYNCCL_SECRET_FILE; "" if neither is set."""
     environ = os.environ if environ is None else environ
     secret, path = environ.get("PYNCCL_SECRET", ""), environ.get("PYNCCL_SECRET_FILE", "")
     if secret or not path:
@@ -25,19 +25,19 @@ def read_secret(environ: Mapping[str, str] | None = None) -> str:
 
 
 def check_secret(secret: str, name: str = "secret") -> str:
-    """Return a secret, or "" for none, unless it is so short that it can be guessed."""
+    """Return a secret, or "" for none; raise if it is too short to resist guessing."""
     size = len(encode(secret))
     if 0 < size < LEAST_BYTES:
         raise BootstrapError(
-            f"{name} has {size} bytes; expected at least {LEAST_BYTES}, because whoever takes part in one "
-            f"connection can try short ones offline. This makes a good one: {RECIPE}"
+            f"{name} has {size} bytes; expected at least {LEAST_BYTES}, because a party to one "
+            f"connection can try short secrets offline. This command makes a secret: {RECIPE}"
         )
     return secret
 
 
 def _read_file(path: str) -> str:
     try:
-        # Without waiting for who may write to a pipe.
+        # Non-blocking: opening a named pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, encoding="utf-8", errors="surrogateescape") as file:
             found = os.fstat(file.fileno())
@@ -45,7 +45,9 @@ def _read_file(path: str) -> str:
     except OSError as error:
         raise BootstrapError(f"PYNCCL_SECRET_FILE: cannot read {path!r}: {error.strerror}") from error
     if not stat.S_ISREG(found.st_mode):
-        raise BootstrapError(f"PYNCCL_SECRET_FILE: {path!r} is no regular file; expected one with the secret")
+        raise BootstrapError(
+            f"PYNCCL_SECRET_FILE: {path!r} is not a regular file; expected a file with the secret"
+        )
     mode = stat.S_IMODE(found.st_mode)
     if mode & stat.S_IRWXO:
         raise BootstrapError(
@@ -57,11 +59,11 @@ def _read_file(path: str) -> str:
 
 
 def encode(text: str) -> bytes:
-    """Return the bytes of a text of the environment, whatever these are."""
+    """Return the original bytes of a text from the environment."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def derive_key(secret: str, purpose: bytes, context: bytes) -> bytes:
-    """Return the key of 32 bytes for one purpose, such as b"pynccl store", and one context, such as a job."""
+    """Return the 32-byte key for a purpose, such as b"pynccl store", and a context, such as a job."""
     material = hashlib.blake2b(encode(secret)).digest()
     return hashlib.blake2b(context, key=material, person=purpose, digest_size=32).digest()

@@ -1,4 +1,4 @@
-"""`pynccl trace`: says what the dumps of all ranks show, and makes Chrome trace events of them."""
+"""`pynccl trace`: analyses the dumps of all ranks, and converts them to Chrome trace events."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _event(record: TraceRecord, process: Process) -> dict[str, Any]:
     }
     end = process.written_ns if record.state == "called" else record.end_ns
     if end is None:
-        # When it ended nobody knows.
+        # The time of its end is unknown.
         return event | {"ph": "i", "s": "t"}
     return event | {"ph": "X", "dur": max(0, end - record.time_ns) / 1000}
 
@@ -53,7 +53,7 @@ def _event(record: TraceRecord, process: Process) -> dict[str, Any]:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option("--chrome", metavar="OUT", help="Write the calls as Chrome trace events (Perfetto).")
 def trace(files: tuple[str, ...], chrome: str | None) -> int:
-    """Say what the ranks' flight recorders show together.
+    """Analyse the dumps of all ranks' flight recorders.
 
     Each FILE is a dump of a rank, or a folder of dumps.
     """

@@ -1,8 +1,8 @@
-"""The flight recorders' dumps of all ranks: read, checked, and put together by communicator.
+"""The flight recorders' dumps of all ranks: read, checked, and grouped by communicator.
 
-All that a file says is checked here, and nowhere else: whoever works with a `Member` may rely on its types,
-on ranks and peers that are ranks of the communicator, on records that have what is said of them, and on text
-that can be printed. What is damaged is left out, and told.
+All content of a file is checked here, and only here. Users of a `Member` can rely on its types, on ranks and
+peers that are ranks of the communicator, on complete records, and on printable text. Damaged content is left
+out and reported.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PENDING = ("called", "taken")
 
 
 class TraceError(ValueError):
-    """Report files of which none is a dump of the flight recorder."""
+    """Report that none of the files is a dump of the flight recorder."""
 
 
 class Reason(NamedTuple):
-    """Why a process dumped."""
+    """The reason of a dump."""
 
     kind: str
     text: str
@@ -34,26 +34,26 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Process:
-    """One dump: what its first line says of the process."""
+    """One dump: the process in its first line."""
 
     path: str
     host: str
     pid: int
-    # Its number in the job, as far as that is known.
+    # Its rank in the job, if known.
     rank: int | None
-    # When the dump was made.
+    # The time of the dump.
     written_ns: int
     reasons: list[Reason]
     members: list[Member] = field(default_factory=list, repr=False, compare=False)
 
     def reason(self, *kinds: str) -> str | None:
-        """Return the first of its reasons for dumping that is of one of these kinds."""
+        """Return the first reason of the dump that has one of these kinds."""
         return next((reason.text for reason in self.reasons if reason.kind in kinds), None)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank of a communicator, as its own dump has it."""
+    """One rank of a communicator, from its own dump."""
 
     process: Process
     comm: str
@@ -61,18 +61,18 @@ class Member:
     size: int
     origin: str
     name: str
-    # What other ranks call the same communicator, where that is something else.
+    # Another name that other ranks use for the same communicator, or "".
     also: str
-    # The number of its newest collective call, 0 before the first.
+    # The number of its newest collective call; 0 before the first.
     last: int
-    # By what the communicator ended, and whether the library's has been given back.
+    # The call that ended the communicator, and whether the library's communicator was released.
     ended: str
     closed: bool
     records: list[TraceRecord] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def process_rank(self) -> int:
-        """The number of its process in the job, as far as that is known."""
+        """The rank of its process in the job, if known."""
         return self.rank if self.process.rank is None else self.process.rank
 
     @cached_property
@@ -89,7 +89,7 @@ class Member:
 
     @cached_property
     def peers(self) -> dict[tuple[str, int], dict[int, TraceRecord]]:
-        """The sends and recvs by kind and peer, and then by their numbers."""
+        """The sends and recvs, by kind and peer and then by number."""
         found: dict[tuple[str, int], dict[int, TraceRecord]] = {}
         for record in self.records:
             if record.peer is not None and record.peer_seq:
@@ -101,29 +101,29 @@ class Member:
         return self._collectives.get(seq)
 
     def newest(self) -> TraceRecord | None:
-        """Return the newest call that every rank has to make."""
+        """Return the newest call that every rank must make."""
         return self.collective(self.last)
 
     def issued_with(self, record: TraceRecord) -> list[TraceRecord]:
-        """Return the calls that were issued together with one, itself included."""
+        """Return the calls that were issued together with a call, including itself."""
         return self._groups[record.group] if record.group else [record]
 
 
 @dataclass
 class World:
-    """One communicator, of which some ranks left a dump."""
+    """One communicator, with the ranks that left a dump."""
 
     identity: str
     size: int
     origin: str
     name: str
     members: dict[int, Member] = field(default_factory=dict)
-    # Absent ranks whose process left a dump: they closed the communicator long before.
+    # Ranks without a record although their process left a dump: they closed the communicator earlier.
     gone: set[int] = field(default_factory=set)
 
     @property
     def absent(self) -> list[range]:
-        """Return the ranks of which there is no dump, as runs: a file may say any size."""
+        """Return the ranks without a dump, as ranges, since a damaged file may name any size."""
         known = sorted({*self.members, *self.gone})
         gaps = (range(a + 1, b) for a, b in zip([-1, *known], [*known, self.size], strict=True))
         return [gap for gap in gaps if gap]
@@ -144,17 +144,17 @@ class World:
 
 # --- checking -----------------------------------------------------------------------------------------------
 
-# Longer is no line of a dump, and larger no number of it.
+# Limits of a valid dump: bytes of a line, characters of a text, and values of a number.
 _MOST_LINE, _MOST_TEXT, _MOST = 1 << 20, 4096, 1 << 64
 _MOST_RANKS = 1 << 31
 
 
 class _Damaged(ValueError):
-    """A value that no dump has."""
+    """A value that no valid dump contains."""
 
 
 def printable(text: str) -> str:
-    """Return a text without what a terminal would obey."""
+    """Return a text without terminal control characters."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -173,7 +173,7 @@ def _word(value: Any) -> str:
 
 
 def _integer(value: Any, low: int = -_MOST, high: int = _MOST) -> int:
-    # A bool is an int, too.
+    # Not isinstance: a bool is an int too.
     if type(value) is not int or not low <= value < high:
         raise _Damaged
     return value
@@ -221,7 +221,7 @@ _OPTIONAL: dict[str, Callable[[Any], Any]] = {
 
 
 def _record(values: dict[str, Any], size: int) -> TraceRecord:
-    """Return the record of a line; fields of newer versions are left out."""
+    """Return the record of a line; fields of newer versions are ignored."""
     checked = {name: check(values[name]) for name, check in _NEEDED.items()}
     checked |= {n: check(values[n]) for n, check in _OPTIONAL.items() if values.get(n) is not None}
     record = TraceRecord(**checked)
@@ -265,7 +265,7 @@ def _process(path: str, values: dict[str, Any]) -> Process:
 
 
 class Dumps(NamedTuple):
-    """What files hold: the ranks of communicators, and in words what is damaged."""
+    """The content of the files: ranks of communicators, and descriptions of damage."""
 
     members: list[Member]
     damage: list[str]
@@ -279,7 +279,7 @@ def _stacks_in(paths: Iterable[str | os.PathLike[str]]) -> str:
 
 
 def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the files, those of folders included, and there those of one's own folder."""
+    """Return the files, including those in folders and in this user's folder there."""
     found: list[Path] = []
     for path in map(Path, paths):
         own = f"{OWN_FOLDER}{os.geteuid()}*/*.jsonl"
@@ -290,7 +290,7 @@ def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def read_all(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
-    """Read the dumps of several processes; TraceError where they hold nothing at all."""
+    """Read the dumps of several processes; raise TraceError if they contain nothing."""
     everything = Dumps([], [])
     for path in files_of(paths):
         try:
@@ -305,7 +305,7 @@ def read_all(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | str]:
-    """Yield what each line of a file holds; a line that is damaged as it stands."""
+    """Yield the parsed lines of a file; a damaged line as its text."""
     with open(path, "rb") as file:
         while line := file.readline(_MOST_LINE):
             text = line.decode(errors="replace")
@@ -317,10 +317,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any] | str]:
 
 
 def _read(path: Path) -> Dumps:
-    """Read one dump: the process's part in each of its communicators."""
+    """Read one dump: the rank of the process in each of its communicators."""
     name = printable(str(path))
     process: Process | None = None
-    # Whose records come; nobody's where the line that says so is damaged.
+    # The member that the next records belong to; None if its line is damaged.
     member: Member | None = None
     damaged: list[int] = []
     for number, values in enumerate(_lines(path), 1):
@@ -354,7 +354,7 @@ def _say_damage(name: str, lines: list[int]) -> str:
 
 
 def worlds_of(members: Iterable[Member]) -> list[World]:
-    """Put the ranks of each communicator together; of two dumps of one rank the newer counts."""
+    """Group the ranks by communicator; of two dumps of one rank, use the newer."""
     members = sorted(members, key=lambda member: member.process.written_ns)
     same = {member.also: member.comm for member in members if member.also}
     worlds: dict[str, World] = {}

@@ -1,4 +1,4 @@
-"""What is wrong with the calls in the ranks' dumps, in plain words."""
+"""The analysis of the calls in the ranks' dumps, as text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def say_ranks(ranks: Iterable[int]) -> str:
 
 
 def say_runs(runs: Sequence[range]) -> str:
-    """Say the same of ranks that come as runs."""
+    """Return the text for ranks that are given as ranges."""
     parts = [str(r[0]) if len(r) == 1 else f"{r[0]}{'-' if len(r) > 2 else ' and '}{r[-1]}" for r in runs]
     if len(runs) > 1:
         parts = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs]
@@ -40,7 +40,7 @@ def say_runs(runs: Sequence[range]) -> str:
 
 
 def say(record: TraceRecord, full: bool = False) -> str:
-    """Return "all_reduce #641 (float32, 1,048,576)"; the usual operation is named only where it matters."""
+    """Return "all_reduce #641 (float32, 1,048,576)"; `full` names "sum" too."""
     text = record.call
     if record.seq:
         text += f" #{record.seq}"
@@ -55,7 +55,7 @@ def say(record: TraceRecord, full: bool = False) -> str:
 
 
 def say_place(record: TraceRecord) -> str:
-    """Return " at train.py:88" where that is known."""
+    """Return " at train.py:88", or "" if the line is unknown."""
     if record.at is None:
         return ""
     here = os.getcwd() + os.sep
@@ -72,7 +72,7 @@ def _say_call(ranks: Sequence[int], record: TraceRecord, full: bool = False) -> 
 
 
 def _why(member: Member) -> str:
-    """Say why a rank did not go on, as far as its dump knows; without a subject."""
+    """Return why a rank stopped, from its dump, as a text without a subject."""
     error = member.process.reason("exception")
     if error is not None:
         return f"ended with {error}"
@@ -96,7 +96,7 @@ def _why(member: Member) -> str:
 
 
 def _together(calls: dict[int, TraceRecord], full: bool = False) -> str:
-    """Say who called what, the largest group of ranks first."""
+    """Return which ranks made which call, the largest group of ranks first."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for rank, record in sorted(calls.items()):
         same = signature(record), record.state in PENDING, record.at, record.result
@@ -109,7 +109,7 @@ def _together(calls: dict[int, TraceRecord], full: bool = False) -> str:
 
 
 def signature(record: TraceRecord) -> tuple[Any, ...]:
-    """Return what has to be the same on all ranks."""
+    """Return the properties that must be equal on all ranks."""
     return record.call, record.count, record.dtype, record.op, record.root
 
 
@@ -124,7 +124,7 @@ def _differing(calls: Iterable[TraceRecord]) -> str:
 
 
 def _first_difference(world: World) -> tuple[int, dict[int, TraceRecord]] | None:
-    """Return the first collective call that is not the same on all ranks that made it."""
+    """Return the first collective call that differs between the ranks that made it."""
     known: dict[int, dict[int, TraceRecord]] = {}
     for rank, member in world.members.items():
         for record in member.records:
@@ -137,7 +137,7 @@ def _first_difference(world: World) -> tuple[int, dict[int, TraceRecord]] | None
 
 
 def _shifted(world: World, seq: int, calls: dict[int, TraceRecord]) -> Iterator[str]:
-    """Tell a call too many or too few from a wrong one: the calls after it are the others'."""
+    """Yield texts for an extra or a missing call, after which the other ranks' calls match shifted by one."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank, record in calls.items():
         kinds.setdefault(signature(record), []).append(rank)
@@ -161,7 +161,7 @@ def _shifted(world: World, seq: int, calls: dict[int, TraceRecord]) -> Iterator[
 
 
 def _complete(world: World) -> int | None:
-    """Return the newest call that cannot have completed without every rank."""
+    """Return the newest completed call that needs every rank."""
     joint = ("init", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "split", "grow")
     done = [
         record.seq
@@ -194,7 +194,7 @@ def _collectives(world: World) -> Iterator[str]:
         return
     furthest = max(member.last for member in world.members.values())
     lowest = min(member.last for member in world.members.values())
-    # The call at which the first ranks are missing; those with all ranks may be outstanding too.
+    # The first call that some ranks have not made; earlier calls may be outstanding too.
     seq = furthest if lowest == furthest else lowest + 1
     calls = {rank: r for rank, m in world.members.items() if (r := m.collective(seq)) is not None}
     late = sorted(rank for rank, member in world.members.items() if member.last < seq)
@@ -225,7 +225,7 @@ def _late(world: World, late: Iterable[int], seq: int) -> Iterator[str]:
 
 
 def _grouping(world: World, waiting: dict[int, TraceRecord]) -> Iterator[str]:
-    """Tell where ranks put a call that is outstanding into different groups."""
+    """Yield texts if the ranks put an outstanding call into different groups."""
     seen: set[int] = set()
     for rank, record in sorted(waiting.items()):
         for seq in _group_of(world.members[rank], record) if record.group else ():
@@ -247,7 +247,7 @@ def _grouping(world: World, waiting: dict[int, TraceRecord]) -> Iterator[str]:
 
 
 def _group_of(member: Member, record: TraceRecord | None) -> tuple[int, ...]:
-    """Return the numbers of the collectives that were issued together with one."""
+    """Return the numbers of the collectives that were issued together with a call."""
     if record is None:
         return ()
     return tuple(r.seq for r in member.issued_with(record) if r.seq is not None)
@@ -262,7 +262,7 @@ def _say_group(shape: tuple[int, ...]) -> str:
 
 
 def _pairs(world: World) -> Iterator[str]:
-    """Sends and recvs that do not meet."""
+    """Yield texts for sends and recvs that do not match."""
     pairs: set[tuple[int, int]] = set()
     for rank, member in world.members.items():
         for call, peer in member.peers:
@@ -307,13 +307,13 @@ def _between(world: World, member: Member, sender: int, receiver: int) -> Iterat
 
 
 def _unmet(calls: dict[int, TraceRecord], others: dict[int, TraceRecord]) -> TraceRecord | None:
-    """Return the first call that is beyond all of the other side's, and not complete."""
+    """Return the first incomplete call without a counterpart on the other rank."""
     last = max(others, default=0)
     return next((r for number, r in sorted(calls.items()) if number > last and r.state != "done"), None)
 
 
 def _instead(member: Member, call: str, peer: int) -> str:
-    """Say what a rank does in place of a recv or send."""
+    """Return what a rank does in place of a recv or send."""
     for record in member.records:
         if record.call == call and record.peer != peer and record.state != "done":
             verb = "waits in" if record.state in PENDING else "called"
@@ -322,7 +322,7 @@ def _instead(member: Member, call: str, peer: int) -> str:
 
 
 def _endings(world: World) -> Iterator[str]:
-    """Calls without a number that have not come back, such as finalize."""
+    """Yield texts for outstanding calls without a number, such as finalize."""
     for call in ("finalize", "destroy", "shrink", "suspend", "resume"):
         inside = [r for r, m in world.members.items() if any(map(_stuck_in(call), m.records))]
         if inside:
@@ -344,7 +344,7 @@ def _stuck(member: Member) -> TraceRecord | None:
 
 
 def crossings(worlds: Sequence[World]) -> Iterator[str]:
-    """Ranks that use two communicators in different orders, and so wait for each other."""
+    """Yield texts for ranks that use two communicators in different orders and wait for each other."""
     stuck = [world for world in worlds if any(map(_stuck, world.members.values()))]
     for i, one in enumerate(stuck):
         for two in stuck[i + 1 :]:
@@ -381,10 +381,10 @@ def _crossing(one: World, two: World) -> Iterator[str]:
 
 
 def findings(world: World) -> list[str]:
-    """Return what is wrong with the calls of one communicator, in plain words."""
+    """Return the problems of one communicator's calls as texts."""
     pairs = list(_pairs(world))
     found = list(_collectives(world))
-    # Where only sends and recvs are outstanding, nothing is to be said of the rest.
+    # If only sends and recvs are outstanding, report nothing else.
     return [*found, *pairs, *_endings(world)]
 
 
@@ -398,7 +398,7 @@ def _quiet(world: World) -> str:
 
 
 def explain(dumps: Dumps) -> str:
-    """Return what happened, as text of some lines."""
+    """Return the report of all communicators."""
     worlds = worlds_of(dumps.members)
     lines = list(crossings(worlds))
     for world in worlds:
@@ -410,13 +410,13 @@ def explain(dumps: Dumps) -> str:
 
 
 def _reasons(processes: Iterable[Process]) -> Iterator[str]:
-    """Say why the processes dumped, those with the same reason together."""
+    """Yield the reasons of the dumps, processes with the same reason together."""
     same: dict[Reason, list[Process]] = {}
     for process in processes:
         for reason in process.reasons:
-            # An abort that follows an exception is no news.
+            # Omit an abort that follows an exception.
             if reason.kind not in ("exit", *(["abort"] if process.reason("exception") else [])):
-                # One rank found it, the others have it from that one.
+                # One rank found it and reported it to the others.
                 text = re.sub(r"^rank \d+ reports: ", "", reason.text)
                 same.setdefault(Reason(reason.kind, text), []).append(process)
     for reason, those in same.items():

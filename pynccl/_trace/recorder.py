@@ -1,6 +1,6 @@
-"""The flight recorder, seen from Python: its settings, what names a communicator on all ranks, and dumps.
+"""The Python side of the flight recorder: settings, names of communicators, and dumps.
 
-The records are written and dumped in C (native/ring.c); what is read here are its dumps.
+C code writes and dumps the records (native/ring.c); this module reads the dumps.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ T = TypeVar("T")
 
 SIZE, DIR = "PYNCCL_TRACE_SIZE", "PYNCCL_TRACE_DIR"
 SIGNAL, STACKS = "PYNCCL_TRACE_SIGNAL", "PYNCCL_TRACE_STACKS"
-# A folder of one's own, in one that others can write to, is this and the user's number.
+# Prefix of this user's own folder in a shared one; the user id follows.
 OWN_FOLDER = "pynccl-"
 _LARGEST = 1 << 24
-# Rings of closed communicators that are kept where dumps are made by themselves.
+# The number of closed communicators whose records are kept for automatic dumps.
 _KEPT = 8
 _EBUSY = 16
-# Of a call that ended in an exception without a result code of NCCL's.
+# The result of a call that ended with an exception that has no NCCL result.
 _NO_RESULT = -1
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True)
 class TraceRecord:
-    """One call as the flight recorder has it; what does not apply to it, or is not known, is None.
+    """One call in the flight recorder; fields that do not apply or are unknown are None.
 
     `seq` counts the collective calls of the communicator, `peer_seq` the sends to (or receives from) `peer`:
     the same number on two ranks means the same call. Calls with the same `group` were issued together.
-    `state` is "called" (still in the library's function), "taken" (the library has it, and runs it
-    or not), "done" or "failed"; `result` is NCCL's code, -1 where an exception without one ended the call.
-    Times are nanoseconds since 1970; `end_ns` is when the call was known to be done.
+    `state` is "called" (still in the library's function), "taken" (accepted by the library, running
+    or queued), "done" or "failed". `result` is NCCL's code, or -1 after an exception without a code.
+    Times are nanoseconds since 1970; `end_ns` is the time at which the call was found to be done.
     """
 
     call: str
@@ -77,7 +77,7 @@ _FIELDS = frozenset(field.name for field in fields(TraceRecord))
 
 
 def read_record(values: dict[str, Any]) -> TraceRecord:
-    """Return the record that a line of a dump holds; fields of newer versions are left out."""
+    """Return the record in a line of a dump; fields of newer versions are ignored."""
     return TraceRecord(**{name: value for name, value in values.items() if name in _FIELDS})
 
 
@@ -103,13 +103,13 @@ def _signal() -> signal.Signals | None:
     raise ValueError(f"{SIGNAL} is {text!r}; expected a signal that can be caught, as USR2 or 12")
 
 
-# --- what communicators are called --------------------------------------------------------------------------
+# --- names of communicators  --------------------------------------------------------------------------
 
 _made: Counter[str] = Counter()
 
 
 def identify(*parts: object) -> str:
-    """Return a short name that is the same on all ranks that give the same parts."""
+    """Return a short name that is equal on all ranks with equal parts."""
     import hashlib
 
     digest = hashlib.sha256()
@@ -120,7 +120,7 @@ def identify(*parts: object) -> str:
 
 
 def numbered(*parts: object) -> str:
-    """Like `identify`, and different each time in this process that the parts are the same."""
+    """Like `identify`, but different for each repetition of the same parts in this process."""
     name = identify(*parts)
     _made[name] += 1
     return name if _made[name] == 1 else identify(name, _made[name])
@@ -132,11 +132,11 @@ def numbered(*parts: object) -> str:
 def open_trace(
     comm: Any, identity: str, rank: int, size: int, origin: str, *, name: str = "", also: str = ""
 ) -> None:
-    """Have the calls of a pynccl_comm recorded; `also` is what other ranks call the same communicator."""
+    """Record the calls of a pynccl_comm; `also` is another name that other ranks use for it."""
     records = _size()
     if not records or comm.trace:
         return
-    # Slow to import, for those who make no communicator.
+    # Imported late, because the import is slow.
     import json
 
     _install(rank)
@@ -148,12 +148,12 @@ def open_trace(
 
 @contextmanager
 def recorded(comm: Any, kind: int, detail: int = 0) -> Iterator[None]:
-    """Record a call that is not one of C's own call path."""
+    """Record a call that is not on the C call path."""
     token = lib.pynccl_trace_begin(comm.trace, kind, detail)
     try:
         yield
     except NcclTimeoutError:
-        # It is still at it.
+        # The call is still running.
         raise
     except Exception as error:
         known = error.result if isinstance(error, NcclError) else None
@@ -193,8 +193,8 @@ def _dump(fd: int, only: Any) -> None:
 def dump_trace(path: str | os.PathLike[str]) -> Path:
     """Write the records of all communicators of this process to a file of JSON lines; return its path.
 
-    A folder gets a file that is named after rank, host and process. `pynccl trace` reads the files of all
-    ranks together.
+    In a folder, the file is named after rank, host and process. `pynccl trace` reads the files of all
+    ranks together. Raises OSError if the file cannot be written.
     """
     target = Path(path)
     if target.is_dir():
@@ -207,9 +207,9 @@ def dump_trace(path: str | os.PathLike[str]) -> Path:
 
 
 def dump_because(kind: str, text: str) -> None:
-    """Dump to PYNCCL_TRACE_DIR, if it is set, and say in this and later dumps what had happened."""
+    """Dump to PYNCCL_TRACE_DIR, if it is set, and record the reason in this and later dumps."""
     if _process.get("automatic"):
-        # What has gone wrong matters more than that it cannot be written down.
+        # The failure itself matters more than a failed dump.
         lib.pynccl_trace_save(kind.encode(), text.encode(errors="replace"))
 
 
@@ -217,12 +217,12 @@ _process: dict[str, Any] = {}
 
 
 def file_name(rank: int | None, pid: int, suffix: str = "jsonl") -> str:
-    """Return what the file of a process is called."""
+    """Return the name of a process's file."""
     return f"{'process' if rank is None else f'rank{rank}'}.{os.uname().nodename}.{pid}.{suffix}"
 
 
 def own_folder(path: str) -> str:
-    """Return a folder in which nobody else can leave a file or a link: this one, or one's own in it."""
+    """Return a folder that other users cannot write to: this one, or a new one in it."""
     os.makedirs(path, mode=0o700, exist_ok=True)
     folder = os.path.realpath(path)
     if _is_own(os.lstat(folder)):
@@ -232,7 +232,7 @@ def own_folder(path: str) -> str:
         os.mkdir(own, 0o700)
     except FileExistsError:
         if not _is_own(os.lstat(own)):
-            # Somebody else's; or a file system that shows all files as one user's.
+            # It belongs to another user, or the file system shows all files as one user's.
             import tempfile
 
             return tempfile.mkdtemp(prefix=f"{OWN_FOLDER}{os.geteuid()}-", dir=folder)
@@ -245,7 +245,7 @@ def _is_own(found: os.stat_result) -> bool:
 
 @contextmanager
 def private_file(target: Path) -> Iterator[int]:
-    """Give a new file that takes the target's place in the end; what is no file is written to directly."""
+    """Yield a new file that replaces the target at the end; a target such as a pipe is written directly."""
     try:
         kind = target.lstat().st_mode
     except FileNotFoundError:
@@ -281,7 +281,7 @@ def _set_process(rank: int | None, folder: str) -> None:
 
 
 def _install(rank: int) -> None:
-    """With the first communicator of a process: say where dumps go and what makes one."""
+    """At the first communicator of a process, set the folder of dumps and their triggers."""
     if _process.get("rank") is not None:
         return
     folder, number = os.environ.get(DIR, ""), _signal()
@@ -304,7 +304,7 @@ def _install(rank: int) -> None:
 
 
 def _hook() -> None:
-    """Dump when an exception ends the program or a thread, and when the program ends."""
+    """Dump at the end of the program, and when an exception ends the program or a thread."""
     before, before_in_thread = sys.excepthook, threading.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -321,7 +321,7 @@ def _hook() -> None:
 
 
 def _in_child() -> None:
-    """In a forked child: the traces are the parent's."""
+    """In a forked child, drop the traces, which belong to the parent."""
     lib.pynccl_trace_forked()
     for name in ("rank", "header", "automatic"):
         _process.pop(name, None)
@@ -330,13 +330,13 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-# --- who called ---------------------------------------------------------------------------------------------
+# --- callers ------------------------------------------------------------------------------------------------
 
 _callers: dict[tuple[str, int], int] = {}
 
 
 def _caller(frame: FrameType | None) -> int:
-    """Return the number that stands for the newest frame that is not pynccl's own."""
+    """Return the number of the newest source line outside of pynccl."""
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
     if frame is None:
@@ -359,7 +359,7 @@ def _with_caller(method: Callable[..., Any], struct_of: Callable[[Any], Any]) ->
 
 
 def with_callers(struct_of: Callable[[Any], Any], *names: str) -> Callable[[type[T]], type[T]]:
-    """Have these methods of a class note who calls them, where PYNCCL_TRACE_STACKS asks for it.
+    """Make these methods of a class record their caller's line, if PYNCCL_TRACE_STACKS is set.
 
     `struct_of` returns an object's pynccl_comm.
     """

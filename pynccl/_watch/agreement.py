@@ -1,12 +1,12 @@
-"""How the survivors of a communicator agree on who they are: a state machine without sockets and time.
+"""The agreement of a communicator's survivors on their ranks: a state machine without sockets and time.
 
-Every rank says what it knows to all others, and says it again whenever it has learned more. What is known
-only grows. A rank decides when all members of the set that follows from what it knows have said exactly the
-same; it tells its decision before it does anything else, and whoever hears a decision takes it and tells it
-on. So a survivor that has decided binds the others, as in ULFM's agreement.
+Every rank sends its view to all others, and sends it again after every change. A view only
+grows. A rank decides when all ranks that its view keeps have sent exactly the
+same view. It sends its decision before it does anything else. A rank that receives a decision adopts it and
+forwards it. So the decision of one survivor binds the others, as in ULFM's agreement.
 
-Between two ranks messages come in order, and the end of a connection comes after them. A set of ranks is an
-int, a bit for each.
+Messages between two ranks arrive in order, before the end of their connection. A set of ranks is an
+int with one bit for each rank.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import NamedTuple
 
 # Bits of View.flags.
 DERIVE, MADE = 1, 2
-# So many steps are spent on finding the largest set of ranks that can all reach each other.
+# The most steps of the search for the largest set of ranks that can all reach each other.
 _STEPS = 2000
 _HEAD = struct.Struct("!BBH")
 
 
 class View(NamedTuple):
-    """What a rank knows."""
+    """The knowledge of one rank."""
 
-    # Which holds for all who have said something.
+    # The flags that all ranks heard so far have set.
     flags: int
-    # Whom the program leaves out.
+    # The ranks that the program excludes.
     excluded: int
-    # Who is proven to have ended.
+    # The ranks that are proven to have ended.
     ended: int
-    # For every rank, whom it cannot reach.
+    # For every rank, the ranks that it cannot reach.
     lost: tuple[int, ...]
 
 
 class Message(NamedTuple):
-    """What one rank tells another: its view, or what it has decided."""
+    """A message between two ranks: a view or a decision."""
 
     decided: bool
     view: View
@@ -48,21 +48,21 @@ class State(NamedTuple):
 
     rank: int
     quorum: bool
-    # Who is told.
+    # The ranks that receive this rank's messages.
     others: int
     view: View
-    # Who has said this very view.
+    # The ranks that have sent exactly this view.
     same: int
-    # What this rank has said, the oldest first.
+    # The views that this rank has sent, oldest first.
     said: tuple[View, ...] = ()
     decision: View | None = None
-    # Who has said so.
+    # The ranks that have sent this decision.
     deciders: int = 0
-    # Others have decided without this rank after it had decided with them.
+    # True if other ranks decided without this rank after it had decided with them.
     overruled: bool = False
 
 
-# What to send: to whom, and what.
+# Messages to send: a set of receivers, and the message.
 Output = tuple[tuple[int, Message], ...]
 Step = tuple[State, Output]
 
@@ -76,26 +76,26 @@ def ranks_in(bits: int) -> Iterator[int]:
 
 
 def set_of(ranks: object) -> int:
-    """Return some ranks as bits."""
+    """Return ranks as a set."""
     bits = 0
     for rank in ranks:  # type: ignore[attr-defined]
         bits |= 1 << rank
     return bits
 
 
-# --- what follows from a view -------------------------------------------------------------------------------
+# --- conclusions from a view  -------------------------------------------------------------------------------
 
 
 def rest(view: View) -> int:
-    """Return the ranks that are neither left out nor proven to have ended."""
+    """Return the ranks that are neither excluded nor proven to have ended."""
     return (1 << len(view.lost)) - 1 & ~(view.excluded | view.ended)
 
 
 @lru_cache(maxsize=4096)
 def members(view: View, rank: int) -> int:
-    """Return who goes on: the most ranks among those around this one that can all reach each other.
+    """Return the survivors: the largest set of ranks with this one that can all reach each other.
 
-    Of several such sets, the one whose members the fewest have lost, then the one with the lowest ranks.
+    Among equally large sets, prefer the one whose members the fewest ranks have lost, then the lowest ranks.
     """
     left = rest(view)
     apart = {r: view.lost[r] & left for r in ranks_in(left)}
@@ -114,7 +114,7 @@ def members(view: View, rank: int) -> int:
 
 
 class _Search:
-    """Leaves out as few ranks as it takes for the others to reach each other."""
+    """A search for the fewest ranks to leave out so that the others can all reach each other."""
 
     def __init__(self, view: View, apart: dict[int, int], around: int) -> None:
         self.view, self.apart, self.around = view, apart, around
@@ -139,19 +139,19 @@ class _Search:
 
 
 def has_quorum(view: View, chosen: int) -> bool:
-    """Tell whether these are more than half of the rest, or half of it with its lowest rank."""
+    """Tell whether these ranks are a majority: more than half, or half including the lowest rank."""
     left = rest(view)
     twice, all_of_it = 2 * chosen.bit_count(), left.bit_count()
     return twice > all_of_it or (twice == all_of_it and bool(chosen & left & -left))
 
 
 def may_go_on(state: State) -> bool:
-    """Tell whether those who would go on are enough."""
+    """Tell whether the survivors have a quorum."""
     return not state.quorum or has_quorum(state.view, members(state.view, state.rank))
 
 
 def awaited(state: State) -> int:
-    """Return who has yet to say the same."""
+    """Return the survivors that have not sent the same view yet."""
     return members(state.view, state.rank) & ~state.same
 
 
@@ -169,7 +169,7 @@ def start(
     quorum: bool = True,
     tell_excluded: bool = True,
 ) -> Step:
-    """Begin: `lost` are those that this rank cannot reach, `excluded` those that the program leaves out."""
+    """Begin; this rank cannot reach the ranks in `lost`, and the program excludes those in `excluded`."""
     rows = tuple(lost if r == rank else 0 for r in range(size))
     others = (1 << size) - 1 & ~(1 << rank) & ~(0 if tell_excluded else excluded)
     view = _plain(View(flags, excluded, ended, rows))
@@ -177,7 +177,7 @@ def start(
 
 
 def hear(state: State, sender: int, message: Message) -> Step:
-    """Take a message."""
+    """Handle a message."""
     if message.decided:
         return _hear_decision(state, sender, message.view)
     gone = state.view.excluded | state.view.ended | state.view.lost[state.rank]
@@ -195,16 +195,16 @@ def _hear_decision(state: State, sender: int, view: View) -> Step:
 
 
 def _binds(state: State, sender: int, view: View) -> bool:
-    """Tell whether a decision comes in time.
+    """Tell whether a decision can be adopted.
 
-    Once this rank has said that the sender is out, others may have decided by that word.
+    It cannot after this rank has sent a view without the sender: other ranks may have decided by that view.
     """
     later = state.said[state.said.index(view) + 1 :] if view in state.said else state.said
     return all(members(one, state.rank) >> sender & 1 for one in later)
 
 
 def lose(state: State, lost: int, ended: int = 0) -> Step:
-    """Learn that some ranks cannot be reached any more, or have ended."""
+    """Record ranks that cannot be reached any more, or that have ended."""
     if state.decision is not None:
         return state, ()
     rows = tuple(lost if r == state.rank else 0 for r in range(len(state.view.lost)))
@@ -228,7 +228,7 @@ def _learn(state: State, more: View, sender: int | None) -> Step:
 
 
 def _plain(view: View) -> View:
-    """Leave away what does not matter: whom those have lost who are out of it, and who has lost them."""
+    """Drop the losses of and by ranks that are excluded or have ended."""
     left = rest(view)
     rows = tuple(row & left if left >> rank & 1 else 0 for rank, row in enumerate(view.lost))
     return view._replace(lost=rows)
@@ -240,7 +240,7 @@ def _say(state: State) -> Step:
 
 
 def _look(state: State, said: Output) -> Step:
-    """Decide, where all have said the same."""
+    """Decide if all survivors have sent the same view."""
     chosen = members(state.view, state.rank)
     if not chosen >> state.rank & 1 or chosen & ~state.same or not may_go_on(state):
         return state, said
@@ -254,7 +254,7 @@ def _decide(state: State, view: View) -> Step:
 
 
 def newest(out: Output) -> Output:
-    """Leave away what has been said and is not true any more, before it is sent."""
+    """Drop outdated messages before they are sent."""
     last = {(to, message.decided): message for to, message in out}
     return tuple((to, message) for (to, _), message in sorted(last.items(), key=lambda one: one[0]))
 
@@ -263,7 +263,7 @@ def newest(out: Output) -> Output:
 
 
 def pack(message: Message) -> bytes:
-    """Return a message as bytes; of ranks that have lost the same ones, these are written once."""
+    """Return a message as bytes; equal sets of lost ranks are written once."""
     view = message.view
     width = (len(view.lost) + 7) // 8
     rows: dict[int, int] = {}
@@ -276,7 +276,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes, size: int) -> Message:
-    """Return the message that these bytes are, among so many ranks."""
+    """Return the message in these bytes, for a communicator of `size` ranks."""
     width = (size + 7) // 8
     decided, flags, count = _HEAD.unpack_from(data)
     at = range(_HEAD.size, _HEAD.size + (2 + 2 * count) * width, width)

@@ -1,9 +1,9 @@
-"""The control channel: a TCP connection between any two ranks of a communicator, beside the library.
+"""The control channel: TCP connections between all ranks of a communicator, beside the library's own.
 
-The ranks' addresses and a fresh key travel through the communicator itself, whose data others may see where
-it goes over a network. A connection begins with a handshake (`handshake.py`) by which each side proves that
-it has the key and, where there is one, the job's secret; with a secret all frames are sealed. Then the
-connections are the watchdog's, see native/watchdog.h.
+The communicator itself carries the ranks' addresses and a fresh key; on a network, others may see its data.
+A connection begins with a handshake (`handshake.py`) in which each side proves that
+it has the key and, if there is one, the job's secret; with a secret all frames are encrypted. Then the
+watchdog takes the connections, see native/watchdog.h.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ if TYPE_CHECKING:
 
 GONE = -2
 _KEY = 16
-# So long a connection may take to prove the key, and a rank to come after the library knows of an error.
+# Seconds for a connection to prove the key, and for a rank to connect after the library reported an error.
 _HELLO_SECONDS = 5.0
 _LAST_SECONDS = 0.5
 _SLICE = 0.1
 _HELLO = struct.Struct("!16sII")
 _MAGIC = b"pynccl-channel-2"
 _PLACE = struct.Struct("!B16sH")
-# Of a failure's text.
+# Bytes of a failure's text.
 _TEXT = 256
 _SIOCGIFADDR = 0x8915
 _GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?")
 
-# Collects the same number of bytes from every rank.
+# A function that gathers an equal number of bytes from every rank.
 Gather = Callable[[bytes], list[bytes]]
 
 
 class Channel(NamedTuple):
-    """What connects a rank to the others."""
+    """The connections of a rank to the others."""
 
     # A connected socket for every rank, -1 for this one and GONE for one that died meanwhile.
     sockets: list[int]
-    # The ranks' processes, and which of them this process can see.
+    # The processes of all ranks, and for each whether it is visible to this one.
     processes: list[Process]
     visible: list[bool]
-    # What seals the frames of each rank, where there is a secret.
+    # The encryption of each rank's frames, if there is a secret.
     sessions: dict[int, Session]
 
 
 def connect(
     rank: int, size: int, gather: Gather, deadline: float | None, look: Callable[[], object]
 ) -> Channel:
-    """Connect to all other ranks. `look` raises when the library knows of an error."""
+    """Connect to all other ranks; `look` raises if the library has an error."""
     secret, mine, failure = _greeting()
     greetings = [_GREETING.unpack(each) for each in _exchange(rank, size, gather, mine, failure)]
     _check_secrets(rank, size, [greeting[-1] for greeting in greetings])
@@ -80,7 +80,7 @@ def connect(
         try:
             mesh.call(places[:rank])
             mesh.answer(look)
-            # They were alive when they connected; who cannot be seen now never proves anything.
+            # They were alive when they connected; a process that is invisible now never proves anything.
             here = processes[rank].space
             visible = [
                 one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes
@@ -92,7 +92,7 @@ def connect(
 
 
 def _exchange(rank: int, size: int, gather: Gather, mine: bytes, failure: Exception | None) -> list[bytes]:
-    """Collect what all ranks have; where one has only zeros, and a failure, every rank raises that."""
+    """Gather the data of all ranks; if one sends zeros and a failure, every rank raises the failure."""
     found = gather(mine)
     if bytes(len(mine)) not in found:
         return found
@@ -105,7 +105,7 @@ def _exchange(rank: int, size: int, gather: Gather, mine: bytes, failure: Except
 
 
 def _greeting() -> tuple[str, bytes, Exception | None]:
-    """Return the secret, and what this process tells the others first; or zeros, and what is wrong."""
+    """Return the secret and this process's first message; or zeros and the error."""
     try:
         secret = read_secret()
         if secret:
@@ -122,7 +122,7 @@ def _greeting() -> tuple[str, bytes, Exception | None]:
 def _place(
     one_host: bool, size: int, opened: ExitStack
 ) -> tuple[socket.socket | None, bytes, Exception | None]:
-    """Listen, and return where; or zeros, and what is wrong."""
+    """Listen and return the address; or zeros and the error."""
     try:
         listener = opened.enter_context(_listen("127.0.0.1" if one_host else outward_address()))
         _require_descriptors(listener, size)
@@ -132,7 +132,7 @@ def _place(
 
 
 def _require_descriptors(listener: socket.socket, size: int) -> None:
-    """Refuse to begin with fewer descriptors than the connections and a selector take."""
+    """Raise if there are fewer free file descriptors than the connections and a selector need."""
     spare: list[int] = []
     try:
         while len(spare) < size:
@@ -140,7 +140,7 @@ def _require_descriptors(listener: socket.socket, size: int) -> None:
     except OSError as error:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise NcclSystemError(
-            f"the control channel needs {size} more file descriptors, and there are {len(spare)}: "
+            f"the control channel needs {size} more file descriptors, but only {len(spare)} are free: "
             f"{os.strerror(error.errno or 0)}; RLIMIT_NOFILE (ulimit -n) is {limit}"
         ) from error
     finally:
@@ -149,12 +149,12 @@ def _require_descriptors(listener: socket.socket, size: int) -> None:
 
 
 class _Link:
-    """A connection that has not proved itself yet."""
+    """A connection before the end of its handshake."""
 
     __slots__ = ("called", "caller", "data", "handshake", "need", "since")
 
     def __init__(self, called: int | None, handshake: Any, need: int) -> None:
-        # Whom this rank has called, or who says that it calls.
+        # The rank that this rank calls, or that claims to call this one.
         self.called, self.handshake, self.need = called, handshake, need
         self.caller: int | None = None
         self.data, self.since = bytearray(), time.monotonic()
@@ -219,7 +219,7 @@ class _Mesh:
                 try:
                     look()
                 except NcclError:
-                    # Somebody died; who lives has this long to come.
+                    # A rank died; give the living ranks a last chance to connect.
                     last = now + _LAST_SECONDS
             elif now >= last:
                 self.found |= dict.fromkeys(self._missing())
@@ -274,7 +274,7 @@ class _Mesh:
             self._drop(sock)
 
     def _finish(self, sock: socket.socket, link: _Link, answer: bytes) -> None:
-        """This rank has called, and has been answered."""
+        """Handle the answer to this rank's call."""
         assert link.called is not None
         try:
             proof, session = link.handshake.finish(answer)
@@ -283,17 +283,17 @@ class _Mesh:
                 raise
             raise BootstrapError(
                 f"rank {self.rank} of {self.size} cannot open the control channel to rank {link.called}: "
-                "that rank has another secret (PYNCCL_SECRET), or somebody sits in between"
+                "that rank has another secret (PYNCCL_SECRET), or a third party intercepts the connection"
             ) from None
         sock.send(proof)
         self._found(sock, link.called, session)
 
     def _meet(self, sock: socket.socket, link: _Link, data: bytes) -> None:
-        """Answer a rank that calls; what does not know the key learns that, and nothing else."""
+        """Answer a rank's call; a caller without the key learns nothing but the refusal."""
         magic, caller, called = _HELLO.unpack_from(data)
         known = magic == _MAGIC and called == self.rank and self.rank < caller < self.size
         if not known or caller in self.found:
-            raise ValueError("no rank that is still to call")
+            raise ValueError("the caller is not a rank that must still call")
         scheme = self._scheme(caller, called)
         try:
             link.handshake = scheme.meet(data[_HELLO.size :])
@@ -304,11 +304,11 @@ class _Mesh:
         sock.send(link.handshake.answer)
 
     def _prove(self, sock: socket.socket, link: _Link, proof: bytes) -> None:
-        """A rank that called has proved that its hello was no recorded one."""
+        """Handle the proof of a caller that its hello was not a recorded one."""
         session = link.handshake.check(proof)
         assert link.caller is not None
         if link.caller in self.found:
-            raise ValueError("a rank that is there already")
+            raise ValueError("the rank is connected already")
         self._found(sock, link.caller, session)
 
     def _found(self, sock: socket.socket, other: int, session: Session | None) -> None:
@@ -335,17 +335,17 @@ class _Mesh:
 
 
 def _refuse_shortage(error: OSError) -> None:
-    """Raise where it is this process that lacks something, and not the other end."""
+    """Raise if the error is a shortage of this process, not a failure of the other end."""
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
         raise NcclSystemError(f"the control channel cannot be opened: {error}") from error
 
 
 def _check_secrets(rank: int, size: int, have: list[bool]) -> None:
-    """Refuse to go on where some ranks have a secret: neither side does without."""
+    """Raise if only some ranks have a secret."""
     if len(set(have)) > 1:
         ranks = ", ".join(str(other) for other in range(size) if not have[other])
         raise BootstrapError(
-            f"rank {rank} of {size}: ranks {ranks} have no secret, and the others have one; expected "
+            f"rank {rank} of {size}: ranks {ranks} have no secret, but the others have one; expected "
             "PYNCCL_SECRET or PYNCCL_SECRET_FILE on every rank or on none"
         )
 
@@ -370,14 +370,14 @@ def _unpack_place(data: bytes) -> tuple[str, int]:
 
 
 def outward_address() -> str:
-    """Return this host's address for the others: on NCCL_SOCKET_IFNAME, or towards the rendezvous."""
+    """Return this host's address for others: on NCCL_SOCKET_IFNAME, or on the route to the rendezvous."""
     for name in _wanted_interfaces():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, suppress(OSError):
             answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
     store = os.environ.get("PYNCCL_STORE", "").rpartition(":")[0].strip("[]")
     target = store or os.environ.get("MASTER_ADDR", "")
-    # An address for documentation: no packet is sent, only the route to it is looked up.
+    # Addresses reserved for documentation: only the route is looked up, no packet is sent.
     for host in filter(None, (target, "192.0.2.1", "2001:db8::1")):
         with suppress(OSError):
             family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -387,13 +387,13 @@ def outward_address() -> str:
                 if not ipaddress.ip_address(address).is_loopback:
                     return address
     raise NcclSystemError(
-        "the ranks are on several hosts, and this one has no address for the control channel: "
+        "the ranks are on several hosts, but this host has no address for the control channel: "
         "set NCCL_SOCKET_IFNAME to the interface that leads to the others"
     )
 
 
 def _wanted_interfaces() -> Iterator[str]:
-    """Yield the interfaces that NCCL_SOCKET_IFNAME names: prefixes, "=" for exact names, "^" for all but."""
+    """Yield the interfaces in NCCL_SOCKET_IFNAME: prefixes, "=" before exact names, "^" before exclusions."""
     text = os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not text:
         return

@@ -1,4 +1,4 @@
-"""Check mode: the ranks compare every call before it is issued (native/checks.c)."""
+"""Check mode: the ranks compare every call before they issue it (native/checks.c)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import numpy as np
 from pynccl._library.binding import ffi, lib
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# NCCL's own checks, which came with 2.29.7; older libraries do not know the variable.
+# NCCL's own checks, since 2.29.7; older libraries ignore the variable.
 _NCCL_VARIABLE, _NCCL_VALUE = "NCCL_CHECK_MODE", "DEBUG_GLOBAL"
 
 _on: bool | None = None
-# What a signal's handler raised while a thread waited in C.
+# Exceptions of signal handlers that ran while a thread waited in C.
 _stopped: list[BaseException] = []
 
 
 def check_mode(on: bool = True) -> None:
-    """Have the ranks compare every call before it is issued, on communicators that are created from now on.
+    """Make new communicators compare every call between the ranks before it is issued.
 
-    All ranks have to do so alike. A difference raises CollectiveMismatchError on every rank, with a table of
-    who called what from where; nothing is issued then. PYNCCL_CHECK=1 does it for a whole program. NCCL's own
-    checks are turned on along, where the version has them and nothing was created yet.
+    Set it on all ranks or on none. If calls differ, every rank raises CollectiveMismatchError with a table of
+    the ranks' calls and their source lines, and nothing is issued. PYNCCL_CHECK=1 does it for a whole
+    program. NCCL's own checks are also switched on, if the version has them and no communicator exists yet.
+    Raises TypeError unless `on` is a bool.
     """
     global _on
     if not isinstance(on, bool | np.bool_):
@@ -46,13 +47,13 @@ def enabled() -> bool:
 
 
 def start(c: Any) -> None:
-    """Have a watched communicator, given as its C struct, check its calls."""
+    """Switch check mode on for a watched communicator, given by its C struct."""
     if c.size > 1 and lib.pynccl_check_on(c, 1):
         lib.pynccl_check_locator(_locator())
 
 
 def interrupted() -> BaseException:
-    """Return what stopped a thread that was comparing."""
+    """Return the exception that interrupted a comparison."""
     return _stopped.pop() if _stopped else KeyboardInterrupt()
 
 
@@ -67,7 +68,7 @@ def _locator() -> Any:
 
 
 def _locate(text: Any, size: int) -> int:
-    # Being here is enough for Python to handle the signals that have come.
+    # Entering Python code is enough for pending signals to be handled.
     if not size:
         return 0
     frame = sys._getframe()

@@ -1,9 +1,9 @@
-"""What `pynccl run --keep-going` knows of its ranks' ends, for survivors that cannot see those processes.
+"""The launcher's record of ended processes (`pynccl run --keep-going`), for survivors that cannot see them.
 
-The launcher sets PYNCCL_KEEP_GOING in its ranks. When a process that it started has ended, it leaves the time
-in its store, under a key that follows from the process and from the clock. So the word is found whatever rank
-the process has in a communicator, and holds for no other process: not for one that has the same number in
-another pid namespace, not for a child that a rank started.
+The launcher sets PYNCCL_KEEP_GOING in its ranks. When a process that it started has ended, the launcher
+writes the time to its store, under a key derived from the process and the clock. So the key does not depend
+on the process's rank in a communicator, and matches no other process: neither a process with the same id in
+another pid namespace, nor a child of a rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pynccl._errors import BootstrapError
 from pynccl._library.binding import lib
 
 KEEP_GOING = "PYNCCL_KEEP_GOING"
-# A store that is there answers within much less.
+# Seconds to wait for an answer of the launcher's store.
 _ANSWER_SECONDS = 0.5
 
 
@@ -32,18 +32,18 @@ class Process(NamedTuple):
 
 
 def process(pid: int) -> Process:
-    """Return a process that this one knows by its number."""
+    """Return a process that this one knows by its process id."""
     return Process(_host.digest(_host.same_boot("pid")), pid, int(lib.pynccl_process_start(pid)))
 
 
 def key(ended: Process) -> str:
-    """Return where the time stands at which a process has ended, by this process's clock."""
+    """Return the store's key for the time at which a process ended."""
     clock = _host.digest(_host.same_boot("time"))
     return f"ended/{clock.hex()}/{ended.space.hex()}/{ended.pid}/{ended.start}"
 
 
 class Store(Protocol):
-    """As much of a store's client as it takes."""
+    """The part of a store's client that this module uses."""
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
         """Return a value, or raise TimeoutError."""
@@ -52,24 +52,24 @@ class Store(Protocol):
         """End the connection."""
 
 
-# Connects to the store at an address within so many seconds; `_run/word.py`, a layer above, sets it.
+# Connects to the store at an address within a number of seconds; `_run/word.py`, a layer above, sets it.
 connect: Callable[[str, float], Store] | None = None
 
 
 def is_told() -> bool:
-    """Tell whether the launcher leaves word of this process's end."""
+    """Tell whether the launcher records the end of this process."""
     return os.environ.get(KEEP_GOING) == "1"
 
 
 class Word:
-    """What the launcher of this process says: nothing where there is none, or its store does not answer."""
+    """The record of this process's launcher; empty without a launcher, or if its store does not answer."""
 
     def __init__(self) -> None:
         self._address = os.environ.get("PYNCCL_STORE", "") if is_told() else ""
         self._store: Store | None = None
 
     def ends(self, asked: Mapping[int, Process], deadline: float) -> Iterator[tuple[int, int]]:
-        """Yield which of some ranks have ended, and by when on the monotonic clock, in nanoseconds."""
+        """Yield the ranks that have ended, and the time by the monotonic clock in nanoseconds."""
         seconds = min(_ANSWER_SECONDS, deadline - time.monotonic())
         if connect is None or not self._address or seconds <= 0:
             return
@@ -79,11 +79,11 @@ class Word:
                 with suppress(TimeoutError):
                     yield rank, int(self._store.get(key(one), 0.0))
         except BootstrapError:
-            # Gone, or only slow: for the next question there is a new connection.
+            # The store is lost or slow: the next query opens a new connection.
             self.pause()
 
     def pause(self) -> None:
-        """End the connection until there is something to ask."""
+        """Close the connection until the next query."""
         store, self._store = self._store, None
         if store is not None:
             store.close()

@@ -1,4 +1,4 @@
-"""The ranks of a communicator that go on after others have failed: who they are, and what they agree on."""
+"""The survivors of a communicator: their agreements over the control channel."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pynccl._watch.agreement import MADE, Message, State, View, ranks_in, set_of
 from pynccl._watch.ended import Word, is_told
 from pynccl._watch.watchdog import Handle, Watch
 
-# Where the communicator has no time-out of its own.
+# Seconds of an agreement if the communicator has no time-out.
 SECONDS = 60.0
 _SLICE_MS = 100
-# So long a death that an error of the library comes from may be noticed later, and its proof may take.
+# Seconds to wait for the report of a death after an error of the library, and for the proof of a death.
 _LATE, _PROOF = 1.0, 2.5
-# So long who has all that it needs waits for the others to have it too.
+# Seconds that a rank with the last decision waits for the other ranks to have it.
 _LINGER = 1.0
 _ETIMEDOUT = 110
-# What messages are about; the numbers of the attempt and of the agreement stand above that.
+# Kinds of messages; the higher bits hold the numbers of the attempt and of the agreement.
 SHRINKING, _ID, GROWING = 1, 2, 3
 _TEXT: Any = lib.PYNCCL_FRAME_TEXT
 _GONE: Any = lib.PYNCCL_GONE
@@ -31,14 +31,14 @@ _SILENT: Any = lib.PYNCCL_SILENT
 _ENDED: Any = lib.PYNCCL_ENDED
 _ABORTS_TOO: Any = lib.PYNCCL_ABORTS_TOO
 _GOES_ON: Any = lib.PYNCCL_GOES_ON
-# Where the goodbye stands in what is known of a rank.
-_GOODBYE = 7
+# Mask of the reason with which a rank has left, in the fate of a rank.
+_REASON = 7
 
 
 class Survivors:
-    """Agrees with the other ranks of a communicator on who goes on, over the control channel.
+    """This rank's part in the agreements of a communicator's survivors, over the control channel.
 
-    Several times, one after another: on who they are, and then on whether they have all got there.
+    They agree several times: first on the survivors, then on whether all of them have succeeded.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class Survivors:
         self.kind, self.attempt = kind, attempt
         self.me, self.size = watch.rank, watch.size
         self.named = set_of(excluded)
-        # Whom the program leaves out of a communicator in trouble, it cannot reach; else it does without.
+        # After a failure, excluded ranks count as unreachable; else they are only left out.
         in_trouble = watch.verdict() is not None
         self.excluded = 0 if in_trouble else self.named
         self.lost = self.named if in_trouble else 0
         self.ended = 0
         self.states: list[State] = []
-        # Of agreements that this rank has not begun.
+        # Messages of agreements that this rank has not begun.
         self.early: list[tuple[int, int, Message]] = []
         self.parts: dict[int, bytearray] = {}
-        # What is still to be sent, by agreements.
+        # Messages to send, by agreement.
         self.out: dict[int, agreement.Output] = {}
         self.decided = 0
         self.began = time.monotonic()
@@ -73,10 +73,10 @@ class Survivors:
     def _tag(self, kind: int, number: int = 0) -> int:
         return self.attempt << 32 | number << 8 | kind
 
-    # --- agreeing ---
+    # --- agreement ---
 
     def agree(self, flags: int) -> View:
-        """Return what all survivors know alike, with the flags that all have; `decided` is who they are."""
+        """Return the view that all survivors share, with the flags that all set; set `decided`."""
         number = len(self.states)
         state, out = agreement.start(
             self.me,
@@ -99,7 +99,7 @@ class Survivors:
         assert decision is not None
         self.decided = agreement.members(decision, self.me)
         self._must_be_in(decision)
-        # What was true of all of them is where the next agreement begins.
+        # The next agreement begins with the result of this one.
         self.excluded |= decision.excluded
         self.ended |= decision.ended
         self.lost |= agreement.rest(decision) & ~self.decided
@@ -116,7 +116,7 @@ class Survivors:
             if state.decision is not None or agreement.may_go_on(state):
                 too_few = None
             else:
-                # That somebody has ended is seen, or told, a little after its connection ends.
+                # The proof of a death arrives a little after the end of the connection.
                 too_few = too_few or now
                 self._ask_for_ends(deadline)
                 if now > min(too_few + _PROOF, deadline):
@@ -125,7 +125,7 @@ class Survivors:
                 raise self._late(agreement.awaited(state))
 
     def _ask_for_ends(self, deadline: float) -> None:
-        """Learn from the launcher which of the lost ranks have ended."""
+        """Ask the launcher which of the lost ranks have ended."""
         processes = self.watch.processes
         asked = {r: processes[r] for r in ranks_in(self.lost & ~self.ended) if processes[r].start}
         for rank, at in self.word.ends(asked, deadline):
@@ -143,10 +143,10 @@ class Survivors:
     def _partition(self, view: View) -> RankFailedError:
         chosen, rest = agreement.members(view, self.me), agreement.rest(view)
         return RankFailedError(
-            f"partition: {_ranks(chosen)} cannot reach {_ranks(rest & ~chosen)}, who may live and go on by "
-            f"themselves, and {_are(chosen)} not more than half of the {rest.bit_count()} ranks that are not "
-            "proven to have ended (of two halves the one with the lowest rank goes on). "
-            "shrink(..., quorum=None) goes on all the same",
+            f"partition: {_ranks(chosen)} cannot reach {_ranks(rest & ~chosen)}, which may be alive "
+            f"and go on by themselves, and {_are(chosen)} not more than half of the {rest.bit_count()} ranks "
+            "that are not proven to have ended (of two halves the one with the lowest rank goes on). "
+            "shrink(..., quorum=None) goes on without a majority",
             ranks=list(ranks_in(self._failed() | (rest & ~chosen))),
             rank=self.me,
             size=self.size,
@@ -165,16 +165,16 @@ class Survivors:
         )
 
     def _failed(self) -> int:
-        """Return who is named as failed: not who has left for that reason."""
+        """Return the ranks to name as failed, without ranks that left because of the failure."""
         fates = self._fates()
-        left = set_of(r for r in range(self.size) if fates[r] & _GOODBYE == _ABORTS_TOO)
+        left = set_of(r for r in range(self.size) if fates[r] & _REASON == _ABORTS_TOO)
         return self.named | (self.lost | self.ended) & ~left & ~(1 << self.me)
 
     # --- messages ---
 
     def pump(self, wait_ms: int = 0) -> None:
-        """Take what has come, and tell what follows from it."""
-        # Before the messages: what a rank sent comes before its end.
+        """Handle the received messages, and send the resulting ones."""
+        # Read the fates before the messages, since a rank's messages precede its end.
         fates = self._fates()
         rank, data = ffi.new("int*"), ffi.new("char[]", _TEXT)
         while not lib.pynccl_watch_take(self.watch.c, rank, self._tag(self.kind), data, _TEXT, wait_ms):
@@ -191,14 +191,14 @@ class Survivors:
         return bytes(ffi.buffer(fates))
 
     def _note(self, fates: bytes) -> None:
-        """Learn who is gone: who has said so for good, or is seen to have ended, and who may be alive."""
+        """Record ranks that have left or are proven to have ended, and lost ranks that may be alive."""
         for rank, fate in enumerate(fates):
-            goodbye = fate & _GOODBYE
+            reason = fate & _REASON
             if rank == self.me or self.ended >> rank & 1:
                 continue
-            if goodbye and goodbye != _GOES_ON:
+            if reason and reason != _GOES_ON:
                 self.ended |= 1 << rank
-            elif fate & _GONE or goodbye:
+            elif fate & _GONE or reason:
                 self.lost |= 1 << rank
             if fate & _ENDED:
                 self.ended |= 1 << rank
@@ -245,11 +245,11 @@ class Survivors:
     # --- between agreements ---
 
     def ranks(self) -> list[int]:
-        """Return who goes on, in order."""
+        """Return the survivors in order."""
         return list(ranks_in(self.decided))
 
     def look(self) -> None:
-        """Raise when not all of them will get there."""
+        """Raise if a survivor failed meanwhile."""
         self.pump()
         gone = self.decided & (self.lost | self.ended)
         if gone:
@@ -263,12 +263,12 @@ class Survivors:
             raise self.other_failure()
 
     def other_failure(self) -> NcclError:
-        """Return the error where another rank has the cause."""
+        """Return the error of a failure on another rank."""
         text = f"{self.doing} the communicator: another rank could not"
         return NcclRemoteError(text, rank=self.me, size=self.size)
 
     def unique_id(self) -> UniqueId:
-        """Return an id that the first of them made."""
+        """Return the unique id that the first survivor made."""
         first, *others = self.ranks()
         tag = self._tag(_ID, len(self.states))
         if self.me == first:
@@ -285,7 +285,7 @@ class Survivors:
         return UniqueId(bytes(ffi.buffer(data)))
 
     def wait_for_losses(self) -> None:
-        """Give a death the time to be noticed that an error may come from."""
+        """Wait for the report of a death that may have caused an error."""
         deadline = time.monotonic() + _LATE
         while not self.decided & (self.lost | self.ended) and time.monotonic() < deadline:
             if any(which == len(self.states) for _, which, _ in self.early):
@@ -293,10 +293,10 @@ class Survivors:
             self.pump(_SLICE_MS)
 
     def linger(self) -> None:
-        """Stay until all of them have the last decision, so that nobody waits for a word that was cut off.
+        """Stay until all survivors have the last decision, so that none waits for an interrupted message.
 
-        And until who was cut off, and sees this process or is told of it, cannot take an end of it for a
-        proof any more.
+        Also stay until excluded ranks that can see or learn of this process's end can no longer take the end
+        as a proof.
         """
         deadline = time.monotonic() + _LINGER
         others = self.decided & ~(1 << self.me)
@@ -318,7 +318,7 @@ def _are(bits: int) -> str:
 
 
 def share_id(watch: Watch, handle: Handle, unique_id: bytes | None) -> UniqueId:
-    """Return the unique id that one rank has to all ranks of a healthy communicator, through it."""
+    """Return the unique id of one rank to all ranks of a healthy communicator, through this communicator."""
     deadline = None if watch.timeout is None else time.monotonic() + watch.timeout
     mine = bytes([unique_id is not None]) + (unique_id or bytes(128))
     given = [one[1:] for one in watch.gather(handle, mine, deadline) if one[0]]

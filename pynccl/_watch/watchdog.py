@@ -1,4 +1,4 @@
-"""What Python does about the watchdog (native/watchdog.h): start it, and raise its verdicts."""
+"""The Python side of the watchdog (native/watchdog.h): start it, and raise its verdicts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from pynccl._watch.ended import Process
 if TYPE_CHECKING:
     from pynccl._secure.noise import Session
 
-# Results of the library that a death may be behind.
+# Results of the library that a death may have caused.
 BY_DEATH = (1, 2, 3, 6)
-# After an error of the library: so long until the death behind it is known, or another rank's report is here.
+# Milliseconds to wait, after an error of the library, for the report of a death or of another rank.
 DEATH_MS, _REPORT_MS = 1500, 400
 _BY_REPORT = (5, 8)
 _CLAIM_MS = 5000
@@ -41,15 +41,15 @@ Handle = Callable[[], int]
 
 
 class Watch:
-    """The watchdog of one communicator, which it knows as its C struct and its device.
+    """The watchdog of one communicator, given by its C struct and its device.
 
-    Where a method takes `handle`, that returns the ncclComm_t, and raises where there is none any more.
+    An argument `handle` is a callable that returns the ncclComm_t, or raises once the communicator is closed.
     """
 
     def __init__(self, c: Any, timeout: float | None) -> None:
         self.c, self.timeout = c, timeout
         self.device = 0
-        # The ranks' processes, and which of them this one can see.
+        # The processes of all ranks, and for each whether it is visible to this one.
         self.processes: Sequence[Process] = ()
         self.visible: Sequence[bool] = ()
 
@@ -65,15 +65,15 @@ class Watch:
 
     @property
     def connected(self) -> bool:
-        """Tell whether the ranks have a control channel."""
+        """True if the ranks have a control channel."""
         return bool(lib.pynccl_watch_connected(self.c))
 
     def start(
         self, handle: Handle, device: int, until: float | None, look: Look | None, *, with_channel: bool
     ) -> None:
-        """Watch a new communicator; collective, where there is a channel.
+        """Watch a new communicator; a collective call if there is a channel.
 
-        `look` is called while it waits, until `until` at the latest.
+        `look` is called during waits, which end at the deadline `until`.
         """
         self.device = device
         deadline = deadline_of(self.timeout)
@@ -88,7 +88,7 @@ class Watch:
             self.processes, self.visible = opened.processes, opened.visible
             sealing = _Sealing(opened.sessions, self.size)
         milliseconds = 0 if self.timeout is None else max(1, int(self.timeout * 1000))
-        code = lib.pynccl_watch_start(self.c, sockets, milliseconds, _cure(), context, sealing.given)
+        code = lib.pynccl_watch_start(self.c, sockets, milliseconds, _end_action(), context, sealing.given)
         if code:
             raise NcclSystemError(f"the watchdog cannot be started: {os.strerror(code)}")
         if self.visible:
@@ -111,7 +111,7 @@ class Watch:
             return channel.connect(self.rank, self.size, share, deadline, look_twice)
         except NcclTimeoutError as error:
             raise NcclTimeoutError(
-                f"{error}. Time-outs and check mode are for all ranks of a communicator, or for none",
+                f"{error}. Set time-outs and check mode on all ranks of a communicator, or on none",
                 rank=self.rank,
                 size=self.size,
             ) from None
@@ -119,7 +119,7 @@ class Watch:
     # --- verdicts ---
 
     def verdict(self, wait_ms: int = 0) -> NcclError | None:
-        """Return the watchdog's verdict as an exception, None while there is none."""
+        """Return the watchdog's verdict as an exception, or None."""
         if not lib.pynccl_watch_verdict(self.c, ffi.NULL, wait_ms):
             return None
         found = ffi.new("pynccl_verdict*")
@@ -127,13 +127,13 @@ class Watch:
         return self._exception(found)
 
     def raise_verdict(self, wait_ms: int = 0) -> None:
-        """Raise the watchdog's verdict, if there is one within so many milliseconds."""
+        """Raise the watchdog's verdict if there is one within `wait_ms` milliseconds."""
         error = self.verdict(wait_ms)
         if error is not None:
             raise error
 
     def cause(self, error: NcclError) -> NcclError:
-        """Return the verdict behind an error of the library, or that error where there is none."""
+        """Return the verdict that explains an error of the library, or the error itself."""
         wait = DEATH_MS if error.result in BY_DEATH else _REPORT_MS if error.result in _BY_REPORT else 0
         found = self.verdict(wait)
         if found is None:
@@ -145,7 +145,7 @@ class Watch:
         return found
 
     def expire(self, what: str, fatal: bool) -> NcclError | None:
-        """Return why something took too long; with `fatal` the communicator is in trouble from now on."""
+        """Return the reason of a time-out; `fatal` makes it the verdict of the communicator."""
         found = ffi.new("pynccl_verdict*")
         if not lib.pynccl_watch_expire(self.c, what.encode()[:500], fatal, found):
             return None
@@ -165,23 +165,23 @@ class Watch:
     # --- the library's communicator, which the watchdog may end ---
 
     def claim(self, wait_ms: int = _CLAIM_MS) -> bool:
-        """Keep the watchdog from the library's communicator; False where it has given that back already."""
+        """Take the library's communicator from the watchdog; False if the watchdog has released it."""
         return bool(lib.pynccl_watch_claim(self.c, wait_ms))
 
     def settle(self) -> bool:
-        """Wait until the watchdog is done with a failed communicator; False where it gave its handle back."""
+        """Wait until the watchdog has handled a failure; False if it has released the handle."""
         return bool(lib.pynccl_watch_settle(self.c, _CLAIM_MS))
 
-    def stop(self, goodbye: Any) -> None:
-        """Stop watching, and tell the other ranks why."""
-        lib.pynccl_watch_stop(self.c, goodbye)
+    def stop(self, reason: Any) -> None:
+        """Stop watching, and tell the other ranks the reason."""
+        lib.pynccl_watch_stop(self.c, reason)
 
     # --- through the library ---
 
     def gather(
         self, handle: Handle, mine: bytes, deadline: float | None, look: Look | None = None
     ) -> list[bytes]:
-        """Collect as many bytes of every rank through the library."""
+        """Exchange bytes of equal length between all ranks through the library."""
         size = len(mine)
         data = np.zeros((self.size, size), np.uint8)
         data[self.rank] = np.frombuffer(mine, np.uint8)
@@ -212,12 +212,12 @@ class Watch:
         wait = streams.wait_cpu if self.c.waits else streams.wait_cuda
         if not (streams.wait_ready(live, deadline) and wait(live, stream, deadline)):
             raise NcclTimeoutError(
-                f"rank {self.rank} of {self.size} waited in vain for the others to open the control channel"
+                f"rank {self.rank} of {self.size} timed out while the other ranks opened the control channel"
             )
 
 
 class _Sealing:
-    """What native code gets to seal its frames with; it keeps a copy."""
+    """The keys with which native code encrypts its frames; it keeps a copy."""
 
     def __init__(self, sessions: Mapping[int, Session], size: int) -> None:
         self.given = ffi.NULL
@@ -231,10 +231,10 @@ class _Sealing:
         self.given = ffi.new("pynccl_sealing*", (*functions, self._outgoing, self._incoming))
 
 
-def _cure() -> Any:
-    """Return what the watchdog may do to the library's communicator.
+def _end_action() -> Any:
+    """Return how the watchdog ends outstanding calls: by a revoke, by an abort, or not at all.
 
-    Before ncclCommRevoke an abort is all there is, but ncclCommShrink needs its parent alive.
+    Without ncclCommRevoke only an abort ends calls, but ncclCommShrink needs an open parent.
     """
     if lib.nccl_api_find(b"ncclCommRevoke"):
         return lib.PYNCCL_CURE_REVOKE

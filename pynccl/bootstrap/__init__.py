@@ -1,4 +1,4 @@
-"""How the ranks of a program find each other: `init`, and the store that it goes through."""
+"""Rendezvous of the ranks of a program: `init`, and the store through which ranks exchange values."""
 
 from pynccl.bootstrap._encryption import encrypt_nccl
 from pynccl.bootstrap._init import init

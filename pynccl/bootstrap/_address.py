@@ -1,4 +1,4 @@
-"""Addresses: from text to what a socket takes, in bounded time."""
+"""Addresses: from text to socket addresses, in bounded time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import threading
 from typing import Any
 
-# Family, and the address as socket.bind and socket.connect take it.
+# Family, and the address for socket.bind and socket.connect.
 Address = tuple[int, Any]
 
 
@@ -16,25 +16,25 @@ def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of "host:port" or "[ipv6]:port"."""
     host, separator, port = text.rpartition(":")
     if not separator or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
-        raise ValueError(f"expected host:port, got {text!r}")
+        raise ValueError(f"the address is {text!r}; expected host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def format_address(host: str, port: int) -> str:
-    """Return the text that parse_address reads."""
+    """Return an address as text for parse_address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a numeric address is reached from this machine only."""
+    """Tell whether only this machine can reach a numeric address."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def resolve(host: str, port: int, timeout: float) -> list[Address]:
-    """Return the addresses of a host; TimeoutError when the name service takes too long.
+    """Return the addresses of a host; raise TimeoutError if the name service takes too long.
 
-    A number is not looked up anywhere. A name is looked up in a thread, because neither a time-out nor Ctrl-C
-    reaches the C library's resolver.
+    A thread looks names up, because neither a time-out nor Ctrl-C interrupts the C library's resolver.
+    Numeric addresses need no look-up.
     """
     for family, rest in ((socket.AF_INET, ()), (socket.AF_INET6, (0, 0))):
         try:
@@ -49,7 +49,7 @@ def resolve(host: str, port: int, timeout: float) -> list[Address]:
             answers.put(_look_up(host, port))
         except (OSError, UnicodeError) as error:
             answers.put(
-                error if isinstance(error, OSError) else OSError(f"{host!r} is no host name: {error}")
+                error if isinstance(error, OSError) else OSError(f"{host!r} is not a host name: {error}")
             )
 
     threading.Thread(target=look_up, name="pynccl-resolve", daemon=True).start()
@@ -63,7 +63,7 @@ def resolve(host: str, port: int, timeout: float) -> list[Address]:
 
 
 def _look_up(host: str, port: int) -> list[Address]:
-    # Asked for an empty name the C library would take any address of this machine.
+    # For an empty name the C library would return any address of this machine.
     if not host:
         raise OSError("the host is empty; expected a name or an address ('0.0.0.0' or '::' for all of them)")
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

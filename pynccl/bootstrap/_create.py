@@ -1,4 +1,4 @@
-"""The creation of the communicator, while this rank listens for another one's failure."""
+"""The creation of the communicator, while this rank watches for failures of other ranks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from pynccl.bootstrap._exchange import Exchange
 from pynccl.bootstrap._preflight import Failure, failure_of
 from pynccl.bootstrap._store import StoreSilent
 
+# Seconds before the first look for a failure of another rank, and between later looks.
 _FIRST_LOOK, _PERIOD = 0.05, 0.2
-# What the library gets to say itself that rank 0 has died, which often is the reason why its store is gone.
+# Seconds that the library gets, after the store was lost, to report the death of rank 0 itself.
 _GRACE = 3.0
-# What the creation gets to say itself why its time is up.
+# Seconds after the deadline in which the creation can report the reason of its time-out itself.
 _WHY = 0.3
-# The death behind an error of the library's may be known a little later.
+# Seconds to wait for the report of a death after an error that a death may have caused.
 _DEATH = 1.0
 
 
 def create(
     make: Callable[[], Communicator], exchange: Exchange | None, deadline: float, seconds: float
 ) -> Communicator:
-    """Return what `make` makes, unless the time is up or another rank fails first, which is raised here."""
+    """Return the communicator that `make` creates; raise at the deadline, or if another rank fails first."""
     running = Running(make, "init", Communicator.abort, deadline)
     try:
         failure = _wait(running, exchange, deadline, seconds)
@@ -46,7 +47,7 @@ def create(
 
 
 def _tell(exchange: Exchange, error: BaseException) -> Failure | None:
-    """Tell the others of a failure; return what another rank has failed with before."""
+    """Report a failure to the other ranks; return the earlier failure of another rank, if any."""
     by_death = isinstance(error, NcclError) and error.result in BY_DEATH
     until = time.monotonic() + (_DEATH if by_death and not isinstance(error, RankFailedError) else 0.0)
     try:
@@ -58,14 +59,14 @@ def _tell(exchange: Exchange, error: BaseException) -> Failure | None:
     except RankFailedError as death:
         return failure_of(exchange.rank, exchange.size, death)
     except NcclError:
-        # Where the store has gone, nobody can be told.
+        # The store is lost, so the failure cannot be reported.
         return None
 
 
 def _wait(
     running: Running[Communicator], exchange: Exchange | None, deadline: float, seconds: float
 ) -> Failure | None:
-    """Wait until it has come to an end; return another rank's failure that came before."""
+    """Wait until the creation has ended; return the failure of another rank if it comes first."""
     pause, silent = _FIRST_LOOK, ""
     deadline += _WHY
     while not running.done.wait(max(0.0, min(pause, deadline - time.monotonic()))):

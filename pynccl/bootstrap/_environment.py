@@ -1,12 +1,12 @@
-"""What the launchers' variables say about this process, and which launcher counts when several are there.
+"""The launchers' variables of this process, and the choice between several launchers.
 
-Launchers nest. The rule, the same on every rank of a job:
+Launchers nest. Every rank of a job applies the same order:
 
-1. RANK and WORLD_SIZE (torchrun, deepspeed, `pynccl run`) go before everything: they are set per process, by
-   the launcher that started the process itself.
-2. mpirun's own variables (Open MPI's, those of MPICH's hydra, PALS's) go before Slurm's: inside of a Slurm
-   job they are newer, and SLURM_PROCID is then that of mpirun's daemon or of the batch script.
-3. Slurm's go before PMI_RANK and PMI_SIZE alone, which srun sets itself (--mpi=pmi2).
+1. RANK and WORLD_SIZE (torchrun, deepspeed, `pynccl run`) come first: the launcher that started the process
+   itself sets them for each process.
+2. The variables of mpirun (Open MPI, MPICH's hydra, PALS) come before Slurm's: inside a Slurm job mpirun sets
+   them later, and SLURM_PROCID then belongs to mpirun's daemon or to the batch script.
+3. Slurm's variables come before PMI_RANK and PMI_SIZE, which srun itself sets (--mpi=pmi2).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pynccl._errors import BootstrapError
 
-# Of a Slurm job, where nobody set MASTER_PORT; below the ports that the system gives out by itself.
+# Ports for a Slurm job without MASTER_PORT; below the range of ephemeral ports.
 _SLURM_PORTS = range(10000, 30000)
 
 
@@ -29,7 +29,7 @@ class Names(NamedTuple):
     size: str
     local_rank: str
     mpi: bool = False
-    # The variable that shows this launcher, where it is not that of the rank.
+    # The variable by which this launcher is recognized; "" for the variable of the rank.
     sign: str = ""
 
 
@@ -47,13 +47,13 @@ _LAUNCHERS = (
 
 
 class Launcher(NamedTuple):
-    """What the launcher that counts says; None for what it does not."""
+    """The values that the chosen launcher set; None for variables that are not set."""
 
     names: Names
     rank: int | None
     size: int | None
     local_rank: int | None
-    # Other launchers whose variables are there too.
+    # Other launchers whose variables are also set.
     ignored: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -66,12 +66,12 @@ NOBODY = Launcher(Names("no launcher", "rank", "world_size", "local rank"), None
 
 
 def detect(environ: Mapping[str, str]) -> Launcher:
-    """Return what the launcher that counts says of this process."""
+    """Choose the launcher of this process and return its values."""
     found = [names for names in _LAUNCHERS if (names.sign or names.rank) in environ]
     if not found:
         return NOBODY
     names = found[0]
-    # srun's PMI variables are Slurm's own, and hydra's are found under two names.
+    # srun sets the PMI variables too, and hydra appears under two names.
     others = tuple(dict.fromkeys(n.launcher for n in found[1:] if n.launcher not in ("PMI", names.launcher)))
     return Launcher(
         names,
@@ -86,14 +86,14 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
     if text is None:
         return None
-    # Python's own isdigit would take digits that int() refuses.
+    # str.isdigit accepts digits that int() refuses.
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise BootstrapError(f"{name} is {text!r}; expected a number, as the launcher sets it")
+        raise BootstrapError(f"{name} is {text!r}; expected a number set by the launcher")
     return int(text)
 
 
 def master(environ: Mapping[str, str], launcher: Launcher) -> tuple[str, int] | None:
-    """Return where rank 0 is to be met, None where the environment does not say."""
+    """Return the host and port of rank 0 from the environment, or None."""
     host, port = environ.get("MASTER_ADDR", ""), _number(environ, "MASTER_PORT")
     if launcher.names is _SLURM:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
@@ -107,7 +107,7 @@ def master(environ: Mapping[str, str], launcher: Launcher) -> tuple[str, int] | 
 
 
 def host_source(environ: Mapping[str, str]) -> str:
-    """Return what said where rank 0 is to be met."""
+    """Return the name of the source of rank 0's host."""
     return "MASTER_ADDR" if environ.get("MASTER_ADDR") else "the first host of Slurm's node list"
 
 
@@ -126,7 +126,7 @@ def _slurm_port(environ: Mapping[str, str]) -> int | None:
 
 
 def job_name(environ: Mapping[str, str], launcher: Launcher) -> str:
-    """Return what tells this job from others that might use the same address, "" where nothing does."""
+    """Return a name that distinguishes this job from others at the same address; "" if there is none."""
     if environ.get("TORCHELASTIC_RUN_ID"):
         return f"torchrun {environ['TORCHELASTIC_RUN_ID']}"
     if launcher.names is _SLURM and environ.get("SLURM_JOB_ID"):
@@ -135,5 +135,5 @@ def job_name(environ: Mapping[str, str], launcher: Launcher) -> str:
 
 
 def uses_agent_store(environ: Mapping[str, str]) -> bool:
-    """Tell whether MASTER_PORT is held by torchrun's agent, which lends its store."""
+    """Tell whether the store of torchrun's agent listens at MASTER_PORT."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_PORT" in environ

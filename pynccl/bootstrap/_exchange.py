@@ -1,7 +1,7 @@
-"""One exchange through keys: every rank arrives, rank 0 answers.
+"""One exchange through keys: every rank writes its arrival, rank 0 writes the answer.
 
-What arrives and what is answered are results, not only ids: whoever fails, all ranks learn of it, also of a
-failure after the id has been published, and, where the keys are in our own store, of a death.
+Arrivals and answers carry failures as well as ids: every rank learns of the failure of any rank, even after
+the id was published. With keys in pynccl's own store, every rank also learns of a death.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from pynccl.bootstrap._preflight import (
     Facts,
     Failure,
     absent,
+    compare,
     death_of,
     failure_of,
-    judge,
+    failure_of_rank_0,
     pack,
     unpack_answer,
     unpack_arrival,
     unpack_failure,
-    verdict,
 )
 from pynccl.bootstrap._store import StoreSilent
 
-# Whoever waits for rank 0's answer gives it this much longer to say who is missing.
+# Seconds that rank 0 gets after the deadline to name the missing ranks.
 _MARGIN = 0.5
-# So long rank 0 stays after a failure, where the keys end with it, for the others to read what it was.
+# Seconds that rank 0 keeps its own store open after a failure, so that the other ranks can read the failure.
 _LINGER = 4.0
-# So often who waits looks whether somebody has died.
+# Seconds between two looks for a dead rank.
 _LOOK = 0.5
 
 
 class Exchange(Protocol):
-    """How ranks reach each other, by keys or by MPI."""
+    """An exchange between the ranks, through keys or MPI."""
 
     rank: int
     size: int
 
     def exchange(self, prepare: Callable[[], Facts]) -> Answer:
-        """Tell the others what `prepare` returns or raises, and return rank 0's answer."""
+        """Send the result or the error of `prepare` to rank 0, and return rank 0's answer."""
 
     def failure(self) -> Failure | None:
-        """Return what another rank has failed with since."""
+        """Return the failure that another rank has reported since the exchange, or None."""
 
     def fail(self, error: BaseException) -> Failure | None:
-        """Tell the others of a failure after the exchange; return an earlier one."""
+        """Report a failure after the exchange; return the earlier failure of another rank, if any."""
 
     def done(self) -> None:
-        """Clean up, when every rank has what it needs."""
+        """Remove the keys or messages after every rank has the answer."""
 
 
 class Round:
@@ -65,17 +65,17 @@ class Round:
     ) -> None:
         self.keys, self.rank, self.size, self.deadline, self.lingers = keys, rank, size, deadline, lingers
         self.prefix = f"init/{name}/"
-        # Called on rank 0 when every rank has arrived.
+        # Called on rank 0 after every rank has arrived.
         self.when_joined: Callable[[], None] = lambda: None
-        # What rank 0's store says of those that it turned away.
+        # Returns the text about clients that the store of rank 0 refused.
         self.refused: Callable[[], str] = lambda: ""
 
     def exchange(self, prepare: Callable[[], Facts]) -> Answer:
-        """Tell the others what `prepare` returns or raises, and return rank 0's answer."""
+        """Send the result or the error of `prepare` to rank 0, and return rank 0's answer."""
         if not self.keys.claim(self._key("claim", self.rank)):
             raise BootstrapError(
                 f"rank {self.rank} of {self.size} arrived twice at {self.keys.where}; two processes have the "
-                "same rank, or these are the leavings of an earlier run"
+                "same rank, or keys of an earlier run remain"
             )
         try:
             self.keys.will(self.prefix + "failed", pack(death_of(self.rank, self.size)))
@@ -83,7 +83,7 @@ class Round:
             if self.rank != 0:
                 return self._follow()
         except (KeyboardInterrupt, SystemExit) as error:
-            # Rank 0 counts on this rank, or all count on rank 0: the others learn of it while they wait.
+            # Other ranks may be waiting for this rank: report the interruption.
             self.fail(error)
             raise
         return self._lead()
@@ -102,7 +102,7 @@ class Round:
         return f"{self.prefix}{kind}/{rank}"
 
     def _put(self, name: str, value: bytes) -> None:
-        """Tell the others of a failure; where the store has gone too, that is no news."""
+        """Report a failure; ignore a lost store, which the other ranks notice themselves."""
         with suppress(NcclError):
             self.keys.put(name, value, _MARGIN)
 
@@ -114,11 +114,12 @@ class Round:
 
     def _lead(self) -> Answer:
         try:
-            answer = judge([self._arrival(other) for other in range(self.size)], self.size)
+            answer = compare([self._arrival(other) for other in range(self.size)], self.size)
             self.when_joined()
             self.keys.put(self.prefix + "answer", pack(answer), self._left() + _MARGIN)
         except BaseException as error:
-            self._give_up(verdict(self.size, error), _LINGER if isinstance(error, Exception) else _MARGIN)
+            seconds = _LINGER if isinstance(error, Exception) else _MARGIN
+            self._give_up(failure_of_rank_0(self.size, error), seconds)
             raise
         return answer
 
@@ -129,7 +130,7 @@ class Round:
             raise self._absent() from None
 
     def _fetch(self, name: str, timeout: float) -> bytes:
-        """Return a value; raise what another rank has failed with while this one waits."""
+        """Return a value, waiting for it; raise if another rank reports a failure meanwhile."""
         deadline, patience = time.monotonic() + timeout, _LOOK
         while True:
             left = deadline - time.monotonic()
@@ -138,7 +139,7 @@ class Round:
                     return self.keys.fetch(name, max(0.0, min(patience, left)))
                 patience, failure = _LOOK, self._look()
             except StoreSilent:
-                # Where many processes start at once, one may not get to run for seconds.
+                # On a busy machine the store's process may not be scheduled for seconds.
                 if left <= _LOOK:
                     raise
                 patience = 0.0
@@ -146,10 +147,10 @@ class Round:
             if failure is not None:
                 raise failure.error()
             if left <= _LOOK:
-                raise TimeoutError(f"nobody set {name!r}")
+                raise TimeoutError(f"no rank set {name!r}")
 
     def _give_up(self, failure: Failure, seconds: float) -> None:
-        """Tell the others of a failure; only rank 0's word counts, the others have said theirs on arrival."""
+        """Report a failure: rank 0 by its answer; another rank has reported it by its arrival."""
         if self.rank != 0:
             self._leave()
             return
@@ -157,7 +158,7 @@ class Round:
         self._linger(failure, seconds)
 
     def _linger(self, failure: Failure, seconds: float) -> None:
-        """Stay until the others know, where they know it from this process."""
+        """On rank 0, keep its own store open until the other ranks have read the failure."""
         if not self.lingers or self.rank != 0:
             return
         deadline = time.monotonic() + min(seconds, self._left() + _MARGIN)
@@ -201,7 +202,7 @@ class Round:
             return None
 
     def failure(self) -> Failure | None:
-        """Return what another rank has failed with since."""
+        """Return the failure that another rank has reported since the exchange, or None."""
         failure = self._look()
         if failure is not None:
             self._leave()
@@ -209,7 +210,7 @@ class Round:
         return failure
 
     def fail(self, error: BaseException) -> Failure | None:
-        """Tell the others of a failure after the exchange; return an earlier one."""
+        """Report a failure after the exchange; return the earlier failure of another rank, if any."""
         earlier = self._look()
         if earlier is None and not self.keys.claim(self.prefix + "failing"):
             earlier = self._look(_MARGIN)
@@ -221,7 +222,7 @@ class Round:
         return earlier
 
     def _clear_up(self) -> None:
-        """Leave; the last who does removes what rank 0, which has gone without an answer, cannot."""
+        """Leave after rank 0 gave no answer; the last rank to leave removes the keys in place of rank 0."""
         self._leave()
         with suppress(NcclError):
             arrived = [other for other in range(1, self.size) if self._has("arrival", other)]
@@ -234,6 +235,6 @@ class Round:
         self.keys.remove([*names, *(self.prefix + name for name in ("answer", "failing", "failed"))])
 
     def done(self) -> None:
-        """Clean up, when every rank has what it needs."""
+        """Remove the keys after every rank has the answer."""
         if self.rank == 0:
             self._remove()

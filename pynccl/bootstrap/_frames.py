@@ -1,14 +1,14 @@
-"""What goes over a connection to the store.
+"""The protocol of a connection to the store.
 
-    client     a text, whether there is a secret (1 byte), hello
-    server     the same text, a verdict (1 byte); where that is not the same, or REFUSES, the end; answer
+    client     the text HELLO, a scheme (1 byte: SECURED or OPEN), hello
+    server     the text HELLO, a scheme or REFUSES (1 byte); the end unless the schemes are equal; answer
     client     proof
-    then       frames: length (4 bytes), and so many bytes; sealed where there is a secret
+    then       frames: length (4 bytes) and content; encrypted if there is a secret
     client     operation (1 byte), length of the key (2 bytes), key, argument
     server     status (1 byte), value
 
-`pynccl/_secure/handshake.py` makes hello, answer and proof. Nothing is pickled, and every length is bounded
-before memory is given to it.
+`pynccl/_secure/handshake.py` makes hello, answer and proof. Nothing is pickled, and every length is checked
+before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from __future__ import annotations
 import struct
 
 MAX_FRAME = 1 << 20
-# With a tag.
+# With the authentication tag.
 MAX_SEALED = MAX_FRAME + 16
 HELLO = b"pynccl-store-3\n"
-# Up to the client's hello, or the server's answer.
+# Bytes before the client's hello or the server's answer.
 BEGINNING = len(HELLO) + 1
 OPEN, SECURED, REFUSES = b"\0", b"\1", b"\2"
-# What the key of a store's secret is for.
+# The purpose from which the key of a store is derived.
 PURPOSE = b"pynccl store"
 SET, GET, ADD, WAIT, BARRIER, DELETE, WILL = 1, 2, 3, 4, 5, 6, 7
 OK, MISSING, REFUSED = 0, 1, 2
 LENGTH, REQUEST = struct.Struct("!I"), struct.Struct("!BH")
-# What a client goes by that leaves a will: the same when it comes again.
+# Bytes of the identity of a client with a will; the identity stays the same when the client reconnects.
 IDENTITY = 16
-# A number to add, or milliseconds to wait; these, and the number of clients.
+# Arguments: a number to add or milliseconds to wait; for a barrier, milliseconds and the number of clients.
 INT64, BARRIER_ARGUMENT = struct.Struct("!q"), struct.Struct("!qI")
-# Longer waits than 23 days are cut to that: a socket takes no more.
+# The longest wait, 23 days in seconds: a socket accepts no longer time-out.
 LONGEST_SECONDS = 2e6

@@ -1,9 +1,9 @@
-"""A number for each meeting of the same ranks in a store of torch's, and that no earlier meeting there has.
+"""A new number for each rendezvous of the ranks in a torch store.
 
-A store outlives meetings, and ranks: torchrun's agents keep theirs when they start the ranks again, and its
-count of restarts may differ between agents. So rank 0 opens a new round for each meeting, and closes it when
-all other ranks have come. A round that its rank 0 left, or that is closed, is nobody's any more: a rank that
-comes waits for the next one. No rank has to know how often it was started, or which keys the dead left.
+A torch store outlives rendezvous and ranks: torchrun's agents keep it when they restart the ranks, and their
+counts of restarts may differ. So rank 0 opens a new round for each rendezvous, and closes the round after all
+other ranks have joined. A rank never joins a closed round, and leaves an open round when rank 0 opens the
+next one. No rank needs to know how often it was restarted, or which keys dead ranks left in the store.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 _FIRST_PAUSE = 50e-6
 _LONGEST_PAUSE = 0.01
-# All ranks of a large group together do not ask more often than this.
+# Upper bound of the requests per second of all ranks together.
 _ASKED_PER_SECOND = 20_000
 
 
 def meet(store: Any, rank: int, size: int, seconds: float, late: Callable[[list[int]], Exception]) -> int:
-    """Return the number of this meeting, when every rank has come; `late` makes the error of who has not.
+    """Return the number of this rendezvous after every rank has joined.
 
-    The store has torch's `add`, `set` and `check`.
+    The store has torch's `add`, `set` and `check`. After `seconds`, raise `late(missing ranks)`.
     """
     waiting = _Waiting(seconds, size, late)
     return _lead(store, size, waiting) if rank == 0 else _follow(store, rank, size, waiting)
@@ -40,12 +40,12 @@ def _follow(store: Any, rank: int, size: int, waiting: _Waiting) -> int:
     joined = 0
 
     def missing() -> list[int]:
-        # Who has not come is why rank 0 does not close the round.
+        # Rank 0 leaves the round open while ranks are missing; if none is, rank 0 itself is missing.
         return (_absent(store, joined, range(1, size)) if joined else []) or [0]
 
     while True:
         newest = int(store.add("rounds", 0))
-        # Asked after the number: a rank 0 that has begun the next round has closed this one before.
+        # Check after reading the number: rank 0 closes a complete round before it opens the next one.
         if joined and store.check([_closed(joined)]):
             return joined
         if newest != joined and not store.check([_closed(newest)]):

@@ -1,4 +1,4 @@
-"""`pynccl.init`: from what the launcher set to a communicator, or to an error that names who is missing."""
+"""`pynccl.init`: from the launcher's variables to a communicator, or to an error that names missing ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_TIMEOUT = 300.0
 
 log = logging.getLogger("pynccl")
 
-# The device that init chose for this process last.
+# The device that the last init chose for this process.
 _chosen_before: int | None = None
 
 
@@ -41,24 +41,26 @@ def init(
     """Find the other ranks of this program and return a communicator with all of them.
 
     `method` is one of
-      None             what the arguments and the environment show, which docs/rendezvous.md has in full:
-                       `rank` and `world_size`, torchrun's variables, Slurm's, MPI's, or a single process
+      None             chosen from the arguments and the environment: `rank` and `world_size`, the variables
+                       of torchrun, Slurm or MPI, or a single process (docs/rendezvous.md has the whole order)
       "env"            the same without MPI
-      "mpi"            MPI.COMM_WORLD, or any mpi4py communicator instead of the text
-      "tcp://host:port"  rank 0 listens there; on port 0 it takes a free one, and `on_listen` gets the method
-                       that the other ranks need, as text
-      "file:///path"   a folder that is made there, on a file system that every rank sees
-      an object        with get(name) and set(name, bytes), such as a torch store: a fresh one, or one whose
-                       every user calls init equally often
+      "mpi"            MPI.COMM_WORLD; or pass any mpi4py communicator
+      "tcp://host:port"  rank 0 listens at this address; with port 0 it takes a free port and calls
+                       `on_listen` with the method for the other ranks, as text
+      "file:///path"   a folder that init creates, on a file system that every rank sees
+      an object        with get(name) and set(name, bytes), such as a torch store: a new one, or one whose
+                       users all call init the same number of times
 
-    `rank` and `world_size` replace the environment's. The device is by default the one that LOCAL_RANK names,
-    or the rank's number on its machine, and becomes the current one.
+    `rank` and `world_size` override the environment. `device` is by default LOCAL_RANK, or the index of the
+    rank on its machine; init makes it the current device.
 
-    `timeout` bounds the meeting and every later wait, in seconds. Without it PYNCCL_TIMEOUT does; without
-    that the meeting may take 300 s, and later waits have no end.
+    `timeout` bounds the rendezvous and every later wait, in seconds; its default is PYNCCL_TIMEOUT. Without
+    both the rendezvous may take 300 s, and later waits have no limit.
 
-    A rank that fails has its error raised on every rank. A BootstrapError names the ranks that do not arrive
-    in time, two ranks with one device, and ranks with different libraries.
+    If a rank fails, every rank raises its error. BootstrapError names ranks that do not arrive in time, two
+    ranks with one device, and ranks with different libraries. Also raises RankFailedError if a rank dies,
+    NcclTimeoutError if the creation takes too long, LibraryNotFoundError without a library, another NcclError
+    if the creation fails, and TypeError or ValueError for wrong arguments.
     """
     _require(rank, world_size, device, timeout)
     seconds = resolve_timeout(timeout) or DEFAULT_TIMEOUT
@@ -74,7 +76,7 @@ def init(
         return Communicator(chosen.size, uid, chosen.rank, config=config, device=on, timeout=timeout)
 
     if chosen.size == 1:
-        # Nobody is met, but the library would refuse a bad one in words of its own.
+        # A single rank uses no secret, but a bad secret raises the same error as with several ranks.
         read_secret()
         facts = gather_facts(device, local_rank or 0)
         use_device(facts, facts.device)
@@ -89,7 +91,7 @@ def _exchange(exchange: Exchange, device: int | None, local_rank: int | None) ->
 
     def prepare() -> Facts:
         facts.append(gather_facts(device, local_rank))
-        # Before the id is published, where that can be: a device may refuse.
+        # Before the id is published, if the device is already known: selecting a device may fail.
         use_device(facts[0], facts[0].device)
         return facts[0]
 
@@ -111,7 +113,7 @@ def _exchange(exchange: Exchange, device: int | None, local_rank: int | None) ->
 
 
 def _local_rank(chosen: Method, launcher: Launcher) -> int | None:
-    """Return the launcher's local rank, unless the caller has numbered the ranks in another way."""
+    """Return the launcher's local rank; None if the caller chose other rank numbers."""
     if launcher.rank is not None and chosen.follows:
         return launcher.local_rank
     return None

@@ -1,7 +1,4 @@
-"""Where ranks leave values for each other, all seen alike: the TCP store, a folder, any object with get/set.
-
-`claim` tells whether this is the first process to ask for a name, `fetch` waits.
-"""
+"""Keys: one interface to the TCP store, a folder, or any object with get and set."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from typing import Any, Protocol
 from pynccl._errors import BootstrapError, RankFailedError
 from pynccl.bootstrap._store import Store, StoreLost, StoreSilent
 
-# Polling begins with the first and slows down to the second.
+# Seconds between polls: at first, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-# So often a folder is made that rank 0 of the round before removes at the same time.
+# Attempts to create a folder that rank 0 of the previous round removes concurrently.
 _TRIES = 5
 
 
@@ -32,23 +29,23 @@ class Keys(Protocol):
         """Set a value."""
 
     def fetch(self, name: str, timeout: float) -> bytes:
-        """Return a value, waiting until it is set; TimeoutError when that takes too long."""
+        """Wait until a value is set and return it; raise TimeoutError after `timeout` seconds."""
 
     def claim(self, name: str) -> bool:
-        """Return True to the first who asks."""
+        """Return True for the first process that claims the name, else False."""
 
     def remove(self, names: list[str]) -> None:
-        """Remove what nobody needs any more, as far as that is possible."""
+        """Remove values, as far as possible."""
 
     def will(self, name: str, value: bytes) -> None:
-        """Have a value set should this process die before `withdraw`, where somebody would notice."""
+        """Have a value set if this process dies before `withdraw`, where a death can be noticed."""
 
     def withdraw(self) -> None:
-        """Take the will back."""
+        """Cancel the will."""
 
 
 class StoreKeys:
-    """Keys in pynccl's own store; `of_rank_0` where that is in rank 0's process."""
+    """Keys in pynccl's own store; `of_rank_0`: the store is in the process of rank 0."""
 
     def __init__(self, store: Store, where: str = "", of_rank_0: bool = False) -> None:
         self.store, self.where, self.of_rank_0 = store, where or store.address, of_rank_0
@@ -60,12 +57,14 @@ class StoreKeys:
         except StoreLost as error:
             if self.of_rank_0:
                 raise RankFailedError(
-                    f"rank 0, which has the store, died or left: {error}", ranks=[0]
+                    f"rank 0, whose process serves the store, died or left: {error}", ranks=[0]
                 ) from error
             raise
         except StoreSilent as error:
             if self.of_rank_0:
-                raise StoreSilent(f"rank 0, which has the store, does not respond: {error}") from error
+                raise StoreSilent(
+                    f"rank 0, whose process serves the store, does not respond: {error}"
+                ) from error
             raise
 
     def put(self, name: str, value: bytes, timeout: float) -> None:
@@ -74,55 +73,55 @@ class StoreKeys:
             self.store.set(name, value, timeout)
 
     def fetch(self, name: str, timeout: float) -> bytes:
-        """Return a value, waiting until it is set; TimeoutError when that takes too long."""
+        """Wait until a value is set and return it; raise TimeoutError after `timeout` seconds."""
         with self._noticing():
             return self.store.get(name, timeout)
 
     def claim(self, name: str) -> bool:
-        """Return True to the first who asks."""
+        """Return True for the first process that claims the name, else False."""
         with self._noticing():
             return self.store.add(name, 1) == 1
 
     def will(self, name: str, value: bytes) -> None:
-        """Have a value set should this process die before `withdraw`."""
+        """Have a value set if this process dies before `withdraw`."""
         with self._noticing():
             self.store.will(name, value)
 
     def withdraw(self) -> None:
-        """Take the will back."""
+        """Cancel the will."""
         with suppress(BootstrapError, TimeoutError):
             self.store.withdraw(1.0)
 
     def remove(self, names: list[str]) -> None:
-        """Leave them: the store ends with its job."""
+        """Keep the values: the store ends with its job."""
 
 
 class _Polled:
-    """What can only be looked at is looked at again and again."""
+    """Base of keys that can only be polled."""
 
     where: str
 
     def will(self, name: str, value: bytes) -> None:
-        """Leave it: nobody notices here when a process dies."""
+        """Do nothing: the death of a process cannot be noticed here."""
 
     def withdraw(self) -> None:
         """Do nothing."""
 
     def look(self, name: str) -> bytes | None:
-        """Return a value, None when it is not set."""
+        """Return a value, or None if it is not set."""
         raise NotImplementedError
 
     def why(self) -> str:
-        """Return what may be the reason why values do not appear."""
+        """Return a possible reason for missing values, as the end of an error's text."""
         return ""
 
     def fetch(self, name: str, timeout: float) -> bytes:
-        """Return a value, waiting until it is set; TimeoutError when that takes too long."""
+        """Wait until a value is set and return it; raise TimeoutError after `timeout` seconds."""
         deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
         while (value := self.look(name)) is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"nobody set {name!r} in {self.where} within {timeout:g} s{self.why()}")
+                raise TimeoutError(f"no rank set {name!r} in {self.where} within {timeout:g} s{self.why()}")
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
         return value
@@ -131,7 +130,7 @@ class _Polled:
 class ObjectKeys(_Polled):
     """Keys in an object with get(name) and set(name, bytes): a torch store, a dictionary in a Ray actor.
 
-    `get` may return None or raise where there is nothing; torch's would wait, so `check` is asked first.
+    For a missing name `get` may return None or raise. torch's `get` would wait, so `check` is called first.
     """
 
     def __init__(self, target: Any, where: str = "", prefix: str = "") -> None:
@@ -144,24 +143,26 @@ class ObjectKeys(_Polled):
 
     @staticmethod
     def fits(target: Any) -> bool:
-        """Tell whether an object has what this needs."""
+        """Tell whether an object has the required methods."""
         return all(callable(getattr(target, name, None)) for name in ("get", "set"))
 
     def put(self, name: str, value: bytes, timeout: float = 0.0) -> None:
-        """Set a value, in the time that the object takes."""
+        """Set a value; the object decides how long this takes."""
         try:
             self.target.set(self.prefix + name, value)
         except Exception as error:
-            raise BootstrapError(f"{self.where} took no value: {type(error).__name__}: {error}") from error
+            raise BootstrapError(
+                f"{self.where} did not accept a value: {type(error).__name__}: {error}"
+            ) from error
 
     def look(self, name: str) -> bytes | None:
-        """Return a value, None when it is not set."""
+        """Return a value, or None if it is not set."""
         try:
             if self._check is not None and not self._check([self.prefix + name]):
                 return None
             value = self.target.get(self.prefix + name)
         except Exception as error:
-            # Most say "not there" by an exception of their own.
+            # Most objects raise an exception of their own for a missing name.
             self._error = error
             return None
         if value is None:
@@ -174,12 +175,12 @@ class ObjectKeys(_Polled):
         return bytes(value)
 
     def why(self) -> str:
-        """Return what may be the reason why values do not appear."""
+        """Return a possible reason for missing values, as the end of an error's text."""
         error = self._error
         return f"; its get last raised {type(error).__name__}: {error}" if error is not None else ""
 
     def claim(self, name: str) -> bool:
-        """Return True to the first who asks; without `add`, to all who ask at the same time."""
+        """Return True for the first process that claims the name; without `add`, for all concurrent ones."""
         if self._add is not None:
             with suppress(TypeError, NotImplementedError):
                 return int(self._add(self.prefix + name, 1)) == 1
@@ -189,17 +190,17 @@ class ObjectKeys(_Polled):
         return True
 
     def remove(self, names: list[str]) -> None:
-        """Remove what nobody needs any more, as far as that is possible."""
+        """Remove values, as far as possible."""
         delete = getattr(self.target, "delete_key", None) or getattr(self.target, "delete", None)
         if callable(delete):
-            # Only a courtesy: not every store can, or lets everybody.
+            # Best effort: not every store can delete keys.
             with suppress(Exception):
                 for name in names:
                     delete(self.prefix + name)
 
 
 class FolderKeys(_Polled):
-    """Keys as files of a folder that every rank sees, on one machine or on a shared file system."""
+    """Keys as files in a folder that every rank sees, on one machine or on a shared file system."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -207,17 +208,17 @@ class FolderKeys(_Polled):
         try:
             found = self._make()
         except OSError as error:
-            raise BootstrapError(f"{self.where} cannot be used as a meeting place: {error}") from error
-        # In a folder that all users write to, somebody else may have been there first.
+            raise BootstrapError(f"{self.where} cannot be created or used as a folder: {error}") from error
+        # If all users can write to the parent folder, another user may have created this one.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise BootstrapError(
-                f"{self.where} is not safe to meet at: expected a folder of this user's that nobody else can "
-                "write to, or a path where there is nothing yet"
+                f"{self.where} is not safe: expected a path that does not exist yet, or a folder that "
+                "belongs to this user and that no other user can write to"
             )
 
     def _make(self) -> os.stat_result:
         for _ in range(_TRIES):
-            # It may be there and go at the same time.
+            # Other ranks may create or remove the folder at the same time.
             with suppress(FileExistsError, FileNotFoundError):
                 self.path.mkdir(mode=0o700, exist_ok=True)
                 return self.path.lstat()
@@ -228,7 +229,7 @@ class FolderKeys(_Polled):
         return self.path / name.replace("/", ".")
 
     def put(self, name: str, value: bytes, timeout: float) -> None:
-        """Set a value: a reader sees all of it or nothing."""
+        """Set a value atomically: a reader never sees a part of it."""
 
         def write() -> None:
             number, fresh = tempfile.mkstemp(dir=self.path, prefix=".new-")
@@ -243,24 +244,24 @@ class FolderKeys(_Polled):
             try:
                 write()
             except FileNotFoundError:
-                # Rank 0 has just removed the folder of the round before.
+                # Rank 0 has just removed the folder of the previous round.
                 self._make()
                 write()
         except FileExistsError:
             raise
         except OSError as error:
-            raise BootstrapError(f"{self.where} took no value: {error}") from error
+            raise BootstrapError(f"{self.where} did not accept a value: {error}") from error
 
     def look(self, name: str) -> bytes | None:
-        """Return a value, None when it is not set."""
+        """Return a value, or None if it is not set."""
         with suppress(FileNotFoundError):
-            # Listing makes a network file system look at its server again.
+            # Listing the folder makes a network file system refresh its cache.
             os.scandir(self.path).close()
             return self._file(name).read_bytes()
         return None
 
     def claim(self, name: str) -> bool:
-        """Return True to the first who asks."""
+        """Return True for the first process that claims the name, else False."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
         try:
             self._write(lambda: os.close(os.open(self._file(name), flags, 0o600)))
@@ -269,7 +270,7 @@ class FolderKeys(_Polled):
         return True
 
     def remove(self, names: list[str]) -> None:
-        """Remove files, and the folder when it is empty."""
+        """Remove files, and the folder if it is then empty."""
         for name in names:
             with suppress(OSError):
                 self._file(name).unlink()

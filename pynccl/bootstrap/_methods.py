@@ -1,4 +1,4 @@
-"""The methods of `pynccl.init`: which one counts, and how its exchange is opened."""
+"""The methods of `pynccl.init`: the choice of one, and the exchange that each opens."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _EXPECTED = (
 
 
 class Method(NamedTuple):
-    """The method that counts: this rank, why, and how to reach the others."""
+    """The chosen method: this rank, the reason of the choice, and the way to the other ranks."""
 
     rank: int
     size: int
     why: str
-    # Whether the rank is the launcher's, so that its local rank fits.
+    # True if the rank comes from the launcher, so that the launcher's local rank applies.
     follows: bool
     open: Open
-    # Whether these are some of the processes of an MPI job: they keep the devices that they have.
+    # True if these are only some of the processes of an MPI job: the ranks then keep their devices.
     part: bool = False
 
 
@@ -54,7 +54,7 @@ def choose(
     launcher: Launcher,
     on_listen: Callable[[str], object] | None,
 ) -> Method:
-    """Return the method for these arguments in this environment."""
+    """Choose the method from the arguments and the environment."""
     if on_listen is not None and not (isinstance(method, str) and method.startswith("tcp://")):
         raise ValueError("on_listen is given; expected None unless method is 'tcp://host:port'")
     if method is None and rank is None and world_size is None:
@@ -64,7 +64,7 @@ def choose(
             method = "mpi"
     if method == "mpi" or _mpi.is_communicator(method):
         if rank is not None or world_size is not None:
-            raise ValueError("rank and world_size are MPI's own with this method; expected None")
+            raise ValueError("rank or world_size is given; expected None, since MPI numbers the ranks")
         return _by_mpi(method, launcher)
     where, opener = _place(method, on_listen)
     rank, size = _numbers(rank, world_size, launcher)
@@ -80,15 +80,15 @@ def _alone(launcher: Launcher) -> Method:
     size = os.environ.get(names.size, "1") if launcher is _environment.NOBODY else "1"
     if size != "1":
         raise BootstrapError(
-            f"{names.size} is {size!r}, but {names.rank} is not set; expected both, as `pynccl run` and "
-            "torchrun set them, rank= and world_size=, or neither for a program of one rank"
+            f"{names.size} is {size!r}, but {names.rank} is not set; expected both (`pynccl run` and "
+            "torchrun set them), rank= and world_size=, or neither for a program of one rank"
         )
     why = "itself: no launcher's variables" if launcher is _environment.NOBODY else str(launcher)
     return Method(0, 1, why, True, _nowhere)
 
 
 def _nowhere(_: float) -> AbstractContextManager[Exchange]:
-    raise AssertionError("a single rank has nobody to meet")
+    raise AssertionError("a single rank makes no exchange")
 
 
 def _numbers(rank: int | None, world_size: int | None, launcher: Launcher) -> tuple[int, int]:
@@ -98,7 +98,7 @@ def _numbers(rank: int | None, world_size: int | None, launcher: Launcher) -> tu
     for name, argument, value in ((names.rank, "rank", rank), (names.size, "world_size", size)):
         if value is None:
             raise BootstrapError(
-                f"{name} is not set; expected a number, as `pynccl run` and torchrun set it, or {argument}="
+                f"{name} is not set; expected a number (`pynccl run` and torchrun set it), or {argument}="
             )
     assert rank is not None and size is not None
     if not 0 <= rank < size:
@@ -108,17 +108,17 @@ def _numbers(rank: int | None, world_size: int | None, launcher: Launcher) -> tu
     return rank, size
 
 
-# --- where ranks meet ---------------------------------------------------------------------------------------
+# --- rendezvous places --------------------------------------------------------------------------------------
 
 Opener = Callable[[int, int], Open]
-# One place serves several calls of init: each is a round of its own, counted alike on every rank.
+# The rounds of each place: several calls of init may use one place, and every rank counts them equally.
 _rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-# Objects by their id, held so that the id stays theirs.
+# Objects by id(), kept alive so that no other object gets the same id.
 _objects: dict[int, Any] = {}
 
 
 def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str, Opener | None]:
-    """Return where a method meets, in words, and how; nothing for what the environment has to say."""
+    """Return the place of a method in words, and its opener; "" and None if the environment decides."""
     if method is None or method == "env":
         return "", None
     if isinstance(method, str) and method.startswith("tcp://"):
@@ -156,7 +156,7 @@ def _identity(target: Any) -> str:
 
 
 def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Opener]:
-    """Return where the environment says that ranks meet."""
+    """Return the place that the environment names, in words, and its opener."""
     environ = os.environ
     at = _environment.master(environ, launcher)
     if _environment.uses_agent_store(environ) and at is not None:
@@ -168,13 +168,13 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
         return "", _opener(_nowhere)
     if at is None:
         raise BootstrapError(
-            f"rank {rank} knows no store: expected PYNCCL_STORE=host:port, or MASTER_ADDR and MASTER_PORT "
+            f"rank {rank} has no store: expected PYNCCL_STORE=host:port, or MASTER_ADDR and MASTER_PORT "
             f"(MASTER_ADDR={environ.get('MASTER_ADDR')!r}, MASTER_PORT={environ.get('MASTER_PORT')!r})"
             f"{_mpi_note(launcher)}"
         )
     where = format_address(*at)
     if where not in _kept and (store := _torch_store(rank, size)) is not None:
-        # torch listens at MASTER_PORT already.
+        # torch already listens at MASTER_PORT.
         keys = ObjectKeys(store, "torch.distributed's store", "pynccl/")
         return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(store), True)
     return f", at {where}", _opener(
@@ -187,17 +187,16 @@ def _mpi_note(launcher: Launcher) -> str:
         return ""
     if importlib.util.find_spec("mpi4py") is None:
         return (
-            f". The ranks that mpirun has started ({launcher}) meet through mpi4py, which is not installed: "
-            "pip install mpi4py"
+            f". Ranks started by mpirun ({launcher}) need mpi4py, which is not installed: pip install mpi4py"
         )
-    return f". The ranks that mpirun has started ({launcher}) meet by pynccl.init() or pynccl.init('mpi')"
+    return f". Ranks started by mpirun ({launcher}) can use pynccl.init() or pynccl.init('mpi')"
 
 
 @contextmanager
 def _through(
     keys: Callable[[float], Keys], name: str, lingers: bool, rank: int, size: int, deadline: float
 ) -> Iterator[Exchange]:
-    """Meet through something that is there already."""
+    """Open an exchange through an existing folder or object."""
     found = keys(deadline)
     try:
         yield Round(found, str(next(_rounds[name])), rank, size, deadline, lingers=lingers)
@@ -207,7 +206,7 @@ def _through(
 
 @contextmanager
 def _at_store(address: str, name: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
-    """Meet through a store of ours that is there already."""
+    """Open an exchange through an existing pynccl store."""
     with connect(Place(address), deadline, rank, size, "cannot take part") as store:
         yield Round(StoreKeys(store), str(next(_rounds[name])), rank, size, deadline)
 
@@ -216,7 +215,7 @@ def _at_store(address: str, name: str, rank: int, size: int, deadline: float) ->
 def _at_address(
     host: str, port: int, on_listen: Callable[[str], object] | None, rank: int, size: int, deadline: float
 ) -> Iterator[Exchange]:
-    """Meet at a store that rank 0 has for this call only."""
+    """Open an exchange through a store that rank 0 serves for this call only."""
     if rank != 0:
         if port == 0:
             raise ValueError("method is 'tcp://...:0'; expected rank 0's port on the other ranks")
@@ -227,22 +226,23 @@ def _at_address(
     home = Host(host, port, "", deadline)
     try:
         if on_listen is not None:
-            on_listen(f"tcp://{home.signpost.address}")
+            on_listen(f"tcp://{home.entry.address}")
         with connect(home.place, deadline, rank, size) as store:
             meeting = Round(StoreKeys(store, home.where), "0", rank, size, deadline, lingers=True)
-            meeting.when_joined, meeting.refused = home.signpost.close, home.refused
+            meeting.when_joined, meeting.refused = home.entry.close, home.refused
             yield meeting
         home.wait_until_left()
     finally:
         home.close()
 
 
-# The stores that were met at MASTER_PORT, which may be torch's by now; with the server on rank 0.
+# The stores that were found through MASTER_PORT, by its address, with the server on rank 0. Later calls do
+# not connect to MASTER_PORT, which torch may use by then.
 _kept: dict[str, tuple[Place, StoreServer | None]] = {}
 
 
 def _forget() -> None:
-    """Close what this process serves; in a forked child, only leave it to the parent."""
+    """Close the servers of this process; a forked child leaves them to its parent."""
     while _kept:
         _, (_, server) = _kept.popitem()
         if server is not None:
@@ -255,7 +255,7 @@ os.register_at_fork(after_in_child=_kept.clear)
 
 @contextmanager
 def _resolving(host: str, source: str, rank: int, size: int) -> Iterator[None]:
-    """Say where a name came from that no name service knows."""
+    """Add the source of a host name to the error if the name cannot be resolved."""
     try:
         yield
     except BootstrapError as error:
@@ -263,7 +263,7 @@ def _resolving(host: str, source: str, rank: int, size: int) -> Iterator[None]:
             getattr(error.__cause__, "__cause__", None), socket.gaierror
         ):
             raise BootstrapError(
-                f"rank {rank} of {size}: {source} is {host!r}, which cannot be resolved: {error}"
+                f"rank {rank} of {size}: {source} is {host!r}, a name that cannot be resolved: {error}"
             ) from error
         raise
 
@@ -272,7 +272,7 @@ def _resolving(host: str, source: str, rank: int, size: int) -> Iterator[None]:
 def _at_master(
     host: str, port: int, source: str, job: str, rank: int, size: int, deadline: float
 ) -> Iterator[Exchange]:
-    """Meet at MASTER_PORT, once; from then on at the store that was met there."""
+    """Open an exchange: the first through MASTER_PORT, later ones through the store that was found there."""
     where = format_address(host, port)
     home = None
     if where not in _kept and rank == 0:
@@ -290,7 +290,7 @@ def _at_master(
             keys = StoreKeys(store, where if home is None else home.where, of_rank_0=True)
             meeting = Round(keys, name, rank, size, deadline, lingers=server is not None)
             if home is not None:
-                meeting.when_joined, meeting.refused = home.signpost.close, home.refused
+                meeting.when_joined, meeting.refused = home.entry.close, home.refused
             yield meeting
     except BaseException:
         if home is not None:
@@ -299,12 +299,12 @@ def _at_master(
     _kept[where] = place, server
 
 
-# --- torch's stores: their protocol is spoken by torch alone ------------------------------------------------
+# --- torch's stores: only torch implements their protocol ---------------------------------------------------
 
 
 @contextmanager
 def _by_agent(host: str, port: int, where: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
-    """Meet through the store of torchrun's agent, which holds MASTER_PORT and outlives the ranks."""
+    """Open an exchange through the store of torchrun's agent, which listens at MASTER_PORT."""
     try:
         dist = importlib.import_module("torch.distributed")
     except ImportError as error:
@@ -329,7 +329,7 @@ def _by_agent(host: str, port: int, where: str, rank: int, size: int, deadline: 
 
 
 def _torch_store(rank: int, size: int) -> Any:
-    """Return the store of torch.distributed where this process has initialized it with these ranks."""
+    """Return torch.distributed's store if this process has initialized it with these ranks, else None."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -354,5 +354,5 @@ def _by_mpi(method: Any, launcher: Launcher) -> Method:
         yield _mpi.MpiExchange(comm, deadline)
 
     why = f"MPI ({'MPI.COMM_WORLD' if method == 'mpi' else 'the given communicator'}){text}"
-    # Open MPI numbers the ranks of a machine in another order than MPI.COMM_TYPE_SHARED does.
+    # Open MPI's local ranks differ from the order of MPI.COMM_TYPE_SHARED.
     return Method(rank, size, why, part, opened, part)

@@ -1,7 +1,7 @@
-"""The exchange over MPI: any communicator, and no wait without an end.
+"""The exchange over any MPI communicator, with every wait bounded.
 
-Every rank tells rank 0 what it is, rank 0 says that the id is going to come, the id is broadcast, and a
-barrier follows: a broadcast may not have reached everybody yet, and NCCL blocks from here on.
+Every rank sends its facts to rank 0. Rank 0 announces the answer or a failure, and broadcasts the answer. A
+barrier follows, because the broadcast may return before all ranks have it, and NCCL's creation blocks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pynccl.bootstrap._preflight import (
     Facts,
     Failure,
     absent,
+    compare,
     failure_of,
-    judge,
+    failure_of_rank_0,
     pack,
     unpack_answer,
     unpack_arrival,
     unpack_failure,
-    verdict,
 )
 
 # Tags below the smallest upper bound that MPI allows.
@@ -42,11 +42,11 @@ def is_communicator(method: Any) -> bool:
 
 
 def communicator(method: Any) -> Any:
-    """Return the mpi4py communicator that is meant."""
+    """Return the mpi4py communicator of a method."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        # mpi4py raises the latter where it finds no MPI library.
+        # mpi4py raises RuntimeError if it finds no MPI library.
         raise BootstrapError(f"method='mpi' needs mpi4py, which cannot be imported: {error}") from error
     comm = MPI.COMM_WORLD if method == "mpi" else method
     if comm == MPI.COMM_NULL or comm.Is_inter():
@@ -56,14 +56,14 @@ def communicator(method: Any) -> Any:
 
 
 def is_part(comm: Any) -> bool:
-    """Tell whether a communicator lacks some of the processes of the job."""
+    """Tell whether a communicator has fewer processes than the job."""
     from mpi4py import MPI
 
     return int(comm.Get_size()) != int(MPI.COMM_WORLD.Get_size())
 
 
 def require_same_world(comm: Any, launcher: Launcher) -> None:
-    """Compare MPI.COMM_WORLD with what mpirun says: another MPI's mpirun starts ranks that are each alone."""
+    """Raise if MPI.COMM_WORLD differs from mpirun's size: the mpirun is then another MPI's."""
     from mpi4py import MPI
 
     size = comm.Get_size()
@@ -81,11 +81,11 @@ class MpiExchange:
         self.comm, self.deadline = comm, deadline
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self._mark = b""
-        # Requests of messages that nobody may ever take.
+        # Requests of messages that the receiver may never take.
         self._sent: list[Any] = []
 
     def exchange(self, prepare: Callable[[], Facts]) -> Answer:
-        """Tell the others what `prepare` returns or raises, and return rank 0's answer."""
+        """Send the result or the error of `prepare` to rank 0, and return rank 0's answer."""
         error: Exception | None = None
         try:
             arrival = Arrival(self.size, prepare())
@@ -100,9 +100,9 @@ class MpiExchange:
         arrivals = {0: arrival}
         try:
             self._collect(arrivals)
-            answer = judge([arrivals[rank] for rank in range(self.size)], self.size)
+            answer = compare([arrivals[rank] for rank in range(self.size)], self.size)
         except BaseException as error:
-            failed = pack(Answer(self.size, "", arrival.failure or verdict(self.size, error)))
+            failed = pack(Answer(self.size, "", arrival.failure or failure_of_rank_0(self.size, error)))
             for rank in range(1, self.size):
                 if rank in arrivals:
                     self._send(failed, rank, _WORD)
@@ -153,7 +153,7 @@ class MpiExchange:
         self._sent.append((self.comm.Isend(data, dest=rank, tag=tag), data))
 
     def _receive(self, tag: int, source: int | None = None) -> tuple[int, bytes] | None:
-        """Return the sender and the bytes of a message that has come, None when none has."""
+        """Return the sender and the bytes of a message that has arrived, or None."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -169,8 +169,8 @@ class MpiExchange:
         while not request.Test():
             if time.monotonic() >= self.deadline + _MARGIN:
                 raise BootstrapError(
-                    f"rank {self.rank} of {self.size}: {what} did not end in time; every rank had arrived, "
-                    "so one of them has died or left since"
+                    f"rank {self.rank} of {self.size}: {what} did not complete in time; every rank had "
+                    "arrived, so one of them has died or left since"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -178,15 +178,15 @@ class MpiExchange:
     # --- after the exchange ---
 
     def failure(self) -> Failure | None:
-        """Return what another rank has failed with since."""
+        """Return the failure that another rank has reported since the exchange, or None."""
         while (found := self._receive(_FAILED)) is not None:
-            # Others may be left from an earlier exchange, of which this rank had been told by somebody else.
+            # Messages of an earlier exchange may remain, if another rank had already reported its failure.
             if found[1].startswith(self._mark):
                 return unpack_failure(found[1][len(self._mark) :])
         return None
 
     def fail(self, error: BaseException) -> Failure | None:
-        """Tell the others of a failure after the exchange; return an earlier one."""
+        """Report a failure after the exchange; return the earlier failure of another rank, if any."""
         earlier = self.failure()
         if earlier is None:
             said = self._mark + pack(failure_of(self.rank, self.size, error))
@@ -196,5 +196,5 @@ class MpiExchange:
         return earlier
 
     def done(self) -> None:
-        """Complete what was sent."""
+        """Complete the messages of this rank."""
         self._sent = [pair for pair in self._sent if not pair[0].Test()]

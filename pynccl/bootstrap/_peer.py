@@ -1,6 +1,6 @@
-"""Whose process is at the other end of a TCP connection over loopback, which the kernel tells.
+"""The user of the process at the other end of a loopback TCP connection, from the kernel.
 
-Without a secret this is what keeps other users of a machine out: what cannot be told is refused.
+Without a secret this check keeps other users of the machine out. An unknown user is refused.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pynccl.bootstrap._address import is_loopback
 
 _SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1
 _HEADER = struct.Struct("=IHHII")
-# inet_diag_sockid: ports and addresses in the network's order, any interface, any cookie.
+# inet_diag_sockid: ports and addresses in network byte order, any interface, any cookie.
 _SOCKET = struct.Struct("!HH16s16s12s")
 _ANY = struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)
-# Behind the header of the answer: state, the socket, and what else comes before user and inode.
+# Offset of user and inode in the answer: after the header, the state, the socket and three more fields.
 _OWNER_AT = _HEADER.size + 4 + _SOCKET.size + 12
 _SECONDS = 1.0
 
 
 GONE = "its connection has ended"
-OTHER = "another user has it"
-UNKNOWN = "the system does not tell which user has it (neither sock_diag nor /proc/net/tcp is there)"
+OTHER = "it belongs to another user"
+UNKNOWN = "its user is unknown (neither sock_diag nor /proc/net/tcp is available)"
 
 
 def why_not(sock: socket.socket) -> str:
-    """Return why the other end is not believed to be this user's, "" where it is, or is no loopback's."""
+    """Return why the other end must be refused; "" if it belongs to this user, or is not on loopback."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return ""
     try:
@@ -44,11 +44,11 @@ def why_not(sock: socket.socket) -> str:
 
 
 def _user_at(sock: socket.socket) -> int | None:
-    """Return who has the other end; None where it has none any more."""
+    """Return the user id of the other end; None if its process has closed it."""
     try:
         return _ask(sock)
     except OSError:
-        # Not every kernel has the module for it, and not every sandbox lets it through.
+        # Some kernels lack the sock_diag module, and some sandboxes forbid netlink sockets.
         return _look_up(sock)
 
 
@@ -79,12 +79,12 @@ def _look_up(sock: socket.socket) -> int | None:
 
 
 def _shown(family: int, end: tuple[str, int]) -> str:
-    """Return an address as /proc/net/tcp has it: words in the machine's order."""
+    """Return an address in the notation of /proc/net/tcp: words in the machine's byte order."""
     packed = socket.inet_pton(family, end[0].partition("%")[0])
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{end[1]:04X}"
 
 
 def _owner(user: int, inode: int) -> int | None:
-    # One without an inode is closed already, or not accepted yet; the kernel then shows root.
+    # Without an inode the socket is closed, or not accepted yet; the kernel then reports root.
     return user if inode else None

@@ -1,7 +1,7 @@
-"""What ranks tell each other before NCCL is called, and what rank 0 makes of it.
+"""The checks before NCCL is called: facts of every rank, and their comparison by rank 0.
 
-A rank that arrives says what it is (`Arrival`), or why it failed; rank 0 compares them all and answers with
-the id (`Answer`), or with why there is none. Both travel as JSON, never as code.
+Every rank sends its facts or its failure (`Arrival`). Rank 0 compares all arrivals and replies with the
+unique id or a failure (`Answer`). Messages are JSON, so they cannot carry code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pynccl._types import UniqueId
 
 _LONGEST_TEXT = 4096
 _MOST_NAMED = 32
-# Variables that concern one rank only.
+# NCCL variables that may differ between ranks.
 _PRIVATE = ("NCCL_HOSTID", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_COMM_ID")
 _MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
 _MULTI_RANK_SINCE = (2, 30)
@@ -35,28 +35,28 @@ class Facts(NamedTuple):
     backend: str
     version: tuple[int, ...]
     path: str
-    # The device of this rank, None where its local rank has to be counted first.
+    # The device of this rank; None if rank 0 must count the local ranks first.
     device: int | None
-    # What tells the visible devices from those of other ranks; empty without a driver.
+    # The UUIDs of the visible devices; empty without a driver.
     devices: tuple[str, ...]
     variables: dict[str, str]
-    # A virtual device is a rank's own, unless PYNCCL_CPU_DEVICES says how many there are.
+    # False if each rank has virtual devices of its own: with the CPU library without PYNCCL_CPU_DEVICES.
     shared_devices: bool = True
 
 
 class Failure(NamedTuple):
-    """Why there is no communicator: what happened, and the ranks that died."""
+    """The reason why no communicator is created: a text, and the ranks that died."""
 
     text: str
     dead: tuple[int, ...] = ()
 
     def error(self) -> NcclError:
-        """Return it as every rank raises it."""
+        """Return the exception that every rank raises."""
         return RankFailedError(self.text, ranks=self.dead) if self.dead else BootstrapError(self.text)
 
 
 class Arrival(NamedTuple):
-    """What a rank says when it arrives: facts, or a failure."""
+    """The message of a rank to rank 0: facts or a failure."""
 
     size: int
     facts: Facts | None
@@ -64,7 +64,7 @@ class Arrival(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What rank 0 says: the id, or a failure; the device of each rank where they were counted."""
+    """The reply of rank 0: the id or a failure, and each rank's device if rank 0 chose it."""
 
     size: int
     uid: str
@@ -73,24 +73,24 @@ class Answer(NamedTuple):
     warnings: tuple[str, ...] = ()
 
     def unique_id(self) -> UniqueId:
-        """Return the id."""
+        """Return the unique id."""
         return UniqueId(bytes.fromhex(self.uid))
 
 
 def describe(error: BaseException) -> str:
-    """Return the text of an error as it travels to other ranks."""
+    """Return the text of an error for messages to other ranks."""
     return f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
 
 
 def failure_of(rank: int, size: int, error: BaseException) -> Failure:
-    """Return what other ranks are told of a rank's failure."""
+    """Return the failure that reports a rank's error to the other ranks."""
     if isinstance(error, RankFailedError):
         return Failure(str(error)[:_LONGEST_TEXT], tuple(error.ranks))
     return Failure(f"rank {rank} of {size} failed: {describe(error)}")
 
 
-def verdict(size: int, error: BaseException) -> Failure:
-    """Return what the other ranks are told when rank 0 cannot answer with an id."""
+def failure_of_rank_0(size: int, error: BaseException) -> Failure:
+    """Return the failure that rank 0 answers in place of an id."""
     return (
         Failure(str(error)[:_LONGEST_TEXT])
         if isinstance(error, BootstrapError)
@@ -99,7 +99,7 @@ def verdict(size: int, error: BaseException) -> Failure:
 
 
 def death_of(rank: int, size: int) -> Failure:
-    """Return what the other ranks are told when a rank dies."""
+    """Return the failure that reports a rank's death to the other ranks."""
     return Failure(f"rank {rank} of {size} died while the communicator was created", (rank,))
 
 
@@ -109,7 +109,7 @@ def pack(message: Arrival | Answer | Failure) -> bytes:
 
 
 def unpack_arrival(data: bytes, rank: int) -> Arrival:
-    """Return what a rank said."""
+    """Return the arrival of a rank from its message."""
     with _understanding(f"rank {rank}", data):
         size, facts, failure = json.loads(data)
         if facts is not None:
@@ -119,14 +119,14 @@ def unpack_arrival(data: bytes, rank: int) -> Arrival:
 
 
 def unpack_answer(data: bytes) -> Answer:
-    """Return what rank 0 said."""
+    """Return the answer of rank 0 from its message."""
     with _understanding("rank 0", data):
         size, uid, failure, devices, warnings = json.loads(data)
         return Answer(int(size), str(uid), _failure(failure), tuple(devices), tuple(warnings))
 
 
 def unpack_failure(data: bytes) -> Failure:
-    """Return what a rank said when it failed, or had said for it when it died."""
+    """Return the failure from the message of a rank, or from the will of a rank that died."""
     with _understanding("a rank that failed", data):
         failure = _failure(json.loads(data))
         if failure is None:
@@ -143,14 +143,14 @@ def _understanding(who: str, data: bytes) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, LookupError) as error:
-        raise BootstrapError(f"what {who} said is not understood ({error}): {data[:80]!r}") from None
+        raise BootstrapError(f"the message of {who} cannot be parsed ({error}): {data[:80]!r}") from None
 
 
 # --- this rank ----------------------------------------------------------------------------------------------
 
 
 def gather_facts(device: int | None, local_rank: int | None) -> Facts:
-    """Return the facts of this rank; its device is given, or follows from its local rank."""
+    """Return the facts of this rank; `device` None means the device of `local_rank`, if that is known."""
     info = loader.library_info()
     cpu = info.backend == "cpu"
     variables = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
@@ -173,32 +173,32 @@ def gather_facts(device: int | None, local_rank: int | None) -> Facts:
 
 
 def _machine(cpu: bool) -> str:
-    """Return what the library tells machines by: NCCL_HOSTID, or the name and the boot."""
+    """Return the library's identity of this machine: NCCL_HOSTID, or host name and boot id."""
     if given := os.environ.get("NCCL_HOSTID"):
         return given
-    # The CPU library's devices are those of a container; a GPU is the machine's, whoever sees it.
+    # Virtual devices belong to a container; a GPU belongs to the machine, in every container that sees it.
     return _host.same_host("net", "pid") if cpu else _host.same_host()
 
 
 def device_for(facts: Facts, local_rank: int) -> int | None:
-    """Return the device of the local rank; None without a driver, when the library answers for itself."""
+    """Return the device of the local rank; None without a CUDA driver."""
     if facts.backend == "cpu":
         return local_rank
     count = len(facts.devices)
     if not count:
         return None
-    # Where the launcher shows each task its own device only, that is number 0.
+    # If the launcher makes one device visible to each task, that device is number 0.
     chosen = 0 if count == 1 else local_rank
     if chosen >= count:
         raise BootstrapError(
             f"local rank {local_rank} has no device: the driver shows {count} on {facts.host}; start fewer "
-            "ranks on this machine, or choose by pynccl.init(device=...)"
+            "ranks on this machine, or pass pynccl.init(device=...)"
         )
     return chosen
 
 
 def use_device(facts: Facts, device: int | None) -> None:
-    """Make a device the current one, for everybody in this process."""
+    """Make a device the current one of this process."""
     if device is None:
         return
     if facts.backend == "cpu":
@@ -210,12 +210,12 @@ def use_device(facts: Facts, device: int | None) -> None:
 # --- rank 0 -------------------------------------------------------------------------------------------------
 
 
-def judge(arrivals: Sequence[Arrival], size: int) -> Answer:
-    """Compare all ranks and return the answer for them; BootstrapError where they do not fit."""
+def compare(arrivals: Sequence[Arrival], size: int) -> Answer:
+    """Compare the facts of all ranks and return the answer; raise if a rank failed or does not fit."""
     facts = []
     for rank, arrival in enumerate(arrivals):
         if arrival.failure is not None or arrival.facts is None:
-            raise (arrival.failure or Failure(f"rank {rank} said nothing of itself")).error()
+            raise (arrival.failure or Failure(f"rank {rank} sent no facts")).error()
         if arrival.size != size:
             raise BootstrapError(f"rank {rank} has world_size {arrival.size}, rank 0 has {size}")
         facts.append(arrival.facts)
@@ -245,7 +245,7 @@ def _library_text(rank: int, facts: Facts) -> str:
 
 
 def _devices(facts: Sequence[Facts]) -> list[int | None]:
-    """Return each rank's device; where it is not known yet, by the rank's number within its machine."""
+    """Return each rank's device; an unknown one follows from the rank's index on its machine."""
     seen: Counter[str] = Counter()
     devices = []
     for one in facts:
@@ -272,12 +272,12 @@ def _shares(facts: Facts) -> bool:
 def _sharing_text(owner: int, rank: int, devices: Sequence[int | None], facts: Facts, name: str) -> str:
     text = (
         f"ranks {owner} and {rank} are both on {name} (their devices {devices[owner]} and {devices[rank]}) "
-        f"of {facts.host}; NCCL takes one rank per device. Without device=, init chooses by LOCAL_RANK, or "
-        "by the rank's number on its machine"
+        f"of {facts.host}; NCCL allows one rank per device. Without device=, init uses LOCAL_RANK or the "
+        "index of the rank on its machine"
     )
     if facts.version >= _MULTI_RANK_SINCE:
         return f"{text}; to share a device on purpose, set {_MULTI_RANK}=1 on every rank"
-    return f"{text}; sharing a device needs NCCL >= 2.30, or a NCCL_HOSTID of its own for each rank"
+    return f"{text}; to share a device, use NCCL >= 2.30, or set a different NCCL_HOSTID on each rank"
 
 
 def _differences(facts: Sequence[Facts]) -> list[str]:
@@ -304,7 +304,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def absent(rank: int, size: int, missing: Sequence[int], where: Any, refused: str = "") -> BootstrapError:
-    """Return the error of a rank whose time is up; `refused`: who did come, and was turned away."""
+    """Return the error of a rank that timed out; `refused`: a text about clients that were refused."""
     names = rank_list(missing).split(" ", 1)[-1]
     who = f"ranks that never arrived: {names} ({len(missing)} of {size})" if missing else "rank 0 is silent"
-    return BootstrapError(f"rank {rank} of {size} waited in vain at {where}; {who}{refused}")
+    return BootstrapError(f"rank {rank} of {size} timed out at {where}; {who}{refused}")

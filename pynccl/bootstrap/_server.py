@@ -1,4 +1,4 @@
-"""The server of the store: one thread that serves every connection, in memory that strangers cannot fill."""
+"""The server of the store: one thread serves all connections and bounds the memory of unknown clients."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pynccl")
 
-# What the store keeps at most of values and wills; what clients wait for may take more, so that they can
-# where it is full. A key costs more than its bytes.
+# Most bytes of values and wills. Waits may use more, so that clients can wait while the store is full. A key
+# costs more than its bytes.
 _MAX_BYTES = 1 << 28
 _MAX_WAITS = 1 << 26
 _KEY_BYTES = 256
-# What it keeps of requests that have come in part; beyond it each may have a little, and the oldest all.
+# Most bytes of incomplete requests. Beyond it each client may have a small request, and the oldest any.
 _MAX_UNREAD = 1 << 26
 _SMALL = 4096
 _MAX_OUTPUT = 4 * f.MAX_FRAME
 _TICK = 0.05
-# So long a client whose connection ended may take to come again before it counts as gone.
+# Seconds in which a disconnected client may reconnect before its will is carried out.
 _WILL_SECONDS = 0.5
-# Connections that have not proved themselves: so long, so many, and where there are more, the oldest go
-# first; at this rate, so that there is time for a proof even then.
+# Unauthenticated connections: their longest life in seconds, their highest number, and the highest rate at
+# which the oldest are dropped beyond this number, so that every client has time for its proof.
 _HELLO_SECONDS = 10.0
 _MOST_PENDING = 4096
 _EVICTIONS_PER_SECOND = 8192
@@ -52,11 +52,11 @@ _READ, _WRITE, _ENDED = 0x001, 0x004, 0x018  # EPOLLIN, EPOLLOUT, EPOLLERR and E
 
 
 class _Refused(Exception):
-    """A request that cannot be done; its text goes to the client."""
+    """A request that the store refuses; the client gets the text."""
 
 
 class _Connection:
-    """One client as the server sees it."""
+    """The server's state of one client."""
 
     __slots__ = (
         "arrived",
@@ -76,27 +76,27 @@ class _Connection:
     def __init__(self, sock: socket.socket, now: float) -> None:
         self.sock, self.fd = sock, sock.fileno()
         self.arrived = now
-        # There once the client has said hello; trusted once it has proved itself.
+        # Set after the client's hello; `trusted` after its proof.
         self.handshake: handshake.Answerer | None = None
         self.trusted = False
-        # What seals its frames, where there is a secret.
+        # Encrypts the frames if there is a secret.
         self.session: Session | None = None
         self.input, self.output = bytearray(), bytearray()
-        # How much of the input is counted in what the server has not read.
+        # Bytes of the input that the server's `_unread` includes.
         self.counted = 0
-        # What the client waits for, as operation and key, and until when.
+        # Operation and key that the client waits for, and the deadline of the wait.
         self.wait: tuple[int, bytes] | None = None
         self.deadline = 0.0
-        # Its name, the key and the value.
+        # The client's identity, the key and the value.
         self.will: tuple[bytes, bytes, bytes] | None = None
 
     def next_frame(self) -> bytes | None:
-        """Take a complete request; none while an earlier one of the same client waits."""
+        """Take a complete request from the input; None while the client's previous request waits."""
         if self.wait is not None or len(self.input) < f.LENGTH.size:
             return None
         (length,) = f.LENGTH.unpack_from(self.input)
         if not f.REQUEST.size <= length <= f.MAX_SEALED:
-            raise ValueError(f"a frame of {length} bytes")
+            raise ValueError(f"a frame has {length} bytes; expected at most {f.MAX_SEALED}")
         end = f.LENGTH.size + length
         if len(self.input) < end:
             return None
@@ -108,13 +108,14 @@ class _Connection:
 class StoreServer:
     """Serve a store from a thread of this process; a context manager.
 
-    The secret is by default PYNCCL_SECRET's or, where there is none, a new one that `secret` tells; "" means
-    none at all. It takes PyNaCl. Only clients that know it, and the same `job`, are served; without one, over
-    loopback only those of the same user. `host` is a name or an address, '0.0.0.0' or '::' for every
-    interface; port 0 takes a free one.
+    `secret` is by default PYNCCL_SECRET, or else a new one, which the attribute `secret` returns; "" means
+    none. A secret needs PyNaCl. Only clients with the same secret and the same `job` are served; without a
+    secret, loopback clients must belong to the same user. `host` is a name or an address, with '0.0.0.0' or
+    '::' for every interface. Port 0 takes a free port. Raises OSError if it cannot listen, and ValueError for
+    a wrong port.
     """
 
-    # Whether it says so where anybody can take part.
+    # True if it warns when a store without a secret can be reached from other machines.
     _warns = True
 
     def __init__(
@@ -135,12 +136,13 @@ class StoreServer:
         bound, self.port = self._listener.getsockname()[:2]
         if self._warns and not self.secret and not is_loopback(bound):
             log.warning(
-                "the store at %s has no secret: whoever reaches it can take part; set PYNCCL_SECRET",
+                "the store at %s has no secret: every process can take part; set PYNCCL_SECRET",
                 self.address,
             )
         self._data: dict[bytes, bytes] = {}
         self._bytes = 0
-        # Requests that have come in part: how much of them, whose and since when, and who is not read from.
+        # Incomplete requests: their bytes, their clients with the time of arrival, and the clients that the
+        # server does not read from.
         self._unread = 0
         self._partial: dict[_Connection, float] = {}
         self._held: set[_Connection] = set()
@@ -149,13 +151,13 @@ class StoreServer:
         self._connections: dict[int, _Connection] = {}
         self._pending: dict[_Connection, None] = {}
         self._timed: set[_Connection] = set()
-        # Wills of clients that have gone: when they count, unless those come again; key and value.
+        # Wills of disconnected clients, by identity: the time to carry them out, the key and the value.
         self._wills: dict[bytes, tuple[float, bytes, bytes]] = {}
         self._resumed: deque[_Connection] = deque()
-        # Most files of this process are for others: strangers get a quarter.
+        # Unauthenticated clients may use a quarter of the process's file descriptors.
         self._most_pending = max(1, min(_MOST_PENDING, os.sysconf("SC_OPEN_MAX") // 4))
         self._paused = self._warned = self._told = False
-        # How many clients were refused, by reason.
+        # The number of refused clients by reason.
         self.refused: Counter[str] = Counter()
         self._next_tick = 0.0
         self._wake = os.eventfd(0)
@@ -171,17 +173,17 @@ class StoreServer:
 
     @property
     def address(self) -> str:
-        """Return what clients connect to, as host:port."""
+        """Return the address for clients, as host:port."""
         return format_address(self.host, self.port)
 
     def wait_until_left(self, timeout: float) -> None:
-        """Return when no client is connected any more, or after so many seconds."""
+        """Wait until all clients have disconnected, for at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while len(self._connections) > len(self._pending) and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def close(self) -> None:
-        """End the thread and every connection; harmless when done twice or in a forked child."""
+        """End the thread and every connection; no effect if repeated or in a forked child."""
         if self._pid != os.getpid():
             return
         with self._closing:
@@ -229,14 +231,14 @@ class StoreServer:
                 if self._connections.get(connection.fd) is connection:
                     self._handle(connection, 0)
             now = time.monotonic()
-            # After the others, so that a crowd of strangers does not keep them waiting.
+            # Accept last, so that many new connections do not delay the existing clients.
             if arrivals:
                 self._accept(now)
             if now >= self._next_tick:
                 self._next_tick = now + _TICK
                 self._expire(now)
 
-    # --- connections: arriving, proving themselves, ending ---
+    # --- connections: accept, authenticate, end ---
 
     def _accept(self, now: float) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):
@@ -254,11 +256,11 @@ class StoreServer:
             self._connections[connection.fd] = connection
             self._pending[connection] = None
             self._poll.register(sock, _READ)
-            # Its hello is mostly there already.
+            # The hello has mostly arrived already.
             self._handle(connection, _READ)
 
     def _evict(self, now: float) -> bool:
-        """Drop the connection that has taken longest to prove itself, when it has had its time."""
+        """Drop the oldest unauthenticated connection if it has had enough time; tell whether it was."""
         oldest = next(iter(self._pending))
         if now - oldest.arrived < self._most_pending / _EVICTIONS_PER_SECOND:
             return False
@@ -266,13 +268,13 @@ class StoreServer:
         return True
 
     def _make_room(self, error: OSError, now: float) -> None:
-        """Out of files: drop a stranger where there is one, and let the others wait for a tick."""
+        """Out of file descriptors: drop an unauthenticated connection if any, and pause accepting."""
         if self._pending:
             self._evict(now)
         elif not self._warned:
             self._warned = True
             log.warning(
-                "the store at %s cannot take more than %d clients: %s (see `ulimit -n`)",
+                "the store at %s cannot serve more than %d clients: %s (see `ulimit -n`)",
                 self.address,
                 len(self._connections),
                 error.strerror,
@@ -312,10 +314,10 @@ class StoreServer:
             self._held.discard(connection)
             connection.sock.close()
 
-    # --- memory for requests that have come in part ---
+    # --- memory of incomplete requests ---
 
     def _count(self, connection: _Connection) -> None:
-        """Note how much of a client's input is left unread."""
+        """Update the count of a client's unread bytes."""
         left = len(connection.input) if connection.trusted else 0
         self._unread += left - connection.counted
         connection.counted = left
@@ -325,7 +327,7 @@ class StoreServer:
             self._partial.pop(connection, None)
 
     def _hold(self, connection: _Connection) -> bool:
-        """Where there is too much unread, read no more of large requests, but of the oldest."""
+        """Over the limit of unread bytes, stop reading a large request unless it is the oldest."""
         if (
             self._unread < _MAX_UNREAD
             or connection.counted < _SMALL
@@ -337,7 +339,7 @@ class StoreServer:
         return True
 
     def _read_on(self, now: float) -> None:
-        """Let those be read from that were not; the oldest goes where it has had its time."""
+        """Read again from all clients; drop the oldest incomplete request after its time-out."""
         if self._held and next(iter(self._partial.values())) + _HELLO_SECONDS <= now:
             self._drop(next(iter(self._partial)))
         for connection in self._held:
@@ -361,23 +363,23 @@ class StoreServer:
             self._drop(connection)
 
     def _read(self, connection: _Connection) -> bool:
-        """Take what has come; False when it leaves nothing to do."""
+        """Read the available bytes; return False if there is no request to handle."""
         try:
             few = self._unread >= _MAX_UNREAD and connection.counted < _SMALL
             data = connection.sock.recv(65536 if connection.trusted and not few else _MOST_UNTRUSTED)
         except BlockingIOError:
             return False
         if not data:
-            raise ConnectionError("closed by the client")
+            raise ConnectionError("the client closed the connection")
         connection.input += data
-        return connection.trusted or self._judge(connection)
+        return connection.trusted or self._authenticate(connection)
 
-    def _judge(self, connection: _Connection) -> bool:
-        """Answer the client's hello, and then see whether it has proved itself; False when it has yet to."""
+    def _authenticate(self, connection: _Connection) -> bool:
+        """Answer the client's hello, then check its proof; return False while the proof is missing."""
         got, scheme = connection.input, self._scheme
         if connection.handshake is None:
             if not got[: len(f.HELLO)] == f.HELLO[: len(got)]:
-                raise ValueError("no client of the store")
+                raise ValueError("not a client of the store")
             if len(got) < f.BEGINNING:
                 return False
             kind = f.SECURED if scheme.secured else f.OPEN
@@ -405,10 +407,10 @@ class StoreServer:
         return True
 
     def _refuse(self, connection: _Connection, verdict: bytes, who: str) -> NoReturn:
-        """Let a client know why it is not served."""
+        """Tell a client why it is refused, and raise."""
         self.refused[who] += 1
         connection.sock.send(f.HELLO + verdict)
-        raise ValueError("another secret, or none, or another job")
+        raise ValueError("the client has another secret, no secret, or another job")
 
     def _ask_whose(self, connection: _Connection) -> None:
         """Without a secret, refuse other users of this machine."""
@@ -416,7 +418,7 @@ class StoreServer:
         if reason == UNKNOWN and not self._told:
             self._told = True
             log.warning(
-                "the store at %s has no secret and refuses clients: %s; set PYNCCL_SECRET",
+                "the store at %s has no secret and refuses a client: %s; set PYNCCL_SECRET",
                 self.address,
                 reason,
             )
@@ -481,9 +483,9 @@ class StoreServer:
             self._answer(connection, f.REFUSED, str(reason).encode())
 
     def _charge(self, more: int, beyond: int = 0) -> None:
-        """Count what is kept from now on, or no longer."""
+        """Change the count of stored bytes; refuse an increase beyond the limit."""
         if more > 0 and self._bytes + more > _MAX_BYTES + beyond:
-            raise _Refused(f"it is full: it keeps at most {_MAX_BYTES >> 20} MiB")
+            raise _Refused(f"it is full: it stores at most {_MAX_BYTES >> 20} MiB")
         self._bytes += more
 
     def _replace_will(self, connection: _Connection, key: bytes, name: bytes, value: bytes) -> None:
@@ -496,7 +498,7 @@ class StoreServer:
             connection.will = name, key, value
 
     def _cancel(self, name: bytes) -> None:
-        """Forget the will of a client that has gone."""
+        """Cancel the will of a disconnected client."""
         found = self._wills.pop(name, None)
         if found is not None:
             self._charge(-_size(name, *found[1:]))
@@ -513,7 +515,7 @@ class StoreServer:
         try:
             number += int(self._data.get(key, b"0"))
         except ValueError:
-            raise _Refused("its value is no number") from None
+            raise _Refused("its value is not a number") from None
         if not -(1 << 63) <= number < 1 << 63:
             raise _Refused("the sum does not fit into 64 bits")
         self._store(key, b"%d" % number)
@@ -538,7 +540,7 @@ class StoreServer:
     def _enter(self, connection: _Connection, key: bytes, timeout_ms: int, count: int) -> None:
         expected, inside = self._barriers.get(key, (count, set()))
         if expected != count:
-            raise _Refused(f"the others there wait for {expected} clients, not {count}")
+            raise _Refused(f"count is {count}; expected {expected}, the count of the clients that wait there")
         self._suspend(connection, f.BARRIER, key, timeout_ms)
         self._barriers[key] = expected, inside
         inside.add(connection)
@@ -554,7 +556,7 @@ class StoreServer:
         self._timed.add(connection)
 
     def _resume(self, connection: _Connection, status: int, value: bytes = b"") -> None:
-        """Answer a client that waited; what it has sent since comes when the others have been served."""
+        """Answer a waiting client; its next requests are handled after the other clients' requests."""
         if connection.wait is not None:
             self._charge(-_size(connection.wait[1]))
         connection.wait = None
@@ -568,7 +570,7 @@ class StoreServer:
             self._resumed.append(connection)
 
     def _forget(self, connection: _Connection) -> bytes:
-        """End a client's wait; return how many were in its barrier with it."""
+        """End a client's wait; return the packed number of clients in its barrier."""
         if connection.wait is None:
             return b""
         op, key = connection.wait
@@ -590,7 +592,7 @@ class StoreServer:
 
 
 def _size(*parts: bytes) -> int:
-    """Return what it costs to keep something."""
+    """Return the bytes that stored values count as."""
     return _KEY_BYTES + sum(map(len, parts))
 
 
@@ -601,7 +603,7 @@ def _listen(host: str, port: int, timeout: float) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The connections inherit it.
+        # Accepted connections inherit the option.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -618,7 +620,7 @@ _servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """Close a forked child's copies of the sockets, which would outlive the server."""
+    """Close a forked child's copies of the sockets, which would keep the server's port in use."""
     for server in list(_servers):
         if server._open:
             server._close_files()

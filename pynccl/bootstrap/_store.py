@@ -1,6 +1,6 @@
-"""A small TCP key-value store through which ranks find each other: its client.
+"""The client of the TCP key-value store through which ranks find each other.
 
-`_server.py` is the other side, `_frames.py` what goes between, `handshake.py` how both trust each other.
+`_server.py` is the server, `_frames.py` the protocol, `handshake.py` the authentication.
 """
 
 from __future__ import annotations
@@ -32,66 +32,66 @@ from pynccl.bootstrap._server import StoreServer as StoreServer
 if TYPE_CHECKING:
     from pynccl._secure.noise import Session
 
-# The server answers a wait in time; this is for its tick and for the way back.
+# Seconds that the answer to a wait may be late: the server's tick and the network.
 _MARGIN = 0.5
-# A name may appear while a cluster starts; one that has not by then never will.
+# Seconds in which a host name may become known while a cluster starts.
 _UNRESOLVED_SECONDS = 15.0
 _CLOSE_SECONDS = 1.0
 _MOST_NAMED = 8
-# A send of so many bytes never blocks: the one before it has been answered.
+# A send of up to this number of bytes never blocks, since the previous request was answered.
 _FITS = 2048
-# A limit of so many seconds is exact.
+# Socket time-outs up to this number of seconds are set exactly.
 _SHORT = 0.05
-# What no later attempt to connect can change.
+# Errors that a later attempt to connect cannot change.
 _HOPELESS = (errno.EMFILE, errno.ENFILE, errno.EAFNOSUPPORT, errno.EACCES, errno.EPERM, errno.EINVAL)
 
 
 class _Silent(BootstrapError):
-    """Something has accepted the connection, and says nothing."""
+    """The connection was accepted, but the peer does not answer."""
 
 
 class StoreLost(BootstrapError):
-    """Report that the store has gone, and its process most likely with it."""
+    """Report that the connection to the store ended, most likely with the store's process."""
 
 
 class StoreSilent(BootstrapError):
-    """Report that the store has not answered in time; it may yet, when its process gets to run again."""
+    """Report that the store has not answered in time; its process may only be suspended."""
 
 
 class Connection:
-    """A connection to the store, in steps, so that a simulation can interleave those of many."""
+    """A connection to the store, in steps, so that a simulation can interleave many connections."""
 
     def __init__(self, sock: socket.socket, scheme: handshake.Scheme) -> None:
         self.sock, self._scheme = sock, scheme
-        # Known from the first answer on.
+        # True after the first answer.
         self.accepted = False
-        # An answer is to come; when its request was given up, it is dropped before the next one.
+        # True while an answer is outstanding; if its request was given up, the answer is dropped.
         self.owed = False
         self._came = b""
         self._session: Session | None = None
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._handshake = scheme.call()
-        # The kernel's time-outs: with Python's, each send and each answer is three system calls.
+        # Use the kernel's time-outs: Python's need three system calls for each send and each answer.
         if sock.gettimeout() is not None:
             sock.settimeout(None)
         self._limit = 0.0
         sock.sendall(f.HELLO + (f.SECURED if scheme.secured else f.OPEN) + self._handshake.hello)
 
     def prove(self, deadline: float, *, more: bool = False) -> None:
-        """See whether the server has the key, and prove that this side has it.
+        """Verify that the server has the key, and prove that this side has it.
 
-        With `more` the proof goes out together with a request that follows at once.
+        With `more` the proof is sent together with the request that follows immediately.
         """
         answer = self._answer_to_hello(deadline)
         if not self._scheme.secured and (reason := why_not(self.sock)):
             raise BootstrapError(
-                f"{reason}, so it may not be the job's; set PYNCCL_SECRET where ranks have several users"
+                f"{reason}, so it may not be the job's store; set PYNCCL_SECRET if ranks have several users"
             )
         try:
             proof, self._session = self._handshake.finish(answer)
         except ValueError:
             raise self._stranger() from None
-        # The kernel waits 200 ms at most for what should follow.
+        # With MSG_MORE the kernel delays the proof by 200 ms at most.
         self.sock.sendall(proof, socket.MSG_MORE if more else 0)
 
     def _answer_to_hello(self, deadline: float) -> bytes:
@@ -99,7 +99,7 @@ class Connection:
         while len(came) < end:
             came += self._receive(f.BEGINNING + self._scheme.answer_size - len(came), deadline)
             if not came.startswith(f.HELLO[: len(came)]):
-                raise BootstrapError("it is no pynccl store")
+                raise BootstrapError("it is not a pynccl store")
             verdict = came[len(f.HELLO) : f.BEGINNING]
             if verdict:
                 self._check(verdict)
@@ -107,21 +107,21 @@ class Connection:
         return came[f.BEGINNING :]
 
     def _check(self, verdict: bytes) -> None:
-        """Raise what the server has against this client: neither side ever does without the secret it has."""
+        """Raise if the server refused this client; a side with a secret never connects without it."""
         secured = self._scheme.secured
         if verdict == f.REFUSES:
             raise self._stranger()
         if verdict == f.OPEN and secured:
-            raise BootstrapError("it has no secret, and this process has one (PYNCCL_SECRET)")
+            raise BootstrapError("it has no secret, but this process has one (PYNCCL_SECRET)")
         if verdict == f.SECURED and not secured:
-            raise BootstrapError("it wants a secret, and this process has none; set PYNCCL_SECRET")
+            raise BootstrapError("it requires a secret, but this process has none; set PYNCCL_SECRET")
 
     def _stranger(self) -> BootstrapError:
         secret = "the secret (PYNCCL_SECRET) or " if self._scheme.secured else ""
-        return BootstrapError(f"{secret}the id of the job is not the store's")
+        return BootstrapError(f"{secret}the id of the job differs from the store's")
 
     def ask(self, frame: bytes, deadline: float) -> None:
-        """Send a request, once an answer that nobody waits for any more is there."""
+        """Send a request, after the answer to an abandoned request has arrived."""
         if self.owed:
             self.answer(deadline)
         if self._session is not None:
@@ -131,19 +131,19 @@ class Connection:
         try:
             self.sock.sendall(f.LENGTH.pack(len(frame)) + frame)
         except BlockingIOError as error:
-            raise _Silent("it did not take the request in time") from error
+            raise _Silent("it did not accept the request in time") from error
         self.owed = True
 
     def answer(self, deadline: float) -> tuple[int, bytes]:
         """Return status and value of the answer to the request."""
         data, end = self._came, f.LENGTH.size
         while len(data) < end:
-            # Nothing can follow the answer: the next request has not been sent.
+            # No other data can follow the answer, since the next request has not been sent.
             data = self._came = data + self._receive(f.LENGTH.size + f.MAX_SEALED, deadline)
             if len(data) >= f.LENGTH.size:
                 end = f.LENGTH.size + f.LENGTH.unpack_from(data)[0]
         if not f.LENGTH.size < end == len(data):
-            raise ValueError(f"a frame of {len(data)} bytes that says {end}")
+            raise ValueError(f"a frame has {len(data)} bytes; expected {end}")
         self._came, self.owed, self.accepted = b"", False, True
         body = data[f.LENGTH.size :]
         if self._session is not None:
@@ -151,13 +151,13 @@ class Connection:
         return body[0], body[1:]
 
     def _receive(self, most: int, deadline: float) -> bytes:
-        """Return the bytes that come next, at least one."""
+        """Return the next bytes, at least one."""
         while True:
             self._bound(deadline)
             try:
                 data = self.sock.recv(most)
             except BlockingIOError as error:
-                # The limit is earlier than the deadline.
+                # The socket's time-out may be earlier than the deadline.
                 if time.monotonic() < deadline:
                     continue
                 raise _Silent("it did not answer in time") from error
@@ -166,7 +166,7 @@ class Connection:
             return data
 
     def _bound(self, deadline: float) -> None:
-        """Have the next answer fail at the deadline, or earlier: so one limit serves many requests."""
+        """Set a socket time-out that ends at the deadline or earlier; several requests share one setting."""
         left = _left(deadline)
         if not left / 2 <= self._limit <= left:
             self._limit = left if left < _SHORT else left * 0.75
@@ -174,13 +174,15 @@ class Connection:
 
 
 class Store:
-    """A client of a StoreServer; every call is bounded in time, by default by the timeout given here.
+    """A client of a StoreServer; `timeout` bounds every call, unless the call has its own.
 
-    The secret is by default PYNCCL_SECRET's, "" means none; it and `job` have to be the server's. Threads may
-    share a store, but each call waits for the others'. A forked child gets a connection of its own.
+    `secret` is by default PYNCCL_SECRET, and "" means none. `secret` and `job` must be those of the server.
+    Threads may share a store, but their calls run one after another. A forked child opens a connection of its
+    own. Calls raise TimeoutError if a value is not set in time, and BootstrapError if the store is lost, does
+    not answer in time, or refuses.
     """
 
-    # Whether the first request follows at once, so that the proof may wait for it.
+    # True if the first request follows immediately, so that the proof can be sent with it.
     _prompt = False
 
     def __init__(
@@ -199,20 +201,20 @@ class Store:
         self._met = True
 
     def set(self, key: str, value: bytes, timeout: float | None = None) -> None:
-        """Set a key, and wake who waits for it."""
+        """Set a key and wake its waiters."""
         if not isinstance(value, (bytes, bytearray, memoryview)):
             raise TypeError(f"value of {key!r} is a {type(value).__name__}; expected bytes")
         self._call(f.SET, key, bytes(value), timeout)
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
-        """Return the value of a key, waiting until it is set; TimeoutError when that takes too long."""
+        """Wait until a key is set and return its value; raise TimeoutError after `timeout` seconds."""
         status, value = self._call(f.GET, key, self._milliseconds(timeout), timeout)
         if status == f.MISSING:
             raise self._nobody_set([key], timeout)
         return value
 
     def wait(self, keys: str | Iterable[str], timeout: float | None = None) -> None:
-        """Wait until all of these keys are set; TimeoutError, naming some of the missing, otherwise."""
+        """Wait until all of these keys are set; TimeoutError names some of the missing keys."""
         keys = [keys] if isinstance(keys, str) else list(keys)
         deadline = time.monotonic() + self._seconds(timeout)
         for index, key in enumerate(keys):
@@ -224,13 +226,13 @@ class Store:
         return self._call(f.WAIT, key, self._milliseconds(timeout), timeout)[0] == f.OK
 
     def add(self, key: str, number: int, timeout: float | None = None) -> int:
-        """Add to the number under a key (0 when it is not set) and return the sum."""
+        """Add to the number under a key (0 if not set) and return the sum."""
         if not -(1 << 63) <= number < 1 << 63:
-            raise ValueError(f"number is {number}; expected one of 64 bits")
+            raise ValueError(f"number is {number}; expected a signed 64-bit integer")
         return int(self._call(f.ADD, key, f.INT64.pack(number), timeout)[1])
 
     def barrier(self, name: str, count: int, timeout: float | None = None) -> None:
-        """Return when so many clients are in the barrier of that name; it serves any number of times."""
+        """Return when `count` clients have entered the barrier `name`; the barrier can be used again."""
         if not 0 < count < 1 << 32:
             raise ValueError(f"count is {count}; expected the number of clients, at least 1")
         seconds = self._seconds(timeout)
@@ -247,20 +249,20 @@ class Store:
         return self._call(f.DELETE, key, b"", timeout)[1] == b"1"
 
     def will(self, key: str, value: bytes, timeout: float | None = None) -> None:
-        """Have the server set a key, unless it is set by then, should this process die; one will a client."""
+        """Have the server set a key if this process dies, unless the key is set; each client has one will."""
         self._will = key, value
         self._call(f.WILL, key, self._name + value, timeout)
 
     def withdraw(self, timeout: float | None = None) -> None:
-        """Take the will back."""
+        """Cancel the will."""
         if self._will is not None:
             self._will = None
             self._call(f.WILL, "", self._name, timeout)
 
     def close(self) -> None:
-        """Close the connection and take a will back; the keys stay."""
+        """Close the connection and cancel the will; the keys stay."""
         if self._connection is not None and self._pid == os.getpid() and not self._connection.owed:
-            # Where the server has gone, so has the will.
+            # If the server has ended, the will has ended with it.
             with suppress(BootstrapError, TimeoutError):
                 self.withdraw(_CLOSE_SECONDS)
         self._closed = True
@@ -283,7 +285,7 @@ class Store:
     def _nobody_set(self, keys: list[str], timeout: float | None) -> TimeoutError:
         names = ", ".join(map(repr, keys[:_MOST_NAMED])) + (", ..." if len(keys) > _MOST_NAMED else "")
         return TimeoutError(
-            f"nobody set {names} in the store at {self.address} within {self._seconds(timeout):g} s"
+            f"no client set {names} in the store at {self.address} within {self._seconds(timeout):g} s"
         )
 
     def _disconnect(self) -> None:
@@ -299,7 +301,7 @@ class Store:
             self._disconnect()
         deadline = time.monotonic() + seconds + _MARGIN
         if not self._lock.acquire(timeout=seconds + _MARGIN):
-            raise TimeoutError(f"another thread has used the store at {self.address} for {seconds:g} s")
+            raise TimeoutError(f"another thread used the store at {self.address} for {seconds:g} s")
         try:
             status, value = self._exchange(frame, deadline)
         finally:
@@ -324,17 +326,17 @@ class Store:
             raise StoreLost(f"lost the store at {self.address}: {error}") from error
         except _Silent as error:
             keep = self._connection is not None and self._connection.owed and self._connection.accepted
-            raise StoreSilent(f"the store at {self.address} is silent: {error}") from error
+            raise StoreSilent(f"the store at {self.address} does not respond: {error}") from error
         except (OSError, ValueError) as error:
             raise BootstrapError(f"lost the store at {self.address}: {error}") from error
         finally:
-            # Interrupted, part of an answer may have been taken and lost.
+            # After an interruption a part of the answer may be lost: drop the connection.
             if not keep:
                 self._disconnect()
         return answer
 
     def _until_accepted(self, connection: Connection, frame: bytes, deadline: float) -> tuple[int, bytes]:
-        """Exchange; a server under attack may drop us before it sees our proof, and then we come again."""
+        """Exchange; reconnect if a busy server drops the connection before it has read the proof."""
         while True:
             try:
                 connection.ask(frame, deadline)
@@ -343,11 +345,11 @@ class Store:
                 if connection.accepted or time.monotonic() >= deadline:
                     raise
             self._disconnect()
-            # Where it is the server that has gone, this fails.
+            # This fails if the server has ended.
             connection = self._connection = self._attempt(deadline, more=True)
 
     def _connect(self, timeout: float, *, more: bool) -> Connection:
-        """Connect and prove the secret to each other, trying again as long as nobody listens yet."""
+        """Connect and authenticate; retry until the server listens."""
         start = time.monotonic()
         deadline = start + timeout
         delay = 0.01
@@ -376,7 +378,7 @@ class Store:
         for index, (family, where) in enumerate(addresses):
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
-                # One address that is silent leaves time for the others.
+                # Leave time for the other addresses if one does not respond.
                 sock.settimeout(_left(deadline) / (len(addresses) - index))
                 sock.connect(where)
                 connection = Connection(sock, self._scheme)
@@ -390,7 +392,7 @@ class Store:
 
 
 class PromptStore(Store):
-    """A store for who asks something as soon as it is there: its proof and first request go out as one."""
+    """A store that sends its proof together with its first request, which must follow immediately."""
 
     _prompt = True
 
@@ -400,7 +402,7 @@ def _frame(op: int, key: str, argument: bytes) -> bytes:
     frame = f.REQUEST.pack(op, min(len(name), 0xFFFF)) + name + argument
     if len(name) > 0xFFFF or len(frame) > f.MAX_FRAME - 1:
         raise ValueError(
-            f"key {key[:40]!r}: {len(frame)} bytes are more than the store takes ({f.MAX_FRAME})"
+            f"key {key[:40]!r} and its value take {len(frame)} bytes; expected at most {f.MAX_FRAME}"
         )
     return frame
 
@@ -410,7 +412,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _left(deadline: float) -> float:
-    """Return the seconds left; at least a moment, since a socket takes 0 for something else."""
+    """Return the seconds left, but more than 0, since 0 makes a socket non-blocking."""
     return max(0.001, deadline - time.monotonic())
 
 

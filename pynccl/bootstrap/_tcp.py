@@ -1,8 +1,8 @@
-"""Meeting at a host and port: rank 0 listens there only until all have joined.
+"""Rendezvous at a host and port, where rank 0 listens only until all ranks have joined.
 
-MASTER_PORT is where torch's store is going to listen, in the same program. So what is met at it is a
-signpost: it names the job, the port of its own at which the job's store lives, and that store's id, which
-only those know who were at the signpost.
+torch's store will listen at MASTER_PORT in the same program. So rank 0 serves only an entry store there. The
+entry names the job, the port of the job's own store, and the id of this store, which only ranks that read the
+entry know.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pynccl.bootstrap._address import is_loopback, resolve
 from pynccl.bootstrap._server import StoreServer
 from pynccl.bootstrap._store import PromptStore, Store, StoreSilent, format_address, parse_address
 
-_SIGN = "signpost"
+_ENTRY = "signpost"
 _LEAVE_SECONDS = 2.0
 
 
 class Place(NamedTuple):
-    """A store that was met."""
+    """The address and job of a store."""
 
     address: str
-    # None: PYNCCL_JOB_ID's.
+    # None for the value of PYNCCL_JOB_ID.
     job: str | None = None
 
 
 def left(deadline: float) -> float:
-    """Return the seconds until a deadline, a moment at least."""
+    """Return the seconds until a deadline, but more than 0."""
     return max(0.05, deadline - time.monotonic())
 
 
 def connect(place: Place, deadline: float, rank: int, size: int, what: str = "did not meet rank 0") -> Store:
-    """Connect to a store; its absence is in most cases rank 0's."""
+    """Connect to a store; a failure mostly means that rank 0 is missing."""
     try:
         return PromptStore(place.address, job=place.job, timeout=left(deadline))
     except BootstrapError as error:
@@ -46,7 +46,7 @@ def connect(place: Place, deadline: float, rank: int, size: int, what: str = "di
 
 
 class _JobStore(StoreServer):
-    """The store behind a signpost, which has said already who can reach both."""
+    """The store that an entry names; the entry store has already warned about a missing secret."""
 
     _warns = False
 
@@ -59,42 +59,42 @@ def _listen(kind: type[StoreServer], host: str, port: int, job: str | None, dead
 
 
 class Host:
-    """Rank 0's side: the signpost and the store."""
+    """Rank 0's side: the entry store and the job's store."""
 
     def __init__(self, host: str, port: int, job: str, deadline: float) -> None:
-        self.signpost = _listen(StoreServer, host, port, None, deadline)
+        self.entry = _listen(StoreServer, host, port, None, deadline)
         self.server: StoreServer | None = None
         try:
             self.server = _listen(_JobStore, host, 0, secrets.token_hex(16), deadline)
             self.place = Place(self.server.address, self.server.job)
-            self.where = f"{self.signpost.address}{_loopback_note(host, deadline)}"
-            with PromptStore(self.signpost.address, timeout=left(deadline)) as store:
-                store.set(_SIGN, json.dumps([job, *self.place]).encode())
+            self.where = f"{self.entry.address}{_loopback_note(host, deadline)}"
+            with PromptStore(self.entry.address, timeout=left(deadline)) as store:
+                store.set(_ENTRY, json.dumps([job, *self.place]).encode())
         except BaseException:
             self.close()
             raise
 
     def refused(self) -> str:
-        """Return whom the store turned away, as the end of an error's text."""
-        found = self.signpost.refused + (Counter() if self.server is None else self.server.refused)
+        """Return a text about the clients that the stores refused, as the end of an error's text."""
+        found = self.entry.refused + (Counter() if self.server is None else self.server.refused)
         if not found:
             return ""
-        return f"; turned away: {', '.join(f'{count} {who}' for who, count in sorted(found.items()))}"
+        return f"; refused: {', '.join(f'{count} {who}' for who, count in sorted(found.items()))}"
 
     def wait_until_left(self) -> None:
-        """Give the other ranks the time to read what they still have to know."""
+        """Wait until the other ranks have read the last values and left."""
         if self.server is not None:
             self.server.wait_until_left(_LEAVE_SECONDS)
 
     def close(self) -> None:
-        """Close both."""
-        self.signpost.close()
+        """Close both stores."""
+        self.entry.close()
         if self.server is not None:
             self.server.close()
 
 
 def _loopback_note(host: str, deadline: float) -> str:
-    """Say so where a machine has its own name at an address that others cannot reach, as Debian does."""
+    """Return a note if the host's own name resolves to a loopback address, as on Debian."""
     with suppress(OSError, ValueError):
         address = resolve(host, 0, left(deadline))[0][1][0]
         if host not in ("localhost", address) and is_loopback(address):
@@ -103,21 +103,21 @@ def _loopback_note(host: str, deadline: float) -> str:
 
 
 def ask(host: str, port: int, job: str, deadline: float, rank: int, size: int) -> Place:
-    """Return the store that the signpost names."""
+    """Return the store that the entry at a host and port names."""
     address = format_address(host, port)
     with connect(Place(address), deadline, rank, size) as store:
         try:
-            other, found, token = map(str, json.loads(store.get(_SIGN, left(deadline))))
+            other, found, token = map(str, json.loads(store.get(_ENTRY, left(deadline))))
         except (TimeoutError, StoreSilent):
             raise BootstrapError(
                 f"rank {rank} of {size} did not meet rank 0, which is silent at {address}"
             ) from None
         except (ValueError, TypeError) as error:
-            raise BootstrapError(f"what stands at {address} is not understood: {error}") from None
+            raise BootstrapError(f"the entry at {address} cannot be parsed: {error}") from None
     if other != job:
         raise BootstrapError(
-            f"rank {rank} of {size} found another job at {address}: {other or 'one without a name'!r} "
-            f"instead of {job or 'one without a name'!r}; choose another MASTER_PORT"
+            f"rank {rank} of {size} found another job at {address}: {other or 'a job without a name'!r}; "
+            f"expected {job or 'a job without a name'!r}; choose another MASTER_PORT"
         )
-    # The name under which this rank reached the signpost, which rank 0 may know by another one.
+    # Keep the host name by which this rank reached the entry; rank 0 may use another one.
     return Place(format_address(host, parse_address(found)[1]), token)

@@ -1,4 +1,4 @@
-"""Sparse matrices between ranks: the sizes travel first, then the three arrays of each matrix.
+"""Sparse matrices between ranks: first the sizes, then the three arrays of each matrix.
 
 A matrix is anything with the attributes of SciPy's and CuPy's csr, csc and coo classes. Where its arrays are
 NumPy's, so are the received ones.
@@ -62,9 +62,9 @@ def _host(array: Any) -> list[int]:
 
 @contextmanager
 def _on(stream: Any, comm: Communicator, module: Any) -> Iterator[None]:
-    """Allocate, call and add on this stream; the host waits for the sizes anyway."""
+    """Allocate, call and add on this stream; the host must wait for the sizes in any case."""
     if module is np:
-        # Host arrays are waited for, which leaves what the stream had to do before.
+        # Calls with host arrays wait by themselves; only earlier work of the stream remains.
         if stream is not None:
             comm.synchronize(stream)
         yield
@@ -81,7 +81,7 @@ def _empty_parts(header: Sequence[int], module: Any) -> list[Any]:
 
 
 def _assemble(like: Any, parts: Sequence[Any], header: Sequence[int]) -> Any:
-    """Return the matrix of a header, in the format of `like` whatever it was sent in."""
+    """Return the matrix of a header, converted to the format of `like`."""
     kind, (data, first, second) = _FORMATS[header[2]], parts
     inside = (data, (first, second)) if kind == "coo" else (data, first, second)
     cls = type(like if like.format == kind else type(like)((1, 1)).asformat(kind))
@@ -89,7 +89,7 @@ def _assemble(like: Any, parts: Sequence[Any], header: Sequence[int]) -> Any:
 
 
 def _become(matrix: Any, other: Any) -> None:
-    """Put another matrix's content in place of one's own, with all that is remembered about it."""
+    """Replace the content of a matrix by another's, including cached properties."""
     if matrix.format != other.format:
         other = other.asformat(matrix.format)
     matrix.__dict__.clear()
@@ -133,12 +133,14 @@ def _fold(matrices: Mapping[int, Any], op: str) -> Any:
 
 def _require_op(op: str) -> None:
     if op not in _OPS:
-        raise ValueError(f"op is {op!r}; expected 'sum' or 'prod', which sparse matrices have")
+        raise ValueError(f"op is {op!r}; expected 'sum' or 'prod' for sparse matrices")
 
 
 def _require_list(matrices: Any, name: str, size: int) -> None:
     if not isinstance(matrices, list | tuple) or len(matrices) != size:
-        raise ValueError(f"{name} is {_described(matrices)}; expected a list of {size} matrices, one a rank")
+        raise ValueError(
+            f"{name} is {_described(matrices)}; expected a list of {size} matrices, one for each rank"
+        )
 
 
 def _described(value: Any) -> str:
@@ -146,7 +148,7 @@ def _described(value: Any) -> str:
 
 
 def all_reduce(comm: Communicator, in_array: Any, out_array: Any, op: str, stream: Any) -> None:
-    """Every rank adds up everybody's matrices, in the order of the ranks."""
+    """Reduce the matrices of all ranks in rank order; every rank gets the result."""
     _require_op(op)
     ranks = range(comm.size)
     found = exchange(comm, dict.fromkeys(ranks, in_array), ranks, in_array, stream)
@@ -155,7 +157,7 @@ def all_reduce(comm: Communicator, in_array: Any, out_array: Any, op: str, strea
 
 
 def reduce(comm: Communicator, in_array: Any, out_array: Any, root: int, op: str, stream: Any) -> None:
-    """The root adds up everybody's matrices, in the order of the ranks."""
+    """Reduce the matrices of all ranks to the root, in rank order."""
     _require_op(op)
     sources = range(comm.size) if comm.rank == root else ()
     found = exchange(comm, {root: in_array}, sources, in_array, stream)
@@ -165,7 +167,7 @@ def reduce(comm: Communicator, in_array: Any, out_array: Any, root: int, op: str
 
 
 def broadcast(comm: Communicator, in_out_array: Any, root: int, stream: Any) -> None:
-    """The root's matrix replaces everybody's."""
+    """Replace every rank's matrix by the root's."""
     like, module = in_out_array, _module(in_out_array)
     parts = _parts(like, "in_out_array")
     with _on(stream, comm, module):
@@ -182,7 +184,7 @@ def broadcast(comm: Communicator, in_out_array: Any, root: int, stream: Any) -> 
 
 
 def reduce_scatter(comm: Communicator, in_array: Any, out_array: Any, op: str, stream: Any) -> None:
-    """Rank i adds up everybody's matrix number i."""
+    """Reduce matrix number i of all ranks on rank i."""
     _require_op(op)
     _require_list(in_array, "in_array", comm.size)
     found = exchange(comm, dict(enumerate(in_array)), range(comm.size), in_array[0], stream)
@@ -191,14 +193,14 @@ def reduce_scatter(comm: Communicator, in_array: Any, out_array: Any, op: str, s
 
 
 def all_gather(comm: Communicator, in_array: Any, out_array: list[Any], stream: Any) -> None:
-    """Everybody's matrices are appended to the list."""
+    """Append the matrices of all ranks to the list."""
     ranks = range(comm.size)
     found = exchange(comm, dict.fromkeys(ranks, in_array), ranks, in_array, stream)
     out_array.extend(found[rank] for rank in ranks)
 
 
 def gather(comm: Communicator, in_array: Any, out_array: list[Any], root: int, stream: Any) -> None:
-    """Everybody's matrices are appended to the root's list."""
+    """Append the matrices of all ranks to the root's list."""
     sources = range(comm.size) if comm.rank == root else ()
     found = exchange(comm, {root: in_array}, sources, in_array, stream)
     if found:
@@ -206,7 +208,7 @@ def gather(comm: Communicator, in_array: Any, out_array: list[Any], root: int, s
 
 
 def scatter(comm: Communicator, in_array: Any, out_array: Any, root: int, stream: Any) -> None:
-    """Rank i gets the root's matrix number i."""
+    """Send the root's matrix number i to rank i."""
     outgoing = {}
     if comm.rank == root:
         _require_list(in_array, "in_array", comm.size)
@@ -215,7 +217,7 @@ def scatter(comm: Communicator, in_array: Any, out_array: Any, root: int, stream
 
 
 def all_to_all(comm: Communicator, in_array: Any, out_array: list[Any], stream: Any) -> None:
-    """Rank i gets everybody's matrix number i, appended to its list."""
+    """Append matrix number i of all ranks to the list of rank i."""
     _require_list(in_array, "in_array", comm.size)
     ranks = range(comm.size)
     found = exchange(comm, dict(enumerate(in_array)), ranks, in_array[0], stream)

@@ -1,11 +1,11 @@
-"""The interface of cupy.cuda.nccl over pynccl: `from pynccl.compat import cupy as nccl`. CuPy is not needed.
+"""The interface of cupy.cuda.nccl over pynccl, without CuPy: `from pynccl.compat import cupy as nccl`.
 
-What differs from CuPy's own:
+Differences from CuPy:
 
-- Every result is checked, those of destroy and abort too, and every code has an exception.
-- Nothing collective happens in garbage collection: it warns, and the end of the process aborts what is left.
-- What works follows the loaded library, not the one CuPy was built with.
-- A communicator made non-blocking (NCCL_COMM_BLOCKING=0) is waited for.
+- Every result is checked, including those of destroy and abort, and every code has an exception.
+- Garbage collection makes no collective call: it warns, and the end of the process aborts open communicators.
+- The loaded library decides which functions are available, not the library of CuPy's build.
+- Calls on a non-blocking communicator (NCCL_COMM_BLOCKING=0) wait until it is ready.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NCCL_MAX = ncclMax
 NCCL_MIN = ncclMin
 NCCL_AVG = ncclAvg
 
-# Called without a function in between: these are the calls of every step.
+# Called directly for speed: a program makes these calls in every step.
 _ncclAllGather = _lib.ncclAllGather
 _ncclAllReduce = _lib.ncclAllReduce
 _ncclBcast = _lib.ncclBcast
@@ -119,14 +119,14 @@ def _meaning(status: int) -> str:
 
 
 def _restored(args: tuple[Any, ...], state: dict[str, Any]) -> NcclError:
-    # Without __init__, which asks the library for the text that has travelled along.
+    # Without __init__, which would ask the library for the text again.
     error = NcclError.__new__(NcclError, *args)
     error.__dict__.update(state)
     return error
 
 
 def check_status(status: int) -> None:
-    """Raise what a result code means."""
+    """Raise the exception of a result code."""
     if status:
         raise NcclError(status)
 
@@ -135,14 +135,14 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except _base.NcclError as error:
-        # What never reached the library, such as a function that it lacks, has no code.
+        # An error without a code never reached the library, for example a missing function.
         if error.result is None:
             raise
         raise NcclError(error.result, error) from error
 
 
 def get_build_version() -> int:
-    """Return the loaded version: nothing was built against another one."""
+    """Return the loaded version, in place of the version of the build."""
     return get_version()
 
 
@@ -206,18 +206,18 @@ class NcclCommunicator:
         self._comm = comm
         _living.add(self)
         if _lib.pynccl_group_depth():
-            # The end of the group makes it, and may write the handle only then.
+            # NCCL may write the handle only at the end of the group.
             _late.append(self)
             return
         lifetime.own(comm)
         self._settle()
 
     def _settle(self) -> None:
-        """Wait until a non-blocking communicator has done what it was asked."""
+        """Wait until a non-blocking communicator has completed the last call."""
         _call(_wait_ready, lambda: self._comm, None)
 
     def _after(self, result: int, function: str) -> None:
-        """Raise what a call answered, or wait where it is not done yet."""
+        """Raise the error of a call, or wait until the call has completed."""
         _call(_check, result, function, self._comm)
         if not _lib.pynccl_group_depth():
             self._settle()
@@ -235,7 +235,7 @@ class NcclCommunicator:
 
     @staticmethod
     def initAll(devices: int | list[int]) -> list[NcclCommunicator]:
-        """Return the communicators of several devices in this process; a number means the first ones."""
+        """Return communicators of several devices in this process; a number means the first devices."""
         if isinstance(devices, list):
             devlist = devices
         elif isinstance(devices, int):
@@ -248,31 +248,31 @@ class NcclCommunicator:
 
     @staticmethod
     def _initAll(comms: list[NcclCommunicator], ndev: int, devlist: list[int] | None = None) -> None:
-        # Apart from initAll for classes that make the objects themselves.
+        # Separate from initAll for subclasses that make the objects themselves.
         for comm, handle in zip(comms, _call(capi.ncclCommInitAll, ndev, devlist), strict=True):
             comm._own(handle)
 
     def destroy(self) -> None:
-        """Give everything back, together with the other ranks; nothing when that was done already."""
+        """Release all resources, together with the other ranks; no effect if repeated."""
         self._end(capi.ncclCommDestroy)
 
     def abort(self) -> None:
-        """Give everything back at once, without the other ranks."""
+        """Release all resources immediately, without the other ranks."""
         self._end(capi.ncclCommAbort)
 
     def _end(self, function: Callable[[int], int]) -> None:
         comm, self._comm = self._comm, 0
         if comm:
-            # Before the call: when it does not return, an abort at exit would only meet it halfway.
+            # Before the call: if it does not return, an abort at exit would run concurrently with it.
             lifetime.disown(comm)
             _call(function, comm)
 
     def device_id(self) -> int:
-        """Return the number of this rank's device."""
+        """Return the ordinal of this rank's device."""
         return int(_call(capi.ncclCommCuDevice, self._comm))
 
     def rank_id(self) -> int:
-        """Return this rank's number."""
+        """Return this rank."""
         return int(_call(capi.ncclCommUserRank, self._comm))
 
     def size(self) -> int:
@@ -306,12 +306,12 @@ class NcclCommunicator:
     def reduceScatter(
         self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
     ) -> None:
-        """Reduce the buffers of all ranks, and leave each rank its part."""
+        """Reduce the buffers of all ranks; each rank gets its part."""
         if result := _ncclReduceScatter(sendbuf, recvbuf, recvcount, datatype, op, self._comm, stream):
             self._after(result, "ncclReduceScatter")
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
-        """Put the buffers of all ranks one after another, on every rank."""
+        """Concatenate the buffers of all ranks on every rank."""
         if result := _ncclAllGather(sendbuf, recvbuf, count, datatype, self._comm, stream):
             self._after(result, "ncclAllGather")
 
@@ -326,7 +326,7 @@ class NcclCommunicator:
             self._after(result, "ncclRecv")
 
     def check_async_error(self) -> None:
-        """Raise what has gone wrong in the background."""
+        """Raise the error that occurred in the background, if any."""
         state = _call(capi.ncclCommGetAsyncError, self._comm)
         if state != _IN_PROGRESS:
             check_status(state)
@@ -335,7 +335,7 @@ class NcclCommunicator:
         """Return a communicator of the ranks with the same color, in the order of their keys; None for -1."""
         handle = _call(capi.ncclCommSplit, self._comm, color, key, _options(config))
         if not _lib.pynccl_group_depth():
-            # A non-blocking one writes the handle when it is done with the split.
+            # A non-blocking communicator writes the handle when the split has completed.
             self._settle()
             handle = int(handle)
         if color == capi.NCCL_SPLIT_NOCOLOR:
@@ -351,7 +351,7 @@ _late: list[NcclCommunicator] = []
 
 @atexit.register
 def _forget() -> None:
-    """Leave the handles to lifetime: at exit it aborts them, and in a forked child they are the parent's."""
+    """Register the handles with lifetime, which aborts them at exit, but not in a forked child."""
     for comm in list(_living):
         comm._comm = 0
 

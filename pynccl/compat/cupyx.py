@@ -1,15 +1,16 @@
 """The interface of cupyx.distributed over pynccl: `from pynccl.compat import cupyx as distributed`.
 
-Arrays may be any that a Communicator takes; sparse matrices are CuPy's, or SciPy's on the CPU library.
+Arrays may be of any kind that a Communicator accepts; sparse matrices are CuPy's, or SciPy's on the CPU
+library.
 
-What differs from CuPy's own:
+Differences from CuPy:
 
-- The store is a thread of rank 0, not a process; it is gone once all ranks have met, and a missing rank is
-  named. The barrier goes through NCCL. `timeout` bounds the meeting and every later wait.
-- Dtypes, counts, memory order and shapes are checked before a call; the buffers that only the root uses are
-  not asked for elsewhere.
-- Sparse matrices go from rank to rank, not all through rank 0, and reductions are in the order of the ranks.
-- `use_mpi=True` without mpi4py is an error. `stop` gives the communicator back: call it on every rank.
+- The store is a thread of rank 0, not a process; it ends after the rendezvous, and a missing rank is
+  named. The barrier uses NCCL. `timeout` bounds the rendezvous and every later wait.
+- Dtypes, counts, memory order and shapes are checked before a call; buffers that only the root uses are
+  not required elsewhere.
+- Sparse matrices go from rank to rank, not all through rank 0, and reductions use rank order.
+- `use_mpi=True` without mpi4py is an error. `stop` destroys the communicator: call it on every rank.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def init_process_group(
     use_mpi: bool = False,
     timeout: float | None = None,
 ) -> NCCLBackend:
-    """Meet the other ranks at rank 0's host and port, or over MPI, and return what communicates with them.
+    """Meet the other ranks at rank 0's host and port, or over MPI, and return the communication backend.
 
-    Host and port come from CUPYX_DISTRIBUTED_HOST and CUPYX_DISTRIBUTED_PORT where they are None. The device
+    Host and port are by default CUPYX_DISTRIBUTED_HOST and CUPYX_DISTRIBUTED_PORT. The device
     is the current one.
     """
     if n_devices <= 0:
@@ -55,7 +56,7 @@ def init_process_group(
 
 
 class NCCLBackend:
-    """Rank `rank` of `n_devices`; arrays are written to where cupyx.distributed writes to them."""
+    """Rank `rank` of `n_devices`; each method writes to the same arrays as cupyx.distributed."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class NCCLBackend:
             self.comm = _over_tcp(n_devices, rank, host, port, timeout)
 
     def all_reduce(self, in_array: Any, out_array: Any, op: OpName = "sum", stream: Any = None) -> None:
-        """Reduce everybody's array to every rank."""
+        """Reduce the arrays of all ranks; every rank gets the result."""
         if _sparse.is_sparse(in_array):
             _sparse.all_reduce(self.comm, in_array, out_array, op, stream)
             return
@@ -83,7 +84,7 @@ class NCCLBackend:
     def reduce(
         self, in_array: Any, out_array: Any, root: int = 0, op: OpName = "sum", stream: Any = None
     ) -> None:
-        """Reduce everybody's array to the root; out_array may be None elsewhere."""
+        """Reduce the arrays of all ranks to the root; out_array may be None elsewhere."""
         if _sparse.is_sparse(in_array):
             _sparse.reduce(self.comm, in_array, out_array, root, op, stream)
             return
@@ -100,7 +101,7 @@ class NCCLBackend:
     def reduce_scatter(
         self, in_array: Any, out_array: Any, count: int, op: OpName = "sum", stream: Any = None
     ) -> None:
-        """Reduce everybody's array, and leave `count` elements of the result to each rank."""
+        """Reduce the arrays of all ranks; each rank gets `count` elements of the result."""
         if _sparse.is_sparse(in_array):
             _sparse.reduce_scatter(self.comm, in_array, out_array, op, stream)
             return
@@ -108,7 +109,7 @@ class NCCLBackend:
         self.comm.reduce_scatter(whole, _first(out_array, "out_array", count), op, stream=stream)
 
     def all_gather(self, in_array: Any, out_array: Any, count: int, stream: Any = None) -> None:
-        """Put `count` elements of everybody's array one after another, on every rank."""
+        """Concatenate `count` elements of every rank's array on every rank."""
         if _sparse.is_sparse(in_array):
             _sparse.all_gather(self.comm, in_array, out_array, stream)
             return
@@ -148,7 +149,7 @@ class NCCLBackend:
         self.comm.scatter(rows, out_array, root, stream=stream)
 
     def gather(self, in_array: Any, out_array: Any, root: int = 0, stream: Any = None) -> None:
-        """Collect everybody's array as rows of the root's; out_array may be None elsewhere."""
+        """Collect the arrays of all ranks as rows of the root's; out_array may be None elsewhere."""
         if _sparse.is_sparse(in_array):
             _sparse.gather(self.comm, in_array, out_array, root, stream)
             return
@@ -159,7 +160,7 @@ class NCCLBackend:
         self.comm.gather(in_array, rows, root, stream=stream)
 
     def all_to_all(self, in_array: Any, out_array: Any, stream: Any = None) -> None:
-        """Give row i to rank i, and collect everybody's row for this rank."""
+        """Send row i to rank i, and collect every rank's row for this rank."""
         if _sparse.is_sparse(in_array):
             _sparse.all_to_all(self.comm, in_array, out_array, stream)
             return
@@ -169,11 +170,11 @@ class NCCLBackend:
         self.comm.all_to_all(rows, in_shape_of(others, rows), stream=stream)
 
     def barrier(self) -> None:
-        """Return when every rank's host has reached this."""
+        """Return when every rank's host has called barrier."""
         self.comm.barrier()
 
     def stop(self) -> None:
-        """Give the communicator back, together with the other ranks."""
+        """Destroy the communicator, together with the other ranks."""
         self.comm.destroy()
 
 
@@ -184,22 +185,22 @@ def _first(array: Any, name: str, count: int) -> Any:
     if not array.flags.c_contiguous:
         if array.size == count:
             return array
-        raise ValueError(f"{name} is not C-contiguous; expected an array whose first part can be used")
+        raise ValueError(f"{name} is not C-contiguous; expected a C-contiguous array")
     return array.reshape(-1)[:count]
 
 
 def _rows(array: Any, name: str, size: int) -> Any:
-    """Return an array whose rows, one a rank, lie one after another in memory."""
+    """Return an array with one row for each rank, contiguous in memory."""
     shape = getattr(array, "shape", None)
     if not shape or shape[0] != size:
-        raise ValueError(f"{name} has shape {shape}; expected {size} rows, one a rank")
+        raise ValueError(f"{name} has shape {shape}; expected {size} rows, one for each rank")
     if not array.flags.c_contiguous:
-        raise ValueError(f"{name} is not C-contiguous; expected rows that lie one after another")
+        raise ValueError(f"{name} is not C-contiguous; expected C-contiguous rows")
     return array
 
 
 def _device() -> int | None:
-    """Return the device that the program has chosen; the CPU library's are chosen by rank."""
+    """Return the program's current device; with the CPU library, the device numbered like the rank."""
     return None if library_info().backend == "cpu" else current_device()
 
 

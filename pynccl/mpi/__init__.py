@@ -3,11 +3,11 @@
     comm = pynccl.mpi.Comm(MPI.COMM_WORLD)
     comm.Allreduce(x, y, op=MPI.SUM)      # x, y: CuPy arrays by NCCL, NumPy arrays by MPI
 
-The methods have mpi4py's signatures, and read its buffer arguments as it does: counts, displacements and
-datatypes in every form. On device arrays they go to the current stream of the array's library, as CuPy's own
-operations do: what comes after them on that stream sees the result. On the CPU library, CuPy arrays and
-other objects with `__cuda_array_interface__` take NCCL's way too, and the call returns when the result is
-there. What NCCL cannot do (tags, ANY_SOURCE, logical and user operations) raises NotSupportedError.
+The methods have mpi4py's signatures and accept all forms of its buffer arguments: counts, displacements and
+datatypes. On device arrays they use the current stream of the array's library, as CuPy's own
+operations do: later work on this stream sees the result. With the CPU library, CuPy arrays and
+other objects with `__cuda_array_interface__` also go through NCCL, and the call returns when the result is
+complete. Features that NCCL lacks (tags, ANY_SOURCE, logical and user operations) raise NotSupportedError.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if int(mpi4py.__version__.partition(".")[0]) < 4:
 
 # A list, since MPI.Op has no hash.
 _OPS: list[tuple[MPI.Op, OpName]] = [(MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MAX, "max"), (MPI.MIN, "min")]
-# What makes a communicator without every rank of this one.
+# Methods that make a communicator without a call on every rank of this one.
 _NOT_BY_ALL = ("Create_group", "Create_from_group", "Shrink")
-# What answers with a communicator that is not there yet.
+# Methods that return a communicator before it is complete.
 _LATER = ("Idup", "Idup_with_info", "Ishrink")
 
 
 def _op(op: Any, message: Message) -> OpName:
-    """Return pynccl's name of a reduction that NCCL has for the numbers of an argument."""
+    """Return pynccl's name of a reduction; raise unless NCCL has it for the argument's datatype."""
     name = next((name for known, name in _OPS if op == known), None)
     if name is None:
         raise NotSupportedError(
@@ -63,9 +63,11 @@ def _op(op: Any, message: Message) -> OpName:
     travel = None if dtype is None else dtypes.traveller(dtypes.CODES[dtype])
     if dtype is None or derived or (travel and not travel.adds):
         what = "a derived datatype" if derived else dtype or "a datatype"
-        raise NotSupportedError(f"{message.name} has {what}, of which NCCL has no reduction")
+        raise NotSupportedError(f"{message.name} has {what}, which NCCL cannot reduce")
     if travel and name != "sum":
-        raise NotSupportedError(f"{message.name} has {dtype}, of which NCCL has the sum; op is {name}")
+        raise NotSupportedError(
+            f"{message.name} has {dtype} and op is {name}; expected sum, the only reduction for it"
+        )
     return name
 
 
@@ -83,7 +85,7 @@ def _require_no_tag(tag: int, name: str, neutral: Sequence[int]) -> None:
 
 
 def _reduced(sendbuf: Any, recvbuf: Any) -> tuple[Message, Message]:
-    """Read the arguments of a reduction; in place they are the same."""
+    """Read the arguments of a reduction; in place both are the same."""
     recv = one(recvbuf, "recvbuf", writes=True)
     if in_place(sendbuf):
         return recv, recv
@@ -93,23 +95,23 @@ def _reduced(sendbuf: Any, recvbuf: Any) -> tuple[Message, Message]:
 
 
 class Comm:
-    """An mpi4py communicator whose device arrays travel by NCCL; every rank of it has to make one.
+    """An mpi4py communicator that sends device arrays by NCCL; every rank must create one.
 
-    `mpi` is the mpi4py communicator, `nccl` the pynccl one. What is not defined here is mpi4py's own.
+    `mpi` is the mpi4py communicator, `nccl` the pynccl one. All other attributes are mpi4py's own.
     """
 
     def __init__(
         self, mpi: MPI.Comm = MPI.COMM_WORLD, *, nccl: Communicator | None = None, **options: Any
     ) -> None:
         if not isinstance(mpi, MPI.Comm) or mpi == MPI.COMM_NULL or mpi.Is_inter():
-            raise TypeError(f"mpi is {mpi!r}; expected an mpi4py communicator, within one group of ranks")
+            raise TypeError(f"mpi is {mpi!r}; expected an mpi4py intracommunicator")
         self.mpi = mpi
         self.nccl = init(mpi, **options) if nccl is None else nccl
         self._options = options
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0."""
+        """The rank of this process, counted from 0."""
         return self.nccl.rank
 
     @property
@@ -122,7 +124,7 @@ class Comm:
 
     def __getattr__(self, name: str) -> Any:
         if name == "mpi":
-            # Of an object that was never initialized.
+            # The object was never initialized.
             raise AttributeError(name)
         value = getattr(self.mpi, name)
         if not name[:1].isupper() or not callable(value):
@@ -130,7 +132,7 @@ class Comm:
 
         def on_host(*args: Any, **kwargs: Any) -> Any:
             if name in _LATER:
-                raise NotSupportedError(f"{name}: NCCL makes communicators at once; expected Dup or Shrink")
+                raise NotSupportedError(f"{name}: NCCL has no non-blocking creation; expected Dup or Shrink")
             if any(on_device(buf=arg) for arg in (*args, *kwargs.values())):
                 raise NotSupportedError(f"{name} of device arrays: NCCL has no such operation")
             made = value(*args, **kwargs)
@@ -203,7 +205,7 @@ class Comm:
                     self.nccl.broadcast(mine if root == self.rank else None, part, root)
 
     def _own(self, spec: Any, name: str, parts: Message, writes: bool = False) -> Message:
-        """Read the argument for this rank's own part of another argument, or return that part."""
+        """Read the argument for this rank's part; MPI.IN_PLACE means the part of the other argument."""
         part = parts.of(self.rank)
         if in_place(spec):
             return part
@@ -249,7 +251,7 @@ class Comm:
                     self.nccl.recv(part, peer)
 
     def _peers(self, own: Message, parts: Message) -> tuple[list[int], bool]:
-        """Return the ranks to exchange parts with, and whether this rank's own stays where it is."""
+        """Return the ranks to exchange parts with, and whether this rank's own part stays in place."""
         stays = same(own, parts.of(self.rank))
         return [peer for peer in range(self.size) if peer != self.rank or not stays], stays
 
@@ -328,7 +330,7 @@ class Comm:
     def Reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: MPI.Op = MPI.SUM
     ) -> None:
-        """Reduce, and give every rank its part: `recvcounts[i]` elements to rank i, or all it takes."""
+        """Reduce, and give rank i `recvcounts[i]` elements of the result."""
         if not on_device(sendbuf=sendbuf, recvbuf=recvbuf):
             self.mpi.Reduce_scatter(sendbuf, recvbuf, recvcounts, op)
             return
@@ -396,7 +398,7 @@ class Comm:
             )
         if not stays:
             require_apart(send, recv)
-        # One reduction for each rank: those behind it give what changes nothing.
+        # One reduction for each rank, to which higher ranks contribute neutral elements.
         with Staging(self.nccl) as stage:
             source = stage.send(send)
             target = stage.recv(recv, apart=stays) if self.rank >= first else None
@@ -407,13 +409,13 @@ class Comm:
                     self.nccl.reduce(mine, target if root == self.rank else None, reduction, root)
 
     def Barrier(self) -> None:
-        """Return when every rank has reached this."""
+        """Return when every rank has called Barrier."""
         self.mpi.Barrier()
 
     # --- point to point ---
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a buffer to a rank, which has to receive as much."""
+        """Send a buffer to a rank, which must receive the same number of bytes."""
         if not on_device(buf=buf):
             self.mpi.Send(buf, dest, tag)
             return
@@ -425,7 +427,7 @@ class Comm:
     def Recv(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
     ) -> None:
-        """Receive from a rank as much as it sends; device arrays need to say from which."""
+        """Receive from a rank the number of bytes that it sends; device arrays need a source."""
         if not on_device(buf=buf):
             self.mpi.Recv(buf, source, tag, status)
             return
@@ -487,12 +489,12 @@ class Comm:
 
     def _require_source(self, source: int, tag: int, status: MPI.Status | None) -> None:
         if source == MPI.ANY_SOURCE:
-            raise NotSupportedError("source is ANY_SOURCE; expected a rank: NCCL receives from a known one")
+            raise NotSupportedError("source is ANY_SOURCE; expected a rank, since NCCL needs the sender")
         _require_no_tag(tag, "tag", (0, MPI.ANY_TAG))
         if status is not None:
-            raise NotSupportedError("status is given; expected None: NCCL tells nothing of a message")
+            raise NotSupportedError("status is given; expected None, since NCCL reports no status")
 
-    # --- relatives and the end ---
+    # --- derived communicators and the end ---
 
     def Split(self, color: int = 0, key: int = 0) -> Comm | MPI.Comm:
         """Make a communicator of the ranks with the same color; MPI.COMM_NULL for MPI.UNDEFINED."""
@@ -505,7 +507,7 @@ class Comm:
         return copy
 
     def _relative(self, mpi: MPI.Comm, by_all: bool = True) -> Comm | MPI.Comm:
-        """Return what goes with a communicator that MPI made of this one, in a call of all ranks or not."""
+        """Return a Comm for a communicator that MPI made of this one, by a call of all ranks or not."""
         joins = mpi != MPI.COMM_NULL
         if not by_all:
             return type(self)(mpi, **self._options) if joins else mpi

@@ -1,7 +1,7 @@
-"""What mpi4py's buffer arguments say of device arrays: `[data, count, displacement, datatype]` in every form.
+"""mpi4py's buffer arguments for device arrays: `[data, count, displacement, datatype]` in every form.
 
-The rules are those of mpi4py's own parser: counts are a rank's, `(counts, displacements)` may be a pair, and
-what is left out follows from the memory's length. Beyond it, everything has to lie within the array.
+The rules are those of mpi4py's own parser: counts are per rank, `(counts, displacements)` may be a pair, and
+omitted values follow from the memory's length. In addition, all regions must lie within the array.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Block = tuple[int, int]
 
 
 class Layout(NamedTuple):
-    """An MPI datatype: the bytes from one element to the next, which of them it has, and what they are."""
+    """An MPI datatype: the bytes from one element to the next, the blocks of data in them, their dtype."""
 
     extent: int
     # In MPI's order.
     blocks: tuple[Block, ...]
-    # pynccl's name of the numbers; None: just bytes.
+    # pynccl's name of the dtype; None for bytes.
     dtype: str | None
-    # The bytes of one element.
+    # The bytes of data in one element.
     size: int
-    # Elements follow each other without gaps, in order.
+    # True if elements follow each other in order without gaps.
     dense: bool
-    # It is derived from other datatypes.
+    # True if it is derived from other datatypes.
     derived: bool
 
 
@@ -46,7 +46,7 @@ def _layout_of(extent: int, blocks: tuple[Block, ...], dtype: str | None, *, der
 
 
 class Region(NamedTuple):
-    """So many elements of a datatype, one after another from an offset in bytes."""
+    """Consecutive elements of a datatype, from an offset in bytes."""
 
     offset: int
     entries: int
@@ -54,11 +54,11 @@ class Region(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that travel."""
+        """The bytes of data."""
         return self.entries * self.layout.size
 
     def blocks(self) -> Iterator[Block]:
-        """Return the pieces of memory that it has, in order; those that touch as one."""
+        """Return the pieces of memory in order; adjacent pieces are merged."""
         extent = self.layout.extent
         if self.layout.dense:
             yield self.offset, self.entries * extent
@@ -70,7 +70,7 @@ class Region(NamedTuple):
         )
 
     def ends(self) -> tuple[int, int]:
-        """Return the first byte that it may touch, and the one after the last."""
+        """Return the first byte of its memory, and the byte after the last."""
         if self.layout.dense or not self.nbytes:
             return self.offset, self.offset + self.nbytes
         steps = sorted((0, (self.entries - 1) * self.layout.extent))
@@ -80,31 +80,31 @@ class Region(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """An array, as bytes."""
+    """The memory of an array."""
 
     array: Any
     pointer: int
     nbytes: int
     dtype: str | None
-    # Of an element as mpi4py sees it.
+    # Bytes of one element by mpi4py's rules.
     itemsize: int
     readonly: bool
-    # In C order, writable, and of a dtype that NCCL has.
+    # True if in C order, writable, and with a dtype of NCCL's own.
     simple: bool
 
 
 class Message(NamedTuple):
-    """The device memory that an argument names: one region, or one for every rank."""
+    """The device memory of an argument: one region, or one for every rank."""
 
     name: str
     memory: _Memory
     regions: list[Region]
-    # For each rank, of an argument with one region.
+    # Elements for each rank, for an argument with one region.
     entries: int = 0
 
     @property
     def dtype(self) -> str | None:
-        """pynccl's name of the numbers; None: just bytes."""
+        """pynccl's name of the dtype; None for bytes."""
         return self.regions[0].layout.dtype
 
     def share(self, rank: int) -> Message:
@@ -118,10 +118,10 @@ class Message(NamedTuple):
         return self._replace(regions=[self.regions[rank] for rank in ranks])
 
     def buffer(self, region: Region) -> Any:
-        """Return the memory of a region without gaps: the array itself where that is the same."""
+        """Return the memory of a region without gaps; the array itself if the region covers it."""
         memory, dtype = self.memory, region.layout.dtype
         if not region.nbytes:
-            # Datatypes of nothing may differ.
+            # Datatypes of empty regions may differ.
             return part_of(memory.array, memory.pointer, 0, None)
         if memory.simple and dtype == memory.dtype and region.nbytes == memory.nbytes:
             return memory.array
@@ -134,7 +134,7 @@ class Message(NamedTuple):
 
 
 def part_of(array: Any, pointer: int, nbytes: int, dtype: str | None, readonly: bool = False) -> Part:
-    """Return some memory of an array as numbers of a dtype, or as bytes."""
+    """Return a part of an array's memory as numbers of a dtype, or as bytes."""
     name = dtype or "uint8"
     return Part(pointer, nbytes // _itemsize(name), name, owner=array, readonly=readonly)
 
@@ -145,18 +145,18 @@ def _itemsize(dtype: str) -> int:
     return dtypes.itemsize(code) * (travel.factor if travel else 1)
 
 
-# --- whose a call is ----------------------------------------------------------------------------------------
+# --- NCCL's call or MPI's -----------------------------------------------------------------------------------
 
 
-# Of types of arrays; None where it depends on the array.
+# Whether arrays of a type are in device memory; None if each array decides.
 _devices: dict[type, bool | None] = {np.ndarray: False}
 
 
 def is_device(array: Any) -> bool:
-    """Tell whether an array is a device's, or on the CPU library takes the place of one."""
+    """Tell whether an array is in device memory, or with the CPU library stands for device memory."""
     kind = type(array)
     if kind not in _devices:
-        # Without a driver the interface of CuPy's arrays raises.
+        # Without a driver, reading the interface of a CuPy array raises.
         cupy = kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__")
         _devices[kind] = True if cupy else None
     known = _devices[kind]
@@ -164,13 +164,13 @@ def is_device(array: Any) -> bool:
         return known
     device = getattr(getattr(array, "device", None), "type", None)
     if isinstance(device, str):
-        # torch's: the interface of a tensor that requires a gradient raises.
+        # A torch tensor: its interface raises if the tensor requires a gradient.
         return device == "cuda"
     return hasattr(array, "__cuda_array_interface__")
 
 
 def _place(spec: Any) -> bool | None:
-    """Tell whether an argument names device memory; None for one that names none at all."""
+    """Tell whether an argument names device memory; None if it names no memory."""
     data = spec[0] if isinstance(spec, list | tuple) and spec else spec
     if data is None or isinstance(data, type(MPI.IN_PLACE) | type(MPI.BOTTOM)):
         return None
@@ -178,18 +178,20 @@ def _place(spec: Any) -> bool | None:
 
 
 def on_device(**specs: Any) -> bool:
-    """Tell whether a call's arguments name device memory: all of them, or none."""
+    """Tell whether a call's arguments name device memory; raise if only some do."""
     places = {name: _place(spec) for name, spec in specs.items()}
     if True not in places.values():
         return False
     for name, place in places.items():
         if place is False:
-            raise TypeError(f"{name} is host memory, the other buffer a device's; expected both alike")
+            raise TypeError(
+                f"{name} is host memory, but the other buffer is device memory; expected the same kind"
+            )
     return True
 
 
 def in_place(spec: Any) -> bool:
-    """Tell whether an argument says MPI.IN_PLACE, which None says too."""
+    """Tell whether an argument is MPI.IN_PLACE or None, which mean the same."""
     return spec is None or spec is MPI.IN_PLACE
 
 
@@ -197,7 +199,7 @@ def in_place(spec: Any) -> bool:
 
 
 def one(spec: Any, name: str, blocks: int = 1, *, writes: bool = False) -> Message:
-    """Read an argument with one count, which with several blocks is that of each."""
+    """Read an argument with one count, which is the count of each of its blocks."""
     data, count, displacement, datatype = _items(spec, name, (tuple, list))
     memory = _memory(data, name, writes)
     layout = _layout(datatype, memory, name)
@@ -239,7 +241,7 @@ def several(spec: Any, name: str, blocks: int, *, writes: bool = False) -> Messa
 
 
 def each_its_own(spec: Any, name: str, blocks: int, *, writes: bool = False) -> Message:
-    """Read an argument of Alltoallw's: displacements are in bytes, every rank has a datatype of its own."""
+    """Read an argument of Alltoallw: displacements are in bytes, and each rank has its own datatype."""
     items = list(spec) if isinstance(spec, list | tuple) else []
     if len(items) == 3:
         items[1:2] = items[1]
@@ -250,7 +252,7 @@ def each_its_own(spec: Any, name: str, blocks: int, *, writes: bool = False) -> 
     data, counts, displacements, datatypes = items
     memory = _memory(data, name, writes)
     if len(datatypes) != blocks:
-        raise ValueError(f"{name} has {len(datatypes)} datatypes; expected one a rank, {blocks}")
+        raise ValueError(f"{name} has {len(datatypes)} datatypes; expected {blocks}, one for each rank")
     regions = [
         Region(start, count, _layout(datatype, memory, name))
         for count, start, datatype in zip(
@@ -264,9 +266,9 @@ def each_its_own(spec: Any, name: str, blocks: int, *, writes: bool = False) -> 
 
 
 def _items(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
-    """Return data, count, displacement and datatype, None for what is left out."""
+    """Return data, count, displacement and datatype; None for omitted items."""
     if spec is None or isinstance(spec, type(MPI.IN_PLACE) | type(MPI.BOTTOM)):
-        raise TypeError(f"{name} is {spec!r}; expected a device array, or a list that begins with one")
+        raise TypeError(f"{name} is {spec!r}; expected a device array, or a list whose first item is one")
     if not isinstance(spec, list | tuple):
         return spec, None, None, None
     if not 2 <= len(spec) <= 4:
@@ -301,17 +303,17 @@ def _whole(value: Any, what: str) -> int:
 
 
 def wholes(values: Any, what: str, size: int) -> list[int]:
-    """Return a sequence of ints, 0 or more, one for every rank."""
+    """Return a sequence of non-negative ints, one for every rank."""
     if not isinstance(values, Iterable):
         raise TypeError(f"{what} is {values!r}; expected a sequence of {size} ints")
     numbers = [_whole(value, what) for value in values]
     if len(numbers) != size:
-        raise ValueError(f"{what} has {len(numbers)} entries; expected one a rank, {size}")
+        raise ValueError(f"{what} has {len(numbers)} entries; expected {size}, one for each rank")
     return numbers
 
 
 def _entries(nbytes: int, layout: Layout, name: str) -> int:
-    """Return how many elements there are in so many bytes."""
+    """Return the number of elements in `nbytes` bytes."""
     if not nbytes:
         return 0
     if layout.extent <= 0 or nbytes % layout.extent:
@@ -336,7 +338,7 @@ def _within(message: Message) -> Message:
 
 
 class _AsBytes:
-    """An array of a dtype that NCCL lacks, as bytes."""
+    """An array whose dtype NCCL lacks, as bytes."""
 
     def __init__(self, array: Any, interface: dict[str, Any], itemsize: int) -> None:
         self.array = array
@@ -348,7 +350,7 @@ class _AsBytes:
 
 def _memory(array: Any, name: str, writes: bool) -> _Memory:
     if array is None or isinstance(array, type(MPI.BOTTOM)):
-        # Nothing is sent or received; addresses are no device arrays.
+        # An empty argument; an address is not a device array.
         return _Memory(None, 0, 0, None, 1, False, False)
     try:
         pointer, elements, code, _, flags = spans[type(array)](array, name)
@@ -359,11 +361,11 @@ def _memory(array: Any, name: str, writes: bool) -> _Memory:
         if interface is None:
             raise
         has = np.dtype(interface["typestr"])
-        # MPI has datatypes for numbers only; the rest is bytes for mpi4py, too.
+        # MPI has datatypes for numbers only; mpi4py also sends other dtypes as bytes.
         dtype, itemsize = None, has.itemsize if has.kind in "biufc" else 1
         pointer, nbytes, _, _, flags = spans[_AsBytes](_AsBytes(array, interface, has.itemsize), name)
     if writes and flags & 1 and nbytes:
-        raise ValueError(f"{name} is read-only; expected a writable array, since the result goes there")
+        raise ValueError(f"{name} is read-only; expected a writable array for the result")
     return _Memory(array, pointer, nbytes, dtype, itemsize, bool(flags & 1), not flags and dtype is not None)
 
 
@@ -371,7 +373,7 @@ def _memory(array: Any, name: str, writes: bool) -> _Memory:
 
 
 def _layout(datatype: Any, memory: _Memory, name: str) -> Layout:
-    """Return an argument's datatype, or what follows from its array."""
+    """Return an argument's datatype, or the datatype of its array."""
     if datatype is None:
         return _plain(memory.itemsize, memory.dtype)
     if isinstance(datatype, str):
@@ -389,16 +391,17 @@ def _layout(datatype: Any, memory: _Memory, name: str) -> Layout:
         if not derived and len(_known) < _MANY:
             _known[id(datatype)] = known
     _, layout = known
-    # Memory of bytes may hold anything; that an array of other numbers does not was not meant.
+    # An array of bytes may hold any numbers; for other arrays a different datatype is a mistake.
     if not layout.derived and layout.dtype and memory.dtype not in (layout.dtype, "uint8", None):
         raise TypeError(
-            f"{name} has MPI datatype {datatype.Get_name()}, which is {layout.dtype}; expected that of its "
-            f"array, {memory.dtype}, or MPI.BYTE"
+            f"{name} has MPI datatype {datatype.Get_name()}, which is {layout.dtype}; expected the "
+            f"datatype of its array, {memory.dtype}, or MPI.BYTE"
         )
     return layout
 
 
-# Of predefined datatypes, which have no hash, by the object's id, and so with the object.
+# Layouts of predefined datatypes, by id(), since they have no hash; the object is kept so that its id stays
+# valid.
 _known: dict[int, tuple[Any, Layout]] = {}
 _MANY = 100
 
@@ -410,7 +413,7 @@ def _plain(itemsize: int, dtype: str | None) -> Layout:
 
 
 def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Return blocks without empty ones, and those that touch as one."""
+    """Return the blocks, without empty ones and with adjacent ones merged."""
     start = end = None
     for offset, length in blocks:
         if not length:
@@ -425,13 +428,15 @@ def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
 
 
 def _contents(datatype: Any, name: str) -> tuple[list[Block], set[str | None]]:
-    """Return where the bytes of an element are, in MPI's order, and what numbers they are."""
+    """Return the layout of a datatype, with blocks in MPI's order."""
     if datatype.is_predefined:
         if datatype.size != datatype.extent:
-            raise NotSupportedError(f"{name} has {datatype.Get_name()}, whose gaps NCCL knows nothing of")
+            raise NotSupportedError(
+                f"{name} has {datatype.Get_name()}, which has gaps; expected a datatype without gaps"
+            )
         return [(0, datatype.size)], {_number(datatype)}
     base, combiner, how = datatype.decode()
-    # A struct has no base of its own.
+    # A struct has several datatypes and no single base.
     parts = how.get("datatypes", [base])
     try:
         placed = _placed(combiner, how, 1 if combiner == "STRUCT" else base.extent, name)
@@ -452,7 +457,7 @@ def _contents(datatype: Any, name: str) -> tuple[list[Block], set[str | None]]:
 
 
 def _placed(combiner: str, how: dict[str, Any], extent: int, name: str) -> Sequence[tuple[int, int]]:
-    """Return where in a derived datatype there are how many elements of its base, in bytes."""
+    """Return the offsets in bytes and the counts of base elements in a derived datatype."""
     match combiner:
         case "DUP" | "RESIZED":
             return [(0, 1)]
@@ -468,7 +473,7 @@ def _placed(combiner: str, how: dict[str, Any], extent: int, name: str) -> Seque
             return [(start * step, length) for start, length in zip(starts, lengths, strict=True)]
         case "SUBARRAY":
             return list(_rows(how, extent))
-    raise NotSupportedError(f"{name} has a datatype made as {combiner}; pynccl.mpi cannot take it apart")
+    raise NotSupportedError(f"{name} has a datatype made as {combiner}; pynccl.mpi cannot decode this kind")
 
 
 def _rows(how: dict[str, Any], extent: int) -> Iterator[tuple[int, int]]:
@@ -483,7 +488,7 @@ def _rows(how: dict[str, Any], extent: int) -> Iterator[tuple[int, int]]:
 
 
 def _number(datatype: Any) -> str | None:
-    """Return pynccl's name of a predefined datatype of numbers; None for bytes, and what NCCL lacks."""
+    """Return pynccl's name of a predefined datatype; None for bytes and datatypes that NCCL lacks."""
     if datatype in (MPI.BYTE, MPI.PACKED):
         return None
     try:
@@ -497,10 +502,10 @@ def _number(datatype: Any) -> str | None:
 
 
 def require_alike(send: Message, recv: Message) -> None:
-    """Refuse a pair that differs in length or datatype, of what one rank gives itself."""
+    """Require equal length and datatype of the data that a rank sends to itself."""
     given, taken = send.regions[0].nbytes, recv.regions[0].nbytes
     if given != taken:
-        raise ValueError(f"{send.name} has {given} bytes; expected as many as {recv.name} has, {taken}")
+        raise ValueError(f"{send.name} has {given} bytes; expected {taken}, the bytes of {recv.name}")
     if given and send.dtype != recv.dtype:
         raise ValueError(
             f"{send.name} has {send.dtype or 'bytes'}; expected the datatype of {recv.name}, "
@@ -514,7 +519,7 @@ def same(send: Message, recv: Message) -> bool:
 
 
 def _separate(message: Message, writes: bool) -> Message:
-    """Refuse parts to write to that overlap: which rank's data would stay is chance."""
+    """Require that the parts to write to do not overlap: the result would depend on timing."""
     pieces = sorted(_pieces(message)) if writes else []
     if any(start < end for (_, end), (start, _) in itertools.pairwise(pieces)):
         raise ValueError(f"the parts of {message.name} overlap; expected separate memory for each rank")
@@ -522,7 +527,7 @@ def _separate(message: Message, writes: bool) -> Message:
 
 
 def require_apart(send: Message, recv: Message) -> None:
-    """Refuse arguments that share memory."""
+    """Require that arguments do not share memory."""
     sends, recvs = sorted(_pieces(send)), sorted(_pieces(recv))
     if not sends or not recvs or sends[-1][1] <= recvs[0][0] or recvs[-1][1] <= sends[0][0]:
         return
@@ -536,7 +541,7 @@ def require_apart(send: Message, recv: Message) -> None:
 
 
 def _pieces(message: Message) -> list[tuple[int, int]]:
-    """Return where the pieces of memory that an argument names begin and end."""
+    """Return the beginnings and ends of an argument's pieces of memory."""
     base = message.memory.pointer
     pieces = [block for region in message.regions for block in region.blocks()]
     return [(base + start, base + start + length) for start, length in pieces if length]

@@ -1,7 +1,7 @@
-"""Contiguous memory for what NCCL cannot send, receive or reduce where it is.
+"""Contiguous memory for data that NCCL cannot send, receive or reduce in place.
 
-Datatypes with gaps are packed before a call and unpacked behind it, by sends of a rank to itself: so on the
-array's stream, on every library, without kernels of one's own.
+Datatypes with gaps are packed before a call and unpacked after it, by sends of a rank to itself. This works
+on the array's stream, with every library, and without kernels of pynccl's own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pynccl._library import loader
 from pynccl._library.binding import lib
 from pynccl.mpi._messages import Message, Region, part_of
 
-# Copies in one group: what a group costs grows faster than its calls.
+# The most copies in one group: the cost of a group grows faster than its number of calls.
 _BATCH = 256
-# Of the dtypes that have no infinity.
+# The largest numbers of dtypes without infinities.
 _LARGEST = {"float8_e4m3fn": 448.0}
 
 
 class Staging:
-    """The memory that one call needs beside its arrays; what was received into it is unpacked at the end."""
+    """The temporary memory of one call; received data are unpacked from it at the end."""
 
     def __init__(self, nccl: Communicator) -> None:
         self._nccl = nccl
@@ -42,22 +42,22 @@ class Staging:
             self._copy(self._unpack)
 
     def sends(self, message: Message, *, apart: bool = False) -> list[Any]:
-        """Return what to send of each region; `apart`: a copy, since the region is written meanwhile."""
+        """Return the memory to send each region from; `apart`: a copy, since the call writes the region."""
         copies: list[tuple[Any, Any]] = []
         parts = [self._part(message, region, apart, copies, 0) for region in message.regions]
         self._copy(copies)
         return parts
 
     def recvs(self, message: Message, *, apart: bool = False) -> list[Any]:
-        """Return what to receive each region into; `apart`: elsewhere, since the region is read meanwhile."""
+        """Return the memory to receive each region into; `apart`: not in place, since the call reads it."""
         return [self._part(message, region, apart, self._unpack, 1) for region in message.regions]
 
     def send(self, message: Message, *, apart: bool = False) -> Any:
-        """Return what to send of an argument with one region."""
+        """Return the memory to send an argument with one region from."""
         return self.sends(message, apart=apart)[0]
 
     def recv(self, message: Message, *, apart: bool = False) -> Any:
-        """Return what to receive an argument with one region into."""
+        """Return the memory to receive an argument with one region into."""
         return self.recvs(message, apart=apart)[0]
 
     def _part(
@@ -67,7 +67,7 @@ class Staging:
             return message.buffer(region)
         if lib.pynccl_group_depth():
             raise NotSupportedError(
-                f"{message.name} has to be copied first, which inside of pynccl.group() comes too late"
+                f"{message.name} must be copied before the call, which is impossible inside pynccl.group()"
             )
         scratch = _scratch(message, region.nbytes)
         pointer = spans[type(scratch)](scratch, message.name)[0]
@@ -88,7 +88,7 @@ class Staging:
 
 
 def neutral(message: Message, op: str) -> Any:
-    """Return as many elements as a message has that change nothing in a reduction."""
+    """Return a message's number of neutral elements of a reduction."""
     (region,) = message.regions
     array = _empty(message, region.entries)
     array[:] = _neutral(str(message.dtype), op)
@@ -99,7 +99,7 @@ def _neutral(dtype: str, op: str) -> Any:
     if op == "prod":
         return 1
     if op == "sum":
-        # 0 would turn -0 into 0.
+        # -0.0 is neutral: 0.0 would turn -0.0 into 0.0.
         return 0 if "int" in dtype else -0.0
     if "int" in dtype:
         return np.iinfo(dtype).min if op == "max" else np.iinfo(dtype).max
@@ -119,7 +119,7 @@ def _on_cpu() -> bool:
 
 
 def _empty(message: Message, count: int) -> Any:
-    """Return a new array of the kind and dtype of a message's."""
+    """Return a new array with the kind and dtype of a message's array."""
     array = message.memory.array
     if _on_cpu():
         dtype = getattr(array, "dtype", None)
@@ -130,6 +130,6 @@ def _empty(message: Message, count: int) -> Any:
         return kind_of(array).empty(array, (count,))
     except TypeError:
         raise NotSupportedError(
-            f"{message.name} needs memory of its kind for a copy, which pynccl cannot make for a "
+            f"{message.name} needs a temporary array, but pynccl cannot make a "
             f"{type(array).__qualname__}; expected a CuPy array, a torch tensor or a Numba array"
         ) from None

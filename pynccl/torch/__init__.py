@@ -25,20 +25,20 @@ if not dist.is_available():
 def _register() -> Any:
     extension = _build.load()
     extension.set_provider(_provider.provide)
-    # Before Python ends: a thread that runs callbacks would end the process then.
+    # Before Python exits: after that, a thread that runs callbacks would end the process.
     atexit.register(lambda: extension.end_all(lifetime.raised()))
     dist.Backend.register_backend("pynccl", _create, extended_api=True, devices=["cpu", "cuda"])
     return extension
 
 
 def _runs_the_command() -> bool:
-    """Whether Python imports this to find `python -m pynccl.torch`, which compiles by itself."""
+    """Tell whether Python imports this for `python -m pynccl.torch`, which compiles by itself."""
     named = ("-m", __name__) in pairwise(sys.orig_argv) or f"-m{__name__}" in sys.orig_argv
     return sys.argv[:1] == ["-m"] and named
 
 
 def _create(options: Any, _: Any) -> Any:
-    """Make the backend of one process group, from what torch says about it."""
+    """Make the backend of one process group from torch's options."""
     seconds = options.timeout.total_seconds()
     if seconds <= 0:
         raise ValueError(f"timeout is {options.timeout}; expected a positive timedelta")
@@ -60,7 +60,7 @@ def _create(options: Any, _: Any) -> Any:
         options.group_rank,
         options.group_size,
         timedelta(milliseconds=max(1, round(seconds * 1000))),
-        # With CUDA devices a group may never see a cpu tensor.
+        # With CUDA devices a group may never get a cpu tensor.
         not torch.cuda.is_available(),
         options.group_id,
         ranks,

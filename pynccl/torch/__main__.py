@@ -17,13 +17,13 @@ def cli() -> None:
 
 @cli.command("build")
 def _build_ahead() -> None:
-    """Compile the backend, which the first import does otherwise, and print its path."""
+    """Compile the backend before its first import, and print its path."""
     try:
         path, compiled = build()
     except NcclError as error:
         raise click.ClickException(str(error)) from None
     if not compiled:
-        print("pynccl.torch: compiled already", file=sys.stderr)
+        print("pynccl.torch: already compiled", file=sys.stderr)
     print(path)
 
 

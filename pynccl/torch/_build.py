@@ -46,7 +46,7 @@ def build() -> tuple[Path, bool]:
 
 
 def load() -> ModuleType:
-    """Return the extension module, compiled first where the cache does not have it."""
+    """Return the extension module; compile it if the cache does not have it."""
     path, _ = build()
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None and spec.loader is not None
@@ -64,24 +64,24 @@ def _cache() -> Path:
     else:
         name, folder = "HOME", Path(os.path.expanduser("~/.cache"), "pynccl")
     if not folder.is_absolute():
-        # Without a home it would be in whatever folder the program was started in.
+        # A relative path would mean a folder in the working directory.
         value = repr(os.environ[name]) if name in os.environ else "not set"
         raise BuildError(
-            f"pynccl.torch keeps what it compiles in a folder, and {name} is {value}; expected an absolute "
-            "path, or set PYNCCL_CACHE to one"
+            f"pynccl.torch needs a folder for its compiled backend, but {name} is {value}; expected an "
+            "absolute path, or set PYNCCL_CACHE to one"
         )
     return folder
 
 
 def _own_folder(folder: Path) -> Path:
-    """Make a folder, and return where it really is, once nobody else can put or move anything there."""
+    """Make a folder and return its real path; raise if another user can write to it."""
     try:
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
         for each in reversed(missing):
             each.mkdir(mode=0o700, exist_ok=True)
         folder = folder.resolve(strict=True)
         for each in (*reversed(folder.parents), folder):
-            # In a folder with the sticky bit, as /tmp, others can add files, and leave this user's alone.
+            # In a folder with the sticky bit, such as /tmp, others can add files, but not move this user's.
             _check(each, each.lstat(), stat.S_ISDIR, sticky=each != folder)
     except OSError as error:
         raise _unusable(folder, error) from None
@@ -89,20 +89,20 @@ def _own_folder(folder: Path) -> Path:
 
 
 def _check(path: Path, found: os.stat_result, is_kind: Callable[[int], bool], *, sticky: bool) -> None:
-    """Refuse what another user could have changed, as ssh does with its keys."""
+    """Raise if another user could have changed the file or folder, as ssh does for its keys."""
     open_to_others = found.st_mode & 0o022 and not (sticky and found.st_mode & stat.S_ISVTX)
     if is_kind(found.st_mode) and found.st_uid in _trusted_users() and not open_to_others:
         return
     raise BuildError(
-        f"pynccl.torch loads no library that others can change: {path} belongs to user {found.st_uid} with "
-        f"mode {stat.S_IMODE(found.st_mode):04o}; expected it, and every folder above it, to be this user's "
-        f"({os.geteuid()}) or root's and writable by nobody else: chmod go-w, or set PYNCCL_CACHE to another "
-        "folder"
+        f"pynccl.torch loads no library that other users can change: {path} belongs to user {found.st_uid} "
+        f"with mode {stat.S_IMODE(found.st_mode):04o}; expected it, and every folder above it, to be this "
+        f"user's ({os.geteuid()}) or root's and writable by nobody else: chmod go-w, or set PYNCCL_CACHE "
+        "to another folder"
     )
 
 
 def _trusted_users() -> set[int]:
-    """Return this user and root, which in a user namespace without it is shown as nobody."""
+    """Return the ids of this user and root; a user namespace without root shows root as nobody."""
     trusted = {0, os.geteuid()}
     with suppress(OSError, ValueError):
         lines = Path("/proc/self/uid_map").read_text("ascii").splitlines()
@@ -113,8 +113,8 @@ def _trusted_users() -> set[int]:
 
 def _unusable(folder: Path, error: OSError) -> BuildError:
     return BuildError(
-        f"pynccl.torch keeps what it compiles in {folder}, which cannot be written ({error}); "
-        "set PYNCCL_CACHE to a directory that can"
+        f"pynccl.torch keeps its compiled backend in {folder}, which cannot be written ({error}); "
+        "set PYNCCL_CACHE to a writable folder"
     )
 
 
@@ -129,7 +129,7 @@ def _key() -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process compile; the others wait, and find its result."""
+    """Let one process compile; the others wait for its result."""
     try:
         file = open(folder / "lock", "w")  # noqa: SIM115
     except OSError as error:
@@ -140,13 +140,13 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _compiler() -> list[str]:
-    """Return CXX, which may be a command with options."""
+    """Return the command in CXX, which may have options."""
     wanted, *options = shlex.split(os.environ.get("CXX") or "g++")
     found = shutil.which(wanted)
     if found is None:
         raise BuildError(
             f"pynccl.torch compiles its backend against the installed torch {torch.__version__} at the first "
-            f"import, and there is no C++ compiler {wanted!r} on PATH; install one "
+            f"import, but there is no C++ compiler {wanted!r} on PATH; install a compiler "
             "(Debian and Ubuntu: apt install g++; Fedora and RHEL: dnf install gcc-c++; conda: conda install "
             "gxx), or set CXX to a compiler"
         )
@@ -154,15 +154,15 @@ def _compiler() -> list[str]:
 
 
 def flags_for(root: Path) -> list[str]:
-    """Return what the sources are compiled with against the torch package in a folder."""
+    """Return the compiler's options for the torch package in a folder."""
     headers = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     return [
         "-std=c++20",
         "-Wall",
         "-Wextra",
-        # Operations that a backend does not look at keep their parameters' names.
+        # torch's headers have operations with unused parameters.
         "-Wno-unused-parameter",
-        # What is virtual differs between versions of torch.
+        # Versions of torch differ in which methods are virtual.
         "-Wno-inconsistent-missing-override",
         f"-DTORCH_EXTENSION_NAME={NAME}",
         f"-I{API}",
@@ -184,7 +184,7 @@ def _flags() -> list[str]:
 
 
 def _pybind_abi() -> list[str]:
-    """Return torch's own pybind11 ABI tags, where it has them: classes are shared with it."""
+    """Return torch's pybind11 ABI tags, if any, since both share classes."""
     tags = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
     values = {tag: getattr(torch._C, f"_PYBIND11_{tag}", None) for tag in tags}
     return [f'-DPYBIND11_{tag}="{value}"' for tag, value in values.items() if value is not None]
@@ -199,7 +199,7 @@ def _compile(target: Path) -> None:
         command = [*_compiler(), *_flags(), str(SOURCES / "extension.cpp"), "-o", partial, *libraries]
         print(
             f"pynccl.torch compiles its backend against torch {torch.__version__} with {command[0]}, once: "
-            "this takes 20 to 100 s (`python -m pynccl.torch build` does it ahead)",
+            "this takes 20 to 100 s (`python -m pynccl.torch build` compiles it in advance)",
             file=sys.stderr,
             flush=True,
         )
@@ -209,7 +209,7 @@ def _compile(target: Path) -> None:
                 f"compiling pynccl.torch against torch {torch.__version__} failed:\n"
                 f"{' '.join(command)}\n{done.stderr[-6000:]}"
             )
-        # The linker goes by the umask, which may let a group write.
+        # The linker applies the umask, which may allow a group to write.
         os.chmod(partial, 0o755)
         os.replace(partial, target)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What the C++ backend asks Python for: the functions of a device's library, and CUDA streams."""
+"""The Python functions that the C++ backend calls: they return a device's library and CUDA streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pynccl._library import discovery, loader
 from pynccl._library.binding import ffi, lib
 from pynccl._library.generated.api import CPU_FUNCTIONS, FUNCTIONS
 
-# Streams that the backends work on, for the life of the process.
+# Streams of the backends, kept for the life of the process.
 _streams: list[Any] = []
 
 
@@ -35,7 +35,7 @@ def _cuda_addresses() -> dict[str, int]:
 
 
 def _cpu_addresses() -> dict[str, int]:
-    """Return the CPU library's functions; beside libnccl, if that is what pynccl uses otherwise."""
+    """Return the CPU library's functions, also if pynccl otherwise uses libnccl."""
     loaded = loader.loaded()
     cpu_is_loaded = loaded is not None and loaded.backend == "cpu"
     path = loaded.path if loaded and cpu_is_loaded else discovery.cpu_candidate("pynccl.torch").path

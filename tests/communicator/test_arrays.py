@@ -90,7 +90,7 @@ def every_argument(rank: int, nranks: int) -> None:
             refusals: list[Refusal] = [
                 (lambda c=call: c(wide[:, 0]), ValueError,
                  rf"^{name} is not contiguous \(shape \({4 * n},\), strides \(8,\)\); nothing is copied "
-                 "silently: pass a contiguous array, as ascontiguousarray or .contiguous"),
+                 "silently: expected a contiguous array .see ascontiguousarray and .contiguous"),
                 (lambda c=call: c(torch_over(wide)[:, 0]), ValueError, rf"^{name} is not contiguous"),
                 (lambda c=call: c(Device(wide[:, 0])), ValueError, rf"^{name} is not contiguous"),
                 (lambda c=call: c(Exporter(wide[:, 0])), ValueError, rf"^{name} is not contiguous"),
@@ -117,7 +117,7 @@ def every_argument(rank: int, nranks: int) -> None:
                 other = "recv" if name == "recv" else "send"
                 refusals.append(
                     (lambda c=call: c(np.zeros(4 * n, np.int8)), TypeError,
-                     "^recv has dtype (int8|float32); expected that of send, (int8|float32)")
+                     "^recv has dtype (int8|float32); expected the dtype of send, (int8|float32)")
                 )  # fmt: skip
                 refusals.append(
                     (lambda c=call: c(np.zeros(4 * n + 1, np.float32)), ValueError,
@@ -144,9 +144,9 @@ def orders_and_counts(rank: int, nranks: int) -> None:
         joined = "in Fortran order; expected C order, since the first axis is split or joined"
         refused(comm, [
             (lambda: comm.all_reduce(c, f), ValueError,
-             "^recv is in Fortran order; expected that of send, C order"),
+             "^recv is in Fortran order; expected the order of send, C order"),
             (lambda: comm.all_reduce(f, c), ValueError,
-             "^recv is in C order; expected that of send, Fortran order"),
+             "^recv is in C order; expected the order of send, Fortran order"),
             (lambda: comm.reduce(c, f, root=me), ValueError, "^recv is in Fortran order"),
             (lambda: comm.broadcast(f, c, root=me), ValueError, "^recv is in C order"),
             (lambda: comm.all_gather(f), ValueError, f"^send is {joined}"),
@@ -190,14 +190,14 @@ def orders_and_counts(rank: int, nranks: int) -> None:
             (lambda: comm.all_gather(np.zeros(3, "i2"), np.zeros(5, "i2")), ValueError,
              "^recv has 5 elements; expected 6"),
             (lambda: comm.all_gather(np.zeros(3, "i2"), np.zeros(12, "u1")), TypeError,
-             "^recv has dtype uint8; expected that of send, int16"),
+             "^recv has dtype uint8; expected the dtype of send, int16"),
             (lambda: comm.all_reduce(np.zeros(4, "c8"), np.zeros(8, "f4")), TypeError,
-             "^recv has dtype float32; expected that of send, complex64"),
+             "^recv has dtype float32; expected the dtype of send, complex64"),
         ])  # fmt: skip
         data, counts = np.zeros(4), [2, 2]
         refused(comm, [
             (lambda: comm.all_gather_v(data, np.zeros(8), [4]), ValueError,
-             "^counts has 1 entries; expected one a rank, 2"),
+             "^counts has 1 entries; expected 2, one for each rank"),
             (lambda: comm.all_gather_v(data, np.zeros(8), [4, 4, 4]), ValueError, "^counts has 3 entries"),
             (lambda: comm.all_gather_v(data, np.zeros(8), [4, -4]), ValueError,
              r"^counts is \[4, -4\]; expected whole numbers, 0 or more"),
@@ -247,7 +247,7 @@ def shapes(rank: int, nranks: int) -> None:
         for wrap in (lambda a: a, torch_over, cupy_over, memoryview):
             refused(comm, [
                 (lambda w=wrap: comm.all_reduce(w(flat), w(square)), ValueError,
-                 r"^recv has shape \(2, 2\); expected that of send, \(4,\) \(a view of it"),
+                 r"^recv has shape \(2, 2\); expected the shape of send, \(4,\) \(a view made by reshape"),
                 (lambda w=wrap: comm.reduce(w(flat), w(zeros(4, 1)), root=me), ValueError, r"shape \(4, 1\)"),
                 (lambda w=wrap: comm.broadcast(w(square), w(zeros(4)), root=me), ValueError, r"shape \(4,\)"),
                 (lambda w=wrap: comm.all_to_all(w(zeros(n, 2)), w(zeros(2 * n))), ValueError, r"\(4,\)"),
@@ -343,13 +343,13 @@ def other_arguments(rank: int, nranks: int) -> None:
         frozen.flags.writeable = False
         refusals: list[Refusal] = [
             (lambda: comm.broadcast(None, root=me), TypeError,
-             "^send is None; expected an array, which the root sends"),
-            (lambda: comm.broadcast(None, x, root=me), TypeError, "^send is None; expected an array, which"),
-            (lambda: comm.broadcast(None, root=1 - me), TypeError, "^send is None; expected an .*, or recv"),
+             "^send is None; expected an array: this rank is the root"),
+            (lambda: comm.broadcast(None, x, root=me), TypeError, "^send is None; expected an array: this"),
+            (lambda: comm.broadcast(None, root=1 - me), TypeError, "^send is None; .* for send or recv"),
             (lambda: comm.scatter(None, x, root=me), TypeError,
-             "^send is None; expected an array, which the root sends"),
+             "^send is None; expected an array: this rank is the root"),
             (lambda: comm.scatter(None, root=1 - me), TypeError,
-             "^send and recv are None; expected recv, or a send to make it from"),
+             "^send and recv are None; expected an array for at least one of them"),
             (lambda: comm.all_reduce(None), TypeError, "^send is of type NoneType"),
             (lambda: comm.all_reduce(frozen), ValueError, r"^send \(in place\) is read-only"),
             (lambda: comm.reduce(frozen, root=me), ValueError, r"^send \(in place\) is read-only"),
@@ -377,13 +377,13 @@ def other_arguments(rank: int, nranks: int) -> None:
             for op in ("prod", "max", "min", pynccl.RedOp.MAX):
                 refusals.append(
                     (lambda d=dtype, op=op: comm.all_reduce(np.zeros(4, d), op=op), TypeError,
-                     f"^op is .* and the arrays have dtype {dtype}, for which NCCL has sum and avg")
+                     f"^op is .* and the arrays have dtype {dtype}; NCCL reduces it by sum and avg only")
                 )  # fmt: skip
         for dtype in ("bool", "int16", "uint16"):
             for op in ("sum", "avg", "max", "prod"):
                 refusals += [
                     (lambda d=dtype, op=op: comm.all_reduce(np.zeros(4, d), op=op), TypeError,
-                     f"^op is .* and the arrays have dtype {dtype}, for which NCCL has no reduction, only"),
+                     f"^op is .* and the arrays have dtype {dtype}; NCCL cannot reduce it, only"),
                     (lambda d=dtype, op=op: comm.reduce_scatter(np.zeros(4, d), op=op), TypeError, dtype),
                 ]  # fmt: skip
         stream: Any
@@ -412,7 +412,9 @@ def other_arguments(rank: int, nranks: int) -> None:
         with pytest.raises(TypeError, match="ncclCollConfig_t has no field minCTA"):
             comm.all_reduce(x, config={"minCTA": 1})
         config: Any = 3
-        with pytest.raises(TypeError, match="a CollConfig or a dict of its fields is needed, not int"):
+        with pytest.raises(
+            TypeError, match="config is of type int; expected a CollConfig or a dict of its fields"
+        ):
             comm.all_reduce(x, config=config)
         assert (comm.all_reduce(np.ones(2), config={"minCTAs": 1}) == 2).all()
 
@@ -430,11 +432,11 @@ def torch_tensors(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         refused(comm, [
             (lambda: comm.all_reduce(torch.zeros(4).to_sparse()), TypeError,
-             r"^send is a tensor with layout torch.sparse_coo.*expected a plain strided one \(.to_dense\(\)"),
+             r"^send is a tensor with layout torch.sparse_coo.*expected a plain strided tensor \(.to_dense"),
             (lambda: comm.all_reduce(torch.zeros(4, dtype=torch.complex64).conj()), TypeError,
              "^send is a tensor with .*pending conjugation"),
             (lambda: comm.all_reduce(torch.zeros(4, device="meta")), TypeError,
-             "^send is a tensor on meta; expected one on the CPU or on a CUDA device"),
+             "^send is a tensor on meta; expected a tensor on the CPU or on a CUDA device"),
             (lambda: comm.all_reduce(torch.zeros(3, 4).t()), ValueError, "^send is not contiguous"),
             (lambda: comm.all_reduce(torch.zeros(4, dtype=torch.float8_e4m3fnuz)), TypeError,
              "^send has dtype float8_e4m3fnuz; expected one of"),
@@ -510,10 +512,10 @@ def cupy_over_host(rank: int, nranks: int) -> None:
         refused(comm, [
             (lambda: comm.all_reduce(strided), ValueError, "^send is not contiguous"),
             (lambda: comm.all_reduce(x, strided), ValueError, "^recv is not contiguous"),
-            (lambda: comm.all_reduce(x, short), TypeError, "^recv has dtype float32; expected that of"),
+            (lambda: comm.all_reduce(x, short), TypeError, "^recv has dtype float32; expected the dtype of"),
             (lambda: comm.all_reduce(x, cupy_over(np.zeros(15))), ValueError, "^recv has 15 elements"),
             (lambda: comm.all_reduce(x, op="median"), ValueError, "^op is 'median'"),
-            (lambda: comm.all_reduce(cupy_over(np.zeros(4, bool))), TypeError, "dtype bool, for which NCCL"),
+            (lambda: comm.all_reduce(cupy_over(np.zeros(4, bool))), TypeError, "dtype bool; NCCL cannot"),
             (lambda: comm.all_reduce(x, cupy.ndarray((4, 4), np.float64, memptr=x.data + 8)), ValueError,
              "^send and recv overlap"),
         ])  # fmt: skip

@@ -27,7 +27,7 @@ def gradients(rank: int, nranks: int) -> None:
         ]
         for tensor in (leaf, inner, leaf[:], inner.view(2, 2).view(4)):
             for write in writes:
-                with pytest.raises(ValueError, match="requires grad, and autograd would not know"):
+                with pytest.raises(ValueError, match="requires grad, and autograd would miss"):
                     write(tensor)
         assert torch.equal(leaf.detach(), plain)
         # To be sent they are as good as others.

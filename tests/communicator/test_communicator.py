@@ -257,7 +257,7 @@ def refuse_arguments(rank: int, nranks: int) -> None:
     for args, error, words in (
         ((good[::2],), ValueError, "send is not contiguous"),
         ((good, np.zeros(8, np.float32)[::2]), ValueError, "recv is not contiguous"),
-        ((good, np.zeros(4)), TypeError, "recv has dtype float64; expected that of send, float32"),
+        ((good, np.zeros(4)), TypeError, "recv has dtype float64; expected the dtype of send, float32"),
         ((good, np.zeros(5, np.float32)), ValueError, "recv has 5 elements; expected 4, as many as send"),
         ((frozen,), ValueError, r"send \(in place\) is read-only"),
         ((good, frozen), ValueError, "recv is read-only"),

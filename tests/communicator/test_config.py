@@ -135,7 +135,7 @@ with pytest.raises(OverflowError, match="ncclConfig_t.minCTAs: "):
     Config(minCTAs=2**40).pack()
 with pytest.raises(TypeError, match="ncclConfig_t has no field blokking"):
     capi.ncclCommSplit(1, 0, 0, {"blokking": 1})
-with pytest.raises(TypeError, match="a Config or a dict of its fields is needed, not int"):
+with pytest.raises(TypeError, match="config is of type int; expected a Config or a dict of its fields"):
     capi.ncclCommSplit(1, 0, 0, 5)
 """,
         PYNCCL_LIBRARY=null(23203),

@@ -477,15 +477,15 @@ def wrong_factors(rank: int, nranks: int) -> None:
         for factor, dtype in ((0.5, "int32"), (-1, "uint8"), (300, "int8"), (2**70, "int64")):
             op = comm.pre_mul_sum(factor)
             with pytest.raises(
-                ValueError, match=rf"op has the factor {factor}; expected one that {dtype}, .*{where}"
+                ValueError, match=rf"op has the factor {factor}; expected a value of {dtype}, .*{where}"
             ):
                 comm.all_reduce(np.ones(2, dtype), op=op)
         for factor in (float("nan"), float("inf")):
-            with pytest.raises(ValueError, match=f"op has the factor {factor}; expected one that int32"):
+            with pytest.raises(ValueError, match=f"op has the factor {factor}; expected a value of int32"):
                 comm.all_reduce(np.ones(2, np.int32), op=comm.pre_mul_sum(factor))
         with pytest.raises(ValueError, match=rf"op belongs to .*rank 0 of 1.*; expected .*{where}"):
             comm.all_reduce(np.ones(2), op=other.pre_mul_sum(2))
-        with pytest.raises(TypeError, match=r"dtype bool, for which NCCL has no reduction"):
+        with pytest.raises(TypeError, match=r"dtype bool; NCCL cannot reduce it"):
             comm.all_reduce(np.ones(2, bool), op=comm.pre_mul_sum(2))
         assert (comm.all_reduce(np.ones(2)) == nranks).all()
 

@@ -143,10 +143,13 @@ def refuses_the_wrong_place(rank: int, nranks: int) -> None:
         for wrong, words in (
             (there, "is memory of device 1; expected the communicator's device 0"),
             (raw, "is memory of device 1; expected the communicator's device 0"),
-            (host, "is host memory; NVIDIA's NCCL is loaded, which works on device memory"),
-            (pinned, "is host memory; NVIDIA's NCCL is loaded"),
-            (bytearray(16), "is host memory; NVIDIA's NCCL is loaded"),
-            (Buffer(host.ctypes.data, 4, "float32"), "is host memory; NVIDIA's NCCL is loaded"),
+            (host, "is host memory; expected device memory, since NVIDIA's NCCL is loaded"),
+            (pinned, "is host memory; expected device memory, since NVIDIA's NCCL is loaded"),
+            (bytearray(16), "is host memory; expected device memory, since NVIDIA's NCCL is loaded"),
+            (
+                Buffer(host.ctypes.data, 4, "float32"),
+                "is host memory; expected device memory, since NVIDIA's NCCL is loaded",
+            ),
         ):
             for name, call in (
                 ("send", lambda w: comm.all_reduce(w)),
@@ -218,7 +221,7 @@ def orders_producers(rank: int, nranks: int) -> None:
         # Without a stream of its own the call goes on the producer's.
         assert fake.log()[-1].endswith(f"stream {theirs:#x}")
         with pytest.raises(
-            ValueError, match=r"stream 0, which is ambiguous; expected 1 or 2.*\(rank 1 of 2\)"
+            ValueError, match=r"the ambiguous stream 0; expected 1, 2 or None.*\(rank 1 of 2\)"
         ):
             comm.all_reduce(Device(data, stream=0), stream=mine)
         # Recorded now, run later: the order is kept, too.

@@ -92,7 +92,10 @@ def checks_where_memory_is(rank: int, nranks: int) -> None:
         here, there = on_device(0), on_device(1)
         driver().fake_cuda_register(0x5000, 64, 1, 0)
         for array, words in (
-            (np.zeros(4, np.float32), r"send is host memory; NVIDIA's NCCL is loaded.*\(rank 1 of 2\)"),
+            (
+                np.zeros(4, np.float32),
+                r"send is host memory; expected device memory.*\(rank 1 of 2\)",
+            ),
             (Device(np.zeros(4, np.float32)), "send is host memory"),
             (Device(np.zeros(4, np.float32), data=(0x5000, False)), "send is host memory"),
             (there, "send is memory of device 1; expected the communicator's device 0"),

@@ -125,7 +125,7 @@ def wrong_environment(rank: int, nranks: int) -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2; expected 0 <= RANK < WORLD_SIZE"),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
-            "rank 0 knows no store: expected PYNCCL_STORE=host:port, or MASTER_ADDR",
+            "rank 0 has no store: expected PYNCCL_STORE=host:port, or MASTER_ADDR",
         ),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "y"}, "MASTER_PORT is .y."),
     ):
@@ -241,7 +241,7 @@ def test_port_is_taken() -> None:
 def wrong_token(rank: int, nranks: int) -> None:
     os.environ["PYNCCL_SECRET"] = "a guess that is long enough"
     with pytest.raises(
-        BootstrapError, match=r"rank 0 of 2 cannot take part: .* it has no secret, and this process has one"
+        BootstrapError, match=r"rank 0 of 2 cannot take part: .* it has no secret, but this process has one"
     ):
         pynccl.init(world_size=2, timeout=10)
 

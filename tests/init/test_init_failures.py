@@ -118,7 +118,10 @@ def test_a_store_that_is_stopped(tmp_path: Path) -> None:
     assert isinstance(stopped, testing.RankError)
     for text in texts:
         # The former by who was connected already.
-        assert "rank 0, which has the store, does not respond" in text or "did not meet rank 0" in text, text
+        assert (
+            "rank 0, whose process serves the store, does not respond" in text
+            or "did not meet rank 0" in text
+        ), text
 
 
 def never_comes(rank: int, nranks: int, kind: str, where: str, port: int, absent: int) -> str:
@@ -308,7 +311,7 @@ def test_a_master_that_does_not_resolve() -> None:
     env = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "5000"}
     for rank, text in enumerate(testing.run(2, no_master, env, backend="cpu")):
         assert text.startswith(
-            f"rank {rank} of 2: MASTER_ADDR is 'no-such-host.invalid', which cannot be resolved: "
+            f"rank {rank} of 2: MASTER_ADDR is 'no-such-host.invalid', a name that cannot be resolved: "
         )
         assert "within 300 s" not in text
 

@@ -63,7 +63,7 @@ def same_device(rank: int, nranks: int) -> str:
 @pytest.mark.parametrize(
     ("version", "advice"),
     [
-        ("2.28.9", "needs NCCL >= 2.30, or a NCCL_HOSTID of its own for each rank"),
+        ("2.28.9", "use NCCL >= 2.30, or set a different NCCL_HOSTID on each rank"),
         ("2.30.4", "set NCCL_MULTI_RANK_GPU_ENABLE=1 on every rank"),
     ],
 )

@@ -193,7 +193,7 @@ def test_number_of_ranks(nranks: int) -> None:
 
 def test_function_must_be_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ValueError, match="cannot find by its name in a file; .*pip install cloudpickle"):
+    with pytest.raises(ValueError, match="cannot find by name in a file; .*pip install cloudpickle"):
         testing.run(1, lambda rank, nranks: None)
 
 

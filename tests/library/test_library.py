@@ -108,7 +108,7 @@ def test_auto_never_turns_to_the_cpu_library(run_python: Run) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("absent", "does not exist; a path, auto or cpu is needed"),
+        ("absent", "does not exist; expected a path, auto or cpu"),
         ("folder", "is not a file"),
         ("text", "invalid ELF header"),
         ("other", "has none of NCCL's functions"),

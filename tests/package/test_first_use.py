@@ -27,7 +27,7 @@ def second_argument(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm, pynccl.Stream() as stream:
         x: Any = np.ones(4 * nranks)
         each: list[tuple[Callable[[], object], str]] = [
-            (lambda: comm.all_reduce(x, "max"), "recv comes second, so write op='max' (rank"),
+            (lambda: comm.all_reduce(x, "max"), "the second argument is recv: write op='max' (rank"),
             (lambda: comm.all_reduce(x, pynccl.RedOp.MAX), "write op=RedOp.MAX"),
             (lambda: comm.all_reduce(x, comm.pre_mul_sum(2.0)), "write op=<pynccl.PreMulSum 2.0"),
             (lambda: comm.reduce_scatter(x, "avg"), "write op='avg'"),
@@ -57,7 +57,7 @@ def test_second_argument() -> None:
 def wrong_types(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         x, y = np.ones(4), np.ones(8)
-        refused(lambda: comm.all_to_all(x, x), ValueError, "overlap; expected separate: it is never in place")
+        refused(lambda: comm.all_to_all(x, x), ValueError, "overlap; expected separate memory")
         refused(lambda: comm.all_reduce(y[:4], y[1:5]), ValueError, "expected the same memory, or separate")
         key: Any
         for key in (1.7, "2", None, True):
@@ -81,7 +81,9 @@ def wrong_types(rank: int, nranks: int) -> None:
             refused(lambda e=exclude: comm.shrink(exclude=e), TypeError, text)
         op = comm.prepare.all_reduce(x)
         for calls in (op, pynccl.Plan([op])):
-            refused(lambda c=calls: pynccl.Plan(c), TypeError, "; expected a list of them")
+            refused(
+                lambda c=calls: pynccl.Plan(c), TypeError, "; expected a list of prepared calls and plans"
+            )
         comm.barrier()
 
 

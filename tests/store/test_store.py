@@ -80,12 +80,12 @@ def test_add(store: Store) -> None:
     assert [store.add("n", 3), store.add("n", -5), store.add("m", 1)] == [3, -2, 1]
     assert store.get("n") == b"-2"
     store.set("text", b"three")
-    with pytest.raises(BootstrapError, match="refused 'text': its value is no number"):
+    with pytest.raises(BootstrapError, match="refused 'text': its value is not a number"):
         store.add("text", 1)
     store.add("huge", 2**63 - 1)
     with pytest.raises(BootstrapError, match="refused 'huge': the sum does not fit"):
         store.add("huge", 1)
-    with pytest.raises(ValueError, match="number is 9223372036854775808; expected one of 64 bits"):
+    with pytest.raises(ValueError, match="number is 9223372036854775808; expected a signed 64-bit integer"):
         store.add("huge", 2**63)
     assert store.add("n", 0) == -2
 
@@ -124,8 +124,8 @@ def test_get_and_wait_end_with_set(server: StoreServer, store: Store) -> None:
 @pytest.mark.parametrize("timeout", [0, 0.3])
 def test_waits_are_bounded(store: Store, how: str, timeout: float) -> None:
     calls: dict[str, tuple[Callable[[], object], str]] = {
-        "get": (lambda: store.get("never", timeout), "nobody set 'never'"),
-        "wait": (lambda: store.wait(["a", "b", "here", "c"], timeout), "nobody set 'a', 'b', 'c' in"),
+        "get": (lambda: store.get("never", timeout), "no client set 'never'"),
+        "wait": (lambda: store.wait(["a", "b", "here", "c"], timeout), "no client set 'a', 'b', 'c' in"),
         "barrier": (lambda: store.barrier("b", 3, timeout), "barrier 'b' .*: 1 of 3 clients arrived within"),
     }
     store.set("here", b"")
@@ -171,7 +171,7 @@ def test_who_leaves_a_barrier_does_not_count(server: StoreServer, store: Store) 
 def test_barrier_with_different_counts(server: StoreServer) -> None:
     errors = together(server, 2, lambda index, mine: mine.barrier("b", 2 + index, 5))
     refused = [error for error in errors if isinstance(error, BootstrapError)]
-    assert len(refused) == 1 and "the others there wait for" in str(refused[0])
+    assert len(refused) == 1 and "the count of the clients that wait there" in str(refused[0])
 
 
 def test_many_clients_wait_together(server: StoreServer, store: Store) -> None:
@@ -188,7 +188,7 @@ def test_large_value_and_its_limit(server: StoreServer, store: Store) -> None:
     store.set("large", value)
     assert store.get("large") == value
     assert together(server, 8, lambda _, mine: mine.get("large") == value) == [True] * 8
-    with pytest.raises(ValueError, match="more than the store takes"):
+    with pytest.raises(ValueError, match="expected at most"):
         store.set("larger", bytes(MAX_FRAME))
     assert store.get("large") == value
 
@@ -196,7 +196,7 @@ def test_large_value_and_its_limit(server: StoreServer, store: Store) -> None:
 def test_it_can_be_full(server: StoreServer, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pynccl.bootstrap._server._MAX_BYTES", 1 << 20)
     store.set("a", bytes(600_000))
-    with pytest.raises(BootstrapError, match="refused 'b': it is full: it keeps at most 1 MiB"):
+    with pytest.raises(BootstrapError, match="refused 'b': it is full: it stores at most 1 MiB"):
         store.set("b", bytes(600_000))
     store.set("a", b"")
     store.set("b", bytes(600_000))
@@ -218,7 +218,7 @@ def test_one_store_for_several_threads(server: StoreServer, store: Store) -> Non
     waiter.start()
     while not store._lock.locked():
         time.sleep(0.001)
-    with pytest.raises(TimeoutError, match="another thread has used the store"):
+    with pytest.raises(TimeoutError, match="another thread used the store"):
         store.set("key", b"", 0.2)
     with Store(server.address, server.secret) as other:
         other.set("later", b"")
@@ -232,9 +232,9 @@ def test_bad_arguments(store: Store) -> None:
         (ValueError, "timeout is nan; expected seconds", lambda: store.get("k", float("nan"))),
         (TypeError, "timeout is 'soon'; expected seconds", lambda: store.get("k", "soon")),  # type: ignore[arg-type]
         (ValueError, "count is 0; expected the number of clients", lambda: store.barrier("b", 0)),
-        (ValueError, "key .*more than the store takes", lambda: store.get("k" * 70000)),
+        (ValueError, "key .*expected at most", lambda: store.get("k" * 70000)),
         (ValueError, "timeout is -1; expected seconds", lambda: Store("127.0.0.1:1", timeout=-1)),
-        (ValueError, "expected host:port, got '127.0.0.1'", lambda: Store("127.0.0.1")),
+        (ValueError, "the address is '127.0.0.1'; expected host:port", lambda: Store("127.0.0.1")),
         (ValueError, "port is 70000; expected 0 to 65535", lambda: StoreServer(port=70000)),
         (OSError, "the host is empty", lambda: StoreServer("")),
     ]
@@ -391,8 +391,11 @@ def test_bad_addresses(text: str) -> None:
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
-        ("another secret, as long", r"the secret \(PYNCCL_SECRET\) or the id of the job is not the store's"),
-        ("", "it wants a secret, and this process has none; set PYNCCL_SECRET"),
+        (
+            "another secret, as long",
+            r"the secret \(PYNCCL_SECRET\) or the id of the job differs from the store's",
+        ),
+        ("", "it requires a secret, but this process has none; set PYNCCL_SECRET"),
     ],
 )
 def test_wrong_secret(theirs: str, words: str) -> None:
@@ -405,7 +408,7 @@ def test_wrong_secret(theirs: str, words: str) -> None:
 
 
 def test_secret_for_a_server_without() -> None:
-    with StoreServer(secret="") as server, pytest.raises(BootstrapError, match="it has no secret, and this"):
+    with StoreServer(secret="") as server, pytest.raises(BootstrapError, match="it has no secret, but this"):
         Store(server.address, SECRET, timeout=30)
 
 
@@ -421,7 +424,7 @@ def test_two_jobs_never_meet(secret: str) -> None:
         second.set("id", b"2")
         assert (first.get("id"), second.get("id")) == (b"1", b"2")
         start = time.monotonic()
-        with pytest.raises(BootstrapError, match="the id of the job is not the store's"):
+        with pytest.raises(BootstrapError, match="the id of the job differs from the store's"):
             Store(two.address, secret, job="1", timeout=30)
         assert time.monotonic() - start < 10
 
@@ -457,7 +460,7 @@ def test_bad_secret_files(tmp_path: Path) -> None:
         read_secret({"PYNCCL_SECRET_FILE": str(file)})
     file.unlink()
     os.mkfifo(file, 0o600)
-    with pytest.raises(BootstrapError, match="is no regular file"):
+    with pytest.raises(BootstrapError, match="is not a regular file"):
         read_secret({"PYNCCL_SECRET_FILE": str(file)})
     assert read_secret({}) == ""
 
@@ -469,7 +472,7 @@ def test_one_warning_without_a_secret(caplog: pytest.LogCaptureFixture) -> None:
         with Store(format_address("127.0.0.1", server.port), "") as store:
             store.set("a", b"b")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "has no secret: whoever reaches it can take part; set PYNCCL_SECRET" in caplog.text
+    assert "has no secret: every process can take part; set PYNCCL_SECRET" in caplog.text
     caplog.clear()
     with StoreServer("127.0.0.1", secret=""), StoreServer("::1", secret=""), StoreServer("0.0.0.0"):
         pass
@@ -639,7 +642,7 @@ def test_other_users_stay_out_without_a_secret(host: str, way: str, monkeypatch:
             store.set("mine", b"1")
         with as_another_user("client", server.address) as client:
             said, _ = client.communicate(timeout=30)
-        assert "another user has it, so it may not be the job's; set PYNCCL_SECRET" in said
+        assert "it belongs to another user, so it may not be the job's store; set PYNCCL_SECRET" in said
         # One that does not mind who the server is; it comes again and again, in vain.
         with as_another_user("attacker", server.address) as client:
             said, _ = client.communicate(timeout=30)
@@ -653,7 +656,7 @@ def test_a_store_of_another_user_is_not_believed() -> None:
     with as_another_user("server") as server:
         assert server.stdout is not None
         address = server.stdout.readline().strip()
-        with pytest.raises(BootstrapError, match="another user has it"):
+        with pytest.raises(BootstrapError, match="it belongs to another user"):
             Store(address, "", timeout=5)
         server.kill()
 
@@ -668,9 +671,7 @@ def test_nobody_is_believed_where_the_kernel_does_not_say_who_it_is(
     monkeypatch.setattr(_peer, "_ask", refuse)
     monkeypatch.setattr(_peer, "_look_up", refuse)
     with StoreServer(secret="") as server:
-        with pytest.raises(
-            BootstrapError, match="the system does not tell which user has it .*PYNCCL_SECRET"
-        ):
+        with pytest.raises(BootstrapError, match="its user is unknown .*PYNCCL_SECRET"):
             Store(server.address, "", timeout=5)
         # Clients that do not mind are refused all the same, which is said once.
         monkeypatch.setattr("pynccl.bootstrap._store.why_not", lambda _: "")
@@ -678,7 +679,7 @@ def test_nobody_is_believed_where_the_kernel_does_not_say_who_it_is(
             with pytest.raises(BootstrapError), Store(server.address, "", timeout=0.5) as store:
                 store.set("key", b"1", timeout=0.5)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "has no secret and refuses clients: the system does not tell" in caplog.text
+    assert "has no secret and refuses a client: its user is unknown" in caplog.text
     with StoreServer(secret=SECRET) as server, Store(server.address, SECRET) as store:
         store.set("key", b"1")
 

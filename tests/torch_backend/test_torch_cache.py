@@ -180,4 +180,4 @@ def test_not_in_the_working_directory_where_there_is_no_home(tmp_path: Path) -> 
 
 def test_who_cannot_write_is_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYNCCL_CACHE", "/dev/null")
-    refused("keeps what it compiles in /dev/null/torch-", "cannot be written")
+    refused("keeps its compiled backend in /dev/null/torch-", "cannot be written")

@@ -298,10 +298,10 @@ def test_several_ranks_compile_once(tmp_path: Path) -> None:
     [
         (
             {"PATH": ""},
-            "there is no C++ compiler 'g++' on PATH; install one (Debian and Ubuntu: apt install g++",
+            "there is no C++ compiler 'g++' on PATH; install a compiler (Debian and Ubuntu: apt install g++",
         ),
         ({"CXX": "false"}, f"compiling pynccl.torch against torch {torch.__version__} failed"),
-        ({"PYNCCL_CACHE": "/dev/null"}, "keeps what it compiles in /dev/null/torch-"),
+        ({"PYNCCL_CACHE": "/dev/null"}, "keeps its compiled backend in /dev/null/torch-"),
     ],
     ids=["missing", "failing", "nowhere to put it"],
 )
@@ -364,7 +364,7 @@ def test_building_ahead(tmp_path: Path, compiler: str) -> None:
     assert done.stdout == f"{library}\n"
     done = build("build", **env)
     assert (done.returncode, done.stdout) == (0, f"{library}\n")
-    assert done.stderr == "pynccl.torch: compiled already\n"
+    assert done.stderr == "pynccl.torch: already compiled\n"
     on_ranks(2, device_map, tmp_path, "pynccl", "pynccl", env=env)
 
 

@@ -91,7 +91,7 @@ def test_the_others_finish(ends: list[str], code: int, said: list[str], tmp_path
     assert done.stdout.count("finished") == 3 - len(ends)
     for line in said:
         assert f"pynccl run: {line}" in done.stderr
-    last = f"pynccl run: exit code {code}, that of rank 0, which failed first"
+    last = f"pynccl run: exit code {code} of rank 0, which failed first"
     assert done.stderr.splitlines()[-1:] == ([last] if code else [])
 
 
@@ -102,7 +102,7 @@ def test_a_rank_that_failed_alone(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert done.stderr.splitlines() == [
         "pynccl run: rank 0 exited with code 3",
-        "pynccl run: exit code 3, that of rank 0, which failed first",
+        "pynccl run: exit code 3 of rank 0, which failed first",
     ]
 
 
@@ -122,7 +122,7 @@ def test_the_time_is_up_all_the_same(tmp_path: Path) -> None:
     done = run([*pynccl_run(2), "--keep-going", "--timeout", "2", str(script)])
     assert done.returncode == 124, done.stderr
     assert "rank 0 exited with code 3; the other ranks go on" in done.stderr
-    assert "the time is up (--timeout); still running: 1" in done.stderr
+    assert "--timeout has passed; still running: 1" in done.stderr
     assert time.monotonic() - start < 30
 
 

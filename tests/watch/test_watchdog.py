@@ -526,7 +526,7 @@ def one_has_a_timeout(rank: int, nranks: int) -> str:
 
 def test_timeouts_are_for_all_ranks_or_none() -> None:
     first, _ = run(2, one_has_a_timeout, backend="cpu", timeout=30)
-    assert "for all ranks of a communicator, or for none" in first
+    assert "on all ranks of a communicator, or on none" in first
 
 
 def forks(rank: int, nranks: int, folder: str) -> tuple[Outcome, str]:
