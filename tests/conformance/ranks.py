@@ -24,7 +24,6 @@ from typing import Any
 
 from .backend import choose_backend
 
-TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 # What the other ranks get once one has failed: long enough to report it too.
 GRACE = 5.0
@@ -86,7 +85,7 @@ class Ranks:
             theirs.append(other)
             self._process_of[rank] = index
         fds = [connection.fileno() for connection in theirs]
-        path = os.pathsep.join(filter(None, [str(ROOT), str(TESTS), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
         arguments = (self.nranks, ranks, fds, self._notes.fileno())
         with open(self._log(index), "wb") as log:
             process = subprocess.Popen(
