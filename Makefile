@@ -11,7 +11,7 @@ PYTHON_FILES := pynccl tests tools examples benchmarks
 # Warnings are errors here, and not for who builds the package by pip.
 export PYNCCL_WERROR := 1
 
-.PHONY: demo build test test-slow test-full test-gpu bench lint format docs generate wheel sanitize cpu-lib clean
+.PHONY: demo build test test-core test-pythons test-slow test-full test-gpu bench lint format docs generate wheel sanitize cpu-lib clean
 
 # Two at a time: most tests wait, for processes that start or for time-outs.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -25,6 +25,17 @@ build: $(VENV)/built
 test: $(VENV)/test $(VENV)/built
 	$(BIN)/python -m pynccl.torch build
 	$(PYTEST) -m "not gpu and not full and not slow"
+
+# A quick part, to run once with each Python; torch is too large to be installed for each.
+CORE_TESTS := $(addprefix tests/,communicator/test_operations.py communicator/test_groups.py communicator/test_prepared.py \
+	library/test_capi.py package/test_import.py init/test_init.py)
+
+test-core: $(VENV)/test-core $(VENV)/built
+	TESTS_WITHOUT=torch PYTHONDEVMODE=$(DEVMODE) $(PYTEST) $(CORE_TESTS) -m "not gpu and not full and not slow"
+
+# The oldest Python that pynccl supports, and the newest one found, which runs in its development mode.
+test-pythons:
+	$(PYTHON) tools/pythons.py
 
 test-slow: $(VENV)/test $(VENV)/built
 	$(BIN)/python -m pynccl.torch build
@@ -91,7 +102,7 @@ $(VENV)/built: $(VENV)/base $(SOURCES) pyproject.toml
 	touch $@
 
 # This builds too; targets name `built` after it, so that later changes of the sources build only.
-$(VENV)/demo $(VENV)/test $(VENV)/full $(VENV)/dev $(VENV)/docs $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
+$(VENV)/demo $(VENV)/test $(VENV)/test-core $(VENV)/full $(VENV)/dev $(VENV)/docs $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
 	$(INSTALL) --editable ".[$*]"
 	touch $@ $(VENV)/built
 

@@ -1,0 +1,57 @@
+"""A pytest plugin: counts skips, and fails the run when it skips what tests/skips.txt does not list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+LIST = Path(__file__).resolve().parents[1] / "skips.txt"
+
+
+class Skips:
+    def __init__(self, allowed: list[tuple[str, str]]) -> None:
+        self.allowed = allowed
+        self.listed: list[str] = []
+        self.unlisted: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            # The longrepr of a skip is its file, line and reason.
+            reason = report.longrepr[2].removeprefix("Skipped: ")  # type: ignore[index,union-attr]
+            self.add(report.nodeid.split("[")[0], reason)
+
+    def add(self, test: str, reason: str) -> None:
+        known = any(fnmatchcase(test, tests) and fnmatchcase(reason, why) for tests, why in self.allowed)
+        (self.listed if known else self.unlisted).append(f"{test}: {reason}")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self) -> Iterator[None]:
+        # Workers of pytest-xdist do not report that a whole file is skipped, only that it fails.
+        report: pytest.CollectReport = yield
+        if report.skipped:
+            report.outcome, report.longrepr = "failed", f"a whole file is skipped: {report.longrepr}"
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        if self.unlisted and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        return (yield)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        total = len(self.listed) + len(self.unlisted)
+        terminalreporter.write_line(f"{total} skips, {len(self.unlisted)} of them not in {LIST.name}")
+        for line in sorted(set(self.unlisted)):
+            terminalreporter.write_line(f"not in {LIST.name}: {line}", red=True)
+
+
+def allowed() -> list[tuple[str, str]]:
+    lines = [line for line in LIST.read_text().splitlines() if line and not line.startswith("#")]
+    return [(tests, why.strip()) for tests, _, why in (line.partition(" ") for line in lines)]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Skips(allowed()))
