@@ -11,7 +11,7 @@ PYTHON_FILES := pynccl tests tools examples benchmarks
 # Warnings are errors here, and not for who builds the package by pip.
 export PYNCCL_WERROR := 1
 
-.PHONY: demo build test test-core test-pythons test-slow test-full test-gpu bench lint format docs generate wheel sanitize cpu-lib clean
+.PHONY: demo build test test-core test-pythons coverage test-slow test-full test-gpu bench lint format docs generate wheel sanitize cpu-lib clean
 
 # Two at a time: most tests wait, for processes that start or for time-outs.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -36,6 +36,10 @@ test-core: $(VENV)/test-core $(VENV)/built
 # The oldest Python that pynccl supports, and the newest one found, which runs in its development mode.
 test-pythons:
 	$(PYTHON) tools/pythons.py
+
+# Lines of Python, native/ and cpu/ that a part of the tests executes; fails below tools/coverage_floors.json.
+coverage: $(VENV)/test $(VENV)/built
+	$(BIN)/python tools/measure_coverage.py
 
 test-slow: $(VENV)/test $(VENV)/built
 	$(BIN)/python -m pynccl.torch build
@@ -85,7 +89,7 @@ cpu-lib: $(VENV)/base
 	$(BIN)/python pynccl/_build_ffi.py cpu forward
 
 clean:
-	rm -rf build dist $(VENV) *.egg-info pynccl/*.so pynccl/forward
+	rm -rf build dist $(VENV) .venv-* *.egg-info pynccl/*.so pynccl/forward
 
 # --- the virtual environment: one stamp per set of dependencies -------------------------------------------
 
