@@ -39,14 +39,15 @@ def candidates() -> Iterator[Path]:
 
 
 def version_of(python: Path) -> Version | None:
-    """Return the version of a Python that can build extensions; None for what does not run or cannot."""
+    """Return the version of a CPython that can build extensions; None for what does not run or cannot."""
     code = (
-        "import os, sys, sysconfig, venv\n"
-        "if not os.path.exists(os.path.join(sysconfig.get_path('include'), 'Python.h')): sys.exit(1)\n"
+        "import ensurepip, os, sys, sysconfig, venv\n"
+        "header = os.path.join(sysconfig.get_path('include'), 'Python.h')\n"
+        "if sys.implementation.name != 'cpython' or not os.path.exists(header): sys.exit(1)\n"
         "print(*sys.version_info[:2])"
     )
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=30)
-    if done.returncode or sys.implementation.name != "cpython":
+    if done.returncode:
         return None
     major, minor = done.stdout.split()
     return int(major), int(minor)
