@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -20,7 +20,7 @@ class Skips:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):
             # The longrepr of a skip is its file, line and reason.
-            reason = report.longrepr[2].removeprefix("Skipped: ")  # type: ignore[index,union-attr]
+            reason = report.longrepr[2].removeprefix("Skipped: ")  # type: ignore[index]
             self.add(report.nodeid.split("[")[0], reason)
 
     def add(self, test: str, reason: str) -> None:
@@ -28,18 +28,18 @@ class Skips:
         (self.listed if known else self.unlisted).append(f"{test}: {reason}")
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_make_collect_report(self) -> Iterator[None]:
+    def pytest_make_collect_report(self) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         # Workers of pytest-xdist do not report that a whole file is skipped, only that it fails.
-        report: pytest.CollectReport = yield
+        report = yield
         if report.skipped:
             report.outcome, report.longrepr = "failed", f"a whole file is skipped: {report.longrepr}"
         return report
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
         if self.unlisted and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        return (yield)
+        yield
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         total = len(self.listed) + len(self.unlisted)
