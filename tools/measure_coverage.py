@@ -55,7 +55,8 @@ exec "$@" -O1 --coverage -fprofile-update=atomic -fprofile-abs-path
 
 def run(*command: str | Path, **env: str) -> None:
     print(shlex.join(map(str, command)), flush=True)
-    subprocess.run(command, cwd=TREE, env=environment(**env), check=True)
+    if subprocess.run(command, cwd=TREE, env=environment(**env)).returncode:
+        raise SystemExit(f"failed: {shlex.join(map(str, command))}")
 
 
 def environment(**more: str) -> dict[str, str]:
