@@ -13,7 +13,7 @@ export PYNCCL_WERROR := 1
 # A build compiles all files of an extension of which one has changed; the others come from the cache.
 CACHED := $(if $(shell command -v ccache),CC="ccache $(CC)" CXX="ccache $(CXX)" CCACHE_NOHASHDIR=1)
 
-.PHONY: demo build test test-slow test-full test-gpu bench lint format docs generate wheel sanitize cpu-lib clean
+.PHONY: demo build test test-core test-pythons coverage test-slow test-full test-gpu bench lint format docs generate wheel sanitize cpu-lib clean
 
 # Two at a time: most tests wait, for processes that start or for time-outs.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -27,6 +27,21 @@ build: $(VENV)/built
 test: $(VENV)/test $(VENV)/built
 	$(BIN)/python -m pynccl.torch build
 	$(PYTEST) -m "not gpu and not full and not slow"
+
+# A quick part, to run once with each Python; torch is too large to be installed for each.
+CORE_TESTS := $(addprefix tests/,communicator/test_operations.py communicator/test_groups.py communicator/test_prepared.py \
+	library/test_capi.py package/test_import.py init/test_init.py)
+
+test-core: $(VENV)/test-core $(VENV)/built
+	TESTS_WITHOUT=torch PYTHONDEVMODE=$(DEVMODE) $(PYTEST) $(CORE_TESTS) -m "not gpu and not full and not slow"
+
+# The oldest Python that pynccl supports, and the newest one found, which runs in its development mode.
+test-pythons:
+	$(PYTHON) tools/pythons.py
+
+# Lines of Python, native/ and cpu/ that a part of the tests executes; fails below tools/coverage_floors.json.
+coverage: $(VENV)/test $(VENV)/built
+	$(BIN)/python tools/measure_coverage.py
 
 test-slow: $(VENV)/test $(VENV)/built
 	$(BIN)/python -m pynccl.torch build
@@ -77,7 +92,7 @@ cpu-lib: $(VENV)/base
 	$(CACHED) $(BIN)/python setup.py --quiet build_ext --inplace --only=pynccl.libpynccl_cpu,pynccl.forward.libnccl
 
 clean:
-	rm -rf build dist $(VENV) *.egg-info pynccl/*.so pynccl/forward
+	rm -rf build dist $(VENV) .venv-* *.egg-info pynccl/*.so pynccl/forward
 
 # --- the virtual environment: one stamp per set of dependencies -------------------------------------------
 
@@ -94,7 +109,7 @@ $(VENV)/built: $(VENV)/base $(SOURCES) pyproject.toml
 	touch $@
 
 # This builds too; targets name `built` after it, so that later changes of the sources build only.
-$(VENV)/demo $(VENV)/test $(VENV)/full $(VENV)/dev $(VENV)/docs $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
+$(VENV)/demo $(VENV)/test $(VENV)/test-core $(VENV)/full $(VENV)/dev $(VENV)/docs $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
 	$(INSTALL) --editable ".[$*]"
 	touch $@ $(VENV)/built
 

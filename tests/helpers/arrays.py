@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -90,7 +91,9 @@ def buffer_over(data: Array) -> pynccl.Buffer:
     return pynccl.Buffer(data.ctypes.data, data.size, data.dtype, owner=data)
 
 
-KINDS = (
+# `make test-core` leaves out torch, which is large.
+_WITHOUT = os.environ.get("TESTS_WITHOUT", "").split()
+_KINDS = (
     Kind("numpy", lambda data: data, lambda array: array, True),
     Kind("torch", torch_over, host_of_torch, True),
     Kind("cupy", cupy_over, host_of_cupy, True),
@@ -99,6 +102,7 @@ KINDS = (
     Kind("memoryview", memoryview, np.asarray, True, NARROW),
     Kind("buffer", buffer_over, lambda buffer: buffer.owner, False),
 )
+KINDS = tuple(kind for kind in _KINDS if kind.name not in _WITHOUT)
 
 
 def values(dtype: str, seed: int, shape: Any) -> Array:

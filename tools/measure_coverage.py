@@ -1,0 +1,159 @@
+"""Print how much of the Python, of native/ and of cpu/ the tests below execute, and fail below the floors.
+
+A copy of the sources in build/coverage is compiled for gcov and tested there. Its Python adds that copy, and
+coverage.py, to the packages of the Python that runs this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = ROOT / "tools" / "coverage_floors.json"
+FOLDER = ROOT / "build" / "coverage"
+TREE, VENV = FOLDER / "tree", FOLDER / "venv"
+PYTHON = VENV / "bin" / "python"
+NOT_COPIED = (".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.so.*", "forward")
+
+# What reaches most in the least time: these files take some five minutes of two cores. pynccl/torch, whose
+# compilation alone takes minutes, is left out.
+TESTS = (
+    "tests/library/test_capi.py",
+    "tests/library/test_errors.py",
+    "tests/communicator/test_operations.py",
+    "tests/communicator/test_communicator.py",
+    "tests/communicator/test_config.py",
+    "tests/communicator/test_end.py",
+    "tests/communicator/test_groups.py",
+    "tests/conformance/test_memory.py",
+    "tests/conformance/test_streams.py",
+    "tests/trace/test_trace.py",
+    "tests/watch/test_watchdog.py",
+    "tests/store/test_store.py",
+    "tests/init/test_init.py",
+)
+
+COMPILERS = {"CC": "gcc", "CXX": "g++"}
+# Stands before the compiler, so that its options come last: -O1 instead of the package's -O3.
+COMPILE = """\
+#!/bin/sh
+exec "$@" -O1 --coverage -fprofile-update=atomic -fprofile-abs-path
+"""
+
+
+def run(*command: str | Path, **env: str) -> None:
+    print(shlex.join(map(str, command)), flush=True)
+    if subprocess.run(command, cwd=TREE, env=environment(**env)).returncode:
+        raise SystemExit(f"failed: {shlex.join(map(str, command))}")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {"COVERAGE_FILE": str(FOLDER / "data")} | more
+
+
+def copy_sources() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    shutil.copytree(ROOT, TREE, ignore=shutil.ignore_patterns(*NOT_COPIED))
+
+
+def make_environment() -> None:
+    """Make a Python that has the copy, then the packages of this Python, which may have pynccl too."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", VENV], check=True)
+    (site,) = VENV.glob("lib/python*/site-packages")
+    packages = sysconfig.get_path("purelib")
+    (site / "coverage_of_pynccl.pth").write_text(f"{TREE}\nimport site; site.addsitedir({packages!r})\n")
+    # Programs such as mpirun are looked for beside the interpreter.
+    for program in Path(sys.executable).parent.iterdir():
+        link = VENV / "bin" / program.name
+        if not link.exists():
+            link.symlink_to(program)
+
+
+def build() -> None:
+    setup = ["setup.py"] if (TREE / "setup.py").exists() else ["-c", "import setuptools; setuptools.setup()"]
+    wrapper = FOLDER / "compile"
+    wrapper.write_text(COMPILE)
+    wrapper.chmod(0o755)
+    compilers = {name: f"{wrapper} {os.environ.get(name, default)}" for name, default in COMPILERS.items()}
+    run(PYTHON, *setup, "--quiet", "build_ext", "--inplace", **compilers)
+
+
+def test() -> None:
+    options = ["-n", "2", "--dist", "loadfile", "-q", "-m", "not gpu and not full and not slow"]
+    run(PYTHON, "-m", "coverage", "run", "-m", "pytest", *options, *TESTS)
+
+
+def python_share() -> float:
+    run(PYTHON, "-m", "coverage", "combine", "--quiet")
+    report = FOLDER / "python.json"
+    run(PYTHON, "-m", "coverage", "json", "--quiet", "-o", report)
+    run(PYTHON, "-m", "coverage", "report", "--skip-covered", "--sort=cover")
+    return float(json.loads(report.read_text())["totals"]["percent_covered"])
+
+
+def gcov(notes: Path) -> list[dict[str, Any]]:
+    """Return the files of one object: their lines, and how often each was executed."""
+    command = [os.environ.get("GCOV", "gcov"), "--json-format", "--stdout", str(notes)]
+    done = subprocess.run(command, cwd=notes.parent, capture_output=True, check=True)
+    files: list[dict[str, Any]] = json.loads(done.stdout)["files"]
+    return files
+
+
+def executed() -> Iterator[tuple[Path, Counter[int]]]:
+    """Yield each source of the copy, with its lines; a header's are those of all objects together."""
+    sources: dict[Path, Counter[int]] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for files in pool.map(gcov, sorted(TREE.glob("build/**/*.gcno"))):
+            for file in files:
+                lines = sources.setdefault(Path(file["file"]), Counter())
+                for line in file["lines"]:
+                    lines[line["line_number"]] += line["count"]
+    yield from sorted(sources.items())
+
+
+def native_shares() -> dict[str, float]:
+    """Return the shares of native/ and cpu/, and print those of their files."""
+    lines, hit = Counter[str](), Counter[str]()
+    for source, counts in executed():
+        if not counts or not source.is_relative_to(TREE / "pynccl"):
+            continue
+        part = source.relative_to(TREE / "pynccl").parts[0]
+        reached = sum(count > 0 for count in counts.values())
+        lines[part] += len(counts)
+        hit[part] += reached
+        share = reached / len(counts)
+        print(f"{source.relative_to(TREE)!s:45} {len(counts):6} {len(counts) - reached:6} {share:7.0%}")
+    return {part: 100 * hit[part] / lines[part] for part in lines}
+
+
+def main() -> int:
+    start = time.monotonic()
+    copy_sources()
+    make_environment()
+    build()
+    print(f"built in {time.monotonic() - start:.0f} s", flush=True)
+    test()
+    shares = native_shares() | {"python": python_share()}
+    floors = json.loads(FLOORS.read_text())
+    fallen = [part for part, floor in floors.items() if shares[part] < floor]
+    for part, floor in floors.items():
+        fell = "  FELL" if part in fallen else ""
+        print(f"{part}: {shares[part]:.1f} % of the lines; at least {floor} % are due{fell}")
+    print(f"in {time.monotonic() - start:.0f} s")
+    return 1 if fallen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
