@@ -157,6 +157,7 @@ int run_each(doctest::Context& context, const std::vector<std::string>& tests) {
   }
   size_t failed = 0;
   std::vector<Run> running;
+  if (tests.empty()) fprintf(stderr, "the options choose no test case\n");
   for (const std::string& name : tests) {
     running.emplace_back(context, name, root);
     while (running.size() >= at_once) failed += !ended_well(running);
