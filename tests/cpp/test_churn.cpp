@@ -37,15 +37,14 @@ Held settled() {
 }
 
 void check_growth(const Held& early, const Held& late, long cycles) {
+  INFO(formatted(
+      "in %ld cycles: memory %ld to %ld KiB (heap %ld to %ld), threads %ld to %ld, files %ld to %ld", cycles,
+      early.has.kib, late.has.kib, early.heap_kib, late.heap_kib, early.has.threads, late.has.threads,
+      early.has.files, late.has.files));
   CHECK(settles_to(early.has));
-  bool grew =
-      !kSanitized && (late.has.kib > early.has.kib + kMostKib || late.heap_kib > early.heap_kib + kMostKib);
-  CHECK(!grew);
-  if (!grew && failures == 0) return;
-  fprintf(stderr,
-          "in %ld cycles: memory %ld to %ld KiB (heap %ld to %ld), threads %ld to %ld, files %ld to %ld\n",
-          cycles, early.has.kib, late.has.kib, early.heap_kib, late.heap_kib, early.has.threads,
-          late.has.threads, early.has.files, late.has.files);
+  if (kSanitized) return;
+  CHECK(late.has.kib <= early.has.kib + kMostKib);
+  CHECK(late.heap_kib <= early.heap_kib + kMostKib);
 }
 
 // What the first fifth of the cycles needs, the rest must not add to.

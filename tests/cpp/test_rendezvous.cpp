@@ -34,8 +34,6 @@ TEST_CASE("ids cost nothing") {
   for (int i = 0; i < scaled(200000, 200000, 20000); ++i) OK(ncclGetUniqueId(&id));
   CHECK(!gauge.grew_beyond(4096));
   double after = creation();
-  if (after > 10 * before + 1e-3)
-    fprintf(stderr, "a creation takes %.2f ms, took %.2f\n", after * 1e3, before * 1e3);
   CHECK(after < 10 * before + 1e-3);
   Gauge idle;
   pause_for(1);
@@ -158,8 +156,7 @@ TEST_CASE("several roots name who is missing") {
       std::string text = ncclGetLastError(nullptr);
       // The shares are ranks 0 to 2, 3 to 4 and 5 to 6.
       bool named = contains(text, "missing rank " + std::to_string(absent));
-      if (!named) fprintf(stderr, "rank %d without %d: %s\n", rank, absent, text.c_str());
-      CHECK(named);
+      CHECK_MESSAGE(named, "rank ", rank, " without ", absent, ": ", text);
     });
 }
 
@@ -170,8 +167,7 @@ TEST_CASE("several roots name a share that is missing") {
     CHECK_EQ(int(result), int(ncclTimeout));
     std::string text = ncclGetLastError(nullptr);
     bool named = contains(text, "ranks 1 to 1 at id 1");
-    if (!named) fprintf(stderr, "rank %d: %s\n", rank, text.c_str());
-    CHECK(named);
+    CHECK_MESSAGE(named, "rank ", rank, ": ", text);
   });
 }
 

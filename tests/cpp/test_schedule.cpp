@@ -415,10 +415,9 @@ TEST_CASE("every collective over every wire") {
             if (!in_place || func != Func::AlltoAll)
               cases.push_back({func, RedKind::Sum, ncclFloat32, n - 1, count, in_place});
           bool right = run_program(world, cases);
-          CHECK(right);
-          if (right) continue;
-          fprintf(stderr, "wire %d, %d ranks, %s, count %zu\n", int(wire), n, func_name(func), count);
-          return;
+          CHECK_MESSAGE(right,
+                        formatted("wire %d, %d ranks, %s, count %zu", int(wire), n, func_name(func), count));
+          if (!right) return;
         }
 }
 
@@ -430,9 +429,7 @@ TEST_CASE("random programs") {
     std::vector<Case> cases;
     for (int i = 0; i < 25; ++i)
       cases.push_back(random_case(random, shape.nranks, {0, 1, 7, 16, 63, 500, 3000}));
-    bool right = run_program(world, cases);
-    CHECK(right);
-    if (!right) fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(seed));
+    CHECK_MESSAGE(run_program(world, cases), "seed ", seed);
   }
 }
 

@@ -26,8 +26,6 @@ void endures(const Gauge& quiet, Job& two, Job& three) {
     close(fd);
   }
   double share = during.share();
-  if (most > quiet.descriptors + 70 || share > 0.25)
-    fprintf(stderr, "%d descriptors, before %d; %.0f %% of a core\n", most, quiet.descriptors, 100 * share);
   CHECK(most <= quiet.descriptors + 70);
   CHECK(share < 0.25);
   two.run();

@@ -117,8 +117,7 @@ TEST_CASE("many ranks with few descriptors") {
     if (!ok) {
       CHECK(!contains(text, "died"));
       CHECK_EQ(std::string(name_of(r)), std::string("ncclSystemError"));
-      CHECK(names);
-      if (!names) fprintf(stderr, "rank %d: %s: %s\n", rank, name_of(r), text.c_str());
+      CHECK_MESSAGE(names, "rank ", rank, ": ", text);
     }
     made += ok;
     named += names;
