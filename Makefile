@@ -110,7 +110,7 @@ SANITIZE_FLAGS := -std=c++17 -O1 -g -Ipynccl -Ipynccl/cpu -fno-omit-frame-pointe
 
 DOCTEST := /usr/include/doctest/doctest.h
 $(DOCTEST):
-	@echo "make sanitize needs the test framework doctest: apt-get install doctest-dev"; exit 1
+	@echo "tests/cpp needs $@, which is not there: install doctest 2.4 (Debian and Ubuntu: apt-get install doctest-dev)"; exit 1
 
 sanitize: $(foreach s,$(SANITIZERS),$(CXX_TESTS:%=run-$(s)-%))
 
