@@ -1,4 +1,4 @@
-// What every test has besides doctest: text, files, and children whose checks count.
+// Helpers of all tests: variables, files, and forked children whose failed checks fail the test.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -24,13 +24,13 @@ namespace testing {
 
 namespace fs = std::filesystem;
 
-// Checks of this process that failed. A forked child starts from 0, and its exit status tells its parent.
+// The failed checks of this process. A forked child counts its own and reports them by its exit status.
 extern std::atomic<int> failures;
 
-// An empty directory of the running test.
+// The running test's own directory, empty at its start.
 extern fs::path scratch;
 
-// For a program whose tests mostly wait: `const AtOnce kAtOnce(3);` runs three of them at once.
+// A program whose tests mostly wait runs three of them at once by `const AtOnce kAtOnce(3);`.
 struct AtOnce {
   explicit AtOnce(size_t tests);
 };
@@ -41,7 +41,7 @@ inline bool contains(const std::string& text, const std::string& part) {
 
 inline void set(const char* name, const char* value) { setenv(name, value, 1); }
 
-// A variable that sets how much a test does, read before a test's own environment is cleaned.
+// A variable that sets how much a test does. Read it before main, which cleans the environment of each test.
 inline long from_environment(const char* name, long otherwise) {
   const char* value = getenv(name);
   return value ? atol(value) : otherwise;
@@ -63,8 +63,8 @@ __attribute__((format(printf, 1, 2))) inline std::string formatted(const char* f
   return text;
 }
 
-// What a forked child does, and its exit status. An exception must not reach the frames of its parent, whose
-// threads are not here: it ends the child.
+// Runs `body` in a forked child and returns its exit status. noexcept: an exception ends the child, because
+// it must not unwind the frames of the parent, whose threads do not exist here.
 template <typename Body>
 int status_of(Body body) noexcept {
   failures = 0;

@@ -1,7 +1,9 @@
-// The program around each test_*.cpp: doctest, with a process for each test case, so that none sees another's
-// environment or state. Its options choose the test cases: `-tc=*fork*`, and --help shows the others.
+// The main program of every test_*.cpp. It runs each doctest test case in a process of its own, so that no
+// test sees another's environment or state. doctest's options choose the test cases, for example
+// `-tc=*fork*`.
 
-// Tests have children that are meant to abort, and the sanitizers report crashes themselves.
+// doctest installs no signal handlers: tests abort children on purpose, and sanitizers report crashes
+// themselves.
 #define DOCTEST_CONFIG_NO_POSIX_SIGNALS
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <sys/prctl.h>
@@ -23,8 +25,8 @@ size_t at_once = 1;
 int started = 0;
 std::vector<std::string> listed;
 
-// What doctest tells no program that only runs it: which test cases the options choose, how many have
-// started, and how many checks have failed so far.
+// Records what doctest reports to listeners only: the test cases that the options choose, the number of test
+// cases started, and the number of checks failed so far.
 class Listener final : public doctest::IReporter {
  public:
   explicit Listener(const doctest::ContextOptions&) {}

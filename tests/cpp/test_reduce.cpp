@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cfenv>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
