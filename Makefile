@@ -126,6 +126,10 @@ tsan_RUN := TSAN_OPTIONS=die_after_fork=0:halt_on_error=1 setarch $(shell uname 
 CXX_TESTS := $(basename $(notdir $(wildcard tests/cpp/test_*.cpp)))
 SANITIZE_FLAGS := -std=c++17 -O1 -g -Ipynccl -Ipynccl/cpu -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror -MMD -MP
 
+DOCTEST := /usr/include/doctest/doctest.h
+$(DOCTEST):
+	@echo "tests/cpp needs $@, which is not there: install doctest 2.4 (Debian and Ubuntu: apt-get install doctest-dev)"; exit 1
+
 sanitize: $(foreach s,$(SANITIZERS),$(CXX_TESTS:%=run-$(s)-%))
 
 define sanitizer
@@ -133,11 +137,11 @@ build/$(1)/%.o: pynccl/cpu/%.cpp
 	@mkdir -p $$(@D)
 	$$(CXX) $$(SANITIZE_FLAGS) $$($(1)_FLAGS) -c $$< -o $$@
 
-build/$(1)/test_%.o: tests/cpp/test_%.cpp
+build/$(1)/%.o: tests/cpp/%.cpp | $(DOCTEST)
 	@mkdir -p $$(@D)
 	$$(CXX) $$(SANITIZE_FLAGS) $$($(1)_FLAGS) -c $$< -o $$@
 
-build/$(1)/%: build/$(1)/%.o $(CPU:pynccl/cpu/%.cpp=build/$(1)/%.o)
+build/$(1)/%: build/$(1)/%.o build/$(1)/main.o $(CPU:pynccl/cpu/%.cpp=build/$(1)/%.o)
 	$$(CXX) $$($(1)_FLAGS) -pthread $$^ -o $$@
 
 .PRECIOUS: build/$(1)/%.o

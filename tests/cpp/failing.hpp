@@ -38,8 +38,9 @@ inline thread_local long allowance = -1;
 // The test's own code must not fail: a thread of the test says so, and takes it back inside the library.
 inline thread_local bool exempt = false;
 
-// Before main, dlsym may not be there yet.
-inline bool in_main = false;
+// Before this program's own constructors run, dlsym may not be there yet.
+inline bool started = false;
+__attribute__((constructor)) inline void start() { started = true; }
 
 inline void arm(Kind which, long k, long several = 1) {
   fired = false;
@@ -137,7 +138,7 @@ UNSEEN int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, v
   REAL(pthread_create, thread, attributes, body, argument);
 }
 UNSEEN void* mmap(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) noexcept {
-  if (!failing::in_main)
+  if (!failing::started)
     return reinterpret_cast<void*>(syscall(SYS_mmap, at, bytes, protection, flags, fd, offset));
   if (failing::fails(failing::kMap)) return errno = ENOMEM, MAP_FAILED;
   REAL(mmap, at, bytes, protection, flags, fd, offset);

@@ -9,7 +9,7 @@
 #include <chrono>
 #include <fstream>
 
-#include "harness.hpp"
+#include "helpers.hpp"
 
 namespace testing {
 

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "base/nccl.hpp"
-#include "harness.hpp"
+#include "helpers.hpp"
 
 namespace testing {
 
@@ -40,9 +40,9 @@ inline const char* name_of(ncclResult_t r) {
 
 inline bool check_result(ncclResult_t got, ncclResult_t want, const char* call, const char* file, int line) {
   if (got == want) return true;
-  fprintf(stderr, "%s:%d: failed: %s is %s, expected %s; last error: %s\n", file, line, call, name_of(got),
-          name_of(want), got == ncclSuccess ? "" : ncclGetLastError(nullptr));
-  ++failures;
+  ADD_FAIL_CHECK_AT(file, line,
+                    formatted("%s is %s, expected %s; last error: %s", call, name_of(got), name_of(want),
+                              got == ncclSuccess ? "" : ncclGetLastError(nullptr)));
   return false;
 }
 #define OK(call) check_result((call), ncclSuccess, #call, __FILE__, __LINE__)
@@ -51,8 +51,7 @@ inline bool check_result(ncclResult_t got, ncclResult_t want, const char* call, 
 // The part must be in the text; the message shows both.
 inline void check_contains(const std::string& text, const std::string& part, const char* file, int line) {
   if (contains(text, part)) return;
-  fprintf(stderr, "%s:%d: failed: \"%s\" does not say \"%s\"\n", file, line, text.c_str(), part.c_str());
-  ++failures;
+  ADD_FAIL_CHECK_AT(file, line, "\"", text, "\" does not say \"", part, "\"");
 }
 #define SAYS(text, part) check_contains((text), (part), __FILE__, __LINE__)
 
@@ -136,10 +135,7 @@ inline void as_processes(int nranks, const std::function<void(int rank)>& body) 
     pid_t pid = fork();
     if (pid == 0) {
       gate.wait();
-      failures = 0;
-      body(r);
-      fflush(nullptr);
-      _exit(failures == 0 ? 0 : 1);
+      _exit(status_of([&] { body(r); }));
     }
     pids.push_back(pid);
   }

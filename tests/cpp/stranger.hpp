@@ -58,7 +58,7 @@ inline std::string unix_listener() {
     if (sscanf(line.c_str(), "%*s %*s %*s %x %*s %*s %lu %127s", &flags, &inode, name) != 3) continue;
     if (flags == 0x10000 && name[0] == '@' && std::count(mine.begin(), mine.end(), inode)) return name + 1;
   }
-  CHECK(!"this process listens on no Unix socket");
+  FAIL_CHECK("this process listens on no Unix socket");
   return "";
 }
 
@@ -115,7 +115,7 @@ inline void put(int fd, const T& what) {
 inline int connect_patiently(const sockaddr_in& to) {
   for (double until = now() + 20; now() < until; pause_for(0.01))
     if (int fd = connect_tcp(to); fd >= 0) return fd;
-  CHECK(!"nobody listens");
+  FAIL_CHECK("nobody listens");
   return -1;
 }
 

@@ -83,7 +83,7 @@ void aborts_and_unmaps(ncclUniqueId id, int rank, int round, Issue issue) {
     wait_microseconds(after);
   else if (r == ncclSuccess)
     r = synchronize(comm, nullptr, 20000);
-  CHECK(r == ncclSuccess || r == ncclRemoteError || r == ncclInvalidUsage);
+  CHECK((r == ncclSuccess || r == ncclRemoteError || r == ncclInvalidUsage));
   OK(ncclCommAbort(comm));
 }
 
@@ -98,15 +98,10 @@ void in_rounds(int rounds, AsRanks as_ranks) {
   }
 }
 
-void by_threads() { in_rounds(scaled(400, 100, 50), as_threads); }
+TEST_CASE("by threads") { in_rounds(scaled(400, 100, 50), as_threads); }
 
 // What another process reads of memory that is gone is an error of the reader's; it must not be told that a
 // buffer was too small.
-void by_processes() { in_rounds(scaled(100, 20, 10), as_processes); }
+TEST_CASE("by processes") { in_rounds(scaled(100, 20, 10), as_processes); }
 
 }  // namespace
-
-int main() {
-  const Test tests[] = {TEST(by_threads), TEST(by_processes)};
-  return run_all(tests, sizeof tests / sizeof *tests);
-}

@@ -76,7 +76,7 @@ void group_loses_one(const std::vector<ncclComm_t>& handles, bool blocking) {
   std::thread([&] { OK(ncclCommAbort(handles[0])); }).join();
   ncclResult_t r = ncclGroupEnd();
   if (!blocking) return void(RESULT(r, ncclInProgress));
-  CHECK(r != ncclSuccess && r != ncclInProgress);
+  CHECK((r != ncclSuccess && r != ncclInProgress));
 }
 
 bool at_rest(ncclComm_t comm) {
@@ -90,7 +90,7 @@ bool at_rest(ncclComm_t comm) {
 void end_all(const std::vector<ncclComm_t>& handles, const std::vector<ncclComm_t>& made,
              ncclResult_t (*end)(ncclComm_t), size_t ended) {
   for (size_t i = 0; i < handles.size(); ++i) {
-    CHECK(made[i] == nullptr || made[i] == handles[i]);
+    CHECK((made[i] == nullptr || made[i] == handles[i]));
     CHECK(at_rest(handles[i]));
     bool left = made[i] != nullptr && i >= ended;
     RESULT(end(handles[i]), left ? ncclSuccess : ncclInvalidArgument);
@@ -134,12 +134,12 @@ void create_in_vain(Mishap mishap, bool loses_one) {
   CHECK(settles_to(before));
 }
 
-void in_a_group_that_fails() { create_in_vain(group_fails, false); }
-void in_a_group_that_is_simulated() { create_in_vain(group_is_simulated, false); }
-void in_a_group_that_loses_one() { create_in_vain(group_loses_one, true); }
+TEST_CASE("in a group that fails") { create_in_vain(group_fails, false); }
+TEST_CASE("in a group that is simulated") { create_in_vain(group_is_simulated, false); }
+TEST_CASE("in a group that loses one") { create_in_vain(group_loses_one, true); }
 
 // The thread that opened the group ends with it still open: nobody will ever run what it holds.
-void in_a_group_that_is_left_open() {
+TEST_CASE("in a group that is left open") {
   for (ncclComm_t comm : together(2)) OK(ncclCommDestroy(comm));
   Has before = process_has();
   for (auto end : {ncclCommAbort, ncclCommDestroy}) {
@@ -157,7 +157,7 @@ void in_a_group_that_is_left_open() {
 }
 
 // A destruction that a group holds, whose thread ends: it is taken back.
-void a_destruction_in_a_group_that_is_left_open() {
+TEST_CASE("a destruction in a group that is left open") {
   for (auto end : {ncclCommAbort, ncclCommDestroy}) {
     alarm(30);
     ncclComm_t comm = alone();
@@ -171,10 +171,3 @@ void a_destruction_in_a_group_that_is_left_open() {
 }
 
 }  // namespace
-
-int main() {
-  const Test tests[] = {TEST(in_a_group_that_fails), TEST(in_a_group_that_is_simulated),
-                        TEST(in_a_group_that_loses_one), TEST(in_a_group_that_is_left_open),
-                        TEST(a_destruction_in_a_group_that_is_left_open)};
-  return run_all(tests, sizeof tests / sizeof *tests);
-}

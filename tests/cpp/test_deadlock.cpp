@@ -43,7 +43,7 @@ void expect_deadlock(const std::vector<std::function<ncclResult_t()>>& calls, co
     for (int comm : comms) SAYS(text, called(comm));
     return;
   }
-  CHECK(!"a deadlocked rank has an error");
+  FAIL_CHECK("a deadlocked rank has no error");
 }
 
 void abort_all(std::initializer_list<ncclComm_t> comms) {
@@ -74,10 +74,10 @@ void opposite_order(Run run, bool wait_between) {
   CHECK(watch.seconds() < 60);
 }
 
-void opposite_order_on_a_stream() { opposite_order(as_threads, false); }
-void opposite_order_one_call_after_the_other() { opposite_order(as_threads, true); }
-void opposite_order_on_a_stream_in_processes() { opposite_order(as_processes, false); }
-void opposite_order_one_call_after_the_other_in_processes() { opposite_order(as_processes, true); }
+TEST_CASE("opposite order on a stream") { opposite_order(as_threads, false); }
+TEST_CASE("opposite order one call after the other") { opposite_order(as_threads, true); }
+TEST_CASE("opposite order on a stream in processes") { opposite_order(as_processes, false); }
+TEST_CASE("opposite order one call after the other in processes") { opposite_order(as_processes, true); }
 
 // Communicator c has the ranks c and c+1. Each rank calls on the one it has with its successor first.
 void cycle_of_three(Run run, bool wait_between) {
@@ -101,12 +101,12 @@ void cycle_of_three(Run run, bool wait_between) {
   });
 }
 
-void cycle_over_three_communicators() { cycle_of_three(as_threads, false); }
-void cycle_over_three_communicators_one_call_after_the_other() { cycle_of_three(as_threads, true); }
-void cycle_over_three_communicators_in_processes() { cycle_of_three(as_processes, false); }
+TEST_CASE("cycle over three communicators") { cycle_of_three(as_threads, false); }
+TEST_CASE("cycle over three communicators one call after the other") { cycle_of_three(as_threads, true); }
+TEST_CASE("cycle over three communicators in processes") { cycle_of_three(as_processes, false); }
 
 // The order is made by an event: rank 0's stream for `b` waits for its stream for `a`.
-void an_event_closes_the_cycle() {
+TEST_CASE("an event closes the cycle") {
   ncclUniqueId ids[] = {new_id(), new_id()};
   Meeting all_ended(2);
   as_threads(2, [&](int rank) {
@@ -134,7 +134,7 @@ void an_event_closes_the_cycle() {
 // ---- what is no deadlock ----
 
 // The calls of `a` and `b` are in opposite order, on streams of their own: each rank has made both.
-void opposite_order_on_two_streams() {
+TEST_CASE("opposite order on two streams") {
   ncclUniqueId ids[] = {new_id(), new_id()};
   as_threads(2, [&](int rank) {
     ncclComm_t comm[] = {join(ids[0], 2, rank), join(ids[1], 2, rank)};
@@ -175,11 +175,11 @@ void another_thread_makes_the_missing_call(Run run) {
     OK(pyncclCpuStreamDestroy(stream));
   });
 }
-void another_thread_of_a_thread_rank_calls() { another_thread_makes_the_missing_call(as_threads); }
-void another_thread_of_a_process_calls() { another_thread_makes_the_missing_call(as_processes); }
+TEST_CASE("another thread of a thread rank calls") { another_thread_makes_the_missing_call(as_threads); }
+TEST_CASE("another thread of a process calls") { another_thread_makes_the_missing_call(as_processes); }
 
 // Rank 0 is late for both communicators, on which rank 1 waits with a thread and a stream each.
-void a_slow_rank_is_waited_for() {
+TEST_CASE("a slow rank is waited for") {
   ncclUniqueId ids[] = {new_id(), new_id()};
   as_processes(2, [&](int rank) {
     ncclComm_t comm[] = {join(ids[0], 2, rank), join(ids[1], 2, rank)};
@@ -198,7 +198,7 @@ void a_slow_rank_is_waited_for() {
 }
 
 // Rank 1 is in `b` with a third rank that is slow; rank 0 waits for rank 1 in `a`: a chain, no cycle.
-void a_chain_is_waited_for() {
+TEST_CASE("a chain is waited for") {
   ncclUniqueId ids[] = {new_id(), new_id()};
   as_processes(3, [&](int rank) {
     Buffers x;
@@ -251,8 +251,9 @@ void different_calls(Derive of_rank_0, Derive of_rank_1, bool third_joins) {
       ncclResult_t r = (rank == 1 ? of_rank_1 : of_rank_0)(rank, parent, &made);
       std::string text = last_error();
       RESULT(r, ncclInvalidUsage);
-      CHECK(contains(text, "called another function") || contains(text, "the ranks called different things"));
-      if (failures) fprintf(stderr, "rank %d: %s\n", rank, text.c_str());
+      CHECK_MESSAGE(
+          (contains(text, "called another function") || contains(text, "the ranks called different things")),
+          "rank ", rank, ": ", text);
       CHECK(watch.seconds() < 10);
       CHECK(made == nullptr);
     }
@@ -261,36 +262,14 @@ void different_calls(Derive of_rank_0, Derive of_rank_1, bool third_joins) {
   });
 }
 
-void split_and_shrink() { different_calls(split, shrink, true); }
-void split_and_shrink_without_the_third() { different_calls(split, shrink, false); }
-void shrink_and_split() { different_calls(shrink, split, false); }
-void split_and_grow() { different_calls(split, grow, true); }
-void grow_and_split() { different_calls(grow, split, true); }
-void grow_and_shrink() { different_calls(grow, shrink, true); }
-void split_and_suspend() { different_calls(split, suspend, true); }
+TEST_CASE("split and shrink") { different_calls(split, shrink, true); }
+TEST_CASE("split and shrink without the third") { different_calls(split, shrink, false); }
+TEST_CASE("shrink and split") { different_calls(shrink, split, false); }
+TEST_CASE("split and grow") { different_calls(split, grow, true); }
+TEST_CASE("grow and split") { different_calls(grow, split, true); }
+TEST_CASE("grow and shrink") { different_calls(grow, shrink, true); }
+TEST_CASE("split and suspend") { different_calls(split, suspend, true); }
+
+const AtOnce kAtOnce(6);
 
 }  // namespace
-
-int main() {
-  const Test tests[] = {TEST(opposite_order_on_a_stream),
-                        TEST(opposite_order_one_call_after_the_other),
-                        TEST(opposite_order_on_a_stream_in_processes),
-                        TEST(opposite_order_one_call_after_the_other_in_processes),
-                        TEST(cycle_over_three_communicators),
-                        TEST(cycle_over_three_communicators_one_call_after_the_other),
-                        TEST(cycle_over_three_communicators_in_processes),
-                        TEST(an_event_closes_the_cycle),
-                        TEST(opposite_order_on_two_streams),
-                        TEST(another_thread_of_a_thread_rank_calls),
-                        TEST(another_thread_of_a_process_calls),
-                        TEST(a_slow_rank_is_waited_for),
-                        TEST(a_chain_is_waited_for),
-                        TEST(split_and_shrink),
-                        TEST(split_and_shrink_without_the_third),
-                        TEST(shrink_and_split),
-                        TEST(split_and_grow),
-                        TEST(grow_and_split),
-                        TEST(grow_and_shrink),
-                        TEST(split_and_suspend)};
-  return run_all(tests, sizeof tests / sizeof *tests, 6);
-}

@@ -10,7 +10,7 @@ extern "C" const char* __asan_default_options() { return "detect_leaks=0"; }
 
 namespace {
 
-void finalized_one_after_another_in_one_thread() {
+TEST_CASE("finalized one after another in one thread") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "10");
   std::vector<ncclComm_t> comms = together(3);
   Stopwatch watch;
@@ -20,7 +20,7 @@ void finalized_one_after_another_in_one_thread() {
 }
 
 // The last one compares what all have issued.
-void finalized_in_one_thread_with_calls_that_differ() {
+TEST_CASE("finalized in one thread with calls that differ") {
   std::vector<ncclComm_t> comms = together(2);
   float x = 1;
   OK(ncclCommFinalize(comms[0]));
@@ -29,7 +29,7 @@ void finalized_in_one_thread_with_calls_that_differ() {
   for (ncclComm_t comm : comms) OK(ncclCommAbort(comm));
 }
 
-void finalized_and_destroyed_in_one_group() {
+TEST_CASE("finalized and destroyed in one group") {
   for (int round = 0; round < 20; ++round) {
     std::vector<ncclComm_t> comms = together(3);
     OK(ncclGroupStart());
@@ -42,7 +42,7 @@ void finalized_and_destroyed_in_one_group() {
   }
 }
 
-void a_rank_that_does_not_finalize_is_named() {
+TEST_CASE("a rank that does not finalize is named") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "1");
   ncclUniqueId id = new_id();
   Meeting done(2);
@@ -101,7 +101,7 @@ void dies(ncclComm_t) { _exit(failures ? 1 : 0); }
 void exits(ncclComm_t) { exit(failures ? 1 : 0); }
 void destroys(ncclComm_t comm) { OK(ncclCommDestroy(comm)); }
 
-void what_a_rank_sent_before_it_died() {
+TEST_CASE("what a rank sent before it died") {
   for (int round = 0; round < scaled(20, 5, 3); ++round)
     for (bool own_hosts : {false, true})
       for (size_t count : {kSmall, kLarge}) {
@@ -110,7 +110,7 @@ void what_a_rank_sent_before_it_died() {
       }
 }
 
-void what_a_rank_sent_before_it_exited() {
+TEST_CASE("what a rank sent before it exited") {
   for (auto end : {exits, destroys})
     for (bool late : {false, true})
       for (bool own_hosts : {false, true})
@@ -123,7 +123,7 @@ void what_a_rank_sent_before_it_exited() {
 }
 
 // Programs that exit without destroying, after the same collectives.
-void programs_that_exit() {
+TEST_CASE("programs that exit") {
   for (int round = 0; round < scaled(40, 10, 5) && failures == 0; ++round) {
     ncclUniqueId id = new_id();
     as_processes(3, [&](int rank) {
@@ -141,7 +141,7 @@ void programs_that_exit() {
 }
 
 // What was issued and nobody answers does not hold the exit for long, and is told as a death.
-void an_exit_with_calls_that_nobody_answers() {
+TEST_CASE("an exit with calls that nobody answers") {
   ncclUniqueId id = new_id();
   Meeting issued(2);
   as_processes(2, [&](int rank) {
@@ -162,15 +162,3 @@ void an_exit_with_calls_that_nobody_answers() {
 }
 
 }  // namespace
-
-int main() {
-  const Test tests[] = {TEST(finalized_one_after_another_in_one_thread),
-                        TEST(finalized_in_one_thread_with_calls_that_differ),
-                        TEST(finalized_and_destroyed_in_one_group),
-                        TEST(a_rank_that_does_not_finalize_is_named),
-                        TEST(what_a_rank_sent_before_it_died),
-                        TEST(what_a_rank_sent_before_it_exited),
-                        TEST(programs_that_exit),
-                        TEST(an_exit_with_calls_that_nobody_answers)};
-  return run_all(tests, sizeof tests / sizeof *tests);
-}

@@ -1,5 +1,6 @@
 // What a process has may run out: memory, threads, descriptors. Every exported function then answers with an
 // error that says what, and the process goes on.
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
@@ -58,7 +59,7 @@ bool names_ranks_or_memory(const std::string& text) {
          says_one_of(text, {"8000000", "bytes", "GiB", "MiB"});
 }
 
-void more_ranks_than_memory() {
+TEST_CASE("more ranks than memory") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "5");
   OK(ncclCommDestroy(alone()));
   for (int rank : {0, 7999999}) {
@@ -85,7 +86,7 @@ void more_ranks_than_memory() {
 }
 
 // The same as a child of a communicator that exists.
-void grown_beyond_memory() {
+TEST_CASE("grown beyond memory") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "5");
   ncclComm_t comm = alone(), grown = nullptr;
   ncclUniqueId id;
@@ -122,7 +123,7 @@ void expect_no_thread(ncclResult_t r) {
   CHECK(says_one_of(last_error(), {"thread"}));
 }
 
-void no_thread_for_the_service() {
+TEST_CASE("no thread for the service") {
   become_a_user();
   ncclUniqueId id;
   {
@@ -134,7 +135,7 @@ void no_thread_for_the_service() {
 }
 
 // Work may wait for a thread of its own, or be run by who synchronizes; what may not be is a crash.
-void no_thread_for_a_stream() {
+TEST_CASE("no thread for a stream") {
   become_a_user();
   ncclComm_t comm = alone();
   cudaStream_t stream;
@@ -152,7 +153,7 @@ void no_thread_for_a_stream() {
     ncclComm_t comms[2] = {};
     if (ncclResult_t r = ncclCommInitAll(comms, 2, nullptr); r != ncclSuccess) {
       expect_no_thread(r);
-      CHECK(comms[0] == nullptr && comms[1] == nullptr);
+      CHECK((comms[0] == nullptr && comms[1] == nullptr));
     } else {
       for (ncclComm_t c : comms) OK(ncclCommDestroy(c));
     }
@@ -179,7 +180,7 @@ bool names_descriptors(const std::string& text) {
 }
 
 // From none that is free to all that a communicator needs.
-void few_descriptors() {
+TEST_CASE("few descriptors") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "5");
   for (int spare = 0; spare < 20; ++spare) {
     auto with_few = [&] {
@@ -196,21 +197,20 @@ void few_descriptors() {
       if (r != ncclSuccess) {
         RESULT(r, ncclSystemError);
         CHECK(names_descriptors(text));
-        CHECK(comms[0] == nullptr && comms[1] == nullptr);
+        CHECK((comms[0] == nullptr && comms[1] == nullptr));
       }
       for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
       the_process_goes_on();
     };
     if (int status = in_child(with_few); status != 0) {
-      fprintf(stderr, "with %d descriptors to spare: %s %d\n", spare, status < 0 ? "signal" : "status",
-              abs(status));
-      ++failures;
+      FAIL_CHECK(formatted("with %d descriptors to spare: %s %d", spare, status < 0 ? "signal" : "status",
+                           abs(status)));
     }
   }
 }
 
 // A communicator that is there works on without a free descriptor, but for what needs one.
-void no_descriptor_left() {
+TEST_CASE("no descriptor left") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "5");
   std::vector<ncclComm_t> comms = together(2);
   float first[2] = {1, 2};
@@ -233,9 +233,9 @@ void no_descriptor_left() {
       }
       std::string text = last_error();
       named += names_descriptors(text);
-      if (contains(text, "died")) fprintf(stderr, "rank %d: %s\n", r, text.c_str()), ++failures;
+      if (contains(text, "died")) FAIL_CHECK(formatted("rank %d: %s", r, text.c_str()));
     });
-    CHECK(made == 2 || named > 0);
+    CHECK((made == 2 || named > 0));
   }
   CHECK(settles_to(before));
   for (ncclComm_t comm : comms) OK(ncclCommAbort(comm));
@@ -294,7 +294,7 @@ bool Rank::exchanged() {
   ncclResult_t got = LIBRARY(ncclRecv(other.data(), kLarge, ncclFloat32, 1 - rank, comm, nullptr));
   ok = did(got, "ncclRecv") && ok;
   ncclResult_t ended = LIBRARY(ncclGroupEnd());
-  CHECK(ok || ended != ncclSuccess);  // a group whose call failed fails
+  CHECK((ok || ended != ncclSuccess));  // a group whose call failed fails
   if (!did(ended, "ncclGroupEnd")) return false;
   DO(synchronize(comm, nullptr, 20000));
   CHECK_EQ(other.back(), float(1 - rank));
@@ -350,7 +350,7 @@ void end(End call, Handle& handle) {
     CHECK(*ncclGetLastError(nullptr) != '\0');
     r = LIBRARY(call(handle));
   }
-  CHECK(r == ncclSuccess || r == ncclInvalidArgument);
+  CHECK((r == ncclSuccess || r == ncclInvalidArgument));
   handle = nullptr;
 }
 
@@ -425,7 +425,7 @@ bool two_processes(bool own_hosts) {
   if (own_hosts) set("NCCL_HOSTID", "0");
   int ids[2];
   CHECK_EQ(pipe(ids), 0);
-  // The sanitizers' allocators do not survive a fork while another thread allocates (Gate in harness.hpp):
+  // The sanitizers' allocators do not survive a fork while another thread allocates (Gate in helpers.hpp):
   // the service's thread has done its work after a moment.
   if (kSanitized) usleep(20000);
   pid_t peer = fork();
@@ -465,7 +465,7 @@ long fail_each(failing::Kind kind, long stride, Scenario scenario, long several 
     failing::arm(kind, k, several);
     bool ok = scenario();
     failing::disarm();
-    CHECK(ok || failing::fired);
+    CHECK((ok || failing::fired));
     bool settled = settles_to(before);
     if (!settled)
       fprintf(stderr, "%s: %zu descriptors and %ld threads are left of %ld and %ld\n", current_step,
@@ -486,17 +486,16 @@ long fail_each_at_first(failing::Kind kind, long stride, Scenario scenario) {
       failing::arm(kind, k);
       bool ok = scenario();
       failing::disarm();
-      CHECK(ok || failing::fired);
-      if (!scenario()) fprintf(stderr, "%s: nothing succeeds after it\n", current_step), ++failures;
+      CHECK((ok || failing::fired));
+      if (!scenario()) FAIL_CHECK(formatted("%s: nothing succeeds after it", current_step));
       int result = failures ? 1 : failing::fired ? 77 : 0;
       fflush(nullptr);
       _exit(result);
     });
     if (status == 0) return k;
     if (status == 77) continue;
-    fprintf(stderr, "%s fails at place %ld of a new process: %s %d\n", failing::kNames[kind], k,
-            status < 0 ? "signal" : "status", abs(status));
-    ++failures;
+    FAIL_CHECK(formatted("%s fails at place %ld of a new process: %s %d", failing::kNames[kind], k,
+                         status < 0 ? "signal" : "status", abs(status)));
     return -1;
   }
 }
@@ -524,24 +523,13 @@ void failing_at_each_place() {
   CHECK(places > 0);
 }
 
-}  // namespace
+TEST_CASE("failing operator new") { failing_at_each_place<failing::kNew>(); }
+TEST_CASE("failing pthread_create") { failing_at_each_place<failing::kThread>(); }
+TEST_CASE("failing mmap") { failing_at_each_place<failing::kMap>(); }
+TEST_CASE("failing socket") { failing_at_each_place<failing::kSocket>(); }
+TEST_CASE("failing accept") { failing_at_each_place<failing::kAccept>(); }
+TEST_CASE("failing eventfd") { failing_at_each_place<failing::kEventfd>(); }
+TEST_CASE("failing epoll_create1") { failing_at_each_place<failing::kEpoll>(); }
+TEST_CASE("failing memfd_create") { failing_at_each_place<failing::kMemfd>(); }
 
-int main() {
-  failing::in_main = true;
-  using namespace failing;
-  const Test tests[] = {TEST(more_ranks_than_memory),
-                        TEST(grown_beyond_memory),
-                        TEST(no_thread_for_the_service),
-                        TEST(no_thread_for_a_stream),
-                        TEST(few_descriptors),
-                        TEST(no_descriptor_left),
-                        {"failing_operator_new", failing_at_each_place<kNew>},
-                        {"failing_pthread_create", failing_at_each_place<kThread>},
-                        {"failing_mmap", failing_at_each_place<kMap>},
-                        {"failing_socket", failing_at_each_place<kSocket>},
-                        {"failing_accept", failing_at_each_place<kAccept>},
-                        {"failing_eventfd", failing_at_each_place<kEventfd>},
-                        {"failing_epoll_create1", failing_at_each_place<kEpoll>},
-                        {"failing_memfd_create", failing_at_each_place<kMemfd>}};
-  return run_all(tests, sizeof tests / sizeof *tests);
-}
+}  // namespace

@@ -119,8 +119,7 @@ class BusyParent {
 void names_the_fork(const char* what) {
   std::string text = last_error();
   if (contains(text, "fork") || contains(text, "parent")) return;
-  fprintf(stderr, "%s: \"%s\" says nothing of the fork\n", what, text.c_str());
-  ++failures;
+  FAIL_CHECK(formatted("%s: \"%s\" says nothing of the fork", what, text.c_str()));
 }
 #define REFUSED(call)                  \
   do {                                 \
@@ -170,8 +169,7 @@ std::vector<std::string> library_files(const std::vector<std::pair<int, std::str
 
 void nothing_is_open(const std::vector<std::pair<int, std::string>>& before) {
   std::vector<std::string> left = library_files(before);
-  for (const std::string& file : left) fprintf(stderr, "a child has its parent's %s open\n", file.c_str());
-  CHECK(left.empty());
+  for (const std::string& file : left) FAIL_CHECK("a child has its parent's ", file, " open");
 }
 
 // A rank calls on its default stream and on one of its own.
@@ -210,9 +208,7 @@ void with_a_grandchild() {
   if (pid == 0) {
     alarm(20);
     at_step("grandchild");
-    failures = 0;
-    join_and_use(id, 2, 1);
-    _exit(failures == 0 ? 0 : 1);
+    _exit(status_of([&] { join_and_use(id, 2, 1); }));
   }
   join_and_use(id, 2, 0);
   CHECK_EQ(reap(pid, 25), 0);
@@ -266,14 +262,14 @@ void forks(BusyParent& parent, const Files& before, int count, Pause* maker = nu
   while (!children.empty()) reap_first();
 }
 
-void forks_while_four_threads_call() {
+TEST_CASE("forks while four threads call") {
   Files before = open_files();
   BusyParent parent;
   forks(parent, before, scaled(2000, 200, 40));
 }
 
 // The sockets and segments of a creation are not of any communicator yet.
-void forks_while_communicators_come_and_go() {
+TEST_CASE("forks while communicators come and go") {
   Files before = open_files();
   BusyParent parent;
   std::atomic<bool> stop{false}, ended{false};
@@ -292,17 +288,18 @@ void forks_while_communicators_come_and_go() {
 }
 
 // The parent goes on as if nothing had been forked, and a child that calls nothing keeps no peer alive.
-void a_fork_leaves_the_parent_as_it_was() {
+TEST_CASE("a fork leaves the parent as it was") {
   std::vector<ncclComm_t> comms = together(2);
   as_threads(2, [&](int r) { use(comms[size_t(r)], 2); });
   Has before = process_has();
   pid_t pid = fork();
   if (pid == 0) {
     alarm(20);
-    int n;
-    ncclCommCount(comms[0], &n);
-    own_communicators(2);
-    _exit(failures == 0 ? 0 : 1);
+    _exit(status_of([&] {
+      int n;
+      ncclCommCount(comms[0], &n);
+      own_communicators(2);
+    }));
   }
   as_threads(2, [&](int r) { use(comms[size_t(r)], 2); });
   CHECK_EQ(reap(pid, 25), 0);
@@ -311,7 +308,7 @@ void a_fork_leaves_the_parent_as_it_was() {
 }
 
 // The group is its parent's: it goes on there, and the child has none.
-void a_fork_inside_a_group() {
+TEST_CASE("a fork inside a group") {
   std::vector<ncclComm_t> comms = together(2);
   float x[2] = {1, 2};
   OK(ncclGroupStart());
@@ -322,7 +319,7 @@ void a_fork_inside_a_group() {
     failures = 0;
     at_step("child: the end of its parent's group");
     ncclResult_t r = ncclGroupEnd();
-    CHECK(r == ncclInvalidUsage || r == ncclInvalidArgument);
+    CHECK((r == ncclInvalidUsage || r == ncclInvalidArgument));
     at_step("child: a group of its own");
     ncclComm_t mine = alone();
     float y = 3;
@@ -343,7 +340,7 @@ void a_fork_inside_a_group() {
 }
 
 // A rank's forked child holds nothing open that would hide the rank's death from the others.
-void a_child_does_not_keep_its_parents_rank_alive() {
+TEST_CASE("a child does not keep its parents rank alive") {
   ncclUniqueId id = new_id();
   int quiet[2];
   CHECK_EQ(pipe(quiet), 0);
@@ -379,10 +376,3 @@ void a_child_does_not_keep_its_parents_rank_alive() {
 }
 
 }  // namespace
-
-int main() {
-  const Test tests[] = {TEST(forks_while_four_threads_call), TEST(forks_while_communicators_come_and_go),
-                        TEST(a_fork_leaves_the_parent_as_it_was), TEST(a_fork_inside_a_group),
-                        TEST(a_child_does_not_keep_its_parents_rank_alive)};
-  return run_all(tests, sizeof tests / sizeof *tests);
-}

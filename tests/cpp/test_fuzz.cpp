@@ -408,8 +408,8 @@ void Fuzz::sort_out() {
 }
 
 // PYNCCL_TEST_SEED repeats a run, PYNCCL_TEST_CALLS makes it longer.
-uint32_t g_seed = 1;
-int g_calls = 100000;
+const uint32_t g_seed = uint32_t(from_environment("PYNCCL_TEST_SEED", 1));
+const int g_calls = int(from_environment("PYNCCL_TEST_CALLS", 100000));
 
 void fuzz(uint32_t seed, int number) {
   set("PYNCCL_CPU_INIT_TIMEOUT", "0.02");
@@ -440,19 +440,11 @@ void fuzz(uint32_t seed, int number) {
   CHECK(answers[ncclSuccess] > number / 10);
 }
 
-void one_thread() { fuzz(g_seed, g_calls / (kSanitized ? 2 : 1)); }
+TEST_CASE("one thread") { fuzz(g_seed, g_calls / (kSanitized ? 2 : 1)); }
 
 // Threads that draw their own arguments, and the handles of which the others cannot know.
-void four_threads() {
+TEST_CASE("four threads") {
   as_threads(4, [](int t) { fuzz(g_seed + 1 + uint32_t(t), g_calls / (kSanitized ? 16 : 8)); });
 }
 
 }  // namespace
-
-int main() {
-  failing::in_main = true;
-  if (const char* seed = getenv("PYNCCL_TEST_SEED")) g_seed = uint32_t(atol(seed));
-  if (const char* calls = getenv("PYNCCL_TEST_CALLS")) g_calls = atoi(calls);
-  const Test tests[] = {TEST(one_thread), TEST(four_threads)};
-  return run_all(tests, sizeof tests / sizeof *tests);
-}

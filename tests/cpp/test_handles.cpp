@@ -86,8 +86,7 @@ class Caller {
       if (result == ncclSuccess || result == ncclInvalidArgument || result == ncclInvalidUsage ||
           result == ncclInProgress || answers_[r] == 0)
         continue;
-      fprintf(stderr, "%ld times %s, first: %s\n", answers_[r], name_of(result), texts_[r].c_str());
-      ++failures;
+      FAIL_CHECK(formatted("%ld times %s, first: %s", answers_[r], name_of(result), texts_[r].c_str()));
     }
   }
 
@@ -216,7 +215,7 @@ struct Pairs {
   }
   void nothing_was_issued() {
     usleep(20000);
-    for (int i = 0; i < 100; ++i) CHECK(x[0][i] == 1 && y[0][i] == 1);
+    for (int i = 0; i < 100; ++i) CHECK((x[0][i] == 1 && y[0][i] == 1));
   }
 };
 
@@ -228,13 +227,13 @@ void group_that_loses(Pairs& pairs, cudaStream_t stream, const void* what,
   OK(sum(pairs.x[0], 100, pairs.a[0], stream));
   lose();
   ncclResult_t r = ncclGroupEnd();
-  CHECK(r == ncclInvalidArgument || r == ncclInvalidUsage);
+  CHECK((r == ncclInvalidArgument || r == ncclInvalidUsage));
   SAYS(last_error(), pointer(what));
   pairs.nothing_was_issued();
   Pairs::still_match(pairs.b);
 }
 
-void a_stream_destroyed_inside_a_group() {
+TEST_CASE("a stream destroyed inside a group") {
   Pairs pairs;
   cudaStream_t stream;
   OK(pyncclCpuStreamCreate(&stream));
@@ -245,7 +244,7 @@ void a_stream_destroyed_inside_a_group() {
 }
 
 // The stream's slot may be used again before the group ends: the new stream is not the old one.
-void a_stream_replaced_inside_a_group() {
+TEST_CASE("a stream replaced inside a group") {
   Pairs pairs;
   cudaStream_t stream, next;
   OK(pyncclCpuStreamCreate(&stream));
@@ -268,12 +267,12 @@ void a_communicator_ended_inside_a_group(End end) {
   OK(ncclCommAbort(pairs.a[1]));
   for (ncclComm_t comm : pairs.b) OK(ncclCommAbort(comm));
 }
-void a_communicator_aborted_inside_a_group() { a_communicator_ended_inside_a_group(End::Abort); }
-void a_communicator_destroyed_inside_a_group() { a_communicator_ended_inside_a_group(End::Destroy); }
+TEST_CASE("a communicator aborted inside a group") { a_communicator_ended_inside_a_group(End::Abort); }
+TEST_CASE("a communicator destroyed inside a group") { a_communicator_ended_inside_a_group(End::Destroy); }
 
 // The thread of the group itself ends it: the end is part of the group, so the group mixes what cannot be
 // mixed.
-void a_communicator_ended_by_the_thread_of_the_group() {
+TEST_CASE("a communicator ended by the thread of the group") {
   for (End end : {End::Abort, End::Destroy}) {
     Pairs pairs;
     OK(ncclGroupStart());
@@ -328,7 +327,7 @@ struct Blocked {
   }
 };
 
-void an_event_recorded_anew_keeps_who_waits() {
+TEST_CASE("an event recorded anew keeps who waits") {
   Blocked s;
   s.record(s.event, s.a);
   s.wait(s.b, s.event);
@@ -337,7 +336,7 @@ void an_event_recorded_anew_keeps_who_waits() {
   for (cudaEvent_t e : {s.event, s.reached}) OK(pyncclCpuEventDestroy(e));
 }
 
-void an_event_destroyed_keeps_who_waits() {
+TEST_CASE("an event destroyed keeps who waits") {
   Blocked s;
   s.record(s.event, s.a);
   s.wait(s.b, s.event);
@@ -347,7 +346,7 @@ void an_event_destroyed_keeps_who_waits() {
 }
 
 // A wait is for the newest record at the time of the wait: not for an older one, not for a later one.
-void a_wait_binds_to_the_newest_record() {
+TEST_CASE("a wait binds to the newest record") {
   Blocked s;
   s.wait(s.b, s.event);  // never recorded: nothing to wait for
   OK(synchronize(nullptr, s.b, 20000));
@@ -378,12 +377,11 @@ double query_cost(Query query) {
 
 void check_constant(const char* what, double early, double late) {
   if (late <= early * kConstant) return;
-  fprintf(stderr, "%s: %.3f us each at first, %.3f us in the end\n", what, early / kQueries * 1e6,
-          late / kQueries * 1e6);
-  ++failures;
+  FAIL_CHECK(formatted("%s: %.3f us each at first, %.3f us in the end", what, early / kQueries * 1e6,
+                       late / kQueries * 1e6));
 }
 
-void events_without_end() {
+TEST_CASE("events without end") {
   cudaEvent_t first, event;
   OK(pyncclCpuEventCreate(&first));
   double early = query_cost([&] { pyncclCpuEventQuery(first); });
@@ -408,7 +406,7 @@ void events_without_end() {
   OK(pyncclCpuEventDestroy(first));
 }
 
-void streams_without_end() {
+TEST_CASE("streams without end") {
   cudaStream_t first, stream;
   OK(pyncclCpuStreamCreate(&first));
   double early = query_cost([&] { pyncclCpuStreamQuery(nullptr, first); });
@@ -420,7 +418,7 @@ void streams_without_end() {
   OK(pyncclCpuStreamDestroy(first));
 }
 
-void communicators_without_end() {
+TEST_CASE("communicators without end") {
   auto query = [](ncclComm_t comm) {
     int count;
     ncclCommCount(comm, &count);
@@ -439,8 +437,7 @@ void communicators_without_end() {
   check_constant("ncclCommCount", early, query_cost([&] { query(last); }));
   double later = least_seconds(5, create_some);
   if (later > creation * kConstant) {
-    fprintf(stderr, "50 creations: %.2f ms at first, %.2f ms in the end\n", creation * 1e3, later * 1e3);
-    ++failures;
+    FAIL_CHECK(formatted("50 creations: %.2f ms at first, %.2f ms in the end", creation * 1e3, later * 1e3));
   }
   OK(ncclCommDestroy(last));
   OK(ncclCommDestroy(first));
@@ -544,7 +541,7 @@ struct Kinds {
   }
 };
 
-void invented_handles_are_refused() {
+TEST_CASE("invented handles are refused") {
   Kinds live;
   static char somewhere[64];
   uintptr_t invented[] = {3, 8, 0x1000, 0xdeadbeef, uintptr_t(somewhere), uintptr_t(-1), uintptr_t(-8)};
@@ -563,7 +560,7 @@ void invented_handles_are_refused() {
   live.destroy();
 }
 
-void handles_of_another_kind_are_refused() {
+TEST_CASE("handles of another kind are refused") {
   Kinds live;
   refused_as_communicator(as<ncclComm_t>(live.stream));
   refused_as_communicator(as<ncclComm_t>(live.event));
@@ -575,12 +572,12 @@ void handles_of_another_kind_are_refused() {
 }
 
 // Others take their places meanwhile.
-void stale_handles_are_refused() {
+TEST_CASE("stale handles are refused") {
   Kinds live, stale;
   stale.destroy();
   std::vector<Kinds> others(50);
   for (const Kinds& k : others)
-    CHECK(k.comm != stale.comm && k.stream != stale.stream && k.event != stale.event);
+    CHECK((k.comm != stale.comm && k.stream != stale.stream && k.event != stale.event));
   refused_as_communicator(stale.comm);
   refused_as_stream(live.comm, live.event, stale.stream);
   refused_as_event(live.stream, stale.event);
@@ -589,7 +586,7 @@ void stale_handles_are_refused() {
 }
 
 // Registrations, windows and operators: stale, of another communicator, of the other kind.
-void stale_registrations_are_refused() {
+TEST_CASE("stale registrations are refused") {
   ncclComm_t comm = alone(), other = alone();
   constexpr size_t kPage = NCCL_WIN_REQUIRED_ALIGNMENT;
   const ncclResult_t bad = ncclInvalidArgument;
@@ -615,7 +612,8 @@ void stale_registrations_are_refused() {
   for (int i = 0; i < 100; ++i) {
     void* again;
     OK(ncclCommRegister(comm, page + size_t(i) * kPage, kPage, &again));
-    CHECK(again != handle && again != static_cast<void*>(window));
+    CHECK(again != handle);
+    CHECK(again != static_cast<void*>(window));
   }
   RESULT(ncclCommDeregister(comm, handle), ncclInvalidUsage);
   RESULT(ncclCommWindowDeregister(comm, window), bad);
@@ -630,33 +628,14 @@ void stale_registrations_are_refused() {
 
 }  // namespace
 
-#define RACES(call)                                                   \
-  {#call "_against_abort", race<Call::call, End::Abort>},             \
-      {#call "_against_destroy", race<Call::call, End::Destroy>},     \
-      {#call "_against_finalize", race<Call::call, End::Finalize>}, { \
-    #call "_against_revoke", race<Call::call, End::Revoke>            \
-  }
+#define RACES(call)                                                           \
+  TEST_CASE(#call " against abort") { race<Call::call, End::Abort>(); }       \
+  TEST_CASE(#call " against destroy") { race<Call::call, End::Destroy>(); }   \
+  TEST_CASE(#call " against finalize") { race<Call::call, End::Finalize>(); } \
+  TEST_CASE(#call " against revoke") { race<Call::call, End::Revoke>(); }
 
-int main() {
-  const Test tests[] = {RACES(AllReduce),
-                        RACES(StreamSynchronize),
-                        RACES(GetAsyncError),
-                        RACES(CommCount),
-                        RACES(GetLastError),
-                        TEST(a_stream_destroyed_inside_a_group),
-                        TEST(a_stream_replaced_inside_a_group),
-                        TEST(a_communicator_aborted_inside_a_group),
-                        TEST(a_communicator_destroyed_inside_a_group),
-                        TEST(a_communicator_ended_by_the_thread_of_the_group),
-                        TEST(an_event_recorded_anew_keeps_who_waits),
-                        TEST(an_event_destroyed_keeps_who_waits),
-                        TEST(a_wait_binds_to_the_newest_record),
-                        TEST(events_without_end),
-                        TEST(streams_without_end),
-                        TEST(communicators_without_end),
-                        TEST(invented_handles_are_refused),
-                        TEST(handles_of_another_kind_are_refused),
-                        TEST(stale_handles_are_refused),
-                        TEST(stale_registrations_are_refused)};
-  return run_all(tests, sizeof tests / sizeof *tests);
-}
+RACES(AllReduce)
+RACES(StreamSynchronize)
+RACES(GetAsyncError)
+RACES(CommCount)
+RACES(GetLastError)

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "base/nccl.hpp"
-#include "harness.hpp"
+#include "helpers.hpp"
 
 using namespace testing;
 
@@ -172,10 +172,7 @@ std::vector<int> as_processes(int nranks, const std::function<void(World)>& body
     fflush(nullptr);
     pid_t pid = fork();
     if (pid == 0) {
-      failures = 0;
-      one_rank(id, nranks, r, body);
-      fflush(nullptr);
-      _exit(failures == 0 ? 0 : 1);
+      _exit(status_of([&] { one_rank(id, nranks, r, body); }));
     }
     pids.push_back(pid);
   }
@@ -189,17 +186,17 @@ std::vector<int> as_processes(int nranks, const std::function<void(World)>& body
   return statuses;
 }
 
-void threads_of_one_process() {
+TEST_CASE("threads of one process") {
   for (int n : {1, 2, 3}) as_threads(n, everything);
 }
-void forked_processes() {
+TEST_CASE("forked processes") {
   for (int n : {1, 2, 4}) as_processes(n, everything);
 }
-void forked_processes_through_shared_memory() {
+TEST_CASE("forked processes through shared memory") {
   set("PYNCCL_CPU_DIRECT", "0");
   as_processes(3, everything);
 }
-void threads_through_shared_memory() {
+TEST_CASE("threads through shared memory") {
   set("PYNCCL_CPU_DIRECT", "0");
   as_threads(3, everything);
 }
@@ -212,8 +209,7 @@ void over_tcp(const std::function<void(World)>& body) {
     pid_t pid = fork();
     if (pid == 0) {
       set("NCCL_HOSTID", std::to_string(r).c_str());
-      one_rank(id, 3, r, body);
-      _exit(failures == 0 ? 0 : 1);
+      _exit(status_of([&] { one_rank(id, 3, r, body); }));
     }
     pids.push_back(pid);
   }
@@ -224,10 +220,10 @@ void over_tcp(const std::function<void(World)>& body) {
   }
 }
 
-void forked_processes_over_tcp() { over_tcp(everything); }
+TEST_CASE("forked processes over tcp") { over_tcp(everything); }
 
 // More than a socket's pipe keeps of what has arrived.
-void a_megabyte_with_its_header_over_tcp() {
+TEST_CASE("a megabyte with its header over tcp") {
   set("PYNCCL_CPU_INLINE_BYTES", "1048576");
   set("PYNCCL_CPU_RING_BYTES", "4194304");
   over_tcp([](const World& w) {
@@ -248,7 +244,7 @@ void a_megabyte_with_its_header_over_tcp() {
   });
 }
 
-void init_all_in_one_thread() {
+TEST_CASE("init all in one thread") {
   ncclComm_t comms[3];
   OK(ncclCommInitAll(comms, 3, nullptr));
   std::vector<std::vector<float>> x(3, std::vector<float>(20000, 2));
@@ -266,7 +262,7 @@ void init_all_in_one_thread() {
 }
 
 // Several communicators on one stream run as one.
-void a_group_over_two_communicators() {
+TEST_CASE("a group over two communicators") {
   as_threads(2, [](World w) {
     ncclComm_t other;
     OK(ncclCommSplit(w.comm, 0, 0, &other, nullptr));
@@ -282,7 +278,7 @@ void a_group_over_two_communicators() {
   });
 }
 
-void a_mismatch_reaches_every_rank() {
+TEST_CASE("a mismatch reaches every rank") {
   ncclUniqueId id;
   OK(ncclGetUniqueId(&id));
   std::vector<std::thread> ranks;
@@ -294,7 +290,7 @@ void a_mismatch_reaches_every_rank() {
       ncclResult_t called = ncclAllReduce(x, y, r == 1 ? 8 : 4, ncclFloat32, ncclSum, comm, nullptr);
       ncclResult_t waited = pyncclCpuStreamSynchronize(comm, nullptr, -1), async = ncclSuccess;
       OK(ncclCommGetAsyncError(comm, &async));
-      CHECK(called == ncclInvalidUsage || waited == ncclInvalidUsage);
+      CHECK((called == ncclInvalidUsage || waited == ncclInvalidUsage));
       CHECK_EQ(int(async), int(ncclInvalidUsage));
       CHECK(contains(ncclGetLastError(comm), "count 8"));
       OK(ncclCommAbort(comm));
@@ -302,7 +298,7 @@ void a_mismatch_reaches_every_rank() {
   for (std::thread& t : ranks) t.join();
 }
 
-void a_killed_rank_is_named() {
+TEST_CASE("a killed rank is named") {
   ncclUniqueId id;
   OK(ncclGetUniqueId(&id));
   std::vector<pid_t> pids;
@@ -333,7 +329,7 @@ void a_killed_rank_is_named() {
   }
 }
 
-void an_abort_ends_what_waits() {
+TEST_CASE("an abort ends what waits") {
   as_threads(1, [](World) {});
   ncclUniqueId id;
   OK(ncclGetUniqueId(&id));
@@ -356,7 +352,7 @@ void an_abort_ends_what_waits() {
   other.join();
 }
 
-void a_communicator_stays_with_its_process() {
+TEST_CASE("a communicator stays with its process") {
   as_threads(1, [](World w) {
     CHECK_EQ(
         in_child([&] {
@@ -369,19 +365,3 @@ void a_communicator_stays_with_its_process() {
 }
 
 }  // namespace
-
-int main() {
-  const Test tests[] = {TEST(threads_of_one_process),
-                        TEST(threads_through_shared_memory),
-                        TEST(forked_processes),
-                        TEST(forked_processes_through_shared_memory),
-                        TEST(forked_processes_over_tcp),
-                        TEST(a_megabyte_with_its_header_over_tcp),
-                        TEST(init_all_in_one_thread),
-                        TEST(a_group_over_two_communicators),
-                        TEST(a_mismatch_reaches_every_rank),
-                        TEST(a_killed_rank_is_named),
-                        TEST(an_abort_ends_what_waits),
-                        TEST(a_communicator_stays_with_its_process)};
-  return run_all(tests, sizeof tests / sizeof *tests);
-}

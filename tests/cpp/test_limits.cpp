@@ -10,7 +10,7 @@ using namespace pncpu;
 
 namespace {
 
-void no_thread_for_the_service() {
+TEST_CASE("no thread for the service") {
   if (geteuid() == 0) {
     CHECK_EQ(setgid(65534), 0);
     CHECK_EQ(setuid(65534), 0);
@@ -30,7 +30,7 @@ void no_thread_for_the_service() {
 }
 
 // Ranks that need more descriptors than they may have say so, and nobody is taken for dead.
-void too_few_descriptors_for_the_peers() {
+TEST_CASE("too few descriptors for the peers") {
   constexpr int kRanks = 24;
   set("PYNCCL_CPU_INIT_TIMEOUT", "20");
   ncclUniqueId id = settled_id();
@@ -43,15 +43,14 @@ void too_few_descriptors_for_the_peers() {
       ncclComm_t comm = nullptr;
       CHECK_EQ(int(ncclCommInitRank(&comm, kRanks, id, r)), int(ncclSystemError));
       std::string text = ncclGetLastError(nullptr);
-      if (!contains(text, "RLIMIT_NOFILE")) fprintf(stderr, "%s\n", text.c_str());
-      CHECK(contains(text, "needs 24 file descriptors for its peers"));
-      CHECK(contains(text, "RLIMIT_NOFILE"));
+      SAYS(text, "needs 24 file descriptors for its peers");
+      SAYS(text, "RLIMIT_NOFILE");
     }));
   gate.open(kRanks);
   for (auto& rank : ranks) CHECK_EQ(rank->wait(), 0);
 }
 
-void ranks_as_threads_need_no_descriptors() {
+TEST_CASE("ranks as threads need no descriptors") {
   limit_descriptors(64);
   ncclUniqueId id = settled_id();
   Gauge gauge;
@@ -61,7 +60,7 @@ void ranks_as_threads_need_no_descriptors() {
   CHECK(open_descriptors() <= gauge.descriptors + 4);
 }
 
-void many_ranks_in_one_process() {
+TEST_CASE("many ranks in one process") {
   std::vector<ncclComm_t> comms(200, nullptr);
   limit_descriptors(64);
   OK(ncclCommInitAll(comms.data(), 200, nullptr));
@@ -75,7 +74,7 @@ void many_ranks_in_one_process() {
   for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
 }
 
-void too_many_ranks_are_refused_at_once() {
+TEST_CASE("too many ranks are refused at once") {
   std::vector<ncclComm_t> comms(5000, nullptr);
   double began = now();
   CHECK_EQ(int(ncclCommInitAll(comms.data(), 5000, nullptr)), int(ncclSystemError));
@@ -90,10 +89,3 @@ void too_many_ranks_are_refused_at_once() {
 }
 
 }  // namespace
-
-int main() {
-  const Test tests[] = {TEST(no_thread_for_the_service), TEST(too_few_descriptors_for_the_peers),
-                        TEST(ranks_as_threads_need_no_descriptors), TEST(many_ranks_in_one_process),
-                        TEST(too_many_ranks_are_refused_at_once)};
-  return run_all(tests, sizeof tests / sizeof *tests);
-}

@@ -10,7 +10,7 @@ using namespace pncpu;
 namespace {
 
 // Each rank is process 1 of its own namespace, and their memory looks alike.
-void twins_with_one_pid() {
+TEST_CASE("twins with one pid") {
   set("NCCL_HOSTID", "pod");
   ncclUniqueId id = settled_id();
   Gate gate;
@@ -18,8 +18,7 @@ void twins_with_one_pid() {
   for (int r = 0; r < 3; ++r)
     ranks.push_back(std::make_unique<Child>([&, r] {
       if (unshare(CLONE_NEWPID) != 0) {
-        printf("     left out: no pid namespaces here (%s)\n", strerror(errno));
-        fflush(stdout);
+        MESSAGE("left out: no pid namespaces here (", std::string(strerror(errno)), ")");
         gate.wait();
         return take_part(id, 3, r);
       }
@@ -35,15 +34,14 @@ void twins_with_one_pid() {
 }
 
 // Two network namespaces share neither Unix sockets nor, here, a network: one NCCL_HOSTID does not hide it.
-void two_network_namespaces() {
+TEST_CASE("two network namespaces") {
   set("NCCL_HOSTID", "pod");
   set("PYNCCL_CPU_INIT_TIMEOUT", "3");
   int ids[2];
   CHECK_EQ(pipe(ids), 0);
   Child other([&] {
     if (unshare(CLONE_NEWNET) != 0) {
-      printf("     left out: no network namespaces here (%s)\n", strerror(errno));
-      fflush(stdout);
+      MESSAGE("left out: no network namespaces here (", std::string(strerror(errno)), ")");
       return;
     }
     ncclUniqueId id;
@@ -63,7 +61,7 @@ void two_network_namespaces() {
 
 // Two pods on one machine with a network between them, and one NCCL_HOSTID: no Unix socket leads from one to
 // the other, so they count as two hosts.
-void two_pods_with_a_network() {
+TEST_CASE("two pods with a network") {
   auto run = [](const std::string& command) {
     return system(("PATH=$PATH:/usr/sbin:/sbin; " + command).c_str()) == 0;
   };
@@ -89,12 +87,17 @@ void two_pods_with_a_network() {
     CHECK_EQ(read(ids[0], &id, sizeof id), ssize_t(sizeof id));
     take_part(id, 2, 1);
   });
-  if (unshare(CLONE_NEWNET) != 0)
-    return void(printf("     left out: no network namespaces here (%s)\n", strerror(errno)));
+  if (unshare(CLONE_NEWNET) != 0) {
+    MESSAGE("left out: no network namespaces here (", std::string(strerror(errno)), ")");
+    return;
+  }
   apart.wait();
   bool made = run("ip link add pyncla type veth peer name pyncclb netns " + std::to_string(other.pid()) +
                   " 2>/dev/null && ip addr add 10.98.7.1/24 dev pyncla && ip link set pyncla up");
-  if (!made) return void(printf("     left out: no virtual network can be made here\n"));
+  if (!made) {
+    MESSAGE("left out: no virtual network can be made here");
+    return;
+  }
   linked.open(1);
   CHECK(comes_up("pyncla"));
   up.wait();
@@ -105,10 +108,6 @@ void two_pods_with_a_network() {
   CHECK_EQ(other.wait(), 0);
 }
 
-}  // namespace
+const AtOnce kAtOnce(3);
 
-int main() {
-  const Test tests[] = {TEST(twins_with_one_pid), TEST(two_network_namespaces),
-                        TEST(two_pods_with_a_network)};
-  return run_all(tests, sizeof tests / sizeof *tests, 3);
-}
+}  // namespace

@@ -1,16 +1,16 @@
 // Every datatype, operation and instruction set against a plain definition of each, element by element, bit
-// by bit. Build: g++ -std=c++17 -O2 tests/cpp/test_reduce.cpp pynccl/cpu/reduce.cpp
+// by bit.
 #include <algorithm>
 #include <cfenv>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
 
+#include "helpers.hpp"
 #include "reduce/reduce.hpp"
 
+using namespace testing;
 using namespace pncpu;
 
 namespace {
@@ -21,12 +21,11 @@ using Bits = uint64_t;  // an element's bits
 constexpr Isa kIsas[] = {Isa::Baseline, Isa::Avx2, Isa::Avx512};
 constexpr RedKind kKinds[] = {RedKind::Sum, RedKind::Prod, RedKind::Max,
                               RedKind::Min, RedKind::Avg,  RedKind::PreMulSum};
-int failures = 0;
 
 void fail(const char* what, Isa isa, ncclDataType_t type, RedKind kind, int k, size_t n) {
-  std::printf("FAILED %s: isa %d, %s, %s, k %d, n %zu\n", what, static_cast<int>(isa), type_name(type),
-              op_name(kind), k, n);
-  if (++failures == 20) std::exit(1);
+  FAIL_CHECK(formatted("%s: isa %d, %s, %s, k %d, n %zu", what, static_cast<int>(isa), type_name(type),
+                       op_name(kind), k, n));
+  if (failures >= 20) FAIL("too many failures");
 }
 
 // ---- What each type and operation means ----
@@ -272,7 +271,7 @@ Case random_case(ncclDataType_t type, RedKind kind, int k, size_t n) {
 
 // ---- Tests ----
 
-void test_every_combination() {
+TEST_CASE("every combination") {
   for (int type = 0; type < ncclNumTypes; type++) {
     for (RedKind kind : kKinds) {
       for (int k : {1, 2, 3, 4, 9}) {
@@ -295,7 +294,7 @@ Case pair(ncclDataType_t type, RedKind kind, const std::vector<Bits>& a, const s
   return c;
 }
 
-void test_every_float8_pair() {
+TEST_CASE("every float8 pair") {
   std::vector<Bits> a, b;
   for (Bits i = 0; i < 65536; i++) a.push_back(i >> 8), b.push_back(i & 255);
   for (ncclDataType_t type : {ncclFloat8e4m3, ncclFloat8e5m2}) {
@@ -303,7 +302,7 @@ void test_every_float8_pair() {
   }
 }
 
-void test_every_float16_value() {
+TEST_CASE("every float16 value") {
   std::vector<Bits> a, b;
   for (Bits i = 0; i < 65536; i++) a.push_back(i), b.push_back(rng() & 0xffff);
   for (ncclDataType_t type : {ncclFloat16, ncclBfloat16}) {
@@ -311,7 +310,7 @@ void test_every_float16_value() {
   }
 }
 
-void test_integer_average_of_extremes() {
+TEST_CASE("integer average of extremes") {
   for (int type = ncclInt8; type <= ncclUint64; type++) {
     const int bits = 8 * static_cast<int>(type_size(static_cast<ncclDataType_t>(type)));
     const Bits top = Bits{1} << (bits - 1);
@@ -325,7 +324,7 @@ void test_integer_average_of_extremes() {
   }
 }
 
-void test_known_results() {
+TEST_CASE("known results") {
   const struct {
     ncclDataType_t type;
     RedKind kind;
@@ -355,7 +354,7 @@ void test_known_results() {
 }
 
 // A thread that rounds upward, or flushes subnormals, gets the same bits and keeps its mode.
-void test_float_mode_of_the_caller() {
+TEST_CASE("float mode of the caller") {
   const float in[2] = {1.0f, 1e-30f};
   const void* const pointers[2] = {&in[0], &in[1]};
   float out = 0;
@@ -366,7 +365,7 @@ void test_float_mode_of_the_caller() {
   if (out != 1.0f || !kept) fail("rounding mode", Isa::Baseline, ncclFloat32, RedKind::Sum, 2, 1);
 }
 
-void test_names() {
+TEST_CASE("names") {
   const bool right = type_size(ncclBfloat16) == 2 && type_size(ncclFloat64) == 8 &&
                      type_size(ncclNumTypes) == 0 &&
                      std::strcmp(type_name(ncclFloat8e4m3), "float8_e4m3fn") == 0 &&
@@ -376,15 +375,3 @@ void test_names() {
 }
 
 }  // namespace
-
-int main() {
-  test_known_results();
-  test_every_combination();
-  test_every_float8_pair();
-  test_every_float16_value();
-  test_integer_average_of_extremes();
-  test_float_mode_of_the_caller();
-  test_names();
-  std::printf("reduce: %d failures\n", failures);
-  return failures ? 1 : 0;
-}

@@ -14,7 +14,7 @@ namespace {
 
 // ---- unique ids ----
 
-void ids_cost_nothing() {
+TEST_CASE("ids cost nothing") {
   auto creation = [] {
     double began = now();
     for (int i = 0; i < 20; ++i) {
@@ -34,8 +34,6 @@ void ids_cost_nothing() {
   for (int i = 0; i < scaled(200000, 200000, 20000); ++i) OK(ncclGetUniqueId(&id));
   CHECK(!gauge.grew_beyond(4096));
   double after = creation();
-  if (after > 10 * before + 1e-3)
-    fprintf(stderr, "a creation takes %.2f ms, took %.2f\n", after * 1e3, before * 1e3);
   CHECK(after < 10 * before + 1e-3);
   Gauge idle;
   pause_for(1);
@@ -45,7 +43,7 @@ void ids_cost_nothing() {
   OK(ncclCommDestroy(comm));
 }
 
-void done_ids_cost_nothing() {
+TEST_CASE("done ids cost nothing") {
   std::vector<ncclUniqueId> used;
   auto use = [&](int n) {
     for (int i = 0; i < n; ++i) {
@@ -69,7 +67,7 @@ void done_ids_cost_nothing() {
   CHECK(contains(ncclGetLastError(nullptr), "used long ago"));
 }
 
-void an_id_book_of_gaps_is_bounded() {
+TEST_CASE("an id book of gaps is bounded") {
   IdBook book;
   Id id, first;
   book.make(&first);
@@ -88,7 +86,7 @@ void an_id_book_of_gaps_is_bounded() {
 
 // ---- who is missing ----
 
-void missing_ranks_are_listed_in_few_words() {
+TEST_CASE("missing ranks are listed in few words") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "0.5");
   ncclUniqueId id = settled_id();
   ncclComm_t comm = nullptr;
@@ -141,7 +139,7 @@ void spread(int nranks, int nids, int absent,
   for (auto& rank : ranks) CHECK_EQ(rank->wait(), 0);
 }
 
-void several_roots() {
+TEST_CASE("several roots") {
   for (int nids : {1, 2, 3, 5, 7})
     spread(7, nids, -1, [](int rank, ncclResult_t result, ncclComm_t comm) {
       if (result != ncclSuccess) fprintf(stderr, "rank %d: %s\n", rank, ncclGetLastError(nullptr));
@@ -150,7 +148,7 @@ void several_roots() {
     });
 }
 
-void several_roots_name_who_is_missing() {
+TEST_CASE("several roots name who is missing") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "1");
   for (int absent : {0, 4, 6})
     spread(7, 3, absent, [&](int rank, ncclResult_t result, ncclComm_t) {
@@ -158,20 +156,18 @@ void several_roots_name_who_is_missing() {
       std::string text = ncclGetLastError(nullptr);
       // The shares are ranks 0 to 2, 3 to 4 and 5 to 6.
       bool named = contains(text, "missing rank " + std::to_string(absent));
-      if (!named) fprintf(stderr, "rank %d without %d: %s\n", rank, absent, text.c_str());
-      CHECK(named);
+      CHECK_MESSAGE(named, "rank ", rank, " without ", absent, ": ", text);
     });
 }
 
 // No rank of a share comes at all.
-void several_roots_name_a_share_that_is_missing() {
+TEST_CASE("several roots name a share that is missing") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "1");
   spread(3, 3, 1, [&](int rank, ncclResult_t result, ncclComm_t) {
     CHECK_EQ(int(result), int(ncclTimeout));
     std::string text = ncclGetLastError(nullptr);
     bool named = contains(text, "ranks 1 to 1 at id 1");
-    if (!named) fprintf(stderr, "rank %d: %s\n", rank, text.c_str());
-    CHECK(named);
+    CHECK_MESSAGE(named, "rank ", rank, ": ", text);
   });
 }
 
@@ -235,12 +231,12 @@ void abort_repeatedly(void (*create_and_abort)(const ncclUniqueId& id, int rank,
   for (int i = 0; i < kAborts; ++i) create_and_abort(new_id(), 0, i);
 }
 
-void an_abort_ends_a_rendezvous() { abort_repeatedly(abort_while_created); }
+TEST_CASE("an abort ends a rendezvous") { abort_repeatedly(abort_while_created); }
 
-void an_abort_ends_a_blocking_rendezvous() { abort_repeatedly(abort_a_blocking_creation); }
+TEST_CASE("an abort ends a blocking rendezvous") { abort_repeatedly(abort_a_blocking_creation); }
 
 // A root that is stopped, or whose host is silent, holds nobody beyond an abort.
-void an_abort_ends_a_wait_for_a_stopped_root() {
+TEST_CASE("an abort ends a wait for a stopped root") {
   int ids[2];
   CHECK_EQ(pipe(ids), 0);
   Child root([&] {
@@ -262,7 +258,7 @@ void an_abort_ends_a_wait_for_a_stopped_root() {
   }
 }
 
-void an_abort_comes_before_the_group_ends() {
+TEST_CASE("an abort comes before the group ends") {
   ncclComm_t comms[3] = {};
   OK(ncclGroupStart());
   OK(ncclCommInitAll(comms, 2, nullptr));
@@ -276,7 +272,7 @@ void an_abort_comes_before_the_group_ends() {
 }
 
 // Its group failed, and whatever the caller does with the handles is answered, and ends.
-void a_creation_that_never_ran_is_over() {
+TEST_CASE("a creation that never ran is over") {
   ncclComm_t comms[3] = {};
   OK(ncclGroupStart());
   OK(ncclCommInitAll(comms, 2, nullptr));
@@ -296,7 +292,7 @@ void a_creation_that_never_ran_is_over() {
 }
 
 // A handle of a group that is still open may be revoked, but nothing derived from it.
-void a_creation_that_has_not_begun_is_no_parent() {
+TEST_CASE("a creation that has not begun is no parent") {
   ncclComm_t comm = nullptr, child = nullptr;
   OK(ncclGroupStart());
   OK(ncclCommInitRank(&comm, 2, new_id(), 0));
@@ -306,21 +302,6 @@ void a_creation_that_has_not_begun_is_no_parent() {
   abort_in_time(comm);
 }
 
-}  // namespace
+const AtOnce kAtOnce(3);
 
-int main() {
-  const Test tests[] = {TEST(ids_cost_nothing),
-                        TEST(done_ids_cost_nothing),
-                        TEST(an_id_book_of_gaps_is_bounded),
-                        TEST(missing_ranks_are_listed_in_few_words),
-                        TEST(several_roots),
-                        TEST(several_roots_name_who_is_missing),
-                        TEST(several_roots_name_a_share_that_is_missing),
-                        TEST(an_abort_ends_a_rendezvous),
-                        TEST(an_abort_ends_a_blocking_rendezvous),
-                        TEST(an_abort_ends_a_wait_for_a_stopped_root),
-                        TEST(an_abort_comes_before_the_group_ends),
-                        TEST(a_creation_that_never_ran_is_over),
-                        TEST(a_creation_that_has_not_begun_is_no_parent)};
-  return run_all(tests, sizeof tests / sizeof *tests, 3);
-}
+}  // namespace

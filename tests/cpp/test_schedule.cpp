@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "base/fork.hpp"
-#include "harness.hpp"
+#include "helpers.hpp"
 #include "ops/collectives.hpp"
 #include "ops/p2p.hpp"
 #include "service/socket.hpp"
@@ -404,7 +404,7 @@ bool run_program(World& world, const std::vector<Case>& cases) {
   return right && world.idle();
 }
 
-void every_collective_over_every_wire() {
+TEST_CASE("every collective over every wire") {
   for (Wire wire : kWires)
     for (int n : {1, 2, 3, 5, 8})
       for (Func func : kFuncs)
@@ -415,14 +415,13 @@ void every_collective_over_every_wire() {
             if (!in_place || func != Func::AlltoAll)
               cases.push_back({func, RedKind::Sum, ncclFloat32, n - 1, count, in_place});
           bool right = run_program(world, cases);
-          CHECK(right);
-          if (right) continue;
-          fprintf(stderr, "wire %d, %d ranks, %s, count %zu\n", int(wire), n, func_name(func), count);
-          return;
+          CHECK_MESSAGE(right,
+                        formatted("wire %d, %d ranks, %s, count %zu", int(wire), n, func_name(func), count));
+          if (!right) return;
         }
 }
 
-void random_programs() {
+TEST_CASE("random programs") {
   for (uint64_t seed = 1; seed <= 120; ++seed) {
     Random random(seed);
     Shape shape{int(1 + below(random, 6)), Wire(below(random, 6)), 64, 4096, 4096, seed};
@@ -430,14 +429,12 @@ void random_programs() {
     std::vector<Case> cases;
     for (int i = 0; i < 25; ++i)
       cases.push_back(random_case(random, shape.nranks, {0, 1, 7, 16, 63, 500, 3000}));
-    bool right = run_program(world, cases);
-    CHECK(right);
-    if (!right) fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(seed));
+    CHECK_MESSAGE(run_program(world, cases), "seed ", seed);
   }
 }
 
 // Longer than what a socket's pipe keeps of what has arrived, and than a slice.
-void inline_messages_of_megabytes() {
+TEST_CASE("inline messages of megabytes") {
   for (Wire wire : {Wire::Sockets, Wire::Rings}) {
     World world({3, wire, size_t(3) << 20, 4096, size_t(4) << 20, 5});
     std::vector<Case> cases;
@@ -480,7 +477,7 @@ bool sound(const Schedule& s) {
   return true;
 }
 
-void schedules_are_sound() {
+TEST_CASE("schedules are sound") {
   Random random(3);
   for (int i = 0; i < 20000; ++i) {
     Call c{};
@@ -511,7 +508,7 @@ Step start_and_run(World& world, const std::vector<Op>& ops) {
   return ended ? Step::Done : Step::Blocked;
 }
 
-void a_mismatch_names_who_called_what() {
+TEST_CASE("a mismatch names who called what") {
   for (Wire wire : kWires) {
     World world({3, wire});
     float in[300] = {}, out[900];
@@ -533,11 +530,11 @@ void a_mismatch_names_who_called_what() {
       CHECK(contains(rank.text, "rank 1 called AllGather(count 300, float32)"));
       CHECK(contains(rank.text, "called AllReduce(count 300, float32, sum)"));
     }
-    CHECK(wire >= Wire::Few ? failed > 0 : failed == 3);
+    CHECK((wire >= Wire::Few ? failed > 0 : failed == 3));
   }
 }
 
-void missing_ranks_are_told() {
+TEST_CASE("missing ranks are told") {
   World world({3, Wire::Rings});
   float x[4] = {};
   Op op;
@@ -552,7 +549,7 @@ void missing_ranks_are_told() {
 }
 
 // A header that names the same call with anything else changed is no mismatch of the program's.
-void a_corrupt_header_is_refused() {
+TEST_CASE("a corrupt header is refused") {
   for (int what = 0; what < 3; ++what)
     for (size_t count : {4, 4000}) {
       World world({2, Wire::Rings});
@@ -588,7 +585,7 @@ void a_corrupt_header_is_refused() {
 
 // What a peer writes over the indices of the rings ends in an error that names it, wherever it happens, and
 // never outside of the rings.
-void spoiled_rings_are_refused() {
+TEST_CASE("spoiled rings are refused") {
   int failed = 0;
   for (uint64_t seed = 1; seed <= 400; ++seed) {
     Random random(seed);
@@ -616,7 +613,7 @@ void spoiled_rings_are_refused() {
   CHECK(failed > 20);
 }
 
-void a_ring_that_is_too_full_names_its_owner() {
+TEST_CASE("a ring that is too full names its owner") {
   World world({2, Wire::Rings});
   RingState* states =
       reinterpret_cast<RingState*>(reinterpret_cast<char*>(&world.ranks[0].segment->cell(0)) + 4096);
@@ -636,7 +633,7 @@ void a_ring_that_is_too_full_names_its_owner() {
 
 // ---- messages ----
 
-void messages_between_all_pairs() {
+TEST_CASE("messages between all pairs") {
   for (Wire wire : kWires)
     for (uint64_t seed = 1; seed <= 12; ++seed) {
       Random random(seed);
@@ -676,7 +673,7 @@ void messages_between_all_pairs() {
     }
 }
 
-void messages_that_differ_are_named() {
+TEST_CASE("messages that differ are named") {
   World world({2, Wire::Sockets});
   float x[8] = {};
   std::vector<Op> ops(2);
@@ -702,7 +699,7 @@ void messages_that_differ_are_named() {
 
 // Memory runs out at each allocation in turn: the exception leaves the step, and all that is left can be
 // destroyed.
-void memory_that_runs_out() {
+TEST_CASE("memory that runs out") {
   for (Wire wire : {Wire::Plain, Wire::Kernel, Wire::Rings, Wire::Sockets}) {
     bool ran_out = true;
     for (int64_t k = 0; ran_out && k < 2000; ++k) {
@@ -725,7 +722,7 @@ void memory_that_runs_out() {
       failing_allocation = -1;
       for (Rank& rank : world.ranks) {
         CHECK_EQ(int(rank.error), int(ncclSuccess));
-        CHECK(ran_out || rank.seq == 2);
+        CHECK((ran_out || rank.seq == 2));
         CHECK(!contains(rank.coll->str(), "?"));
       }
     }
@@ -734,7 +731,7 @@ void memory_that_runs_out() {
 }
 
 // Any thread asks whether the peers are at work while another makes the steps.
-void underway_is_for_every_thread() {
+TEST_CASE("underway is for every thread") {
   World world({2, Wire::Plain});
   std::atomic<bool> stop{false};
   uint64_t seen = 0;
@@ -748,22 +745,4 @@ void underway_is_for_every_thread() {
   CHECK(!world.ranks[0].coll->underway());
 }
 
-constexpr Test kTests[] = {
-    TEST(every_collective_over_every_wire),
-    TEST(random_programs),
-    TEST(inline_messages_of_megabytes),
-    TEST(schedules_are_sound),
-    TEST(a_mismatch_names_who_called_what),
-    TEST(missing_ranks_are_told),
-    TEST(a_corrupt_header_is_refused),
-    TEST(spoiled_rings_are_refused),
-    TEST(a_ring_that_is_too_full_names_its_owner),
-    TEST(messages_between_all_pairs),
-    TEST(messages_that_differ_are_named),
-    TEST(memory_that_runs_out),
-    TEST(underway_is_for_every_thread),
-};
-
 }  // namespace
-
-int main() { return run_all(kTests, std::size(kTests)); }

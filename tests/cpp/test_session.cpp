@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "base/nccl.hpp"
-#include "harness.hpp"
+#include "helpers.hpp"
 
 using namespace testing;
 
@@ -101,18 +101,18 @@ void everything(int rank, ncclComm_t comm) {
   OK(ncclCommDestroy(comm));
 }
 
-void threads_of_several_processes() {
+TEST_CASE("threads of several processes") {
   for (bool take_turns : {false, true}) spread(take_turns, everything);
 }
-void through_shared_memory() {
+TEST_CASE("through shared memory") {
   set("PYNCCL_CPU_DIRECT", "0");
   for (bool take_turns : {false, true}) spread(take_turns, everything);
 }
-void over_tcp() {
+TEST_CASE("over tcp") {
   set("HOST_OF_EACH", "host");
   for (bool take_turns : {false, true}) spread(take_turns, everything);
 }
-void with_a_secret() {
+TEST_CASE("with a secret") {
   set("PYNCCL_SECRET", "between the two of us");
   spread(true, everything);
   set("HOST_OF_EACH", "host");
@@ -120,7 +120,7 @@ void with_a_secret() {
 }
 
 // The threads of the others hear of the death of one process, each by the name of one of its ranks.
-void a_killed_process_is_named() {
+TEST_CASE("a killed process is named") {
   spread(
       true,
       [](int rank, ncclComm_t comm) {
@@ -133,15 +133,15 @@ void a_killed_process_is_named() {
         }
         CHECK_EQ(int(result), int(ncclRemoteError));
         std::string text = ncclGetLastError(comm);
-        CHECK(contains(text, "rank 1 (pid") || contains(text, "rank 4 (pid") ||
-              contains(text, "rank 7 (pid"));
+        CHECK((contains(text, "rank 1 (pid") || contains(text, "rank 4 (pid") ||
+               contains(text, "rank 7 (pid")));
         OK(ncclCommAbort(comm));
       },
       1);
 }
 
 // Between threads an error, an abort and a lost connection are heard of without a socket.
-void threads_hear_of_each_other() {
+TEST_CASE("threads hear of each other") {
   for (const char* fault : {"", "rank=1,call=3,action=drop", "rank=1,call=3,action=fail:ncclInternalError"}) {
     set("PYNCCL_CPU_FAULT", fault);
     CHECK_EQ(in_child([&] {
@@ -162,8 +162,7 @@ void threads_hear_of_each_other() {
                    if (r != 1) {
                      CHECK_EQ(int(result), int(ncclRemoteError));
                      std::string text = ncclGetLastError(comm);
-                     if (!contains(text, "rank 1")) fprintf(stderr, "%s: %s\n", fault, text.c_str());
-                     CHECK(contains(text, "rank 1"));
+                     CHECK_MESSAGE(contains(text, "rank 1"), std::string(fault), ": ", text);
                    }
                    OK(ncclCommAbort(comm));
                  });
@@ -174,13 +173,3 @@ void threads_hear_of_each_other() {
 }
 
 }  // namespace
-
-int main() {
-  const Test tests[] = {TEST(threads_of_several_processes),
-                        TEST(through_shared_memory),
-                        TEST(over_tcp),
-                        TEST(with_a_secret),
-                        TEST(a_killed_process_is_named),
-                        TEST(threads_hear_of_each_other)};
-  return run_all(tests, sizeof tests / sizeof *tests);
-}

@@ -26,8 +26,6 @@ void endures(const Gauge& quiet, Job& two, Job& three) {
     close(fd);
   }
   double share = during.share();
-  if (most > quiet.descriptors + 70 || share > 0.25)
-    fprintf(stderr, "%d descriptors, before %d; %.0f %% of a core\n", most, quiet.descriptors, 100 * share);
   CHECK(most <= quiet.descriptors + 70);
   CHECK(share < 0.25);
   two.run();
@@ -35,7 +33,7 @@ void endures(const Gauge& quiet, Job& two, Job& three) {
   CHECK(!quiet.grew_beyond(64 * 1024));
 }
 
-void idle_connections_over_tcp() {
+TEST_CASE("idle connections over tcp") {
   limit_descriptors(400);
   Job two(2), three(3);
   start_service();
@@ -46,7 +44,7 @@ void idle_connections_over_tcp() {
   endures(quiet, two, three);
 }
 
-void idle_connections_over_the_unix_socket() {
+TEST_CASE("idle connections over the unix socket") {
   limit_descriptors(400);
   Job two(2), three(3);
   start_service();
@@ -57,8 +55,11 @@ void idle_connections_over_the_unix_socket() {
   endures(quiet, two, three);
 }
 
-void another_user_on_the_unix_socket() {
-  if (geteuid() != 0) return void(printf("     left out: only root can become another user\n"));
+TEST_CASE("another user on the unix socket") {
+  if (geteuid() != 0) {
+    MESSAGE("left out: only root can become another user");
+    return;
+  }
   limit_descriptors(256);
   Job two(2), three(3);
   start_service();
@@ -83,7 +84,7 @@ void another_user_on_the_unix_socket() {
   endures(quiet, two, three);
 }
 
-void one_byte_at_a_time() {
+TEST_CASE("one byte at a time") {
   Job job(2);
   start_service();
   sockaddr_in at = tcp_listeners()[0];
@@ -103,7 +104,7 @@ void one_byte_at_a_time() {
   CHECK_EQ(slow.wait(), 0);
 }
 
-void nonsense() {
+TEST_CASE("nonsense") {
   Job job(4);
   start_service();
   std::vector<sockaddr_in> at = tcp_listeners();
@@ -129,7 +130,7 @@ void nonsense() {
   run_job(2);
 }
 
-void a_flood_of_nonsense() {
+TEST_CASE("a flood of nonsense") {
   Job two(2), three(3);
   start_service();
   Gauge quiet;
@@ -148,7 +149,7 @@ void a_flood_of_nonsense() {
   endures(quiet, two, three);
 }
 
-void no_descriptor_left_and_then_some() {
+TEST_CASE("no descriptor left and then some") {
   limit_descriptors(256);
   Job job(2);
   start_service();
@@ -165,7 +166,7 @@ void no_descriptor_left_and_then_some() {
   job.run();
 }
 
-void ranks_of_one_machine_listen_on_loopback() {
+TEST_CASE("ranks of one machine listen on loopback") {
   set("WORLD_SIZE", "2");
   set("LOCAL_WORLD_SIZE", "2");
   start_service();
@@ -177,7 +178,7 @@ void ranks_of_one_machine_listen_on_loopback() {
 // ---- who knows the public id ----
 
 // Each of these in its turn, while rank 0 waits for rank 1.
-void huge_numbers() {
+TEST_CASE("huge numbers") {
   sockaddr_in at = use_public_id();
   Gauge gauge;
   Child other([&] {
@@ -215,7 +216,7 @@ void huge_numbers() {
 }
 
 // A stranger takes rank 1's seat first. Rank 1 comes, and the job ends, saying so.
-void a_seat_taken_without_a_secret() {
+TEST_CASE("a seat taken without a secret") {
   sockaddr_in at = use_public_id();
   int seated[2];
   CHECK_EQ(pipe(seated), 0);
@@ -253,7 +254,7 @@ void a_seat_taken_without_a_secret() {
 }
 
 // All seats are taken, one by a stranger who never confirms: nobody learns of anybody.
-void a_stranger_who_does_not_introduce_itself() {
+TEST_CASE("a stranger who does not introduce itself") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "2");
   sockaddr_in at = use_public_id();
   Child evil([&] {
@@ -273,7 +274,7 @@ void a_stranger_who_does_not_introduce_itself() {
   CHECK_EQ(evil.wait(), 0);
 }
 
-void a_public_id_is_warned_of_once() {
+TEST_CASE("a public id is warned of once") {
   fs::path file = scratch / "log";
   set("NCCL_DEBUG_FILE", file.c_str());
   set("NCCL_DEBUG", "WARN");
@@ -289,20 +290,6 @@ void a_public_id_is_warned_of_once() {
   CHECK(!contains(text, "rank 0 of the communicator that"));
 }
 
-}  // namespace
+const AtOnce kAtOnce(3);
 
-int main() {
-  const Test tests[] = {TEST(idle_connections_over_tcp),
-                        TEST(idle_connections_over_the_unix_socket),
-                        TEST(another_user_on_the_unix_socket),
-                        TEST(one_byte_at_a_time),
-                        TEST(nonsense),
-                        TEST(a_flood_of_nonsense),
-                        TEST(no_descriptor_left_and_then_some),
-                        TEST(ranks_of_one_machine_listen_on_loopback),
-                        TEST(huge_numbers),
-                        TEST(a_seat_taken_without_a_secret),
-                        TEST(a_stranger_who_does_not_introduce_itself),
-                        TEST(a_public_id_is_warned_of_once)};
-  return run_all(tests, sizeof tests / sizeof *tests, 3);
-}
+}  // namespace

@@ -6,7 +6,7 @@
 
 #include <random>
 
-#include "harness.hpp"
+#include "helpers.hpp"
 #include "service/socket.hpp"
 #include "transport/segment.hpp"
 
@@ -24,7 +24,7 @@ Fd file_of(size_t bytes, int seals) {
   return fd;
 }
 
-void a_segment_keeps_its_size() {
+TEST_CASE("a segment keeps its size") {
   Segment s(3, 4096);
   CHECK_EQ(int(s.create()), int(ncclSuccess));
   CHECK_EQ(ftruncate(s.fd(), 0), -1);
@@ -33,7 +33,7 @@ void a_segment_keeps_its_size() {
   CHECK_EQ(fcntl(s.fd(), F_ADD_SEALS, F_SEAL_WRITE), -1);
 }
 
-void only_a_sealed_file_of_the_right_size_is_opened() {
+TEST_CASE("only a sealed file of the right size is opened") {
   Segment right(2, 8192);
   size_t bytes = right.bytes();
   CHECK_EQ(int(right.open(file_of(bytes, kAll))), int(ncclSuccess));
@@ -61,7 +61,7 @@ void only_a_sealed_file_of_the_right_size_is_opened() {
 }
 
 // What the leader of a host says about its rings.
-void rings_of_any_announced_size_are_bounded() {
+TEST_CASE("rings of any announced size are bounded") {
   for (size_t ring : {size_t(0), size_t(1), size_t(4095), size_t(5000), size_t(3) << 20, size_t(1) << 31,
                       size_t(1) << 63, ~size_t(0)}) {
     Segment s(2, ring);
@@ -76,7 +76,7 @@ void rings_of_any_announced_size_are_bounded() {
   }
 }
 
-void many_ranks_have_smaller_rings() {
+TEST_CASE("many ranks have smaller rings") {
   Segment few(2, size_t(1) << 20), many(64, size_t(1) << 20), again(64, many.ring_bytes());
   CHECK_EQ(few.ring_bytes(), size_t(1) << 20);
   CHECK(many.rings_bytes() <= size_t(256) << 20);
@@ -89,7 +89,7 @@ blkcnt_t blocks_of(int fd) {
   return st.st_blocks;
 }
 
-void a_sealed_segment_gives_pages_back() {
+TEST_CASE("a sealed segment gives pages back") {
   Segment s(2, size_t(1) << 20);
   CHECK_EQ(int(s.create()), int(ncclSuccess));
   Link link, back;
@@ -100,14 +100,15 @@ void a_sealed_segment_gives_pages_back() {
     CHECK_EQ(link.pipe[kColl]->write(bytes.data(), bytes.size()), bytes.size());
     CHECK_EQ(back.pipe[kColl]->read(got.data(), got.size()), got.size());
     CHECK(got == bytes);
-    CHECK(link.pipe[kColl]->idle() && back.pipe[kColl]->idle());
+    CHECK(link.pipe[kColl]->idle());
+    CHECK(back.pipe[kColl]->idle());
     blkcnt_t full = blocks_of(s.fd());
     s.release_rings();
     CHECK(blocks_of(s.fd()) + 2000 < full);  // of 512 bytes each
   }
 }
 
-void a_segment_leaves_nothing_mapped() {
+TEST_CASE("a segment leaves nothing mapped") {
   auto maps = [] {
     std::string text = read_text("/proc/self/maps");
     size_t count = 0;
@@ -148,7 +149,7 @@ struct Ends {
 
 // Random calls on both sides: what arrives is what was written, in order, and no more is promised than is
 // there.
-void pipes_keep_every_byte_in_order() {
+TEST_CASE("pipes keep every byte in order") {
   for (bool sockets : {false, true})
     for (unsigned seed = 1; seed <= 20; ++seed) {
       std::mt19937 random(seed);
@@ -180,13 +181,13 @@ void pipes_keep_every_byte_in_order() {
         got += sent.substr(got.size(), skip);
       }
       CHECK(got == sent.substr(0, got.size()));
-      CHECK(out.fault() == nullptr && in.fault() == nullptr);
+      CHECK((out.fault() == nullptr && in.fault() == nullptr));
       CHECK_EQ(out.take_moved(), !sockets);
       CHECK(!out.take_moved());
     }
 }
 
-void a_full_pipe_takes_nothing() {
+TEST_CASE("a full pipe takes nothing") {
   for (bool sockets : {false, true}) {
     Ends ends(sockets);
     Pipe &out = *ends.a.pipe[kColl];
@@ -196,7 +197,7 @@ void a_full_pipe_takes_nothing() {
     CHECK(taken >= 4096);
     CHECK_EQ(out.write(bytes.data(), 1), size_t(0));
     if (!sockets) CHECK(!out.put(bytes.data(), 1, nullptr, 0));
-    CHECK(!out.idle() || sockets);
+    CHECK((!out.idle() || sockets));
     std::vector<char> got(taken);
     size_t read = 0;
     while ((n = ends.b.pipe[kColl]->read(got.data() + read, taken - read)) > 0) read += n;
@@ -207,7 +208,7 @@ void a_full_pipe_takes_nothing() {
 
 // What a socket's pipe could not send at once goes out with flush(), and what is asked for at once comes at
 // once, however long.
-void a_long_message_comes_at_once() {
+TEST_CASE("a long message comes at once") {
   Ends ends(true);
   Pipe &out = *ends.a.pipe[kColl], &in = *ends.b.pipe[kColl];
   std::string head(1000, 'h'), body(3000000, 0);
@@ -226,14 +227,16 @@ void a_long_message_comes_at_once() {
     CHECK(std::string(all.data, head.size()) == head);
     CHECK(std::string(all.data + head.size(), all.size - head.size()) == body);
     in.consume(all.size);
-    CHECK(out.flush() && out.idle() && in.idle());
+    CHECK(out.flush());
+    CHECK(out.idle());
+    CHECK(in.idle());
   }
   Ends rings(false);
   CHECK(rings.a.pipe[kColl]->reserve(4096));
   CHECK(!rings.a.pipe[kColl]->reserve(4097));
 }
 
-void a_socket_that_ended_is_no_crash() {
+TEST_CASE("a socket that ended is no crash") {
   Ends ends(true);
   Pipe &out = *ends.a.pipe[kColl], &in = *ends.b.pipe[kColl];
   CHECK_EQ(out.write("last", 4), size_t(4));
@@ -258,7 +261,7 @@ struct Target {
   Remote remote(pid_t pid) const { return {pid, reinterpret_cast<uintptr_t>(nonce), {nonce[0], nonce[1]}}; }
 };
 
-void a_process_is_known_by_its_nonce() {
+TEST_CASE("a process is known by its nonce") {
   static Target target;
   int ends[2];
   CHECK_EQ(pipe(ends), 0);
@@ -298,7 +301,7 @@ void a_process_is_known_by_its_nonce() {
   CHECK(memory->read(got, at, sizeof got, true) == RemoteResult::Gone);
 }
 
-void a_rank_that_failed_lets_nobody_write() {
+TEST_CASE("a rank that failed lets nobody write") {
   Ends ends(false);
   char theirs[8] = "before";
   uint64_t at = reinterpret_cast<uintptr_t>(theirs);
@@ -311,21 +314,4 @@ void a_rank_that_failed_lets_nobody_write() {
   CHECK_EQ(ends.b.theirs->inside.load(), uint64_t(0));
 }
 
-constexpr Test kTests[] = {
-    TEST(a_segment_keeps_its_size),
-    TEST(only_a_sealed_file_of_the_right_size_is_opened),
-    TEST(rings_of_any_announced_size_are_bounded),
-    TEST(many_ranks_have_smaller_rings),
-    TEST(a_sealed_segment_gives_pages_back),
-    TEST(a_segment_leaves_nothing_mapped),
-    TEST(pipes_keep_every_byte_in_order),
-    TEST(a_full_pipe_takes_nothing),
-    TEST(a_long_message_comes_at_once),
-    TEST(a_socket_that_ended_is_no_crash),
-    TEST(a_process_is_known_by_its_nonce),
-    TEST(a_rank_that_failed_lets_nobody_write),
-};
-
 }  // namespace
-
-int main() { return run_all(kTests, std::size(kTests)); }

@@ -76,28 +76,28 @@ void sizes_around(size_t bytes, int nranks, bool own_hosts) {
   });
 }
 
-void large_inline_messages_between_hosts() { sizes_around(kMiB, 3, true); }
-void large_inline_messages_between_hosts_with_large_rings() {
+TEST_CASE("large inline messages between hosts") { sizes_around(kMiB, 3, true); }
+TEST_CASE("large inline messages between hosts with large rings") {
   set("PYNCCL_CPU_RING_BYTES", "4194304");
   sizes_around(kMiB, 3, true);
 }
-void larger_inline_messages_between_hosts_with_large_rings() {
+TEST_CASE("larger inline messages between hosts with large rings") {
   set("PYNCCL_CPU_RING_BYTES", "8388608");
   sizes_around(4 * kMiB, 2, true);
 }
-void large_inline_messages_in_shared_memory() {
+TEST_CASE("large inline messages in shared memory") {
   set("PYNCCL_CPU_DIRECT", "0");
   set("PYNCCL_CPU_RING_BYTES", "4194304");
   sizes_around(kMiB, 3, false);
 }
-void inline_messages_as_large_as_the_ring() {
+TEST_CASE("inline messages as large as the ring") {
   set("PYNCCL_CPU_RING_BYTES", "1048576");
   sizes_around(kMiB, 2, true);
 }
 
 // As threads of one process, 40 ranks need far fewer descriptors than pairs of ranks; or are told what they
 // lack.
-void many_ranks_with_few_descriptors() {
+TEST_CASE("many ranks with few descriptors") {
   constexpr int kRanks = 40;
   set("PYNCCL_CPU_INIT_TIMEOUT", "30");
   rlimit before, few;
@@ -117,8 +117,7 @@ void many_ranks_with_few_descriptors() {
     if (!ok) {
       CHECK(!contains(text, "died"));
       CHECK_EQ(std::string(name_of(r)), std::string("ncclSystemError"));
-      CHECK(names);
-      if (!names) fprintf(stderr, "rank %d: %s: %s\n", rank, name_of(r), text.c_str());
+      CHECK_MESSAGE(names, "rank ", rank, ": ", text);
     }
     made += ok;
     named += names;
@@ -132,7 +131,7 @@ void many_ranks_with_few_descriptors() {
     all_used();
     OK(ncclCommAbort(comm));
   });
-  CHECK(made == kRanks || named > 0);
+  CHECK((made == kRanks || named > 0));
   setrlimit(RLIMIT_NOFILE, &before);
   ncclComm_t comm = alone();
   float x = 1;
@@ -142,13 +141,3 @@ void many_ranks_with_few_descriptors() {
 }
 
 }  // namespace
-
-int main() {
-  const Test tests[] = {TEST(large_inline_messages_between_hosts),
-                        TEST(large_inline_messages_between_hosts_with_large_rings),
-                        TEST(larger_inline_messages_between_hosts_with_large_rings),
-                        TEST(large_inline_messages_in_shared_memory),
-                        TEST(inline_messages_as_large_as_the_ring),
-                        TEST(many_ranks_with_few_descriptors)};
-  return run_all(tests, sizeof tests / sizeof *tests);
-}
