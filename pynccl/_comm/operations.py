@@ -374,3 +374,9 @@ class Operations:
         uses the operation raises them if the dtype does not fit, and NotSupportedError with an older library.
         """
         return PreMulSum(self._core, self._arguments.span, factor)
+
+
+# Python's own errors about arguments name the public class.
+for _name, _method in list(vars(Operations).items()):
+    if not _name.startswith("_"):
+        _method.__qualname__ = f"Communicator.{_name}"

@@ -344,8 +344,7 @@ def _torch_store(rank: int, size: int) -> Any:
 def _by_mpi(method: Any, launcher: Launcher) -> Method:
     comm = _mpi.communicator(method)
     rank, size = int(comm.Get_rank()), int(comm.Get_size())
-    if method == "mpi":
-        _mpi.require_same_world(comm, launcher)
+    _mpi.require_same_world(comm, launcher)
     part = _mpi.is_part(comm)
     text = f", not {launcher}" if not launcher.names.mpi and launcher is not _environment.NOBODY else ""
 

@@ -63,10 +63,17 @@ def is_part(comm: Any) -> bool:
 
 
 def require_same_world(comm: Any, launcher: Launcher) -> None:
-    """Raise if MPI.COMM_WORLD differs from mpirun's size: the mpirun is then another MPI's."""
+    """Raise if MPI.COMM_WORLD has another size than the launcher started: MPI did not start these ranks."""
     from mpi4py import MPI
 
+    if comm != MPI.COMM_WORLD:
+        return
     size = comm.Get_size()
+    if not launcher.names.mpi and size == 1 < (launcher.size or 1):
+        raise BootstrapError(
+            f"{launcher} started {launcher.size} ranks, but MPI.COMM_WORLD has this one only; start the "
+            "ranks with mpirun, or call pynccl.init() without MPI"
+        )
     if launcher.names.mpi and launcher.size is not None and size != launcher.size:
         raise BootstrapError(
             f"{launcher} started {launcher.size} ranks, but mpi4py sees {size}: it uses another MPI "

@@ -160,6 +160,20 @@ def single(rank: int, nranks: int) -> None:
         pynccl.init()
 
 
+def mpi_sees_one_rank(rank: int, nranks: int) -> None:
+    from mpi4py import MPI
+
+    for method in ("mpi", MPI.COMM_WORLD):
+        with pytest.raises(BootstrapError, match="variables .* started 2 ranks, but MPI.COMM_WORLD"):
+            pynccl.init(method, timeout=20)
+    with pynccl.init(MPI.COMM_SELF, timeout=20) as comm:
+        assert comm.size == 1
+
+
+def test_ranks_that_mpi_did_not_start() -> None:
+    testing.run(2, mpi_sees_one_rank, backend="cpu")
+
+
 def test_a_single_process_and_another_mpi() -> None:
     testing.run(1, single, backend="cpu")
 
