@@ -255,7 +255,7 @@ class Communicator(Operations):
         `Communicator.join`. Raises ValueError for wrong arguments, NcclTimeoutError if a new rank does not
         join in time, RankFailedError if a rank dies, and NcclError if the creation fails otherwise.
         """
-        if not isinstance(nranks, int) or nranks <= self.size:
+        if isinstance(nranks, bool) or not isinstance(nranks, int | np.integer) or nranks <= self.size:
             raise ValueError(f"nranks is {nranks}; expected more than the present {self.size} ranks")
         uid = None if unique_id is None else bytes(to_unique_id(unique_id))
         return self._of(recovery.grow(self._core, nranks, uid, config))

@@ -70,6 +70,8 @@ class Core:
         self.derived = Counter[str]()
         self.attempts = 0
         self.children: weakref.WeakSet[Core] = weakref.WeakSet()
+        # True from the beginning of an abort.
+        self.aborted = False
         # Children keep their parent alive: an abort of the grandparent finds them through it.
         self.parent: Core | None = None
 

@@ -10,7 +10,7 @@ import numpy as np
 from pynccl import capi
 from pynccl._comm.core import Core
 from pynccl._comm.create import take
-from pynccl._comm.end import abort_if_made
+from pynccl._comm.end import abort_if_made, adopt
 from pynccl._device.devices import on_device
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.binding import lib
@@ -65,7 +65,7 @@ def derive(
             if not joins:
                 return None
             _take(core, child, handle)
-    core.adopt(child)
+    adopt(core, child)
     return child
 
 

@@ -9,6 +9,7 @@ from pynccl import capi
 from pynccl._comm import lifetime
 from pynccl._comm.core import Core
 from pynccl._device.blocking import bounded
+from pynccl._errors import NcclInvalidUsage
 from pynccl._library.binding import lib
 from pynccl._trace import recorder
 from pynccl._watch.watchdog import BY_DEATH
@@ -76,6 +77,8 @@ def destroy(core: Core) -> None:
 
 def abort(core: Core) -> None:
     """Release all resources immediately, without the other ranks; also abort derived communicators."""
+    for one in core.family():
+        one.aborted = True
     family = list(core.family())
     if core.handle:
         recorder.dump_because("abort", f"{core!r} is aborted")
@@ -98,6 +101,14 @@ def abort(core: Core) -> None:
         raise
     for one in family:
         one.release()
+
+
+def adopt(core: Core, child: Core) -> None:
+    """Register a derived communicator; abort it if another thread has aborted its parent meanwhile."""
+    core.adopt(child)
+    if core.aborted:
+        abort(child)
+        raise NcclInvalidUsage(f"{core!r} cannot be used: it was aborted", rank=core.known_rank)
 
 
 def _abort_reason(core: Core) -> Any:

@@ -30,6 +30,7 @@ class Group:
 
     _simulate = False
     _recording: Recording | None = None
+    _open: fastcall.Open | None = None
     _estimate: float | None = None
 
     @property
@@ -46,7 +47,8 @@ class Group:
         if self._recording is not None:
             raise NcclInvalidUsage("this group is open already; call pynccl.group() for another one")
         recording = _spare.pop() if _spare else _new_recording()
-        if recording.begin(nested=False):
+        self._open = recording.begin(nested=False)
+        if self._open is not None:
             self._recording = recording
             return self
         # Inside a group or a prepare, the outer recording takes the calls.
@@ -58,13 +60,13 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        recording = self._recording
-        if recording is None:
+        recording, opened = self._recording, self._open
+        if recording is None or opened is None:
             return
         runs = kind is None and not self._simulate
         try:
-            result = end(runs, recording.address, recording.kept)
-            self._recording = None
+            result = end(runs, opened, recording.kept)
+            self._recording = self._open = None
             if runs and not result:
                 _spare.append(recording)
             elif runs:

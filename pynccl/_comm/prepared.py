@@ -99,8 +99,13 @@ def _preparing(
     method: Callable[Concatenate[Operations, P], Any],
 ) -> Callable[Concatenate[Prepare, P], Prepared]:
     def prepare(self: Prepare, /, *args: P.args, **kwargs: P.kwargs) -> Prepared:
-        with Recording() as recording:
+        recording = Recording()
+        opened = recording.begin(nested=True)
+        assert opened is not None
+        try:
             result = method(self._operations, *args, **kwargs)
+        finally:
+            fastcall.end(False, opened, recording.kept)
         recording.kept.append(self._operations)
         recording.calls.grouped = recording.calls.count != 1
         return Prepared(recording, result, kwargs.get("stream"))

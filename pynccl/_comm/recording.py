@@ -7,7 +7,6 @@ use into a Python list. One C call then runs the recording, any number of times.
 from __future__ import annotations
 
 import weakref
-from contextlib import suppress
 from typing import Any
 
 from pynccl._comm.core import BUSY, WAITING, Core
@@ -28,22 +27,12 @@ class Recording:
         self.address = address_of(self.calls)
         self.kept: list[Any] = []
 
-    def __enter__(self) -> Recording:
-        self.begin(nested=True)
-        return self
+    def begin(self, nested: bool) -> fastcall.Open | None:
+        """Record this thread's calls until `fastcall.end`; None inside another recording, unless `nested`.
 
-    def __exit__(self, *_: object) -> None:
-        fastcall.end(False, self.address, self.kept)
-
-    def begin(self, nested: bool) -> bool:
-        """Record this thread's calls; False inside another recording, unless `nested`."""
-        try:
-            return fastcall.begin(self.address, nested)
-        except BaseException:
-            # A signal handler raised after the recording began: end it here.
-            with suppress(RuntimeError):
-                fastcall.end(False, self.address, self.kept)
-            raise
+        A recording whose Open is dropped before that ends without running its calls.
+        """
+        return fastcall.begin(self.address, nested, self)
 
     def cores(self) -> list[Core]:
         """Return the communicators of the calls, each once."""

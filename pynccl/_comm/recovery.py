@@ -10,7 +10,7 @@ from pynccl import capi
 from pynccl._comm.core import Core
 from pynccl._comm.create import create
 from pynccl._comm.derive import GROW, SHRINK, ConfigLike, derive, new_child
-from pynccl._comm.end import abort
+from pynccl._comm.end import abort, adopt
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.binding import lib
 from pynccl._trace import recorder
@@ -89,7 +89,7 @@ def _shrink_by_agreement(
         core.watch.stop(_GOES_ON)
         abort(core)
     else:
-        core.adopt(child)
+        adopt(core, child)
     return child
 
 
@@ -146,7 +146,7 @@ def grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -
         core.check(GROW.kind)
         with recorder.recorded(core.c, GROW.kind, nranks):
             _grow_by_agreement(core, child, nranks, call)
-    core.adopt(child)
+    adopt(core, child)
     return child
 
 

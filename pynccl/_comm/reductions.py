@@ -63,7 +63,7 @@ class PreMulSum:
         return capi.ncclRedOpCreatePreMulSum(pointer, datatype, residence, self._core.open())
 
     def destroy(self) -> None:
-        """Destroy the operation; calls that were already made with it are not affected."""
+        """Destroy the operation: issued calls are not affected, recorded and prepared ones cannot run any more."""
         codes, self._codes = self._codes, {}
         if self._core.handle:
             for code in codes.values():

@@ -23,10 +23,14 @@ _SLICE = 0.1
 _OTHERS = 1.0
 
 
+class NoThreadError(RuntimeError):
+    """No thread can be started: the interpreter is exiting, or the system has none left."""
+
+
 class Running(Generic[T]):
     """A blocking call in a thread of its own: NCCL's calls cannot be interrupted, but the caller can give up.
 
-    `if_abandoned` gets the result of an abandoned call. Raises RuntimeError if no thread can be started.
+    `if_abandoned` gets the result of an abandoned call. Raises NoThreadError if no thread can be started.
     """
 
     def __init__(
@@ -43,7 +47,15 @@ class Running(Generic[T]):
         self._thread = 0
         self._lock = threading.Lock()
         self.done = threading.Event()
-        threading.Thread(target=self._work, name=f"pynccl {what}", daemon=True).start()
+        thread = threading.Thread(target=self._work, name=f"pynccl {what}", daemon=True)
+        try:
+            thread.start()
+        except BaseException as error:
+            # Only Python's text tells this from what a signal handler raised while the thread was starting.
+            if isinstance(error, RuntimeError) and "new thread" in str(error):
+                raise NoThreadError(str(error)) from error
+            self.abandon()
+            raise
 
     def _work(self) -> None:
         _here.running = self
@@ -147,7 +159,7 @@ def bounded(
     """
     try:
         running = Running(call, what, if_abandoned)
-    except RuntimeError:
+    except NoThreadError:
         # An exiting interpreter starts no thread.
         return call()
     try:

@@ -15,7 +15,7 @@ _MOST_RANKS = 1024
 
 
 def _ranks(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= _MOST_RANKS:
+    if not value.isascii() or not value.isdigit() or len(value) > 9 or not 1 <= int(value) <= _MOST_RANKS:
         raise click.BadParameter(
             f"expected a number of ranks, 1 to {_MOST_RANKS} on one machine, not {value!r}"
         )

@@ -13,6 +13,27 @@
 // CPython gives its functions more than they need.
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
+enum { DROPPED = 2 };  // what `open` is once another thread has dropped the recording
+
+// Let go of what the calls need; into a Python list, if one is given.
+static void drop_kept(pynccl_list* calls, PyObject* into) {
+  for (int i = 0; i < calls->kept_count; ++i) {
+    if (into) PyList_Append(into, calls->kept[i]);
+    Py_DECREF(calls->kept[i]);
+  }
+  calls->kept_count = calls->open = 0;
+}
+
+// The recording that this thread's calls go into, NULL where they run. One that another thread has dropped
+// has ended; its list was left for this thread to take out of the chain.
+static pynccl_list* innermost(void) {
+  while (pynccl_recording && pynccl_recording->open == DROPPED) {
+    drop_kept(pynccl_recording, NULL);
+    pynccl_recording = pynccl_recording->outer;
+  }
+  return pynccl_recording;
+}
+
 static int keep_object(pynccl_list* list, PyObject* object) {
   void** kept = pynccl_room(list->kept, list->kept_count, &list->kept_capacity, sizeof *kept);
   if (!kept) return PyErr_NoMemory(), -1;
@@ -49,7 +70,7 @@ static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, P
     return PyErr_Format(PyExc_TypeError, "a prepared call takes no arguments");
   if (!self->calls) return PyErr_Format(PyExc_RuntimeError, "this call was never prepared");
   // Looked up once: each look costs a call.
-  pynccl_list* recording = pynccl_recording;
+  pynccl_list* recording = innermost();
   int result;
   if (recording) {
     // It is only appended to a list.
@@ -146,7 +167,7 @@ static PyObject* template_call(PyObject* callable, PyObject* const* args, size_t
   for (Py_ssize_t i = 0; i < count; ++i)
     if (as_size(args[i], &given[i])) return NULL;
   // A call that is only recorded is not worth it.
-  PyThreadState* thread = pynccl_recording ? NULL : PyEval_SaveThread();
+  PyThreadState* thread = innermost() ? NULL : PyEval_SaveThread();
   const int result = count == 3
                          ? pynccl_issue_usual(self->like, given[0], given[1], given[2])
                          : pynccl_issue(self->like, given[0], given[1], given[2], given[3], (int)given[4]);
@@ -262,7 +283,7 @@ static int usual_issue(const Usual* self, PyObject* send, PyObject* recv, PyObje
     if (failed) return -1;
   }
   Py_INCREF(template);
-  PyThreadState* thread = pynccl_recording ? NULL : PyEval_SaveThread();
+  PyThreadState* thread = innermost() ? NULL : PyEval_SaveThread();
   *result = self->stream == Py_None ? pynccl_issue_usual(template->like, source, target, count)
                                     : pynccl_issue(template->like, source, target, count, stream, 0);
   if (thread) PyEval_RestoreThread(thread);
@@ -297,7 +318,7 @@ static PyObject* usual_call(PyObject* callable, PyObject* const* args, size_t fl
     PyErr_Clear();
   }
   if (issued <= 0) return PyObject_Vectorcall(self->otherwise, args, 5, NULL);
-  pynccl_list* recording = pynccl_recording;
+  pynccl_list* recording = innermost();
   if (result == PYNCCL_RECORDED && recording) {
     if (keep_object(recording, send) || (recv != Py_None && keep_object(recording, recv))) return NULL;
   } else if (result && usual_after(self, result, send, recv)) {
@@ -370,30 +391,74 @@ static int intern_names(void) {
 
 // --- recordings --------------------------------------------------------------------------------------------
 
-// Record this thread's calls in the list at an address. False, and nothing done, inside another recording,
-// unless `nested` is true: then that one waits until this has ended.
+// A recording that is open in a thread. One that is dropped before its end, because of an exception for
+// example, ends without running anything, so that its list is in no thread's chain when it is freed.
+typedef struct {
+  PyObject_HEAD pynccl_list* calls;  // NULL once it has ended
+  PyObject* owner;                   // what owns that list
+} Open;
+
+// Take a list out of this thread's chain; 0 where it is another thread's.
+static int leave_chain(const pynccl_list* calls) {
+  pynccl_list** at = &pynccl_recording;
+  while (*at && *at != calls) at = &(*at)->outer;
+  if (!*at) return 0;
+  *at = calls->outer;
+  return 1;
+}
+
+static void open_dealloc(PyObject* object) {
+  Open* self = (Open*)object;
+  if (self->calls && leave_chain(self->calls)) {
+    drop_kept(self->calls, NULL);
+    self->calls = NULL;
+  }
+  // Another thread's list stays in that thread's chain, and so has to stay in memory.
+  if (self->calls)
+    self->calls->open = DROPPED;
+  else
+    Py_XDECREF(self->owner);
+  Py_TYPE(object)->tp_free(object);
+}
+
+static PyTypeObject OpenType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "pynccl._native.Open",
+    .tp_basicsize = sizeof(Open),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = open_dealloc,
+};
+
+// Record this thread's calls in the list at an address, which an object owns. None, and nothing done, inside
+// another recording, unless `nested` is true: then that one waits until this has ended.
 static PyObject* begin(PyObject* module, PyObject* const* args, Py_ssize_t count) {
-  pynccl_list* calls = count == 2 ? PyLong_AsVoidPtr(args[0]) : NULL;
+  pynccl_list* calls = count == 3 ? PyLong_AsVoidPtr(args[0]) : NULL;
   if (!calls)
-    return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "expected an address and a bool");
-  if (pynccl_recording && args[1] != Py_True) Py_RETURN_FALSE;
+    return PyErr_Occurred() ? NULL
+                            : PyErr_Format(PyExc_TypeError, "expected an address, a bool and an owner");
+  if (innermost() && args[1] != Py_True) Py_RETURN_NONE;
   if (calls->open) return PyErr_Format(PyExc_RuntimeError, "this recording has begun already");
+  Open* open = PyObject_New(Open, &OpenType);
+  if (!open) return NULL;
+  open->calls = calls;
+  open->owner = Py_NewRef(args[2]);
   calls->open = 1;
   calls->outer = pynccl_recording;
   pynccl_recording = calls;
-  Py_RETURN_TRUE;
+  return (PyObject*)open;
 }
 
-// End the recording into the list at an address and, if `runs` is true, run it; answers what that did, 0
-// where nothing was run. Unless all is done then, what has to stay alive goes into a Python list.
+// End a recording and, if `runs` is true, run it; answers what that did, 0 where nothing was run. Unless all
+// is done then, what has to stay alive goes into a Python list.
 static PyObject* end(PyObject* module, PyObject* const* args, Py_ssize_t count) {
-  pynccl_list* calls = count == 3 && PyList_Check(args[2]) ? PyLong_AsVoidPtr(args[1]) : NULL;
-  if (!calls)
-    return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "expected a bool, an address and a list");
-  if (calls != pynccl_recording)
+  if (count != 3 || !Py_IS_TYPE(args[1], &OpenType) || !PyList_Check(args[2]))
+    return PyErr_Format(PyExc_TypeError, "expected a bool, an open recording and a list");
+  Open* open = (Open*)args[1];
+  pynccl_list* calls = open->calls;
+  if (!calls || calls != pynccl_recording)
     return PyErr_Format(PyExc_RuntimeError,
                         "this thread has not begun this recording, or not as the last one");
   pynccl_recording = calls->outer;
+  open->calls = NULL;
   const int runs = args[0] == Py_True;
   int result = 0;
   if (runs) {
@@ -401,17 +466,14 @@ static PyObject* end(PyObject* module, PyObject* const* args, Py_ssize_t count) 
     result = pynccl_list_run_recorded(calls);
     PyEval_RestoreThread(thread);
   }
-  for (int i = 0; i < calls->kept_count; ++i) {
-    if (!runs || result) PyList_Append(args[2], calls->kept[i]);
-    Py_DECREF(calls->kept[i]);
-  }
-  calls->kept_count = calls->open = 0;
+  drop_kept(calls, !runs || result ? args[2] : NULL);
+  Py_CLEAR(open->owner);
   return PyErr_Occurred() ? NULL : PyLong_FromLong(result);
 }
 
 // Keep an object alive until the open recording has run.
 static PyObject* keep(PyObject* module, PyObject* object) {
-  pynccl_list* recording = pynccl_recording;
+  pynccl_list* recording = innermost();
   if (recording && keep_object(recording, object)) return NULL;
   Py_RETURN_NONE;
 }
@@ -430,7 +492,7 @@ PyMODINIT_FUNC PyInit__native(void) {
   PyObject* self = pynccl_cffi_module();
   if (!self || PyModule_AddFunctions(self, functions)) return NULL;
   if (!intern_names() || PyModule_AddType(self, &CallType) || PyModule_AddType(self, &TemplateType) ||
-      PyModule_AddType(self, &UsualType))
+      PyModule_AddType(self, &UsualType) || PyType_Ready(&OpenType))
     return NULL;
 #ifdef Py_GIL_DISABLED
   PyUnstable_Module_SetGIL(self, Py_MOD_GIL_NOT_USED);

@@ -141,7 +141,11 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _compiler() -> list[str]:
     """Return the command in CXX, which may have options."""
-    wanted, *options = shlex.split(os.environ.get("CXX") or "g++")
+    text = os.environ.get("CXX", "").strip() or "g++"
+    try:
+        wanted, *options = shlex.split(text)
+    except ValueError as error:
+        raise BuildError(f"CXX is {text!r}; expected a compiler, with options or without: {error}") from None
     found = shutil.which(wanted)
     if found is None:
         raise BuildError(

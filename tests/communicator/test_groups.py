@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -526,3 +528,61 @@ def too_old(rank: int, nranks: int) -> None:
 
 def test_simulation_on_a_library_without_it(old: str) -> None:
     testing.run(1, too_old, backend=old)
+
+
+def dropped_while_open(rank: int, nranks: int) -> None:
+    """A group that is dropped before its end, here or by another thread, leaves later calls alone."""
+    with pynccl.init(timeout=30) as comm:
+        data = np.ones(4)
+
+        def body() -> Iterator[None]:
+            with group():
+                comm.all_reduce(data)
+                yield
+
+        opened = group()
+        opened.__enter__()
+        comm.all_reduce(data)
+        del opened
+        for _ in range(100):
+            comm.all_reduce(data, op="max")
+            comm.prepare.all_reduce(data, op="max")()
+        started = body()
+        next(started)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="has not begun"):
+            pool.submit(started.close).result()
+        del started
+        for _ in range(100):
+            comm.all_reduce(data, op="max")
+            comm.prepare.all_reduce(data, op="max")()
+        assert (data == 1).all()
+        comm.all_reduce(data)
+        assert (data == nranks).all()
+
+
+def test_a_group_that_is_dropped() -> None:
+    testing.run(2, dropped_while_open, backend="cpu")
+
+
+def interrupted_at_the_end(rank: int, nranks: int) -> None:
+    """An exception that comes as the end of a group or a preparation begins ends the recording."""
+
+    def interrupt(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "__exit__" and "groups.py" in frame.f_code.co_filename:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    with pynccl.init(timeout=30) as comm:
+        data = np.ones(4)
+        for _ in range(20):
+            with pytest.raises(KeyboardInterrupt), group():
+                comm.all_reduce(data)
+                sys.setprofile(interrupt)
+            for _ in range(20):
+                comm.all_reduce(data, op="max")
+                comm.prepare.all_reduce(data, op="max")()
+        assert (data == 1).all()
+
+
+def test_an_interrupt_at_the_end_of_a_group() -> None:
+    testing.run(2, interrupted_at_the_end, backend="cpu")
