@@ -63,7 +63,7 @@ class PreMulSum:
         return capi.ncclRedOpCreatePreMulSum(pointer, datatype, residence, self._core.open())
 
     def destroy(self) -> None:
-        """Destroy the operation: issued calls are not affected, recorded and prepared ones cannot run any more."""
+        """Destroy the operation: recorded and prepared calls with it can no longer run; issued ones go on."""
         codes, self._codes = self._codes, {}
         if self._core.handle:
             for code in codes.values():
