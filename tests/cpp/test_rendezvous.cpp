@@ -120,7 +120,7 @@ void spread(int nranks, int nids, int absent,
       CHECK_EQ(write(from_all[1], &own, sizeof own), ssize_t(sizeof own));
       std::vector<ncclUniqueId> ids(static_cast<size_t>(nranks));
       CHECK(read(mine[0], ids.data(), ids.size() * sizeof ids[0]) > 0);
-      if (r == absent) return pause_for(2.5);
+      if (r == absent) return pause_for(5);
       ncclComm_t comm = nullptr;
       ncclResult_t result = ncclCommInitRankScalable(&comm, nranks, r, nids, ids.data(), nullptr);
       check(r, result, comm);
