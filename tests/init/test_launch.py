@@ -414,6 +414,7 @@ def in_c_with_the_gil():
 
 def stopped():
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(100)
 
 hang = [collective, asleep, busy, in_c_with_the_gil, stopped][comm.rank]
 print("ready", flush=True)

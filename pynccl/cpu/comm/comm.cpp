@@ -3,7 +3,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <set>
 
 namespace pncpu {
 namespace {
@@ -284,24 +283,14 @@ ncclResult_t Comm::announce_leaving() {
   return ncclSuccess;
 }
 
-namespace {
-// Ranks that the calling thread calls for: it can finalize them only one after another.
-std::set<Token> ranks_of_this_thread() {
-  std::set<Token> tokens;
-  for (auto& comm : handles<Comm>().all())
-    if (comm->calling_thread.load() == this_thread()) tokens.insert(comm->session.self.token);
-  return tokens;
-}
-}  // namespace
-
 ncclResult_t Comm::await_leaving() {
-  std::set<Token> mine = ranks_of_this_thread();
   Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
   for (int q = 0; q < nranks; ++q) {
     if (q == rank) continue;
     Peer& p = peer(q);
     std::unique_lock<std::mutex> lock(session.mutex);
-    if (p.same_process && !p.left && mine.count(p.info.token)) continue;
+    // One thread may finalize several ranks, one after another. The last of them compares with all.
+    if (p.same_process && !p.left) continue;
     bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();
     if (!came)
