@@ -14,6 +14,9 @@ import pytest
 
 from pynccl import testing
 
+# The start itself is what is tested here (forked_ranks.py).
+NEW_INTERPRETERS = True
+
 
 class Odd(Exception):
     """Does not survive pickling."""

@@ -1,0 +1,62 @@
+"""The process that forks the ranks of `pynccl.testing.run`: it has imported what takes them long to import."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+PR_SET_PDEATHSIG = 1
+
+
+def serve(connection: Connection, parent: int, modules: list[str]) -> tuple[str, list[str]] | None:
+    """Answer until the connection is closed: None. In a fork return at once, with its code and arguments."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return None
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # What is imported is not collected again in each fork, which would copy all of it.
+    gc.collect()
+    gc.freeze()
+    while True:
+        try:
+            what, *args = connection.recv()
+        except EOFError:
+            return None
+        if what == "fork":
+            code, arguments, env, folder = args
+            if os.fork() == 0:
+                os.setsid()
+                connection.send(os.getpid())
+                connection.close()
+                os.chdir(folder)
+                os.environ.clear()
+                os.environ.update(env)
+                # The ranks' parent is this server.
+                return code, [str(os.getppid()), *arguments[1:]]
+        else:
+            connection.send(_exit_code(*args))
+
+
+def _exit_code(pid: int, reap: bool) -> int | None:
+    """Return that of a fork; without `reap` it stays a zombie, so that its process group keeps its number."""
+    state = os.waitid(os.P_PID, pid, os.WEXITED | (0 if reap else os.WNOWAIT | os.WNOHANG))
+    if state is None:
+        return None
+    return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+
+
+def main() -> None:
+    """Be the server; or, as one of its forks, run a program as `python -c` does, to the interpreter's end."""
+    program = serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:])
+    if program is not None:
+        code, arguments = program
+        sys.argv = ["-c", *arguments]
+        exec(code, {"__name__": "__main__"})
