@@ -16,6 +16,7 @@ import pynccl
 from arrays import KINDS, cupy_over, device_over, dtype_of, torch_over
 from device_arrays import Device, Exporter
 from pynccl import Buffer, Communicator, DataType, testing
+from ranks import on_ranks
 
 N = 2
 Refusal = tuple[Callable[[], Any], type[Exception], str]
@@ -77,7 +78,8 @@ def takes(comm: Communicator) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def every_argument(rank: int, nranks: int) -> None:
+@on_ranks(N)
+def test_every_argument(rank: int, nranks: int) -> None:
     """Each argument of each operation is looked at in the same way, and called by its name."""
     with pynccl.init(timeout=30) as comm:
         n = nranks
@@ -133,11 +135,8 @@ def refused_here(comm: Communicator, what: str, refusals: list[Refusal]) -> None
         raise AssertionError(f"{what}: {error}") from error
 
 
-def test_every_argument() -> None:
-    testing.run(N, every_argument, backend="cpu")
-
-
-def orders_and_counts(rank: int, nranks: int) -> None:
+@on_ranks(N)
+def test_orders_and_counts(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         n, me = nranks, rank
         c, f = np.zeros((4, 3)), np.zeros((4, 3), order="F")
@@ -230,11 +229,8 @@ def orders_and_counts(rank: int, nranks: int) -> None:
         assert n == 2
 
 
-def test_orders_and_counts() -> None:
-    testing.run(N, orders_and_counts, backend="cpu")
-
-
-def shapes(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_shapes(rank: int, nranks: int) -> None:
     """A result has the shape that follows from the input; what has no shape is counted."""
     with pynccl.init(timeout=30) as comm:
         n, me = nranks, rank
@@ -280,11 +276,8 @@ def shapes(rank: int, nranks: int) -> None:
         comm.send_recv(zeros(4), 1 - me, zeros(2, 2), 1 - me)
 
 
-def test_shapes() -> None:
-    testing.run(2, shapes, backend="cpu")
-
-
-def roots_and_overlaps(rank: int, nranks: int) -> None:
+@on_ranks(N)
+def test_roots_and_overlaps(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         me = rank
         x, y = np.zeros(4), np.zeros(8)
@@ -332,11 +325,8 @@ def roots_and_overlaps(rank: int, nranks: int) -> None:
         comm.reduce(big[:8], big[4:12], root=0) if rank else comm.reduce(big[:8], big[8:], root=0)
 
 
-def test_roots_and_overlaps() -> None:
-    testing.run(N, roots_and_overlaps, backend="cpu")
-
-
-def other_arguments(rank: int, nranks: int) -> None:
+@on_ranks(N)
+def test_other_arguments(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         me, x = rank, np.zeros(4)
         frozen = np.zeros(4)
@@ -419,14 +409,11 @@ def other_arguments(rank: int, nranks: int) -> None:
         assert (comm.all_reduce(np.ones(2), config={"minCTAs": 1}) == 2).all()
 
 
-def test_other_arguments() -> None:
-    testing.run(N, other_arguments, backend="cpu")
-
-
 # --- particular kinds ---
 
 
-def torch_tensors(rank: int, nranks: int) -> None:
+@on_ranks(N)
+def test_torch(rank: int, nranks: int) -> None:
     import torch
 
     with pynccl.init(timeout=30) as comm:
@@ -452,10 +439,6 @@ def torch_tensors(rank: int, nranks: int) -> None:
         assert gathered[1].float().tolist() == [[1] * 3] * 2
 
 
-def test_torch() -> None:
-    testing.run(N, torch_tensors, backend="cpu")
-
-
 class JaxLike:
     """An immutable array of jaxlib's, as far as can be seen from outside."""
 
@@ -471,7 +454,8 @@ class JaxLike:
         return (1, 0)
 
 
-def jax_arrays(rank: int, nranks: int) -> None:
+@on_ranks(N)
+def test_jax_arrays_can_be_sent_only(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         x = np.full(4, rank + 1.0)
         array, recv = JaxLike(x), np.zeros(4)
@@ -490,11 +474,8 @@ def jax_arrays(rank: int, nranks: int) -> None:
         ])  # fmt: skip
 
 
-def test_jax_arrays_can_be_sent_only() -> None:
-    testing.run(N, jax_arrays, backend="cpu")
-
-
-def cupy_over_host(rank: int, nranks: int) -> None:
+@on_ranks(N)
+def test_cupy_over_host_memory(rank: int, nranks: int) -> None:
     import cupy
 
     with pynccl.init(timeout=30) as comm:
@@ -519,10 +500,6 @@ def cupy_over_host(rank: int, nranks: int) -> None:
             (lambda: comm.all_reduce(x, cupy.ndarray((4, 4), np.float64, memptr=x.data + 8)), ValueError,
              "^send and recv overlap"),
         ])  # fmt: skip
-
-
-def test_cupy_over_host_memory() -> None:
-    testing.run(N, cupy_over_host, backend="cpu")
 
 
 @pytest.mark.parametrize("name", ["bool", "int16", "uint16", "complex64", "complex128", "float16"])

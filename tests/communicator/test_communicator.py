@@ -21,6 +21,7 @@ import pytest
 import pynccl
 from meeting import hear, tell, together
 from pynccl import Communicator, NcclError, NcclInvalidUsage, NcclTimeoutError, RedOp, capi, testing
+from ranks import on_ranks
 
 NUMBERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
 NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -33,7 +34,8 @@ def single(**options: Any) -> Communicator:
 # --- results ---
 
 
-def reduce_everything(rank: int, nranks: int) -> None:
+@on_ranks(1, 2, 4)
+def test_all_reduce(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         assert (comm.rank, comm.size, comm.device, comm.closed) == (rank, nranks, rank, False)
         for name in (*NUMBERS, *NARROW):
@@ -49,12 +51,8 @@ def reduce_everything(rank: int, nranks: int) -> None:
         assert comm.all_reduce(np.zeros(0)).size == 0
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
-def test_all_reduce(nranks: int) -> None:
-    testing.run(nranks, reduce_everything, backend="cpu")
-
-
-def broadcast_everything(rank: int, nranks: int) -> None:
+@on_ranks(3)
+def test_broadcast(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         for root in range(nranks):
             data = np.arange(10) * (1 if rank == root else 0)
@@ -69,11 +67,8 @@ def broadcast_everything(rank: int, nranks: int) -> None:
         assert (comm.broadcast(source, root=0) == np.arange(4)).all()
 
 
-def test_broadcast() -> None:
-    testing.run(3, broadcast_everything, backend="cpu")
-
-
-def any_kind_of_array(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_any_kind_of_array(rank: int, nranks: int) -> None:
     from device_arrays import Device, Exporter
 
     with pynccl.init(timeout=30) as comm:
@@ -87,14 +82,11 @@ def any_kind_of_array(rank: int, nranks: int) -> None:
         assert number == bytearray([sum(range(1, nranks + 1))])
 
 
-def test_any_kind_of_array() -> None:
-    testing.run(2, any_kind_of_array, backend="cpu")
-
-
 # --- streams and waiting ---
 
 
-def slow_peer(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_explicit_streams_return_at_once(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         stream, other = capi.pyncclCpuStreamCreate(), capi.pyncclCpuStreamCreate()
         data = np.full(1000, rank + 1, np.int64)
@@ -113,11 +105,8 @@ def slow_peer(rank: int, nranks: int) -> None:
         assert (data == 3).all()
 
 
-def test_explicit_streams_return_at_once() -> None:
-    testing.run(2, slow_peer, backend="cpu")
-
-
-def arrays_are_kept(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_arrays_are_kept_until_the_stream_is_done(rank: int, nranks: int) -> None:
     import weakref
 
     class Array(np.ndarray[Any, Any]):
@@ -151,10 +140,6 @@ def arrays_are_kept(rank: int, nranks: int) -> None:
         assert not comm._core.c.used_count
 
 
-def test_arrays_are_kept_until_the_stream_is_done() -> None:
-    testing.run(2, arrays_are_kept, backend="cpu")
-
-
 def barrier_times(rank: int, nranks: int) -> tuple[float, float]:
     with pynccl.init(timeout=30) as comm:
         comm.barrier()
@@ -169,7 +154,8 @@ def test_barrier() -> None:
     assert min(left for _, left in times) >= max(reached for reached, _ in times)
 
 
-def time_out(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_timeout_of_a_wait(rank: int, nranks: int) -> None:
     together(nranks)
     comm = pynccl.init(timeout=3)
     if rank == 0:
@@ -185,21 +171,14 @@ def time_out(rank: int, nranks: int) -> None:
     comm.abort()
 
 
-def test_timeout_of_a_wait() -> None:
-    testing.run(2, time_out, backend="cpu")
-
-
-def never_joined(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_timeout_of_creation(rank: int, nranks: int) -> None:
     start = time.monotonic()
     with pytest.raises(
         NcclTimeoutError, match="creating the communicator of rank 0 of 2 took longer than 1 s"
     ):
         Communicator(2, pynccl.get_unique_id(), 0, timeout=1)
     assert time.monotonic() - start < 15
-
-
-def test_timeout_of_creation() -> None:
-    testing.run(1, never_joined, backend="cpu")
 
 
 INTERRUPTED = """
@@ -248,7 +227,8 @@ def test_ctrl_c_during_creation(tmp_path: Path) -> None:
 # --- refusals ---
 
 
-def refuse_arguments(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_wrong_arguments(rank: int, nranks: int) -> None:
     comm = pynccl.init(timeout=30)
     good = np.zeros(4, np.float32)
     frozen = np.zeros(4, np.float32)
@@ -291,10 +271,6 @@ def refuse_arguments(rank: int, nranks: int) -> None:
     comm.destroy()
 
 
-def test_wrong_arguments() -> None:
-    testing.run(2, refuse_arguments, backend="cpu")
-
-
 @pytest.mark.parametrize(
     ("args", "options", "error", "words"),
     [
@@ -315,7 +291,8 @@ def test_wrong_creation(args: Any, options: Any, error: type[Exception], words: 
         Communicator(*args, **options)
 
 
-def use_from_two_threads(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_use_from_two_threads(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         comm.barrier()
         if rank == 1:
@@ -339,14 +316,11 @@ def use_from_two_threads(rank: int, nranks: int) -> None:
         thread.join()
 
 
-def test_use_from_two_threads() -> None:
-    testing.run(2, use_from_two_threads, backend="cpu")
-
-
 # --- life and death ---
 
 
-def lives_and_dies(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_life(rank: int, nranks: int) -> None:
     comm = single()
     assert repr(comm) == "<pynccl.Communicator rank 0 of 1 on device 0>"
     assert comm.handle != 0
@@ -378,11 +352,8 @@ def lives_and_dies(rank: int, nranks: int) -> None:
         aborted.barrier()
 
 
-def test_life() -> None:
-    testing.run(1, lives_and_dies, backend="cpu")
-
-
-def as_context_manager(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_context_manager(rank: int, nranks: int) -> None:
     with single() as comm:
         comm.barrier()
     assert comm.closed
@@ -394,10 +365,6 @@ def as_context_manager(rank: int, nranks: int) -> None:
     with single() as comm:
         comm.abort()
     assert comm.closed
-
-
-def test_context_manager() -> None:
-    testing.run(1, as_context_manager, backend="cpu")
 
 
 def one_rank_leaves_the_body(rank: int, nranks: int) -> str:
@@ -436,7 +403,8 @@ def test_collection_warns_and_exit_does_not_hang() -> None:
     testing.run(2, collect, backend="cpu", timeout=40)
 
 
-def forget_to_close(rank: int, nranks: int) -> None:
+@on_ranks(2, timeout=40)
+def test_exit_without_closing(rank: int, nranks: int) -> None:
     global forgotten
     forgotten = pynccl.init(timeout=30)
     # Only rank 0 leaves something behind that can never complete.
@@ -448,10 +416,6 @@ def forget_to_close(rank: int, nranks: int) -> None:
 
 
 forgotten: Communicator | None = None
-
-
-def test_exit_without_closing() -> None:
-    testing.run(2, forget_to_close, backend="cpu", timeout=40)
 
 
 def fork(rank: int, nranks: int) -> None:
@@ -476,7 +440,8 @@ def test_forked_child_refuses() -> None:
     testing.run(2, fork, backend="cpu")
 
 
-def wrap_handles(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_from_handle(rank: int, nranks: int) -> None:
     owner = pynccl.init(timeout=30)
     comm = Communicator.from_handle(owner.handle)
     assert (comm.rank, comm.size, comm.device, comm.handle) == (rank, nranks, rank, owner.handle)
@@ -498,11 +463,8 @@ def wrap_handles(rank: int, nranks: int) -> None:
         Communicator.from_handle(0x1234560)
 
 
-def test_from_handle() -> None:
-    testing.run(2, wrap_handles, backend="cpu")
-
-
-def many_ids(rank: int, nranks: int) -> None:
+@on_ranks(3)
+def test_several_ids(rank: int, nranks: int) -> None:
     from pynccl.bootstrap import Store
 
     with Store(os.environ["PYNCCL_STORE"]) as store:
@@ -513,31 +475,21 @@ def many_ids(rank: int, nranks: int) -> None:
         assert (comm.all_reduce(np.ones(3)) == nranks).all()
 
 
-def test_several_ids() -> None:
-    testing.run(3, many_ids, backend="cpu")
-
-
-def without_blocking(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_non_blocking_communicator(rank: int, nranks: int) -> None:
     with pynccl.init(config={"blocking": 0}, timeout=30) as comm:
         assert (comm.all_reduce(np.ones(3)) == nranks).all()
         comm.barrier()
 
 
-def test_non_blocking_communicator() -> None:
-    testing.run(2, without_blocking, backend="cpu")
-
-
-def device_of_choice(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_device(rank: int, nranks: int) -> None:
     before = capi.pyncclCpuGetDevice()
     with single(device=5) as comm:
         assert comm.device == 5
         assert capi.pyncclCpuGetDevice() == before
     with pytest.raises(ValueError, match="device is -1"):
         single(device=-1)
-
-
-def test_device() -> None:
-    testing.run(1, device_of_choice, backend="cpu")
 
 
 def dead_peer(rank: int, nranks: int) -> str:

@@ -19,6 +19,7 @@ import pynccl
 from engines import Command, environment, open_mpi, pynccl_run, torchrun
 from meeting import hear, tell
 from pynccl import NcclInvalidUsage, NcclRemoteError, testing
+from ranks import on_ranks
 
 
 def collected(rank: int, nranks: int) -> None:
@@ -139,7 +140,8 @@ def test_exit_with_work_outstanding(how: str, tmp_path: Path) -> None:
     assert time.monotonic() - start < 40
 
 
-def forks(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_fork(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=20) as comm:
         child = comm.split(0)
         assert child is not None
@@ -175,10 +177,6 @@ def forks(rank: int, nranks: int) -> None:
         plan()
         assert (x == 4).all() and (y == 2).all()
         child.destroy()
-
-
-def test_fork() -> None:
-    testing.run(2, forks, backend="cpu")
 
 
 EXITS = """

@@ -31,9 +31,11 @@ from pynccl import (
     group,
     testing,
 )
+from ranks import on_ranks
 
 
-def complete_at_the_end(rank: int, nranks: int) -> None:
+@on_ranks(1, 2, 4)
+def test_results_are_there_at_the_end(rank: int, nranks: int) -> None:
     n, me = nranks, rank
     with pynccl.init(timeout=30) as comm:
         # Once is enough for what takes long to import.
@@ -77,12 +79,8 @@ def complete_at_the_end(rank: int, nranks: int) -> None:
             pass
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
-def test_results_are_there_at_the_end(nranks: int) -> None:
-    testing.run(nranks, complete_at_the_end, backend="cpu")
-
-
-def nests(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_nesting_and_exceptions(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         a, b, c = np.ones(2), np.ones(2), np.ones(2)
         with group():
@@ -136,11 +134,8 @@ def nests(rank: int, nranks: int) -> None:
         assert (comm.all_reduce(np.ones(1)) == 2).all()
 
 
-def test_nesting_and_exceptions() -> None:
-    testing.run(2, nests, backend="cpu")
-
-
-def several_communicators(rank: int, nranks: int) -> None:
+@on_ranks(4)
+def test_several_communicators(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as world:
         half = world.split(rank % 2, key=rank)
         back = world.split(0, key=-rank)
@@ -177,11 +172,8 @@ def several_communicators(rank: int, nranks: int) -> None:
             comm.abort()
 
 
-def test_several_communicators() -> None:
-    testing.run(4, several_communicators, backend="cpu")
-
-
-def on_streams(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_streams(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm, pynccl.Stream() as one, pynccl.Stream() as two:
         a, b, c = np.ones(2), np.ones(2), np.ones(2)
         comm.barrier()
@@ -212,11 +204,8 @@ def on_streams(rank: int, nranks: int) -> None:
         assert (a == 8).all() and (b == 4).all()
 
 
-def test_streams() -> None:
-    testing.run(2, on_streams, backend="cpu")
-
-
-def kept_alive(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_arrays_live_until_the_group_has_run(rank: int, nranks: int) -> None:
     class Kept(np.ndarray[Any, Any]):
         pass
 
@@ -243,11 +232,8 @@ def kept_alive(rank: int, nranks: int) -> None:
         assert gone[-1]() is None
 
 
-def test_arrays_live_until_the_group_has_run() -> None:
-    testing.run(2, kept_alive, backend="cpu")
-
-
-def many_threads(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_several_threads(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as world:
         comms = [world.split(0, key=rank) for _ in range(4)]
         streams = [pynccl.Stream() for _ in range(4)]
@@ -286,11 +272,8 @@ def many_threads(rank: int, nranks: int) -> None:
             stream.destroy()
 
 
-def test_several_threads() -> None:
-    testing.run(2, many_threads, backend="cpu")
-
-
-def in_another_order(rank: int, nranks: int) -> None:
+@on_ranks(2, timeout=50)
+def test_threads_in_another_order(rank: int, nranks: int) -> None:
     """Threads with a communicator each need not reach their calls in the same order on all ranks."""
     with pynccl.init(timeout=20) as world:
         comms = [world.split(0, key=rank) for _ in range(2)]
@@ -315,11 +298,8 @@ def in_another_order(rank: int, nranks: int) -> None:
         assert not failures, failures
 
 
-def test_threads_in_another_order() -> None:
-    testing.run(2, in_another_order, backend="cpu", timeout=50)
-
-
-def used_twice(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_one_communicator_in_groups_of_two_threads(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         comm.barrier()
         if rank == 1:
@@ -344,11 +324,8 @@ def used_twice(rank: int, nranks: int) -> None:
         assert done
 
 
-def test_one_communicator_in_groups_of_two_threads() -> None:
-    testing.run(2, used_twice, backend="cpu")
-
-
-def never_comes(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_timeout(rank: int, nranks: int) -> None:
     together(nranks)
     comm = pynccl.init(timeout=3)
     if rank == 0:
@@ -368,10 +345,6 @@ def never_comes(rank: int, nranks: int) -> None:
     comm.abort()
 
 
-def test_timeout() -> None:
-    testing.run(2, never_comes, backend="cpu")
-
-
 def mismatch(rank: int, nranks: int) -> str:
     comm = pynccl.init(timeout=30)
     try:
@@ -389,7 +362,8 @@ def test_mismatch_in_a_group_is_an_error() -> None:
     assert not {"nothing", "NcclTimeoutError"} & set(testing.run(2, mismatch, backend="cpu"))
 
 
-def without_blocking(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_non_blocking_communicator(rank: int, nranks: int) -> None:
     with pynccl.init(config={"blocking": 0}, timeout=30) as comm:
         a, b = np.ones(2), np.ones(2)
         with group():
@@ -398,14 +372,11 @@ def without_blocking(rank: int, nranks: int) -> None:
         assert (a == 2).all() and (b == 2).all()
 
 
-def test_non_blocking_communicator() -> None:
-    testing.run(2, without_blocking, backend="cpu")
-
-
 # --- simulated groups ---
 
 
-def simulates(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_simulation_issues_nothing(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         data = np.ones(1000)
         with group(simulate=True) as estimate:
@@ -436,10 +407,6 @@ def simulates(rank: int, nranks: int) -> None:
         with pytest.raises(NcclInvalidUsage, match="there is no estimate"):
             _ = dropped.estimated_microseconds
         assert (comm.all_reduce(np.ones(1)) == 2).all()
-
-
-def test_simulation_issues_nothing() -> None:
-    testing.run(2, simulates, backend="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -530,7 +497,8 @@ def test_simulation_on_a_library_without_it(old: str) -> None:
     testing.run(1, too_old, backend=old)
 
 
-def dropped_while_open(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_a_group_that_is_dropped(rank: int, nranks: int) -> None:
     """A group that is dropped before its end, here or by another thread, leaves later calls alone."""
     with pynccl.init(timeout=30) as comm:
         data = np.ones(4)
@@ -560,11 +528,8 @@ def dropped_while_open(rank: int, nranks: int) -> None:
         assert (data == nranks).all()
 
 
-def test_a_group_that_is_dropped() -> None:
-    testing.run(2, dropped_while_open, backend="cpu")
-
-
-def interrupted_at_the_end(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_an_interrupt_at_the_end_of_a_group(rank: int, nranks: int) -> None:
     """An exception that comes as the end of a group or a preparation begins ends the recording."""
 
     def interrupt(frame: Any, event: str, argument: Any) -> None:
@@ -582,7 +547,3 @@ def interrupted_at_the_end(rank: int, nranks: int) -> None:
                 comm.all_reduce(data, op="max")
                 comm.prepare.all_reduce(data, op="max")()
         assert (data == 1).all()
-
-
-def test_an_interrupt_at_the_end_of_a_group() -> None:
-    testing.run(2, interrupted_at_the_end, backend="cpu")

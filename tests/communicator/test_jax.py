@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 import pynccl
-from pynccl.testing import run
+from ranks import on_ranks
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
 
 
-def jax_arrays(rank: int, nranks: int) -> None:
+@on_ranks(2, timeout=100, env={"JAX_PLATFORMS": "cpu"})
+def test_jax(rank: int, nranks: int) -> None:
     """Send JAX's arrays in every form, among them dtypes that NumPy lacks; none is written to."""
     import jax.numpy as jnp
 
@@ -41,11 +42,8 @@ def jax_arrays(rank: int, nranks: int) -> None:
         np.testing.assert_array_equal(x, np.arange(4, dtype=np.float32) + rank)
 
 
-def test_jax() -> None:
-    run(2, jax_arrays, backend="cpu", timeout=100, env={"JAX_PLATFORMS": "cpu"})
-
-
-def pandas_columns(rank: int, nranks: int) -> None:
+@on_ranks(2, timeout=100)
+def test_pandas(rank: int, nranks: int) -> None:
     """Refuse columns and frames, whose memory is pandas' own affair; take what comes out of them."""
     import pandas
 
@@ -56,7 +54,3 @@ def pandas_columns(rank: int, nranks: int) -> None:
                 comm.all_reduce(thing)
         total = comm.all_reduce(np.asarray(frame["a"]), np.empty(2))
         np.testing.assert_array_equal(total, [nranks, 2 * nranks])
-
-
-def test_pandas() -> None:
-    run(2, pandas_columns, backend="cpu", timeout=100)

@@ -16,6 +16,7 @@ import pytest
 import pynccl
 from meeting import hear, tell, together
 from pynccl import Communicator, NcclError, NcclInvalidUsage, NcclTimeoutError, UniqueId, testing
+from ranks import on_ranks
 
 
 def total(comm: Communicator) -> float:
@@ -33,7 +34,8 @@ def abort_together(comm: Communicator) -> None:
     comm.abort()
 
 
-def splits(rank: int, nranks: int) -> None:
+@on_ranks(4)
+def test_split(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         half = comm.split(rank % 2)
         assert half is not None
@@ -93,11 +95,8 @@ def test_split_by_all_but_one(timeout: float | None) -> None:
         assert "waits in ncclCommSplit for rank 2, which has finalized or destroyed" in text
 
 
-def test_split() -> None:
-    testing.run(4, splits, backend="cpu")
-
-
-def shrinks(rank: int, nranks: int) -> None:
+@on_ranks(4)
+def test_shrink(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         exclude: Any
         for exclude, error, words in (
@@ -116,10 +115,6 @@ def shrinks(rank: int, nranks: int) -> None:
         assert small.all_gather(np.array([rank])).ravel().tolist() == [0, 1, 3]
         assert not comm.closed
         small.destroy()
-
-
-def test_shrink() -> None:
-    testing.run(4, shrinks, backend="cpu")
 
 
 def shrinks_after_a_death(rank: int, nranks: int) -> str:
@@ -151,7 +146,8 @@ def test_shrink_after_a_death() -> None:
     assert [got[0], got[2]] == ["recovered"] * 2, got
 
 
-def grows(rank: int, nranks: int) -> None:
+@on_ranks(3)
+def test_grow_and_join(rank: int, nranks: int) -> None:
     from pynccl.bootstrap import Store
 
     with Store(os.environ["PYNCCL_STORE"]) as store:
@@ -187,22 +183,16 @@ def grows(rank: int, nranks: int) -> None:
             big.abort()
 
 
-def test_grow_and_join() -> None:
-    testing.run(3, grows, backend="cpu")
-
-
-def nobody_grows(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_join_times_out(rank: int, nranks: int) -> None:
     start = time.monotonic()
     with pytest.raises(NcclTimeoutError, match="joining a communicator as rank 1 of 2 took longer than 1 s"):
         Communicator.join(2, pynccl.get_unique_id(), 1, timeout=1)
     assert time.monotonic() - start < 15
 
 
-def test_join_times_out() -> None:
-    testing.run(1, nobody_grows, backend="cpu")
-
-
-def revokes(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_revoke(rank: int, nranks: int) -> None:
     comm = pynccl.init(timeout=20)
     assert total(comm) == nranks
     if rank == 0:
@@ -228,11 +218,8 @@ def revokes(rank: int, nranks: int) -> None:
     assert again.closed
 
 
-def test_revoke() -> None:
-    testing.run(2, revokes, backend="cpu")
-
-
-def suspends(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_suspend_and_resume(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=20) as comm:
         for _ in range(2):
             comm.suspend()
@@ -242,11 +229,8 @@ def suspends(rank: int, nranks: int) -> None:
             assert total(comm) == nranks
 
 
-def test_suspend_and_resume() -> None:
-    testing.run(2, suspends, backend="cpu")
-
-
-def all_at_once(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_init_all(rank: int, nranks: int) -> None:
     for devices, places in ((3, [0, 1, 2]), ([4, 2], [4, 2]), (np.array([1]), [1])):
         ranks = pynccl.init_all(devices)  # type: ignore[arg-type]
         assert [comm.rank for comm in ranks] == list(range(len(places)))
@@ -275,11 +259,8 @@ def all_at_once(rank: int, nranks: int) -> None:
             pynccl.init_all(devices_wrong)
 
 
-def test_init_all() -> None:
-    testing.run(1, all_at_once, backend="cpu")
-
-
-def without_blocking(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_non_blocking(rank: int, nranks: int) -> None:
     with pynccl.init(config={"blocking": 0}, timeout=30) as comm:
         x = np.ones(4)
         for _ in range(20):
@@ -302,11 +283,8 @@ def without_blocking(rank: int, nranks: int) -> None:
         comm.barrier()
 
 
-def test_non_blocking() -> None:
-    testing.run(2, without_blocking, backend="cpu")
-
-
-def never_complete(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_non_blocking_times_out_with_the_gil_released(rank: int, nranks: int) -> None:
     """The GIL is free while a non-blocking communicator is made, and the time-out holds."""
     ticks: list[int] = []
     stop = threading.Event()
@@ -326,11 +304,8 @@ def never_complete(rank: int, nranks: int) -> None:
     assert len(ticks) > 3
 
 
-def test_non_blocking_times_out_with_the_gil_released() -> None:
-    testing.run(1, never_complete, backend="cpu")
-
-
-def foreign_handles(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_another_bindings_communicator(rank: int, nranks: int) -> None:
     """A communicator that a ctypes binding made of the same library, in the same process."""
 
     class Id(ctypes.Structure):
@@ -377,11 +352,8 @@ def foreign_handles(rank: int, nranks: int) -> None:
             Communicator.from_handle(wrong)
 
 
-def test_another_bindings_communicator() -> None:
-    testing.run(2, foreign_handles, backend="cpu")
-
-
-def children_die_with_their_parents(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_children_of_children(rank: int, nranks: int) -> None:
     comm = pynccl.init(timeout=20)
     family = [comm]
     for _ in range(3):
@@ -412,11 +384,8 @@ def children_die_with_their_parents(rank: int, nranks: int) -> None:
             op()
 
 
-def test_children_of_children() -> None:
-    testing.run(2, children_die_with_their_parents, backend="cpu")
-
-
-def aborts_from_another_thread(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_abort_from_another_thread(rank: int, nranks: int) -> None:
     comm = pynccl.init()
     if rank == 0:
         threading.Timer(0.3, comm.abort).start()
@@ -431,11 +400,8 @@ def aborts_from_another_thread(rank: int, nranks: int) -> None:
         comm.abort()
 
 
-def test_abort_from_another_thread() -> None:
-    testing.run(2, aborts_from_another_thread, backend="cpu")
-
-
-def destroys_with_work_outstanding(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_an_end_that_cannot_complete(rank: int, nranks: int) -> None:
     """Neither the end of `with` nor collection waits for ever for what a peer does not join."""
     together(nranks)
     comm = pynccl.init(timeout=2)
@@ -452,11 +418,8 @@ def destroys_with_work_outstanding(rank: int, nranks: int) -> None:
         comm.abort()
 
 
-def test_an_end_that_cannot_complete() -> None:
-    testing.run(2, destroys_with_work_outstanding, backend="cpu")
-
-
-def two_threads(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_two_threads(rank: int, nranks: int) -> None:
     """Every call of a second thread raises while the first is in one."""
     with pynccl.init(timeout=20) as comm:
         op = comm.prepare.all_reduce(np.zeros(2))
@@ -488,10 +451,6 @@ def two_threads(rank: int, nranks: int) -> None:
                 call()
         tell("refused")
         thread.join()
-
-
-def test_two_threads() -> None:
-    testing.run(2, two_threads, backend="cpu")
 
 
 def alone(rank: int, nranks: int) -> None:

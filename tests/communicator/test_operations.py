@@ -26,6 +26,7 @@ from arrays import (
     values,
 )
 from pynccl import Communicator, DataType, RedOp, testing
+from ranks import on_ranks
 
 
 @contextmanager
@@ -340,7 +341,8 @@ def test_every_operation(nranks: int) -> None:
 # --- numbers that are not exact ---
 
 
-def three_ranks(rank: int, nranks: int) -> None:
+@on_ranks(3)
+def test_averages_of_three(rank: int, nranks: int) -> None:
     """A third is not exact: an average multiplies each input by it, or divides a whole sum."""
     with pynccl.init(timeout=30) as comm:
         for name in INTEGERS:
@@ -368,11 +370,8 @@ def three_ranks(rank: int, nranks: int) -> None:
             assert (again == again[0]).all(), "the ranks disagree"
 
 
-def test_averages_of_three() -> None:
-    testing.run(3, three_ranks, backend="cpu")
-
-
-def extremes(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_extremes(rank: int, nranks: int) -> None:
     """64-bit integers keep all their bits, and sums wrap as in C."""
     with pynccl.init(timeout=30) as comm:
         for name in ("int64", "uint64"):
@@ -385,14 +384,11 @@ def extremes(rank: int, nranks: int) -> None:
         assert wrapped.tolist() == [144, 144]
 
 
-def test_extremes() -> None:
-    testing.run(2, extremes, backend="cpu")
-
-
 # --- PreMulSum ---
 
 
-def factors(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_factors(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         # Every kind of number is converted to the dtype of the arrays, never read as its bytes.
         numbers = [3, 3.0, *(np.dtype(name).type(3) for name in (*INTEGERS, "int16", "float16", "float32"))]
@@ -430,12 +426,8 @@ def factors(rank: int, nranks: int) -> None:
             op.destroy()
 
 
-@pytest.mark.parametrize("nranks", [2])
-def test_factors(nranks: int) -> None:
-    testing.run(nranks, factors, backend="cpu")
-
-
-def factors_in_memory(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_factors_in_memory(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         for kind in KINDS:
             with labelled(kind.name):
@@ -450,11 +442,8 @@ def factors_in_memory(rank: int, nranks: int) -> None:
                     comm.all_reduce(np.ones(3), op=op)
 
 
-def test_factors_in_memory() -> None:
-    testing.run(2, factors_in_memory, backend="cpu")
-
-
-def wrong_factors(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_wrong_factors(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm, pynccl.Communicator(1, pynccl.get_unique_id(), 0) as other:
         for factor, words in (
             (1j, "factor is 1j; expected a real number"),
@@ -489,10 +478,6 @@ def wrong_factors(rank: int, nranks: int) -> None:
         with pytest.raises(TypeError, match=r"dtype bool; NCCL cannot reduce it"):
             comm.all_reduce(np.ones(2, bool), op=comm.pre_mul_sum(2))
         assert (comm.all_reduce(np.ones(2)) == nranks).all()
-
-
-def test_wrong_factors() -> None:
-    testing.run(2, wrong_factors, backend="cpu")
 
 
 def test_the_table_of_dtypes_is_complete() -> None:

@@ -22,9 +22,12 @@ from meeting import hear, tell, together
 from pynccl import Communicator, NcclInvalidUsage, NcclTimeoutError, Plan, Prepared, group, testing
 from pynccl._comm.operations import Operations
 from pynccl._comm.prepared import Prepare
+from ranks import on_ranks
 
 
-def every_operation(rank: int, nranks: int) -> None:
+@pytest.mark.timeout(180)
+@on_ranks(1, 2, timeout=170)
+def test_every_operation(rank: int, nranks: int) -> None:
     n, me = nranks, rank
     with pynccl.init(timeout=30) as comm:
         x = np.zeros((n, 2))
@@ -78,12 +81,6 @@ def every_operation(rank: int, nranks: int) -> None:
                 assert want is None or (got == want).all()
 
 
-@pytest.mark.parametrize("nranks", [1, 2])
-@pytest.mark.timeout(180)
-def test_every_operation(nranks: int) -> None:
-    testing.run(nranks, every_operation, backend="cpu", timeout=170)
-
-
 def test_every_operation_can_be_prepared() -> None:
     """Nothing was forgotten, and the names and texts are the operations'."""
     operations = {name for name in vars(Operations) if not name.startswith("_")} - {"pre_mul_sum", "barrier"}
@@ -94,7 +91,8 @@ def test_every_operation_can_be_prepared() -> None:
         assert f"Communicator.{name}" in (getattr(Prepare, name).__doc__ or "")
 
 
-def every_kind(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_every_kind_of_array(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         factor = comm.pre_mul_sum(rank + 1)
         for kind in KINDS:
@@ -106,11 +104,8 @@ def every_kind(rank: int, nranks: int) -> None:
             assert (data == 9).all(), kind.name
 
 
-def test_every_kind_of_array() -> None:
-    testing.run(2, every_kind, backend="cpu")
-
-
-def refuses_like_the_call(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_wrong_arguments(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         for prepare, error, words in (
             (lambda: comm.prepare.all_reduce(np.zeros(4)[::2]), ValueError, "send is not contiguous"),
@@ -147,11 +142,8 @@ def refuses_like_the_call(rank: int, nranks: int) -> None:
         assert Plan([])() == ()
 
 
-def test_wrong_arguments() -> None:
-    testing.run(2, refuses_like_the_call, backend="cpu")
-
-
-def streams_change(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_streams_can_be_changed(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm, pynccl.Stream() as one, pynccl.Stream() as two:
         data = np.ones(1000)
         op = comm.prepare.all_reduce(data)
@@ -204,11 +196,8 @@ def streams_change(rank: int, nranks: int) -> None:
         assert (data == 256).all()
 
 
-def test_streams_can_be_changed() -> None:
-    testing.run(2, streams_change, backend="cpu")
-
-
-def inside_groups(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_inside_groups(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         a, b, c = np.ones(3), np.ones(3), np.ones(3)
         op = comm.prepare.all_reduce(a)
@@ -240,11 +229,8 @@ def inside_groups(rank: int, nranks: int) -> None:
         assert (kept == 2).all()
 
 
-def test_inside_groups() -> None:
-    testing.run(2, inside_groups, backend="cpu")
-
-
-def plans_of_plans(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_plans_of_plans(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         other = comm.split(0, key=-rank)
         assert other is not None
@@ -274,11 +260,8 @@ def plans_of_plans(rank: int, nranks: int) -> None:
         assert (comm.all_reduce(np.ones(1)) == 2).all()
 
 
-def test_plans_of_plans() -> None:
-    testing.run(2, plans_of_plans, backend="cpu")
-
-
-def holds_its_buffers(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_buffers_are_held_and_let_go(rank: int, nranks: int) -> None:
     class Kept(np.ndarray[Any, Any]):
         pass
 
@@ -300,11 +283,8 @@ def holds_its_buffers(rank: int, nranks: int) -> None:
         assert all(ref() is None for ref in alive)
 
 
-def test_buffers_are_held_and_let_go() -> None:
-    testing.run(2, holds_its_buffers, backend="cpu")
-
-
-def outlives(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_a_closed_communicator(rank: int, nranks: int) -> None:
     comm = pynccl.init(timeout=30)
     data = np.ones(2)
     op = comm.prepare.all_reduce(data)
@@ -325,11 +305,8 @@ def outlives(rank: int, nranks: int) -> None:
         op()
 
 
-def test_a_closed_communicator() -> None:
-    testing.run(2, outlives, backend="cpu")
-
-
-def two_threads(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_two_threads(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         op = comm.prepare.all_reduce(np.ones(4))
         plan = Plan([op, op])
@@ -350,11 +327,8 @@ def two_threads(rank: int, nranks: int) -> None:
             thread.join()
 
 
-def test_two_threads() -> None:
-    testing.run(2, two_threads, backend="cpu")
-
-
-def never_comes(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_time_outs(rank: int, nranks: int) -> None:
     together(nranks)
     comm = pynccl.init(timeout=3)
     if rank == 0:
@@ -367,10 +341,6 @@ def never_comes(rank: int, nranks: int) -> None:
     else:
         hear("raised")
     comm.abort()
-
-
-def test_time_outs() -> None:
-    testing.run(2, never_comes, backend="cpu")
 
 
 # --- on a library that fails when it is told to ---

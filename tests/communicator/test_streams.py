@@ -10,13 +10,15 @@ import pytest
 import pynccl
 from meeting import hear, tell
 from pynccl import Communicator, NcclTimeoutError, testing
+from ranks import on_ranks
 
 
 def single(**options: Any) -> Communicator:
     return Communicator(1, pynccl.get_unique_id(), 0, **options)
 
 
-def streams_and_events(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_streams_and_events(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=20) as comm:
         stream, event = pynccl.Stream(), pynccl.Event()
         assert stream.handle > 2
@@ -53,10 +55,6 @@ def streams_and_events(rank: int, nranks: int) -> None:
             event.query()
         with pytest.raises(ValueError, match="this stream was destroyed"):
             comm.all_reduce(np.ones(3), stream=stream)
-
-
-def test_streams_and_events() -> None:
-    testing.run(2, streams_and_events, backend="cpu")
 
 
 def devices(rank: int, nranks: int) -> None:

@@ -591,7 +591,7 @@ def test_every_id_is_met_at(pool: Pool, dead: int) -> None:
     """Ranks 0 and 1 of 4 report to the first of two ids, ranks 2 and 3 to the second: without its maker none
     of them comes to be. bootstrap.cc: rootIdFromRank, bootstrapInit.
     """
-    results = pool.get(4, PYNCCL_CPU_INIT_TIMEOUT="5").call(scalable, dead)
+    results = pool.get(4, PYNCCL_CPU_INIT_TIMEOUT="3").call(scalable, dead)
     if dead < 0:
         assert results == [(OK, "")] * 4
     else:

@@ -15,6 +15,7 @@ import pytest
 import pynccl
 from arrays import DTYPES, NARROW, Array, Kind, host_of_torch, torch_over
 from pynccl import Communicator, Plan, testing
+from ranks import on_ranks
 from test_operations import Cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -54,7 +55,8 @@ def dtypes() -> list[str]:
     return [name for name in DTYPES if new or not name.startswith("float8")]
 
 
-def every_operation(rank: int, nranks: int) -> None:
+@on_ranks(1, 2, backend="auto", timeout=200)
+def test_every_operation(rank: int, nranks: int) -> None:
     with meet(rank, nranks) as comm:
         assert pynccl.library_info().backend == "nccl"
         for kind in kinds():
@@ -63,12 +65,8 @@ def every_operation(rank: int, nranks: int) -> None:
                     Cases(comm, kind, dtype).all()
 
 
-@pytest.mark.parametrize("nranks", [1, 2])
-def test_every_operation(nranks: int) -> None:
-    testing.run(nranks, every_operation, backend="auto", timeout=200)
-
-
-def current_streams(rank: int, nranks: int) -> None:
+@on_ranks(2, backend="auto", timeout=120)
+def test_current_streams(rank: int, nranks: int) -> None:
     import cupy
 
     with meet(rank, nranks) as comm:
@@ -90,10 +88,6 @@ def current_streams(rank: int, nranks: int) -> None:
         own.synchronize(timeout=60)
         assert (x == nranks).all()
         own.destroy()
-
-
-def test_current_streams() -> None:
-    testing.run(2, current_streams, backend="auto", timeout=120)
 
 
 def graphs(rank: int, nranks: int) -> None:
@@ -130,7 +124,8 @@ def test_graphs() -> None:
     testing.run(2, graphs, backend="auto", timeout=120)
 
 
-def refuses_other_memory(rank: int, nranks: int) -> None:
+@on_ranks(2, backend="auto", timeout=120)
+def test_refuses_other_memory(rank: int, nranks: int) -> None:
     import cupy
 
     with meet(rank, nranks) as comm:
@@ -152,7 +147,3 @@ def refuses_other_memory(rank: int, nranks: int) -> None:
         assert cupy.cuda.runtime.getDevice() == comm.device
         comm.all_reduce(here)
         assert (here == 0).all()
-
-
-def test_refuses_other_memory() -> None:
-    testing.run(2, refuses_other_memory, backend="auto", timeout=120)

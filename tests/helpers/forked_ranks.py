@@ -1,8 +1,9 @@
 """A pytest plugin: `pynccl.testing.run` forks its ranks, which spares them most of their start.
 
-Each process of pytest has a server for that (rank_server.py), and one more for tests that use torch. A rank is a process in every other respect: it
-runs what a new interpreter would, and ends like one. What its ranks share, and others do not, is where the
-system has put their memory: tests/conformance starts its processes one by one.
+Each process of pytest has a server for that (rank_server.py), and one more for tests that use torch. A rank
+is a process in every other respect: it runs what a new interpreter would, and ends like one. What its ranks
+share, and others do not, is where the system has put their memory: tests/conformance starts its processes one
+by one.
 """
 
 from __future__ import annotations

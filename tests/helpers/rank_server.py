@@ -1,4 +1,4 @@
-"""The process that forks the ranks of `pynccl.testing.run`: it has imported what takes them long to import."""
+"""The process that forks the ranks of `pynccl.testing.run`, and has imported what they need."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import pytest
 import pynccl
 from meeting import free_port, together
 from pynccl import BootstrapError, testing
+from ranks import on_ranks
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 
@@ -41,27 +42,20 @@ def sums(comm: pynccl.Communicator) -> bool:
 # --- methods ---
 
 
-def by_default(rank: int, nranks: int) -> None:
+@on_ranks(1, 2, 4)
+def test_the_launchers_environment(rank: int, nranks: int) -> None:
     for method in (None, "env", None):
         with pynccl.init(method, timeout=20) as comm:
             assert (comm.rank, comm.size, comm.device) == (rank, nranks, rank)
             assert sums(comm)
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
-def test_the_launchers_environment(nranks: int) -> None:
-    testing.run(nranks, by_default, backend="cpu")
-
-
-def two_at_once(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_several_communicators(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=20) as one, pynccl.init(timeout=20) as two:
         assert one.handle != two.handle
         assert sums(one)
         assert sums(two)
-
-
-def test_several_communicators() -> None:
-    testing.run(2, two_at_once, backend="cpu")
 
 
 def by_master_port(rank: int, nranks: int, host: str, port: int) -> None:
@@ -83,7 +77,8 @@ def test_torchruns_environment(host: str) -> None:
     testing.run(3, by_master_port, host, free_port(), backend="cpu")
 
 
-def by_arguments(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_arguments_replace_the_environment(rank: int, nranks: int) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         del os.environ[name]
     with pynccl.init(rank=nranks - 1 - rank, world_size=nranks, timeout=20) as comm:
@@ -91,21 +86,14 @@ def by_arguments(rank: int, nranks: int) -> None:
         assert sums(comm)
 
 
-def test_arguments_replace_the_environment() -> None:
-    testing.run(2, by_arguments, backend="cpu")
-
-
-def alone(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_a_single_process(rank: int, nranks: int) -> None:
     forget_the_launcher()
     with pynccl.init() as comm:
         assert (comm.rank, comm.size, comm.device) == (0, 1, 0)
         assert sums(comm)
     with pynccl.init(rank=0, world_size=1, device=3) as comm:
         assert (comm.size, comm.device) == (1, 3)
-
-
-def test_a_single_process() -> None:
-    testing.run(1, alone, backend="cpu")
 
 
 @pytest.mark.parametrize("method", ["tcp", "http://host:1", "file://x", 3, object()])
@@ -117,7 +105,8 @@ def test_unknown_methods(method: object) -> None:
 # --- what goes wrong ---
 
 
-def wrong_environment(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_wrong_environment(rank: int, nranks: int) -> None:
     forget_the_launcher()
     for env, words in (
         ({"RANK": "0"}, "WORLD_SIZE is not set; expected a number"),
@@ -136,10 +125,6 @@ def wrong_environment(rank: int, nranks: int) -> None:
             del os.environ[name]
     with pytest.raises(BootstrapError, match="WORLD_SIZE is not set"):
         pynccl.init(rank=0)
-
-
-def test_wrong_environment() -> None:
-    testing.run(1, wrong_environment, backend="cpu")
 
 
 def some_stay_away(rank: int, nranks: int, absent: list[int], port: int) -> str:
@@ -238,7 +223,8 @@ def test_port_is_taken() -> None:
     assert f"the store at 127.0.0.1:{port}" in texts[1]
 
 
-def wrong_token(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_wrong_token(rank: int, nranks: int) -> None:
     os.environ["PYNCCL_SECRET"] = "a guess that is long enough"
     with pytest.raises(
         BootstrapError, match=r"rank 0 of 2 cannot take part: .* it has no secret, but this process has one"
@@ -246,21 +232,14 @@ def wrong_token(rank: int, nranks: int) -> None:
         pynccl.init(world_size=2, timeout=10)
 
 
-def test_wrong_token() -> None:
-    testing.run(1, wrong_token, backend="cpu")
-
-
-def interrupted(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_ctrl_c_while_waiting_for_others(rank: int, nranks: int) -> None:
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         pynccl.init(world_size=2, timeout=30)
     assert time.monotonic() - start < 10
-
-
-def test_ctrl_c_while_waiting_for_others() -> None:
-    testing.run(1, interrupted, backend="cpu")
 
 
 # --- MPI ---
@@ -327,11 +306,8 @@ def test_mpi(what: str, tmp_path: Path) -> None:
     assert sorted(re.findall(r"fine \d", done.stdout)) == ["fine 0", "fine 1", "fine 2"]
 
 
-def without_mpi4py(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_mpi_without_mpi4py(rank: int, nranks: int) -> None:
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
     with pytest.raises(BootstrapError, match="method='mpi' needs mpi4py"):
         pynccl.init("mpi")
-
-
-def test_mpi_without_mpi4py() -> None:
-    testing.run(1, without_mpi4py, backend="cpu")

@@ -15,6 +15,7 @@ from launchers import forget_the_launcher, logged
 from meeting import free_port, together
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import _environment
+from ranks import on_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
@@ -146,7 +147,8 @@ def test_two_jobs_do_not_meet() -> None:
     assert "ranks that never arrived: 1 (1 of 2)" in texts[0]
 
 
-def single(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_a_single_process_and_another_mpi(rank: int, nranks: int) -> None:
     lines = logged()
     forget_the_launcher()
     pynccl.init().destroy()
@@ -160,7 +162,8 @@ def single(rank: int, nranks: int) -> None:
         pynccl.init()
 
 
-def mpi_sees_one_rank(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_ranks_that_mpi_did_not_start(rank: int, nranks: int) -> None:
     from mpi4py import MPI
 
     for method in ("mpi", MPI.COMM_WORLD):
@@ -168,14 +171,6 @@ def mpi_sees_one_rank(rank: int, nranks: int) -> None:
             pynccl.init(method, timeout=20)
     with pynccl.init(MPI.COMM_SELF, timeout=20) as comm:
         assert comm.size == 1
-
-
-def test_ranks_that_mpi_did_not_start() -> None:
-    testing.run(2, mpi_sees_one_rank, backend="cpu")
-
-
-def test_a_single_process_and_another_mpi() -> None:
-    testing.run(1, single, backend="cpu")
 
 
 def nested(rank: int, nranks: int) -> list[str]:
@@ -207,7 +202,8 @@ def test_mpirun_without_mpi4py() -> None:
     testing.run(2, without_mpi4py, free_port(), backend="cpu")
 
 
-def without_a_rank(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_a_world_size_without_a_rank(rank: int, nranks: int) -> None:
     forget_the_launcher()
     for size in ("4", "many", ""):
         os.environ["WORLD_SIZE"] = size
@@ -217,10 +213,6 @@ def without_a_rank(rank: int, nranks: int) -> None:
     # Interactive shells of Slurm know the job's size, and some clusters say that a job is of one.
     os.environ.update(WORLD_SIZE="1", SLURM_NTASKS="4")
     pynccl.init().destroy()
-
-
-def test_a_world_size_without_a_rank() -> None:
-    testing.run(1, without_a_rank, backend="cpu")
 
 
 def on_a_second_node(rank: int, nranks: int) -> tuple[int, int]:

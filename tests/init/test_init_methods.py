@@ -19,6 +19,7 @@ from meeting import free_port, together
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store
 from pynccl.bootstrap._keys import FolderKeys
+from ranks import on_ranks
 
 
 def meet(method: Any, rank: int, nranks: int, **more: Any) -> None:
@@ -73,7 +74,8 @@ def test_a_free_port_and_a_callback(tmp_path: Path) -> None:
     testing.run(3, by_callback, str(tmp_path), backend="cpu")
 
 
-def callback_fails(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_a_callback_that_fails(rank: int, nranks: int) -> None:
     def broken(_: str) -> None:
         raise KeyError("cannot tell")
 
@@ -81,10 +83,6 @@ def callback_fails(rank: int, nranks: int) -> None:
     with pytest.raises(KeyError, match="cannot tell"):
         pynccl.init("tcp://127.0.0.1:0", rank=0, world_size=2, on_listen=broken, timeout=20)
     assert time.monotonic() - start < 10
-
-
-def test_a_callback_that_fails() -> None:
-    testing.run(1, callback_fails, backend="cpu")
 
 
 @pytest.mark.parametrize(
@@ -294,15 +292,12 @@ def test_objects_that_are_broken(value: object, words: str) -> None:
         pynccl.init(Broken(value), rank=0, world_size=2, timeout=1)
 
 
-def by_store(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_a_store_of_ones_own(rank: int, nranks: int) -> None:
     with Store(os.environ["PYNCCL_STORE"]) as store:
         for _ in range(2):
             meet(store, rank, nranks)
         store.set("still usable", b"1")
-
-
-def test_a_store_of_ones_own() -> None:
-    testing.run(2, by_store, backend="cpu")
 
 
 # --- two jobs at once, and threads ---

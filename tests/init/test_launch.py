@@ -333,7 +333,7 @@ def test_who_failed_first_may_end_later(script: Script, tmp_path: Path) -> None:
 def test_time_out(script: Script) -> None:
     program = script("import os, time\nif os.environ['RANK'] != '1': time.sleep(60)")
     start = time.monotonic()
-    done = launch("-n", "3", "--cpu", "--timeout", "8", program)
+    done = launch("-n", "3", "--cpu", "--timeout", "4", program)
     assert time.monotonic() - start < 40
     assert done.returncode == 124
     assert "--timeout has passed; still running: 0, 2\n" in done.stderr
@@ -619,7 +619,7 @@ def test_the_ranks_children_die_with_the_launcher(
 
 
 def test_no_process_is_left(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
-    process = started("-n", "2", "--cpu", script("input_ = print(1); import time; time.sleep(3)"))
+    process = started("-n", "2", "--cpu", script("input_ = print(1); import time; time.sleep(1.5)"))
     _pids(process, 2)
     children = [int(pid) for pid in _children(process.pid)]
     # The ranks, and who watches over them.

@@ -112,7 +112,8 @@ def test_exception_that_does_not_pickle() -> None:
     assert caught.value.errors == {0: None}
 
 
-def test_killed_rank_ends_the_others_soon() -> None:
+def test_killed_rank_ends_the_others_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testing, "_GRACE", 1.0)
     start = time.monotonic()
     with pytest.raises(testing.RankError, match="rank 1 of 3 was killed by SIGKILL") as caught:
         testing.run(3, die, backend="cpu")
@@ -133,10 +134,8 @@ def test_exit_without_result_is_a_failure() -> None:
 
 def test_timeout_shows_where_the_ranks_are() -> None:
     start = time.monotonic()
-    with pytest.raises(
-        testing.RankTimeout, match=r"ranks \[1\] of 2 were still running after 10 s"
-    ) as caught:
-        testing.run(2, sleep_here, backend="cpu", timeout=10)
+    with pytest.raises(testing.RankTimeout, match=r"ranks \[1\] of 2 were still running after 6 s") as caught:
+        testing.run(2, sleep_here, backend="cpu", timeout=6)
     assert time.monotonic() - start < 30
     assert "in sleep_here" in str(caught.value)
     assert caught.value.ranks == [1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,10 @@ import numpy as np
 import pytest
 
 import pynccl
+from meeting import hear, tell
 from pynccl import NcclTimeoutError
 from pynccl.testing import run
+from ranks import on_ranks
 
 
 def refused(
@@ -22,7 +23,8 @@ def refused(
     assert text in str(caught.value), caught.value
 
 
-def second_argument(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_second_argument(rank: int, nranks: int) -> None:
     """Pass what comes third or later where recv belongs, as torch and MPI users do."""
     with pynccl.init(timeout=30) as comm, pynccl.Stream() as stream:
         x: Any = np.ones(4 * nranks)
@@ -50,11 +52,8 @@ def second_argument(rank: int, nranks: int) -> None:
         comm.barrier()
 
 
-def test_second_argument() -> None:
-    run(2, second_argument, backend="cpu")
-
-
-def wrong_types(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_wrong_types(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         x, y = np.ones(4), np.ones(8)
         refused(lambda: comm.all_to_all(x, x), ValueError, "overlap; expected separate memory")
@@ -87,10 +86,6 @@ def wrong_types(rank: int, nranks: int) -> None:
         comm.barrier()
 
 
-def test_wrong_types() -> None:
-    run(2, wrong_types, backend="cpu")
-
-
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
@@ -111,24 +106,22 @@ def test_configs_as_they_are_meant() -> None:
     assert (config.blocking, config.minCTAs, config.commName, config.maxCTAs) == (False, 2, "ring", None)
 
 
-def a_config_as_a_dict(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_a_config_as_a_dict(rank: int, nranks: int) -> None:
     with pytest.raises(TypeError, match=r"ncclConfig_t.minCTAs is 'a'; expected an int"):
         pynccl.init(config={"minCTAs": "a"})
     pynccl.init(config={"blocking": True}).destroy()
-
-
-def test_a_config_as_a_dict() -> None:
-    run(1, a_config_as_a_dict, backend="cpu")
 
 
 def late(rank: int, nranks: int) -> None:
     with pynccl.init() as comm:
         comm.barrier(timeout=30)
         if rank:
-            time.sleep(2)
+            hear("gave up")
         else:
             with pytest.raises(NcclTimeoutError, match=r"did not complete .*within 0.2 s"):
                 comm.barrier(timeout=0.2)
+            tell("gave up")
         timeout: Any
         for timeout in (-1, 0, "1", True):
             refused(
@@ -174,7 +167,8 @@ def works(rank: int, nranks: int) -> float:
         return float(comm.all_reduce(np.ones(1))[0])
 
 
-def what_nccl_does(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_what_nccl_does(rank: int, nranks: int) -> None:
     """Reduce NaN, and more than an integer holds: as NCCL, and as docs/communicator.md says."""
     nan = np.nan
     with pynccl.init() as comm:
@@ -187,7 +181,3 @@ def what_nccl_does(rank: int, nranks: int) -> None:
         assert comm.all_reduce(np.array([200], np.uint8)).tolist() == [144]
         assert comm.all_reduce(np.array([200], np.uint8), op="avg").tolist() == [72]
         assert comm.all_reduce(np.array([-3 * rank], np.int32), op="avg").tolist() == [-1]
-
-
-def test_what_nccl_does() -> None:
-    run(2, what_nccl_does, backend="cpu")

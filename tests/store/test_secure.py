@@ -432,10 +432,11 @@ def test_a_rank_with_another_secret_is_refused() -> None:
 
 
 def meets_with(rank: int, nranks: int, secrets: list[str], port: int) -> str:
+    together(nranks)
     del os.environ["PYNCCL_STORE"]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYNCCL_SECRET=secrets[rank])
     with pytest.raises(BootstrapError) as caught:
-        pynccl.init(timeout=4)
+        pynccl.init(timeout=2)
     return str(caught.value)
 
 

@@ -169,7 +169,7 @@ def test_who_leaves_a_barrier_does_not_count(server: StoreServer, store: Store) 
 
 
 def test_barrier_with_different_counts(server: StoreServer) -> None:
-    errors = together(server, 2, lambda index, mine: mine.barrier("b", 2 + index, 5))
+    errors = together(server, 2, lambda index, mine: mine.barrier("b", 2 + index, 1))
     refused = [error for error in errors if isinstance(error, BootstrapError)]
     assert len(refused) == 1 and "the count of the clients that wait there" in str(refused[0])
 
@@ -556,9 +556,9 @@ def test_what_clients_wait_for_is_counted(monkeypatch: pytest.MonkeyPatch, serve
         key = f"{number}".rjust(60_000)
         try:
             if number % 2:
-                store.barrier(key, 2, timeout=2)
+                store.barrier(key, 2, timeout=1)
             else:
-                store.get(key, timeout=2)
+                store.get(key, timeout=1)
         except (TimeoutError, BootstrapError) as error:
             return "full" if "it is full" in str(error) else "waited"
         raise AssertionError

@@ -20,6 +20,7 @@ from meeting import failure, together
 from pynccl import Communicator, NcclError, RankFailedError
 from pynccl._watch import channel, survivors
 from pynccl.testing import RankError, run
+from ranks import on_ranks
 
 Outcome = tuple[str, list[int], str]
 
@@ -266,12 +267,9 @@ def test_a_rank_stopped_while_shrinking_is_named_by_all() -> None:
         assert took < 3 + 5, results
 
 
-def wrong_quorum(rank: int, nranks: int) -> None:
+@on_ranks(2, timeout=30)
+def test_wrong_quorum(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=10) as comm:
         for value in ("all", 2, True):
             with pytest.raises(ValueError, match="quorum is .*; expected 'majority' or None"):
                 comm.shrink(exclude=[1 - rank], quorum=value)  # type: ignore[arg-type]
-
-
-def test_wrong_quorum() -> None:
-    run(2, wrong_quorum, backend="cpu", timeout=30)
