@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,10 +13,10 @@ import pytest
 
 import pynccl
 from device_arrays import Device
-from fake_nccl import Fake, source
+from fake_cuda import create, driver, on_device
+from fake_nccl import Fake
 from pynccl import (
     Buffer,
-    Communicator,
     NcclRemoteError,
     NcclTimeoutError,
     Plan,
@@ -27,7 +25,6 @@ from pynccl import (
 )
 from pynccl._arrays import dlpack
 from pynccl._library import cuda
-from test_gpu_path import FOLDER, driver, on_device
 
 Case = Callable[[int, int], None]
 
@@ -38,24 +35,6 @@ HARMLESS = {
 }  # fmt: skip
 # What the library itself does to launch: no more may come from pynccl when a prepared call runs.
 LAUNCH = ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "run", "cuCtxPopCurrent_v2"]
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("gpu")
-    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread"]
-    cuda, nccl = folder / "libcuda.so.1", folder / "libnccl.so.2"
-    (folder / "nccl.c").write_text(source())
-    soname = ["-Wl,-soname,libcuda.so.1"]
-    subprocess.run(["gcc", *flags, *soname, str(FOLDER / "fake_cuda.c"), "-o", str(cuda)], check=True)
-    # What is referred to weakly does not make the linker need a library by itself.
-    link = ["-Wl,--no-as-needed", str(cuda)]
-    subprocess.run(["gcc", *flags, str(folder / "nccl.c"), *link, "-o", str(nccl)], check=True)
-    return {"LD_LIBRARY_PATH": str(folder)}
-
-
-def create(**options: Any) -> Communicator:
-    return Communicator(2, bytes([7]) * 128, 1, **options)
 
 
 class Asked:
@@ -451,6 +430,5 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_on_the_fake_driver(environment: dict[str, str], case: Case) -> None:
-    library = Path(environment["LD_LIBRARY_PATH"]) / "libnccl.so.2"
-    testing.run(1, case, backend=str(library), env=environment)
+def test_on_the_fake_driver(fake_gpus: dict[str, str], case: Case) -> None:
+    testing.run(1, case, env=fake_gpus)

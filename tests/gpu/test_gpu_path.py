@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -17,62 +15,19 @@ import numpy as np
 import pytest
 
 import pynccl
-from conftest import ROOT
 from device_arrays import Device
+from fake_cuda import create, driver, on_device
+from fake_nccl import Fake
 from pynccl import Communicator, NcclInvalidUsage, NcclTimeoutError, NcclUnhandledCudaError, testing
 from pynccl._library import cuda
 
 Case = Callable[[int, int], None]
-FOLDER = ROOT / "tests" / "fake_cuda"
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("gpu")
-    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread"]
-    driver, nccl = folder / "libcuda.so.1", folder / "libnccl.so.2"
-    soname = ["-Wl,-soname,libcuda.so.1"]
-    subprocess.run(["gcc", *flags, *soname, str(FOLDER / "fake_cuda.c"), "-o", str(driver)], check=True)
-    subprocess.run(["gcc", *flags, str(FOLDER / "null_nccl.c"), str(driver), "-o", str(nccl)], check=True)
-    return {"LD_LIBRARY_PATH": str(folder)}
-
-
-def driver() -> Any:
-    library = ctypes.CDLL("libcuda.so.1")
-    library.fake_cuda_hold.argtypes = [ctypes.c_size_t, ctypes.c_int]
-    library.fake_cuda_capture.argtypes = [ctypes.c_size_t, ctypes.c_int]
-    library.fake_cuda_register.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
-    library.fake_cuda_log.restype = ctypes.c_char_p
-    return library
-
-
-def nccl() -> Any:
-    library = ctypes.CDLL(pynccl.library_info().path)
-    library.null_log.restype = ctypes.c_char_p
-    library.null_async_error.argtypes = library.null_in_progress.argtypes = [ctypes.c_size_t, ctypes.c_int]
-    return library
-
-
-def log() -> list[str]:
-    text: bytes = nccl().null_log()
-    return text.decode().splitlines()
-
-
-def on_device(device: int, count: int = 4, dtype: Any = np.float32) -> Any:
-    """Return an array that the driver says is a device's."""
-    data = np.zeros(count, dtype)
-    driver().fake_cuda_register(data.ctypes.data, data.nbytes, 2, device)
-    return Device(data)
-
-
-def create(**options: Any) -> Communicator:
-    return Communicator(2, bytes([7]) * 128, 1, **options)
 
 
 def takes_the_device_and_restores(rank: int, nranks: int) -> None:
     assert pynccl.library_info().backend == "nccl"
     with create() as comm:
-        assert comm.device == 0
+        assert (comm.rank, comm.size, comm.device) == (1, 2, 0)
     with create(device=1) as comm:
         assert comm.device == 1
     assert cuda.current_device() is None
@@ -84,7 +39,6 @@ def takes_the_device_and_restores(rank: int, nranks: int) -> None:
         assert cuda.current_device() == 1
     with pytest.raises(ValueError, match="device 5 does not exist"):
         create(device=5)
-    assert next(line for line in log() if "init" in line) == "init rank 1 of 2 on device 0, id 7"
 
 
 def checks_where_memory_is(rank: int, nranks: int) -> None:
@@ -105,9 +59,7 @@ def checks_where_memory_is(rank: int, nranks: int) -> None:
         with pytest.raises(ValueError, match="recv is memory of device 1"):
             comm.all_reduce(here, there)
         assert comm.all_reduce(here) is here
-    assert [line for line in log() if "reduce" in line] == [
-        "all_reduce in place count 4 type 7 op 0 stream 0 rank 1"
-    ]
+    assert Fake().log()[0] == "AllReduce in place 4 type 7 op 0 stream 0"
 
 
 def passes_streams_on(rank: int, nranks: int) -> None:
@@ -133,10 +85,8 @@ def passes_streams_on(rank: int, nranks: int) -> None:
         ):
             with pytest.raises(TypeError, match="expected None, a stream handle as an int"):
                 comm.all_reduce(send, stream=wrong)
-    want = f"all_reduce out of place count 4 type 7 op 2 stream {stream:#x} rank 1"
-    assert log()[1:7] == [want] * 5 + [
-        f"broadcast out of place count 4 type 7 root 1 stream {stream:#x} rank 1"
-    ]
+    want = f"AllReduce apart 4 type 7 op 2 stream {stream:#x}"
+    assert Fake().log()[:6] == [want] * 5 + [f"Broadcast apart 4 type 7 root 1 stream {stream:#x}"]
 
 
 def uses_the_current_stream(rank: int, nranks: int) -> None:
@@ -160,9 +110,9 @@ def uses_the_current_stream(rank: int, nranks: int) -> None:
         memory.device_id = 1
         with pytest.raises(ValueError, match="send is memory of device 1"):
             comm.all_reduce(array)
-    assert log()[1:3] == [
-        f"all_reduce in place count 4 type 6 op 0 stream {stream:#x} rank 1",
-        "all_reduce in place count 4 type 7 op 0 stream 0 rank 1",
+    assert Fake().log()[:2] == [
+        f"AllReduce in place 4 type 6 op 0 stream {stream:#x}",
+        "AllReduce in place 4 type 7 op 0 stream 0",
     ]
 
 
@@ -185,9 +135,9 @@ def parts_go_on_the_arrays_stream(rank: int, nranks: int) -> None:
         comm.Bcast([array, (2, 3)], root=1)
         comm.Allreduce([other, 3], [array, (3, 4)], op=MPI.MAX)
         assert not nccl._core.in_flight
-    assert log()[1:3] == [
-        f"broadcast in place count 2 type 7 root 1 stream {streams[0]:#x} rank 1",
-        f"all_reduce out of place count 3 type 7 op 2 stream {streams[1]:#x} rank 1",
+    assert Fake().log()[:2] == [
+        f"Broadcast in place 2 type 7 root 1 stream {streams[0]:#x}",
+        f"AllReduce apart 3 type 7 op 2 stream {streams[1]:#x}",
     ]
 
 
@@ -215,11 +165,11 @@ def waits_for_streams(rank: int, nranks: int) -> None:
         assert not comm._core.in_flight
         driver().fake_cuda_hold(streams[1], 1)
         comm.all_reduce(array, stream=streams[1])
-        nccl().null_async_error(comm.handle, 6)
-        with pytest.raises(pynccl.NcclRemoteError, match="what happened"):
+        Fake().async_error(comm.handle, 6)
+        with pytest.raises(pynccl.NcclRemoteError, match="the cause"):
             comm.synchronize()
         assert isinstance(comm.async_error(), pynccl.NcclRemoteError)
-        nccl().null_async_error(comm.handle, 0)
+        Fake().async_error(comm.handle, 0)
         driver().fake_cuda_hold(streams[1], 0)
         driver().fake_cuda_fail(b"cuStreamQuery", 702)
         with pytest.raises(NcclUnhandledCudaError, match="CUDA_ERROR_LAUNCH_TIMEOUT"):
@@ -256,7 +206,7 @@ def watches_streams(rank: int, nranks: int) -> None:
     # This library can neither revoke nor shrink: the watchdog aborts, and nobody does so again.
     comm.abort()
     assert comm.closed
-    assert [line for line in log() if "abort" in line] == ["abort 0"]
+    assert Fake().log().count("abort") == 1
     calls = driver().fake_cuda_log().decode()
     assert calls.count("cuEventCreate") == calls.count("cuEventDestroy_v2") == 2
 
@@ -269,7 +219,7 @@ def watches_calls_that_do_not_block(rank: int, nranks: int) -> None:
         with cuda.using_device(0):
             stream = cuda.stream_create()
         driver().fake_cuda_hold(stream, 1)
-        nccl().null_in_progress(comm.handle, 5)
+        Fake().in_progress(comm.handle, 5)
         start = time.monotonic()
         with pynccl.group() if grouped else contextlib.nullcontext():
             comm.all_reduce(send, recv, stream=stream)
@@ -311,9 +261,7 @@ def barriers(rank: int, nranks: int) -> None:
         comm.barrier()
         stream = comm._core._scratch[1] if comm._core._scratch else 0
         assert stream > 2
-    assert [line for line in log() if "reduce" in line] == [
-        f"all_reduce in place count 1 type 1 op 2 stream {stream:#x} rank 1"
-    ] * 2
+    assert Fake().log()[:2] == [f"AllReduce in place 1 type 1 op 2 stream {stream:#x}"] * 2
     calls = driver().fake_cuda_log().decode()
     assert calls.count("cuMemAlloc_v2") == calls.count("cuMemFree_v2") == 1
     assert calls.count("cuStreamCreate") == calls.count("cuStreamDestroy_v2") == 1
@@ -329,12 +277,7 @@ def ends(rank: int, nranks: int) -> None:
     comm.destroy()
     with pytest.raises(NcclInvalidUsage):
         comm.barrier()
-    assert [line for line in log() if "init" not in line] == [
-        "finalize 1",
-        "destroy 1",
-        "abort 1",
-        "destroy 1",
-    ]
+    assert Fake().log() == ["finalize", "destroy", "abort", "destroy"]
 
 
 def initializes(rank: int, nranks: int) -> None:
@@ -361,18 +304,17 @@ CASES = [
 ]
 
 
-def _run(case: Case, environment: dict[str, str], nranks: int = 1, **more: str) -> None:
-    library = f"{environment['LD_LIBRARY_PATH']}/libnccl.so.2"
-    testing.run(nranks, case, backend=library, env=environment | more)
+def _run(case: Case, fake_gpus: dict[str, str], nranks: int = 1, **more: str) -> None:
+    testing.run(nranks, case, env=fake_gpus | more)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_on_the_fake_driver(environment: dict[str, str], case: Case) -> None:
-    _run(case, environment)
+def test_on_the_fake_driver(fake_gpus: dict[str, str], case: Case) -> None:
+    _run(case, fake_gpus)
 
 
-def test_init_selects_the_device(environment: dict[str, str]) -> None:
-    _run(initializes, environment, 2)
+def test_init_selects_the_device(fake_gpus: dict[str, str]) -> None:
+    _run(initializes, fake_gpus, 2)
 
 
 def one_device_each(rank: int, nranks: int) -> None:
@@ -381,8 +323,8 @@ def one_device_each(rank: int, nranks: int) -> None:
         assert comm.device == 0
 
 
-def test_init_where_each_rank_sees_one_device(environment: dict[str, str]) -> None:
-    _run(one_device_each, environment, 2, FAKE_CUDA_DEVICES="1")
+def test_init_where_each_rank_sees_one_device(fake_gpus: dict[str, str]) -> None:
+    _run(one_device_each, fake_gpus, 2, FAKE_CUDA_DEVICES="1")
 
 
 def too_few_devices(rank: int, nranks: int) -> None:
@@ -393,5 +335,5 @@ def too_few_devices(rank: int, nranks: int) -> None:
     assert time.monotonic() - start < 15
 
 
-def test_init_with_too_few_devices(environment: dict[str, str]) -> None:
-    _run(too_few_devices, environment, 3)
+def test_init_with_too_few_devices(fake_gpus: dict[str, str]) -> None:
+    _run(too_few_devices, fake_gpus, 3)

@@ -29,14 +29,14 @@ int cuCtxPushCurrent_v2(uintptr_t context);
 int cuCtxPopCurrent_v2(uintptr_t* context);
 void fake_cuda_launch(uintptr_t stream, int value);
 
-typedef struct { int rank, nranks, device, async_error; } Comm;
+typedef struct { int rank, nranks, device, async_error, in_progress; } Comm;
 typedef struct { char internal[128]; } Id;
 typedef struct { size_t size; unsigned magic, version; float estimate; } SimInfo;
 typedef struct { size_t size; unsigned magic, version; void* ext; int minCTAs; } CollConfig;
 
 static char text[1 << 20];
 static size_t used;
-static int fail_at = -1, fail_with, end_with, calls;
+static int fail_at = -1, fail_with, end_with, newest, calls;
 
 static void note(const char* format, ...) {
   va_list arguments;
@@ -51,6 +51,7 @@ int fake_calls(void) { return calls; }
 void fake_fail(int at, int result) { calls = 0; fail_at = at; fail_with = result; }
 void fake_fail_end(int result) { end_with = result; }
 void fake_async_error(Comm* comm, int result) { comm->async_error = result; }
+void fake_in_progress(Comm* comm, int count) { comm->in_progress = count; }
 
 int ncclGetVersion(int* version) { return *version = VERSION, 0; }
 int ncclGetUniqueId(Id* id) { return memset(id, 7, sizeof *id), 0; }
@@ -59,18 +60,21 @@ const char* ncclGetLastError(Comm* comm) { return comm ? "the cause" : ""; }
 
 int ncclCommInitRank(Comm** out, int nranks, Id id, int rank) {
   *out = calloc(1, sizeof **out);
-  **out = (Comm){rank, nranks, 0, 0};
+  **out = (Comm){.rank = rank, .nranks = nranks};
   return id.internal[0] != 7 || (cuCtxGetDevice && cuCtxGetDevice(&(*out)->device));
 }
 int ncclCommCount(Comm* comm, int* out) { return *out = comm->nranks, 0; }
 int ncclCommUserRank(Comm* comm, int* out) { return *out = comm->rank, 0; }
 int ncclCommCuDevice(Comm* comm, int* out) { return *out = comm->device, 0; }
-int ncclCommGetAsyncError(Comm* comm, int* out) { return *out = comm->async_error, 0; }
+int ncclCommGetAsyncError(Comm* comm, int* out) {
+  *out = comm->in_progress > 0 && --comm->in_progress ? 7 : comm->async_error;
+  return 0;
+}
 int ncclCommFinalize(Comm* comm) { return (void)comm, note("finalize\n"), 0; }
 int ncclCommDestroy(Comm* comm) { return free(comm), note("destroy\n"), 0; }
 int ncclCommAbort(Comm* comm) { return free(comm), note("abort\n"), 0; }
-int ncclGroupStart(void) { return note("start\n"), 0; }
-int ncclGroupEnd(void) { return note("end\n"), end_with; }
+int ncclGroupStart(void) { return note("start\n"), newest = 0; }
+int ncclGroupEnd(void) { return note("end\n"), end_with ? end_with : newest; }
 
 static int call(Comm* comm, uintptr_t stream, const char* format, ...) {
   va_list arguments;
@@ -80,10 +84,11 @@ static int call(Comm* comm, uintptr_t stream, const char* format, ...) {
   note(" stream %#lx\n", (unsigned long)stream);
   if (calls++ == fail_at) return fail_with;
   uintptr_t context;
-  if (!fake_cuda_launch) return 0;
+  newest = comm->in_progress ? 7 : 0;
+  if (!fake_cuda_launch) return newest;
   if (cuDevicePrimaryCtxRetain(&context, comm->device) || cuCtxPushCurrent_v2(context)) return 1;
   fake_cuda_launch(stream, calls);
-  return cuCtxPopCurrent_v2(&context) != 0;
+  return cuCtxPopCurrent_v2(&context) ? 1 : newest;
 }
 
 #define TAIL Comm *comm, uintptr_t stream
@@ -152,7 +157,8 @@ class Fake:
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL(pynccl.load().path)
         self._library.fake_log.restype = ctypes.c_char_p
-        self._library.fake_async_error.argtypes = [ctypes.c_size_t, ctypes.c_int]
+        for call in (self._library.fake_async_error, self._library.fake_in_progress):
+            call.argtypes = [ctypes.c_size_t, ctypes.c_int]
 
     def log(self) -> list[str]:
         """Return what was called since the last time."""
@@ -175,3 +181,7 @@ class Fake:
     def async_error(self, comm: int, result: int) -> None:
         """Set a communicator's asynchronous error."""
         self._library.fake_async_error(comm, result)
+
+    def in_progress(self, comm: int, count: int) -> None:
+        """Have a communicator's calls be in progress until that was asked for so many times."""
+        self._library.fake_in_progress(comm, count)

@@ -3,46 +3,39 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import fake_cuda
 import pynccl
-from conftest import ROOT
 from launchers import forget_the_launcher, logged
 from meeting import free_port
 from pynccl import BootstrapError, testing
 from pynccl._library import cuda
 
-FOLDER = ROOT / "tests" / "fake_cuda"
-VERSIONS = {"2.28.9": "22809", "2.30.4": "23004"}
+VERSIONS = {"2.28.9": 22809, "2.30.4": 23004}
+
+
+class Gpus:
+    """The fake driver's environment, and a libnccl of each version over it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.environment, self.libraries = fake_cuda.compiled(folder), {}
+        for version, number in VERSIONS.items():
+            (folder / version).mkdir()
+            self.libraries[version] = fake_cuda.compiled_nccl(folder / version, self.environment, number)
+
+    def run(self, nranks: int, case: Any, *args: Any, version: str = "2.28.9") -> list[Any]:
+        return testing.run(nranks, case, *args, backend=self.libraries[version], env=self.environment)
 
 
 @pytest.fixture(scope="module")
-def gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the paths of the fake driver and of a libnccl of each version over it."""
-    folder = tmp_path_factory.mktemp("gpus")
-    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread"]
-    driver = folder / "libcuda.so.1"
-    soname = "-Wl,-soname,libcuda.so.1"
-    subprocess.run(["gcc", *flags, soname, str(FOLDER / "fake_cuda.c"), "-o", str(driver)], check=True)
-    paths = {"driver": str(folder)}
-    source = (FOLDER / "null_nccl.c").read_text()
-    for version, code in VERSIONS.items():
-        (folder / version).mkdir()
-        file, library = folder / version / "nccl.c", folder / version / "libnccl.so.2"
-        assert "22809" in source
-        file.write_text(source.replace("22809", code))
-        subprocess.run(["gcc", *flags, str(file), str(driver), "-o", str(library)], check=True)
-        paths[version] = str(library)
-    return paths
-
-
-def run_on(gpus: dict[str, str], nranks: int, case: Any, *args: Any, version: str = "2.28.9") -> list[Any]:
-    return testing.run(nranks, case, *args, backend=gpus[version], env={"LD_LIBRARY_PATH": gpus["driver"]})
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
+    return Gpus(tmp_path_factory.mktemp("gpus"))
 
 
 def says(**more: Any) -> str:
@@ -67,8 +60,8 @@ def same_device(rank: int, nranks: int) -> str:
         ("2.30.4", "set NCCL_MULTI_RANK_GPU_ENABLE=1 on every rank"),
     ],
 )
-def test_two_ranks_on_one_device(gpus: dict[str, str], version: str, advice: str) -> None:
-    for text in run_on(gpus, 3, same_device, version=version):
+def test_two_ranks_on_one_device(gpus: Gpus, version: str, advice: str) -> None:
+    for text in gpus.run(3, same_device, version=version):
         assert "ranks 0 and 2 are both on GPU-10111213-1415-1617-1819-1a1b1c1d1e1f" in text
         assert "(their devices 1 and 1)" in text
         assert advice in text
@@ -93,10 +86,8 @@ def sharing(rank: int, nranks: int, names: dict[str, str]) -> str:
         ("2.28.9", {"NCCL_HOSTID": "one machine"}, False),
     ],
 )
-def test_sharing_a_device_on_purpose(
-    gpus: dict[str, str], version: str, names: dict[str, str], good: bool
-) -> None:
-    texts = run_on(gpus, 2, sharing, names, version=version)
+def test_sharing_a_device_on_purpose(gpus: Gpus, version: str, names: dict[str, str], good: bool) -> None:
+    texts = gpus.run(2, sharing, names, version=version)
     assert all((text == "good") == good for text in texts), texts
 
 
@@ -124,8 +115,8 @@ def counted(rank: int, nranks: int, port: int) -> int | None:
     return comm.device
 
 
-def test_devices_by_the_number_on_the_machine(gpus: dict[str, str]) -> None:
-    assert run_on(gpus, 4, counted, free_port()) == [0, 0, 1, 1]
+def test_devices_by_the_number_on_the_machine(gpus: Gpus) -> None:
+    assert gpus.run(4, counted, free_port()) == [0, 0, 1, 1]
 
 
 def own_device_only(rank: int, nranks: int, port: int) -> None:
@@ -135,8 +126,8 @@ def own_device_only(rank: int, nranks: int, port: int) -> None:
         assert comm.device == 0
 
 
-def test_each_rank_sees_its_own_device(gpus: dict[str, str]) -> None:
-    run_on(gpus, 3, own_device_only, free_port())
+def test_each_rank_sees_its_own_device(gpus: Gpus) -> None:
+    gpus.run(3, own_device_only, free_port())
 
 
 # --- libraries ---
@@ -147,17 +138,17 @@ def other_library(rank: int, nranks: int, libraries: list[str]) -> str:
     return says()
 
 
-def test_different_versions(gpus: dict[str, str]) -> None:
-    libraries = [gpus["2.28.9"], gpus["2.28.9"], gpus["2.30.4"]]
-    for text in run_on(gpus, 3, other_library, libraries):
+def test_different_versions(gpus: Gpus) -> None:
+    libraries = [gpus.libraries[version] for version in ("2.28.9", "2.28.9", "2.30.4")]
+    for text in gpus.run(3, other_library, libraries):
         assert "rank 0 and rank 2 have different libraries" in text
         assert f"has NCCL 2.28.9 ({libraries[0]})" in text
         assert f"has NCCL 2.30.4 ({libraries[2]})" in text
         assert "install the same release everywhere, or name one file by PYNCCL_LIBRARY" in text
 
 
-def test_different_kinds(gpus: dict[str, str]) -> None:
-    for text in run_on(gpus, 2, other_library, [gpus["2.28.9"], "cpu"]):
+def test_different_kinds(gpus: Gpus) -> None:
+    for text in gpus.run(2, other_library, [gpus.libraries["2.28.9"], "cpu"]):
         assert "rank 0 on" in text and "has NCCL 2.28.9" in text
         assert "rank 1 on" in text and "has the CPU library 2.32.3" in text
 

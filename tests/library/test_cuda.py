@@ -5,42 +5,25 @@ Each test is a function that runs in a process of its own, where that driver is 
 
 from __future__ import annotations
 
-import ctypes
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from conftest import ROOT
+import fake_cuda
+from fake_cuda import driver
 from pynccl import NcclUnhandledCudaError, NotSupportedError, testing
 from pynccl._library import cuda
 
 Case = Callable[[int, int], None]
-SOURCE = ROOT / "tests" / "fake_cuda" / "fake_cuda.c"
 
 
 @pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("fake_cuda")
-    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run(["gcc", *flags, str(SOURCE), "-o", str(folder / "libcuda.so.1")], check=True)
-    return str(folder)
-
-
-def driver() -> Any:
-    """Return the test's side of the fake driver that this process has."""
-    library = ctypes.CDLL("libcuda.so.1")
-    library.fake_cuda_log.restype = ctypes.c_char_p
-    library.fake_cuda_hold.argtypes = [ctypes.c_size_t, ctypes.c_int]
-    library.fake_cuda_launch.argtypes = [ctypes.c_size_t, ctypes.c_int]
-    library.fake_cuda_capture.argtypes = [ctypes.c_size_t, ctypes.c_int]
-    library.fake_cuda_register.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
-    return library
+def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return fake_cuda.compiled(tmp_path_factory.mktemp("fake_cuda"))
 
 
 def log() -> list[str]:
@@ -249,8 +232,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_with_the_fake_driver(fake: str, case: Case) -> None:
-    testing.run(1, case, backend="cpu", env={"LD_LIBRARY_PATH": fake})
+def test_with_the_fake_driver(fake: dict[str, str], case: Case) -> None:
+    testing.run(1, case, backend="cpu", env=fake)
 
 
 def shows_no_device(rank: int, nranks: int) -> None:
@@ -261,8 +244,8 @@ def shows_no_device(rank: int, nranks: int) -> None:
         cuda.set_device(0)
 
 
-def test_driver_without_a_device(fake: str) -> None:
-    testing.run(1, shows_no_device, backend="cpu", env={"LD_LIBRARY_PATH": fake, "FAKE_CUDA_DEVICES": "0"})
+def test_driver_without_a_device(fake: dict[str, str]) -> None:
+    testing.run(1, shows_no_device, backend="cpu", env=fake | {"FAKE_CUDA_DEVICES": "0"})
 
 
 def lacks_a_function(rank: int, nranks: int) -> None:
@@ -272,16 +255,11 @@ def lacks_a_function(rank: int, nranks: int) -> None:
     assert cuda.device_uuid(0).startswith("GPU-eeeeeeee-")
 
 
-def test_older_driver(fake: str, tmp_path: Path) -> None:
-    text = SOURCE.read_text()
+def test_older_driver(fake: dict[str, str], tmp_path: Path) -> None:
+    text = fake_cuda.SOURCE
     for name in ("cuStreamIsCapturing", "cuDeviceGetUuid_v2"):
         text = text.replace(f"int {name}(", f"int absent_{name}(")
-    (tmp_path / "older.c").write_text(text)
-    flags = ["-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run(
-        ["gcc", *flags, str(tmp_path / "older.c"), "-o", str(tmp_path / "libcuda.so.1")], check=True
-    )
-    testing.run(1, lacks_a_function, backend="cpu", env={"LD_LIBRARY_PATH": str(tmp_path)})
+    testing.run(1, lacks_a_function, backend="cpu", env=fake_cuda.compiled(tmp_path, text))
 
 
 def has_no_driver(rank: int, nranks: int) -> None:
