@@ -1,6 +1,6 @@
-"""A pytest plugin: the fake CUDA driver, how it is compiled, alone or with a libnccl over it, and the test's side of it.
+"""A pytest plugin: the fake CUDA driver, compiled alone or with a libnccl over it, and the test's side of it.
 
-It stands for libcuda.so.1, and knows nothing of NCCL: see fake_cuda.c. The libnccl is fake_nccl.py's.
+It stands for libcuda.so.1 and knows nothing of NCCL; the libnccl is fake_nccl.py's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A library with every declared function that writes down its arguments and returns what it is told.
+"""Libraries made from the headers.
 
-It is made from the same headers as the binding but by other rules, from the C types alone, so that a wrong
-order, width or cast in the binding shows. `null_log` returns the newest call, `null_result` sets the results.
+`source`: one with every declared function that writes down its arguments and returns what it is told. It is
+made by other rules than the binding, from the C types alone, so that a wrong order, width or cast in the
+binding shows. `null_log` returns the newest call, `null_result` sets the results.
+`forwarding`: the CPU library as if it were of a version.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+
+from pynccl import cpu_library
 
 _SPEC = importlib.util.spec_from_file_location(
     "build_ffi", Path(__file__).resolve().parents[2] / "pynccl" / "_build_ffi.py"
@@ -129,3 +133,31 @@ def _array(name: str, count: str, kind: str) -> str:
         return f'  hex("{name}", {name}, 128 * {count});'
     size = "sizeof(int)" if kind == "int" else "sizeof(ncclWaitSignalDesc_t)"
     return f'  if ({name}) hex("{name}", {name}, (int)({size} * {count})); else note("|{name}=NULL");'
+
+
+# --- libraries of an age ---
+
+
+def forwarding(version: str) -> str:
+    """Return the C source of a library over the CPU library: with its number, and the functions it had."""
+    have = tuple(int(part) for part in version.split("."))
+    parts = [
+        "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stddef.h>\n#include <stdint.h>\n",
+        *(header.types for header in HEADERS),
+    ]
+    parts.append(f'static void* real(const char* name) {{\n  static void* library;\n'
+                 f'  if (!library) library = dlopen("{cpu_library()}", RTLD_NOW | RTLD_LOCAL);\n'
+                 "  return dlsym(library, name);\n}\n")  # fmt: skip
+    for f in FUNCTIONS:
+        if f.name == "ncclGetVersion":
+            number = have[0] * 10000 + have[1] * 100 + have[2]
+            parts.append(f"{f.prototype} {{ *version = {number}; return ncclSuccess; }}")
+        elif f.since <= have or f.name.startswith("pynccl"):
+            types, names = ", ".join(t for t, _ in f.params) or "void", ", ".join(n for _, n in f.params)
+            returns = "" if f.result == "void" else "return "
+            parts.append(
+                f"{f.prototype} {{\n  static {f.result} (*call)({types});\n"
+                f'  if (!call) call = ({f.result}(*)({types}))real("{f.name}");\n'
+                f"  {returns}call({names});\n}}"
+            )
+    return "\n".join(parts)

@@ -10,33 +10,8 @@ import pytest
 import pynccl
 from arrays import device_over
 from fake_nccl import Fake, source
-from null_library import FUNCTIONS, HEADERS
+from null_library import forwarding
 from pynccl import Communicator, NotSupportedError, testing
-
-
-def forwarding(version: str) -> str:
-    """Return a library over the CPU library with the functions that NCCL had in a version, and its number."""
-    have = tuple(int(part) for part in version.split("."))
-    parts = [
-        "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stddef.h>\n#include <stdint.h>\n",
-        *(header.types for header in HEADERS),
-    ]
-    parts.append(f'static void* real(const char* name) {{\n  static void* library;\n'
-                 f'  if (!library) library = dlopen("{pynccl.cpu_library()}", RTLD_NOW | RTLD_LOCAL);\n'
-                 "  return dlsym(library, name);\n}\n")  # fmt: skip
-    for f in FUNCTIONS:
-        if f.name == "ncclGetVersion":
-            number = have[0] * 10000 + have[1] * 100 + have[2]
-            parts.append(f"{f.prototype} {{ *version = {number}; return ncclSuccess; }}")
-        elif f.since <= have or f.name.startswith("pynccl"):
-            types, names = ", ".join(t for t, _ in f.params) or "void", ", ".join(n for _, n in f.params)
-            returns = "" if f.result == "void" else "return "
-            parts.append(
-                f"{f.prototype} {{\n  static {f.result} (*call)({types});\n"
-                f'  if (!call) call = ({f.result}(*)({types}))real("{f.name}");\n'
-                f"  {returns}call({names});\n}}"
-            )
-    return "\n".join(parts)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,8 +18,8 @@ import pytest
 
 import pynccl
 from meeting import failure, together
+from null_library import forwarding
 from pynccl import Communicator, NcclError, UniqueId, capi
-from pynccl._build_ffi import NATIVE, forward_source
 from pynccl._library.binding import lib
 from pynccl.testing import RankError, run
 
@@ -32,31 +31,13 @@ SHRINK, GROW, REVOKE = "ncclCommShrink", "ncclCommGrow", "ncclCommRevoke"
 AGES = {"2.32": (), "2.28": (GROW,), "2.27": (GROW, REVOKE), "2.26": (GROW, REVOKE, SHRINK)}
 
 
+Age = Callable[[str], str]
+
+
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Return a library as old as that: the CPU library behind one that lacks some of its functions."""
-
-    def library(age: str) -> str:
-        if not AGES[age]:
-            return "cpu"
-        folder = tmp_path_factory.mktemp("aged")
-        source = forward_source()
-        for name in AGES[age]:
-            # All but its name as a text, by which the CPU library is asked for it.
-            source, count = re.subn(rf"\b(p?)({name})\b(?!\")", r"absent_\1\2", source)
-            source = source.replace(f'alias("{name}")', f'alias("absent_{name}")')
-            assert count, name
-        (folder / "forward.c").write_text(source)
-        # It looks for the CPU library beside the folder that it is in.
-        (folder / "libpynccl_cpu.so").symlink_to(pynccl.cpu_library())
-        target = folder / "forward" / "libnccl.so.2"
-        target.parent.mkdir()
-        compiler = shlex.split(os.environ.get("CC", "gcc"))
-        command = [*compiler, "-O1", "-fPIC", "-shared", f"-I{NATIVE}", str(folder / "forward.c")]
-        subprocess.run([*command, "-o", str(target), "-ldl", "-pthread"], check=True)
-        return str(target)
-
-    return library
+def library(compile_library: Callable[..., str]) -> Age:
+    """Return a library as old as that, over the CPU library."""
+    return lambda age: compile_library(forwarding(f"{age}.3"), "libnccl.so.2", "-ldl") if AGES[age] else "cpu"
 
 
 def total(comm: Communicator) -> tuple[int, int]:
@@ -93,7 +74,7 @@ def one_after_another(rank: int, nranks: int, victims: list[int], lacks: list[st
 @pytest.mark.parametrize(
     ("age", "victims"), [("2.32", [0, 5, 3, 7, 1]), ("2.27", [0, 4]), ("2.26", [0, 5, 7])]
 )
-def test_shrink_again_and_again(library: Callable[[str], str], age: str, victims: list[int]) -> None:
+def test_shrink_again_and_again(library: Age, age: str, victims: list[int]) -> None:
     results = run(
         8, one_after_another, victims, list(AGES[age]), backend=library(age), check=False, timeout=50
     )
@@ -126,7 +107,7 @@ def several(rank: int, nranks: int, victims: list[int], second: int) -> tuple[li
 
 
 @pytest.mark.parametrize("age", ["2.32", "2.26"])
-def test_more_deaths_while_shrinking(library: Callable[[str], str], age: str) -> None:
+def test_more_deaths_while_shrinking(library: Age, age: str) -> None:
     results = run(8, several, [1, 6], 4, backend=library(age), check=False, timeout=50)
     for rank, result in enumerate(results):
         if rank in (1, 4, 6):
@@ -162,7 +143,7 @@ def in_the_middle(rank: int, nranks: int, second: int, where: str) -> list[int]:
 @pytest.mark.parametrize("where", ["creation", "the channel"])
 @pytest.mark.parametrize("second", [0, 4])
 @pytest.mark.parametrize("age", ["2.32", "2.26"])
-def test_death_inside_a_shrink(library: Callable[[str], str], age: str, second: int, where: str) -> None:
+def test_death_inside_a_shrink(library: Age, age: str, second: int, where: str) -> None:
     results = run(6, in_the_middle, second, where, backend=library(age), check=False, timeout=50)
     for rank, result in enumerate(results):
         assert isinstance(result, RankError) == (rank in (2, second)), result
@@ -192,7 +173,7 @@ def healthy(rank: int, nranks: int, again: bool) -> tuple[int, int] | None:
 
 
 @pytest.mark.parametrize("age", ["2.32", "2.26"])
-def test_shrink_a_healthy_communicator(library: Callable[[str], str], age: str) -> None:
+def test_shrink_a_healthy_communicator(library: Age, age: str) -> None:
     assert run(4, healthy, age == "2.26", backend=library(age), timeout=40) == [(6, 6), None, (6, 6), (6, 6)]
 
 
@@ -219,7 +200,7 @@ def grows(rank: int, nranks: int, folder: str, timeout: float | None) -> tuple[i
 
 @pytest.mark.parametrize("timeout", [None, 15])
 @pytest.mark.parametrize("age", ["2.32", "2.28", "2.26"])
-def test_grow(library: Callable[[str], str], age: str, timeout: float | None, tmp_path: Path) -> None:
+def test_grow(library: Age, age: str, timeout: float | None, tmp_path: Path) -> None:
     assert run(4, grows, str(tmp_path), timeout, backend=library(age), timeout=40) == [(10, 10)] * 4
 
 
@@ -231,7 +212,7 @@ def two_ids(rank: int, nranks: int) -> str:
         return str(caught.value)
 
 
-def test_grow_with_two_ids(library: Callable[[str], str]) -> None:
+def test_grow_with_two_ids(library: Age) -> None:
     for text in run(2, two_ids, backend=library("2.26"), timeout=30):
         assert text.startswith("2 ranks gave a unique_id to grow with; expected one: the rank that calls")
 
