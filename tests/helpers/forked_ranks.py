@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -41,6 +42,7 @@ class Server:
         self.modules = modules
         self.options, self.environment = testing._interpreter_options(), read_at_start(os.environ)
         self.process: subprocess.Popen[bytes] | None = None
+        self.lock = threading.Lock()
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -56,10 +58,17 @@ class Server:
         self.connection = Connection(ours.detach())
 
     def ask(self, *request: Any) -> Any:
-        if self.process is None:
-            self.start()
-        self.connection.send(request)
-        return self.connection.recv()
+        # Tests run ranks in several threads, too.
+        with self.lock:
+            if self.process is None:
+                self.start()
+            try:
+                self.connection.send(request)
+                return self.connection.recv()
+            except BaseException:
+                # The answer may still come, and would be taken for the next one's.
+                self.close()
+                raise
 
     def child(self, argv: Sequence[str], *, env: Mapping[str, str]) -> Child:
         """Fork a rank; start those that need an interpreter of their own."""
@@ -71,7 +80,9 @@ class Server:
     def close(self) -> None:
         if self.process is not None:
             self.connection.close()
-            self.process.wait(10)
+            self.process.kill()
+            self.process.wait()
+            self.process = None
 
 
 class Fork(Child):
