@@ -398,36 +398,50 @@ x = np.ones(4, np.float32)
 comm.all_reduce(x)
 comm._core.timeout = None
 
+def ready():
+    print(os.getpid(), "ready", flush=True)
+
 def collective():
+    ready()
     comm.all_reduce(x)
 
 def asleep():
+    ready()
     time.sleep(100)
 
 def busy():
+    ready()
     while True:
         pass
 
 def in_c_with_the_gil():
+    ready()
     while True:
         ctypes.PyDLL(None).sleep(100)
 
 def stopped():
-    os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(100)
+    ready()
+    while True:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
-hang = [collective, asleep, busy, in_c_with_the_gil, stopped][comm.rank]
-print("ready", flush=True)
-hang()
-time.sleep(100)
+[collective, asleep, busy, in_c_with_the_gil, stopped][comm.rank]()
 """
 
 
-def _wait_ready(process: subprocess.Popen[str], count: int) -> None:
+def _wait_ready(process: subprocess.Popen[str], count: int) -> dict[str, int]:
+    """Wait until all ranks have said that they are ready; return the process that each names, if it does."""
     assert process.stdout is not None
-    for _ in range(count):
-        assert process.stdout.readline().endswith("ready\n")
+    lines = [process.stdout.readline() for _ in range(count)]
+    assert all(line.endswith("ready\n") for line in lines), lines
     time.sleep(0.3)
+    return {line.split()[0]: int(line.split()[1]) for line in lines if len(line.split()) == 3}
+
+
+def _wait_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_evidence_of_every_hang(
@@ -435,7 +449,7 @@ def test_evidence_of_every_hang(
 ) -> None:
     folder = tmp_path / "traces"
     process = started("-n", "5", "--cpu", script(HANGS), PYNCCL_TRACE_DIR=str(folder))
-    _wait_ready(process, 5)
+    _wait_stopped(_wait_ready(process, 5)["[4]"])
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
