@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,6 +46,22 @@ def run_python() -> Run:
         )
         assert (done.returncode != 0) == fails, done.stdout + done.stderr
         return done
+
+    return run
+
+
+@pytest.fixture
+def run_program(tmp_path: Path) -> Run:
+    """Run the text of a program on ranks that `pynccl run` starts."""
+
+    def run(
+        text: str, nranks: int, *args: str | Path, options: Sequence[str] = (), **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        program = tmp_path / "program.py"
+        program.write_text(text)
+        launcher = [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu", *options]
+        command = [*launcher, str(program), *map(str, args)]
+        return subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=100)
 
     return run
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import pynccl
+from conftest import Run
 from meeting import hear, tell, together
 from pynccl import Communicator, NcclError, NcclInvalidUsage, NcclTimeoutError, RedOp, capi, testing
 from ranks import on_ranks
@@ -205,11 +206,8 @@ comm.abort()
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "barrier"])
-def test_ctrl_c_during_a_wait(what: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(INTERRUPTED)
-    program = [str(tmp_path / "program.py"), what, str(tmp_path / "done")]
-    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", *program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+def test_ctrl_c_during_a_wait(what: str, run_program: Run, tmp_path: Path) -> None:
+    done = run_program(INTERRUPTED, 2, what, tmp_path / "done")
     assert "[0] interrupted" in done.stdout.splitlines(), done.stderr
     assert done.returncode == 0
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import pynccl
+from conftest import Run
 from engines import Command, environment, open_mpi, pynccl_run, torchrun
 from meeting import hear, tell
 from pynccl import NcclInvalidUsage, NcclRemoteError, testing
@@ -97,11 +98,8 @@ print("ended", flush=True)
 
 
 @pytest.mark.parametrize("what", ["group", "prepared", "plan", "synchronize", "stream", "split", "finalize"])
-def test_ctrl_c(what: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(INTERRUPTED)
-    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", str(tmp_path / "program.py")]
-    command += [what, str(tmp_path / "interrupted")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+def test_ctrl_c(what: str, run_program: Run, tmp_path: Path) -> None:
+    done = run_program(INTERRUPTED, 2, what, tmp_path / "interrupted")
     lines = done.stdout.splitlines()
     assert "[0] interrupted" in lines, done.stdout + done.stderr
     assert "[0] ended" in lines, done.stdout + done.stderr
@@ -129,12 +127,9 @@ if sys.argv[1] == "raise":
 
 
 @pytest.mark.parametrize("how", ["end", "raise"])
-def test_exit_with_work_outstanding(how: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(FORGETFUL)
-    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", str(tmp_path / "program.py")]
-    command += [how, str(tmp_path / "called")]
+def test_exit_with_work_outstanding(how: str, run_program: Run, tmp_path: Path) -> None:
     start = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = run_program(FORGETFUL, 2, how, tmp_path / "called")
     assert (done.returncode != 0) == (how == "raise"), done.stderr
     assert "Fatal" not in done.stderr
     assert time.monotonic() - start < 40
@@ -191,15 +186,10 @@ comm.all_reduce(np.ones(3))
 """
 
 
-def test_interpreter_exit_is_bounded(tmp_path: Path) -> None:
+def test_interpreter_exit_is_bounded(run_program: Run, tmp_path: Path) -> None:
     """A rank ends in trouble without closing anything; so do the others, with their traceback."""
-    script = tmp_path / "exits.py"
-    script.write_text(EXITS)
-    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", "--grace", "20"]
     start = time.monotonic()
-    done = subprocess.run(
-        [*command[:-2], str(script), str(tmp_path / "when")], capture_output=True, text=True, timeout=50
-    )
+    done = run_program(EXITS, 3, tmp_path / "when")
     # Which rank ends first, nothing says.
     assert done.returncode in (1, 3)
     assert time.monotonic() - start < 20
@@ -324,11 +314,8 @@ print("right", flush=True)
 
 
 @pytest.mark.parametrize("how", ["plain", "timeout"])
-def test_a_call_of_a_daemon_thread_is_completed(how: str, tmp_path: Path) -> None:
-    script = tmp_path / "thread.py"
-    script.write_text(IN_A_THREAD)
-    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", str(script), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+def test_a_call_of_a_daemon_thread_is_completed(how: str, run_program: Run) -> None:
+    done = run_program(IN_A_THREAD, 3, how)
     assert (done.returncode, done.stdout.count("right"), done.stderr) == (0, 2, "")
 
 
@@ -409,14 +396,9 @@ else:
     ],
 )
 def test_who_needs_a_call_of_a_rank_that_has_ended_is_told(
-    how: str, error: str, text: str, tmp_path: Path
+    how: str, error: str, text: str, run_program: Run, tmp_path: Path
 ) -> None:
-    script = tmp_path / "leaves.py"
-    script.write_text(LEAVES)
-    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", str(script), how]
-    done = subprocess.run(
-        [*command, str(tmp_path / "left")], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_program(LEAVES, 2, how, tmp_path / "left")
     assert f"[0] {error} after True: " in done.stdout, done.stdout + done.stderr
     assert text in done.stdout
     assert "rank 1" in done.stdout
@@ -455,11 +437,8 @@ def test_what_a_rank_sent_before_it_died_is_received(how: str, hosts: int) -> No
     assert received == [True] * 3
 
 
-def test_the_end_without_destroy_is_warned_of(tmp_path: Path) -> None:
-    script = tmp_path / "warns.py"
-    script.write_text("import pynccl\ncomm = pynccl.init()\ncomm.barrier()\n")
-    command = [sys.executable, "-W", "default", "-m", "pynccl", "run", "-n", "2", "--cpu", str(script)]
-    environment = {**os.environ, "PYTHONWARNINGS": "default::ResourceWarning"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+def test_the_end_without_destroy_is_warned_of(run_program: Run) -> None:
+    program = "import pynccl\ncomm = pynccl.init()\ncomm.barrier()\n"
+    done = run_program(program, 2, PYTHONWARNINGS="default::ResourceWarning")
     assert done.returncode == 0
     assert done.stderr.count("was never destroyed or aborted") == 2, done.stderr

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from conftest import clean_environment
+from conftest import Run
 
 # What every program does: fork at the worst time, and see how the child ended before it goes on.
 FORK = """
@@ -138,14 +135,9 @@ print("well", flush=True)
 
 
 @pytest.fixture
-def run_ranks(tmp_path: Path) -> Callable[[str, int], None]:
+def run_ranks(run_program: Run) -> Callable[[str, int], None]:
     def run_ranks(program: str, nranks: int) -> None:
-        path = tmp_path / "program.py"
-        path.write_text(FORK + program)
-        command = [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu", "--timeout", "80"]
-        done = subprocess.run(
-            [*command, str(path)], env=clean_environment(), capture_output=True, text=True, timeout=100
-        )
+        done = run_program(FORK + program, nranks, options=["--timeout", "80"])
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("well") == nranks, done.stdout
         assert done.stderr == ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from conftest import clean_environment
@@ -29,6 +31,22 @@ def environment(**more: str) -> dict[str, str]:
         | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
         | more
     )
+
+
+def outputs(commands: Sequence[tuple[Command, dict[str, str]]]) -> list[str]:
+    """Run command lines at once, each in its environment; return what they print, when all have succeeded."""
+    processes = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for command, env in commands
+    ]
+    try:
+        done = [process.communicate(timeout=50) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), done
+    return [out for out, _ in done]
 
 
 def open_mpi(nranks: int) -> Command:

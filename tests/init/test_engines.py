@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from engines import BIN, ROOT, Command, environment, open_mpi, pynccl_run, torchrun
+from engines import BIN, ROOT, Command, environment, open_mpi, outputs, pynccl_run, torchrun
 from meeting import free_port
 from test_end import RETURNS
 from test_network import Hosts, hosts, needs_root  # noqa: F401
@@ -53,20 +53,7 @@ def run(command: Command, **env: str) -> str:
 
 def run_ranks(command: Command, ranks: list[dict[str, str]]) -> str:
     """Run a command once for each rank, as a launcher does that only sets variables."""
-    processes = [
-        subprocess.Popen(
-            command, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for env in ranks
-    ]
-    try:
-        done = [process.communicate(timeout=50) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * len(ranks), done
-    return "".join(out for out, _ in done)
+    return "".join(outputs([(command, environment(**env)) for env in ranks]))
 
 
 def ranks_of(text: str, nranks: int) -> list[int]:
@@ -218,30 +205,15 @@ def test_torchrun_on_two_nodes(hosts: Hosts, rendezvous: str) -> None:  # noqa: 
         "static": ["--master-addr", "10.199.0.1", "--master-port", port],
         "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.199.0.1:{port}", "--rdzv-id", "job"],
     }[rendezvous]
-    processes = []
+    commands = []
     for node, name in enumerate(hosts.names):
         options = ["--nnodes", "2", "--nproc-per-node", "2", "--local-addr", f"10.199.0.{node + 1}"]
         # An agent does not know the address as its own: the machine's name has another one.
         host = ["--rdzv-conf", f"is_host={1 - node}"]
         options += ["--node-rank", str(node)] if rendezvous == "static" else host
         command = [sys.executable, "-m", "torch.distributed.run", *options, *meeting, *example()[1:]]
-        processes.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *command],
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        done = [process.communicate(timeout=50) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], done
-    assert sorted(ranks_of(out, 4) for out, _ in done) == [[0, 1], [2, 3]]
+        commands.append((["ip", "netns", "exec", name, *command], environment()))
+    assert sorted(ranks_of(out, 4) for out in outputs(commands)) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.full
@@ -249,23 +221,14 @@ def test_torchrun_on_two_nodes(hosts: Hosts, rendezvous: str) -> None:  # noqa: 
 @pytest.mark.parametrize("host", ["10.199.0.1", "[fd99::1]"])
 def test_a_port_on_two_machines(hosts: Hosts, host: str) -> None:  # noqa: F811
     method = f"tcp://{host}:{free_port()}"
-    processes = [
-        subprocess.Popen(
+    commands = [
+        (
             ["ip", "netns", "exec", name, *example(), "--method", method],
-            env=environment(RANK=str(rank), WORLD_SIZE="2", PYNCCL_SECRET="known to both of them"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            environment(RANK=str(rank), WORLD_SIZE="2", PYNCCL_SECRET="known to both of them"),
         )
         for rank, name in enumerate(hosts.names)
     ]
-    try:
-        done = [process.communicate(timeout=50) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [ranks_of(out, 2) for out, _ in done] == [[0], [1]], done
+    assert [ranks_of(out, 2) for out in outputs(commands)] == [[0], [1]]
 
 
 # --- with torch.distributed in the same program, which takes MASTER_PORT ---
