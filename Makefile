@@ -15,8 +15,8 @@ CACHED := $(if $(shell command -v ccache),CC="ccache $(CC)" CXX="ccache $(CXX)" 
 
 .PHONY: demo build test test-core test-pythons coverage test-slow test-full test-gpu bench lint format docs generate wheel sanitize cpu-lib clean
 
-# Two at a time: most tests wait, for processes that start or for time-outs.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Three at a time, on two cores: most tests wait, for processes that start or for time-outs.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 
 demo: $(VENV)/demo $(VENV)/built
 	$(BIN)/pynccl run -n 4 examples/data_parallel.py --check

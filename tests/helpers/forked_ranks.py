@@ -116,7 +116,9 @@ def rank_servers() -> Iterator[tuple[Server, Server]]:
 def forked_ranks(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank_servers: tuple[Server, Server]
 ) -> None:
-    # What measures the lines that are executed begins with the interpreter.
-    if "coverage" not in sys.modules and not hasattr(request.module, "NEW_INTERPRETERS"):
+    # What measures executed lines begins with the interpreter; and CUDA does not survive a fork.
+    if "coverage" in sys.modules or request.node.get_closest_marker("gpu"):
+        return
+    if not hasattr(request.module, "NEW_INTERPRETERS"):
         uses_torch = hasattr(request.module, "torch") or hasattr(request.module, "KINDS")
         monkeypatch.setattr(testing, "Child", rank_servers[uses_torch].child)
