@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from meeting import until
 
 from .backend import capi
 from .worker import Rank
@@ -71,23 +72,15 @@ def works(rank: Rank, comm: int, members: int, stream: int = 0, n: int = 100) ->
     assert (array == members).all(), array
 
 
-def wait_until(ready: Callable[[], bool], seconds: float = 20) -> None:
-    """Poll until true."""
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.001)
-
-
 def wait_for_state(comm: int, seconds: float = 20) -> int:
     """Return the communicator's state once it is no longer in progress."""
-    wait_until(lambda: capi().ncclCommGetAsyncError(comm) != IN_PROGRESS, seconds)
+    until(lambda: capi().ncclCommGetAsyncError(comm) != IN_PROGRESS, seconds)
     return int(capi().ncclCommGetAsyncError(comm))
 
 
 def async_error(comm: int, seconds: float = 20) -> tuple[int, str]:
     """Wait for an error of the communicator and return it with its text."""
-    wait_until(lambda: capi().ncclCommGetAsyncError(comm) not in (OK, IN_PROGRESS), seconds)
+    until(lambda: capi().ncclCommGetAsyncError(comm) not in (OK, IN_PROGRESS), seconds)
     return int(capi().ncclCommGetAsyncError(comm)), str(capi().ncclGetLastError(comm))
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meeting import until
+
 from .backend import capi
 from .ranks import Died, Pool, Ranks
 from .scenario import (
@@ -28,7 +30,6 @@ from .scenario import (
     outcome,
     synchronize,
     wait_for_state,
-    wait_until,
     works,
 )
 from .worker import Rank
@@ -264,7 +265,7 @@ def test_nothing_is_left_after_sigkill(transport: str) -> None:
             # Stopped first: none shall live to see another one die.
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-            wait_until(lambda: all(map(stands_still, pids)))
+            until(lambda: all(map(stands_still, pids)))
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
 

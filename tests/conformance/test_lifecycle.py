@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meeting import until
+
 from .backend import capi
 from .ranks import Pool
 from .scenario import (
@@ -27,7 +29,6 @@ from .scenario import (
     outcome,
     synchronize,
     wait_for_state,
-    wait_until,
     works,
 )
 from .worker import Rank
@@ -276,7 +277,7 @@ def revoked(rank: Rank) -> None:
     rank.exchange()
     assert outcome(api.ncclCommRevoke, comm, 1)[0] == INVALID_ARGUMENT
     assert outcome(api.ncclCommRevoke, comm, 0)[0] in (OK, IN_PROGRESS)
-    wait_until(lambda: api.ncclCommGetAsyncError(comm) != IN_PROGRESS)
+    until(lambda: api.ncclCommGetAsyncError(comm) != IN_PROGRESS)
     assert outcome(all_reduce, comm, array)[0] == INVALID_USAGE
     # NCCL's src/init.cc: ncclCommRevoke sets finalizeCalled.
     assert outcome(api.ncclCommFinalize, comm)[0] == INVALID_ARGUMENT
@@ -360,7 +361,7 @@ def come_and_go(rank: Rank, rounds: int) -> None:
         rank.exchange()
     # A thread that has said its last word may take a moment to end.
     first = np.max(seen[:8], axis=0)
-    wait_until(lambda: bool((np.array(resources()) <= first).all()))
+    until(lambda: bool((np.array(resources()) <= first).all()))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

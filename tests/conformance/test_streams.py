@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meeting import until
+
 from .backend import capi
 from .ranks import Pool
 from .scenario import (
@@ -24,7 +26,6 @@ from .scenario import (
     outcome,
     query,
     synchronize,
-    wait_until,
     works,
 )
 from .worker import Rank
@@ -202,7 +203,7 @@ def work_without_a_waiter(rank: Rank, n: int) -> None:
     comm, stream = connect(rank), capi().pyncclCpuStreamCreate()
     array = np.ones(n, np.float32)
     all_reduce(comm, array, stream)
-    wait_until(lambda: query(comm, stream) == OK)
+    until(lambda: query(comm, stream) == OK)
     assert (array == rank.nranks).all()
     close(rank, comm)
 

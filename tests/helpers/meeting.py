@@ -1,6 +1,6 @@
 """Where the ranks of a test meet without the communicator under test: who has left may end at once.
 
-And ports for those that meet at one, and how long they did not get to run.
+And waiting for what can be seen, ports for those that meet at one, and how long somebody did not get to run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import errno
 import itertools
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pynccl import RankFailedError
@@ -52,6 +53,27 @@ def failure(what: Callable[[], object]) -> RankFailedError:
             what()
     except RankFailedError as error:
         return error
+
+
+def until(condition: Callable[[], object], seconds: float = 30) -> None:
+    """Wait for what comes true soon."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
+        time.sleep(0.002)
+
+
+def state(pid: int) -> str:
+    """Return the letter that /proc has for a process; Z too where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def until_gone(pids: Iterable[int]) -> None:
+    """Wait until none of these processes runs."""
+    until(lambda: all(state(pid) == "Z" for pid in pids), 10)
 
 
 def starved() -> float:

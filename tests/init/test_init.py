@@ -16,23 +16,12 @@ import numpy as np
 import pytest
 
 import pynccl
+from launchers import forget_the_launcher
 from meeting import free_port, together
 from pynccl import BootstrapError, testing
 from ranks import on_ranks
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
-
-
-def forget_the_launcher() -> None:
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "PYNCCL_STORE",
-        "PYNCCL_SECRET",
-    ):
-        os.environ.pop(name, None)
 
 
 def sums(comm: pynccl.Communicator) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from meeting import state, until, until_gone
 from pynccl._library import cuda
 from pynccl._run.launch import EVIDENCE_SECONDS, GRACE_SECONDS
 
@@ -71,21 +72,6 @@ def _pids(process: subprocess.Popen[str], count: int) -> list[int]:
     """Read the process ids that the ranks print first."""
     assert process.stdout is not None
     return [int(process.stdout.readline().split()[-1]) for _ in range(count)]
-
-
-def _wait_gone(pids: list[int], seconds: float = 5) -> None:
-    deadline = time.monotonic() + seconds
-    for pid in pids:
-        while _runs(pid):
-            assert time.monotonic() < deadline, f"{pid} still runs"
-            time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 PRINT_ENVIRONMENT = """
@@ -203,7 +189,7 @@ def test_who_ignores_sigterm_is_killed_with_its_children(
     pids = _pids(process, 2)
     assert process.wait(45) == 3
     assert GRACE_SECONDS - 1 < time.monotonic() - start < GRACE_SECONDS + 30
-    _wait_gone(pids)
+    until_gone(pids)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -222,7 +208,7 @@ def test_signals_are_forwarded(
     out, _ = process.communicate(timeout=10)
     assert process.returncode == 5
     assert sorted(out.splitlines()) == ["[0] got it", "[1] got it"]
-    _wait_gone(pids)
+    until_gone(pids)
 
 
 def test_user_signals_are_forwarded_and_end_nothing(
@@ -254,7 +240,7 @@ def test_ranks_die_with_the_launcher(script: Script, started: Callable[..., subp
     pids = _pids(process, 2)
     process.kill()
     process.wait()
-    _wait_gone(pids)
+    until_gone(pids)
 
 
 def test_a_daemon_that_keeps_the_pipe_is_not_waited_for(script: Script) -> None:
@@ -447,19 +433,13 @@ def _wait_ready(process: subprocess.Popen[str], count: int) -> dict[str, int]:
     return {line.split()[0]: int(line.split()[1]) for line in lines if len(line.split()) == 3}
 
 
-def _wait_stopped(pid: int) -> None:
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_evidence_of_every_hang(
     script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "traces"
     process = started("-n", "5", "--cpu", script(HANGS), PYNCCL_TRACE_DIR=str(folder))
-    _wait_stopped(_wait_ready(process, 5)["[4]"])
+    stopped = _wait_ready(process, 5)["[4]"]
+    until(lambda: state(stopped) == "T")
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
@@ -639,7 +619,7 @@ def test_the_ranks_children_die_with_the_launcher(
     pids = _pids(process, 4)
     process.kill()
     process.wait()
-    _wait_gone(pids)
+    until_gone(pids)
 
 
 def test_no_process_is_left(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
@@ -649,7 +629,7 @@ def test_no_process_is_left(script: Script, started: Callable[..., subprocess.Po
     # The ranks, and who watches over them.
     assert len(children) == 3
     assert process.wait(10) == 0
-    _wait_gone(children)
+    until_gone(children)
 
 
 def _children(pid: int) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from meeting import until, until_gone
 from pynccl import testing
 
 # The start itself is what is tested here (forked_ranks.py).
@@ -68,20 +69,6 @@ def leave_a_process(rank: int, nranks: int) -> int:
 
 def unpicklable(rank: int, nranks: int) -> object:
     return lambda: None
-
-
-def _gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def _wait_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while not all(_gone(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_results_in_order_and_environment() -> None:
@@ -161,7 +148,7 @@ def test_a_rank_that_ends_when_the_time_is_up(tmp_path: Path) -> None:
 
 def test_descendants_are_killed() -> None:
     pids = testing.run(2, leave_a_process, backend="cpu")
-    _wait_gone(pids)
+    until_gone(pids)
 
 
 def test_ranks_die_with_the_parent(tmp_path: Path) -> None:
@@ -177,14 +164,11 @@ def test_ranks_die_with_the_parent(tmp_path: Path) -> None:
     )
     parent = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
     try:
-        deadline = time.monotonic() + 30
-        while len(pids := [p.read_text() for p in tmp_path.glob("*.pid")]) < 2 or not all(pids):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: sum(path.stat().st_size > 0 for path in tmp_path.glob("*.pid")) == 2)
     finally:
         parent.kill()
         parent.wait()
-    _wait_gone([int(pid) for pid in pids])
+    until_gone([int(path.read_text()) for path in tmp_path.glob("*.pid")])
 
 
 @pytest.mark.parametrize("nranks", [0, -1])

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 import pynccl
 from conftest import ROOT, Run
+from meeting import until
 from pynccl import capi, testing
 from pynccl._library import discovery
 from pynccl.compat import cupy as ours
@@ -71,23 +72,15 @@ def connect(nccl: Any, rank: int, nranks: int, uid_file: str, **options: Any) ->
         draft = path.with_suffix(".draft")
         draft.write_bytes(nccl.get_unique_id())
         draft.rename(path)
-    appears(path)
+    until(path.exists)
     return nccl.NcclCommunicator(nranks, path.read_bytes(), rank, **options)
-
-
-def appears(path: Path) -> None:
-    """Wait for a file of another rank's."""
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def all_are_here(rank: int, nranks: int, uid_file: str) -> None:
     """Wait for the other ranks, without the communicator."""
     Path(f"{uid_file}.{rank}").touch()
     for other in range(nranks):
-        appears(Path(f"{uid_file}.{other}"))
+        until(Path(f"{uid_file}.{other}").exists)
 
 
 def wait(comm: Any) -> None:
@@ -344,7 +337,7 @@ def collected(rank: int, nranks: int, whose: str, uid_file: str) -> None:
         assert ["never destroyed or aborted" in str(warning.message) for warning in caught] == [True]
         assert capi.ncclCommCount(handle) == nranks
         done.touch()
-    appears(done)
+    until(done.exists)
     if rank:
         comm.abort()
         assert comm.comm == 0

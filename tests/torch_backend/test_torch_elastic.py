@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from conftest import ROOT, clean_environment
+from meeting import free_port
 from pynccl import testing
 
 # Each rank imports torch.
@@ -73,12 +73,6 @@ with pynccl.init(timeout=30) as comm:
     restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
     os.write(1, f"rank {comm.rank}, restarts {restarts}: {x[0]:g}\\n".encode())
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def agents(folder: Path, nodes: int, per_node: int, worker: str) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meeting import free_port, hear, tell, together
+from meeting import free_port, hear, tell, together, until
 from pynccl import testing
 
 # Each rank imports torch.
@@ -44,13 +44,6 @@ def one_after_another(rank: int, size: int, port: int, programs: list[Callable[[
         together(size, program.__name__)
         program(rank, size)
     dist.destroy_process_group()
-
-
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def reduced(*tensors: torch.Tensor) -> list[Any]:

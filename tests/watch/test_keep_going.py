@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT, Command, environment, pynccl_run
+from meeting import until
 from pynccl._run import word
 from pynccl._watch import ended
 from pynccl.bootstrap import StoreServer
@@ -48,13 +49,6 @@ def started(command: Command) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no {path.name}"
-        time.sleep(0.01)
 
 
 # --- the launcher ---
@@ -289,10 +283,10 @@ def test_the_store_is_gone(tmp_path: Path) -> None:
 def test_the_launcher_is_stopped(tmp_path: Path) -> None:
     command = survives(tmp_path, "silent store", 2, hidden=[1], gone=[0])
     with started(command) as process:
-        wait_for(tmp_path / "asks")
+        until((tmp_path / "asks").exists)
         process.send_signal(signal.SIGSTOP)
         (tmp_path / "silent").touch()
-        wait_for(tmp_path / "done")
+        until((tmp_path / "done").exists)
         process.send_signal(signal.SIGCONT)
         out, errors = process.communicate(timeout=30)
     assert "[1] partition in time: True" in out, errors
