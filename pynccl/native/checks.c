@@ -38,10 +38,9 @@ static void pynccl_describe(const pynccl_frame* f, char* text, size_t size) {
   if (kind <= PYNCCL_RECV)
     pynccl_say(text, size, "(%s, %llu", type >= 0 && type < ncclNumTypes ? pynccl_type_names[type] : "?",
                (unsigned long long)f->words[2]);
-  if (kind == PYNCCL_ALL_REDUCE || kind == PYNCCL_REDUCE || kind == PYNCCL_REDUCE_SCATTER)
+  if (pynccl_reduces(kind))
     pynccl_say(text, size, ", %s", op < ncclNumOps ? pynccl_op_names[op] : "a pre_mul_sum");
-  if (kind == PYNCCL_REDUCE || kind == PYNCCL_BROADCAST || kind == PYNCCL_GATHER || kind == PYNCCL_SCATTER)
-    pynccl_say(text, size, ", root %d", root);
+  if (pynccl_has_root(kind)) pynccl_say(text, size, ", root %d", root);
   if (kind <= PYNCCL_RECV) pynccl_say(text, size, ")");
   if (kind == PYNCCL_SEND) pynccl_say(text, size, " to rank %d", root);
   if (kind == PYNCCL_RECV) pynccl_say(text, size, " from rank %d", root);

@@ -110,11 +110,9 @@ static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_pla
   if (array) {
     pynccl_field("count", r->count);
     pynccl_text_field("dtype", datatype < ncclNumTypes ? pynccl_type_names[datatype] : "?");
-    if (r->kind == PYNCCL_ALL_REDUCE || r->kind == PYNCCL_REDUCE || r->kind == PYNCCL_REDUCE_SCATTER)
+    if (pynccl_reduces(r->kind))
       pynccl_text_field("op", op < ncclNumOps ? pynccl_op_names[op] : "pre_mul_sum");
-    if (r->kind == PYNCCL_REDUCE || r->kind == PYNCCL_BROADCAST || r->kind == PYNCCL_GATHER ||
-        r->kind == PYNCCL_SCATTER)
-      pynccl_field("root", r->root);
+    if (pynccl_has_root(r->kind)) pynccl_field("root", r->root);
     pynccl_field("send", r->send);
     pynccl_field("recv", r->recv);
     pynccl_field("stream", r->stream);

@@ -1,5 +1,5 @@
 // What every layer uses: the libraries' functions, the time, text that is put together, arrays that grow.
-// Layers, from below: status, shim, library, internal, call, recorder, ring, names, dumps, comm, watch,
+// Layers, from below: status, shim, library, internal, kinds, call, recorder, ring, names, dumps, comm, watch,
 // channel, markers, verdicts, arrivals, checks, watchdog, recording, calls, fastcall. A file includes only
 // what is below it; library.h and library.c are generated.
 #pragma once

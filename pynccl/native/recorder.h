@@ -5,21 +5,6 @@
 
 #include "call.h"
 
-// Kinds of records beside the calls of pynccl_kind.
-enum pynccl_life {
-  PYNCCL_PLAN = 16,
-  PYNCCL_INIT,
-  PYNCCL_SPLIT,
-  PYNCCL_SHRINK,
-  PYNCCL_GROW,
-  PYNCCL_FINALIZE,
-  PYNCCL_DESTROY,
-  PYNCCL_SUSPEND,
-  PYNCCL_RESUME,
-  PYNCCL_ABORT,
-  PYNCCL_REVOKE
-};
-
 typedef struct pynccl_trace pynccl_trace;
 
 // `header` is the inside of a JSON object, which says what the communicator is. NULL where there is no

@@ -68,7 +68,10 @@ void pynccl_publish(pynccl_watch* w, int trouble) {
     memcpy(text.text, rest, strnlen(rest, PYNCCL_FRAME_TEXT - 1));
     pynccl_tell_all(w, &text);
   }
-  const pynccl_frame told = {.kind = FRAME_TROUBLE, .code = (uint32_t)trouble, .number = (uint64_t)v->result};
+  const pynccl_frame told = {.kind = FRAME_TROUBLE,
+                             .code = (uint32_t)trouble,
+                             .number = (uint64_t)v->result,
+                             .words = {(uint64_t)v->reported}};
   pynccl_tell_all(w, &told);
   w->responding = 1;
   __atomic_add_fetch(&w->comm->references, 1, __ATOMIC_RELAXED);

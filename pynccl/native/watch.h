@@ -32,7 +32,8 @@ enum pynccl_goodbye {
 
 typedef struct pynccl_verdict {
   int trouble;
-  int result;  // the library's code
+  int result;    // the library's code
+  int reported;  // by another rank: the text begins with its number
   int count;
   int ranks[PYNCCL_MOST_RANKS];
   char text[PYNCCL_MOST_TEXT];

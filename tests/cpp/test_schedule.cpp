@@ -178,8 +178,8 @@ class World {
       if (p != r) rank.links.back()->name = "seat " + std::to_string(p);
       c.links.push_back(rank.links.back().get());
     }
-    c.fail = [&rank](ncclResult_t code, const std::string& text) {
-      rank.error = code;
+    c.fail = [&rank](ErrorCode code, const std::string& text) {
+      rank.error = code.result;
       rank.text = text;
       return Step::Failed;
     };

@@ -7,7 +7,6 @@
 #include "calls/group.hpp"
 #include "comm/fault.hpp"
 #include "comm/lifecycle.hpp"
-#include "ops/context.hpp"
 
 namespace pncpu {
 namespace {
@@ -183,8 +182,8 @@ ncclResult_t run_shrink(Child child, const std::set<int>& excluded, const Meetin
   std::vector<std::pair<int, PeerInfo>> members;
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (all[i].size() < sizeof(PeerInfo) || all[i].substr(sizeof(PeerInfo)) != list)
-      return fail(ncclInvalidUsage, "%sncclCommShrink: rank %d excludes ranks [%s], rank %d ranks [%s]",
-                  kMismatch, rank, list.c_str(), ranks[i],
+      return fail(kMismatch, "%sncclCommShrink: rank %d excludes ranks [%s], rank %d ranks [%s]",
+                  kMismatchText, rank, list.c_str(), ranks[i],
                   all[i].substr(std::min(all[i].size(), sizeof(PeerInfo))).c_str());
     members.push_back({ranks[i], {}});
     memcpy(static_cast<void*>(&members.back().second), all[i].data(), sizeof(PeerInfo));
@@ -599,7 +598,7 @@ const char* ncclGetLastError(ncclComm_t comm) {
   guarded("ncclGetLastError", [&] {
     std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
     if (c && c->error() != ncclSuccess)
-      set_last_error("rank " + std::to_string(c->rank) + " of " + std::to_string(c->nranks) + ": " +
+      set_last_error(c->error_code(), "rank " + std::to_string(c->rank) + " of " + std::to_string(c->nranks) + ": " +
                      c->error_text());
     return ncclSuccess;
   });
@@ -609,7 +608,9 @@ const char* ncclGetLastError(ncclComm_t comm) {
 ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind) {
   return guarded("pyncclCpuGetErrorKind", [&] {
     REQUIRE_POINTER("pyncclCpuGetErrorKind", kind);
-    *kind = strstr(ncclGetLastError(comm), kMismatch) != nullptr;
+    std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
+    ErrorCode code = c ? c->error_code() : ErrorCode();
+    *kind = (code.failed() ? code : last_error_code()).mismatch;
     return ncclSuccess;
   });
 }

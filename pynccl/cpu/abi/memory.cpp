@@ -106,7 +106,7 @@ extern "C" {
 
 ncclResult_t ncclGetVersion(int* version) {
   if (!version) return fail(ncclInvalidArgument, "ncclGetVersion: version is NULL");
-  *version = kVersion;
+  *version = NCCL_VERSION_CODE;
   return ncclSuccess;
 }
 

@@ -19,7 +19,6 @@
 namespace pncpu {
 
 constexpr size_t kCacheLine = 64;
-constexpr int kVersion = 23203;
 
 inline constexpr size_t align_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 inline Deadline after_ms(int64_t ms) { return Clock::now() + std::chrono::milliseconds(ms); }

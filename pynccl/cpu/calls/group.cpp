@@ -18,7 +18,7 @@ std::string copy_of_last_error() noexcept {
 }
 
 struct Outcome {
-  ncclResult_t code = ncclSuccess;
+  ErrorCode code;
   std::string text;
 };
 
@@ -31,7 +31,10 @@ Outcome run_guarded(const Job& job) noexcept {
       return fail(ncclInvalidUsage, "a communicator of the group was aborted before the group ended");
     return job.run();
   });
-  if (outcome.code != ncclSuccess && outcome.code != ncclInProgress) outcome.text = copy_of_last_error();
+  if (outcome.code.failed() && outcome.code.result != ncclInProgress) {
+    outcome.code = last_error_as(outcome.code.result);
+    outcome.text = copy_of_last_error();
+  }
   for (auto& creation : job.creates) creation->end(outcome.code, outcome.text);
   return outcome;
 }
@@ -69,7 +72,7 @@ class Together {
       lock.unlock();
       Outcome outcome = run_guarded(jobs_[i]);
       lock.lock();
-      if (outcome.code != ncclSuccess && failed_ == jobs_.size()) failed_ = i, stop_creations();
+      if (outcome.code.failed() && failed_ == jobs_.size()) failed_ = i, stop_creations();
       outcomes_[i] = std::move(outcome);
     }
     ++done_;
@@ -97,9 +100,9 @@ void cancel(const std::vector<Job>& jobs, const char* why) noexcept {
 ncclResult_t run_all(std::vector<Job> jobs, const std::vector<Submission>& calls) {
   if (!jobs.empty()) {
     Outcome outcome = Together(std::move(jobs)).run();
-    if (outcome.code != ncclSuccess) {
-      set_last_error(outcome.text);
-      return outcome.code;
+    if (outcome.code.failed()) {
+      set_last_error(outcome.code, outcome.text);
+      return outcome.code.result;
     }
   }
   return calls.empty() ? ncclSuccess : issue(calls);
@@ -117,20 +120,22 @@ class Background {
   }
   ~Background() {
     for (auto& comm : comms_) {
-      if (result_ != ncclSuccess && comm->error() == ncclSuccess) comm->fail_with(result_, text_, false);
-      comm->standing.set_pending(result_);
+      if (code_.failed() && comm->error() == ncclSuccess) comm->fail_with(code_, text_, false);
+      comm->standing.set_pending(code_.result);
     }
   }
   Background(const Background&) = delete;
   Background& operator=(const Background&) = delete;
   void ended(ncclResult_t result) noexcept {
-    result_ = result == ncclInProgress ? ncclSuccess : result;
-    if (result_ != ncclSuccess) text_ = copy_of_last_error();
+    code_ = result == ncclInProgress ? ncclSuccess : result;
+    if (!code_.failed()) return;
+    code_ = last_error_as(result);
+    text_ = copy_of_last_error();
   }
 
  private:
   const std::vector<std::shared_ptr<Comm>> comms_;
-  ncclResult_t result_ = ncclSystemError;
+  ErrorCode code_ = ncclSystemError;
   std::string text_ = "it could not be started";
 };
 
@@ -201,8 +206,8 @@ ncclResult_t Group::add(Job job) {
 }
 
 void Group::spoil(ncclResult_t code) noexcept {
-  if (error_ != ncclSuccess) return;
-  error_ = code;
+  if (error_.failed()) return;
+  error_ = last_error_as(code);
   error_text_ = copy_of_last_error();
 }
 
@@ -225,12 +230,12 @@ ncclResult_t Group::drop(const char* why) {
 }
 
 ncclResult_t Group::finish() {
-  if (error_ != ncclSuccess) {
-    ncclResult_t code = error_;
+  if (error_.failed()) {
+    ErrorCode code = error_;
     std::string text = std::move(error_text_);
     drop("the group that was to create it failed");
-    set_last_error(text);
-    return code;
+    set_last_error(code, text);
+    return code.result;
   }
   std::vector<Submission> calls = std::move(calls_);
   std::vector<Job> jobs = std::move(jobs_);
@@ -244,7 +249,7 @@ ncclResult_t Group::simulate(float* microseconds) {
   *microseconds = -1.0f;
   for (const Submission& call : calls_)
     *microseconds = 5.0f + float(double(call.op.bytes()) * call.comm->nranks / 5000.0);
-  ncclResult_t spoiled = error_;
+  ncclResult_t spoiled = error_.result;
   ncclResult_t r = drop("the group that was to create it was only simulated");
   return spoiled != ncclSuccess ? spoiled : r;
 }
@@ -260,8 +265,8 @@ ncclResult_t submit(Job job) {
   if (group.depth > 0) return group.add(std::move(job));
   if (!job.blocking) return run_in_background({std::move(job)}, {});
   Outcome outcome = run_guarded(job);
-  if (outcome.code != ncclSuccess) set_last_error(outcome.text);
-  return outcome.code;
+  if (outcome.code.failed()) set_last_error(outcome.code, outcome.text);
+  return outcome.code.result;
 }
 
 ncclResult_t spoil(ncclResult_t code) noexcept {

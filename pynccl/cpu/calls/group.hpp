@@ -46,7 +46,7 @@ class Group {
   std::vector<Submission> calls_;
   std::vector<Job> jobs_;
   Mode mode_ = Mode::Open;
-  ncclResult_t error_ = ncclSuccess;
+  ErrorCode error_;
   std::string error_text_;
   uint32_t epoch_ = process_epoch();
   // What a forked child has of its parent's, for ever.

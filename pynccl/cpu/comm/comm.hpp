@@ -61,18 +61,18 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   std::atomic<int> calling_thread{0};  // the newest that called, else the one that created it
 
   // Errors: the first one stays.
-  bool decide(ncclResult_t code, std::string_view text) noexcept;
-  ncclResult_t say(ncclResult_t code, std::string_view text) const noexcept;  // the thread's last error
-  Step fail_with(ncclResult_t code, std::string_view text, bool tell = true) noexcept;
+  bool decide(ErrorCode code, std::string_view text) noexcept;
+  ncclResult_t say(ErrorCode code, std::string_view text) const noexcept;  // the thread's last error
+  Step fail_with(ErrorCode code, std::string_view text, bool tell = true) noexcept;
   // The error of a call that has told its caller already.
-  void give_up(ncclResult_t code, std::string_view text) noexcept;
+  void give_up(ErrorCode code, std::string_view text) noexcept;
   Step mismatch(const std::string& text);
-  void tell(ncclResult_t code, std::string_view text) noexcept;  // to every peer, by name
+  void tell(ErrorCode code, std::string_view text) noexcept;  // to every peer, by name
   void tell_error() noexcept;
   // An error that a peer reports, or its death, becomes this communicator's when no call underway can go on,
   // or after a second: data that has arrived before is still delivered.
-  void hear_of(ncclResult_t code, std::string_view text) noexcept;
-  ncclResult_t error() const override {
+  void hear_of(ErrorCode code, std::string_view text) noexcept;
+  ErrorCode error_code() const override {
     return !fate_.failed() && heard_.failed() && (turns.idle() || heard_long_ago()) ? heard_.code()
                                                                                     : fate_.code();
   }
@@ -115,6 +115,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void stop_children();
 
  private:
+  void error_told(int from, const Blob& body);
   void died(int from) noexcept;
   void note_started(const Batch& batch);
   Step advance(Batch& batch);

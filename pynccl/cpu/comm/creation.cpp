@@ -18,17 +18,17 @@ bool Creation::begin() {
   return true;
 }
 
-void Creation::end(ncclResult_t result, std::string_view why) noexcept {
+void Creation::end(ErrorCode code, std::string_view why) noexcept {
   if (std::exchange(ended_, true)) return;
   if (parent_) parent_->end_child(*comm_);
-  if (result == ncclSuccess) {
+  if (!code.failed()) {
     if (shows_ == Shows::WhenComplete) show_handle(out_, comm_->handle);
     return;
   }
-  comm_->give_up(result, why);
+  comm_->give_up(code, why);
   comm_->session.stop();
   comm_->session.disconnect();
-  comm_->standing.set_pending(result);
+  comm_->standing.set_pending(code.result);
   bool callers = shows_ == Shows::AtOnce && given_out_;
   if (!callers) handles<Comm>().take(comm_->handle);
   if (!callers && shows_ == Shows::AtOnce) show_handle(out_, nullptr);

@@ -28,7 +28,7 @@ class Creation {
   // False where the communicator was destroyed or aborted before.
   bool begin();
   // Of several ends the first counts. Peers hear of a failure before this rank's connections end.
-  void end(ncclResult_t result, std::string_view why) noexcept;
+  void end(ErrorCode code, std::string_view why) noexcept;
 
  private:
   const std::shared_ptr<Comm> comm_;

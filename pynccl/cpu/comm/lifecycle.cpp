@@ -270,7 +270,7 @@ ncclResult_t finalize(Comm& comm) {
   comm.standing.phase.store(Phase::Finalized);
   comm.standing.set_pending(comm.error());
   if (comm.error() == ncclSuccess) return ncclSuccess;
-  return comm.say(comm.error(), comm.error_text());
+  return comm.say(comm.error_code(), comm.error_text());
 }
 
 Ending::Ending(std::shared_ptr<Comm> comm, Standing::End how)

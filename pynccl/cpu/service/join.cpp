@@ -232,11 +232,12 @@ class Joiner {
 
   // Tells the first id's root, where other shares wait, that this one's meeting has failed.
   void report(ncclResult_t result) {
-    std::string text = answered_ ? text_ : last_error(), before = last_error();
+    const ErrorCode code = last_error_code();
+    const std::string error = last_error(), text = answered_ ? text_ : error;
     ncclResult_t ignored = ncclSuccess;
     if (std::unique_ptr<Talk> talk = open(ids_[0], &ignored))
       talk->say(Ctl::Failed, uint64_t(result), Blob::copy(text.data(), text.size()));
-    set_last_error(before);
+    set_last_error(code, error);
   }
 
   // The caller may exit now, and with it roots that have not yet told their ranks what this one knows.

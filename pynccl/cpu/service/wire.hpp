@@ -70,7 +70,7 @@ struct PeerInfo {
   uint64_t nonce[2] = {0, 0};
   int32_t device = 0;
   int32_t shared_devices = 0;  // how many its host has (PYNCCL_CPU_DEVICES); 0: the device is the rank's own
-  int32_t version = kVersion;
+  int32_t version = NCCL_VERSION_CODE;
   Endpoint endpoint;
   char host_name[64] = {};
 };
@@ -134,6 +134,13 @@ struct CtlHeader {
   Ctl kind = Ctl::Error;
   uint32_t bytes = 0;
   uint64_t tag = 0;
+};
+
+// The body of Ctl::Error; the text follows.
+struct ErrorHead {
+  int32_t result = 0;
+  uint8_t mismatch = 0, reported = 0;  // of ErrorCode
+  uint8_t pad[2] = {};
 };
 
 struct Announce {

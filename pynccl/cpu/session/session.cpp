@@ -143,9 +143,9 @@ ncclResult_t Session::read_table() {
     if (q + 1 == nranks || table_[q + 1].host != p.info.host)
       lsa_size_ = std::gcd(lsa_size_, std::exchange(on_one_host, 0));
     hash = hash * 0x100000001b3 ^ p.info.token.a;
-    if (p.info.version != kVersion)
+    if (p.info.version != NCCL_VERSION_CODE)
       return fail(ncclInvalidUsage, "rank %d uses version %d of this library, rank %d version %d", rank,
-                  kVersion, q, p.info.version);
+                  NCCL_VERSION_CODE, q, p.info.version);
     if (p.info.host != self.host) continue;
     if (q == rank) local_ = local_count_;
     p.local = local_count_++;
@@ -438,12 +438,12 @@ ncclResult_t Session::said_before(int q, const char* doing, int error) {
 
 // A peer's creation failed, and it has said why.
 ncclResult_t Session::failed_before(int q, const char* doing, const CtlHeader& header) {
-  std::vector<char> body(std::min<size_t>(header.bytes, sizeof(ncclResult_t) + kMaxText));
+  std::vector<char> body(std::min<size_t>(header.bytes, sizeof(ErrorHead) + kMaxText));
   if (!recv_all(peer(q).control->fd(), body.data(), body.size(), deadline_))
     return link_failed(q, doing, describe_error(errno), errno);
   owner_.sink()->frame(q, header, Blob::of(std::move(body)));
   if (owner_.error() == ncclSuccess) return link_failed(q, doing, "it failed", 0);
-  return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+  return fail(owner_.error_code(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
 }
 
 ncclResult_t Session::take_segment(int first) {
@@ -556,7 +556,7 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
   }
   if (left) owner_.never_ends(q, what);
   if (owner_.error() == ncclSuccess) return link_failed(q, what, why, 0);
-  return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+  return fail(owner_.error_code(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
 }
 
 ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
@@ -630,7 +630,7 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
     return ncclSuccess;
   }
   if (stopped()) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
-  if (failed()) return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+  if (failed()) return fail(owner_.error_code(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
   if (ended) return cut_off(missing, what, "it died or left");
   return fail(ncclTimeout, "rank %d of %d: %s waited in vain for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
               rank, nranks, what, missing, peer(missing).str().c_str());

@@ -42,7 +42,8 @@ class Session {
   class Owner {
    public:
     virtual SinkPtr sink() = 0;  // who hears of the session's sockets
-    virtual ncclResult_t error() const = 0;
+    virtual ErrorCode error_code() const = 0;
+    ncclResult_t error() const { return error_code().result; }
     virtual std::string error_text() = 0;
     // Calls that do not fit together have ended it. What follows a death or a revocation still meets.
     virtual bool broken() const = 0;
