@@ -1,6 +1,6 @@
-// What pynccl asks of the CUDA driver (libcuda.so.1): devices, primary contexts, streams, events, capture
+// What pynccl calls in the CUDA driver (libcuda.so.1): devices, primary contexts, streams, events, capture
 // state and pointer attributes. Same rules as nccl_api.h, which comes first; "since" is the driver's CUDA
-// version, 11.0 standing for everything older than pynccl supports.
+// version; 11.0 stands for every version up to the oldest that pynccl supports.
 
 typedef int CUresult;
 typedef int CUdevice;

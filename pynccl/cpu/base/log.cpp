@@ -60,7 +60,7 @@ void write_all(const char* data, size_t size) {
   while (size > 0) {
     ssize_t n = write(fd, data, size);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return;  // there is nowhere left to tell it
+    if (n <= 0) return;  // the log is the last place to report an error
     data += n;
     size -= static_cast<size_t>(n);
   }
@@ -113,7 +113,7 @@ int parse_level(const char* text) {
   return kUnread;
 }
 
-// A file that was written before keeps its descriptor's number: another thread may be about to write to it.
+// The new file gets the old file's descriptor number: another thread may be about to write to it.
 bool open_file(const std::string& path) {
   int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (fd < 0) return false;
@@ -133,7 +133,7 @@ void read_host() {
   host[strcspn(host, ".")] = '\0';
 }
 
-// params never logs from param_str, so nothing here comes back to this lock.
+// param_str never logs, so it cannot take setup_mutex again.
 int setup() {
   const char* wanted = param_str("NCCL_DEBUG");
   const char* file = param_str("NCCL_DEBUG_FILE");

@@ -19,8 +19,8 @@ ncclResult_t fail(ErrorCode code, const char* fmt, ...) __attribute__((format(pr
 // Sets this thread's last error, which is then the process's newest.
 void set_last_error(ErrorCode code, const std::string& text) noexcept;
 
-// This thread's own last error, else the process's newest, else "". The text is valid until this thread's next
-// call of a function of this header.
+// This thread's own last error, else the process's newest, else "". The text is valid until this thread's
+// next call of a function of this header.
 const char* last_error();
 ErrorCode last_error_code();
 // The last error's code with another result: a call may return a result of its own for it.

@@ -120,7 +120,7 @@ Step Comm::advance(Batch& batch) {
   return Step::Failed;
 }
 
-// What a peer on another host sent before it died may still be on its way.
+// Data that a peer on another host sent before its death may still arrive.
 bool Comm::more_may_come() {
   if (heard_long_ago()) return false;
   for (auto& p : session.peers())
@@ -129,8 +129,8 @@ bool Comm::more_may_come() {
   return false;
 }
 
-// Passed on before anybody here wakes and may exit: every peer then hears the cause before the end of this
-// rank's connection.
+// Tells the peers before any thread of this process wakes and may exit: every peer then hears the cause
+// before this rank's connection ends.
 void Comm::hear_of(ErrorCode code, std::string_view text) noexcept {
   if (error() == ncclSuccess && !heard_.failed()) tell(code, text);
   heard_at_.store(Clock::now());
@@ -140,7 +140,7 @@ void Comm::hear_of(ErrorCode code, std::string_view text) noexcept {
 
 void Comm::close_buffers() {
   if (!cell() || cell()->closed.exchange(1)) return;
-  Deadline deadline = after_ms(1000);  // a block takes microseconds, unless its user is dead or stopped
+  Deadline deadline = after_ms(1000);  // using a block takes microseconds, unless the peer is dead or stopped
   for (auto& p : session.peers()) {
     if (!p->link.direct()) continue;
     Deadline until = p->same_process ? kForever : deadline;
@@ -184,7 +184,7 @@ void Comm::give_up(ErrorCode code, std::string_view text) noexcept {
 
 Step Comm::mismatch(const std::string& text) { return fail_with(kMismatch, kMismatchText + text); }
 
-// Without memory a peer sees no more than the end of the connection.
+// Without memory a peer only sees the end of the connection.
 void Comm::tell(ErrorCode code, std::string_view text) noexcept {
   const ErrorHead head{int32_t(code.result), code.mismatch, code.reported};
   char body[sizeof head + kMaxText];
@@ -197,7 +197,7 @@ void Comm::tell(ErrorCode code, std::string_view text) noexcept {
     }
 }
 
-// ---- what the service's thread tells ----
+// ---- called by the service's thread ----
 
 void Comm::arrived(const Hello& hello, SocketPtr socket) { session.arrived(hello, std::move(socket)); }
 
@@ -205,7 +205,7 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   Peer& p = peer(from);
   if (header.kind == Ctl::Error) return error_told(from, body);
   if (header.kind == Ctl::Probe) return per_process<Deadlocks>().probed(*this, from, body);
-  if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().convicted(*this, body);
+  if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().cycle_found(*this, body);
   if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, body);
   std::lock_guard<std::mutex> lock(session.mutex);
   if (header.kind == Ctl::Leaving && body.size == sizeof p.leaving) {
@@ -215,7 +215,7 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   session.changed.notify_all();
 }
 
-// A report that is passed on names its first author.
+// A report that is passed on keeps the name of its first author.
 void Comm::error_told(int from, const Blob& body) {
   ErrorHead head;
   if (body.size < sizeof head) return;
@@ -292,7 +292,7 @@ ncclResult_t Comm::await_leaving() {
     if (q == rank) continue;
     Peer& p = peer(q);
     std::unique_lock<std::mutex> lock(session.mutex);
-    // One thread may finalize several ranks, one after another. The last of them compares with all.
+    // One thread may finalize several ranks, one after another. Then the last one compares with all.
     if (p.same_process && !p.left) continue;
     bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();

@@ -10,7 +10,7 @@ Creation::Creation(std::shared_ptr<Comm> comm, ncclComm_t* out, Shows shows, boo
   if (shows_ == Shows::AtOnce) show_handle(out_, comm_->handle);
 }
 
-// From here on the caller of a blocking one waits for its end, and is left no handle of one that failed.
+// The caller of a blocking creation waits for its end and gets no handle if it fails.
 bool Creation::begin() {
   given_out_ = !blocking_;
   if (!comm_->standing.begin_creation()) return false;
