@@ -208,6 +208,7 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().cycle_found(*this, body);
   if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, body);
   std::lock_guard<std::mutex> lock(session.mutex);
+  echoed_ = echoed_ || (header.kind == Ctl::Leaving && from == rank);
   if (header.kind == Ctl::Leaving && body.size == sizeof p.leaving) {
     memcpy(&p.leaving, body.data, sizeof p.leaving);
     p.left = true;
@@ -283,11 +284,27 @@ ncclResult_t Comm::announce_leaving() {
     Leaving mine{colls_issued.load(), p.sends_issued.load(), p.recvs_issued.load()};
     session.send(q, Ctl::Leaving, &mine, sizeof mine);
   }
+  if (shares_process()) session.echo(Ctl::Leaving, nullptr, 0);
   return ncclSuccess;
+}
+
+bool Comm::shares_process() {
+  for (int q = 0, known = session.known_ranks(); q < known; ++q)
+    if (peer(q).same_process) return true;
+  return false;
+}
+
+// Of two ranks of this process that leave concurrently at least one has the other's frame when its own echo
+// has arrived. So one of them compares.
+void Comm::await_echo(Deadline deadline) {
+  if (!shares_process()) return;
+  std::unique_lock<std::mutex> lock(session.mutex);
+  session.changed.wait_until(lock, deadline, [&] { return echoed_ || error() != ncclSuccess; });
 }
 
 ncclResult_t Comm::await_leaving() {
   Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
+  await_echo(deadline);
   for (int q = 0; q < nranks; ++q) {
     if (q == rank) continue;
     Peer& p = peer(q);
@@ -298,7 +315,8 @@ ncclResult_t Comm::await_leaving() {
     if (error() != ncclSuccess) return error();
     if (!came)
       return lock.unlock(),
-             fail(ncclTimeout, "ncclCommFinalize: rank %d waited in vain for rank %d to finalize", rank, q);
+             fail(ncclTimeout, "ncclCommFinalize: rank %d timed out waiting for rank %d to finalize", rank,
+                  q);
     uint64_t sent = p.sends_issued, got = p.recvs_issued;
     Leaving theirs = p.leaving;
     lock.unlock();

@@ -116,6 +116,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void stop_children();
 
  private:
+  bool shares_process();
+  void await_echo(Deadline deadline);
   void error_told(int from, const Blob& body);
   void died(int from) noexcept;
   void note_started(const Batch& batch);
@@ -129,6 +131,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   std::vector<std::shared_ptr<Comm>> children_;  // under it
   Doorbell own_bell_;
   std::atomic<Stream*> newest_{nullptr};
+  bool echoed_ = false;                 // under session.mutex: this rank's own Leaving frame has arrived
   std::weak_ptr<Stream> newest_owner_;  // under session.mutex
   uint64_t newest_since_ = 0;           // under it: the first ticket issued on it
   std::atomic<uint64_t> colls_started_{0};

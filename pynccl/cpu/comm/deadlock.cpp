@@ -10,7 +10,7 @@ namespace pncpu {
 namespace {
 
 constexpr double kAssumedSeconds = 10;
-constexpr size_t kMostText = 4096, kMostSteps = 64;
+constexpr size_t kMostSteps = 64;
 
 double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
 
@@ -45,7 +45,7 @@ struct Deadlocks::Probe {
     if (body.size < sizeof f) return false;
     memcpy(static_cast<void*>(&f), body.data, sizeof f);
     size_t steps = f.steps * sizeof(Stretch), rest = body.size - sizeof f;
-    if (f.steps > kMostSteps || rest < steps || rest - steps > kMostText) return false;
+    if (f.steps > kMostSteps || rest < steps || rest - steps > kMaxText) return false;
     probe->way.resize(f.steps);
     memcpy(probe->way.data(), body.data + sizeof f, steps);
     probe->text.assign(body.data + sizeof f + steps, rest - steps);
@@ -110,7 +110,7 @@ void Deadlocks::spread(Blocked& at, Probe probe, std::vector<Message>* out) {
     uint64_t communicator = w.comm->session.hash;
     bool elsewhere = !next.way.empty() && next.way[0].communicator != communicator;
     next.text += (next.text.empty() ? "" : ", ") + w.doing + (elsewhere ? " of another communicator" : "");
-    if (next.text.size() > kMostText || next.way.size() == kMostSteps) continue;
+    if (next.text.size() > kMaxText || next.way.size() == kMostSteps) continue;
     for (const Need& need : w.needs) {
       next.way.push_back({communicator, w.comm->rank, need.peer});
       next.fixed.kind = need.kind;

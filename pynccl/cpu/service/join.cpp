@@ -173,9 +173,10 @@ class Joiner {
   ncclResult_t cut_off(const Id& id) {
     if (stop_.is_set())
       return fail(ncclInternalError, "rank %d of %d: the rendezvous was aborted", mine_.rank, mine_.nranks);
-    return fail(errno == ETIMEDOUT ? ncclTimeout : ncclRemoteError,
-                "rank %d of %d: the root of the unique id at %s went away during the rendezvous (%s)",
-                mine_.rank, mine_.nranks, id.endpoint.address().str().c_str(), strerror(errno));
+    return fail(
+        errno == ETIMEDOUT ? ncclTimeout : ncclRemoteError,
+        "rank %d of %d: the root of the unique id at %s closed its connection during the rendezvous (%s)",
+        mine_.rank, mine_.nranks, id.endpoint.address().str().c_str(), strerror(errno));
   }
 
   // Waits for a message of either kind.
@@ -184,7 +185,7 @@ class Joiner {
     if (message->header.kind == kind || message->header.kind == other) return ncclSuccess;
     answered_ = message->header.kind == Ctl::Failed;
     if (!answered_)
-      return fail(ncclInternalError, "the root of the unique id answered out of turn (%u)",
+      return fail(ncclInternalError, "the root of the unique id sent an unexpected message (kind %u)",
                   unsigned(message->header.kind));
     messenger_ = message->header.tag >> 32;
     text_ = message->body.text();

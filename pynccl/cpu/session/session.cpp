@@ -109,7 +109,7 @@ ncclResult_t Session::begin(const Table& table) {
   deadline_ = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
   table_ = table;
   if (!(table_[rank].token == self.token))
-    return fail(ncclInternalError, "rank %d of %d: the root took another process for this rank", rank,
+    return fail(ncclInternalError, "rank %d of %d: the root's table has another process for this rank", rank,
                 nranks);
   if (ncclResult_t r = read_table(); r != ncclSuccess) return r;
   choose_wait_policy();
@@ -254,8 +254,8 @@ ncclResult_t Session::open_links() {
                                   : await_arrival(kind, q, &why);
       int error = errno;
       if (!socket && q > rank && error == ETIMEDOUT)
-        return fail(ncclTimeout, "rank %d of %d waited in vain for rank %d (%s) to connect", rank, nranks, q,
-                    p.str().c_str());
+        return fail(ncclTimeout, "rank %d of %d timed out waiting for rank %d (%s) to connect", rank, nranks,
+                    q, p.str().c_str());
       if (!socket && kind != HelloKind::Control) return said_before(q, "cannot connect to", error);
       if (!socket) return link_failed(q, "cannot connect to", why, error);
       if (kind != HelloKind::Control) {
@@ -316,6 +316,10 @@ void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
     control->send_frame(kind, 0, blob);
   else if (to != rank)
     post(peer(to).info.token, rank, kind, 0, blob);
+}
+
+void Session::echo(Ctl kind, const void* body, size_t bytes) {
+  post(self.token, rank, kind, 0, Blob::copy(body, bytes));
 }
 
 void Session::disconnect() noexcept {
@@ -414,11 +418,12 @@ ncclResult_t Session::receive_segment(int leader) {
   if (recv_all(control->fd(), &header, sizeof header, deadline_))
     fd = header.kind == Ctl::Segment ? recv_fd(control->fd(), deadline_) : Fd();
   int error = stopped() ? ECANCELED : errno;
-  if (header.kind == Ctl::Error) return failed_before(leader, "got no memory from", header);
-  if (!fd) return link_failed(leader, "got no memory from", describe_error(error), error);
+  if (header.kind == Ctl::Error) return failed_before(leader, "cannot get the shared memory of", header);
+  if (!fd) return link_failed(leader, "cannot get the shared memory of", describe_error(error), error);
   uint64_t ring = header.tag;
   if (ring < 512 || ring > ring_bytes || (ring & (ring - 1)))
-    return link_failed(leader, "got no memory from", "rings of " + std::to_string(ring) + " bytes", 0);
+    return link_failed(leader, "cannot get the shared memory of",
+                       "rings of " + std::to_string(ring) + " bytes", 0);
   segment_ = std::make_shared<Segment>(local_count_, size_t(ring));
   return segment_->open(std::move(fd));
 }
@@ -458,12 +463,13 @@ ncclResult_t Session::take_segment(int first) {
     offers.changed.wait_until(lock, std::min<Deadline>(deadline_, Clock::now() + kLook));
     if (offers.segments.count(key)) continue;
     lock.unlock();
-    if (stopped()) return link_failed(first, "got no memory from", "aborted", 0);
+    if (stopped()) return link_failed(first, "cannot get the shared memory of", "aborted", 0);
     if (!lives_here(key)) {
-      return gone_from_here(first, "got no memory from");
+      return gone_from_here(first, "cannot get the shared memory of");
     }
     if (Clock::now() >= deadline_)
-      return fail(ncclTimeout, "rank %d of %d waited in vain for the memory of rank %d", rank, nranks, first);
+      return fail(ncclTimeout, "rank %d of %d timed out waiting for the shared memory of rank %d", rank,
+                  nranks, first);
     lock.lock();
   }
 }
@@ -511,7 +517,8 @@ ncclResult_t Session::finish() {
   for (int q = 0; q < nranks; ++q) {
     const Blob& theirs = all[size_t(q)];
     if (theirs.size != settings_.size)
-      return fail(ncclInternalError, "rank %d settled with %zu bytes", q, theirs.size);
+      return fail(ncclInternalError, "rank %d sent settings of %zu bytes, expected %zu", q, theirs.size,
+                  settings_.size);
     Settings settings;
     memcpy(&settings, theirs.data, sizeof settings);
     inline_bytes = std::min(inline_bytes, size_t(settings.inline_bytes));
@@ -634,7 +641,7 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
   if (failed())
     return fail(owner_.error_code(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
   if (ended) return cut_off(missing, what, "it died or left");
-  return fail(ncclTimeout, "rank %d of %d: %s waited in vain for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
+  return fail(ncclTimeout, "rank %d of %d: %s timed out waiting for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
               rank, nranks, what, missing, peer(missing).str().c_str());
 }
 

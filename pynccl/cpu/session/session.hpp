@@ -83,6 +83,9 @@ class Session {
                         std::vector<Blob>* all, const char* what);
   void arrived(const Hello& hello, SocketPtr socket);
   void exchanged(int from, uint64_t tag, const Blob& body);
+  // Sends a frame to this rank itself. It arrives after every frame that was sent before between ranks of
+  // this process.
+  void echo(Ctl kind, const void* body, size_t bytes);
   void send(int to, Ctl kind, const void* body, size_t bytes);  // no effect if the peer has gone
   int known_ranks();                                            // 0 before the table has arrived
   bool linked(int to);
