@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tabulate import tabulate
+
 MIB = 1 << 20
 OURS = ("pynccl", "pynccl-staged", "torch-pynccl")
 THEIRS = ("openmpi", "gloo")
@@ -120,13 +122,8 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Lay out a Markdown table whose columns are aligned for reading as it is."""
-    cells = [list(header), *map(list, lines)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
-    rule = ["-" * (width - 1) + ":" for width in widths]
-    return "\n".join(
-        "| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in [cells[0], rule, *cells[1:]]
-    )
+    align = ("right",) * len(header)
+    return tabulate(lines, header, tablefmt="pipe", disable_numparse=True, colalign=align)
 
 
 def bandwidths(rows: Sequence[Row], peers: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _machine import Meter, describe
-from _report import number
+from _report import number, table
 
 BACKENDS = ("pynccl", "gloo")
 RANKS, MANY, LARGE, SMALL = 2, 8, 1 << 20, 8 << 10
@@ -170,12 +170,10 @@ def run_backend(backend: str, reps: int) -> dict[str, float]:
     return measured
 
 
-def table(results: dict[str, dict[str, float]]) -> str:
-    """Write one line for each measurement."""
-    rows = [f"| | {' | '.join(results)} |", "|---|" + "---:|" * len(results)]
-    for name in next(iter(results.values())):
-        rows.append(f"| {name} | {' | '.join(number(result[name]) for result in results.values())} |")
-    return "\n".join(rows)
+def lines(results: dict[str, dict[str, float]]) -> list[list[str]]:
+    """Return one line for each measurement."""
+    names = next(iter(results.values()))
+    return [[name, *(number(result[name]) for result in results.values())] for name in names]
 
 
 def main() -> None:
@@ -199,8 +197,9 @@ def main() -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     during = meter.text(used.ru_utime + used.ru_stime)
     about = {**machine, "during the run": during, "repetitions": str(options.reps)}
-    text = f"# torch.distributed: operations in flight, {RANKS} ranks\n\n"
-    text += "\n".join(f"- {key}: {value}" for key, value in about.items()) + "\n\n" + table(results) + "\n"
+    facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
+    measured = table(["", *results], lines(results))
+    text = f"# torch.distributed: operations in flight, {RANKS} ranks\n\n{facts}\n\n{measured}\n"
     options.out.mkdir(exist_ok=True)
     (options.out / "torch_in_flight.md").write_text(text)
     (options.out / "torch_in_flight.json").write_text(

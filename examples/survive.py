@@ -208,6 +208,8 @@ if __name__ == "__main__":
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--join", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if "RANK" in os.environ and not given.folder:
+        parser.error("this program starts its ranks itself; run it with python, without a launcher")
     if given.folder:
         worker(given)
     else:

@@ -76,8 +76,16 @@ def _machine() -> Iterator[str]:
             yield f"environment {name}={'(set)' if 'SECRET' in name else os.environ[name]}"
 
 
+def _replace_closed_output() -> None:
+    """Give a program that was started with a closed stdout or stderr one that goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code."""
+    _replace_closed_output()
     try:
         return int(cli.main(argv, prog_name="pynccl", standalone_mode=False) or 0)
     except NcclError as error:
@@ -88,6 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.Abort:
         return 130
+    except OSError as error:
+        # The device of the output is full, for example.
+        print(f"pynccl: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

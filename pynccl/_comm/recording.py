@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from pynccl._comm.core import BUSY, WAITING, Core
+from pynccl._comm.core import BUSY, CLOSED, WAITING, Core
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._library.generated.kinds import FUNCTIONS
@@ -98,6 +98,9 @@ class Recording:
     def _raise(self, result: int) -> None:
         for core in self.cores():
             core.refuse(result)
+        if result == CLOSED:
+            # In a finalizer the communicator may no longer be found.
+            raise NcclInvalidUsage(f"{self.name()} cannot be called: its communicator was closed")
         failed = self.calls.failed
         if 0 <= failed < self.calls.count:
             call = self.calls.calls[failed]

@@ -41,15 +41,16 @@ def init(
     """Find the other ranks of this program and return a communicator with all of them.
 
     `method` is one of
-      None             chosen from the arguments and the environment: `rank` and `world_size`, the variables
-                       of torchrun, Slurm or MPI, or a single process (docs/rendezvous.md has the whole order)
-      "env"            the same without MPI
-      "mpi"            MPI.COMM_WORLD; or pass any mpi4py communicator
-      "tcp://host:port"  rank 0 listens at this address; with port 0 it takes a free port and calls
-                       `on_listen` with the method for the other ranks, as text
-      "file:///path"   a folder that init creates, on a file system that every rank sees
-      an object        with get(name) and set(name, bytes), such as a torch store: a new one, or one whose
-                       users all call init the same number of times
+
+    - None: chosen from the arguments and the environment: `rank` and `world_size`, the variables of torchrun,
+      Slurm or MPI, or a single process (docs/rendezvous.md has the whole order)
+    - "env": the same without MPI
+    - "mpi": MPI.COMM_WORLD; or pass any mpi4py communicator
+    - "tcp://host:port": rank 0 listens at this address; with port 0 it takes a free port and calls
+      `on_listen` with the method for the other ranks, as text
+    - "file:///path": a folder that init creates, on a file system that every rank sees
+    - an object with get(name) and set(name, bytes), such as a torch store: a new one, or one whose users all
+      call init the same number of times
 
     `rank` and `world_size` override the environment. `device` is by default LOCAL_RANK, or the index of the
     rank on its machine; init makes it the current device.

@@ -284,6 +284,16 @@ def test_closed_output(script: Script) -> None:
     process.stderr.close()
 
 
+def test_output_that_goes_nowhere(script: Script) -> None:
+    command = _command("-n", "2", "--cpu", script("print('hello')"))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (1, "pynccl: [Errno 28] No space left on device\n")
+    without = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(without, stderr=subprocess.PIPE, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 FIRST = """
 import os, sys, time
 rank = os.environ["RANK"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from tabulate import tabulate
+
 FUNCTION = re.compile(r"^([\w ]+?[ *]+)(\w+)\((.*)\); // since ([\d.]+)$", re.M)
 STRUCT = re.compile(r"^typedef struct \{\n((?:  .*// since .*\n)+)\} (\w+);$", re.M)
 FIELD = re.compile(r"^  (.*?);\s*// since ([\d.]+)(?: = (\S+))?$", re.M)
@@ -11,8 +13,7 @@ ENUM = re.compile(r"^typedef enum \{([^}]*)\} (\w+);$", re.M)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+    return tabulate(rows, head, tablefmt="pipe", disable_numparse=True) + "\n"
 
 
 def reference(header: str) -> str:
