@@ -22,3 +22,5 @@ ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs); //
 // The kind of the last error of a communicator, or of this thread if `comm` is NULL: 1 if the ranks called
 // different things, which ncclInvalidUsage alone does not tell; else 0.
 ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind); // since 2.32.3
+// Whether the connection to a rank has ended without a destroy on that rank: it died, or aborted.
+ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone); // since 2.32.3

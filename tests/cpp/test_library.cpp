@@ -361,6 +361,15 @@ TEST_CASE("a killed rank is named") {
       }
       CHECK_EQ(int(result), int(ncclRemoteError));
       CHECK(contains(ncclGetLastError(comm), "rank 1 (pid"));
+      int gone = -1;
+      OK(pyncclCpuIsGone(comm, r, &gone));
+      CHECK_EQ(gone, 0);
+      for (int tries = 0; !gone && tries < 1000; ++tries) {
+        usleep(10000);
+        OK(pyncclCpuIsGone(comm, 1, &gone));
+      }
+      CHECK_EQ(gone, 1);
+      CHECK_EQ(int(pyncclCpuIsGone(comm, 3, &gone)), int(ncclInvalidArgument));
       OK(ncclCommAbort(comm));
       fflush(nullptr);
       _exit(failures == 0 ? 0 : 1);

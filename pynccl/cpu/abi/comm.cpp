@@ -616,6 +616,21 @@ ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind) {
   });
 }
 
+ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone) {
+  const char* function = "pyncclCpuIsGone";
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
+    REQUIRE_POINTER(function, gone);
+    int known = c->session.known_ranks();
+    if (rank < 0 || rank >= known)
+      return fail(ncclInvalidArgument, "%s: rank is %d, expected 0 to %d", function, rank, known - 1);
+    std::lock_guard<std::mutex> lock(c->session.mutex);
+    *gone = c->peer(rank).gone && !c->peer(rank).left;
+    return ncclSuccess;
+  });
+}
+
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
   return ask("ncclCommCount", "count", comm, count, [](const Comm& c) { return c.nranks; });
 }

@@ -30,7 +30,7 @@ namespace pynccl {
 #define PYNCCL_TORCH_OPTIONAL(X)                                                               \
   X(ncclGetLastError) X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclCommShrink)        \
   X(pyncclCpuStreamCreateWithFlags) X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery)          \
-  X(pyncclCpuStreamSynchronize) X(pyncclCpuInterrupt)
+  X(pyncclCpuStreamSynchronize) X(pyncclCpuInterrupt) X(pyncclCpuIsGone)
 // clang-format on
 
 // With NCCL_COMM_BLOCKING=0 a call may still be under way when it returns.

@@ -54,6 +54,14 @@ class Comm {
     return api_->describe(state, handle());
   }
 
+  // Whether a rank has died or aborted; false if the communicator has ended.
+  bool is_gone(int rank) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    int gone = 0;
+    if (!handle() || !api_->pyncclCpuIsGone) return false;
+    return !failed(api_->pyncclCpuIsGone(handle(), rank, &gone)) && gone;
+  }
+
   // Waits for the result of a call in progress.
   ncclResult_t settle(ncclResult_t result, const std::function<bool()>& stopped = nullptr) const {
     for (auto pause = std::chrono::microseconds(1); result == ncclInProgress; pause *= 2) {

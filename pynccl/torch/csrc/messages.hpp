@@ -50,14 +50,14 @@ class Watch {
   Watch(std::shared_ptr<const Runner> group, const Names& names, int peer)
       : group_(std::move(group)),
         title_(c10::str("pynccl: connecting with ", names.of(peer), " for messages on ", names.here, ": ")),
-        death_(c10::str("\\brank ", peer, "( \\([^)]*\\))? (died|exited)")) {}
+        peer_(peer) {}
 
   void check() {
     CommPtr comm = group_->comm();
     const std::string trouble = comm ? comm->trouble() : "";
     if (trouble.empty()) return;
     if (!since_) since_ = Clock::now();
-    if (std::regex_search(trouble, death_) || Clock::now() - *since_ > kGrace)
+    if (comm->is_gone(peer_) || Clock::now() - *since_ > kGrace)
       C10_THROW_ERROR(DistBackendError, title_ + trouble);
   }
 
@@ -68,7 +68,7 @@ class Watch {
 
   const std::shared_ptr<const Runner> group_;
   const std::string title_;
-  const std::regex death_;
+  const int peer_;
   std::optional<Clock::time_point> since_;
 };
 
