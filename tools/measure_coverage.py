@@ -66,6 +66,8 @@ def environment(**more: str) -> dict[str, str]:
 def copy_sources() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     shutil.copytree(ROOT, TREE, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    # Processes of other users, which some tests start, write their data here too.
+    FOLDER.chmod(0o1777)
 
 
 def make_environment() -> None:
