@@ -561,8 +561,8 @@ ncclResult_t open_env_root(const Id& id) {
   static std::atomic<bool> told{false};
   if (s->secret.empty() && !told.exchange(true))
     log(Level::Warn,
-        "NCCL_COMM_ID %s is public: whoever reaches it can take the place of a rank. PYNCCL_SECRET or "
-        "PYNCCL_SECRET_FILE, set on every rank, admits only processes that have the secret.",
+        "NCCL_COMM_ID %s is public: any process that reaches it can take the place of a rank. "
+        "PYNCCL_SECRET or PYNCCL_SECRET_FILE, set on every rank, admits only processes that have the secret.",
         at.c_str());
   return ncclSuccess;
 }
