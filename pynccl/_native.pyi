@@ -7,21 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 class _Lib:
-    PYNCCL_ALL_REDUCE: int
-    PYNCCL_REDUCE: int
-    PYNCCL_BROADCAST: int
-    PYNCCL_ALL_GATHER: int
-    PYNCCL_REDUCE_SCATTER: int
-    PYNCCL_ALL_TO_ALL: int
-    PYNCCL_GATHER: int
-    PYNCCL_SCATTER: int
-    PYNCCL_SEND: int
-    PYNCCL_RECV: int
-    PYNCCL_BARRIER: int
-    PYNCCL_INIT: int
-    PYNCCL_DESTROY: int
-    PYNCCL_ABORT: int
-    PYNCCL_REVOKE: int
     PYNCCL_NOT_FOUND: int
     PYNCCL_NOT_LOADED: int
     PYNCCL_RECORDED: int

@@ -8,6 +8,7 @@ pynccl/capi.py: HAND names them.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,22 @@ def api_module(headers: list[Header]) -> str:
     for title, header in (("FUNCTIONS", nccl), ("CPU_FUNCTIONS", cpu)):
         parts += [f"\n{title}: dict[str, Version] = {{"]
         parts += [*(f'    "{f.name}": {f.since},' for f in header.functions), "}"]
+    return "\n".join(parts) + "\n"
+
+
+# A row of the table in native/kinds.h.
+_KIND = re.compile(r'^ +X\((\w+), (\d+), "(\w+)", "(\w*)", (.+?)\)', re.M)
+
+
+def kinds_module(text: str) -> str:
+    rows = _KIND.findall(text)
+    functions = [(kind, function) for kind, _, _, function, _ in rows if function]
+    parts = [BY_WHOM.format(what="The kinds of calls, numbered as in native/kinds.h")]
+    parts += [f"{kind} = {number}" for kind, number, *_ in rows]
+    parts += ["NAMES = {", *(f'    {kind}: "{name}",' for kind, _, name, *_ in rows), "}"]
+    parts += ["FUNCTIONS = {", *(f'    {kind}: "{function}",' for kind, function in functions), "}"]
+    for title, flag in (("REDUCING", "PYNCCL_REDUCES"), ("ROOTED", "PYNCCL_HAS_ROOT")):
+        parts += [f"{title} = ({', '.join(kind for kind, *_, arguments in rows if flag in arguments)})"]
     return "\n".join(parts) + "\n"
 
 
@@ -196,6 +213,7 @@ def main() -> int:
     modules = {
         "api.py": api_module(binding.headers),
         "tables.py": tables_module(binding.headers[0]),
+        "kinds.py": kinds_module((PACKAGE / "native" / "kinds.h").read_text(encoding="utf-8")),
         "structs.py": structs_module(binding.headers),
         "capi.py": capi_module(binding, binding.headers[0]),
         "capi_cpu.py": capi_module(binding, binding.headers[1]),

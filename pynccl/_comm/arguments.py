@@ -21,7 +21,7 @@ from pynccl._arrays.buffers import (
     spans,
 )
 from pynccl._comm.core import Core
-from pynccl._comm.kinds import (
+from pynccl._library.generated.kinds import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,

@@ -12,12 +12,13 @@ from pynccl._arrays.buffers import Kind, kind_of
 from pynccl._comm.arguments import Arguments
 from pynccl._comm.core import INTERRUPTED, OVERLAP, RECORDED, WAITING, Core
 from pynccl._comm.groups import Group
-from pynccl._comm.kinds import ALL_REDUCE, ALL_TO_ALL, BARRIER, BROADCAST, REDUCING, ROOTED, function_name
+from pynccl._comm.recording import function_name
 from pynccl._comm.reductions import PreMulSum, op_code
 from pynccl._device import streams
 from pynccl._library import cuda
 from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._library.fields import pack
+from pynccl._library.generated.kinds import ALL_REDUCE, ALL_TO_ALL, BARRIER, BROADCAST, REDUCING, ROOTED
 from pynccl._library.generated.structs import CollConfig
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._timeouts import check_timeout

@@ -13,7 +13,8 @@ from pynccl._comm.recording import cores
 from pynccl._device.blocking import bounded, with_outside
 from pynccl._device.devices import on_device
 from pynccl._library import loader
-from pynccl._library.binding import address_of, lib
+from pynccl._library.binding import address_of
+from pynccl._library.generated import kinds
 from pynccl._trace import recorder
 from pynccl._watch import check_mode
 from pynccl._watch.watchdog import Look
@@ -30,7 +31,7 @@ def create(
 
     core.until = core.until or core.deadline(None)[1]
     left = None if core.until is None else max(0.1, core.until - time.monotonic())
-    with recorder.recorded(core.c, lib.PYNCCL_INIT):
+    with recorder.recorded(core.c, kinds.INIT):
         handle = bounded(on_its_device, left, what, abort_if_made, with_outside(look))
         take(core, handle, look=look)
 

@@ -13,7 +13,7 @@ from pynccl._comm.create import take
 from pynccl._comm.end import abort_if_made, adopt
 from pynccl._device.devices import on_device
 from pynccl._errors import NcclError, NcclTimeoutError
-from pynccl._library.binding import lib
+from pynccl._library.generated import kinds
 from pynccl._library.generated.structs import Config
 from pynccl._trace import recorder
 
@@ -23,16 +23,24 @@ ConfigLike = Config | Mapping[str, Any] | None
 class How(NamedTuple):
     """One way to derive a communicator."""
 
-    name: str
-    function: str
-    kind: Any
+    kind: int
     # Every rank makes the call, so check mode can compare.
     by_all: bool = True
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return kinds.NAMES[self.kind]
 
-SPLIT = How("split", "ncclCommSplit", lib.PYNCCL_SPLIT)
-GROW = How("grow", "ncclCommGrow", lib.PYNCCL_GROW)
-SHRINK = How("shrink", "ncclCommShrink", lib.PYNCCL_SHRINK, by_all=False)
+    @property
+    def function(self) -> str:
+        """The C function."""
+        return kinds.FUNCTIONS[self.kind]
+
+
+SPLIT = How(kinds.SPLIT)
+GROW = How(kinds.GROW)
+SHRINK = How(kinds.SHRINK, by_all=False)
 
 
 def new_child(core: Core, how: How, detail: object, also: str = "") -> Core:

@@ -11,6 +11,7 @@ from pynccl._comm.core import Core
 from pynccl._device.blocking import bounded
 from pynccl._errors import NcclInvalidUsage
 from pynccl._library.binding import lib
+from pynccl._library.generated import kinds
 from pynccl._trace import recorder
 from pynccl._watch.watchdog import BY_DEATH
 
@@ -21,21 +22,22 @@ _ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds 
 
 def finalize(core: Core) -> None:
     """Complete the outstanding calls of all ranks."""
-    _call(core, "ncclCommFinalize", lib.PYNCCL_FINALIZE, lambda: capi.ncclCommFinalize(core.open()), True)
+    _call(core, kinds.FINALIZE, lambda: capi.ncclCommFinalize(core.open()), True)
 
 
 def suspend(core: Core) -> None:
     """Release the communicator's device memory."""
     flags = capi.NCCL_SUSPEND_MEM
-    _call(core, "ncclCommSuspend", lib.PYNCCL_SUSPEND, lambda: capi.ncclCommSuspend(core.open(), flags))
+    _call(core, kinds.SUSPEND, lambda: capi.ncclCommSuspend(core.open(), flags))
 
 
 def resume(core: Core) -> None:
     """Allocate the device memory again that `suspend` released."""
-    _call(core, "ncclCommResume", lib.PYNCCL_RESUME, lambda: capi.ncclCommResume(core.open()))
+    _call(core, kinds.RESUME, lambda: capi.ncclCommResume(core.open()))
 
 
-def _call(core: Core, name: str, kind: Any, call: Callable[[], int], checked: bool = False) -> None:
+def _call(core: Core, kind: int, call: Callable[[], int], checked: bool = False) -> None:
+    name = kinds.FUNCTIONS[kind]
     core.open()
     with core.alone():
         if checked:
@@ -48,7 +50,7 @@ def _call(core: Core, name: str, kind: Any, call: Callable[[], int], checked: bo
 def revoke(core: Core) -> None:
     """End outstanding calls on this rank without closing the communicator."""
     handle = core.open()
-    lib.pynccl_trace_mark(core.c.trace, lib.PYNCCL_REVOKE)
+    lib.pynccl_trace_mark(core.c.trace, kinds.REVOKE)
     core.bounded(lambda: capi.ncclCommRevoke(handle, capi.NCCL_REVOKE_DEFAULT), "ncclCommRevoke")
 
 
@@ -60,7 +62,7 @@ def destroy(core: Core) -> None:
         # A destroy would finalize, which a revoked communicator cannot do.
         abort(core)
     else:
-        with core.alone(), recorder.recorded(core.c, lib.PYNCCL_DESTROY):
+        with core.alone(), recorder.recorded(core.c, kinds.DESTROY):
             handle = core.close("it was destroyed")
             # Before the call: if it does not return, an abort at exit would run concurrently with it.
             lifetime.disown(handle)
@@ -72,7 +74,7 @@ def destroy(core: Core) -> None:
                     lifetime.orphans.append(core.in_flight)
                     raise
             core.release()
-    lib.pynccl_trace_mark(core.c.trace, lib.PYNCCL_DESTROY)
+    lib.pynccl_trace_mark(core.c.trace, kinds.DESTROY)
 
 
 def abort(core: Core) -> None:
@@ -85,7 +87,7 @@ def abort(core: Core) -> None:
     handles = []
     for one in family:
         if one.handle:
-            lib.pynccl_trace_mark(one.c.trace, lib.PYNCCL_ABORT)
+            lib.pynccl_trace_mark(one.c.trace, kinds.ABORT)
         # Announce the abort first, so that other ranks do not take the closed connection for a death.
         one.watch.stop(_abort_reason(one))
         handle = one.close("it was aborted")

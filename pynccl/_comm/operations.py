@@ -12,7 +12,8 @@ from pynccl._arrays.buffers import Array
 from pynccl._comm.arguments import apart, require_count
 from pynccl._comm.calls import Calls, PerCall, Piece
 from pynccl._comm.core import Core
-from pynccl._comm.kinds import (
+from pynccl._comm.reductions import Op, PreMulSum
+from pynccl._library.generated.kinds import (
     ALL_GATHER,
     ALL_TO_ALL,
     BROADCAST,
@@ -23,7 +24,6 @@ from pynccl._comm.kinds import (
     SCATTER,
     SEND,
 )
-from pynccl._comm.reductions import Op, PreMulSum
 from pynccl._trace.recorder import with_callers
 
 if TYPE_CHECKING:

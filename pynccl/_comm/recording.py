@@ -10,13 +10,18 @@ import weakref
 from typing import Any
 
 from pynccl._comm.core import BUSY, CLOSED, WAITING, Core
-from pynccl._comm.kinds import function_name
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._library.binding import address_of, fastcall, ffi, lib
+from pynccl._library.generated.kinds import FUNCTIONS
 from pynccl._library.status import IN_PROGRESS, check
 
 # Cores by the address of their pynccl_comm, by which C names a communicator.
 cores: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
+
+
+def function_name(kind: int, configured: bool = False) -> str:
+    """Return the C function of a kind of call; `configured`: the variant that takes a configuration."""
+    return FUNCTIONS[kind] + ("Config" if configured else "")
 
 
 class Recording:

@@ -137,7 +137,7 @@ class Watch:
         wait = DEATH_MS if error.result in BY_DEATH else _REPORT_MS if error.result in _BY_REPORT else 0
         found = self.verdict(wait)
         if found is None:
-            lib.pynccl_watch_blame_library(self.c)
+            lib.pynccl_watch_library_failed(self.c)
             found = self.verdict()
             if not isinstance(found, RankFailedError):
                 return error
@@ -237,5 +237,5 @@ def _end_action() -> Any:
     Without ncclCommRevoke only an abort ends calls, but ncclCommShrink needs an open parent.
     """
     if lib.nccl_api_find(b"ncclCommRevoke"):
-        return lib.PYNCCL_CURE_REVOKE
-    return lib.PYNCCL_CURE_MARK if lib.nccl_api_find(b"ncclCommShrink") else lib.PYNCCL_CURE_ABORT
+        return lib.PYNCCL_ON_FAILURE_REVOKE
+    return lib.PYNCCL_ON_FAILURE_MARK if lib.nccl_api_find(b"ncclCommShrink") else lib.PYNCCL_ON_FAILURE_ABORT

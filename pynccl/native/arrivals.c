@@ -22,9 +22,9 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
       p->calls = f->number;
       p->last_kind = f->code <= PYNCCL_BARRIER ? (int)f->code : 0;
       break;
-    case FRAME_GOODBYE:
-      p->goodbye = f->code ? (int)f->code : PYNCCL_CLOSES;
-      if (p->goodbye == PYNCCL_ABORTS_FIRST && !w->dying) w->dying = pynccl_now();
+    case FRAME_DEPARTURE:
+      p->departure = f->code ? (int)f->code : PYNCCL_CLOSES;
+      if (p->departure == PYNCCL_ABORTS_FIRST && !w->dying) w->dying = pynccl_now();
       break;
     case FRAME_FAILED:
       if (f->number >= (uint64_t)w->size) break;
@@ -33,7 +33,7 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
       break;
     case FRAME_LOST:
       if (f->code >= (uint32_t)w->size || f->number >= (uint64_t)w->size) break;
-      // The other end cannot hear it from the one that says so.
+      // Pass it on: the sender cannot tell the other end.
       if (pynccl_note_lost(w, (int)f->code, (int)f->number)) pynccl_send_frame(w, (int)f->number, f);
       break;
     case FRAME_TEXT:
@@ -44,9 +44,9 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
       if (w->verdict.trouble || f->code == PYNCCL_RANKS_FAILED) break;
       w->verdict.result = (int)f->number;
       w->verdict.text[0] = 0;
+      w->verdict.reported = 1;
       // A report that is passed on names its first author.
-      if (!p->report || strncmp(p->report, "rank ", 5) || !strstr(p->report, " reports: "))
-        pynccl_say(w->verdict.text, sizeof w->verdict.text, "rank %d reports: ", from);
+      if (!f->words[0]) pynccl_say(w->verdict.text, sizeof w->verdict.text, "rank %d reports: ", from);
       pynccl_say(w->verdict.text, sizeof w->verdict.text, "%s", p->report ? p->report : "");
       pynccl_publish(w, f->code == PYNCCL_MISMATCHED || f->code == PYNCCL_LIBRARY_FAILED ? (int)f->code
                                                                                          : PYNCCL_TIMED_OUT);
@@ -76,7 +76,7 @@ void pynccl_read(pynccl_watch* w, int rank) {
     p->input_bytes = 0;
     pynccl_frame frame;
     if (!pynccl_unpack(w, p, &frame)) {
-      p->spoiled = 1;
+      p->tampered = 1;
       pynccl_hang_up(w, rank);
       return;
     }

@@ -8,7 +8,7 @@
 #include "ring.h"
 #include "watchdog.h"
 
-// Between two slices Python handles signals.
+// Python handles signals between two slices.
 #define SLICE_MS 100
 
 __thread pynccl_list* pynccl_recording;
@@ -17,7 +17,8 @@ int pynccl_is_recording(void) { return pynccl_recording != NULL; }
 
 int pynccl_group_depth(void) { return pynccl_depth + pynccl_is_recording(); }
 
-// --- who is in a call --------------------------------------------------------------------------------------
+// --- entering a communicator
+// --------------------------------------------------------------------------------------
 
 static uintptr_t pynccl_me(void) { return (uintptr_t)pthread_self(); }
 
@@ -47,7 +48,7 @@ static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream) {
   for (int i = comm->used_count; i-- > 0;)
     if (comm->used[i] == stream) return;
   uintptr_t* used = pynccl_room(comm->used, comm->used_count, &comm->used_capacity, sizeof *used);
-  // Not known to a later synchronize() of all streams; the call itself has been made.
+  // Without memory a later synchronize() of all streams misses this one; the call itself succeeds.
   if (!used) return;
   comm->used = used;
   used[comm->used_count++] = stream;
@@ -59,7 +60,7 @@ static int pynccl_disjoint(uintptr_t a, size_t a_bytes, uintptr_t b, size_t b_by
   return a + a_bytes <= b || b + b_bytes <= a;
 }
 
-// In place means what nccl.h says of each function; every other overlap is forbidden.
+// nccl.h defines what in place means for each function; any other overlap is forbidden.
 static int pynccl_overlaps(const pynccl_call* c) {
   const pynccl_comm* comm = c->comm;
   size_t bytes = c->count * pynccl_item_sizes[c->datatype], all = bytes * comm->size,
@@ -88,7 +89,7 @@ static int pynccl_overlaps(const pynccl_call* c) {
   }
 }
 
-// AlltoAll, Gather and Scatter for a library that has none: grouped sends and receives.
+// AlltoAll, Gather and Scatter for a library without them: grouped sends and receives.
 static int pynccl_pairs(const pynccl_call* c) {
   const int me = c->comm->rank, to_one = c->kind == PYNCCL_GATHER, from_one = c->kind == PYNCCL_SCATTER;
   const size_t bytes = c->count * pynccl_item_sizes[c->datatype];
@@ -116,7 +117,7 @@ static int pynccl_or_pairs(int result, const pynccl_call* c) {
              : PLAIN(function, __VA_ARGS__))
 
 static int pynccl_run(const pynccl_call* c) {
-  // One rank in place: nothing moves, and only PreMulSum changes anything.
+  // In place on one rank there is nothing to do, except for PreMulSum.
   if (c->comm->size == 1 && c->send == c->recv && c->kind < PYNCCL_SEND && c->op < ncclNumOps) return 0;
   switch (c->kind) {
     case PYNCCL_BARRIER:
@@ -146,7 +147,7 @@ static int pynccl_run(const pynccl_call* c) {
 }
 
 static int pynccl_wait(uintptr_t comm, uintptr_t stream) {
-  // A group that somebody opened in C is not issued yet.
+  // Inside ncclGroupStart the call is not issued yet.
   if (pynccl_depth) return 0;
   const int r = pyncclCpuStreamSynchronize(comm, stream, SLICE_MS);
   return r == ncclInProgress ? PYNCCL_WAITING : r;
@@ -154,7 +155,7 @@ static int pynccl_wait(uintptr_t comm, uintptr_t stream) {
 
 static int pynccl_append(pynccl_list* list, const pynccl_call* call, int wait);
 
-// One call by itself, of which the communicator is not entered yet.
+// Issue one call outside a group; enters the communicator.
 static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
   pynccl_comm* comm = call->comm;
   pynccl_trace* trace = comm->trace;
@@ -320,7 +321,7 @@ int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream) {
   for (int i = 0; i < list->count && !r; ++i) r = pynccl_add_use(&fresh, list->calls[i].comm, stream, 0);
   if (!r)
     for (int i = 0; i < list->count; ++i) list->calls[i].stream = stream;
-  // Swapped, so that the uses that are dropped are released, and the communicators never in between.
+  // Swap the arrays, so that no communicator loses its last reference in between.
   const pynccl_list dropped = {.uses = list->uses, .use_count = list->use_count};
   if (!r) {
     list->uses = fresh.uses;
@@ -348,7 +349,7 @@ static int pynccl_group_run(pynccl_list* list, ncclSimInfo_t* estimate) {
     }
     r = 0;
   }
-  // Also after a failure: NCCL then leaves the group without launching anything.
+  // After a failure, too: NCCL then leaves the group and launches nothing.
   const int end = estimate ? ncclGroupSimulateEnd(estimate) : ncclGroupEnd();
   return r ? r : end;
 }
@@ -361,7 +362,7 @@ static int pynccl_is_traced(const pynccl_list* list) {
   return 0;
 }
 
-// Record what a list is about to run: a plan's run as one record on each communicator, else every call.
+// Record what a list is about to run: one record on each communicator for a plan, else one for every call.
 static void pynccl_trace_list(pynccl_list* list) {
   const uint64_t now = pynccl_ticks();
   const uint64_t group = __atomic_add_fetch(&pynccl_groups, 1, __ATOMIC_RELAXED);
@@ -397,7 +398,7 @@ int pynccl_list_run(pynccl_list* list) {
   if (list->count == 1 && !list->grouped) return pynccl_issue_alone(list->calls, list->uses->wait);
   int r = pynccl_list_enter(list, pynccl_enter);
   if (r) return r;
-  // All are told before any is waited for.
+  // Announce on all communicators before waiting on any.
   for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].first && list->uses[i].comm->watch)
       r = pynccl_watch_announce(list->uses[i].comm, list->calls, list->count);
@@ -433,7 +434,7 @@ int pynccl_list_run_recorded(pynccl_list* list) {
   return r;
 }
 
-// What running the list as a group would take; nothing is launched.
+// Estimate the time of the list as a group; nothing is launched.
 int pynccl_list_simulate(pynccl_list* list, ncclSimInfo_t* estimate) {
   int r = pynccl_list_enter(list, pynccl_enter);
   if (r) return r;

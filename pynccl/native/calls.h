@@ -1,4 +1,5 @@
-// The path of every array call: one struct a call, run at once, or recorded in a list that runs as one group.
+// The path of every array call. A call is one struct; it runs immediately, or is recorded in a list that runs
+// as one group.
 #pragma once
 
 #include "comm.h"
@@ -8,7 +9,7 @@ typedef struct pynccl_use {
   pynccl_comm* comm;
   uintptr_t stream;
   int wait;         // the call returns when the stream is done
-  int first;        // of this communicator
+  int first;        // the communicator's first entry in the list
   uint64_t traced;  // the first record of the newest run
   struct pynccl_digest* digest;
 } pynccl_use;
@@ -20,10 +21,10 @@ typedef struct pynccl_list {
   int use_count;
   int use_capacity;
   pynccl_use* uses;
-  int grouped;  // a group even of one call
-  int failed;   // the call that failed, -1 where it was the group itself
+  int grouped;  // runs as a group even if it has one call
+  int failed;   // the index of the call that failed; -1: the group itself failed
   int digested;
-  // While a thread records in it: the list that it recorded in before, and objects that the calls need.
+  // While a thread records in it: the thread's outer list, and the objects that the calls need.
   int open;
   struct pynccl_list* outer;
   int kept_count;
@@ -31,21 +32,22 @@ typedef struct pynccl_list {
   void** kept;
 } pynccl_list;
 
-// Whether what this thread calls is issued later: in a raw group of NCCL's, or because it is recorded.
+// Whether this thread's calls are issued later: inside ncclGroupStart, or because they are recorded.
 int pynccl_group_depth(void);
 int pynccl_is_recording(void);
 
 int pynccl_enter(pynccl_comm* comm);
-// The same for one in trouble: it can still be shrunk and closed.
+// The same for a communicator that has failed: it can still be shrunk and closed.
 int pynccl_enter_anyway(pynccl_comm* comm);
 void pynccl_leave(pynccl_comm* comm);
-// Python handles signals as soon as a function has returned, before it has the answer. What was entered in it
-// is left with these: 1 where this thread had been in.
+// Python runs signal handlers as soon as a function has returned, before it stores the result. If a handler
+// raises, these leave what the function had entered. They return 1 if this thread had entered.
 int pynccl_leave_mine(pynccl_comm* comm);
 int pynccl_list_leave_mine(pynccl_list* list);
 
-// Issue a call as a template has it, but for the buffers and the stream. `wait` (a host array without a
-// stream): return when the result is there, or PYNCCL_WAITING after a while. The short form is for no stream.
+// Issue a copy of a template with these buffers and this stream. `wait` (a host array without a stream):
+// return when the call is complete, or PYNCCL_WAITING after SLICE_MS. The short form uses the communicator's
+// default stream.
 int pynccl_issue(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count, uintptr_t stream,
                  int wait);
 int pynccl_issue_usual(const pynccl_call* like, uintptr_t send, uintptr_t recv, size_t count);
@@ -53,12 +55,12 @@ int pynccl_issue_usual(const pynccl_call* like, uintptr_t send, uintptr_t recv, 
 pynccl_list* pynccl_list_new(void);
 void pynccl_list_free(pynccl_list* list);
 int pynccl_list_extend(pynccl_list* list, const pynccl_list* more);
-// The list will not change any more, but for its stream: a run becomes one record.
+// Declare that the list no longer changes except for its stream: the recorder keeps one record for each run.
 void pynccl_list_digest(pynccl_list* list);
 int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream);
 int pynccl_list_run(pynccl_list* list);
 void pynccl_list_clear(pynccl_list* list);
-// Run a list, and empty it where all is done.
+// Run a list; empty it on success.
 int pynccl_list_run_recorded(pynccl_list* list);
 int pynccl_list_simulate(pynccl_list* list, ncclSimInfo_t* estimate);
 void pynccl_list_leave(pynccl_list* list);

@@ -28,7 +28,7 @@ void pynccl_watch_epoll(pynccl_watch* w, int rank, int how) {
 }
 
 int pynccl_silent(const pynccl_peer* p, int64_t limit) {
-  return !p->gone && !p->goodbye && p->socket >= 0 && pynccl_watchdog.awake - p->heard > limit;
+  return !p->gone && !p->departure && p->socket >= 0 && pynccl_watchdog.awake - p->heard > limit;
 }
 
 static size_t pynccl_row_words(const pynccl_watch* w) { return ((size_t)w->size + 63) / 64; }
@@ -49,7 +49,7 @@ int pynccl_note_lost(pynccl_watch* w, int rank, int other) {
 void pynccl_hang_up(pynccl_watch* w, int rank) {
   pynccl_peer* p = &w->peers[rank];
   if (p->socket < 0) return;
-  // Closed with something unread in it, the connection would be reset, and the goodbye might be lost.
+  // Closing a socket with unread input resets the connection, and the peer might lose the departure.
   char unread[4096];
   while (recv(p->socket, unread, sizeof unread, MSG_DONTWAIT) > 0) continue;
   shutdown(p->socket, SHUT_WR);
@@ -59,7 +59,7 @@ void pynccl_hang_up(pynccl_watch* w, int rank) {
   p->gone_at = pynccl_now();
   p->output_bytes = 0;
   pthread_cond_broadcast(&pynccl_watchdog.changed);
-  if (!w->listed || p->goodbye) return;
+  if (!w->listed || p->departure) return;
   pynccl_note_lost(w, w->rank, rank);
   const pynccl_frame lost = {.kind = FRAME_LOST, .code = (uint32_t)w->rank, .number = (uint64_t)rank};
   pynccl_tell_all(w, &lost);
@@ -70,7 +70,7 @@ void pynccl_push(pynccl_watch* w, int rank) {
   while (p->output_bytes) {
     const ssize_t n = send(p->socket, p->output, p->output_bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
-    // The end of the connection is noticed by reading: what the peer sent before it comes first.
+    // Reading notices the end of the connection, after the peer's last frames.
     if (n < 0) break;
     p->output_bytes -= (size_t)n;
     memmove(p->output, p->output + n, p->output_bytes);
@@ -91,7 +91,7 @@ size_t pynccl_wire_bytes(const pynccl_watch* w) {
   return sizeof(pynccl_frame) + (w->encrypt ? TAG_BYTES : 0);
 }
 
-// Noise's nonces: four bytes of zero, and a number that never comes again.
+// Noise's nonces: four zero bytes and a counter, which never repeats.
 static void pynccl_next_nonce(pynccl_cipher* c, unsigned char nonce[12]) {
   memset(nonce, 0, 4);
   for (int i = 0; i < 8; ++i) nonce[4 + i] = (unsigned char)(c->count >> 8 * i);
@@ -123,7 +123,7 @@ int pynccl_unpack(const pynccl_watch* w, pynccl_peer* p, pynccl_frame* frame) {
 int pynccl_send_frame(pynccl_watch* w, int rank, const pynccl_frame* frame) {
   pynccl_peer* p = &w->peers[rank];
   if (p->socket < 0) return ECONNRESET;
-  // Who does not read needs no second heartbeat.
+  // A peer that does not read needs no second heartbeat.
   if (p->output_bytes > (frame->kind == FRAME_BEAT ? 0 : MOST_OUTPUT)) return ENOBUFS;
   const size_t bytes = pynccl_wire_bytes(w);
   if (p->output_bytes + bytes > p->output_capacity) {
@@ -159,14 +159,14 @@ uint64_t pynccl_process_start(int pid) {
   if (fd >= 0) close(fd);
   if (n <= 0) return 0;
   text[n] = 0;
-  // The name, in parentheses, may hold anything.
+  // The name is in parentheses and may contain any character.
   const char* rest = strrchr(text, ')');
   char state;
   long threads;
   unsigned long long start;
   const char* format = ") %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld %*s %llu";
   if (!rest || sscanf(rest, format, &state, &threads, &start) != 3) return 0;
-  // A zombie with more threads is one whose first thread has ended.
+  // In a zombie with several threads only the first thread has ended.
   return strchr("ZXx", state) && threads <= 1 ? 0 : start;
 }
 
@@ -182,7 +182,7 @@ int pynccl_watch_processes(pynccl_comm* comm, const int* pids, const uint64_t* s
   return 0;
 }
 
-void pynccl_see_ends(pynccl_watch* w, int64_t now) {
+void pynccl_check_processes(pynccl_watch* w, int64_t now) {
   for (int r = 0; r < w->size; ++r) {
     pynccl_peer* p = &w->peers[r];
     if (!p->gone || p->ended || !p->pid) continue;
@@ -213,7 +213,7 @@ void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates) {
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
     const int silent = r != w->rank && pynccl_silent(p, SILENCE_NS);
-    fates[r] = (unsigned char)(p->goodbye | (p->gone ? PYNCCL_GONE : 0) | (silent ? PYNCCL_SILENT : 0) |
+    fates[r] = (unsigned char)(p->departure | (p->gone ? PYNCCL_GONE : 0) | (silent ? PYNCCL_SILENT : 0) |
                                (p->ended ? PYNCCL_ENDED : 0));
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);

@@ -1,5 +1,5 @@
-// The control channel: frames of one size between any two ranks of a communicator, and what the watchdog
-// knows of each. Everything here and in the layers above, up to the watchdog, is under one lock.
+// The control channel: frames of one size between any two ranks of a communicator, and the state of each
+// rank. One lock protects everything here and in the layers above, up to the watchdog.
 #pragma once
 
 #include <pthread.h>
@@ -9,20 +9,20 @@
 
 #define TICK_MS 50
 #define BEAT_NS (250 * MS)
-// Deaths within so long of each other are one event: the survivors are to name the same ranks.
+// Deaths within this time count as one event, so that all survivors name the same ranks.
 #define GRACE_NS (150 * MS)
-// Who has not been heard for so long when a wait ends in vain is named as not responding.
+// A rank that has been silent for this time when a wait times out is named as not responding.
 #define SILENCE_NS (1000 * MS)
-// From here on a peer that does not read gets no more frames.
+// A peer with this much unsent output gets no more frames.
 #define MOST_OUTPUT (1 << 20)
-// A process whose connection ended has ended too within so long, or it lives.
+// A process ends within this time after its connection, or it is taken for alive.
 #define ENDING_NS (2000 * MS)
-// What sealing adds to a frame.
+// The bytes that encryption adds to a frame.
 #define TAG_BYTES 16
 
 enum {
   FRAME_BEAT = 1,
-  FRAME_GOODBYE,
+  FRAME_DEPARTURE,
   FRAME_FAILED,  // the sender's verdict names a rank
   FRAME_TEXT,
   FRAME_TROUBLE,
@@ -42,29 +42,30 @@ typedef int pynccl_decrypt(unsigned char* out, unsigned long long* out_bytes, un
 
 typedef struct pynccl_peer {
   int socket;
-  int goodbye;
+  int departure;
   int gone;       // the connection has ended
-  int named;      // as failed, by another rank's verdict
-  int64_t heard;  // by the clock of pynccl_watchdog.awake
-  int pid;        // 0: it is not known whether the process has ended
+  int named;      // another rank's verdict names it as failed
+  int64_t heard;  // when its last frame came, by pynccl_watchdog.awake
+  int pid;        // 0: unknown
   uint64_t start;
   int ended;
   int64_t gone_at;
   uint64_t calls;
-  int last_kind;  // of the newest call, -1 before the first
+  int last_kind;  // kind of its newest call; -1: none
   size_t input_bytes;
   unsigned char input[sizeof(pynccl_frame) + TAG_BYTES];
   pynccl_cipher outgoing, incoming;
-  int spoiled;  // sent what its key has not sealed
+  int tampered;  // a frame from it was not authentic
   int wants_output;
   char* output;
   size_t output_bytes, output_capacity;
-  char* report;  // the text of a verdict, as far as it has come
+  char* report;  // the text of its verdict, received so far
   pynccl_frame* inbox;
   int inbox_count, inbox_capacity;
 } pynccl_peer;
 
-// Two events behind the calls of a stream: the older one is waited for, the newer one follows every call.
+// Two events behind the calls of a stream: the watchdog queries the older one; the newer one follows every
+// call.
 typedef struct pynccl_marker {
   uintptr_t stream, events[2];
   int64_t at[2];
@@ -75,24 +76,24 @@ struct pynccl_watch {
   pynccl_comm* comm;
   pynccl_watch* next;
   uint32_t id;
-  int listed, connected, checking, size, rank, is_cpu, cure;
+  int listed, connected, checking, size, rank, is_cpu, on_failure;
   pynccl_encrypt* encrypt;  // NULL: frames are plain
   pynccl_decrypt* decrypt;
-  struct pynccl_said* said;  // to a peer, and not answered yet
+  struct pynccl_said* said;  // announced calls without a counterpart so far
   int said_count, said_capacity;
   int64_t timeout;
-  uintptr_t handle;   // 0: no longer the watchdog's to touch
-  uintptr_t context;  // of the events
+  uintptr_t handle;   // 0: the watchdog must not use it any more
+  uintptr_t context;  // the CUDA context of the events
   int touching, responding, ended;
   int64_t dying;       // when the first death was noticed
-  int64_t late;        // since when, by pynccl_watchdog.awake, something has taken too long
-  uint64_t* lost;      // a row of bits for every rank: whom it cannot reach; NULL while nobody lacks anybody
-  int64_t library_at;  // when the library's error was
+  int64_t late;        // when a call exceeded the time-out, by pynccl_watchdog.awake
+  uint64_t* lost;      // for every rank a row of bits: the ranks that it cannot reach; NULL: none
+  int64_t library_at;  // when the library reported an error
   int library_error;
   pynccl_verdict verdict;
   uint64_t calls;
   int last_kind;
-  int64_t in_call;  // since when a thread is inside the library
+  int64_t in_call;  // when a thread entered the library; 0: none is inside
   pynccl_marker* markers;
   int marker_count, marker_capacity;
   pynccl_peer peers[];
@@ -105,8 +106,8 @@ struct pynccl_watchdog {
   int running, epoll, wake;
   uint32_t last_id;
   int64_t beat_at;
-  // For how long the thread has listened: who was stopped, or starved, cannot say of others that they were
-  // silent.
+  // For how long the thread has listened. A process that was stopped or got no CPU must not take the others
+  // for silent.
   int64_t awake;
   int prepared;
 };
@@ -115,30 +116,30 @@ struct pynccl_watchdog {
 
 extern struct pynccl_watchdog pynccl_watchdog;
 
-// Wait for a change until a time; 0 when that has passed.
+// Wait for a change until a time; 0 if that has passed.
 int pynccl_await(int64_t until);
 
 void pynccl_watch_epoll(pynccl_watch* w, int rank, int how);
-// As far as the watchdog has listened.
+// Whether a rank has been silent for longer than `limit` while the watchdog listened.
 int pynccl_silent(const pynccl_peer* p, int64_t limit);
 int pynccl_has_lost(const pynccl_watch* w, int rank, int other);
-// A rank lacks another one: which of them has failed is judged when all have had the time to say so. Answers
-// whether that is news.
+// Note that a rank cannot reach another one. Which of the two has failed is decided after GRACE_NS, when all
+// ranks have reported. Returns whether this is new.
 int pynccl_note_lost(pynccl_watch* w, int rank, int other);
 void pynccl_hang_up(pynccl_watch* w, int rank);
 void pynccl_seal_with(pynccl_watch* w, const pynccl_sealing* sealing);
 size_t pynccl_wire_bytes(const pynccl_watch* w);
-// Answers 0 where what has come was not sealed as the next frame.
+// Returns 0 if the input is not authentic or not the next frame.
 int pynccl_unpack(const pynccl_watch* w, pynccl_peer* p, pynccl_frame* frame);
-// Send what waits to be sent to a rank.
+// Send queued output to a rank.
 void pynccl_push(pynccl_watch* w, int rank);
 int pynccl_send_frame(pynccl_watch* w, int rank, const pynccl_frame* frame);
 void pynccl_tell_all(pynccl_watch* w, const pynccl_frame* frame);
 void pynccl_beat(pynccl_watch* w);
-// Whose connections have ended: look whether the processes have, too.
-void pynccl_see_ends(pynccl_watch* w, int64_t now);
+// Check whether the processes of ranks without a connection have ended.
+void pynccl_check_processes(pynccl_watch* w, int64_t now);
 
-// Counted by who calls, without the lock.
+// The calling threads write these without the lock.
 static inline uint64_t pynccl_calls(const pynccl_watch* w) {
   return __atomic_load_n(&w->calls, __ATOMIC_RELAXED);
 }

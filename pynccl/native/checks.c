@@ -5,15 +5,15 @@
 #include "names.h"
 #include "verdicts.h"
 
-// Without a time-out of the communicator's.
+// The time-out of a communicator without one.
 #define CHECK_SECONDS 300
-// So long a rank that knows of a mismatch waits for what the others have to say.
+// How long a rank that knows of a mismatch waits for the calls of the others.
 #define TABLE_NS (1000 * MS)
 
 enum { SIDE_ALL, SIDE_SENDS, SIDE_RECEIVES };
 enum { PART_LAST = 1 };
 
-// What was said to a peer, and what that has answered.
+// An announcement to a peer, and the peer's counterpart.
 typedef struct pynccl_said {
   int peer, answered;
   pynccl_frame frame, answer;
@@ -38,10 +38,9 @@ static void pynccl_describe(const pynccl_frame* f, char* text, size_t size) {
   if (kind <= PYNCCL_RECV)
     pynccl_say(text, size, "(%s, %llu", type >= 0 && type < ncclNumTypes ? pynccl_type_names[type] : "?",
                (unsigned long long)f->words[2]);
-  if (kind == PYNCCL_ALL_REDUCE || kind == PYNCCL_REDUCE || kind == PYNCCL_REDUCE_SCATTER)
+  if (pynccl_reduces(kind))
     pynccl_say(text, size, ", %s", op < ncclNumOps ? pynccl_op_names[op] : "a pre_mul_sum");
-  if (kind == PYNCCL_REDUCE || kind == PYNCCL_BROADCAST || kind == PYNCCL_GATHER || kind == PYNCCL_SCATTER)
-    pynccl_say(text, size, ", root %d", root);
+  if (pynccl_has_root(kind)) pynccl_say(text, size, ", root %d", root);
   if (kind <= PYNCCL_RECV) pynccl_say(text, size, ")");
   if (kind == PYNCCL_SEND) pynccl_say(text, size, " to rank %d", root);
   if (kind == PYNCCL_RECV) pynccl_say(text, size, " from rank %d", root);
@@ -54,12 +53,12 @@ static int pynccl_alike(const pynccl_frame* a, const pynccl_frame* b) {
   const uint64_t* y = b->words;
   const int message = pynccl_side((int)x[0]) != SIDE_ALL;
   if (x[1] != y[1] || x[2] != y[2]) return 0;
-  // A factor of one's own has another number on every rank.
+  // PreMulSum operations have different numbers on every rank.
   const int ops = x[3] == y[3] || (x[3] >= ncclNumOps && y[3] >= ncclNumOps);
   return message || (x[0] == y[0] && ops && x[4] == y[4]);
 }
 
-// Remember what was said to a peer until its counterpart has come, and say it.
+// Announce a call to a peer, and remember it until the counterpart has come.
 static int pynccl_say_to(pynccl_watch* w, int peer, const pynccl_frame* frame) {
   pynccl_said* said = pynccl_room(w->said, w->said_count, &w->said_capacity, sizeof *said);
   if (!said) return PYNCCL_NO_MEMORY;
@@ -97,7 +96,7 @@ int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
   return r;
 }
 
-// The next frame of a peer that answers one of ours; -1 while there is none.
+// The index of the peer's next announcement that can be the counterpart; -1: none so far.
 static int pynccl_answer(const pynccl_peer* p, const pynccl_frame* said) {
   const int side = pynccl_side((int)said->words[0]);
   const int wanted = side == SIDE_SENDS ? SIDE_RECEIVES : side == SIDE_RECEIVES ? SIDE_SENDS : SIDE_ALL;
@@ -112,7 +111,7 @@ static const pynccl_frame* pynccl_newest(const pynccl_peer* p) {
   return NULL;
 }
 
-// Take what has been answered. Answers the first of this rank's words that a peer contradicts, NULL for none.
+// Match announcements with counterparts. Returns this rank's first one that a peer contradicts, or NULL.
 static const pynccl_said* pynccl_compare(pynccl_watch* w, int* open) {
   *open = 0;
   for (int i = 0; i < w->said_count; ++i) {
@@ -129,7 +128,7 @@ static const pynccl_said* pynccl_compare(pynccl_watch* w, int* open) {
   const pynccl_said* first = NULL;
   for (int i = 0; i < w->said_count; ++i) {
     const pynccl_said* s = &w->said[i];
-    // Both wait, each for what the other has not said.
+    // Both ranks wait, each for a call that the other has not announced.
     const pynccl_frame* newest = s->answered ? NULL : pynccl_newest(&w->peers[s->peer]);
     const int contradicted =
         s->answered ? !pynccl_alike(&s->frame, &s->answer) : newest && newest->code & PART_LAST;
@@ -138,7 +137,7 @@ static const pynccl_said* pynccl_compare(pynccl_watch* w, int* open) {
   return first;
 }
 
-// What each rank has called where this one called `about`; answers how many are not known yet.
+// The call of each rank in the place of `about`. Returns how many are not known yet.
 static int pynccl_collect(pynccl_watch* w, const pynccl_said* about, const pynccl_frame** table) {
   int missing = 0;
   for (int r = 0; r < w->size; ++r) {
@@ -163,7 +162,7 @@ static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table
         pynccl_describe(table[end], next, sizeof next);
       else
         pynccl_say(next, sizeof next,
-                   w->peers[end].goodbye ? "nothing: it has closed its communicator" : "nothing yet");
+                   w->peers[end].departure ? "nothing: it has closed its communicator" : "nothing yet");
       if (end == r) memcpy(line, next, sizeof line);
       if (strcmp(line, next)) break;
     }
@@ -173,7 +172,7 @@ static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table
   }
 }
 
-static void pynccl_nobody_came(pynccl_watch* w, int64_t waited) {
+static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited) {
   char what[512] = "";
   const pynccl_said* s = w->said;
   while (s->answered) ++s;
@@ -184,10 +183,10 @@ static void pynccl_nobody_came(pynccl_watch* w, int64_t waited) {
   pynccl_conclude(w, &v);
 }
 
-// Whether a rank has ended that has not answered: it will not any more.
-static int pynccl_never_comes(const pynccl_watch* w) {
+// Whether a rank has ended before it announced a counterpart.
+static int pynccl_cannot_answer(const pynccl_watch* w) {
   for (int i = 0; i < w->said_count; ++i)
-    if (!w->said[i].answered && w->peers[w->said[i].peer].goodbye == PYNCCL_ENDS) return 1;
+    if (!w->said[i].answered && w->peers[w->said[i].peer].departure == PYNCCL_ENDS) return 1;
   return 0;
 }
 
@@ -212,16 +211,16 @@ int pynccl_check_wait(pynccl_watch* w) {
       pynccl_publish(w, PYNCCL_MISMATCHED);
       continue;
     }
-    if (!about && pynccl_never_comes(w)) {
+    if (!about && pynccl_cannot_answer(w)) {
       pynccl_conclude_failed(w);
       if (w->verdict.trouble) continue;
     }
     if (!about && now - start > limit) {
-      pynccl_nobody_came(w, limit);
+      pynccl_check_timed_out(w, limit);
       continue;
     }
     pynccl_await(now + 100 * MS);
-    // Signals are Python's to handle.
+    // Let Python handle signals.
     if (pynccl_locate && pynccl_now() - polled > 100 * MS) {
       pthread_mutex_unlock(&pynccl_watchdog.lock);
       if (pynccl_locate(NULL, 0)) r = PYNCCL_STOPPED;

@@ -1,7 +1,7 @@
-// What the CPU library adds to NCCL's C API: streams, events and devices, since it has no CUDA to
-// borrow them from. Same rules as nccl_api.h, which comes first. A stream handle of 0, 1 or 2 is a
+// What the CPU library adds to NCCL's C API: streams, events and devices, which CUDA provides for NVIDIA's
+// library. Same rules as nccl_api.h, which comes first. A stream handle of 0, 1 or 2 is a
 // communicator's default stream (CUDA's null, legacy and per-thread handles). A stream's flags: 1 is CUDA's
-// cudaStreamNonBlocking; with 2 it has no thread, and its work is run only by those who wait for it.
+// cudaStreamNonBlocking; with 2 it has no thread, and a thread that waits for the stream runs its work.
 
 ncclResult_t pyncclCpuDeviceCount(int* count); // since 2.32.3
 ncclResult_t pyncclCpuSetDevice(int device); // since 2.32.3
@@ -19,6 +19,8 @@ ncclResult_t pyncclCpuEventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream
 ncclResult_t pyncclCpuEventQuery(cudaEvent_t event); // since 2.32.3
 ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs); // since 2.32.3
 
-// What the newest error of a communicator, or of this thread where `comm` is NULL, is about: 1 where the ranks
-// called different things, which ncclInvalidUsage alone does not tell; else 0.
+// The kind of the last error of a communicator, or of this thread if `comm` is NULL: 1 if the ranks called
+// different things, which ncclInvalidUsage alone does not tell; else 0.
 ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind); // since 2.32.3
+// Whether the connection to a rank has ended without a destroy on that rank: it died, or aborted.
+ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone); // since 2.32.3

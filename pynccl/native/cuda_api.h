@@ -1,6 +1,6 @@
-// What pynccl asks of the CUDA driver (libcuda.so.1): devices, primary contexts, streams, events, capture
+// What pynccl calls in the CUDA driver (libcuda.so.1): devices, primary contexts, streams, events, capture
 // state and pointer attributes. Same rules as nccl_api.h, which comes first; "since" is the driver's CUDA
-// version, 11.0 standing for everything older than pynccl supports.
+// version; 11.0 stands for every version up to the oldest that pynccl supports.
 
 typedef int CUresult;
 typedef int CUdevice;
@@ -20,9 +20,7 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal); // since 11.0
 CUresult cuDeviceGetName(char* name, int len, CUdevice device); // since 11.0
 CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device); // since 11.0
 CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device); // since 11.4
-CUresult cuDeviceGetPCIBusId(char* busId, int len, CUdevice device); // since 11.0
 CUresult cuDevicePrimaryCtxRetain(CUcontext* ctx, CUdevice device); // since 11.0
-CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device); // since 11.0
 
 CUresult cuCtxGetCurrent(CUcontext* ctx); // since 11.0
 CUresult cuCtxSetCurrent(CUcontext ctx); // since 11.0
@@ -33,7 +31,6 @@ CUresult cuCtxPopCurrent_v2(CUcontext* ctx); // since 11.0
 CUresult cuStreamCreate(CUstream* stream, unsigned int flags); // since 11.0
 CUresult cuStreamDestroy_v2(CUstream stream); // since 11.0
 CUresult cuStreamQuery(CUstream stream); // since 11.0
-CUresult cuStreamSynchronize(CUstream stream); // since 11.0
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags); // since 11.0
 CUresult cuStreamIsCapturing(CUstream stream, int* status); // since 11.0
 CUresult cuThreadExchangeStreamCaptureMode(int* mode); // since 11.0
@@ -42,7 +39,6 @@ CUresult cuEventCreate(CUevent* event, unsigned int flags); // since 11.0
 CUresult cuEventDestroy_v2(CUevent event); // since 11.0
 CUresult cuEventRecord(CUevent event, CUstream stream); // since 11.0
 CUresult cuEventQuery(CUevent event); // since 11.0
-CUresult cuEventSynchronize(CUevent event); // since 11.0
 
 CUresult cuPointerGetAttribute(void* data, int attribute, CUdeviceptr ptr); // since 11.0
 CUresult cuMemAlloc_v2(CUdeviceptr* ptr, size_t bytes); // since 11.0

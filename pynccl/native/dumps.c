@@ -11,7 +11,7 @@
 #include "ring.h"
 
 #define PYNCCL_REASONS 16
-// What ends an answer to who asked by a signal.
+// The last line of the answer to a signal.
 #define PYNCCL_ANSWERED "end\n"
 
 typedef struct pynccl_reason {
@@ -24,7 +24,7 @@ typedef struct pynccl_reason {
 static pynccl_reason pynccl_reasons[PYNCCL_REASONS];
 static int pynccl_reason_count;
 static char pynccl_process[4096];
-// Where dumps go: the folder, as it was found, and the names of the file and of its draft in it.
+// Where dumps go: the folder, its identity when it was set, and the names of the file and of its draft.
 static char pynccl_folder[4096], pynccl_file[300], pynccl_draft[304];
 static struct stat pynccl_found;
 static int pynccl_pending;
@@ -110,11 +110,9 @@ static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_pla
   if (array) {
     pynccl_field("count", r->count);
     pynccl_text_field("dtype", datatype < ncclNumTypes ? pynccl_type_names[datatype] : "?");
-    if (r->kind == PYNCCL_ALL_REDUCE || r->kind == PYNCCL_REDUCE || r->kind == PYNCCL_REDUCE_SCATTER)
+    if (pynccl_reduces(r->kind))
       pynccl_text_field("op", op < ncclNumOps ? pynccl_op_names[op] : "pre_mul_sum");
-    if (r->kind == PYNCCL_REDUCE || r->kind == PYNCCL_BROADCAST || r->kind == PYNCCL_GATHER ||
-        r->kind == PYNCCL_SCATTER)
-      pynccl_field("root", r->root);
+    if (pynccl_has_root(r->kind)) pynccl_field("root", r->root);
     pynccl_field("send", r->send);
     pynccl_field("recv", r->recv);
     pynccl_field("stream", r->stream);
@@ -131,20 +129,20 @@ static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_pla
   pynccl_put("}\n");
 }
 
-// Copy a record; 0 when it was overwritten meanwhile.
+// Copy a record; 0 if a thread overwrote it meanwhile.
 static int pynccl_copy(const pynccl_trace* t, uint64_t position, pynccl_entry* copy) {
   *copy = *pynccl_trace_at(t, position);
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return position >= pynccl_trace_oldest(t, __atomic_load_n(&t->next, __ATOMIC_ACQUIRE));
 }
 
-// The number of a send or recv, of which the counters have the newest.
+// The whole number of a send or recv; the counters have the newest.
 static uint64_t pynccl_pair_number(const pynccl_trace* t, const pynccl_entry* r) {
   return pynccl_whole(*pynccl_pair(t, t->pairs, r->kind, r->root), r->number);
 }
 
-// Where to begin, so that about as many calls are shown as the ring shows, however many a plan has. Leaves
-// in `scratch` the calls made with each peer before.
+// The position at which a dump starts, so that it shows about `shown` calls even if plans have many. Sets
+// `scratch` to the number of earlier calls with each peer.
 static uint64_t pynccl_dump_start(const pynccl_trace* t, uint64_t next) {
   const uint64_t oldest = pynccl_trace_oldest(t, next);
   size_t shown = 0;
@@ -227,7 +225,7 @@ static void pynccl_put_process(void) {
   pynccl_put("]}\n");
 }
 
-// Everything below has pynccl_dumping.
+// The callers of the functions below hold pynccl_dumping.
 static int pynccl_dump_to(int fd, const pynccl_trace* only) {
   out.fd = fd;
   out.error = 0;
@@ -242,7 +240,7 @@ static int pynccl_dump_to(int fd, const pynccl_trace* only) {
   return out.error;
 }
 
-// Open the folder, if it is still the one that was found, or one that this user has made since.
+// Open the folder if it is still the one that was set, or if this user owns its replacement.
 static int pynccl_open_folder(void) {
   struct stat now;
   const int fd = open(pynccl_folder, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
@@ -254,7 +252,8 @@ static int pynccl_open_folder(void) {
   return -1;
 }
 
-// A draft first: who is killed meanwhile leaves the dump before. Nobody else's file or link is written to.
+// Write a draft first: a process that is killed meanwhile leaves the earlier dump intact. O_EXCL and
+// O_NOFOLLOW: never write to another user's file or through a link.
 static int pynccl_dump_into(int folder) {
   unlinkat(folder, pynccl_draft, 0);
   const int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
@@ -280,7 +279,7 @@ static int pynccl_dump_enter(void) { return !__atomic_exchange_n(&pynccl_dumping
 
 static void pynccl_dump_leave(void) {
   __atomic_store_n(&pynccl_dumping, 0, __ATOMIC_SEQ_CST);
-  // Somebody wanted the file meanwhile: another thread, or a handler that interrupted this one.
+  // Another thread, or a handler that interrupted this one, requested a dump meanwhile.
   while (__atomic_exchange_n(&pynccl_pending, 0, __ATOMIC_SEQ_CST)) {
     if (!pynccl_dump_enter()) {
       __atomic_store_n(&pynccl_pending, 1, __ATOMIC_SEQ_CST);
@@ -292,7 +291,7 @@ static void pynccl_dump_leave(void) {
   }
 }
 
-// The launcher has asked, and ends all ranks: what they meet from here on is its doing.
+// The launcher has asked for a dump and ends all ranks: it causes their later errors.
 static int pynccl_ends;
 
 int pynccl_trace_dump(int fd, const pynccl_trace* only) {
@@ -305,7 +304,7 @@ int pynccl_trace_dump(int fd, const pynccl_trace* only) {
 static void pynccl_copy_text(char* to, size_t room, const char* text) {
   size_t length = strlen(text);
   if (length >= room) length = room - 1;
-  // Not in the middle of a character.
+  // Cut before a character of several bytes, not inside it.
   while (length && text[length] && ((unsigned char)text[length] & 0xc0) == 0x80) --length;
   memcpy(to, text, length);
   to[length] = 0;
@@ -323,7 +322,7 @@ int pynccl_trace_save(const char* kind, const char* text) {
   }
   if (!pynccl_dump_enter()) {
     __atomic_store_n(&pynccl_pending, 1, __ATOMIC_SEQ_CST);
-    // It may have ended just now, without seeing this.
+    // The dump may have ended before it saw the request.
     if (!pynccl_no_dump() || !pynccl_dump_enter()) return EBUSY;
   }
   const int error = pynccl_dump_to_file();
@@ -344,7 +343,8 @@ int pynccl_trace_process(const char* header, const char* folder, const char* fil
   return 0;
 }
 
-// A signal that dumps; what it did before comes next, and then a last line in the file of who asked.
+// A signal that dumps: its handler then calls the earlier handler and writes the last line to the asker's
+// file.
 typedef struct pynccl_asking {
   struct sigaction before;
   char kind[16], text[64];
@@ -354,7 +354,7 @@ typedef struct pynccl_asking {
 
 static pynccl_asking pynccl_signals[NSIG];
 
-// Whether the file of who asked is still behind its number, which the program may have closed and used again.
+// Whether the descriptor still refers to the asker's file: the program may have closed and reused it.
 static int pynccl_has_file(const pynccl_asking* a) {
   struct stat now;
   return !fstat(a->fd, &now) && now.st_dev == a->file.st_dev && now.st_ino == a->file.st_ino;
@@ -391,7 +391,7 @@ int pynccl_trace_on_signal(int number, const char* kind, const char* text, int f
   return sigaction(number, &mine, NULL) ? errno : 0;
 }
 
-// In a forked child: what the rings hold is the parent's.
+// In a forked child: the rings belong to the parent.
 void pynccl_trace_forked(void) {
   pynccl_trace_busy = pynccl_dumping = pynccl_pending = 0;
   for (pynccl_node* node = pynccl_nodes; node; node = node->next) node->trace = NULL;

@@ -1,6 +1,6 @@
-// What Python calls most, without cffi, which costs more than all else that such a call does: prepared calls,
-// single ones, and recordings. Python's code runs only where there is more to do. The module is cffi's, with
-// these names beside `ffi` and `lib`.
+// Callables for the calls that Python makes most: prepared calls, single calls, and recordings. A call
+// through cffi would cost more than the rest of such a call. Python code runs only in special cases. The
+// module is cffi's; these names stand beside `ffi` and `lib`.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -10,12 +10,12 @@
 #include "internal.h"
 #include "recording.h"
 
-// CPython gives its functions more than they need.
+// CPython passes more arguments than these functions need.
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
-enum { DROPPED = 2 };  // what `open` is once another thread has dropped the recording
+enum { DROPPED = 2 };  // the value of `open` after another thread has dropped the recording
 
-// Let go of what the calls need; into a Python list, if one is given.
+// Release the objects that the calls needed; append them to a Python list, if one is given.
 static void drop_kept(pynccl_list* calls, PyObject* into) {
   for (int i = 0; i < calls->kept_count; ++i) {
     if (into) PyList_Append(into, calls->kept[i]);
@@ -24,8 +24,8 @@ static void drop_kept(pynccl_list* calls, PyObject* into) {
   calls->kept_count = calls->open = 0;
 }
 
-// The recording that this thread's calls go into, NULL where they run. One that another thread has dropped
-// has ended; its list was left for this thread to take out of the chain.
+// The recording of this thread's calls; NULL: calls run. A recording that another thread has dropped has
+// ended; this thread removes its list from the chain.
 static pynccl_list* innermost(void) {
   while (pynccl_recording && pynccl_recording->open == DROPPED) {
     drop_kept(pynccl_recording, NULL);
@@ -51,7 +51,7 @@ typedef struct {
   PyObject* after;  // called with this object and any result but success
 } Call;
 
-// Hand a result to Python. Where that raises, maybe because of a signal and before it has begun, it is told.
+// Pass a result to Python. If that raises, perhaps in a signal handler before the first line, report it.
 static int handle(Call* self, int result) {
   PyObject *done = PyObject_CallFunction(self->after, "Oi", self, result), *type, *value, *trace;
   if (!done) {
@@ -69,11 +69,11 @@ static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, P
   if (PyVectorcall_NARGS(flags) || (names && PyTuple_GET_SIZE(names)))
     return PyErr_Format(PyExc_TypeError, "a prepared call takes no arguments");
   if (!self->calls) return PyErr_Format(PyExc_RuntimeError, "this call was never prepared");
-  // Looked up once: each look costs a call.
+  // Read once: every access of a thread-local costs a call.
   pynccl_list* recording = innermost();
   int result;
   if (recording) {
-    // It is only appended to a list.
+    // The call is only appended to a list: keep the GIL.
     result = pynccl_list_run(self->calls);
   } else {
     PyThreadState* thread = PyEval_SaveThread();
@@ -103,7 +103,7 @@ static PyObject* call_new(PyTypeObject* type, PyObject* args, PyObject* names) {
   Call* self = (Call*)type->tp_alloc(type, 0);
   if (!self) return NULL;
   self->vectorcall = call;
-  // Before Python 3.12 a class made in Python does not inherit this.
+  // Before Python 3.12 a Python class does not inherit this flag.
   if (type->tp_call == PyVectorcall_Call) type->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
   return (PyObject*)self;
 }
@@ -146,7 +146,7 @@ static PyTypeObject CallType = {
 typedef struct {
   PyObject_HEAD vectorcallfunc vectorcall;
   const pynccl_call* like;
-  PyObject* kept;  // what owns that
+  PyObject* kept;  // owns `like`
 } Template;
 
 static int as_size(PyObject* value, size_t* out) {
@@ -157,7 +157,7 @@ static int as_size(PyObject* value, size_t* out) {
   return *out == (size_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
-// (send, recv, count), or (send, recv, count, stream, wait): answers what pynccl_issue does.
+// (send, recv, count) or (send, recv, count, stream, wait): returns the result of pynccl_issue.
 static PyObject* template_call(PyObject* callable, PyObject* const* args, size_t flags, PyObject* names) {
   const Template* self = (Template*)callable;
   const Py_ssize_t count = PyVectorcall_NARGS(flags);
@@ -166,7 +166,7 @@ static PyObject* template_call(PyObject* callable, PyObject* const* args, size_t
     return PyErr_Format(PyExc_TypeError, "expected 3 or 5 arguments by position");
   for (Py_ssize_t i = 0; i < count; ++i)
     if (as_size(args[i], &given[i])) return NULL;
-  // A call that is only recorded is not worth it.
+  // Keep the GIL for a call that is only recorded.
   PyThreadState* thread = innermost() ? NULL : PyEval_SaveThread();
   const int result = count == 3
                          ? pynccl_issue_usual(self->like, given[0], given[1], given[2])
@@ -202,18 +202,17 @@ static PyTypeObject TemplateType = {
     .tp_dealloc = template_dealloc,
 };
 
-// --- the usual call
-// -----------------------------------------------------------------------------------------
+// --- the usual call ----------------------------------------------------------------------------------------
 
-// A call on arrays as they mostly are: contiguous, on the communicator's device, met before, with no stream
-// given. Attributes are CuPy's; other arrays have no template here.
+// A call in the usual case: the arrays are contiguous and on the communicator's device, the template exists,
+// and the caller passes no stream. Attributes are CuPy's; other arrays have no template here.
 typedef struct {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* templates;  // by type of array, operation and dtype
   PyObject* stream;     // returns the current stream; None where calls have none
   PyObject* device;     // the communicator's
   PyObject* after;      // called with (result, send, recv) for any result but success
-  PyObject* otherwise;  // called with the same arguments where this is another call
+  PyObject* otherwise;  // called with the same arguments in all other cases
 } Usual;
 
 static PyObject *name_contiguous, *name_data, *name_device, *name_dtype, *name_pointer, *name_shape,
@@ -234,7 +233,7 @@ static int same_attribute(PyObject* one, PyObject* other, PyObject* name) {
   return same;
 }
 
-// 1 and the address where the array can be used as it is, 0 where it cannot, -1 with an exception.
+// 1 and the address if the array can be used as it is; 0 if not; -1 with an exception.
 static int usual_array(const Usual* self, PyObject* array, size_t* address) {
   PyObject* contiguous = PyObject_GetAttr(array, name_contiguous);
   int usual = contiguous ? PyObject_IsTrue(contiguous) : -1;
@@ -252,7 +251,7 @@ static int usual_array(const Usual* self, PyObject* array, size_t* address) {
   return usual;
 }
 
-// 1 and what issues it where there is such a call, 0 where there is none, -1 with an exception.
+// 1 and the template if there is one; 0 if not; -1 with an exception.
 static int usual_template(const Usual* self, PyObject* send, PyObject* op, const Template** found) {
   PyObject* by_op = PyDict_GetItemWithError(self->templates, (PyObject*)Py_TYPE(send));
   PyObject* by_dtype = by_op ? PyDict_GetItemWithError(by_op, op) : NULL;
@@ -262,7 +261,7 @@ static int usual_template(const Usual* self, PyObject* send, PyObject* op, const
   return *found ? 1 : PyErr_Occurred() ? -1 : 0;
 }
 
-// 1 and the call's result where it was issued, 0 where it is no usual one, -1 with an exception.
+// 1 and the result if the call was issued; 0 if it is not the usual case; -1 with an exception.
 static int usual_issue(const Usual* self, PyObject* send, PyObject* recv, PyObject* op, int* result) {
   const Template* template;
   size_t source = 0, target, count, stream = 0;
@@ -291,7 +290,7 @@ static int usual_issue(const Usual* self, PyObject* send, PyObject* recv, PyObje
   return 1;
 }
 
-// Hand a result to Python; see `handle`.
+// Pass a result to Python; see `handle`.
 static int usual_after(const Usual* self, int result, PyObject* send, PyObject* recv) {
   PyObject *done = PyObject_CallFunction(self->after, "iOO", result, send, recv), *type, *value, *trace;
   if (!done) {
@@ -346,6 +345,7 @@ static int usual_traverse(PyObject* object, visitproc visit, void* arg) {
   Usual* self = (Usual*)object;
   Py_VISIT(self->templates);
   Py_VISIT(self->stream);
+  Py_VISIT(self->device);
   Py_VISIT(self->after);
   Py_VISIT(self->otherwise);
   return 0;
@@ -391,14 +391,14 @@ static int intern_names(void) {
 
 // --- recordings --------------------------------------------------------------------------------------------
 
-// A recording that is open in a thread. One that is dropped before its end, because of an exception for
-// example, ends without running anything, so that its list is in no thread's chain when it is freed.
+// An open recording of a thread. If it is dropped before its end, for example by an exception, it runs
+// nothing and leaves the thread's chain before its list is freed.
 typedef struct {
-  PyObject_HEAD pynccl_list* calls;  // NULL once it has ended
-  PyObject* owner;                   // what owns that list
+  PyObject_HEAD pynccl_list* calls;  // NULL: it has ended
+  PyObject* owner;                   // owns `calls`
 } Open;
 
-// Take a list out of this thread's chain; 0 where it is another thread's.
+// Remove a list from this thread's chain; 0: another thread's chain has it.
 static int leave_chain(const pynccl_list* calls) {
   pynccl_list** at = &pynccl_recording;
   while (*at && *at != calls) at = &(*at)->outer;
@@ -413,7 +413,7 @@ static void open_dealloc(PyObject* object) {
     drop_kept(self->calls, NULL);
     self->calls = NULL;
   }
-  // Another thread's list stays in that thread's chain, and so has to stay in memory.
+  // The list stays in another thread's chain, so it must stay in memory.
   if (self->calls)
     self->calls->open = DROPPED;
   else
@@ -428,8 +428,9 @@ static PyTypeObject OpenType = {
     .tp_dealloc = open_dealloc,
 };
 
-// Record this thread's calls in the list at an address, which an object owns. None, and nothing done, inside
-// another recording, unless `nested` is true: then that one waits until this has ended.
+// (address, nested, owner): record this thread's calls in the list at that address. Returns None and does
+// nothing inside another recording, unless `nested` is true: then the other one continues after this one has
+// ended.
 static PyObject* begin(PyObject* module, PyObject* const* args, Py_ssize_t count) {
   pynccl_list* calls = count == 3 ? PyLong_AsVoidPtr(args[0]) : NULL;
   if (!calls)
@@ -447,8 +448,8 @@ static PyObject* begin(PyObject* module, PyObject* const* args, Py_ssize_t count
   return (PyObject*)open;
 }
 
-// End a recording and, if `runs` is true, run it; answers what that did, 0 where nothing was run. Unless all
-// is done then, what has to stay alive goes into a Python list.
+// (runs, open, kept): end a recording and, if `runs` is true, run it. Returns the result; 0 if nothing ran.
+// If the calls are not complete, the objects that must stay alive go into the list `kept`.
 static PyObject* end(PyObject* module, PyObject* const* args, Py_ssize_t count) {
   if (count != 3 || !Py_IS_TYPE(args[1], &OpenType) || !PyList_Check(args[2]))
     return PyErr_Format(PyExc_TypeError, "expected a bool, an open recording and a list");
@@ -485,7 +486,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-// What cffi generates; see Binding.emit.
+// Generated by cffi; see Binding.emit.
 PyObject* pynccl_cffi_module(void);
 
 PyMODINIT_FUNC PyInit__native(void) {

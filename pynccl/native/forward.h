@@ -1,5 +1,5 @@
-// The forwarding library's one mechanism: find the CPU library beside this file's folder, once, at the first
-// call. Being preloaded into shells and launchers costs nothing then.
+// The forwarding library loads the CPU library, which lies beside this file's folder, at the first call. So
+// it costs shells and launchers nothing if it is preloaded into them.
 #include <dlfcn.h>
 #include <limits.h>
 #include <pthread.h>

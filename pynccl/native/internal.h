@@ -1,7 +1,7 @@
-// What every layer uses: the libraries' functions, the time, text that is put together, arrays that grow.
-// Layers, from below: status, shim, library, internal, call, recorder, ring, names, dumps, comm, watch,
-// channel, markers, verdicts, arrivals, checks, watchdog, recording, calls, fastcall. A file includes only
-// what is below it; library.h and library.c are generated.
+// What every layer uses: the libraries' functions, the clock, text that is built up, arrays that grow.
+// Layers, from below: status, shim, library, internal, kinds, call, recorder, ring, names, dumps, comm,
+// watch, channel, markers, verdicts, arrivals, checks, watchdog, recording, calls, fastcall. A file includes
+// only what is below it; library.h and library.c are generated.
 #pragma once
 
 #include "library.h"
@@ -14,7 +14,7 @@
 int64_t pynccl_now(void);
 // Append to a text.
 void pynccl_say(char* text, size_t size, const char* format, ...) __attribute__((format(printf, 3, 4)));
-// An array with room for one more; NULL without memory, and the array stays as it is.
+// An array with room for one more item. Without memory it returns NULL and leaves the array unchanged.
 void* pynccl_grown(void* items, int* capacity, size_t size);
 
 static inline void* pynccl_room(void* items, int count, int* capacity, size_t size) {

@@ -20,7 +20,7 @@ void pynccl_event_free(const pynccl_watch* w, uintptr_t event) {
 static pynccl_marker* pynccl_marker_of(pynccl_watch* w, uintptr_t stream) {
   for (int i = 0; i < w->marker_count; ++i)
     if (w->markers[i].stream == stream) return &w->markers[i];
-  // One whose calls are done is free for another stream.
+  // Reuse a marker without outstanding calls.
   for (int i = 0; i < w->marker_count; ++i)
     if (!w->markers[i].pending) {
       w->markers[i].stream = stream;
@@ -50,7 +50,7 @@ void pynccl_mark(pynccl_watch* w, uintptr_t stream) {
     const uintptr_t event = m->events[which], handle = w->handle;
     m->recording = 1;
     ++w->touching;
-    // A stream that hangs and is full does not take an event either.
+    // Without the lock: recording an event blocks if the stream hangs and its queue is full.
     pthread_mutex_unlock(&pynccl_watchdog.lock);
     const int r = w->is_cpu ? pyncclCpuEventRecord(handle, event, stream) : cuEventRecord(event, stream);
     pthread_mutex_lock(&pynccl_watchdog.lock);

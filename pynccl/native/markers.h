@@ -1,4 +1,4 @@
-// Events behind the calls of each stream, by which the watchdog sees that a stream does not get on.
+// Events behind the calls of each stream. They show the watchdog that a stream makes no progress.
 #pragma once
 
 #include "channel.h"
@@ -6,9 +6,9 @@
 #pragma GCC visibility push(hidden)
 
 void pynccl_event_free(const pynccl_watch* w, uintptr_t event);
-// By the thread that has just issued on the stream: nobody else may touch a stream, which may be captured.
+// Only for the thread that has just issued on the stream: a capture forbids other threads to use it.
 void pynccl_mark(pynccl_watch* w, uintptr_t stream);
-// Answers since when calls of the communicator have been outstanding on a stream; 0 when none has.
+// The issue time of the oldest outstanding calls, and their stream; 0: none.
 int64_t pynccl_oldest(pynccl_watch* w, uintptr_t* stream);
 
 #pragma GCC visibility pop

@@ -1,33 +1,26 @@
 #include "names.h"
 
-#include "recorder.h"
+#include "kinds.h"
 
-static const char* const pynccl_kind_names[] = {
-    [PYNCCL_ALL_REDUCE] = "all_reduce",
-    [PYNCCL_REDUCE] = "reduce",
-    [PYNCCL_BROADCAST] = "broadcast",
-    [PYNCCL_ALL_GATHER] = "all_gather",
-    [PYNCCL_REDUCE_SCATTER] = "reduce_scatter",
-    [PYNCCL_ALL_TO_ALL] = "all_to_all",
-    [PYNCCL_GATHER] = "gather",
-    [PYNCCL_SCATTER] = "scatter",
-    [PYNCCL_SEND] = "send",
-    [PYNCCL_RECV] = "recv",
-    [PYNCCL_BARRIER] = "barrier",
-    [PYNCCL_PLAN] = "plan",
-    [PYNCCL_INIT] = "init",
-    [PYNCCL_SPLIT] = "split",
-    [PYNCCL_SHRINK] = "shrink",
-    [PYNCCL_GROW] = "grow",
-    [PYNCCL_FINALIZE] = "finalize",
-    [PYNCCL_DESTROY] = "destroy",
-    [PYNCCL_SUSPEND] = "suspend",
-    [PYNCCL_RESUME] = "resume",
-    [PYNCCL_ABORT] = "abort",
-    [PYNCCL_REVOKE] = "revoke",
-};
+#define PYNCCL_ROW(kind, number, name, function, arguments) [number] = {name, arguments},
+
+static const struct {
+  const char* name;
+  int arguments;
+} pynccl_kinds[] = {PYNCCL_KINDS(PYNCCL_ROW)};
+
+static int pynccl_known(int kind) {
+  return kind >= 0 && kind < (int)(sizeof pynccl_kinds / sizeof *pynccl_kinds) && pynccl_kinds[kind].name;
+}
 
 const char* pynccl_kind_name(int kind) {
-  const int known = kind >= 0 && kind < (int)(sizeof pynccl_kind_names / sizeof *pynccl_kind_names);
-  return known && pynccl_kind_names[kind] ? pynccl_kind_names[kind] : "something unknown";
+  return pynccl_known(kind) ? pynccl_kinds[kind].name : "something unknown";
 }
+
+static int pynccl_takes(int kind, int argument) {
+  return pynccl_known(kind) && pynccl_kinds[kind].arguments & argument;
+}
+
+int pynccl_reduces(int kind) { return pynccl_takes(kind, PYNCCL_REDUCES); }
+
+int pynccl_has_root(int kind) { return pynccl_takes(kind, PYNCCL_HAS_ROOT); }

@@ -1,11 +1,14 @@
-// What dumps, verdicts and tables call kinds of calls; library.h has NCCL's datatypes and operations.
+// What a kind of call is called, and what its arguments include; library.h has the names of NCCL's datatypes
+// and operations.
 #pragma once
 
 #include "library.h"
 
 #pragma GCC visibility push(hidden)
 
-// "something unknown" for what is no kind.
+// "something unknown" for a number without a kind.
 const char* pynccl_kind_name(int kind);
+int pynccl_reduces(int kind);
+int pynccl_has_root(int kind);
 
 #pragma GCC visibility pop

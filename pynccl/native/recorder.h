@@ -1,50 +1,35 @@
 // The flight recorder: a ring of records for each communicator, and dumps of them as JSON lines.
-// What dumps takes no lock that it could wait for, allocates nothing and needs no Python: it may run in a
-// signal handler and in a thread that was never Python's.
+// A dump waits for no lock, allocates nothing and needs no Python. So it can run in a signal handler and in a
+// thread that Python does not know.
 #pragma once
 
 #include "call.h"
 
-// Kinds of records beside the calls of pynccl_kind.
-enum pynccl_life {
-  PYNCCL_PLAN = 16,
-  PYNCCL_INIT,
-  PYNCCL_SPLIT,
-  PYNCCL_SHRINK,
-  PYNCCL_GROW,
-  PYNCCL_FINALIZE,
-  PYNCCL_DESTROY,
-  PYNCCL_SUSPEND,
-  PYNCCL_RESUME,
-  PYNCCL_ABORT,
-  PYNCCL_REVOKE
-};
-
 typedef struct pynccl_trace pynccl_trace;
 
-// `header` is the inside of a JSON object, which says what the communicator is. NULL where there is no
-// memory.
+// `header` is the inside of a JSON object that describes the communicator. NULL without memory.
 pynccl_trace* pynccl_trace_open(size_t records, int size, const char* header);
-// How many rings of closed communicators are kept for later dumps.
+// Set how many rings of closed communicators are kept for later dumps.
 void pynccl_trace_keep(int count);
 
-// A call that Python makes, with the communicator entered; answers what pynccl_trace_end takes.
+// Record a call that Python makes with the communicator entered. The result is the token for
+// pynccl_trace_end.
 uint64_t pynccl_trace_begin(pynccl_trace* trace, int kind, int detail);
 void pynccl_trace_end(pynccl_trace* trace, uint64_t token, int result);
-// The end of a communicator, from any thread.
+// Record the end of a communicator, from any thread.
 void pynccl_trace_mark(pynccl_trace* trace, int kind);
 
-// Where in the program the next calls come from: "file:line", and the number that stands for it.
+// The place in the program of the next calls: a number for "file:line".
 unsigned pynccl_trace_intern(const char* text);
 void pynccl_trace_caller(pynccl_trace* trace, unsigned caller);
 
-// What every dump begins with: the inside of a JSON object; and where pynccl_trace_save writes, if anywhere.
+// Set the first line of every dump, the inside of a JSON object, and the file of pynccl_trace_save, if any.
 int pynccl_trace_process(const char* header, const char* folder, const char* file);
-// Dump all communicators, or one; 0, or an errno: EBUSY while another dump is under way.
+// Dump all communicators, or one. Returns 0 or an errno: EBUSY during another dump.
 int pynccl_trace_dump(int fd, const pynccl_trace* only);
-// Remember why, for this and later dumps, and dump to the file of pynccl_trace_process.
+// Add a reason to this and later dumps, and dump to the file of pynccl_trace_process.
 int pynccl_trace_save(const char* kind, const char* text);
-// Have a signal dump too, for the reason given, and then do what it did before; with a file (else -1), which
-// that writes to, a line "end" follows there.
+// Make a signal dump for this reason and then call the handler that was installed before. `fd` is the file
+// that the earlier handler writes to, or -1; a line "end" follows in it.
 int pynccl_trace_on_signal(int number, const char* kind, const char* text, int fd);
 void pynccl_trace_forked(void);

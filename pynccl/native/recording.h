@@ -1,11 +1,11 @@
-// Which list this thread's calls are recorded in: calls.c has it, and fastcall.c opens and closes lists.
+// The list in which this thread's calls are recorded. calls.c defines it; fastcall.c opens and closes lists.
 #pragma once
 
 struct pynccl_list;
 
 #pragma GCC visibility push(hidden)
 
-// The innermost of those that are open; NULL: calls run.
+// The innermost open list; NULL: calls run.
 extern __thread struct pynccl_list* pynccl_recording;
 
 #pragma GCC visibility pop

@@ -3,7 +3,7 @@
 #include <sched.h>
 #include <stdlib.h>
 
-// --- the time ----------------------------------------------------------------------------------------------
+// --- clocks ----------------------------------------------------------------------------------------------
 
 pynccl_instant pynccl_first;
 
@@ -55,7 +55,7 @@ static void pynccl_trace_sweep(void) {
     pynccl_trace* trace = oldest->trace;
     __atomic_store_n(&oldest->trace, NULL, __ATOMIC_SEQ_CST);
     if (!pynccl_no_dump()) {
-      // It may be reading this one: later.
+      // The dump may be reading this ring: free it later.
       __atomic_store_n(&oldest->trace, trace, __ATOMIC_SEQ_CST);
       return;
     }
@@ -104,7 +104,7 @@ void pynccl_trace_close(pynccl_trace* t) {
   for (pynccl_node* node = pynccl_nodes; node; node = node->next) listed |= node->trace == t;
   pynccl_trace_sweep();
   pynccl_trace_unlock();
-  // The parent's, in a forked child.
+  // A forked child does not list the rings of its parent.
   if (!listed) pynccl_trace_free(t);
 }
 
@@ -149,7 +149,7 @@ void pynccl_trace_mark(pynccl_trace* t, int kind) {
 // --- plans -------------------------------------------------------------------------------------------------
 
 static void pynccl_digest_sweep(pynccl_trace* t) {
-  // In this order: a dump that begins later goes back no further than to this oldest one.
+  // In this order: a dump that starts later reads no record older than this one.
   const uint64_t oldest = pynccl_trace_oldest(t, __atomic_load_n(&t->next, __ATOMIC_SEQ_CST));
   if (!pynccl_no_dump()) return;
   for (pynccl_digest** link = &t->digests; *link;) {

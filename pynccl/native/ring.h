@@ -1,6 +1,6 @@
-// The rings that the recorder writes and its dumps read: records, the plans that some of them mean, and the
-// time. What a call writes is inline here, field by field: a copy of the whole would be put together in
-// memory first.
+// The rings that the recorder writes and its dumps read: records, the plans that some records stand for, and
+// the clock. The code that writes a record on every call is inline and sets the fields one by one: a compiler
+// builds a whole struct in memory before it copies it.
 #pragma once
 
 #include <time.h>
@@ -9,24 +9,24 @@
 
 enum pynccl_state {
   PYNCCL_CALLED,  // in the C call
-  PYNCCL_TAKEN,   // the library has it
+  PYNCCL_TAKEN,   // the library has accepted it
   PYNCCL_DONE,    // known to be complete
   PYNCCL_FAILED
 };
 
-// One line of the cache.
+// One cache line.
 typedef struct pynccl_entry {
   uint64_t called;   // in ticks
-  uint64_t outcome;  // of pynccl_outcome; one word, so that who dumps meanwhile sees all of it or nothing
+  uint64_t outcome;  // of pynccl_outcome; one word, so that a concurrent dump never sees half of it
   uintptr_t send;
   uintptr_t recv;
   uintptr_t stream;
   union {
     size_t count;
-    const struct pynccl_digest* plan;  // what a run stands for
+    const struct pynccl_digest* plan;  // the plan that this run stands for
   };
-  uint32_t number;  // of a collective on its communicator, of a send or recv with its peer; a run's first
-                    // collective; the low half, see pynccl_whole
+  uint32_t number;  // counts collectives of the communicator, or sends or recvs with the peer; of a plan's
+                    // run, its first collective; the low half, see pynccl_whole
   uint32_t group;   // 0: none
   int root;
   uint16_t caller;
@@ -34,7 +34,7 @@ typedef struct pynccl_entry {
   uint8_t datatype_op;  // op in the upper four bits
 } pynccl_entry;
 
-_Static_assert(sizeof(pynccl_entry) == 64, "a record is a line of the cache");
+_Static_assert(sizeof(pynccl_entry) == 64, "a record is a cache line");
 _Static_assert(ncclNumOps < 16 && ncclNumTypes <= 16, "op and datatype have four bits");
 
 static inline uint64_t pynccl_outcome(enum pynccl_state state, int64_t ticks_or_result) {
@@ -47,35 +47,35 @@ static inline void pynccl_set_outcome(pynccl_entry* r, enum pynccl_state state, 
 
 static inline enum pynccl_state pynccl_state_of(const pynccl_entry* r) { return r->outcome & 3; }
 
-// A number of which a record has the low half, from the newest one of its kind.
+// The whole number from its low half in a record and the newest number of its kind.
 static inline uint64_t pynccl_whole(uint64_t newest, uint32_t low) {
   return newest - (uint32_t)((uint32_t)newest - low);
 }
 
-// The calls of a plan on one communicator. It outlives its list until no record means it any more.
+// The calls of a plan on one communicator. It lives until no record refers to it, even if its list is gone.
 typedef struct pynccl_digest {
   struct pynccl_digest* next;
-  uint64_t last;  // the position behind its newest run
+  uint64_t last;  // the position after its newest run
   int dropped;
   int count;
   int collectives;
-  uintptr_t stream;  // of all calls, or what is no stream
+  uintptr_t stream;  // the stream of all calls; UINTPTR_MAX: they have several
   pynccl_call calls[];
 } pynccl_digest;
 
 struct pynccl_trace {
-  uint64_t next;  // records so far; published last
-  size_t mask;    // of a position, for its place: a power of two, less one
-  size_t shown;   // at most; not the oldest place, which may be being written
+  uint64_t next;  // number of records so far; published last
+  size_t mask;    // turns a position into an index: a power of two, less one
+  size_t shown;   // how many records a dump shows; never the oldest slot, which a thread may be writing
   pynccl_entry* records;
   uint64_t collectives;
   unsigned caller;
   int size;
-  uint64_t* pairs;    // calls with each peer so far: sends, then recvs
-  uint64_t* scratch;  // a dump's, as many
+  uint64_t* pairs;    // counts calls with each peer: sends, then recvs
+  uint64_t* scratch;  // the same counters for a dump
   int mark;
   uint64_t marked;
-  uint64_t closed;  // 0, or a number that grows with every one that is closed
+  uint64_t closed;  // 0: open; else a number that grows with every closed ring
   pynccl_digest* digests;
   char header[];
 };
@@ -107,10 +107,10 @@ typedef struct pynccl_node {
 
 #pragma GCC visibility push(hidden)
 
-extern pynccl_instant pynccl_first;  // of the clocks, when the first ring was made
+extern pynccl_instant pynccl_first;  // both clocks, read when the first ring was created
 extern pynccl_node* pynccl_nodes;
-extern int pynccl_trace_busy;  // nodes or digests are being changed
-extern int pynccl_dumping;     // a dump is under way: one at a time, and nothing is freed meanwhile
+extern int pynccl_trace_busy;  // a lock: a thread is changing nodes or digests
+extern int pynccl_dumping;     // a lock: a dump is running; nothing is freed meanwhile
 
 #define PYNCCL_CALLERS 65536
 extern const char* pynccl_callers[PYNCCL_CALLERS];
@@ -118,10 +118,10 @@ extern const char* pynccl_callers[PYNCCL_CALLERS];
 pynccl_instant pynccl_clock(void);
 int pynccl_no_dump(void);
 void pynccl_trace_close(pynccl_trace* t);
-// The stream has got behind everything that was called on it, or has failed to.
+// All calls on the stream are complete, or have failed with `result`.
 void pynccl_trace_complete(pynccl_trace* t, uintptr_t stream, int result);
 
-// The calls on one communicator that the runs of a plan stand for; the ring has it until no record means it.
+// Give a ring the calls that a plan's runs stand for. The ring keeps them until no record refers to them.
 void pynccl_digest_add(pynccl_trace* t, pynccl_digest* digest);
 void pynccl_digest_drop(pynccl_trace* t, pynccl_digest* digest);
 void pynccl_trace_plan(pynccl_trace* t, pynccl_digest* plan, uint64_t now, uint64_t group);
@@ -130,7 +130,7 @@ void pynccl_trace_plan(pynccl_trace* t, pynccl_digest* plan, uint64_t now, uint6
 
 static inline int pynccl_is_pair(int kind) { return kind == PYNCCL_SEND || kind == PYNCCL_RECV; }
 
-// Those that every rank makes in the same order.
+// Calls that every rank makes in the same order.
 static inline int pynccl_is_collective(int kind) {
   return (kind <= PYNCCL_BARRIER && !pynccl_is_pair(kind)) || kind == PYNCCL_SPLIT || kind == PYNCCL_GROW;
 }
@@ -140,14 +140,14 @@ static inline uint64_t* pynccl_pair(const pynccl_trace* t, uint64_t* pairs, int 
 }
 
 static inline pynccl_entry* pynccl_trace_next(pynccl_trace* t) {
-  // What was published stays before what overwrites the oldest.
+  // Earlier records are visible before this one overwrites the oldest.
   __atomic_thread_fence(__ATOMIC_RELEASE);
   return &t->records[t->next & t->mask];
 }
 
 static inline void pynccl_trace_publish(pynccl_trace* t) {
   const uint64_t next = t->next + 1;
-  // The ring is larger than the nearest cache, and calls are far apart.
+  // The next record is rarely in the first-level cache: the ring is larger, and calls are far apart.
   __builtin_prefetch(&t->records[next & t->mask], 1);
   __atomic_store_n(&t->next, next, __ATOMIC_RELEASE);
 }

@@ -8,7 +8,7 @@ static __thread const char* pynccl_failure;
 __thread int pynccl_depth;
 
 void* pynccl_open(const char* path, int how) {
-  // RTLD_LOCAL: nobody else's lookups may end in this copy.
+  // RTLD_LOCAL: other libraries must not find their symbols in this copy.
   int flags = RTLD_NOW | RTLD_LOCAL;
   if (how & PYNCCL_IF_LOADED) flags |= RTLD_NOLOAD;
   if (how & PYNCCL_DEEPBIND) flags |= RTLD_DEEPBIND;

@@ -1,6 +1,6 @@
-// One handle for each library, and every function of a table from that handle. The generated library.h has
-// the tables and, for each function, a wrapper that takes integers for pointers and answers PYNCCL_NOT_FOUND
-// or PYNCCL_NOT_LOADED where the table has none.
+// One handle for each library; every function of a table comes from that handle. The generated library.h has
+// the tables and a wrapper for each function. A wrapper takes integers for pointers, and returns
+// PYNCCL_NOT_FOUND or PYNCCL_NOT_LOADED if the table lacks the function.
 #pragma once
 
 #include <stddef.h>
@@ -19,16 +19,16 @@ struct pynccl_slot {
 struct pynccl_table {
   const struct pynccl_slot* slots;
   int count;
-  int absent;  // what a call of an empty slot answers
+  int absent;  // the result of a call through an empty slot
 };
 
-#define PYNCCL_IF_LOADED 1  // only a library that is in the process already
-#define PYNCCL_DEEPBIND 2   // its own functions first: another libnccl is in the process
+#define PYNCCL_IF_LOADED 1  // only if the process has loaded it already
+#define PYNCCL_DEEPBIND 2   // it prefers its own symbols: the process has loaded another libnccl
 
 void* pynccl_open(const char* path, int how);
 void* pynccl_symbol(void* handle, const char* name);
 int pynccl_close(void* handle);
-// Why the newest pynccl_open of this thread failed, or NULL; valid until this thread's next dl call.
+// Why this thread's last pynccl_open failed, or NULL; valid until this thread's next dl call.
 const char* pynccl_error(void);
 const char* pynccl_path(void* handle);
 
@@ -41,7 +41,7 @@ static inline int pynccl_absent(const struct pynccl_table* table) {
   return __atomic_load_n(&table->absent, __ATOMIC_ACQUIRE);
 }
 
-// How deep this thread is in ncclGroupStart calls made through pynccl.
+// How many ncclGroupStart calls through pynccl this thread has open.
 extern __thread int pynccl_depth;
 
 static inline int pynccl_group(int step, int result) {

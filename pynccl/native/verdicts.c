@@ -7,7 +7,7 @@
 #include "names.h"
 #include "recorder.h"
 
-// What dumps of the flight recorder call it.
+// The names in dumps of the flight recorder.
 static const char* const pynccl_trouble_names[] = {
     [PYNCCL_RANKS_FAILED] = "ranks failed",
     [PYNCCL_TIMED_OUT] = "timeout",
@@ -19,17 +19,17 @@ static void* pynccl_respond(void* argument) {
   pynccl_watch* w = argument;
   pynccl_comm* comm = w->comm;
   pynccl_trace_save(pynccl_trouble_names[w->verdict.trouble], w->verdict.text);
-  // Who waits in slices has left by then, and no longer asks the library about it.
-  if (w->cure == PYNCCL_CURE_ABORT) usleep(250000);
+  // By then threads that wait in slices have left, and no longer use the communicator.
+  if (w->on_failure == PYNCCL_ON_FAILURE_ABORT) usleep(250000);
   pthread_mutex_lock(&pynccl_watchdog.lock);
   const uintptr_t handle = w->handle;
-  if (handle && w->cure == PYNCCL_CURE_ABORT) {
+  if (handle && w->on_failure == PYNCCL_ON_FAILURE_ABORT) {
     w->handle = 0;
     w->ended = 1;
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);
-  if (handle && w->cure == PYNCCL_CURE_REVOKE) ncclCommRevoke(handle, NCCL_REVOKE_DEFAULT);
-  if (handle && w->cure == PYNCCL_CURE_ABORT) ncclCommAbort(handle);
+  if (handle && w->on_failure == PYNCCL_ON_FAILURE_REVOKE) ncclCommRevoke(handle, NCCL_REVOKE_DEFAULT);
+  if (handle && w->on_failure == PYNCCL_ON_FAILURE_ABORT) ncclCommAbort(handle);
   pthread_mutex_lock(&pynccl_watchdog.lock);
   w->responding = 0;
   pthread_cond_broadcast(&pynccl_watchdog.changed);
@@ -45,7 +45,7 @@ int pynccl_start_thread(void* (*work)(void*), void* argument) {
   sigfillset(&all);
   pthread_attr_init(&attributes);
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-  // Signals are for the program's own threads.
+  // Only the program's own threads handle signals.
   pthread_sigmask(SIG_SETMASK, &all, &before);
   const int r = pthread_create(&thread, &attributes, work, argument);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -56,7 +56,7 @@ int pynccl_start_thread(void* (*work)(void*), void* argument) {
 void pynccl_publish(pynccl_watch* w, int trouble) {
   pynccl_verdict* v = &w->verdict;
   __atomic_store_n(&v->trouble, trouble, __ATOMIC_RELEASE);
-  // Every later call is refused, at no cost to those before.
+  // Refuse every later call; earlier calls pay nothing for this check.
   __atomic_store_n(&w->comm->handle, 0, __ATOMIC_RELEASE);
   pthread_cond_broadcast(&pynccl_watchdog.changed);
   for (int i = 0; i < v->count; ++i) {
@@ -68,7 +68,10 @@ void pynccl_publish(pynccl_watch* w, int trouble) {
     memcpy(text.text, rest, strnlen(rest, PYNCCL_FRAME_TEXT - 1));
     pynccl_tell_all(w, &text);
   }
-  const pynccl_frame told = {.kind = FRAME_TROUBLE, .code = (uint32_t)trouble, .number = (uint64_t)v->result};
+  const pynccl_frame told = {.kind = FRAME_TROUBLE,
+                             .code = (uint32_t)trouble,
+                             .number = (uint64_t)v->result,
+                             .words = {(uint64_t)v->reported}};
   pynccl_tell_all(w, &told);
   w->responding = 1;
   __atomic_add_fetch(&w->comm->references, 1, __ATOMIC_RELAXED);
@@ -80,7 +83,7 @@ void pynccl_publish(pynccl_watch* w, int trouble) {
 }
 
 void pynccl_conclude(pynccl_watch* w, const pynccl_verdict* found) {
-  // All but `trouble`, which is looked at without the lock.
+  // All but `trouble`, which other threads read without the lock.
   const size_t rest = offsetof(pynccl_verdict, result);
   memcpy((char*)&w->verdict + rest, (const char*)found + rest, sizeof *found - rest);
   pynccl_publish(w, found->trouble);
@@ -90,10 +93,10 @@ static void pynccl_add_rank(pynccl_verdict* v, int rank) {
   if (v->count < PYNCCL_MOST_RANKS) v->ranks[v->count++] = rank;
 }
 
-// Whether a rank is judged by its goodbye. One that aborts too may be what the trouble is about, and one that
-// goes on may do so without this rank.
+// Whether a rank's departure says what happened to it. A rank that aborts too may have failed before, and one
+// that goes on may do so without this rank.
 static int pynccl_left(const pynccl_peer* p) {
-  return p->goodbye && p->goodbye != PYNCCL_ABORTS_TOO && p->goodbye != PYNCCL_GOES_ON;
+  return p->departure && p->departure != PYNCCL_ABORTS_TOO && p->departure != PYNCCL_GOES_ON;
 }
 
 static int pynccl_apart(const pynccl_watch* w, int a, int b) {
@@ -101,7 +104,7 @@ static int pynccl_apart(const pynccl_watch* w, int a, int b) {
   return pynccl_has_lost(w, a, b) || pynccl_has_lost(w, b, a);
 }
 
-// Mark whom this rank reaches, be it through others.
+// Clear `failed` for the ranks that this rank reaches, directly or through others.
 static void pynccl_reach(const pynccl_watch* w, char* failed) {
   int* queue = malloc((size_t)w->size * sizeof *queue);
   if (!queue) return;
@@ -109,13 +112,13 @@ static void pynccl_reach(const pynccl_watch* w, char* failed) {
   int first = 0, last = 0;
   failed[queue[last++] = w->rank] = 0;
   for (; first < last; ++first)
-    for (int r = w->peers[queue[first]].goodbye ? w->size : 0; r < w->size; ++r)
+    for (int r = w->peers[queue[first]].departure ? w->size : 0; r < w->size; ++r)
       if (failed[r] && !pynccl_has_lost(w, queue[first], r)) failed[queue[last++] = r] = 0;
   free(queue);
 }
 
-// Of ranks that cannot reach each other, the one has failed that lacks most of those who are left; then the
-// one that more ranks miss, and then the highest.
+// Of the ranks that cannot reach each other, choose the one that cannot reach most of the others; then the
+// one that most ranks cannot reach; then the highest.
 static int pynccl_worst(const pynccl_watch* w, const char* failed) {
   int worst = -1, most = 0, most_missed = 0;
   for (int r = 0; r < w->size; ++r) {
@@ -145,15 +148,15 @@ static void pynccl_say_lost(const pynccl_watch* w, int rank, pynccl_verdict* v) 
 static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v) {
   const pynccl_peer* p = &w->peers[rank];
   pynccl_say(v->text, sizeof v->text, "%srank %d ", v->count > 1 ? "; " : "", rank);
-  if (p->goodbye == PYNCCL_ENDS) {
+  if (p->departure == PYNCCL_ENDS) {
     pynccl_say(v->text, sizeof v->text, "died: its program ended without closing its communicator");
   } else if (pynccl_left(p)) {
     pynccl_say(v->text, sizeof v->text, "aborted its communicator");
-  } else if (p->spoiled) {
+  } else if (p->tampered) {
     pynccl_say(v->text, sizeof v->text,
-               "is out of reach: somebody changed what came from it on its way (it was not sealed with the "
-               "job's secret)");
-  } else if (p->gone && !p->goodbye) {
+               "is out of reach: a frame from it was changed on its way (it was not sealed with the job's "
+               "secret)");
+  } else if (p->gone && !p->departure) {
     pynccl_say(v->text, sizeof v->text, "died, or exited without closing its communicator");
   } else if (rank != w->rank && pynccl_silent(p, 2 * BEAT_NS)) {
     pynccl_say(v->text, sizeof v->text, "is not responding: last heard of %.1f s ago",
@@ -172,12 +175,12 @@ static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v
   }
 }
 
-// Whether only this rank says that ranks have failed that are still heard: the others may know more.
+// Whether only this rank takes ranks for failed that still send frames: the others may know more.
 static int pynccl_contested(const pynccl_watch* w, const char* failed) {
   if (pynccl_now() - w->dying > SILENCE_NS) return 0;
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    if (failed[r] && !p->goodbye && !p->gone && !p->named && !pynccl_silent(p, 2 * BEAT_NS)) return 1;
+    if (failed[r] && !p->departure && !p->gone && !p->named && !pynccl_silent(p, 2 * BEAT_NS)) return 1;
   }
   return 0;
 }
@@ -196,7 +199,7 @@ void pynccl_conclude_failed(pynccl_watch* w) {
   v->text[0] = 0;
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    if (pynccl_left(p)) failed[r] = p->goodbye == PYNCCL_ABORTS_FIRST || p->goodbye == PYNCCL_ENDS;
+    if (pynccl_left(p)) failed[r] = p->departure == PYNCCL_ABORTS_FIRST || p->departure == PYNCCL_ENDS;
     if (!failed[r]) continue;
     pynccl_add_rank(v, r);
     pynccl_say_failed(w, r, v);
@@ -220,7 +223,7 @@ static uint64_t pynccl_calls_of(const pynccl_watch* w, int rank) {
   return rank == w->rank ? pynccl_calls(w) : w->peers[rank].calls;
 }
 
-// Of its newest call; -1 before the first.
+// The kind of its newest call; -1: none.
 static int pynccl_kind_of(const pynccl_watch* w, int rank) {
   if (!pynccl_calls_of(w, rank)) return -1;
   return rank == w->rank ? pynccl_newest_kind(w) : w->peers[rank].last_kind;
@@ -231,7 +234,7 @@ void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v) 
   pynccl_say(v->text, sizeof v->text, "%s", what);
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    const int ended = p->goodbye == PYNCCL_ENDS;
+    const int ended = p->departure == PYNCCL_ENDS;
     if (r == w->rank || !(ended || pynccl_silent(p, SILENCE_NS))) continue;
     pynccl_add_rank(v, r);
     if (ended)
@@ -242,19 +245,19 @@ void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v) 
   }
   v->trouble = v->count ? PYNCCL_RANKS_FAILED : PYNCCL_TIMED_OUT;
   int connected = 0;
-  for (int r = 0; r < w->size; ++r) connected += w->peers[r].socket >= 0 || w->peers[r].goodbye;
+  for (int r = 0; r < w->size; ++r) connected += w->peers[r].socket >= 0 || w->peers[r].departure;
   if (v->count || !connected) return;
   pynccl_say(v->text, sizeof v->text, "; all ranks respond, and have called:");
   for (int r = 0, end; r < w->size; r = end) {
     const uint64_t calls = pynccl_calls_of(w, r);
     const int kind = pynccl_kind_of(w, r);
     for (end = r + 1; end < w->size && pynccl_calls_of(w, end) == calls; ++end)
-      if (pynccl_kind_of(w, end) != kind || w->peers[end].goodbye != w->peers[r].goodbye) break;
+      if (pynccl_kind_of(w, end) != kind || w->peers[end].departure != w->peers[r].departure) break;
     pynccl_say(v->text, sizeof v->text, end == r + 1 ? "%s rank %d" : "%s ranks %d", r ? "," : "", r);
     if (end > r + 1) pynccl_say(v->text, sizeof v->text, "-%d", end - 1);
     if (!calls) pynccl_say(v->text, sizeof v->text, ": nothing");
     if (calls)
       pynccl_say(v->text, sizeof v->text, ": #%llu %s", (unsigned long long)calls, pynccl_kind_name(kind));
-    if (w->peers[r].goodbye) pynccl_say(v->text, sizeof v->text, ", then closed its communicator");
+    if (w->peers[r].departure) pynccl_say(v->text, sizeof v->text, ", then closed its communicator");
   }
 }

@@ -1,20 +1,21 @@
-// What is wrong with a communicator: found out, told to the other ranks, and ended.
+// Verdicts: find out what is wrong with a communicator, tell the other ranks, and end outstanding calls.
 #pragma once
 
 #include "channel.h"
 
 #pragma GCC visibility push(hidden)
 
-// A detached thread that handles no signals; answers 0 or an errno.
+// Start a detached thread that handles no signals. Returns 0 or an errno.
 int pynccl_start_thread(void* (*work)(void*), void* argument);
-// The verdict is written: publish it, tell the other ranks, and end what is outstanding.
+// Publish the verdict in the watch, tell the other ranks, and end outstanding calls.
 void pynccl_publish(pynccl_watch* w, int trouble);
 void pynccl_conclude(pynccl_watch* w, const pynccl_verdict* found);
-// Publish which ranks have failed, if any has and if it is not known better to others.
+// Publish which ranks have failed, unless none has or other ranks may know more.
 void pynccl_conclude_failed(pynccl_watch* w);
-// Whether it is not known yet of every rank whether it responds, when something has been late since then.
+// Whether a rank may still prove that it responds: it has sent nothing since `late`, and is not silent long
+// enough to be named.
 int pynccl_unsure(const pynccl_watch* w, int64_t late);
-// Say why something took too long: silent ranks, or what every rank has called.
+// Say why a call took too long: name silent ranks, or what every rank has called.
 void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v);
 
 #pragma GCC visibility pop

@@ -1,5 +1,5 @@
-// The control channel among a communicator's ranks, and the one thread of the process that notices ranks
-// which die, stop or do not come: what Python asks of them.
+// The interface for Python to the control channel between a communicator's ranks, and to the watchdog: the
+// one thread of the process that notices ranks which die, stop or make no call.
 #pragma once
 
 #include "comm.h"
@@ -7,7 +7,7 @@
 enum pynccl_trouble {
   PYNCCL_FINE,
   PYNCCL_RANKS_FAILED,    // died, stopped, or aborted
-  PYNCCL_TIMED_OUT,       // all ranks are there
+  PYNCCL_TIMED_OUT,       // although all ranks respond
   PYNCCL_MISMATCHED,      // the ranks called different things
   PYNCCL_LIBRARY_FAILED,  // the library reported an error in the background
   PYNCCL_MOST_RANKS = 256,
@@ -15,13 +15,17 @@ enum pynccl_trouble {
   PYNCCL_FRAME_TEXT = 160
 };
 
-// What the watchdog does to the library's communicator in trouble.
-enum pynccl_cure { PYNCCL_CURE_MARK, PYNCCL_CURE_REVOKE, PYNCCL_CURE_ABORT };
+// What the watchdog does to the library's communicator after a failure: it refuses later calls; in addition
+// it revokes or aborts the communicator.
+enum pynccl_on_failure { PYNCCL_ON_FAILURE_MARK, PYNCCL_ON_FAILURE_REVOKE, PYNCCL_ON_FAILURE_ABORT };
 
-// How a rank says goodbye. One that aborts because it knows of trouble is not a cause of it; one that goes on
-// has another communicator in its place; one whose program ends without closing the communicator has failed
-// as soon as somebody waits for it in vain.
-enum pynccl_goodbye {
+// The reason for which a rank leaves the channel. The other ranks read it so:
+// - ENDS: its program has ended without closing the communicator. A rank that waits for it treats it as
+// failed.
+// - ABORTS_TOO: it aborts because of a failure that it knows of; it is not the cause.
+// - ABORTS_FIRST: its abort is the failure.
+// - GOES_ON: a communicator of the survivors replaces this one.
+enum pynccl_departure {
   PYNCCL_STAYS,
   PYNCCL_CLOSES,
   PYNCCL_ENDS,
@@ -32,7 +36,8 @@ enum pynccl_goodbye {
 
 typedef struct pynccl_verdict {
   int trouble;
-  int result;  // the library's code
+  int result;    // the library's code
+  int reported;  // by another rank: the text begins with its number
   int count;
   int ranks[PYNCCL_MOST_RANKS];
   char text[PYNCCL_MOST_TEXT];
@@ -47,66 +52,64 @@ typedef struct pynccl_frame {
   char text[PYNCCL_FRAME_TEXT];
 } pynccl_frame;
 
-// One direction of a connection with a secret: the key, and how many messages it has sealed so far.
+// One direction of an encrypted connection: the key, and how many messages it has sealed.
 typedef struct pynccl_cipher {
   char key[32];
   uint64_t count;
 } pynccl_cipher;
 
-// libsodium's crypto_aead_chacha20poly1305_ietf_encrypt and _decrypt, and the ciphers of every rank: for what
-// goes to it and for what comes from it.
+// libsodium's crypto_aead_chacha20poly1305_ietf_encrypt and _decrypt, and two ciphers for each rank: for
+// frames to it and from it.
 typedef struct pynccl_sealing {
   uintptr_t encrypt, decrypt;
   const pynccl_cipher *outgoing, *incoming;
 } pynccl_sealing;
 
-// Begin to watch a communicator over one connected socket per rank (-1 for itself, -2 for a rank that
-// is gone; NULL: no channel), which are the watch's from now on. Answers 0 or an errno. The watch lives as
-// long as the communicator.
-// `context` is the CUDA context of its device, 0 where the library is the CPU library or there is no driver.
-// `sealing` is NULL where there is no secret: frames are plain then.
-int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure, uintptr_t context,
-                       const pynccl_sealing* sealing);
-// Say goodbye and close the channel; harmless when that was done.
-void pynccl_watch_stop(pynccl_comm* comm, int goodbye);
-// Wait until it is done with what it does in trouble; answers whether the library's communicator is still
-// there.
+// Start to watch a communicator. `sockets` has one connected socket per rank, which the watch then owns (-1
+// for this rank, -2 for a rank that has gone), or is NULL: no channel. `context` is the CUDA context of its
+// device; 0: the CPU library, or no driver. `sealing` is NULL without a secret: frames are not encrypted.
+// Returns 0 or an errno. The watch lives as long as the communicator.
+int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int on_failure,
+                       uintptr_t context, const pynccl_sealing* sealing);
+// Announce the departure and close the channel. No effect if it is closed.
+void pynccl_watch_stop(pynccl_comm* comm, int departure);
+// Wait until the watchdog has handled a failure. Returns whether the library's communicator still exists.
 int pynccl_watch_settle(pynccl_comm* comm, int64_t wait_ms);
-// Keep the watchdog from the library's communicator; answers whether it is still there to be given back.
+// Take the library's communicator from the watchdog. Returns whether it still exists.
 int pynccl_watch_claim(pynccl_comm* comm, int64_t wait_ms);
-// Wait for a verdict and copy it; answers the trouble.
+// Wait for a verdict and copy it. Returns its `trouble`.
 int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms);
-// Something took too long: find out why. With `condemn` this is the verdict, unless there is one already.
-int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl_verdict* out);
-// The program is told of the library's error: where that has ended the communicator it is the verdict, before
-// an abort that follows is taken for the cause.
-void pynccl_watch_blame_library(pynccl_comm* comm);
-// Calls were issued on a stream that nobody waits for at once; harmless where nothing is watched.
+// A call took too long: find out why. `publish`: make the reason the verdict, unless there is one.
+int pynccl_watch_expire(pynccl_comm* comm, const char* what, int publish, pynccl_verdict* out);
+// The program is about to see an error of the library. If the error has ended the communicator it becomes the
+// verdict, so that the other ranks do not take a following abort for the cause.
+void pynccl_watch_library_failed(pynccl_comm* comm);
+// Calls were issued asynchronously on a stream. No effect without a watch.
 void pynccl_watch_issued(pynccl_comm* comm, uintptr_t stream);
 // Whether there is a channel.
 int pynccl_watch_connected(pynccl_comm* comm);
-// What is known of every rank: its goodbye, and the bits of pynccl_fate.
+// For every rank its departure, and the bits of pynccl_fate.
 enum pynccl_fate { PYNCCL_GONE = 8, PYNCCL_SILENT = 16, PYNCCL_ENDED = 32 };
 void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates);
-// The processes of the ranks and when these started, by /proc; 0 where they cannot be seen. One that ends
-// soon after its connection is PYNCCL_ENDED; one that ends later may have gone on without this rank before.
+// Set the pids of the ranks and their start times from /proc; 0: not visible here. A process that ends soon
+// after its connection is PYNCCL_ENDED. One that ends later may have continued without this rank before.
 int pynccl_watch_processes(pynccl_comm* comm, const int* pids, const uint64_t* starts);
-// The launcher of that rank saw its process end at that time (CLOCK_MONOTONIC, ns); the same rule holds.
+// The launcher saw the process of a rank end at that time (CLOCK_MONOTONIC, ns). The same rule applies.
 void pynccl_watch_told_end(pynccl_comm* comm, int rank, int64_t at);
-// When that process started, in the kernel's ticks; 0 where it has ended.
+// The start time of a process in the kernel's ticks; 0: it has ended.
 uint64_t pynccl_process_start(int pid);
-// Short messages between ranks, for recovery: at most PYNCCL_FRAME_TEXT bytes. Receiving answers 0,
-// ETIMEDOUT, or ECONNRESET where that rank is gone. Taking is receiving from any rank; it also ends, with
-// EAGAIN, when something has changed.
+// Messages between ranks for recovery, of at most PYNCCL_FRAME_TEXT bytes. `receive` returns 0, ETIMEDOUT, or
+// ECONNRESET if the rank has gone. `take` receives from any rank; it returns EAGAIN if the state of a rank
+// has changed.
 int pynccl_watch_send(pynccl_comm* comm, int rank, uint64_t tag, const char* data, size_t size);
 int pynccl_watch_receive(pynccl_comm* comm, int rank, uint64_t tag, char* data, size_t size, int64_t wait_ms);
 int pynccl_watch_take(pynccl_comm* comm, int* rank, uint64_t tag, char* data, size_t size, int64_t wait_ms);
 // Check mode, for a communicator with a channel: every call waits until the ranks have compared it. The
-// locator writes where the calling program is; with NULL it lets Python handle signals, and answers 1 to stop
-// waiting.
+// locator writes the place of the call in the program. With NULL it lets Python handle signals; 1 ends the
+// wait.
 int pynccl_check_on(pynccl_comm* comm, int on);
 void pynccl_check_locator(int (*locate)(char* text, int size));
 int pynccl_check_other(pynccl_comm* comm, int kind);
-// How many communicators are watched, and whether the watchdog's thread runs.
+// The number of watched communicators, and whether the watchdog's thread runs.
 int pynccl_watched(void);
 int pynccl_watchdog_runs(void);

@@ -14,7 +14,7 @@
 
 // --- the thread --------------------------------------------------------------------------------------------
 
-// Ask the library for an error in the background, without the lock.
+// Ask the library for an asynchronous error, without the lock.
 static int pynccl_ask(pynccl_watch* w) {
   const uintptr_t handle = w->handle;
   int state = 0;
@@ -27,10 +27,10 @@ static int pynccl_ask(pynccl_watch* w) {
   return r || state == ncclInProgress ? 0 : state;
 }
 
-// The library may have found that somebody waits in vain for a rank that has ended.
+// A rank that has ended without closing its communicator explains the library's error.
 static void pynccl_conclude_library(pynccl_watch* w) {
   for (int r = 0; r < w->size; ++r)
-    if (w->peers[r].goodbye == PYNCCL_ENDS) {
+    if (w->peers[r].departure == PYNCCL_ENDS) {
       pynccl_conclude_failed(w);
       return;
     }
@@ -44,16 +44,16 @@ static void pynccl_conclude_library(pynccl_watch* w) {
 }
 
 static void pynccl_inspect(pynccl_watch* w, int64_t now) {
-  pynccl_see_ends(w, now);
+  pynccl_check_processes(w, now);
   if (w->verdict.trouble) return;
   if (w->dying && now - w->dying > GRACE_NS) pynccl_conclude_failed(w);
   if (w->verdict.trouble) return;
   if (w->handle && !w->library_error && (w->library_error = pynccl_ask(w))) w->library_at = now;
   if (!w->listed || w->verdict.trouble) return;
-  // A dead rank is the better explanation, and may be noticed a little later.
+  // A dead rank is the better explanation, and may be noticed later than the error.
   if (w->dying) return;
   if (w->library_error && now - w->library_at > SILENCE_NS) {
-    // It is quiet about what was revoked since.
+    // The library reports no error if the communicator was revoked since.
     w->library_error = w->handle ? pynccl_ask(w) : 0;
     if (w->library_error && w->listed && !w->verdict.trouble) pynccl_conclude_library(w);
     return;
@@ -93,8 +93,8 @@ static pynccl_watch* pynccl_find_watch(uint32_t id) {
   return w;
 }
 
-// Have a watch stay while the lock is let go of. Not once its last reference is gone: whoever dropped that
-// waits for the lock to take the watch from the list.
+// Keep a watch alive while the lock is released. Fails if its last reference is gone: the thread that dropped
+// it waits for the lock to remove the watch from the list.
 static int pynccl_hold(pynccl_watch* w) {
   int* references = &w->comm->references;
   int n = __atomic_load_n(references, __ATOMIC_RELAXED);
@@ -119,7 +119,7 @@ static void pynccl_close_watchdog(void) {
 static void* pynccl_watch_all(void* nothing) {
   (void)nothing;
   pynccl_is_watchdog = 1;
-  // Asking for an event would otherwise spoil a capture that another thread has begun.
+  // Otherwise querying an event would invalidate a capture that another thread has begun.
   int relaxed = 2;
   cuThreadExchangeStreamCaptureMode(&relaxed);
   struct epoll_event events[64];
@@ -147,7 +147,7 @@ static void* pynccl_watch_all(void* nothing) {
     }
     const int beat = now - pynccl_watchdog.beat_at >= BEAT_NS;
     if (beat) pynccl_watchdog.beat_at = now;
-    // Looking after one lets go of the lock: go by numbers, since the list may change.
+    // Iterate by id: the list may change, since inspecting a watch releases the lock.
     for (uint32_t id = 0;;) {
       pynccl_watch* next = NULL;
       for (pynccl_watch* w = pynccl_watchdog.watches; w; w = w->next)
@@ -168,7 +168,7 @@ static void* pynccl_watch_all(void* nothing) {
 }
 
 static void pynccl_make_changed(void) {
-  // Deadlines are the monotonic clock's.
+  // Deadlines use the monotonic clock.
   pthread_condattr_t clock;
   pthread_condattr_init(&clock);
   pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
@@ -180,7 +180,7 @@ static void pynccl_make_changed(void) {
 static void pynccl_before_fork(void) { pthread_mutex_lock(&pynccl_watchdog.lock); }
 static void pynccl_in_parent(void) { pthread_mutex_unlock(&pynccl_watchdog.lock); }
 
-// An open copy of the parent's connections would hide its death from the other ranks.
+// Open copies of the parent's connections would hide its death from the other ranks.
 static void pynccl_in_child(void) {
   for (pynccl_watch* w = pynccl_watchdog.watches; w; w = w->next) {
     w->listed = w->responding = w->touching = 0;
@@ -194,7 +194,7 @@ static void pynccl_in_child(void) {
   pynccl_close_watchdog();
   pynccl_watchdog.watches = NULL;
   pynccl_watchdog.running = 0;
-  // A broadcast would wait for the parent's threads that wait for one.
+  // Create the condition again: a broadcast would block on the parent's waiting threads.
   pynccl_make_changed();
   pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
@@ -230,10 +230,10 @@ static void pynccl_close_sockets(const int* sockets, int size) {
     if (sockets[i] >= 0) close(sockets[i]);
 }
 
-// When nobody has the communicator any more.
+// With the last reference to the communicator.
 static void pynccl_watch_free(pynccl_comm* comm) {
   pynccl_watch* w = comm->watch;
-  // Collected without an end: to the others this rank is gone.
+  // Garbage-collected without an end: for the others this rank has gone.
   pynccl_watch_stop(comm, PYNCCL_STAYS);
   for (int r = 0; r < w->size; ++r) {
     free(w->peers[r].output);
@@ -247,8 +247,8 @@ static void pynccl_watch_free(pynccl_comm* comm) {
   free(w);
 }
 
-int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int cure, uintptr_t context,
-                       const pynccl_sealing* sealing) {
+int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int on_failure,
+                       uintptr_t context, const pynccl_sealing* sealing) {
   pynccl_watch* w = calloc(1, sizeof *w + (size_t)comm->size * sizeof(pynccl_peer));
   if (!w) return pynccl_close_sockets(sockets, comm->size), ENOMEM;
   w->comm = comm;
@@ -257,7 +257,7 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
   w->connected = sockets != NULL;
   w->is_cpu = comm->waits;
   w->context = context;
-  w->cure = cure;
+  w->on_failure = on_failure;
   w->timeout = timeout_ms * MS;
   w->handle = comm->handle;
   w->last_kind = -1;
@@ -304,7 +304,7 @@ static void pynccl_watch_unlist(pynccl_watch* w) {
   w->listed = 0;
 }
 
-void pynccl_watch_stop(pynccl_comm* comm, int goodbye) {
+void pynccl_watch_stop(pynccl_comm* comm, int departure) {
   pynccl_watch* w = comm->watch;
   if (!w) return;
   pthread_mutex_lock(&pynccl_watchdog.lock);
@@ -312,10 +312,10 @@ void pynccl_watch_stop(pynccl_comm* comm, int goodbye) {
   for (const int64_t until = pynccl_now() + 1000 * MS; w->touching && pynccl_await(until);) continue;
   if (w->listed) {
     pynccl_watch_unlist(w);
-    const pynccl_frame bye = {.kind = FRAME_GOODBYE, .code = (uint32_t)goodbye};
-    if (goodbye) pynccl_tell_all(w, &bye);
+    const pynccl_frame bye = {.kind = FRAME_DEPARTURE, .code = (uint32_t)departure};
+    if (departure) pynccl_tell_all(w, &bye);
     for (int r = 0; r < w->size; ++r) pynccl_hang_up(w, r);
-    // One that is being recorded after all that time is lost.
+    // Leak the events if a thread is still recording one.
     for (int i = 0; i < w->marker_count && !w->touching; ++i) {
       pynccl_event_free(w, w->markers[i].events[0]);
       pynccl_event_free(w, w->markers[i].events[1]);
@@ -359,7 +359,7 @@ int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms
   if (!w) return PYNCCL_FINE;
   if (!wait_ms && !__atomic_load_n(&w->verdict.trouble, __ATOMIC_ACQUIRE)) return PYNCCL_FINE;
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  // As long as the thread has listened, which a busy machine may keep from running.
+  // Count the time for which the thread has listened: a busy machine may delay it.
   const int64_t until = pynccl_watchdog.awake + wait_ms * MS, at_last = pynccl_now() + 4 * wait_ms * MS;
   while (w->listed && !w->verdict.trouble && pynccl_now() < at_last &&
          (pynccl_watchdog.awake < until || w->dying))
@@ -370,7 +370,7 @@ int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms
   return trouble;
 }
 
-int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl_verdict* out) {
+int pynccl_watch_expire(pynccl_comm* comm, const char* what, int publish, pynccl_verdict* out) {
   pynccl_watch* w = comm->watch;
   if (!w) return PYNCCL_FINE;
   pthread_mutex_lock(&pynccl_watchdog.lock);
@@ -383,13 +383,13 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int condemn, pynccl
     *out = w->verdict;
   } else {
     pynccl_explain(w, what, out);
-    if (condemn && w->listed) pynccl_conclude(w, out);
+    if (publish && w->listed) pynccl_conclude(w, out);
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   return out->trouble;
 }
 
-void pynccl_watch_blame_library(pynccl_comm* comm) {
+void pynccl_watch_library_failed(pynccl_comm* comm) {
   pynccl_watch* w = comm->watch;
   if (!w) return;
   pthread_mutex_lock(&pynccl_watchdog.lock);
@@ -422,12 +422,12 @@ int pynccl_watch_announce(pynccl_comm* comm, const pynccl_call* calls, int count
 
 int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {
   pynccl_watch* w = comm->watch;
-  // In a group that somebody opened in C the counterparts may come later.
+  // Inside ncclGroupStart the counterparts may come later.
   const int r = w->checking && !pynccl_depth ? pynccl_check_wait(w) : 0;
   if (r) return r;
   for (int i = 0; i < count; ++i)
     if (calls[i].comm == comm) {
-      // Whoever sees the number sees the kind.
+      // A thread that reads the new number also reads the kind.
       __atomic_store_n(&w->last_kind, calls[i].kind, __ATOMIC_RELAXED);
       __atomic_fetch_add(&w->calls, 1, __ATOMIC_RELEASE);
     }
@@ -439,7 +439,7 @@ void pynccl_watch_end(pynccl_comm* comm) { __atomic_store_n(&comm->watch->in_cal
 
 void pynccl_watch_issued(pynccl_comm* comm, uintptr_t stream) {
   pynccl_watch* w = comm->watch;
-  // In a group that somebody opened in C nothing is on the stream yet.
+  // Inside ncclGroupStart the stream has no work yet.
   if (!w || !w->timeout || pynccl_depth) return;
   pthread_mutex_lock(&pynccl_watchdog.lock);
   if (w->listed && w->handle) pynccl_mark(w, stream);

@@ -29,6 +29,21 @@ TEST_CASE("finalized in one thread with calls that differ") {
   for (ncclComm_t comm : comms) OK(ncclCommAbort(comm));
 }
 
+// One of the two compares, whichever comes later.
+TEST_CASE("finalized by two threads at the same time with calls that differ") {
+  for (int round = 0; round < 50; ++round) {
+    std::vector<ncclComm_t> comms = together(2);
+    float x = 1;
+    OK(ncclSend(&x, 1, ncclFloat32, 1, comms[0], nullptr));
+    ncclResult_t results[2];
+    std::thread other([&] { results[1] = ncclCommFinalize(comms[1]); });
+    results[0] = ncclCommFinalize(comms[0]);
+    other.join();
+    CHECK((results[0] == ncclInvalidUsage || results[1] == ncclInvalidUsage));
+    for (ncclComm_t comm : comms) OK(ncclCommAbort(comm));
+  }
+}
+
 TEST_CASE("finalized and destroyed in one group") {
   for (int round = 0; round < 20; ++round) {
     std::vector<ncclComm_t> comms = together(3);
@@ -53,7 +68,7 @@ TEST_CASE("a rank that does not finalize is named") {
     set("PYNCCL_CPU_INIT_TIMEOUT", "1");
     if (rank == 0) {
       RESULT(ncclCommFinalize(comm), ncclTimeout);
-      SAYS(last_error(), "waited in vain for rank 1 to finalize");
+      SAYS(last_error(), "timed out waiting for rank 1 to finalize");
     }
     done();
     OK(ncclCommDestroy(comm));

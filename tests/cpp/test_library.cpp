@@ -278,6 +278,13 @@ TEST_CASE("a group over two communicators") {
   });
 }
 
+bool is_mismatch(ncclComm_t comm) {
+  int kind = -1;
+  OK(pyncclCpuGetErrorKind(comm, &kind));
+  CHECK((kind == 0 || kind == 1));
+  return kind == 1;
+}
+
 TEST_CASE("a mismatch reaches every rank") {
   ncclUniqueId id;
   OK(ncclGetUniqueId(&id));
@@ -293,9 +300,47 @@ TEST_CASE("a mismatch reaches every rank") {
       CHECK((called == ncclInvalidUsage || waited == ncclInvalidUsage));
       CHECK_EQ(int(async), int(ncclInvalidUsage));
       CHECK(contains(ncclGetLastError(comm), "count 8"));
+      CHECK(is_mismatch(comm));
+      CHECK_EQ(int(ncclAllReduce(x, y, 4, ncclFloat32, ncclSum, comm, nullptr)), int(ncclInvalidUsage));
+      CHECK(is_mismatch(nullptr));
       OK(ncclCommAbort(comm));
     });
   for (std::thread& t : ranks) t.join();
+}
+
+TEST_CASE("a report of a mismatch says once whose it is") {
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < 3; ++r)
+    ranks.emplace_back([&, r] {
+      ncclComm_t comm;
+      OK(ncclCommInitRank(&comm, 3, id, r));
+      float x[8] = {};
+      if (r == 0) OK(ncclSend(x, 8, ncclFloat32, 1, comm, nullptr));
+      if (r == 1) OK(ncclRecv(x, 4, ncclFloat32, 0, comm, nullptr));
+      if (r == 2) OK(ncclRecv(x, 4, ncclFloat32, 0, comm, nullptr));
+      ncclResult_t state = ncclSuccess;
+      while (state == ncclSuccess) {
+        pyncclCpuStreamSynchronize(comm, nullptr, 20);
+        OK(ncclCommGetAsyncError(comm, &state));
+      }
+      CHECK_EQ(int(state), int(ncclInvalidUsage));
+      CHECK(is_mismatch(comm));
+      const std::string text = ncclGetLastError(comm);
+      const size_t report = text.find(" reports: ");
+      CHECK_EQ(report == std::string::npos, r == 1);
+      CHECK_MESSAGE(text.find(" reports: ", report + 1) == std::string::npos, text);
+      OK(ncclCommAbort(comm));
+    });
+  for (std::thread& t : ranks) t.join();
+}
+
+TEST_CASE("the words of a mismatch make none") {
+  ncclParamHandle_t handle;
+  CHECK_EQ(int(ncclParamBind(&handle, "the ranks called different things: ")), int(ncclInvalidArgument));
+  CHECK(contains(ncclGetLastError(nullptr), "the ranks called different things: "));
+  CHECK(!is_mismatch(nullptr));
 }
 
 TEST_CASE("a killed rank is named") {
@@ -316,6 +361,15 @@ TEST_CASE("a killed rank is named") {
       }
       CHECK_EQ(int(result), int(ncclRemoteError));
       CHECK(contains(ncclGetLastError(comm), "rank 1 (pid"));
+      int gone = -1;
+      OK(pyncclCpuIsGone(comm, r, &gone));
+      CHECK_EQ(gone, 0);
+      for (int tries = 0; !gone && tries < 1000; ++tries) {
+        usleep(10000);
+        OK(pyncclCpuIsGone(comm, 1, &gone));
+      }
+      CHECK_EQ(gone, 1);
+      CHECK_EQ(int(pyncclCpuIsGone(comm, 3, &gone)), int(ncclInvalidArgument));
       OK(ncclCommAbort(comm));
       fflush(nullptr);
       _exit(failures == 0 ? 0 : 1);

@@ -22,7 +22,7 @@ TEST_CASE("no thread for the service") {
   int descriptors = open_descriptors();
   ncclUniqueId id;
   CHECK_EQ(int(ncclGetUniqueId(&id)), int(ncclSystemError));
-  CHECK(contains(ncclGetLastError(nullptr), "no thread is to be had"));
+  CHECK(contains(ncclGetLastError(nullptr), "no thread can be started"));
   CHECK(contains(ncclGetLastError(nullptr), "RLIMIT_NPROC"));
   CHECK_EQ(open_descriptors(), descriptors);
   CHECK_EQ(setrlimit(RLIMIT_NPROC, &before), 0);

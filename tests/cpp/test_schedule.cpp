@@ -178,8 +178,8 @@ class World {
       if (p != r) rank.links.back()->name = "seat " + std::to_string(p);
       c.links.push_back(rank.links.back().get());
     }
-    c.fail = [&rank](ncclResult_t code, const std::string& text) {
-      rank.error = code;
+    c.fail = [&rank](ErrorCode code, const std::string& text) {
+      rank.error = code.result;
       rank.text = text;
       return Step::Failed;
     };
@@ -585,7 +585,7 @@ TEST_CASE("a corrupt header is refused") {
 
 // What a peer writes over the indices of the rings ends in an error that names it, wherever it happens, and
 // never outside of the rings.
-TEST_CASE("spoiled rings are refused") {
+TEST_CASE("corrupt rings are refused") {
   int failed = 0;
   for (uint64_t seed = 1; seed <= 400; ++seed) {
     Random random(seed);
@@ -628,7 +628,7 @@ TEST_CASE("a ring that is too full names its owner") {
   CHECK_EQ(int(world.ranks[0].error), int(ncclInternalError));
   CHECK_EQ(
       world.ranks[0].text,
-      "rank 1 (seat 1) spoiled the memory that it shares with rank 0: a ring holds more than fits into it");
+      "rank 1 (seat 1) corrupted the memory that it shares with rank 0: a ring holds more than fits into it");
 }
 
 // ---- messages ----

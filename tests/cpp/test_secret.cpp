@@ -1,4 +1,4 @@
-// A secret (PYNCCL_SECRET) lets in only who has it, is said to be missing where it is, and never shown.
+// PYNCCL_SECRET admits only processes that have it. Errors say where it is missing and never show it.
 #include <sys/stat.h>
 
 #include "job.hpp"

@@ -167,13 +167,13 @@ TEST_CASE("log from threads") {
 
 TEST_CASE("last error") {
   CHECK_EQ(std::string(last_error()), std::string());
-  std::thread([] { set_last_error("theirs"); }).join();
+  std::thread([] { set_last_error(ncclInternalError, "theirs"); }).join();
   CHECK_EQ(std::string(last_error()), std::string("theirs"));
-  set_last_error("mine");
+  set_last_error(ncclInternalError, "mine");
   std::thread([] { CHECK_EQ(std::string(last_error()), std::string("mine")); }).join();
-  std::thread([] { set_last_error("theirs again"); }).join();
+  std::thread([] { set_last_error(ncclInternalError, "theirs again"); }).join();
   CHECK_EQ(std::string(last_error()), std::string("mine"));
-  set_last_error(std::string(10000, 'x'));
+  set_last_error(ncclInternalError, std::string(10000, 'x'));
   std::string text = last_error();
   CHECK(text.size() > 1000);
   CHECK(text.size() < 10000);

@@ -8,7 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 enum {
   OK = 0,
@@ -124,18 +123,8 @@ static void push(Stream* stream, int kind, int value, int generation) {
   progress();
 }
 
-static int wait_for(int (*ready)(void*), void* what) {
-  for (int tries = 0; tries < 1000; ++tries) {
-    if (ready(what)) return leave(OK);
-    pthread_mutex_unlock(&mutex);
-    usleep(10000);
-    pthread_mutex_lock(&mutex);
-  }
-  return leave(LAUNCH_TIMEOUT);
-}
-
-static int stream_ready(void* stream) { return ((Stream*)stream)->head == ((Stream*)stream)->tail; }
-static int event_ready(void* event) { return ((Event*)event)->done >= ((Event*)event)->recorded; }
+static int stream_ready(const Stream* stream) { return stream->head == stream->tail; }
+static int event_ready(const Event* event) { return event->done >= event->recorded; }
 
 // --- the test's side ---
 
@@ -224,23 +213,12 @@ int cuDeviceGetUuid(unsigned char* uuid, int device) {
   return leave(OK);
 }
 
-int cuDeviceGetPCIBusId(char* text, int length, int device) {
-  ENTER("cuDeviceGetPCIBusId", "%d", device);
-  snprintf(text, length, "0000:%02x:00.0", device + 1);
-  return leave(OK);
-}
-
 int cuDevicePrimaryCtxRetain(uintptr_t* context, int device) {
   ENTER("cuDevicePrimaryCtxRetain", "%d", device);
   contexts[device].device = device;
   ++contexts[device].retained;
   *context = (uintptr_t)&contexts[device];
   return leave(OK);
-}
-
-int cuDevicePrimaryCtxRelease_v2(int device) {
-  ENTER("cuDevicePrimaryCtxRelease_v2", "%d", device);
-  return leave(contexts[device].retained-- > 0 ? OK : INVALID_CONTEXT);
 }
 
 int cuCtxGetCurrent(uintptr_t* context) {
@@ -318,12 +296,6 @@ int cuStreamQuery(uintptr_t handle) {
   return leave(stream_ready(stream) ? OK : NOT_READY);
 }
 
-int cuStreamSynchronize(uintptr_t handle) {
-  ENTER("cuStreamSynchronize", "%#lx", (unsigned long)handle);
-  STREAM(handle);
-  return wait_for(stream_ready, stream);
-}
-
 int cuStreamIsCapturing(uintptr_t handle, int* status) {
   ENTER("cuStreamIsCapturing", "%#lx", (unsigned long)handle);
   STREAM(handle);
@@ -372,12 +344,6 @@ int cuEventQuery(uintptr_t handle) {
   ENTER("cuEventQuery", "%#lx", (unsigned long)handle);
   EVENT(handle);
   return leave(event_ready(event) ? OK : NOT_READY);
-}
-
-int cuEventSynchronize(uintptr_t handle) {
-  ENTER("cuEventSynchronize", "%#lx", (unsigned long)handle);
-  EVENT(handle);
-  return wait_for(event_ready, event);
 }
 
 // --- memory ---

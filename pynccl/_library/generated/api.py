@@ -191,4 +191,5 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuEventQuery": (2, 32, 3),
     "pyncclCpuEventSynchronize": (2, 32, 3),
     "pyncclCpuGetErrorKind": (2, 32, 3),
+    "pyncclCpuIsGone": (2, 32, 3),
 }

@@ -109,3 +109,10 @@ def pyncclCpuGetErrorKind(comm: int) -> int:
     if r := _library.pyncclCpuGetErrorKind(comm, out):
         _check(r, "pyncclCpuGetErrorKind", comm)
     return int(out[0])
+
+
+def pyncclCpuIsGone(comm: int, rank: int) -> int:
+    out = _new("int*")
+    if r := _library.pyncclCpuIsGone(comm, rank, out):
+        _check(r, "pyncclCpuIsGone", comm)
+    return int(out[0])

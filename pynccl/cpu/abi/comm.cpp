@@ -7,19 +7,18 @@
 #include "calls/group.hpp"
 #include "comm/fault.hpp"
 #include "comm/lifecycle.hpp"
-#include "ops/context.hpp"
 
 namespace pncpu {
 namespace {
 
-// NCCL answers ncclSuccess for what goes on in the background, where the state to ask for is another
-// communicator's, or the call's own result a handle.
+// For calls that derive a communicator: NCCL returns ncclSuccess although they go on in the background. Their
+// progress is the state of the parent.
 ncclResult_t submit_quietly(Job job) {
   ncclResult_t r = submit(std::move(job));
   return r == ncclInProgress ? ncclSuccess : r;
 }
 
-// Of PYNCCL_CPU_*, at each creation: a program may set them late.
+// Checks PYNCCL_CPU_* at each creation: a program may set the variables late.
 ncclResult_t check_environment(const char* function) {
   const char* wrong = param_error();
   if (!wrong) wrong = fault_error();
@@ -37,7 +36,7 @@ ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vecto
                   function);
   Config settings;
   if (ncclResult_t r = read_config(config, function, &settings); r != ncclSuccess) return r;
-  // A wrong rank is told to the root all the same, so that the others hear of it too.
+  // The root hears of a wrong rank, too, so that it can tell the other ranks.
   std::shared_ptr<Domain> domain = Domain::of(device, this_thread_group().copies_on(device));
   std::shared_ptr<Comm> comm = make_comm(rank, nranks, device, std::move(domain), settings);
   Job job{function, [=] { return init(comm, ids, ids_hash); }, comm, {}, comm->blocking || waits};
@@ -45,7 +44,8 @@ ncclResult_t submit_init(ncclComm_t* out, int nranks, int rank, const std::vecto
   return submit(std::move(job));
 }
 
-// One job for all ranks; without `blocking` each is created in the background, and has a state of its own.
+// One job creates all ranks. If they are non-blocking each is created in the background and has its own
+// state.
 ncclResult_t submit_init_all(ncclComm_t* out, int ndev, const int* devices) {
   const char* function = "ncclCommInitAll";
   if (ncclResult_t r = check_environment(function); r != ncclSuccess) return r;
@@ -100,7 +100,7 @@ ncclResult_t write_id(const Id& id, ncclUniqueId* out) {
   return ncclSuccess;
 }
 
-// A child that takes part in an exchange of its parent before its own shape is known.
+// A communicator to be derived: its parent exchanges data before the child's rank and size are known.
 struct Child {
   std::shared_ptr<Comm> parent, comm;
 };
@@ -115,8 +115,8 @@ ncclResult_t make_child(const std::shared_ptr<Comm>& parent, const ncclConfig_t*
   return ncclSuccess;
 }
 
-// Split and shrunk ones have no handle before they are complete (src/init.cc: ncclCommInitChildComm), and
-// their parent says how it goes.
+// Communicators of a split or shrink get their handle when they are complete (src/init.cc:
+// ncclCommInitChildComm). The parent's state shows the progress.
 std::shared_ptr<Creation> creation_of(const Child& child, ncclComm_t* out) {
   auto creation =
       std::make_shared<Creation>(child.comm, out, Creation::Shows::WhenComplete, child.parent->blocking);
@@ -124,7 +124,7 @@ std::shared_ptr<Creation> creation_of(const Child& child, ncclComm_t* out) {
   return creation;
 }
 
-// Connects the ranks of the parent that go together, in the order of `members`.
+// Connects the parent's ranks that form the child, in the order of `members`.
 ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerInfo>>& members,
                            int parent_rank) {
   std::vector<PeerInfo> table;
@@ -142,7 +142,7 @@ struct SplitBlob {
   PeerInfo info;
 };
 
-// The infos of those with this color, in the order of their keys.
+// The ranks with this color, in the order of their keys.
 std::vector<std::pair<int, PeerInfo>> members_of(int color, const std::vector<std::string>& blobs) {
   std::vector<std::pair<std::pair<int, int>, PeerInfo>> sorted;
   for (int q = 0; q < int(blobs.size()); ++q) {
@@ -164,7 +164,7 @@ ncclResult_t run_split(Child child, int color, int key, const Meeting& meeting) 
   return r == ncclSuccess ? connect_child(child, members_of(color, all), child.parent->rank) : r;
 }
 
-// Of a rank that joins no child.
+// The part of a rank that joins no child.
 ncclResult_t stay_out(int color, int key, const Meeting& meeting) {
   SplitBlob mine{color, key, {}};
   std::vector<std::string> all;
@@ -183,8 +183,8 @@ ncclResult_t run_shrink(Child child, const std::set<int>& excluded, const Meetin
   std::vector<std::pair<int, PeerInfo>> members;
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (all[i].size() < sizeof(PeerInfo) || all[i].substr(sizeof(PeerInfo)) != list)
-      return fail(ncclInvalidUsage, "%sncclCommShrink: rank %d excludes ranks [%s], rank %d ranks [%s]",
-                  kMismatch, rank, list.c_str(), ranks[i],
+      return fail(kMismatch, "%sncclCommShrink: rank %d excludes ranks [%s], rank %d ranks [%s]",
+                  kMismatchText, rank, list.c_str(), ranks[i],
                   all[i].substr(std::min(all[i].size(), sizeof(PeerInfo))).c_str());
     members.push_back({ranks[i], {}});
     memcpy(static_cast<void*>(&members.back().second), all[i].data(), sizeof(PeerInfo));
@@ -198,8 +198,8 @@ struct GrowBlob {
   Id id;
 };
 
-// The id that one rank passed; where nobody did, the one that one of several ranks made, as in NCCL, where
-// ncclCommGetUniqueId tells two of them (src/init.cc: bcastGrowHandle).
+// The id that one rank passed. If no rank did and there are several, the id that one of them made: NCCL's
+// ncclCommGetUniqueId tells another rank (src/init.cc: bcastGrowHandle).
 ncclResult_t choose_id(const std::vector<GrowBlob>& all, Id* chosen) {
   int count[] = {0, 0, 0};
   for (const GrowBlob& theirs : all) ++count[theirs.has];
@@ -237,7 +237,7 @@ ncclResult_t run_grow(Child child, int nranks, const Id* id, const Meeting& meet
   Id chosen;
   if (r = choose_id(blobs, &chosen); r != ncclSuccess) return r;
   {
-    // Used up, also where the new ranks do not come.
+    // The id is used up, even if the new ranks do not come.
     std::lock_guard<std::mutex> lock(parent.session.mutex);
     parent.grow_id.reset();
   }
@@ -245,7 +245,7 @@ ncclResult_t run_grow(Child child, int nranks, const Id* id, const Meeting& meet
   return init(child.comm, {chosen}, 0);
 }
 
-// What a call that derives a communicator needs of its parent.
+// Whether a communicator can be derived from this parent.
 ncclResult_t check_parent(const Comm& parent, const char* function) {
   Phase phase = parent.standing.phase.load();
   if (phase == Phase::Finalized || phase == Phase::Finalizing)
@@ -328,7 +328,7 @@ ncclResult_t submit_grow(const std::shared_ptr<Comm>& parent, int nranks, const 
   return submit_quietly(std::move(job));
 }
 
-// Under the issue lock, so that no call is issued behind it.
+// Under the issue lock, so that no call is issued after it.
 ncclResult_t begin_finalize(Comm& comm) {
   std::lock_guard<std::mutex> lock(issue_lock());
   if (ncclResult_t r = check_ready(comm, "ncclCommFinalize"); r != ncclSuccess) return r;
@@ -346,7 +346,7 @@ ncclResult_t submit_finalize(const std::shared_ptr<Comm>& comm) {
   return submit(Job{"ncclCommFinalize", [comm] { return finalize(*comm); }, comm, {}, comm->blocking});
 }
 
-// What has failed can be destroyed, what a call is in progress on cannot.
+// A failed communicator can be destroyed; a communicator with a call in progress cannot.
 ncclResult_t check_may_end(Comm& comm, Standing::End how, const char* function) {
   bool polled = comm.error() != ncclSuccess || !comm.standing.must_poll();
   bool in_progress = comm.standing.pending() == ncclInProgress || !polled;
@@ -367,7 +367,7 @@ ncclResult_t submit_end(ncclComm_t handle, Standing::End how, const char* functi
   return submit(Job{function, [ending] { return ending->run(); }, nullptr, {}, true, true});
 }
 
-// NCCL does not ask whether the communicator is ready, and knows no second time (src/init.cc:
+// As in NCCL the communicator need not be ready, and a second revoke is an error (src/init.cc:
 // ncclCommRevoke).
 ncclResult_t begin_revoke(Comm& comm, int flags) {
   const char* function = "ncclCommRevoke";
@@ -390,7 +390,7 @@ ncclResult_t revoke(ncclComm_t handle, int flags) {
   return submit(Job{"ncclCommRevoke", [comm] { return comm->drain(kForever); }, comm, {}, comm->blocking});
 }
 
-// What can be asked of a communicator that is ready.
+// Queries a communicator that is ready.
 template <class Get>
 ncclResult_t ask(const char* function, const char* what, ncclComm_t handle, int* out, Get get) noexcept {
   return guarded(function, [&] {
@@ -588,7 +588,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
     std::shared_ptr<Comm> c;
     if (ncclResult_t r = any_comm_of(comm, "ncclCommGetAsyncError", &c); r != ncclSuccess) return r;
     REQUIRE_POINTER("ncclCommGetAsyncError", asyncError);
-    // A revoked communicator is quiet, not broken: it may be split, shrunk and destroyed.
+    // A revoked communicator has no error: it can be split, shrunk and destroyed.
     bool broken = c->error() != ncclSuccess && !c->standing.revoked.load();
     *asyncError = broken ? c->error() : c->standing.poll();
     return ncclSuccess;
@@ -599,8 +599,8 @@ const char* ncclGetLastError(ncclComm_t comm) {
   guarded("ncclGetLastError", [&] {
     std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
     if (c && c->error() != ncclSuccess)
-      set_last_error("rank " + std::to_string(c->rank) + " of " + std::to_string(c->nranks) + ": " +
-                     c->error_text());
+      set_last_error(c->error_code(), "rank " + std::to_string(c->rank) + " of " + std::to_string(c->nranks) +
+                                          ": " + c->error_text());
     return ncclSuccess;
   });
   return last_error();
@@ -609,7 +609,24 @@ const char* ncclGetLastError(ncclComm_t comm) {
 ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind) {
   return guarded("pyncclCpuGetErrorKind", [&] {
     REQUIRE_POINTER("pyncclCpuGetErrorKind", kind);
-    *kind = strstr(ncclGetLastError(comm), kMismatch) != nullptr;
+    std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
+    ErrorCode code = c ? c->error_code() : ErrorCode();
+    *kind = (code.failed() ? code : last_error_code()).mismatch;
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone) {
+  const char* function = "pyncclCpuIsGone";
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
+    REQUIRE_POINTER(function, gone);
+    int known = c->session.known_ranks();
+    if (rank < 0 || rank >= known)
+      return fail(ncclInvalidArgument, "%s: rank is %d, expected 0 to %d", function, rank, known - 1);
+    std::lock_guard<std::mutex> lock(c->session.mutex);
+    *gone = c->peer(rank).gone && !c->peer(rank).left;
     return ncclSuccess;
   });
 }

@@ -18,8 +18,8 @@ ncclResult_t ncclGroupEnd(void) {
   });
 }
 
-// Without simInfo it is ncclGroupEnd; a wrong one ends the group, and nothing is issued (src/group.cc:
-// ncclGroupEndInternal).
+// Without simInfo this is ncclGroupEnd. An invalid simInfo ends the group and nothing is issued
+// (src/group.cc: ncclGroupEndInternal).
 ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
   if (!info) return ncclGroupEnd();
   return guarded("ncclGroupSimulateEnd", [&] {

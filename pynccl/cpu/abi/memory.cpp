@@ -1,5 +1,4 @@
-// The C API: memory, registrations, windows, reduction operators, suspension, and what can be asked of a
-// communicator.
+// The C API: memory, registrations, windows, reduction operators, suspension, and queries of a communicator.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -17,7 +16,7 @@ struct Allocations {
   std::mutex mutex;
   std::map<void*, size_t> sizes;
 
-  // Whether memory lies in one of them.
+  // Whether this memory lies in one allocation.
   bool hold(const void* at, size_t size) {
     std::lock_guard<std::mutex> lock(mutex);
     auto after = sizes.upper_bound(const_cast<void*>(at));
@@ -44,7 +43,7 @@ ncclResult_t check_window(void* buff, size_t size, int flags, const char* functi
   return ncclSuccess;
 }
 
-// A rank that does not come leaves the others waiting for what it calls next, so all of them are told.
+// If a rank does not come the others would wait in later calls, so the communicator fails on all ranks.
 ncclResult_t register_window(Comm& comm, const Meeting& meeting, const Registered& memory,
                              ncclWindow_t* win) {
   std::vector<std::string> all;
@@ -68,7 +67,7 @@ ncclResult_t submit_window(ncclComm_t handle, void* buff, size_t size, ncclWindo
   return r == ncclInProgress ? ncclSuccess : r;
 }
 
-// All ranks come to a halt together: nothing may be underway when the rings' memory goes.
+// All ranks stop together: the rings must be idle when their memory is released.
 ncclResult_t suspend(Comm& comm, const Meeting (&meetings)[3]) {
   std::vector<std::string> all;
   comm.drain(kForever);
@@ -88,7 +87,7 @@ ncclResult_t suspend(Comm& comm, const Meeting (&meetings)[3]) {
   return ncclSuccess;
 }
 
-// No rank may use the rings before all want them back.
+// No rank may use the rings before all ranks have called resume.
 ncclResult_t resume(Comm& comm, const Meeting& meeting) {
   std::vector<std::string> all;
   if (ncclResult_t r = meeting.meet("", &all); r != ncclSuccess) return r;
@@ -106,7 +105,7 @@ extern "C" {
 
 ncclResult_t ncclGetVersion(int* version) {
   if (!version) return fail(ncclInvalidArgument, "ncclGetVersion: version is NULL");
-  *version = kVersion;
+  *version = NCCL_VERSION_CODE;
   return ncclSuccess;
 }
 
@@ -262,7 +261,7 @@ ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags) {
   return in_group(function, [&] {
     std::shared_ptr<Comm> c;
     if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
-    if (!(flags & NCCL_SUSPEND_MEM)) return ncclSuccess;  // nothing is to be suspended
+    if (!(flags & NCCL_SUSPEND_MEM)) return ncclSuccess;  // no resource to suspend
     if (c->standing.phase.load() != Phase::Ready)
       return fail(ncclInvalidUsage, "%s: comm is suspended or finalized already", function);
     auto meeting = [&] { return Meeting(c, Meeting::everyone(*c), function); };

@@ -18,8 +18,8 @@ bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
 }
 
 struct Extent {
-  size_t send, recv;   // bytes of the buffers that this rank passes; 0 where it needs none
-  ptrdiff_t in_place;  // where in recv (or, negative, send in which recv) the other lies when in place
+  size_t send, recv;   // bytes of the buffers that this rank passes; 0: it needs none
+  ptrdiff_t in_place;  // send - recv of an in-place call
   bool may_be_in_place;
 };
 
@@ -109,7 +109,7 @@ ncclResult_t check(Submission& call, int red, const char* function) {
   return comm.check_accepts(function, op.func == Func::Recv);
 }
 
-// Everything but the communicator.
+// Checks everything but the communicator.
 ncclResult_t check_all(Submission& call, int red, cudaStream_t stream, const char* function) {
   if (ncclResult_t r = check(call, red, function); r != ncclSuccess) return r;
   call.stream = stream_of(call.comm, stream, function);
@@ -134,7 +134,7 @@ ncclResult_t enter(const char* function, Func func, const void* send, void* recv
       return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
     if (ncclResult_t r = check_all(call, red, stream, function); r != ncclSuccess)
       return spoil_state(*call.comm, r);
-    // "Empty collectives can be discarded" (src/enqueue.cc: taskAppend): no rank waits for them.
+    // As in NCCL empty collectives are discarded (src/enqueue.cc: taskAppend): no rank waits for them.
     if (count == 0 && !is_p2p(func)) return ncclSuccess;
     return submit(std::move(call));
   });
@@ -277,7 +277,7 @@ ncclResult_t ncclRecv(void* recvbuff, size_t count, ncclDataType_t datatype, int
   return enter("ncclRecv", Func::Recv, nullptr, recvbuff, count, datatype, 0, peer, comm, stream);
 }
 
-// One-sided communication is not there yet; it must not look as if it were.
+// One-sided communication is not implemented; the calls must not succeed.
 ncclResult_t ncclPutSignal(const void*, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int,
                            unsigned int, ncclComm_t, cudaStream_t) {
   return spoil(fail(ncclInvalidUsage, "ncclPutSignal: the CPU library has no one-sided communication yet"));

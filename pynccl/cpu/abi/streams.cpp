@@ -7,7 +7,7 @@
 namespace pncpu {
 namespace {
 
-// A NULL comm is for the streams that a caller created; the default streams are some communicator's.
+// `comm` may be NULL for a stream that a caller created. A default stream belongs to a communicator.
 std::shared_ptr<Stream> stream_for(ncclComm_t comm, cudaStream_t handle, const char* function) {
   std::shared_ptr<Comm> c;
   if (comm && any_comm_of(comm, function, &c) != ncclSuccess) return nullptr;
@@ -19,10 +19,10 @@ uint64_t serial_of(ncclComm_t comm) {
   return c ? c->serial : Stream::kAnyone;
 }
 
-// A wait without a time-out is remembered for the search of deadlocks when it has taken this long.
+// A wait without a time-out is registered for the deadlock search after this time.
 constexpr int kSoonMs = 100;
 
-// 1 is CUDA's.
+// 1 is CUDA's cudaStreamNonBlocking.
 constexpr unsigned kNonBlocking = 1, kAttended = 2;
 
 Deadline deadline_of(int64_t ms) { return ms < 0 ? kForever : after_ms(std::min<int64_t>(ms, 1e12)); }
@@ -32,8 +32,8 @@ ncclResult_t create_stream(cudaStream_t* stream, unsigned int flags, const char*
   *stream = nullptr;
   if (flags > (kNonBlocking | kAttended))
     return fail(ncclInvalidArgument,
-                "%s: flags is %u, expected 0, or of 1 (cudaStreamNonBlocking) and 2 (no thread) the sum",
-                function, flags);
+                "%s: flags is %u, expected 0, 1 (cudaStreamNonBlocking), 2 (no thread) or 3 (both)", function,
+                flags);
   std::shared_ptr<Stream> made =
       Domain::of(default_device(), 0)->create(!(flags & kNonBlocking), flags & kAttended);
   *stream = static_cast<cudaStream_t>(handles<Stream>().add(std::move(made)));
@@ -47,8 +47,8 @@ using namespace pncpu;
 
 extern "C" {
 
-// Who waits for a thread's creation of a communicator has given it up: it fails, and the next ones of that
-// thread.
+// The caller of a thread that creates a communicator has given up: make this creation fail, and the thread's
+// next ones until `on` is 0.
 ncclResult_t pyncclCpuInterrupt(int thread, int on) {
   return guarded("pyncclCpuInterrupt", [&] {
     interrupt_creations(thread, on != 0);
@@ -65,7 +65,7 @@ ncclResult_t pyncclCpuStreamCreateWithFlags(cudaStream_t* stream, unsigned int f
   return guarded(function, [&] { return create_stream(stream, flags, function); });
 }
 
-// As in CUDA the stream finishes its work first, and the call does not wait for that.
+// As in CUDA the stream finishes its work first; the call does not wait.
 ncclResult_t pyncclCpuStreamDestroy(cudaStream_t stream) {
   return guarded("pyncclCpuStreamDestroy", [&] {
     std::shared_ptr<Stream> found = handles<Stream>().take(stream);

@@ -1,5 +1,5 @@
-// Teams: subsets of a communicator's ranks. Functions that answer no status; what is wrong is in the last
-// error.
+// Teams: subsets of a communicator's ranks. These functions return no status; the last error has the reason
+// of a failure.
 #include "base/guard.hpp"
 #include "comm/lifecycle.hpp"
 
@@ -7,7 +7,7 @@ using namespace pncpu;
 
 namespace {
 
-// What `body` answers for a communicator that may be used, else `wrong`.
+// The answer of `body` for a usable communicator, else `wrong`.
 template <class Value, class Body>
 Value ask(const char* function, ncclComm_t handle, Value wrong, Body body) {
   Value answer = wrong;
@@ -27,7 +27,7 @@ ncclTeam_t team(const char* function, ncclComm_t handle, Make make) {
   });
 }
 
-// `own` is this rank's number in what the answer counts in.
+// `own` returns this rank's number in the set in which the result counts.
 template <class Own>
 int rank_of(const char* function, ncclComm_t handle, ncclTeam_t team, int rank, Own own) {
   return ask(function, handle, -1, [&](Comm& comm, int* answer) {

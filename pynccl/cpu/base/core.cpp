@@ -54,7 +54,7 @@ std::string host_name() {
 }
 
 namespace {
-// What shared memory and abstract Unix sockets need in common: one machine, one network namespace, one user.
+// Processes can share memory and abstract Unix sockets on one machine, in one network namespace, as one user.
 struct Machine {
   std::string text = first_line("/proc/sys/kernel/random/boot_id") + namespace_of("/proc/self/ns/net") +
                      namespace_of("/proc/self/ns/user");

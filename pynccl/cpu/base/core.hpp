@@ -1,4 +1,4 @@
-// Small things that everything else stands on: handles that can be checked, futexes, doorbells.
+// Common helpers: futexes, doorbells, tokens, time.
 #pragma once
 
 #include <linux/futex.h>
@@ -19,7 +19,6 @@
 namespace pncpu {
 
 constexpr size_t kCacheLine = 64;
-constexpr int kVersion = 23203;
 
 inline constexpr size_t align_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 inline Deadline after_ms(int64_t ms) { return Clock::now() + std::chrono::milliseconds(ms); }
@@ -34,7 +33,7 @@ inline void cpu_pause() {
 #endif
 }
 
-// Waits while *word == value, at most for `ns`; the word may lie in memory shared with other processes.
+// Waits while *word == value, for `ns` at most. The word may lie in memory that other processes share.
 inline void futex_wait(std::atomic<uint32_t>* word, uint32_t value, int64_t ns) {
   timespec ts{time_t(ns / 1000000000), long(ns % 1000000000)};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, value, &ts, nullptr, 0);
@@ -43,7 +42,8 @@ inline void futex_wake(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-// An event count: ring() after publishing something, wait() after having looked and found nothing.
+// An event count. A producer publishes, then rings. A consumer looks, checks for work, and waits if there is
+// none.
 struct alignas(kCacheLine) Doorbell {
   std::atomic<uint32_t> rings{0};
   std::atomic<uint32_t> sleepers{0};
@@ -60,7 +60,7 @@ struct alignas(kCacheLine) Doorbell {
   }
 };
 
-// 128 bits that only those who were told can know.
+// 128 random bits that serve as a capability.
 struct Token {
   uint64_t a = 0, b = 0;
   bool operator==(const Token& o) const { return a == o.a && b == o.b; }
@@ -75,6 +75,6 @@ std::string host_name();
 // NCCL_HOSTID, or without it in one pid namespace.
 uint64_t host_id();
 void name_this_thread(const char* name);
-int this_thread();  // the kernel's number of it
+int this_thread();  // the kernel's thread id
 
 }  // namespace pncpu

@@ -9,7 +9,7 @@
 namespace pncpu {
 namespace {
 
-// The one lock that a fork takes; under it no other is taken, and nothing waits.
+// The only lock that a fork takes. Its holder takes no other lock and never waits.
 std::mutex g_mutex;
 bool g_installed = false;
 detail::Part* g_parts = nullptr;

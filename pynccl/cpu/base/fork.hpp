@@ -1,6 +1,6 @@
-// What a fork means for this library, in one place: a child owns nothing of its parent's. Everything that a
-// process has of its own (handle tables, the service, default streams) is a part that the child makes anew;
-// the parent's parts are left behind as they were, with their locks, and never touched again.
+// All that this library does about fork: a child owns nothing of its parent's. The state of a process (handle
+// tables, the service, default streams) consists of parts. A child creates its own parts; it never touches
+// the parent's parts and their locks.
 #pragma once
 
 #include <atomic>
@@ -8,22 +8,22 @@
 
 namespace pncpu {
 
-// How many forks lie between the first process that used this library and this one.
+// The number of forks between the first process that used this library and this one.
 uint32_t process_epoch();
 
-// While one lives, no fork begins: for descriptors, which a forked child closes, since an open copy would
-// hide the parent's death from its peers. Nothing that waits may be called meanwhile.
+// Prevents a fork while it exists. For descriptors: a forked child closes them, since an open copy would hide
+// the parent's death from its peers. The holder must not call anything that waits.
 class NoFork {
  public:
   NoFork();
   ~NoFork();
   NoFork(const NoFork&) = delete;
   NoFork& operator=(const NoFork&) = delete;
-  int keep(int fd);    // one that was just made, or -1; returns it
-  void close(int fd);  // one that is kept; not in a child, which has closed its parent's
+  int keep(int fd);    // registers a new descriptor or -1, and returns it
+  void close(int fd);  // no effect in a child, which has closed its parent's descriptors
 };
 
-// Called in a forked child, in which no other thread runs; `hook` lives for ever.
+// Registers a function to be called in forked children, before other threads run. `hook` must live forever.
 struct ForkHook {
   void (*run)();
   ForkHook* next = nullptr;
@@ -39,7 +39,7 @@ struct Part {
 void list_part(Part* part);
 }  // namespace detail
 
-// This process's T, made at its first use and never destroyed. A forked child gets one of its own.
+// This process's T, created at its first use and never destroyed. A forked child creates its own.
 template <class T>
 T& per_process() {
   static detail::Part part;  // constant-initialised: without a guard that a fork could leave locked

@@ -1,11 +1,11 @@
-// The edge of the library: no exception leaves an exported function.
+// No exception leaves an exported function.
 #pragma once
 
 #include "base/log.hpp"
 
 namespace pncpu {
 
-// The result for the exception that is being handled, after fail().
+// Calls fail() for the exception that is being handled and returns its result.
 ncclResult_t exception_result(const char* function);
 
 template <class Body>

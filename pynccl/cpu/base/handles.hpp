@@ -1,6 +1,6 @@
 // Handles given to callers. A handle names a slot, the slot's generation, the kind of object and the process
-// that made it; it is never followed, so any stale, foreign or invented value is recognised. A lookup hands
-// out shared ownership: the object lives as long as the call that looked it up.
+// that made it. It is never dereferenced, so stale, foreign and invented values are recognised. A lookup
+// returns shared ownership: the object lives as long as the call that looked it up.
 #pragma once
 
 #include <sched.h>
@@ -17,7 +17,7 @@ namespace pncpu {
 
 enum class HandleKind : uint64_t { Comm = 1, Stream, Event, Window, Registration };
 
-// What a value that is no live handle is.
+// Why a value is not a live handle.
 enum class HandleState { Live, Ended, Inherited, Unknown };
 
 template <class T>
@@ -39,7 +39,7 @@ class HandleTable {
     return encode(index, state >> kGenerationShift);
   }
 
-  // nullptr for what state() tells apart.
+  // nullptr if the handle is not live; state() tells why.
   std::shared_ptr<T> find(const void* handle) const {
     Slot* s = pin(handle, [](uint64_t state) { return state + 1; });
     if (!s) return nullptr;
@@ -58,16 +58,16 @@ class HandleTable {
     return live;
   }
 
-  // Ends the handle; of several callers one gets the object.
+  // Ends the handle. Only one of several callers gets the object.
   std::shared_ptr<T> take(const void* handle) {
     Slot* s = pin(handle, [](uint64_t state) { return state & ~kLive; });
     if (!s) return nullptr;
-    // Whoever pinned it copies one shared_ptr.
+    // Wait for lookups that copy the shared_ptr.
     while (s->state.load(std::memory_order_acquire) & kPins) sched_yield();
     std::shared_ptr<T> object = std::move(s->object);
     std::lock_guard<std::mutex> lock(mutex_);
     uint64_t generation = (s->state.load(std::memory_order_relaxed) >> kGenerationShift) + 1;
-    if (generation >> kGenerationBits) return object;  // this slot has served its time
+    if (generation >> kGenerationBits) return object;  // the slot is never reused
     s->state.store(generation << kGenerationShift, std::memory_order_release);
     s->next_free = free_;
     free_ = index_of(handle);
@@ -130,7 +130,7 @@ class HandleTable {
     return blocks_[block].load(std::memory_order_acquire) + (index - start_of(block));
   }
 
-  // The index of a slot that was never used.
+  // The index of a new slot.
   uint64_t grow() {
     uint64_t index = used_.load(std::memory_order_relaxed);
     if (index == kNone) throw std::bad_alloc();
@@ -160,7 +160,7 @@ class HandleTable {
   std::atomic<Slot*> blocks_[kBlocks] = {};
 };
 
-// What a kind of object is called, and where its handles come from.
+// The name of a kind of object and of the function that creates its handles, for messages.
 template <class T>
 struct HandleTraits;  // kind, name, maker
 

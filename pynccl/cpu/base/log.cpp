@@ -21,7 +21,10 @@
 namespace pncpu {
 namespace {
 
-constexpr char kVersionLine[] = "NCCL version 2.32.3+pynccl-cpu";
+#define PNCPU_TEXT(value) #value
+#define PNCPU_VERSION(major, minor, patch) PNCPU_TEXT(major) "." PNCPU_TEXT(minor) "." PNCPU_TEXT(patch)
+constexpr char kVersionLine[] =
+    "NCCL version " PNCPU_VERSION(NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH) "+pynccl-cpu";
 constexpr int kUnread = -1;
 constexpr size_t kTextBytes = 4096;
 constexpr const char* kLevels[] = {"NONE", "VERSION", "WARN", "INFO", "ABORT", "TRACE"};
@@ -34,14 +37,15 @@ std::atomic<bool> version_shown{false};
 int file_fd = -1;  // guarded by setup_mutex, as is writing `host`
 char host[256] = "";
 
-std::mutex newest_mutex;
-char newest[kTextBytes] = "";
-
-struct ThreadError {
-  bool own;
-  char text[kTextBytes];
+struct Recorded {
+  ErrorCode code;
+  char text[kTextBytes] = "";
 };
-thread_local ThreadError thread_error;
+std::mutex newest_mutex;
+Recorded newest;
+
+thread_local Recorded thread_error;
+thread_local bool has_own_error;
 
 class KeepErrno {
  public:
@@ -56,7 +60,7 @@ void write_all(const char* data, size_t size) {
   while (size > 0) {
     ssize_t n = write(fd, data, size);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return;  // there is nowhere left to tell it
+    if (n <= 0) return;  // the log is the last place to report an error
     data += n;
     size -= static_cast<size_t>(n);
   }
@@ -109,7 +113,7 @@ int parse_level(const char* text) {
   return kUnread;
 }
 
-// A file that was written before keeps its descriptor's number: another thread may be about to write to it.
+// The new file gets the old file's descriptor number: another thread may be about to write to it.
 bool open_file(const std::string& path) {
   int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (fd < 0) return false;
@@ -129,7 +133,7 @@ void read_host() {
   host[strcspn(host, ".")] = '\0';
 }
 
-// params never logs from param_str, so nothing here comes back to this lock.
+// param_str never logs, so it cannot take setup_mutex again.
 int setup() {
   const char* wanted = param_str("NCCL_DEBUG");
   const char* file = param_str("NCCL_DEBUG_FILE");
@@ -176,11 +180,20 @@ void format_text(char (&to)[kTextBytes], const char* fmt, va_list args) {
   mark_cut(to, vsnprintf(to, sizeof(to), fmt, args));
 }
 
-void record_error(const char* text) {
+void record_error(ErrorCode code, const char* text) {
+  thread_error.code = code;
   copy_text(thread_error.text, text);
-  thread_error.own = true;
+  has_own_error = true;
   std::lock_guard<std::mutex> lock(newest_mutex);
-  copy_text(newest, text);
+  newest = thread_error;
+}
+
+const Recorded& recorded_error() {
+  if (!has_own_error) {
+    std::lock_guard<std::mutex> lock(newest_mutex);
+    thread_error = newest;
+  }
+  return thread_error;
 }
 
 }  // namespace
@@ -196,26 +209,28 @@ void log(Level level, const char* fmt, ...) {
   write_line(level, text);
 }
 
-ncclResult_t fail(ncclResult_t code, const char* fmt, ...) {
+ncclResult_t fail(ErrorCode code, const char* fmt, ...) {
   KeepErrno keep;
   char text[kTextBytes];
   va_list args;
   va_start(args, fmt);
   format_text(text, fmt, args);
   va_end(args);
-  record_error(text);
+  record_error(code, text);
   if (level_now() >= static_cast<int>(Level::Warn)) write_line(Level::Warn, text);
-  return code;
+  return code.result;
 }
 
-void set_last_error(const std::string& text) noexcept { record_error(text.c_str()); }
+void set_last_error(ErrorCode code, const std::string& text) noexcept { record_error(code, text.c_str()); }
 
-const char* last_error() {
-  if (!thread_error.own) {
-    std::lock_guard<std::mutex> lock(newest_mutex);
-    memcpy(thread_error.text, newest, sizeof(newest));
-  }
-  return thread_error.text;
+const char* last_error() { return recorded_error().text; }
+
+ErrorCode last_error_code() { return recorded_error().code; }
+
+ErrorCode last_error_as(ncclResult_t result) {
+  ErrorCode code = last_error_code();
+  code.result = result;
+  return code;
 }
 
 void print(const std::string& text) {

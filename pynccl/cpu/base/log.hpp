@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "base/nccl.hpp"
+#include "base/error.hpp"
 
 namespace pncpu {
 
@@ -13,15 +13,18 @@ enum class Level { None = 0, Version, Warn, Info, Abort, Trace };
 // stdout.
 void log(Level level, const char* fmt, ...) __attribute__((format(printf, 2, 3)));
 
-// Sets the last error, logs it at Warn, returns `code`.
-ncclResult_t fail(ncclResult_t code, const char* fmt, ...) __attribute__((format(printf, 2, 3)));
+// Sets the last error, logs it at Warn, returns the code's result.
+ncclResult_t fail(ErrorCode code, const char* fmt, ...) __attribute__((format(printf, 2, 3)));
 
-// Becomes this thread's last error and the process's newest.
-void set_last_error(const std::string& text) noexcept;
+// Sets this thread's last error, which is then the process's newest.
+void set_last_error(ErrorCode code, const std::string& text) noexcept;
 
-// This thread's own last error, else the process's newest, else "". Stable until this thread's next call of a
-// function of this header.
+// This thread's own last error, else the process's newest, else "". The text is valid until this thread's
+// next call of a function of this header.
 const char* last_error();
+ErrorCode last_error_code();
+// The last error's code with another result: a call may return a result of its own for it.
+ErrorCode last_error_as(ncclResult_t result);
 
 // Writes text to the log's destination whatever NCCL_DEBUG says.
 void print(const std::string& text);

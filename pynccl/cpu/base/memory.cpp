@@ -12,8 +12,8 @@ size_t failed_allocation() { return t_failed; }
 void note_failed_allocation(size_t bytes) { t_failed = bytes; }
 }  // namespace pncpu
 
-// The library's own operator new remembers the size that failed, for the message. Weak: a program that holds
-// these sources may bring its own.
+// The library's operator new remembers the size that failed, for messages. Weak: a program that compiles
+// these sources may define its own.
 __attribute__((weak)) void* operator new(size_t bytes) {
   if (void* memory = malloc(bytes ? bytes : 1)) return memory;
   t_failed = bytes;

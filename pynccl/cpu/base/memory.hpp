@@ -1,13 +1,13 @@
-// Memory that runs out: how much was asked for.
+// The size of allocations that failed, for messages.
 #pragma once
 
 #include <cstddef>
 
 namespace pncpu {
 
-// The size of this thread's newest allocation that failed.
+// The size of this thread's last failed allocation.
 size_t failed_allocation();
-// By an operator new that a program brings itself.
+// For a program that defines operator new itself.
 void note_failed_allocation(size_t bytes);
 
 }  // namespace pncpu

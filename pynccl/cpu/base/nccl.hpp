@@ -1,4 +1,4 @@
-// NCCL's C API and this library's additions, as C++ sees them. The one place that includes the declarations.
+// NCCL's C API and this library's additions, for C++. Only this file includes the declarations.
 #pragma once
 
 #include <cstddef>

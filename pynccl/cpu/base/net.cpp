@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kBacklog = 16384;  // the kernel lowers it to net.core.somaxconn
 constexpr std::chrono::milliseconds kFirstBackoff{1}, kLongestBackoff{50};
-constexpr std::chrono::milliseconds kStopPeriod{50};  // how often a wait looks whether it is to stop
+constexpr std::chrono::milliseconds kStopPeriod{50};  // how often a wait checks for a stop
 
 bool explain(std::string* why, const std::string& text) {
   if (why != nullptr) *why = text;
@@ -125,7 +125,7 @@ struct Interface {
   }
   bool starts_with(const char* prefix) const { return name.rfind(prefix, 0) == 0; }
 
-  // The lower the better.
+  // The lowest rank wins.
   int rank() const {
     int kind = 0;
     if (starts_with("veth")) kind = 1;
@@ -176,7 +176,7 @@ class NameFilter {
     return listed != exclude_;
   }
 
-  // Names that the user asked for leave only link-local addresses to be avoided.
+  // Among interfaces that the user named, only link-local addresses rank lower.
   int rank(const Interface& interface) const {
     bool chosen = !names_.empty() && !exclude_;
     return chosen ? interface.link_local() : interface.rank();
@@ -208,7 +208,7 @@ std::string describe(const std::vector<Interface>& interfaces) {
 // ---- connecting and waiting
 
 int poll_timeout(Deadline deadline) {
-  constexpr int64_t kLongest = 3600 * 1000;  // the caller comes again
+  constexpr int64_t kLongest = 3600 * 1000;  // the caller polls again
   auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
   return static_cast<int>(std::clamp<int64_t>(left, 0, kLongest));
 }
@@ -232,7 +232,7 @@ bool wait_for(int fd, short events, Deadline deadline, const std::atomic<bool>* 
   }
 }
 
-// A port without a listener can be connected to itself when the kernel picks it as the local port, too.
+// Connecting to a port without a listener succeeds if the kernel picks the same port as the local one.
 bool connected_to_itself(int fd) {
   Address local, peer;
   local.len = peer.len = sizeof(sockaddr_storage);
@@ -333,7 +333,7 @@ Descriptors count_descriptors() {
   Descriptors found{0, size_t(limit.rlim_cur)};
   std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/proc/self/fd"), closedir);
   while (folder && readdir(folder.get())) ++found.open;
-  return found;  // "." and ".." count for the folder's own and one that another thread opens
+  return found;  // "." and ".." stand for this descriptor and one that another thread may open
 }
 
 Fd& Fd::operator=(Fd&& other) noexcept {
@@ -386,7 +386,7 @@ Fd listen_on(Address* addr, std::string* why) {
   Fd fd = Fd::made_by([&] { return socket(addr->ss.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0); });
   if (!fd) return failed("socket");
   int on = 1;
-  bool fixed = addr->port() != 0;  // a listener that just ended may have left connections in TIME_WAIT
+  bool fixed = addr->port() != 0;  // connections of an earlier listener may be in TIME_WAIT
   if (fixed && setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) != 0)
     return failed("setsockopt");
   if (bind(fd.get(), any(addr), addr->len) != 0) return failed("bind");

@@ -15,7 +15,7 @@
 namespace pncpu {
 
 using Clock = std::chrono::steady_clock;
-using Deadline = Clock::time_point;  // Deadline::max(): for ever
+using Deadline = Clock::time_point;  // Deadline::max(): no deadline
 
 struct Address {
   sockaddr_storage ss{};
@@ -35,7 +35,7 @@ class Fd {
  public:
   Fd() = default;
   explicit Fd(int fd) : fd_(NoFork().keep(fd)) {}
-  // What `open` returns, before any fork can come between.
+  // Owns the descriptor that `open` returns; no fork happens in between.
   template <class Open>
   static Fd made_by(Open open) {
     Fd made;
@@ -55,15 +55,16 @@ class Fd {
   int fd_ = -1;
 };
 
-// NCCL_SOCKET_IFNAME (prefixes; ^ excludes, = is exact) and NCCL_SOCKET_FAMILY; by default the first
-// interface that is up and not virtual or link-local, else docker's, else lo. The port is 0.
+// Chooses an interface by NCCL_SOCKET_IFNAME (prefixes; ^ excludes, = is exact) and NCCL_SOCKET_FAMILY. By
+// default the first interface that is up and not virtual or link-local, else docker's, else lo. The port is
+// 0.
 ncclResult_t pick_interface(Address* out);
 
 // Binds that address only; port 0 is filled in. An empty Fd and *why on failure.
 Fd listen_on(Address* addr, std::string* why);
 
-// A blocking, connected socket with TCP_NODELAY. An empty Fd with errno and *why set on failure. Refused
-// connections are tried again until the deadline where `retry_refused`: the peer may not listen yet.
+// A blocking, connected socket with TCP_NODELAY. An empty Fd with errno and *why set on failure.
+// `retry_refused`: try again until the deadline, since the peer may not listen yet.
 Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool retry_refused = true,
               const std::atomic<bool>* stop = nullptr);
 
@@ -71,7 +72,7 @@ Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool ret
 bool wait_readable(int fd, Deadline deadline);
 bool wait_writable(int fd, Deadline deadline);
 
-// strerror; where no descriptor is left, also whose limit that is.
+// strerror; if no descriptor is left, also the limit that is reached.
 std::string describe_error(int error);
 inline bool out_of_descriptors(int error) { return error == EMFILE || error == ENFILE; }
 struct Descriptors {

@@ -34,7 +34,7 @@ struct Param {
   double min, max;
   bool published;
   const char* doc;
-  mutable std::atomic<bool> told{false};  // its malformed value
+  mutable std::atomic<bool> told{false};  // its malformed value was logged
 };
 
 constexpr double kMaxBytes = 1 << 30;
@@ -93,10 +93,10 @@ std::string trim(const std::string& text) {
   return text.substr(first, text.find_last_not_of(" \t\r") - first + 1);
 }
 
-// What a file of settings has at most.
+// The maximum size of a settings file.
 constexpr size_t kMaxFile = 1 << 20;
 
-// Not of what has no end, as a device, or is not there to be read, as a pipe.
+// Ignores devices and pipes, which may have no end or block.
 std::string read_regular(const std::string& path) {
   struct stat found;
   if (stat(path.c_str(), &found) != 0 || !S_ISREG(found.st_mode)) return "";
@@ -130,8 +130,7 @@ Settings read_conf_files() {
   return settings;
 }
 
-// No lock and no once_flag: a child forked by another thread in the middle of this just reads the files
-// itself.
+// No lock and no once_flag: if another thread forks meanwhile, the child reads the files itself.
 const Settings& conf() {
   static std::atomic<const Settings*> loaded{nullptr};
   const Settings* current = loaded.load(std::memory_order_acquire);
@@ -158,7 +157,7 @@ const Param& registered(const char* name) {
   return *param;
 }
 
-// The text as set, and where; an empty value counts as unset but hides what comes after it.
+// The value and its source. An empty value counts as unset and hides later sources.
 struct Text {
   const char* value = nullptr;
   std::string source = "Default";
@@ -188,7 +187,7 @@ bool parse_integer(const char* text, double* out) {
   return end != text && errno == 0 && end[strspn(end, " \t")] == '\0';
 }
 
-// Every parameter's range lies where a double holds integers exactly.
+// A double represents every integer in the parameters' ranges exactly.
 bool parse_number(Kind kind, const char* text, double* out) {
   if (kind == Kind::Bool) return parse_bool(text, out);
   return kind == Kind::Int ? parse_integer(text, out) : parse_real(text, out);
@@ -304,7 +303,7 @@ std::string bytes_of(T value) {
   return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
 }
 
-// As NCCL's: a string comes with its terminator, an integer as int64_t, a boolean as one byte.
+// As in NCCL a string includes its terminator, an integer is an int64_t, a boolean is one byte.
 std::string raw_value(const Param& param) {
   switch (param.kind) {
     case Kind::Str:

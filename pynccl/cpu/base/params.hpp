@@ -9,19 +9,20 @@
 
 namespace pncpu {
 
-// nullptr when unset. The pointer is the environment's own or lives for ever. Only names of the table.
+// nullptr if unset. The pointer is valid until the environment changes, or forever. Only for names of the
+// table.
 const char* param_str(const char* name);
-bool param_is_set(const char* name);  // to anything but its default
+bool param_is_set(const char* name);  // to a value other than its default
 
-// The table's default when unset or malformed; a malformed value is told once at Warn.
+// The table's default if unset or malformed; a malformed value is logged once at Warn.
 int64_t param_int(const char* name);
 double param_seconds(const char* name);
 
-// What is malformed of this library's own, PYNCCL_CPU_*, in words; nullptr when nothing is. Valid until the
-// thread asks again.
+// The first malformed variable of PYNCCL_CPU_*, as a sentence; nullptr: none. Valid until the thread's next
+// call.
 const char* param_error();
 
-// The whole text as a number, whatever the program's locale.
+// Parses the whole text as a number, independently of the locale.
 bool parse_real(const char* text, double* out);
 
 }  // namespace pncpu

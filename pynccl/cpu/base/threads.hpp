@@ -1,4 +1,4 @@
-// Threads that nobody joins.
+// Detached threads.
 #pragma once
 
 #include <sys/resource.h>
@@ -9,7 +9,7 @@
 
 namespace pncpu {
 
-// Throws std::system_error, whose text says what the thread was for.
+// Throws std::system_error; its text names the purpose.
 template <class Body>
 void start_thread(const char* purpose, Body body) {
   try {

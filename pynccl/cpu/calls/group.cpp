@@ -13,12 +13,12 @@ std::string copy_of_last_error() noexcept {
   try {
     return last_error();
   } catch (const std::bad_alloc&) {
-    return "out of memory";  // short enough to need none
+    return "out of memory";  // fits without an allocation
   }
 }
 
 struct Outcome {
-  ncclResult_t code = ncclSuccess;
+  ErrorCode code;
   std::string text;
 };
 
@@ -31,13 +31,16 @@ Outcome run_guarded(const Job& job) noexcept {
       return fail(ncclInvalidUsage, "a communicator of the group was aborted before the group ended");
     return job.run();
   });
-  if (outcome.code != ncclSuccess && outcome.code != ncclInProgress) outcome.text = copy_of_last_error();
+  if (outcome.code.failed() && outcome.code.result != ncclInProgress) {
+    outcome.code = last_error_as(outcome.code.result);
+    outcome.text = copy_of_last_error();
+  }
   for (auto& creation : job.creates) creation->end(outcome.code, outcome.text);
   return outcome;
 }
 
-// Jobs that run at the same time, each in a thread; all of them, or none where there are not enough threads:
-// the ranks of one communicator wait for each other.
+// Runs jobs concurrently, each in a thread. Runs none if a thread cannot be started: the ranks of one
+// communicator wait for each other.
 class Together {
  public:
   explicit Together(std::vector<Job> jobs)
@@ -69,13 +72,13 @@ class Together {
       lock.unlock();
       Outcome outcome = run_guarded(jobs_[i]);
       lock.lock();
-      if (outcome.code != ncclSuccess && failed_ == jobs_.size()) failed_ = i, stop_creations();
+      if (outcome.code.failed() && failed_ == jobs_.size()) failed_ = i, stop_creations();
       outcomes_[i] = std::move(outcome);
     }
     ++done_;
     changed_.notify_all();
   }
-  // As in NCCL (src/group.cc: groupLaunch) the others need not wait for what will not come.
+  // As in NCCL (src/group.cc: groupLaunch) the other jobs do not wait for a rank that failed.
   void stop_creations() {
     for (const Job& job : jobs_)
       for (auto& creation : job.creates) creation->comm()->session.stop_creation();
@@ -93,45 +96,47 @@ void cancel(const std::vector<Job>& jobs, const char* why) noexcept {
     for (auto& creation : job.creates) creation->end(ncclInvalidUsage, why);
 }
 
-// The jobs come first, as in NCCL: a group may hold a split and a collective on its parent.
+// Jobs run before calls, as in NCCL: a group may have a split and a collective on its parent.
 ncclResult_t run_all(std::vector<Job> jobs, const std::vector<Submission>& calls) {
   if (!jobs.empty()) {
     Outcome outcome = Together(std::move(jobs)).run();
-    if (outcome.code != ncclSuccess) {
-      set_last_error(outcome.text);
-      return outcome.code;
+    if (outcome.code.failed()) {
+      set_last_error(outcome.code, outcome.text);
+      return outcome.code.result;
     }
   }
   return calls.empty() ? ncclSuccess : issue(calls);
 }
 
-// Communicators that answer ncclInProgress until what goes on behind their callers' backs is over, however it
-// ends.
+// Keeps communicators in the state ncclInProgress until a background operation has ended, in whatever way.
 class Background {
  public:
-  explicit Background(std::vector<std::shared_ptr<Comm>> comms) : comms_(std::move(comms)) {
-    for (auto& comm : comms_) {
-      comm->standing.answer_later();
-      comm->standing.set_pending(ncclInProgress);
+  explicit Background(std::vector<std::shared_ptr<Comm>> comms) {
+    comms_.reserve(comms.size());
+    for (auto& comm : comms) {
+      uint64_t ticket = comm->standing.begin_background();
+      comms_.emplace_back(std::move(comm), ticket);
     }
   }
   ~Background() {
-    for (auto& comm : comms_) {
-      if (result_ != ncclSuccess && comm->error() == ncclSuccess) comm->fail_with(result_, text_, false);
-      comm->standing.set_pending(result_);
+    for (auto& [comm, ticket] : comms_) {
+      if (code_.failed() && comm->error() == ncclSuccess) comm->fail_with(code_, text_, false);
+      comm->standing.end_background(ticket, code_.result);
     }
   }
   Background(const Background&) = delete;
   Background& operator=(const Background&) = delete;
   void ended(ncclResult_t result) noexcept {
-    result_ = result == ncclInProgress ? ncclSuccess : result;
-    if (result_ != ncclSuccess) text_ = copy_of_last_error();
+    code_ = result == ncclInProgress ? ncclSuccess : result;
+    if (!code_.failed()) return;
+    code_ = last_error_as(result);
+    text_ = copy_of_last_error();
   }
 
  private:
-  const std::vector<std::shared_ptr<Comm>> comms_;
-  ncclResult_t result_ = ncclSystemError;
-  std::string text_ = "it could not be started";
+  std::vector<std::pair<std::shared_ptr<Comm>, uint64_t>> comms_;
+  ErrorCode code_ = ncclSystemError;
+  std::string text_ = "the background operation could not be started";
 };
 
 ncclResult_t run_in_background(std::vector<Job> jobs, std::vector<Submission> calls) {
@@ -143,7 +148,7 @@ ncclResult_t run_in_background(std::vector<Job> jobs, std::vector<Submission> ca
   auto body = [jobs = std::move(jobs), calls = std::move(calls), goes_on = std::move(goes_on)]() mutable {
     goes_on->ended(guarded("ncclGroupEnd", [&] { return run_all(std::move(jobs), calls); }));
   };
-  start_thread("what a non-blocking communicator does in the background", std::move(body));
+  start_thread("the background operation of a non-blocking communicator", std::move(body));
   return ncclInProgress;
 }
 
@@ -173,7 +178,7 @@ void Group::clear() {
   error_ = ncclSuccess;
 }
 
-// As in NCCL's src/group.cc (ncclAsyncLaunch), where of collectives the communicator that came last decides.
+// As in NCCL's src/group.cc (ncclAsyncLaunch).
 ncclResult_t Group::join(bool blocking) {
   Mode mode = blocking ? Mode::Blocking : Mode::NonBlocking;
   if (mode_ != Mode::Open && mode_ != mode)
@@ -189,7 +194,7 @@ ncclResult_t Group::add(Submission call) {
   return ncclSuccess;
 }
 
-// A destruction waits, and the whole group with it.
+// A destruction blocks, so its group does.
 ncclResult_t Group::add(Job job) {
   if (job.ends)
     mode_ = Mode::Blocking;
@@ -201,8 +206,8 @@ ncclResult_t Group::add(Job job) {
 }
 
 void Group::spoil(ncclResult_t code) noexcept {
-  if (error_ != ncclSuccess) return;
-  error_ = code;
+  if (error_.failed()) return;
+  error_ = last_error_as(code);
   error_text_ = copy_of_last_error();
 }
 
@@ -213,7 +218,7 @@ int Group::copies_on(int device) const {
   return count;
 }
 
-// What ends communicators goes on: whoever cleans up after a failure must not be left with them.
+// Jobs that end communicators run all the same: a program that cleans up after a failure depends on them.
 ncclResult_t Group::drop(const char* why) {
   std::vector<Job> jobs = std::move(jobs_);
   clear();
@@ -225,12 +230,12 @@ ncclResult_t Group::drop(const char* why) {
 }
 
 ncclResult_t Group::finish() {
-  if (error_ != ncclSuccess) {
-    ncclResult_t code = error_;
+  if (error_.failed()) {
+    ErrorCode code = error_;
     std::string text = std::move(error_text_);
     drop("the group that was to create it failed");
-    set_last_error(text);
-    return code;
+    set_last_error(code, text);
+    return code.result;
   }
   std::vector<Submission> calls = std::move(calls_);
   std::vector<Job> jobs = std::move(jobs_);
@@ -239,12 +244,12 @@ ncclResult_t Group::finish() {
   return background ? run_in_background(std::move(jobs), std::move(calls)) : run_all(std::move(jobs), calls);
 }
 
-// That of a machine that moves 5 GB/s and needs 5 us a call.
+// For a machine that moves 5 GB/s and needs 5 us per call.
 ncclResult_t Group::simulate(float* microseconds) {
   *microseconds = -1.0f;
   for (const Submission& call : calls_)
     *microseconds = 5.0f + float(double(call.op.bytes()) * call.comm->nranks / 5000.0);
-  ncclResult_t spoiled = error_;
+  ncclResult_t spoiled = error_.result;
   ncclResult_t r = drop("the group that was to create it was only simulated");
   return spoiled != ncclSuccess ? spoiled : r;
 }
@@ -260,8 +265,8 @@ ncclResult_t submit(Job job) {
   if (group.depth > 0) return group.add(std::move(job));
   if (!job.blocking) return run_in_background({std::move(job)}, {});
   Outcome outcome = run_guarded(job);
-  if (outcome.code != ncclSuccess) set_last_error(outcome.text);
-  return outcome.code;
+  if (outcome.code.failed()) set_last_error(outcome.code, outcome.text);
+  return outcome.code.result;
 }
 
 ncclResult_t spoil(ncclResult_t code) noexcept {

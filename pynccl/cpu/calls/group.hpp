@@ -1,4 +1,4 @@
-// ncclGroupStart and ncclGroupEnd: what a thread records in between, and how it is issued.
+// Groups: the calls that a thread records between ncclGroupStart and ncclGroupEnd, and how they are issued.
 #pragma once
 
 #include <functional>
@@ -10,32 +10,32 @@
 
 namespace pncpu {
 
-// A call that makes, ends or changes a communicator. `run` may block; the jobs of one group run at the same
-// time. Without `blocking` it runs behind the caller's back, and `comm` says how it went
+// A call that creates, ends or changes a communicator. `run` may block; the jobs of one group run
+// concurrently. A job that is not `blocking` runs in the background, and the state of `comm` shows its result
 // (ncclCommGetAsyncError).
 struct Job {
   const char* function;
   std::function<ncclResult_t()> run;
-  std::shared_ptr<Comm> comm = nullptr;                 // whose state says how it goes
-  std::vector<std::shared_ptr<Creation>> creates = {};  // which fail with it
+  std::shared_ptr<Comm> comm = nullptr;                 // its state shows the progress
+  std::vector<std::shared_ptr<Creation>> creates = {};  // fail if the job fails
   bool blocking = true;
-  bool ends = false;  // a destruction or an abort, which happens even if its group fails
+  bool ends = false;  // destroys or aborts; runs even if its group fails
 };
 
 class Group {
  public:
   ~Group();
   int depth = 0;
-  // ncclInvalidArgument where blocking and non-blocking communicators meet.
+  // ncclInvalidArgument if the group mixes blocking and non-blocking communicators.
   ncclResult_t add(Submission call);
   ncclResult_t add(Job job);
   void spoil(ncclResult_t code) noexcept;
-  // How many communicators that are created in this group are on the device already.
+  // How many communicators on the device this group creates so far.
   int copies_on(int device) const;
   ncclResult_t finish();
-  // Drops everything, as ncclGroupSimulateEnd does; the estimate is that of the last call.
+  // Drops all calls, as ncclGroupSimulateEnd does. The estimate is for the last call.
   ncclResult_t simulate(float* microseconds);
-  // Forgets what the forked child has from the thread that called fork, without touching it.
+  // In a forked child: forgets the calls of the parent's thread without destroying them.
   void abandon() noexcept;
 
  private:
@@ -46,10 +46,10 @@ class Group {
   std::vector<Submission> calls_;
   std::vector<Job> jobs_;
   Mode mode_ = Mode::Open;
-  ncclResult_t error_ = ncclSuccess;
+  ErrorCode error_;
   std::string error_text_;
   uint32_t epoch_ = process_epoch();
-  // What a forked child has of its parent's, for ever.
+  // A forked child keeps its parent's calls here forever.
   alignas(std::vector<Submission>) char parents_calls_[sizeof(std::vector<Submission>)];
   alignas(std::vector<Job>) char parents_jobs_[sizeof(std::vector<Job>)];
 };
@@ -57,7 +57,7 @@ Group& this_thread_group();
 
 ncclResult_t submit(Submission call);
 ncclResult_t submit(Job job);
-// A wrong call inside a group spoils the group.
+// A wrong call inside a group makes the whole group fail.
 ncclResult_t spoil(ncclResult_t code) noexcept;
 
 // The body of an exported function that can be part of a group.

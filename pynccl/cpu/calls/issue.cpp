@@ -52,7 +52,7 @@ Batch& batch_of(Launch& launch, const std::shared_ptr<Comm>& comm) {
   return launch.batches.back();
 }
 
-// A launch and its places in the streams' queues, ready to be queued without fail.
+// A launch and its nodes for the streams' queues. Queueing them cannot fail.
 struct Prepared {
   std::shared_ptr<Launch> launch = std::make_shared<Launch>();
   std::vector<std::pair<Stream*, Stream::Nodes>> nodes;

@@ -1,4 +1,4 @@
-// From calls to launches: what one group issued, queued whole or not at all.
+// From calls to launches: the calls of one group are queued all or none.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 namespace pncpu {
 
-// An operation with what it names, which it owns until it is issued.
+// An operation that owns its communicator and stream until it is issued.
 struct Submission {
   Op op;
   std::shared_ptr<Comm> comm;
@@ -17,12 +17,12 @@ struct Submission {
   cudaStream_t stream_handle = nullptr;  // for messages
 };
 
-// Every rank's streams and communicators see the groups of a process in one order. Under this lock work is
-// queued, and communicators and streams end.
+// The lock under which work is queued, and communicators and streams end. So all streams and communicators of
+// a process see its groups in one order.
 std::mutex& issue_lock();
 
-// ncclInProgress for non-blocking communicators. A call whose communicator or stream has ended meanwhile is
-// an error, and nothing is issued.
+// Returns ncclInProgress for non-blocking communicators. If the communicator or stream of a call has ended
+// meanwhile it is an error, and nothing is issued.
 ncclResult_t issue(const std::vector<Submission>& calls);
 
 // The stream behind a handle: 0, 1 and 2 are those of the communicator's device. nullptr after fail().

@@ -5,7 +5,7 @@
 namespace pncpu {
 
 namespace {
-constexpr double kFirstLook = 0.15;  // seconds without a move before a deadlock is looked for
+constexpr double kFirstLook = 0.15;  // seconds without progress before the first deadlock search
 
 Step progress(Batch& batch) {
   try {
@@ -56,7 +56,7 @@ ncclResult_t Launch::run(Deadline deadline) {
     }
     try {
       when_blocked();
-    } catch (const std::bad_alloc&) {  // looked for again later
+    } catch (const std::bad_alloc&) {  // the next search is later
     }
     int64_t ns = until(deadline, kSliceNs);
     if (ns == 0) return ncclInProgress;
@@ -84,10 +84,10 @@ Task::Errors Launch::errors() const {
   return found;
 }
 
-// A peer may be waiting for this very core.
+// Spins for a limited time only: a peer may be waiting for this core.
 bool Launch::spin_for_news() {
-  Patience least = batches[0].comm->patience();
-  for (Batch& b : batches) least = least.with(b.comm->patience());
+  WaitPolicy least = batches[0].comm->wait_policy();
+  for (Batch& b : batches) least = least.with(b.comm->wait_policy());
   return look_for(least, [&] {
     for (const Batch& b : batches)
       if (b.comm->bell().look() != b.seen) return true;
@@ -117,7 +117,7 @@ void Launch::wait_for_news(int64_t ns) {
   batches[0].comm->bell().wait(batches[0].seen, std::min<int64_t>(ns, 200 * 1000));
 }
 
-// Time-outs and deadlocks are looked for now and then, ever more rarely, only while nothing moves.
+// Checks for time-outs and deadlocks at growing intervals while there is no progress.
 void Launch::when_blocked() {
   double blocked = std::chrono::duration<double>(Clock::now() - blocked_since_).count();
   for (Batch& b : batches)

@@ -1,4 +1,4 @@
-// What one group issued on the streams that it ties together.
+// The calls of one group on streams that it ties together.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace pncpu {
 
-// Runs when every one of its streams has come to it, by whoever drives the last that came.
+// Runs when all of its streams have reached it; the thread that drives the last of them runs it.
 class Launch final : public Task {
  public:
   std::vector<Batch> batches;
@@ -26,8 +26,8 @@ class Launch final : public Task {
   void when_blocked();
   std::atomic<int> to_come_{1};
   std::atomic<bool> done_{false};
-  // Of whoever runs it, also when it goes on after a time-out.
-  bool blocked_ = false, searched_ = false;  // since its last move; a search of deadlocks knows it
+  // Only for the thread that runs the launch; another thread may continue after a time-out.
+  bool blocked_ = false, searched_ = false;  // no progress since; registered for the deadlock search
   Clock::time_point blocked_since_;
   double next_look_ = 0;
   Doorbell ended_;

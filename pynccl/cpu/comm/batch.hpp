@@ -1,4 +1,4 @@
-// The calls of one group on one communicator; runs when its turn comes.
+// The calls of one group on one communicator. It runs when it has the turn.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ struct Batch {
   bool started = false, done = false;
   ncclResult_t result = ncclSuccess;
   size_t at = 0;
-  uint32_t seen = 0;  // of the communicator's bell, before the newest look
+  uint32_t seen = 0;  // the bell's count before the last look
 };
 
 }  // namespace pncpu

@@ -7,8 +7,6 @@
 namespace pncpu {
 namespace {
 
-constexpr char kReports[] = " reports: ";
-
 uint64_t next_serial() {
   static std::atomic<uint64_t> last{0};
   return ++last;
@@ -59,7 +57,7 @@ void Comm::stop_children() {
 
 ncclResult_t Comm::check_sound(const char* function, bool only_takes) {
   bool sound = only_takes ? !fate_.failed() : error() == ncclSuccess;
-  return sound ? ncclSuccess : fail(error(), "%s: comm has failed: %s", function, error_text().c_str());
+  return sound ? ncclSuccess : fail(error_code(), "%s: comm has failed: %s", function, error_text().c_str());
 }
 
 ncclResult_t Comm::check_accepts(const char* function, bool only_takes) {
@@ -122,7 +120,7 @@ Step Comm::advance(Batch& batch) {
   return Step::Failed;
 }
 
-// What a peer on another host sent before it died may still be on its way.
+// Data that a peer on another host sent before its death may still arrive.
 bool Comm::more_may_come() {
   if (heard_long_ago()) return false;
   for (auto& p : session.peers())
@@ -131,9 +129,9 @@ bool Comm::more_may_come() {
   return false;
 }
 
-// Passed on before anybody here wakes and may exit: every peer then hears the cause before the end of this
-// rank's connection.
-void Comm::hear_of(ncclResult_t code, std::string_view text) noexcept {
+// Tells the peers before any thread of this process wakes and may exit: every peer then hears the cause
+// before this rank's connection ends.
+void Comm::hear_of(ErrorCode code, std::string_view text) noexcept {
   if (error() == ncclSuccess && !heard_.failed()) tell(code, text);
   heard_at_.store(Clock::now());
   if (heard_.decide(code, text) && turns.idle()) say(code, text);
@@ -142,7 +140,7 @@ void Comm::hear_of(ncclResult_t code, std::string_view text) noexcept {
 
 void Comm::close_buffers() {
   if (!cell() || cell()->closed.exchange(1)) return;
-  Deadline deadline = after_ms(1000);  // a block takes microseconds, unless its user is dead or stopped
+  Deadline deadline = after_ms(1000);  // using a block takes microseconds, unless the peer is dead or stopped
   for (auto& p : session.peers()) {
     if (!p->link.direct()) continue;
     Deadline until = p->same_process ? kForever : deadline;
@@ -157,11 +155,11 @@ void Comm::finish(Batch& batch) {
   if (heard_.failed()) session.notify();
 }
 
-ncclResult_t Comm::say(ncclResult_t code, std::string_view text) const noexcept {
+ncclResult_t Comm::say(ErrorCode code, std::string_view text) const noexcept {
   return fail(code, "rank %d of %d: %.*s", rank, nranks, int(text.size()), text.data());
 }
 
-bool Comm::decide(ncclResult_t code, std::string_view text) noexcept {
+bool Comm::decide(ErrorCode code, std::string_view text) noexcept {
   if (!fate_.decide(code, text)) return false;
   say(code, text);
   wake();
@@ -173,55 +171,61 @@ void Comm::wake() noexcept {
   bell().ring();
 }
 
-Step Comm::fail_with(ncclResult_t code, std::string_view text, bool tells) noexcept {
+Step Comm::fail_with(ErrorCode code, std::string_view text, bool tells) noexcept {
   if (decide(code, text) && tells) tell(code, text);
   return Step::Failed;
 }
 
-void Comm::give_up(ncclResult_t code, std::string_view text) noexcept {
+void Comm::give_up(ErrorCode code, std::string_view text) noexcept {
   if (!fate_.decide(code, text)) return;
   wake();
   tell(code, text);
 }
 
-Step Comm::mismatch(const std::string& text) { return fail_with(ncclInvalidUsage, kMismatch + text); }
+Step Comm::mismatch(const std::string& text) { return fail_with(kMismatch, kMismatchText + text); }
 
-// Without memory a peer sees no more than the end of the connection.
-void Comm::tell(ncclResult_t code, std::string_view text) noexcept {
-  char body[sizeof code + kMaxText];
+// Without memory a peer only sees the end of the connection.
+void Comm::tell(ErrorCode code, std::string_view text) noexcept {
+  const ErrorHead head{int32_t(code.result), code.mismatch, code.reported};
+  char body[sizeof head + kMaxText];
   text = text.substr(0, kMaxText);
-  memcpy(body, &code, sizeof code);
-  memcpy(body + sizeof code, text.data(), text.size());
+  memcpy(body, &head, sizeof head);
+  memcpy(body + sizeof head, text.data(), text.size());
   for (int q = 0, known = session.known_ranks(); q < known; ++q) try {
-      session.send(q, Ctl::Error, body, sizeof code + text.size());
+      session.send(q, Ctl::Error, body, sizeof head + text.size());
     } catch (const std::bad_alloc&) {
     }
 }
 
-// ---- what the service's thread tells ----
+// ---- called by the service's thread ----
 
 void Comm::arrived(const Hello& hello, SocketPtr socket) { session.arrived(hello, std::move(socket)); }
 
 void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   Peer& p = peer(from);
-  if (header.kind == Ctl::Error && body.size >= sizeof(ncclResult_t)) {
-    ncclResult_t code;
-    memcpy(&code, body.data, sizeof code);
-    bool same = code == ncclInvalidUsage || code == ncclTimeout || code == ncclInvalidArgument;
-    std::string text(body.data + sizeof code, body.size - sizeof code);
-    if (text.find(kReports) == std::string::npos) text = "rank " + std::to_string(from) + kReports + text;
-    code = same ? code : ncclRemoteError;
-    return hear_of(code, text);
-  }
+  if (header.kind == Ctl::Error) return error_told(from, body);
   if (header.kind == Ctl::Probe) return per_process<Deadlocks>().probed(*this, from, body);
-  if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().convicted(*this, body);
+  if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().cycle_found(*this, body);
   if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, body);
   std::lock_guard<std::mutex> lock(session.mutex);
+  echoed_ = echoed_ || (header.kind == Ctl::Leaving && from == rank);
   if (header.kind == Ctl::Leaving && body.size == sizeof p.leaving) {
     memcpy(&p.leaving, body.data, sizeof p.leaving);
     p.left = true;
   }
   session.changed.notify_all();
+}
+
+// A report that is passed on keeps the name of its first author.
+void Comm::error_told(int from, const Blob& body) {
+  ErrorHead head;
+  if (body.size < sizeof head) return;
+  memcpy(&head, body.data, sizeof head);
+  bool same =
+      head.result == ncclInvalidUsage || head.result == ncclTimeout || head.result == ncclInvalidArgument;
+  std::string text(body.data + sizeof head, body.size - sizeof head);
+  if (!head.reported) text = "rank " + std::to_string(from) + " reports: " + text;
+  hear_of({same ? ncclResult_t(head.result) : ncclRemoteError, head.mismatch != 0, true}, text);
 }
 
 void Comm::closed(int from) {
@@ -238,7 +242,7 @@ void Comm::closed(int from) {
 
 void Comm::tell_error() noexcept {
   try {
-    tell(error(), error_text());
+    tell(error_code(), error_text());
   } catch (const std::bad_alloc&) {
     tell(error(), "out of memory");
   }
@@ -258,7 +262,7 @@ void Comm::open() {
   context_.inline_bytes = session.inline_bytes;
   context_.block_bytes = session.block_bytes;
   for (int q = 0; q < nranks; ++q) context_.links.push_back(q == rank ? nullptr : &peer(q).link);
-  context_.fail = [this](ncclResult_t code, const std::string& text) { return fail_with(code, text); };
+  context_.fail = [this](ErrorCode code, const std::string& text) { return fail_with(code, text); };
   int dead = -1;
   {
     std::lock_guard<std::mutex> lock(session.mutex);
@@ -280,22 +284,39 @@ ncclResult_t Comm::announce_leaving() {
     Leaving mine{colls_issued.load(), p.sends_issued.load(), p.recvs_issued.load()};
     session.send(q, Ctl::Leaving, &mine, sizeof mine);
   }
+  if (shares_process()) session.echo(Ctl::Leaving, nullptr, 0);
   return ncclSuccess;
+}
+
+bool Comm::shares_process() {
+  for (int q = 0, known = session.known_ranks(); q < known; ++q)
+    if (peer(q).same_process) return true;
+  return false;
+}
+
+// Of two ranks of this process that leave concurrently at least one has the other's frame when its own echo
+// has arrived. So one of them compares.
+void Comm::await_echo(Deadline deadline) {
+  if (!shares_process()) return;
+  std::unique_lock<std::mutex> lock(session.mutex);
+  session.changed.wait_until(lock, deadline, [&] { return echoed_ || error() != ncclSuccess; });
 }
 
 ncclResult_t Comm::await_leaving() {
   Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
+  await_echo(deadline);
   for (int q = 0; q < nranks; ++q) {
     if (q == rank) continue;
     Peer& p = peer(q);
     std::unique_lock<std::mutex> lock(session.mutex);
-    // One thread may finalize several ranks, one after another. The last of them compares with all.
+    // One thread may finalize several ranks, one after another. Then the last one compares with all.
     if (p.same_process && !p.left) continue;
     bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();
     if (!came)
       return lock.unlock(),
-             fail(ncclTimeout, "ncclCommFinalize: rank %d waited in vain for rank %d to finalize", rank, q);
+             fail(ncclTimeout, "ncclCommFinalize: rank %d timed out waiting for rank %d to finalize", rank,
+                  q);
     uint64_t sent = p.sends_issued, got = p.recvs_issued;
     Leaving theirs = p.leaving;
     lock.unlock();

@@ -35,44 +35,45 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   Standing standing;
   Registry registry;
-  // Why a call is refused, or ncclSuccess. Certain under the issue lock. One that only takes what a peer has
-  // sent is accepted after the peer's death, too: the message may have arrived.
+  // ncclSuccess, or why a call is refused. The answer holds only under the issue lock. A receive
+  // (`only_takes`) is accepted after the peer's death, too: the message may have arrived.
   ncclResult_t check_accepts(const char* function, bool only_takes);
   ncclResult_t check_sound(const char* function, bool only_takes);
 
-  // Calls. Issuing counts and numbers them; progress() is the current batch's, by whoever runs its stream.
+  // Calls. count_issue() numbers them. The thread that runs the stream calls progress() for the current
+  // batch.
   Turns turns;
-  void count_issue(Op& op);  // numbers it
+  void count_issue(Op& op);
   Step progress(Batch& batch);
   void finish(Batch& batch);
   Doorbell& bell() { return session.cell() ? session.cell()->bell : own_bell_; }
-  Patience patience() const { return session.patience(coll_.underway()); }
+  WaitPolicy wait_policy() const { return session.wait_policy(coll_.underway()); }
   std::string waiting_for(const Batch& batch);
   std::atomic<uint64_t> calls{0};  // for fault injection
   std::atomic<uint64_t> colls_issued{0};
 
-  // For the search of deadlocks. What a batch waits for, by whoever runs it; nothing where the communicator
-  // just failed.
+  // For the deadlock search. What a batch waits for; only for the thread that runs it. Nothing if the
+  // communicator has just failed.
   Wait waits_of(const Batch& batch);
-  // Up to which number this rank has come, and has issued, of what a peer may need.
+  // The numbers up to which this rank has started, and has issued, the operations that a peer needs.
   void progress_towards(int peer, Need::Kind kind, uint64_t* started, uint64_t* issued);
-  // The stream that holds all that is issued and not done; nullptr where there are several.
+  // The stream of all pending operations; nullptr: several streams have some.
   std::shared_ptr<Stream> stream_of_all_pending();
-  std::atomic<int> calling_thread{0};  // the newest that called, else the one that created it
+  std::atomic<int> calling_thread{0};  // of the last call, else of the creation
 
-  // Errors: the first one stays.
-  bool decide(ncclResult_t code, std::string_view text) noexcept;
-  ncclResult_t say(ncclResult_t code, std::string_view text) const noexcept;  // the thread's last error
-  Step fail_with(ncclResult_t code, std::string_view text, bool tell = true) noexcept;
-  // The error of a call that has told its caller already.
-  void give_up(ncclResult_t code, std::string_view text) noexcept;
+  // Errors. The first error stays.
+  bool decide(ErrorCode code, std::string_view text) noexcept;
+  ncclResult_t say(ErrorCode code, std::string_view text) const noexcept;  // sets the thread's last error
+  Step fail_with(ErrorCode code, std::string_view text, bool tell = true) noexcept;
+  // For an error that the call has returned to its caller already.
+  void give_up(ErrorCode code, std::string_view text) noexcept;
   Step mismatch(const std::string& text);
-  void tell(ncclResult_t code, std::string_view text) noexcept;  // to every peer, by name
+  void tell(ErrorCode code, std::string_view text) noexcept;  // sends the error to every peer
   void tell_error() noexcept;
-  // An error that a peer reports, or its death, becomes this communicator's when no call underway can go on,
-  // or after a second: data that has arrived before is still delivered.
-  void hear_of(ncclResult_t code, std::string_view text) noexcept;
-  ncclResult_t error() const override {
+  // An error or death of a peer becomes this communicator's error when no running call can make progress, or
+  // after a second: data that arrived before is still delivered.
+  void hear_of(ErrorCode code, std::string_view text) noexcept;
+  ErrorCode error_code() const override {
     return !fate_.failed() && heard_.failed() && (turns.idle() || heard_long_ago()) ? heard_.code()
                                                                                     : fate_.code();
   }
@@ -82,17 +83,17 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
     return ready && error() == ncclInvalidUsage && !standing.revoked.load();
   }
   void never_ends(int peer, const std::string& doing) override;
-  // A rank that fails gives its buffers back to the caller, so nobody may use them any more (Link::enter).
+  // A rank that fails returns its buffers to the caller, so peers must stop using them (Link::enter).
   void close_buffers();
 
-  void open();  // connected: from now on the end of a connection is a death
+  void open();  // from now on the end of a connection is a death
   ncclResult_t announce_leaving();
   ncclResult_t await_leaving();
-  // Until every issued call has ended. Runs what the newest stream has, as every wait does.
+  // Waits until every issued call has ended. Like every wait it runs the work of the newest stream.
   ncclResult_t drain(Deadline deadline);
   void issued_on(const std::shared_ptr<Stream>& stream);  // under the issue lock
 
-  // What the service's thread tells
+  // Called by the service's thread
   void arrived(const Hello& hello, SocketPtr socket) override;
   void frame(int from, const CtlHeader& header, const Blob& body) override;
   void closed(int from) override;
@@ -103,22 +104,25 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Segment* segment() { return session.segment(); }
   Cell* cell() { return session.cell(); }
 
-  // Ranks that meet in an exchange number their meetings, each pair its own: claimed in the order of the
-  // calls, so that an exchange cannot meet another's.
-  // After a failure they have numbers of their own: some ranks had begun another meeting by then, some not.
+  // Each pair of ranks numbers its exchanges in the order of the calls, so that two exchanges are never
+  // confused. After a failure a second sequence of numbers is used: some ranks may have begun an exchange
+  // that others have not.
   std::vector<uint64_t> claim_meeting(const std::vector<int>& ranks, bool after_failure);
-  std::unique_ptr<Id> grow_id;  // that this rank made for ncclCommGrow to use; under session.mutex
+  std::unique_ptr<Id> grow_id;  // for ncclCommGrow, made by this rank; under session.mutex
 
-  // Communicators that are being made of this one, whose handles nobody has yet: an abort ends that too.
+  // Communicators that are being derived from this one. They have no handles yet; an abort ends them, too.
   void begin_child(const std::shared_ptr<Comm>& child);
   void end_child(const Comm& child);
   void stop_children();
 
  private:
+  bool shares_process();
+  void await_echo(Deadline deadline);
+  void error_told(int from, const Blob& body);
   void died(int from) noexcept;
   void note_started(const Batch& batch);
   Step advance(Batch& batch);
-  void wake() noexcept;  // who waits for anything of this communicator
+  void wake() noexcept;  // all threads that wait on this communicator
   bool heard_long_ago() const { return Clock::now() - heard_at_.load() > std::chrono::seconds(1); }
   bool more_may_come();
   Fate fate_, heard_;
@@ -127,11 +131,12 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   std::vector<std::shared_ptr<Comm>> children_;  // under it
   Doorbell own_bell_;
   std::atomic<Stream*> newest_{nullptr};
+  bool echoed_ = false;                 // under session.mutex: this rank's own Leaving frame has arrived
   std::weak_ptr<Stream> newest_owner_;  // under session.mutex
   uint64_t newest_since_ = 0;           // under it: the first ticket issued on it
   std::atomic<uint64_t> colls_started_{0};
   uint64_t coll_seq_ = 0;
-  Context context_;  // what the operations see of this communicator, since open()
+  Context context_;  // the operations' view of this communicator; set by open()
   Coll coll_;
   P2p p2p_;
 };

@@ -10,7 +10,7 @@ Creation::Creation(std::shared_ptr<Comm> comm, ncclComm_t* out, Shows shows, boo
   if (shows_ == Shows::AtOnce) show_handle(out_, comm_->handle);
 }
 
-// From here on the caller of a blocking one waits for its end, and is left no handle of one that failed.
+// The caller of a blocking creation waits for its end and gets no handle if it fails.
 bool Creation::begin() {
   given_out_ = !blocking_;
   if (!comm_->standing.begin_creation()) return false;
@@ -18,17 +18,17 @@ bool Creation::begin() {
   return true;
 }
 
-void Creation::end(ncclResult_t result, std::string_view why) noexcept {
+void Creation::end(ErrorCode code, std::string_view why) noexcept {
   if (std::exchange(ended_, true)) return;
   if (parent_) parent_->end_child(*comm_);
-  if (result == ncclSuccess) {
+  if (!code.failed()) {
     if (shows_ == Shows::WhenComplete) show_handle(out_, comm_->handle);
     return;
   }
-  comm_->give_up(result, why);
+  comm_->give_up(code, why);
   comm_->session.stop();
   comm_->session.disconnect();
-  comm_->standing.set_pending(result);
+  comm_->standing.set_pending(code.result);
   bool callers = shows_ == Shows::AtOnce && given_out_;
   if (!callers) handles<Comm>().take(comm_->handle);
   if (!callers && shows_ == Shows::AtOnce) show_handle(out_, nullptr);

@@ -5,13 +5,13 @@
 
 namespace pncpu {
 
-// Another thread may look at it, to abort what the caller waits in.
+// Atomic: another thread may read the handle to abort the creation.
 inline void show_handle(ncclComm_t* out, ncclComm_t handle) {
   __atomic_store_n(out, handle, __ATOMIC_RELEASE);
 }
 
-// Whatever is thrown, a creation that is dropped has failed: whoever ends the communicator never waits for
-// what nobody will do.
+// A creation that is dropped, for example by an exception, has failed. So a thread that ends the communicator
+// never waits for a creation that does not run.
 class Creation {
  public:
   enum class Shows { AtOnce, WhenComplete };  // the handle, in *out
@@ -21,14 +21,14 @@ class Creation {
   Creation& operator=(const Creation&) = delete;
 
   const std::shared_ptr<Comm>& comm() const { return comm_; }
-  // An abort of the parent ends it, which has no handle yet.
+  // An abort of the parent ends this creation, since it has no handle yet.
   void derives_from(std::shared_ptr<Comm> parent) { parent_ = std::move(parent); }
-  // The call that made it returns before its end, so that the handle stays the caller's even if it fails.
+  // The creating call returns before the creation ends, so the caller keeps the handle even on failure.
   void give_out() { given_out_ = true; }
-  // False where the communicator was destroyed or aborted before.
+  // False: the communicator was destroyed or aborted before.
   bool begin();
-  // Of several ends the first counts. Peers hear of a failure before this rank's connections end.
-  void end(ncclResult_t result, std::string_view why) noexcept;
+  // Only the first call has an effect. Peers hear of a failure before this rank's connections end.
+  void end(ErrorCode code, std::string_view why) noexcept;
 
  private:
   const std::shared_ptr<Comm> comm_;

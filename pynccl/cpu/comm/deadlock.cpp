@@ -10,19 +10,19 @@ namespace pncpu {
 namespace {
 
 constexpr double kAssumedSeconds = 10;
-constexpr size_t kMostText = 4096, kMostSteps = 64;
+constexpr size_t kMostSteps = 64;
 
 double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
 
 }  // namespace
 
-// One stretch of a probe's way: this rank of a communicator waits for that peer.
+// One edge of a probe's path: this rank of a communicator waits for that peer.
 struct Stretch {
   uint64_t communicator;
   int32_t rank, peer;
 };
 
-// A probe as it travels, its way and the text of that behind it. A verdict goes the same way again.
+// A probe, its path and the text that describes the path. A verdict travels the same path.
 struct Deadlocks::Probe {
   struct Fixed {
     Token process;
@@ -45,7 +45,7 @@ struct Deadlocks::Probe {
     if (body.size < sizeof f) return false;
     memcpy(static_cast<void*>(&f), body.data, sizeof f);
     size_t steps = f.steps * sizeof(Stretch), rest = body.size - sizeof f;
-    if (f.steps > kMostSteps || rest < steps || rest - steps > kMostText) return false;
+    if (f.steps > kMostSteps || rest < steps || rest - steps > kMaxText) return false;
     probe->way.resize(f.steps);
     memcpy(probe->way.data(), body.data + sizeof f, steps);
     probe->text.assign(body.data + sizeof f + steps, rest - steps);
@@ -94,7 +94,7 @@ void Deadlocks::blocked(const Task* launch, std::vector<Wait> waits, double seco
   deliver(messages);
 }
 
-// Sends a probe on along everything that a blocked launch waits for, once in a round.
+// Forwards a probe to all peers that a blocked launch waits for, once per round.
 void Deadlocks::spread(Blocked& at, Probe probe, std::vector<Message>* out) {
   uint64_t& seen = at.seen[probe.origin()];
   if (seen >= probe.fixed.round) return;
@@ -110,7 +110,7 @@ void Deadlocks::spread(Blocked& at, Probe probe, std::vector<Message>* out) {
     uint64_t communicator = w.comm->session.hash;
     bool elsewhere = !next.way.empty() && next.way[0].communicator != communicator;
     next.text += (next.text.empty() ? "" : ", ") + w.doing + (elsewhere ? " of another communicator" : "");
-    if (next.text.size() > kMostText || next.way.size() == kMostSteps) continue;
+    if (next.text.size() > kMaxText || next.way.size() == kMostSteps) continue;
     for (const Need& need : w.needs) {
       next.way.push_back({communicator, w.comm->rank, need.peer});
       next.fixed.kind = need.kind;
@@ -125,7 +125,7 @@ void Deadlocks::deliver(const std::vector<Message>& messages) {
   for (const Message& m : messages) m.comm->session.send(m.to, m.kind, m.body.data(), m.body.size());
 }
 
-// The launch at the head of a stream, or of the stream that its head waits for.
+// The launch at the head of a stream, or at the head of the stream for which its head waits.
 const Task* Deadlocks::head_of(std::shared_ptr<Stream> stream) const {
   for (int hops = 0; stream && hops < 64; ++hops) {
     Stream::Head head = stream->head();
@@ -135,9 +135,9 @@ const Task* Deadlocks::head_of(std::shared_ptr<Stream> stream) const {
   return nullptr;
 }
 
-// What must end before this rank comes to what a peer needs of it; nullptr where it has come, or nothing is
-// known.
-const Task* Deadlocks::hindrance(Comm& comm, int from, const Need& need, bool* assumed) {
+// The launch that must end before this rank starts the operation that a peer needs. nullptr: the operation
+// has started, or nothing is known.
+const Task* Deadlocks::blocking_launch(Comm& comm, int from, const Need& need, bool* assumed) {
   uint64_t started, issued;
   comm.progress_towards(from, need.kind, &started, &issued);
   if (need.number <= started) return nullptr;
@@ -160,7 +160,7 @@ void Deadlocks::probed(Comm& comm, int from, const Blob& body) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     bool assumed = probe.fixed.assumed != 0;
-    const Task* task = hindrance(comm, from, {from, probe.fixed.kind, probe.fixed.number}, &assumed);
+    const Task* task = blocking_launch(comm, from, {from, probe.fixed.kind, probe.fixed.number}, &assumed);
     auto at = blocked_.find(task);
     if (at == blocked_.end()) return;
     probe.fixed.assumed = assumed;
@@ -173,17 +173,19 @@ void Deadlocks::probed(Comm& comm, int from, const Blob& body) {
   if (!cycle) return;
   probe.text = "deadlock: " + probe.text + ": each for calls that the next has not made";
   probe.fixed.at = 0;
-  convict(std::move(probe), comm);
+  fail_cycle(std::move(probe), comm);
 }
 
-void Deadlocks::convicted(Comm& comm, const Blob& body) {
+void Deadlocks::cycle_found(Comm& comm, const Blob& body) {
   Probe verdict;
-  if (Probe::read(body, &verdict) && verdict.fixed.at < verdict.way.size()) convict(std::move(verdict), comm);
+  if (Probe::read(body, &verdict) && verdict.fixed.at < verdict.way.size())
+    fail_cycle(std::move(verdict), comm);
 }
 
-// Tells the next on the way first, since who fails may exit. What this rank waits in fails, and what the rank
-// before it waits in: else that one would find its call made as soon as this one goes on.
-void Deadlocks::convict(Probe verdict, Comm& before) {
+// Tells the next rank on the path first, since a failed process may exit. Fails the communicator on which
+// this rank waits, and the one on which the rank before it waits for this rank: otherwise that call would
+// succeed as soon as this rank continues.
+void Deadlocks::fail_cycle(Probe verdict, Comm& before) {
   Stretch here = verdict.way[verdict.fixed.at++];
   std::vector<std::shared_ptr<Comm>> failed{before.shared_from_this()};
   std::shared_ptr<Comm> link;

@@ -1,15 +1,14 @@
 // Deadlocks between ranks, also through several communicators and streams.
 //
-// A blocked launch (what one group issued) needs something of peers: that they come to a collective, send or
-// receive. It asks each of them, by a probe over the control link. A peer that has come to it already drops
-// the probe. A peer that will come to it only after something else sends the probe on to those whom that
-// waits for: the launch at the head of the stream that the call lies in, or, where the call has not been made
-// yet, the launch that the thread which makes this communicator's calls waits for. A probe that comes back to
-// the launch that sent it has found a cycle: each of its edges stays until the next one goes. It is then told
-// along the same way, so that every rank of the cycle has the error.
+// A blocked launch (the calls of one group) needs its peers to start a collective, send or receive. It sends
+// each of them a probe over the control link. A peer that has started the operation drops the probe. A peer
+// that must finish another launch first forwards the probe to the peers that this launch waits for. That
+// launch is the one at the head of the call's stream. If the call has not been made yet, it is the launch for
+// which the communicator's calling thread waits. A probe that returns to the launch that sent it has found a
+// cycle. A verdict then travels along the same path, so that every rank of the cycle gets the error.
 //
-// That a thread which waits would have made the missing call is an assumption: another thread may still make
-// it. Such a cycle is believed only after kAssumedSeconds.
+// A waiting thread is assumed to be the one that would make the missing call, but another thread may make it.
+// So a cycle with such an edge counts only after kAssumedSeconds.
 #pragma once
 
 #include <map>
@@ -26,7 +25,7 @@ namespace pncpu {
 
 struct Comm;
 
-// What a rank needs a peer to come to: its collective, send or receive of that number.
+// An operation that a peer must start: its collective, send or receive with this number.
 struct Need {
   enum Kind : uint32_t { Collective, Send, Receive };
   int peer = 0;
@@ -37,20 +36,20 @@ struct Need {
 // What the calls of one communicator in a launch wait for.
 struct Wait {
   std::shared_ptr<Comm> comm;
-  bool has_turn = false;  // else it waits for the launch that has
+  bool has_turn = false;  // false: it waits for the launch that has the turn
   std::vector<Need> needs;
   std::string doing;  // "rank 0 waits in AllReduce(...) #1"
 };
 
-// Of this process.
+// One per process.
 class Deadlocks {
  public:
-  // By whoever runs the launch, while nothing moves; sends probes.
+  // The thread that runs a launch calls this while there is no progress; sends probes.
   void blocked(const Task* launch, std::vector<Wait> waits, double seconds);
   void moved(const Task* launch);
-  // A control frame from a peer, in the service's thread.
+  // Control frames from a peer, in the service's thread.
   void probed(Comm& comm, int from, const Blob& body);
-  void convicted(Comm& comm, const Blob& body);
+  void cycle_found(Comm& comm, const Blob& body);
 
   // A thread that waits for a stream without a time-out.
   class Waiter {
@@ -62,7 +61,7 @@ class Deadlocks {
   };
 
  private:
-  // Where a probe began: a process's launch in one period without a move.
+  // The source of a probe: a launch of a process, during one period without progress.
   struct Origin {
     Token process;
     uint64_t period = 0;
@@ -82,11 +81,11 @@ class Deadlocks {
     std::shared_ptr<Stream> stream;
     Clock::time_point since;
   };
-  const Task* hindrance(Comm& comm, int from, const Need& need, bool* assumed);
+  const Task* blocking_launch(Comm& comm, int from, const Need& need, bool* assumed);
   const Task* head_of(std::shared_ptr<Stream> stream) const;
   void spread(Blocked& at, Probe probe, std::vector<Message>* out);
   void deliver(const std::vector<Message>& messages);
-  void convict(Probe verdict, Comm& before);
+  void fail_cycle(Probe verdict, Comm& before);
   std::mutex mutex_;
   std::map<const Task*, Blocked> blocked_;
   std::map<int, Waiting> waiting_;  // by thread

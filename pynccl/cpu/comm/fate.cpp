@@ -7,7 +7,7 @@ std::string Fate::text() const {
   return cut_ ? "out of memory" : text_;
 }
 
-bool Fate::decide(ncclResult_t code, std::string_view text) noexcept {
+bool Fate::decide(ErrorCode code, std::string_view text) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   if (failed()) return false;
   try {

@@ -1,4 +1,4 @@
-// What becomes of a communicator: its first error, which stays.
+// The first error of a communicator.
 #pragma once
 
 #include <atomic>
@@ -12,17 +12,17 @@ namespace pncpu {
 
 class Fate {
  public:
-  ncclResult_t code() const { return code_.load(std::memory_order_acquire); }
-  bool failed() const { return code() != ncclSuccess; }
+  ErrorCode code() const { return code_.load(std::memory_order_acquire); }
+  bool failed() const { return code().failed(); }
   std::string text() const;
-  // True for the first error, whose text is there before its code.
-  bool decide(ncclResult_t code, std::string_view text) noexcept;
+  // True for the first error. Its text is set before its code is visible.
+  bool decide(ErrorCode code, std::string_view text) noexcept;
 
  private:
-  std::atomic<ncclResult_t> code_{ncclSuccess};
+  std::atomic<ErrorCode> code_{ErrorCode()};
   mutable std::mutex mutex_;
   std::string text_;
-  bool cut_ = false;  // there was no memory for the text
+  bool cut_ = false;  // no memory for the text
 };
 
 }  // namespace pncpu

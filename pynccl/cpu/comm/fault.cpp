@@ -17,12 +17,12 @@
 namespace pncpu {
 namespace {
 
-enum class Deed { Unset, Die, Drop, Fail, Sleep };
+enum class Effect { Unset, Die, Drop, Fail, Sleep };
 
 struct Entry {
   int64_t rank = -1;
   int64_t call = -1;
-  Deed deed = Deed::Unset;
+  Effect effect = Effect::Unset;
   double seconds = 0;
   ncclResult_t result = ncclSuccess;
 };
@@ -31,7 +31,7 @@ struct Plan {
   std::string text;
   std::vector<Entry> entries;
   std::string error;
-  const Plan* previous = nullptr;  // kept for ever: other threads may still read it
+  const Plan* previous = nullptr;  // never freed: other threads may read it
 };
 
 struct ResultName {
@@ -82,21 +82,21 @@ bool parse_result(const std::string& text, ncclResult_t* out) {
 }
 
 bool parse_action(const std::string& text, Entry* entry) {
-  if (entry->deed != Deed::Unset) return false;
+  if (entry->effect != Effect::Unset) return false;
   size_t colon = std::min(text.find(':'), text.size());
   std::string name = text.substr(0, colon);
   bool bare = colon == text.size();
   std::string value = bare ? "" : text.substr(colon + 1);
-  if (name == "die") entry->deed = Deed::Die;
-  if (name == "drop") entry->deed = Deed::Drop;
-  if (name == "sleep") entry->deed = Deed::Sleep;
-  if (name == "fail") entry->deed = Deed::Fail;
-  switch (entry->deed) {
-    case Deed::Unset:
+  if (name == "die") entry->effect = Effect::Die;
+  if (name == "drop") entry->effect = Effect::Drop;
+  if (name == "sleep") entry->effect = Effect::Sleep;
+  if (name == "fail") entry->effect = Effect::Fail;
+  switch (entry->effect) {
+    case Effect::Unset:
       return false;
-    case Deed::Sleep:
+    case Effect::Sleep:
       return parse_seconds(value, &entry->seconds);
-    case Deed::Fail:
+    case Effect::Fail:
       return parse_result(value, &entry->result);
     default:
       return bare;
@@ -120,7 +120,7 @@ bool parse_entry(const std::string& text, Entry* entry, std::string* error) {
         "\"" + field + "\" is none of rank=R, call=K (from 1), action=die|drop|sleep:SECONDS|fail:RESULT";
     return false;
   }
-  if (entry->rank >= 0 && entry->call >= 1 && entry->deed != Deed::Unset) return true;
+  if (entry->rank >= 0 && entry->call >= 1 && entry->effect != Effect::Unset) return true;
   *error = "\"" + text + "\" lacks one of rank, call and action";
   return false;
 }
@@ -171,10 +171,11 @@ Fault fault_point(int rank, uint64_t call) {
   if (plan == nullptr) return {FaultAction::None, ncclSuccess};
   for (const Entry& entry : plan->entries) {
     if (entry.rank != rank || static_cast<uint64_t>(entry.call) != call) continue;
-    if (entry.deed == Deed::Sleep) std::this_thread::sleep_for(std::chrono::duration<double>(entry.seconds));
-    if (entry.deed == Deed::Die) die();
-    if (entry.deed == Deed::Drop) return {FaultAction::Drop, ncclSuccess};
-    if (entry.deed == Deed::Fail) return {FaultAction::Fail, entry.result};
+    if (entry.effect == Effect::Sleep)
+      std::this_thread::sleep_for(std::chrono::duration<double>(entry.seconds));
+    if (entry.effect == Effect::Die) die();
+    if (entry.effect == Effect::Drop) return {FaultAction::Drop, ncclSuccess};
+    if (entry.effect == Effect::Fail) return {FaultAction::Fail, entry.result};
   }
   return {FaultAction::None, ncclSuccess};
 }

@@ -15,12 +15,12 @@ struct Fault {
   ncclResult_t result;
 };
 
-// To be called once for each operation call of a communicator; `call` counts from 1, and the variable is read
-// again at call 1. Sleeps and dies inside.
+// Call once for each operation of a communicator. `call` counts from 1; call 1 reads the variable again.
+// Sleeps and dies inside.
 Fault fault_point(int rank, uint64_t call);
 
-// What is wrong with PYNCCL_CPU_FAULT (read again), or nullptr. A malformed value injects nothing and is told
-// once at Warn. The text lives for ever.
+// Why PYNCCL_CPU_FAULT (read again) is malformed, or nullptr. A malformed value injects nothing and is logged
+// once at Warn. The text is valid forever.
 const char* fault_error();
 
 }  // namespace pncpu

@@ -48,8 +48,8 @@ ncclResult_t spoil_state(Comm& comm, ncclResult_t code) {
 
 namespace {
 
-// What NCCL checks of a configuration, and since which version (src/init.cc: parseCommConfig). What came
-// after 2.30.7 is not looked at.
+// The fields of a configuration that NCCL checks, and since which version (src/init.cc: parseCommConfig).
+// Fields that came after 2.30.7 are ignored.
 struct ConfigField {
   const char* name;
   int ncclConfig_t::* member;
@@ -90,13 +90,13 @@ ncclResult_t check_config(const ncclConfig_t& config, const char* function) {
   if (config.maxCTAs != NCCL_CONFIG_UNDEF_INT)
     return fail(ncclInvalidArgument, "%s: config.minCTAs %d is greater than config.maxCTAs %d", function,
                 config.minCTAs, config.maxCTAs);
-  // Compared before the defaults are filled in.
+  // NCCL compares before it fills in the defaults.
   return fail(ncclInvalidArgument,
               "%s: config.minCTAs is %d and config.maxCTAs is not set, which NCCL refuses: set both",
               function, config.minCTAs);
 }
 
-// An older caller's struct is shorter, and has nothing to say of what is newer than its version.
+// An older caller's struct is shorter, and sets no fields that are newer than its version.
 ncclConfig_t whole_config(const ncclConfig_t& config) {
   ncclConfig_t whole;
   memset(&whole, 0, sizeof whole);
@@ -124,8 +124,8 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
 }
 
 namespace {
-// The program exits without destroying communicators. What it has issued is completed, and ranks that need
-// nothing more notice nothing.
+// For programs that exit without destroying their communicators: completes issued calls, so that ranks which
+// need nothing more see no failure.
 void leave_all() {
   Deadline deadline = after_ms(2000);
   guarded("exit", [&] {
@@ -150,7 +150,7 @@ std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_pt
 }
 
 namespace {
-// Threads whose creations are to fail, and the creations that run, by their threads.
+// Threads whose creations must fail, and the running creations by thread.
 struct Creators {
   std::mutex mutex;
   std::set<int> interrupted;
@@ -259,7 +259,7 @@ ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
 }
 
 ncclResult_t finalize(Comm& comm) {
-  // In a group the jobs run at the same time.
+  // The jobs of a group run concurrently.
   if (comm.standing.ending() != Standing::End::None)
     return fail(ncclInvalidUsage, "ncclCommFinalize: comm %p was destroyed or aborted before the group ended",
                 static_cast<void*>(comm.handle));
@@ -270,7 +270,7 @@ ncclResult_t finalize(Comm& comm) {
   comm.standing.phase.store(Phase::Finalized);
   comm.standing.set_pending(comm.error());
   if (comm.error() == ncclSuccess) return ncclSuccess;
-  return comm.say(comm.error(), comm.error_text());
+  return comm.say(comm.error_code(), comm.error_text());
 }
 
 Ending::Ending(std::shared_ptr<Comm> comm, Standing::End how)
@@ -284,7 +284,7 @@ bool Ending::may_run() const {
   return begun_ || (how_ == Standing::End::Abort && comm_->standing.ending() == Standing::End::Destroy);
 }
 
-// Whatever the steps before meet, the communicator ends.
+// The communicator ends even if an earlier step fails.
 ncclResult_t Ending::run() {
   if (how_ == Standing::End::Abort) cut_short();
   if (!begun_ && !await_destruction()) return ncclSuccess;
@@ -304,8 +304,7 @@ void Ending::cut_short() {
   if (!comm.session.left.load() || comm.standing.phase.load() != Phase::Finalized) {
     char text[64];
     snprintf(text, sizeof text, "rank %d aborted its communicator", comm.rank);
-    // Peers must hear the cause before they see the connection end, or they would take this rank for the
-    // culprit.
+    // Peers must hear the cause before this rank's connection ends, or they would report this rank.
     if (comm.decide(ncclInvalidUsage, text))
       comm.tell(ncclRemoteError, text);
     else
@@ -314,7 +313,7 @@ void Ending::cut_short() {
   comm.session.notify();
 }
 
-// That another thread has begun. True where it was taken back, and this one ends the communicator.
+// Waits for a destruction by another thread. True: it was taken back, and this call ends the communicator.
 bool Ending::await_destruction() {
   while (!comm_->standing.await_end())
     if ((begun_ = comm_->standing.begin_end(how_))) return true;

@@ -5,13 +5,13 @@
 
 namespace pncpu {
 
-// The communicator behind a handle that calls may use now. Refused are those that were invented, destroyed or
-// inherited over a fork; of the rest check_ready() refuses those that a call is in progress on, or that have
-// failed (as ncclCommEnsureReady in NCCL's src/init.cc, with the exception of revoked ones).
+// The communicator of a handle. any_comm_of() refuses handles that are invalid, destroyed or inherited over a
+// fork. comm_of() also calls check_ready(), which refuses communicators that have failed or have a call in
+// progress (as ncclCommEnsureReady in NCCL's src/init.cc, except for revoked ones).
 ncclResult_t any_comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
 ncclResult_t comm_of(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
 ncclResult_t check_ready(Comm& comm, const char* function, bool only_takes = false);
-// A wrong call becomes the state of a non-blocking communicator, for good: NCCL's src/enqueue.cc
+// A wrong call sets the state of a non-blocking communicator for good, as in NCCL's src/enqueue.cc
 // (ncclEnqueueCheck) and src/init.cc (ncclCommFinalize), at `fail:`.
 ncclResult_t spoil_state(Comm& comm, ncclResult_t code);
 
@@ -24,16 +24,16 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
 std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_ptr<Domain> domain,
                                 const Config& config);
 ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids, uint64_t ids_hash);
-// All ranks of a communicator, by one thread and without a rendezvous.
+// One thread creates all ranks of a communicator, without a rendezvous.
 ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms);
 // The last step of each creation.
 ncclResult_t connect(Comm& comm, const Table& table);
-// Lets the creations fail that a thread waits in or begins, until it is taken back.
+// `on`: the creations that a thread runs or begins fail, until a call without `on`.
 void interrupt_creations(int thread, bool on);
 
 ncclResult_t finalize(Comm& comm);
 
-// Destroying or aborting a communicator. One that is dropped before it has run is taken back, and the call
+// Destroys or aborts a communicator. An Ending that is dropped before it has run is taken back, and the call
 // can be repeated.
 class Ending {
  public:
@@ -42,7 +42,7 @@ class Ending {
   ~Ending();
   Ending(const Ending&) = delete;
   Ending& operator=(const Ending&) = delete;
-  // Of several callers one ends the communicator; only an abort may come after a destruction has begun, and
+  // Only one of several callers ends the communicator. An abort may follow a destruction that has begun, and
   // cuts it short.
   bool may_run() const;
   ncclResult_t run();
@@ -56,11 +56,11 @@ class Ending {
   bool begun_;
 };
 
-// What ranks of a communicator tell each other in a call that changes or derives communicators. Another
-// function called by one of them fails the communicator on all.
+// The exchange of data between ranks in a call that changes or derives communicators. If one of them calls
+// another function, the communicator fails on all.
 class Meeting {
  public:
-  // In the order of the calls.
+  // Create one in the order of the calls.
   Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char* function,
           bool after_failure = false);
   ncclResult_t meet(const std::string& mine, std::vector<std::string>* all) const;

@@ -1,4 +1,4 @@
-// What callers registered with a communicator: buffers, windows, reduction operators.
+// The buffers, windows and reduction operators that callers registered with a communicator.
 #pragma once
 
 #include <map>
@@ -18,7 +18,7 @@ struct Registered {
   int flags;
 };
 struct Registration : Registered {
-  int count = 1;  // of those who registered it
+  int count = 1;  // number of registrations
 };
 struct Window : Registered {};
 
@@ -42,14 +42,14 @@ struct RedOp {
 class Registry {
  public:
   explicit Registry(uint64_t serial) : serial_(serial) {}
-  ~Registry();  // ends the handles that are left
+  ~Registry();  // ends all handles
 
-  // Memory whose pages are registered already gets their handle, counted (NCCL's src/register/register.cc).
+  // Memory whose pages are registered gets the same handle, with a count (NCCL's src/register/register.cc).
   void* add_buffer(const Registered& memory);
   bool remove_buffer(void* handle);  // false for a handle that is not of this communicator
 
   void* add_window(const Registered& memory);
-  // Refused are also those of another communicator: nullptr, or a result, after fail().
+  // Windows of other communicators are refused, too: nullptr, or a result, after fail().
   std::shared_ptr<Window> find_window(const void* handle, const char* function) const;
   ncclResult_t remove_window(void* handle, const char* function);
 

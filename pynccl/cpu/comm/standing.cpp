@@ -26,6 +26,20 @@ void Standing::set_pending(ncclResult_t state) {
   changed_.notify_all();
 }
 
+uint64_t Standing::begin_background() {
+  answer_later();
+  std::lock_guard<std::mutex> lock(mutex_);
+  pending_.store(ncclInProgress, std::memory_order_release);
+  return ++background_;
+}
+
+void Standing::end_background(uint64_t ticket, ncclResult_t result) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (ticket != background_) return;
+  pending_.store(result, std::memory_order_release);
+  changed_.notify_all();
+}
+
 ncclResult_t Standing::await_pending() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [&] { return pending_.load() != ncclInProgress; });

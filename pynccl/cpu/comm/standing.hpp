@@ -1,4 +1,4 @@
-// Where a communicator stands: being created, in use, ending; what its caller may do with it now.
+// The life of a communicator: creation, use, end; and the state of its background operation.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ class Standing {
   std::atomic<Phase> phase{Phase::Creating};
   std::atomic<bool> revoked{false};
 
-  // Destroy and Abort: of several callers one ends the communicator. Under the issue lock.
+  // Destroy and Abort: one of several callers ends the communicator. Under the issue lock.
   enum class End { None, Destroy, Abort };
   End ending() const { return ending_.load(std::memory_order_acquire); }
   bool begin_end(End how) {
@@ -25,20 +25,24 @@ class Standing {
   }
   void take_back_end();
   void ended();
-  bool await_end();  // false where it was taken back
+  bool await_end();  // false: the end was taken back
 
-  // A creation that has not begun, in a group that is still open, can be cancelled; of the two one succeeds.
+  // A creation in an open group has not begun and can be cancelled. Only one of the two calls succeeds.
   bool begin_creation() { return exchange_creation(Creation::Begun) != Creation::Cancelled; }
   bool cancel_creation() { return exchange_creation(Creation::Cancelled) == Creation::Announced; }
 
-  // What runs in the background: ncclInProgress, then its result. That of a non-blocking communicator is also
-  // what a wrong call answered, for good.
+  // The state of the background operation: ncclInProgress, then its result. A wrong call on a non-blocking
+  // communicator sets it for good.
   ncclResult_t pending() const { return pending_.load(std::memory_order_acquire); }
   void set_pending(ncclResult_t state);
+  // A background operation, which the ticket identifies. Its end changes the state only if no newer operation
+  // has begun: the operation's own last step may have made the communicator ready before.
+  uint64_t begin_background();
+  void end_background(uint64_t ticket, ncclResult_t result);
   ncclResult_t await_pending();
 
-  // A call of a non-blocking communicator was issued. As in NCCL it is taken some time later: the first poll
-  // answers ncclInProgress for certain, and one after it ncclSuccess.
+  // A call on a non-blocking communicator was issued. As in NCCL it is accepted later: the first poll returns
+  // ncclInProgress, a later one ncclSuccess.
   void answer_later() { answers_.store(kAnswers); }
   bool must_poll() const { return answers_.load(std::memory_order_acquire) > 0 && pending() == ncclSuccess; }
   ncclResult_t poll();
@@ -55,7 +59,8 @@ class Standing {
   std::atomic<End> ending_{End::None};
   std::atomic<ncclResult_t> pending_{ncclInProgress};
   std::atomic<int> answers_{0};
-  bool ended_ = false;
+  bool ended_ = false;       // under mutex_
+  uint64_t background_ = 0;  // under mutex_: the newest ticket
   std::mutex mutex_;
   std::condition_variable changed_;
 };

@@ -1,5 +1,5 @@
-// On a communicator the calls take turns by ticket, whatever their streams: all ranks issue in the same
-// order, so each has the same collective current.
+// The calls on a communicator run one after another, in the order of their tickets, whatever their streams.
+// All ranks issue in the same order, so all ranks run the same collective at the same time.
 #pragma once
 
 #include <atomic>

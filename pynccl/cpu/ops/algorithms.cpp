@@ -2,13 +2,14 @@
 
 #include <algorithm>
 
-// What holds for every algorithm:
-// - Inputs are reduced in rank order and each element is computed once, or by everyone in the same way: the
-//   bits of a result depend neither on the ranks' pace nor on how they are connected.
-// - A rank that ends its schedule may change its buffers at once. So whoever reads or writes a peer's buffers
-//   directly says when it is done (kDone), and that peer waits for it.
-// - A pipe holds bytes in the order in which they were written: of two actions on one pipe in one direction,
-//   the later is `after` the earlier.
+// Rules for every algorithm:
+// - Inputs are reduced in rank order, and each element is computed once, or by every rank in the same way. So
+// the
+//   bits of a result depend neither on timing nor on the connections.
+// - A rank that ends its schedule may change its buffers. So a rank that accesses a peer's buffers directly
+//   notifies the peer when it has finished (kDone), and the peer waits for this.
+// - A pipe delivers bytes in order: of two actions on one pipe in one direction, the later one is `after` the
+//   earlier one.
 
 namespace pncpu {
 namespace {
@@ -26,13 +27,13 @@ size_t slot(const Call& c, int from) {
   return one_each ? size_t(from) * c.bytes() : 0;
 }
 
-// The peers, each rank beginning with another.
+// Visits the peers; each rank begins with another one.
 template <class F>
 void each_peer(const Call& c, F&& visit) {
   for (int i = 1; i < c.nranks; ++i) visit((c.rank + i) % c.nranks);
 }
 
-// Small calls, and those of a communicator's only rank: all that is needed is here already.
+// Small calls, and calls on one rank: all data is here already.
 void local(const Call& c, Schedule* s) {
   auto input = [&](int p, size_t offset) {
     return p == c.rank ? send_of(p, offset) : Place{Place::Payload, p, 0};
@@ -49,7 +50,7 @@ void local(const Call& c, Schedule* s) {
   s->reduce(recv_of(c.rank, 0), mine.bytes);
 }
 
-// Where nothing is computed: everyone takes what it needs from where it is.
+// Calls without a reduction: every rank reads what it needs from its source.
 void copies(const Call& c, Schedule* s) {
   each_peer(c, [&](int p) {
     if (Part out = part(c, c.rank, p); out.bytes && !c.direct[size_t(p)])
@@ -69,14 +70,14 @@ void copies(const Call& c, Schedule* s) {
   });
 }
 
-// Adds the reduction of what lies at `offset` in everyone's send buffer.
+// Adds the reduction of all send buffers at `offset`.
 int32_t reduce_all(const Call& c, size_t offset, Place to, size_t bytes, Schedule* s) {
   for (int p = 0; p < c.nranks; ++p)
     s->inputs.push_back(p == c.rank || c.direct[size_t(p)] ? send_of(p, offset) : pipe_of(p));
   return s->reduce(to, bytes);
 }
 
-// reduce, reduce_scatter: whoever needs a result computes it.
+// reduce, reduce_scatter: a rank that needs a result computes it.
 void reduce_where_needed(const Call& c, Schedule* s) {
   each_peer(c, [&](int p) {
     if (Part out = part(c, c.rank, p); out.bytes && !c.direct[size_t(p)])
@@ -93,7 +94,7 @@ void reduce_where_needed(const Call& c, Schedule* s) {
   });
 }
 
-// A rank's share of an all_reduce, in whole cache lines.
+// The part of an all_reduce that a rank computes, in whole cache lines.
 Part share(const Call& c, int rank) {
   size_t line = kCacheLine / c.item;
   size_t per = align_up((c.count + size_t(c.nranks) - 1) / size_t(c.nranks), line);
@@ -101,9 +102,9 @@ Part share(const Call& c, int rank) {
   return {first * c.item, std::min(per, c.count - first) * c.item};
 }
 
-// all_reduce: each rank reduces a share for all and hands the results on, block by block, straight into the
-// peers' buffers while they are in its cache: lines that only one core ever writes need not change hands.
-// What lies there is no longer needed, for this rank alone read it.
+// all_reduce: each rank reduces its share and writes each finished block directly into the peers' buffers
+// while the block is in its cache. Only one core writes a cache line, so ownership of the line does not move.
+// Overwriting is safe, since only this rank reads that part of the peers' buffers.
 void reduce_shares(const Call& c, Schedule* s) {
   Part mine = share(c, c.rank);
   std::vector<int32_t> raw(size_t(c.nranks), Action::kNone);

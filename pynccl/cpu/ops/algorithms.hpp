@@ -1,4 +1,4 @@
-// How each collective is done: one function an algorithm, which writes this rank's schedule.
+// The algorithms of the collectives. Each is one function that writes this rank's schedule.
 #pragma once
 
 #include "ops/ops.hpp"
@@ -6,22 +6,20 @@
 
 namespace pncpu {
 
-// What an algorithm may look at.
+// The input of an algorithm.
 struct Call {
   Func func;
   int root;
   size_t count, item;  // elements, and the size of one
   int rank, nranks;
-  bool payloads;  // the data came with the headers
-  std::vector<char>
-      direct;  // by rank: each of the two reads and writes the other's buffers; as that one sees it
+  bool payloads;             // the data came with the headers
+  std::vector<char> direct;  // by rank: the pair reads and writes each other's buffers
   size_t bytes() const { return count * item; }
 };
 
 struct Algorithm {
   const char* name;
-  // Every rank must choose the same, so this may look only at what is equal everywhere: not at rank or
-  // direct.
+  // Every rank must choose the same algorithm, so this must not read `rank` or `direct`, which differ.
   bool (*fits)(const Call&);
   void (*plan)(const Call&, Schedule*);
 };

@@ -27,7 +27,7 @@ Step Coll::step() {
   return matched && s == Step::Blocked ? Step::Moved : s;
 }
 
-// Programs repeat their calls: the schedule of the last one often serves again.
+// Programs repeat their calls: reuse the last schedule if it fits.
 void Coll::plan() {
   size_t item = type_size(op_.dtype);
   if (planned_ && call_.func == op_.func && call_.root == op_.root && call_.count == op_.count &&

@@ -1,5 +1,5 @@
-// A collective, as a state machine that never blocks: the ranks agree on the call, then each runs its
-// schedule.
+// A collective is a state machine that never blocks. First the ranks compare their calls, then each rank runs
+// its schedule.
 #pragma once
 
 #include <atomic>
@@ -15,11 +15,11 @@ class Coll {
       : context_(context), matching_(context), executor_(context, matching_) {}
   void start(const Op& op, uint64_t seq);
   Step step();
-  // Ranks that have not come to this collective yet.
+  // Ranks that have not started this collective.
   std::vector<int> missing() const;
   std::string str() const;
   uint64_t seq() const { return matching_.mine().seq; }
-  // The peers are at work on this collective, so what is waited for comes soon. Asked by any thread.
+  // The peers run this collective, so data arrives soon. Any thread may call this.
   bool underway() const { return underway_.load(std::memory_order_relaxed); }
 
  private:
@@ -30,7 +30,7 @@ class Coll {
   Matching matching_;
   Executor executor_;
   Op op_;
-  Call call_{};  // what the schedule is for
+  Call call_{};  // the call of the schedule
   Schedule schedule_;
   bool planned_ = false;
   Phase phase_ = Phase::Idle;

@@ -76,7 +76,7 @@ Step Executor::copy(const Action& a, size_t limit, size_t* done) {
     return pipe_in(*context_.link(a.from.rank).pipe[kColl], mine(a.to), limit, done);
   if (!is_mine(a.to)) return direct_out(context_, a.to.rank, mine(a.from), theirs(a.to), limit, done, doing);
   if (!is_mine(a.from) && a.from.kind != Place::Payload)
-    // A peer that dies later never says that it is done, so one proof of identity is enough.
+    // One proof of identity is enough: a peer that dies later never notifies that it is done.
     return direct_in(context_, a.from.rank, theirs(a.from), mine(a.to), limit, done, *done == 0, doing);
   const char* from = a.from.kind == Place::Payload ? matching_.payload(a.from.rank) : mine(a.from);
   size_t n = from == mine(a.to) ? limit - *done : std::min(limit - *done, kSlice);
@@ -111,7 +111,7 @@ Step Executor::reduce(const Action& a, size_t* done) {
   return *done == a.bytes ? Step::Done : Step::Moved;
 }
 
-// Finds the inputs that can be read where they are.
+// Finds the inputs that can be read in place.
 void Executor::locate_inputs(const Action& a) {
   for (size_t i = a.first_input; i < a.first_input + a.inputs; ++i) {
     const Place& from = schedule_->inputs[i];
@@ -126,8 +126,8 @@ void Executor::locate_inputs(const Action& a) {
   }
 }
 
-// Whether all peers whose buffers are read where they are still allow it; one that does not has failed, and
-// its error is on the way.
+// Whether all peers still allow this rank to read their buffers. A peer that does not has failed, and its
+// error will arrive.
 bool Executor::enter_inputs(const Action& a) {
   for (size_t i = 0; i < a.inputs; ++i) {
     const Link* link = inputs_[a.first_input + i].link;
@@ -143,7 +143,7 @@ void Executor::leave_inputs(const Action& a, size_t count) {
     if (const Link* link = inputs_[a.first_input + i].link) link->leave();
 }
 
-// Brings one block of an input here. Moved: a part of it.
+// Copies one block of an input here. Moved: a part of it has arrived.
 Step Executor::fetch(const Place& from, Input& input, size_t offset, size_t bytes) {
   if (input.fetched == bytes) return Step::Done;
   if (from.kind == Place::Pipe)

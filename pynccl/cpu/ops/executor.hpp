@@ -1,4 +1,5 @@
-// Runs a schedule. Never blocks: a step does what can be done now, and any thread may make the next one.
+// Runs a schedule and never blocks: a step makes the progress that is possible now. Any thread may run the
+// next step.
 #pragma once
 
 #include <vector>
@@ -10,9 +11,9 @@ namespace pncpu {
 
 class Executor {
  public:
-  // The matching has told where the peers' buffers are and holds their payloads.
+  // `matching` has the addresses of the peers' buffers and their payloads.
   Executor(const Context& context, Matching& matching) : context_(context), matching_(matching) {}
-  void start(const Op& op, const Schedule& schedule);  // which stay until it has ended
+  void start(const Op& op, const Schedule& schedule);  // both must live until the end
   Step step();
 
  private:
@@ -20,10 +21,10 @@ class Executor {
     size_t bytes = 0;
     bool ended = false;
   };
-  // One operand of a reduction: its current block, fetched here unless it can be read where it is.
+  // One operand of a reduction. Its current block is copied here unless it can be read in place.
   struct Input {
     const char* base = nullptr;  // of all blocks
-    const Link* link = nullptr;  // to the peer whose buffer that is
+    const Link* link = nullptr;  // to the owner of the buffer
     size_t fetched = 0;
     std::vector<char> block;
   };

@@ -41,7 +41,7 @@ void Matching::start(const Op& op, uint64_t seq) {
 
 Step Matching::step() {
   bool told = announce();
-  context_.ring_peers();  // before the work that may follow at once, or the peers would begin after it
+  context_.ring_peers();  // before the reduction that may follow, so that the peers need not wait for it
   Step heard = hear();
   if (heard == Step::Blocked || (heard == Step::Done && !told)) return context_.blocked(kColl);
   return heard;

@@ -1,5 +1,5 @@
-// The first phase of every operation: the ranks tell each other what they call and compare. It knows nothing
-// of how the data moves afterwards.
+// The first phase of every operation: the ranks exchange and compare headers of their calls. It does not
+// depend on how the data moves afterwards.
 #pragma once
 
 #include <vector>
@@ -8,26 +8,27 @@
 
 namespace pncpu {
 
-// Reads the header at the head of a pipe and leaves it there. How many bytes are readable, with it; 0 while
-// it has not come whole.
+// Copies the header at the head of a pipe without consuming it. Returns the number of readable bytes
+// including the header; 0: it has not arrived completely.
 size_t hear_header(Pipe& pipe, Header* header);
-// Whether a peer's header that describes the same call is also what this library sends with such a call.
+// Checks the rest of a peer's header for the same call: sequence number and payload must be what this library
+// sends.
 Step check_header(const Context& context, int from, const Header& theirs, uint64_t seq, bool is_inline,
                   size_t payload);
 
-// Of a collective: everyone to everyone. A small call's data comes with the header.
+// For collectives: all ranks exchange headers. The data of small calls comes with the header.
 class Matching {
  public:
   explicit Matching(const Context& context) : context_(context) {}
   void start(const Op& op, uint64_t seq);
-  // Done when all ranks have called the same; with Failed the communicator has its error.
+  // Done: all ranks have made the same call. Failed: the communicator has failed.
   Step step();
   const Header& mine() const { return mine_; }
   const Header& header(int rank) const { return peers_[size_t(rank)].header; }
-  // The data that came with a peer's header, until release() takes it out of the pipe.
+  // The data that came with a peer's header; valid until release() consumes it.
   const char* payload(int peer);
   void release();
-  std::vector<int> missing() const;  // the ranks that were not heard
+  std::vector<int> missing() const;  // ranks whose header has not arrived
 
  private:
   struct Peer {

@@ -30,7 +30,7 @@ Step direct_in(const Context& context, int peer, uint64_t from, char* to, size_t
                bool identify, const char* doing) {
   size_t n = std::min(bytes - *done, kSlice);
   RemoteResult r = context.link(peer).read(to + *done, from + *done, n, identify);
-  if (r == RemoteResult::Closed) return Step::Blocked;  // the peer has failed; its error is on the way
+  if (r == RemoteResult::Closed) return Step::Blocked;  // the peer has failed; its error will arrive
   if (r != RemoteResult::Ok) return direct_failed(context, peer, r, doing);
   *done += n;
   return *done == bytes ? Step::Done : Step::Moved;
@@ -40,7 +40,7 @@ Step direct_out(const Context& context, int peer, const char* from, uint64_t to,
                 const char* doing) {
   size_t n = std::min(bytes - *done, kSlice);
   RemoteResult r = context.link(peer).write(from + *done, to + *done, n);
-  // A peer that has failed wants nothing more; its error is on the way.
+  // A failed peer needs no data; its error will arrive.
   if (r != RemoteResult::Ok && r != RemoteResult::Closed) return direct_failed(context, peer, r, doing);
   *done += n;
   return *done == bytes ? Step::Done : Step::Moved;

@@ -59,7 +59,7 @@ void Context::ring_peers() const {
 Step Context::blocked(Channel channel) const {
   for (int p = 0; p < nranks; ++p)
     if (const char* fault = p == rank ? nullptr : link(p).pipe[channel]->fault())
-      return fail(ncclInternalError, who(p) + " spoiled the memory that it shares with rank " +
+      return fail(ncclInternalError, who(p) + " corrupted the memory that it shares with rank " +
                                          std::to_string(rank) + ": " + fault);
   return Step::Blocked;
 }

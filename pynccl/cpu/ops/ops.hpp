@@ -1,4 +1,4 @@
-// One call of the API, as it travels from the caller to the stream that runs it.
+// One call of the API, from the caller to the stream that runs it.
 #pragma once
 
 #include <memory>
@@ -32,13 +32,13 @@ struct Op {
   Func func = Func::AllReduce;
   RedKind red = RedKind::Sum;
   ncclDataType_t dtype = ncclInt8;
-  int root = 0;  // or the peer
+  int root = 0;  // the peer of a message
   size_t count = 0;
   const void* send = nullptr;
   void* recv = nullptr;
   PreMul scalar{};
-  uint64_t number = 0;              // among the collectives, or the sends or receives with the peer, from 1
-  const void* scalar_at = nullptr;  // read when the operation runs (ncclScalarDevice)
+  uint64_t number = 0;              // counts the collectives, or the sends or receives with the peer, from 1
+  const void* scalar_at = nullptr;  // ncclScalarDevice: read when the operation runs
   size_t bytes() const { return count * type_size(dtype); }
 };
 
@@ -48,15 +48,15 @@ struct Part {
 };
 Part part_for(Func func, int root, size_t bytes, int from, int to);
 
-// What a rank says about a collective or a message before any data. Equal calls have equal first five fields.
+// A rank sends this before the data of a collective or message. Equal calls have equal first five fields.
 struct Header {
   uint8_t func = 0, dtype = 0, red = 0, is_inline = 0;
   int32_t root = 0;
   uint64_t count = 0;
   uint64_t seq = 0;
-  uint64_t send = 0, recv = 0;  // addresses, for direct reads
+  uint64_t send = 0, recv = 0;  // addresses for direct access
   PreMul scalar{};
-  uint32_t payload = 0;  // bytes that follow at once
+  uint32_t payload = 0;  // bytes that follow the header
   uint32_t pad = 0;
   bool same_call(const Header& o) const {
     return func == o.func && dtype == o.dtype && red == o.red && root == o.root && count == o.count;

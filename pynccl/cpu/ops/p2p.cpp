@@ -22,7 +22,7 @@ Step P2p::start(const std::vector<Op>& ops) {
   return ops.empty() ? Step::Done : start_self(peers_[size_t(context_.rank)]);
 }
 
-// Messages to oneself are matched within the group, as NCCL does: nobody else could.
+// As in NCCL, messages to the rank itself must match within the group.
 Step P2p::start_self(Peer& self) {
   size_t sends = self.out.ops.size(), recvs = self.in.ops.size();
   if (sends == 0 && recvs == 0) return Step::Done;
@@ -62,7 +62,7 @@ Step P2p::step() {
   return left_ == 0 ? Step::Done : moved ? Step::Moved : context_.blocked(kP2p);
 }
 
-// To the next message when this one is done.
+// Goes to the next message if this one is done.
 Step P2p::advance(Lane& lane, Step step) {
   if (step != Step::Done) return step;
   ++lane.at;
@@ -93,7 +93,7 @@ Step P2p::step_send(int p, Peer& peer) {
   return pipe_out(pipe, static_cast<const char*>(op.send), op.bytes(), &lane.done);
 }
 
-// Compares the header at the head of the lane with the receive that waits.
+// Compares the next header with the waiting receive.
 Step P2p::match(int p, Peer& peer) {
   Lane& lane = peer.in;
   const Op& op = lane.op();
@@ -124,7 +124,7 @@ Step P2p::step_recv(int p, Peer& peer) {
   Link& link = context_.link(p);
   char* to = static_cast<char*>(op.recv);
   if (is_small(op) || !link.direct()) return pipe_in(*link.pipe[kP2p], to, op.bytes(), &lane.done);
-  // A sender that died during the message is noticed at its end at the latest.
+  // Checks the sender's identity with the last slice, so that its death during the message is noticed.
   bool last = op.bytes() - lane.done <= kSlice;
   Step s = direct_in(context_, p, peer.sender_address, to, op.bytes(), &lane.done, last, "Recv");
   if (s != Step::Done) return s;

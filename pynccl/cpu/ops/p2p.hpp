@@ -1,4 +1,4 @@
-// Point-to-point messages of one batch: each pair of ranks in order, all pairs at once.
+// The point-to-point messages of one batch: in order for each pair of ranks, concurrently for all pairs.
 #pragma once
 
 #include <vector>
@@ -29,7 +29,7 @@ class P2p {
     std::vector<const Op*> ops;
     size_t at = 0;
     uint64_t before = 0;  // messages of earlier batches
-    bool begun = false;   // the header of ops[at] has been sent, or heard and compared
+    bool begun = false;   // the header of ops[at] was sent, or received and compared
     size_t done = 0;      // bytes of ops[at]
     bool idle() const { return at == ops.size(); }
     const Op& op() const { return *ops[at]; }

@@ -1,5 +1,5 @@
-// What one rank does in a collective once all have agreed on it: plain data, made by an algorithm, run by the
-// executor. It names buffers, not addresses.
+// The actions of one rank in a collective: plain data that an algorithm writes and the executor runs. It
+// names buffers, not addresses.
 #pragma once
 
 #include <cstdint>
@@ -7,26 +7,26 @@
 
 namespace pncpu {
 
-// Where bytes come from or go to.
+// The source or target of bytes.
 struct Place {
   enum Kind : uint8_t {
-    Send,  // a send or receive buffer: this rank's, or that of a peer with direct access
+    Send,  // a send or receive buffer of this rank, or of a peer with direct access
     Recv,
-    Pipe,    // the pipe from or to a peer, in the order in which the actions stand in the schedule
-    Payload  // what came with a peer's header
+    Pipe,    // the pipe from or to a peer, used in the order of the actions
+    Payload  // the data that came with a peer's header
   };
   Kind kind = Send;
   int32_t rank = 0;
-  size_t offset = 0;  // bytes; means nothing in a pipe
+  size_t offset = 0;  // in bytes; unused for a pipe
 };
 
-// Actions run side by side, block by block, as far as `after` and `follows` allow.
+// Actions run concurrently, block by block, within the limits of `after` and `follows`.
 struct Action {
   enum Kind : uint8_t {
     Copy,    // `bytes` from `from` to `to`
     Reduce,  // `bytes` of each input, in their order, to `to`
-    Notify,  // tells the peer `to.rank` that this rank has come to `stage`
-    Wait     // until the peer `from.rank` has told the same
+    Notify,  // tells the peer `to.rank` that this rank has reached `stage`
+    Wait     // waits for the same from the peer `from.rank`
   };
   static constexpr int32_t kNone = -1;
   Kind kind = Copy;
@@ -34,8 +34,9 @@ struct Action {
   Place from, to;
   size_t bytes = 0;
   uint32_t first_input = 0, inputs = 0;
-  int32_t after = kNone;    // an action that has to end before this one begins
-  int32_t follows = kNone;  // an action over as many bytes; this one moves what that one has finished
+  int32_t after = kNone;  // an action that must end before this one begins
+  int32_t follows =
+      kNone;  // an action over the same number of bytes; this one moves the bytes it has finished
 };
 
 struct Schedule {
@@ -58,7 +59,7 @@ struct Schedule {
     a.bytes = bytes;
     return add(a);
   }
-  // Takes the inputs that were added since the last one.
+  // Uses the inputs that were added since the last reduce.
   int32_t reduce(Place to, size_t bytes) {
     Action a;
     a.kind = Action::Reduce;

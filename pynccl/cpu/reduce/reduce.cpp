@@ -6,7 +6,7 @@
 #include <immintrin.h>
 #endif
 
-// GCC only: clang has no target pragma for a region.
+// GCC only: clang has no pragma that sets the target of a region.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define PNCPU_X86_TARGETS 1
 #endif
@@ -62,7 +62,8 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
-// A caller that flushes subnormals, rounds otherwise or traps must neither change results nor be changed.
+// Sets the default floating-point mode and restores the caller's, which may flush subnormals, round
+// differently or trap.
 class DefaultFloatMode {
  public:
   DefaultFloatMode() : saved_(get()) {

@@ -1,11 +1,11 @@
-// Reductions over host memory: what every collective that computes is made of.
+// Reductions over host memory, for every collective that computes.
 //
-// out[i] = finish(in[0][i] op in[1][i] op ... op in[k-1][i]), strictly in that order, each element on its
-// own. The bits of a result depend on nothing else: not on alignment, n, blocking, the CPU's instruction set
-// or the thread's floating-point mode.
+// out[i] = finish(in[0][i] op in[1][i] op ... op in[k-1][i]), strictly in that order, independently for
+// each element. The bits of a result do not depend on alignment, n, blocking, the CPU's instruction set or
+// the thread's floating-point mode.
 //
-// out may be any of the in[j] (same address); no other overlap. Pointers need no alignment. k >= 1; one input
-// is copied, or becomes what Avg and PreMulSum make of it.
+// out may be any of the in[j] (same address); no other overlap. Pointers need no alignment. k >= 1. One input
+// is copied; Avg and PreMulSum still apply.
 //
 // - Integers wrap around. Avg divides the wrapped sum by nranks and truncates toward zero.
 // - Floats: Avg multiplies each input by 1/nranks before summing, PreMulSum input j by scalars[j]; neither is
@@ -33,7 +33,7 @@ enum class RedKind { Sum, Prod, Max, Min, Avg, PreMulSum };
 void reduce(void* out, const void* const* in, int k, size_t n, ncclDataType_t type, RedKind kind, int nranks,
             const PreMul* scalars);
 
-size_t type_size(ncclDataType_t type);       // 0 for what is no datatype
+size_t type_size(ncclDataType_t type);       // 0 if it is not a datatype
 const char* type_name(ncclDataType_t type);  // "float32"
 const char* op_name(RedKind kind);           // "sum"
 

@@ -26,7 +26,7 @@ uint64_t mix(const void* data, size_t bytes) {
 
 }  // namespace
 
-// A host has a whole /64 of IPv6 addresses.
+// A host may have a whole /64 of IPv6 addresses, so a source is a /64.
 Admission::Source Admission::Source::of(const Address& address) {
   if (address.ss.ss_family == AF_INET) {
     auto* in = reinterpret_cast<const sockaddr_in*>(&address.ss);
@@ -48,7 +48,7 @@ Deadline Admission::Guest::limit() const { return since + (source.local ? kLocal
 
 void Admission::came(int fd, const Source& source, Deadline now) {
   guests_.push_back({fd, source, now});
-  scarce_ = fd >= scarce_from_;  // the kernel gives the lowest that is free
+  scarce_ = fd >= scarce_from_;  // the kernel assigns the lowest free number
   starved_since_ = Deadline::max();
 }
 
@@ -75,7 +75,7 @@ double Admission::credit(Deadline now) const {
   return std::min(kMostCredit, credit_ + seconds * kStrangersPerSecond);
 }
 
-// The oldest of a source that has too many; else the oldest of the source that has most.
+// If there are too many connections, the oldest one of the source that has most.
 const Admission::Guest* Admission::beyond_caps() const {
   const Guest* heaviest = nullptr;
   size_t most = 0;

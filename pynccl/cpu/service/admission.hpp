@@ -1,6 +1,5 @@
-// Which connections may stay that have not shown yet that they belong to a job: how many in all and from one
-// source, for how long, and at what rate they may come. What strangers can take of this process is bounded
-// by the figures here.
+// Limits for connections that have not proved yet that they belong to a job: their number in total and per
+// source, their duration, and their rate. They bound the resources that unauthenticated peers can use.
 #pragma once
 
 #include <vector>
@@ -14,7 +13,7 @@ class Admission {
   // An address or a local user.
   struct Source {
     uint64_t id = 0;
-    bool local = false;  // this machine's: what is slow there is not the network
+    bool local = false;  // on this machine: shorter limits
     static Source of_user(unsigned uid) { return {uid, true}; }
     static Source of(const Address& address);
   };
@@ -22,26 +21,26 @@ class Admission {
   Admission();
   void came(int fd, const Source& source, Deadline now);
   void proved(int fd);                                       // it belongs to a job
-  void went(int fd, Deadline now);                           // it did not show that it does
-  void starved(Deadline now);                                // there was no descriptor to accept it with
-  Deadline starved_since() const { return starved_since_; }  // kForever: it is not
+  void went(int fd, Deadline now);                           // it ended without a proof
+  void starved(Deadline now);                                // accepting failed without a free descriptor
+  Deadline starved_since() const { return starved_since_; }  // kForever: not starved
 
   int overdue(Deadline now) const;           // a connection to drop, or -1
   bool accepts(Deadline now) const;          // whether to accept at all
-  Deadline next_change(Deadline now) const;  // when one of these answers changes on its own
+  Deadline next_change(Deadline now) const;  // when one of these results changes by itself
 
  private:
   struct Guest {
     int fd;
     Source source;
     Deadline since;
-    Deadline grace() const;  // who has just come may still be speaking
+    Deadline grace() const;  // a new connection may still be sending its hello
     Deadline limit() const;
   };
   const Guest* beyond_caps() const;
   double credit(Deadline now) const;
 
-  std::vector<Guest> guests_;  // in the order in which they came, never more than the cap and one
+  std::vector<Guest> guests_;  // in the order of arrival; at most one more than the cap
   size_t cap_;
   int scarce_from_;  // descriptors from here on are for the program
   bool scarce_ = false;

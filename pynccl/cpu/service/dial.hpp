@@ -1,20 +1,20 @@
-// Reaching a process that listens: connecting, greeting, and the proof of the secret where there is one.
+// Connects to a listening process: connection, hello, and proof of the secret if there is one.
 #pragma once
 
 #include "service/service.hpp"
 
 namespace pncpu {
 
-// Connects and greets. nullptr after *why and errno were set.
+// Connects and sends the hello. On failure nullptr, with *why and errno set.
 SocketPtr dial(const Endpoint* endpoint, const Token* unix_name, const Hello& hello, Deadline deadline,
                bool retry_refused, Stop& stop, std::string* why);
 
-// Connects to a rank of a communicator, over its Unix socket when it shares this host.
+// Connects to a rank of a communicator; over its Unix socket if it is on this host.
 SocketPtr connect_peer(const PeerInfo& peer, bool local, HelloKind kind, int my_rank, Deadline deadline,
                        Stop& stop, std::string* why);
 
-// Connects to a rank only to send it a frame, with the last descriptor where there is no other. Whether it
-// was heard nobody knows.
+// Connects to a rank only to send one frame; uses the spare descriptor if no other is left. Delivery is not
+// confirmed.
 void send_once(const PeerInfo& peer, bool local, int my_rank, Ctl kind, const Blob& body, Deadline deadline);
 
 }  // namespace pncpu

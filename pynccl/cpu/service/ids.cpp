@@ -39,7 +39,7 @@ void IdBook::done(uint64_t serial, ncclResult_t result, const std::string& text)
   else
     runs_[serial] = last;
   if (runs_.size() <= kMostRuns) return;
-  // The ids between the two oldest runs count as done, too.
+  // Merges the two oldest ranges: the ids between them count as used.
   auto second = std::next(runs_.begin());
   runs_.begin()->second = second->second;
   runs_.erase(second);

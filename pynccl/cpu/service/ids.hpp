@@ -1,6 +1,6 @@
-// The unique ids that this process has made. A token follows from a key of this process and the id's serial
-// number, so an id that was made costs nothing; of those that are done it is kept which, and of the newest
-// what became of them.
+// The unique ids of this process. The token follows from a key of the process and the id's serial number, so
+// an unused id needs no memory. For used ids the book keeps their numbers, and for the newest ones their
+// results.
 #pragma once
 
 #include <map>
@@ -21,7 +21,7 @@ class IdBook {
     std::string text;
   };
   void done(uint64_t serial, ncclResult_t result, const std::string& text);
-  // Whether the id is done, and what to tell who comes with it.
+  // Whether the id was used, and the answer for a rank that joins with it.
   bool is_done(uint64_t serial, End* end) const;
 
  private:
@@ -29,8 +29,8 @@ class IdBook {
   static constexpr size_t kMostEnds = 256, kMostRuns = 4096;
   std::string key_;
   uint64_t next_ = 1;
-  std::map<uint64_t, uint64_t> runs_;  // first to last of serials that are done
-  std::map<uint64_t, End> ends_;       // of the newest of them
+  std::map<uint64_t, uint64_t> runs_;  // ranges of used serials, first to last
+  std::map<uint64_t, End> ends_;       // results of the newest used serials
 };
 
 }  // namespace pncpu

@@ -14,11 +14,11 @@ struct Message {
   Blob body;
 };
 
-// What a rank says to a root and hears of it.
+// The connection of a joining rank to a root.
 class Talk {
  public:
   virtual ~Talk() = default;
-  // Whether it was heard shows in the answer.
+  // A failure to send shows in hear().
   virtual void say(Ctl kind, uint64_t tag, const Blob& body) = 0;
   virtual bool hear(Message* message, Deadline deadline) = 0;  // false with errno set
 };
@@ -45,7 +45,7 @@ class RemoteTalk final : public Talk {
   Stop::During waiting_;
 };
 
-// Of a rank in the root's own process.
+// For a rank in the root's own process.
 class LocalSeat final : public Seat {
  public:
   void tell(Ctl kind, uint64_t tag, const Blob& body) override {
@@ -107,7 +107,7 @@ class Joiner {
   Joiner(const std::vector<Id>& ids, const Announce& mine, const PeerInfo& info, Stop& stop)
       : ids_(ids), mine_(mine), info_(info), stop_(stop) {
     double seconds = param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
-    // The root's own time-out names the missing ranks, so it goes first.
+    // Later than the root's time-out, which names the missing ranks.
     deadline_ = after_seconds(ids.size() > 1 ? 2 * seconds + 15 : seconds + 10);
   }
 
@@ -132,7 +132,7 @@ class Joiner {
     hello.token = id.token;
     hello.serial = id.serial;
     hello.rank = mine_.rank;
-    // The maker of an id listens before the id exists; only NCCL_COMM_ID's rank 0 may come late.
+    // The process that makes an id listens before. Only rank 0 of NCCL_COMM_ID may come late.
     double seconds = param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
     Deadline connect_by = after_seconds(id.from_env() ? seconds : std::min(seconds, 5.0));
     std::string why, at = id.endpoint.address().str();
@@ -173,9 +173,10 @@ class Joiner {
   ncclResult_t cut_off(const Id& id) {
     if (stop_.is_set())
       return fail(ncclInternalError, "rank %d of %d: the rendezvous was aborted", mine_.rank, mine_.nranks);
-    return fail(errno == ETIMEDOUT ? ncclTimeout : ncclRemoteError,
-                "rank %d of %d: the root of the unique id at %s went away during the rendezvous (%s)",
-                mine_.rank, mine_.nranks, id.endpoint.address().str().c_str(), strerror(errno));
+    return fail(
+        errno == ETIMEDOUT ? ncclTimeout : ncclRemoteError,
+        "rank %d of %d: the root of the unique id at %s closed its connection during the rendezvous (%s)",
+        mine_.rank, mine_.nranks, id.endpoint.address().str().c_str(), strerror(errno));
   }
 
   // Waits for a message of either kind.
@@ -184,7 +185,7 @@ class Joiner {
     if (message->header.kind == kind || message->header.kind == other) return ncclSuccess;
     answered_ = message->header.kind == Ctl::Failed;
     if (!answered_)
-      return fail(ncclInternalError, "the root of the unique id answered out of turn (%u)",
+      return fail(ncclInternalError, "the root of the unique id sent an unexpected message (kind %u)",
                   unsigned(message->header.kind));
     messenger_ = message->header.tag >> 32;
     text_ = message->body.text();
@@ -214,7 +215,7 @@ class Joiner {
     return r;
   }
 
-  // The first rank of a share brings it to where the shares meet.
+  // The first rank of a share sends it to the root of the first id.
   ncclResult_t bring(const Blob& share, Message* message) {
     answered_ = false;
     ncclResult_t r = ncclSuccess;
@@ -230,16 +231,17 @@ class Joiner {
     return r;
   }
 
-  // Tells the first id's root, where other shares wait, that this one's meeting has failed.
+  // Tells the root of the first id, where other shares wait, that this share has failed.
   void report(ncclResult_t result) {
-    std::string text = answered_ ? text_ : last_error(), before = last_error();
+    const ErrorCode code = last_error_code();
+    const std::string error = last_error(), text = answered_ ? text_ : error;
     ncclResult_t ignored = ncclSuccess;
     if (std::unique_ptr<Talk> talk = open(ids_[0], &ignored))
       talk->say(Ctl::Failed, uint64_t(result), Blob::copy(text.data(), text.size()));
-    set_last_error(before);
+    set_last_error(code, error);
   }
 
-  // The caller may exit now, and with it roots that have not yet told their ranks what this one knows.
+  // Waits until the roots of this process have answered their ranks: the caller may exit after this.
   void let_own_roots_finish() {
     Service* service = Service::get("a rendezvous");
     for (Deadline until = after_ms(1000); service && Clock::now() < until; usleep(5000)) {
@@ -253,7 +255,7 @@ class Joiner {
   const PeerInfo info_;
   Stop& stop_;
   Deadline deadline_;
-  bool answered_ = false, messenger_ = false;  // the root has said why; this rank is to tell others
+  bool answered_ = false, messenger_ = false;  // the root has sent the reason; this rank must tell others
   std::string text_;
 };
 

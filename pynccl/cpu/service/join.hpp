@@ -1,4 +1,4 @@
-// A rank's part in a rendezvous.
+// The rendezvous from the side of a joining rank.
 #pragma once
 
 #include "service/service.hpp"

@@ -20,7 +20,7 @@ struct Connection {
   SeatPtr seat;
   SinkPtr sink;
   Stage stage = Greets;
-  Admission* guest_of = nullptr;  // counts as a stranger's there
+  Admission* guest_of = nullptr;  // counts there as unauthenticated
   int rank = -1;
   std::string address;
   Hello hello;
@@ -34,21 +34,21 @@ struct Connection {
 
 class Service {
  public:
-  // This process's, started at its first use. nullptr after fail().
+  // This process's service, started at the first use. nullptr after fail().
   static Service* get(const char* needed_by);
 
-  std::recursive_mutex mutex;  // sinks are told things while it is held, and may call back
+  std::recursive_mutex mutex;  // sinks are called under it and may call back
   RootTable roots;
   Endpoint endpoint;
   Token unix_name, process;
   std::string secret;
 
-  ncclResult_t read_secret();  // again: the environment may have changed
+  ncclResult_t read_secret();  // reads it again: the environment may have changed
   bool listen(Address address, std::string* why);
   void watch(const SocketPtr& socket, std::unique_ptr<Connection> connection, uint32_t events);
-  void drop(const SocketPtr& socket);     // it has ended
-  void release(const SocketPtr& socket);  // it is no longer watched
-  void finish(const SocketPtr& socket);   // drops it once everything is sent
+  void drop(const SocketPtr& socket);     // the connection has ended
+  void release(const SocketPtr& socket);  // stops watching it
+  void finish(const SocketPtr& socket);   // drops it after everything is sent
   void wake();
 
   struct Post {
@@ -62,20 +62,20 @@ class Service {
   struct Local {
     SinkPtr sink;
     bool attached = false;
-    Posts kept;       // until then
-    Posts farewells;  // to those who hear of its end, which needs no memory
+    Posts kept;         // until it is attached
+    Posts end_notices;  // for the ranks that hear of its end; allocated in advance
   };
   struct HashToken {
     size_t operator()(const Token& t) const { return size_t(t.a ^ t.b); }
   };
   std::unordered_map<Token, Local, HashToken> locals;
   bool starved();
-  // Held for the one who has to tell others that there are no more descriptors.
+  // A spare descriptor for telling peers that no other is left.
   Fd spare;
   void hold_spare();
 
  private:
-  // Strangers of one kind do not keep out those of the other.
+  // Separate limits for network and local connections.
   struct Gate {
     Admission admission;
     bool resting = false;
@@ -111,7 +111,7 @@ class Service {
   std::vector<Listener> listeners_;
   Gate network_, local_;
   std::unordered_map<int, std::unique_ptr<Connection>> connections_;
-  std::set<std::pair<Deadline, int>> leaving_;  // answered, and to be dropped at the latest then
+  std::set<std::pair<Deadline, int>> leaving_;  // answered, with the deadline for dropping them
   std::vector<SocketPtr> finished_;
   std::mutex posts_mutex_;
   Posts posts_;

@@ -5,7 +5,7 @@
 namespace pncpu {
 namespace {
 
-constexpr int kMostListed = 16;  // of missing ranks by number
+constexpr int kMostListed = 16;  // missing ranks that are listed by number
 
 template <class T>
 bool read_as(const Blob& body, T* out) {
@@ -14,7 +14,7 @@ bool read_as(const Blob& body, T* out) {
   return true;
 }
 
-// What strangers wrote is made fit for a text.
+// Replaces unprintable characters of an unauthenticated peer.
 template <size_t N>
 void clean(char (&name)[N]) {
   name[N - 1] = 0;
@@ -22,14 +22,14 @@ void clean(char (&name)[N]) {
     if (c && (c < ' ' || c > '~')) c = '?';
 }
 
-// Seats that nobody need account for may take this share of the process's descriptors.
+// Unauthenticated ranks may use this part of the process's descriptors.
 size_t most_public_seats() {
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);
   return size_t(std::max<rlim_t>(limit.rlim_cur / 4, 16));
 }
 
-// "missing rank 3", "missing ranks 1, 2, ... and 99 more": of `count` seats from `first` those that are free.
+// "missing rank 3", "missing ranks 1, 2, ... and 99 more": the free ones of `count` seats from `first`.
 std::string missing(const std::map<int, size_t>& seats, int first, int count) {
   int listed = 0, free = count - int(seats.size());
   std::string text = free == 1 ? "missing rank" : "missing ranks";
@@ -65,7 +65,7 @@ bool RootTable::open_to_all(const Token& token) const {
 std::string RootTable::who(const Root& root, const Member& member) const {
   const Announce& a = member.announce;
   std::string rank = "rank " + std::to_string(a.rank);
-  if (open_to_all(root.token))  // no pids for strangers
+  if (open_to_all(root.token))  // unauthenticated peers get no pids
     return rank + " (on " + a.host_name + ", " + member.seat->address() + ")";
   return rank + " (pid " + std::to_string(a.pid) + " on " + a.host_name + ")";
 }
@@ -85,7 +85,7 @@ void RootTable::erase(Root& root) {
 
 void RootTable::end(Root& root, ncclResult_t result, const std::string& text) {
   Blob body = Blob::copy(text.data(), text.size());
-  // The first of a share's ranks tells the first id's root, too.
+  // The first rank of a share also tells the root of the first id.
   for (Round* round : {&root.ranks, &root.shares})
     for (Member& m : round->members)
       m.seat->tell(Ctl::Failed, uint64_t(result) | uint64_t(&m == root.ranks.members.data()) << 32, body);
@@ -105,7 +105,7 @@ void RootTable::complete(Root& root, const Table& table) {
   erase(root);
 }
 
-// A place that passes from one process to another is told: a stranger may have been in it.
+// Logs that another process takes a rank: one of the two may not belong to the job.
 void RootTable::note_change(const Root& root, const Member& member) {
   const Announce& a = member.announce;
   auto& before = public_[root.token].before;
@@ -158,7 +158,7 @@ bool RootTable::heard(const Token& token, uint64_t serial, const SeatPtr& seat, 
     return announced(root, seat, announce);
   }
   auto it = roots_.find(token);
-  // A rank whose own root has failed tells the first id's root so.
+  // A rank whose own root has failed reports it to the root of the first id.
   if (header.kind == Ctl::Failed && !open_to_all(token))
     return reported(token, serial, header.tag, body.text());
   if (it == roots_.end()) return false;
@@ -184,7 +184,7 @@ bool RootTable::announced(Root& root, const SeatPtr& seat, const Announce& a) {
     seat->tell(Ctl::Failed, ncclInvalidArgument, Blob::copy(text.data(), text.size()));
     seat->close();
   };
-  auto turn_away = [&](const std::string& text) {  // the others go on
+  auto turn_away = [&](const std::string& text) {  // the other ranks continue to wait
     answer(text);
     if (root.ranks.members.empty() && root.shares.members.empty() && !root.refused) erase(root);
     return true;
@@ -236,7 +236,7 @@ bool RootTable::announced(Root& root, const SeatPtr& seat, const Announce& a) {
   if (of_share) return true;
   int wanted = shares.count(share);
   if (int(round.members.size()) < wanted) return true;
-  // Who came last before the time-out has a moment, too.
+  // Ranks that joined just before the time-out need time for the second phase.
   set_deadline(root, std::max(root.deadline, after_ms(5000)));
   for (Member& m : round.members) m.seat->tell(Ctl::Gathered, 0, {});
   return true;
@@ -300,7 +300,7 @@ bool RootTable::reported(const Token& token, uint64_t serial, uint64_t result, c
   return false;
 }
 
-// Without memory for it the others are told at the deadline.
+// Without memory the other ranks get the error at the deadline.
 void RootTable::left(const Token& token, const SeatPtr& seat) noexcept {
   auto it = roots_.find(token);
   if (it == roots_.end()) return;

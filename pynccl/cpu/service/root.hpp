@@ -1,4 +1,4 @@
-// The root of a unique id: gathers the ranks, checks that they agree, and tells everyone who is in.
+// The root of a unique id: gathers the ranks, checks that they agree, and sends all of them the table.
 #pragma once
 
 #include <map>
@@ -10,36 +10,36 @@
 
 namespace pncpu {
 
-// How a rank that joins is answered, over its connection or within this process.
+// Sends answers to a joining rank, over its connection or within this process.
 class Seat {
  public:
   virtual ~Seat() = default;
   virtual void tell(Ctl kind, uint64_t tag, const Blob& body) = 0;
-  virtual void close() {}                   // nothing more is said to it
-  virtual std::string address() const = 0;  // where it came from
+  virtual void close() {}                   // no more answers follow
+  virtual std::string address() const = 0;  // of the rank
 };
 using SeatPtr = std::shared_ptr<Seat>;
 
-// Used under the service's lock only.
+// Only used under the service's lock.
 class RootTable {
  public:
   IdBook ids;
-  // NCCL_COMM_ID's, used again and again. Without a secret it is public: whoever joins is a stranger until
-  // all ranks are there.
+  // Opens the root of NCCL_COMM_ID, which serves many communicators. Without a secret it is public: a joining
+  // process counts as unauthenticated until all ranks have joined.
   void open_public(const Token& token, bool open_to_all) { public_[token].open_to_all = open_to_all; }
   bool serves(const Token& token, uint64_t serial) const;
   bool open_to_all(const Token& token) const;
 
-  // What a rank said; false ends its connection.
+  // Handles a message of a rank; false ends its connection.
   bool heard(const Token& token, uint64_t serial, const SeatPtr& seat, const CtlHeader& header,
              const Blob& body);
-  // How long a body may be, before it is read.
+  // The maximum length of a body, checked before it is read.
   static uint32_t most_bytes(Ctl kind);
   void left(const Token& token, const SeatPtr& seat) noexcept;
   // A rank that knows the token cannot prove the secret.
   void unproved(const Token& token, uint64_t serial, const std::string& text);
 
-  bool busy() const { return !timers_.empty(); }  // ranks wait
+  bool busy() const { return !timers_.empty(); }  // some ranks wait
   void expire(Deadline now);
   Deadline next_deadline() const { return timers_.empty() ? kForever : timers_.begin()->first; }
 
@@ -49,9 +49,9 @@ class RootTable {
     SeatPtr seat;
     bool introduced = false;
     PeerInfo info;
-    Blob share;  // of the ranks that meet elsewhere
+    Blob share;  // of the ranks that join at another id
   };
-  // Ranks, or the first ranks of the shares, that wait for each other.
+  // Ranks that wait for each other, or the first ranks of the shares.
   struct Round {
     std::vector<Member> members;
     std::map<int, size_t> seats;  // by rank or share
@@ -62,7 +62,7 @@ class RootTable {
     Token token;
     uint64_t serial = 0;
     Round ranks, shares;
-    int refused = 0;  // who could not prove the secret
+    int refused = 0;  // number of ranks that did not prove the secret
     std::string last_refused;
     Deadline deadline = kForever;
   };
@@ -82,7 +82,7 @@ class RootTable {
 
   struct Public {
     bool open_to_all = false;
-    std::map<int, Announce> before;  // who had which place in the communicator before; not of many
+    std::map<int, Announce> before;  // the ranks of the last communicator; at most kMostRemembered
   };
   static constexpr size_t kMostRemembered = 256;
   void note_change(const Root& root, const Member& member);

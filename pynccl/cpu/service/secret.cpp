@@ -95,7 +95,7 @@ ncclResult_t read_file(const char* path, std::string* secret) {
     return fail(ncclInvalidArgument, "PYNCCL_SECRET_FILE: cannot read '%s': %s", path, strerror(errno));
   if (!S_ISREG(st.st_mode))
     return fail(ncclInvalidArgument,
-                "PYNCCL_SECRET_FILE: '%s' is no regular file; expected one with the secret", path);
+                "PYNCCL_SECRET_FILE: '%s' is not a regular file; expected a file with the secret", path);
   if (st.st_mode & S_IRWXO)
     return fail(ncclInvalidArgument,
                 "PYNCCL_SECRET_FILE: '%s' is open to every user (mode %04o); expected 0600", path,
@@ -112,8 +112,8 @@ ncclResult_t read_file(const char* path, std::string* secret) {
 ncclResult_t check_length(const char* name, const std::string& secret) {
   if (secret.size() >= kLeastSecret) return ncclSuccess;
   return fail(ncclInvalidArgument,
-              "%s has %zu bytes; expected at least %zu, because whoever takes part in one connection can try "
-              "short ones offline. This makes a good one: "
+              "%s has %zu bytes; expected at least %zu, because a peer of one connection can try short ones "
+              "offline. This makes a good one: "
               "python -c \"import secrets; print(secrets.token_urlsafe(24))\"",
               name, secret.size(), kLeastSecret);
 }

@@ -13,12 +13,12 @@
 namespace pncpu {
 namespace {
 
-constexpr int kAtOnce = 16;  // connections accepted before others are served
+constexpr int kAtOnce = 16;  // connections accepted before other events are handled
 constexpr size_t kPostsAtOnce = 1024;
-constexpr size_t kPiece = 64 << 10;  // of a body, which grows as it arrives
+constexpr size_t kPiece = 64 << 10;  // the buffer of a body grows as it arrives
 constexpr auto kLinger = std::chrono::seconds(10);
 
-// Ranks that all run on this machine, by what their launcher says, need no listener that others can reach.
+// If the launcher says that all ranks run on this machine, other machines need not reach the listener.
 bool all_ranks_are_local() {
   int64_t world = param_int("WORLD_SIZE");
   return world > 0 && param_str("LOCAL_WORLD_SIZE") && world == param_int("LOCAL_WORLD_SIZE") &&
@@ -57,7 +57,7 @@ struct Holder {
 
 Service* Service::get(const char* needed_by) {
   Holder& holder = per_process<Holder>();
-  // Without the lock once there is one: the service's own thread asks, under its mutex.
+  // No lock if it exists: the service's own thread calls this under its mutex.
   if (Service* service = holder.service.load()) return service;
   std::lock_guard<std::mutex> lock(holder.mutex);
   if (Service* service = holder.service.load()) return service;
@@ -91,7 +91,7 @@ bool Service::start(std::string* why) {
   try {
     std::thread([this] { run(); }).detach();
   } catch (const std::system_error& e) {
-    *why = "no thread is to be had: " + e.code().message() + " (RLIMIT_NPROC, or the cgroup's pids.max)";
+    *why = "no thread can be started: " + e.code().message() + " (RLIMIT_NPROC, or the cgroup's pids.max)";
     return false;
   }
   return true;
@@ -123,7 +123,7 @@ ncclResult_t Service::read_secret() {
 
 void Service::wake() {
   uint64_t one = 1;
-  if (write(wake_.get(), &one, sizeof one) < 0) return;  // it is awake: the count is full
+  if (write(wake_.get(), &one, sizeof one) < 0) return;  // the count is full: the thread is awake
 }
 
 // ---- the loop ----
@@ -158,7 +158,7 @@ void Service::run() {
         else
           serve(fd, events[i].events);
       } catch (const std::exception& e) {
-        // Out of memory: whoever asked for it goes, everyone else stays.
+        // Out of memory: drop only this connection.
         log(Level::Warn, "the bootstrap service drops a connection: %s", e.what());
         end(fd);
       }
@@ -180,7 +180,7 @@ void Service::tidy(Deadline now) {
   tend(local_, now);
 }
 
-// Ends what is overdue; lets the listeners rest or not.
+// Ends overdue connections; pauses or resumes the listeners.
 void Service::tend(Gate& gate, Deadline now) {
   for (int fd; (fd = gate.admission.overdue(now)) >= 0;) {
     gate.admission.went(fd, now);
@@ -210,13 +210,13 @@ void Service::accept_from(int listener, Gate& gate) {
     }
     int number = fd.get();
     if (!admit(std::move(fd), gate.admission, &gate == &local_ ? nullptr : &from)) continue;
-    // Whoever speaks at once never counts as a stranger for long.
+    // A peer that sends its hello immediately is authenticated here.
     serve(number, EPOLLIN);
     tend(gate, Clock::now());
   }
 }
 
-// `from` is the network's address of who comes; nullptr at the Unix socket.
+// `from` is the peer's network address; nullptr for the Unix socket.
 bool Service::admit(Fd owned, Admission& admission, const Address* from) {
   int fd = owned.get();
   Admission::Source source;
@@ -229,7 +229,7 @@ bool Service::admit(Fd owned, Admission& admission, const Address* from) {
     socklen_t size = sizeof who;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &size) != 0) return false;
     source = Admission::Source::of_user(who.uid);
-    // Another user has no business here. Root may read this process's memory anyway.
+    // Refuse other users. Root can read this process's memory anyway.
     if (who.uid != geteuid() && who.uid != 0) {
       admission.came(fd, source, Clock::now());
       admission.went(fd, Clock::now());
@@ -289,7 +289,7 @@ std::unique_ptr<Connection> Service::take(int fd) {
   return c;
 }
 
-// Takes the connection out; who cares hears of it.
+// Removes the connection and notifies its sink or root.
 void Service::end(int fd) {
   std::unique_ptr<Connection> c = take(fd);
   if (!c) return;
@@ -312,7 +312,7 @@ void Service::serve(int fd, uint32_t events) {
   if (!stays) drop(keep);
 }
 
-// Takes what has arrived up to `size` bytes of `into` in all; false when the connection has ended.
+// Reads up to `size` bytes of `into` in total; false: the connection has ended.
 bool Service::fill(Connection& c, void* into, size_t size) {
   while (c.got < size) {
     ssize_t n = recv(c.socket->fd(), static_cast<char*>(into) + c.got, size - c.got, MSG_DONTWAIT);
@@ -324,7 +324,7 @@ bool Service::fill(Connection& c, void* into, size_t size) {
   return true;
 }
 
-// False ends the connection; c is gone where it has become a peer's.
+// False ends the connection. c is destroyed if the connection was passed to a sink.
 bool Service::read(Connection& c) {
   char byte;
   switch (c.stage) {
@@ -345,7 +345,7 @@ bool Service::read(Connection& c) {
   }
 }
 
-// ---- who is allowed in ----
+// ---- authentication ----
 
 bool Service::greeted(Connection& c) {
   c.got = 0;
@@ -438,7 +438,7 @@ bool Service::read_frames(Connection& c, bool joins) {
   }
 }
 
-// The body grows as it arrives, whatever its header says.
+// The buffer grows as the body arrives, whatever length the header claims.
 bool Service::read_body(Connection& c, size_t* missing) {
   while ((*missing = c.header.bytes - c.body.size())) {
     size_t have = c.body.size(), piece = std::min(*missing, std::max(kPiece, have));
@@ -507,7 +507,7 @@ bool Service::starved() {
   return since != kForever && Clock::now() - since > std::chrono::seconds(1);
 }
 
-// ---- what the rest of the library calls ----
+// ---- the interface for the rest of the library ----
 
 bool starved() {
   Service* s = Service::get("a communicator");
@@ -561,8 +561,8 @@ ncclResult_t open_env_root(const Id& id) {
   static std::atomic<bool> told{false};
   if (s->secret.empty() && !told.exchange(true))
     log(Level::Warn,
-        "NCCL_COMM_ID %s is public: whoever reaches it can take the place of a rank. PYNCCL_SECRET or "
-        "PYNCCL_SECRET_FILE, set on every rank, lets in only who has the secret.",
+        "NCCL_COMM_ID %s is public: any process that reaches it can take the place of a rank. "
+        "PYNCCL_SECRET or PYNCCL_SECRET_FILE, set on every rank, admits only processes that have the secret.",
         at.c_str());
   return ncclSuccess;
 }
@@ -598,7 +598,7 @@ void forget(const Token& token) {
   if (it == s->locals.end()) return;
   Service::Local gone = std::move(it->second);
   s->locals.erase(it);
-  s->post(std::move(gone.farewells));
+  s->post(std::move(gone.end_notices));
 }
 
 bool lives_here(const Token& token) {
@@ -614,7 +614,7 @@ bool link(const Token& to, int to_rank, const Token& mine) {
   std::lock_guard<std::recursive_mutex> lock(s->mutex);
   auto it = s->locals.find(to);
   if (it == s->locals.end()) return false;
-  it->second.farewells.push_back({mine, to_rank, {Ctl::Closed, 0, 0}, {}});
+  it->second.end_notices.push_back({mine, to_rank, {Ctl::Closed, 0, 0}, {}});
   return true;
 }
 

@@ -1,5 +1,5 @@
-// One thread a process that listens: ranks that join a unique id made here, peers that connect to a
-// communicator's rank, control messages between ranks, and the silence of ranks that died.
+// The service: one thread of the process that listens. It handles ranks that join a unique id of this
+// process, peers that connect to a rank, control messages between ranks, and the death of ranks.
 #pragma once
 
 #include <string>
@@ -11,8 +11,8 @@
 
 namespace pncpu {
 
-// Who is told of connections, control frames and readiness; always under the service's lock, nearly always in
-// its thread.
+// Receives connections, control frames and readiness; always under the service's lock, nearly always in its
+// thread.
 class Sink {
  public:
   virtual ~Sink() = default;
@@ -23,26 +23,26 @@ class Sink {
 };
 using SinkPtr = std::shared_ptr<Sink>;
 
-// Makes a new id, whose root is this process, unless NCCL_COMM_ID is set and `from_env` wants it.
+// Creates an id whose root is this process. `from_env`: returns NCCL_COMM_ID if it is set.
 ncclResult_t make_id(Id* out, bool from_env);
-// With NCCL_COMM_ID rank 0 opens the root at the given address itself.
+// With NCCL_COMM_ID rank 0 opens the root at that address.
 ncclResult_t open_env_root(const Id& id);
 
 // Fills this process's address, socket name and identity.
 ncclResult_t describe_self(PeerInfo* info);
 
-// A rank of this process: connections and frames that carry its token go to its sink. Frames of other ranks
-// of this process are kept until it is attached.
+// Registers a rank of this process: its sink gets connections and frames with its token. Frames from ranks of
+// this process are kept until attach().
 void expect(const Token& token, SinkPtr sink);
 void attach(const Token& token);
 void forget(const Token& token);
 bool lives_here(const Token& token);
 
-// Ranks of one process talk without a socket. `link` says whether `to` is a rank of this process; then the
-// rank `from`, whose own token is `mine`, hears of its end as closed(to_rank).
+// Ranks of one process need no socket. link() returns whether `to` is a rank of this process. If so, the rank
+// with the token `mine` gets closed(to_rank) when `to` ends.
 bool link(const Token& to, int to_rank, const Token& mine);
 void post(const Token& to, int from, Ctl kind, uint64_t tag, const Blob& body);
-void hang_up(const Token& to, int from);  // `to` hears closed(from)
+void hang_up(const Token& to, int from);  // `to` gets closed(from)
 
 void watch_control(SocketPtr socket, int rank, SinkPtr sink);
 void watch_data(SocketPtr socket, SinkPtr sink);
@@ -50,7 +50,7 @@ void unwatch(const SocketPtr& socket);
 
 inline uint32_t process_generation() { return process_epoch(); }
 
-// Whether connections have waited for over a second because this process is out of descriptors.
+// Whether connections have waited for more than a second because this process has no free descriptor.
 bool starved();
 
 }  // namespace pncpu

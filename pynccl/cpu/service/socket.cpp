@@ -9,9 +9,9 @@
 namespace pncpu {
 namespace {
 
-// What a peer may leave unread before it counts as gone.
+// A peer with more unread bytes counts as gone.
 constexpr size_t kMostUnsent = size_t(64) << 20;
-constexpr size_t kCopied = 4096;  // a frame's body up to here travels in one piece with its header
+constexpr size_t kCopied = 4096;  // bodies up to this size are copied behind their header
 
 socklen_t unix_address(const Token& name, sockaddr_un* un) {
   *un = {};
@@ -122,7 +122,7 @@ Fd connect_unix(const Token& name, Deadline deadline, std::string* why, const st
   Fd fd = Fd::made_by([] { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
   for (;;) {
     if (fd && connect(fd.get(), reinterpret_cast<sockaddr*>(&un), size) == 0) break;
-    // EAGAIN: more wait to be accepted than the listener's backlog has room for.
+    // EAGAIN: the listener's backlog is full.
     bool again = fd && (errno == EAGAIN || errno == EINTR) && Clock::now() < deadline && !(stop && *stop);
     if (!again) return *why = describe_error(errno), Fd();
     usleep(1000);
@@ -174,7 +174,7 @@ Fd recv_fd(int socket, Deadline deadline) {
       continue;
     }
     if (n < 0) return {};
-    // The kernel cuts off what there is no descriptor for.
+    // Without a free descriptor the kernel truncates the control message.
     bool cut_off = n == 1 && (message.msg_flags & MSG_CTRUNC);
     return errno = cut_off ? EMFILE : n == 0 ? ECONNRESET : EPROTO, Fd();
   }

@@ -1,5 +1,5 @@
-// A connected socket on which frames are sent without ever waiting: what the kernel does not take is sent by
-// the service's thread when there is room.
+// A connected socket that sends frames without blocking: the service's thread sends what the kernel does not
+// accept immediately.
 #pragma once
 
 #include <deque>
@@ -9,23 +9,23 @@
 
 namespace pncpu {
 
-// Closed with its last owner, and at once in a forked child.
+// Closes with its last owner; a forked child closes it immediately.
 class Socket {
  public:
   explicit Socket(Fd fd) : fd_(std::move(fd)) {}
   int fd() const { return fd_.get(); }
 
-  // One whole frame; false when the peer is gone or has read nothing for too long.
+  // Sends one whole frame; false: the peer has gone, or has left too much unread.
   bool send_frame(Ctl kind, uint64_t tag, Blob body);
-  bool flush();  // as far as there is room; false when the peer is gone
+  bool flush();  // sends as much as fits; false: the peer has gone
   bool all_sent();
-  void drain(Deadline deadline);  // waits until the kernel has taken everything, or the peer is gone
+  void drain(Deadline deadline);  // waits until the kernel has accepted everything, or the peer has gone
 
-  // The service watches this socket with `epoll` for `events`, and for room while something is unsent.
+  // Adds the socket to `epoll` for `events`, and for output while frames are unsent.
   void watch(int epoll, uint32_t events);
   void unwatch();
 
-  // Who is at the other end of a Unix socket, as the kernel saw it; pid 0 where it is not visible here.
+  // The pid of the peer of a Unix socket, from the kernel; 0: not visible here.
   int64_t peer_pid() const;
 
  private:
@@ -45,7 +45,7 @@ using SocketPtr = std::shared_ptr<Socket>;
 Fd connect_unix(const Token& name, Deadline deadline, std::string* why, const std::atomic<bool>* stop);
 Fd listen_unix(const Token& name);  // an empty Fd with errno set on failure
 
-// Hands an open file to the other end of a Unix socket.
+// Passes an open file to the peer of a Unix socket.
 bool send_fd(int socket, int fd);
 Fd recv_fd(int socket, Deadline deadline);
 

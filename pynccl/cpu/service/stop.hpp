@@ -1,4 +1,4 @@
-// Cuts a wait of another thread short.
+// Interrupts a wait of another thread.
 #pragma once
 
 #include <atomic>
@@ -7,7 +7,7 @@
 
 namespace pncpu {
 
-// Of one creation.
+// Belongs to one creation.
 class Stop {
  public:
   void set() {
@@ -18,7 +18,8 @@ class Stop {
   bool is_set() const { return flag_.load(); }
   const std::atomic<bool>* flag() const { return &flag_; }
 
-  // While this exists, set() calls `wake`; at once where it was set before. Of several the innermost counts.
+  // While this object exists, set() calls `wake`; immediately if it was set before. Only the innermost object
+  // counts.
   class During {
    public:
     During(Stop& stop, std::function<void()> wake) : stop_(stop) {

@@ -1,5 +1,5 @@
-// What travels between processes: unique ids, what ranks say of themselves, greetings, frames. All of fixed
-// size, or with a length that is bounded before anything is made of it.
+// The data that processes exchange: unique ids, descriptions of ranks, hellos, frames. All have a fixed size,
+// or a length that is checked before memory is allocated.
 #pragma once
 
 #include <cstring>
@@ -12,14 +12,14 @@
 
 namespace pncpu {
 
-// More ranks than this are refused before anything is allocated for them.
+// More ranks are refused before anything is allocated for them.
 constexpr int kMostRanks = 65536;
-// A rank of a host keeps two rings to each other rank there, so memory grows with the square.
+// A rank has two rings to each other rank of its host, so memory grows with the square.
 constexpr int kMostLocalRanks = 1024;
 constexpr uint32_t kMaxFrame = 16u << 20;
 constexpr uint32_t kMaxText = 4096;
 
-// Bytes that several may own and nobody changes.
+// Immutable bytes with shared ownership.
 struct Blob {
   std::shared_ptr<const void> owner;
   const char* data = nullptr;
@@ -49,8 +49,8 @@ struct Id {
   static constexpr uint64_t kMagic = 0x326469636c636e70;  // "pnclcid2"
   uint64_t magic = kMagic;
   Token token;
-  uint64_t serial = 0;  // of its maker's ids, from 1; 0 for NCCL_COMM_ID
-  uint64_t host = 0;    // the maker's, and its Unix socket, which ranks there prefer
+  uint64_t serial = 0;  // counts the ids of its process, from 1; 0: NCCL_COMM_ID
+  uint64_t host = 0;    // of the root; its ranks prefer the Unix socket
   Token unix_name;
   Endpoint endpoint;
   uint8_t pad[48] = {};
@@ -59,23 +59,23 @@ struct Id {
 };
 static_assert(sizeof(Id) == 128, "an id is 128 bytes");
 
-// What a rank tells the others about itself, once all agree on who is in.
+// The description that a rank sends when all ranks have joined.
 struct PeerInfo {
-  Token token;              // opens connections to this rank of this communicator
-  Token process;            // of its process, made when its service began
+  Token token;              // needed to connect to this rank of this communicator
+  Token process;            // identifies its process; created with the service
   Token unix_name;          // abstract socket of its process
   uint64_t host = 0;        // equal for ranks that can share memory
-  int64_t pid = 0;          // as it sees itself
-  uint64_t nonce_addr = 0;  // where its nonce lies in its memory: proof of identity for direct reads
+  int64_t pid = 0;          // in its own pid namespace
+  uint64_t nonce_addr = 0;  // address of its nonce: proves its identity for direct access
   uint64_t nonce[2] = {0, 0};
   int32_t device = 0;
   int32_t shared_devices = 0;  // how many its host has (PYNCCL_CPU_DEVICES); 0: the device is the rank's own
-  int32_t version = kVersion;
+  int32_t version = NCCL_VERSION_CODE;
   Endpoint endpoint;
   char host_name[64] = {};
 };
 
-// Everyone's PeerInfo, in the order of their ranks; shared by the ranks of a process.
+// The PeerInfo of all ranks in their order; the ranks of a process share it.
 struct Table {
   Blob bytes;
   const PeerInfo& operator[](int rank) const { return reinterpret_cast<const PeerInfo*>(bytes.data)[rank]; }
@@ -88,7 +88,7 @@ struct Table {
 
 enum class HelloKind : uint32_t { Join = 1, Control, CollData, P2pData };
 
-// The first that is said on every connection.
+// The first message of every connection.
 struct Hello {
   static constexpr uint64_t kMagic = 0x32306c63636e7970;  // "pynccl02"
   uint64_t magic = kMagic;
@@ -101,20 +101,21 @@ struct Hello {
   uint32_t pad = 0;
 };
 
-// The answer to a Hello that is `secured`; a Proof follows where the secret stands on both sides.
+// The answer to a Hello that is `secured`. A proof follows if both sides have a secret.
 struct Challenge {
   uint32_t secured = 0, pad = 0;
   Token nonce;
   Digest proof{};
 };
 
-// What one side of a connection shows the other: that it has the secret now, for this id and this purpose.
+// The proof of one side of a connection that it has the secret, for this id and this purpose.
 enum class Role : uint32_t { Listens = 1, Connects };
 Digest proof(const std::string& secret, Role role, const Hello& hello, const Token& listener_nonce);
 
-// The rendezvous. A rank sends Announce; when all have, the root answers Gathered; each sends Introduce; the
-// root sends everyone the Table. With several ids each root gathers a share of the ranks; it sends the
-// first of them the Share, who brings it to the first id's root and gets the Table for all.
+// The rendezvous. Every rank sends Announce. When all have, the root answers Gathered, every rank sends
+// Introduce, and the root sends the Table to all. With several ids each root gathers a share of the ranks and
+// sends the Share to the first of them, which forwards it to the root of the first id and gets the Table for
+// its share.
 enum class Ctl : uint32_t {
   Leaving = 1,
   Error,
@@ -127,7 +128,7 @@ enum class Ctl : uint32_t {
   Share,
   Table,
   Failed,  // the tag is the result, the body a text
-  Closed,  // never sent: a rank of this process has let go
+  Closed,  // within a process only: a rank has ended its link
   Segment  // the tag is the size of its rings; a descriptor follows
 };
 struct CtlHeader {
@@ -136,16 +137,23 @@ struct CtlHeader {
   uint64_t tag = 0;
 };
 
+// The body of Ctl::Error; the text follows.
+struct ErrorHead {
+  int32_t result = 0;
+  uint8_t mismatch = 0, reported = 0;  // of ErrorCode
+  uint8_t pad[2] = {};
+};
+
 struct Announce {
   int32_t rank = 0, nranks = 0;
   uint64_t ids_hash = 0;  // of all the ids, for ncclCommInitRankScalable
   int32_t nids = 1;
-  int32_t share = -1;  // whose Share comes, where the first ranks of the shares meet
+  int32_t share = -1;  // the number of the Share that follows; -1: none
   int64_t pid = 0;
   char host_name[64] = {};
 };
 
-// Which of several ids' roots a rank reports to, as NCCL spreads them (src/bootstrap.cc, rootIdFromRank,
+// The distribution of ranks over the roots of several ids, as in NCCL (src/bootstrap.cc, rootIdFromRank,
 // firstRankFromRoot and nRankFromRoot).
 struct Shares {
   int nranks, nids;

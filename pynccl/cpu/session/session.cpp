@@ -15,14 +15,15 @@
 namespace pncpu {
 namespace {
 
-constexpr auto kLook = std::chrono::milliseconds(50);  // how often a wait looks at what nobody announces
+constexpr auto kLook =
+    std::chrono::milliseconds(50);  // how often a wait polls for changes without a notification
 
-// What must be equal everywhere; a byte for each rank follows, whether its memory can be reached from here.
+// Settings that must be equal on all ranks. A byte for each rank follows: this rank can access its memory.
 struct Settings {
   uint64_t inline_bytes, block_bytes;
 };
 
-// Segments of ranks of this process, by the token of the rank that maps them for the others.
+// The segments of this process, by the token of the rank that maps them for the others.
 struct Offers {
   std::mutex mutex;
   std::condition_variable changed;
@@ -108,10 +109,10 @@ ncclResult_t Session::begin(const Table& table) {
   deadline_ = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
   table_ = table;
   if (!(table_[rank].token == self.token))
-    return fail(ncclInternalError, "rank %d of %d: the root took another process for this rank", rank,
+    return fail(ncclInternalError, "rank %d of %d: the root's table has another process for this rank", rank,
                 nranks);
   if (ncclResult_t r = read_table(); r != ncclSuccess) return r;
-  choose_patience();
+  choose_wait_policy();
   if (nranks == 1) return ncclSuccess;
   if (ncclResult_t r = open_links(); r != ncclSuccess) return r;
   if (ncclResult_t r = share_segment(); r != ncclSuccess) return r;
@@ -129,7 +130,7 @@ std::vector<int> Session::everyone() const {
   return ranks;
 }
 
-// ---- who is in ----
+// ---- the table of ranks ----
 
 ncclResult_t Session::read_table() {
   std::vector<std::unique_ptr<Peer>> peers;
@@ -143,9 +144,9 @@ ncclResult_t Session::read_table() {
     if (q + 1 == nranks || table_[q + 1].host != p.info.host)
       lsa_size_ = std::gcd(lsa_size_, std::exchange(on_one_host, 0));
     hash = hash * 0x100000001b3 ^ p.info.token.a;
-    if (p.info.version != kVersion)
+    if (p.info.version != NCCL_VERSION_CODE)
       return fail(ncclInvalidUsage, "rank %d uses version %d of this library, rank %d version %d", rank,
-                  kVersion, q, p.info.version);
+                  NCCL_VERSION_CODE, q, p.info.version);
     if (p.info.host != self.host) continue;
     if (q == rank) local_ = local_count_;
     p.local = local_count_++;
@@ -187,7 +188,8 @@ ncclResult_t Session::link_failed(int q, const char* doing, const std::string& w
 
 // ---- links ----
 
-// Known before the first of them is opened, so that nobody is taken for dead later.
+// Checks the limit before it opens the first connection: a rank that runs out of descriptors later would look
+// dead.
 ncclResult_t Session::check_descriptors() {
   size_t needed = 1;  // the segment
   for (int q = 0; q < nranks; ++q)
@@ -202,7 +204,7 @@ ncclResult_t Session::check_descriptors() {
 }
 
 namespace {
-// Nobody says anything before all of its links are there, unless it fails.
+// A rank sends frames only after it has all of its links, or if it fails.
 bool has_news(int fd) {
   pollfd poll_fd{fd, POLLIN, 0};
   return poll(&poll_fd, 1, 0) > 0;
@@ -228,7 +230,7 @@ SocketPtr Session::await_arrival(HelloKind kind, int q, std::string* why) {
   }
 }
 
-// Ranks of one process need no sockets. Of each other pair the higher rank connects.
+// Ranks of one process need no sockets. In every other pair the higher rank connects.
 ncclResult_t Session::open_links() {
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
@@ -252,8 +254,8 @@ ncclResult_t Session::open_links() {
                                   : await_arrival(kind, q, &why);
       int error = errno;
       if (!socket && q > rank && error == ETIMEDOUT)
-        return fail(ncclTimeout, "rank %d of %d waited in vain for rank %d (%s) to connect", rank, nranks, q,
-                    p.str().c_str());
+        return fail(ncclTimeout, "rank %d of %d timed out waiting for rank %d (%s) to connect", rank, nranks,
+                    q, p.str().c_str());
       if (!socket && kind != HelloKind::Control) return said_before(q, "cannot connect to", error);
       if (!socket) return link_failed(q, "cannot connect to", why, error);
       if (kind != HelloKind::Control) {
@@ -298,14 +300,14 @@ void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
     if (disconnected_ || size_t(to) >= peers_.size() || peer(to).gone) return;
     here = peer(to).info.process == self.process;
     control = peer(to).control;
-    // It has come, and this rank fails before it gets to it.
+    // The peer has connected, and this rank fails before it takes the connection.
     auto early = waiting_.find({int(HelloKind::Control), to});
     if (!control && early != waiting_.end()) control = early->second;
     waits = to < rank && !all_arrived_;
   }
   Blob blob = Blob::copy(body, bytes);
   if (!here && !control && waits && kind == Ctl::Error) {
-    // This rank fails before it has called the other, which waits for that.
+    // This rank fails before it connects to the other one, which waits for the connection.
     if (tell_by_ == kForever) tell_by_ = after_ms(2000);
     return send_once(peer(to).info, peer(to).local >= 0, rank, kind, blob, tell_by_);
   }
@@ -316,6 +318,10 @@ void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
     post(peer(to).info.token, rank, kind, 0, blob);
 }
 
+void Session::echo(Ctl kind, const void* body, size_t bytes) {
+  post(self.token, rank, kind, 0, Blob::copy(body, bytes));
+}
+
 void Session::disconnect() noexcept {
   if (self.token != Token()) forget(self.token);
   {
@@ -324,7 +330,7 @@ void Session::disconnect() noexcept {
     waiting_.clear();
     for (auto& p : peers_) p->linked = false;
   }
-  // Why this rank leaves has to reach the others before the connection ends.
+  // The others must receive the reason of the end before the connection ends.
   Deadline deadline = after_ms(2000);
   for (auto& p : peers_) {
     SocketPtr control;
@@ -359,15 +365,15 @@ void Session::drop_connections() {
     for (auto& pipe : p.link.pipe)
       if (SocketPtr socket = pipe ? pipe->socket() : nullptr) shutdown(socket->fd(), SHUT_RDWR);
   }
-  // Shared memory would serve on until the service sees the ends.
+  // Shared memory would still work until the service notices the ends.
   std::unique_lock<std::mutex> lock(mutex);
   changed.wait_until(lock, after_ms(1000), [&] { return nranks == 1 || owner_.error() != ncclSuccess; });
 }
 
 // ---- the host's shared segment ----
 
-// The first rank of a host makes it and hands it to the first rank of each other process, who shares it with
-// the others there.
+// The first rank of a host creates the segment and passes it to the first rank of every other process, which
+// shares it with the other ranks of its process.
 ncclResult_t Session::share_segment() {
   if (local_count_ < 2) return ncclSuccess;
   int leader = 0;
@@ -412,23 +418,24 @@ ncclResult_t Session::receive_segment(int leader) {
   if (recv_all(control->fd(), &header, sizeof header, deadline_))
     fd = header.kind == Ctl::Segment ? recv_fd(control->fd(), deadline_) : Fd();
   int error = stopped() ? ECANCELED : errno;
-  if (header.kind == Ctl::Error) return failed_before(leader, "got no memory from", header);
-  if (!fd) return link_failed(leader, "got no memory from", describe_error(error), error);
+  if (header.kind == Ctl::Error) return failed_before(leader, "cannot get the shared memory of", header);
+  if (!fd) return link_failed(leader, "cannot get the shared memory of", describe_error(error), error);
   uint64_t ring = header.tag;
   if (ring < 512 || ring > ring_bytes || (ring & (ring - 1)))
-    return link_failed(leader, "got no memory from", "rings of " + std::to_string(ring) + " bytes", 0);
+    return link_failed(leader, "cannot get the shared memory of",
+                       "rings of " + std::to_string(ring) + " bytes", 0);
   segment_ = std::make_shared<Segment>(local_count_, size_t(ring));
   return segment_->open(std::move(fd));
 }
 
-// A rank of this process cannot have died, and may have said why it went.
+// A rank of this process cannot have died. It may have sent the reason of its end.
 ncclResult_t Session::gone_from_here(int q, const char* doing) {
   attach(self.token);
-  hang_up(self.token, q);  // known to be gone after everything that it said
+  hang_up(self.token, q);  // after all frames that it sent
   return cut_off(q, doing, "it has failed or was aborted");
 }
 
-// A connection ends while links are made: its rank has failed, and may have said why.
+// A connection ended during creation: its rank has failed, and may have sent the reason.
 ncclResult_t Session::said_before(int q, const char* doing, int error) {
   CtlHeader header;
   if (recv_all(peer(q).control->fd(), &header, sizeof header, after_ms(100)) && header.kind == Ctl::Error)
@@ -436,14 +443,14 @@ ncclResult_t Session::said_before(int q, const char* doing, int error) {
   return link_failed(q, doing, describe_error(error), error);
 }
 
-// A peer's creation failed, and it has said why.
+// A peer's creation failed, and it has sent the reason.
 ncclResult_t Session::failed_before(int q, const char* doing, const CtlHeader& header) {
-  std::vector<char> body(std::min<size_t>(header.bytes, sizeof(ncclResult_t) + kMaxText));
+  std::vector<char> body(std::min<size_t>(header.bytes, sizeof(ErrorHead) + kMaxText));
   if (!recv_all(peer(q).control->fd(), body.data(), body.size(), deadline_))
     return link_failed(q, doing, describe_error(errno), errno);
   owner_.sink()->frame(q, header, Blob::of(std::move(body)));
   if (owner_.error() == ncclSuccess) return link_failed(q, doing, "it failed", 0);
-  return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+  return fail(owner_.error_code(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
 }
 
 ncclResult_t Session::take_segment(int first) {
@@ -456,12 +463,13 @@ ncclResult_t Session::take_segment(int first) {
     offers.changed.wait_until(lock, std::min<Deadline>(deadline_, Clock::now() + kLook));
     if (offers.segments.count(key)) continue;
     lock.unlock();
-    if (stopped()) return link_failed(first, "got no memory from", "aborted", 0);
+    if (stopped()) return link_failed(first, "cannot get the shared memory of", "aborted", 0);
     if (!lives_here(key)) {
-      return gone_from_here(first, "got no memory from");
+      return gone_from_here(first, "cannot get the shared memory of");
     }
     if (Clock::now() >= deadline_)
-      return fail(ncclTimeout, "rank %d of %d waited in vain for the memory of rank %d", rank, nranks, first);
+      return fail(ncclTimeout, "rank %d of %d timed out waiting for the shared memory of rank %d", rank,
+                  nranks, first);
     lock.lock();
   }
 }
@@ -484,7 +492,7 @@ void Session::attach_pipes() {
   }
 }
 
-// ---- what must be equal ----
+// ---- settings that must be equal ----
 
 void Session::say_settings() {
   std::vector<char> mine(sizeof(Settings) + size_t(nranks));
@@ -498,7 +506,7 @@ void Session::say_settings() {
   settings_ = Blob::of(std::move(mine));
 }
 
-// Agrees on what must be equal everywhere, and on which pairs read each other's memory.
+// Agrees on the settings, and on the pairs of ranks that access each other's memory.
 ncclResult_t Session::finish() {
   if (nranks == 1) return ncclSuccess;
   std::vector<Blob> all;
@@ -509,7 +517,8 @@ ncclResult_t Session::finish() {
   for (int q = 0; q < nranks; ++q) {
     const Blob& theirs = all[size_t(q)];
     if (theirs.size != settings_.size)
-      return fail(ncclInternalError, "rank %d settled with %zu bytes", q, theirs.size);
+      return fail(ncclInternalError, "rank %d sent settings of %zu bytes, expected %zu", q, theirs.size,
+                  settings_.size);
     Settings settings;
     memcpy(&settings, theirs.data, sizeof settings);
     inline_bytes = std::min(inline_bytes, size_t(settings.inline_bytes));
@@ -524,27 +533,26 @@ ncclResult_t Session::finish() {
   return ncclSuccess;
 }
 
-// Ranks that share cores must not make each other wait by spinning. With a core for each, sleeping is what is
-// slow: an idle core takes up to 100 us to wake in a virtual machine, more than most of a collective.
-void Session::choose_patience() {
+// Ranks that share cores must not spin, since a peer needs the core. With a core for each rank sleeping is
+// slower: an idle core of a virtual machine takes up to 100 us to wake, longer than most of a collective.
+void Session::choose_wait_policy() {
   int64_t us = param_int("PYNCCL_CPU_SPIN_US");
   cpu_set_t set;
   int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
   bool room = local_count_ <= cpus;
-  patience_.spin_ns = patience_.yield_ns = (us >= 0 ? us : room ? 50 : 0) * 1000;
-  // Where ranks share cores, a yield may well be followed by a peer's work.
-  patience_.interrupted_ns = (us >= 0 ? 0 : room ? 200 : 1000) * 1000;
-  underway_patience_ = patience_;
+  wait_policy_.spin_ns = wait_policy_.yield_ns = (us >= 0 ? us : room ? 50 : 0) * 1000;
+  // If ranks share cores, a peer may work during a yield.
+  wait_policy_.interrupted_ns = (us >= 0 ? 0 : room ? 200 : 1000) * 1000;
+  underway_policy_ = wait_policy_;
   if (us >= 0) return;
-  if (!room) patience_.yield_ns = 20 * 1000;
-  underway_patience_.yield_ns = (room ? 2000 : 50) * 1000;
+  if (!room) wait_policy_.yield_ns = 20 * 1000;
+  underway_policy_.yield_ns = (room ? 2000 : 50) * 1000;
 }
 
 // ---- exchanges ----
 
-// Somebody does not answer in an exchange. That it has left, or has told of an error before it went, explains
-// more than the end of the connection, which a sender may see before the service has read what came before
-// it.
+// A rank does not answer in an exchange. If it has left or has reported an error, this explains more than the
+// end of the connection. A sender may see the end before the service has read the frames before it.
 ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
   bool left;
   {
@@ -556,7 +564,7 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
   }
   if (left) owner_.never_ends(q, what);
   if (owner_.error() == ncclSuccess) return link_failed(q, what, why, 0);
-  return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+  return fail(owner_.error_code(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
 }
 
 ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
@@ -630,9 +638,10 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
     return ncclSuccess;
   }
   if (stopped()) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
-  if (failed()) return fail(owner_.error(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+  if (failed())
+    return fail(owner_.error_code(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
   if (ended) return cut_off(missing, what, "it died or left");
-  return fail(ncclTimeout, "rank %d of %d: %s waited in vain for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
+  return fail(ncclTimeout, "rank %d of %d: %s timed out waiting for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
               rank, nranks, what, missing, peer(missing).str().c_str());
 }
 

@@ -1,4 +1,4 @@
-// A session: who is in a communicator and how they are reached.
+// A session: the ranks of a communicator and the connections to them.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace pncpu {
 
-// How many calls a rank had issued when it left: what is beyond them will never come.
+// The number of calls that a rank had issued when it left: it makes no others.
 struct Leaving {
   uint64_t colls = 0, sends = 0, recvs = 0;
 };
@@ -26,27 +26,28 @@ struct Peer {
   bool linked = false;   // under it: frames reach the peer
   Link link;
   int local = -1;                 // index in the host's segment; -1 on another host
-  bool same_process = false;      // shown by its token, which is one of this process's
-  bool vouched = false;           // the kernel says that the pid it claims is its own
+  bool same_process = false;      // its token is one of this process's
+  bool vouched = false;           // the kernel confirms the pid that it claims
   bool left = false;              // under Session::mutex
-  std::atomic<bool> gone{false};  // set under it; who tells of an error looks without
+  std::atomic<bool> gone{false};  // written under it; read without it to report errors
   Leaving leaving;
   std::atomic<uint64_t> sends_issued{0}, recvs_issued{0};
-  std::atomic<uint64_t> sends_started{0}, recvs_started{0};  // the number of the newest that has its turn
+  std::atomic<uint64_t> sends_started{0}, recvs_started{0};  // the number of the last one started
   std::string str() const;
 };
 
 class Session {
  public:
-  // What a session asks of the communicator that it belongs to.
+  // A session's view of its communicator.
   class Owner {
    public:
-    virtual SinkPtr sink() = 0;  // who hears of the session's sockets
-    virtual ncclResult_t error() const = 0;
+    virtual SinkPtr sink() = 0;  // receives the events of the session's sockets
+    virtual ErrorCode error_code() const = 0;
+    ncclResult_t error() const { return error_code().result; }
     virtual std::string error_text() = 0;
-    // Calls that do not fit together have ended it. What follows a death or a revocation still meets.
+    // Mismatched calls have ended it. After a death or a revocation ranks can still exchange data.
     virtual bool broken() const = 0;
-    // Rank `peer` has left, so that what this rank is `doing` with it never ends.
+    // Rank `peer` has left, so the operation `doing` with it never ends.
     virtual void never_ends(int peer, const std::string& doing) = 0;
 
    protected:
@@ -54,37 +55,39 @@ class Session {
   };
 
   Session(Owner& owner, int device);
-  void set_shape(int rank, int nranks);  // known late where ranks have to agree on it first
+  void set_shape(int rank, int nranks);  // late if the ranks must agree on it first
 
   int rank = 0, nranks = 0;
   uint64_t hash = 0;
   size_t inline_bytes, block_bytes, ring_bytes;  // equal on every rank once connected
   std::atomic<bool> left{false};                 // this rank has said that it leaves
 
-  // Creation: introduces itself, joins the ids' roots where there are any, then connects to everyone in the
-  // table. connect() is begin() and finish(); for ranks of one process that one thread connects, each first
-  // begins.
+  // Creation: introduce(), join() the roots of the ids if there are any, then connect() to all ranks of the
+  // table. connect() is begin() and finish(). A thread that connects several ranks calls begin() for all of
+  // them first.
   ncclResult_t introduce();
   PeerInfo self;
   ncclResult_t join(std::vector<Id> ids, uint64_t ids_hash, Table* table);
   ncclResult_t connect(const Table& table);
   ncclResult_t begin(const Table& table);
   ncclResult_t finish();
-  void stop_creation();  // cuts that short, if it is not complete
-  bool complete();       // false where it was stopped before
-  void stop();           // cuts creation short, and exchanges
+  void stop_creation();  // makes the creation fail if it is not complete
+  bool complete();       // false: it was stopped before
+  void stop();           // makes the creation and exchanges fail
   bool stopped() const { return stop_.is_set(); }
 
-  // Ranks talk over their control sockets: everyone's blob, in the order of `ranks`.
-  // Each pair of ranks numbers its meetings, so every peer has a tag of its own.
+  // Exchanges a blob with every rank over the control links; `all` is in the order of `ranks`. Each pair of
+  // ranks numbers its exchanges, so every peer has its own tag.
   using Tags = std::vector<uint64_t>;
   ncclResult_t exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
                         std::vector<Blob>* all, const char* what);
-  // Ranks talk over their control links: everyone's blob, in the order of `ranks`.
   void arrived(const Hello& hello, SocketPtr socket);
   void exchanged(int from, uint64_t tag, const Blob& body);
-  void send(int to, Ctl kind, const void* body, size_t bytes);  // nothing once the peer is gone
-  int known_ranks();  // 0 until the table is there, however many a caller said
+  // Sends a frame to this rank itself. It arrives after every frame that was sent before between ranks of
+  // this process.
+  void echo(Ctl kind, const void* body, size_t bytes);
+  void send(int to, Ctl kind, const void* body, size_t bytes);  // no effect if the peer has gone
+  int known_ranks();                                            // 0 before the table has arrived
   bool linked(int to);
   void disconnect() noexcept;
   void drop_connections();  // fault injection
@@ -95,22 +98,22 @@ class Session {
   Cell* cell() { return me_; }
   int local_index() const { return local_; }
   int local_ranks() const { return local_count_; }
-  // Ranks that reach each other's memory: consecutive ones of a host, as many in each team.
+  // The size of LSA teams: consecutive ranks of a host that reach each other's memory.
   int lsa_size() const { return lsa_size_; }
-  const Patience& patience(bool underway) const { return underway ? underway_patience_ : patience_; }
+  const WaitPolicy& wait_policy(bool underway) const { return underway ? underway_policy_ : wait_policy_; }
 
-  // Wakes who waits for what peers say, so that it looks at the communicator's error.
+  // Wakes threads that wait for peers, so that they check the communicator's error.
   void notify() {
     std::lock_guard<std::mutex> lock(mutex);
     changed.notify_all();
   }
-  std::mutex mutex;  // what peers have said
+  std::mutex mutex;  // for the state of peers
   std::condition_variable changed;
 
  private:
-  // What is heard from ranks, each under its tag, by who waits for it.
+  // One waiting exchange: the blobs of the ranks, each under its tag.
   struct Gathering {
-    std::map<int, uint64_t> tags;  // of those that are missing
+    std::map<int, uint64_t> tags;  // of the ranks that are missing
     std::map<int, Blob> said;
   };
 
@@ -133,7 +136,7 @@ class Session {
                     const char* what, Deadline deadline);
   ncclResult_t link_failed(int peer, const char* doing, const std::string& why, int error);
   ncclResult_t cut_off(int peer, const char* what, const std::string& why);
-  void choose_patience();
+  void choose_wait_policy();
   std::vector<int> everyone() const;
 
   Owner& owner_;
@@ -144,18 +147,18 @@ class Session {
   Deadline deadline_ = kForever;  // of the creation
   Table table_;
   std::vector<std::unique_ptr<Peer>> peers_;  // once the table is known
-  std::shared_ptr<Segment> segment_;          // one for all ranks of this process
+  std::shared_ptr<Segment> segment_;          // shared by all ranks of this process
   bool offers_segment_ = false;
   Cell* me_ = nullptr;
   int local_ = 0, local_count_ = 1, hosts_ = 1, lsa_size_ = 1;
-  Patience patience_, underway_patience_;  // before a peer has come; while it is at work
+  WaitPolicy wait_policy_, underway_policy_;  // before a peer has started the operation; afterwards
   uint64_t nonce_[2];
   Blob settings_;
   std::map<std::pair<int, int>, SocketPtr> waiting_;  // arrivals by kind and rank, during creation
   bool all_arrived_ = false, disconnected_ = false;
-  Deadline tell_by_ = kForever;                       // those without a link, of a failure
-  std::vector<Gathering*> gatherings_;                // open ones
-  std::map<std::pair<int, uint64_t>, Blob> untaken_;  // said by a rank under a tag before it was waited for
+  Deadline tell_by_ = kForever;                       // to tell ranks without a link of a failure
+  std::vector<Gathering*> gatherings_;                // exchanges that wait
+  std::map<std::pair<int, uint64_t>, Blob> untaken_;  // blobs that came before their exchange
 };
 
 }  // namespace pncpu

@@ -15,7 +15,7 @@ struct Domains {
   size_t prune_at = 64;
 };
 
-// The devices that this thread used last stay with it: communicators that come and go share their streams.
+// Keeps the devices that this thread used last, so that successive communicators share their streams.
 class Held {
  public:
   ~Held() { abandon(); }
@@ -26,7 +26,7 @@ class Held {
   }
 
  private:
-  // A forked child leaves its parent's alone.
+  // A forked child never touches its parent's devices.
   void abandon() {
     if (epoch_ == process_epoch()) return;
     new std::vector<std::shared_ptr<Domain>>(std::move(domains_));
@@ -61,7 +61,8 @@ std::shared_ptr<Domain> Domain::of(int device, int copy) {
   return fresh;
 }
 
-// A thread that ended leaves its stream here; an idle one is made again where it is wanted again.
+// Forgets idle streams, since threads that have ended leave theirs here. A living thread gets a new stream if
+// needed.
 void Domain::forget_idle_threads() {
   for (auto it = per_thread_.begin(); it != per_thread_.end();)
     it = it->second.use_count() == 1 && it->second->idle() ? per_thread_.erase(it) : std::next(it);

@@ -1,5 +1,5 @@
-// Devices as streams see them: what CUDA's stream handles 0, 1 and 2 mean, and in which order the legacy
-// default stream and the blocking streams of a device run.
+// A device as its streams see it: the meaning of CUDA's stream handles 0, 1 and 2, and the order of the
+// legacy default stream and the blocking streams.
 #pragma once
 
 #include <map>
@@ -12,8 +12,8 @@
 
 namespace pncpu {
 
-// One device of the ranks that share it: with PYNCCL_CPU_DEVICES a real one of the process, else the own
-// device of each thread's ranks (`copy` tells apart the ranks that one thread creates on the same index).
+// One device. With PYNCCL_CPU_DEVICES the ranks of the process share it. Otherwise each thread has its own
+// devices, and `copy` distinguishes ranks that one thread creates with the same device number.
 class Domain : public std::enable_shared_from_this<Domain> {
  public:
   static std::shared_ptr<Domain> of(int device, int copy);
@@ -21,7 +21,7 @@ class Domain : public std::enable_shared_from_this<Domain> {
   const std::shared_ptr<Stream>& legacy() const { return legacy_; }  // handles 0 and 1
   std::shared_ptr<Stream> per_thread();                              // handle 2: the calling thread's own
   std::shared_ptr<Stream> create(bool blocking, bool attended = false);
-  // The streams whose work of now completes before new work of this one.
+  // The streams whose current work must complete before new work of this one.
   std::vector<std::shared_ptr<Stream>> come_before(const Stream& stream);
 
  private:
@@ -29,7 +29,7 @@ class Domain : public std::enable_shared_from_this<Domain> {
   std::mutex mutex_;
   const std::shared_ptr<Stream> legacy_;
   std::map<std::thread::id, std::shared_ptr<Stream>> per_thread_;
-  std::vector<std::weak_ptr<Stream>> created_;  // those that are blocking
+  std::vector<std::weak_ptr<Stream>> created_;  // the blocking ones
   size_t prune_at_ = 16;
 };
 

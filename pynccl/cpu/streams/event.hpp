@@ -1,4 +1,4 @@
-// Events: points in the work of a stream.
+// Events: positions in the work of a stream.
 #pragma once
 
 #include <memory>
@@ -10,12 +10,12 @@ namespace pncpu {
 
 class Stream;
 
-// One record of an event. Recording the event again makes another: who waits for this one goes on waiting.
+// One record of an event. Recording the event again creates another one; waits for this one are unaffected.
 struct Recording {
   std::atomic<bool> happened{false};
   Doorbell bell;
-  std::weak_ptr<Stream> stream;  // whose work it comes after
-  uint64_t number = 0;           // how much of it
+  std::weak_ptr<Stream> stream;  // the recorded stream
+  uint64_t number = 0;           // the number of its nodes before the record
   void happen() {
     happened.store(true, std::memory_order_release);
     bell.ring();
@@ -25,7 +25,7 @@ struct Recording {
 
 class Event {
  public:
-  // nullptr: never recorded, which counts as happened.
+  // nullptr: never recorded, which counts as complete.
   std::shared_ptr<Recording> newest() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return newest_;

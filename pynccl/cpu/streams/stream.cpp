@@ -6,19 +6,19 @@
 namespace pncpu {
 namespace {
 
-// Left to a caller that will wait itself: longer, the more often it did.
+// How long the stream's thread leaves new work to a caller that waits; grows if callers do.
 constexpr int64_t kLeastGraceNs = 100 * 1000, kMostGraceNs = 2000 * 1000;
 constexpr int kIdleTicks = 20;
-constexpr size_t kMostErrors = 64;  // that nobody asked for
+constexpr size_t kMostErrors = 64;  // errors that no caller has taken
 
 }  // namespace
 
 std::shared_ptr<Stream> Stream::make(Domain& domain, bool blocking, bool attended) {
   auto stream = std::make_shared<Stream>(domain, blocking, attended);
-  // The thread that works for it is an owner of its own, which goes when the others are gone.
+  // The stream's thread holds a reference of its own and ends after the other owners.
   return std::shared_ptr<Stream>(stream.get(), [stream](Stream*) mutable {
     stream->close();
-    stream.reset();  // a weak_ptr would keep this function, and with it the stream
+    stream.reset();  // a weak_ptr keeps this deleter alive, and with it the stream
   });
 }
 
@@ -28,8 +28,8 @@ void Stream::close() {
   stopping_.ring();
   if (!attended_ || idle()) return;
   try {
-    start_worker();                  // nobody can wait for it any more
-  } catch (const std::exception&) {  // no thread to be had: what is left is not run
+    start_worker();                  // no thread can wait for the work any more
+  } catch (const std::exception&) {  // no thread: the remaining work is not run
   }
 }
 
@@ -135,7 +135,7 @@ ncclResult_t Stream::drive(uint64_t target, Deadline deadline) {
       }
       try {
         r = run(*node, deadline);
-      } catch (const std::bad_alloc&) {  // work can be left at any step: tried again until there is memory
+      } catch (const std::bad_alloc&) {  // work can stop at any step: try again when there is memory
         usleep(1000);
         if (until(deadline, kSliceNs)) continue;
         r = ncclInProgress;
@@ -169,16 +169,15 @@ ncclResult_t Stream::synchronize(Deadline deadline, uint64_t comm_serial) {
   return r == ncclInProgress ? r : take_error(comm_serial);
 }
 
-// Runs what nobody waits for. A caller that synchronizes at once finds the work still there and runs it
-// itself, which saves two changes of thread; so this thread leaves it alone for a moment, and nothing wakes
-// it in that moment.
+// The stream's thread runs work for which no caller waits. A caller that synchronizes immediately runs the
+// work itself, which saves two thread switches. So this thread waits for a moment, in which nothing wakes it.
 void Stream::work() {
   name_this_thread("pynccl-stream");
   int idle_ticks = 0;
   int64_t grace_ns = kLeastGraceNs;
   for (;;) {
     uint32_t arrivals = arrivals_.look(), stopping = stopping_.look();
-    bool stop = stop_.load();  // after the looks: a ring in between is not missed
+    bool stop = stop_.load();  // after look(), so that no ring is missed
     uint64_t done = completed_.load(), all = enqueued_.load();
     if (done == all) {
       if (stop) return;

@@ -1,4 +1,5 @@
-// Streams: queues whose work runs in order, by the thread that waits for it or else by the stream's own.
+// Streams: queues of work in order. A thread that waits for the work runs it; otherwise the stream's own
+// thread does.
 #pragma once
 
 #include <list>
@@ -16,14 +17,15 @@ namespace pncpu {
 class Domain;
 class Stream;
 
-// What a stream runs. A task that several streams share runs when all have come to it, by whoever drives the
-// last that came.
+// The work of a stream. A task of several streams runs when all of them have reached it; the thread that
+// drives the last stream runs it.
 class Task {
  public:
   virtual ~Task() = default;
-  // A stream has come to it. True for the last one, which runs it.
+  // A stream has reached the task. True for the last stream, which runs it.
   virtual bool come() = 0;
-  // Until done or the deadline (ncclInProgress); wait() is for the streams that do not run it.
+  // Both return at the end of the task or at the deadline (ncclInProgress). A stream that does not run the
+  // task waits for it.
   virtual ncclResult_t run(Deadline deadline) = 0;
   virtual ncclResult_t wait(Deadline deadline) = 0;
   using Errors = std::vector<std::pair<uint64_t, ncclResult_t>>;  // by communicators' serials
@@ -34,28 +36,28 @@ struct Node {
   enum Kind { Run, Record, Wait, After } kind = Run;
   std::shared_ptr<Task> task;
   std::shared_ptr<Recording> recording;
-  std::shared_ptr<Stream> stream;  // After: its first `number` nodes come first
+  std::shared_ptr<Stream> stream;  // After: its first `number` nodes must complete before
   uint64_t number = 0;
   bool came = false, leads = false;
 };
 
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
-  // The stream ends when its last owner has let go of it and its work is done.
-  // An attended one has no thread: its work is run by those who wait for it.
+  // The stream ends when its last owner has released it and its work is complete.
+  // An attended stream has no thread: the threads that wait for its work run it.
   static std::shared_ptr<Stream> make(Domain& domain, bool blocking, bool attended = false);
   Stream(Domain& domain, bool blocking, bool attended)
       : domain_(domain), blocking_(blocking), attended_(attended) {}
 
-  // Work is queued in two steps under the issue lock, so that a group is queued whole or not at all: what may
-  // run out of memory or threads comes first.
+  // Work is queued in two steps under the issue lock, so that a group is queued completely or not at all.
+  // Only the first step can run out of memory or threads.
   using Nodes = std::list<Node>;
   Nodes nodes_for(Node node);
   void push(Nodes nodes) noexcept;
-  // Under the issue lock: nothing is pushed any more.
+  // Under the issue lock: no more work is pushed.
   void end() { ended_ = true; }
   bool ended() const { return ended_; }
-  // In CUDA's sense: its work and the legacy stream's wait for each other.
+  // In CUDA's sense: it synchronizes with the legacy stream.
   bool blocking() const { return blocking_; }
   bool attended() const { return attended_; }
   std::shared_ptr<Domain> keeps;  // of a stream that a caller created
@@ -63,7 +65,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool idle() const { return completed_.load() == enqueued_.load(); }
   uint64_t enqueued() const { return enqueued_.load(); }
   uint64_t completed() const { return completed_.load(); }
-  // What its oldest work is: a task, or the wait for another stream.
+  // The oldest work: a task, or a wait for another stream.
   struct Head {
     std::shared_ptr<Task> task;
     std::shared_ptr<Stream> waits_for;
@@ -71,9 +73,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
   Head head();
   // Runs or waits until `target` nodes have completed; ncclInProgress at the deadline.
   ncclResult_t drive(uint64_t target, Deadline deadline);
-  // Waits for all there is now, then take_error().
+  // Waits for all current work, then returns take_error().
   ncclResult_t synchronize(Deadline deadline, uint64_t comm_serial);
-  // What a communicator's work on this stream ended in since this was last asked; anyone's with kAnyone.
+  // Returns and clears the error of a communicator's work on this stream; kAnyone: of any communicator.
   ncclResult_t take_error(uint64_t comm_serial);
   static constexpr uint64_t kAnyone = 0;
 
@@ -84,7 +86,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void work();
   void close();
   void note_errors(const Task& task);
-  Domain& domain_;  // lives as long as anybody can push
+  Domain& domain_;  // lives while work can be pushed
   const bool blocking_, attended_;
   bool ended_ = false;
   std::mutex queue_mutex_, running_;
@@ -97,7 +99,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool working_ = false;
 };
 
-// Until the event has happened; ncclInProgress at the deadline.
+// Waits until the event has happened; ncclInProgress at the deadline.
 ncclResult_t await(Recording& recording, Deadline deadline);
 
 template <>

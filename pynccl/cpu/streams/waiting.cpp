@@ -1,5 +1,5 @@
 #include "streams/waiting.hpp"
 
 namespace pncpu {
-Crowd g_crowd;
+Contention g_contention;
 }  // namespace pncpu

@@ -1,4 +1,4 @@
-// How a wait passes its time: it looks alone on its core first, then lets others have the core, then sleeps.
+// How a wait polls: it spins first, then yields between polls, then sleeps.
 #pragma once
 
 #include <sched.h>
@@ -9,20 +9,20 @@
 
 namespace pncpu {
 
-struct Patience {
+struct WaitPolicy {
   int64_t spin_ns = 0, yield_ns = 0;
-  int64_t interrupted_ns = 0;  // a single look that took longer lost the core to others; 0: not asked
-  // That of a wait for either of two things.
-  Patience with(const Patience& o) const {
+  int64_t interrupted_ns = 0;  // a poll that took longer lost the core to other threads; 0: not checked
+  // The policy of a wait for one of two events.
+  WaitPolicy with(const WaitPolicy& o) const {
     return {std::min(spin_ns, o.spin_ns), std::min(yield_ns, o.yield_ns),
             std::min(interrupted_ns, o.interrupted_ns)};
   }
 };
 
-// Whether other programs want the cores. Then looking costs a waiter its time slice, milliseconds each time,
-// and sleeping does not: whoever is woken is run soon. A look that took long was interrupted; after a while,
-// ever longer, looking is tried again.
-class Crowd {
+// Whether other programs compete for the cores. Then a polling thread loses its time slice, milliseconds each
+// time, while a sleeping thread is scheduled soon after it is woken. A poll that took long was interrupted.
+// Polling is tried again after a pause, which grows.
+class Contention {
  public:
   bool here(Clock::time_point now) const { return ns(now) < until_.load(std::memory_order_relaxed); }
   void noticed(Clock::time_point now) {
@@ -40,9 +40,9 @@ class Crowd {
   static constexpr int64_t kShortest = 10 * 1000 * 1000, kLongest = 1000 * 1000 * 1000;
   std::atomic<int64_t> until_{0}, pause_{kShortest};
 };
-extern Crowd g_crowd;
+extern Contention g_contention;
 
-constexpr int64_t kSliceNs = 100 * 1000 * 1000;  // the longest sleep before a wait looks around again
+constexpr int64_t kSliceNs = 100 * 1000 * 1000;  // the longest sleep of a wait between two checks
 
 // Nanoseconds to the deadline, at most `most`.
 inline int64_t until(Deadline deadline, int64_t most) {
@@ -51,19 +51,19 @@ inline int64_t until(Deadline deadline, int64_t most) {
   return std::max<int64_t>(0, std::min(ns, most));
 }
 
-// Looks until `changed` says so (true) or patience has run out (false).
+// Polls until `changed` returns true (true) or the policy's time is over (false).
 template <class Changed>
-bool look_for(const Patience& patience, Changed changed) {
-  Deadline start = Clock::now(), spin = start + std::chrono::nanoseconds(patience.spin_ns),
-           yield = start + std::chrono::nanoseconds(patience.yield_ns), before = start;
-  if (patience.interrupted_ns && g_crowd.here(start)) return false;
+bool look_for(const WaitPolicy& policy, Changed changed) {
+  Deadline start = Clock::now(), spin = start + std::chrono::nanoseconds(policy.spin_ns),
+           yield = start + std::chrono::nanoseconds(policy.yield_ns), before = start;
+  if (policy.interrupted_ns && g_contention.here(start)) return false;
   for (int i = 1;; ++i) {
     if (changed()) return true;
     cpu_pause();
     if (i % 32) continue;
     Deadline now = Clock::now();
-    if (patience.interrupted_ns && now - before > std::chrono::nanoseconds(patience.interrupted_ns))
-      return g_crowd.noticed(now), false;
+    if (policy.interrupted_ns && now - before > std::chrono::nanoseconds(policy.interrupted_ns))
+      return g_contention.noticed(now), false;
     before = now;
     if (now < spin) continue;
     if (now >= yield) return false;

@@ -1,4 +1,4 @@
-// Direct access to a peer's memory: through the kernel, or plainly in one process.
+// Direct access to a peer's memory: through the kernel, or by plain loads and stores in one process.
 #include <sys/uio.h>
 
 #include "transport/transport.hpp"
@@ -18,7 +18,7 @@ class ProcessMemory final : public Memory {
     uint64_t nonce[2] = {0, 0};
     size_t proof = identify ? sizeof nonce : 0, done = 0;
     while (done < bytes || proof) {
-      // The nonce comes first: nothing of a stranger's memory is taken for the peer's.
+      // The nonce comes first, so that another process's memory is never taken for the peer's.
       iovec local[2] = {{nonce, proof}, {static_cast<char*>(to) + done, bytes - done}};
       iovec remote[2] = {{reinterpret_cast<void*>(peer_.nonce_addr), proof},
                          {reinterpret_cast<void*>(from + done), bytes - done}};
@@ -36,7 +36,7 @@ class ProcessMemory final : public Memory {
     return RemoteResult::Ok;
   }
 
-  // The peer's identity has been checked within the last millisecond: no process id comes round in that time.
+  // Writes only within a millisecond after a check of the peer's identity: no pid is reused in that time.
   RemoteResult write(const void* from, uint64_t to, size_t bytes) override {
     for (size_t done = 0; done < bytes;) {
       if (Clock::now() - seen_ > std::chrono::milliseconds(1))

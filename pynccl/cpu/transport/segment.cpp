@@ -9,7 +9,7 @@
 namespace pncpu {
 namespace {
 
-constexpr size_t kLeastRing = 512, kMostRing = size_t(1) << 30;  // room for a header and a little
+constexpr size_t kLeastRing = 512, kMostRing = size_t(1) << 30;  // fits a header and some data
 constexpr size_t kRingsWanted = size_t(256) << 20;
 constexpr int kMostRanks = 1 << 15;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
@@ -21,7 +21,7 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring
                (ring_bytes & (ring_bytes - 1)) == 0;
   if (!sound) return;
   size_t pairs = size_t(ranks) * size_t(ranks), rings = pairs * kChannels;
-  // Many ranks on a host: smaller rings, so that the segment stays within reason.
+  // With many ranks on a host the rings get smaller, to limit the segment.
   while (ring_bytes_ > kLeastRing && rings * ring_bytes_ > kRingsWanted) ring_bytes_ /= 2;
   states_at_ = align_up(sizeof(Cell) * size_t(ranks), 4096);
   signals_at_ = states_at_ + align_up(sizeof(RingState) * rings, 4096);

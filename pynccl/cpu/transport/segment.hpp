@@ -1,5 +1,5 @@
-// The memory that the ranks of one communicator on one host share: an unnamed file, so nothing is left
-// behind. Mapped once in a process however many of its ranks use it.
+// The shared memory of a communicator's ranks on one host: an unnamed file, so nothing remains after them. A
+// process maps it once for all of its ranks.
 #pragma once
 
 #include "transport/transport.hpp"
@@ -13,8 +13,8 @@ class Segment {
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
   ncclResult_t create();
-  // The file that another rank created. Refused unless its size is right and sealed: in a file that shrinks,
-  // whoever touches what is gone dies.
+  // Maps the file of another rank. Refuses a file whose size is wrong or not sealed: accessing a file that
+  // has shrunk would kill the process.
   ncclResult_t open(Fd fd);
   int fd() const { return fd_.get(); }
   size_t bytes() const { return bytes_; }
@@ -23,7 +23,7 @@ class Segment {
   size_t rings_bytes() const { return bytes_ - data_at_; }
   Cell& cell(int local) const { return reinterpret_cast<Cell*>(base_)[local]; }
   void attach(int me, int peer, Link* link) const;  // the pipes and signals between two local ranks
-  void release_rings();  // gives the rings' pages back; they come again, empty, when used
+  void release_rings();  // frees the rings' pages; the next access allocates empty ones
 
  private:
   ncclResult_t map();

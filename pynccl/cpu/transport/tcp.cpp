@@ -10,7 +10,7 @@
 namespace pncpu {
 namespace {
 
-constexpr size_t kBuffer = size_t(512) << 10;  // of what has arrived and was not asked for yet
+constexpr size_t kBuffer = size_t(512) << 10;  // received bytes that no operation has read yet
 
 class TcpPipe final : public Pipe {
  public:
@@ -18,7 +18,7 @@ class TcpPipe final : public Pipe {
 
   bool put(const void* a, size_t a_bytes, const void* b, size_t b_bytes) override {
     if (!flush()) return false;
-    unsent_.reserve(a_bytes + b_bytes);  // half a message must not stay when memory is short
+    unsent_.reserve(a_bytes + b_bytes);  // a failed allocation must not leave half a message
     append(a, a_bytes);
     append(b, b_bytes);
     flush();
@@ -29,7 +29,7 @@ class TcpPipe final : public Pipe {
     return flush() ? send_some(static_cast<const char*>(data), bytes) : 0;
   }
 
-  // For a peer that has gone nothing is left to send.
+  // Nothing is sent to a peer that has gone.
   bool flush() override {
     if (cannot_send_) unsent_.clear(), sent_ = 0;
     while (sent_ < unsent_.size()) {
@@ -59,7 +59,7 @@ class TcpPipe final : public Pipe {
   }
 
   Span peek() override {
-    size_t bytes = readable();  // which may move them
+    size_t bytes = readable();  // may move the bytes
     return {received_.get() + taken_, bytes};
   }
 
@@ -69,7 +69,7 @@ class TcpPipe final : public Pipe {
 
   void consume(size_t bytes) override { taken_ += bytes; }
 
-  // What is buffered first, then straight from the socket.
+  // Reads buffered bytes first, then directly from the socket.
   size_t read(void* to, size_t bytes) override {
     size_t n = std::min(bytes, filled_ - taken_);
     copy_out(0, to, n);
@@ -133,7 +133,7 @@ class TcpPipe final : public Pipe {
 
   SocketPtr socket_;
   bool cannot_send_ = false,
-       ended_ = false;  // apart: a peer that has left may still have sent what is needed
+       ended_ = false;  // separate: data of a peer that has left may still arrive
   std::vector<char> unsent_;
   size_t sent_ = 0;
   std::unique_ptr<char[]> received_;  // bytes [taken_, filled_) are readable

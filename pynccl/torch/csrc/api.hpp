@@ -1,4 +1,4 @@
-// One library's functions, by address, and errors as torch has them.
+// One library's functions, by address, and their errors as torch's exceptions.
 #pragma once
 
 #include <Python.h>
@@ -21,22 +21,22 @@ extern "C" {
 
 namespace pynccl {
 
-// clang-format off: it does not come to rest on these
+// clang-format off: its result is not stable for these macros
 #define PYNCCL_TORCH_NEEDED(X)                                                                        \
   X(ncclGetUniqueId) X(ncclCommInitRank) X(ncclCommDestroy) X(ncclCommAbort) X(ncclCommGetAsyncError) \
   X(ncclGetErrorString) X(ncclGroupStart) X(ncclGroupEnd) X(ncclReduce) X(ncclBroadcast)              \
   X(ncclAllReduce) X(ncclReduceScatter) X(ncclAllGather) X(ncclSend) X(ncclRecv)
-// What an older libnccl lacks is NULL.
+// NULL if an older libnccl lacks the function.
 #define PYNCCL_TORCH_OPTIONAL(X)                                                               \
   X(ncclGetLastError) X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclCommShrink)        \
   X(pyncclCpuStreamCreateWithFlags) X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery)          \
-  X(pyncclCpuStreamSynchronize) X(pyncclCpuInterrupt)
+  X(pyncclCpuStreamSynchronize) X(pyncclCpuInterrupt) X(pyncclCpuIsGone)
 // clang-format on
 
 // With NCCL_COMM_BLOCKING=0 a call may still be under way when it returns.
 inline bool failed(ncclResult_t result) { return result != ncclSuccess && result != ncclInProgress; }
 
-// The text of an error, from what was under way and what the library says.
+// Makes the text of an error from the name of the operation and the library's text.
 using Wording = std::function<std::string(const std::string& what, const std::string& text)>;
 
 struct Api {

@@ -9,8 +9,8 @@ namespace {
 
 constexpr Milliseconds kEndSeconds{5000};
 
-// A blocking call in a thread of its own, so that signals and the time limit are noticed. A call that is
-// given up keeps what it captured.
+// Runs a blocking call in a separate thread, so that signals and the time limit work. An abandoned call keeps
+// its captured objects alive.
 void bounded(std::function<void()> call, Milliseconds limit, const std::string& what, bool signals) {
   struct State {
     std::mutex mutex;
@@ -42,7 +42,7 @@ void bounded(std::function<void()> call, Milliseconds limit, const std::string& 
   if (state->error) std::rethrow_exception(state->error);
 }
 
-// The id of a group's communicator, which its first rank makes. One whose attempt was in vain is replaced.
+// The id of a group's communicator, which its first rank makes. After a failed attempt it makes a new one.
 std::optional<ncclUniqueId> exchange_id(const Api& api, const Attempt& attempt, const OwnStore& store,
                                         const std::string& key, bool first, std::string& tried) {
   ncclUniqueId id;
@@ -101,7 +101,7 @@ intrusive_ptr<Backend> Backend::make(intrusive_ptr<c10d::Store> store, int rank,
   return made;
 }
 
-// A thread that still ran callbacks would end the process when Python has gone.
+// A thread that runs callbacks after the end of Python would end the process.
 void Backend::end_all(bool abort) {
   std::vector<intrusive_ptr<Backend>> all;
   {
@@ -119,7 +119,7 @@ void Backend::release_resources() { leave(true); }
 
 void Backend::leave(bool abort) {
   if (home_.foreign()) return forsake(lanes_), forsake(messages_), forsake(coalesced_);
-  // Threads that end here may need the GIL.
+  // Threads that this joins may need the GIL.
   std::unique_ptr<pybind11::gil_scoped_release> release;
   if (Py_IsInitialized() && PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
   try {
@@ -143,8 +143,8 @@ LanePtr Backend::lane(c10::Device device, int peer) {
   return found->second;
 }
 
-// Ranks may open their lanes in any order, and each may have another number of devices: the key names what is
-// the same on all of them.
+// Ranks may open their lanes in any order and may have different device numbers. So the key contains only
+// what is equal on all ranks.
 LanePtr Backend::open(c10::Device device, int peer) {
   Provided provided = provide(device);
   auto lane = std::make_shared<Lane>();
@@ -189,7 +189,7 @@ LanePtr Backend::connected(c10::Device device, int peer) {
   lock.unlock();
   for (auto deadline = Clock::now() + limit; !attempt->wait(kSlice) && !attempt->stopped();) {
     check_signals();
-    // The attempt goes on: the next operation waits for it again.
+    // The attempt continues, and the next operation waits for it again.
     if (Clock::now() >= deadline)
       C10_THROW_ERROR(DistBackendError, c10::str("pynccl: connecting rank ", rank_, " of ", size_, ", ",
                                                  here(), ",", " took longer than ", limit.count(), "ms"));
@@ -252,8 +252,8 @@ WorkPtr Backend::launch(Call call, Milliseconds timeout, Pace pace) {
   return work_of(type, name, {task});
 }
 
-// For the handlers of operations. torch leaves a group open where one of its parts raises, and what comes
-// later would only be recorded: the group's end raises instead.
+// For exception handlers of operations. If a part of a group raises, torch leaves the group open, and would
+// only record later operations. So the end of the group raises instead.
 WorkPtr Backend::refused() {
   auto lock = entered();
   if (!coalesced_) throw;
@@ -336,7 +336,7 @@ void begin_messages(const Coalesced& group) {
       task->fail(std::current_exception());
     }
   }
-  // Whoever waits for the batch waits for one of them after another.
+  // A wait for the batch waits for the messages one after another.
   for (auto& task : group.parts()) task->hurry();
 }
 
@@ -345,7 +345,7 @@ void begin_messages(const Coalesced& group) {
 void Backend::startCoalescing() {
   auto lock = entered();
   if (coalesced_)
-    // torch begins no group within another one.
+    // torch does not nest groups, so an exception has left this one open.
     fail_all(*coalesced_, error_of("pynccl: an exception left the group of this operation"));
   coalesced_.emplace();
 }
@@ -414,7 +414,7 @@ std::vector<TaskPtr> Backend::unfinished() {
 
 void Backend::abort() { end(true); }
 
-// Lets what is under way end by itself first.
+// Lets operations in flight complete first.
 void Backend::shutdown() {
   if (home_.foreign()) return;
   bool finished = true;
@@ -464,15 +464,15 @@ void Backend::end(bool abort) {
   if (error) std::rethrow_exception(error);
 }
 
-// Without ncclCommSplit: the new group connects through this group's store when it is first used. The store
-// that torch gives has the same name for each group of these ranks, also after all ranks have started again.
+// Does not call ncclCommSplit: the new group connects through this group's store at its first use. torch
+// passes a store with the same prefix for every group of these ranks, even after a restart of all ranks.
 intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& store,
                                             const std::vector<int>& ranks,
                                             const intrusive_ptr<c10d::Backend::Options>& options) {
   auto at = std::find(ranks.begin(), ranks.end(), rank_);
   if (at == ranks.end()) return nullptr;
   auto lock = entered();
-  // torch asks once for each type of device, although one backend serves them all.
+  // torch calls this once for each device type, although one backend serves all of them.
   if (auto before = split_.lock(); before && split_store_ == store && split_ranks_ == ranks) return before;
   const auto cpu = lanes_.find("cpu");
   const bool on_cpu = cpu != lanes_.end() && cpu->second->comm;
@@ -500,7 +500,7 @@ int64_t Backend::global_rank(int rank) const {
   return named_.ranks.empty() ? rank : named_.ranks[size_t(rank)];
 }
 
-// In errors. torch names a group only after its backend is made.
+// For errors. torch names a group only after its backend is created.
 std::string Backend::here() const {
   const std::string& name = pg_uid_.empty() ? named_.name : pg_uid_;
   std::string text = c10::str("rank ", rank_, " of group '", name, "'");

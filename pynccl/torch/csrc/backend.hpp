@@ -9,7 +9,7 @@
 #include "messages.hpp"
 #include "reduction.hpp"
 
-// What c10d lacked in torch 2.6; elsewhere names that all versions have will do.
+// torch 2.6 lacks ErrorType. The rest of this file uses names that all versions have.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 6
 #define PYNCCL_HAS_ERROR_TYPE
 #endif
@@ -30,14 +30,15 @@ struct Call {
   std::function<void()> post;
 };
 
-// What torch coalesces: issued together at the end of the group, or, where one part was refused, not at all.
+// Operations that torch coalesces. They are issued together at the end of the group; if one is refused, none
+// is.
 struct Coalesced {
   std::vector<Call> calls;
   TaskPtr task;  // of all calls
   Pace pace = Pace::Awaited;
   std::vector<std::pair<TaskPtr, std::function<void()>>> messages;
   std::vector<TaskPtr> refused;
-  std::exception_ptr refusal;  // the first
+  std::exception_ptr refusal;  // the first error
 
   std::vector<TaskPtr> parts() const {
     std::vector<TaskPtr> all = refused;
@@ -47,29 +48,29 @@ struct Coalesced {
   }
 };
 
-// What is said of a group in errors. `ranks` are those of the whole program; empty: the group's own.
+// A group's name and ranks for errors. `ranks` are global ranks; empty: use the group's own.
 struct Named {
   std::string name;
   std::vector<int64_t> ranks;
 };
 
-// A device's library and stream, and once it is needed the communicator of the group, or of a pair of it.
+// A device's library and stream, and when it is needed the communicator of the group or of one of its pairs.
 struct Lane {
   ApiPtr api;
   c10::Device device{at::kCPU};
   std::string key;  // in the store: the same on all ranks
   int rank = 0, size = 0;
-  std::shared_ptr<Attempt> attempt;                                      // to connect, while it is under way
-  std::shared_ptr<std::string> tried = std::make_shared<std::string>();  // the id of the one before
+  std::shared_ptr<Attempt> attempt;                                      // the running attempt to connect
+  std::shared_ptr<std::string> tried = std::make_shared<std::string>();  // the id of the previous attempt
   CommPtr comm;
   std::shared_ptr<Queue> queue;       // on the CPU
   std::optional<c10::Stream> stream;  // on a device
   cudaStream_t handle = nullptr;
-  std::deque<std::weak_ptr<Task>> issued;  // on the stream, and perhaps not done
+  std::deque<std::weak_ptr<Task>> issued;  // tasks on the stream that may be unfinished
 };
 using LanePtr = std::shared_ptr<Lane>;
 
-// What an operation's options say of its caller: torch's own, since 2.8.
+// How soon the caller needs the operation, from its options; torch has the field since 2.8.
 template <class Options>
 auto pace_of(const Options& options, int) -> decltype(options.asyncOp ? Pace::Now : Pace::Now) {
   return options.asyncOp ? Pace::Now : Pace::Awaited;
@@ -90,11 +91,11 @@ class Backend : public c10d::Backend {
   ~Backend() override;
   static intrusive_ptr<Backend> make(intrusive_ptr<c10d::Store> store, int rank, int size,
                                      Milliseconds timeout, bool connect_cpu, Named named);
-  static void end_all(bool abort);  // before Python ends; else what is in flight is completed first
+  static void end_all(bool abort);  // before Python ends; without `abort` operations in flight complete first
   void release_resources() override;
 
   const std::string getBackendName() const override { return "pynccl"; }
-  // A copy: torch changes what it gets before it gives it to split.
+  // A copy, since torch changes the options before it passes them to split.
   intrusive_ptr<c10d::Backend::Options> getBackendOptions() {
     return c10::make_intrusive<Options>(*options_);
   }
@@ -180,7 +181,7 @@ class Backend : public c10d::Backend {
   std::shared_ptr<Messages> messages();
   LanePtr lane(c10::Device device, int peer = -1);
   LanePtr open(c10::Device device, int peer);
-  // Waits for the other ranks: without the lock.
+  // Waits for the other ranks, so the caller must not hold the lock.
   LanePtr connected(c10::Device device, int peer = -1);
   std::shared_ptr<Attempt> connect(const Lane& lane);
   c10::Device barrier_device(const c10d::BarrierOptions& options);
@@ -200,10 +201,10 @@ class Backend : public c10d::Backend {
   std::atomic<bool> ended_{false};
   std::optional<Coalesced> coalesced_;
   Named named_;
-  // The text of here(), and what it was made of: every operation has it.
+  // The cached text of here() and its inputs: every operation needs it.
   std::shared_ptr<const std::string> here_;
   std::string here_uid_, here_desc_;
-  // The newest split, and what it was made from.
+  // The last split and its arguments.
   c10::weak_intrusive_ptr<c10d::Backend> split_{intrusive_ptr<c10d::Backend>()};
   intrusive_ptr<c10d::Store> split_store_;
   std::vector<int> split_ranks_;
@@ -211,7 +212,7 @@ class Backend : public c10d::Backend {
   std::atomic<uint64_t> splits_{0};
 };
 
-// What Python provides: the functions of a device's library and, for CUDA, a stream as (id, handle).
+// Provided by Python: the functions of a device's library and, for CUDA, a stream as (id, handle).
 struct Provided {
   std::map<std::string, uintptr_t> addresses;
   int64_t stream_id;

@@ -25,7 +25,7 @@ void check_dtypes(const char* function, const at::Tensor& output, const at::Tens
                     ", input on ", input.device());
 }
 
-// The memory an output is received into: its own where it is contiguous.
+// The memory into which an output is received: its own if it is contiguous.
 at::Tensor landing(const at::Tensor& output) {
   return output.is_contiguous() ? output : at::empty_like(output, at::MemoryFormat::Contiguous);
 }
@@ -54,7 +54,7 @@ bool same_sizes(const Tensors& tensors, const at::Tensor& like) {
   return std::all_of(tensors.begin(), tensors.end(), [&](auto& t) { return t.numel() == like.numel(); });
 }
 
-// Pieces of a tensor along its first axis; even ones where no sizes are given.
+// Pieces of a tensor along its first axis; of equal size if no sizes are given.
 Tensors pieces(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size, const char* name) {
   if (splits.empty()) {
     TORCH_CHECK_VALUE(tensor.dim() > 0 && tensor.size(0) % size == 0,
@@ -96,7 +96,7 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& optio
   return refused();
 }
 
-// Everyone gathers all inputs and reduces its slice (the whole for -1).
+// Every rank gathers all inputs and reduces its slice (-1: the whole).
 Call Backend::bitwise_call(const at::Tensor& input, const at::Tensor& output, const ReduceOp& op,
                            int64_t slice) const {
   TORCH_CHECK_TYPE(at::isIntegralType(input.scalar_type(), true), "Cannot use ReduceOp.", op_name(op),
@@ -149,7 +149,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoal
   return refused();
 }
 
-// As gloo has it: the sum, and the call returns with it. Indices and values of every rank, then a coalesce.
+// As in gloo only sums, and the call blocks. Gathers the indices and values of every rank and coalesces them.
 WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) try {
   NoGrad no_grad;
   TORCH_CHECK_VALUE(options.reduceOp.op_ == ReduceOp::SUM, "sparse all_reduce has ReduceOp.SUM only, got ",
@@ -417,8 +417,8 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
   return refused();
 }
 
-// Tensor r of the inputs to rank r, tensor r of the outputs from it. Lists may be empty, or hold undefined
-// tensors where nothing goes to or comes from a rank.
+// Sends inputs[r] to rank r and receives outputs[r] from it. Lists may be empty, or have undefined tensors
+// for ranks without data.
 Call Backend::all_to_all_call(const Tensors& outputs, const Tensors& inputs) const {
   Call call = call_on(OpType::ALLTOALL, "all_to_all", outputs.empty() ? inputs.at(0) : outputs.at(0));
   Tensors sent = contiguous(inputs), landed = landings(outputs);

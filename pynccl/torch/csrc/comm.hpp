@@ -1,4 +1,4 @@
-// A communicator and its end, the store that its ranks meet in, and the attempt to connect them.
+// A communicator and its end, the store for its ranks, and the attempt to connect them.
 #pragma once
 
 #include <sys/syscall.h>
@@ -37,7 +37,7 @@ class Comm {
   const Api& api() const { return *api_; }
   ncclComm_t handle() const { return handle_.load(); }
 
-  // Its asynchronous error. Its end comes after this call.
+  // The asynchronous error. end() waits until this call has returned.
   ncclResult_t state() const {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!handle()) return ncclInvalidUsage;
@@ -46,7 +46,7 @@ class Comm {
     return failed(asked) ? asked : state;
   }
 
-  // The text of its asynchronous error, empty where there is none, or where it has ended.
+  // The text of the asynchronous error; empty: no error, or the communicator has ended.
   std::string trouble() const {
     std::lock_guard<std::mutex> lock(mutex_);
     ncclResult_t state = ncclSuccess;
@@ -54,7 +54,15 @@ class Comm {
     return api_->describe(state, handle());
   }
 
-  // What a call that was under way comes to.
+  // Whether a rank has died or aborted; false if the communicator has ended.
+  bool is_gone(int rank) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    int gone = 0;
+    if (!handle() || !api_->pyncclCpuIsGone) return false;
+    return !failed(api_->pyncclCpuIsGone(handle(), rank, &gone)) && gone;
+  }
+
+  // Waits for the result of a call in progress.
   ncclResult_t settle(ncclResult_t result, const std::function<bool()>& stopped = nullptr) const {
     for (auto pause = std::chrono::microseconds(1); result == ncclInProgress; pause *= 2) {
       if (stopped && stopped()) return ncclInProgress;
@@ -91,18 +99,18 @@ class Comm {
 
 using CommPtr = std::shared_ptr<Comm>;
 
-// A connection of one's own to the group's store: who waits on another's holds up all who use that one.
+// A separate connection to the group's store: a wait on a shared connection would block its other users.
 class OwnStore {
  public:
   explicit OwnStore(const intrusive_ptr<c10d::Store>& shared) : store_(shared) {
     try {
       if (auto own = clone(*shared, 0)) store_ = own, own_ = true;
-    } catch (const std::exception&) {  // a store that is written in Python need not have it
+    } catch (const std::exception&) {  // a store written in Python may not implement it
     }
   }
   c10d::Store* operator->() const { return store_.get(); }
 
-  // Until the key is there or nobody wants it any more. torch logs each slice that passes in vain.
+  // Waits until the key exists or `stopped`. torch logs every slice that times out.
   bool await(const std::string& key, Milliseconds slice, const std::function<bool()>& stopped) const {
     for (auto pause = std::chrono::microseconds(50); !stopped(); pause *= 2) {
       if (own_) {
@@ -110,7 +118,7 @@ class OwnStore {
           store_->wait({key}, slice);
           return !stopped();
         } catch (const std::exception&) {
-          // A time-out is no type of its own; a store that is gone says so again.
+          // A time-out has no type of its own. If the store is gone, check() below throws again.
         }
       }
       if (store_->check({key})) return !stopped();
@@ -120,7 +128,7 @@ class OwnStore {
     return false;
   }
 
-  // Ends the wait for a key of one's own, in the background.
+  // Ends a wait of this process for a key, in the background.
   static void wake(const intrusive_ptr<c10d::Store>& shared, const std::string& key) {
     std::thread([shared, key] {
       try {
@@ -144,8 +152,8 @@ class OwnStore {
   bool own_ = false;
 };
 
-// A communicator that is being connected, in a thread of its own. Who has lost patience leaves it under way
-// and may wait for it again.
+// Connects a communicator in a separate thread. A caller whose wait times out leaves the attempt running and
+// may wait for it again.
 class Attempt : public std::enable_shared_from_this<Attempt> {
  public:
   using Connect = std::function<CommPtr(Attempt&)>;
@@ -161,7 +169,7 @@ class Attempt : public std::enable_shared_from_this<Attempt> {
   explicit Attempt(ApiPtr api) : api_(std::move(api)) {}
 
   bool stopped() const { return stopped_.load(); }
-  // Nobody wants it any more.
+  // No caller needs it any more.
   void stop() {
     stopped_.store(true);
     std::lock_guard<std::mutex> lock(mutex_);
@@ -207,7 +215,7 @@ class Attempt : public std::enable_shared_from_this<Attempt> {
     }
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      // The number may become another thread's.
+      // The thread id may be reused by another thread.
       if (stopped() && api_->pyncclCpuInterrupt) api_->pyncclCpuInterrupt(thread_, 0);
       comm_ = comm, error_ = error, done_ = true;
     }

@@ -1,4 +1,4 @@
-// The extension module, compiled as one unit: torch's headers are read once.
+// The extension module. It is one translation unit, so that torch's headers are compiled once.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -29,15 +29,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("name") = "", py::arg("ranks") = std::vector<int64_t>(),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &pynccl::Backend::getBackendOptions)
-      // What torch asks of ranks that a new group leaves out: a group connects through the store, without
-      // them.
+      // torch calls this on ranks outside a new group. They need do nothing: the group connects through the
+      // store.
       .def("perform_nocolor_split", [](pynccl::Backend&, const c10::Device&) {})
       .def("comm_split_count", &pynccl::Backend::splits)
       .def("abort", &pynccl::Backend::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &pynccl::Backend::shutdown, py::call_guard<py::gil_scoped_release>());
   m.def("end_all", &pynccl::Backend::end_all, py::call_guard<py::gil_scoped_release>());
   m.def("set_provider", [](py::function provider) {
-    // Kept for the life of the process.
+    // Never freed.
     auto* kept = new py::function(std::move(provider));
     pynccl::provide = [kept](c10::Device device) {
       py::gil_scoped_acquire gil;

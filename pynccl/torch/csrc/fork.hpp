@@ -1,5 +1,5 @@
-// What is made in one process and found again in those that it forks: its threads are not there, its locks
-// may be held for ever, and its communicators are the parent's, which goes on with them.
+// Objects of a parent process in a forked child: their threads do not exist, their locks may be held forever,
+// and their communicators belong to the parent.
 #pragma once
 
 #include <pthread.h>
@@ -8,7 +8,7 @@
 
 namespace pynccl {
 
-// How many forks lie between the process that loaded this and this one.
+// The number of forks between the process that loaded this module and this one.
 inline std::atomic<unsigned> forks{0};
 inline const int counting_forks = pthread_atfork(nullptr, nullptr, [] { ++forks; });
 

@@ -1,7 +1,7 @@
 // Point-to-point messages between CPU tensors. Each direction of each pair of ranks has a communicator of its
 // own, made when both ends want it. A message is a header (its size and tag), then its data. The receiver
-// takes messages as they come while it waits for any from that rank, and keeps those that nobody has asked
-// for yet: messages of different tags never wait for each other.
+// takes messages in the order of arrival while it waits for one from that rank, and keeps those that no
+// receive wants yet: messages with different tags never wait for each other.
 #pragma once
 
 #include <map>
@@ -16,8 +16,7 @@ constexpr int kAnySource = -1;
 // On the store; torch counts its milliseconds in an int.
 constexpr Milliseconds kLongWait = std::chrono::hours(24);
 
-// How a rank names itself and others in errors. `global` are the ranks of the whole program; empty: the
-// group's own.
+// How errors name this rank and others. `global` are the global ranks; empty: use the group's own.
 struct Names {
   std::string here;  // this rank and the group
   int size;
@@ -45,31 +44,31 @@ struct Names {
   }
 };
 
-// Looks after a peer while its connection is awaited: only the group's communicator sees it die.
+// Watches a peer while this rank waits for its connection: only the group's communicator notices its death.
 class Watch {
  public:
   Watch(std::shared_ptr<const Runner> group, const Names& names, int peer)
       : group_(std::move(group)),
         title_(c10::str("pynccl: connecting with ", names.of(peer), " for messages on ", names.here, ": ")),
-        death_(c10::str("\\brank ", peer, "( \\([^)]*\\))? (died|exited)")) {}
+        peer_(peer) {}
 
   void check() {
     CommPtr comm = group_->comm();
     const std::string trouble = comm ? comm->trouble() : "";
     if (trouble.empty()) return;
     if (!since_) since_ = Clock::now();
-    if (std::regex_search(trouble, death_) || Clock::now() - *since_ > kGrace)
+    if (comm->is_gone(peer_) || Clock::now() - *since_ > kGrace)
       C10_THROW_ERROR(DistBackendError, title_ + trouble);
   }
 
  private:
-  // Where the group's error is another one, the peer may come all the same. But a communicator tells of its
-  // first error only, and the peer may be the next that dies.
+  // If the group has another error the peer may still connect. But a communicator reports only its first
+  // error, and the peer may die next.
   static constexpr std::chrono::seconds kGrace{5};
 
   const std::shared_ptr<const Runner> group_;
   const std::string title_;
-  const std::regex death_;
+  const int peer_;
   std::optional<Clock::time_point> since_;
 };
 
@@ -78,25 +77,25 @@ struct Header {
   int64_t tag;
 };
 
-// Which message is whose, on one rank: receives and messages that have not met.
+// The receives and messages of one rank that have not matched yet.
 class Mail {
  public:
-  // Of a rank that has so many peers.
+  // For a rank with this many peers.
   explicit Mail(int peers) : peers_(size_t(peers)) {}
 
   struct Message {
     Header header;
     int source;
     uint64_t order;
-    at::Tensor buffer;  // where nobody had asked, or for another size
-    TaskPtr task;       // who has asked
-    at::Tensor target;  // whose tensor
+    at::Tensor buffer;  // without a receive, or if the receive has another size
+    TaskPtr task;       // the receive
+    at::Tensor target;  // its tensor
     bool whole = false;
     void* data() const { return buffer.defined() ? buffer.data_ptr() : target.data_ptr(); }
   };
   using MessagePtr = std::shared_ptr<Message>;
 
-  // The oldest message that matches, if it is there whole. Else the receive has a place in the mail.
+  // Takes the oldest matching message if it has arrived completely. Otherwise the receive is queued.
   MessagePtr ask(const TaskPtr& task, const at::Tensor& target, int source, int64_t tag) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto at = oldest(source, tag);
@@ -113,7 +112,7 @@ class Mail {
     return message->whole ? message : nullptr;
   }
 
-  // A header has come.
+  // A header has arrived.
   MessagePtr come(int source, Header header) {
     auto message = std::make_shared<Message>();
     message->header = header, message->source = source;
@@ -132,14 +131,14 @@ class Mail {
     return message;
   }
 
-  // Its data is there. Whose it is now, if anybody's.
+  // The data has arrived. Returns its receive, if there is one.
   TaskPtr complete(const MessagePtr& message) {
     std::lock_guard<std::mutex> lock(mutex_);
     message->whole = true;
     return message->task;
   }
 
-  // Copies what came before it was asked for.
+  // Copies a message that arrived before its receive.
   static std::exception_ptr hand_over(const Message& message) {
     try {
       const size_t expected = message.target.nbytes();
@@ -153,12 +152,12 @@ class Mail {
     return nullptr;
   }
 
-  // Whether a message of this rank could be somebody's.
+  // Whether a receive waits for a message of this rank.
   bool wanted(int source) const {
     std::lock_guard<std::mutex> lock(mutex_);
     return asked_.count(source) || asked_.count(kAnySource);
   }
-  // A rank from which nothing comes any more. True when none is left.
+  // Marks a rank that sends no more. True: no rank is left.
   bool lose(int source) {
     std::lock_guard<std::mutex> lock(mutex_);
     lost_.insert(source);
@@ -223,13 +222,13 @@ class Mail {
   const size_t peers_;
 };
 
-// What one rank sends to this one.
+// The messages from one rank to this one.
 class Inbox final : public Runner {
  public:
   Inbox(ApiPtr api, std::shared_ptr<Mail> mail, int source)
       : Runner(std::move(api)), mail_(std::move(mail)), source_(source) {}
 
-  // Something was asked of the mail.
+  // A receive was queued.
   void look(Pace pace) {
     std::exception_ptr error;
     {
@@ -240,7 +239,7 @@ class Inbox final : public Runner {
     if (error) refuse(error);
   }
 
-  // As the last word about the connection.
+  // With the final error of the connection.
   void refuse(std::exception_ptr error) {
     std::vector<TaskPtr> tasks;
     {
@@ -294,14 +293,14 @@ class Inbox final : public Runner {
     return true;
   }
 
-  // Others ask whether there is work, and whose.
+  // For other threads: whether there is work, and for which task.
   void move_to(At at, Mail::MessagePtr message = nullptr) {
     std::lock_guard<std::mutex> lock(mutex_);
     at_ = at;
     message_.swap(message);
   }
 
-  // Whose messages cannot come any more. Under the lock.
+  // Receives whose messages cannot arrive any more. Under the lock.
   std::vector<TaskPtr> lose() {
     auto tasks = left();
     forget();
@@ -358,7 +357,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
     if (auto message = mail_->ask(task, data, source, tag)) return task->finish(Mail::hand_over(*message));
     if (in) return in->look(together(task, pace));
     if (source == rank_) return;
-    // Any of them may bring it.
+    // The message may come from any rank.
     std::map<int, std::shared_ptr<Inbox>> all;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -408,7 +407,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
     return all;
   }
 
-  // A message to oneself is there at once, received or kept.
+  // A message to this rank itself is delivered immediately, or kept.
   void keep(const TaskPtr& task, const at::Tensor& data, Header header) {
     auto message = mail_->come(rank_, header);
     if (header.size) std::memcpy(message->data(), data.data_ptr(), header.size);
@@ -416,7 +415,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
     task->succeed();
   }
 
-  // Whoever starts a second one waits for none of them yet: both go on at once.
+  // A caller that starts a second message has not waited for the first: run both concurrently.
   Pace together(const TaskPtr& task, Pace pace) {
     std::lock_guard<std::mutex> lock(mutex_);
     TaskPtr before = newest_.lock();
@@ -440,8 +439,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
     return found;
   }
 
-  // Both ends say in the store that they are there, so that neither waits in NCCL for the other. Under the
-  // lock.
+  // Both ends announce themselves in the store, so that neither waits in NCCL for the other. Under the lock.
   template <class Box>
   void connect(const std::shared_ptr<Box>& box, int peer, bool sends) {
     if (error_) return box->refuse(error_);
@@ -455,7 +453,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
         api->check(api->ncclGetUniqueId(&id), "ncclGetUniqueId");
         const char* bytes = id.internal;
         store->set(key + "sender", std::vector<uint8_t>(bytes, bytes + sizeof id));
-        // For those who listen to everybody.
+        // For receivers from any source.
         const auto number = store->add(senders_to(peer), 1);
         store->set(c10::str(senders_to(peer), "/", number), std::to_string(rank));
         if (!await(store, key + "receiver", attempt, watch)) return nullptr;
@@ -477,7 +475,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
     }));
   }
 
-  // A store cannot be waited on for two things at once.
+  // A store connection can wait for only one key.
   static bool await(const OwnStore& store, const std::string& key, const Attempt& attempt, Watch& watch) {
     for (auto pause = std::chrono::microseconds(50); !attempt.stopped(); pause += pause / 4) {
       watch.check();
@@ -508,7 +506,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
           auto bytes = store->get(key);
           self->heard(std::stoi(std::string(bytes.begin(), bytes.end())));
         }
-      } catch (...) {  // the store is gone: nobody new can come
+      } catch (...) {  // the store is gone: no new sender can connect
       }
     }).detach();
   }
@@ -539,7 +537,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   std::map<int, std::shared_ptr<Inbox>> in_;
   std::vector<std::shared_ptr<Attempt>> attempts_;
   bool listening_ = false;
-  int64_t heard_ = 0;  // senders of which the store told
+  int64_t heard_ = 0;  // number of senders read from the store
   std::weak_ptr<Task> newest_;
 };
 

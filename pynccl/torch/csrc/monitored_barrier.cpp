@@ -3,7 +3,8 @@
 
 namespace pynccl {
 
-// Rank 0 looks for every rank's word in the store, so that a rank that is missing holds nobody up in NCCL.
+// Every rank announces itself in the store and rank 0 checks, so that no rank blocks in NCCL if one is
+// missing.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   auto limit = options.timeout.count() >= 0 ? std::min(options.timeout, kLongest) : options_->timeout;
   auto deadline = Clock::now() + limit;
@@ -27,7 +28,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
     std::string text = c10::str("Rank ", rank_,
                                 " successfully reached monitoredBarrier, but received errors while waiting "
                                 "for send/recv from rank 0. Please check rank 0 logs for faulty rank.");
-    // What rank 0 says comes just after its own deadline.
+    // Rank 0 answers just after its own deadline.
     if (!wait_until(round + "done", deadline + std::chrono::seconds(1)))
       C10_THROW_ERROR(DistBackendError, text);
     auto said = store_->get(round + "done");

@@ -3,7 +3,7 @@
 
 namespace pynccl {
 
-// A rank is its own peer on the CPU, and in a group, as NCCL has it.
+// A rank can be its own peer on the CPU and, as in NCCL, in a group.
 void Backend::check_peer(int peer, const char* argument, c10::Device device) const {
   const bool itself = device.is_cpu() || coalesced_;
   TORCH_CHECK_VALUE(peer >= 0 && peer < size_ && (peer != rank_ || itself), argument, " is ", peer,
@@ -13,7 +13,7 @@ void Backend::check_peer(int peer, const char* argument, c10::Device device) con
 
 std::shared_ptr<Messages> Backend::messages() {
   auto lock = entered();
-  // The other ranks are not needed for it.
+  // A pair needs no other rank.
   auto cpu = lane(at::kCPU);
   if (!messages_) {
     Names names{here(), size_, named_.ranks};
@@ -76,8 +76,8 @@ WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer,
   return work;
 }
 
-// As with the stock backend, tags do not exist on devices, messages in a batch use the group's communicator,
-// and others that of the pair, so that they need no other rank. By reasoning: not run on a GPU.
+// As in ProcessGroupNCCL devices have no tags. Messages in a batch use the group's communicator, others the
+// pair's, so that they need no other rank. Not tested on a GPU.
 WorkPtr Backend::device_message(Call call, const at::Tensor& data, int peer) {
   bool sends = call.type == OpType::SEND;
   const bool paired = !coalesced_;

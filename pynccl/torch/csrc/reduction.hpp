@@ -1,4 +1,4 @@
-// How a tensor and a torch reduction travel through NCCL, and what has to be done before and after.
+// How NCCL represents a tensor and a torch reduction, and the conversions before and after.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -50,7 +50,7 @@ inline bool is_bitwise(const ReduceOp& op) {
   return op.op_ == ReduceOp::BAND || op.op_ == ReduceOp::BOR || op.op_ == ReduceOp::BXOR;
 }
 
-// A sum of booleans is whether any is true, as torch has it: bytes of 0 and 1.
+// As in torch a sum of booleans is true if any is true: bytes of 0 and 1.
 inline ncclRedOp_t bool_operation(const ReduceOp& op) {
   switch (op.op_) {
     case ReduceOp::SUM:
@@ -86,7 +86,7 @@ inline ncclRedOp_t operation(const ReduceOp& op, at::ScalarType type) {
   }
 }
 
-// Before anything is issued: what NCCL does not have is refused.
+// Refuses operations that NCCL lacks before anything is issued.
 inline void check_reduction(const ReduceOp& op, at::ScalarType type) {
   data_type(type), operation(op, type);
   if (op.op_ != ReduceOp::PREMUL_SUM) return;
@@ -95,7 +95,7 @@ inline void check_reduction(const ReduceOp& op, at::ScalarType type) {
                     "PREMUL_SUM without a factor; make it with torch.distributed._make_nccl_premul_sum");
 }
 
-// A dense tensor with one element for each that NCCL sees: the tensor itself, a view, or a copy.
+// A dense tensor with NCCL's elements: the tensor itself, a view, or a copy.
 inline at::Tensor reducible(const at::Tensor& tensor, const ReduceOp& op) {
   at::Tensor t = tensor;
   if (t.is_complex()) {
@@ -128,7 +128,7 @@ struct Reduction {
                                            : at::full({1}, with->double_factor, options);
   }
 
-  // Calls with the operation to use.
+  // Calls `f` with NCCL's operation.
   template <class Call>
   ncclResult_t with(const Api& api, ncclComm_t comm, Call call) const {
     if (!factor.defined()) return call(op);
@@ -142,7 +142,7 @@ struct Reduction {
   }
 };
 
-// NCCL has no bitwise operations: everyone's values, reduced here.
+// NCCL has no bitwise operations: gather the values of all ranks and reduce them here.
 inline at::Tensor reduce_bitwise(const at::Tensor& rows, const ReduceOp& op) {
   at::Tensor result = rows[0].clone();
   for (int64_t r = 1; r < rows.size(0); ++r) {

@@ -1,5 +1,5 @@
-// Who runs the operations of a communicator of the CPU library: the thread that waits for one of them, or,
-// where nobody does, one thread for each communicator.
+// Runs the operations of a communicator of the CPU library: in the thread that waits for one of them,
+// otherwise in one thread for each communicator.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -10,7 +10,7 @@
 
 namespace pynccl {
 
-// Callbacks may take as long as they like: who ends a group waits no longer than this for them.
+// Callbacks may take any time; the end of a group waits for them no longer than this.
 inline void fail_all(std::vector<TaskPtr> tasks, std::exception_ptr error, Clock::time_point until) {
   if (tasks.empty()) return;
   struct State {
@@ -33,8 +33,8 @@ inline void fail_all(std::vector<TaskPtr> tasks, std::exception_ptr error, Clock
   state->changed.wait_until(lock, until, [&] { return state->done; });
 }
 
-// How soon an operation needs the runner's own thread: never, since its caller waits for it; if nobody waits
-// for it soon; at once.
+// When the runner's own thread starts an operation. Awaited: never, since its caller waits. Soon: if no
+// caller waits for it soon. Now: immediately.
 enum class Pace { Awaited, Soon, Now };
 
 class Runner : public std::enable_shared_from_this<Runner> {
@@ -46,29 +46,29 @@ class Runner : public std::enable_shared_from_this<Runner> {
       forsake(thread_);
       return;
     }
-    // Its thread may be the last that knew it.
+    // Its own thread may hold the last reference.
     if (thread_.joinable()) is_this_thread() ? thread_.detach() : thread_.join();
     if (stream_) api_->pyncclCpuStreamDestroy(stream_);
   }
 
-  // What was given to it before runs now.
+  // Starts the tasks that were queued before.
   void connected(CommPtr comm) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (error_) return;
-    // The third flag's stream has no thread: there is one here.
+    // 3: non-blocking and without a thread, since the runner has one.
     api_->check(api_->pyncclCpuStreamCreateWithFlags(&stream_, 3), "pyncclCpuStreamCreateWithFlags");
     comm_ = std::move(comm);
     if (busy()) take_over();
     changed_.notify_all();
   }
 
-  // Once there is one.
+  // nullptr before it is connected.
   CommPtr comm() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return comm_;
   }
 
-  // Runs what there is, or waits while others do, until the task is done or the slice has passed.
+  // Runs work, or waits while another thread does, until the task is done or the slice is over.
   void help(const Task& task, Milliseconds slice) {
     const auto until = Clock::now() + slice;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -101,7 +101,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
     return left();
   }
 
-  // Everything fails from now on. May take as long as the library's end of a communicator.
+  // All tasks fail from now on. Takes as long as the library needs to end a communicator.
   void close(std::exception_ptr error, bool abort) {
     CommPtr comm;
     {
@@ -114,7 +114,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
     stop(error);
   }
 
-  // Fails what is left, and ends the thread.
+  // Fails the remaining tasks and ends the thread.
   void stop(std::exception_ptr error) {
     std::vector<TaskPtr> tasks;
     {
@@ -122,7 +122,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
       if (!error_) error_ = error;
       error = error_;
       news_.notify_all();
-      // The library may be at work on the tasks' memory, until it has seen the end of the communicator.
+      // The library may use the tasks' memory until the communicator has ended.
       changed_.wait_for(lock, std::chrono::seconds(2), [this] { return !running_; });
       tasks = left();
       forget();
@@ -136,7 +136,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
       std::unique_lock<std::mutex> lock(mutex_);
       if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id())
         ended = changed_.wait_until(lock, until, [this] { return ended_; });
-      // A callback may have dropped the last reference to the group; another thread may be at this, too.
+      // A callback may have dropped the last reference to the group, or another thread may end it, too.
       if (thread_.get_id() != std::this_thread::get_id())
         thread.swap(thread_);
       else if (thread_.joinable())
@@ -152,10 +152,10 @@ class Runner : public std::enable_shared_from_this<Runner> {
   };
   using AllFinished = c10::SmallVector<Finished, 2>;
 
-  // One stretch of work, by whoever has the turn, without the lock.
+  // Some work, for the thread that has the turn, without the lock.
   virtual void step(Milliseconds slice, AllFinished& finished) = 0;
-  // Under the lock: whether there is anything to do, what it is done for, and whether the library has begun
-  // something that will not end by itself.
+  // Under the lock: whether there is work, for which task, and whether the library has begun an operation
+  // that does not end by itself.
   virtual bool busy() const = 0;
   virtual std::vector<TaskPtr> left() const = 0;
   virtual void forget() = 0;
@@ -172,7 +172,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
   }
 
   ncclResult_t synchronize(Milliseconds slice) {
-    // The stream serves this communicator alone, and outlives it.
+    // The stream belongs to this communicator and outlives it.
     return api_->pyncclCpuStreamSynchronize(nullptr, stream_, slice.count());
   }
 
@@ -192,13 +192,13 @@ class Runner : public std::enable_shared_from_this<Runner> {
   ApiPtr api_;
   Home home_;
   mutable std::mutex mutex_;
-  CommPtr comm_;  // once connected
+  CommPtr comm_;  // nullptr before it is connected
   cudaStream_t stream_ = nullptr;
   std::exception_ptr error_;  // of its end, or of the connection
 
  private:
   using Microseconds = std::chrono::microseconds;
-  // What waiters are left to run first: longer, the more often they do.
+  // How long work is left to waiting threads; grows if they run it.
   static constexpr Microseconds kLeastGrace{100}, kMostGrace{2000};
   static constexpr int kIdleTicks = 20;
   static constexpr std::chrono::seconds kCallbacks{3};
@@ -228,7 +228,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
       lock.unlock();
       for (auto& [task, error] : finished) task->finish(error);
       const size_t count = finished.size();
-      finished.clear();  // what a task owns may need the GIL
+      finished.clear();  // destroying a task may need the GIL
       lock.lock();
       finished_ += count;
     }
@@ -245,7 +245,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
         turn(lock, kSlice);
         ticks = 0;
       } else if (watched_) {
-        // Those who come meanwhile need not wake this thread.
+        // Threads that queue work meanwhile need not wake this thread.
         ticking_ = true;
         const uint64_t before = finished_;
         if (news_.wait_for(lock, grace, has_work)) {
@@ -267,16 +267,16 @@ class Runner : public std::enable_shared_from_this<Runner> {
     changed_.notify_all();
   }
 
-  // Another thread is at work, or the connection is not there: who leaves or brings it tells.
+  // Waits while another thread works or the connection is missing; both notify.
   void break_off(std::unique_lock<std::mutex>& lock, const std::function<bool()>& has_work) {
     ticking_ = false;
     news_.wait(lock, [&] { return has_work() || can_run() || !busy(); });
   }
 
   std::condition_variable changed_, news_;
-  bool running_ = false;  // somebody has the turn
-  bool hurried_ = false;  // this runner's thread takes it when it can, until nothing is left
-  bool watched_ = false;  // it looks after what was given to it, for a while
+  bool running_ = false;  // a thread has the turn
+  bool hurried_ = false;  // the runner's thread takes the turn when it can, until no work is left
+  bool watched_ = false;  // the runner's thread waits for a while whether callers run the work
   bool ticking_ = false;
   bool ended_ = false;  // its thread has
   int waiting_ = 0;
@@ -284,7 +284,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
   std::thread thread_;
 };
 
-// Operations one after another: a group's, and the messages to one peer.
+// Operations in order: those of a group, and the messages to one peer.
 class Queue final : public Runner {
  public:
   using Runner::Runner;
@@ -341,7 +341,7 @@ class Queue final : public Runner {
   }
 
   std::deque<TaskPtr> tasks_;
-  bool issued_ = false;  // the first of them; of whoever has the turn
+  bool issued_ = false;  // the first task is issued; only for the thread that has the turn
 };
 
 inline bool Task::advance(Milliseconds slice) {

@@ -1,4 +1,4 @@
-// One operation and who waits for it: Task, and c10d's Work.
+// One operation: Task, and c10d's Work, which waits for it.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,7 +16,7 @@ namespace pynccl {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Ctrl-C, also where the caller has released the GIL.
+// Handles Ctrl-C, even if the caller has released the GIL.
 inline void check_signals() {
   if (!Py_IsInitialized()) return;
   pybind11::gil_scoped_acquire gil;
@@ -46,7 +46,8 @@ class Task {
   Clock::time_point deadline;
   Milliseconds timeout{};
   std::atomic<int> source{-1};
-  // On the CPU library, both set before anybody else sees it. A receive from any source has no runner.
+  // On the CPU library; both are set before another thread sees the task. A receive from any source has no
+  // runner.
   std::function<ncclResult_t(const Api&, ncclComm_t, cudaStream_t)> issue;
   std::shared_ptr<Runner> runner;
 
@@ -56,9 +57,9 @@ class Task {
   }
   void fail(std::exception_ptr error) { finish(std::move(error)); }
   void succeed() { finish(nullptr); }
-  // The data is there, or the operation has failed. The first word counts.
+  // The data has arrived, or the operation has failed. Only the first call has an effect.
   void finish(std::exception_ptr error);
-  // A part of a group that is not issued before its end.
+  // A part of a group; it is issued at the end of the group.
   void set_recording(bool on) { recording_.store(on); }
   bool recording() const { return recording_.load(); }
 
@@ -66,19 +67,19 @@ class Task {
   bool done() const { return done_.load(std::memory_order_acquire); }
   std::exception_ptr error() const { return done() ? error_ : nullptr; }
   const c10::Event* end() const { return end_.get(); }
-  // Of its communicator on a device. ProcessGroupNCCL's watchdog looks for it; here each wait() does. By
-  // reasoning: not run on a GPU.
+  // The asynchronous error of its communicator on a device. ProcessGroupNCCL's watchdog polls it; here every
+  // wait() does. Not tested on a GPU.
   std::exception_ptr device_error() const;
 
-  // Works for or waits for the operation no longer than this; true when it is done.
+  // Runs or waits for the operation for this time at most; true: it is done.
   bool advance(Milliseconds slice);
-  // Leaves the work, and with it the callbacks, to others.
+  // Leaves the work and its callbacks to other threads.
   bool await(Milliseconds slice);
-  // Nobody waits for it now, or nobody can.
+  // No thread waits for it.
   void hurry();
-  // In a callback of the thread that would run it.
+  // Whether the caller is a callback in the thread that would run it.
   bool needs_this_thread() const;
-  // On a device it is complete at once, as the stream sees it.
+  // On a device it is complete immediately, in stream order.
   intrusive_ptr<c10::ivalue::Future> future();
 
  private:
@@ -138,9 +139,9 @@ inline bool Task::advance_event(Milliseconds slice) {
 inline void Task::finish(std::exception_ptr error) {
   intrusive_ptr<c10::ivalue::Future> waiting;
   std::function<void()> last;
-  std::tuple<Tensors, decltype(issue)> gone;  // which may need the GIL: not under the lock
+  std::tuple<Tensors, decltype(issue)> gone;  // may need the GIL to be destroyed: not under the lock
   {
-    // Who ends the group may fail what another thread is about to finish.
+    // The end of the group may fail a task that another thread is finishing.
     std::lock_guard<std::mutex> lock(mutex_);
     if (finishing_) return;
     finishing_ = true;
@@ -184,7 +185,7 @@ class WorkPynccl : public c10d::Work {
         here_(std::move(here)) {}
 
   ~WorkPynccl() override {
-    // A device keeps what it needs by itself; and an event that a graph has captured must not be asked.
+    // A device keeps its tensors by itself, and an event that a graph has captured must not be queried.
     for (auto& task : tasks_)
       if (!task->end() && !task->foreign() && !task->done()) task->hurry();
   }
@@ -239,7 +240,7 @@ class WorkPynccl : public c10d::Work {
   intrusive_ptr<c10::ivalue::Future> future_of(const TaskPtr& task) {
     auto future = task->future();
     if (future->completed()) return future;
-    // In a callback, which may wait for it: nobody else would complete it.
+    // A callback waits for it, so this thread must complete it.
     task->needs_this_thread() ? wait_for(*task, kNoTimeout) : task->hurry();
     return future;
   }
