@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -100,8 +100,21 @@ def rank_environment(base: Mapping[str, str], rank: int, nranks: int, server: St
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Return a port for rank 0's own server, such as torch's store.
+
+    It is below those that the kernel gives to connections: one of them could take the port first.
+    """
+    first, end = 10000, 32768
+    with suppress(OSError):
+        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(100):
+        port = first + int.from_bytes(os.urandom(4), "little") % (end - first) if end > first else 0
+        try:
+            with socket.create_server(("", port)) as probe:
+                return int(probe.getsockname()[1])
+        except OSError:
+            continue
+    raise BootstrapError(f"none of 100 ports from {first} to {end - 1} is free for MASTER_PORT")
 
 
 def _say(text: str) -> None:

@@ -240,6 +240,8 @@ dist.all_reduce(x)
 assert (x == sum(range(1, size + 1))).all()
 if sys.argv[1] == "barrier":
     dist.barrier()
+# A callback may still run Python at the end.
+dist.all_reduce(x, async_op=True).get_future().then(lambda future: sum(range(100_000)))
 print("right", flush=True)
 """
 

@@ -89,7 +89,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import pynccl.torch
-dist.init_process_group("pynccl", timeout=timedelta(seconds=20))
+# Longer than the launcher waits, which then shows where the ranks are.
+dist.init_process_group("pynccl", timeout=timedelta(seconds=200))
 rank = dist.get_rank()
 
 def total():

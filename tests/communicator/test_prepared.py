@@ -440,3 +440,23 @@ def one_call_of_c(rank: int, nranks: int) -> None:
 
 def test_what_reaches_the_library(fake: str) -> None:
     testing.run(1, one_call_of_c, backend=fake)
+
+
+FINALIZER = """
+import numpy as np, pynccl
+class Owner:
+    def __init__(self):
+        self.call = pynccl.init().prepare.all_reduce(np.ones(4))
+    def __del__(self):
+        try:
+            self.call()
+        except Exception as error:
+            print(error)
+owner = Owner()
+owner.call()
+"""
+
+
+def test_a_call_in_a_finalizer_at_exit(run_python: Callable[..., Any]) -> None:
+    done = run_python(FINALIZER, PYNCCL_LIBRARY="cpu")
+    assert done.stdout == "ncclAllReduce cannot be called: its communicator was closed\n"

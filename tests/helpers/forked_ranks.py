@@ -49,7 +49,7 @@ class Server:
         command = [sys.executable, "-u", *self.options, "-c", "import rank_server; rank_server.main()"]
         path = os.pathsep.join(filter(None, sys.path))
         self.process = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(os.getpid()), *self.modules],
+            [*command, str(theirs.fileno()), *self.modules],
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
-import signal
 import sys
 from multiprocessing.connection import Connection
 
-PR_SET_PDEATHSIG = 1
 
-
-def serve(connection: Connection, parent: int, modules: list[str]) -> tuple[str, list[str]] | None:
+def serve(connection: Connection, modules: list[str]) -> tuple[str, list[str]] | None:
     """Answer until the connection is closed: None. In a fork return at once, with its code and arguments."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return None
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -55,7 +48,7 @@ def _exit_code(pid: int, reap: bool) -> int | None:
 
 def main() -> None:
     """Be the server; or, as one of its forks, run a program as `python -c` does, to the interpreter's end."""
-    program = serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:])
+    program = serve(Connection(int(sys.argv[1])), sys.argv[2:])
     if program is not None:
         code, arguments = program
         sys.argv = ["-c", *arguments]

@@ -77,7 +77,9 @@ def _pids(process: subprocess.Popen[str], count: int) -> list[int]:
 PRINT_ENVIRONMENT = """
 import os
 names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR PYNCCL_LIBRARY OMP_NUM_THREADS".split()
-port, store = os.environ["MASTER_PORT"].isdigit(), "PYNCCL_STORE" in os.environ
+given = int(open("/proc/sys/net/ipv4/ip_local_port_range").read().split()[0])
+# No connection can have taken the port by chance.
+port, store = 1024 <= int(os.environ["MASTER_PORT"]) < given, "PYNCCL_STORE" in os.environ
 print(*[os.environ.get(name) for name in names], port, store)
 """
 
