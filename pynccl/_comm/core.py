@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 import weakref
@@ -310,7 +311,11 @@ class Core:
     def _complete_issued(self, deadline: float) -> bool:
         if not self.owned or not self.handle:
             return True
-        self._warn()
+        try:
+            self._warn()
+        except ResourceWarning as error:
+            # A filter makes it an error, which would keep other communicators from their ends.
+            print(f"ResourceWarning: {error}", file=sys.stderr)
         # A daemon thread may be in a call until the interpreter ends.
         while (answer := lib.pynccl_enter(self.c)) == BUSY and time.monotonic() < deadline:
             time.sleep(_PAUSE)
