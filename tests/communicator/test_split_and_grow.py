@@ -163,6 +163,7 @@ def grows(rank: int, nranks: int, how: str, fresh: int, folder: str) -> Any:
     first = outcome(lambda: comm.grow(old + fresh, uid))
     whole = comm.async_error() is None and total(comm) == old * (old + 1) // 2
     clean = same_again(before)
+    together(old, "first is over")
     uid = shared_id(comm, folder, "second")
     large = comm.grow(nranks, uid)
     sums = total(large), total(comm)

@@ -15,7 +15,7 @@ import pynccl
 from meeting import together
 
 # Of every wait: what cannot complete ends after it.
-TIMEOUT = 2.0
+TIMEOUT = 3.0
 
 
 def start() -> pynccl.Communicator:

@@ -219,7 +219,8 @@ def drops_the_group(rank: int, size: int, store: str) -> None:
     work = dist.irecv(x, (rank + 1) % size)
     assert work is not None
     dist.distributed_c10d._abort_process_group()
-    with pytest.raises(dist.DistBackendError, match="the process group was shut down"):
+    # Another rank's abort may come first.
+    with pytest.raises(dist.DistBackendError, match="group was shut down|aborted its communicator"):
         work.wait()
 
 
