@@ -19,7 +19,7 @@ from pynccl._device import streams
 from pynccl._device.blocking import bounded
 from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError, RankFailedError
 from pynccl._library import cuda
-from pynccl._library.binding import ffi, lib
+from pynccl._library.binding import address_of, fastcall, lib
 from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._trace import recorder
 from pynccl._watch import check_mode
@@ -53,8 +53,9 @@ class Core:
         self.until: float | None = None
         # Its name in the trace, how it was created, and the name that other ranks may use for it.
         self.identity = self.origin = self.also = ""
-        self.c: Any = ffi.gc(lib.pynccl_comm_new(), lib.pynccl_comm_release)
-        self.watch = Watch(self.c, self.timeout)
+        self.c: Any = lib.pynccl_comm_new()
+        self._owner = fastcall.own_comm(address_of(self.c))
+        self.watch = Watch(self.c, self._owner, self.timeout)
         self.rank, self.size, self.device = -1, 0, -1
         # Where arrays must be: the device's ordinal, HOST or ANYWHERE.
         self.place = ANYWHERE

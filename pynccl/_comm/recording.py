@@ -11,7 +11,7 @@ from typing import Any
 
 from pynccl._comm.core import BUSY, CLOSED, WAITING, Core
 from pynccl._errors import NcclError, NcclInvalidUsage
-from pynccl._library.binding import address_of, fastcall, ffi, lib
+from pynccl._library.binding import address_of, fastcall, lib
 from pynccl._library.generated.kinds import FUNCTIONS
 from pynccl._library.status import IN_PROGRESS, check
 
@@ -28,8 +28,9 @@ class Recording:
     """A list of calls, and the objects that must stay alive for them."""
 
     def __init__(self) -> None:
-        self.calls = ffi.gc(lib.pynccl_list_new(), lib.pynccl_list_free)
+        self.calls = lib.pynccl_list_new()
         self.address = address_of(self.calls)
+        self._owner = fastcall.own_list(self.address)
         self.kept: list[Any] = []
 
     def begin(self, nested: bool) -> fastcall.Open | None:

@@ -46,8 +46,9 @@ class Watch:
     An argument `handle` is a callable that returns the ncclComm_t, or raises once the communicator is closed.
     """
 
-    def __init__(self, c: Any, timeout: float | None) -> None:
+    def __init__(self, c: Any, owner: object, timeout: float | None) -> None:
         self.c, self.timeout = c, timeout
+        self._owner = owner  # of the struct
         self.device = 0
         # The processes of all ranks, and for each whether it is visible to this one.
         self.processes: Sequence[Process] = ()

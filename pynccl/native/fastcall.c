@@ -479,7 +479,28 @@ static PyObject* keep(PyObject* module, PyObject* object) {
   Py_RETURN_NONE;
 }
 
+// --- owners ------------------------------------------------------------------------------------------------
+
+// An object that releases a struct when it is deallocated. cffi's gc releases in a finalizer, which the
+// garbage collector may run before a __del__ that still uses the struct.
+static void free_list(PyObject* owner) { pynccl_list_free(PyCapsule_GetPointer(owner, "pynccl_list")); }
+static void release_comm(PyObject* owner) { pynccl_comm_release(PyCapsule_GetPointer(owner, "pynccl_comm")); }
+
+static PyObject* owner(PyObject* address, const char* name, PyCapsule_Destructor release) {
+  void* owned = PyLong_AsVoidPtr(address);
+  if (!owned) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+  return PyCapsule_New(owned, name, release);
+}
+static PyObject* own_list(PyObject* self, PyObject* address) {
+  return owner(address, "pynccl_list", free_list);
+}
+static PyObject* own_comm(PyObject* self, PyObject* address) {
+  return owner(address, "pynccl_comm", release_comm);
+}
+
 static PyMethodDef functions[] = {
+    {"own_list", own_list, METH_O, NULL},
+    {"own_comm", own_comm, METH_O, NULL},
     {"begin", (PyCFunction)(void (*)(void))begin, METH_FASTCALL, NULL},
     {"end", (PyCFunction)(void (*)(void))end, METH_FASTCALL, NULL},
     {"keep", keep, METH_O, NULL},

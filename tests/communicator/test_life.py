@@ -15,7 +15,7 @@ import pytest
 
 import pynccl
 from meeting import hear, tell, together
-from pynccl import Communicator, NcclError, NcclInvalidUsage, NcclTimeoutError, UniqueId, testing
+from pynccl import Communicator, NcclError, NcclInvalidUsage, NcclTimeoutError, UniqueId, capi, testing
 from ranks import on_ranks
 
 
@@ -257,6 +257,19 @@ def test_init_all(rank: int, nranks: int) -> None:
             ValueError, match="devices is .*; expected a positive number or a list of ordinals"
         ):
             pynccl.init_all(devices_wrong)
+
+
+@on_ranks(2)
+def test_two_ranks_in_each_process_end_one_after_another(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        shared = np.frombuffer(bytes(pynccl.get_unique_id()), np.uint8).copy()
+        comm.broadcast(shared, root=0)
+        capi.ncclGroupStart()
+        made = [capi.ncclCommInitRank(2 * nranks, bytes(shared), 2 * rank + i) for i in range(2)]
+        capi.ncclGroupEnd()
+        for handle in map(int, made):
+            capi.ncclCommFinalize(handle)
+            capi.ncclCommDestroy(handle)
 
 
 @on_ranks(2)

@@ -460,3 +460,24 @@ owner.call()
 def test_a_call_in_a_finalizer_at_exit(run_python: Callable[..., Any]) -> None:
     done = run_python(FINALIZER, PYNCCL_LIBRARY="cpu")
     assert done.stdout == "ncclAllReduce cannot be called: its communicator was closed\n"
+
+
+# The collector ends a cycle in any order; memory that is freed is overwritten.
+COLLECTED = """
+import gc, numpy as np, pynccl
+class Owner:
+    def __del__(self):
+        print(self.call() is not None)
+for prepare in (lambda call: call, lambda call: pynccl.Plan([call])):
+    owner = Owner()
+    owner.cycle, owner.comm = owner, pynccl.init_all(1)[0]
+    owner.call = prepare(owner.comm.prepare.all_reduce(np.ones(4)))
+    del owner
+    gc.collect()
+"""
+
+
+def test_a_call_in_a_finalizer_of_a_cycle(run_python: Callable[..., Any]) -> None:
+    command = ["-W", "ignore", "-c", COLLECTED]
+    done = run_python(args=command, PYNCCL_LIBRARY="cpu", MALLOC_PERTURB_="165")
+    assert done.stdout == "True\nTrue\n"

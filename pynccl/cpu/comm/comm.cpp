@@ -284,20 +284,22 @@ ncclResult_t Comm::announce_leaving() {
     Leaving mine{colls_issued.load(), p.sends_issued.load(), p.recvs_issued.load()};
     session.send(q, Ctl::Leaving, &mine, sizeof mine);
   }
-  if (shares_process()) session.echo(Ctl::Leaving, nullptr, 0);
+  if (shares_process(rank)) session.echo(Ctl::Leaving, nullptr, 0);
   return ncclSuccess;
 }
 
-bool Comm::shares_process() {
-  for (int q = 0, known = session.known_ranks(); q < known; ++q)
-    if (peer(q).same_process) return true;
+bool Comm::shares_process(int q) {
+  for (int r = 0, known = session.known_ranks(); r < known; ++r)
+    if (r != q && process_of(r) == process_of(q)) return true;
   return false;
 }
+
+const Token& Comm::process_of(int q) { return q == rank ? session.self.process : peer(q).info.process; }
 
 // Of two ranks of this process that leave concurrently at least one has the other's frame when its own echo
 // has arrived. So one of them compares.
 void Comm::await_echo(Deadline deadline) {
-  if (!shares_process()) return;
+  if (!shares_process(rank)) return;
   std::unique_lock<std::mutex> lock(session.mutex);
   session.changed.wait_until(lock, deadline, [&] { return echoed_ || error() != ncclSuccess; });
 }
@@ -308,9 +310,11 @@ ncclResult_t Comm::await_leaving() {
   for (int q = 0; q < nranks; ++q) {
     if (q == rank) continue;
     Peer& p = peer(q);
+    // One thread may finalize the ranks of its process one after another. So nobody waits for them, and they
+    // wait for nobody. The last rank compares with all.
+    bool waits = !shares_process(rank) && !shares_process(q);
     std::unique_lock<std::mutex> lock(session.mutex);
-    // One thread may finalize several ranks, one after another. Then the last one compares with all.
-    if (p.same_process && !p.left) continue;
+    if (!p.left && !waits) continue;
     bool came = session.changed.wait_until(lock, deadline, [&] { return p.left || error() != ncclSuccess; });
     if (error() != ncclSuccess) return error();
     if (!came)

@@ -116,7 +116,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void stop_children();
 
  private:
-  bool shares_process();
+  bool shares_process(int q);
+  const Token& process_of(int q);
   void await_echo(Deadline deadline);
   void error_told(int from, const Blob& body);
   void died(int from) noexcept;
