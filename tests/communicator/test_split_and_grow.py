@@ -128,10 +128,16 @@ def census() -> tuple[Counter[str], Counter[str], int]:
 
 
 def same_again(before: tuple[Counter[str], Counter[str], int]) -> bool:
-    deadline = time.monotonic() + 6
-    while census() != before and time.monotonic() < deadline:
+    """Wait until nothing is there that was not there before; what ended meanwhile does not matter."""
+
+    def clean() -> bool:
+        opened, threads, shared = census()
+        return not opened - before[0] and not threads - before[1] and shared <= before[2]
+
+    deadline = time.monotonic() + 20
+    while not clean() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return census() == before
+    return clean()
 
 
 def shared_id(comm: Communicator, folder: str, name: str) -> UniqueId | None:
