@@ -7,16 +7,13 @@
 #include <functional>
 #include <thread>
 
-#include "base/nccl.hpp"
-#include "helpers.hpp"
+#include "ranks.hpp"
 
 using namespace testing;
 
 namespace {
 
 constexpr size_t kCounts[] = {0, 1, 17, 1023, 100003};
-
-#define OK(call) CHECK_EQ(int(call), int(ncclSuccess))
 
 void wait(ncclComm_t comm, cudaStream_t stream = nullptr) {
   OK(pyncclCpuStreamSynchronize(comm, stream, -1));
@@ -155,18 +152,14 @@ void one_rank(const ncclUniqueId& id, int nranks, int rank, const std::function<
   CHECK_EQ(int(ncclCommDestroy(w.comm)), int(ncclInvalidArgument));
 }
 
-void as_threads(int nranks, const std::function<void(World)>& body) {
-  ncclUniqueId id;
-  OK(ncclGetUniqueId(&id));
-  std::vector<std::thread> ranks;
-  for (int r = 0; r < nranks; ++r) ranks.emplace_back([&, r] { one_rank(id, nranks, r, body); });
-  for (std::thread& t : ranks) t.join();
+void thread_ranks(int nranks, const std::function<void(World)>& body) {
+  const ncclUniqueId id = new_id();
+  as_threads(nranks, [&](int r) { one_rank(id, nranks, r, body); });
 }
 
 // The parent makes the id and serves it; it is no rank itself.
-std::vector<int> as_processes(int nranks, const std::function<void(World)>& body, int victim = -1) {
-  ncclUniqueId id;
-  OK(ncclGetUniqueId(&id));
+std::vector<int> process_ranks(int nranks, const std::function<void(World)>& body, int victim = -1) {
+  const ncclUniqueId id = new_id();
   std::vector<pid_t> pids;
   for (int r = 0; r < nranks; ++r) {
     fflush(nullptr);
@@ -187,23 +180,22 @@ std::vector<int> as_processes(int nranks, const std::function<void(World)>& body
 }
 
 TEST_CASE("threads of one process") {
-  for (int n : {1, 2, 3}) as_threads(n, everything);
+  for (int n : {1, 2, 3}) thread_ranks(n, everything);
 }
 TEST_CASE("forked processes") {
-  for (int n : {1, 2, 4}) as_processes(n, everything);
+  for (int n : {1, 2, 4}) process_ranks(n, everything);
 }
 TEST_CASE("forked processes through shared memory") {
   set("PYNCCL_CPU_DIRECT", "0");
-  as_processes(3, everything);
+  process_ranks(3, everything);
 }
 TEST_CASE("threads through shared memory") {
   set("PYNCCL_CPU_DIRECT", "0");
-  as_threads(3, everything);
+  thread_ranks(3, everything);
 }
 // Each rank on a host of its own.
 void over_tcp(const std::function<void(World)>& body) {
-  ncclUniqueId id;
-  OK(ncclGetUniqueId(&id));
+  const ncclUniqueId id = new_id();
   std::vector<pid_t> pids;
   for (int r = 0; r < 3; ++r) {
     pid_t pid = fork();
@@ -263,7 +255,7 @@ TEST_CASE("init all in one thread") {
 
 // Several communicators on one stream run as one.
 TEST_CASE("a group over two communicators") {
-  as_threads(2, [](World w) {
+  thread_ranks(2, [](World w) {
     ncclComm_t other;
     OK(ncclCommSplit(w.comm, 0, 0, &other, nullptr));
     std::vector<float> x = w.make(9000, 1), y = w.make(9000, 2);
@@ -286,54 +278,46 @@ bool is_mismatch(ncclComm_t comm) {
 }
 
 TEST_CASE("a mismatch reaches every rank") {
-  ncclUniqueId id;
-  OK(ncclGetUniqueId(&id));
-  std::vector<std::thread> ranks;
-  for (int r = 0; r < 3; ++r)
-    ranks.emplace_back([&, r] {
-      ncclComm_t comm;
-      OK(ncclCommInitRank(&comm, 3, id, r));
-      float x[8] = {}, y[8] = {};
-      ncclResult_t called = ncclAllReduce(x, y, r == 1 ? 8 : 4, ncclFloat32, ncclSum, comm, nullptr);
-      ncclResult_t waited = pyncclCpuStreamSynchronize(comm, nullptr, -1), async = ncclSuccess;
-      OK(ncclCommGetAsyncError(comm, &async));
-      CHECK((called == ncclInvalidUsage || waited == ncclInvalidUsage));
-      CHECK_EQ(int(async), int(ncclInvalidUsage));
-      CHECK(contains(ncclGetLastError(comm), "count 8"));
-      CHECK(is_mismatch(comm));
-      CHECK_EQ(int(ncclAllReduce(x, y, 4, ncclFloat32, ncclSum, comm, nullptr)), int(ncclInvalidUsage));
-      CHECK(is_mismatch(nullptr));
-      OK(ncclCommAbort(comm));
-    });
-  for (std::thread& t : ranks) t.join();
+  const ncclUniqueId id = new_id();
+  as_threads(3, [&](int r) {
+    ncclComm_t comm;
+    OK(ncclCommInitRank(&comm, 3, id, r));
+    float x[8] = {}, y[8] = {};
+    ncclResult_t called = ncclAllReduce(x, y, r == 1 ? 8 : 4, ncclFloat32, ncclSum, comm, nullptr);
+    ncclResult_t waited = pyncclCpuStreamSynchronize(comm, nullptr, -1), async = ncclSuccess;
+    OK(ncclCommGetAsyncError(comm, &async));
+    CHECK((called == ncclInvalidUsage || waited == ncclInvalidUsage));
+    CHECK_EQ(int(async), int(ncclInvalidUsage));
+    CHECK(contains(ncclGetLastError(comm), "count 8"));
+    CHECK(is_mismatch(comm));
+    CHECK_EQ(int(ncclAllReduce(x, y, 4, ncclFloat32, ncclSum, comm, nullptr)), int(ncclInvalidUsage));
+    CHECK(is_mismatch(nullptr));
+    OK(ncclCommAbort(comm));
+  });
 }
 
 TEST_CASE("a report of a mismatch says once whose it is") {
-  ncclUniqueId id;
-  OK(ncclGetUniqueId(&id));
-  std::vector<std::thread> ranks;
-  for (int r = 0; r < 3; ++r)
-    ranks.emplace_back([&, r] {
-      ncclComm_t comm;
-      OK(ncclCommInitRank(&comm, 3, id, r));
-      float x[8] = {};
-      if (r == 0) OK(ncclSend(x, 8, ncclFloat32, 1, comm, nullptr));
-      if (r == 1) OK(ncclRecv(x, 4, ncclFloat32, 0, comm, nullptr));
-      if (r == 2) OK(ncclRecv(x, 4, ncclFloat32, 0, comm, nullptr));
-      ncclResult_t state = ncclSuccess;
-      while (state == ncclSuccess) {
-        pyncclCpuStreamSynchronize(comm, nullptr, 20);
-        OK(ncclCommGetAsyncError(comm, &state));
-      }
-      CHECK_EQ(int(state), int(ncclInvalidUsage));
-      CHECK(is_mismatch(comm));
-      const std::string text = ncclGetLastError(comm);
-      const size_t report = text.find(" reports: ");
-      CHECK_EQ(report == std::string::npos, r == 1);
-      CHECK_MESSAGE(text.find(" reports: ", report + 1) == std::string::npos, text);
-      OK(ncclCommAbort(comm));
-    });
-  for (std::thread& t : ranks) t.join();
+  const ncclUniqueId id = new_id();
+  as_threads(3, [&](int r) {
+    ncclComm_t comm;
+    OK(ncclCommInitRank(&comm, 3, id, r));
+    float x[8] = {};
+    if (r == 0) OK(ncclSend(x, 8, ncclFloat32, 1, comm, nullptr));
+    if (r == 1) OK(ncclRecv(x, 4, ncclFloat32, 0, comm, nullptr));
+    if (r == 2) OK(ncclRecv(x, 4, ncclFloat32, 0, comm, nullptr));
+    ncclResult_t state = ncclSuccess;
+    while (state == ncclSuccess) {
+      pyncclCpuStreamSynchronize(comm, nullptr, 20);
+      OK(ncclCommGetAsyncError(comm, &state));
+    }
+    CHECK_EQ(int(state), int(ncclInvalidUsage));
+    CHECK(is_mismatch(comm));
+    const std::string text = ncclGetLastError(comm);
+    const size_t report = text.find(" reports: ");
+    CHECK_EQ(report == std::string::npos, r == 1);
+    CHECK_MESSAGE(text.find(" reports: ", report + 1) == std::string::npos, text);
+    OK(ncclCommAbort(comm));
+  });
 }
 
 TEST_CASE("the words of a mismatch make none") {
@@ -344,8 +328,7 @@ TEST_CASE("the words of a mismatch make none") {
 }
 
 TEST_CASE("a killed rank is named") {
-  ncclUniqueId id;
-  OK(ncclGetUniqueId(&id));
+  const ncclUniqueId id = new_id();
   std::vector<pid_t> pids;
   for (int r = 0; r < 3; ++r) {
     pid_t pid = fork();
@@ -384,9 +367,8 @@ TEST_CASE("a killed rank is named") {
 }
 
 TEST_CASE("an abort ends what waits") {
-  as_threads(1, [](World) {});
-  ncclUniqueId id;
-  OK(ncclGetUniqueId(&id));
+  thread_ranks(1, [](World) {});
+  const ncclUniqueId id = new_id();
   std::atomic<bool> waits{false};
   std::thread other([&] {
     ncclComm_t comm;
@@ -407,7 +389,7 @@ TEST_CASE("an abort ends what waits") {
 }
 
 TEST_CASE("a communicator stays with its process") {
-  as_threads(1, [](World w) {
+  thread_ranks(1, [](World w) {
     CHECK_EQ(
         in_child([&] {
           int n;

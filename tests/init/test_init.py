@@ -271,7 +271,7 @@ else:
         assert rank == int(what) or f"rank {what} of 3 failed" in str(error), error
     else:
         raise SystemExit("no error")
-print("fine", rank, flush=True)
+print(f"fine {rank}", flush=True)
 """
 
 

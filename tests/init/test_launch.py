@@ -285,7 +285,7 @@ def test_output_that_goes_nowhere(script: Script) -> None:
 FIRST = """
 import os, sys, time
 rank = os.environ["RANK"]
-print("rank", rank, file=sys.stderr)
+print(f"rank {rank}", file=sys.stderr)
 if rank == "2":
     try:
         {}["cause"]
@@ -571,7 +571,7 @@ def test_who_does_not_answer_is_ended_all_the_same(
 
 def test_log_folder(script: Script, tmp_path: Path) -> None:
     program = script(
-        "import os, sys\nprint('out', os.environ['RANK'])\nsys.stderr.write('err ' + os.environ['RANK'])"
+        "import os, sys\nprint('out ' + os.environ['RANK'])\nsys.stderr.write('err ' + os.environ['RANK'])"
     )
     folder = tmp_path / "some" / "logs"
     done = launch("-n", "2", "--cpu", "--log-dir", str(folder), program)

@@ -226,7 +226,7 @@ except pynccl.RankFailedError as second:
     comm.abort()
     (folder / "done").touch()
     os._exit(0)
-print("went on:", who(comm, rank), flush=True)
+print(f"went on: {who(comm, rank)}", flush=True)
 comm.destroy()
 """
 
