@@ -8,7 +8,7 @@ has both interfaces, as JAX's has, each array decides: only device memory has __
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -59,6 +59,8 @@ class Kind(NamedTuple):
     order: Callable[[Any, int], None] | None = None
     # Notify the array's library that the elements are about to change.
     changed: Callable[[Any], None] | None = None
+    # Whether the object's memory moves when the object is resized, unless an export of its buffer exists.
+    moves: bool = False
 
 
 class Buffer:
@@ -167,6 +169,14 @@ def kind_of(array: Any, name: str = "send") -> Kind:
     return kind
 
 
+def held(objects: Iterable[Any]) -> list[Any]:
+    """Return the objects, and for each whose memory moves an export that keeps the memory where it is."""
+    return [
+        memoryview(each) if (kind := _kinds.get(type(each))) is not None and kind.moves else each
+        for each in objects
+    ]
+
+
 def shape_of(array: Any) -> tuple[int, ...]:
     """Return an array's shape; a Buffer has one axis, and a plain buffer its own shape."""
     if isinstance(array, Buffer):
@@ -225,7 +235,7 @@ def _choose(array: Any, name: str) -> Kind:
         memoryview(array).release()
     except TypeError:
         raise TypeError(_why_no_array(array, name)) from None
-    return Kind(_from_buffer, _no_stream, _buffer_empty)
+    return Kind(_from_buffer, _no_stream, _buffer_empty, moves=True)
 
 
 def _either(by_cuda: Kind, by_dlpack: Kind) -> Kind:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pynccl._arrays import buffers
-from pynccl._arrays.buffers import Kind, kind_of
+from pynccl._arrays.buffers import Kind, held, kind_of
 from pynccl._comm.arguments import Arguments
 from pynccl._comm.core import INTERRUPTED, OVERLAP, RECORDED, WAITING, Core
 from pynccl._comm.groups import Group
@@ -179,8 +179,9 @@ class Calls:
     ) -> None:
         """Complete a call that returned `answer`; the caller calls `_let_go` if this raises after WAITING."""
         if answer == RECORDED:
-            fastcall.keep(keep)
+            fastcall.keep(held(keep))
         elif answer == WAITING:
+            keep = held(keep)
             self.core.wait(stream, function_name(kind, configured), None)
             lib.pynccl_leave(self.core.c)
         elif answer == IN_PROGRESS:

@@ -7,12 +7,12 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pynccl import capi
-from pynccl._arrays.buffers import ANYWHERE, HOST
+from pynccl._arrays.buffers import ANYWHERE, HOST, held
 from pynccl._comm import lifetime
 from pynccl._comm.in_flight import CpuEvents, CudaEvents, InFlight
 from pynccl._device import streams
@@ -271,13 +271,13 @@ class Core:
 
     # --- memory ---
 
-    def keep(self, stream: int, arrays: Any) -> None:
+    def keep(self, stream: int, arrays: Iterable[Any]) -> None:
         """Keep the arrays of a call alive until its stream has finished with them."""
-        held = self.in_flight.get(stream)
-        if held is None:
+        in_flight = self.in_flight.get(stream)
+        if in_flight is None:
             events = CpuEvents(int(self.handle)) if self.waits else CudaEvents(self.device)
-            held = self.in_flight[stream] = InFlight(events, stream)
-        held.add(arrays)
+            in_flight = self.in_flight[stream] = InFlight(events, stream)
+        in_flight.add(held(arrays))
 
     def device_scratch(self) -> tuple[int, int]:
         """Return the barrier's byte of device memory and its stream."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import array
 import gc
 import threading
 import time
@@ -23,6 +24,35 @@ from pynccl import Communicator, NcclInvalidUsage, NcclTimeoutError, Plan, Prepa
 from pynccl._comm.operations import Operations
 from pynccl._comm.prepared import Prepare
 from ranks import on_ranks
+
+
+@on_ranks(1)
+def test_memory_that_would_move(rank: int, nranks: int) -> None:
+    """A buffer that an open group, a stream or a prepared call uses cannot be resized."""
+    with pynccl.init(timeout=30) as comm, pynccl.Stream() as stream:
+        for data, longer in ((bytearray(8), b"x"), (array.array("d", [1, 2]), [3.0])):
+            with group():
+                comm.all_reduce(data)
+                with pytest.raises(BufferError):
+                    data.extend(longer)
+            data.extend(longer)
+            comm.all_reduce(data, stream=stream)
+            with pytest.raises(BufferError):
+                data.extend(longer)
+            comm.synchronize(stream)
+            data.extend(longer)
+            op = comm.prepare.all_reduce(data, memoryview(data))
+            op()
+            with pytest.raises(BufferError):
+                data.extend(longer)
+            del op
+            data.extend(longer)
+            view = memoryview(data)
+            op = comm.prepare.all_reduce(view)
+            view.release()
+            with pytest.raises(BufferError):
+                data.extend(longer)
+            op()
 
 
 @pytest.mark.timeout(180)

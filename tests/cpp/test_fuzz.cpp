@@ -250,6 +250,8 @@ struct Calls {
     CALL(ncclCommProperties_t p = {}; p.size = f.one_in(4) ? f.below(sizeof p + 1) : sizeof p;
          p.magic = f.one_in(10) ? 0 : NCCL_API_MAGIC; return ncclCommQueryProperties(f.comm(), f.out(&p)));
     CALL(return pyncclCpuDeviceCount(OUT(int)));
+    CALL(return pyncclCpuGetErrorKind(f.comm(), OUT(int)));
+    CALL(return pyncclCpuIsGone(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuSetDevice(f.any_int()));
     CALL(return pyncclCpuGetDevice(OUT(int)));
     CALL(return pyncclCpuInterrupt(f.any_int(), int(f.below(2))));

@@ -86,6 +86,20 @@ TEST_CASE("an id book of gaps is bounded") {
 
 // ---- who is missing ----
 
+// An id that was cut or typed wrongly makes no communicator, and costs none that is made later.
+TEST_CASE("an id with a changed byte") {
+  set("PYNCCL_CPU_INIT_TIMEOUT", "0.05");
+  const size_t from = offsetof(Id, token), to = offsetof(Id, host);  // the token and the serial
+  for (size_t at = from; at < to; ++at) {
+    ncclUniqueId id = new_id();
+    id.internal[at] ^= 1;
+    ncclComm_t comm = nullptr;
+    CHECK(ncclCommInitRank(&comm, 1, id, 0) != ncclSuccess);
+    SAYS(testing::last_error(), "unique id");
+    OK(ncclCommDestroy(alone()));
+  }
+}
+
 TEST_CASE("missing ranks are listed in few words") {
   set("PYNCCL_CPU_INIT_TIMEOUT", "0.5");
   ncclUniqueId id = settled_id();

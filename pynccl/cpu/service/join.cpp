@@ -165,9 +165,9 @@ class Joiner {
   }
 
   bool served_here(Service& service, const Id& id) {
-    if (!id.from_env()) return id.unix_name == service.unix_name;
+    if (!id.from_env() && id.unix_name != service.unix_name) return false;
     std::lock_guard<std::recursive_mutex> lock(service.mutex);
-    return service.roots.serves(id.token, 0);
+    return service.roots.serves(id.token, id.serial);
   }
 
   ncclResult_t cut_off(const Id& id) {
