@@ -306,6 +306,10 @@ typedef struct {
 
 ncclResult_t ncclCommQueryProperties(ncclComm_t comm, ncclCommProperties_t* props); // since 2.29.2
 
+// A peer that this process cannot reach by load and store has no pointer: *outPtr is NULL.
+ncclResult_t ncclGetLsaDevicePointer(ncclWindow_t window, size_t offset, int lsaRank, void** outPtr); // since 2.29.2
+ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void** outPtr); // since 2.29.2
+
 // Ranks of a communicator whose numbers are `stride` apart, and this one's number among them.
 typedef struct ncclTeam { int nRanks, rank, stride; } ncclTeam_t;
 

@@ -472,10 +472,9 @@ def test_windows_and_collectives_do_not_wait_for_each_other(pool: Pool, transpor
 def window_of(rank: Rank, kind: str) -> Outcome:
     """Rank 1 tries the wrong memory, and then the right one."""
     api, comm, tried = capi(), connect(rank), (OK, "")
-    good, array = api.ncclMemAlloc(8192), np.zeros(12288, np.uint8)
+    good = api.ncclMemAlloc(8192)
     if rank.rank == 1:
         wrong = {
-            "an array's": ((address(array) + 4095) // 4096 * 4096, 4096),
             "nobody's": (0x10000, 4096),
             "beyond its end": (good, 1 << 30),
             "not aligned": (good + 64, 4096),
@@ -491,7 +490,7 @@ def window_of(rank: Rank, kind: str) -> Outcome:
     return tried
 
 
-@pytest.mark.parametrize("kind", ["an array's", "nobody's", "beyond its end", "not aligned", "NULL", "empty"])
+@pytest.mark.parametrize("kind", ["nobody's", "beyond its end", "not aligned", "NULL", "empty"])
 def test_memory_of_a_window(pool: Pool, kind: str) -> None:
     """A window lies in memory that the driver maps, as ncclMemAlloc's, or it is a CUDA error; it is aligned
     to 4096 bytes, or it is ncclInvalidArgument. The other ranks do not notice: they go on waiting.

@@ -123,6 +123,7 @@ class Fuzz {
   ncclCollConfig_t* coll_config();
   // Where a creation writes its communicators: when a group ends, or some time later in the background.
   ncclComm_t* made() { return made_at_.emplace_back(Made{}).data(); }
+  ncclWindow_t* window_at() { return &windows_at_.emplace_back(nullptr); }
   // A handle that was live is stale from now on, and a new one takes its place.
   template <class T, class Make>
   ncclResult_t ended(ncclResult_t r, std::vector<T>& live, T handle, Make make) {
@@ -151,6 +152,7 @@ class Fuzz {
   std::vector<ncclParamHandle_t> params_;
   using Made = std::array<ncclComm_t, 4>;
   std::deque<Made> made_at_;
+  std::deque<ncclWindow_t> windows_at_;
   double scalar_ = 2;
   int made_op_ = ncclNumOps;
   ncclUniqueId id_ = new_id();
@@ -269,9 +271,8 @@ struct Calls {
     CALL(void* h = nullptr; ncclResult_t r = ncclCommRegister(f.comm(), f.data(), f.size(), &h);
          if (h) f.registered_.push_back(h); return r);
     CALL(return ncclCommDeregister(f.comm(), f.handle(f.one_of(f.registered_))));
-    CALL(ncclWindow_t w = nullptr; ncclResult_t r = ncclCommWindowRegister(f.comm(), f.data(), f.size(), &w,
-                                                                           f.one_in(2) ? 0 : f.any_int());
-         if (w) f.windows_.push_back(w); return r);
+    CALL(return ncclCommWindowRegister(f.comm(), f.data(), f.size(), f.out(f.window_at()),
+                                       f.one_in(2) ? 0 : f.any_int()));
     CALL(return ncclCommWindowDeregister(f.comm(), f.handle(f.one_of(f.windows_))));
     CALL(return ncclWinGetUserPtr(f.comm(), f.handle(f.one_of(f.windows_)), OUT(void*)));
     CALL(ncclRedOp_t made = ncclSum;
@@ -402,6 +403,10 @@ void Fuzz::sort_out() {
   for (size_t i = made_at_.size() - std::min(made_at_.size(), kInTheBackground); i < made_at_.size(); ++i)
     for (ncclComm_t& at : made_at_[i])
       if (ncclComm_t comm = __atomic_exchange_n(&at, nullptr, __ATOMIC_ACQ_REL)) comms_.push_back(comm);
+  for (size_t i = windows_at_.size() - std::min(windows_at_.size(), kInTheBackground); i < windows_at_.size();
+       ++i)
+    if (ncclWindow_t win = __atomic_exchange_n(&windows_at_[i], nullptr, __ATOMIC_ACQ_REL))
+      windows_.push_back(win);
   while (comms_.size() > 12) {
     ncclCommAbort(comms_[4]);
     stale_.push_back(comms_[4]);

@@ -167,6 +167,8 @@ FUNCTIONS: dict[str, Version] = {
     "ncclParamGetAllParameterKeys": (2, 30, 4),
     "ncclParamDumpAll": (2, 30, 4),
     "ncclCommQueryProperties": (2, 29, 2),
+    "ncclGetLsaDevicePointer": (2, 29, 2),
+    "ncclGetPeerDevicePointer": (2, 29, 2),
     "ncclTeamWorld": (2, 28, 3),
     "ncclTeamLsa": (2, 28, 3),
     "ncclTeamRail": (2, 28, 3),

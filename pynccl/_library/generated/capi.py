@@ -471,6 +471,20 @@ def ncclParamDumpAll() -> None:
         _check(r, "ncclParamDumpAll")
 
 
+def ncclGetLsaDevicePointer(window: int, offset: int, lsaRank: int) -> int:
+    out = _new("uintptr_t*")
+    if r := _library.ncclGetLsaDevicePointer(window, offset, lsaRank, out):
+        _check(r, "ncclGetLsaDevicePointer")
+    return int(out[0])
+
+
+def ncclGetPeerDevicePointer(window: int, offset: int, peer: int) -> int:
+    out = _new("uintptr_t*")
+    if r := _library.ncclGetPeerDevicePointer(window, offset, peer, out):
+        _check(r, "ncclGetPeerDevicePointer")
+    return int(out[0])
+
+
 def ncclTeamWorld(comm: int) -> Team:
     out = _new("ncclTeam_t*")
     if r := _library.ncclTeamWorld(comm, out):

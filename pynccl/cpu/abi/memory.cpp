@@ -1,71 +1,12 @@
-// The C API: memory, registrations, windows, reduction operators, suspension, and queries of a communicator.
-#include <sys/mman.h>
-
+// The C API: memory, registrations, reduction operators, suspension, and queries of a communicator.
 #include <algorithm>
-#include <map>
 
+#include "base/allocations.hpp"
 #include "calls/group.hpp"
 #include "comm/lifecycle.hpp"
 
 namespace pncpu {
 namespace {
-
-constexpr size_t kPage = 4096;
-
-struct Allocations {
-  std::mutex mutex;
-  std::map<void*, size_t> sizes;
-
-  // Whether this memory lies in one allocation.
-  bool hold(const void* at, size_t size) {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto after = sizes.upper_bound(const_cast<void*>(at));
-    if (after == sizes.begin()) return false;
-    auto& [start, bytes] = *std::prev(after);
-    size_t offset = size_t(static_cast<const char*>(at) - static_cast<const char*>(start));
-    return offset < bytes && size <= bytes - offset;
-  }
-};
-
-// NCCL's src/dev_runtime.cc: ncclCommWindowRegister, ncclDevrWindowRegisterInGroup.
-ncclResult_t check_window(void* buff, size_t size, int flags, const char* function) {
-  int known = NCCL_WIN_COLL_SYMMETRIC | NCCL_WIN_STRICT_ORDERING | NCCL_WIN_GIN_ONLY | NCCL_WIN_CFT_COUNTED;
-  if (flags & ~known) return fail(ncclInvalidArgument, "%s: winFlags is 0x%x", function, unsigned(flags));
-  if (!buff || size == 0)
-    return fail(ncclInvalidArgument, "%s: buff is %p and size %zu, expected memory", function, buff, size);
-  if (!per_process<Allocations>().hold(buff, size))
-    return fail(ncclUnhandledCudaError,
-                "%s: %zu bytes at %p are not memory that ncclMemAlloc returned in this process", function,
-                size, buff);
-  if (reinterpret_cast<uintptr_t>(buff) % NCCL_WIN_REQUIRED_ALIGNMENT != 0)
-    return fail(ncclInvalidArgument, "%s: buff is %p, expected a multiple of %d bytes", function, buff,
-                NCCL_WIN_REQUIRED_ALIGNMENT);
-  return ncclSuccess;
-}
-
-// If a rank does not come the others would wait in later calls, so the communicator fails on all ranks.
-ncclResult_t register_window(Comm& comm, const Meeting& meeting, const Registered& memory,
-                             ncclWindow_t* win) {
-  std::vector<std::string> all;
-  ncclResult_t r = meeting.meet("", &all);
-  if (r == ncclTimeout) comm.fail_with(r, last_error());
-  if (r == ncclSuccess) *win = static_cast<ncclWindow_t>(comm.registry.add_window(memory));
-  return r;
-}
-
-ncclResult_t submit_window(ncclComm_t handle, void* buff, size_t size, ncclWindow_t* win, int flags) {
-  const char* function = "ncclCommWindowRegister";
-  std::shared_ptr<Comm> comm;
-  if (ncclResult_t r = comm_of(handle, function, &comm); r != ncclSuccess) return r;
-  REQUIRE_POINTER(function, win);
-  *win = nullptr;
-  if (ncclResult_t r = check_window(buff, size, flags, function); r != ncclSuccess) return r;
-  Meeting meeting(comm, Meeting::everyone(*comm), function);
-  Job job{function, {}, comm, {}, comm->blocking};
-  job.run = [=] { return register_window(*comm, meeting, {comm->serial, buff, size, flags}, win); };
-  ncclResult_t r = submit(std::move(job));
-  return r == ncclInProgress ? ncclSuccess : r;
-}
 
 // All ranks stop together: the rings must be idle when their memory is released.
 ncclResult_t suspend(Comm& comm, const Meeting (&meetings)[3]) {
@@ -143,36 +84,13 @@ ncclResult_t ncclMemAlloc(void** ptr, size_t size) {
     *ptr = nullptr;
     if (size == 0) return ncclSuccess;  // as cudaMalloc
     if (size > SIZE_MAX / 2) return fail(ncclInvalidArgument, "ncclMemAlloc: size is %zu", size);
-    Allocations& all = per_process<Allocations>();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    size_t bytes = align_up(size, kPage);
-    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (at == MAP_FAILED) return fail(ncclSystemError, "ncclMemAlloc: %zu bytes: %s", size, strerror(errno));
-    try {
-      all.sizes[at] = bytes;
-    } catch (...) {
-      munmap(at, bytes);
-      throw;
-    }
-    *ptr = at;
-    return ncclSuccess;
+    return per_process<Allocations>().allocate(size, ptr);
   });
 }
 
 ncclResult_t ncclMemFree(void* ptr) {
   if (!ptr) return ncclSuccess;
-  return guarded("ncclMemFree", [&] {
-    Allocations& all = per_process<Allocations>();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    auto it = all.sizes.find(ptr);
-    if (it == all.sizes.end())
-      return fail(ncclInvalidArgument,
-                  "ncclMemFree: %p was not returned by ncclMemAlloc in this process, or was freed before",
-                  ptr);
-    munmap(ptr, it->second);
-    all.sizes.erase(it);
-    return ncclSuccess;
-  });
+  return guarded("ncclMemFree", [&] { return per_process<Allocations>().free(ptr); });
 }
 
 ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buff, size_t size, void** handle) {
@@ -196,33 +114,6 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
     if (!handle || c->registry.remove_buffer(handle)) return ncclSuccess;
     return fail(ncclInvalidUsage, "%s: handle %p is not one that ncclCommRegister gave for this comm",
                 function, handle);
-  });
-}
-
-ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win,
-                                    int winFlags) {
-  return in_group("ncclCommWindowRegister", [&] { return submit_window(comm, buff, size, win, winFlags); });
-}
-
-ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win) {
-  const char* function = "ncclCommWindowDeregister";
-  return guarded(function, [&] {
-    std::shared_ptr<Comm> c;
-    if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
-    return win ? c->registry.remove_window(win, function) : ncclSuccess;
-  });
-}
-
-ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void** outUserPtr) {
-  const char* function = "ncclWinGetUserPtr";
-  return guarded(function, [&] {
-    std::shared_ptr<Comm> c;
-    if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
-    REQUIRE_POINTER(function, outUserPtr);
-    std::shared_ptr<Window> window = c->registry.find_window(win, function);
-    if (!window) return ncclInvalidArgument;
-    *outUserPtr = window->buffer;
-    return ncclSuccess;
   });
 }
 

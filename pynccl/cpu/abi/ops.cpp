@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "calls/group.hpp"
-#include "comm/fault.hpp"
 #include "comm/lifecycle.hpp"
 
 namespace pncpu {
@@ -82,14 +81,6 @@ ncclResult_t check_red_op(Op& op, const Comm& comm, int red, const char* functio
   op.red = RedKind::PreMulSum;
   op.scalar = made.scalar;
   op.scalar_at = made.device_scalar;
-  return ncclSuccess;
-}
-
-ncclResult_t inject_fault(Comm& comm, const char* function) {
-  Fault fault = fault_point(comm.rank, ++comm.calls);
-  if (fault.action == FaultAction::Fail)
-    return fail(fault.result, "%s: made to fail by PYNCCL_CPU_FAULT", function);
-  if (fault.action == FaultAction::Drop) comm.session.drop_connections();
   return ncclSuccess;
 }
 
@@ -275,18 +266,6 @@ ncclResult_t ncclSend(const void* sendbuff, size_t count, ncclDataType_t datatyp
 ncclResult_t ncclRecv(void* recvbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
   return enter("ncclRecv", Func::Recv, nullptr, recvbuff, count, datatype, 0, peer, comm, stream);
-}
-
-// One-sided communication is not implemented; the calls must not succeed.
-ncclResult_t ncclPutSignal(const void*, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int,
-                           unsigned int, ncclComm_t, cudaStream_t) {
-  return spoil(fail(ncclInvalidUsage, "ncclPutSignal: the CPU library has no one-sided communication yet"));
-}
-ncclResult_t ncclSignal(int, int, int, unsigned int, ncclComm_t, cudaStream_t) {
-  return spoil(fail(ncclInvalidUsage, "ncclSignal: the CPU library has no one-sided communication yet"));
-}
-ncclResult_t ncclWaitSignal(int, ncclWaitSignalDesc_t*, ncclComm_t, cudaStream_t) {
-  return spoil(fail(ncclInvalidUsage, "ncclWaitSignal: the CPU library has no one-sided communication yet"));
 }
 
 }  // extern "C"

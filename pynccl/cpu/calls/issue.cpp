@@ -52,6 +52,10 @@ Batch& batch_of(Launch& launch, const std::shared_ptr<Comm>& comm) {
   return launch.batches.back();
 }
 
+std::vector<Op>& ops_of(Batch& batch, Func func) {
+  return is_collective(func) ? batch.colls : is_p2p(func) ? batch.p2p : batch.one_sided;
+}
+
 // A launch and its nodes for the streams' queues. Queueing them cannot fail.
 struct Prepared {
   std::shared_ptr<Launch> launch = std::make_shared<Launch>();
@@ -60,7 +64,7 @@ struct Prepared {
   explicit Prepared(const Cluster& cluster) {
     for (const Submission* call : cluster.calls) {
       Batch& batch = batch_of(*launch, call->comm);
-      (is_p2p(call->op.func) ? batch.p2p : batch.colls).push_back(call->op);
+      ops_of(batch, call->op.func).push_back(call->op);
     }
     launch->tie(int(cluster.streams.size()));
     for (Stream* stream : cluster.streams) {
@@ -75,6 +79,7 @@ struct Prepared {
       b.ticket = b.comm->turns.take();
       for (Op& op : b.colls) b.comm->count_issue(op);
       for (Op& op : b.p2p) b.comm->count_issue(op);
+      for (Op& op : b.one_sided) b.comm->count_issue(op);
     }
     for (auto& [stream, list] : nodes) stream->push(std::move(list));
   }
@@ -89,7 +94,7 @@ ncclResult_t check_alive(const Submission& call) {
 
 // A collective of one rank is done by a copy, without a launch (NCCL's src/enqueue.cc: taskAppend).
 bool is_launched_later(const Submission& call) {
-  return !call.comm->blocking && (call.comm->nranks > 1 || is_p2p(call.op.func));
+  return !call.comm->blocking && (call.comm->nranks > 1 || !is_collective(call.op.func));
 }
 
 ncclResult_t wait_all(const std::vector<Submission>& calls) {

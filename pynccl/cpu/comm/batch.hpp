@@ -13,7 +13,7 @@ struct Comm;
 struct Batch {
   std::shared_ptr<Comm> comm;
   uint64_t ticket = 0;
-  std::vector<Op> colls, p2p;
+  std::vector<Op> colls, p2p, one_sided;
   bool started = false, done = false;
   ncclResult_t result = ncclSuccess;
   size_t at = 0;

@@ -21,7 +21,8 @@ Comm::Comm(int device_, std::shared_ptr<Domain> domain_)
       domain(std::move(domain_)),
       registry(serial),
       coll_(context_),
-      p2p_(context_) {
+      p2p_(context_),
+      one_sided_(context_) {
   calling_thread.store(this_thread());
   timeout_s = param_seconds("PYNCCL_CPU_TIMEOUT");
   blocking_calls = param_int("PYNCCL_CPU_BLOCKING") != 0;
@@ -72,17 +73,28 @@ ncclResult_t Comm::check_accepts(const char* function, bool only_takes) {
   return ncclSuccess;
 }
 
+void Comm::count_waits(Op& op) {
+  for (Awaited& wait : op.one_sided->waits)
+    wait.until = peer(wait.peer).signals_awaited.fetch_add(wait.count) + wait.count;
+}
+
 void Comm::count_issue(Op& op) {
-  if (!is_p2p(op.func))
+  if (is_collective(op.func))
     op.number = ++colls_issued;
+  else if (op.func == Func::WaitSignal)
+    count_waits(op);
   else
-    op.number = ++(op.func == Func::Send ? peer(op.root).sends_issued : peer(op.root).recvs_issued);
+    op.number = ++(op.func == Func::Send   ? peer(op.root).sends_issued
+                   : op.func == Func::Recv ? peer(op.root).recvs_issued
+                                           : peer(op.root).signals_issued);
 }
 
 void Comm::note_started(const Batch& batch) {
   if (!batch.colls.empty()) colls_started_.store(batch.colls.back().number);
   for (const Op& op : batch.p2p)
     (op.func == Func::Send ? peer(op.root).sends_started : peer(op.root).recvs_started).store(op.number);
+  for (const Op& op : batch.one_sided)
+    if (op.func != Func::WaitSignal) peer(op.root).signals_started.store(op.number);
 }
 
 Step Comm::progress(Batch& batch) {
@@ -98,6 +110,7 @@ Step Comm::advance(Batch& batch) {
     batch.started = true;
     note_started(batch);
     if (p2p_.start(batch.p2p) == Step::Failed) return Step::Failed;
+    one_sided_.start(batch.one_sided);
     if (!batch.colls.empty()) coll_.start(batch.colls[0], ++coll_seq_);
   }
   while (batch.at < batch.colls.size()) {
@@ -112,8 +125,13 @@ Step Comm::advance(Batch& batch) {
     if (s == Step::Failed) return s;
     moved = moved || s != Step::Blocked;
   }
+  if (!one_sided_.done()) {
+    Step s = one_sided_.step();
+    if (s == Step::Failed) return s;
+    moved = moved || s != Step::Blocked;
+  }
   context_.ring_peers();
-  if (batch.at == batch.colls.size() && p2p_.done()) return Step::Done;
+  if (batch.at == batch.colls.size() && p2p_.done() && one_sided_.done()) return Step::Done;
   if (moved) return Step::Moved;
   if (!heard || more_may_come()) return Step::Blocked;
   decide(heard_.code(), heard_.text());
@@ -142,7 +160,7 @@ void Comm::close_buffers() {
   if (!cell() || cell()->closed.exchange(1)) return;
   Deadline deadline = after_ms(1000);  // using a block takes microseconds, unless the peer is dead or stopped
   for (auto& p : session.peers()) {
-    if (!p->link.direct()) continue;
+    if (!p->link.theirs) continue;  // on another host
     Deadline until = p->same_process ? kForever : deadline;
     while (p->link.theirs->inside.load() && Clock::now() < until) sched_yield();
   }
@@ -207,6 +225,7 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   if (header.kind == Ctl::Probe) return per_process<Deadlocks>().probed(*this, from, body);
   if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().cycle_found(*this, body);
   if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, body);
+  if (header.kind == Ctl::Put) return put_arrived(from, body);
   std::lock_guard<std::mutex> lock(session.mutex);
   echoed_ = echoed_ || (header.kind == Ctl::Leaving && from == rank);
   if (header.kind == Ctl::Leaving && body.size == sizeof p.leaving) {
@@ -214,6 +233,26 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
     p.left = true;
   }
   session.changed.notify_all();
+}
+
+void Comm::put_arrived(int from, const Blob& body) {
+  PutHead head;
+  if (body.size < sizeof head) return;
+  memcpy(static_cast<void*>(&head), body.data, sizeof head);
+  if (head.puts) {
+    std::shared_ptr<Window> window = registry.window_numbered(head.window);
+    const size_t bytes = body.size - sizeof head;
+    if (!window || head.offset > window->size || bytes > window->size - head.offset) {
+      fail_with(ncclInvalidUsage, "rank " + std::to_string(from) + " put " + std::to_string(bytes) +
+                                      " bytes into a window that rank " + std::to_string(rank) +
+                                      (window ? " registered with fewer" : " has deregistered"));
+      return;
+    }
+    memcpy(window->buffer + head.offset, body.data + sizeof head, bytes);
+  }
+  if (head.signals && head.signal < uint32_t(session.contexts * session.signals))
+    one_sided_.arrived(from, head.signal);
+  bell().ring();
 }
 
 // A report that is passed on keeps the name of its first author.
@@ -263,6 +302,14 @@ void Comm::open() {
   context_.block_bytes = session.block_bytes;
   for (int q = 0; q < nranks; ++q) context_.links.push_back(q == rank ? nullptr : &peer(q).link);
   context_.fail = [this](ErrorCode code, const std::string& text) { return fail_with(code, text); };
+  context_.has_room = [this](int to) { return session.has_room(to); };
+  context_.post = [this](int to, const PutHead& head, const char* data, size_t bytes) {
+    std::vector<char> body(sizeof head + bytes);
+    memcpy(body.data(), &head, sizeof head);
+    if (bytes) memcpy(body.data() + sizeof head, data, bytes);
+    session.send(to, Ctl::Put, body.data(), body.size());
+  };
+  one_sided_.open(session.contexts * session.signals);
   int dead = -1;
   {
     std::lock_guard<std::mutex> lock(session.mutex);
@@ -281,7 +328,8 @@ ncclResult_t Comm::announce_leaving() {
   for (int q = 0, known = session.known_ranks(); q < known; ++q) {
     Peer& p = peer(q);
     if (q == rank || !session.linked(q)) continue;
-    Leaving mine{colls_issued.load(), p.sends_issued.load(), p.recvs_issued.load()};
+    Leaving mine{colls_issued.load(), p.sends_issued.load(), p.recvs_issued.load(), p.signals_issued.load(),
+                 p.signals_awaited.load()};
     session.send(q, Ctl::Leaving, &mine, sizeof mine);
   }
   if (shares_process(rank)) session.echo(Ctl::Leaving, nullptr, 0);
@@ -321,7 +369,8 @@ ncclResult_t Comm::await_leaving() {
       return lock.unlock(),
              fail(ncclTimeout, "ncclCommFinalize: rank %d timed out waiting for rank %d to finalize", rank,
                   q);
-    uint64_t sent = p.sends_issued, got = p.recvs_issued;
+    uint64_t sent = p.sends_issued, got = p.recvs_issued, signalled = p.signals_issued,
+             awaited = p.signals_awaited;
     Leaving theirs = p.leaving;
     lock.unlock();
     std::string me = "rank " + std::to_string(rank), them = "rank " + std::to_string(q);
@@ -331,6 +380,12 @@ ncclResult_t Comm::await_leaving() {
     else if (got != theirs.sends)
       mismatch(them + " sent " + std::to_string(theirs.sends) + " messages to " + me + ", which received " +
                std::to_string(got) + " before ncclCommFinalize");
+    else if (signalled != theirs.awaited)
+      mismatch(me + " sent " + std::to_string(signalled) + " signals to " + them + ", which waited for " +
+               std::to_string(theirs.awaited) + " before ncclCommFinalize");
+    else if (awaited != theirs.signals)
+      mismatch(them + " sent " + std::to_string(theirs.signals) + " signals to " + me +
+               ", which waited for " + std::to_string(awaited) + " before ncclCommFinalize");
     else if (colls_issued != theirs.colls)
       mismatch(me + " issued " + std::to_string(colls_issued) + " collectives, " + them + " " +
                std::to_string(theirs.colls) + " before ncclCommFinalize");
@@ -339,9 +394,13 @@ ncclResult_t Comm::await_leaving() {
   return ncclSuccess;
 }
 
+std::string Comm::doing(const Batch& batch) {
+  return batch.at < batch.colls.size() ? coll_.str() : !p2p_.done() ? p2p_.str() : one_sided_.str();
+}
+
 std::string Comm::waiting_for(const Batch& batch) {
   bool coll = batch.at < batch.colls.size();
-  std::string text = "rank " + std::to_string(rank) + " waits in " + (coll ? coll_.str() : p2p_.str());
+  std::string text = "rank " + std::to_string(rank) + " waits in " + doing(batch);
   std::vector<int> missing = coll ? coll_.missing() : std::vector<int>();
   for (size_t i = 0; i < missing.size(); ++i)
     text += (i ? ", " : missing.size() > 1 ? " for ranks " : " for rank ") + std::to_string(missing[i]);
@@ -359,7 +418,7 @@ Wait Comm::waits_of(const Batch& batch) {
   wait.has_turn = turns.is_turn_of(batch.ticket);
   if (!wait.has_turn || !batch.started) return wait;
   bool coll = batch.at < batch.colls.size();
-  std::string doing = coll ? coll_.str() : p2p_.str();
+  const std::string doing = this->doing(batch);
   wait.doing = "rank " + std::to_string(rank) + " waits in " + doing;
   if (coll)
     for (int q : coll_.missing()) wait.needs.push_back({q, Need::Collective, coll_.seq()});
@@ -368,11 +427,15 @@ Wait Comm::waits_of(const Batch& batch) {
     if (uint64_t n = p2p_.front_send(q).number) wait.needs.push_back({q, Need::Receive, n});
     if (uint64_t n = p2p_.front_recv(q).number) wait.needs.push_back({q, Need::Send, n});
   }
+  if (!one_sided_.done())
+    for (const Awaited& a : one_sided_.awaited())
+      if (a.peer != rank) wait.needs.push_back({a.peer, Need::Signal, a.until});
   for (const Need& need : wait.needs) {
     std::unique_lock<std::mutex> lock(session.mutex);
     const Leaving& last = peer(need.peer).leaving;
     uint64_t made = need.kind == Need::Collective ? last.colls
                     : need.kind == Need::Send     ? last.sends
+                    : need.kind == Need::Signal   ? last.signals
                                                   : last.recvs;
     if (!peer(need.peer).left || need.number <= made) continue;
     lock.unlock();
@@ -386,8 +449,12 @@ void Comm::progress_towards(int from, Need::Kind kind, uint64_t* started, uint64
   Peer& p = peer(from);
   *started = kind == Need::Collective ? colls_started_
              : kind == Need::Send     ? p.sends_started
+             : kind == Need::Signal   ? p.signals_started
                                       : p.recvs_started;
-  *issued = kind == Need::Collective ? colls_issued : kind == Need::Send ? p.sends_issued : p.recvs_issued;
+  *issued = kind == Need::Collective ? colls_issued
+            : kind == Need::Send     ? p.sends_issued
+            : kind == Need::Signal   ? p.signals_issued
+                                     : p.recvs_issued;
 }
 
 std::shared_ptr<Stream> Comm::stream_of_all_pending() {

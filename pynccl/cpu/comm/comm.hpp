@@ -12,6 +12,7 @@
 #include "comm/standing.hpp"
 #include "comm/turns.hpp"
 #include "ops/collectives.hpp"
+#include "ops/one_sided.hpp"
 #include "ops/p2p.hpp"
 #include "session/session.hpp"
 #include "streams/domain.hpp"
@@ -120,6 +121,9 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   const Token& process_of(int q);
   void await_echo(Deadline deadline);
   void error_told(int from, const Blob& body);
+  void put_arrived(int from, const Blob& body);
+  void count_waits(Op& op);
+  std::string doing(const Batch& batch);
   void died(int from) noexcept;
   void note_started(const Batch& batch);
   Step advance(Batch& batch);
@@ -140,6 +144,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Context context_;  // the operations' view of this communicator; set by open()
   Coll coll_;
   P2p p2p_;
+  OneSided one_sided_;
 };
 
 template <>

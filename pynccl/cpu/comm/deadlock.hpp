@@ -25,9 +25,9 @@ namespace pncpu {
 
 struct Comm;
 
-// An operation that a peer must start: its collective, send or receive with this number.
+// An operation that a peer must start: its collective, send, receive or signal with this number.
 struct Need {
-  enum Kind : uint32_t { Collective, Send, Receive };
+  enum Kind : uint32_t { Collective, Send, Receive, Signal };
   int peer = 0;
   Kind kind = Collective;
   uint64_t number = 0;

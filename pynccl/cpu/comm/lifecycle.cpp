@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "base/guard.hpp"
+#include "comm/fault.hpp"
 
 namespace pncpu {
 
@@ -71,6 +72,7 @@ constexpr ConfigField kConfigFields[] = {
     {"graphUsageMode", &ncclConfig_t::graphUsageMode, 0, 2, 22900},
     {"numRmaCtx", &ncclConfig_t::numRmaCtx, 0, INT32_MAX, 22900},
     {"maxP2pPeers", &ncclConfig_t::maxP2pPeers, 1, INT32_MAX, 23000},
+    {"numRmaSig", &ncclConfig_t::numRmaSig, 0, INT32_MAX, 23102},
     {"graphStreamOrdering", &ncclConfig_t::graphStreamOrdering, 0, 1, 23005},
 };
 
@@ -117,6 +119,9 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
     if (ncclResult_t r = check_config(whole, function); r != ncclSuccess) return r;
     if (whole.blocking != NCCL_CONFIG_UNDEF_INT) out->blocking = whole.blocking;
     if (whole.commName) out->name = whole.commName;
+    if (whole.numRmaCtx != NCCL_CONFIG_UNDEF_INT) out->contexts = std::min(whole.numRmaCtx, kCounters);
+    if (whole.numRmaSig != NCCL_CONFIG_UNDEF_INT) out->signals = whole.numRmaSig;
+    out->signals = std::min(out->signals, kCounters / std::max(1, out->contexts));
   }
   int64_t forced = param_int("NCCL_COMM_BLOCKING");
   if (forced == 0 || forced == 1) out->blocking = int(forced);
@@ -138,6 +143,14 @@ void leave_all() {
 }
 }  // namespace
 
+ncclResult_t inject_fault(Comm& comm, const char* function) {
+  Fault fault = fault_point(comm.rank, ++comm.calls);
+  if (fault.action == FaultAction::Fail)
+    return fail(fault.result, "%s: made to fail by PYNCCL_CPU_FAULT", function);
+  if (fault.action == FaultAction::Drop) comm.session.drop_connections();
+  return ncclSuccess;
+}
+
 std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_ptr<Domain> domain,
                                 const Config& config) {
   static const int at_exit = std::atexit(leave_all);
@@ -146,6 +159,8 @@ std::shared_ptr<Comm> make_comm(int rank, int nranks, int device, std::shared_pt
   comm->session.set_shape(rank, nranks);
   comm->blocking = config.blocking != 0;
   comm->name = config.name;
+  comm->session.contexts = config.contexts;
+  comm->session.signals = config.signals;
   return comm;
 }
 

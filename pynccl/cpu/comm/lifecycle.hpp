@@ -15,9 +15,13 @@ ncclResult_t check_ready(Comm& comm, const char* function, bool only_takes = fal
 // (ncclEnqueueCheck) and src/init.cc (ncclCommFinalize), at `fail:`.
 ncclResult_t spoil_state(Comm& comm, ncclResult_t code);
 
+// The signals of a context, unless config.numRmaSig is set.
+constexpr int kSignals = 16;
+
 struct Config {
   int blocking = 1;
   std::string name;
+  int contexts = 1, signals = kSignals;  // of one-sided calls
 };
 ncclResult_t read_config(const ncclConfig_t* config, const char* function, Config* out);
 
@@ -30,6 +34,9 @@ ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms);
 ncclResult_t connect(Comm& comm, const Table& table);
 // `on`: the creations that a thread runs or begins fail, until a call without `on`.
 void interrupt_creations(int thread, bool on);
+
+// For each call of an operation (PYNCCL_CPU_FAULT).
+ncclResult_t inject_fault(Comm& comm, const char* function);
 
 ncclResult_t finalize(Comm& comm);
 

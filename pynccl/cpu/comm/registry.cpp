@@ -18,7 +18,7 @@ bool covers(const Registered& outer, const Registered& inner) {
 
 Registry::~Registry() {
   for (auto& [handle, buffer] : buffers_) handles<Registration>().take(handle);
-  for (void* handle : windows_) handles<Window>().take(handle);
+  for (auto& [handle, window] : windows_) handles<Window>().take(handle);
 }
 
 void* Registry::add_buffer(const Registered& memory) {
@@ -42,11 +42,18 @@ bool Registry::remove_buffer(void* handle) {
   return true;
 }
 
-void* Registry::add_window(const Registered& memory) {
-  auto made = std::make_shared<Window>();
-  static_cast<Registered&>(*made) = memory;
+void* Registry::add_window(std::shared_ptr<Window> window) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return *windows_.insert(handles<Window>().add(std::move(made))).first;
+  void* handle = handles<Window>().add(window);
+  windows_[handle] = std::move(window);
+  return handle;
+}
+
+std::shared_ptr<Window> Registry::window_numbered(uint64_t number) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [handle, window] : windows_)
+    if (window->number == number) return window;
+  return nullptr;
 }
 
 std::shared_ptr<Window> Registry::find_window(const void* handle, const char* function) const {

@@ -4,9 +4,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 
-#include "base/handles.hpp"
+#include "comm/window.hpp"
 #include "reduce/reduce.hpp"
 
 namespace pncpu {
@@ -20,19 +19,12 @@ struct Registered {
 struct Registration : Registered {
   int count = 1;  // number of registrations
 };
-struct Window : Registered {};
 
 template <>
 struct HandleTraits<Registration> {
   static constexpr HandleKind kind = HandleKind::Registration;
   static constexpr char name[] = "handle", maker[] = "ncclCommRegister";
 };
-template <>
-struct HandleTraits<Window> {
-  static constexpr HandleKind kind = HandleKind::Window;
-  static constexpr char name[] = "win", maker[] = "ncclCommWindowRegister";
-};
-
 struct RedOp {
   ncclDataType_t dtype;
   PreMul scalar;
@@ -48,7 +40,9 @@ class Registry {
   void* add_buffer(const Registered& memory);
   bool remove_buffer(void* handle);  // false for a handle that is not of this communicator
 
-  void* add_window(const Registered& memory);
+  uint64_t next_window() { return ++windows_begun_; }  // numbers windows in the order of the calls
+  void* add_window(std::shared_ptr<Window> window);
+  std::shared_ptr<Window> window_numbered(uint64_t number) const;  // nullptr if it is not open
   // Windows of other communicators are refused, too: nullptr, or a result, after fail().
   std::shared_ptr<Window> find_window(const void* handle, const char* function) const;
   ncclResult_t remove_window(void* handle, const char* function);
@@ -61,7 +55,8 @@ class Registry {
   const uint64_t serial_;
   mutable std::mutex mutex_;
   std::map<void*, std::shared_ptr<Registration>> buffers_;  // by handle
-  std::set<void*> windows_;
+  std::atomic<uint64_t> windows_begun_{0};
+  std::map<void*, std::shared_ptr<Window>> windows_;  // by handle
   std::map<int, RedOp> ops_;
   int next_op_ = ncclNumOps;
 };

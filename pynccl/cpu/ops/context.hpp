@@ -10,6 +10,8 @@
 
 namespace pncpu {
 
+struct PutHead;
+
 struct Context {
   int rank = 0, nranks = 1;
   size_t inline_bytes = 0;   // messages up to this size travel with their header; equal on all ranks
@@ -17,6 +19,10 @@ struct Context {
   std::vector<Link*> links;  // by rank; nullptr for this one
   // Fails the communicator and tells the peers. Always Step::Failed.
   std::function<Step(ErrorCode, const std::string&)> fail;
+  // Frames of puts and signals, for peers whose memory this rank does not reach. post() needs room, which the
+  // bell announces.
+  std::function<bool(int peer)> has_room;
+  std::function<void(int peer, const PutHead& head, const char* data, size_t bytes)> post;
 
   Link& link(int peer) const { return *links[size_t(peer)]; }
   Step mismatch(const std::string& text) const { return fail(kMismatch, kMismatchText + text); }

@@ -6,7 +6,8 @@ namespace pncpu {
 
 const char* func_name(Func f) {
   static const char* const names[] = {"AllReduce", "Reduce", "Broadcast", "AllGather", "ReduceScatter",
-                                      "AlltoAll",  "Gather", "Scatter",   "Send",      "Recv"};
+                                      "AlltoAll",  "Gather", "Scatter",   "Send",      "Recv",
+                                      "PutSignal", "Signal", "WaitSignal"};
   return size_t(f) < sizeof names / sizeof *names ? names[size_t(f)] : "?";
 }
 

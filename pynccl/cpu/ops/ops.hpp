@@ -19,14 +19,21 @@ enum class Func : uint8_t {
   Gather,
   Scatter,
   Send,
-  Recv
+  Recv,
+  PutSignal,
+  Signal,
+  WaitSignal
 };
 const char* func_name(Func);
 inline bool is_p2p(Func f) { return f == Func::Send || f == Func::Recv; }
+inline bool is_one_sided(Func f) { return f >= Func::PutSignal; }
+inline bool is_collective(Func f) { return f < Func::Send; }
 inline bool reduces(Func f) { return f == Func::AllReduce || f == Func::Reduce || f == Func::ReduceScatter; }
 inline bool has_root(Func f) {
   return f == Func::Reduce || f == Func::Broadcast || f == Func::Gather || f == Func::Scatter;
 }
+
+struct OneSidedCall;
 
 struct Op {
   Func func = Func::AllReduce;
@@ -37,8 +44,9 @@ struct Op {
   const void* send = nullptr;
   void* recv = nullptr;
   PreMul scalar{};
-  uint64_t number = 0;              // counts the collectives, or the sends or receives with the peer, from 1
+  uint64_t number = 0;  // counts the collectives; or the sends, receives or signals to the peer, from 1
   const void* scalar_at = nullptr;  // ncclScalarDevice: read when the operation runs
+  std::shared_ptr<OneSidedCall> one_sided;
   size_t bytes() const { return count * type_size(dtype); }
 };
 

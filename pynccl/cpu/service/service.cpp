@@ -307,6 +307,7 @@ void Service::serve(int fd, uint32_t events) {
   if (events & EPOLLOUT) {
     stays = keep->flush();
     if (c.stage == Connection::Leaves && keep->all_sent()) stays = false;
+    if (c.stage == Connection::Control) c.sink->data_ready();  // a put may wait for room
   }
   if (stays && (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP))) stays = read(c);
   if (!stays) drop(keep);

@@ -79,6 +79,11 @@ bool Socket::all_sent() {
   return unsent_.empty();
 }
 
+size_t Socket::unsent() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return unsent_bytes_;
+}
+
 void Socket::drain(Deadline deadline) {
   while (flush() && !all_sent())
     if (!wait_writable(fd(), deadline)) return;

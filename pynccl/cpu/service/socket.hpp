@@ -19,6 +19,7 @@ class Socket {
   bool send_frame(Ctl kind, uint64_t tag, Blob body);
   bool flush();  // sends as much as fits; false: the peer has gone
   bool all_sent();
+  size_t unsent();                // bytes
   void drain(Deadline deadline);  // waits until the kernel has accepted everything, or the peer has gone
 
   // Adds the socket to `epoll` for `events`, and for output while frames are unsent.

@@ -127,9 +127,10 @@ enum class Ctl : uint32_t {
   Introduce,
   Share,
   Table,
-  Failed,  // the tag is the result, the body a text
-  Closed,  // within a process only: a rank has ended its link
-  Segment  // the tag is the size of its rings; a descriptor follows
+  Failed,   // the tag is the result, the body a text
+  Closed,   // within a process only: a rank has ended its link
+  Segment,  // the tag is the size of its rings; a descriptor follows
+  Put       // data for a window, or a signal
 };
 struct CtlHeader {
   Ctl kind = Ctl::Error;

@@ -15,12 +15,16 @@
 namespace pncpu {
 namespace {
 
+// Beyond this a put waits until the peer has read more.
+constexpr size_t kMostUnsentPuts = size_t(1) << 20;
+
 constexpr auto kLook =
     std::chrono::milliseconds(50);  // how often a wait polls for changes without a notification
 
 // Settings that must be equal on all ranks. A byte for each rank follows: this rank can access its memory.
 struct Settings {
   uint64_t inline_bytes, block_bytes;
+  int32_t contexts, signals;
 };
 
 // The segments of this process, by the token of the rank that maps them for the others.
@@ -318,6 +322,15 @@ void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
     post(peer(to).info.token, rank, kind, 0, blob);
 }
 
+bool Session::has_room(int to) {
+  SocketPtr control;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    control = peer(to).control;
+  }
+  return !control || control->unsent() < kMostUnsentPuts;
+}
+
 void Session::echo(Ctl kind, const void* body, size_t bytes) {
   post(self.token, rank, kind, 0, Blob::copy(body, bytes));
 }
@@ -497,7 +510,7 @@ void Session::attach_pipes() {
 void Session::say_settings() {
   std::vector<char> mine(sizeof(Settings) + size_t(nranks));
   inline_bytes = std::min(inline_bytes, (segment_ ? segment_->ring_bytes() : ring_bytes) - sizeof(Header));
-  Settings settings{inline_bytes, block_bytes};
+  Settings settings{inline_bytes, block_bytes, contexts, signals};
   memcpy(mine.data(), &settings, sizeof settings);
   for (int q = 0; q < nranks; ++q) {
     Memory* memory = peer(q).link.memory.get();
@@ -521,6 +534,9 @@ ncclResult_t Session::finish() {
                   settings_.size);
     Settings settings;
     memcpy(&settings, theirs.data, sizeof settings);
+    if (settings.contexts != contexts || settings.signals != signals)
+      return fail(kMismatch, "%srank %d has config.numRmaCtx %d and numRmaSig %d, rank %d %d and %d",
+                  kMismatchText, rank, contexts, signals, q, settings.contexts, settings.signals);
     inline_bytes = std::min(inline_bytes, size_t(settings.inline_bytes));
     if (!settings_.data[sizeof settings + size_t(q)] || !theirs.data[sizeof settings + size_t(rank)])
       peer(q).link.memory.reset();

@@ -17,6 +17,7 @@ namespace pncpu {
 // The number of calls that a rank had issued when it left: it makes no others.
 struct Leaving {
   uint64_t colls = 0, sends = 0, recvs = 0;
+  uint64_t signals = 0, awaited = 0;
 };
 
 struct Peer {
@@ -33,6 +34,7 @@ struct Peer {
   Leaving leaving;
   std::atomic<uint64_t> sends_issued{0}, recvs_issued{0};
   std::atomic<uint64_t> sends_started{0}, recvs_started{0};  // the number of the last one started
+  std::atomic<uint64_t> signals_issued{0}, signals_started{0}, signals_awaited{0};  // to and from the peer
   std::string str() const;
 };
 
@@ -60,7 +62,9 @@ class Session {
   int rank = 0, nranks = 0;
   uint64_t hash = 0;
   size_t inline_bytes, block_bytes, ring_bytes;  // equal on every rank once connected
-  std::atomic<bool> left{false};                 // this rank has said that it leaves
+  // Of one-sided calls, and equal, too; the signals are those of one context.
+  int contexts = 1, signals = 1;
+  std::atomic<bool> left{false};  // this rank has said that it leaves
 
   // Creation: introduce(), join() the roots of the ids if there are any, then connect() to all ranks of the
   // table. connect() is begin() and finish(). A thread that connects several ranks calls begin() for all of
@@ -87,7 +91,8 @@ class Session {
   // this process.
   void echo(Ctl kind, const void* body, size_t bytes);
   void send(int to, Ctl kind, const void* body, size_t bytes);  // no effect if the peer has gone
-  int known_ranks();                                            // 0 before the table has arrived
+  bool has_room(int to);  // a large frame can be sent now; else the owner's sink hears of room
+  int known_ranks();      // 0 before the table has arrived
   bool linked(int to);
   void disconnect() noexcept;
   void drop_connections();  // fault injection

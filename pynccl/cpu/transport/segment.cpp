@@ -25,7 +25,8 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring
   while (ring_bytes_ > kLeastRing && rings * ring_bytes_ > kRingsWanted) ring_bytes_ /= 2;
   states_at_ = align_up(sizeof(Cell) * size_t(ranks), 4096);
   signals_at_ = states_at_ + align_up(sizeof(RingState) * rings, 4096);
-  data_at_ = signals_at_ + align_up(sizeof(Signals) * pairs, 4096);
+  counters_at_ = signals_at_ + align_up(sizeof(Signals) * pairs, 4096);
+  data_at_ = counters_at_ + align_up(sizeof(uint64_t) * kCounters * pairs, 4096);
   bytes_ = data_at_ + rings * ring_bytes_;
 }
 
@@ -82,6 +83,8 @@ void Segment::attach(int me, int peer, Link* link) const {
   link->cell = &cell(peer);
   link->mine = &signals(me, peer);
   link->theirs = &signals(peer, me);
+  link->counters_out = counters(me, peer);
+  link->counters_in = counters(peer, me);
   for (int c = 0; c < kChannels; ++c)
     link->pipe[c] = ring_pipe(ring(me, peer, c), ring(peer, me, c), ring_bytes_);
 }

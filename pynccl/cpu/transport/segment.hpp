@@ -31,10 +31,13 @@ class Segment {
   Signals& signals(int from, int to) const {
     return reinterpret_cast<Signals*>(base_ + signals_at_)[pair(from, to)];
   }
+  std::atomic<uint64_t>* counters(int from, int to) const {
+    return reinterpret_cast<std::atomic<uint64_t>*>(base_ + counters_at_) + pair(from, to) * kCounters;
+  }
   Ring ring(int from, int to, int channel) const;
 
   int ranks_;
-  size_t ring_bytes_, states_at_ = 0, signals_at_ = 0, data_at_ = 0, bytes_ = 0;
+  size_t ring_bytes_, states_at_ = 0, signals_at_ = 0, counters_at_ = 0, data_at_ = 0, bytes_ = 0;
   Fd fd_;
   char* base_ = nullptr;
 };

@@ -85,6 +85,9 @@ struct alignas(kCacheLine) Signals {
   std::atomic<uint64_t> inside;  // 1 while it uses the other's buffers
 };
 
+// The signals of one-sided calls that one rank of a host has for another: contexts x signals of a context.
+constexpr int kCounters = 64;
+
 // The connection of this rank to one peer.
 struct Link {
   std::string name;  // of the peer, for messages: "pid 7 on node3"
@@ -92,6 +95,8 @@ struct Link {
   std::unique_ptr<Memory> memory;  // only if both can access each other's memory
   Cell* cell = nullptr;            // the peer's; nullptr if it is on another host
   Signals *mine = nullptr, *theirs = nullptr;
+  // Signals of one-sided calls to and from the peer, in shared memory; nullptr if it is on another host.
+  std::atomic<uint64_t>*counters_out = nullptr, *counters_in = nullptr;
 
   bool direct() const { return memory != nullptr; }
   void ring() const {

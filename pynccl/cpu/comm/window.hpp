@@ -1,0 +1,56 @@
+// A window: memory of every rank of a communicator that the others put into.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/handles.hpp"
+#include "session/session.hpp"
+
+namespace pncpu {
+
+class Window {
+ public:
+  // `number` counts the windows of a communicator, and is equal on all ranks.
+  Window(uint64_t comm_serial, uint64_t number, void* buffer, size_t size, int flags);
+  ~Window();
+  Window(const Window&) = delete;
+  Window& operator=(const Window&) = delete;
+
+  const uint64_t comm, number;
+  char* const buffer;
+  const size_t size;
+  const int flags;
+
+  // What peers need to know of it.
+  std::string describe() const;
+  // Takes the descriptions of all ranks and maps the memory of peers on this host, where that is possible.
+  // ncclInvalidUsage, the same on all ranks, if a symmetric window differs between ranks.
+  ncclResult_t attach(Session& session, const std::vector<std::string>& all);
+
+  size_t size_of(int rank) const { return views_[size_t(rank)].size; }
+  uint64_t address_of(int rank) const { return views_[size_t(rank)].address; }  // in the rank's own process
+  char* mapped(int rank) const { return views_[size_t(rank)].mapped; }          // here; nullptr: it is not
+  int ranks() const { return int(views_.size()); }
+  int lsa_size() const { return lsa_size_; }
+  int lsa_rank(int rank) const { return first_lsa_ + rank; }
+
+ private:
+  struct View {
+    uint64_t address = 0;
+    size_t size = 0;
+    char* mapped = nullptr;
+    bool foreign = false;  // a mapping of this window
+  };
+  std::vector<View> views_;
+  int first_lsa_ = 0, lsa_size_ = 1;  // of this rank's LSA team
+};
+
+template <>
+struct HandleTraits<Window> {
+  static constexpr HandleKind kind = HandleKind::Window;
+  static constexpr char name[] = "win", maker[] = "ncclCommWindowRegister";
+};
+
+}  // namespace pncpu
