@@ -27,6 +27,14 @@ class NoThreadError(RuntimeError):
     """No thread can be started: the interpreter is exiting, or the system has none left."""
 
 
+def _raised_by(error: BaseException) -> object:
+    """Return the object whose method raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace and trace.tb_frame.f_locals.get("self")
+
+
 class Running(Generic[T]):
     """A blocking call in a thread of its own: NCCL's calls cannot be interrupted, but the caller can give up.
 
@@ -51,8 +59,8 @@ class Running(Generic[T]):
         try:
             thread.start()
         except BaseException as error:
-            # Only Python's text tells this from what a signal handler raised while the thread was starting.
-            if isinstance(error, RuntimeError) and "new thread" in str(error):
+            # A signal handler that raises while the thread starts has a frame of its own.
+            if isinstance(error, RuntimeError) and _raised_by(error) is thread:
                 raise NoThreadError(str(error)) from error
             self.abandon()
             raise

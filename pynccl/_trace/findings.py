@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -116,11 +115,15 @@ def signature(record: TraceRecord) -> tuple[Any, ...]:
 _NAMES = ("function", "count", "dtype", "op", "root")
 
 
-def _differing(calls: Iterable[TraceRecord]) -> str:
+def _differing(calls: Iterable[TraceRecord]) -> list[str]:
     columns = list(zip(*map(signature, calls), strict=True))
     if len(set(columns[0])) > 1:
-        return "function"
-    return join([name for name, values in zip(_NAMES, columns, strict=True) if len(set(values)) > 1])
+        return ["function"]
+    return [name for name, values in zip(_NAMES, columns, strict=True) if len(set(values)) > 1]
+
+
+def _say_differing(names: Sequence[str]) -> str:
+    return f"the {join(names)} {'differ' if len(names) > 1 else 'differs'}"
 
 
 def _first_difference(world: World) -> tuple[int, dict[int, TraceRecord]] | None:
@@ -187,8 +190,7 @@ def _collectives(world: World) -> Iterator[str]:
     if different is not None:
         seq, calls = different
         late = [rank for rank, member in world.members.items() if member.last < seq]
-        text = f"{_together(calls, full=True)}: the {_differing(calls.values())} differs"
-        text = text.replace("differs", "differ") if " and " in _differing(calls.values()) else text
+        text = f"{_together(calls, full=True)}: {_say_differing(_differing(calls.values()))}"
         yield "; ".join([text, *_late(world, late, seq)])
         yield from _shifted(world, seq, calls)
         return
@@ -289,11 +291,10 @@ def _between(world: World, member: Member, sender: int, receiver: int) -> Iterat
     for number in sorted(set(sends) & set(recvs)):
         out, into = sends[number], recvs[number]
         if (out.count, out.dtype) != (into.count, into.dtype):
-            what = join([n for n in ("count", "dtype") if getattr(out, n) != getattr(into, n)])
-            verb = "differ" if " and " in what else "differs"
+            names = [n for n in ("count", "dtype") if getattr(out, n) != getattr(into, n)]
             yield (
                 f"rank {sender} called {say(out)}{say_place(out)}, but rank {receiver} called "
-                f"{say(into)}{say_place(into)}: the {what} {verb}"
+                f"{say(into)}{say_place(into)}: {_say_differing(names)}"
             )
             return
     lone = _unmet(sends, recvs)
@@ -416,9 +417,7 @@ def _reasons(processes: Iterable[Process]) -> Iterator[str]:
         for reason in process.reasons:
             # Omit an abort that follows an exception.
             if reason.kind not in ("exit", *(["abort"] if process.reason("exception") else [])):
-                # One rank found it and reported it to the others.
-                text = re.sub(r"^rank \d+ reports: ", "", reason.text)
-                same.setdefault(Reason(reason.kind, text), []).append(process)
+                same.setdefault(reason, []).append(process)
     for reason, those in same.items():
         ranks = {process.rank for process in those if process.rank is not None}
         who = [f"process {process.pid}" for process in those if process.rank is None]

@@ -154,6 +154,8 @@ class Watch:
 
     def _exception(self, found: Any) -> NcclError:
         text = ffi.string(found.text).decode(errors="replace")
+        if found.reporter:
+            text = f"rank {found.reporter - 1} reports: {text}"
         place: dict[str, Any] = {"rank": self.rank, "size": self.size}
         if found.trouble == lib.PYNCCL_RANKS_FAILED:
             return RankFailedError(text, ranks=[int(rank) for rank in found.ranks[0 : found.count]], **place)

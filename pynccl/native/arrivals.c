@@ -44,9 +44,8 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
       if (w->verdict.trouble || f->code == PYNCCL_RANKS_FAILED) break;
       w->verdict.result = (int)f->number;
       w->verdict.text[0] = 0;
-      w->verdict.reported = 1;
       // A report that is passed on names its first author.
-      if (!f->words[0]) pynccl_say(w->verdict.text, sizeof w->verdict.text, "rank %d reports: ", from);
+      w->verdict.reporter = f->words[0] && f->words[0] <= (uint64_t)w->size ? (int)f->words[0] : from + 1;
       pynccl_say(w->verdict.text, sizeof w->verdict.text, "%s", p->report ? p->report : "");
       pynccl_publish(w, f->code == PYNCCL_MISMATCHED || f->code == PYNCCL_LIBRARY_FAILED ? (int)f->code
                                                                                          : PYNCCL_TIMED_OUT);

@@ -71,7 +71,7 @@ void pynccl_publish(pynccl_watch* w, int trouble) {
   const pynccl_frame told = {.kind = FRAME_TROUBLE,
                              .code = (uint32_t)trouble,
                              .number = (uint64_t)v->result,
-                             .words = {(uint64_t)v->reported}};
+                             .words = {(uint64_t)v->reporter}};
   pynccl_tell_all(w, &told);
   w->responding = 1;
   __atomic_add_fetch(&w->comm->references, 1, __ATOMIC_RELAXED);

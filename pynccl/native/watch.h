@@ -37,7 +37,7 @@ enum pynccl_departure {
 typedef struct pynccl_verdict {
   int trouble;
   int result;    // the library's code
-  int reported;  // by another rank: the text begins with its number
+  int reporter;  // 1 + the rank that found it; 0: this rank
   int count;
   int ranks[PYNCCL_MOST_RANKS];
   char text[PYNCCL_MOST_TEXT];
