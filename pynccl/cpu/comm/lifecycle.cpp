@@ -230,14 +230,33 @@ ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* al
   for (size_t i = 0; i < blobs.size(); ++i) {
     std::string theirs(blobs[i].data, blobs[i].size);
     size_t end = theirs.find('\0');
-    if (theirs.compare(0, end, function_) != 0) {
-      comm_->mismatch("rank " + std::to_string(comm_->rank) + " called " + function_ + ", rank " +
-                      std::to_string(ranks_[i]) + " called another function, " + theirs.substr(0, end));
-      return comm_->error();
-    }
+    if (theirs.compare(0, end, function_) != 0)
+      return comm_->disagree(tags_[0], "rank " + std::to_string(comm_->rank) + " called " + function_ +
+                                           ", rank " + std::to_string(ranks_[i]) +
+                                           " called another function, " + theirs.substr(0, end));
     all->push_back(theirs.substr(end + 1));
   }
   return ncclSuccess;
+}
+
+ncclResult_t Meeting::agree(const std::vector<std::string>& calls) const {
+  if (std::all_of(calls.begin(), calls.end(), [&](auto& call) { return call == calls[0]; }))
+    return ncclSuccess;
+  std::vector<std::pair<std::string, std::vector<int>>> groups;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    auto at =
+        std::find_if(groups.begin(), groups.end(), [&](auto& group) { return group.first == calls[i]; });
+    if (at == groups.end()) at = groups.insert(at, {calls[i], {}});
+    at->second.push_back(ranks_[i]);
+  }
+  std::string text;
+  for (auto& [call, ranks] : groups) {
+    text += text.empty() ? "" : "; ";
+    text += ranks.size() > 1 ? "ranks " : "rank ";
+    for (int q : ranks) text += (q == ranks[0] ? "" : ", ") + std::to_string(q);
+    text += " called " + std::string(function_) + " " + call;
+  }
+  return comm_->disagree(tags_[0], text);
 }
 
 ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
@@ -305,7 +324,7 @@ void Ending::cut_short() {
     char text[64];
     snprintf(text, sizeof text, "rank %d aborted its communicator", comm.rank);
     // Peers must hear the cause before this rank's connection ends, or they would report this rank.
-    if (comm.decide(ncclInvalidUsage, text))
+    if (comm.stop_calls(text))
       comm.tell(ncclRemoteError, text);
     else
       comm.tell_error();

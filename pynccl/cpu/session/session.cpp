@@ -292,7 +292,7 @@ bool Session::linked(int to) {
   return size_t(to) < peers_.size() && peer(to).linked;
 }
 
-void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
+void Session::send(int to, Ctl kind, const void* body, size_t bytes, uint64_t tag) {
   SocketPtr control;
   bool here, waits;
   {
@@ -313,9 +313,9 @@ void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
   }
   if (!here && !control) return;
   if (control)
-    control->send_frame(kind, 0, blob);
+    control->send_frame(kind, tag, blob);
   else if (to != rank)
-    post(peer(to).info.token, rank, kind, 0, blob);
+    post(peer(to).info.token, rank, kind, tag, blob);
 }
 
 void Session::echo(Ctl kind, const void* body, size_t bytes) {
@@ -626,7 +626,7 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
       if (peer(q).gone || peer(q).left) return q;
     return -1;
   };
-  auto failed = [&] { return owner_.broken(); };
+  auto failed = [&] { return owner_.broken(tags[0]); };
   bool ended = changed.wait_until(lock, deadline,
                                   [&] { return stopped() || g.tags.empty() || failed() || lost() >= 0; });
   gatherings_.erase(std::find(gatherings_.begin(), gatherings_.end(), &g));
@@ -638,8 +638,7 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
     return ncclSuccess;
   }
   if (stopped()) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
-  if (failed())
-    return fail(owner_.error_code(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+  if (failed()) return owner_.say_broken(tags[0]);
   if (ended) return cut_off(missing, what, "it died or left");
   return fail(ncclTimeout, "rank %d of %d: %s timed out waiting for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
               rank, nranks, what, missing, peer(missing).str().c_str());
