@@ -117,12 +117,6 @@ CASES: dict[str, tuple[Call, Call, str, str]] = {
         r"ranks 0-1: barrier ",
         r"rank 2: split ",
     ),
-    "shrink": (
-        lambda c: (c.shrink([1]), c.barrier()) if c.rank == 0 else c.barrier(),
-        lambda c: (c.shrink([1]), c.barrier()),
-        r"rank 0: shrink ",
-        r"rank 1: barrier ",
-    ),
     "length of a message": (
         lambda c: c.recv(X, 2) if c.rank == 0 else c.recv(Y, 2),
         lambda c: (c.send(LONG, 0), c.send(LONG, 1)),
