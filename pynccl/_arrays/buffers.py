@@ -493,8 +493,8 @@ def _from_dlpack(array: Any, name: str) -> Span:
 def _from_jax(array: Any, name: str) -> Span:
     if getattr(array, "is_deleted", bool)():
         raise ValueError(
-            f"{name} is a JAX array that was deleted: a function to which it was donated, or its delete(), has "
-            "freed its memory; expected a live array"
+            f"{name} is a JAX array that was deleted: its delete(), or a function to which it was donated, "
+            "has freed its memory; expected a live array"
         )
     # JAX arrays are immutable, even if the capsule does not say so.
     pointer, count, code, where, flags = _from_dlpack(array, name)

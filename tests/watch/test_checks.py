@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Call, Call, str, str]] = {
         r"ranks 0-1: resume ",
         r"rank 2: all_reduce\(float32, 4, sum\) ",
     ),
-    "split": (
+    "split before a barrier": (
         lambda c: (c.barrier(), c.split(0)),
         lambda c: (c.split(0), c.barrier()),
         r"ranks 0-1: barrier ",
