@@ -570,6 +570,8 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
 ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
                                std::vector<Blob>* all, const char* what) {
   Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
+  // A peer could take this for the part in an earlier exchange that it still misses.
+  if (owner_.broken(tags[0])) return owner_.say_broken(tags[0]);
   Blob blob = Blob::of(mine);
   if (ncclResult_t r = say(tags, ranks, blob, what); r != ncclSuccess) return r;
   return hear(tags, ranks, blob, all, what, deadline);
