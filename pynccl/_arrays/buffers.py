@@ -221,13 +221,13 @@ def _choose(array: Any, name: str) -> Kind:
         return Kind(span if hasattr(array, "_c_contiguous") else _from_cupy, cupy_stream, _cupy_empty)
     if hasattr(array, "data_ptr") and isinstance(array, _torch_tensor()):
         return Kind(_from_torch, _torch_stream, _torch_empty, changed=_torch_changed)
+    by_dlpack = Kind(_from_dlpack, _no_stream, _cannot_create, _order_dlpack)
+    if library in ("jax", "jaxlib") and hasattr(array, "__dlpack__"):
+        return by_dlpack._replace(span=_from_jax)
     empty = _numba_empty if library in ("numba", "numba_cuda") else _cannot_create
     by_cuda = Kind(_from_cuda_array_interface, _producer_stream, empty, _order_producer)
     has_interface = hasattr(type(array), _CUDA_INTERFACE) or hasattr(array, _CUDA_INTERFACE)
-    by_dlpack = Kind(_from_dlpack, _no_stream, _cannot_create, _order_dlpack)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        if library in ("jax", "jaxlib"):
-            return by_dlpack._replace(span=_from_jax)
         return _either(by_cuda, by_dlpack) if has_interface else by_dlpack
     if has_interface:
         return by_cuda
@@ -491,6 +491,11 @@ def _from_dlpack(array: Any, name: str) -> Span:
 
 
 def _from_jax(array: Any, name: str) -> Span:
+    if getattr(array, "is_deleted", bool)():
+        raise ValueError(
+            f"{name} is a JAX array that was deleted: its delete(), or a function to which it was donated, "
+            "has freed its memory; expected a live array"
+        )
     # JAX arrays are immutable, even if the capsule does not say so.
     pointer, count, code, where, flags = _from_dlpack(array, name)
     return pointer, count, code, where, flags | READ_ONLY

@@ -17,7 +17,7 @@ from pynccl._comm import lifetime
 from pynccl._comm.in_flight import CpuEvents, CudaEvents, InFlight
 from pynccl._device import streams
 from pynccl._device.blocking import bounded
-from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError, RankFailedError
+from pynccl._errors import NcclError, NcclInvalidArgument, NcclInvalidUsage, NcclTimeoutError, RankFailedError
 from pynccl._library import cuda
 from pynccl._library.binding import address_of, fastcall, lib
 from pynccl._timeouts import check_timeout, resolve_timeout
@@ -210,6 +210,8 @@ class Core:
                 with cuda.using_device(self.device):
                     done = streams.wait_cuda(self.live, stream, deadline)
         except NcclError as error:
+            if streams.is_destroyed(stream, bool(self.waits)):
+                raise self._forget_destroyed(stream, what) from None
             found = self.watch.cause(error)
             # In the trace, a call that waits for a missing rank stays outstanding.
             if not isinstance(found, RankFailedError | NcclTimeoutError):
@@ -221,6 +223,30 @@ class Core:
         if stream in self.in_flight:
             self.in_flight.pop(stream).clear()
         lib.pynccl_comm_forget(self.c, stream)
+
+    def _wait_for_all(self, timeout: float | None) -> None:
+        """Wait for every stream in use; then raise the error of one that was destroyed."""
+        destroyed: NcclInvalidArgument | None = None
+        for stream in [int(self.c.used[i]) for i in range(self.c.used_count)]:
+            try:
+                self.wait(stream, "synchronize", timeout)
+            except NcclInvalidArgument as error:
+                destroyed = destroyed or error
+        if destroyed is not None:
+            raise destroyed
+
+    def _forget_destroyed(self, stream: int, what: str) -> NcclInvalidArgument:
+        if stream in self.in_flight:
+            # The calls may still run; no stream has this number.
+            self.in_flight[min([0, *self.in_flight]) - 1] = self.in_flight.pop(stream)
+        lib.pynccl_comm_abandon(self.c, stream)
+        return NcclInvalidArgument(
+            f"stream {stream:#x} was destroyed with calls of {self!r} that nobody has waited for: "
+            "their arrays are kept until the communicator ends",
+            function=what,
+            rank=self.known_rank,
+            size=self.size or None,
+        )
 
     def settle(self, what: str, look: Look | None = None) -> None:
         """Wait until a non-blocking communicator has accepted the last call."""
@@ -253,9 +279,10 @@ class Core:
         timeout = check_timeout(timeout, zero=True)
         given = None if stream is None else streams.handle_of(stream)
         with self.alone():
-            used = [int(self.c.used[i]) for i in range(self.c.used_count)]
-            for handle in used if given is None else [given]:
-                self.wait(handle, "synchronize", timeout)
+            if given is None:
+                self._wait_for_all(timeout)
+            else:
+                self.wait(given, "synchronize", timeout)
 
     def async_error(self) -> NcclError | None:
         """Return the error that occurred in the background, or None."""

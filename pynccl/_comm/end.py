@@ -22,7 +22,7 @@ _ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds 
 
 def finalize(core: Core) -> None:
     """Complete the outstanding calls of all ranks."""
-    _call(core, kinds.FINALIZE, lambda: capi.ncclCommFinalize(core.open()), True)
+    _call(core, kinds.FINALIZE, lambda: capi.ncclCommFinalize(core.open()))
 
 
 def suspend(core: Core) -> None:
@@ -36,12 +36,11 @@ def resume(core: Core) -> None:
     _call(core, kinds.RESUME, lambda: capi.ncclCommResume(core.open()))
 
 
-def _call(core: Core, kind: int, call: Callable[[], int], checked: bool = False) -> None:
+def _call(core: Core, kind: int, call: Callable[[], int]) -> None:
     name = kinds.FUNCTIONS[kind]
     core.open()
     with core.alone():
-        if checked:
-            core.check(kind)
+        core.check(kind)
         with recorder.recorded(core.c, kind):
             core.bounded(call, name)
             core.settle(name)

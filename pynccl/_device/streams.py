@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pynccl import capi
 from pynccl._device.devices import device_to_use, on_device
-from pynccl._errors import NcclTimeoutError
+from pynccl._errors import NcclInvalidArgument, NcclTimeoutError
 from pynccl._library import cuda, loader
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._timeouts import check_timeout
@@ -50,6 +50,17 @@ def _shown_handle(stream: Any) -> Any:
 def cpu_stream() -> int:
     """Create a stream of the CPU library."""
     return capi.pyncclCpuStreamCreateWithFlags(_NON_BLOCKING)
+
+
+def is_destroyed(stream: int, on_cpu: bool) -> bool:
+    """Tell whether the library does not know a stream any more."""
+    if not on_cpu:
+        return not cuda.is_stream(stream)
+    try:
+        capi.pyncclCpuStreamQuery(0, stream)
+    except NcclInvalidArgument:
+        return True
+    return False
 
 
 def wait_cpu(comm: Callable[[], int], stream: int, deadline: float | None) -> bool:

@@ -19,7 +19,7 @@ _PATHS = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
 # Results of the function table for an empty slot; CUDA uses neither number.
 _ABSENT = (lib.PYNCCL_NOT_FOUND, lib.PYNCCL_NOT_LOADED)
 
-_INVALID_VALUE, _DEINITIALIZED, _NOT_READY = 1, 4, 600
+_INVALID_VALUE, _DEINITIALIZED, _INVALID_HANDLE, _NOT_READY = 1, 4, 400, 600
 _STREAM_NON_BLOCKING, _EVENT_DISABLE_TIMING = 1, 2
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _MEMORYTYPE_HOST = 1
@@ -227,6 +227,11 @@ def _destroy(name: str, handle: int) -> None:
     # At the end of the process the driver may already be shut down.
     if code not in (0, _DEINITIALIZED):
         _fail(name, code)
+
+
+def is_stream(stream: int) -> bool:
+    """Tell whether the driver knows a stream."""
+    return _try("cuStreamQuery", stream) != _INVALID_HANDLE
 
 
 def stream_query(stream: int) -> bool:

@@ -390,11 +390,21 @@ def findings(world: World) -> list[str]:
 
 
 def _quiet(world: World) -> str:
-    last = {member.last for member in world.members.values()}
-    newest = [record for m in world.members.values() if (record := m.newest()) is not None]
-    if not newest:
+    if any(member.last for member in world.members.values()):
+        last = {member.last for member in world.members.values()}
+        newest = [record for m in world.members.values() if (record := m.newest()) is not None]
+        text = (
+            f"the last call is {say(newest[0])}"
+            if len(last) == 1 and newest
+            else "the ranks' last calls differ"
+        )
+        return f"nothing is outstanding: {text}"
+    # Calls that have no number, such as suspend.
+    calls = {rank: member.records[-1] for rank, member in world.members.items() if member.records}
+    if not calls:
         return "no calls"
-    text = f"the last call is {say(newest[0])}" if len(last) == 1 else "the ranks' last calls differ"
+    same = len(calls) == len(world.members) and len(set(map(signature, calls.values()))) == 1
+    text = f"the last call is {say(next(iter(calls.values())))}" if same else _together(calls)
     return f"nothing is outstanding: {text}"
 
 

@@ -18,9 +18,13 @@ void pynccl_comm_release(pynccl_comm* comm) {
   free(comm);
 }
 
-void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream) {
+void pynccl_comm_abandon(pynccl_comm* comm, uintptr_t stream) {
   for (int i = 0; i < comm->used_count; ++i)
     if (comm->used[i] == stream) comm->used[i] = comm->used[--comm->used_count];
+}
+
+void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream) {
+  pynccl_comm_abandon(comm, stream);
   if (comm->trace) pynccl_trace_complete(comm->trace, stream, 0);
 }
 

@@ -27,4 +27,6 @@ pynccl_comm* pynccl_comm_new(void);
 void pynccl_comm_release(pynccl_comm* comm);
 // All calls on the stream are complete, or have failed.
 void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream);
+// The stream does not exist any more: what has become of its calls is unknown.
+void pynccl_comm_abandon(pynccl_comm* comm, uintptr_t stream);
 void pynccl_comm_failed(pynccl_comm* comm, uintptr_t stream, int result);

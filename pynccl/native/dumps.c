@@ -174,6 +174,13 @@ static void pynccl_unfold(const pynccl_trace* t, const pynccl_entry* run, uint64
   }
 }
 
+// Any thread may revoke or abort, while another thread writes records: such a call has a mark instead.
+static void pynccl_put_mark(int kind, uint64_t ticks) {
+  const pynccl_entry r = {
+      .called = ticks, .outcome = pynccl_outcome(PYNCCL_DONE, (int64_t)ticks), .kind = kind};
+  pynccl_put_record(&r, 0, 0);
+}
+
 static void pynccl_dump_trace(const pynccl_trace* t) {
   const uint64_t next = __atomic_load_n(&t->next, __ATOMIC_ACQUIRE), start = pynccl_dump_start(t, next);
   const uint64_t collectives = t->collectives;
@@ -199,6 +206,9 @@ static void pynccl_dump_trace(const pynccl_trace* t) {
     else
       pynccl_put_record(&record, number, 0);
   }
+  const uint64_t revoked = __atomic_load_n(&t->revoked, __ATOMIC_ACQUIRE);
+  if (revoked) pynccl_put_mark(PYNCCL_REVOKE, revoked);
+  if (mark == PYNCCL_ABORT) pynccl_put_mark(mark, t->marked);
 }
 
 static void pynccl_put_process(void) {

@@ -143,6 +143,7 @@ void pynccl_trace_end(pynccl_trace* t, uint64_t token, int result) {
 void pynccl_trace_mark(pynccl_trace* t, int kind) {
   if (!t) return;
   t->marked = pynccl_ticks();
+  if (kind == PYNCCL_REVOKE) __atomic_store_n(&t->revoked, t->marked, __ATOMIC_RELEASE);
   __atomic_store_n(&t->mark, kind, __ATOMIC_RELEASE);
 }
 

@@ -75,7 +75,8 @@ struct pynccl_trace {
   uint64_t* scratch;  // the same counters for a dump
   int mark;
   uint64_t marked;
-  uint64_t closed;  // 0: open; else a number that grows with every closed ring
+  uint64_t revoked;  // in ticks; 0: it was not
+  uint64_t closed;   // 0: open; else a number that grows with every closed ring
   pynccl_digest* digests;
   char header[];
 };

@@ -42,6 +42,32 @@ def test_jax(rank: int, nranks: int) -> None:
         np.testing.assert_array_equal(x, np.arange(4, dtype=np.float32) + rank)
 
 
+@on_ranks(2, timeout=100, env={"JAX_PLATFORMS": "cpu"})
+def test_deleted_arrays(rank: int, nranks: int) -> None:
+    """Name the argument whose memory JAX has given away, whether or not it is the first array of its type."""
+    import jax
+    import jax.numpy as jnp
+
+    donate = jax.jit(lambda a: a + 1, donate_argnums=0)
+    ones, out = np.ones(4, np.float32), np.empty(4, np.float32)
+    with pynccl.init(timeout=60) as comm:
+        for _ in range(2):
+            x = jnp.arange(4, dtype=jnp.float32)
+            donate(x)
+            for call in (
+                lambda x=x: comm.all_reduce(x, out),
+                lambda x=x: comm.send(x, 1 - rank),
+                lambda x=x: comm.all_gather(x),
+                lambda x=x: comm.prepare.all_reduce(x, out),
+            ):
+                with pytest.raises(ValueError, match="(send|buf) is a JAX array that was deleted"):
+                    call()
+            with pytest.raises(ValueError, match="recv is a JAX array that was deleted"):
+                comm.all_reduce(ones, x)
+            comm.all_reduce(jnp.ones(4, jnp.float32), out)
+            np.testing.assert_array_equal(out, nranks * ones)
+
+
 @on_ranks(2, timeout=100)
 def test_pandas(rank: int, nranks: int) -> None:
     """Refuse columns and frames, whose memory is pandas' own affair; take what comes out of them."""

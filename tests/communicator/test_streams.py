@@ -9,7 +9,7 @@ import pytest
 
 import pynccl
 from meeting import hear, tell
-from pynccl import Communicator, NcclTimeoutError, testing
+from pynccl import Communicator, NcclInvalidArgument, NcclTimeoutError, testing
 from ranks import on_ranks
 
 
@@ -55,6 +55,43 @@ def test_streams_and_events(rank: int, nranks: int) -> None:
             event.query()
         with pytest.raises(ValueError, match="this stream was destroyed"):
             comm.all_reduce(np.ones(3), stream=stream)
+
+
+@on_ranks(2)
+def test_a_stream_destroyed_with_calls(rank: int, nranks: int) -> None:
+    """It is named once, after a wait for the others; its calls complete, and their arrays live until then."""
+    comm = pynccl.init(timeout=20)
+    lost, kept = pynccl.Stream(), pynccl.Stream()
+    handle = lost.handle
+    total = np.empty(100_000)
+    if rank == 1:
+        hear("destroyed")
+    comm.all_reduce(np.ones(100_000), total, stream=lost)
+    if rank == 0:
+        lost.destroy()
+        tell("destroyed")
+    if rank == 0:
+        with pytest.raises(NcclInvalidArgument, match=f"stream {handle:#x} was destroyed with calls"):
+            comm.synchronize()
+        comm.synchronize()
+    x = comm.all_reduce(np.ones(3), stream=kept)
+    if rank == 0:
+        again = pynccl.Stream()
+        comm.all_reduce(np.ones(3), stream=again)
+        again.destroy()
+        with pytest.raises(NcclInvalidArgument, match="are kept until the communicator ends"):
+            comm.synchronize()
+        with pytest.raises(NcclInvalidArgument, match=f"stream {handle:#x} was destroyed with calls"):
+            comm.synchronize(handle)
+    else:
+        comm.all_reduce(np.ones(3), stream=kept)
+    for _ in range(2):
+        comm.synchronize()
+        y = comm.all_reduce(np.ones(3), stream=kept)
+        comm.synchronize()
+        assert (x == nranks).all() and (y == nranks).all()
+    comm.destroy()
+    assert (total == nranks).all()
 
 
 def devices(rank: int, nranks: int) -> None:

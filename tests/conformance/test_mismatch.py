@@ -289,3 +289,96 @@ def overlaps(rank: Rank) -> None:
 @pytest.mark.parametrize("transport", ["direct", "threads"])
 def test_overlapping_buffers(pool: Pool, transport: str) -> None:
     pool.get(2, transport).call(overlaps)
+
+
+def shrinks_differ(rank: Rank, excluded: list[list[int] | None], how: str) -> list[tuple[int, str]]:
+    """Every rank excludes ranks of its own; None: it does not take part."""
+    api, comm = capi(), connect(rank)
+    mine, abort = excluded[rank.rank], how == "abort"
+    if how == "revoked":
+        api.ncclCommRevoke(comm, 0)
+        rank.exchange()
+    results = []
+    if mine is not None:
+        results.append(outcome(api.ncclCommShrink, comm, mine, len(mine), None, abort))
+        results.append((OK, api.ncclGetLastError(comm)))
+    rank.exchange()
+    if how == "healthy":
+        results.append(async_error(comm))
+        results.append(outcome(all_reduce, comm, np.ones(1, np.float32)))
+        results.append(outcome(api.ncclCommSplit, comm, 0, 0))
+    rank.exchange()
+    api.ncclCommAbort(comm)
+    fresh = connect(rank)
+    works(rank, fresh, rank.nranks)
+    close(rank, fresh)
+    return results
+
+
+@pytest.mark.parametrize("how", ["healthy", "revoked", "abort"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_exclude_different_ranks(pool: Pool, transport: str, how: str) -> None:
+    """Rank 3 is kept by rank 0 alone: it cannot see the difference itself."""
+    excluded = [[2], [2, 3], None, [2]]
+    for rank, results in enumerate(pool.get(4, transport).call(shrinks_differ, excluded, how)):
+        if rank != 2:
+            (code, text), (_, last) = results[:2]
+            assert code == INVALID_USAGE, results
+            for words in (text, last):
+                assert "called different things" in words and "[2]" in words and "[2, 3]" in words, results
+        if how == "healthy":
+            assert codes(results[-3:]) == [INVALID_USAGE] * 3, results
+            assert all("called different things" in text for _, text in results[-3:]), results
+
+
+def grows_differ(rank: Rank, to: list[int]) -> list[tuple[int, str]]:
+    """The ranks grow to different numbers; rank 0 has the id."""
+    api, comm = capi(), connect(rank)
+    ticket = api.ncclCommGetUniqueId(comm) if rank.rank == 0 else None
+    results = [outcome(api.ncclCommGrow, comm, to[rank.rank], ticket, -1)]
+    results.append(async_error(comm))
+    rank.exchange()
+    api.ncclCommAbort(comm)
+    return results
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_grow_to_different_numbers(pool: Pool, transport: str) -> None:
+    for results in pool.get(4, transport).call(grows_differ, [5, 6, 5, 5]):
+        assert codes(results) == [INVALID_USAGE] * 2, results
+        for _, text in results:
+            assert (
+                "ranks 0, 2, 3 called ncclCommGrow to 5 ranks; rank 1 called ncclCommGrow to 6 ranks" in text
+            ), results
+
+
+def ends_after_a_mismatch(rank: Rank, end: str) -> tuple[int, str]:
+    """Rank 2 calls nothing and hears of the mismatch of the others; then it ends its calls."""
+    api, comm = capi(), connect(rank)
+    if rank.rank < 2:
+        outcome(all_reduce, comm, np.ones(10 + rank.rank, np.float32))
+        outcome(synchronize, comm)
+    assert async_error(comm)[0] == INVALID_USAGE
+    if end == "revoke":
+        api.ncclCommRevoke(comm, 0)
+        later = outcome(api.ncclAllReduce, comm, comm, 1, FLOAT32, SUM, comm, 0)
+    else:
+        small = api.ncclCommShrink(comm, [2], 1, None, 1) if rank.rank < 2 else 0
+        later = 0, str(api.ncclGetLastError(comm))
+        if small:
+            works(rank, small, 2)
+            close(rank, small)
+    rank.exchange()
+    text = str(api.ncclGetLastError(comm))
+    kind = api.pyncclCpuGetErrorKind(comm)
+    api.ncclCommAbort(comm)
+    assert "called different things" in later[1], later
+    return kind, text
+
+
+@pytest.mark.parametrize("end", ["revoke", "shrink"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_mismatch_stays_the_first_error(pool: Pool, transport: str, end: str) -> None:
+    for kind, text in pool.get(3, transport).call(ends_after_a_mismatch, end):
+        assert kind == 1
+        assert "rank 0 called AllReduce(count 10" in text and "rank 1 called AllReduce(count 11" in text, text

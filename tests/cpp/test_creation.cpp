@@ -171,3 +171,23 @@ TEST_CASE("a destruction in a group that is left open") {
 }
 
 }  // namespace
+
+// Rank 3 is kept by rank 0 alone, so it cannot see the difference itself.
+TEST_CASE("by ranks that exclude different ranks") {
+  for (int flags : {NCCL_SHRINK_DEFAULT, NCCL_SHRINK_ABORT}) {
+    alarm(60);
+    std::vector<ncclComm_t> comms = together(4);
+    as_threads(4, [&](int rank) {
+      int excluded[] = {2, 3};
+      ncclComm_t made = nullptr;
+      if (rank == 2) return;
+      RESULT(ncclCommShrink(comms[size_t(rank)], excluded, rank == 1 ? 2 : 1, &made, nullptr, flags),
+             ncclInvalidUsage);
+      CHECK(made == nullptr);
+      SAYS(last_error(comms[size_t(rank)]), "rank 1 called ncclCommShrink without ranks [2, 3]");
+      // A later attempt does not wait, either.
+      RESULT(ncclCommShrink(comms[size_t(rank)], excluded, 1, &made, nullptr, flags), ncclInvalidUsage);
+    });
+    for (ncclComm_t comm : comms) OK(ncclCommAbort(comm));
+  }
+}

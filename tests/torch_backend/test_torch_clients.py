@@ -75,6 +75,19 @@ def refused_in_a_batch(rank: int, size: int) -> None:
     results_are_right(rank, size)
 
 
+def sparse_in_a_batch(rank: int, size: int) -> None:
+    """torch has no messages of sparse tensors; its record of the batch must not stay open."""
+    other, dense = (rank + 1) % size, torch.ones(3, 3)
+    for sparse, layout in ((dense.to_sparse(), "Sparse"), (dense.to_sparse_csr(), "SparseCsr")):
+        for op, name in ((dist.isend, "send"), (dist.irecv, "recv")):
+            refused = pytest.raises(ValueError, match=f"{name}: tensor has layout {layout}, expected a dense")
+            with refused:
+                dist.batch_isend_irecv([dist.P2POp(dist.isend, dense, other), dist.P2POp(op, sparse, other)])
+            with refused:
+                op(sparse, other)
+            results_are_right(rank, size)
+
+
 def refused_in_a_group(rank: int, size: int) -> None:
     x, wide = torch.ones(4), torch.ones(size)
     recorded = []
@@ -118,7 +131,7 @@ def left_by_an_exception(rank: int, size: int) -> None:
 
 
 def test_refusals_in_coalesced_groups(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, refused_in_a_batch, refused_in_a_group, left_by_an_exception)
+    on_ranks(2, tmp_path, refused_in_a_batch, sparse_in_a_batch, refused_in_a_group, left_by_an_exception)
 
 
 def message(value: float, count: int = 3) -> torch.Tensor:

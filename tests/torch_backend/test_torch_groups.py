@@ -132,6 +132,37 @@ def test_a_timeout_raises_in_the_caller(tmp_path: Path) -> None:
     assert 2.9 <= took < 13
 
 
+def without_the_dead(rank: int, size: int, store: str) -> list[tuple[str, float]]:
+    """Rank 2 is dead: a group without it works, and one with it names it when its time is over."""
+    start(rank, size, store)
+    dist.barrier()
+    if rank == 2:
+        os._exit(3)
+    outcomes = []
+    for members in ([0, 1], [0, 1, 2]):
+        began = time.monotonic()
+        try:
+            group = dist.new_group(members, timeout=timedelta(seconds=2))
+            x = torch.ones(3)
+            dist.all_reduce(x, group=group)
+            outcomes.append((f"{x[0]:g}", time.monotonic() - began))
+        except dist.DistBackendError as error:
+            outcomes.append((str(error), time.monotonic() - began))
+    return outcomes
+
+
+def test_a_group_with_a_dead_member(tmp_path: Path) -> None:
+    *alive, dead = on_ranks(3, without_the_dead, tmp_path, check=False)
+    assert isinstance(dead, testing.RankError)
+    for rank, outcomes in enumerate(alive):
+        assert not isinstance(outcomes, testing.RankError), outcomes
+        (healthy, _), (text, took) = outcomes
+        assert healthy == "2"
+        assert "the process group did not come about in 2 s" in text and f"rank {rank} of" in text
+        assert text.split("has waited for ")[1].startswith("rank 2 of")
+        assert took < 12
+
+
 def impatient(rank: int, size: int, store: str) -> None:
     start(rank, size, store)
     x = torch.ones(3)

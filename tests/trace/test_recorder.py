@@ -226,6 +226,31 @@ comm.abort()
     )
 
 
+def end_in_turn(rank: int, nranks: int) -> list[list[str]]:
+    comm = pynccl.init()
+    comm.suspend()
+    comm.resume()
+    child = comm.split(0)
+    assert child is not None
+    comm.barrier()
+    child.revoke()
+    shown = [[r.call for r in child.trace()]]
+    comm.revoke()
+    shown.append([r.call for r in comm.trace()])
+    comm.abort()
+    for each in (comm, child):
+        shown.append([r.call for r in each.trace()])
+        assert [r.state for r in each.trace()] == ["done"] * len(each.trace())
+        assert all(r.time_ns <= (r.end_ns or 0) for r in each.trace())
+    return shown
+
+
+def test_revoke_and_abort_are_shown() -> None:
+    calls = ["init", "suspend", "resume", "split", "barrier", "revoke"]
+    expected = [["revoke"], calls, [*calls, "abort"], ["revoke", "abort"]]
+    assert run(2, end_in_turn, backend="cpu") == [expected] * 2
+
+
 def test_states_on_a_stream(run_python: Run) -> None:
     run_python(
         START

@@ -314,6 +314,30 @@ def test_nothing_differs_and_nothing_moves(run_python: Run, tmp_path: Path) -> N
     ]
 
 
+def other(call: str, **more: Any) -> dict[str, Any]:
+    return {"call": call} | more
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([["suspend", "resume"]] * 2, "the last call is resume"),
+        ([["init", "suspend"]] * 2, "the last call is suspend"),
+        ([["init", "shrink"], ["init", "revoke"]], "rank 0 called shrink; rank 1 called revoke"),
+        ([["init"], ["init", "shrink"]], "rank 0 called init; rank 1 called shrink"),
+        ([["abort"], []], "rank 0 called abort"),
+        ([[], []], "no calls"),
+    ],
+)
+def test_calls_without_a_number(
+    run_python: Run, tmp_path: Path, calls: list[list[str]], expected: str
+) -> None:
+    for rank, names in enumerate(calls):
+        write(tmp_path, rank, 2, [other(n, **({"seq": 0} if n == "init" else {})) for n in names])
+    (text,) = explained(told(run_python, tmp_path))
+    assert text.removeprefix("nothing is outstanding: ") == expected
+
+
 def test_both_ranks_send_first(run_python: Run, tmp_path: Path) -> None:
     for rank in range(2):
         write(tmp_path, rank, 2, [reduce(1), pair("send", 1 - rank, 3, **PENDING)])

@@ -99,6 +99,24 @@ CASES: dict[str, tuple[Call, Call, str, str]] = {
         r"ranks 0-1: finalize ",
         r"rank 2: all_reduce\(float32, 4, sum\) ",
     ),
+    "suspend": (
+        lambda c: c.suspend(),
+        lambda c: c.all_reduce(X),
+        r"ranks 0-1: suspend ",
+        r"rank 2: all_reduce\(float32, 4, sum\) ",
+    ),
+    "suspend and resume": (
+        lambda c: (c.suspend(), c.resume()),
+        lambda c: (c.suspend(), c.all_reduce(X)),
+        r"ranks 0-1: resume ",
+        r"rank 2: all_reduce\(float32, 4, sum\) ",
+    ),
+    "split before a barrier": (
+        lambda c: (c.barrier(), c.split(0)),
+        lambda c: (c.split(0), c.barrier()),
+        r"ranks 0-1: barrier ",
+        r"rank 2: split ",
+    ),
     "length of a message": (
         lambda c: c.recv(X, 2) if c.rank == 0 else c.recv(Y, 2),
         lambda c: (c.send(LONG, 0), c.send(LONG, 1)),

@@ -171,25 +171,22 @@ ncclResult_t stay_out(int color, int key, const Meeting& meeting) {
   return meeting.meet(std::string(reinterpret_cast<char*>(&mine), sizeof mine), &all);
 }
 
+// A rank's part in the exchange of ncclCommShrink: how it can be reached, then the ranks that it excludes.
 ncclResult_t run_shrink(Child child, const std::set<int>& excluded, const Meeting& meeting) {
   if (ncclResult_t r = child.comm->session.introduce(); r != ncclSuccess) return r;
-  std::string list;
-  for (int q : excluded) list += std::to_string(q) + " ";
-  const std::vector<int>& ranks = meeting.ranks();
-  std::string blob(reinterpret_cast<char*>(&child.comm->session.self), sizeof(PeerInfo));
-  std::vector<std::string> all;
-  if (ncclResult_t r = meeting.meet(blob + list, &all); r != ncclSuccess) return r;
-  int rank = child.parent->rank;
+  std::string mine(reinterpret_cast<char*>(&child.comm->session.self), sizeof(PeerInfo));
+  for (int q : excluded) mine += (mine.size() > sizeof(PeerInfo) ? ", " : "") + std::to_string(q);
+  std::vector<std::string> all, calls;
+  if (ncclResult_t r = meeting.meet(mine, &all); r != ncclSuccess) return r;
   std::vector<std::pair<int, PeerInfo>> members;
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    if (all[i].size() < sizeof(PeerInfo) || all[i].substr(sizeof(PeerInfo)) != list)
-      return fail(kMismatch, "%sncclCommShrink: rank %d excludes ranks [%s], rank %d ranks [%s]",
-                  kMismatchText, rank, list.c_str(), ranks[i],
-                  all[i].substr(std::min(all[i].size(), sizeof(PeerInfo))).c_str());
-    members.push_back({ranks[i], {}});
-    memcpy(static_cast<void*>(&members.back().second), all[i].data(), sizeof(PeerInfo));
+  for (size_t i = 0; i < all.size(); ++i) {
+    members.push_back({meeting.ranks()[i], {}});
+    memcpy(static_cast<void*>(&members.back().second), all[i].data(),
+           std::min(all[i].size(), sizeof(PeerInfo)));
+    calls.push_back("without ranks [" + all[i].substr(std::min(all[i].size(), sizeof(PeerInfo))) + "]");
   }
-  return connect_child(child, members, rank);
+  if (ncclResult_t r = meeting.agree(calls); r != ncclSuccess) return r;
+  return connect_child(child, members, child.parent->rank);
 }
 
 struct GrowBlob {
@@ -228,12 +225,12 @@ ncclResult_t run_grow(Child child, int nranks, const Id* id, const Meeting& meet
   ncclResult_t r = meeting.meet(std::string(reinterpret_cast<char*>(&mine), sizeof mine), &all);
   if (r != ncclSuccess) return r;
   std::vector<GrowBlob> blobs(all.size());
+  std::vector<std::string> calls;
   for (size_t q = 0; q < all.size(); ++q) {
     memcpy(static_cast<void*>(&blobs[q]), all[q].data(), sizeof blobs[q]);
-    if (blobs[q].nranks != nranks)
-      return fail(ncclInvalidArgument, "ncclCommGrow: rank %d grows to %d ranks, rank %d to %d", int(q),
-                  blobs[q].nranks, parent.rank, nranks);
+    calls.push_back("to " + std::to_string(blobs[q].nranks) + " ranks");
   }
+  if (r = meeting.agree(calls); r != ncclSuccess) return r;
   Id chosen;
   if (r = choose_id(blobs, &chosen); r != ncclSuccess) return r;
   {
@@ -297,7 +294,7 @@ ncclResult_t submit_shrink(const std::shared_ptr<Comm>& parent, const std::set<i
   const char* function = "ncclCommShrink";
   if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
   if (abort && !parent->standing.revoked.exchange(true))
-    parent->decide(ncclInvalidUsage, "stopped by ncclCommShrink with NCCL_SHRINK_ABORT");
+    parent->stop_calls("stopped by ncclCommShrink with NCCL_SHRINK_ABORT");
   parent->drain(kForever);
   Child child;
   if (ncclResult_t r = make_child(parent, config, function, &child); r != ncclSuccess) return r;
@@ -386,7 +383,8 @@ ncclResult_t revoke(ncclComm_t handle, int flags) {
   std::shared_ptr<Comm> comm;
   if (ncclResult_t r = any_comm_of(handle, "ncclCommRevoke", &comm); r != ncclSuccess) return r;
   if (ncclResult_t r = begin_revoke(*comm, flags); r != ncclSuccess) return r;
-  comm->fail_with(ncclInvalidUsage, "rank " + std::to_string(comm->rank) + " revoked its communicator");
+  std::string why = "rank " + std::to_string(comm->rank) + " revoked its communicator";
+  if (comm->stop_calls(why)) comm->tell(ncclInvalidUsage, why);
   return submit(Job{"ncclCommRevoke", [comm] { return comm->drain(kForever); }, comm, {}, comm->blocking});
 }
 
@@ -598,9 +596,10 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
 const char* ncclGetLastError(ncclComm_t comm) {
   guarded("ncclGetLastError", [&] {
     std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
-    if (c && c->error() != ncclSuccess)
-      set_last_error(c->error_code(), "rank " + std::to_string(c->rank) + " of " + std::to_string(c->nranks) +
-                                          ": " + c->error_text());
+    std::string text;
+    if (ErrorCode code = c ? c->report(&text) : ErrorCode(); code.failed())
+      set_last_error(code,
+                     "rank " + std::to_string(c->rank) + " of " + std::to_string(c->nranks) + ": " + text);
     return ncclSuccess;
   });
   return last_error();
@@ -610,7 +609,8 @@ ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind) {
   return guarded("pyncclCpuGetErrorKind", [&] {
     REQUIRE_POINTER("pyncclCpuGetErrorKind", kind);
     std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
-    ErrorCode code = c ? c->error_code() : ErrorCode();
+    std::string text;
+    ErrorCode code = c ? c->report(&text) : ErrorCode();
     *kind = (code.failed() ? code : last_error_code()).mismatch;
     return ncclSuccess;
   });

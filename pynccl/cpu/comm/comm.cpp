@@ -35,7 +35,7 @@ std::vector<uint64_t> Comm::claim_meeting(const std::vector<int>& ranks, bool af
   std::vector<uint64_t>& met = meetings_[after_failure];
   met.resize(size_t(nranks));
   std::vector<uint64_t> tags;
-  for (int q : ranks) tags.push_back(++met[size_t(q)] | uint64_t(after_failure) << 63);
+  for (int q : ranks) tags.push_back(++met[size_t(q)] | (after_failure ? kAfterFailure : 0));
   return tags;
 }
 
@@ -184,6 +184,16 @@ bool Comm::decide(ErrorCode code, std::string_view text) noexcept {
   return true;
 }
 
+bool Comm::stop_calls(std::string_view why) noexcept {
+  if (!heard_.failed()) return decide(ncclInvalidUsage, why);
+  try {
+    decide(heard_.code(), heard_.text());
+  } catch (const std::bad_alloc&) {
+    decide(heard_.code(), "out of memory");
+  }
+  return false;
+}
+
 void Comm::wake() noexcept {
   session.notify();
   bell().ring();
@@ -201,6 +211,35 @@ void Comm::give_up(ErrorCode code, std::string_view text) noexcept {
 }
 
 Step Comm::mismatch(const std::string& text) { return fail_with(kMismatch, kMismatchText + text); }
+
+ncclResult_t Comm::disagree(uint64_t tag, const std::string& text) {
+  std::string whole = kMismatchText + text;
+  fail_with(kMismatch, whole);
+  if (disagreements_[tag / kAfterFailure].decide(kMismatch, whole)) {
+    std::string body = whole.substr(0, kMaxText);
+    for (int q = 0; q < nranks; ++q)
+      if (q != rank) session.send(q, Ctl::Disagree, body.data(), body.size(), tag & kAfterFailure);
+  }
+  return say_broken(tag);
+}
+
+void Comm::heard_disagreement(int from, uint64_t tag, const Blob& body) {
+  std::string text = "rank " + std::to_string(from) + " reports: " + std::string(body.data, body.size);
+  if (!disagreements_[tag / kAfterFailure].decide({ncclInvalidUsage, true, true}, text)) return;
+  hear_of({ncclInvalidUsage, true, true}, text);
+}
+
+ncclResult_t Comm::say_broken(uint64_t tag) {
+  const Fate& why = disagreement(tag);
+  return why.failed() ? say(why.code(), why.text()) : say(error_code(), error_text());
+}
+
+// The calls after a failure are the newest.
+ErrorCode Comm::report(std::string* text) {
+  for (const Fate* fate : {&disagreements_[1], &disagreements_[0]})
+    if (fate->failed()) return *text = fate->text(), fate->code();
+  return *text = error_text(), error_code();
+}
 
 // Without memory a peer only sees the end of the connection.
 void Comm::tell(ErrorCode code, std::string_view text) noexcept {
@@ -222,6 +261,7 @@ void Comm::arrived(const Hello& hello, SocketPtr socket) { session.arrived(hello
 void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   Peer& p = peer(from);
   if (header.kind == Ctl::Error) return error_told(from, body);
+  if (header.kind == Ctl::Disagree) return heard_disagreement(from, header.tag, body);
   if (header.kind == Ctl::Probe) return per_process<Deadlocks>().probed(*this, from, body);
   if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().cycle_found(*this, body);
   if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, body);

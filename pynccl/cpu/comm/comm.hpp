@@ -64,11 +64,19 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   // Errors. The first error stays.
   bool decide(ErrorCode code, std::string_view text) noexcept;
+  // This rank ends the calls for a reason of its own. An error that it has heard of before comes first. True:
+  // the peers have not heard of the reason.
+  bool stop_calls(std::string_view why) noexcept;
   ncclResult_t say(ErrorCode code, std::string_view text) const noexcept;  // sets the thread's last error
   Step fail_with(ErrorCode code, std::string_view text, bool tell = true) noexcept;
   // For an error that the call has returned to its caller already.
   void give_up(ErrorCode code, std::string_view text) noexcept;
   Step mismatch(const std::string& text);
+  // The ranks of an exchange with this tag make different calls. The communicator fails, and no rank waits in
+  // such an exchange any more, also after an earlier failure or a revocation.
+  ncclResult_t disagree(uint64_t tag, const std::string& text);
+  // What a caller wants to know after a failure: what the ranks disagree on, else the first error.
+  ErrorCode report(std::string* text);
   void tell(ErrorCode code, std::string_view text) noexcept;  // sends the error to every peer
   void tell_error() noexcept;
   // An error or death of a peer becomes this communicator's error when no running call can make progress, or
@@ -79,10 +87,12 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
                                                                                     : fate_.code();
   }
   std::string error_text() override { return fate_.failed() ? fate_.text() : heard_.text(); }
-  bool broken() const override {
+  bool broken(uint64_t tag) const override {
     bool ready = standing.phase.load() != Phase::Creating;
-    return ready && error() == ncclInvalidUsage && !standing.revoked.load();
+    bool failed_by_calls = ready && error() == ncclInvalidUsage && !standing.revoked.load();
+    return failed_by_calls || disagreement(tag).failed();
   }
+  ncclResult_t say_broken(uint64_t tag) override;
   void never_ends(int peer, const std::string& doing) override;
   // A rank that fails returns its buffers to the caller, so peers must stop using them (Link::enter).
   void close_buffers();
@@ -130,7 +140,10 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void wake() noexcept;  // all threads that wait on this communicator
   bool heard_long_ago() const { return Clock::now() - heard_at_.load() > std::chrono::seconds(1); }
   bool more_may_come();
+  const Fate& disagreement(uint64_t tag) const { return disagreements_[tag / kAfterFailure]; }
+  void heard_disagreement(int from, uint64_t tag, const Blob& body);
   Fate fate_, heard_;
+  Fate disagreements_[2];  // by the sequence of exchanges
   std::atomic<Clock::time_point> heard_at_{};
   std::vector<uint64_t> meetings_[2];            // with each rank; under session.mutex
   std::vector<std::shared_ptr<Comm>> children_;  // under it

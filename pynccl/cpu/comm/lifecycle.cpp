@@ -72,7 +72,6 @@ constexpr ConfigField kConfigFields[] = {
     {"graphUsageMode", &ncclConfig_t::graphUsageMode, 0, 2, 22900},
     {"numRmaCtx", &ncclConfig_t::numRmaCtx, 0, INT32_MAX, 22900},
     {"maxP2pPeers", &ncclConfig_t::maxP2pPeers, 1, INT32_MAX, 23000},
-    {"numRmaSig", &ncclConfig_t::numRmaSig, 0, INT32_MAX, 23102},
     {"graphStreamOrdering", &ncclConfig_t::graphStreamOrdering, 0, 1, 23005},
 };
 
@@ -120,7 +119,7 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
     if (whole.blocking != NCCL_CONFIG_UNDEF_INT) out->blocking = whole.blocking;
     if (whole.commName) out->name = whole.commName;
     if (whole.numRmaCtx != NCCL_CONFIG_UNDEF_INT) out->contexts = std::min(whole.numRmaCtx, kCounters);
-    if (whole.numRmaSig != NCCL_CONFIG_UNDEF_INT) out->signals = whole.numRmaSig;
+    if (whole.version >= 23102 && whole.numRmaSig >= 0) out->signals = whole.numRmaSig;
     out->signals = std::min(out->signals, kCounters / std::max(1, out->contexts));
   }
   int64_t forced = param_int("NCCL_COMM_BLOCKING");
@@ -245,14 +244,33 @@ ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* al
   for (size_t i = 0; i < blobs.size(); ++i) {
     std::string theirs(blobs[i].data, blobs[i].size);
     size_t end = theirs.find('\0');
-    if (theirs.compare(0, end, function_) != 0) {
-      comm_->mismatch("rank " + std::to_string(comm_->rank) + " called " + function_ + ", rank " +
-                      std::to_string(ranks_[i]) + " called another function, " + theirs.substr(0, end));
-      return comm_->error();
-    }
+    if (theirs.compare(0, end, function_) != 0)
+      return comm_->disagree(tags_[0], "rank " + std::to_string(comm_->rank) + " called " + function_ +
+                                           ", rank " + std::to_string(ranks_[i]) +
+                                           " called another function, " + theirs.substr(0, end));
     all->push_back(theirs.substr(end + 1));
   }
   return ncclSuccess;
+}
+
+ncclResult_t Meeting::agree(const std::vector<std::string>& calls) const {
+  if (std::all_of(calls.begin(), calls.end(), [&](auto& call) { return call == calls[0]; }))
+    return ncclSuccess;
+  std::vector<std::pair<std::string, std::vector<int>>> groups;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    auto at =
+        std::find_if(groups.begin(), groups.end(), [&](auto& group) { return group.first == calls[i]; });
+    if (at == groups.end()) at = groups.insert(at, {calls[i], {}});
+    at->second.push_back(ranks_[i]);
+  }
+  std::string text;
+  for (auto& [call, ranks] : groups) {
+    text += text.empty() ? "" : "; ";
+    text += ranks.size() > 1 ? "ranks " : "rank ";
+    for (int q : ranks) text += (q == ranks[0] ? "" : ", ") + std::to_string(q);
+    text += " called " + std::string(function_) + " " + call;
+  }
+  return comm_->disagree(tags_[0], text);
 }
 
 ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
@@ -320,7 +338,7 @@ void Ending::cut_short() {
     char text[64];
     snprintf(text, sizeof text, "rank %d aborted its communicator", comm.rank);
     // Peers must hear the cause before this rank's connection ends, or they would report this rank.
-    if (comm.decide(ncclInvalidUsage, text))
+    if (comm.stop_calls(text))
       comm.tell(ncclRemoteError, text);
     else
       comm.tell_error();

@@ -71,6 +71,9 @@ class Meeting {
   Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char* function,
           bool after_failure = false);
   ncclResult_t meet(const std::string& mine, std::vector<std::string>* all) const;
+  // Fails on all ranks unless all describe their calls in the same words, which follow the function's name:
+  // `calls`, in the order of the ranks.
+  ncclResult_t agree(const std::vector<std::string>& calls) const;
   const std::vector<int>& ranks() const { return ranks_; }
   static std::vector<int> everyone(const Comm& comm);
 

@@ -119,6 +119,7 @@ Digest proof(const std::string& secret, Role role, const Hello& hello, const Tok
 enum class Ctl : uint32_t {
   Leaving = 1,
   Error,
+  Disagree,  // the tag is the sequence of exchanges (kAfterFailure or 0), the body a text
   Exchange,
   Probe,
   Verdict,
@@ -132,6 +133,9 @@ enum class Ctl : uint32_t {
   Segment,  // the tag is the size of its rings; a descriptor follows
   Put       // data for a window, or a signal
 };
+// In the tags of exchanges of calls that go on after a failure.
+constexpr uint64_t kAfterFailure = uint64_t(1) << 63;
+
 struct CtlHeader {
   Ctl kind = Ctl::Error;
   uint32_t bytes = 0;

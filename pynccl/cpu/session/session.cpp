@@ -296,7 +296,7 @@ bool Session::linked(int to) {
   return size_t(to) < peers_.size() && peer(to).linked;
 }
 
-void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
+void Session::send(int to, Ctl kind, const void* body, size_t bytes, uint64_t tag) {
   SocketPtr control;
   bool here, waits;
   {
@@ -317,9 +317,9 @@ void Session::send(int to, Ctl kind, const void* body, size_t bytes) {
   }
   if (!here && !control) return;
   if (control)
-    control->send_frame(kind, 0, blob);
+    control->send_frame(kind, tag, blob);
   else if (to != rank)
-    post(peer(to).info.token, rank, kind, 0, blob);
+    post(peer(to).info.token, rank, kind, tag, blob);
 }
 
 bool Session::has_room(int to) {
@@ -586,6 +586,8 @@ ncclResult_t Session::cut_off(int q, const char* what, const std::string& why) {
 ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
                                std::vector<Blob>* all, const char* what) {
   Deadline deadline = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
+  // A peer could take this for the part in an earlier exchange that it still misses.
+  if (owner_.broken(tags[0])) return owner_.say_broken(tags[0]);
   Blob blob = Blob::of(mine);
   if (ncclResult_t r = say(tags, ranks, blob, what); r != ncclSuccess) return r;
   return hear(tags, ranks, blob, all, what, deadline);
@@ -642,7 +644,7 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
       if (peer(q).gone || peer(q).left) return q;
     return -1;
   };
-  auto failed = [&] { return owner_.broken(); };
+  auto failed = [&] { return owner_.broken(tags[0]); };
   bool ended = changed.wait_until(lock, deadline,
                                   [&] { return stopped() || g.tags.empty() || failed() || lost() >= 0; });
   gatherings_.erase(std::find(gatherings_.begin(), gatherings_.end(), &g));
@@ -654,8 +656,7 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
     return ncclSuccess;
   }
   if (stopped()) return fail(ncclInternalError, "rank %d: %s was aborted", rank, what);
-  if (failed())
-    return fail(owner_.error_code(), "rank %d of %d: %s", rank, nranks, owner_.error_text().c_str());
+  if (failed()) return owner_.say_broken(tags[0]);
   if (ended) return cut_off(missing, what, "it died or left");
   return fail(ncclTimeout, "rank %d of %d: %s timed out waiting for rank %d (%s) (PYNCCL_CPU_INIT_TIMEOUT)",
               rank, nranks, what, missing, peer(missing).str().c_str());

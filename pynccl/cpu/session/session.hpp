@@ -47,8 +47,10 @@ class Session {
     virtual ErrorCode error_code() const = 0;
     ncclResult_t error() const { return error_code().result; }
     virtual std::string error_text() = 0;
-    // Mismatched calls have ended it. After a death or a revocation ranks can still exchange data.
-    virtual bool broken() const = 0;
+    // Mismatched calls have ended the exchanges with such tags. After a death or a revocation ranks can still
+    // exchange data.
+    virtual bool broken(uint64_t tag) const = 0;
+    virtual ncclResult_t say_broken(uint64_t tag) = 0;
     // Rank `peer` has left, so the operation `doing` with it never ends.
     virtual void never_ends(int peer, const std::string& doing) = 0;
 
@@ -90,7 +92,8 @@ class Session {
   // Sends a frame to this rank itself. It arrives after every frame that was sent before between ranks of
   // this process.
   void echo(Ctl kind, const void* body, size_t bytes);
-  void send(int to, Ctl kind, const void* body, size_t bytes);  // no effect if the peer has gone
+  // No effect if the peer has gone.
+  void send(int to, Ctl kind, const void* body, size_t bytes, uint64_t tag = 0);
   bool has_room(int to);  // a large frame can be sent now; else the owner's sink hears of room
   int known_ranks();      // 0 before the table has arrived
   bool linked(int to);

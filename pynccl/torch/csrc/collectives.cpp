@@ -8,7 +8,8 @@ using NoGrad = at::AutoDispatchBelowADInplaceOrView;
 
 const at::Tensor& only(const Tensors& tensors, const char* function) {
   TORCH_CHECK_VALUE(tensors.size() == 1, function, " takes one tensor, got ", tensors.size());
-  TORCH_CHECK_VALUE(!tensors[0].is_sparse(), function, ": the tensor must be dense");
+  TORCH_CHECK_VALUE(tensors[0].layout() == at::kStrided, function, ": tensor has layout ",
+                    tensors[0].layout(), ", expected a dense tensor");
   return tensors[0];
 }
 

@@ -6,6 +6,7 @@
 #include "collectives.cpp"
 #include "monitored_barrier.cpp"
 #include "p2p.cpp"
+#include "sparse.cpp"
 
 namespace py = pybind11;
 
