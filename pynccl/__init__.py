@@ -3,6 +3,7 @@
 The layers, from the top (docs/architecture.md has the picture):
     bootstrap, mpi, torch, compat   rendezvous, and the interfaces of other libraries
     _comm                           communicators, operations, groups, prepared calls
+    _memory                         memory from NCCL, and its registration
     _watch                          the watchdog, check mode, agreement of survivors
     _arrays, _device                arrays, devices and streams
     capi                            every C function under its C name: ints in, exceptions out
@@ -52,6 +53,10 @@ from pynccl._library.loader import LibraryInfo as LibraryInfo
 from pynccl._library.loader import get_version as get_version
 from pynccl._library.loader import library_info as library_info
 from pynccl._library.loader import load as load
+from pynccl._memory.creation import empty as empty
+from pynccl._memory.creation import zeros as zeros
+from pynccl._memory.registration import Registration as Registration
+from pynccl._memory.statistics import MemoryStats as MemoryStats
 from pynccl._run import evidence as _evidence
 from pynccl._run import word as _word
 from pynccl._trace.recorder import TraceRecord as TraceRecord
@@ -85,6 +90,7 @@ __all__ = [
     "Group",
     "LibraryInfo",
     "LibraryNotFoundError",
+    "MemoryStats",
     "NcclError",
     "NcclInternalError",
     "NcclInvalidArgument",
@@ -99,6 +105,7 @@ __all__ = [
     "Prepared",
     "RankFailedError",
     "RedOp",
+    "Registration",
     "SimInfo",
     "Stream",
     "TraceRecord",
@@ -110,6 +117,7 @@ __all__ = [
     "current_device",
     "device_count",
     "dump_trace",
+    "empty",
     "get_unique_id",
     "get_version",
     "group",
@@ -118,6 +126,7 @@ __all__ = [
     "library_info",
     "load",
     "set_device",
+    "zeros",
 ]
 
 

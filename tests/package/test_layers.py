@@ -24,6 +24,7 @@ FLOORS = (
     ("_arrays", "_trace"),
     ("_device",),
     ("_watch",),
+    ("_memory",),
     ("_comm",),
     ("bootstrap",),
     ("_run", "mpi", "torch"),
