@@ -2,6 +2,7 @@
 
 The layers, from the top (docs/architecture.md has the picture):
     bootstrap, mpi, torch, compat   rendezvous, and the interfaces of other libraries
+    allocators                      memory pools of CuPy and torch over NCCL's memory
     _comm                           communicators, operations, groups, prepared calls
     _memory                         memory from NCCL, and its registration
     _watch                          the watchdog, check mode, agreement of survivors
@@ -69,6 +70,7 @@ from pynccl._version import __version__ as __version__
 from pynccl._watch.check_mode import check_mode as check_mode
 
 if _typing.TYPE_CHECKING:
+    from pynccl import allocators as allocators
     from pynccl import bootstrap as bootstrap
     from pynccl import mpi as mpi
     from pynccl import testing as testing
@@ -131,7 +133,7 @@ __all__ = [
 
 
 # Modules that `pynccl.<name>` imports at the first access.
-_MODULES = ("bootstrap", "mpi", "testing")
+_MODULES = ("allocators", "bootstrap", "mpi", "testing")
 
 
 def __dir__() -> list[str]:

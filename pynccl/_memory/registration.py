@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from pynccl import capi
-from pynccl._arrays.buffers import Span, held, kind_of
+from pynccl._arrays.buffers import Buffer, Span, held, kind_of
 from pynccl._arrays.dtypes import itemsize
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._library import cuda
@@ -52,6 +52,12 @@ class Owner(Protocol):
         """Wait for a stream."""
 
 
+class Segment(Buffer):
+    """Memory of an allocator's pool, which the allocator registers and not the program."""
+
+    __slots__ = ()
+
+
 class _Entry:
     """One ncclCommRegister: its memory, and the lines that asked for it and have not closed it."""
 
@@ -91,19 +97,14 @@ class Registrations:
         """Return all registrations, the newest first."""
         return iter(self._entries[::-1])
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all registrations."""
-        return sum(entry.end - entry.begin for entry in self._entries)
-
     def forget(self) -> None:
         """Drop all registrations without a call: the library has released them, or is another process's."""
         for entry in self.entries():
             self.pop(entry)
 
     def note_left(self) -> None:
-        """Note the registrations that nobody has closed, for `warn`."""
-        self._left += [line for entry in self._entries for line in entry.made]
+        """Note the registrations that the program has not closed, for `warn`."""
+        self._left += [line for entry in self._entries for line in entry.made if line]
 
     def warn(self, owner: object) -> None:
         """Warn of each registration that was left open, with the line that made it."""
@@ -130,6 +131,11 @@ class Registration:
     def closed(self) -> bool:
         """True after `close`, and once the communicator is closed."""
         return self._entry is None or not self._entry.live
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the library has registered, 0 once closed."""
+        return 0 if self._entry is None or not self._entry.live else self._entry.end - self._entry.begin
 
     def close(self) -> None:
         """Deregister the memory (ncclCommDeregister), unless another registration of it is open.
@@ -172,8 +178,7 @@ class Registration:
     def __repr__(self) -> str:
         if self._entry is None or not self._entry.live:
             return f"<pynccl.Registration made at {self._line}, closed>"
-        size = self._entry.end - self._entry.begin
-        return f"<pynccl.Registration of {size} bytes at {self._entry.begin:#x}, made at {self._line}>"
+        return f"<pynccl.Registration of {self.nbytes} bytes at {self._entry.begin:#x}, made at {self._line}>"
 
 
 def register(owner: Owner, array: Any, span: Span) -> Registration:
@@ -192,7 +197,7 @@ def _add(owner: Owner, array: Any, begin: int, nbytes: int) -> Registration:
         if entry is None:
             entry = _Entry(begin, nbytes, capi.ncclCommRegister(owner.live(), begin, nbytes), array)
             owner.registrations.add(entry)
-        return Registration(owner, entry, array, _line())
+        return Registration(owner, entry, array, "" if isinstance(array, Segment) else _line())
 
 
 def registered(owner: Owner, span: Span) -> bool:

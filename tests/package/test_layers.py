@@ -27,7 +27,7 @@ FLOORS = (
     ("_memory",),
     ("_comm",),
     ("bootstrap",),
-    ("_run", "mpi", "torch"),
+    ("_run", "allocators", "mpi", "torch"),
     ("testing",),
     ("",),
     ("__main__", "compat"),

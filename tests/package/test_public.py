@@ -99,7 +99,7 @@ PROPERTIES = {
     Communicator: {"closed", "device", "handle", "prepare", "properties", "rank", "size"},
     Group: {"estimated_microseconds"},
     Prepared: {"stream"},
-    pynccl.Registration: {"closed"},
+    pynccl.Registration: {"closed", "nbytes"},
     Plan: {"stream"},
     pynccl.Stream: {"handle"},
     pynccl.Event: {"handle"},
