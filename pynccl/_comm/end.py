@@ -97,7 +97,7 @@ def abort(core: Core) -> None:
     for one in family:
         if one.handle:
             lib.pynccl_trace_mark(one.c.trace, kinds.ABORT)
-            if not one.owned:
+            if one.registrations and not one.owned:
                 _close_borrowed(one)
         # Announce the abort first, so that other ranks do not take the closed connection for a death.
         one.watch.stop(_abort_reason(one))

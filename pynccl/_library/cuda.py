@@ -32,7 +32,8 @@ class _Driver:
     def __init__(self) -> None:
         self.failure = self._open()
         self.contexts: dict[int, int] = {}
-        self.lock = threading.Lock()
+        # Reentrant: a finalizer that frees memory can run while this thread holds it.
+        self.lock = threading.RLock()
 
     def _open(self) -> str:
         reasons = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from pynccl import capi
 from pynccl._device.devices import current_device, on_device
@@ -25,7 +25,9 @@ class Allocation:
         on_gpu = loader.backend() != "cpu" and cuda.available()
         self.device = current_device() if on_gpu else None
         self.nbytes, self._process = nbytes, os.getpid()
-        with on_device(self.device):
+        # The first use of a function takes the loader's lock, which a finalizer must not wait for.
+        _ = loader.functions.ncclMemFree
+        with on_device(self.device), cuda.relaxed_capture() if on_gpu else nullcontext():
             self.ptr = capi.ncclMemAlloc(nbytes)
 
     def __repr__(self) -> str:

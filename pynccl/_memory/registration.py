@@ -156,8 +156,8 @@ class Registration:
         else:
             _refuse_unless_idle(self._owner, "ncclCommDeregister", self.array)
             with self._owner.alone():
-                entry.made.clear()
                 _deregister(self._owner, entry)
+                entry.made.clear()
         self._drop()
 
     def _drop(self) -> None:
@@ -202,7 +202,8 @@ def _add(owner: Owner, array: Any, begin: int, nbytes: int) -> Registration:
 
 def registered(owner: Owner, span: Span) -> bool:
     """Tell whether a registration contains the memory of an array."""
-    return owner.registrations.find(span[0], span[1] * itemsize(span[2])) is not None
+    nbytes = span[1] * itemsize(span[2])
+    return nbytes > 0 and owner.registrations.find(span[0], nbytes) is not None
 
 
 def close_all(owner: Owner, timeout: float | None = None) -> None:

@@ -15,7 +15,7 @@ import pytest
 import pynccl
 from arrays import torch_over
 from meeting import hear, tell
-from pynccl import NcclInvalidArgument, NcclInvalidUsage, Registration, capi
+from pynccl import NcclInvalidArgument, NcclInvalidUsage, NcclTimeoutError, Registration, capi
 from ranks import on_ranks
 
 
@@ -91,6 +91,8 @@ def test_counts(rank: int, nranks: int) -> None:
         assert comm.registered(array[:500])
         second.close()
         assert not comm.registered(array[:500])
+        with comm.register(array):
+            assert not comm.registered(array[:0])
 
 
 @on_ranks(1)
@@ -309,6 +311,45 @@ def test_close_waits_for_calls_in_flight(rank: int, nranks: int) -> None:
 
 
 @on_ranks(2)
+def test_close_that_takes_too_long(rank: int, nranks: int) -> None:
+    comm, stream = pynccl.init(timeout=2), pynccl.Stream()
+    array = pynccl.zeros(1000, np.float32)
+    first, second = comm.register(array), comm.register(array)
+    if rank:
+        hear("gave up")
+    else:
+        comm.recv(array, 1, stream)
+        second.close()
+        with pytest.raises(NcclTimeoutError):
+            first.close()
+        # The library may still write to the memory.
+        assert not first.closed
+        assert first.array is array
+        tell("gave up")
+    comm.abort()
+    assert first.closed
+    first.close()
+
+
+@on_ranks(3)
+def test_survivors_abort_them(rank: int, nranks: int) -> None:
+    comm = pynccl.init(timeout=20)
+    array = pynccl.zeros(1000, np.float32)
+    registration = comm.register(array)
+    comm.barrier()
+    if rank == 1:
+        comm.abort()
+        return
+    with pytest.raises(pynccl.NcclError):
+        comm.all_reduce(array)
+    with comm.shrink([1], abort=True) as rest:
+        assert registration.closed
+        with rest.register(array):
+            array[:] = 1
+            assert (rest.all_reduce(array) == 2).all()
+
+
+@on_ranks(2)
 def test_suspend_with_registrations(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         array = pynccl.zeros(1000, np.float32)
@@ -336,3 +377,38 @@ def test_suspend_with_registrations(rank: int, nranks: int) -> None:
 
 def test_the_class_says_what_it_is() -> None:
     assert "Communicator.register" in (inspect.getdoc(Registration) or "")
+
+
+@on_ranks(1)
+def test_random_registrations(rank: int, nranks: int) -> None:
+    """What is registered, and what is called, as in a model: ranges, each with its number of users."""
+    with pytest.MonkeyPatch.context() as patch, pynccl.init(timeout=30) as comm:
+        seen = calls(patch)
+        random = np.random.default_rng(11)
+        array = pynccl.zeros(64, np.uint8)
+        model: list[list[int]] = []
+        opened: list[tuple[Registration, list[int]]] = []
+        made = gone = 0
+        for _ in range(2000):
+            start = int(random.integers(0, 64))
+            stop = int(random.integers(start + 1, 65))
+            inside = [one for one in model if one[0] <= start and stop <= one[1]]
+            assert comm.registered(array[start:stop]) == bool(inside)
+            if random.random() < 0.5:
+                if not inside:
+                    made += 1
+                    model.append([start, stop, 0])
+                    inside = [model[-1]]
+                inside[0][2] += 1
+                opened.append((comm.register(array[start:stop]), inside[0]))
+            elif opened:
+                registration, used = opened.pop(int(random.integers(len(opened))))
+                registration.close()
+                used[2] -= 1
+                if not used[2]:
+                    model.remove(used)
+                    gone += 1
+            assert (seen.count("Register"), seen.count("Deregister")) == (made, gone)
+        for registration, _ in opened:
+            registration.close()
+        assert seen.count("Register") == seen.count("Deregister") > 50
