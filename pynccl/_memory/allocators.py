@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import threading
 from contextlib import ExitStack
 from types import TracebackType
@@ -15,6 +14,13 @@ from pynccl._library.binding import fastcall
 from pynccl._memory.allocation import Allocation
 from pynccl._memory.registration import Segment
 from pynccl._memory.segments import AllocatorCounts, Pin, Registered, Registers, segment
+
+
+class _Entered(threading.local):
+    """The contexts that this thread has entered, the newest last."""
+
+    def __init__(self) -> None:
+        self.contexts: list[ExitStack] = []
 
 
 class CupyAllocator:
@@ -31,7 +37,7 @@ class CupyAllocator:
         self._lock = threading.RLock()
         self._segments: dict[int, Segment] = {}
         self._registered = Registered(comm)
-        self._entered: list[ExitStack] = []
+        self._entered = _Entered()
         functions = self._cupy.cuda.PythonFunctionAllocator(self._allocate, self._free)
         self.pool: Any = self._cupy.cuda.MemoryPool(functions.malloc)
 
@@ -77,13 +83,13 @@ class CupyAllocator:
         with ExitStack() as stack:
             stack.enter_context(self._cupy.cuda.using_allocator(self.malloc))
             self.update()
-            self._entered.append(stack.pop_all())
+            self._entered.contexts.append(stack.pop_all())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._entered.pop().close()
+        self._entered.contexts.pop().close()
         self.update()
 
 
@@ -111,7 +117,7 @@ class TorchAllocator:
         self._comm = comm
         self._registered = Registered(comm)
         self._known: dict[int, Segment] = {}
-        self._entered: list[Any] = []
+        self._entered = _Entered()
 
     def _snapshot(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.pool.snapshot()
@@ -133,15 +139,15 @@ class TorchAllocator:
         return AllocatorCounts(allocated, in_use, self._registered.nbytes)
 
     def __enter__(self) -> TorchAllocator:
-        context = self._torch.cuda.use_mem_pool(self.pool)
-        context.__enter__()
-        self._entered.append(context)
+        stack = ExitStack()
+        stack.enter_context(self._torch.cuda.use_mem_pool(self.pool))
+        self._entered.contexts.append(stack)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._entered.pop().__exit__(*sys.exc_info())
+        self._entered.contexts.pop().close()
         self.update()
 
 

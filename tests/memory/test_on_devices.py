@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from fake_cuda import compiled, compiled_nccl, create, driver, on_device
 from fake_nccl import Fake
 from pynccl import NcclInvalidUsage, NotSupportedError, testing
 from pynccl._library import cuda
+from pynccl._library.binding import fastcall, lib
 
 Case = Callable[[int, int], None]
 # What matters of the driver's log: where memory is made and freed, and what comes before.
@@ -79,6 +81,28 @@ def frees_later_what_cannot_be_freed_now(rank: int, nranks: int) -> None:
     assert nccl.log() == ["MemFree", "MemAlloc 32 on device 0"]
     del again
     assert nccl.log() == ["MemFree"]
+
+
+def frees_segments_of_torch(rank: int, nranks: int) -> None:
+    """By the C functions that torch calls, with the device current that torch has set."""
+    library, nccl = driver(), Fake()
+    cuda.set_device(1)
+    torch: Any = ctypes.CDLL(fastcall.__file__)
+    torch.pynccl_segment_allocate.restype = ctypes.c_void_p
+    ptr = torch.pynccl_segment_allocate(ctypes.c_ssize_t(4096), 1, None)
+    assert nccl.log() == ["MemAlloc 4096 on device 1"]
+    cuda.set_device(0)
+    before = len(steps(library))
+    fail(library, "cuCtxSynchronize", 900)
+    torch.pynccl_segment_free(ctypes.c_void_p(ptr), ctypes.c_size_t(4096), 1, None)
+    assert nccl.log() == []
+    assert "cuCtxPushCurrent_v2 1" in steps(library)[before:]
+    assert cuda.current_device() == 0
+    fail(library, "", 0)
+    assert lib.pynccl_segment_pin(ptr) == 0
+    torch.pynccl_segment_free(None, ctypes.c_size_t(0), 1, None)
+    assert nccl.log() == ["MemFree"]
+    assert lib.pynccl_segment_bytes() == 0
 
 
 def refuses_host_memory(rank: int, nranks: int) -> None:
@@ -152,6 +176,7 @@ def refuses_registration_during_capture(rank: int, nranks: int) -> None:
 CASES = (
     allocates_on_the_current_device,
     frees_later_what_cannot_be_freed_now,
+    frees_segments_of_torch,
     refuses_host_memory,
     registers,
     refuses_registration_during_capture,
