@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -105,6 +106,80 @@ def frees_segments_of_torch(rank: int, nranks: int) -> None:
     assert lib.pynccl_segment_bytes() == 0
 
 
+class FakeTorch:
+    """The part of torch that an allocator uses; its pool calls the functions of the file that it is given."""
+
+    def __init__(self) -> None:
+        self.active: list[FakeTorch.MemPool] = []
+        memory = SimpleNamespace(CUDAPluggableAllocator=self.Functions)
+        self.cuda = SimpleNamespace(
+            is_available=lambda: True, memory=memory, MemPool=self.MemPool, use_mem_pool=self.use
+        )
+
+    @contextmanager
+    def use(self, pool: FakeTorch.MemPool) -> Iterator[None]:
+        self.active.append(pool)
+        yield
+        self.active.pop()
+
+    class Functions:
+        def __init__(self, path: str, allocate: str, free: str) -> None:
+            library = ctypes.CDLL(path)
+            kinds = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+            self.allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, *kinds[2:])(
+                (allocate, library)
+            )
+            self.free = ctypes.CFUNCTYPE(None, *kinds)((free, library))
+
+        def allocator(self) -> FakeTorch.Functions:
+            return self
+
+    class MemPool:
+        def __init__(self, functions: FakeTorch.Functions) -> None:
+            self._functions, self._segments = functions, dict[int, int]()
+
+        def malloc(self, nbytes: int) -> int:
+            ptr = int(self._functions.allocate(nbytes, 0, None))
+            self._segments[ptr] = nbytes
+            return ptr
+
+        def free(self, ptr: int) -> None:
+            self._functions.free(ptr, self._segments.pop(ptr), 0, None)
+
+        def snapshot(self) -> list[dict[str, int]]:
+            return [
+                {"address": ptr, "total_size": size, "allocated_size": size // 2}
+                for ptr, size in self._segments.items()
+            ]
+
+
+def registers_segments_of_torch(rank: int, nranks: int) -> None:
+    cuda.set_device(0)
+    nccl, torch = Fake(), FakeTorch()
+    with pytest.MonkeyPatch.context() as patch, create() as comm:
+        patch.setitem(sys.modules, "torch", cast("ModuleType", torch))
+        alone, allocator = pynccl.allocators.torch(), pynccl.allocators.torch(comm)
+        for each in (alone, allocator):
+            with each:
+                ptr = torch.active[-1].malloc(4096)
+                assert nccl.log() == ["MemAlloc 4096 on device 0"]
+            assert torch.active == []
+        assert nccl.log() == ["Register 4096"]
+        assert alone.counts() == (4096, 2048, 0)
+        assert allocator.counts() == (4096, 2048, 4096)
+        assert comm.registered(pynccl.Buffer(ptr, 10, "float32"))
+        # torch frees it, and the registration keeps it until the next update.
+        allocator.pool.free(ptr)
+        assert nccl.log() == []
+        assert allocator.counts() == (0, 0, 4096)
+        allocator.update()
+        assert nccl.log() == ["Deregister", "MemFree"]
+        assert allocator.counts() == (0, 0, 0)
+        alone.update()
+        alone.pool.free(alone.pool.snapshot()[0]["address"])
+        assert nccl.log() == ["MemFree"]
+
+
 def refuses_host_memory(rank: int, nranks: int) -> None:
     with pytest.raises(ValueError, match=r"like is a NumPy array, host memory; expected a CuPy array"):
         pynccl.empty(3, like=np.zeros(3))
@@ -177,6 +252,7 @@ CASES = (
     allocates_on_the_current_device,
     frees_later_what_cannot_be_freed_now,
     frees_segments_of_torch,
+    registers_segments_of_torch,
     refuses_host_memory,
     registers,
     refuses_registration_during_capture,
