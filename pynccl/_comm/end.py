@@ -123,7 +123,7 @@ def _close_borrowed(core: Core) -> None:
             registration.close_all(core, _BORROWED_SECONDS)
     except NcclError:
         # Calls are still in flight, or another thread is in one.
-        lifetime.orphans += core.registrations.entries()
+        lifetime.orphans += core.registrations.kept()
 
 
 def adopt(core: Core, child: Core) -> None:

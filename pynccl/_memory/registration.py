@@ -90,12 +90,18 @@ class Registrations:
 
     def pop(self, entry: _Entry) -> None:
         """Remove a registration that the library is about to remove."""
-        entry.live = False
-        self._entries.remove(entry)
+        entry.live, entry.kept = False, []
+        # An abort, in any thread, may have removed it.
+        with suppress(ValueError):
+            self._entries.remove(entry)
 
     def entries(self) -> Iterator[_Entry]:
         """Return all registrations, the newest first."""
         return iter(self._entries[::-1])
+
+    def kept(self) -> list[Any]:
+        """Return what holds the memory of all registrations."""
+        return [entry.kept for entry in self._entries]
 
     def forget(self) -> None:
         """Drop all registrations without a call: the library has released them, or is another process's."""
@@ -210,8 +216,8 @@ def close_all(owner: Owner, timeout: float | None = None) -> None:
     """Deregister all memory before the communicator is finalized or destroyed; the caller has reserved it."""
     if not owner.registrations:
         return
-    owner.registrations.note_left()
     _complete(owner, timeout)
+    owner.registrations.note_left()
     for entry in owner.registrations.entries():
         _remove(owner, entry)
 

@@ -215,9 +215,12 @@ def test_abort_closes_them(rank: int, nranks: int) -> None:
     array = pynccl.zeros(100, np.float32)
     alive = weakref.ref(array)
     comm = pynccl.init(timeout=30)
-    registration = comm.register(array)
+    moving = bytearray(100)
+    registration, other = comm.register(array), comm.register(moving)
     comm.abort()
     assert registration.closed
+    moving.extend(bytes(1 << 20))
+    assert other.closed
     registration.close()
     assert repr(registration).endswith(", closed>")
     del array, registration
@@ -273,6 +276,28 @@ def test_another_owner(rank: int, nranks: int) -> None:
         assert seen == ["Register", "Deregister"]
         assert registration.closed
         assert (comm.all_reduce(array) == 0).all()
+
+
+@on_ranks(2)
+def test_another_owner_with_calls_in_flight(rank: int, nranks: int) -> None:
+    """An abort of what is borrowed does not wait for long; the memory stays, since calls still use it."""
+    array = pynccl.zeros(100, np.float32)
+    alive = weakref.ref(array)
+    with pynccl.init(timeout=30) as comm, pynccl.Stream() as stream:
+        other = pynccl.Communicator.from_handle(comm.handle)
+        other.register(array)
+        if rank == 0:
+            other.recv(array, 1, stream)
+            other.abort()
+            del array, other
+            gc.collect()
+            assert alive() is not None
+            tell("aborted")
+            comm.synchronize(stream)
+        else:
+            hear("aborted")
+            comm.send(array, 0)
+            other.abort()
 
 
 @on_ranks(1)
