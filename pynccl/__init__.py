@@ -2,7 +2,9 @@
 
 The layers, from the top (docs/architecture.md has the picture):
     bootstrap, mpi, torch, compat   rendezvous, and the interfaces of other libraries
+    allocators                      memory pools of CuPy and torch over NCCL's memory
     _comm                           communicators, operations, groups, prepared calls
+    _memory                         memory from NCCL, and its registration
     _watch                          the watchdog, check mode, agreement of survivors
     _arrays, _device                arrays, devices and streams
     capi                            every C function under its C name: ints in, exceptions out
@@ -52,6 +54,10 @@ from pynccl._library.loader import LibraryInfo as LibraryInfo
 from pynccl._library.loader import get_version as get_version
 from pynccl._library.loader import library_info as library_info
 from pynccl._library.loader import load as load
+from pynccl._memory.creation import empty as empty
+from pynccl._memory.creation import zeros as zeros
+from pynccl._memory.registration import Registration as Registration
+from pynccl._memory.statistics import MemoryStats as MemoryStats
 from pynccl._run import evidence as _evidence
 from pynccl._run import word as _word
 from pynccl._trace.recorder import TraceRecord as TraceRecord
@@ -64,6 +70,7 @@ from pynccl._version import __version__ as __version__
 from pynccl._watch.check_mode import check_mode as check_mode
 
 if _typing.TYPE_CHECKING:
+    from pynccl import allocators as allocators
     from pynccl import bootstrap as bootstrap
     from pynccl import mpi as mpi
     from pynccl import testing as testing
@@ -85,6 +92,7 @@ __all__ = [
     "Group",
     "LibraryInfo",
     "LibraryNotFoundError",
+    "MemoryStats",
     "NcclError",
     "NcclInternalError",
     "NcclInvalidArgument",
@@ -99,6 +107,7 @@ __all__ = [
     "Prepared",
     "RankFailedError",
     "RedOp",
+    "Registration",
     "SimInfo",
     "Stream",
     "TraceRecord",
@@ -110,6 +119,7 @@ __all__ = [
     "current_device",
     "device_count",
     "dump_trace",
+    "empty",
     "get_unique_id",
     "get_version",
     "group",
@@ -118,11 +128,12 @@ __all__ = [
     "library_info",
     "load",
     "set_device",
+    "zeros",
 ]
 
 
 # Modules that `pynccl.<name>` imports at the first access.
-_MODULES = ("bootstrap", "mpi", "testing")
+_MODULES = ("allocators", "bootstrap", "mpi", "testing")
 
 
 def __dir__() -> list[str]:

@@ -84,7 +84,7 @@ class Buffer:
         if not ptr and count:
             raise ValueError(f"ptr is 0; expected the address of {count} elements")
         self.dtype, self.owner = dtype, owner
-        code = _any_dtype(dtype, "dtype")
+        code = code_of(dtype, "dtype")
         self._span = _span(int(ptr), int(count), code, _device_of(int(ptr), int(count)), readonly=readonly)
 
     @property
@@ -128,7 +128,8 @@ def _part_changed(part: Any) -> None:
         changed(part.owner)
 
 
-def _any_dtype(dtype: Any, name: str) -> int:
+def code_of(dtype: Any, name: str) -> int:
+    """Return the code of a dtype in any notation; `name` is the argument in messages."""
     if dtype is None:
         # np.dtype(None) is float64.
         raise TypeError(f"{name} is None; expected a dtype that NCCL can carry")

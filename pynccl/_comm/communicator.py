@@ -11,6 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from pynccl import capi
+from pynccl._arrays.buffers import Array
 from pynccl._comm import create, derive, end, recovery
 from pynccl._comm.core import Core
 from pynccl._comm.derive import ConfigLike
@@ -23,6 +24,9 @@ from pynccl._errors import NcclError
 from pynccl._library import loader
 from pynccl._library.binding import lib
 from pynccl._library.generated.structs import CommProperties
+from pynccl._memory import registration, statistics
+from pynccl._memory.registration import Registration
+from pynccl._memory.statistics import MemoryStats
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
 from pynccl._types import UniqueId, to_unique_id
@@ -172,6 +176,38 @@ class Communicator(Operations):
     def trace(self) -> list[TraceRecord]:
         """Return the newest calls, oldest first; PYNCCL_TRACE_SIZE is the maximum number."""
         return recorder.trace(self._core.c)
+
+    # --- memory ---
+
+    def register(self, array: Array) -> Registration:
+        """Register an array's memory with this communicator (ncclCommRegister, NCCL >= 2.19).
+
+        NCCL can then move the memory without copies. Every rank registers its own memory; no rank waits for
+        another. Memory that is registered twice is registered until the last registration is closed. A
+        registration keeps its array alive. Closing the communicator closes its registrations; `destroy` warns
+        (ResourceWarning) of those that were left open.
+
+        Raises TypeError or ValueError for a wrong array, NotSupportedError with an older library, and
+        NcclInvalidUsage in a group, during a graph capture, and once the communicator is closed.
+        """
+        self._core.open()
+        return registration.register(self._core, array, self._arguments.span(array, "array"))
+
+    def registered(self, array: Array) -> bool:
+        """Tell whether a registration contains the array's memory.
+
+        Raises TypeError or ValueError for a wrong array, and NcclInvalidUsage once the communicator is
+        closed.
+        """
+        self._core.open()
+        return registration.registered(self._core, self._arguments.span(array, "array"))
+
+    def memory_stats(self) -> MemoryStats:
+        """Return how much device memory the library has allocated (ncclCommMemStats, NCCL >= 2.29.7).
+
+        Raises NotSupportedError with an older library, and NcclInvalidUsage once the communicator is closed.
+        """
+        return statistics.read(self.handle)
 
     # --- waiting ---
 

@@ -20,6 +20,7 @@ from pynccl._device.blocking import bounded
 from pynccl._errors import NcclError, NcclInvalidArgument, NcclInvalidUsage, NcclTimeoutError, RankFailedError
 from pynccl._library import cuda
 from pynccl._library.binding import address_of, fastcall, lib
+from pynccl._memory.registration import Registrations
 from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._trace import recorder
 from pynccl._watch import check_mode
@@ -67,6 +68,7 @@ class Core:
         self.own_stream = 0
         # Arrays that calls still use, by stream.
         self.in_flight: dict[int, InFlight] = {}
+        self.registrations = Registrations()
         self._scratch: tuple[int, int] | None = None
         # The number of derived communicators by method, and the number of shrinks with abort=True.
         self.derived = Counter[str]()
@@ -318,6 +320,7 @@ class Core:
         self.watch.stop(lib.PYNCCL_CLOSES)
         while self.in_flight:
             self.in_flight.popitem()[1].clear()
+        self.registrations.forget()
         own, self.own_stream = self.own_stream, 0
         if own:
             capi.pyncclCpuStreamDestroy(own)
@@ -365,15 +368,23 @@ class Core:
         lib.pynccl_leave(self.c)
         self.forget("it belongs to the parent of this forked process; make a new one here")
         self.in_flight.clear()
+        self.registrations.forget()
         self.own_stream, self._scratch = 0, None
+
+    @property
+    def holdings(self) -> object:
+        """What the library may use until the communicator has ended: arrays in flight, and registrations."""
+        return self.in_flight, self.registrations
 
     def _warn(self) -> None:
         warnings.warn(f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=3)
+        self.registrations.note_left()
+        self.registrations.warn(self)
 
     def __del__(self) -> None:
         # No collective call here: garbage collection runs at other times on other ranks.
         if getattr(self, "handle", 0) and self.owned:
-            lifetime.orphans.append(self.in_flight)
+            lifetime.orphans.append(self.holdings)
             if not self._take_from_watchdog(lib.PYNCCL_STAYS):
                 lifetime.disown(self.handle)
             self._warn()

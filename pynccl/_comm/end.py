@@ -9,19 +9,26 @@ from pynccl import capi
 from pynccl._comm import lifetime
 from pynccl._comm.core import Core
 from pynccl._device.blocking import bounded
-from pynccl._errors import NcclInvalidUsage
+from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._library.binding import lib
 from pynccl._library.generated import kinds
+from pynccl._memory import registration
 from pynccl._trace import recorder
 from pynccl._watch.watchdog import BY_DEATH
 
 # Seconds for ncclCommAbort, which can itself wait for ever, for example on a captured graph.
 _ABORT_SECONDS = 10.0
+# Seconds that an abort waits for calls in flight on a communicator that it does not own.
+_BORROWED_SECONDS = 1.0
 _ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds it: drop graphs first)"
 
 
 def finalize(core: Core) -> None:
     """Complete the outstanding calls of all ranks."""
+    core.open()
+    if core.registrations:
+        with core.alone():
+            registration.close_all(core)
     _call(core, kinds.FINALIZE, lambda: capi.ncclCommFinalize(core.open()))
 
 
@@ -62,6 +69,7 @@ def destroy(core: Core) -> None:
         abort(core)
     else:
         with core.alone(), recorder.recorded(core.c, kinds.DESTROY):
+            registration.close_all(core)
             handle = core.close("it was destroyed")
             # Before the call: if it does not return, an abort at exit would run concurrently with it.
             lifetime.disown(handle)
@@ -70,10 +78,11 @@ def destroy(core: Core) -> None:
                     core.bounded(lambda: capi.ncclCommDestroy(handle), "ncclCommDestroy")
                 except BaseException:
                     core.watch.stop(lib.PYNCCL_ABORTS_TOO)
-                    lifetime.orphans.append(core.in_flight)
+                    lifetime.orphans.append(core.holdings)
                     raise
             core.release()
     lib.pynccl_trace_mark(core.c.trace, kinds.DESTROY)
+    core.registrations.warn(core)
 
 
 def abort(core: Core) -> None:
@@ -87,6 +96,8 @@ def abort(core: Core) -> None:
     for one in family:
         if one.handle:
             lib.pynccl_trace_mark(one.c.trace, kinds.ABORT)
+            if one.registrations and not one.owned:
+                _close_borrowed(one)
         # Announce the abort first, so that other ranks do not take the closed connection for a death.
         one.watch.stop(_abort_reason(one))
         handle = one.close("it was aborted")
@@ -98,10 +109,20 @@ def abort(core: Core) -> None:
         if handles:
             bounded(lambda: abort_all(handles), _ABORT_SECONDS, _ABORT)
     except BaseException:
-        lifetime.orphans += [one.in_flight for one in family]
+        lifetime.orphans += [one.holdings for one in family]
         raise
     for one in family:
         one.release()
+
+
+def _close_borrowed(core: Core) -> None:
+    """Deregister memory from a communicator that its creator goes on using."""
+    try:
+        with core.alone():
+            registration.close_all(core, _BORROWED_SECONDS)
+    except NcclError:
+        # Calls are still in flight, or another thread is in one.
+        lifetime.orphans += core.registrations.kept()
 
 
 def adopt(core: Core, child: Core) -> None:

@@ -19,7 +19,8 @@ _PATHS = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
 # Results of the function table for an empty slot; CUDA uses neither number.
 _ABSENT = (lib.PYNCCL_NOT_FOUND, lib.PYNCCL_NOT_LOADED)
 
-_INVALID_VALUE, _DEINITIALIZED, _INVALID_HANDLE, _NOT_READY = 1, 4, 400, 600
+_INVALID_VALUE, _DEINITIALIZED, _INVALID_HANDLE, _NOT_READY, _CAPTURE_IMPLICIT = 1, 4, 400, 600, 906
+_CAPTURE_RELAXED = 2
 _STREAM_NON_BLOCKING, _EVENT_DISABLE_TIMING = 1, 2
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _MEMORYTYPE_HOST = 1
@@ -31,7 +32,8 @@ class _Driver:
     def __init__(self) -> None:
         self.failure = self._open()
         self.contexts: dict[int, int] = {}
-        self.lock = threading.Lock()
+        # Reentrant: a finalizer that frees memory can run while this thread holds it.
+        self.lock = threading.RLock()
 
     def _open(self) -> str:
         reasons = []
@@ -207,6 +209,22 @@ def using_device(ordinal: int) -> Iterator[None]:
         _call("cuCtxPopCurrent_v2", ffi.new("uintptr_t*"))
 
 
+def synchronize_device() -> None:
+    """Wait for all work of the current device."""
+    _call("cuCtxSynchronize")
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allow this thread calls that would end a graph capture of another thread."""
+    mode = ffi.new("int*", _CAPTURE_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", mode)
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", mode)
+
+
 # --- streams and events -------------------------------------------------------------------------------------
 
 
@@ -254,7 +272,12 @@ def stream_wait_event(stream: int, event: int) -> None:
 def stream_is_capturing(stream: int) -> bool:
     """Tell whether the calls on a stream are being recorded into a graph."""
     out = ffi.new("int*")
-    _call("cuStreamIsCapturing", stream, out)
+    code = _try("cuStreamIsCapturing", stream, out)
+    # The legacy default stream's answer while a stream that synchronizes with it is captured.
+    if code == _CAPTURE_IMPLICIT:
+        return True
+    if code:
+        _fail("cuStreamIsCapturing", code)
     return bool(out[0])
 
 

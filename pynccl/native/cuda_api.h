@@ -27,6 +27,7 @@ CUresult cuCtxSetCurrent(CUcontext ctx); // since 11.0
 CUresult cuCtxGetDevice(CUdevice* device); // since 11.0
 CUresult cuCtxPushCurrent_v2(CUcontext ctx); // since 11.0
 CUresult cuCtxPopCurrent_v2(CUcontext* ctx); // since 11.0
+CUresult cuCtxSynchronize(void); // since 11.0
 
 CUresult cuStreamCreate(CUstream* stream, unsigned int flags); // since 11.0
 CUresult cuStreamDestroy_v2(CUstream stream); // since 11.0

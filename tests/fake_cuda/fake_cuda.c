@@ -154,6 +154,11 @@ void fake_cuda_register(uintptr_t begin, size_t bytes, int type, int device) {
   regions[region_count++] = (Region){begin, begin + bytes, type, device};
 }
 
+void fake_cuda_forget(uintptr_t begin) {
+  for (int i = 0; i < region_count; ++i)
+    if (regions[i].begin == begin) regions[i--] = regions[--region_count];
+}
+
 // --- devices and contexts ---
 
 int cuInit(unsigned int flags) {
@@ -259,7 +264,21 @@ int cuCtxPopCurrent_v2(uintptr_t* context) {
   return leave(OK);
 }
 
+int cuCtxSynchronize(void) {
+  ENTER("cuCtxSynchronize", "");
+  return leave(stack[depth - 1] ? OK : INVALID_CONTEXT);
+}
+
 // --- streams and events ---
+
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  static __thread int current;
+  ENTER("cuThreadExchangeStreamCaptureMode", "%d", *mode);
+  int before = current;
+  current = *mode;
+  *mode = before;
+  return leave(OK);
+}
 
 int cuStreamCreate(uintptr_t* handle, unsigned int flags) {
   ENTER("cuStreamCreate", "%u", flags);

@@ -23,13 +23,17 @@ _SOURCE = r"""
 #pragma weak cuCtxPushCurrent_v2
 #pragma weak cuCtxPopCurrent_v2
 #pragma weak fake_cuda_launch
+#pragma weak fake_cuda_register
+#pragma weak fake_cuda_forget
 int cuCtxGetDevice(int* device);
 int cuDevicePrimaryCtxRetain(uintptr_t* context, int device);
 int cuCtxPushCurrent_v2(uintptr_t context);
 int cuCtxPopCurrent_v2(uintptr_t* context);
 void fake_cuda_launch(uintptr_t stream, int value);
+void fake_cuda_register(uintptr_t begin, size_t bytes, int type, int device);
+void fake_cuda_forget(uintptr_t begin);
 
-typedef struct { int rank, nranks, device, async_error, in_progress; } Comm;
+typedef struct { int rank, nranks, device, async_error, in_progress, suspended; } Comm;
 typedef struct { char internal[128]; } Id;
 typedef struct { size_t size; unsigned magic, version; float estimate; } SimInfo;
 typedef struct { size_t size; unsigned magic, version; void* ext; int minCTAs; } CollConfig;
@@ -115,6 +119,25 @@ int ncclSend(const char* s, size_t n, int type, int peer, TAIL) {
 int ncclRecv(char* r, size_t n, int type, int peer, TAIL) {
   return call(comm, stream, "Recv %#lx %zu type %d from %d", (long)r, n, type, peer);
 }
+#if VERSION >= 21901
+int ncclMemAlloc(void** out, size_t bytes) {
+  int device = -1;
+  if (bytes > (size_t)1 << 40) return 1;
+  *out = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  if (cuCtxGetDevice && cuCtxGetDevice(&device)) return 1;
+  if (fake_cuda_register) fake_cuda_register((uintptr_t)*out, bytes, 2, device);
+  return note("MemAlloc %zu on device %d\n", bytes, device), 0;
+}
+int ncclMemFree(void* memory) {
+  note("MemFree\n");
+  if (fake_cuda_forget) fake_cuda_forget((uintptr_t)memory);
+  return free(memory), 0;
+}
+int ncclCommRegister(Comm* comm, void* memory, size_t bytes, void** handle) {
+  return (void)comm, note("Register %zu\n", bytes), *handle = memory, 0;
+}
+int ncclCommDeregister(Comm* comm, void* handle) { return (void)comm, (void)handle, note("Deregister\n"), 0; }
+#endif
 #if VERSION >= 22203
 int ncclGroupSimulateEnd(SimInfo* info) {
   note("simulate\n");
@@ -132,6 +155,15 @@ int ncclGather(PAIR, size_t n, int type, int root, TAIL) {
 int ncclScatter(PAIR, size_t n, int type, int root, TAIL) {
   return call(comm, stream, "Scatter %s %zu type %d root %d", s && r ? "from" : "to", n, type, root);
 }
+#endif
+#if VERSION >= 22907
+int ncclCommMemStats(Comm* comm, int what, uint64_t* out) {
+  return *out = what == 1 ? comm->suspended : 100 << what, 0;
+}
+int ncclCommSuspend(Comm* comm, int flags) {
+  return comm->suspended = flags & 1, note("suspend %d\n", flags), 0;
+}
+int ncclCommResume(Comm* comm) { return comm->suspended = 0, note("resume\n"), 0; }
 #endif
 #if VERSION >= 23102
 int ncclAllReduceConfig(PAIR, size_t n, int type, int op, TAIL, const CollConfig* config) {

@@ -17,11 +17,11 @@ from pynccl._comm.prepared import Prepare
 
 NAMES = """
 BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communicator Config DataType Event
-Group LibraryInfo LibraryNotFoundError NcclError NcclInternalError NcclInvalidArgument NcclInvalidUsage
-NcclRemoteError NcclSystemError NcclTimeoutError NcclUnhandledCudaError NotSupportedError Plan PreMulSum
-Prepared RankFailedError
-RedOp SimInfo Stream TraceRecord UniqueId __version__ array_module check_mode cpu_library current_device
-device_count dump_trace get_unique_id get_version group init init_all library_info load set_device
+Group LibraryInfo LibraryNotFoundError MemoryStats NcclError NcclInternalError NcclInvalidArgument
+NcclInvalidUsage NcclRemoteError NcclSystemError NcclTimeoutError NcclUnhandledCudaError NotSupportedError
+Plan PreMulSum Prepared RankFailedError RedOp Registration SimInfo Stream TraceRecord UniqueId __version__
+array_module check_mode cpu_library current_device device_count dump_trace empty get_unique_id get_version
+group init init_all library_info load set_device zeros
 """
 
 # Parameters as they are written, with defaults and without types.
@@ -45,11 +45,14 @@ Communicator.gather_v(self, send, recv, counts, root=0, stream=None)
 Communicator.get_unique_id(self)
 Communicator.grow(self, nranks, unique_id=None, *, config=None)
 Communicator.join(nranks, unique_id, rank, *, config=None, device=None, timeout=None)
+Communicator.memory_stats(self)
 Communicator.pre_mul_sum(self, factor)
 Communicator.recv(self, buf, peer, stream=None)
 Communicator.reduce(self, send, recv=None, op='sum', root=0, stream=None, *, config=None)
 Communicator.reduce_scatter(self, send, recv=None, op='sum', stream=None, *, config=None)
 Communicator.reduce_scatter_v(self, send, recv, counts, op='sum', stream=None)
+Communicator.register(self, array)
+Communicator.registered(self, array)
 Communicator.resume(self)
 Communicator.revoke(self)
 Communicator.scatter(self, send, recv=None, root=0, stream=None, *, config=None)
@@ -68,6 +71,7 @@ Event.record(self, stream)
 Event.synchronize(self, timeout=None)
 Plan(calls)
 PreMulSum.destroy(self)
+Registration.close(self)
 Stream()
 Stream.destroy(self)
 Stream.query(self)
@@ -79,6 +83,7 @@ cpu_library()
 current_device()
 device_count()
 dump_trace(path)
+empty(shape, dtype=None, *, like=None)
 get_unique_id()
 get_version()
 group(simulate=False)
@@ -87,12 +92,14 @@ init_all(devices, *, timeout=None)
 library_info()
 load(spec=None)
 set_device(device)
+zeros(shape, dtype=None, *, like=None)
 """
 
 PROPERTIES = {
     Communicator: {"closed", "device", "handle", "prepare", "properties", "rank", "size"},
     Group: {"estimated_microseconds"},
     Prepared: {"stream"},
+    pynccl.Registration: {"closed", "nbytes"},
     Plan: {"stream"},
     pynccl.Stream: {"handle"},
     pynccl.Event: {"handle"},
@@ -130,7 +137,7 @@ def test_signatures() -> None:
                 target = getattr(target, part)
             assert shown(target) == f"({rest}", name
     pinned = {line.partition("(")[0] for line in SIGNATURES.split()}
-    for kind in (Communicator, pynccl.Stream, pynccl.Event, pynccl.Buffer):
+    for kind in (Communicator, pynccl.Stream, pynccl.Event, pynccl.Buffer, pynccl.Registration):
         methods = {name for name, value in members(kind) if inspect.isfunction(value) or is_class(value)}
         assert {f"{kind.__name__}.{name}" for name in methods} <= pinned, kind
 

@@ -79,9 +79,8 @@ ncclResult_t bad(const char* function, const char* what, long long value, long l
 ncclResult_t check_signal(const Comm& comm, int peer, int signal, int context, const char* function,
                           uint32_t* number) {
   const Session& session = comm.session;
-  if (session.contexts == 0 || session.signals == 0)
-    return fail(ncclInvalidUsage, "%s: config.numRmaCtx or numRmaSig is 0: the communicator has no signals",
-                function);
+  if (session.contexts == 0)
+    return fail(ncclInvalidUsage, "%s: config.numRmaCtx is 0: the communicator has no signals", function);
   if (peer < 0 || peer >= comm.nranks) return bad(function, "peer", peer, comm.nranks - 1);
   if (context < 0 || context >= session.contexts) return bad(function, "ctx", context, session.contexts - 1);
   if (signal < 0 || signal >= session.signals) return bad(function, "sigIdx", signal, session.signals - 1);

@@ -119,7 +119,7 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
     if (whole.blocking != NCCL_CONFIG_UNDEF_INT) out->blocking = whole.blocking;
     if (whole.commName) out->name = whole.commName;
     if (whole.numRmaCtx != NCCL_CONFIG_UNDEF_INT) out->contexts = std::min(whole.numRmaCtx, kCounters);
-    if (whole.version >= 23102 && whole.numRmaSig >= 0) out->signals = whole.numRmaSig;
+    if (whole.version >= 23102 && whole.numRmaSig > 0) out->signals = whole.numRmaSig;
     out->signals = std::min(out->signals, kCounters / std::max(1, out->contexts));
   }
   int64_t forced = param_int("NCCL_COMM_BLOCKING");

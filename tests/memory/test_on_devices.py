@@ -1,0 +1,302 @@
+"""Memory and registrations on devices, without any: over a recording libnccl and the fake CUDA driver."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import pynccl
+from fake_cuda import compiled, compiled_nccl, create, driver, on_device
+from fake_nccl import Fake
+from pynccl import NcclInvalidUsage, NotSupportedError, testing
+from pynccl._library import cuda
+from pynccl._library.binding import fastcall, lib
+
+Case = Callable[[int, int], None]
+# What matters of the driver's log: where memory is made and freed, and what comes before.
+STEPS = ("cuCtxPushCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuCtxSynchronize")
+
+
+def steps(library: Any) -> list[str]:
+    """Return the newest calls of the driver by which memory is freed."""
+    lines = library.fake_cuda_log().decode().splitlines()
+    return [line for line in lines if line.startswith(STEPS)]
+
+
+def fail(library: Any, name: str, code: int) -> None:
+    """Make a function of the driver fail."""
+    library.fake_cuda_fail(name.encode(), code)
+
+
+def allocates_on_the_current_device(rank: int, nranks: int) -> None:
+    library, nccl = driver(), Fake()
+    for device in (0, 1):
+        cuda.set_device(device)
+        array = pynccl.empty((2, 3), np.float32)
+        assert type(array).__module__.partition(".")[0] == "cupy"
+        assert (array.shape, array.dtype, array.data.device_id) == ((2, 3), np.float32, device)
+        assert nccl.log() == [f"MemAlloc 24 on device {device}"]
+        view = array[1]
+        del array
+        gc.collect()
+        assert nccl.log() == []
+        before = len(steps(library))
+        # Kernels may use it, and another thread may capture a graph.
+        del view
+        assert nccl.log() == ["MemFree"]
+        assert [line.split()[0] for line in steps(library)[before:]] == [
+            "cuThreadExchangeStreamCaptureMode",
+            "cuCtxPushCurrent_v2",
+            "cuCtxSynchronize",
+            "cuThreadExchangeStreamCaptureMode",
+        ]
+        assert f"cuCtxPushCurrent_v2 {device}" in steps(library)[before:]
+        assert cuda.current_device() == device
+    cuda.set_device(0)
+    there = pynccl.empty(4, like=None, dtype="f")
+    cuda.set_device(1)
+    nccl.log()
+    assert pynccl.empty(4, like=there).data.device_id == 0
+    assert nccl.log()[0] == "MemAlloc 16 on device 0"
+    assert cuda.current_device() == 1
+
+
+def frees_later_what_cannot_be_freed_now(rank: int, nranks: int) -> None:
+    library, nccl = driver(), Fake()
+    array = pynccl.empty(4, "f")
+    nccl.log()
+    fail(library, "cuCtxSynchronize", 900)
+    del array
+    assert nccl.log() == []
+    fail(library, "", 0)
+    again = pynccl.empty(8, "f")
+    assert nccl.log() == ["MemFree", "MemAlloc 32 on device 0"]
+    del again
+    assert nccl.log() == ["MemFree"]
+
+
+def frees_segments_of_torch(rank: int, nranks: int) -> None:
+    """By the C functions that torch calls, with the device current that torch has set."""
+    library, nccl = driver(), Fake()
+    cuda.set_device(1)
+    torch: Any = ctypes.CDLL(fastcall.__file__)
+    torch.pynccl_segment_allocate.restype = ctypes.c_void_p
+    ptr = torch.pynccl_segment_allocate(ctypes.c_ssize_t(4096), 1, None)
+    assert nccl.log() == ["MemAlloc 4096 on device 1"]
+    cuda.set_device(0)
+    before = len(steps(library))
+    fail(library, "cuCtxSynchronize", 900)
+    torch.pynccl_segment_free(ctypes.c_void_p(ptr), ctypes.c_size_t(4096), 1, None)
+    assert nccl.log() == []
+    assert "cuCtxPushCurrent_v2 1" in steps(library)[before:]
+    assert cuda.current_device() == 0
+    fail(library, "", 0)
+    assert lib.pynccl_segment_pin(ptr) == 0
+    torch.pynccl_segment_free(None, ctypes.c_size_t(0), 1, None)
+    assert nccl.log() == ["MemFree"]
+    assert lib.pynccl_segment_bytes() == 0
+
+
+class FakeTorch:
+    """The part of torch that an allocator uses; its pool calls the functions of the file that it is given."""
+
+    def __init__(self) -> None:
+        self.active: list[FakeTorch.MemPool] = []
+        memory = SimpleNamespace(CUDAPluggableAllocator=self.Functions)
+        self.cuda = SimpleNamespace(
+            is_available=lambda: True, memory=memory, MemPool=self.MemPool, use_mem_pool=self.use
+        )
+
+    @contextmanager
+    def use(self, pool: FakeTorch.MemPool) -> Iterator[None]:
+        self.active.append(pool)
+        yield
+        self.active.pop()
+
+    class Functions:
+        def __init__(self, path: str, allocate: str, free: str) -> None:
+            library = ctypes.CDLL(path)
+            kinds = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+            self.allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, *kinds[2:])(
+                (allocate, library)
+            )
+            self.free = ctypes.CFUNCTYPE(None, *kinds)((free, library))
+
+        def allocator(self) -> FakeTorch.Functions:
+            return self
+
+    class MemPool:
+        def __init__(self, functions: FakeTorch.Functions) -> None:
+            self._functions, self._segments = functions, dict[int, int]()
+
+        def malloc(self, nbytes: int) -> int:
+            ptr = int(self._functions.allocate(nbytes, 0, None))
+            self._segments[ptr] = nbytes
+            return ptr
+
+        def free(self, ptr: int) -> None:
+            self._functions.free(ptr, self._segments.pop(ptr), 0, None)
+
+        def snapshot(self) -> list[dict[str, int]]:
+            return [
+                {"address": ptr, "total_size": size, "allocated_size": size // 2}
+                for ptr, size in self._segments.items()
+            ]
+
+
+def registers_segments_of_torch(rank: int, nranks: int) -> None:
+    cuda.set_device(0)
+    nccl, torch = Fake(), FakeTorch()
+    with pytest.MonkeyPatch.context() as patch, create() as comm:
+        patch.setitem(sys.modules, "torch", cast("ModuleType", torch))
+        alone, allocator = pynccl.allocators.torch(), pynccl.allocators.torch(comm)
+        for each in (alone, allocator):
+            with each:
+                ptr = torch.active[-1].malloc(4096)
+                assert nccl.log() == ["MemAlloc 4096 on device 0"]
+            assert torch.active == []
+        assert nccl.log() == ["Register 4096"]
+        assert alone.counts() == (4096, 2048, 0)
+        assert allocator.counts() == (4096, 2048, 4096)
+        assert comm.registered(pynccl.Buffer(ptr, 10, "float32"))
+        # torch frees it, and the registration keeps it until the next update.
+        allocator.pool.free(ptr)
+        assert nccl.log() == []
+        assert allocator.counts() == (0, 0, 4096)
+        allocator.update()
+        assert nccl.log() == ["Deregister", "MemFree"]
+        assert allocator.counts() == (0, 0, 0)
+        alone.update()
+        alone.pool.free(alone.pool.snapshot()[0]["address"])
+        assert nccl.log() == ["MemFree"]
+
+
+def refuses_host_memory(rank: int, nranks: int) -> None:
+    with pytest.raises(ValueError, match=r"like is a NumPy array, host memory; expected a CuPy array"):
+        pynccl.empty(3, like=np.zeros(3))
+    torch: Any = ModuleType("torch")
+    torch.Tensor = type("Tensor", (), {"device": type("device", (), {"type": "cpu"})(), "dtype": None})
+    before = sys.modules.get("torch")
+    sys.modules["torch"] = torch
+    try:
+        with pytest.raises(ValueError, match="expected one on a cuda device, since NVIDIA's NCCL is loaded"):
+            pynccl.empty(3, "f", like=torch.Tensor())
+    finally:
+        del sys.modules["torch"]
+        if before is not None:
+            sys.modules["torch"] = before
+    with create() as comm:
+        for array, words in (
+            (np.zeros(4, np.float32), "array is host memory; expected device memory"),
+            (on_device(1), "array is memory of device 1; expected the communicator's device 0"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                comm.register(array)
+    assert not [line for line in Fake().log() if line.startswith(("MemAlloc", "Register"))]
+
+
+def registers(rank: int, nranks: int) -> None:
+    nccl = Fake()
+    cuda.set_device(0)
+    with create() as comm:
+        array = on_device(0, 100)
+        with comm.register(array), comm.register(array):
+            assert comm.registered(array)
+            assert nccl.log() == ["Register 400"]
+            stream = cuda.stream_create()
+            driver().fake_cuda_hold(stream, 1)
+            comm.all_reduce(array, stream=stream)
+            driver().fake_cuda_hold(stream, 0)
+        assert nccl.log()[1:] == ["Deregister"]
+    assert nccl.log() == ["finalize", "destroy"]
+
+
+def refuses_registration_during_capture(rank: int, nranks: int) -> None:
+    nccl = Fake()
+    cuda.set_device(0)
+    with create() as comm:
+        array = on_device(0, 100)
+        stream = cuda.stream_create()
+        registration = comm.register(array)
+        comm.all_reduce(array, stream=stream)
+        nccl.log()
+        for handle in (stream, 0):
+            driver().fake_cuda_capture(handle, 1)
+            with pytest.raises(
+                NcclInvalidUsage, match=f"ncclCommRegister during the graph capture of stream {handle:#x}"
+            ):
+                comm.register(on_device(0))
+            with pytest.raises(NcclInvalidUsage, match="ncclCommDeregister during the graph capture"):
+                registration.close()
+            driver().fake_cuda_capture(handle, 0)
+        # The default stream's answer while a stream that synchronizes with it is captured.
+        fail(driver(), "cuStreamIsCapturing", 906)
+        with pytest.raises(NcclInvalidUsage, match="during the graph capture"):
+            comm.register(on_device(0))
+        fail(driver(), "", 0)
+        assert nccl.log() == []
+        registration.close()
+        assert nccl.log() == ["Deregister"]
+
+
+CASES = (
+    allocates_on_the_current_device,
+    frees_later_what_cannot_be_freed_now,
+    frees_segments_of_torch,
+    registers_segments_of_torch,
+    refuses_host_memory,
+    registers,
+    refuses_registration_during_capture,
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_on_the_fake_driver(fake_gpus: dict[str, str], case: Case) -> None:
+    testing.run(1, case, env=fake_gpus)
+
+
+def says_what_an_old_library_lacks(rank: int, nranks: int) -> None:
+    with create() as comm:
+        with pytest.raises(
+            NotSupportedError, match=r"ncclCommMemStats needs NCCL >= 2\.29\.7; loaded NCCL 2\.18\.3"
+        ):
+            comm.memory_stats()
+        with pytest.raises(NotSupportedError, match=r"ncclCommRegister needs NCCL >= 2\.19"):
+            comm.register(on_device(0))
+        assert not comm.registered(on_device(0))
+        with pytest.raises(NotSupportedError, match=r"ncclMemAlloc needs NCCL >= 2\.19"):
+            pynccl.empty(3, "f")
+        with pytest.raises(NotSupportedError, match=r"ncclCommSuspend needs NCCL >= 2\.29\.7"):
+            comm.suspend()
+
+
+def reads_statistics(rank: int, nranks: int) -> None:
+    with create() as comm:
+        array = on_device(0)
+        with comm.register(array):
+            assert comm.memory_stats() == pynccl.MemoryStats(
+                suspend=100, suspended=False, persist=400, total=800
+            )
+            comm.suspend()
+            assert comm.memory_stats().suspended is True
+            assert comm.registered(array)
+            comm.resume()
+            assert comm.memory_stats().suspended is False
+
+
+@pytest.mark.parametrize(
+    ("version", "case"), [(21803, says_what_an_old_library_lacks), (23203, reads_statistics)]
+)
+def test_versions(tmp_path: Path, version: int, case: Case) -> None:
+    environment = compiled(tmp_path)
+    environment |= {"PYNCCL_LIBRARY": compiled_nccl(tmp_path, environment, version)}
+    testing.run(1, case, env=environment)
