@@ -24,8 +24,8 @@ ncclResult_t check_window(void* buff, size_t size, int flags, const char* functi
   switch (per_process<Allocations>().hold(buff, size)) {
     case Allocations::Holds::Nothing:
       if (is_mapped(buff) && is_mapped(static_cast<char*>(buff) + size - 1)) return ncclSuccess;
-      return fail(ncclUnhandledCudaError, "%s: %zu bytes at %p are not memory of this process", function, size,
-                  buff);
+      return fail(ncclUnhandledCudaError, "%s: %zu bytes at %p are not memory of this process", function,
+                  size, buff);
     case Allocations::Holds::Part:
       return fail(ncclUnhandledCudaError, "%s: %zu bytes at %p reach beyond the memory of ncclMemAlloc",
                   function, size, buff);

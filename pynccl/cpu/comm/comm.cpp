@@ -335,6 +335,8 @@ void Comm::died(int from) noexcept {
   hear_of(ncclRemoteError, text);
 }
 
+void Comm::expect_signals() { one_sided_.open(nranks, session.contexts * session.signals); }
+
 void Comm::open() {
   context_.rank = rank;
   context_.nranks = nranks;
@@ -349,7 +351,6 @@ void Comm::open() {
     if (bytes) memcpy(body.data() + sizeof head, data, bytes);
     session.send(to, Ctl::Put, body.data(), body.size());
   };
-  one_sided_.open(session.contexts * session.signals);
   int dead = -1;
   {
     std::lock_guard<std::mutex> lock(session.mutex);

@@ -97,6 +97,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   // A rank that fails returns its buffers to the caller, so peers must stop using them (Link::enter).
   void close_buffers();
 
+  // Before the ranks connect: a peer that has finished may signal while this rank still creates.
+  void expect_signals();
   void open();  // from now on the end of a connection is a death
   ncclResult_t announce_leaving();
   ncclResult_t await_leaving();

@@ -218,6 +218,7 @@ ncclResult_t init(const std::shared_ptr<Comm>& comm, const std::vector<Id>& ids,
 
 ncclResult_t connect(Comm& comm, const Table& table) {
   Creator here(comm);
+  comm.expect_signals();
   if (ncclResult_t r = comm.session.connect(table); r != ncclSuccess) return r;
   return open(comm);
 }
@@ -282,8 +283,10 @@ ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {
     infos.push_back(comm->session.self);
   }
   Table table = Table::of(std::move(infos));
-  for (auto& comm : comms)
+  for (auto& comm : comms) {
+    comm->expect_signals();
     if (ncclResult_t r = comm->session.begin(table); r != ncclSuccess) return r;
+  }
   for (auto& comm : comms)
     if (ncclResult_t r = comm->session.finish(); r != ncclSuccess) return r;
   for (auto& comm : comms)

@@ -11,12 +11,12 @@ constexpr size_t kFrameBytes = size_t(512) << 10;
 
 }  // namespace
 
-void OneSided::open(int signals) {
+void OneSided::open(int nranks, int signals) {
   signals_ = signals;
-  size_t all = size_t(context_.nranks) * size_t(signals);
+  size_t all = size_t(nranks) * size_t(signals);
   heard_ = std::make_unique<std::atomic<uint64_t>[]>(all);
   consumed_.assign(all, 0);
-  lanes_.resize(size_t(context_.nranks));
+  lanes_.resize(size_t(nranks));
 }
 
 void OneSided::start(const std::vector<Op>& ops) {

@@ -48,7 +48,8 @@ struct PutHead {
 class OneSided {
  public:
   explicit OneSided(const Context& context) : context_(context) {}
-  void open(int signals);  // the number of signals of each pair of ranks
+  // Before signals can arrive; `signals` is the number that each pair of ranks has.
+  void open(int nranks, int signals);
   void start(const std::vector<Op>& ops);
   Step step();
   bool done() const { return left_ == 0; }
