@@ -1,7 +1,5 @@
 // Windows, Put, Signal and WaitSignal as a C program uses them, on every way that data takes: threads, mapped
 // memory, the kernel's direct access, frames within a host, and TCP.
-#include <vector>
-
 #include "job.hpp"
 
 using namespace testing;
@@ -173,6 +171,9 @@ TEST_CASE("a group of puts and waits beside collectives and messages") {
       CHECK_EQ(wrong(got.data(), 1024, float(w.left() + 1)), size_t(0));
       for (int q : {w.rank, w.left()})
         CHECK_EQ(wrong(window.floats() + q * 1024, 1024, float(q + 1)), size_t(0));
+      // Nobody puts again before all have read.
+      OK(ncclAllReduce(mine.data(), sum.data(), 1024, ncclFloat32, ncclSum, w.comm, nullptr));
+      OK(synchronize(w.comm));
     }
     OK(ncclCommWindowDeregister(w.comm, win));
   });
