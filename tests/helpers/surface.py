@@ -46,7 +46,7 @@ INTS = frozenset(
             "result",
         ),
         *("revokeFlags", "shrinkFlags", "winFlags", "flags", "sigIdx", "ctx", "datatype", "op"),
-        *("thread", "on"),
+        *("thread", "on", "lsaRank"),
     )
 )
 
