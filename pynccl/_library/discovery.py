@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def same_file(one: str, other: str) -> bool:
 def mapped_files(name: re.Pattern[str]) -> list[str]:
     """Return the files mapped into this process whose base name matches, in address order, each once."""
     found: list[str] = []
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+    # Without a free descriptor, nothing can be found; calls of a loaded library go on.
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
             path = line.rstrip("\n").split(maxsplit=5)[5:]
             clean = path[0].removesuffix(" (deleted)") if path else ""

@@ -1,5 +1,7 @@
 // Windows, Put, Signal and WaitSignal as a C program uses them, on every way that data takes: threads, mapped
 // memory, the kernel's direct access, frames within a host, and TCP.
+#include <sys/resource.h>
+
 #include "job.hpp"
 
 using namespace testing;
@@ -376,6 +378,69 @@ TEST_CASE("who waits for a signal of a rank that dies") {
       }));
     for (int r = 0; r < 3; ++r) CHECK_EQ(ranks[size_t(r)]->wait(), r == 1 ? -SIGKILL : 0);
   }
+}
+
+// Whoever ends a communicator may free or use its window afterwards, whatever its peers still put.
+TEST_CASE("no put arrives after the end") {
+  constexpr size_t kBytes = size_t(32) << 20;
+  for (const char* how : {"abort", "destroy", "revoke"})
+    on_every_way(2, [&](World& w) {
+      ncclComm_t child = nullptr;
+      OK(ncclCommSplit(w.comm, 0, 0, &child, nullptr));
+      auto window = std::make_unique<Memory>(w.way.mapped, kBytes);
+      ncclWindow_t win = nullptr;
+      OK(ncclCommWindowRegister(child, window->floats(), kBytes, &win, 0));
+      if (w.rank == 0) {
+        std::vector<char> source(kBytes, 7);
+        for (int i = 0; i < 3; ++i) {
+          ncclResult_t r = ncclPutSignal(source.data(), kBytes, ncclInt8, 1, win, 0, 0, 0, 0, child, nullptr);
+          if (r == ncclSuccess) synchronize(child);
+        }
+        OK(ncclCommAbort(child));
+      } else {
+        usleep(3000);
+        if (*how == 'a') OK(ncclCommAbort(child));
+        if (*how == 'd') OK(ncclCommDestroy(child));
+        if (*how == 'r') OK(ncclCommRevoke(child, NCCL_REVOKE_DEFAULT));
+        memset(window->floats(), 1, kBytes);
+        usleep(100000);
+        std::vector<char> want(kBytes, 1);
+        CHECK_EQ(memcmp(window->floats(), want.data(), kBytes), 0);
+        if (*how == 'r') OK(ncclCommAbort(child));
+      }
+      // Nobody frees what the other may still read.
+      float x = 1;
+      OK(sum(&x, 1, w.comm));
+      OK(synchronize(w.comm));
+    });
+}
+
+TEST_CASE("memory that is freed while its window is open") {
+  for (const Way& way : kWays)
+    if (way.mapped || way.hosts)
+      with_world(way, 2, [](World& w) {
+        void* memory = nullptr;
+        ncclWindow_t win = nullptr;
+        OK(ncclMemAlloc(&memory, 8192));
+        OK(ncclCommWindowRegister(w.comm, memory, 8192, &win, 0));
+        OK(ncclMemFree(memory));
+        float x = 1;
+        OK(ncclPutSignal(&x, 1, ncclFloat32, w.right(), win, 4096, 0, 0, 0, w.comm, nullptr));
+        OK(await(w, w.left()));
+        OK(synchronize(w.comm));
+        OK(ncclCommWindowDeregister(w.comm, win));
+      });
+}
+
+TEST_CASE("memory beyond what the machine has and beyond its descriptors") {
+  void* memory = nullptr;
+  RESULT(ncclMemAlloc(&memory, size_t(1) << 46), ncclSystemError);
+  rlimit few{100, 100};
+  setrlimit(RLIMIT_NOFILE, &few);
+  std::vector<void*> all(200);
+  for (void*& at : all) OK(ncclMemAlloc(&at, 64));
+  OK(ncclCommDestroy(alone()));
+  for (void* at : all) OK(ncclMemFree(at));
 }
 
 TEST_CASE("windows leave nothing behind") {

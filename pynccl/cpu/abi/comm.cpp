@@ -385,7 +385,12 @@ ncclResult_t revoke(ncclComm_t handle, int flags) {
   if (ncclResult_t r = begin_revoke(*comm, flags); r != ncclSuccess) return r;
   std::string why = "rank " + std::to_string(comm->rank) + " revoked its communicator";
   if (comm->stop_calls(why)) comm->tell(ncclInvalidUsage, why);
-  return submit(Job{"ncclCommRevoke", [comm] { return comm->drain(kForever); }, comm, {}, comm->blocking});
+  auto run = [comm] {
+    ncclResult_t r = comm->drain(kForever);
+    comm->close_buffers();
+    return r;
+  };
+  return submit(Job{"ncclCommRevoke", run, comm, {}, comm->blocking});
 }
 
 // Queries a communicator that is ready.

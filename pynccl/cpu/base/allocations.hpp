@@ -3,6 +3,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "base/nccl.hpp"
@@ -24,13 +25,17 @@ class Allocations {
   enum class Holds { Nothing, Part, All };
   Holds hold(const void* at, size_t size) const;
   FilePlace place_of(const void* at) const;
+  // Keeps the memory mapped, if it is of ncclMemAlloc, after ncclMemFree, too: a window needs it.
+  std::shared_ptr<const void> keep(const void* at) const;
 
  private:
   struct Allocation {
+    ~Allocation();
+    void* memory = nullptr;
     size_t bytes = 0;
     Fd file;
   };
-  using Map = std::map<const char*, Allocation>;
+  using Map = std::map<const char*, std::shared_ptr<const Allocation>>;
   Map::const_iterator containing(const void* at) const;
   mutable std::mutex mutex_;
   Map all_;

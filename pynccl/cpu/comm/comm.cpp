@@ -157,6 +157,10 @@ void Comm::hear_of(ErrorCode code, std::string_view text) noexcept {
 }
 
 void Comm::close_buffers() {
+  {
+    std::lock_guard<std::mutex> lock(puts_mutex_);
+    puts_closed_ = true;
+  }
   if (!cell() || cell()->closed.exchange(1)) return;
   Deadline deadline = after_ms(1000);  // using a block takes microseconds, unless the peer is dead or stopped
   for (auto& p : session.peers()) {
@@ -280,6 +284,8 @@ void Comm::put_arrived(int from, const Blob& body) {
   if (body.size < sizeof head) return;
   memcpy(static_cast<void*>(&head), body.data, sizeof head);
   if (head.puts) {
+    std::lock_guard<std::mutex> lock(puts_mutex_);
+    if (puts_closed_) return;  // the caller may have freed the memory
     std::shared_ptr<Window> window = registry.window_numbered(head.window);
     const size_t bytes = body.size - sizeof head;
     if (!window || head.offset > window->size || bytes > window->size - head.offset) {
@@ -453,6 +459,11 @@ void Comm::never_ends(int q, const std::string& doing) {
            ", which has finalized or destroyed its communicator without a matching call");
 }
 
+bool Comm::has_left(int q) {
+  std::lock_guard<std::mutex> lock(session.mutex);
+  return peer(q).left;
+}
+
 Wait Comm::waits_of(const Batch& batch) {
   Wait wait;
   wait.comm = shared_from_this();
@@ -471,6 +482,8 @@ Wait Comm::waits_of(const Batch& batch) {
   if (!one_sided_.done())
     for (const Awaited& a : one_sided_.awaited())
       if (a.peer != rank) wait.needs.push_back({a.peer, Need::Signal, a.until});
+  for (int q : one_sided_.targets())
+    if (q != rank && has_left(q)) never_ends(q, doing);
   for (const Need& need : wait.needs) {
     std::unique_lock<std::mutex> lock(session.mutex);
     const Leaving& last = peer(need.peer).leaving;

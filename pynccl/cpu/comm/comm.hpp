@@ -94,7 +94,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   }
   ncclResult_t say_broken(uint64_t tag) override;
   void never_ends(int peer, const std::string& doing) override;
-  // A rank that fails returns its buffers to the caller, so peers must stop using them (Link::enter).
+  // A rank that fails or ends returns its buffers to the caller, so peers must stop using them (Link::enter).
   void close_buffers();
 
   // Before the ranks connect: a peer that has finished may signal while this rank still creates.
@@ -135,6 +135,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void error_told(int from, const Blob& body);
   void put_arrived(int from, const Blob& body);
   void count_waits(Op& op);
+  bool has_left(int q);
   std::string doing(const Batch& batch);
   void died(int from) noexcept;
   void note_started(const Batch& batch);
@@ -160,6 +161,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Coll coll_;
   P2p p2p_;
   OneSided one_sided_;
+  std::mutex puts_mutex_;  // held while the service's thread writes a window
+  bool puts_closed_ = false;
 };
 
 template <>

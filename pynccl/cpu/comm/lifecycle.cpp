@@ -326,6 +326,7 @@ ncclResult_t Ending::run() {
   if (!begun_ && !await_destruction()) return ncclSuccess;
   ncclResult_t r = guarded(how_ == Standing::End::Abort ? "ncclCommAbort" : "ncclCommDestroy",
                            [&] { return leave(), ncclSuccess; });
+  comm_->close_buffers();
   comm_->session.disconnect();
   handles<Comm>().take(comm_->handle);
   comm_->standing.ended();

@@ -93,6 +93,7 @@ ncclResult_t Window::attach(Session& session, const std::vector<std::string>& al
     view.size = size_t(theirs.size);
     if (q == session.rank || session.peer(q).same_process) {
       view.mapped = reinterpret_cast<char*>(view.address);
+      view.memory = per_process<Allocations>().keep(view.mapped);
     } else if (session.peer(q).local >= 0 && session.peer(q).vouched && theirs.file >= 0) {
       view.mapped = map(session.peer(q).info.pid, theirs);
       view.foreign = view.mapped != nullptr;

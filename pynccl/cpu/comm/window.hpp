@@ -41,7 +41,8 @@ class Window {
     uint64_t address = 0;
     size_t size = 0;
     char* mapped = nullptr;
-    bool foreign = false;  // a mapping of this window
+    bool foreign = false;                // a mapping of this window
+    std::shared_ptr<const void> memory;  // of a rank of this process, as long as a peer may put into it
   };
   std::vector<View> views_;
   int first_lsa_ = 0, lsa_size_ = 1;  // of this rank's LSA team

@@ -141,6 +141,13 @@ std::vector<Awaited> OneSided::awaited() const {
   return missing;
 }
 
+std::vector<int> OneSided::targets() const {
+  std::vector<int> peers;
+  for (size_t peer = 0; peer < lanes_.size() && left_; ++peer)
+    if (!lanes_[peer].idle()) peers.push_back(int(peer));
+  return peers;
+}
+
 std::string OneSided::str() const {
   std::string text;
   auto add = [&](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };

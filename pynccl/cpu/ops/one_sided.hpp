@@ -57,6 +57,7 @@ class OneSided {
   void arrived(int peer, uint32_t signal) { heard(peer, signal).fetch_add(1, std::memory_order_release); }
   // What the batch still waits for; only for the thread that runs it.
   std::vector<Awaited> awaited() const;
+  std::vector<int> targets() const;  // peers that puts and signals have not reached
   std::string str() const;
 
  private:
