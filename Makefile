@@ -59,6 +59,8 @@ bench: $(VENV)/bench $(VENV)/built
 	$(BIN)/python benchmarks/store.py
 	$(BIN)/python benchmarks/torch_all_reduce.py
 	$(BIN)/python benchmarks/torch_in_flight.py
+	$(BIN)/python benchmarks/one_sided.py
+	$(BIN)/python benchmarks/window_memory.py
 
 lint: $(VENV)/dev $(VENV)/test $(VENV)/built
 	$(BIN)/ruff check $(PYTHON_FILES)

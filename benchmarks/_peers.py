@@ -40,6 +40,10 @@ class Peer:
         """Return when all ranks are here."""
         raise NotImplementedError
 
+    def buffer(self, count: int) -> Array:
+        """Return memory for the operations."""
+        return np.zeros(count, np.float32)
+
     def prepare(self, op: str, send: Array, recv: Array) -> Call:
         """Return the closure for an operation; look-ups and conversions happen here, untimed."""
         call: Call = getattr(self, op)(send, recv)
@@ -131,6 +135,32 @@ class PyncclStaged(Pynccl):
     """The same, forbidden to read other processes' memory: everything is staged through shared memory."""
 
     environment: ClassVar[dict[str, str]] = {"PYNCCL_LIBRARY": "cpu", "PYNCCL_CPU_DIRECT": "0"}
+
+
+class PyncclWindow(Pynccl):
+    """Direct reads are allowed, and all buffers lie in windows over memory of ncclMemAlloc."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: list[Array] = []
+
+    def buffer(self, count: int) -> Array:
+        pynccl: Any = importlib.import_module("pynccl")
+        made: Array = pynccl.empty(count, np.float32)
+        made.fill(0)
+        self.buffers.append(made)
+        return made
+
+    def connect(self, token: bytes) -> None:
+        super().connect(token)
+        for buffer in self.buffers:
+            self.capi.ncclCommWindowRegister(self.comm, buffer.ctypes.data, buffer.nbytes)
+
+
+class PyncclStagedWindow(PyncclWindow):
+    """The same, forbidden to read other processes' memory: peers reach it by their mappings alone."""
+
+    environment: ClassVar[dict[str, str]] = PyncclStaged.environment
 
 
 class OpenMPI(Peer):
@@ -245,6 +275,8 @@ class TorchPynccl(Gloo):
 PEERS: dict[str, type[Peer]] = {
     "pynccl": Pynccl,
     "pynccl-staged": PyncclStaged,
+    "pynccl-window": PyncclWindow,
+    "pynccl-staged-window": PyncclStagedWindow,
     "openmpi": OpenMPI,
     "gloo": Gloo,
     "torch-pynccl": TorchPynccl,

@@ -126,9 +126,11 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return tabulate(lines, header, tablefmt="pipe", disable_numparse=True, colalign=align)
 
 
-def bandwidths(rows: Sequence[Row], peers: Sequence[str]) -> str:
-    """Tabulate bus bandwidths and the ratios of ours to the others'."""
+def bandwidths(rows: Sequence[Row], peers: Sequence[str], base: str | None = None) -> str:
+    """Tabulate bus bandwidths and the ratios of ours to the others', or of all peers to one of them."""
     pairs = [(a, b) for a in OURS for b in THEIRS if a in peers and b in peers]
+    if base:
+        pairs = [(peer, base) for peer in peers if peer != base]
     header = ["size", *(f"{peer} GB/s" for peer in peers), *(f"{a}/{b}" for a, b in pairs)]
 
     def line(row: Row) -> list[str]:
@@ -155,6 +157,7 @@ def document(
     peers: Sequence[str],
     about: dict[str, dict[str, str]],
     verdicts: Sequence[Target],
+    base: str | None = None,
 ) -> str:
     """Write the whole report."""
     parts = [f"# {title}"]
@@ -167,7 +170,7 @@ def document(
     parts.append("Ratios are of median bandwidths, with (least–most) of the ratios within one repetition.")
     for op, ranks in dict.fromkeys((row.op, row.ranks) for row in rows):
         some = [row for row in rows if (row.op, row.ranks) == (op, ranks)]
-        parts += [f"## {op}, {ranks} ranks", "Bus bandwidth and ratios:", bandwidths(some, peers)]
+        parts += [f"## {op}, {ranks} ranks", "Bus bandwidth and ratios:", bandwidths(some, peers, base)]
         parts += ["Time per call, median (least–most):", times(some, peers)]
     return "\n\n".join(parts) + "\n"
 
@@ -179,9 +182,10 @@ def write(
     peers: Sequence[str],
     about: dict[str, dict[str, str]],
     verdicts: Sequence[Target],
+    base: str | None = None,
 ) -> None:
     """Print the report and write it, as Markdown and JSON."""
-    text = document(title, rows, peers, about, verdicts)
+    text = document(title, rows, peers, about, verdicts, base)
     judged = [{**vars(target), "verdict": target.verdict} for target in verdicts]
     data = {"about": about, "rows": [row.record() for row in rows], "targets": judged}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ class Worker:
     def __init__(self, peer: Peer, largest: int) -> None:
         self.peer = peer
         # Two buffers for all operations and sizes, touched once, so that no page fault is ever timed.
-        self.send, self.recv = np.zeros(largest // 4, np.float32), np.zeros(largest // 4, np.float32)
+        self.send, self.recv = peer.buffer(largest // 4), peer.buffer(largest // 4)
         self.call: Call = peer.barrier
 
     def hello(self) -> dict[str, Any]:

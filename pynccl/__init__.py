@@ -58,6 +58,7 @@ from pynccl._memory.creation import empty as empty
 from pynccl._memory.creation import zeros as zeros
 from pynccl._memory.registration import Registration as Registration
 from pynccl._memory.statistics import MemoryStats as MemoryStats
+from pynccl._memory.window import Window as Window
 from pynccl._run import evidence as _evidence
 from pynccl._run import word as _word
 from pynccl._trace.recorder import TraceRecord as TraceRecord
@@ -112,6 +113,7 @@ __all__ = [
     "Stream",
     "TraceRecord",
     "UniqueId",
+    "Window",
     "__version__",
     "array_module",
     "check_mode",

@@ -15,7 +15,7 @@ NATIVE = PACKAGE / "native"
 HEADERS = ("nccl_api", "cpu_api", "cuda_api")
 FORWARD_LIBRARY = "libnccl.so.2"
 # What Python calls beside the tables' functions: cffi reads these headers but for their preprocessor lines.
-_OWN_HEADERS = ("status.h", "call.h", "recorder.h", "comm.h", "watch.h", "calls.h", "segments.h")
+_OWN_HEADERS = ("status.h", "call.h", "recorder.h", "comm.h", "signals.h", "watch.h", "calls.h", "segments.h")
 GROUP_STEPS = {"ncclGroupStart": 1, "ncclGroupEnd": -1, "ncclGroupSimulateEnd": -1}
 
 # --- the declarations ---------------------------------------------------------------------------------------
@@ -347,6 +347,7 @@ INITIALIZERS = {
     "ncclSimInfo_t": "NCCL_SIM_INFO_INITIALIZER",
     "ncclEncryptionConfig_t": "NCCL_ENCRYPTION_CONFIG_INITIALIZER",
     "ncclCommProperties_t": "NCCL_COMM_PROPERTIES_INITIALIZER",
+    "ncclDevCommRequirements_t": "NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER",
 }
 
 
@@ -354,7 +355,7 @@ def _initial(field: Field, struct: str, header: Header) -> str:
     by_name = {"size": f"sizeof({struct})", "magic": "NCCL_API_MAGIC", "version": "NCCL_VERSION_CODE"}
     if field.initial or field.name in by_name:
         return field.initial or by_name[field.name]
-    if struct == "ncclCommProperties_t":  # the library's answer: no options that could be left undefined
+    if struct in ("ncclCommProperties_t", "ncclDevCommRequirements_t"):  # no options left undefined
         return "{0}" if field.length else f"({field.type})0" if field.type in header.enums else "0"
     is_pointer = field.type.endswith("*") or field.type in header.handles
     return "NCCL_CONFIG_UNDEF_PTR" if is_pointer else "NCCL_CONFIG_UNDEF_INT"

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from pynccl._library.binding import ffi as _ffi
 from pynccl._library.binding import lib as _lib
+from pynccl._library.device_api import *
 from pynccl._library.fields import pack as _pack
 from pynccl._library.generated.api import *
 from pynccl._library.generated.capi import *

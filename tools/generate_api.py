@@ -30,6 +30,10 @@ HAND = frozenset(
         *("ncclCommWindowRegister", "ncclCommQueryProperties", "ncclGroupSimulateEnd", "ncclWaitSignal"),
         *("ncclGetErrorString", "ncclGetLastError", "ncclSetEncryption"),
         *("ncclParamGet", "ncclParamGetParameter", "ncclParamGetAllParameterKeys"),
+        *("ncclDevCommCreate", "ncclDevCommDestroy", "ncclGetMultimemDevicePointer"),
+        *(f"ncclGet{whose}DeviceLeInfo" for whose in ("Multimem", "Cft", "Peer")),
+        *(f"ncclGin{what}CreateRequirement" for what in ("Barrier", "Outbox", "InboxA2A")),
+        *("ncclLsaBarrierCreateRequirement", "ncclLLA2ACreateRequirement"),
     )
 )
 
@@ -46,7 +50,13 @@ STRUCTS = {
         "CommProperties",
         "Hold what a communicator can do; None is what the loaded library does not tell.",
     ),
+    "ncclDevCommRequirements_t": (
+        "DevCommRequirements",
+        "Hold what a device communicator must have; ncclDevCommCreate sets the two lists.",
+    ),
 }
+# Structs whose fields have defined values: zero where the header names no other.
+DEFINED = ("ncclCommProperties_t", "ncclDevCommRequirements_t")
 TEAM = '''
 class Team(NamedTuple):
     """Ranks of a communicator whose numbers are `stride` apart, and this one's number among them."""
@@ -101,6 +111,8 @@ def _python_field(field: Field) -> str:
 def _default(field: Field, header: Header) -> str:
     if field.initial is None:
         return "None"
+    if field.type == "_Bool":
+        return str(bool(int(field.initial)))
     return str(header.constants.get(field.initial, field.initial))
 
 
@@ -116,7 +128,7 @@ def structs_module(headers: list[Header]) -> str:
             f'    struct: ClassVar[str] = "{name}"',
             f"    oldest: ClassVar[Version] = {fields[0].since}",
         ]
-        parts += ["    undefined: ClassVar[int] = 0"] if name == "ncclCommProperties_t" else []
+        parts += ["    undefined: ClassVar[int] = 0"] if name in DEFINED else []
         parts += ["    since: ClassVar[dict[str, Version]] = {"]
         parts += [f'        "{field.name}": {field.since},' for field in own] + ["    }"]
         parts += [f"    {f.name}: {_python_field(f)} | None = {_default(f, headers[0])}" for f in own]

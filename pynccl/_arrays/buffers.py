@@ -209,7 +209,9 @@ def _choose(array: Any, name: str) -> Kind:
     if isinstance(array, Buffer):
         return Kind(lambda buffer, _: buffer._span, _no_stream, _cannot_create)
     if isinstance(array, np.ndarray):
-        if isinstance(array, np.ma.MaskedArray):
+        # NumPy imports numpy.ma late, which needs a free descriptor.
+        masked = sys.modules.get("numpy.ma")
+        if masked is not None and isinstance(array, masked.MaskedArray):
             raise TypeError(f"{name} is a masked array; its mask would be lost; expected a plain array")
         return Kind(_from_numpy, _no_stream, _numpy_empty)
     library = type(array).__module__.partition(".")[0]
@@ -263,7 +265,7 @@ def _why_no_array(array: Any, name: str) -> str:
     if hasattr(array, "__array__"):
         return (
             f"{name} is of type {kind}, which may return its memory or a copy of "
-            f"it; expected an array made from it, such as numpy.asarray({name})"
+            f"it; expected an array made from it, such as numpy.array({name})"
         )
     return (
         f"{name} is of type {kind}; expected a NumPy or CuPy array, a torch tensor, a pynccl.Buffer, or an "

@@ -82,7 +82,7 @@ class Arguments:
         span = self.span(array, name, split=split)
         if span[4] & READ_ONLY and span[1]:
             name = f"{name} (in place)" if in_place else name
-            raise ValueError(f"{name} is read-only; expected a writable array for the result")
+            raise ValueError(f"{name} is read-only; expected a writable array")
         if span[4] & RECORDED_BY_AUTOGRAD:
             name = f"{name} (in place)" if in_place else name
             raise ValueError(
@@ -93,6 +93,8 @@ class Arguments:
 
     def rank_in(self, value: Any, name: str) -> None:
         """Raise TypeError or ValueError unless the value is a rank of the communicator."""
+        if type(value) is int and 0 <= value < self._size:
+            return
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"{name} is {value!r}; expected an int, 0 <= {name} < {self._size}")
         if not 0 <= value < self._size:

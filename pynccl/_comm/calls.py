@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pynccl._arrays import buffers
 from pynccl._arrays.buffers import Kind, held, kind_of
 from pynccl._comm.arguments import Arguments
-from pynccl._comm.core import INTERRUPTED, OVERLAP, RECORDED, WAITING, Core
+from pynccl._comm.core import INTERRUPTED, NO_WINDOW, OVERLAP, RECORDED, WAITING, Core
 from pynccl._comm.groups import Group
-from pynccl._comm.recording import function_name
+from pynccl._comm.recording import closed_window, function_name
 from pynccl._comm.reductions import PreMulSum, op_code
 from pynccl._device import streams
 from pynccl._library import cuda
@@ -23,6 +24,9 @@ from pynccl._library.generated.structs import CollConfig
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._timeouts import check_timeout
 from pynccl._types import DataType, RedOp
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 PerCall = CollConfig | Mapping[str, Any] | None
 
@@ -58,14 +62,14 @@ class Calls:
         try:
             source, target, count, dtype, result = self.arguments.check(kind, send, recv, root)
             code = op_code(self.core, op, dtype) if kind in REDUCING else 0
-            handle, wait = self._stream(stream, send, result)
+            handle, wait = self.stream_for(stream, send, result)
         except (TypeError, ValueError) as error:
-            raise self._located(error, _meant(kind, recv)) from error
-        template, packed = self._template(kind, dtype & 255, code, root, config)
+            raise self.located(error, _meant(kind, recv)) from error
+        template, packed = self.template_for(kind, dtype & 255, code, root, config)
         keep = (self.core, send, result, op, template, packed)
         if kind != BROADCAST or recv is not None or root != self.core.rank:
             _tell_changed(result)
-        answer = self._issue(template, source, target, count, handle, wait, kind, keep)
+        answer = self.issue(template, source, target, count, handle, wait, kind, keep)
         if not answer and kind == ALL_REDUCE and packed is None:
             self._remember(template, send, op, dtype)
         return result
@@ -84,7 +88,7 @@ class Calls:
         if answer == INTERRUPTED:
             self._let_go(self.core.own_stream, (send, recv))
         else:
-            self._after(answer, ALL_REDUCE, *self._stream(None, send, recv), (self.core, send, recv))
+            self._after(answer, ALL_REDUCE, *self.stream_for(None, send, recv), (self.core, send, recv))
 
     def barrier(self, timeout: float | None) -> None:
         """Return when every rank has called barrier; raise NcclTimeoutError after `timeout` seconds."""
@@ -95,13 +99,36 @@ class Calls:
             pointer, stream = self._token.ctypes.data, core.own_stream
         else:
             pointer, stream = core.device_scratch()
-        template, _ = self._template(BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
-        self._issue(template, pointer, pointer, 1, stream, wait, BARRIER, (core, None))
+        template, _ = self.template_for(BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
+        self.issue(template, pointer, pointer, 1, stream, wait, BARRIER, (core, None))
         if not wait:
             with core.alone():
                 core.wait(stream, "barrier", timeout)
 
-    def _issue(
+    def exchange(self, kind: int, words: Sequence[int]) -> NDArray[np.int64]:
+        """Gather numbers of every rank, by a call of this kind, before a window is registered or closed."""
+        core = self.core
+        mine, table = np.array(words, np.int64), np.empty((core.size, len(words)), np.int64)
+        template, _ = self.template_for(kind, int(DataType.INT64), 0, 0)
+        if core.waits:
+            sides, stream = (mine.ctypes.data, table.ctypes.data), core.own_stream
+            self.issue(template, *sides, len(words), stream, 1, kind, (core, mine, table, None))
+            return table
+        with cuda.using_device(core.device):
+            stream = core.device_scratch()[1]
+            memory = cuda.memory_allocate(mine.nbytes + table.nbytes)
+            cuda.copy_to_device(memory, mine.ctypes.data, mine.nbytes)
+        sides = memory, memory + mine.nbytes
+        self.issue(template, *sides, len(words), stream, 0, kind, (core, None))
+        with core.alone():
+            core.wait(stream, function_name(kind), None)
+        # After a failure the library may still write it.
+        with cuda.using_device(core.device):
+            cuda.copy_to_host(table.ctypes.data, sides[1], table.nbytes)
+            cuda.memory_free(memory)
+        return table
+
+    def issue(
         self,
         template: fastcall.Template,
         source: int,
@@ -129,7 +156,7 @@ class Calls:
         if type(send) is buffers.cupy_array and type(op) is str and dtype < 256:
             self._usual.setdefault(type(send), {}).setdefault(op, {})[send.dtype] = template
 
-    def _template(
+    def template_for(
         self, kind: int, datatype: int, op: int, root: int, config: PerCall = None
     ) -> tuple[fastcall.Template, Any]:
         """Return the callable that issues such calls, and the packed config that must stay alive for it."""
@@ -145,7 +172,7 @@ class Calls:
             self._templates[key] = template
         return template, packed
 
-    def _stream(self, stream: Any, send: Any, result: Any) -> tuple[int, int]:
+    def stream_for(self, stream: Any, send: Any, result: Any = None) -> tuple[int, int]:
         """Return a call's stream, ordered after pending writes to the arrays, and whether to wait for it."""
         if self.core.streamless:
             if stream is None:
@@ -186,9 +213,11 @@ class Calls:
             lib.pynccl_leave(self.core.c)
         elif answer == IN_PROGRESS:
             self._complete(function_name(kind, configured), stream, wait, keep)
+        elif answer == NO_WINDOW:
+            raise closed_window(function_name(kind))
         elif answer == OVERLAP:
             in_place = "separate memory" if kind == ALL_TO_ALL else "the same memory, or separate memory"
-            raise self._located(ValueError(f"send and recv overlap; expected {in_place}"))
+            raise self.located(ValueError(f"send and recv overlap; expected {in_place}"))
         else:
             handle = int(self.core.c.handle)
             self.core.refuse(answer)
@@ -215,7 +244,15 @@ class Calls:
             self.core.keep(stream, keep)
         return mine
 
-    def _located(self, error: Exception, hint: str = "") -> Exception:
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """Name the rank in errors of wrong arguments."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            raise self.located(error) from error
+
+    def located(self, error: Exception, hint: str = "") -> Exception:
         return type(error)(f"{error}{hint} (rank {self.core.rank} of {self.core.size})")
 
     # --- operations of several calls ---
@@ -226,17 +263,17 @@ class Calls:
         """Check all calls, then issue them as one group."""
         try:
             pieces = list(check_all())
-            handle, wait = self._stream(stream, send, result)
+            handle, wait = self.stream_for(stream, send, result)
             codes = [op_code(self.core, op, p.code) if p.kind in REDUCING else 0 for p in pieces]
         except (TypeError, ValueError) as error:
-            raise self._located(error) from error
+            raise self.located(error) from error
         keep = (self.core, send, result, op, None)
         _tell_changed(result)
         with Group():
             for piece, code in zip(pieces, codes, strict=True):
-                template, _ = self._template(piece.kind, piece.code & 255, code, piece.root)
+                template, _ = self.template_for(piece.kind, piece.code & 255, code, piece.root)
                 part = piece.source, piece.target, piece.elements
-                self._issue(template, *part, handle, wait, piece.kind, keep)
+                self.issue(template, *part, handle, wait, piece.kind, keep)
         return result
 
 

@@ -24,16 +24,17 @@ from pynccl._errors import NcclError
 from pynccl._library import loader
 from pynccl._library.binding import lib
 from pynccl._library.generated.structs import CommProperties
-from pynccl._memory import registration, statistics
+from pynccl._memory import registration, statistics, window
 from pynccl._memory.registration import Registration
 from pynccl._memory.statistics import MemoryStats
+from pynccl._memory.window import Window
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
 from pynccl._types import UniqueId, to_unique_id
 
 
 @recorder.with_callers(
-    attrgetter("_core.c"), "split", "shrink", "grow", "finalize", "destroy", "suspend", "resume"
+    attrgetter("_core.c"), "window", "split", "shrink", "grow", "finalize", "destroy", "suspend", "resume"
 )
 class Communicator(Operations):
     """One rank of a group of processes that make collective calls on arrays.
@@ -191,7 +192,8 @@ class Communicator(Operations):
         NcclInvalidUsage in a group, during a graph capture, and once the communicator is closed.
         """
         self._core.open()
-        return registration.register(self._core, array, self._arguments.span(array, "array"))
+        with self._calls.locating():
+            return registration.register(self._core, array, self._arguments.span(array, "array"))
 
     def registered(self, array: Array) -> bool:
         """Tell whether a registration contains the array's memory.
@@ -200,7 +202,25 @@ class Communicator(Operations):
         closed.
         """
         self._core.open()
-        return registration.registered(self._core, self._arguments.span(array, "array"))
+        with self._calls.locating():
+            return registration.registered(self._core, self._arguments.span(array, "array"))
+
+    def window(self, array: Array, *, symmetric: bool = False) -> Window:
+        """Make the arrays of all ranks a window, which the other ranks put into (ncclCommWindowRegister).
+
+        Every rank must call it, with an array of the same dtype; the sizes may differ. `symmetric=True` sets
+        NCCL_WIN_COLL_SYMMETRIC, needs arrays of the same size, and with NVIDIA's NCCL is needed for puts.
+        Use arrays from `pynccl.empty`. The window keeps its array alive. Closing the communicator closes its
+        windows; `destroy` warns (ResourceWarning) of those that were left open. Needs NCCL >= 2.27.
+
+        Raises CollectiveMismatchError if the arrays differ between the ranks, TypeError or ValueError for a
+        wrong array, NotSupportedError with an older library, NcclInvalidUsage in a group, during a graph
+        capture and once the communicator is closed; and otherwise as `all_reduce` does.
+        """
+        self._core.open()
+        with self._calls.locating():
+            span = self._arguments.output(array, "array")
+            return window.register(self._core, array, span, symmetric, self._calls.exchange)
 
     def memory_stats(self) -> MemoryStats:
         """Return how much device memory the library has allocated (ncclCommMemStats, NCCL >= 2.29.7).

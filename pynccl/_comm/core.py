@@ -17,10 +17,18 @@ from pynccl._comm import lifetime
 from pynccl._comm.in_flight import CpuEvents, CudaEvents, InFlight
 from pynccl._device import streams
 from pynccl._device.blocking import bounded
-from pynccl._errors import NcclError, NcclInvalidArgument, NcclInvalidUsage, NcclTimeoutError, RankFailedError
+from pynccl._errors import (
+    NcclError,
+    NcclInvalidArgument,
+    NcclInvalidUsage,
+    NcclTimeoutError,
+    NcclUnhandledCudaError,
+    RankFailedError,
+)
 from pynccl._library import cuda
-from pynccl._library.binding import address_of, fastcall, lib
+from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._memory.registration import Registrations
+from pynccl._memory.window import Windows
 from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._trace import recorder
 from pynccl._watch import check_mode
@@ -31,6 +39,8 @@ T = TypeVar("T")
 # Results of the C call path that are not NCCL's.
 RECORDED, WAITING, BUSY = lib.PYNCCL_RECORDED, lib.PYNCCL_WAITING, lib.PYNCCL_BUSY
 CLOSED, OVERLAP, NO_MEMORY = lib.PYNCCL_CLOSED, lib.PYNCCL_OVERLAP, lib.PYNCCL_NO_MEMORY
+NO_WINDOW: Any = lib.PYNCCL_NO_WINDOW
+CAPTURED: Any = lib.PYNCCL_CAPTURED
 STOPPED: Any = lib.PYNCCL_STOPPED
 INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
 
@@ -69,6 +79,7 @@ class Core:
         # Arrays that calls still use, by stream.
         self.in_flight: dict[int, InFlight] = {}
         self.registrations = Registrations()
+        self.windows = Windows()
         self._scratch: tuple[int, int] | None = None
         # The number of derived communicators by method, and the number of shrinks with abort=True.
         self.derived = Counter[str]()
@@ -155,6 +166,11 @@ class Core:
             raise NcclInvalidUsage(f"{self!r} is in use by another thread; expected one thread at a time")
         if answer == STOPPED:
             raise check_mode.interrupted()
+        if answer == CAPTURED:
+            raise NcclInvalidUsage(
+                f"{self!r}: check mode cannot compare the calls of a graph; expected check mode off during "
+                "the capture"
+            )
         if answer == CLOSED and not self.handle:
             self.open()
         if self.c.watch and answer not in (RECORDED, OVERLAP, NO_MEMORY):
@@ -169,12 +185,30 @@ class Core:
             found.__cause__ = None
             raise found
 
-    def outside_groups(self, what: str) -> None:
-        """Raise inside group() or prepare, which cannot record the call."""
+    def outside_groups(self, what: str, *streams: int) -> None:
+        """Raise inside group() or prepare, and during a graph capture: they cannot record the call."""
         if lib.pynccl_is_recording():
             raise NcclInvalidUsage(
                 f"{what} inside pynccl.group() or prepare: expected it outside", function=what
             )
+        self.outside_captures(what, {*streams, *self._used()})
+
+    def outside_captures(self, what: str, streams: Iterable[int]) -> None:
+        """Raise while a graph captures one of these streams."""
+        if self.waits or self.streamless:
+            return
+        with cuda.using_device(self.device):
+            for stream in streams:
+                if _is_captured(stream):
+                    raise NcclInvalidUsage(
+                        f"{what} during the graph capture of stream {stream:#x}: expected it before or after "
+                        "the capture, since a graph cannot replay it",
+                        function=what,
+                    )
+
+    def _used(self) -> list[int]:
+        """Return the streams that may have work."""
+        return [int(self.c.used[i]) for i in range(self.c.used_count)]
 
     def check(self, kind: int) -> None:
         """In check mode, require that all ranks are about to make the same call."""
@@ -229,7 +263,7 @@ class Core:
     def _wait_for_all(self, timeout: float | None) -> None:
         """Wait for every stream in use; then raise the error of one that was destroyed."""
         destroyed: NcclInvalidArgument | None = None
-        for stream in [int(self.c.used[i]) for i in range(self.c.used_count)]:
+        for stream in self._used():
             try:
                 self.wait(stream, "synchronize", timeout)
             except NcclInvalidArgument as error:
@@ -268,18 +302,25 @@ class Core:
 
     def _late(self, what: str, seconds: float | None, where: str, fatal: bool) -> NcclError:
         """Return the error of a wait that timed out; `fatal`: at the communicator's own time-out."""
-        text = f"{what} did not complete{where} within {seconds:g} s ({self!r})"
+        text = f"{what} did not complete{where} within {seconds:g} s ({self!r}){self._signals()}"
         error = self.watch.expire(text, fatal)
         if error is None or not fatal:
             recorder.dump_because("timeout", text)
         size = self.size or None
         return error or NcclTimeoutError(text, function=what, rank=self.known_rank, size=size)
 
+    def _signals(self) -> str:
+        """Return the signals that outstanding calls wait for, for the end of a message."""
+        text = ffi.new("char[]", 512)
+        lib.pynccl_say_signals(self.c, text, len(text))
+        return str(ffi.string(text).decode())
+
     def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
         """Wait for a stream, or for every stream that this communicator has used."""
         self.open()
         timeout = check_timeout(timeout, zero=True)
         given = None if stream is None else streams.handle_of(stream)
+        self.outside_captures("synchronize", self._used() if given is None else [given])
         with self.alone():
             if given is None:
                 self._wait_for_all(timeout)
@@ -321,6 +362,7 @@ class Core:
         while self.in_flight:
             self.in_flight.popitem()[1].clear()
         self.registrations.forget()
+        self.windows.forget()
         own, self.own_stream = self.own_stream, 0
         if own:
             capi.pyncclCpuStreamDestroy(own)
@@ -335,7 +377,7 @@ class Core:
     def leave_at_exit(self, deadline: float | None) -> bool:
         """Complete the issued calls; False if that failed or `deadline` is None: then abort."""
         completed = deadline is not None and self._complete_issued(deadline)
-        if not self._take_from_watchdog(lib.PYNCCL_ENDS if completed else lib.PYNCCL_STAYS):
+        if not self._take_from_watchdog(lib.PYNCCL_ENDS if completed else self._departure()):
             lifetime.disown(int(self.handle))
         return completed
 
@@ -358,6 +400,10 @@ class Core:
             return False
         return True
 
+    def _departure(self) -> Any:
+        """Return what the other ranks hear if nobody aborts: they must not take this end for the failure."""
+        return lib.PYNCCL_STAYS if self.watch.verdict() is None else lib.PYNCCL_ABORTS_TOO
+
     def _take_from_watchdog(self, reason: Any) -> bool:
         """Stop watching; False if the watchdog has released the handle already."""
         self.watch.stop(reason)
@@ -369,22 +415,32 @@ class Core:
         self.forget("it belongs to the parent of this forked process; make a new one here")
         self.in_flight.clear()
         self.registrations.forget()
+        self.windows.forget()
         self.own_stream, self._scratch = 0, None
 
     @property
     def holdings(self) -> object:
-        """What the library may use until the communicator has ended: arrays in flight, and registrations."""
-        return self.in_flight, self.registrations
+        """What the library may use until the communicator has ended."""
+        return self.in_flight, self.registrations, self.windows
 
     def _warn(self) -> None:
         warnings.warn(f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=3)
-        self.registrations.note_left()
-        self.registrations.warn(self)
+        for memory in (self.windows, self.registrations):
+            memory.note_left()
+            memory.warn(self)
 
     def __del__(self) -> None:
         # No collective call here: garbage collection runs at other times on other ranks.
         if getattr(self, "handle", 0) and self.owned:
             lifetime.orphans.append(self.holdings)
-            if not self._take_from_watchdog(lib.PYNCCL_STAYS):
+            if not self._take_from_watchdog(self._departure()):
                 lifetime.disown(self.handle)
             self._warn()
+
+
+def _is_captured(stream: int) -> bool:
+    try:
+        return cuda.stream_is_capturing(stream)
+    except NcclUnhandledCudaError:
+        # It was destroyed; a wait for it says so.
+        return False

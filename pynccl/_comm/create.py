@@ -41,10 +41,10 @@ def take(
 ) -> None:
     """Set up `core` with the library's communicator; abort the communicator if that fails."""
     core.handle, core.owned = handle, owned
-    if owned:
-        lifetime.own(int(handle))
     lifetime.living.add(core)
     try:
+        if owned:
+            lifetime.own(int(handle))
         on_cpu = loader.backend() == "cpu"
         core.waits = int(on_cpu)
         core.settle("creating the communicator", look)

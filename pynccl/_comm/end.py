@@ -12,7 +12,7 @@ from pynccl._device.blocking import bounded
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._library.binding import lib
 from pynccl._library.generated import kinds
-from pynccl._memory import registration
+from pynccl._memory import registration, window
 from pynccl._trace import recorder
 from pynccl._watch.watchdog import BY_DEATH
 
@@ -26,6 +26,8 @@ _ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds 
 def finalize(core: Core) -> None:
     """Complete the outstanding calls of all ranks."""
     core.open()
+    core.outside_groups("ncclCommFinalize")
+    window.close_all(core)
     if core.registrations:
         with core.alone():
             registration.close_all(core)
@@ -34,12 +36,16 @@ def finalize(core: Core) -> None:
 
 def suspend(core: Core) -> None:
     """Release the communicator's device memory."""
+    core.open()
+    core.outside_groups("ncclCommSuspend")
     flags = capi.NCCL_SUSPEND_MEM
     _call(core, kinds.SUSPEND, lambda: capi.ncclCommSuspend(core.open(), flags))
 
 
 def resume(core: Core) -> None:
     """Allocate the device memory again that `suspend` released."""
+    core.open()
+    core.outside_groups("ncclCommResume")
     _call(core, kinds.RESUME, lambda: capi.ncclCommResume(core.open()))
 
 
@@ -68,6 +74,7 @@ def destroy(core: Core) -> None:
         # A destroy would finalize, which a revoked communicator cannot do.
         abort(core)
     else:
+        window.close_all(core)
         with core.alone(), recorder.recorded(core.c, kinds.DESTROY):
             registration.close_all(core)
             handle = core.close("it was destroyed")
@@ -82,6 +89,7 @@ def destroy(core: Core) -> None:
                     raise
             core.release()
     lib.pynccl_trace_mark(core.c.trace, kinds.DESTROY)
+    core.windows.warn(core)
     core.registrations.warn(core)
 
 
@@ -96,7 +104,7 @@ def abort(core: Core) -> None:
     for one in family:
         if one.handle:
             lib.pynccl_trace_mark(one.c.trace, kinds.ABORT)
-            if one.registrations and not one.owned:
+            if not one.owned:
                 _close_borrowed(one)
         # Announce the abort first, so that other ranks do not take the closed connection for a death.
         one.watch.stop(_abort_reason(one))
@@ -117,6 +125,10 @@ def abort(core: Core) -> None:
 
 def _close_borrowed(core: Core) -> None:
     """Deregister memory from a communicator that its creator goes on using."""
+    # Only all ranks together close a window.
+    lifetime.orphans += core.windows.kept()
+    if not core.registrations:
+        return
     try:
         with core.alone():
             registration.close_all(core, _BORROWED_SECONDS)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from pynccl import capi
 from pynccl._errors import NcclError
+from pynccl._timeouts import LONGEST
 
 
 class Member(Protocol):
@@ -63,17 +64,20 @@ class _AtEnd:
         self._done.wait(seconds)
 
 
+# PYNCCL_EXIT_TIMEOUT, read with the first communicator.
+_seconds = 5.0
 _leave: _AtEnd | None = None
 _abort: _AtEnd | None = None
 
 
 def own(handle: int) -> None:
     """Release a handle at exit, unless `disown` is called first."""
-    global _leave, _abort
-    owned.add(handle)
+    global _leave, _abort, _seconds
     if _leave is None:
+        _seconds = _exit_seconds()
         _leave, _abort = _AtEnd(capi.ncclCommDestroy), _AtEnd(capi.ncclCommAbort)
         _when_multiprocessing_ends()
+    owned.add(handle)
 
 
 def disown(handle: int) -> None:
@@ -93,7 +97,7 @@ def _at_exit() -> None:
 
     Completing the issued calls takes PYNCCL_EXIT_TIMEOUT seconds at most.
     """
-    deadline = time.monotonic() + _exit_seconds()
+    deadline = time.monotonic() + _seconds
     aborts = raised()
     broken = set(owned) if aborts else set()
     for communicator in list(living):
@@ -114,10 +118,11 @@ def raised() -> bool:
 
 
 def _exit_seconds() -> float:
-    try:
-        return float(os.environ.get("PYNCCL_EXIT_TIMEOUT", ""))
-    except ValueError:
-        return 5.0
+    text = os.environ.get("PYNCCL_EXIT_TIMEOUT") or "5"
+    with suppress(ValueError):
+        if (seconds := float(text)) >= 0:
+            return min(seconds, LONGEST)
+    raise ValueError(f"PYNCCL_EXIT_TIMEOUT is {text!r}; expected seconds, 0 or more")
 
 
 def _in_child() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -12,6 +12,7 @@ from pynccl._arrays.buffers import Array
 from pynccl._comm.arguments import apart, require_count
 from pynccl._comm.calls import Calls, PerCall, Piece
 from pynccl._comm.core import Core
+from pynccl._comm.one_sided import OneSided
 from pynccl._comm.reductions import Op, PreMulSum
 from pynccl._library.generated.kinds import (
     ALL_GATHER,
@@ -24,6 +25,7 @@ from pynccl._library.generated.kinds import (
     SCATTER,
     SEND,
 )
+from pynccl._memory.window import Window
 from pynccl._trace.recorder import with_callers
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ S = TypeVar("S", bound=np.generic)
     attrgetter("_core.c"),
     *("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
     *("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v", "all_to_all_v"),
-    *("send", "recv", "send_recv", "barrier"),
+    *("send", "recv", "send_recv", "barrier", "put_signal", "signal", "wait_signal"),
 )
 class Operations:
     """The operations of a communicator: each resolves its arrays, makes one call, and returns.
@@ -62,6 +64,7 @@ class Operations:
         self._arguments = calls.arguments
         self._run, self._run_in_pieces = calls.run, calls.run_in_pieces
         self._all_reduce = calls.usual_all_reduce()
+        self._one_sided = OneSided(calls)
 
     # --- the collectives ---
 
@@ -362,6 +365,60 @@ class Operations:
         communicator stays usable. Otherwise raises as `all_reduce` does.
         """
         self._calls.barrier(timeout)
+
+    # --- one-sided ---
+
+    def put_signal(
+        self,
+        array: Array,
+        peer: int,
+        window: Window,
+        offset: int = 0,
+        signal: int = 0,
+        *,
+        byte_offset: int | None = None,
+        context: int = 0,
+        stream: Any = None,
+    ) -> None:
+        """Write an array into a rank's part of a window, then increment its signal (ncclPutSignal).
+
+        The rank makes no matching call: it waits with `wait_signal`, and then sees the data. `offset` counts
+        elements of the window, whose dtype the array must have; `byte_offset` counts bytes, for any dtype.
+        Puts and signals to one rank take effect in their order. When the call is complete, `array` may be
+        reused. Needs NCCL >= 2.29.2. NVIDIA's NCCL wants both arrays in symmetric windows, and only signal 0
+        of context 0.
+
+        Raises TypeError or ValueError if the put does not fit into the window of `peer`, NcclInvalidUsage if
+        the window is closed, and otherwise as `all_reduce` does.
+        """
+        self._one_sided.put(array, peer, window, offset, byte_offset, signal, context, stream)
+
+    def signal(self, peer: int, signal: int = 0, *, context: int = 0, stream: Any = None) -> None:
+        """Increment a signal of a rank, after the earlier puts to it (ncclSignal, NCCL >= 2.29.2).
+
+        On a GPU `stream=None` is the current stream of the library of the newest window's array. Raises as
+        `all_reduce` does.
+        """
+        self._one_sided.signal(peer, signal, context, stream)
+
+    def wait_signal(
+        self,
+        peer: int | Mapping[int, int],
+        count: int = 1,
+        signal: int = 0,
+        *,
+        context: int = 0,
+        stream: Any = None,
+    ) -> None:
+        """Wait until `peer` has incremented a signal of this rank `count` times (ncclWaitSignal).
+
+        `peer` may be a dict of ranks and their counts; an empty one waits for nothing. A wait takes the
+        increments: the next wait for the same signal needs as many again. Later calls on the stream see the
+        data of the puts. Needs NCCL >= 2.29.2. With a time-out NcclTimeoutError names the rank, the signal,
+        and how many increments were expected and (CPU library) have arrived; otherwise raises as `signal`
+        does.
+        """
+        self._one_sided.wait(peer, count, signal, context, stream)
 
     # --- reductions ---
 

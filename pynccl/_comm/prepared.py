@@ -140,3 +140,6 @@ class Prepare:
     send = _preparing(Operations.send)
     recv = _preparing(Operations.recv)
     send_recv = _preparing(Operations.send_recv)
+    put_signal = _preparing(Operations.put_signal)
+    signal = _preparing(Operations.signal)
+    wait_signal = _preparing(Operations.wait_signal)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from pynccl._comm.core import BUSY, CLOSED, WAITING, Core
+from pynccl._comm.core import BUSY, CLOSED, NO_WINDOW, WAITING, Core
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._library.binding import address_of, fastcall, lib
-from pynccl._library.generated.kinds import FUNCTIONS
+from pynccl._library.generated.kinds import FUNCTIONS, PUT_SIGNAL
 from pynccl._library.status import IN_PROGRESS, check
 
 # Cores by the address of their pynccl_comm, by which C names a communicator.
@@ -22,6 +22,11 @@ cores: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
 def function_name(kind: int, configured: bool = False) -> str:
     """Return the C function of a kind of call; `configured`: the variant that takes a configuration."""
     return FUNCTIONS[kind] + ("Config" if configured else "")
+
+
+def closed_window(function: str) -> NcclInvalidUsage:
+    """Return the error of a put whose window was closed after the call was prepared or recorded."""
+    return NcclInvalidUsage(f"{function} cannot be called: its window was closed", function=function)
 
 
 class Recording:
@@ -103,6 +108,8 @@ class Recording:
             # In a finalizer the communicator may no longer be found.
             raise NcclInvalidUsage(f"{self.name()} cannot be called: its communicator was closed")
         failed = self.calls.failed
+        if result == NO_WINDOW:
+            raise closed_window(FUNCTIONS[PUT_SIGNAL])
         if 0 <= failed < self.calls.count:
             call = self.calls.calls[failed]
             function, handle = function_name(call.kind, bool(call.config)), int(call.comm.handle)

@@ -6,7 +6,7 @@ import importlib
 import threading
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from pynccl._errors import NcclError, NotSupportedError
 from pynccl._library import cuda, loader
@@ -21,6 +21,21 @@ class _Entered(threading.local):
 
     def __init__(self) -> None:
         self.contexts: list[ExitStack] = []
+
+
+class _Pool(Protocol):
+    _entered: _Entered
+
+    def update(self) -> None:
+        """Register the segments that the pool has got, and deregister those that it has freed."""
+
+
+def _leave(
+    self: _Pool, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Leave the newest context that this thread has entered."""
+    self._entered.contexts.pop().close()
+    self.update()
 
 
 class CupyAllocator:
@@ -86,11 +101,7 @@ class CupyAllocator:
             self._entered.contexts.append(stack.pop_all())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.contexts.pop().close()
-        self.update()
+    __exit__ = _leave
 
 
 class TorchAllocator:
@@ -144,11 +155,7 @@ class TorchAllocator:
         self._entered.contexts.append(stack)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.contexts.pop().close()
-        self.update()
+    __exit__ = _leave
 
 
 def known_segments(before: dict[int, Segment], addresses: list[int]) -> dict[int, Segment]:

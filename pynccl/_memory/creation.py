@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from operator import index
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 
@@ -21,6 +21,20 @@ from pynccl._memory.allocation import Allocation
 
 A = TypeVar("A")
 Shape = int | Sequence[int]
+# Of a NumPy array. It counts no bytes of more than 16 for an element, and no axis as 0.
+_TOO_MANY = 1 << 59
+_MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
+
+
+class Memory(Protocol):
+    """Memory that an array shows and keeps alive."""
+
+    @property
+    def ptr(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def device(self) -> int | None: ...
 
 
 class _Maker(NamedTuple):
@@ -29,7 +43,7 @@ class _Maker(NamedTuple):
     # Return the library's dtype of this name.
     dtype: Callable[[str], Any]
     # Return an array over an allocation; None: an array without elements.
-    make: Callable[[Allocation | None, tuple[int, ...], Any], Any]
+    make: Callable[[Memory | None, tuple[int, ...], Any], Any]
     # The device of the array's memory; None on the host or for the current device.
     device: int | None = None
 
@@ -66,13 +80,11 @@ def zeros(shape: Shape, dtype: Any = None, *, like: Any = None) -> Any:
 
 def _new(shape: Shape, dtype: Any, like: Any, *, clear: bool) -> Any:
     axes = _shape(shape)
-    code = code_of(_default_dtype(like) if dtype is None else dtype, "dtype")
     on_cpu = loader.backend() == "cpu"
     maker = _maker(like, on_cpu)
+    code = code_of(_default_dtype(like) if dtype is None else dtype, "dtype")
     kind = maker.dtype(dtypes.name_of(code))
     nbytes = math.prod(axes) * kind.itemsize
-    if nbytes >= 1 << 63:
-        raise ValueError(f"shape is {axes}, {nbytes} bytes; expected fewer than 2**63 bytes")
     with on_device(maker.device):
         memory = Allocation(nbytes) if nbytes else None
         array = maker.make(memory, axes, kind)
@@ -81,6 +93,16 @@ def _new(shape: Shape, dtype: Any, like: Any, *, clear: bool) -> Any:
         elif clear and memory:
             array[...] = 0
     return array
+
+
+def over(memory: Memory, shape: tuple[int, ...], code: int, like: Any) -> Any:
+    """Return an array over memory, of the library of `like` if that can be, else as `empty` without it."""
+    on_cpu = loader.backend() == "cpu"
+    try:
+        maker = _maker(like, on_cpu)
+    except TypeError:
+        maker = _maker(None, on_cpu)
+    return maker.make(memory, shape, maker.dtype(dtypes.name_of(code)))
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
@@ -92,6 +114,10 @@ def _shape(shape: Any) -> tuple[int, ...]:
         raise TypeError(f"shape is {shape!r}; expected an int or a sequence of ints")
     if any(axis < 0 for axis in axes):
         raise ValueError(f"shape is {shape!r}; expected no negative axis")
+    if len(axes) > _MOST_AXES or math.prod(axis or 1 for axis in axes) >= _TOO_MANY:
+        raise ValueError(
+            f"shape is {shape!r}; expected fewer than 2**59 elements, and at most {_MOST_AXES} axes"
+        )
     return axes
 
 
@@ -131,13 +157,13 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
         return found
 
 
-def _bytes(memory: Allocation, interface: str) -> Any:
+def _bytes(memory: Memory, interface: str) -> Any:
     """Return an object that shows the memory as bytes by an interface of arrays, and keeps it alive."""
     shown = {"shape": (memory.nbytes,), "typestr": "|u1", "data": (memory.ptr, False), "version": 3}
     return SimpleNamespace(**{interface: shown, "memory": memory})
 
 
-def _numpy(memory: Allocation | None, shape: tuple[int, ...], dtype: Any) -> Any:
+def _numpy(memory: Memory | None, shape: tuple[int, ...], dtype: Any) -> Any:
     if memory is None:
         return np.empty(shape, dtype)
     return np.asarray(_bytes(memory, "__array_interface__")).view(dtype).reshape(shape)
@@ -159,7 +185,7 @@ def _cupy_maker(device: int | None, on_cpu: bool) -> _Maker:
     return _Maker(_numpy_dtype, _cupy, device)
 
 
-def _cupy(memory: Allocation | None, shape: tuple[int, ...], dtype: Any) -> Any:
+def _cupy(memory: Memory | None, shape: tuple[int, ...], dtype: Any) -> Any:
     cupy = sys.modules["cupy"]
     ptr, nbytes = (memory.ptr, memory.nbytes) if memory else (0, 0)
     # Without a driver every array is in host memory, and has device 0.
@@ -183,7 +209,7 @@ def _torch_maker(torch: Any, like: Any, on_cpu: bool) -> _Maker:
     def dtype(name: str) -> Any:
         return getattr(torch, name)
 
-    def make(memory: Allocation | None, shape: tuple[int, ...], kind: Any) -> Any:
+    def make(memory: Memory | None, shape: tuple[int, ...], kind: Any) -> Any:
         if memory is None:
             return torch.empty(shape, dtype=kind, device=like.device)
         if on_cpu:

@@ -2,54 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Protocol
 
 from pynccl import capi
-from pynccl._arrays.buffers import Buffer, Span, held, kind_of
+from pynccl._arrays.buffers import Buffer, Span, held
 from pynccl._arrays.dtypes import itemsize
 from pynccl._errors import NcclError, NcclInvalidUsage
-from pynccl._library import cuda
-from pynccl._library.binding import lib
-
-_PACKAGE = __name__.partition(".")[0]
+from pynccl._memory.owner import Base, caller_line, complete, refuse_unless_idle
 
 
-class Watch(Protocol):
-    """The part of a communicator's watchdog that this module uses."""
+class Owner(Base, Protocol):
+    """A communicator with its registrations."""
 
-    def verdict(self) -> NcclError | None:
-        """Return the error that the watchdog has found, or None."""
-
-
-class Owner(Protocol):
-    """The part of a communicator that this module uses."""
-
-    handle: int
-    c: Any
-    device: int
-    streamless: bool
-    waits: int
     registrations: Registrations
-
-    @property
-    def watch(self) -> Watch: ...
-
-    def live(self) -> int:
-        """Return the handle; raise if the communicator is closed or has failed."""
-
-    def outside_groups(self, what: str) -> None:
-        """Raise inside group() or prepare."""
-
-    def alone(self, anyway: bool = False) -> AbstractContextManager[None]:
-        """Reserve the communicator for this thread."""
-
-    def wait(self, stream: int, what: str, timeout: float | None) -> None:
-        """Wait for a stream."""
 
 
 class Segment(Buffer):
@@ -160,7 +129,7 @@ class Registration:
             # The communicator has failed; its abort releases the memory.
             entry.made.clear()
         else:
-            _refuse_unless_idle(self._owner, "ncclCommDeregister", self.array)
+            refuse_unless_idle(self._owner, "ncclCommDeregister", self.array)
             with self._owner.alone():
                 _deregister(self._owner, entry)
                 entry.made.clear()
@@ -193,7 +162,7 @@ def register(owner: Owner, array: Any, span: Span) -> Registration:
     if not nbytes:
         raise ValueError("array has no elements; expected memory to register")
     owner.live()
-    _refuse_unless_idle(owner, "ncclCommRegister", array)
+    refuse_unless_idle(owner, "ncclCommRegister", array)
     return _add(owner, array, span[0], nbytes)
 
 
@@ -203,7 +172,7 @@ def _add(owner: Owner, array: Any, begin: int, nbytes: int) -> Registration:
         if entry is None:
             entry = _Entry(begin, nbytes, capi.ncclCommRegister(owner.live(), begin, nbytes), array)
             owner.registrations.add(entry)
-        return Registration(owner, entry, array, "" if isinstance(array, Segment) else _line())
+        return Registration(owner, entry, array, "" if isinstance(array, Segment) else caller_line())
 
 
 def registered(owner: Owner, span: Span) -> bool:
@@ -216,53 +185,21 @@ def close_all(owner: Owner, timeout: float | None = None) -> None:
     """Deregister all memory before the communicator is finalized or destroyed; the caller has reserved it."""
     if not owner.registrations:
         return
-    _complete(owner, timeout)
+    complete(owner, "ncclCommDeregister", timeout)
     owner.registrations.note_left()
     for entry in owner.registrations.entries():
         _remove(owner, entry)
 
 
 def _deregister(owner: Owner, entry: _Entry) -> None:
-    _complete(owner)
+    complete(owner, "ncclCommDeregister")
     _remove(owner, entry)
 
 
 def _remove(owner: Owner, entry: _Entry) -> None:
+    kept = entry.kept  # the memory, until it is deregistered
     owner.registrations.pop(entry)
     # NCCL gives no handle if NCCL_LOCAL_REGISTER=0 turns registration off.
     if entry.handle and owner.handle:
         capi.ncclCommDeregister(owner.handle, entry.handle)
-
-
-def _complete(owner: Owner, timeout: float | None = None) -> None:
-    """Wait for the calls in flight: deregistration unmaps memory that kernels still use."""
-    for stream in _used(owner):
-        owner.wait(stream, "ncclCommDeregister", timeout)
-
-
-def _used(owner: Owner) -> list[int]:
-    return [int(owner.c.used[i]) for i in range(owner.c.used_count)]
-
-
-def _refuse_unless_idle(owner: Owner, what: str, array: Any) -> None:
-    """Raise in a group and during a graph capture: neither can record a registration."""
-    owner.outside_groups(what)
-    if lib.pynccl_group_depth():
-        raise NcclInvalidUsage(f"{what} between ncclGroupStart and ncclGroupEnd: expected it outside")
-    if owner.waits or owner.streamless:
-        return
-    with cuda.using_device(owner.device):
-        for stream in {kind_of(array).current(array), *_used(owner)}:
-            if cuda.stream_is_capturing(stream):
-                raise NcclInvalidUsage(
-                    f"{what} during the graph capture of stream {stream:#x}: expected it before or after the "
-                    "capture, since a graph cannot replay a registration"
-                )
-
-
-def _line() -> str:
-    """Return the file and line of the code that called this package."""
-    frame: Any = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    del kept

@@ -215,6 +215,10 @@ _OPTIONAL: dict[str, Callable[[Any], Any]] = {
     "stream": _integer,
     "group": _number,
     "plan": _flag,
+    "signal": _number,
+    "context": _number,
+    "signals": _number,
+    "offset": _integer,
     "end_ns": _integer,
     "at": _text,
 }
@@ -225,7 +229,8 @@ def _record(values: dict[str, Any], size: int) -> TraceRecord:
     checked = {name: check(values[name]) for name, check in _NEEDED.items()}
     checked |= {n: check(values[n]) for n, check in _OPTIONAL.items() if values.get(n) is not None}
     record = TraceRecord(**checked)
-    if (record.peer is None) != (record.peer_seq is None) or (record.peer or 0) >= size:
+    numbers = [number for number in (record.peer_seq, record.signal) if number is not None]
+    if len(numbers) != (record.peer is not None) or (record.peer or 0) >= size:
         raise _Damaged
     if (record.dtype is None) != (record.count is None):
         raise _Damaged

@@ -43,9 +43,15 @@ def say(record: TraceRecord, full: bool = False) -> str:
     text = record.call
     if record.seq:
         text += f" #{record.seq}"
+    if record.peer_seq is not None:
+        text += f" #{record.peer_seq}"
     if record.peer is not None:
-        text += f" #{record.peer_seq} {'to' if record.call == 'send' else 'from'} rank {record.peer}"
+        text += f" {'from' if record.call in ('recv', 'wait_signal') else 'to'} rank {record.peer}"
     parts = [] if record.dtype is None else [record.dtype, f"{record.count:,}"]
+    if record.signal is not None:
+        parts.append(f"signal {record.signal}{f' of context {record.context}' if record.context else ''}")
+    if record.signals is not None:
+        parts.append(f"{record.signals:,} expected")
     if record.op is not None and (full or record.op != "sum"):
         parts.append(record.op)
     if record.root is not None:
@@ -322,6 +328,37 @@ def _instead(member: Member, call: str, peer: int) -> str:
     return f"it {_why(member)}"
 
 
+def _signals(world: World) -> Iterator[str]:
+    """Yield texts for waits for signals that have not come."""
+    for rank, member in sorted(world.members.items()):
+        record = next((r for r in member.records if r.call == "wait_signal" and r.state in PENDING), None)
+        if record is None or record.peer is None:
+            continue
+        text, other = _say_call([rank], record), world.members.get(record.peer)
+        if other is None:
+            how = "had closed the communicator" if record.peer in world.gone else "left no file"
+            yield f"{text}, which {how}"
+        else:
+            yield f"{text}; {_sent(member, record, other)}"
+
+
+def _sent(member: Member, wait: TraceRecord, other: Member) -> str:
+    """Return what another rank has done about the signals that a rank waits for."""
+
+    def is_same(record: TraceRecord, peer: int) -> bool:
+        return (record.peer, record.signal, record.context) == (peer, wait.signal, wait.context)
+
+    if not all(m.records and m.records[0].call == "init" for m in (member, other)):
+        return f"rank {other.rank} {_why(other)}"
+    before = sum(
+        r.signals or 0
+        for r in member.records
+        if r is not wait and r.call == "wait_signal" and r.state == "done" and is_same(r, other.rank)
+    )
+    calls = [r for r in other.records if r.call in ("put_signal", "signal") and is_same(r, member.rank)]
+    return f"rank {other.rank} has signalled {len(calls) - before:,} of them, and {_why(other)}"
+
+
 def _endings(world: World) -> Iterator[str]:
     """Yield texts for outstanding calls without a number, such as finalize."""
     for call in ("finalize", "destroy", "shrink", "suspend", "resume"):
@@ -386,7 +423,7 @@ def findings(world: World) -> list[str]:
     pairs = list(_pairs(world))
     found = list(_collectives(world))
     # If only sends and recvs are outstanding, report nothing else.
-    return [*found, *pairs, *_endings(world)]
+    return [*found, *pairs, *_signals(world), *_endings(world)]
 
 
 def _quiet(world: World) -> str:

@@ -49,6 +49,8 @@ class TraceRecord:
     the same number on two ranks means the same call. Calls with the same `group` were issued together.
     `state` is "called" (still in the library's function), "taken" (accepted by the library, running
     or queued), "done" or "failed". `result` is NCCL's code, or -1 after an exception without a code.
+    One-sided calls have `peer`, `signal` and `context`; a put has `offset`, in bytes of the peer's window as
+    the library counts them, and a wait `signals`, the number that it waits for.
     Times are nanoseconds since 1970; `end_ns` is the time at which the call was found to be done.
     """
 
@@ -69,6 +71,10 @@ class TraceRecord:
     stream: int | None = None
     group: int | None = None
     plan: bool = False
+    signal: int | None = None
+    context: int | None = None
+    signals: int | None = None
+    offset: int | None = None
     end_ns: int | None = None
     at: str | None = None
 
@@ -239,6 +245,14 @@ def own_folder(path: str) -> str:
     return own
 
 
+def _require_writable(folder: str) -> None:
+    """Make a file and remove it: permissions alone do not tell whether the file system takes one."""
+    import tempfile
+
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def _is_own(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
@@ -288,6 +302,8 @@ def _install(rank: int) -> None:
     world = os.environ.get("RANK", "")
     try:
         where = own_folder(folder or ".") if folder or number else ""
+        if where:
+            _require_writable(where)
     except OSError as reason:
         raise OSError(reason.errno, f"{DIR} cannot be used: {reason.strerror}", reason.filename) from None
     _set_process(int(world) if world.isdecimal() else rank, where)

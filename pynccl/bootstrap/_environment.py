@@ -34,6 +34,8 @@ class Names(NamedTuple):
 
 
 TORCHRUN = Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+# `pynccl run` sets the same variables and this one.
+_STORE = "PYNCCL_STORE"
 _SLURM = Names("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OPEN_MPI = "OMPI_COMM_WORLD_"
 _LAUNCHERS = (
@@ -71,6 +73,8 @@ def detect(environ: Mapping[str, str]) -> Launcher:
     if not found:
         return NOBODY
     names = found[0]
+    if names is TORCHRUN and _STORE in environ and "TORCHELASTIC_RUN_ID" not in environ:
+        names = names._replace(launcher="`pynccl run`")
     # srun sets the PMI variables too, and hydra appears under two names.
     others = tuple(dict.fromkeys(n.launcher for n in found[1:] if n.launcher not in ("PMI", names.launcher)))
     return Launcher(

@@ -13,6 +13,7 @@ complete. Features that NCCL lacks (tags, ANY_SOURCE, logical and user operation
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mpi4py
@@ -37,9 +38,12 @@ from pynccl.mpi._messages import (
     several,
     wholes,
 )
+from pynccl.mpi._persistent import Persistent
+from pynccl.mpi._requests import Lane, Prequest
 from pynccl.mpi._staging import Staging, neutral
+from pynccl.mpi._win import Win
 
-__all__ = ["Comm"]
+__all__ = ["Comm", "Prequest", "Win"]
 
 if int(mpi4py.__version__.partition(".")[0]) < 4:
     raise ImportError(f"pynccl.mpi needs mpi4py 4 or newer; mpi4py {mpi4py.__version__} is installed")
@@ -94,7 +98,7 @@ def _reduced(sendbuf: Any, recvbuf: Any) -> tuple[Message, Message]:
     return send, recv
 
 
-class Comm:
+class Comm(Persistent):
     """An mpi4py communicator that sends device arrays by NCCL; every rank must create one.
 
     `mpi` is the mpi4py communicator, `nccl` the pynccl one. All other attributes are mpi4py's own.
@@ -105,9 +109,26 @@ class Comm:
     ) -> None:
         if not isinstance(mpi, MPI.Comm) or mpi == MPI.COMM_NULL or mpi.Is_inter():
             raise TypeError(f"mpi is {mpi!r}; expected an mpi4py intracommunicator")
-        self.mpi = mpi
-        self.nccl = init(mpi, **options) if nccl is None else nccl
         self._options = options
+        self._over(mpi, init(mpi, **options) if nccl is None else nccl)
+
+    def _over(self, mpi: MPI.Comm, nccl: Communicator) -> None:
+        self.mpi, self.nccl = mpi, nccl
+        # The copy of a Comm that prepares a persistent call has others.
+        self._calls: Any = self.nccl
+        self._group: Callable[[], AbstractContextManager[Any]] = Group
+        # For the requests and windows of this communicator, not for programs.
+        self.lane = Lane(self.nccl)
+
+    def _stage(self, *, messages: bool = False) -> Staging:
+        """Return the memory of a call; `messages`: the messages that were started join the call's group."""
+        if not messages and self._calls is self.nccl:
+            self.lane.issue()
+        return Staging(self._calls, self._group)
+
+    def _messages(self) -> AbstractContextManager[Any]:
+        """Return a group that the messages that were started join."""
+        return self.lane.joining() if self._calls is self.nccl and self.lane.messages else self._group()
 
     @property
     def rank(self) -> int:
@@ -156,8 +177,8 @@ class Comm:
             self.mpi.Allreduce(sendbuf, recvbuf, op)
             return
         send, recv = _reduced(sendbuf, recvbuf)
-        with Staging(self.nccl) as stage:
-            self.nccl.all_reduce(stage.send(send), stage.recv(recv), _op(op, recv))
+        with self._stage() as stage:
+            self._calls.all_reduce(stage.send(send), stage.recv(recv), _op(op, recv))
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, root: int = 0) -> None:
         """Reduce to the root; MPI.IN_PLACE as its sendbuf."""
@@ -166,9 +187,9 @@ class Comm:
             self.mpi.Reduce(sendbuf, recvbuf, op, root)
             return
         send, recv = _reduced(sendbuf, recvbuf) if here else (one(sendbuf, "sendbuf"), None)
-        with Staging(self.nccl) as stage:
+        with self._stage() as stage:
             target = None if recv is None else stage.recv(recv)
-            self.nccl.reduce(stage.send(send), target, _op(op, send), root)
+            self._calls.reduce(stage.send(send), target, _op(op, send), root)
 
     def Bcast(self, buf: Any, root: int = 0) -> None:
         """Copy the root's buffer to every rank."""
@@ -177,8 +198,8 @@ class Comm:
             return
         here = self.rank == root
         message = one(buf, "buf", writes=not here)
-        with Staging(self.nccl) as stage:
-            self.nccl.broadcast(stage.send(message) if here else stage.recv(message), root=root)
+        with self._stage() as stage:
+            self._calls.broadcast(stage.send(message) if here else stage.recv(message), root=root)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         """Collect equal parts on every rank; MPI.IN_PLACE as sendbuf."""
@@ -188,8 +209,8 @@ class Comm:
         recv = one(recvbuf, "recvbuf", self.size, writes=True)
         send = recv.share(self.rank) if in_place(sendbuf) else one(sendbuf, "sendbuf")
         require_alike(send, recv.share(self.rank))
-        with Staging(self.nccl) as stage:
-            self.nccl.all_gather(stage.send(send), stage.recv(recv))
+        with self._stage() as stage:
+            self._calls.all_gather(stage.send(send), stage.recv(recv))
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
         """Collect parts of any length on every rank; MPI.IN_PLACE as sendbuf."""
@@ -198,11 +219,11 @@ class Comm:
             return
         recv = several(recvbuf, "recvbuf", self.size, writes=True)
         send = self._own(sendbuf, "sendbuf", recv)
-        with Staging(self.nccl) as stage:
+        with self._stage() as stage:
             mine, parts = stage.send(send), stage.recvs(recv)
-            with Group():
+            with self._group():
                 for root, part in enumerate(parts):
-                    self.nccl.broadcast(mine if root == self.rank else None, part, root)
+                    self._calls.broadcast(mine if root == self.rank else None, part, root)
 
     def _own(self, spec: Any, name: str, parts: Message, writes: bool = False) -> Message:
         """Read the argument for this rank's part; MPI.IN_PLACE means the part of the other argument."""
@@ -221,14 +242,14 @@ class Comm:
         if not on_device(sendbuf=sendbuf, recvbuf=recvbuf if here else None):
             self.mpi.Gather(sendbuf, recvbuf, root)
             return
-        with Staging(self.nccl) as stage:
+        with self._stage() as stage:
             if not here:
-                self.nccl.gather(stage.send(one(sendbuf, "sendbuf")), None, root)
+                self._calls.gather(stage.send(one(sendbuf, "sendbuf")), None, root)
                 return
             recv = one(recvbuf, "recvbuf", self.size, writes=True)
             send = recv.share(root) if in_place(sendbuf) else one(sendbuf, "sendbuf")
             require_alike(send, recv.share(root))
-            self.nccl.gather(stage.send(send), stage.recv(recv), root)
+            self._calls.gather(stage.send(send), stage.recv(recv), root)
 
     def Gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
         """Collect parts of any length on the root; MPI.IN_PLACE as its sendbuf."""
@@ -236,19 +257,19 @@ class Comm:
         if not on_device(sendbuf=sendbuf, recvbuf=recvbuf if here else None):
             self.mpi.Gatherv(sendbuf, recvbuf, root)
             return
-        with Staging(self.nccl) as stage:
+        with self._stage() as stage:
             if not here:
-                self.nccl.send(stage.send(one(sendbuf, "sendbuf")), root)
+                self._calls.send(stage.send(one(sendbuf, "sendbuf")), root)
                 return
             recv = several(recvbuf, "recvbuf", self.size, writes=True)
             send = self._own(sendbuf, "sendbuf", recv)
             peers, stays = self._peers(send, recv)
             mine, parts = None if stays else stage.send(send), stage.recvs(recv.of(*peers))
-            with Group():
+            with self._group():
                 if mine is not None:
-                    self.nccl.send(mine, root)
+                    self._calls.send(mine, root)
                 for peer, part in zip(peers, parts, strict=True):
-                    self.nccl.recv(part, peer)
+                    self._calls.recv(part, peer)
 
     def _peers(self, own: Message, parts: Message) -> tuple[list[int], bool]:
         """Return the ranks to exchange parts with, and whether this rank's own part stays in place."""
@@ -261,14 +282,14 @@ class Comm:
         if not on_device(sendbuf=sendbuf if here else None, recvbuf=recvbuf):
             self.mpi.Scatter(sendbuf, recvbuf, root)
             return
-        with Staging(self.nccl) as stage:
+        with self._stage() as stage:
             if not here:
-                self.nccl.scatter(None, stage.recv(one(recvbuf, "recvbuf", writes=True)), root)
+                self._calls.scatter(None, stage.recv(one(recvbuf, "recvbuf", writes=True)), root)
                 return
             send = one(sendbuf, "sendbuf", self.size)
             recv = send.share(root) if in_place(recvbuf) else one(recvbuf, "recvbuf", writes=True)
             require_alike(recv, send.share(root))
-            self.nccl.scatter(stage.send(send), stage.recv(recv), root)
+            self._calls.scatter(stage.send(send), stage.recv(recv), root)
 
     def Scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> None:
         """Send parts of any length of the root's buffer to the ranks; MPI.IN_PLACE as its recvbuf."""
@@ -276,19 +297,19 @@ class Comm:
         if not on_device(sendbuf=sendbuf if here else None, recvbuf=recvbuf):
             self.mpi.Scatterv(sendbuf, recvbuf, root)
             return
-        with Staging(self.nccl) as stage:
+        with self._stage() as stage:
             if not here:
-                self.nccl.recv(stage.recv(one(recvbuf, "recvbuf", writes=True)), root)
+                self._calls.recv(stage.recv(one(recvbuf, "recvbuf", writes=True)), root)
                 return
             send = several(sendbuf, "sendbuf", self.size)
             recv = self._own(recvbuf, "recvbuf", send, writes=True)
             peers, stays = self._peers(recv, send)
             parts, mine = stage.sends(send.of(*peers)), None if stays else stage.recv(recv)
-            with Group():
+            with self._group():
                 for peer, part in zip(peers, parts, strict=True):
-                    self.nccl.send(part, peer)
+                    self._calls.send(part, peer)
                 if mine is not None:
-                    self.nccl.recv(mine, root)
+                    self._calls.recv(mine, root)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
         """Exchange equal parts between all ranks; MPI.IN_PLACE as sendbuf."""
@@ -298,8 +319,8 @@ class Comm:
         recv = one(recvbuf, "recvbuf", self.size, writes=True)
         send = recv if in_place(sendbuf) else one(sendbuf, "sendbuf", self.size)
         require_alike(send, recv)
-        with Staging(self.nccl) as stage:
-            self.nccl.all_to_all(stage.send(send, apart=in_place(sendbuf)), stage.recv(recv))
+        with self._stage() as stage:
+            self._calls.all_to_all(stage.send(send, apart=in_place(sendbuf)), stage.recv(recv))
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
         """Exchange parts of any length between all ranks; MPI.IN_PLACE as sendbuf."""
@@ -319,13 +340,13 @@ class Comm:
         require_alike(send.of(self.rank), recv.of(self.rank))
         if not stays:
             require_apart(send, recv)
-        with Staging(self.nccl) as stage:
+        with self._stage() as stage:
             sends, recvs = stage.sends(send, apart=stays), stage.recvs(recv)
-            with Group():
+            with self._group():
                 for peer, part in enumerate(sends):
-                    self.nccl.send(part, peer)
+                    self._calls.send(part, peer)
                 for peer, part in enumerate(recvs):
-                    self.nccl.recv(part, peer)
+                    self._calls.recv(part, peer)
 
     def Reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: MPI.Op = MPI.SUM
@@ -369,14 +390,14 @@ class Comm:
         require_alike(recv, send._replace(regions=[given._replace(entries=counts[self.rank])]))
         if not apart:
             require_apart(send, recv)
-        with Staging(self.nccl) as stage:
+        with self._stage() as stage:
             source, target = stage.send(send), stage.recv(recv, apart=apart)
             if len(set(counts)) == 1:
-                self.nccl.reduce_scatter(source, target, name)
+                self._calls.reduce_scatter(source, target, name)
             else:
                 if not counts[self.rank]:
                     target = part_of(None, 0, 0, send.dtype)
-                self.nccl.reduce_scatter_v(source, target, counts, name)
+                self._calls.reduce_scatter_v(source, target, counts, name)
 
     def Scan(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
         """Reduce the ranks up to this one; MPI.IN_PLACE as sendbuf."""
@@ -399,17 +420,18 @@ class Comm:
         if not stays:
             require_apart(send, recv)
         # One reduction for each rank, to which higher ranks contribute neutral elements.
-        with Staging(self.nccl) as stage:
+        with self._stage() as stage:
             source = stage.send(send)
             target = stage.recv(recv, apart=stays) if self.rank >= first else None
             nothing = neutral(send, reduction) if send.entries else source
-            with Group():
+            with self._group():
                 for root in range(first, self.size):
                     mine = source if self.rank <= root - first else nothing
-                    self.nccl.reduce(mine, target if root == self.rank else None, reduction, root)
+                    self._calls.reduce(mine, target if root == self.rank else None, reduction, root)
 
     def Barrier(self) -> None:
         """Return when every rank has called Barrier."""
+        self.lane.issue()
         self.mpi.Barrier()
 
     # --- point to point ---
@@ -421,8 +443,10 @@ class Comm:
             return
         _require_no_tag(tag, "tag", (0,))
         if dest != MPI.PROC_NULL:
-            with Staging(self.nccl) as stage:
-                self.nccl.send(stage.send(one(buf, "buf")), dest)
+            with self._stage(messages=True) as stage:
+                part = stage.send(one(buf, "buf"))
+                with self._messages():
+                    self._calls.send(part, dest)
 
     def Recv(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
@@ -433,8 +457,10 @@ class Comm:
             return
         self._require_source(source, tag, status)
         if source != MPI.PROC_NULL:
-            with Staging(self.nccl) as stage:
-                self.nccl.recv(stage.recv(one(buf, "buf", writes=True)), source)
+            with self._stage(messages=True) as stage:
+                part = stage.recv(one(buf, "buf", writes=True))
+                with self._messages():
+                    self._calls.recv(part, source)
 
     def Sendrecv(
         self,
@@ -478,14 +504,14 @@ class Comm:
         self._swap(send, dest, None if source == MPI.PROC_NULL else message, source)
 
     def _swap(self, send: Message | None, dest: int, recv: Message | None, source: int) -> None:
-        with Staging(self.nccl) as stage:
+        with self._stage(messages=True) as stage:
             out = None if send is None else stage.send(send, apart=send is recv)
             into = None if recv is None else stage.recv(recv)
-            with Group():
+            with self._messages():
                 if out is not None:
-                    self.nccl.send(out, dest)
+                    self._calls.send(out, dest)
                 if into is not None:
-                    self.nccl.recv(into, source)
+                    self._calls.recv(into, source)
 
     def _require_source(self, source: int, tag: int, status: MPI.Status | None) -> None:
         if source == MPI.ANY_SOURCE:

@@ -169,7 +169,7 @@ def is_device(array: Any) -> bool:
     return hasattr(array, "__cuda_array_interface__")
 
 
-def _place(spec: Any) -> bool | None:
+def place_of(spec: Any) -> bool | None:
     """Tell whether an argument names device memory; None if it names no memory."""
     data = spec[0] if isinstance(spec, list | tuple) and spec else spec
     if data is None or isinstance(data, type(MPI.IN_PLACE) | type(MPI.BOTTOM)):
@@ -179,7 +179,7 @@ def _place(spec: Any) -> bool | None:
 
 def on_device(**specs: Any) -> bool:
     """Tell whether a call's arguments name device memory; raise if only some do."""
-    places = {name: _place(spec) for name, spec in specs.items()}
+    places = {name: place_of(spec) for name, spec in specs.items()}
     if True not in places.values():
         return False
     for name, place in places.items():
@@ -203,7 +203,7 @@ def one(spec: Any, name: str, blocks: int = 1, *, writes: bool = False) -> Messa
     data, count, displacement, datatype = _items(spec, name, (tuple, list))
     memory = _memory(data, name, writes)
     layout = _layout(datatype, memory, name)
-    start = 0 if displacement is None else _whole(displacement, f"the displacement of {name}")
+    start = 0 if displacement is None else whole(displacement, f"the displacement of {name}")
     offset = start * layout.extent
     if offset > memory.nbytes:
         raise ValueError(f"{name} has displacement {start}, beyond the {memory.nbytes} bytes of its array")
@@ -213,8 +213,36 @@ def one(spec: Any, name: str, blocks: int = 1, *, writes: bool = False) -> Messa
             raise ValueError(f"{name} has {entries} elements; expected a multiple of the {blocks} ranks")
         each = entries // blocks
     else:
-        each = _whole(count, f"the count of {name}")
+        each = whole(count, f"the count of {name}")
     return _within(Message(name, memory, [Region(offset, each * blocks, layout)], each))
+
+
+def target_of(spec: Any, origin: Message, nbytes: int, unit: int, rank: int) -> Region:
+    """Read the target of a put or get: where the origin's data are in a rank's memory."""
+    items = [spec] if _is_int(spec) else [] if spec is None else spec
+    if not isinstance(items, list | tuple) or len(items) > 3:
+        raise TypeError(f"target is {spec!r}; expected a displacement, or displacement, count and datatype")
+    displacement, count, datatype = [*items, None, None, None][:3]
+    (region,) = origin.regions
+    start = 0 if displacement is None else whole(displacement, "the displacement of target")
+    entries = origin.entries if count is None else whole(count, "the count of target")
+    layout = region.layout
+    if datatype is not None:
+        layout = _layout(datatype, origin.memory._replace(dtype=None), "target")
+    target = Region(start * unit, entries, layout)
+    if target.nbytes != region.nbytes:
+        raise ValueError(f"target has {target.nbytes} bytes; expected {region.nbytes}, the bytes of origin")
+    if region.nbytes and layout.dtype != region.layout.dtype:
+        raise ValueError(
+            f"target has {layout.dtype or 'bytes'}; expected the datatype of origin, "
+            f"{region.layout.dtype or 'bytes'}"
+        )
+    first, last = target.ends()
+    if target.nbytes and (first < 0 or last > nbytes):
+        raise ValueError(
+            f"target has bytes {first} to {last}; expected them within the {nbytes} bytes of rank {rank}"
+        )
+    return target
 
 
 def several(spec: Any, name: str, blocks: int, *, writes: bool = False) -> Message:
@@ -226,13 +254,13 @@ def several(spec: Any, name: str, blocks: int, *, writes: bool = False) -> Messa
         share, rest = divmod(_entries(memory.nbytes, layout, name), blocks)
         each = [share + (rest > i) for i in range(blocks)]
     elif _is_int(counts):
-        each = [_whole(counts, f"the count of {name}")] * blocks
+        each = [whole(counts, f"the count of {name}")] * blocks
     else:
         each = wholes(counts, f"the counts of {name}", blocks)
     if displacements is None:
         starts = [0, *itertools.accumulate(each[:-1])]
     elif _is_int(displacements):
-        stride = _whole(displacements, f"the stride of {name}")
+        stride = whole(displacements, f"the stride of {name}")
         starts = [stride * i for i in range(blocks)]
     else:
         starts = wholes(displacements, f"the displacements of {name}", blocks)
@@ -294,7 +322,8 @@ def _is_int(value: Any) -> bool:
     return True
 
 
-def _whole(value: Any, what: str) -> int:
+def whole(value: Any, what: str) -> int:
+    """Return a number of 0 or more as an int; raise for anything else."""
     if not _is_int(value):
         raise TypeError(f"{what} is {value!r}; expected an int")
     if index(value) < 0:
@@ -306,7 +335,7 @@ def wholes(values: Any, what: str, size: int) -> list[int]:
     """Return a sequence of non-negative ints, one for every rank."""
     if not isinstance(values, Iterable):
         raise TypeError(f"{what} is {values!r}; expected a sequence of {size} ints")
-    numbers = [_whole(value, what) for value in values]
+    numbers = [whole(value, what) for value in values]
     if len(numbers) != size:
         raise ValueError(f"{what} has {len(numbers)} entries; expected {size}, one for each rank")
     return numbers

@@ -6,14 +6,14 @@ on the array's stream, with every library, and without kernels of pynccl's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from pynccl._arrays.buffers import kind_of, spans
-from pynccl._comm.communicator import Communicator
-from pynccl._comm.groups import Group
 from pynccl._errors import NotSupportedError
 from pynccl._library import loader
 from pynccl._library.binding import lib
@@ -28,8 +28,8 @@ _LARGEST = {"float8_e4m3fn": 448.0}
 class Staging:
     """The temporary memory of one call; received data are unpacked from it at the end."""
 
-    def __init__(self, nccl: Communicator) -> None:
-        self._nccl = nccl
+    def __init__(self, calls: Any, group: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._calls, self._group = calls, group
         self._unpack: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> Staging:
@@ -79,12 +79,12 @@ class Staging:
         return part_of(scratch, pointer, region.nbytes, region.layout.dtype)
 
     def _copy(self, copies: list[tuple[Any, Any]]) -> None:
-        me = self._nccl.rank
+        me = self._calls.rank
         for start in range(0, len(copies), _BATCH):
-            with Group():
+            with self._group():
                 for source, target in copies[start : start + _BATCH]:
-                    self._nccl.send(source, me)
-                    self._nccl.recv(target, me)
+                    self._calls.send(source, me)
+                    self._calls.recv(target, me)
 
 
 def neutral(message: Message, op: str) -> Any:

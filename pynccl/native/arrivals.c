@@ -20,7 +20,7 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
   switch (f->kind) {
     case FRAME_BEAT:
       p->calls = f->number;
-      p->last_kind = f->code <= PYNCCL_BARRIER ? (int)f->code : 0;
+      p->last_kind = f->code < PYNCCL_PLAN ? (int)f->code : 0;
       break;
     case FRAME_DEPARTURE:
       p->departure = f->code ? (int)f->code : PYNCCL_CLOSES;

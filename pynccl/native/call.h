@@ -6,16 +6,19 @@
 
 typedef struct pynccl_comm pynccl_comm;
 
+enum { PYNCCL_SIGNAL_BITS = 16 };
+
 typedef struct pynccl_call {
   pynccl_comm* comm;
   int kind;
   int datatype;
-  int op;
-  int root;  // the peer of a send or recv
+  int op;    // of a one-sided call: the signal, and above PYNCCL_SIGNAL_BITS the context
+  int root;  // the peer of a send, a recv or a one-sided call
   uintptr_t send;
-  uintptr_t recv;
-  size_t count;
+  uintptr_t recv;  // of a put: the offset in the peer's window, in bytes
+  size_t count;    // of a wait: how many signals
   uintptr_t stream;
   const ncclCollConfig_t* config;
-  unsigned caller;  // a number of pynccl_trace_intern
+  const uintptr_t* window;  // of a put: the handle; 0 once the window is closed
+  unsigned caller;          // a number of pynccl_trace_intern
 } pynccl_call;

@@ -44,7 +44,9 @@ int pynccl_leave_mine(pynccl_comm* comm) {
   return 1;
 }
 
-static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream) {
+// A stream that the library refused may not exist.
+static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream, int result) {
+  if (result && result != ncclInProgress) return;
   for (int i = comm->used_count; i-- > 0;)
     if (comm->used[i] == stream) return;
   uintptr_t* used = pynccl_room(comm->used, comm->used_count, &comm->used_capacity, sizeof *used);
@@ -68,6 +70,9 @@ static int pynccl_overlaps(const pynccl_call* c) {
   switch (c->kind) {
     case PYNCCL_SEND:
     case PYNCCL_RECV:
+    case PYNCCL_PUT_SIGNAL:
+    case PYNCCL_SIGNAL:
+    case PYNCCL_WAIT_SIGNAL:
       return 0;
     case PYNCCL_ALL_TO_ALL:
       return !pynccl_disjoint(c->send, all, c->recv, all);
@@ -75,6 +80,8 @@ static int pynccl_overlaps(const pynccl_call* c) {
       if (comm->rank != c->root) return 0;
       // fall through
     case PYNCCL_ALL_GATHER:
+    case PYNCCL_WINDOW:
+    case PYNCCL_CLOSE_WINDOW:
       return c->send != c->recv + mine && !pynccl_disjoint(c->send, bytes, c->recv, all);
     case PYNCCL_SCATTER:
       if (comm->rank != c->root) return 0;
@@ -111,6 +118,21 @@ static int pynccl_or_pairs(int result, const pynccl_call* c) {
   return result == PYNCCL_NOT_FOUND && !c->config ? pynccl_pairs(c) : result;
 }
 
+static int pynccl_put(const pynccl_call* c, int signal, int context) {
+  const uintptr_t window = __atomic_load_n(c->window, __ATOMIC_ACQUIRE);
+  if (!window) return PYNCCL_NO_WINDOW;
+  return ncclPutSignal(c->send, c->count, c->datatype, c->root, window, c->recv, signal, context, 0,
+                       c->comm->handle, c->stream);
+}
+
+static int pynccl_one_sided(const pynccl_call* c) {
+  const int signal = c->op & ((1 << PYNCCL_SIGNAL_BITS) - 1), context = c->op >> PYNCCL_SIGNAL_BITS;
+  if (c->kind == PYNCCL_PUT_SIGNAL) return pynccl_put(c, signal, context);
+  if (c->kind == PYNCCL_SIGNAL) return ncclSignal(c->root, signal, context, 0, c->comm->handle, c->stream);
+  ncclWaitSignalDesc_t wait = {.opCnt = (int)c->count, .peer = c->root, .sigIdx = signal, .ctx = context};
+  return ncclWaitSignal(1, &wait, c->comm->handle, c->stream);
+}
+
 #define PLAIN(function, ...) function(__VA_ARGS__, c->comm->handle, c->stream)
 #define CALL(function, ...)                                                         \
   (c->config ? function##Config(__VA_ARGS__, c->comm->handle, c->stream, c->config) \
@@ -127,6 +149,12 @@ static int pynccl_run(const pynccl_call* c) {
       return CALL(ncclReduce, c->send, c->recv, c->count, c->datatype, c->op, c->root);
     case PYNCCL_BROADCAST:
       return CALL(ncclBroadcast, c->send, c->recv, c->count, c->datatype, c->root);
+    case PYNCCL_WINDOW:
+    case PYNCCL_CLOSE_WINDOW:
+      // With NVIDIA's library nothing tells an exchange from an all_gather of the program.
+      if (c->comm->waits)
+        return PLAIN(pyncclCpuExchange, c->send, c->recv, c->count, 1 + (c->kind == PYNCCL_CLOSE_WINDOW));
+      // fall through
     case PYNCCL_ALL_GATHER:
       return CALL(ncclAllGather, c->send, c->recv, c->count, c->datatype);
     case PYNCCL_REDUCE_SCATTER:
@@ -141,6 +169,10 @@ static int pynccl_run(const pynccl_call* c) {
       return PLAIN(ncclSend, c->send, c->count, c->datatype, c->root);
     case PYNCCL_RECV:
       return PLAIN(ncclRecv, c->recv, c->count, c->datatype, c->root);
+    case PYNCCL_PUT_SIGNAL:
+    case PYNCCL_SIGNAL:
+    case PYNCCL_WAIT_SIGNAL:
+      return pynccl_one_sided(c);
     default:
       return ncclInvalidArgument;
   }
@@ -172,7 +204,7 @@ static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
   }
   pynccl_entry* record = trace ? pynccl_trace_call(trace, call, now, 0) : NULL;
   r = pynccl_run(call);
-  pynccl_use_stream(comm, call->stream);
+  pynccl_use_stream(comm, call->stream, r);
   if (comm->watch) {
     if (!wait && !r) pynccl_watch_issued(comm, call->stream);
     pynccl_watch_end(comm);
@@ -416,7 +448,7 @@ int pynccl_list_run(pynccl_list* list) {
   if (list->count) r = pynccl_group_run(list, NULL);
   for (int i = 0; i < list->use_count; ++i) {
     const pynccl_use* use = &list->uses[i];
-    pynccl_use_stream(use->comm, use->stream);
+    pynccl_use_stream(use->comm, use->stream, r);
     if (use->comm->watch && !use->wait && !r) pynccl_watch_issued(use->comm, use->stream);
   }
   for (int i = 0; i < list->use_count; ++i)

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "names.h"
+#include "ring.h"
 #include "verdicts.h"
 
 // The time-out of a communicator without one.
@@ -30,6 +31,12 @@ int pynccl_check_on(pynccl_comm* comm, int on) {
 
 static int pynccl_side(int kind) {
   return kind == PYNCCL_SEND ? SIDE_SENDS : kind == PYNCCL_RECV ? SIDE_RECEIVES : SIDE_ALL;
+}
+
+// Whether a peer must make the counterpart of a call; a one-sided call has none.
+static int pynccl_concerns(const pynccl_watch* w, const pynccl_call* c, int peer) {
+  if (c->comm != w->comm || pynccl_is_one_sided(c->kind)) return 0;
+  return pynccl_side(c->kind) == SIDE_ALL || c->root == peer;
 }
 
 static void pynccl_describe(const pynccl_frame* f, char* text, size_t size) {
@@ -78,11 +85,10 @@ int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
     if (peer == w->rank) continue;
     int last = -1;
     for (int i = 0; i < count; ++i)
-      if (calls[i].comm == w->comm && (pynccl_side(calls[i].kind) == SIDE_ALL || calls[i].root == peer))
-        last = i;
+      if (pynccl_concerns(w, &calls[i], peer)) last = i;
     for (int i = 0; i <= last && !r; ++i) {
       const pynccl_call* c = &calls[i];
-      if (c->comm != w->comm || (pynccl_side(c->kind) != SIDE_ALL && c->root != peer)) continue;
+      if (!pynccl_concerns(w, c, peer)) continue;
       pynccl_frame frame = {.kind = FRAME_CALL, .number = (uint64_t)i};
       frame.code = i == last && !pynccl_depth ? PART_LAST : 0;
       const uint64_t words[] = {c->kind,         c->datatype,       c->count,

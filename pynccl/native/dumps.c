@@ -96,7 +96,8 @@ static void pynccl_text_field(const char* name, const char* value) {
 static const char* const pynccl_state_names[] = {"called", "taken", "done", "failed"};
 
 static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_plan) {
-  const int pair = pynccl_is_pair(r->kind), array = r->kind < PYNCCL_BARRIER;
+  const int pair = pynccl_is_pair(r->kind), one_sided = pynccl_is_one_sided(r->kind),
+            array = r->kind < PYNCCL_BARRIER || r->kind == PYNCCL_PUT_SIGNAL;
   const int done = pynccl_state_of(r) == PYNCCL_DONE, datatype = r->datatype_op & 15,
             op = r->datatype_op >> 4;
   pynccl_put("{\"call\": ");
@@ -104,6 +105,12 @@ static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_pla
   if (pair) {
     pynccl_field("peer_seq", number);
     pynccl_field("peer", r->root);
+  } else if (one_sided) {
+    pynccl_field("peer", r->root);
+    pynccl_field("signal", number & ((1 << PYNCCL_SIGNAL_BITS) - 1));
+    pynccl_field("context", number >> PYNCCL_SIGNAL_BITS);
+    if (r->kind == PYNCCL_WAIT_SIGNAL) pynccl_field("signals", r->count);
+    if (r->kind == PYNCCL_PUT_SIGNAL) pynccl_field("offset", r->recv);
   } else if (pynccl_is_collective(r->kind) || r->kind == PYNCCL_INIT) {
     pynccl_field("seq", r->kind == PYNCCL_INIT ? 0 : number);
   }
@@ -114,9 +121,9 @@ static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_pla
       pynccl_text_field("op", op < ncclNumOps ? pynccl_op_names[op] : "pre_mul_sum");
     if (pynccl_has_root(r->kind)) pynccl_field("root", r->root);
     pynccl_field("send", r->send);
-    pynccl_field("recv", r->recv);
-    pynccl_field("stream", r->stream);
+    if (!one_sided) pynccl_field("recv", r->recv);
   }
+  if (array || one_sided) pynccl_field("stream", r->stream);
   if (r->kind == PYNCCL_SPLIT) pynccl_field("color", r->root);
   if (r->group) pynccl_field("group", r->group);
   if (of_plan) pynccl_put(", \"plan\": true");
@@ -127,13 +134,6 @@ static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_pla
   const char* at = __atomic_load_n(&pynccl_callers[r->caller], __ATOMIC_ACQUIRE);
   if (at) pynccl_text_field("at", at);
   pynccl_put("}\n");
-}
-
-// Copy a record; 0 if a thread overwrote it meanwhile.
-static int pynccl_copy(const pynccl_trace* t, uint64_t position, pynccl_entry* copy) {
-  *copy = *pynccl_trace_at(t, position);
-  __atomic_thread_fence(__ATOMIC_ACQUIRE);
-  return position >= pynccl_trace_oldest(t, __atomic_load_n(&t->next, __ATOMIC_ACQUIRE));
 }
 
 // The whole number of a send or recv; the counters have the newest.
@@ -150,7 +150,7 @@ static uint64_t pynccl_dump_start(const pynccl_trace* t, uint64_t next) {
   memcpy(t->scratch, t->pairs, 2 * (size_t)t->size * sizeof *t->pairs);
   while (at > oldest && shown < t->shown) {
     pynccl_entry r;
-    if (!pynccl_copy(t, --at, &r)) return at + 1;
+    if (!pynccl_trace_copy(t, --at, &r)) return at + 1;
     const pynccl_digest* plan = r.kind == PYNCCL_PLAN ? r.plan : NULL;
     shown += plan ? plan->count : 1;
     if (pynccl_is_pair(r.kind)) *pynccl_pair(t, t->scratch, r.kind, r.root) = pynccl_pair_number(t, &r) - 1;
@@ -165,8 +165,9 @@ static void pynccl_unfold(const pynccl_trace* t, const pynccl_entry* run, uint64
   const pynccl_digest* plan = run->plan;
   for (int i = 0; i < plan->count; ++i) {
     const pynccl_call* c = &plan->calls[i];
-    const int pair = pynccl_is_pair(c->kind);
-    const uint64_t number = pair ? ++*pynccl_pair(t, t->scratch, c->kind, c->root) : collective++;
+    const uint64_t number = pynccl_is_pair(c->kind)        ? ++*pynccl_pair(t, t->scratch, c->kind, c->root)
+                            : pynccl_is_one_sided(c->kind) ? (uint64_t)c->op
+                                                           : collective++;
     pynccl_entry r;
     pynccl_put_call(&r, c, run->called, number, run->group);
     r.outcome = run->outcome;
@@ -197,8 +198,9 @@ static void pynccl_dump_trace(const pynccl_trace* t) {
   pynccl_put("}\n");
   for (uint64_t at = start; at < next; ++at) {
     pynccl_entry record;
-    if (!pynccl_copy(t, at, &record)) continue;
-    uint64_t number = pynccl_whole(collectives, record.number);
+    if (!pynccl_trace_copy(t, at, &record)) continue;
+    uint64_t number =
+        pynccl_is_one_sided(record.kind) ? record.number : pynccl_whole(collectives, record.number);
     if (pynccl_is_pair(record.kind))
       number = *pynccl_pair(t, t->scratch, record.kind, record.root) = pynccl_pair_number(t, &record);
     if (record.kind == PYNCCL_PLAN)

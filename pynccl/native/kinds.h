@@ -17,6 +17,11 @@ enum { PYNCCL_REDUCES = 1, PYNCCL_HAS_ROOT = 2 };
   X(SEND, 8, "send", "ncclSend", 0)                                           \
   X(RECV, 9, "recv", "ncclRecv", 0)                                           \
   X(BARRIER, 10, "barrier", "barrier", 0)                                     \
+  X(PUT_SIGNAL, 11, "put_signal", "ncclPutSignal", 0)                         \
+  X(SIGNAL, 12, "signal", "ncclSignal", 0)                                    \
+  X(WAIT_SIGNAL, 13, "wait_signal", "ncclWaitSignal", 0)                      \
+  X(WINDOW, 14, "window", "ncclCommWindowRegister", 0)                        \
+  X(CLOSE_WINDOW, 15, "close_window", "ncclCommWindowDeregister", 0)          \
   X(PLAN, 16, "plan", "", 0)                                                  \
   X(INIT, 17, "init", "", 0)                                                  \
   X(SPLIT, 18, "split", "ncclCommSplit", 0)                                   \
@@ -29,7 +34,8 @@ enum { PYNCCL_REDUCES = 1, PYNCCL_HAS_ROOT = 2 };
   X(ABORT, 25, "abort", "ncclCommAbort", 0)                                   \
   X(REVOKE, 26, "revoke", "ncclCommRevoke", 0)
 
-// The array calls come first, then the barrier (an all_reduce of one byte), then the life of a communicator.
+// The array calls come first, then the barrier (an all_reduce of one byte), the one-sided calls, the exchange
+// before a window is registered or deregistered (an all_gather), and the life of a communicator.
 #define PYNCCL_ENUMERATOR(kind, number, name, function, arguments) PYNCCL_##kind = number,
 enum pynccl_kind { PYNCCL_KINDS(PYNCCL_ENUMERATOR) };
 #undef PYNCCL_ENUMERATOR

@@ -318,3 +318,91 @@ ncclTeam_t ncclTeamLsa(ncclComm_t comm); // since 2.28.3
 ncclTeam_t ncclTeamRail(ncclComm_t comm); // since 2.28.3
 int ncclTeamRankToWorld(ncclComm_t comm, ncclTeam_t team, int rank); // since 2.28.3
 int ncclTeamRankToLsa(ncclComm_t comm, ncclTeam_t team, int rank); // since 2.28.3
+
+// A device communicator is what kernels get. Requirements say what it must have; a function below fills one in,
+// and ncclDevCommCreate writes the handle that belongs to it.
+typedef enum { NCCL_CFT_TEAM_FLAT = 0, NCCL_CFT_TEAM_HIER_MULTIMEM = 1, NCCL_CFT_TEAM_HIER_LSA = 2 } ncclCftTeamMode_t;
+typedef enum { NCCL_CFT_NONE = 0, NCCL_CFT = 1, NCCL_CFT_MULTIMEM = 2 } ncclCftCap_t;
+
+typedef uint32_t ncclDevResourceHandle;
+typedef ncclDevResourceHandle ncclDevResourceHandle_t;
+typedef uint32_t ncclGinSignal_t;
+typedef uint32_t ncclGinCounter_t;
+typedef uint32_t ncclCftLeId;
+typedef ncclCftLeId ncclCftLeId_t;
+
+typedef struct ncclMultimemHandle { void* mcBasePtr; } ncclMultimemHandle_t;
+typedef struct ncclLsaBarrierHandle { ncclDevResourceHandle_t bufHandle; int nBarriers; } ncclLsaBarrierHandle_t;
+typedef struct ncclGinBarrierHandle { ncclGinSignal_t signal0; ncclDevResourceHandle_t unused; } ncclGinBarrierHandle_t;
+typedef struct ncclLLA2AHandle { ncclDevResourceHandle_t bufHandle; uint32_t nSlots; } ncclLLA2AHandle_t;
+typedef struct ncclGinOutboxHandle { ncclDevResourceHandle bufHandle; uint32_t size_log2; } ncclGinOutboxHandle;
+typedef struct ncclGinInboxA2AHandle { ncclDevResourceHandle bufHandle; ncclGinSignal_t signals; uint32_t size_log2; uint32_t nPeers_rcp32; } ncclGinInboxA2AHandle;
+
+typedef struct ncclDevResourceRequirements {
+  struct ncclDevResourceRequirements* next;
+  size_t bufferSize, bufferAlign;
+  ncclDevResourceHandle_t* outBufferHandle;
+  int ginSignalCount;
+  int ginCounterCount;
+  ncclGinSignal_t* outGinSignalStart;
+  ncclGinCounter_t* outGinCounterStart;
+} ncclDevResourceRequirements_t;
+
+typedef struct ncclTeamRequirements {
+  struct ncclTeamRequirements* next;
+  ncclTeam_t team;
+  _Bool multimem;
+  ncclMultimemHandle_t* outMultimemHandle;
+} ncclTeamRequirements_t;
+
+// In 2.28 it had neither size nor version, and its fields differed between releases.
+typedef struct {
+  size_t size;                                             // since 2.29.2
+  unsigned int magic;                                      // since 2.29.2
+  unsigned int version;                                    // since 2.29.2
+  ncclDevResourceRequirements_t* resourceRequirementsList; // since 2.29.2
+  ncclTeamRequirements_t* teamRequirementsList;            // since 2.29.2
+  _Bool lsaMultimem;                                       // since 2.29.2
+  int barrierCount;                                        // since 2.29.2
+  int lsaBarrierCount;                                     // since 2.29.2
+  int railGinBarrierCount;                                 // since 2.29.2
+  int lsaLLA2ABlockCount;                                  // since 2.29.2
+  int lsaLLA2ASlotCount;                                   // since 2.29.2
+  _Bool ginForceEnable;                                    // since 2.29.2
+  int ginContextCount;                                     // since 2.29.2 = 4
+  int ginSignalCount;                                      // since 2.29.2
+  int ginCounterCount;                                     // since 2.29.2
+  ncclGinConnectionType_t ginConnectionType;               // since 2.29.7
+  _Bool ginExclusiveContexts;                              // since 2.29.7
+  int ginQueueDepth;                                       // since 2.29.7
+  int ginTrafficClass;                                     // since 2.30.3 = NCCL_CONFIG_UNDEF_INT
+  int worldGinBarrierCount;                                // since 2.30.3
+  _Bool ginStrongSignalsRequired;                          // since 2.30.7 = 1
+  _Bool ginVaSignalsRequired;                              // since 2.30.7 = 1
+  int ginCustomStride;                                     // since 2.31.2 = 1
+  ncclGinType_t ginType;                                   // since 2.31.2
+  _Bool useRuntimeVersion;                                 // since 2.31.2
+  int cftCaps;                                             // since 2.31.2
+  int cftBarrierCount;                                     // since 2.31.2
+} ncclDevCommRequirements_t;
+
+// Its layout belongs to a version of NCCL: kernels of that version read it.
+typedef struct ncclDevComm ncclDevComm_t;
+
+ncclResult_t ncclDevCommCreate(ncclComm_t comm, const ncclDevCommRequirements_t* reqs, ncclDevComm_t* outDevComm); // since 2.28.3
+ncclResult_t ncclDevCommDestroy(ncclComm_t comm, const ncclDevComm_t* devComm); // since 2.28.3
+ncclResult_t ncclLsaBarrierCreateRequirement(ncclTeam_t team, int nBarriers, ncclLsaBarrierHandle_t* outHandle, ncclDevResourceRequirements_t* outReq); // since 2.28.3
+ncclResult_t ncclGinBarrierCreateRequirement(ncclComm_t comm, ncclTeam_t team, int nBarriers, ncclGinBarrierHandle_t* outHandle, ncclDevResourceRequirements_t* outReq); // since 2.28.7
+int ncclLLA2ACalcSlots(int maxElts, int maxEltSize); // since 2.28.3
+ncclResult_t ncclLLA2ACreateRequirement(int nBlocks, int nSlots, ncclLLA2AHandle_t* outHandle, ncclDevResourceRequirements_t* outReq); // since 2.28.3
+ncclResult_t ncclGinOutboxCreateRequirement(int nBlocks, int size_log2, ncclGinOutboxHandle* outHandle, ncclDevResourceRequirements_t* outReq); // since 2.30.3
+ncclResult_t ncclGinInboxA2ACreateRequirement(ncclTeam_t peers, int nBlocks, int size_log2, ncclGinInboxA2AHandle* outHandle, ncclDevResourceRequirements_t* outReq); // since 2.30.3
+
+// Without multicast memory there is no pointer: *outPtr is NULL.
+ncclResult_t ncclGetLsaMultimemDevicePointer(ncclWindow_t window, size_t offset, void** outPtr); // since 2.29.2
+ncclResult_t ncclGetMultimemDevicePointer(ncclWindow_t window, size_t offset, ncclMultimemHandle_t multimem, void** outPtr); // since 2.29.2
+ncclResult_t ncclGetMultimemDeviceLeInfo(ncclWindow_t window, size_t offset, ncclCftLeId* leId, size_t* leOffset); // since 2.31.2
+ncclResult_t ncclGetCftDeviceLeInfo(ncclWindow_t window, size_t offset, int peerCft, ncclTeam_t cftTeam, ncclCftLeId* leId, size_t* leOffset); // since 2.31.2
+ncclResult_t ncclGetPeerDeviceLeInfo(ncclWindow_t window, size_t offset, int peerWorld, ncclCftLeId* leId, size_t* leOffset); // since 2.31.2
+ncclTeam_t ncclTeamCft(ncclComm_t comm, ncclCftTeamMode_t mode); // since 2.31.2
+ncclTeam_t ncclTeamCftMultimem(ncclComm_t comm); // since 2.31.2

@@ -26,7 +26,7 @@ typedef struct pynccl_entry {
     const struct pynccl_digest* plan;  // the plan that this run stands for
   };
   uint32_t number;  // counts collectives of the communicator, or sends or recvs with the peer; of a plan's
-                    // run, its first collective; the low half, see pynccl_whole
+                    // run, its first collective; the low half, see pynccl_whole; of a one-sided call, the op
   uint32_t group;   // 0: none
   int root;
   uint16_t caller;
@@ -131,9 +131,14 @@ void pynccl_trace_plan(pynccl_trace* t, pynccl_digest* plan, uint64_t now, uint6
 
 static inline int pynccl_is_pair(int kind) { return kind == PYNCCL_SEND || kind == PYNCCL_RECV; }
 
+static inline int pynccl_is_one_sided(int kind) {
+  return kind >= PYNCCL_PUT_SIGNAL && kind <= PYNCCL_WAIT_SIGNAL;
+}
+
 // Calls that every rank makes in the same order.
 static inline int pynccl_is_collective(int kind) {
-  return (kind <= PYNCCL_BARRIER && !pynccl_is_pair(kind)) || kind == PYNCCL_SPLIT || kind == PYNCCL_GROW;
+  return (kind < PYNCCL_PLAN && !pynccl_is_pair(kind) && !pynccl_is_one_sided(kind)) ||
+         kind == PYNCCL_SPLIT || kind == PYNCCL_GROW;
 }
 
 static inline uint64_t* pynccl_pair(const pynccl_trace* t, uint64_t* pairs, int kind, int peer) {
@@ -172,8 +177,9 @@ static inline void pynccl_put_call(pynccl_entry* r, const pynccl_call* c, uint64
 static inline pynccl_entry* pynccl_trace_call(pynccl_trace* t, const pynccl_call* c, uint64_t now,
                                               uint64_t group) {
   uint64_t* counter = pynccl_is_pair(c->kind) ? pynccl_pair(t, t->pairs, c->kind, c->root) : &t->collectives;
+  const uint64_t number = pynccl_is_one_sided(c->kind) ? (uint64_t)c->op : ++*counter;
   pynccl_entry* record = pynccl_trace_next(t);
-  pynccl_put_call(record, c, now, ++*counter, group);
+  pynccl_put_call(record, c, now, number, group);
   pynccl_trace_publish(t);
   return record;
 }
@@ -193,4 +199,11 @@ static inline pynccl_entry* pynccl_trace_at(const pynccl_trace* t, uint64_t posi
 
 static inline uint64_t pynccl_trace_oldest(const pynccl_trace* t, uint64_t next) {
   return next < t->shown ? 0 : next - t->shown;
+}
+
+// Copy a record; 0 if a thread overwrote it meanwhile.
+static inline int pynccl_trace_copy(const pynccl_trace* t, uint64_t position, pynccl_entry* copy) {
+  *copy = *pynccl_trace_at(t, position);
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  return position >= pynccl_trace_oldest(t, __atomic_load_n(&t->next, __ATOMIC_ACQUIRE));
 }

@@ -10,6 +10,8 @@ enum pynccl_status {
   PYNCCL_CLOSED = 1005,      // a communicator was destroyed, aborted, or belongs to another process
   PYNCCL_OVERLAP = 1006,     // the buffers overlap in a way that NCCL forbids
   PYNCCL_NO_MEMORY = 1007,
-  PYNCCL_STOPPED = 1008,     // a signal interrupted the comparison of calls between the ranks
-  PYNCCL_INTERRUPTED = 1009  // tells a prepared call that the wait for its end has raised
+  PYNCCL_STOPPED = 1008,      // a signal interrupted the comparison of calls between the ranks
+  PYNCCL_INTERRUPTED = 1009,  // tells a prepared call that the wait for its end has raised
+  PYNCCL_NO_WINDOW = 1010,    // the window of a put is closed
+  PYNCCL_CAPTURED = 1011      // check mode cannot compare a call that a graph captures
 };

@@ -10,6 +10,7 @@
 #include "checks.h"
 #include "markers.h"
 #include "names.h"
+#include "signals.h"
 #include "verdicts.h"
 
 // --- the thread --------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
   }
   if (!w->late) w->late = pynccl_watchdog.awake;
   if (pynccl_unsure(w, w->late)) return;
-  char what[160] = "";
+  char what[1024] = "";
   const double seconds = (double)w->timeout / 1e9;
   if (inside)
     pynccl_say(what, sizeof what, "a call of %s did not return within %g s",
@@ -80,6 +81,7 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
   else
     pynccl_say(what, sizeof what, "calls on stream %#lx did not complete within %g s", (unsigned long)stream,
                seconds);
+  pynccl_say_signals(w->comm, what, sizeof what);
   pynccl_verdict v;
   pynccl_explain(w, what, &v);
   pynccl_conclude(w, &v);
@@ -416,8 +418,24 @@ int pynccl_watchdog_runs(void) {
 
 // --- around a call -----------------------------------------------------------------------------------------
 
+// The legacy default stream's answer while a stream that synchronizes with it is captured.
+#define CAPTURE_IMPLICIT 906
+
+static int pynccl_is_captured(const pynccl_watch* w, uintptr_t stream) {
+  int status = 0;
+  uintptr_t before;
+  const int inside_context = w->context && cuCtxPushCurrent_v2(w->context) == 0;
+  const int r = cuStreamIsCapturing(stream, &status);
+  if (inside_context) cuCtxPopCurrent_v2(&before);
+  return r == CAPTURE_IMPLICIT || (r == 0 && status);
+}
+
 int pynccl_watch_announce(pynccl_comm* comm, const pynccl_call* calls, int count) {
-  return comm->watch->checking ? pynccl_check_say(comm->watch, calls, count) : 0;
+  const pynccl_watch* w = comm->watch;
+  if (!w->checking) return 0;
+  for (int i = 0; i < count && !w->is_cpu; ++i)
+    if (calls[i].comm == comm && pynccl_is_captured(w, calls[i].stream)) return PYNCCL_CAPTURED;
+  return pynccl_check_say(comm->watch, calls, count);
 }
 
 int pynccl_watch_begin(pynccl_comm* comm, const pynccl_call* calls, int count) {

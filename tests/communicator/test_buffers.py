@@ -223,7 +223,7 @@ class Column:
 
 
 def test_what_only_makes_an_array() -> None:
-    with pytest.raises(TypeError, match=r"recv is of type Column, .*expected .* as numpy\.asarray\(recv\)"):
+    with pytest.raises(TypeError, match=r"recv is of type Column, .*expected .* as numpy\.array\(recv\)"):
         resolve(Column(), "recv")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import together
+from meeting import census, together
 from pynccl import Communicator, NcclError, UniqueId, capi
 from pynccl.testing import RankError, run
 
@@ -111,27 +111,18 @@ def test_split_without_descriptors(timeout: float | None) -> None:
 # --- grow ---------------------------------------------------------------------------------------------------
 
 
-def census() -> tuple[Counter[str], Counter[str], int]:
+def belongings() -> tuple[Counter[str], Counter[str], int]:
     """Return what this process has open, its threads, and how many areas of memory the library shares."""
     gc.collect()
-    opened: Counter[str] = Counter()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            opened[os.readlink(f"/proc/self/fd/{name}").split(":[")[0]] += 1
-        except OSError:
-            continue
-    threads = Counter(
-        Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")
-    )
     shared = sum("nccl" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    return opened, threads, shared
+    return *census(), shared
 
 
 def same_again(before: tuple[Counter[str], Counter[str], int]) -> bool:
     """Wait until nothing is there that was not there before; what ended meanwhile does not matter."""
 
     def clean() -> bool:
-        opened, threads, shared = census()
+        opened, threads, shared = belongings()
         return not opened - before[0] and not threads - before[1] and shared <= before[2]
 
     deadline = time.monotonic() + 20
@@ -164,7 +155,7 @@ def grows(rank: int, nranks: int, how: str, fresh: int, folder: str) -> Any:
         return None
     comm = pynccl.init(rank=rank, world_size=old, timeout=3)
     assert total(comm) == old * (old + 1) // 2
-    before = census()
+    before = belongings()
     uid = shared_id(comm, folder, "first")
     first = outcome(lambda: comm.grow(old + fresh, uid))
     whole = comm.async_error() is None and total(comm) == old * (old + 1) // 2

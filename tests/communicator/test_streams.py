@@ -58,6 +58,19 @@ def test_streams_and_events(rank: int, nranks: int) -> None:
 
 
 @on_ranks(2)
+def test_a_refused_stream_is_forgotten(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=20) as comm:
+        with pytest.raises(NcclInvalidArgument, match="0x3039"):
+            comm.all_reduce(np.ones(3), stream=12345)
+        prepared = comm.prepare.all_reduce(np.ones(3), stream=12345)
+        with pytest.raises(NcclInvalidArgument, match="0x3039"):
+            prepared()
+        with pytest.raises(NcclInvalidArgument, match="0x3039"):
+            pynccl.Plan([prepared, prepared])()
+        comm.synchronize()
+
+
+@on_ranks(2)
 def test_a_stream_destroyed_with_calls(rank: int, nranks: int) -> None:
     """It is named once, after a wait for the others; its calls complete, and their arrays live until then."""
     comm = pynccl.init(timeout=20)

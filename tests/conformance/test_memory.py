@@ -156,3 +156,45 @@ def very_large(rank: Rank, function: str) -> None:
 def test_counts_over_2_to_the_31(transport: str, function: str) -> None:
     with Ranks(2, transport) as ranks:
         ranks.call(very_large, function, timeout=300)
+
+
+def device_communicators(rank: Rank) -> None:
+    """No kernels run here: whatever only a kernel could use is refused by name."""
+    api, comm = capi(), connect(rank)
+    team = api.ncclTeamWorld(comm)
+    refused = [
+        (api.ncclDevCommCreate, (comm,), "has no device communicators"),
+        (api.ncclDevCommDestroy, (comm, api.DevComm(None)), "has no device communicators"),
+        (api.ncclLsaBarrierCreateRequirement, (team, 1), "has no device communicators"),
+        (api.ncclGinBarrierCreateRequirement, (comm, team, 1), "has no device communicators"),
+        (api.ncclLLA2ACreateRequirement, (1, 1), "has no device communicators"),
+        (api.ncclGinOutboxCreateRequirement, (1, 4), "has no device communicators"),
+        (api.ncclGinInboxA2ACreateRequirement, (team, 1, 4), "has no device communicators"),
+        (api.ncclGetMultimemDeviceLeInfo, (0, 0), "has no CFT"),
+        (api.ncclGetCftDeviceLeInfo, (0, 0, 0, team), "has no CFT"),
+        (api.ncclGetPeerDeviceLeInfo, (0, 0, 0), "has no CFT"),
+    ]
+    for function, arguments, words in refused:
+        code, text = outcome(function, *arguments)
+        assert code == INVALID_USAGE
+        assert f"{function.__name__}: the CPU library {words}" in text
+    for function in (lambda c: api.ncclTeamCft(c, 0), api.ncclTeamCftMultimem):
+        code, text = outcome(function, comm)
+        assert code == INVALID_ARGUMENT
+        assert "the CPU library has no CFT" in text
+    # NCCL's src/nccl_device/ll_a2a.cc
+    assert [api.ncclLLA2ACalcSlots(n, size) for n, size in ((3, 1), (3, 8), (3, 9), (0, 8))] == [3, 3, 6, 0]
+    assert outcome(api.ncclLLA2ACalcSlots, -1, 8)[0] == INVALID_ARGUMENT
+    pointer = api.ncclMemAlloc(8192)
+    window = api.ncclCommWindowRegister(comm, pointer, 8192)
+    assert api.ncclGetLsaMultimemDevicePointer(window, 0) == 0, "as NCCL without multicast memory"
+    assert api.ncclGetMultimemDevicePointer(window, 0, 4096) == 0
+    for bad in (0, comm):
+        assert outcome(api.ncclGetLsaMultimemDevicePointer, bad, 0)[0] == INVALID_ARGUMENT
+    api.ncclCommWindowDeregister(comm, window)
+    api.ncclMemFree(pointer)
+    close(rank, comm)
+
+
+def test_device_communicators(pool: Pool) -> None:
+    pool.get(2, "direct").call(device_communicators)

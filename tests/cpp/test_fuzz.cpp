@@ -254,6 +254,9 @@ struct Calls {
     CALL(return pyncclCpuDeviceCount(OUT(int)));
     CALL(return pyncclCpuGetErrorKind(f.comm(), OUT(int)));
     CALL(return pyncclCpuIsGone(f.comm(), f.any_int(), OUT(int)));
+    CALL(return pyncclCpuSignalCount(f.comm(), f.any_int(), f.any_int(), f.any_int(), OUT(uint64_t)));
+    CALL(return pyncclCpuExchange(f.data(), f.data(), f.count(), f.any_int(), f.comm(), f.stream()));
+    CALL(return pyncclCpuQuiet(f.comm()));
     CALL(return pyncclCpuSetDevice(f.any_int()));
     CALL(return pyncclCpuGetDevice(OUT(int)));
     CALL(return pyncclCpuInterrupt(f.any_int(), int(f.below(2))));
@@ -275,6 +278,9 @@ struct Calls {
                                        f.one_in(2) ? 0 : f.any_int()));
     CALL(return ncclCommWindowDeregister(f.comm(), f.handle(f.one_of(f.windows_))));
     CALL(return ncclWinGetUserPtr(f.comm(), f.handle(f.one_of(f.windows_)), OUT(void*)));
+    CALL(void* hold = nullptr;
+         ncclResult_t r = pyncclCpuWindowHold(f.handle(f.one_of(f.windows_)), f.out(&hold));
+         if (!hold) return r; pyncclCpuWindowRelease(hold); return pyncclCpuWindowRelease(hold));
     CALL(ncclRedOp_t made = ncclSum;
          ncclResult_t r = ncclRedOpCreatePreMulSum(
              f.out(&made), f.out(&f.scalar_), f.type(),

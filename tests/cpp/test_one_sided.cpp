@@ -2,90 +2,13 @@
 // memory, the kernel's direct access, frames within a host, and TCP.
 #include <sys/resource.h>
 
-#include "job.hpp"
+#include "worlds.hpp"
 
 using namespace testing;
 
 namespace {
 
 constexpr int kFloats = 300000;  // several slices and frames
-
-struct Way {
-  const char* name;
-  bool processes, mapped, direct, hosts;
-};
-const Way kWays[] = {
-    {"threads", false, true, true, false},      {"threads without direct access", false, false, false, false},
-    {"mapped", true, true, false, false},       {"mapped, direct", true, true, true, false},
-    {"direct", true, false, true, false},       {"frames", true, false, false, false},
-    {"each its host", true, false, true, true},
-};
-
-struct World {
-  const Way& way;
-  int rank, nranks;
-  ncclComm_t comm = nullptr;
-  int right() const { return (rank + 1) % nranks; }
-  int left() const { return (rank + nranks - 1) % nranks; }
-};
-
-// Memory that peers can map, or not.
-class Memory {
- public:
-  Memory(bool mapped, size_t bytes) : mapped_(mapped) {
-    if (mapped)
-      OK(ncclMemAlloc(&at_, bytes));
-    else
-      at_ = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    memset(at_, 0, bytes);
-  }
-  ~Memory() {
-    if (mapped_)
-      OK(ncclMemFree(at_));
-    else
-      free(at_);
-  }
-  Memory(const Memory&) = delete;
-  float* floats() const { return static_cast<float*>(at_); }
-
- private:
-  const bool mapped_;
-  void* at_ = nullptr;
-};
-
-void with_world(const Way& way, int nranks, const std::function<void(World&)>& body) {
-  const ncclUniqueId id = new_id();
-  set("PYNCCL_CPU_DIRECT", way.direct ? "1" : "0");
-  auto rank = [&](int r) {
-    if (way.hosts) set("NCCL_HOSTID", std::to_string(r).c_str());
-    World world{way, r, nranks};
-    OK(ncclCommInitRank(&world.comm, nranks, id, r));
-    if (!world.comm) return;
-    body(world);
-    OK(ncclCommFinalize(world.comm));
-    OK(ncclCommDestroy(world.comm));
-  };
-  way.processes ? as_processes(nranks, rank) : as_threads(nranks, rank);
-}
-
-void on_every_way(int nranks, const std::function<void(World&)>& body) {
-  for (const Way& way : kWays) {
-    CAPTURE(way.name);
-    printf("     %s\n", way.name);
-    with_world(way, nranks, body);
-  }
-}
-
-ncclResult_t await(const World& w, int peer, int count = 1, int signal = 0) {
-  ncclWaitSignalDesc_t d{count, peer, signal, 0};
-  return ncclWaitSignal(1, &d, w.comm, nullptr);
-}
-
-size_t wrong(const float* got, size_t count, float want) {
-  size_t n = 0;
-  for (size_t i = 0; i < count; ++i) n += got[i] != want;
-  return n;
-}
 
 // Every rank puts to its right neighbour and waits for its left one.
 void ring(World& w) {
@@ -357,26 +280,14 @@ TEST_CASE("a signal that never comes") {
 TEST_CASE("who waits for a signal of a rank that dies") {
   for (const Way& way : kWays) {
     if (!way.processes) continue;
-    CAPTURE(way.name);
-    set("PYNCCL_CPU_DIRECT", way.direct ? "1" : "0");
-    const ncclUniqueId id = new_id();
-    std::vector<std::unique_ptr<Child>> ranks;
-    let_service_rest();
-    for (int r = 0; r < 3; ++r)
-      ranks.push_back(std::make_unique<Child>([&, rank = r] {
-        if (way.hosts) set("NCCL_HOSTID", std::to_string(rank).c_str());
-        World w{way, rank, 3};
-        OK(ncclCommInitRank(&w.comm, 3, id, rank));
-        Memory window(way.mapped, 4096);
-        ncclWindow_t win = nullptr;
-        OK(ncclCommWindowRegister(w.comm, window.floats(), 4096, &win, 0));
-        if (rank == 1) kill(getpid(), SIGKILL);
-        ncclResult_t r = await(w, 1);  // the death may be known already
-        CHECK_EQ(r == ncclSuccess ? synchronize(w.comm) : r, ncclRemoteError);
-        SAYS(last_error(w.comm), "rank 1 (pid");
-        OK(ncclCommAbort(w.comm));
-      }));
-    for (int r = 0; r < 3; ++r) CHECK_EQ(ranks[size_t(r)]->wait(), r == 1 ? -SIGKILL : 0);
+    with_a_victim(way, [](World& w) {
+      Memory window(w.way.mapped, 4096);
+      ncclWindow_t win = nullptr;
+      OK(ncclCommWindowRegister(w.comm, window.floats(), 4096, &win, 0));
+      if (w.rank == 1) kill(getpid(), SIGKILL);
+      ncclResult_t r = await(w, 1);  // the death may be known already
+      CHECK_EQ(r == ncclSuccess ? synchronize(w.comm) : r, ncclRemoteError);
+    });
   }
 }
 

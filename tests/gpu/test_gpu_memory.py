@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 
@@ -152,3 +153,35 @@ def test_statistics(rank: int, nranks: int) -> None:
             assert not comm.memory_stats().suspended
             comm.all_reduce(x)
             assert (x == nranks * nranks).all()
+
+
+@on_ranks(2, backend="auto", timeout=120)
+def test_puts_and_signals(rank: int, nranks: int) -> None:
+    import cupy
+
+    with meet(rank, nranks) as comm:
+        mine, out = pynccl.zeros(MIB, "float32"), pynccl.zeros(MIB, "float32")
+        out += rank + 1
+        with comm.window(mine, symmetric=True) as window, comm.window(out, symmetric=True):
+            comm.put_signal(out[:1000], 1 - rank, window, offset=500)
+            comm.wait_signal(1 - rank)
+            assert (mine[500:1500] == 2 - rank).all()
+            assert not mine[:500].any()
+            comm.signal(1 - rank)
+            comm.wait_signal({1 - rank: 1})
+            stream = cupy.cuda.Stream(non_blocking=True)
+            plan = pynccl.Plan(
+                [
+                    comm.prepare.put_signal(out, 1 - rank, window, stream=stream),
+                    comm.prepare.wait_signal(1 - rank, stream=stream),
+                ]
+            )
+            plan()
+            comm.synchronize(stream)
+            assert (mine == 2 - rank).all()
+            comm.barrier()
+            if not os.environ.get("NCCL_HOSTID"):
+                other = window.peer(1 - rank)
+                assert isinstance(other, cupy.ndarray)
+                assert (other == rank + 1).all()
+            comm.barrier()

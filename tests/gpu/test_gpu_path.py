@@ -129,7 +129,7 @@ def parts_go_on_the_arrays_stream(rank: int, nranks: int) -> None:
     streams = [cuda.stream_create() for _ in range(2)]
     with create() as nccl:
         comm = Comm.__new__(Comm)
-        comm.mpi, comm.nccl = MPI.COMM_NULL, nccl
+        comm._over(MPI.COMM_NULL, nccl)
         array, other = on_device(0, 8), on_device(0, 8)
         array.__cuda_array_interface__["stream"], other.__cuda_array_interface__["stream"] = streams
         comm.Bcast([array, (2, 3)], root=1)
@@ -253,6 +253,7 @@ def keeps_arrays_of_other_streams(rank: int, nranks: int) -> None:
             *("cuPointerGetAttribute", "cuStreamIsCapturing", "run"),
             *("cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"),
         }
+        driver().fake_cuda_capture(stream, 0)
 
 
 def barriers(rank: int, nranks: int) -> None:

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import resource
@@ -27,7 +28,7 @@ import numpy as np
 import pynccl
 import pynccl.bootstrap._init
 from fault_schedules import IN_A_CALL, RECOVERY, REDUCING, Schedule, draw, wrong_work
-from meeting import starved
+from meeting import census, starved
 from pynccl import Communicator, Plan, RankFailedError, capi
 from pynccl._library.binding import lib
 from pynccl._run.process import die_with_parent
@@ -175,6 +176,54 @@ def split(comm: Communicator, work: dict[str, Any], inside: Any) -> Callable[[],
     return call
 
 
+def put(comm: Communicator, work: dict[str, Any], inside: Any) -> Callable[[], object]:
+    """Make a window, and put to the next rank."""
+    count, size = work["count"], comm.size
+    data = (np.arange(count)[None, :] + np.arange(size)[:, None]).astype(work["dtype"])
+    source = (comm.rank - 1) % size
+
+    def call() -> None:
+        mine = pynccl.zeros(count, work["dtype"])
+        with comm.window(mine) as window:
+            inside()
+            comm.put_signal(data[comm.rank], (comm.rank + 1) % size, window)
+            comm.wait_signal(source)
+            if not np.array_equal(mine, data[source]):
+                raise AssertionError("wrong values from the put")
+
+    return call
+
+
+def signal_around(comm: Communicator, work: dict[str, Any], inside: Any) -> Callable[[], object]:
+    """Signal the next rank, and wait for the one before."""
+
+    def call() -> None:
+        comm.signal((comm.rank + 1) % comm.size)
+        comm.wait_signal((comm.rank - 1) % comm.size)
+
+    return call
+
+
+def registered(comm: Communicator, work: dict[str, Any], inside: Any) -> Callable[[], object]:
+    """Reduce registered memory, which the ranks of a host map."""
+    count = 200_000
+
+    def call() -> None:
+        mine = pynccl.empty(count, work["dtype"])
+        mine[:] = comm.rank
+        with comm.register(mine):
+            inside()
+            for _ in range(2):
+                comm.barrier()
+                total = comm.all_reduce(mine, pynccl.empty(count, work["dtype"]))
+            if (total != sum(range(comm.size))).any():
+                raise AssertionError("wrong values from registered memory")
+            # Peers read it until they have finished.
+            comm.barrier()
+
+    return call
+
+
 CALLS: dict[str, Stage] = {
     "first collective": collective,
     "collective": collective,
@@ -182,11 +231,19 @@ CALLS: dict[str, Stage] = {
     "plan": plan,
     "prepared": prepared,
     "stream": stream,
+    "window": put,
+    "put": put,
+    "signal": signal_around,
+    "register": registered,
     "split": split,
     "barrier": lambda comm, work, inside: comm.barrier,
     "finalize": lambda comm, work, inside: comm.finalize,
     "between": lambda comm, work, inside: lambda: time.sleep(0.3),
 }
+
+
+# Stages in which a rank is late in the middle of its calls.
+INSIDE = ("put", "register")
 
 
 # --- a rank -------------------------------------------------------------------------------------------------
@@ -315,11 +372,19 @@ class Rank:
         s = self.s
         work = wrong_work(s) if self.is_victim else s.work
         in_group = self.is_victim and s.fault == "exception" and s.stage == "group"
-        call = CALLS[s.stage](comm, work, self._fault if in_group else lambda: None)
+        is_late = self.rank == s.late
+
+        def inside() -> None:
+            if in_group:
+                self._fault()
+            elif is_late and s.stage in INSIDE:
+                time.sleep(LATE)
+
+        call = CALLS[s.stage](comm, work, inside)
         if self.is_victim:
             self._wrong(comm, call, in_group)
             return
-        if self.rank == s.late:
+        if is_late and s.stage not in INSIDE:
             time.sleep(LATE)
         call()
 
@@ -393,19 +458,6 @@ class Rank:
 # --- a process ----------------------------------------------------------------------------------------------
 
 
-def census() -> tuple[Counter[str], Counter[str]]:
-    """Return what this process has open, and its threads."""
-    opened: Counter[str] = Counter()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            opened[os.readlink(f"/proc/self/fd/{name}").split(":[")[0]] += 1
-    names: Counter[str] = Counter()
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):
-            names[Path(f"/proc/self/task/{task}/comm").read_text().strip()] += 1
-    return opened, names
-
-
 def leavings(before: tuple[Counter[str], Counter[str]]) -> list[str]:
     """Return what has come since and does not go by itself."""
     # What a process has once, from its first communicator to its end.
@@ -413,6 +465,8 @@ def leavings(before: tuple[Counter[str], Counter[str]]) -> list[str]:
     allowed["pynccl-service"] = 1
     service = Counter({"anon_inode": 3, "socket": 2})
     deadline = time.monotonic() + SETTLING
+    # Tracebacks hold the arrays of the calls that raised.
+    gc.collect()
     while True:
         opened, threads = census()
         left = [f"open: {name}" for name in (opened - before[0] - service).elements()]

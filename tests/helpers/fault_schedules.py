@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 OPERATIONS = ("first collective", "collective", "group", "plan", "prepared", "stream", "barrier")
-STAGES = ("before the library", "in the library's creation", *OPERATIONS, "between", "split", "finalize")
+ONE_SIDED = ("window", "put", "signal", "register")
+STAGES = (
+    *("before the library", "in the library's creation", *OPERATIONS, *ONE_SIDED),
+    *("between", "split", "finalize"),
+)
 RECOVERY = "recovery"
 CALLS = tuple(stage for stage in OPERATIONS if stage != "barrier")
 ROOTED = tuple(stage for stage in CALLS if stage != "group")
@@ -122,7 +126,12 @@ def draw(seed: int) -> Schedule:
     ranks = rng.sample(range(nranks), nranks)
     before = ranks.pop() if recovery else None
     victims = tuple(ranks.pop() for _ in range(1 + (fault == "two killed")))
-    can_be_late = fault in ("killed", "two killed", "stopped") and stage in (*OPERATIONS, "split", "finalize")
+    can_be_late = fault in ("killed", "two killed", "stopped") and stage in (
+        *OPERATIONS,
+        *ONE_SIDED,
+        "split",
+        "finalize",
+    )
     late = rng.choice(ranks) if ranks and can_be_late and rng.random() < 0.5 else None
     timeout = rng.choice((2.0, 2.25, 2.5)) if fault in BY_TIME else 15.0
     many = 2 if stage in ("group", "plan") else 1

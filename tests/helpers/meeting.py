@@ -11,6 +11,7 @@ import itertools
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -74,6 +75,19 @@ def state(pid: int) -> str:
 def until_gone(pids: Iterable[int]) -> None:
     """Wait until none of these processes runs."""
     until(lambda: all(state(pid) == "Z" for pid in pids), 10)
+
+
+def census() -> tuple[Counter[str], Counter[str]]:
+    """Return what this process has open, and its threads, without those that end meanwhile."""
+    opened: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            opened[os.readlink(f"/proc/self/fd/{name}").split(":[")[0]] += 1
+    threads: Counter[str] = Counter()
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            threads[Path(f"/proc/self/task/{task}/comm").read_text().strip()] += 1
+    return opened, threads
 
 
 def starved() -> float:

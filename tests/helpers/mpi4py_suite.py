@@ -22,7 +22,7 @@ from mpi4py import MPI
 from pynccl import NotSupportedError
 from pynccl.mpi import Comm
 
-SUITES = ("test_cco_buf", "test_cco_vec")
+SUITES = ("test_cco_buf", "test_cco_vec", "test_cco_pr_buf", "test_cco_pr_vec")
 REDUCTIONS = ("Allreduce", "Reduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan")
 # By the type character of the arrays: what NCCL has no reduction of, and of what only the sum.
 NEVER, ONLY_SUM = "hHgG", "FD"

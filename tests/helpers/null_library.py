@@ -65,7 +65,9 @@ _STRUCTS = (
     "ncclEncryptionConfig_t",
     "ncclSimInfo_t",
     "ncclCommProperties_t",
+    "ncclDevCommRequirements_t",
 )
+_BY_VALUE = ("ncclTeam_t", "ncclMultimemHandle_t")
 
 
 def source(version: int = VERSION, skip: frozenset[str] = frozenset()) -> str:
@@ -101,7 +103,7 @@ def _note(function: str, ctype: str, name: str, index: int) -> str:
         return _array(name, *_ARRAYS[function][name])
     if ctype == "ncclUniqueId":
         return f'  hex("{name}", &{name}, 128);'
-    if ctype == "ncclTeam_t":
+    if ctype in _BY_VALUE:
         return f'  hex("{name}", &{name}, sizeof {name});'
     if base == "ncclUniqueId" and ctype.startswith("const"):
         return f'  if ({name}) hex("{name}", {name}, 128); else note("|{name}=NULL");'
@@ -109,6 +111,10 @@ def _note(function: str, ctype: str, name: str, index: int) -> str:
         return f"  memset({name}, {index}, 128);"
     if base in _STRUCTS:
         return f'  if ({name}) hex("{name}", {name}, (int){name}->size); else note("|{name}=NULL");'
+    if name in ("outHandle", "outReq"):
+        return f"  memset({name}, {index}, sizeof *{name});"
+    if name == "outDevComm":
+        return f'  strcpy((char*){name}, "device");'
     if ctype == "const char*":
         return f'  note("|{name}=%s", {name});'
     if function == "ncclParamGet" and name == "out":
@@ -117,7 +123,7 @@ def _note(function: str, ctype: str, name: str, index: int) -> str:
         return f"  *{name} = texts;"
     if stars == 2 and base == "char":
         return f"  *{name} = texts[0];"
-    if stars == 2 or (stars and base != "void"):
+    if stars == 2 or (stars and base not in ("void", "ncclDevComm_t")):
         value = 2 if name == "tableLen" else 7 if name == "len" else index if stars == 1 else OUT + index
         handle = base in HEADERS[0].handles
         return f"  *{name} = ({base}{'*' * (stars - 1)})({OUT + index if handle else value}LL);"

@@ -28,7 +28,11 @@ LISTS: dict[str, Any] = {
     "excludeRanksCount": 3,
     "nDesc": 2,
     "maxLen": 16,
-    "team": capi.Team(5, 6, 7),
+    **dict.fromkeys(("team", "peers", "cftTeam"), capi.Team(5, 6, 7)),
+    "reqs": None,
+    "resources": (),
+    "teams": (),
+    "devComm": capi.DevComm(None),
 }
 INTS = frozenset(
     (
@@ -46,7 +50,8 @@ INTS = frozenset(
             "result",
         ),
         *("revokeFlags", "shrinkFlags", "winFlags", "flags", "sigIdx", "ctx", "datatype", "op"),
-        *("thread", "on", "lsaRank"),
+        *("thread", "on", "purpose", "lsaRank", "mode", "peerCft", "peerWorld", "maxElts", "maxEltSize"),
+        *("nBarriers", "nBlocks", "nSlots", "size_log2"),
     )
 )
 
@@ -77,7 +82,12 @@ def call(name: str) -> dict[str, Any]:
             "function": error.function,
             "detail": error.detail,
         }
+    given = {n: v.ptr if isinstance(v, capi.DevComm) else v for n, v in given.items()}
     shown = value.hex() if isinstance(value, bytes) else value
+    if isinstance(value, capi.DevComm):
+        shown = ctypes.string_at(value.ptr).decode()
+    elif isinstance(value, capi.Requirement):
+        shown = [value.size, *value.handle.values()]
     return {"given": given, "value": shown if isinstance(shown, int | str | list | None) else repr(shown)}
 
 

@@ -127,6 +127,20 @@ def unmatched_send(rank: int, nranks: int) -> None:
         outlast(0)
 
 
+def too_few_signals(rank: int, nranks: int) -> None:
+    comm = start()
+    if rank == 0:
+        comm.wait_signal(1, 1, 3)
+        comm.wait_signal(1, 2, 3)
+    elif rank == 1:
+        comm.signal(0, 3)
+        comm.signal(0, 3)
+        comm.signal(0, 1)
+        outlast(0)
+    else:
+        outlast(0)
+
+
 def wrong_peer(rank: int, nranks: int) -> None:
     comm = start()
     if rank == 0:

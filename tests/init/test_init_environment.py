@@ -175,6 +175,8 @@ def test_ranks_that_mpi_did_not_start(rank: int, nranks: int) -> None:
 
 def nested(rank: int, nranks: int) -> list[str]:
     lines = logged()
+    if not rank:
+        os.environ["TORCHELASTIC_RUN_ID"] = "7"
     os.environ.update(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="7", SLURM_PROCID="5", SLURM_NTASKS="9")
     with pynccl.init(timeout=20) as comm:
         assert (comm.rank, comm.size) == (rank, nranks)
@@ -182,8 +184,9 @@ def nested(rank: int, nranks: int) -> list[str]:
 
 
 def test_torchruns_variables_go_first() -> None:
-    for lines in testing.run(2, nested, backend="cpu"):
-        assert "by torchrun's variables" in lines[0]
+    launchers = "torchrun's", "`pynccl run`'s"
+    for lines, launcher in zip(testing.run(2, nested, backend="cpu"), launchers, strict=True):
+        assert f"by {launcher} variables" in lines[0]
         assert "not Open MPI or Slurm's" in lines[0]
 
 

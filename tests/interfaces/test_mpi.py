@@ -17,6 +17,7 @@ from conftest import ROOT, Run
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 PROGRAM = ROOT / "tests" / "helpers" / "mpi_program.py"
+LATER = ROOT / "tests" / "helpers" / "mpi_later_program.py"
 SUITE = ROOT / "tests" / "helpers" / "mpi4py_suite.py"
 
 
@@ -37,6 +38,13 @@ def mpirun(nranks: int, *args: str, timeout: float) -> str:
 @pytest.mark.parametrize("nranks", [1, 2, 4])
 def test_every_method_against_mpi4py(nranks: int) -> None:
     out = mpirun(nranks, str(PROGRAM), timeout=140)
+    assert sorted(re.findall(r"fine (\d)", out)) == [str(rank) for rank in range(nranks)]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("nranks", [1, 2, 3])
+def test_persistent_requests_and_windows_against_mpi4py(nranks: int) -> None:
+    out = mpirun(nranks, str(LATER), timeout=140)
     assert sorted(re.findall(r"fine (\d)", out)) == [str(rank) for rank in range(nranks)]
 
 

@@ -303,25 +303,46 @@ class TestAgainstNvidias:
         stubs = c_headers.write_stubs(tmp_path / "stubs")
         ours = c_headers.declared(folder / "include", stubs, ["nccl_device.h"])
         theirs = c_headers.declared(nvidias, stubs, ["stddef.h", "stdbool.h", "nccl_device/host.h"])
-        ranks = [f"ncclTeamRankTo{where}" for where in ("World", "Lsa")]
-        for name in ("ncclCommQueryProperties", "ncclTeamWorld", "ncclTeamLsa", "ncclTeamRail", *ranks):
-            assert ours.functions[name] == theirs.functions[name]
-        for name in ("ncclGinType_t", "ncclGinConnectionType_t"):
+        # NVIDIA's headers declare these for Windows and for C++ only.
+        ginless = {"ncclGinOutboxCreateRequirement", "ncclGinInboxA2ACreateRequirement"}
+        host = c_headers.declared(folder / "include", stubs, ["nccl.h"])
+        assert len(set(ours.functions) - set(host.functions)) == 23
+        for name in set(ours.functions) - set(host.functions) - ginless:
+            assert ours.functions[name] == theirs.functions[name], name
+        for name in ("ncclGinType_t", "ncclGinConnectionType_t", "ncclCftTeamMode_t", "ncclCftCap_t"):
             assert ours.enums[name] == theirs.enums[name]
-        assert ours.structs["ncclCommProperties_t"] == theirs.structs["ncclCommProperties_t"]
+        for name in (
+            *("ncclCommProperties_t", "ncclDevCommRequirements_t", "ncclDevResourceRequirements_t"),
+            "ncclTeamRequirements_t",
+        ):
+            assert ours.structs[name] == theirs.structs[name], name
 
     def test_values(self, folder: Path, nvidias: Path, tmp_path: Path) -> None:
         stubs = c_headers.write_stubs(tmp_path / "stubs")
         cuda = c_headers.write_stubs(tmp_path / "cuda", "cuda.h", "cuda_runtime.h", "cuda_fp16.h")
         ours = c_headers.declared(folder / "include", stubs, ["nccl_device.h"])
         del ours.macros["NCCL_SIM_INFO_MAGIC"]
+        # NVIDIA's headers declare these for Windows and for C++ only.
+        for name in ("ncclGinOutboxHandle", "ncclGinInboxA2AHandle"):
+            del ours.structs[name]
         printed = {}
         for include, device in ((folder / "include", "nccl_device.h"), (nvidias, "nccl_device/host.h")):
             source = c_headers.probe(ours, ["nccl.h", device], INITIALIZERS)
             target = compiled(source, tmp_path / "probe", CC, "-w", f"-I{include}", f"-I{cuda}")
             printed[device] = run([str(target)]).splitlines()
-        assert len(printed["nccl_device.h"]) == 194
+        assert len(printed["nccl_device.h"]) == 256
         assert printed["nccl_device.h"] == printed["nccl_device/host.h"]
+
+    def test_a_device_communicator_has_room(self, nvidias: Path, tmp_path: Path) -> None:
+        cuda = c_headers.write_stubs(tmp_path / "cuda", "cuda.h", "cuda_runtime.h", "cuda_fp16.h")
+        source = """
+            #include <stdbool.h>
+            #include <stdio.h>
+            #include <nccl_device/host.h>
+            int main(void) { return printf("%zu", sizeof(ncclDevComm_t)) < 1; }
+        """
+        target = compiled(source, tmp_path / "size", CC, "-w", f"-I{nvidias}", f"-I{cuda}")
+        assert 200 < int(run([str(target)])) <= 4096
 
     def test_a_program_compiled_with_nvidias_header(
         self, folder: Path, nvidias: Path, tmp_path: Path

@@ -55,8 +55,13 @@ def expected_log(name: str, given: dict[str, Any]) -> str:
             value = struct.pack(f"{len(value)}i", *value).hex()
         elif param == "signalDescs":
             value = b"".join(struct.pack("4i", *desc) for desc in value).hex()
-        elif param == "team":
+        elif param in ("team", "peers", "cftTeam"):
             value = struct.pack("3i", *value).hex()
+        elif param == "multimem":
+            value = struct.pack("N", value).hex()
+        elif param == "reqs":
+            # The struct, whose fields tests/library/test_structs.py compares.
+            value = struct.pack("NII", 120, 0xCAFEBEEF, 23203).hex()
         elif param == "commIds":
             value = "".join(value)
         elif param == "simInfo":
@@ -69,7 +74,7 @@ def expected_log(name: str, given: dict[str, Any]) -> str:
 def test_arguments_arrive(answers: Callable[..., Answers], name: str) -> None:
     answer = answers()[name]
     log = expected_log(name, answer["given"])
-    if name == "ncclCommQueryProperties":
+    if name in ("ncclCommQueryProperties", "ncclDevCommCreate"):
         assert answer["log"].startswith(log)
     elif log:
         assert answer["log"] == log
@@ -92,12 +97,19 @@ def test_out_values_return(answers: Callable[..., Answers], name: str) -> None:
         "ncclResetDebugInit": None,
         "ncclParamDumpAll": None,
         **dict.fromkeys(
-            ("ncclTeamWorld", "ncclTeamLsa", "ncclTeamRail"), "Team(nRanks=11, rank=12, stride=13)"
+            ("ncclTeamWorld", "ncclTeamLsa", "ncclTeamRail", "ncclTeamCft", "ncclTeamCftMultimem"),
+            "Team(nRanks=11, rank=12, stride=13)",
         ),
-        **{name: NAMES.index(name) for name in ("ncclTeamRankToWorld", "ncclTeamRankToLsa")},
+        **{name: NAMES.index(name) for name in WITHOUT_RESULT if DECLARED[name].result == "int"},
+        "ncclDevCommCreate": "device",
+        **{name: f"({index}, {index})" for name in NAMES if name.endswith("LeInfo")},
     }
     if name in special:
         assert value == special[name]
+    elif name.endswith("CreateRequirement"):
+        every_byte = index * 0x01010101
+        assert value[0] == every_byte << 32 | every_byte
+        assert set(value[1:]) == {every_byte}
     elif name in ("ncclGroupSimulateEnd", "ncclCommQueryProperties"):
         assert value.startswith(("SimInfo(estimatedTime=-1.0", "CommProperties(rank=0, nRanks=0"))
     else:
@@ -148,11 +160,13 @@ def test_every_declared_function_has_one_binding() -> None:
 
     generated = {name for module in (generated_capi, capi_cpu) for name in vars(module) if name in DECLARED}
     by_hand = {
-        name for name, value in vars(capi).items() if name in DECLARED and value.__module__ == "pynccl.capi"
+        name
+        for name, value in vars(capi).items()
+        if name in DECLARED and value.__module__ in ("pynccl.capi", "pynccl._library.device_api")
     }
     assert generated | by_hand == set(DECLARED)
     assert not generated & by_hand
-    assert len(capi.FUNCTIONS) == 81
+    assert len(capi.FUNCTIONS) == 96
 
 
 def test_versions_are_those_of_the_header() -> None:

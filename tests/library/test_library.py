@@ -301,6 +301,11 @@ assert supported == [name for name in capi.FUNCTIONS if lib.nccl_api_find(name.e
         PYNCCL_LIBRARY=released(version),
     )
     assert done.stdout.split("\n")[0] == f"{version} nccl PYNCCL_LIBRARY"
+    listed = subprocess.run(["nm", "-D", "--defined-only", released(version)], capture_output=True, text=True)
+    exported = {line.split()[2].partition("@")[0] for line in listed.stdout.splitlines()}
+    # For NCCL's own tests.
+    exported -= {"ncclResetDebugInitInternal"}
+    assert {name for name in exported if name.startswith("nccl")} <= {function.name for function in FUNCTIONS}
 
 
 @pytest.mark.slow

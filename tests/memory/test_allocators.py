@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from pynccl import NcclInvalidArgument, capi
+from allocations import is_freed
 from pynccl._library.binding import fastcall, lib
 from pynccl._memory.allocators import known_segments
 from pynccl._memory.segments import Registered
@@ -117,15 +117,6 @@ def fake_cupy() -> Iterator[FakeCupy]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", fake)
         yield fake
-
-
-def is_freed(ptr: int) -> bool:
-    """Tell whether memory was freed; frees it otherwise."""
-    try:
-        capi.ncclMemFree(ptr)
-    except NcclInvalidArgument as error:
-        return "was freed before" in str(error)
-    return False
 
 
 def test_cupy_without_a_communicator() -> None:

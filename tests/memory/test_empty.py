@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import pynccl
+from allocations import is_freed
 from arrays import DTYPES, NARROW, cupy_over, dtype_of, host_of_cupy, host_of_torch, reduced, values
 from conftest import ROOT
 from meeting import hear, tell
-from pynccl import NcclInvalidArgument, capi
 from ranks import on_ranks
 
 # CuPy is imported when it is needed: that takes long, on every rank.
@@ -34,15 +34,6 @@ READ: dict[str, Any] = {"numpy": lambda array: array, "torch": host_of_torch, "c
 @pytest.fixture(autouse=True)
 def cpu() -> None:
     pynccl.load("cpu")
-
-
-def is_freed(ptr: int) -> bool:
-    """Tell whether memory of the CPU library was freed; frees it otherwise."""
-    try:
-        capi.ncclMemFree(ptr)
-    except NcclInvalidArgument as error:
-        return "was freed before" in str(error)
-    return False
 
 
 @pytest.mark.parametrize("kind", LIKE)
@@ -76,7 +67,10 @@ def test_wrong_arguments() -> None:
         (TypeError, r"shape is 2.5; expected an int or a sequence of ints", 2.5, "f", None),
         (TypeError, "shape is '22'; expected", "22", "f", None),
         (TypeError, "shape is True; expected", True, "f", None),
-        (ValueError, r"shape is \(4611686018427387904, 4\), .* expected fewer than", (2**62, 4), "f", None),
+        (ValueError, r"shape is \(4611686018427387904, 4\); expected fewer than", (2**62, 4), "f", None),
+        (ValueError, r"shape is \(0, 4611686018427387904\); expected fewer than", (0, 2**62), "f", None),
+        (ValueError, r"shape is \(1, 1, .* and at most", (1,) * 70, "f", None),
+        (TypeError, "like is of type list; expected a NumPy or CuPy array", 3, None, [1]),
         (TypeError, "dtype has dtype object", 3, object, None),
         (TypeError, "dtype has dtype >f4; expected this machine's byte order", 3, ">f4", None),
         (TypeError, "like is of type list; expected a NumPy or CuPy array or a torch tensor", 3, "f", [1]),
@@ -92,7 +86,7 @@ def test_wrong_arguments() -> None:
         with pytest.raises(kind, match=text):
             pynccl.empty(shape, dtype, like=like)
     with pytest.raises(pynccl.NcclError, match="ncclMemAlloc"):
-        pynccl.empty(1 << 61, np.int8)
+        pynccl.empty(1 << 58, np.int8)
 
 
 def test_no_library(tmp_path: Any) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import pynccl
+from device_arrays import Device
 from fake_cuda import compiled, compiled_nccl, create, driver, on_device
 from fake_nccl import Fake
 from pynccl import NcclInvalidUsage, NotSupportedError, testing
@@ -248,6 +249,157 @@ def refuses_registration_during_capture(rank: int, nranks: int) -> None:
         assert nccl.log() == ["Deregister"]
 
 
+def page(count: int) -> Device:
+    """Return an array of a device in memory that begins at a page."""
+    memory = pynccl.empty(count, np.float32)
+    shown = np.ctypeslib.as_array((ctypes.c_float * count).from_address(memory.data.ptr))
+    made = Device(shown)
+    made.memory = memory
+    return made
+
+
+def part(array: Device, begin: int, end: int) -> Device:
+    return Device(array.data[begin:end])
+
+
+def newest(nccl: Fake) -> list[str]:
+    """Return what was called, without streams."""
+    return [line.partition(" stream ")[0] for line in nccl.log()]
+
+
+def makes_windows(rank: int, nranks: int) -> None:
+    nccl = Fake()
+    cuda.set_device(0)
+    with create() as comm:
+        mine, source = page(100), page(100)
+        nccl.log()
+        window, other = comm.window(part(mine, 3, 100), symmetric=True), comm.window(source, symmetric=True)
+        assert newest(nccl) == [
+            "AllGather 40 5 type 4",
+            "WindowRegister 400 at 0 of a page, flags 1",
+            "AllGather 40 5 type 4",
+            "WindowRegister 400 at 0 of a page, flags 1",
+        ]
+        comm.put_signal(part(source, 0, 8), 0, window, offset=2, signal=5, context=3)
+        comm.signal(0)
+        comm.wait_signal(0, 7, 1)
+        assert newest(nccl) == [
+            "PutSignal 8 type 7 to 0 offset 20 signal 5 context 3 flags 0",
+            "Signal to 0 signal 0 context 0 flags 0",
+            "WaitSignal 7 of signal 1 context 0 from 0 (1)",
+        ]
+        with pytest.raises(ValueError, match="array is in no symmetric window of this communicator"):
+            comm.put_signal(on_device(0), 0, window)
+        plain = comm.window(on_device(0, 10))
+        with pytest.raises(
+            ValueError, match=r"expected a symmetric one, since NVIDIA's NCCL puts into no oth"
+        ):
+            comm.put_signal(part(source, 0, 2), 0, plain)
+        with pytest.raises(ValueError, match="array is host memory; expected device memory"):
+            comm.window(np.zeros(4))
+        assert type(window.peer(1)).__module__.partition(".")[0] == "cupy"
+        assert window.peer(1).data.ptr == mine.data.ctypes.data + 12
+        with pytest.raises(ValueError, match="the memory of rank 0 in .* cannot be reached"):
+            window.peer(0)
+        nccl.log()
+        for each in (plain, other, window):
+            each.close()
+        assert newest(nccl) == ["AllGather 8 1 type 4", "WindowDeregister"] * 3
+
+
+def captures_puts_and_waits(rank: int, nranks: int) -> None:
+    """A prepared call only launches, so a graph can have it; a window cannot be made in a capture."""
+    library, nccl = driver(), Fake()
+    cuda.set_device(0)
+    with create() as comm:
+        mine = page(100)
+        stream = cuda.stream_create()
+        window = comm.window(mine, symmetric=True)
+        plan = pynccl.Plan(
+            [
+                comm.prepare.put_signal(part(mine, 0, 4), 0, window, stream=stream),
+                comm.prepare.signal(0, stream=stream),
+                comm.prepare.wait_signal(0, stream=stream),
+            ]
+        )
+        nccl.log()
+        library.fake_cuda_capture(stream, 1)
+        before = library.fake_cuda_log().decode()
+        plan()
+        asked = library.fake_cuda_log().decode()[len(before) :].splitlines()
+        launch = ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "run", "cuCtxPopCurrent_v2"]
+        assert [line.split()[0] for line in asked] == launch * 3
+        with pytest.raises(
+            NcclInvalidUsage, match="ncclCommWindowRegister during the graph capture of stream"
+        ):
+            comm.window(on_device(0))
+        with pytest.raises(NcclInvalidUsage, match="ncclCommWindowDeregister during the graph capture"):
+            window.close()
+        library.fake_cuda_capture(stream, 0)
+        assert newest(nccl)[1:4] == [
+            "PutSignal 4 type 7 to 0 offset 0 signal 0 context 0 flags 0",
+            "Signal to 0 signal 0 context 0 flags 0",
+            "WaitSignal 1 of signal 0 context 0 from 0 (1)",
+        ]
+
+
+def refuses_what_a_graph_cannot_replay(rank: int, nranks: int) -> None:
+    library, nccl = driver(), Fake()
+    cuda.set_device(0)
+    with create() as comm:
+        array, stream = on_device(0), cuda.stream_create()
+        comm.all_reduce(array, stream=stream)
+        nccl.log()
+        library.fake_cuda_capture(stream, 1)
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("barrier", comm.barrier),
+            ("ncclCommSplit", lambda: comm.split(0)),
+            ("ncclCommShrink", lambda: comm.shrink([0])),
+            ("ncclCommGrow", lambda: comm.grow(3)),
+            ("ncclCommSuspend", comm.suspend),
+            ("ncclCommResume", comm.resume),
+            ("ncclCommFinalize", comm.finalize),
+            ("synchronize", comm.synchronize),
+            ("synchronize", lambda: comm.synchronize(stream)),
+        ]
+        for name, call in calls:
+            text = f"{name} during the graph capture of stream {stream:#x}: expected it before or after"
+            with pytest.raises(NcclInvalidUsage, match=text):
+                call()
+        assert nccl.log() == []
+        library.fake_cuda_capture(stream, 0)
+        comm.synchronize()
+
+
+def refuses_check_mode_in_a_capture(rank: int, nranks: int) -> None:
+    pynccl.check_mode(True)
+    cuda.set_device(rank)
+    with pynccl.init(timeout=30, device=rank) as comm:
+        array, stream = on_device(rank), cuda.stream_create()
+        comm.all_reduce(array, stream=stream)
+        prepared = comm.prepare.broadcast(array, stream=stream)
+        driver().fake_cuda_capture(stream, 1)
+        for call in (lambda: comm.all_reduce(array, stream=stream), prepared):
+            with pytest.raises(NcclInvalidUsage, match="check mode cannot compare the calls of a graph"):
+                call()
+        driver().fake_cuda_capture(stream, 0)
+        comm.all_reduce(array, stream=stream)
+        comm.synchronize()
+
+
+def test_check_mode(fake_gpus: dict[str, str], tmp_path: Path) -> None:
+    testing.run(2, refuses_check_mode_in_a_capture, env=fake_gpus | {"FAKE_NCCL_FOLDER": str(tmp_path)})
+
+
+def needs_a_stream_without_a_window(rank: int, nranks: int) -> None:
+    cuda.set_device(0)
+    with create() as comm:
+        for call in (lambda: comm.signal(0), lambda: comm.wait_signal(0)):
+            with pytest.raises(TypeError, match="stream is None; expected a stream: the communicator has no"):
+                call()
+        comm.signal(0, stream=2)
+
+
 CASES = (
     allocates_on_the_current_device,
     frees_later_what_cannot_be_freed_now,
@@ -273,6 +425,10 @@ def says_what_an_old_library_lacks(rank: int, nranks: int) -> None:
         with pytest.raises(NotSupportedError, match=r"ncclCommRegister needs NCCL >= 2\.19"):
             comm.register(on_device(0))
         assert not comm.registered(on_device(0))
+        with pytest.raises(NotSupportedError, match=r"ncclCommWindowRegister needs NCCL >= 2\.27\.3"):
+            comm.window(on_device(0))
+        with pytest.raises(NotSupportedError, match=r"ncclSignal needs NCCL >= 2\.29\.2"):
+            comm.signal(0, stream=2)
         with pytest.raises(NotSupportedError, match=r"ncclMemAlloc needs NCCL >= 2\.19"):
             pynccl.empty(3, "f")
         with pytest.raises(NotSupportedError, match=r"ncclCommSuspend needs NCCL >= 2\.29\.7"):
@@ -294,7 +450,15 @@ def reads_statistics(rank: int, nranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "case"), [(21803, says_what_an_old_library_lacks), (23203, reads_statistics)]
+    ("version", "case"),
+    [
+        (21803, says_what_an_old_library_lacks),
+        (23203, reads_statistics),
+        (23203, makes_windows),
+        (23203, captures_puts_and_waits),
+        (23203, refuses_what_a_graph_cannot_replay),
+        (23203, needs_a_stream_without_a_window),
+    ],
 )
 def test_versions(tmp_path: Path, version: int, case: Case) -> None:
     environment = compiled(tmp_path)

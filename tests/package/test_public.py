@@ -19,9 +19,9 @@ NAMES = """
 BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communicator Config DataType Event
 Group LibraryInfo LibraryNotFoundError MemoryStats NcclError NcclInternalError NcclInvalidArgument
 NcclInvalidUsage NcclRemoteError NcclSystemError NcclTimeoutError NcclUnhandledCudaError NotSupportedError
-Plan PreMulSum Prepared RankFailedError RedOp Registration SimInfo Stream TraceRecord UniqueId __version__
-array_module check_mode cpu_library current_device device_count dump_trace empty get_unique_id get_version
-group init init_all library_info load set_device zeros
+Plan PreMulSum Prepared RankFailedError RedOp Registration SimInfo Stream TraceRecord UniqueId Window
+__version__ array_module check_mode cpu_library current_device device_count dump_trace empty get_unique_id
+get_version group init init_all library_info load set_device zeros
 """
 
 # Parameters as they are written, with defaults and without types.
@@ -47,6 +47,8 @@ Communicator.grow(self, nranks, unique_id=None, *, config=None)
 Communicator.join(nranks, unique_id, rank, *, config=None, device=None, timeout=None)
 Communicator.memory_stats(self)
 Communicator.pre_mul_sum(self, factor)
+Communicator.put_signal(self, array, peer, window, offset=0, signal=0, \
+*, byte_offset=None, context=0, stream=None)
 Communicator.recv(self, buf, peer, stream=None)
 Communicator.reduce(self, send, recv=None, op='sum', root=0, stream=None, *, config=None)
 Communicator.reduce_scatter(self, send, recv=None, op='sum', stream=None, *, config=None)
@@ -60,10 +62,13 @@ Communicator.scatter_v(self, send, recv, counts, root=0, stream=None)
 Communicator.send(self, buf, peer, stream=None)
 Communicator.send_recv(self, send, dest, recv, source, stream=None)
 Communicator.shrink(self, exclude, abort=False, *, config=None, quorum='majority')
+Communicator.signal(self, peer, signal=0, *, context=0, stream=None)
 Communicator.split(self, color, key=0, *, config=None)
 Communicator.suspend(self)
 Communicator.synchronize(self, stream=None, timeout=None)
 Communicator.trace(self)
+Communicator.wait_signal(self, peer, count=1, signal=0, *, context=0, stream=None)
+Communicator.window(self, array, *, symmetric=False)
 Event()
 Event.destroy(self)
 Event.query(self)
@@ -77,6 +82,8 @@ Stream.destroy(self)
 Stream.query(self)
 Stream.synchronize(self, timeout=None)
 Stream.wait_event(self, event)
+Window.close(self)
+Window.peer(self, rank)
 array_module()
 check_mode(on=True)
 cpu_library()
@@ -100,6 +107,7 @@ PROPERTIES = {
     Group: {"estimated_microseconds"},
     Prepared: {"stream"},
     pynccl.Registration: {"closed", "nbytes"},
+    pynccl.Window: {"array", "closed", "handle", "sizes", "symmetric"},
     Plan: {"stream"},
     pynccl.Stream: {"handle"},
     pynccl.Event: {"handle"},
@@ -137,7 +145,14 @@ def test_signatures() -> None:
                 target = getattr(target, part)
             assert shown(target) == f"({rest}", name
     pinned = {line.partition("(")[0] for line in SIGNATURES.split()}
-    for kind in (Communicator, pynccl.Stream, pynccl.Event, pynccl.Buffer, pynccl.Registration):
+    for kind in (
+        Communicator,
+        pynccl.Stream,
+        pynccl.Event,
+        pynccl.Buffer,
+        pynccl.Registration,
+        pynccl.Window,
+    ):
         methods = {name for name, value in members(kind) if inspect.isfunction(value) or is_class(value)}
         assert {f"{kind.__name__}.{name}" for name in methods} <= pinned, kind
 
@@ -157,7 +172,7 @@ def test_prepare_has_the_operations_alone() -> None:
     assert {name for name, _ in members(Prepare)} == {
         name.partition(".")[2].partition("(")[0]
         for name in SIGNATURES.split("\n")
-        if re.match(r"Communicator\.(all_|reduce|broadcast|gather|scatter|send|recv)", name)
+        if re.match(r"Communicator\.(all_|reduce|broadcast|gather|scatter|send|recv|put_|signal|wait_)", name)
     }
 
 

@@ -48,6 +48,35 @@ def test_all_reduce_by_mpi() -> None:
 
 
 @pytest.mark.parametrize("nranks", [1, 4])
+def test_halo_exchange(nranks: int) -> None:
+    done = launch(nranks, "halo_exchange.py", "--size", "48", "--steps", "51")
+    assert done.returncode == 0, done.stderr
+    for rank in range(nranks):
+        assert f"[{rank}] rank {rank} of {nranks}: the three grids are equal\n" in done.stdout
+
+
+@pytest.mark.parametrize("nranks", [1, 3])
+def test_ring_all_reduce(nranks: int, tmp_path: Path) -> None:
+    plot = tmp_path / "ring.png"
+    done = launch(nranks, "ring_all_reduce.py", "--count", "10007", "--repeats", "2", "--plot", str(plot))
+    assert done.returncode == 0, done.stderr
+    for rank in range(nranks):
+        assert f"[{rank}] rank {rank} of {nranks}: all sums are right\n" in done.stdout
+    assert done.stdout.count("chunks of ") == 8
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_key_value_cache() -> None:
+    done = launch(3, "key_value_cache.py", "--blocks", "11", "--slots", "2")
+    assert done.returncode == 0, done.stderr
+    assert "[0] rank 0 of 3: 11 blocks, 360448 bytes, sent to each decode rank\n" in done.stdout
+    assert done.stdout.count(": 11 blocks, 360448 bytes, received and checked\n") == 2
+    done = launch(1, "key_value_cache.py")
+    assert done.returncode != 0
+    assert "one rank; expected a prefill rank and at least one decode rank" in done.stderr
+
+
+@pytest.mark.parametrize("nranks", [1, 4])
 def test_data_parallel(nranks: int) -> None:
     done = launch(nranks, "data_parallel.py", "--check")
     assert done.returncode == 0, done.stderr

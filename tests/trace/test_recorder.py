@@ -562,7 +562,7 @@ def test_dump_trace_follows_no_links(tmp_path: Path) -> None:
     assert not Path(os.devnull).is_file()
 
 
-@pytest.mark.parametrize("value", ["/dev/null/traces", "/proc/traces"])
+@pytest.mark.parametrize("value", ["/dev/null/traces", "/proc/traces", "/proc"])
 def test_a_folder_that_cannot_be(run_python: Run, value: str) -> None:
     done = run_python(START, fails=True, PYNCCL_LIBRARY="cpu", PYNCCL_TRACE_DIR=value)
     assert "PYNCCL_TRACE_DIR cannot be used: " in done.stderr

@@ -123,6 +123,13 @@ CASES: list[tuple[Callable[..., None], list[str]]] = [
         ],
     ),
     (
+        programs.too_few_signals,
+        [
+            "rank 0 waits in wait_signal from rank 1 (signal 3, 2 expected); "
+            "rank 1 has signalled 1 of them, and exited after all_reduce #3 (float32, 4)",
+        ],
+    ),
+    (
         programs.wrong_peer,
         [
             "rank 0 waits in send #1 to rank 1 (float32, 1,048,576); rank 1 never received it: "

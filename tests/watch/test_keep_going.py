@@ -51,6 +51,40 @@ def started(command: Command) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+# --- ranks that end at once after their error ---
+
+ONE_STOPS = """
+import os, signal, sys, time
+import numpy as np, pynccl
+comm = pynccl.init(timeout=2)
+comm.all_reduce(np.ones(10))
+if comm.rank == 2:
+    stopped = os.getpid()
+    if not os.fork():
+        time.sleep(5)
+        os.kill(stopped, signal.SIGKILL)
+        os._exit(0)
+    os.kill(stopped, signal.SIGSTOP)
+try:
+    comm.all_reduce(np.ones(10))
+except pynccl.RankFailedError as error:
+    print("names", error.ranks, flush=True)
+    if sys.argv[1] == "raises":
+        raise
+    if sys.argv[1] == "drops":
+        del comm, error
+"""
+
+
+@pytest.mark.parametrize("end", ["returns", "raises", "drops"])
+def test_who_ends_after_its_error_is_not_blamed(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(ONE_STOPS)
+    assert sorted(run(keep_going(3, script, end)).stdout.splitlines()) == [
+        f"[{rank}] names [2]" for rank in range(2)
+    ]
+
+
 # --- the launcher ---
 
 OTHERS_FINISH = """

@@ -509,6 +509,12 @@ def test_bad_timeout_in_the_environment(value: str) -> None:
         run(1, by_environment, backend="cpu", timeout=30, env={"PYNCCL_TIMEOUT": value})
 
 
+@pytest.mark.parametrize("value", ["soon", "-1", "nan"])
+def test_bad_exit_timeout(value: str) -> None:
+    with pytest.raises(RankError, match="PYNCCL_EXIT_TIMEOUT is .* expected seconds, 0 or more"):
+        run(1, by_environment, backend="cpu", timeout=30, env={"PYNCCL_EXIT_TIMEOUT": value})
+
+
 def one_has_a_timeout(rank: int, nranks: int) -> str:
     uid = np.zeros(128, np.uint8)
     with pynccl.init() as first:

@@ -91,6 +91,12 @@ NCCL_GIN_TYPE_GDAKI = 3
 NCCL_GIN_TYPE_GPI = 4
 NCCL_GIN_TYPE_EFA_GDA = 5
 NCCL_GIN_MAX_TYPES = 6
+NCCL_CFT_TEAM_FLAT = 0
+NCCL_CFT_TEAM_HIER_MULTIMEM = 1
+NCCL_CFT_TEAM_HIER_LSA = 2
+NCCL_CFT_NONE = 0
+NCCL_CFT = 1
+NCCL_CFT_MULTIMEM = 2
 
 FUNCTIONS: dict[str, Version] = {
     "ncclMemAlloc": (2, 19, 1),
@@ -174,6 +180,21 @@ FUNCTIONS: dict[str, Version] = {
     "ncclTeamRail": (2, 28, 3),
     "ncclTeamRankToWorld": (2, 28, 3),
     "ncclTeamRankToLsa": (2, 28, 3),
+    "ncclDevCommCreate": (2, 28, 3),
+    "ncclDevCommDestroy": (2, 28, 3),
+    "ncclLsaBarrierCreateRequirement": (2, 28, 3),
+    "ncclGinBarrierCreateRequirement": (2, 28, 7),
+    "ncclLLA2ACalcSlots": (2, 28, 3),
+    "ncclLLA2ACreateRequirement": (2, 28, 3),
+    "ncclGinOutboxCreateRequirement": (2, 30, 3),
+    "ncclGinInboxA2ACreateRequirement": (2, 30, 3),
+    "ncclGetLsaMultimemDevicePointer": (2, 29, 2),
+    "ncclGetMultimemDevicePointer": (2, 29, 2),
+    "ncclGetMultimemDeviceLeInfo": (2, 31, 2),
+    "ncclGetCftDeviceLeInfo": (2, 31, 2),
+    "ncclGetPeerDeviceLeInfo": (2, 31, 2),
+    "ncclTeamCft": (2, 31, 2),
+    "ncclTeamCftMultimem": (2, 31, 2),
 }
 
 CPU_FUNCTIONS: dict[str, Version] = {
@@ -194,4 +215,9 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuEventSynchronize": (2, 32, 3),
     "pyncclCpuGetErrorKind": (2, 32, 3),
     "pyncclCpuIsGone": (2, 32, 3),
+    "pyncclCpuSignalCount": (2, 32, 3),
+    "pyncclCpuExchange": (2, 32, 3),
+    "pyncclCpuQuiet": (2, 32, 3),
+    "pyncclCpuWindowHold": (2, 32, 3),
+    "pyncclCpuWindowRelease": (2, 32, 3),
 }

@@ -518,3 +518,31 @@ def ncclTeamRankToLsa(comm: int, team: Team, rank: int) -> int:
     if r := _library.ncclTeamRankToLsa(comm, _new("ncclTeam_t*", team)[0], rank, out):
         _check(r, "ncclTeamRankToLsa", comm)
     return int(out[0])
+
+
+def ncclLLA2ACalcSlots(maxElts: int, maxEltSize: int) -> int:
+    out = _new("int*")
+    if r := _library.ncclLLA2ACalcSlots(maxElts, maxEltSize, out):
+        _check(r, "ncclLLA2ACalcSlots")
+    return int(out[0])
+
+
+def ncclGetLsaMultimemDevicePointer(window: int, offset: int) -> int:
+    out = _new("uintptr_t*")
+    if r := _library.ncclGetLsaMultimemDevicePointer(window, offset, out):
+        _check(r, "ncclGetLsaMultimemDevicePointer")
+    return int(out[0])
+
+
+def ncclTeamCft(comm: int, mode: int) -> Team:
+    out = _new("ncclTeam_t*")
+    if r := _library.ncclTeamCft(comm, mode, out):
+        _check(r, "ncclTeamCft", comm)
+    return Team(out.nRanks, out.rank, out.stride)
+
+
+def ncclTeamCftMultimem(comm: int) -> Team:
+    out = _new("ncclTeam_t*")
+    if r := _library.ncclTeamCftMultimem(comm, out):
+        _check(r, "ncclTeamCftMultimem", comm)
+    return Team(out.nRanks, out.rank, out.stride)

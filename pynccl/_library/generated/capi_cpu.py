@@ -116,3 +116,35 @@ def pyncclCpuIsGone(comm: int, rank: int) -> int:
     if r := _library.pyncclCpuIsGone(comm, rank, out):
         _check(r, "pyncclCpuIsGone", comm)
     return int(out[0])
+
+
+def pyncclCpuSignalCount(comm: int, peer: int, sigIdx: int, ctx: int) -> int:
+    out = _new("uint64_t*")
+    if r := _library.pyncclCpuSignalCount(comm, peer, sigIdx, ctx, out):
+        _check(r, "pyncclCpuSignalCount", comm)
+    return int(out[0])
+
+
+def pyncclCpuExchange(sendbuff: int, recvbuff: int, count: int, purpose: int, comm: int, stream: int) -> int:
+    if r := _library.pyncclCpuExchange(sendbuff, recvbuff, count, purpose, comm, stream):
+        _check(r, "pyncclCpuExchange", comm)
+    return r
+
+
+def pyncclCpuQuiet(comm: int) -> int:
+    if r := _library.pyncclCpuQuiet(comm):
+        _check(r, "pyncclCpuQuiet", comm)
+    return r
+
+
+def pyncclCpuWindowHold(window: int) -> int:
+    out = _new("uintptr_t*")
+    if r := _library.pyncclCpuWindowHold(window, out):
+        _check(r, "pyncclCpuWindowHold")
+    return int(out[0])
+
+
+def pyncclCpuWindowRelease(hold: int) -> int:
+    if r := _library.pyncclCpuWindowRelease(hold):
+        _check(r, "pyncclCpuWindowRelease")
+    return r

@@ -13,6 +13,11 @@ SCATTER = 7
 SEND = 8
 RECV = 9
 BARRIER = 10
+PUT_SIGNAL = 11
+SIGNAL = 12
+WAIT_SIGNAL = 13
+WINDOW = 14
+CLOSE_WINDOW = 15
 PLAN = 16
 INIT = 17
 SPLIT = 18
@@ -36,6 +41,11 @@ NAMES = {
     SEND: "send",
     RECV: "recv",
     BARRIER: "barrier",
+    PUT_SIGNAL: "put_signal",
+    SIGNAL: "signal",
+    WAIT_SIGNAL: "wait_signal",
+    WINDOW: "window",
+    CLOSE_WINDOW: "close_window",
     PLAN: "plan",
     INIT: "init",
     SPLIT: "split",
@@ -60,6 +70,11 @@ FUNCTIONS = {
     SEND: "ncclSend",
     RECV: "ncclRecv",
     BARRIER: "barrier",
+    PUT_SIGNAL: "ncclPutSignal",
+    SIGNAL: "ncclSignal",
+    WAIT_SIGNAL: "ncclWaitSignal",
+    WINDOW: "ncclCommWindowRegister",
+    CLOSE_WINDOW: "ncclCommWindowDeregister",
     SPLIT: "ncclCommSplit",
     SHRINK: "ncclCommShrink",
     GROW: "ncclCommGrow",

@@ -173,3 +173,62 @@ class CommProperties(Struct):
     cftSupport: bool | None = None
     cftMulticastSupport: bool | None = None
     cftCountedSupport: bool | None = None
+
+
+@dataclass(kw_only=True)
+class DevCommRequirements(Struct):
+    """Hold what a device communicator must have; ncclDevCommCreate sets the two lists."""
+
+    struct: ClassVar[str] = "ncclDevCommRequirements_t"
+    oldest: ClassVar[Version] = (2, 29, 2)
+    undefined: ClassVar[int] = 0
+    since: ClassVar[dict[str, Version]] = {
+        "resourceRequirementsList": (2, 29, 2),
+        "teamRequirementsList": (2, 29, 2),
+        "lsaMultimem": (2, 29, 2),
+        "barrierCount": (2, 29, 2),
+        "lsaBarrierCount": (2, 29, 2),
+        "railGinBarrierCount": (2, 29, 2),
+        "lsaLLA2ABlockCount": (2, 29, 2),
+        "lsaLLA2ASlotCount": (2, 29, 2),
+        "ginForceEnable": (2, 29, 2),
+        "ginContextCount": (2, 29, 2),
+        "ginSignalCount": (2, 29, 2),
+        "ginCounterCount": (2, 29, 2),
+        "ginConnectionType": (2, 29, 7),
+        "ginExclusiveContexts": (2, 29, 7),
+        "ginQueueDepth": (2, 29, 7),
+        "ginTrafficClass": (2, 30, 3),
+        "worldGinBarrierCount": (2, 30, 3),
+        "ginStrongSignalsRequired": (2, 30, 7),
+        "ginVaSignalsRequired": (2, 30, 7),
+        "ginCustomStride": (2, 31, 2),
+        "ginType": (2, 31, 2),
+        "useRuntimeVersion": (2, 31, 2),
+        "cftCaps": (2, 31, 2),
+        "cftBarrierCount": (2, 31, 2),
+    }
+    resourceRequirementsList: int | None = None
+    teamRequirementsList: int | None = None
+    lsaMultimem: bool | None = None
+    barrierCount: int | None = None
+    lsaBarrierCount: int | None = None
+    railGinBarrierCount: int | None = None
+    lsaLLA2ABlockCount: int | None = None
+    lsaLLA2ASlotCount: int | None = None
+    ginForceEnable: bool | None = None
+    ginContextCount: int | None = 4
+    ginSignalCount: int | None = None
+    ginCounterCount: int | None = None
+    ginConnectionType: int | None = None
+    ginExclusiveContexts: bool | None = None
+    ginQueueDepth: int | None = None
+    ginTrafficClass: int | None = -2147483648
+    worldGinBarrierCount: int | None = None
+    ginStrongSignalsRequired: bool | None = True
+    ginVaSignalsRequired: bool | None = True
+    ginCustomStride: int | None = 1
+    ginType: int | None = None
+    useRuntimeVersion: bool | None = None
+    cftCaps: int | None = None
+    cftBarrierCount: int | None = None

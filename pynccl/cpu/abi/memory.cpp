@@ -101,7 +101,9 @@ ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buff, size_t size, vo
     REQUIRE_POINTER(function, handle);
     *handle = nullptr;
     REQUIRE_POINTER(function, buff);
-    *handle = c->registry.add_buffer({c->serial, buff, size, 0});
+    bool first = false;
+    *handle = c->registry.add_buffer({c->serial, buff, size, 0}, &first);
+    if (first) c->lend(*handle, buff, size);
     return ncclSuccess;
   });
 }
@@ -111,7 +113,12 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
   return guarded(function, [&] {
     std::shared_ptr<Comm> c;
     if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
-    if (!handle || c->registry.remove_buffer(handle)) return ncclSuccess;
+    bool last = false;
+    if (!handle) return ncclSuccess;
+    if (c->registry.remove_buffer(handle, &last)) {
+      if (last) c->take_back(handle);
+      return ncclSuccess;
+    }
     return fail(ncclInvalidUsage, "%s: handle %p is not one that ncclCommRegister gave for this comm",
                 function, handle);
   });

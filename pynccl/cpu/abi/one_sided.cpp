@@ -46,12 +46,15 @@ ncclResult_t register_window(Comm& comm, const Meeting (&meetings)[2], std::shar
   std::vector<std::string> all;
   ncclResult_t r = meetings[0].meet(window->describe(), &all);
   if (r == ncclSuccess && (r = window->attach(comm.session, all)) != ncclSuccess) return r;
-  void* handle = r == ncclSuccess ? comm.registry.add_window(std::move(window)) : nullptr;
-  if (r == ncclSuccess) r = meetings[1].meet("", &all);
+  void* handle = r == ncclSuccess ? comm.registry.add_window(window) : nullptr;
+  if (r == ncclSuccess) r = meetings[1].meet(window->reach(), &all);
   if (r == ncclTimeout) comm.fail_with(r, last_error());
   if (r != ncclSuccess && handle) comm.registry.remove_window(handle, "ncclCommWindowRegister");
-  if (r == ncclSuccess) *win = static_cast<ncclWindow_t>(handle);
-  return r;
+  if (r != ncclSuccess) return r;
+  window->learn_reach(all);
+  comm.registry.share_window(std::move(window));
+  *win = static_cast<ncclWindow_t>(handle);
+  return ncclSuccess;
 }
 
 ncclResult_t submit_window(ncclComm_t handle, void* buff, size_t size, ncclWindow_t* win, int flags) {
@@ -131,14 +134,26 @@ ncclResult_t check_flags(unsigned int flags, const char* function) {
                     : fail(ncclInvalidArgument, "%s: flags is 0x%x, expected 0", function, flags);
 }
 
-// The pointer to a rank's part of a window, where this process can load and store.
-ncclResult_t pointer_to(const Window& window, int rank, size_t offset, void** out, const char* function) {
-  if (offset >= window.size_of(rank))
-    return fail(ncclInvalidArgument, "%s: offset is %zu; the window of rank %d has %zu bytes", function,
-                offset, rank, window.size_of(rank));
-  // As in NCCL a peer that cannot be reached has no pointer, and that is no error.
-  *out = window.mapped(rank) ? window.mapped(rank) + offset : nullptr;
-  return ncclSuccess;
+// The pointer to a member's part of a window, where this process can load and store. The members are `count`
+// ranks from `first` on; both follow from the window.
+template <class Members>
+ncclResult_t pointer_to(const char* function, ncclWindow_t win, size_t offset, const char* what, int member,
+                        void** out, Members members) {
+  return guarded(function, [&]() -> ncclResult_t {
+    REQUIRE_POINTER(function, out);
+    *out = nullptr;
+    std::shared_ptr<Window> window = find_handle<Window>(win, function);
+    if (!window) return ncclInvalidArgument;
+    const auto [first, count] = members(*window);
+    if (member < 0 || member >= count) return bad(function, what, member, count - 1);
+    const int rank = first + member;
+    if (offset >= window->size_of(rank))
+      return fail(ncclInvalidArgument, "%s: offset is %zu; the window of rank %d has %zu bytes", function,
+                  offset, rank, window->size_of(rank));
+    // As in NCCL a peer that cannot be reached has no pointer, and that is no error.
+    *out = window->mapped(rank) ? window->mapped(rank) + offset : nullptr;
+    return ncclSuccess;
+  });
 }
 
 }  // namespace
@@ -176,27 +191,60 @@ ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void** outUser
 }
 
 ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void** outPtr) {
-  const char* function = "ncclGetPeerDevicePointer";
-  return guarded(function, [&]() -> ncclResult_t {
-    REQUIRE_POINTER(function, outPtr);
-    *outPtr = nullptr;
-    std::shared_ptr<Window> found = find_handle<Window>(window, function);
-    if (!found) return ncclInvalidArgument;
-    if (peer < 0 || peer >= found->ranks()) return bad(function, "peer", peer, found->ranks() - 1);
-    return pointer_to(*found, peer, offset, outPtr, function);
-  });
+  return pointer_to("ncclGetPeerDevicePointer", window, offset, "peer", peer, outPtr,
+                    [](const Window& w) { return std::pair(0, w.ranks()); });
 }
 
 ncclResult_t ncclGetLsaDevicePointer(ncclWindow_t window, size_t offset, int lsaRank, void** outPtr) {
-  const char* function = "ncclGetLsaDevicePointer";
+  return pointer_to("ncclGetLsaDevicePointer", window, offset, "lsaRank", lsaRank, outPtr,
+                    [](const Window& w) { return std::pair(w.first_lsa(), w.lsa_size()); });
+}
+
+ncclResult_t pyncclCpuWindowHold(ncclWindow_t window, void** hold) {
+  const char* function = "pyncclCpuWindowHold";
   return guarded(function, [&]() -> ncclResult_t {
-    REQUIRE_POINTER(function, outPtr);
-    *outPtr = nullptr;
+    REQUIRE_POINTER(function, hold);
     std::shared_ptr<Window> found = find_handle<Window>(window, function);
     if (!found) return ncclInvalidArgument;
-    if (lsaRank < 0 || lsaRank >= found->lsa_size())
-      return bad(function, "lsaRank", lsaRank, found->lsa_size() - 1);
-    return pointer_to(*found, found->lsa_rank(lsaRank), offset, outPtr, function);
+    *hold = handles<Hold>().add(std::make_shared<Hold>(Hold{std::move(found)}));
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t pyncclCpuWindowRelease(void* hold) {
+  const char* function = "pyncclCpuWindowRelease";
+  return guarded(function, [&] {
+    return handles<Hold>().take(hold) ? ncclSuccess : refuse_handle<Hold>(hold, function);
+  });
+}
+
+// What a rank tells its peers in the meeting follows its puts on the same connections.
+ncclResult_t pyncclCpuQuiet(ncclComm_t comm) {
+  const char* function = "pyncclCpuQuiet";
+  return in_group(function, [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
+    Meeting meeting(c, Meeting::everyone(*c), function);
+    auto meet = [meeting] {
+      std::vector<std::string> all;
+      return meeting.meet("", &all);
+    };
+    return submit(Job{function, meet, c, {}, c->blocking});
+  });
+}
+
+ncclResult_t pyncclCpuSignalCount(ncclComm_t comm, int peer, int sigIdx, int ctx, uint64_t* count) {
+  const char* function = "pyncclCpuSignalCount";
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> c;
+    uint32_t signal;
+    ncclResult_t r = any_comm_of(comm, function, &c);
+    if (r == ncclSuccess) r = check_ready(*c, function);
+    if (r == ncclSuccess) r = check_signal(*c, peer, sigIdx, ctx, function, &signal);
+    if (r != ncclSuccess) return r;
+    REQUIRE_POINTER(function, count);
+    *count = c->signals_pending(peer, signal);
+    return ncclSuccess;
   });
 }
 

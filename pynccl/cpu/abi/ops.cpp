@@ -93,7 +93,6 @@ ncclResult_t check(Submission& call, int red, const char* function) {
   if (names_rank && (op.root < 0 || op.root >= comm.nranks))
     return bad(function, is_p2p(op.func) ? "peer" : "root", op.root,
                ("0 to " + std::to_string(comm.nranks - 1)).c_str());
-  if (!names_rank) op.root = 0;
   if (reduces(op.func))
     if (ncclResult_t r = check_red_op(op, comm, red, function); r != ncclSuccess) return r;
   if (ncclResult_t r = check_buffers(op, comm, function); r != ncclSuccess) return r;
@@ -186,6 +185,14 @@ ncclResult_t ncclReduceScatter(const void* sendbuff, void* recvbuff, size_t recv
 ncclResult_t ncclAllGather(const void* sendbuff, void* recvbuff, size_t sendcount, ncclDataType_t datatype,
                            ncclComm_t comm, cudaStream_t stream) {
   return enter("ncclAllGather", Func::AllGather, sendbuff, recvbuff, sendcount, datatype, 0, 0, comm, stream);
+}
+
+ncclResult_t pyncclCpuExchange(const void* sendbuff, void* recvbuff, size_t count, int purpose,
+                               ncclComm_t comm, cudaStream_t stream) {
+  const char* function = "pyncclCpuExchange";
+  if (purpose < 1 || purpose > kLastExchange)
+    return in_group(function, [&] { return bad(function, "purpose", purpose, "1 or 2"); });
+  return enter(function, Func::AllGather, sendbuff, recvbuff, count, ncclInt64, 0, purpose, comm, stream);
 }
 
 ncclResult_t ncclAlltoAll(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,

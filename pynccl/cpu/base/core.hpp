@@ -44,7 +44,7 @@ inline void futex_wake(std::atomic<uint32_t>* word) {
 
 // An event count. A producer publishes, then rings. A consumer looks, checks for work, and waits if there is
 // none.
-struct alignas(kCacheLine) Doorbell {
+struct Doorbell {
   std::atomic<uint32_t> rings{0};
   std::atomic<uint32_t> sleepers{0};
 

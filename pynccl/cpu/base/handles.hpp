@@ -15,7 +15,7 @@
 
 namespace pncpu {
 
-enum class HandleKind : uint64_t { Comm = 1, Stream, Event, Window, Registration };
+enum class HandleKind : uint64_t { Comm = 1, Stream, Event, Window, Registration, Hold };
 
 // Why a value is not a live handle.
 enum class HandleState { Live, Ended, Inherited, Unknown };

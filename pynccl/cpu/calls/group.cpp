@@ -97,7 +97,7 @@ void cancel(const std::vector<Job>& jobs, const char* why) noexcept {
 }
 
 // Jobs run before calls, as in NCCL: a group may have a split and a collective on its parent.
-ncclResult_t run_all(std::vector<Job> jobs, const std::vector<Submission>& calls) {
+ncclResult_t run_all(std::vector<Job> jobs, std::vector<Submission> calls) {
   if (!jobs.empty()) {
     Outcome outcome = Together(std::move(jobs)).run();
     if (outcome.code.failed()) {
@@ -105,7 +105,7 @@ ncclResult_t run_all(std::vector<Job> jobs, const std::vector<Submission>& calls
       return outcome.code.result;
     }
   }
-  return calls.empty() ? ncclSuccess : issue(calls);
+  return calls.empty() ? ncclSuccess : issue({calls.data(), calls.size()});
 }
 
 // Keeps communicators in the state ncclInProgress until a background operation has ended, in whatever way.
@@ -146,7 +146,7 @@ ncclResult_t run_in_background(std::vector<Job> jobs, std::vector<Submission> ca
   for (const Submission& call : calls) comms.push_back(call.comm);
   auto goes_on = std::make_unique<Background>(std::move(comms));
   auto body = [jobs = std::move(jobs), calls = std::move(calls), goes_on = std::move(goes_on)]() mutable {
-    goes_on->ended(guarded("ncclGroupEnd", [&] { return run_all(std::move(jobs), calls); }));
+    goes_on->ended(guarded("ncclGroupEnd", [&] { return run_all(std::move(jobs), std::move(calls)); }));
   };
   start_thread("the background operation of a non-blocking communicator", std::move(body));
   return ncclInProgress;
@@ -241,7 +241,8 @@ ncclResult_t Group::finish() {
   std::vector<Job> jobs = std::move(jobs_);
   bool background = mode_ == Mode::NonBlocking && !jobs.empty();
   clear();
-  return background ? run_in_background(std::move(jobs), std::move(calls)) : run_all(std::move(jobs), calls);
+  return background ? run_in_background(std::move(jobs), std::move(calls))
+                    : run_all(std::move(jobs), std::move(calls));
 }
 
 // For a machine that moves 5 GB/s and needs 5 us per call.
@@ -256,7 +257,7 @@ ncclResult_t Group::simulate(float* microseconds) {
 
 ncclResult_t submit(Submission call) {
   Group& group = this_thread_group();
-  if (group.depth == 0) return issue({call});
+  if (group.depth == 0) return issue({&call, 1});
   return group.add(std::move(call));
 }
 

@@ -13,28 +13,28 @@ struct IssueLock {
 struct Cluster {
   std::vector<Comm*> comms;
   std::vector<Stream*> streams;
-  std::vector<const Submission*> calls;
+  std::vector<Submission*> calls;
   bool touches(const Submission& call) const {
     return std::count(comms.begin(), comms.end(), call.comm.get()) ||
            std::count(streams.begin(), streams.end(), call.stream.get());
   }
-  void add(const Submission& call) {
+  void add(Submission& call) {
     if (!std::count(comms.begin(), comms.end(), call.comm.get())) comms.push_back(call.comm.get());
     if (!std::count(streams.begin(), streams.end(), call.stream.get())) streams.push_back(call.stream.get());
     calls.push_back(&call);
   }
 };
 
-std::vector<Cluster> cluster(const std::vector<Submission>& calls) {
+std::vector<Cluster> cluster(Submissions calls) {
   std::vector<Cluster> clusters;
-  for (const Submission& call : calls) {
+  for (Submission& call : calls) {
     Cluster merged;
     for (auto it = clusters.begin(); it != clusters.end();) {
       if (!it->touches(call)) {
         ++it;
         continue;
       }
-      for (const Submission* c : it->calls) merged.add(*c);
+      for (Submission* c : it->calls) merged.add(*c);
       it = clusters.erase(it);
     }
     merged.add(call);
@@ -62,16 +62,22 @@ struct Prepared {
   std::vector<std::pair<Stream*, Stream::Nodes>> nodes;
 
   explicit Prepared(const Cluster& cluster) {
-    for (const Submission* call : cluster.calls) {
-      Batch& batch = batch_of(*launch, call->comm);
-      ops_of(batch, call->op.func).push_back(call->op);
-    }
+    for (Submission* call : cluster.calls) add(*call);
     launch->tie(int(cluster.streams.size()));
-    for (Stream* stream : cluster.streams) {
-      Node node;
-      node.task = launch;
-      nodes.emplace_back(stream, stream->nodes_for(std::move(node)));
-    }
+    for (Stream* stream : cluster.streams) add(stream);
+  }
+  explicit Prepared(Submission& call) {
+    add(call);
+    add(call.stream.get());
+  }
+  void add(Submission& call) {
+    Batch& batch = batch_of(*launch, call.comm);
+    ops_of(batch, call.op.func).push_back(std::move(call.op));
+  }
+  void add(Stream* stream) {
+    Node node;
+    node.task = launch;
+    nodes.emplace_back(stream, stream->nodes_for(std::move(node)));
   }
 
   void queue() noexcept {
@@ -97,7 +103,7 @@ bool is_launched_later(const Submission& call) {
   return !call.comm->blocking && (call.comm->nranks > 1 || !is_collective(call.op.func));
 }
 
-ncclResult_t wait_all(const std::vector<Submission>& calls) {
+ncclResult_t wait_all(Submissions calls) {
   ncclResult_t result = ncclSuccess;
   for (const Submission& call : calls) {
     ncclResult_t r = call.stream->synchronize(kForever, call.comm->serial);
@@ -110,14 +116,17 @@ ncclResult_t wait_all(const std::vector<Submission>& calls) {
 
 std::mutex& issue_lock() { return per_process<IssueLock>().mutex; }
 
-ncclResult_t issue(const std::vector<Submission>& calls) {
+ncclResult_t issue(Submissions calls) {
   bool wait = false, later = false;
   {
     std::lock_guard<std::mutex> lock(issue_lock());
     for (const Submission& call : calls)
       if (ncclResult_t r = check_alive(call); r != ncclSuccess) return r;
     std::vector<Prepared> prepared;
-    for (const Cluster& c : cluster(calls)) prepared.emplace_back(c);
+    if (calls.count == 1)
+      prepared.emplace_back(*calls.first);
+    else
+      for (const Cluster& c : cluster(calls)) prepared.emplace_back(c);
     for (const Submission& call : calls) call.comm->issued_on(call.stream);
     for (Prepared& p : prepared) p.queue();
     for (const Submission& call : calls) {

@@ -23,7 +23,13 @@ std::mutex& issue_lock();
 
 // Returns ncclInProgress for non-blocking communicators. If the communicator or stream of a call has ended
 // meanwhile it is an error, and nothing is issued.
-ncclResult_t issue(const std::vector<Submission>& calls);
+struct Submissions {
+  Submission* first;
+  size_t count;
+  Submission* begin() const { return first; }
+  Submission* end() const { return first + count; }
+};
+ncclResult_t issue(Submissions calls);  // takes their operations
 
 // The stream behind a handle: 0, 1 and 2 are those of the communicator's device. nullptr after fail().
 std::shared_ptr<Stream> stream_of(const std::shared_ptr<Comm>& comm, cudaStream_t handle,

@@ -61,6 +61,19 @@ ncclResult_t Comm::check_sound(const char* function, bool only_takes) {
   return sound ? ncclSuccess : fail(error_code(), "%s: comm has failed: %s", function, error_text().c_str());
 }
 
+void Comm::lend(const void* handle, const void* at, size_t size) {
+  std::optional<Offer> offer = loans_.offer(handle, at, size);
+  for (int q = 0; q < session.known_ranks() && offer; ++q)
+    if (q != rank && maps_memory_of(q)) session.send(q, Ctl::Lend, &*offer, sizeof *offer);
+}
+
+void Comm::take_back(const void* handle) {
+  std::optional<Loans::End> end = loans_.withdraw(handle);
+  for (int q = 0; q < session.known_ranks() && end; ++q)
+    if (q != rank && maps_memory_of(q))
+      session.send(q, Ctl::Return, &end->call, sizeof end->call, end->number);
+}
+
 ncclResult_t Comm::check_accepts(const char* function, bool only_takes) {
   if (standing.ending() != Standing::End::None)
     return fail(ncclInvalidUsage, "%s: comm %p was destroyed or aborted before the call was issued", function,
@@ -270,6 +283,7 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   if (header.kind == Ctl::Verdict) return per_process<Deadlocks>().cycle_found(*this, body);
   if (header.kind == Ctl::Exchange) return session.exchanged(from, header.tag, body);
   if (header.kind == Ctl::Put) return put_arrived(from, body);
+  if (lent(from, header, body)) return;
   std::lock_guard<std::mutex> lock(session.mutex);
   echoed_ = echoed_ || (header.kind == Ctl::Leaving && from == rank);
   if (header.kind == Ctl::Leaving && body.size == sizeof p.leaving) {
@@ -299,6 +313,25 @@ void Comm::put_arrived(int from, const Blob& body) {
   if (head.signals && head.signal < uint32_t(session.contexts * session.signals))
     one_sided_.arrived(from, head.signal);
   bell().ring();
+}
+
+// Whether this process and a peer's map each other's memory; ranks of one process need no mappings.
+bool Comm::maps_memory_of(int q) { return peer(q).local >= 0 && peer(q).vouched && !peer(q).same_process; }
+
+bool Comm::lent(int from, const CtlHeader& header, const Blob& body) {
+  Offer offer;
+  Loans::End end{header.tag, 0};
+  if (header.kind == Ctl::Taken) loans_.taken(from, header.tag);
+  if (header.kind == Ctl::Return && body.size == sizeof end.call) {
+    memcpy(&end.call, body.data, sizeof end.call);
+    loans_.give_back(from, end);
+  }
+  if (header.kind == Ctl::Lend && body.size == sizeof offer && maps_memory_of(from)) {
+    memcpy(static_cast<void*>(&offer), body.data, sizeof offer);
+    if (loans_.borrow(from, peer(from).info.pid, offer))
+      session.send(from, Ctl::Taken, nullptr, 0, offer.number);
+  }
+  return header.kind == Ctl::Lend || header.kind == Ctl::Taken || header.kind == Ctl::Return;
 }
 
 // A report that is passed on keeps the name of its first author.
@@ -351,6 +384,9 @@ void Comm::open() {
   for (int q = 0; q < nranks; ++q) context_.links.push_back(q == rank ? nullptr : &peer(q).link);
   context_.fail = [this](ErrorCode code, const std::string& text) { return fail_with(code, text); };
   context_.has_room = [this](int to) { return session.has_room(to); };
+  context_.windows = [this] { return registry.shared_windows(); };
+  context_.registered = [this](uint64_t call) { return loans_.now(call); };
+  context_.finished = [this](uint64_t call) { loans_.finished(call); };
   context_.post = [this](int to, const PutHead& head, const char* data, size_t bytes) {
     std::vector<char> body(sizeof head + bytes);
     memcpy(body.data(), &head, sizeof head);

@@ -8,6 +8,7 @@
 #include "comm/batch.hpp"
 #include "comm/deadlock.hpp"
 #include "comm/fate.hpp"
+#include "comm/loans.hpp"
 #include "comm/registry.hpp"
 #include "comm/standing.hpp"
 #include "comm/turns.hpp"
@@ -36,6 +37,9 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   Standing standing;
   Registry registry;
+  // Offers registered memory to the peers on this host, and withdraws it.
+  void lend(const void* handle, const void* at, size_t size);
+  void take_back(const void* handle);
   // ncclSuccess, or why a call is refused. The answer holds only under the issue lock. A receive
   // (`only_takes`) is accepted after the peer's death, too: the message may have arrived.
   ncclResult_t check_accepts(const char* function, bool only_takes);
@@ -99,6 +103,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   // Before the ranks connect: a peer that has finished may signal while this rank still creates.
   void expect_signals();
+  uint64_t signals_pending(int peer, uint32_t signal) const { return one_sided_.pending(peer, signal); }
   void open();  // from now on the end of a connection is a death
   ncclResult_t announce_leaving();
   ncclResult_t await_leaving();
@@ -134,6 +139,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void await_echo(Deadline deadline);
   void error_told(int from, const Blob& body);
   void put_arrived(int from, const Blob& body);
+  bool maps_memory_of(int q);
+  bool lent(int from, const CtlHeader& header, const Blob& body);
   void count_waits(Op& op);
   bool has_left(int q);
   std::string doing(const Batch& batch);
@@ -150,7 +157,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   std::atomic<Clock::time_point> heard_at_{};
   std::vector<uint64_t> meetings_[2];            // with each rank; under session.mutex
   std::vector<std::shared_ptr<Comm>> children_;  // under it
-  Doorbell own_bell_;
+  alignas(kCacheLine) Doorbell own_bell_;
   std::atomic<Stream*> newest_{nullptr};
   bool echoed_ = false;                 // under session.mutex: this rank's own Leaving frame has arrived
   std::weak_ptr<Stream> newest_owner_;  // under session.mutex
@@ -161,6 +168,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Coll coll_;
   P2p p2p_;
   OneSided one_sided_;
+  Loans loans_;
   std::mutex puts_mutex_;  // held while the service's thread writes a window
   bool puts_closed_ = false;
 };

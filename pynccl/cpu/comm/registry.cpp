@@ -21,10 +21,11 @@ Registry::~Registry() {
   for (auto& [handle, window] : windows_) handles<Window>().take(handle);
 }
 
-void* Registry::add_buffer(const Registered& memory) {
+void* Registry::add_buffer(const Registered& memory, bool* first) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& [handle, buffer] : buffers_)
-    if (covers(*buffer, memory)) return ++buffer->count, handle;
+    if (covers(*buffer, memory)) return *first = false, ++buffer->count, handle;
+  *first = true;
   auto made = std::make_shared<Registration>();
   static_cast<Registered&>(*made) = memory;
   void* handle = handles<Registration>().add(made);
@@ -32,11 +33,12 @@ void* Registry::add_buffer(const Registered& memory) {
   return handle;
 }
 
-bool Registry::remove_buffer(void* handle) {
+bool Registry::remove_buffer(void* handle, bool* last) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto it = buffers_.find(handle);
   if (it == buffers_.end()) return false;
-  if (--it->second->count > 0) return true;
+  *last = --it->second->count == 0;
+  if (!*last) return true;
   buffers_.erase(it);
   handles<Registration>().take(handle);
   return true;
@@ -47,6 +49,16 @@ void* Registry::add_window(std::shared_ptr<Window> window) {
   void* handle = handles<Window>().add(window);
   windows_[handle] = std::move(window);
   return handle;
+}
+
+void Registry::share_window(std::shared_ptr<const Window> window) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  shared_ = (shared_ ? *shared_ : OpenWindows({})).with(std::move(window));
+}
+
+std::shared_ptr<const OpenWindows> Registry::shared_windows() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return shared_;
 }
 
 std::shared_ptr<Window> Registry::window_numbered(uint64_t number) const {
@@ -66,8 +78,15 @@ std::shared_ptr<Window> Registry::find_window(const void* handle, const char* fu
 ncclResult_t Registry::remove_window(void* handle, const char* function) {
   if (!find_window(handle, function)) return ncclInvalidArgument;
   if (!handles<Window>().take(handle)) return refuse_handle<Window>(handle, function);
+  std::shared_ptr<const OpenWindows> before;  // unmapped without the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  windows_.erase(handle);
+  auto it = windows_.find(handle);
+  if (it == windows_.end()) return ncclSuccess;
+  if (shared_) {
+    before = std::move(shared_);
+    shared_ = before->without(*it->second);
+  }
+  windows_.erase(it);
   return ncclSuccess;
 }
 

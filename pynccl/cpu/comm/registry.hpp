@@ -5,7 +5,7 @@
 #include <memory>
 #include <mutex>
 
-#include "comm/window.hpp"
+#include "comm/open_windows.hpp"
 #include "reduce/reduce.hpp"
 
 namespace pncpu {
@@ -37,11 +37,15 @@ class Registry {
   ~Registry();  // ends all handles
 
   // Memory whose pages are registered gets the same handle, with a count (NCCL's src/register/register.cc).
-  void* add_buffer(const Registered& memory);
-  bool remove_buffer(void* handle);  // false for a handle that is not of this communicator
+  // `first` and `last` tell whether the memory was not registered before, and is not any more.
+  void* add_buffer(const Registered& memory, bool* first);
+  bool remove_buffer(void* handle, bool* last);  // false for a handle that is not of this communicator
 
   uint64_t next_window() { return ++windows_begun_; }  // numbers windows in the order of the calls
   void* add_window(std::shared_ptr<Window> window);
+  // All ranks have the window: from now on collectives may use its mappings.
+  void share_window(std::shared_ptr<const Window> window);
+  std::shared_ptr<const OpenWindows> shared_windows() const;       // nullptr: none
   std::shared_ptr<Window> window_numbered(uint64_t number) const;  // nullptr if it is not open
   // Windows of other communicators are refused, too: nullptr, or a result, after fail().
   std::shared_ptr<Window> find_window(const void* handle, const char* function) const;
@@ -57,6 +61,7 @@ class Registry {
   std::map<void*, std::shared_ptr<Registration>> buffers_;  // by handle
   std::atomic<uint64_t> windows_begun_{0};
   std::map<void*, std::shared_ptr<Window>> windows_;  // by handle
+  std::shared_ptr<const OpenWindows> shared_;
   std::map<int, RedOp> ops_;
   int next_op_ = ncclNumOps;
 };

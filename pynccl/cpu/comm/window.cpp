@@ -1,10 +1,7 @@
 #include "comm/window.hpp"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-
 #include "base/allocations.hpp"
+#include "comm/file_part.hpp"
 
 namespace pncpu {
 namespace {
@@ -12,35 +9,9 @@ namespace {
 // One rank's part of a window, as its peers get it.
 struct Description {
   uint64_t address = 0, size = 0, number = 0;
-  int32_t flags = 0, file = -1;  // a descriptor of that rank's process
-  uint64_t device = 0, inode = 0, offset = 0;
+  int32_t flags = 0, pad = 0;
+  FilePart part;
 };
-
-bool identify(int file, Description* d) {
-  struct stat st;
-  if (fstat(file, &st) != 0) return false;
-  d->device = st.st_dev, d->inode = st.st_ino;
-  return true;
-}
-
-// The peer's file is reached through /proc, which needs no more than the rights of the same user. Its
-// identity is compared, since a pid or descriptor may have been reused.
-char* map(int64_t pid, const Description& d) {
-  std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(d.file);
-  Fd file = Fd::made_by([&] { return open(path.c_str(), O_RDWR | O_CLOEXEC); });
-  Description found;
-  if (!file || !identify(file.get(), &found) || found.device != d.device || found.inode != d.inode)
-    return nullptr;
-  int seals = fcntl(file.get(), F_GET_SEALS);
-  struct stat st;
-  if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(file.get(), &st) != 0 ||
-      d.offset + d.size > uint64_t(st.st_size))
-    return nullptr;
-  void* at = mmap(nullptr, d.size, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), off_t(d.offset));
-  if (at == MAP_FAILED) return nullptr;
-  madvise(at, d.size, MADV_DONTFORK);
-  return static_cast<char*>(at);
-}
 
 std::string symmetric_of(const Description& d) {
   return std::string(d.flags & NCCL_WIN_COLL_SYMMETRIC ? "a symmetric" : "a") + " window of " +
@@ -52,19 +23,13 @@ std::string symmetric_of(const Description& d) {
 Window::Window(uint64_t comm_serial, uint64_t number_, void* buffer_, size_t size_, int flags_)
     : comm(comm_serial), number(number_), buffer(static_cast<char*>(buffer_)), size(size_), flags(flags_) {}
 
-Window::~Window() {
-  for (View& view : views_)
-    if (view.foreign) munmap(view.mapped, view.size);
-}
-
 std::string Window::describe() const {
   Description mine;
   mine.address = reinterpret_cast<uintptr_t>(buffer);
   mine.size = size;
   mine.number = number;
   mine.flags = flags;
-  FilePlace place = per_process<Allocations>().place_of(buffer);
-  if (place.file >= 0 && identify(place.file, &mine)) mine.file = place.file, mine.offset = place.offset;
+  mine.part = file_part_of(buffer, size);
   return {reinterpret_cast<const char*>(&mine), sizeof mine};
 }
 
@@ -84,6 +49,7 @@ ncclResult_t Window::attach(Session& session, const std::vector<std::string>& al
                 symmetric_of(other).c_str());
   }
   views_.resize(ranks.size());
+  rank_ = session.rank;
   lsa_size_ = session.lsa_size();
   first_lsa_ = session.rank / lsa_size_ * lsa_size_;
   for (int q = 0; q < int(ranks.size()); ++q) {
@@ -94,12 +60,30 @@ ncclResult_t Window::attach(Session& session, const std::vector<std::string>& al
     if (q == session.rank || session.peer(q).same_process) {
       view.mapped = reinterpret_cast<char*>(view.address);
       view.memory = per_process<Allocations>().keep(view.mapped);
-    } else if (session.peer(q).local >= 0 && session.peer(q).vouched && theirs.file >= 0) {
-      view.mapped = map(session.peer(q).info.pid, theirs);
-      view.foreign = view.mapped != nullptr;
+    } else if (session.peer(q).local >= 0 && session.peer(q).vouched && theirs.part.file >= 0 &&
+               theirs.part.size == theirs.size) {
+      std::shared_ptr<char> mapping = map_part(session.peer(q).info.pid, theirs.part);
+      view.mapped = mapping.get();
+      view.memory = std::move(mapping);
     }
   }
   return ncclSuccess;
+}
+
+std::string Window::reach() const {
+  std::string mapped;
+  for (const View& view : views_) mapped += view.mapped ? '1' : '0';
+  return mapped;
+}
+
+void Window::learn_reach(const std::vector<std::string>& all) {
+  for (size_t q = 0; q < views_.size(); ++q)
+    views_[q].mapped_there = all[q].size() == views_.size() && all[q][size_t(rank_)] == '1';
+}
+
+bool Window::holds(int rank, uint64_t address, size_t bytes) const {
+  const View& view = views_[size_t(rank)];
+  return address >= view.address && bytes <= view.size && address - view.address <= view.size - bytes;
 }
 
 }  // namespace pncpu

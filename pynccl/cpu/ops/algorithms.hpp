@@ -13,7 +13,7 @@ struct Call {
   size_t count, item;  // elements, and the size of one
   int rank, nranks;
   bool payloads;             // the data came with the headers
-  std::vector<char> direct;  // by rank: the pair reads and writes each other's buffers
+  std::vector<char> direct;  // by rank: the pair uses each other's buffers
   size_t bytes() const { return count * item; }
 };
 

@@ -4,7 +4,12 @@ namespace pncpu {
 
 void Coll::start(const Op& op, uint64_t seq) {
   op_ = op;
-  matching_.start(op, seq);
+  large_ = op.bytes() > context_.inline_bytes;
+  windows_ = large_ && context_.windows ? context_.windows() : nullptr;
+  registered_ = large_ && context_.registered ? context_.registered(seq) : nullptr;
+  lent_.assign(size_t(context_.nranks), 0);
+  if (registered_) offer_registered();
+  matching_.start(op, seq, windows_ ? windows_->id() : 0, lent_);
   phase_ = Phase::Matching;
 }
 
@@ -13,38 +18,101 @@ Step Coll::step() {
   if (matched) {
     Step s = matching_.step();
     if (s != Step::Done) return s;
+    find_mapped();
     plan();
-    executor_.start(op_, schedule_);
+    executor_.start(op_, schedule_, near_);
     phase_ = Phase::Moving;
     underway_.store(true, std::memory_order_relaxed);
   }
   Step s = executor_.step();
   if (s == Step::Done) {
     matching_.release();
+    windows_ = registered_ = nullptr;
+    if (large_ && context_.finished) context_.finished(seq());
     phase_ = Phase::Idle;
     underway_.store(false, std::memory_order_relaxed);
   }
   return matched && s == Step::Blocked ? Step::Moved : s;
 }
 
+void Coll::offer_registered() {
+  for (int p = 0; p < context_.nranks; ++p) {
+    if (p == context_.rank) continue;
+    Part out = part_for(op_.func, op_.root, op_.bytes(), context_.rank, p);
+    auto lends = [&](const void* buffer, Part part) {
+      return part.bytes &&
+             registered_->lends(p, reinterpret_cast<uintptr_t>(buffer) + part.offset, part.bytes);
+    };
+    if (lends(op_.send, out)) lent_[size_t(p)] |= kSendLent;
+    if (op_.func == Func::AllReduce && lends(op_.recv, {0, op_.bytes()})) lent_[size_t(p)] |= kRecvLent;
+  }
+}
+
+// Only ranks with the same windows open use their mappings. Each knows what both have mapped, so both plan
+// the same way, and the owner keeps its memory as long as the call runs.
+bool Coll::same_windows(int peer) const {
+  return windows_ && peer != context_.rank && context_.link(peer).cell &&
+         matching_.header(peer).windows == windows_->id();
+}
+
+// What a header says of registered memory was mapped before it was sent, perhaps after this call started.
+void Coll::find_mapped() {
+  bool lent = false;
+  for (int p = 0; p < context_.nranks && !lent; ++p) lent = matching_.header(p).lent != 0;
+  if (lent && context_.registered) registered_ = context_.registered(seq());
+  near_.assign(size_t(context_.nranks), Near());
+  for (int p = 0; p < context_.nranks; ++p)
+    if (p != context_.rank && context_.link(p).cell) near_[size_t(p)] = mapped_here(p);
+}
+
+char* Coll::memory_of(int peer, uint32_t lent, uint64_t address, size_t bytes) const {
+  char* at = same_windows(peer) ? windows_->at(peer, address, bytes) : nullptr;
+  if (at || !registered_ || !(matching_.header(peer).lent & lent)) return at;
+  return registered_->at(peer, address, bytes);
+}
+
+bool Coll::lends(int peer, uint32_t lent, uint64_t address, size_t bytes) const {
+  return (lent_[size_t(peer)] & lent) || (same_windows(peer) && windows_->lends(peer, address, bytes));
+}
+
+// The buffers of a peer that an algorithm uses: a part of what it sends. An all_reduce also writes the result
+// into its receive buffer.
+Near Coll::mapped_here(int peer) const {
+  const Header& theirs = matching_.header(peer);
+  Part in = part_for(op_.func, op_.root, op_.bytes(), peer, context_.rank);
+  Near near;
+  if (in.bytes) near.send = memory_of(peer, kSendLent, theirs.send + in.offset, in.bytes);
+  if (near.send) near.send -= in.offset;
+  if (op_.func == Func::AllReduce) near.recv = memory_of(peer, kRecvLent, theirs.recv, op_.bytes());
+  return near;
+}
+
+// Whether this rank and the peer map what they need of each other. The peer finds the same.
+bool Coll::reach_each_other(int peer) const {
+  if (!context_.link(peer).cell) return false;
+  const Header& mine = matching_.mine();
+  const Near& near = near_[size_t(peer)];
+  Part in = part_for(op_.func, op_.root, op_.bytes(), peer, context_.rank);
+  Part out = part_for(op_.func, op_.root, op_.bytes(), context_.rank, peer);
+  bool writes = op_.func == Func::AllReduce;
+  if (in.bytes && (!near.send || (writes && !near.recv))) return false;
+  if (out.bytes && !lends(peer, kSendLent, mine.send + out.offset, out.bytes)) return false;
+  return !writes || lends(peer, kRecvLent, mine.recv, op_.bytes());
+}
+
 // Programs repeat their calls: reuse the last schedule if it fits.
 void Coll::plan() {
   size_t item = type_size(op_.dtype);
+  direct_.resize(size_t(context_.nranks));
+  for (int p = 0; p < context_.nranks; ++p)
+    direct_[size_t(p)] = p != context_.rank && (context_.link(p).direct() || reach_each_other(p));
   if (planned_ && call_.func == op_.func && call_.root == op_.root && call_.count == op_.count &&
-      call_.item == item)
+      call_.item == item && call_.direct == direct_)
     return;
   planned_ = false;
-  call_ = Call{op_.func,
-               op_.root,
-               op_.count,
-               item,
-               context_.rank,
-               context_.nranks,
-               matching_.mine().is_inline != 0,
-               std::move(call_.direct)};
-  call_.direct.resize(size_t(context_.nranks));
-  for (int p = 0; p < context_.nranks; ++p)
-    call_.direct[size_t(p)] = p != context_.rank && context_.link(p).direct();
+  call_ = Call{
+      op_.func, op_.root, op_.count, item, context_.rank, context_.nranks, matching_.mine().is_inline != 0,
+      direct_};
   schedule_.clear();
   choose_algorithm(call_).plan(call_, &schedule_);
   planned_ = true;

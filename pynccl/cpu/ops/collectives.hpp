@@ -24,6 +24,13 @@ class Coll {
 
  private:
   void plan();
+  void find_mapped();
+  void offer_registered();
+  bool same_windows(int peer) const;
+  char* memory_of(int peer, uint32_t lent, uint64_t address, size_t bytes) const;
+  bool lends(int peer, uint32_t lent, uint64_t address, size_t bytes) const;
+  Near mapped_here(int peer) const;
+  bool reach_each_other(int peer) const;
 
   enum class Phase { Idle, Matching, Moving };
   const Context& context_;
@@ -32,7 +39,11 @@ class Coll {
   Op op_;
   Call call_{};  // the call of the schedule
   Schedule schedule_;
-  bool planned_ = false;
+  std::vector<char> direct_;                              // Call::direct of the running call
+  std::shared_ptr<const Mappings> windows_, registered_;  // of the running call
+  std::vector<uint32_t> lent_;                            // by rank: Header::lent of the running call
+  std::vector<Near> near_;                                // by rank: what it has mapped of the peer's buffers
+  bool planned_ = false, large_ = false;
   Phase phase_ = Phase::Idle;
   std::atomic<bool> underway_{false};
 };

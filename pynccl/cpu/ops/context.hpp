@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/mappings.hpp"
 #include "ops/ops.hpp"
 #include "transport/transport.hpp"
 
@@ -19,6 +20,12 @@ struct Context {
   std::vector<Link*> links;  // by rank; nullptr for this one
   // Fails the communicator and tells the peers. Always Step::Failed.
   std::function<Step(ErrorCode, const std::string&)> fail;
+  // The windows that are open now; nullptr: none.
+  std::function<std::shared_ptr<const Mappings>()> windows;
+  // The registered memory that a collective call of this number may use; nullptr: none. Every call that takes
+  // it then says that it has finished.
+  std::function<std::shared_ptr<const Mappings>(uint64_t call)> registered;
+  std::function<void(uint64_t call)> finished;
   // Frames of puts and signals, for peers whose memory this rank does not reach. post() needs room, which the
   // bell announces.
   std::function<bool(int peer)> has_room;

@@ -6,10 +6,11 @@
 
 namespace pncpu {
 
-void Executor::start(const Op& op, const Schedule& schedule) {
+void Executor::start(const Op& op, const Schedule& schedule, const std::vector<Near>& near) {
   op_ = &op;
   item_ = type_size(op.dtype);
   schedule_ = &schedule;
+  near_ = &near;
   first_ = 0;
   progress_.assign(schedule.actions.size(), Progress());
   size_t inputs = schedule.inputs.size();
@@ -74,10 +75,15 @@ Step Executor::copy(const Action& a, size_t limit, size_t* done) {
     return pipe_out(*context_.link(a.to.rank).pipe[kColl], mine(a.from), limit, done);
   if (a.from.kind == Place::Pipe)
     return pipe_in(*context_.link(a.from.rank).pipe[kColl], mine(a.to), limit, done);
-  if (!is_mine(a.to)) return direct_out(context_, a.to.rank, mine(a.from), theirs(a.to), limit, done, doing);
-  if (!is_mine(a.from) && a.from.kind != Place::Payload)
+  if (!is_mine(a.to)) {
+    if (char* to = mapped(a.to)) return mapped_out(context_, a.to.rank, mine(a.from), to, limit, done);
+    return direct_out(context_, a.to.rank, mine(a.from), theirs(a.to), limit, done, doing);
+  }
+  if (!is_mine(a.from) && a.from.kind != Place::Payload) {
+    if (char* from = mapped(a.from)) return mapped_in(context_, a.from.rank, from, mine(a.to), limit, done);
     // One proof of identity is enough: a peer that dies later never notifies that it is done.
     return direct_in(context_, a.from.rank, theirs(a.from), mine(a.to), limit, done, *done == 0, doing);
+  }
   const char* from = a.from.kind == Place::Payload ? matching_.payload(a.from.rank) : mine(a.from);
   size_t n = from == mine(a.to) ? limit - *done : std::min(limit - *done, kSlice);
   if (from != mine(a.to)) memmove(mine(a.to) + *done, from + *done, n);
@@ -120,10 +126,16 @@ void Executor::locate_inputs(const Action& a) {
       input.base = matching_.payload(from.rank) + from.offset;
     else if (is_mine(from))
       input.base = mine(from);
-    else if (from.kind != Place::Pipe && (input.base = context_.link(from.rank).memory->at(theirs(from))))
+    else if (from.kind != Place::Pipe && (input.base = in_place(from)))
       input.link = &context_.link(from.rank);
     if (!input.base && input.block.size() < context_.block_bytes) input.block.resize(context_.block_bytes);
   }
+}
+
+// A peer's buffer that plain loads reach, or nullptr.
+const char* Executor::in_place(const Place& place) const {
+  if (const char* here = mapped(place)) return here;
+  return context_.link(place.rank).memory->at(theirs(place));
 }
 
 // Whether all peers still allow this rank to read their buffers. A peer that does not has failed, and its
@@ -160,6 +172,12 @@ char* Executor::mine(const Place& place) const {
 uint64_t Executor::theirs(const Place& place) const {
   const Header& header = matching_.header(place.rank);
   return (place.kind == Place::Send ? header.send : header.recv) + place.offset;
+}
+
+char* Executor::mapped(const Place& place) const {
+  const Near& near = (*near_)[size_t(place.rank)];
+  char* base = place.kind == Place::Send ? near.send : near.recv;
+  return base ? base + place.offset : nullptr;
 }
 
 }  // namespace pncpu

@@ -13,7 +13,8 @@ class Executor {
  public:
   // `matching` has the addresses of the peers' buffers and their payloads.
   Executor(const Context& context, Matching& matching) : context_(context), matching_(matching) {}
-  void start(const Op& op, const Schedule& schedule);  // both must live until the end
+  // All must live until the end. `near` has the buffers of every rank that are mapped here.
+  void start(const Op& op, const Schedule& schedule, const std::vector<Near>& near);
   Step step();
 
  private:
@@ -37,12 +38,15 @@ class Executor {
   void leave_inputs(const Action& action, size_t count);
   char* mine(const Place& place) const;
   uint64_t theirs(const Place& place) const;
+  const char* in_place(const Place& place) const;
+  char* mapped(const Place& place) const;  // a peer's buffer here, or nullptr
   bool is_mine(const Place& place) const { return place.kind <= Place::Recv && place.rank == context_.rank; }
   uint64_t stage(const Action& action) const { return matching_.mine().seq << 8 | action.stage; }
 
   const Context& context_;
   Matching& matching_;
   const Schedule* schedule_ = nullptr;
+  const std::vector<Near>* near_ = nullptr;
   const Op* op_ = nullptr;
   size_t item_ = 1;
   size_t first_ = 0;  // all actions before this one have ended

@@ -20,15 +20,17 @@ Step check_header(const Context& context, int from, const Header& theirs, uint64
                                              ": what it sends is corrupt");
 }
 
-void Matching::start(const Op& op, uint64_t seq) {
+void Matching::start(const Op& op, uint64_t seq, uint64_t windows, const std::vector<uint32_t>& lent) {
   size_t bytes = op.bytes();
   send_ = static_cast<const char*>(op.send);
   mine_ = header_of(op, seq);
+  mine_.windows = windows;
   mine_.is_inline = bytes <= context_.inline_bytes;
   peers_.resize(size_t(context_.nranks));
   for (int p = 0; p < context_.nranks; ++p) {
     Peer& peer = peers_[size_t(p)];
     peer.told = peer.heard = p == context_.rank;
+    peer.lent = lent[size_t(p)];
     peer.out = {0, 0};
     peer.in = 0;
     peer.payload = nullptr;
@@ -56,6 +58,7 @@ bool Matching::announce() {
     if (!peer.told) {
       Header header = mine_;
       header.payload = uint32_t(peer.out.bytes);
+      header.lent = peer.lent;
       const char* payload = peer.out.bytes ? send_ + peer.out.offset : nullptr;
       peer.told = pipe.put(&header, sizeof header, payload, peer.out.bytes);
     }

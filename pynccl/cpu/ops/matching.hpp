@@ -20,7 +20,8 @@ Step check_header(const Context& context, int from, const Header& theirs, uint64
 class Matching {
  public:
   explicit Matching(const Context& context) : context_(context) {}
-  void start(const Op& op, uint64_t seq);
+  // `lent`, by rank: Header::lent.
+  void start(const Op& op, uint64_t seq, uint64_t windows, const std::vector<uint32_t>& lent);
   // Done: all ranks have made the same call. Failed: the communicator has failed.
   Step step();
   const Header& mine() const { return mine_; }
@@ -34,6 +35,7 @@ class Matching {
   struct Peer {
     Header header;
     bool told = false, heard = false;
+    uint32_t lent = 0;
     Part out{0, 0};  // of this rank's send buffer, sent with the header
     size_t in = 0;   // bytes that come with the peer's
     const char* payload = nullptr;

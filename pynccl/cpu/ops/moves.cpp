@@ -46,6 +46,21 @@ Step direct_out(const Context& context, int peer, const char* from, uint64_t to,
   return *done == bytes ? Step::Done : Step::Moved;
 }
 
+Step mapped_in(const Context& context, int peer, const char* from, char* to, size_t bytes, size_t* done) {
+  size_t n = std::min(bytes - *done, kSlice);
+  // A peer that refuses has failed; its error will arrive.
+  if (!context.link(peer).copy(to + *done, from + *done, n)) return Step::Blocked;
+  *done += n;
+  return *done == bytes ? Step::Done : Step::Moved;
+}
+
+Step mapped_out(const Context& context, int peer, const char* from, char* to, size_t bytes, size_t* done) {
+  size_t n = std::min(bytes - *done, kSlice);
+  context.link(peer).copy(to + *done, from + *done, n);  // a failed peer needs no data
+  *done += n;
+  return *done == bytes ? Step::Done : Step::Moved;
+}
+
 Step direct_failed(const Context& context, int peer, RemoteResult result, const char* doing) {
   std::string who = context.who(peer), me = "rank " + std::to_string(context.rank);
   if (result == RemoteResult::Gone)

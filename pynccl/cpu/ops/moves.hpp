@@ -15,6 +15,9 @@ Step direct_in(const Context& context, int peer, uint64_t from, char* to, size_t
                bool identify, const char* doing);
 Step direct_out(const Context& context, int peer, const char* from, uint64_t to, size_t bytes, size_t* done,
                 const char* doing);
+// The peer's buffer is mapped here.
+Step mapped_in(const Context& context, int peer, const char* from, char* to, size_t bytes, size_t* done);
+Step mapped_out(const Context& context, int peer, const char* from, char* to, size_t bytes, size_t* done);
 Step direct_failed(const Context& context, int peer, RemoteResult result, const char* doing);
 
 }  // namespace pncpu

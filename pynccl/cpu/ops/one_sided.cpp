@@ -15,7 +15,7 @@ void OneSided::open(int nranks, int signals) {
   signals_ = signals;
   size_t all = size_t(nranks) * size_t(signals);
   heard_ = std::make_unique<std::atomic<uint64_t>[]>(all);
-  consumed_.assign(all, 0);
+  taken_ = std::make_unique<std::atomic<uint64_t>[]>(all);
   lanes_.resize(size_t(nranks));
 }
 
@@ -77,9 +77,8 @@ Step OneSided::put(int peer, Lane& lane) {
   const Link& link = context_.link(peer);
   if (target.mapped) {
     size_t n = std::min(op.bytes() - lane.done, kSlice);
-    if (!link.enter()) return Step::Blocked;  // the peer has failed; its error will arrive
-    memcpy(target.mapped + lane.done, from + lane.done, n);
-    link.leave();
+    // A peer that refuses has failed; its error will arrive.
+    if (!link.copy(target.mapped + lane.done, from + lane.done, n)) return Step::Blocked;
     lane.done += n;
     return lane.done == op.bytes() ? Step::Done : Step::Moved;
   }
@@ -118,9 +117,8 @@ bool OneSided::step_wait(Waiting& waiting) {
   const std::vector<Awaited>& waits = waiting.call->waits;
   for (; waiting.at < waits.size(); ++waiting.at) {
     const Awaited& wait = waits[waiting.at];
-    uint64_t& consumed = consumed_[size_t(wait.peer) * size_t(signals_) + wait.signal];
-    if (counted(wait.peer, wait.signal) - consumed < wait.count) return false;
-    consumed += wait.count;
+    if (pending(wait.peer, wait.signal) < wait.count) return false;
+    taken_[place(wait.peer, wait.signal)].fetch_add(wait.count, std::memory_order_relaxed);
   }
   return true;
 }
@@ -130,6 +128,12 @@ uint64_t OneSided::counted(int peer, uint32_t signal) const {
   if (peer == context_.rank) return count;
   const std::atomic<uint64_t>* shared = context_.link(peer).counters_in;
   return shared ? count + shared[signal].load(std::memory_order_acquire) : count;
+}
+
+// Read `taken_` first: another thread may take what has just arrived.
+uint64_t OneSided::pending(int peer, uint32_t signal) const {
+  uint64_t taken = taken_[place(peer, signal)].load(std::memory_order_relaxed);
+  return counted(peer, signal) - taken;
 }
 
 std::vector<Awaited> OneSided::awaited() const {
@@ -155,8 +159,7 @@ std::string OneSided::str() const {
     if (const Lane& lane = lanes_[size_t(peer)]; !lane.idle())
       add(std::string(func_name(lane.op().func)) + " to rank " + std::to_string(peer));
   for (const Awaited& wait : awaited()) {
-    uint64_t came =
-        counted(wait.peer, wait.signal) - consumed_[size_t(wait.peer) * size_t(signals_) + wait.signal];
+    uint64_t came = pending(wait.peer, wait.signal);
     add("WaitSignal for " + std::to_string(wait.count) + " of signal " + std::to_string(wait.signal) +
         " from rank " + std::to_string(wait.peer) + ", of which " +
         std::to_string(std::min(came, wait.count)) + " arrived");

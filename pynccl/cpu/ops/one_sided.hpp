@@ -55,6 +55,8 @@ class OneSided {
   bool done() const { return left_ == 0; }
   // A frame of the peer incremented a signal. Called by the service's thread.
   void arrived(int peer, uint32_t signal) { heard(peer, signal).fetch_add(1, std::memory_order_release); }
+  // How many have arrived that no wait has taken; for any thread.
+  uint64_t pending(int peer, uint32_t signal) const;
   // What the batch still waits for; only for the thread that runs it.
   std::vector<Awaited> awaited() const;
   std::vector<int> targets() const;  // peers that puts and signals have not reached
@@ -78,13 +80,12 @@ class OneSided {
   bool signal(int peer, Lane& lane);
   bool step_wait(Waiting& waiting);
   uint64_t counted(int peer, uint32_t signal) const;
-  std::atomic<uint64_t>& heard(int peer, uint32_t signal) const {
-    return heard_[size_t(peer) * size_t(signals_) + signal];
-  }
+  size_t place(int peer, uint32_t signal) const { return size_t(peer) * size_t(signals_) + signal; }
+  std::atomic<uint64_t>& heard(int peer, uint32_t signal) const { return heard_[place(peer, signal)]; }
   const Context& context_;
   int signals_ = 0;
   std::unique_ptr<std::atomic<uint64_t>[]> heard_;  // by frames, or from this rank itself
-  std::vector<uint64_t> consumed_;                  // of each peer's signals
+  std::unique_ptr<std::atomic<uint64_t>[]> taken_;  // of each peer's signals, by waits
   std::vector<Lane> lanes_;
   std::vector<Waiting> waits_;
   size_t left_ = 0;

@@ -29,6 +29,8 @@ Part part_for(Func func, int root, size_t bytes, int from, int to) {
 }
 
 std::string Header::str() const {
+  static const char* const exchanges[] = {"AllGather", "CommWindowRegister", "CommWindowDeregister"};
+  if (Func(func) == Func::AllGather && root > 0 && root <= kLastExchange) return exchanges[root];
   std::string text = std::string(func_name(Func(func))) + "(count " + std::to_string(count) + ", " +
                      type_name(ncclDataType_t(dtype));
   if (reduces(Func(func)))

@@ -33,13 +33,15 @@ inline bool has_root(Func f) {
   return f == Func::Reduce || f == Func::Broadcast || f == Func::Gather || f == Func::Scatter;
 }
 
+constexpr int kLastExchange = 2;  // the purposes of exchanges are 1 and 2
+
 struct OneSidedCall;
 
 struct Op {
   Func func = Func::AllReduce;
   RedKind red = RedKind::Sum;
   ncclDataType_t dtype = ncclInt8;
-  int root = 0;  // the peer of a message
+  int root = 0;  // the peer of a message; the purpose of an exchange, which is an AllGather
   size_t count = 0;
   const void* send = nullptr;
   void* recv = nullptr;
@@ -56,6 +58,8 @@ struct Part {
 };
 Part part_for(Func func, int root, size_t bytes, int from, int to);
 
+constexpr uint32_t kSendLent = 1, kRecvLent = 2;
+
 // A rank sends this before the data of a collective or message. Equal calls have equal first five fields.
 struct Header {
   uint8_t func = 0, dtype = 0, red = 0, is_inline = 0;
@@ -63,9 +67,10 @@ struct Header {
   uint64_t count = 0;
   uint64_t seq = 0;
   uint64_t send = 0, recv = 0;  // addresses for direct access
+  uint64_t windows = 0;         // Mappings::id()
   PreMul scalar{};
   uint32_t payload = 0;  // bytes that follow the header
-  uint32_t pad = 0;
+  uint32_t lent = 0;     // kSendLent, kRecvLent: the receiver maps that registered buffer
   bool same_call(const Header& o) const {
     return func == o.func && dtype == o.dtype && red == o.red && root == o.root && count == o.count;
   }

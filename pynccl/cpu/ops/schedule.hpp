@@ -10,7 +10,7 @@ namespace pncpu {
 // The source or target of bytes.
 struct Place {
   enum Kind : uint8_t {
-    Send,  // a send or receive buffer of this rank, or of a peer with direct access
+    Send,  // a send or receive buffer of this rank, or of a peer that Call::direct names
     Recv,
     Pipe,    // the pipe from or to a peer, used in the order of the actions
     Payload  // the data that came with a peer's header

@@ -131,7 +131,10 @@ enum class Ctl : uint32_t {
   Failed,   // the tag is the result, the body a text
   Closed,   // within a process only: a rank has ended its link
   Segment,  // the tag is the size of its rings; a descriptor follows
-  Put       // data for a window, or a signal
+  Put,      // data for a window, or a signal
+  Lend,     // registered memory that the peer may map: an Offer
+  Taken,    // the peer has mapped it; the tag is the offer's number
+  Return    // no call from now on uses it; the tag is its number, the body the last call that may
 };
 // In the tags of exchanges of calls that go on after a failure.
 constexpr uint64_t kAfterFailure = uint64_t(1) << 63;

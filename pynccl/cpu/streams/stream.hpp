@@ -94,7 +94,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::atomic<uint64_t> enqueued_{0}, completed_{0};
   std::atomic<bool> failed_{false};
   std::map<uint64_t, ncclResult_t> errors_;  // by the communicator's serial; under queue_mutex_
-  Doorbell arrivals_, completions_, stopping_;
+  alignas(kCacheLine) Doorbell arrivals_, completions_, stopping_;
   std::atomic<bool> stop_{false};
   bool working_ = false;
 };

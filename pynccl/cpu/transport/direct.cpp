@@ -108,4 +108,11 @@ RemoteResult Link::write(const void* from, uint64_t to, size_t bytes) const {
   return r;
 }
 
+bool Link::copy(void* to, const void* from, size_t bytes) const {
+  if (!enter()) return false;
+  memcpy(to, from, bytes);
+  leave();
+  return true;
+}
+
 }  // namespace pncpu

@@ -75,7 +75,7 @@ class Memory {
 // One rank's part of a host's shared segment.
 struct alignas(kCacheLine) Cell {
   Doorbell bell;
-  std::atomic<uint32_t> closed;  // peers must not use its buffers
+  alignas(kCacheLine) std::atomic<uint32_t> closed;  // peers must not use its buffers
 };
 
 // The state that one rank of a host shows another one. Only that rank writes it.
@@ -110,6 +110,8 @@ struct Link {
   // Like `memory`'s functions; Closed if enter() fails.
   RemoteResult read(void* to, uint64_t from, size_t bytes, bool identify) const;
   RemoteResult write(const void* from, uint64_t to, size_t bytes) const;
+  // From or to memory of the peer that is mapped here; false if enter() fails.
+  bool copy(void* to, const void* from, size_t bytes) const;
 };
 
 std::unique_ptr<Pipe> tcp_pipe(std::shared_ptr<Socket> socket);

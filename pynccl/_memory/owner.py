@@ -1,0 +1,80 @@
+"""What registrations and windows need of a communicator, and the conditions that both share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from pynccl._arrays.buffers import kind_of
+from pynccl._errors import NcclError, NcclInvalidUsage
+from pynccl._library.binding import lib
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+class Watch(Protocol):
+    """The part of a communicator's watchdog that this package uses."""
+
+    def verdict(self) -> NcclError | None:
+        """Return the error that the watchdog has found, or None."""
+
+
+class Base(Protocol):
+    """The part of a communicator that this package uses."""
+
+    handle: int
+    c: Any
+    rank: int
+    size: int
+    device: int
+    streamless: bool
+    waits: int
+
+    @property
+    def watch(self) -> Watch: ...
+
+    def live(self) -> int:
+        """Return the handle; raise if the communicator is closed or has failed."""
+
+    def outside_groups(self, what: str, *streams: int) -> None:
+        """Raise inside group() or prepare, and during a graph capture of one of its streams or of these."""
+
+    def alone(self, anyway: bool = False) -> AbstractContextManager[None]:
+        """Reserve the communicator for this thread."""
+
+    def wait(self, stream: int, what: str, timeout: float | None) -> None:
+        """Wait for a stream."""
+
+    def bounded(self, call: Callable[[], Any], what: str) -> Any:
+        """Make a blocking call that ends at the time-out."""
+
+    def settle(self, what: str) -> None:
+        """Wait until a non-blocking communicator has accepted the last call."""
+
+
+def complete(owner: Base, what: str, timeout: float | None = None) -> None:
+    """Wait for the calls in flight, which use the memory; the caller has reserved the communicator."""
+    for stream in _used(owner):
+        owner.wait(stream, what, timeout)
+
+
+def _used(owner: Base) -> list[int]:
+    return [int(owner.c.used[i]) for i in range(owner.c.used_count)]
+
+
+def refuse_unless_idle(owner: Base, what: str, array: Any) -> None:
+    """Raise in a group and during a graph capture: neither can record a registration."""
+    own = [] if owner.waits or owner.streamless else [kind_of(array).current(array)]
+    owner.outside_groups(what, *own)
+    if lib.pynccl_group_depth():
+        raise NcclInvalidUsage(f"{what} between ncclGroupStart and ncclGroupEnd: expected it outside")
+
+
+def caller_line() -> str:
+    """Return the file and line of the code that called this package."""
+    frame: Any = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
