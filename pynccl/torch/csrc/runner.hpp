@@ -34,7 +34,8 @@ inline void fail_all(std::vector<TaskPtr> tasks, std::exception_ptr error, Clock
 }
 
 // When the runner's own thread starts an operation. Awaited: never, since its caller waits. Soon: if no
-// caller waits for it soon. Now: immediately.
+// caller waits for it soon. Now: immediately; but as Soon, if callers waited for those before: a caller that
+// runs operations needs no change of thread.
 enum class Pace { Awaited, Soon, Now };
 
 class Runner : public std::enable_shared_from_this<Runner> {
@@ -72,6 +73,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
   void help(const Task& task, Milliseconds slice) {
     const auto until = Clock::now() + slice;
     std::unique_lock<std::mutex> lock(mutex_);
+    prompt_ |= asynchronous_ && !task.done();
     while (!task.done()) {
       auto left = std::chrono::ceil<Milliseconds>(until - Clock::now());
       if (left.count() <= 0) break;
@@ -83,7 +85,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
       changed_.wait_until(lock, until);
       --waiting_;
     }
-    if (can_run() && (hurried_ || watched_)) news_.notify_one();
+    if (can_run() && (hurried_ || (watched_ && !ticking_))) news_.notify_one();
   }
 
   void hurry() {
@@ -163,8 +165,9 @@ class Runner : public std::enable_shared_from_this<Runner> {
 
   // Under the lock.
   void expect(Pace pace) {
-    if (pace == Pace::Now) return hurried_ ? void() : take_over();
-    if (pace == Pace::Awaited) return;
+    asynchronous_ = pace != Pace::Awaited;
+    if (!asynchronous_) return;
+    if (pace == Pace::Now && !prompt_) return take_over();
     watched_ = true;
     if (ticking_) return;
     start();
@@ -198,8 +201,9 @@ class Runner : public std::enable_shared_from_this<Runner> {
 
  private:
   using Microseconds = std::chrono::microseconds;
-  // How long work is left to waiting threads; grows if they run it.
-  static constexpr Microseconds kLeastGrace{100}, kMostGrace{2000};
+  // How long work is left to waiting threads; grows if they run it, since a look at them takes time from
+  // them: 30 us on a virtual machine.
+  static constexpr Microseconds kLeastGrace{100}, kMostGrace{4000};
   static constexpr int kIdleTicks = 20;
   static constexpr std::chrono::seconds kCallbacks{3};
 
@@ -213,7 +217,8 @@ class Runner : public std::enable_shared_from_this<Runner> {
     hurried_ = true;
     if (!comm_) return;
     start();
-    news_.notify_one();
+    // Otherwise a thread that has the turn does it.
+    if (!running_) news_.notify_one();
   }
 
   void turn(std::unique_lock<std::mutex>& lock, Milliseconds slice) {
@@ -252,8 +257,9 @@ class Runner : public std::enable_shared_from_this<Runner> {
           ticks = 0;
         } else if (finished_ != before) {
           grace = std::min(2 * grace, kMostGrace), ticks = 0;
+          watched_ = asynchronous_;
         } else if (can_run()) {
-          hurried_ = true, grace = kLeastGrace;
+          hurried_ = true, prompt_ = false, grace = kLeastGrace;
         } else if (++ticks >= kIdleTicks) {
           watched_ = busy(), ticks = 0;
           if (watched_) break_off(lock, has_work);
@@ -278,7 +284,9 @@ class Runner : public std::enable_shared_from_this<Runner> {
   bool hurried_ = false;  // the runner's thread takes the turn when it can, until no work is left
   bool watched_ = false;  // the runner's thread waits for a while whether callers run the work
   bool ticking_ = false;
-  bool ended_ = false;  // its thread has
+  bool asynchronous_ = false;  // the last operation
+  bool prompt_ = false;        // callers come to wait for asynchronous operations before they are done
+  bool ended_ = false;         // its thread has
   int waiting_ = 0;
   uint64_t finished_ = 0;
   std::thread thread_;
