@@ -125,8 +125,9 @@ inline int reap(pid_t pid, double seconds) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
-// The ranks are forked children, which must succeed; this process serves their unique ids.
-inline void as_processes(int nranks, const std::function<void(int rank)>& body) {
+// The ranks are forked children, which must succeed, but for a victim, which must be killed; this process
+// serves their unique ids.
+inline void as_processes(int nranks, const std::function<void(int rank)>& body, int victim = -1) {
   std::vector<pid_t> pids;
   Gate gate;
   if (kSanitized) usleep(20000);  // what the library's thread still has to do (Gate)
@@ -140,7 +141,7 @@ inline void as_processes(int nranks, const std::function<void(int rank)>& body) 
     pids.push_back(pid);
   }
   gate.open(nranks);
-  for (pid_t pid : pids) CHECK_EQ(reap(pid, 100), 0);
+  for (int r = 0; r < nranks; ++r) CHECK_EQ(reap(pids[size_t(r)], 100), r == victim ? -SIGKILL : 0);
 }
 
 // A meeting of threads or forked processes that trusts nothing of the library.

@@ -157,26 +157,10 @@ void thread_ranks(int nranks, const std::function<void(World)>& body) {
   as_threads(nranks, [&](int r) { one_rank(id, nranks, r, body); });
 }
 
-// The parent makes the id and serves it; it is no rank itself.
-std::vector<int> process_ranks(int nranks, const std::function<void(World)>& body, int victim = -1) {
+// This process makes the id and serves it; it is no rank itself.
+void process_ranks(int nranks, const std::function<void(World)>& body) {
   const ncclUniqueId id = new_id();
-  std::vector<pid_t> pids;
-  for (int r = 0; r < nranks; ++r) {
-    fflush(nullptr);
-    pid_t pid = fork();
-    if (pid == 0) {
-      _exit(status_of([&] { one_rank(id, nranks, r, body); }));
-    }
-    pids.push_back(pid);
-  }
-  std::vector<int> statuses;
-  for (int r = 0; r < nranks; ++r) {
-    int status = 0;
-    while (waitpid(pids[size_t(r)], &status, 0) < 0 && errno == EINTR) continue;
-    statuses.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
-    if (r != victim) CHECK_EQ(statuses.back(), 0);
-  }
-  return statuses;
+  as_processes(nranks, [&](int r) { one_rank(id, nranks, r, body); });
 }
 
 TEST_CASE("threads of one process") {
@@ -196,20 +180,10 @@ TEST_CASE("threads through shared memory") {
 // Each rank on a host of its own.
 void over_tcp(const std::function<void(World)>& body) {
   const ncclUniqueId id = new_id();
-  std::vector<pid_t> pids;
-  for (int r = 0; r < 3; ++r) {
-    pid_t pid = fork();
-    if (pid == 0) {
-      set("NCCL_HOSTID", std::to_string(r).c_str());
-      _exit(status_of([&] { one_rank(id, 3, r, body); }));
-    }
-    pids.push_back(pid);
-  }
-  for (pid_t pid : pids) {
-    int status = 0;
-    waitpid(pid, &status, 0);
-    CHECK_EQ(status, 0);
-  }
+  as_processes(3, [&](int r) {
+    set("NCCL_HOSTID", std::to_string(r).c_str());
+    one_rank(id, 3, r, body);
+  });
 }
 
 TEST_CASE("forked processes over tcp") { over_tcp(everything); }
@@ -329,41 +303,30 @@ TEST_CASE("the words of a mismatch make none") {
 
 TEST_CASE("a killed rank is named") {
   const ncclUniqueId id = new_id();
-  std::vector<pid_t> pids;
-  for (int r = 0; r < 3; ++r) {
-    pid_t pid = fork();
-    if (pid == 0) {
-      ncclComm_t comm;
-      OK(ncclCommInitRank(&comm, 3, id, r));
-      std::vector<float> x(300000, 1);
-      ncclResult_t result = ncclSuccess;
-      for (int i = 0; result == ncclSuccess; ++i) {
-        if (r == 1 && i == 20) kill(getpid(), SIGKILL);
-        result = ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclMax, comm, nullptr);
-        if (result == ncclSuccess) result = pyncclCpuStreamSynchronize(comm, nullptr, -1);
-      }
-      CHECK_EQ(int(result), int(ncclRemoteError));
-      CHECK(contains(ncclGetLastError(comm), "rank 1 (pid"));
-      int gone = -1;
-      OK(pyncclCpuIsGone(comm, r, &gone));
-      CHECK_EQ(gone, 0);
-      for (int tries = 0; !gone && tries < 1000; ++tries) {
-        usleep(10000);
-        OK(pyncclCpuIsGone(comm, 1, &gone));
-      }
-      CHECK_EQ(gone, 1);
-      CHECK_EQ(int(pyncclCpuIsGone(comm, 3, &gone)), int(ncclInvalidArgument));
-      OK(ncclCommAbort(comm));
-      fflush(nullptr);
-      _exit(failures == 0 ? 0 : 1);
+  auto body = [&](int r) {
+    ncclComm_t comm;
+    OK(ncclCommInitRank(&comm, 3, id, r));
+    std::vector<float> x(300000, 1);
+    ncclResult_t result = ncclSuccess;
+    for (int i = 0; result == ncclSuccess; ++i) {
+      if (r == 1 && i == 20) kill(getpid(), SIGKILL);
+      result = ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclMax, comm, nullptr);
+      if (result == ncclSuccess) result = pyncclCpuStreamSynchronize(comm, nullptr, -1);
     }
-    pids.push_back(pid);
-  }
-  for (int r = 0; r < 3; ++r) {
-    int status = 0;
-    waitpid(pids[size_t(r)], &status, 0);
-    CHECK_EQ(status, r == 1 ? SIGKILL : 0);
-  }
+    CHECK_EQ(int(result), int(ncclRemoteError));
+    CHECK(contains(ncclGetLastError(comm), "rank 1 (pid"));
+    int gone = -1;
+    OK(pyncclCpuIsGone(comm, r, &gone));
+    CHECK_EQ(gone, 0);
+    for (int tries = 0; !gone && tries < 1000; ++tries) {
+      usleep(10000);
+      OK(pyncclCpuIsGone(comm, 1, &gone));
+    }
+    CHECK_EQ(gone, 1);
+    CHECK_EQ(int(pyncclCpuIsGone(comm, 3, &gone)), int(ncclInvalidArgument));
+    OK(ncclCommAbort(comm));
+  };
+  as_processes(3, body, 1);
 }
 
 TEST_CASE("an abort ends what waits") {
