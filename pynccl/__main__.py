@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import click
 
@@ -18,7 +20,22 @@ from pynccl._trace.command import trace
 from pynccl._version import __version__
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Cli(click.Group):
+    """Imports a tool only when its subcommand is named: `pynccl run` starts without them."""
+
+    _tools: ClassVar = {"bench": "pynccl._tools.bench.command"}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self._tools])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self._tools and cmd_name not in self.commands:
+            module = importlib.import_module(self._tools[cmd_name])
+            self.add_command(getattr(module, cmd_name))
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Cli, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(version)s")
 def cli() -> None:
     """NCCL from Python."""

@@ -14,7 +14,10 @@ from pynccl._timeouts import LONGEST
 _MOST_RANKS = 1024
 
 
-def _ranks(ctx: click.Context, param: click.Parameter, value: str) -> int:
+def ranks(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return the number of ranks that an option gives; None without it."""
+    if value is None:
+        return None
     if not value.isascii() or not value.isdigit() or len(value) > 9 or not 1 <= int(value) <= _MOST_RANKS:
         raise click.BadParameter(
             f"expected a number of ranks, 1 to {_MOST_RANKS} on one machine, not {value!r}"
@@ -36,7 +39,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> f
 
 # What follows SCRIPT is the program's, options included.
 @click.command("run", context_settings={"allow_interspersed_args": False})
-@click.option("-n", "-np", "--nranks", callback=_ranks, metavar="N", required=True, help="Number of ranks.")
+@click.option("-n", "-np", "--nranks", callback=ranks, metavar="N", required=True, help="Number of ranks.")
 @click.option("--cpu", is_flag=True, help="Use the CPU library (PYNCCL_LIBRARY=cpu).")
 @click.option(
     "--timeout",
@@ -55,6 +58,11 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> f
     metavar="DIR",
     help="Write each rank's output to files, too: rank0.out, rank0.err.",
 )
+@click.option(
+    "--tag/--no-tag",
+    default=True,
+    help="Begin each line of standard output with the rank, as each line of standard error.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
 @click.argument("script", type=click.Path())
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -64,6 +72,7 @@ def run(
     timeout: float | None,
     keep_going: bool,
     log_dir: Path | None,
+    tag: bool,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -73,5 +82,7 @@ def run(
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under
     torchrun, and finds the others by pynccl.init().
     """
+    if script in ("-", "/dev/stdin", "/proc/self/fd/0"):
+        raise click.UsageError(f"SCRIPT is {script!r}; expected a file, since ranks have no standard input")
     argv = [sys.executable, "-u", *(["-m", script] if module else [script]), *args]
-    return launch(argv, nranks, cpu=cpu, timeout=timeout, keep_going=keep_going, log_dir=log_dir)
+    return launch(argv, nranks, cpu=cpu, timeout=timeout, keep_going=keep_going, log_dir=log_dir, tag=tag)

@@ -55,7 +55,14 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(
-    argv: list[str], nranks: int, *, cpu: bool, timeout: float | None, keep_going: bool, log_dir: Path | None
+    argv: list[str],
+    nranks: int,
+    *,
+    cpu: bool = False,
+    timeout: float | None = None,
+    keep_going: bool = False,
+    log_dir: Path | None = None,
+    tag: bool = True,
 ) -> int:
     """Run a command line on `nranks` ranks and return the exit code."""
     env = choose_backend(os.environ, "cpu" if cpu else "auto")
@@ -69,7 +76,7 @@ def launch(
             return 2
         server = stack.enter_context(open_store(env))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pynccl-run-"))
-        return _Launcher(argv, env, server, logs, Path(folder), keep_going).run(timeout)
+        return _Launcher(argv, env, server, logs, Path(folder), keep_going, tag).run(timeout)
 
 
 def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
@@ -122,10 +129,10 @@ def _say(text: str) -> None:
 
 
 class _Lines:
-    """One output of one rank, copied line by line after the rank's number."""
+    """One output of one rank, copied line by line; with a tag after the rank's number."""
 
-    def __init__(self, rank: int, target: int, log: BinaryIO | None) -> None:
-        self.prefix, self.target, self.log = b"[%d] " % rank, target, log
+    def __init__(self, rank: int, target: int, log: BinaryIO | None, tag: bool = True) -> None:
+        self.prefix, self.target, self.log = b"[%d] " % rank if tag else b"", target, log
         self.rest = bytearray()
         self.tail = bytearray()
         # The time at which the last traceback began.
@@ -194,8 +201,9 @@ class _Launcher:
         logs: _Logs,
         folder: Path,
         keeps_going: bool,
+        tag: bool,
     ) -> None:
-        self.argv, self.nranks, self.server, self.logs = argv, len(logs), server, logs
+        self.argv, self.nranks, self.server, self.logs, self.tag = argv, len(logs), server, logs, tag
         self.folder, self.keeps_going = folder, keeps_going
         self.env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         self.env[evidence.FOLDER] = str(folder)
@@ -271,7 +279,7 @@ class _Launcher:
         self.children.append(child)
         self.processes.append(ended.process(child.pid))
         out_log, error_log = self.logs[rank]
-        out = _Lines(rank, sys.stdout.fileno(), out_log)
+        out = _Lines(rank, sys.stdout.fileno(), out_log, self.tag)
         self.errors.append(_Lines(rank, sys.stderr.fileno(), error_log))
         for pipe, lines in ((child.stdout, out), (child.stderr, self.errors[-1])):
             assert pipe is not None

@@ -299,6 +299,8 @@ def _install(rank: int) -> None:
     if _process.get("rank") is not None:
         return
     folder, number = os.environ.get(DIR, ""), _signal()
+    if (stacks := os.environ.get(STACKS, "")) not in ("", "0", "1"):
+        raise ValueError(f"{STACKS} is {stacks!r}; expected 0 or 1")
     world = os.environ.get("RANK", "")
     try:
         where = own_folder(folder or ".") if folder or number else ""

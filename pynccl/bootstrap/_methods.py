@@ -163,6 +163,10 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
         where = f"torchrun's store at {format_address(*at)}"
         return f", through {where}", _opener(_by_agent, *at, where)
     if address := environ.get("PYNCCL_STORE"):
+        try:
+            parse_address(address)
+        except ValueError as error:
+            raise ValueError(f"PYNCCL_STORE: {error}") from None
         return f", through the store at {address}", _opener(_at_store, address, address)
     if size == 1:
         return "", _opener(_nowhere)

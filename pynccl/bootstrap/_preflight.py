@@ -23,6 +23,7 @@ _LONGEST_TEXT = 4096
 _MOST_NAMED = 32
 # NCCL variables that may differ between ranks.
 _PRIVATE = ("NCCL_HOSTID", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_COMM_ID")
+_CHECK = "PYNCCL_CHECK"
 _MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
 _MULTI_RANK_SINCE = (2, 30)
 
@@ -154,6 +155,8 @@ def gather_facts(device: int | None, local_rank: int | None) -> Facts:
     info = loader.library_info()
     cpu = info.backend == "cpu"
     variables = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    if (check := os.environ.get(_CHECK, "0")) not in ("", "0"):
+        variables[_CHECK] = check
     devices = () if cpu else tuple(map(cuda.device_uuid, range(cuda.device_count())))
     shared = not cpu or bool(os.environ.get("PYNCCL_CPU_DEVICES"))
     facts = Facts(
@@ -220,6 +223,8 @@ def compare(arrivals: Sequence[Arrival], size: int) -> Answer:
             raise BootstrapError(f"rank {rank} has world_size {arrival.size}, rank 0 has {size}")
         facts.append(arrival.facts)
     _require_one_library(facts)
+    if text := _difference(facts, _CHECK):
+        raise BootstrapError(f"{text}; check mode compares the calls of all ranks: all need it, or none")
     devices = _devices(facts)
     _require_own_devices(facts, devices)
     uid = bytes(UniqueId(capi.ncclGetUniqueId())).hex()
@@ -282,19 +287,22 @@ def _sharing_text(owner: int, rank: int, devices: Sequence[int | None], facts: F
 
 def _differences(facts: Sequence[Facts]) -> list[str]:
     """Return a text for each NCCL variable that is not the same on every rank."""
-    names = sorted({name for one in facts for name in one.variables} - set(_PRIVATE))
-    texts = []
-    for name in names:
-        ranks = defaultdict(list)
-        for rank, one in enumerate(facts):
-            ranks[one.variables.get(name)].append(rank)
-        if len(ranks) > 1:
-            parts = [
-                f"{'not set' if value is None else repr(value[:200])} on {rank_list(group)}"
-                for value, group in ranks.items()
-            ]
-            texts.append(f"{name} differs between ranks: {', '.join(parts)}")
-    return texts
+    names = {name for one in facts for name in one.variables if name != _CHECK}
+    return [text for name in sorted(names - set(_PRIVATE)) if (text := _difference(facts, name))]
+
+
+def _difference(facts: Sequence[Facts], name: str) -> str | None:
+    """Return a text if a variable is not the same on every rank."""
+    ranks = defaultdict(list)
+    for rank, one in enumerate(facts):
+        ranks[one.variables.get(name)].append(rank)
+    if len(ranks) == 1:
+        return None
+    parts = [
+        f"{'not set' if value is None else repr(value[:200])} on {rank_list(group)}"
+        for value, group in ranks.items()
+    ]
+    return f"{name} differs between ranks: {', '.join(parts)}"
 
 
 def rank_list(ranks: Sequence[int]) -> str:

@@ -370,6 +370,9 @@ class StoreServer:
         except BlockingIOError:
             return False
         if not data:
+            if connection.handshake is not None and not connection.trusted:
+                # The client has seen that this store is not its own.
+                self.refused[self._other] += 1
             raise ConnectionError("the client closed the connection")
         connection.input += data
         return connection.trusted or self._authenticate(connection)
@@ -392,8 +395,7 @@ class StoreServer:
             try:
                 connection.handshake = scheme.meet(bytes(got[f.BEGINNING : end]))
             except ValueError:
-                other = "with another secret" if scheme.secured else "of another job"
-                self._refuse(connection, f.REFUSES, other)
+                self._refuse(connection, f.REFUSES, self._other)
             del got[:end]
             connection.sock.send(f.HELLO + kind + connection.handshake.answer)
         if len(got) < scheme.proof_size:
@@ -405,6 +407,10 @@ class StoreServer:
         connection.trusted = True
         self._pending.pop(connection)
         return True
+
+    @property
+    def _other(self) -> str:
+        return "with another secret" if self._scheme.secured else "of another job"
 
     def _refuse(self, connection: _Connection, verdict: bytes, who: str) -> NoReturn:
         """Tell a client why it is refused, and raise."""

@@ -118,7 +118,7 @@ class Connection:
 
     def _stranger(self) -> BootstrapError:
         secret = "the secret (PYNCCL_SECRET) or " if self._scheme.secured else ""
-        return BootstrapError(f"{secret}the id of the job differs from the store's")
+        return BootstrapError(f"{secret}the id of the job (PYNCCL_JOB_ID) differs from the store's")
 
     def ask(self, frame: bytes, deadline: float) -> None:
         """Send a request, after the answer to an abandoned request has arrived."""

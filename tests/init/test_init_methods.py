@@ -106,6 +106,13 @@ def test_wrong_arguments(method: Any, more: dict[str, Any], words: str) -> None:
         pynccl.init(method, **({"rank": 0, "world_size": 2} | more))
 
 
+def test_wrong_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PYNCCL_STORE": "foo", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="PYNCCL_STORE: the address is 'foo'; expected host:port"):
+        pynccl.init(timeout=5)
+
+
 def test_wrong_types() -> None:
     for name in ("rank", "world_size", "device"):
         with pytest.raises(TypeError, match=f"{name} is '1'; expected an int, or None"):

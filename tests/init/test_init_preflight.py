@@ -166,6 +166,33 @@ def other_settings(rank: int, nranks: int) -> list[str]:
     return [line for line in lines if line.startswith("WARNING")]
 
 
+def check_mode_on_rank_1(rank: int, nranks: int) -> str:
+    os.environ["PYNCCL_CHECK"] = str(rank)
+    with pytest.raises(BootstrapError) as caught:
+        pynccl.init(timeout=10)
+    return str(caught.value)
+
+
+def test_check_mode_on_one_rank() -> None:
+    for text in testing.run(2, check_mode_on_rank_1, backend="cpu"):
+        assert "PYNCCL_CHECK differs between ranks: not set on rank 0, '1' on rank 1; check mode" in text
+
+
+def job_of_its_own(rank: int, nranks: int, port: int) -> str:
+    forget_the_launcher()
+    place = {"RANK": str(rank), "WORLD_SIZE": str(nranks), "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(place, MASTER_PORT=str(port), PYNCCL_JOB_ID=str(rank))
+    with pytest.raises(BootstrapError) as caught:
+        pynccl.init(timeout=3)
+    return str(caught.value)
+
+
+def test_different_jobs() -> None:
+    first, second = testing.run(2, job_of_its_own, free_port(), backend="cpu")
+    assert first.endswith("ranks that never arrived: 1 (1 of 2); refused: 1 of another job")
+    assert "the id of the job (PYNCCL_JOB_ID) differs from the store's" in second
+
+
 def test_different_settings_are_a_warning() -> None:
     first, *others = testing.run(3, other_settings, backend="cpu")
     assert first == [

@@ -134,6 +134,12 @@ def test_lines_stay_whole_and_in_order(script: Script) -> None:
     assert sorted(done.stdout.splitlines()[-3:])[-1].endswith("no newline at the end")
 
 
+def test_lines_without_tags(script: Script) -> None:
+    program = script("import sys; print('out'); print('error', file=sys.stderr)")
+    done = launch("-n", "1", "--cpu", "--no-tag", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "[0] error\n")
+
+
 def test_output_comes_at_once(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
     process = started("-n", "1", "--cpu", script("import time; print('first'); time.sleep(30)"))
     assert process.stdout is not None
@@ -650,6 +656,7 @@ def _children(pid: int) -> list[str]:
         (["-np", "-2", "x.py"], "'-n' / '-np' / '--nranks': expected"),
         (["x.py"], "Missing option '-n'"),
         (["-n", "2"], "Missing argument 'SCRIPT'"),
+        (["-n", "2", "-"], "SCRIPT is '-'; expected a file, since ranks have no standard input"),
         (["-n", "2", "--timeout", "0", "x.py"], "expected a positive number of seconds, not '0'"),
         (["-n", "2", "--timeout", "soon", "x.py"], "'--timeout': expected a positive number"),
         (["-n", "2", "--tiemout", "3", "x.py"], "No such option"),

@@ -30,6 +30,7 @@ FLOORS = (
     ("_run", "allocators", "mpi", "torch"),
     ("testing",),
     ("",),
+    ("_tools",),
     ("__main__", "compat"),
 )
 # Built by setuptools, before there is a package.

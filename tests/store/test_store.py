@@ -393,7 +393,7 @@ def test_bad_addresses(text: str) -> None:
     [
         (
             "another secret, as long",
-            r"the secret \(PYNCCL_SECRET\) or the id of the job differs from the store's",
+            r"the secret \(PYNCCL_SECRET\) or the id of the job \(PYNCCL_JOB_ID\) differs",
         ),
         ("", "it requires a secret, but this process has none; set PYNCCL_SECRET"),
     ],
@@ -424,7 +424,7 @@ def test_two_jobs_never_meet(secret: str) -> None:
         second.set("id", b"2")
         assert (first.get("id"), second.get("id")) == (b"1", b"2")
         start = time.monotonic()
-        with pytest.raises(BootstrapError, match="the id of the job differs from the store's"):
+        with pytest.raises(BootstrapError, match=r"id of the job \(PYNCCL_JOB_ID\) differs from the store's"):
             Store(two.address, secret, job="1", timeout=30)
         assert time.monotonic() - start < 10
 

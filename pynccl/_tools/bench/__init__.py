@@ -1,0 +1,4 @@
+"""`pynccl bench`: the programs of nccl-tests, with their flags, their output and their JSON.
+
+command reads the flags, ranks opens the communicators, measure times one size, report writes the lines.
+"""

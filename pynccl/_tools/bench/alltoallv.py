@@ -1,0 +1,57 @@
+"""What each rank of alltoallv sends to each: nccl-tests' pattern, or a file's (src/alltoallv.cu)."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+SPREAD = "NCCL_TESTS_ALLTOALLV_SPREAD"
+MATRIX = "NCCL_TESTS_ALLTOALLV_MATRIX_FILE"
+SCALE = "NCCL_TESTS_ALLTOALLV_MATRIX_SCALE"
+
+
+def traffic(nranks: int, total: int) -> Array:
+    """Return the bytes from each rank (row) to each (column); without a file each sends about `total`."""
+    path = os.environ.get(MATRIX)
+    if path is not None:
+        return _from_file(path, _variable(SCALE), nranks)
+    spread = min(1.0, _variable(SPREAD))
+    if nranks == 1:
+        return np.array([[total]]) & ~15
+    distance = (np.arange(nranks) - np.arange(nranks)[:, None]) % nranks
+    weighted = distance * (total / (nranks * (nranks - 1) // 2))
+    return ((1 - spread) * (total / nranks) + spread * weighted).astype(np.int64) & ~15
+
+
+@cache
+def _from_file(path: str, scale: float, nranks: int) -> Array:
+    try:
+        rows = [[float(word) for word in line.split()] for line in Path(path).read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{MATRIX} is {path!r}: {error}; expected a file of numbers, a row a line") from None
+    rows = [row for row in rows if row]
+    if not rows or any(len(row) != len(rows) for row in rows):
+        raise ValueError(f"{MATRIX} is {path!r}; expected a square matrix, as many numbers a line as lines")
+    if len(rows) < nranks:
+        raise ValueError(f"{MATRIX} is {path!r}, of {len(rows)} ranks; expected {nranks} or more")
+    if any(not 0 <= value < math.inf for row in rows for value in row):
+        raise ValueError(f"{MATRIX} is {path!r}; expected bytes, 0 or more")
+    return (np.array(rows)[:nranks, :nranks] * scale).astype(np.int64) & ~15
+
+
+def _variable(name: str) -> float:
+    text = os.environ.get(name, "1")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {text!r}; expected a number, 0 or more")
+    return value

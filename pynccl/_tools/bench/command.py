@@ -1,0 +1,353 @@
+"""The command line of `pynccl bench`: nccl-tests' flags, and `-n N` before the program to start N ranks."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import click
+
+from pynccl._errors import NcclTimeoutError, NotSupportedError
+from pynccl._library import loader
+from pynccl._run.command import ranks
+from pynccl._run.launch import launch
+from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
+from pynccl._tools.bench.measure import Bench
+from pynccl._tools.bench.operations import OPERATIONS, Operation
+from pynccl._tools.bench.ranks import World
+from pynccl._tools.bench.report import Report, open_document
+from pynccl._tools.bench.settings import Settings
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmg]?)\s*", re.IGNORECASE)
+
+
+class _Size(click.ParamType[Any]):
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = _SIZE.fullmatch(str(value))
+        if match is None:
+            self.fail(f"expected a number of bytes, or with K, M or G behind it, not {value!r}", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+class _NameOrAll(click.ParamType[Any]):
+    """One of some names, or "all"."""
+
+    def __init__(self, name: str, names: tuple[str, ...]) -> None:
+        self.name, self._names = name, names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in (*self._names, "all"):
+            self.fail(f"expected one of {', '.join(self._names)}, or all, not {value!r}", param, ctx)
+        return str(value)
+
+
+class _Root(click.ParamType[Any]):
+    name = "ROOT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if value == "all":
+            return -1
+        if not str(value).isdigit():
+            self.fail(f"expected a rank or all, not {value!r}", param, ctx)
+        return int(value)
+
+
+_ZERO, _ONE = click.IntRange(0), click.IntRange(1)
+
+
+def _choice(most: int) -> click.IntRange:
+    return click.IntRange(0, most)
+
+
+# Name, letter, type and help; the default is that of Settings.
+_FLAGS: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
+    ("nthreads", "t", _ONE, "Threads of each process."),
+    ("ngpus", "g", _ONE, "Devices of each thread; on the CPU library virtual ones."),
+    ("minbytes", "b", _Size(), "Smallest size."),
+    ("maxbytes", "e", _Size(), "Largest size."),
+    ("stepbytes", "i", _Size(), "Difference between sizes, without -f."),
+    ("stepfactor", "f", _ONE, "Factor between sizes."),
+    ("iters", "n", _ONE, "Iterations of a measurement."),
+    ("agg_iters", "m", _ONE, "Calls of an iteration, as one group."),
+    ("warmup_iters", "w", _ZERO, "Iterations before the first measurement, of every power of two."),
+    ("run_cycles", "N", _ZERO, "Times that all sizes are measured; 0: without end."),
+    ("parallel_init", "p", _choice(1), "1: threads create their communicators concurrently."),
+    ("check", "c", _ZERO, "Calls whose results are checked, for each line."),
+    ("op", "o", _NameOrAll("OP", OPS), "Reduction."),
+    ("datatype", "d", _NameOrAll("TYPE", tuple(TYPES)), "Datatype."),
+    ("root", "r", _Root(), "Root, or all."),
+    ("blocking", "z", _choice(3), "1: wait and meet after each call; 2: wait; 3: wait and meet, untimed."),
+    ("stream_null", "y", _choice(1), "1: use the NULL stream."),
+    ("timeout", "T", _ZERO, "Seconds after which a wait ends the run; 0: none."),
+    ("report_cputime", "C", _choice(1), "1: report the time of the calls on the host."),
+    ("report_timestamps", "S", _choice(1), "1: end each line with the time of day."),
+    ("output_file", "J", click.Path(dir_okay=False), "Also write a new .json file."),
+    ("average", "a", _choice(3), "Time of the processes: 0 the first's, 1 mean, 2 least, 3 most."),
+    ("local_register", "R", _choice(2), "1: register the buffers; 2: as symmetric windows."),
+    ("cta_policy", "x", _choice(2), "Config.CTAPolicy of the communicators."),
+    ("memory", "M", _choice(1), "1: report memory usage."),
+    ("unalign", "u", _ZERO, "Elements by which the buffers are shifted."),
+    ("per_iter_timing", "I", _choice(1), "1: wait for each iteration and report its time."),
+    ("per_iter_skip", "K", _ZERO, "Leading iterations that the summary of -I leaves out."),
+)
+# Flags of nccl-tests that cannot apply, and why.
+_REFUSED = (
+    (
+        "cudagraph",
+        "G",
+        "pynccl bench captures no CUDA graphs; capture prepared calls in a program of your own",
+    ),
+    ("device_implementation", "D", "pynccl runs no kernels of its own; nccl-tests does"),
+    ("device_cta_count", "V", "it counts the CTAs of -D, and pynccl runs no kernels of its own"),
+)
+
+
+def _refuse(why: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value not in (None, "0"):
+            raise click.BadParameter(why, ctx, param)
+
+    return callback
+
+
+class _Program(click.Command):
+    """A program that keeps its arguments as they were given, for the ranks that it starts."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.obj = [str(self.name), *args]
+        return super().parse_args(ctx, args)
+
+
+def _program(operation: Operation) -> click.Command:
+    @click.pass_context
+    def run(ctx: click.Context, /, **given: Any) -> int:
+        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+        _require_sense(settings, operation)
+        assert ctx.parent is not None
+        nranks, cpu = ctx.parent.params["nranks"], ctx.parent.params["cpu"]
+        if nranks is None:
+            return bench_ranks(operation, settings)
+        argv = [sys.executable, "-u", "-m", "pynccl", "bench", *ctx.obj]
+        return launch(argv, nranks, cpu=cpu, tag=False)
+
+    defaults = Settings()
+    options: list[click.Parameter] = [
+        click.Option(
+            [f"--{name}", f"-{letter}", name],
+            type=kind,
+            default=getattr(defaults, name),
+            show_default=True,
+            help=text,
+        )
+        for name, letter, kind, text in _FLAGS
+    ]
+    options += [
+        click.Option(
+            [f"--{name}", f"-{letter}", name],
+            callback=_refuse(why),
+            expose_value=False,
+            hidden=True,
+        )
+        for name, letter, why in _REFUSED
+    ]
+    return _Program(
+        operation.name,
+        callback=run,
+        params=options,
+        short_help=f"Measure {operation.title}.",
+        help=f"Measure {operation.title}. The flags are those of nccl-tests' {operation.name}_perf.",
+    )
+
+
+def _require_sense(settings: Settings, operation: Operation) -> None:
+    if settings.minbytes > settings.maxbytes:
+        raise click.UsageError(
+            f"-b {settings.minbytes} is more than -e {settings.maxbytes}; expected at most as much"
+        )
+    if settings.stepfactor < 2 and settings.stepbytes < 1:
+        raise click.UsageError("-i 0 without -f; expected a difference of 1 byte or more, or a factor")
+    if settings.stepfactor > 1 and settings.minbytes == 0:
+        raise click.UsageError("-b 0 with -f; expected a size that grows when it is multiplied")
+    if settings.per_iter_skip and not settings.per_iter_timing:
+        raise click.UsageError("-K without -I 1; expected both")
+    if settings.per_iter_skip >= settings.iters:
+        raise click.UsageError(
+            f"-K {settings.per_iter_skip} leaves nothing of -n {settings.iters} iterations"
+        )
+    if settings.output_file and not settings.output_file.lower().endswith(".json"):
+        raise click.UsageError(f"-J {settings.output_file}: expected a name that ends in .json")
+    if operation.windows and settings.local_register == 1:
+        raise click.UsageError(f"-R 1: {operation.name} has its buffers in windows; expected 0 or 2")
+
+
+class _Programs(click.Group):
+    """The programs, in nccl-tests' order; `-n N` before one starts the ranks."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(commands=[_program(operation) for operation in OPERATIONS.values()], **kwargs)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names, unsorted."""
+        return list(OPERATIONS)
+
+
+@click.group("bench", cls=_Programs)
+@click.option(
+    "-n", "-np", "--nranks", callback=ranks, metavar="N", help="Start this number of ranks on this machine."
+)
+@click.option("--cpu", is_flag=True, help="With -n: use the CPU library (PYNCCL_LIBRARY=cpu).")
+def bench(nranks: int | None, cpu: bool) -> None:
+    """Measure NCCL's operations: the programs of nccl-tests, with their flags and output.
+
+    Under a launcher (pynccl run -m pynccl bench, mpirun, torchrun, srun) each process is a rank; with -n this
+    command starts them. -n behind the program is nccl-tests' number of iterations.
+    """
+    if cpu and nranks is None:
+        raise click.UsageError("--cpu without -n N; expected both, or PYNCCL_LIBRARY=cpu")
+
+
+# --- a run ---
+
+
+def bench_ranks(operation: Operation, settings: Settings) -> int:
+    """Run a program on this process's ranks; return the exit code."""
+    steps = [_resident()]
+    try:
+        world = World(settings, operation.windows)
+        try:
+            steps.append(_resident())
+            return _run(world, operation, settings, steps)
+        except BaseException:
+            world.abort()
+            raise
+    except (ValueError, MemoryError, OSError) as error:
+        raise click.ClickException(f"{operation.name}: {error or 'out of memory'}") from error
+
+
+def _run(world: World, operation: Operation, settings: Settings, steps: list[int]) -> int:
+    if operation.name == "hypercube" and world.nranks & (world.nranks - 1):
+        raise ValueError(f"{world.nranks} ranks; expected a power of two")
+    if settings.root >= world.nranks and operation.rooted:
+        raise ValueError(f"-r {settings.root}; expected a rank, 0 to {world.nranks - 1}")
+    lines = world.texts("\n".join(world.device_line(i) for i in range(settings.ranks_each)))
+    report = None
+    if world.process == 0:
+        document = None
+        if settings.output_file:
+            document, name = open_document(settings.output_file)
+            print(f"# Writing JSON output to {name}", flush=True)
+        report = Report(settings, f"{operation.name}_perf", document)
+        report.header([line for text in lines for line in text.splitlines()])
+    _on_threads(settings.nthreads, lambda t: _measure(Bench(world, t, operation), report if t == 0 else None))
+    steps.append(_resident())
+    memory = _memory(world, steps) if settings.memory else None
+    world.close()
+    return 0 if report is None or report.footer(memory) else 1
+
+
+def _measure(bench: Bench, report: Report | None) -> None:
+    settings, operation = bench.settings, bench.operation
+    for type_name in _types(settings.datatype, report):
+        for op in (OPS if settings.op == "all" else [settings.op]) if operation.reduces else ["none"]:
+            for root in _roots(bench):
+                bench.warm_up(type_name, op, root)
+                for _ in range(settings.run_cycles) if settings.run_cycles else count():
+                    _cycle(bench, report, type_name, op, root)
+
+
+def _cycle(bench: Bench, report: Report | None, type_name: str, op: str, root: int) -> None:
+    for case in bench.cases(type_name, op, root):
+        if report:
+            report.begin(case)
+        for in_place in (False, True):
+            half = bench.measure(case, in_place)
+            if report:
+                report.half(half, in_place)
+        if report:
+            report.end()
+
+
+def _roots(bench: Bench) -> list[int]:
+    if bench.operation.rooted and bench.settings.root < 0:
+        return list(range(bench.world.nranks))
+    return [max(0, bench.settings.root)]
+
+
+def _types(name: str, report: Report | None) -> Iterator[str]:
+    for type_name in TYPES if name == "all" else [name]:
+        try:
+            numpy_dtype(type_name)
+        except ImportError:
+            if name != "all":
+                raise NotSupportedError(
+                    f"-d {name} needs the package ml_dtypes, whose dtypes check the results"
+                ) from None
+            if report:
+                print(
+                    f"# {type_name} is left out: its results are checked by the package ml_dtypes", flush=True
+                )
+        else:
+            yield type_name
+
+
+def _on_threads(nthreads: int, body: Callable[[int], None]) -> None:
+    """Run a function on threads, the first of them this one; raise the first error."""
+    errors: list[BaseException] = []
+
+    def guarded(thread: int) -> None:
+        try:
+            body(thread)
+        except BaseException as error:
+            errors.append(error)
+
+    others = [threading.Thread(target=guarded, args=(t,), daemon=True) for t in range(1, nthreads)]
+    for other in others:
+        other.start()
+    guarded(0)
+    for other in others:
+        if not errors:
+            other.join()
+    errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
+    if errors and isinstance(errors[0], NcclTimeoutError):
+        print(f"\n# Test timeout: {errors[0]}", flush=True)
+    if errors:
+        raise errors[0]
+
+
+# --- memory ---
+
+
+def _resident() -> int:
+    """Return the bytes of memory that this process has used at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _memory(world: World, steps: list[int]) -> str | None:
+    if loader.backend() != "cpu":
+        raise NotSupportedError("-M 1: pynccl bench reads no memory usage of devices; nvidia-smi shows it")
+    before, opened, ended = steps
+    rows = world.rows(0, [opened - before, ended - opened])
+    opening, running = (int(row) for row in rows.max(axis=0))
+    total = opening + running
+    return (
+        f"# {'Host memory usage':<20} : Initialization {_amount(opening)} | Collective {_amount(running)} "
+        f"| Total  {_amount(total)}"
+    )
+
+
+def _amount(nbytes: float) -> str:
+    """Return an amount as nccl-tests writes it (getMemString)."""
+    units = [" B", " KB", " MB", " GB"]
+    while nbytes >= 1024 and len(units) > 1:
+        nbytes /= 1024
+        units.pop(0)
+    decimals = 2 if nbytes < 10 else 1 if nbytes < 100 else 0
+    return f"{nbytes:.{decimals}f}{units[0]}"

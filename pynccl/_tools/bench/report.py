@@ -1,0 +1,288 @@
+"""The output: nccl-tests' lines, character for character, and its JSON.
+
+Formats are those of nccl-tests 2.19.6 (src/util.cu), so that programs that read them go on working. Only the
+line with the version names pynccl, and times of iterations come from the host's clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from pynccl import capi
+from pynccl._library.generated.api import NCCL_VERSION_CODE
+from pynccl._tools.bench.measure import Case, Half
+from pynccl._tools.bench.settings import Settings
+from pynccl._version import __version__
+
+_FILE_VERSION = 3
+_TIME = "%Y-%m-%d %H:%M:%S"
+# Names of variables whose values no file may hold.
+_HIDDEN = re.compile("SECRET|TOKEN|PASSW|CREDENTIAL|KEY", re.IGNORECASE)
+_DEVICE = re.compile(r"#  Rank +(\d+) Group +(\d+) Pid +(\d+) on +(\S+) device +(\d+) \[(\S+)\] (.*)")
+
+
+def number(value: float, width: int) -> str:
+    """Return a figure in a column: with as many decimals as fit (getFloatStr)."""
+    for decimals in (2, 1, 0):
+        text = f"{value:{width}.{decimals}f}"
+        if len(text) <= width:
+            return text
+    return f"{value:{width}.{1 if width >= 7 else 0}e}"
+
+
+def percentile(ordered: Sequence[float], percent: int) -> float:
+    """Return the nearest-rank percentile of ordered values."""
+    return ordered[min(len(ordered) - 1, (len(ordered) * percent + 99) // 100 - 1)]
+
+
+class Report:
+    """Writes the lines to standard output, and the document at the end; one process does."""
+
+    def __init__(self, settings: Settings, program: str, document: IO[str] | None) -> None:
+        self._settings, self._program, self._file = settings, program, document
+        self._bus: list[float] = []
+        self._errors = 0
+        self._results: list[dict[str, Any]] = []
+        self._document: dict[str, Any] = {
+            "version": _FILE_VERSION,
+            "start_time": time.strftime(_TIME),
+            "args": list(sys.argv),
+            "env": [f"{name}={_shown(name, value)}" for name, value in os.environ.items()],
+            "nccl_version": capi.ncclGetVersion(),
+        }
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        print(text, end=end, flush=True)
+
+    # --- before the measurements ---
+
+    def header(self, devices: Sequence[str]) -> None:
+        """Write what is run, and on which devices."""
+        s = self._settings
+        self._print(
+            f"# pynccl bench version {__version__} nccl-headers={NCCL_VERSION_CODE} "
+            f"nccl-library={capi.ncclGetVersion()}"
+        )
+        self._print(f"# Collective test starting: {self._program}")
+        step, kind = (s.stepfactor, "factor") if s.stepfactor > 1 else (s.stepbytes, "bytes")
+        self._print(
+            f"# nThread {s.nthreads} nGpus {s.ngpus} minBytes {s.minbytes} maxBytes {s.maxbytes} "
+            f"step: {step}({kind}) warmup iters: {s.warmup_iters} iters: {s.iters} agg iters: {s.agg_iters} "
+            f"validation: {s.check} graph: 0 unalign: {s.unalign}"
+        )
+        blocking = {
+            1: "wait and barrier after each inner iteration (-m) ",
+            2: "wait after each inner iteration (-m), no barrier ",
+            3: "wait and barrier after each outer iteration (-n); time excludes barrier ",
+        }
+        if s.blocking:
+            self._print(f"# Blocking Enabled: {blocking[s.blocking]}")
+        if s.per_iter_timing:
+            skip = f"; summary skips first {s.per_iter_skip} iterations" if s.per_iter_skip else ""
+            self._print(
+                f"# Per-Iteration Report: host timing, each iteration waited for; i_* uses max over process "
+                f"rows{skip} "
+            )
+        if s.parallel_init:
+            self._print("# Parallel Init Enabled: threads call into NcclInitRank concurrently ")
+        self._print("#\n# Using devices")
+        for line in devices:
+            self._print(line)
+        self._document["config"] = self._config(devices)
+        self._columns()
+
+    def _config(self, devices: Sequence[str]) -> dict[str, Any]:
+        s = self._settings
+        step = {"step_factor": s.stepfactor} if s.stepfactor > 1 else {"step_bytes": s.stepbytes}
+        names = ("rank", "group", "pid", "hostname", "device", "device_hex", "device_info")
+        rows = [match.groups() for line in devices if (match := _DEVICE.match(line))]
+        return {
+            "nthreads": s.nthreads,
+            "ngpus": s.ngpus,
+            "minimum_bytes": s.minbytes,
+            "maximum_bytes": s.maxbytes,
+            **step,
+            "warmup_iters": s.warmup_iters,
+            "iterations": s.iters,
+            "aggregated_iterations": s.agg_iters,
+            "validation": s.check,
+            "graph": 0,
+            "blocking_collectives": _flag(s.blocking),
+            "per_iter_timing": _flag(s.per_iter_timing),
+            "per_iter_skip": s.per_iter_skip,
+            "parallel_init": _flag(s.parallel_init),
+            "devices": [
+                {
+                    name: int(value) if name in ("rank", "group", "pid", "device") else value
+                    for name, value in zip(names, row, strict=True)
+                }
+                for row in rows
+            ],
+        }
+
+    def _columns(self) -> None:
+        s = self._settings
+        label, pad, form = ("timestamp", 19, _TIME) if s.report_timestamps else ("", 0, "")
+        took = "cputime" if s.report_cputime else "time"
+        row = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}"
+        half, units = ["{:>7}", "{:>6}", "{:>6}", "{:>6}"], ["(us)", "(GB/s)", "(GB/s)", ""]
+        names = [took, "algbw", "busbw", "#wrong"]
+        if s.per_iter_timing:
+            half += ["{:>7}"] * 4
+            names += ["i_min", "i_max", "i_p99", "i_cv%"]
+            units += ["(us)", "(us)", "(us)", "(%)"]
+            title = (
+                "              out-of-place (+ per-iteration)                                "
+                "in-place (+ per-iteration)"
+            )
+        else:
+            title = "           out-of-place                       in-place          "
+        self._print("#")
+        self._print(row.format("", "", "", "", "") + title)
+        columns = row + "".join(f"  {column}" for column in half * 2) + " {:>{pad}}"
+        self._print(columns.format("size", "count", "type", "redop", "root", *names, *names, label, pad=pad))
+        self._print(columns.format("(B)", "(elements)", "", "", "", *units, *units, form, pad=pad))
+
+    # --- the lines ---
+
+    def begin(self, case: Case) -> None:
+        """Write a line's first columns."""
+        root = f"{case.root if case.operation.rooted else -1:6d}"
+        op = case.op if case.operation.reduces else "none"
+        self._print(
+            f"{case.nbytes:12d}  {case.counts.param:12d}  {case.type_name:>8}  {op:>6}  {root:>6}", end=""
+        )
+        self._results.append(
+            {
+                "size": case.nbytes,
+                "count": case.counts.param,
+                "type": case.type_name,
+                "redop": op,
+                "root": root,
+            }
+        )
+
+    def half(self, half: Half, in_place: bool) -> None:
+        """Write one half of a line."""
+        s, name = self._settings, "in_place" if in_place else "out_of_place"
+        wrong = "   N/A" if half.wrong is None else f"{half.wrong:6g}"
+        self._print(
+            f"  {number(half.microseconds, 7)}  {number(half.algorithm, 6)}  {number(half.bus, 6)}  {wrong}",
+            end="",
+        )
+        result = self._results[-1]
+        result[name] = {
+            "cpu_time" if s.report_cputime else "time": round(half.microseconds, 6),
+            "alg_bw": round(half.algorithm, 6),
+            "bus_bw": round(half.bus, 6),
+            "nwrong": None if half.wrong is None else float(half.wrong),
+        }
+        if half.iterations:
+            result[f"{name}_per_iter"] = self._iterations(half)
+        if in_place and s.report_timestamps:
+            self._print(f"{time.strftime(_TIME):>21}", end="")
+        self._bus.append(half.bus)
+        self._errors += bool(half.wrong)
+
+    def _iterations(self, half: Half) -> dict[str, Any]:
+        skip = self._settings.per_iter_skip
+        times = [1e6 * seconds for seconds in half.iterations]
+        ordered = sorted(times[skip:])
+        mean, deviation = statistics.fmean(ordered), statistics.pstdev(ordered)
+        spread = 100 * deviation / mean if mean else 0.0
+        p99 = percentile(ordered, 99)
+        for value in (ordered[0], ordered[-1], p99, spread):
+            self._print(f"  {number(value, 7)}", end="")
+        figures = {
+            "skipped_iterations": skip,
+            "min_us": ordered[0],
+            "max_us": ordered[-1],
+            "avg_us": mean,
+            "p50_us": ordered[len(ordered) // 2],
+            "p95_us": percentile(ordered, 95),
+            "p99_us": p99,
+            "stdev_us": deviation,
+            "cv_pct": spread,
+        }
+        report: dict[str, Any] = {name: round(value, 6) for name, value in figures.items()}
+        report["times_us"] = [round(value, 6) for value in times]
+        if len(half.processes) > 1:
+            report["per_process_max_times_us"] = [
+                [round(1e6 * seconds, 6) for seconds in row] for row in half.processes
+            ]
+        return report
+
+    def end(self) -> None:
+        """End a line."""
+        self._print("")
+        self._results[-1] |= {"actual_iterations": self._settings.iters, "experiment_name": ""}
+
+    # --- after the measurements ---
+
+    def footer(self, memory: str | None) -> bool:
+        """Write the summary; return whether all results were right and the bandwidth as high as required."""
+        least = _least_bandwidth()
+        mean = statistics.fmean(self._bus) if self._bus else 0.0
+        fast = least is None or mean >= 0.9 * least
+        self._print(f"# {'Out of bounds values':<20} : {self._errors} {'FAILED' if self._errors else 'OK'}")
+        verdict = "" if least is None else "OK" if fast else "FAILED"
+        self._print(f"# {'Avg bus bandwidth':<20} : {mean:g} {verdict}")
+        self._print(f"#\n# Collective test concluded: {self._program}")
+        if memory:
+            self._print(memory)
+        self._print("#\n")
+        self._document["results"] = self._results
+        self._document["out_of_bounds"] = {"count": self._errors, "okay": _flag(not self._errors)}
+        self._document["average_bus_bandwidth"] = {
+            "bandwidth": round(mean, 6),
+            "okay": "unchecked" if least is None else _flag(fast),
+        }
+        self.write([])
+        return fast and not self._errors
+
+    def write(self, errors: list[str]) -> None:
+        """Write the document, and close it."""
+        if self._file is None:
+            return
+        self._document["errors"] = errors
+        self._document["end_time"] = time.strftime(_TIME)
+        with self._file as file:
+            json.dump(self._document, file)
+            file.write("\n")
+        self._file = None
+
+
+def open_document(path: str) -> tuple[IO[str], str]:
+    """Open a new file of this name; if it exists, with .0, .1 and so on behind it."""
+    tries, name = 0, path
+    while True:
+        try:
+            return Path(name).open("x"), name
+        except FileExistsError:
+            name, tries = f"{path}.{tries}", tries + 1
+
+
+def _least_bandwidth() -> float | None:
+    text = os.environ.get("NCCL_TESTS_MIN_BW")
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"NCCL_TESTS_MIN_BW is {text!r}; expected a number of GB/s") from None
+
+
+def _flag(value: object) -> str:
+    return "true" if value else "false"
+
+
+def _shown(name: str, value: str) -> str:
+    return "(set)" if _HIDDEN.search(name) else value

@@ -1,0 +1,52 @@
+"""The settings of a run, as the flags of nccl-tests give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """nccl-tests' flags with its defaults; sizes are in bytes."""
+
+    nthreads: int = 1
+    ngpus: int = 1
+    minbytes: int = 32 << 20
+    maxbytes: int = 32 << 20
+    stepbytes: int = 1 << 20
+    stepfactor: int = 1
+    iters: int = 20
+    agg_iters: int = 1
+    warmup_iters: int = 1
+    run_cycles: int = 1
+    parallel_init: int = 0
+    check: int = 1
+    op: str = "sum"
+    datatype: str = "float"
+    root: int = 0
+    blocking: int = 0
+    stream_null: int = 0
+    timeout: int = 0
+    report_cputime: int = 0
+    report_timestamps: int = 0
+    output_file: str | None = None
+    average: int = 1
+    local_register: int = 0
+    cta_policy: int | None = None
+    memory: int = 0
+    unalign: int = 0
+    per_iter_timing: int = 0
+    per_iter_skip: int = 0
+
+    @property
+    def ranks_each(self) -> int:
+        """The ranks of one process."""
+        return self.nthreads * self.ngpus
+
+    def sizes(self) -> list[int]:
+        """Return the sizes of one cycle."""
+        found, size = [], self.minbytes
+        while size <= self.maxbytes:
+            found.append(size)
+            size = size * self.stepfactor if self.stepfactor > 1 else size + self.stepbytes
+        return found

@@ -1,0 +1,339 @@
+"""`pynccl bench`: nccl-tests' programs, flags, output and JSON, on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pynccl
+from launchers import LAUNCHERS
+from meeting import until
+
+HERE = Path(__file__).parent
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+OUT_OF_PLACE = ("alltoall", "alltoallv", "sendrecv", "put_signal")
+PROGRAMS = (*REDUCTIONS, "all_gather", "broadcast", "scatter", "gather", "hypercube", *OUT_OF_PLACE)
+LINE = re.compile(
+    r"(?P<size>[ \d]{12})  (?P<count>[ \d]{12})  (?P<type>[ \w]{8})  (?P<op>[ \w]{6})  (?P<root>[ \d-]{6})"
+    r"(  [ \d.e+]{7}  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong>[ \d]{6}))"
+    r"(  [ \d.e+]{7}  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong_in_place>[ \dN/A]{6}))"
+    r"(?P<more>.*)"
+)
+
+
+def environment(**more: str) -> dict[str, str]:
+    outside = (*LAUNCHERS, "PYNCCL_", "NCCL_", "TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return kept | root | {"PYNCCL_LIBRARY": "cpu", "OMP_NUM_THREADS": "1"} | more
+
+
+def run(*command: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=timeout)
+
+
+def bench(nranks: int, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-m", "pynccl", "bench", "-n", str(nranks), *args, **env)
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, str]]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [match.groupdict() for line in done.stdout.splitlines() if (match := LINE.fullmatch(line))]
+    assert len(found) == sum(bool(line) and line[0] == " " for line in done.stdout.splitlines())
+    return [{name: value.strip() for name, value in line.items()} for line in found]
+
+
+# --- output ---
+
+
+def test_the_lines_are_those_of_nccl_tests() -> None:
+    done = bench(2, "all_reduce", "-b", "8", "-e", "128", "-f", "4", "-n", "3", "-w", "0")
+    expected = (HERE / "all_reduce.txt").read_text().replace("{version}", pynccl.__version__)
+    text = re.sub(r"=2\d{4}\b", "={nccl}", done.stdout)
+    text = re.sub(r"Pid +\d+ on +\S+ device", "Pid #### device", text)
+    masked = []
+    for line in text.splitlines():
+        match = LINE.fullmatch(line)
+        masked.append(line[: match.start(6)] if match else re.sub(r"(bandwidth +: )\S+ ", r"\1# ", line))
+    assert masked == expected.splitlines()
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("nranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_is_right(program: str, nranks: int) -> None:
+    if program == "hypercube" and nranks == 3:
+        assert "hypercube: 3 ranks; expected a power of two" in bench(3, program).stderr
+        nranks = 4
+    done = bench(nranks, program, "-d", "all", "-o", "all", "-b", "1K", "-e", "130K", "-f", "130", "-n", "2")
+    found = lines(done)
+    assert {line["type"] for line in found} >= {"int8", "uint64", "half", "double"}
+    ops = {"sum", "prod", "max", "min", "avg", "mulsum"} if program in REDUCTIONS else {"none"}
+    assert {line["op"] for line in found} == ops
+    assert {line["wrong"] for line in found} == {"0"}
+    assert {line["wrong_in_place"] for line in found} == {"N/A" if program in OUT_OF_PLACE else "0"}
+    assert "# Out of bounds values : 0 OK\n" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def wrong_library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Compile the CPU library with an all_reduce that changes one bit of one element."""
+    folder = tmp_path_factory.mktemp("wrong")
+    source, target = folder / "wrong.c", folder / "libwrong.so"
+    source.write_text("""
+        #define _GNU_SOURCE
+        #include <dlfcn.h>
+        #include <stddef.h>
+        int pyncclCpuStreamSynchronize(void*, void*, long);
+        int ncclAllReduce(const void* s, void* r, size_t n, int type, int op, void* comm, void* stream) {
+          int (*real)(const void*, void*, size_t, int, int, void*, void*) = dlsym(RTLD_NEXT, "ncclAllReduce");
+          int result = real(s, r, n, type, op, comm, stream);
+          if (result == 0 && n > 100) {
+            result = pyncclCpuStreamSynchronize(comm, stream, -1);
+            ((unsigned char*)r)[4 * (n / 2)] ^= 1;
+          }
+          return result;
+        }
+    """)
+    cpu = Path(pynccl.cpu_library())
+    link = ["-shared", "-fPIC", f"-Wl,-rpath,{cpu.parent}", f"-L{cpu.parent}", f"-l:{cpu.name}"]
+    subprocess.run(["gcc", str(source), "-o", str(target), *link], check=True, timeout=60)
+    return str(target)
+
+
+def test_one_wrong_element_is_found(wrong_library: str) -> None:
+    done = bench(
+        2, "all_reduce", "-b", "4", "-e", "4K", "-f", "1024", "-n", "2", PYNCCL_LIBRARY=wrong_library
+    )
+    assert done.returncode == 1, done.stderr
+    rows = [LINE.fullmatch(line) for line in done.stdout.splitlines() if line.startswith("  ")]
+    # Two ranks have one wrong element each.
+    assert [(row["wrong"].strip(), row["wrong_in_place"].strip()) for row in rows if row] == [
+        ("0", "0"),
+        ("2", "2"),
+    ]
+    assert "# Out of bounds values : 2 FAILED\n" in done.stdout
+
+
+def test_uneven_traffic_from_a_file(tmp_path: Path) -> None:
+    matrix = tmp_path / "matrix"
+    matrix.write_text("0 160 320\n1600 0 16\n32 64 0\n")
+    done = bench(3, "alltoallv", "-b", "4K", "-e", "4K", NCCL_TESTS_ALLTOALLV_MATRIX_FILE=str(matrix))
+    (line,) = lines(done)
+    # Rank 0 receives most, 1632 bytes.
+    assert (line["size"], line["wrong"]) == ("1632", "0")
+    matrix.write_text("0 160\n1600\n")
+    done = bench(2, "alltoallv", NCCL_TESTS_ALLTOALLV_MATRIX_FILE=str(matrix))
+    assert done.returncode == 1
+    assert "NCCL_TESTS_ALLTOALLV_MATRIX_FILE is" in done.stderr
+    assert "expected a square matrix" in done.stderr
+
+
+# --- JSON ---
+
+
+def test_nvidias_analyzer_reads_the_document(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    args = ["-b", "8", "-e", "8K", "-f", "32", "-n", "7", "-I", "1", "-K", "2", "-J", str(file)]
+    for name in (file, tmp_path / "results.json.0"):
+        done = bench(2, "all_reduce", *args, NCCL_TESTS_X="y", PYNCCL_SECRET="a secret of the test's own")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"# Writing JSON output to {name}\n")
+        assert "# Per-Iteration Report: host timing" in done.stdout
+    document = json.loads(file.read_text())
+    assert document["version"] == 3
+    assert document["config"]["devices"][1]["rank"] == 1
+    assert document["config"] | {"iterations": 7, "per_iter_skip": 2, "step_factor": 32} == document["config"]
+    assert [row["size"] for row in document["results"]] == [8, 256, 8192]
+    first = document["results"][0]
+    assert first["out_of_place"]["nwrong"] == 0
+    assert len(first["in_place_per_iter"]["times_us"]) == 7
+    assert len(first["in_place_per_iter"]["per_process_max_times_us"]) == 2
+    assert document["out_of_bounds"] == {"count": 0, "okay": "true"}
+    assert document["average_bus_bandwidth"]["okay"] == "unchecked"
+    assert "NCCL_TESTS_X=y" in document["env"]
+    assert not any("a secret of" in text for text in document["env"])
+    analyzed = run(sys.executable, str(HERE / "nvidia" / "analyze_perf_json.py"), str(file), "--all")
+    assert analyzed.returncode == 0, analyzed.stderr
+    assert "Process rows: 2" in analyzed.stdout
+    assert "PER-PROCESS STRAGGLER ANALYSIS" in analyzed.stdout
+    assert len(re.findall(r"^ +(8|256|8192) +[\d.]+ ", analyzed.stdout, re.MULTILINE)) >= 3
+
+
+# --- flags ---
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["-m", "3"], "agg iters: 3"),
+        (["-z", "1"], "# Blocking Enabled: wait and barrier after each inner iteration (-m) \n"),
+        (["-z", "2", "-m", "2"], "# Blocking Enabled: wait after each inner iteration (-m), no barrier \n"),
+        (["-z", "3"], "# Blocking Enabled: wait and barrier after each outer iteration (-n); time excludes"),
+        (["-y", "1"], ""),
+        (["-u", "3"], "unalign: 3"),
+        (["-C", "1"], " cputime "),
+        (["-S", "1"], " %Y-%m-%d %H:%M:%S\n"),
+        (["-R", "1"], ""),
+        (["-R", "2"], ""),
+        (["-x", "1"], ""),
+        (["-M", "1"], "# Host memory usage    : Initialization "),
+        (["-a", "3"], ""),
+        (["-w", "0", "-c", "3"], "warmup iters: 0 iters: 2 agg iters: 1 validation: 3"),
+        (["-T", "20"], ""),
+    ],
+)
+def test_flags(args: list[str], words: str) -> None:
+    done = bench(2, "all_reduce", "-b", "4K", "-e", "64K", "-f", "16", "-n", "2", *args)
+    assert [line["wrong"] + line["wrong_in_place"] for line in lines(done)] == ["00", "00"]
+    assert words in done.stdout
+
+
+def test_steps_cycles_and_roots() -> None:
+    found = lines(
+        bench(2, "broadcast", "-b", "1K", "-e", "3K", "-i", "1K", "-n", "1", "-N", "2", "-r", "all")
+    )
+    assert [line["size"] for line in found] == ["1024", "2048", "3072"] * 4
+    assert [line["root"] for line in found] == ["0"] * 6 + ["1"] * 6
+
+
+def test_without_a_check() -> None:
+    done = bench(2, "all_gather", "-b", "4K", "-e", "4K", "-c", "0")
+    assert done.returncode == 0
+    assert done.stdout.count("   N/A") == 2
+
+
+@pytest.mark.parametrize("program", ["all_reduce", "sendrecv", "put_signal"])
+def test_threads_and_devices_of_one_process(program: str) -> None:
+    args = ["-t", "2", "-g", "2", "-p", "1", "-b", "4K", "-e", "4K", "-n", "2", "-m", "2"]
+    done = run(sys.executable, "-m", "pynccl", "bench", program, *args)
+    (line,) = lines(done)
+    assert line["wrong"] == "0"
+    assert len(re.findall(r"^#  Rank +\d Group +0 Pid .* CPU library$", done.stdout, re.MULTILINE)) == 4
+    assert "# nThread 2 nGpus 2 " in done.stdout
+    assert "# Parallel Init Enabled: threads call into NcclInitRank concurrently \n" in done.stdout
+
+
+def test_groups_of_ranks() -> None:
+    done = bench(4, "all_reduce", "-b", "4K", "-e", "4K", NCCL_TESTS_SPLIT="MOD 2")
+    assert len(lines(done)) == 1
+    groups = re.findall(r"^#  Rank +(\d) Group +(\d)", done.stdout, re.MULTILINE)
+    assert groups == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
+
+
+def test_a_bandwidth_that_is_required() -> None:
+    args = ["all_reduce", "-b", "4K", "-e", "4K", "-n", "2"]
+    done = bench(2, *args, NCCL_TESTS_MIN_BW="1e9")
+    assert done.returncode == 1
+    assert re.search(r"# Avg bus bandwidth    : \S+ FAILED\n", done.stdout)
+    assert re.search(r"# Avg bus bandwidth    : \S+ OK\n", bench(2, *args, NCCL_TESTS_MIN_BW="0").stdout)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["all_reduce", "-b", "1X"], "expected a number of bytes, or with K, M or G behind it, not '1X'"),
+        (["all_reduce", "-b", "2M", "-e", "1M"], "-b 2097152 is more than -e 1048576"),
+        (["all_reduce", "-n", "0"], "'-n'"),
+        (
+            ["all_reduce", "-o", "mean"],
+            "expected one of sum, prod, max, min, avg, mulsum, or all, not 'mean'",
+        ),
+        (["all_reduce", "-d", "float32"], "expected one of int8, uint8,"),
+        (["all_reduce", "-K", "2"], "-K without -I 1"),
+        (["all_reduce", "-I", "1", "-n", "2", "-K", "2"], "-K 2 leaves nothing of -n 2 iterations"),
+        (["all_reduce", "-J", "x.csv"], "expected a name that ends in .json"),
+        (["all_reduce", "-G", "1"], "pynccl bench captures no CUDA graphs"),
+        (["all_reduce", "-D", "1"], "pynccl runs no kernels of its own"),
+        (["all_reduce", "-V", "16"], "it counts the CTAs of -D"),
+        (["all_reduce", "-i", "0"], "-i 0 without -f"),
+        (["all_reduce", "-b", "0", "-f", "2"], "-b 0 with -f"),
+        (["put_signal", "-R", "1"], "put_signal has its buffers in windows"),
+        (["broadcast", "-r", "x"], "expected a rank or all, not 'x'"),
+        (["allreduce"], "No such command 'allreduce'"),
+    ],
+)
+def test_wrong_flags(args: list[str], words: str) -> None:
+    done = bench(2, *args)
+    assert done.returncode == 2
+    assert words in done.stderr.replace("\n", " ")
+    # The ranks are not started to find it out.
+    assert "[1]" not in done.stderr
+
+
+def test_a_root_that_is_not_there() -> None:
+    done = bench(2, "reduce", "-r", "2")
+    assert done.returncode == 1
+    assert "reduce: -r 2; expected a rank, 0 to 1" in done.stderr
+
+
+# --- launchers and ends ---
+
+
+@pytest.fixture(params=["pynccl run", "mpirun", "torchrun"])
+def launcher(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    if request.param == "pynccl run":
+        yield [sys.executable, "-m", "pynccl", "run", "-n", "2", "--no-tag", "-m"]
+    elif request.param == "torchrun":
+        yield [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    else:
+        mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        assert mpirun is not None
+        yield [mpirun, "-n", "2", sys.executable, "-m"]
+
+
+def test_launchers(launcher: list[str]) -> None:
+    done = run(*launcher, "pynccl", "bench", "all_reduce", "-b", "4K", "-e", "4K")
+    assert [line["wrong"] for line in lines(done)] == ["0"]
+
+
+def test_a_dead_rank_ends_the_run() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pynccl",
+        "bench",
+        "-n",
+        "3",
+        "all_reduce",
+        "-b",
+        "4K",
+        "-e",
+        "4K",
+        "-N",
+        "0",
+    ]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        seen = ""
+        for seen in process.stdout:
+            if LINE.fullmatch(seen.rstrip("\n")):
+                break
+        pid = victim(process.pid)
+        os.kill(pid, signal.SIGKILL)
+        start = time.monotonic()
+        _, errors = process.communicate(timeout=40)
+    assert time.monotonic() - start < 30
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "killed" in errors.lower() or "SIGKILL" in errors
+
+
+def victim(launcher: int) -> int:
+    def ranks() -> list[int]:
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        return [pid for pid in map(int, children) if b"bench" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    until(lambda: len(ranks()) == 3)
+    return ranks()[1]
