@@ -294,6 +294,8 @@ def test_overlapping_buffers(pool: Pool, transport: str) -> None:
 def shrinks_differ(rank: Rank, excluded: list[list[int] | None], how: str) -> list[tuple[int, str]]:
     """Every rank excludes ranks of its own; None: it does not take part."""
     api, comm = capi(), connect(rank)
+    # A rank whose creation has not returned yet would get the verdict from it.
+    rank.exchange()
     mine, abort = excluded[rank.rank], how == "abort"
     if how == "revoked":
         api.ncclCommRevoke(comm, 0)
@@ -334,6 +336,7 @@ def test_ranks_exclude_different_ranks(pool: Pool, transport: str, how: str) -> 
 def grows_differ(rank: Rank, to: list[int]) -> list[tuple[int, str]]:
     """The ranks grow to different numbers; rank 0 has the id."""
     api, comm = capi(), connect(rank)
+    rank.exchange()
     ticket = api.ncclCommGetUniqueId(comm) if rank.rank == 0 else None
     results = [outcome(api.ncclCommGrow, comm, to[rank.rank], ticket, -1)]
     results.append(async_error(comm))

@@ -170,6 +170,21 @@ def test_nvidias_analyzer_reads_the_document(tmp_path: Path) -> None:
     assert len(re.findall(r"^ +(8|256|8192) +[\d.]+ ", analyzed.stdout, re.MULTILINE)) >= 3
 
 
+def test_the_document_of_a_run_that_fails(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    args = ["-b", "4K", "-e", "4K", "-t", "2", "-n", "2", "-N", "0", "-J", str(file)]
+    command = [sys.executable, "-m", "pynccl", "bench", "all_reduce", *args]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if LINE.fullmatch(line.rstrip("\n")))
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=40)
+    assert process.returncode not in (0, None)
+    document = json.loads(file.read_text())
+    assert document["results"][0]["size"] == 4096
+    assert document["errors"][0].startswith("KeyboardInterrupt")
+
+
 # --- flags ---
 
 

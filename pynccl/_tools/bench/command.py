@@ -246,7 +246,16 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
             print(f"# Writing JSON output to {name}", flush=True)
         report = Report(settings, f"{operation.name}_perf", document)
         report.header([line for text in lines for line in text.splitlines()])
-    _on_threads(settings.nthreads, lambda t: _measure(Bench(world, t, operation), report if t == 0 else None))
+
+    def on_thread(thread: int) -> None:
+        _measure(Bench(world, thread, operation), report if thread == 0 else None)
+
+    try:
+        _on_threads(settings.nthreads, on_thread, world.abort)
+    except BaseException as error:
+        if report:
+            report.write([f"{type(error).__name__}: {error}"])
+        raise
     steps.append(_resident())
     memory = _memory(world, steps) if settings.memory else None
     world.close()
@@ -298,7 +307,7 @@ def _types(name: str, report: Report | None) -> Iterator[str]:
             yield type_name
 
 
-def _on_threads(nthreads: int, body: Callable[[int], None]) -> None:
+def _on_threads(nthreads: int, body: Callable[[int], None], on_error: Callable[[], None]) -> None:
     """Run a function on threads, the first of them this one; raise the first error."""
     errors: list[BaseException] = []
 
@@ -307,15 +316,15 @@ def _on_threads(nthreads: int, body: Callable[[int], None]) -> None:
             body(thread)
         except BaseException as error:
             errors.append(error)
+            # The other threads wait for this one.
+            on_error()
 
-    others = [threading.Thread(target=guarded, args=(t,), daemon=True) for t in range(1, nthreads)]
+    others = [threading.Thread(target=guarded, args=(t,)) for t in range(1, nthreads)]
     for other in others:
         other.start()
     guarded(0)
     for other in others:
-        if not errors:
-            other.join()
-    errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        other.join()
     if errors and isinstance(errors[0], NcclTimeoutError):
         print(f"\n# Test timeout: {errors[0]}", flush=True)
     if errors:

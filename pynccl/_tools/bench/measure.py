@@ -90,7 +90,7 @@ class Bench:
         for iteration in range(settings.iters):
             # Prepares the calls.
             launch(iteration, 0)
-        self.world.exchange(self.thread, None, self.world.control.barrier)
+        self.world.barrier(self.thread)
         seconds, on_host, iterations = self._time(launch)
         rows = self.world.rows(self.thread, [seconds])
         seconds = float([rows[0, 0], rows.mean(), rows.min(), rows.max()][settings.average])
@@ -124,7 +124,7 @@ class Bench:
             alone += took
             iterations.append(took / settings.agg_iters)
             if settings.blocking in (1, 3):
-                self.world.exchange(self.thread, None, self.world.control.barrier)
+                self.world.barrier(self.thread)
         on_host = alone if settings.blocking == 3 else time.perf_counter() - begin
         self._complete()
         seconds = alone if settings.blocking == 3 else time.perf_counter() - begin
@@ -244,7 +244,7 @@ class Bench:
                 (seat.recv if in_place else seat.send).write(data, at)
             before.append(seat.recv.read(pattern.dtype, counts.recv, self._recv_at(seat, case, in_place)))
         # No rank may send before all have written: a put goes into this memory.
-        self.world.exchange(self.thread, None, self.world.control.barrier)
+        self.world.barrier(self.thread)
         return before
 
     def _wrong(self, seat: Seat, case: Case, in_place: bool, pattern: Pattern, before: Any) -> int:

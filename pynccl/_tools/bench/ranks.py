@@ -134,9 +134,9 @@ class World:
 
     # --- what threads and processes tell one another ---
 
-    def barrier(self) -> None:
+    def barrier(self, thread: int) -> None:
         """Return when every thread of every process has come."""
-        self.exchange(0, None, self.control.barrier)
+        self.exchange(thread, None, self.control.barrier)
 
     def exchange(self, thread: int, value: Any, action: Callable[[], Any] | None = None) -> Any:
         """Return what every thread of this process said, or what an action returns, once all have come."""
@@ -190,7 +190,7 @@ class World:
             self.control.destroy()
 
     def abort(self) -> None:
-        """Give all communicators up after an error."""
+        """Give all communicators up after an error, in any thread; the other threads' calls fail."""
         self._meeting.abort()
         for comm in {*self._comms, self.control}:
             if not comm.closed:

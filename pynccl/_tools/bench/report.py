@@ -239,7 +239,6 @@ class Report:
         if memory:
             self._print(memory)
         self._print("#\n")
-        self._document["results"] = self._results
         self._document["out_of_bounds"] = {"count": self._errors, "okay": _flag(not self._errors)}
         self._document["average_bus_bandwidth"] = {
             "bandwidth": round(mean, 6),
@@ -249,9 +248,10 @@ class Report:
         return fast and not self._errors
 
     def write(self, errors: list[str]) -> None:
-        """Write the document, and close it."""
+        """Write the document with the lines so far, and close it."""
         if self._file is None:
             return
+        self._document["results"] = self._results
         self._document["errors"] = errors
         self._document["end_time"] = time.strftime(_TIME)
         with self._file as file:
