@@ -34,8 +34,8 @@ inline void fail_all(std::vector<TaskPtr> tasks, std::exception_ptr error, Clock
 }
 
 // When the runner's own thread starts an operation. Awaited: never, since its caller waits. Soon: if no
-// caller waits for it soon. Now: immediately; but as Soon, if callers waited for those before: a caller that
-// runs operations needs no change of thread.
+// caller waits for it soon. Now: immediately; but as Soon, if callers are in the habit of waiting for what
+// they start before it is done: a caller that runs operations needs no change of thread.
 enum class Pace { Awaited, Soon, Now };
 
 class Runner : public std::enable_shared_from_this<Runner> {
@@ -73,7 +73,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
   void help(const Task& task, Milliseconds slice) {
     const auto until = Clock::now() + slice;
     std::unique_lock<std::mutex> lock(mutex_);
-    prompt_ |= asynchronous_ && !task.done();
+    if (unseen_ && !task.done()) ++habit_, unseen_ = false;
     while (!task.done()) {
       auto left = std::chrono::ceil<Milliseconds>(until - Clock::now());
       if (left.count() <= 0) break;
@@ -167,7 +167,8 @@ class Runner : public std::enable_shared_from_this<Runner> {
   void expect(Pace pace) {
     asynchronous_ = pace != Pace::Awaited;
     if (!asynchronous_) return;
-    if (pace == Pace::Now && !prompt_) return take_over();
+    unseen_ = true;
+    if (pace == Pace::Now && habit_ < kHabit) return take_over();
     watched_ = true;
     if (ticking_) return;
     start();
@@ -205,6 +206,8 @@ class Runner : public std::enable_shared_from_this<Runner> {
   // them: 30 us on a virtual machine.
   static constexpr Microseconds kLeastGrace{100}, kMostGrace{4000};
   static constexpr int kIdleTicks = 20;
+  // Times that callers must have come early, one after another.
+  static constexpr int kHabit = 8;
   static constexpr std::chrono::seconds kCallbacks{3};
 
   bool can_run() const { return !running_ && !error_ && comm_ && busy(); }
@@ -248,6 +251,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
     for (int ticks = 0; !error_;) {
       if (hurried_ && can_run()) {
         turn(lock, kSlice);
+        if (unseen_) habit_ = 0;
         ticks = 0;
       } else if (watched_) {
         // Threads that queue work meanwhile need not wake this thread.
@@ -259,7 +263,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
           grace = std::min(2 * grace, kMostGrace), ticks = 0;
           watched_ = asynchronous_;
         } else if (can_run()) {
-          hurried_ = true, prompt_ = false, grace = kLeastGrace;
+          hurried_ = true, grace = kLeastGrace;
         } else if (++ticks >= kIdleTicks) {
           watched_ = busy(), ticks = 0;
           if (watched_) break_off(lock, has_work);
@@ -285,9 +289,10 @@ class Runner : public std::enable_shared_from_this<Runner> {
   bool watched_ = false;  // the runner's thread waits for a while whether callers run the work
   bool ticking_ = false;
   bool asynchronous_ = false;  // the last operation
-  bool prompt_ = false;        // callers come to wait for asynchronous operations before they are done
+  bool unseen_ = false;        // no caller has waited for an operation since the last asynchronous one
   bool ended_ = false;         // its thread has
   int waiting_ = 0;
+  int habit_ = 0;  // times that callers waited for asynchronous operations before they were done
   uint64_t finished_ = 0;
   std::thread thread_;
 };
