@@ -286,10 +286,22 @@ def test_wrong_flags(args: list[str], words: str) -> None:
     assert "[1]" not in done.stderr
 
 
-def test_a_root_that_is_not_there() -> None:
-    done = bench(2, "reduce", "-r", "2")
+@pytest.mark.parametrize(
+    ("args", "variables", "words"),
+    [
+        (["-r", "2"], {}, "reduce: -r 2; expected a rank, 0 to 1"),
+        (["-J", "/nowhere/x.json"], {}, "reduce: -J /nowhere/x.json cannot be written: No such file"),
+        ([], {"NCCL_TESTS_SPLIT": "XOR 3"}, "NCCL_TESTS_SPLIT is 'XOR 3'; expected AND, OR, MOD or DIV"),
+        ([], {"NCCL_TESTS_SPLIT": "DIV 0"}, "NCCL_TESTS_SPLIT is 'DIV 0'; expected a number other than 0"),
+        ([], {"NCCL_TESTS_MIN_BW": "fast"}, "NCCL_TESTS_MIN_BW is 'fast'; expected a number of GB/s"),
+        (["-g", "2"], {"NCCL_TESTS_DEVICE": "x"}, "NCCL_TESTS_DEVICE is 'x'; expected a number"),
+    ],
+)
+def test_wrong_settings(args: list[str], variables: dict[str, str], words: str) -> None:
+    done = bench(2, "reduce", "-b", "4K", "-e", "4K", *args, **variables)
     assert done.returncode == 1
-    assert "reduce: -r 2; expected a rank, 0 to 1" in done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # --- launchers and ends ---

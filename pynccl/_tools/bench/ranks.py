@@ -89,7 +89,8 @@ class World:
         self.settings = settings
         config = pynccl.Config(CTAPolicy=settings.cta_policy) if settings.cta_policy is not None else None
         each = settings.ranks_each
-        self.control = pynccl.init(config=config if each == 1 else None)
+        alone = each == 1
+        self.control = pynccl.init(config=config if alone else None, device=self.device(0) if alone else None)
         self.process, self.processes = self.control.rank, self.control.size
         self.local = self._texts(_host.same_host())[: self.process].count(_host.same_host())
         self._meeting = threading.Barrier(settings.nthreads, self._act)
@@ -126,7 +127,7 @@ class World:
         """Return the device of this process's rank i."""
         first = os.environ.get("NCCL_TESTS_DEVICE")
         if first is not None:
-            return int(first) + i
+            return _number(first, "NCCL_TESTS_DEVICE", 10) + i
         if self.settings.ranks_each == 1:
             return None
         device: int = self.local * self.settings.ranks_each + i

@@ -50,6 +50,7 @@ class Report:
         self._settings, self._program, self._file = settings, program, document
         self._bus: list[float] = []
         self._errors = 0
+        self._least = _least_bandwidth()
         self._results: list[dict[str, Any]] = []
         self._document: dict[str, Any] = {
             "version": _FILE_VERSION,
@@ -229,7 +230,7 @@ class Report:
 
     def footer(self, memory: str | None) -> bool:
         """Write the summary; return whether all results were right and the bandwidth as high as required."""
-        least = _least_bandwidth()
+        least = self._least
         mean = statistics.fmean(self._bus) if self._bus else 0.0
         fast = least is None or mean >= 0.9 * least
         self._print(f"# {'Out of bounds values':<20} : {self._errors} {'FAILED' if self._errors else 'OK'}")
@@ -268,6 +269,8 @@ def open_document(path: str) -> tuple[IO[str], str]:
             return Path(name).open("x"), name
         except FileExistsError:
             name, tries = f"{path}.{tries}", tries + 1
+        except OSError as error:
+            raise ValueError(f"-J {name} cannot be written: {error.strerror}") from error
 
 
 def _least_bandwidth() -> float | None:
