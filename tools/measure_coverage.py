@@ -54,6 +54,7 @@ TESTS = (
     "tests/interfaces/test_mpi.py::test_persistent_requests_and_windows_against_mpi4py[2]",
     "tests/store/test_store.py",
     "tests/init/test_init.py",
+    "tests/tools/test_bench.py",
 )
 
 COMPILERS = {"CC": "gcc", "CXX": "g++"}
