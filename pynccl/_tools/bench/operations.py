@@ -354,15 +354,7 @@ OPERATIONS = {
             in_place=False,
         ),
         Operation(
-            "scatter",
-            "Scatter",
-            _scattered,
-            _all,
-            _others,
-            _scatter,
-            _root_data,
-            _part_of_root,
-            rooted=True,
+            "scatter", "Scatter", _scattered, _all, _others, _scatter, _root_data, _part_of_root, rooted=True
         ),
         Operation(
             "gather", "Gather", _gathered, _all, _others, _gather, _own_block, _blocks_at_root, rooted=True
