@@ -127,7 +127,7 @@ inline int reap(pid_t pid, double seconds) {
 
 // The ranks are forked children, which must succeed, but for a victim, which must be killed; this process
 // serves their unique ids.
-inline void as_processes(int nranks, const std::function<void(int rank)>& body, int victim = -1) {
+inline void as_processes_with(int victim, int nranks, const std::function<void(int rank)>& body) {
   std::vector<pid_t> pids;
   Gate gate;
   if (kSanitized) usleep(20000);  // what the library's thread still has to do (Gate)
@@ -142,6 +142,10 @@ inline void as_processes(int nranks, const std::function<void(int rank)>& body, 
   }
   gate.open(nranks);
   for (int r = 0; r < nranks; ++r) CHECK_EQ(reap(pids[size_t(r)], 100), r == victim ? -SIGKILL : 0);
+}
+
+inline void as_processes(int nranks, const std::function<void(int rank)>& body) {
+  as_processes_with(-1, nranks, body);
 }
 
 // A meeting of threads or forked processes that trusts nothing of the library.

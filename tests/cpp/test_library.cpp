@@ -326,7 +326,7 @@ TEST_CASE("a killed rank is named") {
     CHECK_EQ(int(pyncclCpuIsGone(comm, 3, &gone)), int(ncclInvalidArgument));
     OK(ncclCommAbort(comm));
   };
-  as_processes(3, body, 1);
+  as_processes_with(1, 3, body);
 }
 
 TEST_CASE("an abort ends what waits") {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -114,6 +115,39 @@ def timed_out_and_awaited(rank: int, size: int) -> None:
         dist.all_reduce(x)
 
 
+def awaited_in_callbacks(rank: int, size: int) -> None:
+    """A callback, in whichever thread, may wait for a later operation in each way that there is."""
+    ends: list[Callable[[Any], Any]] = [
+        lambda work: work.wait(),
+        lambda work: work.get_future().wait(),
+        lambda work: until(work.is_completed),
+    ]
+    for round_ in range(60):
+        first, second = torch.ones(4), torch.ones(4)
+        works = reduced(first, second)
+        end = ends[round_ % len(ends)]
+        called = works[0].get_future().then(lambda _, end=end, work=works[1]: end(work))
+        if round_ % 2:
+            wait(works[0])
+        until(called.done)
+        assert first[0] == size and second[0] == size
+
+
+def interrupted(rank: int, size: int) -> None:
+    """An operation whose wait Ctrl-C ended goes on, even while the exception, and so the Work, is kept."""
+    x = torch.ones(10)
+    if rank == 0:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            dist.all_reduce(x)
+        tell("interrupted")
+        until(lambda: bool(x[0] == size))
+        assert caught.value is not None
+    else:
+        hear("interrupted")
+        dist.all_reduce(x)
+
+
 def memory(rank: int, size: int) -> None:
     """Operations beside an open receive leave nothing behind."""
 
@@ -132,9 +166,19 @@ def memory(rank: int, size: int) -> None:
     wait(dist.isend(torch.ones(1), 1 - rank, tag=77), opened)
 
 
+COLLECTIVES = [
+    each_on_its_own,
+    without_a_wait,
+    waits_in_threads,
+    timed_out_and_awaited,
+    awaited_in_callbacks,
+    interrupted,
+    memory,
+]
+
+
 def test_collectives_in_flight() -> None:
-    programs = [each_on_its_own, without_a_wait, waits_in_threads, timed_out_and_awaited, memory]
-    on_ranks(2, one_after_another, programs)
+    on_ranks(2, one_after_another, COLLECTIVES)
 
 
 # ---- messages ----

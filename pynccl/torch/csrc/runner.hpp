@@ -90,7 +90,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
 
   void hurry() {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!error_ && !hurried_ && busy()) take_over();
+    if (!error_ && busy()) take_over();
   }
 
   bool is_this_thread() {
@@ -233,6 +233,8 @@ class Runner : public std::enable_shared_from_this<Runner> {
     running_ = false;
     if (!finished.empty()) {
       // Callbacks may need other operations of this communicator.
+      auto has_callbacks = [](const Finished& one) { return one.task->has_future(); };
+      if (can_run() && std::any_of(finished.begin(), finished.end(), has_callbacks)) take_over();
       lock.unlock();
       for (auto& [task, error] : finished) task->finish(error);
       const size_t count = finished.size();
@@ -362,7 +364,7 @@ inline bool Task::advance(Milliseconds slice) {
   if (foreign()) C10_THROW_ERROR(DistBackendError, kOfTheParent);
   if (end_) return advance_event(slice);
   if (slice.count() == 0) {
-    hurry();
+    needs_this_thread() ? runner->help(*this, Milliseconds(1)) : hurry();
   } else if (runner) {
     runner->help(*this, slice);
   } else {

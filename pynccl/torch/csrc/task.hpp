@@ -81,6 +81,10 @@ class Task {
   bool needs_this_thread() const;
   // On a device it is complete immediately, in stream order.
   intrusive_ptr<c10::ivalue::Future> future();
+  bool has_future() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return bool(future_);
+  }
 
  private:
   bool advance_event(Milliseconds slice);
@@ -261,7 +265,12 @@ class WorkPynccl : public c10d::Work {
     for (;;) {
       auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());
       if (task.advance(std::clamp(left, Milliseconds(1), kSlice))) return;
-      check_signals();
+      try {
+        check_signals();
+      } catch (...) {
+        task.hurry();  // as long as the exception lives, so does the Work
+        throw;
+      }
       if (Clock::now() >= deadline) {
         task.hurry();
         auto limit = own ? timeout : task.timeout;
