@@ -72,6 +72,8 @@ def _shrink_by_agreement(
                 all_made = bool(survivors.agree(MADE if child is not None else 0).flags & MADE)
                 if all_made and survivors.decided == wanted:
                     break
+                if not ends and survivors.decided != wanted:
+                    core.watch.raise_verdict(DEATH_MS)
                 if not ends or survivors.decided == wanted:
                     raise failure or survivors.other_failure()
             except BaseException:

@@ -54,11 +54,10 @@ class Survivors:
         self.watch, self.quorum, self.final, self.doing = watch, quorum, final, doing
         self.kind, self.attempt = kind, attempt
         self.me, self.size = watch.rank, watch.size
-        self.named = set_of(excluded)
         # After a failure, excluded ranks count as unreachable; else they are only left out.
-        in_trouble = watch.verdict() is not None
-        self.excluded = 0 if in_trouble else self.named
-        self.lost = self.named if in_trouble else 0
+        named, in_trouble = set_of(excluded), watch.verdict() is not None
+        self.excluded = 0 if in_trouble else named
+        self.blamed = self.lost = named if in_trouble else 0
         self.ended = 0
         self.states: list[State] = []
         # Messages of agreements that this rank has not begun.
@@ -168,7 +167,7 @@ class Survivors:
         """Return the ranks to name as failed, without ranks that left because of the failure."""
         fates = self._fates()
         left = set_of(r for r in range(self.size) if fates[r] & _REASON == _ABORTS_TOO)
-        return self.named | (self.lost | self.ended) & ~left & ~(1 << self.me)
+        return self.blamed | (self.lost | self.ended) & ~left & ~(1 << self.me)
 
     # --- messages ---
 

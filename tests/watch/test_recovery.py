@@ -177,6 +177,32 @@ def test_shrink_a_healthy_communicator(library: Age, age: str) -> None:
     assert run(4, healthy, age == "2.26", backend=library(age), timeout=40) == [(6, 6), None, (6, 6), (6, 6)]
 
 
+def dies_while_all_are_well(rank: int, nranks: int, where: str) -> list[int]:
+    """A rank dies inside a shrink that excludes a healthy one; the others go on without the dead one."""
+    comm = pynccl.init(timeout=15)
+    comm.barrier()
+    if rank == 1:
+        name = SHRINK if where == "creation" else "ncclAllGather"
+        setattr(capi, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    if rank == 3:
+        error = failure(comm.barrier)
+    else:
+        error = failure(lambda: comm.shrink(exclude=[3]))
+    assert error.ranks == [1]
+    small = comm.shrink(exclude=error.ranks, abort=True)
+    assert total(small)[0] == total(small)[1]
+    left = small.all_gather(np.array([rank])).ravel().tolist()
+    small.destroy()
+    return left
+
+
+@pytest.mark.parametrize("where", ["creation", "the channel"])
+def test_death_inside_a_shrink_of_a_healthy_communicator(where: str) -> None:
+    results = run(4, dies_while_all_are_well, where, backend="cpu", check=False, timeout=50)
+    assert isinstance(results.pop(1), RankError)
+    assert results == [[0, 2, 3]] * 3
+
+
 def grows(rank: int, nranks: int, folder: str, timeout: float | None) -> tuple[int, int]:
     """The last rank joins the others."""
     old, place = nranks - 1, Path(folder, "id")
