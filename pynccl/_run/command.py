@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
 import click
 
-from pynccl._run.launch import launch
+from pynccl._run.launch import OWN, Job, launch
 from pynccl._timeouts import LONGEST
 
 # As many as the CPU library takes on one machine.
@@ -15,12 +17,14 @@ _MOST_RANKS = 1024
 
 
 def ranks(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return the number of ranks that an option gives; None without it."""
+    """Return the number of ranks that an option gives: 0 for auto, None without it."""
     if value is None:
         return None
+    if value == "auto":
+        return 0
     if not value.isascii() or not value.isdigit() or len(value) > 9 or not 1 <= int(value) <= _MOST_RANKS:
         raise click.BadParameter(
-            f"expected a number of ranks, 1 to {_MOST_RANKS} on one machine, not {value!r}"
+            f"expected a number of ranks, 1 to {_MOST_RANKS} on one machine, or auto, not {value!r}"
         )
     return int(value)
 
@@ -37,9 +41,41 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> f
     return min(seconds, LONGEST)
 
 
+def _tee(ctx: click.Context, param: click.Parameter, value: str | None) -> frozenset[int] | None:
+    if value is None:
+        return None
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in value.split(",")):
+        raise click.BadParameter(f"expected ranks with commas between them, such as 0 or 0,3, not {value!r}")
+    return frozenset(map(int, value.split(",")))
+
+
+def _variables(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for text in value:
+        name, sign, content = text.partition("=")
+        if not name:
+            raise click.BadParameter(f"expected NAME or NAME=VALUE, not {text!r}")
+        if name in OWN:
+            raise click.BadParameter(
+                f"{text}: expected another variable, since pynccl run sets {name} itself"
+            )
+        if not sign and name not in os.environ:
+            raise click.BadParameter(f"{name} is not set here; expected {name}=VALUE")
+        given[name] = content if sign else os.environ[name]
+    return given
+
+
 # What follows SCRIPT is the program's, options included.
 @click.command("run", context_settings={"allow_interspersed_args": False})
-@click.option("-n", "-np", "--nranks", callback=ranks, metavar="N", required=True, help="Number of ranks.")
+@click.option(
+    "-n",
+    "-np",
+    "--nranks",
+    callback=ranks,
+    metavar="N",
+    required=True,
+    help="Number of ranks; auto: one for each device, or for each core without devices.",
+)
 @click.option("--cpu", is_flag=True, help="Use the CPU library (PYNCCL_LIBRARY=cpu).")
 @click.option(
     "--timeout",
@@ -53,6 +89,16 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> f
     help="When a rank fails, let the others go on. The exit code is still that of the first to fail.",
 )
 @click.option(
+    "--restarts",
+    type=click.IntRange(0, 1_000_000),
+    default=0,
+    metavar="N",
+    help="Start all ranks again when one has failed or --timeout has passed, up to N times.",
+)
+@click.option(
+    "-x", "variables", multiple=True, callback=_variables, metavar="NAME[=VALUE]", help="Set a variable."
+)
+@click.option(
     "--log-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
@@ -63,6 +109,11 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> f
     default=True,
     help="Begin each line of standard output with the rank, as each line of standard error.",
 )
+@click.option(
+    "--tee", callback=_tee, metavar="RANKS", help="Show only these ranks' output; --log-dir has all."
+)
+@click.option("--status", is_flag=True, help="Show the elapsed time and the running ranks in a terminal.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is a program of another language.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
 @click.argument("script", type=click.Path())
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -71,18 +122,51 @@ def run(
     cpu: bool,
     timeout: float | None,
     keep_going: bool,
+    restarts: int,
+    variables: dict[str, str],
     log_dir: Path | None,
     tag: bool,
+    tee: frozenset[int] | None,
+    status: bool,
+    no_python: bool,
     module: bool,
     script: str,
     args: tuple[str, ...],
 ) -> int:
-    """Run a Python program on several ranks of this machine.
+    """Run a program on several ranks of this machine.
 
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under
     torchrun, and finds the others by pynccl.init().
     """
+    if tee is not None and log_dir is None:
+        raise click.UsageError("--tee without --log-dir: the other ranks' output would be lost")
+    if tee is not None and nranks and max(tee) >= nranks:
+        raise click.UsageError(f"--tee {max(tee)}: expected ranks below {nranks}")
+    return launch(
+        Job(
+            [*_command(script, module, no_python), *args],
+            nranks,
+            cpu=cpu,
+            timeout=timeout,
+            keep_going=keep_going,
+            restarts=restarts,
+            variables=variables,
+            log_dir=log_dir,
+            tag=tag,
+            tee=tee,
+            status=status,
+        )
+    )
+
+
+def _command(script: str, module: bool, no_python: bool) -> list[str]:
     if script in ("-", "/dev/stdin", "/proc/self/fd/0"):
         raise click.UsageError(f"SCRIPT is {script!r}; expected a file, since ranks have no standard input")
-    argv = [sys.executable, "-u", *(["-m", script] if module else [script]), *args]
-    return launch(argv, nranks, cpu=cpu, timeout=timeout, keep_going=keep_going, log_dir=log_dir, tag=tag)
+    if module and no_python:
+        raise click.UsageError("-m and --no-python: expected one of them, since a module is a Python program")
+    if no_python:
+        found = shutil.which(script)
+        if found is None:
+            raise click.UsageError(f"SCRIPT is {script!r}; expected a program that can be executed")
+        return [os.path.abspath(found)]
+    return [sys.executable, "-u", *(["-m", script] if module else [script])]

@@ -10,15 +10,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 from pynccl._errors import BootstrapError
 from pynccl._library import cuda
 from pynccl._run import evidence, word
-from pynccl._run.process import Child, describe_exit
+from pynccl._run.output import Lines, Logs, Status, shown, write_all
+from pynccl._run.process import Child
 from pynccl._secure.secret import read_secret
 from pynccl._trace.recorder import DIR, file_name, own_folder, private_file
 from pynccl._watch import ended
@@ -32,13 +34,9 @@ _LOOK_SECONDS = 0.02
 _LONGEST_WAIT = 3600.0
 # Seconds to read the rest of the pipes, which a descendant may hold open.
 _DRAIN_SECONDS = 1.0
-_MAX_LINE = 1 << 20
-# Bytes that are kept of a rank's standard error, to repeat its traceback at the end.
-_TAIL = 1 << 16
 _TIMED_OUT = 124
-_TRACEBACK = b"Traceback (most recent call last):\n"
-# Python's text between the tracebacks of chained exceptions.
-_CHAINED = (b"another exception occurred:\n\n", b"direct cause of the following exception:\n\n")
+# Lines of a failing rank that are shown before a restart.
+_LAST_LINES = 10
 # Kills the ranks' process groups and removes the folder in its argument if the launcher closes the
 # pipe without writing "done".
 _GUARD = (
@@ -50,33 +48,62 @@ _GUARD = (
     "        except OSError: pass\n"
     "    shutil.rmtree(sys.argv[1], ignore_errors=True)\n"
 )
+# Variables that the launcher sets for its ranks.
+OWN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+OWN |= {"PYNCCL_STORE", "PYNCCL_EVIDENCE", "PYNCCL_KEEP_GOING", "PYNCCL_RESTART_COUNT"}
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def launch(
-    argv: list[str],
-    nranks: int,
-    *,
-    cpu: bool = False,
-    timeout: float | None = None,
-    keep_going: bool = False,
-    log_dir: Path | None = None,
-    tag: bool = True,
-) -> int:
-    """Run a command line on `nranks` ranks and return the exit code."""
-    env = choose_backend(os.environ, "cpu" if cpu else "auto")
-    if env.get("PYNCCL_LIBRARY") == "cpu" and not cpu and os.environ.get("PYNCCL_LIBRARY") != "cpu":
+@dataclass(frozen=True)
+class Job:
+    """What to run, on how many ranks of this machine (0: one for each device, or core), and how."""
+
+    argv: list[str]
+    nranks: int
+    cpu: bool = False
+    timeout: float | None = None
+    keep_going: bool = False
+    restarts: int = 0
+    log_dir: Path | None = None
+    # The ranks whose output is shown; None: all.
+    tee: Collection[int] | None = None
+    tag: bool = True
+    status: bool = False
+    # Variables that are set for the ranks.
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def launch(job: Job) -> int:
+    """Run the job, again after a failure if it has restarts left, and return the last exit code."""
+    outer = {**os.environ, **job.variables}
+    env = choose_backend(outer, "cpu" if job.cpu else "auto")
+    on_cpu = env.get("PYNCCL_LIBRARY") == "cpu"
+    if on_cpu and not job.cpu and outer.get("PYNCCL_LIBRARY") != "cpu":
         _say("no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu")
-    with ExitStack() as stack:
-        try:
-            logs = _open_logs(log_dir, nranks, stack)
-        except OSError as error:
-            _say(f"cannot write to --log-dir {log_dir}: {error}")
-            return 2
-        server = stack.enter_context(open_store(env))
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pynccl-run-"))
-        return _Launcher(argv, env, server, logs, Path(folder), keep_going, tag).run(timeout)
+    if not job.nranks:
+        devices = 0 if on_cpu or not cuda.available() else cuda.device_count()
+        job = replace(job, nranks=devices or len(os.sched_getaffinity(0)))
+    try:
+        logs = Logs(job.log_dir, job.nranks)
+    except OSError as error:
+        _say(f"cannot write to --log-dir {job.log_dir}: {error}")
+        return 2
+    with logs:
+        for count in range(job.restarts + 1):
+            start = _start(job, env | {"PYNCCL_RESTART_COUNT": str(count)}, logs)
+            if start.code == 0 or start.stopped or count == job.restarts:
+                break
+            start.show_last_lines()
+            _say(f"restart {count + 1} of {job.restarts}")
+    return start.code
+
+
+def _start(job: Job, env: dict[str, str], logs: Logs) -> _Launcher:
+    with open_store(env) as server, tempfile.TemporaryDirectory(prefix="pynccl-run-") as folder:
+        launcher = _Launcher(job, env, server, logs, Path(folder))
+        launcher.run()
+        return launcher
 
 
 def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
@@ -128,89 +155,19 @@ def _say(text: str) -> None:
     print(f"pynccl run: {text}", file=sys.stderr, flush=True)
 
 
-class _Lines:
-    """One output of one rank, copied line by line; with a tag after the rank's number."""
-
-    def __init__(self, rank: int, target: int, log: BinaryIO | None, tag: bool = True) -> None:
-        self.prefix, self.target, self.log = b"[%d] " % rank if tag else b"", target, log
-        self.rest = bytearray()
-        self.tail = bytearray()
-        # The time at which the last traceback began.
-        self.failed_at = float("inf")
-
-    def feed(self, data: bytes) -> None:
-        """Copy the complete lines; empty data means the end of the output."""
-        if self.log is not None:
-            self.log.write(data)
-        if _TRACEBACK in self.tail[-len(_TRACEBACK) :] + data:
-            self.failed_at = time.monotonic()
-        self.tail += data
-        del self.tail[:-_TAIL]
-        self.rest += data
-        cut = self.rest.rfind(b"\n") + 1
-        if not data or len(self.rest) - cut > _MAX_LINE:
-            cut = len(self.rest)
-        lines = bytes(self.rest[:cut]).split(b"\n")
-        del self.rest[:cut]
-        if not lines[-1]:
-            lines.pop()
-        _write_all(self.target, b"".join(self.prefix + line + b"\n" for line in lines))
-
-    def insert(self, text: bytes) -> None:
-        """Show the launcher's own lines between the rank's lines."""
-        if text:
-            self.feed((b"\n" if self.rest else b"") + text)
-
-    def traceback(self) -> bytes:
-        """Return the last traceback, with the tracebacks of its causes and the later output."""
-        start = self.tail.rfind(_TRACEBACK)
-        while start > 0 and self.tail[:start].endswith(_CHAINED):
-            start = self.tail.rfind(_TRACEBACK, 0, start)
-        return bytes(self.tail[start:]) if start >= 0 else b""
-
-
-_Logs = list[tuple[BinaryIO | None, BinaryIO | None]]
-
-
-def _open_logs(folder: Path | None, nranks: int, stack: ExitStack) -> _Logs:
-    """Return the files of --log-dir for each rank's outputs, closed by the stack; None without a folder."""
-    if folder is None:
-        return [(None, None)] * nranks
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def create(rank: int, kind: str) -> BinaryIO:
-        return stack.enter_context(open(folder / f"rank{rank}.{kind}", "wb", buffering=0))
-
-    return [(create(rank, "out"), create(rank, "err")) for rank in range(nranks)]
-
-
-def _write_all(target: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(target, view) :]
-
-
 class _Launcher:
     """The ranks of one run, and the loop over their output, their exits and this process's signals."""
 
-    def __init__(
-        self,
-        argv: list[str],
-        env: dict[str, str],
-        server: StoreServer,
-        logs: _Logs,
-        folder: Path,
-        keeps_going: bool,
-        tag: bool,
-    ) -> None:
-        self.argv, self.nranks, self.server, self.logs, self.tag = argv, len(logs), server, logs, tag
-        self.folder, self.keeps_going = folder, keeps_going
+    def __init__(self, job: Job, env: dict[str, str], server: StoreServer, logs: Logs, folder: Path) -> None:
+        self.job, self.nranks, self.server, self.logs, self.folder = job, job.nranks, server, logs, folder
+        self.status = Status(job.status)
         self.env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         self.env[evidence.FOLDER] = str(folder)
-        self.env[ended.KEEP_GOING] = str(int(keeps_going))
+        self.env[ended.KEEP_GOING] = str(int(job.keep_going))
         self.children: list[Child] = []
         self.processes: list[ended.Process] = []
-        self.errors: list[_Lines] = []
+        self.outputs: list[Lines] = []
+        self.errors: list[Lines] = []
         self.selector = selectors.DefaultSelector()
         self.code = 0
         # The request for traces and stacks, made before the ranks get the signal that ends them.
@@ -220,9 +177,11 @@ class _Launcher:
         self.timeout_at: float | None = None
         self.ended: set[int] = set()
         self.first: int | None = None
+        # The user ended this run, by a signal or by closing its output.
+        self.stopped = False
 
-    def run(self, timeout: float | None) -> int:
-        """Start the ranks, wait for all of them, and return the first failing one's exit code."""
+    def run(self) -> None:
+        """Start the ranks, and wait for all of them; `code` is then the first failing one's."""
         guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _GUARD, str(self.folder)],
             stdin=subprocess.PIPE,
@@ -232,11 +191,10 @@ class _Launcher:
         )
         with guard:
             assert guard.stdin is not None
-            code = self._run(guard.stdin, timeout)
+            self._run(guard.stdin)
             guard.stdin.write(b"done\n")
-        return code
 
-    def _run(self, guard: IO[bytes], timeout: float | None) -> int:
+    def _run(self, guard: IO[bytes]) -> None:
         reader, writer = socket.socketpair()
         for end in (reader, writer):
             end.setblocking(False)
@@ -245,8 +203,8 @@ class _Launcher:
         old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
         try:
             self.selector.register(reader, selectors.EVENT_READ)
-            if timeout is not None:
-                self.timeout_at = time.monotonic() + timeout
+            if self.job.timeout is not None:
+                self.timeout_at = time.monotonic() + self.job.timeout
             # Starting many ranks takes time, in which a signal may arrive or a rank may exit.
             while len(self.children) < self.nranks and not self._ending:
                 self._start(len(self.children))
@@ -256,11 +214,12 @@ class _Launcher:
             while len(self.ended) < len(self.children):
                 self._step(reader)
             self._drain()
+            self.status.clear()
             self._show_traceback()
             self._explain_code()
         except BrokenPipeError:
             # The output was closed: exit as a program that writes to a closed pipe.
-            self.code = 128 + signal.SIGPIPE
+            self.code, self.stopped = 128 + signal.SIGPIPE, True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         finally:
             for child in self.children:
@@ -271,17 +230,17 @@ class _Launcher:
             self.selector.close()
             reader.close()
             writer.close()
-        return self.code
 
     def _start(self, rank: int) -> None:
         env = rank_environment(self.env, rank, self.nranks, self.server)
-        child = Child(self.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, tie=True)
+        child = Child(self.job.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, tie=True)
         self.children.append(child)
         self.processes.append(ended.process(child.pid))
-        out_log, error_log = self.logs[rank]
-        out = _Lines(rank, sys.stdout.fileno(), out_log, self.tag)
-        self.errors.append(_Lines(rank, sys.stderr.fileno(), error_log))
-        for pipe, lines in ((child.stdout, out), (child.stderr, self.errors[-1])):
+        out, error = (shown(self.job.tee, rank, output.fileno()) for output in (sys.stdout, sys.stderr))
+        out_log, error_log = self.logs.of(rank)
+        self.outputs.append(Lines(rank, out, out_log, self.status, self.job.tag))
+        self.errors.append(Lines(rank, error, error_log, self.status))
+        for pipe, lines in ((child.stdout, self.outputs[-1]), (child.stderr, self.errors[-1])):
             assert pipe is not None
             self.selector.register(pipe, selectors.EVENT_READ, lines)
 
@@ -290,6 +249,8 @@ class _Launcher:
         ends = [end for end in (self.kill_at, self.timeout_at) if end is not None]
         if self.request is not None:
             ends.append(now + _LOOK_SECONDS)
+        if self.status.on:
+            ends.append(now + 1)
         wait = min(max(0.0, min(ends) - now), _LONGEST_WAIT) if ends else None
         if not waits:
             wait = 0.0
@@ -300,6 +261,7 @@ class _Launcher:
             else:
                 self._copy(key)
         self._look_for_ends()
+        self.status.show(f"{len(self.children) - len(self.ended)} of {self.nranks} ranks run")
         if self.request is not None and self.request.over:
             self._end(self.last_signal)
         if self.timeout_at is not None and time.monotonic() >= self.timeout_at:
@@ -316,7 +278,7 @@ class _Launcher:
         self.timeout_at = None
         running = [rank for rank in range(len(self.children)) if rank not in self.ended]
         if running and not self._ending:
-            _say(f"--timeout has passed; still running: {', '.join(map(str, running))}")
+            self._say(f"--timeout has passed; still running: {', '.join(map(str, running))}")
             self.code = _TIMED_OUT
             self._ask(signal.SIGTERM)
 
@@ -346,16 +308,16 @@ class _Launcher:
             how = ", which was stopped" if answer.stopped else ""
             if not answer.complete:
                 how += f": it did not answer within {EVIDENCE_SECONDS:g} s"
-            _say(f"rank {rank} (process {pid}){how}")
+            self._say(f"rank {rank} (process {pid}){how}")
             self.errors[rank].insert(stacks)
             if traces and stacks:
                 try:
                     with private_file(Path(own_folder(traces), file_name(rank, pid, "stacks"))) as fd:
-                        _write_all(fd, stacks)
+                        write_all(fd, stacks)
                 except OSError as error:
-                    _say(f"cannot write to {DIR} ({traces}): {error}")
+                    self._say(f"cannot write to {DIR} ({traces}): {error}")
         for rank in request.deaf:
-            _say(f"rank {rank} left no stack: it has not imported pynccl")
+            self._say(f"rank {rank} left no stack: it has not imported pynccl")
 
     def _copy(self, key: selectors.SelectorKey) -> None:
         data = os.read(key.fd, 65536)
@@ -364,6 +326,7 @@ class _Launcher:
             self.selector.unregister(key.fileobj)
 
     def _on_signal(self, number: int) -> None:
+        self.stopped = self.stopped or number in _ENDING
         if number in _ENDING and not self._ending:
             self._ask(number)
         elif number in _ENDING:
@@ -378,7 +341,7 @@ class _Launcher:
             if rank in self.ended or code is None:
                 continue
             self.ended.add(rank)
-            if self.keeps_going and not self._ending:
+            if self.job.keep_going and not self._ending:
                 self._go_on_without(rank, code)
             elif code != 0 and self.code == 0:
                 self._note_failure(rank, code, "; ending the other ranks")
@@ -389,14 +352,15 @@ class _Launcher:
         if self.code == 0:
             self.code = code if code > 0 else 128 - code
             self.first = rank
-        _say(f"rank {rank} {describe_exit(code)}{others if len(self.ended) < len(self.children) else ''}")
+        others = others if len(self.ended) < len(self.children) else ""
+        self._say(f"rank {rank} {self.children[rank].describe_exit()}{others}")
 
     def _go_on_without(self, rank: int, code: int) -> None:
         """Tell the other ranks of an exit; end the remaining processes of a failed rank."""
         try:
             word.tell(self.server, self.processes[rank])
         except (BootstrapError, TimeoutError) as error:
-            _say(f"cannot tell the other ranks of the end of rank {rank}: {error}")
+            self._say(f"cannot tell the other ranks of the end of rank {rank}: {error}")
         if code != 0:
             self._note_failure(rank, code, "; the other ranks go on (--keep-going)")
             self.children[rank].send(signal.SIGKILL)
@@ -408,15 +372,29 @@ class _Launcher:
         if self.first not in failed or self.errors[self.first].failed_at == float("inf"):
             return
         first = min(failed, key=lambda rank: self.errors[rank].failed_at)
-        _say(f"rank {first} failed first:")
+        self._say(f"rank {first} failed first:")
         for line in self.errors[first].traceback().splitlines():
-            _write_all(sys.stderr.fileno(), b"[%d] %s\n" % (first, line))
+            write_all(sys.stderr.fileno(), b"[%d] %s\n" % (first, line))
+
+    def show_last_lines(self) -> None:
+        """Show the last lines of the first rank to fail; `_show_traceback` has shown those of a traceback."""
+        if self.first is None or self.errors[self.first].traceback():
+            return
+        tails = (lines[self.first].tail.splitlines()[-_LAST_LINES:] for lines in (self.errors, self.outputs))
+        last = next(filter(None, tails), [])
+        self._say(f"the last lines of rank {self.first}:" if last else f"rank {self.first} wrote nothing")
+        for line in last:
+            write_all(sys.stderr.fileno(), b"[%d] %s\n" % (self.first, line))
 
     def _explain_code(self) -> None:
         """Explain the exit code if some ranks reached the end of the program."""
         code = None if self.first is None else self.children[self.first].poll()
-        if self.keeps_going and code is not None and self.code != _TIMED_OUT:
-            _say(f"exit code {self.code} of rank {self.first}, which failed first")
+        if self.job.keep_going and code is not None and self.code != _TIMED_OUT:
+            self._say(f"exit code {self.code} of rank {self.first}, which failed first")
+
+    def _say(self, text: str) -> None:
+        self.status.clear()
+        _say(text)
 
     def _send(self, number: int) -> None:
         for rank, child in enumerate(self.children):
@@ -428,13 +406,13 @@ class _Launcher:
         for child in self.children:
             child.send(signal.SIGKILL)
         deadline = time.monotonic() + _DRAIN_SECONDS
-        while any(isinstance(key.data, _Lines) for key in self.selector.get_map().values()):
+        while any(isinstance(key.data, Lines) for key in self.selector.get_map().values()):
             events = self.selector.select(max(0.0, deadline - time.monotonic()))
             for key, _ in events:
-                if isinstance(key.data, _Lines):
+                if isinstance(key.data, Lines):
                     self._copy(key)
             if time.monotonic() >= deadline:
                 break
         for key in list(self.selector.get_map().values()):
-            if isinstance(key.data, _Lines):
+            if isinstance(key.data, Lines):
                 key.data.feed(b"")

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 # Runs before the program: the death signal survives exec. Setting the signal here, and not in a
@@ -38,6 +39,13 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
+def _core_pattern() -> str:
+    """Return where the kernel puts core dumps, as its administrator has written it."""
+    with suppress(OSError):
+        return f"core_pattern: {Path('/proc/sys/kernel/core_pattern').read_text().strip()}"
+    return "its place is unknown"
+
+
 class Child:
     """A program in its own session; its leader is reaped last, so that the group's id stays valid."""
 
@@ -58,6 +66,7 @@ class Child:
         self.pid = self._process.pid
         self.stdout, self.stderr = self._process.stdout, self._process.stderr
         self._code: int | None = None
+        self._dumped = False
 
     def poll(self) -> int | None:
         """Return the exit code of the leader (negative for a signal); None while it runs."""
@@ -65,7 +74,15 @@ class Child:
             state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if state is not None:
                 self._code = state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+                self._dumped = state.si_code == os.CLD_DUMPED
         return self._code
+
+    def describe_exit(self) -> str:
+        """Return a description of the exit, with the core dump if there is one; the leader has exited."""
+        text = describe_exit(self.poll() or 0)
+        if self._dumped:
+            text += f", core dumped ({_core_pattern()})"
+        return text
 
     def send(self, number: int) -> None:
         """Send a signal to the whole process group."""

@@ -425,8 +425,8 @@ def in_c_with_the_gil():
 
 def stopped():
     ready()
-    while True:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(100)
 
 [collective, asleep, busy, in_c_with_the_gil, stopped][comm.rank]()
 """
@@ -649,10 +649,10 @@ def _children(pid: int) -> list[str]:
     [
         (
             ["-n", "0", "x.py"],
-            "'-n' / '-np' / '--nranks': expected a number of ranks, 1 to 1024 on one machine, not '0'",
+            "'-n' / '-np' / '--nranks': expected a number of ranks, 1 to 1024 on one machine, or auto, not",
         ),
-        (["-n", "auto", "x.py"], "expected a number of ranks, 1 to 1024 on one machine, not 'auto'"),
-        (["-n", "100000", "x.py"], "1 to 1024 on one machine, not '100000'"),
+        (["-n", "all", "x.py"], "expected a number of ranks, 1 to 1024 on one machine, or auto, not 'all'"),
+        (["-n", "100000", "x.py"], "1 to 1024 on one machine, or auto, not '100000'"),
         (["-np", "-2", "x.py"], "'-n' / '-np' / '--nranks': expected"),
         (["x.py"], "Missing option '-n'"),
         (["-n", "2"], "Missing argument 'SCRIPT'"),
@@ -660,6 +660,21 @@ def _children(pid: int) -> list[str]:
         (["-n", "2", "--timeout", "0", "x.py"], "expected a positive number of seconds, not '0'"),
         (["-n", "2", "--timeout", "soon", "x.py"], "'--timeout': expected a positive number"),
         (["-n", "2", "--tiemout", "3", "x.py"], "No such option"),
+        (["-n", "2", "--restarts", "-1", "x.py"], "-1 is not in the range"),
+        (["-n", "2", "-x", "=3", "x.py"], "expected NAME or NAME=VALUE, not '=3'"),
+        (["-n", "2", "-x", "NOT_SET", "x.py"], "NOT_SET is not set here; expected NOT_SET=VALUE"),
+        (
+            ["-n", "2", "-x", "RANK=3", "x.py"],
+            "RANK=3: expected another variable, since pynccl run sets RANK",
+        ),
+        (["-n", "2", "--tee", "0", "x.py"], "--tee without --log-dir: the other ranks' output would be lost"),
+        (["-n", "2", "--tee", "1-2", "x.py"], "expected ranks with commas between them, such as 0 or 0,3"),
+        (["-n", "2", "--log-dir", "x", "--tee", "0,2", "x.py"], "--tee 2: expected ranks below 2"),
+        (["-n", "2", "--no-python", "-m", "x"], "-m and --no-python: expected one of them"),
+        (
+            ["-n", "2", "--no-python", "/no/such"],
+            "SCRIPT is '/no/such'; expected a program that can be executed",
+        ),
     ],
 )
 def test_wrong_command_lines(args: list[str], words: str) -> None:
@@ -689,3 +704,148 @@ def test_script_that_is_not_there() -> None:
     done = launch("-n", "2", "--cpu", "/nonexistent/program.py")
     assert done.returncode == 2
     assert "No such file" in done.stderr
+
+
+# ---- restarts ----
+
+RESTARTED = """
+import os, sys, time
+import numpy as np
+import pynccl
+count = int(os.environ["PYNCCL_RESTART_COUNT"])
+comm = pynccl.init()
+comm.barrier()
+print("start", count)
+if comm.rank == 1 and count < int(sys.argv[1]):
+    print("about to end", file=sys.stderr)
+    exec(sys.argv[2])
+x = np.ones(4)
+comm.all_reduce(x)
+assert (x == comm.size).all()
+comm.destroy()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "how"),
+    [
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("raise ValueError('broken')", "exited with code 1"),
+    ],
+)
+def test_restarts_until_it_succeeds(script: Script, ending: str, how: str) -> None:
+    done = launch("-n", "2", "--cpu", "--restarts", "5", script(RESTARTED), "2", ending)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(f"[{r}] start {i}" for i in range(3) for r in range(2))
+    assert done.stderr.count(f"pynccl run: rank 1 {how}") == 2
+    assert done.stderr.count("pynccl run: restart ") == 2
+    assert "pynccl run: restart 2 of 5\n" in done.stderr
+
+
+def test_the_last_lines_come_before_a_restart(script: Script) -> None:
+    program = script("import os\nfor i in range(30): print('line', i)\nos.kill(os.getpid(), 9)")
+    done = launch("-n", "1", "--cpu", "--restarts", "1", program)
+    assert done.returncode == 128 + signal.SIGKILL
+    said = done.stderr.splitlines()
+    before = said.index("pynccl run: restart 1 of 1")
+    assert said[before - 11 : before] == [
+        "pynccl run: the last lines of rank 0:",
+        *(f"[0] line {i}" for i in range(20, 30)),
+    ]
+
+
+def test_too_few_restarts(script: Script) -> None:
+    done = launch("-n", "2", "--cpu", "--restarts", "1", script(RESTARTED), "2", "sys.exit(7)")
+    assert done.returncode == 7
+    assert done.stderr.count("pynccl run: rank 1 exited with code 7") == 2
+
+
+def test_restart_after_a_timeout(script: Script) -> None:
+    program = script("import os, time\nif os.environ['PYNCCL_RESTART_COUNT'] == '0': time.sleep(60)")
+    done = launch("-n", "1", "--cpu", "--timeout", "1", "--restarts", "1", program)
+    assert done.returncode == 0, done.stderr
+    assert "--timeout has passed; still running: 0" in done.stderr
+
+
+def test_no_restart_after_a_signal(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+    program = script("import os, time; print(os.getpid()); time.sleep(60)")
+    process = started("-n", "2", "--cpu", "--restarts", "5", program)
+    pids = _pids(process, 2)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "restart" not in said
+    until_gone(pids)
+
+
+# ---- what runs, and what is shown of it ----
+
+
+def test_variables(script: Script) -> None:
+    program = script("import os; print(os.environ['GIVEN'], os.environ['TAKEN'], os.environ['EMPTY'] == '')")
+    done = launch("-n", "1", "--cpu", "-x", "GIVEN=a=b", "-x", "TAKEN", "-x", "EMPTY=", program, TAKEN="c")
+    assert (done.returncode, done.stdout) == (0, "[0] a=b c True\n"), done.stderr
+
+
+def test_as_many_ranks_as_cores(script: Script) -> None:
+    program = script("import os; print(os.environ['WORLD_SIZE'])")
+    done = launch("-n", "auto", "--cpu", program)
+    cores = len(os.sched_getaffinity(0))
+    assert sorted(done.stdout.splitlines()) == sorted(f"[{r}] {cores}" for r in range(cores))
+
+
+def test_programs_of_other_languages() -> None:
+    done = launch("-n", "2", "--cpu", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE")
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 0 of 2", "[1] 1 of 2"])
+
+
+def test_only_some_ranks_are_shown(script: Script, tmp_path: Path) -> None:
+    program = script("import os, sys; print('out', os.environ['RANK']); print('error', file=sys.stderr)")
+    done = launch("-n", "3", "--cpu", "--log-dir", str(tmp_path / "logs"), "--tee", "0,2", program)
+    assert sorted(done.stdout.splitlines()) == ["[0] out 0", "[2] out 2"]
+    assert sorted(done.stderr.splitlines()) == ["[0] error", "[2] error"]
+    assert (tmp_path / "logs/rank1.out").read_text() == "out 1\n"
+    assert (tmp_path / "logs/rank1.err").read_text() == "error\n"
+
+
+def test_a_core_dump_is_mentioned(script: Script, tmp_path: Path) -> None:
+    pattern = Path("/proc/sys/kernel/core_pattern").read_text().strip()
+    if pattern.startswith("|"):
+        pytest.skip("a program of this machine takes core dumps")
+    program = script(
+        "import os, resource, signal\n"
+        f"os.chdir({str(tmp_path)!r})\n"
+        "hard = resource.getrlimit(resource.RLIMIT_CORE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))\n"
+        "os.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
+    done = launch("-n", "1", "--cpu", program)
+    assert f"rank 0 was killed by SIGSEGV, core dumped (core_pattern: {pattern})" in done.stderr
+
+
+def test_the_status_line(script: Script) -> None:
+    program = script("import time\nfor i in range(3): print('line', i); time.sleep(0.6)")
+    master, terminal = os.openpty()
+    with subprocess.Popen(
+        _command("-n", "1", "--cpu", "--status", program),
+        env=_environment(),
+        stdout=terminal,
+        stderr=terminal,
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of the other side
+            while data := os.read(master, 4096):
+                shown += data
+        assert process.wait(20) == 0
+    os.close(master)
+    screen: list[bytes] = []
+    for line in shown.split(b"\r\n"):
+        screen.append(line.rsplit(b"\r\x1b[K", 1)[-1])
+    assert screen == [b"[0] line 0", b"[0] line 1", b"[0] line 2", b""]
+    assert b"\r\x1b[Kpynccl run: 0:00:01, 1 of 1 ranks run" in shown
+
+
+def test_no_status_line_without_a_terminal(script: Script) -> None:
+    done = launch("-n", "1", "--cpu", "--status", script("print(1)"))
+    assert (done.stdout, done.stderr) == ("[0] 1\n", "")

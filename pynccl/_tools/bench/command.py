@@ -15,7 +15,7 @@ import click
 from pynccl._errors import NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
 from pynccl._run.command import ranks
-from pynccl._run.launch import launch
+from pynccl._run.launch import Job, launch
 from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
 from pynccl._tools.bench.measure import Bench
 from pynccl._tools.bench.operations import OPERATIONS, Operation
@@ -136,7 +136,7 @@ def _program(operation: Operation) -> click.Command:
         if nranks is None:
             return bench_ranks(operation, settings)
         argv = [sys.executable, "-u", "-m", "pynccl", "bench", *ctx.obj]
-        return launch(argv, nranks, cpu=cpu, tag=False)
+        return launch(Job(argv, nranks, cpu=cpu, tag=False))
 
     defaults = Settings()
     options: list[click.Parameter] = [

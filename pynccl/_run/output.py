@@ -1,0 +1,133 @@
+"""The outputs of the ranks: their lines in the terminal and in files, and the status line below them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Collection
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+_MAX_LINE = 1 << 20
+# Bytes that are kept of an output, to repeat its traceback or its last lines at the end.
+_TAIL = 1 << 16
+_TRACEBACK = b"Traceback (most recent call last):\n"
+# Python's text between the tracebacks of chained exceptions.
+_CHAINED = (b"another exception occurred:\n\n", b"direct cause of the following exception:\n\n")
+# Returns to the beginning of the terminal's line, and erases the line.
+_ERASE = b"\r\x1b[K"
+
+
+class Status:
+    """The line with the elapsed time at the bottom of a terminal; without a terminal there is none."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.on = wanted and sys.stderr.isatty()
+        self._began = time.monotonic()
+        self._text = b""
+
+    def show(self, text: str) -> None:
+        """Show the elapsed time and a text in place of the last one."""
+        minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+        hours, minutes = divmod(minutes, 60)
+        line = f"pynccl run: {hours}:{minutes:02}:{seconds:02}, {text}".encode()
+        if self.on and line != self._text:
+            self._text = line
+            write_all(sys.stderr.fileno(), _ERASE + line)
+
+    def clear(self) -> None:
+        """Make place for other lines."""
+        if self._text:
+            self._text = b""
+            write_all(sys.stderr.fileno(), _ERASE)
+
+
+class Lines:
+    """One output of one rank, copied line by line to a target, or to none; the tag is the rank's number."""
+
+    def __init__(
+        self, rank: int, target: int | None, log: BinaryIO | None, status: Status, tag: bool = True
+    ) -> None:
+        self.prefix, self.target, self.log = b"[%d] " % rank if tag else b"", target, log
+        self.status = status
+        self.rest = bytearray()
+        self.tail = bytearray()
+        # The time at which the last traceback began.
+        self.failed_at = float("inf")
+
+    def feed(self, data: bytes) -> None:
+        """Copy the complete lines; empty data means the end of the output."""
+        if self.log is not None:
+            self.log.write(data)
+        if _TRACEBACK in self.tail[-len(_TRACEBACK) :] + data:
+            self.failed_at = time.monotonic()
+        self.tail += data
+        del self.tail[:-_TAIL]
+        if self.target is None:
+            return
+        self.rest += data
+        cut = self.rest.rfind(b"\n") + 1
+        if not data or len(self.rest) - cut > _MAX_LINE:
+            cut = len(self.rest)
+        lines = bytes(self.rest[:cut]).split(b"\n")
+        del self.rest[:cut]
+        if not lines[-1]:
+            lines.pop()
+        if lines:
+            self.status.clear()
+            write_all(self.target, b"".join(self.prefix + line + b"\n" for line in lines))
+
+    def insert(self, text: bytes) -> None:
+        """Show the launcher's own lines between the rank's lines."""
+        if text:
+            self.feed((b"\n" if self.rest else b"") + text)
+
+    def traceback(self) -> bytes:
+        """Return the last traceback, with the tracebacks of its causes and the later output."""
+        start = self.tail.rfind(_TRACEBACK)
+        while start > 0 and self.tail[:start].endswith(_CHAINED):
+            start = self.tail.rfind(_TRACEBACK, 0, start)
+        return bytes(self.tail[start:]) if start >= 0 else b""
+
+
+class Logs:
+    """The files of --log-dir, two for each rank; none without a folder. A context manager."""
+
+    def __init__(self, folder: Path | None, nranks: int) -> None:
+        self._files: list[tuple[BinaryIO | None, BinaryIO | None]] = [(None, None)] * nranks
+        with ExitStack() as stack:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._files = [
+                    (_create(folder, rank, "out", stack), _create(folder, rank, "err", stack))
+                    for rank in range(nranks)
+                ]
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Logs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def of(self, rank: int) -> tuple[BinaryIO | None, BinaryIO | None]:
+        """Return the files of a rank's outputs."""
+        return self._files[rank]
+
+
+def _create(folder: Path, rank: int, kind: str, stack: ExitStack) -> BinaryIO:
+    return stack.enter_context(open(folder / f"rank{rank}.{kind}", "wb", buffering=0))
+
+
+def shown(ranks: Collection[int] | None, rank: int, target: int) -> int | None:
+    """Return the target of a rank's output; None if only other ranks' outputs are shown."""
+    return target if ranks is None or rank in ranks else None
+
+
+def write_all(target: int, data: bytes) -> None:
+    """Write all of the data to a descriptor."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(target, view) :]
