@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pynccl._run.launch import choose_backend, open_store, rank_environment
+from pynccl._run.launch import choose_backend, rank_environment
+from pynccl._run.nodes import open_store
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
 
 __all__ = ["RankError", "RankTimeout", "run"]
@@ -85,7 +86,7 @@ def run(
         Path(folder, "args").write_bytes(content)
         try:
             for rank in range(nranks):
-                job.start(rank, rank_environment(base, rank, nranks, server))
+                job.start(rank, rank_environment(base, rank, nranks, server.address))
             job.wait(timeout, check)
         finally:
             job.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["fake_cuda", "forked_ranks", "skips"]
+pytest_plugins = ["fake_cuda", "forked_ranks", "hosts", "skips"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASES = ("2.19.3", "2.28.9", "2.32.3")

@@ -10,7 +10,9 @@ from pathlib import Path
 import click
 
 from pynccl._run.launch import OWN, Job, launch
+from pynccl._run.nodes import Node
 from pynccl._timeouts import LONGEST
+from pynccl.bootstrap._address import parse_address
 
 # As many as the CPU library takes on one machine.
 _MOST_RANKS = 1024
@@ -109,6 +111,13 @@ def _variables(ctx: click.Context, param: click.Parameter, value: tuple[str, ...
     default=True,
     help="Begin each line of standard output with the rank, as each line of standard error.",
 )
+@click.option("--nnodes", type=click.IntRange(1, 100_000), default=1, metavar="N", help="Number of machines.")
+@click.option("--node-rank", type=click.IntRange(0), metavar="I", help="Number of this machine, from 0.")
+@click.option(
+    "--store",
+    metavar="HOST:PORT",
+    help="Where machine 0 listens for the others, by a name or an address that they reach.",
+)
 @click.option(
     "--tee", callback=_tee, metavar="RANKS", help="Show only these ranks' output; --log-dir has all."
 )
@@ -125,6 +134,9 @@ def run(
     restarts: int,
     variables: dict[str, str],
     log_dir: Path | None,
+    nnodes: int,
+    node_rank: int | None,
+    store: str | None,
     tag: bool,
     tee: frozenset[int] | None,
     status: bool,
@@ -133,14 +145,17 @@ def run(
     script: str,
     args: tuple[str, ...],
 ) -> int:
-    """Run a program on several ranks of this machine.
+    """Run a program on several ranks of this machine, or of several.
 
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under
     torchrun, and finds the others by pynccl.init().
     """
     if tee is not None and log_dir is None:
         raise click.UsageError("--tee without --log-dir: the other ranks' output would be lost")
-    if tee is not None and nranks and max(tee) >= nranks:
+    node = _node(nnodes, node_rank, store)
+    if restarts and node is not None:
+        raise click.UsageError("--restarts with --nnodes: expected one machine, whose ranks start again")
+    if tee is not None and node is None and nranks and max(tee) >= nranks:
         raise click.UsageError(f"--tee {max(tee)}: expected ranks below {nranks}")
     return launch(
         Job(
@@ -155,6 +170,7 @@ def run(
             tag=tag,
             tee=tee,
             status=status,
+            node=node,
         )
     )
 
@@ -170,3 +186,21 @@ def _command(script: str, module: bool, no_python: bool) -> list[str]:
             raise click.UsageError(f"SCRIPT is {script!r}; expected a program that can be executed")
         return [os.path.abspath(found)]
     return [sys.executable, "-u", *(["-m", script] if module else [script])]
+
+
+def _node(count: int, rank: int | None, store: str | None) -> Node | None:
+    """Return this machine among several; None if it is the only one."""
+    if count == 1:
+        if rank or store is not None:
+            raise click.UsageError("--node-rank and --store: expected --nnodes, too, the number of machines")
+        return None
+    if rank is None or store is None:
+        raise click.UsageError(f"--nnodes {count}: expected --node-rank and --store HOST:PORT, too")
+    if rank >= count:
+        raise click.UsageError(f"--node-rank {rank}: expected less than --nnodes, {count}")
+    try:
+        if not parse_address(store)[1]:
+            raise ValueError("port 0")
+    except ValueError as error:
+        raise click.UsageError(f"--store {store}: expected HOST:PORT ({error})") from None
+    return Node(rank, count, store)

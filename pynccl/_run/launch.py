@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -19,12 +18,11 @@ from typing import IO
 from pynccl._errors import BootstrapError
 from pynccl._library import cuda
 from pynccl._run import evidence, word
+from pynccl._run.nodes import Meeting, Node, alone, among
 from pynccl._run.output import Lines, Logs, Status, shown, write_all
 from pynccl._run.process import Child
-from pynccl._secure.secret import read_secret
 from pynccl._trace.recorder import DIR, file_name, own_folder, private_file
 from pynccl._watch import ended
-from pynccl.bootstrap._store import StoreServer
 
 # Seconds for the ranks to write their traces and stacks, and seconds after SIGTERM before SIGKILL.
 EVIDENCE_SECONDS = 3.0
@@ -70,6 +68,8 @@ class Job:
     tee: Collection[int] | None = None
     tag: bool = True
     status: bool = False
+    # This machine among several; None: it is the only one.
+    node: Node | None = None
     # Variables that are set for the ranks.
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ def launch(job: Job) -> int:
         devices = 0 if on_cpu or not cuda.available() else cuda.device_count()
         job = replace(job, nranks=devices or len(os.sched_getaffinity(0)))
     try:
-        logs = Logs(job.log_dir, job.nranks)
+        logs = Logs(job.log_dir)
     except OSError as error:
         _say(f"cannot write to --log-dir {job.log_dir}: {error}")
         return 2
@@ -100,8 +100,9 @@ def launch(job: Job) -> int:
 
 
 def _start(job: Job, env: dict[str, str], logs: Logs) -> _Launcher:
-    with open_store(env) as server, tempfile.TemporaryDirectory(prefix="pynccl-run-") as folder:
-        launcher = _Launcher(job, env, server, logs, Path(folder))
+    place = alone(env, job.nranks) if job.node is None else among(env, job.nranks, job.node, job.timeout)
+    with place as meeting, tempfile.TemporaryDirectory(prefix="pynccl-run-") as folder:
+        launcher = _Launcher(job, env, meeting, logs, Path(folder))
         launcher.run()
         return launcher
 
@@ -116,39 +117,22 @@ def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
     return env
 
 
-def open_store(env: Mapping[str, str]) -> StoreServer:
-    """Return a store on this machine for the ranks; without a secret, for this user only."""
-    return StoreServer(secret=read_secret(env), job=env.get("PYNCCL_JOB_ID", ""))
+def rank_environment(
+    base: Mapping[str, str], local: int, nranks: int, store: str, first: int = 0, size: int = 0
+) -> dict[str, str]:
+    """Return the environment of one of this machine's ranks: torchrun's variables and the store's address.
 
-
-def rank_environment(base: Mapping[str, str], rank: int, nranks: int, server: StoreServer) -> dict[str, str]:
-    """Return the environment of one rank: torchrun's variables and the address of the store."""
+    `first` is the machine's first rank, and `size` the number of all ranks: by default, of the machine's.
+    """
     # The variables of an outer torchrun describe its own ranks.
     env = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
-    env.update(RANK=str(rank), WORLD_SIZE=str(nranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nranks))
-    env.update(PYNCCL_STORE=server.address, PYTHONUNBUFFERED="1")
+    env.update(RANK=str(first + local), WORLD_SIZE=str(size or nranks))
+    env.update(LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(nranks))
+    env.update(PYNCCL_STORE=store, PYTHONUNBUFFERED="1")
     if nranks > 1:
         # As torchrun does: one thread per core in every rank would overload the cores.
         env.setdefault("OMP_NUM_THREADS", "1")
     return env
-
-
-def _free_port() -> int:
-    """Return a port for rank 0's own server, such as torch's store.
-
-    It is below those that the kernel gives to connections: one of them could take the port first.
-    """
-    first, end = 10000, 32768
-    with suppress(OSError):
-        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for _ in range(100):
-        port = first + int.from_bytes(os.urandom(4), "little") % (end - first) if end > first else 0
-        try:
-            with socket.create_server(("", port)) as probe:
-                return int(probe.getsockname()[1])
-        except OSError:
-            continue
-    raise BootstrapError(f"none of 100 ports from {first} to {end - 1} is free for MASTER_PORT")
 
 
 def _say(text: str) -> None:
@@ -158,16 +142,18 @@ def _say(text: str) -> None:
 class _Launcher:
     """The ranks of one run, and the loop over their output, their exits and this process's signals."""
 
-    def __init__(self, job: Job, env: dict[str, str], server: StoreServer, logs: Logs, folder: Path) -> None:
-        self.job, self.nranks, self.server, self.logs, self.folder = job, job.nranks, server, logs, folder
+    def __init__(self, job: Job, env: dict[str, str], meeting: Meeting, logs: Logs, folder: Path) -> None:
+        self.job, self.meeting, self.logs, self.folder = job, meeting, logs, folder
+        self.ranks = range(meeting.first, meeting.first + job.nranks)
         self.status = Status(job.status)
-        self.env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        host, port = meeting.master
+        self.env = env | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
         self.env[evidence.FOLDER] = str(folder)
         self.env[ended.KEEP_GOING] = str(int(job.keep_going))
-        self.children: list[Child] = []
-        self.processes: list[ended.Process] = []
-        self.outputs: list[Lines] = []
-        self.errors: list[Lines] = []
+        self.children: dict[int, Child] = {}
+        self.processes: dict[int, ended.Process] = {}
+        self.outputs: dict[int, Lines] = {}
+        self.errors: dict[int, Lines] = {}
         self.selector = selectors.DefaultSelector()
         self.code = 0
         # The request for traces and stacks, made before the ranks get the signal that ends them.
@@ -203,12 +189,16 @@ class _Launcher:
         old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
         try:
             self.selector.register(reader, selectors.EVENT_READ)
+            if self.meeting.failures is not None:
+                self.selector.register(self.meeting.failures.news, selectors.EVENT_READ)
             if self.job.timeout is not None:
                 self.timeout_at = time.monotonic() + self.job.timeout
             # Starting many ranks takes time, in which a signal may arrive or a rank may exit.
-            while len(self.children) < self.nranks and not self._ending:
-                self._start(len(self.children))
-                guard.write(b"%d\n" % self.children[-1].pid)
+            for rank in self.ranks:
+                if self._ending:
+                    break
+                self._start(rank)
+                guard.write(b"%d\n" % self.children[rank].pid)
                 guard.flush()
                 self._step(reader, waits=False)
             while len(self.ended) < len(self.children):
@@ -222,7 +212,7 @@ class _Launcher:
             self.code, self.stopped = 128 + signal.SIGPIPE, True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         finally:
-            for child in self.children:
+            for child in self.children.values():
                 child.close()
             signal.set_wakeup_fd(old_wakeup)
             for number, handler in old_handlers.items():
@@ -232,15 +222,16 @@ class _Launcher:
             writer.close()
 
     def _start(self, rank: int) -> None:
-        env = rank_environment(self.env, rank, self.nranks, self.server)
+        meeting, count = self.meeting, len(self.ranks)
+        local = rank - meeting.first
+        env = rank_environment(self.env, local, count, meeting.store, meeting.first, meeting.size)
         child = Child(self.job.argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, tie=True)
-        self.children.append(child)
-        self.processes.append(ended.process(child.pid))
+        self.children[rank], self.processes[rank] = child, ended.process(child.pid)
         out, error = (shown(self.job.tee, rank, output.fileno()) for output in (sys.stdout, sys.stderr))
         out_log, error_log = self.logs.of(rank)
-        self.outputs.append(Lines(rank, out, out_log, self.status, self.job.tag))
-        self.errors.append(Lines(rank, error, error_log, self.status))
-        for pipe, lines in ((child.stdout, self.outputs[-1]), (child.stderr, self.errors[-1])):
+        self.outputs[rank] = Lines(rank, out, out_log, self.status, self.job.tag)
+        self.errors[rank] = Lines(rank, error, error_log, self.status)
+        for pipe, lines in ((child.stdout, self.outputs[rank]), (child.stderr, self.errors[rank])):
             assert pipe is not None
             self.selector.register(pipe, selectors.EVENT_READ, lines)
 
@@ -258,10 +249,13 @@ class _Launcher:
             if key.fileobj is reader:
                 for number in reader.recv(4096):
                     self._on_signal(number)
-            else:
+            elif isinstance(key.data, Lines):
                 self._copy(key)
+            else:
+                self.selector.unregister(key.fileobj)
+                self._end_with_the_others()
         self._look_for_ends()
-        self.status.show(f"{len(self.children) - len(self.ended)} of {self.nranks} ranks run")
+        self.status.show(f"{len(self.children) - len(self.ended)} of {len(self.ranks)} ranks run")
         if self.request is not None and self.request.over:
             self._end(self.last_signal)
         if self.timeout_at is not None and time.monotonic() >= self.timeout_at:
@@ -276,15 +270,16 @@ class _Launcher:
 
     def _time_out(self) -> None:
         self.timeout_at = None
-        running = [rank for rank in range(len(self.children)) if rank not in self.ended]
+        running = [rank for rank in self.children if rank not in self.ended]
         if running and not self._ending:
             self._say(f"--timeout has passed; still running: {', '.join(map(str, running))}")
             self.code = _TIMED_OUT
+            self._tell("--timeout has passed")
             self._ask(signal.SIGTERM)
 
     def _ask(self, then: int) -> None:
         """Request traces and stacks of the ranks, and end the ranks by a signal after their answers."""
-        running = {child.pid: rank for rank, child in enumerate(self.children) if rank not in self.ended}
+        running = {child.pid: rank for rank, child in self.children.items() if rank not in self.ended}
         self.request = evidence.Request(self.folder, running, EVIDENCE_SECONDS)
         self.last_signal = then
 
@@ -328,6 +323,7 @@ class _Launcher:
     def _on_signal(self, number: int) -> None:
         self.stopped = self.stopped or number in _ENDING
         if number in _ENDING and not self._ending:
+            self._tell(f"pynccl run was ended by {signal.Signals(number).name}")
             self._ask(number)
         elif number in _ENDING:
             # The signal came a second time.
@@ -336,7 +332,7 @@ class _Launcher:
             self._send(number)
 
     def _look_for_ends(self) -> None:
-        for rank, child in enumerate(self.children):
+        for rank, child in self.children.items():
             code = child.poll()
             if rank in self.ended or code is None:
                 continue
@@ -348,17 +344,36 @@ class _Launcher:
                 if not self._ending:  # else the ranks have the signal already
                     self._end(signal.SIGTERM)
 
+    def _end_with_the_others(self) -> None:
+        """End the ranks of this machine after a failure on another one."""
+        assert self.meeting.failures is not None
+        self._say(f"{self.meeting.failures.text}; ending the ranks of this machine")
+        self.code = self.code or 1
+        if not self._ending:
+            self._ask(signal.SIGTERM)
+
     def _note_failure(self, rank: int, code: int, others: str) -> None:
         if self.code == 0:
             self.code = code if code > 0 else 128 - code
             self.first = rank
         others = others if len(self.ended) < len(self.children) else ""
-        self._say(f"rank {rank} {self.children[rank].describe_exit()}{others}")
+        text = f"rank {rank} {self.children[rank].describe_exit()}"
+        self._say(f"{text}{others}")
+        if not self.job.keep_going:
+            self._tell(text)
+
+    def _tell(self, failure: str) -> None:
+        """Tell the launchers on other machines why this one ends its ranks."""
+        if self.meeting.failures is not None:
+            try:
+                self.meeting.failures.tell(failure)
+            except (BootstrapError, TimeoutError) as error:
+                self._say(f"cannot tell the other machines: {error}")
 
     def _go_on_without(self, rank: int, code: int) -> None:
         """Tell the other ranks of an exit; end the remaining processes of a failed rank."""
         try:
-            word.tell(self.server, self.processes[rank])
+            word.tell(self.meeting.store, self.meeting.secret, self.meeting.job, self.processes[rank])
         except (BootstrapError, TimeoutError) as error:
             self._say(f"cannot tell the other ranks of the end of rank {rank}: {error}")
         if code != 0:
@@ -367,7 +382,7 @@ class _Launcher:
 
     def _show_traceback(self) -> None:
         """Repeat the earliest traceback; the first rank to exit need not be the first to fail."""
-        failed = [rank for rank, child in enumerate(self.children) if (child.poll() or 0) > 0]
+        failed = [rank for rank, child in self.children.items() if (child.poll() or 0) > 0]
         # A rank that a signal ended has no traceback, and the other tracebacks are its consequence.
         if self.first not in failed or self.errors[self.first].failed_at == float("inf"):
             return
@@ -397,13 +412,13 @@ class _Launcher:
         _say(text)
 
     def _send(self, number: int) -> None:
-        for rank, child in enumerate(self.children):
+        for rank, child in self.children.items():
             if rank not in self.ended:
                 child.send(number)
 
     def _drain(self) -> None:
         """Copy the last output of the ranks."""
-        for child in self.children:
+        for child in self.children.values():
             child.send(signal.SIGKILL)
         deadline = time.monotonic() + _DRAIN_SECONDS
         while any(isinstance(key.data, Lines) for key in self.selector.get_map().values()):

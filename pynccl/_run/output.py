@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -95,16 +96,12 @@ class Lines:
 class Logs:
     """The files of --log-dir, two for each rank; none without a folder. A context manager."""
 
-    def __init__(self, folder: Path | None, nranks: int) -> None:
-        self._files: list[tuple[BinaryIO | None, BinaryIO | None]] = [(None, None)] * nranks
-        with ExitStack() as stack:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                self._files = [
-                    (_create(folder, rank, "out", stack), _create(folder, rank, "err", stack))
-                    for rank in range(nranks)
-                ]
-            self._stack = stack.pop_all()
+    def __init__(self, folder: Path | None) -> None:
+        self._folder, self._files, self._stack = folder, dict[tuple[int, str], BinaryIO](), ExitStack()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Before a rank starts.
+            tempfile.TemporaryFile(dir=folder).close()
 
     def __enter__(self) -> Logs:
         return self
@@ -114,11 +111,15 @@ class Logs:
 
     def of(self, rank: int) -> tuple[BinaryIO | None, BinaryIO | None]:
         """Return the files of a rank's outputs."""
-        return self._files[rank]
+        return self._file(rank, "out"), self._file(rank, "err")
 
-
-def _create(folder: Path, rank: int, kind: str, stack: ExitStack) -> BinaryIO:
-    return stack.enter_context(open(folder / f"rank{rank}.{kind}", "wb", buffering=0))
+    def _file(self, rank: int, kind: str) -> BinaryIO | None:
+        if self._folder is None:
+            return None
+        if (rank, kind) not in self._files:
+            file = open(self._folder / f"rank{rank}.{kind}", "wb", buffering=0)  # noqa: SIM115
+            self._files[rank, kind] = self._stack.enter_context(file)
+        return self._files[rank, kind]
 
 
 def shown(ranks: Collection[int] | None, rank: int, target: int) -> int | None:

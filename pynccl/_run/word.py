@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING
 from pynccl._watch import ended as ends
 
 if TYPE_CHECKING:
-    from pynccl.bootstrap._server import StoreServer
     from pynccl.bootstrap._store import Store
 
 # Seconds to reach the launcher's own store.
 _STORE_SECONDS = 1.0
 
 
-def tell(server: StoreServer, ended: ends.Process) -> None:
+def tell(address: str, secret: str, job: str, ended: ends.Process) -> None:
     """Record in the launcher's store that a process has ended."""
     at = time.monotonic_ns()
-    with _connect(server.address, _STORE_SECONDS, server.secret, server.job) as store:
+    with _connect(address, _STORE_SECONDS, secret, job) as store:
         store.set(ends.key(ended), b"%d" % at)
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from engines import BIN, ROOT, Command, environment, open_mpi, outputs, pynccl_run, torchrun
+from hosts import Hosts, needs_root
 from meeting import free_port
 from test_end import RETURNS
-from test_network import Hosts, hosts, needs_root  # noqa: F401
 
 EXAMPLES = ROOT / "examples"
 MPICH = "mpich==5.0.2"
@@ -198,7 +198,7 @@ def test_the_script_for_slurm(tmp_path: Path) -> None:
 @pytest.mark.full
 @needs_root
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_torchrun_on_two_nodes(hosts: Hosts, rendezvous: str) -> None:  # noqa: F811
+def test_torchrun_on_two_nodes(hosts: Hosts, rendezvous: str) -> None:
     port = str(free_port())
     meeting = {
         "static": ["--master-addr", "10.199.0.1", "--master-port", port],
@@ -218,7 +218,7 @@ def test_torchrun_on_two_nodes(hosts: Hosts, rendezvous: str) -> None:  # noqa: 
 @pytest.mark.full
 @needs_root
 @pytest.mark.parametrize("host", ["10.199.0.1", "[fd99::1]"])
-def test_a_port_on_two_machines(hosts: Hosts, host: str) -> None:  # noqa: F811
+def test_a_port_on_two_machines(hosts: Hosts, host: str) -> None:
     method = f"tcp://{host}:{free_port()}"
     commands = [
         (

@@ -345,7 +345,7 @@ def test_who_has_never_looked_for_other_ranks_asks_too(told: bool) -> None:
     asked = ended.process(os.getpid())
     before = time.monotonic_ns()
     with StoreServer(secret="") as server:
-        word.tell(server, asked)
+        word.tell(server.address, server.secret, server.job, asked)
         after = time.monotonic_ns()
         arguments = [asked.space.hex(), str(asked.pid), str(asked.start)]
         env = _environment() | {"PYNCCL_STORE": server.address, "PYNCCL_KEEP_GOING": str(int(told))}

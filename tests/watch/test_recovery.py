@@ -184,10 +184,7 @@ def dies_while_all_are_well(rank: int, nranks: int, where: str) -> list[int]:
     if rank == 1:
         name = SHRINK if where == "creation" else "ncclAllGather"
         setattr(capi, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    if rank == 3:
-        error = failure(comm.barrier)
-    else:
-        error = failure(lambda: comm.shrink(exclude=[3]))
+    error = failure(comm.barrier) if rank == 3 else failure(lambda: comm.shrink(exclude=[3]))
     assert error.ranks == [1]
     small = comm.shrink(exclude=error.ranks, abort=True)
     assert total(small)[0] == total(small)[1]

@@ -1,0 +1,190 @@
+"""The machines of a job: how their launchers meet in a store, and end together."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from pynccl._errors import BootstrapError
+from pynccl._run.ports import free_port
+from pynccl._secure.secret import read_secret
+from pynccl.bootstrap._store import Store, StoreServer, format_address, parse_address
+
+# Seconds to wait for the launchers of the other nodes, for their ends after a failure, and of one request.
+_MEET_SECONDS = 300.0
+_END_SECONDS = 20.0
+_SLICE_SECONDS = 30.0
+_FAILED, _FAILURES = "nodes/failed", "nodes/failures"
+# The end of a launcher that has not told of it.
+_GONE = b"gone"
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine's number in a job, the number of machines, and the address of the store on node 0."""
+
+    rank: int
+    count: int
+    store: str
+
+
+class Failures:
+    """The failures of other nodes. `news` is readable from the first one on, and `text` says which it was."""
+
+    def __init__(self, store: Store, node: Node, secret: str, job: str) -> None:
+        self.news, self.text = os.eventfd(0), ""
+        self._store, self._node, self._secret, self._job = store, node, secret, job
+        self._failed_at: float | None = None
+        self._over = False
+        store.will(_end_of(node.rank), _GONE)
+        threading.Thread(target=self._watch, daemon=True).start()
+        others = range(1, node.count) if node.rank == 0 else ()
+        self._watchers = [threading.Thread(target=self._watch_end, args=[k], daemon=True) for k in others]
+        for watcher in self._watchers:
+            watcher.start()
+
+    def tell(self, text: str) -> None:
+        """Tell the other nodes of the first failure."""
+        self._over = True
+        self._fail(self._store, f"{text} on node {self._node.rank}")
+
+    def end(self) -> None:
+        """Tell the others that this node's ranks have ended; node 0, with the store, waits for theirs."""
+        self._over = True
+        self._store.withdraw()
+        self._store.set(_end_of(self._node.rank), b"")
+        for watcher in self._watchers:
+            while watcher.is_alive() and not self._is_late():
+                watcher.join(0.2)
+
+    def _is_late(self) -> bool:
+        """Tell whether the others had the time to end after a failure."""
+        return self._failed_at is not None and time.monotonic() > self._failed_at + _END_SECONDS
+
+    def _fail(self, store: Store, text: str) -> None:
+        self._failed_at = self._failed_at or time.monotonic()
+        if store.add(_FAILURES, 1) == 1:
+            store.set(_FAILED, text.encode())
+
+    def _watch(self) -> None:
+        """Wait for the failure of another node."""
+        try:
+            with self._connect() as store:
+                self.text = _come(store, _FAILED).decode()
+        except BootstrapError as error:
+            self.text = f"the store of node 0 is lost: {error}"
+        self._failed_at = self._failed_at or time.monotonic()
+        if not self._over:
+            os.eventfd_write(self.news, 1)
+
+    def _watch_end(self, other: int) -> None:
+        # The store ends with this process.
+        with suppress(BootstrapError), self._connect() as store:
+            if _come(store, _end_of(other)) == _GONE:
+                self._fail(store, f"the launcher of node {other} is gone")
+
+    def _connect(self) -> Store:
+        return Store(self._node.store, self._secret, job=self._job)
+
+
+def _come(store: Store, key: str) -> bytes:
+    """Wait for a key without a time-out."""
+    while True:
+        with suppress(TimeoutError):
+            return store.get(key, _SLICE_SECONDS)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the launchers agree on: this machine's first rank, the number of all ranks, and addresses."""
+
+    first: int
+    size: int
+    store: str
+    secret: str
+    job: str
+    master: tuple[str, int]
+    # None on the only machine.
+    failures: Failures | None = None
+
+
+@contextmanager
+def alone(env: Mapping[str, str], nranks: int) -> Iterator[Meeting]:
+    """Serve a store for the ranks of the only machine; without a secret, for this user only."""
+    with open_store(env) as server:
+        yield Meeting(0, nranks, server.address, server.secret, server.job, ("127.0.0.1", free_port()))
+
+
+def open_store(env: Mapping[str, str]) -> StoreServer:
+    """Return a store on this machine for the ranks; without a secret, for this user only."""
+    return StoreServer(secret=read_secret(env), job=env.get("PYNCCL_JOB_ID", ""))
+
+
+@contextmanager
+def among(env: Mapping[str, str], nranks: int, node: Node, timeout: float | None) -> Iterator[Meeting]:
+    """Meet the other machines' launchers in the store of node 0, and tell them of the end."""
+    host, port = parse_address(node.store)
+    secret, job = read_secret(env), env.get("PYNCCL_JOB_ID", "")
+    seconds = min(timeout or _MEET_SECONDS, _MEET_SECONDS)
+    server = _serve(host, port, secret, job) if node.rank == 0 else None
+    try:
+        with Store(node.store, secret, job=job, timeout=seconds) as store:
+            first, size = _count(store, nranks, node, seconds)
+            if node.rank == 0:
+                store.set("nodes/port", b"%d" % free_port())
+            master = host, int(store.get("nodes/port"))
+            failures = Failures(store, node, secret, job)
+            yield Meeting(first, size, node.store, secret, job, master, failures)
+            with suppress(BootstrapError):
+                failures.end()
+    finally:
+        if server is not None:
+            server.close()
+
+
+def _serve(host: str, port: int, secret: str, job: str) -> StoreServer:
+    try:
+        return StoreServer(host, port, secret, job=job)
+    except OSError as error:
+        raise BootstrapError(
+            f"--store {format_address(host, port)}: node 0 cannot listen there: {error}; expected "
+            "a free port of this machine"
+        ) from None
+
+
+def _count(store: Store, nranks: int, node: Node, seconds: float) -> tuple[int, int]:
+    """Return the first rank of this node and the number of all ranks, once all nodes are there."""
+    if store.add(_place(node.rank), 1) > 1:
+        raise BootstrapError(f"--node-rank {node.rank} was given on two machines; expected it on one")
+    store.set(_ranks(node.rank), b"%d %d" % (nranks, node.count))
+    deadline = time.monotonic() + seconds
+    sizes = []
+    for other in range(node.count):
+        try:
+            size, count = map(int, store.get(_ranks(other), max(0.0, deadline - time.monotonic())).split())
+        except TimeoutError:
+            raise BootstrapError(
+                f"no pynccl run with --node-rank {other} has come to {node.store} within {seconds:g} s"
+            ) from None
+        if count != node.count:
+            raise BootstrapError(
+                f"--nnodes is {count} on node {other} and {node.count} on node {node.rank}; expected it equal"
+            )
+        sizes.append(size)
+    return sum(sizes[: node.rank]), sum(sizes)
+
+
+def _place(node: int) -> str:
+    return f"nodes/{node}/place"
+
+
+def _ranks(node: int) -> str:
+    return f"nodes/{node}/ranks"
+
+
+def _end_of(node: int) -> str:
+    return f"nodes/{node}/end"

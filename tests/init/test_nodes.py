@@ -1,0 +1,216 @@
+"""`pynccl run` on several machines: how the launchers meet, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from conftest import clean_environment
+from hosts import Hosts, needs_root
+from meeting import free_port, until_gone
+
+SECRET = "a secret of more than sixteen bytes"
+Start = Callable[..., subprocess.Popen[str]]
+
+PROGRAM = """
+import json, os, sys, time
+import numpy as np
+import pynccl
+with pynccl.init(timeout=30) as comm:
+    x = np.full(100_000, comm.rank + 1, np.float32)
+    comm.all_reduce(x)
+    assert (x == comm.size * (comm.size + 1) / 2).all()
+    comm.barrier()
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+print(json.dumps([os.environ[name] for name in names]), flush=True)
+print("pid", os.getpid(), flush=True)
+if sys.argv[1:]:
+    rank, ending = sys.argv[1:]
+    if rank == os.environ["RANK"]:
+        exec(ending)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start the launcher of one node; whatever is left is killed in the end."""
+    program, started = tmp_path / "program.py", []
+    program.write_text(PROGRAM)
+
+    def start_one(
+        node: int, store: str, *args: str, options: tuple[str, ...] = ("-n", "2"), prefix: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        command = [*prefix, sys.executable, "-m", "pynccl", "run", "--cpu", "--no-tag"]
+        where = ["--nnodes", "2", "--node-rank", str(node), "--store", store]
+        env = clean_environment() | {"PYNCCL_SECRET": SECRET}
+        started.append(
+            subprocess.Popen(
+                [*command, *where, *options, str(program), *args],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def here() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+def environments(out: str) -> list[list[str]]:
+    return sorted(json.loads(line) for line in out.splitlines() if line.startswith("["))
+
+
+def pids(process: subprocess.Popen[str], count: int) -> list[int]:
+    """Read the ranks' process ids."""
+    assert process.stdout is not None
+    found: list[int] = []
+    while len(found) < count:
+        line = process.stdout.readline()
+        assert line, process.communicate()
+        if line.startswith("pid"):
+            found.append(int(line.split()[1]))
+    return found
+
+
+def check_environments(first: str, second: str, address: str) -> None:
+    """Node 0 has two ranks, and node 1 three."""
+    of_first, of_second = environments(first), environments(second)
+    port = of_first[0][-1]
+    assert of_first == [[str(r), "5", str(r), "2", address, port] for r in range(2)]
+    assert of_second == [[str(2 + r), "5", str(r), "3", address, port] for r in range(3)]
+
+
+@needs_root
+def test_two_machines(hosts: Hosts, start: Start) -> None:
+    on = [["ip", "netns", "exec", name] for name in hosts.names]
+    store = "10.199.0.1:29411"
+    second = start(1, store, options=("-n", "3"), prefix=on[1])
+    first = start(0, store, prefix=on[0])
+    (out0, error0), (out1, error1) = first.communicate(timeout=50), second.communicate(timeout=50)
+    assert (first.returncode, second.returncode) == (0, 0), error0 + error1
+    check_environments(out0, out1, "10.199.0.1")
+
+
+def test_a_failure_ends_the_ranks_of_all_machines(start: Start) -> None:
+    store = here()
+    first, second = (start(node, store, "3", "os.kill(os.getpid(), 9)") for node in range(2))
+    running = pids(first, 2)
+    assert second.wait(40) == 128 + signal.SIGKILL
+    _, said = first.communicate(timeout=40)
+    assert first.returncode not in (0, None)
+    assert "pynccl run: rank 3 was killed by SIGKILL on node 1; ending the ranks of this machine" in said
+    until_gone(running)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_end_of_a_launcher_ends_the_others(start: Start, node: int) -> None:
+    store = here()
+    launchers = [start(number, store, "9", "") for number in range(2)]
+    running = [pid for launcher in launchers for pid in pids(launcher, 2)]
+    launchers[node].kill()
+    _, said = launchers[1 - node].communicate(timeout=40)
+    assert launchers[1 - node].returncode not in (0, None)
+    why = "the store of node 0 is lost" if node == 0 else "the launcher of node 1 is gone"
+    assert why in said
+    until_gone(running)
+
+
+def test_a_signal_ends_all_machines(start: Start) -> None:
+    store = here()
+    first, second = (start(node, store, "9", "") for node in range(2))
+    running = pids(first, 2) + pids(second, 2)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(40) == 128 + signal.SIGTERM
+    _, said = first.communicate(timeout=40)
+    assert "pynccl run was ended by SIGTERM on node 1" in said
+    until_gone(running)
+
+
+def test_a_machine_that_does_not_come(start: Start) -> None:
+    alone = start(0, here(), options=("-n", "2", "--timeout", "1"))
+    _, said = alone.communicate(timeout=30)
+    assert alone.returncode == 1
+    assert "no pynccl run with --node-rank 1 has come to 127.0.0.1" in said
+
+
+def test_one_number_for_two_machines(start: Start) -> None:
+    store = here()
+    first, second, third = start(0, store), start(1, store), start(1, store)
+    codes = sorted((second.wait(40), third.wait(40)))
+    assert codes == [0, 1]
+    assert first.wait(40) == 0
+    said = second.communicate()[1] + third.communicate()[1]
+    assert "--node-rank 1 was given on two machines; expected it on one" in said
+
+
+def test_different_numbers_of_machines(start: Start) -> None:
+    store = here()
+    first = start(0, store)
+    second = start(1, store, options=("-n", "2", "--nnodes", "3"))
+    for launcher in (first, second):
+        assert "expected it equal" in launcher.communicate(timeout=40)[1]
+        assert launcher.returncode == 1
+
+
+def test_keep_going_on_two_machines(start: Start) -> None:
+    store, options = here(), ("-n", "2", "--keep-going")
+    ending = "os.kill(os.getpid(), 9)"
+    first, second = (start(node, store, "3", ending, options=options) for node in range(2))
+    running = pids(first, 2)
+    pids(second, 2)
+    time.sleep(1)
+    # The program of the other ranks goes on until it is told to end.
+    assert first.poll() is None
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(40) == 128 + signal.SIGTERM
+    assert second.wait(40) not in (0, None)
+    until_gone(running)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nnodes", "2"], "--nnodes 2: expected --node-rank and --store HOST:PORT, too"),
+        (
+            ["--nnodes", "2", "--node-rank", "2", "--store", "a:1"],
+            "--node-rank 2: expected less than --nnodes, 2",
+        ),
+        (["--nnodes", "2", "--node-rank", "0", "--store", "a"], "--store a: expected HOST:PORT"),
+        (["--nnodes", "2", "--node-rank", "0", "--store", "a:0"], "--store a:0: expected HOST:PORT"),
+        (["--node-rank", "1"], "--node-rank and --store: expected --nnodes, too"),
+        (
+            ["--nnodes", "2", "--node-rank", "0", "--store", "a:1", "--restarts", "2"],
+            "--restarts with --nnodes: expected one machine",
+        ),
+    ],
+)
+def test_wrong_options(options: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "2", *options, "x.py"]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_a_store_that_cannot_be_served(start: Start) -> None:
+    nobody = start(0, "192.0.2.1:29555")
+    _, said = nobody.communicate(timeout=30)
+    assert nobody.returncode == 1
+    assert "--store 192.0.2.1:29555: node 0 cannot listen there" in said
+    assert os.strerror(99) in said
