@@ -15,7 +15,7 @@ from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.binding import lib
 from pynccl._trace import recorder
 from pynccl._types import UniqueId
-from pynccl._watch.agreement import DERIVE, MADE
+from pynccl._watch.agreement import DERIVE, MADE, set_of
 from pynccl._watch.survivors import GROWING, SECONDS, Survivors, share_id
 from pynccl._watch.watchdog import DEATH_MS
 
@@ -65,6 +65,8 @@ def _shrink_by_agreement(
         survivors = Survivors(core.watch, excluded, quorum is not None, final=ends, attempt=attempt)
         view = survivors.agree(DERIVE if by_library else 0)
         by_library = bool(view.flags & DERIVE)
+        if not ends:
+            _require_all(core, survivors, set_of(range(core.size)) & ~set_of(excluded))
         while True:
             child, failure = _try(core, survivors, by_library, ends, config)
             wanted = survivors.decided
@@ -72,8 +74,8 @@ def _shrink_by_agreement(
                 all_made = bool(survivors.agree(MADE if child is not None else 0).flags & MADE)
                 if all_made and survivors.decided == wanted:
                     break
-                if not ends and survivors.decided != wanted:
-                    core.watch.raise_verdict(DEATH_MS)
+                if not ends:
+                    _require_all(core, survivors, wanted)
                 if not ends or survivors.decided == wanted:
                     raise failure or survivors.other_failure()
             except BaseException:
@@ -93,6 +95,13 @@ def _shrink_by_agreement(
     else:
         adopt(core, child)
     return child
+
+
+def _require_all(core: Core, survivors: Survivors, wanted: int) -> None:
+    """Raise the failure of a rank that is not there."""
+    if survivors.decided != wanted:
+        core.watch.raise_verdict(DEATH_MS)
+        raise survivors.other_failure()
 
 
 def _try(

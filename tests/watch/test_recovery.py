@@ -181,6 +181,8 @@ def dies_while_all_are_well(rank: int, nranks: int, where: str) -> list[int]:
     """A rank dies inside a shrink that excludes a healthy one; the others go on without the dead one."""
     comm = pynccl.init(timeout=15)
     comm.barrier()
+    if rank == 1 and where == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         name = SHRINK if where == "creation" else "ncclAllGather"
         setattr(capi, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -193,7 +195,7 @@ def dies_while_all_are_well(rank: int, nranks: int, where: str) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize("where", ["creation", "the channel"])
+@pytest.mark.parametrize("where", ["before", "creation", "the channel"])
 def test_death_inside_a_shrink_of_a_healthy_communicator(where: str) -> None:
     results = run(4, dies_while_all_are_well, where, backend="cpu", check=False, timeout=50)
     assert isinstance(results.pop(1), RankError)
