@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import socket
 from pathlib import Path
+
+# Errors of a process or system without free descriptors.
+EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
 
 def same_host(*namespaces: str) -> str:
@@ -27,7 +31,9 @@ def digest(text: str) -> bytes:
 def _read(path: Path) -> str:
     try:
         return path.read_text("ascii").strip()
-    except OSError:
+    except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise
         # A sandbox may hide the file.
         return ""
 

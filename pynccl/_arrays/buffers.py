@@ -214,6 +214,8 @@ def _choose(array: Any, name: str) -> Kind:
         if masked is not None and isinstance(array, masked.MaskedArray):
             raise TypeError(f"{name} is a masked array; its mask would be lost; expected a plain array")
         return Kind(_from_numpy, _no_stream, _numpy_empty)
+    if isinstance(array, np.generic):
+        raise TypeError(f"{name} is {array!r}, a number; expected an array")
     library = type(array).__module__.partition(".")[0]
     if library == "cupy" and hasattr(array, "data") and hasattr(array, "flags"):
         # Without a driver every array is in host memory, whatever its device_id.

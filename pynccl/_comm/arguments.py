@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from operator import index
 from typing import Any
 
@@ -229,7 +229,8 @@ class Arguments:
     def counts(self, counts: Any, name: str) -> list[int]:
         """Return the element counts as a list: one int for each rank."""
         try:
-            if isinstance(counts, str | bytes | bytearray):
+            # A set has no order.
+            if isinstance(counts, str | bytes | bytearray | Mapping | Set):
                 raise TypeError
             values = [index(count) for count in counts]
         except TypeError:

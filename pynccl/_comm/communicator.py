@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
 from types import TracebackType
 from typing import Any, overload
@@ -21,6 +21,7 @@ from pynccl._comm.recovery import Quorum
 from pynccl._device.blocking import bounded
 from pynccl._device.devices import device_to_use
 from pynccl._errors import NcclError
+from pynccl._integers import INT, check_int
 from pynccl._library import loader
 from pynccl._library.binding import lib
 from pynccl._library.generated.structs import CommProperties
@@ -112,10 +113,9 @@ class Communicator(Operations):
     def from_handle(cls, handle: int) -> Communicator:
         """Wrap an ncclComm_t of the loaded library; its creator stays responsible for destroying it.
 
-        Raises ValueError if the handle is not a positive int, and NcclError if the library refuses it.
+        Raises TypeError or ValueError unless the handle is a positive int, and NcclError if NCCL refuses it.
         """
-        if isinstance(handle, bool) or not isinstance(handle, int) or handle <= 0:
-            raise ValueError(f"handle is {handle!r}; expected an ncclComm_t as a positive int")
+        handle = check_int(handle, "handle", 1, 1 << 64, "an ncclComm_t as a positive int")
         loader.load()
         core = Core(None)
         core.identity = recorder.numbered("handle")
@@ -286,7 +286,10 @@ class Communicator(Operations):
             raise ValueError(f"quorum is {quorum!r}; expected 'majority' or None")
         if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
             raise TypeError(f"exclude is {exclude!r}; expected a list of ranks")
-        ranks = list(exclude)
+        try:
+            ranks = list(exclude)
+        except TypeError:
+            raise TypeError(f"exclude is {exclude!r}; expected a list of ranks") from None
         for rank in ranks:
             if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
                 raise TypeError(f"exclude is {ranks!r}, with {rank!r}; expected ints, the ranks to leave out")
@@ -311,8 +314,8 @@ class Communicator(Operations):
         `Communicator.join`. Raises ValueError for wrong arguments, NcclTimeoutError if a new rank does not
         join in time, RankFailedError if a rank dies, and NcclError if the creation fails otherwise.
         """
-        if isinstance(nranks, bool) or not isinstance(nranks, int | np.integer) or nranks <= self.size:
-            raise ValueError(f"nranks is {nranks}; expected more than the present {self.size} ranks")
+        more = f"more than the present {self.size} ranks, an int below 2**31"
+        nranks = check_int(nranks, "nranks", self.size + 1, INT, more)
         uid = None if unique_id is None else bytes(to_unique_id(unique_id))
         return self._of(recovery.grow(self._core, nranks, uid, config))
 
@@ -391,29 +394,33 @@ def _name_in(config: ConfigLike) -> str:
 def _ids(unique_id: UniqueId | bytes | Sequence[UniqueId | bytes]) -> list[bytes]:
     if isinstance(unique_id, str | bytes | bytearray | memoryview) or not isinstance(unique_id, Iterable):
         return [bytes(to_unique_id(unique_id))]
-    ids = [bytes(to_unique_id(one, f"unique_id[{i}]")) for i, one in enumerate(unique_id)]
+    try:
+        several = list(unique_id)
+    except TypeError:
+        raise TypeError(f"unique_id is {unique_id!r}; expected a UniqueId or its 128 bytes") from None
+    ids = [bytes(to_unique_id(one, f"unique_id[{i}]")) for i, one in enumerate(several)]
     if not ids:
         raise ValueError("unique_id is an empty sequence; expected at least one id")
     return ids
 
 
 def _require_place(nranks: int, rank: int) -> None:
-    for name, value in (("nranks", nranks), ("rank", rank)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"{name} is {value!r}; expected an int")
-    if nranks < 1 or not 0 <= rank < nranks:
+    check_int(nranks, "nranks", 1, INT, "an int, 1 <= nranks < 2**31")
+    if check_int(rank, "rank", -INT, INT, "an int, 0 <= rank < nranks") not in range(nranks):
         raise ValueError(f"rank is {rank} and nranks {nranks}; expected 0 <= rank < nranks")
+
+
+# More than the devices of any machine.
+_MOST_DEVICES = 1 << 16
 
 
 def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> list[Communicator]:
     """Make a communicator with one rank for each device of this process (ncclCommInitAll); return the ranks.
 
     `devices` is a number of devices or their ordinals. Put the calls of one thread on several ranks into a
-    `group()`. Raises ValueError for wrong devices, and NcclError if the creation fails.
+    `group()`. Raises TypeError or ValueError for wrong devices, and NcclError if the creation fails.
     """
-    ordinals = list(range(devices)) if isinstance(devices, int) else [int(d) for d in devices]
-    if not ordinals or isinstance(devices, bool):
-        raise ValueError(f"devices is {devices!r}; expected a positive number or a list of ordinals")
+    ordinals = _ordinals(devices)
     loader.load()
     handles = bounded(
         lambda: capi.ncclCommInitAll(len(ordinals), ordinals),
@@ -430,3 +437,16 @@ def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> l
         create.take(core, handle, with_channel=False)
         ranks.append(Communicator._of(core))
     return ranks
+
+
+def _ordinals(devices: Any) -> list[int]:
+    """Return the ordinals of a number of devices, or those of a list."""
+    expected = "a positive number of devices or a list of their ordinals"
+    if isinstance(devices, int | np.integer):
+        return list(range(check_int(devices, "devices", 1, _MOST_DEVICES, expected)))
+    if isinstance(devices, str | bytes | Mapping | Set) or not isinstance(devices, Iterable):
+        raise TypeError(f"devices is {devices!r}; expected {expected}")
+    ordinals = [check_int(d, f"devices[{i}]", 0, INT, "an ordinal") for i, d in enumerate(devices)]
+    if not ordinals:
+        raise ValueError(f"devices is {devices!r}; expected {expected}")
+    return ordinals

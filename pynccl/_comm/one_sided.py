@@ -161,9 +161,12 @@ def _count(value: Any, peer: Any) -> int:
 def _integer(value: Any, name: str) -> int:
     if type(value) is int:
         return value
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} is {value!r}; expected an int")
-    return index(value)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; expected an int") from None
 
 
 def _place(entry: Entry, span: Span, peer: int, offset: Any, byte_offset: Any) -> int:

@@ -61,7 +61,7 @@ class Running(Generic[T]):
         except BaseException as error:
             # A signal handler that raises while the thread starts has a frame of its own.
             if isinstance(error, RuntimeError) and _raised_by(error) is thread:
-                raise NoThreadError(str(error)) from error
+                raise NoThreadError(f"{what}: {error}") from error
             self.abandon()
             raise
 

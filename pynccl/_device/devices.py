@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 
 from pynccl import capi
+from pynccl._integers import INT, check_int
 from pynccl._library import cuda, loader
 
 
@@ -47,10 +48,7 @@ def array_module() -> ModuleType:
 
 
 def _require_device(device: int) -> None:
-    if isinstance(device, bool) or not isinstance(device, int | np.integer):
-        raise TypeError(f"device is {device!r}; expected an int")
-    if device < 0:
-        raise ValueError(f"device is {device}; expected 0 or more")
+    check_int(device, "device", 0, INT, "an int, 0 or more")
 
 
 def device_to_use(device: int | None) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from pynccl._comm.communicator import Communicator
 from pynccl._device.blocking import Running
@@ -27,23 +28,31 @@ def create(
     make: Callable[[], Communicator], exchange: Exchange | None, deadline: float, seconds: float
 ) -> Communicator:
     """Return the communicator that `make` creates; raise at the deadline, or if another rank fails first."""
-    running = Running(make, "init", Communicator.abort, deadline)
+    try:
+        running = Running(make, "init", Communicator.abort, deadline)
+    except BaseException as error:
+        _raise_first(exchange, error)
     try:
         failure = _wait(running, exchange, deadline, seconds)
         if failure is None:
             comm = running.result()
     except BaseException as error:
         running.abandon()
-        earlier = None if exchange is None else _tell(exchange, error)
-        if earlier is not None and isinstance(error, Exception):
-            raise earlier.error() from error
-        raise
+        _raise_first(exchange, error)
     if failure is not None:
         running.abandon()
         raise failure.error()
     if exchange is not None:
         exchange.done()
     return comm
+
+
+def _raise_first(exchange: Exchange | None, error: BaseException) -> NoReturn:
+    """Report a failure to the other ranks; raise it, or the earlier failure of another rank."""
+    earlier = None if exchange is None else _tell(exchange, error)
+    if earlier is not None and isinstance(error, Exception):
+        raise earlier.error() from error
+    raise error
 
 
 def _tell(exchange: Exchange, error: BaseException) -> Failure | None:

@@ -10,6 +10,7 @@ import socket
 import struct
 from pathlib import Path
 
+from pynccl._host import EXHAUSTED
 from pynccl.bootstrap._address import is_loopback
 
 _SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1
@@ -38,8 +39,8 @@ def why_not(sock: socket.socket) -> str:
         return GONE
     try:
         user = _user_at(sock)
-    except OSError:
-        return UNKNOWN
+    except OSError as error:
+        return f"its user is unknown: {error.strerror}" if error.errno in EXHAUSTED else UNKNOWN
     return GONE if user is None else "" if user == os.geteuid() else OTHER
 
 

@@ -272,7 +272,10 @@ def test_wrong_arguments(rank: int, nranks: int) -> None:
 @pytest.mark.parametrize(
     ("args", "options", "error", "words"),
     [
-        ((0, bytes(128), 0), {}, ValueError, "rank is 0 and nranks 0"),
+        ((0, bytes(128), 0), {}, ValueError, "nranks is 0; expected an int, 1 <= nranks < 2\\*\\*31"),
+        ((1 << 31, bytes(128), 0), {}, ValueError, "nranks is 2147483648; expected an int, 1 <= nranks"),
+        ((np.array([1, 2]), bytes(128), 0), {}, TypeError, r"nranks is array\(\[1, 2\]\); expected an int"),
+        ((1, np.array(1), 0), {}, TypeError, r"unique_id is array\(1\); expected a UniqueId"),
         ((2, bytes(128), 2), {}, ValueError, "rank is 2 and nranks 2; expected 0 <= rank < nranks"),
         ((2, bytes(128), -1), {}, ValueError, "rank is -1"),
         ((1, bytes(127), 0), {}, ValueError, "unique_id has 127 bytes; expected the 128 of"),
@@ -287,6 +290,59 @@ def test_wrong_arguments(rank: int, nranks: int) -> None:
 def test_wrong_creation(args: Any, options: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Communicator(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("devices", "error", "words"),
+    [
+        (None, TypeError, "devices is None; expected a positive number of devices or a list"),
+        (1.0, TypeError, "devices is 1.0"),
+        ("12", TypeError, "devices is '12'"),
+        ({0, 1}, TypeError, r"devices is \{0, 1\}"),
+        (True, TypeError, "devices is True"),
+        ([], ValueError, r"devices is \[\]"),
+        (0, ValueError, "devices is 0"),
+        (1 << 31, ValueError, "devices is 2147483648"),
+        ([0, 1.5], TypeError, r"devices\[1\] is 1.5; expected an ordinal"),
+        ([1 << 31], ValueError, r"devices\[0\] is 2147483648; expected an ordinal"),
+    ],
+)
+def test_wrong_devices_of_init_all(devices: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        pynccl.init_all(devices)
+
+
+@on_ranks(1)
+def test_integers_that_c_cannot_have(rank: int, nranks: int) -> None:
+    comm, x = pynccl.init(timeout=30), pynccl.zeros(4, np.float32)
+    calls: list[tuple[Any, type[Exception], str]] = [
+        (lambda: comm.grow(1 << 31), ValueError, "nranks is 2147483648; expected more than the present"),
+        (
+            lambda: Communicator(1, bytes(128), 0, device=1 << 31),
+            ValueError,
+            "device is 2147483648; expected an int",
+        ),
+        (lambda: comm.grow(10**30), ValueError, "nranks is 10{30}; expected more than the present"),
+        (lambda: comm.shrink(exclude=np.array(1)), TypeError, r"exclude is array\(1\); expected a list"),  # type: ignore[arg-type]
+        (lambda: Communicator.from_handle(10**30), ValueError, "handle is 10{30}; expected an ncclComm_t"),
+        (lambda: comm.all_gather_v(x, x, {4}), TypeError, r"counts is \{4\}; expected a sequence"),  # type: ignore[arg-type]
+        (lambda: comm.broadcast(np.float32(1)), TypeError, "send is .*1.0.*, a number; expected an array"),
+        (lambda: comm.register(np.float32(1)), TypeError, "array is .*1.0.*, a number; expected an array"),
+    ]
+    with comm.window(x) as window:
+        wrong = np.array([0, 1])
+        calls += [
+            (
+                lambda: comm.signal(0, signal=wrong),
+                TypeError,
+                r"signal is array\(\[0, 1\]\); expected",
+            ),  # type: ignore[arg-type]
+            (lambda: comm.put_signal(x, 0, window, offset=wrong), TypeError, "offset is array"),  # type: ignore[arg-type]
+        ]
+        for call, error, words in calls:
+            with pytest.raises(error, match=words):
+                call()
+    comm.destroy()
 
 
 @on_ranks(2)

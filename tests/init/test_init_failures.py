@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -544,3 +545,53 @@ def test_ctrl_c_while_the_communicator_is_created() -> None:
     texts = testing.run(3, interrupted_creation, backend="cpu")
     assert texts[0] == "interrupted"
     assert all("rank 0 of 3 failed: KeyboardInterrupt" in text for text in texts[1:])
+
+
+# --- nothing left ---
+
+
+def init_without_descriptors(rank: int, nranks: int, spare: int) -> str:
+    """Rank 1 has few free descriptors, after the imports of a first communicator."""
+    pynccl.init(timeout=20).destroy()
+    together(nranks)
+    if rank == 1:
+        used = len(os.listdir("/proc/self/fd")) - 1
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (used + spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
+    with pytest.raises((pynccl.NcclError, OSError)) as caught:
+        pynccl.init(timeout=5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("spare", [1, 2, 3, 4, 5])
+def test_init_without_descriptors(spare: int) -> None:
+    first, second = testing.run(2, init_without_descriptors, spare, backend="cpu", timeout=60)
+    assert "Too many open files" in second
+    # A rank that cannot reach the store cannot tell its reason either.
+    assert "Too many open files" in first or "ranks that never arrived: 1" in first
+
+
+def init_without_a_thread(rank: int, nranks: int) -> str:
+    pynccl.init(timeout=20).destroy()
+    start = threading.Thread.start
+
+    def starts_none(self: threading.Thread) -> None:
+        if self.name == "pynccl init":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    if rank == 1:
+        threading.Thread.start = starts_none  # type: ignore[method-assign]
+    began = time.monotonic()
+    with pytest.raises((RuntimeError, pynccl.NcclError)) as caught:
+        pynccl.init(timeout=40)
+    assert time.monotonic() - began < 20
+    return str(caught.value)
+
+
+def test_init_without_a_thread() -> None:
+    """As where RLIMIT_NPROC or memory allows none."""
+    first, second = testing.run(2, init_without_a_thread, backend="cpu", timeout=60)
+    assert second == "init: can't start new thread"
+    assert first == "rank 1 of 2 failed: NoThreadError: init: can't start new thread"

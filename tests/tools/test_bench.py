@@ -139,6 +139,24 @@ def test_uneven_traffic_from_a_file(tmp_path: Path) -> None:
     assert "expected a square matrix" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("/dev/zero", "it has more than 67108864 characters"),
+        ("0 99999999999999999999\n0 0\n", "with 1e+20; expected bytes, 0 to 2**50"),
+        ("0 -1\n0 0\n", "with -1; expected bytes, 0 to 2**50"),
+    ],
+)
+def test_traffic_that_is_too_much(tmp_path: Path, file: str, words: str) -> None:
+    matrix = Path(file) if file.startswith("/") else tmp_path / "matrix"
+    if matrix.parent == tmp_path:
+        matrix.write_text(file)
+    done = bench(2, "alltoallv", NCCL_TESTS_ALLTOALLV_MATRIX_FILE=str(matrix))
+    assert done.returncode == 1
+    assert f"NCCL_TESTS_ALLTOALLV_MATRIX_FILE is '{matrix}'" in done.stderr
+    assert words in done.stderr
+
+
 # --- JSON ---
 
 
@@ -275,6 +293,8 @@ def test_a_bandwidth_that_is_required() -> None:
         (["all_reduce", "-b", "0", "-f", "2"], "-b 0 with -f"),
         (["put_signal", "-R", "1"], "put_signal has its buffers in windows"),
         (["broadcast", "-r", "x"], "expected a rank or all, not 'x'"),
+        (["broadcast", "-r", "²"], "expected a rank or all, not '²'"),
+        (["broadcast", "-b", "٣"], "expected a number of bytes, or with K, M or G behind it, not '٣'"),
         (["allreduce"], "No such command 'allreduce'"),
     ],
 )
@@ -293,7 +313,10 @@ def test_wrong_flags(args: list[str], words: str) -> None:
         (["-J", "/nowhere/x.json"], {}, "reduce: -J /nowhere/x.json cannot be written: No such file"),
         ([], {"NCCL_TESTS_SPLIT": "XOR 3"}, "NCCL_TESTS_SPLIT is 'XOR 3'; expected AND, OR, MOD or DIV"),
         ([], {"NCCL_TESTS_SPLIT": "DIV 0"}, "NCCL_TESTS_SPLIT is 'DIV 0'; expected a number other than 0"),
+        ([], {"NCCL_TESTS_SPLIT": "MOD"}, "NCCL_TESTS_SPLIT is 'MOD'; expected AND, OR, MOD or DIV"),
         ([], {"NCCL_TESTS_MIN_BW": "fast"}, "NCCL_TESTS_MIN_BW is 'fast'; expected a number of GB/s"),
+        ([], {"NCCL_TESTS_MIN_BW": "nan"}, "NCCL_TESTS_MIN_BW is 'nan'; expected a number of GB/s"),
+        ([], {"NCCL_TESTS_DEVICE": "99999999999"}, "NCCL_TESTS_DEVICE is 99999999999; expected a device's"),
         (["-g", "2"], {"NCCL_TESTS_DEVICE": "x"}, "NCCL_TESTS_DEVICE is 'x'; expected a number"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,8 @@ Array = np.ndarray[Any, Any]
 SPREAD = "NCCL_TESTS_ALLTOALLV_SPREAD"
 MATRIX = "NCCL_TESTS_ALLTOALLV_MATRIX_FILE"
 SCALE = "NCCL_TESTS_ALLTOALLV_MATRIX_SCALE"
+
+_MOST_TEXT, _MOST_BYTES = 1 << 26, 1 << 50
 
 
 def traffic(nranks: int, total: int) -> Array:
@@ -33,7 +34,11 @@ def traffic(nranks: int, total: int) -> Array:
 @cache
 def _from_file(path: str, scale: float, nranks: int) -> Array:
     try:
-        rows = [[float(word) for word in line.split()] for line in Path(path).read_text().splitlines()]
+        with open(path) as file:
+            text = file.read(_MOST_TEXT + 1)
+        if len(text) > _MOST_TEXT:
+            raise ValueError(f"it has more than {_MOST_TEXT} characters")
+        rows = [[float(word) for word in line.split()] for line in text.splitlines()]
     except (OSError, ValueError) as error:
         raise ValueError(f"{MATRIX} is {path!r}: {error}; expected a file of numbers, a row a line") from None
     rows = [row for row in rows if row]
@@ -41,8 +46,9 @@ def _from_file(path: str, scale: float, nranks: int) -> Array:
         raise ValueError(f"{MATRIX} is {path!r}; expected a square matrix, as many numbers a line as lines")
     if len(rows) < nranks:
         raise ValueError(f"{MATRIX} is {path!r}, of {len(rows)} ranks; expected {nranks} or more")
-    if any(not 0 <= value < math.inf for row in rows for value in row):
-        raise ValueError(f"{MATRIX} is {path!r}; expected bytes, 0 or more")
+    for value in (value for row in rows for value in row):
+        if not 0 <= value * scale < _MOST_BYTES:
+            raise ValueError(f"{MATRIX} is {path!r}, with {value:g}; expected bytes, 0 to 2**50")
     return (np.array(rows)[:nranks, :nranks] * scale).astype(np.int64) & ~15
 
 

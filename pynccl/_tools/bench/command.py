@@ -24,7 +24,7 @@ from pynccl._tools.bench.report import Report, open_document
 from pynccl._tools.bench.settings import Settings
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmg]?)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmg]?)\s*", re.IGNORECASE | re.ASCII)
 
 
 class _Size(click.ParamType[Any]):
@@ -55,7 +55,7 @@ class _Root(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if value == "all":
             return -1
-        if not str(value).isdigit():
+        if not (str(value).isascii() and str(value).isdecimal() and len(str(value)) < 10):
             self.fail(f"expected a rank or all, not {value!r}", param, ctx)
         return int(value)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 import pynccl
 from pynccl import _host
+from pynccl._integers import check_int
 from pynccl._library import cuda, loader
 from pynccl._memory.allocation import Allocation
 from pynccl._tools.bench.settings import Settings
@@ -127,7 +128,8 @@ class World:
         """Return the device of this process's rank i."""
         first = os.environ.get("NCCL_TESTS_DEVICE")
         if first is not None:
-            return _number(first, "NCCL_TESTS_DEVICE", 10) + i
+            number = _number(first, "NCCL_TESTS_DEVICE", 10)
+            return check_int(number, "NCCL_TESTS_DEVICE", 0, 1 << 16, "a device's ordinal") + i
         if self.settings.ranks_each == 1:
             return None
         device: int = self.local * self.settings.ranks_each + i
@@ -226,7 +228,10 @@ def color(process: int) -> int | None:
     signs = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}
     for sign, name in {**signs, **{name: name for name in operations}}.items():
         if text.upper().startswith(sign):
-            value = _number(text[len(sign) :], "NCCL_TESTS_SPLIT", 0)
+            try:
+                value = int(text[len(sign) :].strip(), 0)
+            except ValueError:
+                break
             if name in ("MOD", "DIV") and value == 0:
                 raise ValueError(f"NCCL_TESTS_SPLIT is {text!r}; expected a number other than 0")
             return operations[name](process, value)

@@ -7,6 +7,7 @@ line with the version names pynccl, and times of iterations come from the host's
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import statistics
@@ -278,9 +279,12 @@ def _least_bandwidth() -> float | None:
     if text is None:
         return None
     try:
-        return float(text)
+        least = float(text)
     except ValueError:
-        raise ValueError(f"NCCL_TESTS_MIN_BW is {text!r}; expected a number of GB/s") from None
+        least = math.nan
+    if math.isnan(least):
+        raise ValueError(f"NCCL_TESTS_MIN_BW is {text!r}; expected a number of GB/s")
+    return least
 
 
 def _flag(value: object) -> str:
