@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import importlib
 import os
-import platform
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import click
 
-from pynccl import _package
 from pynccl._errors import NcclError
-from pynccl._library import cuda, discovery, loader
+from pynccl._library import discovery
 from pynccl._run.command import run
 from pynccl._trace.command import trace
-from pynccl._version import __version__
 
 
 class _Cli(click.Group):
     """Imports a tool only when its subcommand is named: `pynccl run` starts without them."""
 
-    _tools: ClassVar = {"bench": "pynccl._tools.bench.command"}
+    _tools: ClassVar = {"bench": "pynccl._tools.bench.command", "info": "pynccl._tools.info"}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *self._tools])
@@ -35,8 +31,19 @@ class _Cli(click.Group):
         return super().get_command(ctx, cmd_name)
 
 
+_VERSION = "Print the version, and that of the NCCL library."
+
+
+def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        print(importlib.import_module("pynccl._tools.info").version())
+        ctx.exit()
+
+
 @click.group(cls=_Cli, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, message="%(version)s")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help=_VERSION
+)
 def cli() -> None:
     """NCCL from Python."""
 
@@ -52,45 +59,6 @@ cli.add_command(trace)
 def _cpu_library(folder: bool) -> None:
     """Print the path of the CPU library."""
     print(discovery.forward_folder() if folder else discovery.cpu_library())
-
-
-@cli.command("info")
-def _info() -> None:
-    """Print versions, libraries and devices."""
-    print(f"pynccl      {__version__}, Python {platform.python_version()}, {platform.platform()}")
-    with warnings.catch_warnings():
-        # The other libraries are listed below.
-        warnings.simplefilter("ignore", RuntimeWarning)
-        try:
-            info = loader.load()
-        except NcclError as error:
-            info = None
-            lines = str(error).splitlines()
-            print("\n".join([f"library     {lines[0]}", *(f"            {line}" for line in lines[1:])]))
-    if info:
-        print(f"library     {info.backend} {loader.version_text(info.version)}, {info.path}")
-        print(f"found by    {info.how}")
-        for path in info.others:
-            print(f"also here   {path}")
-    if other := _package.other_version():
-        print(f"beware      {_package.other_text(other)}")
-    print("\n".join(_machine()))
-
-
-def _machine() -> Iterator[str]:
-    try:
-        yield f"CPU library {discovery.cpu_library()}"
-    except NcclError as error:
-        yield f"CPU library {error}"
-    if cuda.available():
-        yield f"CUDA driver {'.'.join(map(str, cuda.driver_version()))}"
-        for device in range(cuda.device_count()):
-            yield f"device {device:<4} {cuda.device_name(device)}, {cuda.device_uuid(device)}"
-    else:
-        yield f"CUDA driver none: {cuda.why_unavailable()}"
-    for name in sorted(os.environ):
-        if name.startswith(("NCCL_", "PYNCCL_")):
-            yield f"environment {name}={'(set)' if 'SECRET' in name else os.environ[name]}"
 
 
 def _replace_closed_output() -> None:

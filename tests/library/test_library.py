@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import pynccl
 from conftest import RELEASES, ROOT, Run
 from null_library import FUNCTIONS
 
@@ -475,8 +477,28 @@ def test_info_of_what_is_there(run_python: Run) -> None:
     assert "environment NCCL_DEBUG=WARN" in cpu
 
 
+def test_info_as_json(run_python: Run) -> None:
+    nothing = json.loads(run_python(args=["-m", "pynccl", "info", "--json"]).stdout)
+    assert nothing["pynccl"] == pynccl.__version__
+    assert nothing["library"]["path"] is None
+    assert "no NCCL library was found" in nothing["library"]["error"]
+    variables = {"PYNCCL_LIBRARY": "cpu", "NCCL_DEBUG": "WARN", "PYNCCL_SECRET": "sixteen bytes or more"}
+    found = json.loads(run_python(args=["-m", "pynccl", "info", "--json"], **variables).stdout)
+    library = found["library"]
+    assert (library["backend"], library["version"], library["others"]) == ("cpu", "2.32.3", [])
+    assert library["path"] == found["cpu_library"]["path"]
+    assert found["environment"] == variables | {"PYNCCL_SECRET": "(set)"}
+
+
+def test_the_version_of_the_library(run_python: Run) -> None:
+    said = run_python(args=["-m", "pynccl", "--version"]).stdout
+    assert said == f"pynccl {pynccl.__version__}, NCCL library: none found\n"
+    said = run_python(args=["-m", "pynccl", "--version"], PYNCCL_LIBRARY="cpu").stdout
+    assert said.startswith(f"pynccl {pynccl.__version__}, NCCL library: cpu 2.32.3, /")
+
+
 def test_the_command_is_installed() -> None:
     command = Path(sys.executable).parent / "pynccl"
     done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=50, check=True)
-    assert done.stdout.strip() == __import__("pynccl").__version__
+    assert done.stdout.startswith(f"pynccl {pynccl.__version__}, NCCL library: ")
     assert os.access(command, os.X_OK)

@@ -1,0 +1,110 @@
+"""`pynccl info` and `pynccl --version`: what is installed, and what would be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from pynccl import _package
+from pynccl._errors import NcclError
+from pynccl._library import cuda, discovery, loader
+from pynccl._version import __version__
+
+
+@click.command("info")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def info(as_json: bool) -> None:
+    """Print versions, libraries and devices."""
+    found = facts()
+    print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+
+
+def version() -> str:
+    """Return the version of pynccl and that of the library that it would use."""
+    library = _library()
+    used = (
+        f"{library['backend']} {library['version']}, {library['path']}" if library["path"] else "none found"
+    )
+    return f"pynccl {__version__}, NCCL library: {used}"
+
+
+def facts() -> dict[str, Any]:
+    """Return all that `pynccl info` prints; what is not there is None, with the reason in `error`."""
+    return {
+        "pynccl": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "library": _library(),
+        "beware": _package.other_text(other) if (other := _package.other_version()) else None,
+        "cpu_library": _cpu_library(),
+        "cuda": _cuda(),
+        "environment": {
+            name: "(set)" if "SECRET" in name else os.environ[name]
+            for name in sorted(os.environ)
+            if name.startswith(("NCCL_", "PYNCCL_"))
+        },
+    }
+
+
+def _library() -> dict[str, Any]:
+    """Return the library that this process loads."""
+    with warnings.catch_warnings():
+        # The other libraries are among the facts.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            found = loader.load()
+        except NcclError as error:
+            return {"backend": None, "version": None, "path": None, "error": str(error)}
+    return {
+        "backend": found.backend,
+        "version": loader.version_text(found.version),
+        "path": found.path,
+        "how": found.how,
+        "others": list(found.others),
+    }
+
+
+def _cpu_library() -> dict[str, str | None]:
+    try:
+        return {"path": str(discovery.cpu_library())}
+    except NcclError as error:
+        return {"path": None, "error": str(error)}
+
+
+def _cuda() -> dict[str, Any]:
+    if not cuda.available():
+        return {"version": None, "error": cuda.why_unavailable(), "devices": []}
+    return {
+        "version": ".".join(map(str, cuda.driver_version())),
+        "devices": [
+            {"ordinal": device, "name": cuda.device_name(device), "uuid": cuda.device_uuid(device)}
+            for device in range(cuda.device_count())
+        ],
+    }
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the facts as text: a name in the first column, and indented lines that belong to it."""
+    library, cpu, driver = found["library"], found["cpu_library"], found["cuda"]
+    yield f"pynccl      {found['pynccl']}, Python {found['python']}, {found['platform']}"
+    if library["path"] is None:
+        first, *more = library["error"].splitlines()
+        yield f"library     {first}"
+        yield from (f"            {line}" for line in more)
+    else:
+        yield f"library     {library['backend']} {library['version']}, {library['path']}"
+        yield f"found by    {library['how']}"
+        yield from (f"also here   {path}" for path in library["others"])
+    if found["beware"]:
+        yield f"beware      {found['beware']}"
+    yield f"CPU library {cpu['path'] or cpu['error']}"
+    yield f"CUDA driver {driver['version'] or 'none: ' + driver['error']}"
+    for device in driver["devices"]:
+        yield f"device {device['ordinal']:<4} {device['name']}, {device['uuid']}"
+    yield from (f"environment {name}={value}" for name, value in found["environment"].items())
