@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pynccl._errors import BootstrapError
 from pynccl._run.ports import free_port
 from pynccl._secure.secret import read_secret
-from pynccl.bootstrap._store import Store, StoreServer, format_address, parse_address
+from pynccl.bootstrap._store import Store, StoreLost, StoreServer, format_address, parse_address
 
 # Seconds to wait for the launchers of the other nodes, for their ends after a failure, and of one request.
 _MEET_SECONDS = 300.0
 _END_SECONDS = 20.0
 _SLICE_SECONDS = 30.0
+# Seconds in which the others see in the store why node 0 ends.
+_TELL_SECONDS = 1.0
 _FAILED, _FAILURES = "nodes/failed", "nodes/failures"
 # The end of a launcher that has not told of it.
 _GONE = b"gone"
@@ -133,7 +135,7 @@ def among(env: Mapping[str, str], nranks: int, node: Node, timeout: float | None
     server = _serve(host, port, secret, job) if node.rank == 0 else None
     try:
         with Store(node.store, secret, job=job, timeout=seconds) as store:
-            first, size = _count(store, nranks, node, seconds)
+            first, size = _meet(store, nranks, node, seconds)
             if node.rank == 0:
                 store.set("nodes/port", b"%d" % free_port())
             master = host, int(store.get("nodes/port"))
@@ -144,6 +146,19 @@ def among(env: Mapping[str, str], nranks: int, node: Node, timeout: float | None
     finally:
         if server is not None:
             server.close()
+
+
+def _meet(store: Store, nranks: int, node: Node, seconds: float) -> tuple[int, int]:
+    """Return the first rank of this node and the number of all ranks; raise on all nodes if they disagree."""
+    try:
+        return _count(store, nranks, node, seconds)
+    except StoreLost as error:
+        raise BootstrapError(f"node 0 has ended while the nodes met, and says why: {error}") from None
+    except BootstrapError:
+        if node.rank == 0:
+            # The others find the same error in the store, which ends with this process.
+            time.sleep(_TELL_SECONDS)
+        raise
 
 
 def _serve(host: str, port: int, secret: str, job: str) -> StoreServer:

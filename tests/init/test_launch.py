@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -737,7 +738,8 @@ def test_restarts_until_it_succeeds(script: Script, ending: str, how: str) -> No
     done = launch("-n", "2", "--cpu", "--restarts", "5", script(RESTARTED), "2", ending)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == sorted(f"[{r}] start {i}" for i in range(3) for r in range(2))
-    assert done.stderr.count(f"pynccl run: rank 1 {how}") == 2
+    # After an exception the other rank may be the first to exit.
+    assert len(re.findall(rf"pynccl run: rank \d {how}", done.stderr)) >= 2
     assert done.stderr.count("pynccl run: restart ") == 2
     assert "pynccl run: restart 2 of 5\n" in done.stderr
 

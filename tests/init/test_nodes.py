@@ -164,9 +164,11 @@ def test_different_numbers_of_machines(start: Start) -> None:
     store = here()
     first = start(0, store)
     second = start(1, store, options=("-n", "2", "--nnodes", "3"))
-    for launcher in (first, second):
-        assert "expected it equal" in launcher.communicate(timeout=40)[1]
-        assert launcher.returncode == 1
+    said = [launcher.communicate(timeout=40)[1] for launcher in (first, second)]
+    assert [first.returncode, second.returncode] == [1, 1]
+    assert "expected it equal" in said[0]
+    # Under load the second may come to read it too late.
+    assert "expected it equal" in said[1] or "node 0 has ended while the nodes met" in said[1]
 
 
 def test_keep_going_on_two_machines(start: Start) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -325,6 +326,102 @@ def test_wrong_settings(args: list[str], variables: dict[str, str], words: str) 
     assert done.returncode == 1
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# --- files and comparisons ---
+
+QUICK = ("all_reduce", "-b", "1K", "-e", "4K", "-f", "4", "-n", "3", "-w", "0")
+
+
+def test_a_table(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("an older one")
+    found = lines(bench(2, *QUICK, "--csv", str(table)))
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["size"], row["count"], row["type"], row["redop"], row["root"]) for row in rows] == [
+        (line["size"], line["count"], line["type"], line["op"], line["root"]) for line in found
+    ]
+    for row in rows:
+        for half in ("", "in_place_"):
+            assert float(row[f"{half}wrong"]) == 0
+            bandwidth = float(row["size"]) / float(row[f"{half}time_us"]) / 1e3
+            assert float(row[f"{half}algbw"]) == pytest.approx(bandwidth, rel=0.01, abs=1e-5)
+    assert list(tmp_path.iterdir()) == [table]
+
+
+def scaled(document: Path, factor: float) -> None:
+    """Change all times of a document."""
+    content = json.loads(document.read_text())
+    for row in content["results"]:
+        for half in ("out_of_place", "in_place"):
+            row[half]["time"] *= factor
+    document.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(("factor", "code", "verdict"), [(1e-6, 3, "FAILED"), (1e6, 0, "OK")])
+def test_against_an_earlier_run(tmp_path: Path, factor: float, code: int, verdict: str) -> None:
+    saved = tmp_path / "saved.json"
+    assert bench(2, *QUICK, "-N", "3", "--save", str(saved)).returncode == 0
+    assert list(tmp_path.iterdir()) == [saved]
+    scaled(saved, factor)
+    done = bench(2, *QUICK, "-N", "3", "--against", str(saved))
+    assert done.returncode == code, done.stdout + done.stderr
+    slower = 4 if code else 0
+    last = f"# {slower} of 4 measurements are slower by more than 5 % and the noise {verdict}\n"
+    assert done.stdout.endswith(last)
+    assert done.stdout.count("  slower\n") == slower
+    assert not code or f"rank 0 exited with code {code}" in done.stderr
+
+
+def test_a_slower_run_within_the_noise_or_the_tolerance(tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    assert bench(2, *QUICK, "-N", "3", "--save", str(saved)).returncode == 0
+    scaled(saved, 1e-6)
+    content = json.loads(saved.read_text())
+    # One cycle of each measurement was slower than all of the new run.
+    for row in content["results"][:2]:
+        for half in ("out_of_place", "in_place"):
+            row[half]["time"] = 1e9
+    saved.write_text(json.dumps(content))
+    noisy = bench(2, *QUICK, "-N", "3", "--against", str(saved))
+    assert noisy.returncode == 0, noisy.stdout
+    scaled(saved, 1e-12)
+    tolerant = bench(2, *QUICK, "-N", "3", "--against", str(saved), "--tolerance", "1e30")
+    assert tolerant.returncode == 0, tolerant.stdout
+
+
+def test_an_earlier_run_that_cannot_be_compared(tmp_path: Path) -> None:
+    saved, broken = tmp_path / "saved.json", tmp_path / "broken.json"
+    assert bench(2, *QUICK, "--save", str(saved)).returncode == 0
+    broken.write_text('{"results": []')
+    args = ("-N", "3", "--against")
+    for nranks, program, path, words in (
+        (2, "all_reduce", saved, "has 1 cycles (-N); expected 3 or more"),
+        (3, "all_reduce", saved, "is of 2 ranks; expected 3"),
+        (2, "all_gather", saved, "is not of all_gather; its command was"),
+        (2, "all_reduce", broken, "expected a document of --save or -J (JSONDecodeError"),
+        (2, "all_reduce", tmp_path / "none", "cannot be read: No such file or directory"),
+    ):
+        done = bench(nranks, program, *QUICK[1:], *args, str(path))
+        assert done.returncode == 1
+        assert f"--against {path}" in done.stderr
+        assert words in done.stderr, done.stderr
+    assert "expected 3 or more cycles" in bench(2, *QUICK, "--against", str(saved)).stderr
+
+
+def test_files_stay_as_they_were_after_a_failure(tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    saved.write_text("an older one")
+    done = bench(2, *QUICK, "--save", str(saved), "--csv", "/nowhere/table.csv")
+    assert done.returncode == 1
+    assert "--csv /nowhere/table.csv.part cannot be written: No such file or directory" in done.stderr
+    assert (
+        f"--csv {tmp_path} cannot be written: it is a folder"
+        in bench(2, *QUICK, "--csv", str(tmp_path)).stderr
+    )
+    assert saved.read_text() == "an older one"
+    assert list(tmp_path.iterdir()) == [saved]
 
 
 # --- launchers and ends ---

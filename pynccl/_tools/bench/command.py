@@ -16,11 +16,12 @@ from pynccl._errors import NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
 from pynccl._run.command import ranks
 from pynccl._run.launch import Job, launch
+from pynccl._tools.bench.against import LEAST_CYCLES
 from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
 from pynccl._tools.bench.measure import Bench
 from pynccl._tools.bench.operations import OPERATIONS, Operation
 from pynccl._tools.bench.ranks import World
-from pynccl._tools.bench.report import Report, open_document
+from pynccl._tools.bench.report import Report
 from pynccl._tools.bench.settings import Settings
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -98,6 +99,13 @@ _FLAGS: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
     ("per_iter_timing", "I", _choice(1), "1: wait for each iteration and report its time."),
     ("per_iter_skip", "K", _ZERO, "Leading iterations that the summary of -I leaves out."),
 )
+# Flags beyond nccl-tests'.
+_OWN: tuple[tuple[str, click.ParamType[Any], str], ...] = (
+    ("csv", click.Path(), "Write the lines to FILE as comma-separated values."),
+    ("save", click.Path(), "Write -J's document to FILE, in place of an older one."),
+    ("against", click.Path(), "Compare with the document in FILE: exit code 3 if a size is slower."),
+    ("tolerance", click.FloatRange(0), "Percent by which --against lets a size be slower."),
+)
 # Flags of nccl-tests that cannot apply, and why.
 _REFUSED = (
     (
@@ -151,6 +159,17 @@ def _program(operation: Operation) -> click.Command:
     ]
     options += [
         click.Option(
+            [f"--{name}"],
+            type=kind,
+            default=getattr(defaults, name),
+            show_default=True,
+            metavar="PERCENT" if name == "tolerance" else "FILE",
+            help=text,
+        )
+        for name, kind, text in _OWN
+    ]
+    options += [
+        click.Option(
             [f"--{name}", f"-{letter}", name],
             callback=_refuse(why),
             expose_value=False,
@@ -184,6 +203,11 @@ def _require_sense(settings: Settings, operation: Operation) -> None:
         )
     if settings.output_file and not settings.output_file.lower().endswith(".json"):
         raise click.UsageError(f"-J {settings.output_file}: expected a name that ends in .json")
+    if settings.against and settings.run_cycles < LEAST_CYCLES:
+        raise click.UsageError(
+            f"--against with -N {settings.run_cycles}; expected {LEAST_CYCLES} or more cycles, whose spread "
+            "is the noise"
+        )
     if operation.windows and settings.local_register == 1:
         raise click.UsageError(f"-R 1: {operation.name} has its buffers in windows; expected 0 or 2")
 
@@ -240,11 +264,7 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
     lines = world.texts("\n".join(world.device_line(i) for i in range(settings.ranks_each)))
     report = None
     if world.process == 0:
-        document = None
-        if settings.output_file:
-            document, name = open_document(settings.output_file)
-            print(f"# Writing JSON output to {name}", flush=True)
-        report = Report(settings, f"{operation.name}_perf", document)
+        report = Report(settings, operation.name, world.nranks)
         report.header([line for text in lines for line in text.splitlines()])
 
     def on_thread(thread: int) -> None:
@@ -254,12 +274,12 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
         _on_threads(settings.nthreads, on_thread, world.abort)
     except BaseException as error:
         if report:
-            report.write([f"{type(error).__name__}: {error}"])
+            report.fail(f"{type(error).__name__}: {error}")
         raise
     steps.append(_resident())
     memory = _memory(world, steps) if settings.memory else None
     world.close()
-    return 0 if report is None or report.footer(memory) else 1
+    return 0 if report is None else report.footer(memory)
 
 
 def _measure(bench: Bench, report: Report | None) -> None:

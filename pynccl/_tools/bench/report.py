@@ -6,7 +6,6 @@ line with the version names pynccl, and times of iterations come from the host's
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,11 +13,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from pynccl import capi
 from pynccl._library.generated.api import NCCL_VERSION_CODE
+from pynccl._tools.bench.against import Earlier
+from pynccl._tools.bench.files import open_new, replacements, write_document, write_table
 from pynccl._tools.bench.measure import Case, Half
 from pynccl._tools.bench.settings import Settings
 from pynccl._version import __version__
@@ -47,8 +47,8 @@ def percentile(ordered: Sequence[float], percent: int) -> float:
 class Report:
     """Writes the lines to standard output, and the document at the end; one process does."""
 
-    def __init__(self, settings: Settings, program: str, document: IO[str] | None) -> None:
-        self._settings, self._program, self._file = settings, program, document
+    def __init__(self, settings: Settings, operation: str, nranks: int) -> None:
+        self._settings, self._program = settings, f"{operation}_perf"
         self._bus: list[float] = []
         self._errors = 0
         self._least = _least_bandwidth()
@@ -60,6 +60,12 @@ class Report:
             "env": [f"{name}={_shown(name, value)}" for name, value in os.environ.items()],
             "nccl_version": capi.ncclGetVersion(),
         }
+        self._earlier = None if settings.against is None else Earlier(settings.against, operation, nranks)
+        self._json: IO[str] | None = None
+        if settings.output_file:
+            self._json, name = open_new(settings.output_file, "-J")
+            self._print(f"# Writing JSON output to {name}")
+        self._save, self._csv = replacements(settings.save, settings.csv)
 
     def _print(self, text: str, end: str = "\n") -> None:
         print(text, end=end, flush=True)
@@ -229,8 +235,11 @@ class Report:
 
     # --- after the measurements ---
 
-    def footer(self, memory: str | None) -> bool:
-        """Write the summary; return whether all results were right and the bandwidth as high as required."""
+    def footer(self, memory: str | None) -> int:
+        """Write the summary and the files; return the exit code.
+
+        1: a result was wrong, or the bandwidth lower than required; 3: slower than the earlier run.
+        """
         least = self._least
         mean = statistics.fmean(self._bus) if self._bus else 0.0
         fast = least is None or mean >= 0.9 * least
@@ -246,32 +255,38 @@ class Report:
             "bandwidth": round(mean, 6),
             "okay": "unchecked" if least is None else _flag(fast),
         }
-        self.write([])
-        return fast and not self._errors
+        self._end([])
+        if self._save:
+            write_document(self._save.file, self._document)
+            self._save.keep()
+        if self._csv:
+            write_table(self._csv.file, self._results)
+            self._csv.keep()
+        slower = self._is_slower()
+        return 1 if self._errors or not fast else 3 if slower else 0
 
-    def write(self, errors: list[str]) -> None:
-        """Write the document with the lines so far, and close it."""
-        if self._file is None:
-            return
+    def _is_slower(self) -> bool:
+        """Write the comparison with the earlier run, if there is one."""
+        if self._earlier is None:
+            return False
+        lines, as_fast = self._earlier.compare(self._results, self._settings.tolerance)
+        for line in lines:
+            self._print(line)
+        return not as_fast
+
+    def fail(self, error: str) -> None:
+        """Write -J's document with the lines so far and an error; leave the other files as they were."""
+        self._end([error])
+        for file in filter(None, (self._save, self._csv)):
+            file.drop()
+
+    def _end(self, errors: list[str]) -> None:
         self._document["results"] = self._results
         self._document["errors"] = errors
         self._document["end_time"] = time.strftime(_TIME)
-        with self._file as file:
-            json.dump(self._document, file)
-            file.write("\n")
-        self._file = None
-
-
-def open_document(path: str) -> tuple[IO[str], str]:
-    """Open a new file of this name; if it exists, with .0, .1 and so on behind it."""
-    tries, name = 0, path
-    while True:
-        try:
-            return Path(name).open("x"), name
-        except FileExistsError:
-            name, tries = f"{path}.{tries}", tries + 1
-        except OSError as error:
-            raise ValueError(f"-J {name} cannot be written: {error.strerror}") from error
+        if self._json is not None:
+            with self._json as file:
+                write_document(file, self._document)
 
 
 def _least_bandwidth() -> float | None:

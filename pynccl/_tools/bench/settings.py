@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """nccl-tests' flags with its defaults; sizes are in bytes."""
+    """nccl-tests' flags with its defaults, then pynccl's own; sizes are in bytes."""
 
     nthreads: int = 1
     ngpus: int = 1
@@ -37,6 +37,11 @@ class Settings:
     unalign: int = 0
     per_iter_timing: int = 0
     per_iter_skip: int = 0
+    # Files beyond nccl-tests', and percent.
+    csv: str | None = None
+    save: str | None = None
+    against: str | None = None
+    tolerance: float = 5.0
 
     @property
     def ranks_each(self) -> int:

@@ -1,0 +1,78 @@
+"""The files of a run: nccl-tests' document and a table, whole or not there."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+_FIRST = ("size", "count", "type", "redop", "root")
+_FIGURES = {"time_us": ("time", "cpu_time"), "algbw": ("alg_bw",), "busbw": ("bus_bw",), "wrong": ("nwrong",)}
+_HALVES = {"out_of_place": "", "in_place": "in_place_"}
+
+
+def open_new(path: str, flag: str) -> tuple[IO[str], str]:
+    """Open a new file of this name; if it exists, with .0, .1 and so on behind it."""
+    tries, name = 0, path
+    while True:
+        try:
+            return Path(name).open("x"), name
+        except FileExistsError:
+            name, tries = f"{path}.{tries}", tries + 1
+        except OSError as error:
+            raise ValueError(f"{flag} {name} cannot be written: {error.strerror}") from error
+
+
+class Replacement:
+    """A file that takes the place of an older one when the run has succeeded."""
+
+    def __init__(self, path: str, flag: str) -> None:
+        self.path = path
+        if Path(path).is_dir():
+            raise ValueError(f"{flag} {path} cannot be written: it is a folder")
+        self.file, self._name = open_new(f"{path}.part", flag)
+
+    def keep(self) -> None:
+        """Close the file, and give it its name."""
+        self.file.close()
+        os.replace(self._name, self.path)
+
+    def drop(self) -> None:
+        """Remove the file."""
+        self.file.close()
+        with suppress(OSError):
+            os.unlink(self._name)
+
+
+def replacements(save: str | None, table: str | None) -> tuple[Replacement | None, Replacement | None]:
+    """Return the files of --save and --csv; both or, on an error, none."""
+    first = None if save is None else Replacement(save, "--save")
+    try:
+        return first, None if table is None else Replacement(table, "--csv")
+    except ValueError:
+        if first is not None:
+            first.drop()
+        raise
+
+
+def write_document(file: IO[str], document: dict[str, Any]) -> None:
+    """Write a document as one line of JSON."""
+    json.dump(document, file)
+    file.write("\n")
+
+
+def write_table(file: IO[str], results: Sequence[dict[str, Any]]) -> None:
+    """Write the lines of the output as comma-separated values, with a first line of names."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*_FIRST, *(prefix + name for prefix in _HALVES.values() for name in _FIGURES)])
+    for row in results:
+        halves = [row[half] for half in _HALVES]
+        figures = [
+            next(half[key] for key in keys if key in half) for half in halves for keys in _FIGURES.values()
+        ]
+        # Not checked: empty.
+        writer.writerow([str(row[name]).strip() for name in _FIRST] + figures)
