@@ -43,6 +43,33 @@ def refusals(rank: int, size: int) -> None:
     assert total() == size
 
 
+def overlapping(rank: int, size: int) -> None:
+    """Messages that would overwrite others' data are refused; what goes to a rank may be replaced by it."""
+    x = torch.arange(6.0)
+    for call in (
+        lambda: dist.all_to_all_single(x[2:6], x[:4]),
+        lambda: dist.all_to_all_single(x[1:4], x[:4], [1, 2], [2, 2]),
+        lambda: dist.all_to_all([x[2:3], x[0:1]], [x[0:1], x[2:3]]),
+    ):
+        with pytest.raises(ValueError, match=r"all_to_all: input \d and output \d overlap"):
+            call()
+    if rank == 0:
+        with pytest.raises(ValueError, match="scatter: input 0 and output 0 overlap"):
+            dist.scatter(x[1:3], [x[2:4], x[0:2]], 0)
+        with pytest.raises(ValueError, match="gather: input 0 and output 0 overlap"):
+            dist.gather(x[1:3], [x[0:2], x[2:4]], 0)
+    assert x.tolist() == [0, 1, 2, 3, 4, 5]
+    x = torch.arange(4.0) + 10 * rank
+    dist.all_to_all_single(x, x)
+    assert x.tolist() == [2 * rank, 2 * rank + 1, 10 + 2 * rank, 11 + 2 * rank]
+    x = torch.arange(4.0) + 10 * rank
+    dist.scatter(x[:2], [x[:2], x[2:]] if rank == 0 else None, 0)
+    assert x.tolist() == ([0, 1, 2, 3] if rank == 0 else [2, 3, 12, 13])
+    dist.gather(x[:2], [x[:2], x[2:]] if rank == 0 else None, 0)
+    assert x.tolist() == ([0, 1, 2, 3] if rank == 0 else [2, 3, 12, 13])
+    assert total() == size
+
+
 def nested_futures(rank: int, size: int) -> None:
     """A callback waits for the future of another operation, as the hook of PowerSGD does."""
     x, y = torch.ones(2), torch.ones(2)
@@ -115,7 +142,15 @@ def times(rank: int, size: int) -> None:
     work.wait(timedelta(days=200_000))
 
 
-PROGRAMS = [refusals, nested_futures, many_receives, future_of_a_batch, any_source_in_order, times]
+PROGRAMS = [
+    refusals,
+    overlapping,
+    nested_futures,
+    many_receives,
+    future_of_a_batch,
+    any_source_in_order,
+    times,
+]
 
 
 def one_after_another(rank: int, size: int, store: str) -> None:

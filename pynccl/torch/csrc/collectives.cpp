@@ -418,11 +418,54 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
   return refused();
 }
 
+namespace {
+
+struct Range {
+  const char *begin, *end;
+  bool overlaps(const Range& other) const {
+    return begin != end && other.begin != other.end && begin < other.end && other.begin < end;
+  }
+  bool operator==(const Range& other) const { return begin == other.begin && end == other.end; }
+};
+
+Range range_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return {nullptr, nullptr};
+  auto begin = static_cast<const char*>(tensor.data_ptr());
+  return {begin, begin + tensor.nbytes()};
+}
+
+Range range_of(const Tensors& tensors) {
+  Range all{nullptr, nullptr};
+  for (auto& tensor : tensors) {
+    Range one = range_of(tensor);
+    if (one.begin == one.end) continue;
+    all = all.begin ? Range{std::min(all.begin, one.begin), std::max(all.end, one.end)} : one;
+  }
+  return all;
+}
+
+// Raises if a message would overwrite another one's data. What goes to a rank and comes from it may be in the
+// same place. sent[0] goes to rank `first_sent`, and landed[0] comes from `first_landed`.
+void check_separate(const char* name, const Tensors& sent, int first_sent, const Tensors& landed,
+                    int first_landed) {
+  if (!range_of(sent).overlaps(range_of(landed))) return;
+  for (size_t s = 0; s < sent.size(); ++s)
+    for (size_t l = 0; l < landed.size(); ++l) {
+      Range from = range_of(sent[s]), to = range_of(landed[l]);
+      bool in_place = int(s) + first_sent == int(l) + first_landed && from == to;
+      TORCH_CHECK_VALUE(!from.overlaps(to) || in_place, name, ": input ", s, " and output ", l,
+                        " overlap; expected separate memory, or the same for one rank");
+    }
+}
+
+}  // namespace
+
 // Sends inputs[r] to rank r and receives outputs[r] from it. Lists may be empty, or have undefined tensors
 // for ranks without data.
 Call Backend::all_to_all_call(const Tensors& outputs, const Tensors& inputs) const {
   Call call = call_on(OpType::ALLTOALL, "all_to_all", outputs.empty() ? inputs.at(0) : outputs.at(0));
   Tensors sent = contiguous(inputs), landed = landings(outputs);
+  check_separate("all_to_all", sent, 0, landed, 0);
   call.inputs = inputs, call.outputs = outputs;
   call.kept = sent;
   call.kept.insert(call.kept.end(), landed.begin(), landed.end());
@@ -477,6 +520,7 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                     "gather: the root needs one output list of ", size_, " tensors, other ranks none");
   Tensors landed = root ? landings(outputs[0]) : Tensors();
   at::Tensor data = input.contiguous();
+  check_separate("gather", {data}, rank_, landed, 0);
   Call call = call_on(OpType::GATHER, "gather", input);
   call.inputs = {input};
   if (root) call.outputs = outputs[0];
@@ -507,6 +551,7 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                     "scatter: the root needs one input list of ", size_, " tensors, other ranks none");
   Tensors sent = root ? contiguous(inputs[0]) : Tensors();
   at::Tensor landed = landing(output);
+  check_separate("scatter", sent, 0, {landed}, rank_);
   Call call = call_on(OpType::SCATTER, "scatter", output);
   if (root) call.inputs = inputs[0];
   call.outputs = {output};
