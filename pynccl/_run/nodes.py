@@ -140,9 +140,15 @@ def among(env: Mapping[str, str], nranks: int, node: Node, timeout: float | None
                 store.set("nodes/port", b"%d" % free_port())
             master = host, int(store.get("nodes/port"))
             failures = Failures(store, node, secret, job)
-            yield Meeting(first, size, node.store, secret, job, master, failures)
-            with suppress(BootstrapError):
-                failures.end()
+            try:
+                yield Meeting(first, size, node.store, secret, job, master, failures)
+            except BaseException as error:
+                with suppress(BootstrapError, TimeoutError):
+                    failures.tell(f"pynccl run failed ({error})")
+                raise
+            finally:
+                with suppress(BootstrapError, TimeoutError):
+                    failures.end()
     finally:
         if server is not None:
             server.close()

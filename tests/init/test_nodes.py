@@ -143,6 +143,18 @@ def test_a_signal_ends_all_machines(start: Start) -> None:
     until_gone(running)
 
 
+def test_a_launcher_that_fails_ends_the_others(start: Start, tmp_path: Path) -> None:
+    store, logs = here(), tmp_path / "logs"
+    (logs / "rank3.out").mkdir(parents=True)
+    first = start(0, store, "9", "")
+    second = start(1, store, options=("-n", "2", "--log-dir", str(logs)))
+    assert second.wait(40) == 1
+    _, said = first.communicate(timeout=40)
+    assert first.returncode not in (0, None)
+    assert "pynccl run failed ([Errno 21] Is a directory" in said
+    assert "ending the ranks of this machine" in said
+
+
 def test_a_machine_that_does_not_come(start: Start) -> None:
     alone = start(0, here(), options=("-n", "2", "--timeout", "1"))
     _, said = alone.communicate(timeout=30)
