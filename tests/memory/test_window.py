@@ -534,9 +534,9 @@ def dying(rank: int, nranks: int, how: str) -> str:
         "put": put,
         "window": lambda: comm.window(pynccl.zeros(4)),
     }
-    with pytest.raises(RankFailedError, match="rank 1 died") as caught:
+    with pytest.raises(RankFailedError, match="rank 1 ") as caught:
         calls[how]()
-    assert caught.value.ranks == [1]
+    assert caught.value.ranks == [1], caught.value
     # The end of the communicator closes it.
     with pytest.raises(RankFailedError):
         window.close()
@@ -548,8 +548,10 @@ def dying(rank: int, nranks: int, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["signal", "close", "put", "window"])
 def test_a_rank_that_dies(how: str) -> None:
-    answers = run(3, dying, how, backend="cpu", check=False)
-    assert (answers[0], type(answers[1]), answers[2]) == ("ended", RankError, "ended")
+    first, second, third = run(3, dying, how, backend="cpu", check=False)
+    assert first == "ended", first
+    assert third == "ended", third
+    assert isinstance(second, RankError)
 
 
 # --- how long the memory lives ------------------------------------------------------------------------------
