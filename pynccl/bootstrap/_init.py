@@ -10,6 +10,7 @@ from typing import Any
 
 from pynccl import capi
 from pynccl._comm.communicator import Communicator
+from pynccl._integers import INT, check_int
 from pynccl._secure.secret import read_secret
 from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._types import UniqueId
@@ -124,10 +125,7 @@ def _require(rank: int | None, world_size: int | None, device: int | None, timeo
     for name, value, least in (("rank", rank, 0), ("world_size", world_size, 1), ("device", device, 0)):
         if value is None:
             continue
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} is {value!r}; expected an int, or None")
-        if value < least:
-            raise ValueError(f"{name} is {value}; expected {least} or more, or None")
+        check_int(value, name, least, INT, f"an int, {least} or more and below 2**31, or None")
     if rank is not None and world_size is not None and rank >= world_size:
         raise ValueError(f"rank is {rank} and world_size {world_size}; expected 0 <= rank < world_size")
     check_timeout(timeout)

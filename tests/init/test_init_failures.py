@@ -547,6 +547,16 @@ def test_ctrl_c_while_the_communicator_is_created() -> None:
     assert all("rank 0 of 3 failed: KeyboardInterrupt" in text for text in texts[1:])
 
 
+def test_integers_that_c_cannot_have() -> None:
+    for name in ("rank", "world_size", "device"):
+        given: dict[str, Any] = {name: 10**30}
+        with pytest.raises(ValueError, match=f"{name} is 10{{30}}; expected an int, . or more and below"):
+            pynccl.init(**given)
+        given = {name: np.array([1, 2])}
+        with pytest.raises(TypeError, match=rf"{name} is array\(\[1, 2\]\); expected an int"):
+            pynccl.init(**given)
+
+
 # --- nothing left ---
 
 

@@ -94,9 +94,9 @@ def test_a_callback_that_fails(rank: int, nranks: int) -> None:
         ("tcp://127.0.0.1:0", {}, "with port 0, rank 0 needs on_listen="),
         ("env", {"on_listen": print}, "on_listen is given; expected None unless method is 'tcp://host:port'"),
         (None, {"rank": 2, "world_size": 2}, "rank is 2 and world_size 2; expected 0 <= rank < world_size"),
-        (None, {"rank": -1}, "rank is -1; expected 0 or more"),
-        (None, {"world_size": 0}, "world_size is 0; expected 1 or more"),
-        (None, {"device": -2}, "device is -2; expected 0 or more"),
+        (None, {"rank": -1}, "rank is -1; expected an int, 0 or more"),
+        (None, {"world_size": 0}, "world_size is 0; expected an int, 1 or more"),
+        (None, {"device": -2}, "device is -2; expected an int, 0 or more"),
         (None, {"timeout": 0}, "timeout is 0; expected a positive number of seconds"),
         (None, {"timeout": float("nan")}, "timeout is nan; expected a positive number of seconds"),
     ],
@@ -115,7 +115,7 @@ def test_wrong_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_wrong_types() -> None:
     for name in ("rank", "world_size", "device"):
-        with pytest.raises(TypeError, match=f"{name} is '1'; expected an int, or None"):
+        with pytest.raises(TypeError, match=f"{name} is '1'; expected an int, . or more"):
             pynccl.init(**{name: "1"})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="timeout is 'soon'; expected a positive number of seconds, or None"):
         pynccl.init(timeout="soon")  # type: ignore[arg-type]
