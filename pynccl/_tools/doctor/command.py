@@ -1,0 +1,96 @@
+"""The command line of `pynccl doctor`: checks this machine, or the job of which this process is a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from pynccl._errors import NcclError
+from pynccl._tools.doctor import devices, environment, job, libraries, limits, network, transports
+from pynccl._tools.doctor.finding import LEVELS, Finding, error, worst
+from pynccl._tools.doctor.machine import Machine
+from pynccl.bootstrap import _environment
+from pynccl.bootstrap._preflight import rank_list
+
+_CHECKS = (*libraries.CHECKS, *devices.CHECKS, *network.CHECKS, *limits.CHECKS, *environment.CHECKS)
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@click.option("--strict", is_flag=True, help="Exit with 1 if there are warnings.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(1, 3600),
+    default=30,
+    show_default=True,
+    help="Seconds for the ranks and the all_reduce.",
+)
+@click.option(
+    "--root",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path("/"),
+    show_default=True,
+    help="Read /proc, /sys, /dev and /etc below this folder.",
+)
+def doctor(as_json: bool, strict: bool, timeout: float, root: Path) -> int:
+    """Check this machine, or on ranks the job, and say what to do.
+
+    Exits with 2 if there are errors.
+    """
+    machine = Machine(root, dict(os.environ))
+    with transports.logged():
+        findings = [finding for check in _CHECKS for finding in check(machine)]
+        merged = _with_job(machine, findings, timeout)
+    if merged is None:
+        return 0
+    print(_json(merged) if as_json else "\n".join(_lines(merged)), flush=True)
+    level = worst([finding for finding, _ in merged])
+    return 2 if level == "error" else 1 if level == "warning" and strict else 0
+
+
+def _with_job(machine: Machine, findings: list[Finding], timeout: float) -> job.Merged | None:
+    """Add the job's findings, or an all_reduce on this machine; return None on ranks other than 0."""
+    contradicted = any(finding.name == "launcher" and finding.level == "error" for finding in findings)
+    launcher = _environment.NOBODY if contradicted else _environment.detect(machine.environ)
+    if not contradicted and launcher.size in (None, 1):
+        return [(finding, []) for finding in [*findings, transports.alone(timeout)]]
+    if contradicted:
+        return [(finding, []) for finding in findings]
+    try:
+        return job.examine(machine, findings, timeout)
+    except (NcclError, OSError) as failure:
+        return [(finding, []) for finding in [*findings, _apart(failure)]]
+
+
+def _apart(failure: Exception) -> Finding:
+    return error(
+        "ranks",
+        str(failure),
+        "Creating a communicator needs every rank.",
+        "Start all ranks of the job at the same time, and see the findings names and interface.",
+    )
+
+
+def _json(merged: job.Merged) -> str:
+    found = [asdict(finding) | {"ranks": ranks} for finding, ranks in merged]
+    return json.dumps({"worst": worst([finding for finding, _ in merged]), "findings": found}, indent=2)
+
+
+def _lines(merged: job.Merged) -> Iterator[str]:
+    """Yield the findings as text: level, check, what is so; below it why, and what to do."""
+    width = max(len(finding.name) for finding, _ in merged)
+    indent = " " * (width + 11)
+    for finding, ranks in merged:
+        where = f" ({rank_list(ranks)})" if ranks and finding.level != "ok" else ""
+        yield f"{finding.level:8} {finding.name:{width}}  {finding.text}{where}"
+        if finding.why:
+            yield f"{indent}why:   {finding.why}"
+        if finding.fix:
+            yield f"{indent}to do: {finding.fix}"
+    counts = {level: sum(finding.level == level for finding, _ in merged) for level in LEVELS}
+    yield f"{counts['error']} errors, {counts['warning']} warnings, {counts['ok']} ok"
