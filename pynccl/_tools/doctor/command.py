@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,12 +18,28 @@ from pynccl._tools.doctor.machine import Machine
 from pynccl.bootstrap import _environment
 from pynccl.bootstrap._preflight import rank_list
 
-_CHECKS = (*libraries.CHECKS, *devices.CHECKS, *network.CHECKS, *limits.CHECKS, *environment.CHECKS)
+Check = Callable[[Machine], Iterator[Finding]]
+_THEMES: dict[str, tuple[Check, ...]] = {
+    "libraries": libraries.CHECKS,
+    "devices": devices.CHECKS,
+    "network": network.CHECKS,
+    "limits": limits.CHECKS,
+    "environment": environment.CHECKS,
+    # These two are not checks of a machine alone.
+    "job": (),
+    "all_reduce": (),
+}
 
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.option("--strict", is_flag=True, help="Exit with 1 if there are warnings.")
+@click.option(
+    "--only",
+    type=click.Choice(list(_THEMES)),
+    multiple=True,
+    help="Run only the checks of this theme; may be repeated. The same on every rank.",
+)
 @click.option(
     "--timeout",
     type=click.FloatRange(1, 3600),
@@ -37,15 +54,19 @@ _CHECKS = (*libraries.CHECKS, *devices.CHECKS, *network.CHECKS, *limits.CHECKS, 
     show_default=True,
     help="Read /proc, /sys, /dev and /etc below this folder.",
 )
-def doctor(as_json: bool, strict: bool, timeout: float, root: Path) -> int:
+def doctor(as_json: bool, strict: bool, only: tuple[str, ...], timeout: float, root: Path) -> int:
     """Check this machine, or on ranks the job, and say what to do.
 
     Exits with 2 if there are errors.
     """
+    # What pynccl.init warns of is among the findings.
+    logging.getLogger("pynccl").setLevel(logging.ERROR)
     machine = Machine(root, dict(os.environ))
     with transports.logged():
-        findings = [finding for check in _CHECKS for finding in check(machine)]
-        merged = _with_job(machine, findings, timeout)
+        themes = only or tuple(_THEMES)
+        checks = [check for theme in themes for check in _THEMES[theme]]
+        findings = [finding for check in checks for finding in check(machine)]
+        merged = _with_job(machine, findings, themes, timeout)
     if merged is None:
         return 0
     print(_json(merged) if as_json else "\n".join(_lines(merged)), flush=True)
@@ -53,16 +74,19 @@ def doctor(as_json: bool, strict: bool, timeout: float, root: Path) -> int:
     return 2 if level == "error" else 1 if level == "warning" and strict else 0
 
 
-def _with_job(machine: Machine, findings: list[Finding], timeout: float) -> job.Merged | None:
+def _with_job(
+    machine: Machine, findings: list[Finding], themes: tuple[str, ...], timeout: float
+) -> job.Merged | None:
     """Add the job's findings, or an all_reduce on this machine; return None on ranks other than 0."""
+    measures = "all_reduce" in themes
+    # With a contradiction nobody knows how many ranks to wait for.
     contradicted = any(finding.name == "launcher" and finding.level == "error" for finding in findings)
-    launcher = _environment.NOBODY if contradicted else _environment.detect(machine.environ)
-    if not contradicted and launcher.size in (None, 1):
-        return [(finding, []) for finding in [*findings, transports.alone(timeout)]]
-    if contradicted:
-        return [(finding, []) for finding in findings]
+    alone = contradicted or _environment.detect(machine.environ).size in (None, 1)
+    if alone or "job" not in themes:
+        more = [transports.alone(timeout)] if measures and not contradicted else []
+        return [(finding, []) for finding in [*findings, *more]]
     try:
-        return job.examine(machine, findings, timeout)
+        return job.examine(machine, findings, measures, timeout)
     except (NcclError, OSError) as failure:
         return [(finding, []) for finding in [*findings, _apart(failure)]]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pynccl._errors import BootstrapError
 from pynccl._tools.doctor import known
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
-from pynccl._tools.doctor.libraries import loaded
+from pynccl._tools.doctor.libraries import loaded, opened
 from pynccl._tools.doctor.machine import Machine
 from pynccl.bootstrap import _environment
 
@@ -68,9 +68,10 @@ def is_known(name: str) -> bool:
 def _is_in_library(name: str) -> bool:
     """Tell whether the loaded library's file has the name: it may be newer than the list."""
     library = loaded()
-    with suppress(OSError):
-        return not isinstance(library, Exception) and name.encode() + b"\0" in Path(library.path).read_bytes()
-    return False
+    if isinstance(library, Exception):
+        return False
+    with opened(library.path) as content:
+        return content.find(name.encode() + b"\0") >= 0
 
 
 def _unknown(check: str, name: str, otherwise: str) -> Finding:

@@ -49,7 +49,7 @@ class Report:
 Merged = list[tuple[Finding, list[int]]]
 
 
-def examine(machine: Machine, findings: Sequence[Finding], timeout: float) -> Merged | None:
+def examine(machine: Machine, findings: Sequence[Finding], measures: bool, timeout: float) -> Merged | None:
     """Compare the ranks, and return all findings on rank 0; None on the others."""
     launcher = _environment.detect(machine.environ)
     chosen = _methods.choose(None, None, None, launcher, None)
@@ -57,7 +57,7 @@ def examine(machine: Machine, findings: Sequence[Finding], timeout: float) -> Me
     with probe.Listener(network.listener_host(machine)) as listener:
         mine = _report(machine, findings, listener.address)
         with chosen.open(time.monotonic() + timeout * _ARRIVAL) as exchange:
-            return _meet(exchange, mine, deadline)
+            return _meet(exchange, mine, measures, deadline)
 
 
 def _report(machine: Machine, findings: Sequence[Finding], listener: tuple[str, int]) -> Report:
@@ -88,7 +88,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _meet(exchange: Exchange, mine: Report, deadline: float) -> Merged | None:
+def _meet(exchange: Exchange, mine: Report, measures: bool, deadline: float) -> Merged | None:
     came = exchange.collect("report", json.dumps(asdict(mine)).encode())
     complete = len(came) == exchange.size
     reports = {rank: Report(**json.loads(said)) for rank, said in came.items()}
@@ -98,20 +98,21 @@ def _meet(exchange: Exchange, mine: Report, deadline: float) -> Merged | None:
     if listeners is None:
         if merged is not None:
             missing = [rank for rank in range(exchange.size) if rank not in came]
-            merged.append((_absent(missing, exchange.size), [0]))
+            merged.append((_absent(missing, exchange.size), []))
         return merged
     # The ranks' arrival had only a part of the time.
     exchange.deadline = deadline
     probes = exchange.collect("probes", json.dumps(_probe(listeners, exchange.rank)).encode())
-    usable = exchange.announce("usable", b"1" if _all_reachable(probes, exchange.size) else b"") == b"1"
+    usable = measures and _all_reachable(probes, exchange.size)
+    usable = exchange.announce("usable", b"1" if usable else b"0") == b"1"
     times = _measure(exchange, deadline) if usable else None
     ends = exchange.collect("end", json.dumps(times).encode())
     if merged is None:
         return None
-    merged += [(finding, sorted(reports)) for finding in compare(reports)]
-    merged += [(finding, sorted(reports)) for finding in _connections(reports, listeners, probes)]
+    merged += [(finding, []) for finding in compare(reports)]
+    merged += [(finding, []) for finding in _connections(reports, listeners, probes)]
     if usable:
-        merged += [(finding, sorted(ends)) for finding in _ended(ends, exchange.size)]
+        merged += [(finding, []) for finding in _ended(ends, exchange.size)]
     return merged
 
 
@@ -284,9 +285,10 @@ def _clocks(reports: dict[int, Report], probes: dict[int, bytes]) -> Iterator[Fi
 
 def _measure(exchange: Exchange, deadline: float) -> transports.Times | str:
     """Return the times, or the text of the failure."""
-    left = max(1.0, deadline - time.monotonic())
+    # Rank 0 also has to hear of it.
+    seconds = max(1.0, (deadline - time.monotonic()) * 0.7)
     try:
-        return transports.measure(exchange.rank, exchange.size, left / 2)
+        return transports.measure(exchange.rank, exchange.size, seconds)
     except (NcclError, OSError) as failure:
         return str(failure)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 
 from pynccl import _package
 from pynccl._errors import NcclError
@@ -76,11 +77,26 @@ def _copies() -> list[str]:
 
 def banner(path: str) -> tuple[str, str] | None:
     """Return the version and the CUDA version that a library's file names, or None."""
+    with opened(path) as content:
+        match = _BANNER.search(content)
+        found = match and [group.decode() for group in match.groups()]
+    return (found[0], f"{found[1]}.{found[2]}") if found else None
+
+
+@contextmanager
+def opened(path: str) -> Iterator[mmap.mmap | bytes]:
+    """Map a file, since NVIDIA's libraries have hundreds of MiB; a file that cannot be read is empty."""
     try:
-        match = _BANNER.search(Path(path).read_bytes())
+        file = open(path, "rb")  # noqa: SIM115
     except OSError:
-        return None
-    return None if match is None else (match[1].decode(), f"{int(match[2])}.{int(match[3])}")
+        yield b""
+        return
+    with file:
+        if not os.fstat(file.fileno()).st_size:
+            yield b""
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            yield content
 
 
 def check_cuda_of_library(machine: Machine) -> Iterator[Finding]:
