@@ -80,7 +80,7 @@ def _with_job(
     """Add the job's findings, or an all_reduce on this machine; return None on ranks other than 0."""
     measures = "all_reduce" in themes
     # With a contradiction nobody knows how many ranks to wait for.
-    contradicted = any(finding.name == "launcher" and finding.level == "error" for finding in findings)
+    contradicted = worst(list(environment.check_launcher(machine))) == "error"
     alone = contradicted or _environment.detect(machine.environ).size in (None, 1)
     if alone or "job" not in themes:
         more = [transports.alone(timeout)] if measures and not contradicted else []
@@ -117,4 +117,4 @@ def _lines(merged: job.Merged) -> Iterator[str]:
         if finding.fix:
             yield f"{indent}to do: {finding.fix}"
     counts = {level: sum(finding.level == level for finding, _ in merged) for level in LEVELS}
-    yield f"{counts['error']} errors, {counts['warning']} warnings, {counts['ok']} ok"
+    yield f"errors: {counts['error']}, warnings: {counts['warning']}, ok: {counts['ok']}"

@@ -26,9 +26,9 @@ def check_library(machine: Machine) -> Iterator[Finding]:
     if isinstance(found, NcclError):
         first, *rest = str(found).splitlines()
         advice = rest[-1] if rest else "Correct PYNCCL_LIBRARY."
-        level = error if machine.gpus() or machine.environ.get("PYNCCL_LIBRARY") else warning
+        say = error if machine.gpus() or machine.environ.get("PYNCCL_LIBRARY") else warning
         why = "Every call of NCCL fails; `pynccl run` takes the CPU library if there is no driver."
-        yield level("library", first.removesuffix(" Looked for:"), why, advice)
+        yield say("library", first.removesuffix(" Looked for:"), why, advice)
         return
     kind = "the CPU library" if found.backend == "cpu" else "NCCL"
     yield ok("library", f"{kind} {loader.version_text(found.version)}, {found.path} ({found.how})")
