@@ -37,34 +37,30 @@ class Interface:
         return bool(self.flags & _LOOPBACK)
 
 
-class _Ifaddrs(ctypes.Structure):
-    pass
+class _Entry(ctypes.Structure):
+    """The beginning of struct ifaddrs."""
 
-
-_Ifaddrs._fields_ = (
-    ("next", ctypes.POINTER(_Ifaddrs)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-    ("mask", ctypes.c_void_p),
-    ("other", ctypes.c_void_p),
-    ("data", ctypes.c_void_p),
-)
+    _fields_ = (
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("address", ctypes.c_void_p),
+    )
 
 
 def interfaces() -> list[Interface]:
     """Return the addresses of the interfaces that are up, in the kernel's order."""
     libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Ifaddrs)()
+    first = ctypes.c_void_p()
     if libc.getifaddrs(ctypes.byref(first)):
         raise OSError(ctypes.get_errno(), "getifaddrs failed")
-    found, entry = [], first
+    found, at = [], first.value
     try:
-        while entry:
-            one = entry.contents
-            if one.flags & _UP and one.flags & _RUNNING and (address := _address(one.address)):
-                found.append(Interface(one.name.decode(errors="replace"), address, one.flags))
-            entry = one.next
+        while at:
+            entry = _Entry.from_address(at)
+            if entry.flags & _UP and entry.flags & _RUNNING and (address := _address(entry.address)):
+                found.append(Interface(entry.name.decode(errors="replace"), address, entry.flags))
+            at = entry.next
     finally:
         libc.freeifaddrs(first)
     return found
