@@ -598,10 +598,9 @@ def test_two_machines(hosts: Hosts, compile_library: Callable[..., str]) -> None
     places = [["ip", "netns", "exec", name] for name in hosts.names]
     hosts.ip("-n", hosts.names[1], "link", "set", f"{link_of(hosts, 1)}", "mtu", "1400")
     clock = {"LD_PRELOAD": compile_library(SHIFTED_CLOCK, "libclock.so")}
-    every = {"PYNCCL_SECRET": ""}
     first, second = job(
         "--only", "job", "--only", "all_reduce",
-        each=[every, every | clock], places=places, host="10.199.0.1",
+        each=[{}, clock], places=places, host="10.199.0.1",
     )  # fmt: skip
     assert second == (0, "")
     found = findings(first)

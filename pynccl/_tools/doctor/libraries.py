@@ -56,7 +56,7 @@ def check_copies(machine: Machine) -> Iterator[Finding]:
             "copies",
             f"several libnccl: {', '.join(texts)}",
             "Which one a program gets depends on what it imports first; two in one process must not mix.",
-            "Uninstall all but one, or set PYNCCL_LIBRARY to the path that every rank is to use.",
+            "Uninstall all but one; PYNCCL_LIBRARY=PATH selects the one that pynccl uses.",
         )
     else:
         yield ok("copies", f"libnccl: {', '.join(texts) or 'none'}")

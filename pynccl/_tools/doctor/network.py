@@ -281,8 +281,8 @@ def check_peer_memory(machine: Machine) -> Iterator[Finding]:
 
 def listener_host(machine: Machine) -> str:
     """Return the address at which other ranks would reach this one."""
-    left = candidates(machine)
-    return left[0].address if left else "127.0.0.1"
+    left = [one.address for one in candidates(machine) if not one.link_local]
+    return left[0] if left else "127.0.0.1"
 
 
 CHECKS = (check_interfaces, check_names, check_rdma, check_peer_memory)
