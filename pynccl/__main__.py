@@ -19,7 +19,11 @@ from pynccl._trace.command import trace
 class _Cli(click.Group):
     """Imports a tool only when its subcommand is named: `pynccl run` starts without them."""
 
-    _tools: ClassVar = {"bench": "pynccl._tools.bench.command", "info": "pynccl._tools.info"}
+    _tools: ClassVar = {
+        "bench": "pynccl._tools.bench.command",
+        "doctor": "pynccl._tools.doctor.command",
+        "info": "pynccl._tools.info",
+    }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *self._tools])

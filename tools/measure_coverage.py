@@ -55,6 +55,7 @@ TESTS = (
     "tests/store/test_store.py",
     "tests/init/test_init.py",
     "tests/tools/test_bench.py",
+    "tests/tools/test_doctor.py",
 )
 
 COMPILERS = {"CC": "gcc", "CXX": "g++"}

@@ -163,6 +163,20 @@ def device_name(ordinal: int) -> str:
     return str(ffi.string(out).decode(errors="replace"))
 
 
+def device_pci(ordinal: int) -> str:
+    """Return the PCI address of a device as /sys writes it, such as 0000:3b:00.0."""
+    out = ffi.new("char[32]")
+    _call("cuDeviceGetPCIBusId", out, 32, _device(ordinal))
+    return str(ffi.string(out).decode()).lower()
+
+
+def can_access_peer(ordinal: int, peer: int) -> bool:
+    """Tell whether a device can read and write the memory of another directly."""
+    out = ffi.new("int*")
+    _call("cuDeviceCanAccessPeer", out, _device(ordinal), _device(peer))
+    return bool(out[0])
+
+
 def current_device() -> int | None:
     """Return the ordinal of this thread's device; None if it has no context yet."""
     if _current_context() == 0:

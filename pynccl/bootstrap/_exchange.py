@@ -43,9 +43,17 @@ class Exchange(Protocol):
 
     rank: int
     size: int
+    # The time until which it waits.
+    deadline: float
 
     def exchange(self, prepare: Callable[[], Facts]) -> Answer:
         """Send the result or the error of `prepare` to rank 0, and return rank 0's answer."""
+
+    def collect(self, name: str, value: bytes) -> dict[int, bytes]:
+        """Send a value to rank 0, which returns those that came until the deadline; others return nothing."""
+
+    def announce(self, name: str, value: bytes) -> bytes:
+        """Return rank 0's value on every rank; raise BootstrapError if it does not come."""
 
     def failure(self) -> Failure | None:
         """Return the failure that another rank has reported since the exchange, or None."""
@@ -192,6 +200,31 @@ class Round:
         except TimeoutError:
             return False
         return True
+
+    # --- without an exchange ---
+
+    def collect(self, name: str, value: bytes) -> dict[int, bytes]:
+        """Send a value to rank 0, which returns those that came until the deadline; others return nothing."""
+        if self.rank != 0:
+            self.keys.put(self._key(name, self.rank), value, self._left() + _MARGIN)
+            return {}
+        found = {0: value}
+        for other in range(1, self.size):
+            with suppress(TimeoutError):
+                found[other] = self.keys.fetch(self._key(name, other), self._left())
+        if len(found) == self.size:
+            self.when_joined()
+        return found
+
+    def announce(self, name: str, value: bytes) -> bytes:
+        """Return rank 0's value on every rank; raise BootstrapError if it does not come."""
+        if self.rank == 0:
+            self.keys.put(self.prefix + name, value, self._left() + _MARGIN)
+            return value
+        try:
+            return self.keys.fetch(self.prefix + name, self._left() + _MARGIN)
+        except TimeoutError:
+            raise absent(self.rank, self.size, [0], self.keys.where) from None
 
     # --- after the exchange ---
 

@@ -28,7 +28,7 @@ from pynccl.bootstrap._preflight import (
 )
 
 # Tags below the smallest upper bound that MPI allows.
-_ARRIVAL, _WORD, _FAILED = 28260, 28261, 28262
+_ARRIVAL, _WORD, _FAILED, _COLLECTED, _ANNOUNCED = 28260, 28261, 28262, 28263, 28264
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 _MARGIN = 0.5
 _WHERE = "its MPI communicator"
@@ -153,6 +153,38 @@ class MpiExchange:
         packed = bytearray(int.from_bytes(word, "big"))
         self._wait(self.comm.Ibcast(packed, root=0), "the broadcast of the id")
         return unpack_answer(bytes(packed))
+
+    # --- without an exchange ---
+
+    def collect(self, name: str, value: bytes) -> dict[int, bytes]:
+        """Send a value to rank 0, which returns those that came until the deadline; others return nothing."""
+        mark = name.encode() + b"\0"
+        if self.rank != 0:
+            self._send(mark + value, 0, _COLLECTED)
+            return {}
+        found, pause = {0: value}, _FIRST_PAUSE
+        while len(found) < self.size and time.monotonic() < self.deadline:
+            came = self._receive(_COLLECTED)
+            if came is None:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            elif came[1].startswith(mark):
+                found[came[0]] = came[1][len(mark) :]
+        return found
+
+    def announce(self, name: str, value: bytes) -> bytes:
+        """Return rank 0's value on every rank; raise BootstrapError if it does not come."""
+        if self.rank == 0:
+            for rank in range(1, self.size):
+                self._send(value, rank, _ANNOUNCED)
+            return value
+        pause = _FIRST_PAUSE
+        while (came := self._receive(_ANNOUNCED, 0)) is None:
+            if time.monotonic() >= self.deadline + _MARGIN:
+                raise absent(self.rank, self.size, [0], _WHERE)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return came[1]
 
     # --- messages ---
 

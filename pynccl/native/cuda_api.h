@@ -20,6 +20,8 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal); // since 11.0
 CUresult cuDeviceGetName(char* name, int len, CUdevice device); // since 11.0
 CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device); // since 11.0
 CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device); // since 11.4
+CUresult cuDeviceGetPCIBusId(char* id, int len, CUdevice device); // since 11.0
+CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer); // since 11.0
 CUresult cuDevicePrimaryCtxRetain(CUcontext* ctx, CUdevice device); // since 11.0
 
 CUresult cuCtxGetCurrent(CUcontext* ctx); // since 11.0

@@ -218,6 +218,20 @@ int cuDeviceGetUuid(unsigned char* uuid, int device) {
   return leave(OK);
 }
 
+int cuDeviceGetPCIBusId(char* id, int length, int device) {
+  ENTER("cuDeviceGetPCIBusId", "%d", device);
+  snprintf(id, (size_t)length, "0000:%02X:00.0", device + 1);
+  return leave(OK);
+}
+
+// FAKE_CUDA_PEERS=0: no device reaches another's memory.
+int cuDeviceCanAccessPeer(int* can, int device, int peer) {
+  ENTER("cuDeviceCanAccessPeer", "%d %d", device, peer);
+  const char* text = getenv("FAKE_CUDA_PEERS");
+  *can = device != peer && (!text || atoi(text));
+  return leave(OK);
+}
+
 int cuDevicePrimaryCtxRetain(uintptr_t* context, int device) {
   ENTER("cuDevicePrimaryCtxRetain", "%d", device);
   contexts[device].device = device;

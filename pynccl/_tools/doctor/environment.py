@@ -1,0 +1,216 @@
+"""The environment's variables: NCCL's and pynccl's, the files of settings, and the launcher's."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from pynccl._errors import BootstrapError
+from pynccl._tools.doctor import known
+from pynccl._tools.doctor.finding import Finding, error, ok, warning
+from pynccl._tools.doctor.libraries import loaded, opened
+from pynccl._tools.doctor.machine import Machine
+from pynccl.bootstrap import _environment
+
+_AS_NEAR = 0.8
+# Names that others read, or that an older release read, and the name of today.
+_RENAMED = {
+    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
+    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
+    "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
+    "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL",
+    "NCCL_LL_THRESHOLD": "NCCL_PROTO",
+    "NCCL_MAX_NRINGS": "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NRINGS": "NCCL_MIN_NCHANNELS",
+    "NCCL_TREE_THRESHOLD": "NCCL_ALGO",
+}
+# Variables that are set to find a fault and then forgotten: harmless values, and what the others do.
+_LEFT_OVER = {
+    "NCCL_P2P_DISABLE": (("0",), "devices of a machine do not reach each other's memory"),
+    "NCCL_SHM_DISABLE": (("0",), "processes of a machine talk over the network"),
+    "NCCL_IB_DISABLE": (("0",), "InfiniBand and RoCE are not used, only TCP"),
+    "NCCL_NVLS_ENABLE": (("1", "2"), "NVLink SHARP is not used"),
+    "NCCL_CHECK_POINTERS": (("0",), "every call checks its buffers, which takes time"),
+    "NCCL_ALGO": ((), "NCCL does not choose the algorithm by size"),
+    "NCCL_PROTO": ((), "NCCL does not choose the protocol by size"),
+    "PYNCCL_CPU_BLOCKING": (("0",), "every operation waits until it is done"),
+    "PYNCCL_CPU_DIRECT": (("1",), "the CPU library does not read other processes' memory"),
+    "PYNCCL_CPU_FAULT": ((), "the CPU library injects faults"),
+    "PYNCCL_TRACE_STACKS": (("0",), "every call notes its line, which takes time"),
+}
+_CHATTY = ("INFO", "TRACE", "ABORT")
+_SETTINGS = "nccl.conf"
+
+
+def check_names(machine: Machine) -> Iterator[Finding]:
+    """Look for NCCL_ and PYNCCL_ variables that nothing reads."""
+    names = sorted(name for name in machine.environ if name.startswith(("NCCL_", "PYNCCL_")))
+    strange = [name for name in names if not is_known(name)]
+    for name in strange:
+        yield _unknown("variables", name, f"unset {name}")
+    if not strange:
+        yield ok("variables", f"{len(names)} of NCCL and pynccl, all known")
+
+
+def is_known(name: str) -> bool:
+    """Tell whether NCCL, nccl-tests, a build or pynccl reads a variable."""
+    if name in _RENAMED:
+        return False
+    listed = name in known.NCCL | known.AROUND | known.PYNCCL or name.startswith("NCCL_TESTS_")
+    return listed or _is_in_library(name)
+
+
+def _is_in_library(name: str) -> bool:
+    """Tell whether the loaded library's file has the name: it may be newer than the list."""
+    library = loaded()
+    if isinstance(library, Exception):
+        return False
+    with opened(library.path) as content:
+        return content.find(name.encode() + b"\0") >= 0
+
+
+def _unknown(check: str, name: str, otherwise: str) -> Finding:
+    near = _RENAMED.get(name) or nearest(name)
+    return warning(
+        check,
+        f"{name} is a name that no NCCL from 2.16 to 2.30 reads"
+        if name.startswith("NCCL_")
+        else f"{name} is a name that pynccl does not read",
+        "The setting has no effect.",
+        f"{otherwise}, or set {near}" if near else otherwise,
+    )
+
+
+def nearest(name: str) -> str | None:
+    """Return the known name that is most like a name, or None."""
+    names = known.PYNCCL if name.startswith("PYNCCL_") else known.NCCL
+    return next(iter(difflib.get_close_matches(name, sorted(names), 1, _AS_NEAR)), None)
+
+
+def check_left_over(machine: Machine) -> Iterator[Finding]:
+    """Look for variables that were set to find a fault and slow programs down."""
+    for name, (harmless, effect) in _LEFT_OVER.items():
+        value = machine.environ.get(name, "")
+        if value and value not in harmless:
+            yield warning("left-over", f"{name}={value}", f"With it {effect}.", f"unset {name}")
+    if machine.environ.get("NCCL_DEBUG", "").upper() in _CHATTY:
+        value = machine.environ["NCCL_DEBUG"]
+        yield warning(
+            "left-over",
+            f"NCCL_DEBUG={value}",
+            "Every rank prints many lines.",
+            "NCCL_DEBUG=WARN prints errors only; or name a file by NCCL_DEBUG_FILE=/tmp/nccl.%h.%p",
+        )
+
+
+def check_files(machine: Machine) -> Iterator[Finding]:
+    """List the files of settings that are in effect, and the names in them that nothing reads."""
+    own = machine.environ.get("NCCL_CONF_FILE")
+    home = machine.environ.get("HOME", "")
+    users = os.path.expanduser(own) if own else os.path.join(home, f".{_SETTINGS}")
+    paths = [Path(users), machine.path("etc", _SETTINGS)]
+    if own and not paths[0].is_file():
+        yield error(
+            _SETTINGS,
+            f"NCCL_CONF_FILE names {own}, which is not a file",
+            "None of its settings has an effect, and ~/.nccl.conf is not read.",
+            "unset NCCL_CONF_FILE, or correct the path.",
+        )
+    for path in paths:
+        with suppress(OSError):
+            yield from _settings(machine, path, path.read_text(errors="replace"))
+
+
+def _settings(machine: Machine, path: Path, text: str) -> Iterator[Finding]:
+    lines = [line.strip() for line in text.splitlines()]
+    pairs = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    covered = sorted(name for name in pairs if name in machine.environ)
+    shown = ", ".join(f"{name}={'(set)' if 'SECRET' in name else value}" for name, value in pairs.items())
+    yield ok(
+        _SETTINGS,
+        f"{path} sets {shown or 'nothing'}"
+        + (f"; the environment covers {', '.join(covered)}" if covered else ""),
+    )
+    for name in pairs:
+        if not is_known(name):
+            yield _unknown(_SETTINGS, name, f"remove it from {path}")
+
+
+def check_launcher(machine: Machine) -> Iterator[Finding]:
+    """Look for contradictions between the variables of the launcher."""
+    environ = machine.environ
+    faults = list(_contradictions(machine))
+    for text, fix in faults:
+        yield error("launcher", text, "pynccl.init fails, or waits for ranks that do not exist.", fix)
+    if faults:
+        return
+    launcher = _environment.detect(environ)
+    if launcher is _environment.NOBODY:
+        yield ok("launcher", "none: a program of one rank")
+        return
+    yield ok("launcher", str(launcher))
+    for other in _others(machine):
+        yield warning(
+            "launcher",
+            other,
+            "A library that reads the other variables takes part as another rank.",
+            "Start each rank by one launcher only, or unset the variables of the outer one.",
+        )
+
+
+_START = "Start the ranks by pynccl run, torchrun, srun or mpirun, which set all of them."
+
+
+def _contradictions(machine: Machine) -> Iterator[tuple[str, str]]:
+    environ = machine.environ
+    try:
+        launcher = _environment.detect(environ)
+        at = _environment.master(environ, launcher)
+    except BootstrapError as failure:
+        yield str(failure), _START
+        return
+    names = launcher.names
+    if launcher is _environment.NOBODY:
+        if environ.get("WORLD_SIZE", "1") != "1":
+            yield f"WORLD_SIZE is {environ['WORLD_SIZE']}, and RANK is not set", _START
+        return
+    if launcher.size is None:
+        yield f"{names.rank} is {launcher.rank}, and {names.size} is not set", _START
+    elif launcher.rank is not None and launcher.rank >= launcher.size:
+        yield f"{names.rank} is {launcher.rank} and {names.size} {launcher.size}: ranks count from 0", _START
+    local = machine.number("LOCAL_WORLD_SIZE")
+    if local is not None and launcher.size is not None and local > launcher.size:
+        yield f"LOCAL_WORLD_SIZE is {local}, more than {names.size} {launcher.size}", _START
+    if local is not None and launcher.local_rank is not None and launcher.local_rank >= local:
+        yield f"{names.local_rank} is {launcher.local_rank} and LOCAL_WORLD_SIZE {local}", _START
+    spread = local is not None and (launcher.size or 1) > local and "PYNCCL_STORE" not in environ
+    if spread and at is not None and at[0] in ("localhost", "127.0.0.1", "::1"):
+        yield (
+            f"MASTER_ADDR is {at[0]}, and only {local} of {launcher.size} ranks are on this machine",
+            "Set MASTER_ADDR to the name of rank 0's machine.",
+        )
+    if names.mpi and (launcher.size or 1) > 1 and at is None and importlib.util.find_spec("mpi4py") is None:
+        yield (
+            f"{launcher} started the ranks, and mpi4py is not installed",
+            "pip install mpi4py, or set MASTER_ADDR and MASTER_PORT.",
+        )
+
+
+def _others(machine: Machine) -> Iterator[str]:
+    """Yield texts about launchers whose variables name another rank or size than the chosen one's."""
+    chosen = _environment.detect(machine.environ)
+    for rank, size in (("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        said = machine.number(rank), machine.number(size)
+        if chosen.names.rank != rank and None not in said and said != (chosen.rank, chosen.size):
+            yield (
+                f"{chosen.names.rank}={chosen.rank} of {chosen.size}, but "
+                f"{rank}={said[0]} of {size}={said[1]}"
+            )
+
+
+CHECKS = (check_names, check_left_over, check_files, check_launcher)

@@ -1,0 +1,138 @@
+"""A first all_reduce, with its time for each transport of the CPU library."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+import pynccl
+from pynccl import testing
+from pynccl._errors import NcclError
+from pynccl._library import cuda
+from pynccl._tools.bench.ranks import Memory
+from pynccl._tools.doctor.finding import Finding, error, ok, warning
+from pynccl._tools.doctor.libraries import loaded
+
+_ELEMENTS, _CALLS = 1 << 18, 5
+# The transports by the names in the CPU library's log, and the variables with which it uses them.
+_CPU: dict[str, dict[str, str]] = {
+    "direct reads": {},
+    "shared memory": {"PYNCCL_CPU_DIRECT": "0"},
+    "tcp": {"NCCL_HOSTID": "pynccl doctor, rank {rank}"},
+}
+_LOGGED = re.compile(r"\d+ hosts, (direct reads|shared memory|tcp)$", re.M)
+
+# Each measurement: what was asked for, what was used, and microseconds; "" is the library's own choice.
+Times = list[tuple[str, str, float]]
+
+
+def measure(rank: int, nranks: int, seconds: float) -> Times:
+    """Return the times of all_reduce with every rank of the job, measured within some seconds."""
+    deadline = time.monotonic() + seconds
+    library = loaded()
+    if isinstance(library, NcclError):
+        raise library
+    if library.backend != "cpu":
+        return [("", "NCCL's choice", _time(seconds))]
+    found = []
+    for asked, variables in _CPU.items():
+        with _variables({name: value.format(rank=rank) for name, value in variables.items()}):
+            spent = _time(max(1.0, deadline - time.monotonic()))
+        found.append((asked, _used(), spent))
+    return found
+
+
+@contextmanager
+def logged() -> Iterator[None]:
+    """Have the library log into a folder of its own; it reads these variables when it is loaded."""
+    with (
+        tempfile.TemporaryDirectory(prefix="pynccl-doctor-") as folder,
+        _variables({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/%p"}),
+    ):
+        yield
+
+
+def _used() -> str:
+    """Return the transport of the newest communicator, of which the CPU library's log tells."""
+    log = Path(os.environ["NCCL_DEBUG_FILE"].replace("%p", str(os.getpid())))
+    return str(_LOGGED.findall(log.read_text())[-1])
+
+
+@contextmanager
+def _variables(given: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _time(timeout: float) -> float:
+    """Return the microseconds of one all_reduce; raise if a sum is wrong."""
+    with pynccl.init(timeout=timeout) as comm:
+        memory = Memory(4 * _ELEMENTS)
+        memory.write(np.ones(_ELEMENTS, np.float32), 0)
+        buffer, stream = memory.buffer("float32", _ELEMENTS), pynccl.Stream()
+        comm.all_reduce(buffer, stream=stream)
+        comm.synchronize(stream)
+        if not (memory.read(np.dtype(np.float32), _ELEMENTS, 0) == comm.size).all():
+            raise NcclError(f"all_reduce: wrong sums of {comm.size} ranks", function="ncclAllReduce")
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            comm.all_reduce(buffer, stream=stream)
+        comm.synchronize(stream)
+        spent = time.perf_counter() - begin
+        stream.destroy()
+    return spent / _CALLS * 1e6
+
+
+def alone(timeout: float) -> Finding:
+    """Measure with two ranks of this machine; on a machine with one GPU, with one."""
+    library = loaded()
+    on_gpus = not isinstance(library, NcclError) and library.backend == "nccl" and cuda.available()
+    nranks = min(2, cuda.device_count()) if on_gpus else 2
+    try:
+        times = testing.run(
+            nranks, measure, 0.8 * timeout, backend="auto" if on_gpus else "cpu", timeout=timeout
+        )
+    except testing.RankError as failure:
+        return failed(str(failure))
+    return finding(nranks, times[0])
+
+
+def failed(text: str) -> Finding:
+    """Return the finding of an all_reduce that failed."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return error(
+        "all_reduce",
+        lines[-1].strip() if lines else "failed",
+        "A program's first collective would fail so, too.",
+        "Start with the errors above; NCCL_DEBUG=INFO prints what the library does.",
+    )
+
+
+def finding(nranks: int, times: Times) -> Finding:
+    """Return the finding of times; a transport that was not the one asked for is named."""
+    own = [(used, spent) for asked, used, spent in times if asked in ("", used)]
+    size = f"{4 * _ELEMENTS >> 20} MiB on {nranks} rank{'s' if nranks > 1 else ''}"
+    text = f"{size}: " + ", ".join(f"{used} {spent:.0f} us" for used, spent in own)
+    if ("direct reads", "shared memory") not in [(asked, used) for asked, used, _ in times]:
+        return ok("all_reduce", text)
+    return warning(
+        "all_reduce",
+        f"{text}; shared memory in place of direct reads",
+        "The kernel refuses direct reads of other processes' memory (Yama, seccomp, another user).",
+        "See the findings Yama and seccomp.",
+    )

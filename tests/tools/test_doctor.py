@@ -1,0 +1,634 @@
+"""`pynccl doctor`: each test brings a fault about and reads what is said of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fake_nccl
+from conftest import ROOT, clean_environment
+from hosts import Hosts, needs_root
+from launchers import LAUNCHERS
+from meeting import free_port
+from pynccl._tools.doctor import devices, known, network
+from pynccl._tools.doctor import environment as variables_of
+from pynccl._tools.doctor.command import Check
+from pynccl._tools.doctor.machine import Machine
+
+pytestmark = pytest.mark.timeout(50)
+
+COMMAND = [sys.executable, "-m", "pynccl", "doctor", "--json"]
+Finding = dict[str, Any]
+
+
+def environment(**more: str) -> dict[str, str]:
+    outside = (*LAUNCHERS, "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "container")
+    kept = {name: value for name, value in clean_environment().items() if not name.startswith(outside)}
+    return kept | {"PYNCCL_LIBRARY": "cpu", "HOME": "/nonexistent"} | more
+
+
+def start(
+    *args: str | Path,
+    prefix: Sequence[str] = (),
+    preexec: Callable[[], None] | None = None,
+    **env: str,
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*prefix, *COMMAND, *map(str, args)],
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=preexec,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        out, err = process.communicate(timeout=40)
+    finally:
+        process.kill()
+        process.wait()
+    assert not err, out + err
+    return process.returncode, out
+
+
+def doctor(*args: str | Path, **options: Any) -> list[Finding]:
+    """Return the findings of a run whose exit code fits them."""
+    code, out = ended(start(*args, **options))
+    said = json.loads(out)
+    levels = [finding["level"] for finding in said["findings"]]
+    assert said["worst"] == ("error" if "error" in levels else "warning" if "warning" in levels else "ok")
+    assert code == (2 if "error" in levels else 0)
+    assert all(bool(one["why"] and one["fix"]) == (one["level"] != "ok") for one in said["findings"])
+    return list(said["findings"])
+
+
+def those(findings: list[Finding], name: str, level: str | None = None) -> list[Finding]:
+    return [one for one in findings if one["name"] == name and level in (None, one["level"])]
+
+
+def only(findings: list[Finding], name: str, level: str) -> Finding:
+    (found,) = those(findings, name)
+    assert found["level"] == level, found
+    return found
+
+
+def found_by(check: Check, root: Path = Path("/"), **environ: str) -> list[Any]:
+    """Return the findings of one check, called here."""
+    return list(check(Machine(root, environ)))
+
+
+def said(check: Check, root: Path = Path("/"), **environ: str) -> Any:
+    """Return the only finding of one check, called here."""
+    (found,) = found_by(check, root, **environ)
+    return found
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+
+def plain(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pynccl", "doctor", *args]
+    return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=40)
+
+
+def test_text_and_exit_codes() -> None:
+    done = plain("--only", "environment", "--strict", NCCL_DEBUGG="INFO")
+    assert done.returncode == 1
+    name, why, fix, *_ = done.stdout.splitlines()
+    assert name.startswith("warning  variables  NCCL_DEBUGG is a name that no NCCL from 2.16 ")
+    assert why.split() == ["why:", "The", "setting", "has", "no", "effect."]
+    assert fix.strip() == "to do: unset NCCL_DEBUGG, or set NCCL_DEBUG"
+    assert done.stdout.endswith("errors: 0, warnings: 1, ok: 1\n")
+    assert plain("--only", "environment", "--strict", RANK="x").returncode == 2
+    assert plain("--only", "libraries", "--strict").returncode == 0
+
+
+# --- libraries ----------------------------------------------------------------------------------------------
+
+
+def banner_file(path: Path, version: str, cuda: str) -> Path:
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\0" * 5000 + f"NCCL version {version}+cuda{cuda}".encode() + b"\0")
+    return path
+
+
+def test_no_library(tmp_path: Path) -> None:
+    gone = tmp_path / "libnccl.so"
+    found = doctor("--only", "libraries", PYNCCL_LIBRARY=str(gone))
+    assert f"names {gone}, which does not exist" in only(found, "library", "error")["text"]
+    assert only(doctor("--only", "libraries"), "library", "ok")["text"].startswith("the CPU library 2.32.3, ")
+
+
+def test_several_libraries(tmp_path: Path) -> None:
+    wheel = banner_file(tmp_path / "site" / "nvidia" / "nccl" / "lib" / "libnccl.so.2", "2.28.9", "12.9")
+    conda = banner_file(tmp_path / "conda" / "lib" / "libnccl.so.2", "2.19.3", "12.3")
+    both = {"PYTHONPATH": str(tmp_path / "site"), "CONDA_PREFIX": str(tmp_path / "conda")}
+    text = only(doctor("--only", "libraries", **both), "copies", "warning")["text"]
+    assert f"{wheel} (2.28.9 with CUDA 12.9)" in text
+    assert f"{conda} (2.19.3 with CUDA 12.3)" in text
+    conda.write_bytes(wheel.read_bytes())
+    only(doctor("--only", "libraries", **both), "copies", "ok")
+
+
+def test_a_library_of_a_newer_cuda(
+    fake_gpus: dict[str, str], compile_library: Callable[..., str], tmp_path: Path
+) -> None:
+    gpus = {"LD_LIBRARY_PATH": fake_gpus["LD_LIBRARY_PATH"]}
+    for cuda, level in (("13.4", "ok"), ("14.0", "error")):
+        banner = f'const char banner[] = "NCCL version 2.28.9+cuda{cuda}";\n'
+        library = compile_library(fake_nccl.source(22809) + banner, "libnccl.so.2")
+        found = doctor("--only", "libraries", PYNCCL_LIBRARY=library, **gpus)
+        assert f"CUDA {cuda}" in only(found, "library's CUDA", level)["text"]
+
+
+def test_the_other_package(tmp_path: Path) -> None:
+    (tmp_path / "pynccl-0.1.2.dist-info").mkdir()
+    (tmp_path / "pynccl-0.1.2.dist-info" / "METADATA").write_text("Name: pynccl\nVersion: 0.1.2\n")
+    found = doctor("--only", "libraries", PYTHONPATH=str(tmp_path))
+    assert only(found, "package", "error")["text"].endswith("too, 0.1.2")
+
+
+# --- devices ------------------------------------------------------------------------------------------------
+
+
+def pci(root: Path, device: str, *above: str, **files: str | bytes) -> Path:
+    """Make a PCI device below others, as the kernel shows it."""
+    real = root.joinpath("sys/devices/pci0000:00", *above, device)
+    real.mkdir(parents=True)
+    for name, content in files.items():
+        (real / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    link = root / "sys/bus/pci/devices" / device
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(real)
+    return real
+
+
+GPU = {"vendor": "0x10de\n", "class": "0x030200\n"}
+
+
+def acs(control: int) -> bytes:
+    """Return a configuration space whose second extended capability is ACS."""
+    space = bytearray(4096)
+    struct.pack_into("<I", space, 0x100, 0x140 << 20 | 1 << 16 | 0x01)
+    struct.pack_into("<IHH", space, 0x140, 1 << 16 | 0x0D, 0, control)
+    return bytes(space)
+
+
+def test_gpus_without_a_driver(tmp_path: Path) -> None:
+    pci(tmp_path, "0000:01:00.0", **GPU)
+    pci(tmp_path, "0000:02:00.0", **(GPU | {"class": "0x0c0330\n"}))
+    text = only(doctor("--only", "devices", "--root", tmp_path), "driver", "error")["text"]
+    assert text.startswith("the machine has 1 NVIDIA GPUs, and no driver can be used: ")
+
+
+def test_devices_of_a_driver(fake_gpus: dict[str, str]) -> None:
+    found = doctor("--only", "devices", **fake_gpus)
+    assert only(found, "driver", "ok")["text"] == "supports CUDA 13.1; devices: 0 Fake 0, 1 Fake 1"
+    only(found, "peer access", "ok")
+    cut = doctor("--only", "devices", FAKE_CUDA_PEERS="0", **fake_gpus)
+    assert only(cut, "peer access", "warning")["text"].endswith(": 0 to 1, 1 to 0")
+
+
+@pytest.mark.parametrize("value", ["", "0,0", "0,-1", "gpu0", "0,"])
+def test_visible_devices_that_hide_others(value: str) -> None:
+    found = said(devices.check_visible_devices, CUDA_VISIBLE_DEVICES=value)
+    assert found.level == "error"
+    assert f"{value.split(',')[-1]!r} is empty, repeated, or names no device" in found.text
+
+
+def test_more_ranks_and_names_than_devices(fake_gpus: dict[str, str]) -> None:
+    found = doctor("--only", "devices", LOCAL_WORLD_SIZE="3", CUDA_VISIBLE_DEVICES="0,GPU-1,5", **fake_gpus)
+    assert "lists 3 devices, and the driver shows 2" in only(found, "visible devices", "error")["text"]
+    assert only(found, "ranks and devices", "error")["text"].startswith("3 ranks on this machine, ")
+    found = doctor("--only", "devices", LOCAL_WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="0,1", **fake_gpus)
+    only(found, "visible devices", "ok")
+    only(found, "ranks and devices", "ok")
+
+
+def test_paths_and_bridges(tmp_path: Path) -> None:
+    bridge = pci(tmp_path, "0000:00:01.0", config=acs(0x1D))
+    for gpu in ("0000:01:00.0", "0000:02:00.0"):
+        pci(tmp_path, gpu, "0000:00:01.0", numa_node="0\n", **GPU)
+    pci(tmp_path, "0000:81:00.0", "0000:80:01.0", numa_node="1\n", **GPU)
+    found = doctor("--only", "devices", "--root", tmp_path)
+    assert only(found, "PCI paths", "ok")["text"] == (
+        "below one bridge: 0000:01:00.0 and 0000:02:00.0; at two processors: 0000:01:00.0 and 0000:81:00.0, "
+        "0000:02:00.0 and 0000:81:00.0"
+    )
+    text = only(found, "ACS", "warning")["text"]
+    assert text == "PCI bridges with ACS redirection: 0000:00:01.0"
+    (bridge / "config").write_bytes(acs(0x01))
+    assert said(devices.check_acs, tmp_path).level == "ok"
+
+
+def test_a_process_far_from_its_device(tmp_path: Path, fake_gpus: dict[str, str]) -> None:
+    pci(tmp_path, "0000:01:00.0", numa_node="0\n", **GPU)
+    pci(tmp_path, "0000:02:00.0", numa_node="1\n", **GPU)
+    for node, cpus in (("node0", "5000-5003,5008"), ("node1", "0-4095")):
+        (tmp_path / "sys/devices/system/node" / node).mkdir(parents=True)
+        (tmp_path / "sys/devices/system/node" / node / "cpulist").write_text(cpus)
+    far = doctor("--only", "devices", "--root", tmp_path, LOCAL_RANK="0", **fake_gpus)
+    assert "device 0 is at NUMA node 0 (processors 5000-" in only(far, "NUMA", "warning")["text"]
+    near = doctor("--only", "devices", "--root", tmp_path, LOCAL_RANK="1", **fake_gpus)
+    assert "NUMA node 1, next to device 1" in only(near, "NUMA", "ok")["text"]
+
+
+# --- network ------------------------------------------------------------------------------------------------
+
+
+def test_no_interface_of_this_name() -> None:
+    found = doctor("--only", "network", NCCL_SOCKET_IFNAME="nope0")
+    assert "'nope0' matches no interface that is up; there are: " in only(found, "interface", "error")["text"]
+
+
+# What stands before the command, in a network namespace of its own; the shell's "$@" is the command.
+ALONE = 'ip link set lo up; {} exec "$@"'
+
+
+def within(script: str) -> list[str]:
+    return ["unshare", "--net", "--mount", "sh", "-ec", ALONE.format(script), "sh"]
+
+
+def with_interfaces(*names: str) -> list[str]:
+    """Return a script that makes interfaces, each the end of a virtual cable."""
+    steps = [
+        f"ip link add {name} type veth peer name veth{i}; ip addr add 10.77.{i}.1/24 dev {name}; "
+        f"ip link set {name} up; ip link set veth{i} up; "
+        for i, name in enumerate(names)
+    ]
+    return within("".join(steps))
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("names", "level", "chosen"),
+    [("", "warning", "lo"), ("docker0", "warning", "docker0"), ("docker0 eth0", "ok", "eth0")],
+)
+def test_the_interface_that_is_chosen(names: str, level: str, chosen: str) -> None:
+    found = doctor("--only", "network", prefix=with_interfaces(*names.split()))
+    assert only(found, "interface", level)["text"].startswith(f"{chosen} ")
+
+
+@needs_root
+def test_a_name_that_is_a_prefix() -> None:
+    prefix = with_interfaces("net1", "net10")
+    found = doctor("--only", "network", prefix=prefix, NCCL_SOCKET_IFNAME="net1")
+    (warned,) = those(found, "interface", "warning")
+    assert warned["text"] == "NCCL_SOCKET_IFNAME='net1' selects net10, too"
+    assert warned["fix"] == "NCCL_SOCKET_IFNAME==net1"
+    exact = doctor("--only", "network", prefix=prefix, NCCL_SOCKET_IFNAME="=net10")
+    assert only(exact, "interface", "ok")["text"].startswith("net10 10.77.1.1 ")
+
+
+def test_names() -> None:
+    found = doctor("--only", "network", MASTER_ADDR="no.such.host.invalid")
+    (master,) = those(found, "names", "error")
+    assert "'no.such.host.invalid', which cannot be resolved" in master["text"]
+
+
+@needs_root
+def test_the_name_of_this_machine() -> None:
+    prefix = ["unshare", "--uts", "sh", "-ec", 'hostname strange-name.invalid; exec "$@"', "sh"]
+    (own,) = those(doctor("--only", "network", prefix=prefix), "names")
+    assert own["level"] == "warning"
+    assert "'strange-name.invalid' cannot be resolved" in own["text"]
+
+
+def card(root: Path, state: str) -> None:
+    port = root / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text(f"{state}\n")
+    (root / "dev/infiniband").mkdir(parents=True)
+    (root / "dev/infiniband/uverbs0").touch()
+
+
+def test_rdma(tmp_path: Path) -> None:
+    found = doctor("--only", "network", NCCL_IB_HCA="mlx5")
+    assert "this machine has no RDMA device" in only(found, "RDMA", "error")["text"]
+    card(tmp_path, "4: ACTIVE")
+    assert said(network.check_rdma, tmp_path, NCCL_IB_HCA="=mlx5_0:1").text == "mlx5_0:1 4: ACTIVE"
+    for spec in ("mlx5_1", "^mlx5", "mlx5_0:2", "=mlx5"):
+        assert "matches no active port" in said(network.check_rdma, tmp_path, NCCL_IB_HCA=spec).text
+    (tmp_path / "dev/infiniband/uverbs0").unlink()
+    found = said(network.check_rdma, tmp_path)
+    assert found.level == "error" and "has no uverbs device" in found.text
+
+
+def test_a_port_that_is_down_and_gpus(tmp_path: Path) -> None:
+    card(tmp_path, "1: DOWN")
+    pci(tmp_path, "0000:01:00.0", **GPU)
+    found = doctor("--only", "network", "--root", tmp_path)
+    assert only(found, "RDMA", "warning")["text"] == "mlx5_0:1 1: DOWN"
+    only(found, "GPUDirect RDMA", "warning")
+    (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
+    assert said(network.check_peer_memory, tmp_path).level == "ok"
+
+
+# --- limits -------------------------------------------------------------------------------------------------
+
+
+@needs_root
+def test_a_small_shm() -> None:
+    mount = 'mount -t tmpfs -o size=8m tmpfs /dev/shm; exec "$@"'
+    found = doctor("--only", "limits", prefix=["unshare", "--mount", "sh", "-ec", mount, "sh"])
+    assert only(found, "/dev/shm", "warning")["text"] == "8 MiB free of 8"
+
+
+def test_no_shm_and_little_locked_memory(tmp_path: Path) -> None:
+    card(tmp_path, "4: ACTIVE")
+    found = doctor(
+        "--only", "limits", "--root", tmp_path,
+        preexec=lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536)),
+    )  # fmt: skip
+    only(found, "/dev/shm", "error")
+    assert only(found, "memlock", "error")["text"] == "64 KiB of locked memory, and RDMA devices: mlx5_0"
+
+
+def test_few_descriptors() -> None:
+    found = doctor("--only", "limits", preexec=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 400)))
+    text = only(found, "descriptors", "warning")["text"]
+    assert text == "at most 200 open files; expected 1024 or more"
+
+
+def test_yama_and_containers(tmp_path: Path) -> None:
+    (tmp_path / "proc/sys/kernel/yama").mkdir(parents=True)
+    (tmp_path / "proc/sys/kernel/yama/ptrace_scope").write_text("1\n")
+    (tmp_path / "proc/1").mkdir()
+    (tmp_path / "proc/1/cgroup").write_text("0::/kubepods/pod1\n")
+    found = doctor("--only", "limits", "--root", tmp_path, container="podman")
+    assert only(found, "Yama", "warning")["text"] == "ptrace_scope is 1"
+    assert "signs: container=podman, kubepods;" in only(found, "container", "ok")["text"]
+    (tmp_path / "proc/sys/kernel/yama/ptrace_scope").write_text("0\n")
+    (tmp_path / "proc/1/cgroup").write_text("0::/\n")
+    found = doctor("--only", "limits", "--root", tmp_path)
+    only(found, "Yama", "ok")
+    assert only(found, "container", "ok")["text"] == "no sign of one"
+
+
+# Refuses process_vm_readv with EPERM in this process and those that it becomes.
+FILTER = """
+import ctypes, os, platform, struct, sys
+number = {"x86_64": 310, "aarch64": 270}[platform.machine()]
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *step) for step in steps))
+program = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(steps), ctypes.addressof(code)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_filter_of_system_calls() -> None:
+    prefix = [sys.executable, "-c", FILTER]
+    found = doctor("--only", "limits", "--only", "all_reduce", prefix=prefix)
+    assert "process_vm_readv is refused: Operation not permitted" in only(found, "seccomp", "warning")["text"]
+    assert "shared memory in place of direct reads" in only(found, "all_reduce", "warning")["text"]
+    only(doctor("--only", "limits"), "seccomp", "ok")
+
+
+def test_more_ranks_than_processors() -> None:
+    found = doctor("--only", "limits", LOCAL_WORLD_SIZE="4", preexec=lambda: os.sched_setaffinity(0, {cpu()}))
+    text = only(found, "processors", "warning")["text"]
+    assert text == "4 ranks on this machine, and 1 processors for this one"
+
+
+def cpu() -> int:
+    return min(os.sched_getaffinity(0))
+
+
+# --- the environment ----------------------------------------------------------------------------------------
+
+
+def test_variables() -> None:
+    found = doctor(
+        "--only", "environment",
+        NCCL_SOCKET_IFNAMES="eth0", NCCL_XYZZY="1", NCCL_BLOCKING_WAIT="1", PYNCCL_TIMEOUTS="3",
+        NCCL_TESTS_DEVICE="0", NCCL_VERSION="2.28.9", NCCL_NET_GDR_LEVEL="PHB",
+        NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="0", NCCL_DEBUG="info",
+    )  # fmt: skip
+    assert {one["text"].split()[0]: one["fix"] for one in those(found, "variables")} == {
+        "NCCL_BLOCKING_WAIT": "unset NCCL_BLOCKING_WAIT, or set TORCH_NCCL_BLOCKING_WAIT",
+        "NCCL_SOCKET_IFNAMES": "unset NCCL_SOCKET_IFNAMES, or set NCCL_SOCKET_IFNAME",
+        "NCCL_XYZZY": "unset NCCL_XYZZY",
+        "PYNCCL_TIMEOUTS": "unset PYNCCL_TIMEOUTS, or set PYNCCL_TIMEOUT",
+    }
+    assert [one["text"] for one in those(found, "left-over", "warning")] == [
+        "NCCL_P2P_DISABLE=1",
+        "NCCL_DEBUG=info",
+    ]
+
+
+def test_a_variable_that_only_the_library_knows(compile_library: Callable[..., str]) -> None:
+    source = fake_nccl.source(23300) + 'const char tomorrow[] = "NCCL_OF_TOMORROW";\n'
+    library = compile_library(source, "libnccl.so.2")
+    found = doctor("--only", "environment", PYNCCL_LIBRARY=library, NCCL_OF_TOMORROW="1")
+    assert only(found, "variables", "ok")["text"].endswith("all known")
+
+
+def test_the_list_of_our_variables_is_that_of_the_page() -> None:
+    text = (ROOT / "docs" / "variables.md").read_text()
+    page = set(re.findall(r"^\| `(PYNCCL_\w+)`", text, re.M)) | {"PYNCCL_SECRET_FILE"}
+    assert page == known.PYNCCL
+    documented = set(re.findall(r"^\| `(NCCL_\w+)`", text, re.M))
+    assert documented <= known.NCCL
+
+
+def test_files_of_settings(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nccl.conf").write_text("# of the administrator\nNCCL_DEBUG=WARN\nNCCL_IBHCA=mlx5\n")
+    (tmp_path / ".nccl.conf").write_text("NCCL_ALGO=Ring\n")
+    found = doctor("--only", "environment", "--root", tmp_path, HOME=str(tmp_path), NCCL_DEBUG="WARN")
+    texts = [one["text"] for one in those(found, "nccl.conf", "ok")]
+    assert texts == [
+        f"{tmp_path}/.nccl.conf sets NCCL_ALGO=Ring",
+        f"{tmp_path}/etc/nccl.conf sets NCCL_DEBUG=WARN, NCCL_IBHCA=mlx5; the environment covers NCCL_DEBUG",
+    ]
+    (strange,) = those(found, "nccl.conf", "warning")
+    assert strange["fix"] == f"remove it from {tmp_path}/etc/nccl.conf, or set NCCL_IB_HCA"
+
+
+def test_a_file_of_settings_that_is_not_there(tmp_path: Path) -> None:
+    found = said(variables_of.check_files, tmp_path, NCCL_CONF_FILE=str(tmp_path / "gone"))
+    assert f"{tmp_path}/gone, which is not a file" in found.text
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ("RANK=two WORLD_SIZE=4", "RANK is 'two'; expected a number"),
+        ("RANK=4 WORLD_SIZE=4", "RANK is 4 and WORLD_SIZE 4"),
+        ("RANK=0", "RANK is 0, and WORLD_SIZE is not set"),
+        ("WORLD_SIZE=4", "WORLD_SIZE is 4, and RANK is not set"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=4", "LOCAL_WORLD_SIZE is 4, more than WORLD_SIZE 2"),
+        ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=1", "LOCAL_RANK is 1 and LOCAL_WORLD_SIZE 1"),
+        (
+            "RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1234",
+            "MASTER_ADDR is localhost, and only 2 of 4 ranks are on this machine",
+        ),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=70000", "MASTER_PORT is 70000"),
+    ],
+)
+def test_launchers_that_contradict_themselves(variables: str, text: str) -> None:
+    environ = dict(pair.split("=") for pair in variables.split())
+    found = said(variables_of.check_launcher, **environ)
+    assert found.level == "error"
+    assert text in found.text
+
+
+def test_two_launchers() -> None:
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    one, other = found_by(variables_of.check_launcher, RANK="1", WORLD_SIZE="2", **slurm)
+    assert (one.level, other.level) == ("ok", "warning")
+    assert other.text == "RANK=1 of 2, but SLURM_PROCID=0 of SLURM_NTASKS=1"
+    assert "Slurm's variables" in said(variables_of.check_launcher, SLURM_PROCID="1", SLURM_NTASKS="2").text
+
+
+# --- all_reduce ---------------------------------------------------------------------------------------------
+
+
+def test_all_reduce_over_each_transport() -> None:
+    text = only(doctor("--only", "all_reduce"), "all_reduce", "ok")["text"]
+    assert re.fullmatch(r"1 MiB on 2 ranks: direct reads \d+ us, shared memory \d+ us, tcp \d+ us", text)
+
+
+def test_an_all_reduce_that_fails() -> None:
+    fault = {"PYNCCL_CPU_FAULT": "rank=1,call=1,action=fail:3"}
+    only(doctor("--only", "all_reduce", "--timeout", "20", **fault), "all_reduce", "error")
+
+
+# --- jobs ---------------------------------------------------------------------------------------------------
+
+
+def job(
+    *args: str,
+    each: Sequence[dict[str, str]],
+    size: int = 0,
+    places: Sequence[Sequence[str]] = (),
+    host: str = "127.0.0.1",
+) -> list[tuple[int, str]]:
+    """Run one rank with each of these environments, and return their exit codes and output."""
+    at = {"MASTER_ADDR": host, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size or len(each))}
+    ranks = [
+        start(*args, prefix=places[i] if places else (), **({"RANK": str(i)} | at | env))
+        for i, env in enumerate(each)
+    ]
+    return [ended(rank) for rank in ranks]
+
+
+def findings(done: tuple[int, str]) -> list[Finding]:
+    return list(json.loads(done[1])["findings"])
+
+
+@pytest.mark.parametrize("launcher", ["pynccl run", "mpirun"])
+def test_a_job_of_a_launcher(launcher: str) -> None:
+    starts = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--no-tag"]
+    if launcher == "mpirun":
+        mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        assert mpirun is not None
+        starts = [mpirun, "-n", "2", sys.executable]
+    command = [*starts, "-m", "pynccl", "doctor"]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env = environment(NCCL_DEBUGG="1", **root)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=40)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("errors: 0, warnings: ") == 1
+    assert re.search(r"^warning  variables +NCCL_DEBUGG .* \(ranks 0, 1\)$", done.stdout, re.M), done.stdout
+    assert re.search(r"^ok       ranks +all 2 came, on 1 machine$", done.stdout, re.M)
+    assert re.search(r"^ok       all_reduce +1 MiB on 2 ranks: direct reads \d+ us, ", done.stdout, re.M)
+
+
+def test_ranks_that_differ(compile_library: Callable[..., str]) -> None:
+    library = compile_library(fake_nccl.source(21903), "libnccl.so.2")
+    other = {"PYNCCL_LIBRARY": library, "NCCL_ALGO": "Tree", "NCCL_HOSTID": "b"}
+    first, second = job("--only", "job", each=[{"NCCL_ALGO": "Ring"}, other])
+    assert second == (0, "")
+    assert first[0] == 2
+    (different,) = those(findings(first), "versions", "error")
+    assert different["text"] == "library differs: the CPU library 2.32.3 on rank 0, NCCL 2.19.3 on rank 1"
+    (warned,) = those(findings(first), "variables of ranks")
+    assert warned["text"] == "NCCL_ALGO differs: Ring on rank 0, Tree on rank 1"
+
+
+def test_ranks_that_do_not_come() -> None:
+    begin = time.monotonic()
+    first, second = job("--only", "job", "--timeout", "4", each=[{}, {"RANK": "2"}], size=4)
+    assert time.monotonic() - begin < 15
+    assert second == (0, "")
+    absent = only(findings(first), "ranks", "error")
+    assert absent["text"] == "ranks 1, 3 of 4 did not come"
+
+
+def test_rank_0_does_not_come() -> None:
+    ((code, out),) = job("--only", "job", "--timeout", "2", each=[{"RANK": "1"}], size=2)
+    assert code == 2
+    assert "rank 1 of 2 did not meet rank 0" in json.loads(out)["findings"][0]["text"]
+
+
+SHIFTED_CLOCK = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec* now) {
+  long result = syscall(SYS_clock_gettime, clock, now);
+  if (clock == CLOCK_REALTIME) now->tv_sec += 100;
+  return (int)result;
+}
+"""
+
+
+@needs_root
+def test_two_machines(hosts: Hosts, compile_library: Callable[..., str]) -> None:
+    places = [["ip", "netns", "exec", name] for name in hosts.names]
+    hosts.ip("-n", hosts.names[1], "link", "set", f"{link_of(hosts, 1)}", "mtu", "1400")
+    clock = {"LD_PRELOAD": compile_library(SHIFTED_CLOCK, "libclock.so")}
+    first, second = job(
+        "--only", "job", "--only", "all_reduce",
+        each=[{}, clock], places=places, host="10.199.0.1",
+    )  # fmt: skip
+    assert second == (0, "")
+    found = findings(first)
+    assert "all 2 came, on 2 machines" in only(found, "ranks", "ok")["text"]
+    assert only(found, "MTU", "warning")["text"] == "differs: 1500 on rank 0, 1400 on rank 1"
+    assert re.search(r"\(rank 1\) is (99\.9|100\.[01]) s ahead of", only(found, "clocks", "warning")["text"])
+    assert only(found, "connections", "ok")["text"] == "each of 2 machines reaches every other"
+    assert re.fullmatch(r"1 MiB on 2 ranks: tcp \d+ us", only(found, "all_reduce", "ok")["text"])
+
+
+def link_of(hosts: Hosts, index: int) -> str:
+    return f"pn{hosts.names[index].split('-')[1]}{'ab'[index]}"
+
+
+@needs_root
+def test_machines_that_do_not_reach_each_other(hosts: Hosts) -> None:
+    places = [["ip", "netns", "exec", name] for name in hosts.names]
+    # An interface of the second machine to which the first has no route.
+    name = hosts.names[1]
+    hosts.ip("-n", name, "link", "add", "apart0", "type", "veth", "peer", "name", "apart1")
+    hosts.ip("-n", name, "addr", "add", "10.78.0.1/24", "dev", "apart0")
+    for end in ("apart0", "apart1"):
+        hosts.ip("-n", name, "link", "set", end, "up")
+    first, _ = job(
+        "--only", "job", "--only", "all_reduce",
+        each=[{}, {"NCCL_SOCKET_IFNAME": "apart0"}], places=places, host="10.199.0.1",
+    )  # fmt: skip
+    found = findings(first)
+    cut = only(found, "connections", "error")
+    assert re.search(r"^rank 0 on \S+ cannot reach rank 1 on \S+ at 10\.78\.0\.1: .*unreachable", cut["text"])
+    assert not those(found, "all_reduce")
