@@ -7,11 +7,11 @@ the id was published. With keys in pynccl's own store, every rank also learns of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Protocol
 
-from pynccl._errors import BootstrapError, NcclError
+from pynccl._errors import BootstrapError, NcclError, NcclTimeoutError
 from pynccl.bootstrap._keys import Keys
 from pynccl.bootstrap._preflight import (
     Answer,
@@ -24,6 +24,7 @@ from pynccl.bootstrap._preflight import (
     failure_of,
     failure_of_rank_0,
     pack,
+    silence_of,
     unpack_answer,
     unpack_arrival,
     unpack_failure,
@@ -36,6 +37,8 @@ _MARGIN = 0.5
 _LINGER = 4.0
 # Seconds between two looks for a dead rank.
 _LOOK = 0.5
+# Seconds that a rank has to answer another whose time-out has passed.
+ANSWER = 1.0
 
 
 class Exchange(Protocol):
@@ -59,7 +62,10 @@ class Exchange(Protocol):
         """Return the failure that another rank has reported since the exchange, or None."""
 
     def fail(self, error: BaseException) -> Failure | None:
-        """Report a failure after the exchange; return the earlier failure of another rank, if any."""
+        """Report a failure after the exchange; return the failure to raise instead, if any.
+
+        That is the earlier failure of another rank, or, after a time-out, the ranks that do not respond.
+        """
 
     def done(self) -> None:
         """Remove the keys or messages after every rank has the answer."""
@@ -170,9 +176,12 @@ class Round:
         if not self.lingers or self.rank != 0:
             return
         deadline = time.monotonic() + min(seconds, self._left() + _MARGIN)
-        for other in set(range(1, self.size)) - set(failure.dead):
-            with suppress(TimeoutError, NcclError):
-                self.keys.fetch(self._key("left", other), max(0.0, deadline - time.monotonic()))
+        for other in range(1, self.size):
+            if (left := deadline - time.monotonic()) <= 0:
+                break
+            if other not in failure.dead:
+                with suppress(TimeoutError, NcclError):
+                    self.keys.fetch(self._key("left", other), left)
         self.done()
 
     def _follow(self) -> Answer:
@@ -191,12 +200,17 @@ class Round:
         return answer
 
     def _absent(self) -> BootstrapError:
-        missing = [other for other in range(self.size) if not self._has("arrival", other)]
-        return absent(self.rank, self.size, missing, self.keys.where, self.refused())
+        # Every look is a round trip: a wrong world_size must not take more than the margin.
+        until, missing, looked = time.monotonic() + _MARGIN, list[int](), 0
+        while looked < self.size and time.monotonic() < until:
+            if not self._has("arrival", looked):
+                missing.append(looked)
+            looked += 1
+        return absent(self.rank, self.size, missing, self.keys.where, self.refused(), looked=looked)
 
-    def _has(self, kind: str, rank: int) -> bool:
+    def _has(self, kind: str, rank: int, timeout: float = 0.0) -> bool:
         try:
-            self.keys.fetch(self._key(kind, rank), 0)
+            self.keys.fetch(self._key(kind, rank), max(0.0, timeout))
         except TimeoutError:
             return False
         return True
@@ -230,9 +244,24 @@ class Round:
 
     def _look(self, timeout: float = 0.0) -> Failure | None:
         try:
-            return unpack_failure(self.keys.fetch(self.prefix + "failed", timeout))
+            failure = unpack_failure(self.keys.fetch(self.prefix + "failed", timeout))
         except TimeoutError:
             return None
+        if failure.asks:
+            self._put(self._key("here", self.rank), b"1")
+            with suppress(TimeoutError):
+                failure = unpack_failure(self.keys.fetch(self.prefix + "verdict", ANSWER + _MARGIN))
+        return failure
+
+    def _verdict(self, failure: Failure) -> Failure:
+        """Ask every rank to answer this rank's time-out; return the failure that all ranks raise."""
+        self._put(self.prefix + "failed", pack(failure._replace(asks=True)))
+        until = time.monotonic() + ANSWER
+        others = (other for other in range(self.size) if other != self.rank)
+        silent = [other for other in others if not self._has("here", other, until - time.monotonic())]
+        verdict = silence_of(silent, self.rank, self.size) if silent else failure
+        self._put(self.prefix + "verdict", pack(verdict))
+        return verdict
 
     def failure(self) -> Failure | None:
         """Return the failure that another rank has reported since the exchange, or None."""
@@ -243,29 +272,46 @@ class Round:
         return failure
 
     def fail(self, error: BaseException) -> Failure | None:
-        """Report a failure after the exchange; return the earlier failure of another rank, if any."""
-        earlier = self._look()
-        if earlier is None and not self.keys.claim(self.prefix + "failing"):
-            earlier = self._look(_MARGIN)
-        failure = earlier or failure_of(self.rank, self.size, error)
-        if earlier is None:
+        """Report a failure after the exchange; return the failure to raise instead, if any."""
+        if isinstance(error, NcclError) and not self._has("arrival", self.rank):
+            # Rank 0 has removed the keys: a new one would remain, and be read by the next round.
+            return Failure(f"the other ranks have given up; {failure_of(self.rank, self.size, error).text}")
+        other = self._look()
+        if other is None and not self.keys.claim(self.prefix + "failing"):
+            other = self._look(_MARGIN)
+        failure = other or failure_of(self.rank, self.size, error)
+        if other is None and isinstance(error, NcclTimeoutError):
+            failure = self._verdict(failure)
+            other = failure if failure.dead else None
+        elif other is None:
             self._put(self.prefix + "failed", pack(failure))
         self._leave()
         self._linger(failure, _LINGER if isinstance(error, Exception) else _MARGIN)
-        return earlier
+        return other
 
     def _clear_up(self) -> None:
         """Leave after rank 0 gave no answer; the last rank to leave removes the keys in place of rank 0."""
         self._leave()
+        until = time.monotonic() + _LINGER
         with suppress(NcclError):
-            arrived = [other for other in range(1, self.size) if self._has("arrival", other)]
-            if all(self._has("left", other) for other in arrived):
-                self._remove()
+            for other in range(1, self.size):
+                if time.monotonic() >= until or (
+                    self._has("arrival", other) and not self._has("left", other)
+                ):
+                    return
+            self._remove()
 
     def _remove(self) -> None:
-        kinds = ("claim", "arrival", "left")
-        names = [self._key(kind, rank) for kind in kinds for rank in range(self.size)]
-        self.keys.remove([*names, *(self.prefix + name for name in ("answer", "failing", "failed"))])
+        self.keys.remove(self._names())
+
+    def _names(self) -> Iterator[str]:
+        """Yield the names of the keys for some seconds: a wrong world_size has very many."""
+        until = time.monotonic() + _LINGER
+        yield from (self.prefix + name for name in ("answer", "failing", "failed", "verdict"))
+        for rank in range(self.size):
+            if time.monotonic() >= until:
+                return
+            yield from (self._key(kind, rank) for kind in ("claim", "arrival", "here", "left"))
 
     def done(self) -> None:
         """Remove the keys after every rank has the answer."""

@@ -6,7 +6,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ class Keys(Protocol):
     def claim(self, name: str) -> bool:
         """Return True for the first process that claims the name, else False."""
 
-    def remove(self, names: list[str]) -> None:
+    def remove(self, names: Iterable[str]) -> None:
         """Remove values, as far as possible."""
 
     def will(self, name: str, value: bytes) -> None:
@@ -92,7 +92,7 @@ class StoreKeys:
         with suppress(BootstrapError, TimeoutError):
             self.store.withdraw(1.0)
 
-    def remove(self, names: list[str]) -> None:
+    def remove(self, names: Iterable[str]) -> None:
         """Keep the values: the store ends with its job."""
 
 
@@ -189,7 +189,7 @@ class ObjectKeys(_Polled):
         self.put(name, b"1")
         return True
 
-    def remove(self, names: list[str]) -> None:
+    def remove(self, names: Iterable[str]) -> None:
         """Remove values, as far as possible."""
         delete = getattr(self.target, "delete_key", None) or getattr(self.target, "delete", None)
         if callable(delete):
@@ -269,7 +269,7 @@ class FolderKeys(_Polled):
             return False
         return True
 
-    def remove(self, names: list[str]) -> None:
+    def remove(self, names: Iterable[str]) -> None:
         """Remove files, and the folder if it is then empty."""
         for name in names:
             with suppress(OSError):

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pynccl._errors import BootstrapError
+from pynccl._errors import BootstrapError, NcclTimeoutError
 from pynccl.bootstrap._environment import Launcher
+from pynccl.bootstrap._exchange import ANSWER
 from pynccl.bootstrap._preflight import (
     Answer,
     Arrival,
@@ -22,13 +23,14 @@ from pynccl.bootstrap._preflight import (
     failure_of,
     failure_of_rank_0,
     pack,
+    silence_of,
     unpack_answer,
     unpack_arrival,
     unpack_failure,
 )
 
 # Tags below the smallest upper bound that MPI allows.
-_ARRIVAL, _WORD, _FAILED, _COLLECTED, _ANNOUNCED = 28260, 28261, 28262, 28263, 28264
+_ARRIVAL, _WORD, _FAILED, _COLLECTED, _ANNOUNCED, _HERE = range(28260, 28266)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 _MARGIN = 0.5
 _WHERE = "its MPI communicator"
@@ -218,21 +220,58 @@ class MpiExchange:
 
     def failure(self) -> Failure | None:
         """Return the failure that another rank has reported since the exchange, or None."""
+        asked, until = None, 0.0
+        while (found := self._reported()) is not None or asked is not None:
+            if found is not None:
+                rank, failure = found
+                if not failure.asks:
+                    return failure
+                self._send(self._mark, rank, _HERE)
+                asked, until = asked or failure, time.monotonic() + ANSWER + _MARGIN
+            elif time.monotonic() >= until:
+                break
+            else:
+                time.sleep(_LONGEST_PAUSE)
+        return asked
+
+    def _reported(self) -> tuple[int, Failure] | None:
         while (found := self._receive(_FAILED)) is not None:
             # Messages of an earlier exchange may remain, if another rank had already reported its failure.
             if found[1].startswith(self._mark):
-                return unpack_failure(found[1][len(self._mark) :])
+                return found[0], unpack_failure(found[1][len(self._mark) :])
         return None
 
     def fail(self, error: BaseException) -> Failure | None:
-        """Report a failure after the exchange; return the earlier failure of another rank, if any."""
-        earlier = self.failure()
-        if earlier is None:
-            said = self._mark + pack(failure_of(self.rank, self.size, error))
-            for rank in range(self.size):
-                if rank != self.rank:
-                    self._send(said, rank, _FAILED)
-        return earlier
+        """Report a failure after the exchange; return the failure to raise instead, if any."""
+        other = self.failure()
+        if other is None:
+            failure = failure_of(self.rank, self.size, error)
+            if isinstance(error, NcclTimeoutError):
+                failure = self._verdict(failure)
+                other = failure if failure.dead else None
+            self._report(failure)
+        return other
+
+    def _report(self, failure: Failure) -> None:
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._send(self._mark + pack(failure), rank, _FAILED)
+
+    def _verdict(self, failure: Failure) -> Failure:
+        """Ask every rank to answer this rank's time-out; return the failure that all ranks raise."""
+        self._report(failure._replace(asks=True))
+        here, until = {self.rank}, time.monotonic() + ANSWER
+        while len(here) < self.size and time.monotonic() < until:
+            while (found := self._receive(_HERE)) is not None:
+                if found[1] == self._mark:
+                    here.add(found[0])
+            if (other := self._reported()) is not None:
+                # Both time-outs have passed, and each of the two ranks asks the other.
+                here.add(other[0])
+                self._send(self._mark, other[0], _HERE)
+            time.sleep(_LONGEST_PAUSE)
+        silent = [rank for rank in range(self.size) if rank not in here]
+        return silence_of(silent, self.rank, self.size) if silent else failure
 
     def done(self) -> None:
         """Complete the messages of this rank."""

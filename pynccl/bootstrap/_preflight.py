@@ -46,10 +46,14 @@ class Facts(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The reason why no communicator is created: a text, and the ranks that died."""
+    """The reason why no communicator is created: a text, and the ranks that died or do not respond.
+
+    With `asks`, the time-out of a rank: each rank has to answer, and the verdict follows.
+    """
 
     text: str
     dead: tuple[int, ...] = ()
+    asks: bool = False
 
     def error(self) -> NcclError:
         """Return the exception that every rank raises."""
@@ -104,6 +108,12 @@ def death_of(rank: int, size: int) -> Failure:
     return Failure(f"rank {rank} of {size} died while the communicator was created", (rank,))
 
 
+def silence_of(silent: Sequence[int], rank: int, size: int) -> Failure:
+    """Return the failure that names ranks that did not answer the rank whose time-out had passed."""
+    text = f"did not respond while the communicator was created (time-out of rank {rank} of {size})"
+    return Failure(f"{rank_list(silent)} {text}", tuple(silent))
+
+
 def pack(message: Arrival | Answer | Failure) -> bytes:
     """Return a message as bytes."""
     return json.dumps(message).encode()
@@ -136,7 +146,7 @@ def unpack_failure(data: bytes) -> Failure:
 
 
 def _failure(said: Any) -> Failure | None:
-    return None if said is None else Failure(str(said[0]), tuple(map(int, said[1])))
+    return None if said is None else Failure(str(said[0]), tuple(map(int, said[1])), bool(said[2]))
 
 
 @contextmanager
@@ -311,8 +321,15 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-def absent(rank: int, size: int, missing: Sequence[int], where: Any, refused: str = "") -> BootstrapError:
-    """Return the error of a rank that timed out; `refused`: a text about clients that were refused."""
+def absent(
+    rank: int, size: int, missing: Sequence[int], where: Any, refused: str = "", *, looked: int | None = None
+) -> BootstrapError:
+    """Return the error of a rank that timed out; `refused`: a text about clients that were refused.
+
+    `looked`: how many ranks this one had time to look for, if not all.
+    """
     names = rank_list(missing).split(" ", 1)[-1]
-    who = f"ranks that never arrived: {names} ({len(missing)} of {size})" if missing else "rank 0 is silent"
+    least = "at least " if looked is not None and looked < size else ""
+    who = f"ranks that never arrived: {names} ({least}{len(missing)} of {size})"
+    who = who if missing else "rank 0 is silent"
     return BootstrapError(f"rank {rank} of {size} timed out at {where}; {who}{refused}")

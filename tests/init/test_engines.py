@@ -432,6 +432,34 @@ def test_a_failure_after_the_id_is_out_under_mpi(tmp_path: Path) -> None:
     assert (words.count("told"), words.count("own")) == (4, 2)
 
 
+MPI_STOPPED = """
+import os, signal, time
+import pynccl
+from mpi4py import MPI
+from pynccl import capi
+def stop(*_):
+    if os.fork() == 0:
+        time.sleep(6)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+if MPI.COMM_WORLD.rank == 1:
+    capi.ncclCommInitRank = stop
+try:
+    pynccl.init("mpi", timeout=2)
+except pynccl.NcclError as error:
+    print(getattr(error, "ranks", None), error, flush=True)
+"""
+
+
+@pytest.mark.full
+def test_stopped_in_the_creation_under_mpi(tmp_path: Path) -> None:
+    program = tmp_path / "stopped.py"
+    program.write_text(MPI_STOPPED)
+    text = run([*open_mpi(3), sys.executable, str(program)])
+    assert text.count("[1] rank 1 did not respond while the communicator was created") == 2, text
+
+
 @pytest.mark.full
 def test_ctrl_c_under_mpi(tmp_path: Path) -> None:
     program = tmp_path / "interrupted.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import socket
@@ -20,8 +21,8 @@ import pytest
 import pynccl
 from conftest import clean_environment
 from launchers import forget_the_launcher
-from meeting import free_port, hear, starved, tell, together
-from pynccl import BootstrapError, testing
+from meeting import free_port, hear, starved, tell, together, until
+from pynccl import BootstrapError, capi, testing
 from pynccl.bootstrap import Store, StoreServer, _store
 from pynccl.bootstrap._exchange import Round
 from pynccl.bootstrap._keys import ObjectKeys
@@ -46,13 +47,13 @@ def method_of(kind: str, where: str, port: int) -> Any:
     ]
 
 
-def fails_in_time(method: Any, timeout: float, **more: Any) -> str:
+def fails_in_time(method: Any, timeout: float, grace: float = 1, **more: Any) -> str:
     start, before = time.monotonic(), starved()
     with pytest.raises(pynccl.NcclError) as caught:
         pynccl.init(method, timeout=timeout, **more)
     took = time.monotonic() - start
     # The others, on the same machine, did not get to run either.
-    assert took < timeout + 1 + 2 * (starved() - before)
+    assert took < timeout + grace + 2 * (starved() - before)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -545,6 +546,50 @@ def test_ctrl_c_while_the_communicator_is_created() -> None:
     texts = testing.run(3, interrupted_creation, backend="cpu")
     assert texts[0] == "interrupted"
     assert all("rank 0 of 3 failed: KeyboardInterrupt" in text for text in texts[1:])
+
+
+def stopped_in_the_creation(rank: int, nranks: int, kind: str, where: str, port: int, function: str) -> str:
+    method = method_of(kind, where, port)
+    if rank == 1:
+
+        def stop(*_: object) -> None:
+            Path(where, "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        setattr(capi, function, stop)
+    # The others have a second to answer.
+    text = fails_in_time(method, 3, grace=2)
+    if rank == 2:
+        Path(where, "failed").touch()
+    else:
+        until(Path(where, "failed").exists)
+        os.kill(int(Path(where, "pid").read_text()), signal.SIGKILL)
+    return text
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("function", ["ncclCommInitRank", "ncclAllGather"])
+def test_stopped_in_the_creation(kind: str, function: str, tmp_path: Path) -> None:
+    first, stopped, last = testing.run(
+        3, stopped_in_the_creation, kind, str(tmp_path), free_port(), function, backend="cpu", check=False
+    )
+    assert isinstance(stopped, testing.RankError)
+    assert first == last
+    assert first.startswith("RankFailedError: rank 1 did not respond while the communicator was created")
+
+
+def with_far_too_many(rank: int, nranks: int, method: str) -> str:
+    with pytest.raises(BootstrapError) as caught:
+        pynccl.init(method, rank=0, world_size=2**31 - 1, timeout=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_far_too_many_ranks(kind: str, tmp_path: Path) -> None:
+    method = method_of(kind, str(tmp_path), free_port())
+    (text,) = testing.run(1, with_far_too_many, method, backend="cpu")
+    assert re.search(r"never arrived: 1, 2, 3, .*\(at least \d+ of 2147483647\)", text)
+    assert not list(tmp_path.iterdir())
 
 
 def test_integers_that_c_cannot_have() -> None:
