@@ -442,7 +442,9 @@ class Core:
         # No collective call here: garbage collection runs at other times on other ranks.
         if getattr(self, "handle", 0) and self.owned:
             lifetime.orphans.append(self.holdings)
-            if not self._take_from_watchdog(self._departure()):
+            # Only a rank that waits for a further call of this one may notice.
+            known = self.watch.verdict() is not None
+            if not self._take_from_watchdog(lib.PYNCCL_ABORTS_TOO if known else lib.PYNCCL_ENDS):
                 lifetime.disown(self.handle)
             self._warn()
 
