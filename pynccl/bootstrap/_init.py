@@ -65,7 +65,8 @@ def init(
     if the creation fails, and TypeError or ValueError for wrong arguments.
     """
     _require(rank, world_size, device, timeout)
-    seconds = resolve_timeout(timeout) or DEFAULT_TIMEOUT
+    limit = resolve_timeout(timeout)
+    seconds, timed = limit or DEFAULT_TIMEOUT, limit is not None
     deadline = time.monotonic() + seconds
     launcher = _environment.detect(os.environ)
     chosen = _methods.choose(method, rank, world_size, launcher, on_listen)
@@ -80,19 +81,21 @@ def init(
     if chosen.size == 1:
         # A single rank uses no secret, but a bad secret raises the same error as with several ranks.
         read_secret()
-        facts = gather_facts(device, local_rank or 0)
+        facts = gather_facts(device, local_rank or 0, timed)
         use_device(facts, facts.device)
         return create(lambda: make(UniqueId(capi.ncclGetUniqueId()), facts.device), None, deadline, seconds)
     with chosen.open(deadline) as exchange:
-        uid, on = _exchange(exchange, device, local_rank)
+        uid, on = _exchange(exchange, device, local_rank, timed)
         return create(lambda: make(uid, on), exchange, deadline, seconds)
 
 
-def _exchange(exchange: Exchange, device: int | None, local_rank: int | None) -> tuple[UniqueId, int | None]:
+def _exchange(
+    exchange: Exchange, device: int | None, local_rank: int | None, timed: bool
+) -> tuple[UniqueId, int | None]:
     facts: list[Facts] = []
 
     def prepare() -> Facts:
-        facts.append(gather_facts(device, local_rank))
+        facts.append(gather_facts(device, local_rank, timed))
         # Before the id is published, if the device is already known: selecting a device may fail.
         use_device(facts[0], facts[0].device)
         return facts[0]

@@ -319,14 +319,24 @@ def _by_agent(host: str, port: int, where: str, rank: int, size: int, deadline: 
         raise BootstrapError(f"{where} needs torch, which cannot be imported: {error}") from error
 
     def open_store() -> Any:
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=left(deadline)))
+        while True:
+            # torch may take twice its time-out and a second. A constructor that returns while the interpreter
+            # ends aborts the process.
+            seconds = max(0.05, (left(deadline) - 1) / 2)
+            try:
+                return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+            except RuntimeError:
+                if left(deadline) <= 1:
+                    raise
 
     try:
-        store = bounded(open_store, left(deadline) + 0.3, f"connecting to {where}")
-    except NcclTimeoutError as error:
-        raise BootstrapError(str(error)) from None
+        store = bounded(open_store, left(deadline) + 1, f"connecting to {where}")
+        store.set_timeout(timedelta(seconds=left(deadline)))
+    except NcclTimeoutError:
+        raise BootstrapError(f"rank {rank} of {size}: {where} is silent") from None
     except RuntimeError as error:
-        raise BootstrapError(f"cannot connect to {where}: {error}") from error
+        text = str(error).partition("\n")[0]
+        raise BootstrapError(f"rank {rank} of {size} cannot connect to {where}: {text}") from error
     rounds = dist.PrefixStore("pynccl/init", store)
     number = meet(rounds, rank, size, left(deadline), lambda missing: absent(rank, size, missing, where))
     keys = ObjectKeys(store, where, f"pynccl/init/{number}/")

@@ -43,6 +43,8 @@ class Facts(NamedTuple):
     variables: dict[str, str]
     # False if each rank has virtual devices of its own: with the CPU library without PYNCCL_CPU_DEVICES.
     shared_devices: bool = True
+    # True if the communicator has a time-out, so that it opens a control channel.
+    timed: bool = False
 
 
 class Failure(NamedTuple):
@@ -160,7 +162,7 @@ def _understanding(who: str, data: bytes) -> Iterator[None]:
 # --- this rank ----------------------------------------------------------------------------------------------
 
 
-def gather_facts(device: int | None, local_rank: int | None) -> Facts:
+def gather_facts(device: int | None, local_rank: int | None, timed: bool) -> Facts:
     """Return the facts of this rank; `device` None means the device of `local_rank`, if that is known."""
     info = loader.library_info()
     cpu = info.backend == "cpu"
@@ -179,6 +181,7 @@ def gather_facts(device: int | None, local_rank: int | None) -> Facts:
         devices,
         variables,
         shared,
+        timed,
     )
     if device is None and local_rank is not None:
         return facts._replace(device=device_for(facts, local_rank))
@@ -235,11 +238,22 @@ def compare(arrivals: Sequence[Arrival], size: int) -> Answer:
     _require_one_library(facts)
     if text := _difference(facts, _CHECK):
         raise BootstrapError(f"{text}; check mode compares the calls of all ranks: all need it, or none")
+    _require_equal_timing(facts)
     devices = _devices(facts)
     _require_own_devices(facts, devices)
     uid = bytes(UniqueId(capi.ncclGetUniqueId())).hex()
     counted = any(one.device is None for one in facts)
     return Answer(size, uid, devices=tuple(devices) if counted else (), warnings=tuple(_differences(facts)))
+
+
+def _require_equal_timing(facts: Sequence[Facts]) -> None:
+    timed = [rank for rank, one in enumerate(facts) if one.timed]
+    if 0 < len(timed) < len(facts):
+        has = "have" if len(timed) > 1 else "has"
+        raise BootstrapError(
+            f"only {rank_list(timed)} of {len(facts)} {has} a time-out (timeout= or PYNCCL_TIMEOUT), with "
+            "which ranks watch each other: all need one, or none"
+        )
 
 
 def _require_one_library(facts: Sequence[Facts]) -> None:

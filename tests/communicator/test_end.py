@@ -323,7 +323,8 @@ time.sleep(3)
 def test_a_rank_that_drops_its_communicator(run_program: Run) -> None:
     done = run_program(DROPS, 3, options=["--no-tag", "--keep-going"])
     assert done.stdout.count("fine") == 2, done.stderr
-    assert done.stdout.count("[1] rank 1 left without closing its communicator") == 2, done.stdout
+    # Or in the words of a rank whose time-out passes first.
+    assert done.stdout.count("[1] ") == done.stdout.count(" left without closing its communicator") == 2
 
 
 IN_A_THREAD = """
