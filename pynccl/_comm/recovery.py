@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from pynccl import capi
@@ -11,7 +12,7 @@ from pynccl._comm.core import Core
 from pynccl._comm.create import create
 from pynccl._comm.derive import GROW, SHRINK, ConfigLike, derive, new_child
 from pynccl._comm.end import abort, adopt
-from pynccl._errors import NcclError, NcclTimeoutError
+from pynccl._errors import NcclError, NcclTimeoutError, RankFailedError
 from pynccl._library.binding import lib
 from pynccl._trace import recorder
 from pynccl._types import UniqueId
@@ -57,7 +58,7 @@ def _shrink_by_agreement(
     native = bool(lib.nccl_api_find(b"ncclCommShrink"))
     if not ends:
         core.live()
-    with core.alone(anyway=ends), recorder.recorded(core.c, SHRINK.kind):
+    with core.alone(anyway=ends), recorder.recorded(core.c, SHRINK.kind), _suspecting(core):
         # The watchdog may still be ending the outstanding calls.
         by_library = core.watch.settle() and native
         core.attempts += ends
@@ -95,6 +96,16 @@ def _shrink_by_agreement(
     else:
         adopt(core, child)
     return child
+
+
+@contextmanager
+def _suspecting(core: Core) -> Iterator[None]:
+    """Remember the ranks that a failed shrink names: they may be alive, and shrink without this rank."""
+    try:
+        yield
+    except RankFailedError as error:
+        core.watch.suspects |= set_of(rank for rank in error.ranks if rank != core.rank)
+        raise
 
 
 def _require_all(core: Core, survivors: Survivors, wanted: int) -> None:

@@ -296,9 +296,12 @@ def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 def read_all(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
     """Read the dumps of several processes; raise TraceError if they contain nothing."""
-    everything = Dumps([], [])
+    everything, given = Dumps([], []), set(map(Path, paths))
     for path in files_of(paths):
         try:
+            if path not in given and not path.is_file():
+                # A named pipe would wait for its writer.
+                raise TraceError(f"{path} is not a file")
             members, damage = _read(path)
         except (TraceError, OSError) as error:
             members, damage = [], [printable(str(error))]

@@ -54,10 +54,11 @@ class Survivors:
         self.watch, self.quorum, self.final, self.doing = watch, quorum, final, doing
         self.kind, self.attempt = kind, attempt
         self.me, self.size = watch.rank, watch.size
-        # After a failure, excluded ranks count as unreachable; else they are only left out.
-        named, in_trouble = set_of(excluded), watch.verdict() is not None
-        self.excluded = 0 if in_trouble else named
-        self.blamed = self.lost = named if in_trouble else 0
+        # After a failure, excluded ranks count as unreachable, and so do those that an earlier shrink named;
+        # else they are only left out.
+        named = set_of(excluded)
+        self.blamed = self.lost = named if watch.verdict() is not None else named & watch.suspects
+        self.excluded = named & ~self.lost
         self.ended = 0
         self.states: list[State] = []
         # Messages of agreements that this rank has not begun.

@@ -35,6 +35,8 @@ BY_DEATH = (1, 2, 3, 6)
 DEATH_MS, _REPORT_MS = 1500, 400
 _BY_REPORT = (5, 8)
 _CLAIM_MS = 5000
+# Mask of the reason with which a rank has left, in the fate of a rank.
+_REASON = 7
 
 Look = Callable[[], object]
 Handle = Callable[[], int]
@@ -53,6 +55,8 @@ class Watch:
         # The processes of all ranks, and for each whether it is visible to this one.
         self.processes: Sequence[Process] = ()
         self.visible: Sequence[bool] = ()
+        # The ranks that failed shrinks have named, as a set of bits.
+        self.suspects = 0
 
     @property
     def rank(self) -> int:
@@ -161,9 +165,19 @@ class Watch:
             return RankFailedError(text, ranks=[int(rank) for rank in found.ranks[0 : found.count]], **place)
         if found.trouble == lib.PYNCCL_MISMATCHED:
             return CollectiveMismatchError(text, **place)
+        if found.trouble == lib.PYNCCL_LIBRARY_FAILED and self._was_left():
+            # Their abort is what the library reports.
+            text = f"the other ranks went on without this one, {self.rank} of {self.size}"
+            return RankFailedError(text, ranks=[self.rank], **place)
         if found.trouble == lib.PYNCCL_LIBRARY_FAILED:
             return error_class(found.result)(text, result=int(found.result), **place)
         return NcclTimeoutError(text, **place)
+
+    def _was_left(self) -> bool:
+        """Tell whether other ranks have replaced the communicator by one without this rank."""
+        fates = ffi.new("unsigned char[]", self.size)
+        lib.pynccl_watch_fates(self.c, fates)
+        return any(fate & _REASON == lib.PYNCCL_GOES_ON for fate in ffi.buffer(fates)[:])
 
     # --- the library's communicator, which the watchdog may end ---
 

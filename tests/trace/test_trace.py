@@ -472,6 +472,12 @@ def test_records_of_a_damaged_communicator_are_nobodys(run_python: Run, tmp_path
     assert "line 4: this is not a record of the flight recorder, and 7 more lines" in text
 
 
+def test_a_pipe_among_the_dumps(run_python: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank0.host.1.jsonl")
+    done = run_python(args=["-m", "pynccl", "trace", str(tmp_path)], fails=True)
+    assert done.stderr == f"pynccl trace: {tmp_path}/rank0.host.1.jsonl is not a file\n"
+
+
 def test_a_huge_size_is_no_work(run_python: Run, tmp_path: Path) -> None:
     size = (1 << 31) - 1
     write(tmp_path, 7, size, [reduce(1, **PENDING), pair("send", 1 << 30, 1, **PENDING)], reasons=[])

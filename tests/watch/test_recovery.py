@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import failure, together
+from meeting import failure, hear, tell, together
 from null_library import forwarding
 from pynccl import Communicator, NcclError, UniqueId, capi
 from pynccl._library.binding import lib
@@ -200,6 +200,51 @@ def test_death_inside_a_shrink_of_a_healthy_communicator(where: str) -> None:
     results = run(4, dies_while_all_are_well, where, backend="cpu", check=False, timeout=50)
     assert isinstance(results.pop(1), RankError)
     assert results == [[0, 2, 3]] * 3
+
+
+def stops_before_a_shrink(rank: int, nranks: int, stopped: int) -> list[tuple[list[int], str]]:
+    """Rank 2, which lives, is excluded; the stopped rank continues after the other has tried to recover."""
+    comm, errors = pynccl.init(timeout=2), list[tuple[list[int], str]]()
+    comm.barrier()
+    if rank == 2:
+        hear("seen")
+        return []
+    if rank == stopped:
+        if os.fork() == 0:
+            time.sleep(6)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    exclude = [2]
+    for ends in (False, True):
+        try:
+            comm.shrink(exclude=exclude, abort=ends)
+            errors.append(([], "goes on"))
+            break
+        except pynccl.RankFailedError as error:
+            errors.append((error.ranks, str(error)))
+            exclude = sorted({2, *error.ranks} - {rank})
+    if rank == stopped:
+        tell("seen")
+    else:
+        # While it lives, nothing proves that it has ended.
+        hear("seen")
+    return errors
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_one_side_goes_on_after_a_failed_shrink(stopped: int) -> None:
+    """Of two halves the one with the lowest rank goes on, although rank 2 was excluded while all was well."""
+    results = run(3, stops_before_a_shrink, stopped, backend="cpu", timeout=50)
+    other, late = results[1 - stopped], results[stopped]
+    assert other[0][0] == [stopped]
+    if stopped == 1:
+        assert other[1] == ([], "goes on")
+        assert late[0] == ([1], "the other ranks went on without this one, 1 of 3")
+    else:
+        assert other[1][0] == [0]
+        assert other[1][1].startswith("partition: rank 1 cannot reach rank 0, which may be alive")
+        assert late[-1] == ([], "goes on")
 
 
 def grows(rank: int, nranks: int, folder: str, timeout: float | None) -> tuple[int, int]:
