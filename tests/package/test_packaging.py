@@ -35,7 +35,7 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
-    for name in ("py.typed", "libpynccl_cpu.so", "capi.py", "native/nccl_api.h"):
+    for name in ("py.typed", "libpynccl_cpu.so", "capi.py", "native/nccl_api.h", "_trace/page/page.html"):
         assert f"pynccl/{name}" in names
     assert {name for name in names if name.startswith("pynccl/forward/")} == {
         *(f"pynccl/forward/{name}" for name in ("libnccl.so.2", "libnccl.so", "pkgconfig/nccl.pc")),
