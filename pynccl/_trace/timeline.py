@@ -31,8 +31,9 @@ _ITEM_SIZES = {dtype.name.lower(): ITEM_SIZES[dtype] for dtype in DataType}
 # The states of records, and of calls that have no record, as the page names them.
 _STATES = {"done": "d", "taken": "t", "called": "c", "failed": "f"}
 _NEVER, _ABSENT = "n", "x"
-# In the place of a duration.
+# In the place of a duration, and of a number.
 _NOT_ENDED, _END_UNKNOWN = -1, -2
+_NO_NUMBER = -1
 
 
 @dataclass
@@ -42,6 +43,7 @@ class _Lane:
     name: str
     about: str
     written: int
+    rank: int | None = None
     # Begin, duration, state, arguments and number of each call.
     calls: list[tuple[int, int, str, int, int]] = field(default_factory=list)
 
@@ -52,6 +54,7 @@ class _Lane:
         return {
             "name": self.name,
             "about": self.about,
+            "rank": self.rank,
             "written": self.written,
             "begins": [now - before for before, now in zip([0, *begins], begins, strict=False)],
             "durations": [call[1] for call in calls],
@@ -99,22 +102,19 @@ class _Timeline:
             for rank in late:
                 lane = lanes[rank]
                 begin = max([since, *(begin + took for begin, took, *_ in lane.calls if took >= 0)])
-                lane.calls.append((begin, _NOT_ENDED, _NEVER, self._what(record), record.seq or 0))
-        for runs, why in (
-            (world.absent, "no file"),
-            ([range(r, r + 1) for r in world.gone], "closed earlier"),
-        ):
+                lane.calls.append((begin, _NOT_ENDED, _NEVER, self._what(record), _number(record)))
+        gone = [range(rank, rank + 1) for rank in world.gone]
+        for runs, why in ((world.absent, "no file"), (gone, "closed earlier")):
             for run in runs:
                 lane = lanes[run[0]] = _Lane(say_runs([run]), why, self.span)
-                lane.calls.append((0, _NOT_ENDED, _ABSENT, self._index((("call", why),)), 0))
+                lane.calls.append((0, _NOT_ENDED, _ABSENT, self._index((("call", why),)), _NO_NUMBER))
         yield from (lane.columns() for _, lane in sorted(lanes.items()))
 
     def _lane(self, member: Member) -> _Lane:
         process = member.process
         base = self.clocks.ahead(process.host) + self.first
-        lane = _Lane(
-            f"rank {member.rank}", f"{process.host}, process {process.pid}", process.written_ns - base
-        )
+        about = f"{process.host}, process {process.pid}"
+        lane = _Lane(f"rank {member.rank}", about, process.written_ns - base, member.rank)
         for record in member.records:
             if record.state in PENDING:
                 duration = _NOT_ENDED
@@ -122,9 +122,8 @@ class _Timeline:
                 duration = _END_UNKNOWN
             else:
                 duration = max(0, record.end_ns - record.time_ns)
-            number = record.peer_seq if record.seq is None else record.seq
-            call = record.time_ns - base, duration, _STATES[record.state], self._what(record), number or 0
-            lane.calls.append(call)
+            state, what = _STATES[record.state], self._what(record)
+            lane.calls.append((record.time_ns - base, duration, state, what, _number(record)))
         return lane
 
     def _what(self, record: TraceRecord) -> int:
@@ -132,6 +131,11 @@ class _Timeline:
 
     def _index(self, what: tuple[tuple[str, str], ...]) -> int:
         return self._whats.setdefault(what, len(self._whats))
+
+
+def _number(record: TraceRecord) -> int:
+    number = record.peer_seq if record.seq is None else record.seq
+    return _NO_NUMBER if number is None else number
 
 
 def _arguments(record: TraceRecord) -> Iterator[tuple[str, str]]:

@@ -24,12 +24,22 @@ function readCalls(lane) {
     const duration = lane.durations[index];
     const end = duration === NOT_ENDED ? SPAN : begin + Math.max(duration, 0);
     const what = data.whats[lane.whats[index]];
-    return { lane, index, begin, end, duration, what, state: lane.states[index], number: lane.numbers[index] };
+    const [state, number] = [lane.states[index], lane.numbers[index]];
+    return { lane, index, begin, end, duration, what, state, number, key: keyOf(lane, what, number) };
   });
 }
 
+// Returns a name that is the same for what all ranks call together, and for a send and its receive.
+function keyOf(lane, what, number) {
+  if (number < 0) return null;
+  const peer = what.find(([name]) => name === "peer");
+  if (!peer) return `#${number}`;
+  const pair = what[0][1] === "recv" ? [peer[1], lane.rank] : [lane.rank, peer[1]];
+  return `${pair.join(" to ")} #${number}`;
+}
+
 function title(call) {
-  const number = call.number ? ` #${call.number}` : "";
+  const number = call.number > 0 ? ` #${call.number}` : "";
   return `${call.what[0][1]}${number}`;
 }
 
@@ -75,7 +85,7 @@ for (const world of data.worlds) {
     lane.world = world;
     lane.calls = readCalls(lane);
     lane.rows = stack(lane.calls);
-    lane.byNumber = new Map(lane.calls.map((call) => [title(call), call]));
+    lane.byKey = new Map(lane.calls.map((call) => [call.key, call]));
   }
 }
 

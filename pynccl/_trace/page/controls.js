@@ -81,9 +81,8 @@ function across(step) {
   const all = lanes();
   const lane = all[all.indexOf(call.lane) + step];
   if (!lane) return call;
-  const equal = lane.byNumber.get(title(call));
-  if (equal && same(equal, call)) return equal;
-  return lane.calls[Math.max(0, firstIndex(lane.calls.length, call.begin + 1, (i) => lane.calls[i].begin) - 1)];
+  const equal = counterpart(call, lane);
+  return equal || lane.calls[Math.max(0, firstIndex(lane.calls.length, call.begin + 1, (i) => lane.calls[i].begin) - 1)];
 }
 
 function nextUnended() {

@@ -46,6 +46,8 @@ function layOut() {
     }
   }
   gutter = Math.max(60, longest * LETTER + 16);
+  // No higher than there is to show.
+  scroller.style.maxHeight = `${y + 8}px`;
   document.getElementById("height").style.height = `${Math.max(0, y - scroller.clientHeight)}px`;
 }
 
@@ -98,8 +100,8 @@ function drawBox(to, state, x, y, wide, high) {
   to.fillRect(x, y, wide, high);
   if (state === "t" || state === "c") {
     to.fillStyle = colours[`${kind}-ink`];
-    to.fillRect(x, y + high - 2, wide, 2);
-    if (state === "c") to.fillRect(x, y, wide, 2);
+    to.fillRect(x, y, wide, 2);
+    if (state === "c") to.fillRect(x, y, 4, high);
   }
   if (state === "f") {
     to.strokeStyle = colours.ink;
@@ -109,23 +111,25 @@ function drawBox(to, state, x, y, wide, high) {
   }
 }
 
-const PREFIXES = { f: "✕ ", n: "never called: ", t: "", c: "", d: "", x: "" };
+const PREFIXES = { f: "✕ ", n: "never called: ", t: "", c: " ", d: "", x: "" };
 
 function drawText(call, x, y, wide) {
   const room = Math.floor((wide - 8) / LETTER);
-  if (room < 3) return;
-  let text = `${PREFIXES[call.state]}${title(call)}`;
-  if (text.length > room) text = `${text.slice(0, room - 1)}…`;
+  const number = call.number > 0 ? `#${call.number}` : "";
+  const text = [`${PREFIXES[call.state]}${title(call)}`, title(call), number].find((each) => each.length <= room);
+  if (!text) return;
   if (KINDS[call.state] === "never") {
     paint.fillStyle = colours.paper;
     paint.fillRect(x + 2, y + 1, text.length * LETTER + 4, BOX - 2);
   }
   paint.fillStyle = colours[`${KINDS[call.state]}-ink`];
-  paint.fillText(text, x + 4, y + 8);
+  paint.fillText(text, x + 4, y + 9);
 }
 
-function same(call, other) {
-  return other && call.lane.world === other.lane.world && call.number && title(call) === title(other);
+// Returns the part of a lane in what is called together with a call, if there is one.
+function counterpart(call, lane) {
+  if (lane === call.lane) return call;
+  return call.key !== null && lane.world === call.lane.world ? lane.byKey.get(call.key) : undefined;
 }
 
 function drawRow(row, y) {
@@ -166,12 +170,12 @@ function outline(call, y, colour) {
   paint.lineWidth = 1;
 }
 
-// Outlines a call, and the same call of the other ranks.
+// Outlines a call, and those of other ranks that belong to it.
 function outlineSame(place, top) {
   const chosen = view.hovered || view.selected;
   if (!chosen) return;
-  const other = place.lane === chosen.lane ? chosen : place.lane.byNumber.get(title(chosen));
-  if (!other || (other !== chosen && !same(other, chosen))) return;
+  const other = counterpart(chosen, place.lane);
+  if (!other) return;
   const row = place.lane.rows.findIndex((each) => each.calls.includes(other));
   outline(other, place.y - top + GAP / 2 + row * ROW, other === chosen ? colours.mark : colours.faint);
 }
