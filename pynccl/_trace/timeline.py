@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from hashlib import sha256
 from html import escape
@@ -21,7 +21,7 @@ from pynccl._errors import result_name
 from pynccl._library.generated.tables import ITEM_SIZES
 from pynccl._trace.clocks import Clocks, align
 from pynccl._trace.dumps import PENDING, Dumps, Member, World, worlds_of
-from pynccl._trace.findings import never_made, say_runs
+from pynccl._trace.findings import never_made, say_place, say_runs
 from pynccl._trace.recorder import TraceRecord
 from pynccl._types import DataType
 
@@ -98,7 +98,8 @@ class _Timeline:
                 record.time_ns - self.clocks.ahead(world.members[rank].process.host) - self.first
                 for rank, record in others.items()
             )
-            record = next(iter(others.values()))
+            # Where and on which stream the others called it says nothing of these ranks.
+            record = replace(next(iter(others.values())), at=None, stream=None, state="called")
             for rank in late:
                 lane = lanes[rank]
                 begin = max([since, *(begin + took for begin, took, *_ in lane.calls if took >= 0)])
@@ -157,7 +158,7 @@ def _arguments(record: TraceRecord) -> Iterator[tuple[str, str]]:
     if record.state == "failed":
         yield "result", result_name(record.result) if record.result > 0 else "an exception"
     if record.at is not None:
-        yield "line", record.at
+        yield "line", say_place(record).removeprefix(" at ")
 
 
 # --- HTML ---------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ function stack(calls) {
     }
     row = row || rows.reduce((a, b) => (b.end < a.end ? b : a));
     row.calls.push(call);
+    call.row = row;
     row.end = Math.max(row.end, call.end);
     // The latest end so far, which only grows: a search by it finds the first call that can be visible.
     row.ends.push(row.end);
@@ -121,7 +122,7 @@ function sayEnd(call) {
 
 // Returns names and values of a call.
 function describe(call) {
-  const begin = call.state === "n" ? "others called it at" : "begin";
+  const begin = call.state === "n" ? "not called since" : "begin";
   const times = call.state === "x" ? [] : [[begin, sayTime(call.begin, 1)], sayEnd(call)];
   return [...times.filter(Boolean), ...call.what.slice(1)];
 }

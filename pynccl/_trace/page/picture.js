@@ -115,6 +115,7 @@ const PREFIXES = { f: "✕ ", n: "never called: ", t: "", c: " ", d: "", x: "" }
 
 function drawText(call, x, y, wide) {
   const room = Math.floor((wide - 8) / LETTER);
+  if (room < 2) return;
   const number = call.number > 0 ? `#${call.number}` : "";
   const text = [`${PREFIXES[call.state]}${title(call)}`, title(call), number].find((each) => each.length <= room);
   if (!text) return;
@@ -176,8 +177,7 @@ function outlineSame(place, top) {
   if (!chosen) return;
   const other = counterpart(chosen, place.lane);
   if (!other) return;
-  const row = place.lane.rows.findIndex((each) => each.calls.includes(other));
-  outline(other, place.y - top + GAP / 2 + row * ROW, other === chosen ? colours.mark : colours.faint);
+  outline(other, place.y - top + GAP / 2 + place.lane.rows.indexOf(other.row) * ROW, other === chosen ? colours.mark : colours.faint);
 }
 
 // --- everything --------------------------------------------------------------------------------------------
