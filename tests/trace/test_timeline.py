@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -115,6 +116,23 @@ def test_a_hang(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
     chromium.mouse("mouseReleased", left + width * 0.9, top + height / 2, button="left", clickCount=1)
     chromium.settle()
     assert "rank 1: all_reduce #2, completed" not in dict(pointed_at(chromium, 0.5))
+    assert chromium.errors == []
+
+
+def test_a_failed_call_is_easy_to_point_at(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
+    """The dump does not tell when it ended."""
+    failed = reduce(2, time_ns=400_000_000, state="failed", result=5, end_ns=None)
+    write(tmp_path, 0, 1, [reduce(1, time_ns=0, end_ns=1000), failed])
+    chromium.open(made(run_python, tmp_path)[0])
+    assert re.search(r"end unknown .* result ncclInvalidUsage", " ".join(chromium.text("#details").split()))
+    press(chromium, "Escape")
+    left, top, width, _ = plot(chromium)
+    found = Counter[str]()
+    for x in range(int(width * 0.38), int(width * 0.48), 2):
+        chromium.mouse("mouseMoved", left + x, top + 35)
+        found[chromium.text("#details").split("\n")[0]] += 1
+    assert set(found) == {"", "rank 0: all_reduce #2, failed"}
+    assert found["rank 0: all_reduce #2, failed"] >= 4
     assert chromium.errors == []
 
 

@@ -13,6 +13,8 @@ const LETTER = 6.7;
 // Room at the right for calls that have not ended, as a share of the whole.
 const MARGIN = 0.01;
 const NARROWEST = 200;
+// Pixels that a call gets at least; the end of a failed call is often unknown.
+const LEAST = { d: 1, t: 3, c: 3, f: 8, n: 3, x: 3 };
 
 const view = { from: 0, to: SPAN * (1 + MARGIN), world: -1, hovered: null, selected: null, pointer: null };
 // What stands below one another: headings and lanes, with their places.
@@ -116,7 +118,7 @@ const PREFIXES = { f: "✕ ", n: "never called: ", t: "", c: " ", d: "", x: "" }
 function drawText(call, x, y, wide) {
   const room = Math.floor((wide - 8) / LETTER);
   if (room < 2) return;
-  const number = call.number > 0 ? `#${call.number}` : "";
+  const number = call.number > 0 ? `${call.state === "f" ? PREFIXES.f : ""}#${call.number}` : "";
   const text = [`${PREFIXES[call.state]}${title(call)}`, title(call), number].find((each) => each.length <= room);
   if (!text) return;
   if (KINDS[call.state] === "never") {
@@ -143,7 +145,7 @@ function drawRow(row, y) {
     const x = Math.max(xOf(call.begin), gutter - 2);
     const right = Math.min(xOf(call.end), width() + 2);
     if (right < x) continue;
-    if (call.state !== "d") special.push([call, x, Math.max(right - x, 3)]);
+    if (call.state !== "d") special.push([call, x, Math.max(right - x, LEAST[call.state])]);
     // What lies within a painted pixel is not visible.
     else if (right > painted) {
       const wide = Math.max(right - x, 1);
@@ -270,8 +272,7 @@ function callAt(x, y) {
   if (!place || x < gutter || y < AXIS) return null;
   const row = place.lane.rows[Math.floor((at - place.y - GAP / 2) / ROW)];
   if (!row) return null;
-  const slack = timeAt(x + 2) - timeAt(x);
-  const [first, last] = visible(row, timeAt(x) - slack, timeAt(x) + slack);
-  const near = row.calls.slice(first, last).filter((call) => call.end >= timeAt(x) - slack);
+  const [first, last] = visible(row, timeAt(x - LEAST.f), timeAt(x + 2));
+  const near = row.calls.slice(first, last).filter((call) => call.end >= timeAt(x - Math.max(LEAST[call.state], 2)));
   return near.filter((call) => call.state !== "d").pop() || near.pop() || null;
 }
