@@ -91,19 +91,8 @@ class _Timeline:
         return {"span": self.span, "whats": list(self._whats), "worlds": self.worlds}
 
     def _lanes(self, world: World) -> Iterator[dict[str, Any]]:
-        late, others = never_made(world)
         lanes: dict[int, _Lane] = {rank: self._lane(member) for rank, member in world.members.items()}
-        if others:
-            since = min(
-                record.time_ns - self.clocks.ahead(world.members[rank].process.host) - self.first
-                for rank, record in others.items()
-            )
-            # Where and on which stream the others called it says nothing of these ranks.
-            record = replace(next(iter(others.values())), at=None, stream=None, state="called")
-            for rank in late:
-                lane = lanes[rank]
-                begin = max([since, *(begin + took for begin, took, *_ in lane.calls if took >= 0)])
-                lane.calls.append((begin, _NOT_ENDED, _NEVER, self._what(record), _number(record)))
+        self._add_never_made(world, lanes)
         gone = [range(rank, rank + 1) for rank in world.gone]
         for runs, why in ((world.absent, "no file"), (gone, "closed earlier")):
             for run in runs:
@@ -126,6 +115,22 @@ class _Timeline:
             state, what = _STATES[record.state], self._what(record)
             lane.calls.append((record.time_ns - base, duration, state, what, _number(record)))
         return lane
+
+    def _add_never_made(self, world: World, lanes: dict[int, _Lane]) -> None:
+        """Add the call that others made, to the ranks that never reached it."""
+        late, others = never_made(world)
+        if not others:
+            return
+        since = min(
+            record.time_ns - self.clocks.ahead(world.members[rank].process.host) - self.first
+            for rank, record in others.items()
+        )
+        # Where and on which stream the others called it says nothing of these ranks.
+        record = replace(next(iter(others.values())), at=None, stream=None, state="called")
+        for rank in late:
+            ends = (begin + took for begin, took, *_ in lanes[rank].calls if took >= 0)
+            begin = max([since, *ends])
+            lanes[rank].calls.append((begin, _NOT_ENDED, _NEVER, self._what(record), _number(record)))
 
     def _what(self, record: TraceRecord) -> int:
         return self._index(tuple(_arguments(record)))
