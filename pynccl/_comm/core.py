@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -84,6 +84,8 @@ class Core:
         # The number of derived communicators by method, and the number of shrinks with abort=True.
         self.derived = Counter[str]()
         self.attempts = 0
+        # Seconds in `wait`, by what was waited for.
+        self.waited: defaultdict[str, float] = defaultdict(float)
         self.children: weakref.WeakSet[Core] = weakref.WeakSet()
         # True from the beginning of an abort.
         self.aborted = False
@@ -237,6 +239,13 @@ class Core:
 
     def wait(self, stream: int, what: str, timeout: float | None) -> None:
         """Wait for a stream, then release the arrays that were kept for it."""
+        begin = time.perf_counter()
+        try:
+            self._wait(stream, what, timeout)
+        finally:
+            self.waited[what] += time.perf_counter() - begin
+
+    def _wait(self, stream: int, what: str, timeout: float | None) -> None:
         seconds, deadline = self.deadline(timeout)
         try:
             if self.waits:
@@ -433,7 +442,9 @@ class Core:
         # No collective call here: garbage collection runs at other times on other ranks.
         if getattr(self, "handle", 0) and self.owned:
             lifetime.orphans.append(self.holdings)
-            if not self._take_from_watchdog(self._departure()):
+            # Only a rank that waits for a further call of this one may notice.
+            known = self.watch.verdict() is not None
+            if not self._take_from_watchdog(lib.PYNCCL_ABORTS_TOO if known else lib.PYNCCL_ENDS):
                 lifetime.disown(self.handle)
             self._warn()
 

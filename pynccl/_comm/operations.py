@@ -26,6 +26,7 @@ from pynccl._library.generated.kinds import (
     SEND,
 )
 from pynccl._memory.window import Window
+from pynccl._trace.ranges import with_ranges
 from pynccl._trace.recorder import with_callers
 
 if TYPE_CHECKING:
@@ -36,12 +37,16 @@ R = TypeVar("R", bound=Array)
 S = TypeVar("S", bound=np.generic)
 
 
-@with_callers(
-    attrgetter("_core.c"),
+_NAMES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
     *("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v", "all_to_all_v"),
     *("send", "recv", "send_recv", "barrier", "put_signal", "signal", "wait_signal"),
 )
+
+
+# The caller is the frame above the outermost of the two.
+@with_callers(attrgetter("_core.c"), *_NAMES)
+@with_ranges(*_NAMES)
 class Operations:
     """The operations of a communicator: each resolves its arrays, makes one call, and returns.
 

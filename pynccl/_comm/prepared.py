@@ -10,6 +10,7 @@ from pynccl._comm.operations import Operations
 from pynccl._comm.recording import Recording
 from pynccl._device import streams
 from pynccl._library.binding import fastcall, lib
+from pynccl._values import check_list
 
 P = ParamSpec("P")
 
@@ -77,12 +78,13 @@ class Plan(_Run):
     __slots__ = ()
 
     def __init__(self, calls: Iterable[Prepared | Plan]) -> None:
+        expected = "a list of prepared calls and plans"
         if isinstance(calls, _Run):
-            raise TypeError(f"calls is {calls!r}; expected a list of prepared calls and plans")
+            raise TypeError(f"calls is {calls!r}; expected {expected}")
         recording = Recording()
         recording.calls.grouped = 1
         results = []
-        for index, call in enumerate(calls):
+        for index, call in enumerate(check_list(calls, "calls", expected)):
             if not isinstance(call, _Run):
                 raise TypeError(f"calls[{index}] is {call!r}; expected a Prepared or a Plan")
             if lib.pynccl_list_extend(recording.calls, call._recording.calls):

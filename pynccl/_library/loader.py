@@ -74,6 +74,8 @@ def load(spec: str | os.PathLike[str] | None = None) -> LibraryInfo:
     global _loaded
     if sys.platform != "linux":
         raise NotSupportedError(UNSUPPORTED)
+    if spec is not None and not isinstance(spec, str | os.PathLike):
+        raise TypeError(f"spec is {spec!r}; expected 'auto', 'cpu', a path, or None")
     with _lock:
         if _loaded is None:
             _loaded = _load_first(spec)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
+from pynccl._run import remote
+from pynccl._run.hosts import SSH, read_hosts, run_on
 from pynccl._run.launch import OWN, Job, launch
 from pynccl._run.nodes import Node
 from pynccl._timeouts import LONGEST
@@ -119,6 +123,16 @@ def _variables(ctx: click.Context, param: click.Parameter, value: tuple[str, ...
     help="Where machine 0 listens for the others, by a name or an address that they reach.",
 )
 @click.option(
+    "--hosts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Start on the machines of this file, a HOST [slots=N] on each line, by ssh.",
+)
+@click.option(
+    "--ssh", default=SSH, show_default=True, metavar="COMMAND", help="With --hosts: the command for ssh."
+)
+@click.option("--end-with-input", is_flag=True, hidden=True)
+@click.option(
     "--tee", callback=_tee, metavar="RANKS", help="Show only these ranks' output; --log-dir has all."
 )
 @click.option("--status", is_flag=True, help="Show the elapsed time and the running ranks in a terminal.")
@@ -137,6 +151,9 @@ def run(
     nnodes: int,
     node_rank: int | None,
     store: str | None,
+    hosts: Path | None,
+    ssh: str,
+    end_with_input: bool,
     tag: bool,
     tee: frozenset[int] | None,
     status: bool,
@@ -152,6 +169,10 @@ def run(
     """
     if tee is not None and log_dir is None:
         raise click.UsageError("--tee without --log-dir: the other ranks' output would be lost")
+    if hosts is not None:
+        return _on_hosts(click.get_current_context(), hosts)
+    if end_with_input:
+        remote.end_with_input()
     node = _node(nnodes, node_rank, store)
     if restarts and node is not None:
         raise click.UsageError("--restarts with --nnodes: expected one machine, whose ranks start again")
@@ -173,6 +194,57 @@ def run(
             node=node,
         )
     )
+
+
+# What a launcher of a hosts file is told in another way, or not at all.
+_NOT_FORWARDED = (
+    "nranks",
+    "nnodes",
+    "node_rank",
+    "store",
+    "hosts",
+    "ssh",
+    "end_with_input",
+    "script",
+    "args",
+)
+
+
+def _on_hosts(ctx: click.Context, path: Path) -> int:
+    """Run on the machines of a hosts file, with the other options of this command line."""
+    given = ctx.params
+    if given["node_rank"] is not None or given["nnodes"] != 1:
+        raise click.UsageError("--hosts with --nnodes or --node-rank: the file's lines count the machines")
+    for name in ("restarts", "status"):
+        if given[name]:
+            raise click.UsageError(f"--{name} with --hosts: expected one machine")
+    try:
+        found = read_hosts(path)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--hosts: {error}") from None
+    try:
+        ssh = shlex.split(given["ssh"])
+    except ValueError as error:
+        raise click.UsageError(f"--ssh {given['ssh']!r}: {error}") from None
+    if not ssh or shutil.which(ssh[0]) is None:
+        raise click.UsageError(f"--ssh {given['ssh']!r}: expected a command that can be executed")
+    if given["store"] is not None:
+        _node(2, 0, given["store"])
+    options = [text for param in ctx.command.params for text in _forwarded(param, given)]
+    nranks = str(given["nranks"] or "auto")
+    return run_on(found, ssh, nranks, given["store"], [*options, "--", given["script"], *given["args"]])
+
+
+def _forwarded(param: click.Parameter, given: dict[str, Any]) -> list[str]:
+    """Return an option as it stands on a command line."""
+    value = given.get(str(param.name))
+    if param.name in _NOT_FORWARDED or value is None or value is False:
+        return [param.secondary_opts[0]] if value is False and param.secondary_opts else []
+    if isinstance(value, dict):
+        return [text for pair in value.items() for text in (param.opts[0], "=".join(pair))]
+    if isinstance(value, frozenset):
+        return [param.opts[0], ",".join(map(str, sorted(value)))]
+    return [param.opts[0]] if value is True else [param.opts[0], str(value)]
 
 
 def _command(script: str, module: bool, no_python: bool) -> list[str]:

@@ -348,7 +348,7 @@ class _Launcher:
         """End the ranks of this machine after a failure on another one."""
         assert self.meeting.failures is not None
         self._say(f"{self.meeting.failures.text}; ending the ranks of this machine")
-        self.code = self.code or 1
+        self.code = self.code or self.meeting.failures.code
         if not self._ending:
             self._ask(signal.SIGTERM)
 
@@ -366,7 +366,7 @@ class _Launcher:
         """Tell the launchers on other machines why this one ends its ranks."""
         if self.meeting.failures is not None:
             try:
-                self.meeting.failures.tell(failure)
+                self.meeting.failures.tell(failure, self.code or 1)
             except (BootstrapError, TimeoutError) as error:
                 self._say(f"cannot tell the other machines: {error}")
 

@@ -35,10 +35,10 @@ class Node:
 
 
 class Failures:
-    """The failures of other nodes. `news` is readable from the first one on, and `text` says which it was."""
+    """The failures of other nodes. `news` is readable from the first one on; `text` and `code` tell it."""
 
     def __init__(self, store: Store, node: Node, secret: str, job: str) -> None:
-        self.news, self.text = os.eventfd(0), ""
+        self.news, self.text, self.code = os.eventfd(0), "", 1
         self._store, self._node, self._secret, self._job = store, node, secret, job
         self._failed_at: float | None = None
         self._over = False
@@ -49,10 +49,10 @@ class Failures:
         for watcher in self._watchers:
             watcher.start()
 
-    def tell(self, text: str) -> None:
-        """Tell the other nodes of the first failure."""
+    def tell(self, text: str, code: int = 1) -> None:
+        """Tell the other nodes of the first failure, and its exit code."""
         self._over = True
-        self._fail(self._store, f"{text} on node {self._node.rank}")
+        self._fail(self._store, f"{text} on node {self._node.rank}", code)
 
     def end(self) -> None:
         """Tell the others that this node's ranks have ended; node 0, with the store, waits for theirs."""
@@ -67,16 +67,17 @@ class Failures:
         """Tell whether the others had the time to end after a failure."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + _END_SECONDS
 
-    def _fail(self, store: Store, text: str) -> None:
+    def _fail(self, store: Store, text: str, code: int = 1) -> None:
         self._failed_at = self._failed_at or time.monotonic()
         if store.add(_FAILURES, 1) == 1:
-            store.set(_FAILED, text.encode())
+            store.set(_FAILED, f"{code} {text}".encode())
 
     def _watch(self) -> None:
         """Wait for the failure of another node."""
         try:
             with self._connect() as store:
-                self.text = _come(store, _FAILED).decode()
+                code, _, self.text = _come(store, _FAILED).decode().partition(" ")
+                self.code = int(code)
         except BootstrapError as error:
             self.text = f"the store of node 0 is lost: {error}"
         self._failed_at = self._failed_at or time.monotonic()

@@ -26,6 +26,8 @@ def read_secret(environ: Mapping[str, str] | None = None) -> str:
 
 def check_secret(secret: str, name: str = "secret") -> str:
     """Return a secret, or "" for none; raise if it is too short to resist guessing."""
+    if not isinstance(secret, str):
+        raise TypeError(f"{name} is a {type(secret).__name__}; expected a str")
     size = len(encode(secret))
     if 0 < size < LEAST_BYTES:
         raise BootstrapError(

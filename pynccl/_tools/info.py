@@ -7,6 +7,7 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,15 +15,47 @@ import click
 from pynccl import _package
 from pynccl._errors import NcclError
 from pynccl._library import cuda, discovery, loader
+from pynccl._tools import topology
+from pynccl._tools.machine import Machine
 from pynccl._version import __version__
 
 
 @click.command("info")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def info(as_json: bool) -> None:
-    """Print versions, libraries and devices."""
+@click.option(
+    "--topology", "shows_topology", is_flag=True, help="Print NUMA nodes, GPUs, network devices and links."
+)
+@click.option(
+    "--svg", type=click.Path(dir_okay=False), help="With --topology: draw it into this file instead."
+)
+@click.option(
+    "--root",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path("/"),
+    show_default=True,
+    help="With --topology: read /sys below this folder.",
+)
+def info(as_json: bool, shows_topology: bool, svg: str | None, root: Path) -> None:
+    """Print versions, libraries and devices, or the topology of this machine."""
+    if not shows_topology and (svg is not None or root != Path("/")):
+        raise click.UsageError(f"{'--root' if svg is None else '--svg'} needs --topology")
+    if as_json and shows_topology:
+        raise click.UsageError("--json and --topology are given; expected one of them")
+    if shows_topology:
+        _show_topology(Machine(root), svg)
+        return
     found = facts()
     print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+
+
+def _show_topology(machine: Machine, file: str | None) -> None:
+    if file is None:
+        print("\n".join(topology.lines(machine)))
+        return
+    try:
+        Path(file).write_text(topology.svg(machine))
+    except OSError as error:
+        raise click.FileError(file, error.strerror or str(error)) from error
 
 
 def version() -> str:

@@ -8,14 +8,17 @@ import socket
 import threading
 from typing import Any
 
+from pynccl._values import check_text
+
 # Family, and the address for socket.bind and socket.connect.
 Address = tuple[int, Any]
 
 
 def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of "host:port" or "[ipv6]:port"."""
-    host, separator, port = text.rpartition(":")
-    if not separator or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
+    host, separator, port = check_text(text, "the address", "host:port").rpartition(":")
+    digits = port.isascii() and port.isdigit() and len(port) < 6 and int(port) <= 65535
+    if not separator or not digits or host.startswith("[") != host.endswith("]") or not host.isprintable():
         raise ValueError(f"the address is {text!r}; expected host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pynccl import capi
 from pynccl._comm.communicator import Communicator
-from pynccl._integers import INT, check_int
 from pynccl._secure.secret import read_secret
 from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._types import UniqueId
+from pynccl._values import INT, check_int
 from pynccl.bootstrap import _environment, _methods
 from pynccl.bootstrap._create import create
 from pynccl.bootstrap._environment import Launcher

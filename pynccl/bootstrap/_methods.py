@@ -57,6 +57,8 @@ def choose(
     """Choose the method from the arguments and the environment."""
     if on_listen is not None and not (isinstance(method, str) and method.startswith("tcp://")):
         raise ValueError("on_listen is given; expected None unless method is 'tcp://host:port'")
+    if on_listen is not None and not callable(on_listen):
+        raise TypeError(f"on_listen is {on_listen!r}; expected a function of one argument, or None")
     if method is None and rank is None and world_size is None:
         if launcher is _environment.NOBODY or (launcher.names.mpi and launcher.size == 1):
             return _alone(launcher)
@@ -135,6 +137,8 @@ def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str,
         return f", at {method}", _opener(_at_address, host, port, on_listen)
     if isinstance(method, str) and method.startswith("file:///"):
         path = method.removeprefix("file://")
+        if "\0" in path:
+            raise ValueError(f"method is {method!r}; expected a path without a null character")
         return f", in {method}", _opener(_through, lambda _: FolderKeys(path), method, True)
     if isinstance(method, Store):
         return f", through the store at {method.address}", _opener(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pynccl._secure import handshake
 from pynccl._secure.secret import check_secret, encode, read_secret
+from pynccl._values import check_int, check_text
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address, is_loopback, resolve
 from pynccl.bootstrap._peer import UNKNOWN, why_not
@@ -129,7 +130,7 @@ class StoreServer:
     ) -> None:
         secret = read_secret() or secrets.token_urlsafe(24) if secret is None else check_secret(secret)
         self.secret = secret
-        self.job = os.environ.get("PYNCCL_JOB_ID", "") if job is None else job
+        self.job = resolve_job(job)
         self._scheme = handshake.choose(secret, f.PURPOSE, encode(self.job), f.HELLO)
         self.host = host
         self._listener = _listen(host, port, timeout)
@@ -602,10 +603,22 @@ def _size(*parts: bytes) -> int:
     return _KEY_BYTES + sum(map(len, parts))
 
 
+def resolve_job(job: str | None) -> str:
+    """Return the given job, else PYNCCL_JOB_ID, else ""."""
+    if job is None:
+        return os.environ.get("PYNCCL_JOB_ID", "")
+    if not isinstance(job, str):
+        raise TypeError(f"job is {job!r}; expected a str, or None")
+    return job
+
+
 def _listen(host: str, port: int, timeout: float) -> socket.socket:
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port is {port}; expected 0 to 65535")
-    family, where = resolve(host, port, timeout)[0]
+    check_int(port, "port", 0, 1 << 16, "0 to 65535")
+    check_text(host, "host", "a name or an address")
+    try:
+        family, where = resolve(host, port, timeout)[0]
+    except socket.gaierror as error:
+        raise socket.gaierror(error.errno, f"{error.strerror}: host is {host!r}") from error
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -15,12 +15,13 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pynccl._errors import BootstrapError
 from pynccl._secure import handshake
 from pynccl._secure.secret import check_secret, encode, read_secret
 from pynccl._timeouts import check_timeout
+from pynccl._values import check_int, check_list, check_text
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address as format_address
 from pynccl.bootstrap._address import parse_address as parse_address
@@ -28,6 +29,7 @@ from pynccl.bootstrap._address import resolve
 from pynccl.bootstrap._frames import MAX_FRAME as MAX_FRAME
 from pynccl.bootstrap._peer import why_not
 from pynccl.bootstrap._server import StoreServer as StoreServer
+from pynccl.bootstrap._server import resolve_job
 
 if TYPE_CHECKING:
     from pynccl._secure.noise import Session
@@ -191,8 +193,7 @@ class Store:
         self.address, self.timeout = address, _seconds(timeout)
         self._where = parse_address(address)
         secret = read_secret() if secret is None else check_secret(secret)
-        job = os.environ.get("PYNCCL_JOB_ID", "") if job is None else job
-        self._scheme = handshake.choose(secret, f.PURPOSE, encode(job), f.HELLO)
+        self._scheme = handshake.choose(secret, f.PURPOSE, encode(resolve_job(job)), f.HELLO)
         self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
         self._met = False
         self._name = secrets.token_bytes(f.IDENTITY)
@@ -202,9 +203,7 @@ class Store:
 
     def set(self, key: str, value: bytes, timeout: float | None = None) -> None:
         """Set a key and wake its waiters."""
-        if not isinstance(value, (bytes, bytearray, memoryview)):
-            raise TypeError(f"value of {key!r} is a {type(value).__name__}; expected bytes")
-        self._call(f.SET, key, bytes(value), timeout)
+        self._call(f.SET, key, _bytes(key, value), timeout)
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
         """Wait until a key is set and return its value; raise TimeoutError after `timeout` seconds."""
@@ -215,7 +214,7 @@ class Store:
 
     def wait(self, keys: str | Iterable[str], timeout: float | None = None) -> None:
         """Wait until all of these keys are set; TimeoutError names some of the missing keys."""
-        keys = [keys] if isinstance(keys, str) else list(keys)
+        keys = [keys] if isinstance(keys, str) else check_list(keys, "keys", "a key or a list of keys")
         deadline = time.monotonic() + self._seconds(timeout)
         for index, key in enumerate(keys):
             if not self._is_set(key, max(0.0, deadline - time.monotonic())):
@@ -227,14 +226,12 @@ class Store:
 
     def add(self, key: str, number: int, timeout: float | None = None) -> int:
         """Add to the number under a key (0 if not set) and return the sum."""
-        if not -(1 << 63) <= number < 1 << 63:
-            raise ValueError(f"number is {number}; expected a signed 64-bit integer")
+        number = check_int(number, "number", -(1 << 63), 1 << 63, "a signed 64-bit integer")
         return int(self._call(f.ADD, key, f.INT64.pack(number), timeout)[1])
 
     def barrier(self, name: str, count: int, timeout: float | None = None) -> None:
         """Return when `count` clients have entered the barrier `name`; the barrier can be used again."""
-        if not 0 < count < 1 << 32:
-            raise ValueError(f"count is {count}; expected the number of clients, at least 1")
+        count = check_int(count, "count", 1, 1 << 32, "the number of clients, at least 1")
         seconds = self._seconds(timeout)
         argument = f.BARRIER_ARGUMENT.pack(int(seconds * 1000), count)
         status, value = self._call(f.BARRIER, name, argument, timeout)
@@ -250,8 +247,8 @@ class Store:
 
     def will(self, key: str, value: bytes, timeout: float | None = None) -> None:
         """Have the server set a key if this process dies, unless the key is set; each client has one will."""
-        self._will = key, value
-        self._call(f.WILL, key, self._name + value, timeout)
+        self._will = check_text(key, "key"), _bytes(key, value)
+        self._call(f.WILL, key, self._name + self._will[1], timeout)
 
     def withdraw(self, timeout: float | None = None) -> None:
         """Cancel the will."""
@@ -397,8 +394,14 @@ class PromptStore(Store):
     _prompt = True
 
 
+def _bytes(key: str, value: Any) -> bytes:
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError(f"value of {key!r} is {value!r:.100}; expected bytes")
+    return bytes(value)
+
+
 def _frame(op: int, key: str, argument: bytes) -> bytes:
-    name = key.encode()
+    name = check_text(key, "key").encode()
     frame = f.REQUEST.pack(op, min(len(name), 0xFFFF)) + name + argument
     if len(name) > 0xFFFF or len(frame) > f.MAX_FRAME - 1:
         raise ValueError(

@@ -315,6 +315,8 @@ def _items(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _is_int(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
     try:
         index(value)
     except TypeError:

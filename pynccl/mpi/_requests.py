@@ -15,6 +15,7 @@ from pynccl._comm.prepared import Plan, Prepared
 from pynccl._device.streams import Event, Stream
 from pynccl._errors import NcclInvalidUsage, NotSupportedError
 from pynccl._library import loader
+from pynccl._values import check_list
 from pynccl.mpi._messages import is_device
 
 Run = Prepared | Plan
@@ -241,14 +242,14 @@ class Prequest:
     @classmethod
     def Startall(cls, requests: Sequence[Prequest | MPI.Prequest]) -> None:
         """Start all requests."""
-        for request in requests:
+        for request in _checked(requests, Prequest | MPI.Prequest):
             request.Start()
 
     @classmethod
     def Waitall(cls, requests: Sequence[Prequest | MPI.Request], statuses: Any = None) -> bool:
         """Wait for all requests; return True."""
         _require_no_status(statuses)
-        for request in requests:
+        for request in _checked(requests):
             request.Wait()
         return True
 
@@ -257,8 +258,16 @@ class Prequest:
         """Tell whether all requests are complete."""
         _require_no_status(statuses)
         # Every request makes progress by its own test.
-        done = [request.Test() for request in requests]
+        done = [request.Test() for request in _checked(requests)]
         return all(done)
+
+
+def _checked(requests: Any, kind: Any = Prequest | MPI.Request) -> list[Any]:
+    found = check_list(requests, "requests", "a list of requests")
+    for index, request in enumerate(found):
+        if not isinstance(request, kind):
+            raise TypeError(f"requests[{index}] is {request!r}; expected a request")
+    return found
 
 
 def _require_no_status(status: Any) -> None:

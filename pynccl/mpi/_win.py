@@ -188,6 +188,7 @@ class Win:
         It also completes the puts into other windows of the communicator. Assertions are ignored.
         """
         self._live()
+        whole(assertion, "assertion")
         comm = self.comm
         comm.lane.issue()
         # NCCL counts the signals of a pair of ranks, not of a window.

@@ -178,6 +178,23 @@ static int pynccl_run(const pynccl_call* c) {
   }
 }
 
+static inline void pynccl_raise(uint64_t* number, uint64_t by) {
+  // Another thread may read it.
+  __atomic_store_n(number, *number + by, __ATOMIC_RELAXED);
+}
+
+static inline int pynccl_is_failure(int result) {
+  return result && result != ncclInProgress && result != PYNCCL_WAITING;
+}
+
+static inline void pynccl_tally_call(const pynccl_call* c, int result) {
+  pynccl_tally* tally = &c->comm->tallies[c->kind];
+  const int has_bytes = c->kind < PYNCCL_BARRIER || c->kind == PYNCCL_PUT_SIGNAL;
+  pynccl_raise(&tally->calls, 1);
+  if (has_bytes) pynccl_raise(&tally->bytes, c->count * pynccl_item_sizes[c->datatype]);
+  if (pynccl_is_failure(result)) pynccl_raise(&tally->failed, 1);
+}
+
 static int pynccl_wait(uintptr_t comm, uintptr_t stream) {
   // Inside ncclGroupStart the call is not issued yet.
   if (pynccl_depth) return 0;
@@ -191,7 +208,7 @@ static int pynccl_append(pynccl_list* list, const pynccl_call* call, int wait);
 static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
   pynccl_comm* comm = call->comm;
   pynccl_trace* trace = comm->trace;
-  const uint64_t now = trace ? pynccl_ticks() : 0;
+  const uint64_t now = pynccl_ticks();
   int r = pynccl_enter(comm);
   if (r) return r;
   if (comm->watch) {
@@ -210,7 +227,10 @@ static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
     pynccl_watch_end(comm);
   }
   if (wait && !r) r = pynccl_wait(comm->handle, call->stream);
-  if (record) pynccl_trace_result(record, r, wait && !pynccl_depth);
+  pynccl_tally_call(call, r);
+  const uint64_t end = wait ? pynccl_ticks() : 0;
+  if (wait) pynccl_raise(&comm->tallies[call->kind].waited, end - now);
+  if (record) pynccl_trace_result(record, r, wait && !pynccl_depth ? end : 0);
   if (r != PYNCCL_WAITING) pynccl_leave(comm);
   return r;
 }
@@ -375,6 +395,7 @@ static int pynccl_group_run(pynccl_list* list, ncclSimInfo_t* estimate) {
   if (r) return r;
   for (int i = 0; i < list->count; ++i) {
     r = pynccl_run(&list->calls[i]);
+    if (!estimate) pynccl_tally_call(&list->calls[i], r);
     if (r && r != ncclInProgress) {
       list->failed = i;
       break;
@@ -395,8 +416,7 @@ static int pynccl_is_traced(const pynccl_list* list) {
 }
 
 // Record what a list is about to run: one record on each communicator for a plan, else one for every call.
-static void pynccl_trace_list(pynccl_list* list) {
-  const uint64_t now = pynccl_ticks();
+static void pynccl_trace_list(pynccl_list* list, uint64_t now) {
   const uint64_t group = __atomic_add_fetch(&pynccl_groups, 1, __ATOMIC_RELAXED);
   for (int i = 0; i < list->use_count; ++i) {
     pynccl_use* use = &list->uses[i];
@@ -409,7 +429,7 @@ static void pynccl_trace_list(pynccl_list* list) {
       pynccl_trace_call(list->calls[i].comm->trace, &list->calls[i], now, group);
 }
 
-static void pynccl_trace_list_result(const pynccl_list* list, int result) {
+static void pynccl_trace_list_result(const pynccl_list* list, int result, uint64_t end) {
   int waited = list->use_count > 0;
   for (int i = 0; i < list->use_count; ++i) waited &= list->uses[i].wait;
   for (int i = 0; i < list->use_count; ++i) {
@@ -418,7 +438,18 @@ static void pynccl_trace_list_result(const pynccl_list* list, int result) {
     if (!use->first || !t) continue;
     const uint64_t oldest = pynccl_trace_oldest(t, t->next);
     for (uint64_t at = use->traced > oldest ? use->traced : oldest; at < t->next; ++at)
-      pynccl_trace_result(pynccl_trace_at(t, at), result, waited);
+      pynccl_trace_result(pynccl_trace_at(t, at), result, waited ? end : 0);
+  }
+}
+
+// A group waits as a whole: its time belongs to none of its calls.
+static void pynccl_tally_list(const pynccl_list* list, int result, uint64_t ticks) {
+  for (int i = 0; i < list->use_count; ++i) {
+    const pynccl_use* use = &list->uses[i];
+    pynccl_tally* tally = &use->comm->tallies[PYNCCL_PLAN];
+    if (use->first) pynccl_raise(&tally->calls, 1);
+    if (use->first && pynccl_is_failure(result)) pynccl_raise(&tally->failed, 1);
+    if (use->first && use->wait) pynccl_raise(&tally->waited, ticks);
   }
 }
 
@@ -444,7 +475,8 @@ int pynccl_list_run(pynccl_list* list) {
     return r;
   }
   const int traced = pynccl_is_traced(list);
-  if (traced) pynccl_trace_list(list);
+  const uint64_t begin = pynccl_ticks();
+  if (traced) pynccl_trace_list(list, begin);
   if (list->count) r = pynccl_group_run(list, NULL);
   for (int i = 0; i < list->use_count; ++i) {
     const pynccl_use* use = &list->uses[i];
@@ -455,7 +487,9 @@ int pynccl_list_run(pynccl_list* list) {
     if (list->uses[i].comm->watch) pynccl_watch_end(list->uses[i].comm);
   for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].wait) r = pynccl_wait(list->uses[i].comm->handle, list->uses[i].stream);
-  if (traced) pynccl_trace_list_result(list, r);
+  const uint64_t end = pynccl_ticks();
+  if (traced) pynccl_trace_list_result(list, r, end);
+  pynccl_tally_list(list, r, end - begin);
   if (r != PYNCCL_WAITING) pynccl_list_leave(list);
   return r;
 }

@@ -5,8 +5,9 @@
 #include "ring.h"
 
 pynccl_comm* pynccl_comm_new(void) {
-  pynccl_comm* comm = calloc(1, sizeof *comm);
-  if (comm) *comm = (pynccl_comm){.references = 1, .size = 1};
+  pynccl_trace_start_clock();
+  pynccl_comm* comm = calloc(1, sizeof *comm + (PYNCCL_PLAN + 1) * sizeof *comm->tallies);
+  if (comm) *comm = (pynccl_comm){.references = 1, .size = 1, .tallies = (pynccl_tally*)(comm + 1)};
   return comm;
 }
 

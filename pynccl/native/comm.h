@@ -6,6 +6,14 @@
 
 typedef struct pynccl_watch pynccl_watch;
 
+// What the calls of one kind have added up to. The thread that is in the communicator writes it.
+typedef struct pynccl_tally {
+  uint64_t calls;
+  uint64_t bytes;   // counts times item sizes
+  uint64_t failed;  // how many of the calls the library refused, or failed while they waited
+  uint64_t waited;  // ticks in calls that wait
+} pynccl_tally;
+
 struct pynccl_comm {
   uintptr_t handle;  // 0: closed or failed
   int references;    // the owner's, and one for each list
@@ -21,6 +29,7 @@ struct pynccl_comm {
   int used_count;
   int used_capacity;
   uintptr_t* used;
+  pynccl_tally* tallies;  // by kind; the runs of groups and plans of several calls under PYNCCL_PLAN
 };
 
 pynccl_comm* pynccl_comm_new(void);

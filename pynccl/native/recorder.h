@@ -33,3 +33,5 @@ int pynccl_trace_save(const char* kind, const char* text);
 // that the earlier handler writes to, or -1; a line "end" follows in it.
 int pynccl_trace_on_signal(int number, const char* kind, const char* text, int fd);
 void pynccl_trace_forked(void);
+// The nanoseconds of a number of ticks.
+int64_t pynccl_trace_span(uint64_t ticks);

@@ -63,9 +63,20 @@ static void pynccl_trace_sweep(void) {
   }
 }
 
-static int pynccl_trace_enlist(pynccl_trace* trace) {
+void pynccl_trace_start_clock(void) {
   pynccl_trace_lock();
   if (!pynccl_first.ticks) pynccl_first = pynccl_clock();
+  pynccl_trace_unlock();
+}
+
+int64_t pynccl_trace_span(uint64_t ticks) {
+  const pynccl_instant now = pynccl_clock();
+  const uint64_t span = now.ticks - pynccl_first.ticks;
+  return span ? (int64_t)((unsigned __int128)ticks * (now.ns - pynccl_first.ns) / span) : 0;
+}
+
+static int pynccl_trace_enlist(pynccl_trace* trace) {
+  pynccl_trace_lock();
   pynccl_trace_sweep();
   pynccl_node* node = pynccl_nodes;
   while (node && node->trace) node = node->next;
@@ -137,7 +148,7 @@ uint64_t pynccl_trace_begin(pynccl_trace* t, int kind, int detail) {
 }
 
 void pynccl_trace_end(pynccl_trace* t, uint64_t token, int result) {
-  if (t && token) pynccl_trace_result(pynccl_trace_at(t, token - 1), result, 1);
+  if (t && token) pynccl_trace_result(pynccl_trace_at(t, token - 1), result, pynccl_ticks());
 }
 
 void pynccl_trace_mark(pynccl_trace* t, int kind) {

@@ -108,7 +108,7 @@ typedef struct pynccl_node {
 
 #pragma GCC visibility push(hidden)
 
-extern pynccl_instant pynccl_first;  // both clocks, read when the first ring was created
+extern pynccl_instant pynccl_first;  // both clocks, read when the first communicator was made
 extern pynccl_node* pynccl_nodes;
 extern int pynccl_trace_busy;  // a lock: a thread is changing nodes or digests
 extern int pynccl_dumping;     // a lock: a dump is running; nothing is freed meanwhile
@@ -117,6 +117,7 @@ extern int pynccl_dumping;     // a lock: a dump is running; nothing is freed me
 extern const char* pynccl_callers[PYNCCL_CALLERS];
 
 pynccl_instant pynccl_clock(void);
+void pynccl_trace_start_clock(void);
 int pynccl_no_dump(void);
 void pynccl_trace_close(pynccl_trace* t);
 // All calls on the stream are complete, or have failed with `result`.
@@ -184,13 +185,14 @@ static inline pynccl_entry* pynccl_trace_call(pynccl_trace* t, const pynccl_call
   return record;
 }
 
-static inline void pynccl_trace_result(pynccl_entry* record, int result, int waited) {
+// `end`: in ticks, if the call has been waited for; else 0.
+static inline void pynccl_trace_result(pynccl_entry* record, int result, uint64_t end) {
   if (result && result != PYNCCL_WAITING && result != ncclInProgress)
     pynccl_set_outcome(record, PYNCCL_FAILED, result);
-  else if (result || !waited)
+  else if (result || !end)
     pynccl_set_outcome(record, PYNCCL_TAKEN, result == PYNCCL_WAITING ? 0 : result);
   else
-    pynccl_set_outcome(record, PYNCCL_DONE, pynccl_ticks());
+    pynccl_set_outcome(record, PYNCCL_DONE, (int64_t)end);
 }
 
 static inline pynccl_entry* pynccl_trace_at(const pynccl_trace* t, uint64_t position) {

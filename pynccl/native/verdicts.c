@@ -149,7 +149,7 @@ static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v
   const pynccl_peer* p = &w->peers[rank];
   pynccl_say(v->text, sizeof v->text, "%srank %d ", v->count > 1 ? "; " : "", rank);
   if (p->departure == PYNCCL_ENDS) {
-    pynccl_say(v->text, sizeof v->text, "died: its program ended without closing its communicator");
+    pynccl_say(v->text, sizeof v->text, "left without closing its communicator: its program ended, or dropped it");
   } else if (pynccl_left(p)) {
     pynccl_say(v->text, sizeof v->text, "aborted its communicator");
   } else if (p->tampered) {
@@ -238,7 +238,7 @@ void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v) 
     if (r == w->rank || !(ended || pynccl_silent(p, SILENCE_NS))) continue;
     pynccl_add_rank(v, r);
     if (ended)
-      pynccl_say(v->text, sizeof v->text, "; rank %d has ended its program", r);
+      pynccl_say(v->text, sizeof v->text, "; rank %d has left without closing its communicator", r);
     else
       pynccl_say(v->text, sizeof v->text, "; rank %d is not responding: last heard of %.1f s ago", r,
                  (double)(pynccl_watchdog.awake - p->heard) / 1e9);

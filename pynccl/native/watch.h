@@ -20,8 +20,8 @@ enum pynccl_trouble {
 enum pynccl_on_failure { PYNCCL_ON_FAILURE_MARK, PYNCCL_ON_FAILURE_REVOKE, PYNCCL_ON_FAILURE_ABORT };
 
 // The reason for which a rank leaves the channel. The other ranks read it so:
-// - ENDS: its program has ended without closing the communicator. A rank that waits for it treats it as
-// failed.
+// - ENDS: its program has ended, or dropped the communicator, without closing it. A rank that waits for it
+// treats it as failed.
 // - ABORTS_TOO: it aborts because of a failure that it knows of; it is not the cause.
 // - ABORTS_FIRST: its abort is the failure.
 // - GOES_ON: a communicator of the survivors replaces this one.

@@ -298,6 +298,34 @@ def test_200_programs_that_return_end_well(engine: str, nranks: int, how: str, t
     returns(engine, how, nranks, tmp_path / "returns.py", RUNS)
 
 
+# A rank drops its communicator, a local variable, and goes on with other work.
+DROPS = """
+import sys, time, numpy as np, pynccl
+x = np.ones(4)
+def main():
+    comm = pynccl.init(timeout=4)
+    comm.all_reduce(x)
+    if comm.rank == 1:
+        return
+    for _ in range(10):
+        comm.send(x, 2) if comm.rank == 0 else comm.recv(x, 0)
+        time.sleep(0.05)
+    print("fine", flush=True)
+    try:
+        comm.all_reduce(x)
+    except pynccl.RankFailedError as error:
+        print(error.ranks, error, flush=True)
+main()
+time.sleep(3)
+"""
+
+
+def test_a_rank_that_drops_its_communicator(run_program: Run) -> None:
+    done = run_program(DROPS, 3, options=["--no-tag", "--keep-going"])
+    assert done.stdout.count("fine") == 2, done.stderr
+    assert done.stdout.count("[1] rank 1 left without closing its communicator") == 2, done.stdout
+
+
 IN_A_THREAD = """
 import sys, threading, time, numpy as np, pynccl
 comm = pynccl.init(timeout=30 if sys.argv[1] == "timeout" else None)
@@ -392,7 +420,7 @@ else:
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [
-        ("returns", "RankFailedError", "rank 1 died: its program ended without closing its communicator"),
+        ("returns", "RankFailedError", "rank 1 left without closing its communicator: its program ended"),
         ("raises", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
         ("_exit", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
     ],

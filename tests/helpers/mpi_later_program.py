@@ -262,6 +262,10 @@ def wrong_windows(comm: Comm) -> None:
         (ValueError, "target has 8 bytes; expected 16", lambda: win.Put([x, 2], RIGHT, (0, 1))),
         (ValueError, "target has int64; ", lambda: win.Put([x, 2], RIGHT, (0, 2, MPI.INT64_T))),
         (ValueError, "the displacement of target is -1", lambda: win.Put([x, 1], RIGHT, -1)),
+        (TypeError, "target is True; expected a displacement", lambda: win.Put([x, 1], RIGHT, True)),
+        (TypeError, "assertion is 'x'; expected an int", lambda: win.Fence("x")),
+        (TypeError, "requests is None; expected a list", lambda: Prequest.Startall(None)),
+        (TypeError, r"requests\[0\] is 1; expected a request", lambda: Prequest.Waitall([1])),
         (ValueError, f"target_rank is {SIZE}; ", lambda: win.Put([x, 1], SIZE)),
         (TypeError, "target_rank is 'a'", lambda: win.Put([x, 1], "a")),  # type: ignore[arg-type]
         (TypeError, "target is 'a'", lambda: win.Put([x, 1], 0, "a")),

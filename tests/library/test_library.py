@@ -497,6 +497,23 @@ def test_the_version_of_the_library(run_python: Run) -> None:
     assert said.startswith(f"pynccl {pynccl.__version__}, NCCL library: cpu 2.32.3, /")
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("pynccl do", ["doctor"]),
+        ("pynccl run --res", ["--restarts"]),
+        ("pynccl bench all_re", ["all_reduce"]),
+    ],
+)
+def test_completion(words: str, found: list[str], run_python: Run) -> None:
+    count = str(len(words.split()) - 1)
+    asked = {"_PYNCCL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": count}
+    done = run_python(
+        args=["-c", "import sys; sys.argv = ['pynccl']; from pynccl.__main__ import main; main()"], **asked
+    )
+    assert done.stdout.split() == [f"plain,{word}" for word in found]
+
+
 def test_the_command_is_installed() -> None:
     command = Path(sys.executable).parent / "pynccl"
     done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=50, check=True)

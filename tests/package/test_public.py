@@ -16,12 +16,12 @@ from pynccl import Communicator, Group, Plan, Prepared
 from pynccl._comm.prepared import Prepare
 
 NAMES = """
-BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communicator Config DataType Event
-Group LibraryInfo LibraryNotFoundError MemoryStats NcclError NcclInternalError NcclInvalidArgument
-NcclInvalidUsage NcclRemoteError NcclSystemError NcclTimeoutError NcclUnhandledCudaError NotSupportedError
-Plan PreMulSum Prepared RankFailedError RedOp Registration SimInfo Stream TraceRecord UniqueId Window
-__version__ array_module check_mode cpu_library current_device device_count dump_trace empty get_unique_id
-get_version group init init_all library_info load set_device zeros
+BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communicator CommunicatorMetrics
+Config DataType Event Group LibraryInfo LibraryNotFoundError MemoryStats NcclError NcclInternalError
+NcclInvalidArgument NcclInvalidUsage NcclRemoteError NcclSystemError NcclTimeoutError NcclUnhandledCudaError
+NotSupportedError OperationMetrics Plan PreMulSum Prepared RankFailedError RedOp Registration SimInfo Stream
+TraceRecord UniqueId Window __version__ array_module check_mode cpu_library current_device device_count
+dump_trace empty get_unique_id get_version group init init_all library_info load metrics set_device zeros
 """
 
 # Parameters as they are written, with defaults and without types.

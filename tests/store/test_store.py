@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,7 +228,7 @@ def test_one_store_for_several_threads(server: StoreServer, store: Store) -> Non
 
 def test_bad_arguments(store: Store) -> None:
     bad: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (TypeError, "value of 'k' is a str; expected bytes", lambda: store.set("k", "text")),  # type: ignore[arg-type]
+        (TypeError, "value of 'k' is 'text'; expected bytes", lambda: store.set("k", "text")),  # type: ignore[arg-type]
         (ValueError, "timeout is -1; expected seconds", lambda: store.get("k", -1)),
         (ValueError, "timeout is nan; expected seconds", lambda: store.get("k", float("nan"))),
         (TypeError, "timeout is 'soon'; expected seconds", lambda: store.get("k", "soon")),  # type: ignore[arg-type]
@@ -237,6 +238,23 @@ def test_bad_arguments(store: Store) -> None:
         (ValueError, "the address is '127.0.0.1'; expected host:port", lambda: Store("127.0.0.1")),
         (ValueError, "port is 70000; expected 0 to 65535", lambda: StoreServer(port=70000)),
         (OSError, "the host is empty", lambda: StoreServer("")),
+        (OSError, "host is 'no.such.host.invalid'", lambda: StoreServer("no.such.host.invalid")),
+    ]
+    wrong: Any = 1.5
+    bad += [
+        (TypeError, "key is 1.5; expected a str", lambda: store.set(wrong, b"")),
+        (TypeError, "key is 1.5; expected a str", lambda: store.wait([wrong])),
+        (TypeError, "keys is 1.5; expected a key or a list", lambda: store.wait(wrong)),
+        (ValueError, "key is .*that UTF-8 can encode", lambda: store.get("\ud800")),
+        (TypeError, "number is 1.5; expected a signed 64-bit", lambda: store.add("n", wrong)),
+        (TypeError, "count is 1.5; expected the number of clients", lambda: store.barrier("b", wrong)),
+        (TypeError, "value of 'w' is 1.5; expected bytes", lambda: store.will("w", wrong)),
+        (TypeError, "the address is 1.5; expected host:port", lambda: Store(wrong)),
+        (ValueError, "the address is '\\[::1:80'; expected host:port", lambda: Store("[::1:80")),
+        (TypeError, "secret is a float; expected a str", lambda: Store("127.0.0.1:1", wrong)),
+        (TypeError, "host is 1.5; expected a name or an address", lambda: StoreServer(wrong)),
+        (TypeError, "port is 1.5; expected 0 to 65535", lambda: StoreServer(port=wrong)),
+        (TypeError, "job is 1.5; expected a str, or None", lambda: StoreServer(job=wrong)),
     ]
     for kind, words, call in bad:
         with pytest.raises(kind, match=words):

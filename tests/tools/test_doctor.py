@@ -25,7 +25,8 @@ from meeting import free_port
 from pynccl._tools.doctor import devices, known, network
 from pynccl._tools.doctor import environment as variables_of
 from pynccl._tools.doctor.command import Check
-from pynccl._tools.doctor.machine import Machine
+from pynccl._tools.machine import Machine
+from sysfs import GPU, pci
 
 pytestmark = pytest.mark.timeout(50)
 
@@ -166,21 +167,6 @@ def test_the_other_package(tmp_path: Path) -> None:
 # --- devices ------------------------------------------------------------------------------------------------
 
 
-def pci(root: Path, device: str, *above: str, **files: str | bytes) -> Path:
-    """Make a PCI device below others, as the kernel shows it."""
-    real = root.joinpath("sys/devices/pci0000:00", *above, device)
-    real.mkdir(parents=True)
-    for name, content in files.items():
-        (real / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    link = root / "sys/bus/pci/devices" / device
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(real)
-    return real
-
-
-GPU = {"vendor": "0x10de\n", "class": "0x030200\n"}
-
-
 def acs(control: int) -> bytes:
     """Return a configuration space whose second extended capability is ACS."""
     space = bytearray(4096)
@@ -224,11 +210,11 @@ def test_paths_and_bridges(tmp_path: Path) -> None:
     bridge = pci(tmp_path, "0000:00:01.0", config=acs(0x1D))
     for gpu in ("0000:01:00.0", "0000:02:00.0"):
         pci(tmp_path, gpu, "0000:00:01.0", numa_node="0\n", **GPU)
-    pci(tmp_path, "0000:81:00.0", "0000:80:01.0", numa_node="1\n", **GPU)
+    pci(tmp_path, "0000:81:00.0", "0000:80:01.0", bus="pci0000:80", numa_node="1\n", **GPU)
     found = doctor("--only", "devices", "--root", tmp_path)
     assert only(found, "PCI paths", "ok")["text"] == (
-        "below one bridge: 0000:01:00.0 and 0000:02:00.0; at two processors: 0000:01:00.0 and 0000:81:00.0, "
-        "0000:02:00.0 and 0000:81:00.0"
+        "one PCIe switch: 0000:01:00.0 and 0000:02:00.0; the link between NUMA nodes: "
+        "0000:01:00.0 and 0000:81:00.0, 0000:02:00.0 and 0000:81:00.0"
     )
     text = only(found, "ACS", "warning")["text"]
     assert text == "PCI bridges with ACS redirection: 0000:00:01.0"

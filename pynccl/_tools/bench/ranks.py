@@ -15,10 +15,10 @@ import numpy as np
 
 import pynccl
 from pynccl import _host
-from pynccl._integers import check_int
 from pynccl._library import cuda, loader
 from pynccl._memory.allocation import Allocation
 from pynccl._tools.bench.settings import Settings
+from pynccl._values import check_int
 
 Array = np.ndarray[Any, Any]
 

@@ -14,7 +14,7 @@ import click
 from pynccl._errors import NcclError
 from pynccl._tools.doctor import devices, environment, job, libraries, limits, network, transports
 from pynccl._tools.doctor.finding import LEVELS, Finding, error, worst
-from pynccl._tools.doctor.machine import Machine
+from pynccl._tools.machine import Machine
 from pynccl.bootstrap import _environment
 from pynccl.bootstrap._preflight import rank_list
 

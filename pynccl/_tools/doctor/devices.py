@@ -9,7 +9,8 @@ from itertools import combinations, permutations
 
 from pynccl._library import cuda
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
-from pynccl._tools.doctor.machine import Machine, cpu_list
+from pynccl._tools.machine import Machine, cpu_list
+from pynccl._tools.topology import LINKS, bridges, link
 
 _PCI = "sys/bus/pci/devices"
 # PCI Express: where extended capabilities begin, the number of ACS, and its control bits that redirect.
@@ -105,8 +106,8 @@ def check_acs(machine: Machine) -> Iterator[Finding]:
     gpus = machine.gpus()
     if len(gpus) < 2:
         return
-    bridges = {bridge for gpu in gpus for bridge in _bridges(machine, gpu)}
-    redirecting = sorted(bridge for bridge in bridges if _redirects(machine, bridge))
+    above = {bridge for gpu in gpus for bridge in bridges(machine, gpu)}
+    redirecting = sorted(bridge for bridge in above if _redirects(machine, bridge))
     if redirecting:
         yield warning(
             "ACS",
@@ -115,13 +116,7 @@ def check_acs(machine: Machine) -> Iterator[Finding]:
             "On bare metal: setpci -s BRIDGE ECAP_ACS+0x6.w=0000 for each, or disable ACS in the BIOS.",
         )
     else:
-        yield ok("ACS", f"none of the {len(bridges)} bridges above the GPUs is seen to redirect")
-
-
-def _bridges(machine: Machine, device: str) -> list[str]:
-    """Return the PCI addresses above a device: the folders of its real path."""
-    real = os.path.realpath(machine.path(_PCI, device))
-    return [part for part in real.split(os.sep)[:-1] if part.count(":") == 2]
+        yield ok("ACS", f"none of the {len(above)} bridges above the GPUs is seen to redirect")
 
 
 def _redirects(machine: Machine, bridge: str) -> bool:
@@ -142,22 +137,15 @@ def _redirects(machine: Machine, bridge: str) -> bool:
 
 
 def check_paths(machine: Machine) -> Iterator[Finding]:
-    """Name what joins each two GPUs on PCI: a bridge, the processor, or two processors."""
+    """Name what joins each two GPUs on PCI."""
     gpus = machine.gpus()
     if len(gpus) < 2:
         return
     kinds: dict[str, list[str]] = {}
     for one, other in combinations(gpus, 2):
-        kinds.setdefault(_path(machine, one, other), []).append(f"{one} and {other}")
-    text = "; ".join(f"{kind}: {', '.join(pairs)}" for kind, pairs in kinds.items())
+        kinds.setdefault(link(machine, one, other), []).append(f"{one} and {other}")
+    text = "; ".join(f"{LINKS[kind]}: {', '.join(pairs)}" for kind, pairs in kinds.items())
     yield ok("PCI paths", text)
-
-
-def _path(machine: Machine, one: str, other: str) -> str:
-    if set(_bridges(machine, one)) & set(_bridges(machine, other)):
-        return "below one bridge"
-    nodes = {machine.read(_PCI, gpu, "numa_node") for gpu in (one, other)}
-    return "at one processor" if len(nodes) == 1 else "at two processors"
 
 
 def check_affinity(machine: Machine) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from pynccl._errors import BootstrapError
 from pynccl._tools.doctor import known
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded, opened
-from pynccl._tools.doctor.machine import Machine
+from pynccl._tools.machine import Machine
 from pynccl.bootstrap import _environment
 
 _AS_NEAR = 0.8

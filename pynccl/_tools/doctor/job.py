@@ -17,7 +17,7 @@ from pynccl._library import cuda, loader
 from pynccl._tools.doctor import network, probe, transports
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded
-from pynccl._tools.doctor.machine import Machine
+from pynccl._tools.machine import Machine
 from pynccl._version import __version__
 from pynccl.bootstrap import _environment, _methods
 from pynccl.bootstrap._exchange import Exchange

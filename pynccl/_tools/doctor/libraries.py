@@ -14,7 +14,7 @@ from pynccl._errors import NcclError
 from pynccl._library import cuda, discovery, loader
 from pynccl._library.loader import LibraryInfo
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
-from pynccl._tools.doctor.machine import Machine
+from pynccl._tools.machine import Machine
 
 # What NVIDIA's library prints about itself.
 _BANNER = re.compile(rb"NCCL version (\d+\.\d+\.\d+)[^\0\n+]*\+cuda(\d+)\.(\d+)")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pynccl._library import loader
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded
-from pynccl._tools.doctor.machine import Machine
+from pynccl._tools.machine import Machine
 
 _MIB = 1 << 20
 # NVIDIA's advice for containers is --shm-size=1g; docker's default is 64 MiB.

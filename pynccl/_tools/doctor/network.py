@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded
-from pynccl._tools.doctor.machine import Machine
+from pynccl._tools.machine import Machine
 from pynccl.bootstrap._address import is_loopback, resolve
 
 _UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40

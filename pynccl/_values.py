@@ -1,0 +1,39 @@
+"""Integers and texts that users give, checked before C code or a peer gets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+# One more than the largest int of C.
+INT = 1 << 31
+
+
+def check_int(value: Any, name: str, least: int, end: int, expected: str) -> int:
+    """Return an int or a NumPy integer, least <= value < end, as an int; raise TypeError or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} is {value!r}; expected {expected}")
+    if not least <= value < end:
+        raise ValueError(f"{name} is {value}; expected {expected}")
+    return int(value)
+
+
+def check_text(value: Any, name: str, expected: str = "a str") -> str:
+    """Return a str that UTF-8 can encode; raise TypeError or ValueError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; expected {expected}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} is {value!r}; expected {expected} that UTF-8 can encode") from error
+    return value
+
+
+def check_list(value: Any, name: str, expected: str) -> list[Any]:
+    """Return the items of an iterable; raise TypeError."""
+    try:
+        return list(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; expected {expected}") from None

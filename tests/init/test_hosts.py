@@ -1,0 +1,144 @@
+"""`pynccl run --hosts`: what a hosts file may say, and how the machines of a job begin and end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import clean_environment
+from hosts import Hosts, needs_root
+from meeting import until_gone
+
+pytestmark = pytest.mark.timeout(60)
+
+PROGRAM = """
+import json, os, sys, time
+import numpy as np
+import pynccl
+with pynccl.init(timeout=30) as comm:
+    x = np.ones(1000, np.float32)
+    comm.all_reduce(x)
+    assert (x == comm.size).all()
+names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR FOO NCCL_DEBUG_SUBSYS".split()
+values = [os.environ.get(name) for name in names]
+print(json.dumps([os.getpid(), os.getcwd(), *values, *sys.argv[1:]]), flush=True)
+if "fails" in sys.argv and os.environ["RANK"] == "2":
+    sys.exit(7)
+if "waits" in sys.argv or "fails" in sys.argv:
+    time.sleep(50)
+"""
+# As ssh runs a command: by a shell, without this environment.
+SSH = """#!/bin/sh
+host=$1
+shift
+case $host in
+    10.199.0.1) in="ip netns exec {0}" ;;
+    10.199.0.2) in="ip netns exec {1}" ;;
+    gone) exit 255 ;;
+esac
+exec env -i PATH="$PATH" HOME=/ $in sh -c "$*"
+"""
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a job on the machines of a file; whatever is left is killed in the end."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    started: list[subprocess.Popen[str]] = []
+
+    def start_one(
+        text: str, *args: str, options: tuple[str, ...] = (), namespaces: Hosts | None = None
+    ) -> subprocess.Popen[str]:
+        (tmp_path / "hosts").write_text(text)
+        ssh = tmp_path / "my ssh"
+        ssh.write_text(SSH.format(*(namespaces.names if namespaces else ("", ""))))
+        ssh.chmod(0o700)
+        command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", "--no-tag", "--hosts", "hosts"]
+        started.append(
+            subprocess.Popen(
+                [*command, "--ssh", f"'{ssh}'", *options, "program.py", *args],
+                env=clean_environment() | {"NCCL_DEBUG_SUBSYS": "NET"},
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def said(out: str) -> list[list[Any]]:
+    return sorted((json.loads(line) for line in out.splitlines()), key=lambda words: int(words[2]))
+
+
+@needs_root
+def test_two_machines(start: Start, hosts: Hosts, tmp_path: Path) -> None:
+    text = "10.199.0.1  # the first\n\n10.199.0.2 slots=1\n"
+    job = start(text, "a b", "-x", options=("-x", "FOO=c d"), namespaces=hosts)
+    out, errors = job.communicate(timeout=50)
+    assert job.returncode == 0, errors
+    assert [words[1:] for words in said(out)] == [
+        [str(tmp_path), str(rank), "3", str(local), "10.199.0.1", "c d", "NET", "a b", "-x"]
+        for rank, local in ((0, 0), (1, 1), (2, 0))
+    ]
+
+
+def test_the_exit_code_is_that_of_the_first_to_fail(start: Start) -> None:
+    job = start("127.0.0.1\nuser@localhost slots=1\n", "fails")
+    out, errors = job.communicate(timeout=50)
+    assert job.returncode == 7, errors
+    assert "pynccl run: rank 2 exited with code 7 on node 1" in errors
+    until_gone([int(words[0]) for words in said(out)])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_all_machines(number: signal.Signals, start: Start) -> None:
+    job = start("127.0.0.1 slots=1\nuser@localhost slots=1\n", "waits")
+    assert job.stdout is not None
+    pids = [int(json.loads(job.stdout.readline())[0]) for _ in range(2)]
+    job.send_signal(number)
+    job.communicate(timeout=50)
+    assert job.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    until_gone(pids)
+
+
+def test_a_machine_that_ssh_does_not_reach(start: Start) -> None:
+    job = start("127.0.0.1 slots=1\ngone\n", options=("--timeout", "3"))
+    _, errors = job.communicate(timeout=50)
+    assert job.returncode == 255
+    assert "pynccl run: the launcher on gone ended with code 255" in errors
+    assert "no pynccl run with --node-rank 1 has come to" in errors
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("", (), "hosts names no machine; expected one on each line"),
+        ("a slots=0", (), "hosts, line 1: 'a slots=0'; expected HOST or HOST slots=N"),
+        ("a\nb 4", (), "hosts, line 2: 'b 4'; expected HOST or HOST slots=N"),
+        ("-oProxyCommand=x", (), "line 1: '-oProxyCommand=x'; expected HOST"),
+        ("a", ("--nnodes", "2"), "--hosts with --nnodes or --node-rank"),
+        ("a", ("--restarts", "1"), "--restarts with --hosts: expected one machine"),
+        ("a", ("--store", "x"), "--store x: expected HOST:PORT"),
+        ("a", ("--ssh", "no-such-command"), "--ssh 'no-such-command': expected a command that can be"),
+        ("a", ("--ssh", "'"), "No closing quotation"),
+    ],
+)
+def test_wrong_files_and_options(text: str, options: tuple[str, ...], words: str, start: Start) -> None:
+    job = start(text, options=options)
+    _, errors = job.communicate(timeout=50)
+    assert job.returncode == 2
+    assert words in errors
