@@ -47,6 +47,7 @@ TESTS = (
     "tests/memory/test_registration.py",
     "tests/memory/test_window.py",
     "tests/trace/test_trace.py",
+    "tests/trace/test_timeline.py::test_the_clocks_of_hosts_are_aligned",
     "tests/watch/test_watchdog.py",
     "tests/watch/test_checks.py",
     "tests/interfaces/test_compat_cupy.py",

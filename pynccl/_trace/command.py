@@ -1,4 +1,4 @@
-"""`pynccl trace`: analyses the dumps of all ranks, and converts them to Chrome trace events."""
+"""`pynccl trace`: analyses the dumps of all ranks, and writes them as a page or as Chrome trace events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 
 from pynccl._trace.dumps import Member, Process, TraceError, printable, read_all
 from pynccl._trace.findings import explain, say
-from pynccl._trace.recorder import TraceRecord
+from pynccl._trace.recorder import TraceRecord, private_file
 
 
 def chrome_events(members: Iterable[Member]) -> dict[str, Any]:
@@ -49,22 +49,40 @@ def _event(record: TraceRecord, process: Process) -> dict[str, Any]:
     return event | {"ph": "X", "dur": max(0, end - record.time_ns) / 1000}
 
 
+def _write(option: str, path: str, content: bytes) -> None:
+    """Write a private file, or replace it at once; nothing is left of a file that cannot be completed."""
+    if path.endswith(".jsonl"):
+        # As in `pynccl trace --html traces/*.jsonl`.
+        raise TraceError(f"{option}: {path!r} has the name of a dump; expected the name of the file to write")
+    try:
+        with private_file(Path(path)) as fd, open(fd, "wb", closefd=False) as file:
+            file.write(content)
+    except OSError as error:
+        raise TraceError(f"{option}: {path!r} cannot be written: {error.strerror}") from error
+
+
 @click.command("trace")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option("--chrome", metavar="OUT", help="Write the calls as Chrome trace events (Perfetto).")
-def trace(files: tuple[str, ...], chrome: str | None) -> int:
+@click.option("--html", metavar="OUT", help="Write the calls and the report as one HTML page.")
+def trace(files: tuple[str, ...], chrome: str | None, html: str | None) -> int:
     """Analyse the dumps of all ranks' flight recorders.
 
-    Each FILE is a dump of a rank, or a folder of dumps.
+    Each FILE is a dump of a rank, or a folder of dumps. An OUT that exists is replaced.
     """
     try:
         dumps = read_all(files)
+        text = explain(dumps)
         if chrome:
-            Path(chrome).write_text(json.dumps(chrome_events(dumps.members)), encoding="utf-8")
+            _write("--chrome", chrome, json.dumps(chrome_events(dumps.members)).encode())
+        if html:
+            # Imported late: `pynccl run` starts without it.
+            from pynccl._trace.timeline import page
+
+            _write("--html", html, page(dumps, text))
     except (TraceError, OSError) as error:
         print(f"pynccl trace: {printable(str(error))}", file=sys.stderr)
         return 1
-    text = explain(dumps)
     # Names may have characters that the terminal's encoding lacks.
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))

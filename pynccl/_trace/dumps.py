@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 from pynccl._trace.recorder import OWN_FOLDER, TraceRecord
 
 PENDING = ("called", "taken")
+# Calls that no rank completes before every rank has made them.
+JOINT = ("init", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "split", "grow")
 
 
 class TraceError(ValueError):

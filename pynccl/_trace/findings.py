@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pynccl._errors import result_name
-from pynccl._trace.dumps import PENDING, Dumps, Member, Process, Reason, World, worlds_of
+from pynccl._trace.dumps import JOINT, PENDING, Dumps, Member, Process, Reason, World, worlds_of
 from pynccl._trace.recorder import TraceRecord
 
 # --- words --------------------------------------------------------------------------------------------------
@@ -171,12 +171,11 @@ def _shifted(world: World, seq: int, calls: dict[int, TraceRecord]) -> Iterator[
 
 def _complete(world: World) -> int | None:
     """Return the newest completed call that needs every rank."""
-    joint = ("init", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "split", "grow")
     done = [
         record.seq
         for member in world.members.values()
         for record in member.records
-        if record.seq is not None and record.state == "done" and record.call in joint
+        if record.seq is not None and record.state == "done" and record.call in JOINT
     ]
     return max(done, default=None)
 
@@ -191,21 +190,40 @@ def _dead(world: World) -> str:
     return f"{ranks} died{when}: {it}"
 
 
+def _first_unmet(world: World) -> int:
+    """Return the first collective call that some ranks have not made."""
+    # Earlier calls may be outstanding too.
+    made = [member.last for member in world.members.values()]
+    return max(made) if min(made) == max(made) else min(made) + 1
+
+
+def _behind(world: World, seq: int) -> list[int]:
+    return sorted(rank for rank, member in world.members.items() if member.last < seq)
+
+
+def _callers(world: World, seq: int) -> dict[int, TraceRecord]:
+    return {rank: r for rank, m in world.members.items() if (r := m.collective(seq)) is not None}
+
+
+def never_made(world: World) -> tuple[list[int], dict[int, TraceRecord]]:
+    """Return the ranks that never reached the call that the findings name, and the others' records of it."""
+    different = _first_difference(world)
+    seq = _first_unmet(world) if different is None else different[0]
+    return _behind(world, seq), _callers(world, seq)
+
+
 def _collectives(world: World) -> Iterator[str]:
     different = _first_difference(world)
     if different is not None:
         seq, calls = different
-        late = [rank for rank, member in world.members.items() if member.last < seq]
+        late = _behind(world, seq)
         text = f"{_together(calls, full=True)}: {_say_differing(_differing(calls.values()))}"
         yield "; ".join([text, *_late(world, late, seq)])
         yield from _shifted(world, seq, calls)
         return
-    furthest = max(member.last for member in world.members.values())
-    lowest = min(member.last for member in world.members.values())
-    # The first call that some ranks have not made; earlier calls may be outstanding too.
-    seq = furthest if lowest == furthest else lowest + 1
-    calls = {rank: r for rank, m in world.members.items() if (r := m.collective(seq)) is not None}
-    late = sorted(rank for rank, member in world.members.items() if member.last < seq)
+    furthest, seq = max(member.last for member in world.members.values()), _first_unmet(world)
+    calls = _callers(world, seq)
+    late = _behind(world, seq)
     waiting = {rank: record for rank, record in calls.items() if record.state in PENDING}
     failed = {rank: record for rank, record in calls.items() if record.state == "failed"}
     grouped = list(_grouping(world, waiting))

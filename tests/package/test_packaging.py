@@ -37,6 +37,8 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
     for name in ("py.typed", "libpynccl_cpu.so", "capi.py", "native/nccl_api.h"):
         assert f"pynccl/{name}" in names
+    pages = {f"pynccl/_trace/page/{path.name}" for path in (PACKAGE / "_trace" / "page").iterdir()}
+    assert pages and pages <= names
     assert {name for name in names if name.startswith("pynccl/forward/")} == {
         *(f"pynccl/forward/{name}" for name in ("libnccl.so.2", "libnccl.so", "pkgconfig/nccl.pc")),
         *(f"pynccl/forward/include/{name}" for name in ("nccl.h", "nccl_device.h", "pynccl_cpu.h")),
