@@ -292,6 +292,15 @@ def test_a_bandwidth_that_is_required() -> None:
         (["all_reduce", "-V", "16"], "it counts the CTAs of -D"),
         (["all_reduce", "-i", "0"], "-i 0 without -f"),
         (["all_reduce", "-b", "0", "-f", "2"], "-b 0 with -f"),
+        (["all_reduce", "--compare", "nccl"], "expected some of gloo,mpi,torch, not 'nccl'"),
+        (["all_reduce", "--compare", ""], "expected some of gloo,mpi,torch, not ''"),
+        (["all_reduce", "--compare", "mpi"], "which starts ranks without MPI; expected mpirun -n 2 pynccl"),
+        (
+            ["put_signal", "--compare", "gloo"],
+            "--compare: no peer has put_signal; expected one of",
+        ),
+        (["all_reduce", "-g", "2", "--compare", "gloo"], "expected one rank in a process"),
+        (["all_reduce", "--compare", "torch"], "--compare torch: torch finds no GPU on this machine"),
         (["put_signal", "-R", "1"], "put_signal has its buffers in windows"),
         (["broadcast", "-r", "x"], "expected a rank or all, not 'x'"),
         (["broadcast", "-r", "²"], "expected a rank or all, not '²'"),
@@ -424,6 +433,104 @@ def test_files_stay_as_they_were_after_a_failure(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [saved]
 
 
+# --- peers ---
+
+COMPARED = re.compile(r"# +(?P<size>\d+) +(?P<type>\w+) +(?P<op>\w+) +(?P<root>[-\d]+) +[\d.]+(?P<peers>.*)")
+
+
+def mpirun(nranks: int) -> list[str]:
+    found = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert found is not None
+    return [found, "--oversubscribe", "-n", str(nranks), sys.executable, "-m"]
+
+
+def compared(text: str) -> list[tuple[str, str, list[str]]]:
+    """Return type, operation and what each peer's columns hold: a number as #."""
+    rows = [match for line in text.splitlines() if (match := COMPARED.fullmatch(line))]
+    return [(row["type"], row["op"], re.sub(r"\d+\.\d\d", "#", row["peers"]).split()) for row in rows if row]
+
+
+def test_peers_in_turn(tmp_path: Path) -> None:
+    table, saved = tmp_path / "table.csv", tmp_path / "saved.json"
+    files = ["--csv", str(table), "--save", str(saved)]
+    args = ["all_reduce", "-b", "1K", "-e", "4K", "-f", "4", "-n", "5", "--compare", "mpi,gloo", *files]
+    done = run(*mpirun(2), "pynccl", "bench", *args)
+    assert [line["wrong"] for line in lines(done)] == ["0", "0"]
+    after = done.stdout.split("# Collective test concluded: all_reduce_perf\n")[1]
+    masked = re.sub(r" +\d+\.\d\d(?= )", " ####", re.sub(r" is [^,\n]*", " is VERSION", after))
+    assert masked == (HERE / "compared.txt").read_text()
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    results = json.loads(saved.read_text())["results"]
+    assert [row["compare"]["gloo"]["nwrong"] for row in results] == [0, 0]
+    for row, result in zip(rows, results, strict=True):
+        for peer in ("mpi", "gloo"):
+            ratio = float(row[f"{peer}_time_us"]) / float(row["pynccl_time_us"])
+            assert float(row[f"{peer}_ratio"]) == pytest.approx(ratio, rel=0.01)
+            assert result["compare"][peer]["time"] == float(row[f"{peer}_time_us"])
+
+
+@pytest.mark.parametrize(
+    "program", ["alltoallv", *(pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS)]
+)
+def test_every_operation_of_the_peers_is_right(program: str) -> None:
+    args = [program, "-b", "1K", "-e", "1K", "-n", "1", "-d", "all", "-o", "all", "--compare", "gloo,mpi"]
+    done = run(*mpirun(3), "pynccl", "bench", *args)
+    if program in ("hypercube", "put_signal"):
+        assert done.returncode == 2
+        assert f"no peer has {program}" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    right, none = ["#", "#", "0"], ["n/a"] * 3
+    of = {(kind, op): (peers[:3], peers[3:]) for kind, op, peers in compared(done.stdout)}
+    op = "prod" if program in REDUCTIONS else "none"
+    assert of["float", op] == (right, right)
+    assert of["bfloat16", op] == (right, none)
+    assert of["uint64", op] == (none, right)
+    assert program not in REDUCTIONS or of["float", "mulsum"] == (none, none)
+
+
+# A rank whose torch.distributed is broken in one way.
+BROKEN = """
+import sys, time
+from pynccl.__main__ import main
+def change(how):
+    import torch.distributed as dist
+    real = dist.all_reduce
+    def all_reduce(tensor, **more):
+        if how == "hangs" and dist.get_rank() == 1:
+            time.sleep(1000)
+        real(tensor, **more)
+        tensor[0] += 1
+    dist.all_reduce = all_reduce
+how = sys.argv.pop(1)
+if how == "absent":
+    sys.modules["torch"] = None
+else:
+    change(how)
+sys.exit(main(["bench", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("wrong", 1, r"\n# +1024 .*  2\n"),
+        ("hangs", 1, r"--compare: gloo's all_reduce"),
+        ("absent", 2, r"--compare gloo: torch is not installed; expected it, as by pip install torch"),
+    ],
+)
+def test_a_peer_that_is_broken(tmp_path: Path, how: str, code: int, words: str) -> None:
+    program = tmp_path / "broken.py"
+    program.write_text(BROKEN)
+    launcher = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--no-tag", str(program), how]
+    args = ["all_reduce", "-b", "1K", "-e", "1K", "-n", "1", "-T", "2", "--compare", "gloo"]
+    done = run(*launcher, *args, timeout=50)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert re.search(words, done.stdout + done.stderr), done.stdout + done.stderr
+    assert how == "wrong" or "Traceback" not in done.stderr
+
+
 # --- launchers and ends ---
 
 
@@ -434,9 +541,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     elif request.param == "torchrun":
         yield [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     else:
-        mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        assert mpirun is not None
-        yield [mpirun, "-n", "2", sys.executable, "-m"]
+        yield mpirun(2)
 
 
 def test_launchers(launcher: list[str]) -> None:

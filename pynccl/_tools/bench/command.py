@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import sys
@@ -17,9 +18,11 @@ from pynccl._library import loader
 from pynccl._run.command import ranks
 from pynccl._run.launch import Job, launch
 from pynccl._tools.bench.against import LEAST_CYCLES
+from pynccl._tools.bench.compare import Comparison
 from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
 from pynccl._tools.bench.measure import Bench
 from pynccl._tools.bench.operations import OPERATIONS, Operation
+from pynccl._tools.bench.peers import PEERS, WITHOUT_PEERS
 from pynccl._tools.bench.ranks import World
 from pynccl._tools.bench.report import Report
 from pynccl._tools.bench.settings import Settings
@@ -59,6 +62,21 @@ class _Root(click.ParamType[Any]):
         if not (str(value).isascii() and str(value).isdecimal() and len(str(value)) < 10):
             self.fail(f"expected a rank or all, not {value!r}", param, ctx)
         return int(value)
+
+
+class _Peers(click.ParamType[Any]):
+    name = "PEER,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(dict.fromkeys(value.split(",")))
+        for name in names:
+            if name not in PEERS:
+                self.fail(f"expected some of {','.join(PEERS)}, not {name!r}", param, ctx)
+        return names
 
 
 _ZERO, _ONE = click.IntRange(0), click.IntRange(1)
@@ -105,7 +123,9 @@ _OWN: tuple[tuple[str, click.ParamType[Any], str], ...] = (
     ("save", click.Path(), "Write -J's document to FILE, in place of an older one."),
     ("against", click.Path(), "Compare with the document in FILE: exit code 3 if a size is slower."),
     ("tolerance", click.FloatRange(0), "Percent by which --against lets a size be slower."),
+    ("compare", _Peers(), f"Measure some of {', '.join(PEERS)} in turn with NCCL, on the same ranks."),
 )
+_METAVARS = {"tolerance": "PERCENT", "compare": "PEER,..."}
 # Flags of nccl-tests that cannot apply, and why.
 _REFUSED = (
     (
@@ -141,6 +161,7 @@ def _program(operation: Operation) -> click.Command:
         _require_sense(settings, operation)
         assert ctx.parent is not None
         nranks, cpu = ctx.parent.params["nranks"], ctx.parent.params["cpu"]
+        _require_peers(settings, operation, nranks)
         if nranks is None:
             return bench_ranks(operation, settings)
         argv = [sys.executable, "-u", "-m", "pynccl", "bench", *ctx.obj]
@@ -162,8 +183,8 @@ def _program(operation: Operation) -> click.Command:
             [f"--{name}"],
             type=kind,
             default=getattr(defaults, name),
-            show_default=True,
-            metavar="PERCENT" if name == "tolerance" else "FILE",
+            show_default=name == "tolerance",
+            metavar=_METAVARS.get(name, "FILE"),
             help=text,
         )
         for name, kind, text in _OWN
@@ -210,6 +231,28 @@ def _require_sense(settings: Settings, operation: Operation) -> None:
         )
     if operation.windows and settings.local_register == 1:
         raise click.UsageError(f"-R 1: {operation.name} has its buffers in windows; expected 0 or 2")
+
+
+def _require_peers(settings: Settings, operation: Operation, nranks: int | None) -> None:
+    """Refuse peers that cannot be measured; `nranks` is the number of ranks that this command starts."""
+    for name in settings.compare:
+        if operation.name in WITHOUT_PEERS:
+            others = ", ".join(name for name in OPERATIONS if name not in WITHOUT_PEERS)
+            raise click.UsageError(f"--compare: no peer has {operation.name}; expected one of {others}")
+        if settings.ranks_each > 1:
+            raise click.UsageError(
+                f"--compare with -t {settings.nthreads} -g {settings.ngpus}; expected one rank in a process"
+            )
+        if "NCCL_TESTS_SPLIT" in os.environ or "NCCL_TESTS_SPLIT_MASK" in os.environ:
+            raise click.UsageError("--compare with NCCL_TESTS_SPLIT; expected one group of ranks")
+        if name == "mpi" and nranks is not None:
+            raise click.UsageError(
+                f"--compare mpi with -n {nranks}, which starts ranks without MPI; expected "
+                f"mpirun -n {nranks} pynccl bench {operation.name}, or srun"
+            )
+        absent = PEERS[name].absent()
+        if absent is not None:
+            raise click.UsageError(f"--compare {name}: {absent}")
 
 
 class _Programs(click.Group):
@@ -283,16 +326,29 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
 
 
 def _measure(bench: Bench, report: Report | None) -> None:
+    comparison = None
+    if bench.settings.compare:
+        comparison = Comparison(bench, report.fail if report else lambda _: None)
+        if report:
+            report.compared = comparison.title()
+    _measure_all(bench, report, comparison)
+    if comparison:
+        comparison.close()
+
+
+def _measure_all(bench: Bench, report: Report | None, comparison: Comparison | None) -> None:
     settings, operation = bench.settings, bench.operation
     for type_name in _types(settings.datatype, report):
         for op in (OPS if settings.op == "all" else [settings.op]) if operation.reduces else ["none"]:
             for root in _roots(bench):
                 bench.warm_up(type_name, op, root)
                 for _ in range(settings.run_cycles) if settings.run_cycles else count():
-                    _cycle(bench, report, type_name, op, root)
+                    _cycle(bench, report, comparison, type_name, op, root)
 
 
-def _cycle(bench: Bench, report: Report | None, type_name: str, op: str, root: int) -> None:
+def _cycle(
+    bench: Bench, report: Report | None, comparison: Comparison | None, type_name: str, op: str, root: int
+) -> None:
     for case in bench.cases(type_name, op, root):
         if report:
             report.begin(case)
@@ -300,8 +356,9 @@ def _cycle(bench: Bench, report: Report | None, type_name: str, op: str, root: i
             half = bench.measure(case, in_place)
             if report:
                 report.half(half, in_place)
+        compared = comparison.measure(case) if comparison else None
         if report:
-            report.end()
+            report.end(compared)
 
 
 def _roots(bench: Bench) -> list[int]:

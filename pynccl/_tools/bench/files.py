@@ -67,12 +67,27 @@ def write_document(file: IO[str], document: dict[str, Any]) -> None:
 
 def write_table(file: IO[str], results: Sequence[dict[str, Any]]) -> None:
     """Write the lines of the output as comma-separated values, with a first line of names."""
+    peers = [name for name in results[0].get("compare", {}) if name != "time"] if results else []
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*_FIRST, *(prefix + name for prefix in _HALVES.values() for name in _FIGURES)])
+    names = [prefix + name for prefix in _HALVES.values() for name in _FIGURES]
+    writer.writerow([*_FIRST, *names, *_compared_names(peers)])
     for row in results:
         halves = [row[half] for half in _HALVES]
         figures = [
             next(half[key] for key in keys if key in half) for half in halves for keys in _FIGURES.values()
         ]
-        # Not checked: empty.
-        writer.writerow([str(row[name]).strip() for name in _FIRST] + figures)
+        # Not checked, or without such a call: empty.
+        first = [str(row[name]).strip() for name in _FIRST]
+        writer.writerow(first + figures + _compared_figures(row, peers))
+
+
+def _compared_names(peers: Sequence[str]) -> list[str]:
+    columns = [f"{peer}_{name}" for peer in peers for name in ("time_us", "ratio", "wrong")]
+    return ["pynccl_time_us", *columns] if peers else []
+
+
+def _compared_figures(row: dict[str, Any], peers: Sequence[str]) -> list[Any]:
+    if not peers:
+        return []
+    found = [row["compare"][peer] or {} for peer in peers]
+    return [row["compare"]["time"], *(each.get(key) for each in found for key in ("time", "ratio", "nwrong"))]

@@ -84,7 +84,7 @@ class Bench:
         launch = self._launches(case, in_place, settings.agg_iters)
         checked = settings.check and (case.operation.in_place or not in_place)
         if checked:
-            self._fill(case, in_place, Pattern(*self._pattern(case), 99))
+            self._fill(case, in_place, Pattern(*self.pattern(case), 99))
         once(0, 1)
         self._complete()
         for iteration in range(settings.iters):
@@ -134,7 +134,7 @@ class Bench:
         wrong = 0
         self._repetition += 1
         for _ in range(self.settings.check):
-            pattern = Pattern(*self._pattern(case), self._repetition)
+            pattern = Pattern(*self.pattern(case), self._repetition)
             untouched = self._fill(case, in_place, pattern)
             once(0, 1)
             self._complete()
@@ -146,6 +146,19 @@ class Bench:
             if wrong:
                 break
         return wrong
+
+    def one_call(self, case: Case, in_place: bool) -> Callable[[], None]:
+        """Return a call that is waited for, always on the same buffers; they hold zeros."""
+        launch = self._launches(case, in_place, 1)
+        for seat in self.seats:
+            for memory in (seat.send, seat.recv):
+                memory.write(np.zeros(memory.nbytes, np.uint8), 0)
+
+        def call() -> None:
+            launch(0, 1)
+            self._complete()
+
+        return call
 
     # --- calls ---
 
@@ -197,7 +210,7 @@ class Bench:
 
         op: Any = None
         if case.operation.reduces:
-            pattern = Pattern(*self._pattern(case), 0)
+            pattern = Pattern(*self.pattern(case), 0)
             op = seat.comm.pre_mul_sum(pattern.factor(seat.comm.rank)) if case.op == "mulsum" else case.op
         window = seat.windows[1] if case.operation.windows else None
         return Slot(
@@ -220,7 +233,8 @@ class Bench:
 
     # --- data ---
 
-    def _pattern(self, case: Case) -> tuple[np.dtype[Any], str, int]:
+    def pattern(self, case: Case) -> tuple[np.dtype[Any], str, int]:
+        """Return the arguments of a case's patterns, without the repetition."""
         return (
             numpy_dtype(case.type_name),
             case.op if case.operation.reduces else "none",

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from pynccl import capi
 from pynccl._library.generated.api import NCCL_VERSION_CODE
+from pynccl._tools.bench import compare
 from pynccl._tools.bench.against import Earlier
 from pynccl._tools.bench.files import open_new, replacements, write_document, write_table
 from pynccl._tools.bench.measure import Case, Half
@@ -51,6 +52,8 @@ class Report:
         self._settings, self._program = settings, f"{operation}_perf"
         self._bus: list[float] = []
         self._errors = 0
+        # The versions of the peers, once they are known.
+        self.compared: str | None = None
         self._least = _least_bandwidth()
         self._results: list[dict[str, Any]] = []
         self._document: dict[str, Any] = {
@@ -228,9 +231,11 @@ class Report:
             ]
         return report
 
-    def end(self) -> None:
-        """End a line."""
+    def end(self, compared: dict[str, Any] | None = None) -> None:
+        """End a line; `compared` is the case's comparison with the peers."""
         self._print("")
+        if compared is not None:
+            self._results[-1]["compare"] = compared
         self._results[-1] |= {"actual_iterations": self._settings.iters, "experiment_name": ""}
 
     # --- after the measurements ---
@@ -238,7 +243,7 @@ class Report:
     def footer(self, memory: str | None) -> int:
         """Write the summary and the files; return the exit code.
 
-        1: a result was wrong, or the bandwidth lower than required; 3: slower than the earlier run.
+        1: a result was wrong, also a peer's, or the bandwidth too low; 3: slower than the earlier run.
         """
         least = self._least
         mean = statistics.fmean(self._bus) if self._bus else 0.0
@@ -262,8 +267,12 @@ class Report:
         if self._csv:
             write_table(self._csv.file, self._results)
             self._csv.keep()
+        if self.compared is not None:
+            for line in compare.table(self.compared, self._settings.compare, self._results):
+                self._print(line)
         slower = self._is_slower()
-        return 1 if self._errors or not fast else 3 if slower else 0
+        wrong = self._errors + compare.wrong_measurements(self._settings.compare, self._results)
+        return 1 if wrong or not fast else 3 if slower else 0
 
     def _is_slower(self) -> bool:
         """Write the comparison with the earlier run, if there is one."""

@@ -42,6 +42,8 @@ class Settings:
     save: str | None = None
     against: str | None = None
     tolerance: float = 5.0
+    # Names of peers.
+    compare: tuple[str, ...] = ()
 
     @property
     def ranks_each(self) -> int:
