@@ -86,12 +86,27 @@ def test_every_program_is_right(program: str, nranks: int) -> None:
     assert "# Out of bounds values : 0 OK\n" in done.stdout
 
 
+def changed_library(folder: Path, code: str) -> str:
+    """Compile the CPU library with other functions."""
+    source, target = folder / "changed.c", folder / "libchanged.so"
+    source.write_text(code)
+    cpu = Path(pynccl.cpu_library())
+    link = [
+        "-shared",
+        "-fPIC",
+        "-Wl,--no-as-needed",
+        f"-Wl,-rpath,{cpu.parent}",
+        f"-L{cpu.parent}",
+        f"-l:{cpu.name}",
+    ]
+    subprocess.run(["gcc", str(source), "-o", str(target), *link], check=True, timeout=60)
+    return str(target)
+
+
 @pytest.fixture(scope="module")
 def wrong_library(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Compile the CPU library with an all_reduce that changes one bit of one element."""
-    folder = tmp_path_factory.mktemp("wrong")
-    source, target = folder / "wrong.c", folder / "libwrong.so"
-    source.write_text("""
+    code = """
         #define _GNU_SOURCE
         #include <dlfcn.h>
         #include <stddef.h>
@@ -105,11 +120,8 @@ def wrong_library(tmp_path_factory: pytest.TempPathFactory) -> str:
           }
           return result;
         }
-    """)
-    cpu = Path(pynccl.cpu_library())
-    link = ["-shared", "-fPIC", f"-Wl,-rpath,{cpu.parent}", f"-L{cpu.parent}", f"-l:{cpu.name}"]
-    subprocess.run(["gcc", str(source), "-o", str(target), *link], check=True, timeout=60)
-    return str(target)
+    """
+    return changed_library(tmp_path_factory.mktemp("wrong"), code)
 
 
 def test_one_wrong_element_is_found(wrong_library: str) -> None:
@@ -301,6 +313,9 @@ def test_a_bandwidth_that_is_required() -> None:
         ),
         (["all_reduce", "-g", "2", "--compare", "gloo"], "expected one rank in a process"),
         (["all_reduce", "--compare", "torch"], "--compare torch: torch finds no GPU on this machine"),
+        (["all_reduce", "--p2p"], "--p2p: all_reduce has no pairs of ranks; expected sendrecv or put_signal"),
+        (["sendrecv", "--p2p", "-d", "all"], "--p2p with -d all; expected one datatype"),
+        (["sendrecv", "--p2p", "--compare", "gloo"], "--p2p with --compare; expected one of them"),
         (["put_signal", "-R", "1"], "put_signal has its buffers in windows"),
         (["broadcast", "-r", "x"], "expected a rank or all, not 'x'"),
         (["broadcast", "-r", "²"], "expected a rank or all, not '²'"),
@@ -529,6 +544,64 @@ def test_a_peer_that_is_broken(tmp_path: Path, how: str, code: int, words: str) 
     assert done.returncode == code, done.stdout + done.stderr
     assert re.search(words, done.stdout + done.stderr), done.stdout + done.stderr
     assert how == "wrong" or "Traceback" not in done.stderr
+
+
+# --- pairs ---
+
+SLOW_AND_WRONG = """
+    #define _GNU_SOURCE
+    #include <dlfcn.h>
+    #include <stddef.h>
+    #include <stdlib.h>
+    #include <unistd.h>
+    int ncclSend(void* s, size_t n, int type, int to, void* comm, void* stream) {
+      int (*real)(const void*, size_t, int, int, void*, void*) = dlsym(RTLD_NEXT, "ncclSend");
+      int slow = to == 1 && atoi(getenv("RANK")) == 2;
+      if (slow) usleep(10000);
+      if (slow && n > 2) ((unsigned char*)s)[4] += 1;
+      return real(s, n, type, to, comm, stream);
+    }
+"""
+
+
+def test_the_matrix_names_a_slow_link(tmp_path: Path) -> None:
+    library, table, saved = changed_library(tmp_path, SLOW_AND_WRONG), tmp_path / "t.csv", tmp_path / "s.json"
+    args = ["sendrecv", "--p2p", "-b", "8", "-e", "4K", "-f", "2", "-n", "10"]
+    done = bench(3, *args, "--csv", str(table), "--save", str(saved), PYNCCL_LIBRARY=library)
+    # The wrong element is the slow rank's.
+    assert done.returncode == 1, done.stdout + done.stderr
+    shown = done.stdout.split("CPU library\n")[-1].split("# Avg")[0]
+    slow = re.findall(r"#   (\d -> \d): ([\d.]+ GB/s, 0.\d\d of|[\d.]+ us, [\d.]+ times) the median\n", shown)
+    assert ("2 -> 1", slow[0][1]) == slow[0] and len({link for link, _ in slow}) < 3
+    masked = re.sub(r" +\d+\.\d\d(?=[ \n])", " ####", re.sub(r"#   \d -> .*\n", "", shown))
+    assert masked == (HERE / "pairs.txt").read_text()
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["source"] + row["target"] for row in rows] == ["01", "02", "10", "12", "20", "21"]
+    assert [row["wrong"] for row in rows] == ["0"] * 5 + ["1"]
+    assert {(row["size"], row["latency_size"]) for row in rows} == {("4096", "8")}
+    for row, link in zip(rows, json.loads(saved.read_text())["results"], strict=True):
+        assert {name: str(value) for name, value in link.items()} == row
+
+
+def test_the_matrix_of_puts() -> None:
+    done = bench(2, "put_signal", "--p2p", "-b", "8", "-e", "4K", "-f", "2", "-n", "2")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^ +[01](?: +(?:-|\d+\.\d\d)){2}$", done.stdout, re.MULTILINE)) == 4
+
+
+def test_a_matrix_of_one_rank() -> None:
+    done = bench(1, "sendrecv", "--p2p")
+    assert done.returncode == 2
+    assert "--p2p with -n 1; expected 2 or more ranks" in done.stderr
+
+
+def test_a_rank_that_dies_in_the_matrix_ends_the_run(tmp_path: Path) -> None:
+    code = SLOW_AND_WRONG.replace("usleep(10000)", "kill(getpid(), 9)").replace("<unistd.h>", "<signal.h>")
+    library = changed_library(tmp_path, "#include <unistd.h>\n" + code)
+    args = ["sendrecv", "--p2p", "-b", "8", "-e", "8", "-n", "1"]
+    done = bench(3, *args, PYNCCL_LIBRARY=library)
+    assert done.returncode == 128 + signal.SIGKILL
 
 
 # --- launchers and ends ---

@@ -17,6 +17,7 @@ from pynccl._errors import NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
 from pynccl._run.command import ranks
 from pynccl._run.launch import Job, launch
+from pynccl._tools.bench import pairs
 from pynccl._tools.bench.against import LEAST_CYCLES
 from pynccl._tools.bench.compare import Comparison
 from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
@@ -126,6 +127,7 @@ _OWN: tuple[tuple[str, click.ParamType[Any], str], ...] = (
     ("compare", _Peers(), f"Measure some of {', '.join(PEERS)} in turn with NCCL, on the same ranks."),
 )
 _METAVARS = {"tolerance": "PERCENT", "compare": "PEER,..."}
+_P2P = "Measure the bandwidth (-e) and the latency (-b) from each rank to each other one, in turn."
 # Flags of nccl-tests that cannot apply, and why.
 _REFUSED = (
     (
@@ -161,6 +163,8 @@ def _program(operation: Operation) -> click.Command:
         _require_sense(settings, operation)
         assert ctx.parent is not None
         nranks, cpu = ctx.parent.params["nranks"], ctx.parent.params["cpu"]
+        if settings.p2p and nranks == 1:
+            raise click.UsageError("--p2p with -n 1; expected 2 or more ranks")
         _require_peers(settings, operation, nranks)
         if nranks is None:
             return bench_ranks(operation, settings)
@@ -189,6 +193,7 @@ def _program(operation: Operation) -> click.Command:
         )
         for name, kind, text in _OWN
     ]
+    options.append(click.Option(["--p2p"], is_flag=True, help=_P2P))
     options += [
         click.Option(
             [f"--{name}", f"-{letter}", name],
@@ -229,8 +234,26 @@ def _require_sense(settings: Settings, operation: Operation) -> None:
             f"--against with -N {settings.run_cycles}; expected {LEAST_CYCLES} or more cycles, whose spread "
             "is the noise"
         )
+    if settings.p2p:
+        _require_pairs(settings, operation)
     if operation.windows and settings.local_register == 1:
         raise click.UsageError(f"-R 1: {operation.name} has its buffers in windows; expected 0 or 2")
+
+
+def _require_pairs(settings: Settings, operation: Operation) -> None:
+    if operation.name not in pairs.PROGRAMS:
+        raise click.UsageError(
+            f"--p2p: {operation.name} has no pairs of ranks; expected {' or '.join(pairs.PROGRAMS)}"
+        )
+    if settings.ranks_each > 1:
+        raise click.UsageError(
+            f"--p2p with -t {settings.nthreads} -g {settings.ngpus}; expected one rank in a process"
+        )
+    if settings.datatype == "all":
+        raise click.UsageError("--p2p with -d all; expected one datatype")
+    for flag, given in (("--compare", settings.compare), ("--against", settings.against)):
+        if given:
+            raise click.UsageError(f"--p2p with {flag}; expected one of them")
 
 
 def _require_peers(settings: Settings, operation: Operation, nranks: int | None) -> None:
@@ -305,12 +328,17 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
     if settings.root >= world.nranks and operation.rooted:
         raise ValueError(f"-r {settings.root}; expected a rank, 0 to {world.nranks - 1}")
     lines = world.texts("\n".join(world.device_line(i) for i in range(settings.ranks_each)))
+    if settings.p2p and world.nranks == 1:
+        raise ValueError("--p2p with 1 rank; expected 2 or more")
     report = None
     if world.process == 0:
         report = Report(settings, operation.name, world.nranks)
         report.header([line for text in lines for line in text.splitlines()])
 
     def on_thread(thread: int) -> None:
+        if settings.p2p:
+            _measure_pairs(world, operation, report)
+            return
         _measure(Bench(world, thread, operation), report if thread == 0 else None)
 
     try:
@@ -323,6 +351,12 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
     memory = _memory(world, steps) if settings.memory else None
     world.close()
     return 0 if report is None else report.footer(memory)
+
+
+def _measure_pairs(world: World, operation: Operation, report: Report | None) -> None:
+    links = pairs.Pairs(world, operation.name, world.settings.datatype).measure(lambda done, of: None)
+    if report:
+        report.links(links)
 
 
 def _measure(bench: Bench, report: Report | None) -> None:

@@ -67,6 +67,9 @@ def write_document(file: IO[str], document: dict[str, Any]) -> None:
 
 def write_table(file: IO[str], results: Sequence[dict[str, Any]]) -> None:
     """Write the lines of the output as comma-separated values, with a first line of names."""
+    if results and "source" in results[0]:
+        _write_links(file, results)
+        return
     peers = [name for name in results[0].get("compare", {}) if name != "time"] if results else []
     writer = csv.writer(file, lineterminator="\n")
     names = [prefix + name for prefix in _HALVES.values() for name in _FIGURES]
@@ -79,6 +82,12 @@ def write_table(file: IO[str], results: Sequence[dict[str, Any]]) -> None:
         # Not checked, or without such a call: empty.
         first = [str(row[name]).strip() for name in _FIRST]
         writer.writerow(first + figures + _compared_figures(row, peers))
+
+
+def _write_links(file: IO[str], links: Sequence[dict[str, Any]]) -> None:
+    writer = csv.DictWriter(file, list(links[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(links)
 
 
 def _compared_names(peers: Sequence[str]) -> list[str]:

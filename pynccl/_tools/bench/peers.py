@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import numpy as np
 
-from pynccl import _host
 from pynccl._tools.bench.alltoallv import traffic
 from pynccl._tools.bench.measure import Case
 from pynccl._tools.bench.ranks import World
@@ -117,16 +115,15 @@ class Gloo(Peer):
         self.group = self.dist.new_group(backend=self.backend, timeout=timeout)
 
     def _store(self, world: World) -> Any:
-        one_host = len(set(world.texts(_host.same_host("net")))) == 1
-        host = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
-        if one_host:
+        host = world.meeting_host()
+        if host == "127.0.0.1":
             # Otherwise gloo resolves the name of the host, which a container may not be able to.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = None
         if self.rank == 0:
             store = self.dist.TCPStore(host, 0, self.size, True, wait_for_workers=False)
-        host, port = world.texts(f"{host} {store.port}" if store else "")[0].split()
-        return store or self.dist.TCPStore(host, int(port), self.size, False, wait_for_workers=False)
+        port = int(world.texts(str(store.port) if store else "")[0])
+        return store or self.dist.TCPStore(host, port, self.size, False, wait_for_workers=False)
 
     @property
     def version(self) -> str:

@@ -184,6 +184,12 @@ class World:
         stream.destroy()
         return memory.read(mine.dtype, mine.size * size, mine.nbytes)
 
+    def meeting_host(self) -> str:
+        """Return the host at which rank 0 may listen for the other processes; the same everywhere."""
+        one_host = len(set(self._texts(_host.same_host("net")))) == 1
+        mine = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
+        return self._texts(mine)[0]
+
     def close(self) -> None:
         """End all communicators."""
         with ThreadPoolExecutor(self.settings.ranks_each) as pool:

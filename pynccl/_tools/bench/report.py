@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from pynccl import capi
 from pynccl._library.generated.api import NCCL_VERSION_CODE
-from pynccl._tools.bench import compare
+from pynccl._tools.bench import compare, pairs
 from pynccl._tools.bench.against import Earlier
 from pynccl._tools.bench.files import open_new, replacements, write_document, write_table
 from pynccl._tools.bench.measure import Case, Half
@@ -108,7 +108,8 @@ class Report:
         for line in devices:
             self._print(line)
         self._document["config"] = self._config(devices)
-        self._columns()
+        if not s.p2p:
+            self._columns()
 
     def _config(self, devices: Sequence[str]) -> dict[str, Any]:
         s = self._settings
@@ -237,6 +238,20 @@ class Report:
         if compared is not None:
             self._results[-1]["compare"] = compared
         self._results[-1] |= {"actual_iterations": self._settings.iters, "experiment_name": ""}
+
+    def links(self, links: Sequence[pairs.Link]) -> None:
+        """Write the matrices of --p2p."""
+        self._results = [link.row() for link in links]
+        self._bus = [link.bandwidth for link in links]
+        self._errors = sum(bool(link.wrong) for link in links)
+        for title, figures in pairs.matrices(links):
+            self._print(f"#\n# {title}, from the rank of the row to that of the column")
+            for line in pairs.text(figures):
+                self._print(line)
+        slow = list(pairs.slow_links(links))
+        self._print("#\n# Links clearly slower than the median" + (":" if slow else ": none"))
+        for line in slow:
+            self._print(f"#   {line}")
 
     # --- after the measurements ---
 

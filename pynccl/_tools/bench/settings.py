@@ -44,6 +44,7 @@ class Settings:
     tolerance: float = 5.0
     # Names of peers.
     compare: tuple[str, ...] = ()
+    p2p: bool = False
 
     @property
     def ranks_each(self) -> int:
