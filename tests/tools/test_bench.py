@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -316,6 +317,7 @@ def test_a_bandwidth_that_is_required() -> None:
         (["all_reduce", "--p2p"], "--p2p: all_reduce has no pairs of ranks; expected sendrecv or put_signal"),
         (["sendrecv", "--p2p", "-d", "all"], "--p2p with -d all; expected one datatype"),
         (["sendrecv", "--p2p", "--compare", "gloo"], "--p2p with --compare; expected one of them"),
+        (["all_reduce", "--plot", "x.pdf"], "--plot: x.pdf: expected a name that ends in .png or .svg"),
         (["put_signal", "-R", "1"], "put_signal has its buffers in windows"),
         (["broadcast", "-r", "x"], "expected a rank or all, not 'x'"),
         (["broadcast", "-r", "²"], "expected a rank or all, not '²'"),
@@ -520,7 +522,7 @@ def change(how):
     dist.all_reduce = all_reduce
 how = sys.argv.pop(1)
 if how == "absent":
-    sys.modules["torch"] = None
+    sys.modules["torch"] = sys.modules["matplotlib"] = None
 else:
     change(how)
 sys.exit(main(["bench", *sys.argv[1:]]))
@@ -602,6 +604,61 @@ def test_a_rank_that_dies_in_the_matrix_ends_the_run(tmp_path: Path) -> None:
     args = ["sendrecv", "--p2p", "-b", "8", "-e", "8", "-n", "1"]
     done = bench(3, *args, PYNCCL_LIBRARY=library)
     assert done.returncode == 128 + signal.SIGKILL
+
+
+# --- pictures ---
+
+
+def texts(picture: Path) -> list[str]:
+    """Return what is written in an SVG."""
+    nodes = ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")
+    return ["".join(node.itertext()).strip() for node in nodes]
+
+
+def test_a_picture_of_several_runs(tmp_path: Path) -> None:
+    saved, first, second = tmp_path / "saved.json", tmp_path / "first.PNG", tmp_path / "second.svg"
+    assert bench(2, *QUICK, "-N", "3", "--save", str(saved), "--plot", str(first)).returncode == 0
+    assert first.read_bytes().startswith(b"\x89PNG\r\n")
+    scaled(saved, 1e6)
+    more = ["--against", str(saved), "--compare", "gloo", "--plot", str(second)]
+    done = bench(2, *QUICK, "-N", "3", *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = texts(second)
+    lines = [
+        "out-of-place",
+        "in place",
+        "pynccl, in turn",
+        "gloo",
+        "before, out-of-place",
+        "before, in place",
+    ]
+    assert [text for text in written if text in lines] == lines
+    assert {"bus bandwidth (GB/s)", "time (µs)", "all_reduce on 2 ranks", "1K", "4K"} <= set(written)
+    assert sorted(tmp_path.iterdir()) == sorted([saved, first, second])
+
+
+def test_a_picture_of_the_matrix(tmp_path: Path) -> None:
+    picture, table = tmp_path / "pairs.svg", tmp_path / "pairs.csv"
+    args = ["sendrecv", "--p2p", "-b", "8", "-e", "4K", "-f", "2", "-n", "2"]
+    done = bench(2, *args, "--plot", str(picture), "--csv", str(table))
+    assert done.returncode == 0, done.stderr
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    figures = {f"{float(row[name]):.3g}" for row in rows for name in ("bandwidth", "latency_us")}
+    assert figures | {"from rank", "to rank"} <= set(texts(picture))
+
+
+def test_a_picture_that_cannot_be_drawn(tmp_path: Path) -> None:
+    folder = tmp_path / "folder.svg"
+    folder.mkdir()
+    done = bench(2, *QUICK, "--plot", str(folder))
+    assert done.returncode == 2
+    assert "cannot be written: it is a folder" in " ".join(done.stderr.split())
+    program = tmp_path / "broken.py"
+    program.write_text(BROKEN)
+    done = run(sys.executable, str(program), "absent", *QUICK, "--plot", str(tmp_path / "x.svg"))
+    assert done.returncode == 2
+    assert "--plot: matplotlib is not installed" in done.stderr
 
 
 # --- launchers and ends ---

@@ -17,7 +17,7 @@ from pynccl._errors import NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
 from pynccl._run.command import ranks
 from pynccl._run.launch import Job, launch
-from pynccl._tools.bench import pairs
+from pynccl._tools.bench import pairs, plot
 from pynccl._tools.bench.against import LEAST_CYCLES
 from pynccl._tools.bench.compare import Comparison
 from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
@@ -124,6 +124,7 @@ _OWN: tuple[tuple[str, click.ParamType[Any], str], ...] = (
     ("save", click.Path(), "Write -J's document to FILE, in place of an older one."),
     ("against", click.Path(), "Compare with the document in FILE: exit code 3 if a size is slower."),
     ("tolerance", click.FloatRange(0), "Percent by which --against lets a size be slower."),
+    ("plot", click.Path(), "Draw bandwidth and time over size to FILE, .png or .svg."),
     ("compare", _Peers(), f"Measure some of {', '.join(PEERS)} in turn with NCCL, on the same ranks."),
 )
 _METAVARS = {"tolerance": "PERCENT", "compare": "PEER,..."}
@@ -234,6 +235,9 @@ def _require_sense(settings: Settings, operation: Operation) -> None:
             f"--against with -N {settings.run_cycles}; expected {LEAST_CYCLES} or more cycles, whose spread "
             "is the noise"
         )
+    why = settings.plot and plot.refusal(settings.plot)
+    if why:
+        raise click.UsageError(f"--plot: {why}")
     if settings.p2p:
         _require_pairs(settings, operation)
     if operation.windows and settings.local_register == 1:

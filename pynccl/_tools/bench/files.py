@@ -36,6 +36,10 @@ class Replacement:
             raise ValueError(f"{flag} {path} cannot be written: it is a folder")
         self.file, self._name = open_new(f"{path}.part", flag)
 
+    def write(self, data: bytes) -> None:
+        """Write bytes in place of text."""
+        Path(self._name).write_bytes(data)
+
     def keep(self) -> None:
         """Close the file, and give it its name."""
         self.file.close()
@@ -48,15 +52,18 @@ class Replacement:
             os.unlink(self._name)
 
 
-def replacements(save: str | None, table: str | None) -> tuple[Replacement | None, Replacement | None]:
-    """Return the files of --save and --csv; both or, on an error, none."""
-    first = None if save is None else Replacement(save, "--save")
+def replacements(paths: dict[str, str | None]) -> dict[str, Replacement]:
+    """Return the files of some flags; all that are given or, on an error, none."""
+    found: dict[str, Replacement] = {}
     try:
-        return first, None if table is None else Replacement(table, "--csv")
+        for flag, path in paths.items():
+            if path is not None:
+                found[flag] = Replacement(path, flag)
     except ValueError:
-        if first is not None:
-            first.drop()
+        for file in found.values():
+            file.drop()
         raise
+    return found
 
 
 def write_document(file: IO[str], document: dict[str, Any]) -> None:

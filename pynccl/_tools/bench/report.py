@@ -13,11 +13,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from pynccl import capi
 from pynccl._library.generated.api import NCCL_VERSION_CODE
-from pynccl._tools.bench import compare, pairs
+from pynccl._tools.bench import compare, pairs, plot
 from pynccl._tools.bench.against import Earlier
 from pynccl._tools.bench.files import open_new, replacements, write_document, write_table
 from pynccl._tools.bench.measure import Case, Half
@@ -49,7 +50,7 @@ class Report:
     """Writes the lines to standard output, and the document at the end; one process does."""
 
     def __init__(self, settings: Settings, operation: str, nranks: int) -> None:
-        self._settings, self._program = settings, f"{operation}_perf"
+        self._settings, self._program, self._nranks = settings, f"{operation}_perf", nranks
         self._bus: list[float] = []
         self._errors = 0
         # The versions of the peers, once they are known.
@@ -68,7 +69,8 @@ class Report:
         if settings.output_file:
             self._json, name = open_new(settings.output_file, "-J")
             self._print(f"# Writing JSON output to {name}")
-        self._save, self._csv = replacements(settings.save, settings.csv)
+        self._files = replacements({"--save": settings.save, "--csv": settings.csv, "--plot": settings.plot})
+        self._links: Sequence[pairs.Link] = ()
 
     def _print(self, text: str, end: str = "\n") -> None:
         print(text, end=end, flush=True)
@@ -241,6 +243,7 @@ class Report:
 
     def links(self, links: Sequence[pairs.Link]) -> None:
         """Write the matrices of --p2p."""
+        self._links = links
         self._results = [link.row() for link in links]
         self._bus = [link.bandwidth for link in links]
         self._errors = sum(bool(link.wrong) for link in links)
@@ -276,18 +279,30 @@ class Report:
             "okay": "unchecked" if least is None else _flag(fast),
         }
         self._end([])
-        if self._save:
-            write_document(self._save.file, self._document)
-            self._save.keep()
-        if self._csv:
-            write_table(self._csv.file, self._results)
-            self._csv.keep()
+        self._write_files()
         if self.compared is not None:
             for line in compare.table(self.compared, self._settings.compare, self._results):
                 self._print(line)
         slower = self._is_slower()
         wrong = self._errors + compare.wrong_measurements(self._settings.compare, self._results)
         return 1 if wrong or not fast else 3 if slower else 0
+
+    def _write_files(self) -> None:
+        if "--save" in self._files:
+            write_document(self._files["--save"].file, self._document)
+        if "--csv" in self._files:
+            write_table(self._files["--csv"].file, self._results)
+        if self._settings.plot:
+            self._files["--plot"].write(self._picture(Path(self._settings.plot).suffix.lower()))
+        for file in self._files.values():
+            file.keep()
+
+    def _picture(self, kind: str) -> bytes:
+        title = f"{self._program.removesuffix('_perf')} on {self._nranks} ranks"
+        if self._links:
+            return plot.heat_maps(title, self._links, kind)
+        earlier = self._earlier.times if self._earlier else None
+        return plot.curves(title, self._results, earlier, kind)
 
     def _is_slower(self) -> bool:
         """Write the comparison with the earlier run, if there is one."""
@@ -301,7 +316,7 @@ class Report:
     def fail(self, error: str) -> None:
         """Write -J's document with the lines so far and an error; leave the other files as they were."""
         self._end([error])
-        for file in filter(None, (self._save, self._csv)):
+        for file in self._files.values():
             file.drop()
 
     def _end(self, errors: list[str]) -> None:

@@ -45,6 +45,7 @@ class Settings:
     # Names of peers.
     compare: tuple[str, ...] = ()
     p2p: bool = False
+    plot: str | None = None
 
     @property
     def ranks_each(self) -> int:
