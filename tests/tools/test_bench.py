@@ -316,6 +316,7 @@ def test_a_bandwidth_that_is_required() -> None:
         (["all_reduce", "--compare", "torch"], "--compare torch: torch finds no GPU on this machine"),
         (["all_reduce", "--p2p"], "--p2p: all_reduce has no pairs of ranks; expected sendrecv or put_signal"),
         (["sendrecv", "--p2p", "-d", "all"], "--p2p with -d all; expected one datatype"),
+        (["sendrecv", "--p2p", "--percentiles"], "--p2p with --percentiles; expected one of them"),
         (["sendrecv", "--p2p", "--compare", "gloo"], "--p2p with --compare; expected one of them"),
         (["all_reduce", "--plot", "x.pdf"], "--plot: x.pdf: expected a name that ends in .png or .svg"),
         (["put_signal", "-R", "1"], "put_signal has its buffers in windows"),
@@ -448,6 +449,31 @@ def test_files_stay_as_they_were_after_a_failure(tmp_path: Path) -> None:
     )
     assert saved.read_text() == "an older one"
     assert list(tmp_path.iterdir()) == [saved]
+
+
+def test_percentiles(tmp_path: Path) -> None:
+    table, saved = tmp_path / "table.csv", tmp_path / "saved.json"
+    args = [*QUICK, "-N", "2", "--percentiles", "--csv", str(table), "--save", str(saved)]
+    done = bench(2, *args)
+    assert len(lines(done)) == 4
+    results = json.loads(saved.read_text())["results"]
+    expected = []
+    for size in (1024, 4096):
+        for half in ("out_of_place", "in_place"):
+            rows = [row[f"{half}_per_iter"]["times_us"] for row in results if row["size"] == size]
+            assert [len(row) for row in rows] == [3, 3]
+            times = sorted(took for row in rows for took in row)
+            expected.append(
+                f"# {size:12d}     float     sum      -1  {half:>12}  {times[3]:10.2f}  {times[5]:10.2f}"
+            )
+    after = done.stdout.split("# Percentiles of the iterations, each waited for, of the slowest process\n")[1]
+    heads = "#         size      type   redop    root                  p50 (us)    p99 (us)"
+    assert after.splitlines() == [heads, *expected]
+    with table.open(newline="") as file:
+        for row, result in zip(csv.DictReader(file), results, strict=True):
+            times = sorted(result["in_place_per_iter"]["times_us"])
+            assert [float(row["in_place_p50_us"]), float(row["in_place_p99_us"])] == times[1:]
+            assert float(row["p50_us"]) <= float(row["p99_us"])
 
 
 # --- peers ---

@@ -129,6 +129,7 @@ _OWN: tuple[tuple[str, click.ParamType[Any], str], ...] = (
 )
 _METAVARS = {"tolerance": "PERCENT", "compare": "PEER,..."}
 _P2P = "Measure the bandwidth (-e) and the latency (-b) from each rank to each other one, in turn."
+_PERCENTILES = "Also time each iteration, and report p50 and p99."
 # Flags of nccl-tests that cannot apply, and why.
 _REFUSED = (
     (
@@ -195,6 +196,7 @@ def _program(operation: Operation) -> click.Command:
         for name, kind, text in _OWN
     ]
     options.append(click.Option(["--p2p"], is_flag=True, help=_P2P))
+    options.append(click.Option(["--percentiles"], is_flag=True, help=_PERCENTILES))
     options += [
         click.Option(
             [f"--{name}", f"-{letter}", name],
@@ -255,7 +257,11 @@ def _require_pairs(settings: Settings, operation: Operation) -> None:
         )
     if settings.datatype == "all":
         raise click.UsageError("--p2p with -d all; expected one datatype")
-    for flag, given in (("--compare", settings.compare), ("--against", settings.against)):
+    for flag, given in (
+        ("--compare", settings.compare),
+        ("--against", settings.against),
+        ("--percentiles", settings.percentiles),
+    ):
         if given:
             raise click.UsageError(f"--p2p with {flag}; expected one of them")
 

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 _FIRST = ("size", "count", "type", "redop", "root")
 _FIGURES = {"time_us": ("time", "cpu_time"), "algbw": ("alg_bw",), "busbw": ("bus_bw",), "wrong": ("nwrong",)}
+_PERCENTILES = ("p50_us", "p99_us")
 _HALVES = {"out_of_place": "", "in_place": "in_place_"}
 
 
@@ -80,7 +81,7 @@ def write_table(file: IO[str], results: Sequence[dict[str, Any]]) -> None:
     peers = [name for name in results[0].get("compare", {}) if name != "time"] if results else []
     writer = csv.writer(file, lineterminator="\n")
     names = [prefix + name for prefix in _HALVES.values() for name in _FIGURES]
-    writer.writerow([*_FIRST, *names, *_compared_names(peers)])
+    writer.writerow([*_FIRST, *names, *_percentile_names(results), *_compared_names(peers)])
     for row in results:
         halves = [row[half] for half in _HALVES]
         figures = [
@@ -88,13 +89,23 @@ def write_table(file: IO[str], results: Sequence[dict[str, Any]]) -> None:
         ]
         # Not checked, or without such a call: empty.
         first = [str(row[name]).strip() for name in _FIRST]
-        writer.writerow(first + figures + _compared_figures(row, peers))
+        writer.writerow(first + figures + _percentile_figures(row) + _compared_figures(row, peers))
 
 
 def _write_links(file: IO[str], links: Sequence[dict[str, Any]]) -> None:
     writer = csv.DictWriter(file, list(links[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(links)
+
+
+def _percentile_names(results: Sequence[dict[str, Any]]) -> list[str]:
+    timed = bool(results) and "in_place_per_iter" in results[0]
+    return [prefix + name for prefix in _HALVES.values() for name in _PERCENTILES] if timed else []
+
+
+def _percentile_figures(row: dict[str, Any]) -> list[Any]:
+    reports = [row[f"{half}_per_iter"] for half in _HALVES if f"{half}_per_iter" in row]
+    return [report[name] for report in reports for name in _PERCENTILES]
 
 
 def _compared_names(peers: Sequence[str]) -> list[str]:

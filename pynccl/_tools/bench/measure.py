@@ -91,7 +91,7 @@ class Bench:
             # Prepares the calls.
             launch(iteration, 0)
         self.world.barrier(self.thread)
-        seconds, on_host, iterations = self._time(launch)
+        seconds, on_host, iterations = self._time(launch, bool(settings.per_iter_timing))
         rows = self.world.rows(self.thread, [seconds])
         seconds = float([rows[0, 0], rows.mean(), rows.min(), rows.max()][settings.average])
         moved = case.operation.moved(case.shape, case.counts) / 1e9
@@ -103,14 +103,18 @@ class Bench:
             algorithm * case.operation.factor(case.shape.nranks),
             wrong,
         )
-        if settings.per_iter_timing:
+        if settings.percentiles and not settings.per_iter_timing:
+            # Apart from the line's time, in which iterations are not waited for.
+            self.world.barrier(self.thread)
+            _, _, iterations = self._time(launch, True)
+        if settings.per_iter_timing or settings.percentiles:
             every = self.world.rows(self.thread, iterations)
             by_process = every.reshape(self.world.processes, settings.nthreads, -1).max(axis=1)
             half.iterations = by_process.max(axis=0).tolist()
             half.processes = by_process.tolist()
         return half
 
-    def _time(self, launch: Callable[[int, int], None]) -> tuple[float, float, list[float]]:
+    def _time(self, launch: Callable[[int, int], None], each: bool) -> tuple[float, float, list[float]]:
         """Return the seconds of one call: until it is complete, and on the host; and of each iteration."""
         settings, calls = self.settings, self.settings.iters * self.settings.agg_iters
         alone, iterations = 0.0, []
@@ -118,7 +122,7 @@ class Bench:
         for iteration in range(settings.iters):
             start = time.perf_counter()
             launch(iteration, 1)
-            if settings.blocking or settings.per_iter_timing:
+            if settings.blocking or each:
                 self._complete()
             took = time.perf_counter() - start
             alone += took

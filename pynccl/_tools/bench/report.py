@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from pynccl import capi
 from pynccl._library.generated.api import NCCL_VERSION_CODE
-from pynccl._tools.bench import compare, pairs, plot
+from pynccl._tools.bench import compare, pairs, percentiles, plot
 from pynccl._tools.bench.against import Earlier
 from pynccl._tools.bench.files import open_new, replacements, write_document, write_table
 from pynccl._tools.bench.measure import Case, Half
@@ -39,11 +39,6 @@ def number(value: float, width: int) -> str:
         if len(text) <= width:
             return text
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
-
-
-def percentile(ordered: Sequence[float], percent: int) -> float:
-    """Return the nearest-rank percentile of ordered values."""
-    return ordered[min(len(ordered) - 1, (len(ordered) * percent + 99) // 100 - 1)]
 
 
 class Report:
@@ -200,7 +195,9 @@ class Report:
             "nwrong": None if half.wrong is None else float(half.wrong),
         }
         if half.iterations:
-            result[f"{name}_per_iter"] = self._iterations(half)
+            report = result[f"{name}_per_iter"] = self._iterations(half)
+            if s.per_iter_timing:
+                self._summary(report)
         if in_place and s.report_timestamps:
             self._print(f"{time.strftime(_TIME):>21}", end="")
         self._bus.append(half.bus)
@@ -212,17 +209,14 @@ class Report:
         ordered = sorted(times[skip:])
         mean, deviation = statistics.fmean(ordered), statistics.pstdev(ordered)
         spread = 100 * deviation / mean if mean else 0.0
-        p99 = percentile(ordered, 99)
-        for value in (ordered[0], ordered[-1], p99, spread):
-            self._print(f"  {number(value, 7)}", end="")
         figures = {
             "skipped_iterations": skip,
             "min_us": ordered[0],
             "max_us": ordered[-1],
             "avg_us": mean,
-            "p50_us": ordered[len(ordered) // 2],
-            "p95_us": percentile(ordered, 95),
-            "p99_us": p99,
+            "p50_us": percentiles.median(ordered),
+            "p95_us": percentiles.percentile(ordered, 95),
+            "p99_us": percentiles.percentile(ordered, 99),
             "stdev_us": deviation,
             "cv_pct": spread,
         }
@@ -233,6 +227,10 @@ class Report:
                 [round(1e6 * seconds, 6) for seconds in row] for row in half.processes
             ]
         return report
+
+    def _summary(self, report: dict[str, Any]) -> None:
+        for name in ("min_us", "max_us", "p99_us", "cv_pct"):
+            self._print(f"  {number(report[name], 7)}", end="")
 
     def end(self, compared: dict[str, Any] | None = None) -> None:
         """End a line; `compared` is the case's comparison with the peers."""
@@ -280,6 +278,9 @@ class Report:
         }
         self._end([])
         self._write_files()
+        if self._settings.percentiles:
+            for line in percentiles.table(self._results):
+                self._print(line)
         if self.compared is not None:
             for line in compare.table(self.compared, self._settings.compare, self._results):
                 self._print(line)

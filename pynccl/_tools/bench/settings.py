@@ -46,6 +46,7 @@ class Settings:
     compare: tuple[str, ...] = ()
     p2p: bool = False
     plot: str | None = None
+    percentiles: bool = False
 
     @property
     def ranks_each(self) -> int:
