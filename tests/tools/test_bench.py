@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -685,6 +687,74 @@ def test_a_picture_that_cannot_be_drawn(tmp_path: Path) -> None:
     done = run(sys.executable, str(program), "absent", *QUICK, "--plot", str(tmp_path / "x.svg"))
     assert done.returncode == 2
     assert "--plot: matplotlib is not installed" in done.stderr
+
+
+# --- in a terminal ---
+
+IN_A_TERMINAL = ("all_reduce", "-b", "1K", "-e", "16K", "-f", "4", "-n", "2")
+
+
+def in_a_terminal(*args: str, both: bool, interrupt: bool = False) -> tuple[str, str, int]:
+    """Return what a run writes to a terminal, what it writes to a pipe, and its exit code."""
+    terminal, side = pty.openpty()
+    command = [sys.executable, "-m", "pynccl", "bench", "-n", "2", "--cpu", *args]
+    output = side if both else subprocess.PIPE
+    written = b""
+    with subprocess.Popen(command, env=environment(), stdout=output, stderr=side) as process:
+        os.close(side)
+        # The end of the terminal is an error.
+        with suppress(OSError):
+            while data := os.read(terminal, 1 << 16):
+                written += data
+                if interrupt and b"4096 bytes" in written:
+                    process.send_signal(signal.SIGINT)
+                    interrupt = False
+        piped = process.stdout.read().decode() if process.stdout else ""
+        code = process.wait(timeout=40)
+    os.close(terminal)
+    return written.decode(), piped, code
+
+
+def screen(written: str) -> list[str]:
+    """Return the lines that a terminal shows in the end."""
+    shown, row = [""], 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if part == "\n":
+            row += 1
+            shown += [""] * (row == len(shown))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            shown[row] = ""
+        elif part[0] not in "\x1b\r":
+            shown[row] += part
+    return shown
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_progress_in_a_terminal(both: bool) -> None:
+    written, piped, code = in_a_terminal(*IN_A_TERMINAL, both=both)
+    assert code == 0
+    assert re.search(r"all_reduce, 16384 bytes .*2/3", written)
+    left = screen(written)
+    table = left if both else piped.splitlines()
+    assert [line.split()[0] for line in table if LINE.fullmatch(line)] == ["1024", "4096", "16384"]
+    assert not any("bytes " in line for line in left)
+    assert both or set(left) == {""}
+    assert written.count("\x1b[?25h") >= written.count("\x1b[?25l") > 0
+
+
+def test_an_interrupt_leaves_a_clean_terminal() -> None:
+    written, _, code = in_a_terminal(*IN_A_TERMINAL, "-N", "0", both=False, interrupt=True)
+    assert code == 128 + signal.SIGINT
+    assert screen(written)[-1] == ""
+    assert written.endswith("\x1b[?25h")
+
+
+def test_no_progress_in_a_pipe() -> None:
+    done = bench(2, *IN_A_TERMINAL)
+    assert len(lines(done)) == 3
+    assert "\x1b" not in done.stdout + done.stderr
 
 
 # --- launchers and ends ---

@@ -8,6 +8,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -17,13 +18,14 @@ from pynccl._errors import NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
 from pynccl._run.command import ranks
 from pynccl._run.launch import Job, launch
-from pynccl._tools.bench import pairs, plot
+from pynccl._tools.bench import pairs, plot, progress
 from pynccl._tools.bench.against import LEAST_CYCLES
 from pynccl._tools.bench.compare import Comparison
 from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
 from pynccl._tools.bench.measure import Bench
 from pynccl._tools.bench.operations import OPERATIONS, Operation
 from pynccl._tools.bench.peers import PEERS, WITHOUT_PEERS
+from pynccl._tools.bench.progress import Progress
 from pynccl._tools.bench.ranks import World
 from pynccl._tools.bench.report import Report
 from pynccl._tools.bench.settings import Settings
@@ -158,6 +160,19 @@ class _Program(click.Command):
         return super().parse_args(ctx, args)
 
 
+def _launch(arguments: list[str], nranks: int, cpu: bool) -> int:
+    """Start the ranks; rank 0 writes to this terminal itself, to keep lines and progress in order."""
+    argv = [sys.executable, "-u", "-m", "pynccl", "bench", *arguments]
+    terminal = progress.terminal_of_errors()
+    if terminal is None:
+        return launch(Job(argv, nranks, cpu=cpu, tag=False))
+    argv += ["--terminal", terminal, *(["--onto-terminal"] if sys.stdout.isatty() else [])]
+    try:
+        return launch(Job(argv, nranks, cpu=cpu, tag=False))
+    finally:
+        progress.clean(terminal)
+
+
 def _program(operation: Operation) -> click.Command:
     @click.pass_context
     def run(ctx: click.Context, /, **given: Any) -> int:
@@ -170,8 +185,7 @@ def _program(operation: Operation) -> click.Command:
         _require_peers(settings, operation, nranks)
         if nranks is None:
             return bench_ranks(operation, settings)
-        argv = [sys.executable, "-u", "-m", "pynccl", "bench", *ctx.obj]
-        return launch(Job(argv, nranks, cpu=cpu, tag=False))
+        return _launch(ctx.obj, nranks, cpu)
 
     defaults = Settings()
     options: list[click.Parameter] = [
@@ -196,6 +210,8 @@ def _program(operation: Operation) -> click.Command:
         for name, kind, text in _OWN
     ]
     options.append(click.Option(["--p2p"], is_flag=True, help=_P2P))
+    options.append(click.Option(["--terminal"], hidden=True))
+    options.append(click.Option(["--onto-terminal"], is_flag=True, hidden=True))
     options.append(click.Option(["--percentiles"], is_flag=True, help=_PERCENTILES))
     options += [
         click.Option(
@@ -342,7 +358,8 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
         raise ValueError("--p2p with 1 rank; expected 2 or more")
     report = None
     if world.process == 0:
-        report = Report(settings, operation.name, world.nranks)
+        line = Progress(_terminal(settings), _total(settings, operation, world.nranks))
+        report = Report(settings, operation.name, world.nranks, line)
         report.header([line for text in lines for line in text.splitlines()])
 
     def on_thread(thread: int) -> None:
@@ -363,8 +380,31 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
     return 0 if report is None else report.footer(memory)
 
 
+def _terminal(settings: Settings) -> str | None:
+    """Return the terminal for the progress; first turn the output there if the launcher's goes there."""
+    if settings.terminal is None:
+        return progress.terminal_of_errors()
+    if settings.onto_terminal:
+        with suppress(OSError):
+            sys.stdout = open(settings.terminal, "w")  # noqa: SIM115
+    return settings.terminal
+
+
+def _total(settings: Settings, operation: Operation, nranks: int) -> int | None:
+    """Return the number of lines; None: unknown."""
+    if settings.p2p:
+        return nranks * (nranks - 1)
+    if settings.datatype == "all" or not settings.run_cycles:
+        return None
+    ops = len(OPS) if settings.op == "all" and operation.reduces else 1
+    roots = nranks if settings.root < 0 and operation.rooted else 1
+    return ops * roots * settings.run_cycles * len(settings.sizes())
+
+
 def _measure_pairs(world: World, operation: Operation, report: Report | None) -> None:
-    links = pairs.Pairs(world, operation.name, world.settings.datatype).measure(lambda done, of: None)
+    links = pairs.Pairs(world, operation.name, world.settings.datatype).measure(
+        report.link if report else lambda done, total: None
+    )
     if report:
         report.links(links)
 

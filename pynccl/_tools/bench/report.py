@@ -22,6 +22,7 @@ from pynccl._tools.bench import compare, pairs, percentiles, plot
 from pynccl._tools.bench.against import Earlier
 from pynccl._tools.bench.files import open_new, replacements, write_document, write_table
 from pynccl._tools.bench.measure import Case, Half
+from pynccl._tools.bench.progress import Progress
 from pynccl._tools.bench.settings import Settings
 from pynccl._version import __version__
 
@@ -44,7 +45,8 @@ def number(value: float, width: int) -> str:
 class Report:
     """Writes the lines to standard output, and the document at the end; one process does."""
 
-    def __init__(self, settings: Settings, operation: str, nranks: int) -> None:
+    def __init__(self, settings: Settings, operation: str, nranks: int, progress: Progress) -> None:
+        self._progress, self._held, self._done = progress, "", 0
         self._settings, self._program, self._nranks = settings, f"{operation}_perf", nranks
         self._bus: list[float] = []
         self._errors = 0
@@ -68,7 +70,12 @@ class Report:
         self._links: Sequence[pairs.Link] = ()
 
     def _print(self, text: str, end: str = "\n") -> None:
-        print(text, end=end, flush=True)
+        self._held += text + end
+        # With a progress line, only whole lines.
+        if end or not self._progress.shown:
+            with self._progress.away():
+                print(self._held, end="", flush=True)
+            self._held = ""
 
     # --- before the measurements ---
 
@@ -164,6 +171,8 @@ class Report:
 
     def begin(self, case: Case) -> None:
         """Write a line's first columns."""
+        self._progress.step(f"{case.operation.name}, {case.nbytes} bytes", self._done)
+        self._done += 1
         root = f"{case.root if case.operation.rooted else -1:6d}"
         op = case.op if case.operation.reduces else "none"
         self._print(
@@ -239,6 +248,10 @@ class Report:
             self._results[-1]["compare"] = compared
         self._results[-1] |= {"actual_iterations": self._settings.iters, "experiment_name": ""}
 
+    def link(self, done: int, total: int) -> None:
+        """Show how many links of --p2p are measured."""
+        self._progress.step(f"{self._program.removesuffix('_perf')}, {total} links", done)
+
     def links(self, links: Sequence[pairs.Link]) -> None:
         """Write the matrices of --p2p."""
         self._links = links
@@ -261,6 +274,7 @@ class Report:
 
         1: a result was wrong, also a peer's, or the bandwidth too low; 3: slower than the earlier run.
         """
+        self._progress.close()
         least = self._least
         mean = statistics.fmean(self._bus) if self._bus else 0.0
         fast = least is None or mean >= 0.9 * least
@@ -316,6 +330,7 @@ class Report:
 
     def fail(self, error: str) -> None:
         """Write -J's document with the lines so far and an error; leave the other files as they were."""
+        self._progress.close()
         self._end([error])
         for file in self._files.values():
             file.drop()

@@ -47,6 +47,9 @@ class Settings:
     p2p: bool = False
     plot: str | None = None
     percentiles: bool = False
+    # Where rank 0 shows its progress, and whether it writes its output there, too.
+    terminal: str | None = None
+    onto_terminal: bool = False
 
     @property
     def ranks_each(self) -> int:
