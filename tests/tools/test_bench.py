@@ -744,6 +744,14 @@ def test_progress_in_a_terminal(both: bool) -> None:
     assert written.count("\x1b[?25h") >= written.count("\x1b[?25l") > 0
 
 
+def test_the_matrix_in_a_terminal() -> None:
+    args = ["sendrecv", "--p2p", "-b", "8", "-e", "4K", "-f", "2", "-n", "2"]
+    written, _, code = in_a_terminal(*args, both=True)
+    assert code == 0
+    rows = [line for line in screen(written) if re.fullmatch(r"│ +\d( │ +(-|\d+\.\d\d)){2} │", line)]
+    assert len(rows) == 4, written
+
+
 def test_an_interrupt_leaves_a_clean_terminal() -> None:
     written, _, code = in_a_terminal(*IN_A_TERMINAL, "-N", "0", both=False, interrupt=True)
     assert code == 128 + signal.SIGINT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,7 @@ PROGRAMS = ("sendrecv", "put_signal")
 # A link is clearly slower than the others from this multiple of the median time on.
 CLEARLY = 2
 _ROUNDS = 3
-# Ranks that wait for their turn; the pair's own calls have the limit of -T.
+# Ranks that wait for their turn, and all without -T.
 _LONGEST_WAIT = 24 * 3600.0
 
 
@@ -63,17 +65,23 @@ class Pairs:
         found = np.zeros((len(places), 3))
         with self._open:
             store = self._store()
+            last: tuple[int, ...] = tuple(range(size))
             for number, (source, target) in enumerate(places):
                 # The others wait in a read of a socket: they neither spin nor use the library.
-                store.barrier("pair", size, _LONGEST_WAIT)
+                store.barrier("pair", size, self._limit(comm.rank in last))
+                last = source, target
                 if comm.rank == source:
                     found[number, :2] = self._lead(target)
                 elif comm.rank == target:
                     found[number, 2] = self._follow(source, pattern)
                 tell(number + 1, len(places))
-            store.barrier("end", size, _LONGEST_WAIT)
+            store.barrier("end", size, self._limit(comm.rank in last))
         rows = self._world.rows(0, found.reshape(-1).tolist()).sum(axis=0).reshape(len(places), 3)
         return [self._link(place, row) for place, row in zip(places, rows.tolist(), strict=True)]
+
+    def _limit(self, measured: bool) -> float:
+        """Return the seconds to wait for the others; who was measured finds all others waiting already."""
+        return float(measured and self._settings.timeout) or _LONGEST_WAIT
 
     def _store(self) -> Store:
         address = ""
@@ -202,6 +210,20 @@ def matrices(links: Sequence[Link]) -> Iterator[tuple[str, list[list[float | Non
     first = links[0]
     yield f"Bandwidth (GB/s) of {first.size} bytes", matrix(links, lambda link: link.bandwidth)
     yield f"Latency (us) of {first.latency_size} bytes", matrix(links, lambda link: link.latency_us)
+
+
+def drawn(title: str, figures: Sequence[Sequence[float | None]], width: int) -> str:
+    """Return a matrix as rich draws it for a terminal."""
+    table = importlib.import_module("rich.table").Table(title=title, title_justify="left")
+    table.add_column("from/to", justify="right")
+    for target in range(len(figures)):
+        table.add_column(str(target), justify="right")
+    for source, row in enumerate(figures):
+        table.add_row(str(source), *("-" if value is None else f"{value:.2f}" for value in row))
+    file = io.StringIO()
+    console = importlib.import_module("rich.console").Console(file=file, force_terminal=True, width=width)
+    console.print(table)
+    return file.getvalue().rstrip("\n")
 
 
 def text(figures: Sequence[Sequence[float | None]]) -> Iterator[str]:

@@ -6,6 +6,7 @@ line with the version names pynccl, and times of iterations come from the host's
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -259,7 +260,13 @@ class Report:
         self._bus = [link.bandwidth for link in links]
         self._errors = sum(bool(link.wrong) for link in links)
         for title, figures in pairs.matrices(links):
-            self._print(f"#\n# {title}, from the rank of the row to that of the column")
+            title += ", from the rank of the row to that of the column"
+            if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+                # 0: a terminal that does not know its size.
+                width = os.get_terminal_size(sys.stdout.fileno()).columns or 80
+                self._print(pairs.drawn(title, figures, width))
+                continue
+            self._print(f"#\n# {title}")
             for line in pairs.text(figures):
                 self._print(line)
         slow = list(pairs.slow_links(links))
