@@ -626,12 +626,14 @@ def test_a_matrix_of_one_rank() -> None:
     assert "--p2p with -n 1; expected 2 or more ranks" in done.stderr
 
 
-def test_a_rank_that_dies_in_the_matrix_ends_the_run(tmp_path: Path) -> None:
-    code = SLOW_AND_WRONG.replace("usleep(10000)", "kill(getpid(), 9)").replace("<unistd.h>", "<signal.h>")
-    library = changed_library(tmp_path, "#include <unistd.h>\n" + code)
-    args = ["sendrecv", "--p2p", "-b", "8", "-e", "8", "-n", "1"]
+@pytest.mark.parametrize(("what", "code"), [("SIGKILL", 128 + signal.SIGKILL), ("SIGSTOP", 1)])
+def test_a_rank_that_dies_or_hangs_in_the_matrix_ends_the_run(tmp_path: Path, what: str, code: int) -> None:
+    source = SLOW_AND_WRONG.replace("usleep(10000)", f"kill(getpid(), {what})")
+    library = changed_library(tmp_path, "#include <signal.h>\n" + source)
+    args = ["sendrecv", "--p2p", "-b", "8", "-e", "8", "-n", "1", "-T", "2"]
     done = bench(3, *args, PYNCCL_LIBRARY=library)
-    assert done.returncode == 128 + signal.SIGKILL
+    assert done.returncode == code, done.stderr
+    assert what == "SIGKILL" or "did not complete on stream" in done.stderr
 
 
 # --- pictures ---
