@@ -576,6 +576,26 @@ def test_a_peer_that_is_broken(tmp_path: Path, how: str, code: int, words: str) 
     assert how == "wrong" or "Traceback" not in done.stderr
 
 
+def test_a_hung_rank_of_mpi_ends_the_run() -> None:
+    args = ["all_reduce", "-b", "4K", "-e", "4K", "-n", "50", "-N", "0", "-T", "2", "--compare", "mpi"]
+    command = [*mpirun(2), "pynccl", "bench", *args]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = 0
+        for line in process.stdout:
+            if match := re.match(r"#  Rank  1 Group  0 Pid +(\d+)", line):
+                pid = int(match[1])
+            if LINE.fullmatch(line.rstrip("\n")):
+                break
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            process.communicate(timeout=40)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 1
+
+
 # --- pairs ---
 
 SLOW_AND_WRONG = """

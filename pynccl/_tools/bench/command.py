@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import resource
@@ -373,11 +374,19 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
     except BaseException as error:
         if report:
             report.fail(f"{type(error).__name__}: {error}")
+        _leave_mpi()
         raise
     steps.append(_resident())
     memory = _memory(world, steps) if settings.memory else None
     world.close()
     return 0 if report is None else report.footer(memory)
+
+
+def _leave_mpi() -> None:
+    """End MPI's ranks at this one's exit: MPI_Finalize would wait for those that hang."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        atexit.register(mpi.COMM_WORLD.Abort, 1)
 
 
 def _terminal(settings: Settings) -> str | None:
