@@ -841,7 +841,9 @@ def test_a_dead_rank_ends_the_run() -> None:
 def victim(launcher: int) -> int:
     def ranks() -> list[int]:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        return [pid for pid in map(int, children) if b"bench" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [
+            pid for pid in map(int, children) if b"\0bench\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
 
     until(lambda: len(ranks()) == 3)
     return ranks()[1]
