@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,12 +89,27 @@ def test_every_program_is_right(program: str, nranks: int) -> None:
     assert "# Out of bounds values : 0 OK\n" in done.stdout
 
 
+def changed_library(folder: Path, code: str) -> str:
+    """Compile the CPU library with other functions."""
+    source, target = folder / "changed.c", folder / "libchanged.so"
+    source.write_text(code)
+    cpu = Path(pynccl.cpu_library())
+    link = [
+        "-shared",
+        "-fPIC",
+        "-Wl,--no-as-needed",
+        f"-Wl,-rpath,{cpu.parent}",
+        f"-L{cpu.parent}",
+        f"-l:{cpu.name}",
+    ]
+    subprocess.run(["gcc", str(source), "-o", str(target), *link], check=True, timeout=60)
+    return str(target)
+
+
 @pytest.fixture(scope="module")
 def wrong_library(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Compile the CPU library with an all_reduce that changes one bit of one element."""
-    folder = tmp_path_factory.mktemp("wrong")
-    source, target = folder / "wrong.c", folder / "libwrong.so"
-    source.write_text("""
+    code = """
         #define _GNU_SOURCE
         #include <dlfcn.h>
         #include <stddef.h>
@@ -105,11 +123,8 @@ def wrong_library(tmp_path_factory: pytest.TempPathFactory) -> str:
           }
           return result;
         }
-    """)
-    cpu = Path(pynccl.cpu_library())
-    link = ["-shared", "-fPIC", f"-Wl,-rpath,{cpu.parent}", f"-L{cpu.parent}", f"-l:{cpu.name}"]
-    subprocess.run(["gcc", str(source), "-o", str(target), *link], check=True, timeout=60)
-    return str(target)
+    """
+    return changed_library(tmp_path_factory.mktemp("wrong"), code)
 
 
 def test_one_wrong_element_is_found(wrong_library: str) -> None:
@@ -292,6 +307,20 @@ def test_a_bandwidth_that_is_required() -> None:
         (["all_reduce", "-V", "16"], "it counts the CTAs of -D"),
         (["all_reduce", "-i", "0"], "-i 0 without -f"),
         (["all_reduce", "-b", "0", "-f", "2"], "-b 0 with -f"),
+        (["all_reduce", "--compare", "nccl"], "expected some of gloo,mpi,torch, not 'nccl'"),
+        (["all_reduce", "--compare", ""], "expected some of gloo,mpi,torch, not ''"),
+        (["all_reduce", "--compare", "mpi"], "which starts ranks without MPI; expected mpirun -n 2 pynccl"),
+        (
+            ["put_signal", "--compare", "gloo"],
+            "--compare: no peer has put_signal; expected one of",
+        ),
+        (["all_reduce", "-g", "2", "--compare", "gloo"], "expected one rank in a process"),
+        (["all_reduce", "--compare", "torch"], "--compare torch: torch finds no GPU on this machine"),
+        (["all_reduce", "--p2p"], "--p2p: all_reduce has no pairs of ranks; expected sendrecv or put_signal"),
+        (["sendrecv", "--p2p", "-d", "all"], "--p2p with -d all; expected one datatype"),
+        (["sendrecv", "--p2p", "--percentiles"], "--p2p with --percentiles; expected one of them"),
+        (["sendrecv", "--p2p", "--compare", "gloo"], "--p2p with --compare; expected one of them"),
+        (["all_reduce", "--plot", "x.pdf"], "--plot: x.pdf: expected a name that ends in .png or .svg"),
         (["put_signal", "-R", "1"], "put_signal has its buffers in windows"),
         (["broadcast", "-r", "x"], "expected a rank or all, not 'x'"),
         (["broadcast", "-r", "²"], "expected a rank or all, not '²'"),
@@ -424,6 +453,340 @@ def test_files_stay_as_they_were_after_a_failure(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [saved]
 
 
+def test_percentiles(tmp_path: Path) -> None:
+    table, saved = tmp_path / "table.csv", tmp_path / "saved.json"
+    args = [*QUICK, "-N", "2", "--percentiles", "--csv", str(table), "--save", str(saved)]
+    done = bench(2, *args)
+    assert len(lines(done)) == 4
+    results = json.loads(saved.read_text())["results"]
+    expected = []
+    for size in (1024, 4096):
+        for half in ("out_of_place", "in_place"):
+            rows = [row[f"{half}_per_iter"]["times_us"] for row in results if row["size"] == size]
+            assert [len(row) for row in rows] == [3, 3]
+            times = sorted(took for row in rows for took in row)
+            expected.append(
+                f"# {size:12d}     float     sum      -1  {half:>12}  {times[3]:10.2f}  {times[5]:10.2f}"
+            )
+    after = done.stdout.split("# Percentiles of the iterations, each waited for, of the slowest process\n")[1]
+    heads = "#         size      type   redop    root                  p50 (us)    p99 (us)"
+    assert after.splitlines() == [heads, *expected]
+    with table.open(newline="") as file:
+        for row, result in zip(csv.DictReader(file), results, strict=True):
+            times = sorted(result["in_place_per_iter"]["times_us"])
+            assert [float(row["in_place_p50_us"]), float(row["in_place_p99_us"])] == times[1:]
+            assert float(row["p50_us"]) <= float(row["p99_us"])
+
+
+# --- peers ---
+
+COMPARED = re.compile(r"# +(?P<size>\d+) +(?P<type>\w+) +(?P<op>\w+) +(?P<root>[-\d]+) +[\d.]+(?P<peers>.*)")
+
+
+def mpirun(nranks: int) -> list[str]:
+    found = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert found is not None
+    return [found, "--oversubscribe", "-n", str(nranks), sys.executable, "-m"]
+
+
+def compared(text: str) -> list[tuple[str, str, list[str]]]:
+    """Return type, operation and what each peer's columns hold: a number as #."""
+    rows = [match for line in text.splitlines() if (match := COMPARED.fullmatch(line))]
+    return [(row["type"], row["op"], re.sub(r"\d+\.\d\d", "#", row["peers"]).split()) for row in rows if row]
+
+
+def test_peers_in_turn(tmp_path: Path) -> None:
+    table, saved = tmp_path / "table.csv", tmp_path / "saved.json"
+    files = ["--csv", str(table), "--save", str(saved)]
+    args = ["all_reduce", "-b", "1K", "-e", "4K", "-f", "4", "-n", "5", "--compare", "mpi,gloo", *files]
+    done = run(*mpirun(2), "pynccl", "bench", *args)
+    assert [line["wrong"] for line in lines(done)] == ["0", "0"]
+    after = done.stdout.split("# Collective test concluded: all_reduce_perf\n")[1]
+    masked = re.sub(r" +\d+\.\d\d(?= )", " ####", re.sub(r" is [^,\n]*", " is VERSION", after))
+    assert masked == (HERE / "compared.txt").read_text()
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    results = json.loads(saved.read_text())["results"]
+    assert [row["compare"]["gloo"]["nwrong"] for row in results] == [0, 0]
+    for row, result in zip(rows, results, strict=True):
+        for peer in ("mpi", "gloo"):
+            ratio = float(row[f"{peer}_time_us"]) / float(row["pynccl_time_us"])
+            assert float(row[f"{peer}_ratio"]) == pytest.approx(ratio, rel=0.01)
+            assert result["compare"][peer]["time"] == float(row[f"{peer}_time_us"])
+
+
+@pytest.mark.parametrize(
+    "program", ["alltoallv", *(pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS)]
+)
+def test_every_operation_of_the_peers_is_right(program: str) -> None:
+    args = [program, "-b", "1K", "-e", "1K", "-n", "1", "-d", "all", "-o", "all", "--compare", "gloo,mpi"]
+    done = run(*mpirun(3), "pynccl", "bench", *args)
+    if program in ("hypercube", "put_signal"):
+        assert done.returncode == 2
+        assert f"no peer has {program}" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    right, none = ["#", "#", "0"], ["n/a"] * 3
+    of = {(kind, op): (peers[:3], peers[3:]) for kind, op, peers in compared(done.stdout)}
+    op = "prod" if program in REDUCTIONS else "none"
+    assert of["float", op] == (right, right)
+    assert of["bfloat16", op] == (right, none)
+    assert of["uint64", op] == (none, right)
+    assert program not in REDUCTIONS or of["float", "mulsum"] == (none, none)
+
+
+# A rank whose torch.distributed is broken in one way.
+BROKEN = """
+import sys, time
+from pynccl.__main__ import main
+def change(how):
+    import torch.distributed as dist
+    real = dist.all_reduce
+    def all_reduce(tensor, **more):
+        if how == "hangs" and dist.get_rank() == 1:
+            time.sleep(1000)
+        real(tensor, **more)
+        tensor[0] += 1
+    dist.all_reduce = all_reduce
+how = sys.argv.pop(1)
+if how == "absent":
+    sys.modules["torch"] = sys.modules["matplotlib"] = None
+else:
+    change(how)
+sys.exit(main(["bench", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("wrong", 1, r"\n# +1024 .*  2\n"),
+        ("hangs", 1, r"--compare: gloo's all_reduce"),
+        ("absent", 2, r"--compare gloo: torch is not installed; expected it, as by pip install torch"),
+    ],
+)
+def test_a_peer_that_is_broken(tmp_path: Path, how: str, code: int, words: str) -> None:
+    program = tmp_path / "broken.py"
+    program.write_text(BROKEN)
+    launcher = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--no-tag", str(program), how]
+    args = ["all_reduce", "-b", "1K", "-e", "1K", "-n", "1", "-T", "2", "--compare", "gloo"]
+    done = run(*launcher, *args, timeout=50)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert re.search(words, done.stdout + done.stderr), done.stdout + done.stderr
+    assert how == "wrong" or "Traceback" not in done.stderr
+
+
+def test_a_hung_rank_of_mpi_ends_the_run() -> None:
+    args = ["all_reduce", "-b", "4K", "-e", "4K", "-n", "50", "-N", "0", "-T", "2", "--compare", "mpi"]
+    command = [*mpirun(2), "pynccl", "bench", *args]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = 0
+        for line in process.stdout:
+            if match := re.match(r"#  Rank  1 Group  0 Pid +(\d+)", line):
+                pid = int(match[1])
+            if LINE.fullmatch(line.rstrip("\n")):
+                break
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            process.communicate(timeout=40)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 1
+
+
+# --- pairs ---
+
+SLOW_AND_WRONG = """
+    #define _GNU_SOURCE
+    #include <dlfcn.h>
+    #include <stddef.h>
+    #include <stdlib.h>
+    #include <unistd.h>
+    int ncclSend(void* s, size_t n, int type, int to, void* comm, void* stream) {
+      int (*real)(const void*, size_t, int, int, void*, void*) = dlsym(RTLD_NEXT, "ncclSend");
+      int slow = to == 1 && atoi(getenv("RANK")) == 2;
+      if (slow) usleep(10000);
+      if (slow && n > 2) ((unsigned char*)s)[4] += 1;
+      return real(s, n, type, to, comm, stream);
+    }
+"""
+
+
+def test_the_matrix_names_a_slow_link(tmp_path: Path) -> None:
+    library, table, saved = changed_library(tmp_path, SLOW_AND_WRONG), tmp_path / "t.csv", tmp_path / "s.json"
+    args = ["sendrecv", "--p2p", "-b", "8", "-e", "4K", "-f", "2", "-n", "10"]
+    done = bench(3, *args, "--csv", str(table), "--save", str(saved), PYNCCL_LIBRARY=library)
+    # The wrong element is the slow rank's.
+    assert done.returncode == 1, done.stdout + done.stderr
+    shown = done.stdout.split("CPU library\n")[-1].split("# Avg")[0]
+    slow = re.findall(r"#   (\d -> \d): ([\d.]+ GB/s, 0.\d\d of|[\d.]+ us, [\d.]+ times) the median\n", shown)
+    assert ("2 -> 1", slow[0][1]) == slow[0] and len({link for link, _ in slow}) < 3
+    masked = re.sub(r" +\d+\.\d\d(?=[ \n])", " ####", re.sub(r"#   \d -> .*\n", "", shown))
+    assert masked == (HERE / "pairs.txt").read_text()
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["source"] + row["target"] for row in rows] == ["01", "02", "10", "12", "20", "21"]
+    assert [row["wrong"] for row in rows] == ["0"] * 5 + ["1"]
+    assert {(row["size"], row["latency_size"]) for row in rows} == {("4096", "8")}
+    for row, link in zip(rows, json.loads(saved.read_text())["results"], strict=True):
+        assert {name: str(value) for name, value in link.items()} == row
+
+
+def test_the_matrix_of_puts() -> None:
+    done = bench(2, "put_signal", "--p2p", "-b", "8", "-e", "4K", "-f", "2", "-n", "2")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^ +[01](?: +(?:-|\d+\.\d\d)){2}$", done.stdout, re.MULTILINE)) == 4
+
+
+def test_a_matrix_of_one_rank() -> None:
+    done = bench(1, "sendrecv", "--p2p")
+    assert done.returncode == 2
+    assert "--p2p with -n 1; expected 2 or more ranks" in done.stderr
+
+
+@pytest.mark.parametrize(("what", "code"), [("SIGKILL", 128 + signal.SIGKILL), ("SIGSTOP", 1)])
+def test_a_rank_that_dies_or_hangs_in_the_matrix_ends_the_run(tmp_path: Path, what: str, code: int) -> None:
+    source = SLOW_AND_WRONG.replace("usleep(10000)", f"kill(getpid(), {what})")
+    library = changed_library(tmp_path, "#include <signal.h>\n" + source)
+    args = ["sendrecv", "--p2p", "-b", "8", "-e", "8", "-n", "1", "-T", "2"]
+    done = bench(3, *args, PYNCCL_LIBRARY=library)
+    assert done.returncode == code, done.stderr
+    assert what == "SIGKILL" or "did not complete on stream" in done.stderr
+
+
+# --- pictures ---
+
+
+def texts(picture: Path) -> list[str]:
+    """Return what is written in an SVG."""
+    nodes = ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")
+    return ["".join(node.itertext()).strip() for node in nodes]
+
+
+def test_a_picture_of_several_runs(tmp_path: Path) -> None:
+    saved, first, second = tmp_path / "saved.json", tmp_path / "first.PNG", tmp_path / "second.svg"
+    assert bench(2, *QUICK, "-N", "3", "--save", str(saved), "--plot", str(first)).returncode == 0
+    assert first.read_bytes().startswith(b"\x89PNG\r\n")
+    scaled(saved, 1e6)
+    more = ["--against", str(saved), "--compare", "gloo", "--plot", str(second)]
+    done = bench(2, *QUICK, "-N", "3", *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = texts(second)
+    lines = [
+        "out-of-place",
+        "in place",
+        "pynccl, in turn",
+        "gloo",
+        "before, out-of-place",
+        "before, in place",
+    ]
+    assert [text for text in written if text in lines] == lines
+    assert {"bus bandwidth (GB/s)", "time (µs)", "all_reduce on 2 ranks", "1K", "4K"} <= set(written)
+    assert sorted(tmp_path.iterdir()) == sorted([saved, first, second])
+
+
+def test_a_picture_of_the_matrix(tmp_path: Path) -> None:
+    picture, table = tmp_path / "pairs.svg", tmp_path / "pairs.csv"
+    args = ["sendrecv", "--p2p", "-b", "8", "-e", "4K", "-f", "2", "-n", "2"]
+    done = bench(2, *args, "--plot", str(picture), "--csv", str(table))
+    assert done.returncode == 0, done.stderr
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    figures = {f"{float(row[name]):.3g}" for row in rows for name in ("bandwidth", "latency_us")}
+    assert figures | {"from rank", "to rank"} <= set(texts(picture))
+
+
+def test_a_picture_that_cannot_be_drawn(tmp_path: Path) -> None:
+    folder = tmp_path / "folder.svg"
+    folder.mkdir()
+    done = bench(2, *QUICK, "--plot", str(folder))
+    assert done.returncode == 2
+    assert "cannot be written: it is a folder" in " ".join(done.stderr.split())
+    program = tmp_path / "broken.py"
+    program.write_text(BROKEN)
+    done = run(sys.executable, str(program), "absent", *QUICK, "--plot", str(tmp_path / "x.svg"))
+    assert done.returncode == 2
+    assert "--plot: matplotlib is not installed" in done.stderr
+
+
+# --- in a terminal ---
+
+IN_A_TERMINAL = ("all_reduce", "-b", "1K", "-e", "16K", "-f", "4", "-n", "2")
+
+
+def in_a_terminal(*args: str, both: bool, interrupt: bool = False) -> tuple[str, str, int]:
+    """Return what a run writes to a terminal, what it writes to a pipe, and its exit code."""
+    terminal, side = pty.openpty()
+    command = [sys.executable, "-m", "pynccl", "bench", "-n", "2", "--cpu", *args]
+    output = side if both else subprocess.PIPE
+    written = b""
+    with subprocess.Popen(command, env=environment(), stdout=output, stderr=side) as process:
+        os.close(side)
+        # The end of the terminal is an error.
+        with suppress(OSError):
+            while data := os.read(terminal, 1 << 16):
+                written += data
+                if interrupt and b"4096 bytes" in written:
+                    process.send_signal(signal.SIGINT)
+                    interrupt = False
+        piped = process.stdout.read().decode() if process.stdout else ""
+        code = process.wait(timeout=40)
+    os.close(terminal)
+    return written.decode(), piped, code
+
+
+def screen(written: str) -> list[str]:
+    """Return the lines that a terminal shows in the end."""
+    shown, row = [""], 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if part == "\n":
+            row += 1
+            shown += [""] * (row == len(shown))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            shown[row] = ""
+        elif part[0] not in "\x1b\r":
+            shown[row] += part
+    return shown
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_progress_in_a_terminal(both: bool) -> None:
+    written, piped, code = in_a_terminal(*IN_A_TERMINAL, both=both)
+    assert code == 0
+    assert re.search(r"all_reduce, 16384 bytes .*2/3", written)
+    left = screen(written)
+    table = left if both else piped.splitlines()
+    assert [line.split()[0] for line in table if LINE.fullmatch(line)] == ["1024", "4096", "16384"]
+    assert not any("bytes " in line for line in left)
+    assert both or set(left) == {""}
+    assert written.count("\x1b[?25h") >= written.count("\x1b[?25l") > 0
+
+
+def test_the_matrix_in_a_terminal() -> None:
+    args = ["sendrecv", "--p2p", "-b", "8", "-e", "4K", "-f", "2", "-n", "2"]
+    written, _, code = in_a_terminal(*args, both=True)
+    assert code == 0
+    rows = [line for line in screen(written) if re.fullmatch(r"│ +\d( │ +(-|\d+\.\d\d)){2} │", line)]
+    assert len(rows) == 4, written
+
+
+def test_an_interrupt_leaves_a_clean_terminal() -> None:
+    written, _, code = in_a_terminal(*IN_A_TERMINAL, "-N", "0", both=False, interrupt=True)
+    assert code == 128 + signal.SIGINT
+    assert screen(written)[-1] == ""
+    assert written.endswith("\x1b[?25h")
+
+
+def test_no_progress_in_a_pipe() -> None:
+    done = bench(2, *IN_A_TERMINAL)
+    assert len(lines(done)) == 3
+    assert "\x1b" not in done.stdout + done.stderr
+
+
 # --- launchers and ends ---
 
 
@@ -434,9 +797,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     elif request.param == "torchrun":
         yield [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     else:
-        mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        assert mpirun is not None
-        yield [mpirun, "-n", "2", sys.executable, "-m"]
+        yield mpirun(2)
 
 
 def test_launchers(launcher: list[str]) -> None:
@@ -480,7 +841,9 @@ def test_a_dead_rank_ends_the_run() -> None:
 def victim(launcher: int) -> int:
     def ranks() -> list[int]:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        return [pid for pid in map(int, children) if b"bench" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [
+            pid for pid in map(int, children) if b"\0bench\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
 
     until(lambda: len(ranks()) == 3)
     return ranks()[1]

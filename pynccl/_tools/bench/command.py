@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import re
 import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -16,10 +19,14 @@ from pynccl._errors import NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
 from pynccl._run.command import ranks
 from pynccl._run.launch import Job, launch
+from pynccl._tools.bench import pairs, plot, progress
 from pynccl._tools.bench.against import LEAST_CYCLES
+from pynccl._tools.bench.compare import Comparison
 from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
 from pynccl._tools.bench.measure import Bench
 from pynccl._tools.bench.operations import OPERATIONS, Operation
+from pynccl._tools.bench.peers import PEERS, WITHOUT_PEERS
+from pynccl._tools.bench.progress import Progress
 from pynccl._tools.bench.ranks import World
 from pynccl._tools.bench.report import Report
 from pynccl._tools.bench.settings import Settings
@@ -59,6 +66,21 @@ class _Root(click.ParamType[Any]):
         if not (str(value).isascii() and str(value).isdecimal() and len(str(value)) < 10):
             self.fail(f"expected a rank or all, not {value!r}", param, ctx)
         return int(value)
+
+
+class _Peers(click.ParamType[Any]):
+    name = "PEER,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(dict.fromkeys(value.split(",")))
+        for name in names:
+            if name not in PEERS:
+                self.fail(f"expected some of {','.join(PEERS)}, not {name!r}", param, ctx)
+        return names
 
 
 _ZERO, _ONE = click.IntRange(0), click.IntRange(1)
@@ -105,7 +127,12 @@ _OWN: tuple[tuple[str, click.ParamType[Any], str], ...] = (
     ("save", click.Path(), "Write -J's document to FILE, in place of an older one."),
     ("against", click.Path(), "Compare with the document in FILE: exit code 3 if a size is slower."),
     ("tolerance", click.FloatRange(0), "Percent by which --against lets a size be slower."),
+    ("plot", click.Path(), "Draw bandwidth and time over size to FILE, .png or .svg."),
+    ("compare", _Peers(), f"Measure some of {', '.join(PEERS)} in turn with NCCL, on the same ranks."),
 )
+_METAVARS = {"tolerance": "PERCENT", "compare": "PEER,..."}
+_P2P = "Measure the bandwidth (-e) and the latency (-b) from each rank to each other one, in turn."
+_PERCENTILES = "Also time each iteration, and report p50 and p99."
 # Flags of nccl-tests that cannot apply, and why.
 _REFUSED = (
     (
@@ -134,6 +161,19 @@ class _Program(click.Command):
         return super().parse_args(ctx, args)
 
 
+def _launch(arguments: list[str], nranks: int, cpu: bool) -> int:
+    """Start the ranks; rank 0 writes to this terminal itself, to keep lines and progress in order."""
+    argv = [sys.executable, "-u", "-m", "pynccl", "bench", *arguments]
+    terminal = progress.terminal_of_errors()
+    if terminal is None:
+        return launch(Job(argv, nranks, cpu=cpu, tag=False))
+    argv += ["--terminal", terminal, *(["--onto-terminal"] if sys.stdout.isatty() else [])]
+    try:
+        return launch(Job(argv, nranks, cpu=cpu, tag=False))
+    finally:
+        progress.clean(terminal)
+
+
 def _program(operation: Operation) -> click.Command:
     @click.pass_context
     def run(ctx: click.Context, /, **given: Any) -> int:
@@ -141,10 +181,12 @@ def _program(operation: Operation) -> click.Command:
         _require_sense(settings, operation)
         assert ctx.parent is not None
         nranks, cpu = ctx.parent.params["nranks"], ctx.parent.params["cpu"]
+        if settings.p2p and nranks == 1:
+            raise click.UsageError("--p2p with -n 1; expected 2 or more ranks")
+        _require_peers(settings, operation, nranks)
         if nranks is None:
             return bench_ranks(operation, settings)
-        argv = [sys.executable, "-u", "-m", "pynccl", "bench", *ctx.obj]
-        return launch(Job(argv, nranks, cpu=cpu, tag=False))
+        return _launch(ctx.obj, nranks, cpu)
 
     defaults = Settings()
     options: list[click.Parameter] = [
@@ -162,12 +204,16 @@ def _program(operation: Operation) -> click.Command:
             [f"--{name}"],
             type=kind,
             default=getattr(defaults, name),
-            show_default=True,
-            metavar="PERCENT" if name == "tolerance" else "FILE",
+            show_default=name == "tolerance",
+            metavar=_METAVARS.get(name, "FILE"),
             help=text,
         )
         for name, kind, text in _OWN
     ]
+    options.append(click.Option(["--p2p"], is_flag=True, help=_P2P))
+    options.append(click.Option(["--terminal"], hidden=True))
+    options.append(click.Option(["--onto-terminal"], is_flag=True, hidden=True))
+    options.append(click.Option(["--percentiles"], is_flag=True, help=_PERCENTILES))
     options += [
         click.Option(
             [f"--{name}", f"-{letter}", name],
@@ -208,8 +254,55 @@ def _require_sense(settings: Settings, operation: Operation) -> None:
             f"--against with -N {settings.run_cycles}; expected {LEAST_CYCLES} or more cycles, whose spread "
             "is the noise"
         )
+    why = settings.plot and plot.refusal(settings.plot)
+    if why:
+        raise click.UsageError(f"--plot: {why}")
+    if settings.p2p:
+        _require_pairs(settings, operation)
     if operation.windows and settings.local_register == 1:
         raise click.UsageError(f"-R 1: {operation.name} has its buffers in windows; expected 0 or 2")
+
+
+def _require_pairs(settings: Settings, operation: Operation) -> None:
+    if operation.name not in pairs.PROGRAMS:
+        raise click.UsageError(
+            f"--p2p: {operation.name} has no pairs of ranks; expected {' or '.join(pairs.PROGRAMS)}"
+        )
+    if settings.ranks_each > 1:
+        raise click.UsageError(
+            f"--p2p with -t {settings.nthreads} -g {settings.ngpus}; expected one rank in a process"
+        )
+    if settings.datatype == "all":
+        raise click.UsageError("--p2p with -d all; expected one datatype")
+    for flag, given in (
+        ("--compare", settings.compare),
+        ("--against", settings.against),
+        ("--percentiles", settings.percentiles),
+    ):
+        if given:
+            raise click.UsageError(f"--p2p with {flag}; expected one of them")
+
+
+def _require_peers(settings: Settings, operation: Operation, nranks: int | None) -> None:
+    """Refuse peers that cannot be measured; `nranks` is the number of ranks that this command starts."""
+    for name in settings.compare:
+        if operation.name in WITHOUT_PEERS:
+            others = ", ".join(name for name in OPERATIONS if name not in WITHOUT_PEERS)
+            raise click.UsageError(f"--compare: no peer has {operation.name}; expected one of {others}")
+        if settings.ranks_each > 1:
+            raise click.UsageError(
+                f"--compare with -t {settings.nthreads} -g {settings.ngpus}; expected one rank in a process"
+            )
+        if "NCCL_TESTS_SPLIT" in os.environ or "NCCL_TESTS_SPLIT_MASK" in os.environ:
+            raise click.UsageError("--compare with NCCL_TESTS_SPLIT; expected one group of ranks")
+        if name == "mpi" and nranks is not None:
+            raise click.UsageError(
+                f"--compare mpi with -n {nranks}, which starts ranks without MPI; expected "
+                f"mpirun -n {nranks} pynccl bench {operation.name}, or srun"
+            )
+        absent = PEERS[name].absent()
+        if absent is not None:
+            raise click.UsageError(f"--compare {name}: {absent}")
 
 
 class _Programs(click.Group):
@@ -262,12 +355,18 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
     if settings.root >= world.nranks and operation.rooted:
         raise ValueError(f"-r {settings.root}; expected a rank, 0 to {world.nranks - 1}")
     lines = world.texts("\n".join(world.device_line(i) for i in range(settings.ranks_each)))
+    if settings.p2p and world.nranks == 1:
+        raise ValueError("--p2p with 1 rank; expected 2 or more")
     report = None
     if world.process == 0:
-        report = Report(settings, operation.name, world.nranks)
+        line = Progress(_terminal(settings), _total(settings, operation, world.nranks))
+        report = Report(settings, operation.name, world.nranks, line)
         report.header([line for text in lines for line in text.splitlines()])
 
     def on_thread(thread: int) -> None:
+        if settings.p2p:
+            _measure_pairs(world, operation, report)
+            return
         _measure(Bench(world, thread, operation), report if thread == 0 else None)
 
     try:
@@ -275,6 +374,7 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
     except BaseException as error:
         if report:
             report.fail(f"{type(error).__name__}: {error}")
+        _leave_mpi()
         raise
     steps.append(_resident())
     memory = _memory(world, steps) if settings.memory else None
@@ -282,17 +382,66 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
     return 0 if report is None else report.footer(memory)
 
 
+def _leave_mpi() -> None:
+    """End MPI's ranks at this one's exit: MPI_Finalize would wait for those that hang."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        atexit.register(mpi.COMM_WORLD.Abort, 1)
+
+
+def _terminal(settings: Settings) -> str | None:
+    """Return the terminal for the progress; first turn the output there if the launcher's goes there."""
+    if settings.terminal is None:
+        return progress.terminal_of_errors()
+    if settings.onto_terminal:
+        with suppress(OSError):
+            sys.stdout = open(settings.terminal, "w")  # noqa: SIM115
+    return settings.terminal
+
+
+def _total(settings: Settings, operation: Operation, nranks: int) -> int | None:
+    """Return the number of lines; None: unknown."""
+    if settings.p2p:
+        return nranks * (nranks - 1)
+    if settings.datatype == "all" or not settings.run_cycles:
+        return None
+    ops = len(OPS) if settings.op == "all" and operation.reduces else 1
+    roots = nranks if settings.root < 0 and operation.rooted else 1
+    return ops * roots * settings.run_cycles * len(settings.sizes())
+
+
+def _measure_pairs(world: World, operation: Operation, report: Report | None) -> None:
+    links = pairs.Pairs(world, operation.name, world.settings.datatype).measure(
+        report.link if report else lambda done, total: None
+    )
+    if report:
+        report.links(links)
+
+
 def _measure(bench: Bench, report: Report | None) -> None:
+    comparison = None
+    if bench.settings.compare:
+        comparison = Comparison(bench, report.fail if report else lambda _: None)
+        if report:
+            report.compared = comparison.title()
+    _measure_all(bench, report, comparison)
+    if comparison:
+        comparison.close()
+
+
+def _measure_all(bench: Bench, report: Report | None, comparison: Comparison | None) -> None:
     settings, operation = bench.settings, bench.operation
     for type_name in _types(settings.datatype, report):
         for op in (OPS if settings.op == "all" else [settings.op]) if operation.reduces else ["none"]:
             for root in _roots(bench):
                 bench.warm_up(type_name, op, root)
                 for _ in range(settings.run_cycles) if settings.run_cycles else count():
-                    _cycle(bench, report, type_name, op, root)
+                    _cycle(bench, report, comparison, type_name, op, root)
 
 
-def _cycle(bench: Bench, report: Report | None, type_name: str, op: str, root: int) -> None:
+def _cycle(
+    bench: Bench, report: Report | None, comparison: Comparison | None, type_name: str, op: str, root: int
+) -> None:
     for case in bench.cases(type_name, op, root):
         if report:
             report.begin(case)
@@ -300,8 +449,9 @@ def _cycle(bench: Bench, report: Report | None, type_name: str, op: str, root: i
             half = bench.measure(case, in_place)
             if report:
                 report.half(half, in_place)
+        compared = comparison.measure(case) if comparison else None
         if report:
-            report.end()
+            report.end(compared)
 
 
 def _roots(bench: Bench) -> list[int]:

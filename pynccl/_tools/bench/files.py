@@ -12,6 +12,7 @@ from typing import IO, Any
 
 _FIRST = ("size", "count", "type", "redop", "root")
 _FIGURES = {"time_us": ("time", "cpu_time"), "algbw": ("alg_bw",), "busbw": ("bus_bw",), "wrong": ("nwrong",)}
+_PERCENTILES = ("p50_us", "p99_us")
 _HALVES = {"out_of_place": "", "in_place": "in_place_"}
 
 
@@ -36,6 +37,10 @@ class Replacement:
             raise ValueError(f"{flag} {path} cannot be written: it is a folder")
         self.file, self._name = open_new(f"{path}.part", flag)
 
+    def write(self, data: bytes) -> None:
+        """Write bytes in place of text."""
+        Path(self._name).write_bytes(data)
+
     def keep(self) -> None:
         """Close the file, and give it its name."""
         self.file.close()
@@ -48,15 +53,18 @@ class Replacement:
             os.unlink(self._name)
 
 
-def replacements(save: str | None, table: str | None) -> tuple[Replacement | None, Replacement | None]:
-    """Return the files of --save and --csv; both or, on an error, none."""
-    first = None if save is None else Replacement(save, "--save")
+def replacements(paths: dict[str, str | None]) -> dict[str, Replacement]:
+    """Return the files of some flags; all that are given or, on an error, none."""
+    found: dict[str, Replacement] = {}
     try:
-        return first, None if table is None else Replacement(table, "--csv")
+        for flag, path in paths.items():
+            if path is not None:
+                found[flag] = Replacement(path, flag)
     except ValueError:
-        if first is not None:
-            first.drop()
+        for file in found.values():
+            file.drop()
         raise
+    return found
 
 
 def write_document(file: IO[str], document: dict[str, Any]) -> None:
@@ -67,12 +75,46 @@ def write_document(file: IO[str], document: dict[str, Any]) -> None:
 
 def write_table(file: IO[str], results: Sequence[dict[str, Any]]) -> None:
     """Write the lines of the output as comma-separated values, with a first line of names."""
+    if results and "source" in results[0]:
+        _write_links(file, results)
+        return
+    peers = [name for name in results[0].get("compare", {}) if name != "time"] if results else []
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*_FIRST, *(prefix + name for prefix in _HALVES.values() for name in _FIGURES)])
+    names = [prefix + name for prefix in _HALVES.values() for name in _FIGURES]
+    writer.writerow([*_FIRST, *names, *_percentile_names(results), *_compared_names(peers)])
     for row in results:
         halves = [row[half] for half in _HALVES]
         figures = [
             next(half[key] for key in keys if key in half) for half in halves for keys in _FIGURES.values()
         ]
-        # Not checked: empty.
-        writer.writerow([str(row[name]).strip() for name in _FIRST] + figures)
+        # Not checked, or without such a call: empty.
+        first = [str(row[name]).strip() for name in _FIRST]
+        writer.writerow(first + figures + _percentile_figures(row) + _compared_figures(row, peers))
+
+
+def _write_links(file: IO[str], links: Sequence[dict[str, Any]]) -> None:
+    writer = csv.DictWriter(file, list(links[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(links)
+
+
+def _percentile_names(results: Sequence[dict[str, Any]]) -> list[str]:
+    timed = bool(results) and "in_place_per_iter" in results[0]
+    return [prefix + name for prefix in _HALVES.values() for name in _PERCENTILES] if timed else []
+
+
+def _percentile_figures(row: dict[str, Any]) -> list[Any]:
+    reports = [row[f"{half}_per_iter"] for half in _HALVES if f"{half}_per_iter" in row]
+    return [report[name] for report in reports for name in _PERCENTILES]
+
+
+def _compared_names(peers: Sequence[str]) -> list[str]:
+    columns = [f"{peer}_{name}" for peer in peers for name in ("time_us", "ratio", "wrong")]
+    return ["pynccl_time_us", *columns] if peers else []
+
+
+def _compared_figures(row: dict[str, Any], peers: Sequence[str]) -> list[Any]:
+    if not peers:
+        return []
+    found = [row["compare"][peer] or {} for peer in peers]
+    return [row["compare"]["time"], *(each.get(key) for each in found for key in ("time", "ratio", "nwrong"))]

@@ -84,14 +84,14 @@ class Bench:
         launch = self._launches(case, in_place, settings.agg_iters)
         checked = settings.check and (case.operation.in_place or not in_place)
         if checked:
-            self._fill(case, in_place, Pattern(*self._pattern(case), 99))
+            self._fill(case, in_place, Pattern(*self.pattern(case), 99))
         once(0, 1)
         self._complete()
         for iteration in range(settings.iters):
             # Prepares the calls.
             launch(iteration, 0)
         self.world.barrier(self.thread)
-        seconds, on_host, iterations = self._time(launch)
+        seconds, on_host, iterations = self._time(launch, bool(settings.per_iter_timing))
         rows = self.world.rows(self.thread, [seconds])
         seconds = float([rows[0, 0], rows.mean(), rows.min(), rows.max()][settings.average])
         moved = case.operation.moved(case.shape, case.counts) / 1e9
@@ -103,14 +103,18 @@ class Bench:
             algorithm * case.operation.factor(case.shape.nranks),
             wrong,
         )
-        if settings.per_iter_timing:
+        if settings.percentiles and not settings.per_iter_timing:
+            # Apart from the line's time, in which iterations are not waited for.
+            self.world.barrier(self.thread)
+            _, _, iterations = self._time(launch, True)
+        if settings.per_iter_timing or settings.percentiles:
             every = self.world.rows(self.thread, iterations)
             by_process = every.reshape(self.world.processes, settings.nthreads, -1).max(axis=1)
             half.iterations = by_process.max(axis=0).tolist()
             half.processes = by_process.tolist()
         return half
 
-    def _time(self, launch: Callable[[int, int], None]) -> tuple[float, float, list[float]]:
+    def _time(self, launch: Callable[[int, int], None], each: bool) -> tuple[float, float, list[float]]:
         """Return the seconds of one call: until it is complete, and on the host; and of each iteration."""
         settings, calls = self.settings, self.settings.iters * self.settings.agg_iters
         alone, iterations = 0.0, []
@@ -118,7 +122,7 @@ class Bench:
         for iteration in range(settings.iters):
             start = time.perf_counter()
             launch(iteration, 1)
-            if settings.blocking or settings.per_iter_timing:
+            if settings.blocking or each:
                 self._complete()
             took = time.perf_counter() - start
             alone += took
@@ -134,7 +138,7 @@ class Bench:
         wrong = 0
         self._repetition += 1
         for _ in range(self.settings.check):
-            pattern = Pattern(*self._pattern(case), self._repetition)
+            pattern = Pattern(*self.pattern(case), self._repetition)
             untouched = self._fill(case, in_place, pattern)
             once(0, 1)
             self._complete()
@@ -146,6 +150,19 @@ class Bench:
             if wrong:
                 break
         return wrong
+
+    def one_call(self, case: Case, in_place: bool) -> Callable[[], None]:
+        """Return a call that is waited for, always on the same buffers; they hold zeros."""
+        launch = self._launches(case, in_place, 1)
+        for seat in self.seats:
+            for memory in (seat.send, seat.recv):
+                memory.write(np.zeros(memory.nbytes, np.uint8), 0)
+
+        def call() -> None:
+            launch(0, 1)
+            self._complete()
+
+        return call
 
     # --- calls ---
 
@@ -197,7 +214,7 @@ class Bench:
 
         op: Any = None
         if case.operation.reduces:
-            pattern = Pattern(*self._pattern(case), 0)
+            pattern = Pattern(*self.pattern(case), 0)
             op = seat.comm.pre_mul_sum(pattern.factor(seat.comm.rank)) if case.op == "mulsum" else case.op
         window = seat.windows[1] if case.operation.windows else None
         return Slot(
@@ -220,7 +237,8 @@ class Bench:
 
     # --- data ---
 
-    def _pattern(self, case: Case) -> tuple[np.dtype[Any], str, int]:
+    def pattern(self, case: Case) -> tuple[np.dtype[Any], str, int]:
+        """Return the arguments of a case's patterns, without the repetition."""
         return (
             numpy_dtype(case.type_name),
             case.op if case.operation.reduces else "none",

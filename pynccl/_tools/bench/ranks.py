@@ -96,7 +96,7 @@ class World:
         self.local = self._texts(_host.same_host())[: self.process].count(_host.same_host())
         self._meeting = threading.Barrier(settings.nthreads, self._act)
         self._told: list[Any] = [None] * settings.nthreads
-        self._action: Callable[[], Any] = self.control.barrier
+        self._action: Callable[[], Any] = self._meet
         self._answer: Any = None
         self.color = color(self.process)
         self._comms = self._communicators(config)
@@ -139,7 +139,14 @@ class World:
 
     def barrier(self, thread: int) -> None:
         """Return when every thread of every process has come."""
-        self.exchange(thread, None, self.control.barrier)
+        self.exchange(thread, None, self._meet)
+
+    def _meet(self) -> None:
+        self.control.barrier(timeout=self._limit)
+
+    @property
+    def _limit(self) -> float | None:
+        return float(self.settings.timeout) or None
 
     def exchange(self, thread: int, value: Any, action: Callable[[], Any] | None = None) -> Any:
         """Return what every thread of this process said, or what an action returns, once all have come."""
@@ -180,9 +187,15 @@ class World:
         )
         stream = pynccl.Stream()
         self.control.all_gather(send, recv, stream=stream)
-        self.control.synchronize(stream)
+        self.control.synchronize(stream, timeout=self._limit)
         stream.destroy()
         return memory.read(mine.dtype, mine.size * size, mine.nbytes)
+
+    def meeting_host(self) -> str:
+        """Return the host at which rank 0 may listen for the other processes; the same everywhere."""
+        one_host = len(set(self._texts(_host.same_host("net")))) == 1
+        mine = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
+        return self._texts(mine)[0]
 
     def close(self) -> None:
         """End all communicators."""

@@ -6,6 +6,7 @@ line with the version names pynccl, and times of iterations come from the host's
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -13,13 +14,16 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from pynccl import capi
 from pynccl._library.generated.api import NCCL_VERSION_CODE
+from pynccl._tools.bench import compare, pairs, percentiles, plot
 from pynccl._tools.bench.against import Earlier
 from pynccl._tools.bench.files import open_new, replacements, write_document, write_table
 from pynccl._tools.bench.measure import Case, Half
+from pynccl._tools.bench.progress import Progress
 from pynccl._tools.bench.settings import Settings
 from pynccl._version import __version__
 
@@ -39,18 +43,16 @@ def number(value: float, width: int) -> str:
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
 
 
-def percentile(ordered: Sequence[float], percent: int) -> float:
-    """Return the nearest-rank percentile of ordered values."""
-    return ordered[min(len(ordered) - 1, (len(ordered) * percent + 99) // 100 - 1)]
-
-
 class Report:
     """Writes the lines to standard output, and the document at the end; one process does."""
 
-    def __init__(self, settings: Settings, operation: str, nranks: int) -> None:
-        self._settings, self._program = settings, f"{operation}_perf"
+    def __init__(self, settings: Settings, operation: str, nranks: int, progress: Progress) -> None:
+        self._progress, self._held, self._done = progress, "", 0
+        self._settings, self._program, self._nranks = settings, f"{operation}_perf", nranks
         self._bus: list[float] = []
         self._errors = 0
+        # The versions of the peers, once they are known.
+        self.compared: str | None = None
         self._least = _least_bandwidth()
         self._results: list[dict[str, Any]] = []
         self._document: dict[str, Any] = {
@@ -65,10 +67,16 @@ class Report:
         if settings.output_file:
             self._json, name = open_new(settings.output_file, "-J")
             self._print(f"# Writing JSON output to {name}")
-        self._save, self._csv = replacements(settings.save, settings.csv)
+        self._files = replacements({"--save": settings.save, "--csv": settings.csv, "--plot": settings.plot})
+        self._links: Sequence[pairs.Link] = ()
 
     def _print(self, text: str, end: str = "\n") -> None:
-        print(text, end=end, flush=True)
+        self._held += text + end
+        # With a progress line, only whole lines.
+        if end or not self._progress.shown:
+            with self._progress.away():
+                print(self._held, end="", flush=True)
+            self._held = ""
 
     # --- before the measurements ---
 
@@ -105,7 +113,8 @@ class Report:
         for line in devices:
             self._print(line)
         self._document["config"] = self._config(devices)
-        self._columns()
+        if not s.p2p:
+            self._columns()
 
     def _config(self, devices: Sequence[str]) -> dict[str, Any]:
         s = self._settings
@@ -163,6 +172,8 @@ class Report:
 
     def begin(self, case: Case) -> None:
         """Write a line's first columns."""
+        self._progress.step(f"{case.operation.name}, {case.nbytes} bytes", self._done)
+        self._done += 1
         root = f"{case.root if case.operation.rooted else -1:6d}"
         op = case.op if case.operation.reduces else "none"
         self._print(
@@ -194,7 +205,9 @@ class Report:
             "nwrong": None if half.wrong is None else float(half.wrong),
         }
         if half.iterations:
-            result[f"{name}_per_iter"] = self._iterations(half)
+            report = result[f"{name}_per_iter"] = self._iterations(half)
+            if s.per_iter_timing:
+                self._summary(report)
         if in_place and s.report_timestamps:
             self._print(f"{time.strftime(_TIME):>21}", end="")
         self._bus.append(half.bus)
@@ -206,17 +219,14 @@ class Report:
         ordered = sorted(times[skip:])
         mean, deviation = statistics.fmean(ordered), statistics.pstdev(ordered)
         spread = 100 * deviation / mean if mean else 0.0
-        p99 = percentile(ordered, 99)
-        for value in (ordered[0], ordered[-1], p99, spread):
-            self._print(f"  {number(value, 7)}", end="")
         figures = {
             "skipped_iterations": skip,
             "min_us": ordered[0],
             "max_us": ordered[-1],
             "avg_us": mean,
-            "p50_us": ordered[len(ordered) // 2],
-            "p95_us": percentile(ordered, 95),
-            "p99_us": p99,
+            "p50_us": percentiles.median(ordered),
+            "p95_us": percentiles.percentile(ordered, 95),
+            "p99_us": percentiles.percentile(ordered, 99),
             "stdev_us": deviation,
             "cv_pct": spread,
         }
@@ -228,18 +238,50 @@ class Report:
             ]
         return report
 
-    def end(self) -> None:
-        """End a line."""
+    def _summary(self, report: dict[str, Any]) -> None:
+        for name in ("min_us", "max_us", "p99_us", "cv_pct"):
+            self._print(f"  {number(report[name], 7)}", end="")
+
+    def end(self, compared: dict[str, Any] | None = None) -> None:
+        """End a line; `compared` is the case's comparison with the peers."""
         self._print("")
+        if compared is not None:
+            self._results[-1]["compare"] = compared
         self._results[-1] |= {"actual_iterations": self._settings.iters, "experiment_name": ""}
+
+    def link(self, done: int, total: int) -> None:
+        """Show how many links of --p2p are measured."""
+        self._progress.step(f"{self._program.removesuffix('_perf')}, {total} links", done)
+
+    def links(self, links: Sequence[pairs.Link]) -> None:
+        """Write the matrices of --p2p."""
+        self._links = links
+        self._results = [link.row() for link in links]
+        self._bus = [link.bandwidth for link in links]
+        self._errors = sum(bool(link.wrong) for link in links)
+        for title, figures in pairs.matrices(links):
+            title += ", from the rank of the row to that of the column"
+            if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+                # 0: a terminal that does not know its size.
+                width = os.get_terminal_size(sys.stdout.fileno()).columns or 80
+                self._print(pairs.drawn(title, figures, width))
+                continue
+            self._print(f"#\n# {title}")
+            for line in pairs.text(figures):
+                self._print(line)
+        slow = list(pairs.slow_links(links))
+        self._print("#\n# Links clearly slower than the median" + (":" if slow else ": none"))
+        for line in slow:
+            self._print(f"#   {line}")
 
     # --- after the measurements ---
 
     def footer(self, memory: str | None) -> int:
         """Write the summary and the files; return the exit code.
 
-        1: a result was wrong, or the bandwidth lower than required; 3: slower than the earlier run.
+        1: a result was wrong, also a peer's, or the bandwidth too low; 3: slower than the earlier run.
         """
+        self._progress.close()
         least = self._least
         mean = statistics.fmean(self._bus) if self._bus else 0.0
         fast = least is None or mean >= 0.9 * least
@@ -256,14 +298,33 @@ class Report:
             "okay": "unchecked" if least is None else _flag(fast),
         }
         self._end([])
-        if self._save:
-            write_document(self._save.file, self._document)
-            self._save.keep()
-        if self._csv:
-            write_table(self._csv.file, self._results)
-            self._csv.keep()
+        self._write_files()
+        if self._settings.percentiles:
+            for line in percentiles.table(self._results):
+                self._print(line)
+        if self.compared is not None:
+            for line in compare.table(self.compared, self._settings.compare, self._results):
+                self._print(line)
         slower = self._is_slower()
-        return 1 if self._errors or not fast else 3 if slower else 0
+        wrong = self._errors + compare.wrong_measurements(self._settings.compare, self._results)
+        return 1 if wrong or not fast else 3 if slower else 0
+
+    def _write_files(self) -> None:
+        if "--save" in self._files:
+            write_document(self._files["--save"].file, self._document)
+        if "--csv" in self._files:
+            write_table(self._files["--csv"].file, self._results)
+        if self._settings.plot:
+            self._files["--plot"].write(self._picture(Path(self._settings.plot).suffix.lower()))
+        for file in self._files.values():
+            file.keep()
+
+    def _picture(self, kind: str) -> bytes:
+        title = f"{self._program.removesuffix('_perf')} on {self._nranks} ranks"
+        if self._links:
+            return plot.heat_maps(title, self._links, kind)
+        earlier = self._earlier.times if self._earlier else None
+        return plot.curves(title, self._results, earlier, kind)
 
     def _is_slower(self) -> bool:
         """Write the comparison with the earlier run, if there is one."""
@@ -276,8 +337,9 @@ class Report:
 
     def fail(self, error: str) -> None:
         """Write -J's document with the lines so far and an error; leave the other files as they were."""
+        self._progress.close()
         self._end([error])
-        for file in filter(None, (self._save, self._csv)):
+        for file in self._files.values():
             file.drop()
 
     def _end(self, errors: list[str]) -> None:

@@ -42,6 +42,14 @@ class Settings:
     save: str | None = None
     against: str | None = None
     tolerance: float = 5.0
+    # Names of peers.
+    compare: tuple[str, ...] = ()
+    p2p: bool = False
+    plot: str | None = None
+    percentiles: bool = False
+    # Where rank 0 shows its progress, and whether it writes its output there, too.
+    terminal: str | None = None
+    onto_terminal: bool = False
 
     @property
     def ranks_each(self) -> int:
