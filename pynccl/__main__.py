@@ -23,6 +23,7 @@ class _Cli(click.Group):
         "bench": "pynccl._tools.bench.command",
         "doctor": "pynccl._tools.doctor.command",
         "info": "pynccl._tools.info",
+        "ras": "pynccl.ras.command",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -27,7 +27,7 @@ FLOORS = (
     ("_memory",),
     ("_comm",),
     ("bootstrap",),
-    ("_run", "allocators", "mpi", "torch"),
+    ("_run", "allocators", "mpi", "ras", "torch"),
     ("testing",),
     ("",),
     ("_tools",),

@@ -1,0 +1,139 @@
+"""`pynccl ras`: who is behind, and who is missing, in a running job."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import click
+
+from pynccl._trace.dumps import printable
+from pynccl.ras.client import ADDRESS, TIMEOUT, parse_address, status
+from pynccl.ras.report import Communicator, Lag, MissingRank, Rank, Status
+
+
+@click.command("ras")
+@click.argument("action", type=click.Choice(["status"]), default="status", metavar="[status]")
+@click.option("--address", metavar="HOST:PORT", help=f"The server; default: NCCL_RAS_ADDR, else {ADDRESS}.")
+@click.option("--host", help="The server's host, in place of the address's.")
+@click.option("--port", type=click.IntRange(1, 65535), help="The server's port, in place of the address's.")
+@click.option(
+    "--timeout", type=click.FloatRange(0, 86400, min_open=True), default=TIMEOUT, show_default=True,
+    help="Seconds that the ranks have to answer.",
+)  # fmt: skip
+@click.option("-v", "--verbose", is_flag=True, help="Show every rank that the server describes.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object; with --follow one a line.")
+@click.option(
+    "--follow", type=click.FloatRange(0.1, 86400), is_flag=False, flag_value=2.0, metavar="[SECONDS]",
+    help="Ask again every SECONDS (2) until the job ends.",
+)  # fmt: skip
+def ras(
+    action: str,
+    address: str | None,
+    host: str | None,
+    port: int | None,
+    timeout: float,
+    verbose: bool,
+    as_json: bool,
+    follow: float | None,
+) -> int:
+    """Show the state of a running job, as its NCCL RAS server knows it.
+
+    Exits with 2 if a rank is missing, behind or failed, with 1 if no server answered.
+    """
+    try:
+        default_host, default_port = parse_address(address)
+        where, number = host or default_host, port or default_port
+        asked = f"[{where}]:{number}" if ":" in where else f"{where}:{number}"
+        parse_address(asked)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    while True:
+        found = status(asked, timeout=timeout)
+        print(_json(found, follow is None) if as_json else "\n".join(_lines(found, verbose)), flush=True)
+        if follow is None:
+            return 0 if found.ok else 2
+        time.sleep(follow)
+
+
+def _json(found: Status, indented: bool) -> str:
+    fields = asdict(found) | {"ok": found.ok}
+    del fields["raw"]
+    return json.dumps(fields, indent=2 if indented else None)
+
+
+def _lines(found: Status, verbose: bool) -> Iterator[str]:
+    encoding = sys.stdout.encoding or "utf-8"
+    for line in _report(found, verbose):
+        yield printable(line).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _report(found: Status, verbose: bool) -> Iterator[str]:
+    yield f"NCCL {found.nccl_version or '(version unknown)'} at {found.address}"
+    if found.processes is not None:
+        counts = ((found.nodes, "node"), (found.processes, "process"), (found.devices, "GPU"))
+        yield ", ".join(f"{count} {_plural(word, count or 0)}" for count, word in counts)
+    for process in found.missing_processes or ():
+        state = "is dead" if process.dead else "does not answer"
+        yield f"process {process.pid} on {process.host} {state} (GPU {process.devices})"
+    yield f"{found.communicator_count} {_plural('communicator', found.communicator_count)}"
+    for group in found.groups or ():
+        errors = ",".join(group.errors) or "OK"
+        yield f"  {group.communicators} of {group.size} ranks on {group.nodes} nodes: {group.status} {errors}"
+    for one in found.communicators:
+        yield from _communicator(one, verbose)
+
+
+def _communicator(one: Communicator, verbose: bool) -> Iterator[str]:
+    ranks = "size unknown" if one.size is None else f"{one.size} {_plural('rank', one.size)}"
+    yield f"communicator {one.hash}, {ranks}: {one.status or 'status unknown'} {','.join(one.errors) or 'OK'}"
+    for lag in one.lagging:
+        yield f"  {_behind(lag)}{_whereabouts(lag, one.ranks or ())}"
+    for missing in one.missing or ():
+        yield f"  rank {missing.rank} {_absence(missing)}{_place(missing)}"
+    if one.missing is None:
+        yield "  missing ranks are not listed"
+    for rank in one.ranks or ():
+        if rank.failed:
+            code = rank.init_state if rank.init_state not in (0, 7) else rank.async_error
+            yield f"  rank {rank.rank} has failed: result {code}{_place(rank)}"
+        if rank.state != one.status and rank.state is not None:
+            yield f"  rank {rank.rank} is in state {rank.state}{_place(rank)}"
+        if verbose:
+            counts = ", ".join(f"{name} {count}" for name, count in (rank.counts or {}).items() if count)
+            yield f"  rank {rank.rank}: {rank.state}, {counts or 'no collectives'}{_place(rank)}"
+
+
+def _behind(lag: Lag) -> str:
+    if lag.ranks is None:
+        who, have = f"{lag.count} ranks", "have"
+    elif len(lag.ranks) == 1:
+        who, have = f"rank {lag.ranks[0]}", "has"
+    else:
+        shown = ", ".join(map(str, lag.ranks[:10])) + (", ..." if len(lag.ranks) > 10 else "")
+        who, have = f"ranks {shown}", "have"
+    name = lag.operation or "collective"
+    return f"{who} {have} launched {lag.launched} of {lag.furthest} {name} operations"
+
+
+def _whereabouts(lag: Lag, ranks: tuple[Rank, ...]) -> str:
+    return next((_place(rank) for rank in ranks if lag.ranks == (rank.rank,)), "")
+
+
+def _absence(missing: MissingRank) -> str:
+    if missing.dead:
+        return "is dead"
+    return "has left" if missing.unresponsive is False else "does not answer"
+
+
+def _place(rank: Rank | MissingRank) -> str:
+    known = {"process": rank.pid, "on": rank.host, "GPU": rank.device}
+    text = " ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+    return f" ({text})" if text else ""
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else word + ("es" if word.endswith("s") else "s")

@@ -1,0 +1,227 @@
+"""`pynccl ras`: the answers of NCCL's versions, of strangers, and of jobs on the CPU library."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import clean_environment
+from pynccl import NcclTimeoutError, ras
+
+pytestmark = pytest.mark.timeout(60)
+
+GOLDEN = Path(__file__).with_name("ras")
+Answer = Callable[[socket.socket], None]
+Serve = Callable[[Answer], str]
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pynccl", "ras", *args],
+        env=clean_environment(), capture_output=True, text=True, timeout=40, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Answer every connection in the way of a function, at the address that is returned."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run(answer: Answer) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(10)
+                try:
+                    answer(connection)
+                except OSError:
+                    continue
+
+    def start(answer: Answer) -> str:
+        threading.Thread(target=run, args=(answer,), daemon=True).start()
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    yield start
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+def nccl(text: str | None = None, as_json: str | None = None) -> Answer:
+    """Return a server that gives these answers, in the steps of src/ras/client_support.cc."""
+
+    def answer(connection: socket.socket) -> None:
+        chosen = text
+        for line in connection.makefile("r"):
+            order = line.strip().lower()
+            if order.startswith("client protocol "):
+                connection.sendall(b"SERVER PROTOCOL 2\n")
+            elif order.startswith("timeout "):
+                connection.sendall(b"OK\n")
+            elif order == "set format json" and as_json is not None:
+                chosen = as_json
+                connection.sendall(b"OK\n")
+            elif order.removeprefix("verbose ") == "status":
+                assert chosen is not None
+                return connection.sendall(chosen.encode())
+            else:
+                connection.sendall(f"ERROR: Unknown command {line.strip()}\n".encode())
+        return None
+
+    return answer
+
+
+def golden(name: str) -> str:
+    return (GOLDEN / name).read_text()
+
+
+# --- the answers of NCCL ------------------------------------------------------------------------------------
+
+
+def test_text_of_2_24(serve: Serve) -> None:
+    found = ras.status(serve(nccl(golden("nccl-2.24.3-stopped.txt"))))
+    assert (found.format, found.nccl_version, found.cuda_driver_version) == ("text", "2.24.3", 12060)
+    assert (found.nodes, found.processes, found.devices) == (4, 32, 32)
+    assert found.groups is not None
+    assert [(group.size, group.errors) for group in found.groups] == [
+        (32, ("INCOMPLETE",)),
+        (32, ("MISMATCH",)),
+    ]
+    assert found.missing_processes == (ras.MissingProcess(3487984, "172.16.64.213", "5", False),)
+    assert (found.timeouts, found.collection_seconds, found.ok) == (2, 2.05, False)
+    stopped, behind = found.communicators
+    assert (stopped.hash, stopped.ranks) == ("0xcf264af53edbe986", None)
+    assert stopped.missing == (ras.MissingRank(21, unresponsive=True),)
+    assert behind.lagging == (ras.Lag(None, 6649, 6650, 6, (0, 2, 3, 4, 5, 7)),)
+
+
+@pytest.mark.parametrize("version", ["2.28.9", "2.29.1"])
+def test_json(serve: Serve, version: str) -> None:
+    """That of 2.28.9 lacks a comma."""
+    text = golden(f"nccl-{version}-missing.json")
+    if version == "2.28.9":
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(text)
+    found = ras.status(serve(nccl(as_json=text)), json=True)
+    assert found.nccl_version is not None
+    assert found.nccl_version.startswith(version)
+    (one,) = found.communicators
+    assert (one.hash, one.size, one.status, one.errors) == (
+        "0xae94423cfbb2ef4a",
+        2,
+        "RUNNING",
+        ("INCOMPLETE",),
+    )
+    assert one.ranks is not None
+    assert (one.ranks[0].pid, one.ranks[0].state, one.ranks[0].failed) == (1524344, "RUNNING", False)
+    assert one.missing == (ras.MissingRank(1, "172.16.64.245", 1524345, 1, 1, True, False),)
+
+
+def test_who_is_behind(serve: Serve) -> None:
+    answer = json.loads(golden("nccl-2.29.1-missing.json"))
+    one = answer["communicators"][0]
+    first = one["ranks"][0]
+    second = json.loads(json.dumps(first)) | {"rank": 1, "pid": 7}
+    first["collective_counts"] |= {"AllReduce": 5, "Broadcast": 2}
+    second["collective_counts"] |= {"AllReduce": 3, "Broadcast": 2}
+    one |= {"ranks": [first, second], "missing_ranks": []}
+    address = serve(nccl(as_json=json.dumps(answer)))
+    found = ras.status(address)
+    assert found.communicators[0].lagging == (ras.Lag("AllReduce", 3, 5, 1, (1,)),)
+    assert (found.communicators[0].errors, found.ok) == (("MISMATCH",), False)
+    shown = command("--address", address)
+    assert (
+        "rank 1 has launched 3 of 5 AllReduce operations (process 7 on 172.16.64.245 GPU 0)" in shown.stdout
+    )
+    assert shown.returncode == 2
+    printed = json.loads(command("status", "--json", "--address", address).stdout)
+    assert printed["communicators"][0]["lagging"][0]["ranks"] == [1]
+
+
+def test_unreadable_json_is_asked_for_as_text(serve: Serve) -> None:
+    server = nccl(golden("nccl-2.24.3-stopped.txt"), as_json='{"communicators": [')
+    address = serve(server)
+    assert ras.status(address).format == "text"
+    with pytest.raises(ras.RasError, match="cannot be read: it is not JSON"):
+        ras.status(address, json=True)
+
+
+def test_a_torn_text_is_refused(serve: Serve) -> None:
+    text = golden("nccl-2.24.3-stopped.txt")
+    with pytest.raises(ras.RasError, match="the answer is incomplete"):
+        ras.status(serve(nccl(text[: text.index("Warnings")])))
+
+
+def test_control_characters_are_escaped(serve: Serve) -> None:
+    answer = golden("nccl-2.29.1-missing.json").replace("172.16.64.245", "\\u001b]0;owned\\u0007")
+    shown = command("--address", serve(nccl(as_json=answer)))
+    assert "\x1b" not in shown.stdout
+    assert "on \\x1b]0;owned" in shown.stdout
+
+
+# --- no server, and strangers -------------------------------------------------------------------------------
+
+
+def test_no_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    shown = command("--host", "127.0.0.1", "--port", str(port))
+    assert shown.returncode == 1
+    assert f"No RAS server answers at 127.0.0.1:{port}: Connection refused" in shown.stderr
+
+
+def test_a_stranger(serve: Serve) -> None:
+    def http(connection: socket.socket) -> None:
+        connection.recv(100)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\x1b\r\n\r\n")
+
+    with pytest.raises(ras.RasError, match=r"is no RAS server: it answered 'HTTP/1.1 400 Bad Request\\+x1b'"):
+        ras.status(serve(http))
+
+
+def test_a_server_that_never_answers(serve: Serve) -> None:
+    with pytest.raises(NcclTimeoutError, match="did not answer the greeting within 5 s"):
+        ras.status(serve(lambda connection: time.sleep(30)), timeout=0.1)
+
+
+def test_a_server_that_never_ends(serve: Serve) -> None:
+    """A byte now and then does not keep the client."""
+
+    def drip(connection: socket.socket) -> None:
+        connection.sendall(b"SERVER PROTOCOL 2\nOK\nOK\n")
+        while True:
+            connection.sendall(b"{")
+            time.sleep(0.2)
+
+    with pytest.raises(NcclTimeoutError, match="did not answer the state of the job within 7 s"):
+        ras.status(serve(drip), timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"address": "nowhere"}, "address must be HOST:PORT .* not 'nowhere'"),
+        ({"address": "::1:5"}, "address must be HOST:PORT"),
+        ({"address": "host:70000"}, "address must be HOST:PORT"),
+        ({"timeout": 0}, "timeout must be more than 0 .* not 0"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        ras.status(**arguments)  # type: ignore[arg-type]
+
+
+def test_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_RAS_ADDR", "nowhere")
+    with pytest.raises(ValueError, match="NCCL_RAS_ADDR must be HOST:PORT"):
+        ras.status()
