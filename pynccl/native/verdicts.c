@@ -149,7 +149,8 @@ static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v
   const pynccl_peer* p = &w->peers[rank];
   pynccl_say(v->text, sizeof v->text, "%srank %d ", v->count > 1 ? "; " : "", rank);
   if (p->departure == PYNCCL_ENDS) {
-    pynccl_say(v->text, sizeof v->text, "left without closing its communicator: its program ended, or dropped it");
+    pynccl_say(v->text, sizeof v->text,
+               "left without closing its communicator: its program ended, or dropped it");
   } else if (pynccl_left(p)) {
     pynccl_say(v->text, sizeof v->text, "aborted its communicator");
   } else if (p->tampered) {

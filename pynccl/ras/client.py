@@ -98,7 +98,7 @@ class _Connection:
             raise RasError(
                 f"No RAS server answers at {where}: {getattr(error, 'strerror', None) or error}. "
                 "A job of NCCL 2.24 or later listens there unless NCCL_RAS_ENABLE=0 or NCCL_RAS_ADDR is set; "
-                "one on the CPU library listens where NCCL_RAS_ENABLE=1 or NCCL_RAS_ADDR is set"
+                "the CPU library has no RAS server"
             ) from None
 
     def __enter__(self) -> _Connection:

@@ -1,4 +1,4 @@
-"""`pynccl ras`: the answers of NCCL's versions, of strangers, and of jobs on the CPU library."""
+"""`pynccl ras`: the answers of NCCL's versions, and of strangers."""
 
 from __future__ import annotations
 
