@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,6 +32,8 @@ ANYWHERE = -2
 
 
 _CUDA_INTERFACE = "__cuda_array_interface__"
+# More than an address, or the bytes of an array, can be.
+_MOST = 1 << 63
 _cast, _from_memory = ffi.cast, ffi.from_buffer
 
 
@@ -441,16 +444,24 @@ def _torch_empty(tensor: Any, shape: tuple[int, ...]) -> Any:
 
 def _from_cuda_array_interface(array: Any, name: str) -> Span:
     interface = array.__cuda_array_interface__
-    shape, strides = interface["shape"], interface.get("strides")
+    # The typestr cannot express bfloat16 and float8; the NumPy dtype, if there is one, can.
+    dtype: Any = getattr(array, "dtype", None)
+    try:
+        shape, (pointer, readonly) = tuple(map(index, interface["shape"])), interface["data"]
+        if not isinstance(dtype, np.dtype):
+            dtype = np.dtype(interface["typestr"])
+        count = _product(shape)
+        sound = 0 <= index(pointer) < _MOST and min(shape, default=0) >= 0 and count * dtype.itemsize < _MOST
+    except (LookupError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise TypeError(
+            f"{name} has the __cuda_array_interface__ {str(interface)[:200]}; expected a dict with shape, "
+            "typestr, and data, a pair of an address and whether it is read-only"
+        )
     if interface.get("mask") is not None:
         raise TypeError(f"{name} has a mask that would be lost; expected a plain array")
-    # The typestr cannot express bfloat16 and float8; the NumPy dtype, if there is one, can.
-    dtype = getattr(array, "dtype", None)
-    if not isinstance(dtype, np.dtype):
-        dtype = np.dtype(interface["typestr"])
-    fortran = _is_fortran(shape, strides, dtype.itemsize, name)
-    pointer, readonly = interface["data"]
-    count = _product(shape)
+    fortran = _is_fortran(shape, interface.get("strides"), dtype.itemsize, name)
     where = _device_of(pointer, count)
     return _span(pointer, count, from_numpy(dtype, name), where, readonly=bool(readonly), fortran=fortran)
 

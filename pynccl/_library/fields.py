@@ -88,7 +88,8 @@ def pack(cls: type[S], value: S | Mapping[str, Any] | None) -> Any:
     if isinstance(value, Mapping):
         unknown = sorted(set(value) - set(cls.since))
         if unknown:
-            raise TypeError(f"{cls.struct} has no field {', '.join(map(str, unknown))}")
+            names = f"{', '.join(map(str, unknown))}; expected {', '.join(cls.since)}"
+            raise TypeError(f"config: {cls.struct} has no field {names}")
         value = cls(**value)
     if not isinstance(value, cls):
         raise TypeError(

@@ -98,7 +98,8 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 def master(environ: Mapping[str, str], launcher: Launcher) -> tuple[str, int] | None:
     """Return the host and port of rank 0 from the environment, or None."""
-    host, port = environ.get("MASTER_ADDR", ""), _number(environ, "MASTER_PORT")
+    # torchrun wants an IPv6 address without brackets, others write them.
+    host, port = environ.get("MASTER_ADDR", "").strip("[]"), _number(environ, "MASTER_PORT")
     if launcher.names is _SLURM:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
         host = host or first_host(nodes or environ.get("SLURM_NODELIST", ""))

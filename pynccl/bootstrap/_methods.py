@@ -168,7 +168,8 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
         return f", through {where}", _opener(_by_agent, *at, where)
     if address := environ.get("PYNCCL_STORE"):
         try:
-            parse_address(address)
+            if not parse_address(address)[1]:
+                raise ValueError(f"the address is {address!r}; expected a port of 1 to 65535")
         except ValueError as error:
             raise ValueError(f"PYNCCL_STORE: {error}") from None
         return f", through the store at {address}", _opener(_at_store, address, address)

@@ -183,6 +183,31 @@ def test_what_is_no_array(thing: Any) -> None:
         resolve(thing, "send")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": 4},
+        {"shape": (-4,)},
+        {"shape": (2**62, 8)},
+        {"shape": (1.5,)},
+        {"data": 4096},
+        {"data": (-5, False)},
+        {"data": (2**70, False)},
+        {"typestr": "zz"},
+    ],
+)
+def test_wrong_cuda_array_interfaces(changes: dict[str, Any]) -> None:
+    thing = Device(np.ones(4), **changes)
+    with pytest.raises(
+        TypeError, match=r"recv has the __cuda_array_interface__ \{.*; expected a dict with shape"
+    ):
+        resolve(thing, "recv")
+    for wrong in ({}, 3):
+        thing.__cuda_array_interface__ = wrong  # type: ignore[assignment]
+        with pytest.raises(TypeError, match="recv has the __cuda_array_interface__ "):
+            resolve(thing, "recv")
+
+
 class Undecided:
     """As JAX's arrays: its type has an interface that only those in device memory answer for."""
 

@@ -133,7 +133,7 @@ with pytest.raises(TypeError, match="ncclConfig_t.blocking is "):
     Config(blocking="no").pack()
 with pytest.raises(OverflowError, match="ncclConfig_t.minCTAs: "):
     Config(minCTAs=2**40).pack()
-with pytest.raises(TypeError, match="ncclConfig_t has no field blokking"):
+with pytest.raises(TypeError, match="config: ncclConfig_t has no field blokking; expected blocking, "):
     capi.ncclCommSplit(1, 0, 0, {"blokking": 1})
 with pytest.raises(TypeError, match="config is of type int; expected a Config or a dict of its fields"):
     capi.ncclCommSplit(1, 0, 0, 5)

@@ -88,6 +88,8 @@ def test_jobs_of_slurm_have_ports_of_their_own() -> None:
     assert all(1024 < place[1] < 32768 for place in places if place)
     given = slurm | {"MASTER_ADDR": "b", "MASTER_PORT": "77", "SLURM_JOB_ID": "1"}
     assert _environment.master(given, _environment.detect(given)) == ("b", 77)
+    bracketed = given | {"MASTER_ADDR": "[::1]"}
+    assert _environment.master(bracketed, _environment.detect(given)) == ("::1", 77)
 
 
 @pytest.mark.parametrize("value", ["", "two", "-1", "1.5", "9" * 30, "²"])
