@@ -28,10 +28,11 @@ with pynccl.init(timeout=30) as comm:
     x = np.full(100_000, comm.rank + 1, np.float32)
     comm.all_reduce(x)
     assert (x == comm.size * (comm.size + 1) / 2).all()
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+    print(json.dumps([os.environ[name] for name in names]), flush=True)
+    print("pid", os.getpid(), flush=True)
+    # No rank fails before all have printed.
     comm.barrier()
-names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
-print(json.dumps([os.environ[name] for name in names]), flush=True)
-print("pid", os.getpid(), flush=True)
 if sys.argv[1:]:
     rank, ending = sys.argv[1:]
     if rank == os.environ["RANK"]:

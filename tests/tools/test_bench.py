@@ -73,8 +73,18 @@ def test_the_lines_are_those_of_nccl_tests() -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("nranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("program", PROGRAMS)
+# Some of them; `make test-slow` has all.
+QUICK_PROGRAMS = ("all_reduce", "reduce", "alltoall", "sendrecv", "put_signal")
+
+
+@pytest.mark.parametrize(
+    ("program", "nranks"),
+    [
+        pytest.param(name, n, marks=[] if n == 2 and name in QUICK_PROGRAMS else pytest.mark.slow)
+        for name in PROGRAMS
+        for n in (2, 3)
+    ],
+)
 def test_every_program_is_right(program: str, nranks: int) -> None:
     if program == "hypercube" and nranks == 3:
         assert "hypercube: 3 ranks; expected a power of two" in bench(3, program).stderr
@@ -403,6 +413,7 @@ def test_against_an_earlier_run(tmp_path: Path, factor: float, code: int, verdic
     assert not code or f"rank 0 exited with code {code}" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_slower_run_within_the_noise_or_the_tolerance(tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
     assert bench(2, *QUICK, "-N", "3", "--save", str(saved)).returncode == 0
@@ -420,6 +431,7 @@ def test_a_slower_run_within_the_noise_or_the_tolerance(tmp_path: Path) -> None:
     assert tolerant.returncode == 0, tolerant.stdout
 
 
+@pytest.mark.slow
 def test_an_earlier_run_that_cannot_be_compared(tmp_path: Path) -> None:
     saved, broken = tmp_path / "saved.json", tmp_path / "broken.json"
     assert bench(2, *QUICK, "--save", str(saved)).returncode == 0
@@ -515,9 +527,8 @@ def test_peers_in_turn(tmp_path: Path) -> None:
             assert result["compare"][peer]["time"] == float(row[f"{peer}_time_us"])
 
 
-@pytest.mark.parametrize(
-    "program", ["alltoallv", *(pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_every_operation_of_the_peers_is_right(program: str) -> None:
     args = [program, "-b", "1K", "-e", "1K", "-n", "1", "-d", "all", "-o", "all", "--compare", "gloo,mpi"]
     done = run(*mpirun(3), "pynccl", "bench", *args)
@@ -561,7 +572,7 @@ sys.exit(main(["bench", *sys.argv[1:]]))
     ("how", "code", "words"),
     [
         ("wrong", 1, r"\n# +1024 .*  2\n"),
-        ("hangs", 1, r"--compare: gloo's all_reduce"),
+        pytest.param("hangs", 1, r"--compare: gloo's all_reduce", marks=pytest.mark.slow),
         ("absent", 2, r"--compare gloo: torch is not installed; expected it, as by pip install torch"),
     ],
 )
@@ -665,6 +676,7 @@ def texts(picture: Path) -> list[str]:
     return ["".join(node.itertext()).strip() for node in nodes]
 
 
+@pytest.mark.slow
 def test_a_picture_of_several_runs(tmp_path: Path) -> None:
     saved, first, second = tmp_path / "saved.json", tmp_path / "first.PNG", tmp_path / "second.svg"
     assert bench(2, *QUICK, "-N", "3", "--save", str(saved), "--plot", str(first)).returncode == 0
