@@ -236,7 +236,7 @@ def _of_survivor(s: Schedule) -> Expected:
             return Expected(("RankFailedError",), s.victims, who, 2 * late)
         return Expected(("recovered",), within=20.0)
     if s.fault in DEADLY:
-        return Expected((failed, *_enough(s)), s.victims, "died")
+        return Expected((failed, *_enough(s)), s.victims, "died|left without closing")
     if s.fault in LEAVING:
         if creates:
             return Expected(("BootstrapError",), words=f"{who}.*mine alone")

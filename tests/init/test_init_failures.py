@@ -221,7 +221,8 @@ def dies(rank: int, nranks: int, kind: str, where: str, port: int, who: int) -> 
     if rank == 2:
         time.sleep(1.2)
     start = time.monotonic()
-    return fails_in_time(method, 5), time.monotonic() - start
+    # In a folder nobody notices a death: after the time-out the others have a second to answer.
+    return fails_in_time(method, 5, grace=2), time.monotonic() - start
 
 
 @pytest.mark.parametrize("kind", ["pynccl run", "master", pytest.param("file", marks=pytest.mark.slow)])
@@ -236,9 +237,10 @@ def test_a_rank_is_killed_while_it_waits(kind: str, who: int, tmp_path: Path) ->
             continue
         assert isinstance(result, tuple), result
         text, took = result
-        # A folder notices nothing; and rank 2 is too late to see that rank 0 was there.
-        if kind != "file" and (kind, who, rank) != ("master", 0, 2):
-            assert text.startswith(f"RankFailedError: rank {who}") and took < 4.5, result
+        # Rank 2 is too late to see that rank 0 was there; in a folder rank 0 has given no answer.
+        if who == 1 or (kind != "file" and (kind, rank) != ("master", 2)):
+            assert text.startswith(f"RankFailedError: rank {who}"), result
+            assert kind == "file" or took < 4.5, result
 
 
 def kills(pid: int) -> None:
