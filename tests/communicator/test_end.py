@@ -303,7 +303,7 @@ DROPS = """
 import sys, time, numpy as np, pynccl
 x = np.ones(4)
 def main():
-    comm = pynccl.init(timeout=4)
+    comm = pynccl.init(timeout=10)
     comm.all_reduce(x)
     if comm.rank == 1:
         return
@@ -316,7 +316,7 @@ def main():
     except pynccl.RankFailedError as error:
         print(error.ranks, error, flush=True)
 main()
-time.sleep(3)
+time.sleep(1.5)
 """
 
 

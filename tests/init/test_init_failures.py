@@ -570,7 +570,9 @@ def stopped_in_the_creation(rank: int, nranks: int, kind: str, where: str, port:
 
 
 @pytest.mark.parametrize("kind", METHODS)
-@pytest.mark.parametrize("function", ["ncclCommInitRank", "ncclAllGather"])
+@pytest.mark.parametrize(
+    "function", ["ncclCommInitRank", pytest.param("ncclAllGather", marks=pytest.mark.slow)]
+)
 def test_stopped_in_the_creation(kind: str, function: str, tmp_path: Path) -> None:
     first, stopped, last = testing.run(
         3, stopped_in_the_creation, kind, str(tmp_path), free_port(), function, backend="cpu", check=False
@@ -586,7 +588,7 @@ def with_far_too_many(rank: int, nranks: int, method: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "file"])
+@pytest.mark.parametrize("kind", ["tcp", pytest.param("file", marks=pytest.mark.slow)])
 def test_far_too_many_ranks(kind: str, tmp_path: Path) -> None:
     method = method_of(kind, str(tmp_path), free_port())
     (text,) = testing.run(1, with_far_too_many, method, backend="cpu")

@@ -194,6 +194,7 @@ def test_a_server_that_never_answers(serve: Serve) -> None:
         ras.status(serve(lambda connection: time.sleep(30)), timeout=0.1)
 
 
+@pytest.mark.slow
 def test_a_server_that_never_ends(serve: Serve) -> None:
     """A byte now and then does not keep the client."""
 

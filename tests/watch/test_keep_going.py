@@ -76,7 +76,9 @@ except pynccl.RankFailedError as error:
 """
 
 
-@pytest.mark.parametrize("end", ["returns", "raises", "drops"])
+@pytest.mark.parametrize(
+    "end", ["raises", *(pytest.param(end, marks=pytest.mark.slow) for end in ("returns", "drops"))]
+)
 def test_who_ends_after_its_error_is_not_blamed(end: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(ONE_STOPS)
@@ -297,7 +299,7 @@ def test_the_end_of_another_process_proves_nothing(tmp_path: Path) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("what", ["cut", "ends later"])
+@pytest.mark.parametrize("what", ["cut", pytest.param("ends later", marks=pytest.mark.slow)])
 def test_a_rank_that_lives_has_not_ended(what: str, tmp_path: Path) -> None:
     """It goes on by itself; that it has ended when the other one asks proves nothing either."""
     done = run(survives(tmp_path, what, 2, hidden=[1], gone=[0]))

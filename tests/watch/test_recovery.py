@@ -232,7 +232,7 @@ def stops_before_a_shrink(rank: int, nranks: int, stopped: int) -> list[tuple[li
     return errors
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_side_goes_on_after_a_failed_shrink(stopped: int) -> None:
     """Of two halves the one with the lowest rank goes on, although rank 2 was excluded while all was well."""
     results = run(3, stops_before_a_shrink, stopped, backend="cpu", timeout=50)
