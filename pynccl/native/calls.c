@@ -187,12 +187,18 @@ static inline int pynccl_is_failure(int result) {
   return result && result != ncclInProgress && result != PYNCCL_WAITING;
 }
 
-static inline void pynccl_tally_call(const pynccl_call* c, int result) {
-  pynccl_tally* tally = &c->comm->tallies[c->kind];
+static inline uint64_t pynccl_bytes(const pynccl_call* c) {
   const int has_bytes = c->kind < PYNCCL_BARRIER || c->kind == PYNCCL_PUT_SIGNAL;
-  pynccl_raise(&tally->calls, 1);
-  if (has_bytes) pynccl_raise(&tally->bytes, c->count * pynccl_item_sizes[c->datatype]);
-  if (pynccl_is_failure(result)) pynccl_raise(&tally->failed, 1);
+  return has_bytes ? c->count * pynccl_item_sizes[c->datatype] : 0;
+}
+
+static inline void pynccl_tally_calls(pynccl_comm* comm, int kind, uint64_t calls, uint64_t bytes) {
+  pynccl_raise(&comm->tallies[kind].calls, calls);
+  pynccl_raise(&comm->tallies[kind].bytes, bytes);
+}
+
+static inline void pynccl_tally_result(const pynccl_call* c, int result) {
+  if (pynccl_is_failure(result)) pynccl_raise(&c->comm->tallies[c->kind].failed, 1);
 }
 
 static int pynccl_wait(uintptr_t comm, uintptr_t stream) {
@@ -208,7 +214,7 @@ static int pynccl_append(pynccl_list* list, const pynccl_call* call, int wait);
 static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
   pynccl_comm* comm = call->comm;
   pynccl_trace* trace = comm->trace;
-  const uint64_t now = pynccl_ticks();
+  const uint64_t now = trace || wait ? pynccl_ticks() : 0;
   int r = pynccl_enter(comm);
   if (r) return r;
   if (comm->watch) {
@@ -227,7 +233,8 @@ static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
     pynccl_watch_end(comm);
   }
   if (wait && !r) r = pynccl_wait(comm->handle, call->stream);
-  pynccl_tally_call(call, r);
+  pynccl_tally_calls(comm, call->kind, 1, pynccl_bytes(call));
+  pynccl_tally_result(call, r);
   const uint64_t end = wait ? pynccl_ticks() : 0;
   if (wait) pynccl_raise(&comm->tallies[call->kind].waited, end - now);
   if (record) pynccl_trace_result(record, r, wait && !pynccl_depth ? end : 0);
@@ -263,7 +270,7 @@ void pynccl_list_clear(pynccl_list* list) {
     if (list->uses[i].digest) pynccl_digest_drop(list->uses[i].comm->trace, list->uses[i].digest);
     pynccl_comm_release(list->uses[i].comm);
   }
-  list->count = list->use_count = list->digested = 0;
+  list->count = list->use_count = list->sum_count = list->digested = 0;
 }
 
 void pynccl_list_free(pynccl_list* list) {
@@ -271,6 +278,7 @@ void pynccl_list_free(pynccl_list* list) {
     pynccl_list_clear(list);
     free(list->calls);
     free(list->uses);
+    free(list->sums);
     free(list->kept);
   }
   free(list);
@@ -295,11 +303,28 @@ static int pynccl_add_use(pynccl_list* list, pynccl_comm* comm, uintptr_t stream
   return 0;
 }
 
+static int pynccl_add_to_sum(pynccl_list* list, const pynccl_call* call) {
+  int i = list->sum_count;
+  while (i-- > 0)
+    if (list->sums[i].comm == call->comm && list->sums[i].kind == call->kind) break;
+  if (i < 0) {
+    pynccl_sum* sums = pynccl_room(list->sums, list->sum_count, &list->sum_capacity, sizeof *sums);
+    if (!sums) return PYNCCL_NO_MEMORY;
+    list->sums = sums;
+    i = list->sum_count++;
+    sums[i] = (pynccl_sum){.comm = call->comm, .kind = call->kind};
+  }
+  ++list->sums[i].calls;
+  list->sums[i].bytes += pynccl_bytes(call);
+  return 0;
+}
+
 static int pynccl_append(pynccl_list* list, const pynccl_call* call, int wait) {
   pynccl_call* calls = pynccl_room(list->calls, list->count, &list->capacity, sizeof *calls);
   if (!calls) return PYNCCL_NO_MEMORY;
   list->calls = calls;
-  const int r = pynccl_add_use(list, call->comm, call->stream, wait);
+  int r = pynccl_add_use(list, call->comm, call->stream, wait);
+  if (!r) r = pynccl_add_to_sum(list, call);
   if (!r) calls[list->count++] = *call;
   return r;
 }
@@ -389,19 +414,32 @@ int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream) {
   return r;
 }
 
+static void pynccl_tally_group(const pynccl_list* list) {
+  for (int i = 0; i < list->sum_count && list->failed < 0; ++i) {
+    const pynccl_sum* sum = &list->sums[i];
+    pynccl_tally_calls(sum->comm, sum->kind, sum->calls, sum->bytes);
+  }
+  // The calls behind the one that failed were not made.
+  for (int i = 0; i <= list->failed; ++i)
+    pynccl_tally_calls(list->calls[i].comm, list->calls[i].kind, 1, pynccl_bytes(&list->calls[i]));
+  if (list->failed < 0) return;
+  const pynccl_call* failed = &list->calls[list->failed];
+  pynccl_raise(&failed->comm->tallies[failed->kind].failed, 1);
+}
+
 static int pynccl_group_run(pynccl_list* list, ncclSimInfo_t* estimate) {
   list->failed = -1;
   int r = ncclGroupStart();
   if (r) return r;
   for (int i = 0; i < list->count; ++i) {
     r = pynccl_run(&list->calls[i]);
-    if (!estimate) pynccl_tally_call(&list->calls[i], r);
     if (r && r != ncclInProgress) {
       list->failed = i;
       break;
     }
     r = 0;
   }
+  if (!estimate) pynccl_tally_group(list);
   // After a failure, too: NCCL then leaves the group and launches nothing.
   const int end = estimate ? ncclGroupSimulateEnd(estimate) : ncclGroupEnd();
   return r ? r : end;
@@ -475,7 +513,9 @@ int pynccl_list_run(pynccl_list* list) {
     return r;
   }
   const int traced = pynccl_is_traced(list);
-  const uint64_t begin = pynccl_ticks();
+  int waits = 0;
+  for (int i = 0; i < list->use_count; ++i) waits |= list->uses[i].wait;
+  const uint64_t begin = traced || waits ? pynccl_ticks() : 0;
   if (traced) pynccl_trace_list(list, begin);
   if (list->count) r = pynccl_group_run(list, NULL);
   for (int i = 0; i < list->use_count; ++i) {
@@ -487,7 +527,7 @@ int pynccl_list_run(pynccl_list* list) {
     if (list->uses[i].comm->watch) pynccl_watch_end(list->uses[i].comm);
   for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].wait) r = pynccl_wait(list->uses[i].comm->handle, list->uses[i].stream);
-  const uint64_t end = pynccl_ticks();
+  const uint64_t end = waits ? pynccl_ticks() : 0;
   if (traced) pynccl_trace_list_result(list, r, end);
   pynccl_tally_list(list, r, end - begin);
   if (r != PYNCCL_WAITING) pynccl_list_leave(list);

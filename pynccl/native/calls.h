@@ -14,6 +14,14 @@ typedef struct pynccl_use {
   struct pynccl_digest* digest;
 } pynccl_use;
 
+// What a list's calls of one kind on one communicator add up to, for the tallies.
+typedef struct pynccl_sum {
+  pynccl_comm* comm;
+  int kind;
+  uint64_t calls;
+  uint64_t bytes;
+} pynccl_sum;
+
 typedef struct pynccl_list {
   int count;
   int capacity;
@@ -21,6 +29,9 @@ typedef struct pynccl_list {
   int use_count;
   int use_capacity;
   pynccl_use* uses;
+  int sum_count;
+  int sum_capacity;
+  pynccl_sum* sums;
   int grouped;  // runs as a group even if it has one call
   int failed;   // the index of the call that failed; -1: the group itself failed
   int digested;
