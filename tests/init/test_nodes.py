@@ -33,6 +33,7 @@ with pynccl.init(timeout=30) as comm:
     print("pid", os.getpid(), flush=True)
     # No rank fails before all have printed.
     comm.barrier()
+print("closed", flush=True)
 if sys.argv[1:]:
     rank, ending = sys.argv[1:]
     if rank == os.environ["RANK"]:
@@ -78,15 +79,17 @@ def environments(out: str) -> list[list[str]]:
     return sorted(json.loads(line) for line in out.splitlines() if line.startswith("["))
 
 
-def pids(process: subprocess.Popen[str], count: int) -> list[int]:
-    """Read the ranks' process ids."""
+def pids(process: subprocess.Popen[str], count: int, *, closed: bool = True) -> list[int]:
+    """Read the ranks' process ids; with `closed`, wait until they have closed the communicator."""
     assert process.stdout is not None
     found: list[int] = []
-    while len(found) < count:
+    left = count if closed else 0
+    while len(found) < count or left:
         line = process.stdout.readline()
         assert line, process.communicate()
         if line.startswith("pid"):
             found.append(int(line.split()[1]))
+        left -= closed and line == "closed\n"
     return found
 
 
@@ -112,7 +115,7 @@ def test_two_machines(hosts: Hosts, start: Start) -> None:
 def test_a_failure_ends_the_ranks_of_all_machines(start: Start) -> None:
     store = here()
     first, second = (start(node, store, "3", "os.kill(os.getpid(), 9)") for node in range(2))
-    running = pids(first, 2)
+    running = pids(first, 2, closed=False)
     assert second.wait(40) == 128 + signal.SIGKILL
     _, said = first.communicate(timeout=40)
     assert first.returncode not in (0, None)
