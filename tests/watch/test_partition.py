@@ -154,7 +154,8 @@ def test_who_lost_the_others_is_out(nranks: int, loser: int, edges: list[tuple[i
     others = [rank for rank in range(nranks) if rank != loser]
     results = run(nranks, loses_some, edges, backend="cpu", timeout=40)
     for rank, (named, text, outcome) in enumerate(results):
-        assert named == [loser], results
+        # On a busy machine the loser may also name those that it lost.
+        assert loser in named if rank == loser else named == [loser], results
         assert f"rank {loser} " in text
         assert outcome[:2] == (("RankFailedError", [loser]) if rank == loser else ("went on", others)), (
             results
