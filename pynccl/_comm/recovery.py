@@ -56,11 +56,11 @@ def _shrink_by_agreement(
 ) -> Core:
     """Shrink after the survivors have agreed on their ranks; repeat when another rank dies meanwhile."""
     native = bool(lib.nccl_api_find(b"ncclCommShrink"))
-    if not ends:
-        core.live()
     with core.alone(anyway=ends), recorder.recorded(core.c, SHRINK.kind), _suspecting(core):
         # The watchdog may still be ending the outstanding calls.
         by_library = core.watch.settle() and native
+        if not ends:
+            core.live()
         core.attempts += ends
         attempt = core.attempts if ends else 0
         survivors = Survivors(core.watch, excluded, quorum is not None, final=ends, attempt=attempt)

@@ -141,6 +141,8 @@ class Survivors:
             )
 
     def _partition(self, view: View) -> RankFailedError:
+        if left := self.watch.left_behind():
+            return left
         chosen, rest = agreement.members(view, self.me), agreement.rest(view)
         return RankFailedError(
             f"partition: {_ranks(chosen)} cannot reach {_ranks(rest & ~chosen)}, which may be alive "

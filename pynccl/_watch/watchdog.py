@@ -165,19 +165,21 @@ class Watch:
             return RankFailedError(text, ranks=[int(rank) for rank in found.ranks[0 : found.count]], **place)
         if found.trouble == lib.PYNCCL_MISMATCHED:
             return CollectiveMismatchError(text, **place)
-        if found.trouble == lib.PYNCCL_LIBRARY_FAILED and self._was_left():
-            # Their abort is what the library reports.
-            text = f"the other ranks went on without this one, {self.rank} of {self.size}"
-            return RankFailedError(text, ranks=[self.rank], **place)
         if found.trouble == lib.PYNCCL_LIBRARY_FAILED:
+            # What the library reports may be the abort of the ranks that went on.
+            if left := self.left_behind():
+                return left
             return error_class(found.result)(text, result=int(found.result), **place)
         return NcclTimeoutError(text, **place)
 
-    def _was_left(self) -> bool:
-        """Tell whether other ranks have replaced the communicator by one without this rank."""
+    def left_behind(self) -> RankFailedError | None:
+        """Return an error if other ranks have replaced the communicator by one without this rank."""
         fates = ffi.new("unsigned char[]", self.size)
         lib.pynccl_watch_fates(self.c, fates)
-        return any(fate & _REASON == lib.PYNCCL_GOES_ON for fate in ffi.buffer(fates)[:])
+        if all(fate & _REASON != lib.PYNCCL_GOES_ON for fate in ffi.buffer(fates)[:]):
+            return None
+        text = f"the other ranks went on without this one, {self.rank} of {self.size}"
+        return RankFailedError(text, ranks=[self.rank], rank=self.rank, size=self.size)
 
     # --- the library's communicator, which the watchdog may end ---
 
