@@ -29,6 +29,7 @@ from pynccl._comm.metrics import metrics as metrics
 from pynccl._comm.prepared import Plan as Plan
 from pynccl._comm.prepared import Prepared as Prepared
 from pynccl._comm.reductions import PreMulSum as PreMulSum
+from pynccl._comm.work import Work as Work
 from pynccl._device.devices import array_module as array_module
 from pynccl._device.devices import current_device as current_device
 from pynccl._device.devices import device_count as device_count
@@ -119,6 +120,7 @@ __all__ = [
     "TraceRecord",
     "UniqueId",
     "Window",
+    "Work",
     "__version__",
     "array_module",
     "check_mode",

@@ -26,6 +26,11 @@ def check_timeout(timeout: Any, *, zero: bool = False, optional: bool = True) ->
     return min(seconds, LONGEST)
 
 
+def shown(seconds: float | None) -> str:
+    """Return seconds for a message; the rest of a time-out looks like the time-out."""
+    return "inf" if seconds is None else f"{round(seconds, 2) or seconds:g}"
+
+
 def resolve_timeout(timeout: float | None) -> float | None:
     """Return the given time-out or PYNCCL_TIMEOUT in seconds; None if neither is set."""
     timeout = check_timeout(timeout)

@@ -15,6 +15,7 @@ from pynccl._comm.core import INTERRUPTED, NO_WINDOW, OVERLAP, RECORDED, WAITING
 from pynccl._comm.groups import Group
 from pynccl._comm.recording import closed_window, function_name
 from pynccl._comm.reductions import PreMulSum, op_code
+from pynccl._comm.work import Work, issued_later, part
 from pynccl._device import streams
 from pynccl._library import cuda
 from pynccl._library.binding import address_of, fastcall, ffi, lib
@@ -56,23 +57,38 @@ class Calls:
     # --- one call ---
 
     def run(
-        self, kind: int, send: Any, recv: Any, op: Any, root: int, stream: Any, config: PerCall = None
+        self,
+        kind: int,
+        send: Any,
+        recv: Any,
+        op: Any,
+        root: int,
+        stream: Any,
+        config: PerCall = None,
+        wait: Any = True,
     ) -> Any:
-        """Check and issue a call; return the array with the result."""
+        """Check and issue a call; return the array with the result, or a Work with it."""
+        later = wait is not True and issued_later(wait, self.core)
         try:
             source, target, count, dtype, result = self.arguments.check(kind, send, recv, root)
             code = op_code(self.core, op, dtype) if kind in REDUCING else 0
-            handle, wait = self.stream_for(stream, send, result)
+            handle, blocks = self.stream_for(stream, send, result, later)
         except (TypeError, ValueError) as error:
             raise self.located(error, _meant(kind, recv)) from error
         template, packed = self.template_for(kind, dtype & 255, code, root, config)
         keep = (self.core, send, result, op, template, packed)
         if kind != BROADCAST or recv is not None or root != self.core.rank:
             _tell_changed(result)
-        answer = self.issue(template, source, target, count, handle, wait, kind, keep)
+        answer = self.issue(template, source, target, count, handle, blocks, kind, keep)
+        if later:
+            return self.work(function_name(kind, packed is not None), handle, result)
         if not answer and kind == ALL_REDUCE and packed is None:
             self._remember(template, send, op, dtype)
         return result
+
+    def work(self, name: str, stream: int, result: Any) -> Work[Any]:
+        """Return the Work of the calls that were issued on a stream up to now."""
+        return Work(name, [part(self.core, stream)], result)
 
     def all_reduce(self, send: Any, recv: Any, op: Any, stream: Any, config: PerCall) -> Any:
         """Run an all_reduce; `usual_all_reduce` is faster for a repeated array type, op and dtype."""
@@ -90,20 +106,28 @@ class Calls:
         else:
             self._after(answer, ALL_REDUCE, *self.stream_for(None, send, recv), (self.core, send, recv))
 
-    def barrier(self, timeout: float | None) -> None:
+    def barrier(self, timeout: float | None, wait: Any) -> Work[None] | None:
         """Return when every rank has called barrier; raise NcclTimeoutError after `timeout` seconds."""
         core, timeout = self.core, check_timeout(timeout)
+        later = wait is not True and issued_later(wait, core)
+        if later and timeout is not None:
+            raise ValueError(f"timeout is {timeout:g} with wait=False; expected it in Work.wait")
         core.outside_groups("barrier")
-        wait = core.waits if timeout is None else 0
+        blocks = core.waits if timeout is None and not later else 0
         if core.waits:
             pointer, stream = self._token.ctypes.data, core.own_stream
         else:
             pointer, stream = core.device_scratch()
         template, _ = self.template_for(BARRIER, int(DataType.UINT8), int(RedOp.MAX), 0)
-        self.issue(template, pointer, pointer, 1, stream, wait, BARRIER, (core, None))
-        if not wait:
+        if later:
+            core.keep(stream, ())
+        self.issue(template, pointer, pointer, 1, stream, blocks, BARRIER, (core, None))
+        if later:
+            return self.work("barrier", stream, None)
+        if not blocks:
             with core.alone():
                 core.wait(stream, "barrier", timeout)
+        return None
 
     def exchange(self, kind: int, words: Sequence[int]) -> NDArray[np.int64]:
         """Gather numbers of every rank, by a call of this kind, before a window is registered or closed."""
@@ -172,12 +196,15 @@ class Calls:
             self._templates[key] = template
         return template, packed
 
-    def stream_for(self, stream: Any, send: Any, result: Any = None) -> tuple[int, int]:
-        """Return a call's stream, ordered after pending writes to the arrays, and whether to wait for it."""
+    def stream_for(self, stream: Any, send: Any, result: Any = None, later: bool = False) -> tuple[int, int]:
+        """Return a call's stream, ordered after pending writes to the arrays, and whether to wait for it.
+
+        `later`: keep the arrays, since the call returns a Work.
+        """
         if self.core.streamless:
-            if stream is None:
+            if stream is None and not later:
                 return self.core.own_stream, self.core.waits
-            handle = streams.handle_of(stream)
+            handle = self.core.own_stream if stream is None else streams.handle_of(stream)
             if self.core.waits:
                 self.core.keep(handle, (send, result, stream))
             return handle, 0
@@ -190,8 +217,10 @@ class Calls:
             other = kind_of(result)
             if other.order is not None:
                 self._order(other, result, handle)
+        if later:
+            self.core.outside_captures("wait=False", [handle])
         # Allocators order the reuse of memory by the current stream only; on another stream keep the arrays.
-        if stream is not None and handle != kind.current(first):
+        if later or (stream is not None and handle != kind.current(first)):
             self.core.keep(handle, (send, result, stream))
         return handle, 0
 
@@ -258,12 +287,19 @@ class Calls:
     # --- operations of several calls ---
 
     def run_in_pieces(
-        self, check_all: Callable[[], Iterable[Piece]], op: Any, stream: Any, send: Any, result: Any
+        self,
+        check_all: Callable[[], Iterable[Piece]],
+        op: Any,
+        stream: Any,
+        send: Any,
+        result: Any,
+        wait: Any = True,
     ) -> Any:
-        """Check all calls, then issue them as one group."""
+        """Check all calls, then issue them as one group; return the array with the result, or a Work."""
+        later = wait is not True and issued_later(wait, self.core)
         try:
             pieces = list(check_all())
-            handle, wait = self.stream_for(stream, send, result)
+            handle, blocks = self.stream_for(stream, send, result, later)
             codes = [op_code(self.core, op, p.code) if p.kind in REDUCING else 0 for p in pieces]
         except (TypeError, ValueError) as error:
             raise self.located(error) from error
@@ -272,9 +308,9 @@ class Calls:
         with Group():
             for piece, code in zip(pieces, codes, strict=True):
                 template, _ = self.template_for(piece.kind, piece.code & 255, code, piece.root)
-                part = piece.source, piece.target, piece.elements
-                self.issue(template, *part, handle, wait, piece.kind, keep)
-        return result
+                place = piece.source, piece.target, piece.elements
+                self.issue(template, *place, handle, blocks, piece.kind, keep)
+        return self.work(f"a group of {len(pieces)} calls", handle, result) if later else result
 
 
 def _tell_changed(result: Any) -> None:

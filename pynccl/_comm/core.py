@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pynccl import capi
 from pynccl._arrays.buffers import ANYWHERE, HOST, held
 from pynccl._comm import lifetime
-from pynccl._comm.in_flight import CpuEvents, CudaEvents, InFlight
+from pynccl._comm.in_flight import CpuEvents, CudaEvents, InFlight, Mark
 from pynccl._device import streams
 from pynccl._device.blocking import bounded
 from pynccl._errors import (
@@ -264,7 +264,7 @@ class Core:
             raise found from error.__cause__
         if not done:
             where = "" if self.waits and stream == self.own_stream else f" on stream {stream:#x}"
-            raise self._late(what, seconds, where, timeout is None)
+            raise self.late(what, seconds, where, timeout is None)
         if stream in self.in_flight:
             self.in_flight.pop(stream).clear()
         lib.pynccl_comm_forget(self.c, stream)
@@ -307,9 +307,9 @@ class Core:
         except NcclError as error:
             raise self.watch.cause(error) from error.__cause__
         if not ready:
-            raise self._late(what, seconds, "", True)
+            raise self.late(what, seconds, "", True)
 
-    def _late(self, what: str, seconds: float | None, where: str, fatal: bool) -> NcclError:
+    def late(self, what: str, seconds: float | None, where: str, fatal: bool) -> NcclError:
         """Return the error of a wait that timed out; `fatal`: at the communicator's own time-out."""
         text = f"{what} did not complete{where} within {seconds:g} s ({self!r}){self._signals()}"
         error = self.watch.expire(text, fatal)
@@ -357,6 +357,13 @@ class Core:
             events = CpuEvents(int(self.handle)) if self.waits else CudaEvents(self.device)
             in_flight = self.in_flight[stream] = InFlight(events, stream)
         in_flight.add(held(arrays))
+
+    def mark(self, stream: int) -> Mark:
+        """Mark the present end of a stream, for which arrays are kept."""
+        mark = self.in_flight[stream].mark()
+        if mark is None:
+            raise NcclInvalidUsage(f"stream {stream:#x} is captured by a graph; expected no capture")
+        return mark
 
     def device_scratch(self) -> tuple[int, int]:
         """Return the barrier's byte of device memory and its stream."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections import deque
+from contextlib import suppress
 from typing import Any, Protocol
 
 from pynccl import capi
+from pynccl._device import streams
 from pynccl._library import cuda
 from pynccl._library.binding import lib
+from pynccl._library.status import IN_PROGRESS
 
 # The number of calls that share one event.
 _BATCH = 64
@@ -19,8 +24,14 @@ class Events(Protocol):
     def record(self, stream: int) -> int | None:
         """Return a new event after the present work of a stream; None during a graph capture."""
 
-    def done(self, event: int) -> bool:
-        """Tell whether an event has completed."""
+    def result(self, event: int) -> int:
+        """Return the result of the calls before an event, or IN_PROGRESS."""
+
+    def wait(self, event: int, milliseconds: int) -> None:
+        """Wait for an event."""
+
+    def notify(self, event: int, descriptor: int) -> bool:
+        """Let an eventfd become readable when an event has completed; False if the library cannot."""
 
     def destroy(self, event: int) -> None:
         """Destroy an event."""
@@ -37,8 +48,15 @@ class CpuEvents:
         capi.pyncclCpuEventRecord(self._comm, event, stream)
         return event
 
-    def done(self, event: int) -> bool:
-        return capi.pyncclCpuEventQuery(event) == 0
+    def result(self, event: int) -> int:
+        return lib.pyncclCpuEventQuery(event)
+
+    def wait(self, event: int, milliseconds: int) -> None:
+        lib.pyncclCpuEventSynchronize(event, milliseconds)
+
+    def notify(self, event: int, descriptor: int) -> bool:
+        capi.pyncclCpuEventNotify(event, descriptor)
+        return True
 
     def destroy(self, event: int) -> None:
         capi.pyncclCpuEventDestroy(event)
@@ -59,20 +77,53 @@ class CudaEvents:
             cuda.event_record(event, stream)
         return event
 
-    def done(self, event: int) -> bool:
-        return cuda.event_query(event)
+    def result(self, event: int) -> int:
+        return 0 if cuda.event_query(event) else IN_PROGRESS
+
+    def wait(self, event: int, milliseconds: int) -> None:
+        streams.poll(lambda: cuda.event_query(event), time.monotonic() + milliseconds / 1000)
+
+    def notify(self, event: int, descriptor: int) -> bool:
+        return False
 
     def destroy(self, event: int) -> None:
         cuda.event_destroy(event)
 
 
+class Mark:
+    """An event that was recorded in a stream; dropping the last reference destroys it."""
+
+    __slots__ = ("_event", "_events", "_pid")
+
+    def __init__(self, events: Events, event: int) -> None:
+        self._events, self._event, self._pid = events, event, os.getpid()
+
+    def result(self) -> int:
+        """Return the result of the calls before the mark, or IN_PROGRESS."""
+        return self._events.result(self._event)
+
+    def wait(self, milliseconds: int) -> None:
+        """Wait until the calls before the mark are complete, or this time has passed."""
+        self._events.wait(self._event, milliseconds)
+
+    def notify(self, descriptor: int) -> bool:
+        """Let an eventfd become readable when the calls are complete; False if the library cannot."""
+        return self._events.notify(self._event, descriptor)
+
+    def __del__(self) -> None:
+        # The events of a forked child are its parent's, and at the interpreter's exit the driver may be gone.
+        if self._pid == os.getpid():
+            with suppress(Exception):
+                self._events.destroy(self._event)
+
+
 class InFlight:
-    """The arrays that one stream still needs: batches, each with the event that frees it."""
+    """The arrays that one stream still needs: batches, each with the mark that frees it."""
 
     def __init__(self, events: Events, stream: int) -> None:
         self._events, self._stream = events, stream
         self._batch: list[Any] = []
-        self._pending: deque[tuple[int, list[Any]]] = deque()
+        self._pending: deque[tuple[Mark, list[Any]]] = deque()
 
     def __len__(self) -> int:
         return len(self._batch) + sum(len(batch) for _, batch in self._pending)
@@ -81,12 +132,19 @@ class InFlight:
         """Keep the arrays of a call that is about to be issued."""
         # In an open group the calls are not on the stream yet, so an event would precede them.
         if len(self._batch) >= _BATCH and not lib.pynccl_group_depth():
-            event = self._events.record(self._stream)
-            if event is not None:
-                self._pending.append((event, self._batch))
-                self._batch = []
-                self._drop(all_done=False)
+            self.mark()
         self._batch.append(arrays)
+
+    def mark(self) -> Mark | None:
+        """Mark the present end of the stream; None during a graph capture."""
+        event = self._events.record(self._stream)
+        if event is None:
+            return None
+        mark = Mark(self._events, event)
+        self._pending.append((mark, self._batch))
+        self._batch = []
+        self._drop(all_done=False)
+        return mark
 
     def clear(self) -> None:
         """Release all arrays: the stream has completed."""
@@ -94,6 +152,5 @@ class InFlight:
         self._drop(all_done=True)
 
     def _drop(self, all_done: bool) -> None:
-        while self._pending and (all_done or self._events.done(self._pending[0][0])):
-            event, _ = self._pending.popleft()
-            self._events.destroy(event)
+        while self._pending and (all_done or self._pending[0][0].result() != IN_PROGRESS):
+            self._pending.popleft()

@@ -10,6 +10,8 @@ from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import Span, kind_of
 from pynccl._comm.calls import Calls
 from pynccl._comm.groups import Group
+from pynccl._comm.recording import function_name
+from pynccl._comm.work import Work, issued_later
 from pynccl._device import streams
 from pynccl._library import loader
 from pynccl._library.binding import address_of, fastcall, ffi, lib
@@ -37,8 +39,10 @@ class OneSided:
         signal: int,
         context: int,
         stream: Any,
-    ) -> None:
+        wait: Any,
+    ) -> Work[None] | None:
         """Check and issue a put."""
+        later = wait is not True and issued_later(wait, self._core)
         try:
             entry = entry_of(window, self._core)
             self._arguments.rank_in(peer, "peer")
@@ -47,38 +51,45 @@ class OneSided:
             begin = _place(entry, span, peer, offset, byte_offset)
             if loader.backend() != "cpu":
                 self._require_symmetric(window, entry, span)
-            handle, wait = self._calls.stream_for(stream, array)
+            handle, blocks = self._calls.stream_for(stream, array, None, later)
         except (TypeError, ValueError) as error:
             raise self._calls.located(error) from error
         template = _template(self._core.c, entry, span[2] & 255, int(peer), number)
         keep = (self._core, array, entry, template, None)
-        self._calls.issue(template, span[0], begin, span[1], handle, wait, PUT_SIGNAL, keep)
+        self._calls.issue(template, span[0], begin, span[1], handle, blocks, PUT_SIGNAL, keep)
+        return self._calls.work(function_name(PUT_SIGNAL), handle, None) if later else None
 
-    def signal(self, peer: int, signal: int, context: int, stream: Any) -> None:
+    def signal(self, peer: int, signal: int, context: int, stream: Any, wait: Any) -> Work[None] | None:
         """Check and issue a signal."""
+        later = wait is not True and issued_later(wait, self._core)
         try:
             self._arguments.rank_in(peer, "peer")
             number = _signal(signal, context)
-            handle, wait = self._stream(stream)
+            handle, blocks = self._stream(stream, later)
         except (TypeError, ValueError) as error:
             raise self._calls.located(error) from error
-        self._issue(SIGNAL, int(peer), 0, number, handle, wait)
+        self._issue(SIGNAL, int(peer), 0, number, handle, blocks)
+        return self._calls.work(function_name(SIGNAL), handle, None) if later else None
 
-    def wait(self, peer: Any, count: int, signal: int, context: int, stream: Any) -> None:
+    def wait(
+        self, peer: Any, count: int, signal: int, context: int, stream: Any, wait: Any
+    ) -> Work[None] | None:
         """Check and issue waits for one rank or several."""
+        later = wait is not True and issued_later(wait, self._core)
         try:
             counts = _counts(peer, count)
             waits = [(self._peer(each), _count(number, each)) for each, number in counts]
             number = _signal(signal, context)
-            handle, wait = self._stream(stream)
+            handle, blocks = self._stream(stream, later)
         except (TypeError, ValueError) as error:
             raise self._calls.located(error) from error
         if len(waits) == 1:
-            self._issue(WAIT_SIGNAL, *waits[0], number, handle, wait)
+            self._issue(WAIT_SIGNAL, *waits[0], number, handle, blocks)
         elif waits:
             with Group():
                 for each, expected in waits:
-                    self._issue(WAIT_SIGNAL, each, expected, number, handle, wait)
+                    self._issue(WAIT_SIGNAL, each, expected, number, handle, blocks)
+        return self._calls.work(function_name(WAIT_SIGNAL), handle, None) if later else None
 
     def _peer(self, peer: Any) -> int:
         self._arguments.rank_in(peer, "peer")
@@ -88,19 +99,24 @@ class OneSided:
         template, _ = self._calls.template_for(kind, int(DataType.UINT8), number, peer)
         self._calls.issue(template, 0, 0, count, stream, wait, kind, (self._core, None))
 
-    def _stream(self, stream: Any) -> tuple[int, int]:
+    def _stream(self, stream: Any, later: bool) -> tuple[int, int]:
         """Return the stream of a call without arrays: that of the arrays of the newest window."""
         if self._core.streamless:
-            return self._calls.stream_for(stream, None)
-        if stream is not None:
-            return streams.handle_of(stream), 0
+            return self._calls.stream_for(stream, None, None, later)
+        handle = self._newest_stream() if stream is None else streams.handle_of(stream)
+        if later:
+            self._core.outside_captures("wait=False", [handle])
+            self._core.keep(handle, ())
+        return handle, 0
+
+    def _newest_stream(self) -> int:
         newest = next(self._core.windows.entries(), None)
         if newest is None:
             raise TypeError(
                 "stream is None; expected a stream: the communicator has no window whose array has a current "
                 "stream"
             )
-        return kind_of(newest.array).current(newest.array), 0
+        return kind_of(newest.array).current(newest.array)
 
     def _require_symmetric(self, window: Any, entry: Entry, span: Span) -> None:
         """Require what NVIDIA's NCCL requires: both ends of a put lie in symmetric windows."""

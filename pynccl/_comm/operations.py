@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from pynccl._comm.calls import Calls, PerCall, Piece
 from pynccl._comm.core import Core
 from pynccl._comm.one_sided import OneSided
 from pynccl._comm.reductions import Op, PreMulSum
+from pynccl._comm.work import Work
 from pynccl._library.generated.kinds import (
     ALL_GATHER,
+    ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
     GATHER,
@@ -60,6 +62,9 @@ class Operations:
     both arrays have a shape, the shape of `send` determines that of `recv` (docs/communicator.md, Arrays).
     `config` needs NCCL >= 2.31.
 
+    `wait=False` returns a Work immediately: wait for it, or await it, and it returns what the operation would
+    have returned.
+
     Wrong arguments raise TypeError or ValueError before anything is called; a failed call raises NcclError.
     """
 
@@ -75,14 +80,57 @@ class Operations:
 
     @overload
     def all_reduce(
-        self, send: A, recv: None = None, op: Op = "sum", stream: Any = None, *, config: PerCall = None
+        self,
+        send: A,
+        recv: None = None,
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[True] = True,
     ) -> A: ...
     @overload
     def all_reduce(
-        self, send: Array, recv: R, op: Op = "sum", stream: Any = None, *, config: PerCall = None
+        self,
+        send: Array,
+        recv: R,
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[True] = True,
     ) -> R: ...
+    @overload
     def all_reduce(
-        self, send: Any, recv: Any = None, op: Op = "sum", stream: Any = None, *, config: PerCall = None
+        self,
+        send: A,
+        recv: None = None,
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[False],
+    ) -> Work[A]: ...
+    @overload
+    def all_reduce(
+        self,
+        send: Array,
+        recv: R,
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[False],
+    ) -> Work[R]: ...
+    def all_reduce(
+        self,
+        send: Any,
+        recv: Any = None,
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: bool = True,
     ) -> Any:
         """Reduce the arrays of all ranks, element by element; every rank gets the result (ncclAllReduce).
 
@@ -99,8 +147,11 @@ class Operations:
         different calls; with a time-out RankFailedError or NcclTimeoutError, which name the ranks that died
         or are missing; and NcclError of another class if the library reports another error.
         """
+        if wait is not True:
+            return self._run(ALL_REDUCE, send, recv, op, 0, stream, config, wait)
         return self._all_reduce(send, recv, op, stream, config)
 
+    @overload
     def reduce(
         self,
         send: A,
@@ -110,13 +161,38 @@ class Operations:
         stream: Any = None,
         *,
         config: PerCall = None,
-    ) -> A | None:
+        wait: Literal[True] = True,
+    ) -> A | None: ...
+    @overload
+    def reduce(
+        self,
+        send: A,
+        recv: A | None = None,
+        op: Op = "sum",
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[False],
+    ) -> Work[A | None]: ...
+    def reduce(
+        self,
+        send: A,
+        recv: A | None = None,
+        op: Op = "sum",
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: bool = True,
+    ) -> Any:
         """Reduce the arrays of all ranks to the root's `recv`, or in place (ncclReduce).
 
         Returns None on the other ranks. Raises as `all_reduce` does.
         """
-        return self._run(REDUCE, send, recv, op, root, stream, config)
+        return self._run(REDUCE, send, recv, op, root, stream, config, wait)
 
+    @overload
     def broadcast(
         self,
         send: A | None,
@@ -125,44 +201,153 @@ class Operations:
         stream: Any = None,
         *,
         config: PerCall = None,
-    ) -> A:
+        wait: Literal[True] = True,
+    ) -> A: ...
+    @overload
+    def broadcast(
+        self,
+        send: A | None,
+        recv: A | None = None,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[False],
+    ) -> Work[A]: ...
+    def broadcast(
+        self,
+        send: A | None,
+        recv: A | None = None,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: bool = True,
+    ) -> Any:
         """Copy the root's `send` to every rank's `recv`, or in place (ncclBroadcast).
 
         On other ranks than the root, `send` may be None if `recv` is given. Raises as `all_reduce` does.
         """
-        return self._run(BROADCAST, send, recv, 0, root, stream, config)
+        return self._run(BROADCAST, send, recv, 0, root, stream, config, wait)
 
     @overload
     def all_gather(
-        self, send: NDArray[S], recv: None = None, stream: Any = None, *, config: PerCall = None
+        self,
+        send: NDArray[S],
+        recv: None = None,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[True] = True,
     ) -> NDArray[S]: ...
     @overload
-    def all_gather(self, send: A, recv: None = None, stream: Any = None, *, config: PerCall = None) -> A: ...
+    def all_gather(
+        self,
+        send: A,
+        recv: None = None,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[True] = True,
+    ) -> A: ...
     @overload
-    def all_gather(self, send: Array, recv: R, stream: Any = None, *, config: PerCall = None) -> R: ...
-    def all_gather(self, send: Any, recv: Any = None, stream: Any = None, *, config: PerCall = None) -> Any:
+    def all_gather(
+        self, send: Array, recv: R, stream: Any = None, *, config: PerCall = None, wait: Literal[True] = True
+    ) -> R: ...
+    @overload
+    def all_gather(
+        self,
+        send: NDArray[S],
+        recv: None = None,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[False],
+    ) -> Work[NDArray[S]]: ...
+    @overload
+    def all_gather(
+        self, send: A, recv: None = None, stream: Any = None, *, config: PerCall = None, wait: Literal[False]
+    ) -> Work[A]: ...
+    @overload
+    def all_gather(
+        self, send: Array, recv: R, stream: Any = None, *, config: PerCall = None, wait: Literal[False]
+    ) -> Work[R]: ...
+    def all_gather(
+        self, send: Any, recv: Any = None, stream: Any = None, *, config: PerCall = None, wait: bool = True
+    ) -> Any:
         """Collect every rank's array on every rank, in rank order: `(size, *shape)` (ncclAllGather).
 
         In place if `send` is this rank's part of `recv`. Raises as `all_reduce` does.
         """
-        return self._run(ALL_GATHER, send, recv, 0, 0, stream, config)
+        return self._run(ALL_GATHER, send, recv, 0, 0, stream, config, wait)
 
+    @overload
     def reduce_scatter(
-        self, send: A, recv: A | None = None, op: Op = "sum", stream: Any = None, *, config: PerCall = None
-    ) -> A:
+        self,
+        send: A,
+        recv: A | None = None,
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[True] = True,
+    ) -> A: ...
+    @overload
+    def reduce_scatter(
+        self,
+        send: A,
+        recv: A | None = None,
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[False],
+    ) -> Work[A]: ...
+    def reduce_scatter(
+        self,
+        send: A,
+        recv: A | None = None,
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: bool = True,
+    ) -> Any:
         """Reduce the arrays of all ranks; rank i gets the i-th part of the result (ncclReduceScatter).
 
         A new `recv` has the first axis of `send` divided by the number of ranks. In place if `recv` is this
         rank's part of `send`. Raises as `all_reduce` does.
         """
-        return self._run(REDUCE_SCATTER, send, recv, op, 0, stream, config)
+        return self._run(REDUCE_SCATTER, send, recv, op, 0, stream, config, wait)
 
-    def all_to_all(self, send: A, recv: A | None = None, stream: Any = None, *, config: PerCall = None) -> A:
+    @overload
+    def all_to_all(
+        self,
+        send: A,
+        recv: A | None = None,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[True] = True,
+    ) -> A: ...
+    @overload
+    def all_to_all(
+        self,
+        send: A,
+        recv: A | None = None,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[False],
+    ) -> Work[A]: ...
+    def all_to_all(
+        self, send: A, recv: A | None = None, stream: Any = None, *, config: PerCall = None, wait: bool = True
+    ) -> Any:
         """Send the i-th part of the array to rank i, for every i; parts arrive in rank order (ncclAlltoAll).
 
         Never in place. Before NCCL 2.28 it makes grouped sends and receives. Raises as `all_reduce` does.
         """
-        return self._run(ALL_TO_ALL, send, recv, 0, 0, stream, config)
+        return self._run(ALL_TO_ALL, send, recv, 0, 0, stream, config, wait)
 
     @overload
     def gather(
@@ -173,25 +358,81 @@ class Operations:
         stream: Any = None,
         *,
         config: PerCall = None,
+        wait: Literal[True] = True,
     ) -> NDArray[S] | None: ...
     @overload
     def gather(
-        self, send: A, recv: None = None, root: int = 0, stream: Any = None, *, config: PerCall = None
+        self,
+        send: A,
+        recv: None = None,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[True] = True,
     ) -> A | None: ...
     @overload
     def gather(
-        self, send: Array, recv: R, root: int = 0, stream: Any = None, *, config: PerCall = None
+        self,
+        send: Array,
+        recv: R,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[True] = True,
     ) -> R | None: ...
+    @overload
     def gather(
-        self, send: Any, recv: Any = None, root: int = 0, stream: Any = None, *, config: PerCall = None
+        self,
+        send: NDArray[S],
+        recv: None = None,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[False],
+    ) -> Work[NDArray[S] | None]: ...
+    @overload
+    def gather(
+        self,
+        send: A,
+        recv: None = None,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[False],
+    ) -> Work[A | None]: ...
+    @overload
+    def gather(
+        self,
+        send: Array,
+        recv: R,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[False],
+    ) -> Work[R | None]: ...
+    def gather(
+        self,
+        send: Any,
+        recv: Any = None,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: bool = True,
     ) -> Any:
         """Collect every rank's array on the root, in rank order (ncclGather).
 
         The root gets `(size, *shape)`, the other ranks get None. Before NCCL 2.28 it makes grouped sends and
         receives. Raises as `all_reduce` does.
         """
-        return self._run(GATHER, send, recv, 0, root, stream, config)
+        return self._run(GATHER, send, recv, 0, root, stream, config, wait)
 
+    @overload
     def scatter(
         self,
         send: A | None,
@@ -200,32 +441,72 @@ class Operations:
         stream: Any = None,
         *,
         config: PerCall = None,
-    ) -> A:
+        wait: Literal[True] = True,
+    ) -> A: ...
+    @overload
+    def scatter(
+        self,
+        send: A | None,
+        recv: A | None = None,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: Literal[False],
+    ) -> Work[A]: ...
+    def scatter(
+        self,
+        send: A | None,
+        recv: A | None = None,
+        root: int = 0,
+        stream: Any = None,
+        *,
+        config: PerCall = None,
+        wait: bool = True,
+    ) -> Any:
         """Send the i-th part of the root's array to rank i (ncclScatter).
 
         On other ranks than the root, `send` may be None if `recv` is given. A new `recv` has the first axis
         of `send` divided by the number of ranks. Before NCCL 2.28 it makes grouped sends and receives. Raises
         as `all_reduce` does.
         """
-        return self._run(SCATTER, send, recv, 0, root, stream, config)
+        return self._run(SCATTER, send, recv, 0, root, stream, config, wait)
 
     # --- point to point ---
 
-    def send(self, buf: Array, peer: int, stream: Any = None) -> None:
+    @overload
+    def send(self, buf: Array, peer: int, stream: Any = None, *, wait: Literal[True] = True) -> None: ...
+    @overload
+    def send(self, buf: Array, peer: int, stream: Any = None, *, wait: Literal[False]) -> Work[None]: ...
+    def send(self, buf: Array, peer: int, stream: Any = None, *, wait: bool = True) -> Any:
         """Send an array to a rank, which must call recv with the same number of elements (ncclSend).
 
         Raises as `all_reduce` does.
         """
-        self._run(SEND, buf, None, 0, peer, stream, None)
+        return self._run(SEND, buf, None, 0, peer, stream, None, wait)
 
-    def recv(self, buf: A, peer: int, stream: Any = None) -> A:
+    @overload
+    def recv(self, buf: A, peer: int, stream: Any = None, *, wait: Literal[True] = True) -> A: ...
+    @overload
+    def recv(self, buf: A, peer: int, stream: Any = None, *, wait: Literal[False]) -> Work[A]: ...
+    def recv(self, buf: A, peer: int, stream: Any = None, *, wait: bool = True) -> Any:
         """Receive an array from a rank, which must call send with the same number of elements (ncclRecv).
 
         Raises as `all_reduce` does.
         """
-        return self._run(RECV, None, buf, 0, peer, stream, None)
+        return self._run(RECV, None, buf, 0, peer, stream, None, wait)
 
-    def send_recv(self, send: Array, dest: int, recv: A, source: int, stream: Any = None) -> A:
+    @overload
+    def send_recv(
+        self, send: Array, dest: int, recv: A, source: int, stream: Any = None, *, wait: Literal[True] = True
+    ) -> A: ...
+    @overload
+    def send_recv(
+        self, send: Array, dest: int, recv: A, source: int, stream: Any = None, *, wait: Literal[False]
+    ) -> Work[A]: ...
+    def send_recv(
+        self, send: Array, dest: int, recv: A, source: int, stream: Any = None, *, wait: bool = True
+    ) -> Any:
         """Send to one rank while receiving from another rank or the same one.
 
         The two arrays must not overlap. Raises as `all_reduce` does.
@@ -243,11 +524,21 @@ class Operations:
                 Piece(RECV, into[2], 0, into[0], into[1], source),
             ]
 
-        return self._run_in_pieces(pieces, 0, stream, send, recv)
+        return self._run_in_pieces(pieces, 0, stream, send, recv, wait)
 
     # --- with a count of elements for each rank ---
 
-    def all_gather_v(self, send: Array, recv: R, counts: Sequence[int], stream: Any = None) -> R:
+    @overload
+    def all_gather_v(
+        self, send: Array, recv: R, counts: Sequence[int], stream: Any = None, *, wait: Literal[True] = True
+    ) -> R: ...
+    @overload
+    def all_gather_v(
+        self, send: Array, recv: R, counts: Sequence[int], stream: Any = None, *, wait: Literal[False]
+    ) -> Work[R]: ...
+    def all_gather_v(
+        self, send: Array, recv: R, counts: Sequence[int], stream: Any = None, *, wait: bool = True
+    ) -> Any:
         """Collect `counts[i]` elements of each rank i on every rank, in rank order.
 
         It makes grouped broadcasts. In place if `send` is this rank's part of `recv`. Raises as `all_reduce`
@@ -265,11 +556,40 @@ class Operations:
                 for root, (code, part, count) in enumerate(parts)
             ]
 
-        return self._run_in_pieces(pieces, 0, stream, send, recv)
+        return self._run_in_pieces(pieces, 0, stream, send, recv, wait)
 
+    @overload
     def reduce_scatter_v(
-        self, send: Array, recv: R, counts: Sequence[int], op: Op = "sum", stream: Any = None
-    ) -> R:
+        self,
+        send: Array,
+        recv: R,
+        counts: Sequence[int],
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        wait: Literal[True] = True,
+    ) -> R: ...
+    @overload
+    def reduce_scatter_v(
+        self,
+        send: Array,
+        recv: R,
+        counts: Sequence[int],
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        wait: Literal[False],
+    ) -> Work[R]: ...
+    def reduce_scatter_v(
+        self,
+        send: Array,
+        recv: R,
+        counts: Sequence[int],
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        wait: bool = True,
+    ) -> Any:
         """Reduce the arrays of all ranks; rank i gets the next `counts[i]` elements of the result.
 
         It makes grouped reductions. Raises as `all_reduce` does.
@@ -286,11 +606,40 @@ class Operations:
                 for root, (code, part, count) in enumerate(parts)
             ]
 
-        return self._run_in_pieces(pieces, op, stream, send, recv)
+        return self._run_in_pieces(pieces, op, stream, send, recv, wait)
 
+    @overload
     def gather_v(
-        self, send: Array, recv: R | None, counts: Sequence[int], root: int = 0, stream: Any = None
-    ) -> R | None:
+        self,
+        send: Array,
+        recv: R | None,
+        counts: Sequence[int],
+        root: int = 0,
+        stream: Any = None,
+        *,
+        wait: Literal[True] = True,
+    ) -> R | None: ...
+    @overload
+    def gather_v(
+        self,
+        send: Array,
+        recv: R | None,
+        counts: Sequence[int],
+        root: int = 0,
+        stream: Any = None,
+        *,
+        wait: Literal[False],
+    ) -> Work[R | None]: ...
+    def gather_v(
+        self,
+        send: Array,
+        recv: R | None,
+        counts: Sequence[int],
+        root: int = 0,
+        stream: Any = None,
+        *,
+        wait: bool = True,
+    ) -> Any:
         """Collect `counts[i]` elements of each rank i on the root, in rank order.
 
         Returns None on the other ranks. Raises as `all_reduce` does.
@@ -310,11 +659,40 @@ class Operations:
                 pieces += [Piece(RECV, code, 0, part, n, peer) for peer, (code, part, n) in enumerate(parts)]
             return pieces
 
-        return self._run_in_pieces(pieces, 0, stream, send, recv if here else None)
+        return self._run_in_pieces(pieces, 0, stream, send, recv if here else None, wait)
 
+    @overload
     def scatter_v(
-        self, send: Array | None, recv: R, counts: Sequence[int], root: int = 0, stream: Any = None
-    ) -> R:
+        self,
+        send: Array | None,
+        recv: R,
+        counts: Sequence[int],
+        root: int = 0,
+        stream: Any = None,
+        *,
+        wait: Literal[True] = True,
+    ) -> R: ...
+    @overload
+    def scatter_v(
+        self,
+        send: Array | None,
+        recv: R,
+        counts: Sequence[int],
+        root: int = 0,
+        stream: Any = None,
+        *,
+        wait: Literal[False],
+    ) -> Work[R]: ...
+    def scatter_v(
+        self,
+        send: Array | None,
+        recv: R,
+        counts: Sequence[int],
+        root: int = 0,
+        stream: Any = None,
+        *,
+        wait: bool = True,
+    ) -> Any:
         """Send `counts[i]` elements of the root's array to each rank i.
 
         On other ranks than the root, `send` may be None. Raises as `all_reduce` does.
@@ -334,8 +712,9 @@ class Operations:
                 pieces += [Piece(SEND, code, part, 0, n, peer) for peer, (code, part, n) in enumerate(parts)]
             return pieces
 
-        return self._run_in_pieces(pieces, 0, stream, send if here else None, recv)
+        return self._run_in_pieces(pieces, 0, stream, send if here else None, recv, wait)
 
+    @overload
     def all_to_all_v(
         self,
         send: Array,
@@ -343,7 +722,30 @@ class Operations:
         recv: R,
         recv_counts: Sequence[int],
         stream: Any = None,
-    ) -> R:
+        *,
+        wait: Literal[True] = True,
+    ) -> R: ...
+    @overload
+    def all_to_all_v(
+        self,
+        send: Array,
+        send_counts: Sequence[int],
+        recv: R,
+        recv_counts: Sequence[int],
+        stream: Any = None,
+        *,
+        wait: Literal[False],
+    ) -> Work[R]: ...
+    def all_to_all_v(
+        self,
+        send: Array,
+        send_counts: Sequence[int],
+        recv: R,
+        recv_counts: Sequence[int],
+        stream: Any = None,
+        *,
+        wait: bool = True,
+    ) -> Any:
         """Send `send_counts[i]` elements to each rank i and receive `recv_counts[i]` from it, in rank order.
 
         The two arrays must not overlap. Raises as `all_reduce` does.
@@ -361,18 +763,23 @@ class Operations:
                 Piece(RECV, code, 0, part, n, peer) for peer, (code, part, n) in enumerate(recvs)
             ]
 
-        return self._run_in_pieces(pieces, 0, stream, send, recv)
+        return self._run_in_pieces(pieces, 0, stream, send, recv, wait)
 
-    def barrier(self, *, timeout: float | None = None) -> None:
+    @overload
+    def barrier(self, *, timeout: float | None = None, wait: Literal[True] = True) -> None: ...
+    @overload
+    def barrier(self, *, timeout: float | None = None, wait: Literal[False]) -> Work[None]: ...
+    def barrier(self, *, timeout: float | None = None, wait: bool = True) -> Any:
         """Return when every rank has called barrier.
 
         Raises NcclTimeoutError after `timeout` seconds: the barrier then stays outstanding, and the
         communicator stays usable. Otherwise raises as `all_reduce` does.
         """
-        self._calls.barrier(timeout)
+        return self._calls.barrier(timeout, wait)
 
     # --- one-sided ---
 
+    @overload
     def put_signal(
         self,
         array: Array,
@@ -384,7 +791,35 @@ class Operations:
         byte_offset: int | None = None,
         context: int = 0,
         stream: Any = None,
-    ) -> None:
+        wait: Literal[True] = True,
+    ) -> None: ...
+    @overload
+    def put_signal(
+        self,
+        array: Array,
+        peer: int,
+        window: Window,
+        offset: int = 0,
+        signal: int = 0,
+        *,
+        byte_offset: int | None = None,
+        context: int = 0,
+        stream: Any = None,
+        wait: Literal[False],
+    ) -> Work[None]: ...
+    def put_signal(
+        self,
+        array: Array,
+        peer: int,
+        window: Window,
+        offset: int = 0,
+        signal: int = 0,
+        *,
+        byte_offset: int | None = None,
+        context: int = 0,
+        stream: Any = None,
+        wait: bool = True,
+    ) -> Any:
         """Write an array into a rank's part of a window, then increment its signal (ncclPutSignal).
 
         The rank makes no matching call: it waits with `wait_signal`, and then sees the data. `offset` counts
@@ -396,16 +831,27 @@ class Operations:
         Raises TypeError or ValueError if the put does not fit into the window of `peer`, NcclInvalidUsage if
         the window is closed, and otherwise as `all_reduce` does.
         """
-        self._one_sided.put(array, peer, window, offset, byte_offset, signal, context, stream)
+        return self._one_sided.put(array, peer, window, offset, byte_offset, signal, context, stream, wait)
 
-    def signal(self, peer: int, signal: int = 0, *, context: int = 0, stream: Any = None) -> None:
+    @overload
+    def signal(
+        self, peer: int, signal: int = 0, *, context: int = 0, stream: Any = None, wait: Literal[True] = True
+    ) -> None: ...
+    @overload
+    def signal(
+        self, peer: int, signal: int = 0, *, context: int = 0, stream: Any = None, wait: Literal[False]
+    ) -> Work[None]: ...
+    def signal(
+        self, peer: int, signal: int = 0, *, context: int = 0, stream: Any = None, wait: bool = True
+    ) -> Any:
         """Increment a signal of a rank, after the earlier puts to it (ncclSignal, NCCL >= 2.29.2).
 
         On a GPU `stream=None` is the current stream of the library of the newest window's array. Raises as
         `all_reduce` does.
         """
-        self._one_sided.signal(peer, signal, context, stream)
+        return self._one_sided.signal(peer, signal, context, stream, wait)
 
+    @overload
     def wait_signal(
         self,
         peer: int | Mapping[int, int],
@@ -414,7 +860,29 @@ class Operations:
         *,
         context: int = 0,
         stream: Any = None,
-    ) -> None:
+        wait: Literal[True] = True,
+    ) -> None: ...
+    @overload
+    def wait_signal(
+        self,
+        peer: int | Mapping[int, int],
+        count: int = 1,
+        signal: int = 0,
+        *,
+        context: int = 0,
+        stream: Any = None,
+        wait: Literal[False],
+    ) -> Work[None]: ...
+    def wait_signal(
+        self,
+        peer: int | Mapping[int, int],
+        count: int = 1,
+        signal: int = 0,
+        *,
+        context: int = 0,
+        stream: Any = None,
+        wait: bool = True,
+    ) -> Any:
         """Wait until `peer` has incremented a signal of this rank `count` times (ncclWaitSignal).
 
         `peer` may be a dict of ranks and their counts; an empty one waits for nothing. A wait takes the
@@ -423,7 +891,7 @@ class Operations:
         and how many increments were expected and (CPU library) have arrived; otherwise raises as `signal`
         does.
         """
-        self._one_sided.wait(peer, count, signal, context, stream)
+        return self._one_sided.wait(peer, count, signal, context, stream, wait)
 
     # --- reductions ---
 

@@ -8,6 +8,7 @@ from typing import Any, Concatenate, ParamSpec
 from pynccl._comm.core import INTERRUPTED
 from pynccl._comm.operations import Operations
 from pynccl._comm.recording import Recording
+from pynccl._comm.work import Work, issued_later, part
 from pynccl._device import streams
 from pynccl._library.binding import fastcall, lib
 from pynccl._values import check_list
@@ -26,6 +27,29 @@ class _Run(fastcall.Call):
         self._recording = recording
         self._stream = stream
         self.result = result
+
+    def _call_with(self, *args: object, wait: object = True, **others: object) -> Any:
+        """Run with arguments: the C call path takes none."""
+        if args or others:
+            given = repr(args[0]) if args else next(iter(others))
+            raise TypeError(f"{self!r} got the argument {given}; expected none but wait")
+        return self._run_later() if issued_later(wait, *self._recording.cores()) else self()
+
+    def _run_later(self) -> Work[Any]:
+        """Run without waiting."""
+        recording, uses = self._recording, self._recording.streams()
+        for core, stream in uses:
+            core.outside_captures("wait=False", [stream])
+            core.keep(stream, (self,))
+        answer = None
+        try:
+            answer = lib.pynccl_list_run(recording.calls, 0)
+            recording.finish(answer, later=True)
+        except BaseException:
+            if answer is None:
+                recording.let_go()
+            raise
+        return Work(recording.name(), [part(core, stream) for core, stream in uses], self.result)
 
     @property
     def stream(self) -> Any:

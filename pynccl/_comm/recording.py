@@ -50,6 +50,10 @@ class Recording:
         found = (cores.get(address_of(use.comm)) for use in self._uses() if use.first)
         return [core for core in found if core is not None]
 
+    def streams(self) -> list[tuple[Core, int]]:
+        """Return each communicator and stream of the calls."""
+        return [(cores[address_of(use.comm)], int(use.stream)) for use in self._uses()]
+
     def waits(self) -> list[tuple[Core, int]]:
         """Return each communicator and stream that a run must wait for."""
         return [(cores[address_of(use.comm)], int(use.stream)) for use in self._uses() if use.wait]
@@ -57,8 +61,8 @@ class Recording:
     def _uses(self) -> list[Any]:
         return [self.calls.uses[i] for i in range(self.calls.use_count)]
 
-    def finish(self, result: int) -> None:
-        """Complete a run that returned `result`: wait for its streams, or raise its error.
+    def finish(self, result: int, later: bool = False) -> None:
+        """Complete a run that returned `result`: wait for its streams unless `later`, or raise its error.
 
         If this raises, the caller calls `let_go`.
         """
@@ -68,7 +72,7 @@ class Recording:
             lib.pynccl_list_leave(self.calls)
         elif result == IN_PROGRESS:
             try:
-                self._settle()
+                self._settle(later)
             except BaseException:
                 self._keep()
                 raise
@@ -80,14 +84,14 @@ class Recording:
         if lib.pynccl_list_leave_mine(self.calls):
             self._keep()
 
-    def _settle(self) -> None:
+    def _settle(self, later: bool) -> None:
         for core in self.cores():
             with core.alone():
                 core.settle(self.name())
                 for use in self._uses():
-                    if use.comm == core.c and not use.wait:
+                    if use.comm == core.c and (later or not use.wait):
                         lib.pynccl_watch_issued(core.c, use.stream)
-        for core, stream in self.waits():
+        for core, stream in [] if later else self.waits():
             with core.alone():
                 core.wait(stream, self.name(), None)
 

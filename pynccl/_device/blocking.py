@@ -12,6 +12,7 @@ from typing import Generic, TypeVar, cast
 from pynccl import capi
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.binding import lib
+from pynccl._timeouts import shown
 from pynccl._trace.recorder import dump_because
 
 T = TypeVar("T")
@@ -176,7 +177,7 @@ def bounded(
         running.abandon()
         raise
     if not in_time and running.give_up():
-        text = f"{what} took longer than {timeout:.5g} s"
+        text = f"{what} took longer than {shown(timeout)} s"
         dump_because("timeout", text)
         raise NcclTimeoutError(text, function=what)
     return running.result()

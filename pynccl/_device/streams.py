@@ -12,7 +12,7 @@ from pynccl._device.devices import device_to_use, on_device
 from pynccl._errors import NcclInvalidArgument, NcclTimeoutError
 from pynccl._library import cuda, loader
 from pynccl._library.status import IN_PROGRESS, check
-from pynccl._timeouts import check_timeout
+from pynccl._timeouts import check_timeout, shown
 from pynccl._trace.recorder import dump_because
 
 if TYPE_CHECKING:
@@ -83,15 +83,16 @@ def wait_cuda(comm: Callable[[], int], stream: int, deadline: float | None) -> b
         raise_async_error(comm())
         return False
 
-    return _poll(done, deadline)
+    return poll(done, deadline)
 
 
 def wait_ready(comm: Callable[[], int], deadline: float | None) -> bool:
     """Wait until a non-blocking communicator is ready; return False after the deadline."""
-    return _poll(lambda: raise_async_error(comm()) != IN_PROGRESS, deadline)
+    return poll(lambda: raise_async_error(comm()) != IN_PROGRESS, deadline)
 
 
-def _poll(done: Callable[[], bool], deadline: float | None) -> bool:
+def poll(done: Callable[[], bool], deadline: float | None) -> bool:
+    """Ask until the answer is True; return False after the deadline."""
     pause = 0.0
     while not done():
         if deadline is not None and time.monotonic() >= deadline:
@@ -183,7 +184,7 @@ class Stream(_Owned):
     def _wait(self, deadline: float | None) -> bool:
         if self._cpu:
             return wait_cpu(lambda: 0, self.handle, deadline)
-        return _poll(lambda: cuda.stream_query(self.handle), deadline)
+        return poll(lambda: cuda.stream_query(self.handle), deadline)
 
     def wait_event(self, event: Event) -> None:
         """Make the later work of this stream wait for an event."""
@@ -219,13 +220,13 @@ class Event(_Owned):
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait until the event has completed; raise NcclTimeoutError after `timeout` seconds."""
-        _wait_for(lambda deadline: _poll(self.query, deadline), timeout, "Event.synchronize")
+        _wait_for(lambda deadline: poll(self.query, deadline), timeout, "Event.synchronize")
 
 
 def _wait_for(wait: Callable[[float | None], bool], timeout: float | None, what: str) -> None:
     timeout = check_timeout(timeout, zero=True)
     deadline = None if timeout is None else time.monotonic() + timeout
     if not wait(deadline):
-        text = f"{what} took longer than {timeout:.5g} s"
+        text = f"{what} took longer than {shown(timeout)} s"
         dump_because("timeout", text)
         raise NcclTimeoutError(text, function=what)

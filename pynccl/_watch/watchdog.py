@@ -137,10 +137,15 @@ class Watch:
         if error is not None:
             raise error
 
-    def cause(self, error: NcclError) -> NcclError:
+    def patience(self, error: NcclError) -> int:
+        """Return how many milliseconds after an error of the library its verdict may come."""
+        if not self.c.watch:
+            return 0
+        return DEATH_MS if error.result in BY_DEATH else _REPORT_MS if error.result in _BY_REPORT else 0
+
+    def cause(self, error: NcclError, wait_ms: int | None = None) -> NcclError:
         """Return the verdict that explains an error of the library, or the error itself."""
-        wait = DEATH_MS if error.result in BY_DEATH else _REPORT_MS if error.result in _BY_REPORT else 0
-        found = self.verdict(wait)
+        found = self.verdict(self.patience(error) if wait_ms is None else wait_ms)
         if found is None:
             lib.pynccl_watch_library_failed(self.c)
             found = self.verdict()

@@ -44,6 +44,14 @@ int pynccl_leave_mine(pynccl_comm* comm) {
   return 1;
 }
 
+void pynccl_comm_reached(pynccl_comm* comm, uintptr_t stream, uint64_t position) {
+  // Only the thread in the communicator writes its records. If another thread is in it, the next event that
+  // is reached completes them.
+  if (!comm->trace || pynccl_enter_anyway(comm)) return;
+  pynccl_trace_complete(comm->trace, stream, position, 0);
+  pynccl_leave(comm);
+}
+
 // A stream that the library refused may not exist.
 static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream, int result) {
   if (result && result != ncclInProgress) return;
@@ -467,9 +475,9 @@ static void pynccl_trace_list(pynccl_list* list, uint64_t now) {
       pynccl_trace_call(list->calls[i].comm->trace, &list->calls[i], now, group);
 }
 
-static void pynccl_trace_list_result(const pynccl_list* list, int result, uint64_t end) {
+static void pynccl_trace_list_result(const pynccl_list* list, int result, int waits, uint64_t end) {
   int waited = list->use_count > 0;
-  for (int i = 0; i < list->use_count; ++i) waited &= list->uses[i].wait;
+  for (int i = 0; i < list->use_count; ++i) waited &= waits & list->uses[i].wait;
   for (int i = 0; i < list->use_count; ++i) {
     const pynccl_use* use = &list->uses[i];
     pynccl_trace* t = use->comm->trace;
@@ -491,12 +499,12 @@ static void pynccl_tally_list(const pynccl_list* list, int result, uint64_t tick
   }
 }
 
-int pynccl_list_run(pynccl_list* list) {
+int pynccl_list_run(pynccl_list* list, int may_wait) {
   if (pynccl_recording) {
     const int r = pynccl_list_extend(pynccl_recording, list);
     return r ? r : PYNCCL_RECORDED;
   }
-  if (list->count == 1 && !list->grouped) return pynccl_issue_alone(list->calls, list->uses->wait);
+  if (list->count == 1 && !list->grouped) return pynccl_issue_alone(list->calls, may_wait & list->uses->wait);
   int r = pynccl_list_enter(list, pynccl_enter);
   if (r) return r;
   // Announce on all communicators before waiting on any.
@@ -514,28 +522,28 @@ int pynccl_list_run(pynccl_list* list) {
   }
   const int traced = pynccl_is_traced(list);
   int waits = 0;
-  for (int i = 0; i < list->use_count; ++i) waits |= list->uses[i].wait;
+  for (int i = 0; i < list->use_count; ++i) waits |= may_wait & list->uses[i].wait;
   const uint64_t begin = traced || waits ? pynccl_ticks() : 0;
   if (traced) pynccl_trace_list(list, begin);
   if (list->count) r = pynccl_group_run(list, NULL);
   for (int i = 0; i < list->use_count; ++i) {
     const pynccl_use* use = &list->uses[i];
     pynccl_use_stream(use->comm, use->stream, r);
-    if (use->comm->watch && !use->wait && !r) pynccl_watch_issued(use->comm, use->stream);
+    if (use->comm->watch && !(may_wait & use->wait) && !r) pynccl_watch_issued(use->comm, use->stream);
   }
   for (int i = 0; i < list->use_count; ++i)
     if (list->uses[i].comm->watch) pynccl_watch_end(list->uses[i].comm);
   for (int i = 0; i < list->use_count && !r; ++i)
-    if (list->uses[i].wait) r = pynccl_wait(list->uses[i].comm->handle, list->uses[i].stream);
+    if (may_wait & list->uses[i].wait) r = pynccl_wait(list->uses[i].comm->handle, list->uses[i].stream);
   const uint64_t end = waits ? pynccl_ticks() : 0;
-  if (traced) pynccl_trace_list_result(list, r, end);
-  pynccl_tally_list(list, r, end - begin);
+  if (traced) pynccl_trace_list_result(list, r, may_wait, end);
+  pynccl_tally_list(list, r, waits ? end - begin : 0);
   if (r != PYNCCL_WAITING) pynccl_list_leave(list);
   return r;
 }
 
 int pynccl_list_run_recorded(pynccl_list* list) {
-  const int r = pynccl_list_run(list);
+  const int r = pynccl_list_run(list, 1);
   if (!r) pynccl_list_clear(list);
   return r;
 }

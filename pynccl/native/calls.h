@@ -56,6 +56,9 @@ void pynccl_leave(pynccl_comm* comm);
 int pynccl_leave_mine(pynccl_comm* comm);
 int pynccl_list_leave_mine(pynccl_list* list);
 
+// The calls on a stream are complete that were recorded up to a position.
+void pynccl_comm_reached(pynccl_comm* comm, uintptr_t stream, uint64_t position);
+
 // Issue a copy of a template with these buffers and this stream. `wait` (a host array without a stream):
 // return when the call is complete, or PYNCCL_WAITING after SLICE_MS. The short form uses the communicator's
 // default stream.
@@ -69,7 +72,8 @@ int pynccl_list_extend(pynccl_list* list, const pynccl_list* more);
 // Declare that the list no longer changes except for its stream: the recorder keeps one record for each run.
 void pynccl_list_digest(pynccl_list* list);
 int pynccl_list_set_stream(pynccl_list* list, uintptr_t stream);
-int pynccl_list_run(pynccl_list* list);
+// `may_wait` is 0: return without waiting, where the list's calls wait otherwise.
+int pynccl_list_run(pynccl_list* list, int may_wait);
 void pynccl_list_clear(pynccl_list* list);
 // Run a list; empty it on success.
 int pynccl_list_run_recorded(pynccl_list* list);

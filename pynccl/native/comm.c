@@ -26,9 +26,11 @@ void pynccl_comm_abandon(pynccl_comm* comm, uintptr_t stream) {
 
 void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream) {
   pynccl_comm_abandon(comm, stream);
-  if (comm->trace) pynccl_trace_complete(comm->trace, stream, 0);
+  if (comm->trace) pynccl_trace_complete(comm->trace, stream, comm->trace->next, 0);
 }
 
 void pynccl_comm_failed(pynccl_comm* comm, uintptr_t stream, int result) {
-  if (comm->trace) pynccl_trace_complete(comm->trace, stream, result);
+  if (comm->trace) pynccl_trace_complete(comm->trace, stream, comm->trace->next, result);
 }
+
+uint64_t pynccl_comm_position(const pynccl_comm* comm) { return comm->trace ? comm->trace->next : 0; }

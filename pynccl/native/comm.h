@@ -39,3 +39,5 @@ void pynccl_comm_forget(pynccl_comm* comm, uintptr_t stream);
 // The stream does not exist any more: what has become of its calls is unknown.
 void pynccl_comm_abandon(pynccl_comm* comm, uintptr_t stream);
 void pynccl_comm_failed(pynccl_comm* comm, uintptr_t stream, int result);
+// The position of the next call's record.
+uint64_t pynccl_comm_position(const pynccl_comm* comm);

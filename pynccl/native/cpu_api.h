@@ -15,8 +15,13 @@ ncclResult_t pyncclCpuStreamSynchronize(ncclComm_t comm, cudaStream_t stream, in
 ncclResult_t pyncclCpuStreamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEvent_t event); // since 2.32.3
 ncclResult_t pyncclCpuEventCreate(cudaEvent_t* event); // since 2.32.3
 ncclResult_t pyncclCpuEventDestroy(cudaEvent_t event); // since 2.32.3
+// The event's result is then that of the communicator's work before it on the stream; success without one.
 ncclResult_t pyncclCpuEventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream); // since 2.32.3
+// No thread will wait for the event: the stream's thread starts with the work immediately.
 ncclResult_t pyncclCpuEventQuery(cudaEvent_t event); // since 2.32.3
+// When the event has happened, write the number 1 of 8 bytes to a descriptor, which must not block: an eventfd.
+// The library keeps a duplicate; the newest descriptor replaces an earlier one.
+ncclResult_t pyncclCpuEventNotify(cudaEvent_t event, int descriptor); // since 2.32.3
 ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs); // since 2.32.3
 
 // The kind of the last error of a communicator, or of this thread if `comm` is NULL: 1 if the ranks called

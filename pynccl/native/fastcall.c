@@ -64,20 +64,28 @@ static int handle(Call* self, int result) {
   return 0;
 }
 
+// A call with arguments, which Python handles.
+static PyObject* call_with(Call* self, PyObject* const* args, size_t flags, PyObject* names) {
+  PyObject* method = PyObject_GetAttrString((PyObject*)self, "_call_with");
+  PyObject* result = method ? PyObject_Vectorcall(method, args, PyVectorcall_NARGS(flags), names) : NULL;
+  Py_XDECREF(method);
+  return result;
+}
+
 static PyObject* call(PyObject* callable, PyObject* const* args, size_t flags, PyObject* names) {
   Call* self = (Call*)callable;
   if (PyVectorcall_NARGS(flags) || (names && PyTuple_GET_SIZE(names)))
-    return PyErr_Format(PyExc_TypeError, "a prepared call takes no arguments");
+    return call_with(self, args, flags, names);
   if (!self->calls) return PyErr_Format(PyExc_RuntimeError, "this call was never prepared");
   // Read once: every access of a thread-local costs a call.
   pynccl_list* recording = innermost();
   int result;
   if (recording) {
     // The call is only appended to a list: keep the GIL.
-    result = pynccl_list_run(self->calls);
+    result = pynccl_list_run(self->calls, 1);
   } else {
     PyThreadState* thread = PyEval_SaveThread();
-    result = pynccl_list_run(self->calls);
+    result = pynccl_list_run(self->calls, 1);
     PyEval_RestoreThread(thread);
   }
   if (result == PYNCCL_RECORDED && recording) {

@@ -1,7 +1,8 @@
 #include "markers.h"
 
 static int pynccl_event_done(const pynccl_watch* w, uintptr_t event) {
-  return (w->is_cpu ? pyncclCpuEventQuery(event) : cuEventQuery(event)) == 0;
+  // The CPU library returns the error of the work before the event.
+  return w->is_cpu ? pyncclCpuEventQuery(event) != ncclInProgress : cuEventQuery(event) == 0;
 }
 
 static int pynccl_event_new(const pynccl_watch* w, uintptr_t* event) {

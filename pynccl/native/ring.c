@@ -123,9 +123,9 @@ void pynccl_trace_keep(int count) { pynccl_kept = count; }
 
 // --- writing -----------------------------------------------------------------------------------------------
 
-void pynccl_trace_complete(pynccl_trace* t, uintptr_t stream, int result) {
+void pynccl_trace_complete(pynccl_trace* t, uintptr_t stream, uint64_t end, int result) {
   const uint64_t now = pynccl_ticks(), oldest = pynccl_trace_oldest(t, t->next);
-  for (uint64_t i = t->next; i-- > oldest;) {
+  for (uint64_t i = end; i-- > oldest;) {
     pynccl_entry* record = pynccl_trace_at(t, i);
     if (record->stream != stream || record->kind > PYNCCL_PLAN) continue;
     const enum pynccl_state state = pynccl_state_of(record);

@@ -120,8 +120,8 @@ pynccl_instant pynccl_clock(void);
 void pynccl_trace_start_clock(void);
 int pynccl_no_dump(void);
 void pynccl_trace_close(pynccl_trace* t);
-// All calls on the stream are complete, or have failed with `result`.
-void pynccl_trace_complete(pynccl_trace* t, uintptr_t stream, int result);
+// All calls on the stream before the position `end` are complete, or have failed with `result`.
+void pynccl_trace_complete(pynccl_trace* t, uintptr_t stream, uint64_t end, int result);
 
 // Give a ring the calls that a plan's runs stand for. The ring keeps them until no record refers to them.
 void pynccl_digest_add(pynccl_trace* t, pynccl_digest* digest);

@@ -155,9 +155,9 @@ def test_wrong_arguments(rank: int, nranks: int) -> None:
         op = comm.prepare.all_reduce(np.zeros(4))
         assert repr(op) == "<pynccl.Prepared ncclAllReduce>"
         call: Any = op
-        with pytest.raises(TypeError, match="a prepared call takes no arguments"):
+        with pytest.raises(TypeError, match="got the argument 1; expected none but wait"):
             call(1)
-        with pytest.raises(TypeError, match="a prepared call takes no arguments"):
+        with pytest.raises(TypeError, match="got the argument stream; expected none but wait"):
             call(stream=0)
         wrong: Any = [op, comm.all_reduce]
         with pytest.raises(TypeError, match=r"calls\[1\] is .*; expected a Prepared or a Plan"):

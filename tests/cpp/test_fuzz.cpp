@@ -1,6 +1,7 @@
 // Every exported function with handles, enums, counts, ranks and sizes that make no sense. Pointers are valid
 // or NULL, sizes of structs true, and nothing waits for a second rank: what is left may neither crash nor
 // hang.
+#include <sys/eventfd.h>
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -353,6 +354,9 @@ struct Calls {
     CALL(cudaEvent_t e = f.event(); return f.ended(pyncclCpuEventDestroy(e), f.events_, e, Fuzz::new_event));
     CALL(return pyncclCpuEventRecord(f.comm(), f.event(), f.stream()));
     CALL(return pyncclCpuEventQuery(f.event()));
+    CALL(static const int descriptor = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+         const int given[] = {descriptor, descriptor, 0, -1, 1 << 30};
+         return pyncclCpuEventNotify(f.event(), given[f.below(5)]));
     CALL(return pyncclCpuEventSynchronize(f.event(), int64_t(f.below(20))));
   }
   static void params(std::vector<Fuzz::Call>& calls) {

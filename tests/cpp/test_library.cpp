@@ -1,5 +1,7 @@
 // The CPU library as a C program uses it, with ranks as threads and as forked processes; built with the
 // sanitizers in CI, so it touches every path on which threads or processes meet.
+#include <poll.h>
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -267,6 +269,63 @@ TEST_CASE("a mismatch reaches every rank") {
     CHECK_EQ(int(ncclAllReduce(x, y, 4, ncclFloat32, ncclSum, comm, nullptr)), int(ncclInvalidUsage));
     CHECK(is_mismatch(nullptr));
     OK(ncclCommAbort(comm));
+  });
+}
+
+TEST_CASE("an event has the result of its communicator's work before it") {
+  const ncclUniqueId id = new_id();
+  as_threads(2, [&](int r) {
+    ncclComm_t comm;
+    OK(ncclCommInitRank(&comm, 2, id, r));
+    cudaStream_t stream;
+    OK(pyncclCpuStreamCreate(&stream));
+    cudaEvent_t before, after, of_nobody;
+    for (cudaEvent_t* e : {&before, &after, &of_nobody}) OK(pyncclCpuEventCreate(e));
+    float x[8] = {};
+    OK(ncclAllReduce(x, x, 4, ncclFloat32, ncclSum, comm, stream));
+    OK(pyncclCpuEventRecord(comm, before, stream));
+    OK(ncclAllReduce(x, x, 4 + r, ncclFloat32, ncclSum, comm, stream));
+    OK(pyncclCpuEventRecord(comm, after, stream));
+    OK(pyncclCpuEventRecord(nullptr, of_nobody, stream));
+    CHECK_EQ(int(pyncclCpuEventSynchronize(after, -1)), int(ncclInvalidUsage));
+    // Also after a wait has returned the error.
+    CHECK_EQ(int(pyncclCpuStreamSynchronize(comm, stream, -1)), int(ncclInvalidUsage));
+    OK(pyncclCpuEventQuery(before));
+    CHECK_EQ(int(pyncclCpuEventQuery(after)), int(ncclInvalidUsage));
+    OK(pyncclCpuEventQuery(of_nobody));
+    OK(pyncclCpuEventRecord(comm, before, stream));
+    CHECK_EQ(int(pyncclCpuEventSynchronize(before, -1)), int(ncclInvalidUsage));
+    for (cudaEvent_t e : {before, after, of_nobody}) OK(pyncclCpuEventDestroy(e));
+    OK(pyncclCpuStreamDestroy(stream));
+    OK(ncclCommAbort(comm));
+  });
+}
+
+TEST_CASE("an event writes to an eventfd") {
+  thread_ranks(2, [](World w) {
+    const int mine = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), unused = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    auto told = [](int fd, int ms) {
+      pollfd p = {fd, POLLIN, 0};
+      uint64_t value = 0;
+      return poll(&p, 1, ms) == 1 && read(fd, &value, sizeof value) == sizeof value && value == 1;
+    };
+    cudaEvent_t event;
+    OK(pyncclCpuEventCreate(&event));
+    OK(pyncclCpuEventNotify(event, mine));  // never recorded: it has happened
+    CHECK(told(mine, 0));
+    float x = 1;
+    OK(ncclAllReduce(&x, &x, 1, ncclFloat32, ncclSum, w.comm, nullptr));
+    OK(pyncclCpuEventRecord(w.comm, event, nullptr));
+    OK(pyncclCpuEventNotify(event, unused));
+    OK(pyncclCpuEventNotify(event, mine));
+    CHECK(told(mine, 20000));
+    OK(pyncclCpuEventQuery(event));
+    CHECK(!told(mine, 0));
+    const int blocks = eventfd(0, EFD_CLOEXEC);
+    for (int bad : {-1, 1 << 30, blocks})
+      CHECK_EQ(int(pyncclCpuEventNotify(event, bad)), int(ncclInvalidArgument));
+    for (int fd : {mine, unused, blocks}) close(fd);
+    OK(pyncclCpuEventDestroy(event));
   });
 }
 

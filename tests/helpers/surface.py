@@ -50,7 +50,18 @@ INTS = frozenset(
             "result",
         ),
         *("revokeFlags", "shrinkFlags", "winFlags", "flags", "sigIdx", "ctx", "datatype", "op"),
-        *("thread", "on", "purpose", "lsaRank", "mode", "peerCft", "peerWorld", "maxElts", "maxEltSize"),
+        *(
+            "thread",
+            "on",
+            "purpose",
+            "lsaRank",
+            "mode",
+            "peerCft",
+            "peerWorld",
+            "maxElts",
+            "maxEltSize",
+            "descriptor",
+        ),
         *("nBarriers", "nBlocks", "nSlots", "size_log2"),
     )
 )

@@ -212,6 +212,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuEventDestroy": (2, 32, 3),
     "pyncclCpuEventRecord": (2, 32, 3),
     "pyncclCpuEventQuery": (2, 32, 3),
+    "pyncclCpuEventNotify": (2, 32, 3),
     "pyncclCpuEventSynchronize": (2, 32, 3),
     "pyncclCpuGetErrorKind": (2, 32, 3),
     "pyncclCpuIsGone": (2, 32, 3),

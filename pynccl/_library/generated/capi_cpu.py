@@ -98,6 +98,12 @@ def pyncclCpuEventQuery(event: int) -> int:
     return r
 
 
+def pyncclCpuEventNotify(event: int, descriptor: int) -> int:
+    if r := _library.pyncclCpuEventNotify(event, descriptor):
+        _check(r, "pyncclCpuEventNotify")
+    return r
+
+
 def pyncclCpuEventSynchronize(event: int, timeoutMs: int) -> int:
     if r := _library.pyncclCpuEventSynchronize(event, timeoutMs):
         _check(r, "pyncclCpuEventSynchronize")

@@ -1,4 +1,9 @@
 // This library's own additions to the C API: streams and events.
+#include <fcntl.h>
+
+#include <cerrno>
+#include <cstring>
+
 #include "base/device.hpp"
 #include "base/guard.hpp"
 #include "calls/issue.hpp"
@@ -38,6 +43,13 @@ ncclResult_t create_stream(cudaStream_t* stream, unsigned int flags, const char*
       Domain::of(default_device(), 0)->create(!(flags & kNonBlocking), flags & kAttended);
   *stream = static_cast<cudaStream_t>(handles<Stream>().add(std::move(made)));
   return ncclSuccess;
+}
+
+// What stands for the record of an event that was never recorded.
+std::shared_ptr<Recording> happened_before() {
+  auto recording = std::make_shared<Recording>();
+  recording->happen(ncclSuccess);
+  return recording;
 }
 
 }  // namespace
@@ -133,6 +145,7 @@ ncclResult_t pyncclCpuEventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream
     if (!s || !e) return ncclInvalidArgument;
     auto recording = std::make_shared<Recording>();
     recording->stream = s;
+    recording->comm_serial = serial_of(comm);
     std::lock_guard<std::mutex> lock(issue_lock());
     Node node;
     node.kind = Node::Record;
@@ -150,7 +163,33 @@ ncclResult_t pyncclCpuEventQuery(cudaEvent_t event) {
     std::shared_ptr<Event> e = find_handle<Event>(event, "pyncclCpuEventQuery");
     if (!e) return ncclInvalidArgument;
     std::shared_ptr<Recording> newest = e->newest();
-    return !newest || newest->has_happened() ? ncclSuccess : ncclInProgress;
+    if (!newest) return ncclSuccess;
+    const ncclResult_t r = newest->state();
+    std::shared_ptr<Stream> s = r == ncclInProgress ? newest->stream.lock() : nullptr;
+    if (s) s->hurry();
+    return r;
+  });
+}
+
+ncclResult_t pyncclCpuEventNotify(cudaEvent_t event, int descriptor) {
+  const char* function = "pyncclCpuEventNotify";
+  return guarded(function, [&] {
+    std::shared_ptr<Event> e = find_handle<Event>(event, function);
+    if (!e) return ncclInvalidArgument;
+    const int flags = fcntl(descriptor, F_GETFL);
+    if (flags >= 0 && !(flags & O_NONBLOCK))
+      return fail(ncclInvalidArgument, "%s: descriptor %d blocks, expected O_NONBLOCK", function, descriptor);
+    const int own = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
+    if (own < 0)
+      return fail(errno == EBADF ? ncclInvalidArgument : ncclSystemError, "%s: descriptor %d: %s", function,
+                  descriptor, strerror(errno));
+    std::shared_ptr<Recording> newest = e->newest();
+    if (!newest) newest = happened_before();
+    newest->notify(own);
+    // The event may have happened in between.
+    if (newest->has_happened()) newest->notify(-1);
+    if (std::shared_ptr<Stream> s = newest->stream.lock()) s->hurry();
+    return ncclSuccess;
   });
 }
 
@@ -159,7 +198,11 @@ ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs) {
     std::shared_ptr<Event> e = find_handle<Event>(event, "pyncclCpuEventSynchronize");
     if (!e) return ncclInvalidArgument;
     std::shared_ptr<Recording> newest = e->newest();
-    return newest ? await(*newest, deadline_of(timeoutMs)) : ncclSuccess;
+    if (!newest) return ncclSuccess;
+    // As in a wait for the stream, this thread runs the work.
+    std::shared_ptr<Stream> s = newest->stream.lock();
+    const ncclResult_t r = s ? s->drive(newest->number, deadline_of(timeoutMs)) : ncclSuccess;
+    return r == ncclInProgress ? r : await(*newest, deadline_of(timeoutMs));
   });
 }
 

@@ -1,6 +1,8 @@
 // Events: positions in the work of a stream.
 #pragma once
 
+#include <unistd.h>
+
 #include <memory>
 #include <mutex>
 
@@ -14,13 +16,29 @@ class Stream;
 struct Recording {
   std::atomic<bool> happened{false};
   Doorbell bell;
-  std::weak_ptr<Stream> stream;  // the recorded stream
-  uint64_t number = 0;           // the number of its nodes before the record
-  void happen() {
-    happened.store(true, std::memory_order_release);
+  std::weak_ptr<Stream> stream;       // the recorded stream
+  uint64_t number = 0;                // the number of its nodes up to the record
+  uint64_t comm_serial = 0;           // 0: the errors of no communicator count
+  ncclResult_t result = ncclSuccess;  // of the communicator's work on the stream before the record
+  std::atomic<int> notified{-1};      // a descriptor of its own, to write to when it happens
+  ~Recording() { notify(-1); }
+  void happen(ncclResult_t r) {
+    result = r;
+    happened.store(true);
     bell.ring();
+    notify(-1);
   }
-  bool has_happened() const { return happened.load(std::memory_order_acquire); }
+  // Exchanges the descriptor. Writes to the old one if the event has happened, and closes it.
+  void notify(int descriptor) {
+    const int old = notified.exchange(descriptor);
+    const uint64_t one = 1;
+    if (old >= 0 && has_happened() && write(old, &one, sizeof one) < 0) {
+      // It is full: its reader has enough to read.
+    }
+    if (old >= 0) close(old);
+  }
+  bool has_happened() const { return happened.load(); }
+  ncclResult_t state() const { return has_happened() ? result : ncclInProgress; }
 };
 
 class Event {

@@ -1,5 +1,7 @@
 #include "streams/stream.hpp"
 
+#include <algorithm>
+
 #include "base/threads.hpp"
 #include "streams/domain.hpp"
 
@@ -9,7 +11,7 @@ namespace {
 // How long the stream's thread leaves new work to a caller that waits; grows if callers do.
 constexpr int64_t kLeastGraceNs = 100 * 1000, kMostGraceNs = 2000 * 1000;
 constexpr int kIdleTicks = 20;
-constexpr size_t kMostErrors = 64;  // errors that no caller has taken
+constexpr size_t kMostErrors = 64;
 
 }  // namespace
 
@@ -63,10 +65,13 @@ void Stream::push(Nodes nodes) noexcept {
 
 ncclResult_t await(Recording& recording, Deadline deadline) {
   std::shared_ptr<Stream> stream = recording.stream.lock();
-  if (stream && stream->attended()) return stream->drive(recording.number, deadline);
+  if (stream && stream->attended()) {
+    ncclResult_t r = stream->drive(recording.number, deadline);
+    return r == ncclSuccess ? recording.result : r;
+  }
   for (;;) {
     uint32_t seen = recording.bell.look();
-    if (recording.has_happened()) return ncclSuccess;
+    if (recording.has_happened()) return recording.result;
     int64_t ns = until(deadline, kSliceNs);
     if (ns == 0) return ncclInProgress;
     recording.bell.wait(seen, ns);
@@ -76,10 +81,10 @@ ncclResult_t await(Recording& recording, Deadline deadline) {
 ncclResult_t Stream::run(Node& node, Deadline deadline) {
   switch (node.kind) {
     case Node::Record:
-      node.recording->happen();
+      node.recording->happen(error_of(node.recording->comm_serial));
       return ncclSuccess;
     case Node::Wait:
-      return await(*node.recording, deadline);
+      return await(*node.recording, deadline) == ncclInProgress ? ncclInProgress : ncclSuccess;
     case Node::After:
       return node.stream->drive(node.number, deadline);
     default:
@@ -100,20 +105,36 @@ ncclResult_t Stream::run_task(Node& node, Deadline deadline) {
 void Stream::note_errors(const Task& task) {
   for (auto& [serial, result] : task.errors()) {
     std::lock_guard<std::mutex> lock(queue_mutex_);
-    if (errors_.size() < kMostErrors) errors_.emplace(serial, result);
+    if (errors_.size() == kMostErrors) {
+      auto taken = [](const auto& one) { return one.second.taken; };
+      auto old = std::find_if(errors_.begin(), errors_.end(), taken);
+      if (old != errors_.end()) errors_.erase(old);
+    }
+    auto it = errors_.find(serial);
+    if (it != errors_.end())
+      it->second.taken = false;
+    else if (errors_.size() < kMostErrors)
+      errors_.emplace(serial, Error{result, false});
     failed_.store(true);
   }
+}
+
+ncclResult_t Stream::error_of(uint64_t comm_serial) {
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  auto it = errors_.find(comm_serial);
+  return it == errors_.end() ? ncclSuccess : it->second.result;
 }
 
 ncclResult_t Stream::take_error(uint64_t comm_serial) {
   if (!failed_.load()) return ncclSuccess;
   std::lock_guard<std::mutex> lock(queue_mutex_);
-  auto it = comm_serial == kAnyone ? errors_.begin() : errors_.find(comm_serial);
-  if (it == errors_.end()) return ncclSuccess;
-  ncclResult_t r = it->second;
-  errors_.erase(it);
-  failed_.store(!errors_.empty());
-  return r;
+  auto waits = [](const auto& one) { return !one.second.taken; };
+  auto it = comm_serial == kAnyone ? std::find_if(errors_.begin(), errors_.end(), waits)
+                                   : errors_.find(comm_serial);
+  if (it == errors_.end() || it->second.taken) return ncclSuccess;
+  it->second.taken = true;
+  failed_.store(std::any_of(errors_.begin(), errors_.end(), waits));
+  return it->second.result;
 }
 
 ncclResult_t Stream::drive(uint64_t target, Deadline deadline) {

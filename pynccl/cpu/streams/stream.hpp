@@ -77,6 +77,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   ncclResult_t synchronize(Deadline deadline, uint64_t comm_serial);
   // Returns and clears the error of a communicator's work on this stream; kAnyone: of any communicator.
   ncclResult_t take_error(uint64_t comm_serial);
+  // No caller will run the work: the stream's thread starts with it immediately.
+  void hurry() { stopping_.ring(); }
   static constexpr uint64_t kAnyone = 0;
 
  private:
@@ -86,6 +88,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void work();
   void close();
   void note_errors(const Task& task);
+  ncclResult_t error_of(uint64_t comm_serial);
   Domain& domain_;  // lives while work can be pushed
   const bool blocking_, attended_;
   bool ended_ = false;
@@ -93,13 +96,17 @@ class Stream : public std::enable_shared_from_this<Stream> {
   Nodes queue_;
   std::atomic<uint64_t> enqueued_{0}, completed_{0};
   std::atomic<bool> failed_{false};
-  std::map<uint64_t, ncclResult_t> errors_;  // by the communicator's serial; under queue_mutex_
+  struct Error {
+    ncclResult_t result;
+    bool taken;
+  };
+  std::map<uint64_t, Error> errors_;  // by the communicator's serial; under queue_mutex_
   alignas(kCacheLine) Doorbell arrivals_, completions_, stopping_;
   std::atomic<bool> stop_{false};
   bool working_ = false;
 };
 
-// Waits until the event has happened; ncclInProgress at the deadline.
+// Waits until the event has happened, and returns its result; ncclInProgress at the deadline.
 ncclResult_t await(Recording& recording, Deadline deadline);
 
 template <>
