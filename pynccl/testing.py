@@ -28,6 +28,8 @@ __all__ = ["RankError", "RankTimeout", "run"]
 # Seconds for the other ranks to end after a rank failed: long enough to report the failure too.
 _GRACE = 5.0
 _WORKER = "from pynccl.testing import _work; _work()"
+# The file that this rank imports to find its function.
+_importing: str | None = None
 
 
 class RankError(RuntimeError):
@@ -61,7 +63,8 @@ def run(
 ) -> list[Any]:
     """Call `fn(rank, nranks, *args)` in one new process for each rank; return the results in rank order.
 
-    A new process finds `fn` by its name in its module or file. With cloudpickle installed any function works,
+    A new process finds `fn` by its name in its module or file, which it imports: a script calls `run` under
+    `if __name__ == "__main__":`. With cloudpickle installed any function works,
     also from notebooks and standard input, and lambdas. `backend` is "auto" (the CPU library without an
     NVIDIA driver) or a value for PYNCCL_LIBRARY. `env` adds variables. No process is left running afterwards.
 
@@ -69,6 +72,12 @@ def run(
     RankError instead, and the other ranks continue. Raises RankTimeout after `timeout` seconds, and TypeError
     or ValueError for wrong arguments.
     """
+    if _importing is not None:
+        # The rank's own call would start ranks again, which import the file again, and so on.
+        raise RuntimeError(
+            f"pynccl.testing.run is called while a rank imports {_importing} to find its function; expected "
+            'the call under if __name__ == "__main__":, since every rank runs the rest of the file'
+        )
     if isinstance(nranks, bool) or not isinstance(nranks, int):
         raise TypeError(f"nranks is {nranks!r}; expected an int before the function: run(4, fn)")
     if nranks < 1:
@@ -272,7 +281,10 @@ def _dumps_error(error: BaseException, dumps: Callable[[Any], bytes]) -> bytes:
 
 def _find(module_name: str, file: str, qualname: str) -> Callable[..., Any]:
     """Return the function of this name from the parent's file."""
+    global _importing
+    _importing = file
     found: Any = _import(module_name, file)
+    _importing = None
     for part in qualname.split("."):
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]

@@ -241,6 +241,15 @@ class Arguments:
             raise ValueError(f"{name} is {values}; expected whole numbers, 0 or more")
         return values
 
+    def room(self, send: Any, recv: Any, counts: Any, name: str, rank: int | None = None) -> Any:
+        """Return `recv`, or a new array for the counts: for all of them, or for that of one rank."""
+        if recv is not None:
+            return recv
+        if send is None:
+            raise TypeError("send and recv are None; expected an array for at least one of them")
+        each = self.counts(counts, name)
+        return self._new(send, (sum(each) if rank is None else each[rank],))
+
     def parts(
         self, other: Span, whole: Span, name: str, counts: list[int], why: str
     ) -> list[tuple[int, int, int]]:

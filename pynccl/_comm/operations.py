@@ -530,20 +530,30 @@ class Operations:
 
     @overload
     def all_gather_v(
-        self, send: Array, recv: R, counts: Sequence[int], stream: Any = None, *, wait: Literal[True] = True
-    ) -> R: ...
+        self,
+        send: A,
+        recv: A | None,
+        counts: Sequence[int],
+        stream: Any = None,
+        *,
+        wait: Literal[True] = True,
+    ) -> A: ...
     @overload
     def all_gather_v(
-        self, send: Array, recv: R, counts: Sequence[int], stream: Any = None, *, wait: Literal[False]
-    ) -> Work[R]: ...
+        self, send: A, recv: A | None, counts: Sequence[int], stream: Any = None, *, wait: Literal[False]
+    ) -> Work[A]: ...
     def all_gather_v(
-        self, send: Array, recv: R, counts: Sequence[int], stream: Any = None, *, wait: bool = True
+        self, send: A, recv: A | None, counts: Sequence[int], stream: Any = None, *, wait: bool = True
     ) -> Any:
         """Collect `counts[i]` elements of each rank i on every rank, in rank order.
 
-        It makes grouped broadcasts. In place if `send` is this rank's part of `recv`. Raises as `all_reduce`
-        does.
+        Counts are elements, not rows, and a new `recv` has one axis, here and in the other operations with
+        counts. It makes grouped broadcasts. In place if `send` is this rank's part of `recv`. Raises as
+        `all_reduce` does.
         """
+
+        with self._calls.locating():
+            recv = self._arguments.room(send, recv, counts, "counts")
 
         def pieces() -> list[Piece]:
             check = self._arguments
@@ -561,29 +571,29 @@ class Operations:
     @overload
     def reduce_scatter_v(
         self,
-        send: Array,
-        recv: R,
+        send: A,
+        recv: A | None,
         counts: Sequence[int],
         op: Op = "sum",
         stream: Any = None,
         *,
         wait: Literal[True] = True,
-    ) -> R: ...
+    ) -> A: ...
     @overload
     def reduce_scatter_v(
         self,
-        send: Array,
-        recv: R,
+        send: A,
+        recv: A | None,
         counts: Sequence[int],
         op: Op = "sum",
         stream: Any = None,
         *,
         wait: Literal[False],
-    ) -> Work[R]: ...
+    ) -> Work[A]: ...
     def reduce_scatter_v(
         self,
-        send: Array,
-        recv: R,
+        send: A,
+        recv: A | None,
         counts: Sequence[int],
         op: Op = "sum",
         stream: Any = None,
@@ -594,6 +604,9 @@ class Operations:
 
         It makes grouped reductions. Raises as `all_reduce` does.
         """
+
+        with self._calls.locating():
+            recv = self._arguments.room(send, recv, counts, "counts", self._core.rank)
 
         def pieces() -> list[Piece]:
             check = self._arguments
@@ -611,29 +624,29 @@ class Operations:
     @overload
     def gather_v(
         self,
-        send: Array,
-        recv: R | None,
+        send: A,
+        recv: A | None,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
         *,
         wait: Literal[True] = True,
-    ) -> R | None: ...
+    ) -> A | None: ...
     @overload
     def gather_v(
         self,
-        send: Array,
-        recv: R | None,
+        send: A,
+        recv: A | None,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
         *,
         wait: Literal[False],
-    ) -> Work[R | None]: ...
+    ) -> Work[A | None]: ...
     def gather_v(
         self,
-        send: Array,
-        recv: R | None,
+        send: A,
+        recv: A | None,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
@@ -645,6 +658,10 @@ class Operations:
         Returns None on the other ranks. Raises as `all_reduce` does.
         """
         here = root == self._core.rank
+
+        if here:
+            with self._calls.locating():
+                recv = self._arguments.room(send, recv, counts, "counts")
 
         def pieces() -> list[Piece]:
             check = self._arguments
@@ -664,29 +681,29 @@ class Operations:
     @overload
     def scatter_v(
         self,
-        send: Array | None,
-        recv: R,
+        send: A | None,
+        recv: A | None,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
         *,
         wait: Literal[True] = True,
-    ) -> R: ...
+    ) -> A: ...
     @overload
     def scatter_v(
         self,
-        send: Array | None,
-        recv: R,
+        send: A | None,
+        recv: A | None,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
         *,
         wait: Literal[False],
-    ) -> Work[R]: ...
+    ) -> Work[A]: ...
     def scatter_v(
         self,
-        send: Array | None,
-        recv: R,
+        send: A | None,
+        recv: A | None,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
@@ -698,6 +715,9 @@ class Operations:
         On other ranks than the root, `send` may be None. Raises as `all_reduce` does.
         """
         here = root == self._core.rank
+
+        with self._calls.locating():
+            recv = self._arguments.room(send, recv, counts, "counts", self._core.rank)
 
         def pieces() -> list[Piece]:
             check = self._arguments
@@ -717,30 +737,30 @@ class Operations:
     @overload
     def all_to_all_v(
         self,
-        send: Array,
+        send: A,
         send_counts: Sequence[int],
-        recv: R,
+        recv: A | None,
         recv_counts: Sequence[int],
         stream: Any = None,
         *,
         wait: Literal[True] = True,
-    ) -> R: ...
+    ) -> A: ...
     @overload
     def all_to_all_v(
         self,
-        send: Array,
+        send: A,
         send_counts: Sequence[int],
-        recv: R,
+        recv: A | None,
         recv_counts: Sequence[int],
         stream: Any = None,
         *,
         wait: Literal[False],
-    ) -> Work[R]: ...
+    ) -> Work[A]: ...
     def all_to_all_v(
         self,
-        send: Array,
+        send: A,
         send_counts: Sequence[int],
-        recv: R,
+        recv: A | None,
         recv_counts: Sequence[int],
         stream: Any = None,
         *,
@@ -750,6 +770,9 @@ class Operations:
 
         The two arrays must not overlap. Raises as `all_reduce` does.
         """
+
+        with self._calls.locating():
+            recv = self._arguments.room(send, recv, recv_counts, "recv_counts")
 
         def pieces() -> list[Piece]:
             check = self._arguments

@@ -20,6 +20,8 @@ SECONDS = 60.0
 _SLICE_MS = 100
 # Seconds to wait for the report of a death after an error of the library, and for the proof of a death.
 _LATE, _PROOF = 1.0, 2.5
+# Seconds within which a rank that can be reached sends a heartbeat, and between two looks.
+_RESPONSE, _RESPONSE_STEP = 1.2, 0.01
 # Seconds that a rank with the last decision waits for the other ranks to have it.
 _LINGER = 1.0
 _ETIMEDOUT = 110
@@ -54,10 +56,10 @@ class Survivors:
         self.watch, self.quorum, self.final, self.doing = watch, quorum, final, doing
         self.kind, self.attempt = kind, attempt
         self.me, self.size = watch.rank, watch.size
-        # After a failure, excluded ranks count as unreachable, and so do those that an earlier shrink named;
-        # else they are only left out.
+        # After a failure excluded ranks count as unreachable, and so do those that do not respond or that a
+        # failed shrink has named; else they are only left out.
         named = set_of(excluded)
-        self.blamed = self.lost = named if watch.verdict() is not None else named & watch.suspects
+        self.blamed = self.lost = named if watch.verdict() is not None else self._unreachable(named)
         self.excluded = named & ~self.lost
         self.ended = 0
         self.states: list[State] = []
@@ -69,6 +71,25 @@ class Survivors:
         self.decided = 0
         self.began = time.monotonic()
         self.word = Word()
+
+    def _unreachable(self, named: int) -> int:
+        """Return the ranks that do not respond, or that a failed shrink has named.
+
+        Their failure may be known to another communicator only, for example to one that was split from this.
+        """
+        deadline, unsure = time.monotonic() + _RESPONSE, named & ~self.watch.suspects
+        heard = {rank: self._heard(rank) for rank in ranks_in(unsure)}
+        respond = 0
+        while unsure and time.monotonic() < deadline:
+            time.sleep(_RESPONSE_STEP)
+            fates = self._fates()
+            silent = set_of(r for r in ranks_in(unsure) if fates[r] & (_GONE | _SILENT | _REASON))
+            respond |= set_of(r for r in ranks_in(unsure & ~silent) if self._heard(r) != heard[r])
+            unsure &= ~(silent | respond)
+        return named & ~respond
+
+    def _heard(self, rank: int) -> int:
+        return lib.pynccl_watch_heard(self.watch.c, rank)
 
     def _tag(self, kind: int, number: int = 0) -> int:
         return self.attempt << 32 | number << 8 | kind

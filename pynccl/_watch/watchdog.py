@@ -35,6 +35,8 @@ BY_DEATH = (1, 2, 3, 6)
 DEATH_MS, _REPORT_MS = 1500, 400
 _BY_REPORT = (5, 8)
 _CLAIM_MS = 5000
+# The purpose of pyncclCpuExchange.
+_CHANNEL = 3
 # Mask of the reason with which a rank has left, in the fate of a rank.
 _REASON = 7
 
@@ -206,9 +208,10 @@ class Watch:
         self, handle: Handle, mine: bytes, deadline: float | None, look: Look | None = None
     ) -> list[bytes]:
         """Exchange bytes of equal length between all ranks through the library."""
-        size = len(mine)
+        # In numbers of 64 bits.
+        size = -len(mine) % 8 + len(mine)
         data = np.zeros((self.size, size), np.uint8)
-        data[self.rank] = np.frombuffer(mine, np.uint8)
+        data[self.rank, : len(mine)] = np.frombuffer(mine, np.uint8)
 
         def live() -> int:
             look_outside()
@@ -228,11 +231,15 @@ class Watch:
                 finally:
                     cuda.memory_free(pointer)
                     cuda.stream_destroy(stream)
-        return [bytes(row) for row in data]
+        return [bytes(row[: len(mine)]) for row in data]
 
     def _all_gather(self, pointer: int, size: int, stream: int, deadline: float | None, live: Handle) -> None:
         mine = pointer + self.rank * size
-        capi.ncclAllGather(mine, pointer, size, int(DataType.UINT8), live(), stream)
+        if self.c.waits:
+            # A mismatch then names the control channel.
+            capi.pyncclCpuExchange(mine, pointer, size // 8, _CHANNEL, live(), stream)
+        else:
+            capi.ncclAllGather(mine, pointer, size, int(DataType.UINT8), live(), stream)
         wait = streams.wait_cpu if self.c.waits else streams.wait_cuda
         if not (streams.wait_ready(live, deadline) and wait(live, stream, deadline)):
             raise NcclTimeoutError(

@@ -18,6 +18,7 @@ from pynccl import _host, capi
 from pynccl._errors import BootstrapError, NcclError, RankFailedError
 from pynccl._library import cuda, loader
 from pynccl._types import UniqueId
+from pynccl._watch import check_mode
 
 _LONGEST_TEXT = 4096
 _MOST_NAMED = 32
@@ -167,8 +168,8 @@ def gather_facts(device: int | None, local_rank: int | None, timed: bool) -> Fac
     info = loader.library_info()
     cpu = info.backend == "cpu"
     variables = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-    if (check := os.environ.get(_CHECK, "0")) not in ("", "0"):
-        variables[_CHECK] = check
+    if check_mode.enabled():
+        variables[_CHECK] = "1"
     devices = () if cpu else tuple(map(cuda.device_uuid, range(cuda.device_count())))
     shared = not cpu or bool(os.environ.get("PYNCCL_CPU_DEVICES"))
     facts = Facts(

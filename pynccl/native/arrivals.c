@@ -14,6 +14,13 @@ static void pynccl_keep_frame(pynccl_peer* p, const pynccl_frame* frame) {
   pthread_cond_broadcast(&pynccl_watchdog.changed);
 }
 
+// Another rank has lost a rank. If this one does not hear of it either, all ranks must know before any
+// decides.
+static void pynccl_confirm(pynccl_watch* w, int reporter, int lost) {
+  const int rank = lost == w->rank ? reporter : lost;
+  if (rank != w->rank && pynccl_silent(&w->peers[rank], SILENCE_NS - BEAT_NS)) pynccl_report_loss(w, rank);
+}
+
 static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
   pynccl_peer* p = &w->peers[from];
   f->text[sizeof f->text - 1] = f->kind == FRAME_MESSAGE ? f->text[sizeof f->text - 1] : 0;
@@ -30,11 +37,13 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
       if (f->number >= (uint64_t)w->size) break;
       w->peers[f->number].named = 1;
       pynccl_note_lost(w, from, (int)f->number);
+      pynccl_confirm(w, from, (int)f->number);
       break;
     case FRAME_LOST:
       if (f->code >= (uint32_t)w->size || f->number >= (uint64_t)w->size) break;
       // Pass it on: the sender cannot tell the other end.
       if (pynccl_note_lost(w, (int)f->code, (int)f->number)) pynccl_send_frame(w, (int)f->number, f);
+      pynccl_confirm(w, (int)f->code, (int)f->number);
       break;
     case FRAME_TEXT:
       if (!p->report && !(p->report = calloc(1, PYNCCL_MOST_TEXT))) break;

@@ -218,6 +218,12 @@ static int pynccl_wait(uintptr_t comm, uintptr_t stream) {
 
 static int pynccl_append(pynccl_list* list, const pynccl_call* call, int wait);
 
+// Whether ranks have failed or have not come. In the trace, a call that waits for them stays outstanding.
+static int pynccl_misses_ranks(pynccl_comm* comm) {
+  const int trouble = pynccl_watch_verdict(comm, NULL, 0);
+  return trouble == PYNCCL_RANKS_FAILED || trouble == PYNCCL_TIMED_OUT;
+}
+
 // Issue one call outside a group; enters the communicator.
 static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
   pynccl_comm* comm = call->comm;
@@ -225,15 +231,17 @@ static inline int pynccl_issue_alone(const pynccl_call* call, int wait) {
   const uint64_t now = trace || wait ? pynccl_ticks() : 0;
   int r = pynccl_enter(comm);
   if (r) return r;
+  // Before the announcement: check mode may wait there.
+  pynccl_entry* record = trace ? pynccl_trace_call(trace, call, now, 0) : NULL;
   if (comm->watch) {
     r = pynccl_watch_announce(comm, call, 1);
     if (!r) r = pynccl_watch_begin(comm, call, 1);
     if (r) {
+      if (record && !pynccl_misses_ranks(comm)) pynccl_trace_result(record, ncclInvalidUsage, 0);
       pynccl_leave(comm);
       return r;
     }
   }
-  pynccl_entry* record = trace ? pynccl_trace_call(trace, call, now, 0) : NULL;
   r = pynccl_run(call);
   pynccl_use_stream(comm, call->stream, r);
   if (comm->watch) {
@@ -507,6 +515,12 @@ int pynccl_list_run(pynccl_list* list, int may_wait) {
   if (list->count == 1 && !list->grouped) return pynccl_issue_alone(list->calls, may_wait & list->uses->wait);
   int r = pynccl_list_enter(list, pynccl_enter);
   if (r) return r;
+  const int traced = pynccl_is_traced(list);
+  int waits = 0;
+  for (int i = 0; i < list->use_count; ++i) waits |= may_wait & list->uses[i].wait;
+  const uint64_t begin = traced || waits ? pynccl_ticks() : 0;
+  // Before the announcements: check mode may wait there.
+  if (traced) pynccl_trace_list(list, begin);
   // Announce on all communicators before waiting on any.
   for (int i = 0; i < list->use_count && !r; ++i)
     if (list->uses[i].first && list->uses[i].comm->watch)
@@ -517,14 +531,12 @@ int pynccl_list_run(pynccl_list* list, int may_wait) {
   if (r) {
     for (int i = 0; i < list->use_count; ++i)
       if (list->uses[i].comm->watch) pynccl_watch_end(list->uses[i].comm);
+    int missing = 0;
+    for (int i = 0; i < list->use_count; ++i) missing |= pynccl_misses_ranks(list->uses[i].comm);
+    if (traced && !missing) pynccl_trace_list_result(list, ncclInvalidUsage, 0, 0);
     pynccl_list_leave(list);
     return r;
   }
-  const int traced = pynccl_is_traced(list);
-  int waits = 0;
-  for (int i = 0; i < list->use_count; ++i) waits |= may_wait & list->uses[i].wait;
-  const uint64_t begin = traced || waits ? pynccl_ticks() : 0;
-  if (traced) pynccl_trace_list(list, begin);
   if (list->count) r = pynccl_group_run(list, NULL);
   for (int i = 0; i < list->use_count; ++i) {
     const pynccl_use* use = &list->uses[i];

@@ -46,6 +46,12 @@ int pynccl_note_lost(pynccl_watch* w, int rank, int other) {
   return 1;
 }
 
+void pynccl_report_loss(pynccl_watch* w, int rank) {
+  if (!pynccl_note_lost(w, w->rank, rank)) return;
+  const pynccl_frame lost = {.kind = FRAME_LOST, .code = (uint32_t)w->rank, .number = (uint64_t)rank};
+  pynccl_tell_all(w, &lost);
+}
+
 void pynccl_hang_up(pynccl_watch* w, int rank) {
   pynccl_peer* p = &w->peers[rank];
   if (p->socket < 0) return;
@@ -60,9 +66,7 @@ void pynccl_hang_up(pynccl_watch* w, int rank) {
   p->output_bytes = 0;
   pthread_cond_broadcast(&pynccl_watchdog.changed);
   if (!w->listed || p->departure) return;
-  pynccl_note_lost(w, w->rank, rank);
-  const pynccl_frame lost = {.kind = FRAME_LOST, .code = (uint32_t)w->rank, .number = (uint64_t)rank};
-  pynccl_tell_all(w, &lost);
+  pynccl_report_loss(w, rank);
 }
 
 void pynccl_push(pynccl_watch* w, int rank) {
@@ -217,6 +221,15 @@ void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates) {
                                (p->ended ? PYNCCL_ENDED : 0));
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);
+}
+
+int64_t pynccl_watch_heard(pynccl_comm* comm, int rank) {
+  pynccl_watch* w = comm->watch;
+  if (!w || rank < 0 || rank >= w->size) return 0;
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  const int64_t heard = w->peers[rank].heard;
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
+  return heard;
 }
 
 int pynccl_watch_send(pynccl_comm* comm, int rank, uint64_t tag, const char* data, size_t size) {

@@ -126,6 +126,8 @@ int pynccl_has_lost(const pynccl_watch* w, int rank, int other);
 // Note that a rank cannot reach another one. Which of the two has failed is decided after GRACE_NS, when all
 // ranks have reported. Returns whether this is new.
 int pynccl_note_lost(pynccl_watch* w, int rank, int other);
+// Note that this rank cannot reach another one, and tell all, once.
+void pynccl_report_loss(pynccl_watch* w, int rank);
 void pynccl_hang_up(pynccl_watch* w, int rank);
 void pynccl_seal_with(pynccl_watch* w, const pynccl_sealing* sealing);
 size_t pynccl_wire_bytes(const pynccl_watch* w);

@@ -32,7 +32,7 @@ ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone); // since 2.3
 // How many increments of a signal have come from a rank that no wait has taken yet.
 ncclResult_t pyncclCpuSignalCount(ncclComm_t comm, int peer, int sigIdx, int ctx, uint64_t* count); // since 2.32.3
 // An all_gather of `count` int64 numbers that matches only a call with the same `purpose`: 1 before a window is
-// registered, 2 before one is deregistered.
+// registered, 2 before one is deregistered, 3 to open the control channel of a time-out.
 ncclResult_t pyncclCpuExchange(const void* sendbuff, void* recvbuff, size_t count, int purpose, ncclComm_t comm, cudaStream_t stream); // since 2.32.3
 // Wait until the puts and signals of all ranks have arrived that completed before; every rank must call it.
 ncclResult_t pyncclCpuQuiet(ncclComm_t comm); // since 2.32.3

@@ -220,6 +220,16 @@ int pynccl_unsure(const pynccl_watch* w, int64_t late) {
   return 0;
 }
 
+int pynccl_report_silence(pynccl_watch* w) {
+  int silent = 0;
+  for (int r = 0; r < w->size; ++r) {
+    if (r == w->rank || !pynccl_silent(&w->peers[r], SILENCE_NS)) continue;
+    pynccl_report_loss(w, r);
+    ++silent;
+  }
+  return silent;
+}
+
 static uint64_t pynccl_calls_of(const pynccl_watch* w, int rank) {
   return rank == w->rank ? pynccl_calls(w) : w->peers[rank].calls;
 }

@@ -15,6 +15,8 @@ void pynccl_conclude_failed(pynccl_watch* w);
 // Whether a rank may still prove that it responds: it has sent nothing since `late`, and is not silent long
 // enough to be named.
 int pynccl_unsure(const pynccl_watch* w, int64_t late);
+// Tell the others which ranks are silent, and return how many.
+int pynccl_report_silence(pynccl_watch* w);
 // Say why a call took too long: name silent ranks, or what every rank has called.
 void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v);
 

@@ -91,6 +91,8 @@ int pynccl_watch_connected(pynccl_comm* comm);
 // For every rank its departure, and the bits of pynccl_fate.
 enum pynccl_fate { PYNCCL_GONE = 8, PYNCCL_SILENT = 16, PYNCCL_ENDED = 32 };
 void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates);
+// When the last frame of a rank arrived, in nanoseconds for which the watchdog has listened.
+int64_t pynccl_watch_heard(pynccl_comm* comm, int rank);
 // Set the pids of the ranks and their start times from /proc; 0: not visible here. A process that ends soon
 // after its connection is PYNCCL_ENDED. One that ends later may have continued without this rank before.
 int pynccl_watch_processes(pynccl_comm* comm, const int* pids, const uint64_t* starts);

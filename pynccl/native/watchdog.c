@@ -72,7 +72,9 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
     return;
   }
   if (!w->late) w->late = pynccl_watchdog.awake;
-  if (pynccl_unsure(w, w->late)) return;
+  if (pynccl_unsure(w, w->late) || pynccl_report_silence(w)) return;
+  // Other ranks may report at their time-out.
+  if (w->connected && pynccl_watchdog.awake - w->late < 2 * BEAT_NS) return;
   char what[1024] = "";
   const double seconds = (double)w->timeout / 1e9;
   if (inside)
@@ -377,7 +379,11 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int publish, pynccl
   if (!w) return PYNCCL_FINE;
   pthread_mutex_lock(&pynccl_watchdog.lock);
   const int64_t late = pynccl_watchdog.awake, until = pynccl_now() + 10 * SILENCE_NS;
-  while ((w->dying || pynccl_unsure(w, late)) && !w->verdict.trouble && pynccl_now() < until) {
+  for (;;) {
+    const int silent = publish && !pynccl_unsure(w, late) && pynccl_report_silence(w);
+    const int early = publish && w->connected && pynccl_watchdog.awake - late < 2 * BEAT_NS;
+    if (w->verdict.trouble || pynccl_now() >= until) break;
+    if (!silent && !early && !w->dying && !pynccl_unsure(w, late)) break;
     const int64_t soon = pynccl_now() + TICK_MS * MS;
     pynccl_await(soon < until ? soon : until);
   }

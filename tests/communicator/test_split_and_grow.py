@@ -50,7 +50,7 @@ def fails_in_split(rank: int, nranks: int, victim: int, number: int, blocking: b
     pid = int(comm.all_gather(np.array([os.getpid()]))[victim][0])
     together(nranks)
     if rank == victim:
-        setattr(capi, "ncclAllGather", lambda *_: os.kill(os.getpid(), number))  # noqa: B010
+        setattr(capi, "pyncclCpuExchange", lambda *_: os.kill(os.getpid(), number))  # noqa: B010
     came = outcome(lambda: comm.split(rank % 2))
     together(nranks - 1, "over")
     comm.abort()
@@ -177,7 +177,7 @@ def joins(how: str, nranks: int, fresh: int, folder: str) -> None:
             if how == "dies while it joins":
                 threading.Timer(0.3, os._exit, [1]).start()
             else:
-                setattr(capi, "ncclAllGather", lambda *_: os._exit(1))  # noqa: B010
+                setattr(capi, "pyncclCpuExchange", lambda *_: os._exit(1))  # noqa: B010
             Communicator.join(place[0], uid, place[1], timeout=10)
             os._exit(0)
         os.waitpid(pid, 0)

@@ -571,7 +571,7 @@ def stopped_in_the_creation(rank: int, nranks: int, kind: str, where: str, port:
 
 @pytest.mark.parametrize("kind", METHODS)
 @pytest.mark.parametrize(
-    "function", ["ncclCommInitRank", pytest.param("ncclAllGather", marks=pytest.mark.slow)]
+    "function", ["ncclCommInitRank", pytest.param("pyncclCpuExchange", marks=pytest.mark.slow)]
 )
 def test_stopped_in_the_creation(kind: str, function: str, tmp_path: Path) -> None:
     first, stopped, last = testing.run(

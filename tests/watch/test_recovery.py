@@ -131,7 +131,7 @@ def in_the_middle(rank: int, nranks: int, second: int, where: str) -> list[int]:
         os.kill(os.getpid(), signal.SIGKILL)
     error = failure(comm.barrier)
     if rank == second:
-        for name in (SHRINK, "ncclCommInitRankConfig") if where == "creation" else ("ncclAllGather",):
+        for name in (SHRINK, "ncclCommInitRankConfig") if where == "creation" else ("pyncclCpuExchange",):
             setattr(capi, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     small = comm.shrink(exclude=error.ranks, abort=True)
     assert total(small)[0] == total(small)[1]
@@ -184,7 +184,7 @@ def dies_while_all_are_well(rank: int, nranks: int, where: str) -> list[int]:
     if rank == 1 and where == "before":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        name = SHRINK if where == "creation" else "ncclAllGather"
+        name = SHRINK if where == "creation" else "pyncclCpuExchange"
         setattr(capi, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     error = failure(comm.barrier) if rank == 3 else failure(lambda: comm.shrink(exclude=[3]))
     assert error.ranks == [1]
@@ -245,6 +245,43 @@ def test_one_side_goes_on_after_a_failed_shrink(stopped: int) -> None:
         assert other[1][0] == [0]
         assert other[1][1].startswith("partition: rank 1 cannot reach rank 0, which may be alive")
         assert late[-1] == ([], "goes on")
+
+
+def two_stop(rank: int, nranks: int, shrinks: str) -> tuple[list[int], str]:
+    """The last two ranks stop; the others shrink the communicator that failed, or an idle one."""
+    world = pynccl.init(timeout=2)
+    part = world.split(0)
+    assert part is not None
+    part.barrier()
+    together(nranks)
+    if rank >= nranks - 2:
+        if os.fork() == 0:
+            time.sleep(9)
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    error = failure(part.barrier)
+    comm = part if shrinks == "part" else world
+    try:
+        small = comm.shrink(exclude=error.ranks, abort=True)
+    except pynccl.RankFailedError as second:
+        return error.ranks, str(second)
+    left = small.all_gather(np.array([rank])).ravel().tolist()
+    small.destroy()
+    return error.ranks, f"goes on: {left}"
+
+
+@pytest.mark.parametrize("shrinks", ["part", "world"])
+@pytest.mark.parametrize("nranks", [5, 3])
+def test_two_ranks_stop(nranks: int, shrinks: str) -> None:
+    """Every other rank names both, and only a majority goes on, with the idle communicator, too."""
+    results = run(nranks, two_stop, shrinks, backend="cpu", check=False, timeout=50)
+    stopped = [nranks - 2, nranks - 1]
+    for named, outcome in results[:-2]:
+        assert named == stopped
+        assert (
+            outcome == "goes on: [0, 1, 2]" if nranks == 5 else outcome.startswith("partition: rank 0 cannot")
+        )
 
 
 def grows(rank: int, nranks: int, folder: str, timeout: float | None) -> tuple[int, int]:

@@ -184,7 +184,7 @@ def test_killed_rank(stage: str, victim: int, tmp_path: Path) -> None:
 
 def creates(rank: int, nranks: int, where: str, victim: int, folder: str) -> tuple[Outcome, bool]:
     if rank == victim:
-        name = "ncclCommInitRank" if where != "the channel" else "ncclAllGather"
+        name = "ncclCommInitRank" if where != "the channel" else "pyncclCpuExchange"
         original = getattr(capi, name)
 
         def fatal(*args: Any) -> Any:

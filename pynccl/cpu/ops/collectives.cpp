@@ -122,6 +122,6 @@ std::vector<int> Coll::missing() const {
   return phase_ == Phase::Matching ? matching_.missing() : std::vector<int>();
 }
 
-std::string Coll::str() const { return matching_.mine().str() + " #" + std::to_string(seq()); }
+std::string Coll::str() const { return matching_.mine().str() + " #" + std::to_string(matching_.number()); }
 
 }  // namespace pncpu

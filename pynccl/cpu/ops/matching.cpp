@@ -20,8 +20,14 @@ Step check_header(const Context& context, int from, const Header& theirs, uint64
                                              ": what it sends is corrupt");
 }
 
+static bool is_channel(const Header& call) {
+  return Func(call.func) == Func::AllGather && call.root == kChannelExchange;
+}
+
 void Matching::start(const Op& op, uint64_t seq, uint64_t windows, const std::vector<uint32_t>& lent) {
   size_t bytes = op.bytes();
+  // The exchange itself has the number of the program's next call.
+  if (is_channel(mine_)) ++uncounted_;
   send_ = static_cast<const char*>(op.send);
   mine_ = header_of(op, seq);
   mine_.windows = windows;
@@ -97,7 +103,7 @@ Step Matching::hear(int p, Peer& peer) {
 }
 
 Step Matching::mismatch(int from) {
-  std::string text = "collective #" + std::to_string(mine_.seq) + " differs between ranks:";
+  std::string text = "collective #" + std::to_string(number()) + " differs between ranks:";
   for (int p = 0; p < context_.nranks; ++p)
     if (p == from || peers_[size_t(p)].heard)
       text += (text.back() == ':' ? " rank " : "; rank ") + std::to_string(p) + " called " + header(p).str();

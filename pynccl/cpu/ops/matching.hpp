@@ -30,6 +30,8 @@ class Matching {
   const char* payload(int peer);
   void release();
   std::vector<int> missing() const;  // ranks whose header has not arrived
+  // The number of this call for messages.
+  uint64_t number() const { return mine_.seq - uncounted_; }
 
  private:
   struct Peer {
@@ -49,6 +51,7 @@ class Matching {
   const Context& context_;
   const char* send_ = nullptr;
   Header mine_;
+  uint64_t uncounted_ = 0;  // exchanges so far that programs do not count
   std::vector<Peer> peers_;
 };
 

@@ -29,8 +29,13 @@ Part part_for(Func func, int root, size_t bytes, int from, int to) {
 }
 
 std::string Header::str() const {
-  static const char* const exchanges[] = {"AllGather", "CommWindowRegister", "CommWindowDeregister"};
+  static const char* const exchanges[] = {
+      "AllGather", "CommWindowRegister", "CommWindowDeregister",
+      "the control channel (all ranks need timeout= or check mode, or none)"};
   if (Func(func) == Func::AllGather && root > 0 && root <= kLastExchange) return exchanges[root];
+  // The barrier of pynccl.Communicator.
+  if (Func(func) == Func::AllReduce && count == 1 && dtype == ncclUint8 && red == uint8_t(RedKind::Max))
+    return "AllReduce(count 1, uint8, max: a barrier)";
   std::string text = std::string(func_name(Func(func))) + "(count " + std::to_string(count) + ", " +
                      type_name(ncclDataType_t(dtype));
   if (reduces(Func(func)))
