@@ -21,6 +21,8 @@ RUNS = {
     "pynccl run -n 3 examples/key_value_cache.py": "rank 2 of 3: 64 blocks, 2097152 bytes, received",
     "pynccl run -n 4 examples/data_parallel.py": "epoch 20",
     "pynccl run -n 4 examples/data_parallel.py --check": "bitwise equal on 4 ranks",
+    "pynccl run -n 4 examples/tensor_parallel.py": "2 x 2 ranks, 4 heads each",
+    "pynccl run -n 4 examples/tensor_parallel.py --tensor 4": "1 x 4 ranks, 2 heads each",
     "python examples/survive.py": "all survivors and the new rank have finished",
     "python examples/survive.py -n 3 --seed 5": "all survivors and the new rank have finished",
     "mpirun -n 4 python examples/all_reduce.py": "rank 3 of 4: success",

@@ -1,0 +1,91 @@
+"""The examples of parallel training, against the whole computed by NumPy in one process.
+
+The right results are made of forward passes only: a complex step gives their gradients, to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensor_parallel
+
+import pynccl
+from pynccl.testing import run
+
+Arrays = dict[str, Any]
+STEP = 1e-30
+
+
+def gradient(loss: Callable[..., Any], arrays: Arrays) -> Arrays:
+    """Return the derivative of a loss by each element of each array."""
+    found = {}
+    for name, array in arrays.items():
+        found[name] = np.empty_like(array)
+        for i in np.ndindex(array.shape):
+            there = array.astype(complex)
+            there[i] += 1j * STEP
+            found[name][i] = loss(**{**arrays, name: there}).imag / STEP
+    return found
+
+
+def agree(ours: Any, right: Any) -> None:
+    assert ours.shape == right.shape
+    assert abs(right).max() > 1e-3, "nothing to compare"
+    np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-5 * abs(right).max())
+
+
+def softmax(scores: Any) -> Any:
+    chances = np.exp(scores - scores.real.max(axis=-1, keepdims=True))
+    return chances / chances.sum(axis=-1, keepdims=True)
+
+
+# --- tensor parallelism -------------------------------------------------------------------------------------
+
+
+def attention(q: Any, k: Any, v: Any, causal: bool = False) -> Any:
+    """One head: (length, columns)."""
+    scores = q @ k.T / q.shape[1] ** 0.5
+    if causal:
+        scores = np.where(np.tri(len(q), dtype=bool), scores, -1e30)
+    return softmax(scores) @ v
+
+
+def block(x: Any, query: Any, key: Any, value: Any, out: Any, up: Any, down: Any) -> Any:
+    """One sequence through a transformer block of eight heads."""
+    heads = zip(*(np.split(x @ w, 8, axis=1) for w in (query, key, value)), strict=True)
+    middle = x + np.concatenate([attention(*head) for head in heads], axis=1) @ out
+    return middle + np.tanh(middle @ up) @ down
+
+
+def tensor_rank(rank: int, nranks: int, tensor_size: int, weights: Arrays, x: Any, goal: Any) -> Arrays:
+    with pynccl.init(timeout=30) as comm:
+        grid = tensor_parallel.Grid(comm, tensor_size)
+        result = tensor_parallel.step(grid, weights, x, goal)
+        grid.destroy()
+        return result
+
+
+@pytest.mark.parametrize(
+    ("nranks", "tensor_size"), [(4, 2), (2, 2), *(pytest.param(4, t, marks=pytest.mark.slow) for t in (1, 4))]
+)
+def test_tensor_parallel(nranks: int, tensor_size: int) -> None:
+    random = np.random.default_rng(1)
+    shapes = dict.fromkeys(("query", "key", "value", "out"), (16, 16)) | {"up": (16, 8), "down": (8, 16)}
+    weights = {name: 0.3 * random.standard_normal(shape) for name, shape in shapes.items()}
+    x, goal = random.standard_normal((2, 4, 3, 16))
+
+    def loss(x: Any, **weights: Any) -> Any:
+        return sum(((block(s, **weights) - g) ** 2).sum() for s, g in zip(x, goal, strict=True)) / 2
+
+    right = gradient(loss, {"x": x, **weights})
+    right |= {"dx": right["x"], "y": np.array([block(s, **weights) for s in x])}
+    for rank, ours in enumerate(run(nranks, tensor_rank, tensor_size, weights, x, goal, backend="cpu")):
+        row, column = divmod(rank, tensor_size)
+        for name in ("y", "dx"):
+            agree(ours[name], np.split(right[name], nranks // tensor_size)[row])
+        for name in weights:
+            axis = 0 if name in ("out", "down") else 1
+            agree(ours[name], np.split(right[name], tensor_size, axis=axis)[column])
