@@ -37,5 +37,12 @@ def compare(comm: pynccl.Communicator, ours: Mapping[str, Array], expected: Mapp
 
 def divides(comm: pynccl.Communicator, name: str, value: int, parts: int) -> None:
     """End the program where `value` cannot be split evenly."""
-    if parts < 1 or value % parts:
+    if value % parts:
         raise SystemExit(f"rank {comm.rank}: {name} is {value}; expected a multiple of {parts}")
+
+
+def positive(text: str) -> int:
+    """Return the number of an option that counts something."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)

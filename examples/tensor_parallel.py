@@ -13,7 +13,7 @@ import argparse
 from typing import Any
 
 from all_reduce import array_module
-from comparison import compare, divides, normal
+from comparison import compare, divides, normal, positive
 
 import pynccl
 
@@ -146,7 +146,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--tensor", type=int, default=2, help="ranks that share a block; the others share the data"
+        "--tensor", type=positive, default=2, help="ranks that share a block; the others share the data"
     )
     args = parser.parse_args()
     with pynccl.init() as comm:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pipeline_parallel
 import pytest
 import tensor_parallel
 
@@ -89,3 +90,63 @@ def test_tensor_parallel(nranks: int, tensor_size: int) -> None:
         for name in weights:
             axis = 0 if name in ("out", "down") else 1
             agree(ours[name], np.split(right[name], tensor_size, axis=axis)[column])
+
+
+# --- pipeline parallelism -----------------------------------------------------------------------------------
+
+
+def layers(x: Any, weights: Any) -> Any:
+    for w in weights:
+        x = np.tanh(x @ w)
+    return x
+
+
+def pipeline_rank(rank: int, nranks: int, weights: Any, x: Any, goal: Any, count: int) -> Any:
+    parts = np.split(x, count), np.split(goal, count)
+    with pynccl.init(timeout=30) as comm:
+        return {name: pipeline_parallel.step(comm, name, weights, *parts)[:2] for name in ("gpipe", "1f1b")}
+
+
+MORE = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 3), (2, 1), (3, 2), (4, 4), (6, 7))]
+
+
+@pytest.mark.parametrize(("nranks", "count"), [(4, 6), *MORE])
+def test_pipeline_parallel(nranks: int, count: int) -> None:
+    random = np.random.default_rng(2)
+    weights = 0.8 * random.standard_normal((12, 2, 2))
+    # A message has 8320 bytes: more than the CPU library sends before the receiver comes.
+    x, goal = random.standard_normal((2, 520 * count, 2))
+
+    def losses(x: Any, weights: Any) -> Any:
+        return ((layers(x, weights) - goal) ** 2).sum(axis=1) / 2
+
+    right = gradient(lambda weights: losses(x, weights).sum(), {"weights": weights})["weights"]
+    # The loss of a sample depends on no other sample's row: one step for each column.
+    dx = np.stack([losses(x + 1j * STEP * column, weights).imag / STEP for column in np.eye(2)], axis=1)
+
+    every = run(nranks, pipeline_rank, weights, x, goal, count, backend="cpu")
+    for rank, both in enumerate(every):
+        assert both["gpipe"][1] == count and both["1f1b"][1] == min(count, nranks - rank)
+        for ours, _ in both.values():
+            agree(ours["gradients"], np.split(right, nranks)[rank])
+    for name in ("gpipe", "1f1b"):
+        agree(every[0][name][0]["dx"], dx)
+        agree(every[-1][name][0]["y"], layers(x, weights))
+
+
+def bubble_rank(rank: int, nranks: int) -> Any:
+    x, weights = list(np.ones((12, 1, 1))), np.ones((nranks, 1, 1))
+    with pynccl.init(timeout=30) as comm:
+        return {
+            (name, count): pipeline_parallel.step(comm, name, weights, x[:count], x[:count], 0.01)[2]
+            for name in ("gpipe", "1f1b")
+            for count in (1, 12)
+        }
+
+
+def test_bubble() -> None:
+    """Ranks wait as long as they must; how much longer depends on what else the machine does."""
+    bubbles = run(3, bubble_rank, backend="cpu")[0]
+    for name in ("gpipe", "1f1b"):
+        assert 0.9 * 2 / 3 < bubbles[name, 1] < 1
+        assert 0.9 * 2 / 14 < bubbles[name, 12] < bubbles[name, 1]
