@@ -38,6 +38,8 @@ def compare(comm: pynccl.Communicator, ours: Mapping[str, Array], expected: Mapp
 def divides(comm: pynccl.Communicator, name: str, value: int, parts: int) -> None:
     """End the program where `value` cannot be split evenly."""
     if value % parts:
+        # All ranks leave here. Aborted, the communicator would fail in those that have not yet come.
+        comm.destroy()
         raise SystemExit(f"rank {comm.rank}: {name} is {value}; expected a multiple of {parts}")
 
 

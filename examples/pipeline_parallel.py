@@ -152,13 +152,14 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=positive, default=8)
     parser.add_argument("--seconds", type=float, default=0.05, help="what each pass of a micro-batch takes")
     args = parser.parse_args()
-    with pynccl.init() as comm, comm.split(comm.rank) as alone:
+    with pynccl.init() as comm:
         xp, count = array_module(), args.micro_batches
         divides(comm, "the number of layers", LAYERS, comm.size)
         divides(comm, "the number of samples", BATCH, count)
         weights = xp.stack([normal(layer, WIDTH, WIDTH) for layer in range(LAYERS)])
         x, goal = (xp.split(normal(seed, BATCH, WIDTH), count) for seed in (20, 21))
-        whole, _, _ = step(alone, "gpipe", weights, [xp.concatenate(x)], [xp.concatenate(goal)])
+        with comm.split(comm.rank) as alone:
+            whole, _, _ = step(alone, "gpipe", weights, [xp.concatenate(x)], [xp.concatenate(goal)])
         for name in SCHEDULES:
             ours, held, bubble = step(comm, name, weights, x, goal, args.seconds)
             layers = xp.split(whole["gradients"], comm.size)[comm.rank]

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import mixture_of_experts
 import numpy as np
 import pipeline_parallel
 import pytest
+import sharded_optimizer
 import tensor_parallel
 
 import pynccl
@@ -32,10 +34,12 @@ def gradient(loss: Callable[..., Any], arrays: Arrays) -> Arrays:
     return found
 
 
-def agree(ours: Any, right: Any) -> None:
+def agree(ours: Any, right: Any, largest: float = 0.0) -> None:
+    """Compare a part with the right one, relative to the largest value, of the part or of the whole."""
+    largest = largest or abs(right).max()
     assert ours.shape == right.shape
-    assert abs(right).max() > 1e-3, "nothing to compare"
-    np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-5 * abs(right).max())
+    assert largest > 1e-3, "nothing to compare"
+    np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-5 * largest)
 
 
 def softmax(scores: Any) -> Any:
@@ -150,3 +154,80 @@ def test_bubble() -> None:
     for name in ("gpipe", "1f1b"):
         assert 0.9 * 2 / 3 < bubbles[name, 1] < 1
         assert 0.9 * 2 / 14 < bubbles[name, 12] < bubbles[name, 1]
+
+
+# --- sharded optimizer --------------------------------------------------------------------------------------
+
+
+def optimizer_rank(rank: int, nranks: int, weights: Any, x: Any, goal: Any) -> Any:
+    with pynccl.init(timeout=30) as comm:
+        optimizer = sharded_optimizer.train(comm, weights, x, goal, 6)
+        return optimizer.weights, optimizer.mean.size, optimizer.square.size
+
+
+@pytest.mark.parametrize("nranks", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_sharded_optimizer(nranks: int) -> None:
+    random = np.random.default_rng(3)
+    weights = 0.3 * random.standard_normal(10 * 21 + 21 * 3)
+    x, goal = random.standard_normal((24, 10)), random.standard_normal((24, 3))
+
+    def loss(weights: Any) -> Any:
+        y = np.tanh(x @ weights[:210].reshape(10, 21)) @ weights[210:].reshape(21, 3)
+        return ((y - goal) ** 2).sum() / 2 / 24
+
+    # Adam as its paper has it.
+    right, m, v = weights, 0.0, 0.0
+    for t in range(1, 7):
+        g = gradient(loss, {"weights": right})["weights"]
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        right = right - 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+
+    for ours, *state in run(nranks, optimizer_rank, weights, x, goal, backend="cpu"):
+        agree(ours - weights, right - weights)
+        assert state == 2 * [-(-273 // nranks)]
+
+
+# --- mixture of experts -------------------------------------------------------------------------------------
+
+
+SHAPES = {"router": (3, 4), "up": (4, 3, 5), "down": (4, 5, 3)}
+
+
+def mixture(x: Any, router: Any, up: Any, down: Any) -> Any:
+    """Every token by itself: the two likeliest experts, weighted by their chances."""
+    y = []
+    for token, chances in zip(x, softmax(x @ router), strict=True):
+        chosen = np.argsort(chances.real)[-2:]
+        y.append(sum(chances[e] * (np.tanh(token @ up[e]) @ down[e]) for e in chosen))
+    return np.array(y)
+
+
+def experts_rank(rank: int, nranks: int, weights: Arrays, x: Any, goal: Any) -> Any:
+    with pynccl.init(timeout=30) as comm:
+        return mixture_of_experts.step(comm, weights, x, goal)
+
+
+@pytest.mark.parametrize("nranks", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize("crowded", [False, True])
+def test_mixture_of_experts(nranks: int, crowded: bool) -> None:
+    random = np.random.default_rng(4)
+    weights = {name: random.standard_normal(shape) for name, shape in SHAPES.items()}
+    x, goal = random.standard_normal((2, 12, 3))
+    if crowded:
+        # All choose experts 0 and 1: other ranks have none.
+        x[:, 0], weights["router"][0] = 1, [20, 20, 0, 0]
+
+    def loss(**arrays: Any) -> Any:
+        return ((mixture(**arrays) - goal) ** 2).sum() / 2
+
+    right = gradient(loss, {"x": x, **weights})
+    right |= {"dx": right["x"], "y": mixture(x, **weights)}
+    every = run(nranks, experts_rank, weights, x, goal, backend="cpu")
+    for rank, (ours, _) in enumerate(every):
+        for name in ("y", "dx"):
+            agree(ours[name], np.split(right[name], nranks)[rank])
+        for name in ("up", "down"):
+            agree(ours[name], np.split(right[name], nranks)[rank], abs(right[name]).max())
+        agree(ours["router"], right["router"])
+    if crowded and nranks == 4:
+        assert [sum(received) for _, received in every] == [12, 12, 0, 0]
