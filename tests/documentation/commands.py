@@ -27,6 +27,8 @@ RUNS = {
     "pynccl run -n 4 examples/pipeline_parallel.py --micro-batches 16": "gpipe: at most 16 of 16",
     "pynccl run -n 4 examples/sharded_optimizer.py": "bytes of Adam's state: 1104 on each of 4 ranks",
     "pynccl run -n 4 examples/mixture_of_experts.py": "outputs and gradients differ from one rank's by",
+    "pynccl run -n 4 examples/ring_attention.py": "24 of 96 tokens on each of 4 ranks",
+    "pynccl run -n 4 examples/ring_attention.py --causal": "outputs and gradients differ from one rank's by",
     "python examples/survive.py": "all survivors and the new rank have finished",
     "python examples/survive.py -n 3 --seed 5": "all survivors and the new rank have finished",
     "mpirun -n 4 python examples/all_reduce.py": "rank 3 of 4: success",

@@ -12,11 +12,13 @@ import mixture_of_experts
 import numpy as np
 import pipeline_parallel
 import pytest
+import ring_attention
 import sharded_optimizer
 import tensor_parallel
 
 import pynccl
 from pynccl.testing import run
+from test_examples import launch
 
 Arrays = dict[str, Any]
 STEP = 1e-30
@@ -117,7 +119,7 @@ MORE = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 3), (2, 1),
 @pytest.mark.parametrize(("nranks", "count"), [(4, 6), *MORE])
 def test_pipeline_parallel(nranks: int, count: int) -> None:
     random = np.random.default_rng(2)
-    weights = 0.8 * random.standard_normal((12, 2, 2))
+    weights = 0.8 * random.standard_normal((2 * nranks, 2, 2))
     # A message has 8320 bytes: more than the CPU library sends before the receiver comes.
     x, goal = random.standard_normal((2, 520 * count, 2))
 
@@ -231,3 +233,52 @@ def test_mixture_of_experts(nranks: int, crowded: bool) -> None:
         agree(ours["router"], right["router"])
     if crowded and nranks == 4:
         assert [sum(received) for _, received in every] == [12, 12, 0, 0]
+
+
+# --- ring attention -----------------------------------------------------------------------------------------
+
+
+def ring_rank(rank: int, nranks: int, causal: bool, qkv: list[Any], goal: Any) -> Any:
+    with pynccl.init(timeout=30) as comm:
+        return ring_attention.step(comm, causal, qkv, goal)
+
+
+@pytest.mark.parametrize("nranks", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+@pytest.mark.parametrize("causal", [False, True])
+def test_ring_attention(causal: bool, nranks: int) -> None:
+    *qkv, goal = np.random.default_rng(5).standard_normal((4, 2, 12, 5))
+
+    def whole(q: Any, k: Any, v: Any) -> Any:
+        return np.stack([attention(*head, causal) for head in zip(q, k, v, strict=True)])
+
+    right = gradient(
+        lambda q, k, v: ((whole(q, k, v) - goal) ** 2).sum() / 2, dict(zip("qkv", qkv, strict=True))
+    )
+    right = {"out": whole(*qkv)} | {f"d{name}": array for name, array in right.items()}
+    for rank, ours in enumerate(run(nranks, ring_rank, causal, qkv, goal, backend="cpu")):
+        for name, array in right.items():
+            agree(ours[name], np.split(array, nranks, axis=1)[rank])
+
+
+# --- as programs --------------------------------------------------------------------------------------------
+
+
+UNFIT = {
+    "pipeline_parallel.py": "the number of layers is 12; expected a multiple of 5",
+    "sharded_optimizer.py": "the number of samples is 24; expected a multiple of 5",
+    "mixture_of_experts.py": "the number of experts is 12; expected a multiple of 5",
+    "ring_attention.py": "the length of the sequence is 96; expected a multiple of 5",
+}
+
+
+@pytest.mark.parametrize(
+    ("nranks", "script", "says"),
+    [
+        (3, "tensor_parallel.py", "the number of ranks is 3; expected a multiple of 2"),
+        *(pytest.param(5, *case, marks=pytest.mark.slow) for case in UNFIT.items()),
+    ],
+)
+def test_ranks_that_do_not_fit(nranks: int, script: str, says: str) -> None:
+    done = launch(nranks, script)
+    assert done.returncode == 1
+    assert says in done.stderr and "Traceback" not in done.stderr
