@@ -40,7 +40,7 @@ def agree(ours: Any, right: Any, largest: float = 0.0) -> None:
     """Compare a part with the right one, relative to the largest value, of the part or of the whole."""
     largest = largest or abs(right).max()
     assert ours.shape == right.shape
-    assert largest > 1e-3, "nothing to compare"
+    assert largest > 1e-4, "nothing to compare"
     np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-5 * largest)
 
 
@@ -76,7 +76,8 @@ def tensor_rank(rank: int, nranks: int, tensor_size: int, weights: Arrays, x: An
 
 
 @pytest.mark.parametrize(
-    ("nranks", "tensor_size"), [(4, 2), (2, 2), *(pytest.param(4, t, marks=pytest.mark.slow) for t in (1, 4))]
+    ("nranks", "tensor_size"),
+    [(4, 2), *(pytest.param(n, t, marks=pytest.mark.slow) for n, t in ((2, 2), (4, 1), (4, 4)))],
 )
 def test_tensor_parallel(nranks: int, tensor_size: int) -> None:
     random = np.random.default_rng(1)
@@ -164,7 +165,7 @@ def test_bubble() -> None:
 def optimizer_rank(rank: int, nranks: int, weights: Any, x: Any, goal: Any) -> Any:
     with pynccl.init(timeout=30) as comm:
         optimizer = sharded_optimizer.train(comm, weights, x, goal, 6)
-        return optimizer.weights, optimizer.mean.size, optimizer.square.size
+        return optimizer.weights, optimizer.mean, optimizer.square
 
 
 @pytest.mark.parametrize("nranks", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
@@ -178,15 +179,19 @@ def test_sharded_optimizer(nranks: int) -> None:
         return ((y - goal) ** 2).sum() / 2 / 24
 
     # Adam as its paper has it.
-    right, m, v = weights, 0.0, 0.0
+    right, m, v = weights, np.zeros(273), np.zeros(273)
     for t in range(1, 7):
         g = gradient(loss, {"weights": right})["weights"]
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
         right = right - 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
 
-    for ours, *state in run(nranks, optimizer_rank, weights, x, goal, backend="cpu"):
+    every = run(nranks, optimizer_rank, weights, x, goal, backend="cpu")
+    for ours, mean, _ in every:
         agree(ours - weights, right - weights)
-        assert state == 2 * [-(-273 // nranks)]
+        assert mean.size == -(-273 // nranks)
+    # Adam's steps are the same for any multiple of the gradient; its moments are not.
+    for moment, whole in ((1, m), (2, v)):
+        agree(np.concatenate([state[moment] for state in every])[:273], whole)
 
 
 # --- mixture of experts -------------------------------------------------------------------------------------
