@@ -89,7 +89,7 @@ def program(page: Path, start: str, setup: str) -> tuple[int, int, str]:
 
 
 def runs_python(block: Block) -> bool:
-    return block.language == "python" and not block.file and "not run" not in block.marks
+    return block.language == "python" and not block.file and not {"from", "not run"} & block.marks.keys()
 
 
 @dataclass(frozen=True)

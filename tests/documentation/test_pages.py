@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,16 @@ def test_not_run(block: Block) -> None:
     assert all((ROOT / name).exists() for name in named), f"{block.name} names {named}"
     assert named or reason != "another test", f"{block.name} names no test"
     pytest.skip(f"{block.name}: {reason}: {details or NOT_RUN[reason]}")
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=b.name) for b in BLOCKS if "from" in b.marks])
+def test_parts_of_a_file(block: Block) -> None:
+    text = (ROOT / block.marks["from"]).read_text()
+    for part in block.parts:
+        places = [textwrap.indent(part, " " * columns) for columns in (0, 4, 8, 12)]
+        assert any(f"\n{place}\n" in text for place in places), (
+            f"{block.marks['from']} has no longer:\n{part}"
+        )
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in BLOCKS])

@@ -5,6 +5,7 @@ The right results are made of forward passes only: a complex step gives their gr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,30 @@ def test_pipeline_parallel(nranks: int, count: int) -> None:
     for name in ("gpipe", "1f1b"):
         agree(every[0][name][0]["dx"], dx)
         agree(every[-1][name][0]["y"], layers(x, weights))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_schedules(name: str) -> None:
+    """With passes of one length and nothing else, the bubble is what the formula says."""
+    for size, count in itertools.product(range(1, 7), range(1, 10)):
+        left = [pipeline_parallel.SCHEDULES[name](rank, size, count) for rank in range(size)]
+        done: dict[tuple[str, int, int], int] = {}
+        time = 0
+        while any(left):
+            time += 1
+            for rank, passes in enumerate(left):
+                if not passes:
+                    continue
+                pass_, i = passes[0]
+                if pass_ == "forward":
+                    needs = (pass_, i, rank - 1) if rank else None
+                else:
+                    needs = (pass_, i, rank + 1) if rank < size - 1 else ("forward", i, rank)
+                if needs is None or done.get(needs, time) < time:
+                    done[(*passes.pop(0), rank)] = time
+            assert time < 1000, "no rank can go on"
+        assert len(done) == 2 * size * count
+        assert 1 - 2 * count / time == pytest.approx((size - 1) / (count + size - 1))
 
 
 def bubble_rank(rank: int, nranks: int) -> Any:
