@@ -6,6 +6,7 @@ A mark is an HTML comment directly above a block; readers do not see it:
     <!-- test: mpirun: 4 -->                  Python: run by `mpirun -n 4`
     <!-- test: file: hello.py -->             saved under this name, for the console blocks of the page
     <!-- test: from: examples/a.py -->        not run: it stands in this file; a line of `...` leaves some out
+    <!-- test: sources: FOLDER -->            console: this folder holds a copy of the sources
     <!-- test: exit: 1 -->                    console: the last command ends with this status, else with 0
     <!-- test: any order -->                  console: the lines come in any order
     <!-- test: output: REASON -->             console: what is printed is not compared, for a reason in OUTPUT
@@ -33,7 +34,19 @@ PAGES = [
     *sorted(ROOT.glob("docs/guides/*.md")),
 ]
 LANGUAGES = ("python", "console", "bash", "c", "cmake", "text")
-MARKS = ("ranks", "mpirun", "file", "from", "exit", "any order", "output", "slow", "not run", "setup")
+MARKS = (
+    "ranks",
+    "mpirun",
+    "file",
+    "from",
+    "sources",
+    "exit",
+    "any order",
+    "output",
+    "slow",
+    "not run",
+    "setup",
+)
 NOT_RUN = {
     "the Makefile's": "CI runs its targets",
     "installs": "changes the environment; tests/package/test_packaging.py installs the wheel",

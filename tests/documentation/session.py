@@ -7,6 +7,7 @@ import doctest
 import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,16 @@ def on_ranks(block: Block) -> tuple[str, str]:
     return "python", block.setup
 
 
+def copy_sources(folder: Path) -> None:
+    """Make a folder look like a fresh clone, as far as building needs it."""
+    listed = ["git", "ls-files", "-z", "pynccl", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in names.split("\0")[:-1]:
+        copy = folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, copy)
+
+
 @functools.lru_cache
 def program(page: Path, start: str, setup: str) -> tuple[int, int, str]:
     """Run Python blocks of a page one after another; return ranks, status and output."""
@@ -104,8 +115,11 @@ class Outcome:
 
 
 @functools.lru_cache
-def session(page: Path) -> dict[int, list[Outcome]]:
-    """Run the console blocks of a page in one shell; return the outcomes by the blocks' lines."""
+def session(page: Path, slow: bool) -> dict[int, list[Outcome]]:
+    """Run the console blocks of a page in one shell; return the outcomes by the blocks' lines.
+
+    Without `slow` it leaves out the blocks that have this mark.
+    """
     script, commands = [], []
     with tempfile.TemporaryDirectory(prefix="pynccl-page-") as name:
         folder = Path(name, "work")
@@ -115,7 +129,9 @@ def session(page: Path) -> dict[int, list[Outcome]]:
             if block.file:
                 Path(name, str(block.line)).write_text(block.text)
                 script.append(f"cp ../{block.line} {block.file}")
-            elif runs_in_shell(block):
+            elif runs_in_shell(block) and (slow or "slow" not in block.marks):
+                if "sources" in block.marks:
+                    copy_sources(folder / block.marks["sources"])
                 for command, expected in block.commands:
                     i = len(commands)
                     commands.append((block.line, command, expected))

@@ -42,7 +42,7 @@ def test_python(block: Block, request: pytest.FixtureRequest) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", parameters(SHELL))
 def test_console(block: Block) -> None:
-    outcomes = session.session(block.page)[block.line]
+    outcomes = session.session(block.page, "slow" in block.marks)[block.line]
     for outcome in outcomes:
         last = outcome is outcomes[-1]
         assert outcome.status == (int(block.marks.get("exit", 0)) if last else 0), outcome
