@@ -33,7 +33,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/parallel/*.md")),
     *sorted(ROOT.glob("docs/guides/*.md")),
 ]
-LANGUAGES = ("python", "console", "bash", "c", "cmake", "text")
+LANGUAGES = ("python", "console", "bash", "c", "cpp", "cmake", "text")
 MARKS = (
     "ranks",
     "mpirun",

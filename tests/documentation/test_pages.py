@@ -78,7 +78,7 @@ def test_marks(block: Block) -> None:
     if "output" in block.marks:
         assert block.marks["output"] in OUTPUT
     # What is neither run nor saved needs the mark that says why.
-    if block.language in ("c", "cmake"):
+    if block.language in ("c", "cpp", "cmake"):
         assert block.file or "not run" in block.marks
 
 
