@@ -80,12 +80,10 @@ def on_ranks(block: Block) -> tuple[str, str]:
 
 def copy_sources(folder: Path) -> None:
     """Make a folder look like a fresh clone, as far as building needs it."""
-    listed = ["git", "ls-files", "-z", "pynccl", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in names.split("\0")[:-1]:
-        copy = folder / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, copy)
+    built = shutil.ignore_patterns("__pycache__", "*.so", "*.so.*", "forward")
+    shutil.copytree(ROOT / "pynccl", folder / "pynccl", ignore=built)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, folder)
 
 
 @functools.lru_cache
