@@ -135,7 +135,7 @@ def session(page: Path, slow: bool) -> dict[int, list[Outcome]]:
                     commands.append((block.line, command, expected))
                     # Braces, not a subshell: what one command exports is there for the next.
                     script.append(f"{{ {command}\n}} > ../{i}.out 2> ../{i}.err\necho $? > ../{i}.status")
-        finished(shell("\n".join(script), folder), 250)
+        finished(shell("\n".join(script), folder), 550 if slow else 250)
         outcomes: dict[int, list[Outcome]] = {}
         for i, (line, command, expected) in enumerate(commands):
             status, out, err = (Path(name, f"{i}.{what}").read_text() for what in ("status", "out", "err"))

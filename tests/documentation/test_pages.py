@@ -19,8 +19,8 @@ from .pages import BLOCKS, LANGUAGES, NOT_RUN, OUTPUT, Block, blocks_of, shown
 
 
 def parameters(blocks: list[Block]) -> list[object]:
-    slow = pytest.mark.slow
-    return [pytest.param(b, id=b.name, marks=[slow] if "slow" in b.marks else []) for b in blocks]
+    quick, slow = [pytest.mark.timeout(300)], [pytest.mark.timeout(600), pytest.mark.slow]
+    return [pytest.param(b, id=b.name, marks=slow if "slow" in b.marks else quick) for b in blocks]
 
 
 # --- blocks -------------------------------------------------------------------------------------------------
@@ -29,7 +29,6 @@ PYTHON = [block for block in BLOCKS if session.runs_python(block)]
 SHELL = [block for block in BLOCKS if session.runs_in_shell(block)]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", parameters(PYTHON))
 def test_python(block: Block, request: pytest.FixtureRequest) -> None:
     if "pynccl.torch" in block.text:
@@ -39,7 +38,6 @@ def test_python(block: Block, request: pytest.FixtureRequest) -> None:
     assert status == 0, out
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", parameters(SHELL))
 def test_console(block: Block) -> None:
     outcomes = session.session(block.page, "slow" in block.marks)[block.line]
