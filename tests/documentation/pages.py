@@ -5,6 +5,8 @@ A mark is an HTML comment directly above a block; readers do not see it:
     <!-- test: ranks: 4 -->                   Python: run by `pynccl run -n 4`, else by python alone
     <!-- test: mpirun: 4 -->                  Python: run by `mpirun -n 4`
     <!-- test: file: hello.py -->             saved under this name, for the console blocks of the page
+    <!-- test: from: examples/a.py -->        not run: it stands in this file; a line of `...` leaves some out
+    <!-- test: sources: FOLDER -->            console: this folder holds a copy of the sources
     <!-- test: exit: 1 -->                    console: the last command ends with this status, else with 0
     <!-- test: any order -->                  console: the lines come in any order
     <!-- test: output: REASON -->             console: what is printed is not compared, for a reason in OUTPUT
@@ -28,9 +30,23 @@ from conftest import ROOT
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
     *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/parallel/*.md")),
+    *sorted(ROOT.glob("docs/guides/*.md")),
 ]
-LANGUAGES = ("python", "console", "bash", "c", "cmake", "text")
-MARKS = ("ranks", "mpirun", "file", "exit", "any order", "output", "slow", "not run", "setup")
+LANGUAGES = ("python", "console", "bash", "c", "cpp", "cmake", "text")
+MARKS = (
+    "ranks",
+    "mpirun",
+    "file",
+    "from",
+    "sources",
+    "exit",
+    "any order",
+    "output",
+    "slow",
+    "not run",
+    "setup",
+)
 NOT_RUN = {
     "the Makefile's": "CI runs its targets",
     "installs": "changes the environment; tests/package/test_packaging.py installs the wheel",
@@ -70,6 +86,11 @@ class Block:
     def file(self) -> str | None:
         """Return the name under which it is saved."""
         return self.marks.get("file")
+
+    @property
+    def parts(self) -> list[str]:
+        """Return what stands between lines of `...`."""
+        return [part.strip("\n") for part in re.split(r"^ *\.\.\.\n", self.text, flags=re.M) if part.strip()]
 
     @property
     def commands(self) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ import doctest
 import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,14 @@ def on_ranks(block: Block) -> tuple[str, str]:
     return "python", block.setup
 
 
+def copy_sources(folder: Path) -> None:
+    """Make a folder look like a fresh clone, as far as building needs it."""
+    built = shutil.ignore_patterns("__pycache__", "*.so", "*.so.*", "forward")
+    shutil.copytree(ROOT / "pynccl", folder / "pynccl", ignore=built)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, folder)
+
+
 @functools.lru_cache
 def program(page: Path, start: str, setup: str) -> tuple[int, int, str]:
     """Run Python blocks of a page one after another; return ranks, status and output."""
@@ -89,7 +98,7 @@ def program(page: Path, start: str, setup: str) -> tuple[int, int, str]:
 
 
 def runs_python(block: Block) -> bool:
-    return block.language == "python" and not block.file and "not run" not in block.marks
+    return block.language == "python" and not block.file and not {"from", "not run"} & block.marks.keys()
 
 
 @dataclass(frozen=True)
@@ -104,8 +113,11 @@ class Outcome:
 
 
 @functools.lru_cache
-def session(page: Path) -> dict[int, list[Outcome]]:
-    """Run the console blocks of a page in one shell; return the outcomes by the blocks' lines."""
+def session(page: Path, slow: bool) -> dict[int, list[Outcome]]:
+    """Run the console blocks of a page in one shell; return the outcomes by the blocks' lines.
+
+    Without `slow` it leaves out the blocks that have this mark.
+    """
     script, commands = [], []
     with tempfile.TemporaryDirectory(prefix="pynccl-page-") as name:
         folder = Path(name, "work")
@@ -115,13 +127,15 @@ def session(page: Path) -> dict[int, list[Outcome]]:
             if block.file:
                 Path(name, str(block.line)).write_text(block.text)
                 script.append(f"cp ../{block.line} {block.file}")
-            elif runs_in_shell(block):
+            elif runs_in_shell(block) and (slow or "slow" not in block.marks):
+                if "sources" in block.marks:
+                    copy_sources(folder / block.marks["sources"])
                 for command, expected in block.commands:
                     i = len(commands)
                     commands.append((block.line, command, expected))
                     # Braces, not a subshell: what one command exports is there for the next.
                     script.append(f"{{ {command}\n}} > ../{i}.out 2> ../{i}.err\necho $? > ../{i}.status")
-        finished(shell("\n".join(script), folder), 250)
+        finished(shell("\n".join(script), folder), 550 if slow else 250)
         outcomes: dict[int, list[Outcome]] = {}
         for i, (line, command, expected) in enumerate(commands):
             status, out, err = (Path(name, f"{i}.{what}").read_text() for what in ("status", "out", "err"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from .pages import BLOCKS, LANGUAGES, NOT_RUN, OUTPUT, Block, blocks_of, shown
 
 
 def parameters(blocks: list[Block]) -> list[object]:
-    slow = pytest.mark.slow
-    return [pytest.param(b, id=b.name, marks=[slow] if "slow" in b.marks else []) for b in blocks]
+    quick, slow = [pytest.mark.timeout(300)], [pytest.mark.timeout(600), pytest.mark.slow]
+    return [pytest.param(b, id=b.name, marks=slow if "slow" in b.marks else quick) for b in blocks]
 
 
 # --- blocks -------------------------------------------------------------------------------------------------
@@ -28,7 +29,6 @@ PYTHON = [block for block in BLOCKS if session.runs_python(block)]
 SHELL = [block for block in BLOCKS if session.runs_in_shell(block)]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", parameters(PYTHON))
 def test_python(block: Block, request: pytest.FixtureRequest) -> None:
     if "pynccl.torch" in block.text:
@@ -38,10 +38,9 @@ def test_python(block: Block, request: pytest.FixtureRequest) -> None:
     assert status == 0, out
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", parameters(SHELL))
 def test_console(block: Block) -> None:
-    outcomes = session.session(block.page)[block.line]
+    outcomes = session.session(block.page, "slow" in block.marks)[block.line]
     for outcome in outcomes:
         last = outcome is outcomes[-1]
         assert outcome.status == (int(block.marks.get("exit", 0)) if last else 0), outcome
@@ -59,6 +58,16 @@ def test_not_run(block: Block) -> None:
     pytest.skip(f"{block.name}: {reason}: {details or NOT_RUN[reason]}")
 
 
+@pytest.mark.parametrize("block", [pytest.param(b, id=b.name) for b in BLOCKS if "from" in b.marks])
+def test_parts_of_a_file(block: Block) -> None:
+    text = (ROOT / block.marks["from"]).read_text()
+    for part in block.parts:
+        places = [textwrap.indent(part, " " * columns) for columns in (0, 4, 8, 12)]
+        assert any(f"\n{place}\n" in text for place in places), (
+            f"{block.marks['from']} has no longer:\n{part}"
+        )
+
+
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in BLOCKS])
 def test_marks(block: Block) -> None:
     assert block.language in (*LANGUAGES, "hidden"), "the language of the block is missing or unknown"
@@ -67,7 +76,7 @@ def test_marks(block: Block) -> None:
     if "output" in block.marks:
         assert block.marks["output"] in OUTPUT
     # What is neither run nor saved needs the mark that says why.
-    if block.language in ("c", "cmake"):
+    if block.language in ("c", "cpp", "cmake"):
         assert block.file or "not run" in block.marks
 
 
