@@ -22,6 +22,7 @@ from typing import Any
 from pynccl._run.launch import choose_backend, rank_environment
 from pynccl._run.nodes import open_store
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
+from pynccl._timeouts import check_timeout
 
 __all__ = ["RankError", "RankTimeout", "run"]
 
@@ -84,6 +85,10 @@ def run(
         raise ValueError(f"nranks is {nranks}; expected 1 or more")
     if not callable(fn):
         raise TypeError(f"fn is {fn!r}; expected a function that takes (rank, nranks, *args)")
+    check_timeout(timeout, optional=False)
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"env[{name!r}] is {value!r}; expected names and values of type str")
     # By name, or as bytes together with the arguments, whose classes have the same problem.
     place = _locate(fn)
     content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))

@@ -451,17 +451,24 @@ def _from_cuda_array_interface(array: Any, name: str) -> Span:
         if not isinstance(dtype, np.dtype):
             dtype = np.dtype(interface["typestr"])
         count = _product(shape)
-        sound = 0 <= index(pointer) < _MOST and min(shape, default=0) >= 0 and count * dtype.itemsize < _MOST
+        strides = interface.get("strides")
+        strides = None if strides is None else tuple(map(index, strides))
+        sound = (
+            (strides is None or len(strides) == len(shape))
+            and 0 <= index(pointer) < _MOST
+            and min(shape, default=0) >= 0
+            and count * dtype.itemsize < _MOST
+        )
     except (LookupError, TypeError, ValueError):
         sound = False
     if not sound:
         raise TypeError(
             f"{name} has the __cuda_array_interface__ {str(interface)[:200]}; expected a dict with shape, "
-            "typestr, and data, a pair of an address and whether it is read-only"
+            "typestr, data, a pair of an address and whether it is read-only, and all strides or none"
         )
     if interface.get("mask") is not None:
         raise TypeError(f"{name} has a mask that would be lost; expected a plain array")
-    fortran = _is_fortran(shape, interface.get("strides"), dtype.itemsize, name)
+    fortran = _is_fortran(shape, strides, dtype.itemsize, name)
     where = _device_of(pointer, count)
     return _span(pointer, count, from_numpy(dtype, name), where, readonly=bool(readonly), fortran=fortran)
 

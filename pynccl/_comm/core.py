@@ -84,6 +84,8 @@ class Core:
         # The number of derived communicators by method, and the number of shrinks with abort=True.
         self.derived = Counter[str]()
         self.attempts = 0
+        # What a shrink that Ctrl-C interrupted has to go on with, for the same shrink.
+        self.interrupted: tuple[object, Any] | None = None
         # Seconds in `wait`, by what was waited for.
         self.waited: defaultdict[str, float] = defaultdict(float)
         self.children: weakref.WeakSet[Core] = weakref.WeakSet()

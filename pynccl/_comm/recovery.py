@@ -61,10 +61,9 @@ def _shrink_by_agreement(
         by_library = core.watch.settle() and native
         if not ends:
             core.live()
-        core.attempts += ends
-        attempt = core.attempts if ends else 0
-        survivors = Survivors(core.watch, excluded, quorum is not None, final=ends, attempt=attempt)
+        survivors = _survivors(core, excluded, ends, quorum)
         view = survivors.agree(DERIVE if by_library else 0)
+        core.interrupted = None
         by_library = bool(view.flags & DERIVE)
         if not ends:
             _require_all(core, survivors, set_of(range(core.size)) & ~set_of(excluded))
@@ -98,12 +97,26 @@ def _shrink_by_agreement(
     return child
 
 
+def _survivors(core: Core, excluded: set[int], ends: bool, quorum: Quorum) -> Survivors:
+    """Return this rank's part in the agreement: that of the same shrink if Ctrl-C has interrupted it."""
+    shrink = excluded, ends, quorum
+    if core.interrupted is not None and core.interrupted[0] == shrink:
+        survivors: Survivors = core.interrupted[1]
+        return survivors
+    core.attempts += ends
+    attempt = core.attempts if ends else 0
+    survivors = Survivors(core.watch, excluded, quorum is not None, final=ends, attempt=attempt)
+    core.interrupted = shrink, survivors
+    return survivors
+
+
 @contextmanager
 def _suspecting(core: Core) -> Iterator[None]:
     """Remember the ranks that a failed shrink names: they may be alive, and shrink without this rank."""
     try:
         yield
     except RankFailedError as error:
+        core.interrupted = None
         core.watch.suspects |= set_of(rank for rank in error.ranks if rank != core.rank)
         raise
 
@@ -159,7 +172,8 @@ def grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -
             return capi.ncclCommInitRankConfig(nranks, shared, core.rank, config)
 
     also = "" if unique_id is None else recorder.identify("id", unique_id)
-    if not core.watch.connected:
+    # One rank agrees with itself: a new rank that does not come must not end this communicator.
+    if not core.watch.connected and (core.size > 1 or core.timeout is None):
         child = derive(core, GROW, nranks, call, also=also)
         assert child is not None
         return child

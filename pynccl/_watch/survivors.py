@@ -63,6 +63,8 @@ class Survivors:
         self.excluded = named & ~self.lost
         self.ended = 0
         self.states: list[State] = []
+        # The number of agreements whose result was returned.
+        self.finished = 0
         # Messages of agreements that this rank has not begun.
         self.early: list[tuple[int, int, Message]] = []
         self.parts: dict[int, bytearray] = {}
@@ -98,6 +100,22 @@ class Survivors:
 
     def agree(self, flags: int) -> View:
         """Return the view that all survivors share, with the flags that all set; set `decided`."""
+        # Ctrl-C may have interrupted it; the other ranks are in it still.
+        if len(self.states) == self.finished:
+            self._begin(flags)
+        self._wait_for_decision()
+        decision = self.states[-1].decision
+        assert decision is not None
+        self.decided = agreement.members(decision, self.me)
+        self._must_be_in(decision)
+        # The next agreement begins with the result of this one.
+        self.excluded |= decision.excluded
+        self.ended |= decision.ended
+        self.lost |= agreement.rest(decision) & ~self.decided
+        self.finished += 1
+        return decision
+
+    def _begin(self, flags: int) -> None:
         number = len(self.states)
         state, out = agreement.start(
             self.me,
@@ -115,16 +133,6 @@ class Survivors:
         for sender, which, message in early:
             self._take(sender, which, message)
         self._flush()
-        self._wait_for_decision()
-        decision = self.states[-1].decision
-        assert decision is not None
-        self.decided = agreement.members(decision, self.me)
-        self._must_be_in(decision)
-        # The next agreement begins with the result of this one.
-        self.excluded |= decision.excluded
-        self.ended |= decision.ended
-        self.lost |= agreement.rest(decision) & ~self.decided
-        return decision
 
     def _wait_for_decision(self) -> None:
         deadline = time.monotonic() + (self.watch.timeout or SECONDS)

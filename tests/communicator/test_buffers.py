@@ -187,6 +187,7 @@ def test_what_is_no_array(thing: Any) -> None:
     "changes",
     [
         {"shape": 4},
+        {"strides": (8, 8)},
         {"shape": (-4,)},
         {"shape": (2**62, 8)},
         {"shape": (1.5,)},

@@ -208,6 +208,14 @@ def test_a_new_rank_does_not_come(how: str, fresh: int, tmp_path: Path) -> None:
     assert "rank 3" in told or "new ranks [3, 4]" in told
 
 
+def test_the_last_rank_grows(tmp_path: Path) -> None:
+    """A new rank that does not come leaves a communicator of one rank as it was, too."""
+    (first, *others), _ = run(2, grows, "never comes", 1, str(tmp_path), backend="cpu", timeout=30)
+    assert first[0] == "NcclTimeoutError"
+    assert "new rank 1 did not join within 3 s" in first[2]
+    assert others == [True, True, (3, 1)]
+
+
 def misses_grow(rank: int, nranks: int) -> Outcome | None:
     """One of the old ranks does not call grow."""
     with pynccl.init(timeout=3) as comm:

@@ -166,15 +166,19 @@ def other_settings(rank: int, nranks: int) -> list[str]:
     return [line for line in lines if line.startswith("WARNING")]
 
 
-def check_mode_on_rank_1(rank: int, nranks: int) -> str:
-    os.environ["PYNCCL_CHECK"] = str(rank)
+def check_mode_on_rank_1(rank: int, nranks: int, by: str) -> str:
+    if by == "the variable":
+        os.environ["PYNCCL_CHECK"] = str(rank)
+    elif rank == 1:
+        pynccl.check_mode()
     with pytest.raises(BootstrapError) as caught:
         pynccl.init(timeout=10)
     return str(caught.value)
 
 
-def test_check_mode_on_one_rank() -> None:
-    for text in testing.run(2, check_mode_on_rank_1, backend="cpu"):
+@pytest.mark.parametrize("by", ["the variable", "the function"])
+def test_check_mode_on_one_rank(by: str) -> None:
+    for text in testing.run(2, check_mode_on_rank_1, by, backend="cpu"):
         assert "PYNCCL_CHECK differs between ranks: not set on rank 0, '1' on rank 1; check mode" in text
 
 

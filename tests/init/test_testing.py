@@ -19,6 +19,18 @@ from pynccl import testing
 NEW_INTERPRETERS = True
 
 
+def test_a_script_without_a_guard(tmp_path: Path) -> None:
+    """A rank that imports the script does not start ranks again."""
+    script = tmp_path / "unguarded.py"
+    script.write_text("from pynccl.testing import run\ndef f(r, n): return r\nprint(run(2, f))\n")
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode
+    assert "RuntimeError: pynccl.testing.run is called while a rank imports" in ended.stderr
+    assert 'if __name__ == "__main__":' in ended.stderr
+
+
 class Odd(Exception):
     """Does not survive pickling."""
 
@@ -186,6 +198,10 @@ def test_function_must_be_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None
 def test_functions_without_a_name() -> None:
     factor = 10
     assert testing.run(2, lambda rank, nranks, x: factor * rank + x, 3, backend="cpu") == [3, 13]
+    with pytest.raises(ValueError, match="timeout is nan; expected a positive number"):
+        testing.run(2, places, timeout=float("nan"))
+    with pytest.raises(TypeError, match=r"env\['A'\] is 1; expected names and values of type str"):
+        testing.run(2, places, env={"A": 1})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="fn is 3; expected a function"):
         testing.run(1, 3, backend="cpu")  # type: ignore[arg-type]
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ import pytest
 
 import pynccl
 from meeting import hear, tell, together
-from pynccl import CollectiveMismatchError, Communicator, NcclError, Plan, capi
+from pynccl import CollectiveMismatchError, Communicator, NcclError, NcclTimeoutError, Plan, capi
 from pynccl._library.binding import lib
 from pynccl.testing import RankError, run
 
@@ -297,6 +300,26 @@ def test_a_rank_that_does_not_come() -> None:
     for text in run(3, absent, backend="cpu", env=CHECK, timeout=30):
         assert text.startswith("NcclTimeoutError: ")
         assert re.search(rf"all_gather\(float64, 3\) {AT}: rank 1 did not come within 2 s", text)
+
+
+def hangs_in_check_mode(rank: int, nranks: int, folder: str) -> None:
+    comm = pynccl.init(timeout=2)
+    comm.all_reduce(np.ones(3))
+    if rank == 1:
+        hear("over")
+    else:
+        with pytest.raises(NcclTimeoutError):
+            comm.broadcast(np.ones(3))
+        pynccl.dump_trace(f"{folder}/rank{rank}.jsonl")
+        tell("over")
+    comm.abort()
+
+
+def test_a_call_that_waits_in_check_mode_is_in_the_trace(tmp_path: Path) -> None:
+    run(2, hangs_in_check_mode, str(tmp_path), backend="cpu", env=CHECK, timeout=30)
+    command = [sys.executable, "-m", "pynccl", "trace", str(tmp_path)]
+    report = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
+    assert "rank 0 waits in broadcast #2" in report, report
 
 
 def crosses(rank: int, nranks: int, how: str) -> str:

@@ -247,6 +247,33 @@ def test_one_side_goes_on_after_a_failed_shrink(stopped: int) -> None:
         assert late[-1] == ([], "goes on")
 
 
+def is_interrupted(rank: int, nranks: int) -> tuple[bool, list[int]]:
+    """Rank 0 gets Ctrl-C while it waits in shrink for rank 1, and shrinks again."""
+    comm, interrupted = pynccl.init(timeout=15), False
+    comm.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = failure(comm.barrier)
+    if rank == 0:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            comm.shrink(exclude=error.ranks, abort=True)
+        except KeyboardInterrupt:
+            interrupted = True
+        tell("interrupted")
+    elif rank == 1:
+        hear("interrupted")
+    small = comm.shrink(exclude=error.ranks, abort=True)
+    left = small.all_gather(np.array([rank])).ravel().tolist()
+    small.destroy()
+    return interrupted, left
+
+
+def test_shrink_again_after_an_interrupt() -> None:
+    results = run(4, is_interrupted, backend="cpu", check=False, timeout=50)[:3]
+    assert results == [(True, [0, 1, 2]), (False, [0, 1, 2]), (False, [0, 1, 2])]
+
+
 def two_stop(rank: int, nranks: int, shrinks: str) -> tuple[list[int], str]:
     """The last two ranks stop; the others shrink the communicator that failed, or an idle one."""
     world = pynccl.init(timeout=2)
