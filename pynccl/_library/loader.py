@@ -66,6 +66,7 @@ def encode_version(version: Version) -> int:
 def load(spec: str | os.PathLike[str] | None = None) -> LibraryInfo:
     """Load the library: "auto", "cpu" or a path; None means PYNCCL_LIBRARY, which is "auto" by default.
 
+    "cpu" is the CPU library, which comes with pynccl; "auto" never selects it.
     One process uses one library. Loading it again has no effect; loading another one raises NcclInvalidUsage.
     Raises LibraryNotFoundError if no library can be loaded.
     """
