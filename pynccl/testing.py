@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import pickle
+import re
 import resource
 import runpy
 import signal
@@ -28,6 +29,8 @@ __all__ = ["RankError", "RankTimeout", "run"]
 
 # Seconds for the other ranks to end after a rank failed: long enough to report the failure too.
 _GRACE = 5.0
+# The first and the last line of what faulthandler writes at SIGABRT.
+_HEADINGS = re.compile(r"^(Fatal Python error: Aborted|Extension modules: .*)$", re.M)
 _WORKER = "from pynccl.testing import _work; _work()"
 # The file that this rank imports to find its function.
 _importing: str | None = None
@@ -236,6 +239,9 @@ class _Job:
         dump = self.folder / f"{rank}.dump"
         # A rank that was ended during its start has no stacks.
         stacks = dump.read_text(errors="replace").strip() if dump.exists() else ""
+        if killed:
+            # faulthandler reads as a crash, and these are the stacks of a rank that `run` has ended.
+            stacks = _HEADINGS.sub("", stacks).strip()
         return _Failure(f"{state}\n{stacks}" if stacks else f"{state}, without a result", killed=killed)
 
 

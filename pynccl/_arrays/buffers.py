@@ -218,7 +218,7 @@ def _choose(array: Any, name: str) -> Kind:
             raise TypeError(f"{name} is a masked array; its mask would be lost; expected a plain array")
         return Kind(_from_numpy, _no_stream, _numpy_empty)
     if isinstance(array, np.generic):
-        raise TypeError(f"{name} is {array!r}, a number; expected an array")
+        raise TypeError(f"{name} is {array!r}, a number; expected an array, such as numpy.array({name})")
     library = type(array).__module__.partition(".")[0]
     if library == "cupy" and hasattr(array, "data") and hasattr(array, "flags"):
         # Without a driver every array is in host memory, whatever its device_id.
@@ -272,9 +272,10 @@ def _why_no_array(array: Any, name: str) -> str:
             f"{name} is of type {kind}, which may return its memory or a copy of "
             f"it; expected an array made from it, such as numpy.array({name})"
         )
+    made = f", such as numpy.array({name})" if isinstance(array, list | tuple | int | float | complex) else ""
     return (
-        f"{name} is of type {kind}; expected a NumPy or CuPy array, a torch tensor, a pynccl.Buffer, or an "
-        "object with __cuda_array_interface__, __dlpack__ or the buffer protocol"
+        f"{name} is of type {kind}; expected a NumPy or CuPy array{made}, a torch tensor, a pynccl.Buffer, "
+        "or an object with __cuda_array_interface__, __dlpack__ or the buffer protocol"
     )
 
 

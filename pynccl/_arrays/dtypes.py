@@ -17,20 +17,24 @@ from pynccl._types import DataType
 
 
 class Traveller(NamedTuple):
-    """A dtype that travels as `factor` elements of another; `adds`: sum and avg are correct."""
+    """A dtype that travels as `factor` elements of another; `adds`: sum and avg are correct.
+
+    `wider` has all its values, and NCCL reduces it.
+    """
 
     name: str
     datatype: DataType
     factor: int
     adds: bool
+    wider: str = ""
 
 
 TRAVELLERS = (
     Traveller("complex64", DataType.FLOAT32, 2, True),
     Traveller("complex128", DataType.FLOAT64, 2, True),
-    Traveller("bool", DataType.UINT8, 1, False),
-    Traveller("int16", DataType.UINT8, 2, False),
-    Traveller("uint16", DataType.UINT8, 2, False),
+    Traveller("bool", DataType.UINT8, 1, False, "int32"),
+    Traveller("int16", DataType.UINT8, 2, False, "int32"),
+    Traveller("uint16", DataType.UINT8, 2, False, "uint32"),
 )
 
 NATIVE: dict[str, int] = {

@@ -81,7 +81,10 @@ class Arguments:
         """Resolve an array that receives the result."""
         span = self.span(array, name, split=split)
         if span[4] & READ_ONLY and span[1]:
-            name = f"{name} (in place)" if in_place else name
+            if in_place:
+                raise ValueError(
+                    f"{name} (in place) is read-only; expected a writable array, or recv=, one for the result"
+                )
             raise ValueError(f"{name} is read-only; expected a writable array")
         if span[4] & RECORDED_BY_AUTOGRAD:
             name = f"{name} (in place)" if in_place else name
@@ -194,7 +197,10 @@ class Arguments:
             return self._check_reduce_scatter(send, recv, root)
         if recv is None:
             if send is None:
-                raise TypeError("send and recv are None; expected an array for at least one of them")
+                raise TypeError(
+                    "send and recv are None; expected recv=, an array for the part of this rank, which is "
+                    "not the root"
+                )
             recv = self._new(send, self._first_axis(send))
         target = self.output(recv, "recv", split=True)
         return 0, target[0], target[1], target[2], recv

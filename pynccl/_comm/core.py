@@ -27,6 +27,7 @@ from pynccl._errors import (
 )
 from pynccl._library import cuda
 from pynccl._library.binding import address_of, fastcall, ffi, lib
+from pynccl._memory.owner import caller_line
 from pynccl._memory.registration import Registrations
 from pynccl._memory.window import Windows
 from pynccl._timeouts import check_timeout, resolve_timeout
@@ -59,6 +60,8 @@ class Core:
         self.handle = 0
         self.owned = False
         self.why = "was never created"
+        # The line of the program that made it.
+        self.line = caller_line()
         self.timeout = resolve_timeout(timeout)
         # Deadline of the creation, in seconds of time.monotonic(); None once created.
         self.until: float | None = None
@@ -442,7 +445,9 @@ class Core:
         return self.in_flight, self.registrations, self.windows
 
     def _warn(self) -> None:
-        warnings.warn(f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=3)
+        text = f"{self!r}, made at {self.line}, was never destroyed or aborted"
+        # The place of the warning is a line of this package: nothing calls __del__ or an exit handler.
+        warnings.warn(text, ResourceWarning, source=self, stacklevel=3)
         for memory in (self.windows, self.registrations):
             memory.note_left()
             memory.warn(self)

@@ -135,6 +135,10 @@ def op_code(core: Core, op: Any, dtype: int) -> int:
         code, adds = int(op), int(op) in _ADDING
     travel = dtypes.traveller(dtype)
     if travel and not (travel.adds and adds):
-        can = "reduces it by sum and avg only" if travel.adds else "cannot reduce it, only move it"
+        can = (
+            "reduces it by sum and avg only"
+            if travel.adds
+            else f"cannot reduce it, only move it: convert it to {travel.wider}"
+        )
         raise TypeError(f"op is {op!r} and the arrays have dtype {travel.name}; NCCL {can}")
     return code

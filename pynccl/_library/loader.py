@@ -10,16 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pynccl._errors import UNSUPPORTED, LibraryNotFoundError, NcclInvalidUsage, NotSupportedError
-from pynccl._library import discovery
+from pynccl._library import cuda, discovery
 from pynccl._library.binding import ffi, lib
 from pynccl._library.discovery import Candidate
 from pynccl._library.generated.api import Version
 
 _IF_LOADED, _DEEPBIND = 1, 2
-_ADVICE = (
-    "Install nvidia-nccl-cu12 or nvidia-nccl-cu13, or set PYNCCL_LIBRARY to the path of a libnccl, "
-    "or to cpu to run on CPU memory."
-)
+_ON_CPU = """PYNCCL_LIBRARY=cpu, or pynccl.load("cpu") in the program, runs it on CPU memory."""
+_INSTALL = "nvidia-nccl-cu12 or nvidia-nccl-cu13, or set PYNCCL_LIBRARY to the path of a libnccl."
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ def encode_version(version: Version) -> int:
 def load(spec: str | os.PathLike[str] | None = None) -> LibraryInfo:
     """Load the library: "auto", "cpu" or a path; None means PYNCCL_LIBRARY, which is "auto" by default.
 
+    "cpu" is the CPU library, which comes with pynccl; "auto" never selects it.
     One process uses one library. Loading it again has no effect; loading another one raises NcclInvalidUsage.
     Raises LibraryNotFoundError if no library can be loaded.
     """
@@ -150,7 +149,14 @@ def _load_auto() -> LibraryInfo:
         except OSError as error:
             tried.append(f"{candidate.how}: {error}")
     places = "\n".join(f"  - {line}" for line in tried)
-    raise LibraryNotFoundError(f"no NCCL library was found. Looked for:\n{places}\n{_ADVICE}")
+    raise LibraryNotFoundError(f"no NCCL library was found. Looked for:\n{places}\n{_advice()}")
+
+
+def _advice() -> str:
+    """Return what to do without a library: first what can work on this machine."""
+    if cuda.available():
+        return f"Install {_INSTALL} {_ON_CPU}"
+    return f"No NVIDIA driver can be used here: {_ON_CPU} With a driver, install {_INSTALL}"
 
 
 def _file(text: str, how: str) -> str:

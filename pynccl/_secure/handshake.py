@@ -151,14 +151,16 @@ class SealedAnswerer:
         return session
 
 
-def load_noise() -> Any:
-    """Import the encryption, which only a secret needs."""
+def load_noise(
+    secret: str = "a secret is set (PYNCCL_SECRET, PYNCCL_SECRET_FILE or secret=)", otherwise: str = ""
+) -> Any:
+    """Import the encryption; an error says where the secret comes from, and what else helps."""
     try:
         return importlib.import_module("pynccl._secure.noise")
     except (ImportError, AttributeError) as error:
         raise BootstrapError(
-            "a secret is set (PYNCCL_SECRET, PYNCCL_SECRET_FILE or secret=), but PyNaCl, which encrypts with "
-            f"it, cannot be imported ({error}): pip install 'pynccl-cffi[secure]'"
+            f"{secret}, but PyNaCl, which encrypts with it, cannot be imported ({error}): "
+            f"pip install 'pynccl-cffi[secure]'{otherwise}"
         ) from error
 
 

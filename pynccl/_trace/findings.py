@@ -433,6 +433,10 @@ def _crossing(one: World, two: World) -> Iterator[str]:
                 return
 
 
+# A dump that pynccl wrote has no more.
+_MOST_REASONS = 16
+
+
 # --- all of it ---------------------------------------------------------------------------------------------
 
 
@@ -476,14 +480,31 @@ def explain(dumps: Dumps) -> str:
 
 
 def _reasons(processes: Iterable[Process]) -> Iterator[str]:
-    """Yield the reasons of the dumps, processes with the same reason together."""
+    """Yield the reasons of the dumps, processes with the same reason together, and exceptions last."""
     same: dict[Reason, list[Process]] = {}
     for process in processes:
-        for reason in process.reasons:
-            # Omit an abort that follows an exception.
-            if reason.kind not in ("exit", *(["abort"] if process.reason("exception") else [])):
-                same.setdefault(reason, []).append(process)
-    for reason, those in same.items():
+        for reason in _without_repeats(process):
+            same.setdefault(reason, []).append(process)
+    for reason, those in sorted(same.items(), key=lambda item: item[0].kind == "exception"):
         ranks = {process.rank for process in those if process.rank is not None}
         who = [f"process {process.pid}" for process in those if process.rank is None]
         yield f"{join([*([say_ranks(ranks)] if ranks else []), *who])} ({reason.kind}): {reason.text}"
+
+
+def _without_repeats(process: Process) -> Iterator[Reason]:
+    """Yield a dump's reasons; in an exception, "..." stands for the text of another reason."""
+    # Omit an abort that follows an exception.
+    omitted = {"exit", "abort"} if process.reason("exception") else {"exit"}
+    others = [reason for reason in process.reasons if reason.kind not in omitted | {"exception"}]
+    yield from others
+    for reason in process.reasons:
+        if reason.kind == "exception":
+            yield reason._replace(text=_shortened(reason.text, others[:_MOST_REASONS]))
+
+
+def _shortened(text: str, others: Iterable[Reason]) -> str:
+    for other in others:
+        known = other.text.removeprefix("the library reports: ")
+        if len(known) > len("..."):
+            text = text.replace(known, "...")
+    return text

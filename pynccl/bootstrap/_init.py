@@ -10,6 +10,7 @@ from typing import Any
 
 from pynccl import capi
 from pynccl._comm.communicator import Communicator
+from pynccl._memory.owner import called_from, caller_line
 from pynccl._secure.secret import read_secret
 from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._types import UniqueId
@@ -75,8 +76,11 @@ def init(
     if chosen.part and device is None:
         device = _chosen_before
 
+    line = caller_line()
+
     def make(uid: UniqueId, on: int | None) -> Communicator:
-        return Communicator(chosen.size, uid, chosen.rank, config=config, device=on, timeout=timeout)
+        with called_from(line):
+            return Communicator(chosen.size, uid, chosen.rank, config=config, device=on, timeout=timeout)
 
     if chosen.size == 1:
         # A single rank uses no secret, but a bad secret raises the same error as with several ranks.

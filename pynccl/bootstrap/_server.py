@@ -128,7 +128,7 @@ class StoreServer:
         job: str | None = None,
         timeout: float = 30.0,
     ) -> None:
-        secret = read_secret() or secrets.token_urlsafe(24) if secret is None else check_secret(secret)
+        secret = read_secret() or _new_secret() if secret is None else check_secret(secret)
         self.secret = secret
         self.job = resolve_job(job)
         self._scheme = handshake.choose(secret, f.PURPOSE, encode(self.job), f.HELLO)
@@ -601,6 +601,15 @@ class StoreServer:
 def _size(*parts: bytes) -> int:
     """Return the bytes that stored values count as."""
     return _KEY_BYTES + sum(map(len, parts))
+
+
+def _new_secret() -> str:
+    """Make a secret for a server that was given none; raise without what encrypts with it."""
+    handshake.load_noise(
+        "StoreServer makes a secret, because none is set",
+        """, or pass secret="" for a store without one""",
+    )
+    return secrets.token_urlsafe(24)
 
 
 def resolve_job(job: str | None) -> str:

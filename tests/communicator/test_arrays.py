@@ -96,7 +96,8 @@ def test_every_argument(rank: int, nranks: int) -> None:
                 (lambda c=call: c(torch_over(wide)[:, 0]), ValueError, rf"^{name} is not contiguous"),
                 (lambda c=call: c(Device(wide[:, 0])), ValueError, rf"^{name} is not contiguous"),
                 (lambda c=call: c(Exporter(wide[:, 0])), ValueError, rf"^{name} is not contiguous"),
-                (lambda c=call: c([1.0] * 8), TypeError, rf"^{name} is of type list; expected a NumPy or"),
+                (lambda c=call: c([1.0] * 8), TypeError,
+                 rf"^{name} is of type list; expected a NumPy or CuPy array, such as numpy.array.{name}."),
                 (lambda c=call: c(np.zeros(4 * n, "M8[s]")), TypeError,
                  rf"^{name} has dtype datetime64.*; expected one of int8, uint8"),
                 (lambda c=call: c(np.zeros(4 * n, ml_dtypes.float8_e4m3)), TypeError,
@@ -340,9 +341,10 @@ def test_other_arguments(rank: int, nranks: int) -> None:
             (lambda: comm.scatter(None, x, root=me), TypeError,
              "^send is None; expected an array: this rank is the root"),
             (lambda: comm.scatter(None, root=1 - me), TypeError,
-             "^send and recv are None; expected an array for at least one of them"),
+             "^send and recv are None; expected recv=, an array for the part of this rank"),
             (lambda: comm.all_reduce(None), TypeError, "^send is of type NoneType"),
-            (lambda: comm.all_reduce(frozen), ValueError, r"^send \(in place\) is read-only"),
+            (lambda: comm.all_reduce(frozen), ValueError,
+             r"^send \(in place\) is read-only; expected a writable array, or recv=, one for the result"),
             (lambda: comm.reduce(frozen, root=me), ValueError, r"^send \(in place\) is read-only"),
             (lambda: comm.broadcast(frozen, root=1 - me), ValueError, r"^send \(in place\) is read-only"),
             (lambda: comm.all_reduce(b"1234"), ValueError, r"^send \(in place\) is read-only"),
@@ -370,11 +372,11 @@ def test_other_arguments(rank: int, nranks: int) -> None:
                     (lambda d=dtype, op=op: comm.all_reduce(np.zeros(4, d), op=op), TypeError,
                      f"^op is .* and the arrays have dtype {dtype}; NCCL reduces it by sum and avg only")
                 )  # fmt: skip
-        for dtype in ("bool", "int16", "uint16"):
+        for dtype, wider in (("bool", "int32"), ("int16", "int32"), ("uint16", "uint32")):
             for op in ("sum", "avg", "max", "prod"):
                 refusals += [
                     (lambda d=dtype, op=op: comm.all_reduce(np.zeros(4, d), op=op), TypeError,
-                     f"^op is .* and the arrays have dtype {dtype}; NCCL cannot reduce it, only"),
+                     f"dtype {dtype}; NCCL cannot reduce it, only move it: convert it to {wider}$"),
                     (lambda d=dtype, op=op: comm.reduce_scatter(np.zeros(4, d), op=op), TypeError, dtype),
                 ]  # fmt: skip
         stream: Any

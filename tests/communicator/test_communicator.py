@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import pickle
 import signal
@@ -440,6 +441,7 @@ def test_an_exception_on_one_rank_does_not_hang_the_others() -> None:
 
 
 def collect(rank: int, nranks: int) -> None:
+    made = f"{__file__}:{inspect.currentframe().f_lineno + 1}"  # type: ignore[union-attr]
     comm = pynccl.init(timeout=30)
     together(nranks)
     with warnings.catch_warnings(record=True) as caught:
@@ -449,7 +451,8 @@ def collect(rank: int, nranks: int) -> None:
         gc.collect()
         assert time.monotonic() - start < 10
     assert [str(w.message) for w in caught if w.category is ResourceWarning] == [
-        f"<pynccl.Communicator rank {rank} of {nranks} on device {rank}> was never destroyed or aborted"
+        f"<pynccl.Communicator rank {rank} of {nranks} on device {rank}>, made at {made}, "
+        "was never destroyed or aborted"
     ]
 
 

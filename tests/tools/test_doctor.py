@@ -117,6 +117,11 @@ def test_text_and_exit_codes() -> None:
     assert done.stdout.endswith("errors: 0, warnings: 1, ok: 1\n")
     assert plain("--only", "environment", "--strict", RANK="x").returncode == 2
     assert plain("--only", "libraries", "--strict").returncode == 0
+    wrong = plain("--root", "/nonexistent")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.endswith(
+        "Error: Invalid value for '--root': Directory '/nonexistent' does not exist.\n"
+    )
 
 
 # --- libraries ----------------------------------------------------------------------------------------------
@@ -133,6 +138,17 @@ def test_no_library(tmp_path: Path) -> None:
     found = doctor("--only", "libraries", PYNCCL_LIBRARY=str(gone))
     assert f"names {gone}, which does not exist" in only(found, "library", "error")["text"]
     assert only(doctor("--only", "libraries"), "library", "ok")["text"].startswith("the CPU library 2.32.3, ")
+
+
+def test_no_library_and_no_driver() -> None:
+    """What can work here comes first, and nothing claims that the CPU library is selected."""
+    themes = ("--only", "libraries", "--only", "devices")
+    found = doctor(*themes, PYNCCL_LIBRARY="auto")
+    fix = only(found, "library", "warning")["fix"]
+    assert fix.startswith("No NVIDIA driver can be used here: PYNCCL_LIBRARY=cpu")
+    assert only(found, "driver", "ok")["text"].startswith("no NVIDIA GPU; PYNCCL_LIBRARY=cpu would select")
+    text = only(doctor("--only", "devices"), "driver", "ok")["text"]
+    assert text == "no NVIDIA GPU; programs run on the CPU library, which is selected"
 
 
 def test_several_libraries(tmp_path: Path) -> None:
@@ -549,6 +565,17 @@ def test_ranks_that_differ(compile_library: Callable[..., str]) -> None:
     assert different["text"] == "library differs: the CPU library 2.32.3 on rank 0, NCCL 2.19.3 on rank 1"
     (warned,) = those(findings(first), "variables of ranks")
     assert warned["text"] == "NCCL_ALGO differs: Ring on rank 0, Tree on rank 1"
+
+
+def test_a_job_without_a_library(tmp_path: Path) -> None:
+    """Without a driver the ranks use the CPU library, unless they name another one."""
+    themes = ("--only", "job", "--only", "all_reduce")
+    first, _ = job(*themes, each=[{"PYNCCL_LIBRARY": "auto"}] * 2)
+    assert only(findings(first), "all_reduce", "ok")["text"].startswith("1 MiB on 2 ranks: direct reads ")
+    gone = {"PYNCCL_LIBRARY": str(tmp_path / "libnccl.so")}
+    first, _ = job(*themes, "--timeout", "10", each=[gone] * 2)
+    text = only(findings(first), "all_reduce", "error")["text"]
+    assert text.startswith(f"rank 0: PYNCCL_LIBRARY names {tmp_path / 'libnccl.so'}, which does not exist")
 
 
 def test_ranks_that_do_not_come() -> None:

@@ -126,6 +126,7 @@ def test_picture(machine: Path, tmp_path: Path, run_python: Run) -> None:
     [
         (["--svg", "x.svg"], "--svg needs --topology"),
         (["--root", "/proc"], "--root needs --topology"),
+        (["--topology", "--root", "/nonexistent"], "'--root': Directory '/nonexistent' does not exist."),
         (["--json", "--topology"], "--json and --topology are given; expected one of them"),
         (["--topology", "--svg", "/proc/x.svg"], "Could not open file '/proc/x.svg'"),
     ],

@@ -292,6 +292,27 @@ def test_nothing_differs_and_nothing_moves(run_python: Run, tmp_path: Path) -> N
     ]
 
 
+def test_an_exception_does_not_repeat_its_reason(run_python: Run, tmp_path: Path) -> None:
+    late = {"kind": "timeout", "text": "rank 1 did not come"}
+    wrong = {"kind": "mismatch", "text": "the library reports: the count differs"}
+    for rank, reasons, error in (
+        (0, [late], "NcclTimeoutError: rank 1 did not come"),
+        (1, [late], "NcclTimeoutError: rank 0 reports: rank 1 did not come"),
+        (2, [wrong], "NcclError: ncclAllReduce: the count differs; rank 2 of 4"),
+        (3, [], "KeyError: 'x'"),
+    ):
+        # A dump that was written twice has its exception before other reasons, too.
+        write(tmp_path, rank, 4, [], reasons=[{"kind": "exception", "text": error}, *reasons])
+    assert told(run_python, tmp_path).splitlines()[-6:] == [
+        "ranks 0 and 1 (timeout): rank 1 did not come",
+        "rank 2 (mismatch): the library reports: the count differs",
+        "rank 0 (exception): NcclTimeoutError: ...",
+        "rank 1 (exception): NcclTimeoutError: rank 0 reports: ...",
+        "rank 2 (exception): NcclError: ncclAllReduce: ...; rank 2 of 4",
+        "rank 3 (exception): KeyError: 'x'",
+    ]
+
+
 def other(call: str, **more: Any) -> dict[str, Any]:
     return {"call": call} | more
 

@@ -7,8 +7,10 @@ import struct
 from collections.abc import Iterator
 from itertools import combinations, permutations
 
+from pynccl._errors import NcclError
 from pynccl._library import cuda
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
+from pynccl._tools.doctor.libraries import loaded
 from pynccl._tools.machine import Machine, cpu_list
 from pynccl._tools.topology import LINKS, bridges, link
 
@@ -31,8 +33,10 @@ def check_driver(machine: Machine) -> Iterator[Finding]:
             "NCCL cannot run, and programs fall back to the CPU library or fail.",
             "Install the driver; in a container, start it with --gpus all; check CUDA_VISIBLE_DEVICES.",
         )
+    elif not isinstance(library := loaded(), NcclError) and library.backend == "cpu":
+        yield ok("driver", "no NVIDIA GPU; programs run on the CPU library, which is selected")
     else:
-        yield ok("driver", "no NVIDIA GPU; the CPU library runs here (PYNCCL_LIBRARY=cpu)")
+        yield ok("driver", "no NVIDIA GPU; PYNCCL_LIBRARY=cpu would select the CPU library, which needs none")
 
 
 def check_visible_devices(machine: Machine) -> Iterator[Finding]:

@@ -290,7 +290,8 @@ def _measure(exchange: Exchange, deadline: float) -> transports.Times | str:
     try:
         return transports.measure(exchange.rank, exchange.size, seconds)
     except (NcclError, OSError) as failure:
-        return str(failure)
+        # Further lines are advice, which the check library gives.
+        return str(failure).splitlines()[0].removesuffix(" Looked for:")
 
 
 def _ended(ends: dict[int, bytes], size: int) -> Iterator[Finding]:
@@ -298,7 +299,8 @@ def _ended(ends: dict[int, bytes], size: int) -> Iterator[Finding]:
     failures = [(rank, text) for rank, text in sorted(said.items()) if isinstance(text, str)]
     silent = [rank for rank in range(size) if rank not in said]
     if failures:
-        yield transports.failed(failures[0][1])
+        rank, text = failures[0]
+        yield transports.failed(f"rank {rank}: {text}")
     elif silent:
         yield transports.failed(f"{rank_list(silent)} did not finish")
     else:

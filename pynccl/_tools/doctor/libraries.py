@@ -26,7 +26,8 @@ def check_library(machine: Machine) -> Iterator[Finding]:
     if isinstance(found, NcclError):
         first, *rest = str(found).splitlines()
         advice = rest[-1] if rest else "Correct PYNCCL_LIBRARY."
-        say = error if machine.gpus() or machine.environ.get("PYNCCL_LIBRARY") else warning
+        named = machine.environ.get("PYNCCL_LIBRARY", "auto") not in ("", "auto")
+        say = error if machine.gpus() or named else warning
         why = "Every call of NCCL fails; `pynccl run` takes the CPU library if there is no driver."
         yield say("library", first.removesuffix(" Looked for:"), why, advice)
         return

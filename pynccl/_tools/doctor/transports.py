@@ -15,7 +15,8 @@ import numpy as np
 import pynccl
 from pynccl import testing
 from pynccl._errors import NcclError
-from pynccl._library import cuda
+from pynccl._library import cuda, loader
+from pynccl._library.loader import LibraryInfo
 from pynccl._tools.bench.ranks import Memory
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded
@@ -38,7 +39,7 @@ def measure(rank: int, nranks: int, seconds: float) -> Times:
     deadline = time.monotonic() + seconds
     library = loaded()
     if isinstance(library, NcclError):
-        raise library
+        library = _instead(library)
     if library.backend != "cpu":
         return [("", "NCCL's choice", _time(seconds))]
     found = []
@@ -47,6 +48,13 @@ def measure(rank: int, nranks: int, seconds: float) -> Times:
             spent = _time(max(1.0, deadline - time.monotonic()))
         found.append((asked, _used(), spent))
     return found
+
+
+def _instead(missing: NcclError) -> LibraryInfo:
+    """Load the CPU library on a machine without a driver, as `alone` does; raise if another was asked for."""
+    if os.environ.get("PYNCCL_LIBRARY", "auto") not in ("", "auto") or cuda.available():
+        raise missing
+    return loader.load("cpu")
 
 
 @contextmanager
@@ -108,16 +116,17 @@ def alone(timeout: float) -> Finding:
             nranks, measure, 0.8 * timeout, backend="auto" if on_gpus else "cpu", timeout=timeout
         )
     except testing.RankError as failure:
-        return failed(str(failure))
+        lines = [line for line in str(failure).splitlines() if line.strip()]
+        # The last line of a rank's traceback.
+        return failed(lines[-1].strip())
     return finding(nranks, times[0])
 
 
 def failed(text: str) -> Finding:
     """Return the finding of an all_reduce that failed."""
-    lines = [line for line in text.strip().splitlines() if line.strip()]
     return error(
         "all_reduce",
-        lines[-1].strip() if lines else "failed",
+        text,
         "A program's first collective would fail so, too.",
         "Start with the errors above; NCCL_DEBUG=INFO prints what the library does.",
     )
