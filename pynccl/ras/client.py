@@ -98,7 +98,7 @@ class _Connection:
             raise RasError(
                 f"No RAS server answers at {where}: {getattr(error, 'strerror', None) or error}. "
                 "A job of NCCL 2.24 or later listens there unless NCCL_RAS_ENABLE=0 or NCCL_RAS_ADDR is set; "
-                "the CPU library has no RAS server"
+                "the CPU library listens only with NCCL_RAS_ENABLE=1 or NCCL_RAS_ADDR"
             ) from None
 
     def __enter__(self) -> _Connection:

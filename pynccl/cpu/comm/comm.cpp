@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <iterator>
 
 namespace pncpu {
 namespace {
@@ -92,9 +93,12 @@ void Comm::count_waits(Op& op) {
 }
 
 void Comm::count_issue(Op& op) {
-  if (is_collective(op.func))
+  if (is_collective(op.func)) {
     op.number = ++colls_issued;
-  else if (op.func == Func::WaitSignal)
+    std::atomic<uint64_t>& issued = issued_by_func[size_t(op.func)];
+    bool is_exchange = op.func == Func::AllGather && op.root != 0;  // of this library's own
+    issued.store(issued.load(std::memory_order_relaxed) + !is_exchange, std::memory_order_relaxed);
+  } else if (op.func == Func::WaitSignal)
     count_waits(op);
   else
     op.number = ++(op.func == Func::Send   ? peer(op.root).sends_issued
@@ -372,6 +376,22 @@ void Comm::died(int from) noexcept {
   snprintf(text, sizeof text, "rank %d (pid %lld on %s) died, or exited without destroying its communicator",
            from, static_cast<long long>(info.pid), info.host_name);
   hear_of(ncclRemoteError, text);
+}
+
+void Comm::describe(std::vector<char>* out) {
+  constexpr Func kOrder[] = {Func::Broadcast, Func::Reduce,   Func::AllGather, Func::ReduceScatter,
+                             Func::AllReduce, Func::AlltoAll, Func::Gather,    Func::Scatter};
+  static_assert(std::size(kOrder) == kCountedKinds && kCountedKinds == size_t(Func::Send));
+  RankState state;
+  state.async_error = error();
+  Phase phase = standing.phase.load();
+  if (phase == Phase::Creating) state.init_state = ncclInProgress;
+  state.finalized = phase == Phase::Finalizing || phase == Phase::Finalized;
+  state.destroyed = standing.ending() == Standing::End::Destroy;
+  state.aborted = standing.ending() == Standing::End::Abort;
+  for (size_t i = 0; i < kCountedKinds; ++i)
+    state.counts[i] = issued_by_func[size_t(kOrder[i])].load(std::memory_order_relaxed);
+  session.describe(state, out);
 }
 
 void Comm::expect_signals() { one_sided_.open(nranks, session.contexts * session.signals); }

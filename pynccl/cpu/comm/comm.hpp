@@ -1,6 +1,7 @@
 // A communicator: one rank's view of a group of ranks.
 #pragma once
 
+#include <array>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -56,6 +57,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   std::string waiting_for(const Batch& batch);
   std::atomic<uint64_t> calls{0};  // for fault injection
   std::atomic<uint64_t> colls_issued{0};
+  std::array<std::atomic<uint64_t>, size_t(Func::Send)> issued_by_func{};  // written under the issue lock
 
   // For the deadlock search. What a batch waits for; only for the thread that runs it. Nothing if the
   // communicator has just failed.
@@ -116,6 +118,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void frame(int from, const CtlHeader& header, const Blob& body) override;
   void closed(int from) override;
   void data_ready() override { bell().ring(); }
+  void describe(std::vector<char>* out) override;
   SinkPtr sink() override { return shared_from_this(); }
 
   Peer& peer(int r) { return session.peer(r); }

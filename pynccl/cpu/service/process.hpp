@@ -1,6 +1,7 @@
 // The service itself, for the files of this folder.
 #pragma once
 
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -70,6 +71,10 @@ class Service {
   };
   std::unordered_map<Token, Local, HashToken> locals;
   bool starved();
+  // What this process says of its ranks; at most kMaxFrame bytes.
+  std::vector<char> describe();
+  // Called under the mutex when a rank begins or ends.
+  std::function<void()> ranks_changed;
   // A spare descriptor for telling peers that no other is left.
   Fd spare;
   void hold_spare();

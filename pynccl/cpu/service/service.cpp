@@ -9,6 +9,7 @@
 
 #include "base/fork.hpp"
 #include "service/process.hpp"
+#include "service/state.hpp"
 
 namespace pncpu {
 namespace {
@@ -351,7 +352,11 @@ bool Service::read(Connection& c) {
 bool Service::greeted(Connection& c) {
   c.got = 0;
   bool joins = c.hello.kind == HelloKind::Join;
-  if (joins ? !roots.serves(c.hello.token, c.hello.serial) : !locals.count(c.hello.token)) return false;
+  bool asks = c.hello.kind == HelloKind::Ask;
+  bool is_known = joins  ? roots.serves(c.hello.token, c.hello.serial)
+                  : asks ? c.hello.token == process
+                         : locals.count(c.hello.token) != 0;
+  if (!is_known) return false;
   bool has_one = c.hello.secured != 0;
   if (secret.empty() && !has_one) return known(c);
   Challenge challenge;
@@ -402,6 +407,12 @@ bool Service::known(Connection& c) {
     c.stage = Connection::Joins;
     c.seat = std::make_shared<RemoteSeat>(*this, c.socket, c.address);
     return read_frames(c, true);
+  }
+  if (c.hello.kind == HelloKind::Ask) {
+    SocketPtr keep = c.socket;
+    keep->send_frame(Ctl::State, 0, Blob::of(describe()));
+    finish(keep);
+    return true;
   }
   SinkPtr sink = locals.at(c.hello.token).sink;
   SocketPtr socket = c.socket;
@@ -502,6 +513,26 @@ void Service::hold_spare() {
   spare = Fd::made_by([this] { return fcntl(wake_.get(), F_DUPFD_CLOEXEC, 0); });
 }
 
+std::vector<char> Service::describe() {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  Speaker speaker;
+  speaker.process = process;
+  speaker.pid = getpid();
+  snprintf(speaker.host_name, sizeof speaker.host_name, "%s", host_name().c_str());
+  std::vector<char> said;
+  append(&said, speaker);
+  for (auto& [token, local] : locals) {
+    size_t before = said.size();
+    if (local.sink) local.sink->describe(&said);
+    if (said.size() <= kMaxFrame) continue;
+    said.resize(before);
+    log(Level::Warn, "RAS leaves out communicators of this process: they do not fit into %u bytes",
+        kMaxFrame);
+    break;
+  }
+  return said;
+}
+
 bool Service::starved() {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   Deadline since = std::min(network_.admission.starved_since(), local_.admission.starved_since());
@@ -572,6 +603,7 @@ void expect(const Token& token, SinkPtr sink) {
   if (Service* s = Service::get("a communicator")) {
     std::lock_guard<std::recursive_mutex> lock(s->mutex);
     s->locals[token].sink = std::move(sink);
+    if (s->ranks_changed) s->ranks_changed();
   }
 }
 
@@ -600,6 +632,7 @@ void forget(const Token& token) {
   Service::Local gone = std::move(it->second);
   s->locals.erase(it);
   s->post(std::move(gone.end_notices));
+  if (s->ranks_changed) s->ranks_changed();
 }
 
 bool lives_here(const Token& token) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "base/fork.hpp"
 #include "service/socket.hpp"
@@ -20,6 +21,8 @@ class Sink {
   virtual void frame(int rank, const CtlHeader& header, const Blob& body) = 0;
   virtual void closed(int rank) = 0;
   virtual void data_ready() = 0;
+  // Appends the state of this rank (state.hpp); nothing before it knows its peers.
+  virtual void describe(std::vector<char>*) {}
 };
 using SinkPtr = std::shared_ptr<Sink>;
 

@@ -121,6 +121,17 @@ Fd listen_unix(const Token& name) {
   return fd;
 }
 
+Fd try_connect_unix(const Token& name) {
+  sockaddr_un un;
+  socklen_t size = unix_address(name, &un);
+  Fd fd = Fd::made_by([] { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
+  if (!fd || connect(fd.get(), reinterpret_cast<sockaddr*>(&un), size) == 0) return fd;
+  int error = errno;
+  fd.reset();
+  errno = error;
+  return fd;
+}
+
 Fd connect_unix(const Token& name, Deadline deadline, std::string* why, const std::atomic<bool>* stop) {
   sockaddr_un un;
   socklen_t size = unix_address(name, &un);

@@ -44,6 +44,8 @@ using SocketPtr = std::shared_ptr<Socket>;
 
 // A connection to an abstract Unix socket; an empty Fd with errno and *why set on failure.
 Fd connect_unix(const Token& name, Deadline deadline, std::string* why, const std::atomic<bool>* stop);
+// One attempt that does not block, nor does the socket; an empty Fd with errno set on failure.
+Fd try_connect_unix(const Token& name);
 Fd listen_unix(const Token& name);  // an empty Fd with errno set on failure
 
 // Passes an open file to the peer of a Unix socket.

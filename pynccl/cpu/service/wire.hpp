@@ -86,7 +86,8 @@ struct Table {
   }
 };
 
-enum class HelloKind : uint32_t { Join = 1, Control, CollData, P2pData };
+// Ask: how are your ranks? Its token is that of a process, and the answer one frame (state.hpp).
+enum class HelloKind : uint32_t { Join = 1, Control, CollData, P2pData, Ask };
 
 // The first message of every connection.
 struct Hello {
@@ -134,7 +135,8 @@ enum class Ctl : uint32_t {
   Put,      // data for a window, or a signal
   Lend,     // registered memory that the peer may map: an Offer
   Taken,    // the peer has mapped it; the tag is the offer's number
-  Return    // no call from now on uses it; the tag is its number, the body the last call that may
+  Return,   // no call from now on uses it; the tag is its number, the body the last call that may
+  State     // the answer to HelloKind::Ask
 };
 // In the tags of exchanges of calls that go on after a failure.
 constexpr uint64_t kAfterFailure = uint64_t(1) << 63;

@@ -10,6 +10,7 @@
 #include "base/device.hpp"
 #include "base/fork.hpp"
 #include "ops/collectives.hpp"
+#include "ras/server.hpp"
 #include "service/dial.hpp"
 
 namespace pncpu {
@@ -61,6 +62,7 @@ ncclResult_t Session::introduce() {
   self.device = device_;
   self.shared_devices = shared_devices();
   expect(self.token, owner_.sink());
+  serve_ras();
   return ncclSuccess;
 }
 
@@ -329,6 +331,27 @@ bool Session::has_room(int to) {
     control = peer(to).control;
   }
   return !control || control->unsent() < kMostUnsentPuts;
+}
+
+void Session::describe(RankState state, std::vector<char>* out) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (peers_.empty()) return;
+  state.hash = hash;
+  state.rank = rank;
+  state.nranks = nranks;
+  append(out, state);
+  for (auto& p : peers_) {
+    RankPlace place;
+    place.process = p->info.process;
+    place.unix_name = p->info.unix_name;
+    place.host = p->info.host;
+    place.pid = p->info.pid;
+    place.endpoint = p->info.endpoint;
+    place.device = p->info.device;
+    place.presence = p->left ? Presence::Left : p->gone ? Presence::Dead : Presence::Here;
+    memcpy(place.host_name, p->info.host_name, sizeof place.host_name);
+    append(out, place);
+  }
 }
 
 void Session::echo(Ctl kind, const void* body, size_t bytes) {

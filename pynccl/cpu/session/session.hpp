@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "service/join.hpp"
+#include "service/state.hpp"
 #include "streams/waiting.hpp"
 #include "transport/segment.hpp"
 
@@ -97,6 +98,7 @@ class Session {
   bool has_room(int to);  // a large frame can be sent now; else the owner's sink hears of room
   int known_ranks();      // 0 before the table has arrived
   bool linked(int to);
+  void describe(RankState state, std::vector<char>* out);  // nothing before the table has arrived
   void disconnect() noexcept;
   void drop_connections();  // fault injection
 
