@@ -9,6 +9,8 @@
 
 namespace pncpu {
 
+constexpr int64_t kLongYieldNs = 1000 * 1000;
+
 struct WaitPolicy {
   int64_t spin_ns = 0, yield_ns = 0;
   int64_t interrupted_ns = 0;  // a poll that took longer lost the core to other threads; 0: not checked
@@ -27,7 +29,8 @@ class Contention {
   bool here(Clock::time_point now) const { return ns(now) < until_.load(std::memory_order_relaxed); }
   void noticed(Clock::time_point now) {
     int64_t at = ns(now), pause = pause_.load(std::memory_order_relaxed);
-    bool again = at < until_.load(std::memory_order_relaxed) + pause;
+    // Programs wait now and then only: other programs that competed a moment ago still do.
+    bool again = at < until_.load(std::memory_order_relaxed) + kLongest;
     pause = again ? std::min(2 * pause, kLongest) : kShortest;
     pause_.store(pause, std::memory_order_relaxed);
     until_.store(at + pause, std::memory_order_relaxed);
@@ -66,7 +69,11 @@ bool look_for(const WaitPolicy& policy, Changed changed) {
       return g_contention.noticed(now), false;
     before = now;
     if (now < spin) continue;
-    if (now >= yield) return false;
+    if (now >= yield) {
+      // The peer works on this operation, and has a core of its own unless other programs use it.
+      if (policy.interrupted_ns && policy.yield_ns >= kLongYieldNs) g_contention.noticed(now);
+      return false;
+    }
     sched_yield();
   }
 }
