@@ -130,7 +130,7 @@ class Ranks:
 
     def __init__(self, options: argparse.Namespace, folder: str) -> None:
         self.options, self.folder = options, folder
-        self.lines: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, name: str, *arguments: str, **env: str) -> None:
@@ -144,12 +144,18 @@ class Ranks:
         assert process.stdout is not None
         for line in process.stdout:
             self.lines.put((name, line.strip()))
+        self.lines.put((name, None))
 
     def wait(self, wanted: str, name: str | None = None) -> None:
         """Show what they print, until one of them prints this."""
         deadline = time.monotonic() + TIMEOUT
         while True:
             who, line = self.lines.get(timeout=max(0.1, deadline - time.monotonic()))
+            if line is None:
+                code = self.processes[who].wait()
+                if code > 0:
+                    raise SystemExit(f"process {who} ended with exit code {code}: its error stands above")
+                continue
             print(f"[{who}] {line}", flush=True)
             if line.startswith(wanted) and name in (None, who):
                 return
