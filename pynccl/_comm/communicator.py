@@ -376,6 +376,7 @@ class Communicator(Operations):
         if kind is not None or not self._core.owned:
             if kind is not None:
                 recorder.dump_because("exception", f"{kind.__name__}: {error}")
+                end.report(error)
             self.abort()
             return
         try:

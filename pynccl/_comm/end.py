@@ -9,7 +9,7 @@ from pynccl import capi
 from pynccl._comm import lifetime
 from pynccl._comm.core import Core
 from pynccl._device.blocking import bounded
-from pynccl._errors import NcclError, NcclInvalidUsage
+from pynccl._errors import NcclError, NcclInvalidUsage, NcclRemoteError
 from pynccl._library.binding import lib
 from pynccl._library.generated import kinds
 from pynccl._memory import registration, window
@@ -20,6 +20,8 @@ from pynccl._watch.watchdog import BY_DEATH
 _ABORT_SECONDS = 10.0
 # Seconds that an abort waits for calls in flight on a communicator that it does not own.
 _BORROWED_SECONDS = 1.0
+# Called for an exception that ends a `with` block; `_run/evidence.py`, a layer above, sets it.
+on_exception: Callable[[], object] | None = None
 _ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds it: drop graphs first)"
 
 
@@ -143,6 +145,12 @@ def adopt(core: Core, child: Core) -> None:
     if core.aborted:
         abort(child)
         raise NcclInvalidUsage(f"{core!r} cannot be used: it was aborted", rank=core.known_rank)
+
+
+def report(error: BaseException | None) -> None:
+    """Tell the launcher of an exception that no other rank caused, before the abort tells the other ranks."""
+    if on_exception is not None and isinstance(error, Exception) and not isinstance(error, NcclRemoteError):
+        on_exception()
 
 
 def _abort_reason(core: Core) -> Any:

@@ -22,6 +22,8 @@ from pynccl._watch.watchdog import DEATH_MS
 
 Quorum = Literal["majority"] | None
 _GOES_ON: Any = lib.PYNCCL_GOES_ON
+# Seconds between the time-outs of ranks that call the same function.
+_MOMENT = 0.5
 
 
 # --- shrink ---
@@ -199,7 +201,9 @@ def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], 
         try:
             create(child, GROW.function, call, core.device, old.look)
         except NcclError as error:
-            failure = _not_come(core, nranks) if isinstance(error, NcclTimeoutError) else error
+            # The time-outs of the old ranks end within a moment; one of them hears of another's.
+            late = not isinstance(error, RankFailedError) and time.monotonic() > child.until - _MOMENT
+            failure = _not_come(core, nranks) if late or isinstance(error, NcclTimeoutError) else error
         made = old.agree(0 if failure else MADE).flags & MADE
         old.linger()
         if made and old.decided == everybody:

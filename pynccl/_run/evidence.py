@@ -9,6 +9,7 @@ native: it runs inside C code, with or without the GIL. A process without a file
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import signal
 import time
@@ -16,11 +17,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from pynccl._comm import end
 from pynccl._library.binding import lib
 
 FOLDER = "PYNCCL_EVIDENCE"
 _REASON = b"asked by pynccl run before it ended the ranks"
 _END = b"\nend\n"
+_FAILED = b"failed at "
 _MOST_BYTES = 1 << 20
 
 
@@ -47,6 +50,7 @@ def _listen(folder: Path) -> None:
         raise OSError(error, os.strerror(error))
     # From here on the launcher can send requests.
     os.write(fd, b"%d\n" % number)
+    end.on_exception = lambda: os.write(fd, _FAILED + b"%d\n" % time.monotonic_ns())
 
 
 def _handled(pid: int) -> int:
@@ -69,6 +73,16 @@ def _status(pid: int, name: str) -> str:
 
 
 # --- the launcher's side ------------------------------------------------------------------------------------
+
+
+def failed_at(folder: Path, pid: int) -> float:
+    """Return when a process had an exception that no other rank caused, by time.monotonic(); inf: never."""
+    try:
+        lines = (folder / str(pid)).read_bytes().splitlines()
+    except OSError:
+        return math.inf
+    times = [line.removeprefix(_FAILED) for line in lines if line.startswith(_FAILED)]
+    return min((int(time) / 1e9 for time in times if time.isdigit()), default=math.inf)
 
 
 class Answer:

@@ -35,6 +35,8 @@ _DRAIN_SECONDS = 1.0
 _TIMED_OUT = 124
 # Lines of a failing rank that are shown before a restart.
 _LAST_LINES = 10
+# Seconds for which the end of a rank waits for that of the rank whose exception came first.
+_CAUSE_SECONDS = 1.0
 # Kills the ranks' process groups and removes the folder in its argument if the launcher closes the
 # pipe without writing "done".
 _GUARD = (
@@ -158,6 +160,8 @@ class _Launcher:
         self.code = 0
         # The request for traces and stacks, made before the ranks get the signal that ends them.
         self.request: evidence.Request | None = None
+        # When ranks ended that failed because of another one, perhaps.
+        self.ends: dict[int, float] = {}
         self.last_signal: int = signal.SIGTERM
         self.kill_at: float | None = None
         self.timeout_at: float | None = None
@@ -336,6 +340,8 @@ class _Launcher:
             code = child.poll()
             if rank in self.ended or code is None:
                 continue
+            if code > 0 and self.code == 0 and self._is_consequence(rank):
+                continue
             self.ended.add(rank)
             if self.job.keep_going and not self._ending:
                 self._go_on_without(rank, code)
@@ -343,6 +349,13 @@ class _Launcher:
                 self._note_failure(rank, code, "; ending the other ranks")
                 if not self._ending:  # else the ranks have the signal already
                     self._end(signal.SIGTERM)
+
+    def _is_consequence(self, rank: int) -> bool:
+        """Tell whether a rank has ended because of an exception of another one, which will end soon."""
+        since = self.ends.setdefault(rank, time.monotonic())
+        at, first = min((self._failed_at(rank), rank) for rank in self.children)
+        waits = first != rank and first not in self.ended and at < since
+        return waits and time.monotonic() - since < _CAUSE_SECONDS
 
     def _end_with_the_others(self) -> None:
         """End the ranks of this machine after a failure on another one."""
@@ -386,10 +399,13 @@ class _Launcher:
         # A rank that a signal ended has no traceback, and the other tracebacks are its consequence.
         if self.first not in failed or self.errors[self.first].failed_at == float("inf"):
             return
-        first = min(failed, key=lambda rank: self.errors[rank].failed_at)
+        first = min(failed, key=lambda rank: (self._failed_at(rank), self.errors[rank].failed_at))
         self._say(f"rank {first} failed first:")
         for line in self.errors[first].traceback().splitlines():
             write_all(sys.stderr.fileno(), b"[%d] %s\n" % (first, line))
+
+    def _failed_at(self, rank: int) -> float:
+        return evidence.failed_at(self.folder, self.children[rank].pid)
 
     def show_last_lines(self) -> None:
         """Show the last lines of the first rank to fail; `_show_traceback` has shown those of a traceback."""

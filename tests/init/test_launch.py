@@ -335,6 +335,29 @@ def test_who_failed_first_may_end_later(script: Script, tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "[0] ValueError: the cause"
 
 
+CAUSES_OTHERS = """
+import atexit, time
+import numpy as np
+import pynccl
+
+with pynccl.init() as comm:
+    comm.barrier()
+    if comm.rank == 0:
+        atexit.register(time.sleep, 0.4)
+        raise ValueError("the cause")
+    comm.all_reduce(np.ones(4))
+"""
+
+
+def test_an_exception_that_ends_the_other_ranks_first(script: Script) -> None:
+    """The other ranks learn of rank 0's abort before its traceback and its exit."""
+    done = launch("-n", "3", "--cpu", script(CAUSES_OTHERS))
+    assert done.returncode == 1
+    assert "pynccl run: rank 0 exited with code 1; ending the other ranks" in done.stderr
+    assert "pynccl run: rank 0 failed first:" in done.stderr
+    assert done.stderr.splitlines()[-1] == "[0] ValueError: the cause"
+
+
 def test_time_out(script: Script) -> None:
     program = script("import os, time\nif os.environ['RANK'] != '1': time.sleep(60)")
     start = time.monotonic()
