@@ -376,7 +376,7 @@ def test_other_arguments(rank: int, nranks: int) -> None:
             for op in ("sum", "avg", "max", "prod"):
                 refusals += [
                     (lambda d=dtype, op=op: comm.all_reduce(np.zeros(4, d), op=op), TypeError,
-                     f"dtype {dtype}; NCCL cannot reduce it, only move it: convert it to {wider}$"),
+                     f"dtype {dtype}; NCCL cannot reduce it, only move it: convert it to {wider} "),
                     (lambda d=dtype, op=op: comm.reduce_scatter(np.zeros(4, d), op=op), TypeError, dtype),
                 ]  # fmt: skip
         stream: Any

@@ -154,6 +154,7 @@ def test_the_store(run_ranks: Callable[[str, int], None]) -> None:
     run_ranks(STORE, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_backend")
 def test_the_torch_backend(run_ranks: Callable[[str, int], None]) -> None:
     run_ranks(TORCH, 2)

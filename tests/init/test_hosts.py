@@ -115,6 +115,7 @@ def test_a_signal_ends_all_machines(number: signal.Signals, start: Start) -> Non
     until_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_machine_that_ssh_does_not_reach(start: Start) -> None:
     job = start("127.0.0.1 slots=1\ngone\n", options=("--timeout", "3"))
     _, errors = job.communicate(timeout=50)

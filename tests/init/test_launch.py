@@ -557,6 +557,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 def test_stacks_never_go_to_a_file_of_the_programs(
     script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -578,6 +579,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_who_does_not_answer_is_ended_all_the_same(
     script: Script, started: Callable[..., subprocess.Popen[str]], times: int

@@ -349,6 +349,7 @@ print(sys.modules.get("nacl"))
 """
 
 
+@pytest.mark.slow
 def test_without_a_secret_pynacl_is_neither_needed_nor_imported(
     run_python: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -151,6 +151,7 @@ def test_one_wrong_element_is_found(wrong_library: str) -> None:
     assert "# Out of bounds values : 2 FAILED\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_uneven_traffic_from_a_file(tmp_path: Path) -> None:
     matrix = tmp_path / "matrix"
     matrix.write_text("0 160 320\n1600 0 16\n32 64 0\n")
@@ -290,6 +291,7 @@ def test_groups_of_ranks() -> None:
     assert groups == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
 
 
+@pytest.mark.slow
 def test_a_bandwidth_that_is_required() -> None:
     args = ["all_reduce", "-b", "4K", "-e", "4K", "-n", "2"]
     done = bench(2, *args, NCCL_TESTS_MIN_BW="1e9")
@@ -398,7 +400,9 @@ def scaled(document: Path, factor: float) -> None:
     document.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize(("factor", "code", "verdict"), [(1e-6, 3, "FAILED"), (1e6, 0, "OK")])
+@pytest.mark.parametrize(
+    ("factor", "code", "verdict"), [(1e-6, 3, "FAILED"), pytest.param(1e6, 0, "OK", marks=pytest.mark.slow)]
+)
 def test_against_an_earlier_run(tmp_path: Path, factor: float, code: int, verdict: str) -> None:
     saved = tmp_path / "saved.json"
     assert bench(2, *QUICK, "-N", "3", "--save", str(saved)).returncode == 0
@@ -451,6 +455,7 @@ def test_an_earlier_run_that_cannot_be_compared(tmp_path: Path) -> None:
     assert "expected 3 or more cycles" in bench(2, *QUICK, "--against", str(saved)).stderr
 
 
+@pytest.mark.slow
 def test_files_stay_as_they_were_after_a_failure(tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
     saved.write_text("an older one")
@@ -507,6 +512,7 @@ def compared(text: str) -> list[tuple[str, str, list[str]]]:
     return [(row["type"], row["op"], re.sub(r"\d+\.\d\d", "#", row["peers"]).split()) for row in rows if row]
 
 
+@pytest.mark.slow
 def test_peers_in_turn(tmp_path: Path) -> None:
     table, saved = tmp_path / "table.csv", tmp_path / "saved.json"
     files = ["--csv", str(table), "--save", str(saved)]
@@ -568,6 +574,7 @@ sys.exit(main(["bench", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
@@ -587,6 +594,7 @@ def test_a_peer_that_is_broken(tmp_path: Path, how: str, code: int, words: str) 
     assert how == "wrong" or "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_hung_rank_of_mpi_ends_the_run() -> None:
     args = ["all_reduce", "-b", "4K", "-e", "4K", "-n", "50", "-N", "0", "-T", "2", "--compare", "mpi"]
     command = [*mpirun(2), "pynccl", "bench", *args]
@@ -625,6 +633,7 @@ SLOW_AND_WRONG = """
 """
 
 
+@pytest.mark.slow
 def test_the_matrix_names_a_slow_link(tmp_path: Path) -> None:
     library, table, saved = changed_library(tmp_path, SLOW_AND_WRONG), tmp_path / "t.csv", tmp_path / "s.json"
     args = ["sendrecv", "--p2p", "-b", "8", "-e", "4K", "-f", "2", "-n", "10"]
@@ -699,6 +708,7 @@ def test_a_picture_of_several_runs(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([saved, first, second])
 
 
+@pytest.mark.slow
 def test_a_picture_of_the_matrix(tmp_path: Path) -> None:
     picture, table = tmp_path / "pairs.svg", tmp_path / "pairs.csv"
     args = ["sendrecv", "--p2p", "-b", "8", "-e", "4K", "-f", "2", "-n", "2"]
@@ -812,6 +822,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[list[str]]:
         yield mpirun(2)
 
 
+@pytest.mark.slow
 def test_launchers(launcher: list[str]) -> None:
     done = run(*launcher, "pynccl", "bench", "all_reduce", "-b", "4K", "-e", "4K")
     assert [line["wrong"] for line in lines(done)] == ["0"]

@@ -189,6 +189,7 @@ def test_a_stranger(serve: Serve) -> None:
         ras.status(serve(http))
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers(serve: Serve) -> None:
     with pytest.raises(NcclTimeoutError, match="did not answer the greeting within 5 s"):
         ras.status(serve(lambda connection: time.sleep(30)), timeout=0.1)

@@ -377,6 +377,7 @@ comm.destroy()
 )
 
 
+@pytest.mark.slow
 def test_a_signal_dumps_while_python_is_stuck(tmp_path: Path) -> None:
     env = clean_environment() | {"PYNCCL_LIBRARY": "cpu", "PYNCCL_TRACE_SIGNAL": "USR2"}
     env |= {"PYTHONPATH": str(ROOT)}

@@ -309,12 +309,14 @@ def test_a_rank_that_lives_has_not_ended(what: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @needs_root
 def test_the_store_is_gone(tmp_path: Path) -> None:
     done = run(survives(tmp_path, "no store", 2, hidden=[1], gone=[0]))
     assert done.stdout == "[1] partition in time: True\n", done.stderr
 
 
+@pytest.mark.slow
 @needs_root
 def test_the_launcher_is_stopped(tmp_path: Path) -> None:
     command = survives(tmp_path, "silent store", 2, hidden=[1], gone=[0])
