@@ -530,20 +530,22 @@ class Operations:
 
     @overload
     def all_gather_v(
-        self,
-        send: A,
-        recv: A | None,
-        counts: Sequence[int],
-        stream: Any = None,
-        *,
-        wait: Literal[True] = True,
+        self, send: A, recv: None, counts: Sequence[int], stream: Any = None, *, wait: Literal[True] = True
     ) -> A: ...
     @overload
     def all_gather_v(
-        self, send: A, recv: A | None, counts: Sequence[int], stream: Any = None, *, wait: Literal[False]
-    ) -> Work[A]: ...
+        self, send: Array, recv: R, counts: Sequence[int], stream: Any = None, *, wait: Literal[True] = True
+    ) -> R: ...
+    @overload
     def all_gather_v(
-        self, send: A, recv: A | None, counts: Sequence[int], stream: Any = None, *, wait: bool = True
+        self, send: A, recv: None, counts: Sequence[int], stream: Any = None, *, wait: Literal[False]
+    ) -> Work[A]: ...
+    @overload
+    def all_gather_v(
+        self, send: Array, recv: R, counts: Sequence[int], stream: Any = None, *, wait: Literal[False]
+    ) -> Work[R]: ...
+    def all_gather_v(
+        self, send: Any, recv: Any, counts: Sequence[int], stream: Any = None, *, wait: bool = True
     ) -> Any:
         """Collect `counts[i]` elements of each rank i on every rank, in rank order.
 
@@ -572,7 +574,7 @@ class Operations:
     def reduce_scatter_v(
         self,
         send: A,
-        recv: A | None,
+        recv: None,
         counts: Sequence[int],
         op: Op = "sum",
         stream: Any = None,
@@ -582,18 +584,40 @@ class Operations:
     @overload
     def reduce_scatter_v(
         self,
+        send: Array,
+        recv: R,
+        counts: Sequence[int],
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        wait: Literal[True] = True,
+    ) -> R: ...
+    @overload
+    def reduce_scatter_v(
+        self,
         send: A,
-        recv: A | None,
+        recv: None,
         counts: Sequence[int],
         op: Op = "sum",
         stream: Any = None,
         *,
         wait: Literal[False],
     ) -> Work[A]: ...
+    @overload
     def reduce_scatter_v(
         self,
-        send: A,
-        recv: A | None,
+        send: Array,
+        recv: R,
+        counts: Sequence[int],
+        op: Op = "sum",
+        stream: Any = None,
+        *,
+        wait: Literal[False],
+    ) -> Work[R]: ...
+    def reduce_scatter_v(
+        self,
+        send: Any,
+        recv: Any,
         counts: Sequence[int],
         op: Op = "sum",
         stream: Any = None,
@@ -625,7 +649,7 @@ class Operations:
     def gather_v(
         self,
         send: A,
-        recv: A | None,
+        recv: None,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
@@ -635,18 +659,40 @@ class Operations:
     @overload
     def gather_v(
         self,
+        send: Array,
+        recv: R,
+        counts: Sequence[int],
+        root: int = 0,
+        stream: Any = None,
+        *,
+        wait: Literal[True] = True,
+    ) -> R | None: ...
+    @overload
+    def gather_v(
+        self,
         send: A,
-        recv: A | None,
+        recv: None,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
         *,
         wait: Literal[False],
     ) -> Work[A | None]: ...
+    @overload
     def gather_v(
         self,
-        send: A,
-        recv: A | None,
+        send: Array,
+        recv: R,
+        counts: Sequence[int],
+        root: int = 0,
+        stream: Any = None,
+        *,
+        wait: Literal[False],
+    ) -> Work[R | None]: ...
+    def gather_v(
+        self,
+        send: Any,
+        recv: Any,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
@@ -681,8 +727,8 @@ class Operations:
     @overload
     def scatter_v(
         self,
-        send: A | None,
-        recv: A | None,
+        send: A,
+        recv: None,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
@@ -692,18 +738,40 @@ class Operations:
     @overload
     def scatter_v(
         self,
-        send: A | None,
-        recv: A | None,
+        send: Array | None,
+        recv: R,
+        counts: Sequence[int],
+        root: int = 0,
+        stream: Any = None,
+        *,
+        wait: Literal[True] = True,
+    ) -> R: ...
+    @overload
+    def scatter_v(
+        self,
+        send: A,
+        recv: None,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
         *,
         wait: Literal[False],
     ) -> Work[A]: ...
+    @overload
     def scatter_v(
         self,
-        send: A | None,
-        recv: A | None,
+        send: Array | None,
+        recv: R,
+        counts: Sequence[int],
+        root: int = 0,
+        stream: Any = None,
+        *,
+        wait: Literal[False],
+    ) -> Work[R]: ...
+    def scatter_v(
+        self,
+        send: Any,
+        recv: Any,
         counts: Sequence[int],
         root: int = 0,
         stream: Any = None,
@@ -739,7 +807,7 @@ class Operations:
         self,
         send: A,
         send_counts: Sequence[int],
-        recv: A | None,
+        recv: None,
         recv_counts: Sequence[int],
         stream: Any = None,
         *,
@@ -748,19 +816,41 @@ class Operations:
     @overload
     def all_to_all_v(
         self,
+        send: Array,
+        send_counts: Sequence[int],
+        recv: R,
+        recv_counts: Sequence[int],
+        stream: Any = None,
+        *,
+        wait: Literal[True] = True,
+    ) -> R: ...
+    @overload
+    def all_to_all_v(
+        self,
         send: A,
         send_counts: Sequence[int],
-        recv: A | None,
+        recv: None,
         recv_counts: Sequence[int],
         stream: Any = None,
         *,
         wait: Literal[False],
     ) -> Work[A]: ...
+    @overload
     def all_to_all_v(
         self,
-        send: A,
+        send: Array,
         send_counts: Sequence[int],
-        recv: A | None,
+        recv: R,
+        recv_counts: Sequence[int],
+        stream: Any = None,
+        *,
+        wait: Literal[False],
+    ) -> Work[R]: ...
+    def all_to_all_v(
+        self,
+        send: Any,
+        send_counts: Sequence[int],
+        recv: Any,
         recv_counts: Sequence[int],
         stream: Any = None,
         *,

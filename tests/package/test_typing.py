@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import assert_type
 import pynccl
-from pynccl import Buffer, Communicator, Plan, Prepared, UniqueId
+from pynccl import Buffer, Communicator, Plan, Prepared, UniqueId, Work
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -56,6 +56,18 @@ def arrays(comm: Communicator, x: F32, t: Tensor, b: Buffer, y: F64) -> None:
     assert_type(comm.gather_v(x, t, (1, 2)), Tensor | None)
     assert_type(comm.scatter_v(None, t, [1, 2]), Tensor)
     assert_type(comm.all_to_all_v(x, [1], t, [1]), Tensor)
+    assert_type(comm.all_gather_v(t, None, [1, 2]), Tensor)
+    assert_type(comm.gather_v(x, None, [1, 2]), F32 | None)
+
+def later(comm: Communicator, x: F32, t: Tensor) -> None:
+    assert_type(comm.all_reduce(x, wait=False).wait(), F32)
+    assert_type(comm.reduce(t, wait=False), Work[Tensor | None])
+    assert_type(comm.all_gather(x, wait=False), Work[NDArray[np.float32]])
+    assert_type(comm.scatter_v(x, None, [1, 2], wait=False), Work[F32])
+    assert_type(comm.barrier(wait=False), Work[None])
+
+async def awaited(comm: Communicator, x: F32) -> None:
+    assert_type(await comm.all_reduce(x, wait=False), F32)
 
 def kinds(comm: Communicator, x: F32) -> None:
     numbers = array("d", [1.0])
@@ -160,7 +172,7 @@ def wrong_lines() -> set[int]:
 def test_types_of_results(complaints: dict[int, str]) -> None:
     lines = PROGRAM.splitlines()
     assert {lines[n - 1].strip(): said for n, said in complaints.items() if n not in wrong_lines()} == {}
-    assert PROGRAM.count("assert_type(") == 46
+    assert PROGRAM.count("assert_type(") == 54
 
 
 def test_misuse_is_refused(complaints: dict[int, str]) -> None:
