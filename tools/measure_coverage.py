@@ -41,6 +41,8 @@ TESTS = (
     "tests/communicator/test_config.py",
     "tests/communicator/test_end.py",
     "tests/communicator/test_groups.py",
+    "tests/communicator/test_split_and_grow.py",
+    "tests/communicator/test_work.py",
     "tests/conformance/test_memory.py",
     "tests/conformance/test_streams.py",
     "tests/memory/test_empty.py",
@@ -57,6 +59,9 @@ TESTS = (
     "tests/init/test_init.py",
     "tests/tools/test_bench.py",
     "tests/tools/test_doctor.py",
+    "tests/tools/test_ras.py",
+    "tests/tools/test_ras_server.py",
+    "tests/tools/test_topology.py",
 )
 
 COMPILERS = {"CC": "gcc", "CXX": "g++"}

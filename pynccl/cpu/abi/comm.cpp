@@ -592,7 +592,10 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
     if (ncclResult_t r = any_comm_of(comm, "ncclCommGetAsyncError", &c); r != ncclSuccess) return r;
     REQUIRE_POINTER("ncclCommGetAsyncError", asyncError);
     // A revoked communicator has no error: it can be split, shrunk and destroyed.
-    bool broken = c->error() != ncclSuccess && !c->standing.revoked.load();
+    // A creation that fails has an error a moment before it ends, and before its communicator can be
+    // destroyed.
+    bool creating = c->standing.is_being_created();
+    bool broken = c->error() != ncclSuccess && !c->standing.revoked.load() && !creating;
     *asyncError = broken ? c->error() : c->standing.poll();
     return ncclSuccess;
   });

@@ -29,6 +29,10 @@ class Standing {
 
   // A creation in an open group has not begun and can be cancelled. Only one of the two calls succeeds.
   bool begin_creation() { return exchange_creation(Creation::Begun) != Creation::Cancelled; }
+  bool is_being_created() const {
+    return creation_.load() == Creation::Begun && phase.load() == Phase::Creating &&
+           pending() == ncclInProgress;
+  }
   bool cancel_creation() { return exchange_creation(Creation::Cancelled) == Creation::Announced; }
 
   // The state of the background operation: ncclInProgress, then its result. A wrong call on a non-blocking
