@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -99,7 +99,13 @@ def running(address: str | None = None, **env: str) -> Iterator[Job]:
         job.pids |= {int(rank): int(pid) for rank, _, pid in sorted(job.said() for _ in range(3))}
         yield job
     finally:
-        os.killpg(job.process.pid, signal.SIGKILL)
+        # Ranks that leave by os._exit keep their counts of executed lines.
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            os.killpg(job.process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            job.process.communicate(timeout=5)
+        with suppress(ProcessLookupError):
+            os.killpg(job.process.pid, signal.SIGKILL)
         job.process.communicate()
 
 
