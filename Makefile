@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-HEADERS := $(wildcard pynccl/native/*.[ch])
+HEADERS := $(wildcard pynccl/native/*.[ch] pynccl/api/*.h)
 CPU := $(wildcard pynccl/cpu/*/*.cpp)
 SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*/*.hpp pynccl/cpu/*/*.inc) pynccl/_build_ffi.py setup.py
 CXX_FILES := $(wildcard pynccl/cpu/*/*.?pp pynccl/torch/csrc/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) $(filter-out %_api.h,$(HEADERS))
@@ -78,7 +78,7 @@ format: $(VENV)/dev
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# The Python that follows from native/*.h.
+# The Python that follows from api/*.h and native/kinds.h.
 generate: $(VENV)/dev
 	$(BIN)/python tools/generate_api.py
 

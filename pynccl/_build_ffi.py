@@ -1,4 +1,4 @@
-"""Derive what is generated from native/*.h: the binding, the forwarding library, and what C programs need.
+"""Derive the binding, the forwarding library, and what C programs need from api/*.h and native/*.h.
 
 Needs the standard library and, for the binding, cffi.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-NATIVE = PACKAGE / "native"
+API, NATIVE = PACKAGE / "api", PACKAGE / "native"
 HEADERS = ("nccl_api", "cpu_api", "cuda_api")
 FORWARD_LIBRARY = "libnccl.so.2"
 # What Python calls beside the tables' functions: cffi reads these headers but for their preprocessor lines.
@@ -108,8 +108,8 @@ def _function(match: re.Match[str]) -> Function:
 
 
 def parse(name: str) -> Header:
-    """Read native/<name>.h; a line that looks like a prototype but is none is an error."""
-    text = (NATIVE / f"{name}.h").read_text(encoding="utf-8")
+    """Read api/<name>.h; a line that looks like a prototype but is none is an error."""
+    text = (API / f"{name}.h").read_text(encoding="utf-8")
     functions, rest = [], []
     for line in text.splitlines():
         match = _PROTOTYPE.match(line)
@@ -369,7 +369,7 @@ def _initializer(struct: str, header: Header) -> str:
 
 def _c_header(source: str, guard: str, includes: str, declarations: str) -> str:
     return f"""\
-// Made from pynccl/native/{source}, for C and C++. "since": the first NCCL that goes with a declaration.
+// Made from pynccl/api/{source}, for C and C++. "since": the first NCCL that goes with a declaration.
 #ifndef {guard}
 #define {guard}
 
@@ -393,7 +393,7 @@ def c_headers() -> dict[str, str]:
     header, texts = parse("nccl_api"), {}
     for name in ("nccl_api", "cpu_api"):
         # Without the comment at the top, which is for who edits the file.
-        texts[name] = (NATIVE / f"{name}.h").read_text(encoding="utf-8").split("\n\n", 1)[1]
+        texts[name] = (API / f"{name}.h").read_text(encoding="utf-8").split("\n\n", 1)[1]
     host, device = texts["nccl_api"].split(_DEVICE_PART)
     host += _PROFILING + "".join(
         f.prototype.replace(f.name, f"p{f.name}", 1) + ";\n" for f in header.functions if f"{f.name}(" in host

@@ -1,4 +1,4 @@
-"""Write the Python that follows from native/*.h: the modules of pynccl/_library/generated.
+"""Write the Python that follows from api/*.h and native/kinds.h: the modules of pynccl/_library/generated.
 
 With `--check`, only compare.
 
@@ -69,7 +69,7 @@ INTERNAL = ("size", "magic", "version")
 
 
 def api_module(headers: list[Header]) -> str:
-    parts = [BY_WHOM.format(what="The constants of native/*.h and the version of each function")]
+    parts = [BY_WHOM.format(what="The constants of api/*.h and the version of each function")]
     parts += ["Version = tuple[int, int, int]\n"]
     nccl, cpu, _ = headers
     for name, value in nccl.constants.items():

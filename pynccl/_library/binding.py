@@ -10,11 +10,11 @@ from pynccl import _package
 _package.require_own()
 
 if TYPE_CHECKING:
-    from pynccl import _native as fastcall
+    import pynccl._native as fastcall
     from pynccl._native import ffi, lib
 elif sys.platform == "linux":
     try:
-        from pynccl import _native as fastcall
+        import pynccl._native as fastcall
         from pynccl._native import ffi, lib
     except ImportError as error:
         raise _package.why_not_built(error) from None

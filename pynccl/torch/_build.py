@@ -24,7 +24,7 @@ from pynccl._errors import NcclError
 
 NAME = "_pynccl_torch"
 SOURCES = Path(__file__).parent / "csrc"
-API = Path(__file__).parents[1] / "native"
+API = Path(__file__).parents[1] / "api"
 _BUILD_SECONDS = 600
 
 

@@ -35,7 +35,7 @@ def page(header: str) -> str:
     assert len(functions) == len(re.findall(r"^\w.*\);.*since", header, re.M))
     parts = [
         "# The C API\n",
-        "What `pynccl/native/nccl_api.h` declares, and the NCCL version that brought each part. "
+        "What `pynccl/api/nccl_api.h` declares, and the NCCL version that brought each part. "
         "`pynccl.capi` has every function under its C name. A function that the loaded library lacks "
         "raises `NotSupportedError`.\n",
         "## Functions\n",

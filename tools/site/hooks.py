@@ -37,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from elsewhere, the C API table and the figures."""
     for source, target in PAGES.items():
         files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
-    header = (ROOT / "pynccl/native/nccl_api.h").read_text()
+    header = (ROOT / "pynccl/api/nccl_api.h").read_text()
     files.append(File.generated(config, "reference/c-api.md", content=c_api.page(header)))
     files.append(File.generated(config, "reference/capi.md", content=c_api.reference(header)))
     for name, svg in drawn():

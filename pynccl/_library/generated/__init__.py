@@ -1,1 +1,1 @@
-"""What tools/generate_api.py derives from native/nccl_api.h: constants, and a function per C function."""
+"""What tools/generate_api.py derives from api/nccl_api.h: constants, and a function per C function."""

@@ -8,8 +8,8 @@
 extern "C" {
 #pragma GCC visibility push(default)
 // clang-format off: the second needs the first
-#include "native/nccl_api.h"
-#include "native/cpu_api.h"
+#include "api/nccl_api.h"
+#include "api/cpu_api.h"
 // clang-format on
 #pragma GCC visibility pop
 }
