@@ -20,10 +20,11 @@ def check_timeout(timeout: Any, *, zero: bool = False, optional: bool = True) ->
         return None
     expected = ("seconds, 0 or more" if zero else "a positive number of seconds") + ", or None" * optional
     number = isinstance(timeout, Real) and not isinstance(timeout, bool)
-    seconds = float(timeout) if number else math.nan
+    # An int may be too large for a float.
+    seconds = float(min(timeout, LONGEST)) if number else math.nan
     if not (seconds > 0 or (zero and seconds == 0)):
         raise (ValueError if number else TypeError)(f"timeout is {timeout!r}; expected {expected}")
-    return min(seconds, LONGEST)
+    return seconds
 
 
 def shown(seconds: float | None) -> str:

@@ -88,6 +88,8 @@ class Buffer:
             raise ValueError(f"ptr is 0; expected the address of {count} elements")
         self.dtype, self.owner = dtype, owner
         code = code_of(dtype, "dtype")
+        if int(count) * dtypes.itemsize(code) >= _MOST:
+            raise ValueError(f"count is {count} of {dtype}; expected fewer than 2**63 bytes")
         self._span = _span(int(ptr), int(count), code, _device_of(int(ptr), int(count)), readonly=readonly)
 
     @property
@@ -412,6 +414,8 @@ def _from_torch(tensor: Any, name: str) -> Span:
             f"{name} is a tensor with layout {tensor.layout} or a pending conjugation or negation; expected "
             "a plain strided tensor (.to_dense(), .resolve_conj(), .resolve_neg())"
         )
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor; expected a plain one, such as its .values()")
     if not tensor.is_contiguous():
         raise _not_contiguous(name, tensor.shape, tensor.stride())
     device = tensor.device

@@ -70,8 +70,10 @@ class Struct:
         ctype = dict(ffi.typeof(self.struct).fields)[name].type
         try:
             setattr(cell, name, _converted(ctype, value, self.undefined))
-        except (TypeError, OverflowError, AttributeError) as error:
+        except (TypeError, AttributeError) as error:
             raise type(error)(f"{self.struct}.{name}: {error}") from None
+        except OverflowError as error:
+            raise ValueError(f"{self.struct}.{name}: {error}") from None
 
     @classmethod
     def unpack(cls: type[S], cell: Any) -> S:

@@ -257,6 +257,11 @@ def _command(script: str, module: bool, no_python: bool) -> list[str]:
         if found is None:
             raise click.UsageError(f"SCRIPT is {script!r}; expected a program that can be executed")
         return [os.path.abspath(found)]
+    if not module and not os.path.exists(script):
+        why = "there is no such file"
+        if shutil.which(script):
+            why += "; leave out 'python', or use --no-python for another program"
+        raise click.UsageError(f"SCRIPT is {script!r}; {why}")
     return [sys.executable, "-u", *(["-m", script] if module else [script])]
 
 

@@ -160,7 +160,7 @@ class _Launcher:
         self.code = 0
         # The request for traces and stacks, made before the ranks get the signal that ends them.
         self.request: evidence.Request | None = None
-        # When ranks ended that failed because of another one, perhaps.
+        # When ranks ended; only of those that may have failed because of another one.
         self.ends: dict[int, float] = {}
         self.last_signal: int = signal.SIGTERM
         self.kill_at: float | None = None
@@ -242,6 +242,7 @@ class _Launcher:
     def _step(self, reader: socket.socket, waits: bool = True) -> None:
         now = time.monotonic()
         ends = [end for end in (self.kill_at, self.timeout_at) if end is not None]
+        ends += [since + _CAUSE_SECONDS for rank, since in self.ends.items() if rank not in self.ended]
         if self.request is not None:
             ends.append(now + _LOOK_SECONDS)
         if self.status.on:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import tempfile
 import time
@@ -61,7 +62,10 @@ class Lines:
     def feed(self, data: bytes) -> None:
         """Copy the complete lines; empty data means the end of the output."""
         if self.log is not None:
-            self.log.write(data)
+            try:
+                write_all(self.log.fileno(), data)
+            except OSError as error:
+                self._lose_log(self.log.name, error)
         if _TRACEBACK in self.tail[-len(_TRACEBACK) :] + data:
             self.failed_at = time.monotonic()
         self.tail += data
@@ -79,6 +83,12 @@ class Lines:
         if lines:
             self.status.clear()
             write_all(self.target, b"".join(self.prefix + line + b"\n" for line in lines))
+
+    def _lose_log(self, name: str, error: OSError) -> None:
+        self.log = None
+        self.status.clear()
+        text = f"pynccl run: cannot write to {name}: {error.strerror}; it lacks the output from here on\n"
+        write_all(sys.stderr.fileno(), text.encode())
 
     def insert(self, text: bytes) -> None:
         """Show the launcher's own lines between the rank's lines."""
@@ -117,9 +127,17 @@ class Logs:
         if self._folder is None:
             return None
         if (rank, kind) not in self._files:
-            file = open(self._folder / f"rank{rank}.{kind}", "wb", buffering=0)  # noqa: SIM115
+            path = self._folder / f"rank{rank}.{kind}"
+            file = open(path, "wb", buffering=0, opener=_open_at_once)  # noqa: SIM115
             self._files[rank, kind] = self._stack.enter_context(file)
         return self._files[rank, kind]
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a FIFO that nobody reads is an error instead of a wait."""
+    fd = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(fd, True)
+    return fd
 
 
 def shown(ranks: Collection[int] | None, rank: int, target: int) -> int | None:
@@ -128,7 +146,10 @@ def shown(ranks: Collection[int] | None, rank: int, target: int) -> int | None:
 
 
 def write_all(target: int, data: bytes) -> None:
-    """Write all of the data to a descriptor."""
+    """Write all of the data to a descriptor, also if another program has made it non-blocking."""
     view = memoryview(data)
     while view:
-        view = view[os.write(target, view) :]
+        try:
+            view = view[os.write(target, view) :]
+        except BlockingIOError:
+            select.select([], [target], [])

@@ -46,6 +46,9 @@ _TEXT = 256
 _SIOCGIFADDR = 0x8915
 _GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?")
 
+# The host of the rendezvous that the last pynccl.init named, rather than the launcher's variables.
+met_at = ""
+
 # A function that gathers an equal number of bytes from every rank.
 Gather = Callable[[bytes], list[bytes]]
 
@@ -376,7 +379,7 @@ def outward_address() -> str:
             answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
     store = os.environ.get("PYNCCL_STORE", "").rpartition(":")[0].strip("[]")
-    target = store or os.environ.get("MASTER_ADDR", "")
+    target = met_at or store or os.environ.get("MASTER_ADDR", "")
     # Addresses reserved for documentation: only the route is looked up, no packet is sent.
     for host in filter(None, (target, "192.0.2.1", "2001:db8::1")):
         with suppress(OSError):

@@ -15,6 +15,7 @@ from pynccl._secure.secret import read_secret
 from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._types import UniqueId
 from pynccl._values import INT, check_int
+from pynccl._watch import channel
 from pynccl.bootstrap import _environment, _methods
 from pynccl.bootstrap._create import create
 from pynccl.bootstrap._environment import Launcher
@@ -76,6 +77,7 @@ def init(
     if chosen.part and device is None:
         device = _chosen_before
 
+    channel.met_at = chosen.host
     line = caller_line()
 
     def make(uid: UniqueId, on: int | None) -> Communicator:

@@ -45,6 +45,8 @@ class Method(NamedTuple):
     open: Open
     # True if these are only some of the processes of an MPI job: the ranks then keep their devices.
     part: bool = False
+    # The host of the rendezvous, if the method names one.
+    host: str = ""
 
 
 def choose(
@@ -74,7 +76,15 @@ def choose(
         where, opener = _by_environment(rank, size, launcher)
     follows = rank == launcher.rank
     given = "the arguments" if launcher is _environment.NOBODY or not follows else str(launcher)
-    return Method(rank, size, f"{given}{where if size > 1 else ''}", follows, opener(rank, size))
+    why = f"{given}{where if size > 1 else ''}"
+    return Method(rank, size, why, follows, opener(rank, size), host=_host(method))
+
+
+def _host(method: Any) -> str:
+    address = method.address if isinstance(method, Store) else str(method)
+    if isinstance(method, Store) or address.startswith("tcp://"):
+        return parse_address(address.removeprefix("tcp://"))[0]
+    return ""
 
 
 def _alone(launcher: Launcher) -> Method:

@@ -147,8 +147,12 @@ static int pynccl_one_sided(const pynccl_call* c) {
              : PLAIN(function, __VA_ARGS__))
 
 static int pynccl_run(const pynccl_call* c) {
-  // In place on one rank there is nothing to do, except for PreMulSum.
-  if (c->comm->size == 1 && c->send == c->recv && c->kind < PYNCCL_SEND && c->op < ncclNumOps) return 0;
+  // In place on one rank there is nothing to do, except for PreMulSum. The library checks a stream of the
+  // caller's.
+  const int default_stream = c->stream <= 2;
+  if (default_stream && c->comm->size == 1 && c->send == c->recv && c->kind < PYNCCL_SEND &&
+      c->op < ncclNumOps)
+    return 0;
   switch (c->kind) {
     case PYNCCL_BARRIER:
     case PYNCCL_ALL_REDUCE:

@@ -279,6 +279,17 @@ def test_closed_output(script: Script) -> None:
     process.stderr.close()
 
 
+def test_output_into_a_pipe_that_does_not_block(script: Script) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    process = subprocess.Popen(_command("-n", "1", "--cpu", script("print('x' * 200_000)")), stdout=writer)
+    os.close(writer)
+    time.sleep(0.5)
+    with open(reader) as output:
+        assert output.read() == f"[0] {200_000 * 'x'}\n"
+    assert process.wait(20) == 0
+
+
 def test_output_that_goes_nowhere(script: Script) -> None:
     command = _command("-n", "2", "--cpu", script("print('hello')"))
     with open("/dev/full", "w") as full:
@@ -356,6 +367,27 @@ def test_an_exception_that_ends_the_other_ranks_first(script: Script) -> None:
     assert "pynccl run: rank 0 exited with code 1; ending the other ranks" in done.stderr
     assert "pynccl run: rank 0 failed first:" in done.stderr
     assert done.stderr.splitlines()[-1] == "[0] ValueError: the cause"
+
+
+HANDLED = """
+import os, sys, time
+import pynccl
+try:
+    with pynccl.init() as comm:
+        comm.barrier()
+        if comm.rank == 0:
+            raise KeyError("handled")
+except KeyError:
+    time.sleep(60)
+sys.exit(3)
+"""
+
+
+def test_a_rank_that_handles_its_exception_is_ended(script: Script) -> None:
+    done = launch("-n", "2", "--cpu", script(HANDLED))
+    # The abort of rank 0 may reach rank 1 in the barrier.
+    assert done.returncode in (1, 3)
+    assert f"rank 1 exited with code {done.returncode}; ending the other ranks" in done.stderr
 
 
 def test_time_out(script: Script) -> None:
@@ -617,6 +649,16 @@ def test_log_folder(script: Script, tmp_path: Path) -> None:
     done = launch("-n", "1", "--cpu", "--log-dir", str(tmp_path / "file"), program)
     assert done.returncode == 2
     assert "cannot write to --log-dir" in done.stderr
+    os.mkfifo(tmp_path / "rank0.out")
+    done = launch("-n", "1", "--cpu", "--log-dir", str(tmp_path), program)
+    assert (done.returncode, "rank0.out" in done.stderr) == (1, True)
+
+
+def test_a_log_on_a_full_disk(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "rank0.out").symlink_to("/dev/full")
+    done = launch("-n", "1", "--cpu", "--log-dir", str(tmp_path), script("print('shown')"))
+    assert (done.returncode, done.stdout) == (0, "[0] shown\n")
+    assert f"cannot write to {tmp_path}/rank0.out: No space left on device" in done.stderr
 
 
 @pytest.mark.parametrize("secret", ["", "one of at least 16 bytes"])
@@ -697,6 +739,11 @@ def _children(pid: int) -> list[str]:
         (["-n", "2", "--tee", "1-2", "x.py"], "expected ranks with commas between them, such as 0 or 0,3"),
         (["-n", "2", "--log-dir", "x", "--tee", "0,2", "x.py"], "--tee 2: expected ranks below 2"),
         (["-n", "2", "--no-python", "-m", "x"], "-m and --no-python: expected one of them"),
+        (["-n", "2", "/no/such.py"], "SCRIPT is '/no/such.py'; there is no such file"),
+        (
+            ["-n", "2", "sh", "x"],
+            "there is no such file; leave out 'python', or use --no-python for another",
+        ),
         (
             ["-n", "2", "--no-python", "/no/such"],
             "SCRIPT is '/no/such'; expected a program that can be executed",
@@ -724,12 +771,6 @@ def test_the_shell_completes_commands_and_options(words: str, completed: str) ->
 def test_as_mpirun_has_it(script: Script) -> None:
     done = launch("-np", "2", "--cpu", script("import os; print(os.environ['WORLD_SIZE'])"))
     assert (done.returncode, sorted(done.stdout.split("\n"))) == (0, ["", "[0] 2", "[1] 2"])
-
-
-def test_script_that_is_not_there() -> None:
-    done = launch("-n", "2", "--cpu", "/nonexistent/program.py")
-    assert done.returncode == 2
-    assert "No such file" in done.stderr
 
 
 # ---- restarts ----

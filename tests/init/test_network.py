@@ -105,6 +105,26 @@ def test_a_cable_that_is_cut_is_a_dead_peer(hosts: Hosts) -> None:
     assert all("NcclTimeoutError" in t or "NcclRemoteError" in t for t in outputs), outputs
 
 
+@needs_root
+@pytest.mark.parametrize("host", ["10.199.0.1", "[fd99::1]"])
+def test_a_time_out_on_hosts_without_a_default_route(hosts: Hosts, host: str) -> None:
+    """The control channel, which a time-out opens, goes over the interface of the rendezvous."""
+    code = (
+        "import sys, numpy as np, pynccl\n"
+        f"with pynccl.init('tcp://{host}:29777', rank=int(sys.argv[1]), world_size=2, timeout=20) as comm:\n"
+        "    print(*comm.all_reduce(np.ones(2)))"
+    )
+    started = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, "-c", code, str(rank)],
+            env=clean_environment() | {"PYNCCL_LIBRARY": "cpu", "NCCL_HOSTID": name},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, name in enumerate(hosts.names)
+    ]  # fmt: skip
+    assert [process.communicate(timeout=40)[0] for process in started] == 2 * ["2.0 2.0\n"]
+
+
 def test_ipv6_loopback() -> None:
     outputs = run_ranks([[], []], NCCL_SOCKET_IFNAME="lo", NCCL_SOCKET_FAMILY="AF_INET6", NCCL_DEBUG="INFO")
     assert all("good" in text for text in outputs), outputs

@@ -20,14 +20,15 @@ from pynccl._library import loader
 from pynccl._run.command import ranks
 from pynccl._run.launch import Job, launch
 from pynccl._tools.bench import pairs, plot, progress
-from pynccl._tools.bench.against import LEAST_CYCLES
+from pynccl._tools.bench.against import LEAST_CYCLES, Earlier
 from pynccl._tools.bench.compare import Comparison
 from pynccl._tools.bench.data import OPS, TYPES, numpy_dtype
+from pynccl._tools.bench.files import require_writable
 from pynccl._tools.bench.measure import Bench
 from pynccl._tools.bench.operations import OPERATIONS, Operation
 from pynccl._tools.bench.peers import PEERS, WITHOUT_PEERS
 from pynccl._tools.bench.progress import Progress
-from pynccl._tools.bench.ranks import World
+from pynccl._tools.bench.ranks import World, color
 from pynccl._tools.bench.report import Report
 from pynccl._tools.bench.settings import Settings
 
@@ -186,6 +187,7 @@ def _program(operation: Operation) -> click.Command:
         _require_peers(settings, operation, nranks)
         if nranks is None:
             return bench_ranks(operation, settings)
+        _require_files(settings, operation, nranks)
         return _launch(ctx.obj, nranks, cpu)
 
     defaults = Settings()
@@ -303,6 +305,17 @@ def _require_peers(settings: Settings, operation: Operation, nranks: int | None)
         absent = PEERS[name].absent()
         if absent is not None:
             raise click.UsageError(f"--compare {name}: {absent}")
+
+
+def _require_files(settings: Settings, operation: Operation, nranks: int) -> None:
+    """Refuse files that the ranks, which this command starts, could not read or write."""
+    try:
+        if settings.against is not None:
+            group = [color(process) for process in range(nranks)]
+            Earlier(settings.against, operation.name, group.count(group[0]) * settings.ranks_each)
+        require_writable(settings.output_file, settings.replaced)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 class _Programs(click.Group):

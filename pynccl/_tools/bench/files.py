@@ -67,6 +67,16 @@ def replacements(paths: dict[str, str | None]) -> dict[str, Replacement]:
     return found
 
 
+def require_writable(document: str | None, paths: dict[str, str | None]) -> None:
+    """Raise ValueError if the files of a run could not be written: the document of -J, and replacements."""
+    for file in replacements(paths).values():
+        file.drop()
+    if document:
+        opened, name = open_new(document, "-J")
+        opened.close()
+        os.unlink(name)
+
+
 def write_document(file: IO[str], document: dict[str, Any]) -> None:
     """Write a document as one line of JSON."""
     json.dump(document, file)

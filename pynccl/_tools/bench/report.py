@@ -67,7 +67,7 @@ class Report:
         if settings.output_file:
             self._json, name = open_new(settings.output_file, "-J")
             self._print(f"# Writing JSON output to {name}")
-        self._files = replacements({"--save": settings.save, "--csv": settings.csv, "--plot": settings.plot})
+        self._files = replacements(settings.replaced)
         self._links: Sequence[pairs.Link] = ()
 
     def _print(self, text: str, end: str = "\n") -> None:

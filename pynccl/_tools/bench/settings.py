@@ -56,6 +56,11 @@ class Settings:
         """The ranks of one process."""
         return self.nthreads * self.ngpus
 
+    @property
+    def replaced(self) -> dict[str, str | None]:
+        """The files that a run that succeeds replaces, by their flags."""
+        return {"--save": self.save, "--csv": self.csv, "--plot": self.plot}
+
     def sizes(self) -> list[int]:
         """Return the sizes of one cycle."""
         found, size = [], self.minbytes
