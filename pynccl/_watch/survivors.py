@@ -11,7 +11,7 @@ from pynccl._errors import NcclError, NcclRemoteError, RankFailedError
 from pynccl._library.binding import ffi, lib
 from pynccl._types import UniqueId
 from pynccl._watch import agreement
-from pynccl._watch.agreement import MADE, Message, State, View, ranks_in, set_of
+from pynccl._watch.agreement import HEARD, MADE, Message, State, View, ranks_in, set_of
 from pynccl._watch.ended import Word, is_told
 from pynccl._watch.watchdog import Handle, Watch
 
@@ -123,7 +123,7 @@ class Survivors:
             excluded=self.excluded,
             ended=self.ended,
             lost=self.lost,
-            flags=flags,
+            flags=flags | (0 if self._can_mislead() else HEARD),
             quorum=self.quorum,
             tell_excluded=self.final,
         )
@@ -316,27 +316,37 @@ class Survivors:
         return UniqueId(bytes(ffi.buffer(data)))
 
     def wait_for_losses(self) -> None:
-        """Wait for the report of a death that may have caused an error."""
+        """Wait for the report of a death that may have caused an error; silent survivors are lost, too."""
         deadline = time.monotonic() + _LATE
         while not self.decided & (self.lost | self.ended) and time.monotonic() < deadline:
             if any(which == len(self.states) for _, which, _ in self.early):
-                return
+                break
             self.pump(_SLICE_MS)
+        fates = self._fates()
+        self.lost |= set_of(r for r in ranks_in(self.decided) if fates[r] & _SILENT)
 
     def linger(self) -> None:
         """Stay until all survivors have the last decision, so that none waits for an interrupted message.
 
-        Also stay until excluded ranks that can see or learn of this process's end can no longer take the end
-        as a proof.
+        If an excluded rank can take the end of any survivor for a death, all stay until it no longer can.
         """
         deadline = time.monotonic() + _LINGER
         others = self.decided & ~(1 << self.me)
         while others & ~(self.states[-1].deciders | self.lost | self.ended) and time.monotonic() < deadline:
             self.pump(_SLICE_MS)
-        fates, outside = self._fates(), self.lost & ~(self.ended | self.decided)
-        cut_off = [fates[r] & _GONE and (is_told() or self.watch.visible[r]) for r in ranks_in(outside)]
-        if any(cut_off):
+        decision = self.states[-1].decision
+        told = decision is not None and not decision.flags & HEARD
+        if self._can_mislead() or (told and self._outside()):
             time.sleep(max(0.0, self.began + _PROOF - time.monotonic()))
+
+    def _outside(self) -> int:
+        return self.lost & ~(self.ended | self.decided)
+
+    def _can_mislead(self) -> bool:
+        """Tell whether a rank that has no connection, but may be alive, can learn of this process's end."""
+        fates = self._fates()
+        lost = (r for r in ranks_in(self._outside()) if fates[r] & _GONE)
+        return any(is_told() or self.watch.visible[r] for r in lost)
 
 
 def _ranks(bits: int) -> str:

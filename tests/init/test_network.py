@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +95,7 @@ def test_a_cable_that_is_cut_is_a_dead_peer(hosts: Hosts) -> None:
     try:
         assert first.stdout is not None
         assert first.stdout.readline().strip() == "cut"
-        hosts.ip("-n", hosts.names[0], "link", "set", f"pn{os.getpid() % 10000}a", "down")
+        hosts.ip("-n", hosts.names[0], "link", "set", hosts.links[0], "down")
         outputs = [p.communicate(timeout=30)[0] for p in (first, second)]
     finally:
         for p in (first, second):

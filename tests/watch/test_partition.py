@@ -8,14 +8,19 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 
 import pynccl
+from conftest import clean_environment
+from hosts import joined, needs_root
 from meeting import failure, together
 from pynccl import Communicator, NcclError, RankFailedError
 from pynccl._watch import channel, survivors
@@ -266,6 +271,79 @@ def test_a_rank_stopped_while_shrinking_is_named_by_all() -> None:
         kind, ranks, took = results[rank]
         assert (kind, ranks) == ("RankFailedError", [1, 3]), results
         assert took < 3 + 5, results
+
+
+def one_lost_the_stopped(rank: int, nranks: int) -> list[int]:
+    """Rank 1 lost the stopped rank, which may take rank 1's end for a death; rank 0 did not."""
+    comm, cutter = meet(1, nranks)
+    pid = int(comm.all_gather(np.array([os.getpid()]))[2][0])
+    together(nranks, "stopping")
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    cutter.cut(rank, [2] if rank == 1 else [])
+    error = failure(comm.barrier)
+    comm = comm.shrink(exclude=error.ranks, abort=True)
+    # Within the time-out of 1 s.
+    left = who(comm, rank)
+    comm.destroy()
+    together(nranks - 1, "over")
+    if rank == 0:
+        os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def test_all_survivors_stay_until_none_misleads_a_rank() -> None:
+    assert run(3, one_lost_the_stopped, backend="cpu", check=False, timeout=40)[:2] == 2 * [[0, 1]]
+
+
+UNREACHABLE = """
+import os, signal, sys
+import numpy as np
+import pynccl
+comm = pynccl.init("tcp://10.199.0.1:29777", rank=int(sys.argv[1]), world_size=4, timeout=2)
+comm.barrier()
+print("ready", flush=True)
+if comm.rank == 3:
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        comm.barrier()
+except pynccl.RankFailedError as error:
+    failed = error.ranks
+try:
+    with comm.shrink(exclude=failed, abort=True) as left:
+        print(failed, left.size, *left.all_reduce(np.ones(2)), flush=True)
+except pynccl.RankFailedError as error:
+    print(failed, error.ranks, flush=True)
+"""
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_survivors_that_silently_cannot_reach_each_other() -> None:
+    """Ranks 1 and 2 lose each other as rank 3 dies; rank 0 hears both."""
+    with joined(3) as hosts, ExitStack() as started:
+        ranks = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, "-c", UNREACHABLE, str(rank)],
+                env=clean_environment() | {"PYNCCL_LIBRARY": "cpu", "NCCL_HOSTID": name},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+            for rank, name in enumerate([*hosts.names, hosts.names[0]])
+        ]  # fmt: skip
+        for process in ranks:
+            started.enter_context(process)
+            started.callback(process.kill)
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        hosts.lose(1, 2)
+        killed, *others, first = [process.communicate("\n", timeout=40)[0] for process in ranks[::-1]]
+    goes_on = "[3] 2 2.0 2.0\n"
+    assert (killed, first) == ("", goes_on)
+    assert others in ([goes_on, "[3] [1]\n"], ["[3] [2]\n", goes_on])
 
 
 @on_ranks(2, timeout=30)
