@@ -1,4 +1,4 @@
-"""Integers and texts that users give, checked before C code or a peer gets them."""
+"""Integers and texts that users give, checked before C code or a peer gets them; objects without copies."""
 
 from __future__ import annotations
 
@@ -37,3 +37,8 @@ def check_list(value: Any, name: str, expected: str) -> list[Any]:
         return list(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}; expected {expected}") from None
+
+
+def refuse_copy(self: Any) -> Any:
+    """Raise TypeError: as `__reduce__` of a class whose objects own something of this process."""
+    raise TypeError(f"pynccl.{type(self).__name__} cannot be copied or pickled: it belongs to its process")

@@ -19,6 +19,7 @@ from pynccl._arrays.dtypes import from_name, from_numpy, from_torch, native
 from pynccl._library import cuda
 from pynccl._library.binding import ffi
 from pynccl._types import DataType
+from pynccl._values import refuse_copy
 
 # Pointer, count, dtype code (dtypes), device, flags. A plain tuple for speed: every argument of every call
 # makes one. The flags are 0 for a writable array in C order with a dtype of NCCL's own.
@@ -75,6 +76,7 @@ class Buffer:
     """
 
     __slots__ = ("_span", "dtype", "owner")
+    __reduce__ = refuse_copy
 
     def __init__(
         self, ptr: int, count: int, dtype: Any, *, owner: Any = None, readonly: bool = False

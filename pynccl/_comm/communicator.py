@@ -31,7 +31,7 @@ from pynccl._memory.window import Window
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
 from pynccl._types import UniqueId, to_unique_id
-from pynccl._values import INT, check_int
+from pynccl._values import INT, check_int, refuse_copy
 
 
 @recorder.with_callers(
@@ -171,8 +171,7 @@ class Communicator(Operations):
     def __repr__(self) -> str:
         return repr(self._core)
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a Communicator cannot be pickled: it belongs to its process")
+    __reduce__ = refuse_copy
 
     def trace(self) -> list[TraceRecord]:
         """Return the newest calls, oldest first; PYNCCL_TRACE_SIZE is the maximum number."""

@@ -15,6 +15,7 @@ from pynccl._library.binding import ffi
 from pynccl._library.generated.api import ncclScalarDevice, ncclScalarHostImmediate
 from pynccl._library.generated.tables import REDUCTIONS
 from pynccl._types import RedOp
+from pynccl._values import refuse_copy
 
 NAMES = {name: op for op, name in enumerate(REDUCTIONS)}
 _ADDING = (int(RedOp.SUM), int(RedOp.AVG))
@@ -25,6 +26,8 @@ class PreMulSum:
 
     Returned by `comm.pre_mul_sum`. It ends with its communicator or by `destroy`.
     """
+
+    __reduce__ = refuse_copy
 
     def __init__(self, core: Core, resolve: Callable[[Any, str], Span], factor: Any) -> None:
         """`resolve` takes an array on the device and its name, and returns its Span or raises."""

@@ -13,6 +13,7 @@ from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError, RankFa
 from pynccl._library.binding import lib
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._timeouts import check_timeout
+from pynccl._values import refuse_copy
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -61,6 +62,8 @@ class Work(Generic[T_co]):
     """
 
     __slots__ = ("_error", "_failed", "_name", "_parts", "_result")
+
+    __reduce__ = refuse_copy
 
     def __init__(self, name: str, parts: Sequence[Part], result: T_co) -> None:
         self._name, self._parts, self._result = name, tuple(parts), result

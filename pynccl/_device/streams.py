@@ -14,6 +14,7 @@ from pynccl._library import cuda, loader
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._timeouts import check_timeout, shown
 from pynccl._trace.recorder import dump_because
+from pynccl._values import refuse_copy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -148,6 +149,8 @@ class _Owned:
 
     def __exit__(self, *_: object) -> None:
         self.destroy()
+
+    __reduce__ = refuse_copy
 
     def __repr__(self) -> str:
         return f"<pynccl.{type(self).__name__} {self._handle:#x}>"

@@ -11,12 +11,14 @@ from pynccl import capi
 from pynccl._device.devices import current_device, on_device
 from pynccl._errors import NcclError
 from pynccl._library import cuda, loader
+from pynccl._values import refuse_copy
 
 
 class Allocation:
     """Memory from ncclMemAlloc, on this thread's current device; freed with the last reference to it."""
 
     __slots__ = ("__weakref__", "_process", "device", "nbytes", "ptr")
+    __reduce__ = refuse_copy
 
     def __init__(self, nbytes: int) -> None:
         # Set first: __del__ reads it even if the allocation failed.

@@ -13,6 +13,7 @@ from pynccl._arrays.buffers import Buffer, Span, held
 from pynccl._arrays.dtypes import itemsize
 from pynccl._errors import NcclError, NcclInvalidUsage
 from pynccl._memory.owner import Base, caller_line, complete, refuse_unless_idle
+from pynccl._values import refuse_copy
 
 
 class Owner(Base, Protocol):
@@ -95,6 +96,7 @@ class Registration:
     """
 
     __slots__ = ("_entry", "_line", "_owner", "array")
+    __reduce__ = refuse_copy
 
     def __init__(self, owner: Owner, entry: _Entry, array: Any, line: str) -> None:
         self._owner, self._line = owner, line

@@ -21,6 +21,7 @@ from pynccl._library.generated import kinds
 from pynccl._library.status import check, remember_late
 from pynccl._memory import creation
 from pynccl._memory.owner import Base, caller_line, complete, refuse_unless_idle
+from pynccl._values import refuse_copy
 
 _REGISTER, _DEREGISTER = kinds.FUNCTIONS[kinds.WINDOW], kinds.FUNCTIONS[kinds.CLOSE_WINDOW]
 # Gather a few numbers of every rank, as a collective call of this kind: an int64 array of one row per rank.
@@ -236,8 +237,7 @@ class Window:
             with self._owner.alone():
                 _deregister(self._owner, self._entry)
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a Window cannot be copied or pickled: it belongs to its process")
+    __reduce__ = refuse_copy
 
     def __enter__(self) -> Window:
         self._live()

@@ -56,8 +56,9 @@ def _host(path: Path, number: int, line: str) -> Host:
     name, *more = line.split("#")[0].split()
     slots = more[0].removeprefix("slots=") if more else ""
     right = slots.isascii() and slots.isdecimal() and len(slots) < 6 and 1 <= int(slots) <= _MOST_SLOTS
+    right = not more or (len(more) == 1 and more[0].startswith("slots=") and right)
     # ssh would take a name with a dash for an option.
-    if name.startswith("-") or len(more) > 1 or (more and not (more[0].startswith("slots=") and right)):
+    if name.startswith("-") or not name.isprintable() or not right:
         raise ValueError(
             f"{path}, line {number}: {line.strip()!r}; expected HOST or HOST slots=N, 1 <= N <= 1024"
         )
@@ -78,6 +79,7 @@ def run_on(
         started = []
         for number, host in enumerate(hosts):
             node = ["--nnodes", str(len(hosts)), "--node-rank", str(number), "--store", store]
+            node = node if len(hosts) > 1 else []
             own = ["-n", nranks if host.slots is None else str(host.slots)]
             order = {"folder": os.getcwd(), "environment": environment, "args": [*own, *node, *options]}
             started.append(_start(ssh, host, order))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import os
@@ -379,8 +380,14 @@ def test_life(rank: int, nranks: int) -> None:
     comm = single()
     assert repr(comm) == "<pynccl.Communicator rank 0 of 1 on device 0>"
     assert comm.handle != 0
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(comm)
+    factor = comm.pre_mul_sum(2.0)
+    with pynccl.Stream() as stream, pynccl.Event() as event:
+        for one in (comm, factor, stream, event, comm.barrier(wait=False)):
+            for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+                with pytest.raises(
+                    TypeError, match=f"pynccl.{type(one).__name__} cannot be copied or pickled"
+                ):
+                    copied(one)
     comm.finalize()
     comm.destroy()
     comm.destroy()

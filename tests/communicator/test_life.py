@@ -15,7 +15,16 @@ import pytest
 
 import pynccl
 from meeting import hear, tell, together
-from pynccl import Communicator, NcclError, NcclInvalidUsage, NcclTimeoutError, UniqueId, capi, testing
+from pynccl import (
+    Communicator,
+    NcclError,
+    NcclInvalidArgument,
+    NcclInvalidUsage,
+    NcclTimeoutError,
+    UniqueId,
+    capi,
+    testing,
+)
 from ranks import on_ranks
 
 
@@ -571,6 +580,11 @@ def refuses(rank: int, nranks: int) -> None:
             with pytest.raises(error, match=rf"timeout is {timeout!r}; expected seconds, 0 or more, or None"):
                 comm.synchronize(timeout=timeout)
         comm.synchronize(timeout=np.float32(0.5))
+        comm.synchronize(timeout=10**400)
+        # With one rank in place there is nothing to do, but the stream is checked.
+        with pytest.raises(NcclInvalidArgument, match="stream 0xdeadbeef was not created"):
+            comm.all_reduce(np.ones(4), stream=0xDEADBEEF)
+        comm.synchronize()
 
 
 def test_synchronize_refuses_what_is_no_time() -> None:

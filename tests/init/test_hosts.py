@@ -115,6 +115,13 @@ def test_a_signal_ends_all_machines(number: signal.Signals, start: Start) -> Non
     until_gone(pids)
 
 
+def test_one_machine(start: Start) -> None:
+    job = start("127.0.0.1 slots=1\n")
+    out, errors = job.communicate(timeout=50)
+    assert job.returncode == 0, errors
+    assert [words[2:4] for words in said(out)] == [["0", "1"]]
+
+
 @pytest.mark.slow
 def test_a_machine_that_ssh_does_not_reach(start: Start) -> None:
     job = start("127.0.0.1 slots=1\ngone\n", options=("--timeout", "3"))
@@ -130,6 +137,7 @@ def test_a_machine_that_ssh_does_not_reach(start: Start) -> None:
         ("", (), "hosts names no machine; expected one on each line"),
         ("a slots=0", (), "hosts, line 1: 'a slots=0'; expected HOST or HOST slots=N"),
         ("a\nb 4", (), "hosts, line 2: 'b 4'; expected HOST or HOST slots=N"),
+        ("a\0b", (), "hosts, line 1: 'a\\x00b'; expected HOST"),
         ("-oProxyCommand=x", (), "line 1: '-oProxyCommand=x'; expected HOST"),
         ("a", ("--nnodes", "2"), "--hosts with --nnodes or --node-rank"),
         ("a", ("--restarts", "1"), "--restarts with --hosts: expected one machine"),

@@ -187,7 +187,7 @@ def _program(operation: Operation) -> click.Command:
         _require_peers(settings, operation, nranks)
         if nranks is None:
             return bench_ranks(operation, settings)
-        _require_files(settings, operation, nranks)
+        _require_start(settings, operation, nranks)
         return _launch(ctx.obj, nranks, cpu)
 
     defaults = Settings()
@@ -307,15 +307,24 @@ def _require_peers(settings: Settings, operation: Operation, nranks: int | None)
             raise click.UsageError(f"--compare {name}: {absent}")
 
 
-def _require_files(settings: Settings, operation: Operation, nranks: int) -> None:
-    """Refuse files that the ranks, which this command starts, could not read or write."""
+def _require_ranks(settings: Settings, operation: Operation, nranks: int) -> None:
+    if operation.name == "hypercube" and nranks & (nranks - 1):
+        raise ValueError(f"{nranks} ranks; expected a power of two")
+    if settings.root >= nranks and operation.rooted:
+        raise ValueError(f"-r {settings.root}; expected a rank, 0 to {nranks - 1}")
+
+
+def _require_start(settings: Settings, operation: Operation, processes: int) -> None:
+    """Refuse what the ranks would refuse, which this command starts."""
     try:
+        groups = [color(process) for process in range(processes)]
+        nranks = groups.count(groups[0]) * settings.ranks_each
+        _require_ranks(settings, operation, nranks)
         if settings.against is not None:
-            group = [color(process) for process in range(nranks)]
-            Earlier(settings.against, operation.name, group.count(group[0]) * settings.ranks_each)
+            Earlier(settings.against, operation.name, nranks)
         require_writable(settings.output_file, settings.replaced)
     except ValueError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(f"{operation.name}: {error}") from None
 
 
 class _Programs(click.Group):
@@ -363,10 +372,7 @@ def bench_ranks(operation: Operation, settings: Settings) -> int:
 
 
 def _run(world: World, operation: Operation, settings: Settings, steps: list[int]) -> int:
-    if operation.name == "hypercube" and world.nranks & (world.nranks - 1):
-        raise ValueError(f"{world.nranks} ranks; expected a power of two")
-    if settings.root >= world.nranks and operation.rooted:
-        raise ValueError(f"-r {settings.root}; expected a rank, 0 to {world.nranks - 1}")
+    _require_ranks(settings, operation, world.nranks)
     lines = world.texts("\n".join(world.device_line(i) for i in range(settings.ranks_each)))
     if settings.p2p and world.nranks == 1:
         raise ValueError("--p2p with 1 rank; expected 2 or more")
