@@ -233,7 +233,10 @@ class _Job:
             if not ok:
                 return _Failure(f"failed:\n{text}", pickle.loads(value))
             if code == 0:
-                return pickle.loads(value)
+                try:
+                    return pickle.loads(value)
+                except Exception as error:
+                    return _Failure(f"returned a value that cannot be unpickled: {error!r}", error)
         killed = rank not in self.ended
         state = "was still running and was ended" if killed else describe_exit(code or 0)
         dump = self.folder / f"{rank}.dump"

@@ -83,6 +83,21 @@ def unpicklable(rank: int, nranks: int) -> object:
     return lambda: None
 
 
+class InAnotherProcess:
+    """A value that only the process that made it can unpickle."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return look_up, (os.getpid(),)
+
+
+def look_up(pid: int) -> int:
+    return {os.getpid(): 1}[pid]
+
+
+def unpicklable_here(rank: int, nranks: int) -> object:
+    return InAnotherProcess()
+
+
 def test_results_in_order_and_environment() -> None:
     got = testing.run(3, places, "x", 2, backend="cpu", env={"MARK": "m"})
     assert got == [(r, 3, ("x", 2), str(r), "3", str(r), "3", "cpu", "m") for r in range(3)]
@@ -265,6 +280,11 @@ exec(compile(source, "<ipython-input-1>", "exec"), vars(main))
 def test_result_must_pickle() -> None:
     with pytest.raises(testing.RankError, match="pickle"):
         testing.run(1, unpicklable, backend="cpu")
+    with pytest.raises(
+        testing.RankError, match="rank 0 of 1 returned a value that cannot be unpickled: "
+    ) as odd:
+        testing.run(1, unpicklable_here, backend="cpu")
+    assert isinstance(odd.value.__cause__, KeyError)
 
 
 @pytest.mark.full

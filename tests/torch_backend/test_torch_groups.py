@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from conftest import clean_environment
+from meeting import free_port
 from pynccl import testing
 
 # Each rank imports torch.
@@ -242,6 +243,28 @@ def dying(rank: int, size: int, store: str) -> str:
 def test_a_dead_rank_is_an_error(tmp_path: Path) -> None:
     first, _ = on_ranks(2, dying, tmp_path, check=False)
     assert "rank 1" in first
+
+
+def lost_with_the_store(rank: int, size: int, port: int) -> str:
+    """Rank 0 dies, and with it torch's store; the others then send to it and receive from it."""
+    start(rank, size, f"tcp://127.0.0.1:{port}", seconds=20)
+    dist.barrier()
+    if rank == 0:
+        os._exit(0)
+    with pytest.raises(dist.DistBackendError):
+        dist.barrier()
+    with pytest.raises(dist.DistBackendError) as caught:
+        dist.send(torch.ones(3), 0) if rank == 1 else dist.recv(torch.ones(3), 0)
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.full
+def test_messages_with_a_dead_rank_that_had_the_store() -> None:
+    results = testing.run(3, lost_with_the_store, free_port(), backend="cpu", check=False)
+    for rank, message in zip((1, 2), results[1:], strict=True):
+        assert f"connecting with rank 0 for messages on rank {rank}" in message
+        assert "rank 0" in message.partition("default_pg): ")[2]
 
 
 def mismatched(rank: int, size: int, store: str) -> str:

@@ -447,7 +447,10 @@ class Messages : public std::enable_shared_from_this<Messages> {
     auto wording = names_.of_pair(sends ? rank_ : peer, sends ? peer : rank_);
     auto make = [api = api_, shared = store_, rank = rank_, peer, sends, key, wording,
                  watch = Watch(group_, names_, peer)](Attempt& attempt) mutable -> CommPtr {
+      // A store that died with the peer is waited for until the group's time-out.
+      watch.check();
       OwnStore store(shared);
+      watch.check();
       ncclUniqueId id;
       if (sends) {
         api->check(api->ncclGetUniqueId(&id), "ncclGetUniqueId");
