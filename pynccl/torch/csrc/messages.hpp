@@ -4,6 +4,7 @@
 // receive wants yet: messages with different tags never wait for each other.
 #pragma once
 
+#include <future>
 #include <map>
 #include <regex>
 #include <set>
@@ -61,7 +62,14 @@ class Watch {
       C10_THROW_ERROR(DistBackendError, title_ + trouble);
   }
 
+  // After another error: a store that died with the peer is lost a moment before the death is known.
+  void explain() {
+    for (auto until = Clock::now() + kMoment; Clock::now() < until; std::this_thread::sleep_for(kSlice / 10))
+      check();
+  }
+
  private:
+  static constexpr std::chrono::seconds kMoment{1};
   // If the group has another error the peer may still connect. But a communicator reports only its first
   // error, and the peer may die next.
   static constexpr std::chrono::seconds kGrace{5};
@@ -447,10 +455,9 @@ class Messages : public std::enable_shared_from_this<Messages> {
     auto wording = names_.of_pair(sends ? rank_ : peer, sends ? peer : rank_);
     auto make = [api = api_, shared = store_, rank = rank_, peer, sends, key, wording,
                  watch = Watch(group_, names_, peer)](Attempt& attempt) mutable -> CommPtr {
-      // A store that died with the peer is waited for until the group's time-out.
-      watch.check();
-      OwnStore store(shared);
-      watch.check();
+      auto own = reach(shared, attempt, watch);
+      if (!own) return nullptr;
+      const OwnStore& store = *own;
       ncclUniqueId id;
       if (sends) {
         api->check(api->ncclGetUniqueId(&id), "ncclGetUniqueId");
@@ -468,7 +475,15 @@ class Messages : public std::enable_shared_from_this<Messages> {
       }
       return attempt.init(2, id, sends ? 0 : 1, wording);
     };
-    attempts_.push_back(Attempt::begin(api_, make, [box](CommPtr comm, std::exception_ptr error) {
+    auto explained = [make, watch = Watch(group_, names_, peer)](Attempt& attempt) mutable {
+      try {
+        return make(attempt);
+      } catch (const std::exception&) {
+        watch.explain();
+        throw;
+      }
+    };
+    attempts_.push_back(Attempt::begin(api_, explained, [box](CommPtr comm, std::exception_ptr error) {
       if (comm) try {
           return box->connected(std::move(comm));
         } catch (...) {
@@ -476,6 +491,20 @@ class Messages : public std::enable_shared_from_this<Messages> {
         }
       if (error) box->refuse(error);
     }));
+  }
+
+  // Connects to the store in a thread of its own: torch tries until the group's time-out to reach a store
+  // that died with the peer.
+  static std::shared_ptr<const OwnStore> reach(const intrusive_ptr<c10d::Store>& shared,
+                                               const Attempt& attempt, Watch& watch) {
+    auto made = std::make_shared<std::promise<std::shared_ptr<const OwnStore>>>();
+    std::thread([shared, made] { made->set_value(std::make_shared<const OwnStore>(shared)); }).detach();
+    auto own = made->get_future();
+    while (own.wait_for(kSlice) != std::future_status::ready) {
+      if (attempt.stopped()) return nullptr;
+      watch.check();
+    }
+    return own.get();
   }
 
   // A store connection can wait for only one key.
