@@ -89,6 +89,7 @@ void pynccl_read(pynccl_watch* w, int rank) {
       return;
     }
     p->heard = pynccl_watchdog.awake;
+    p->heard_at = pynccl_now();
     pynccl_arrived(w, rank, &frame);
   }
 }

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
@@ -63,10 +64,27 @@ void pynccl_hang_up(pynccl_watch* w, int rank) {
   p->socket = -1;
   p->gone = 1;
   p->gone_at = pynccl_now();
+  p->provable =
+      p->gone_at >= pynccl_watchdog.blind_until && (p->local || p->gone_at - p->heard_at <= ENDING_NS);
   p->output_bytes = 0;
   pthread_cond_broadcast(&pynccl_watchdog.changed);
   if (!w->listed || p->departure) return;
   pynccl_report_loss(w, rank);
+}
+
+void pynccl_take_socket(pynccl_peer* p, int socket) {
+  struct sockaddr_storage at = {0};
+  socklen_t size = sizeof at;
+  p->socket = socket;
+  p->heard = pynccl_watchdog.awake;
+  p->heard_at = pynccl_now();
+  p->provable = 1;
+  if (socket < 0 || getpeername(socket, (struct sockaddr*)&at, &size)) return;
+  const struct in6_addr* v6 = &((struct sockaddr_in6*)&at)->sin6_addr;
+  const int mapped = at.ss_family == AF_INET6 && IN6_IS_ADDR_V4MAPPED(v6);
+  const unsigned char v4 = mapped ? v6->s6_addr[12] : *(unsigned char*)&((struct sockaddr_in*)&at)->sin_addr;
+  p->local = at.ss_family == AF_UNIX || (at.ss_family == AF_INET6 && IN6_IS_ADDR_LOOPBACK(v6)) ||
+             ((mapped || at.ss_family == AF_INET) && v4 == 127);
 }
 
 void pynccl_push(pynccl_watch* w, int rank) {
@@ -186,10 +204,13 @@ int pynccl_watch_processes(pynccl_comm* comm, const int* pids, const uint64_t* s
   return 0;
 }
 
+// Whether the end of a process proves that its rank did not go on without this one.
+static int pynccl_proves(const pynccl_peer* p) { return p->provable && p->departure != PYNCCL_GOES_ON; }
+
 void pynccl_check_processes(pynccl_watch* w, int64_t now) {
   for (int r = 0; r < w->size; ++r) {
     pynccl_peer* p = &w->peers[r];
-    if (!p->gone || p->ended || !p->pid) continue;
+    if (!p->gone || p->ended || !p->pid || !pynccl_proves(p)) continue;
     p->ended = pynccl_process_start(p->pid) != p->start;
     if (p->ended) pthread_cond_broadcast(&pynccl_watchdog.changed);
     if (now - p->gone_at > ENDING_NS) p->pid = 0;
@@ -201,7 +222,7 @@ void pynccl_watch_told_end(pynccl_comm* comm, int rank, int64_t at) {
   if (!w || rank < 0 || rank >= w->size) return;
   pthread_mutex_lock(&pynccl_watchdog.lock);
   pynccl_peer* p = &w->peers[rank];
-  if (p->gone && at - p->gone_at <= ENDING_NS) p->ended = 1;
+  if (p->gone && pynccl_proves(p) && at - p->gone_at <= ENDING_NS) p->ended = 1;
   pthread_cond_broadcast(&pynccl_watchdog.changed);
   pthread_mutex_unlock(&pynccl_watchdog.lock);
 }

@@ -49,7 +49,10 @@ typedef struct pynccl_peer {
   int pid;        // 0: unknown
   uint64_t start;
   int ended;
+  int local;         // the connection does not leave the host
+  int64_t heard_at;  // when its last frame came, by CLOCK_MONOTONIC
   int64_t gone_at;
+  int provable;  // the end of its process is a proof: it did not go on without this rank before
   uint64_t calls;
   int last_kind;  // kind of its newest call; -1: none
   size_t input_bytes;
@@ -109,6 +112,7 @@ struct pynccl_watchdog {
   // For how long the thread has listened. A process that was stopped or got no CPU must not take the others
   // for silent.
   int64_t awake;
+  int64_t blind_until;  // after the process was suspended
   int prepared;
 };
 
@@ -129,6 +133,8 @@ int pynccl_note_lost(pynccl_watch* w, int rank, int other);
 // Note that this rank cannot reach another one, and tell all, once.
 void pynccl_report_loss(pynccl_watch* w, int rank);
 void pynccl_hang_up(pynccl_watch* w, int rank);
+// Begin with a peer's connected socket; -1 or -2: it has none.
+void pynccl_take_socket(pynccl_peer* p, int socket);
 void pynccl_seal_with(pynccl_watch* w, const pynccl_sealing* sealing);
 size_t pynccl_wire_bytes(const pynccl_watch* w);
 // Returns 0 if the input is not authentic or not the next frame.

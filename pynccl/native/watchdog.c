@@ -134,6 +134,8 @@ static void* pynccl_watch_all(void* nothing) {
     const int n = epoll_wait(pynccl_watchdog.epoll, events, 64, TICK_MS);
     pthread_mutex_lock(&pynccl_watchdog.lock);
     int64_t now = pynccl_now();
+    // What ended while this process did not run ended at an unknown time.
+    if (now - last > ENDING_NS) pynccl_watchdog.blind_until = now + BEAT_NS;
     pynccl_watchdog.awake += now - last < BEAT_NS ? now - last : BEAT_NS;
     last = now;
     for (int i = 0; i < n; ++i) {
@@ -270,13 +272,12 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
   int r = pynccl_run_watchdog();
   w->id = ++pynccl_watchdog.last_id;
   for (int i = 0; i < w->size; ++i) {
-    w->peers[i].socket = sockets && i != w->rank ? sockets[i] : -1;
+    pynccl_take_socket(&w->peers[i], sockets && i != w->rank ? sockets[i] : -1);
     if (w->peers[i].socket < -1) {
       w->peers[i].gone = 1;
       w->peers[i].gone_at = pynccl_now();
       pynccl_note_lost(w, w->rank, i);
     }
-    w->peers[i].heard = pynccl_watchdog.awake;
     if (!r && w->peers[i].socket >= 0) pynccl_watch_epoll(w, i, EPOLL_CTL_ADD);
   }
   if (!r) {
