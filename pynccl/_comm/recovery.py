@@ -36,6 +36,8 @@ def shrink(core: Core, exclude: Sequence[int], ends: bool, config: ConfigLike, q
         core.watch.raise_verdict()
     if core.rank in exclude or not exclude:
         raise ValueError(f"exclude is {exclude}; expected at least one rank, and not this rank, {core.rank}")
+    if not core.handle:
+        core.open()
     core.outside_groups("ncclCommShrink")
     if core.watch.connected:
         return _shrink_by_agreement(core, set(exclude), ends, config, quorum)
@@ -127,7 +129,7 @@ def _require_all(core: Core, survivors: Survivors, wanted: int) -> None:
     """Raise the failure of a rank that is not there."""
     if survivors.decided != wanted:
         core.watch.raise_verdict(DEATH_MS)
-        raise survivors.other_failure()
+        raise survivors.missing(wanted)
 
 
 def _try(
@@ -204,14 +206,14 @@ def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], 
             # The time-outs of the old ranks end within a moment; one of them hears of another's.
             late = not isinstance(error, RankFailedError) and time.monotonic() > child.until - _MOMENT
             failure = _not_come(core, nranks) if late or isinstance(error, NcclTimeoutError) else error
+            old.lose_silent()
         made = old.agree(0 if failure else MADE).flags & MADE
         old.linger()
         if made and old.decided == everybody:
             return
         if failure is None:
             abort(child)
-    if old.decided != everybody:
-        core.watch.raise_verdict(DEATH_MS)
+    _require_all(core, old, everybody)
     raise failure or old.other_failure()
 
 

@@ -169,6 +169,15 @@ class Survivors:
                 size=self.size,
             )
 
+    def _overruled(self) -> RankFailedError:
+        return RankFailedError(
+            f"{self.doing} the communicator: others decided without this rank, {self.me} of {self.size}, "
+            "which had decided with them; exclude may differ between the survivors",
+            ranks=[self.me],
+            rank=self.me,
+            size=self.size,
+        )
+
     def _partition(self, view: View) -> RankFailedError:
         if left := self.watch.left_behind():
             return left
@@ -214,7 +223,7 @@ class Survivors:
         self._note(fates)
         self._flush()
         if any(state.overruled for state in self.states):
-            raise self._partition(self.states[-1].view)
+            raise self._overruled()
 
     def _fates(self) -> bytes:
         fates = ffi.new("unsigned char[]", self.size)
@@ -293,6 +302,16 @@ class Survivors:
         if any(which == len(self.states) and not said.view.flags & MADE for _, which, said in self.early):
             raise self.other_failure()
 
+    def missing(self, wanted: int) -> RankFailedError:
+        """Return the error of ranks that were lost meanwhile."""
+        gone, left = wanted & ~self.decided, self.decided
+        return RankFailedError(
+            f"{self.doing} the communicator: {_ranks(gone)} cannot be reached by all of {_ranks(left)}",
+            ranks=list(ranks_in(gone)),
+            rank=self.me,
+            size=self.size,
+        )
+
     def other_failure(self) -> NcclError:
         """Return the error of a failure on another rank."""
         text = f"{self.doing} the communicator: another rank could not"
@@ -322,6 +341,10 @@ class Survivors:
             if any(which == len(self.states) for _, which, _ in self.early):
                 break
             self.pump(_SLICE_MS)
+        self.lose_silent()
+
+    def lose_silent(self) -> None:
+        """Count survivors that have sent no heartbeat for a while as lost."""
         fates = self._fates()
         self.lost |= set_of(r for r in ranks_in(self.decided) if fates[r] & _SILENT)
 

@@ -21,8 +21,8 @@ import pytest
 import pynccl
 from conftest import clean_environment
 from hosts import joined, needs_root
-from meeting import failure, together
-from pynccl import Communicator, NcclError, RankFailedError
+from meeting import failure, together, until_gone
+from pynccl import Communicator, NcclError, NcclInvalidUsage, RankFailedError
 from pynccl._watch import channel, survivors
 from pynccl.testing import RankError, run
 from ranks import on_ranks
@@ -294,6 +294,53 @@ def one_lost_the_stopped(rank: int, nranks: int) -> list[int]:
 
 def test_all_survivors_stay_until_none_misleads_a_rank() -> None:
     assert run(3, one_lost_the_stopped, backend="cpu", check=False, timeout=40)[:2] == 2 * [[0, 1]]
+
+
+def comes_late(rank: int, nranks: int) -> tuple[str, list[int], list[int]]:
+    """Rank 3 dies; rank 1 shrinks after the others went on without it and ended."""
+    comm, _ = meet(1, nranks)
+    pids = [int(pid) for pid in comm.all_gather(np.array([os.getpid()])).ravel()]
+    together(nranks, "dying")
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    failed = set(failure(comm.barrier).ranks)
+    if rank == 1:
+        until_gone([pids[0], pids[2]])
+    while True:
+        try:
+            with comm.shrink(exclude=sorted(failed), abort=True) as smaller:
+                return "went on", sorted(failed), who(smaller, rank)
+        except RankFailedError as error:
+            if rank in error.ranks:
+                return str(error), sorted(failed), error.ranks
+            failed |= set(error.ranks)
+
+
+def test_survivors_that_went_on_before_they_ended_are_not_dead() -> None:
+    results = run(4, comes_late, backend="cpu", check=False, timeout=40)
+    assert results[0] == results[2] == ("went on", [1, 3], [0, 2])
+    assert results[1] == ("the other ranks went on without this one, 1 of 4", [3], [1])
+
+
+def differ(rank: int, nranks: int) -> tuple[str, list[int]]:
+    """Halves exclude each other, though all ranks live."""
+    comm, _ = meet(5, nranks)
+    mine = [0, 1] if rank < 2 else [2, 3]
+    with pytest.raises(RankFailedError) as caught:
+        comm.shrink(exclude=[r for r in range(nranks) if r not in mine], abort=True)
+    return str(caught.value), caught.value.ranks
+
+
+def test_survivors_that_exclude_each_other_are_named() -> None:
+    assert all(ranks for _, ranks in run(4, differ, backend="cpu", timeout=40))
+
+
+@on_ranks(2, timeout=30)
+def test_a_closed_communicator_cannot_be_shrunk(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=10) as comm:
+        pass
+    with pytest.raises(NcclInvalidUsage, match="cannot be used: it was destroyed"):
+        comm.shrink(exclude=[1 - rank], abort=True)
 
 
 UNREACHABLE = """
