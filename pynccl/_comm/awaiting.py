@@ -43,7 +43,11 @@ async def pause(mark: Mark | None) -> None:
     loop = asyncio.get_running_loop()
     waker = _wakers.get(loop)
     if waker is None:
-        waker = _wakers[loop] = _Waker(loop)
+        try:
+            waker = _wakers[loop] = _Waker(loop)
+        except OSError:
+            # Without a free descriptor.
+            return await asyncio.sleep(_POLL)
     future = loop.create_future()
     waker.waiting.add(future)
     notified = mark is not None and mark.notify(waker.descriptor)

@@ -55,8 +55,8 @@ class CpuEvents:
         lib.pyncclCpuEventSynchronize(event, milliseconds)
 
     def notify(self, event: int, descriptor: int) -> bool:
-        capi.pyncclCpuEventNotify(event, descriptor)
-        return True
+        # It has none without a free descriptor.
+        return not lib.pyncclCpuEventNotify(event, descriptor)
 
     def destroy(self, event: int) -> None:
         capi.pyncclCpuEventDestroy(event)

@@ -230,6 +230,18 @@ int pynccl_report_silence(pynccl_watch* w) {
   return silent;
 }
 
+void pynccl_hear_all(pynccl_watch* w, int report) {
+  const int64_t late = pynccl_watchdog.awake, until = pynccl_now() + 10 * SILENCE_NS;
+  for (;;) {
+    const int silent = report && !pynccl_unsure(w, late) && pynccl_report_silence(w);
+    const int early = report && w->connected && pynccl_watchdog.awake - late < 2 * BEAT_NS;
+    if (w->verdict.trouble || pynccl_now() >= until) return;
+    if (!silent && !early && !w->dying && !pynccl_unsure(w, late)) return;
+    const int64_t soon = pynccl_now() + TICK_MS * MS;
+    pynccl_await(soon < until ? soon : until);
+  }
+}
+
 static uint64_t pynccl_calls_of(const pynccl_watch* w, int rank) {
   return rank == w->rank ? pynccl_calls(w) : w->peers[rank].calls;
 }

@@ -379,15 +379,7 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int publish, pynccl
   pynccl_watch* w = comm->watch;
   if (!w) return PYNCCL_FINE;
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  const int64_t late = pynccl_watchdog.awake, until = pynccl_now() + 10 * SILENCE_NS;
-  for (;;) {
-    const int silent = publish && !pynccl_unsure(w, late) && pynccl_report_silence(w);
-    const int early = publish && w->connected && pynccl_watchdog.awake - late < 2 * BEAT_NS;
-    if (w->verdict.trouble || pynccl_now() >= until) break;
-    if (!silent && !early && !w->dying && !pynccl_unsure(w, late)) break;
-    const int64_t soon = pynccl_now() + TICK_MS * MS;
-    pynccl_await(soon < until ? soon : until);
-  }
+  pynccl_hear_all(w, publish);
   if (w->verdict.trouble) {
     *out = w->verdict;
   } else {
