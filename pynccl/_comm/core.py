@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from pynccl import capi
@@ -27,6 +27,7 @@ from pynccl._errors import (
 )
 from pynccl._library import cuda
 from pynccl._library.binding import address_of, fastcall, ffi, lib
+from pynccl._library.status import IN_PROGRESS
 from pynccl._memory.owner import caller_line
 from pynccl._memory.registration import Registrations
 from pynccl._memory.window import Windows
@@ -230,7 +231,8 @@ class Core:
         try:
             return bounded(call, self.timeout, what, if_abandoned, self.watch.raise_verdict)
         except NcclTimeoutError as error:
-            raise self.watch.expire(str(error), True) or error from None
+            self.watch.hear()
+            raise self.watch.expire(str(error)) or error from None
         except NcclError as error:
             raise self.watch.cause(error) from error.__cause__
 
@@ -269,7 +271,7 @@ class Core:
             raise found from error.__cause__
         if not done:
             where = "" if self.waits and stream == self.own_stream else f" on stream {stream:#x}"
-            raise self.late(what, seconds, where, timeout is None)
+            self.late(what, seconds, where, timeout is None, lambda: self._is_complete(stream))
         if stream in self.in_flight:
             self.in_flight.pop(stream).clear()
         lib.pynccl_comm_forget(self.c, stream)
@@ -312,16 +314,33 @@ class Core:
         except NcclError as error:
             raise self.watch.cause(error) from error.__cause__
         if not ready:
-            raise self.late(what, seconds, "", True)
+            self.late(what, seconds, "", True, lambda: False)
 
-    def late(self, what: str, seconds: float | None, where: str, fatal: bool) -> NcclError:
-        """Return the error of a wait that timed out; `fatal`: at the communicator's own time-out."""
+    def _is_complete(self, stream: int) -> bool:
+        with suppress(NcclError):
+            if self.waits:
+                return capi.pyncclCpuStreamQuery(self.open(), stream) != IN_PROGRESS
+            with cuda.using_device(self.device):
+                return cuda.stream_query(stream)
+        return False
+
+    def late(
+        self, what: str, seconds: float | None, where: str, fatal: bool, ended: Callable[[], bool]
+    ) -> None:
+        """Raise the error of a wait that timed out, unless the call ends while the other ranks are heard.
+
+        `fatal`: at the communicator's own time-out.
+        """
         text = f"{what} did not complete{where} within {seconds:g} s ({self!r}){self._signals()}"
-        error = self.watch.expire(text, fatal)
+        if fatal:
+            self.watch.hear()
+            if ended():
+                return
+        error = self.watch.expire(text) if fatal else self.watch.explain(text)
         if error is None or not fatal:
             recorder.dump_because("timeout", text)
         size = self.size or None
-        return error or NcclTimeoutError(text, function=what, rank=self.known_rank, size=size)
+        raise error or NcclTimeoutError(text, function=what, rank=self.known_rank, size=size)
 
     def _signals(self) -> str:
         """Return the signals that outstanding calls wait for, for the end of a message."""

@@ -82,7 +82,8 @@ def _take(core: Core, child: Core, handle: int) -> None:
     try:
         take(child, handle, look=core.watch.raise_verdict)
     except NcclTimeoutError as error:
-        raise core.watch.expire(str(error), True) or error from None
+        core.watch.hear()
+        raise core.watch.expire(str(error)) or error from None
     except NcclError as error:
         raise core.watch.cause(error) from error.__cause__
 

@@ -113,7 +113,8 @@ class Work(Generic[T_co]):
             while not self.done():
                 left = _SLICE_MS if deadline is None else int((deadline - time.monotonic()) * 1000) + 1
                 if left <= 0:
-                    raise core.late(self._name, seconds, "", timeout is None)
+                    core.late(self._name, seconds, "", timeout is None, self.done)
+                    return
                 if self._failed:
                     time.sleep(_PAUSE)
                 elif parts := self._parts:

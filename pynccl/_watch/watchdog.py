@@ -156,10 +156,25 @@ class Watch:
         found.__cause__ = error
         return found
 
-    def expire(self, what: str, fatal: bool) -> NcclError | None:
-        """Return the reason of a time-out; `fatal` makes it the verdict of the communicator."""
+    def hear(self) -> None:
+        """At a time-out, hear whether the other ranks respond."""
+        lib.pynccl_watch_hear(self.c)
+
+    def expire(self, what: str) -> NcclError | None:
+        """Make the reason of a time-out the verdict, and return it; `hear` comes before."""
+        return self._reason(what, True)
+
+    def explain(self, what: str) -> NcclError | None:
+        """Return the verdict, or the error of a wait that was too short, with what the ranks do."""
+        error = self.verdict() or self._reason(what, False)
+        if isinstance(error, RankFailedError) and not self.verdict():
+            # Nothing has failed yet: the call goes on.
+            error = NcclTimeoutError(str(error), rank=self.rank, size=self.size)
+        return error
+
+    def _reason(self, what: str, publish: bool) -> NcclError | None:
         found = ffi.new("pynccl_verdict*")
-        if not lib.pynccl_watch_expire(self.c, what.encode()[:500], fatal, found):
+        if not lib.pynccl_watch_expire(self.c, what.encode()[:500], publish, found):
             return None
         return self._exception(found)
 

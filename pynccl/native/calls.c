@@ -149,7 +149,7 @@ static int pynccl_one_sided(const pynccl_call* c) {
 static int pynccl_run(const pynccl_call* c) {
   // In place on one rank there is nothing to do, except for PreMulSum. The library checks a stream of the
   // caller's.
-  const int default_stream = c->stream <= 2;
+  const int default_stream = c->stream <= 2 || c->stream == c->comm->stream;
   if (default_stream && c->comm->size == 1 && c->send == c->recv && c->kind < PYNCCL_SEND &&
       c->op < ncclNumOps)
     return 0;

@@ -184,7 +184,7 @@ static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited) {
   while (s->answered) ++s;
   pynccl_describe(&s->frame, what, sizeof what);
   pynccl_say(what, sizeof what, ": rank %d did not come within %g s", s->peer, (double)waited / 1e9);
-  pynccl_hear_all(w, 1);
+  pynccl_hear_all(w);
   int open;
   const int answered = !pynccl_compare(w, &open) && !open;
   if (answered || w->verdict.trouble || !w->listed) return;

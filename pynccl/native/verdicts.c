@@ -230,11 +230,11 @@ int pynccl_report_silence(pynccl_watch* w) {
   return silent;
 }
 
-void pynccl_hear_all(pynccl_watch* w, int report) {
+void pynccl_hear_all(pynccl_watch* w) {
   const int64_t late = pynccl_watchdog.awake, until = pynccl_now() + 10 * SILENCE_NS;
   for (;;) {
-    const int silent = report && !pynccl_unsure(w, late) && pynccl_report_silence(w);
-    const int early = report && w->connected && pynccl_watchdog.awake - late < 2 * BEAT_NS;
+    const int silent = !pynccl_unsure(w, late) && pynccl_report_silence(w);
+    const int early = w->connected && pynccl_watchdog.awake - late < 2 * BEAT_NS;
     if (w->verdict.trouble || pynccl_now() >= until) return;
     if (!silent && !early && !w->dying && !pynccl_unsure(w, late)) return;
     const int64_t soon = pynccl_now() + TICK_MS * MS;

@@ -17,9 +17,9 @@ void pynccl_conclude_failed(pynccl_watch* w);
 int pynccl_unsure(const pynccl_watch* w, int64_t late);
 // Tell the others which ranks are silent, and return how many.
 int pynccl_report_silence(pynccl_watch* w);
-// Wait, under the lock, until ranks that may be silent have been heard, or a verdict says that they are not;
-// `report`: tell the others which ranks are silent, and hear their reports.
-void pynccl_hear_all(pynccl_watch* w, int report);
+// At a time-out wait, under the lock, until ranks that may be silent have been heard, and for the reports of
+// the others; tell them which ranks are silent here.
+void pynccl_hear_all(pynccl_watch* w);
 // Say why a call took too long: name silent ranks, or what every rank has called.
 void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v);
 

@@ -79,7 +79,9 @@ int pynccl_watch_settle(pynccl_comm* comm, int64_t wait_ms);
 int pynccl_watch_claim(pynccl_comm* comm, int64_t wait_ms);
 // Wait for a verdict and copy it. Returns its `trouble`.
 int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms);
-// A call took too long: find out why. `publish`: make the reason the verdict, unless there is one.
+// At a time-out: wait until ranks that may be silent have been heard, or the others say that they hear them.
+void pynccl_watch_hear(pynccl_comm* comm);
+// A call took too long: say why. `publish`: make the reason the verdict, unless there is one.
 int pynccl_watch_expire(pynccl_comm* comm, const char* what, int publish, pynccl_verdict* out);
 // The program is about to see an error of the library. If the error has ended the communicator it becomes the
 // verdict, so that the other ranks do not take a following abort for the cause.

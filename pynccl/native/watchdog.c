@@ -318,6 +318,8 @@ void pynccl_watch_stop(pynccl_comm* comm, int departure) {
   if (w->listed) {
     pynccl_watch_unlist(w);
     const pynccl_frame bye = {.kind = FRAME_DEPARTURE, .code = (uint32_t)departure};
+    // Its last calls, too.
+    if (departure) pynccl_beat(w);
     if (departure) pynccl_tell_all(w, &bye);
     for (int r = 0; r < w->size; ++r) pynccl_hang_up(w, r);
     // Leak the events if a thread is still recording one.
@@ -375,11 +377,17 @@ int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms
   return trouble;
 }
 
+void pynccl_watch_hear(pynccl_comm* comm) {
+  if (!comm->watch) return;
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  pynccl_hear_all(comm->watch);
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
+}
+
 int pynccl_watch_expire(pynccl_comm* comm, const char* what, int publish, pynccl_verdict* out) {
   pynccl_watch* w = comm->watch;
   if (!w) return PYNCCL_FINE;
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  pynccl_hear_all(w, publish);
   if (w->verdict.trouble) {
     *out = w->verdict;
   } else {

@@ -363,6 +363,34 @@ def aborts(rank: int, nranks: int, folder: str) -> Outcome:
         return "KeyError", [], "", 0.0
 
 
+def comes_while_the_others_are_heard(rank: int, nranks: int) -> list[float]:
+    """Rank 1 makes the call after the others' time-out, while they hear whether it responds."""
+    comm = pynccl.init(timeout=1)
+    comm.barrier()
+    heard = comm._core.watch.hear
+
+    def hear_slowly() -> None:
+        tell("the time-out has passed")
+        heard()
+        hear("rank 1 has come")
+
+    comm._core.watch.hear = hear_slowly  # type: ignore[method-assign]
+    if rank == 1:
+        hear("the time-out has passed")
+    x = comm.all_reduce(np.ones(2))
+    if rank == 1:
+        tell("rank 1 has come")
+    work = comm.all_reduce(np.ones(2), wait=False)
+    result = [*x, *work.wait()]
+    comm.destroy()
+    return [float(one) for one in result]
+
+
+def test_a_call_that_completes_while_the_others_are_heard() -> None:
+    results = run(2, comes_while_the_others_are_heard, backend="cpu", timeout=40)
+    assert results == 2 * [[2, 2, 2, 2]]
+
+
 def test_exception_in_one_rank(tmp_path: Path) -> None:
     results = run(4, aborts, str(tmp_path), backend="cpu", timeout=30)
     assert results[2][0] == "KeyError"
