@@ -146,13 +146,15 @@ static int pynccl_one_sided(const pynccl_call* c) {
   (c->config ? function##Config(__VA_ARGS__, c->comm->handle, c->stream, c->config) \
              : PLAIN(function, __VA_ARGS__))
 
+// In place on one rank there is nothing to do, except for PreMulSum. The library checks a stream of the
+// caller's.
+static int pynccl_is_done(const pynccl_call* c) {
+  const int own_stream = c->stream <= 2 || c->stream == c->comm->stream;
+  return own_stream && c->send == c->recv && c->kind < PYNCCL_SEND && c->op < ncclNumOps;
+}
+
 static int pynccl_run(const pynccl_call* c) {
-  // In place on one rank there is nothing to do, except for PreMulSum. The library checks a stream of the
-  // caller's.
-  const int default_stream = c->stream <= 2 || c->stream == c->comm->stream;
-  if (default_stream && c->comm->size == 1 && c->send == c->recv && c->kind < PYNCCL_SEND &&
-      c->op < ncclNumOps)
-    return 0;
+  if (c->comm->size == 1 && pynccl_is_done(c)) return 0;
   switch (c->kind) {
     case PYNCCL_BARRIER:
     case PYNCCL_ALL_REDUCE:
