@@ -59,7 +59,7 @@ def resolve(host: str, port: int, timeout: float) -> list[Address]:
     try:
         answer = answers.get(timeout=timeout)
     except queue.Empty:
-        raise TimeoutError(f"the name {host!r} was not resolved within {timeout:.3g} s") from None
+        raise TimeoutError(f"the name {host!r} was not resolved in time") from None
     if isinstance(answer, OSError):
         raise answer
     return answer

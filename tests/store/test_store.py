@@ -368,7 +368,7 @@ def test_silent_name_service(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
     start = time.monotonic()
-    with pytest.raises(BootstrapError, match="the name 'host' was not resolved within"):
+    with pytest.raises(BootstrapError, match="the name 'host' was not resolved in time"):
         Store("host:1", SECRET, timeout=0.5)
     assert time.monotonic() - start < 6
     ended.set()
