@@ -20,7 +20,7 @@ from pynccl._comm.prepared import Prepare
 from pynccl._comm.recovery import Quorum
 from pynccl._device.blocking import bounded
 from pynccl._device.devices import device_to_use
-from pynccl._errors import NcclError
+from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library import loader
 from pynccl._library.binding import lib
 from pynccl._library.generated.structs import CommProperties
@@ -75,7 +75,13 @@ class Communicator(Operations):
                 return capi.ncclCommInitRankConfig(nranks, ids[0], rank, config)
             return capi.ncclCommInitRank(nranks, ids[0], rank)
 
-        create.create(core, f"creating the communicator of rank {rank} of {nranks}", call, place)
+        try:
+            create.create(core, f"creating the communicator of rank {rank} of {nranks}", call, place)
+        except NcclTimeoutError as error:
+            if core.size:
+                raise
+            text = f"{error}; expected all {nranks} ranks in the call, with the same unique id"
+            raise NcclTimeoutError(text, function=error.function) from None
         super().__init__(core)
 
     @classmethod

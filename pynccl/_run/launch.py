@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -346,7 +347,9 @@ class _Launcher:
             self.ended.add(rank)
             if self.job.keep_going and not self._ending:
                 self._go_on_without(rank, code)
-            elif code != 0 and self.code == 0:
+            elif code == 0:
+                self._tell_exit(rank)
+            elif self.code == 0:
                 self._note_failure(rank, code, "; ending the other ranks")
                 if not self._ending:  # else the ranks have the signal already
                     self._end(signal.SIGTERM)
@@ -384,8 +387,16 @@ class _Launcher:
             except (BootstrapError, TimeoutError) as error:
                 self._say(f"cannot tell the other machines: {error}")
 
+    def _tell_exit(self, rank: int) -> None:
+        """Tell ranks that may wait for this one in pynccl.init."""
+        if len(self.ended) < len(self.children):
+            with suppress(BootstrapError, TimeoutError):
+                word.tell_exit(self.meeting.store, self.meeting.secret, self.meeting.job, rank)
+
     def _go_on_without(self, rank: int, code: int) -> None:
         """Tell the other ranks of an exit; end the remaining processes of a failed rank."""
+        if code == 0:
+            self._tell_exit(rank)
         try:
             word.tell(self.meeting.store, self.meeting.secret, self.meeting.job, self.processes[rank])
         except (BootstrapError, TimeoutError) as error:

@@ -24,6 +24,12 @@ def tell(address: str, secret: str, job: str, ended: ends.Process) -> None:
         store.set(ends.key(ended), b"%d" % at)
 
 
+def tell_exit(address: str, secret: str, job: str, rank: int) -> None:
+    """Record in the launcher's store that a rank has ended without an error."""
+    with _connect(address, _STORE_SECONDS, secret, job) as store:
+        store.set(ends.exit_key(rank), b"")
+
+
 def listen() -> None:
     """Let survivors in this process read the record."""
     ends.connect = _connect

@@ -42,6 +42,11 @@ def key(ended: Process) -> str:
     return f"ended/{clock.hex()}/{ended.space.hex()}/{ended.pid}/{ended.start}"
 
 
+def exit_key(rank: int) -> str:
+    """Return the store's key that says that the launcher's rank has ended without an error."""
+    return f"exited/{rank}"
+
+
 class Store(Protocol):
     """The part of a store's client that this module uses."""
 

@@ -81,6 +81,8 @@ class Round:
         self.prefix = f"init/{name}/"
         # Called on rank 0 after every rank has arrived.
         self.when_joined: Callable[[], None] = lambda: None
+        # Whether the launcher has said that a rank's process has ended.
+        self.has_exited: Callable[[int], bool] = lambda _: False
         # Returns the text about clients that the store of rank 0 refused.
         self.refused: Callable[[], str] = lambda: ""
 
@@ -139,19 +141,19 @@ class Round:
 
     def _arrival(self, rank: int) -> Arrival:
         try:
-            return unpack_arrival(self._fetch(self._key("arrival", rank), self._left()), rank)
+            return unpack_arrival(self._fetch(self._key("arrival", rank), self._left(), rank), rank)
         except TimeoutError:
             raise self._absent() from None
 
-    def _fetch(self, name: str, timeout: float) -> bytes:
-        """Return a value, waiting for it; raise if another rank reports a failure meanwhile."""
+    def _fetch(self, name: str, timeout: float, of: int) -> bytes:
+        """Return a rank's value, waiting for it; raise if it exits or another rank reports a failure."""
         deadline, patience = time.monotonic() + timeout, _LOOK
         while True:
             left = deadline - time.monotonic()
             try:
                 with suppress(TimeoutError):
                     return self.keys.fetch(name, max(0.0, min(patience, left)))
-                patience, failure = _LOOK, self._look()
+                patience, failure, exited = _LOOK, self._look(), self.has_exited(of)
             except StoreSilent:
                 # On a busy machine the store's process may not be scheduled for seconds.
                 if left <= _LOOK:
@@ -160,6 +162,13 @@ class Round:
                 continue
             if failure is not None:
                 raise failure.error()
+            if exited:
+                # It may have written the value before.
+                with suppress(TimeoutError):
+                    return self.keys.fetch(name, 0.0)
+                raise BootstrapError(
+                    f"rank {of} of {self.size} has ended, with exit code 0, without this call of pynccl.init"
+                )
             if left <= _LOOK:
                 raise TimeoutError(f"no rank set {name!r}")
 
@@ -186,7 +195,7 @@ class Round:
 
     def _follow(self) -> Answer:
         try:
-            answer = unpack_answer(self._fetch(self.prefix + "answer", self._left() + _MARGIN))
+            answer = unpack_answer(self._fetch(self.prefix + "answer", self._left() + _MARGIN, 0))
         except TimeoutError:
             error = self._absent()
             self._clear_up()

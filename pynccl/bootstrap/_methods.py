@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from pynccl._device.blocking import bounded
 from pynccl._errors import BootstrapError, NcclTimeoutError
+from pynccl._watch.ended import exit_key
 from pynccl.bootstrap import _environment, _mpi
 from pynccl.bootstrap._environment import Launcher
 from pynccl.bootstrap._exchange import Exchange, Round
@@ -227,7 +228,19 @@ def _through(
 def _at_store(address: str, name: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
     """Open an exchange through an existing pynccl store."""
     with connect(Place(address), deadline, rank, size, "cannot take part") as store:
-        yield Round(StoreKeys(store), str(next(_rounds[name])), rank, size, deadline)
+        meeting = Round(StoreKeys(store), str(next(_rounds[name])), rank, size, deadline)
+        launcher = _environment.detect(os.environ)
+        if (rank, size) == (launcher.rank, launcher.size):
+            meeting.has_exited = lambda other: _is_set(store, exit_key(other))
+        yield meeting
+
+
+def _is_set(store: Store, key: str) -> bool:
+    try:
+        store.get(key, 0.0)
+    except TimeoutError:
+        return False
+    return True
 
 
 @contextmanager

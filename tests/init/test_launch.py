@@ -369,6 +369,22 @@ def test_an_exception_that_ends_the_other_ranks_first(script: Script) -> None:
     assert done.stderr.splitlines()[-1] == "[0] ValueError: the cause"
 
 
+LEAVES = """
+import os, sys
+import pynccl
+if sys.argv[2:]:
+    pynccl.init(timeout=60).destroy()
+if os.environ["RANK"] != sys.argv[1]:
+    pynccl.init(timeout=60)
+"""
+
+
+@pytest.mark.parametrize("args", [["1"], ["0"], ["1", "after an init"]])
+def test_a_rank_that_ends_without_init(script: Script, args: list[str]) -> None:
+    done = launch("-n", "3", "--cpu", script(LEAVES), *args)
+    assert f"rank {args[0]} of 3 has ended, with exit code 0, without this call of pynccl.init" in done.stderr
+
+
 HANDLED = """
 import os, sys, time
 import pynccl
