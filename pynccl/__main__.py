@@ -13,7 +13,6 @@ import click
 from pynccl._errors import NcclError
 from pynccl._library import discovery
 from pynccl._run.command import run
-from pynccl._trace.command import trace
 
 
 class _Cli(click.Group):
@@ -24,6 +23,7 @@ class _Cli(click.Group):
         "doctor": "pynccl._tools.doctor.command",
         "info": "pynccl._tools.info",
         "ras": "pynccl.ras.command",
+        "trace": "pynccl._tools.trace",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -54,7 +54,6 @@ def cli() -> None:
 
 
 cli.add_command(run)
-cli.add_command(trace)
 
 
 @cli.command("cpu-library")

@@ -55,16 +55,17 @@ def _listen(folder: Path) -> None:
 
 def _handled(pid: int) -> int:
     """Return the signals that a process ignores or has handlers for, as a mask."""
-    return sum(int(_status(pid, name), 16) for name in ("SigIgn", "SigCgt"))
+    return sum(int(status_of(pid, name), 16) for name in ("SigIgn", "SigCgt"))
 
 
 def _runs(pid: int) -> bool:
     with suppress(OSError):
-        return not _status(pid, "State").startswith("Z")
+        return not status_of(pid, "State").startswith("Z")
     return False
 
 
-def _status(pid: int, name: str) -> str:
+def status_of(pid: int, name: str) -> str:
+    """Return a field of a process's status."""
     for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
         key, _, value = line.partition(":")
         if key == name:
@@ -98,9 +99,9 @@ class Answer:
         number = self._read().partition(b"\n")[0]
         self._start = self._path.stat().st_size
         # The process may have executed another program.
-        if not number.isdigit() or not int(_status(self.pid, "SigCgt"), 16) >> (int(number) - 1) & 1:
+        if not number.isdigit() or not int(status_of(self.pid, "SigCgt"), 16) >> (int(number) - 1) & 1:
             return False
-        self.stopped = _status(self.pid, "State").startswith("T")
+        self.stopped = status_of(self.pid, "State").startswith("T")
         os.kill(self.pid, int(number))
         if self.stopped:
             os.kill(self.pid, signal.SIGCONT)

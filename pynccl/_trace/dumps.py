@@ -122,6 +122,13 @@ class World:
     members: dict[int, Member] = field(default_factory=dict)
     # Ranks without a record although their process left a dump: they closed the communicator earlier.
     gone: set[int] = field(default_factory=set)
+    # True while the job runs: a rank without a dump need not have died.
+    live: bool = False
+
+    @property
+    def absence(self) -> str:
+        """What a rank without a dump did, in words."""
+        return "gave no dump" if self.live else "left no file"
 
     @property
     def absent(self) -> list[range]:
@@ -276,6 +283,8 @@ class Dumps(NamedTuple):
 
     members: list[Member]
     damage: list[str]
+    # True if the job still runs.
+    live: bool = False
 
 
 def _stacks_in(paths: Iterable[str | os.PathLike[str]]) -> str:
@@ -304,11 +313,11 @@ def read_all(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
             if path not in given and not path.is_file():
                 # A named pipe would wait for its writer.
                 raise TraceError(f"{path} is not a file")
-            members, damage = _read(path)
+            found = _read(path)
         except (TraceError, OSError) as error:
-            members, damage = [], [printable(str(error))]
-        everything.members.extend(members)
-        everything.damage.extend(damage)
+            found = Dumps([], [printable(str(error))])
+        everything.members.extend(found.members)
+        everything.damage.extend(found.damage)
     if everything.damage and not everything.members:
         raise TraceError(everything.damage[0])
     return everything

@@ -183,10 +183,12 @@ def _complete(world: World) -> int | None:
 def _dead(world: World) -> str:
     runs, complete = world.absent, _complete(world)
     ranks, one = say_runs(runs), len(runs) == 1 and len(runs[0]) == 1
-    it = "it left no file" if one else "they left no files"
+    it = f"{'it' if one else 'they'} {world.absence}{'' if one else 's'}"
     when = "" if complete is None else " after init" if not complete else f" after #{complete}"
     if complete is None and any(r.call == "init" for m in world.members.values() for r in m.records):
         return f"{ranks} never reached init: {it}"
+    if world.live:
+        return f"{ranks} {world.absence}" + (f"; all ranks have completed #{complete}" if complete else "")
     return f"{ranks} died{when}: {it}"
 
 
@@ -299,7 +301,7 @@ def _pairs(world: World) -> Iterator[str]:
     for receiver, member in sorted(world.members.items()):
         for record in member.records:
             if record.call == "recv" and record.state in PENDING and world.is_absent(record.peer):
-                yield f"{_say_call([receiver], record)}, which left no file"
+                yield f"{_say_call([receiver], record)}, which {world.absence}"
                 break
 
 
@@ -309,7 +311,7 @@ def _between(world: World, member: Member, sender: int, receiver: int) -> Iterat
     if other is None:
         waiting = next((r for r in sends.values() if r.state in PENDING), None)
         if waiting is not None:
-            yield f"{_say_call([sender], waiting)}, which left no file"
+            yield f"{_say_call([sender], waiting)}, which {world.absence}"
         return
     recvs = other.peers.get(("recv", sender), {})
     for number in sorted(set(sends) & set(recvs)):
@@ -354,7 +356,7 @@ def _signals(world: World) -> Iterator[str]:
             continue
         text, other = _say_call([rank], record), world.members.get(record.peer)
         if other is None:
-            how = "had closed the communicator" if record.peer in world.gone else "left no file"
+            how = "had closed the communicator" if record.peer in world.gone else world.absence
             yield f"{text}, which {how}"
         else:
             yield f"{text}; {_sent(member, record, other)}"
@@ -472,6 +474,7 @@ def explain(dumps: Dumps) -> str:
     worlds = worlds_of(dumps.members)
     lines = list(crossings(worlds))
     for world in worlds:
+        world.live = dumps.live
         lines.append(str(world))
         lines += [f"  {text}" for text in findings(world) or [_quiet(world)]]
     lines += _reasons({m.process.path: m.process for m in dumps.members}.values())

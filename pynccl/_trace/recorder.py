@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -97,8 +97,9 @@ def _size() -> int:
     return int(text)
 
 
-def _signal() -> signal.Signals | None:
-    text = os.environ.get(SIGNAL, "")
+def signal_of(environ: Mapping[str, str]) -> signal.Signals | None:
+    """Return the signal that makes a process with this environment dump; None without one."""
+    text = environ.get(SIGNAL, "")
     if not text:
         return None
     for known in signal.Signals:
@@ -298,7 +299,7 @@ def _install(rank: int) -> None:
     """At the first communicator of a process, set the folder of dumps and their triggers."""
     if _process.get("rank") is not None:
         return
-    folder, number = os.environ.get(DIR, ""), _signal()
+    folder, number = os.environ.get(DIR, ""), signal_of(os.environ)
     if (stacks := os.environ.get(STACKS, "")) not in ("", "0", "1"):
         raise ValueError(f"{STACKS} is {stacks!r}; expected 0 or 1")
     world = os.environ.get("RANK", "")

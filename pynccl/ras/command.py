@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 
 import click
 
@@ -53,7 +54,7 @@ def ras(
         raise click.UsageError(str(error)) from None
     while True:
         found = status(asked, timeout=timeout)
-        print(_json(found, follow is None) if as_json else "\n".join(_lines(found, verbose)), flush=True)
+        print(_json(found, follow is None) if as_json else "\n".join(lines(found, verbose)), flush=True)
         if follow is None:
             return 0 if found.ok else 2
         time.sleep(follow)
@@ -65,13 +66,16 @@ def _json(found: Status, indented: bool) -> str:
     return json.dumps(fields, indent=2 if indented else None)
 
 
-def _lines(found: Status, verbose: bool) -> Iterator[str]:
+def lines(
+    found: Status, verbose: bool = False, names: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    """Yield the report; `names` has other names of communicators, by their hashes."""
     encoding = sys.stdout.encoding or "utf-8"
-    for line in _report(found, verbose):
+    for line in _report(found, verbose, names):
         yield printable(line).encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _report(found: Status, verbose: bool) -> Iterator[str]:
+def _report(found: Status, verbose: bool, names: Mapping[str, str]) -> Iterator[str]:
     yield f"NCCL {found.nccl_version or '(version unknown)'} at {found.address}"
     if found.processes is not None:
         counts = ((found.nodes, "node"), (found.processes, "process"), (found.devices, "GPU"))
@@ -84,12 +88,13 @@ def _report(found: Status, verbose: bool) -> Iterator[str]:
         errors = ",".join(group.errors) or "OK"
         yield f"  {group.communicators} of {group.size} ranks on {group.nodes} nodes: {group.status} {errors}"
     for one in found.communicators:
-        yield from _communicator(one, verbose)
+        yield from _communicator(one, verbose, names.get(one.hash, ""))
 
 
-def _communicator(one: Communicator, verbose: bool) -> Iterator[str]:
+def _communicator(one: Communicator, verbose: bool, name: str) -> Iterator[str]:
     ranks = "size unknown" if one.size is None else f"{one.size} {_plural('rank', one.size)}"
-    yield f"communicator {one.hash}, {ranks}: {one.status or 'status unknown'} {','.join(one.errors) or 'OK'}"
+    named = f"{one.hash} ({name})" if name else one.hash
+    yield f"communicator {named}, {ranks}: {one.status or 'status unknown'} {','.join(one.errors) or 'OK'}"
     for lag in one.lagging:
         yield f"  {_behind(lag)}{_whereabouts(lag, one.ranks or ())}"
     for missing in one.missing or ():

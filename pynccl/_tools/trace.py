@@ -1,4 +1,4 @@
-"""`pynccl trace`: analyses the dumps of all ranks, and writes them as a page or as Chrome trace events."""
+"""`pynccl trace`: analyses dumps, and writes them as a page or as Chrome trace events."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 
 import click
 
-from pynccl._trace.dumps import Member, Process, TraceError, printable, read_all
+from pynccl._tools.live import ask, listeners, names
+from pynccl._trace.dumps import Dumps, Member, Process, TraceError, printable, read_all
 from pynccl._trace.findings import explain, say
 from pynccl._trace.recorder import TraceRecord, private_file
+from pynccl.ras.client import ADDRESS, TIMEOUT, parse_address, status
+from pynccl.ras.command import lines as report
+from pynccl.ras.report import RasError
 
 
 def chrome_events(members: Iterable[Member]) -> dict[str, Any]:
@@ -62,17 +66,39 @@ def _write(option: str, path: str, content: bytes) -> None:
 
 
 @click.command("trace")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
+@click.argument("files", nargs=-1, metavar="FILE...", type=click.Path())
 @click.option("--chrome", metavar="OUT", help="Write the calls as Chrome trace events (Perfetto).")
 @click.option("--html", metavar="OUT", help="Write the calls and the report as one HTML page.")
-def trace(files: tuple[str, ...], chrome: str | None, html: str | None) -> int:
+@click.option("--live", is_flag=True, help="Ask the running processes of this machine, and the RAS server.")
+@click.option("--address", metavar="HOST:PORT", help=f"With --live: the RAS server; default: {ADDRESS}.")
+@click.option(
+    "--timeout", type=click.FloatRange(0, 86400, min_open=True), default=TIMEOUT, show_default=True,
+    help="With --live: seconds for the answers.",
+)  # fmt: skip
+def trace(
+    files: tuple[str, ...],
+    chrome: str | None,
+    html: str | None,
+    live: bool,
+    address: str | None,
+    timeout: float,
+) -> int:
     """Analyse the dumps of all ranks' flight recorders.
 
-    Each FILE is a dump of a rank, or a folder of dumps. An OUT that exists is replaced.
+    Each FILE is a dump of a rank, or a folder of dumps. An OUT that exists is replaced. With --live the ranks
+    of this machine that run with PYNCCL_TRACE_SIGNAL dump now, and FILEs are the folders of their dumps; what
+    NCCL's RAS server knows of all ranks comes behind.
     """
+    if not files and not live:
+        raise click.UsageError("Missing argument 'FILE...'; expected dumps, folders of dumps, or --live")
+    if address is not None and not live:
+        raise click.UsageError("--address without --live")
     try:
-        dumps = read_all(files)
-        text = explain(dumps)
+        if live:
+            dumps, text = _live(files, address, timeout)
+        else:
+            dumps = read_all(files)
+            text = explain(dumps)
         if chrome:
             _write("--chrome", chrome, json.dumps(chrome_events(dumps.members)).encode())
         if html:
@@ -87,3 +113,27 @@ def trace(files: tuple[str, ...], chrome: str | None, html: str | None) -> int:
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
     return 0
+
+
+def _live(folders: tuple[str, ...], address: str | None, seconds: float) -> tuple[Dumps, str]:
+    """Return fresh dumps, and the report on them and on what RAS knows."""
+    try:
+        parse_address(address)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    asked = listeners(folders)
+    paths, lines = ask(asked, seconds)
+    dumps = read_all(paths)._replace(live=True) if paths else Dumps([], [])
+    if dumps.members:
+        lines = [*explain(dumps).splitlines(), *lines]
+    elif not asked:
+        lines.append("no process of yours listens here: start the ranks with PYNCCL_TRACE_SIGNAL=USR2")
+    try:
+        found = status(address, timeout=seconds)
+    except (RasError, OSError) as error:
+        lines.append(f"RAS: {error}")
+        if not dumps.members:
+            raise TraceError("; ".join(lines)) from error
+    else:
+        lines += report(found, names=names(found, dumps))
+    return dumps, "\n".join(lines)

@@ -1,0 +1,110 @@
+"""`pynccl trace --live`: the ranks of a job are asked while it runs, and go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from conftest import clean_environment
+from meeting import free_port, state, until
+
+pytestmark = pytest.mark.timeout(60)
+
+PROGRAM = """
+import os
+import numpy as np
+import pynccl
+
+with pynccl.init() as comm:
+    for _ in range(5):
+        comm.all_reduce(np.ones(4))
+    os.write(1, f"{comm.rank} {os.getpid()}\\n".encode())
+    if comm.rank == 2:
+        os.read(os.open("go", os.O_RDONLY), 1)
+    comm.all_reduce(np.ones(4))
+"""
+LINE = PROGRAM.splitlines().index("    comm.all_reduce(np.ones(4))") + 1
+
+
+def live(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pynccl", "trace", "--live", *args]
+    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=40)
+
+
+@contextmanager
+def job(folder: Path, **env: str) -> Iterator[list[int]]:
+    """Run three ranks, of which the last waits for a word before the others' last call; yield their pids."""
+    (folder / "program.py").write_text(PROGRAM)
+    os.mkfifo(folder / "go")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", "--no-tag", "program.py"],
+        env=clean_environment() | {"PYNCCL_TRACE_SIGNAL": "USR2", "PYNCCL_TRACE_STACKS": "1"} | env,
+        cwd=folder, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        pids = dict(process.stdout.readline().split() for _ in range(3))
+        yield [int(pids[str(rank)]) for rank in range(3)]
+        (folder / "go").write_text("!")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_who_is_behind_and_who_gives_no_dump(tmp_path: Path) -> None:
+    """In the recorder's words and in RAS's; what does not listen, such as the launcher, is not signalled."""
+    traces, address = tmp_path / "traces", f"127.0.0.1:{free_port()}"
+    variables = {"PYNCCL_TRACE_DIR": str(traces), "NCCL_RAS_ADDR": address}
+    with job(tmp_path, **variables) as pids:
+        deaf = subprocess.Popen(["sleep", "60"], env=os.environ | variables | {"PYNCCL_TRACE_SIGNAL": "USR2"})
+        place = f"{tmp_path}/program.py:{LINE}"
+        behind = f"ranks 0 and 1 wait in all_reduce #6 (float64, 4) at {place}; rank 2 never reached #6"
+        until(lambda: behind in live("--address", address, str(traces)).stdout, 20)
+        done = live("--address", address, str(traces))
+        assert done.returncode == 0, done.stderr
+        (name,) = re.findall(r"^communicator (\w+) of 3 ranks$", done.stdout, re.M)
+        assert re.search(rf"^communicator 0x\w+ \({name}\), 3 ranks: RUNNING MISMATCH$", done.stdout, re.M)
+        assert f"rank 2 has launched 5 of 6 AllReduce operations (process {pids[2]}" in done.stdout
+        assert "did not answer" not in done.stdout
+
+        os.kill(pids[1], signal.SIGSTOP)
+        until(lambda: state(pids[1]) == "T")
+        done = live("--address", address, "--timeout", "2", str(traces))
+        os.kill(pids[1], signal.SIGCONT)
+        assert f"process {pids[1]} (rank 1) is stopped" in done.stdout
+        assert "rank 1 gave no dump; all ranks have completed #5" in done.stdout
+        assert deaf.poll() is None
+        deaf.kill()
+        deaf.wait()
+
+
+def test_nothing_to_ask(tmp_path: Path) -> None:
+    done = live("--address", f"127.0.0.1:{free_port()}", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no process of yours listens here: start the ranks with PYNCCL_TRACE_SIGNAL=USR2" in done.stderr
+    assert "No RAS server answers" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "expected dumps, folders of dumps, or --live"),
+        (["--address", "localhost:1", "traces"], "--address without --live"),
+        (["--live", "--address", "nowhere"], "nowhere"),
+        (["--live", "--timeout", "0"], "0"),
+    ],
+)
+def test_wrong_command_lines(args: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "pynccl", "trace", *args]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=40)
+    assert done.returncode == 2
+    assert words in done.stderr
