@@ -7,6 +7,7 @@ entry know.
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import time
@@ -55,7 +56,8 @@ def _listen(kind: type[StoreServer], host: str, port: int, job: str | None, dead
     try:
         return kind(host, port, read_secret(), job=job, timeout=left(deadline))
     except OSError as error:
-        raise BootstrapError(f"rank 0 cannot listen at {format_address(host, port)}: {error}") from error
+        why = ": another rank 0, job or program listens there" if error.errno == errno.EADDRINUSE else ""
+        raise BootstrapError(f"rank 0 cannot listen at {format_address(host, port)}: {error}{why}") from error
 
 
 class Host:

@@ -209,6 +209,7 @@ def test_port_is_taken() -> None:
         port = holder.getsockname()[1]
         texts = testing.run(2, port_is_taken, port, backend="cpu")
     assert f"rank 0 cannot listen at 127.0.0.1:{port}: " in texts[0]
+    assert "another rank 0, job or program listens there" in texts[0]
     assert f"the store at 127.0.0.1:{port}" in texts[1]
 
 
