@@ -152,4 +152,6 @@ def write_all(target: int, data: bytes) -> None:
         try:
             view = view[os.write(target, view) :]
         except BlockingIOError:
-            select.select([], [target], [])
+            ready = select.poll()
+            ready.register(target, select.POLLOUT)
+            ready.poll()
