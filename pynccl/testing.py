@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import importlib
 import importlib.util
 import os
@@ -11,12 +12,13 @@ import pickle
 import re
 import resource
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ __all__ = ["RankError", "RankTimeout", "run"]
 _GRACE = 5.0
 # The first and the last line of what faulthandler writes at SIGABRT.
 _HEADINGS = re.compile(r"^(Fatal Python error: Aborted|Extension modules: .*)$", re.M)
+_PREFIX = "pynccl-testing-"
 _WORKER = "from pynccl.testing import _work; _work()"
 # The file that this rank imports to find its function.
 _importing: str | None = None
@@ -97,7 +100,7 @@ def run(
     content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))
     task = (list(sys.path), place, nranks)
     base = choose_backend(os.environ, backend) | (env or {})
-    with tempfile.TemporaryDirectory(prefix="pynccl-testing-") as folder, open_store(base) as server:
+    with _folder() as folder, open_store(base) as server:
         job = _Job(Path(folder), nranks)
         Path(folder, "task").write_bytes(pickle.dumps(task))
         Path(folder, "args").write_bytes(content)
@@ -108,6 +111,28 @@ def run(
         finally:
             job.close()
         return job.results(timeout, check)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """Make a folder for one run, and remove those of programs that were killed."""
+    for entry in os.scandir(tempfile.gettempdir()):
+        # Also an error: another process still has the lock.
+        with contextlib.suppress(OSError):
+            if entry.name.startswith(_PREFIX) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                _remove_unlocked(entry.path)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, open(f"{name}/locking", "w") as lock:
+        # Without locks, as on some network file systems, nobody removes it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.rename(lock.name, f"{name}/lock")
+        yield name
+
+
+def _remove_unlocked(folder: str) -> None:
+    with open(f"{folder}/lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
 
 
 def _locate(fn: Callable[..., Any]) -> tuple[str, str, str] | None:

@@ -187,17 +187,23 @@ def test_ranks_die_with_the_parent(tmp_path: Path) -> None:
         "from pynccl import testing\n"
         "def wait(rank, nranks, folder):\n"
         "    open(f'{folder}/{rank}.pid', 'w').write(str(os.getpid()))\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(60 if sys.argv[2:] == [] else 0)\n"
         "if __name__ == '__main__':\n"
         "    testing.run(2, wait, sys.argv[1], backend='cpu')\n"
     )
-    parent = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment)
     try:
         until(lambda: sum(path.stat().st_size > 0 for path in tmp_path.glob("*.pid")) == 2)
     finally:
         parent.kill()
         parent.wait()
     until_gone([int(path.read_text()) for path in tmp_path.glob("*.pid")])
+    left = list(tmp_path.glob("pynccl-testing-*"))
+    assert len(left) == 1
+    command = [sys.executable, str(script), str(tmp_path), "0"]
+    subprocess.run(command, env=environment, check=True, timeout=30)
+    assert not list(tmp_path.glob("pynccl-testing-*"))
 
 
 @pytest.mark.parametrize("nranks", [0, -1])
