@@ -1,12 +1,14 @@
 """Fresh dumps of the jobs that run on this machine, for `pynccl trace --live`.
 
 A process is asked only if it listens: it is this user's, has PYNCCL_TRACE_SIGNAL in its environment and
-pynccl's library in its memory, and handles this signal.
+pynccl's library in its memory, and handles this signal. All that is read again through /proc when a pidfd
+holds the process, so that no other process gets the signal.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +25,7 @@ _LIBRARY = b"/pynccl/_native."
 
 
 class Listener(NamedTuple):
-    """A process that dumps at a signal."""
+    """A process with pynccl, the signal at which it dumps, and where; 0: it does not listen."""
 
     pid: int
     # Its rank in the job, if the launcher names it.
@@ -42,7 +44,7 @@ class Listener(NamedTuple):
 
 
 def listeners(folders: Sequence[str]) -> list[Listener]:
-    """Return the listening processes of this machine; if `folders` are given, those that dump there."""
+    """Return this machine's processes that listen, and ranks that do not; with `folders`, those of there."""
     wanted = {Path(os.path.realpath(folder)) for folder in folders}
     found = []
     for entry in Path("/proc").iterdir():
@@ -61,14 +63,13 @@ def _listener(process: Path) -> Listener | None:
     if process.stat().st_uid != os.geteuid():
         return None
     environ = _environment((process / "environ").read_bytes())
-    number = signal_of(environ)
-    pid = int(process.name)
-    if number is None or _LIBRARY not in (process / "maps").read_bytes():
-        return None
-    if not int(status_of(pid, "SigCgt"), 16) >> (number - 1) & 1:
+    pid, rank, number = int(process.name), environ.get("RANK", ""), int(signal_of(environ) or 0)
+    if number and not int(status_of(pid, "SigCgt"), 16) >> (number - 1) & 1:
+        number = 0
+    if not (number or rank) or _LIBRARY not in (process / "maps").read_bytes():
         return None
     folder = os.path.join(os.readlink(process / "cwd"), environ.get(DIR, ""))
-    return Listener(pid, environ.get("RANK", ""), number, Path(os.path.realpath(folder)))
+    return Listener(pid, rank, number, Path(os.path.realpath(folder)))
 
 
 def _environment(data: bytes) -> dict[str, str]:
@@ -81,15 +82,12 @@ def ask(asked: Iterable[Listener], seconds: float) -> tuple[list[Path], list[str
     stamps: dict[Listener, tuple[Path, int] | None] = {}
     failures = []
     for one in asked:
-        try:
-            if status_of(one.pid, "State").startswith("T"):
-                failures.append(f"{one} is stopped")
-                continue
-            stamps[one] = _stamp(one)
-            os.kill(one.pid, one.number)
-        except OSError as error:
-            stamps.pop(one, None)
-            failures.append(f"{one} could not be asked: {error.strerror or error}")
+        before = _stamp(one)
+        why = _signal(one)
+        if why:
+            failures.append(f"{one} {why}")
+        else:
+            stamps[one] = before
     found: list[Path] = []
     deadline = time.monotonic() + seconds
     while stamps and time.monotonic() < deadline:
@@ -101,6 +99,27 @@ def ask(asked: Iterable[Listener], seconds: float) -> tuple[list[Path], list[str
         time.sleep(_LOOK_SECONDS)
     failures += [f"{one} did not answer within {seconds:g} s" for one in stamps]
     return found, failures
+
+
+def _signal(one: Listener) -> str:
+    """Send a process its signal; else return why not."""
+    if not one.number:
+        return "does not listen: it has no PYNCCL_TRACE_SIGNAL, or no communicator yet"
+    try:
+        held = os.pidfd_open(one.pid)
+    except OSError:
+        return "has ended"
+    try:
+        if status_of(one.pid, "State").startswith("T"):
+            return "is stopped"
+        if _listener(Path(f"/proc/{one.pid}")) != one:
+            return "does not listen any more"
+        signal.pidfd_send_signal(held, one.number)
+    except OSError as error:
+        return f"could not be asked: {error.strerror or error}"
+    finally:
+        os.close(held)
+    return ""
 
 
 def _stamp(one: Listener) -> tuple[Path, int] | None:

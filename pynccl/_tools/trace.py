@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,17 @@ def _live(folders: tuple[str, ...], address: str | None, seconds: float) -> tupl
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     asked = listeners(folders)
-    paths, lines = ask(asked, seconds)
+    with ThreadPoolExecutor(1) as pool:
+        # At the same time, so that both tell of one moment.
+        answer = pool.submit(status, address, timeout=seconds)
+        paths, lines = ask(asked, seconds)
     dumps = read_all(paths)._replace(live=True) if paths else Dumps([], [])
     if dumps.members:
         lines = [*explain(dumps).splitlines(), *lines]
-    elif not asked:
+    elif not any(one.number for one in asked):
         lines.append("no process of yours listens here: start the ranks with PYNCCL_TRACE_SIGNAL=USR2")
     try:
-        found = status(address, timeout=seconds)
+        found = answer.result()
     except (RasError, OSError) as error:
         lines.append(f"RAS: {error}")
         if not dumps.members:

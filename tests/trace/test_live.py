@@ -87,6 +87,17 @@ def test_who_is_behind_and_who_gives_no_dump(tmp_path: Path) -> None:
         deaf.wait()
 
 
+def test_a_rank_that_does_not_listen(tmp_path: Path) -> None:
+    traces, address = str(tmp_path / "traces"), f"127.0.0.1:{free_port()}"
+    with job(tmp_path, PYNCCL_TRACE_DIR=traces, PYNCCL_TRACE_SIGNAL="") as pids:
+        done = live("--address", address, traces)
+        assert done.returncode == 1
+        for rank, pid in enumerate(pids):
+            assert (
+                f"process {pid} (rank {rank}) does not listen: it has no PYNCCL_TRACE_SIGNAL" in done.stderr
+            )
+
+
 def test_nothing_to_ask(tmp_path: Path) -> None:
     done = live("--address", f"127.0.0.1:{free_port()}", str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
