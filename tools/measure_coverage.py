@@ -48,6 +48,7 @@ TESTS = (
     "tests/memory/test_empty.py",
     "tests/memory/test_registration.py",
     "tests/memory/test_window.py",
+    "tests/trace/test_live.py",
     "tests/trace/test_trace.py",
     "tests/trace/test_timeline.py::test_the_clocks_of_hosts_are_aligned",
     "tests/watch/test_watchdog.py",

@@ -91,6 +91,7 @@ class Service {
   void tend(Gate& gate, Deadline now);
   void accept_from(int listener, Gate& gate);
   bool admit(Fd fd, Admission& admission, const Address* from);
+  void attend(int fd, uint32_t events);  // serves, or drops the connection for lack of memory
   void serve(int fd, uint32_t events);
   bool read(Connection& c);
   bool fill(Connection& c, void* into, size_t size);

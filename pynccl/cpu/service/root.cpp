@@ -231,7 +231,10 @@ bool RootTable::announced(Root& root, const SeatPtr& seat, const Announce& a) {
   if (strangers && !round.seats.count(0) && a.rank != 0 && round.members.size() >= most_public_seats())
     return turn_away("too many ranks wait for rank 0");
   if (strangers) note_change(root, member);
-  round.seats[of_share ? a.share : a.rank] = round.members.size();
+  // A seat has a member, also without memory.
+  size_t count = round.members.size();
+  if (count == round.members.capacity()) round.members.reserve(2 * count + 4);
+  round.seats[of_share ? a.share : a.rank] = count;
   round.members.push_back(std::move(member));
   if (of_share) return true;
   int wanted = shares.count(share);

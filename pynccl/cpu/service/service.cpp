@@ -157,11 +157,9 @@ void Service::run() {
         else if (fd == wake_.get())
           deliver();
         else
-          serve(fd, events[i].events);
+          attend(fd, events[i].events);
       } catch (const std::exception& e) {
-        // Out of memory: drop only this connection.
-        log(Level::Warn, "the bootstrap service drops a connection: %s", e.what());
-        end(fd);
+        log(Level::Warn, "the bootstrap service: %s", e.what());
       }
     }
   }
@@ -212,7 +210,7 @@ void Service::accept_from(int listener, Gate& gate) {
     int number = fd.get();
     if (!admit(std::move(fd), gate.admission, &gate == &local_ ? nullptr : &from)) continue;
     // A peer that sends its hello immediately is authenticated here.
-    serve(number, EPOLLIN);
+    attend(number, EPOLLIN);
     tend(gate, Clock::now());
   }
 }
@@ -296,6 +294,16 @@ void Service::end(int fd) {
   if (!c) return;
   if (c->stage == Connection::Control) c->sink->closed(c->rank);
   if (c->stage == Connection::Joins) roots.left(c->hello.token, c->seat);
+}
+
+void Service::attend(int fd, uint32_t events) {
+  try {
+    serve(fd, events);
+  } catch (const std::exception& e) {
+    // Out of memory: drop only this connection.
+    log(Level::Warn, "the bootstrap service drops a connection: %s", e.what());
+    end(fd);
+  }
 }
 
 void Service::serve(int fd, uint32_t events) {
@@ -404,8 +412,8 @@ bool Service::known(Connection& c) {
   bool stranger = c.hello.kind == HelloKind::Join && roots.open_to_all(c.hello.token);
   if (!stranger) is_no_stranger(c);
   if (c.hello.kind == HelloKind::Join) {
-    c.stage = Connection::Joins;
     c.seat = std::make_shared<RemoteSeat>(*this, c.socket, c.address);
+    c.stage = Connection::Joins;
     return read_frames(c, true);
   }
   if (c.hello.kind == HelloKind::Ask) {
