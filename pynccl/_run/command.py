@@ -173,9 +173,7 @@ def run(
         return _on_hosts(click.get_current_context(), hosts)
     if end_with_input:
         remote.end_with_input()
-    node = _node(nnodes, node_rank, store)
-    if restarts and node is not None:
-        raise click.UsageError("--restarts with --nnodes: expected one machine, whose ranks start again")
+    node = _node(nnodes, node_rank, store, restarts)
     if tee is not None and node is None and nranks and max(tee) >= nranks:
         raise click.UsageError(f"--tee {max(tee)}: expected ranks below {nranks}")
     return launch(
@@ -215,9 +213,8 @@ def _on_hosts(ctx: click.Context, path: Path) -> int:
     given = ctx.params
     if given["node_rank"] is not None or given["nnodes"] != 1:
         raise click.UsageError("--hosts with --nnodes or --node-rank: the file's lines count the machines")
-    for name in ("restarts", "status"):
-        if given[name]:
-            raise click.UsageError(f"--{name} with --hosts: expected one machine")
+    if given["status"]:
+        raise click.UsageError("--status with --hosts: expected one machine")
     try:
         found = read_hosts(path)
     except (OSError, ValueError) as error:
@@ -265,7 +262,7 @@ def _command(script: str, module: bool, no_python: bool) -> list[str]:
     return [sys.executable, "-u", *(["-m", script] if module else [script])]
 
 
-def _node(count: int, rank: int | None, store: str | None) -> Node | None:
+def _node(count: int, rank: int | None, store: str | None, restarts: int = 0) -> Node | None:
     """Return this machine among several; None if it is the only one."""
     if count == 1:
         if rank or store is not None:
@@ -280,4 +277,4 @@ def _node(count: int, rank: int | None, store: str | None) -> Node | None:
             raise ValueError("port 0")
     except ValueError as error:
         raise click.UsageError(f"--store {store}: expected HOST:PORT ({error})") from None
-    return Node(rank, count, store)
+    return Node(rank, count, store, restarts)

@@ -19,7 +19,7 @@ from typing import IO
 from pynccl._errors import BootstrapError
 from pynccl._library import cuda
 from pynccl._run import evidence, word
-from pynccl._run.nodes import Meeting, Node, alone, among
+from pynccl._run.nodes import Meeting, Node, Outcome, alone, among
 from pynccl._run.output import Lines, Logs, Status, shown, write_all
 from pynccl._run.process import Child
 from pynccl._trace.recorder import DIR, file_name, own_folder, private_file
@@ -93,21 +93,27 @@ def launch(job: Job) -> int:
         _say(f"cannot write to --log-dir {job.log_dir}: {error}")
         return 2
     with logs:
-        for count in range(job.restarts + 1):
-            start = _start(job, env | {"PYNCCL_RESTART_COUNT": str(count)}, logs)
-            if start.code == 0 or start.stopped or count == job.restarts:
-                break
+        attempt = 0
+        while True:
+            start = _start(job, env, logs, attempt)
+            if start.code == 0 or start.stopped or start.meeting.attempt >= job.restarts:
+                return start.code
             start.show_last_lines()
-            _say(f"restart {count + 1} of {job.restarts}")
-    return start.code
+            attempt = start.meeting.attempt + 1
+            _say(f"restart {attempt} of {job.restarts}")
 
 
-def _start(job: Job, env: dict[str, str], logs: Logs) -> _Launcher:
-    place = alone(env, job.nranks) if job.node is None else among(env, job.nranks, job.node, job.timeout)
+def _start(job: Job, env: dict[str, str], logs: Logs, attempt: int) -> _Launcher:
+    if job.node is None:
+        place = alone(env, job.nranks, attempt)
+    else:
+        place = among(env, job.nranks, job.node, job.timeout, attempt)
     with place as meeting, tempfile.TemporaryDirectory(prefix="pynccl-run-") as folder:
         launcher = _Launcher(job, env, meeting, logs, Path(folder))
         launcher.run()
-        return launcher
+        launcher.tell_end()
+    launcher.agree()
+    return launcher
 
 
 def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
@@ -151,6 +157,7 @@ class _Launcher:
         self.status = Status(job.status)
         host, port = meeting.master
         self.env = env | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        self.env["PYNCCL_RESTART_COUNT"] = str(meeting.attempt)
         self.env[evidence.FOLDER] = str(folder)
         self.env[ended.KEEP_GOING] = str(int(job.keep_going))
         self.children: dict[int, Child] = {}
@@ -364,8 +371,8 @@ class _Launcher:
     def _end_with_the_others(self) -> None:
         """End the ranks of this machine after a failure on another one."""
         assert self.meeting.failures is not None
-        self._say(f"{self.meeting.failures.text}; ending the ranks of this machine")
-        self.code = self.code or self.meeting.failures.code
+        self._say(f"{self.meeting.failures.first.text}; ending the ranks of this machine")
+        self.code = self.code or self.meeting.failures.first.code
         if not self._ending:
             self._ask(signal.SIGTERM)
 
@@ -383,9 +390,21 @@ class _Launcher:
         """Tell the launchers on other machines why this one ends its ranks."""
         if self.meeting.failures is not None:
             try:
-                self.meeting.failures.tell(failure, self.code or 1)
+                self.meeting.failures.tell(failure, self.code or 1, self.stopped)
             except (BootstrapError, TimeoutError) as error:
                 self._say(f"cannot tell the other machines: {error}")
+
+    def tell_end(self) -> None:
+        """Note how this machine's ranks have ended, for the launchers on the others."""
+        if self.meeting.failures is not None:
+            self.meeting.failures.own = Outcome(self.code, self.stopped)
+
+    def agree(self) -> None:
+        """Take over the outcome of all machines, by which each decides whether its ranks start again."""
+        failures = self.meeting.failures
+        if failures is not None and failures.again:
+            self.code = self.code or failures.outcome.code
+            self.stopped = failures.outcome.final
 
     def _tell_exit(self, rank: int) -> None:
         """Tell ranks that may wait for this one in pynccl.init."""

@@ -20,7 +20,9 @@ _END_SECONDS = 20.0
 _SLICE_SECONDS = 30.0
 # Seconds in which the others see in the store why node 0 ends.
 _TELL_SECONDS = 1.0
-_FAILED, _FAILURES = "nodes/failed", "nodes/failures"
+_FAILED, _FAILURES, _OUTCOME, _START = "nodes/failed", "nodes/failures", "nodes/outcome", "nodes/start"
+# A key that no launcher sets.
+_CLOSED = "nodes/closed"
 # The end of a launcher that has not told of it.
 _GONE = b"gone"
 
@@ -32,16 +34,42 @@ class Node:
     rank: int
     count: int
     store: str
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of a machine ended, or of the whole job; `final`: nothing starts again."""
+
+    code: int
+    final: bool = False
+    text: str = ""
+
+    def packed(self) -> bytes:
+        """Return what `unpacked` reads."""
+        return f"{self.code} {int(self.final)} {self.text}".encode()
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Outcome:
+        """Return what another machine wrote."""
+        code, final, text = data.decode().split(" ", 2)
+        return cls(int(code), final == "1", text)
 
 
 class Failures:
-    """The failures of other nodes. `news` is readable from the first one on; `text` and `code` tell it."""
+    """The failures of other nodes. `news` is readable from the first one on, which is then `first`.
 
-    def __init__(self, store: Store, node: Node, secret: str, job: str) -> None:
-        self.news, self.text, self.code = os.eventfd(0), "", 1
+    If the job may start again, `outcome` is that of all nodes after `end`, and the same on each.
+    """
+
+    def __init__(self, store: Store, node: Node, secret: str, job: str, again: bool) -> None:
+        self.news, self.first, self.again = os.eventfd(0), Outcome(1), again
+        # How this node's ranks have ended, and how all have. Without an answer of node 0 they have failed.
+        self.own, self.outcome = Outcome(1), Outcome(1)
         self._store, self._node, self._secret, self._job = store, node, secret, job
         self._failed_at: float | None = None
         self._over = False
+        self._ends: dict[int, Outcome] = {}
         store.will(_end_of(node.rank), _GONE)
         threading.Thread(target=self._watch, daemon=True).start()
         others = range(1, node.count) if node.rank == 0 else ()
@@ -49,37 +77,61 @@ class Failures:
         for watcher in self._watchers:
             watcher.start()
 
-    def tell(self, text: str, code: int = 1) -> None:
-        """Tell the other nodes of the first failure, and its exit code."""
+    def tell(self, text: str, code: int = 1, final: bool = False) -> None:
+        """Tell the other nodes of the first failure, its exit code, and whether it ends the job for good."""
         self._over = True
-        self._fail(self._store, f"{text} on node {self._node.rank}", code)
+        self._fail(self._store, Outcome(code, final, f"{text} on node {self._node.rank}"))
 
     def end(self) -> None:
-        """Tell the others that this node's ranks have ended; node 0, with the store, waits for theirs."""
+        """Tell the others how this node's ranks have ended.
+
+        Node 0, with the store, waits for the ranks of all; if the job may start again, every node does.
+        """
         self._over = True
         self._store.withdraw()
-        self._store.set(_end_of(self._node.rank), b"")
+        self._store.set(_end_of(self._node.rank), self.own.packed())
         for watcher in self._watchers:
             while watcher.is_alive() and not self._is_late():
                 watcher.join(0.2)
+        if self.again and self._node.rank == 0:
+            self._decide()
+        elif self.again:
+            self.outcome = Outcome.unpacked(_come(self._store, _OUTCOME))
+            self._store.set(_left(self._node.rank), b"")
+            # The next attempt has another store, at the same address.
+            with suppress(BootstrapError, TimeoutError):
+                self._store.get(_CLOSED, _END_SECONDS)
+
+    def _decide(self) -> None:
+        """Tell the others the outcome, and wait until they have read it: the store ends with this attempt."""
+        ends = [self.own, *(self._ends[other] for other in sorted(self._ends))]
+        if self._store.add(_FAILURES, 0):
+            ends.insert(0, Outcome.unpacked(_come(self._store, _FAILED)))
+        failed = [end for end in ends if end.code]
+        code = failed[0].code if failed else 0
+        self.outcome = Outcome(code, any(end.final for end in ends))
+        self._store.set(_OUTCOME, self.outcome.packed())
+        deadline = time.monotonic() + _END_SECONDS
+        for other in self._ends:
+            with suppress(TimeoutError):
+                self._store.get(_left(other), max(0.0, deadline - time.monotonic()))
 
     def _is_late(self) -> bool:
         """Tell whether the others had the time to end after a failure."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + _END_SECONDS
 
-    def _fail(self, store: Store, text: str, code: int = 1) -> None:
+    def _fail(self, store: Store, outcome: Outcome) -> None:
         self._failed_at = self._failed_at or time.monotonic()
         if store.add(_FAILURES, 1) == 1:
-            store.set(_FAILED, f"{code} {text}".encode())
+            store.set(_FAILED, outcome.packed())
 
     def _watch(self) -> None:
         """Wait for the failure of another node."""
         try:
             with self._connect() as store:
-                code, _, self.text = _come(store, _FAILED).decode().partition(" ")
-                self.code = int(code)
+                self.first = Outcome.unpacked(_come(store, _FAILED))
         except BootstrapError as error:
-            self.text = f"the store of node 0 is lost: {error}"
+            self.first = Outcome(1, False, f"the store of node 0 is lost: {error}")
         self._failed_at = self._failed_at or time.monotonic()
         if not self._over:
             os.eventfd_write(self.news, 1)
@@ -87,8 +139,11 @@ class Failures:
     def _watch_end(self, other: int) -> None:
         # The store ends with this process.
         with suppress(BootstrapError), self._connect() as store:
-            if _come(store, _end_of(other)) == _GONE:
-                self._fail(store, f"the launcher of node {other} is gone")
+            end = _come(store, _end_of(other))
+            if end == _GONE:
+                self._fail(store, Outcome(1, False, f"the launcher of node {other} is gone"))
+            else:
+                self._ends[other] = Outcome.unpacked(end)
 
     def _connect(self) -> Store:
         return Store(self._node.store, self._secret, job=self._job)
@@ -111,15 +166,18 @@ class Meeting:
     secret: str
     job: str
     master: tuple[str, int]
+    # The number of starts before this one.
+    attempt: int = 0
     # None on the only machine.
     failures: Failures | None = None
 
 
 @contextmanager
-def alone(env: Mapping[str, str], nranks: int) -> Iterator[Meeting]:
+def alone(env: Mapping[str, str], nranks: int, attempt: int) -> Iterator[Meeting]:
     """Serve a store for the ranks of the only machine; without a secret, for this user only."""
     with open_store(env) as server:
-        yield Meeting(0, nranks, server.address, server.secret, server.job, ("127.0.0.1", free_port()))
+        master = "127.0.0.1", free_port()
+        yield Meeting(0, nranks, server.address, server.secret, server.job, master, attempt)
 
 
 def open_store(env: Mapping[str, str]) -> StoreServer:
@@ -128,8 +186,13 @@ def open_store(env: Mapping[str, str]) -> StoreServer:
 
 
 @contextmanager
-def among(env: Mapping[str, str], nranks: int, node: Node, timeout: float | None) -> Iterator[Meeting]:
-    """Meet the other machines' launchers in the store of node 0, and tell them of the end."""
+def among(
+    env: Mapping[str, str], nranks: int, node: Node, timeout: float | None, attempt: int
+) -> Iterator[Meeting]:
+    """Meet the other machines' launchers in the store of node 0, and tell them of the end.
+
+    The attempt is node 0's: a launcher that was started anew counts from the others' number.
+    """
     host, port = parse_address(node.store)
     secret, job = read_secret(env), env.get("PYNCCL_JOB_ID", "")
     seconds = min(timeout or _MEET_SECONDS, _MEET_SECONDS)
@@ -138,14 +201,14 @@ def among(env: Mapping[str, str], nranks: int, node: Node, timeout: float | None
         with Store(node.store, secret, job=job, timeout=seconds) as store:
             first, size = _meet(store, nranks, node, seconds)
             if node.rank == 0:
-                store.set("nodes/port", b"%d" % free_port())
-            master = host, int(store.get("nodes/port"))
-            failures = Failures(store, node, secret, job)
+                store.set(_START, b"%d %d" % (free_port(), attempt))
+            port, attempt = map(int, store.get(_START).split())
+            failures = Failures(store, node, secret, job, attempt < node.restarts)
             try:
-                yield Meeting(first, size, node.store, secret, job, master, failures)
+                yield Meeting(first, size, node.store, secret, job, (host, port), attempt, failures)
             except BaseException as error:
                 with suppress(BootstrapError, TimeoutError):
-                    failures.tell(f"pynccl run failed ({error})")
+                    failures.tell(f"pynccl run failed ({error})", final=True)
                 raise
             finally:
                 with suppress(BootstrapError, TimeoutError):
@@ -182,20 +245,25 @@ def _count(store: Store, nranks: int, node: Node, seconds: float) -> tuple[int, 
     """Return the first rank of this node and the number of all ranks, once all nodes are there."""
     if store.add(_place(node.rank), 1) > 1:
         raise BootstrapError(f"--node-rank {node.rank} was given on two machines; expected it on one")
-    store.set(_ranks(node.rank), b"%d %d" % (nranks, node.count))
+    store.set(_ranks(node.rank), b"%d %d %d" % (nranks, node.count, node.restarts))
     deadline = time.monotonic() + seconds
     sizes = []
     for other in range(node.count):
         try:
-            size, count = map(int, store.get(_ranks(other), max(0.0, deadline - time.monotonic())).split())
+            given = store.get(_ranks(other), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             raise BootstrapError(
                 f"no pynccl run with --node-rank {other} has come to {node.store} within {seconds:g} s"
             ) from None
-        if count != node.count:
-            raise BootstrapError(
-                f"--nnodes is {count} on node {other} and {node.count} on node {node.rank}; expected it equal"
-            )
+        size, count, restarts = map(int, given.split())
+        for option, theirs, ours in (
+            ("--nnodes", count, node.count),
+            ("--restarts", restarts, node.restarts),
+        ):
+            if theirs != ours:
+                raise BootstrapError(
+                    f"{option} is {theirs} on node {other} and {ours} on node {node.rank}; expected it equal"
+                )
         sizes.append(size)
     return sum(sizes[: node.rank]), sum(sizes)
 
@@ -210,3 +278,7 @@ def _ranks(node: int) -> str:
 
 def _end_of(node: int) -> str:
     return f"nodes/{node}/end"
+
+
+def _left(node: int) -> str:
+    return f"nodes/{node}/left"

@@ -29,9 +29,10 @@ with pynccl.init(timeout=30) as comm:
 names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR FOO NCCL_DEBUG_SUBSYS".split()
 values = [os.environ.get(name) for name in names]
 print(json.dumps([os.getpid(), os.getcwd(), *values, *sys.argv[1:]]), flush=True)
-if "fails" in sys.argv and os.environ["RANK"] == "2":
+fails = "fails" in sys.argv or ("once" in sys.argv and os.environ["PYNCCL_RESTART_COUNT"] == "0")
+if fails and os.environ["RANK"] == "2":
     sys.exit(7)
-if "waits" in sys.argv or "fails" in sys.argv:
+if "waits" in sys.argv or fails:
     time.sleep(50)
 """
 # As ssh runs a command: by a shell, without this environment.
@@ -104,6 +105,13 @@ def test_the_exit_code_is_that_of_the_first_to_fail(start: Start) -> None:
     until_gone([int(words[0]) for words in said(out)])
 
 
+def test_restarts(start: Start) -> None:
+    job = start("127.0.0.1\nuser@localhost slots=1\n", "once", options=("--restarts", "1"))
+    out, errors = job.communicate(timeout=50)
+    assert job.returncode == 0, errors
+    assert [words[2] for words in said(out)] == ["0", "0", "1", "1", "2", "2"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_all_machines(number: signal.Signals, start: Start) -> None:
     job = start("127.0.0.1 slots=1\nuser@localhost slots=1\n", "waits")
@@ -140,7 +148,7 @@ def test_a_machine_that_ssh_does_not_reach(start: Start) -> None:
         ("a\0b", (), "hosts, line 1: 'a\\x00b'; expected HOST"),
         ("-oProxyCommand=x", (), "line 1: '-oProxyCommand=x'; expected HOST"),
         ("a", ("--nnodes", "2"), "--hosts with --nnodes or --node-rank"),
-        ("a", ("--restarts", "1"), "--restarts with --hosts: expected one machine"),
+        ("a", ("--status",), "--status with --hosts: expected one machine"),
         ("a", ("--store", "x"), "--store x: expected HOST:PORT"),
         ("a", ("--ssh", "no-such-command"), "--ssh 'no-such-command': expected a command that can be"),
         ("a", ("--ssh", "'"), "No closing quotation"),

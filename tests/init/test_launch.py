@@ -936,3 +936,20 @@ def test_the_status_line(script: Script) -> None:
 def test_no_status_line_without_a_terminal(script: Script) -> None:
     done = launch("-n", "1", "--cpu", "--status", script("print(1)"))
     assert (done.stdout, done.stderr) == ("[0] 1\n", "")
+
+
+def test_programs_one_after_another(tmp_path: Path) -> None:
+    """The launcher's store outlives the first program of a rank, and the second begins to count again."""
+    program = """
+import numpy as np, pynccl
+for _ in range(2):
+    comm = pynccl.init(timeout=20)
+    print("sum", int(comm.all_reduce(np.ones(1))[0]), flush=True)
+    comm.destroy()
+"""
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    both = f"{sys.executable} {path} && exec {sys.executable} {path}"
+    done = launch("-n", "3", "--cpu", "--no-python", "sh", "-c", both)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 3") == 12
