@@ -21,6 +21,7 @@ from pynccl._arrays.buffers import (
     spans,
 )
 from pynccl._comm.core import Core
+from pynccl._library.binding import lib
 from pynccl._library.generated.kinds import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -206,14 +207,22 @@ class Arguments:
         return 0, target[0], target[1], target[2], recv
 
     def _check_send(self, send: Any, recv: Any, root: int) -> Checked:
-        self.rank_in(root, "peer")
+        self._message_to(root)
         source = self.span(send, "buf")
         return source[0], 0, source[1], source[2], None
 
     def _check_recv(self, send: Any, recv: Any, root: int) -> Checked:
-        self.rank_in(root, "peer")
+        self._message_to(root)
         target = self.output(recv, "buf")
         return 0, target[0], target[1], target[2], recv
+
+    def _message_to(self, peer: Any) -> None:
+        self.rank_in(peer, "peer")
+        if peer == self._rank and not lib.pynccl_group_depth():
+            raise ValueError(
+                f"peer is {peer}, this rank itself; expected another rank, or both the send and the receive "
+                "in one pynccl.group()"
+            )
 
     def _require_joined(self, part: Any, whole: Any, recv: Any) -> None:
         """Require the shape of the joined parts: along a new first axis, or along the existing one."""

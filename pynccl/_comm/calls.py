@@ -74,7 +74,7 @@ class Calls:
             code = op_code(self.core, op, dtype) if kind in REDUCING else 0
             handle, blocks = self.stream_for(stream, send, result, later)
         except (TypeError, ValueError) as error:
-            raise self.located(error, _meant(kind, recv)) from error
+            raise self.located(_meant(kind, recv) or error) from error.__cause__
         template, packed = self.template_for(kind, dtype & 255, code, root, config)
         keep = (self.core, send, result, op, template, packed)
         if kind != BROADCAST or recv is not None or root != self.core.rank:
@@ -104,7 +104,7 @@ class Calls:
         if answer == INTERRUPTED:
             self._let_go(self.core.own_stream, (send, recv))
         else:
-            self._after(answer, ALL_REDUCE, *self.stream_for(None, send, recv), (self.core, send, recv))
+            self.after(answer, ALL_REDUCE, *self.stream_for(None, send, recv), (self.core, send, recv))
 
     def barrier(self, timeout: float | None, wait: Any) -> Work[None] | None:
         """Return when every rank has called barrier; raise NcclTimeoutError after `timeout` seconds."""
@@ -168,7 +168,7 @@ class Calls:
         try:
             answer = template(source, target, count, stream, wait)
             if answer:
-                self._after(answer, kind, stream, wait, keep, bool(keep[-1]))
+                self.after(answer, kind, stream, wait, keep, bool(keep[-1]))
         except BaseException:
             if answer is None or answer == WAITING:
                 self._let_go(stream, keep)
@@ -230,7 +230,7 @@ class Calls:
         with cuda.using_device(self.core.device):
             kind.order(array, stream)
 
-    def _after(
+    def after(
         self, answer: int, kind: int, stream: int, wait: int, keep: Any, configured: bool = False
     ) -> None:
         """Complete a call that returned `answer`; the caller calls `_let_go` if this raises after WAITING."""
@@ -279,10 +279,10 @@ class Calls:
         try:
             yield
         except (TypeError, ValueError) as error:
-            raise self.located(error) from error
+            raise self.located(error) from error.__cause__
 
-    def located(self, error: Exception, hint: str = "") -> Exception:
-        return type(error)(f"{error}{hint} (rank {self.core.rank} of {self.core.size})")
+    def located(self, error: Exception) -> Exception:
+        return type(error)(f"{error} (rank {self.core.rank} of {self.core.size})")
 
     # --- operations of several calls ---
 
@@ -302,7 +302,7 @@ class Calls:
             handle, blocks = self.stream_for(stream, send, result, later)
             codes = [op_code(self.core, op, p.code) if p.kind in REDUCING else 0 for p in pieces]
         except (TypeError, ValueError) as error:
-            raise self.located(error) from error
+            raise self.located(error) from error.__cause__
         keep = (self.core, send, result, op, None)
         _tell_changed(result)
         with Group():
@@ -318,8 +318,8 @@ def _tell_changed(result: Any) -> None:
         changed(result)
 
 
-def _meant(kind: int, recv: Any) -> str:
-    """Return a hint for an error's text if the value passed as recv looks like another argument."""
+def _meant(kind: int, recv: Any) -> TypeError | None:
+    """Return the error of a value passed as recv that looks like another argument, or None."""
     if kind in REDUCING and isinstance(recv, str | RedOp | PreMulSum):
         meant = f"op=RedOp.{recv.name}" if isinstance(recv, RedOp) else f"op={recv!r}"
     elif kind in ROOTED and isinstance(recv, int | np.integer):
@@ -327,5 +327,5 @@ def _meant(kind: int, recv: Any) -> str:
     elif isinstance(recv, streams.Stream) or hasattr(recv, "__cuda_stream__"):
         meant = f"stream={recv!r}"
     else:
-        return ""
-    return f"; the second argument is recv: write {meant}"
+        return None
+    return TypeError(f"recv is {recv!r}; the second argument is recv: write {meant}")

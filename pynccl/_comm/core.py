@@ -93,6 +93,8 @@ class Core:
         # Seconds in `wait`, by what was waited for.
         self.waited: defaultdict[str, float] = defaultdict(float)
         self.children: weakref.WeakSet[Core] = weakref.WeakSet()
+        # True after a call failed.
+        self.told = False
         # True from the beginning of an abort.
         self.aborted = False
         # Children keep their parent alive: an abort of the grandparent finds them through it.
@@ -167,6 +169,8 @@ class Core:
                 lib.pynccl_leave_mine(self.c)
         if answer:
             self.refuse(answer)
+            # A creation that an exception interrupted leaves a handle that C has not opened.
+            raise NcclInvalidUsage(f"{self!r} cannot be used: {self.why}", rank=self.known_rank)
 
     def refuse(self, answer: int) -> None:
         """Raise the error of an answer that the C call path gave for this communicator."""
@@ -187,10 +191,13 @@ class Core:
             raise MemoryError
 
     def _raise_verdict(self, result: int) -> None:
-        known = NcclError("", result=result)
+        known, told, self.told = NcclError("", result=result), self.told, True
         found = self.watch.cause(known)
         if found is not known:
             found.__cause__ = None
+            # A verdict on ranks explains every call; other verdicts describe the call that failed first.
+            if told and not isinstance(found, RankFailedError):
+                found.args = (f"the communicator failed earlier: {found}",)
             raise found
 
     def outside_groups(self, what: str, *streams: int) -> None:
@@ -265,6 +272,7 @@ class Core:
             if streams.is_destroyed(stream, bool(self.waits)):
                 raise self._forget_destroyed(stream, what) from None
             found = self.watch.cause(error)
+            self.told = True
             # In the trace, a call that waits for a missing rank stays outstanding.
             if not isinstance(found, RankFailedError | NcclTimeoutError):
                 lib.pynccl_comm_failed(self.c, stream, found.result or 1)
@@ -339,6 +347,7 @@ class Core:
         error = self.watch.expire(text) if fatal else self.watch.explain(text)
         if error is None or not fatal:
             recorder.dump_because("timeout", text)
+        self.told = self.told or fatal
         size = self.size or None
         raise error or NcclTimeoutError(text, function=what, rank=self.known_rank, size=size)
 

@@ -53,7 +53,7 @@ class OneSided:
                 self._require_symmetric(window, entry, span)
             handle, blocks = self._calls.stream_for(stream, array, None, later)
         except (TypeError, ValueError) as error:
-            raise self._calls.located(error) from error
+            raise self._calls.located(error) from error.__cause__
         template = _template(self._core.c, entry, span[2] & 255, int(peer), number)
         keep = (self._core, array, entry, template, None)
         self._calls.issue(template, span[0], begin, span[1], handle, blocks, PUT_SIGNAL, keep)
@@ -67,7 +67,7 @@ class OneSided:
             number = _signal(signal, context)
             handle, blocks = self._stream(stream, later)
         except (TypeError, ValueError) as error:
-            raise self._calls.located(error) from error
+            raise self._calls.located(error) from error.__cause__
         self._issue(SIGNAL, int(peer), 0, number, handle, blocks)
         return self._calls.work(function_name(SIGNAL), handle, None) if later else None
 
@@ -82,7 +82,7 @@ class OneSided:
             number = _signal(signal, context)
             handle, blocks = self._stream(stream, later)
         except (TypeError, ValueError) as error:
-            raise self._calls.located(error) from error
+            raise self._calls.located(error) from error.__cause__
         if len(waits) == 1:
             self._issue(WAIT_SIGNAL, *waits[0], number, handle, blocks)
         elif waits:

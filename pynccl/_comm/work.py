@@ -136,7 +136,7 @@ class Work(Generic[T_co]):
         core = failed.core
         if core.handle and core.watch.verdict() is None:
             self._failed = since, first = self._failed or (time.monotonic(), error)
-            if (time.monotonic() - since) * 1000 < core.watch.patience(first):
+            if core.watch.may_explain(first, since):
                 return False
         found = core.watch.cause(error, 0)
         found.__cause__ = error.__cause__

@@ -94,18 +94,22 @@ def _is_mismatch(result: int, comm: int) -> bool:
     return result == ncclInvalidUsage and not lib.pyncclCpuGetErrorKind(comm, kind) and kind[0] == 1
 
 
+def _cause(meaning: str, detail: str) -> str:
+    """Return the cause in an error's text; NCCL's last error may be that of an earlier call."""
+    if detail and _library_name() != "NCCL":
+        return detail
+    return "; ".join(filter(None, [meaning, detail and f"last error reported by NCCL: {detail}"]))
+
+
 def _failed(result: int, function: str, comm: int) -> NcclError:
     # First, since any other call may replace the text.
     detail = text(lib.ncclGetLastError(comm))
     meaning = text(lib.ncclGetErrorString(result))
     cls = CollectiveMismatchError if _is_mismatch(result, comm) else error_class(result)
-    parts = [
-        f"{function}: {result_name(result)}: {meaning}" if meaning else f"{function}: {result_name(result)}"
-    ]
-    if detail:
-        parts.append(f"last error reported by {_library_name()}: {detail}")
+    cause = _cause(meaning, detail)
+    parts = [f"{function}: {result_name(result)}: {cause}" if cause else f"{function}: {result_name(result)}"]
     rank, size = place_of(comm) or (None, None)
-    if rank is not None:
+    if rank is not None and not cause.startswith(f"rank {rank} of {size}:"):
         parts.append(f"rank {rank} of {size}")
     parts.append(_origin())
     if cls is NcclUnhandledCudaError and _library_name() == "NCCL" and not cuda.available():

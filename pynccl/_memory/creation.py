@@ -128,7 +128,7 @@ def _default_dtype(like: Any) -> Any:
 def _maker(like: Any, on_cpu: bool) -> _Maker:
     """Return the maker of arrays like another one; raise if the library cannot use their memory."""
     if like is None:
-        return _Maker(_numpy_dtype, _numpy) if on_cpu else _cupy_maker(None, on_cpu)
+        return _Maker(numpy_dtype, _numpy) if on_cpu else _cupy_maker(None, on_cpu)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(like, torch.Tensor):
         return _torch_maker(torch, like, on_cpu)
@@ -140,7 +140,7 @@ def _maker(like: Any, on_cpu: bool) -> _Maker:
                 "like is a NumPy array, host memory; expected a CuPy array or a torch tensor on a CUDA "
                 "device, since NVIDIA's NCCL is loaded (PYNCCL_LIBRARY=cpu works on host memory)"
             )
-        return _Maker(_numpy_dtype, _numpy)
+        return _Maker(numpy_dtype, _numpy)
     raise TypeError(
         f"like is of type {type(like).__qualname__}; expected a NumPy or CuPy array or a torch tensor"
     )
@@ -149,7 +149,8 @@ def _maker(like: Any, on_cpu: bool) -> _Maker:
 # --- NumPy --------------------------------------------------------------------------------------------------
 
 
-def _numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name, NumPy's or that of ml_dtypes."""
     try:
         return np.dtype(name)
     except TypeError:
@@ -182,7 +183,7 @@ def _cupy_maker(device: int | None, on_cpu: bool) -> _Maker:
         ) from error
     if device is None and not on_cpu and cuda.available():
         device = current_device()
-    return _Maker(_numpy_dtype, _cupy, device)
+    return _Maker(numpy_dtype, _cupy, device)
 
 
 def _cupy(memory: Memory | None, shape: tuple[int, ...], dtype: Any) -> Any:

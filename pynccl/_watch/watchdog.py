@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +145,11 @@ class Watch:
         if not self.c.watch:
             return 0
         return DEATH_MS if error.result in BY_DEATH else _REPORT_MS if error.result in _BY_REPORT else 0
+
+    def may_explain(self, error: NcclError, since: float) -> bool:
+        """Tell whether a verdict may still come for an error of the library at a time of time.monotonic()."""
+        waited, patience = (time.monotonic() - since) * 1000, self.patience(error)
+        return waited < patience or bool(waited < 4 * patience and lib.pynccl_watch_decides(self.c))
 
     def cause(self, error: NcclError, wait_ms: int | None = None) -> NcclError:
         """Return the verdict that explains an error of the library, or the error itself."""

@@ -75,10 +75,20 @@ class Round:
     """This rank's part in one exchange through keys."""
 
     def __init__(
-        self, keys: Keys, name: str, rank: int, size: int, deadline: float, *, lingers: bool = False
+        self,
+        keys: Keys,
+        name: str,
+        rank: int,
+        size: int,
+        deadline: float,
+        *,
+        lingers: bool = False,
+        later: Iterator[int] | None = None,
     ) -> None:
         self.keys, self.rank, self.size, self.deadline, self.lingers = keys, rank, size, deadline, lingers
         self.prefix = f"init/{name}/"
+        # The numbers of later rounds, if the keys outlive processes: a script may run several programs.
+        self.later = later
         # Called on rank 0 after every rank has arrived.
         self.when_joined: Callable[[], None] = lambda: None
         # Whether the launcher has said that a rank's process has ended.
@@ -88,11 +98,11 @@ class Round:
 
     def exchange(self, prepare: Callable[[], Facts]) -> Answer:
         """Send the result or the error of `prepare` to rank 0, and return rank 0's answer."""
-        if not self.keys.claim(self._key("claim", self.rank)):
-            raise BootstrapError(
-                f"rank {self.rank} of {self.size} arrived twice at {self.keys.where}; two processes have the "
-                "same rank, or keys of an earlier run remain"
-            )
+        while not self.keys.claim(self._key("claim", self.rank)):
+            if self.later is None or not self._is_set("answer"):
+                raise self._duplicate()
+            # An earlier process of this rank took part in that round.
+            self.prefix = f"init/{next(self.later)}/"
         try:
             self.keys.will(self.prefix + "failed", pack(death_of(self.rank, self.size)))
             self._arrive(prepare)
@@ -103,6 +113,15 @@ class Round:
             self.fail(error)
             raise
         return self._lead()
+
+    def _duplicate(self) -> BootstrapError:
+        error = BootstrapError(
+            f"rank {self.rank} of {self.size} arrived twice at {self.keys.where}; two processes have the "
+            "same rank, or keys of an earlier run remain"
+        )
+        # The other ranks would wait for a rank that this process should have been.
+        self._put(self.prefix + "failed", pack(Failure(str(error))))
+        return error
 
     def _arrive(self, prepare: Callable[[], Facts]) -> None:
         try:
@@ -218,8 +237,11 @@ class Round:
         return absent(self.rank, self.size, missing, self.keys.where, self.refused(), looked=looked)
 
     def _has(self, kind: str, rank: int, timeout: float = 0.0) -> bool:
+        return self._is_set(f"{kind}/{rank}", timeout)
+
+    def _is_set(self, name: str, timeout: float = 0.0) -> bool:
         try:
-            self.keys.fetch(self._key(kind, rank), max(0.0, timeout))
+            self.keys.fetch(self.prefix + name, max(0.0, timeout))
         except TimeoutError:
             return False
         return True

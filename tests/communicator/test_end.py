@@ -344,6 +344,7 @@ print("right", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "timeout"])
 def test_a_call_of_a_daemon_thread_is_completed(how: str, run_program: Run) -> None:
     done = run_program(IN_A_THREAD, 3, how)

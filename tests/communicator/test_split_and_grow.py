@@ -93,6 +93,7 @@ def splits_short_of_descriptors(rank: int, nranks: int, timeout: float | None) -
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [pytest.param(None, marks=pytest.mark.slow), 30])
 def test_split_without_descriptors(timeout: float | None) -> None:
     """Every rank is told at once, by whom; the communicator itself goes on."""
@@ -210,6 +211,7 @@ def test_a_new_rank_does_not_come(how: str, fresh: int, tmp_path: Path) -> None:
     assert "rank 3" in told or "new ranks [3, 4]" in told
 
 
+@pytest.mark.slow
 def test_the_last_rank_grows(tmp_path: Path) -> None:
     """A new rank that does not come leaves a communicator of one rank as it was, too."""
     (first, *others), _ = run(2, grows, "never comes", 1, str(tmp_path), backend="cpu", timeout=30)

@@ -17,6 +17,7 @@ import pytest
 import pynccl
 from meeting import hear, tell, together
 from pynccl import CollectiveMismatchError, Communicator, NcclInvalidUsage, NcclTimeoutError, RankFailedError
+from pynccl.testing import run
 from ranks import on_ranks
 
 
@@ -234,3 +235,31 @@ def test_wrong_arguments(rank: int, nranks: int) -> None:
         with pytest.raises(NcclInvalidUsage, match="wait=False inside"), pynccl.group():
             op(wait=False)
         comm.all_reduce(x)
+
+
+def continues(rank: int, nranks: int) -> tuple[str, list[int]]:
+    """Ranks 0 and 2 are stopped until rank 1 has given them up; each call of theirs is awaited by a Work."""
+    comm, x = pynccl.init(timeout=2), np.ones(4)
+    comm.all_reduce(x)
+    if rank != 1 and os.fork() == 0:
+        time.sleep(2.8)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    try:
+        if rank != 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        for _ in range(1000):
+            comm.all_reduce(x, op="max", wait=False).wait()
+            time.sleep(0.01)
+    except pynccl.NcclError as error:
+        found = type(error).__name__, getattr(error, "ranks", [])
+    together(nranks)
+    comm.abort()
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_that_continue_name_the_rank_that_gave_them_up() -> None:
+    """The library's error comes before the ranks have agreed on a cause; a Work waits for the cause."""
+    results = run(3, continues, backend="cpu", env={"PYNCCL_CHECK": "1"}, timeout=40)
+    assert results == [("RankFailedError", [1]), ("RankFailedError", [0, 2]), ("RankFailedError", [1])]

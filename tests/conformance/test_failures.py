@@ -67,7 +67,7 @@ def die_in_the_middle(
     return later, seen, error
 
 
-@pytest.mark.parametrize("n", [10, 300_000])
+@pytest.mark.parametrize("n", [10, pytest.param(300_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victims", [[0], [2], [1, 3]])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_survivors_are_told_and_go_on(transport: str, victims: list[int], n: int) -> None:
@@ -294,6 +294,7 @@ def stopped_peer(rank: Rank) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS[:3])
 def test_stopped_rank_is_waited_for(transport: str) -> None:
     with Ranks(2, transport) as ranks:

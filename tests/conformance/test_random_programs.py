@@ -170,7 +170,7 @@ QUICK = [Phase.explicit, Phase.generate]
         pytest.param("direct", marks=pytest.mark.slow),
         pytest.param("shm", marks=pytest.mark.slow),
         "tcp",
-        "threads",
+        pytest.param("threads", marks=pytest.mark.slow),
         "mixed",
     ],
 )

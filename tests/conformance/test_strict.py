@@ -418,6 +418,7 @@ def window_on_one_rank(rank: Rank, other: str) -> Outcome:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["AllReduce", "Split", "Finalize"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_window_on_one_rank_only(pool: Pool, transport: str, other: str) -> None:

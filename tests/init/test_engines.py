@@ -262,6 +262,7 @@ print(f"rank {results[0][0]} of {results[0][1]}: success", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "order"),
     [

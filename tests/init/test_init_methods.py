@@ -177,6 +177,7 @@ def file_without_rank_0(rank: int, nranks: int, path: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_file_where_rank_0_is_killed(nranks: int, tmp_path: Path) -> None:
     """The others clear up when they give up, so that the place serves the next job."""

@@ -135,6 +135,7 @@ def test_interface_that_is_not_there() -> None:
     assert "nothere" in output
 
 
+@pytest.mark.slow
 def test_configuration_file(tmp_path: Path) -> None:
     (tmp_path / ".nccl.conf").write_text("# a comment\nNCCL_DEBUG=INFO\nNCCL_SOCKET_IFNAME = lo\n")
     outputs = run_ranks([[], []], HOME=str(tmp_path))

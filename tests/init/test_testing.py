@@ -146,6 +146,7 @@ def test_exit_without_result_is_a_failure() -> None:
         testing.run(1, leave, backend="cpu")
 
 
+@pytest.mark.slow
 def test_timeout_shows_where_the_ranks_are() -> None:
     start = time.monotonic()
     with pytest.raises(testing.RankTimeout, match=r"ranks \[1\] of 2 were still running after 6 s") as caught:

@@ -35,14 +35,16 @@ def mpirun(nranks: int, *args: str, timeout: float) -> str:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("nranks", [1, 2, 4])
+@pytest.mark.parametrize("nranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_method_against_mpi4py(nranks: int) -> None:
     out = mpirun(nranks, str(PROGRAM), timeout=140)
     assert sorted(re.findall(r"fine (\d)", out)) == [str(rank) for rank in range(nranks)]
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("nranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "nranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_persistent_requests_and_windows_against_mpi4py(nranks: int) -> None:
     out = mpirun(nranks, str(LATER), timeout=140)
     assert sorted(re.findall(r"fine (\d)", out)) == [str(rank) for rank in range(nranks)]

@@ -82,6 +82,7 @@ def test_the_program_compiles_without_warnings(folder: Path, tmp_path: Path, com
     right(run([str(compiled(program(), tmp_path / "all_reduce", compiler, *linked))]))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="CMake is not installed")
 def test_with_cmake(folder: Path, tmp_path: Path) -> None:
     found = re.search(r"```cmake\n(.*?)```", DOC, re.S)

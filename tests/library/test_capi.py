@@ -127,7 +127,7 @@ def test_errors_raise(answers: Callable[..., Answers], name: str) -> None:
     assert answer["result"] == 3
     assert answer["function"] == name
     assert answer["detail"] == "the cause"
-    assert answer["text"].startswith(f"{name}: ncclInternalError: text 3; last error reported by ")
+    assert answer["text"].startswith(f"{name}: ncclInternalError: the cause; ")
     assert "2.32.3 from " in answer["text"]
 
 

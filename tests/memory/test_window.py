@@ -507,7 +507,9 @@ def unsignalled(rank: int, nranks: int, how: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("how", ["call", "group", "plan", "stream"])
+@pytest.mark.parametrize(
+    "how", ["call", "stream", *(pytest.param(how, marks=pytest.mark.slow) for how in ("group", "plan"))]
+)
 def test_a_signal_that_never_comes(how: str) -> None:
     text = run(2, unsignalled, how, backend="cpu")[1]
     assert "it waits for signal 3 from rank 0: 5 expected, 2 arrived; " in text

@@ -57,6 +57,8 @@ def test_wrong_types(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         x, y = np.ones(4), np.ones(8)
         refused(lambda: comm.all_to_all(x, x), ValueError, "overlap; expected separate memory")
+        for message in (comm.send, comm.recv):
+            refused(lambda to=message: to(x, rank), ValueError, "expected another rank, or both the send and")
         refused(lambda: comm.all_reduce(y[:4], y[1:5]), ValueError, "expected the same memory, or separate")
         key: Any
         for key in (1.7, "2", None, True):

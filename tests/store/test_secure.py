@@ -445,6 +445,7 @@ def meets_with(rank: int, nranks: int, secrets: list[str], port: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_rank_0_says_whom_it_turned_away() -> None:
     texts = testing.run(3, meets_with, [SECRET, "", SECRET + "?"], free_port(), backend="cpu")
     assert "never arrived: 1, 2 (2 of 3); refused: 1 with another secret, 1 without a secret" in texts[0]

@@ -272,7 +272,15 @@ if how != "exits":
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "exits", "interrupted", "closed", "withdrawn", "forked"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "killed",
+        "closed",
+        "withdrawn",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("exits", "interrupted", "forked")),
+    ],
+)
 def test_wills(how: str) -> None:
     with StoreServer(secret=SECRET) as server, Store(server.address, SECRET, timeout=10) as store:
         with python(WILLS, how, server.address, SECRET) as client:
@@ -355,3 +363,44 @@ def test_ctrl_c(how: str) -> None:
             assert line(client) == "interrupted", client.communicate(timeout=10)[1]
             assert time.monotonic() - start < 6
             assert client.wait(timeout=10) == 0
+
+
+AT_RANDOM = """
+import random, signal, sys
+from pynccl import BootstrapError
+from pynccl.bootstrap import Store
+store, rng, interrupted = Store(*sys.argv[1:], timeout=10), random.Random(1), 0
+store.set("key", b"value")
+def interrupt(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, interrupt)
+for _ in range(1000):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-5 + 4e-4 * rng.random())
+        while True:
+            store.get("key")
+    except KeyboardInterrupt:
+        interrupted += 1
+    assert store.get("key", timeout=5) == b"value"
+assert interrupted == 1000
+def use(*_):
+    try:
+        store.get("key")
+    except BootstrapError as error:
+        print(error, flush=True)
+signal.signal(signal.SIGALRM, use)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    store.get("never", timeout=0.5)
+except TimeoutError:
+    assert store.get("key") == b"value"
+    print("usable", flush=True)
+"""
+
+
+def test_ctrl_c_at_any_moment() -> None:
+    """Also between the acquisition of the lock and the next statement; a handler that uses it is refused."""
+    with StoreServer(secret=SECRET) as server, python(AT_RANDOM, server.address, SECRET) as client:
+        out, errors = client.communicate(timeout=50)
+        assert out.splitlines()[1:] == ["usable"], errors
+        assert "is in use by the call that this signal handler interrupted" in out

@@ -166,6 +166,7 @@ def test_uneven_traffic_from_a_file(tmp_path: Path) -> None:
     assert "expected a square matrix" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "words"),
     [
@@ -436,6 +437,7 @@ def test_a_slower_run_within_the_noise_or_the_tolerance(tmp_path: Path) -> None:
     assert tolerant.returncode == 0, tolerant.stdout
 
 
+@pytest.mark.slow
 def test_an_earlier_run_that_cannot_be_compared(tmp_path: Path) -> None:
     saved, broken = tmp_path / "saved.json", tmp_path / "broken.json"
     assert bench(2, *QUICK, "--save", str(saved)).returncode == 0
@@ -676,6 +678,7 @@ def test_a_matrix_of_one_rank() -> None:
     assert "--p2p with -n 1; expected 2 or more ranks" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "code"), [("SIGKILL", 128 + signal.SIGKILL), ("SIGSTOP", 1)])
 def test_a_rank_that_dies_or_hangs_in_the_matrix_ends_the_run(tmp_path: Path, what: str, code: int) -> None:
     source = SLOW_AND_WRONG.replace("usleep(10000)", f"kill(getpid(), {what})")

@@ -578,6 +578,7 @@ def test_a_job_without_a_library(tmp_path: Path) -> None:
     assert text.startswith(f"rank 0: PYNCCL_LIBRARY names {tmp_path / 'libnccl.so'}, which does not exist")
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come() -> None:
     begin = time.monotonic()
     first, second = job("--only", "job", "--timeout", "8", each=[{}, {"RANK": "2"}], size=4)

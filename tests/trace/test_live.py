@@ -60,6 +60,7 @@ def job(folder: Path, **env: str) -> Iterator[list[int]]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_who_is_behind_and_who_gives_no_dump(tmp_path: Path) -> None:
     """In the recorder's words and in RAS's; what does not listen, such as the launcher, is not signalled."""
     traces, address = tmp_path / "traces", f"127.0.0.1:{free_port()}"

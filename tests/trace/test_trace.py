@@ -180,7 +180,7 @@ CASES: list[tuple[Callable[..., None], list[str]]] = [
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        pytest.param(*case, id=case[0].__name__, marks=pytest.mark.slow if i % 5 else ())
+        pytest.param(*case, id=case[0].__name__, marks=pytest.mark.slow if i % 9 else ())
         for i, case in enumerate(CASES)
     ],
 )
@@ -202,6 +202,7 @@ def test_a_mismatch_in_a_plan(run_python: Run, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_communicators_in_different_orders(run_python: Run, tmp_path: Path) -> None:
     env = {"PYNCCL_TRACE_DIR": str(tmp_path), "PYNCCL_TRACE_STACKS": "1"}
     run(3, programs.order, backend="cpu", check=False, env=env)
@@ -216,6 +217,7 @@ def test_two_communicators_in_different_orders(run_python: Run, tmp_path: Path) 
     assert "ranks 1 and 2 never reached #5: each waits in all_reduce #1 (float32, 4) at " in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_before_it_joins(run_python: Run, tmp_path: Path) -> None:
     env = {"PYNCCL_TRACE_DIR": str(tmp_path / "traces")}
     run(3, programs.creation_of_a_dead, str(tmp_path), backend="cpu", check=False, env=env)
@@ -224,6 +226,7 @@ def test_a_rank_that_dies_before_it_joins(run_python: Run, tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stuck_in_c(run_python: Run, tmp_path: Path) -> None:
     """Only the signal can tell: the rank holds the GIL and is killed in the end."""
     env = {"PYNCCL_TRACE_DIR": str(tmp_path / "traces"), "PYNCCL_TRACE_SIGNAL": "SIGUSR2"}
@@ -391,6 +394,7 @@ def test_a_communicator_that_a_rank_closed_long_ago(run_python: Run, tmp_path: P
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

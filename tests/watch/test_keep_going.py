@@ -76,6 +76,7 @@ except pynccl.RankFailedError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", ["raises", *(pytest.param(end, marks=pytest.mark.slow) for end in ("returns", "drops"))]
 )
@@ -274,6 +275,7 @@ def survives(tmp_path: Path, what: str, nranks: int, *, hidden: list[int], gone:
     return keep_going(nranks, script, what, *ranks, str(tmp_path))
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("what", ["killed", "split"])
 @pytest.mark.parametrize(

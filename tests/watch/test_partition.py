@@ -127,6 +127,7 @@ def asks_again(rank: int, nranks: int) -> list[int]:
         return who(comm, rank)
 
 
+@pytest.mark.slow
 def test_going_on_all_the_same() -> None:
     assert run(2, asks_again, backend="cpu", timeout=40) == [[0], [1]]
 

@@ -288,7 +288,7 @@ def stops_near_the_end(rank: int, nranks: int, after: float) -> tuple[str, list[
 
 @pytest.mark.parametrize(
     "after",
-    [0.9, pytest.param(1.2, marks=pytest.mark.slow), 1.6, 2.0, pytest.param(2.2, marks=pytest.mark.slow)],
+    [1.6, *(pytest.param(after, marks=pytest.mark.slow) for after in (0.9, 1.2, 2.0, 2.2))],
 )
 def test_one_verdict_at_the_timeout(after: float) -> None:
     results = run(5, stops_near_the_end, after, backend="cpu", check=False, timeout=40)

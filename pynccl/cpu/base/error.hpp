@@ -15,6 +15,7 @@ struct ErrorCode {
 };
 
 constexpr ErrorCode kMismatch{ncclInvalidUsage, true};
+constexpr char kFailedEarlier[] = "the communicator failed earlier: ";
 constexpr char kMismatchText[] = "the ranks called different things: ";
 
 }  // namespace pncpu

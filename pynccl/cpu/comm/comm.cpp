@@ -58,8 +58,9 @@ void Comm::stop_children() {
 }
 
 ncclResult_t Comm::check_sound(const char* function, bool only_takes) {
-  bool sound = only_takes ? !fate_.failed() : error() == ncclSuccess;
-  return sound ? ncclSuccess : fail(error_code(), "%s: comm has failed: %s", function, error_text().c_str());
+  if (only_takes ? !fate_.failed() : error() == ncclSuccess) return ncclSuccess;
+  refused_.store(true);
+  return fail(error_code(), "%s: %s%s", function, kFailedEarlier, error_text().c_str());
 }
 
 void Comm::lend(const void* handle, const void* at, size_t size) {
@@ -259,7 +260,8 @@ ncclResult_t Comm::say_broken(uint64_t tag) {
 ErrorCode Comm::report(std::string* text) {
   for (const Fate* fate : {&disagreements_[1], &disagreements_[0]})
     if (fate->failed()) return *text = fate->text(), fate->code();
-  return *text = error_text(), error_code();
+  *text = (refused_.load() ? kFailedEarlier : "") + error_text();
+  return error_code();
 }
 
 // Without memory a peer only sees the end of the connection.
