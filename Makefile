@@ -13,7 +13,7 @@ export PYNCCL_WERROR := 1
 # A build compiles all files of an extension of which one has changed; the others come from the cache.
 CACHED := $(if $(shell command -v ccache),CC="ccache $(CC)" CXX="ccache $(CXX)" CCACHE_NOHASHDIR=1)
 
-.PHONY: demo build test test-core test-pythons coverage test-slow test-full test-gpu bench lint format docs generate wheel sanitize cpu-lib clean
+.PHONY: demo build test test-core test-pythons coverage test-slow test-full test-torch test-newest-torch test-gpu bench bench-programs lint format docs generate wheel sanitize cpu-lib clean
 
 # Three at a time, on two cores: most tests wait, for processes that start or for time-outs.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
@@ -47,13 +47,28 @@ test-slow: $(VENV)/test $(VENV)/built
 	$(BIN)/python -m pynccl.torch build
 	$(PYTEST) -m "slow and not full and not gpu"
 
-test-full: $(VENV)/test $(VENV)/full $(VENV)/built
-	$(BIN)/python -m pytest -m "not gpu"
+test-full: $(VENV)/test $(VENV)/full $(VENV)/built test-torch
+	$(BIN)/python -m pytest -m "not gpu and not newest_torch"
+
+# The torch backend with the newest torch, in an environment of its own.
+test-torch:
+	$(MAKE) test-newest-torch VENV=.venv-torch
+
+test-newest-torch: $(VENV)/newest-torch $(VENV)/built
+	$(BIN)/python -m pynccl.torch build
+	$(PYTEST) tests/torch_backend -m "newest_torch or not (gpu or full)"
 
 test-gpu: $(VENV)/test $(VENV)/built
 	$(BIN)/python -m pytest -m gpu
 
-bench: $(VENV)/bench $(VENV)/built
+# The programs of nccl-tests on the CPU library; then what compares peers in the same run.
+BENCH_PROGRAMS := all_reduce all_gather broadcast reduce_scatter reduce alltoall alltoallv scatter gather sendrecv hypercube put_signal
+.PHONY: $(BENCH_PROGRAMS:%=bench-%)
+bench-programs: $(BENCH_PROGRAMS:%=bench-%)
+$(BENCH_PROGRAMS:%=bench-%): bench-%: $(VENV)/bench $(VENV)/built
+	$(BIN)/pynccl bench -n 4 --cpu $* -b 8 -e 16M -f 8 --percentiles --csv benchmarks/results/programs/$*.csv
+
+bench: bench-programs
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/call_overhead.py
 	$(BIN)/python benchmarks/store.py
@@ -111,7 +126,7 @@ $(VENV)/built: $(VENV)/base $(SOURCES) pyproject.toml
 	touch $@
 
 # This builds too; targets name `built` after it, so that later changes of the sources build only.
-$(VENV)/demo $(VENV)/test $(VENV)/test-core $(VENV)/full $(VENV)/dev $(VENV)/docs $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
+$(VENV)/demo $(VENV)/test $(VENV)/test-core $(VENV)/newest-torch $(VENV)/full $(VENV)/dev $(VENV)/docs $(VENV)/bench: $(VENV)/%: $(VENV)/base pyproject.toml
 	$(INSTALL) --editable ".[$*]"
 	touch $@ $(VENV)/built
 

@@ -2,6 +2,7 @@
 
 The layers, from the top (docs/architecture.md has the picture):
     bootstrap, mpi, torch, compat   rendezvous, and the interfaces of other libraries
+    transfer                        named tensors from one rank to the others
     allocators                      memory pools of CuPy and torch over NCCL's memory
     _comm                           communicators, operations, groups, prepared calls
     _memory                         memory from NCCL, and its registration
@@ -79,6 +80,7 @@ if _typing.TYPE_CHECKING:
     from pynccl import bootstrap as bootstrap
     from pynccl import mpi as mpi
     from pynccl import testing as testing
+    from pynccl import transfer as transfer
     from pynccl.bootstrap._init import init as init
 
 _evidence.listen()
@@ -143,7 +145,7 @@ __all__ = [
 
 
 # Modules that `pynccl.<name>` imports at the first access.
-_MODULES = ("allocators", "bootstrap", "mpi", "testing")
+_MODULES = ("allocators", "bootstrap", "mpi", "testing", "transfer")
 
 
 def __dir__() -> list[str]:

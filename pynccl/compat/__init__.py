@@ -2,4 +2,6 @@
 
 cupy     cupy.cuda.nccl
 cupyx    cupyx.distributed
+vllm     vLLM's pynccl_wrapper.py and pynccl.py
+sglang   SGLang's copies of these
 """

@@ -6,22 +6,29 @@ Differences from CuPy:
 - Garbage collection makes no collective call: it warns, and the end of the process aborts open communicators.
 - The loaded library decides which functions are available, not the library of CuPy's build.
 - Calls on a non-blocking communicator (NCCL_COMM_BLOCKING=0) wait until it is ready.
+- Calls in a group are issued by groupEnd, which raises their errors.
+- The flight recorder, time-outs (PYNCCL_TIMEOUT) and check mode (PYNCCL_CHECK=1) work as for a
+  pynccl.Communicator. Dead ranks are a RankFailedError of this module, an NcclError too.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import warnings
-import weakref
+import threading
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from pynccl import _errors as _base
 from pynccl import capi
-from pynccl._comm import lifetime
-from pynccl._device.streams import wait_ready as _wait_ready
-from pynccl._library.binding import lib as _lib
+from pynccl._comm import create as _create
+from pynccl._comm import derive as _derive
+from pynccl._comm import end as _end
+from pynccl._comm.calls import Calls as _Calls
+from pynccl._comm.core import Core as _Core
+from pynccl._comm.groups import Group as _Group
+from pynccl._device.devices import device_to_use as _device_to_use
+from pynccl._library.generated import kinds as _kinds
 from pynccl._library.generated.api import (
     ncclAvg,
     ncclBfloat16,
@@ -41,8 +48,9 @@ from pynccl._library.generated.api import (
 )
 from pynccl._library.generated.structs import Config as _Config
 from pynccl._library.loader import load as _load
-from pynccl._library.status import IN_PROGRESS as _IN_PROGRESS
-from pynccl._library.status import check as _check
+from pynccl._trace import recorder as _recorder
+from pynccl._types import DataType as _DataType
+from pynccl.compat._import import StandIn as _StandIn
 
 NCCL_INT8 = NCCL_CHAR = ncclInt8
 NCCL_UINT8 = ncclUint8
@@ -59,16 +67,6 @@ NCCL_PROD = ncclProd
 NCCL_MAX = ncclMax
 NCCL_MIN = ncclMin
 NCCL_AVG = ncclAvg
-
-# Called directly for speed: a program makes these calls in every step.
-_ncclAllGather = _lib.ncclAllGather
-_ncclAllReduce = _lib.ncclAllReduce
-_ncclBcast = _lib.ncclBcast
-_ncclBroadcast = _lib.ncclBroadcast
-_ncclRecv = _lib.ncclRecv
-_ncclReduce = _lib.ncclReduce
-_ncclReduceScatter = _lib.ncclReduceScatter
-_ncclSend = _lib.ncclSend
 
 _NAMES = {
     0: "SUCCESS",
@@ -94,6 +92,22 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+_stand_in = _StandIn("cupy.cuda.nccl", __name__)
+
+
+def install() -> None:
+    """Put this module under the name cupy.cuda.nccl in this process, for programs that import that one.
+
+    Raises RuntimeError if a module uses CuPy's own already: call it before the import of these.
+    """
+    _stand_in.install()
+
+
+def uninstall() -> None:
+    """Undo `install` for later imports; modules that have imported this one keep it."""
+    _stand_in.uninstall()
+
+
 class NcclError(_base.NcclError):
     """Report a result code, `status`; a pynccl.NcclError too."""
 
@@ -109,6 +123,14 @@ class NcclError(_base.NcclError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.args, self.__dict__)
+
+
+class RankFailedError(NcclError, _base.RankFailedError):
+    """Report which ranks of the communicator died, with a time-out; status 6."""
+
+    def __init__(self, cause: _base.RankFailedError) -> None:
+        NcclError.__init__(self, 6, cause)
+        self.ranks = cause.ranks
 
 
 def _meaning(status: int) -> str:
@@ -135,10 +157,14 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except _base.NcclError as error:
-        # An error without a code never reached the library, for example a missing function.
-        if error.result is None:
-            raise
-        raise NcclError(error.result, error) from error
+        raise _translated(error) from error
+
+
+def _translated(error: _base.NcclError) -> _base.NcclError:
+    if isinstance(error, _base.RankFailedError):
+        return RankFailedError(error)
+    # An error without a code never reached the library, for example a missing function.
+    return error if error.result is None else NcclError(error.result, error)
 
 
 def get_build_version() -> int:
@@ -156,22 +182,70 @@ def get_unique_id() -> bytes:
     return bytes(_call(capi.ncclGetUniqueId))
 
 
+class _Grouped(threading.local):
+    """What groupStart has opened in this thread."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        # The calls so far, to be issued together; None in a group of creations.
+        self.calls: _Group | None = None
+        self.used = False
+        # What NCCL makes at the end of a group of creations.
+        self.late: list[NcclCommunicator] = []
+
+    def open(self) -> None:
+        self.depth += 1
+        if self.depth == 1:
+            self.calls, self.used = _Group(), False
+            _call(self.calls.__enter__)
+
+    def close(self) -> None:
+        if not self.depth:
+            text = "ncclGroupEnd without ncclGroupStart in this thread"
+            raise NcclError(5, _base.NcclInvalidUsage(text, function="ncclGroupEnd"))
+        self.depth -= 1
+        if self.depth:
+            return
+        calls, self.calls = self.calls, None
+        if calls is not None:
+            _call(calls.__exit__, None, None, None)
+            return
+        late, self.late = self.late, []
+        _call(capi.ncclGroupEnd)
+        for comm in late:
+            # Several ranks of one thread cannot open their control channels one after another.
+            comm._take(with_channel=len(late) == 1)
+
+    def add(self, comm: NcclCommunicator) -> None:
+        """Await a communicator that NCCL makes at the end of the group."""
+        self.late.append(comm)
+
+    def for_creation(self) -> bool:
+        """Tell whether a group is open; make it one of creations, which pynccl does not record."""
+        if not self.depth:
+            return False
+        if self.used:
+            text = "a communicator is created in a group after other calls; expected a group of its own"
+            raise NcclError(5, _base.NcclInvalidUsage(text))
+        if self.calls is not None:
+            # Empty; the exception drops it.
+            self.calls.__exit__(NcclError, None, None)
+            self.calls = None
+            _call(capi.ncclGroupStart)
+        return True
+
+
+_grouped = _Grouped()
+
+
 def groupStart() -> None:
     """Begin a group of calls."""
-    _call(capi.ncclGroupStart)
+    _grouped.open()
 
 
 def groupEnd() -> None:
     """End a group of calls, and start them."""
-    busy = _call(capi.ncclGroupEnd) == _IN_PROGRESS
-    if _lib.pynccl_group_depth():
-        return
-    late = [comm for comm in _late if comm._comm]
-    for comm in late:
-        _late.remove(comm)
-        comm._own(int(comm._comm))
-    for comm in list(_living) if busy else ():
-        comm._settle()
+    _grouped.close()
 
 
 class NcclConfig:
@@ -186,10 +260,21 @@ class NcclConfig:
         return int(self._config.splitShare or 0)
 
 
+@_recorder.with_callers(
+    attrgetter("_core.c"),
+    *("allReduce", "reduce", "broadcast", "bcast", "reduceScatter", "allGather", "send", "recv"),
+    *("commSplit", "destroy"),
+)
 class NcclCommunicator:
-    """Take part, as `rank` of `ndev`, in the communicator of a unique id; buffers and streams are ints."""
+    """Take part, as `rank` of `ndev`, in the communicator of a unique id; buffers and streams are ints.
 
-    _comm: int = 0
+    With PYNCCL_TIMEOUT its ranks watch each other, PYNCCL_CHECK=1 compares their calls, and the flight
+    recorder has them.
+    """
+
+    _core: _Core
+    # The ncclComm_t until the end of the group that creates it.
+    _late: Any = 0
 
     def __init__(self, ndev: int, commId: bytes, rank: int, config: NcclConfig | None = None) -> None:
         if not isinstance(commId, bytes):
@@ -197,41 +282,44 @@ class NcclCommunicator:
         if len(commId) != 128:
             raise ValueError(f"commId length {len(commId)} != 128.")
         options = _options(config)
-        if options is None:
-            self._own(_call(capi.ncclCommInitRank, ndev, commId, rank))
-        else:
-            self._own(_call(capi.ncclCommInitRankConfig, ndev, commId, rank, options))
+        in_group = _grouped.for_creation()
+        self._prepare(_Core(None))
+        self._core.identity = _recorder.numbered("id", commId)
 
-    def _own(self, comm: int) -> None:
-        self._comm = comm
-        _living.add(self)
-        if _lib.pynccl_group_depth():
-            # NCCL may write the handle only at the end of the group.
-            _late.append(self)
+        def make() -> int:
+            if options is None:
+                return capi.ncclCommInitRank(ndev, commId, rank)
+            return capi.ncclCommInitRankConfig(ndev, commId, rank, options)
+
+        if in_group:
+            self._expect(_call(make))
             return
-        lifetime.own(comm)
-        self._settle()
+        _call(_load)
+        what = f"creating the communicator of rank {rank} of {ndev}"
+        # NCCL itself refuses other numbers.
+        if 0 <= rank < ndev:
+            _recorder.open_trace(self._core.c, self._core.identity, rank, ndev, "init")
+        _call(_create.create, self._core, what, make, _device_to_use(None))
 
-    def _settle(self) -> None:
-        """Wait until a non-blocking communicator has completed the last call."""
-        _call(_wait_ready, lambda: self._comm, None)
+    def _prepare(self, core: _Core) -> None:
+        self._core, self._calls = core, _Calls(core)
+        self._templates: dict[tuple[int, int, int, int], Any] = {}
+        self._kept = core, None
 
-    def _after(self, result: int, function: str) -> None:
-        """Raise the error of a call, or wait until the call has completed."""
-        _call(_check, result, function, self._comm)
-        if not _lib.pynccl_group_depth():
-            self._settle()
+    def _expect(self, handle: Any) -> None:
+        """Await the handle, which NCCL may write only at the end of the group."""
+        self._late = handle
+        _grouped.add(self)
 
-    def __del__(self) -> None:
-        if self._comm:
-            warnings.warn(
-                f"{self!r} was never destroyed or aborted", ResourceWarning, source=self, stacklevel=2
-            )
+    def _take(self, *, with_channel: bool) -> None:
+        handle, self._late = self._late, 0
+        self._core.until = self._core.deadline(None)[1]
+        _call(lambda: _create.take(self._core, int(handle), with_channel=with_channel))
 
     @property
     def comm(self) -> int:
         """The ncclComm_t as an int, 0 after destroy or abort."""
-        return int(self._comm)
+        return int(self._core.handle or self._late)
 
     @staticmethod
     def initAll(devices: int | list[int]) -> list[NcclCommunicator]:
@@ -249,114 +337,143 @@ class NcclCommunicator:
     @staticmethod
     def _initAll(comms: list[NcclCommunicator], ndev: int, devlist: list[int] | None = None) -> None:
         # Separate from initAll for subclasses that make the objects themselves.
+        identity = _recorder.numbered("all", os.uname().nodename, os.getpid())
         for comm, handle in zip(comms, _call(capi.ncclCommInitAll, ndev, devlist), strict=True):
-            comm._own(handle)
+            comm._prepare(_Core(None))
+            comm._core.identity, comm._core.origin = identity, "init_all"
+            comm._late = handle
+            # No control channel: the ranks of one process die together.
+            comm._take(with_channel=False)
 
     def destroy(self) -> None:
         """Release all resources, together with the other ranks; no effect if repeated."""
-        self._end(capi.ncclCommDestroy)
+        _call(_end.destroy, self._core)
 
     def abort(self) -> None:
         """Release all resources immediately, without the other ranks."""
-        self._end(capi.ncclCommAbort)
-
-    def _end(self, function: Callable[[int], int]) -> None:
-        comm, self._comm = self._comm, 0
-        if comm:
-            # Before the call: if it does not return, an abort at exit would run concurrently with it.
-            lifetime.disown(comm)
-            _call(function, comm)
+        _call(_end.abort, self._core)
 
     def device_id(self) -> int:
         """Return the ordinal of this rank's device."""
-        return int(_call(capi.ncclCommCuDevice, self._comm))
+        return int(_call(capi.ncclCommCuDevice, self.comm))
 
     def rank_id(self) -> int:
         """Return this rank."""
-        return int(_call(capi.ncclCommUserRank, self._comm))
+        return int(_call(capi.ncclCommUserRank, self.comm))
 
     def size(self) -> int:
         """Return the number of ranks."""
-        return int(_call(capi.ncclCommCount, self._comm))
+        return int(_call(capi.ncclCommCount, self.comm))
+
+    def _issue(
+        self, kind: int, datatype: int, op: int, root: int, send: int, recv: int, count: int, stream: int
+    ) -> None:
+        template = self._templates.get((kind, datatype, op, root))
+        if template is None:
+            template = self._template(kind, datatype, op, root)
+        if answer := template(send, recv, count, stream, 0):
+            self._after(answer, kind, stream)
+
+    def _template(self, kind: int, datatype: int, op: int, root: int) -> Any:
+        if datatype not in _DATATYPES:
+            numbers = ", ".join(map(str, _DATATYPES))
+            raise _refused(kind, f"datatype is {datatype!r}; expected one of NCCL's: {numbers}")
+        if self._core.handle and not 0 <= root < self._core.size:
+            name = "root" if kind in _kinds.ROOTED else "peer"
+            raise _refused(kind, f"{name} is {root}; expected 0 <= {name} < {self._core.size}")
+        template, _ = self._calls.template_for(kind, datatype, op, root)
+        self._templates[kind, datatype, op, root] = template
+        return template
+
+    def _after(self, answer: int, kind: int, stream: int) -> None:
+        """Complete a call that is not done yet, or raise its error."""
+        _grouped.used = True
+        try:
+            self._calls.after(answer, kind, stream, 0, self._kept)
+        except ValueError as error:
+            # Buffers overlap.
+            raise _refused(kind, str(error)) from error
+        except _base.NcclError as error:
+            if not self._core.handle and self._core.watch.verdict() is None:
+                # As NCCL answers to the handle 0.
+                raise _refused(kind, str(error)) from error
+            raise _translated(error) from error
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         """Reduce the buffers of all ranks to every rank."""
-        if result := _ncclAllReduce(sendbuf, recvbuf, count, datatype, op, self._comm, stream):
-            self._after(result, "ncclAllReduce")
+        self._issue(_kinds.ALL_REDUCE, datatype, op, 0, sendbuf, recvbuf, count, stream)
 
     def reduce(
         self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
     ) -> None:
         """Reduce the buffers of all ranks to the root."""
-        if result := _ncclReduce(sendbuf, recvbuf, count, datatype, op, root, self._comm, stream):
-            self._after(result, "ncclReduce")
+        self._issue(_kinds.REDUCE, datatype, op, root, sendbuf, recvbuf, count, stream)
 
     def broadcast(
         self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int
     ) -> None:
         """Copy the root's buffer to every rank."""
-        if result := _ncclBroadcast(sendbuff, recvbuff, count, datatype, root, self._comm, stream):
-            self._after(result, "ncclBroadcast")
+        self._issue(_kinds.BROADCAST, datatype, 0, root, sendbuff, recvbuff, count, stream)
 
     def bcast(self, buff: int, count: int, datatype: int, root: int, stream: int) -> None:
         """Copy the root's buffer to every rank, in place."""
-        if result := _ncclBcast(buff, count, datatype, root, self._comm, stream):
-            self._after(result, "ncclBcast")
+        self._issue(_kinds.BROADCAST, datatype, 0, root, buff, buff, count, stream)
 
     def reduceScatter(
         self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
     ) -> None:
         """Reduce the buffers of all ranks; each rank gets its part."""
-        if result := _ncclReduceScatter(sendbuf, recvbuf, recvcount, datatype, op, self._comm, stream):
-            self._after(result, "ncclReduceScatter")
+        self._issue(_kinds.REDUCE_SCATTER, datatype, op, 0, sendbuf, recvbuf, recvcount, stream)
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
         """Concatenate the buffers of all ranks on every rank."""
-        if result := _ncclAllGather(sendbuf, recvbuf, count, datatype, self._comm, stream):
-            self._after(result, "ncclAllGather")
+        self._issue(_kinds.ALL_GATHER, datatype, 0, 0, sendbuf, recvbuf, count, stream)
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Send a buffer to one rank, which receives it."""
-        if result := _ncclSend(sendbuf, count, datatype, peer, self._comm, stream):
-            self._after(result, "ncclSend")
+        self._issue(_kinds.SEND, datatype, 0, peer, sendbuf, 0, count, stream)
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Receive a buffer from one rank, which sends it."""
-        if result := _ncclRecv(recvbuf, count, datatype, peer, self._comm, stream):
-            self._after(result, "ncclRecv")
+        self._issue(_kinds.RECV, datatype, 0, peer, 0, recvbuf, count, stream)
 
     def check_async_error(self) -> None:
         """Raise the error that occurred in the background, if any."""
-        state = _call(capi.ncclCommGetAsyncError, self._comm)
-        if state != _IN_PROGRESS:
-            check_status(state)
+        error = _call(self._core.async_error)
+        if error is not None:
+            raise _translated(error) from error
 
     def commSplit(self, color: int, key: int, config: NcclConfig | None = None) -> NcclCommunicator | None:
         """Return a communicator of the ranks with the same color, in the order of their keys; None for -1."""
-        handle = _call(capi.ncclCommSplit, self._comm, color, key, _options(config))
-        if not _lib.pynccl_group_depth():
-            # A non-blocking communicator writes the handle when the split has completed.
-            self._settle()
-            handle = int(handle)
+        options = _options(config)
+        if _grouped.for_creation():
+            return self._split_later(color, key, options)
+        core = _call(
+            _derive.split, self._core, None if color == capi.NCCL_SPLIT_NOCOLOR else color, key, options
+        )
+        if core is None:
+            return None
+        child = NcclCommunicator.__new__(NcclCommunicator)
+        child._prepare(core)
+        return child
+
+    def _split_later(self, color: int, key: int, options: _Config | None) -> NcclCommunicator | None:
+        handle = _call(capi.ncclCommSplit, self.comm, color, key, options)
         if color == capi.NCCL_SPLIT_NOCOLOR:
             return None
         child = NcclCommunicator.__new__(NcclCommunicator)
-        child._own(handle)
+        child._prepare(_derive.new_child(self._core, _derive.SPLIT, color))
+        child._expect(handle)
         return child
 
 
-_living: weakref.WeakSet[NcclCommunicator] = weakref.WeakSet()
-_late: list[NcclCommunicator] = []
+def _refused(kind: int, text: str) -> NcclError:
+    """Return the error of an argument that must not reach the library."""
+    function = _kinds.FUNCTIONS[kind]
+    return NcclError(4, _base.NcclInvalidArgument(f"{function}: {text}", function=function))
 
 
-@atexit.register
-def _forget() -> None:
-    """Register the handles with lifetime, which aborts them at exit, but not in a forked child."""
-    for comm in list(_living):
-        comm._comm = 0
-
-
-os.register_at_fork(after_in_child=_forget)
+_DATATYPES = tuple(int(each) for each in _DataType)
 
 
 def _options(config: NcclConfig | None) -> _Config | None:

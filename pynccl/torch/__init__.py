@@ -1,6 +1,7 @@
 """The torch.distributed backend "pynccl": NCCL for cuda tensors, the CPU library for cpu tensors.
 
-Importing this module registers it; then `torch.distributed.init_process_group("pynccl")`.
+Importing this module registers it; then `torch.distributed.init_process_group("pynccl")`. torch 2.14 and
+newer import it by themselves, through the entry point `torch.distributed.backends`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ if not dist.is_available():
     raise ImportError("pynccl.torch needs a torch built with torch.distributed")
 
 
+def register() -> None:
+    """Register the backend, which the import of this module has done: what torch's entry point calls."""
+
+
 def _register() -> Any:
     extension = _build.load()
     extension.set_provider(_provider.provide)
@@ -37,32 +42,66 @@ def _runs_the_command() -> bool:
     return sys.argv[:1] == ["-m"] and named
 
 
+def process_group(
+    store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30), name: str = ""
+) -> dist.ProcessGroup:
+    """Make a process group that torch.distributed does not register, for those who keep their own.
+
+    Every rank calls it with the same store, which may outlive the group. `name` is for errors.
+    `group.abort()` and `group.shutdown()` end it.
+    """
+    if not isinstance(store, dist.Store):  # type: ignore[attr-defined, unused-ignore]
+        raise TypeError(f"store is {store!r}; expected a torch.distributed.Store")
+    for what, number in (("rank", rank), ("size", size)):
+        if not isinstance(number, int):
+            raise TypeError(f"{what} is {number!r}; expected an int")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank is {rank} and size {size}; expected 0 <= rank < size")
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout is {timeout!r}; expected a timedelta")
+    backend, kind = _make(store, rank, size, timeout, name), dist.ProcessGroup.BackendType.CUSTOM
+    group: Any = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
+    return group  # type: ignore[no-any-return, unused-ignore]
+
+
 def _create(options: Any, _: Any) -> Any:
     """Make the backend of one process group from torch's options."""
-    seconds = options.timeout.total_seconds()
+    ranks = list(options.global_ranks_in_group)
+    place = options.group_rank, options.group_size
+    return _make(options.store, *place, options.timeout, options.group_id, ranks)
+
+
+def _make(
+    store: Any, rank: int, size: int, timeout: timedelta, group: str, ranks: list[int] | None = None
+) -> Any:
+    """Make the backend of one process group; `ranks` are the global ranks of its members."""
+    seconds = timeout.total_seconds()
     if seconds <= 0:
-        raise ValueError(f"timeout is {options.timeout}; expected a positive timedelta")
-    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        raise ValueError(f"timeout is {timeout}; expected a positive timedelta")
+    ranks = ranks or list(range(size))
 
     def name(rank: int) -> str:
-        of = f"rank {rank} of group {options.group_id!r}"
+        of = f"rank {rank} of group {group!r}"
         return of if ranks[rank] == rank else f"{of} (global rank {ranks[rank]})"
 
     def late(missing: list[int]) -> Exception:
         return dist.DistBackendError(
-            f"pynccl: the process group did not come about in {seconds:g} s: {name(options.group_rank)} "
+            f"pynccl: the process group did not come about in {seconds:g} s: {name(rank)} "
             f"made it, and has waited for {', '.join(map(name, missing))}"
         )
 
-    number = meet(options.store, options.group_rank, options.group_size, seconds, late)
+    number = meet(store, rank, size, seconds, late)
     return _extension.Backend(
-        dist.PrefixStore(f"group {number}", options.store),  # type: ignore[attr-defined, unused-ignore]
-        options.group_rank,
-        options.group_size,
+        dist.PrefixStore(f"group {number}", store),  # type: ignore[attr-defined, unused-ignore]
+        rank,
+        size,
         timedelta(milliseconds=max(1, round(seconds * 1000))),
         # With CUDA devices a group may never get a cpu tensor.
         not torch.cuda.is_available(),
-        options.group_id,
+        group,
         ranks,
     )
 

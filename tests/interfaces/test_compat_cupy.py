@@ -8,9 +8,11 @@ from __future__ import annotations
 import gc
 import importlib.util
 import inspect
+import json
 import os
 import pickle
 import re
+import signal
 import tempfile
 import time
 import warnings
@@ -440,3 +442,208 @@ def test_import_takes_no_cupy(run_python: Run) -> None:
         "assert not {'cupy', 'cupyx'} & set(sys.modules)",
         PYTHONPATH=str(ROOT),
     )
+
+
+# --- the flight recorder, time-outs and check mode ----------------------------------------------------------
+
+
+def recorded(rank: int, nranks: int, whose: str, uid_file: str) -> list[dict[str, Any]]:
+    nccl = binding(whose)
+    comm = connect(nccl, rank, nranks, uid_file)
+    x, y = np.full(2 * N, rank + 1, np.float32), np.zeros(2 * N, np.float32)
+    comm.allReduce(ptr(x), ptr(y), N, nccl.NCCL_FLOAT, nccl.NCCL_MAX, 0)
+    ours.groupStart()
+    ours.groupStart()
+    comm.send(ptr(x), 5, nccl.NCCL_INT32, (rank + 1) % nranks, 0)
+    ours.groupEnd()
+    comm.recv(ptr(y), 5, nccl.NCCL_INT32, (rank - 1) % nranks, 0)
+    ours.groupEnd()
+    comm.bcast(ptr(x), 7, nccl.NCCL_DOUBLE, 1, 0)
+    child = comm.commSplit(0, 0)
+    child.reduceScatter(ptr(x), ptr(y), 9, nccl.NCCL_UINT8, nccl.NCCL_SUM, 0)
+    wait(comm)
+    wait(child)
+    pynccl.dump_trace(f"{uid_file}.{rank}")
+    child.destroy()
+    comm.destroy()
+    lines = Path(f"{uid_file}.{rank}").read_text().splitlines()
+    return [record for line in lines if "call" in (record := json.loads(line))]
+
+
+def test_the_flight_recorder_has_the_calls() -> None:
+    for rank, records in enumerate(through("ours", 3, recorded)):
+        kinds = ("all_reduce", "send", "recv", "broadcast", "split", "reduce_scatter")
+        reduced, sent, received, copied, split, scattered = (
+            next(record for record in records if record["call"] == kind) for kind in kinds
+        )
+        assert (reduced["count"], reduced["dtype"], reduced["op"], reduced["seq"]) == (N, "float32", "max", 1)
+        assert (sent["peer"], received["peer"]) == ((rank + 1) % 3, (rank - 1) % 3)
+        assert sent["group"] == received["group"] is not None
+        assert (copied["count"], copied["dtype"], copied["root"]) == (7, "float64", 1)
+        assert scattered["dtype"] == "uint8"
+        assert (scattered["seq"], split["seq"] > 1) == (1, True)
+
+
+def killed(rank: int, nranks: int, whose: str, uid_file: str) -> tuple[Any, ...]:
+    comm = connect(ours, rank, nranks, uid_file)
+    x = np.full(N, rank + 1.0, np.float32)
+    place = (ptr(x), ptr(x), N, ours.NCCL_FLOAT, ours.NCCL_SUM, 0)
+    comm.allReduce(*place)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = []
+    for call in (comm.allReduce, comm.allReduce):
+        with pytest.raises(ours.NcclError) as caught:
+            call(*place)
+        assert isinstance(caught.value, pynccl.RankFailedError)
+        again = pickle.loads(pickle.dumps(caught.value))
+        found.append((again.ranks, again.status))
+        assert "rank 1 died" in str(again)
+    with pytest.raises(pynccl.RankFailedError):
+        comm.check_async_error()
+    comm.destroy()
+    return x[0], *found
+
+
+def test_a_killed_rank_is_named() -> None:
+    with tempfile.TemporaryDirectory(prefix="compat-") as folder:
+        env = {"PYNCCL_TIMEOUT": "20", "PYNCCL_CPU_BLOCKING": "1"}
+        results = testing.run(
+            3, killed, "ours", f"{folder}/uid", backend="cpu", timeout=50, env=env, check=False
+        )
+    assert [results[0], results[2]] == [(6.0, ([1], 6), ([1], 6))] * 2
+
+
+def mismatched(rank: int, nranks: int, whose: str, uid_file: str) -> str:
+    comm = connect(ours, rank, nranks, uid_file)
+    x, y = np.full(N, rank + 1, np.float32), np.zeros(N, np.float32)
+    # Of a ring in a group, no two calls are the same.
+    ours.groupStart()
+    comm.send(ptr(x), N, ours.NCCL_FLOAT, (rank + 1) % nranks, 0)
+    comm.recv(ptr(y), N, ours.NCCL_FLOAT, (rank - 1) % nranks, 0)
+    ours.groupEnd()
+    wait(comm)
+    assert (y == (rank - 1) % nranks + 1).all()
+    with pytest.raises(ours.NcclError) as caught:
+        comm.allReduce(ptr(x), ptr(x), N - rank, ours.NCCL_FLOAT, ours.NCCL_SUM, 0)
+    assert isinstance(caught.value.__cause__, pynccl.CollectiveMismatchError)
+    assert caught.value.status == 5
+    comm.abort()
+    return str(caught.value)
+
+
+def test_check_mode_compares_the_calls() -> None:
+    for text in through("ours", 3, mismatched, PYNCCL_CHECK="1", PYNCCL_TIMEOUT="20"):
+        for rank in range(3):
+            assert re.search(
+                rf"rank {rank}: all_reduce\(float32, {N - rank}, sum\) at \S*test_compat_cupy", text
+            )
+
+
+def one_late(rank: int, nranks: int, whose: str, uid_file: str) -> Any:
+    """Create as Ray does: in a group of this process's devices, of which there is one."""
+    path = Path(uid_file)
+    if rank == 0:
+        path.with_suffix(".draft").write_bytes(ours.get_unique_id())
+        path.with_suffix(".draft").rename(path)
+    until(path.exists)
+    ours.groupStart()
+    comm = ours.NcclCommunicator(nranks, path.read_bytes(), rank)
+    ours.groupEnd()
+    all_are_here(rank, nranks, uid_file)
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(pynccl.RankFailedError) as caught:
+        comm.allReduce(ptr(x := np.ones(N)), ptr(x), N, ours.NCCL_DOUBLE, ours.NCCL_SUM, 0)
+    return caught.value.ranks
+
+
+def test_a_communicator_made_in_a_group_is_watched() -> None:
+    with tempfile.TemporaryDirectory(prefix="compat-") as folder:
+        env = {"PYNCCL_TIMEOUT": "20", "PYNCCL_CPU_BLOCKING": "1"}
+        place = f"{folder}/uid"
+        found = testing.run(2, one_late, "ours", place, backend="cpu", timeout=50, env=env, check=False)
+    assert found[0] == [1]
+
+
+def refused_before_the_library(rank: int, nranks: int, whose: str, uid_file: str) -> list[str]:
+    comm = connect(ours, rank, nranks, uid_file)
+    x = np.zeros(N, np.float32)
+    found = []
+    for call, *args in (
+        (comm.bcast, ptr(x), N, ours.NCCL_FLOAT, 2, 0),
+        (comm.recv, ptr(x), N, ours.NCCL_FLOAT, 5, 0),
+        (comm.allReduce, ptr(x), ptr(x) + 4, N - 1, ours.NCCL_FLOAT, ours.NCCL_SUM, 0),
+        (comm.bcast, ptr(x), N, 99, 0, 0),
+        (ours.groupEnd,),
+    ):
+        with pytest.raises(ours.NcclError) as caught:
+            call(*args)
+        found.append(str(caught.value))
+    ours.groupStart()
+    comm.bcast(ptr(x), N, ours.NCCL_FLOAT, 0, 0)
+    with pytest.raises(ours.NcclError) as caught:
+        comm.commSplit(0, 0)
+    found.append(str(caught.value))
+    ours.groupEnd()
+    wait(comm)
+    comm.destroy()
+    with pytest.raises(ours.NcclError) as caught:
+        comm.bcast(ptr(x), N, ours.NCCL_FLOAT, 0, 0)
+    return [*found, str(caught.value)]
+
+
+def test_what_is_refused_before_the_library() -> None:
+    texts = [
+        "NCCL_ERROR_INVALID_ARGUMENT: ncclBroadcast: root is 2; expected 0 <= root < 2",
+        "NCCL_ERROR_INVALID_ARGUMENT: ncclRecv: peer is 5; expected 0 <= peer < 2",
+        "NCCL_ERROR_INVALID_ARGUMENT: ncclAllReduce: send and recv overlap",
+        "NCCL_ERROR_INVALID_ARGUMENT: ncclBroadcast: datatype is 99; expected one of NCCL's: 0, 1, 2",
+        "NCCL_ERROR_INVALID_USAGE: ncclGroupEnd without ncclGroupStart in this thread",
+        "NCCL_ERROR_INVALID_USAGE: a communicator is created in a group after other calls",
+        "NCCL_ERROR_INVALID_ARGUMENT: ncclBroadcast: <pynccl.Communicator rank",
+    ]
+    for found in through("ours", 2, refused_before_the_library):
+        assert [text in one for text, one in zip(texts, found, strict=True)] == [True] * len(texts), found
+
+
+# --- under CuPy's name --------------------------------------------------------------------------------------
+
+INSTALLED = """
+import sys
+import warnings
+warnings.simplefilter("ignore")
+from pynccl.compat import cupy as ours
+if "imported" in sys.argv:
+    import cupy.cuda.nccl
+    assert cupy.cuda.nccl.available is False
+if "used" in sys.argv:
+    import cupyx.distributed
+ours.install()
+ours.install()
+import cupy.cuda.nccl
+from cupy.cuda import nccl
+from cupyx.distributed import _init
+assert cupy.cuda.nccl is nccl is _init.nccl
+assert nccl.NcclCommunicator is ours.NcclCommunicator and nccl.available
+del nccl, cupy.cuda.nccl
+ours.uninstall()
+ours.uninstall()
+import cupy.cuda.nccl
+assert not cupy.cuda.nccl.available
+"""
+
+
+@needs_cupy
+@pytest.mark.parametrize("before", [[], ["imported"]], ids=["first", "imported"])
+def test_under_the_name_of_cupys(run_python: Run, before: list[str]) -> None:
+    code = ["-W", "ignore", "-c", INSTALLED, *before]
+    run_python(args=code, PYTHONPATH=str(ROOT), PYNCCL_LIBRARY="cpu")
+
+
+@needs_cupy
+def test_not_while_cupys_own_is_used(run_python: Run) -> None:
+    code = ["-W", "ignore", "-c", INSTALLED, "imported", "used"]
+    done = run_python(args=code, fails=True, PYTHONPATH=str(ROOT), PYNCCL_LIBRARY="cpu")
+    used = "is used by cupyx.distributed._init, cupyx.distributed._nccl_comm; expected install() before"
+    assert f"RuntimeError: cupy.cuda.nccl was imported before, and {used}" in done.stderr

@@ -61,8 +61,16 @@ def of_kind(kind: str, host: Array) -> Any:
 # --- arrays -------------------------------------------------------------------------------------------------
 
 
-def dense(rank: int, nranks: int, port: int, kind: str, dtype: str) -> None:
+def dense(rank: int, nranks: int, port: int, kind: str, dtypes: list[str]) -> None:
     group = meet(rank, nranks, port)
+    for dtype in dtypes:
+        dense_calls(group, rank, nranks, kind, dtype)
+    group.stop()
+    group.stop()
+    assert group.comm.closed
+
+
+def dense_calls(group: cupyx.NCCLBackend, rank: int, nranks: int, kind: str, dtype: str) -> None:
     everyone = [(np.arange(nranks * 6).reshape(nranks, 6) % 7 + r).astype(dtype) for r in range(nranks)]
 
     def fresh(shape: Any) -> Array:
@@ -114,9 +122,6 @@ def dense(rank: int, nranks: int, port: int, kind: str, dtype: str) -> None:
         group.send_recv(sent(), of_kind(kind, out), peer)
         assert np.array_equal(out, everyone[peer])
     group.barrier()
-    group.stop()
-    group.stop()
-    assert group.comm.closed
 
 
 def dtype_of(number: int, dtype: str) -> Any:
@@ -124,10 +129,9 @@ def dtype_of(number: int, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "int64", "uint8", "float16", "complex128"])
 @pytest.mark.parametrize("nranks", [2, 3])
-def test_dense(kind: str, dtype: str, nranks: int) -> None:
-    run(nranks, dense, kind, dtype)
+def test_dense(kind: str, nranks: int) -> None:
+    run(nranks, dense, kind, ["float32", "int64", "uint8", "float16", "complex128"])
 
 
 def first_parts(rank: int, nranks: int, port: int) -> None:
@@ -358,8 +362,14 @@ def equal(found: Any, expected: Any, kind: str) -> None:
     assert np.allclose(found @ np.ones(found.shape[1]), expected @ np.ones(found.shape[1]))
 
 
-def sparse_calls(rank: int, nranks: int, port: int, kind: str, dtype: str) -> None:
+def sparse(rank: int, nranks: int, port: int, cases: list[tuple[str, str]]) -> None:
     group = meet(rank, nranks, port)
+    for case in cases:
+        sparse_calls(group, rank, nranks, *case)
+    group.stop()
+
+
+def sparse_calls(group: cupyx.NCCLBackend, rank: int, nranks: int, kind: str, dtype: str) -> None:
     everyone = [matrix(kind, r, dtype) for r in range(nranks)]
     mine, total, product = everyone[rank], everyone[0], everyone[0]
     for one in everyone[1:]:
@@ -406,18 +416,13 @@ def sparse_calls(rank: int, nranks: int, port: int, kind: str, dtype: str) -> No
     for peer in (nranks - 1 - rank, rank):
         group.send_recv(mine, out, peer)
         equal(out, everyone[peer], kind)
-    group.stop()
 
 
-@pytest.mark.parametrize("kind", ["csr_matrix", "csc_matrix", "coo_matrix", "csr_array", "coo_array"])
 @pytest.mark.parametrize("nranks", [2, 3])
-def test_sparse(kind: str, nranks: int) -> None:
-    run(nranks, sparse_calls, kind, "float64")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "complex128", "int32"])
-def test_sparse_dtypes(dtype: str) -> None:
-    run(2, sparse_calls, "csr_matrix", dtype)
+def test_sparse(nranks: int) -> None:
+    kinds = ["csr_matrix", "csc_matrix", "coo_matrix", "csr_array", "coo_array"]
+    cases = [(kind, "float64") for kind in kinds]
+    run(nranks, sparse, cases + [("csr_matrix", dtype) for dtype in ("float32", "complex128", "int32")])
 
 
 def across_formats(rank: int, nranks: int, port: int) -> None:

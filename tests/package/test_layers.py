@@ -27,8 +27,8 @@ FLOORS = (
     ("_memory",),
     ("_comm",),
     ("bootstrap",),
-    ("_run", "allocators", "mpi", "ras", "torch"),
-    ("testing",),
+    ("_run", "allocators", "mpi", "ras", "ray", "torch"),
+    ("testing", "transfer"),
     ("",),
     ("_tools",),
     ("__main__", "compat"),
@@ -37,7 +37,9 @@ FLOORS = (
 APART = {"_build_ffi"}
 # What others' libraries, and Python's own, call so.
 FOREIGN = {"_C", "_asdict", "_c_contiguous", "_exit", "_f_contiguous", "_fields", "_getframe", "_replace"}
-FOREIGN |= {"_get_default_store"}
+FOREIGN |= {"_get_default_store", "_register_backend", "_set_default_backend"}
+FOREIGN |= {"_internal_kv_del", "_internal_kv_exists", "_internal_kv_get", "_internal_kv_put"}
+FOREIGN |= {"_ray_actor_id"}
 
 
 def name_of(path: Path) -> str:

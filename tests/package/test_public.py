@@ -102,6 +102,8 @@ init_all(devices, *, timeout=None)
 library_info()
 load(spec=None)
 set_device(device)
+transfer.recv_tensors(comm, into=None, *, root=0, like=None)
+transfer.send_tensors(comm, tensors, *, bucket_bytes=268435456)
 zeros(shape, dtype=None, *, like=None)
 """
 

@@ -112,3 +112,11 @@ def test_deepspeed_by_mpi() -> None:
     script = str(ROOT / "examples" / "torch_deepspeed.py")
     lines = run(str(mpirun), "--oversubscribe", "-n", "2", sys.executable, script, **MPI_AS_ROOT)
     assert deepspeed_lines(lines) == [f"rank {r} of 2 on pynccl: 1" for r in range(2)]
+
+
+def test_torchft() -> None:
+    """The survivor and the new replica end with the same weights."""
+    lines = run(sys.executable, str(ROOT / "examples" / "torch_torchft.py"))
+    said = [line.split(": 8 steps together, weights ") for line in lines if line.startswith("replica ")]
+    assert [where for where, _ in said] == ["replica 0", "replica 1"]
+    assert said[0][1] == said[1][1]

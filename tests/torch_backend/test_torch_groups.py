@@ -106,6 +106,35 @@ def test_groups_made_again(tmp_path: Path) -> None:
     on_ranks(2, again, tmp_path)
 
 
+def on_its_own(rank: int, size: int, store: str) -> None:
+    from pynccl.torch import process_group
+
+    shared = dist.FileStore(store.removeprefix("file://"), size)
+    for turn in range(2):
+        group = process_group(shared, rank, size, timedelta(seconds=30), f"turn {turn}")
+        x = torch.full((3,), rank + 1.0)
+        group.allreduce([x]).wait()
+        assert x.tolist() == [size * (size + 1) / 2] * 3
+        group.shutdown()
+    assert not dist.is_initialized()
+    wrong: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+        (("tcp://", rank, size), TypeError, "store is 'tcp://'; expected a torch.distributed.Store"),
+        ((shared, size, size), ValueError, f"rank is {size} and size {size}; expected 0 <= rank < size"),
+        ((shared, "0", size), TypeError, "rank is '0'; expected an int"),
+        ((shared, rank, size, 30), TypeError, "timeout is 30; expected a timedelta"),
+        ((shared, rank, size, timedelta(0)), ValueError, "timeout is 0:00:00; expected a positive timedelta"),
+    ]
+    for arguments, kind, text in wrong:
+        with pytest.raises(kind) as caught:
+            process_group(*arguments)
+        assert str(caught.value) == text
+
+
+@pytest.mark.full
+def test_a_group_that_torch_does_not_register(tmp_path: Path) -> None:
+    on_ranks(2, on_its_own, tmp_path)
+
+
 def late(rank: int, size: int, store: str) -> tuple[float, str]:
     start(rank, size, store)
     # It bounds the creation, too.
@@ -387,6 +416,7 @@ if dist.get_rank() != 2:
 """
 
 
+@pytest.mark.slow
 def test_a_program_without_destroy_process_group_ends_well(tmp_path: Path) -> None:
     script = tmp_path / "returns.py"
     script.write_text(RETURNS)

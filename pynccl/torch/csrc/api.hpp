@@ -29,6 +29,7 @@ namespace pynccl {
 // NULL if an older libnccl lacks the function.
 #define PYNCCL_TORCH_OPTIONAL(X)                                                               \
   X(ncclGetLastError) X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclCommShrink)        \
+  X(ncclCommSuspend) X(ncclCommResume) X(ncclCommMemStats)                                     \
   X(pyncclCpuStreamCreateWithFlags) X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery)          \
   X(pyncclCpuStreamSynchronize) X(pyncclCpuInterrupt) X(pyncclCpuIsGone)
 // clang-format on
@@ -63,7 +64,9 @@ struct Api {
   std::string describe(ncclResult_t result, ncclComm_t comm) const {
     std::string text = ncclGetErrorString(result);
     const char* last = ncclGetLastError ? ncclGetLastError(comm) : nullptr;
-    return last && *last ? text + ": " + last : text;
+    if (!last || !*last) return text;
+    // NCCL's last error may be that of an earlier call.
+    return pyncclCpuIsGone ? last : text + ": " + last;
   }
 
   void check(ncclResult_t result, const std::string& what, ncclComm_t comm = nullptr,

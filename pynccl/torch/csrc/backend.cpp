@@ -74,6 +74,7 @@ std::optional<ncclUniqueId> exchange_id(const Api& api, const Attempt& attempt, 
 Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu,
                  Named named)
     : c10d::Backend(rank, size),
+      connects_cpu_(connect_cpu),
       store_(std::move(store)),
       options_(c10::make_intrusive<Options>(std::min(timeout, kLongest))),
       named_(std::move(named)) {
@@ -219,12 +220,31 @@ TaskPtr Backend::make_task(Call& call, Milliseconds timeout) const {
   return task;
 }
 
+// As ProcessGroupNCCL does: an event with the group, its ranks, and the numbers of elements.
+void Backend::describe_to_profiler(const std::string& name, const Task& task) {
+  auto elements = [](const Tensors& tensors) {
+    int64_t sum = 0;
+    for (auto& tensor : tensors) sum += tensor.defined() ? tensor.numel() : 0;
+    return sum;
+  };
+  auto& tensors = task.inputs.empty() ? task.outputs : task.inputs;
+  auto dtype = tensors.empty() || !tensors[0].defined() ? at::kByte : tensors[0].scalar_type();
+  const int first = int(global_rank(0)), stride = size_ < 2 ? 1 : int(global_rank(1)) - first;
+  RECORD_PARAM_COMMS_DATA(std::make_tuple(int64_t(sequence_), false), std::make_tuple(pg_uid_, pg_desc_),
+                          task.inputs, task.outputs, rank_, name.c_str(), elements(task.inputs),
+                          elements(task.outputs), dtype, std::vector<int64_t>(), std::vector<int64_t>(),
+                          first, stride, size_);
+}
+
 WorkPtr Backend::work_of(OpType type, const std::string& name, std::vector<TaskPtr> tasks) {
   if (!here_ || here_uid_ != pg_uid_ || here_desc_ != pg_desc_) {
     here_ = std::make_shared<const std::string>(here());
     here_uid_ = pg_uid_, here_desc_ = pg_desc_;
   }
-  return c10::make_intrusive<WorkPynccl>(rank_, type, "pynccl:" + name, std::move(tasks), ++sequence_, here_);
+  ++sequence_;
+  if (at::hasCallbacks()) describe_to_profiler(name, *tasks.front());
+  return c10::make_intrusive<WorkPynccl>(rank_, type, "pynccl:" + name, std::move(tasks), sequence_, here_,
+                                         hooks_);
 }
 
 WorkPtr Backend::launch(Call call, Milliseconds timeout, Pace pace) {
@@ -412,6 +432,65 @@ std::vector<TaskPtr> Backend::unfinished() {
   return tasks;
 }
 
+// Calls a function of NCCL for the communicator of each lane, after the operations in flight.
+void Backend::for_each_comm(const std::string& name,
+                            const std::function<ncclResult_t(const Api&, ncclComm_t)>& call) {
+  for (auto& task : unfinished()) {
+    task->hurry();
+    while (!task->await(kSlice)) {
+      check_signals();
+      if (Clock::now() >= task->deadline)
+        C10_THROW_ERROR(DistBackendError, c10::str("pynccl: ", name, " waits for operations in flight, and ",
+                                                   task->name, " has timed out"));
+    }
+  }
+  for (auto& lane : all_lanes())
+    if (lane->comm) lane->comm->check(call(*lane->api, lane->comm->handle()), name);
+}
+
+namespace {
+template <class Function>
+Function known(Function function, const char* name) {
+  TORCH_CHECK_NOT_IMPLEMENTED(function, "pynccl: the loaded NCCL has no ", name,
+                              ": it needs 2.29.7 or newer");
+  return function;
+}
+}  // namespace
+
+void Backend::suspend() {
+  for_each_comm("ncclCommSuspend", [](const Api& api, ncclComm_t comm) {
+    return known(api.ncclCommSuspend, "ncclCommSuspend")(comm, NCCL_SUSPEND_MEM);
+  });
+}
+
+void Backend::resume() {
+  for_each_comm("ncclCommResume", [](const Api& api, ncclComm_t comm) {
+    return known(api.ncclCommResume, "ncclCommResume")(comm);
+  });
+}
+
+// The keys are those of ProcessGroupNCCL.
+std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
+  std::unordered_map<std::string, uint64_t> stats;
+  for (auto [name, stat] : {std::pair("suspend", ncclStatGpuMemSuspend),
+                            {"suspended", ncclStatGpuMemSuspended},
+                            {"persist", ncclStatGpuMemPersist},
+                            {"total", ncclStatGpuMemTotal}})
+    for_each_comm("ncclCommMemStats", [&stats, name = name, stat = stat](const Api& api, ncclComm_t comm) {
+      uint64_t value = 0;
+      ncclResult_t result = known(api.ncclCommMemStats, "ncclCommMemStats")(comm, stat, &value);
+      stats[name] += value;
+      return result;
+    });
+  return stats;
+}
+
+#ifdef PYNCCL_HAS_HOOKS
+void Backend::registerCompletionHook(int64_t id, c10d::CompletionHook hook) {
+  hooks_->add_completed(id, [hook = std::move(hook)](uint64_t key) { hook({key, std::nullopt}); });
+}
+#endif
+
 void Backend::abort() { end(true); }
 
 // Lets operations in flight complete first.
@@ -432,6 +511,7 @@ void Backend::shutdown() {
 
 void Backend::end(bool abort) {
   if (home_.foreign() || ended_.exchange(true)) return;
+  if (abort) hooks_->failing();
   auto lanes = all_lanes();
   std::shared_ptr<Messages> messages;
   {

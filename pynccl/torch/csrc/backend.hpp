@@ -3,6 +3,7 @@
 
 #include <torch/version.h>
 
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -12,6 +13,9 @@
 // torch 2.6 lacks ErrorType. The rest of this file uses names that all versions have.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 6
 #define PYNCCL_HAS_ERROR_TYPE
+#endif
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+#define PYNCCL_HAS_HOOKS
 #endif
 
 namespace pynccl {
@@ -105,9 +109,21 @@ class Backend : public c10d::Backend {
   void setTimeout(Milliseconds timeout) { options_->timeout = std::min(timeout, kLongest); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  void suspend();
+  void resume();
+  std::unordered_map<std::string, uint64_t> getMemoryStats();
   void eagerConnectSingleDevice(at::Device device) override { connected(device); }
 #ifdef PYNCCL_HAS_ERROR_TYPE
   c10d::ErrorType getError();
+#endif
+#ifdef PYNCCL_HAS_HOOKS
+  bool supportsAbortHooks() const override { return true; }
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override { hooks_->add(id, std::move(hook)); }
+  void unregisterAbortHook(int64_t id) override { hooks_->remove(id); }
+  // On a device an operation completes unseen.
+  bool supportsCompletionHooks() const override { return connects_cpu_; }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
+  void unregisterCompletionHook(int64_t id) override { hooks_->remove_completed(id); }
 #endif
 
   void startCoalescing() override;
@@ -172,6 +188,7 @@ class Backend : public c10d::Backend {
   TaskPtr make_task(Call& call, Milliseconds timeout) const;
   void start(Lane& lane, const TaskPtr& task, Call call, Pace pace);
   WorkPtr refused();
+  void describe_to_profiler(const std::string& name, const Task& task);
   WorkPtr work_of(OpType type, const std::string& name, std::vector<TaskPtr> tasks);
   Named named_of(const std::vector<int>& ranks) const;
   int64_t global_rank(int rank) const;
@@ -186,12 +203,16 @@ class Backend : public c10d::Backend {
   std::shared_ptr<Attempt> connect(const Lane& lane);
   c10::Device barrier_device(const c10d::BarrierOptions& options);
   std::vector<TaskPtr> unfinished();
+  void for_each_comm(const std::string& name,
+                     const std::function<ncclResult_t(const Api&, ncclComm_t)>& call);
   std::vector<LanePtr> all_lanes();
   void end(bool abort);
   void leave(bool abort);
   std::unique_lock<std::recursive_mutex> entered();
 
   Home home_;
+  const bool connects_cpu_;
+  const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();
   intrusive_ptr<c10d::Store> store_;
   intrusive_ptr<Options> options_;
   std::recursive_mutex mutex_;

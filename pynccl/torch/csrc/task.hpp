@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "comm.hpp"
+#include "hooks.hpp"
 
 namespace pynccl {
 
@@ -75,6 +76,8 @@ class Task {
   bool advance(Milliseconds slice);
   // Leaves the work and its callbacks to other threads.
   bool await(Milliseconds slice);
+  // Has this counted once the operation has succeeded.
+  void report(std::shared_ptr<Completion> completion);
   // No thread waits for it.
   void hurry();
   // Whether the caller is a callback in the thread that would run it.
@@ -100,6 +103,7 @@ class Task {
   std::mutex mutex_;
   std::condition_variable changed_;
   intrusive_ptr<c10::ivalue::Future> future_;
+  std::vector<std::shared_ptr<Completion>> completions_;
 };
 
 using TaskPtr = std::shared_ptr<Task>;
@@ -126,6 +130,15 @@ inline intrusive_ptr<c10::ivalue::Future> Task::future() {
   return future_;
 }
 
+inline void Task::report(std::shared_ptr<Completion> completion) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!done()) return completions_.push_back(std::move(completion));
+    if (error_) return;
+  }
+  completion->count();
+}
+
 inline bool Task::advance_event(Milliseconds slice) {
   auto until = Clock::now() + slice;
   while (!end_->query()) {
@@ -143,6 +156,7 @@ inline bool Task::advance_event(Milliseconds slice) {
 inline void Task::finish(std::exception_ptr error) {
   intrusive_ptr<c10::ivalue::Future> waiting;
   std::function<void()> last;
+  decltype(completions_) completions;
   std::tuple<Tensors, decltype(issue)> gone;  // may need the GIL to be destroyed: not under the lock
   {
     // The end of the group may fail a task that another thread is finishing.
@@ -164,9 +178,12 @@ inline void Task::finish(std::exception_ptr error) {
     error_ = std::move(error);
     done_.store(true, std::memory_order_release);
     kept.swap(std::get<0>(gone)), issue.swap(std::get<1>(gone));
+    completions.swap(completions_);
     if (!end_) waiting = future_;
   }
   changed_.notify_all();
+  if (!error_)
+    for (auto& completion : completions) completion->count();
   if (waiting) complete_future(waiting);
 }
 
@@ -182,11 +199,16 @@ inline void Task::complete_future(const intrusive_ptr<c10::ivalue::Future>& futu
 class WorkPynccl : public c10d::Work {
  public:
   WorkPynccl(int rank, c10d::OpType type, const std::string& title, std::vector<TaskPtr> tasks,
-             uint64_t sequence, std::shared_ptr<const std::string> here)
+             uint64_t sequence, std::shared_ptr<const std::string> here, std::shared_ptr<const Hooks> hooks)
       : Work(rank, type, title.c_str(), tasks.front()->inputs),
         tasks_(std::move(tasks)),
         sequence_(sequence),
-        here_(std::move(here)) {}
+        here_(std::move(here)),
+        hooks_(std::move(hooks)) {
+    if (!hooks_->wants_completions()) return;
+    auto completion = std::make_shared<Completion>(hooks_, key_, tasks_.size());
+    for (auto& task : tasks_) task->report(completion);
+  }
 
   ~WorkPynccl() override {
     // A device keeps its tensors by itself, and an event that a graph has captured must not be queried.
@@ -212,12 +234,16 @@ class WorkPynccl : public c10d::Work {
   int sourceRank() const override { return tasks_.front()->source.load(); }
   std::vector<at::Tensor> result() override { return outputs_of(tasks_); }
   uint64_t getSequencenumber() const override { return sequence_; }
+  uint64_t getCompletionKey() const { return key_; }  // virtual since torch 2.15
   void synchronize() override { wait(kNoTimeout); }
 
   bool wait(Milliseconds timeout = kNoTimeout) override {
     for (auto& task : tasks_) wait_for(*task, timeout);
     settle();
-    if (auto error = exception()) std::rethrow_exception(error);
+    if (auto error = exception()) {
+      hooks_->failing();
+      std::rethrow_exception(error);
+    }
     return true;
   }
 
@@ -273,6 +299,7 @@ class WorkPynccl : public c10d::Work {
       }
       if (Clock::now() >= deadline) {
         task.hurry();
+        hooks_->failing();
         auto limit = own ? timeout : task.timeout;
         C10_THROW_ERROR(DistBackendError,
                         c10::str("pynccl: Timed out waiting ", limit.count(), "ms for ", task.name, " (call ",
@@ -288,9 +315,16 @@ class WorkPynccl : public c10d::Work {
     if (first) finish(exception());
   }
 
+  static uint64_t new_key() {
+    static std::atomic<uint64_t> last{0};
+    return ++last;
+  }
+
+  const uint64_t key_ = new_key();  // before the constructor's body uses it
   std::vector<TaskPtr> tasks_;
   uint64_t sequence_;
   std::shared_ptr<const std::string> here_;  // the rank and the group
+  std::shared_ptr<const Hooks> hooks_;
   std::atomic<bool> settled_{false};
 };
 

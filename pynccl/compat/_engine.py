@@ -1,0 +1,247 @@
+"""What vLLM's and SGLang's PyNcclCommunicator have in common, over pynccl.Communicator."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from pynccl._arrays import dtypes
+from pynccl._arrays.buffers import kind_of, shape_of
+from pynccl._comm.communicator import Communicator
+from pynccl._comm.groups import Group
+from pynccl._device.devices import on_device
+from pynccl._errors import NcclInvalidUsage
+from pynccl._library import loader
+from pynccl._memory.creation import zeros
+from pynccl.compat._wrapper import NCCLLibrary, Pointer, id_bytes, ncclComm_t, ncclUniqueId
+
+# What ncclCommWindowRegister takes for a window whose memory is symmetric.
+_SYMMETRIC = 1
+
+
+class Engine:
+    """One rank of an engine's group; its tensors are whatever pynccl's calls take.
+
+    With one rank it is disabled, as in the engines: its calls do nothing and return None.
+    """
+
+    # None without a process group.
+    group: Any
+    rank: int
+    world_size: int
+    available = False
+    disabled = True
+    nccl: NCCLLibrary
+    nccl_version: int
+    unique_id: ncclUniqueId
+    # As it was given; a torch.device where torch is imported.
+    device: Any
+
+    _own: Communicator | None = None
+
+    def _meet(self, group: Any, library_path: str | None, device: Any, **options: Any) -> None:
+        """Join the communicator of a process group, whose rank 0 makes the id."""
+        self.group = group
+        self.rank, self.world_size = _place_in(group)
+        if self.world_size == 1:
+            return
+        self.nccl = NCCLLibrary(library_path)
+        mine = self.nccl.ncclGetUniqueId() if self.rank == 0 else None
+        self._join(_shared_id(group, mine), device, **options)
+
+    def _join(self, uid: bytes, device: Any, **options: Any) -> None:
+        self.nccl_version = self.nccl.ncclGetRawVersion()
+        self.unique_id = self.nccl.unique_id_from_bytes(uid)
+        self.device, ordinal = _device(device)
+        self._own = Communicator(self.world_size, uid, self.rank, device=ordinal, **options)
+        self._groups: list[Group] = []
+        self.available, self.disabled = True, False
+        # The engines' own classes do so, and either kind of rank may be on the other side.
+        self._comm.all_reduce(_one_zero(self.device, ordinal))
+        self._comm.synchronize()
+
+    @property
+    def _comm(self) -> Communicator:
+        if self._own is None:
+            raise NcclInvalidUsage(f"the communicator of rank {self.rank} of {self.world_size} is closed")
+        return self._own
+
+    @property
+    def comm(self) -> ctypes.c_void_p:
+        """The ncclComm_t, for NCCLLibrary."""
+        return ncclComm_t(self._comm.handle)
+
+    def destroy(self) -> None:
+        """Release everything at once, without the other ranks; no effect if repeated."""
+        own, self._own = self._own, None
+        self.available, self.disabled = False, True
+        if own is not None:
+            while self._groups:
+                # With an exception a group drops its calls.
+                self._groups.pop().__exit__(NcclInvalidUsage, None, None)
+            own.abort()
+
+    @contextmanager
+    def change_state(self, enable: bool | None = None) -> Iterator[None]:
+        """Enable or disable the calls of a `with` body; None enables them where there is a communicator."""
+        before, self.disabled = self.disabled, not (self.available if enable is None else enable)
+        try:
+            yield
+        finally:
+            self.disabled = before
+
+    # --- one rank to another, and one to all ---
+
+    def send(self, tensor: Any, dst: int, stream: Any = None) -> None:
+        """Send a tensor to one rank, which receives it."""
+        if not self.disabled:
+            self._comm.send(_movable(tensor), dst, stream)
+
+    def recv(self, tensor: Any, src: int, stream: Any = None) -> None:
+        """Receive a tensor from one rank, which sends it."""
+        if not self.disabled:
+            self._comm.recv(_movable(tensor), src, stream)
+
+    def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
+        """Copy a tensor of one rank to all others."""
+        if not self.disabled:
+            self._comm.broadcast(tensor, root=src, stream=stream)
+
+    # --- groups ---
+
+    def group_start(self) -> None:
+        """Begin a group: the calls up to group_end are issued there, as one."""
+        if self.disabled:
+            return
+        opened = Group()
+        opened.__enter__()
+        self._groups.append(opened)
+
+    def group_end(self) -> None:
+        """End the group that was begun last, and issue its calls."""
+        if self.disabled:
+            return
+        if not self._groups:
+            raise NcclInvalidUsage("group_end without a group; expected group_start before it")
+        self._groups.pop().__exit__(None, None, None)
+
+    # --- windows ---
+
+    def register_comm_window_raw(self, ptr: int, size: int) -> ctypes.c_void_p:
+        """Make memory of every rank a symmetric window; every rank calls it. Return the window's handle."""
+        return self.nccl.ncclCommWindowRegister(self.comm, ptr, size, _SYMMETRIC)
+
+    def deregister_comm_window(self, window: Pointer) -> None:
+        """Release a window; its memory stays."""
+        self.nccl.ncclCommWindowDeregister(self.comm, window)
+
+
+def rows(array: Any, sizes: Sequence[int], name: str, size: int) -> list[int]:
+    """Return the elements of each rank's rows; raise unless `sizes` counts all rows of the array."""
+    shape = shape_of(array)
+    try:
+        counts = [index(count) for count in sizes]
+    except TypeError:
+        raise TypeError(f"sizes is {sizes!r}; expected {size} ints, one for each rank") from None
+    if len(counts) != size:
+        raise ValueError(f"sizes has {len(counts)} entries; expected {size}, one for each rank")
+    if not shape or sum(counts) != shape[0]:
+        raise ValueError(f"sizes is {counts}, {sum(counts)} rows; expected those of {name}, {shape}")
+    return [count * width_of(array) for count in counts]
+
+
+def like(array: Any) -> Any:
+    """Return a new array of the same kind, shape and dtype."""
+    return kind_of(array).empty(array, shape_of(array))
+
+
+def width_of(array: Any) -> int:
+    """Return the number of elements of a row."""
+    return int(np.prod(shape_of(array)[1:], dtype=np.int64))
+
+
+def memory_of(array: Any) -> tuple[int, int]:
+    """Return an array's address and size in bytes."""
+    pointer, count, code, _, _ = kind_of(array, "tensor").span(array, "tensor")
+    return pointer, count * dtypes.itemsize(code)
+
+
+def send_and_receive(
+    p2p_ops: Iterable[Any], send: Callable[[Any, int], None], recv: Callable[[Any, int], None]
+) -> None:
+    """Issue torch's P2POps as one group."""
+    import torch.distributed as dist
+
+    with Group():
+        for op in p2p_ops:
+            if op.op not in (dist.isend, dist.irecv):
+                raise ValueError(f"op is {op.op!r}; expected torch.distributed.isend or irecv")
+            (send if op.op is dist.isend else recv)(op.tensor, op.group_peer)
+
+
+def _movable(tensor: Any) -> Any:
+    """Return a float8 tensor as bytes, as which the engines move it; any other as it is."""
+    if "float8" not in str(getattr(tensor, "dtype", "")):
+        return tensor
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        return tensor.view(torch.uint8)
+    return tensor.view("uint8") if isinstance(tensor, np.ndarray) else tensor
+
+
+# --- how the ranks meet -------------------------------------------------------------------------------------
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    """Return the rank and the size of a process group, torch's or one with broadcast_obj."""
+    if hasattr(group, "broadcast_obj"):
+        return int(group.rank), int(group.world_size)
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise NcclInvalidUsage(
+            f"group is {group!r}, and torch.distributed is not initialized; expected its process group, or "
+            "an object with rank, world_size and broadcast_obj"
+        )
+    if "nccl" in str(dist.get_backend(group)).split(","):
+        raise ValueError("group is of torch's backend nccl; expected another one, such as gloo, for the id")
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _shared_id(group: Any, mine: ncclUniqueId | None) -> bytes:
+    """Return the id of rank 0 on every rank."""
+    if hasattr(group, "broadcast_obj"):
+        return id_bytes(group.broadcast_obj(mine, src=0))
+    import torch
+    import torch.distributed as dist
+
+    data = torch.tensor(list(bytes(128) if mine is None else id_bytes(mine)), dtype=torch.uint8)
+    dist.broadcast(data, src=dist.get_process_group_ranks(group)[0], group=group)
+    return bytes(data.tolist())
+
+
+def _device(device: Any) -> tuple[Any, int | None]:
+    """Return a device as a torch.device where torch is imported, and its ordinal if it has one."""
+    on_cpu = loader.backend() == "cpu"
+    torch = sys.modules.get("torch")
+    if isinstance(device, int) and not isinstance(device, bool):
+        return (torch.device("cpu" if on_cpu else f"cuda:{device}") if torch else device), device
+    kind, _, ordinal = str(device).partition(":")
+    expected = "an ordinal, 'cuda:N' or a torch.device" + (", or 'cpu'" if on_cpu else "")
+    if kind not in (("cpu", "cuda") if on_cpu else ("cuda",)) or not (ordinal.isdigit() or not ordinal):
+        raise ValueError(f"device is {device!r}; expected {expected}")
+    return (torch.device("cpu" if on_cpu else device) if torch else device), int(ordinal) if ordinal else None
+
+
+def _one_zero(device: Any, ordinal: int | None) -> Any:
+    """Return an array of one float32 on a communicator's device."""
+    if (torch := sys.modules.get("torch")) is not None:
+        return torch.zeros(1, dtype=torch.float32, device=device)
+    with on_device(ordinal):
+        return zeros(1, "float32")

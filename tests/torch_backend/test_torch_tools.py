@@ -1,0 +1,177 @@
+"""torch's own tools over the backend: the profiler, memory, and with a newer torch its flight recorder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from pynccl import testing
+
+pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(240)]
+
+
+def needs_newest_torch(test: Any) -> Any:
+    """Leave a test to `make test-torch`."""
+    return pytest.mark.full(pytest.mark.newest_torch(test))
+
+
+def start(rank: int, size: int, folder: str, seconds: float = 30) -> Any:
+    import pynccl.torch  # noqa: F401
+
+    store, limit = f"file://{folder}/store", timedelta(seconds=seconds)
+    dist.init_process_group("pynccl", init_method=store, rank=rank, world_size=size, timeout=limit)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD._get_backend(torch.device("cpu"))
+
+
+# --- the profiler ---
+
+
+def profiled(rank: int, size: int, folder: str) -> None:
+    start(rank, size, folder)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+        dist.all_gather_into_tensor(
+            torch.empty(5 * size, dtype=torch.int64), torch.ones(5, dtype=torch.int64)
+        )
+        dist.barrier()
+    found.export_chrome_trace(f"{folder}/{rank}.json")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow  # each rank imports torch
+def test_the_profiler_shows_what_was_called(tmp_path: Path) -> None:
+    testing.run(3, profiled, str(tmp_path), backend="cpu", timeout=200)
+    for rank in range(3):
+        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        names = [event.get("name") for event in events]
+        assert "pynccl:all_gather_into_tensor" in names and "pynccl:barrier" in names
+        gathered, barrier = (event["args"] for event in events if event.get("name") == "record_param_comms")
+        assert gathered["Collective name"] == "all_gather_into_tensor"
+        assert (gathered["In msg nelems"], gathered["Out msg nelems"]) == (5, 15)
+        assert (gathered["dtype"], gathered["Group size"]) == ("Long", 3)
+        assert (gathered["Global rank start"], gathered["Global rank stride"]) == (0, 1)
+        assert barrier["Collective name"] == "barrier"
+
+
+# --- memory ---
+
+
+def suspended(rank: int, size: int, folder: str) -> None:
+    backend = start(rank, size, folder)
+    late = dist.all_reduce(torch.ones(100_000), async_op=True)
+    backend.suspend()
+    assert late is not None and late.is_completed()
+    stats = backend.memory_stats()
+    assert set(stats) == {"suspend", "suspended", "persist", "total"}
+    assert stats["suspended"] == 1 and stats["total"] > 0
+    with pytest.raises(dist.DistBackendError, match="all_reduce: ncclAllReduce: comm is suspended"):
+        dist.all_reduce(torch.ones(3))
+    backend.resume()
+    assert backend.memory_stats()["suspended"] == 0
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [size] * 3
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow  # each rank imports torch
+def test_suspend(tmp_path: Path) -> None:
+    testing.run(2, suspended, str(tmp_path), backend="cpu", timeout=200)
+
+
+# --- what torch 2.15 adds ---
+
+
+@needs_newest_torch
+@pytest.mark.parametrize("name", ["pynccl", "cpu:pynccl", "cpu:gloo,cuda:pynccl"])
+def test_torch_finds_the_backend(name: str, tmp_path: Path) -> None:
+    program = f"""
+import sys, torch, torch.distributed as dist
+dist.init_process_group({name!r}, init_method="file://{tmp_path}/store", rank=0, world_size=1)
+x = torch.ones(3)
+dist.all_reduce(x)
+assert "pynccl.torch" in sys.modules and x.tolist() == [1.0] * 3
+dist.destroy_process_group()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100, cwd=tmp_path)
+
+
+def recorded(rank: int, size: int, folder: str) -> None:
+    from torch._C._distributed_c10d import _dump_fr_trace_json
+
+    start(rank, size, folder)
+    dist.all_reduce(torch.ones(4))
+    dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, torch.ones(2), (rank + 1) % size),
+            dist.P2POp(dist.irecv, torch.ones(2), (rank - 1) % size),
+        ]
+    )[-1].wait()
+    works = [dist.all_gather_into_tensor(torch.empty(4), torch.ones(2), async_op=True) for _ in range(20)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    dist.barrier()
+    entries = json.loads(_dump_fr_trace_json(backend="pynccl"))["entries"]
+    assert len(entries) >= 23
+    assert {entry["state"] for entry in entries} == {"completed"}
+    assert entries[0]["profiling_name"] == "pynccl:all_reduce" and entries[0]["input_sizes"] == [[4]]
+    dist.destroy_process_group()
+
+
+@needs_newest_torch
+def test_the_flight_recorder_sees_completions(tmp_path: Path) -> None:
+    testing.run(2, recorded, str(tmp_path), backend="cpu", timeout=200)
+
+
+def hung(rank: int, size: int, folder: str, how: str) -> None:
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    backend = start(rank, size, folder, seconds=3)
+    heard: list[str] = []
+    backend.register_abort_hook(7, lambda: heard.append("failing"))
+    dist.all_reduce(torch.ones(4))
+    assert not heard
+    x = torch.ones(7)
+    other = {
+        "another call": lambda: dist.all_gather_into_tensor(torch.empty(4), x[:2]),
+        "no call": lambda: dist.recv(x, 0),
+    }[how]
+    with pytest.raises(dist.DistBackendError):
+        dist.all_reduce(x) if rank == 0 else other()
+    assert heard
+    backend.unregister_abort_hook(7)
+    heard.clear()
+    backend.abort()
+    assert not heard
+
+
+@needs_newest_torch
+@pytest.mark.parametrize("how", ["another call", "no call"])
+def test_torchs_analyzer_reads_the_dumps(how: str, tmp_path: Path) -> None:
+    """A time-out, or a call that failed, has torch write a dump on each rank."""
+    testing.run(2, hung, str(tmp_path), how, backend="cpu", timeout=200)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.flight_recorder.fr_trace",
+        str(tmp_path),
+        "-p",
+        "trace_",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout + done.stderr
+    if how == "another call":
+        assert "Culprit rank 1; Error type: COLLECTIVE_TYPE_MISMATCH" in told or "Culprit rank 0" in told
+    else:
+        assert "pynccl:all_reduce" in told and "world size: 2" in told
