@@ -12,6 +12,8 @@ from typing import Any
 
 from pynccl._arrays.buffers import Array
 from pynccl._comm.communicator import Communicator
+from pynccl._errors import NcclInvalidUsage
+from pynccl._library.binding import lib
 from pynccl._values import check_int
 from pynccl.transfer import _agreement, _buckets, _tensors
 from pynccl.transfer._agreement import Announcement
@@ -35,7 +37,7 @@ def send_tensors(
     communicator stays usable. A wrong tensor raises TypeError or ValueError, and CollectiveMismatchError on
     the receivers. Otherwise raises as `Communicator.broadcast` does.
     """
-    _require_peers(comm)
+    _require_peers(comm, "send_tensors")
 
     def describe() -> Announcement:
         expected = "a positive number of bytes"
@@ -64,7 +66,7 @@ def recv_tensors(
     or ValueError, and CollectiveMismatchError on the other ranks. Otherwise raises as
     `Communicator.broadcast` does.
     """
-    _require_peers(comm)
+    _require_peers(comm, "recv_tensors")
     root = check_int(root, "root", 0, comm.size, f"a rank from 0 to {comm.size - 1}, other than this one")
 
     def expect() -> dict[str, _tensors.Tensor] | None:
@@ -79,8 +81,10 @@ def recv_tensors(
     return moves.arrays
 
 
-def _require_peers(comm: Any) -> None:
+def _require_peers(comm: Any, what: str) -> None:
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm is {comm!r}; expected a pynccl.Communicator")
+    if lib.pynccl_is_recording():
+        raise NcclInvalidUsage(f"{what} inside pynccl.group() or prepare: expected it outside", function=what)
     if comm.size < 2:
         raise ValueError("comm has one rank; expected a sender and at least one receiver")

@@ -89,15 +89,23 @@ def _meet(comm: Communicator, role: int, root: int, length: int) -> int:
 
 def _answer(comm: Communicator, failed: Exception | None) -> None:
     """Tell all ranks whether this one goes on; raise if one does not: its own error, or what it says."""
-    text = "" if failed is None else f"{type(failed).__name__}: {failed}"
-    if isinstance(failed, CollectiveMismatchError):
-        text = str(failed)
-    answers = gather_bytes(comm, text.encode())
+    answers = gather_bytes(comm, _text_of(failed).encode(errors="backslashreplace"))
     if failed is not None:
         raise failed
     refusals = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer]
     if refusals:
         raise CollectiveMismatchError("no tensors were sent; " + "; ".join(refusals))
+
+
+def _text_of(failed: Exception | None) -> str:
+    if failed is None:
+        return ""
+    name = type(failed).__name__
+    try:
+        text = str(failed)
+    except Exception:
+        return name
+    return text if isinstance(failed, CollectiveMismatchError) else f"{name}: {text}"
 
 
 def _packed(announcement: Announcement) -> bytes:
@@ -110,7 +118,8 @@ def _unpacked(data: bytes) -> Announcement:
     try:
         said: dict[str, Any] = json.loads(data)
         tensors = {
-            str(name): Tensor(str(dtype), tuple(map(int, shape))) for name, dtype, shape in said["tensors"]
+            str(name): Tensor(str(dtype), tuple(map(int, shape)), shares)
+            for name, dtype, shape, shares in said["tensors"]
         }
         size = int(said["bucket_bytes"])
     except (ValueError, TypeError, KeyError) as error:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from pynccl._arrays import dtypes
 from pynccl._comm.communicator import Communicator
 from pynccl._comm.prepared import Plan
 from pynccl.transfer._agreement import Announcement
@@ -37,7 +35,7 @@ def prepare(
         Plan([_prepared(comm, arrays[name], root, f"{argument}[{name!r}]") for name in bucket])
         for bucket in buckets(announcement.tensors, announcement.bucket_bytes)
     ]
-    total = sum(map(nbytes_of, announcement.tensors.values()))
+    total = sum(tensor.nbytes for tensor in announcement.tensors.values())
     return Moves({name: arrays[name] for name in announcement.tensors}, plans, total)
 
 
@@ -53,7 +51,7 @@ def buckets(tensors: Mapping[str, Tensor], most: int) -> Iterator[list[str]]:
     bucket: list[str] = []
     room = most
     for name, tensor in tensors.items():
-        nbytes = nbytes_of(tensor)
+        nbytes = tensor.nbytes
         if not nbytes:
             continue
         if bucket and (nbytes > room or len(bucket) == _MOST_CALLS):
@@ -63,10 +61,3 @@ def buckets(tensors: Mapping[str, Tensor], most: int) -> Iterator[list[str]]:
         room -= nbytes
     if bucket:
         yield bucket
-
-
-def nbytes_of(tensor: Tensor) -> int:
-    """Return the size of a tensor's elements."""
-    code = dtypes.CODES[tensor.dtype]
-    travel = dtypes.traveller(code)
-    return math.prod(tensor.shape) * dtypes.itemsize(code) * (travel.factor if travel else 1)

@@ -122,9 +122,17 @@ def test_many_small_tensors(tmp_path: Path) -> None:
 # --- refusals -----------------------------------------------------------------------------------------------
 
 
+class Unreadable(dict[str, Any]):
+    """A mapping that is read from a file whose name is not UTF-8."""
+
+    def items(self) -> Any:
+        raise ValueError("a \udcff")
+
+
 def mismatches() -> list[tuple[Tensors, str]]:
     """Return what rank 1 expects of one float32 `w` of (2, 3), and what all ranks say of it."""
     f4 = np.float32
+    x = np.zeros(7, f4)
     return [
         ({"w": np.zeros((3, 2), f4)}, r"'w' is announced as float32 \(2, 3\), expected as float32 \(3, 2\)"),
         ({"w": np.zeros((2, 3))}, r"'w' is announced as float32 \(2, 3\), expected as float64 \(2, 3\)"),
@@ -137,6 +145,8 @@ def mismatches() -> list[tuple[Tensors, str]]:
         ({"w": [1, 2]}, r"into\['w'\] is of type list"),
         ({1: np.zeros(1)}, r"into\[1\] has the name 1; expected a str"),
         ([np.zeros(1)], r"into is of type list; expected a mapping"),
+        ({"w": x[:6].reshape(2, 3), "v": x[1:7]}, r"into\['v'\] overlaps into\['w'\] in memory"),
+        (Unreadable(), "a .*"),
     ]
 
 
@@ -179,6 +189,24 @@ def refusing(rank: int, nranks: int, folder: str) -> None:
         # And it still works.
         either(comm, ones, senders=(2,), into={"w": untouched}, root=2)
         assert (untouched == (7 if rank == 2 else 1)).all()
+
+
+def sharing(rank: int, nranks: int, folder: str) -> None:
+    """Receive into one array under two names, from one array and from two."""
+    one = np.full(3, rank + 1.0)
+    with shared(rank, nranks, folder) as comm:
+        either(comm, {"v": one, "w": one}, into={"v": one, "w": one})
+        assert (one == 1).all()
+        either(comm, {"v": one, "w": one}, into={"v": np.zeros(3), "w": np.zeros(3)})
+        with pytest.raises(pynccl.CollectiveMismatchError, match="'w' and 'v' are announced as two tensors"):
+            either(comm, {"v": one, "w": np.zeros(3)}, into={"v": one, "w": one})
+        with pytest.raises(pynccl.NcclInvalidUsage, match=r"tensors inside pynccl.group\(\)"), pynccl.group():
+            either(comm, {"v": one}, into={"v": one})
+        comm.barrier()
+
+
+def test_names_that_share_an_array(tmp_path: Path) -> None:
+    testing.run(2, sharing, str(tmp_path), backend="cpu", timeout=50)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
