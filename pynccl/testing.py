@@ -71,9 +71,10 @@ def run(
     """Call `fn(rank, nranks, *args)` in one new process for each rank; return the results in rank order.
 
     A new process finds `fn` by its name in its module or file, which it imports: a script calls `run` under
-    `if __name__ == "__main__":`. With cloudpickle installed any function works,
-    also from notebooks and standard input, and lambdas. `backend` is "auto" (the CPU library without an
-    NVIDIA driver) or a value for PYNCCL_LIBRARY. `env` adds variables. No process is left running afterwards.
+    `if __name__ == "__main__":`. With cloudpickle installed any function works, also from notebooks and
+    standard input, and lambdas. Arguments and results are pickled. `backend` is "auto" (the CPU library
+    without an NVIDIA driver) or a value for PYNCCL_LIBRARY. `env` adds variables. No process is left running
+    afterwards.
 
     Raises RankError with the traceback of a rank that failed. With `check=False` the result holds the
     RankError instead, and the other ranks continue. Raises RankTimeout after `timeout` seconds, and TypeError
@@ -300,13 +301,21 @@ def _call(folder: Path, rank: int) -> bool:
         else:
             fn, args = pickle.loads((folder / "args").read_bytes())
             dumps = _cloudpickle(fn).dumps
-        answer = (True, dumps(fn(rank, nranks, *args)), "")
+        answer = (True, _dumps_result(fn(rank, nranks, *args), dumps), "")
     except BaseException as error:
         answer = (False, _dumps_error(error, dumps), traceback.format_exc())
     draft = folder / f"{rank}.draft"
     draft.write_bytes(pickle.dumps(answer))
     draft.rename(folder / f"{rank}.result")
     return answer[0]
+
+
+def _dumps_result(value: Any, dumps: Callable[[Any], bytes]) -> bytes:
+    try:
+        return dumps(value)
+    except Exception as error:
+        kind = type(value).__qualname__
+        raise TypeError(f"the function returned a {kind} that cannot be pickled: {error}") from error
 
 
 def _dumps_error(error: BaseException, dumps: Callable[[Any], bytes]) -> bytes:

@@ -256,12 +256,32 @@ class Arguments:
             raise ValueError(f"{name} is {values}; expected whole numbers, 0 or more")
         return values
 
+    def require_own(self, span: Span, name: str, counts: list[int]) -> None:
+        """Require the number of elements that the counts give this rank."""
+        require_count(span, name, counts[self._rank], f"counts[{self._rank}], in elements")
+
+    def both_counts(self, send_counts: Any, recv_counts: Any) -> tuple[list[int], list[int]]:
+        """Return the element counts of all_to_all_v."""
+        try:
+            return self.counts(send_counts, "send_counts"), self.counts(recv_counts, "recv_counts")
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error}; the order is send, send_counts, recv, recv_counts") from None
+
+    def require_equal_own(self, out: list[int], into: list[int]) -> None:
+        """Require that this rank sends itself what it receives from itself."""
+        mine = self._rank
+        if out[mine] != into[mine]:
+            raise ValueError(
+                f"send_counts[{mine}] is {out[mine]} and recv_counts[{mine}] is {into[mine]}; expected them "
+                "equal, for the elements that this rank sends to itself"
+            )
+
     def room(self, send: Any, recv: Any, counts: Any, name: str, rank: int | None = None) -> Any:
         """Return `recv`, or a new array for the counts: for all of them, or for that of one rank."""
         if recv is not None:
             return recv
         if send is None:
-            raise TypeError("send and recv are None; expected an array for at least one of them")
+            raise TypeError("send and recv are None; expected recv where send is None")
         each = self.counts(counts, name)
         return self._new(send, (sum(each) if rank is None else each[rank],))
 
@@ -270,7 +290,7 @@ class Arguments:
     ) -> list[tuple[int, int, int]]:
         """Return dtype code, address and length of each rank's part of `whole`; `other` has its dtype."""
         _require_dtype(*((other, whole) if name == "recv" else (whole, other)))
-        require_count(whole, name, sum(counts), why)
+        require_count(whole, name, sum(counts), f"{why}, in elements")
         travel, address, parts = dtypes.traveller(whole[2]), whole[0], []
         for count in counts:
             length = count * (travel.factor if travel else 1)

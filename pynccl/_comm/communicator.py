@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
 from types import TracebackType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -176,6 +176,12 @@ class Communicator(Operations):
 
     def __repr__(self) -> str:
         return repr(self._core)
+
+    # For type checkers every name would exist.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"'Communicator' object has no attribute {name!r}{_meant(name)}")
 
     __reduce__ = refuse_copy
 
@@ -456,3 +462,29 @@ def _ordinals(devices: Any) -> list[int]:
     if not ordinals:
         raise ValueError(f"devices is {devices!r}; expected {expected}")
     return ordinals
+
+
+# Names of mpi4py, torch and CuPy that differ from pynccl's in more than case and underscores.
+_OTHER_NAMES = {
+    "allgatherintotensor": "all_gather",
+    "alltoallsingle": "all_to_all",
+    "bcast": "broadcast",
+    "create": "split",
+    "getrank": "rank",
+    "getsize": "size",
+    "getworldsize": "size",
+    "irecv": "recv(..., wait=False)",
+    "isend": "send(..., wait=False)",
+    "nranks": "size",
+    "rankid": "rank",
+    "reducescattertensor": "reduce_scatter",
+    "worldsize": "size",
+}
+
+
+def _meant(name: str) -> str:
+    """Return a hint with pynccl's name for what other libraries call so."""
+    plain = name.replace("_", "").lower()
+    ours = {known.replace("_", ""): known for known in dir(Communicator) if not known.startswith("_")}
+    meant = _OTHER_NAMES.get(plain) or ours.get(plain)
+    return f"; pynccl's name is {meant}" if meant else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 
 from pynccl._arrays.buffers import Array
-from pynccl._comm.arguments import apart, require_count
+from pynccl._comm.arguments import apart
 from pynccl._comm.calls import Calls, PerCall, Piece
 from pynccl._comm.core import Core
 from pynccl._comm.one_sided import OneSided
@@ -561,7 +561,7 @@ class Operations:
             check = self._arguments
             each = check.counts(counts, "counts")
             source, target = check.span(send, "send", split=True), check.output(recv, "recv", split=True)
-            require_count(source, "send", each[self._core.rank], f"counts[{self._core.rank}]")
+            check.require_own(source, "send", each)
             parts = check.parts(source, target, "recv", each, "the sum of counts")
             return [
                 Piece(BROADCAST, code, source[0] if root == self._core.rank else part, part, count, root)
@@ -636,7 +636,7 @@ class Operations:
             check = self._arguments
             each = check.counts(counts, "counts")
             source, target = check.span(send, "send", split=True), check.output(recv, "recv", split=True)
-            require_count(target, "recv", each[self._core.rank], f"counts[{self._core.rank}]")
+            check.require_own(target, "recv", each)
             parts = check.parts(target, source, "send", each, "the sum of counts")
             return [
                 Piece(REDUCE, code, part, target[0] if root == self._core.rank else 0, count, root)
@@ -714,7 +714,7 @@ class Operations:
             check.rank_in(root, "root")
             each = check.counts(counts, "counts")
             source = check.span(send, "send", split=True)
-            require_count(source, "send", each[self._core.rank], f"counts[{self._core.rank}]")
+            check.require_own(source, "send", each)
             pieces = [Piece(SEND, source[2], source[0], 0, source[1], root)]
             if here:
                 target = check.output(recv, "recv", split=True)
@@ -792,7 +792,7 @@ class Operations:
             check.rank_in(root, "root")
             each = check.counts(counts, "counts")
             target = check.output(recv, "recv", split=True)
-            require_count(target, "recv", each[self._core.rank], f"counts[{self._core.rank}]")
+            check.require_own(target, "recv", each)
             pieces = [Piece(RECV, target[2], 0, target[0], target[1], root)]
             if here:
                 source = check.span(send, "send", split=True)
@@ -866,10 +866,11 @@ class Operations:
 
         def pieces() -> list[Piece]:
             check = self._arguments
-            out, into = check.counts(send_counts, "send_counts"), check.counts(recv_counts, "recv_counts")
+            out, into = check.both_counts(send_counts, recv_counts)
             source, target = check.span(send, "send", split=True), check.output(recv, "recv", split=True)
             sends = check.parts(target, source, "send", out, "the sum of send_counts")
             recvs = check.parts(source, target, "recv", into, "the sum of recv_counts")
+            check.require_equal_own(out, into)
             if not apart(source, target):
                 raise ValueError("send and recv overlap; expected separate memory")
             return [Piece(SEND, code, part, 0, n, peer) for peer, (code, part, n) in enumerate(sends)] + [

@@ -16,7 +16,7 @@ from pynccl._library.discovery import Candidate
 from pynccl._library.generated.api import Version
 
 _IF_LOADED, _DEEPBIND = 1, 2
-_ON_CPU = """PYNCCL_LIBRARY=cpu, or pynccl.load("cpu") in the program, runs it on CPU memory."""
+_ON_CPU = """To run on CPU memory, set PYNCCL_LIBRARY=cpu or call pynccl.load("cpu") first."""
 _INSTALL = "nvidia-nccl-cu12 or nvidia-nccl-cu13, or set PYNCCL_LIBRARY to the path of a libnccl."
 
 
@@ -156,7 +156,7 @@ def _advice() -> str:
     """Return what to do without a library: first what can work on this machine."""
     if cuda.available():
         return f"Install {_INSTALL} {_ON_CPU}"
-    return f"No NVIDIA driver can be used here: {_ON_CPU} With a driver, install {_INSTALL}"
+    return f"No NVIDIA driver was found. {_ON_CPU} With a driver, install {_INSTALL}"
 
 
 def _file(text: str, how: str) -> str:

@@ -54,6 +54,27 @@ def test_all_reduce(rank: int, nranks: int) -> None:
         assert comm.all_reduce(np.zeros(0)).size == 0
 
 
+NAMES = {
+    "bcast": "broadcast",
+    "Allreduce": "all_reduce",
+    "allReduce": "all_reduce",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "Get_rank": "rank",
+    "world_size": "size",
+    "isend": r"send\(\.\.\., wait=False\)",
+}
+
+
+@on_ranks(1)
+def test_names_of_other_libraries(rank: int, nranks: int) -> None:
+    with single() as comm:
+        for name, ours in NAMES.items():
+            with pytest.raises(AttributeError, match=rf"no attribute '{name}'; pynccl's name is {ours}$"):
+                getattr(comm, name)
+        with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
+            comm.nonsense  # type: ignore[attr-defined]  # noqa: B018
+
+
 @on_ranks(3)
 def test_broadcast(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
