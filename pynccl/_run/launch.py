@@ -19,7 +19,7 @@ from typing import IO
 from pynccl._errors import BootstrapError
 from pynccl._library import cuda
 from pynccl._run import evidence, word
-from pynccl._run.nodes import Meeting, Node, Outcome, alone, among
+from pynccl._run.nodes import TIMED_OUT, Meeting, Node, Outcome, alone, among
 from pynccl._run.output import Lines, Logs, Status, shown, write_all
 from pynccl._run.process import Child
 from pynccl._trace.recorder import DIR, file_name, own_folder, private_file
@@ -33,7 +33,6 @@ _LOOK_SECONDS = 0.02
 _LONGEST_WAIT = 3600.0
 # Seconds to read the rest of the pipes, which a descendant may hold open.
 _DRAIN_SECONDS = 1.0
-_TIMED_OUT = 124
 # Lines of a failing rank that are shown before a restart.
 _LAST_LINES = 10
 # Seconds for which the end of a rank waits for that of the rank whose exception came first.
@@ -107,7 +106,7 @@ def _start(job: Job, env: dict[str, str], logs: Logs, attempt: int) -> _Launcher
     if job.node is None:
         place = alone(env, job.nranks, attempt)
     else:
-        place = among(env, job.nranks, job.node, job.timeout, attempt)
+        place = among(env, job.nranks, job.node, job.timeout, attempt, _say)
     with place as meeting, tempfile.TemporaryDirectory(prefix="pynccl-run-") as folder:
         launcher = _Launcher(job, env, meeting, logs, Path(folder))
         launcher.run()
@@ -286,7 +285,7 @@ class _Launcher:
         running = [rank for rank in self.children if rank not in self.ended]
         if running and not self._ending:
             self._say(f"--timeout has passed; still running: {', '.join(map(str, running))}")
-            self.code = _TIMED_OUT
+            self.code = TIMED_OUT
             self._tell("--timeout has passed")
             self._ask(signal.SIGTERM)
 
@@ -336,7 +335,7 @@ class _Launcher:
     def _on_signal(self, number: int) -> None:
         self.stopped = self.stopped or number in _ENDING
         if number in _ENDING and not self._ending:
-            self._tell(f"pynccl run was ended by {signal.Signals(number).name}")
+            self._tell(f"pynccl run was ended by {signal.Signals(number).name}", 128 + number)
             self._ask(number)
         elif number in _ENDING:
             # The signal came a second time.
@@ -386,11 +385,11 @@ class _Launcher:
         if not self.job.keep_going:
             self._tell(text)
 
-    def _tell(self, failure: str) -> None:
+    def _tell(self, failure: str, code: int = 1) -> None:
         """Tell the launchers on other machines why this one ends its ranks."""
         if self.meeting.failures is not None:
             try:
-                self.meeting.failures.tell(failure, self.code or 1, self.stopped)
+                self.meeting.failures.tell(failure, self.code or code, self.stopped)
             except (BootstrapError, TimeoutError) as error:
                 self._say(f"cannot tell the other machines: {error}")
 
@@ -402,6 +401,9 @@ class _Launcher:
     def agree(self) -> None:
         """Take over the outcome of all machines, by which each decides whether its ranks start again."""
         failures = self.meeting.failures
+        if failures is not None and failures.late:
+            self._say(f"--timeout has passed; not ended: node {', '.join(map(str, failures.late))}")
+            self.code = self.code or TIMED_OUT
         if failures is not None and failures.again:
             self.code = self.code or failures.outcome.code
             self.stopped = failures.outcome.final
@@ -451,7 +453,7 @@ class _Launcher:
     def _explain_code(self) -> None:
         """Explain the exit code if some ranks reached the end of the program."""
         code = None if self.first is None else self.children[self.first].poll()
-        if self.job.keep_going and code is not None and self.code != _TIMED_OUT:
+        if self.job.keep_going and code is not None and self.code != TIMED_OUT:
             self._say(f"exit code {self.code} of rank {self.first}, which failed first")
 
     def _say(self, text: str) -> None:

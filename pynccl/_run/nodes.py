@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -21,6 +21,11 @@ _SLICE_SECONDS = 30.0
 # Seconds in which the others see in the store why node 0 ends.
 _TELL_SECONDS = 1.0
 _FAILED, _FAILURES, _OUTCOME, _START = "nodes/failed", "nodes/failures", "nodes/outcome", "nodes/start"
+# Seconds after which node 0 says for which nodes it waits, and seconds for the will of a killed launcher.
+_SAY_SECONDS = 10.0
+_WILL_SECONDS = 2.0
+# The exit code if a node does not end after --timeout.
+TIMED_OUT = 124
 # A key that no launcher sets.
 _CLOSED = "nodes/closed"
 # The end of a launcher that has not told of it.
@@ -62,8 +67,13 @@ class Failures:
     If the job may start again, `outcome` is that of all nodes after `end`, and the same on each.
     """
 
-    def __init__(self, store: Store, node: Node, secret: str, job: str, again: bool) -> None:
+    def __init__(
+        self, store: Store, node: Node, secret: str, job: str, again: bool, timeout: float | None
+    ) -> None:
         self.news, self.first, self.again = os.eventfd(0), Outcome(1), again
+        # The nodes that have not ended after the time-out, and when that is noticed.
+        self.late: list[int] = []
+        self._until = None if timeout is None else time.monotonic() + timeout + _END_SECONDS
         # How this node's ranks have ended, and how all have. Without an answer of node 0 they have failed.
         self.own, self.outcome = Outcome(1), Outcome(1)
         self._store, self._node, self._secret, self._job = store, node, secret, job
@@ -73,8 +83,8 @@ class Failures:
         store.will(_end_of(node.rank), _GONE)
         threading.Thread(target=self._watch, daemon=True).start()
         others = range(1, node.count) if node.rank == 0 else ()
-        self._watchers = [threading.Thread(target=self._watch_end, args=[k], daemon=True) for k in others]
-        for watcher in self._watchers:
+        self._watchers = {k: threading.Thread(target=self._watch_end, args=[k], daemon=True) for k in others}
+        for watcher in self._watchers.values():
             watcher.start()
 
     def tell(self, text: str, code: int = 1, final: bool = False) -> None:
@@ -82,7 +92,7 @@ class Failures:
         self._over = True
         self._fail(self._store, Outcome(code, final, f"{text} on node {self._node.rank}"))
 
-    def end(self) -> None:
+    def end(self, say: Callable[[str], None]) -> None:
         """Tell the others how this node's ranks have ended.
 
         Node 0, with the store, waits for the ranks of all; if the job may start again, every node does.
@@ -90,9 +100,7 @@ class Failures:
         self._over = True
         self._store.withdraw()
         self._store.set(_end_of(self._node.rank), self.own.packed())
-        for watcher in self._watchers:
-            while watcher.is_alive() and not self._is_late():
-                watcher.join(0.2)
+        self._await_others(say)
         if self.again and self._node.rank == 0:
             self._decide()
         elif self.again:
@@ -102,9 +110,21 @@ class Failures:
             with suppress(BootstrapError, TimeoutError):
                 self._store.get(_CLOSED, _END_SECONDS)
 
+    def _await_others(self, say: Callable[[str], None]) -> None:
+        say_at: float | None = time.monotonic() + _SAY_SECONDS
+        while running := [other for other, watcher in self._watchers.items() if watcher.is_alive()]:
+            if self._is_late():
+                self.late = running if self._failed_at is None else []
+                return
+            if say_at is not None and time.monotonic() > say_at:
+                say(f"the ranks of this machine have ended; waiting for node {', '.join(map(str, running))}")
+                say_at = None
+            self._watchers[running[0]].join(0.2)
+
     def _decide(self) -> None:
         """Tell the others the outcome, and wait until they have read it: the store ends with this attempt."""
         ends = [self.own, *(self._ends[other] for other in sorted(self._ends))]
+        ends += [Outcome(TIMED_OUT)] if self.late else []
         if self._store.add(_FAILURES, 0):
             ends.insert(0, Outcome.unpacked(_come(self._store, _FAILED)))
         failed = [end for end in ends if end.code]
@@ -117,8 +137,9 @@ class Failures:
                 self._store.get(_left(other), max(0.0, deadline - time.monotonic()))
 
     def _is_late(self) -> bool:
-        """Tell whether the others had the time to end after a failure."""
-        return self._failed_at is not None and time.monotonic() > self._failed_at + _END_SECONDS
+        """Tell whether the others had the time to end after a failure, or after the time-out."""
+        until = self._until if self._failed_at is None else self._failed_at + _END_SECONDS
+        return until is not None and time.monotonic() > until
 
     def _fail(self, store: Store, outcome: Outcome) -> None:
         self._failed_at = self._failed_at or time.monotonic()
@@ -187,23 +208,29 @@ def open_store(env: Mapping[str, str]) -> StoreServer:
 
 @contextmanager
 def among(
-    env: Mapping[str, str], nranks: int, node: Node, timeout: float | None, attempt: int
+    env: Mapping[str, str],
+    nranks: int,
+    node: Node,
+    timeout: float | None,
+    attempt: int,
+    say: Callable[[str], None],
 ) -> Iterator[Meeting]:
     """Meet the other machines' launchers in the store of node 0, and tell them of the end.
 
-    The attempt is node 0's: a launcher that was started anew counts from the others' number.
+    The attempt is node 0's: a launcher that was started anew counts from the others' number. `say` shows what
+    this launcher waits for.
     """
     host, port = parse_address(node.store)
     secret, job = read_secret(env), env.get("PYNCCL_JOB_ID", "")
     seconds = min(timeout or _MEET_SECONDS, _MEET_SECONDS)
     server = _serve(host, port, secret, job) if node.rank == 0 else None
     try:
-        with Store(node.store, secret, job=job, timeout=seconds) as store:
+        with _join(node, secret, job, seconds) as store:
             first, size = _meet(store, nranks, node, seconds)
             if node.rank == 0:
                 store.set(_START, b"%d %d" % (free_port(), attempt))
             port, attempt = map(int, store.get(_START).split())
-            failures = Failures(store, node, secret, job, attempt < node.restarts)
+            failures = Failures(store, node, secret, job, attempt < node.restarts, timeout)
             try:
                 yield Meeting(first, size, node.store, secret, job, (host, port), attempt, failures)
             except BaseException as error:
@@ -212,10 +239,32 @@ def among(
                 raise
             finally:
                 with suppress(BootstrapError, TimeoutError):
-                    failures.end()
+                    failures.end(say)
     finally:
         if server is not None:
             server.close()
+
+
+def _join(node: Node, secret: str, job: str, seconds: float) -> Store:
+    """Connect to the store of the attempt that begins.
+
+    If a killed launcher of this node took part in the present one, wait for its end.
+    """
+    while True:
+        store = Store(node.store, secret, job=job, timeout=seconds)
+        if not node.restarts or not _was_killed(store, node):
+            return store
+        with store, suppress(BootstrapError, TimeoutError):
+            store.get(_CLOSED, seconds)
+
+
+def _was_killed(store: Store, node: Node) -> bool:
+    """Tell whether an earlier launcher of this node took part in the attempt, and is gone."""
+    if not store.add(_place(node.rank), 0):
+        return False
+    with suppress(TimeoutError):
+        return store.get(_end_of(node.rank), _WILL_SECONDS) == _GONE
+    return False
 
 
 def _meet(store: Store, nranks: int, node: Node, seconds: float) -> tuple[int, int]:

@@ -145,6 +145,7 @@ def test_a_signal_ends_all_machines(start: Start) -> None:
     second.send_signal(signal.SIGTERM)
     assert second.wait(40) == 128 + signal.SIGTERM
     _, said = first.communicate(timeout=40)
+    assert first.returncode == 128 + signal.SIGTERM
     assert "pynccl run was ended by SIGTERM on node 1" in said
     until_gone(running)
 
@@ -241,7 +242,7 @@ def test_a_signal_restarts_nothing(start: Start) -> None:
     launchers[1].send_signal(signal.SIGTERM)
     for launcher in launchers:
         _, errors = launcher.communicate(timeout=50)
-        assert launcher.returncode == (128 + signal.SIGTERM if launcher is launchers[1] else 1)
+        assert launcher.returncode == 128 + signal.SIGTERM
         assert "pynccl run: restart" not in errors
     until_gone(running)
 
@@ -261,6 +262,33 @@ def test_a_new_launcher_takes_part_in_the_restart(start: Start) -> None:
     for launcher in (first, again):
         _, errors = launcher.communicate(timeout=50)
         assert launcher.returncode == 0, errors
+
+
+def test_a_new_launcher_comes_before_the_restart(start: Start) -> None:
+    """The ranks of node 0 take some seconds to end."""
+    store, options = here(), ("-n", "2", "--restarts", "2")
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('pid 0\\nclosed')"
+    first, second = start(0, store, "0", ignore, options=options), start(1, store, "9", "", options=options)
+    pids(first, 3), pids(second, 2)
+    second.kill()
+    again = start(1, store, "9", "", options=options)
+    for launcher in (first, again):
+        _, errors = launcher.communicate(timeout=80)
+        assert launcher.returncode == 0, errors
+        assert "given on two machines" not in errors
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_stopped(start: Start) -> None:
+    """Node 0 waits for it until the time-out."""
+    store, options = here(), ("-n", "2", "--timeout", "6")
+    first, second = (start(node, store, options=options) for node in range(2))
+    second_pid = second.pid
+    pids(first, 2)
+    os.kill(second_pid, signal.SIGSTOP)
+    _, errors = first.communicate(timeout=80)
+    assert first.returncode == 124, errors
+    assert "waiting for node 1" in errors and "--timeout has passed; not ended: node 1" in errors
 
 
 def test_different_numbers_of_restarts(start: Start) -> None:
