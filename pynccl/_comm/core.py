@@ -391,6 +391,12 @@ class Core:
             in_flight = self.in_flight[stream] = InFlight(events, stream)
         in_flight.add(held(arrays))
 
+    def drop_completed(self, stream: int) -> None:
+        """Release the arrays of a stream's completed calls."""
+        in_flight = self.in_flight.get(stream)
+        if in_flight is not None:
+            in_flight.drop_completed()
+
     def mark(self, stream: int) -> Mark:
         """Mark the present end of a stream, for which arrays are kept."""
         mark = self.in_flight[stream].mark()

@@ -143,14 +143,18 @@ class InFlight:
         mark = Mark(self._events, event)
         self._pending.append((mark, self._batch))
         self._batch = []
-        self._drop(all_done=False)
+        self.drop_completed()
         return mark
 
     def clear(self) -> None:
         """Release all arrays: the stream has completed."""
         self._batch = []
-        self._drop(all_done=True)
+        self._pending.clear()
 
-    def _drop(self, all_done: bool) -> None:
-        while self._pending and (all_done or self._pending[0][0].result() != IN_PROGRESS):
-            self._pending.popleft()
+    def drop_completed(self) -> None:
+        """Release the arrays of calls that have completed; several threads may do so at a time."""
+        with suppress(IndexError):
+            while (entry := self._pending[0])[0].result() != IN_PROGRESS:
+                # Another thread may have removed it.
+                with suppress(ValueError):
+                    self._pending.remove(entry)

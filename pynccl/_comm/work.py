@@ -84,6 +84,7 @@ class Work(Generic[T_co]):
             except NcclError as error:
                 return self._has_failed(last, error)
             lib.pynccl_comm_reached(last.core.c, last.stream, last.position)
+            last.core.drop_completed(last.stream)
             self._parts = parts[:-1]
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import gc
 import os
@@ -156,6 +157,24 @@ def test_what_is_kept(rank: int, nranks: int) -> None:
             for _ in range(2):
                 comm.all_reduce(np.ones(1))
             np.testing.assert_array_equal(x, 2.0)
+
+
+@on_ranks(2)
+def test_nothing_is_kept_after_a_wait(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        for complete in (lambda work: work.wait(), lambda work: asyncio.run(awaited(work))):
+            growing, x = array.array("d", [1.0]), np.ones(100_000)
+            gone = weakref.ref(x)
+            complete(comm.all_reduce(growing, wait=False))
+            complete(comm.all_reduce(x, wait=False))
+            growing.append(1.0)
+            del x
+            gc.collect()
+            assert gone() is None
+
+
+async def awaited(work: pynccl.Work[Any]) -> None:
+    await work
 
 
 def failing(work: pynccl.Work[Any], by_await: bool) -> pynccl.NcclError:
