@@ -145,7 +145,10 @@ def _preparing(
 
 
 class Prepare:
-    """A communicator's operations, prepared instead of run; each takes the operation's own arguments."""
+    """A communicator's operations, prepared instead of run; each takes the operation's own arguments.
+
+    A barrier cannot be prepared.
+    """
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Any
 
 from pynccl import _errors as _base
@@ -158,6 +158,17 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except _base.NcclError as error:
         raise _translated(error) from error
+
+
+def _no_int(error: TypeError, **values: Any) -> TypeError:
+    """Return the error that names the argument which is no int."""
+    for name, value in values.items():
+        try:
+            index(value)
+        except TypeError:
+            expected = "an int" if name == "count" else "an int: the address, such as array.data.ptr"
+            return TypeError(f"{name} is of type {type(value).__qualname__}; expected {expected}")
+    return error
 
 
 def _translated(error: _base.NcclError) -> _base.NcclError:
@@ -371,7 +382,11 @@ class NcclCommunicator:
         template = self._templates.get((kind, datatype, op, root))
         if template is None:
             template = self._template(kind, datatype, op, root)
-        if answer := template(send, recv, count, stream, 0):
+        try:
+            answer = template(send, recv, count, stream, 0)
+        except TypeError as error:
+            raise _no_int(error, sendbuf=send, recvbuf=recv, count=count, stream=stream) from None
+        if answer:
             self._after(answer, kind, stream)
 
     def _template(self, kind: int, datatype: int, op: int, root: int) -> Any:

@@ -278,6 +278,19 @@ def test_errors() -> None:
     ]  # fmt: skip
 
 
+def arrays_as_addresses(rank: int, nranks: int) -> None:
+    comm, x = ours.NcclCommunicator(1, ours.get_unique_id(), 0), np.ones(4, np.float32)
+    at = x.ctypes.data
+    for args, name in (((x, at, 4), "sendbuf"), ((at, x, 4), "recvbuf"), ((at, at, "4"), "count")):
+        with pytest.raises(TypeError, match=rf"^{name} is of type \w+; expected an int"):
+            comm.allReduce(*args, ours.NCCL_FLOAT32, ours.NCCL_SUM, 0)  # type: ignore[arg-type]
+    comm.destroy()
+
+
+def test_arrays_are_no_addresses() -> None:
+    testing.run(1, arrays_as_addresses, backend="cpu", timeout=50)
+
+
 @needs_cupy
 def test_signatures() -> None:
     """Compare parameter names and their order with what CuPy's docstrings say."""
