@@ -22,6 +22,7 @@ from pynccl.bootstrap._environment import Launcher
 from pynccl.bootstrap._exchange import Exchange
 from pynccl.bootstrap._methods import Method
 from pynccl.bootstrap._preflight import Facts, gather_facts, use_device
+from pynccl.bootstrap._variables import misspelled
 
 DEFAULT_TIMEOUT = 300.0
 
@@ -72,6 +73,8 @@ def init(
     deadline = time.monotonic() + seconds
     launcher = _environment.detect(os.environ)
     chosen = _methods.choose(method, rank, world_size, launcher, on_listen)
+    for warning in misspelled(os.environ) if chosen.rank == 0 else ():
+        log.warning("pynccl.init: %s", warning)
     log.info("pynccl.init: rank %d of %d by %s", chosen.rank, chosen.size, chosen.why)
     local_rank = _local_rank(chosen, launcher)
     if chosen.part and device is None:

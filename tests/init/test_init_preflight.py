@@ -12,6 +12,7 @@ import pytest
 
 import fake_cuda
 import pynccl
+from conftest import Run
 from launchers import forget_the_launcher, logged
 from meeting import free_port
 from pynccl import BootstrapError, testing
@@ -204,3 +205,9 @@ def test_different_settings_are_a_warning() -> None:
         "WARNING pynccl.init: NCCL_P2P_DISABLE differs between ranks: not set on ranks 0, 2, '1' on rank 1",
     ]
     assert others == [[], []]
+
+
+def test_misspelled_variables_are_a_warning(run_program: Run) -> None:
+    done = run_program("import pynccl; pynccl.init().destroy()", 2, PYNCCL_TIMEOUTS="3", PYNCCL_MINE="1")
+    said = "pynccl.init: the variable PYNCCL_TIMEOUTS has no effect: pynccl does not read it; "
+    assert done.stderr == f"[0] {said}the nearest name is PYNCCL_TIMEOUT\n"

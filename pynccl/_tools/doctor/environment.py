@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ from pynccl._tools.doctor import known
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded, opened
 from pynccl._tools.machine import Machine
-from pynccl.bootstrap import _environment
+from pynccl.bootstrap import _environment, _variables
+from pynccl.bootstrap._variables import PYNCCL
 
-_AS_NEAR = 0.8
 # Names that others read, or that an older release read, and the name of today.
 _RENAMED = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -61,7 +60,7 @@ def is_known(name: str) -> bool:
     """Tell whether NCCL, nccl-tests, a build or pynccl reads a variable."""
     if name in _RENAMED:
         return False
-    listed = name in known.NCCL | known.AROUND | known.PYNCCL or name.startswith("NCCL_TESTS_")
+    listed = name in known.NCCL | known.AROUND | PYNCCL or name.startswith("NCCL_TESTS_")
     return listed or _is_in_library(name)
 
 
@@ -88,8 +87,7 @@ def _unknown(check: str, name: str, otherwise: str) -> Finding:
 
 def nearest(name: str) -> str | None:
     """Return the known name that is most like a name, or None."""
-    names = known.PYNCCL if name.startswith("PYNCCL_") else known.NCCL
-    return next(iter(difflib.get_close_matches(name, sorted(names), 1, _AS_NEAR)), None)
+    return _variables.nearest(name, PYNCCL if name.startswith("PYNCCL_") else known.NCCL)
 
 
 def check_left_over(machine: Machine) -> Iterator[Finding]:

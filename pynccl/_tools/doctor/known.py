@@ -1,9 +1,8 @@
-"""The names of variables that NCCL, its plugins and pynccl read.
+"""The names of variables that NCCL and its plugins read.
 
 NCCL's are those in the source and in env.rst of the 34 tags v2.16.2-1 to v2.30.7-1 of github.com/NVIDIA/nccl:
 arguments of NCCL_PARAM and DEFINE_NCCL_PARAM, strings, and the headings of the page. A newer library is asked
 for names that are not here.
-tests/tools/test_doctor.py compares pynccl's with docs/variables.md.
 """
 
 _NCCL = """
@@ -66,12 +65,6 @@ WIN_ENABLE WIN_STRIDE WORK_ARGS_BYTES WORK_FIFO_BYTES WORK_FIFO_DEPTH
 """
 # What images, builds and nccl-tests set, and no NCCL reads.
 _AROUND = "HOME ROOT VERSION LIBRARY LIB_DIR LIBRARIES INCLUDE_DIR INCLUDE_DIRS"
-_PYNCCL = """
-BUILD_CPU_LIBRARY CACHE CHECK CPU_BLOCKING CPU_BLOCK_BYTES CPU_DEVICES CPU_DIRECT CPU_FAULT CPU_INIT_TIMEOUT
-CPU_INLINE_BYTES CPU_RING_BYTES CPU_SPIN_US CPU_TIMEOUT EVIDENCE EXIT_TIMEOUT JOB_ID KEEP_GOING LIBRARY NVTX
-RESTART_COUNT SECRET SECRET_FILE STORE TIMEOUT TRACE_DIR TRACE_SIGNAL TRACE_SIZE TRACE_STACKS WERROR
-"""
 
 NCCL = frozenset(f"NCCL_{name}" for name in _NCCL.split())
 AROUND = frozenset(f"NCCL_{name}" for name in _AROUND.split())
-PYNCCL = frozenset(f"PYNCCL_{name}" for name in _PYNCCL.split())
