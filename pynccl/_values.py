@@ -10,10 +10,20 @@ import numpy as np
 INT = 1 << 31
 
 
+# Characters of a value in an error's text.
+_SHOWN = 200
+
+
+def shown(value: Any) -> str:
+    """Return an object's repr for an error's text, cut if it is long: it may be a model's weights."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (a {type(value).__qualname__})"
+
+
 def check_int(value: Any, name: str, least: int, end: int, expected: str) -> int:
     """Return an int or a NumPy integer, least <= value < end, as an int; raise TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} is {value!r}; expected {expected}")
+        raise TypeError(f"{name} is {shown(value)}; expected {expected}")
     if not least <= value < end:
         raise ValueError(f"{name} is {value}; expected {expected}")
     return int(value)
@@ -22,7 +32,7 @@ def check_int(value: Any, name: str, least: int, end: int, expected: str) -> int
 def check_text(value: Any, name: str, expected: str = "a str") -> str:
     """Return a str that UTF-8 can encode; raise TypeError or ValueError."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}; expected {expected}")
+        raise TypeError(f"{name} is {shown(value)}; expected {expected}")
     if not value.isascii():
         try:
             value.encode()
@@ -36,7 +46,7 @@ def check_list(value: Any, name: str, expected: str) -> list[Any]:
     try:
         return list(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}; expected {expected}") from None
+        raise TypeError(f"{name} is {shown(value)}; expected {expected}") from None
 
 
 def refuse_copy(self: Any) -> Any:

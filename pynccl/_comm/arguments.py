@@ -34,6 +34,7 @@ from pynccl._library.generated.kinds import (
     SCATTER,
     SEND,
 )
+from pynccl._values import shown
 
 # Checked arguments: address of the input, address of the output, NCCL's count, dtype code, the array with the
 # result. A plain tuple for speed: every call makes one.
@@ -100,7 +101,7 @@ class Arguments:
         if type(value) is int and 0 <= value < self._size:
             return
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"{name} is {value!r}; expected an int, 0 <= {name} < {self._size}")
+            raise TypeError(f"{name} is {shown(value)}; expected an int, 0 <= {name} < {self._size}")
         if not 0 <= value < self._size:
             raise ValueError(f"{name} is {value}; expected 0 <= {name} < {self._size}")
 
@@ -249,7 +250,7 @@ class Arguments:
                 raise TypeError
             values = [index(count) for count in counts]
         except TypeError:
-            raise TypeError(f"{name} is {counts!r}; expected a sequence of {self._size} ints") from None
+            raise TypeError(f"{name} is {shown(counts)}; expected a sequence of {self._size} ints") from None
         if len(values) != self._size:
             raise ValueError(f"{name} has {len(values)} entries; expected {self._size}, one for each rank")
         if min(values) < 0:

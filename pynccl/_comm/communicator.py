@@ -295,6 +295,8 @@ class Communicator(Operations):
         """
         if quorum not in ("majority", None):
             raise ValueError(f"quorum is {quorum!r}; expected 'majority' or None")
+        if not isinstance(abort, bool):
+            raise TypeError(f"abort is {abort!r}; expected True or False")
         if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
             raise TypeError(f"exclude is {exclude!r}; expected a list of ranks")
         try:
@@ -340,8 +342,9 @@ class Communicator(Operations):
         end.finalize(self._core)
 
     def destroy(self) -> None:
-        """Finalize if necessary, then release all resources; no effect on a closed communicator.
+        """Complete this rank's calls, then release all resources; no effect on a closed communicator.
 
+        A message that no rank receives is an error of `finalize`, which the end of a `with` block calls too.
         Raises RankFailedError or NcclTimeoutError if a rank fails meanwhile.
         """
         end.destroy(self._core)

@@ -11,7 +11,7 @@ from pynccl._comm.recording import Recording
 from pynccl._comm.work import Work, issued_later, part
 from pynccl._device import streams
 from pynccl._library.binding import fastcall, lib
-from pynccl._values import check_list
+from pynccl._values import check_list, shown
 
 P = ParamSpec("P")
 
@@ -104,13 +104,13 @@ class Plan(_Run):
     def __init__(self, calls: Iterable[Prepared | Plan]) -> None:
         expected = "a list of prepared calls and plans"
         if isinstance(calls, _Run):
-            raise TypeError(f"calls is {calls!r}; expected {expected}")
+            raise TypeError(f"calls is {shown(calls)}; expected {expected}")
         recording = Recording()
         recording.calls.grouped = 1
         results = []
         for index, call in enumerate(check_list(calls, "calls", expected)):
             if not isinstance(call, _Run):
-                raise TypeError(f"calls[{index}] is {call!r}; expected a Prepared or a Plan")
+                raise TypeError(f"calls[{index}] is {shown(call)}; expected a Prepared or a Plan")
             if lib.pynccl_list_extend(recording.calls, call._recording.calls):
                 raise MemoryError
             recording.kept.append(call)

@@ -217,8 +217,8 @@ def among(
 ) -> Iterator[Meeting]:
     """Meet the other machines' launchers in the store of node 0, and tell them of the end.
 
-    The attempt is node 0's: a launcher that was started anew counts from the others' number. `say` shows what
-    this launcher waits for.
+    The attempt is the highest of all nodes': a launcher that was started anew counts from the others' number.
+    `say` shows what this launcher waits for.
     """
     host, port = parse_address(node.store)
     secret, job = read_secret(env), env.get("PYNCCL_JOB_ID", "")
@@ -226,10 +226,10 @@ def among(
     server = _serve(host, port, secret, job) if node.rank == 0 else None
     try:
         with _join(node, secret, job, seconds) as store:
-            first, size = _meet(store, nranks, node, seconds)
+            first, size, attempt = _meet(store, nranks, node, seconds, attempt)
             if node.rank == 0:
-                store.set(_START, b"%d %d" % (free_port(), attempt))
-            port, attempt = map(int, store.get(_START).split())
+                store.set(_START, b"%d" % free_port())
+            port = int(store.get(_START))
             failures = Failures(store, node, secret, job, attempt < node.restarts, timeout)
             try:
                 yield Meeting(first, size, node.store, secret, job, (host, port), attempt, failures)
@@ -267,10 +267,10 @@ def _was_killed(store: Store, node: Node) -> bool:
     return False
 
 
-def _meet(store: Store, nranks: int, node: Node, seconds: float) -> tuple[int, int]:
-    """Return the first rank of this node and the number of all ranks; raise on all nodes if they disagree."""
+def _meet(store: Store, nranks: int, node: Node, seconds: float, attempt: int) -> tuple[int, int, int]:
+    """Return what `_count` does; raise on all nodes if they disagree."""
     try:
-        return _count(store, nranks, node, seconds)
+        return _count(store, nranks, node, seconds, attempt)
     except StoreLost as error:
         raise BootstrapError(f"node 0 has ended while the nodes met, and says why: {error}") from None
     except BootstrapError:
@@ -290,11 +290,11 @@ def _serve(host: str, port: int, secret: str, job: str) -> StoreServer:
         ) from None
 
 
-def _count(store: Store, nranks: int, node: Node, seconds: float) -> tuple[int, int]:
-    """Return the first rank of this node and the number of all ranks, once all nodes are there."""
+def _count(store: Store, nranks: int, node: Node, seconds: float, attempt: int) -> tuple[int, int, int]:
+    """Return this node's first rank, the number of all ranks and the attempt, once all nodes are there."""
     if store.add(_place(node.rank), 1) > 1:
         raise BootstrapError(f"--node-rank {node.rank} was given on two machines; expected it on one")
-    store.set(_ranks(node.rank), b"%d %d %d" % (nranks, node.count, node.restarts))
+    store.set(_ranks(node.rank), b"%d %d %d %d" % (nranks, node.count, node.restarts, attempt))
     deadline = time.monotonic() + seconds
     sizes = []
     for other in range(node.count):
@@ -304,7 +304,8 @@ def _count(store: Store, nranks: int, node: Node, seconds: float) -> tuple[int, 
             raise BootstrapError(
                 f"no pynccl run with --node-rank {other} has come to {node.store} within {seconds:g} s"
             ) from None
-        size, count, restarts = map(int, given.split())
+        size, count, restarts, their_attempt = map(int, given.split())
+        attempt = max(attempt, their_attempt)
         for option, theirs, ours in (
             ("--nnodes", count, node.count),
             ("--restarts", restarts, node.restarts),
@@ -314,7 +315,7 @@ def _count(store: Store, nranks: int, node: Node, seconds: float) -> tuple[int, 
                     f"{option} is {theirs} on node {other} and {ours} on node {node.rank}; expected it equal"
                 )
         sizes.append(size)
-    return sum(sizes[: node.rank]), sum(sizes)
+    return sum(sizes[: node.rank]), sum(sizes), attempt
 
 
 def _place(node: int) -> str:

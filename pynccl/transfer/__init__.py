@@ -14,7 +14,7 @@ from pynccl._arrays.buffers import Array
 from pynccl._comm.communicator import Communicator
 from pynccl._errors import NcclInvalidUsage
 from pynccl._library.binding import lib
-from pynccl._values import check_int
+from pynccl._values import check_int, shown
 from pynccl.transfer import _agreement, _buckets, _tensors
 from pynccl.transfer._agreement import Announcement
 
@@ -83,7 +83,7 @@ def recv_tensors(
 
 def _require_peers(comm: Any, what: str) -> None:
     if not isinstance(comm, Communicator):
-        raise TypeError(f"comm is {comm!r}; expected a pynccl.Communicator")
+        raise TypeError(f"comm is {shown(comm)}; expected a pynccl.Communicator")
     if lib.pynccl_is_recording():
         raise NcclInvalidUsage(f"{what} inside pynccl.group() or prepare: expected it outside", function=what)
     if comm.size < 2:

@@ -55,8 +55,12 @@ def receive(
 ) -> P:
     """Compare the announcement of `root` with what `expect` returns; return what was prepared for it."""
     length = _meet(comm, _RECEIVES, root, 0)
-    data = broadcast_bytes(comm, b"", length, root) if length else None
-    failed, made = None, None
+    data, made = None, None
+    failed: Exception | None = None
+    try:
+        data = broadcast_bytes(comm, b"", length, root) if length else None
+    except MemoryError as error:
+        failed = error
     try:
         expected = expect()
         if data is not None:

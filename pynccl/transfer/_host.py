@@ -12,6 +12,9 @@ from pynccl._arrays.buffers import Buffer
 from pynccl._comm.communicator import Communicator
 from pynccl._library import cuda, loader
 
+# Bytes of one broadcast.
+_PIECE = 1 << 20
+
 Memory = NDArray[np.uint8] | NDArray[np.int64]
 
 
@@ -25,13 +28,25 @@ def gather_numbers(comm: Communicator, numbers: Sequence[int]) -> list[tuple[int
 
 
 def broadcast_bytes(comm: Communicator, data: bytes, length: int, root: int) -> bytes:
-    """Return the root's bytes, whose number every rank knows."""
-    memory = np.zeros(length, np.uint8)
-    if comm.rank == root:
-        memory[:] = np.frombuffer(data, np.uint8)
-    with _reachable(comm, memory) as array:
-        comm.broadcast(array, root=root)
-    return memory.tobytes()
+    """Return the root's bytes, whose number every rank knows.
+
+    Raises MemoryError after all have arrived, so that the ranks go on together.
+    """
+    piece, parts = np.empty(min(length, _PIECE), np.uint8), bytearray()
+    failed: MemoryError | None = None
+    for begin in range(0, length, _PIECE):
+        memory = piece[: length - begin]
+        if comm.rank == root:
+            memory[:] = np.frombuffer(data, np.uint8, memory.size, begin)
+        with _reachable(comm, memory) as array:
+            comm.broadcast(array, root=root)
+        try:
+            parts += memory.data
+        except MemoryError as error:
+            failed, parts = error, bytearray()
+    if failed is not None:
+        raise failed
+    return bytes(parts)
 
 
 def gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -211,6 +212,22 @@ def test_names_that_share_an_array(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     testing.run(3, refusing, str(tmp_path), backend="cpu", timeout=50)
+
+
+def without_memory(rank: int, nranks: int, folder: str) -> None:
+    """Announce more than rank 1 has memory for."""
+    with shared(rank, nranks, folder) as comm:
+        either(comm, {"x": np.ones(1)}, into={"x": np.ones(1)})
+        if rank == 1:
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (size + (20 << 20), -1))
+        with pytest.raises(MemoryError if rank == 1 else pynccl.CollectiveMismatchError):
+            either(comm, {"n" * (rank == 0) * (30 << 20): np.ones(1)})
+        comm.barrier()
+
+
+def test_an_announcement_without_memory(tmp_path: Path) -> None:
+    testing.run(2, without_memory, str(tmp_path), backend="cpu", timeout=50)
 
 
 def alone(rank: int, nranks: int) -> None:

@@ -406,3 +406,5 @@ def test_wrong_quorum(rank: int, nranks: int) -> None:
         for value in ("all", 2, True):
             with pytest.raises(ValueError, match="quorum is .*; expected 'majority' or None"):
                 comm.shrink(exclude=[1 - rank], quorum=value)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="abort is 'x'; expected True or False"):
+            comm.shrink(exclude=[1 - rank], abort="x")  # type: ignore[arg-type]
