@@ -79,8 +79,7 @@ def _variables(ctx: click.Context, param: click.Parameter, value: tuple[str, ...
     "--nranks",
     callback=ranks,
     metavar="N",
-    required=True,
-    help="Number of ranks; auto: one for each device, or for each core without devices.",
+    help="Number of ranks, required; auto: one for each device, or for each core without devices.",
 )
 @click.option("--cpu", is_flag=True, help="Use the CPU library (PYNCCL_LIBRARY=cpu).")
 @click.option(
@@ -141,7 +140,7 @@ def _variables(ctx: click.Context, param: click.Parameter, value: tuple[str, ...
 @click.argument("script", type=click.Path())
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
-    nranks: int,
+    nranks: int | None,
     cpu: bool,
     timeout: float | None,
     keep_going: bool,
@@ -167,6 +166,8 @@ def run(
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under
     torchrun, and finds the others by pynccl.init().
     """
+    if nranks is None:
+        raise click.UsageError("Missing option '-n', before SCRIPT: what follows SCRIPT goes to the program")
     if tee is not None and log_dir is None:
         raise click.UsageError("--tee without --log-dir: the other ranks' output would be lost")
     if hosts is not None:
@@ -257,7 +258,7 @@ def _command(script: str, module: bool, no_python: bool) -> list[str]:
     if not module and not os.path.exists(script):
         why = "there is no such file"
         if shutil.which(script):
-            why += "; leave out 'python', or use --no-python for another program"
+            why += "; a program other than Python needs --no-python"
         raise click.UsageError(f"SCRIPT is {script!r}; {why}")
     return [sys.executable, "-u", *(["-m", script] if module else [script])]
 

@@ -739,6 +739,7 @@ def _children(pid: int) -> list[str]:
         (["-n", "100000", "x.py"], "1 to 1024 on one machine, or auto, not '100000'"),
         (["-np", "-2", "x.py"], "'-n' / '-np' / '--nranks': expected"),
         (["x.py"], "Missing option '-n'"),
+        (["x.py", "-n", "2"], "what follows SCRIPT goes to the program"),
         (["-n", "2"], "Missing argument 'SCRIPT'"),
         (["-n", "2", "-"], "SCRIPT is '-'; expected a file, since ranks have no standard input"),
         (["-n", "2", "--timeout", "0", "x.py"], "expected a positive number of seconds, not '0'"),
@@ -758,7 +759,7 @@ def _children(pid: int) -> list[str]:
         (["-n", "2", "/no/such.py"], "SCRIPT is '/no/such.py'; there is no such file"),
         (
             ["-n", "2", "sh", "x"],
-            "there is no such file; leave out 'python', or use --no-python for another",
+            "there is no such file; a program other than Python needs --no-python",
         ),
         (
             ["-n", "2", "--no-python", "/no/such"],
