@@ -87,11 +87,11 @@ def split_by_nccl(rank: int, size: int) -> None:
     dist.barrier()
     for round_ in range(2):
         with profile(activities=[ProfilerActivity.CPU]) as found:
-            part = world().split_group([2, 0], group_name=f"part-{round_}", group_desc="part")
+            part = world().split_group([0, 2], group_name=f"part-{round_}", group_desc="part")
         assert "pynccl:split" in [event.name for event in found.events()]
         assert (part is None) == (rank == 1)
         if part is not None:
-            assert (part.rank(), part.size()) == ([2, 0].index(rank), 2)
+            assert (part.rank(), part.size()) == ([0, 2].index(rank), 2)
             x = torch.tensor([float(rank)])
             part.allreduce([x]).wait()
             assert x.item() == 2
@@ -220,6 +220,12 @@ def forwarded(rank: int, size: int) -> None:
     before = group._get_sequence_number_for_group()
     dist.all_reduce(torch.ones(2))
     assert group._get_sequence_number_for_group() == before + 1
+    part = group.split_group([1, 0], group_name="swapped")
+    assert part.rank() == 1 - rank
+    x = torch.tensor([float(rank)])
+    part.broadcast(x, 0).wait()
+    assert x.item() == 1
+    part.shutdown()
 
 
 @pytest.mark.full
