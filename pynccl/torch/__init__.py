@@ -67,15 +67,29 @@ def process_group(
     return group  # type: ignore[no-any-return, unused-ignore]
 
 
-def _create(options: Any, _: Any) -> Any:
-    """Make the backend of one process group from torch's options."""
+def _create(options: Any, chosen: Any) -> Any:
+    """Make the backend of one process group from torch's options and `pg_options`.
+
+    Those of another backend are accepted, too: a program may pass ProcessGroupNCCL's.
+    """
+    from torch._C._distributed_c10d import Backend
+
+    if chosen is not None and not isinstance(chosen, Backend.Options):
+        raise TypeError(f"pg_options is {chosen!r}; expected pynccl.torch.Options")
     ranks = list(options.global_ranks_in_group)
     place = options.group_rank, options.group_size
-    return _make(options.store, *place, options.timeout, options.group_id, ranks)
+    high_priority = bool(getattr(chosen, "is_high_priority_stream", False))
+    return _make(options.store, *place, options.timeout, options.group_id, ranks, high_priority)
 
 
 def _make(
-    store: Any, rank: int, size: int, timeout: timedelta, group: str, ranks: list[int] | None = None
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    group: str,
+    ranks: list[int] | None = None,
+    high_priority: bool = False,
 ) -> Any:
     """Make the backend of one process group; `ranks` are the global ranks of its members."""
     seconds = timeout.total_seconds()
@@ -99,11 +113,13 @@ def _make(
         rank,
         size,
         timedelta(milliseconds=max(1, round(seconds * 1000))),
-        # With CUDA devices a group may never get a cpu tensor.
         not torch.cuda.is_available(),
         group,
         ranks,
+        high_priority,
     )
 
 
 _extension: Any = None if _runs_the_command() else _register()
+Options: Any = _extension.Backend.Options if _extension else None
+"""What `pg_options` takes: `Options(is_high_priority_stream=True)`. The time-out is the group's."""

@@ -15,11 +15,11 @@ from pynccl._library.generated.api import CPU_FUNCTIONS, FUNCTIONS
 _streams: list[Any] = []
 
 
-def provide(kind: str, index: int) -> tuple[dict[str, int], int, int]:
+def provide(kind: str, index: int, high_priority: bool) -> tuple[dict[str, int], int, int]:
     """Return the addresses of a device's library and, for CUDA, a new stream as torch's id and handle."""
     if kind == "cpu":
         return _cpu_addresses(), 0, 0
-    stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(index, priority=-1 if high_priority else 0)  # type: ignore[no-untyped-call]
     _streams.append(stream)
     return _cuda_addresses(), stream.stream_id, stream.cuda_stream
 

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -175,3 +177,161 @@ def test_torchs_analyzer_reads_the_dumps(how: str, tmp_path: Path) -> None:
         assert "Culprit rank 1; Error type: COLLECTIVE_TYPE_MISMATCH" in told or "Culprit rank 0" in told
     else:
         assert "pynccl:all_reduce" in told and "world size: 2" in told
+
+
+# --- windows ---
+
+
+def put_and_wait(rank: int, size: int, folder: str) -> None:
+    start(rank, size, folder)
+    group = dist.group.WORLD
+    assert group is not None and group.supports_window
+    right, left = (rank + 1) % size, (rank - 1) % size
+    x = torch.zeros(size + rank)  # another size on each rank
+    window = group.new_window(x)
+    for turn in range(3):
+        window.put(torch.tensor([turn + 10.0 * rank]), right, rank, False)
+        window.wait_signal(left, False)
+        assert x[left] == turn + 10 * left
+        window.signal(left, False)
+        window.wait_signal(right, False)
+    works = [window.put(torch.full((2,), float(turn)), right, 0, True) for turn in range(5)]
+    works += [window.wait_signal(left, True) for _ in range(5)]
+    for work in works:
+        work.wait(timedelta(seconds=20))
+    assert x[:2].tolist() == [4.0, 4.0]
+    window.put(torch.full((1,), 7.0), rank, size - 1, False)
+    window.wait_signal(rank, False)
+    assert window.map_remote_tensor(rank)[size - 1] == 7
+    beside = group.new_window()
+    y = torch.zeros(4, dtype=torch.int64)
+    beside.tensor_register(y, owning=False)
+    with pytest.raises(RuntimeError, match="the window does not own its tensor"):
+        beside.map_remote_tensor(rank)
+    beside.put(torch.tensor([rank]), right, 3, False)
+    beside.wait_signal(left, False)
+    assert y.tolist() == [0, 0, 0, left]
+    for each in (beside, window):
+        each.tensor_deregister()
+        with pytest.raises(
+            RuntimeError, match="put: the window has no tensor; expected tensor_register first"
+        ):
+            each.put(torch.ones(1), right, 0, False)
+    window.tensor_register(y)
+    window.tensor_deregister()
+    # What nobody deregisters ends with the group.
+    group.new_window(torch.ones(3))
+    dist.destroy_process_group()
+
+
+@needs_newest_torch
+def test_windows(tmp_path: Path) -> None:
+    testing.run(3, put_and_wait, str(tmp_path), backend="cpu", timeout=200)
+
+
+def wrong_in_windows(rank: int, size: int, folder: str) -> None:
+    from torch._C._distributed_c10d import PutOptions
+
+    start(rank, size, folder)
+    group, one = dist.group.WORLD, torch.ones(1)
+    assert group is not None
+    window = group.new_window(torch.zeros(4))
+    hinted = PutOptions()
+    hinted.hints = {"context": "1"}
+    ranks = f"expected a rank from 0 to {size - 1}"
+    room = "but the window of rank 1 has 4 elements"
+    wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: window.put(one, size, 0, False), ValueError, f"put: rank is {size}, {ranks}"),
+        (lambda: window.signal(-1, False), ValueError, f"signal: rank is -1, {ranks}"),
+        (lambda: window.wait_signal(size, True), ValueError, f"wait_signal: rank is {size}, {ranks}"),
+        (lambda: window.get_attr(size), ValueError, f"get_attr: rank is {size}, {ranks}"),
+        (
+            lambda: window.put(one.double(), 1, 0, False),
+            TypeError,
+            "put: tensor has dtype Double, expected Float, which the window of rank 1 has",
+        ),
+        (
+            lambda: window.put(one, 1, 4, False),
+            ValueError,
+            f"put: tensor has 1 elements and the offset is 4, {room}",
+        ),
+        (
+            lambda: window.put(one, 1, -1, True),
+            ValueError,
+            f"put: tensor has 1 elements and the offset is -1, {room}",
+        ),
+        (
+            lambda: window.put(torch.ones(2, 2).t(), 1, 0, False),
+            ValueError,
+            "put: tensor is not a dense contiguous tensor",
+        ),
+        (
+            lambda: window.put(one, 1, 0, False, hinted),
+            ValueError,
+            "put: hints has 1 entries, expected none",
+        ),
+        (
+            lambda: window.map_remote_tensor(1 - rank),
+            ValueError,
+            f"map_remote_tensor: rank is {1 - rank}, expected this rank, {rank}",
+        ),
+        (
+            lambda: window.tensor_register(one),
+            RuntimeError,
+            "tensor_register: the window has a tensor; expected tensor_deregister first",
+        ),
+        (
+            lambda: group.new_window(torch.ones(3, 3).t()),
+            ValueError,
+            "tensor_register: tensor is not a dense contiguous tensor",
+        ),
+    ]
+    for call, kind, text in wrong:
+        with pytest.raises(kind) as caught:
+            call()
+        assert str(caught.value).startswith(text), caught.value
+    if rank == 0:
+        missing = window.wait_signal(1, True)
+        with pytest.raises(dist.DistBackendError, match="Timed out waiting 300ms for wait_signal"):
+            missing.wait(timedelta(milliseconds=300))
+        group.get_group_store().set("late", "yes")
+        missing.wait()
+    else:
+        group.get_group_store().wait(["late"])
+        window.signal(0, False)
+    window.tensor_deregister()
+    dist.destroy_process_group()
+
+
+@needs_newest_torch
+def test_wrong_arguments_of_windows(tmp_path: Path) -> None:
+    testing.run(2, wrong_in_windows, str(tmp_path), backend="cpu", timeout=200)
+
+
+def widowed(rank: int, size: int, folder: str, call: str) -> str:
+    start(rank, size, folder)
+    assert dist.group.WORLD is not None
+    window = dist.group.WORLD.new_window(torch.zeros(1 << 20))
+    dist.barrier()
+    if rank == 1:
+        os._exit(3)
+
+    def until_it_fails() -> None:
+        # The first puts may be done before the death is noticed.
+        for _ in range(100 if call == "put" else 0):
+            window.put(torch.ones(1 << 20), 1, 0, False)
+            time.sleep(0.1)
+        window.wait_signal(1, False)
+
+    with pytest.raises(dist.DistBackendError) as caught:
+        until_it_fails()
+    return str(caught.value)
+
+
+@needs_newest_torch
+@pytest.mark.parametrize("call", ["put", "wait_signal"])
+def test_a_dead_peer_of_a_window(call: str, tmp_path: Path) -> None:
+    text, dead = testing.run(2, widowed, str(tmp_path), call, backend="cpu", timeout=200, check=False)
+    assert isinstance(dead, testing.RankError)
+    assert isinstance(text, str), text
+    assert text.startswith(call) and "rank 1" in text

@@ -29,7 +29,10 @@ namespace pynccl {
 // NULL if an older libnccl lacks the function.
 #define PYNCCL_TORCH_OPTIONAL(X)                                                               \
   X(ncclGetLastError) X(ncclRedOpCreatePreMulSum) X(ncclRedOpDestroy) X(ncclCommShrink)        \
+  X(ncclCommSplit)                                                                             \
   X(ncclCommSuspend) X(ncclCommResume) X(ncclCommMemStats)                                     \
+  X(ncclCommWindowRegister) X(ncclCommWindowDeregister)                                        \
+  X(ncclPutSignal) X(ncclSignal) X(ncclWaitSignal)                                             \
   X(pyncclCpuStreamCreateWithFlags) X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery)          \
   X(pyncclCpuStreamSynchronize) X(pyncclCpuInterrupt) X(pyncclCpuIsGone)
 // clang-format on
@@ -78,6 +81,14 @@ struct Api {
 };
 
 using ApiPtr = std::shared_ptr<const Api>;
+
+// A function that older libraries lack.
+template <class Function>
+Function known(Function function, const char* name, const char* since) {
+  TORCH_CHECK_NOT_IMPLEMENTED(function, "pynccl: the loaded NCCL has no ", name, ": it needs ", since,
+                              " or newer");
+  return function;
+}
 
 // Several calls as one; the first failure is the result.
 template <class Body>

@@ -3,7 +3,7 @@
 
 namespace pynccl {
 
-std::function<Provided(c10::Device)> provide;
+std::function<Provided(c10::Device, bool)> provide;
 
 namespace {
 
@@ -71,16 +71,15 @@ std::optional<ncclUniqueId> exchange_id(const Api& api, const Attempt& attempt, 
 
 }  // namespace
 
-Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu,
+Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, const Options& options, bool cpu_only,
                  Named named)
     : c10d::Backend(rank, size),
-      connects_cpu_(connect_cpu),
+      cpu_only_(cpu_only),
       store_(std::move(store)),
-      options_(c10::make_intrusive<Options>(std::min(timeout, kLongest))),
+      options_(c10::make_intrusive<Options>(options)),
       named_(std::move(named)) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "rank is ", rank, ", expected 0 to ", size - 1);
-  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout is ", timeout.count(), "ms, expected more than 0");
-  if (connect_cpu) connected(at::kCPU);
+  setTimeout(options.timeout);
 }
 
 namespace {
@@ -92,9 +91,8 @@ std::vector<c10::weak_intrusive_ptr<Backend>>& living() {
 }  // namespace
 
 intrusive_ptr<Backend> Backend::make(intrusive_ptr<c10d::Store> store, int rank, int size,
-                                     Milliseconds timeout, bool connect_cpu, Named named) {
-  auto made =
-      c10::make_intrusive<Backend>(std::move(store), rank, size, timeout, connect_cpu, std::move(named));
+                                     const Options& options, bool cpu_only, Named named) {
+  auto made = c10::make_intrusive<Backend>(std::move(store), rank, size, options, cpu_only, std::move(named));
   std::lock_guard<std::mutex> lock(living_mutex);
   auto& all = living();
   all.erase(std::remove_if(all.begin(), all.end(), [](auto& weak) { return weak.expired(); }), all.end());
@@ -129,6 +127,18 @@ void Backend::leave(bool abort) {
   }
 }
 
+void Backend::setTimeout(Milliseconds timeout) {
+  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout is ", timeout.count(), "ms, expected more than 0");
+  auto lock = entered();
+  options_->timeout = std::min(timeout, kLongest);
+}
+
+// For a group made from this one, of the options that torch passes.
+Backend::Options Backend::chosen(const intrusive_ptr<c10d::Backend::Options>& options) const {
+  if (auto* own = dynamic_cast<const Options*>(options.get())) return *own;
+  return Options(options ? options->timeout : options_->timeout, options_->is_high_priority_stream);
+}
+
 std::unique_lock<std::recursive_mutex> Backend::entered() {
   if (home_.foreign()) C10_THROW_ERROR(DistBackendError, kOfTheParent);
   return std::unique_lock<std::recursive_mutex>(mutex_);
@@ -147,7 +157,7 @@ LanePtr Backend::lane(c10::Device device, int peer) {
 // Ranks may open their lanes in any order and may have different device numbers. So the key contains only
 // what is equal on all ranks.
 LanePtr Backend::open(c10::Device device, int peer) {
-  Provided provided = provide(device);
+  Provided provided = provide(device, options_->is_high_priority_stream);
   auto lane = std::make_shared<Lane>();
   lane->api = std::make_shared<const Api>(provided.addresses);
   lane->device = device;
@@ -448,24 +458,15 @@ void Backend::for_each_comm(const std::string& name,
     if (lane->comm) lane->comm->check(call(*lane->api, lane->comm->handle()), name);
 }
 
-namespace {
-template <class Function>
-Function known(Function function, const char* name) {
-  TORCH_CHECK_NOT_IMPLEMENTED(function, "pynccl: the loaded NCCL has no ", name,
-                              ": it needs 2.29.7 or newer");
-  return function;
-}
-}  // namespace
-
 void Backend::suspend() {
   for_each_comm("ncclCommSuspend", [](const Api& api, ncclComm_t comm) {
-    return known(api.ncclCommSuspend, "ncclCommSuspend")(comm, NCCL_SUSPEND_MEM);
+    return known(api.ncclCommSuspend, "ncclCommSuspend", "2.29.7")(comm, NCCL_SUSPEND_MEM);
   });
 }
 
 void Backend::resume() {
   for_each_comm("ncclCommResume", [](const Api& api, ncclComm_t comm) {
-    return known(api.ncclCommResume, "ncclCommResume")(comm);
+    return known(api.ncclCommResume, "ncclCommResume", "2.29.7")(comm);
   });
 }
 
@@ -478,7 +479,7 @@ std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
                             {"total", ncclStatGpuMemTotal}})
     for_each_comm("ncclCommMemStats", [&stats, name = name, stat = stat](const Api& api, ncclComm_t comm) {
       uint64_t value = 0;
-      ncclResult_t result = known(api.ncclCommMemStats, "ncclCommMemStats")(comm, stat, &value);
+      ncclResult_t result = known(api.ncclCommMemStats, "ncclCommMemStats", "2.29.7")(comm, stat, &value);
       stats[name] += value;
       return result;
     });
@@ -544,30 +545,58 @@ void Backend::end(bool abort) {
   if (error) std::rethrow_exception(error);
 }
 
-// Does not call ncclCommSplit: the new group connects through this group's store at its first use. torch
-// passes a store with the same prefix for every group of these ranks, even after a restart of all ranks.
+// A call of all ranks of this group. torch passes a store with the same prefix for every group of these
+// ranks, even after a restart of all ranks.
 intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& store,
                                             const std::vector<int>& ranks,
                                             const intrusive_ptr<c10d::Backend::Options>& options) {
   auto at = std::find(ranks.begin(), ranks.end(), rank_);
-  if (at == ranks.end()) return nullptr;
+  const int rank = at == ranks.end() ? -1 : int(at - ranks.begin());
   auto lock = entered();
+  TORCH_CHECK(!coalesced_, "split_group cannot be coalesced");
   // torch calls this once for each device type, although one backend serves all of them.
-  if (auto before = split_.lock(); before && split_store_ == store && split_ranks_ == ranks) return before;
-  const auto cpu = lanes_.find("cpu");
-  const bool on_cpu = cpu != lanes_.end() && cpu->second->comm;
-  ++splits_;
-  Named named = named_of(ranks);
-  std::string key = "pynccl/split";
-  for (int rank : ranks) key += c10::str("-", rank);
-  auto where = c10::make_intrusive<c10d::PrefixStore>(c10::str(key, "/", split_counts_[ranks]++), store_);
-  lock.unlock();
-  auto timeout = options ? options->timeout : options_->timeout;
-  auto made = make(where, int(at - ranks.begin()), int(ranks.size()), timeout, on_cpu, std::move(named));
-  lock.lock();
-  split_ = c10::weak_intrusive_ptr<c10d::Backend>(made);
+  if (split_store_ == store && split_ranks_ == ranks)
+    if (auto before = split_.lock(); before || rank < 0) return before;
   split_store_ = store, split_ranks_ = ranks;
+  intrusive_ptr<Backend> made;
+  if (rank >= 0) {
+    ++splits_;
+    std::string key = "pynccl/split";
+    for (int r : ranks) key += c10::str("-", r);
+    auto where = c10::make_intrusive<c10d::PrefixStore>(c10::str(key, "/", split_counts_[ranks]++), store_);
+    made = make(where, rank, int(ranks.size()), chosen(options), cpu_only_, named_of(ranks));
+  }
+  lock.unlock();
+  for (auto& lane : all_lanes())
+    // Otherwise the new group connects through the store, at its first use.
+    if (lane->comm && lane->size == size_ && lane->api->ncclCommSplit)
+      split_lane(*lane, ranks, rank, made.get());
+  lock.lock();
+  split_ = c10::weak_intrusive_ptr<c10d::Backend>(intrusive_ptr<c10d::Backend>(made));
   return made;
+}
+
+// The ranks meet first, under the time-out: ncclCommSplit has none.
+void Backend::split_lane(Lane& lane, const std::vector<int>& ranks, int rank, Backend* made) {
+  auto flag = at::zeros({1}, at::TensorOptions(at::kByte).device(lane.device));
+  launch(all_reduce_call(flag, ReduceOp(ReduceOp::MAX)), kOfTheGroup, Pace::Awaited)->wait();
+  const int color = rank < 0 ? NCCL_SPLIT_NOCOLOR : *std::min_element(ranks.begin(), ranks.end());
+  auto handle = std::make_shared<ncclComm_t>();
+  Call call;
+  call.name = "split", call.device = lane.device;
+  call.issue = [=](const Api& api, ncclComm_t comm, cudaStream_t) {
+    return api.ncclCommSplit(comm, color, std::max(rank, 0), handle.get(), nullptr);
+  };
+  launch(std::move(call), kOfTheGroup, Pace::Awaited)->wait();
+  if (made) made->adopt(lane.device, std::make_shared<Comm>(lane.api, *handle));
+}
+
+// A communicator that another group has made for this one.
+void Backend::adopt(c10::Device device, CommPtr comm) {
+  auto lock = entered();
+  LanePtr on = lane(device);
+  on->comm = comm;
+  if (on->queue) on->queue->connected(comm);
 }
 
 Named Backend::named_of(const std::vector<int>& ranks) const {
@@ -597,19 +626,18 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& exclude
   TORCH_CHECK_VALUE(!std::binary_search(out.begin(), out.end(), rank_), "rank ", rank_,
                     " is excluded itself");
   int rank = rank_ - int(std::lower_bound(out.begin(), out.end(), rank_) - out.begin());
-  auto timeout = options ? options->timeout : options_->timeout;
+  const Options own = chosen(options);
   std::string key = "pynccl/shrunk";
   for (int r : out) key += c10::str("-", r);
   std::vector<int> stay;
   for (int r = 0; r < size_; ++r)
     if (!std::binary_search(out.begin(), out.end(), r)) stay.push_back(r);
-  auto made = make(c10::make_intrusive<c10d::PrefixStore>(key, store_), rank, int(stay.size()), timeout,
-                   false, named_of(stay));
+  auto made = make(c10::make_intrusive<c10d::PrefixStore>(key, store_), rank, int(stay.size()), own,
+                   cpu_only_, named_of(stay));
   auto lock = entered();
   for (auto& lane : all_lanes()) {
     if (!lane->comm || lane->size != size_) continue;
     TORCH_CHECK(lane->api->ncclCommShrink, "shrinking needs NCCL 2.27 or newer");
-    LanePtr smaller = made->lane(lane->device);
     auto shrunk = std::make_shared<CommPtr>();
     bounded(
         [=, parent = lane->comm]() mutable {
@@ -621,9 +649,8 @@ intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& exclude
           *shrunk = std::make_shared<Comm>(lane->api, handle);
           (*shrunk)->check(result, "ncclCommShrink");
         },
-        timeout, "shrink", true);
-    smaller->comm = *shrunk;
-    if (smaller->queue) smaller->queue->connected(*shrunk);
+        own.timeout, "shrink", true);
+    made->adopt(lane->device, *shrunk);
   }
   return made;
 }

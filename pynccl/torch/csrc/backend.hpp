@@ -16,12 +16,15 @@
 #endif
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
 #define PYNCCL_HAS_HOOKS
+#define PYNCCL_HAS_WINDOWS
 #endif
 
 namespace pynccl {
 
 using c10d::OpType;
 using WorkPtr = intrusive_ptr<c10d::Work>;
+
+constexpr Milliseconds kOfTheGroup{-1};  // as a time-out
 
 // An operation before it is issued. `issue` may run inside a group.
 struct Call {
@@ -71,6 +74,8 @@ struct Lane {
   std::optional<c10::Stream> stream;  // on a device
   cudaStream_t handle = nullptr;
   std::deque<std::weak_ptr<Task>> issued;  // tasks on the stream that may be unfinished
+  // Tensors that peers may write to until the communicator ends.
+  std::map<ncclWindow_t, at::Tensor> windows;
 };
 using LanePtr = std::shared_ptr<Lane>;
 
@@ -87,14 +92,19 @@ Pace pace_of(const Options&, long) {
 class Backend : public c10d::Backend {
  public:
   struct Options : c10d::Backend::Options {
-    explicit Options(Milliseconds limit) : c10d::Backend::Options("pynccl", limit) {}
+    explicit Options(Milliseconds limit, bool high_priority = false)
+        : c10d::Backend::Options("pynccl", limit), is_high_priority_stream(high_priority) {}
+    // Virtual since torch 2.15.
+    intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
+
+    bool is_high_priority_stream;  // of the CUDA stream
   };
 
-  Backend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, bool connect_cpu,
+  Backend(intrusive_ptr<c10d::Store> store, int rank, int size, const Options& options, bool cpu_only,
           Named named);
   ~Backend() override;
   static intrusive_ptr<Backend> make(intrusive_ptr<c10d::Store> store, int rank, int size,
-                                     Milliseconds timeout, bool connect_cpu, Named named);
+                                     const Options& options, bool cpu_only, Named named);
   static void end_all(bool abort);  // before Python ends; without `abort` operations in flight complete first
   void release_resources() override;
 
@@ -106,7 +116,7 @@ class Backend : public c10d::Backend {
   bool supportsCoalescing() const { return true; }  // virtual since torch 2.7
   bool supportsSplitting() const override { return true; }
   bool supportsShrinking() const { return true; }
-  void setTimeout(Milliseconds timeout) { options_->timeout = std::min(timeout, kLongest); }
+  void setTimeout(Milliseconds timeout);
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void suspend();
@@ -121,9 +131,15 @@ class Backend : public c10d::Backend {
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override { hooks_->add(id, std::move(hook)); }
   void unregisterAbortHook(int64_t id) override { hooks_->remove(id); }
   // On a device an operation completes unseen.
-  bool supportsCompletionHooks() const override { return connects_cpu_; }
+  bool supportsCompletionHooks() const override { return cpu_only_; }
   void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
   void unregisterCompletionHook(int64_t id) override { hooks_->remove_completed(id); }
+#endif
+
+#ifdef PYNCCL_HAS_WINDOWS
+  friend class Window;
+  bool supportsWindow() const override { return true; }
+  intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
 #endif
 
   void startCoalescing() override;
@@ -190,6 +206,9 @@ class Backend : public c10d::Backend {
   WorkPtr refused();
   void describe_to_profiler(const std::string& name, const Task& task);
   WorkPtr work_of(OpType type, const std::string& name, std::vector<TaskPtr> tasks);
+  void split_lane(Lane& lane, const std::vector<int>& ranks, int rank, Backend* made);
+  void adopt(c10::Device device, CommPtr comm);
+  Options chosen(const intrusive_ptr<c10d::Backend::Options>& options) const;
   Named named_of(const std::vector<int>& ranks) const;
   int64_t global_rank(int rank) const;
   std::string here() const;
@@ -211,7 +230,7 @@ class Backend : public c10d::Backend {
   std::unique_lock<std::recursive_mutex> entered();
 
   Home home_;
-  const bool connects_cpu_;
+  const bool cpu_only_;
   const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();
   intrusive_ptr<c10d::Store> store_;
   intrusive_ptr<Options> options_;
@@ -239,6 +258,6 @@ struct Provided {
   int64_t stream_id;
   uintptr_t stream;
 };
-extern std::function<Provided(c10::Device)> provide;
+extern std::function<Provided(c10::Device, bool high_priority)> provide;
 
 }  // namespace pynccl

@@ -58,7 +58,7 @@ WorkPtr Backend::point_to_point(OpType type, const at::Tensor& tensor, int peer,
   if (!tensor.is_cpu()) return device_message(std::move(call), data, peer);
   auto mail = messages();
   auto lock = entered();
-  TaskPtr task = make_task(call, Milliseconds(-1));
+  TaskPtr task = make_task(call, kOfTheGroup);
   task->post = std::move(call.post);
   task->kept = std::move(call.kept);
   task->source.store(sends ? -1 : peer);
@@ -87,7 +87,7 @@ WorkPtr Backend::device_message(Call call, const at::Tensor& data, int peer) {
                  : api.ncclRecv(data.data_ptr(), data.nbytes(), ncclUint8, to, comm, stream);
   };
   if (paired) call.peer = peer;
-  return launch(std::move(call), Milliseconds(-1), Pace::Now);
+  return launch(std::move(call), kOfTheGroup, Pace::Now);
 }
 
 }  // namespace pynccl
