@@ -62,6 +62,9 @@ def suite(file: Path, way: str, folder: Path, timeout: float, *excluded: str) ->
     )
     if way == "cupy":
         env["LD_PRELOAD"] = str(Path(cpu_library()).parent / "forward" / "libnccl.so.2")
+    else:
+        # A process for each dtype takes minutes; which calls there are does not depend on it.
+        env["HOST_CUDA_DTYPES"] = "fD"
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(file.parent)]
     options += [f"--deselect={file.name}::{test}" for test in excluded]
     command = [sys.executable, "-m", "pytest", *options, file.name]

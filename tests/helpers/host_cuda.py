@@ -24,6 +24,8 @@ import numpy as np
 
 # How many devices there are.
 COUNT = "HOST_CUDA_DEVICES"
+# The type characters with which tests for several dtypes run; without it with all of theirs.
+DTYPES = "HOST_CUDA_DTYPES"
 # Whose binding is under the name cupy.cuda.nccl, and whose class under cupyx.distributed.
 WAYS = ("cupy", "compat.cupy", "compat.cupyx")
 # What CuPy has as NumPy has it: functions that return arrays, and others.
@@ -88,6 +90,9 @@ def count() -> int:
 
 class HostArray(np.ndarray[Any, Any]):
     """NumPy's array with the two attributes by which CuPy's says where it lies."""
+
+    # The library that makes more of them, as pynccl sees it.
+    __module__ = "numpy"
 
     def __array_finalize__(self, source: Any) -> None:
         self._device = getattr(source, "_device", Device())
@@ -245,7 +250,11 @@ def _tester(name: str) -> Any:
     parts = {"multi_gpu": "_attr", "for_all_dtypes": "_loops", "for_dtypes": "_loops"}
     if name.startswith("_"):
         raise AttributeError(name)
-    return getattr(importlib.import_module(f"cupy.testing.{parts.get(name, '_array')}"), name)
+    found = getattr(importlib.import_module(f"cupy.testing.{parts.get(name, '_array')}"), name)
+    if parts.get(name) != "_loops" or DTYPES not in os.environ:
+        return found
+    dtypes = os.environ[DTYPES]
+    return lambda *_, **__: importlib.import_module("cupy.testing._loops").for_dtypes(dtypes)
 
 
 def _unused(_: object) -> Callable[..., Any]:
