@@ -6,20 +6,17 @@ The files are imported under their own names. What they import of their engine, 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import logging
-import os
 import pickle
-import subprocess
 import sys
-import tempfile
 import types
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pynccl
+import released_files
 from meeting import until
 
 # Each engine's distribution, and the folder of the files in it.
@@ -34,23 +31,12 @@ _kept: list[Any] = []
 def downloaded(engine: str) -> str:
     """Return the folder of an engine's two files, downloaded once."""
     release, folder = ENGINES[engine]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pynccl-tests" / release
-    cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with released_files.cached(release) as cache:
         if not all((cache / name).exists() for name in FILES):
-            _download(release, folder, cache)
-    return str(cache)
-
-
-def _download(release: str, folder: str, target: Path) -> None:
-    with tempfile.TemporaryDirectory() as there:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--dest", there, release], check=True)
-        (wheel,) = Path(there).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            for name in FILES:
-                (target / name).write_bytes(archive.read(f"{folder}/{name}"))
+            with released_files.downloaded(release) as wheel, zipfile.ZipFile(wheel) as archive:
+                for name in FILES:
+                    (cache / name).write_bytes(archive.read(f"{folder}/{name}"))
+        return str(cache)
 
 
 class Stream:

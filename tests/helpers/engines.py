@@ -60,3 +60,12 @@ def torchrun(nranks: int, *more: str) -> Command:
 
 def pynccl_run(nranks: int) -> Command:
     return [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu"]
+
+
+def mpirun(nranks: int, *args: str, timeout: float, **variables: str) -> str:
+    """Run a command line of Python on the ranks of Open MPI, and return what it prints."""
+    command = [*open_mpi(nranks), sys.executable, *args]
+    env = environment(**variables)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-import tarfile
-from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
 from conftest import ROOT, Run
+from engines import mpirun
 
-MPIRUN = Path(sys.executable).with_name("mpirun")
 PROGRAM = ROOT / "tests" / "helpers" / "mpi_program.py"
 LATER = ROOT / "tests" / "helpers" / "mpi_later_program.py"
-SUITE = ROOT / "tests" / "helpers" / "mpi4py_suite.py"
-
-
-def mpirun(nranks: int, *args: str, timeout: float) -> str:
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYNCCL_", "RANK", "WORLD_"))
-    }
-    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYNCCL_LIBRARY": "cpu"}
-    command = [str(MPIRUN), "--oversubscribe", "-n", str(nranks), sys.executable, *args]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.timeout(150)
@@ -48,31 +27,6 @@ def test_every_method_against_mpi4py(nranks: int) -> None:
 def test_persistent_requests_and_windows_against_mpi4py(nranks: int) -> None:
     out = mpirun(nranks, str(LATER), timeout=140)
     assert sorted(re.findall(r"fine (\d)", out)) == [str(rank) for rank in range(nranks)]
-
-
-@pytest.fixture(scope="session")
-def mpi4py_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the sources of the mpi4py that is installed, whose tests its wheels leave out."""
-    folder, has = tmp_path_factory.mktemp("mpi4py"), version("mpi4py")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    options = ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(folder)]
-    subprocess.run([*pip, *options, f"mpi4py=={has}"], check=True, timeout=280)
-    with tarfile.open(folder / f"mpi4py-{has}.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder / f"mpi4py-{has}"
-
-
-@pytest.mark.full
-@pytest.mark.network
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("nranks", [1, 2, 3])
-def test_mpi4pys_own_suites(nranks: int, mpi4py_sources: Path) -> None:
-    out = mpirun(nranks, str(SUITE), str(mpi4py_sources), timeout=580)
-    outcomes = [json.loads(line) for line in re.findall(r"^outcome (.*)$", out, re.MULTILINE)]
-    assert len(outcomes) == nranks
-    for outcome in outcomes:
-        assert outcome.pop("ran") > 100
-        assert not any(outcome.values()), json.dumps(outcome, indent=1)
 
 
 # The names of the methods that Comm defines, and of mpi4py's others with buffers; MPI stays as it is.
