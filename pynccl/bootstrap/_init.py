@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +69,7 @@ def init(
     limit = resolve_timeout(timeout)
     seconds, timed = limit or DEFAULT_TIMEOUT, limit is not None
     deadline = time.monotonic() + seconds
-    launcher = _environment.detect(os.environ)
+    launcher = _environment.detect(_environment.variables())
     chosen = _methods.choose(method, rank, world_size, launcher, on_listen)
     log.info("pynccl.init: rank %d of %d by %s", chosen.rank, chosen.size, chosen.why)
     local_rank = _local_rank(chosen, launcher)
