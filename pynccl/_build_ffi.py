@@ -15,7 +15,17 @@ API, NATIVE = PACKAGE / "api", PACKAGE / "native"
 HEADERS = ("nccl_api", "cpu_api", "cuda_api")
 FORWARD_LIBRARY = "libnccl.so.2"
 # What Python calls beside the tables' functions: cffi reads these headers but for their preprocessor lines.
-_OWN_HEADERS = ("status.h", "call.h", "recorder.h", "comm.h", "signals.h", "watch.h", "calls.h", "segments.h")
+_OWN_HEADERS = (
+    "status.h",
+    "call.h",
+    "recorder.h",
+    "comm.h",
+    "signals.h",
+    "watch.h",
+    "calls.h",
+    "segments.h",
+    "scan.h",
+)
 GROUP_STEPS = {"ncclGroupStart": 1, "ncclGroupEnd": -1, "ncclGroupSimulateEnd": -1}
 
 # --- the declarations ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each in a new process, and return the results."""
+"""Run a function on several ranks, in new processes, and return the results."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,14 +27,22 @@ from pynccl._run.launch import choose_backend, rank_environment
 from pynccl._run.nodes import open_store
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
 from pynccl._timeouts import check_timeout
+from pynccl.bootstrap._environment import as_rank
+from pynccl.bootstrap._preflight import rank_list
 
 __all__ = ["RankError", "RankTimeout", "run"]
 
 # Seconds for the other ranks to end after a rank failed: long enough to report the failure too.
 _GRACE = 5.0
+# Ranks of which an error shows the traceback or the stacks.
+_SHOWN = 16
 # The first and the last line of what faulthandler writes at SIGABRT.
 _HEADINGS = re.compile(r"^(Fatal Python error: Aborted|Extension modules: .*)$", re.M)
+# The first line of a thread's stack in faulthandler's text.
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x0*([0-9a-f]+)")
 _PREFIX = "pynccl-testing-"
+# The file of the ranks that failed.
+_FAILED = "failed"
 _WORKER = "from pynccl.testing import _work; _work()"
 # The file that this rank imports to find its function.
 _importing: str | None = None
@@ -67,6 +76,7 @@ def run(
     timeout: float = 60,
     check: bool = True,
     env: dict[str, str] | None = None,
+    threads: int = 1,
 ) -> list[Any]:
     """Call `fn(rank, nranks, *args)` in one new process for each rank; return the results in rank order.
 
@@ -75,6 +85,10 @@ def run(
     standard input, and lambdas. Arguments and results are pickled. `backend` is "auto" (the CPU library
     without an NVIDIA driver) or a value for PYNCCL_LIBRARY. `env` adds variables. No process is left running
     afterwards.
+
+    With `threads`, each process has that many ranks as threads: 1,024 ranks fit on a laptop as 32 processes.
+    Each rank gets its own copy of `args`, and `pynccl.init()` knows its rank. There is no RANK in os.environ.
+    Ranks of one process share what a process has once, such as the globals of modules.
 
     Raises RankError with the traceback of a rank that failed. With `check=False` the result holds the
     RankError instead, and the other ranks continue. Raises RankTimeout after `timeout` seconds, and TypeError
@@ -90,6 +104,8 @@ def run(
         raise TypeError(f"nranks is {nranks!r}; expected an int before the function: run(4, fn)")
     if nranks < 1:
         raise ValueError(f"nranks is {nranks}; expected 1 or more")
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1 or nranks % threads:
+        raise ValueError(f"threads is {threads!r}; expected a positive int that divides nranks, {nranks}")
     if not callable(fn):
         raise TypeError(f"fn is {fn!r}; expected a function that takes (rank, nranks, *args)")
     check_timeout(timeout, optional=False)
@@ -99,19 +115,29 @@ def run(
     # By name, or as bytes together with the arguments, whose classes have the same problem.
     place = _locate(fn)
     content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))
-    task = (list(sys.path), place, nranks)
+    task = (list(sys.path), place, nranks, threads)
     base = choose_backend(os.environ, backend) | (env or {})
     with _folder() as folder, open_store(base) as server:
-        job = _Job(Path(folder), nranks)
+        job = _Job(Path(folder), nranks, threads)
         Path(folder, "task").write_bytes(pickle.dumps(task))
         Path(folder, "args").write_bytes(content)
         try:
-            for rank in range(nranks):
-                job.start(rank, rank_environment(base, rank, nranks, server.address))
+            for process in range(nranks // threads):
+                job.start(process, _process_environment(base, process, nranks, server.address, threads))
             job.wait(timeout, check)
         finally:
             job.close()
         return job.results(timeout, check)
+
+
+def _process_environment(
+    base: dict[str, str], process: int, nranks: int, store: str, threads: int
+) -> dict[str, str]:
+    env = rank_environment(base, process, nranks, store)
+    if threads > 1:
+        # WORLD_SIZE stays: with it, pynccl.init in a thread that is no rank raises.
+        del env["RANK"], env["LOCAL_RANK"]
+    return env
 
 
 @contextlib.contextmanager
@@ -169,15 +195,16 @@ class _Failure:
 
 
 class _Job:
-    """The processes of one run, and the folder of their answers."""
+    """The processes of one run, and the folder of their ranks' answers."""
 
-    def __init__(self, folder: Path, nranks: int) -> None:
-        self.folder, self.nranks = folder, nranks
+    def __init__(self, folder: Path, nranks: int, threads: int = 1) -> None:
+        self.folder, self.nranks, self.threads = folder, nranks, threads
         self.children: list[Child] = []
+        # The processes that ended by themselves, in the order of their ends.
         self.ended: list[int] = []
         self.timed_out = False
 
-    def start(self, rank: int, env: dict[str, str]) -> None:
+    def start(self, process: int, env: dict[str, str]) -> None:
         argv = [
             sys.executable,
             *_interpreter_options(),
@@ -185,7 +212,7 @@ class _Job:
             _WORKER,
             str(os.getpid()),
             str(self.folder),
-            str(rank),
+            str(process),
         ]
         # The package's folder may not be on the child's own path.
         here = str(Path(__file__).parents[1])
@@ -193,85 +220,136 @@ class _Job:
         self.children.append(Child(argv, env=env))
 
     def wait(self, timeout: float, check: bool) -> None:
-        """Wait until the ranks end; with `check`, only a short time after a rank has failed."""
+        """Wait until the processes end; with `check`, only a short time after a rank has failed."""
         deadline = time.monotonic() + timeout
         while not self._all_ended():
             now = time.monotonic()
-            if check and any(self.children[rank].poll() for rank in self.ended):
+            if check and self._any_failed():
                 deadline, check = min(deadline, now + _GRACE), False
             elif now >= deadline:
                 break
             time.sleep(0.005)
         self._all_ended()
-        running = [child for rank, child in enumerate(self.children) if rank not in self.ended]
-        self.timed_out = bool(running) and not any(self.children[rank].poll() for rank in self.ended)
-        # On this signal a rank writes its stacks and ends.
+        running = [child for process, child in enumerate(self.children) if process not in self.ended]
+        self.timed_out = bool(running) and not self._any_failed()
+        # On this signal a process writes its stacks and ends.
         for child in running:
             os.kill(child.pid, signal.SIGABRT)
         wait_all(running, 2.0)
 
     def _all_ended(self) -> bool:
-        for rank, child in enumerate(self.children):
-            if rank not in self.ended and child.poll() is not None:
-                self.ended.append(rank)
-        return len(self.ended) == self.nranks
+        for process, child in enumerate(self.children):
+            if process not in self.ended and child.poll() is not None:
+                self.ended.append(process)
+        return len(self.ended) == len(self.children)
+
+    def _any_failed(self) -> bool:
+        # A process whose rank has failed runs on while its other ranks do.
+        return any(self.children[process].poll() for process in self.ended) or bool(self._reported())
+
+    def _reported(self) -> list[int]:
+        """Return the ranks that have reported a failure, in that order."""
+        path = self.folder / _FAILED
+        return list(map(int, path.read_text().split())) if path.exists() else []
 
     def close(self) -> None:
         for child in self.children:
             child.close()
 
     def results(self, timeout: float, check: bool) -> list[Any]:
-        answers = [self._answer(rank) for rank in range(self.nranks)]
+        answers = self._answers()
         if not check:
             return [
                 self._as_error([rank], answers, "") if isinstance(a, _Failure) else a
                 for rank, a in enumerate(answers)
             ]
-        failed = [rank for rank in self.ended if isinstance(answers[rank], _Failure)]
-        # A rank that ended just before the time-out has a result.
-        late = [
-            rank
-            for rank, answer in enumerate(answers)
-            if rank not in self.ended and isinstance(answer, _Failure)
-        ]
-        if failed or late:
-            head = (
-                f"ranks {late} of {self.nranks} were still running after {timeout:g} s\n"
-                if self.timed_out
-                else ""
-            )
-            raise self._as_error(failed + late, answers, head)
+        by_end = (rank for process in self.ended for rank in self._ranks(process))
+        order = dict.fromkeys([*self._reported(), *by_end, *range(self.nranks)])
+        failed = [rank for rank in order if isinstance(answers[rank], _Failure)]
+        if failed:
+            late = sorted(rank for rank in failed if answers[rank].killed)
+            head = f"ranks {late} of {self.nranks} were still running after {timeout:g} s\n"
+            raise self._as_error(failed, answers, head if self.timed_out else "")
         return answers
+
+    def _ranks(self, process: int) -> range:
+        return _ranks_of(process, self.threads)
 
     def _as_error(self, ranks: list[int], answers: list[Any], head: str) -> RankError:
         """Return one error for these ranks, caused by the first of their errors."""
         kind = RankTimeout if all(answers[rank].killed for rank in ranks) else RankError
-        text = "\n".join(f"rank {rank} of {self.nranks} {answers[rank].text}" for rank in ranks)
+        shown, more = ranks[:_SHOWN], sorted(ranks[_SHOWN:])
+        text = "\n".join(f"rank {rank} of {self.nranks} {answers[rank].text}" for rank in shown)
+        if more:
+            text += f"\n{len(more)} more of {self.nranks} ranks failed: {rank_list(more)}"
         blamed = [rank for rank in ranks if kind is RankTimeout or not answers[rank].killed]
         error = kind(head + text, {rank: answers[rank].error for rank in blamed})
         error.__cause__ = answers[ranks[0]].error
         return error
 
-    def _answer(self, rank: int) -> Any:
-        path, code = self.folder / f"{rank}.result", self.children[rank].poll()
-        if path.exists():
-            ok, value, text = pickle.loads(path.read_bytes())
-            if not ok:
-                return _Failure(f"failed:\n{text}", pickle.loads(value))
-            if code == 0:
-                try:
-                    return pickle.loads(value)
-                except Exception as error:
-                    return _Failure(f"returned a value that cannot be unpickled: {error!r}", error)
-        killed = rank not in self.ended
-        state = "was still running and was ended" if killed else describe_exit(code or 0)
-        dump = self.folder / f"{rank}.dump"
-        # A rank that was ended during its start has no stacks.
-        stacks = dump.read_text(errors="replace").strip() if dump.exists() else ""
+    def _answers(self) -> list[Any]:
+        """Return each rank's result, or a _Failure."""
+        found: list[Any] = []
+        for process, child in enumerate(self.children):
+            code, ranks = child.poll(), self._ranks(process)
+            written = [self._written(rank) for rank in ranks]
+            # Ranks that failed, or did not end, are the reason of how their process ended.
+            excused = not all(isinstance(answer, bytes) for answer in written)
+            for rank, answer in zip(ranks, written, strict=True):
+                if isinstance(answer, bytes) and (code == 0 or excused):
+                    found.append(_unpickled(answer))
+                else:
+                    found.append(answer if isinstance(answer, _Failure) else self._without_result(rank))
+        return found
+
+    def _written(self, rank: int) -> bytes | _Failure | None:
+        """Return a rank's pickled result, or its failure; None if it has written neither."""
+        path = self.folder / f"{rank}.result"
+        if not path.exists():
+            return None
+        ok, value, text = pickle.loads(path.read_bytes())
+        return value if ok else _Failure(f"failed:\n{text}", pickle.loads(value))
+
+    def _without_result(self, rank: int) -> _Failure:
+        process = rank // self.threads
+        killed = process not in self.ended
+        state = describe_exit(self.children[process].poll() or 0)
         if killed:
-            # faulthandler reads as a crash, and these are the stacks of a rank that `run` has ended.
-            stacks = _HEADINGS.sub("", stacks).strip()
+            state = "was still running and was ended"
+        elif self.threads > 1:
+            ranks = self._ranks(process)
+            state = f"is a thread of the process of ranks {ranks[0]} to {ranks[-1]}, which {state}"
+        stacks = self._stacks(process, rank, killed)
         return _Failure(f"{state}\n{stacks}" if stacks else f"{state}, without a result", killed=killed)
+
+    def _stacks(self, process: int, rank: int, killed: bool) -> str:
+        """Return the stacks of a rank: of all threads of its process, if it has no other ranks."""
+        dump = self.folder / f"{process}.dump"
+        # A process that was ended during its start has no stacks.
+        text = dump.read_text(errors="replace").strip() if dump.exists() else ""
+        if killed:
+            # faulthandler reads as a crash, and these are the stacks of a process that `run` has ended.
+            text = _HEADINGS.sub("", text).strip()
+        path = self.folder / f"{process}.threads"
+        if not path.exists():
+            return text
+        owners = dict(zip(path.read_text().split(), self._ranks(process), strict=False))
+        blocks = re.split(r"\n\n+", text)
+        of = [owners.get(found[1]) if (found := _THREAD.match(block)) else None for block in blocks]
+        # A crash may have happened in a thread that is no rank.
+        extra = not killed and rank == self._ranks(process)[0]
+        return "\n\n".join(b for b, o in zip(blocks, of, strict=True) if o == rank or (o is None and extra))
+
+
+def _unpickled(result: bytes) -> Any:
+    try:
+        return pickle.loads(result)
+    except Exception as error:
+        return _Failure(f"returned a value that cannot be unpickled: {error!r}", error)
+
+
+def _ranks_of(process: int, threads: int) -> range:
+    return range(process * threads, (process + 1) * threads)
 
 
 def _interpreter_options() -> list[str]:
@@ -281,32 +359,90 @@ def _interpreter_options() -> list[str]:
 
 
 def _work() -> None:
-    """Run one rank; the entry point of the processes that `run` starts."""
-    parent, folder, rank = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    """Run the ranks of one process; the entry point of the processes that `run` starts."""
+    parent, folder, process = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     die_with_parent(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # Open until the process ends, for faulthandler.
-    faulthandler.enable(os.open(folder / f"{rank}.dump", os.O_WRONLY | os.O_CREAT), all_threads=True)
-    sys.exit(not _call(folder, rank))
+    faulthandler.enable(os.open(folder / f"{process}.dump", os.O_WRONLY | os.O_CREAT), all_threads=True)
+    sys.exit(not _work_on(folder, process))
 
 
-def _call(folder: Path, rank: int) -> bool:
-    dumps = pickle.dumps
+# Returns the function, its arguments, and what pickles its result.
+_Load = Callable[[], tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any], bytes]]]
+
+
+def _work_on(folder: Path, process: int) -> bool:
+    """Call the function on this process's ranks; tell whether all of them succeeded."""
+    path, place, nranks, threads = pickle.loads((folder / "task").read_bytes())
+    sys.path[:] = path
+    ranks = _ranks_of(process, threads)
     try:
-        path, target, nranks = pickle.loads((folder / "task").read_bytes())
-        sys.path[:] = path
-        if target:
-            fn, dumps = _find(*target), pickle.dumps
-            args = pickle.loads((folder / "args").read_bytes())
-        else:
-            fn, args = pickle.loads((folder / "args").read_bytes())
-            dumps = _cloudpickle(fn).dumps
+        load = _loader(place, (folder / "args").read_bytes())
+    except BaseException as error:
+        for rank in ranks:
+            _write(folder, rank, _failed_by(error, pickle.dumps))
+        return False
+    if threads == 1:
+        return _call(folder, process, nranks, load)
+    return _call_in_threads(folder, process, ranks, nranks, load)
+
+
+def _loader(place: tuple[str, str, str] | None, content: bytes) -> _Load:
+    """Import the function; the arguments are unpickled for every rank, so that ranks do not share them."""
+    if place:
+        fn = _find(*place)
+        return lambda: (fn, pickle.loads(content), pickle.dumps)
+    dumps = _cloudpickle(_loader).dumps
+    return lambda: (*pickle.loads(content), dumps)
+
+
+def _call_in_threads(folder: Path, process: int, ranks: range, nranks: int, load: _Load) -> bool:
+    succeeded: list[int] = []
+
+    def work(rank: int) -> None:
+        with as_rank(rank_environment({}, rank, nranks, os.environ["PYNCCL_STORE"])):
+            if _call(folder, rank, nranks, load):
+                succeeded.append(rank)
+
+    started = []
+    for rank in ranks:
+        thread = threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _write(folder, rank, _failed_by(error, pickle.dumps))
+            break
+        started.append(thread)
+    (folder / f"{process}.threads").write_text(" ".join(f"{thread.ident or 0:x}" for thread in started))
+    for thread in started:
+        thread.join()
+    return len(succeeded) == len(ranks)
+
+
+def _call(folder: Path, rank: int, nranks: int, load: _Load) -> bool:
+    """Call the function on one rank and write its answer; tell whether it succeeded."""
+    dumps: Callable[[Any], bytes] = pickle.dumps
+    try:
+        fn, args, dumps = load()
         answer = (True, _dumps_result(fn(rank, nranks, *args), dumps), "")
     except BaseException as error:
-        answer = (False, _dumps_error(error, dumps), traceback.format_exc())
+        answer = _failed_by(error, dumps)
+    return _write(folder, rank, answer)
+
+
+def _failed_by(error: BaseException, dumps: Callable[[Any], bytes]) -> tuple[bool, bytes, str]:
+    return False, _dumps_error(error, dumps), "".join(traceback.format_exception(error))
+
+
+def _write(folder: Path, rank: int, answer: tuple[bool, bytes, str]) -> bool:
+    """Write a rank's answer; tell whether it is a result."""
     draft = folder / f"{rank}.draft"
     draft.write_bytes(pickle.dumps(answer))
     draft.rename(folder / f"{rank}.result")
+    if not answer[0]:
+        with open(folder / _FAILED, "ab") as file:
+            file.write(b"%d\n" % rank)
     return answer[0]
 
 

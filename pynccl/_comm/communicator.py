@@ -65,7 +65,7 @@ class Communicator(Operations):
         ids = _ids(unique_id)
         loader.load()
         place = device_to_use(device)
-        core.identity = recorder.numbered("id", *ids)
+        core.identity = recorder.numbered("id", *ids, rank=int(rank))
         recorder.open_trace(core.c, core.identity, int(rank), int(nranks), "init", name=_name_in(config))
 
         def call() -> int:
@@ -104,7 +104,7 @@ class Communicator(Operations):
         uid = bytes(to_unique_id(unique_id))
         loader.load()
         place = device_to_use(device)
-        core.identity = recorder.numbered("id", uid)
+        core.identity = recorder.numbered("id", uid, rank=int(rank))
         recorder.open_trace(core.c, core.identity, int(rank), int(nranks), "join")
 
         def call() -> int:

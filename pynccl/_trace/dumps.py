@@ -12,11 +12,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from pynccl._trace.recorder import OWN_FOLDER, TraceRecord
+from pynccl._trace.records import Reading, Records, Rows, scan
 
 PENDING = ("called", "taken")
 # Calls that no rank completes before every rank has made them.
@@ -70,7 +71,7 @@ class Member:
     # The call that ended the communicator, and whether the library's communicator was released.
     ended: str
     closed: bool
-    records: list[TraceRecord] = field(default_factory=list, repr=False, compare=False)
+    records: Records = field(repr=False, compare=False)
 
     @property
     def process_rank(self) -> int:
@@ -78,29 +79,18 @@ class Member:
         return self.rank if self.process.rank is None else self.process.rank
 
     @cached_property
-    def _collectives(self) -> dict[int, TraceRecord]:
-        return {r.seq: r for r in reversed(self.records) if r.seq is not None}
-
-    @cached_property
-    def _groups(self) -> dict[int, list[TraceRecord]]:
-        groups: dict[int, list[TraceRecord]] = {}
-        for record in self.records:
-            if record.group:
-                groups.setdefault(record.group, []).append(record)
-        return groups
-
-    @cached_property
-    def peers(self) -> dict[tuple[str, int], dict[int, TraceRecord]]:
-        """The sends and recvs, by kind and peer and then by number."""
-        found: dict[tuple[str, int], dict[int, TraceRecord]] = {}
-        for record in self.records:
-            if record.peer is not None and record.peer_seq:
-                found.setdefault((record.call, record.peer), {})[record.peer_seq] = record
-        return found
+    def peers(self) -> dict[tuple[str, int], Records]:
+        """The sends and recvs, by kind and peer, in the order of their numbers."""
+        found = self.records.by(lambda kind: (kind.call, kind.peer))
+        ordered = {
+            (call, peer): some.ordered("peer_seq") for (call, peer), some in found.items() if peer is not None
+        }
+        return {pair: some for pair, some in ordered.items() if some}
 
     def collective(self, seq: int) -> TraceRecord | None:
         """Return a collective call by its number."""
-        return self._collectives.get(seq)
+        found = self.records.numbered("seq", seq)
+        return found[0] if found else None
 
     def newest(self) -> TraceRecord | None:
         """Return the newest call that every rank must make."""
@@ -108,7 +98,7 @@ class Member:
 
     def issued_with(self, record: TraceRecord) -> list[TraceRecord]:
         """Return the calls that were issued together with a call, including itself."""
-        return self._groups[record.group] if record.group else [record]
+        return list(self.records.numbered("group", record.group)) if record.group else [record]
 
 
 @dataclass
@@ -160,6 +150,10 @@ _MOST_RANKS = 1 << 31
 
 class _Damaged(ValueError):
     """A value that no valid dump contains."""
+
+
+# What a line with such a value raises.
+_BAD = (_Damaged, KeyError, TypeError, IndexError)
 
 
 def printable(text: str) -> str:
@@ -246,9 +240,11 @@ def _record(values: dict[str, Any], size: int) -> TraceRecord:
     return record
 
 
-def _member(process: Process, values: dict[str, Any]) -> Member:
+def _member(process: Process, values: dict[str, Any]) -> Callable[..., Member]:
+    """Return what makes a member of its records."""
     size = _integer(values["size"], 1, _MOST_RANKS)
-    return Member(
+    return partial(
+        Member,
         process,
         comm=_text(values["comm"]),
         rank=_integer(values["rank"], 0, size),
@@ -323,48 +319,113 @@ def read_all(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
     return everything
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any] | str]:
-    """Yield the parsed lines of a file; a damaged line as its text."""
-    with open(path, "rb") as file:
-        while line := file.readline(_MOST_LINE):
-            text = line.decode(errors="replace")
-            try:
-                values = json.loads(text)
-            except (ValueError, RecursionError):
-                values = text
-            yield values if isinstance(values, dict) else text[:_MOST_TEXT]
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the content in pieces of whole lines; a line that is too long is cut."""
+    rest = b""
+    while more := file.read(_MOST_LINE):
+        end = more.rfind(b"\n") + 1
+        if not end and len(rest) < _MOST_LINE:
+            rest += more
+            continue
+        end = end or len(more)
+        yield rest + more[:end]
+        rest = more[end:]
+    if rest:
+        yield rest
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        raise _Damaged from None
+    if not isinstance(values, dict):
+        raise _Damaged
+    return values
+
+
+def _record_in(line: bytes, size: int) -> TraceRecord | None:
+    """Return the record of a line; None if it is damaged."""
+    try:
+        return _record(_parse(line), size)
+    except _BAD:
+        return None
+
+
+class _Reader:
+    """Reads one dump: the rank of the process in each of its communicators."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.process: Process | None = None
+        # The numbers of damaged lines.
+        self.damaged: list[int] = []
+        self._lines = 0
+        # The member that the next records belong to, without them; None if its line is damaged.
+        self._member: Callable[..., Member] | None = None
+        self._reading = Reading(lambda _: None)
+
+    def read(self, text: bytes) -> None:
+        """Read some lines."""
+        at = 0
+        while at < len(text):
+            rows, at = scan(text, at)
+            if len(rows):
+                self._add(text, rows)
+            if at < len(text):
+                end = text.find(b"\n", at) + 1 or len(text)
+                self._lines += 1
+                self._read_line(text[at:end])
+                at = end
+
+    def _add(self, text: bytes, rows: Rows) -> None:
+        if self.process is None:
+            raise self._no_dump()
+        first = self._lines + 1
+        self._lines += len(rows)
+        damaged = range(len(rows)) if self._member is None else self._reading.add(text, rows)
+        self.damaged += [first + line for line in damaged]
+
+    def _read_line(self, line: bytes) -> None:
+        try:
+            values = _parse(line)
+            if self.process is None:
+                self.process = _process(self.name, values)
+                return
+            if "comm" in values:
+                self.finish()
+                self._member = _member(self.process, values)
+                size = int(values["size"])
+                self._reading = Reading(lambda line: _record_in(line, size))
+                return
+        except _BAD:
+            if self.process is None:
+                raise self._no_dump() from None
+            values = {"call": ""} if line.startswith(b'{"call"') else {}
+        if self._member is None or not self._reading.add_line(line):
+            self.damaged.append(self._lines)
+            if "call" not in values:
+                self.finish()
+
+    def _no_dump(self) -> TraceError:
+        return TraceError(f"{self.name}, line 1: this is not a dump of the flight recorder")
+
+    def finish(self) -> None:
+        """Complete the member that the last records belong to."""
+        if self.process is not None and self._member is not None:
+            self.process.members.append(self._member(records=self._reading.records()))
+        self._member = None
 
 
 def _read(path: Path) -> Dumps:
-    """Read one dump: the rank of the process in each of its communicators."""
-    name = printable(str(path))
-    process: Process | None = None
-    # The member that the next records belong to; None if its line is damaged.
-    member: Member | None = None
-    damaged: list[int] = []
-    for number, values in enumerate(_lines(path), 1):
-        try:
-            if isinstance(values, str):
-                raise _Damaged
-            if process is None:
-                process = _process(name, values)
-            elif "comm" in values:
-                member = None
-                member = _member(process, values)
-                process.members.append(member)
-            elif member is not None:
-                member.records.append(_record(values, member.size))
-            else:
-                damaged.append(number)
-        except (_Damaged, KeyError, TypeError, IndexError):
-            if process is None:
-                raise TraceError(f"{name}, line 1: this is not a dump of the flight recorder") from None
-            damaged.append(number)
-            if not ("call" in values if isinstance(values, dict) else values.startswith('{"call"')):
-                member = None
-    if process is None:
-        raise TraceError(f"{name} is empty; expected a dump of the flight recorder")
-    return Dumps(process.members, [_say_damage(name, damaged)] if damaged else [])
+    reader = _Reader(printable(str(path)))
+    with open(path, "rb") as file:
+        for text in _chunks(file):
+            reader.read(text)
+    reader.finish()
+    if reader.process is None:
+        raise TraceError(f"{reader.name} is empty; expected a dump of the flight recorder")
+    return Dumps(reader.process.members, [_say_damage(reader.name, reader.damaged)] if reader.damaged else [])
 
 
 def _say_damage(name: str, lines: list[int]) -> str:

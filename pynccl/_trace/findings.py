@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from pynccl._errors import result_name
 from pynccl._trace.dumps import JOINT, PENDING, Dumps, Member, Process, Reason, World, worlds_of
 from pynccl._trace.recorder import TraceRecord
+from pynccl._trace.records import Records, Test, nothing
 
 # --- words --------------------------------------------------------------------------------------------------
 
@@ -76,16 +79,25 @@ def _say_call(ranks: Sequence[int], record: TraceRecord, full: bool = False) -> 
     return text
 
 
+def _is_pending(record: TraceRecord) -> bool:
+    return record.state in PENDING
+
+
+def _first(member: Member, test: Test) -> TraceRecord | None:
+    """Return the first record whose kind passes a test."""
+    return next(iter(member.records.some(test)), None)
+
+
 def _why(member: Member) -> str:
     """Return why a rank stopped, from its dump, as a text without a subject."""
     error = member.process.reason("exception")
     if error is not None:
         return f"ended with {error}"
-    waiting = next((r for r in member.records if r.state in PENDING), None)
+    waiting = _first(member, _is_pending)
     if waiting is not None:
         return f"waits in {say(waiting)}{say_place(waiting)}"
     for other in member.process.members:
-        waiting = next((r for r in other.records if r.state in PENDING), None)
+        waiting = _first(other, _is_pending)
         if waiting is not None:
             return f"waits in {say(waiting)}{say_place(waiting)} of {other.comm}"
     how = {"abort": "aborted the communicator after ", "destroy": "destroyed the communicator after "}.get(
@@ -134,14 +146,20 @@ def _say_differing(names: Sequence[str]) -> str:
 
 def _first_difference(world: World) -> tuple[int, dict[int, TraceRecord]] | None:
     """Return the first collective call that differs between the ranks that made it."""
-    known: dict[int, dict[int, TraceRecord]] = {}
-    for rank, member in world.members.items():
-        for record in member.records:
-            if record.seq is not None:
-                known.setdefault(record.seq, {})[rank] = record
-    for seq in sorted(known):
-        if len({signature(record) for record in known[seq].values()}) > 1:
-            return seq, known[seq]
+    labels: dict[tuple[Any, ...], int] = {}
+    members = [member.records for member in world.members.values()]
+    signatures = np.concatenate(
+        [some.labels(lambda kind: labels.setdefault(signature(kind), len(labels))) for some in members]
+    )
+    seqs = np.concatenate([some.numbers("seq") for some in members])
+    order = np.lexsort((signatures, seqs))
+    seqs, signatures = seqs[order], signatures[order]
+    differ = (seqs[1:] == seqs[:-1]) & (signatures[1:] != signatures[:-1]) & (seqs[1:] >= 0)
+    for seq in np.unique(seqs[1:][differ]).tolist():
+        calls = _callers(world, seq)
+        # In a damaged dump a rank may have two calls of one number.
+        if len(set(map(signature, calls.values()))) > 1:
+            return seq, calls
     return None
 
 
@@ -155,7 +173,7 @@ def _shifted(world: World, seq: int, calls: dict[int, TraceRecord]) -> Iterator[
         return
 
     def line(rank: int) -> list[tuple[Any, ...]]:
-        return [signature(r) for r in world.members[rank].records if r.seq is not None and r.seq >= seq]
+        return [signature(r) for r in world.members[rank].records.since("seq", seq)]
 
     others = line(usual[0])
     for rank in sorted(set(calls) - set(usual)):
@@ -171,13 +189,9 @@ def _shifted(world: World, seq: int, calls: dict[int, TraceRecord]) -> Iterator[
 
 def _complete(world: World) -> int | None:
     """Return the newest completed call that needs every rank."""
-    done = [
-        record.seq
-        for member in world.members.values()
-        for record in member.records
-        if record.seq is not None and record.state == "done" and record.call in JOINT
-    ]
-    return max(done, default=None)
+    done = [m.records.some(lambda r: r.state == "done" and r.call in JOINT) for m in world.members.values()]
+    newest = max((int(records.numbers("seq").max()) for records in done if records), default=-1)
+    return newest if newest >= 0 else None
 
 
 def _dead(world: World) -> str:
@@ -185,7 +199,7 @@ def _dead(world: World) -> str:
     ranks, one = say_runs(runs), len(runs) == 1 and len(runs[0]) == 1
     it = f"{'it' if one else 'they'} {world.absence}{'' if one else 's'}"
     when = "" if complete is None else " after init" if not complete else f" after #{complete}"
-    if complete is None and any(r.call == "init" for m in world.members.values() for r in m.records):
+    if complete is None and any(r.call == "init" for m in world.members.values() for r in m.records.kinds):
         return f"{ranks} never reached init: {it}"
     if world.live:
         return f"{ranks} {world.absence}" + (f"; all ranks have completed #{complete}" if complete else "")
@@ -299,30 +313,29 @@ def _pairs(world: World) -> Iterator[str]:
         if sender in world.members:
             yield from _between(world, world.members[sender], sender, receiver)
     for receiver, member in sorted(world.members.items()):
-        for record in member.records:
-            if record.call == "recv" and record.state in PENDING and world.is_absent(record.peer):
-                yield f"{_say_call([receiver], record)}, which {world.absence}"
-                break
+        record = _first(member, lambda r: r.call == "recv" and _is_pending(r) and world.is_absent(r.peer))
+        if record is not None:
+            yield f"{_say_call([receiver], record)}, which {world.absence}"
 
 
 def _between(world: World, member: Member, sender: int, receiver: int) -> Iterator[str]:
-    sends = member.peers.get(("send", receiver), {})
+    sends = member.peers.get(("send", receiver), nothing())
     other = world.members.get(receiver)
     if other is None:
-        waiting = next((r for r in sends.values() if r.state in PENDING), None)
+        waiting = next(iter(sends.some(_is_pending)), None)
         if waiting is not None:
             yield f"{_say_call([sender], waiting)}, which {world.absence}"
         return
-    recvs = other.peers.get(("recv", sender), {})
-    for number in sorted(set(sends) & set(recvs)):
-        out, into = sends[number], recvs[number]
-        if (out.count, out.dtype) != (into.count, into.dtype):
-            names = [n for n in ("count", "dtype") if getattr(out, n) != getattr(into, n)]
-            yield (
-                f"rank {sender} called {say(out)}{say_place(out)}, but rank {receiver} called "
-                f"{say(into)}{say_place(into)}: {_say_differing(names)}"
-            )
-            return
+    recvs = other.peers.get(("recv", sender), nothing())
+    different = _first_unequal(sends, recvs)
+    if different is not None:
+        out, into = different
+        names = [n for n in ("count", "dtype") if getattr(out, n) != getattr(into, n)]
+        yield (
+            f"rank {sender} called {say(out)}{say_place(out)}, but rank {receiver} called "
+            f"{say(into)}{say_place(into)}: {_say_differing(names)}"
+        )
+        return
     lone = _unmet(sends, recvs)
     if lone is not None:
         instead = _instead(other, "recv", sender)
@@ -333,25 +346,39 @@ def _between(world: World, member: Member, sender: int, receiver: int) -> Iterat
         yield f"{_say_call([receiver], lone)}; rank {sender} never sent it: {instead}"
 
 
-def _unmet(calls: dict[int, TraceRecord], others: dict[int, TraceRecord]) -> TraceRecord | None:
+def _first_unequal(sends: Records, recvs: Records) -> tuple[TraceRecord, TraceRecord] | None:
+    """Return the first send and recv of one number that have different data."""
+    shapes: dict[tuple[Any, ...], int] = {}
+
+    def shape(kind: TraceRecord) -> int:
+        return shapes.setdefault((kind.count, kind.dtype), len(shapes))
+
+    _, out, into = np.intersect1d(
+        sends.numbers("peer_seq"), recvs.numbers("peer_seq"), assume_unique=True, return_indices=True
+    )
+    differ = np.flatnonzero(sends.labels(shape)[out] != recvs.labels(shape)[into])
+    return (sends[out[differ[0]]], recvs[into[differ[0]]]) if len(differ) else None
+
+
+def _unmet(calls: Records, others: Records) -> TraceRecord | None:
     """Return the first incomplete call without a counterpart on the other rank."""
-    last = max(others, default=0)
-    return next((r for number, r in sorted(calls.items()) if number > last and r.state != "done"), None)
+    last = int(others.numbers("peer_seq").max()) if others else 0
+    return next(iter(calls.since("peer_seq", last + 1).some(lambda r: r.state != "done")), None)
 
 
 def _instead(member: Member, call: str, peer: int) -> str:
     """Return what a rank does in place of a recv or send."""
-    for record in member.records:
-        if record.call == call and record.peer != peer and record.state != "done":
-            verb = "waits in" if record.state in PENDING else "called"
-            return f"it {verb} {say(record)}{say_place(record)} instead"
-    return f"it {_why(member)}"
+    record = _first(member, lambda r: r.call == call and r.peer != peer and r.state != "done")
+    if record is None:
+        return f"it {_why(member)}"
+    verb = "waits in" if record.state in PENDING else "called"
+    return f"it {verb} {say(record)}{say_place(record)} instead"
 
 
 def _signals(world: World) -> Iterator[str]:
     """Yield texts for waits for signals that have not come."""
     for rank, member in sorted(world.members.items()):
-        record = next((r for r in member.records if r.call == "wait_signal" and r.state in PENDING), None)
+        record = _first(member, lambda r: r.call == "wait_signal" and _is_pending(r))
         if record is None or record.peer is None:
             continue
         text, other = _say_call([rank], record), world.members.get(record.peer)
@@ -370,19 +397,18 @@ def _sent(member: Member, wait: TraceRecord, other: Member) -> str:
 
     if not all(m.records and m.records[0].call == "init" for m in (member, other)):
         return f"rank {other.rank} {_why(other)}"
-    before = sum(
-        r.signals or 0
-        for r in member.records
-        if r is not wait and r.call == "wait_signal" and r.state == "done" and is_same(r, other.rank)
+    waits = member.records.some(
+        lambda r: r.call == "wait_signal" and r.state == "done" and is_same(r, other.rank)
     )
-    calls = [r for r in other.records if r.call in ("put_signal", "signal") and is_same(r, member.rank)]
+    before = sum(r.signals or 0 for r in waits)
+    calls = other.records.some(lambda r: r.call in ("put_signal", "signal") and is_same(r, member.rank))
     return f"rank {other.rank} has signalled {len(calls) - before:,} of them, and {_why(other)}"
 
 
 def _endings(world: World) -> Iterator[str]:
     """Yield texts for outstanding calls without a number, such as finalize."""
     for call in ("finalize", "destroy", "shrink", "suspend", "resume"):
-        inside = [r for r, m in world.members.items() if any(map(_stuck_in(call), m.records))]
+        inside = [r for r, m in world.members.items() if any(map(_stuck_in(call), m.records.kinds))]
         if inside:
             others = [rank for rank in world.members if rank not in inside]
             verb = "wait in" if len(inside) > 1 else "waits in"
@@ -398,7 +424,7 @@ def _stuck_in(call: str) -> Any:
 
 
 def _stuck(member: Member) -> TraceRecord | None:
-    return next((r for r in member.records if r.state in PENDING and r.seq), None)
+    return next(iter(member.records.some(_is_pending).since("seq", 1)), None)
 
 
 def crossings(worlds: Sequence[World]) -> Iterator[str]:

@@ -112,7 +112,7 @@ def signal_of(environ: Mapping[str, str]) -> signal.Signals | None:
 
 # --- names of communicators  --------------------------------------------------------------------------
 
-_made: Counter[str] = Counter()
+_made: Counter[tuple[str, int]] = Counter()
 
 
 def identify(*parts: object) -> str:
@@ -126,11 +126,11 @@ def identify(*parts: object) -> str:
     return digest.hexdigest()[:12]
 
 
-def numbered(*parts: object) -> str:
-    """Like `identify`, but different for each repetition of the same parts in this process."""
+def numbered(*parts: object, rank: int = 0) -> str:
+    """Like `identify`, but different for each repetition of the same parts by a rank of this process."""
     name = identify(*parts)
-    _made[name] += 1
-    return name if _made[name] == 1 else identify(name, _made[name])
+    _made[name, rank] += 1
+    return name if _made[name, rank] == 1 else identify(name, _made[name, rank])
 
 
 # --- one communicator ---------------------------------------------------------------------------------------

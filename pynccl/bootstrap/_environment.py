@@ -7,12 +7,18 @@ Launchers nest. Every rank of a job applies the same order:
 2. The variables of mpirun (Open MPI, MPICH's hydra, PALS) come before Slurm's: inside a Slurm job mpirun sets
    them later, and SLURM_PROCID then belongs to mpirun's daemon or to the batch script.
 3. Slurm's variables come before PMI_RANK and PMI_SIZE, which srun itself sets (--mpi=pmi2).
+
+A thread that is a rank of its own has its own variables: `as_rank`.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 from pynccl._errors import BootstrapError
@@ -65,6 +71,32 @@ class Launcher(NamedTuple):
 
 
 NOBODY = Launcher(Names("no launcher", "rank", "world_size", "local rank"), None, None, None)
+
+
+# The variables of a thread that is a rank of its own, in front of the process's.
+_own: ContextVar[ChainMap[str, str] | None] = ContextVar("pynccl_rank", default=None)
+
+
+@contextmanager
+def as_rank(own: dict[str, str]) -> Iterator[None]:
+    """Make this thread a rank of its own, with these variables in place of the process's."""
+    token = _own.set(ChainMap(own, os.environ))
+    try:
+        yield
+    finally:
+        _own.reset(token)
+
+
+def variables() -> Mapping[str, str]:
+    """Return the variables of this rank: of the process, or of the thread that is a rank."""
+    own = _own.get()
+    return os.environ if own is None else own
+
+
+def thread_rank() -> str:
+    """Return the RANK of a thread that is a rank of its own; else ""."""
+    own = _own.get()
+    return "" if own is None else own[TORCHRUN.rank]
 
 
 def detect(environ: Mapping[str, str]) -> Launcher:

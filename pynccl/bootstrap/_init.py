@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from pynccl.bootstrap._create import create
 from pynccl.bootstrap._environment import Launcher
 from pynccl.bootstrap._exchange import Exchange
 from pynccl.bootstrap._methods import Method
-from pynccl.bootstrap._preflight import Facts, gather_facts, use_device
+from pynccl.bootstrap._preflight import Facts, gather_facts, id_of_root, use_device
 from pynccl.bootstrap._variables import misspelled
 
 DEFAULT_TIMEOUT = 300.0
@@ -71,7 +70,7 @@ def init(
     limit = resolve_timeout(timeout)
     seconds, timed = limit or DEFAULT_TIMEOUT, limit is not None
     deadline = time.monotonic() + seconds
-    launcher = _environment.detect(os.environ)
+    launcher = _environment.detect(_environment.variables())
     chosen = _methods.choose(method, rank, world_size, launcher, on_listen)
     for warning in misspelled(os.environ) if chosen.rank == 0 else ():
         log.warning("pynccl.init: %s", warning)
@@ -83,31 +82,31 @@ def init(
     channel.met_at = chosen.host
     line = caller_line()
 
-    def make(uid: UniqueId, on: int | None) -> Communicator:
+    def make(uids: list[UniqueId], on: int | None) -> Communicator:
         with called_from(line):
-            return Communicator(chosen.size, uid, chosen.rank, config=config, device=on, timeout=timeout)
+            return Communicator(chosen.size, uids, chosen.rank, config=config, device=on, timeout=timeout)
 
     if chosen.size == 1:
         # A single rank uses no secret, but a bad secret raises the same error as with several ranks.
         read_secret()
         facts = gather_facts(device, local_rank or 0, timed)
         use_device(facts, facts.device)
-        return create(lambda: make(UniqueId(capi.ncclGetUniqueId()), facts.device), None, deadline, seconds)
+        return create(lambda: make([UniqueId(capi.ncclGetUniqueId())], facts.device), None, deadline, seconds)
     with chosen.open(deadline) as exchange:
-        uid, on = _exchange(exchange, device, local_rank, timed)
-        return create(lambda: make(uid, on), exchange, deadline, seconds)
+        uids, on = _exchange(exchange, device, local_rank, timed)
+        return create(lambda: make(uids, on), exchange, deadline, seconds)
 
 
 def _exchange(
     exchange: Exchange, device: int | None, local_rank: int | None, timed: bool
-) -> tuple[UniqueId, int | None]:
+) -> tuple[list[UniqueId], int | None]:
     facts: list[Facts] = []
 
     def prepare() -> Facts:
         facts.append(gather_facts(device, local_rank, timed))
         # Before the id is published, if the device is already known: selecting a device may fail.
         use_device(facts[0], facts[0].device)
-        return facts[0]
+        return facts[0]._replace(uid=id_of_root(exchange.rank, exchange.size))
 
     answer = exchange.exchange(prepare)
     on = answer.devices[exchange.rank] if answer.devices else facts[0].device
@@ -123,7 +122,7 @@ def _exchange(
     if device is None:
         global _chosen_before
         _chosen_before = on
-    return answer.unique_id(), on
+    return answer.unique_ids(), on
 
 
 def _local_rank(chosen: Method, launcher: Launcher) -> int | None:

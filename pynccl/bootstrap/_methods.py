@@ -90,7 +90,7 @@ def _host(method: Any) -> str:
 
 def _alone(launcher: Launcher) -> Method:
     names = _environment.TORCHRUN
-    size = os.environ.get(names.size, "1") if launcher is _environment.NOBODY else "1"
+    size = _environment.variables().get(names.size, "1") if launcher is _environment.NOBODY else "1"
     if size != "1":
         raise BootstrapError(
             f"{names.size} is {size!r}, but {names.rank} is not set; expected both (`pynccl run` and "
@@ -124,10 +124,15 @@ def _numbers(rank: int | None, world_size: int | None, launcher: Launcher) -> tu
 # --- rendezvous places --------------------------------------------------------------------------------------
 
 Opener = Callable[[int, int], Open]
-# The rounds of each place: several calls of init may use one place, and every rank counts them equally.
-_rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+# The rounds of each place and of each rank of this process: several calls of init may use one place, and
+# every rank counts them equally.
+_rounds: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
 # Objects by id(), kept alive so that no other object gets the same id.
 _objects: dict[int, Any] = {}
+
+
+def _rounds_at(place: str) -> Iterator[int]:
+    return _rounds[place, _environment.thread_rank()]
 
 
 def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str, Opener | None]:
@@ -172,7 +177,7 @@ def _identity(target: Any) -> str:
 
 def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Opener]:
     """Return the place that the environment names, in words, and its opener."""
-    environ = os.environ
+    environ = _environment.variables()
     at = _environment.master(environ, launcher)
     if _environment.uses_agent_store(environ) and at is not None:
         where = f"torchrun's store at {format_address(*at)}"
@@ -219,7 +224,7 @@ def _through(
     """Open an exchange through an existing folder or object."""
     found = keys(deadline)
     try:
-        yield Round(found, str(next(_rounds[name])), rank, size, deadline, lingers=lingers)
+        yield Round(found, str(next(_rounds_at(name))), rank, size, deadline, lingers=lingers)
     finally:
         found.withdraw()
 
@@ -228,9 +233,9 @@ def _through(
 def _at_store(address: str, name: str, rank: int, size: int, deadline: float) -> Iterator[Exchange]:
     """Open an exchange through an existing pynccl store."""
     with connect(Place(address), deadline, rank, size, "cannot take part") as store:
-        rounds = _rounds[name]
+        rounds = _rounds_at(name)
         meeting = Round(StoreKeys(store), str(next(rounds)), rank, size, deadline, later=rounds)
-        launcher = _environment.detect(os.environ)
+        launcher = _environment.detect(_environment.variables())
         if (rank, size) == (launcher.rank, launcher.size):
             meeting.has_exited = lambda other: _is_set(store, exit_key(other))
         yield meeting
@@ -319,7 +324,7 @@ def _at_master(
         place, server = _kept[where]
     try:
         with connect(place, deadline, rank, size) as store:
-            name = str(next(_rounds[place.address]))
+            name = str(next(_rounds_at(place.address)))
             keys = StoreKeys(store, where if home is None else home.where, of_rank_0=True)
             meeting = Round(keys, name, rank, size, deadline, lingers=server is not None)
             if home is not None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from pynccl import _host, capi
 from pynccl._errors import BootstrapError, NcclError, RankFailedError
 from pynccl._library import cuda, loader
+from pynccl._library.binding import lib
 from pynccl._types import UniqueId
 from pynccl._watch import check_mode
 
@@ -27,6 +28,8 @@ _PRIVATE = ("NCCL_HOSTID", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS",
 _CHECK = "PYNCCL_CHECK"
 _MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
 _MULTI_RANK_SINCE = (2, 30)
+# The ranks that one root of NCCL's bootstrap serves, about.
+ranks_per_root = 128
 
 
 class Facts(NamedTuple):
@@ -46,6 +49,8 @@ class Facts(NamedTuple):
     shared_devices: bool = True
     # True if the communicator has a time-out, so that it opens a control channel.
     timed: bool = False
+    # The unique id that a root of a large job has made, in hexadecimal.
+    uid: str = ""
 
 
 class Failure(NamedTuple):
@@ -72,7 +77,7 @@ class Arrival(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The reply of rank 0: the id or a failure, and each rank's device if rank 0 chose it."""
+    """The reply of rank 0: the ids or a failure, and each rank's device if rank 0 chose it."""
 
     size: int
     uid: str
@@ -80,9 +85,10 @@ class Answer(NamedTuple):
     devices: tuple[int | None, ...] = ()
     warnings: tuple[str, ...] = ()
 
-    def unique_id(self) -> UniqueId:
-        """Return the unique id."""
-        return UniqueId(bytes.fromhex(self.uid))
+    def unique_ids(self) -> list[UniqueId]:
+        """Return the unique ids: several for a large job."""
+        data = bytes.fromhex(self.uid)
+        return [UniqueId(data[at : at + UniqueId.SIZE]) for at in range(0, len(data), UniqueId.SIZE)]
 
 
 def describe(error: BaseException) -> str:
@@ -214,6 +220,25 @@ def device_for(facts: Facts, local_rank: int) -> int | None:
     return chosen
 
 
+def roots(size: int) -> list[int]:
+    """Return the ranks that make the unique ids: the first of each share, as NCCL divides the ranks."""
+    count = -(-size // ranks_per_root)
+    share, larger = divmod(size, count)
+    return [i * share + min(i, larger) for i in range(count)]
+
+
+def id_of_root(rank: int, size: int) -> str:
+    """Return the id that this rank makes beside rank 0's, in hexadecimal; "" if it makes none."""
+    # With NCCL_COMM_ID all ids name the same root.
+    if rank == 0 or rank not in roots(size) or "NCCL_COMM_ID" in os.environ:
+        return ""
+    return _new_id() if lib.nccl_api_find(b"ncclCommInitRankScalable") else ""
+
+
+def _new_id() -> str:
+    return bytes(UniqueId(capi.ncclGetUniqueId())).hex()
+
+
 def use_device(facts: Facts, device: int | None) -> None:
     """Make a device the current one of this process."""
     if device is None:
@@ -242,7 +267,8 @@ def compare(arrivals: Sequence[Arrival], size: int) -> Answer:
     _require_equal_timing(facts)
     devices = _devices(facts)
     _require_own_devices(facts, devices)
-    uid = bytes(UniqueId(capi.ncclGetUniqueId())).hex()
+    others = [facts[root].uid for root in roots(size)[1:]]
+    uid = _new_id() + ("".join(others) if all(others) else "")
     counted = any(one.device is None for one in facts)
     return Answer(size, uid, devices=tuple(devices) if counted else (), warnings=tuple(_differences(facts)))
 

@@ -295,7 +295,7 @@ class NcclCommunicator:
         options = _options(config)
         in_group = _grouped.for_creation()
         self._prepare(_Core(None))
-        self._core.identity = _recorder.numbered("id", commId)
+        self._core.identity = _recorder.numbered("id", commId, rank=rank)
 
         def make() -> int:
             if options is None:

@@ -20,7 +20,7 @@ def write(folder: Path, rank: int, size: int, calls: Calls, *, comm: str = "abc"
     own |= {"collectives": max(seqs, default=0), "overwritten": 0} | more
     lines = [head, own]
     for number, call in enumerate(calls):
-        usual = {"time_ns": 1000 * number + 1000, "state": "done", "result": 0}
+        usual = {"call": "", "time_ns": 1000 * number + 1000, "state": "done", "result": 0}
         lines.append(usual | {"end_ns": 1000 * number + 1500} | call)
     path = folder / f"rank{rank}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,0 +1,208 @@
+"""pynccl.testing.run with `threads`: ranks as threads of fewer processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pynccl
+from pynccl import testing
+
+
+def places(rank: int, nranks: int, given: list[int]) -> tuple[object, ...]:
+    given.append(rank)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYNCCL_LIBRARY")
+    return rank, nranks, given, os.getpid(), *(os.environ.get(name) for name in names)
+
+
+def reduce_twice(rank: int, nranks: int, method: str | None) -> tuple[int, int, float, float]:
+    sums = []
+    # A second call of init meets in another round.
+    for _ in range(2):
+        with pynccl.init(method, timeout=30) as comm:
+            assert comm.rank == rank and comm.device == rank
+            sums.append(float(comm.all_reduce(np.full(3, rank + 1.0))[0]))
+            comm.barrier()
+    return comm.size, os.getpid(), sums[0], sums[1]
+
+
+def names_of_communicators(rank: int, nranks: int) -> str:
+    with pynccl.init() as comm, comm.split(0) as half:
+        half.barrier()
+        return repr((comm._core.identity, half._core.identity))
+
+
+def fail_on_2(rank: int, nranks: int) -> int:
+    if rank == 2:
+        raise KeyError("nothing under this key")
+    return rank
+
+
+def fail_while_others_wait(rank: int, nranks: int) -> int:
+    with pynccl.init(timeout=30) as comm:
+        comm.barrier()
+        if rank == 1:
+            raise KeyError("nothing under this key")
+        comm.barrier()
+    return rank
+
+
+def hang_on_1(rank: int, nranks: int) -> int:
+    if rank == 1:
+        hang_here()
+    return rank
+
+
+def hang_here() -> None:
+    time.sleep(60)
+
+
+def leave_on_3(rank: int, nranks: int) -> int:
+    if rank == 3:
+        os._exit(7)
+    time.sleep(0.2 if rank == 2 else 0)
+    return rank
+
+
+def crash_on_1(rank: int, nranks: int) -> int:
+    if rank == 1:
+        ctypes.string_at(0)
+    time.sleep(10 if rank == 0 else 0)
+    return rank
+
+
+def init_in_a_helper(rank: int, nranks: int) -> str:
+    found: list[str] = []
+
+    def helper() -> None:
+        try:
+            pynccl.init()
+        except pynccl.BootstrapError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=helper)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def fail(rank: int, nranks: int) -> None:
+    raise KeyError(rank)
+
+
+def test_each_rank_has_its_own_arguments_and_no_variables_of_a_process() -> None:
+    got = testing.run(6, places, [7], backend="cpu", threads=2)
+    assert [(*each[:3], *each[4:]) for each in got] == [
+        (r, 6, [7, r], None, None, "6", "cpu") for r in range(6)
+    ]
+    pids = [each[3] for each in got]
+    assert pids[::2] == pids[1::2] and len(set(pids)) == 3
+
+
+@pytest.mark.parametrize(("nranks", "threads"), [(4, 2), (8, 8)])
+def test_init_finds_the_rank_of_the_thread(nranks: int, threads: int) -> None:
+    got = testing.run(nranks, reduce_twice, None, backend="cpu", threads=threads)
+    total = nranks * (nranks + 1) / 2
+    assert {(size, *sums) for size, _, *sums in got} == {(nranks, total, total)}
+    assert set(Counter(pid for _, pid, *_ in got).values()) == {threads}
+
+
+def test_init_by_a_folder(tmp_path: Path) -> None:
+    got = testing.run(4, reduce_twice, f"file://{tmp_path}/meet", backend="cpu", threads=2)
+    assert [each[2:] for each in got] == [(10.0, 10.0)] * 4
+
+
+def test_the_ranks_of_a_process_call_their_communicators_by_one_name() -> None:
+    assert len(set(testing.run(4, names_of_communicators, backend="cpu", threads=2))) == 1
+
+
+def test_a_failing_thread_is_named() -> None:
+    with pytest.raises(testing.RankError, match="^rank 2 of 4 failed:\nTraceback") as caught:
+        testing.run(4, fail_on_2, backend="cpu", threads=2)
+    assert caught.value.ranks == [2]
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "in fail_on_2" in str(caught.value)
+
+
+def test_without_check_the_other_threads_have_results() -> None:
+    got = testing.run(4, fail_on_2, backend="cpu", threads=4, check=False)
+    assert got[:2] == [0, 1] and got[3] == 3
+    assert isinstance(got[2], testing.RankError)
+    assert got[2].ranks == [2]
+
+
+def test_the_failure_that_came_first_is_the_cause() -> None:
+    with pytest.raises(testing.RankError, match="^rank 1 of 4 failed:") as caught:
+        testing.run(4, fail_while_others_wait, backend="cpu", threads=2)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value.errors[0], pynccl.NcclError)
+
+
+def test_a_failure_ends_a_process_whose_other_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testing, "_GRACE", 0.5)
+    start = time.monotonic()
+    with pytest.raises(testing.RankError, match="rank 0 of 2 failed") as caught:
+        testing.run(2, fail_or_hang, backend="cpu", threads=2)
+    assert time.monotonic() - start < 40
+    assert caught.value.ranks == [0]
+    assert "rank 1 of 2 was still running and was ended" in str(caught.value)
+
+
+def fail_or_hang(rank: int, nranks: int) -> None:
+    if rank == 0:
+        raise KeyError("nothing under this key")
+    hang_here()
+
+
+def test_timeout_shows_the_stack_of_the_thread() -> None:
+    with pytest.raises(testing.RankTimeout, match=r"ranks \[1\] of 4 were still running after 2 s") as caught:
+        testing.run(4, hang_on_1, backend="cpu", threads=2, timeout=2)
+    assert caught.value.ranks == [1]
+    assert "in hang_here" in str(caught.value)
+    # The main thread, which waits for its ranks.
+    assert "join" not in str(caught.value)
+    assert "Fatal Python error" not in str(caught.value)
+
+
+def test_a_process_that_ends_is_the_end_of_its_ranks() -> None:
+    with pytest.raises(testing.RankError) as caught:
+        testing.run(4, leave_on_3, backend="cpu", threads=2)
+    assert caught.value.ranks == [2, 3]
+    text = "is a thread of the process of ranks 2 to 3, which exited with code 7, without a result"
+    assert f"rank 3 of 4 {text}" in str(caught.value)
+
+
+def test_a_crash_shows_the_stack() -> None:
+    with pytest.raises(testing.RankError, match="ranks 0 to 1, which was killed by SIGSEGV") as caught:
+        testing.run(2, crash_on_1, backend="cpu", threads=2)
+    assert caught.value.ranks == [0, 1]
+    assert "in string_at" in str(caught.value) and "in crash_on_1" in str(caught.value)
+
+
+def test_init_in_a_thread_that_is_no_rank() -> None:
+    (text,) = set(testing.run(2, init_in_a_helper, backend="cpu", threads=2))
+    assert "WORLD_SIZE is '2', but RANK is not set" in text
+
+
+def test_an_error_of_many_ranks_shows_some_tracebacks() -> None:
+    with pytest.raises(testing.RankError) as caught:
+        testing.run(20, fail, backend="cpu", threads=20)
+    assert caught.value.ranks == list(range(20))
+    assert str(caught.value).count("Traceback") == 16
+    assert "4 more of 20 ranks failed: ranks " in str(caught.value)
+
+
+@pytest.mark.parametrize("threads", [0, -2, True, 2.0, "2", None, 3])
+def test_bad_numbers_of_threads(threads: object) -> None:
+    with pytest.raises(
+        ValueError, match="^threads is .*; expected a positive int that divides nranks, 4$"
+    ) as caught:
+        testing.run(4, fail, threads=threads)  # type: ignore[arg-type]
+    assert repr(threads) in str(caught.value)
