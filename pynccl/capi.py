@@ -34,6 +34,7 @@ from pynccl._library.status import forget as _forget
 from pynccl._library.status import remember as _remember
 from pynccl._library.status import remember_late as _remember_late
 from pynccl._library.status import text as _text
+from pynccl._library.unfit import unfit as _unfit
 from pynccl._types import LateHandle as LateHandle
 from pynccl._types import to_unique_id as _to_unique_id
 
@@ -62,9 +63,13 @@ def _id(data: bytes) -> bytes:
 
 
 def _ints(values: Sequence[int], count: int, name: str) -> Any:
-    if len(values) < count:
-        raise ValueError(f"{name} has {len(values)} entries; expected {count}")
-    return _ffi.new("int[]", list(values))
+    try:
+        cells = _ffi.new("int[]", list(values))
+    except (TypeError, OverflowError) as error:
+        raise type(error)(f"{name} is {values!r}; expected {count} ints: {error}") from None
+    if len(cells) < count:
+        raise ValueError(f"{name} has {len(cells)} entries; expected {count}")
+    return cells
 
 
 # --- communicators ------------------------------------------------------------------------------------------
@@ -72,15 +77,21 @@ def _ints(values: Sequence[int], count: int, name: str) -> Any:
 
 def ncclCommInitRank(nranks: int, commId: bytes, rank: int) -> int:
     cell, uid = _ffi.new("uintptr_t*"), _id(commId)
-    if r := _library.ncclCommInitRank(cell, nranks, uid, rank):
-        _check(r, "ncclCommInitRank")
+    try:
+        if r := _library.ncclCommInitRank(cell, nranks, uid, rank):
+            _check(r, "ncclCommInitRank")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, nranks=nranks, rank=rank) from None
     return _handle(cell, uid, (rank, nranks))
 
 
 def ncclCommInitRankConfig(nranks: int, commId: bytes, rank: int, config: _ConfigLike = None) -> int:
     cell, uid, options = _ffi.new("uintptr_t*"), _id(commId), _pack(Config, config)
-    if r := _library.ncclCommInitRankConfig(cell, nranks, uid, rank, options):
-        _check(r, "ncclCommInitRankConfig")
+    try:
+        if r := _library.ncclCommInitRankConfig(cell, nranks, uid, rank, options):
+            _check(r, "ncclCommInitRankConfig")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, nranks=nranks, rank=rank) from None
     return _handle(cell, options, (rank, nranks))
 
 
@@ -90,16 +101,22 @@ def ncclCommInitRankScalable(
     if len(commIds) < nId:
         raise ValueError(f"commIds has {len(commIds)} entries; expected {nId}")
     cell, uids, options = _ffi.new("uintptr_t*"), b"".join(map(_id, commIds)), _pack(Config, config)
-    if r := _library.ncclCommInitRankScalable(cell, nranks, myrank, nId, uids, options):
-        _check(r, "ncclCommInitRankScalable")
+    try:
+        if r := _library.ncclCommInitRankScalable(cell, nranks, myrank, nId, uids, options):
+            _check(r, "ncclCommInitRankScalable")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, nranks=nranks, myrank=myrank, nId=nId) from None
     return _handle(cell, (uids, options), (myrank, nranks))
 
 
 def ncclCommInitAll(ndev: int, devlist: Sequence[int] | None = None) -> list[int]:
-    cells = _ffi.new("uintptr_t[]", max(ndev, 1))
     devices = _ffi.NULL if devlist is None else _ints(devlist, ndev, "devlist")
-    if r := _library.ncclCommInitAll(cells, ndev, devices):
-        _check(r, "ncclCommInitAll")
+    try:
+        cells = _ffi.new("uintptr_t[]", max(ndev, 1))
+        if r := _library.ncclCommInitAll(cells, ndev, devices):
+            _check(r, "ncclCommInitAll")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, ndev=ndev) from None
     comms = [int(comm) for comm in cells][:ndev]
     for rank, comm in enumerate(comms):
         _remember(comm, (rank, ndev), cells)
@@ -108,8 +125,11 @@ def ncclCommInitAll(ndev: int, devlist: Sequence[int] | None = None) -> list[int
 
 def ncclCommSplit(comm: int, color: int, key: int, config: _ConfigLike = None) -> int:
     cell, options = _ffi.new("uintptr_t*"), _pack(Config, config)
-    if r := _library.ncclCommSplit(comm, color, key, cell, options):
-        _check(r, "ncclCommSplit", comm)
+    try:
+        if r := _library.ncclCommSplit(comm, color, key, cell, options):
+            _check(r, "ncclCommSplit", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, color=color, key=key) from None
     return 0 if color == NCCL_SPLIT_NOCOLOR else _handle(cell, (options,), parent=comm)
 
 
@@ -122,8 +142,11 @@ def ncclCommShrink(
 ) -> int:
     cell, options = _ffi.new("uintptr_t*"), _pack(Config, config)
     ranks = _ints(excludeRanksList, excludeRanksCount, "excludeRanksList")
-    if r := _library.ncclCommShrink(comm, ranks, excludeRanksCount, cell, options, shrinkFlags):
-        _check(r, "ncclCommShrink", comm)
+    try:
+        if r := _library.ncclCommShrink(comm, ranks, excludeRanksCount, cell, options, shrinkFlags):
+            _check(r, "ncclCommShrink", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, excludeRanksCount=excludeRanksCount, shrinkFlags=shrinkFlags) from None
     return _handle(cell, (options, ranks), parent=comm)
 
 
@@ -132,36 +155,51 @@ def ncclCommGrow(
 ) -> int:
     cell, options = _ffi.new("uintptr_t*"), _pack(Config, config)
     uid = _ffi.NULL if uniqueId is None else _id(uniqueId)
-    if r := _library.ncclCommGrow(comm, nRanks, uid, rank, cell, options):
-        _check(r, "ncclCommGrow", comm)
+    try:
+        if r := _library.ncclCommGrow(comm, nRanks, uid, rank, cell, options):
+            _check(r, "ncclCommGrow", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, nRanks=nRanks, rank=rank) from None
     return _handle(cell, (options, uid), parent=comm)
 
 
 def ncclCommDestroy(comm: int) -> int:
-    if r := _library.ncclCommDestroy(comm):
-        _check(r, "ncclCommDestroy", comm)
+    try:
+        if r := _library.ncclCommDestroy(comm):
+            _check(r, "ncclCommDestroy", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     _forget(comm)
     return r
 
 
 def ncclCommAbort(comm: int) -> int:
-    if r := _library.ncclCommAbort(comm):
-        _check(r, "ncclCommAbort", comm)
+    try:
+        if r := _library.ncclCommAbort(comm):
+            _check(r, "ncclCommAbort", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     _forget(comm)
     return r
 
 
 def ncclCommQueryProperties(comm: int) -> CommProperties:
     cell = CommProperties().pack()
-    if r := _library.ncclCommQueryProperties(comm, cell):
-        _check(r, "ncclCommQueryProperties", comm)
+    try:
+        if r := _library.ncclCommQueryProperties(comm, cell):
+            _check(r, "ncclCommQueryProperties", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return CommProperties.unpack(cell)
 
 
 def ncclCommWindowRegister(comm: int, buff: int, size: int, winFlags: int = NCCL_WIN_DEFAULT) -> int:
     cell = _ffi.new("uintptr_t*")
-    if r := _library.ncclCommWindowRegister(comm, buff, size, cell, winFlags):
-        _check(r, "ncclCommWindowRegister", comm)
+    try:
+        if r := _library.ncclCommWindowRegister(comm, buff, size, cell, winFlags):
+            _check(r, "ncclCommWindowRegister", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, buff=buff, size=size, winFlags=winFlags) from None
     return _handle(cell, parent=comm)
 
 
@@ -182,8 +220,11 @@ def ncclWaitSignal(
     if len(signalDescs) < nDesc:
         raise ValueError(f"signalDescs has {len(signalDescs)} entries; expected {nDesc}")
     cells = _ffi.new("ncclWaitSignalDesc_t[]", list(signalDescs))
-    if r := _library.ncclWaitSignal(nDesc, cells, comm, stream):
-        _check(r, "ncclWaitSignal", comm)
+    try:
+        if r := _library.ncclWaitSignal(nDesc, cells, comm, stream):
+            _check(r, "ncclWaitSignal", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, nDesc=nDesc, comm=comm, stream=stream) from None
     return r
 
 
@@ -199,12 +240,18 @@ def _require(function: str) -> None:
 
 def ncclGetErrorString(result: int) -> str:
     _require("ncclGetErrorString")
-    return _text(_library.ncclGetErrorString(result))
+    try:
+        return _text(_library.ncclGetErrorString(result))
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, result=result) from None
 
 
 def ncclGetLastError(comm: int = 0) -> str:
     _require("ncclGetLastError")
-    return _text(_library.ncclGetLastError(comm))
+    try:
+        return _text(_library.ncclGetLastError(comm))
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
 
 
 # --- parameters, encryption ---------------------------------------------------------------------------------
@@ -220,8 +267,11 @@ def ncclSetEncryption(config: EncryptionConfig | Mapping[str, Any] | None) -> in
 def ncclParamGet(h: int, maxLen: int) -> bytes:
     out, length = _ffi.new("char[]", max(maxLen, 1)), _ffi.new("int*")
     address = int(_ffi.cast("uintptr_t", out))
-    if r := _library.ncclParamGet(h, address, maxLen, length):
-        _check(r, "ncclParamGet")
+    try:
+        if r := _library.ncclParamGet(h, address, maxLen, length):
+            _check(r, "ncclParamGet")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, h=h, maxLen=maxLen) from None
     return bytes(_ffi.buffer(out, min(length[0], maxLen)))
 
 

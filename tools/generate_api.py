@@ -148,7 +148,7 @@ class Caller:
         out += result
         if len(out) > 1:
             raise ValueError(f"{f.name} has several results: write it by hand")
-        params, values = [], []
+        params, values, ints = [], [], []
         for ctype, name in (*f.params, *result):
             if (ctype, name) in out:
                 values.append("out")
@@ -156,13 +156,19 @@ class Caller:
                 hint, value = self._argument(ctype, name)
                 params.append(f"{name}: {hint}")
                 values.append(value)
+                ints += [f"{name}={name}"] if hint == "int" else []
         comm = ", comm" if any(name == "comm" for _, name in f.params) else ""
         call = f"if r := _library.{f.name}({', '.join(values)}):"
         hint, cell, answer = self._answer(f, out[0][0] if out else None)
         lines = [f"def {f.name}({', '.join(params)}) -> {hint}:"]
         lines += [f"    out = {cell}"] if cell else []
         lines += [f"    {line}" for line in self._prepare(f)]
-        lines += [f"    {call}", f'        _check(r, "{f.name}"{comm})']
+        guarded = [call, f'    _check(r, "{f.name}"{comm})']
+        if ints:
+            refusal = f"    raise _unfit(error, {', '.join(ints)}) from None"
+            caught = ["except (TypeError, OverflowError) as error:", refusal]
+            guarded = ["try:", *(f"    {line}" for line in guarded), *caught]
+        lines += [f"    {line}" for line in guarded]
         lines += [f"    return {answer}"] if answer else []
         return "\n".join([*lines, "", ""])
 
@@ -210,6 +216,7 @@ def capi_module(binding: Binding, header: Header) -> str:
     parts += ["from pynccl._library.loader import functions as _library"]
     parts += ["from pynccl._library.status import check as _check"]
     parts += ["from pynccl._library.status import text as _text"] if "_text" in uses else []
+    parts += ["from pynccl._library.unfit import unfit as _unfit"]
     parts += ["\n_new = _ffi.new", *(["_buffer = _ffi.buffer"] if "_buffer" in uses else [])]
     parts += ["", "", *body]
     return "\n".join(parts)

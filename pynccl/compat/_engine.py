@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
@@ -23,6 +25,35 @@ from pynccl.compat._wrapper import NCCLLibrary, Pointer, id_bytes, ncclComm_t, n
 
 # What ncclCommWindowRegister takes for a window whose memory is symmetric.
 _SYMMETRIC = 1
+
+
+class _Nest:
+    """The groups of one thread, one inside another or overlapping; NCCL issues their calls as one."""
+
+    def __init__(self) -> None:
+        self.depth, self.group = 0, Group()
+        self.group.__enter__()
+
+
+class _Here(threading.local):
+    """This thread's open groups, which the engines that have begun them own."""
+
+    _open: weakref.ref[_Nest] | None = None
+
+    def open(self) -> _Nest | None:
+        nest = self._open and self._open()
+        return nest if nest and nest.depth else None
+
+    def nest(self) -> _Nest:
+        """Return the open groups, or new ones."""
+        nest = self.open()
+        if nest is None:
+            nest = _Nest()
+            self._open = weakref.ref(nest)
+        return nest
+
+
+_here = _Here()
 
 
 class Engine:
@@ -60,7 +91,7 @@ class Engine:
         self.unique_id = self.nccl.unique_id_from_bytes(uid)
         self.device, ordinal = _device(device)
         self._own = Communicator(self.world_size, uid, self.rank, device=ordinal, **options)
-        self._groups: list[Group] = []
+        self._groups: list[_Nest] = []
         self.available, self.disabled = True, False
         # The engines' own classes do so, and either kind of rank may be on the other side.
         self._comm.all_reduce(_one_zero(self.device, ordinal))
@@ -82,9 +113,9 @@ class Engine:
         own, self._own = self._own, None
         self.available, self.disabled = False, True
         if own is not None:
+            # Also groups of other threads: without an owner a group drops its calls.
             while self._groups:
-                # With an exception a group drops its calls.
-                self._groups.pop().__exit__(NcclInvalidUsage, None, None)
+                self._groups.pop().depth -= 1
             own.abort()
 
     @contextmanager
@@ -116,20 +147,26 @@ class Engine:
     # --- groups ---
 
     def group_start(self) -> None:
-        """Begin a group: the calls up to group_end are issued there, as one."""
+        """Begin a group of this thread: the calls up to the end of its outermost group are issued as one."""
         if self.disabled:
             return
-        opened = Group()
-        opened.__enter__()
-        self._groups.append(opened)
+        nest = _here.nest()
+        nest.depth += 1
+        self._groups.append(nest)
 
     def group_end(self) -> None:
-        """End the group that was begun last, and issue its calls."""
+        """End a group of this thread; the end of the outermost one issues the calls."""
         if self.disabled:
             return
-        if not self._groups:
-            raise NcclInvalidUsage("group_end without a group; expected group_start before it")
-        self._groups.pop().__exit__(None, None, None)
+        nest = _here.open()
+        if nest is None or nest not in self._groups:
+            raise NcclInvalidUsage(
+                "group_end without a group of this thread; expected group_start before it, in the same thread"
+            )
+        self._groups.remove(nest)
+        nest.depth -= 1
+        if not nest.depth:
+            nest.group.__exit__(None, None, None)
 
     # --- windows ---
 
@@ -144,16 +181,21 @@ class Engine:
 
 def rows(array: Any, sizes: Sequence[int], name: str, size: int) -> list[int]:
     """Return the elements of each rank's rows; raise unless `sizes` counts all rows of the array."""
-    shape = shape_of(array)
+    shape, counts = shape_of(array), one_each(sizes, size)
+    if not shape or sum(counts) != shape[0]:
+        raise ValueError(f"sizes is {counts}, {sum(counts)} rows; expected those of {name}, {shape}")
+    return [count * width_of(array) for count in counts]
+
+
+def one_each(sizes: Sequence[int], size: int) -> list[int]:
+    """Return `sizes` as ints; raise unless there is one for each rank."""
     try:
         counts = [index(count) for count in sizes]
     except TypeError:
         raise TypeError(f"sizes is {sizes!r}; expected {size} ints, one for each rank") from None
     if len(counts) != size:
         raise ValueError(f"sizes has {len(counts)} entries; expected {size}, one for each rank")
-    if not shape or sum(counts) != shape[0]:
-        raise ValueError(f"sizes is {counts}, {sum(counts)} rows; expected those of {name}, {shape}")
-    return [count * width_of(array) for count in counts]
+    return counts
 
 
 def like(array: Any) -> Any:
@@ -178,8 +220,12 @@ def send_and_receive(
     """Issue torch's P2POps as one group."""
     import torch.distributed as dist
 
+    if not isinstance(p2p_ops, Iterable):
+        raise TypeError(f"p2p_ops is {p2p_ops!r}; expected torch.distributed.P2POps")
     with Group():
-        for op in p2p_ops:
+        for i, op in enumerate(p2p_ops):
+            if not all(hasattr(op, name) for name in ("op", "tensor", "group_peer")):
+                raise TypeError(f"p2p_ops[{i}] is {op!r}; expected a torch.distributed.P2POp")
             if op.op not in (dist.isend, dist.irecv):
                 raise ValueError(f"op is {op.op!r}; expected torch.distributed.isend or irecv")
             (send if op.op is dist.isend else recv)(op.tensor, op.group_peer)

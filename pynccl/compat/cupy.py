@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from operator import attrgetter, index
+from operator import attrgetter
 from typing import Any
 
 from pynccl import _errors as _base
@@ -28,6 +28,7 @@ from pynccl._comm.calls import Calls as _Calls
 from pynccl._comm.core import Core as _Core
 from pynccl._comm.groups import Group as _Group
 from pynccl._device.devices import device_to_use as _device_to_use
+from pynccl._library.binding import ffi as _ffi
 from pynccl._library.generated import kinds as _kinds
 from pynccl._library.generated.api import (
     ncclAvg,
@@ -48,6 +49,7 @@ from pynccl._library.generated.api import (
 )
 from pynccl._library.generated.structs import Config as _Config
 from pynccl._library.loader import load as _load
+from pynccl._library.unfit import unfit as _unfit
 from pynccl._trace import recorder as _recorder
 from pynccl._types import DataType as _DataType
 from pynccl.compat._import import StandIn as _StandIn
@@ -160,17 +162,6 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
         raise _translated(error) from error
 
 
-def _no_int(error: TypeError, **values: Any) -> TypeError:
-    """Return the error that names the argument which is no int."""
-    for name, value in values.items():
-        try:
-            index(value)
-        except TypeError:
-            expected = "an int" if name == "count" else "an int: the address, such as array.data.ptr"
-            return TypeError(f"{name} is of type {type(value).__qualname__}; expected {expected}")
-    return error
-
-
 def _translated(error: _base.NcclError) -> _base.NcclError:
     if isinstance(error, _base.RankFailedError):
         return RankFailedError(error)
@@ -222,7 +213,12 @@ class _Grouped(threading.local):
             _call(calls.__exit__, None, None, None)
             return
         late, self.late = self.late, []
-        _call(capi.ncclGroupEnd)
+        try:
+            _call(capi.ncclGroupEnd)
+        except BaseException:
+            for comm in late:
+                comm._late = 0
+            raise
         for comm in late:
             # Several ranks of one thread cannot open their control channels one after another.
             comm._take(with_channel=len(late) == 1)
@@ -293,6 +289,7 @@ class NcclCommunicator:
         if len(commId) != 128:
             raise ValueError(f"commId length {len(commId)} != 128.")
         options = _options(config)
+        _require_ints(ndev=ndev, rank=rank)
         in_group = _grouped.for_creation()
         self._prepare(_Core(None))
         self._core.identity = _recorder.numbered("id", commId, rank=rank)
@@ -327,6 +324,12 @@ class NcclCommunicator:
         self._core.until = self._core.deadline(None)[1]
         _call(lambda: _create.take(self._core, int(handle), with_channel=with_channel))
 
+    def _require_made(self, method: str) -> None:
+        """Raise in the group that creates this communicator, whose handle is not known yet."""
+        if self in _grouped.late:
+            text = f"{method} of a communicator that this group creates; expected it after groupEnd"
+            raise NcclError(5, _base.NcclInvalidUsage(text))
+
     @property
     def comm(self) -> int:
         """The ncclComm_t as an int, 0 after destroy or abort."""
@@ -358,10 +361,12 @@ class NcclCommunicator:
 
     def destroy(self) -> None:
         """Release all resources, together with the other ranks; no effect if repeated."""
+        self._require_made("destroy")
         _call(_end.destroy, self._core)
 
     def abort(self) -> None:
         """Release all resources immediately, without the other ranks."""
+        self._require_made("abort")
         _call(_end.abort, self._core)
 
     def device_id(self) -> int:
@@ -379,13 +384,14 @@ class NcclCommunicator:
     def _issue(
         self, kind: int, datatype: int, op: int, root: int, send: int, recv: int, count: int, stream: int
     ) -> None:
-        template = self._templates.get((kind, datatype, op, root))
-        if template is None:
-            template = self._template(kind, datatype, op, root)
         try:
+            template = self._templates.get((kind, datatype, op, root))
+            if template is None:
+                template = self._template(kind, datatype, op, root)
             answer = template(send, recv, count, stream, 0)
-        except TypeError as error:
-            raise _no_int(error, sendbuf=send, recvbuf=recv, count=count, stream=stream) from None
+        except (TypeError, OverflowError) as error:
+            numbers = {"count": count, "datatype": datatype, "op": op, _root_name(kind): root}
+            raise _unfit(error, sendbuf=send, recvbuf=recv, **numbers, stream=stream) from None
         if answer:
             self._after(answer, kind, stream)
 
@@ -394,7 +400,7 @@ class NcclCommunicator:
             numbers = ", ".join(map(str, _DATATYPES))
             raise _refused(kind, f"datatype is {datatype!r}; expected one of NCCL's: {numbers}")
         if self._core.handle and not 0 <= root < self._core.size:
-            name = "root" if kind in _kinds.ROOTED else "peer"
+            name = _root_name(kind)
             raise _refused(kind, f"{name} is {root}; expected 0 <= {name} < {self._core.size}")
         template, _ = self._calls.template_for(kind, datatype, op, root)
         self._templates[kind, datatype, op, root] = template
@@ -482,6 +488,10 @@ class NcclCommunicator:
         return child
 
 
+def _root_name(kind: int) -> str:
+    return "root" if kind in _kinds.ROOTED else "peer"
+
+
 def _refused(kind: int, text: str) -> NcclError:
     """Return the error of an argument that must not reach the library."""
     function = _kinds.FUNCTIONS[kind]
@@ -489,6 +499,15 @@ def _refused(kind: int, text: str) -> NcclError:
 
 
 _DATATYPES = tuple(int(each) for each in _DataType)
+
+
+def _require_ints(**values: int) -> None:
+    """Raise unless each value is an int that C's int holds."""
+    for name, value in values.items():
+        try:
+            _ffi.new("int*", value)
+        except (TypeError, OverflowError) as error:
+            raise _unfit(error, **{name: value}) from None
 
 
 def _options(config: NcclConfig | None) -> _Config | None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from pynccl.compat import _wrapper
-from pynccl.compat._engine import Engine, like, memory_of, rows, send_and_receive, width_of
+from pynccl.compat._engine import Engine, like, memory_of, one_each, rows, send_and_receive, width_of
 from pynccl.compat._wrapper import *
 
 __all__ = [*_wrapper.__all__, "PyNcclCommunicator", "install"]
@@ -59,6 +59,9 @@ class PyNcclCommunicator(Engine):
         self = cls.__new__(cls)
         self.group, self.rank, self.world_size = None, rank, world_size
         uid = _wrapper.id_bytes(unique_id_bytes)
+        for name, value in (("rank", rank), ("world_size", world_size)):
+            if not isinstance(value, SupportsIndex):
+                raise TypeError(f"{name} is {value!r}, of type {type(value).__qualname__}; expected an int")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank} and world_size {world_size}; expected 0 <= rank < world_size")
         if world_size > 1:
@@ -128,7 +131,7 @@ class PyNcclCommunicator(Engine):
         if here:
             counts = rows(input_tensor, sizes, "input_tensor", self.world_size)
         else:
-            counts = [size * width_of(output_tensor) for size in sizes]
+            counts = [n * width_of(output_tensor) for n in one_each(sizes, self.world_size)]
         self._comm.scatter_v(input_tensor if here else None, output_tensor, counts, root, stream)
 
     def batch_isend_irecv(self, p2p_ops: Iterable[Any], stream: Any = None) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import inspect
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -306,6 +307,13 @@ def on_numpy(rank: int, size: int, folder: str) -> None:
         comm.all_gatherv(np.zeros((3, 2)), np.zeros((1, 2)), [1, 1])
     with pytest.raises(ValueError, match="op is 'median'; expected sum, prod, max, min or avg"):
         comm.all_reduce(np.zeros(2), op="median")
+    for root in range(size):
+        with pytest.raises(TypeError, match="sizes is None; expected 2 ints, one for each rank"):
+            comm.scatter(np.zeros(2), np.zeros(4), None, root)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="p2p_ops is 3; expected torch.distributed.P2POps"):
+        comm.batch_isend_irecv(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"p2p_ops\[0\] is 'x'; expected a torch.distributed.P2POp"):
+        comm.batch_isend_irecv(["x"])
     with pytest.raises(pynccl.NcclInvalidUsage, match="group_end without a group"):
         comm.group_end()
     for _ in range(2):
@@ -337,6 +345,42 @@ def on_numpy(rank: int, size: int, folder: str) -> None:
 
 def test_on_numpy(tmp_path: Path) -> None:
     testing.run(2, on_numpy, str(tmp_path), backend="cpu", timeout=50)
+
+
+def groups(rank: int, size: int, folder: str) -> None:
+    for name in ("first", "second", "third"):
+        Path(folder, name).mkdir(exist_ok=True)
+    first = vllm.PyNcclCommunicator(Group(rank, size, f"{folder}/first"), rank, timeout=20)
+    second = vllm.PyNcclCommunicator(Group(rank, size, f"{folder}/second"), rank, timeout=20)
+    mine, one, other = np.full(4, rank + 1.0), np.zeros(4), np.zeros(4)
+    # Overlapping groups: as with ncclGroupEnd, only the last end issues the calls.
+    first.group_start()
+    second.group_start()
+    first.send(mine, 1 - rank)
+    second.recv(one, 1 - rank)
+    first.group_end()
+    first.recv(other, 1 - rank)
+    second.send(mine, 1 - rank)
+    second.group_end()
+    assert (one == 2 - rank).all() and (other == 2 - rank).all()
+    # Another thread cannot end a group, but its destroy closes the communicator and drops the calls.
+    first.group_start()
+    first.send(mine, 1 - rank)
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(pynccl.NcclInvalidUsage, match="group_end without a group of this thread"):
+            pool.submit(first.group_end).result()
+        pool.submit(first.destroy).result()
+    assert not first.available
+    assert (second.all_reduce(mine) == 3).all()
+    # A communicator can be made again: no group is open.
+    third = vllm.PyNcclCommunicator(Group(rank, size, f"{folder}/third"), rank, timeout=20)
+    assert (third.all_reduce(mine) == 3).all()
+    third.destroy()
+    second.destroy()
+
+
+def test_groups_of_several_communicators_and_threads(tmp_path: Path) -> None:
+    testing.run(2, groups, str(tmp_path), backend="cpu", timeout=50)
 
 
 def by_gloo(rank: int, size: int, store: str) -> None:
@@ -372,6 +416,8 @@ def refusals(rank: int, size: int, folder: str) -> None:
             vllm.PyNcclCommunicator.from_unique_id_bytes(data, 0, 2, "cpu")
     with pytest.raises(TypeError, match="comm is 'a'; expected an int or a ctypes.c_void_p"):
         library.ncclCommDestroy("a")
+    with pytest.raises(TypeError, match="rank is '0', of type str; expected an int"):
+        vllm.PyNcclCommunicator.from_unique_id_bytes(bytes(128), "0", 2, "cpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rank is 2 and world_size 2"):
         vllm.PyNcclCommunicator.from_unique_id_bytes(bytes(128), 2, 2, "cpu")
     with pytest.raises(ValueError, match="device is 'tpu:0'; expected an ordinal"):

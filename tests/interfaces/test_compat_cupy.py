@@ -278,17 +278,27 @@ def test_errors() -> None:
     ]  # fmt: skip
 
 
-def arrays_as_addresses(rank: int, nranks: int) -> None:
+def no_ints(rank: int, nranks: int) -> None:
     comm, x = ours.NcclCommunicator(1, ours.get_unique_id(), 0), np.ones(4, np.float32)
     at = x.ctypes.data
     for args, name in (((x, at, 4), "sendbuf"), ((at, x, 4), "recvbuf"), ((at, at, "4"), "count")):
         with pytest.raises(TypeError, match=rf"^{name} is of type \w+; expected an int"):
             comm.allReduce(*args, ours.NCCL_FLOAT32, ours.NCCL_SUM, 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^root is of type str; expected an int"):
+        comm.reduce(at, at, 4, ours.NCCL_FLOAT32, ours.NCCL_SUM, "x", 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^op is of type ndarray; expected an int"):
+        comm.allReduce(at, at, 4, ours.NCCL_FLOAT32, x, 0)  # type: ignore[arg-type]
+    with pytest.raises(OverflowError, match="^count is -1; expected an int that fits"):
+        comm.allReduce(at, at, -1, ours.NCCL_FLOAT32, ours.NCCL_SUM, 0)
     comm.destroy()
+    with pytest.raises(TypeError, match="^ndev is of type str; expected an int"):
+        ours.NcclCommunicator("a", bytes(128), 0)  # type: ignore[arg-type]
+    with pytest.raises(OverflowError, match=f"^ndev is {2**40}; expected an int that fits"):
+        ours.NcclCommunicator(2**40, bytes(128), 7)
 
 
-def test_arrays_are_no_addresses() -> None:
-    testing.run(1, arrays_as_addresses, backend="cpu", timeout=50)
+def test_arguments_that_are_no_ints() -> None:
+    testing.run(1, no_ints, backend="cpu", timeout=50)
 
 
 @needs_cupy
@@ -425,6 +435,33 @@ def grouped_creation(rank: int, nranks: int, whose: str, uid_file: str) -> None:
     assert [comm.rank_id() for comm in comms] == [0, 1, 1, 0]
     for comm in comms:
         comm.abort()
+
+
+def ended_in_its_group(rank: int, nranks: int, whose: str, uid_file: str) -> None:
+    ours.groupStart()
+    comm = ours.NcclCommunicator(1, ours.get_unique_id(), 0)
+    for method in (comm.destroy, comm.abort):
+        with pytest.raises(
+            ours.NcclError, match="that this group creates; expected it after groupEnd"
+        ) as caught:
+            method()
+        assert caught.value.status == 5
+    ours.groupEnd()
+    assert comm.size() == 1
+    comm.destroy()
+    assert comm.comm == 0
+    # A group that failed has made nothing.
+    ours.groupStart()
+    uid = ours.get_unique_id()
+    comms = [ours.NcclCommunicator(2, uid, 0) for _ in range(2)]
+    with pytest.raises(ours.NcclError):
+        ours.groupEnd()
+    for comm in comms:
+        comm.destroy()
+
+
+def test_a_communicator_cannot_end_in_the_group_that_makes_it() -> None:
+    through("ours", 1, ended_in_its_group)
 
 
 def test_communicators_made_inside_a_group() -> None:

@@ -185,6 +185,7 @@ def test_generated_files_are_current() -> None:
 def test_wrong_python_arguments(run_python: Run, null: str) -> None:
     run_python(
         """
+        import numpy as np
         import pytest
         from pynccl import capi
         with pytest.raises(ValueError, match="has 3 bytes; expected the 128"):
@@ -199,14 +200,24 @@ def test_wrong_python_arguments(run_python: Run, null: str) -> None:
             capi.ncclCommInitRankScalable(2, 0, 2, [bytes(128)])
         with pytest.raises(ValueError, match="signalDescs has 0"):
             capi.ncclWaitSignal(1, [], 1, 0)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="excludeRanksList is ..a..; expected 1 ints"):
+            capi.ncclCommShrink(1, ["a"], 1)
+        with pytest.raises(TypeError, match="^comm is of type str; expected an int: the handle, such as "):
             capi.ncclCommCount("comm")
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="^sendbuff is of type ndarray; expected an int: the address"):
+            capi.ncclAllReduce(np.ones(4), 1, 4, 7, 0, 1, 0)
+        with pytest.raises(TypeError, match="^comm is of type Thing; expected an int"):
+            capi.ncclSend(1, 2, 7, 0, type("Thing", (), {})(), 0)
+        with pytest.raises(TypeError, match="^rank is of type float; expected an int$"):
+            capi.ncclCommInitRank(2, bytes(128), 1.0)
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'stream'"):
             capi.ncclSend(1, 2, 7, 0, 1)
-        with pytest.raises(OverflowError):
+        with pytest.raises(OverflowError, match="^sendbuff is -1; expected an int that fits its C type"):
             capi.ncclSend(-1, 2, 7, 0, 1, 0)
-        with pytest.raises(OverflowError):
+        with pytest.raises(OverflowError, match="^peer is 2147483648; expected an int that fits its C type"):
             capi.ncclSend(1, 2, 7, 2**31, 1, 0)
+        with pytest.raises(OverflowError, match="^stream is 1180591620717411303424; expected"):
+            capi.ncclSend(1, 2, 7, 0, 1, 2**70)
         """.replace("\n        ", "\n"),
         PYNCCL_LIBRARY=null,
     )

@@ -11,6 +11,7 @@ from pynccl._library.generated.structs import CollConfig, Team
 from pynccl._library.loader import functions as _library
 from pynccl._library.status import check as _check
 from pynccl._library.status import text as _text
+from pynccl._library.unfit import unfit as _unfit
 
 _new = _ffi.new
 _buffer = _ffi.buffer
@@ -18,14 +19,20 @@ _buffer = _ffi.buffer
 
 def ncclMemAlloc(size: int) -> int:
     out = _new("uintptr_t*")
-    if r := _library.ncclMemAlloc(out, size):
-        _check(r, "ncclMemAlloc")
+    try:
+        if r := _library.ncclMemAlloc(out, size):
+            _check(r, "ncclMemAlloc")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, size=size) from None
     return int(out[0])
 
 
 def ncclMemFree(ptr: int) -> int:
-    if r := _library.ncclMemFree(ptr):
-        _check(r, "ncclMemFree")
+    try:
+        if r := _library.ncclMemFree(ptr):
+            _check(r, "ncclMemFree")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, ptr=ptr) from None
     return r
 
 
@@ -44,21 +51,30 @@ def ncclGetUniqueId() -> bytes:
 
 
 def ncclCommFinalize(comm: int) -> int:
-    if r := _library.ncclCommFinalize(comm):
-        _check(r, "ncclCommFinalize", comm)
+    try:
+        if r := _library.ncclCommFinalize(comm):
+            _check(r, "ncclCommFinalize", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return r
 
 
 def ncclCommRevoke(comm: int, revokeFlags: int) -> int:
-    if r := _library.ncclCommRevoke(comm, revokeFlags):
-        _check(r, "ncclCommRevoke", comm)
+    try:
+        if r := _library.ncclCommRevoke(comm, revokeFlags):
+            _check(r, "ncclCommRevoke", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, revokeFlags=revokeFlags) from None
     return r
 
 
 def ncclCommGetUniqueId(comm: int) -> bytes:
     out = _new("char[128]")
-    if r := _library.ncclCommGetUniqueId(comm, out):
-        _check(r, "ncclCommGetUniqueId", comm)
+    try:
+        if r := _library.ncclCommGetUniqueId(comm, out):
+            _check(r, "ncclCommGetUniqueId", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return bytes(_buffer(out))
 
 
@@ -69,153 +85,292 @@ def ncclResetDebugInit() -> None:
 
 def ncclCommGetAsyncError(comm: int) -> int:
     out = _new("int*")
-    if r := _library.ncclCommGetAsyncError(comm, out):
-        _check(r, "ncclCommGetAsyncError", comm)
+    try:
+        if r := _library.ncclCommGetAsyncError(comm, out):
+            _check(r, "ncclCommGetAsyncError", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return int(out[0])
 
 
 def ncclCommCount(comm: int) -> int:
     out = _new("int*")
-    if r := _library.ncclCommCount(comm, out):
-        _check(r, "ncclCommCount", comm)
+    try:
+        if r := _library.ncclCommCount(comm, out):
+            _check(r, "ncclCommCount", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return int(out[0])
 
 
 def ncclCommCuDevice(comm: int) -> int:
     out = _new("int*")
-    if r := _library.ncclCommCuDevice(comm, out):
-        _check(r, "ncclCommCuDevice", comm)
+    try:
+        if r := _library.ncclCommCuDevice(comm, out):
+            _check(r, "ncclCommCuDevice", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return int(out[0])
 
 
 def ncclCommUserRank(comm: int) -> int:
     out = _new("int*")
-    if r := _library.ncclCommUserRank(comm, out):
-        _check(r, "ncclCommUserRank", comm)
+    try:
+        if r := _library.ncclCommUserRank(comm, out):
+            _check(r, "ncclCommUserRank", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return int(out[0])
 
 
 def ncclCommRegister(comm: int, buff: int, size: int) -> int:
     out = _new("uintptr_t*")
-    if r := _library.ncclCommRegister(comm, buff, size, out):
-        _check(r, "ncclCommRegister", comm)
+    try:
+        if r := _library.ncclCommRegister(comm, buff, size, out):
+            _check(r, "ncclCommRegister", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, buff=buff, size=size) from None
     return int(out[0])
 
 
 def ncclCommDeregister(comm: int, handle: int) -> int:
-    if r := _library.ncclCommDeregister(comm, handle):
-        _check(r, "ncclCommDeregister", comm)
+    try:
+        if r := _library.ncclCommDeregister(comm, handle):
+            _check(r, "ncclCommDeregister", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, handle=handle) from None
     return r
 
 
 def ncclCommSuspend(comm: int, flags: int) -> int:
-    if r := _library.ncclCommSuspend(comm, flags):
-        _check(r, "ncclCommSuspend", comm)
+    try:
+        if r := _library.ncclCommSuspend(comm, flags):
+            _check(r, "ncclCommSuspend", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, flags=flags) from None
     return r
 
 
 def ncclCommResume(comm: int) -> int:
-    if r := _library.ncclCommResume(comm):
-        _check(r, "ncclCommResume", comm)
+    try:
+        if r := _library.ncclCommResume(comm):
+            _check(r, "ncclCommResume", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return r
 
 
 def ncclCommMemStats(comm: int, stat: int) -> int:
     out = _new("uint64_t*")
-    if r := _library.ncclCommMemStats(comm, stat, out):
-        _check(r, "ncclCommMemStats", comm)
+    try:
+        if r := _library.ncclCommMemStats(comm, stat, out):
+            _check(r, "ncclCommMemStats", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, stat=stat) from None
     return int(out[0])
 
 
 def ncclCommWindowDeregister(comm: int, win: int) -> int:
-    if r := _library.ncclCommWindowDeregister(comm, win):
-        _check(r, "ncclCommWindowDeregister", comm)
+    try:
+        if r := _library.ncclCommWindowDeregister(comm, win):
+            _check(r, "ncclCommWindowDeregister", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, win=win) from None
     return r
 
 
 def ncclWinGetUserPtr(comm: int, win: int) -> int:
     out = _new("uintptr_t*")
-    if r := _library.ncclWinGetUserPtr(comm, win, out):
-        _check(r, "ncclWinGetUserPtr", comm)
+    try:
+        if r := _library.ncclWinGetUserPtr(comm, win, out):
+            _check(r, "ncclWinGetUserPtr", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, win=win) from None
     return int(out[0])
 
 
 def ncclRedOpCreatePreMulSum(scalar: int, datatype: int, residence: int, comm: int) -> int:
     out = _new("int*")
-    if r := _library.ncclRedOpCreatePreMulSum(out, scalar, datatype, residence, comm):
-        _check(r, "ncclRedOpCreatePreMulSum", comm)
+    try:
+        if r := _library.ncclRedOpCreatePreMulSum(out, scalar, datatype, residence, comm):
+            _check(r, "ncclRedOpCreatePreMulSum", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, scalar=scalar, datatype=datatype, residence=residence, comm=comm) from None
     return int(out[0])
 
 
 def ncclRedOpDestroy(op: int, comm: int) -> int:
-    if r := _library.ncclRedOpDestroy(op, comm):
-        _check(r, "ncclRedOpDestroy", comm)
+    try:
+        if r := _library.ncclRedOpDestroy(op, comm):
+            _check(r, "ncclRedOpDestroy", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, op=op, comm=comm) from None
     return r
 
 
 def ncclReduce(
     sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, root: int, comm: int, stream: int
 ) -> int:
-    if r := _library.ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream):
-        _check(r, "ncclReduce", comm)
+    try:
+        if r := _library.ncclReduce(sendbuff, recvbuff, count, datatype, op, root, comm, stream):
+            _check(r, "ncclReduce", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            op=op,
+            root=root,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
 def ncclBcast(buff: int, count: int, datatype: int, root: int, comm: int, stream: int) -> int:
-    if r := _library.ncclBcast(buff, count, datatype, root, comm, stream):
-        _check(r, "ncclBcast", comm)
+    try:
+        if r := _library.ncclBcast(buff, count, datatype, root, comm, stream):
+            _check(r, "ncclBcast", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error, buff=buff, count=count, datatype=datatype, root=root, comm=comm, stream=stream
+        ) from None
     return r
 
 
 def ncclBroadcast(
     sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: int, stream: int
 ) -> int:
-    if r := _library.ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream):
-        _check(r, "ncclBroadcast", comm)
+    try:
+        if r := _library.ncclBroadcast(sendbuff, recvbuff, count, datatype, root, comm, stream):
+            _check(r, "ncclBroadcast", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            root=root,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
 def ncclAllReduce(
     sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, comm: int, stream: int
 ) -> int:
-    if r := _library.ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream):
-        _check(r, "ncclAllReduce", comm)
+    try:
+        if r := _library.ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream):
+            _check(r, "ncclAllReduce", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            op=op,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
 def ncclReduceScatter(
     sendbuff: int, recvbuff: int, recvcount: int, datatype: int, op: int, comm: int, stream: int
 ) -> int:
-    if r := _library.ncclReduceScatter(sendbuff, recvbuff, recvcount, datatype, op, comm, stream):
-        _check(r, "ncclReduceScatter", comm)
+    try:
+        if r := _library.ncclReduceScatter(sendbuff, recvbuff, recvcount, datatype, op, comm, stream):
+            _check(r, "ncclReduceScatter", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            recvcount=recvcount,
+            datatype=datatype,
+            op=op,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
 def ncclAllGather(sendbuff: int, recvbuff: int, sendcount: int, datatype: int, comm: int, stream: int) -> int:
-    if r := _library.ncclAllGather(sendbuff, recvbuff, sendcount, datatype, comm, stream):
-        _check(r, "ncclAllGather", comm)
+    try:
+        if r := _library.ncclAllGather(sendbuff, recvbuff, sendcount, datatype, comm, stream):
+            _check(r, "ncclAllGather", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            sendcount=sendcount,
+            datatype=datatype,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
 def ncclAlltoAll(sendbuff: int, recvbuff: int, count: int, datatype: int, comm: int, stream: int) -> int:
-    if r := _library.ncclAlltoAll(sendbuff, recvbuff, count, datatype, comm, stream):
-        _check(r, "ncclAlltoAll", comm)
+    try:
+        if r := _library.ncclAlltoAll(sendbuff, recvbuff, count, datatype, comm, stream):
+            _check(r, "ncclAlltoAll", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
 def ncclGather(
     sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: int, stream: int
 ) -> int:
-    if r := _library.ncclGather(sendbuff, recvbuff, count, datatype, root, comm, stream):
-        _check(r, "ncclGather", comm)
+    try:
+        if r := _library.ncclGather(sendbuff, recvbuff, count, datatype, root, comm, stream):
+            _check(r, "ncclGather", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            root=root,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
 def ncclScatter(
     sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: int, stream: int
 ) -> int:
-    if r := _library.ncclScatter(sendbuff, recvbuff, count, datatype, root, comm, stream):
-        _check(r, "ncclScatter", comm)
+    try:
+        if r := _library.ncclScatter(sendbuff, recvbuff, count, datatype, root, comm, stream):
+            _check(r, "ncclScatter", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            root=root,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
@@ -230,8 +385,20 @@ def ncclAllReduceConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    if r := _library.ncclAllReduceConfig(sendbuff, recvbuff, count, datatype, op, comm, stream, cell):
-        _check(r, "ncclAllReduceConfig", comm)
+    try:
+        if r := _library.ncclAllReduceConfig(sendbuff, recvbuff, count, datatype, op, comm, stream, cell):
+            _check(r, "ncclAllReduceConfig", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            op=op,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
@@ -246,8 +413,20 @@ def ncclBroadcastConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    if r := _library.ncclBroadcastConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
-        _check(r, "ncclBroadcastConfig", comm)
+    try:
+        if r := _library.ncclBroadcastConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
+            _check(r, "ncclBroadcastConfig", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            root=root,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
@@ -263,8 +442,21 @@ def ncclReduceConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    if r := _library.ncclReduceConfig(sendbuff, recvbuff, count, datatype, op, root, comm, stream, cell):
-        _check(r, "ncclReduceConfig", comm)
+    try:
+        if r := _library.ncclReduceConfig(sendbuff, recvbuff, count, datatype, op, root, comm, stream, cell):
+            _check(r, "ncclReduceConfig", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            op=op,
+            root=root,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
@@ -278,8 +470,19 @@ def ncclAllGatherConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    if r := _library.ncclAllGatherConfig(sendbuff, recvbuff, sendcount, datatype, comm, stream, cell):
-        _check(r, "ncclAllGatherConfig", comm)
+    try:
+        if r := _library.ncclAllGatherConfig(sendbuff, recvbuff, sendcount, datatype, comm, stream, cell):
+            _check(r, "ncclAllGatherConfig", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            sendcount=sendcount,
+            datatype=datatype,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
@@ -294,8 +497,22 @@ def ncclReduceScatterConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    if r := _library.ncclReduceScatterConfig(sendbuff, recvbuff, recvcount, datatype, op, comm, stream, cell):
-        _check(r, "ncclReduceScatterConfig", comm)
+    try:
+        if r := _library.ncclReduceScatterConfig(
+            sendbuff, recvbuff, recvcount, datatype, op, comm, stream, cell
+        ):
+            _check(r, "ncclReduceScatterConfig", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            recvcount=recvcount,
+            datatype=datatype,
+            op=op,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
@@ -309,8 +526,19 @@ def ncclAlltoAllConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    if r := _library.ncclAlltoAllConfig(sendbuff, recvbuff, count, datatype, comm, stream, cell):
-        _check(r, "ncclAlltoAllConfig", comm)
+    try:
+        if r := _library.ncclAlltoAllConfig(sendbuff, recvbuff, count, datatype, comm, stream, cell):
+            _check(r, "ncclAlltoAllConfig", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
@@ -325,8 +553,20 @@ def ncclGatherConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    if r := _library.ncclGatherConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
-        _check(r, "ncclGatherConfig", comm)
+    try:
+        if r := _library.ncclGatherConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
+            _check(r, "ncclGatherConfig", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            root=root,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
@@ -341,20 +581,42 @@ def ncclScatterConfig(
     config: CollConfig | Mapping[str, Any] | None,
 ) -> int:
     cell = _pack(CollConfig, config)
-    if r := _library.ncclScatterConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
-        _check(r, "ncclScatterConfig", comm)
+    try:
+        if r := _library.ncclScatterConfig(sendbuff, recvbuff, count, datatype, root, comm, stream, cell):
+            _check(r, "ncclScatterConfig", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            datatype=datatype,
+            root=root,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
 def ncclSend(sendbuff: int, count: int, datatype: int, peer: int, comm: int, stream: int) -> int:
-    if r := _library.ncclSend(sendbuff, count, datatype, peer, comm, stream):
-        _check(r, "ncclSend", comm)
+    try:
+        if r := _library.ncclSend(sendbuff, count, datatype, peer, comm, stream):
+            _check(r, "ncclSend", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error, sendbuff=sendbuff, count=count, datatype=datatype, peer=peer, comm=comm, stream=stream
+        ) from None
     return r
 
 
 def ncclRecv(recvbuff: int, count: int, datatype: int, peer: int, comm: int, stream: int) -> int:
-    if r := _library.ncclRecv(recvbuff, count, datatype, peer, comm, stream):
-        _check(r, "ncclRecv", comm)
+    try:
+        if r := _library.ncclRecv(recvbuff, count, datatype, peer, comm, stream):
+            _check(r, "ncclRecv", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error, recvbuff=recvbuff, count=count, datatype=datatype, peer=peer, comm=comm, stream=stream
+        ) from None
     return r
 
 
@@ -371,16 +633,37 @@ def ncclPutSignal(
     comm: int,
     stream: int,
 ) -> int:
-    if r := _library.ncclPutSignal(
-        localbuff, count, datatype, peer, peerWin, peerWinOffset, sigIdx, ctx, flags, comm, stream
-    ):
-        _check(r, "ncclPutSignal", comm)
+    try:
+        if r := _library.ncclPutSignal(
+            localbuff, count, datatype, peer, peerWin, peerWinOffset, sigIdx, ctx, flags, comm, stream
+        ):
+            _check(r, "ncclPutSignal", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            localbuff=localbuff,
+            count=count,
+            datatype=datatype,
+            peer=peer,
+            peerWin=peerWin,
+            peerWinOffset=peerWinOffset,
+            sigIdx=sigIdx,
+            ctx=ctx,
+            flags=flags,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
 def ncclSignal(peer: int, sigIdx: int, ctx: int, flags: int, comm: int, stream: int) -> int:
-    if r := _library.ncclSignal(peer, sigIdx, ctx, flags, comm, stream):
-        _check(r, "ncclSignal", comm)
+    try:
+        if r := _library.ncclSignal(peer, sigIdx, ctx, flags, comm, stream):
+            _check(r, "ncclSignal", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error, peer=peer, sigIdx=sigIdx, ctx=ctx, flags=flags, comm=comm, stream=stream
+        ) from None
     return r
 
 
@@ -405,64 +688,91 @@ def ncclParamBind(key: str) -> int:
 
 def ncclParamGetI8(h: int) -> int:
     out = _new("int8_t*")
-    if r := _library.ncclParamGetI8(h, out):
-        _check(r, "ncclParamGetI8")
+    try:
+        if r := _library.ncclParamGetI8(h, out):
+            _check(r, "ncclParamGetI8")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, h=h) from None
     return int(out[0])
 
 
 def ncclParamGetI16(h: int) -> int:
     out = _new("int16_t*")
-    if r := _library.ncclParamGetI16(h, out):
-        _check(r, "ncclParamGetI16")
+    try:
+        if r := _library.ncclParamGetI16(h, out):
+            _check(r, "ncclParamGetI16")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, h=h) from None
     return int(out[0])
 
 
 def ncclParamGetI32(h: int) -> int:
     out = _new("int32_t*")
-    if r := _library.ncclParamGetI32(h, out):
-        _check(r, "ncclParamGetI32")
+    try:
+        if r := _library.ncclParamGetI32(h, out):
+            _check(r, "ncclParamGetI32")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, h=h) from None
     return int(out[0])
 
 
 def ncclParamGetI64(h: int) -> int:
     out = _new("int64_t*")
-    if r := _library.ncclParamGetI64(h, out):
-        _check(r, "ncclParamGetI64")
+    try:
+        if r := _library.ncclParamGetI64(h, out):
+            _check(r, "ncclParamGetI64")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, h=h) from None
     return int(out[0])
 
 
 def ncclParamGetU8(h: int) -> int:
     out = _new("uint8_t*")
-    if r := _library.ncclParamGetU8(h, out):
-        _check(r, "ncclParamGetU8")
+    try:
+        if r := _library.ncclParamGetU8(h, out):
+            _check(r, "ncclParamGetU8")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, h=h) from None
     return int(out[0])
 
 
 def ncclParamGetU16(h: int) -> int:
     out = _new("uint16_t*")
-    if r := _library.ncclParamGetU16(h, out):
-        _check(r, "ncclParamGetU16")
+    try:
+        if r := _library.ncclParamGetU16(h, out):
+            _check(r, "ncclParamGetU16")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, h=h) from None
     return int(out[0])
 
 
 def ncclParamGetU32(h: int) -> int:
     out = _new("uint32_t*")
-    if r := _library.ncclParamGetU32(h, out):
-        _check(r, "ncclParamGetU32")
+    try:
+        if r := _library.ncclParamGetU32(h, out):
+            _check(r, "ncclParamGetU32")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, h=h) from None
     return int(out[0])
 
 
 def ncclParamGetU64(h: int) -> int:
     out = _new("uint64_t*")
-    if r := _library.ncclParamGetU64(h, out):
-        _check(r, "ncclParamGetU64")
+    try:
+        if r := _library.ncclParamGetU64(h, out):
+            _check(r, "ncclParamGetU64")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, h=h) from None
     return int(out[0])
 
 
 def ncclParamGetStr(h: int) -> str:
     out = _new("char**")
-    if r := _library.ncclParamGetStr(h, out):
-        _check(r, "ncclParamGetStr")
+    try:
+        if r := _library.ncclParamGetStr(h, out):
+            _check(r, "ncclParamGetStr")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, h=h) from None
     return _text(out[0])
 
 
@@ -473,76 +783,109 @@ def ncclParamDumpAll() -> None:
 
 def ncclGetLsaDevicePointer(window: int, offset: int, lsaRank: int) -> int:
     out = _new("uintptr_t*")
-    if r := _library.ncclGetLsaDevicePointer(window, offset, lsaRank, out):
-        _check(r, "ncclGetLsaDevicePointer")
+    try:
+        if r := _library.ncclGetLsaDevicePointer(window, offset, lsaRank, out):
+            _check(r, "ncclGetLsaDevicePointer")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, window=window, offset=offset, lsaRank=lsaRank) from None
     return int(out[0])
 
 
 def ncclGetPeerDevicePointer(window: int, offset: int, peer: int) -> int:
     out = _new("uintptr_t*")
-    if r := _library.ncclGetPeerDevicePointer(window, offset, peer, out):
-        _check(r, "ncclGetPeerDevicePointer")
+    try:
+        if r := _library.ncclGetPeerDevicePointer(window, offset, peer, out):
+            _check(r, "ncclGetPeerDevicePointer")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, window=window, offset=offset, peer=peer) from None
     return int(out[0])
 
 
 def ncclTeamWorld(comm: int) -> Team:
     out = _new("ncclTeam_t*")
-    if r := _library.ncclTeamWorld(comm, out):
-        _check(r, "ncclTeamWorld", comm)
+    try:
+        if r := _library.ncclTeamWorld(comm, out):
+            _check(r, "ncclTeamWorld", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
 def ncclTeamLsa(comm: int) -> Team:
     out = _new("ncclTeam_t*")
-    if r := _library.ncclTeamLsa(comm, out):
-        _check(r, "ncclTeamLsa", comm)
+    try:
+        if r := _library.ncclTeamLsa(comm, out):
+            _check(r, "ncclTeamLsa", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
 def ncclTeamRail(comm: int) -> Team:
     out = _new("ncclTeam_t*")
-    if r := _library.ncclTeamRail(comm, out):
-        _check(r, "ncclTeamRail", comm)
+    try:
+        if r := _library.ncclTeamRail(comm, out):
+            _check(r, "ncclTeamRail", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
 def ncclTeamRankToWorld(comm: int, team: Team, rank: int) -> int:
     out = _new("int*")
-    if r := _library.ncclTeamRankToWorld(comm, _new("ncclTeam_t*", team)[0], rank, out):
-        _check(r, "ncclTeamRankToWorld", comm)
+    try:
+        if r := _library.ncclTeamRankToWorld(comm, _new("ncclTeam_t*", team)[0], rank, out):
+            _check(r, "ncclTeamRankToWorld", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, rank=rank) from None
     return int(out[0])
 
 
 def ncclTeamRankToLsa(comm: int, team: Team, rank: int) -> int:
     out = _new("int*")
-    if r := _library.ncclTeamRankToLsa(comm, _new("ncclTeam_t*", team)[0], rank, out):
-        _check(r, "ncclTeamRankToLsa", comm)
+    try:
+        if r := _library.ncclTeamRankToLsa(comm, _new("ncclTeam_t*", team)[0], rank, out):
+            _check(r, "ncclTeamRankToLsa", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, rank=rank) from None
     return int(out[0])
 
 
 def ncclLLA2ACalcSlots(maxElts: int, maxEltSize: int) -> int:
     out = _new("int*")
-    if r := _library.ncclLLA2ACalcSlots(maxElts, maxEltSize, out):
-        _check(r, "ncclLLA2ACalcSlots")
+    try:
+        if r := _library.ncclLLA2ACalcSlots(maxElts, maxEltSize, out):
+            _check(r, "ncclLLA2ACalcSlots")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, maxElts=maxElts, maxEltSize=maxEltSize) from None
     return int(out[0])
 
 
 def ncclGetLsaMultimemDevicePointer(window: int, offset: int) -> int:
     out = _new("uintptr_t*")
-    if r := _library.ncclGetLsaMultimemDevicePointer(window, offset, out):
-        _check(r, "ncclGetLsaMultimemDevicePointer")
+    try:
+        if r := _library.ncclGetLsaMultimemDevicePointer(window, offset, out):
+            _check(r, "ncclGetLsaMultimemDevicePointer")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, window=window, offset=offset) from None
     return int(out[0])
 
 
 def ncclTeamCft(comm: int, mode: int) -> Team:
     out = _new("ncclTeam_t*")
-    if r := _library.ncclTeamCft(comm, mode, out):
-        _check(r, "ncclTeamCft", comm)
+    try:
+        if r := _library.ncclTeamCft(comm, mode, out):
+            _check(r, "ncclTeamCft", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, mode=mode) from None
     return Team(out.nRanks, out.rank, out.stride)
 
 
 def ncclTeamCftMultimem(comm: int) -> Team:
     out = _new("ncclTeam_t*")
-    if r := _library.ncclTeamCftMultimem(comm, out):
-        _check(r, "ncclTeamCftMultimem", comm)
+    try:
+        if r := _library.ncclTeamCftMultimem(comm, out):
+            _check(r, "ncclTeamCftMultimem", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return Team(out.nRanks, out.rank, out.stride)

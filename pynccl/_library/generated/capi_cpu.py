@@ -5,6 +5,7 @@ from __future__ import annotations
 from pynccl._library.binding import ffi as _ffi
 from pynccl._library.loader import functions as _library
 from pynccl._library.status import check as _check
+from pynccl._library.unfit import unfit as _unfit
 
 _new = _ffi.new
 
@@ -17,8 +18,11 @@ def pyncclCpuDeviceCount() -> int:
 
 
 def pyncclCpuSetDevice(device: int) -> int:
-    if r := _library.pyncclCpuSetDevice(device):
-        _check(r, "pyncclCpuSetDevice")
+    try:
+        if r := _library.pyncclCpuSetDevice(device):
+            _check(r, "pyncclCpuSetDevice")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, device=device) from None
     return r
 
 
@@ -30,8 +34,11 @@ def pyncclCpuGetDevice() -> int:
 
 
 def pyncclCpuInterrupt(thread: int, on: int) -> int:
-    if r := _library.pyncclCpuInterrupt(thread, on):
-        _check(r, "pyncclCpuInterrupt")
+    try:
+        if r := _library.pyncclCpuInterrupt(thread, on):
+            _check(r, "pyncclCpuInterrupt")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, thread=thread, on=on) from None
     return r
 
 
@@ -44,32 +51,47 @@ def pyncclCpuStreamCreate() -> int:
 
 def pyncclCpuStreamCreateWithFlags(flags: int) -> int:
     out = _new("uintptr_t*")
-    if r := _library.pyncclCpuStreamCreateWithFlags(out, flags):
-        _check(r, "pyncclCpuStreamCreateWithFlags")
+    try:
+        if r := _library.pyncclCpuStreamCreateWithFlags(out, flags):
+            _check(r, "pyncclCpuStreamCreateWithFlags")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, flags=flags) from None
     return int(out[0])
 
 
 def pyncclCpuStreamDestroy(stream: int) -> int:
-    if r := _library.pyncclCpuStreamDestroy(stream):
-        _check(r, "pyncclCpuStreamDestroy")
+    try:
+        if r := _library.pyncclCpuStreamDestroy(stream):
+            _check(r, "pyncclCpuStreamDestroy")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, stream=stream) from None
     return r
 
 
 def pyncclCpuStreamQuery(comm: int, stream: int) -> int:
-    if r := _library.pyncclCpuStreamQuery(comm, stream):
-        _check(r, "pyncclCpuStreamQuery", comm)
+    try:
+        if r := _library.pyncclCpuStreamQuery(comm, stream):
+            _check(r, "pyncclCpuStreamQuery", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, stream=stream) from None
     return r
 
 
 def pyncclCpuStreamSynchronize(comm: int, stream: int, timeoutMs: int) -> int:
-    if r := _library.pyncclCpuStreamSynchronize(comm, stream, timeoutMs):
-        _check(r, "pyncclCpuStreamSynchronize", comm)
+    try:
+        if r := _library.pyncclCpuStreamSynchronize(comm, stream, timeoutMs):
+            _check(r, "pyncclCpuStreamSynchronize", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, stream=stream, timeoutMs=timeoutMs) from None
     return r
 
 
 def pyncclCpuStreamWaitEvent(comm: int, stream: int, event: int) -> int:
-    if r := _library.pyncclCpuStreamWaitEvent(comm, stream, event):
-        _check(r, "pyncclCpuStreamWaitEvent", comm)
+    try:
+        if r := _library.pyncclCpuStreamWaitEvent(comm, stream, event):
+            _check(r, "pyncclCpuStreamWaitEvent", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, stream=stream, event=event) from None
     return r
 
 
@@ -81,76 +103,120 @@ def pyncclCpuEventCreate() -> int:
 
 
 def pyncclCpuEventDestroy(event: int) -> int:
-    if r := _library.pyncclCpuEventDestroy(event):
-        _check(r, "pyncclCpuEventDestroy")
+    try:
+        if r := _library.pyncclCpuEventDestroy(event):
+            _check(r, "pyncclCpuEventDestroy")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, event=event) from None
     return r
 
 
 def pyncclCpuEventRecord(comm: int, event: int, stream: int) -> int:
-    if r := _library.pyncclCpuEventRecord(comm, event, stream):
-        _check(r, "pyncclCpuEventRecord", comm)
+    try:
+        if r := _library.pyncclCpuEventRecord(comm, event, stream):
+            _check(r, "pyncclCpuEventRecord", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, event=event, stream=stream) from None
     return r
 
 
 def pyncclCpuEventQuery(event: int) -> int:
-    if r := _library.pyncclCpuEventQuery(event):
-        _check(r, "pyncclCpuEventQuery")
+    try:
+        if r := _library.pyncclCpuEventQuery(event):
+            _check(r, "pyncclCpuEventQuery")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, event=event) from None
     return r
 
 
 def pyncclCpuEventNotify(event: int, descriptor: int) -> int:
-    if r := _library.pyncclCpuEventNotify(event, descriptor):
-        _check(r, "pyncclCpuEventNotify")
+    try:
+        if r := _library.pyncclCpuEventNotify(event, descriptor):
+            _check(r, "pyncclCpuEventNotify")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, event=event, descriptor=descriptor) from None
     return r
 
 
 def pyncclCpuEventSynchronize(event: int, timeoutMs: int) -> int:
-    if r := _library.pyncclCpuEventSynchronize(event, timeoutMs):
-        _check(r, "pyncclCpuEventSynchronize")
+    try:
+        if r := _library.pyncclCpuEventSynchronize(event, timeoutMs):
+            _check(r, "pyncclCpuEventSynchronize")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, event=event, timeoutMs=timeoutMs) from None
     return r
 
 
 def pyncclCpuGetErrorKind(comm: int) -> int:
     out = _new("int*")
-    if r := _library.pyncclCpuGetErrorKind(comm, out):
-        _check(r, "pyncclCpuGetErrorKind", comm)
+    try:
+        if r := _library.pyncclCpuGetErrorKind(comm, out):
+            _check(r, "pyncclCpuGetErrorKind", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return int(out[0])
 
 
 def pyncclCpuIsGone(comm: int, rank: int) -> int:
     out = _new("int*")
-    if r := _library.pyncclCpuIsGone(comm, rank, out):
-        _check(r, "pyncclCpuIsGone", comm)
+    try:
+        if r := _library.pyncclCpuIsGone(comm, rank, out):
+            _check(r, "pyncclCpuIsGone", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, rank=rank) from None
     return int(out[0])
 
 
 def pyncclCpuSignalCount(comm: int, peer: int, sigIdx: int, ctx: int) -> int:
     out = _new("uint64_t*")
-    if r := _library.pyncclCpuSignalCount(comm, peer, sigIdx, ctx, out):
-        _check(r, "pyncclCpuSignalCount", comm)
+    try:
+        if r := _library.pyncclCpuSignalCount(comm, peer, sigIdx, ctx, out):
+            _check(r, "pyncclCpuSignalCount", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, peer=peer, sigIdx=sigIdx, ctx=ctx) from None
     return int(out[0])
 
 
 def pyncclCpuExchange(sendbuff: int, recvbuff: int, count: int, purpose: int, comm: int, stream: int) -> int:
-    if r := _library.pyncclCpuExchange(sendbuff, recvbuff, count, purpose, comm, stream):
-        _check(r, "pyncclCpuExchange", comm)
+    try:
+        if r := _library.pyncclCpuExchange(sendbuff, recvbuff, count, purpose, comm, stream):
+            _check(r, "pyncclCpuExchange", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(
+            error,
+            sendbuff=sendbuff,
+            recvbuff=recvbuff,
+            count=count,
+            purpose=purpose,
+            comm=comm,
+            stream=stream,
+        ) from None
     return r
 
 
 def pyncclCpuQuiet(comm: int) -> int:
-    if r := _library.pyncclCpuQuiet(comm):
-        _check(r, "pyncclCpuQuiet", comm)
+    try:
+        if r := _library.pyncclCpuQuiet(comm):
+            _check(r, "pyncclCpuQuiet", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm) from None
     return r
 
 
 def pyncclCpuWindowHold(window: int) -> int:
     out = _new("uintptr_t*")
-    if r := _library.pyncclCpuWindowHold(window, out):
-        _check(r, "pyncclCpuWindowHold")
+    try:
+        if r := _library.pyncclCpuWindowHold(window, out):
+            _check(r, "pyncclCpuWindowHold")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, window=window) from None
     return int(out[0])
 
 
 def pyncclCpuWindowRelease(hold: int) -> int:
-    if r := _library.pyncclCpuWindowRelease(hold):
-        _check(r, "pyncclCpuWindowRelease")
+    try:
+        if r := _library.pyncclCpuWindowRelease(hold):
+            _check(r, "pyncclCpuWindowRelease")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, hold=hold) from None
     return r
