@@ -265,6 +265,29 @@ def test_a_daemon_that_keeps_the_pipe_is_not_waited_for(script: Script) -> None:
     assert took < 20
 
 
+FILL = """
+import os
+from pathlib import Path
+for i in range(20_000): Path(os.environ["PYNCCL_EVIDENCE"], f"{i}").touch()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_after_the_end_of_the_ranks(
+    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: int
+) -> None:
+    """The launcher is ended while its folder is removed."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = started("-n", "1", "--cpu", script(FILL), TMPDIR=str(temporary))
+    until(lambda: any(Path(folder, "19999").exists() for folder in temporary.iterdir()))
+    (folder,) = temporary.iterdir()
+    until(lambda: len(os.listdir(folder)) < 20_000)
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    until(lambda: not list(temporary.iterdir()), 10)
+
+
 def test_closed_output(script: Script) -> None:
     program = script("import time\nfor i in range(10000): print('x' * 1000); time.sleep(0.001)")
     process = subprocess.Popen(
