@@ -198,7 +198,8 @@ class Window:
 
         Raises ValueError if this process cannot reach the memory: the rank is on another host, or with the
         CPU library its array is not from `pynccl.empty`. Also raises TypeError or ValueError for a wrong
-        rank, NotSupportedError with an older library, and NcclInvalidUsage once the window is closed.
+        rank, NotSupportedError with an older library, NcclInvalidUsage once the window is closed, and
+        NcclSystemError if this process lacked a file descriptor or memory when it registered the window.
         """
         entry = self._live()
         size = self._owner.size

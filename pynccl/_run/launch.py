@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -10,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -37,16 +38,16 @@ _DRAIN_SECONDS = 1.0
 _LAST_LINES = 10
 # Seconds for which the end of a rank waits for that of the rank whose exception came first.
 _CAUSE_SECONDS = 1.0
-# Kills the ranks' process groups and removes the folder in its argument if the launcher closes the
-# pipe without writing "done".
+# Removes the folder in its argument when the launcher ends or closes the pipe. Without the word "ended"
+# it kills the ranks' process groups before.
 _GUARD = (
     "import os, shutil, signal, sys\n"
     "words = sys.stdin.read().split()\n"
-    "if 'done' not in words:\n"
+    "if 'ended' not in words:\n"
     "    for word in words:\n"
     "        try: os.killpg(int(word), signal.SIGKILL)\n"
     "        except OSError: pass\n"
-    "    shutil.rmtree(sys.argv[1], ignore_errors=True)\n"
+    "shutil.rmtree(sys.argv[1], ignore_errors=True)\n"
 )
 # Variables that the launcher sets for its ranks.
 OWN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -107,12 +108,29 @@ def _start(job: Job, env: dict[str, str], logs: Logs, attempt: int) -> _Launcher
         place = alone(env, job.nranks, attempt)
     else:
         place = among(env, job.nranks, job.node, job.timeout, attempt, _say)
-    with place as meeting, tempfile.TemporaryDirectory(prefix="pynccl-run-") as folder:
-        launcher = _Launcher(job, env, meeting, logs, Path(folder))
-        launcher.run()
+    with place as meeting, _guarded() as (folder, guard):
+        launcher = _Launcher(job, env, meeting, logs, folder)
+        launcher.run(guard)
         launcher.tell_end()
     launcher.agree()
     return launcher
+
+
+@contextmanager
+def _guarded() -> Iterator[tuple[Path, IO[bytes]]]:
+    """Make a folder that does not outlive this process; yield it and the pipe of its guard."""
+    folder = Path(tempfile.gettempdir(), f"pynccl-run-{secrets.token_hex(8)}")
+    # The guard comes before the folder: a signal may end this process at any time.
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GUARD, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as guard:
+        assert guard.stdin is not None
+        folder.mkdir(mode=0o700)
+        yield folder, guard.stdin
 
 
 def choose_backend(environ: Mapping[str, str], backend: str) -> dict[str, str]:
@@ -177,19 +195,11 @@ class _Launcher:
         # The user ended this run, by a signal or by closing its output.
         self.stopped = False
 
-    def run(self) -> None:
+    def run(self, guard: IO[bytes]) -> None:
         """Start the ranks, and wait for all of them; `code` is then the first failing one's."""
-        guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD, str(self.folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        with guard:
-            assert guard.stdin is not None
-            self._run(guard.stdin)
-            guard.stdin.write(b"done\n")
+        self._run(guard)
+        guard.write(b"ended\n")
+        guard.flush()
 
     def _run(self, guard: IO[bytes]) -> None:
         reader, writer = socket.socketpair()

@@ -265,6 +265,46 @@ def test_a_daemon_that_keeps_the_pipe_is_not_waited_for(script: Script) -> None:
     assert took < 20
 
 
+WAIT_FOR_A_FILE = """
+import os, sys, time
+print(os.getpid())
+while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+"""
+
+
+def _holds(pid: int, argument: str) -> bool:
+    with contextlib.suppress(OSError):
+        return argument in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return False
+
+
+def _handles(pid: int, number: int) -> bool:
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_after_the_end_of_the_ranks(
+    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: int
+) -> None:
+    """The launcher, which takes signals no more, is ended while it waits for its guard: no folder stays."""
+    temporary, end = tmp_path / "temporary", tmp_path / "end"
+    temporary.mkdir()
+    process = started("-n", "1", "--cpu", script(WAIT_FOR_A_FILE), str(end), TMPDIR=str(temporary))
+    _pids(process, 1)
+    (folder,) = temporary.iterdir()
+    (guard,) = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _holds(int(pid), str(folder))]
+    os.kill(guard, signal.SIGSTOP)
+    try:
+        end.touch()
+        until(lambda: not _handles(process.pid, signal.SIGTERM))
+        process.send_signal(number)
+        process.communicate(timeout=20)
+    finally:
+        os.kill(guard, signal.SIGCONT)
+    until(lambda: not list(temporary.iterdir()))
+
+
 def test_closed_output(script: Script) -> None:
     program = script("import time\nfor i in range(10000): print('x' * 1000); time.sleep(0.001)")
     process = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import resource
 import warnings
 import weakref
 from typing import Any
@@ -17,7 +18,15 @@ import pynccl
 from allocations import is_freed
 from arrays import torch_over
 from meeting import hear, tell, together
-from pynccl import CollectiveMismatchError, NcclInvalidUsage, NcclTimeoutError, RankFailedError, Window, capi
+from pynccl import (
+    CollectiveMismatchError,
+    NcclInvalidUsage,
+    NcclSystemError,
+    NcclTimeoutError,
+    RankFailedError,
+    Window,
+    capi,
+)
 from pynccl.testing import RankError, run
 from ranks import on_ranks
 
@@ -255,6 +264,30 @@ def unreachable(rank: int, nranks: int, like: str, transport: str) -> None:
 @pytest.mark.parametrize(("like", "transport"), [("empty", "tcp"), ("numpy", "direct")])
 def test_unreachable_peers(like: str, transport: str) -> None:
     run(2, unreachable, like, transport, backend="cpu")
+
+
+def peer_without_descriptors(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        mine = pynccl.zeros(10)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+        window = comm.window(mine)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if rank == 1:
+            with pytest.raises(NcclSystemError, match=r"memory of rank 0 .*: Too many open files"):
+                window.peer(0)
+        else:
+            assert (window.peer(1) == 0).all()
+        # Puts do not need the mapping.
+        comm.put_signal(np.full(10, 5.0), 1 - rank, window)
+        comm.wait_signal(1 - rank)
+        assert (mine == 5).all()
+        window.close()
+
+
+def test_peer_without_descriptors() -> None:
+    run(2, peer_without_descriptors, backend="cpu")
 
 
 # --- wrong arguments ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -119,6 +120,37 @@ def test_more_deaths_while_shrinking(library: Age, age: str) -> None:
         assert dead and set(dead) <= {1, 4, 6}
         assert got == expected
         assert left == [0, 2, 3, 5, 7]
+
+
+def shrinks_without_descriptors(rank: int, nranks: int, spare: int) -> str:
+    """Rank 1 has few free descriptors in the shrink that the death of rank 2 calls for."""
+    comm = pynccl.init(timeout=15)
+    comm.barrier()
+    together(nranks)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = failure(comm.barrier)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 1:
+        used = len(os.listdir("/proc/self/fd")) - 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+    with pytest.raises(NcclError) as caught:
+        comm.shrink(exclude=error.ranks, abort=True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    together(nranks - 1, "over")
+    comm.abort()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("spare", [0, 2, 4])
+def test_shrink_without_descriptors(spare: int) -> None:
+    """Every rank is told the cause and whose it is, not the death that it knows."""
+    results = run(4, shrinks_without_descriptors, spare, backend="cpu", check=False, timeout=50)
+    for rank in (0, 1, 3):
+        text = results[rank]
+        assert isinstance(text, str), text
+        assert "Too many open files" in text and "rank 2 (" not in text.partition("cannot connect to")[0]
+        assert rank == 1 or "rank 1 reports: " in text
 
 
 def in_the_middle(rank: int, nranks: int, second: int, where: str) -> list[int]:

@@ -605,9 +605,7 @@ const char* ncclGetLastError(ncclComm_t comm) {
   guarded("ncclGetLastError", [&] {
     std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
     std::string text;
-    if (ErrorCode code = c ? c->report(&text) : ErrorCode(); code.failed())
-      set_last_error(code,
-                     "rank " + std::to_string(c->rank) + " of " + std::to_string(c->nranks) + ": " + text);
+    if (ErrorCode code = c ? c->report(&text) : ErrorCode(); code.failed()) set_last_error(code, text);
     return ncclSuccess;
   });
   return last_error();

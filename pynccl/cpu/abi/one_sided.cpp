@@ -150,6 +150,10 @@ ncclResult_t pointer_to(const char* function, ncclWindow_t win, size_t offset, c
     if (offset >= window->size_of(rank))
       return fail(ncclInvalidArgument, "%s: offset is %zu; the window of rank %d has %zu bytes", function,
                   offset, rank, window->size_of(rank));
+    if (int error = window->shortage(rank))
+      return fail(ncclSystemError,
+                  "%s: rank %d could not map the memory of rank %d to register the window: %s", function,
+                  window->rank(), rank, strerror(error));
     // As in NCCL a peer that cannot be reached has no pointer, and that is no error.
     *out = window->mapped(rank) ? window->mapped(rank) + offset : nullptr;
     return ncclSuccess;

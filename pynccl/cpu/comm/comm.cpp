@@ -46,7 +46,8 @@ void Comm::begin_child(const std::shared_ptr<Comm>& child) {
   if (session.stopped()) child->session.stop_creation();
 }
 
-void Comm::end_child(const Comm& child) {
+void Comm::end_child(const Comm& child, ErrorCode code, std::string_view why) noexcept {
+  derivation_.renew(code, why);
   std::lock_guard<std::mutex> lock(session.mutex);
   auto at = std::find_if(children_.begin(), children_.end(), [&](auto& c) { return c.get() == &child; });
   if (at != children_.end()) children_.erase(at);
@@ -60,6 +61,7 @@ void Comm::stop_children() {
 ncclResult_t Comm::check_sound(const char* function, bool only_takes) {
   if (only_takes ? !fate_.failed() : error() == ncclSuccess) return ncclSuccess;
   refused_.store(true);
+  derivation_.renew(ncclSuccess, {});
   return fail(error_code(), "%s: %s%s", function, kFailedEarlier, error_text().c_str());
 }
 
@@ -80,7 +82,10 @@ ncclResult_t Comm::check_accepts(const char* function, bool only_takes) {
   if (standing.ending() != Standing::End::None)
     return fail(ncclInvalidUsage, "%s: comm %p was destroyed or aborted before the call was issued", function,
                 static_cast<void*>(handle));
-  if (standing.revoked.load()) return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
+  if (standing.revoked.load()) {
+    derivation_.renew(ncclSuccess, {});
+    return fail(ncclInvalidUsage, "%s: comm has been revoked", function);
+  }
   if (ncclResult_t r = check_sound(function, only_takes); r != ncclSuccess) return r;
   Phase phase = standing.phase.load(std::memory_order_relaxed);
   if (phase == Phase::Suspended) return fail(ncclInvalidUsage, "%s: comm is suspended", function);
@@ -258,9 +263,12 @@ ncclResult_t Comm::say_broken(uint64_t tag) {
 
 // The calls after a failure are the newest.
 ErrorCode Comm::report(std::string* text) {
+  const std::string place = "rank " + std::to_string(rank) + " of " + std::to_string(nranks) + ": ";
   for (const Fate* fate : {&disagreements_[1], &disagreements_[0]})
-    if (fate->failed()) return *text = fate->text(), fate->code();
-  *text = (refused_.load() ? kFailedEarlier : "") + error_text();
+    if (fate->failed()) return *text = place + fate->text(), fate->code();
+  // Its text has the rank in the derived communicator.
+  if (derivation_.failed() && error() != ncclSuccess) return *text = derivation_.text(), derivation_.code();
+  *text = place + (refused_.load() ? kFailedEarlier : "") + error_text();
   return error_code();
 }
 

@@ -81,7 +81,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   // The ranks of an exchange with this tag make different calls. The communicator fails, and no rank waits in
   // such an exchange any more, also after an earlier failure or a revocation.
   ncclResult_t disagree(uint64_t tag, const std::string& text);
-  // What a caller wants to know after a failure: what the ranks disagree on, else the first error.
+  // What a caller wants to know after a failure: what the ranks disagree on, else why the newest derived
+  // communicator could not be created, else the first error.
   ErrorCode report(std::string* text);
   void tell(ErrorCode code, std::string_view text) noexcept;  // sends the error to every peer
   void tell_error() noexcept;
@@ -133,7 +134,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   // Communicators that are being derived from this one. They have no handles yet; an abort ends them, too.
   void begin_child(const std::shared_ptr<Comm>& child);
-  void end_child(const Comm& child);
+  void end_child(const Comm& child, ErrorCode code, std::string_view why) noexcept;
   void stop_children();
 
  private:
@@ -158,6 +159,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Fate fate_, heard_;
   Fate disagreements_[2];  // by the sequence of exchanges
   std::atomic<Clock::time_point> heard_at_{};
+  Fate derivation_;                              // the newest one's, until a call is refused
   std::atomic<bool> refused_{false};             // a call after the failure
   std::vector<uint64_t> meetings_[2];            // with each rank; under session.mutex
   std::vector<std::shared_ptr<Comm>> children_;  // under it

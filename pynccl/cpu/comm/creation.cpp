@@ -20,7 +20,7 @@ bool Creation::begin() {
 
 void Creation::end(ErrorCode code, std::string_view why) noexcept {
   if (std::exchange(ended_, true)) return;
-  if (parent_) parent_->end_child(*comm_);
+  if (parent_) parent_->end_child(*comm_, code, why);
   if (!code.failed()) {
     if (shows_ == Shows::WhenComplete) show_handle(out_, comm_->handle);
     return;

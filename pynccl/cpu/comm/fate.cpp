@@ -10,13 +10,23 @@ std::string Fate::text() const {
 bool Fate::decide(ErrorCode code, std::string_view text) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   if (failed()) return false;
+  set(code, text);
+  return true;
+}
+
+void Fate::renew(ErrorCode code, std::string_view text) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  set(code, text);
+}
+
+void Fate::set(ErrorCode code, std::string_view text) noexcept {
   try {
     text_ = text;
+    cut_ = false;
   } catch (const std::bad_alloc&) {
     cut_ = true;
   }
   code_.store(code, std::memory_order_release);
-  return true;
 }
 
 }  // namespace pncpu

@@ -1,4 +1,4 @@
-// The first error of a communicator.
+// An error that a communicator keeps with its text: mostly the first of its kind.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,11 @@ class Fate {
   std::string text() const;
   // True for the first error. Its text is set before its code is visible.
   bool decide(ErrorCode code, std::string_view text) noexcept;
+  // Takes the place of what was decided; ncclSuccess forgets it.
+  void renew(ErrorCode code, std::string_view text) noexcept;
 
  private:
+  void set(ErrorCode code, std::string_view text) noexcept;  // under mutex_
   std::atomic<ErrorCode> code_{ErrorCode()};
   mutable std::mutex mutex_;
   std::string text_;

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <cerrno>
 #include <string>
 
 #include "base/allocations.hpp"
@@ -44,10 +45,11 @@ FilePart file_part_of(const void* at, size_t size) {
 std::shared_ptr<char> map_part(int64_t pid, const FilePart& part) {
   std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(part.file);
   Fd file = Fd::made_by([&] { return open(path.c_str(), O_RDWR | O_CLOEXEC); });
+  if (!file) return nullptr;
   FilePart found;
-  if (!file || !identify(file.get(), &found) || found.device != part.device || found.inode != part.inode ||
+  if (!identify(file.get(), &found) || found.device != part.device || found.inode != part.inode ||
       !has_all(file.get(), part))
-    return nullptr;
+    return errno = ESTALE, nullptr;
   const uint64_t before = part.offset % kPage, bytes = before + part.size;
   void* at =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), off_t(part.offset - before));

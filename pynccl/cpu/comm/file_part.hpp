@@ -15,7 +15,7 @@ struct FilePart {
 };
 FilePart file_part_of(const void* at, size_t size);
 
-// Maps another process's memory; nullptr if that fails.
+// Maps another process's memory; nullptr with errno set if that fails.
 std::shared_ptr<char> map_part(int64_t pid, const FilePart& part);
 
 }  // namespace pncpu

@@ -63,6 +63,7 @@ ncclResult_t Window::attach(Session& session, const std::vector<std::string>& al
     } else if (session.peer(q).local >= 0 && session.peer(q).vouched && theirs.part.file >= 0 &&
                theirs.part.size == theirs.size) {
       std::shared_ptr<char> mapping = map_part(session.peer(q).info.pid, theirs.part);
+      if (!mapping && (out_of_descriptors(errno) || errno == ENOMEM)) view.shortage = errno;
       view.mapped = mapping.get();
       view.memory = std::move(mapping);
     }

@@ -34,6 +34,7 @@ class Window {
   size_t size_of(int rank) const { return views_[size_t(rank)].size; }
   uint64_t address_of(int rank) const { return views_[size_t(rank)].address; }  // in the rank's own process
   char* mapped(int rank) const { return views_[size_t(rank)].mapped; }          // here; nullptr: it is not
+  int shortage(int rank) const { return views_[size_t(rank)].shortage; }        // why it is not mapped, or 0
   bool mapped_by(int rank) const { return views_[size_t(rank)].mapped_there; }  // this rank's memory
   // Whether all of these bytes of the rank's memory are in the window.
   bool holds(int rank, uint64_t address, size_t bytes) const;
@@ -47,6 +48,7 @@ class Window {
     uint64_t address = 0;
     size_t size = 0;
     char* mapped = nullptr;
+    int shortage = 0;                    // errno: this process had no descriptor or memory to map it
     bool mapped_there = false;           // that rank's process maps this rank's memory
     std::shared_ptr<const void> memory;  // keeps it mapped, in this process's ranks too
   };
