@@ -72,6 +72,7 @@ bench: bench-programs
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/call_overhead.py
 	$(BIN)/python benchmarks/store.py
+	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/torch_all_reduce.py
 	$(BIN)/python benchmarks/torch_in_flight.py
 	$(BIN)/python benchmarks/one_sided.py

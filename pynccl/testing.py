@@ -86,7 +86,7 @@ def run(
     without an NVIDIA driver) or a value for PYNCCL_LIBRARY. `env` adds variables. No process is left running
     afterwards.
 
-    With `threads`, each process has that many ranks as threads: 1,024 ranks fit on a laptop as 32 processes.
+    With `threads`, each process has that many ranks as threads, so that hundreds fit on a laptop.
     Each rank gets its own copy of `args`, and `pynccl.init()` knows its rank. There is no RANK in os.environ.
     Ranks of one process share what a process has once, such as the globals of modules.
 

@@ -31,9 +31,10 @@ def check_mode(on: bool = True) -> None:
     global _on
     if not isinstance(on, bool | np.bool_):
         raise TypeError(f"on is {on!r}; expected True or False")
-    _on = bool(on)
-    if _on:
+    if on:
+        # Before other threads, which may be ranks, see that it is on.
         os.environ.setdefault(_NCCL_VARIABLE, _NCCL_VALUE)
+    _on = bool(on)
 
 
 def enabled() -> bool:

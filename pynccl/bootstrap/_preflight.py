@@ -173,8 +173,10 @@ def gather_facts(device: int | None, local_rank: int | None, timed: bool) -> Fac
     """Return the facts of this rank; `device` None means the device of `local_rank`, if that is known."""
     info = loader.library_info()
     cpu = info.backend == "cpu"
+    # Check mode may set one of the variables.
+    checks = check_mode.enabled()
     variables = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-    if check_mode.enabled():
+    if checks:
         variables[_CHECK] = "1"
     devices = () if cpu else tuple(map(cuda.device_uuid, range(cuda.device_count())))
     shared = not cpu or bool(os.environ.get("PYNCCL_CPU_DEVICES"))

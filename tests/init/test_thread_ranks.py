@@ -206,3 +206,9 @@ def test_bad_numbers_of_threads(threads: object) -> None:
     ) as caught:
         testing.run(4, fail, threads=threads)  # type: ignore[arg-type]
     assert repr(threads) in str(caught.value)
+
+
+def test_check_mode_in_threads(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its variables are the same for all of them: no rank is warned of a difference."""
+    testing.run(4, reduce_twice, None, backend="cpu", threads=4, env={"PYNCCL_CHECK": "1"})
+    assert "differs between ranks" not in capfd.readouterr().err

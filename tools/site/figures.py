@@ -82,6 +82,20 @@ def store(results: Results) -> dict[str, Figure]:
     return {"clients": figure}
 
 
+def scale(results: Results) -> dict[str, Figure]:
+    """Draw each quantity over the number of ranks, and its model as a line."""
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    for plot, (name, key) in zip(figure.subplots(3, 3).flat, results["quantities"].items(), strict=True):
+        points = [(row["ranks"], row[key]) for row in results["rows"] if row.get(key)]
+        if points:
+            plot.loglog(*zip(*points, strict=True), "o", ms=3)
+        if found := results["model"].get(name):
+            ends = [16, results["target"]]
+            plot.loglog(ends, [found["factor"] * n ** found["exponent"] for n in ends], "--", lw=1)
+        plot.set(title=name, xlabel="ranks")
+    return {"ranks": figure}
+
+
 def in_flight(results: Results) -> dict[str, Figure]:
     """Draw each time in milliseconds for both backends."""
     names = [name for name in results["pynccl"] if name.endswith(", ms")]
@@ -102,6 +116,7 @@ BENCHMARKS: dict[str, Callable[[Results], dict[str, Figure]]] = {
     "collectives": bandwidth,
     "call_overhead": call_overhead,
     "store": store,
+    "scale": scale,
     "torch_all_reduce": bandwidth,
     "torch_in_flight": in_flight,
 }

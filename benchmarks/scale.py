@@ -1,0 +1,225 @@
+"""Measure how pynccl grows with the number of ranks, which are threads of processes on this machine.
+
+README.md beside this file says what is measured, and what the model assumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import resource
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pynccl
+from _machine import describe
+from _report import number, table
+from pynccl import testing
+
+SITE = Path(__file__).resolve().parents[1] / "tools" / "site"
+REPEATS = 5
+# The quantities of a row, in their units, and how the model continues them: by a fit of what was measured.
+QUANTITIES = {
+    "init, s": "init",
+    "first all_reduce, s": "first",
+    "all_reduce, ms": "all_reduce",
+    "barrier, ms": "barrier",
+    "all_reduce in check mode, ms": "checked",
+    "death noticed, s": "death",
+    "memory of a rank, MiB": "memory",
+    "descriptors of a rank": "descriptors",
+    "TCP segments of a rank in init": "segments",
+}
+TARGET = 16384
+
+
+def fields(path: str) -> dict[str, int]:
+    """Return the numbers in a file of /proc with a name on each line."""
+    lines = (re.match(r"(\w+):\s+(\d+)", line) for line in Path(path).read_text().splitlines())
+    return {found[1]: int(found[2]) for found in lines if found}
+
+
+def segments() -> int:
+    """Return how many TCP segments this machine has sent, other programs' too."""
+    lines = Path("/proc/net/snmp").read_text().splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+    return int(values[names.index("OutSegs")])
+
+
+def timed(call: Any) -> float:
+    """Return the seconds of a call."""
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start
+
+
+def work(rank: int, nranks: int, threads: int, timeout: float | None) -> dict[str, float]:
+    """Return what one rank sees."""
+    sent, resident = segments(), fields("/proc/self/status")["VmRSS"]
+    start = time.monotonic()
+    with pynccl.init(timeout=timeout) as comm:
+        found = {"init": time.monotonic() - start}
+        x = np.ones(1)
+        found["first"] = timed(lambda: comm.all_reduce(x))
+        found["segments"] = (segments() - sent) / nranks
+        found["all_reduce"] = 1e3 * statistics.median(
+            timed(lambda: comm.all_reduce(x)) for _ in range(REPEATS)
+        )
+        found["barrier"] = 1e3 * statistics.median(timed(comm.barrier) for _ in range(REPEATS))
+        found["memory"] = (fields("/proc/self/status")["VmRSS"] - resident) / threads / 1024
+        found["descriptors"] = len(os.listdir("/proc/self/fd")) / threads
+        # Everybody has counted before anybody leaves.
+        comm.barrier()
+    return found
+
+
+def die(rank: int, nranks: int, threads: int, note: str) -> float:
+    """Let the last process be killed; return how long this rank took to hear of it."""
+    comm = pynccl.init(timeout=120)
+    comm.barrier()
+    if rank == nranks - 1:
+        time.sleep(0.5)
+        Path(note).write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.barrier()
+    except pynccl.NcclError:
+        heard = time.monotonic()
+    with contextlib.suppress(pynccl.NcclError):
+        comm.abort()
+    return heard - float(Path(note).read_text())
+
+
+def measure(nranks: int, threads: int, library: str, timeout: float) -> dict[str, Any]:
+    """Return one row: the slowest rank's figures, or why there are none."""
+    row: dict[str, Any] = {"ranks": nranks, "threads": threads, "failures": []}
+    limits: dict[str, Any] = {"backend": library, "timeout": timeout, "threads": threads}
+    # Not all ranks of one process: a process that dies leaves nobody to hear of it.
+    with tempfile.TemporaryDirectory() as folder:
+        steps = {
+            "plain": lambda: testing.run(nranks, work, threads, None, **limits),
+            "check mode": lambda: testing.run(
+                nranks, work, threads, 120, env={"PYNCCL_CHECK": "1"}, **limits
+            ),
+            "death": lambda: testing.run(nranks, die, threads, f"{folder}/died", check=False, **limits),
+        }
+        for name, step in steps.items():
+            try:
+                found = step()
+            except testing.RankError as error:
+                row["failures"].append(f"{name}: {cause(str(error))}")
+                if name == "plain":
+                    break
+                continue
+            if name == "plain":
+                row |= {key: max(one[key] for one in found) for key in found[0]}
+            elif name == "check mode":
+                row["checked"] = max(one["all_reduce"] for one in found)
+            else:
+                heard = [one for one in found if isinstance(one, float)]
+                if len(heard) == nranks - threads:
+                    row["death"] = max(heard)
+                else:
+                    row["failures"].append(
+                        f"{name}: {len(heard)} of {nranks - threads} survivors heard of it"
+                    )
+    return row
+
+
+def cause(text: str) -> str:
+    """Return the line of an error that says what happened."""
+    lines = [line for line in text.splitlines() if re.match(r"[\w.]+Error: ", line)]
+    return (lines or text.splitlines())[0].partition("; the CPU library")[0][:300]
+
+
+def fit(points: list[tuple[int, float]]) -> tuple[float, float] | None:
+    """Return factor and exponent of the power of the number of ranks that fits best; None for few points."""
+    points = [(n, value) for n, value in points if value > 0]
+    if len(points) < 3:
+        return None
+    exponent, factor = np.polyfit([math.log(n) for n, _ in points], [math.log(v) for _, v in points], 1)
+    return float(math.exp(factor)), float(exponent)
+
+
+def model(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return what each quantity would be with 16,384 ranks."""
+    found = {}
+    for name, key in QUANTITIES.items():
+        fitted = fit([(row["ranks"], row[key]) for row in rows if key in row])
+        if fitted is not None:
+            factor, exponent = fitted
+            found[name] = {"factor": factor, "exponent": exponent, "predicted": factor * TARGET**exponent}
+    return found
+
+
+def document(
+    about: dict[str, str], rows: list[dict[str, Any]], predicted: dict[str, dict[str, float]]
+) -> str:
+    """Return the report."""
+    lines = ["# Scale: ranks as threads", ""]
+    lines += [f"- {name}: {value}" for name, value in about.items()]
+    lines += ["", "Ranks x threads of a process; the figures are those of the slowest rank.", ""]
+    cells = [
+        [f"{r['ranks']} x {r['threads']}", *(number(r.get(k)) for k in QUANTITIES.values())] for r in rows
+    ]
+    lines += [table(["ranks", *QUANTITIES], cells), ""]
+    lines += [f"- {row['ranks']} ranks, {failure}" for row in rows for failure in row["failures"]]
+    lines += ["", f"## Model: {TARGET:,} ranks", ""]
+    parts = [[name, f"n^{one['exponent']:.2f}", number(one["predicted"])] for name, one in predicted.items()]
+    lines += [table(["quantity", "grows as", f"{TARGET:,} ranks"], parts), ""]
+    lines += [
+        "Each quantity is a power of the number of ranks, fitted to the rows above and continued. This "
+        "assumes that all ranks share the cores of this machine. With a machine for every 8 ranks the work "
+        "of the others is done beside that of a rank: times then grow with an exponent that is 1 less. It "
+        "also assumes that no limit is met: of descriptors, of connections that a listener takes, of memory.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description="How pynccl grows with the number of ranks.")
+    parser.add_argument(
+        "--ranks", default="16x4,32x8,64x16,128x16,256x32,512x32,1024x32", help="ranks x threads"
+    )
+    parser.add_argument(
+        "--library", default="cpu", help="the CPU library, or the path of another build of it"
+    )
+    parser.add_argument("--timeout", type=float, default=600, help="seconds of one run")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).with_name("results"), help="folder of the files"
+    )
+    options = parser.parse_args()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    about = describe() | {"descriptors of a process": f"at most {hard:,}"}
+    rows = []
+    for text in options.ranks.split(","):
+        nranks, threads = map(int, text.split("x"))
+        rows.append(measure(nranks, threads, options.library, options.timeout))
+        print(rows[-1], file=sys.stderr, flush=True)
+    record = {"about": about, "rows": rows, "model": model(rows), "target": TARGET, "quantities": QUANTITIES}
+    text = document(about, rows, record["model"])
+    print(text)
+    (options.out / "scale.md").write_text(text)
+    (options.out / "scale.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    sys.path.insert(0, str(SITE))
+    import figures
+
+    (options.out / "scale.svg").write_text(figures.svg(figures.scale(record)["ranks"]))
+
+
+if __name__ == "__main__":
+    main()
