@@ -66,6 +66,7 @@ BENCH_PROGRAMS := all_reduce all_gather broadcast reduce_scatter reduce alltoall
 .PHONY: $(BENCH_PROGRAMS:%=bench-%)
 bench-programs: $(BENCH_PROGRAMS:%=bench-%)
 $(BENCH_PROGRAMS:%=bench-%): bench-%: $(VENV)/bench $(VENV)/built
+	@mkdir -p benchmarks/results/programs
 	$(BIN)/pynccl bench -n 4 --cpu $* -b 8 -e 16M -f 8 --percentiles --csv benchmarks/results/programs/$*.csv
 
 bench: bench-programs
