@@ -26,8 +26,6 @@ from pynccl import testing
 from pynccl.compat import sglang, vllm
 
 OURS = {"vllm": vllm, "sglang": sglang}
-# The files of the engines are downloaded.
-pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 Results = dict[str, Any]
 kept: list[torch.Tensor] = []
@@ -202,6 +200,7 @@ def expected(rank: int, size: int) -> Results:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("engine", "calls"), [("vllm", 17), ("sglang", 11)])
@@ -244,6 +243,7 @@ def pair(rank: int, size: int, engine: str, files: str, folder: str) -> list[flo
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.timeout(240)
 def test_with_vllms_own_class_on_the_other_side(files: Callable[[str], str]) -> None:
@@ -273,6 +273,7 @@ def describe(rank: int, size: int, engine: str, files: str) -> dict[str, dict[st
     return described(engine, files)
 
 
+@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("engine", OURS)
