@@ -235,6 +235,13 @@ using Files = std::vector<std::pair<int, std::string>>;
 pid_t fork_child(int number, BusyParent& parent, const Files& before, Pause* maker) {
   pid_t pid = parent.fork_now(maker);
   if (pid != 0) return pid;
+#if defined(__SANITIZE_THREAD__)
+  // A new thread on the cached stack of a parent's thread has its id, and ThreadSanitizer ends the process.
+  pthread_attr_t larger;
+  pthread_attr_init(&larger);
+  pthread_attr_setstacksize(&larger, size_t(64) << 20);
+  pthread_setattr_default_np(&larger);
+#endif
   alarm(20);
   failures = 0;
   inherited_handles_are_refused(parent);
