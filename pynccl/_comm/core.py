@@ -50,6 +50,12 @@ INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
 _PAUSE = 0.01
 
 
+def refuse_recording(what: str) -> None:
+    """Raise inside group() or prepare."""
+    if lib.pynccl_is_recording():
+        raise NcclInvalidUsage(f"{what} inside pynccl.group() or prepare: expected it outside", function=what)
+
+
 class Core:
     """One rank of a communicator, as the modules of this package see it.
 
@@ -202,10 +208,7 @@ class Core:
 
     def outside_groups(self, what: str, *streams: int) -> None:
         """Raise inside group() or prepare, and during a graph capture: they cannot record the call."""
-        if lib.pynccl_is_recording():
-            raise NcclInvalidUsage(
-                f"{what} inside pynccl.group() or prepare: expected it outside", function=what
-            )
+        refuse_recording(what)
         self.outside_captures(what, {*streams, *self._used()})
 
     def outside_captures(self, what: str, streams: Iterable[int]) -> None:

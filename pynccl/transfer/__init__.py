@@ -12,8 +12,7 @@ from typing import Any
 
 from pynccl._arrays.buffers import Array
 from pynccl._comm.communicator import Communicator
-from pynccl._errors import NcclInvalidUsage
-from pynccl._library.binding import lib
+from pynccl._comm.core import refuse_recording
 from pynccl._values import check_int, shown
 from pynccl.transfer import _agreement, _buckets, _tensors
 from pynccl.transfer._agreement import Announcement
@@ -84,7 +83,6 @@ def recv_tensors(
 def _require_peers(comm: Any, what: str) -> None:
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm is {shown(comm)}; expected a pynccl.Communicator")
-    if lib.pynccl_is_recording():
-        raise NcclInvalidUsage(f"{what} inside pynccl.group() or prepare: expected it outside", function=what)
+    refuse_recording(what)
     if comm.size < 2:
         raise ValueError("comm has one rank; expected a sender and at least one receiver")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import census, together
+from meeting import census, publish, together
 from pynccl import Communicator, NcclError, UniqueId, capi
 from pynccl.testing import RankError, run
 
@@ -139,8 +139,7 @@ def shared_id(comm: Communicator, folder: str, name: str) -> UniqueId | None:
     if comm.rank:
         return None
     uid = comm.get_unique_id()
-    Path(folder, "draft").write_bytes(bytes(uid))
-    Path(folder, "draft").rename(Path(folder, name))
+    publish(Path(folder, name), bytes(uid))
     return uid
 
 

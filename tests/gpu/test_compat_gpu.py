@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import free_port
+from meeting import free_port, publish
 from pynccl import testing
 from pynccl.compat import cupy as nccl
 from pynccl.compat import cupyx
@@ -74,9 +74,7 @@ def splits(rank: int, nranks: int, folder: str) -> None:
     take_device(rank, nranks)
     path = Path(folder, "uid")
     if rank == 0:
-        draft = path.with_suffix(".draft")
-        draft.write_bytes(nccl.get_unique_id())
-        draft.rename(path)
+        publish(path, nccl.get_unique_id())
     while not path.exists():
         time.sleep(0.001)
     comm = nccl.NcclCommunicator(nranks, path.read_bytes(), rank, nccl.NcclConfig(split_share=1))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pynccl
 import released_files
-from meeting import until
+from meeting import publish, until
 
 # Each engine's distribution, and the folder of the files in it.
 ENGINES = {
@@ -63,9 +63,7 @@ class Group:
         self.count += 1
         path = self.path / f"object-{self.count}"
         if self.rank == src:
-            draft = path.with_suffix(".draft")
-            draft.write_bytes(pickle.dumps(obj))
-            draft.rename(path)
+            publish(path, pickle.dumps(obj))
         until(path.exists)
         return pickle.loads(path.read_bytes())
 

@@ -47,6 +47,13 @@ def hear(what: str) -> None:
         meeting.wait(what)
 
 
+def publish(path: Path, data: bytes) -> None:
+    """Write a file that others wait for: it is there at once, whole."""
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(data)
+    draft.rename(path)
+
+
 def failure(what: Callable[[], object]) -> RankFailedError:
     """Do something until a rank has failed."""
     try:

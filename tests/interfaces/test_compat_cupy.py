@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 import pynccl
 from conftest import ROOT, Run
-from meeting import until
+from meeting import publish, until
 from pynccl import capi, testing
 from pynccl._library import discovery
 from pynccl.compat import cupy as ours
@@ -71,9 +71,7 @@ def connect(nccl: Any, rank: int, nranks: int, uid_file: str, **options: Any) ->
     """Return a communicator of all; the id goes through a file, as nothing else of pynccl is meant here."""
     path = Path(uid_file)
     if rank == 0:
-        draft = path.with_suffix(".draft")
-        draft.write_bytes(nccl.get_unique_id())
-        draft.rename(path)
+        publish(path, nccl.get_unique_id())
     until(path.exists)
     return nccl.NcclCommunicator(nranks, path.read_bytes(), rank, **options)
 
@@ -594,8 +592,7 @@ def one_late(rank: int, nranks: int, whose: str, uid_file: str) -> Any:
     """Create as Ray does: in a group of this process's devices, of which there is one."""
     path = Path(uid_file)
     if rank == 0:
-        path.with_suffix(".draft").write_bytes(ours.get_unique_id())
-        path.with_suffix(".draft").rename(path)
+        publish(path, ours.get_unique_id())
     until(path.exists)
     ours.groupStart()
     comm = ours.NcclCommunicator(nranks, path.read_bytes(), rank)

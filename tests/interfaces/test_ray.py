@@ -19,7 +19,7 @@ import pytest
 import pynccl
 from conftest import ROOT
 from engines import environment
-from meeting import until
+from meeting import publish, until
 from pynccl import testing
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
@@ -452,8 +452,7 @@ def by_rays_functions(rank: int, nranks: int, folder: str) -> tuple[list[float],
 
     path = Path(folder, "id")
     if rank == 0:
-        path.with_suffix(".draft").write_bytes(ray_nccl.get_nccl_unique_id())
-        path.with_suffix(".draft").rename(path)
+        publish(path, ray_nccl.get_nccl_unique_id())
     until(path.exists)
     ray_nccl.groupStart()
     comm = ray_nccl.create_nccl_communicator(nranks, path.read_bytes(), rank)

@@ -13,35 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pynccl import testing
+from torch_ranks import on_ranks
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(240)]
 
 CPU = torch.device("cpu")
 Program = Callable[[int, int], None]
-
-
-def start(rank: int, size: int, store: str, seconds: float = 30) -> None:
-    import pynccl.torch  # noqa: F401
-
-    limit = timedelta(seconds=seconds)
-    dist.init_process_group(
-        "pynccl", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit
-    )
-
-
-def one_after_another(rank: int, size: int, store: str, programs: list[Program]) -> None:
-    start(rank, size, store)
-    for program in programs:
-        program(rank, size)
-    dist.destroy_process_group()
-
-
-def on_ranks(nranks: int, tmp_path: Path, *programs: Program) -> None:
-    testing.run(
-        nranks, one_after_another, str(tmp_path / "store"), list(programs), backend="cpu", timeout=200
-    )
 
 
 def results_are_right(rank: int, size: int) -> None:

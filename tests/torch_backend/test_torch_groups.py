@@ -21,6 +21,7 @@ import torch.distributed as dist
 from conftest import clean_environment
 from meeting import free_port
 from pynccl import testing
+from torch_ranks import start
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
@@ -28,14 +29,6 @@ pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)
 
 def on_ranks(nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any, **options: Any) -> list[Any]:
     return testing.run(nranks, fn, f"file://{tmp_path}/store", *args, backend="cpu", timeout=100, **options)
-
-
-def start(rank: int, size: int, store: str, backend: str = "pynccl", seconds: float = 30) -> None:
-    import pynccl.torch  # noqa: F401
-
-    dist.init_process_group(
-        backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
-    )
 
 
 def device_map(rank: int, size: int, store: str, backend: str, expected: str) -> None:

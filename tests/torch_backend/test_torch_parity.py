@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.profiler import ProfilerActivity, profile
 
-from pynccl import testing
+import torch_ranks
 
 # Each rank imports torch.
 pytestmark = [
@@ -28,22 +29,7 @@ CPU = torch.device("cpu")
 Program = Callable[[int, int], None]
 
 
-def one_after_another(rank: int, size: int, store: str, programs: list[Program]) -> None:
-    import pynccl.torch  # noqa: F401
-
-    limit = timedelta(seconds=60)
-    dist.init_process_group(
-        "pynccl", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit
-    )
-    for program in programs:
-        program(rank, size)
-    dist.destroy_process_group()
-
-
-def on_ranks(nranks: int, tmp_path: Path, *programs: Program) -> None:
-    testing.run(
-        nranks, one_after_another, str(tmp_path / "store"), list(programs), backend="cpu", timeout=300
-    )
+on_ranks = partial(torch_ranks.on_ranks, seconds=60, timeout=300)
 
 
 def world() -> Any:

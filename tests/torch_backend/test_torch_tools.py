@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+import torch_ranks
 from pynccl import testing
 
 pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(240)]
@@ -28,10 +29,7 @@ def needs_newest_torch(test: Any) -> Any:
 
 
 def start(rank: int, size: int, folder: str, seconds: float = 30) -> Any:
-    import pynccl.torch  # noqa: F401
-
-    store, limit = f"file://{folder}/store", timedelta(seconds=seconds)
-    dist.init_process_group("pynccl", init_method=store, rank=rank, world_size=size, timeout=limit)
+    torch_ranks.start(rank, size, f"file://{folder}/store", seconds=seconds)
     assert dist.group.WORLD is not None
     return dist.group.WORLD._get_backend(torch.device("cpu"))
 

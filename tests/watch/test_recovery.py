@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import failure, hear, tell, together
+from meeting import failure, hear, publish, tell, together
 from null_library import forwarding
 from pynccl import Communicator, NcclError, UniqueId, capi
 from pynccl._library.binding import lib
@@ -355,8 +355,7 @@ def grows(rank: int, nranks: int, folder: str, timeout: float | None) -> tuple[i
         uid = None
         if rank == 1:
             uid = small.get_unique_id()
-            (place.parent / "draft").write_bytes(bytes(uid))
-            (place.parent / "draft").rename(place)
+            publish(place, bytes(uid))
         comm = small.grow(nranks, uid)
         small.destroy()
     with comm:

@@ -1,0 +1,36 @@
+"""Ranks of torch.distributed on the backend "pynccl"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pynccl import testing
+
+Program = Callable[[int, int], None]
+
+
+def start(rank: int, size: int, store: str, backend: str = "pynccl", seconds: float = 30) -> None:
+    """Make the default group by the store at a URL."""
+    import pynccl.torch  # noqa: F401
+
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=limit)
+
+
+def on_ranks(
+    nranks: int, tmp_path: Path, *programs: Program, seconds: float = 30, timeout: float = 200
+) -> None:
+    """Run programs one after another on ranks of one group; `seconds` are the group's time-out."""
+    store = f"file://{tmp_path}/store"
+    testing.run(nranks, one_after_another, store, list(programs), seconds, backend="cpu", timeout=timeout)
+
+
+def one_after_another(rank: int, size: int, store: str, programs: list[Program], seconds: float) -> None:
+    start(rank, size, store, seconds=seconds)
+    for program in programs:
+        program(rank, size)
+    dist.destroy_process_group()
