@@ -34,6 +34,8 @@ __all__ = ["RankError", "RankTimeout", "run"]
 
 # Seconds for the other ranks to end after a rank failed: long enough to report the failure too.
 _GRACE = 5.0
+# The script's name in a rank, as in multiprocessing.
+_SCRIPT = "__mp_main__"
 # Ranks of which an error shows the traceback or the stacks.
 _SHOWN = 16
 # The first and the last line of what faulthandler writes at SIGABRT.
@@ -308,7 +310,7 @@ class _Job:
         if not path.exists():
             return None
         ok, value, text = pickle.loads(path.read_bytes())
-        return value if ok else _Failure(f"failed:\n{text}", pickle.loads(value))
+        return value if ok else _Failure(f"failed:\n{text}", _error_in(value))
 
     def _without_result(self, rank: int) -> _Failure:
         process = rank // self.threads
@@ -341,9 +343,23 @@ class _Job:
         return "\n\n".join(b for b, o in zip(blocks, of, strict=True) if o == rank or (o is None and extra))
 
 
+def _loads(data: bytes) -> Any:
+    # A rank knows the script by this name: see `_import`.
+    sys.modules.setdefault(_SCRIPT, sys.modules["__main__"])
+    return pickle.loads(data)
+
+
+def _error_in(data: bytes) -> Any:
+    """Return a rank's exception; None if it cannot be made here."""
+    try:
+        return _loads(data)
+    except Exception:
+        return None
+
+
 def _unpickled(result: bytes) -> Any:
     try:
-        return pickle.loads(result)
+        return _loads(result)
     except Exception as error:
         return _Failure(f"returned a value that cannot be unpickled: {error!r}", error)
 
@@ -477,10 +493,10 @@ def _find(module_name: str, file: str, qualname: str) -> Callable[..., Any]:
 def _import(name: str, file: str) -> Any:
     if name == "__main__":
         # As in multiprocessing: the script runs under another name, and its classes can still be unpickled.
-        namespace = runpy.run_path(file, run_name="__mp_main__")
-        module = type(sys)("__mp_main__")
+        namespace = runpy.run_path(file, run_name=_SCRIPT)
+        module = type(sys)(_SCRIPT)
         module.__dict__.update(namespace)
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+        sys.modules["__main__"] = sys.modules[_SCRIPT] = module
         return module
     with contextlib.suppress(ImportError):
         module = importlib.import_module(name)

@@ -181,7 +181,11 @@ class Communicator(Operations):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(f"'Communicator' object has no attribute {name!r}{_meant(name)}")
+            if hasattr(type(self), name):
+                # A property has raised AttributeError: let it raise that again.
+                return object.__getattribute__(self, name)
+            kind = type(self).__name__
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}{_meant(name)}")
 
     __reduce__ = refuse_copy
 

@@ -26,4 +26,4 @@ def misspelled(environ: Iterable[str]) -> Iterator[str]:
     """Yield a warning for each name that looks like a misspelled variable of pynccl."""
     for name in environ:
         if name.startswith("PYNCCL_") and name not in PYNCCL and (meant := nearest(name)):
-            yield f"the variable {name} has no effect: pynccl does not read it; the nearest name is {meant}"
+            yield f"the variable {name!r} has no effect: pynccl does not read it; the nearest name is {meant}"

@@ -90,6 +90,8 @@ static int pynccl_read_field(pynccl_reader* r, pynccl_scanned* record) {
   pynccl_expect(r, ": ");
   if (number < 0 || pynccl_next_is(r, 'n')) {
     pynccl_skip_value(r);
+    // In a damaged dump a name may stand twice: the last one counts.
+    if (number >= 0) (&record->seq)[number] = PYNCCL_NO_NUMBER;
     if (r->at) record->kind = pynccl_mix(record->kind, start, r->at);
     return call;
   }

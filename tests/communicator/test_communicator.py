@@ -54,6 +54,12 @@ def test_all_reduce(rank: int, nranks: int) -> None:
         assert comm.all_reduce(np.zeros(0)).size == 0
 
 
+class Derived(Communicator):
+    @property
+    def broken(self) -> Any:
+        return self.missing  # type: ignore[attr-defined]
+
+
 NAMES = {
     "bcast": "broadcast",
     "Allreduce": "all_reduce",
@@ -73,6 +79,9 @@ def test_names_of_other_libraries(rank: int, nranks: int) -> None:
                 getattr(comm, name)
         with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
             comm.nonsense  # type: ignore[attr-defined]  # noqa: B018
+    missing = pytest.raises(AttributeError, match="'Derived' object has no attribute 'missing'$")
+    with Derived(1, pynccl.get_unique_id(), 0) as derived, missing:
+        derived.broken  # noqa: B018
 
 
 @on_ranks(3)

@@ -887,7 +887,8 @@ def test_too_few_restarts(script: Script) -> None:
 
 def test_restart_after_a_timeout(script: Script) -> None:
     program = script("import os, time\nif os.environ['PYNCCL_RESTART_COUNT'] == '0': time.sleep(60)")
-    done = launch("-n", "1", "--cpu", "--timeout", "1", "--restarts", "1", program)
+    # Long enough for a start of Python on a busy machine.
+    done = launch("-n", "1", "--cpu", "--timeout", "4", "--restarts", "1", program)
     assert done.returncode == 0, done.stderr
     assert "--timeout has passed; still running: 0" in done.stderr
 

@@ -284,6 +284,51 @@ exec(compile(source, "<ipython-input-1>", "exec"), vars(main))
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
 
 
+OF_A_SCRIPT = """
+from dataclasses import dataclass
+from pynccl import testing
+
+@dataclass
+class Point:
+    x: int
+
+class Odd(Exception):
+    pass
+
+class Picky(Exception):
+    def __init__(self, first, second):
+        super().__init__(first)
+
+def point(rank, nranks):
+    return Point(rank)
+
+def odd(rank, nranks):
+    raise Odd("odd rank")
+
+def picky(rank, nranks):
+    raise Picky("one", "two")
+
+if __name__ == "__main__":
+    assert testing.run(2, point, backend="cpu") == [Point(0), Point(1)]
+    for fn, kind in ((odd, Odd), (picky, type(None))):
+        try:
+            testing.run(1, fn, backend="cpu")
+        except testing.RankError as error:
+            assert type(error.errors.get(0)) is kind and "rank 0 of 1 failed" in str(error), error.errors
+        else:
+            raise SystemExit("no error")
+    print("done")
+"""
+
+
+def test_classes_of_a_script(tmp_path: Path) -> None:
+    """Results and exceptions of classes that only the script has, without multiprocessing's help."""
+    script = tmp_path / "script.py"
+    script.write_text(OF_A_SCRIPT)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=55)
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+
+
 def test_result_must_pickle() -> None:
     with pytest.raises(testing.RankError, match="the function returned a .* that cannot be pickled"):
         testing.run(1, unpicklable, backend="cpu")

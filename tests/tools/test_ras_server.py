@@ -88,7 +88,12 @@ class Job:
 
 
 def _links(pid: int) -> set[str]:
-    return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    found = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        # The process may have closed it meanwhile.
+        with suppress(FileNotFoundError):
+            found.add(os.readlink(path))
+    return found
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 
 import pynccl
 from fake_cuda import driver, on_device
-from meeting import until
+from meeting import publish, until
 from pynccl import testing, transfer
 from pynccl._library import cuda
 
@@ -27,9 +27,7 @@ Tensors = dict[str, Any]
 def shared(rank: int, nranks: int, folder: str, timeout: float | None = 20) -> pynccl.Communicator:
     path = Path(folder, "id")
     if rank == 0:
-        draft = path.with_suffix(".draft")
-        draft.write_bytes(bytes(pynccl.get_unique_id()))
-        draft.rename(path)
+        publish(path, bytes(pynccl.get_unique_id()))
     until(path.exists)
     return pynccl.Communicator(nranks, path.read_bytes(), rank, timeout=timeout)
 
@@ -262,11 +260,12 @@ def dying(rank: int, nranks: int, folder: str, victim: int, timeout: float | Non
     try:
         if rank == 0:
             transfer.send_tensors(comm, tensors, bucket_bytes=1 << 20)
-            # The last bucket may have been sent before the receiver died.
-            comm.barrier()
         else:
             transfer.recv_tensors(comm, tensors)
-            comm.barrier()
+        # All may have been moved before the victim is killed.
+        if rank == victim:
+            time.sleep(40)
+        comm.barrier()
     except pynccl.NcclError as error:
         comm.abort()
         return type(error).__name__, getattr(error, "ranks", None)
