@@ -248,7 +248,8 @@ def among(
 def _join(node: Node, secret: str, job: str, seconds: float) -> Store:
     """Connect to the store of the attempt that begins.
 
-    If a killed launcher of this node took part in the present one, wait for its end.
+    If a launcher of this node took part in the present attempt and was killed, wait for that attempt's end
+    first.
     """
     while True:
         store = Store(node.store, secret, job=job, timeout=seconds)

@@ -48,7 +48,7 @@ def hear(what: str) -> None:
 
 
 def publish(path: Path, data: bytes) -> None:
-    """Write a file that others wait for: it is there at once, whole."""
+    """Write a file that others wait for; they see it only when it is complete."""
     draft = path.with_suffix(".draft")
     draft.write_bytes(data)
     draft.rename(path)
