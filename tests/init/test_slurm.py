@@ -117,3 +117,17 @@ def test_two_jobs_at_once(cluster: dict[str, str]) -> None:
         text, _ = job.communicate(timeout=100)
         assert job.returncode == 0, text
         assert text.count("success") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("bench", "all_reduce", "-b", "8", "-e", "64"), "# Avg bus bandwidth"),
+        (("doctor",), "1 MiB on 2 ranks"),
+    ],
+)
+def test_tools(cluster: dict[str, str], arguments: tuple[str, ...], text: str) -> None:
+    command = [tool("srun"), "--overcommit", "-n", "2", sys.executable, "-m", "pynccl", *arguments]
+    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert text in done.stdout
