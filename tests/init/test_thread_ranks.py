@@ -33,6 +33,11 @@ def reduce_twice(rank: int, nranks: int, method: str | None) -> tuple[int, int, 
     return comm.size, os.getpid(), sums[0], sums[1]
 
 
+def reduce_once(rank: int, nranks: int) -> float:
+    with pynccl.init() as comm:
+        return float(comm.all_reduce(np.full(1, rank + 1.0))[0])
+
+
 def names_of_communicators(rank: int, nranks: int) -> str:
     with pynccl.init() as comm, comm.split(0) as half:
         half.barrier()
@@ -112,6 +117,14 @@ def test_init_finds_the_rank_of_the_thread(nranks: int, threads: int) -> None:
     total = nranks * (nranks + 1) / 2
     assert {(size, *sums) for size, _, *sums in got} == {(nranks, total, total)}
     assert set(Counter(pid for _, pid, *_ in got).values()) == {threads}
+
+
+# So many threads on few cores that a hello often reaches the CPU library's listener late.
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_512_ranks() -> None:
+    got = testing.run(512, reduce_once, backend="cpu", threads=32, timeout=280)
+    assert got == [512 * 513 / 2] * 512
 
 
 def test_init_by_a_folder(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 #include "service/dial.hpp"
 
+#include <thread>
+
 #include "service/process.hpp"
 
 namespace pncpu {
 namespace {
+
+constexpr std::chrono::milliseconds kRest{20};
 
 // Both sides prove the secret to each other, the listener first.
 bool prove(const SocketPtr& socket, const Hello& hello, const std::string& secret, Deadline deadline,
@@ -22,28 +26,40 @@ bool prove(const SocketPtr& socket, const Hello& hello, const std::string& secre
   return true;
 }
 
+// A listener with many new connections ends those whose hello is late (admission.hpp). With many threads for
+// each processor a hello often is.
+bool gave_up_on_a_late_hello(int error) { return error == EPIPE || error == ECONNRESET; }
+
 }  // namespace
 
 SocketPtr dial(const Endpoint* endpoint, const Token* unix_name, const Hello& greeting, Deadline deadline,
                bool retry_refused, Stop& stop, std::string* why) {
   Service* service = Service::get("a connection");
   if (!service) return *why = last_error(), nullptr;
-  Fd fd = unix_name ? connect_unix(*unix_name, deadline, why, stop.flag())
-                    : connect_to(endpoint->address(), deadline, why, retry_refused, stop.flag());
-  if (!fd) return nullptr;
-  auto socket = std::make_shared<Socket>(std::move(fd));
   std::string secret;
   {
     std::lock_guard<std::recursive_mutex> lock(service->mutex);
     secret = service->secret;
   }
   Hello hello = greeting;
-  hello.nonce = Token::random();
   hello.secured = !secret.empty();
-  Stop::During waiting(stop, [socket] { shutdown(socket->fd(), SHUT_RDWR); });
-  if (!send_all(socket->fd(), &hello, sizeof hello, deadline)) return *why = describe_error(errno), nullptr;
-  if (!secret.empty() && !prove(socket, hello, secret, deadline, why)) return nullptr;
-  return socket;
+  for (;;) {
+    Fd fd = unix_name ? connect_unix(*unix_name, deadline, why, stop.flag())
+                      : connect_to(endpoint->address(), deadline, why, retry_refused, stop.flag());
+    if (!fd) return nullptr;
+    auto socket = std::make_shared<Socket>(std::move(fd));
+    hello.nonce = Token::random();
+    Stop::During waiting(stop, [socket] { shutdown(socket->fd(), SHUT_RDWR); });
+    if (send_all(socket->fd(), &hello, sizeof hello, deadline)) {
+      if (!secret.empty() && !prove(socket, hello, secret, deadline, why)) return nullptr;
+      return socket;
+    }
+    int error = errno;
+    *why = describe_error(error);
+    bool again = gave_up_on_a_late_hello(error) && !stop.is_set() && Clock::now() + kRest < deadline;
+    if (!again) return errno = error, nullptr;
+    std::this_thread::sleep_for(kRest);
+  }
 }
 
 SocketPtr connect_peer(const PeerInfo& peer, bool local, HelloKind kind, int my_rank, Deadline deadline,
