@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import struct
 from collections.abc import Callable
@@ -34,33 +35,35 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def null(compile_library: Callable[..., str]) -> Callable[[int], str]:
-    return lambda version: compile_library(source(version), f"libnull{version}.so")
+    return functools.cache(lambda version: compile_library(source(version), f"libnull{version}.so"))
 
 
-def packed(run_python: Run, library: str, expression: str) -> bytes:
+def packed(run_python: Run, library: str, *expressions: str) -> list[bytes]:
     code = f"""
 from pynccl._native import ffi
 from pynccl._library.generated.structs import *
-cell = ({expression}).pack()
-print(bytes(ffi.buffer(cell, cell.size)).hex())
+for struct in ({", ".join(expressions)},):
+    cell = struct.pack()
+    print(bytes(ffi.buffer(cell, cell.size)).hex())
 """
-    return bytes.fromhex(run_python(code, PYNCCL_LIBRARY=library).stdout)
+    return [bytes.fromhex(line) for line in run_python(code, PYNCCL_LIBRARY=library).stdout.splitlines()]
 
 
 @pytest.mark.parametrize("version", SIZES)
 def test_size_follows_the_loaded_version(run_python: Run, null: Callable[[int], str], version: int) -> None:
-    library = null(version)
-    for name, size in SIZES[version].items():
-        data = packed(run_python, library, f"{name}()")
+    sizes = SIZES[version]
+    found = packed(run_python, null(version), *(f"{name}()" for name in sizes))
+    for (name, size), data in zip(sizes.items(), found, strict=True):
         assert len(data) == size, name
         magic = 0x74685283 if name == "SimInfo" else 0xCAFEBEEF
         assert struct.unpack_from("NII", data) == (size, magic, min(version, 23203))
 
 
 def test_fields_land_where_they_belong(run_python: Run, null: Callable[[int], str]) -> None:
-    data = packed(run_python, null(21903), "Config(blocking=0, minCTAs=2, maxCTAs=4, splitShare=True)")
+    config = "Config(blocking=0, minCTAs=2, maxCTAs=4, splitShare=True)"
+    (data,) = packed(run_python, null(21903), config)
     assert struct.unpack("NIIiiiiPi4x", data) == (48, 0xCAFEBEEF, 21903, 0, UNDEFINED, 2, 4, 0, 1)
-    data = packed(run_python, null(23203), "CollConfig(ext=0x7f0000000010, userProfilerTag=2**63)")
+    (data,) = packed(run_python, null(23203), "CollConfig(ext=0x7f0000000010, userProfilerTag=2**63)")
     values = struct.unpack("NIIPiiiiPiiQP", data)
     assert values[3:] == (0x7F0000000010, *[UNDEFINED] * 4, 0, 1, UNDEFINED, 2**63, 0)
 

@@ -50,7 +50,11 @@ def check(pool: Pool, nranks: int, transport: str, cases: Sequence[Case], timeou
     )
 
 
-GROUPS = [(nranks, transport) for transport in TRANSPORTS for nranks in NRANKS]
+QUICK = {*((nranks, transport) for nranks in (2, 3, 4) for transport in TRANSPORTS), (8, "direct")}
+GROUPS = [
+    pytest.param(*group, marks=[] if group in QUICK else pytest.mark.slow)
+    for group in ((nranks, transport) for transport in TRANSPORTS for nranks in NRANKS)
+]
 
 
 @pytest.mark.timeout(150)

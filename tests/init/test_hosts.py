@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from command_line import pynccl_command
 from conftest import clean_environment
 from hosts import Hosts, needs_root
 from meeting import until_gone
@@ -154,8 +155,9 @@ def test_a_machine_that_ssh_does_not_reach(start: Start) -> None:
         ("a", ("--ssh", "'"), "No closing quotation"),
     ],
 )
-def test_wrong_files_and_options(text: str, options: tuple[str, ...], words: str, start: Start) -> None:
-    job = start(text, options=options)
-    _, errors = job.communicate(timeout=50)
-    assert job.returncode == 2
-    assert words in errors
+def test_wrong_files_and_options(text: str, options: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(text)
+    done = pynccl_command("run", "-n", "2", "--hosts", str(hosts), *options, __file__)
+    assert done.exit_code == 2
+    assert words in done.output

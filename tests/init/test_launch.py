@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import pynccl_command
 from meeting import state, until, until_gone
 from pynccl._library import cuda
 from pynccl._run.launch import EVIDENCE_SECONDS, GRACE_SECONDS
@@ -808,10 +809,10 @@ def _children(pid: int) -> list[str]:
     ],
 )
 def test_wrong_command_lines(args: list[str], words: str) -> None:
-    done = launch(*args)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert done.stderr.startswith("Usage: pynccl run [OPTIONS] SCRIPT [ARGS]...\n")
+    done = pynccl_command("run", *args)
+    assert done.exit_code == 2
+    assert words in done.output
+    assert done.output.startswith("Usage: pynccl run [OPTIONS] SCRIPT [ARGS]...\n")
 
 
 @pytest.mark.parametrize(
