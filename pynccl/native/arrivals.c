@@ -18,7 +18,8 @@ static void pynccl_keep_frame(pynccl_peer* p, const pynccl_frame* frame) {
 // decides.
 static void pynccl_confirm(pynccl_watch* w, int reporter, int lost) {
   const int rank = lost == w->rank ? reporter : lost;
-  if (rank != w->rank && pynccl_silent(&w->peers[rank], SILENCE_NS - BEAT_NS)) pynccl_report_loss(w, rank);
+  if (rank != w->rank && pynccl_silent(&w->peers[rank], pynccl_silence(w) - w->beat))
+    pynccl_report_loss(w, rank);
 }
 
 static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {

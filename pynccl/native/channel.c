@@ -165,6 +165,8 @@ void pynccl_tell_all(pynccl_watch* w, const pynccl_frame* frame) {
   for (int r = 0; r < w->size; ++r) pynccl_send_frame(w, r, frame);
 }
 
+int64_t pynccl_silence(const pynccl_watch* w) { return w->beat * (SILENCE_NS / BEAT_NS); }
+
 void pynccl_beat(pynccl_watch* w) {
   const pynccl_frame beat = {
       .kind = FRAME_BEAT, .code = (uint32_t)pynccl_newest_kind(w), .number = pynccl_calls(w)};
@@ -237,7 +239,7 @@ void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates) {
   pthread_mutex_lock(&pynccl_watchdog.lock);
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    const int silent = r != w->rank && pynccl_silent(p, SILENCE_NS);
+    const int silent = r != w->rank && pynccl_silent(p, pynccl_silence(w));
     fates[r] = (unsigned char)(p->departure | (p->gone ? PYNCCL_GONE : 0) | (silent ? PYNCCL_SILENT : 0) |
                                (p->ended ? PYNCCL_ENDED : 0));
   }

@@ -9,9 +9,12 @@
 
 #define TICK_MS 50
 #define BEAT_NS (250 * MS)
+// Every rank sends heartbeats to every other: with more ranks they are rarer, in proportion.
+#define FAST_RANKS 64
 // Deaths within this time count as one event, so that all survivors name the same ranks.
 #define GRACE_NS (150 * MS)
-// A rank that has been silent for this time when a wait times out is named as not responding.
+// A rank that has been silent for this time when a wait times out is named as not responding; with many ranks
+// pynccl_silence().
 #define SILENCE_NS (1000 * MS)
 // A peer with this much unsent output gets no more frames.
 #define MOST_OUTPUT (1 << 20)
@@ -85,6 +88,8 @@ struct pynccl_watch {
   struct pynccl_said* said;  // announced calls without a counterpart so far
   int said_count, said_capacity;
   int64_t timeout;
+  int64_t beat;       // between heartbeats
+  int64_t beat_at;    // of the last one
   uintptr_t handle;   // 0: the watchdog must not use it any more
   uintptr_t context;  // the CUDA context of the events
   int touching, responding, ended;
@@ -108,7 +113,6 @@ struct pynccl_watchdog {
   pynccl_watch* watches;
   int running, epoll, wake;
   uint32_t last_id;
-  int64_t beat_at;
   // For how long the thread has listened. A process that was stopped or got no CPU must not take the others
   // for silent.
   int64_t awake;
@@ -126,6 +130,7 @@ int pynccl_await(int64_t until);
 void pynccl_watch_epoll(pynccl_watch* w, int rank, int how);
 // Whether a rank has been silent for longer than `limit` while the watchdog listened.
 int pynccl_silent(const pynccl_peer* p, int64_t limit);
+int64_t pynccl_silence(const pynccl_watch* w);
 int pynccl_has_lost(const pynccl_watch* w, int rank, int other);
 // Note that a rank cannot reach another one. Which of the two has failed is decided after GRACE_NS, when all
 // ranks have reported. Returns whether this is new.

@@ -159,7 +159,7 @@ static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v
                "secret)");
   } else if (p->gone && !p->departure) {
     pynccl_say(v->text, sizeof v->text, "died, or exited without closing its communicator");
-  } else if (rank != w->rank && pynccl_silent(p, 2 * BEAT_NS)) {
+  } else if (rank != w->rank && pynccl_silent(p, 2 * w->beat)) {
     pynccl_say(v->text, sizeof v->text, "is not responding: last heard of %.1f s ago",
                (double)(pynccl_watchdog.awake - p->heard) / 1e9);
   } else if (rank != w->rank) {
@@ -178,10 +178,10 @@ static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v
 
 // Whether only this rank takes ranks for failed that still send frames: the others may know more.
 static int pynccl_contested(const pynccl_watch* w, const char* failed) {
-  if (pynccl_now() - w->dying > SILENCE_NS) return 0;
+  if (pynccl_now() - w->dying > pynccl_silence(w)) return 0;
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    if (failed[r] && !p->departure && !p->gone && !p->named && !pynccl_silent(p, 2 * BEAT_NS)) return 1;
+    if (failed[r] && !p->departure && !p->gone && !p->named && !pynccl_silent(p, 2 * w->beat)) return 1;
   }
   return 0;
 }
@@ -215,7 +215,7 @@ void pynccl_conclude_failed(pynccl_watch* w) {
 int pynccl_unsure(const pynccl_watch* w, int64_t late) {
   for (int r = 0; r < w->size; ++r)
     if (pynccl_silent(&w->peers[r], -1) && w->peers[r].heard <= late &&
-        !pynccl_silent(&w->peers[r], SILENCE_NS))
+        !pynccl_silent(&w->peers[r], pynccl_silence(w)))
       return 1;
   return 0;
 }
@@ -223,7 +223,7 @@ int pynccl_unsure(const pynccl_watch* w, int64_t late) {
 int pynccl_report_silence(pynccl_watch* w) {
   int silent = 0;
   for (int r = 0; r < w->size; ++r) {
-    if (r == w->rank || !pynccl_silent(&w->peers[r], SILENCE_NS)) continue;
+    if (r == w->rank || !pynccl_silent(&w->peers[r], pynccl_silence(w))) continue;
     pynccl_report_loss(w, r);
     ++silent;
   }
@@ -231,10 +231,10 @@ int pynccl_report_silence(pynccl_watch* w) {
 }
 
 void pynccl_hear_all(pynccl_watch* w) {
-  const int64_t late = pynccl_watchdog.awake, until = pynccl_now() + 10 * SILENCE_NS;
+  const int64_t late = pynccl_watchdog.awake, until = pynccl_now() + 10 * pynccl_silence(w);
   for (;;) {
     const int silent = !pynccl_unsure(w, late) && pynccl_report_silence(w);
-    const int early = w->connected && pynccl_watchdog.awake - late < 2 * BEAT_NS;
+    const int early = w->connected && pynccl_watchdog.awake - late < 2 * w->beat;
     if (w->verdict.trouble || pynccl_now() >= until) return;
     if (!silent && !early && !w->dying && !pynccl_unsure(w, late)) return;
     const int64_t soon = pynccl_now() + TICK_MS * MS;
@@ -258,7 +258,7 @@ void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v) 
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
     const int ended = p->departure == PYNCCL_ENDS;
-    if (r == w->rank || !(ended || pynccl_silent(p, SILENCE_NS))) continue;
+    if (r == w->rank || !(ended || pynccl_silent(p, pynccl_silence(w)))) continue;
     pynccl_add_rank(v, r);
     if (ended)
       pynccl_say(v->text, sizeof v->text, "; rank %d has left without closing its communicator", r);

@@ -74,7 +74,7 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
   if (!w->late) w->late = pynccl_watchdog.awake;
   if (pynccl_unsure(w, w->late) || pynccl_report_silence(w)) return;
   // Other ranks may report at their time-out.
-  if (w->connected && pynccl_watchdog.awake - w->late < 2 * BEAT_NS) return;
+  if (w->connected && pynccl_watchdog.awake - w->late < 2 * w->beat) return;
   char what[1024] = "";
   const double seconds = (double)w->timeout / 1e9;
   if (inside)
@@ -151,8 +151,6 @@ static void* pynccl_watch_all(void* nothing) {
       if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) pynccl_read(w, rank);
       pynccl_let_go(w);
     }
-    const int beat = now - pynccl_watchdog.beat_at >= BEAT_NS;
-    if (beat) pynccl_watchdog.beat_at = now;
     // Iterate by id: the list may change, since inspecting a watch releases the lock.
     for (uint32_t id = 0;;) {
       pynccl_watch* next = NULL;
@@ -161,7 +159,10 @@ static void* pynccl_watch_all(void* nothing) {
       if (!next) break;
       id = next->id;
       if (!pynccl_hold(next)) continue;
-      if (beat) pynccl_beat(next);
+      if (now - next->beat_at >= next->beat) {
+        next->beat_at = now;
+        pynccl_beat(next);
+      }
       pynccl_inspect(next, now);
       pynccl_let_go(next);
     }
@@ -265,6 +266,7 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
   w->context = context;
   w->on_failure = on_failure;
   w->timeout = timeout_ms * MS;
+  w->beat = BEAT_NS * ((w->size + FAST_RANKS - 1) / FAST_RANKS);
   w->handle = comm->handle;
   w->last_kind = -1;
   if (sealing) pynccl_seal_with(w, sealing);
