@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pynccl._comm import lifetime
 from pynccl.bootstrap._generation import meet
-from pynccl.torch import _build, _provider
+from pynccl.torch import _build, _provider, _reconfigure
 
 if not dist.is_available():
     raise ImportError("pynccl.torch needs a torch built with torch.distributed")
@@ -30,6 +30,7 @@ def register() -> None:
 def _register() -> Any:
     extension = _build.load()
     extension.set_provider(_provider.provide)
+    extension.set_meeting(_reconfigure.serve, _reconfigure.join)
     # Before Python exits: after that, a thread that runs callbacks would end the process.
     atexit.register(lambda: extension.end_all(lifetime.raised()))
     dist.Backend.register_backend("pynccl", _create, extended_api=True, devices=["cpu", "cuda"])
@@ -79,7 +80,9 @@ def _create(options: Any, chosen: Any) -> Any:
     ranks = list(options.global_ranks_in_group)
     place = options.group_rank, options.group_size
     high_priority = bool(getattr(chosen, "is_high_priority_stream", False))
-    return _make(options.store, *place, options.timeout, options.group_id, ranks, high_priority)
+    # torch has the option since 2.15. The group gets members, and their store, from reconfigure.
+    store = None if getattr(options, "enable_reconfigure", False) else options.store
+    return _make(store, *place, options.timeout, options.group_id, ranks, high_priority)
 
 
 def _make(
@@ -91,7 +94,10 @@ def _make(
     ranks: list[int] | None = None,
     high_priority: bool = False,
 ) -> Any:
-    """Make the backend of one process group; `ranks` are the global ranks of its members."""
+    """Make the backend of one process group; `ranks` are the global ranks of its members.
+
+    Without a store it has no members yet.
+    """
     seconds = timeout.total_seconds()
     if seconds <= 0:
         raise ValueError(f"timeout is {timeout}; expected a positive timedelta")
@@ -107,9 +113,11 @@ def _make(
             f"made it, and has waited for {', '.join(map(name, missing))}"
         )
 
-    number = meet(store, rank, size, seconds, late)
+    if store is not None:
+        number = meet(store, rank, size, seconds, late)
+        store = dist.PrefixStore(f"group {number}", store)  # type: ignore[attr-defined, unused-ignore]
     return _extension.Backend(
-        dist.PrefixStore(f"group {number}", store),  # type: ignore[attr-defined, unused-ignore]
+        store,
         rank,
         size,
         timedelta(milliseconds=max(1, round(seconds * 1000))),

@@ -3,7 +3,9 @@
 
 namespace pynccl {
 
-std::function<Provided(c10::Device, bool)> provide;
+decltype(provide) provide;
+decltype(serve) serve;
+decltype(join) join;
 
 namespace {
 
@@ -77,8 +79,13 @@ Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, const Opt
       cpu_only_(cpu_only),
       store_(std::move(store)),
       options_(c10::make_intrusive<Options>(options)),
+      ended_(!store_),
+      released_(!store_),
       named_(std::move(named)) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "rank is ", rank, ", expected 0 to ", size - 1);
+#ifdef PYNCCL_HAS_RECONFIGURE
+  options_->enable_reconfigure = !store_;
+#endif
   setTimeout(options.timeout);
 }
 
@@ -118,6 +125,7 @@ void Backend::release_resources() { leave(true); }
 
 void Backend::leave(bool abort) {
   if (home_.foreign()) return forsake(lanes_), forsake(messages_), forsake(coalesced_);
+  final_.store(true);
   // Threads that this joins may need the GIL.
   std::unique_ptr<pybind11::gil_scoped_release> release;
   if (Py_IsInitialized() && PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
@@ -144,8 +152,16 @@ std::unique_lock<std::recursive_mutex> Backend::entered() {
   return std::unique_lock<std::recursive_mutex>(mutex_);
 }
 
+void Backend::check_has_members() const {
+  if (!store_)
+    C10_THROW_ERROR(DistBackendError,
+                    "pynccl: the process group has no members, since it was made with "
+                    "enable_reconfigure=True; expected reconfigure first");
+}
+
 LanePtr Backend::lane(c10::Device device, int peer) {
   auto lock = entered();
+  check_has_members();
   if (ended_.load()) C10_THROW_ERROR(DistBackendError, "pynccl: the process group was shut down or aborted");
   TORCH_CHECK(device.is_cpu() || device.is_cuda(), "pynccl works on cpu and cuda tensors, got ", device);
   const std::string name = peer < 0 ? device.str() : c10::str(device.str(), " with ", peer);
@@ -190,13 +206,13 @@ std::shared_ptr<Attempt> Backend::connect(const Lane& lane) {
   });
 }
 
-LanePtr Backend::connected(c10::Device device, int peer) {
+LanePtr Backend::connected(c10::Device device, int peer, Milliseconds limit) {
   auto lock = entered();
   LanePtr lane = this->lane(device, peer);
   if (lane->comm) return lane;
   if (!lane->attempt) lane->attempt = connect(*lane);
   auto attempt = lane->attempt;
-  const Milliseconds limit = options_->timeout;
+  if (limit == kOfTheGroup) limit = options_->timeout;
   lock.unlock();
   for (auto deadline = Clock::now() + limit; !attempt->wait(kSlice) && !attempt->stopped();) {
     check_signals();
@@ -497,6 +513,7 @@ void Backend::abort() { end(true); }
 // Lets operations in flight complete first.
 void Backend::shutdown() {
   if (home_.foreign()) return;
+  final_.store(true);
   bool finished = true;
   auto until = Clock::now() + kEndSeconds;
   for (auto& task : unfinished()) {
@@ -512,6 +529,10 @@ void Backend::shutdown() {
 
 void Backend::end(bool abort) {
   if (home_.foreign() || ended_.exchange(true)) return;
+  struct Release {
+    std::atomic<bool>& released;
+    ~Release() { released.store(true); }
+  } at_return{released_};
   if (abort) hooks_->failing();
   auto lanes = all_lanes();
   std::shared_ptr<Messages> messages;
@@ -553,6 +574,7 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
   auto at = std::find(ranks.begin(), ranks.end(), rank_);
   const int rank = at == ranks.end() ? -1 : int(at - ranks.begin());
   auto lock = entered();
+  check_has_members();
   TORCH_CHECK(!coalesced_, "split_group cannot be coalesced");
   // torch calls this once for each device type, although one backend serves all of them.
   if (split_store_ == store && split_ranks_ == ranks)
@@ -621,6 +643,7 @@ std::string Backend::here() const {
 // The survivors' communicators, made from this group's.
 intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<int64_t>& excluded, int flags,
                                              const intrusive_ptr<c10d::Backend::Options>& options) {
+  check_has_members();
   std::vector<int> out(excluded.begin(), excluded.end());
   std::sort(out.begin(), out.end());
   TORCH_CHECK_VALUE(!std::binary_search(out.begin(), out.end(), rank_), "rank ", rank_,

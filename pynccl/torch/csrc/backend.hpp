@@ -17,6 +17,7 @@
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
 #define PYNCCL_HAS_HOOKS
 #define PYNCCL_HAS_WINDOWS
+#define PYNCCL_HAS_RECONFIGURE
 #endif
 
 namespace pynccl {
@@ -89,6 +90,18 @@ Pace pace_of(const Options&, long) {
   return Pace::Soon;
 }
 
+// The store that this rank serves to the members of its next group, and how they find it.
+struct Served {
+  intrusive_ptr<c10d::Store> store;
+  std::string handle;
+};
+
+// A group whose members have met.
+struct Joined {
+  intrusive_ptr<c10d::Store> store;
+  int rank, size;
+};
+
 class Backend : public c10d::Backend {
  public:
   struct Options : c10d::Backend::Options {
@@ -100,6 +113,7 @@ class Backend : public c10d::Backend {
     bool is_high_priority_stream;  // of the CUDA stream
   };
 
+  // Without a store it has no members before reconfigure().
   Backend(intrusive_ptr<c10d::Store> store, int rank, int size, const Options& options, bool cpu_only,
           Named named);
   ~Backend() override;
@@ -140,6 +154,13 @@ class Backend : public c10d::Backend {
   friend class Window;
   bool supportsWindow() const override { return true; }
   intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+#endif
+
+#ifdef PYNCCL_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return true; }
+  bool isInitialized() override { return bool(store_); }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override { return served().handle; }
+  WorkPtr reconfigure(const c10d::ReconfigureOptions& options) override;
 #endif
 
   void startCoalescing() override;
@@ -194,6 +215,7 @@ class Backend : public c10d::Backend {
                     int64_t slice) const;
   Call merged(std::vector<Call> calls, OpType type, std::string name) const;
 
+  void check_has_members() const;
   void check_root(int64_t root, const char* function) const;
   void check_peer(int peer, const char* argument, c10::Device device) const;
   template <class Options>
@@ -218,7 +240,7 @@ class Backend : public c10d::Backend {
   LanePtr lane(c10::Device device, int peer = -1);
   LanePtr open(c10::Device device, int peer);
   // Waits for the other ranks, so the caller must not hold the lock.
-  LanePtr connected(c10::Device device, int peer = -1);
+  LanePtr connected(c10::Device device, int peer = -1, Milliseconds limit = kOfTheGroup);
   std::shared_ptr<Attempt> connect(const Lane& lane);
   c10::Device barrier_device(const c10d::BarrierOptions& options);
   std::vector<TaskPtr> unfinished();
@@ -227,6 +249,11 @@ class Backend : public c10d::Backend {
   std::vector<LanePtr> all_lanes();
   void end(bool abort);
   void leave(bool abort);
+#ifdef PYNCCL_HAS_RECONFIGURE
+  Served served() const;
+  void leave_members();
+  void renew(const Joined& joined);
+#endif
   std::unique_lock<std::recursive_mutex> entered();
 
   Home home_;
@@ -238,7 +265,9 @@ class Backend : public c10d::Backend {
   std::map<std::string, LanePtr> lanes_;
   std::shared_ptr<Messages> messages_;
   uint64_t sequence_ = 0, monitored_ = 0;
-  std::atomic<bool> ended_{false};
+  std::atomic<bool> ended_, released_;  // released: end() has returned
+  std::atomic<bool> final_{false};      // it cannot be reconfigured
+  uint64_t groups_ = 0;                 // how often it was reconfigured
   std::optional<Coalesced> coalesced_;
   Named named_;
   // The cached text of here() and its inputs: every operation needs it.
@@ -250,6 +279,12 @@ class Backend : public c10d::Backend {
   std::vector<int> split_ranks_;
   std::map<std::vector<int>, uint64_t> split_counts_;
   std::atomic<uint64_t> splits_{0};
+#ifdef PYNCCL_HAS_RECONFIGURE
+  mutable std::mutex served_mutex_;
+  mutable Served served_;
+  std::mutex reconfiguring_;
+  std::set<int64_t> uuids_;  // for the thread that reconfigures
+#endif
 };
 
 // Provided by Python: the functions of a device's library and, for CUDA, a stream as (id, handle).
@@ -259,5 +294,9 @@ struct Provided {
   uintptr_t stream;
 };
 extern std::function<Provided(c10::Device, bool high_priority)> provide;
+extern std::function<Served()> serve;
+extern std::function<Joined(const Served&, int64_t uuid, const std::vector<std::string>& handles,
+                            Milliseconds limit, const std::string& group)>
+    join;
 
 }  // namespace pynccl

@@ -6,10 +6,16 @@
 #include "collectives.cpp"
 #include "monitored_barrier.cpp"
 #include "p2p.cpp"
+#include "reconfigure.cpp"
 #include "sparse.cpp"
 #include "window.cpp"
 
 namespace py = pybind11;
+
+namespace {
+// What Python provides is called until the process ends.
+py::function* never_freed(const py::function& function) { return new py::function(function); }
+}  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("torch._C._distributed_c10d");
@@ -32,7 +38,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              auto made = pynccl::Backend::make(store, rank, size, Options(timeout, high_priority), cpu_only,
                                                {std::move(name), std::move(ranks)});
              // With CUDA devices a group may never get a cpu tensor.
-             if (cpu_only) made->eagerConnectSingleDevice(at::kCPU);
+             if (cpu_only && store) made->eagerConnectSingleDevice(at::kCPU);
              return made;
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("cpu_only"),
@@ -49,13 +55,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("shutdown", &pynccl::Backend::shutdown, py::call_guard<py::gil_scoped_release>());
   m.def("end_all", &pynccl::Backend::end_all, py::call_guard<py::gil_scoped_release>());
   m.def("set_provider", [](py::function provider) {
-    // Never freed.
-    auto* kept = new py::function(std::move(provider));
+    auto* kept = never_freed(provider);
     pynccl::provide = [kept](c10::Device device, bool high_priority) {
       py::gil_scoped_acquire gil;
       auto given = (*kept)(device.is_cpu() ? "cpu" : "cuda", int(device.index()), high_priority)
                        .cast<std::tuple<std::map<std::string, uintptr_t>, int64_t, uintptr_t>>();
       return pynccl::Provided{std::get<0>(given), std::get<1>(given), std::get<2>(given)};
+    };
+  });
+  using StorePtr = c10::intrusive_ptr<c10d::Store>;
+  m.def("set_meeting", [](const py::function& serve, const py::function& join) {
+    pynccl::serve = [kept = never_freed(serve)] {
+      py::gil_scoped_acquire gil;
+      auto [store, handle] = (*kept)().cast<std::tuple<StorePtr, std::string>>();
+      return pynccl::Served{store, handle};
+    };
+    pynccl::join = [kept = never_freed(join)](const pynccl::Served& served, int64_t uuid,
+                                              const std::vector<std::string>& handles,
+                                              pynccl::Milliseconds limit, const std::string& group) {
+      py::gil_scoped_acquire gil;
+      auto [store, rank, size] =
+          (*kept)(served.store, served.handle, uuid, handles, double(limit.count()) / 1e3, group)
+              .cast<std::tuple<StorePtr, int, int>>();
+      return pynccl::Joined{store, rank, size};
     };
   });
 }

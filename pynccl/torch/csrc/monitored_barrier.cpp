@@ -11,6 +11,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   std::string round;
   {
     auto lock = entered();
+    check_has_members();
     round = c10::str("pynccl/barrier/", monitored_++, "/");
   }
   auto wait_until = [&](const std::string& key, Clock::time_point until) {

@@ -7,6 +7,8 @@ namespace pynccl {
 
 void Window::check_registered(const char* function) const {
   TORCH_CHECK(window_, function, ": the window has no tensor; expected tensor_register first");
+  TORCH_CHECK(group_ == backend_->groups_, function,
+              ": the window ended when the group was reconfigured; expected a new window");
 }
 
 // A group would only record the calls of which this needs the results.
@@ -69,7 +71,7 @@ void Window::tensor_register(const at::Tensor& tensor, bool owning) {
   };
   backend_->launch(std::move(call), kOfTheGroup, Pace::Awaited)->wait();
   TORCH_CHECK(*made, "tensor_register: NCCL made no window: these devices have no direct access");
-  window_ = *made;
+  window_ = *made, group_ = backend_->groups_;
   if (!owning) return;
   own_ = tensor;
   auto lane = backend_->lane(device_);

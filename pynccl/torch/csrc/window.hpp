@@ -40,6 +40,7 @@ class Window : public c10d::Window {
 
   intrusive_ptr<Backend> backend_;
   ncclWindow_t window_ = nullptr;
+  uint64_t group_ = 0;  // the number of the group that has the window
   c10::Device device_{at::kCPU};
   at::Tensor own_;  // undefined if the caller owns it
   std::vector<Peer> peers_;
