@@ -197,7 +197,7 @@ ncclResult_t Session::link_failed(int q, const char* doing, const std::string& w
 // Checks the limit before it opens the first connection: a rank that runs out of descriptors later would look
 // dead.
 ncclResult_t Session::check_descriptors() {
-  size_t needed = 2;  // the segment, the DataWatch
+  size_t needed = 1 + size_t(hosts_ > 1);  // the segment, the DataWatch
   for (int q = 0; q < nranks; ++q)
     if (q != rank && !peer(q).same_process) needed += peer(q).local >= 0 ? 1 : 3;
   if (needed < 16) return ncclSuccess;  // counting costs more
