@@ -172,7 +172,7 @@ class Communicator(Operations):
     @property
     def prepare(self) -> Prepare:
         """The operations, checked and packed now and run later: `op = comm.prepare.all_reduce(x); op()`."""
-        return Prepare(self)
+        return Prepare(self, self._core)
 
     def __repr__(self) -> str:
         return repr(self._core)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pynccl import capi
 from pynccl._device.devices import device_to_use, on_device
 from pynccl._errors import NcclInvalidArgument, NcclTimeoutError
 from pynccl._library import cuda, loader
+from pynccl._library.binding import lib
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._timeouts import check_timeout, shown
 from pynccl._trace.recorder import dump_because
@@ -24,6 +26,34 @@ if TYPE_CHECKING:
 _SLICE_MS = 100
 _LONGEST_SLEEP = 0.001
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy default stream does not wait for it
+
+
+class User(Protocol):
+    """What issues calls on streams and wants to know when the program has waited for them."""
+
+    def newest_call(self, stream: int) -> int:
+        """Return the number of the newest call on a stream that nobody has waited for; 0 if there is none."""
+
+    def waited_for(self, stream: int, number: int) -> None:
+        """Learn that the program has waited for a stream's calls up to this number."""
+
+
+# A dict, since another thread may add one while this one makes a tuple of it.
+_users: dict[weakref.ref[User], None] = {}
+
+
+def add_user(user: User) -> None:
+    """Tell an object of the program's waits for streams, as long as it lives."""
+    _users[weakref.ref(user, lambda dead: _users.pop(dead, None))] = None
+
+
+def _calls_on(stream: int) -> list[tuple[User, int]]:
+    """Return who has issued calls on a stream that nobody has waited for, with the number of the newest."""
+    # The calls of an open group are not on the stream yet.
+    if lib.pynccl_group_depth():
+        return []
+    living = (user for ref in tuple(_users) if (user := ref()) is not None)
+    return [(user, number) for user in living if (number := user.newest_call(stream))]
 
 
 def handle_of(stream: Any) -> int:
@@ -176,18 +206,35 @@ class Stream(_Owned):
 
     def query(self) -> bool:
         """Tell whether all work of the stream has completed."""
+        return self._complete(self._query)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait until all work of the stream has completed; raise NcclTimeoutError after `timeout` seconds."""
+
+        def wait(deadline: float | None) -> bool:
+            return self._complete(lambda: self._wait(deadline))
+
+        _wait_for(wait, timeout, "Stream.synchronize")
+
+    def _complete(self, ask: Callable[[], bool]) -> bool:
+        """Return the answer to whether all work has completed; if so, nobody needs to wait for it again."""
+        handle = self.handle
+        calls = _calls_on(handle)
+        done = ask()
+        if done:
+            for user, number in calls:
+                user.waited_for(handle, number)
+        return done
+
+    def _query(self) -> bool:
         if self._cpu:
             return capi.pyncclCpuStreamQuery(0, self.handle) != IN_PROGRESS
         return cuda.stream_query(self.handle)
 
-    def synchronize(self, timeout: float | None = None) -> None:
-        """Wait until all work of the stream has completed; raise NcclTimeoutError after `timeout` seconds."""
-        _wait_for(self._wait, timeout, "Stream.synchronize")
-
     def _wait(self, deadline: float | None) -> bool:
         if self._cpu:
             return wait_cpu(lambda: 0, self.handle, deadline)
-        return poll(lambda: cuda.stream_query(self.handle), deadline)
+        return poll(self._query, deadline)
 
     def wait_event(self, event: Event) -> None:
         """Make the later work of this stream wait for an event."""

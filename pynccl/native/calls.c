@@ -54,14 +54,7 @@ void pynccl_comm_reached(pynccl_comm* comm, uintptr_t stream, uint64_t position)
 
 // A stream that the library refused may not exist.
 static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream, int result) {
-  if (result && result != ncclInProgress) return;
-  for (int i = comm->used_count; i-- > 0;)
-    if (comm->used[i] == stream) return;
-  uintptr_t* used = pynccl_room(comm->used, comm->used_count, &comm->used_capacity, sizeof *used);
-  // Without memory a later synchronize() of all streams misses this one; the call itself succeeds.
-  if (!used) return;
-  comm->used = used;
-  used[comm->used_count++] = stream;
+  if (!result || result == ncclInProgress) pynccl_comm_use(comm, stream);
 }
 
 // --- one call ----------------------------------------------------------------------------------------------
