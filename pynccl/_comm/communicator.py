@@ -31,7 +31,7 @@ from pynccl._memory.window import Window
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
 from pynccl._types import UniqueId, to_unique_id
-from pynccl._values import INT, check_int, refuse_copy
+from pynccl._values import INT, check_int, is_int, refuse_copy
 
 
 @recorder.with_callers(
@@ -308,7 +308,7 @@ class Communicator(Operations):
         except TypeError:
             raise TypeError(f"exclude is {exclude!r}; expected a list of ranks") from None
         for rank in ranks:
-            if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+            if not is_int(rank):
                 raise TypeError(f"exclude is {ranks!r}, with {rank!r}; expected ints, the ranks to leave out")
             if not 0 <= rank < self.size:
                 raise ValueError(f"exclude is {ranks}, with {rank}; expected ranks from 0 to {self.size - 1}")

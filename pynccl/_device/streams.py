@@ -16,7 +16,7 @@ from pynccl._library.binding import lib
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._timeouts import check_timeout, shown
 from pynccl._trace.recorder import dump_because
-from pynccl._values import refuse_copy
+from pynccl._values import is_int, refuse_copy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,9 +59,9 @@ def _calls_on(stream: int) -> list[tuple[User, int]]:
 def handle_of(stream: Any) -> int:
     """Return the handle of a stream argument: an int, or an object with a stream attribute."""
     handle: Any = stream
-    if not isinstance(stream, int) or isinstance(stream, bool):
+    if not isinstance(stream, int) or not is_int(stream):
         handle = _shown_handle(stream)
-    if isinstance(handle, bool) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
+    if not is_int(handle) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
         raise TypeError(
             f"stream is {stream!r}; expected None, a stream handle as an int, or an object with "
             "__cuda_stream__, ptr or cuda_stream"

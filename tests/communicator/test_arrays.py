@@ -15,7 +15,7 @@ import pytest
 import pynccl
 from arrays import KINDS, cupy_over, device_over, dtype_of, torch_over
 from device_arrays import Device, Exporter
-from pynccl import Buffer, Communicator, DataType, testing
+from pynccl import Buffer, Communicator, DataType, RedOp, testing
 from ranks import on_ranks
 
 N = 2
@@ -591,3 +591,33 @@ def test_importing_imports_no_array_library(run_python: Any) -> None:
         PYNCCL_LIBRARY="cpu",
         PYTHONPATH=str(__import__("pathlib").Path(pynccl.__file__).parents[1]),
     )
+
+
+@on_ranks(2)
+def test_codes_are_no_numbers(rank: int, nranks: int) -> None:
+    """A DataType is no operation, no rank and no count; a RedOp is no dtype."""
+    code: Any = DataType.INT8
+    other: Any = RedOp.PROD
+    x = np.ones(2, np.int32)
+    with pynccl.init(timeout=20) as comm:
+        for call, name in (
+            (lambda: comm.all_reduce(x, op=code), "op"),
+            (lambda: comm.prepare.all_reduce(x, op=code), "op"),
+            (lambda: comm.broadcast(x, root=code), "root"),
+            (lambda: comm.send(x, code), "peer"),
+            (lambda: comm.all_reduce(x, stream=code), "stream"),
+            (lambda: comm.split(code), "color"),
+            (lambda: comm.split(0, code), "key"),
+            (lambda: comm.wait_signal(code), "peer"),
+            (lambda: comm.signal(1 - rank, signal=code), "signal"),
+            (lambda: comm.all_gather_v(x, np.ones(2, np.int32), [code, 1]), "counts"),
+            (lambda: comm.grow(code), "nranks"),
+            (lambda: Buffer(code, 0, "int8"), "ptr"),
+            (lambda: pynccl.empty(1, other), "dtype"),
+            (lambda: pynccl.set_device(other), "device"),
+        ):
+            with pytest.raises(TypeError, match=f"{name} is .*; expected"):
+                call()
+        comm.all_reduce(x, op=RedOp.MAX)
+        comm.all_reduce(x, op=2)
+    assert (x == 1).all()
