@@ -140,10 +140,13 @@ static int pynccl_one_sided(const pynccl_call* c) {
              : PLAIN(function, __VA_ARGS__))
 
 // In place on one rank there is nothing to do, except for PreMulSum. The library checks a stream of the
-// caller's.
+// caller's, and refuses the call of a communicator that has failed.
 static int pynccl_is_done(const pynccl_call* c) {
   const int own_stream = c->stream <= 2 || c->stream == c->comm->stream;
-  return own_stream && c->send == c->recv && c->kind < PYNCCL_SEND && c->op < ncclNumOps;
+  if (!own_stream || c->send != c->recv || c->kind >= PYNCCL_SEND || c->op >= ncclNumOps) return 0;
+  int state = ncclSuccess;
+  const int r = ncclCommGetAsyncError(c->comm->handle, &state);
+  return (!r || r == PYNCCL_NOT_FOUND) && (!state || state == ncclInProgress);
 }
 
 static int pynccl_run(const pynccl_call* c) {
