@@ -27,7 +27,7 @@ from pynccl._errors import (
 )
 from pynccl._library import cuda
 from pynccl._library.binding import address_of, fastcall, ffi, lib
-from pynccl._library.status import IN_PROGRESS
+from pynccl._library.status import IN_PROGRESS, note_dropped
 from pynccl._memory.owner import caller_line, used_streams
 from pynccl._memory.registration import Registrations
 from pynccl._memory.window import Windows
@@ -539,7 +539,9 @@ class Core:
             lifetime.orphans.append(self.holdings)
             # Only a rank that waits for a further call of this one may notice.
             known = self.watch.verdict() is not None
-            if not self._take_from_watchdog(lib.PYNCCL_ABORTS_TOO if known else lib.PYNCCL_ENDS):
+            if self._take_from_watchdog(lib.PYNCCL_ABORTS_TOO if known else lib.PYNCCL_ENDS):
+                note_dropped(int(self.handle))
+            else:
                 lifetime.disown(self.handle)
             self._warn()
 

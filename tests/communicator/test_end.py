@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import pynccl
 from conftest import Run
 from engines import Command, environment, open_mpi, pynccl_run, torchrun
 from meeting import hear, tell
-from pynccl import NcclInvalidUsage, NcclRemoteError, testing
+from pynccl import NcclError, NcclInvalidUsage, NcclRemoteError, testing
 from ranks import on_ranks
 
 
@@ -474,3 +476,25 @@ def test_the_end_without_destroy_is_warned_of(run_program: Run) -> None:
     done = run_program(program, 2, PYTHONWARNINGS="default::ResourceWarning")
     assert done.returncode == 0
     assert done.stderr.count("was never destroyed or aborted") == 2, done.stderr
+
+
+def drop_until_no_descriptor_is_left(rank: int, nranks: int) -> str:
+    base = pynccl.init()
+    if rank == 0:
+        descriptors = len(os.listdir("/proc/self/fd")) + 30
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    for _ in range(60):
+        try:
+            base.split(0).barrier()
+        except NcclError as error:
+            return str(error)
+        gc.collect()
+    return "no error"
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_error_counts_the_communicators_that_were_dropped() -> None:
+    text, _ = testing.run(2, drop_until_no_descriptor_is_left, backend="cpu")
+    assert "Too many open files" in text
+    dropped = re.search(r"(\d+) communicators were garbage-collected without destroy", text)
+    assert dropped is not None and 5 < int(dropped[1]) < 31, text
