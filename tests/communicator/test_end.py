@@ -498,3 +498,25 @@ def test_an_error_counts_the_communicators_that_were_dropped() -> None:
     assert "Too many open files" in text
     dropped = re.search(r"(\d+) communicators were garbage-collected without destroy", text)
     assert dropped is not None and 5 < int(dropped[1]) < 31, text
+
+
+# Ctrl-C while the exit of rank 0 completes what it has issued on two communicators.
+INTERRUPTED = """
+import signal, time, numpy as np, pynccl
+comm = pynccl.init(timeout=30)
+child = comm.split(0)
+comm.barrier()
+if comm.rank == 0:
+    works = [one.recv(np.zeros(4), 1, wait=False) for one in (comm, child)]
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1)
+else:
+    signal.pause()
+"""
+
+
+def test_an_interrupt_of_the_exit(run_program: Run) -> None:
+    done = run_program(INTERRUPTED, 2)
+    assert done.returncode == 130
+    assert "rank 0 was killed by SIGINT" in done.stderr
+    assert "Exception ignored" not in done.stderr and "Traceback" not in done.stderr
