@@ -479,7 +479,8 @@ class Core:
     def leave_at_exit(self, deadline: float | None) -> bool:
         """Complete the issued calls; False if that failed or `deadline` is None: then abort."""
         completed = deadline is not None and self._complete_issued(deadline)
-        if not self._take_from_watchdog(lib.PYNCCL_ENDS if completed else self._departure()):
+        reason = lib.PYNCCL_ENDS if completed else self._departure(aborts=deadline is None)
+        if not self._take_from_watchdog(reason):
             lifetime.disown(int(self.handle))
         return completed
 
@@ -502,9 +503,11 @@ class Core:
             return False
         return True
 
-    def _departure(self) -> Any:
-        """Return what the other ranks hear if nobody aborts: they must not take this end for the failure."""
-        return lib.PYNCCL_STAYS if self.watch.verdict() is None else lib.PYNCCL_ABORTS_TOO
+    def _departure(self, aborts: bool) -> Any:
+        """Return what the other ranks hear: `aborts` if this end, and no call of theirs, is the failure."""
+        if self.watch.verdict() is not None:
+            return lib.PYNCCL_ABORTS_TOO
+        return lib.PYNCCL_ABORTS_FIRST if aborts else lib.PYNCCL_STAYS
 
     def _take_from_watchdog(self, reason: Any) -> bool:
         """Stop watching; False if the watchdog has released the handle already."""

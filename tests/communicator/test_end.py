@@ -425,7 +425,7 @@ else:
     ("how", "error", "text"),
     [
         ("returns", "RankFailedError", "rank 1 left without closing its communicator: its program ended"),
-        ("raises", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
+        ("raises", "RankFailedError", "rank 1 aborted its communicator"),
         ("_exit", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
     ],
 )
