@@ -10,6 +10,8 @@ import numpy as np
 
 # One more than the largest int of C.
 INT = 1 << 31
+# More than the devices of any machine.
+MOST_DEVICES = 1 << 16
 
 
 # Characters of a value in an error's text.

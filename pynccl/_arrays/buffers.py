@@ -86,6 +86,8 @@ class Buffer:
                 raise TypeError(f"{name} is {value!r}; expected an int")
             if not 0 <= value < 1 << 63:
                 raise ValueError(f"{name} is {value}; expected 0 <= {name} < 2**63")
+        if not isinstance(readonly, bool):
+            raise TypeError(f"readonly is {readonly!r}; expected True or False")
         if not ptr and count:
             raise ValueError(f"ptr is 0; expected the address of {count} elements")
         self.dtype, self.owner = dtype, owner

@@ -28,10 +28,11 @@ from pynccl._memory import registration, statistics, window
 from pynccl._memory.registration import Registration
 from pynccl._memory.statistics import MemoryStats
 from pynccl._memory.window import Window
+from pynccl._timeouts import check_timeout
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
 from pynccl._types import UniqueId, to_unique_id
-from pynccl._values import INT, check_int, is_int, refuse_copy
+from pynccl._values import INT, MOST_DEVICES, check_int, check_list, is_int, refuse_copy
 
 
 @recorder.with_callers(
@@ -429,10 +430,6 @@ def _require_place(nranks: int, rank: int) -> None:
         raise ValueError(f"rank is {rank} and nranks {nranks}; expected 0 <= rank < nranks")
 
 
-# More than the devices of any machine.
-_MOST_DEVICES = 1 << 16
-
-
 def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> list[Communicator]:
     """Make a communicator with one rank for each device of this process (ncclCommInitAll); return the ranks.
 
@@ -440,6 +437,7 @@ def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> l
     `group()`. Raises TypeError or ValueError for wrong devices, and NcclError if the creation fails.
     """
     ordinals = _ordinals(devices)
+    timeout = check_timeout(timeout)
     loader.load()
     handles = bounded(
         lambda: capi.ncclCommInitAll(len(ordinals), ordinals),
@@ -462,10 +460,11 @@ def _ordinals(devices: Any) -> list[int]:
     """Return the ordinals of a number of devices, or those of a list."""
     expected = "a positive number of devices or a list of their ordinals"
     if isinstance(devices, int | np.integer):
-        return list(range(check_int(devices, "devices", 1, _MOST_DEVICES, expected)))
+        return list(range(check_int(devices, "devices", 1, MOST_DEVICES, expected)))
     if isinstance(devices, str | bytes | Mapping | Set) or not isinstance(devices, Iterable):
         raise TypeError(f"devices is {devices!r}; expected {expected}")
-    ordinals = [check_int(d, f"devices[{i}]", 0, INT, "an ordinal") for i, d in enumerate(devices)]
+    given = check_list(devices, "devices", expected)
+    ordinals = [check_int(d, f"devices[{i}]", 0, INT, "an ordinal") for i, d in enumerate(given)]
     if not ordinals:
         raise ValueError(f"devices is {devices!r}; expected {expected}")
     return ordinals

@@ -238,6 +238,8 @@ class Stream(_Owned):
 
     def wait_event(self, event: Event) -> None:
         """Make the later work of this stream wait for an event."""
+        if not isinstance(event, Event):
+            raise TypeError(f"event is {event!r}; expected a pynccl.Event")
         if self._cpu:
             capi.pyncclCpuStreamWaitEvent(0, self.handle, event.handle)
         else:

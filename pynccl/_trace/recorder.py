@@ -211,6 +211,8 @@ def dump_trace(path: str | os.PathLike[str]) -> Path:
     In a folder, the file is named after rank, host and process. `pynccl trace` reads the files of all
     ranks together. Raises OSError if the file cannot be written.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path is {path!r}; expected the name of a file or a folder")
     target = Path(path)
     if target.is_dir():
         target /= file_name(_process.get("rank"), os.getpid())

@@ -621,3 +621,33 @@ def test_codes_are_no_numbers(rank: int, nranks: int) -> None:
         comm.all_reduce(x, op=RedOp.MAX)
         comm.all_reduce(x, op=2)
     assert (x == 1).all()
+
+
+def wrong_arguments(rank: int, nranks: int) -> None:
+    """What is not of the expected type is named."""
+    x, several, no = np.ones(4, np.int32), np.zeros(3), "no"
+    wrong: Any = several
+    with pynccl.init() as comm:
+        for call, words in (
+            (lambda: comm.gather_v(x, x, [4], root=wrong), "root is array"),
+            (lambda: comm.scatter_v(x, x, [4], root=wrong), "root is array"),
+            (lambda: pynccl.init_all(1, timeout="x"), "timeout is 'x'"),  # type: ignore[arg-type]
+            (lambda: pynccl.init_all(np.array(0)), r"devices is array\(0\)"),  # type: ignore[arg-type]
+            (lambda: pynccl.init(wrong), "method is array"),
+            (lambda: pynccl.Stream().wait_event(None), "event is None"),  # type: ignore[arg-type]
+            (lambda: pynccl.dump_trace(None), "path is None"),  # type: ignore[arg-type]
+            (lambda: pynccl.dump_trace(b""), "path is b''"),  # type: ignore[arg-type]
+            (lambda: Buffer(x.ctypes.data, 4, "i4", readonly=wrong), "readonly is array"),
+            (lambda: Buffer(x.ctypes.data, 4, "i4", readonly=no), "readonly is 'no'"),  # type: ignore[arg-type]
+            (lambda: pynccl.group(simulate=wrong), "simulate is array"),
+            (lambda: pynccl.group(simulate=no), "simulate is 'no'"),  # type: ignore[arg-type]
+            (lambda: pynccl.capi.ncclCommInitAll(2147483647), "ndev is 2147483647"),
+            (lambda: pynccl.capi.ncclParamGetParameter(5), "key is 5"),  # type: ignore[arg-type]
+            (lambda: pynccl.capi.ncclParamBind(5), "key is 5"),  # type: ignore[arg-type]
+        ):
+            with pytest.raises((TypeError, ValueError), match=f"{words}.*; expected"):
+                call()
+
+
+def test_wrong_arguments() -> None:
+    testing.run(1, wrong_arguments, backend="cpu")
