@@ -242,7 +242,7 @@ def test_bad_arguments(store: Store) -> None:
     wrong: Any = 1.5
     bad += [
         (TypeError, "key is 1.5; expected a str", lambda: store.set(wrong, b"")),
-        (TypeError, "key is 1.5; expected a str", lambda: store.wait([wrong])),
+        (TypeError, r"keys\[0\] is 1.5; expected a str", lambda: store.wait([wrong])),
         (TypeError, "keys is 1.5; expected a key or a list", lambda: store.wait(wrong)),
         (ValueError, "key is .*that UTF-8 can encode", lambda: store.get("\ud800")),
         (TypeError, "number is 1.5; expected a signed 64-bit", lambda: store.add("n", wrong)),
