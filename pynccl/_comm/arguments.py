@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from operator import index
 from typing import Any
-
-import numpy as np
 
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import (
@@ -34,7 +31,7 @@ from pynccl._library.generated.kinds import (
     SCATTER,
     SEND,
 )
-from pynccl._values import shown
+from pynccl._values import as_index, is_int, shown
 
 # Checked arguments: address of the input, address of the output, NCCL's count, dtype code, the array with the
 # result. A plain tuple for speed: every call makes one.
@@ -100,7 +97,7 @@ class Arguments:
         """Raise TypeError or ValueError unless the value is a rank of the communicator."""
         if type(value) is int and 0 <= value < self._size:
             return
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        if not is_int(value):
             raise TypeError(f"{name} is {shown(value)}; expected an int, 0 <= {name} < {self._size}")
         if not 0 <= value < self._size:
             raise ValueError(f"{name} is {value}; expected 0 <= {name} < {self._size}")
@@ -248,7 +245,7 @@ class Arguments:
             # A set has no order.
             if isinstance(counts, str | bytes | bytearray | Mapping | Set):
                 raise TypeError
-            values = [index(count) for count in counts]
+            values = [as_index(count) for count in counts]
         except TypeError:
             raise TypeError(f"{name} is {shown(counts)}; expected a sequence of {self._size} ints") from None
         if len(values) != self._size:

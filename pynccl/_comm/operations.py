@@ -703,6 +703,8 @@ class Operations:
 
         Returns None on the other ranks. Raises as `all_reduce` does.
         """
+        with self._calls.locating():
+            self._arguments.rank_in(root, "root")
         here = root == self._core.rank
 
         if here:
@@ -711,7 +713,6 @@ class Operations:
 
         def pieces() -> list[Piece]:
             check = self._arguments
-            check.rank_in(root, "root")
             each = check.counts(counts, "counts")
             source = check.span(send, "send", split=True)
             check.require_own(source, "send", each)
@@ -782,6 +783,8 @@ class Operations:
 
         On other ranks than the root, `send` may be None. Raises as `all_reduce` does.
         """
+        with self._calls.locating():
+            self._arguments.rank_in(root, "root")
         here = root == self._core.rank
 
         with self._calls.locating():
@@ -789,7 +792,6 @@ class Operations:
 
         def pieces() -> list[Piece]:
             check = self._arguments
-            check.rank_in(root, "root")
             each = check.counts(counts, "counts")
             target = check.output(recv, "recv", split=True)
             check.require_own(target, "recv", each)

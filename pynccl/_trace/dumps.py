@@ -305,12 +305,12 @@ def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 def read_all(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
     """Read the dumps of several processes; raise TraceError if they contain nothing."""
-    everything, given = Dumps([], []), set(map(Path, paths))
+    everything = Dumps([], [])
     for path in files_of(paths):
         try:
-            if path not in given and not path.is_file():
+            if path.exists() and not path.is_file():
                 # A named pipe would wait for its writer.
-                raise TraceError(f"{path} is not a file")
+                raise TraceError(f"{path} is no regular file; expected a dump or a folder of dumps")
             found = _read(path)
         except (TraceError, OSError) as error:
             found = Dumps([], [printable(str(error))])

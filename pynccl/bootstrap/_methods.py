@@ -67,7 +67,7 @@ def choose(
             return _alone(launcher)
         if launcher.names.mpi and importlib.util.find_spec("mpi4py") is not None:
             method = "mpi"
-    if method == "mpi" or _mpi.is_communicator(method):
+    if (isinstance(method, str) and method == "mpi") or _mpi.is_communicator(method):
         if rank is not None or world_size is not None:
             raise ValueError("rank or world_size is given; expected None, since MPI numbers the ranks")
         return _by_mpi(method, launcher)
@@ -137,7 +137,7 @@ def _rounds_at(place: str) -> Iterator[int]:
 
 def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str, Opener | None]:
     """Return the place of a method in words, and its opener; "" and None if the environment decides."""
-    if method is None or method == "env":
+    if method is None or (isinstance(method, str) and method == "env"):
         return "", None
     if isinstance(method, str) and method.startswith("tcp://"):
         try:

@@ -926,6 +926,23 @@ def test_programs_of_other_languages() -> None:
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 0 of 2", "[1] 1 of 2"])
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("#!/no/such\n", "No such file or directory (it, or the interpreter in its first line)"),
+        ("\x7fELF garbage", "Exec format error"),
+    ],
+)
+def test_a_program_that_cannot_be_run(content: str, reason: str, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text(content)
+    program.chmod(0o755)
+    done = launch("-n", "1", "--cpu", "--no-python", str(program))
+    assert done.returncode == 1
+    assert f"[0] '{program}' cannot be run: {reason}\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_only_some_ranks_are_shown(script: Script, tmp_path: Path) -> None:
     program = script("import os, sys; print('out', os.environ['RANK']); print('error', file=sys.stderr)")
     done = launch("-n", "3", "--cpu", "--log-dir", str(tmp_path / "logs"), "--tee", "0,2", program)

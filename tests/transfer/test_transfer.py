@@ -185,6 +185,11 @@ def refusing(rank: int, nranks: int, folder: str) -> None:
             either(comm, ones, senders=(0, 1), root=1)
         with pytest.raises(pynccl.CollectiveMismatchError, match="no rank calls send_tensors, .* root 0, 1"):
             transfer.recv_tensors(comm, root=rank % 2)
+        for root in (9, -1, "0"):
+            with pytest.raises(wrong, match="root is .*; expected a rank from 0 to") as caught:
+                either(comm, ones, root=root if rank == 1 else 0)
+            if rank != 1:
+                assert str(caught.value).startswith("no tensors were sent; rank 1: ")
         # And it still works.
         either(comm, ones, senders=(2,), into={"w": untouched}, root=2)
         assert (untouched == (7 if rank == 2 else 1)).all()
