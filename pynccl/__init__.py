@@ -19,6 +19,11 @@ __distribution__ = "pynccl-cffi"
 import importlib as _importlib
 import typing as _typing
 
+from pynccl._package import require_built as _require_built
+
+# Before every other import: it may change the folder that they come from.
+_require_built()
+
 from pynccl._arrays.buffers import Buffer as Buffer
 from pynccl._comm.communicator import Communicator as Communicator
 from pynccl._comm.communicator import init_all as init_all

@@ -45,7 +45,19 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x0*([0-9a-f]+)")
 _PREFIX = "pynccl-testing-"
 # The file of the ranks that failed.
 _FAILED = "failed"
-_WORKER = "from pynccl.testing import _work; _work()"
+# The program of a process: it imports the parent's pynccl, also from a folder with another one in it.
+_WORKER = """\
+import sys
+sys.path[:] = filter(None, sys.path)
+try:
+    from pynccl.testing import _work
+except BaseException:
+    import traceback
+    with open(f"{sys.argv[2]}/{sys.argv[3]}.dump", "w") as file:
+        traceback.print_exc(file=file)
+    sys.exit(1)
+_work()
+"""
 # The file that this rank imports to find its function.
 _importing: str | None = None
 
