@@ -20,9 +20,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pynccl._errors import BootstrapError
+from pynccl._run import word
 from pynccl._run.launch import choose_backend, rank_environment
 from pynccl._run.nodes import open_store
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
@@ -132,7 +135,8 @@ def run(
     task = (list(sys.path), place, nranks, threads)
     base = choose_backend(os.environ, backend) | (env or {})
     with _folder() as folder, open_store(base) as server:
-        job = _Job(Path(folder), nranks, threads)
+        tell = partial(word.tell_exit, server.address, server.secret, server.job)
+        job = _Job(Path(folder), nranks, tell, threads)
         Path(folder, "task").write_bytes(pickle.dumps(task))
         Path(folder, "args").write_bytes(content)
         try:
@@ -211,12 +215,16 @@ class _Failure:
 class _Job:
     """The processes of one run, and the folder of their ranks' answers."""
 
-    def __init__(self, folder: Path, nranks: int, threads: int = 1) -> None:
+    def __init__(self, folder: Path, nranks: int, tell: Callable[[int, str], None], threads: int = 1) -> None:
         self.folder, self.nranks, self.threads = folder, nranks, threads
+        # Tells the other ranks how one has ended.
+        self.tell = tell
         self.children: list[Child] = []
         # The processes that ended by themselves, in the order of their ends.
         self.ended: list[int] = []
         self.timed_out = False
+        # The number of processes of `ended` whose ends the others have been told.
+        self._told = 0
 
     def start(self, process: int, env: dict[str, str]) -> None:
         argv = [
@@ -235,8 +243,9 @@ class _Job:
 
     def wait(self, timeout: float, check: bool) -> None:
         """Wait until the processes end; with `check`, only a short time after a rank has failed."""
-        deadline = time.monotonic() + timeout
+        deadline, tells_failures = time.monotonic() + timeout, not check
         while not self._all_ended():
+            self._tell_ends(tells_failures)
             now = time.monotonic()
             if check and self._any_failed():
                 deadline, check = min(deadline, now + _GRACE), False
@@ -256,6 +265,15 @@ class _Job:
             if process not in self.ended and child.poll() is not None:
                 self.ended.append(process)
         return len(self.ended) == len(self.children)
+
+    def _tell_ends(self, tells_failures: bool) -> None:
+        """Tell ranks that may wait for others in pynccl.init which of these have ended."""
+        told, self._told = self._told, len(self.ended)
+        for process in self.ended[told:]:
+            code = self.children[process].poll() or 0
+            for rank in self._ranks(process) if code == 0 or tells_failures else ():
+                with contextlib.suppress(BootstrapError, TimeoutError):
+                    self.tell(rank, describe_exit(code))
 
     def _any_failed(self) -> bool:
         # A process whose rank has failed runs on while its other ranks do.

@@ -421,13 +421,13 @@ class _Launcher:
     def _tell_exit(self, rank: int) -> None:
         """Tell ranks that may wait for this one in pynccl.init."""
         if len(self.ended) < len(self.children):
+            meeting, how = self.meeting, self.children[rank].describe_exit()
             with suppress(BootstrapError, TimeoutError):
-                word.tell_exit(self.meeting.store, self.meeting.secret, self.meeting.job, rank)
+                word.tell_exit(meeting.store, meeting.secret, meeting.job, rank, how)
 
     def _go_on_without(self, rank: int, code: int) -> None:
         """Tell the other ranks of an exit; end the remaining processes of a failed rank."""
-        if code == 0:
-            self._tell_exit(rank)
+        self._tell_exit(rank)
         try:
             word.tell(self.meeting.store, self.meeting.secret, self.meeting.job, self.processes[rank])
         except (BootstrapError, TimeoutError) as error:

@@ -237,16 +237,15 @@ def _at_store(address: str, name: str, rank: int, size: int, deadline: float) ->
         meeting = Round(StoreKeys(store), str(next(rounds)), rank, size, deadline, later=rounds)
         launcher = _environment.detect(_environment.variables())
         if (rank, size) == (launcher.rank, launcher.size):
-            meeting.has_exited = lambda other: _is_set(store, exit_key(other))
+            meeting.how_ended = lambda other: _value(store, exit_key(other))
         yield meeting
 
 
-def _is_set(store: Store, key: str) -> bool:
+def _value(store: Store, key: str) -> str:
     try:
-        store.get(key, 0.0)
+        return store.get(key, 0.0).decode()
     except TimeoutError:
-        return False
-    return True
+        return ""
 
 
 @contextmanager

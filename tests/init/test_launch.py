@@ -417,13 +417,19 @@ if sys.argv[2:]:
     pynccl.init(timeout=60).destroy()
 if os.environ["RANK"] != sys.argv[1]:
     pynccl.init(timeout=60)
+sys.exit(int(os.environ.get("CODE", "0")))
 """
 
 
 @pytest.mark.parametrize("args", [["1"], ["0"], ["1", "after an init"]])
 def test_a_rank_that_ends_without_init(script: Script, args: list[str]) -> None:
     done = launch("-n", "3", "--cpu", script(LEAVES), *args)
-    assert f"rank {args[0]} of 3 has ended, with exit code 0, without this call of pynccl.init" in done.stderr
+    assert f"rank {args[0]} of 3 exited with code 0, without this call of pynccl.init" in done.stderr
+
+
+def test_a_rank_that_fails_without_init_while_the_others_go_on(script: Script) -> None:
+    done = launch("-n", "3", "--cpu", "--keep-going", script(LEAVES), "1", CODE="3")
+    assert "rank 1 of 3 exited with code 3, without this call of pynccl.init" in done.stderr
 
 
 HANDLED = """

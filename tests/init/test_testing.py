@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import pynccl
 from meeting import until, until_gone
 from pynccl import testing
 
@@ -147,6 +148,32 @@ def test_exit_without_result_is_a_failure() -> None:
 
 
 @pytest.mark.slow
+def leave_before_init(rank: int, nranks: int, how: str) -> None:
+    if rank != 1:
+        pynccl.init(timeout=60)
+    elif how == "raises":
+        raise KeyError("nothing under this key")
+    elif how == "exits":
+        os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [("returns", "exited with code 0"), ("raises", "exited with code 1"), ("exits", "exited with code 3")],
+)
+def test_without_check_a_rank_that_ends_without_init_is_named(how: str, end: str) -> None:
+    others = testing.run(3, leave_before_init, how, check=False, timeout=50)[::2]
+    assert all(f"rank 1 of 3 {end}, without this call of pynccl.init" in str(error) for error in others)
+
+
+def test_a_rank_that_returns_without_init_is_named() -> None:
+    with pytest.raises(
+        testing.RankError, match="rank 1 of 3 exited with code 0, without this call"
+    ) as failed:
+        testing.run(3, leave_before_init, "returns", timeout=50)
+    assert failed.value.ranks == [0, 2]
+
+
 def test_timeout_shows_where_the_ranks_are() -> None:
     start = time.monotonic()
     with pytest.raises(testing.RankTimeout, match=r"ranks \[1\] of 2 were still running after 6 s") as caught:
@@ -171,7 +198,7 @@ def test_a_rank_that_ends_when_the_time_is_up(tmp_path: Path) -> None:
 
     (tmp_path / "0.result").write_bytes(pickle.dumps((True, pickle.dumps(5), "")))
     for check in (True, False):
-        job = testing._Job(tmp_path, 1)
+        job = testing._Job(tmp_path, 1, lambda rank, how: None)
         job.children.append(Ended())  # type: ignore[arg-type]
         assert job.results(1, check) == [5]
 
