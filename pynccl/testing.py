@@ -28,6 +28,7 @@ from pynccl._errors import BootstrapError
 from pynccl._run import word
 from pynccl._run.launch import choose_backend, rank_environment
 from pynccl._run.nodes import open_store
+from pynccl._run.ports import free_port
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
 from pynccl._timeouts import check_timeout
 from pynccl.bootstrap._environment import as_rank
@@ -100,8 +101,8 @@ def run(
     A new process finds `fn` by its name in its module or file, which it imports: a script calls `run` under
     `if __name__ == "__main__":`. With cloudpickle installed any function works, also from notebooks and
     standard input, and lambdas. Arguments and results are pickled. `backend` is "auto" (the CPU library
-    without an NVIDIA driver) or a value for PYNCCL_LIBRARY. `env` adds variables. No process is left running
-    afterwards.
+    without an NVIDIA driver) or a value for PYNCCL_LIBRARY. `env` adds variables; those of torchrun are set,
+    so that torch.distributed.init_process_group works, too. No process is left running afterwards.
 
     With `threads`, each process has that many ranks as threads, so that hundreds fit on a laptop.
     Each rank gets its own copy of `args`, and `pynccl.init()` knows its rank. There is no RANK in os.environ.
@@ -133,7 +134,7 @@ def run(
     place = _locate(fn)
     content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))
     task = (list(sys.path), place, nranks, threads)
-    base = choose_backend(os.environ, backend) | (env or {})
+    base = choose_backend(os.environ, backend) | _master(threads) | (env or {})
     with _folder() as folder, open_store(base) as server:
         tell = partial(word.tell_exit, server.address, server.secret, server.job)
         job = _Job(Path(folder), nranks, tell, threads)
@@ -146,6 +147,11 @@ def run(
         finally:
             job.close()
         return job.results(timeout, check)
+
+
+def _master(threads: int) -> dict[str, str]:
+    """Return torchrun's variables for the server of rank 0, such as torch's store, if ranks are processes."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if threads == 1 else {}
 
 
 def _process_environment(

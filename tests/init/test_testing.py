@@ -104,6 +104,19 @@ def test_results_in_order_and_environment() -> None:
     assert got == [(r, 3, ("x", 2), str(r), "3", str(r), "3", "cpu", "m") for r in range(3)]
 
 
+def master(rank: int, nranks: int) -> tuple[str, str]:
+    return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+
+
+def test_the_address_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's store takes it; an outer launcher's would be another job's."""
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    (first,) = set(testing.run(2, master))
+    assert first[0] == "127.0.0.1" and int(first[1]) > 1
+    assert testing.run(1, master, env={"MASTER_ADDR": "localhost"})[0][0] == "localhost"
+
+
 def test_failure_carries_traceback_and_cause() -> None:
     with pytest.raises(testing.RankError, match="nothing under this key") as caught:
         testing.run(3, fail_on_last, backend="cpu")
