@@ -41,6 +41,12 @@ from pynccl._values import shown
 Checked = tuple[int, int, int, int, Any]
 
 
+def require_array_or_none(value: Any, name: str) -> None:
+    """Raise TypeError unless an argument that this rank does not use would fit where it is used."""
+    if value is not None:
+        kind_of(value, name)
+
+
 class Arguments:
     """Checks of the arguments of one communicator's calls."""
 
@@ -138,6 +144,7 @@ class Arguments:
         self.rank_in(root, "root")
         if root == self._rank:
             return self._check_elementwise(send, recv, root)
+        require_array_or_none(recv, "recv")
         source = self.span(send, "send")
         return source[0], 0, source[1], source[2], None
 
@@ -188,6 +195,7 @@ class Arguments:
         self.rank_in(root, "root")
         if root == self._rank:
             return self._check_all_gather(send, recv, root)
+        require_array_or_none(recv, "recv")
         source = self.span(send, "send", split=True)
         return source[0], 0, source[1], source[2], None
 

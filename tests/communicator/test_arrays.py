@@ -284,6 +284,25 @@ def test_shapes(rank: int, nranks: int) -> None:
 
 
 @on_ranks(N)
+def test_the_root_in_place_of_recv(rank: int, nranks: int) -> None:
+    """Every rank refuses it: the root alone would leave the others in the call."""
+    with pynccl.init(timeout=30) as comm:
+        x: Any = np.zeros(4)
+        counts = [4] * nranks
+        calls: list[Callable[[], Any]] = [
+            lambda: comm.reduce(x, 0),
+            lambda: comm.gather(x, 0),
+            lambda: comm.gather_v(x, 0, counts),
+            lambda: comm.broadcast(x, 0),
+            lambda: comm.scatter(x, 0),
+        ]
+        for call in calls:
+            with pytest.raises(TypeError, match="recv is (0|of type int)"):
+                call()
+        comm.barrier()
+
+
+@on_ranks(N)
 def test_roots_and_overlaps(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         me = rank
