@@ -164,7 +164,7 @@ def run(
     """Run a program on several ranks of this machine, or of several.
 
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under
-    torchrun, and finds the others by pynccl.init().
+    torchrun, and finds the others by pynccl.init(). Ranks have no standard input: they read an empty one.
     """
     if nranks is None:
         raise click.UsageError("Missing option '-n', before SCRIPT: what follows SCRIPT goes to the program")

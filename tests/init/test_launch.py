@@ -105,6 +105,20 @@ def test_module(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[0] 0 ['x']", "[1] 1 ['x']"]
 
 
+def test_ranks_have_no_standard_input(script: Script) -> None:
+    program = script("import sys; print(repr(sys.stdin.read()))")
+    done = subprocess.run(
+        _command("-n", "2", "--cpu", program),
+        env=_environment(),
+        input="unread",
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert sorted(done.stdout.splitlines()) == ["[0] ''", "[1] ''"]
+    assert "Ranks have no standard input" in " ".join(launch("--help").stdout.split())
+
+
 def test_without_a_driver_it_says_so(script: Script) -> None:
     program = script("import os; print(os.environ['PYNCCL_LIBRARY'])")
     if cuda.available():
