@@ -26,6 +26,7 @@ from typing import Any
 
 from pynccl._errors import BootstrapError
 from pynccl._run import word
+from pynccl._run.evidence import in_order
 from pynccl._run.launch import choose_backend, rank_environment
 from pynccl._run.nodes import open_store
 from pynccl._run.ports import free_port
@@ -370,7 +371,7 @@ class _Job:
             text = _HEADINGS.sub("", text).strip()
         path = self.folder / f"{process}.threads"
         if not path.exists():
-            return text
+            return in_order(text)
         owners = dict(zip(path.read_text().split(), self._ranks(process), strict=False))
         blocks = re.split(r"\n\n+", text)
         of = [owners.get(found[1]) if (found := _THREAD.match(block)) else None for block in blocks]

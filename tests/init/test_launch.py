@@ -588,6 +588,8 @@ def test_evidence_of_every_hang(
         mine = [line for line in errors.splitlines() if line.startswith(f"[{rank}] ")]
         assert any(line.endswith(f" in {function}") for line in mine), errors
         assert not any("end" in line.split() for line in mine), errors
+        # Not the threads of pynccl that wait for the exit.
+        assert "hread 0x" in mine[0] and "in _work" not in errors, errors
         (dump,) = folder.glob(f"rank{rank}.*.jsonl")
         head, *records = map(json.loads, dump.read_text().splitlines())
         assert [reason["kind"] for reason in head["reasons"]] == ["launcher"]
