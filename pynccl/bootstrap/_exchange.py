@@ -185,7 +185,9 @@ class Round:
                 # It may have written the value before.
                 with suppress(TimeoutError):
                     return self.keys.fetch(name, 0.0)
-                raise BootstrapError(f"rank {of} of {self.size} {end}, without this call of pynccl.init")
+                raise Failure(
+                    f"rank {of} of {self.size} {end}, without this call of pynccl.init", (of,)
+                ).error()
             if left <= _LOOK:
                 raise TimeoutError(f"no rank set {name!r}")
 
