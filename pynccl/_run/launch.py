@@ -345,6 +345,9 @@ class _Launcher:
     def _on_signal(self, number: int) -> None:
         self.stopped = self.stopped or number in _ENDING
         if number in _ENDING and not self._ending:
+            # After SIGHUP the terminal may be gone.
+            with suppress(OSError):
+                self._say(f"got {signal.Signals(number).name}; ending the ranks")
             self._tell(f"pynccl run was ended by {signal.Signals(number).name}", 128 + number)
             self._ask(number)
         elif number in _ENDING:
@@ -366,8 +369,9 @@ class _Launcher:
             elif code == 0:
                 self._tell_exit(rank)
             elif self.code == 0:
-                self._note_failure(rank, code, "; ending the other ranks")
-                if not self._ending:  # else the ranks have the signal already
+                # After a signal, and after --timeout, the ranks end already.
+                self._note_failure(rank, code, "" if self._ending else "; ending the other ranks")
+                if not self._ending:
                     self._end(signal.SIGTERM)
 
     def _is_consequence(self, rank: int) -> bool:

@@ -584,6 +584,8 @@ def test_evidence_of_every_hang(
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
+    assert errors.startswith("pynccl run: got SIGTERM; ending the ranks\n")
+    assert "ending the other ranks" not in errors
     for rank, function in enumerate(("collective", "asleep", "busy", "in_c_with_the_gil", "stopped")):
         mine = [line for line in errors.splitlines() if line.startswith(f"[{rank}] ")]
         assert any(line.endswith(f" in {function}") for line in mine), errors
