@@ -139,6 +139,22 @@ def test_pypis_pynccl_over_ours(copy: Path, run_python: Run, module: str) -> Non
     assert "__init__.py is missing, or another package's: pip uninstall pynccl pynccl-cffi" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("all_reduce", "; a communicator has it: pynccl.init()"),
+        ("SUM", "; pynccl's name is RedOp.SUM"),
+        ("COMM_WORLD", "; pynccl's name is init()"),
+        ("init_process_group", "; pynccl's name is init"),
+        ("nonsense", ""),
+    ],
+)
+def test_names_of_other_libraries(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError) as raised:
+        getattr(pynccl, name)
+    assert str(raised.value) == f"module 'pynccl' has no attribute '{name}'{hint}"
+
+
 def test_what_is_shown_before_it_is_used(run_python: Run) -> None:
     code = """
 import sys, pynccl
