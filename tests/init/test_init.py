@@ -87,6 +87,8 @@ def test_a_single_process(rank: int, nranks: int) -> None:
 
 @pytest.mark.parametrize("method", ["tcp", "http://host:1", "file://x", 3, object()])
 def test_unknown_methods(method: object) -> None:
+    with pytest.raises(ValueError, match="method is 'env://'; pynccl's name is 'env', the default; expected"):
+        pynccl.init("env://")
     with pytest.raises(ValueError, match="method is .*; expected None, 'env', 'mpi', 'tcp://host:port'"):
         pynccl.init(method)
 
