@@ -105,6 +105,12 @@ def test_module(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[0] 0 ['x']", "[1] 1 ['x']"]
 
 
+def test_torchruns_option(script: Script) -> None:
+    done = launch("--nproc-per-node=4", script("pass"))
+    assert done.returncode == 2
+    assert "--nproc-per-node is torchrun's; expected -n 4" in done.stderr
+
+
 def test_ranks_have_no_standard_input(script: Script) -> None:
     program = script("import sys; print(repr(sys.stdin.read()))")
     done = subprocess.run(
