@@ -446,9 +446,11 @@ def test_torch(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         refused(comm, [
             (lambda: comm.all_reduce(torch.zeros(4).to_sparse()), TypeError,
-             r"^send is a tensor with layout torch.sparse_coo.*expected a plain strided tensor \(.to_dense"),
+             r"^send is a tensor with layout torch.sparse_coo; expected a strided one: \.to_dense"),
             (lambda: comm.all_reduce(torch.zeros(4, dtype=torch.complex64).conj()), TypeError,
-             "^send is a tensor with .*pending conjugation"),
+             r"^send is a tensor with a pending conjugation; expected one without: \.resolve_conj"),
+            (lambda: comm.all_reduce(torch.zeros(4, dtype=torch.complex64).conj().imag), TypeError,
+             r"^send is a tensor with a pending negation; expected one without: \.resolve_neg"),
             (lambda: comm.all_reduce(torch.nested.nested_tensor([torch.ones(2)])), TypeError,
              r"^send is a nested tensor; expected a plain one, such as its \.values\(\)"),
             (lambda: comm.all_reduce(torch.zeros(4, device="meta")), TypeError,
