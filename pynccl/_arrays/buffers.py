@@ -412,12 +412,18 @@ def _cupy_empty(array: Any, shape: tuple[int, ...]) -> Any:
 # --- torch --------------------------------------------------------------------------------------------------
 
 
+def _not_plain(tensor: Any) -> str:
+    """Return what keeps a tensor's memory from having its values, and what to write."""
+    if tensor.layout is not sys.modules["torch"].strided:
+        return f"layout {tensor.layout}; expected a strided one: .to_dense()"
+    if tensor.is_conj():
+        return "a pending conjugation; expected one without: .resolve_conj()"
+    return "a pending negation; expected one without: .resolve_neg()"
+
+
 def _from_torch(tensor: Any, name: str) -> Span:
     if tensor.layout is not sys.modules["torch"].strided or tensor.is_conj() or tensor.is_neg():
-        raise TypeError(
-            f"{name} is a tensor with layout {tensor.layout} or a pending conjugation or negation; expected "
-            "a plain strided tensor (.to_dense(), .resolve_conj(), .resolve_neg())"
-        )
+        raise TypeError(f"{name} is a tensor with {_not_plain(tensor)}")
     if tensor.is_nested:
         raise TypeError(f"{name} is a nested tensor; expected a plain one, such as its .values()")
     if not tensor.is_contiguous():

@@ -38,6 +38,12 @@ from pynccl._values import as_index, is_int, shown
 Checked = tuple[int, int, int, int, Any]
 
 
+def require_array_or_none(value: Any, name: str) -> None:
+    """Raise TypeError unless an argument that this rank does not use would fit where it is used."""
+    if value is not None:
+        kind_of(value, name)
+
+
 class Arguments:
     """Checks of the arguments of one communicator's calls."""
 
@@ -135,6 +141,7 @@ class Arguments:
         self.rank_in(root, "root")
         if root == self._rank:
             return self._check_elementwise(send, recv, root)
+        require_array_or_none(recv, "recv")
         source = self.span(send, "send")
         return source[0], 0, source[1], source[2], None
 
@@ -185,6 +192,7 @@ class Arguments:
         self.rank_in(root, "root")
         if root == self._rank:
             return self._check_all_gather(send, recv, root)
+        require_array_or_none(recv, "recv")
         source = self.span(send, "send", split=True)
         return source[0], 0, source[1], source[2], None
 

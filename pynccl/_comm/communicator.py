@@ -475,12 +475,15 @@ _OTHER_NAMES = {
     "allgatherintotensor": "all_gather",
     "alltoallsingle": "all_to_all",
     "bcast": "broadcast",
+    "close": "destroy",
     "create": "split",
+    "deviceid": "device",
+    "dup": "split(0)",
+    "free": "destroy",
     "getrank": "rank",
     "getsize": "size",
     "getworldsize": "size",
-    "irecv": "recv(..., wait=False)",
-    "isend": "send(..., wait=False)",
+    "newgroup": "split",
     "nranks": "size",
     "rankid": "rank",
     "reducescattertensor": "reduce_scatter",
@@ -492,5 +495,8 @@ def _meant(name: str) -> str:
     """Return a hint with pynccl's name for what other libraries call so."""
     plain = name.replace("_", "").lower()
     ours = {known.replace("_", ""): known for known in dir(Communicator) if not known.startswith("_")}
-    meant = _OTHER_NAMES.get(plain) or ours.get(plain)
+    known = ours | _OTHER_NAMES
+    meant = known.get(plain)
+    if meant is None and plain.startswith("i") and plain[1:] in known:
+        meant = f"{known[plain[1:]]}(..., wait=False)"
     return f"; pynccl's name is {meant}" if meant else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 
 from pynccl._arrays.buffers import Array
-from pynccl._comm.arguments import apart
+from pynccl._comm.arguments import apart, require_array_or_none
 from pynccl._comm.calls import Calls, PerCall, Piece
 from pynccl._comm.core import Core
 from pynccl._comm.one_sided import OneSided
@@ -721,6 +721,8 @@ class Operations:
                 target = check.output(recv, "recv", split=True)
                 parts = check.parts(source, target, "recv", each, "the sum of counts")
                 pieces += [Piece(RECV, code, 0, part, n, peer) for peer, (code, part, n) in enumerate(parts)]
+            else:
+                require_array_or_none(recv, "recv")
             return pieces
 
         return self._run_in_pieces(pieces, 0, stream, send, recv if here else None, wait)

@@ -163,7 +163,8 @@ def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str,
     if not isinstance(method, str) and ObjectKeys.fits(method):
         keys = ObjectKeys(method)
         return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(method), False)
-    raise ValueError(f"method is {method!r}; {_EXPECTED}")
+    meant = "pynccl's name is 'env', the default; " if method == "env://" else ""
+    raise ValueError(f"method is {method!r}; {meant}{_EXPECTED}")
 
 
 def _opener(function: Callable[..., AbstractContextManager[Exchange]], *args: Any) -> Opener:
@@ -237,16 +238,15 @@ def _at_store(address: str, name: str, rank: int, size: int, deadline: float) ->
         meeting = Round(StoreKeys(store), str(next(rounds)), rank, size, deadline, later=rounds)
         launcher = _environment.detect(_environment.variables())
         if (rank, size) == (launcher.rank, launcher.size):
-            meeting.has_exited = lambda other: _is_set(store, exit_key(other))
+            meeting.how_ended = lambda other: _value(store, exit_key(other))
         yield meeting
 
 
-def _is_set(store: Store, key: str) -> bool:
+def _value(store: Store, key: str) -> str:
     try:
-        store.get(key, 0.0)
+        return store.get(key, 0.0).decode()
     except TimeoutError:
-        return False
-    return True
+        return ""
 
 
 @contextmanager

@@ -284,6 +284,25 @@ def test_shapes(rank: int, nranks: int) -> None:
 
 
 @on_ranks(N)
+def test_the_root_in_place_of_recv(rank: int, nranks: int) -> None:
+    """Every rank refuses it: the root alone would leave the others in the call."""
+    with pynccl.init(timeout=30) as comm:
+        x: Any = np.zeros(4)
+        counts = [4] * nranks
+        calls: list[Callable[[], Any]] = [
+            lambda: comm.reduce(x, 0),
+            lambda: comm.gather(x, 0),
+            lambda: comm.gather_v(x, 0, counts),
+            lambda: comm.broadcast(x, 0),
+            lambda: comm.scatter(x, 0),
+        ]
+        for call in calls:
+            with pytest.raises(TypeError, match="recv is (0|of type int)"):
+                call()
+        comm.barrier()
+
+
+@on_ranks(N)
 def test_roots_and_overlaps(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         me = rank
@@ -427,9 +446,11 @@ def test_torch(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         refused(comm, [
             (lambda: comm.all_reduce(torch.zeros(4).to_sparse()), TypeError,
-             r"^send is a tensor with layout torch.sparse_coo.*expected a plain strided tensor \(.to_dense"),
+             r"^send is a tensor with layout torch.sparse_coo; expected a strided one: \.to_dense"),
             (lambda: comm.all_reduce(torch.zeros(4, dtype=torch.complex64).conj()), TypeError,
-             "^send is a tensor with .*pending conjugation"),
+             r"^send is a tensor with a pending conjugation; expected one without: \.resolve_conj"),
+            (lambda: comm.all_reduce(torch.zeros(4, dtype=torch.complex64).conj().imag), TypeError,
+             r"^send is a tensor with a pending negation; expected one without: \.resolve_neg"),
             (lambda: comm.all_reduce(torch.nested.nested_tensor([torch.ones(2)])), TypeError,
              r"^send is a nested tensor; expected a plain one, such as its \.values\(\)"),
             (lambda: comm.all_reduce(torch.zeros(4, device="meta")), TypeError,

@@ -69,6 +69,13 @@ NAMES = {
     "Get_rank": "rank",
     "world_size": "size",
     "isend": r"send\(\.\.\., wait=False\)",
+    "Iallreduce": r"all_reduce\(\.\.\., wait=False\)",
+    "Ibcast": r"broadcast\(\.\.\., wait=False\)",
+    "close": "destroy",
+    "Dup": r"split\(0\)",
+    "Free": "destroy",
+    "device_id": "device",
+    "new_group": "split",
 }
 
 

@@ -174,6 +174,11 @@ def refusing(rank: int, nranks: int, folder: str) -> None:
             ({"w": np.ones((4, 4)).T}, {}, r"tensors\['w'\] is in Fortran order"),
             ({"w": np.array(["text"])}, {}, r"tensors\['w'\] has dtype str"),
             (None, {}, "tensors is of type NoneType; expected a mapping"),
+            (
+                torch.nn.Linear(1, 1),
+                {},
+                r"is of type Linear; expected a mapping .*, such as its \.state_dict",
+            ),
             (ones, {"bucket_bytes": 0}, "bucket_bytes is 0; expected a positive number of bytes"),
         ):
             with pytest.raises(wrong, match=says) as caught:
@@ -293,7 +298,10 @@ def on_devices(rank: int, nranks: int) -> None:
     """Make calls that do not match; the fake libnccl moves no more than the numbers by which they differ."""
     cuda.set_device(rank)
     comm = pynccl.Communicator(nranks, bytes([7]) * 128, rank)
-    with comm, pytest.raises(pynccl.CollectiveMismatchError, match=r"ranks \[0, 1\] call send_tensors"):
+    with (
+        comm,
+        pytest.raises(pynccl.CollectiveMismatchError, match=r"ranks \[0, 1\] call send_tensors, and no rank"),
+    ):
         transfer.send_tensors(comm, {"w": on_device(rank)})
     log = driver().fake_cuda_log().decode().splitlines()
     made, freed = (sum(line.startswith(name) for line in log) for name in ("cuMemAlloc", "cuMemFree"))
