@@ -19,6 +19,11 @@ __distribution__ = "pynccl-cffi"
 import importlib as _importlib
 import typing as _typing
 
+from pynccl._package import require_built as _require_built
+
+# Before every other import: it may change the folder that they come from.
+_require_built()
+
 from pynccl._arrays.buffers import Buffer as Buffer
 from pynccl._comm.communicator import Communicator as Communicator
 from pynccl._comm.communicator import init_all as init_all
@@ -161,4 +166,17 @@ def __getattr__(name: str) -> object:
         return init
     if name in _MODULES:
         return _importlib.import_module(f"pynccl.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_meant(name)}")
+
+
+# Names of other libraries' modules.
+_OTHER_NAMES = {"COMM_WORLD": "init()", "init_process_group": "init"}
+
+
+def _meant(name: str) -> str:
+    """Return a hint with pynccl's name for what other libraries' modules call so."""
+    if name in RedOp.__members__:
+        return f"; pynccl's name is RedOp.{name}"
+    if name in _OTHER_NAMES:
+        return f"; pynccl's name is {_OTHER_NAMES[name]}"
+    return "; a communicator has it: pynccl.init()" if name in dir(Communicator) else ""

@@ -1,4 +1,4 @@
-"""Checks that this folder is a built pynccl and no other package, for the errors of an import."""
+"""Checks that this folder is a built pynccl and no other package, at the import."""
 
 from __future__ import annotations
 
@@ -24,12 +24,59 @@ def require_own() -> None:
         warnings.warn(f"{_FOLDER} holds files of another package: {_REMEDY}", RuntimeWarning, stacklevel=2)
 
 
+def require_built() -> None:
+    """Continue the import in an installed pynccl if this folder is a checkout that is not built.
+
+    `pip install .` builds nothing in the clone, and Python looks into the working directory or the script's
+    folder first. Only an installation of the same __init__.py can take over: that file is running already.
+    """
+    if _is_built(_FOLDER) or not _is_checkout():
+        return
+    folders = (os.path.join(os.path.abspath(entry), "pynccl") for entry in sys.path)
+    other = next((folder for folder in folders if _is_built(folder) and _has_same_init(folder)), None)
+    if other is None:
+        return
+    package = sys.modules["pynccl"]
+    package.__path__[:] = [other]
+    package.__file__ = os.path.join(other, "__init__.py")
+    if package.__spec__ is not None:
+        package.__spec__.origin = package.__file__
+    # The installation's own module takes the place of this one.
+    del sys.modules[__name__], package.__dict__["_package"]
+    # Once for a job.
+    if os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"{_FOLDER} is a checkout that is not built; {other} is imported in its place",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _is_built(folder: str) -> bool:
+    return any(os.path.exists(os.path.join(folder, _NATIVE + suffix)) for suffix in EXTENSION_SUFFIXES)
+
+
+def _is_checkout() -> bool:
+    return os.path.exists(os.path.join(os.path.dirname(_FOLDER), "pyproject.toml"))
+
+
+def _has_same_init(folder: str) -> bool:
+    try:
+        with (
+            open(os.path.join(folder, "__init__.py"), "rb") as theirs,
+            open(os.path.join(_FOLDER, "__init__.py"), "rb") as ours,
+        ):
+            return theirs.read() == ours.read()
+    except OSError:
+        return False
+
+
 def why_not_built(error: ImportError) -> ImportError:
     """Return an error that tells how to build pynccl if it is not built; else the error itself."""
-    if any(os.path.exists(os.path.join(_FOLDER, _NATIVE + suffix)) for suffix in EXTENSION_SUFFIXES):
+    if _is_built(_FOLDER):
         return error
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-    if os.path.exists(os.path.join(os.path.dirname(_FOLDER), "pyproject.toml")):
+    if _is_checkout():
         return ImportError(
             f"{_FOLDER} is a checkout that is not built for {python}; build it first: make build (an "
             "installed pynccl is imported from any other working directory)"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Any
 
 from pynccl._library.generated import api, capi
+from pynccl._values import Code
 
 
-class DataType(IntEnum):
+class DataType(Code):
     """NCCL's datatypes."""
 
     INT8 = api.ncclInt8
@@ -25,7 +25,7 @@ class DataType(IntEnum):
     FLOAT8E5M2 = api.ncclFloat8e5m2
 
 
-class RedOp(IntEnum):
+class RedOp(Code):
     """NCCL's built-in reductions."""
 
     SUM = api.ncclSum

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from enum import IntEnum
+from operator import index
+from typing import Any, TypeGuard
 
 import numpy as np
 
 # One more than the largest int of C.
 INT = 1 << 31
+# More than the devices of any machine.
+MOST_DEVICES = 1 << 16
 
 
 # Characters of a value in an error's text.
@@ -20,9 +24,25 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (a {type(value).__qualname__})"
 
 
+class Code(IntEnum):
+    """One of NCCL's codes, such as a datatype: an int for C, and no number where another int is expected."""
+
+
+def is_int(value: Any) -> TypeGuard[int | np.integer[Any]]:
+    """Tell whether a value is an int or a NumPy integer: a number, and neither a bool nor a Code."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | Code)
+
+
+def as_index(value: Any) -> int:
+    """Return what `operator.index` returns; TypeError for a bool and a Code, too."""
+    if isinstance(value, bool | Code):
+        raise TypeError
+    return index(value)
+
+
 def check_int(value: Any, name: str, least: int, end: int, expected: str) -> int:
     """Return an int or a NumPy integer, least <= value < end, as an int; raise TypeError or ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if not is_int(value):
         raise TypeError(f"{name} is {shown(value)}; expected {expected}")
     if not least <= value < end:
         raise ValueError(f"{name} is {value}; expected {expected}")

@@ -37,6 +37,9 @@ from pynccl._library.status import text as _text
 from pynccl._library.unfit import unfit as _unfit
 from pynccl._types import LateHandle as LateHandle
 from pynccl._types import to_unique_id as _to_unique_id
+from pynccl._values import MOST_DEVICES as _MOST_DEVICES
+from pynccl._values import check_text as _check_text
+from pynccl._values import is_int as _is_int
 
 _ConfigLike = Config | Mapping[str, Any] | None
 
@@ -110,6 +113,8 @@ def ncclCommInitRankScalable(
 
 
 def ncclCommInitAll(ndev: int, devlist: Sequence[int] | None = None) -> list[int]:
+    if _is_int(ndev) and ndev > _MOST_DEVICES:
+        raise ValueError(f"ndev is {ndev}; expected the number of devices, at most {_MOST_DEVICES}")
     devices = _ffi.NULL if devlist is None else _ints(devlist, ndev, "devlist")
     try:
         cells = _ffi.new("uintptr_t[]", max(ndev, 1))
@@ -277,7 +282,7 @@ def ncclParamGet(h: int, maxLen: int) -> bytes:
 
 def ncclParamGetParameter(key: str) -> str:
     out, length = _ffi.new("char**"), _ffi.new("int*")
-    if r := _library.ncclParamGetParameter(key.encode(), out, length):
+    if r := _library.ncclParamGetParameter(_check_text(key, "key").encode(), out, length):
         _check(r, "ncclParamGetParameter")
     return _text(out[0])
 

@@ -20,11 +20,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pynccl._errors import BootstrapError
+from pynccl._run import word
+from pynccl._run.evidence import in_order
 from pynccl._run.launch import choose_backend, rank_environment
 from pynccl._run.nodes import open_store
+from pynccl._run.ports import free_port
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
 from pynccl._timeouts import check_timeout
 from pynccl.bootstrap._environment import as_rank
@@ -45,7 +50,19 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x0*([0-9a-f]+)")
 _PREFIX = "pynccl-testing-"
 # The file of the ranks that failed.
 _FAILED = "failed"
-_WORKER = "from pynccl.testing import _work; _work()"
+# The program of a process: it imports the parent's pynccl, also from a folder with another one in it.
+_WORKER = """\
+import sys
+sys.path[:] = filter(None, sys.path)
+try:
+    from pynccl.testing import _work
+except BaseException:
+    import traceback
+    with open(f"{sys.argv[2]}/{sys.argv[3]}.dump", "w") as file:
+        traceback.print_exc(file=file)
+    sys.exit(1)
+_work()
+"""
 # The file that this rank imports to find its function.
 _importing: str | None = None
 
@@ -85,8 +102,8 @@ def run(
     A new process finds `fn` by its name in its module or file, which it imports: a script calls `run` under
     `if __name__ == "__main__":`. With cloudpickle installed any function works, also from notebooks and
     standard input, and lambdas. Arguments and results are pickled. `backend` is "auto" (the CPU library
-    without an NVIDIA driver) or a value for PYNCCL_LIBRARY. `env` adds variables. No process is left running
-    afterwards.
+    without an NVIDIA driver) or a value for PYNCCL_LIBRARY. `env` adds variables; those of torchrun are set,
+    so that torch.distributed.init_process_group works, too. No process is left running afterwards.
 
     With `threads`, each process has that many ranks as threads, so that hundreds fit on a laptop.
     Each rank gets its own copy of `args`, and `pynccl.init()` knows its rank. There is no RANK in os.environ.
@@ -118,9 +135,10 @@ def run(
     place = _locate(fn)
     content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))
     task = (list(sys.path), place, nranks, threads)
-    base = choose_backend(os.environ, backend) | (env or {})
+    base = choose_backend(os.environ, backend) | _master(threads) | (env or {})
     with _folder() as folder, open_store(base) as server:
-        job = _Job(Path(folder), nranks, threads)
+        tell = partial(word.tell_exit, server.address, server.secret, server.job)
+        job = _Job(Path(folder), nranks, tell, threads)
         Path(folder, "task").write_bytes(pickle.dumps(task))
         Path(folder, "args").write_bytes(content)
         try:
@@ -130,6 +148,11 @@ def run(
         finally:
             job.close()
         return job.results(timeout, check)
+
+
+def _master(threads: int) -> dict[str, str]:
+    """Return torchrun's variables for the server of rank 0, such as torch's store, if ranks are processes."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if threads == 1 else {}
 
 
 def _process_environment(
@@ -199,12 +222,16 @@ class _Failure:
 class _Job:
     """The processes of one run, and the folder of their ranks' answers."""
 
-    def __init__(self, folder: Path, nranks: int, threads: int = 1) -> None:
+    def __init__(self, folder: Path, nranks: int, tell: Callable[[int, str], None], threads: int = 1) -> None:
         self.folder, self.nranks, self.threads = folder, nranks, threads
+        # Tells the other ranks how one has ended.
+        self.tell = tell
         self.children: list[Child] = []
         # The processes that ended by themselves, in the order of their ends.
         self.ended: list[int] = []
         self.timed_out = False
+        # The number of processes of `ended` whose ends the others have been told.
+        self._told = 0
 
     def start(self, process: int, env: dict[str, str]) -> None:
         argv = [
@@ -223,8 +250,9 @@ class _Job:
 
     def wait(self, timeout: float, check: bool) -> None:
         """Wait until the processes end; with `check`, only a short time after a rank has failed."""
-        deadline = time.monotonic() + timeout
+        deadline, tells_failures = time.monotonic() + timeout, not check
         while not self._all_ended():
+            self._tell_ends(tells_failures)
             now = time.monotonic()
             if check and self._any_failed():
                 deadline, check = min(deadline, now + _GRACE), False
@@ -244,6 +272,15 @@ class _Job:
             if process not in self.ended and child.poll() is not None:
                 self.ended.append(process)
         return len(self.ended) == len(self.children)
+
+    def _tell_ends(self, tells_failures: bool) -> None:
+        """Tell ranks that may wait for others in pynccl.init which of these have ended."""
+        told, self._told = self._told, len(self.ended)
+        for process in self.ended[told:]:
+            code = self.children[process].poll() or 0
+            for rank in self._ranks(process) if code == 0 or tells_failures else ():
+                with contextlib.suppress(BootstrapError, TimeoutError):
+                    self.tell(rank, describe_exit(code))
 
     def _any_failed(self) -> bool:
         # A process whose rank has failed runs on while its other ranks do.
@@ -334,7 +371,7 @@ class _Job:
             text = _HEADINGS.sub("", text).strip()
         path = self.folder / f"{process}.threads"
         if not path.exists():
-            return text
+            return in_order(text)
         owners = dict(zip(path.read_text().split(), self._ranks(process), strict=False))
         blocks = re.split(r"\n\n+", text)
         of = [owners.get(found[1]) if (found := _THREAD.match(block)) else None for block in blocks]

@@ -178,7 +178,7 @@ class Caller:
 
     def _argument(self, ctype: str, name: str) -> tuple[str, str]:
         if ctype == "const char*":
-            return "str", f"{name}.encode()"
+            return "str", f'_check_text({name}, "{name}").encode()'
         if ctype == "ncclTeam_t":
             return "Team", f'_new("ncclTeam_t*", {name})[0]'
         if ctype.endswith("*") and self._binding.python_type(ctype).endswith("*"):
@@ -205,7 +205,7 @@ def capi_module(binding: Binding, header: Header) -> str:
     functions = [f for f in header.functions if f.name not in HAND]
     caller = Caller(binding)
     body = [caller.write(f) for f in functions]
-    helpers = ("_pack", "_text", "_buffer", "CollConfig", "Mapping", "Team")
+    helpers = ("_pack", "_text", "_buffer", "_check_text", "CollConfig", "Mapping", "Team")
     uses = {name for name in helpers if any(name in text for text in body)}
     parts = [BY_WHOM.format(what=f"What {header.name}.h declares, but for what capi.py writes by hand")]
     parts += ["from collections.abc import Mapping\nfrom typing import Any\n"] if "Mapping" in uses else []
@@ -217,6 +217,8 @@ def capi_module(binding: Binding, header: Header) -> str:
     parts += ["from pynccl._library.status import check as _check"]
     parts += ["from pynccl._library.status import text as _text"] if "_text" in uses else []
     parts += ["from pynccl._library.unfit import unfit as _unfit"]
+    if "_check_text" in uses:
+        parts += ["from pynccl._values import check_text as _check_text"]
     parts += ["\n_new = _ffi.new", *(["_buffer = _ffi.buffer"] if "_buffer" in uses else [])]
     parts += ["", "", *body]
     return "\n".join(parts)

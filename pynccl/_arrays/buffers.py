@@ -19,7 +19,7 @@ from pynccl._arrays.dtypes import from_name, from_numpy, from_torch, native
 from pynccl._library import cuda
 from pynccl._library.binding import ffi
 from pynccl._types import DataType
-from pynccl._values import refuse_copy
+from pynccl._values import is_int, refuse_copy
 
 # Pointer, count, dtype code (dtypes), device, flags. A plain tuple for speed: every argument of every call
 # makes one. The flags are 0 for a writable array in C order with a dtype of NCCL's own.
@@ -82,10 +82,12 @@ class Buffer:
         self, ptr: int, count: int, dtype: Any, *, owner: Any = None, readonly: bool = False
     ) -> None:
         for name, value in (("ptr", ptr), ("count", count)):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            if not is_int(value):
                 raise TypeError(f"{name} is {value!r}; expected an int")
             if not 0 <= value < 1 << 63:
                 raise ValueError(f"{name} is {value}; expected 0 <= {name} < 2**63")
+        if not isinstance(readonly, bool):
+            raise TypeError(f"readonly is {readonly!r}; expected True or False")
         if not ptr and count:
             raise ValueError(f"ptr is 0; expected the address of {count} elements")
         self.dtype, self.owner = dtype, owner
@@ -410,12 +412,18 @@ def _cupy_empty(array: Any, shape: tuple[int, ...]) -> Any:
 # --- torch --------------------------------------------------------------------------------------------------
 
 
+def _not_plain(tensor: Any) -> str:
+    """Return what keeps a tensor's memory from having its values, and what to write."""
+    if tensor.layout is not sys.modules["torch"].strided:
+        return f"layout {tensor.layout}; expected a strided one: .to_dense()"
+    if tensor.is_conj():
+        return "a pending conjugation; expected one without: .resolve_conj()"
+    return "a pending negation; expected one without: .resolve_neg()"
+
+
 def _from_torch(tensor: Any, name: str) -> Span:
     if tensor.layout is not sys.modules["torch"].strided or tensor.is_conj() or tensor.is_neg():
-        raise TypeError(
-            f"{name} is a tensor with layout {tensor.layout} or a pending conjugation or negation; expected "
-            "a plain strided tensor (.to_dense(), .resolve_conj(), .resolve_neg())"
-        )
+        raise TypeError(f"{name} is a tensor with {_not_plain(tensor)}")
     if tensor.is_nested:
         raise TypeError(f"{name} is a nested tensor; expected a plain one, such as its .values()")
     if not tensor.is_contiguous():

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from operator import index
 from typing import Any
-
-import numpy as np
 
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import (
@@ -34,11 +31,17 @@ from pynccl._library.generated.kinds import (
     SCATTER,
     SEND,
 )
-from pynccl._values import shown
+from pynccl._values import as_index, is_int, shown
 
 # Checked arguments: address of the input, address of the output, NCCL's count, dtype code, the array with the
 # result. A plain tuple for speed: every call makes one.
 Checked = tuple[int, int, int, int, Any]
+
+
+def require_array_or_none(value: Any, name: str) -> None:
+    """Raise TypeError unless an argument that this rank does not use would fit where it is used."""
+    if value is not None:
+        kind_of(value, name)
 
 
 class Arguments:
@@ -100,7 +103,7 @@ class Arguments:
         """Raise TypeError or ValueError unless the value is a rank of the communicator."""
         if type(value) is int and 0 <= value < self._size:
             return
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        if not is_int(value):
             raise TypeError(f"{name} is {shown(value)}; expected an int, 0 <= {name} < {self._size}")
         if not 0 <= value < self._size:
             raise ValueError(f"{name} is {value}; expected 0 <= {name} < {self._size}")
@@ -138,6 +141,7 @@ class Arguments:
         self.rank_in(root, "root")
         if root == self._rank:
             return self._check_elementwise(send, recv, root)
+        require_array_or_none(recv, "recv")
         source = self.span(send, "send")
         return source[0], 0, source[1], source[2], None
 
@@ -188,6 +192,7 @@ class Arguments:
         self.rank_in(root, "root")
         if root == self._rank:
             return self._check_all_gather(send, recv, root)
+        require_array_or_none(recv, "recv")
         source = self.span(send, "send", split=True)
         return source[0], 0, source[1], source[2], None
 
@@ -248,7 +253,7 @@ class Arguments:
             # A set has no order.
             if isinstance(counts, str | bytes | bytearray | Mapping | Set):
                 raise TypeError
-            values = [index(count) for count in counts]
+            values = [as_index(count) for count in counts]
         except TypeError:
             raise TypeError(f"{name} is {shown(counts)}; expected a sequence of {self._size} ints") from None
         if len(values) != self._size:

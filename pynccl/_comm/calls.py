@@ -257,6 +257,8 @@ class Calls:
             with self.core.alone():
                 self.core.settle(name)
                 if not wait:
+                    # Only now the call is on the stream.
+                    lib.pynccl_comm_use(self.core.c, stream)
                     lib.pynccl_watch_issued(self.core.c, stream)
                 elif not lib.pynccl_group_depth():
                     self.core.wait(stream, name, None)

@@ -28,10 +28,11 @@ from pynccl._memory import registration, statistics, window
 from pynccl._memory.registration import Registration
 from pynccl._memory.statistics import MemoryStats
 from pynccl._memory.window import Window
+from pynccl._timeouts import check_timeout
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
 from pynccl._types import UniqueId, to_unique_id
-from pynccl._values import INT, check_int, refuse_copy
+from pynccl._values import INT, MOST_DEVICES, check_int, check_list, is_int, refuse_copy
 
 
 @recorder.with_callers(
@@ -172,7 +173,7 @@ class Communicator(Operations):
     @property
     def prepare(self) -> Prepare:
         """The operations, checked and packed now and run later: `op = comm.prepare.all_reduce(x); op()`."""
-        return Prepare(self)
+        return Prepare(self, self._core)
 
     def __repr__(self) -> str:
         return repr(self._core)
@@ -308,7 +309,7 @@ class Communicator(Operations):
         except TypeError:
             raise TypeError(f"exclude is {exclude!r}; expected a list of ranks") from None
         for rank in ranks:
-            if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+            if not is_int(rank):
                 raise TypeError(f"exclude is {ranks!r}, with {rank!r}; expected ints, the ranks to leave out")
             if not 0 <= rank < self.size:
                 raise ValueError(f"exclude is {ranks}, with {rank}; expected ranks from 0 to {self.size - 1}")
@@ -429,10 +430,6 @@ def _require_place(nranks: int, rank: int) -> None:
         raise ValueError(f"rank is {rank} and nranks {nranks}; expected 0 <= rank < nranks")
 
 
-# More than the devices of any machine.
-_MOST_DEVICES = 1 << 16
-
-
 def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> list[Communicator]:
     """Make a communicator with one rank for each device of this process (ncclCommInitAll); return the ranks.
 
@@ -440,6 +437,7 @@ def init_all(devices: int | Sequence[int], *, timeout: float | None = None) -> l
     `group()`. Raises TypeError or ValueError for wrong devices, and NcclError if the creation fails.
     """
     ordinals = _ordinals(devices)
+    timeout = check_timeout(timeout)
     loader.load()
     handles = bounded(
         lambda: capi.ncclCommInitAll(len(ordinals), ordinals),
@@ -462,10 +460,11 @@ def _ordinals(devices: Any) -> list[int]:
     """Return the ordinals of a number of devices, or those of a list."""
     expected = "a positive number of devices or a list of their ordinals"
     if isinstance(devices, int | np.integer):
-        return list(range(check_int(devices, "devices", 1, _MOST_DEVICES, expected)))
+        return list(range(check_int(devices, "devices", 1, MOST_DEVICES, expected)))
     if isinstance(devices, str | bytes | Mapping | Set) or not isinstance(devices, Iterable):
         raise TypeError(f"devices is {devices!r}; expected {expected}")
-    ordinals = [check_int(d, f"devices[{i}]", 0, INT, "an ordinal") for i, d in enumerate(devices)]
+    given = check_list(devices, "devices", expected)
+    ordinals = [check_int(d, f"devices[{i}]", 0, INT, "an ordinal") for i, d in enumerate(given)]
     if not ordinals:
         raise ValueError(f"devices is {devices!r}; expected {expected}")
     return ordinals
@@ -476,12 +475,15 @@ _OTHER_NAMES = {
     "allgatherintotensor": "all_gather",
     "alltoallsingle": "all_to_all",
     "bcast": "broadcast",
+    "close": "destroy",
     "create": "split",
+    "deviceid": "device",
+    "dup": "split(0)",
+    "free": "destroy",
     "getrank": "rank",
     "getsize": "size",
     "getworldsize": "size",
-    "irecv": "recv(..., wait=False)",
-    "isend": "send(..., wait=False)",
+    "newgroup": "split",
     "nranks": "size",
     "rankid": "rank",
     "reducescattertensor": "reduce_scatter",
@@ -493,5 +495,8 @@ def _meant(name: str) -> str:
     """Return a hint with pynccl's name for what other libraries call so."""
     plain = name.replace("_", "").lower()
     ours = {known.replace("_", ""): known for known in dir(Communicator) if not known.startswith("_")}
-    meant = _OTHER_NAMES.get(plain) or ours.get(plain)
+    known = ours | _OTHER_NAMES
+    meant = known.get(plain)
+    if meant is None and plain.startswith("i") and plain[1:] in known:
+        meant = f"{known[plain[1:]]}(..., wait=False)"
     return f"; pynccl's name is {meant}" if meant else ""

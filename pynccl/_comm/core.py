@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -27,8 +27,8 @@ from pynccl._errors import (
 )
 from pynccl._library import cuda
 from pynccl._library.binding import address_of, fastcall, ffi, lib
-from pynccl._library.status import IN_PROGRESS
-from pynccl._memory.owner import caller_line
+from pynccl._library.status import IN_PROGRESS, note_dropped
+from pynccl._memory.owner import caller_line, used_streams
 from pynccl._memory.registration import Registrations
 from pynccl._memory.window import Windows
 from pynccl._timeouts import check_timeout, resolve_timeout
@@ -105,6 +105,7 @@ class Core:
         self.aborted = False
         # Children keep their parent alive: an abort of the grandparent finds them through it.
         self.parent: Core | None = None
+        streams.add_user(self)
 
     def __repr__(self) -> str:
         place = f"rank {self.rank} of {self.size} on device {self.device}" if self.size else "no rank"
@@ -209,7 +210,7 @@ class Core:
     def outside_groups(self, what: str, *streams: int) -> None:
         """Raise inside group() or prepare, and during a graph capture: they cannot record the call."""
         refuse_recording(what)
-        self.outside_captures(what, {*streams, *self._used()})
+        self.outside_captures(what, {*streams, *used_streams(self.c)})
 
     def outside_captures(self, what: str, streams: Iterable[int]) -> None:
         """Raise while a graph captures one of these streams."""
@@ -223,10 +224,6 @@ class Core:
                         "the capture, since a graph cannot replay it",
                         function=what,
                     )
-
-    def _used(self) -> list[int]:
-        """Return the streams that may have work."""
-        return [int(self.c.used[i]) for i in range(self.c.used_count)]
 
     def check(self, kind: int) -> None:
         """In check mode, require that all ranks are about to make the same call."""
@@ -290,7 +287,7 @@ class Core:
     def _wait_for_all(self, timeout: float | None) -> None:
         """Wait for every stream in use; then raise the error of one that was destroyed."""
         destroyed: NcclInvalidArgument | None = None
-        for stream in self._used():
+        for stream in used_streams(self.c):
             try:
                 self.wait(stream, "synchronize", timeout)
             except NcclInvalidArgument as error:
@@ -365,12 +362,15 @@ class Core:
         self.open()
         timeout = check_timeout(timeout, zero=True)
         given = None if stream is None else streams.handle_of(stream)
-        self.outside_captures("synchronize", self._used() if given is None else [given])
+        self.outside_captures("synchronize", used_streams(self.c) if given is None else [given])
         with self.alone():
-            if given is None:
-                self._wait_for_all(timeout)
-            else:
-                self.wait(given, "synchronize", timeout)
+            try:
+                if given is None:
+                    self._wait_for_all(timeout)
+                else:
+                    self.wait(given, "synchronize", timeout)
+            finally:
+                self._release_waited()
 
     def async_error(self) -> NcclError | None:
         """Return the error that occurred in the background, or None."""
@@ -390,9 +390,53 @@ class Core:
         """Keep the arrays of a call alive until its stream has finished with them."""
         in_flight = self.in_flight.get(stream)
         if in_flight is None:
-            events = CpuEvents(int(self.handle)) if self.waits else CudaEvents(self.device)
-            in_flight = self.in_flight[stream] = InFlight(events, stream)
-        in_flight.add(held(arrays))
+            self.keep_on([stream], arrays)
+        else:
+            in_flight.add(held(arrays))
+
+    def keep_on(self, used: Sequence[int], arrays: Iterable[Any]) -> None:
+        """Keep the arrays of calls on several streams that are about to be issued together."""
+        if any(stream not in self.in_flight for stream in used):
+            # A program may make a stream for every step.
+            self.release_waited()
+        for stream in used:
+            in_flight = self.in_flight.get(stream)
+            if in_flight is None:
+                events = CpuEvents(int(self.handle)) if self.waits else CudaEvents(self.device)
+                in_flight = self.in_flight[stream] = InFlight(events, stream)
+            in_flight.add(held(arrays))
+
+    def release_waited(self) -> None:
+        """Release the arrays of streams that the program has waited for, as by `Stream.synchronize`.
+
+        The caller is between two calls: no call has kept arrays that it has yet to issue.
+        """
+        if not lib.pynccl_enter_anyway(self.c):
+            try:
+                self._release_waited()
+            finally:
+                lib.pynccl_leave_mine(self.c)
+
+    def _release_waited(self) -> None:
+        # The calls of an open group are not on their streams yet.
+        if lib.pynccl_group_depth():
+            return
+        lib.pynccl_comm_settle(self.c)
+        if not self.c.unlisted:
+            # Negative numbers stand for destroyed streams whose calls may still run.
+            done = self.in_flight.keys() - used_streams(self.c)
+            for stream in [stream for stream in done if stream >= 0]:
+                self.in_flight.pop(stream).clear()
+
+    # As a streams.User.
+
+    def newest_call(self, stream: int) -> int:
+        """Return the number of the newest call on a stream that nobody has waited for; 0 if there is none."""
+        return int(lib.pynccl_comm_newest(self.c, stream))
+
+    def waited_for(self, stream: int, number: int) -> None:
+        """Learn that the program has waited for a stream's calls up to this number."""
+        lib.pynccl_comm_waited(self.c, stream, number)
 
     def drop_completed(self, stream: int) -> None:
         """Release the arrays of a stream's completed calls."""
@@ -435,7 +479,8 @@ class Core:
     def leave_at_exit(self, deadline: float | None) -> bool:
         """Complete the issued calls; False if that failed or `deadline` is None: then abort."""
         completed = deadline is not None and self._complete_issued(deadline)
-        if not self._take_from_watchdog(lib.PYNCCL_ENDS if completed else self._departure()):
+        reason = lib.PYNCCL_ENDS if completed else self._departure(aborts=deadline is None)
+        if not self._take_from_watchdog(reason):
             lifetime.disown(int(self.handle))
         return completed
 
@@ -458,9 +503,11 @@ class Core:
             return False
         return True
 
-    def _departure(self) -> Any:
-        """Return what the other ranks hear if nobody aborts: they must not take this end for the failure."""
-        return lib.PYNCCL_STAYS if self.watch.verdict() is None else lib.PYNCCL_ABORTS_TOO
+    def _departure(self, aborts: bool) -> Any:
+        """Return what the other ranks hear: `aborts` if this end, and no call of theirs, is the failure."""
+        if self.watch.verdict() is not None:
+            return lib.PYNCCL_ABORTS_TOO
+        return lib.PYNCCL_ABORTS_FIRST if aborts else lib.PYNCCL_STAYS
 
     def _take_from_watchdog(self, reason: Any) -> bool:
         """Stop watching; False if the watchdog has released the handle already."""
@@ -495,7 +542,9 @@ class Core:
             lifetime.orphans.append(self.holdings)
             # Only a rank that waits for a further call of this one may notice.
             known = self.watch.verdict() is not None
-            if not self._take_from_watchdog(lib.PYNCCL_ABORTS_TOO if known else lib.PYNCCL_ENDS):
+            if self._take_from_watchdog(lib.PYNCCL_ABORTS_TOO if known else lib.PYNCCL_ENDS):
+                note_dropped(int(self.handle))
+            else:
                 lifetime.disown(self.handle)
             self._warn()
 

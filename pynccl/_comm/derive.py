@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from pynccl import capi
 from pynccl._comm.core import Core
 from pynccl._comm.create import take
@@ -16,6 +14,7 @@ from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.generated import kinds
 from pynccl._library.generated.structs import Config
 from pynccl._trace import recorder
+from pynccl._values import is_int
 
 ConfigLike = Config | Mapping[str, Any] | None
 
@@ -90,11 +89,11 @@ def _take(core: Core, child: Core, handle: int) -> None:
 
 def split(core: Core, color: int | None, key: int, config: ConfigLike) -> Core | None:
     """Derive a communicator of the ranks with the same color, ordered by key; None if color is None."""
-    if color is not None and (isinstance(color, bool) or not isinstance(color, int | np.integer)):
+    if color is not None and (not is_int(color)):
         raise TypeError(f"color is {color!r}; expected an int, or None to join no communicator")
     if color is not None and not 0 <= color < 1 << 31:
         raise ValueError(f"color is {color}; expected 0 <= color < 2**31, or None")
-    if isinstance(key, bool) or not isinstance(key, int | np.integer):
+    if not is_int(key):
         raise TypeError(f"key is {key!r}; expected an int that orders the ranks")
     if not -1 << 31 <= key < 1 << 31:
         raise ValueError(f"key is {key}; expected -2**31 <= key < 2**31")

@@ -103,6 +103,9 @@ def group(simulate: bool = False) -> Group:
     Raises NcclInvalidUsage for `simulate=True` inside another group.
     """
     made = Group()
-    if simulate:
+    # Every group passes here.
+    if simulate is not False:
+        if simulate is not True:
+            raise TypeError(f"simulate is {simulate!r}; expected True or False")
         made._simulate = True
     return made

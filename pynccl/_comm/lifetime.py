@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import time
@@ -100,15 +101,33 @@ def _at_exit() -> None:
     deadline = time.monotonic() + _seconds
     aborts = raised()
     broken = set(owned) if aborts else set()
+    interrupt: BaseException | None = None
     for communicator in list(living):
         handle = int(communicator.handle)
-        if not communicator.leave_at_exit(None if aborts else deadline):
+        try:
+            completed = communicator.leave_at_exit(None if aborts else deadline)
+        except KeyboardInterrupt as error:
+            # The user does not want to wait: the others are aborted, too.
+            interrupt, aborts, completed = error, True, communicator.leave_at_exit(None)
+            broken = set(owned)
+        if not completed:
             broken.add(handle)
         communicator.forget("the interpreter has ended")
     if _leave is not None and owned - broken:
         _leave.run(owned - broken, max(0.0, deadline - time.monotonic()))
     if _abort is not None and owned:
         _abort.run(owned, max(1.0, deadline - time.monotonic()))
+    if interrupt is not None:
+        _end_by_interrupt()
+
+
+def _end_by_interrupt() -> None:
+    """End this process as Ctrl-C ends a program; an exception would only be shown, since this is the exit."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def raised() -> bool:

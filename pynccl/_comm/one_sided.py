@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from operator import index
 from typing import Any
 
 from pynccl._arrays import dtypes
@@ -18,6 +17,7 @@ from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._library.generated.kinds import PUT_SIGNAL, SIGNAL, WAIT_SIGNAL
 from pynccl._memory.window import Entry, entry_of
 from pynccl._types import DataType
+from pynccl._values import as_index
 
 _BITS: Any = lib.PYNCCL_SIGNAL_BITS
 _MOST_SIGNALS = (1 << 31) - 1
@@ -178,9 +178,7 @@ def _integer(value: Any, name: str) -> int:
     if type(value) is int:
         return value
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        return index(value)
+        return as_index(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}; expected an int") from None
 

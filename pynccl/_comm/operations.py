@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 
 from pynccl._arrays.buffers import Array
-from pynccl._comm.arguments import apart
+from pynccl._comm.arguments import apart, require_array_or_none
 from pynccl._comm.calls import Calls, PerCall, Piece
 from pynccl._comm.core import Core
 from pynccl._comm.one_sided import OneSided
@@ -703,6 +703,8 @@ class Operations:
 
         Returns None on the other ranks. Raises as `all_reduce` does.
         """
+        with self._calls.locating():
+            self._arguments.rank_in(root, "root")
         here = root == self._core.rank
 
         if here:
@@ -711,7 +713,6 @@ class Operations:
 
         def pieces() -> list[Piece]:
             check = self._arguments
-            check.rank_in(root, "root")
             each = check.counts(counts, "counts")
             source = check.span(send, "send", split=True)
             check.require_own(source, "send", each)
@@ -720,6 +721,8 @@ class Operations:
                 target = check.output(recv, "recv", split=True)
                 parts = check.parts(source, target, "recv", each, "the sum of counts")
                 pieces += [Piece(RECV, code, 0, part, n, peer) for peer, (code, part, n) in enumerate(parts)]
+            else:
+                require_array_or_none(recv, "recv")
             return pieces
 
         return self._run_in_pieces(pieces, 0, stream, send, recv if here else None, wait)
@@ -782,6 +785,8 @@ class Operations:
 
         On other ranks than the root, `send` may be None. Raises as `all_reduce` does.
         """
+        with self._calls.locating():
+            self._arguments.rank_in(root, "root")
         here = root == self._core.rank
 
         with self._calls.locating():
@@ -789,7 +794,6 @@ class Operations:
 
         def pieces() -> list[Piece]:
             check = self._arguments
-            check.rank_in(root, "root")
             each = check.counts(counts, "counts")
             target = check.output(recv, "recv", split=True)
             check.require_own(target, "recv", each)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec
 
-from pynccl._comm.core import INTERRUPTED
+from pynccl._comm.core import INTERRUPTED, Core
 from pynccl._comm.operations import Operations
 from pynccl._comm.recording import Recording
 from pynccl._comm.work import Work, issued_later, part
@@ -38,9 +38,10 @@ class _Run(fastcall.Call):
     def _run_later(self) -> Work[Any]:
         """Run without waiting."""
         recording, uses = self._recording, self._recording.streams()
-        for core, stream in uses:
-            core.outside_captures("wait=False", [stream])
-            core.keep(stream, (self,))
+        for core in recording.cores():
+            on = [stream for used, stream in uses if used is core]
+            core.outside_captures("wait=False", on)
+            core.keep_on(on, (self,))
         answer = None
         try:
             answer = lib.pynccl_list_run(recording.calls, 0)
@@ -126,6 +127,7 @@ def _preparing(
 ) -> Callable[Concatenate[Prepare, P], Prepared]:
     def prepare(self: Prepare, /, *args: P.args, **kwargs: P.kwargs) -> Prepared:
         recording = Recording()
+        self._core.release_waited()
         opened = recording.begin(nested=True)
         assert opened is not None
         try:
@@ -150,8 +152,8 @@ class Prepare:
     A barrier cannot be prepared.
     """
 
-    def __init__(self, operations: Operations) -> None:
-        self._operations = operations
+    def __init__(self, operations: Operations, core: Core) -> None:
+        self._operations, self._core = operations, core
 
     all_reduce = _preparing(Operations.all_reduce)
     reduce = _preparing(Operations.reduce)

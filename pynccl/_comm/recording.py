@@ -90,6 +90,7 @@ class Recording:
                 core.settle(self.name())
                 for use in self._uses():
                     if use.comm == core.c and (later or not use.wait):
+                        lib.pynccl_comm_use(core.c, use.stream)
                         lib.pynccl_watch_issued(core.c, use.stream)
         for core, stream in [] if later else self.waits():
             with core.alone():

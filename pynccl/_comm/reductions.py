@@ -15,7 +15,7 @@ from pynccl._library.binding import ffi
 from pynccl._library.generated.api import ncclScalarDevice, ncclScalarHostImmediate
 from pynccl._library.generated.tables import REDUCTIONS
 from pynccl._types import RedOp
-from pynccl._values import refuse_copy
+from pynccl._values import is_int, refuse_copy
 
 NAMES = {name: op for op, name in enumerate(REDUCTIONS)}
 _ADDING = (int(RedOp.SUM), int(RedOp.AVG))
@@ -130,7 +130,7 @@ def op_code(core: Core, op: Any, dtype: int) -> int:
             raise ValueError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")
         code = NAMES[op]
         adds = code in _ADDING
-    elif isinstance(op, bool) or not isinstance(op, int):
+    elif not isinstance(op, RedOp) and not (is_int(op) and isinstance(op, int)):
         raise TypeError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")
     elif not 0 <= op < 1 << 31:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pynccl import capi
 from pynccl._device.devices import device_to_use, on_device
 from pynccl._errors import NcclInvalidArgument, NcclTimeoutError
 from pynccl._library import cuda, loader
+from pynccl._library.binding import lib
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._timeouts import check_timeout, shown
 from pynccl._trace.recorder import dump_because
-from pynccl._values import refuse_copy
+from pynccl._values import is_int, refuse_copy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,12 +28,40 @@ _LONGEST_SLEEP = 0.001
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy default stream does not wait for it
 
 
+class User(Protocol):
+    """What issues calls on streams and wants to know when the program has waited for them."""
+
+    def newest_call(self, stream: int) -> int:
+        """Return the number of the newest call on a stream that nobody has waited for; 0 if there is none."""
+
+    def waited_for(self, stream: int, number: int) -> None:
+        """Learn that the program has waited for a stream's calls up to this number."""
+
+
+# A dict, since another thread may add one while this one makes a tuple of it.
+_users: dict[weakref.ref[User], None] = {}
+
+
+def add_user(user: User) -> None:
+    """Tell an object of the program's waits for streams, as long as it lives."""
+    _users[weakref.ref(user, lambda dead: _users.pop(dead, None))] = None
+
+
+def _calls_on(stream: int) -> list[tuple[User, int]]:
+    """Return who has issued calls on a stream that nobody has waited for, with the number of the newest."""
+    # The calls of an open group are not on the stream yet.
+    if lib.pynccl_group_depth():
+        return []
+    living = (user for ref in tuple(_users) if (user := ref()) is not None)
+    return [(user, number) for user in living if (number := user.newest_call(stream))]
+
+
 def handle_of(stream: Any) -> int:
     """Return the handle of a stream argument: an int, or an object with a stream attribute."""
     handle: Any = stream
-    if not isinstance(stream, int) or isinstance(stream, bool):
+    if not isinstance(stream, int) or not is_int(stream):
         handle = _shown_handle(stream)
-    if isinstance(handle, bool) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
+    if not is_int(handle) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
         raise TypeError(
             f"stream is {stream!r}; expected None, a stream handle as an int, or an object with "
             "__cuda_stream__, ptr or cuda_stream"
@@ -176,21 +206,40 @@ class Stream(_Owned):
 
     def query(self) -> bool:
         """Tell whether all work of the stream has completed."""
+        return self._complete(self._query)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait until all work of the stream has completed; raise NcclTimeoutError after `timeout` seconds."""
+
+        def wait(deadline: float | None) -> bool:
+            return self._complete(lambda: self._wait(deadline))
+
+        _wait_for(wait, timeout, "Stream.synchronize")
+
+    def _complete(self, ask: Callable[[], bool]) -> bool:
+        """Return the answer to whether all work has completed; if so, nobody needs to wait for it again."""
+        handle = self.handle
+        calls = _calls_on(handle)
+        done = ask()
+        if done:
+            for user, number in calls:
+                user.waited_for(handle, number)
+        return done
+
+    def _query(self) -> bool:
         if self._cpu:
             return capi.pyncclCpuStreamQuery(0, self.handle) != IN_PROGRESS
         return cuda.stream_query(self.handle)
 
-    def synchronize(self, timeout: float | None = None) -> None:
-        """Wait until all work of the stream has completed; raise NcclTimeoutError after `timeout` seconds."""
-        _wait_for(self._wait, timeout, "Stream.synchronize")
-
     def _wait(self, deadline: float | None) -> bool:
         if self._cpu:
             return wait_cpu(lambda: 0, self.handle, deadline)
-        return poll(lambda: cuda.stream_query(self.handle), deadline)
+        return poll(self._query, deadline)
 
     def wait_event(self, event: Event) -> None:
         """Make the later work of this stream wait for an event."""
+        if not isinstance(event, Event):
+            raise TypeError(f"event is {event!r}; expected a pynccl.Event")
         if self._cpu:
             capi.pyncclCpuStreamWaitEvent(0, self.handle, event.handle)
         else:

@@ -152,11 +152,15 @@ def _load_auto() -> LibraryInfo:
     raise LibraryNotFoundError(f"no NCCL library was found. Looked for:\n{places}\n{_advice()}")
 
 
+# How the advice begins without a driver.
+NO_DRIVER = "No NVIDIA driver was found."
+
+
 def _advice() -> str:
     """Return what to do without a library: first what can work on this machine."""
     if cuda.available():
         return f"Install {_INSTALL} {_ON_CPU}"
-    return f"No NVIDIA driver was found. {_ON_CPU} With a driver, install {_INSTALL}"
+    return f"{NO_DRIVER} {_ON_CPU} With a driver, install {_INSTALL}"
 
 
 def _file(text: str, how: str) -> str:

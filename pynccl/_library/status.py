@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 from pynccl._errors import (
@@ -14,7 +16,7 @@ from pynccl._errors import (
 )
 from pynccl._library import cuda, loader
 from pynccl._library.binding import ffi, lib
-from pynccl._library.generated.api import CPU_FUNCTIONS, FUNCTIONS, ncclInvalidUsage
+from pynccl._library.generated.api import CPU_FUNCTIONS, FUNCTIONS, ncclInvalidUsage, ncclSystemError
 from pynccl._library.loader import version_text
 
 IN_PROGRESS = 7
@@ -25,6 +27,27 @@ NOT_FOUND = lib.PYNCCL_NOT_FOUND
 _known: dict[int, tuple[tuple[int, int] | None, Any]] = {}
 # By communicator, the cells of handles that NCCL will write.
 _late: dict[int, list[Any]] = {}
+
+
+# Communicators that were garbage-collected without an end: the library still holds their descriptors.
+_dropped: set[int] = set()
+
+
+def note_dropped(comm: int) -> None:
+    """Count a communicator that was garbage-collected without an end, for later errors."""
+    _dropped.add(comm)
+
+
+def _why_exhausted(result: int, detail: str) -> str:
+    """Return what the program has to do with a lack of descriptors in this process; "" if nothing."""
+    if not _dropped or result != ncclSystemError or os.strerror(errno.EMFILE) not in detail:
+        return ""
+    several = len(_dropped) > 1
+    return (
+        f"{len(_dropped)} communicator{'s were' if several else ' was'} garbage-collected without destroy(), "
+        f"and keep{'' if several else 's'} {'their' if several else 'its'} descriptors until the process "
+        "ends; call destroy() or use `with`"
+    )
 
 
 def remember(comm: int, place: tuple[int, int] | None, cells: Any = None) -> None:
@@ -42,6 +65,7 @@ def forget(comm: int) -> None:
     """Forget a communicator, since its handle may be reused."""
     _known.pop(int(comm), None)
     _late.pop(int(comm), None)
+    _dropped.discard(int(comm))
 
 
 def place_of(comm: int) -> tuple[int, int] | None:
@@ -111,6 +135,8 @@ def _failed(result: int, function: str, comm: int) -> NcclError:
     rank, size = place_of(comm) or (None, None)
     if rank is not None and not cause.startswith(f"rank {rank} of {size}:"):
         parts.append(f"rank {rank} of {size}")
+    if why := _why_exhausted(result, detail):
+        parts.append(why)
     parts.append(_origin())
     if cls is NcclUnhandledCudaError and _library_name() == "NCCL" and not cuda.available():
         parts.append(

@@ -59,12 +59,18 @@ class Base(Protocol):
 
 def complete(owner: Base, what: str, timeout: float | None = None) -> None:
     """Wait for the calls in flight, which use the memory; the caller has reserved the communicator."""
-    for stream in _used(owner):
+    for stream in used_streams(owner.c):
         owner.wait(stream, what, timeout)
 
 
-def _used(owner: Base) -> list[int]:
-    return [int(owner.c.used[i]) for i in range(owner.c.used_count)]
+def used_streams(comm: Any) -> list[int]:
+    """Return the streams with calls of a pynccl_comm that nobody has waited for."""
+    found, entry = [], comm.used
+    while entry:
+        if entry.last > entry.waited:
+            found.append(int(entry.stream))
+        entry = entry.next
+    return found
 
 
 def refuse_unless_idle(owner: Base, what: str, array: Any) -> None:

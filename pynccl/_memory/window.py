@@ -9,8 +9,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from pynccl import capi
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import Span, held, shape_of
@@ -21,7 +19,7 @@ from pynccl._library.generated import kinds
 from pynccl._library.status import check, remember_late
 from pynccl._memory import creation
 from pynccl._memory.owner import Base, caller_line, complete, refuse_unless_idle
-from pynccl._values import refuse_copy
+from pynccl._values import is_int, refuse_copy
 
 _REGISTER, _DEREGISTER = kinds.FUNCTIONS[kinds.WINDOW], kinds.FUNCTIONS[kinds.CLOSE_WINDOW]
 # Gather a few numbers of every rank, as a collective call of this kind: an int64 array of one row per rank.
@@ -203,7 +201,7 @@ class Window:
         """
         entry = self._live()
         size = self._owner.size
-        if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+        if not is_int(rank):
             raise TypeError(f"rank is {rank!r}; expected an int, 0 <= rank < {size}")
         if not 0 <= rank < size:
             raise ValueError(f"rank is {rank}; expected 0 <= rank < {size}")

@@ -71,6 +71,11 @@ def _variables(ctx: click.Context, param: click.Parameter, value: tuple[str, ...
     return given
 
 
+def _torchruns(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise click.UsageError(f"--nproc-per-node is torchrun's; expected -n {value}")
+
+
 # What follows SCRIPT is the program's, options included.
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option(
@@ -131,6 +136,7 @@ def _variables(ctx: click.Context, param: click.Parameter, value: tuple[str, ...
     "--ssh", default=SSH, show_default=True, metavar="COMMAND", help="With --hosts: the command for ssh."
 )
 @click.option("--end-with-input", is_flag=True, hidden=True)
+@click.option("--nproc-per-node", "--nproc_per_node", hidden=True, expose_value=False, callback=_torchruns)
 @click.option(
     "--tee", callback=_tee, metavar="RANKS", help="Show only these ranks' output; --log-dir has all."
 )
@@ -164,7 +170,7 @@ def run(
     """Run a program on several ranks of this machine, or of several.
 
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under
-    torchrun, and finds the others by pynccl.init().
+    torchrun, and finds the others by pynccl.init(). Ranks have no standard input: they read an empty one.
     """
     if nranks is None:
         raise click.UsageError("Missing option '-n', before SCRIPT: what follows SCRIPT goes to the program")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -25,6 +26,14 @@ _REASON = b"asked by pynccl run before it ended the ranks"
 _END = b"\nend\n"
 _FAILED = b"failed at "
 _MOST_BYTES = 1 << 20
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x")
+# A thread that waits for the exit (_comm/lifetime.py).
+_IDLE = re.compile(
+    r".*\n"
+    r"(?:  File \".*/threading\.py\", line \d+ in wait\n)+"
+    r"  File \".*/pynccl/_comm/lifetime\.py\", line \d+ in _work\n"
+    r"(?:  File \".*/threading\.py\", line \d+ in \w+\n?)*"
+)
 
 
 # --- the rank's side ----------------------------------------------------------------------------------------
@@ -73,6 +82,21 @@ def status_of(pid: int, name: str) -> str:
     raise OSError(f"no {name} in /proc/{pid}/status")
 
 
+# --- stacks -------------------------------------------------------------------------------------------------
+
+
+def in_order(text: str) -> str:
+    """Return faulthandler's stacks, the current thread's first, then the oldest, without pynccl's idle ones.
+
+    faulthandler writes the newest thread first, and the main thread last.
+    """
+    blocks = re.split(r"\n\n+", text.strip("\n"))
+    stacks = [block for block in blocks if _THREAD.match(block)]
+    kept = [block for block in reversed(stacks) if not _IDLE.fullmatch(block)]
+    kept.sort(key=lambda block: not block.startswith("Current"))
+    return "\n\n".join([*(block for block in blocks if block not in stacks), *kept])
+
+
 # --- the launcher's side ------------------------------------------------------------------------------------
 
 
@@ -119,8 +143,9 @@ class Answer:
 
     @property
     def stacks(self) -> bytes:
-        """Return the stacks that have been written."""
-        return self._read().removesuffix(_END[1:])
+        """Return the stacks that have been written, in order."""
+        text = self._read().removesuffix(_END[1:]).decode(errors="replace")
+        return f"{in_order(text)}\n".encode() if text.strip() else b""
 
 
 class Request:

@@ -345,6 +345,9 @@ class _Launcher:
     def _on_signal(self, number: int) -> None:
         self.stopped = self.stopped or number in _ENDING
         if number in _ENDING and not self._ending:
+            # After SIGHUP the terminal may be gone.
+            with suppress(OSError):
+                self._say(f"got {signal.Signals(number).name}; ending the ranks")
             self._tell(f"pynccl run was ended by {signal.Signals(number).name}", 128 + number)
             self._ask(number)
         elif number in _ENDING:
@@ -366,8 +369,9 @@ class _Launcher:
             elif code == 0:
                 self._tell_exit(rank)
             elif self.code == 0:
-                self._note_failure(rank, code, "; ending the other ranks")
-                if not self._ending:  # else the ranks have the signal already
+                # After a signal, and after --timeout, the ranks end already.
+                self._note_failure(rank, code, "" if self._ending else "; ending the other ranks")
+                if not self._ending:
                     self._end(signal.SIGTERM)
 
     def _is_consequence(self, rank: int) -> bool:
@@ -421,13 +425,13 @@ class _Launcher:
     def _tell_exit(self, rank: int) -> None:
         """Tell ranks that may wait for this one in pynccl.init."""
         if len(self.ended) < len(self.children):
+            meeting, how = self.meeting, self.children[rank].describe_exit()
             with suppress(BootstrapError, TimeoutError):
-                word.tell_exit(self.meeting.store, self.meeting.secret, self.meeting.job, rank)
+                word.tell_exit(meeting.store, meeting.secret, meeting.job, rank, how)
 
     def _go_on_without(self, rank: int, code: int) -> None:
         """Tell the other ranks of an exit; end the remaining processes of a failed rank."""
-        if code == 0:
-            self._tell_exit(rank)
+        self._tell_exit(rank)
         try:
             word.tell(self.meeting.store, self.meeting.secret, self.meeting.job, self.processes[rank])
         except (BootstrapError, TimeoutError) as error:

@@ -19,7 +19,10 @@ _EXEC_TIED = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
     "if os.getppid() != int(sys.argv[1]): os._exit(1)\n"
-    "os.execv(sys.argv[2], sys.argv[2:])\n"
+    "try: os.execv(sys.argv[2], sys.argv[2:])\n"
+    "except OSError as error:\n"
+    "    what = ' (it, or the interpreter in its first line)' if error.errno == 2 else ''\n"
+    "    sys.exit(f'{sys.argv[2]!r} cannot be run: {error.strerror}{what}')\n"
 )
 
 

@@ -24,10 +24,10 @@ def tell(address: str, secret: str, job: str, ended: ends.Process) -> None:
         store.set(ends.key(ended), b"%d" % at)
 
 
-def tell_exit(address: str, secret: str, job: str, rank: int) -> None:
-    """Record in the launcher's store that a rank has ended without an error."""
+def tell_exit(address: str, secret: str, job: str, rank: int, how: str) -> None:
+    """Record in the launcher's store how a rank has ended, for ranks that wait for it in pynccl.init."""
     with _connect(address, _STORE_SECONDS, secret, job) as store:
-        store.set(ends.exit_key(rank), b"")
+        store.set(ends.exit_key(rank), how.encode())
 
 
 def listen() -> None:

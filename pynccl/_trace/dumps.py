@@ -146,6 +146,8 @@ class World:
 # Limits of a valid dump: bytes of a line, characters of a text, and values of a number.
 _MOST_LINE, _MOST_TEXT, _MOST = 1 << 20, 4096, 1 << 64
 _MOST_RANKS = 1 << 31
+# A file with more damaged lines is not read to its end.
+_MOST_DAMAGED = 100_000
 
 
 class _Damaged(ValueError):
@@ -303,12 +305,12 @@ def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 def read_all(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
     """Read the dumps of several processes; raise TraceError if they contain nothing."""
-    everything, given = Dumps([], []), set(map(Path, paths))
+    everything = Dumps([], [])
     for path in files_of(paths):
         try:
-            if path not in given and not path.is_file():
+            if path.exists() and not path.is_file():
                 # A named pipe would wait for its writer.
-                raise TraceError(f"{path} is not a file")
+                raise TraceError(f"{path} is no regular file; expected a dump or a folder of dumps")
             found = _read(path)
         except (TraceError, OSError) as error:
             found = Dumps([], [printable(str(error))])
@@ -365,10 +367,15 @@ class _Reader:
         self._member: Callable[..., Member] | None = None
         self._reading = Reading(lambda _: None)
 
+    @property
+    def stops(self) -> bool:
+        """Whether the file is so damaged that the rest is not read."""
+        return len(self.damaged) > _MOST_DAMAGED
+
     def read(self, text: bytes) -> None:
         """Read some lines."""
         at = 0
-        while at < len(text):
+        while at < len(text) and not self.stops:
             rows, at = scan(text, at)
             if len(rows):
                 self._add(text, rows)
@@ -422,15 +429,19 @@ def _read(path: Path) -> Dumps:
     with open(path, "rb") as file:
         for text in _chunks(file):
             reader.read(text)
+            if reader.stops:
+                break
     reader.finish()
     if reader.process is None:
         raise TraceError(f"{reader.name} is empty; expected a dump of the flight recorder")
-    return Dumps(reader.process.members, [_say_damage(reader.name, reader.damaged)] if reader.damaged else [])
+    return Dumps(reader.process.members, [_say_damage(reader)] if reader.damaged else [])
 
 
-def _say_damage(name: str, lines: list[int]) -> str:
+def _say_damage(reader: _Reader) -> str:
+    lines = reader.damaged
     more = f", and {len(lines) - 1} more lines" if len(lines) > 1 else ""
-    return f"{name}, line {lines[0]}: this is not a record of the flight recorder{more}"
+    more += "; the rest of the file is not read" if reader.stops else ""
+    return f"{reader.name}, line {lines[0]}: this is not a record of the flight recorder{more}"
 
 
 def worlds_of(members: Iterable[Member]) -> list[World]:

@@ -38,6 +38,8 @@ _KEPT = 8
 _EBUSY = 16
 # The result of a call that ended with an exception that has no NCCL result.
 _NO_RESULT = -1
+_UNCAUGHT = signal.SIGKILL, signal.SIGSTOP
+_FAULTS = signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -104,8 +106,14 @@ def signal_of(environ: Mapping[str, str]) -> signal.Signals | None:
         return None
     for known in signal.Signals:
         if text.upper() in (known.name, known.name.removeprefix("SIG"), str(known.value)):
-            if known in (signal.SIGKILL, signal.SIGSTOP):
+            if known in _UNCAUGHT:
                 break
+            if known in _FAULTS:
+                # After the dump the faulty instruction would run again, and raise the signal again.
+                raise ValueError(
+                    f"{SIGNAL} is {text!r}, a signal that a fault of the program raises; expected "
+                    "another one, as USR2 or 12"
+                )
             return known
     raise ValueError(f"{SIGNAL} is {text!r}; expected a signal that can be caught, as USR2 or 12")
 
@@ -203,6 +211,8 @@ def dump_trace(path: str | os.PathLike[str]) -> Path:
     In a folder, the file is named after rank, host and process. `pynccl trace` reads the files of all
     ranks together. Raises OSError if the file cannot be written.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path is {path!r}; expected the name of a file or a folder")
     target = Path(path)
     if target.is_dir():
         target /= file_name(_process.get("rank"), os.getpid())

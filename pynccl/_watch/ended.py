@@ -43,7 +43,7 @@ def key(ended: Process) -> str:
 
 
 def exit_key(rank: int) -> str:
-    """Return the store's key that says that the launcher's rank has ended without an error."""
+    """Return the store's key that says how the launcher's rank has ended."""
     return f"exited/{rank}"
 
 

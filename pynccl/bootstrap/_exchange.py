@@ -91,8 +91,8 @@ class Round:
         self.later = later
         # Called on rank 0 after every rank has arrived.
         self.when_joined: Callable[[], None] = lambda: None
-        # Whether the launcher has said that a rank's process has ended.
-        self.has_exited: Callable[[int], bool] = lambda _: False
+        # How a rank has ended, if the launcher has said so; else "".
+        self.how_ended: Callable[[int], str] = lambda _: ""
         # Returns the text about clients that the store of rank 0 refused.
         self.refused: Callable[[], str] = lambda: ""
 
@@ -172,7 +172,7 @@ class Round:
             try:
                 with suppress(TimeoutError):
                     return self.keys.fetch(name, max(0.0, min(patience, left)))
-                patience, failure, exited = _LOOK, self._look(), self.has_exited(of)
+                patience, failure, end = _LOOK, self._look(), self.how_ended(of)
             except StoreSilent:
                 # On a busy machine the store's process may not be scheduled for seconds.
                 if left <= _LOOK:
@@ -181,13 +181,13 @@ class Round:
                 continue
             if failure is not None:
                 raise failure.error()
-            if exited:
+            if end:
                 # It may have written the value before.
                 with suppress(TimeoutError):
                     return self.keys.fetch(name, 0.0)
-                raise BootstrapError(
-                    f"rank {of} of {self.size} has ended, with exit code 0, without this call of pynccl.init"
-                )
+                raise Failure(
+                    f"rank {of} of {self.size} {end}, without this call of pynccl.init", (of,)
+                ).error()
             if left <= _LOOK:
                 raise TimeoutError(f"no rank set {name!r}")
 

@@ -67,7 +67,7 @@ def choose(
             return _alone(launcher)
         if launcher.names.mpi and importlib.util.find_spec("mpi4py") is not None:
             method = "mpi"
-    if method == "mpi" or _mpi.is_communicator(method):
+    if (isinstance(method, str) and method == "mpi") or _mpi.is_communicator(method):
         if rank is not None or world_size is not None:
             raise ValueError("rank or world_size is given; expected None, since MPI numbers the ranks")
         return _by_mpi(method, launcher)
@@ -137,7 +137,7 @@ def _rounds_at(place: str) -> Iterator[int]:
 
 def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str, Opener | None]:
     """Return the place of a method in words, and its opener; "" and None if the environment decides."""
-    if method is None or method == "env":
+    if method is None or (isinstance(method, str) and method == "env"):
         return "", None
     if isinstance(method, str) and method.startswith("tcp://"):
         try:
@@ -163,7 +163,8 @@ def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str,
     if not isinstance(method, str) and ObjectKeys.fits(method):
         keys = ObjectKeys(method)
         return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(method), False)
-    raise ValueError(f"method is {method!r}; {_EXPECTED}")
+    meant = "pynccl's name is 'env', the default; " if method == "env://" else ""
+    raise ValueError(f"method is {method!r}; {meant}{_EXPECTED}")
 
 
 def _opener(function: Callable[..., AbstractContextManager[Exchange]], *args: Any) -> Opener:
@@ -237,16 +238,15 @@ def _at_store(address: str, name: str, rank: int, size: int, deadline: float) ->
         meeting = Round(StoreKeys(store), str(next(rounds)), rank, size, deadline, later=rounds)
         launcher = _environment.detect(_environment.variables())
         if (rank, size) == (launcher.rank, launcher.size):
-            meeting.has_exited = lambda other: _is_set(store, exit_key(other))
+            meeting.how_ended = lambda other: _value(store, exit_key(other))
         yield meeting
 
 
-def _is_set(store: Store, key: str) -> bool:
+def _value(store: Store, key: str) -> str:
     try:
-        store.get(key, 0.0)
+        return store.get(key, 0.0).decode()
     except TimeoutError:
-        return False
-    return True
+        return ""
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pynccl._secure import handshake
 from pynccl._secure.secret import check_secret, encode, read_secret
+from pynccl._timeouts import check_timeout
 from pynccl._values import check_int, check_text
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address, is_loopback, resolve
@@ -128,6 +129,7 @@ class StoreServer:
         job: str | None = None,
         timeout: float = 30.0,
     ) -> None:
+        check_timeout(timeout, optional=False)
         secret = read_secret() or _new_secret() if secret is None else check_secret(secret)
         self.secret = secret
         self.job = resolve_job(job)

@@ -216,6 +216,8 @@ class Store:
     def wait(self, keys: str | Iterable[str], timeout: float | None = None) -> None:
         """Wait until all of these keys are set; TimeoutError names some of the missing keys."""
         keys = [keys] if isinstance(keys, str) else check_list(keys, "keys", "a key or a list of keys")
+        for index, key in enumerate(keys):
+            check_text(key, f"keys[{index}]")
         deadline = time.monotonic() + self._seconds(timeout)
         for index, key in enumerate(keys):
             if not self._is_set(key, max(0.0, deadline - time.monotonic())):
@@ -232,6 +234,7 @@ class Store:
 
     def barrier(self, name: str, count: int, timeout: float | None = None) -> None:
         """Return when `count` clients have entered the barrier `name`; the barrier can be used again."""
+        check_text(name, "name")
         count = check_int(count, "count", 1, 1 << 32, "the number of clients, at least 1")
         seconds = self._seconds(timeout)
         argument = f.BARRIER_ARGUMENT.pack(int(seconds * 1000), count)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from pynccl._errors import NcclInvalidUsage
 from pynccl._library import loader
 from pynccl._memory.creation import zeros
 from pynccl.compat._wrapper import NCCLLibrary, Pointer, id_bytes, ncclComm_t, ncclUniqueId
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # What ncclCommWindowRegister takes for a window whose memory is symmetric.
 _SYMMETRIC = 1
@@ -75,6 +78,36 @@ class Engine:
     device: Any
 
     _own: Communicator | None = None
+    _begins_disabled = False
+
+    @classmethod
+    def from_unique_id_bytes(
+        cls,
+        unique_id_bytes: bytes,
+        rank: int,
+        world_size: int,
+        device: Any,
+        library_path: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Self:
+        """Join the communicator of an id of 128 bytes, which all ranks have got in some way.
+
+        The first call of every rank is an all_reduce of one float32, as in vLLM. SGLang's own class lacks
+        this method.
+        """
+        self = cls.__new__(cls)
+        self.group, self.rank, self.world_size = None, rank, world_size
+        uid = id_bytes(unique_id_bytes)
+        for name, value in (("rank", rank), ("world_size", world_size)):
+            if not isinstance(value, SupportsIndex):
+                raise TypeError(f"{name} is {value!r}, of type {type(value).__qualname__}; expected an int")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank} and world_size {world_size}; expected 0 <= rank < world_size")
+        if world_size > 1:
+            self.nccl = NCCLLibrary(library_path)
+            self._join(uid, device, timeout=timeout)
+        return self
 
     def _meet(self, group: Any, library_path: str | None, device: Any, **options: Any) -> None:
         """Join the communicator of a process group, whose rank 0 makes the id."""
@@ -92,7 +125,7 @@ class Engine:
         self.device, ordinal = _device(device)
         self._own = Communicator(self.world_size, uid, self.rank, device=ordinal, **options)
         self._groups: list[_Nest] = []
-        self.available, self.disabled = True, False
+        self.available, self.disabled = True, self._begins_disabled
         # The engines' own classes do so, and either kind of rank may be on the other side.
         self._comm.all_reduce(_one_zero(self.device, ordinal))
         self._comm.synchronize()

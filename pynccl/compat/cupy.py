@@ -13,7 +13,9 @@ Differences from CuPy:
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Callable
 from operator import attrgetter
@@ -100,8 +102,14 @@ _stand_in = _StandIn("cupy.cuda.nccl", __name__)
 def install() -> None:
     """Put this module under the name cupy.cuda.nccl in this process, for programs that import that one.
 
-    Raises RuntimeError if a module uses CuPy's own already: call it before the import of these.
+    Raises RuntimeError if a module uses CuPy's own already: call it before the import of these. Raises
+    ImportError without CuPy, since Python imports cupy and cupy.cuda first.
     """
+    if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
+        raise ImportError(
+            "cupy.cuda.nccl needs CuPy, which is not installed; expected CuPy (pip install cupy-cuda12x), or "
+            "in the program: from pynccl.compat import cupy as nccl"
+        )
     _stand_in.install()
 
 

@@ -25,6 +25,8 @@ def install() -> None:
 class PyNcclCommunicator(Engine):
     """SGLang's communicator: reductions in place, and disabled until `change_state` enables it."""
 
+    _begins_disabled = True
+
     def __init__(
         self,
         group: Any,
@@ -44,7 +46,6 @@ class PyNcclCommunicator(Engine):
         config = _wrapper.ncclConfig_t(graphUsageMode=usage, CTAPolicy=cta_policy)
         options = None if config == _wrapper.ncclConfig_t() else config
         self._meet(group, library_path, device, config=options, timeout=timeout)
-        self.disabled = True
 
     def all_reduce(self, tensor: Any, op: Any = "sum", stream: Any = None) -> None:
         """Reduce the tensors of all ranks, in place."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 from pynccl.compat import _wrapper
 from pynccl.compat._engine import Engine, like, memory_of, one_each, rows, send_and_receive, width_of
@@ -40,34 +40,6 @@ class PyNcclCommunicator(Engine):
         be pynccl's.
         """
         self._meet(group, library_path, device, timeout=timeout)
-
-    @classmethod
-    def from_unique_id_bytes(
-        cls,
-        unique_id_bytes: bytes,
-        rank: int,
-        world_size: int,
-        device: Any,
-        library_path: str | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> PyNcclCommunicator:
-        """Join the communicator of an id of 128 bytes, which all ranks have got in some way.
-
-        The first call of every rank is an all_reduce of one float32, as in vLLM.
-        """
-        self = cls.__new__(cls)
-        self.group, self.rank, self.world_size = None, rank, world_size
-        uid = _wrapper.id_bytes(unique_id_bytes)
-        for name, value in (("rank", rank), ("world_size", world_size)):
-            if not isinstance(value, SupportsIndex):
-                raise TypeError(f"{name} is {value!r}, of type {type(value).__qualname__}; expected an int")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank} and world_size {world_size}; expected 0 <= rank < world_size")
-        if world_size > 1:
-            self.nccl = _wrapper.NCCLLibrary(library_path)
-            self._join(uid, device, timeout=timeout)
-        return self
 
     def all_reduce(self, in_tensor: Any, out_tensor: Any = None, op: Any = "sum", stream: Any = None) -> Any:
         """Reduce the tensors of all ranks to `out_tensor`, by default a new one; return it."""

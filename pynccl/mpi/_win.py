@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from mpi4py import MPI
 
 from pynccl._arrays.buffers import spans
@@ -14,6 +13,7 @@ from pynccl._errors import NcclInvalidUsage, NotSupportedError
 from pynccl._library import loader
 from pynccl._memory import creation
 from pynccl._memory.window import Window
+from pynccl._values import is_int
 from pynccl.mpi._messages import Block, Message, Region, one, part_of, place_of, target_of, whole
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Win:
         self.comm, self.memory, self.flavor, self.name = comm, memory, flavor, ""
         self._own = one([memory, MPI.BYTE], "memory", writes=True).memory if memory is not None else None
         nbytes = 0 if self._own is None else self._own.nbytes
-        if isinstance(disp_unit, bool) or not isinstance(disp_unit, int | np.integer):
+        if not is_int(disp_unit):
             raise TypeError(f"disp_unit is {disp_unit!r}; expected an int")
         if disp_unit < 1:
             raise ValueError(f"disp_unit is {disp_unit}; expected 1 or more")
@@ -164,7 +164,7 @@ class Win:
 
     def _pairs(self, origin: Message, rank: Any, spec: Any) -> Iterator[tuple[int, int, int]]:
         """Return the offsets of each piece in the origin's and the target's memory, and its length."""
-        if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+        if not is_int(rank):
             raise TypeError(f"target_rank is {rank!r}; expected an int")
         if not 0 <= rank < self.comm.size:
             raise ValueError(f"target_rank is {rank}; expected 0 <= target_rank < {self.comm.size}")

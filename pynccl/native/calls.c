@@ -54,14 +54,7 @@ void pynccl_comm_reached(pynccl_comm* comm, uintptr_t stream, uint64_t position)
 
 // A stream that the library refused may not exist.
 static void pynccl_use_stream(pynccl_comm* comm, uintptr_t stream, int result) {
-  if (result && result != ncclInProgress) return;
-  for (int i = comm->used_count; i-- > 0;)
-    if (comm->used[i] == stream) return;
-  uintptr_t* used = pynccl_room(comm->used, comm->used_count, &comm->used_capacity, sizeof *used);
-  // Without memory a later synchronize() of all streams misses this one; the call itself succeeds.
-  if (!used) return;
-  comm->used = used;
-  used[comm->used_count++] = stream;
+  if (!result || result == ncclInProgress) pynccl_comm_use(comm, stream);
 }
 
 // --- one call ----------------------------------------------------------------------------------------------
@@ -147,10 +140,13 @@ static int pynccl_one_sided(const pynccl_call* c) {
              : PLAIN(function, __VA_ARGS__))
 
 // In place on one rank there is nothing to do, except for PreMulSum. The library checks a stream of the
-// caller's.
+// caller's, and refuses the call of a communicator that has failed.
 static int pynccl_is_done(const pynccl_call* c) {
   const int own_stream = c->stream <= 2 || c->stream == c->comm->stream;
-  return own_stream && c->send == c->recv && c->kind < PYNCCL_SEND && c->op < ncclNumOps;
+  if (!own_stream || c->send != c->recv || c->kind >= PYNCCL_SEND || c->op >= ncclNumOps) return 0;
+  int state = ncclSuccess;
+  const int r = ncclCommGetAsyncError(c->comm->handle, &state);
+  return (!r || r == PYNCCL_NOT_FOUND) && (!state || state == ncclInProgress);
 }
 
 static int pynccl_run(const pynccl_call* c) {

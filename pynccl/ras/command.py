@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import click
 
+from pynccl._errors import NcclError
 from pynccl._trace.dumps import printable
 from pynccl.ras.client import ADDRESS, TIMEOUT, parse_address, status
 from pynccl.ras.report import Communicator, Lag, MissingRank, Rank, Status
@@ -53,7 +54,11 @@ def ras(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     while True:
-        found = status(asked, timeout=timeout)
+        try:
+            found = status(asked, timeout=timeout)
+        except NcclError as error:
+            print(f"pynccl ras: {error}", file=sys.stderr)
+            return 1
         print(_json(found, follow is None) if as_json else "\n".join(lines(found, verbose)), flush=True)
         if follow is None:
             return 0 if found.ok else 2

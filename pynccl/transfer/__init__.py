@@ -66,7 +66,10 @@ def recv_tensors(
     `Communicator.broadcast` does.
     """
     _require_peers(comm, "recv_tensors")
-    root = check_int(root, "root", 0, comm.size, f"a rank from 0 to {comm.size - 1}, other than this one")
+    try:
+        root = check_int(root, "root", 0, comm.size, f"a rank from 0 to {comm.size - 1}, other than this one")
+    except (TypeError, ValueError) as error:
+        _agreement.refuse(comm, error)
 
     def expect() -> dict[str, _tensors.Tensor] | None:
         return None if into is None else _tensors.described(into, "into", written=True)

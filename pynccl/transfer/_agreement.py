@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pynccl._arrays import dtypes
 from pynccl._comm.communicator import Communicator
@@ -20,7 +20,7 @@ from pynccl.transfer._tensors import Tensor
 P = TypeVar("P")
 
 # What a rank calls, and which form of the announcement it knows.
-_RECEIVES, _SENDS = 0, 1
+_RECEIVES, _SENDS, _REFUSES = 0, 1, 2
 _FORM = 1
 
 
@@ -39,7 +39,7 @@ def send(comm: Communicator, describe: Callable[[], Announcement], prepare: Call
         data, made = _packed(announcement), prepare(announcement)
     except Exception as error:
         failed, data = error, b""
-    _meet(comm, _SENDS, comm.rank, len(data))
+    _meet(comm, _SENDS, comm.rank, len(data), failed)
     if data:
         broadcast_bytes(comm, data, len(data), comm.rank)
     _answer(comm, failed)
@@ -72,7 +72,13 @@ def receive(
     return made
 
 
-def _meet(comm: Communicator, role: int, root: int, length: int) -> int:
+def refuse(comm: Communicator, error: Exception) -> NoReturn:
+    """Raise an error for which this rank cannot name its part, and let all other ranks raise, too."""
+    _meet(comm, _REFUSES, comm.rank, 0, error)
+    raise error
+
+
+def _meet(comm: Communicator, role: int, root: int, length: int, failed: Exception | None = None) -> int:
     """Raise on every rank unless one rank sends and all others receive from it; return what it announces."""
     said = gather_numbers(comm, (_FORM, role, root, length))
     forms = sorted({form for form, *_ in said})
@@ -80,12 +86,16 @@ def _meet(comm: Communicator, role: int, root: int, length: int) -> int:
         raise CollectiveMismatchError(
             f"the ranks announce tensors in the forms {forms}; expected one version"
         )
+    if any(does == _REFUSES for _, does, *_ in said):
+        _answer(comm, failed)
     senders = [rank for rank, (_, does, _, _) in enumerate(said) if does == _SENDS]
     roots = sorted({root for _, does, root, _ in said if does == _RECEIVES})
     if len(senders) != 1 or roots != senders:
         sending = f"ranks {senders} call send_tensors" if senders else "no rank calls send_tensors"
+        named = ", ".join(map(str, roots))
+        receiving = f"the others recv_tensors with root {named}" if roots else "no rank calls recv_tensors"
         raise CollectiveMismatchError(
-            f"{sending}, and the others recv_tensors with root {', '.join(map(str, roots)) or 'of nobody'}; "
+            f"{sending}, and {receiving}; "
             "expected send_tensors on one rank, and recv_tensors with root= that rank on all others"
         )
     return int(said[senders[0]][3])

@@ -36,8 +36,9 @@ class Tensor(NamedTuple):
 def described(tensors: Any, name: str, *, written: bool = False) -> dict[str, Tensor]:
     """Return what is to be announced of each array; raise for one that cannot be sent, or written."""
     if not isinstance(tensors, Mapping):
+        module = ", such as its .state_dict()" if hasattr(tensors, "state_dict") else ""
         raise TypeError(
-            f"{name} is of type {type(tensors).__qualname__}; expected a mapping of names to arrays"
+            f"{name} is of type {type(tensors).__qualname__}; expected a mapping of names to arrays{module}"
         )
     found: dict[str, Tensor] = {}
     # The first name of each array's memory: (device, begin, end).

@@ -401,6 +401,30 @@ def test_with_a_process_group_of_torch(tmp_path: Path) -> None:
     testing.run(2, by_gloo, str(tmp_path / "store"), backend="cpu", timeout=50)
 
 
+def by_id(rank: int, size: int, folder: str) -> list[list[float]]:
+    """Join by an id: vLLM's takes calls at once, SGLang's when it is enabled."""
+    found = []
+    for name, module in OURS.items():
+        made = bytes(pynccl.get_unique_id()) if rank == 0 else b""
+        uid = Group(rank, size, f"{folder}/{name}").broadcast_obj(made, src=0)
+        comm = module.PyNcclCommunicator.from_unique_id_bytes(uid, rank, size, "cpu", timeout=30)
+        assert type(comm) is module.PyNcclCommunicator
+        x = torch.full((2,), rank + 1.0)
+        comm.broadcast(x, src=1)
+        with comm.change_state(enable=True):
+            comm.broadcast(x, src=0)
+        comm.destroy()
+        found.append(x.tolist())
+    return found
+
+
+def test_by_an_id(tmp_path: Path) -> None:
+    for name in OURS:
+        (tmp_path / name).mkdir()
+    results = testing.run(2, by_id, str(tmp_path), backend="cpu", timeout=50)
+    assert results == [[[2.0, 2.0], [1.0, 1.0]]] * 2
+
+
 def refusals(rank: int, size: int, folder: str) -> None:
     library = vllm.NCCLLibrary("cpu")
     assert library.has_symbol("ncclCommSuspend") and not library.has_symbol("ncclNothing")

@@ -15,7 +15,7 @@ import pytest
 import pynccl
 from arrays import KINDS, cupy_over, device_over, dtype_of, torch_over
 from device_arrays import Device, Exporter
-from pynccl import Buffer, Communicator, DataType, testing
+from pynccl import Buffer, Communicator, DataType, RedOp, testing
 from ranks import on_ranks
 
 N = 2
@@ -284,6 +284,25 @@ def test_shapes(rank: int, nranks: int) -> None:
 
 
 @on_ranks(N)
+def test_the_root_in_place_of_recv(rank: int, nranks: int) -> None:
+    """Every rank refuses it: the root alone would leave the others in the call."""
+    with pynccl.init(timeout=30) as comm:
+        x: Any = np.zeros(4)
+        counts = [4] * nranks
+        calls: list[Callable[[], Any]] = [
+            lambda: comm.reduce(x, 0),
+            lambda: comm.gather(x, 0),
+            lambda: comm.gather_v(x, 0, counts),
+            lambda: comm.broadcast(x, 0),
+            lambda: comm.scatter(x, 0),
+        ]
+        for call in calls:
+            with pytest.raises(TypeError, match="recv is (0|of type int)"):
+                call()
+        comm.barrier()
+
+
+@on_ranks(N)
 def test_roots_and_overlaps(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         me = rank
@@ -427,9 +446,11 @@ def test_torch(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         refused(comm, [
             (lambda: comm.all_reduce(torch.zeros(4).to_sparse()), TypeError,
-             r"^send is a tensor with layout torch.sparse_coo.*expected a plain strided tensor \(.to_dense"),
+             r"^send is a tensor with layout torch.sparse_coo; expected a strided one: \.to_dense"),
             (lambda: comm.all_reduce(torch.zeros(4, dtype=torch.complex64).conj()), TypeError,
-             "^send is a tensor with .*pending conjugation"),
+             r"^send is a tensor with a pending conjugation; expected one without: \.resolve_conj"),
+            (lambda: comm.all_reduce(torch.zeros(4, dtype=torch.complex64).conj().imag), TypeError,
+             r"^send is a tensor with a pending negation; expected one without: \.resolve_neg"),
             (lambda: comm.all_reduce(torch.nested.nested_tensor([torch.ones(2)])), TypeError,
              r"^send is a nested tensor; expected a plain one, such as its \.values\(\)"),
             (lambda: comm.all_reduce(torch.zeros(4, device="meta")), TypeError,
@@ -591,3 +612,63 @@ def test_importing_imports_no_array_library(run_python: Any) -> None:
         PYNCCL_LIBRARY="cpu",
         PYTHONPATH=str(__import__("pathlib").Path(pynccl.__file__).parents[1]),
     )
+
+
+@on_ranks(2)
+def test_codes_are_no_numbers(rank: int, nranks: int) -> None:
+    """A DataType is no operation, no rank and no count; a RedOp is no dtype."""
+    code: Any = DataType.INT8
+    other: Any = RedOp.PROD
+    x = np.ones(2, np.int32)
+    with pynccl.init(timeout=20) as comm:
+        for call, name in (
+            (lambda: comm.all_reduce(x, op=code), "op"),
+            (lambda: comm.prepare.all_reduce(x, op=code), "op"),
+            (lambda: comm.broadcast(x, root=code), "root"),
+            (lambda: comm.send(x, code), "peer"),
+            (lambda: comm.all_reduce(x, stream=code), "stream"),
+            (lambda: comm.split(code), "color"),
+            (lambda: comm.split(0, code), "key"),
+            (lambda: comm.wait_signal(code), "peer"),
+            (lambda: comm.signal(1 - rank, signal=code), "signal"),
+            (lambda: comm.all_gather_v(x, np.ones(2, np.int32), [code, 1]), "counts"),
+            (lambda: comm.grow(code), "nranks"),
+            (lambda: Buffer(code, 0, "int8"), "ptr"),
+            (lambda: pynccl.empty(1, other), "dtype"),
+            (lambda: pynccl.set_device(other), "device"),
+        ):
+            with pytest.raises(TypeError, match=f"{name} is .*; expected"):
+                call()
+        comm.all_reduce(x, op=RedOp.MAX)
+        comm.all_reduce(x, op=2)
+    assert (x == 1).all()
+
+
+def wrong_arguments(rank: int, nranks: int) -> None:
+    """What is not of the expected type is named."""
+    x, several, no = np.ones(4, np.int32), np.zeros(3), "no"
+    wrong: Any = several
+    with pynccl.init() as comm:
+        for call, words in (
+            (lambda: comm.gather_v(x, x, [4], root=wrong), "root is array"),
+            (lambda: comm.scatter_v(x, x, [4], root=wrong), "root is array"),
+            (lambda: pynccl.init_all(1, timeout="x"), "timeout is 'x'"),  # type: ignore[arg-type]
+            (lambda: pynccl.init_all(np.array(0)), r"devices is array\(0\)"),  # type: ignore[arg-type]
+            (lambda: pynccl.init(wrong), "method is array"),
+            (lambda: pynccl.Stream().wait_event(None), "event is None"),  # type: ignore[arg-type]
+            (lambda: pynccl.dump_trace(None), "path is None"),  # type: ignore[arg-type]
+            (lambda: pynccl.dump_trace(b""), "path is b''"),  # type: ignore[arg-type]
+            (lambda: Buffer(x.ctypes.data, 4, "i4", readonly=wrong), "readonly is array"),
+            (lambda: Buffer(x.ctypes.data, 4, "i4", readonly=no), "readonly is 'no'"),  # type: ignore[arg-type]
+            (lambda: pynccl.group(simulate=wrong), "simulate is array"),
+            (lambda: pynccl.group(simulate=no), "simulate is 'no'"),  # type: ignore[arg-type]
+            (lambda: pynccl.capi.ncclCommInitAll(2147483647), "ndev is 2147483647"),
+            (lambda: pynccl.capi.ncclParamGetParameter(5), "key is 5"),  # type: ignore[arg-type]
+            (lambda: pynccl.capi.ncclParamBind(5), "key is 5"),  # type: ignore[arg-type]
+        ):
+            with pytest.raises((TypeError, ValueError), match=f"{words}.*; expected"):
+                call()
+
+
+def test_wrong_arguments() -> None:
+    testing.run(1, wrong_arguments, backend="cpu")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import pynccl
 from conftest import Run
 from engines import Command, environment, open_mpi, pynccl_run, torchrun
 from meeting import hear, tell
-from pynccl import NcclInvalidUsage, NcclRemoteError, testing
+from pynccl import NcclError, NcclInvalidUsage, NcclRemoteError, testing
 from ranks import on_ranks
 
 
@@ -423,7 +425,7 @@ else:
     ("how", "error", "text"),
     [
         ("returns", "RankFailedError", "rank 1 left without closing its communicator: its program ended"),
-        ("raises", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
+        ("raises", "RankFailedError", "rank 1 aborted its communicator"),
         ("_exit", "RankFailedError", "rank 1 died, or exited without closing its communicator"),
     ],
 )
@@ -474,3 +476,47 @@ def test_the_end_without_destroy_is_warned_of(run_program: Run) -> None:
     done = run_program(program, 2, PYTHONWARNINGS="default::ResourceWarning")
     assert done.returncode == 0
     assert done.stderr.count("was never destroyed or aborted") == 2, done.stderr
+
+
+def drop_until_no_descriptor_is_left(rank: int, nranks: int) -> str:
+    base = pynccl.init()
+    if rank == 0:
+        descriptors = len(os.listdir("/proc/self/fd")) + 30
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    for _ in range(60):
+        try:
+            base.split(0).barrier()
+        except NcclError as error:
+            return str(error)
+        gc.collect()
+    return "no error"
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_error_counts_the_communicators_that_were_dropped() -> None:
+    text, _ = testing.run(2, drop_until_no_descriptor_is_left, backend="cpu")
+    assert "Too many open files" in text
+    dropped = re.search(r"(\d+) communicators were garbage-collected without destroy", text)
+    assert dropped is not None and 5 < int(dropped[1]) < 31, text
+
+
+# Ctrl-C while the exit of rank 0 completes what it has issued on two communicators.
+INTERRUPTED = """
+import signal, time, numpy as np, pynccl
+comm = pynccl.init(timeout=30)
+child = comm.split(0)
+comm.barrier()
+if comm.rank == 0:
+    works = [one.recv(np.zeros(4), 1, wait=False) for one in (comm, child)]
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1)
+else:
+    signal.pause()
+"""
+
+
+def test_an_interrupt_of_the_exit(run_program: Run) -> None:
+    done = run_program(INTERRUPTED, 2)
+    assert done.returncode == 130
+    assert "rank 0 was killed by SIGINT" in done.stderr
+    assert "Exception ignored" not in done.stderr and "Traceback" not in done.stderr

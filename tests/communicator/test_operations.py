@@ -25,7 +25,7 @@ from arrays import (
     reduced,
     values,
 )
-from pynccl import Communicator, DataType, RedOp, testing
+from pynccl import Communicator, DataType, NcclError, RedOp, testing
 from ranks import on_ranks
 
 
@@ -484,3 +484,33 @@ def test_the_table_of_dtypes_is_complete() -> None:
     """Nothing that NCCL has is missing from the cases."""
     assert len(INTEGERS) + len(FLOATS) == len(DataType)
     assert set(OPS) == {op.name.lower() for op in RedOp}
+
+
+def after_a_failure(rank: int, nranks: int) -> None:
+    """A communicator that has failed refuses every call, also one that would have nothing to do."""
+    comm = pynccl.init()
+    x = np.ones(4, np.int32)
+    prepared = comm.prepare.all_reduce(x)
+    prepared()
+    with pytest.raises(NcclError, match="rank 0 sends itself"):
+        comm.send_recv(x, 0, np.zeros(3), 0)
+    calls: list[Callable[[], Any]] = [
+        prepared,
+        lambda: comm.all_reduce(x),
+        lambda: comm.reduce(x),
+        lambda: comm.broadcast(x),
+        lambda: comm.all_gather(x, x),
+        lambda: comm.reduce_scatter(x, x),
+        lambda: comm.gather(x, x),
+        lambda: comm.scatter(x, x),
+        lambda: comm.all_reduce(x, np.empty_like(x)),
+        comm.barrier,
+    ]
+    for call in calls:
+        with pytest.raises(NcclError, match="the communicator failed earlier: rank 0 sends itself"):
+            call()
+    comm.abort()
+
+
+def test_after_a_failure() -> None:
+    testing.run(1, after_a_failure, backend="cpu")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from typing import Any
 
 import numpy as np
@@ -105,6 +108,71 @@ def test_a_stream_destroyed_with_calls(rank: int, nranks: int) -> None:
         assert (x == nranks).all() and (y == nranks).all()
     comm.destroy()
     assert (total == nranks).all()
+
+
+def _take_a_step(comm: Communicator, step: int, end: str) -> weakref.ref[Any]:
+    stream, x = pynccl.Stream(), np.ones(1000).view(Watched)
+    if end == "prepared":
+        prepared = comm.prepare.all_reduce(x, stream=stream)
+        prepared()
+        stream.synchronize()
+        prepared()
+    else:
+        comm.all_reduce(x, stream=stream.handle if end == "handle" else stream)
+    stream.synchronize()
+    if end == "query":
+        comm.all_reduce(x, stream=stream)
+        while not stream.query():
+            pass
+    if end != "dropped":
+        stream.destroy()
+    return weakref.ref(x)
+
+
+class Watched(np.ndarray[Any, Any]):
+    """An array that takes weak references."""
+
+
+def a_stream_for_every_step(rank: int, nranks: int) -> None:
+    """Streams that were waited for leave no arrays and no threads, and nothing to wait for."""
+    comm, idle = pynccl.init(timeout=20), pynccl.init(timeout=20)
+    idle.all_reduce(np.ones(3), stream=pynccl.Stream())
+    for end in ("dropped", "destroyed", "handle", "query", "prepared"):
+        arrays = [_take_a_step(comm, step, end) for step in range(40)]
+        gc.collect()
+        assert sum(array() is not None for array in arrays) <= 1, end
+        assert len(os.listdir("/proc/self/task")) < 35, end
+        comm.synchronize()
+        gc.collect()
+        assert not any(array() is not None for array in arrays), end
+    assert {record.state for record in comm.trace()} == {"done"}
+    comm.destroy()
+    idle.destroy()
+
+
+def test_a_stream_for_every_step() -> None:
+    testing.run(2, a_stream_for_every_step, backend="cpu")
+
+
+@on_ranks(2)
+def test_calls_after_the_wait(rank: int, nranks: int) -> None:
+    """A wait for a stream counts for the calls before it only."""
+    with pynccl.init(timeout=20) as comm:
+        stream = pynccl.Stream()
+        comm.all_reduce(np.ones(3), stream=stream)
+        stream.synchronize()
+        if rank == 1:
+            hear("destroyed")
+        x = comm.all_reduce(np.ones(3), stream=stream)
+        if rank == 0:
+            assert not stream.query()
+            stream.destroy()
+            tell("destroyed")
+            with pytest.raises(NcclInvalidArgument, match="was destroyed with calls"):
+                comm.synchronize()
+        comm.synchronize()
+        comm.barrier()
+        assert rank == 0 or (x == nranks).all()
 
 
 def devices(rank: int, nranks: int) -> None:

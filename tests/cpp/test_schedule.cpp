@@ -106,6 +106,7 @@ struct Shape {
   Wire wire = Wire::Plain;
   size_t inline_bytes = 256, block_bytes = 4096, ring_bytes = 8192;
   uint64_t seed = 1;
+  int hosts = 1;  // between which the wire is Sockets; rank r is on host r % hosts
 };
 
 struct Rank {
@@ -173,6 +174,7 @@ class World {
     c.nranks = shape_.nranks;
     c.inline_bytes = shape_.inline_bytes;
     c.block_bytes = shape_.block_bytes;
+    c.board = rank.segment->board(r);
     for (int p = 0; p < shape_.nranks; ++p) {
       rank.links.push_back(p == r ? nullptr : std::make_unique<Link>());
       if (p != r) rank.links.back()->name = "seat " + std::to_string(p);
@@ -189,6 +191,7 @@ class World {
 
   void connect(int a, int b) {
     Wire wire = shape_.wire == Wire::Mixed ? kWires[below(random, 5)] : shape_.wire;
+    if (a % shape_.hosts != b % shape_.hosts) wire = Wire::Sockets;
     Link &ab = link(a, b), &ba = link(b, a);
     if (wire <= Wire::Rings) {
       ranks[size_t(a)].segment->attach(a, b, &ab);
@@ -433,14 +436,15 @@ TEST_CASE("random programs") {
   }
 }
 
-// Longer than what a socket's pipe keeps of what has arrived, and than a slice.
-TEST_CASE("inline messages of megabytes") {
-  for (Wire wire : {Wire::Sockets, Wire::Rings}) {
-    World world({3, wire, size_t(3) << 20, 4096, size_t(4) << 20, 5});
-    std::vector<Case> cases;
-    for (Func func : kFuncs) cases.push_back({func, RedKind::Sum, ncclFloat32, 1, 700001, false});
-    CHECK(run_program(world, cases));
-  }
+// As much as can come with a header, and more.
+TEST_CASE("inline messages of the largest size") {
+  for (Wire wire : {Wire::Sockets, Wire::Rings, Wire::Plain})
+    for (size_t bytes : {Board::kMostData / 4, Board::kMostData, Board::kMostData + 4}) {
+      World world({4, wire, size_t(3) << 20, 4096, size_t(4) << 20, 5});
+      std::vector<Case> cases;
+      for (Func func : kFuncs) cases.push_back({func, RedKind::Sum, ncclFloat32, 1, bytes / 4, false});
+      CHECK(run_program(world, cases));
+    }
 }
 
 // ---- schedules ----
@@ -550,9 +554,10 @@ TEST_CASE("missing ranks are told") {
 
 // A header that names the same call with anything else changed is no mismatch of the program's.
 TEST_CASE("a corrupt header is refused") {
-  for (int what = 0; what < 3; ++what)
+  for (int what = 0; what < 6; ++what)
     for (size_t count : {4, 4000}) {
-      World world({2, Wire::Rings});
+      Wire wire = what < 3 ? Wire::Rings : Wire::Sockets;
+      World world({2, wire});
       std::vector<float> in(count), out(count);
       Op op;
       op.dtype = ncclFloat32;
@@ -562,10 +567,16 @@ TEST_CASE("a corrupt header is refused") {
       Header h = header_of(op, 1);
       h.is_inline = op.bytes() <= 256;
       h.payload = h.is_inline ? uint32_t(op.bytes()) : 0;
-      if (what == 0) h.payload = 0x7fffffff;
-      if (what == 1) h.seq = 7;
-      if (what == 2) h.is_inline = !h.is_inline;
-      CHECK(world.link(1, 0).pipe[kColl]->put(&h, sizeof h, nullptr, 0));
+      if (what % 3 == 0) h.payload = 0x7fffffff;
+      if (what % 3 == 1) h.seq = 7;
+      if (what % 3 == 2) h.is_inline = !h.is_inline;
+      if (wire == Wire::Rings) {
+        Notice& notice = world.ranks[1].context.board.notice(1);
+        memcpy(notice.head, &h, sizeof h);
+        notice.number.store(1);
+      } else {
+        CHECK(world.link(1, 0).pipe[kColl]->put(&h, sizeof h, nullptr, 0));
+      }
       Rank& rank = world.ranks[0];
       rank.coll->start(op, 1);
       CHECK(rank.coll->step() == Step::Failed);
@@ -583,11 +594,48 @@ TEST_CASE("a corrupt header is refused") {
     }
 }
 
-// What a peer writes over the indices of the rings ends in an error that names it, wherever it happens, and
-// never outside of the rings.
-TEST_CASE("corrupt rings are refused") {
+// The others would only look again when their sleep ends.
+TEST_CASE("the last rank that shows its call wakes the others") {
+  World world({4, Wire::Rings});
+  Collective collective(world, {Func::AllReduce, RedKind::Sum, ncclFloat32, 0, 4, false});
+  auto rings = [&](int r) { return world.ranks[0].segment->cell(r).bell.look(); };
+  for (int r = 0; r < 4; ++r) world.ranks[size_t(r)].coll->start(collective.op(r), 1);
+  for (int r : {2, 0, 3, 2, 0}) CHECK(world.ranks[size_t(r)].coll->step() == Step::Blocked);
+  for (int r = 0; r < 4; ++r) CHECK_EQ(rings(r), 0u);
+  CHECK(world.ranks[1].coll->step() == Step::Done);
+  for (int r : {0, 2, 3}) {
+    CHECK_EQ(rings(r), 1u);
+    CHECK(world.ranks[size_t(r)].coll->step() == Step::Done);
+  }
+}
+
+// Four times: the ranks' notices and data of one number are written again for the number after the next.
+TEST_CASE("ranks on two hosts") {
+  for (size_t count : {size_t(1), size_t(14), size_t(15), size_t(2000), size_t(20000)}) {
+    World world({5, Wire::Rings, 8192, 4096, size_t(1) << 16, count, 2});
+    std::vector<Case> cases;
+    for (int times = 0; times < 4; ++times)
+      for (Func func : kFuncs)
+        cases.push_back({func, RedKind::Sum, ncclFloat32, times, count, func != Func::AlltoAll && times % 2});
+    CHECK_MESSAGE(run_program(world, cases), "count ", count);
+  }
+}
+
+TEST_CASE("a notice of a later collective is refused") {
+  World world({2, Wire::Rings});
+  Collective collective(world, {Func::AllReduce, RedKind::Sum, ncclFloat32, 0, 4, false});
+  world.ranks[1].context.board.notice(1).number.store(3);
+  world.ranks[0].coll->start(collective.op(0), 1);
+  CHECK(world.ranks[0].coll->step() == Step::Failed);
+  CHECK_EQ(int(world.ranks[0].error), int(ncclInternalError));
+  CHECK_EQ(world.ranks[0].text, "rank 1 (seat 1) shows collective #3, expected #1: what it sends is corrupt");
+}
+
+// What a peer writes over its notices and the indices of the rings ends in an error that names it, wherever
+// it happens, and never outside of them.
+TEST_CASE("corrupt shared memory is refused") {
   int failed = 0;
-  for (uint64_t seed = 1; seed <= 400; ++seed) {
+  for (uint64_t seed = 1; seed <= 800; ++seed) {
     Random random(seed);
     World world({2, Wire::Rings, 256, 4096, 4096, seed});
     Case c = random_case(random, 2, {0, 16, 500, 5000});
@@ -595,6 +643,10 @@ TEST_CASE("corrupt rings are refused") {
     for (int r = 0; r < 2; ++r) world.ranks[size_t(r)].coll->start(collective.op(r), 1);
     char* states = reinterpret_cast<char*>(&world.ranks[0].segment->cell(0)) + 4096;
     size_t steps = below(random, 6), at = below(random, sizeof(RingState) * 4 * kChannels / 64) * 64;
+    if (below(random, 2)) {
+      states = reinterpret_cast<char*>(&world.ranks[0].segment->board(int(below(random, 2))).notice(1));
+      at = below(random, sizeof(Notice) / 8) * 8;
+    }
     Step last[2] = {Step::Moved, Step::Moved};
     for (size_t i = 0; i < 60; ++i)
       for (int r = 0; r < 2; ++r) {
@@ -617,14 +669,13 @@ TEST_CASE("a ring that is too full names its owner") {
   World world({2, Wire::Rings});
   RingState* states =
       reinterpret_cast<RingState*>(reinterpret_cast<char*>(&world.ranks[0].segment->cell(0)) + 4096);
+  Collective collective(world, {Func::AllReduce, RedKind::Sum, ncclFloat32, 0, 1000, false});
+  for (int r : {1, 0}) world.ranks[size_t(r)].coll->start(collective.op(r), 1);
+  world.ranks[1].coll->step();
   states[2 * kChannels + kColl].head.store(8193);  // from rank 1 to rank 0
-  float x = 1;
-  Op op;
-  op.dtype = ncclFloat32;
-  op.count = 1;
-  op.send = op.recv = &x;
-  world.ranks[0].coll->start(op, 1);
-  CHECK(world.ranks[0].coll->step() == Step::Failed);
+  Step last = Step::Moved;
+  for (int i = 0; i < 9 && last != Step::Failed; ++i) last = world.ranks[0].coll->step();
+  CHECK(last == Step::Failed);
   CHECK_EQ(int(world.ranks[0].error), int(ncclInternalError));
   CHECK_EQ(
       world.ranks[0].text,

@@ -76,6 +76,9 @@ void sizes_around(size_t bytes, int nranks, bool own_hosts) {
   });
 }
 
+// The most that comes with the header of a collective.
+TEST_CASE("collectives with their data in headers between hosts") { sizes_around(kMiB / 4, 3, true); }
+TEST_CASE("collectives with their data in shared memory") { sizes_around(kMiB / 4, 3, false); }
 TEST_CASE("large inline messages between hosts") { sizes_around(kMiB, 3, true); }
 TEST_CASE("large inline messages between hosts with large rings") {
   set("PYNCCL_CPU_RING_BYTES", "4194304");

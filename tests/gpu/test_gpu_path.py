@@ -20,6 +20,7 @@ from fake_cuda import create, driver, on_device
 from fake_nccl import Fake
 from pynccl import Communicator, NcclInvalidUsage, NcclTimeoutError, NcclUnhandledCudaError, testing
 from pynccl._library import cuda
+from pynccl._memory.owner import used_streams
 
 Case = Callable[[int, int], None]
 
@@ -148,7 +149,7 @@ def waits_for_streams(rank: int, nranks: int) -> None:
         for stream in streams:
             comm.all_reduce(array, stream=stream)
         comm.synchronize()
-        assert not comm._core.c.used_count
+        assert not used_streams(comm._core.c)
         driver().fake_cuda_hold(streams[1], 1)
         for stream in streams:
             comm.all_reduce(array, stream=stream)
@@ -161,7 +162,7 @@ def waits_for_streams(rank: int, nranks: int) -> None:
         timer.start()
         comm.synchronize()
         timer.join()
-        assert not comm._core.c.used_count
+        assert not used_streams(comm._core.c)
         assert not comm._core.in_flight
         driver().fake_cuda_hold(streams[1], 1)
         comm.all_reduce(array, stream=streams[1])

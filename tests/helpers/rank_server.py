@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
 import sys
 from multiprocessing.connection import Connection
 
@@ -40,7 +41,11 @@ def serve(connection: Connection, modules: list[str]) -> tuple[str, list[str]] |
 
 def _exit_code(pid: int, reap: bool) -> int | None:
     """Return that of a fork; without `reap` it stays a zombie, so that its process group keeps its number."""
-    state = os.waitid(os.P_PID, pid, os.WEXITED | (0 if reap else os.WNOWAIT | os.WNOHANG))
+    try:
+        state = os.waitid(os.P_PID, pid, os.WEXITED | (0 if reap else os.WNOWAIT | os.WNOHANG))
+    except ChildProcessError:
+        # A fork of an earlier server, which a failing test has closed; its forks are killed.
+        return -signal.SIGKILL
     if state is None:
         return None
     return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status

@@ -87,6 +87,8 @@ def test_a_single_process(rank: int, nranks: int) -> None:
 
 @pytest.mark.parametrize("method", ["tcp", "http://host:1", "file://x", 3, object()])
 def test_unknown_methods(method: object) -> None:
+    with pytest.raises(ValueError, match="method is 'env://'; pynccl's name is 'env', the default; expected"):
+        pynccl.init("env://")
     with pytest.raises(ValueError, match="method is .*; expected None, 'env', 'mpi', 'tcp://host:port'"):
         pynccl.init(method)
 
@@ -118,16 +120,21 @@ def test_wrong_environment(rank: int, nranks: int) -> None:
 
 def some_stay_away(rank: int, nranks: int, absent: list[int], port: int) -> str:
     together(nranks)
+    ours = os.environ["PYNCCL_STORE"]
+    if rank in absent:
+        # A rank whose process ends would be named before the time-out.
+        together(nranks, "over")
+        return "absent"
     if port:
         del os.environ["PYNCCL_STORE"]
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if rank in absent:
-        return "absent"
     start = time.monotonic()
     with pytest.raises(BootstrapError) as caught:
         pynccl.init(timeout=1.5)
     # Who is late learns it from rank 0, whose time has run for longer.
     assert (1.2 if rank == 0 else 0) < time.monotonic() - start < 6
+    os.environ["PYNCCL_STORE"] = ours
+    together(nranks, "over")
     return str(caught.value)
 
 

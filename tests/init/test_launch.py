@@ -105,6 +105,26 @@ def test_module(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[0] 0 ['x']", "[1] 1 ['x']"]
 
 
+def test_torchruns_option(script: Script) -> None:
+    done = launch("--nproc-per-node=4", script("pass"))
+    assert done.returncode == 2
+    assert "--nproc-per-node is torchrun's; expected -n 4" in done.stderr
+
+
+def test_ranks_have_no_standard_input(script: Script) -> None:
+    program = script("import sys; print(repr(sys.stdin.read()))")
+    done = subprocess.run(
+        _command("-n", "2", "--cpu", program),
+        env=_environment(),
+        input="unread",
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert sorted(done.stdout.splitlines()) == ["[0] ''", "[1] ''"]
+    assert "Ranks have no standard input" in " ".join(launch("--help").stdout.split())
+
+
 def test_without_a_driver_it_says_so(script: Script) -> None:
     program = script("import os; print(os.environ['PYNCCL_LIBRARY'])")
     if cuda.available():
@@ -417,13 +437,19 @@ if sys.argv[2:]:
     pynccl.init(timeout=60).destroy()
 if os.environ["RANK"] != sys.argv[1]:
     pynccl.init(timeout=60)
+sys.exit(int(os.environ.get("CODE", "0")))
 """
 
 
 @pytest.mark.parametrize("args", [["1"], ["0"], ["1", "after an init"]])
 def test_a_rank_that_ends_without_init(script: Script, args: list[str]) -> None:
     done = launch("-n", "3", "--cpu", script(LEAVES), *args)
-    assert f"rank {args[0]} of 3 has ended, with exit code 0, without this call of pynccl.init" in done.stderr
+    assert f"rank {args[0]} of 3 exited with code 0, without this call of pynccl.init" in done.stderr
+
+
+def test_a_rank_that_fails_without_init_while_the_others_go_on(script: Script) -> None:
+    done = launch("-n", "3", "--cpu", "--keep-going", script(LEAVES), "1", CODE="3")
+    assert "rank 1 of 3 exited with code 3, without this call of pynccl.init" in done.stderr
 
 
 HANDLED = """
@@ -564,10 +590,14 @@ def test_evidence_of_every_hang(
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
+    assert errors.startswith("pynccl run: got SIGTERM; ending the ranks\n")
+    assert "ending the other ranks" not in errors
     for rank, function in enumerate(("collective", "asleep", "busy", "in_c_with_the_gil", "stopped")):
         mine = [line for line in errors.splitlines() if line.startswith(f"[{rank}] ")]
         assert any(line.endswith(f" in {function}") for line in mine), errors
         assert not any("end" in line.split() for line in mine), errors
+        # Not the threads of pynccl that wait for the exit.
+        assert "hread 0x" in mine[0] and "in _work" not in errors, errors
         (dump,) = folder.glob(f"rank{rank}.*.jsonl")
         head, *records = map(json.loads, dump.read_text().splitlines())
         assert [reason["kind"] for reason in head["reasons"]] == ["launcher"]
@@ -924,6 +954,23 @@ def test_as_many_ranks_as_cores(script: Script) -> None:
 def test_programs_of_other_languages() -> None:
     done = launch("-n", "2", "--cpu", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 0 of 2", "[1] 1 of 2"])
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("#!/no/such\n", "No such file or directory (it, or the interpreter in its first line)"),
+        ("\x7fELF garbage", "Exec format error"),
+    ],
+)
+def test_a_program_that_cannot_be_run(content: str, reason: str, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text(content)
+    program.chmod(0o755)
+    done = launch("-n", "1", "--cpu", "--no-python", str(program))
+    assert done.returncode == 1
+    assert f"[0] '{program}' cannot be run: {reason}\n" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_only_some_ranks_are_shown(script: Script, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import pynccl
 from meeting import until, until_gone
 from pynccl import testing
 
@@ -103,6 +104,19 @@ def test_results_in_order_and_environment() -> None:
     assert got == [(r, 3, ("x", 2), str(r), "3", str(r), "3", "cpu", "m") for r in range(3)]
 
 
+def master(rank: int, nranks: int) -> tuple[str, str]:
+    return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+
+
+def test_the_address_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's store takes it; an outer launcher's would be another job's."""
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    (first,) = set(testing.run(2, master))
+    assert first[0] == "127.0.0.1" and int(first[1]) > 1
+    assert testing.run(1, master, env={"MASTER_ADDR": "localhost"})[0][0] == "localhost"
+
+
 def test_failure_carries_traceback_and_cause() -> None:
     with pytest.raises(testing.RankError, match="nothing under this key") as caught:
         testing.run(3, fail_on_last, backend="cpu")
@@ -147,6 +161,32 @@ def test_exit_without_result_is_a_failure() -> None:
 
 
 @pytest.mark.slow
+def leave_before_init(rank: int, nranks: int, how: str) -> None:
+    if rank != 1:
+        pynccl.init(timeout=60)
+    elif how == "raises":
+        raise KeyError("nothing under this key")
+    elif how == "exits":
+        os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [("returns", "exited with code 0"), ("raises", "exited with code 1"), ("exits", "exited with code 3")],
+)
+def test_without_check_a_rank_that_ends_without_init_is_named(how: str, end: str) -> None:
+    others = testing.run(3, leave_before_init, how, check=False, timeout=50)[::2]
+    assert all(f"rank 1 of 3 {end}, without this call of pynccl.init" in str(error) for error in others)
+
+
+def test_a_rank_that_returns_without_init_is_named() -> None:
+    with pytest.raises(
+        testing.RankError, match="rank 1 of 3 exited with code 0, without this call"
+    ) as failed:
+        testing.run(3, leave_before_init, "returns", timeout=50)
+    assert failed.value.ranks == [0, 2]
+
+
 def test_timeout_shows_where_the_ranks_are() -> None:
     start = time.monotonic()
     with pytest.raises(testing.RankTimeout, match=r"ranks \[1\] of 2 were still running after 6 s") as caught:
@@ -171,7 +211,7 @@ def test_a_rank_that_ends_when_the_time_is_up(tmp_path: Path) -> None:
 
     (tmp_path / "0.result").write_bytes(pickle.dumps((True, pickle.dumps(5), "")))
     for check in (True, False):
-        job = testing._Job(tmp_path, 1)
+        job = testing._Job(tmp_path, 1, lambda rank, how: None)
         job.children.append(Ended())  # type: ignore[arg-type]
         assert job.results(1, check) == [5]
 

@@ -688,6 +688,20 @@ def test_under_the_name_of_cupys(run_python: Run, before: list[str]) -> None:
     run_python(args=code, PYTHONPATH=str(ROOT), PYNCCL_LIBRARY="cpu")
 
 
+def test_without_cupy(run_python: Run) -> None:
+    """The name is one inside CuPy."""
+    code = (
+        "import importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'cupy' else find(name, *rest)\n"
+        "from pynccl.compat import cupy\n"
+        "cupy.install()\n"
+    )
+    done = run_python(code, fails=True, PYTHONPATH=str(ROOT), PYNCCL_LIBRARY="cpu")
+    assert "ImportError: cupy.cuda.nccl needs CuPy, which is not installed" in done.stderr
+    assert "from pynccl.compat import cupy as nccl" in done.stderr
+
+
 @needs_cupy
 def test_not_while_cupys_own_is_used(run_python: Run) -> None:
     code = ["-W", "ignore", "-c", INSTALLED, "imported", "used"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import pynccl
-from conftest import ROOT, Run
+from conftest import ROOT, Run, clean_environment
 
 PACKAGE = Path(pynccl.__file__).parent
 # An editable installation, as the one that these tests may run in, finds its compiled parts for any copy.
@@ -47,6 +49,52 @@ def test_a_checkout_that_is_not_built(copy: Path, run_python: Run) -> None:
         assert "is a checkout that is not built for Python 3" in done.stderr
         assert "build it first: make build" in done.stderr
         assert "circular" not in done.stderr
+
+
+def test_an_installation_behind_a_checkout_that_is_not_built(copy: Path, tmp_path: Path) -> None:
+    """What runs in the root of a clone imports the installed package, and says so once."""
+    shutil.copytree(copy, tmp_path / "clone")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "clone")
+    build(copy)
+    (copy / "pynccl" / "cpu").symlink_to(PACKAGE / "cpu")
+    first = "import pynccl, pynccl.capi; print(pynccl.__file__, pynccl.capi.__file__)"
+    (tmp_path / "clone" / "hello.py").write_text(
+        "import numpy, pynccl; pynccl.load('cpu')\nwith pynccl.init() as c: c.all_reduce(numpy.ones(1)); "
+        "print(c.size, pynccl.get_version.__code__.co_filename)\n"
+    )
+    env = clean_environment() | {"PYTHONPATH": str(copy), "PYNCCL_LIBRARY": "cpu"}
+
+    def run(*args: str) -> tuple[str, str]:
+        command = [sys.executable, "-c", *args] if args[0] != "-m" else [sys.executable, *args]
+        done = subprocess.run(
+            command, env=env, cwd=tmp_path / "clone", capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout, done.stderr
+
+    out, err = run(ALONE + first)
+    assert out.split() == [f"{copy}/pynccl/__init__.py", f"{copy}/pynccl/capi.py"]
+    assert f"RuntimeWarning: {tmp_path}/clone/pynccl is a checkout that is not built; {copy}/pynccl" in err
+    out, err = run("-m", "pynccl", "run", "-n", "2", "hello.py")
+    assert out.count(f"2 {copy}/pynccl/") == 2
+    # The launcher's, and rank 0's.
+    assert err.count("is a checkout that is not built") == 2
+    out, err = run("-m", "pynccl", "doctor", "--only", "all_reduce")
+    assert "1 MiB on 2 ranks" in out and err.count("is a checkout that is not built") == 1
+
+
+def test_another_version_behind_a_checkout_that_is_not_built(
+    copy: Path, tmp_path: Path, run_python: Run
+) -> None:
+    """The checkout's __init__.py is running already: it fits only a package that has the same."""
+    shutil.copytree(copy, tmp_path / "clone")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "clone")
+    build(copy)
+    with open(copy / "pynccl" / "__init__.py", "a") as file:
+        file.write("# another version\n")
+    done = run_python(f"{ALONE}import pynccl", fails=True, PYTHONPATH=f"{tmp_path}/clone:{copy}")
+    assert "is a checkout that is not built for Python 3" in done.stderr
+    assert "imported from any other working directory" in done.stderr
 
 
 def test_an_installation_without_its_binding(copy: Path, run_python: Run) -> None:
@@ -89,6 +137,22 @@ def test_pypis_pynccl_over_ours(copy: Path, run_python: Run, module: str) -> Non
     done = run_python(f"import pynccl.{module}", fails=True, PYTHONPATH=str(copy))
     assert "ImportError" in done.stderr
     assert "__init__.py is missing, or another package's: pip uninstall pynccl pynccl-cffi" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("all_reduce", "; a communicator has it: pynccl.init()"),
+        ("SUM", "; pynccl's name is RedOp.SUM"),
+        ("COMM_WORLD", "; pynccl's name is init()"),
+        ("init_process_group", "; pynccl's name is init"),
+        ("nonsense", ""),
+    ],
+)
+def test_names_of_other_libraries(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError) as raised:
+        getattr(pynccl, name)
+    assert str(raised.value) == f"module 'pynccl' has no attribute '{name}'{hint}"
 
 
 def test_what_is_shown_before_it_is_used(run_python: Run) -> None:

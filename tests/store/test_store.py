@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -242,7 +242,7 @@ def test_bad_arguments(store: Store) -> None:
     wrong: Any = 1.5
     bad += [
         (TypeError, "key is 1.5; expected a str", lambda: store.set(wrong, b"")),
-        (TypeError, "key is 1.5; expected a str", lambda: store.wait([wrong])),
+        (TypeError, r"keys\[0\] is 1.5; expected a str", lambda: store.wait([wrong])),
         (TypeError, "keys is 1.5; expected a key or a list", lambda: store.wait(wrong)),
         (ValueError, "key is .*that UTF-8 can encode", lambda: store.get("\ud800")),
         (TypeError, "number is 1.5; expected a signed 64-bit", lambda: store.add("n", wrong)),
@@ -708,3 +708,18 @@ def test_a_secret_is_proof_enough() -> None:
         with as_another_user("client", server.address, "known to both users") as client:
             said, _ = client.communicate(timeout=30)
         assert said == "is in\n"
+
+
+def test_wrong_arguments_are_named() -> None:
+    wrong: Any
+    for wrong in ("x", -1, None, b""):
+        for host in ("127.0.0.1", "localhost"):
+            with pytest.raises((TypeError, ValueError), match="timeout is .*; expected"):
+                StoreServer(host, timeout=wrong)
+    server = StoreServer("127.0.0.1", secret="")
+    with Store(server.address, "", timeout=5) as store:
+        with pytest.raises(TypeError, match="name is None; expected a str"):
+            store.barrier(cast("Any", None), 1)
+        with pytest.raises(TypeError, match=r"keys\[1\] is None; expected a str"):
+            store.wait(["a", cast("Any", None)], timeout=0)
+    server.close()

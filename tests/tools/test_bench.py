@@ -23,6 +23,7 @@ import pynccl
 from command_line import pynccl_command
 from launchers import LAUNCHERS
 from meeting import until
+from pynccl._library import cuda
 
 HERE = Path(__file__).parent
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
@@ -284,6 +285,14 @@ def test_threads_and_devices_of_one_process(program: str) -> None:
     assert len(re.findall(r"^#  Rank +\d Group +0 Pid .* CPU library$", done.stdout, re.MULTILINE)) == 4
     assert "# nThread 2 nGpus 2 " in done.stdout
     assert "# Parallel Init Enabled: threads call into NcclInitRank concurrently \n" in done.stdout
+
+
+@pytest.mark.skipif(cuda.available(), reason="this machine has an NVIDIA driver")
+def test_one_process_without_a_driver() -> None:
+    args = ["all_reduce", "-g", "2", "-b", "4K", "-e", "4K", "-n", "2"]
+    done = run(sys.executable, "-m", "pynccl", "bench", *args, PYNCCL_LIBRARY="auto")
+    assert len(lines(done)) == 1 and done.stdout.count("CPU library\n") == 2
+    assert done.stderr == "pynccl bench: no NVIDIA driver found, so PYNCCL_LIBRARY=cpu\n"
 
 
 def test_groups_of_ranks() -> None:

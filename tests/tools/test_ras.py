@@ -177,7 +177,7 @@ def test_no_server() -> None:
         port = listener.getsockname()[1]
     shown = command("--host", "127.0.0.1", "--port", str(port))
     assert shown.returncode == 1
-    assert f"No RAS server answers at 127.0.0.1:{port}: Connection refused" in shown.stderr
+    assert f"pynccl ras: No RAS server answers at 127.0.0.1:{port}: Connection refused" in shown.stderr
 
 
 def test_a_stranger(serve: Serve) -> None:

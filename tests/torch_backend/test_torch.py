@@ -352,3 +352,19 @@ def objects(rank: int, size: int, gloo: Any, ours: Any) -> None:
 @pytest.mark.full
 def test_objects_and_sparse_tensors(tmp_path: Path) -> None:
     on_ranks(3, objects, tmp_path)
+
+
+def by_variables(rank: int, size: int, backend: str) -> list[float]:
+    import pynccl.torch  # noqa: F401
+
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return list(x.tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["pynccl", "gloo"])
+def test_ranks_of_testing_meet_by_their_variables(backend: str) -> None:
+    assert testing.run(2, by_variables, backend, backend="cpu", timeout=200) == [[2.0, 2.0]] * 2

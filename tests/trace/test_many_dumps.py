@@ -78,6 +78,15 @@ def test_a_damaged_kind(tmp_path: Path) -> None:
     assert dumps.damage[0].endswith("line 3: this is not a record of the flight recorder, and 5 more lines")
 
 
+def test_more_damage_than_is_worth_reading(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, 2, [reduce(1), reduce(2)])
+    with path.open("ab") as file:
+        file.write(b"\n" * 30_000_000)
+    dumps = read_all([path])
+    assert [record.seq for record in dumps.members[0].records] == [1, 2]
+    assert dumps.damage[0].endswith("and 100000 more lines; the rest of the file is not read")
+
+
 def test_lines_longer_than_any_sound_one(tmp_path: Path) -> None:
     path = write(tmp_path, 0, 2, [reduce(1), reduce(2)])
     path.write_text(path.read_text() + '{"call": "' + "x" * (3 << 20) + '"}\n' + json.dumps(reduce(3)) + "\n")

@@ -210,6 +210,15 @@ def test_wrong_settings(run_python: Run, name: str, value: str, expected: str) -
     assert f"ValueError: {name} is '{value}'; expected {expected}" in done.stderr
 
 
+@pytest.mark.parametrize("value", ["SEGV", "SIGBUS", "fpe", "4", "TRAP", "SYS"])
+def test_the_signal_of_a_fault_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("PYNCCL_LIBRARY", "cpu")
+    monkeypatch.setenv("PYNCCL_TRACE_SIGNAL", value)
+    wrong = f"PYNCCL_TRACE_SIGNAL is '{value}', a signal that a fault .* raises; expected another one"
+    with pytest.raises(ValueError, match=wrong):
+        pynccl.init()
+
+
 def test_a_failed_call(run_python: Run) -> None:
     run_python(
         START

@@ -470,8 +470,10 @@ def test_records_of_a_damaged_communicator_are_nobodys(run_python: Run, tmp_path
 
 def test_a_pipe_among_the_dumps(run_python: Run, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank0.host.1.jsonl")
-    done = run_python(args=["-m", "pynccl", "trace", str(tmp_path)], fails=True)
-    assert done.stderr == f"pynccl trace: {tmp_path}/rank0.host.1.jsonl is not a file\n"
+    for given in (tmp_path, tmp_path / "rank0.host.1.jsonl"):
+        done = run_python(args=["-m", "pynccl", "trace", str(given)], fails=True)
+        says = "rank0.host.1.jsonl is no regular file; expected a dump or a folder of dumps\n"
+        assert done.stderr == f"pynccl trace: {tmp_path}/{says}"
 
 
 def test_a_huge_size_is_no_work(run_python: Run, tmp_path: Path) -> None:

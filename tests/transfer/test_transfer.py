@@ -174,6 +174,11 @@ def refusing(rank: int, nranks: int, folder: str) -> None:
             ({"w": np.ones((4, 4)).T}, {}, r"tensors\['w'\] is in Fortran order"),
             ({"w": np.array(["text"])}, {}, r"tensors\['w'\] has dtype str"),
             (None, {}, "tensors is of type NoneType; expected a mapping"),
+            (
+                torch.nn.Linear(1, 1),
+                {},
+                r"is of type Linear; expected a mapping .*, such as its \.state_dict",
+            ),
             (ones, {"bucket_bytes": 0}, "bucket_bytes is 0; expected a positive number of bytes"),
         ):
             with pytest.raises(wrong, match=says) as caught:
@@ -185,6 +190,11 @@ def refusing(rank: int, nranks: int, folder: str) -> None:
             either(comm, ones, senders=(0, 1), root=1)
         with pytest.raises(pynccl.CollectiveMismatchError, match="no rank calls send_tensors, .* root 0, 1"):
             transfer.recv_tensors(comm, root=rank % 2)
+        for root in (9, -1, "0"):
+            with pytest.raises(wrong, match="root is .*; expected a rank from 0 to") as caught:
+                either(comm, ones, root=root if rank == 1 else 0)
+            if rank != 1:
+                assert str(caught.value).startswith("no tensors were sent; rank 1: ")
         # And it still works.
         either(comm, ones, senders=(2,), into={"w": untouched}, root=2)
         assert (untouched == (7 if rank == 2 else 1)).all()
@@ -288,7 +298,10 @@ def on_devices(rank: int, nranks: int) -> None:
     """Make calls that do not match; the fake libnccl moves no more than the numbers by which they differ."""
     cuda.set_device(rank)
     comm = pynccl.Communicator(nranks, bytes([7]) * 128, rank)
-    with comm, pytest.raises(pynccl.CollectiveMismatchError, match=r"ranks \[0, 1\] call send_tensors"):
+    with (
+        comm,
+        pytest.raises(pynccl.CollectiveMismatchError, match=r"ranks \[0, 1\] call send_tensors, and no rank"),
+    ):
         transfer.send_tensors(comm, {"w": on_device(rank)})
     log = driver().fake_cuda_log().decode().splitlines()
     made, freed = (sum(line.startswith(name) for line in log) for name in ("cuMemAlloc", "cuMemFree"))

@@ -12,6 +12,7 @@ from pynccl._library.loader import functions as _library
 from pynccl._library.status import check as _check
 from pynccl._library.status import text as _text
 from pynccl._library.unfit import unfit as _unfit
+from pynccl._values import check_text as _check_text
 
 _new = _ffi.new
 _buffer = _ffi.buffer
@@ -681,7 +682,7 @@ def ncclGroupEnd() -> int:
 
 def ncclParamBind(key: str) -> int:
     out = _new("uintptr_t*")
-    if r := _library.ncclParamBind(out, key.encode()):
+    if r := _library.ncclParamBind(out, _check_text(key, "key").encode()):
         _check(r, "ncclParamBind")
     return int(out[0])
 

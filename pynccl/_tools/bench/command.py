@@ -18,7 +18,7 @@ import click
 from pynccl._errors import NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
 from pynccl._run.command import ranks
-from pynccl._run.launch import Job, launch
+from pynccl._run.launch import Job, choose_backend, launch
 from pynccl._tools.bench import pairs, plot, progress
 from pynccl._tools.bench.against import LEAST_CYCLES, Earlier
 from pynccl._tools.bench.compare import Comparison
@@ -31,6 +31,7 @@ from pynccl._tools.bench.progress import Progress
 from pynccl._tools.bench.ranks import World, color
 from pynccl._tools.bench.report import Report
 from pynccl._tools.bench.settings import Settings
+from pynccl.bootstrap import _environment
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmg]?)\s*", re.IGNORECASE | re.ASCII)
@@ -175,6 +176,14 @@ def _launch(arguments: list[str], nranks: int, cpu: bool) -> int:
         progress.clean(terminal)
 
 
+def _choose_library() -> None:
+    """Choose this process's library as that of ranks that -n starts."""
+    chosen = choose_backend(os.environ, "auto").get("PYNCCL_LIBRARY", "")
+    if chosen != os.environ.get("PYNCCL_LIBRARY", ""):
+        os.environ["PYNCCL_LIBRARY"] = chosen
+        print("pynccl bench: no NVIDIA driver found, so PYNCCL_LIBRARY=cpu", file=sys.stderr, flush=True)
+
+
 def _program(operation: Operation) -> click.Command:
     @click.pass_context
     def run(ctx: click.Context, /, **given: Any) -> int:
@@ -186,6 +195,8 @@ def _program(operation: Operation) -> click.Command:
             raise click.UsageError("--p2p with -n 1; expected 2 or more ranks")
         _require_peers(settings, operation, nranks)
         if nranks is None:
+            if _environment.detect(os.environ).size in (None, 1):
+                _choose_library()
             return bench_ranks(operation, settings)
         _require_start(settings, operation, nranks)
         return _launch(ctx.obj, nranks, cpu)

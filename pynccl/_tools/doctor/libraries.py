@@ -25,7 +25,8 @@ def check_library(machine: Machine) -> Iterator[Finding]:
     found = loaded()
     if isinstance(found, NcclError):
         first, *rest = str(found).splitlines()
-        advice = rest[-1] if rest else "Correct PYNCCL_LIBRARY."
+        # A finding says elsewhere whether there is a driver.
+        advice = rest[-1].removeprefix(f"{loader.NO_DRIVER} ") if rest else "Correct PYNCCL_LIBRARY."
         named = machine.environ.get("PYNCCL_LIBRARY", "auto") not in ("", "auto")
         say = error if machine.gpus() or named else warning
         why = "Every call of NCCL fails; `pynccl run` takes the CPU library if there is no driver."

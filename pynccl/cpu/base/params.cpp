@@ -69,7 +69,7 @@ const Param kTable[] = {
     {"PYNCCL_CPU_FAULT", Kind::Str, nullptr, 0, 0, true,
      "Faults to inject: rank=R,call=K,action=die|drop|sleep:SECONDS|fail:RESULT[;...]"},
     {"PYNCCL_CPU_INLINE_BYTES", Kind::Int, "8192", 0, kMaxBytes, true,
-     "Largest message copied into its slot"},
+     "Largest message that is copied instead of read directly"},
     {"PYNCCL_CPU_BLOCK_BYTES", Kind::Int, "131072", 64, kMaxBytes, true, "Bytes reduced at a time"},
     {"PYNCCL_CPU_RING_BYTES", Kind::Int, "262144", 4096, kMaxBytes, true,
      "Shared memory for each pair of ranks"},

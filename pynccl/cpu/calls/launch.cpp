@@ -6,6 +6,7 @@ namespace pncpu {
 
 namespace {
 constexpr double kFirstLook = 0.15;  // seconds without progress before the first deadlock search
+constexpr int kLooksForData = 8;     // a look at the sockets is a system call
 
 Step progress(Batch& batch) {
   try {
@@ -88,14 +89,19 @@ Task::Errors Launch::errors() const {
 bool Launch::spin_for_news() {
   WaitPolicy least = batches[0].comm->wait_policy();
   for (Batch& b : batches) least = least.with(b.comm->wait_policy());
-  return look_for(least, [&] {
+  return look_for(least, [&, i = 0]() mutable {
+    bool on_sockets = ++i % kLooksForData == 0;
     for (const Batch& b : batches)
-      if (b.comm->bell().look() != b.seen) return true;
+      if (b.comm->bell().look() != b.seen || (on_sockets && b.comm->data_came())) return true;
     return false;
   });
 }
 
 void Launch::wait_for_news(int64_t ns) {
+  for (const Batch& b : batches) {
+    if (b.comm->data_came()) return;
+    b.comm->session.wake_on_data();
+  }
   if (batches.size() == 1) return batches[0].comm->bell().wait(batches[0].seen, ns);
 #if defined(SYS_futex_waitv) && defined(FUTEX_32)
   futex_waitv words[FUTEX_WAITV_MAX];

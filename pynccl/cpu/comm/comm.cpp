@@ -411,6 +411,7 @@ void Comm::open() {
   context_.nranks = nranks;
   context_.inline_bytes = session.inline_bytes;
   context_.block_bytes = session.block_bytes;
+  if (segment()) context_.board = segment()->board(session.local_index());
   for (int q = 0; q < nranks; ++q) context_.links.push_back(q == rank ? nullptr : &peer(q).link);
   context_.fail = [this](ErrorCode code, const std::string& text) { return fail_with(code, text); };
   context_.has_room = [this](int to) { return session.has_room(to); };

@@ -53,6 +53,12 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Step progress(Batch& batch);
   void finish(Batch& batch);
   Doorbell& bell() { return session.cell() ? session.cell()->bell : own_bell_; }
+  // Whether data have come from other hosts. Other threads may wait for them, and look only once.
+  bool data_came() {
+    if (!session.data_came()) return false;
+    bell().ring();
+    return true;
+  }
   WaitPolicy wait_policy() const { return session.wait_policy(coll_.underway()); }
   std::string waiting_for(const Batch& batch);
   std::atomic<uint64_t> calls{0};  // for fault injection

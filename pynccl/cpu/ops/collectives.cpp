@@ -4,12 +4,12 @@ namespace pncpu {
 
 void Coll::start(const Op& op, uint64_t seq) {
   op_ = op;
-  large_ = op.bytes() > context_.inline_bytes;
+  large_ = !comes_with_header(context_, op);
   windows_ = large_ && context_.windows ? context_.windows() : nullptr;
   registered_ = large_ && context_.registered ? context_.registered(seq) : nullptr;
   lent_.assign(size_t(context_.nranks), 0);
   if (registered_) offer_registered();
-  matching_.start(op, seq, windows_ ? windows_->id() : 0, lent_);
+  matching_.start(op_, seq, windows_ ? windows_->id() : 0, lent_);
   phase_ = Phase::Matching;
 }
 

@@ -18,6 +18,7 @@ struct Context {
   size_t inline_bytes = 0;   // messages up to this size travel with their header; equal on all ranks
   size_t block_bytes = 0;    // reduced at a time; a multiple of every datatype's size
   std::vector<Link*> links;  // by rank; nullptr for this one
+  Board board;               // this rank's; none if it is alone on its host
   // Fails the communicator and tells the peers. Always Step::Failed.
   std::function<Step(ErrorCode, const std::string&)> fail;
   // The windows that are open now; nullptr: none.
@@ -34,6 +35,8 @@ struct Context {
   Link& link(int peer) const { return *links[size_t(peer)]; }
   Step mismatch(const std::string& text) const { return fail(kMismatch, kMismatchText + text); }
   std::string who(int peer) const { return "rank " + std::to_string(peer) + " (" + link(peer).name + ")"; }
+  // Wakes all peers on this host.
+  void ring_host() const;
   // Wakes the peers that got bytes or room since the last call.
   void ring_peers() const;
   // For a blocked operation: Failed if a peer has corrupted a pipe of the channel, else Blocked.

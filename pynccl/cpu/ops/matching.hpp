@@ -16,11 +16,15 @@ size_t hear_header(Pipe& pipe, Header* header);
 Step check_header(const Context& context, int from, const Header& theirs, uint64_t seq, bool is_inline,
                   size_t payload);
 
-// For collectives: all ranks exchange headers. The data of small calls comes with the header.
+// Whether the data of a collective comes with its headers. The answer is the same on all ranks.
+bool comes_with_header(const Context& context, const Op& op);
+
+// For collectives: all ranks exchange headers. The data of small calls comes with the header. A rank shows
+// its header once to all ranks of its host (Board), and sends it to every rank of other hosts.
 class Matching {
  public:
   explicit Matching(const Context& context) : context_(context) {}
-  // `lent`, by rank: Header::lent.
+  // `op` must live until the end. `lent`, by rank: Header::lent.
   void start(const Op& op, uint64_t seq, uint64_t windows, const std::vector<uint32_t>& lent);
   // Done: all ranks have made the same call. Failed: the communicator has failed.
   Step step();
@@ -43,13 +47,16 @@ class Matching {
     const char* payload = nullptr;
     std::vector<char> whole;  // a payload that lies in two pieces in its pipe
   };
+  bool show();
   bool announce();
-  Step hear();
+  Step hear(bool* all_here);
   Step hear(int p, Peer& peer);
+  Step look_at(int p, Peer& peer);
   Step mismatch(int from);
 
   const Context& context_;
-  const char* send_ = nullptr;
+  const Op* op_ = nullptr;
+  bool shown_ = false, lends_ = false;
   Header mine_;
   uint64_t uncounted_ = 0;  // exchanges so far that programs do not count
   std::vector<Peer> peers_;

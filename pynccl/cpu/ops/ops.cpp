@@ -64,6 +64,11 @@ void Context::ring_peers() const {
     if (link && link->take_moved()) link->ring();
 }
 
+void Context::ring_host() const {
+  for (Link* link : links)
+    if (link) link->ring();
+}
+
 Step Context::blocked(Channel channel) const {
   for (int p = 0; p < nranks; ++p)
     if (const char* fault = p == rank ? nullptr : link(p).pipe[channel]->fault())

@@ -676,12 +676,12 @@ void watch_control(SocketPtr socket, int rank, SinkPtr sink) {
     s->watch(socket, std::move(connection), EPOLLIN | EPOLLRDHUP);
 }
 
-void watch_data(SocketPtr socket, SinkPtr sink) {
+void watch_data(SocketPtr epoll, SinkPtr sink) {
   auto connection = std::make_unique<Connection>();
   connection->stage = Connection::Data;
   connection->sink = std::move(sink);
   if (Service* s = Service::get("a communicator"))
-    s->watch(socket, std::move(connection), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
+    s->watch(epoll, std::move(connection), EPOLLIN | EPOLLONESHOT);
 }
 
 void unwatch(const SocketPtr& socket) {

@@ -48,7 +48,7 @@ void post(const Token& to, int from, Ctl kind, uint64_t tag, const Blob& body);
 void hang_up(const Token& to, int from);  // `to` gets closed(from)
 
 void watch_control(SocketPtr socket, int rank, SinkPtr sink);
-void watch_data(SocketPtr socket, SinkPtr sink);
+void watch_data(SocketPtr epoll, SinkPtr sink);  // a DataWatch's
 void unwatch(const SocketPtr& socket);
 
 inline uint32_t process_generation() { return process_epoch(); }

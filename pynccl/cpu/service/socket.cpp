@@ -64,9 +64,17 @@ bool Socket::push() {
 void Socket::want_room(bool wanted) {
   if (wanted == wants_room_) return;
   wants_room_ = wanted;
-  if (epoll_ < 0) return;
-  epoll_event event{events_ | (wanted ? uint32_t(EPOLLOUT) : 0), {.fd = fd()}};
-  epoll_ctl(epoll_, EPOLL_CTL_MOD, fd(), &event);
+  if (epoll_ >= 0) control(EPOLL_CTL_MOD);
+}
+
+int Socket::control(int what) {
+  epoll_event event{events_ | (wants_room_ ? uint32_t(EPOLLOUT) : 0), {.fd = key_}};
+  return epoll_ctl(epoll_, what, fd(), &event);
+}
+
+void Socket::await_room(bool wanted) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  want_room(wanted);
 }
 
 bool Socket::flush() {
@@ -89,21 +97,31 @@ void Socket::drain(Deadline deadline) {
     if (!wait_writable(fd(), deadline)) return;
 }
 
-void Socket::watch(int epoll, uint32_t events) {
+void Socket::watch(int epoll, uint32_t events, int key) {
   std::lock_guard<std::mutex> lock(mutex_);
   epoll_ = epoll;
   events_ = events;
-  epoll_event event{events | (wants_room_ ? uint32_t(EPOLLOUT) : 0), {.fd = fd()}};
-  if (epoll_ctl(epoll, EPOLL_CTL_ADD, fd(), &event) != 0) {
-    epoll_ = -1;
-    throw std::bad_alloc();  // ENOMEM, or the user's limit of watches
-  }
+  key_ = key < 0 ? fd() : key;
+  if (control(EPOLL_CTL_ADD) == 0) return;
+  epoll_ = -1;
+  throw std::bad_alloc();  // ENOMEM, or the user's limit of watches
+}
+
+// Data that nobody has read are reported once.
+void Socket::watch_edges(int epoll, int key) {
+  by_edges_ = true;
+  watch(epoll, EPOLLIN | EPOLLRDHUP | EPOLLET, key);
 }
 
 void Socket::unwatch() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (epoll_ >= 0) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd(), nullptr);
   epoll_ = -1;
+}
+
+void Socket::rearm() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (epoll_ >= 0) control(EPOLL_CTL_MOD);
 }
 
 int64_t Socket::peer_pid() const {

@@ -2,6 +2,7 @@
 // accept immediately.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <mutex>
 
@@ -22,9 +23,19 @@ class Socket {
   size_t unsent();                // bytes
   void drain(Deadline deadline);  // waits until the kernel has accepted everything, or the peer has gone
 
-  // Adds the socket to `epoll` for `events`, and for output while frames are unsent.
-  void watch(int epoll, uint32_t events);
+  // Adds the socket to `epoll` for `events`, and for output while frames are unsent. `key`: by default the
+  // descriptor.
+  void watch(int epoll, uint32_t events, int key = -1);
   void unwatch();
+  void rearm();                  // after an event, if it is watched with EPOLLONESHOT
+  void await_room(bool wanted);  // for a pipe, which sends by itself
+
+  // For a pipe whose socket is in a DataWatch: whether data may have come since the last read. A read begins
+  // with reads(), and ends with data_came() if it has left some.
+  bool may_have_data() const { return !by_edges_ || news_.load(std::memory_order_relaxed); }
+  void reads() { news_.store(false, std::memory_order_relaxed); }
+  void data_came() { news_.store(true, std::memory_order_relaxed); }
+  void watch_edges(int epoll, int key);
 
   // The pid of the peer of a Unix socket, from the kernel; 0: not visible here.
   int64_t peer_pid() const;
@@ -32,13 +43,16 @@ class Socket {
  private:
   bool push();
   void want_room(bool wanted);
+  int control(int what);
   Fd fd_;
   std::mutex mutex_;
   std::deque<Blob> unsent_;
   size_t unsent_bytes_ = 0, sent_of_first_ = 0;
   bool gone_ = false, wants_room_ = false;
-  int epoll_ = -1;
+  int epoll_ = -1, key_ = -1;
   uint32_t events_ = 0;
+  bool by_edges_ = false;
+  std::atomic<bool> news_{true};
 };
 using SocketPtr = std::shared_ptr<Socket>;
 

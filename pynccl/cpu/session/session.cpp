@@ -122,7 +122,7 @@ ncclResult_t Session::begin(const Table& table) {
   if (nranks == 1) return ncclSuccess;
   if (ncclResult_t r = open_links(); r != ncclSuccess) return r;
   if (ncclResult_t r = share_segment(); r != ncclSuccess) return r;
-  attach_pipes();
+  if (ncclResult_t r = attach_pipes(); r != ncclSuccess) return r;
   for (int q = 0; q < nranks; ++q)
     if (peer(q).control) watch_control(peer(q).control, q, owner_.sink());
   attach(self.token);
@@ -197,7 +197,7 @@ ncclResult_t Session::link_failed(int q, const char* doing, const std::string& w
 // Checks the limit before it opens the first connection: a rank that runs out of descriptors later would look
 // dead.
 ncclResult_t Session::check_descriptors() {
-  size_t needed = 1;  // the segment
+  size_t needed = 1 + size_t(hosts_ > 1);  // the segment, the DataWatch
   for (int q = 0; q < nranks; ++q)
     if (q != rank && !peer(q).same_process) needed += peer(q).local >= 0 ? 1 : 3;
   if (needed < 16) return ncclSuccess;  // counting costs more
@@ -378,12 +378,10 @@ void Session::disconnect() noexcept {
     control->drain(deadline);
     unwatch(control);
   }
+  if (data_) data_->stop();
   for (auto& p : peers_)
-    for (auto& pipe : p->link.pipe) {
-      if (!pipe) continue;
-      unwatch(pipe->socket());
-      pipe->close();
-    }
+    for (auto& pipe : p->link.pipe)
+      if (pipe) pipe->close();
   if (!offers_segment_) return;
   Offers& offers = per_process<Offers>();
   std::lock_guard<std::mutex> lock(offers.mutex);
@@ -510,13 +508,15 @@ ncclResult_t Session::take_segment(int first) {
   }
 }
 
-void Session::attach_pipes() {
+ncclResult_t Session::attach_pipes() {
   for (int q = 0; q < nranks; ++q) {
     Peer& p = peer(q);
     if (q == rank) continue;
     p.link.name = p.str();
     if (p.local < 0) {
-      for (auto& pipe : p.link.pipe) watch_data(pipe->socket(), owner_.sink());
+      if (!data_ && !(data_ = DataWatch::create()))
+        return fail(ncclSystemError, "rank %d of %d: %s", rank, nranks, describe_error(errno).c_str());
+      for (auto& pipe : p.link.pipe) data_->add(pipe->socket());
       continue;
     }
     segment_->attach(local_, p.local, &p.link);
@@ -526,6 +526,8 @@ void Session::attach_pipes() {
     else if (direct_allowed_ && p.vouched)
       p.link.memory = process_memory({i.pid, i.nonce_addr, {i.nonce[0], i.nonce[1]}});
   }
+  if (data_) data_->start(owner_.sink());
+  return ncclSuccess;
 }
 
 // ---- settings that must be equal ----
@@ -582,6 +584,8 @@ void Session::choose_wait_policy() {
   wait_policy_.spin_ns = wait_policy_.yield_ns = (us >= 0 ? us : room ? 50 : 0) * 1000;
   // If ranks share cores, a peer may work during a yield.
   wait_policy_.interrupted_ns = (us >= 0 ? 0 : room ? 200 : 1000) * 1000;
+  // The kernel tends to run the two ends of a loopback connection on one core.
+  if (us < 0 && hosts_ > 1) wait_policy_.spin_ns = std::min<int64_t>(wait_policy_.spin_ns, 2 * 1000);
   underway_policy_ = wait_policy_;
   if (us >= 0) return;
   if (!room) wait_policy_.yield_ns = 20 * 1000;

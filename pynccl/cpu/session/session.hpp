@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "service/data_watch.hpp"
 #include "service/join.hpp"
 #include "service/state.hpp"
 #include "streams/waiting.hpp"
@@ -110,6 +111,12 @@ class Session {
   int local_ranks() const { return local_count_; }
   // The size of LSA teams: consecutive ranks of a host that reach each other's memory.
   int lsa_size() const { return lsa_size_; }
+  // For a thread that waits for peers on other hosts: whether data have come. Before it sleeps,
+  // wake_on_data() has the owner's sink called if some come.
+  bool data_came() { return data_ && data_->look(); }
+  void wake_on_data() const {
+    if (data_) data_->arm();
+  }
   const WaitPolicy& wait_policy(bool underway) const { return underway ? underway_policy_ : wait_policy_; }
 
   // Wakes threads that wait for peers, so that they check the communicator's error.
@@ -139,7 +146,7 @@ class Session {
   ncclResult_t failed_before(int peer, const char* doing, const CtlHeader& header);
   ncclResult_t said_before(int peer, const char* doing, int error);
   ncclResult_t take_segment(int first);
-  void attach_pipes();
+  ncclResult_t attach_pipes();
   void say_settings();
   ncclResult_t say(const Tags& tags, const std::vector<int>& ranks, const Blob& mine, const char* what);
   ncclResult_t hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine, std::vector<Blob>* all,
@@ -159,6 +166,7 @@ class Session {
   std::vector<std::unique_ptr<Peer>> peers_;  // once the table is known
   std::shared_ptr<Segment> segment_;          // shared by all ranks of this process
   bool offers_segment_ = false;
+  std::unique_ptr<DataWatch> data_;  // if there are ranks on other hosts
   Cell* me_ = nullptr;
   int local_ = 0, local_count_ = 1, hosts_ = 1, lsa_size_ = 1;
   WaitPolicy wait_policy_, underway_policy_;  // before a peer has started the operation; afterwards

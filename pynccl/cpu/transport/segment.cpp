@@ -26,7 +26,9 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring
   states_at_ = align_up(sizeof(Cell) * size_t(ranks), 4096);
   signals_at_ = states_at_ + align_up(sizeof(RingState) * rings, 4096);
   counters_at_ = signals_at_ + align_up(sizeof(Signals) * pairs, 4096);
-  data_at_ = counters_at_ + align_up(sizeof(uint64_t) * kCounters * pairs, 4096);
+  notices_at_ = counters_at_ + align_up(sizeof(uint64_t) * kCounters * pairs, 4096);
+  shown_at_ = notices_at_ + align_up(2 * sizeof(Notice) * size_t(ranks), 4096);
+  data_at_ = shown_at_ + 2 * Board::kMostData * size_t(ranks);
   bytes_ = data_at_ + rings * ring_bytes_;
 }
 
@@ -81,6 +83,7 @@ Ring Segment::ring(int from, int to, int channel) const {
 
 void Segment::attach(int me, int peer, Link* link) const {
   link->cell = &cell(peer);
+  link->board = board(peer);
   link->mine = &signals(me, peer);
   link->theirs = &signals(peer, me);
   link->counters_out = counters(me, peer);

@@ -22,6 +22,10 @@ class Segment {
   // All rings; also how many bytes release_rings() gives back.
   size_t rings_bytes() const { return bytes_ - data_at_; }
   Cell& cell(int local) const { return reinterpret_cast<Cell*>(base_)[local]; }
+  Board board(int local) const {
+    return {reinterpret_cast<Notice*>(base_ + notices_at_) + local,
+            base_ + shown_at_ + size_t(local) * Board::kMostData, size_t(ranks_)};
+  }
   void attach(int me, int peer, Link* link) const;  // the pipes and signals between two local ranks
   void release_rings();  // frees the rings' pages; the next access allocates empty ones
 
@@ -37,7 +41,8 @@ class Segment {
   Ring ring(int from, int to, int channel) const;
 
   int ranks_;
-  size_t ring_bytes_, states_at_ = 0, signals_at_ = 0, counters_at_ = 0, data_at_ = 0, bytes_ = 0;
+  size_t ring_bytes_, states_at_ = 0, signals_at_ = 0, counters_at_ = 0, notices_at_ = 0, shown_at_ = 0,
+                      data_at_ = 0, bytes_ = 0;
   Fd fd_;
   char* base_ = nullptr;
 };

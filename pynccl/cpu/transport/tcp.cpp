@@ -83,10 +83,14 @@ class TcpPipe final : public Pipe {
   }
 
   bool more_may_come() override {
+    socket_->data_came();  // an end that came with the last data is not reported again
     fill();
     return !ended_;
   }
-  bool idle() override { return unsent_.empty() && readable() == 0; }
+  bool idle() override {
+    socket_->data_came();
+    return unsent_.empty() && readable() == 0;
+  }
   SocketPtr socket() const override { return socket_; }
   void close() override { socket_.reset(); }
 
@@ -99,16 +103,22 @@ class TcpPipe final : public Pipe {
   size_t send_some(const char* data, size_t bytes) {
     while (!cannot_send_) {
       ssize_t n = send(socket_->fd(), data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
-      if (n >= 0) return size_t(n);
-      if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
+      if (n >= 0) return await_room(size_t(n) < bytes), size_t(n);
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return await_room(true), 0;
       cannot_send_ = errno != EINTR;
     }
     return 0;
   }
 
+  void await_room(bool wanted) {
+    if (wanted != awaits_room_) socket_->await_room(awaits_room_ = wanted);
+  }
+
   size_t receive_some(char* to, size_t bytes) {
-    while (!ended_) {
+    while (!ended_ && socket_->may_have_data()) {
+      socket_->reads();
       ssize_t n = recv(socket_->fd(), to, bytes, MSG_DONTWAIT);
+      if (n == ssize_t(bytes) || (n < 0 && errno == EINTR)) socket_->data_came();
       if (n > 0) return size_t(n);
       if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
       ended_ = n == 0 || errno != EINTR;
@@ -124,15 +134,11 @@ class TcpPipe final : public Pipe {
       filled_ -= taken_;
       taken_ = 0;
     }
-    while (filled_ < capacity_) {
-      size_t n = receive_some(received_.get() + filled_, capacity_ - filled_);
-      if (n == 0) return;
-      filled_ += n;
-    }
+    if (filled_ < capacity_) filled_ += receive_some(received_.get() + filled_, capacity_ - filled_);
   }
 
   SocketPtr socket_;
-  bool cannot_send_ = false,
+  bool awaits_room_ = false, cannot_send_ = false,
        ended_ = false;  // separate: data of a peer that has left may still arrive
   std::vector<char> unsent_;
   size_t sent_ = 0;

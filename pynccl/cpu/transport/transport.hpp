@@ -78,6 +78,32 @@ struct alignas(kCacheLine) Cell {
   alignas(kCacheLine) std::atomic<uint32_t> closed;  // peers must not use its buffers
 };
 
+// What a rank shows all others of its host at the start of a collective.
+struct alignas(kCacheLine) Notice {
+  std::atomic<uint64_t> number;  // of the collective; stored last
+  char head[kCacheLine];
+  char few[56];  // data that follows the head, if it fits here
+};
+
+// A rank's notices and the room for more data, for odd and even numbers. Only that rank writes them.
+class Board {
+ public:
+  static constexpr size_t kMostData = size_t(256) << 10;
+  Board() = default;
+  // The second notice and data lie `apart` ranks behind the first.
+  Board(Notice* notices, char* data, size_t apart) : notices_(notices), data_(data), apart_(apart) {}
+  explicit operator bool() const { return notices_ != nullptr; }
+  Notice& notice(uint64_t number) const { return notices_[(number & 1) * apart_]; }
+  char* data(uint64_t number, size_t bytes) const {
+    return bytes <= sizeof(Notice::few) ? notice(number).few : data_ + (number & 1) * apart_ * kMostData;
+  }
+
+ private:
+  Notice* notices_ = nullptr;
+  char* data_ = nullptr;
+  size_t apart_ = 0;
+};
+
 // The state that one rank of a host shows another one. Only that rank writes it.
 struct alignas(kCacheLine) Signals {
   std::atomic<uint64_t> stage;   // its progress: collective << 8 | stage of its schedule
@@ -94,6 +120,7 @@ struct Link {
   std::unique_ptr<Pipe> pipe[kChannels];
   std::unique_ptr<Memory> memory;  // only if both can access each other's memory
   Cell* cell = nullptr;            // the peer's; nullptr if it is on another host
+  Board board;                     // the peer's; none if it is on another host
   Signals *mine = nullptr, *theirs = nullptr;
   // Signals of one-sided calls to and from the peer, in shared memory; nullptr if it is on another host.
   std::atomic<uint64_t>*counters_out = nullptr, *counters_in = nullptr;
