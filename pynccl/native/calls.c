@@ -141,7 +141,7 @@ static int pynccl_one_sided(const pynccl_call* c) {
 
 // In place on one rank there is nothing to do, except for PreMulSum. The library checks a stream of the
 // caller's, and refuses the call of a communicator that has failed.
-static int pynccl_is_done(const pynccl_call* c) {
+__attribute__((noinline)) static int pynccl_is_done(const pynccl_call* c) {
   const int own_stream = c->stream <= 2 || c->stream == c->comm->stream;
   if (!own_stream || c->send != c->recv || c->kind >= PYNCCL_SEND || c->op >= ncclNumOps) return 0;
   int state = ncclSuccess;
