@@ -163,7 +163,8 @@ def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str,
     if not isinstance(method, str) and ObjectKeys.fits(method):
         keys = ObjectKeys(method)
         return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(method), False)
-    meant = "pynccl's name is 'env', the default; " if method == "env://" else ""
+    named = isinstance(method, str) and method == "env://"
+    meant = "pynccl's name is 'env', the default; " if named else ""
     raise ValueError(f"method is {method!r}; {meant}{_EXPECTED}")
 
 

@@ -501,7 +501,7 @@ def test_an_error_counts_the_communicators_that_were_dropped() -> None:
 
 
 # Ctrl-C while the exit of rank 0 completes what it has issued on two communicators.
-INTERRUPTED = """
+INTERRUPTED_AT_EXIT = """
 import signal, time, numpy as np, pynccl
 comm = pynccl.init(timeout=30)
 child = comm.split(0)
@@ -516,7 +516,7 @@ else:
 
 
 def test_an_interrupt_of_the_exit(run_program: Run) -> None:
-    done = run_program(INTERRUPTED, 2)
+    done = run_program(INTERRUPTED_AT_EXIT, 2)
     assert done.returncode == 130
     assert "rank 0 was killed by SIGINT" in done.stderr
     assert "Exception ignored" not in done.stderr and "Traceback" not in done.stderr
