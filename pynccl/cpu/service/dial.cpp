@@ -26,8 +26,8 @@ bool prove(const SocketPtr& socket, const Hello& hello, const std::string& secre
   return true;
 }
 
-// A listener with many new connections ends those whose hello is late (admission.hpp). With many threads for
-// each processor a hello often is.
+// A listener with many new connections ends those whose hello is late (admission.hpp). Where many threads
+// share a processor, hellos are often late.
 bool gave_up_on_a_late_hello(int error) { return error == EPIPE || error == ECONNRESET; }
 
 }  // namespace
