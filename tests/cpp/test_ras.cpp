@@ -42,6 +42,7 @@ std::string threads_of_this_process() {
 TEST_CASE("clients and strangers while jobs run") {
   sockaddr_in at = use_ras();
   Job two(2), three(3);
+  ncclComm_t comm = alone();  // before the first client: the server listens while this rank is being created
   Child clients([&] {
     for (int i = 0; i < 8; ++i) {
       std::string format = i % 2 ? "SET FORMAT json\n" : "";
@@ -60,7 +61,6 @@ TEST_CASE("clients and strangers while jobs run") {
       pause_for(0.001);
     }
   });
-  ncclComm_t comm = alone();
   pause_for(0.1);
   two.run();
   three.run();
