@@ -65,6 +65,7 @@ def revoke(core: Core) -> None:
     """End outstanding calls on this rank without closing the communicator."""
     handle = core.open()
     lib.pynccl_trace_mark(core.c.trace, kinds.REVOKE)
+    core.c.revoked = 1
     core.bounded(lambda: capi.ncclCommRevoke(handle, capi.NCCL_REVOKE_DEFAULT), "ncclCommRevoke")
 
 

@@ -15,7 +15,7 @@ from pynccl._library.binding import ffi
 from pynccl._library.generated.api import ncclScalarDevice, ncclScalarHostImmediate
 from pynccl._library.generated.tables import REDUCTIONS
 from pynccl._types import RedOp
-from pynccl._values import is_int, refuse_copy
+from pynccl._values import Code, is_int, refuse_copy
 
 NAMES = {name: op for op, name in enumerate(REDUCTIONS)}
 _ADDING = (int(RedOp.SUM), int(RedOp.AVG))
@@ -35,7 +35,7 @@ class PreMulSum:
         self._codes: dict[int, int] = {}
         # Pointer and dtype code of a factor in device memory; NCCL reads it when the reduction runs.
         self._device: tuple[int, int] | None = None
-        if not isinstance(factor, int | float | np.generic) or isinstance(factor, bool | np.bool_):
+        if not isinstance(factor, int | float | np.generic) or isinstance(factor, bool | np.bool_ | Code):
             self._device = _on_device(factor, resolve)
         elif isinstance(factor, np.complexfloating):
             raise TypeError(f"factor is {factor!r}; expected a real number")
@@ -77,7 +77,7 @@ class PreMulSum:
 
 
 def _on_device(factor: Any, resolve: Callable[[Any, str], Span]) -> tuple[int, int]:
-    if isinstance(factor, complex | str | bool | np.bool_) or factor is None:
+    if isinstance(factor, complex | str | bool | np.bool_ | Code) or factor is None:
         raise TypeError(
             f"factor is {factor!r}; expected a real number, or an array of one element on the device"
         )

@@ -56,6 +56,12 @@ def _calls_on(stream: int) -> list[tuple[User, int]]:
     return [(user, number) for user in living if (number := user.newest_call(stream))]
 
 
+def _completed(stream: int, calls: list[tuple[User, int]]) -> None:
+    """Tell who issued the calls on a stream that the program has waited for them."""
+    for user, number in calls:
+        user.waited_for(stream, number)
+
+
 def handle_of(stream: Any) -> int:
     """Return the handle of a stream argument: an int, or an object with a stream attribute."""
     handle: Any = stream
@@ -222,8 +228,7 @@ class Stream(_Owned):
         calls = _calls_on(handle)
         done = ask()
         if done:
-            for user, number in calls:
-                user.waited_for(handle, number)
+            _completed(handle, calls)
         return done
 
     def _query(self) -> bool:
@@ -252,6 +257,10 @@ class Event(_Owned):
     _makers = capi.pyncclCpuEventCreate, cuda.event_create
     _enders = capi.pyncclCpuEventDestroy, cuda.event_destroy
 
+    # The stream of the last record, and its calls before it.
+    _stream = 0
+    _calls: tuple[tuple[weakref.ref[User], int], ...] = ()
+
     @property
     def handle(self) -> int:
         """The cudaEvent_t as an int."""
@@ -259,13 +268,23 @@ class Event(_Owned):
 
     def record(self, stream: Any) -> None:
         """Record the event after the present work of a stream."""
+        handle = handle_of(stream)
+        calls = tuple((weakref.ref(user), number) for user, number in _calls_on(handle))
         if self._cpu:
-            capi.pyncclCpuEventRecord(0, self.handle, handle_of(stream))
+            capi.pyncclCpuEventRecord(0, self.handle, handle)
         else:
-            cuda.event_record(self.handle, handle_of(stream))
+            cuda.event_record(self.handle, handle)
+        self._stream, self._calls = handle, calls
 
     def query(self) -> bool:
         """Tell whether the event has completed; True if it was never recorded."""
+        stream, calls = self._stream, self._calls
+        done = self._query()
+        if done:
+            _completed(stream, [(user, number) for ref, number in calls if (user := ref()) is not None])
+        return done
+
+    def _query(self) -> bool:
         if self._cpu:
             return capi.pyncclCpuEventQuery(self.handle) != IN_PROGRESS
         return cuda.event_query(self.handle)

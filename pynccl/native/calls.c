@@ -140,10 +140,11 @@ static int pynccl_one_sided(const pynccl_call* c) {
              : PLAIN(function, __VA_ARGS__))
 
 // In place on one rank there is nothing to do, except for PreMulSum. The library checks a stream of the
-// caller's, and refuses the call of a communicator that has failed.
+// caller's, and refuses the call of a communicator that has failed or was revoked.
 __attribute__((noinline)) static int pynccl_is_done(const pynccl_call* c) {
   const int own_stream = c->stream <= 2 || c->stream == c->comm->stream;
   if (!own_stream || c->send != c->recv || c->kind >= PYNCCL_SEND || c->op >= ncclNumOps) return 0;
+  if (__atomic_load_n(&c->comm->revoked, __ATOMIC_RELAXED)) return 0;
   int state = ncclSuccess;
   const int r = ncclCommGetAsyncError(c->comm->handle, &state);
   return (!r || r == PYNCCL_NOT_FOUND) && (!state || state == ncclInProgress);

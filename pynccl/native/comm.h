@@ -31,6 +31,7 @@ struct pynccl_comm {
   int rank;
   int size;
   int waits;                           // calls without a stream block: the CPU library
+  int revoked;                         // by this rank
   uintptr_t stream;                    // of calls without a stream
   uintptr_t busy;                      // identifies the thread that is in a call; 0: none
   pynccl_trace* trace;                 // NULL: nothing is recorded

@@ -326,6 +326,7 @@ def test_wrong_arguments(rank: int, nranks: int) -> None:
         ((1, [bytes(128), b"id"], 0), {}, ValueError, r"unique_id\[1\] has 2 bytes; expected the 128"),
         ((1, bytes(128), 0), {"timeout": 0}, ValueError, "timeout is 0; expected a positive number"),
         ((1, bytes(128), 0), {"timeout": -1.5}, ValueError, "timeout is -1.5"),
+        ((1, bytes(128), 0), {"timeout": RedOp.MAX}, TypeError, "timeout is <RedOp.MAX: 2>; expected"),
     ],
 )
 def test_wrong_creation(args: Any, options: Any, error: type[Exception], words: str) -> None:

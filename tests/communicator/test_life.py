@@ -493,6 +493,8 @@ def alone(rank: int, nranks: int) -> None:
         for op in ("sum", "prod", "max", "min", "avg"):
             assert (comm.all_reduce(x.copy(), op=op) == x).all()
         assert (comm.all_reduce(x.copy(), op=comm.pre_mul_sum(3)) == 3 * x).all()
+        with pytest.raises(TypeError, match="factor is <RedOp.MAX: 2>; expected a real number"):
+            comm.pre_mul_sum(pynccl.RedOp.MAX)
         with pytest.raises(ValueError, match="expected at least one rank, and not this rank"):
             comm.shrink([0])
         assert comm.properties.nRanks == 1

@@ -486,14 +486,17 @@ def test_the_table_of_dtypes_is_complete() -> None:
     assert set(OPS) == {op.name.lower() for op in RedOp}
 
 
-def after_a_failure(rank: int, nranks: int) -> None:
-    """A communicator that has failed refuses every call, also one that would have nothing to do."""
+def after_a_failure(rank: int, nranks: int, how: str) -> None:
+    """A communicator that has failed or was revoked refuses every call, also one that would do nothing."""
     comm = pynccl.init()
     x = np.ones(4, np.int32)
     prepared = comm.prepare.all_reduce(x)
     prepared()
-    with pytest.raises(NcclError, match="rank 0 sends itself"):
-        comm.send_recv(x, 0, np.zeros(3), 0)
+    if how == "revoked":
+        comm.revoke()
+    else:
+        with pytest.raises(NcclError, match="rank 0 sends itself"):
+            comm.send_recv(x, 0, np.zeros(3), 0)
     calls: list[Callable[[], Any]] = [
         prepared,
         lambda: comm.all_reduce(x),
@@ -507,10 +510,11 @@ def after_a_failure(rank: int, nranks: int) -> None:
         comm.barrier,
     ]
     for call in calls:
-        with pytest.raises(NcclError, match="the communicator failed earlier: rank 0 sends itself"):
+        with pytest.raises(NcclError, match=how):
             call()
     comm.abort()
 
 
-def test_after_a_failure() -> None:
-    testing.run(1, after_a_failure, backend="cpu")
+@pytest.mark.parametrize("how", ["revoked", "the communicator failed earlier: rank 0 sends itself"])
+def test_after_a_failure(how: str) -> None:
+    testing.run(1, after_a_failure, how, backend="cpu")

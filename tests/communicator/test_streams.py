@@ -124,6 +124,11 @@ def _take_a_step(comm: Communicator, step: int, end: str) -> weakref.ref[Any]:
         comm.all_reduce(x, stream=stream)
         while not stream.query():
             pass
+    if end == "event":
+        comm.all_reduce(x, stream=stream)
+        event = pynccl.Event()
+        event.record(stream)
+        event.synchronize()
     if end != "dropped":
         stream.destroy()
     return weakref.ref(x)
@@ -137,7 +142,7 @@ def a_stream_for_every_step(rank: int, nranks: int) -> None:
     """Streams that were waited for leave no arrays and no threads, and nothing to wait for."""
     comm, idle = pynccl.init(timeout=20), pynccl.init(timeout=20)
     idle.all_reduce(np.ones(3), stream=pynccl.Stream())
-    for end in ("dropped", "destroyed", "handle", "query", "prepared"):
+    for end in ("dropped", "destroyed", "handle", "query", "event", "prepared"):
         arrays = [_take_a_step(comm, step, end) for step in range(40)]
         gc.collect()
         assert sum(array() is not None for array in arrays) <= 1, end
