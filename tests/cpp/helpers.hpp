@@ -24,6 +24,18 @@ namespace testing {
 
 namespace fs = std::filesystem;
 
+// How often a test does something, plain and under the sanitizers, which are slower.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+constexpr int scaled(int, int, int tsan) { return tsan; }
+#elif defined(__SANITIZE_ADDRESS__)
+constexpr bool kSanitized = true;
+constexpr int scaled(int, int asan, int) { return asan; }
+#else
+constexpr bool kSanitized = false;
+constexpr int scaled(int plain, int, int) { return plain; }
+#endif
+
 // The failed checks of this process. A forked child counts its own and reports them by its exit status.
 extern std::atomic<int> failures;
 

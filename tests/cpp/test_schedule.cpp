@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -175,6 +176,9 @@ class World {
     c.inline_bytes = shape_.inline_bytes;
     c.block_bytes = shape_.block_bytes;
     c.board = rank.segment->board(r);
+    std::vector<uint64_t> hosts;
+    for (int p = 0; p < shape_.nranks; ++p) hosts.push_back(uint64_t(p % shape_.hosts));
+    c.layout = Layout(hosts);
     for (int p = 0; p < shape_.nranks; ++p) {
       rank.links.push_back(p == r ? nullptr : std::make_unique<Link>());
       if (p != r) rank.links.back()->name = "seat " + std::to_string(p);
@@ -348,12 +352,39 @@ class Collective {
     std::vector<const void*> in;
     for (int p = 0; p < n; ++p) in.push_back(input(p, r));
     if (reduces(case_.func))
-      pncpu::reduce(out, in.data(), n, case_.count, case_.dtype, case_.red, n, scalars_.data());
+      reduce(out, in);
     else if (case_.func == Func::Broadcast || case_.func == Func::Scatter)
       memcpy(out, in[size_t(case_.root)], bytes_);
     else
       for (int p = 0; p < n; ++p) memcpy(out + size_t(p) * bytes_, in[size_t(p)], bytes_);
     return all;
+  }
+
+  // In rank order; or, of large data, on each host and then in the order of the hosts.
+  void reduce(char* out, const std::vector<const void*>& in) const {
+    const Context& context = world_.ranks[0].context;
+    const Layout& layout = context.layout;
+    int n = int(in.size());
+    if (bytes_ <= context.inline_bytes || layout.hosts.size() == 1 || layout.hosts.size() == in.size())
+      return pncpu::reduce(out, in.data(), n, case_.count, case_.dtype, case_.red, n, scalars_.data());
+    bool divides = case_.red == RedKind::Avg && case_.dtype < ncclFloat16;
+    bool scales = case_.red == RedKind::PreMulSum || (case_.red == RedKind::Avg && !divides);
+    std::vector<std::vector<char>> sums;
+    std::vector<const void*> all;
+    for (const std::vector<int>& host : layout.hosts) {
+      std::vector<const void*> some;
+      std::vector<PreMul> scalars;
+      for (int p : host) {
+        some.push_back(in[size_t(p)]);
+        scalars.push_back(scalars_[size_t(p)]);
+      }
+      sums.emplace_back(bytes_);
+      pncpu::reduce(sums.back().data(), some.data(), int(some.size()), case_.count, case_.dtype,
+                    divides ? RedKind::Sum : case_.red, n, scalars.data());
+    }
+    for (const std::vector<char>& sum : sums) all.push_back(sum.data());
+    pncpu::reduce(out, all.data(), int(all.size()), case_.count, case_.dtype,
+                  scales ? RedKind::Sum : case_.red, n, nullptr);
   }
 
   World& world_;
@@ -409,7 +440,7 @@ bool run_program(World& world, const std::vector<Case>& cases) {
 
 TEST_CASE("every collective over every wire") {
   for (Wire wire : kWires)
-    for (int n : {1, 2, 3, 5, 8})
+    for (int n : {1, 2, 3, 5, scaled(8, 8, 4)})
       for (Func func : kFuncs)
         for (size_t count : {0, 1, 17, 65, 1500, 9001}) {
           World world({n, wire, 256, 4096, 8192, count + 1});
@@ -492,7 +523,13 @@ TEST_CASE("schedules are sound") {
     c.item = size_t(1) << below(random, 4);
     c.count = below(random, 4) ? below(random, 100000) : below(random, 20);
     c.payloads = c.count * c.item <= 64;
-    for (int p = 0; p < c.nranks; ++p) c.direct.push_back(p != c.rank && below(random, 2));
+    std::vector<uint64_t> hosts;
+    for (int p = 0, most = 1 + int(below(random, 4)); p < c.nranks; ++p)
+      hosts.push_back(below(random, size_t(most)));
+    Layout layout(hosts);
+    c.layout = &layout;
+    for (int p = 0; p < c.nranks; ++p)
+      c.direct.push_back(p != c.rank && layout.same_host(p, c.rank) && below(random, 2));
     Schedule s;
     choose_algorithm(c).plan(c, &s);
     CHECK(sound(s));
@@ -611,13 +648,29 @@ TEST_CASE("the last rank that shows its call wakes the others") {
 
 // Four times: the ranks' notices and data of one number are written again for the number after the next.
 TEST_CASE("ranks on two hosts") {
-  for (size_t count : {size_t(1), size_t(14), size_t(15), size_t(2000), size_t(20000)}) {
-    World world({5, Wire::Rings, 8192, 4096, size_t(1) << 16, count, 2});
+  for (Wire wire : {Wire::Rings, Wire::Plain, Wire::Kernel})
+    for (size_t count : {size_t(1), size_t(14), size_t(15), size_t(2000), size_t(20000)}) {
+      World world({5, wire, 8192, 4096, size_t(1) << 16, count, 2});
+      std::vector<Case> cases;
+      for (int times = 0; times < 4; ++times)
+        for (Func func : kFuncs)
+          cases.push_back(
+              {func, RedKind::Sum, ncclFloat32, times, count, func != Func::AlltoAll && times % 2});
+      CHECK_MESSAGE(run_program(world, cases), "count ", count);
+    }
+}
+
+TEST_CASE("random programs on several hosts") {
+  for (uint64_t seed = 1; seed <= uint64_t(scaled(80, 40, 20)); ++seed) {
+    Random random(seed);
+    // A pair of neighbours may use each other's buffers while another does not.
+    Wire wire = std::array{Wire::Rings, Wire::Plain, Wire::Kernel, Wire::Mixed}[below(random, 4)];
+    Shape shape{int(2 + below(random, 8)), wire, 64, 4096, 4096, seed, int(2 + below(random, 3))};
+    World world(shape);
     std::vector<Case> cases;
-    for (int times = 0; times < 4; ++times)
-      for (Func func : kFuncs)
-        cases.push_back({func, RedKind::Sum, ncclFloat32, times, count, func != Func::AlltoAll && times % 2});
-    CHECK_MESSAGE(run_program(world, cases), "count ", count);
+    for (int i = 0; i < 20; ++i)
+      cases.push_back(random_case(random, shape.nranks, {1, 16, 63, 500, 500, 3000, 3000, 20000}));
+    CHECK_MESSAGE(run_program(world, cases), "seed ", seed);
   }
 }
 

@@ -412,7 +412,12 @@ void Comm::open() {
   context_.inline_bytes = session.inline_bytes;
   context_.block_bytes = session.block_bytes;
   if (segment()) context_.board = segment()->board(session.local_index());
-  for (int q = 0; q < nranks; ++q) context_.links.push_back(q == rank ? nullptr : &peer(q).link);
+  std::vector<uint64_t> hosts;
+  for (int q = 0; q < nranks; ++q) {
+    context_.links.push_back(q == rank ? nullptr : &peer(q).link);
+    hosts.push_back(peer(q).info.host);
+  }
+  context_.layout = Layout(hosts);
   context_.fail = [this](ErrorCode code, const std::string& text) { return fail_with(code, text); };
   context_.has_room = [this](int to) { return session.has_room(to); };
   context_.windows = [this] { return registry.shared_windows(); };

@@ -1,11 +1,11 @@
 #include "ops/algorithms.hpp"
 
-#include <algorithm>
+#include "ops/across_hosts.hpp"
+#include "ops/places.hpp"
 
 // Rules for every algorithm:
-// - Inputs are reduced in rank order, and each element is computed once, or by every rank in the same way. So
-// the
-//   bits of a result depend neither on timing nor on the connections.
+// - Inputs are reduced in rank order, or in that of the hosts, and each element is computed once, or by every
+//   rank in the same way. So the bits of a result depend neither on timing nor on the connections.
 // - A rank that ends its schedule may change its buffers. So a rank that accesses a peer's buffers directly
 //   notifies the peer when it has finished (kDone), and the peer waits for this.
 // - A pipe delivers bytes in order: of two actions on one pipe in one direction, the later one is `after` the
@@ -14,12 +14,7 @@
 namespace pncpu {
 namespace {
 
-constexpr uint8_t kDone = 1;
-
 Part part(const Call& c, int from, int to) { return part_for(c.func, c.root, c.bytes(), from, to); }
-Place send_of(int rank, size_t offset) { return {Place::Send, rank, offset}; }
-Place recv_of(int rank, size_t offset) { return {Place::Recv, rank, offset}; }
-Place pipe_of(int peer) { return {Place::Pipe, peer, 0}; }
 
 // Where the part of rank `from` goes in the receive buffer.
 size_t slot(const Call& c, int from) {
@@ -94,13 +89,8 @@ void reduce_where_needed(const Call& c, Schedule* s) {
   });
 }
 
-// The part of an all_reduce that a rank computes, in whole cache lines.
-Part share(const Call& c, int rank) {
-  size_t line = kCacheLine / c.item;
-  size_t per = align_up((c.count + size_t(c.nranks) - 1) / size_t(c.nranks), line);
-  size_t first = std::min(per * size_t(rank), c.count);
-  return {first * c.item, std::min(per, c.count - first) * c.item};
-}
+// The part of an all_reduce that a rank computes.
+Part share(const Call& c, int rank) { return share_of(c.count, c.item, rank, c.nranks); }
 
 // all_reduce: each rank reduces its share and writes each finished block directly into the peers' buffers
 // while the block is in its cache. Only one core writes a cache line, so ownership of the line does not move.
@@ -137,14 +127,49 @@ void reduce_shares(const Call& c, Schedule* s) {
   });
 }
 
+bool across_hosts(const Call& c, Func func) { return c.func == func && goes_by_hosts(func, *c.layout); }
+
 const Algorithm kAlgorithms[] = {
     {"local", [](const Call& c) { return c.payloads || c.nranks == 1; }, local},
+    {"all_reduce across hosts", [](const Call& c) { return across_hosts(c, Func::AllReduce); },
+     all_reduce_across_hosts},
+    {"reduce_scatter across hosts", [](const Call& c) { return across_hosts(c, Func::ReduceScatter); },
+     reduce_scatter_across_hosts},
+    {"reduce across hosts", [](const Call& c) { return across_hosts(c, Func::Reduce); }, reduce_across_hosts},
+    {"all_gather across hosts", [](const Call& c) { return across_hosts(c, Func::AllGather); },
+     all_gather_across_hosts},
+    {"broadcast across hosts", [](const Call& c) { return across_hosts(c, Func::Broadcast); },
+     broadcast_across_hosts},
     {"copies", [](const Call& c) { return !reduces(c.func); }, copies},
     {"shares", [](const Call& c) { return c.func == Func::AllReduce; }, reduce_shares},
     {"where needed", [](const Call&) { return true; }, reduce_where_needed},
 };
 
 }  // namespace
+
+bool goes_by_hosts(Func func, const Layout& layout) {
+  if (func == Func::Broadcast) return layout.spans_hosts();
+  bool several = layout.spans_hosts() && layout.hosts.size() < layout.host.size();
+  return several && (reduces(func) || func == Func::AllGather);
+}
+
+Access accessed(const Op& op, const Layout& layout, int owner, int by) {
+  size_t bytes = op.bytes(), all = bytes * layout.host.size();
+  Part none{0, 0}, needed = part_for(op.func, op.root, bytes, owner, by);
+  if (!goes_by_hosts(op.func, layout)) return {needed, op.func == Func::AllReduce ? Part{0, bytes} : none};
+  switch (op.func) {
+    case Func::AllReduce:
+      return {{0, bytes}, {0, bytes}};
+    case Func::ReduceScatter:
+      return {{0, all}, none};
+    case Func::Reduce:
+      return {{0, bytes}, owner == op.root ? Part{0, bytes} : none};
+    case Func::AllGather:
+      return {none, {0, all}};
+    default:
+      return layout.same_host(owner, op.root) ? Access{needed, none} : Access{none, {0, bytes}};
+  }
+}
 
 const Algorithm& choose_algorithm(const Call& call) {
   const Algorithm* a = kAlgorithms;

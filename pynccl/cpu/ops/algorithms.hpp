@@ -1,6 +1,7 @@
 // The algorithms of the collectives. Each is one function that writes this rank's schedule.
 #pragma once
 
+#include "ops/layout.hpp"
 #include "ops/ops.hpp"
 #include "ops/schedule.hpp"
 
@@ -12,7 +13,8 @@ struct Call {
   int root;
   size_t count, item;  // elements, and the size of one
   int rank, nranks;
-  bool payloads;             // the data came with the headers
+  bool payloads;  // the data came with the headers
+  const Layout* layout;
   std::vector<char> direct;  // by rank: the pair uses each other's buffers
   size_t bytes() const { return count * item; }
 };
@@ -25,5 +27,14 @@ struct Algorithm {
 };
 // The first that fits.
 const Algorithm& choose_algorithm(const Call& call);
+
+// Whether the ranks of a host share the work of a call whose data do not come with the headers.
+bool goes_by_hosts(Func func, const Layout& layout);
+// What a rank reads of the send buffer of a neighbour, `owner`, and writes in its receive buffer, if the pair
+// uses each other's buffers.
+struct Access {
+  Part send, recv;
+};
+Access accessed(const Op& op, const Layout& layout, int owner, int by);
 
 }  // namespace pncpu

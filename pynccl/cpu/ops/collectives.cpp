@@ -38,13 +38,13 @@ Step Coll::step() {
 void Coll::offer_registered() {
   for (int p = 0; p < context_.nranks; ++p) {
     if (p == context_.rank) continue;
-    Part out = part_for(op_.func, op_.root, op_.bytes(), context_.rank, p);
+    Access theirs = accessed(op_, context_.layout, context_.rank, p);
     auto lends = [&](const void* buffer, Part part) {
       return part.bytes &&
              registered_->lends(p, reinterpret_cast<uintptr_t>(buffer) + part.offset, part.bytes);
     };
-    if (lends(op_.send, out)) lent_[size_t(p)] |= kSendLent;
-    if (op_.func == Func::AllReduce && lends(op_.recv, {0, op_.bytes()})) lent_[size_t(p)] |= kRecvLent;
+    if (lends(op_.send, theirs.send)) lent_[size_t(p)] |= kSendLent;
+    if (lends(op_.recv, theirs.recv)) lent_[size_t(p)] |= kRecvLent;
   }
 }
 
@@ -75,16 +75,15 @@ bool Coll::lends(int peer, uint32_t lent, uint64_t address, size_t bytes) const 
   return (lent_[size_t(peer)] & lent) || (same_windows(peer) && windows_->lends(peer, address, bytes));
 }
 
-// The buffers of a peer that an algorithm uses: a part of what it sends. An all_reduce also writes the result
-// into its receive buffer.
+// The buffers of a peer that an algorithm uses.
 Near Coll::mapped_here(int peer) const {
   const Header& theirs = matching_.header(peer);
-  Part in = part_for(op_.func, op_.root, op_.bytes(), peer, context_.rank);
-  Near near;
-  if (in.bytes) near.send = memory_of(peer, kSendLent, theirs.send + in.offset, in.bytes);
-  if (near.send) near.send -= in.offset;
-  if (op_.func == Func::AllReduce) near.recv = memory_of(peer, kRecvLent, theirs.recv, op_.bytes());
-  return near;
+  Access mine = accessed(op_, context_.layout, peer, context_.rank);
+  auto base = [&](uint32_t lent, uint64_t buffer, Part part) {
+    char* at = part.bytes ? memory_of(peer, lent, buffer + part.offset, part.bytes) : nullptr;
+    return at ? at - part.offset : nullptr;
+  };
+  return {base(kSendLent, theirs.send, mine.send), base(kRecvLent, theirs.recv, mine.recv)};
 }
 
 // Whether this rank and the peer map what they need of each other. The peer finds the same.
@@ -92,12 +91,13 @@ bool Coll::reach_each_other(int peer) const {
   if (!context_.link(peer).cell) return false;
   const Header& mine = matching_.mine();
   const Near& near = near_[size_t(peer)];
-  Part in = part_for(op_.func, op_.root, op_.bytes(), peer, context_.rank);
-  Part out = part_for(op_.func, op_.root, op_.bytes(), context_.rank, peer);
-  bool writes = op_.func == Func::AllReduce;
-  if (in.bytes && (!near.send || (writes && !near.recv))) return false;
-  if (out.bytes && !lends(peer, kSendLent, mine.send + out.offset, out.bytes)) return false;
-  return !writes || lends(peer, kRecvLent, mine.recv, op_.bytes());
+  Access here = accessed(op_, context_.layout, context_.rank, peer);
+  Access there = accessed(op_, context_.layout, peer, context_.rank);
+  if ((there.send.bytes && !near.send) || (there.recv.bytes && !near.recv)) return false;
+  auto lent = [&](uint32_t which, uint64_t buffer, Part part) {
+    return !part.bytes || lends(peer, which, buffer + part.offset, part.bytes);
+  };
+  return lent(kSendLent, mine.send, here.send) && lent(kRecvLent, mine.recv, here.recv);
 }
 
 // Programs repeat their calls: reuse the last schedule if it fits.
@@ -110,9 +110,15 @@ void Coll::plan() {
       call_.item == item && call_.direct == direct_)
     return;
   planned_ = false;
-  call_ = Call{
-      op_.func, op_.root, op_.count, item, context_.rank, context_.nranks, matching_.mine().is_inline != 0,
-      direct_};
+  call_ = Call{op_.func,
+               op_.root,
+               op_.count,
+               item,
+               context_.rank,
+               context_.nranks,
+               matching_.mine().is_inline != 0,
+               &context_.layout,
+               direct_};
   schedule_.clear();
   choose_algorithm(call_).plan(call_, &schedule_);
   planned_ = true;

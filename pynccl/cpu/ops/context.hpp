@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/layout.hpp"
 #include "ops/mappings.hpp"
 #include "ops/ops.hpp"
 #include "transport/transport.hpp"
@@ -18,7 +19,8 @@ struct Context {
   size_t inline_bytes = 0;   // messages up to this size travel with their header; equal on all ranks
   size_t block_bytes = 0;    // reduced at a time; a multiple of every datatype's size
   std::vector<Link*> links;  // by rank; nullptr for this one
-  Board board;               // this rank's; none if it is alone on its host
+  Layout layout;
+  Board board;  // this rank's; none if it is alone on its host
   // Fails the communicator and tells the peers. Always Step::Failed.
   std::function<Step(ErrorCode, const std::string&)> fail;
   // The windows that are open now; nullptr: none.

@@ -23,6 +23,7 @@ void Executor::start(const Op& op, const Schedule& schedule, const std::vector<N
     inputs_[i].fetched = 0;
     scalars_[i] = matching_.header(schedule.inputs[i].rank).scalar;
   }
+  scratch_.reset(schedule.scratch ? new char[schedule.scratch] : nullptr);
 }
 
 Step Executor::step() {
@@ -38,7 +39,10 @@ Step Executor::step() {
       any = any || s != Step::Blocked;
     }
     while (first_ < actions && progress_[first_].ended) ++first_;
-    if (first_ == actions) return Step::Done;
+    if (first_ == actions) {
+      scratch_.reset();
+      return Step::Done;
+    }
     moved = moved || any;
     if (!any || --rounds_left == 0) return moved ? Step::Moved : context_.blocked(kColl);
     context_.ring_peers();
@@ -57,7 +61,7 @@ Step Executor::run(size_t index) {
       return s == Step::Done && limit < a.bytes ? Step::Moved : s;
     }
     case Action::Reduce:
-      return reduce(a, done);
+      return reduce(a, limit, done);
     case Action::Notify:
       context_.link(a.to.rank).mine->stage.store(stage(a), std::memory_order_release);
       context_.link(a.to.rank).ring();
@@ -91,9 +95,10 @@ Step Executor::copy(const Action& a, size_t limit, size_t* done) {
   return *done == limit ? Step::Done : Step::Moved;
 }
 
-Step Executor::reduce(const Action& a, size_t* done) {
+Step Executor::reduce(const Action& a, size_t limit, size_t* done) {
   if (*done == 0) locate_inputs(a);
   size_t bytes = std::min(context_.block_bytes, a.bytes - *done);
+  if (limit < *done + bytes) return Step::Blocked;
   bool ready = true, moved = false;
   for (size_t i = a.first_input; i < a.first_input + a.inputs; ++i) {
     Input& input = inputs_[i];
@@ -110,11 +115,21 @@ Step Executor::reduce(const Action& a, size_t* done) {
   if (!ready) return moved ? Step::Moved : Step::Blocked;
   if (!enter_inputs(a)) return Step::Blocked;
   pncpu::reduce(mine(a.to) + *done, &operands_[a.first_input], int(a.inputs), bytes / item_, op_->dtype,
-                op_->red, context_.nranks, &scalars_[a.first_input]);
+                operation(a.share), context_.nranks, &scalars_[a.first_input]);
   leave_inputs(a, a.inputs);
   *done += bytes;
   for (size_t i = a.first_input; i < a.first_input + a.inputs; ++i) inputs_[i].fetched = 0;
   return *done == a.bytes ? Step::Done : Step::Moved;
+}
+
+// The operation on this share: factors apply to the ranks' inputs, and an integer average divides the sum of
+// all of them.
+RedKind Executor::operation(Action::Share share) const {
+  bool divides = op_->red == RedKind::Avg && is_integer(op_->dtype);
+  if (share == Action::Whole) return op_->red;
+  if (share == Action::Partial) return divides ? RedKind::Sum : op_->red;
+  bool scaled = op_->red == RedKind::PreMulSum || (op_->red == RedKind::Avg && !divides);
+  return scaled ? RedKind::Sum : op_->red;
 }
 
 // Finds the inputs that can be read in place.
@@ -165,6 +180,7 @@ Step Executor::fetch(const Place& from, Input& input, size_t offset, size_t byte
 }
 
 char* Executor::mine(const Place& place) const {
+  if (place.kind == Place::Scratch) return scratch_.get() + place.offset;
   void* base = place.kind == Place::Send ? const_cast<void*>(op_->send) : op_->recv;
   return static_cast<char*>(base) + place.offset;
 }

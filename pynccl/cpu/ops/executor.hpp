@@ -2,6 +2,7 @@
 // next step.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "ops/matching.hpp"
@@ -31,7 +32,8 @@ class Executor {
   };
   Step run(size_t index);
   Step copy(const Action& action, size_t limit, size_t* done);
-  Step reduce(const Action& action, size_t* done);
+  Step reduce(const Action& action, size_t limit, size_t* done);
+  RedKind operation(Action::Share share) const;
   Step fetch(const Place& from, Input& input, size_t offset, size_t bytes);
   void locate_inputs(const Action& action);
   bool enter_inputs(const Action& action);
@@ -40,7 +42,9 @@ class Executor {
   uint64_t theirs(const Place& place) const;
   const char* in_place(const Place& place) const;
   char* mapped(const Place& place) const;  // a peer's buffer here, or nullptr
-  bool is_mine(const Place& place) const { return place.kind <= Place::Recv && place.rank == context_.rank; }
+  bool is_mine(const Place& place) const {
+    return place.kind == Place::Scratch || (place.kind <= Place::Recv && place.rank == context_.rank);
+  }
   uint64_t stage(const Action& action) const { return matching_.mine().seq << 8 | action.stage; }
 
   const Context& context_;
@@ -55,6 +59,7 @@ class Executor {
   std::vector<Input> inputs_;
   std::vector<PreMul> scalars_;
   std::vector<const void*> operands_;
+  std::unique_ptr<char[]> scratch_;
 };
 
 }  // namespace pncpu

@@ -12,8 +12,9 @@ struct Place {
   enum Kind : uint8_t {
     Send,  // a send or receive buffer of this rank, or of a peer that Call::direct names
     Recv,
-    Pipe,    // the pipe from or to a peer, used in the order of the actions
-    Payload  // the data that came with a peer's header
+    Pipe,     // the pipe from or to a peer, used in the order of the actions
+    Payload,  // the data that came with a peer's header
+    Scratch   // this rank's memory for the schedule, of Schedule::scratch bytes
   };
   Kind kind = Send;
   int32_t rank = 0;
@@ -28,24 +29,29 @@ struct Action {
     Notify,  // tells the peer `to.rank` that this rank has reached `stage`
     Wait     // waits for the same from the peer `from.rank`
   };
+  // A reduction of all inputs, or one in two steps: of the inputs of each host, and then of what these gave.
+  enum Share : uint8_t { Whole, Partial, Last };
   static constexpr int32_t kNone = -1;
   Kind kind = Copy;
+  Share share = Whole;
   uint8_t stage = 0;
   Place from, to;
   size_t bytes = 0;
   uint32_t first_input = 0, inputs = 0;
   int32_t after = kNone;  // an action that must end before this one begins
   int32_t follows =
-      kNone;  // an action over the same number of bytes; this one moves the bytes it has finished
+      kNone;  // an action over the same number of bytes; this one uses the bytes it has finished
 };
 
 struct Schedule {
   std::vector<Action> actions;
   std::vector<Place> inputs;
+  size_t scratch = 0;
 
   void clear() {
     actions.clear();
     inputs.clear();
+    scratch = 0;
   }
   // Each returns the action's index, for `after` and `follows`.
   int32_t add(const Action& action) {

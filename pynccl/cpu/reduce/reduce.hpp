@@ -34,6 +34,7 @@ void reduce(void* out, const void* const* in, int k, size_t n, ncclDataType_t ty
             const PreMul* scalars);
 
 size_t type_size(ncclDataType_t type);       // 0 if it is not a datatype
+inline bool is_integer(ncclDataType_t type) { return type <= ncclUint64; }
 const char* type_name(ncclDataType_t type);  // "float32"
 const char* op_name(RedKind kind);           // "sum"
 
