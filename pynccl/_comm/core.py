@@ -21,6 +21,7 @@ from pynccl._errors import (
     NcclError,
     NcclInvalidArgument,
     NcclInvalidUsage,
+    NcclRemoteError,
     NcclTimeoutError,
     NcclUnhandledCudaError,
     RankFailedError,
@@ -371,6 +372,9 @@ class Core:
                     self.wait(given, "synchronize", timeout)
             finally:
                 self._release_waited()
+        # Another wait for the stream may have got the error.
+        if failed := self.failure():
+            raise failed
 
     def async_error(self) -> NcclError | None:
         """Return the error that occurred in the background, or None."""
@@ -438,6 +442,14 @@ class Core:
         """Learn that the program has waited for a stream's calls up to this number."""
         lib.pynccl_comm_waited(self.c, stream, number)
 
+    def failure(self) -> NcclError | None:
+        """Return the error that calls end with; None if the communicator has not failed."""
+        found = self.async_error() if self.handle else None
+        if found is not None:
+            found = self.watch.cause(found)
+            self.told = True
+        return found
+
     def drop_completed(self, stream: int) -> None:
         """Release the arrays of a stream's completed calls."""
         in_flight = self.in_flight.get(stream)
@@ -497,11 +509,21 @@ class Core:
             time.sleep(_PAUSE)
         if not answer:
             lib.pynccl_leave_mine(self.c)
+        told = self.told
         try:
-            self.synchronize(timeout=max(0.0, deadline - time.monotonic()))
-        except (NcclError, ValueError):
+            with self.alone():
+                self._wait_for_all(max(0.0, deadline - time.monotonic()))
+        except (NcclError, ValueError) as error:
+            if not told and not isinstance(error, NcclTimeoutError):
+                print(f"pynccl: a call that nobody waited for has failed: {error}", file=sys.stderr)
             return False
         return True
+
+    def unheard(self) -> NcclError | None:
+        """Return the error of calls that nobody has waited for, unless the program has got an error before."""
+        found = None if self.told or not used_streams(self.c) else self.failure()
+        # The program need not hear that others have ended.
+        return None if isinstance(found, NcclRemoteError) else found
 
     def _departure(self, aborts: bool) -> Any:
         """Return what the other ranks hear: `aborts` if this end, and no call of theirs, is the failure."""

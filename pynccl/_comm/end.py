@@ -9,7 +9,7 @@ from pynccl import capi
 from pynccl._comm import lifetime
 from pynccl._comm.core import Core
 from pynccl._device.blocking import bounded
-from pynccl._errors import NcclError, NcclInvalidUsage, NcclRemoteError
+from pynccl._errors import CollectiveMismatchError, NcclError, NcclInvalidUsage, NcclRemoteError
 from pynccl._library.binding import lib
 from pynccl._library.generated import kinds
 from pynccl._memory import registration, window
@@ -70,9 +70,13 @@ def revoke(core: Core) -> None:
 
 
 def destroy(core: Core) -> None:
-    """Finalize if necessary, then release all resources; no effect on a closed communicator."""
+    """Finalize if necessary, then release all resources; no effect on a closed communicator.
+
+    Raises the error of a call that nobody waited for, unless the program has heard of an error.
+    """
     if not core.handle:
         return
+    failed = core.unheard()
     if core.watch.verdict() is not None:
         # A destroy would finalize, which a revoked communicator cannot do.
         abort(core)
@@ -86,6 +90,9 @@ def destroy(core: Core) -> None:
             if handle and core.watch.claim():
                 try:
                     core.bounded(lambda: capi.ncclCommDestroy(handle), "ncclCommDestroy")
+                except CollectiveMismatchError as error:
+                    # Only the CPU library tells, after the end.
+                    failed = failed or error
                 except BaseException:
                     core.watch.stop(lib.PYNCCL_ABORTS_TOO)
                     lifetime.orphans.append(core.holdings)
@@ -94,6 +101,8 @@ def destroy(core: Core) -> None:
     lib.pynccl_trace_mark(core.c.trace, kinds.DESTROY)
     core.windows.warn(core)
     core.registrations.warn(core)
+    if failed is not None:
+        raise failed
 
 
 def abort(core: Core) -> None:

@@ -63,8 +63,8 @@ def _shrink_by_agreement(
     with core.alone(anyway=ends), recorder.recorded(core.c, SHRINK.kind), _suspecting(core):
         # The watchdog may still be ending the outstanding calls.
         by_library = core.watch.settle() and native
-        if not ends:
-            core.live()
+        if not ends and (failed := core.failure()):
+            raise failed
         survivors = _survivors(core, excluded, ends, quorum)
         view = survivors.agree(DERIVE if by_library else 0)
         core.interrupted = None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pynccl import capi
 from pynccl._device.devices import device_to_use, on_device
-from pynccl._errors import NcclInvalidArgument, NcclTimeoutError
+from pynccl._errors import NcclError, NcclInvalidArgument, NcclTimeoutError
 from pynccl._library import cuda, loader
 from pynccl._library.binding import lib
 from pynccl._library.status import IN_PROGRESS, check
@@ -37,6 +37,9 @@ class User(Protocol):
     def waited_for(self, stream: int, number: int) -> None:
         """Learn that the program has waited for a stream's calls up to this number."""
 
+    def failure(self) -> NcclError | None:
+        """Return the error that its calls end with; None if it has not failed."""
+
 
 # A dict, since another thread may add one while this one makes a tuple of it.
 _users: dict[weakref.ref[User], None] = {}
@@ -47,19 +50,41 @@ def add_user(user: User) -> None:
     _users[weakref.ref(user, lambda dead: _users.pop(dead, None))] = None
 
 
-def _calls_on(stream: int) -> list[tuple[User, int]]:
-    """Return who has issued calls on a stream that nobody has waited for, with the number of the newest."""
+class _Calls(NamedTuple):
+    """The calls of a user on a stream up to a number, for which nobody has waited."""
+
+    user: weakref.ref[User]
+    stream: int
+    number: int
+
+
+def _calls_on(stream: int) -> list[_Calls]:
     # The calls of an open group are not on the stream yet.
     if lib.pynccl_group_depth():
         return []
-    living = (user for ref in tuple(_users) if (user := ref()) is not None)
-    return [(user, number) for user in living if (number := user.newest_call(stream))]
+    users = ((ref, user) for ref in tuple(_users) if (user := ref()) is not None)
+    return [_Calls(ref, stream, number) for ref, user in users if (number := user.newest_call(stream))]
 
 
-def _completed(stream: int, calls: list[tuple[User, int]]) -> None:
-    """Tell who issued the calls on a stream that the program has waited for them."""
-    for user, number in calls:
-        user.waited_for(stream, number)
+def _complete(ask: Callable[[], bool], calls: Sequence[_Calls], on_cpu: bool) -> bool:
+    """Return the answer to whether calls have completed; raise the error of a communicator that has failed."""
+    try:
+        done = ask()
+    except NcclError as error:
+        raise _failure(calls) or error from error.__cause__
+    if done:
+        # CUDA completes the work of a communicator that has failed.
+        if not on_cpu and (failed := _failure(calls)):
+            raise failed
+        for ref, stream, number in calls:
+            if (user := ref()) is not None:
+                user.waited_for(stream, number)
+    return done
+
+
+def _failure(calls: Sequence[_Calls]) -> NcclError | None:
+    users = (ref() for ref, _, _ in calls)
+    return next((error for user in users if user is not None and (error := user.failure())), None)
 
 
 def handle_of(stream: Any) -> int:
@@ -202,6 +227,9 @@ class Stream(_Owned):
     _makers = cpu_stream, cuda.stream_create
     _enders = capi.pyncclCpuStreamDestroy, cuda.stream_destroy
 
+    # Calls on other streams that this stream waits for by events.
+    _awaited: tuple[_Calls, ...] = ()
+
     @property
     def handle(self) -> int:
         """The cudaStream_t as an int."""
@@ -211,11 +239,17 @@ class Stream(_Owned):
         return 0, self.handle
 
     def query(self) -> bool:
-        """Tell whether all work of the stream has completed."""
+        """Tell whether all work of the stream has completed.
+
+        Raises the error of a communicator whose calls on the stream have failed.
+        """
         return self._complete(self._query)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait until all work of the stream has completed; raise NcclTimeoutError after `timeout` seconds."""
+        """Wait until all work of the stream has completed; raise NcclTimeoutError after `timeout` seconds.
+
+        Raises the error of a communicator whose calls on the stream have failed.
+        """
 
         def wait(deadline: float | None) -> bool:
             return self._complete(lambda: self._wait(deadline))
@@ -223,12 +257,10 @@ class Stream(_Owned):
         _wait_for(wait, timeout, "Stream.synchronize")
 
     def _complete(self, ask: Callable[[], bool]) -> bool:
-        """Return the answer to whether all work has completed; if so, nobody needs to wait for it again."""
-        handle = self.handle
-        calls = _calls_on(handle)
-        done = ask()
-        if done:
-            _completed(handle, calls)
+        awaited = self._awaited
+        done = _complete(ask, [*_calls_on(self.handle), *awaited], self._cpu)
+        if done and self._awaited is awaited:
+            self._awaited = ()
         return done
 
     def _query(self) -> bool:
@@ -249,6 +281,7 @@ class Stream(_Owned):
             capi.pyncclCpuStreamWaitEvent(0, self.handle, event.handle)
         else:
             cuda.stream_wait_event(self.handle, event.handle)
+        self._awaited = (*self._awaited, *event.calls)
 
 
 class Event(_Owned):
@@ -257,9 +290,8 @@ class Event(_Owned):
     _makers = capi.pyncclCpuEventCreate, cuda.event_create
     _enders = capi.pyncclCpuEventDestroy, cuda.event_destroy
 
-    # The stream of the last record, and its calls before it.
-    _stream = 0
-    _calls: tuple[tuple[weakref.ref[User], int], ...] = ()
+    # The calls before the last record.
+    calls: tuple[_Calls, ...] = ()
 
     @property
     def handle(self) -> int:
@@ -269,20 +301,19 @@ class Event(_Owned):
     def record(self, stream: Any) -> None:
         """Record the event after the present work of a stream."""
         handle = handle_of(stream)
-        calls = tuple((weakref.ref(user), number) for user, number in _calls_on(handle))
+        calls = tuple(_calls_on(handle))
         if self._cpu:
             capi.pyncclCpuEventRecord(0, self.handle, handle)
         else:
             cuda.event_record(self.handle, handle)
-        self._stream, self._calls = handle, calls
+        self.calls = calls
 
     def query(self) -> bool:
-        """Tell whether the event has completed; True if it was never recorded."""
-        stream, calls = self._stream, self._calls
-        done = self._query()
-        if done:
-            _completed(stream, [(user, number) for ref, number in calls if (user := ref()) is not None])
-        return done
+        """Tell whether the event has completed; True if it was never recorded.
+
+        Raises the error of a communicator whose calls before the record have failed.
+        """
+        return _complete(self._query, self.calls, self._cpu)
 
     def _query(self) -> bool:
         if self._cpu:
@@ -290,7 +321,10 @@ class Event(_Owned):
         return cuda.event_query(self.handle)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait until the event has completed; raise NcclTimeoutError after `timeout` seconds."""
+        """Wait until the event has completed; raise NcclTimeoutError after `timeout` seconds.
+
+        Raises the error of a communicator whose calls before the record have failed.
+        """
         _wait_for(lambda deadline: poll(self.query, deadline), timeout, "Event.synchronize")
 
 

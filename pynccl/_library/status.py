@@ -112,10 +112,11 @@ def _missing(function: str) -> NotSupportedError:
     return NotSupportedError(f"{function} {need}; loaded {_origin()}", function=function)
 
 
-def _is_mismatch(result: int, comm: int) -> bool:
+def mismatch(result: int, comm: int) -> int:
+    """Return 1 if the ranks called different things, 2 if one left without a call, else 0."""
     kind = ffi.new("int*")
     # Only the CPU library can tell.
-    return result == ncclInvalidUsage and not lib.pyncclCpuGetErrorKind(comm, kind) and kind[0] == 1
+    return 0 if result != ncclInvalidUsage or lib.pyncclCpuGetErrorKind(comm, kind) else int(kind[0])
 
 
 def _cause(meaning: str, detail: str) -> str:
@@ -129,7 +130,7 @@ def _failed(result: int, function: str, comm: int) -> NcclError:
     # First, since any other call may replace the text.
     detail = text(lib.ncclGetLastError(comm))
     meaning = text(lib.ncclGetErrorString(result))
-    cls = CollectiveMismatchError if _is_mismatch(result, comm) else error_class(result)
+    cls = CollectiveMismatchError if mismatch(result, comm) else error_class(result)
     cause = _cause(meaning, detail)
     parts = [f"{function}: {result_name(result)}: {cause}" if cause else f"{function}: {result_name(result)}"]
     rank, size = place_of(comm) or (None, None)

@@ -181,7 +181,8 @@ def _choose_library() -> None:
     chosen = choose_backend(os.environ, "auto").get("PYNCCL_LIBRARY", "")
     if chosen != os.environ.get("PYNCCL_LIBRARY", ""):
         os.environ["PYNCCL_LIBRARY"] = chosen
-        print("pynccl bench: no NVIDIA driver found, so PYNCCL_LIBRARY=cpu", file=sys.stderr, flush=True)
+        if not _environment.detect(os.environ).rank:
+            print("pynccl bench: no NVIDIA driver found, so PYNCCL_LIBRARY=cpu", file=sys.stderr, flush=True)
 
 
 def _program(operation: Operation) -> click.Command:
@@ -195,8 +196,7 @@ def _program(operation: Operation) -> click.Command:
             raise click.UsageError("--p2p with -n 1; expected 2 or more ranks")
         _require_peers(settings, operation, nranks)
         if nranks is None:
-            if _environment.detect(os.environ).size in (None, 1):
-                _choose_library()
+            _choose_library()
             return bench_ranks(operation, settings)
         _require_start(settings, operation, nranks)
         return _launch(ctx.obj, nranks, cpu)

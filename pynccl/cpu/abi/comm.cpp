@@ -617,7 +617,7 @@ ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind) {
     std::shared_ptr<Comm> c = comm ? handles<Comm>().find(comm) : nullptr;
     std::string text;
     ErrorCode code = c ? c->report(&text) : ErrorCode();
-    *kind = (code.failed() ? code : last_error_code()).mismatch;
+    *kind = int((code.failed() ? code : last_error_code()).mismatch);
     return ncclSuccess;
   });
 }

@@ -48,7 +48,7 @@ ncclResult_t create_stream(cudaStream_t* stream, unsigned int flags, const char*
 // What stands for the record of an event that was never recorded.
 std::shared_ptr<Recording> happened_before() {
   auto recording = std::make_shared<Recording>();
-  recording->happen(ncclSuccess);
+  recording->happen(ncclSuccess, 0);
   return recording;
 }
 

@@ -1,20 +1,31 @@
 // What an error is, beside its text.
 #pragma once
 
+#include <cstdint>
+
 #include "base/nccl.hpp"
 
 namespace pncpu {
 
+// What ncclInvalidUsage alone does not tell; the values are those of pyncclCpuGetErrorKind.
+enum class Mismatch : uint8_t {
+  None,
+  Calls,    // the ranks called different things
+  Departed  // a rank has left without a call that another waits in
+};
+
 struct ErrorCode {
   ncclResult_t result;
-  bool mismatch;  // the ranks called different things, which ncclInvalidUsage alone does not tell
+  Mismatch mismatch;
   bool reported;  // by a peer: the text begins with its rank
-  constexpr ErrorCode(ncclResult_t result_ = ncclSuccess, bool mismatch_ = false, bool reported_ = false)
+  constexpr ErrorCode(ncclResult_t result_ = ncclSuccess, Mismatch mismatch_ = Mismatch::None,
+                      bool reported_ = false)
       : result(result_), mismatch(mismatch_), reported(reported_) {}
   constexpr bool failed() const { return result != ncclSuccess; }
 };
 
-constexpr ErrorCode kMismatch{ncclInvalidUsage, true};
+constexpr ErrorCode kMismatch{ncclInvalidUsage, Mismatch::Calls};
+constexpr ErrorCode kDeparted{ncclInvalidUsage, Mismatch::Departed};
 constexpr char kFailedEarlier[] = "the communicator failed earlier: ";
 constexpr char kMismatchText[] = "the ranks called different things: ";
 

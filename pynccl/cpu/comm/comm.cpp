@@ -252,8 +252,8 @@ ncclResult_t Comm::disagree(uint64_t tag, const std::string& text) {
 
 void Comm::heard_disagreement(int from, uint64_t tag, const Blob& body) {
   std::string text = "rank " + std::to_string(from) + " reports: " + std::string(body.data, body.size);
-  if (!disagreements_[tag / kAfterFailure].decide({ncclInvalidUsage, true, true}, text)) return;
-  hear_of({ncclInvalidUsage, true, true}, text);
+  if (!disagreements_[tag / kAfterFailure].decide({ncclInvalidUsage, Mismatch::Calls, true}, text)) return;
+  hear_of({ncclInvalidUsage, Mismatch::Calls, true}, text);
 }
 
 ncclResult_t Comm::say_broken(uint64_t tag) {
@@ -274,7 +274,7 @@ ErrorCode Comm::report(std::string* text) {
 
 // Without memory a peer only sees the end of the connection.
 void Comm::tell(ErrorCode code, std::string_view text) noexcept {
-  const ErrorHead head{int32_t(code.result), code.mismatch, code.reported};
+  const ErrorHead head{int32_t(code.result), uint8_t(code.mismatch), code.reported};
   char body[sizeof head + kMaxText];
   text = text.substr(0, kMaxText);
   memcpy(body, &head, sizeof head);
@@ -357,7 +357,9 @@ void Comm::error_told(int from, const Blob& body) {
       head.result == ncclInvalidUsage || head.result == ncclTimeout || head.result == ncclInvalidArgument;
   std::string text(body.data + sizeof head, body.size - sizeof head);
   if (!head.reported) text = "rank " + std::to_string(from) + " reports: " + text;
-  hear_of({same ? ncclResult_t(head.result) : ncclRemoteError, head.mismatch != 0, true}, text);
+  hear_of({same ? ncclResult_t(head.result) : ncclRemoteError,
+           Mismatch(std::min(head.mismatch, uint8_t(Mismatch::Departed))), true},
+          text);
 }
 
 void Comm::closed(int from) {
@@ -527,8 +529,10 @@ std::string Comm::waiting_for(const Batch& batch) {
 }
 
 void Comm::never_ends(int q, const std::string& doing) {
-  mismatch("rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
-           ", which has finalized or destroyed its communicator without a matching call");
+  fail_with(kDeparted, kMismatchText + ("rank " + std::to_string(rank) + " waits in " + doing + " for rank " +
+                                        std::to_string(q) +
+                                        ", which has finalized or destroyed its communicator without a "
+                                        "matching call"));
 }
 
 bool Comm::has_left(int q) {

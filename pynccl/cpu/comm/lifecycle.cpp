@@ -324,8 +324,8 @@ bool Ending::may_run() const {
 ncclResult_t Ending::run() {
   if (how_ == Standing::End::Abort) cut_short();
   if (!begun_ && !await_destruction()) return ncclSuccess;
-  ncclResult_t r = guarded(how_ == Standing::End::Abort ? "ncclCommAbort" : "ncclCommDestroy",
-                           [&] { return leave(), ncclSuccess; });
+  ncclResult_t r =
+      guarded(how_ == Standing::End::Abort ? "ncclCommAbort" : "ncclCommDestroy", [&] { return leave(); });
   comm_->close_buffers();
   comm_->session.disconnect();
   handles<Comm>().take(comm_->handle);
@@ -357,13 +357,19 @@ bool Ending::await_destruction() {
   return false;
 }
 
-void Ending::leave() {
+// A destruction returns the error of a call that fails only now: nobody else can. That no rank needs a call
+// any more, or that a rank has failed, is none.
+ncclResult_t Ending::leave() {
   Comm& comm = *comm_;
   bool aborts = how_ == Standing::End::Abort;
   if (!comm.standing.cancel_creation()) comm.standing.await_pending();
-  if (comm.standing.phase.load() == Phase::Creating) return;
+  if (comm.standing.phase.load() == Phase::Creating) return ncclSuccess;
+  bool known = comm.error() != ncclSuccess;
   if (!aborts) comm.announce_leaving();
   comm.drain(aborts ? after_ms(5000) : kForever);
+  ErrorCode code = comm.error_code();
+  bool others = code.result == ncclRemoteError || code.mismatch == Mismatch::Departed;
+  return aborts || known || others || !code.failed() ? ncclSuccess : comm.say(code, comm.error_text());
 }
 
 }  // namespace pncpu

@@ -57,7 +57,7 @@ class Ending {
  private:
   void cut_short();
   bool await_destruction();
-  void leave();
+  ncclResult_t leave();
   const std::shared_ptr<Comm> comm_;
   const Standing::End how_;
   bool begun_;

@@ -18,12 +18,14 @@ struct Recording {
   Doorbell bell;
   std::weak_ptr<Stream> stream;       // the recorded stream
   uint64_t number = 0;                // the number of its nodes up to the record
-  uint64_t comm_serial = 0;           // 0: the errors of no communicator count
-  ncclResult_t result = ncclSuccess;  // of the communicator's work on the stream before the record
+  uint64_t comm_serial = 0;           // whose errors count; 0: those of any communicator
+  ncclResult_t result = ncclSuccess;  // of the work on the stream before the record
   std::atomic<int> notified{-1};      // a descriptor of its own, to write to when it happens
   ~Recording() { notify(-1); }
-  void happen(ncclResult_t r) {
+  // `failed`, the serial of the communicator whose work has failed, replaces comm_serial.
+  void happen(ncclResult_t r, uint64_t failed) {
     result = r;
+    comm_serial = failed;
     happened.store(true);
     bell.ring();
     notify(-1);

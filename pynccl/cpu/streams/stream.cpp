@@ -80,11 +80,18 @@ ncclResult_t await(Recording& recording, Deadline deadline) {
 
 ncclResult_t Stream::run(Node& node, Deadline deadline) {
   switch (node.kind) {
-    case Node::Record:
-      node.recording->happen(error_of(node.recording->comm_serial));
+    case Node::Record: {
+      auto [result, serial] = error_of(node.recording->comm_serial);
+      node.recording->happen(result, serial);
       return ncclSuccess;
+    }
     case Node::Wait:
-      return await(*node.recording, deadline) == ncclInProgress ? ncclInProgress : ncclSuccess;
+      // What comes after the wait relies on the work before the record.
+      if (ncclResult_t r = await(*node.recording, deadline); r != ncclSuccess) {
+        if (r == ncclInProgress) return r;
+        note_error(node.recording->comm_serial, r);
+      }
+      return ncclSuccess;
     case Node::After:
       return node.stream->drive(node.number, deadline);
     default:
@@ -103,26 +110,31 @@ ncclResult_t Stream::run_task(Node& node, Deadline deadline) {
 }
 
 void Stream::note_errors(const Task& task) {
-  for (auto& [serial, result] : task.errors()) {
-    std::lock_guard<std::mutex> lock(queue_mutex_);
-    if (errors_.size() == kMostErrors) {
-      auto taken = [](const auto& one) { return one.second.taken; };
-      auto old = std::find_if(errors_.begin(), errors_.end(), taken);
-      if (old != errors_.end()) errors_.erase(old);
-    }
-    auto it = errors_.find(serial);
-    if (it != errors_.end())
-      it->second.taken = false;
-    else if (errors_.size() < kMostErrors)
-      errors_.emplace(serial, Error{result, false});
-    failed_.store(true);
-  }
+  for (auto& [serial, result] : task.errors()) note_error(serial, result);
 }
 
-ncclResult_t Stream::error_of(uint64_t comm_serial) {
+void Stream::note_error(uint64_t serial, ncclResult_t result) {
   std::lock_guard<std::mutex> lock(queue_mutex_);
-  auto it = errors_.find(comm_serial);
-  return it == errors_.end() ? ncclSuccess : it->second.result;
+  if (errors_.size() == kMostErrors) {
+    auto taken = [](const auto& one) { return one.second.taken; };
+    auto old = std::find_if(errors_.begin(), errors_.end(), taken);
+    if (old != errors_.end()) errors_.erase(old);
+  }
+  auto it = errors_.find(serial);
+  if (it != errors_.end())
+    it->second.taken = false;
+  else if (errors_.size() < kMostErrors)
+    errors_.emplace(serial, Error{result, false});
+  failed_.store(true);
+}
+
+std::pair<ncclResult_t, uint64_t> Stream::error_of(uint64_t comm_serial) {
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  auto waits = [](const auto& one) { return !one.second.taken; };
+  auto it = comm_serial == kAnyone ? std::find_if(errors_.begin(), errors_.end(), waits)
+                                   : errors_.find(comm_serial);
+  if (it == errors_.end()) return {ncclSuccess, comm_serial};
+  return {it->second.result, it->first};
 }
 
 ncclResult_t Stream::take_error(uint64_t comm_serial) {

@@ -88,7 +88,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void work();
   void close();
   void note_errors(const Task& task);
-  ncclResult_t error_of(uint64_t comm_serial);
+  void note_error(uint64_t serial, ncclResult_t result);
+  // The error of a communicator's work, of any communicator's for kAnyone, and whose it is.
+  std::pair<ncclResult_t, uint64_t> error_of(uint64_t comm_serial);
   Domain& domain_;  // lives while work can be pushed
   const bool blocking_, attended_;
   bool ended_ = false;
