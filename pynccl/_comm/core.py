@@ -514,7 +514,7 @@ class Core:
             with self.alone():
                 self._wait_for_all(max(0.0, deadline - time.monotonic()))
         except (NcclError, ValueError) as error:
-            if not told and not isinstance(error, NcclTimeoutError):
+            if not told and not isinstance(error, NcclTimeoutError | NcclRemoteError):
                 print(f"pynccl: a call that nobody waited for has failed: {error}", file=sys.stderr)
             return False
         return True

@@ -92,7 +92,7 @@ def destroy(core: Core) -> None:
                     core.bounded(lambda: capi.ncclCommDestroy(handle), "ncclCommDestroy")
                 except CollectiveMismatchError as error:
                     # Only the CPU library tells, after the end.
-                    failed = failed or error
+                    failed = failed or (None if core.told else error)
                 except BaseException:
                     core.watch.stop(lib.PYNCCL_ABORTS_TOO)
                     lifetime.orphans.append(core.holdings)

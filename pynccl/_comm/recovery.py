@@ -81,7 +81,9 @@ def _shrink_by_agreement(
                 if not ends:
                     _require_all(core, survivors, wanted)
                 if not ends or survivors.decided == wanted:
-                    raise failure or survivors.other_failure()
+                    failure = failure or survivors.other_failure()
+                    # A rank may have died since the beginning.
+                    raise failure if ends else core.watch.cause(failure)
             except BaseException:
                 if child is not None:
                     abort(child)

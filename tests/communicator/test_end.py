@@ -438,6 +438,67 @@ def test_who_needs_a_call_of_a_rank_that_has_ended_is_told(
     assert "rank 1" in done.stdout
 
 
+UNHEARD = """
+import sys, numpy as np, pynccl
+how, end = sys.argv[1:]
+comm = pynccl.init(timeout=20)
+x = np.ones(2 + comm.rank)
+if how == "work":
+    comm.all_reduce(x, wait=False)
+else:
+    comm.all_reduce(x, stream=pynccl.Stream())
+if end == "destroy":
+    try:
+        comm.destroy()
+    except pynccl.CollectiveMismatchError as error:
+        print("destroy:", error)
+"""
+
+
+@pytest.mark.parametrize("how", ["work", "stream"])
+@pytest.mark.parametrize("end", ["destroy", "exit"])
+def test_a_call_that_fails_unheard_is_told_of_at_the_end(how: str, end: str, run_program: Run) -> None:
+    done = run_program(UNHEARD, 2, how, end)
+    told = done.stdout if end == "destroy" else done.stderr
+    begin = "destroy: " if end == "destroy" else "pynccl: a call that nobody waited for has failed: "
+    for rank in range(2):
+        (line,) = (line for line in told.splitlines() if line.startswith(f"[{rank}] {begin}"))
+        assert "AllReduce(count 2, float64, sum)" in line and "AllReduce(count 3, float64, sum)" in line
+
+
+LAST_MESSAGE = """
+import numpy as np, pynccl
+comm = pynccl.init(timeout=20)
+if comm.rank == 0:
+    comm.send(np.ones(4), 1)
+else:
+    comm.recv(np.ones(5), 0)
+"""
+
+
+def test_the_last_message_of_a_program_that_has_ended_differs(run_program: Run) -> None:
+    done = run_program(LAST_MESSAGE, 2)
+    assert "[1] pynccl._errors.CollectiveMismatchError: " in done.stderr, done.stderr
+    assert "Send(count 4, float64)" in done.stderr and "Recv(count 5, float64)" in done.stderr
+
+
+def shrinks_at_once(rank: int, nranks: int, abort: bool) -> list[int]:
+    comm = pynccl.init(timeout=20)
+    comm.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        return list(range(comm.shrink(exclude=[2], abort=abort).size))
+    except pynccl.RankFailedError as error:
+        return error.ranks
+
+
+def test_a_shrink_right_after_a_death() -> None:
+    """Without abort=True it needs a sound communicator, and says who has failed."""
+    assert testing.run(3, shrinks_at_once, False, backend="cpu", check=False)[:2] == [[2], [2]]
+    assert testing.run(3, shrinks_at_once, True, backend="cpu", check=False)[:2] == [[0, 1]] * 2
+
+
 def sends_and_dies(rank: int, nranks: int, how: str, hosts: int) -> list[bool]:
     os.environ["NCCL_HOSTID"] = f"host {rank % hosts}"
     comm = pynccl.init()

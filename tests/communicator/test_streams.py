@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import weakref
 from typing import Any
 
@@ -200,3 +201,46 @@ def devices(rank: int, nranks: int) -> None:
 
 def test_devices() -> None:
     testing.run(1, devices, backend="cpu")
+
+
+def _raised(wait: Any) -> tuple[str, list[int], str]:
+    with pytest.raises(pynccl.NcclError) as caught:
+        wait()
+    return type(caught.value).__name__, list(getattr(caught.value, "ranks", [])), str(caught.value)
+
+
+def failed_calls(rank: int, nranks: int, how: str, timeout: float | None) -> list[tuple[str, list[int], str]]:
+    """Everything that waits for a call that has failed raises the error of its communicator."""
+    comm = pynccl.init(timeout=timeout)
+    comm.barrier()
+    stream, behind, event = pynccl.Stream(), pynccl.Stream(), pynccl.Event()
+    if how == "killed" and rank == nranks - 1:
+        for other in range(rank):
+            hear(f"{other} has called")
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.all_reduce(np.ones(4 + rank * (how == "mismatch")), stream=stream)
+    tell(f"{rank} has called")
+    event.record(stream)
+    behind.wait_event(event)
+    raised = [_raised(wait) for wait in (event.synchronize, behind.synchronize, stream.synchronize)]
+    raised.append(_raised(comm.synchronize))
+    if how == "killed":
+        comm = comm.shrink(exclude=raised[0][1], abort=True)
+        assert (comm.all_reduce(np.ones(2)) == nranks - 1).all()
+    comm.abort()
+    return raised
+
+
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_waits_for_a_call_that_differs(timeout: float | None) -> None:
+    for raised in testing.run(2, failed_calls, "mismatch", timeout, backend="cpu"):
+        # The error of a stream's work is taken by the first that waits for the stream.
+        for name, _, text in raised:
+            assert name == "CollectiveMismatchError", raised
+            assert "AllReduce(count 4, float64, sum)" in text and "AllReduce(count 5, float64, sum)" in text
+
+
+def test_waits_for_a_call_of_a_dead_rank() -> None:
+    for raised in testing.run(3, failed_calls, "killed", 20, backend="cpu", check=False)[:2]:
+        assert isinstance(raised, list), raised
+        assert [(name, ranks) for name, ranks, _ in raised] == [("RankFailedError", [2])] * 4

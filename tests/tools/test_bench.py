@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import pytest
 
 import pynccl
 from command_line import pynccl_command
+from engines import Command, open_mpi, torchrun
 from launchers import LAUNCHERS
 from meeting import until
 from pynccl._library import cuda
@@ -293,6 +294,18 @@ def test_one_process_without_a_driver() -> None:
     done = run(sys.executable, "-m", "pynccl", "bench", *args, PYNCCL_LIBRARY="auto")
     assert len(lines(done)) == 1 and done.stdout.count("CPU library\n") == 2
     assert done.stderr == "pynccl bench: no NVIDIA driver found, so PYNCCL_LIBRARY=cpu\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cuda.available(), reason="this machine has an NVIDIA driver")
+@pytest.mark.parametrize("engine", [open_mpi, torchrun])
+def test_under_launchers_without_a_driver(engine: Callable[[int], Command]) -> None:
+    command = [*engine(2), "-m", "pynccl", "bench", "all_reduce", "-b", "4K", "-e", "4K", "-n", "2"]
+    if engine is open_mpi:
+        command.insert(command.index("-m"), sys.executable)
+    done = run(*command, PYNCCL_LIBRARY="auto")
+    assert len(lines(done)) == 1
+    assert done.stderr.count("pynccl bench: no NVIDIA driver found, so PYNCCL_LIBRARY=cpu") == 1
 
 
 def test_groups_of_ranks() -> None:

@@ -87,6 +87,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   // The ranks of an exchange with this tag make different calls. The communicator fails, and no rank waits in
   // such an exchange any more, also after an earlier failure or a revocation.
   ncclResult_t disagree(uint64_t tag, const std::string& text);
+  // Whether the caller has been told of the error.
+  bool is_heard_of() const { return heard_by_caller_.load(); }
   // What a caller wants to know after a failure: what the ranks disagree on, else why the newest derived
   // communicator could not be created, else the first error.
   ErrorCode report(std::string* text);
@@ -167,6 +169,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   std::atomic<Clock::time_point> heard_at_{};
   Fate derivation_;                              // the newest one's, until a call is refused
   std::atomic<bool> refused_{false};             // a call after the failure
+  std::atomic<bool> heard_by_caller_{false};
   std::vector<uint64_t> meetings_[2];            // with each rank; under session.mutex
   std::vector<std::shared_ptr<Comm>> children_;  // under it
   alignas(kCacheLine) Doorbell own_bell_;

@@ -357,19 +357,19 @@ bool Ending::await_destruction() {
   return false;
 }
 
-// A destruction returns the error of a call that fails only now: nobody else can. That no rank needs a call
-// any more, or that a rank has failed, is none.
+// A destruction returns an error of which the caller has not heard: nobody else can. That no rank needs a
+// call any more, or that a rank has failed, is none.
 ncclResult_t Ending::leave() {
   Comm& comm = *comm_;
   bool aborts = how_ == Standing::End::Abort;
   if (!comm.standing.cancel_creation()) comm.standing.await_pending();
   if (comm.standing.phase.load() == Phase::Creating) return ncclSuccess;
-  bool known = comm.error() != ncclSuccess;
   if (!aborts) comm.announce_leaving();
   comm.drain(aborts ? after_ms(5000) : kForever);
   ErrorCode code = comm.error_code();
   bool others = code.result == ncclRemoteError || code.mismatch == Mismatch::Departed;
-  return aborts || known || others || !code.failed() ? ncclSuccess : comm.say(code, comm.error_text());
+  bool tells = !aborts && !others && code.failed() && !comm.is_heard_of() && !comm.standing.revoked.load();
+  return tells ? comm.say(code, comm.error_text()) : ncclSuccess;
 }
 
 }  // namespace pncpu
