@@ -1,7 +1,8 @@
-"""Integers and texts that users give, checked before C code or a peer gets them; objects without copies."""
+"""Values in arguments and messages: checked before C code or a peer gets them; objects without copies."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from operator import index
 from typing import Any, TypeGuard
@@ -22,6 +23,16 @@ def shown(value: Any) -> str:
     """Return an object's repr for an error's text, cut if it is long: it may be a model's weights."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (a {type(value).__qualname__})"
+
+
+# Ranks that a message names.
+_MOST_NAMED = 32
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2", at most 32 of them."""
+    names = ", ".join(map(str, ranks[:_MOST_NAMED])) + (", ..." if len(ranks) > _MOST_NAMED else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
 class Code(IntEnum):

@@ -32,8 +32,8 @@ from pynccl._run.nodes import open_store
 from pynccl._run.ports import free_port
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
 from pynccl._timeouts import check_timeout
+from pynccl._values import rank_list
 from pynccl.bootstrap._environment import as_rank
-from pynccl.bootstrap._preflight import rank_list
 
 __all__ = ["RankError", "RankTimeout", "run"]
 

@@ -520,7 +520,7 @@ class Core:
         return True
 
     def unheard(self) -> NcclError | None:
-        """Return the error of calls that nobody has waited for, unless the program has got an error before."""
+        """Return the error of calls that nobody has waited for, unless the program has got an error."""
         found = None if self.told or not used_streams(self.c) else self.failure()
         # The program need not hear that others have ended.
         return None if isinstance(found, NcclRemoteError) else found

@@ -67,7 +67,7 @@ def _calls_on(stream: int) -> list[_Calls]:
 
 
 def _complete(ask: Callable[[], bool], calls: Sequence[_Calls], on_cpu: bool) -> bool:
-    """Return the answer to whether calls have completed; raise the error of a communicator that has failed."""
+    """Return the answer to whether calls have completed; raise the error of a failed communicator."""
     try:
         done = ask()
     except NcclError as error:

@@ -19,10 +19,10 @@ from pynccl._errors import BootstrapError, NcclError, RankFailedError
 from pynccl._library import cuda, loader
 from pynccl._library.binding import lib
 from pynccl._types import UniqueId
+from pynccl._values import rank_list
 from pynccl._watch import check_mode
 
 _LONGEST_TEXT = 4096
-_MOST_NAMED = 32
 # NCCL variables that may differ between ranks.
 _PRIVATE = ("NCCL_HOSTID", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_COMM_ID")
 _CHECK = "PYNCCL_CHECK"
@@ -356,12 +356,6 @@ def _difference(facts: Sequence[Facts], name: str) -> str | None:
         for value, group in ranks.items()
     ]
     return f"{name} differs between ranks: {', '.join(parts)}"
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 1, 2", at most 32 of them."""
-    names = ", ".join(map(str, ranks[:_MOST_NAMED])) + (", ..." if len(ranks) > _MOST_NAMED else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
 def absent(

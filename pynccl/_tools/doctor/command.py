@@ -15,8 +15,8 @@ from pynccl._errors import NcclError
 from pynccl._tools.doctor import devices, environment, job, libraries, limits, network, transports
 from pynccl._tools.doctor.finding import LEVELS, Finding, error, worst
 from pynccl._tools.machine import Machine
+from pynccl._values import rank_list
 from pynccl.bootstrap import _environment
-from pynccl.bootstrap._preflight import rank_list
 
 Check = Callable[[Machine], Iterator[Finding]]
 _THEMES: dict[str, tuple[Check, ...]] = {

@@ -18,10 +18,10 @@ from pynccl._tools.doctor import network, probe, transports
 from pynccl._tools.doctor.finding import Finding, error, ok, warning
 from pynccl._tools.doctor.libraries import loaded
 from pynccl._tools.machine import Machine
+from pynccl._values import rank_list
 from pynccl._version import __version__
 from pynccl.bootstrap import _environment, _methods
 from pynccl.bootstrap._exchange import Exchange
-from pynccl.bootstrap._preflight import rank_list
 
 # Variables that may differ between ranks.
 _OWN = {"NCCL_HOSTID", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_COMM_ID"}

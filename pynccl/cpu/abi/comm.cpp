@@ -632,7 +632,8 @@ ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone) {
     if (rank < 0 || rank >= known)
       return fail(ncclInvalidArgument, "%s: rank is %d, expected 0 to %d", function, rank, known - 1);
     std::lock_guard<std::mutex> lock(c->session.mutex);
-    *gone = c->peer(rank).gone && !c->peer(rank).left;
+    const Peer& peer = c->peer(rank);
+    *gone = !peer.gone || peer.left ? 0 : peer.failed.load() ? 1 : 2;
     return ncclSuccess;
   });
 }

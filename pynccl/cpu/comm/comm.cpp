@@ -357,6 +357,7 @@ void Comm::error_told(int from, const Blob& body) {
   memcpy(&head, body.data, sizeof head);
   bool same =
       head.result == ncclInvalidUsage || head.result == ncclTimeout || head.result == ncclInvalidArgument;
+  peer(from).failed.store(true);
   std::string text(body.data + sizeof head, body.size - sizeof head);
   if (!head.reported) text = "rank " + std::to_string(from) + " reports: " + text;
   hear_of({same ? ncclResult_t(head.result) : ncclRemoteError,

@@ -167,8 +167,8 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Fate fate_, heard_;
   Fate disagreements_[2];  // by the sequence of exchanges
   std::atomic<Clock::time_point> heard_at_{};
-  Fate derivation_;                              // the newest one's, until a call is refused
-  std::atomic<bool> refused_{false};             // a call after the failure
+  Fate derivation_;                   // the newest one's, until a call is refused
+  std::atomic<bool> refused_{false};  // a call after the failure
   std::atomic<bool> heard_by_caller_{false};
   std::vector<uint64_t> meetings_[2];            // with each rank; under session.mutex
   std::vector<std::shared_ptr<Comm>> children_;  // under it

@@ -33,7 +33,7 @@ enum class RedKind { Sum, Prod, Max, Min, Avg, PreMulSum };
 void reduce(void* out, const void* const* in, int k, size_t n, ncclDataType_t type, RedKind kind, int nranks,
             const PreMul* scalars);
 
-size_t type_size(ncclDataType_t type);       // 0 if it is not a datatype
+size_t type_size(ncclDataType_t type);  // 0 if it is not a datatype
 inline bool is_integer(ncclDataType_t type) { return type <= ncclUint64; }
 const char* type_name(ncclDataType_t type);  // "float32"
 const char* op_name(RedKind kind);           // "sum"

@@ -312,7 +312,8 @@ void RootTable::left(const Token& token, const SeatPtr& seat) noexcept {
   if (!member) member = find(root.shares, seat);
   if (!member) return;
   try {
-    end(root, ncclRemoteError, who(root, *member) + " died or left before all ranks had joined");
+    end(root, ncclRemoteError,
+        who(root, *member) + " died or left before all ranks had joined: " + joined(root));
   } catch (const std::bad_alloc&) {
     log(Level::Warn, "the bootstrap service has no memory to tell that a rank left");
   }
@@ -330,10 +331,15 @@ void RootTable::unproved(const Token& token, uint64_t serial, const std::string&
 }
 
 std::string RootTable::late(const Root& root) const {
-  std::string text = "timed out after " + std::to_string(param_seconds("PYNCCL_CPU_INIT_TIMEOUT")) +
-                     " s (PYNCCL_CPU_INIT_TIMEOUT): ";
+  return "timed out after " + std::to_string(param_seconds("PYNCCL_CPU_INIT_TIMEOUT")) +
+         " s (PYNCCL_CPU_INIT_TIMEOUT): " + joined(root);
+}
+
+// Which ranks have come, and which are missing.
+std::string RootTable::joined(const Root& root) const {
+  std::string text;
   const Round &ranks = root.ranks, &shares = root.shares;
-  if (ranks.members.empty() && shares.members.empty()) return text + "there was no memory for its ranks";
+  if (ranks.members.empty() && shares.members.empty()) return "there was no memory for its ranks";
   const Announce& a = (ranks.members.empty() ? shares : ranks).members[0].announce;
   Shares spread{a.nranks, a.nids};
   int share = spread.of_rank(a.rank), first = spread.first(share), wanted = spread.count(share);

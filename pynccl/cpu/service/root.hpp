@@ -79,6 +79,7 @@ class RootTable {
   Member* find(Round& round, const SeatPtr& seat);
   std::string who(const Root& root, const Member& member) const;
   std::string late(const Root& root) const;
+  std::string joined(const Root& root) const;
 
   struct Public {
     bool open_to_all = false;

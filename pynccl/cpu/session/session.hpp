@@ -28,11 +28,12 @@ struct Peer {
   SocketPtr control;     // under Session::mutex; none to a rank of this process
   bool linked = false;   // under it: frames reach the peer
   Link link;
-  int local = -1;                 // index in the host's segment; -1 on another host
-  bool same_process = false;      // its token is one of this process's
-  bool vouched = false;           // the kernel confirms the pid that it claims
-  bool left = false;              // under Session::mutex
-  std::atomic<bool> gone{false};  // written under it; read without it to report errors
+  int local = -1;                   // index in the host's segment; -1 on another host
+  bool same_process = false;        // its token is one of this process's
+  bool vouched = false;             // the kernel confirms the pid that it claims
+  bool left = false;                // under Session::mutex
+  std::atomic<bool> failed{false};  // it has reported an error, so its end is the consequence
+  std::atomic<bool> gone{false};    // written under it; read without it to report errors
   Leaving leaving;
   std::atomic<uint64_t> sends_issued{0}, recvs_issued{0};
   std::atomic<uint64_t> sends_started{0}, recvs_started{0};  // the number of the last one started
