@@ -363,13 +363,14 @@ ncclResult_t Ending::leave() {
   Comm& comm = *comm_;
   bool aborts = how_ == Standing::End::Abort;
   if (!comm.standing.cancel_creation()) comm.standing.await_pending();
-  if (comm.standing.phase.load() == Phase::Creating) return ncclSuccess;
+  Phase phase = comm.standing.phase.load();
+  if (phase == Phase::Creating) return ncclSuccess;
   if (!aborts) comm.announce_leaving();
   comm.drain(aborts ? after_ms(5000) : kForever);
   ErrorCode code = comm.error_code();
   bool others = code.result == ncclRemoteError || code.mismatch == Mismatch::Departed;
-  bool tells = !aborts && !others && code.failed() && !comm.is_heard_of() && !comm.standing.revoked.load();
-  return tells ? comm.say(code, comm.error_text()) : ncclSuccess;
+  bool heard = phase == Phase::Finalized || comm.is_heard_of() || comm.standing.revoked.load();
+  return code.failed() && !aborts && !others && !heard ? comm.say(code, comm.error_text()) : ncclSuccess;
 }
 
 }  // namespace pncpu
