@@ -130,7 +130,10 @@ void end_it(End end, ncclComm_t comm) {
 }
 
 void clean_up(End end, ncclComm_t comm) {
-  if (end == End::Finalize || end == End::Revoke) OK(ncclCommDestroy(comm));
+  if (end != End::Finalize && end != End::Revoke) return;
+  // A finalize that comes between the calls of two ranks has failed on one of them; the other hears of it
+  // here.
+  if (ncclResult_t r = ncclCommDestroy(comm); r != ncclInvalidUsage || end != End::Finalize) OK(r);
 }
 
 void one_rank_rounds(Call call, End end) {

@@ -281,30 +281,36 @@ TEST_CASE("a mismatch reaches every rank") {
   });
 }
 
-TEST_CASE("an event has the result of its communicator's work before it") {
+TEST_CASE("an event has the result of the work before it") {
   const ncclUniqueId id = new_id();
   as_threads(2, [&](int r) {
     ncclComm_t comm;
     OK(ncclCommInitRank(&comm, 2, id, r));
     cudaStream_t stream;
     OK(pyncclCpuStreamCreate(&stream));
-    cudaEvent_t before, after, of_nobody;
-    for (cudaEvent_t* e : {&before, &after, &of_nobody}) OK(pyncclCpuEventCreate(e));
+    cudaEvent_t before, after, of_any;
+    for (cudaEvent_t* e : {&before, &after, &of_any}) OK(pyncclCpuEventCreate(e));
     float x[8] = {};
     OK(ncclAllReduce(x, x, 4, ncclFloat32, ncclSum, comm, stream));
     OK(pyncclCpuEventRecord(comm, before, stream));
     OK(ncclAllReduce(x, x, 4 + r, ncclFloat32, ncclSum, comm, stream));
     OK(pyncclCpuEventRecord(comm, after, stream));
-    OK(pyncclCpuEventRecord(nullptr, of_nobody, stream));
+    OK(pyncclCpuEventRecord(nullptr, of_any, stream));
     CHECK_EQ(int(pyncclCpuEventSynchronize(after, -1)), int(ncclInvalidUsage));
     // Also after a wait has returned the error.
     CHECK_EQ(int(pyncclCpuStreamSynchronize(comm, stream, -1)), int(ncclInvalidUsage));
     OK(pyncclCpuEventQuery(before));
     CHECK_EQ(int(pyncclCpuEventQuery(after)), int(ncclInvalidUsage));
-    OK(pyncclCpuEventQuery(of_nobody));
+    CHECK_EQ(int(pyncclCpuEventQuery(of_any)), int(ncclInvalidUsage));
+    // A stream that waits for it relies on the work.
+    cudaStream_t behind;
+    OK(pyncclCpuStreamCreate(&behind));
+    OK(pyncclCpuStreamWaitEvent(nullptr, behind, of_any));
+    CHECK_EQ(int(pyncclCpuStreamSynchronize(nullptr, behind, -1)), int(ncclInvalidUsage));
+    OK(pyncclCpuStreamDestroy(behind));
     OK(pyncclCpuEventRecord(comm, before, stream));
     CHECK_EQ(int(pyncclCpuEventSynchronize(before, -1)), int(ncclInvalidUsage));
-    for (cudaEvent_t e : {before, after, of_nobody}) OK(pyncclCpuEventDestroy(e));
+    for (cudaEvent_t e : {before, after, of_any}) OK(pyncclCpuEventDestroy(e));
     OK(pyncclCpuStreamDestroy(stream));
     OK(ncclCommAbort(comm));
   });
