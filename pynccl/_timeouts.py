@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from enum import Enum
 from numbers import Real
 from typing import Any
-
-from pynccl._values import Code
 
 # The longest time-out in seconds: clocks, sockets and polls accept it, and it is as good as none.
 LONGEST = 1e9
@@ -21,7 +20,7 @@ def check_timeout(timeout: Any, *, zero: bool = False, optional: bool = True) ->
     if optional and timeout is None:
         return None
     expected = ("seconds, 0 or more" if zero else "a positive number of seconds") + ", or None" * optional
-    number = isinstance(timeout, Real) and not isinstance(timeout, bool | Code)
+    number = isinstance(timeout, Real) and not isinstance(timeout, bool | Enum)
     # An int may be too large for a float.
     seconds = float(min(timeout, LONGEST)) if number else math.nan
     if not (seconds > 0 or (zero and seconds == 0)):

@@ -67,10 +67,25 @@ def to_datatype(values: Array, datatype: Datatype) -> Array:
     return values.astype(datatype.numpy)
 
 
-def reduce(inputs: Sequence[Array], op: str, datatype: Datatype, scalars: Array | None = None) -> Array:
-    """Return the reduction of one array per rank; `scalars` holds each rank's factor for PreMulSum."""
+# Larger arrays of ranks on several hosts are reduced on each host first (docs/strictness.md).
+_SMALL = 8192
+
+
+def reduce(
+    inputs: Sequence[Array],
+    op: str,
+    datatype: Datatype,
+    scalars: Array | None = None,
+    hosts: Sequence[int] | None = None,
+) -> Array:
+    """Return the reduction of one array per rank; `scalars` holds each rank's factor for PreMulSum.
+
+    `hosts` has the host of each rank.
+    """
     n = len(inputs)
     wide = datatype.accumulator
+    if hosts and 1 < len(set(hosts)) < n and inputs[0].nbytes > _SMALL:
+        return _reduce_by_hosts(inputs, op, datatype, hosts)
     terms = [array.astype(wide) for array in inputs]
     with np.errstate(all="ignore"):
         if scalars is not None:
@@ -84,6 +99,22 @@ def reduce(inputs: Sequence[Array], op: str, datatype: Datatype, scalars: Array 
             # fmod has the sign of the dividend, as C's %: what is left divides exactly.
             result = (result - np.fmod(result, wide.type(n))) // wide.type(n)
         return to_datatype(result, datatype)
+
+
+def _reduce_by_hosts(inputs: Sequence[Array], op: str, datatype: Datatype, hosts: Sequence[int]) -> Array:
+    n, wide = len(inputs), datatype.accumulator
+    factor = wide.type(1) / wide.type(n) if op == "avg" and datatype.is_float else None
+    each = "sum" if op == "avg" else op
+    partial = []
+    for host in dict.fromkeys(hosts):
+        here = [array for array, at in zip(inputs, hosts, strict=True) if at == host]
+        scalars = None if factor is None else np.full(len(here), factor)
+        partial.append(reduce(here, each, datatype, scalars))
+    total = reduce(partial, each, datatype)
+    if op != "avg" or datatype.is_float:
+        return total
+    whole = total.astype(wide)
+    return to_datatype((whole - np.fmod(whole, wide.type(n))) // wide.type(n), datatype)
 
 
 def _combine(op: str, a: Array, b: Array) -> Array:

@@ -140,8 +140,9 @@ def edges_of(step: PointToPoint, size: int) -> Iterator[tuple[int, int, int, int
 class Oracle:
     """Runs a program on all ranks' registers in NumPy."""
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.scale = program, program.scale
+    def __init__(self, program: Program, hosts: Sequence[int]) -> None:
+        """`hosts`: that of each rank."""
+        self.program, self.scale, self.hosts = program, program.scale, hosts
         self.families: list[Family] = [[list(range(NRANKS))]]
         self.registers = [self._registers(rank) for rank in range(NRANKS)]
 
@@ -187,21 +188,24 @@ class Oracle:
             start = offsets(step, size, me, root)[0] * n
             inputs.append(self.registers[rank][step.send][start : start + sent * n].copy())
         for me, rank in enumerate(members):
-            result = self._result(step, inputs, me, root, n)
+            hosts = [self.hosts[member] for member in members]
+            result = self._result(step, inputs, hosts, me, root, n)
             if result is not None:
                 start = offsets(step, size, me, root)[1] * n
                 self.registers[rank][step.receive][start : start + result.size] = result
 
-    def _result(self, step: Collective, inputs: list[Array], me: int, root: int, n: int) -> Array | None:
+    def _result(
+        self, step: Collective, inputs: list[Array], hosts: list[int], me: int, root: int, n: int
+    ) -> Array | None:
         mine = slice(me * n, (me + 1) * n)
         datatype = DATATYPES[self.program.dtypes[step.send]]
         match step.function:
             case "AllReduce":
-                return reduce(inputs, step.op, datatype)
+                return reduce(inputs, step.op, datatype, hosts=hosts)
             case "Reduce":
-                return reduce(inputs, step.op, datatype) if me == root else None
+                return reduce(inputs, step.op, datatype, hosts=hosts) if me == root else None
             case "ReduceScatter":
-                return reduce([array[mine] for array in inputs], step.op, datatype)
+                return reduce([array[mine] for array in inputs], step.op, datatype, hosts=hosts)
             case "Broadcast":
                 return inputs[root]
             case "Scatter":
@@ -296,13 +300,13 @@ class Machine:
         api.ncclGroupEnd()
 
 
-def run_program(rank: Rank, program: Program, owner: list[int]) -> str | None:
+def run_program(rank: Rank, program: Program, owner: list[int], hosts: list[int]) -> str | None:
     """Run a program on a rank; return how its registers differ from the oracle's."""
     from .matrix import communicator
 
     rank.note(f"{program}"[:200])
     world = communicator(rank)
-    oracle = Oracle(program)
+    oracle = Oracle(program, hosts)
     registers = []
     for values in oracle.registers[rank.rank]:
         memory = rank.backend.memory(values.nbytes)
