@@ -26,7 +26,8 @@ def init_in_shares(rank: int, nranks: int, share: int, method: str | None) -> tu
 
     _preflight.ranks_per_root = share
     capi.ncclCommInitRankScalable = counted
-    with pynccl.init(method, timeout=30) as comm:
+    # So many threads of one interpreter may not answer each other in time on a busy machine.
+    with pynccl.init(method, timeout=30 if nranks < 100 else None) as comm:
         x = comm.all_reduce(np.full(3, rank + 1.0))
         comm.barrier()
     return float(x[0]), used
