@@ -66,6 +66,13 @@ def _calls_on(stream: int) -> list[_Calls]:
     return [_Calls(ref, stream, number) for ref, user in users if (number := user.newest_call(stream))]
 
 
+def _outstanding(calls: Sequence[_Calls]) -> tuple[_Calls, ...]:
+    """Return the newest calls of each user on each stream, unless somebody has waited for them since."""
+    newest = {(one.user, one.stream): one for one in sorted(calls, key=lambda one: one.number)}
+    users = ((one, one.user()) for one in newest.values())
+    return tuple(one for one, user in users if user is not None and user.newest_call(one.stream))
+
+
 def _complete(ask: Callable[[], bool], calls: Sequence[_Calls], on_cpu: bool) -> bool:
     """Return the answer to whether calls have completed; raise the error of a failed communicator."""
     try:
@@ -281,7 +288,7 @@ class Stream(_Owned):
             capi.pyncclCpuStreamWaitEvent(0, self.handle, event.handle)
         else:
             cuda.stream_wait_event(self.handle, event.handle)
-        self._awaited = (*self._awaited, *event.calls)
+        self._awaited = _outstanding([*self._awaited, *event.calls])
 
 
 class Event(_Owned):

@@ -203,6 +203,22 @@ def test_devices() -> None:
     testing.run(1, devices, backend="cpu")
 
 
+@on_ranks(2)
+def test_a_stream_that_waits_for_events_without_end(rank: int, nranks: int) -> None:
+    """Nobody waits for the stream itself: it remembers no calls that have been waited for."""
+    with pynccl.init(timeout=20) as comm:
+        behind, event, x = pynccl.Stream(), pynccl.Event(), np.ones(3)
+        for _ in range(200):
+            stream = pynccl.Stream()
+            comm.all_reduce(x, stream=stream)
+            event.record(stream)
+            behind.wait_event(event)
+            stream.synchronize()
+            stream.destroy()
+        assert len(behind._awaited) <= 1
+        behind.synchronize()
+
+
 def _raised(wait: Any) -> tuple[str, list[int], str]:
     with pytest.raises(pynccl.NcclError) as caught:
         wait()

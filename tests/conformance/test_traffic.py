@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
-from conftest import clean_environment
+from engines import environment, outputs
 from hosts import Hosts, needs_root
 
 PROGRAM = """
@@ -24,22 +23,21 @@ total = size * (size + 1) / 2
 calls = {
     "all_reduce": lambda: comm.all_reduce(whole.copy()) == total,
     "reduce_scatter": lambda: comm.reduce_scatter(whole, np.empty_like(part)) == total,
-    "reduce": lambda: reduce(),
+    "reduce": lambda: reduced(),
     "all_gather": lambda: comm.all_gather(part) == np.arange(1, size + 1)[:, None],
     "broadcast": lambda: comm.broadcast(whole.copy(), root=1) == 2,
 }
-def reduce():
+def reduced():
     out = comm.reduce(whole, np.empty_like(whole) if rank == 1 else None, root=1)
     return rank != 1 or (out == total)
-sent = {}
-for name, call in calls.items():
-    call()
+def bytes_of(name):
     comm.barrier()
     before = int(counter.read_text())
-    for _ in range(4):
-        assert np.all(call()), name
+    assert np.all(calls[name]()), name
     comm.barrier()
-    sent[name] = (int(counter.read_text()) - before) / 4 / whole.nbytes
+    return int(counter.read_text()) - before
+# The least of several: on a busy machine TCP sends some segments again.
+sent = {name: min(bytes_of(name) for _ in range(6)) / whole.nbytes for name in calls}
 comm.destroy()
 print(json.dumps(sent))
 """
@@ -50,25 +48,13 @@ print(json.dumps(sent))
 def test_every_part_crosses_the_network_once(hosts: Hosts, per_host: int) -> None:
     """In units of the whole array, over both hosts; the ranks of a host count the same."""
     size = 2 * per_host
-    processes = []
+    commands = []
     for rank in range(size):
         host = rank // per_host
         arguments = [str(rank), str(size), f"tcp://{hosts.addresses[0]}:29511", hosts.links[host]]
         command = ["ip", "netns", "exec", hosts.names[host], sys.executable, "-c", PROGRAM, *arguments]
-        environment = clean_environment() | {"PYNCCL_LIBRARY": "cpu", "OMP_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    try:
-        done = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert not any(process.returncode for process in processes), done
-    sent = [json.loads(out) for out, _ in done]
+        commands.append((command, environment()))
+    sent = [json.loads(out) for out in outputs(commands)]
     least = {"all_reduce": 2.0, "reduce_scatter": 1.0, "reduce": 1.0, "all_gather": 1.0, "broadcast": 1.0}
     for name, bytes_sent in least.items():
         # The first rank of each host has counted what the host has sent.

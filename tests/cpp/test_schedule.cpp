@@ -524,7 +524,7 @@ TEST_CASE("schedules are sound") {
     c.count = below(random, 4) ? below(random, 100000) : below(random, 20);
     c.payloads = c.count * c.item <= 64;
     std::vector<uint64_t> hosts;
-    for (int p = 0, most = 1 + int(below(random, 4)); p < c.nranks; ++p)
+    for (int p = 0, most = 1 + int(below(random, 9)); p < c.nranks; ++p)
       hosts.push_back(below(random, size_t(most)));
     Layout layout(hosts);
     c.layout = &layout;
@@ -665,7 +665,7 @@ TEST_CASE("random programs on several hosts") {
     Random random(seed);
     // A pair of neighbours may use each other's buffers while another does not.
     Wire wire = std::array{Wire::Rings, Wire::Plain, Wire::Kernel, Wire::Mixed}[below(random, 4)];
-    Shape shape{int(2 + below(random, 8)), wire, 64, 4096, 4096, seed, int(2 + below(random, 3))};
+    Shape shape{int(2 + below(random, 8)), wire, 64, 4096, 4096, seed, int(2 + below(random, 7))};
     World world(shape);
     std::vector<Case> cases;
     for (int i = 0; i < 20; ++i)

@@ -61,7 +61,6 @@ void Comm::stop_children() {
 ncclResult_t Comm::check_sound(const char* function, bool only_takes) {
   if (only_takes ? !fate_.failed() : error() == ncclSuccess) return ncclSuccess;
   refused_.store(true);
-  heard_by_caller_.store(true);
   derivation_.renew(ncclSuccess, {});
   return fail(error_code(), "%s: %s%s", function, kFailedEarlier, error_text().c_str());
 }
@@ -264,7 +263,7 @@ ncclResult_t Comm::say_broken(uint64_t tag) {
 
 // The calls after a failure are the newest.
 ErrorCode Comm::report(std::string* text) {
-  if (error() != ncclSuccess) heard_by_caller_.store(true);
+  if (error() != ncclSuccess) reported_.store(true);
   const std::string place = "rank " + std::to_string(rank) + " of " + std::to_string(nranks) + ": ";
   for (const Fate* fate : {&disagreements_[1], &disagreements_[0]})
     if (fate->failed()) return *text = place + fate->text(), fate->code();

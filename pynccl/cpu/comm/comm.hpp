@@ -88,7 +88,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   // such an exchange any more, also after an earlier failure or a revocation.
   ncclResult_t disagree(uint64_t tag, const std::string& text);
   // Whether the caller has been told of the error.
-  bool is_heard_of() const { return heard_by_caller_.load(); }
+  bool is_heard_of() const { return refused_.load() || reported_.load(); }
   // What a caller wants to know after a failure: what the ranks disagree on, else why the newest derived
   // communicator could not be created, else the first error.
   ErrorCode report(std::string* text);
@@ -167,9 +167,9 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Fate fate_, heard_;
   Fate disagreements_[2];  // by the sequence of exchanges
   std::atomic<Clock::time_point> heard_at_{};
-  Fate derivation_;                   // the newest one's, until a call is refused
-  std::atomic<bool> refused_{false};  // a call after the failure
-  std::atomic<bool> heard_by_caller_{false};
+  Fate derivation_;                              // the newest one's, until a call is refused
+  std::atomic<bool> refused_{false};             // a call after the failure
+  std::atomic<bool> reported_{false};            // the error, by report()
   std::vector<uint64_t> meetings_[2];            // with each rank; under session.mutex
   std::vector<std::shared_ptr<Comm>> children_;  // under it
   alignas(kCacheLine) Doorbell own_bell_;

@@ -357,8 +357,8 @@ bool Ending::await_destruction() {
   return false;
 }
 
-// A destruction returns an error of which the caller has not heard: nobody else can. That no rank needs a
-// call any more, or that a rank has failed, is none.
+// A destruction returns the communicator's error if no call has told the caller of it: it is the last that
+// can. It is silent if the error is only that another rank has ended, or has left without a call.
 ncclResult_t Ending::leave() {
   Comm& comm = *comm_;
   bool aborts = how_ == Standing::End::Abort;

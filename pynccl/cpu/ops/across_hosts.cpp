@@ -72,11 +72,11 @@ class Planner {
     if (bytes(c_.rank)) {
       for (size_t h = 0; h < at_.hosts.size(); ++h)
         if (!is_here(h)) follow(to_pipe(at_.partner(h, c_.rank), from, c_.rank), own_);
-      for (int p : neighbours_) deliver(p, from, c_.rank, own_);
+      deliver_to_all(from, c_.rank, own_);
     }
     for (int owner : handled_by(c_.rank)) {
       int32_t in = from_pipe(owner, owner);
-      for (int p : neighbours_) deliver(p, recv_of(c_.rank, parts_[size_t(owner)].offset), owner, in);
+      deliver_to_all(recv_of(c_.rank, parts_[size_t(owner)].offset), owner, in);
     }
     for (int p : neighbours_)
       if (!is_direct(p))
@@ -110,6 +110,9 @@ class Planner {
     int32_t copy = s_->copy(from, recv_of(p, part.offset), part.bytes);
     s_->actions[size_t(copy)].after = last_use_[size_t(p)];
     follow(last_use_[size_t(p)] = copy, follows);
+  }
+  void deliver_to_all(Place from, int owner, int32_t follows) {
+    for (int p : neighbours_) deliver(p, from, owner, follows);
   }
   int32_t to_pipe(int p, Place from, int owner) {
     int32_t copy = s_->copy(from, pipe_of(p), bytes(owner));
@@ -152,18 +155,19 @@ class Planner {
   int32_t own_ = kNone;  // what gives this rank's own part; none: it is an input
 };
 
+// The part of each rank, one behind the other.
+std::vector<Part> blocks_of(const Call& c) {
+  std::vector<Part> parts;
+  for (int r = 0; r < c.nranks; ++r) parts.push_back({size_t(r) * c.bytes(), c.bytes()});
+  return parts;
+}
+
 // The parts of a call's elements that ranks own, equal but for the last; the other ranks own nothing.
 std::vector<Part> shares_of(const Call& c, const std::vector<int>& owners) {
   std::vector<Part> parts(size_t(c.nranks), Part{0, 0});
   for (size_t i = 0; i < owners.size(); ++i)
     parts[size_t(owners[i])] = share_of(c.count, c.item, int(i), int(owners.size()));
   return parts;
-}
-
-std::vector<int> all_ranks(const Call& c) {
-  std::vector<int> ranks(static_cast<size_t>(c.nranks));
-  for (int r = 0; r < c.nranks; ++r) ranks[size_t(r)] = r;
-  return ranks;
 }
 
 // Where the parts that this rank handles are kept, by owner.
@@ -184,8 +188,9 @@ class Kept {
   std::vector<Place> at_;
 };
 
-// The hosts of a broadcast are numbered from the root's on. Large data go from each to the next: every link
-// carries them once at a time. A tree has fewer steps.
+// The way of a broadcast's parts from host to host. Large data pass through the hosts one after the other, so
+// that each host sends them once. A tree has fewer steps: numbered from the root's host on, host v sends to
+// v + 1, v + 2, v + 4 and so on below its lowest bit.
 constexpr size_t kChainBytes = 64 << 10;  // for each host
 
 class Route {
@@ -200,12 +205,8 @@ class Route {
   std::vector<size_t> after(size_t host) const {
     size_t v = (host + hosts_ - root_) % hosts_;
     std::vector<size_t> next;
-    if (is_chain_ && v + 1 < hosts_) next.push_back(at(v + 1));
-    // The largest subtree first.
-    size_t end = v & ~(v - 1);
-    for (end = end ? end : 1; !v && end < hosts_;) end *= 2;
-    for (size_t step = end / 2; !is_chain_ && step; step /= 2)
-      if (v + step < hosts_) next.push_back(at(v + step));
+    for (size_t step = 1; v + step < hosts_ && (is_chain_ ? step == 1 : !(v & step)); step *= 2)
+      next.insert(next.begin(), at(v + step));  // the largest subtree first
     return next;
   }
 
@@ -215,10 +216,81 @@ class Route {
   bool is_chain_;
 };
 
+// The ranks of the root's host own the parts.
+class Broadcast {
+ public:
+  Broadcast(const Call& c, Schedule* s)
+      : c_(c),
+        at_(*c.layout),
+        s_(s),
+        here_(at_.host[size_t(c.rank)]),
+        source_(at_.host[size_t(c.root)]),
+        owners_(at_.hosts[source_]),
+        parts_(shares_of(c, owners_)),
+        planner_(c, parts_, s),
+        route_(c, c.root) {}
+
+  // The root.
+  void give() {
+    s_->copy(send_of(c_.rank, 0), recv_of(c_.rank, 0), c_.bytes());
+    if (planner_.bytes(c_.rank)) pass_on(c_.rank, send_of(c_.rank, offset(c_.rank)), kNone);
+    for (int p : planner_.neighbours())
+      if (!planner_.is_direct(p))
+        for (int owner : own_first(p)) planner_.to_pipe(p, send_of(c_.rank, offset(owner)), owner);
+    for (int p : planner_.neighbours())
+      if (planner_.is_direct(p)) s_->wait(p, kDone);
+  }
+
+  void take_from_root() {
+    for (int owner : own_first(c_.rank)) {
+      int32_t in = planner_.fetch(c_.root, owner);
+      if (owner == c_.rank) pass_on(owner, recv_of(c_.rank, offset(owner)), in);
+    }
+    planner_.leave(c_.root);
+  }
+
+  void take_from_hosts() {
+    size_t before = route_.before(here_);
+    for (int owner : planner_.handled_by(c_.rank)) {
+      int32_t in = planner_.from_pipe(before == source_ ? owner : at_.partner(before, owner), owner);
+      pass_on(owner, recv_of(c_.rank, offset(owner)), in);
+      planner_.deliver_to_all(recv_of(c_.rank, offset(owner)), owner, in);
+    }
+    for (int p : planner_.neighbours())
+      if (!planner_.is_direct(p))
+        for (int owner : planner_.handled_by(p)) planner_.from_pipe(p, owner);
+    planner_.leave_buffers();
+  }
+
+ private:
+  void pass_on(int owner, Place from, int32_t follows) {
+    for (size_t next : route_.after(here_))
+      planner_.follow(planner_.to_pipe(at_.partner(next, owner), from, owner), follows);
+  }
+  // A rank gets its own part first, which it passes on.
+  std::vector<int> own_first(int own) const {
+    std::vector<int> order;
+    for (int owner : owners_)
+      if (planner_.bytes(owner)) order.insert(owner == own ? order.begin() : order.end(), owner);
+    return order;
+  }
+  size_t offset(int owner) const { return parts_[size_t(owner)].offset; }
+
+  const Call& c_;
+  const Layout& at_;
+  Schedule* s_;
+  const size_t here_, source_;
+  const std::vector<int>& owners_;
+  const std::vector<Part> parts_;
+  Planner planner_;
+  const Route route_;
+};
+
 }  // namespace
 
 void all_reduce_across_hosts(const Call& c, Schedule* s) {
-  std::vector<Part> parts = shares_of(c, all_ranks(c));
+  std::vector<Part> parts;
+  for (int r = 0; r < c.nranks; ++r) parts.push_back(share_of(c.count, c.item, r, c.nranks));
   Planner planner(c, parts, s);
   // An owner sends the result of a part only after it has received what is kept there.
   auto to = [&](int owner) { return recv_of(c.rank, parts[size_t(owner)].offset); };
@@ -228,9 +300,7 @@ void all_reduce_across_hosts(const Call& c, Schedule* s) {
 }
 
 void reduce_scatter_across_hosts(const Call& c, Schedule* s) {
-  std::vector<Part> parts;
-  for (int r = 0; r < c.nranks; ++r) parts.push_back({size_t(r) * c.bytes(), c.bytes()});
-  Planner planner(c, parts, s);
+  Planner planner(c, blocks_of(c), s);
   Kept kept(c, planner, s);
   kept.put(c.rank, recv_of(c.rank, 0));
   planner.reduce_parts(kept);
@@ -257,61 +327,20 @@ void reduce_across_hosts(const Call& c, Schedule* s) {
 }
 
 void all_gather_across_hosts(const Call& c, Schedule* s) {
-  std::vector<Part> parts;
-  for (int r = 0; r < c.nranks; ++r) parts.push_back({size_t(r) * c.bytes(), c.bytes()});
-  Planner planner(c, parts, s);
-  s->copy(send_of(c.rank, 0), recv_of(c.rank, parts[size_t(c.rank)].offset), c.bytes());
+  Planner planner(c, blocks_of(c), s);
+  s->copy(send_of(c.rank, 0), recv_of(c.rank, size_t(c.rank) * c.bytes()), c.bytes());
   planner.spread_parts(send_of(c.rank, 0));
   planner.leave_buffers();
 }
 
 void broadcast_across_hosts(const Call& c, Schedule* s) {
-  const Layout& at = *c.layout;
-  size_t here = at.host[size_t(c.rank)];
-  const std::vector<int>& owners = at.hosts[at.host[size_t(c.root)]];
-  std::vector<Part> parts = shares_of(c, owners);
-  Planner planner(c, parts, s);
-  Route route(c, c.root);
-  auto pass_on = [&](int owner, Place from, int32_t follows) {
-    for (size_t next : route.after(here))
-      planner.follow(planner.to_pipe(at.partner(next, owner), from, owner), follows);
-  };
-  auto own_first = [&](int own) {
-    std::vector<int> order{own};
-    for (int owner : owners)
-      if (owner != own) order.push_back(owner);
-    return order;
-  };
-  if (!at.same_host(c.rank, c.root)) {
-    for (int owner : planner.handled_by(c.rank)) {
-      size_t before = route.before(here);
-      int32_t in =
-          planner.from_pipe(before == at.host[size_t(c.root)] ? owner : at.partner(before, owner), owner);
-      Place from = recv_of(c.rank, parts[size_t(owner)].offset);
-      pass_on(owner, from, in);
-      for (int p : planner.neighbours()) planner.deliver(p, from, owner, in);
-    }
-    for (int p : planner.neighbours())
-      if (!planner.is_direct(p))
-        for (int owner : planner.handled_by(p)) planner.from_pipe(p, owner);
-    planner.leave_buffers();
-  } else if (c.rank == c.root) {
-    s->copy(send_of(c.rank, 0), recv_of(c.rank, 0), c.bytes());
-    if (planner.bytes(c.rank)) pass_on(c.rank, send_of(c.rank, parts[size_t(c.rank)].offset), kNone);
-    for (int p : planner.neighbours())
-      if (!planner.is_direct(p))
-        for (int owner : own_first(p))
-          if (planner.bytes(owner)) planner.to_pipe(p, send_of(c.rank, parts[size_t(owner)].offset), owner);
-    for (int p : planner.neighbours())
-      if (planner.is_direct(p)) s->wait(p, kDone);
-  } else {
-    for (int owner : own_first(c.rank)) {
-      if (!planner.bytes(owner)) continue;
-      int32_t in = planner.fetch(c.root, owner);
-      if (owner == c.rank) pass_on(owner, recv_of(c.rank, parts[size_t(owner)].offset), in);
-    }
-    planner.leave(c.root);
-  }
+  Broadcast broadcast(c, s);
+  if (c.rank == c.root)
+    broadcast.give();
+  else if (c.layout->same_host(c.rank, c.root))
+    broadcast.take_from_root();
+  else
+    broadcast.take_from_hosts();
 }
 
 }  // namespace pncpu

@@ -8,7 +8,7 @@
 namespace pncpu {
 
 struct Layout {
-  std::vector<std::vector<int>> hosts;  // the ranks of each, ascending; a host's place is that of its first
+  std::vector<std::vector<int>> hosts;  // the ranks of each, ascending; in the order of their first ranks
   std::vector<size_t> host, index;      // by rank: its host, and its place among the ranks there
 
   Layout() = default;
@@ -16,7 +16,8 @@ struct Layout {
   explicit Layout(const std::vector<uint64_t>& ids);
   bool spans_hosts() const { return hosts.size() > 1; }
   bool same_host(int a, int b) const { return host[size_t(a)] == host[size_t(b)]; }
-  // The rank of a host that handles the part of `rank`: all ranks of a host do so for as many others.
+  // The rank of a host that handles the part of `rank`, which is on another host. The parts spread evenly
+  // over the ranks of the host.
   int partner(size_t of_host, int rank) const {
     const std::vector<int>& there = hosts[of_host];
     return there[index[size_t(rank)] % there.size()];

@@ -116,8 +116,7 @@ void Stream::note_errors(const Task& task) {
 void Stream::note_error(uint64_t serial, ncclResult_t result) {
   std::lock_guard<std::mutex> lock(queue_mutex_);
   if (errors_.size() == kMostErrors) {
-    auto taken = [](const auto& one) { return one.second.taken; };
-    auto old = std::find_if(errors_.begin(), errors_.end(), taken);
+    auto old = std::find_if_not(errors_.begin(), errors_.end(), is_untaken);
     if (old != errors_.end()) errors_.erase(old);
   }
   auto it = errors_.find(serial);
@@ -130,22 +129,24 @@ void Stream::note_error(uint64_t serial, ncclResult_t result) {
 
 std::pair<ncclResult_t, uint64_t> Stream::error_of(uint64_t comm_serial) {
   std::lock_guard<std::mutex> lock(queue_mutex_);
-  auto waits = [](const auto& one) { return !one.second.taken; };
-  auto it = comm_serial == kAnyone ? std::find_if(errors_.begin(), errors_.end(), waits)
-                                   : errors_.find(comm_serial);
+  auto it = find_error(comm_serial);
   if (it == errors_.end()) return {ncclSuccess, comm_serial};
   return {it->second.result, it->first};
+}
+
+// Of anyone: one that nobody has taken.
+Stream::Errors::iterator Stream::find_error(uint64_t comm_serial) {
+  return comm_serial == kAnyone ? std::find_if(errors_.begin(), errors_.end(), is_untaken)
+                                : errors_.find(comm_serial);
 }
 
 ncclResult_t Stream::take_error(uint64_t comm_serial) {
   if (!failed_.load()) return ncclSuccess;
   std::lock_guard<std::mutex> lock(queue_mutex_);
-  auto waits = [](const auto& one) { return !one.second.taken; };
-  auto it = comm_serial == kAnyone ? std::find_if(errors_.begin(), errors_.end(), waits)
-                                   : errors_.find(comm_serial);
+  auto it = find_error(comm_serial);
   if (it == errors_.end() || it->second.taken) return ncclSuccess;
   it->second.taken = true;
-  failed_.store(std::any_of(errors_.begin(), errors_.end(), waits));
+  failed_.store(std::any_of(errors_.begin(), errors_.end(), is_untaken));
   return it->second.result;
 }
 

@@ -87,6 +87,13 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void start_worker();
   void work();
   void close();
+  struct Error {
+    ncclResult_t result;
+    bool taken;
+  };
+  using Errors = std::map<uint64_t, Error>;  // by the communicator's serial
+  static bool is_untaken(const Errors::value_type& one) { return !one.second.taken; }
+  Errors::iterator find_error(uint64_t comm_serial);
   void note_errors(const Task& task);
   void note_error(uint64_t serial, ncclResult_t result);
   // The error of a communicator's work, of any communicator's for kAnyone, and whose it is.
@@ -98,11 +105,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   Nodes queue_;
   std::atomic<uint64_t> enqueued_{0}, completed_{0};
   std::atomic<bool> failed_{false};
-  struct Error {
-    ncclResult_t result;
-    bool taken;
-  };
-  std::map<uint64_t, Error> errors_;  // by the communicator's serial; under queue_mutex_
+  Errors errors_;  // under queue_mutex_
   alignas(kCacheLine) Doorbell arrivals_, completions_, stopping_;
   std::atomic<bool> stop_{false};
   bool working_ = false;
