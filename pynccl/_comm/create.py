@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from pynccl import capi
 from pynccl._comm import lifetime
@@ -12,12 +13,17 @@ from pynccl._comm.end import abort, abort_if_made
 from pynccl._comm.recording import cores
 from pynccl._device.blocking import bounded, with_outside
 from pynccl._device.devices import on_device
+from pynccl._errors import NcclInvalidArgument, NcclRemoteError, RankFailedError
 from pynccl._library import loader
 from pynccl._library.binding import address_of
 from pynccl._library.generated import kinds
 from pynccl._trace import recorder
+from pynccl._values import rank_list
 from pynccl._watch import check_mode
-from pynccl._watch.watchdog import Look
+from pynccl._watch.watchdog import DEATH_MS, Look
+
+# An answer of pyncclCpuIsGone.
+_DIED = 2
 
 
 def create(
@@ -43,24 +49,55 @@ def take(
     core.handle, core.owned = handle, owned
     lifetime.living.add(core)
     try:
-        if owned:
-            lifetime.own(int(handle))
-        on_cpu = loader.backend() == "cpu"
-        core.waits = int(on_cpu)
-        core.settle("creating the communicator", look)
-        rank, size = capi.ncclCommUserRank(handle), capi.ncclCommCount(handle)
-        core.locate(capi.ncclCommCuDevice(handle), on_cpu)
-        core.rank, core.size = rank, size
-        core.c.handle, core.c.rank, core.c.size = int(handle), rank, size
-        core.c.waits, core.c.stream = core.waits, core.own_stream
-        cores[address_of(core.c)] = core
-        recorder.open_trace(core.c, core.identity, rank, size, core.origin, also=core.also)
-        if owned and (core.timeout is not None or check_mode.enabled()):
-            core.watch.start(core.open, core.device, core.until, look, with_channel=with_channel)
-            if check_mode.enabled():
-                check_mode.start(core.c)
-    except BaseException:
+        _set_up(core, handle, owned, with_channel, look)
+    except BaseException as error:
+        death = _death(core, error)
         # Other ranks may have succeeded, and wait for this rank: the abort tells them.
         abort(core)
-        raise
+        if death is None:
+            raise
+        raise death from error
     core.until = None
+
+
+def _set_up(core: Core, handle: int, owned: bool, with_channel: bool, look: Look | None) -> None:
+    if owned:
+        lifetime.own(int(handle))
+    on_cpu = loader.backend() == "cpu"
+    core.waits = int(on_cpu)
+    core.settle("creating the communicator", look)
+    rank, size = capi.ncclCommUserRank(handle), capi.ncclCommCount(handle)
+    core.locate(capi.ncclCommCuDevice(handle), on_cpu)
+    core.rank, core.size = rank, size
+    core.c.handle, core.c.rank, core.c.size = int(handle), rank, size
+    core.c.waits, core.c.stream = core.waits, core.own_stream
+    cores[address_of(core.c)] = core
+    recorder.open_trace(core.c, core.identity, rank, size, core.origin, also=core.also)
+    if owned and (core.timeout is not None or check_mode.enabled()):
+        core.watch.start(core.open, core.device, core.until, look, with_channel=with_channel)
+        if check_mode.enabled():
+            check_mode.start(core.c)
+
+
+def _death(core: Core, error: BaseException) -> RankFailedError | None:
+    """Return the error that names the ranks that died during the creation, if the CPU library saw any."""
+    if not core.waits or not isinstance(error, NcclRemoteError) or isinstance(error, RankFailedError):
+        return None
+    fates: list[int] = []
+    until = time.monotonic() + DEATH_MS / 1000
+    # A report of another rank can come before the CPU library sees the death.
+    while core.handle and _DIED not in fates and time.monotonic() < until:
+        fates = _fates(core.handle)
+        time.sleep(0 if _DIED in fates else 0.01)
+    dead = [rank for rank, fate in enumerate(fates) if fate == _DIED]
+    text = f"{rank_list(dead)} of {len(fates)} died while the communicator was created"
+    return RankFailedError(text, ranks=dead, rank=core.known_rank, size=len(fates)) if dead else None
+
+
+def _fates(handle: int) -> list[int]:
+    """Return what the CPU library knows of each rank; a failed communicator no longer tells its size."""
+    fates: list[int] = []
+    with suppress(NcclInvalidArgument):
+        while True:
+            fates.append(capi.pyncclCpuIsGone(handle, len(fates)))
+    return fates

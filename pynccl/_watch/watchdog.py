@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from pynccl._device.blocking import deadline_of, look_outside
 from pynccl._errors import (
     CollectiveMismatchError,
     NcclError,
-    NcclRemoteError,
     NcclSystemError,
     NcclTimeoutError,
     RankFailedError,
@@ -27,7 +25,6 @@ from pynccl._library.binding import ffi, lib
 from pynccl._library.status import mismatch
 from pynccl._secure.handshake import load_noise
 from pynccl._types import DataType
-from pynccl._values import rank_list
 from pynccl._watch import channel
 from pynccl._watch.ended import Process
 
@@ -44,8 +41,6 @@ _CLAIM_MS = 5000
 _CHANNEL = 3
 # Mask of the reason with which a rank has left, in the fate of a rank.
 _REASON = 7
-# What pyncclCpuIsGone tells of a rank that has died.
-_DIED = 2
 
 Look = Callable[[], object]
 Handle = Callable[[], int]
@@ -129,23 +124,6 @@ class Watch:
                 rank=self.rank,
                 size=self.size,
             ) from None
-        except NcclRemoteError as error:
-            dead = self._dead(handle) if self.c.waits else []
-            if not dead:
-                raise
-            text = f"{rank_list(dead)} of {self.size} died while the communicator was created"
-            raise RankFailedError(text, ranks=dead, rank=self.rank, size=self.size) from error
-
-    def _dead(self, handle: Handle) -> list[int]:
-        """Return the ranks that the CPU library sees die; another rank may have reported it before."""
-        dead: list[int] = []
-        until = time.monotonic() + DEATH_MS / 1000
-        with suppress(NcclError):
-            while not dead and time.monotonic() < until:
-                comm = handle()
-                dead = [rank for rank in range(self.size) if capi.pyncclCpuIsGone(comm, rank) == _DIED]
-                time.sleep(0 if dead else 0.01)
-        return dead
 
     # --- verdicts ---
 

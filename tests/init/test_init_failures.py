@@ -554,21 +554,35 @@ def test_ctrl_c_while_the_communicator_is_created() -> None:
     assert all("rank 0 of 3 failed: KeyboardInterrupt" in text for text in texts[1:])
 
 
-def dies_in_the_creation(rank: int, nranks: int) -> tuple[list[int], str]:
+def dies_in_the_creation(rank: int, nranks: int, seen: bool) -> tuple[list[int], str]:
     if rank == 1:
         os.environ["PYNCCL_CPU_FAULT"] = "rank=1,call=1,action=die"
     with store() as meeting:
         if rank == 0:
             meeting.set("id", bytes(pynccl.get_unique_id()))
         unique_id = meeting.get("id", timeout=20)
+    create = capi.ncclCommInitRank
+
+    def created(*args: Any) -> int:
+        handle = create(*args)
+        tell(f"{rank} is created")
+        # Earlier ncclCommInitRank itself would report the death.
+        for other in range(nranks if rank == 1 else 0):
+            hear(f"{other} is created")
+        if rank != 1 and seen:
+            until(lambda: capi.pyncclCpuIsGone(handle, 1) != 0)
+        return handle
+
+    capi.ncclCommInitRank = created
     with pytest.raises(pynccl.RankFailedError) as caught:
         pynccl.Communicator(nranks, unique_id, rank, timeout=20)
     return caught.value.ranks, str(caught.value)
 
 
-def test_a_rank_dies_in_a_creation_by_unique_id() -> None:
-    """The control channel, which knows of deaths, is being opened."""
-    results = testing.run(3, dies_in_the_creation, backend="cpu", check=False)
+@pytest.mark.parametrize("seen", [False, True], ids=["later", "seen"])
+def test_a_rank_dies_in_a_creation_by_unique_id(seen: bool) -> None:
+    """Rank 1 dies as it opens the control channel, with the others or before them."""
+    results = testing.run(3, dies_in_the_creation, seen, backend="cpu", check=False)
     assert results[::2] == [([1], "rank 1 of 3 died while the communicator was created")] * 2
 
 
