@@ -91,12 +91,7 @@ class Arguments:
                     f"{name} (in place) is read-only; expected a writable array, or recv=, one for the result"
                 )
             raise ValueError(f"{name} is read-only; expected a writable array")
-        if span[4] & RECORDED_BY_AUTOGRAD:
-            name = f"{name} (in place)" if in_place else name
-            raise ValueError(
-                f"{name} requires grad, and autograd would miss the change of its elements; expected a "
-                "tensor without requires_grad, a call under torch.no_grad(), or a new tensor for the result"
-            )
+        _refuse_recorded(span, f"{name} (in place)" if in_place else name)
         return span
 
     def rank_in(self, value: Any, name: str) -> None:
@@ -155,6 +150,8 @@ class Arguments:
             return span[0], span[0], span[1], span[2], send if recv is None else recv
         source = self.span(send, "send")
         if recv is None:
+            # The other ranks refuse it, and the root would wait for them.
+            _refuse_recorded(source, "send (in place)")
             return source[0], source[0], source[1], source[2], send
         return self._check_elementwise(send, recv, root)
 
@@ -315,6 +312,14 @@ def _require_dtype(send: Span, recv: Span) -> None:
     if send[2] != recv[2]:
         names = dtypes.name_of(recv[2]), dtypes.name_of(send[2])
         raise TypeError(f"recv has dtype {names[0]}; expected the dtype of send, {names[1]}")
+
+
+def _refuse_recorded(span: Span, name: str) -> None:
+    if span[4] & RECORDED_BY_AUTOGRAD:
+        raise ValueError(
+            f"{name} requires grad, and autograd would miss the change of its elements; expected a "
+            "tensor without requires_grad, a call under torch.no_grad(), or a new tensor for the result"
+        )
 
 
 def _require_alike(send: Span, recv: Span) -> None:

@@ -15,6 +15,7 @@ from pynccl._arrays.buffers import Array
 from pynccl._comm import create, derive, end, recovery
 from pynccl._comm.core import Core
 from pynccl._comm.derive import ConfigLike
+from pynccl._comm.names import no_attribute
 from pynccl._comm.operations import Operations
 from pynccl._comm.prepared import Prepare
 from pynccl._comm.recovery import Quorum
@@ -45,6 +46,9 @@ class Communicator(Operations):
     raises NcclInvalidUsage. As a context manager it is finalized and destroyed at the end, or aborted when an
     exception leaves the body. An abort also aborts the communicators made by split, shrink and grow.
     """
+
+    # A misspelt property that is set, `comm.timeout = 3` for example, raises AttributeError.
+    __slots__ = ()
 
     def __init__(
         self,
@@ -185,8 +189,7 @@ class Communicator(Operations):
             if hasattr(type(self), name):
                 # A property has raised AttributeError: let it raise that again.
                 return object.__getattribute__(self, name)
-            kind = type(self).__name__
-            raise AttributeError(f"{kind!r} object has no attribute {name!r}{_meant(name)}")
+            raise no_attribute(self, name)
 
     __reduce__ = refuse_copy
 
@@ -468,35 +471,3 @@ def _ordinals(devices: Any) -> list[int]:
     if not ordinals:
         raise ValueError(f"devices is {devices!r}; expected {expected}")
     return ordinals
-
-
-# Names of mpi4py, torch and CuPy that differ from pynccl's in more than case and underscores.
-_OTHER_NAMES = {
-    "allgatherintotensor": "all_gather",
-    "alltoallsingle": "all_to_all",
-    "bcast": "broadcast",
-    "close": "destroy",
-    "create": "split",
-    "deviceid": "device",
-    "dup": "split(0)",
-    "free": "destroy",
-    "getrank": "rank",
-    "getsize": "size",
-    "getworldsize": "size",
-    "newgroup": "split",
-    "nranks": "size",
-    "rankid": "rank",
-    "reducescattertensor": "reduce_scatter",
-    "worldsize": "size",
-}
-
-
-def _meant(name: str) -> str:
-    """Return a hint with pynccl's name for what other libraries call so."""
-    plain = name.replace("_", "").lower()
-    ours = {known.replace("_", ""): known for known in dir(Communicator) if not known.startswith("_")}
-    known = ours | _OTHER_NAMES
-    meant = known.get(plain)
-    if meant is None and plain.startswith("i") and plain[1:] in known:
-        meant = f"{known[plain[1:]]}(..., wait=False)"
-    return f"; pynccl's name is {meant}" if meant else ""

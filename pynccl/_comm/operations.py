@@ -68,6 +68,17 @@ class Operations:
     Wrong arguments raise TypeError or ValueError before anything is called; a failed call raises NcclError.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_all_reduce",
+        "_arguments",
+        "_calls",
+        "_core",
+        "_one_sided",
+        "_run",
+        "_run_in_pieces",
+    )
+
     def __init__(self, core: Core) -> None:
         self._core = core
         self._calls = calls = Calls(core)

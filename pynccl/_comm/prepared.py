@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from pynccl._comm.core import INTERRUPTED, Core
+from pynccl._comm.names import no_attribute
 from pynccl._comm.operations import Operations
 from pynccl._comm.recording import Recording
 from pynccl._comm.work import Work, issued_later, part
@@ -154,6 +155,12 @@ class Prepare:
 
     def __init__(self, operations: Operations, core: Core) -> None:
         self._operations, self._core = operations, core
+
+    # For type checkers every name would exist.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
 
     all_reduce = _preparing(Operations.all_reduce)
     reduce = _preparing(Operations.reduce)

@@ -131,7 +131,7 @@ def _failed(result: int, function: str, comm: int) -> NcclError:
     detail = text(lib.ncclGetLastError(comm))
     meaning = text(lib.ncclGetErrorString(result))
     cls = CollectiveMismatchError if mismatch(result, comm) else error_class(result)
-    cause = _cause(meaning, detail)
+    cause = _cause(meaning, detail).removeprefix(f"{function}: ")
     parts = [f"{function}: {result_name(result)}: {cause}" if cause else f"{function}: {result_name(result)}"]
     rank, size = place_of(comm) or (None, None)
     if rank is not None and not cause.startswith(f"rank {rank} of {size}:"):

@@ -20,7 +20,9 @@ def gradients(rank: int, nranks: int) -> None:
             comm.all_reduce,
             lambda t: comm.all_reduce(plain, t),
             lambda t: comm.reduce(t, root=rank),
+            # The root too: it writes nothing, but would wait for the other rank.
             lambda t: comm.broadcast(t, root=1 - rank),
+            lambda t: comm.broadcast(t, root=rank),
             lambda t: comm.recv(t, 1 - rank),
             lambda t: comm.all_gather_v(plain[:2], t, [2, 2]),
             comm.prepare.all_reduce,

@@ -87,6 +87,10 @@ def test_names_of_other_libraries(rank: int, nranks: int) -> None:
                 getattr(comm, name)
         with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
             comm.nonsense  # type: ignore[attr-defined]  # noqa: B018
+        with pytest.raises(AttributeError, match="no attribute 'allreduce'; pynccl's name is all_reduce$"):
+            comm.prepare.allreduce  # type: ignore[attr-defined]  # noqa: B018
+        with pytest.raises(AttributeError, match="no attribute 'timeout'"):
+            comm.timeout = 3  # type: ignore[attr-defined]
     missing = pytest.raises(AttributeError, match="'Derived' object has no attribute 'missing'$")
     with Derived(1, pynccl.get_unique_id(), 0) as derived, missing:
         derived.broken  # noqa: B018

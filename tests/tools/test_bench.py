@@ -64,7 +64,7 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, str]]:
 
 
 def test_the_lines_are_those_of_nccl_tests() -> None:
-    done = bench(2, "all_reduce", "-b", "8", "-e", "128", "-f", "4", "-n", "3", "-w", "0")
+    done = bench(2, "all_reduce_perf", "-b", "8", "-e", "128", "-f", "4", "-n", "3", "-w", "0")
     expected = (HERE / "all_reduce.txt").read_text().replace("{version}", pynccl.__version__)
     text = re.sub(r"=2\d{4}\b", "={nccl}", done.stdout)
     text = re.sub(r"Pid +\d+ on +\S+ device", "Pid #### device", text)

@@ -348,6 +348,10 @@ class _Programs(click.Group):
         """Return the names, unsorted."""
         return list(OPERATIONS)
 
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a program, also by the name of nccl-tests' executable."""
+        return super().get_command(ctx, cmd_name.removesuffix("_perf"))
+
 
 @click.group("bench", cls=_Programs)
 @click.option(
