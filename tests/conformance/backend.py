@@ -111,8 +111,10 @@ class CpuBackend(Backend):
             env["PYNCCL_CPU_DIRECT"] = "0"
         if transport == "tcp":
             env["NCCL_HOSTID"] = f"conformance-{process}"
-        if transport == "mixed":
+        if transport in ("mixed", "hosts", "flat"):
             env["NCCL_HOSTID"] = f"conformance-{process % 2}"
+        if transport in ("hosts", "flat"):
+            env |= {"PYNCCL_CPU_INLINE_BYTES": "0", "PYNCCL_CPU_BY_HOSTS": str(int(transport == "hosts"))}
         return env
 
     def use_device(self, rank: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from .backend import Backend, Bytes, Memory, capi
 from .cases import REDUCTIONS, ROOTED, Case
-from .oracle import DATATYPES, OPS, Array, Datatype, differences, distances, fill, reduce
+from .oracle import DATATYPES, OPS, SMALL, Array, Datatype, differences, distances, fill, reduce
 from .worker import Rank
 
 # Data repeats itself after a prime number of elements, so that an oracle for millions of them costs no more.
@@ -23,11 +23,20 @@ WHOLE_RECEIVES = {"AllGather", "AlltoAll", "Gather", "Exchange"}
 SAME_EVERYWHERE = {"AllReduce", "Broadcast", "Bcast", "AllGather"}
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The host of each rank, and the size up to which an array is reduced as if there were one host."""
+
+    hosts: Sequence[int] | None = None
+    inline_bytes: int = SMALL
+
+
 class Inputs:
     """What every rank sends, in units of the case's count."""
 
-    def __init__(self, case: Case, nranks: int, exact: bool) -> None:
-        self.case, self.nranks, self.exact = case, nranks, exact
+    def __init__(self, case: Case, nranks: int, exact: bool, hosts: Sequence[int] | None) -> None:
+        """`hosts`: that of each rank, if each host reduces its ranks' data first."""
+        self.case, self.nranks, self.exact, self.hosts = case, nranks, exact, hosts
         self.datatype = DATATYPES[case.dtype]
         units = nranks if case.collective in WHOLE_SENDS else 1
         length = min(PERIOD, max(1, units * case.count))
@@ -49,7 +58,7 @@ class Inputs:
     def reduced(self, unit: int) -> Array:
         """Return the reduction over all ranks of one unit."""
         op = "sum" if self.scalars is not None else str(self.case.op)
-        return self._periodic(reduce(self.patterns, op, self.datatype, self.scalars), unit, 1)
+        return self._periodic(reduce(self.patterns, op, self.datatype, self.scalars, self.hosts), unit, 1)
 
     def scale(self, unit: int) -> Array:
         """Return how large the numbers are that one unit of a reduction is made of."""
@@ -307,11 +316,12 @@ def communicator(rank: Rank) -> int:
     return comm
 
 
-def run_case(rank: Rank, case: Case) -> tuple[str | None, int]:
+def run_case(rank: Rank, case: Case, layout: Layout) -> tuple[str | None, int]:
     """Run one case; return what is wrong, and a checksum where all ranks have to receive the same."""
     backend, comm = rank.backend, communicator(rank)
     stream = rank.state["streams"][case.seed % 3]
-    inputs = Inputs(case, rank.nranks, backend.exact)
+    by_hosts = case.count * DATATYPES[case.dtype].numpy.itemsize > layout.inline_bytes
+    inputs = Inputs(case, rank.nranks, backend.exact, layout.hosts if by_hosts else None)
     buffers = make_buffers(case, rank.rank, inputs, backend)
     caller = Caller(rank, case, inputs, buffers, comm, stream)
     caller(Buffer(backend, case, 1))
@@ -323,7 +333,7 @@ def run_case(rank: Rank, case: Case) -> tuple[str | None, int]:
     return compare(case, rank.rank, inputs, buffers, backend), checksum
 
 
-def run_cases(rank: Rank, cases: Sequence[Case]) -> tuple[dict[int, str], list[int]]:
+def run_cases(rank: Rank, cases: Sequence[Case], layout: Layout) -> tuple[dict[int, str], list[int]]:
     """Run the cases in order; return what was wrong by index, and the checksums."""
     wrong: dict[int, str] = {}
     checksums: list[int] = []
@@ -333,7 +343,7 @@ def run_cases(rank: Rank, cases: Sequence[Case]) -> tuple[dict[int, str], list[i
             checksums.append(0)
             continue
         rank.note(f"{index} {case}")
-        problem, checksum = run_case(rank, case)
+        problem, checksum = run_case(rank, case, layout)
         checksums.append(checksum)
         if problem:
             wrong[index] = problem

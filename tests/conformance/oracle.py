@@ -67,8 +67,9 @@ def to_datatype(values: Array, datatype: Datatype) -> Array:
     return values.astype(datatype.numpy)
 
 
-# Larger arrays of ranks on several hosts are reduced on each host first (docs/strictness.md).
-_SMALL = 8192
+# The default of PYNCCL_CPU_INLINE_BYTES. Larger arrays of ranks on several hosts are reduced on each host
+# first (docs/strictness.md).
+SMALL = 8192
 
 
 def reduce(
@@ -80,12 +81,12 @@ def reduce(
 ) -> Array:
     """Return the reduction of one array per rank; `scalars` holds each rank's factor for PreMulSum.
 
-    `hosts` has the host of each rank.
+    `hosts` has the host of each rank, if each host reduces its ranks' arrays first.
     """
     n = len(inputs)
     wide = datatype.accumulator
-    if hosts and 1 < len(set(hosts)) < n and inputs[0].nbytes > _SMALL:
-        return _reduce_by_hosts(inputs, op, datatype, hosts)
+    if hosts and 1 < len(set(hosts)) < n:
+        return _reduce_by_hosts(inputs, op, datatype, scalars, hosts)
     terms = [array.astype(wide) for array in inputs]
     with np.errstate(all="ignore"):
         if scalars is not None:
@@ -101,15 +102,18 @@ def reduce(
         return to_datatype(result, datatype)
 
 
-def _reduce_by_hosts(inputs: Sequence[Array], op: str, datatype: Datatype, hosts: Sequence[int]) -> Array:
+def _reduce_by_hosts(
+    inputs: Sequence[Array], op: str, datatype: Datatype, scalars: Array | None, hosts: Sequence[int]
+) -> Array:
     n, wide = len(inputs), datatype.accumulator
-    factor = wide.type(1) / wide.type(n) if op == "avg" and datatype.is_float else None
+    if op == "avg" and datatype.is_float:
+        scalars = np.full(n, wide.type(1) / wide.type(n))
     each = "sum" if op == "avg" else op
     partial = []
     for host in dict.fromkeys(hosts):
-        here = [array for array, at in zip(inputs, hosts, strict=True) if at == host]
-        scalars = None if factor is None else np.full(len(here), factor)
-        partial.append(reduce(here, each, datatype, scalars))
+        here = [rank for rank, at in enumerate(hosts) if at == host]
+        factors = None if scalars is None else scalars[here]
+        partial.append(reduce([inputs[rank] for rank in here], each, datatype, factors))
     total = reduce(partial, each, datatype)
     if op != "avg" or datatype.is_float:
         return total

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .backend import Memory, capi
-from .oracle import DATATYPES, OPS, Array, differences, fill, reduce
+from .oracle import DATATYPES, OPS, SMALL, Array, differences, fill, reduce
 from .worker import Rank
 
 NRANKS = 4
@@ -188,14 +188,15 @@ class Oracle:
             start = offsets(step, size, me, root)[0] * n
             inputs.append(self.registers[rank][step.send][start : start + sent * n].copy())
         for me, rank in enumerate(members):
-            hosts = [self.hosts[member] for member in members]
+            by_hosts = n * inputs[0].itemsize > SMALL
+            hosts = [self.hosts[member] for member in members] if by_hosts else None
             result = self._result(step, inputs, hosts, me, root, n)
             if result is not None:
                 start = offsets(step, size, me, root)[1] * n
                 self.registers[rank][step.receive][start : start + result.size] = result
 
     def _result(
-        self, step: Collective, inputs: list[Array], hosts: list[int], me: int, root: int, n: int
+        self, step: Collective, inputs: list[Array], hosts: list[int] | None, me: int, root: int, n: int
     ) -> Array | None:
         mine = slice(me * n, (me + 1) * n)
         datatype = DATATYPES[self.program.dtypes[step.send]]

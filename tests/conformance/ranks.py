@@ -56,7 +56,7 @@ def transport_layout(transport: str, nranks: int) -> list[list[int]]:
     """Return which ranks share a process."""
     if transport == "threads":
         return [list(range(nranks))]
-    if transport == "mixed":
+    if transport in ("mixed", "hosts", "flat"):
         return [list(range(nranks))[i : i + 2] for i in range(0, nranks, 2)]
     return [[rank] for rank in range(nranks)]
 

@@ -13,25 +13,33 @@ from collections.abc import Sequence
 import pytest
 
 from .cases import NRANKS, TRANSPORTS, Case, all_cases, pairwise_cases, small_cases
-from .matrix import run_cases
-from .ranks import Pool, RanksFailed
+from .matrix import Layout, run_cases
+from .ranks import Pool, RanksFailed, transport_layout
 
 CHUNK = 256
 # A library that crashes or hangs this often has made its point.
 MAX_CRASHES = 8
 
 
+def layout_of(transport: str, nranks: int) -> Layout:
+    """Return where a transport's ranks are; backend.py says so to the library."""
+    if transport not in ("mixed", "hosts"):
+        return Layout()
+    hosts = [number % 2 for number, ranks in enumerate(transport_layout(transport, nranks)) for _ in ranks]
+    return Layout(hosts, 0) if transport == "hosts" else Layout(hosts)
+
+
 def check(pool: Pool, nranks: int, transport: str, cases: Sequence[Case], timeout: float = 120) -> None:
     """Run the cases and fail with all that went wrong; one that kills the group does not hide the others."""
     problems: list[str] = []
-    crashes = 0
+    crashes, layout = 0, layout_of(transport, nranks)
     todo = deque(list(cases[i : i + CHUNK]) for i in range(0, len(cases), CHUNK))
     while todo and crashes < MAX_CRASHES:
         chunk = todo.popleft()
         if not chunk:
             continue
         try:
-            results = pool.get(nranks, transport).call(run_cases, chunk, timeout=timeout)
+            results = pool.get(nranks, transport).call(run_cases, chunk, layout, timeout=timeout)
         except RanksFailed as error:
             crashes += 1
             index = min([int(note.split()[0]) for note in error.notes if note], default=0)

@@ -527,6 +527,7 @@ TEST_CASE("schedules are sound") {
     for (int p = 0, most = 1 + int(below(random, 9)); p < c.nranks; ++p)
       hosts.push_back(below(random, size_t(most)));
     Layout layout(hosts);
+    layout.by_hosts = below(random, 4);
     c.layout = &layout;
     for (int p = 0; p < c.nranks; ++p)
       c.direct.push_back(p != c.rank && layout.same_host(p, c.rank) && below(random, 2));

@@ -422,6 +422,7 @@ void Comm::open() {
     hosts.push_back(peer(q).info.host);
   }
   context_.layout = Layout(hosts);
+  context_.layout.by_hosts = session.by_hosts;
   context_.fail = [this](ErrorCode code, const std::string& text) { return fail_with(code, text); };
   context_.has_room = [this](int to) { return session.has_room(to); };
   context_.windows = [this] { return registry.shared_windows(); };

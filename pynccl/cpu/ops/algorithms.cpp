@@ -1,5 +1,6 @@
 #include "ops/algorithms.hpp"
 
+#include "base/log.hpp"
 #include "ops/across_hosts.hpp"
 #include "ops/places.hpp"
 
@@ -148,9 +149,9 @@ const Algorithm kAlgorithms[] = {
 }  // namespace
 
 bool goes_by_hosts(Func func, const Layout& layout) {
-  if (func == Func::Broadcast) return layout.spans_hosts();
-  bool several = layout.spans_hosts() && layout.hosts.size() < layout.host.size();
-  return several && (reduces(func) || func == Func::AllGather);
+  if (!layout.by_hosts || !layout.spans_hosts()) return false;
+  bool several = layout.hosts.size() < layout.host.size();
+  return func == Func::Broadcast || (several && (reduces(func) || func == Func::AllGather));
 }
 
 Access accessed(const Op& op, const Layout& layout, int owner, int by) {
@@ -174,6 +175,8 @@ Access accessed(const Op& op, const Layout& layout, int owner, int by) {
 const Algorithm& choose_algorithm(const Call& call) {
   const Algorithm* a = kAlgorithms;
   while (!a->fits(call)) ++a;
+  log(Level::Info, "%s of %zu elements of %zu B: algorithm \"%s\", %d ranks on %zu hosts",
+      func_name(call.func), call.count, call.item, a->name, call.nranks, call.layout->hosts.size());
   return *a;
 }
 

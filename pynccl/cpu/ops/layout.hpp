@@ -10,6 +10,7 @@ namespace pncpu {
 struct Layout {
   std::vector<std::vector<int>> hosts;  // the ranks of each, ascending; in the order of their first ranks
   std::vector<size_t> host, index;      // by rank: its host, and its place among the ranks there
+  bool by_hosts = true;                 // the ranks of a host may share the work of a collective
 
   Layout() = default;
   // `ids`, by rank, are equal for ranks of one host.

@@ -25,7 +25,7 @@ constexpr auto kLook =
 // Settings that must be equal on all ranks. A byte for each rank follows: this rank can access its memory.
 struct Settings {
   uint64_t inline_bytes, block_bytes;
-  int32_t contexts, signals;
+  int32_t contexts, signals, by_hosts;
 };
 
 // The segments of this process, by the token of the rank that maps them for the others.
@@ -43,6 +43,7 @@ Session::Session(Owner& owner, int device)
     : owner_(owner), device_(device), direct_allowed_(param_int("PYNCCL_CPU_DIRECT") != 0) {
   inline_bytes = size_t(std::max<int64_t>(0, param_int("PYNCCL_CPU_INLINE_BYTES")));
   block_bytes = align_up(size_t(std::max<int64_t>(4096, param_int("PYNCCL_CPU_BLOCK_BYTES"))), 4096);
+  by_hosts = param_int("PYNCCL_CPU_BY_HOSTS") != 0;
   ring_bytes = 4096;
   while (ring_bytes < size_t(param_int("PYNCCL_CPU_RING_BYTES"))) ring_bytes *= 2;
 }
@@ -535,7 +536,7 @@ ncclResult_t Session::attach_pipes() {
 void Session::say_settings() {
   std::vector<char> mine(sizeof(Settings) + size_t(nranks));
   inline_bytes = std::min(inline_bytes, (segment_ ? segment_->ring_bytes() : ring_bytes) - sizeof(Header));
-  Settings settings{inline_bytes, block_bytes, contexts, signals};
+  Settings settings{inline_bytes, block_bytes, contexts, signals, by_hosts};
   memcpy(mine.data(), &settings, sizeof settings);
   for (int q = 0; q < nranks; ++q) {
     Memory* memory = peer(q).link.memory.get();
@@ -563,6 +564,7 @@ ncclResult_t Session::finish() {
       return fail(kMismatch, "%srank %d has config.numRmaCtx %d and numRmaSig %d, rank %d %d and %d",
                   kMismatchText, rank, contexts, signals, q, settings.contexts, settings.signals);
     inline_bytes = std::min(inline_bytes, size_t(settings.inline_bytes));
+    by_hosts = by_hosts && settings.by_hosts;
     if (!settings_.data[sizeof settings + size_t(q)] || !theirs.data[sizeof settings + size_t(rank)])
       peer(q).link.memory.reset();
     direct = direct || peer(q).link.direct();
