@@ -468,7 +468,7 @@ class _Launcher:
         """Explain the exit code if some ranks reached the end of the program."""
         code = None if self.first is None else self.children[self.first].poll()
         if self.job.keep_going and code is not None and self.code != TIMED_OUT:
-            self._say(f"exit code {self.code} of rank {self.first}, which failed first")
+            self._say(f"exit code {self.code} of rank {self.first}, the first to exit with a failure")
 
     def _say(self, text: str) -> None:
         self.status.clear()

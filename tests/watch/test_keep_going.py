@@ -122,7 +122,7 @@ def test_the_others_finish(ends: list[str], code: int, said: list[str], tmp_path
     assert done.stdout.count("finished") == 3 - len(ends)
     for line in said:
         assert f"pynccl run: {line}" in done.stderr
-    last = f"pynccl run: exit code {code} of rank 0, which failed first"
+    last = f"pynccl run: exit code {code} of rank 0, the first to exit with a failure"
     assert done.stderr.splitlines()[-1:] == ([last] if code else [])
 
 
@@ -133,7 +133,7 @@ def test_a_rank_that_failed_alone(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert done.stderr.splitlines() == [
         "pynccl run: rank 0 exited with code 3",
-        "pynccl run: exit code 3 of rank 0, which failed first",
+        "pynccl run: exit code 3 of rank 0, the first to exit with a failure",
     ]
 
 
