@@ -12,11 +12,11 @@ from pynccl._comm.core import Core
 from pynccl._comm.create import create
 from pynccl._comm.derive import GROW, SHRINK, ConfigLike, derive, new_child
 from pynccl._comm.end import abort, adopt
-from pynccl._errors import NcclError, NcclTimeoutError, RankFailedError
+from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError, RankFailedError
 from pynccl._library.binding import lib
 from pynccl._trace import recorder
 from pynccl._types import UniqueId
-from pynccl._watch.agreement import DERIVE, MADE, set_of
+from pynccl._watch.agreement import DERIVE, MADE, WELL, View, set_of
 from pynccl._watch.survivors import GROWING, SECONDS, Survivors, share_id
 from pynccl._watch.watchdog import DEATH_MS
 
@@ -60,13 +60,17 @@ def _shrink_by_agreement(
 ) -> Core:
     """Shrink after the survivors have agreed on their ranks; repeat when another rank dies meanwhile."""
     native = bool(lib.nccl_api_find(b"ncclCommShrink"))
-    with core.alone(anyway=ends), recorder.recorded(core.c, SHRINK.kind), _suspecting(core):
+    with core.alone(anyway=True), recorder.recorded(core.c, SHRINK.kind), _suspecting(core):
         # The watchdog may still be ending the outstanding calls.
         by_library = core.watch.settle() and native
-        if not ends and (failed := core.failure()):
-            raise failed
+        failed = None if ends else core.failure()
         survivors = _survivors(core, excluded, ends, quorum)
-        view = survivors.agree(DERIVE if by_library else 0)
+        if failed:
+            # Another rank may have begun before it could know of the failure.
+            survivors.refuse()
+            core.interrupted = None
+            raise failed
+        view = _begin(core, survivors, (DERIVE if by_library else 0) | (0 if ends else WELL))
         core.interrupted = None
         by_library = bool(view.flags & DERIVE)
         if not ends:
@@ -101,6 +105,16 @@ def _shrink_by_agreement(
     else:
         adopt(core, child)
     return child
+
+
+def _begin(core: Core, survivors: Survivors, flags: int) -> View:
+    """Agree on the survivors; if a rank has refused, raise the failure of the communicator."""
+    try:
+        return survivors.agree(flags)
+    except RankFailedError:
+        raise
+    except NcclRemoteError as error:
+        raise core.watch.cause(error) from None
 
 
 def _survivors(core: Core, excluded: set[int], ends: bool, quorum: Quorum) -> Survivors:

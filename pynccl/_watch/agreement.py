@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-# Bits of View.flags. HEARD: no excluded rank can take this rank's end for a death.
-DERIVE, MADE, HEARD = 1, 2, 4
+# Bits of View.flags. HEARD: no excluded rank can take this rank's end for a death. WELL: no call has failed.
+DERIVE, MADE, HEARD, WELL = 1, 2, 4, 8
 # The most steps of the search for the largest set of ranks that can all reach each other.
 _STEPS = 2000
 _HEAD = struct.Struct("!BBH")

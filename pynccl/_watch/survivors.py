@@ -11,7 +11,7 @@ from pynccl._errors import NcclError, NcclRemoteError, RankFailedError
 from pynccl._library.binding import ffi, lib
 from pynccl._types import UniqueId
 from pynccl._watch import agreement
-from pynccl._watch.agreement import HEARD, MADE, Message, State, View, ranks_in, set_of
+from pynccl._watch.agreement import HEARD, MADE, WELL, Message, State, View, ranks_in, set_of
 from pynccl._watch.ended import Word, is_told
 from pynccl._watch.watchdog import Handle, Watch
 
@@ -71,6 +71,7 @@ class Survivors:
         # Messages to send, by agreement.
         self.out: dict[int, agreement.Output] = {}
         self.decided = 0
+        self.well = False
         self.began = time.monotonic()
         self.word = Word()
 
@@ -99,13 +100,18 @@ class Survivors:
     # --- agreement ---
 
     def agree(self, flags: int) -> View:
-        """Return the view that all survivors share, with the flags that all set; set `decided`."""
+        """Return the view that all survivors share, with the flags that all set; set `decided`.
+
+        With WELL, raise NcclRemoteError as soon as a rank has refused to take part.
+        """
+        self.well = bool(flags & WELL)
         # Ctrl-C may have interrupted it; the other ranks are in it still.
         if len(self.states) == self.finished:
             self._begin(flags)
         self._wait_for_decision()
         decision = self.states[-1].decision
         assert decision is not None
+        self._must_be_well(decision)
         self.decided = agreement.members(decision, self.me)
         self._must_be_in(decision)
         # The next agreement begins with the result of this one.
@@ -114,6 +120,15 @@ class Survivors:
         self.lost |= agreement.rest(decision) & ~self.decided
         self.finished += 1
         return decision
+
+    def refuse(self) -> None:
+        """Tell the other ranks, without waiting for them, that this one does not take part."""
+        if not self.states:
+            self._begin(0)
+
+    def _must_be_well(self, view: View) -> None:
+        if self.well and not view.flags & WELL:
+            raise self.other_failure()
 
     def _begin(self, flags: int) -> None:
         number = len(self.states)
@@ -140,6 +155,7 @@ class Survivors:
         while self.states[-1].decision is None:
             self.pump(_SLICE_MS)
             state, now = self.states[-1], time.monotonic()
+            self._must_be_well(state.view)
             if state.view.excluded >> self.me & 1:
                 self._must_be_in(state.view)
             if state.decision is not None or agreement.may_go_on(state):

@@ -65,26 +65,22 @@ inline void with_world(const Way& way, int nranks, const std::function<void(Worl
 
 // Runs a body in 3 processes, in which rank 1 is killed, and the last call of the others fails.
 inline void with_a_victim(const Way& way, const std::function<void(World&)>& body) {
-  CAPTURE(way.name);
+  INFO(std::string(way.name));
   set("PYNCCL_CPU_DIRECT", way.direct ? "1" : "0");
   const ncclUniqueId id = new_id();
-  std::vector<std::unique_ptr<Child>> ranks;
-  let_service_rest();
-  for (int r = 0; r < 3; ++r)
-    ranks.push_back(std::make_unique<Child>([&, rank = r] {
-      if (way.hosts) set("NCCL_HOSTID", std::to_string(rank).c_str());
-      World w{way, rank, 3};
-      OK(ncclCommInitRank(&w.comm, 3, id, rank));
-      body(w);
-      SAYS(last_error(w.comm), "rank 1 (pid");
-      OK(ncclCommAbort(w.comm));
-    }));
-  for (int r = 0; r < 3; ++r) CHECK_EQ(ranks[size_t(r)]->wait(), r == 1 ? -SIGKILL : 0);
+  as_processes_with(1, 3, [&](int rank) {
+    if (way.hosts) set("NCCL_HOSTID", std::to_string(rank).c_str());
+    World w{way, rank, 3};
+    OK(ncclCommInitRank(&w.comm, 3, id, rank));
+    body(w);
+    SAYS(last_error(w.comm), "rank 1 (pid");
+    OK(ncclCommAbort(w.comm));
+  });
 }
 
 inline void on_every_way(int nranks, const std::function<void(World&)>& body) {
   for (const Way& way : kWays) {
-    CAPTURE(way.name);
+    INFO(std::string(way.name));
     printf("     %s\n", way.name);
     with_world(way, nranks, body);
   }

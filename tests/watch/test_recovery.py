@@ -213,13 +213,20 @@ def dies_while_all_are_well(rank: int, nranks: int, where: str) -> list[int]:
     """A rank dies inside a shrink that excludes a healthy one; the others go on without the dead one."""
     comm = pynccl.init(timeout=15)
     comm.barrier()
-    if rank == 1 and where == "before":
+    if rank == 1 and where in ("before", "begun"):
+        time.sleep(1 if where == "begun" else 0)
         os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2 and where == "begun":
+        # Rank 0 is in the shrink by now, and waits for this rank.
+        assert failure(comm.barrier).ranks == [1]
     if rank == 1:
         name = SHRINK if where == "creation" else "pyncclCpuExchange"
         setattr(capi, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    start = time.monotonic()
     error = failure(comm.barrier) if rank == 3 else failure(lambda: comm.shrink(exclude=[3]))
     assert error.ranks == [1]
+    # Before the time-out.
+    assert time.monotonic() - start < 15
     small = comm.shrink(exclude=error.ranks, abort=True)
     assert total(small)[0] == total(small)[1]
     left = small.all_gather(np.array([rank])).ravel().tolist()
@@ -227,7 +234,7 @@ def dies_while_all_are_well(rank: int, nranks: int, where: str) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize("where", ["before", "creation", "the channel"])
+@pytest.mark.parametrize("where", ["before", "begun", "creation", "the channel"])
 def test_death_inside_a_shrink_of_a_healthy_communicator(where: str) -> None:
     results = run(4, dies_while_all_are_well, where, backend="cpu", check=False, timeout=50)
     assert isinstance(results.pop(1), RankError)
