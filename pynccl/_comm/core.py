@@ -102,6 +102,8 @@ class Core:
         self.children: weakref.WeakSet[Core] = weakref.WeakSet()
         # True after a call failed.
         self.told = False
+        # Streams of the CPU library with failed calls. The library reports their error once.
+        self.failed: set[int] = set()
         # True from the beginning of an abort.
         self.aborted = False
         # Children keep their parent alive: an abort of the grandparent finds them through it.
@@ -274,6 +276,7 @@ class Core:
                 raise self._forget_destroyed(stream, what) from None
             found = self.watch.cause(error)
             self.told = True
+            self.failed.add(stream)
             # In the trace, a call that waits for a missing rank stays outstanding.
             if not isinstance(found, RankFailedError | NcclTimeoutError):
                 lib.pynccl_comm_failed(self.c, stream, found.result or 1)
@@ -281,6 +284,8 @@ class Core:
         if not done:
             where = "" if self.waits and stream == self.own_stream else f" on stream {stream:#x}"
             self.late(what, seconds, where, timeout is None, lambda: self._is_complete(stream))
+        if stream in self.failed and (failed := self.failure()):
+            raise failed
         if stream in self.in_flight:
             self.in_flight.pop(stream).clear()
         lib.pynccl_comm_forget(self.c, stream)
@@ -441,6 +446,16 @@ class Core:
     def waited_for(self, stream: int, number: int) -> None:
         """Learn that the program has waited for a stream's calls up to this number."""
         lib.pynccl_comm_waited(self.c, stream, number)
+
+    def failed_on(self, stream: int) -> NcclError | None:
+        """Learn that calls on a stream may have failed; return their error."""
+        self.failed.add(stream)
+        return self.failure()
+
+    def failure_on(self, stream: int) -> NcclError | None:
+        """Return the error of failed calls on a stream; None if none has failed."""
+        # CUDA completes the work of a communicator that has failed.
+        return self.failure() if stream in self.failed or not self.waits else None
 
     def failure(self) -> NcclError | None:
         """Return the error that calls end with; None if the communicator has not failed."""

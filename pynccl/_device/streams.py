@@ -37,12 +37,18 @@ class User(Protocol):
     def waited_for(self, stream: int, number: int) -> None:
         """Learn that the program has waited for a stream's calls up to this number."""
 
-    def failure(self) -> NcclError | None:
-        """Return the error that its calls end with; None if it has not failed."""
+    def failed_on(self, stream: int) -> NcclError | None:
+        """Learn that calls on a stream may have failed; return their error."""
+
+    def failure_on(self, stream: int) -> NcclError | None:
+        """Return the error of failed calls on a stream; None if none has failed."""
 
 
 # A dict, since another thread may add one while this one makes a tuple of it.
 _users: dict[weakref.ref[User], None] = {}
+
+# Calls on other streams that a stream waits for by events.
+_awaited: dict[int, tuple[_Calls, ...]] = {}
 
 
 def add_user(user: User) -> None:
@@ -59,11 +65,13 @@ class _Calls(NamedTuple):
 
 
 def _calls_on(stream: int) -> list[_Calls]:
+    """Return the calls on a stream, and those on other streams that it waits for by events."""
     # The calls of an open group are not on the stream yet.
     if lib.pynccl_group_depth():
-        return []
+        return [*_awaited.get(stream, ())]
     users = ((ref, user) for ref in tuple(_users) if (user := ref()) is not None)
-    return [_Calls(ref, stream, number) for ref, user in users if (number := user.newest_call(stream))]
+    own = [_Calls(ref, stream, number) for ref, user in users if (number := user.newest_call(stream))]
+    return [*own, *_awaited.get(stream, ())]
 
 
 def _outstanding(calls: Sequence[_Calls]) -> tuple[_Calls, ...]:
@@ -73,25 +81,21 @@ def _outstanding(calls: Sequence[_Calls]) -> tuple[_Calls, ...]:
     return tuple(one for one, user in users if user is not None and user.newest_call(one.stream))
 
 
-def _complete(ask: Callable[[], bool], calls: Sequence[_Calls], on_cpu: bool) -> bool:
+def _complete(ask: Callable[[], bool], calls: Sequence[_Calls]) -> bool:
     """Return the answer to whether calls have completed; raise the error of a failed communicator."""
+    users = [(user, stream, number) for ref, stream, number in calls if (user := ref()) is not None]
     try:
         done = ask()
     except NcclError as error:
-        raise _failure(calls) or error from error.__cause__
+        found = [user.failed_on(stream) for user, stream, _ in users]
+        raise next(filter(None, found), error) from error.__cause__
     if done:
-        # CUDA completes the work of a communicator that has failed.
-        if not on_cpu and (failed := _failure(calls)):
-            raise failed
-        for ref, stream, number in calls:
-            if (user := ref()) is not None:
-                user.waited_for(stream, number)
+        for user, stream, _ in users:
+            if failed := user.failure_on(stream):
+                raise failed
+        for user, stream, number in users:
+            user.waited_for(stream, number)
     return done
-
-
-def _failure(calls: Sequence[_Calls]) -> NcclError | None:
-    users = (ref() for ref, _, _ in calls)
-    return next((error for user in users if user is not None and (error := user.failure())), None)
 
 
 def handle_of(stream: Any) -> int:
@@ -234,9 +238,6 @@ class Stream(_Owned):
     _makers = cpu_stream, cuda.stream_create
     _enders = capi.pyncclCpuStreamDestroy, cuda.stream_destroy
 
-    # Calls on other streams that this stream waits for by events.
-    _awaited: tuple[_Calls, ...] = ()
-
     @property
     def handle(self) -> int:
         """The cudaStream_t as an int."""
@@ -264,10 +265,11 @@ class Stream(_Owned):
         _wait_for(wait, timeout, "Stream.synchronize")
 
     def _complete(self, ask: Callable[[], bool]) -> bool:
-        awaited = self._awaited
-        done = _complete(ask, [*_calls_on(self.handle), *awaited], self._cpu)
-        if done and self._awaited is awaited:
-            self._awaited = ()
+        awaited = _awaited.get(self.handle)
+        done = _complete(ask, _calls_on(self.handle))
+        # Another thread may have added an event.
+        if done and awaited is not None and _awaited.get(self.handle) is awaited:
+            del _awaited[self.handle]
         return done
 
     def _query(self) -> bool:
@@ -288,7 +290,11 @@ class Stream(_Owned):
             capi.pyncclCpuStreamWaitEvent(0, self.handle, event.handle)
         else:
             cuda.stream_wait_event(self.handle, event.handle)
-        self._awaited = _outstanding([*self._awaited, *event.calls])
+        _awaited[self.handle] = _outstanding([*_awaited.get(self.handle, ()), *event.calls])
+
+    def destroy(self) -> None:
+        _awaited.pop(self._handle, None)
+        super().destroy()
 
 
 class Event(_Owned):
@@ -320,7 +326,7 @@ class Event(_Owned):
 
         Raises the error of a communicator whose calls before the record have failed.
         """
-        return _complete(self._query, self.calls, self._cpu)
+        return _complete(self._query, self.calls)
 
     def _query(self) -> bool:
         if self._cpu:
