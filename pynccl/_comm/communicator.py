@@ -83,7 +83,7 @@ class Communicator(Operations):
         try:
             create.create(core, f"creating the communicator of rank {rank} of {nranks}", call, place)
         except NcclTimeoutError as error:
-            if core.size:
+            if core.size or error.detail:
                 raise
             text = f"{error}; expected all {nranks} ranks in the call, with the same unique id"
             raise NcclTimeoutError(text, function=error.function) from None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from pynccl import capi
 from pynccl._comm import lifetime
@@ -13,9 +14,9 @@ from pynccl._comm.end import abort, abort_if_made
 from pynccl._comm.recording import cores
 from pynccl._device.blocking import bounded, with_outside
 from pynccl._device.devices import on_device
-from pynccl._errors import NcclInvalidArgument, NcclRemoteError, RankFailedError
+from pynccl._errors import NcclInvalidArgument, NcclRemoteError, NcclTimeoutError, RankFailedError
 from pynccl._library import loader
-from pynccl._library.binding import address_of
+from pynccl._library.binding import address_of, lib
 from pynccl._library.generated import kinds
 from pynccl._trace import recorder
 from pynccl._values import rank_list
@@ -24,6 +25,8 @@ from pynccl._watch.watchdog import DEATH_MS, Look
 
 # An answer of pyncclCpuIsGone.
 _DIED = 2
+# Seconds for the answer of the CPU library after the time-out.
+_ANSWER = 0.5
 
 
 def create(
@@ -31,15 +34,37 @@ def create(
 ) -> None:
     """Create the library's communicator by a blocking call on a device, and set up `core` with it."""
 
-    def on_its_device() -> int:
-        with on_device(device):
-            return call()
-
     core.until = core.until or core.deadline(None)[1]
     left = None if core.until is None else max(0.1, core.until - time.monotonic())
+    # The CPU library's own time-out names the missing ranks.
+    by_library = left is not None and bool(lib.cpu_api_find(b"pyncclCpuCreationTimeout"))
+
+    def on_its_device() -> int:
+        with on_device(device), _limited(left if by_library else None):
+            return call()
+
+    within = left if left is None or not by_library else left + _ANSWER
     with recorder.recorded(core.c, kinds.INIT):
-        handle = bounded(on_its_device, left, what, abort_if_made, with_outside(look))
+        try:
+            handle = bounded(on_its_device, within, what, abort_if_made, with_outside(look))
+        except NcclTimeoutError as error:
+            if error.detail:
+                recorder.dump_because("timeout", str(error))
+            raise
         take(core, handle, look=look)
+
+
+@contextmanager
+def _limited(seconds: float | None) -> Iterator[None]:
+    """Limit the creations of this thread by the CPU library."""
+    if seconds is None:
+        yield
+        return
+    capi.pyncclCpuCreationTimeout(math.ceil(seconds * 1000))
+    try:
+        yield
+    finally:
+        capi.pyncclCpuCreationTimeout(-1)
 
 
 def take(

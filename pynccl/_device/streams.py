@@ -293,6 +293,7 @@ class Stream(_Owned):
         _awaited[self.handle] = _outstanding([*_awaited.get(self.handle, ()), *event.calls])
 
     def destroy(self) -> None:
+        """Destroy it; no effect if repeated, or in a forked child, since the parent owns it."""
         _awaited.pop(self._handle, None)
         super().destroy()
 

@@ -22,12 +22,14 @@ import pytest
 
 import pynccl
 from conftest import Run
-from meeting import hear, tell, together
+from meeting import hear, tell, together, until
 from pynccl import Communicator, NcclError, NcclInvalidUsage, NcclTimeoutError, RedOp, capi, testing
 from pynccl._memory.owner import used_streams
 from ranks import on_ranks
 
 NUMBERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
+# Of NVIDIA's NCCL and of the CPU library.
+LATE = "took longer than 1 s; expected all 2 ranks|after 1 s: 1 of 2 ranks joined, missing rank 1; "
 NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -219,12 +221,27 @@ def test_timeout_of_a_wait(rank: int, nranks: int) -> None:
 @on_ranks(1)
 def test_timeout_of_creation(rank: int, nranks: int) -> None:
     start = time.monotonic()
-    with pytest.raises(
-        NcclTimeoutError,
-        match="creating the communicator of rank 0 of 2 took longer than 1 s; expected all 2 ranks",
-    ):
+    with pytest.raises(NcclTimeoutError, match=LATE):
         Communicator(2, pynccl.get_unique_id(), 0, timeout=1)
     assert time.monotonic() - start < 15
+
+
+def never_comes(rank: int, nranks: int, path: str) -> None:
+    if rank == 2:
+        return
+    if rank == 0:
+        Path(path, "new").write_bytes(bytes(pynccl.get_unique_id()))
+        Path(path, "new").rename(Path(path, "id"))
+    until(Path(path, "id").exists)
+    start = time.monotonic()
+    with pytest.raises(NcclTimeoutError, match=r"after 2 s: 2 of 3 ranks joined, missing rank 2; "):
+        Communicator(3, Path(path, "id").read_bytes(), rank, timeout=2 + 20 * rank)
+    assert time.monotonic() - start < 15
+
+
+def test_a_rank_never_comes_to_a_creation_by_unique_id(tmp_path: Path) -> None:
+    """The shortest time-out ends the creation on all ranks."""
+    testing.run(3, never_comes, str(tmp_path), backend="cpu")
 
 
 INTERRUPTED = """

@@ -195,7 +195,7 @@ def test_grow_and_join(rank: int, nranks: int) -> None:
 @on_ranks(1)
 def test_join_times_out(rank: int, nranks: int) -> None:
     start = time.monotonic()
-    with pytest.raises(NcclTimeoutError, match="joining a communicator as rank 1 of 2 took longer than 1 s"):
+    with pytest.raises(NcclTimeoutError, match="(longer than|after) 1 s"):
         Communicator.join(2, pynccl.get_unique_id(), 1, timeout=1)
     assert time.monotonic() - start < 15
 

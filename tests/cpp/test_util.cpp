@@ -444,7 +444,7 @@ void check_connection(Address addr) {
   Fd listener = listen_on(&addr, &why);
   CHECK(listener);
   CHECK(addr.port() > 0);
-  Fd client = connect_to(addr, in_ms(5000), &why, true);
+  Fd client = connect_to(addr, in_ms(5000), &why);
   Fd server(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
   CHECK(client);
   CHECK(server);
@@ -490,7 +490,7 @@ TEST_CASE("connection") {
 TEST_CASE("send to closed peer") {
   Address addr = loopback(false);
   Fd listener = listen_on(&addr, nullptr);
-  Fd client = connect_to(addr, in_ms(5000), nullptr, true);
+  Fd client = connect_to(addr, in_ms(5000), nullptr);
   Fd(accept(listener.get(), nullptr, nullptr)).reset();
   char data[4096] = "";
   bool sent = true;
@@ -503,12 +503,12 @@ TEST_CASE("connect refused") {
   std::string why;
   listen_on(&addr, &why).reset();
   auto start = Clock::now();
-  CHECK(!connect_to(addr, in_ms(5000), &why, false));
+  CHECK(!connect_to(addr, in_ms(5000), &why, Deadline::min()));
   CHECK(seconds_since(start) < 4);
   CHECK(contains(why, "Connection refused"));
   CHECK(contains(why, addr.str()));
   start = Clock::now();
-  CHECK(!connect_to(addr, in_ms(200), &why, true));
+  CHECK(!connect_to(addr, in_ms(200), &why));
   CHECK(seconds_since(start) >= 0.2);
   CHECK(seconds_since(start) < 10);
   std::thread late([addr]() mutable {
@@ -516,7 +516,7 @@ TEST_CASE("connect refused") {
     Fd listener = listen_on(&addr, nullptr);
     CHECK(Fd(accept(listener.get(), nullptr, nullptr)));
   });
-  CHECK(connect_to(addr, in_ms(10000), &why, true));
+  CHECK(connect_to(addr, in_ms(10000), &why));
   late.join();
 }
 

@@ -42,6 +42,15 @@ def pyncclCpuInterrupt(thread: int, on: int) -> int:
     return r
 
 
+def pyncclCpuCreationTimeout(timeoutMs: int) -> int:
+    try:
+        if r := _library.pyncclCpuCreationTimeout(timeoutMs):
+            _check(r, "pyncclCpuCreationTimeout")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, timeoutMs=timeoutMs) from None
+    return r
+
+
 def pyncclCpuStreamCreate() -> int:
     out = _new("uintptr_t*")
     if r := _library.pyncclCpuStreamCreate(out):

@@ -2,6 +2,7 @@
 #include <fcntl.h>
 
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 
 #include "base/device.hpp"
@@ -64,6 +65,13 @@ extern "C" {
 ncclResult_t pyncclCpuInterrupt(int thread, int on) {
   return guarded("pyncclCpuInterrupt", [&] {
     interrupt_creations(thread, on != 0);
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t pyncclCpuCreationTimeout(int64_t timeoutMs) {
+  return guarded("pyncclCpuCreationTimeout", [&] {
+    limit_creations(timeoutMs < 0 ? HUGE_VAL : double(timeoutMs) / 1e3);
     return ncclSuccess;
   });
 }

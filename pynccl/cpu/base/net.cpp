@@ -396,7 +396,7 @@ Fd listen_on(Address* addr, std::string* why) {
   return fd;
 }
 
-Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool retry_refused,
+Fd connect_to(const Address& addr, Deadline deadline, std::string* why, Deadline retry_until,
               const std::atomic<bool>* stop) {
   auto backoff = std::chrono::duration_cast<Clock::duration>(kFirstBackoff);
   for (;;) {
@@ -404,12 +404,12 @@ Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool ret
     if (fd) return fd;
     int error = errno;
     auto now = Clock::now();
-    if (error != ECONNREFUSED || !retry_refused || now >= deadline || (stop && stop->load())) {
+    if (error != ECONNREFUSED || now >= std::min(deadline, retry_until) || (stop && stop->load())) {
       explain(why, error_text("Net : connect to " + addr.str(), error));
       errno = error;
       return {};
     }
-    std::this_thread::sleep_for(std::min(backoff, deadline - now));
+    std::this_thread::sleep_for(std::min(backoff, std::min(deadline, retry_until) - now));
     backoff = std::min<Clock::duration>(backoff * 2, kLongestBackoff);
   }
 }

@@ -64,9 +64,9 @@ ncclResult_t pick_interface(Address* out);
 Fd listen_on(Address* addr, std::string* why);
 
 // A blocking, connected socket with TCP_NODELAY. An empty Fd with errno and *why set on failure.
-// `retry_refused`: try again until the deadline, since the peer may not listen yet.
-Fd connect_to(const Address& addr, Deadline deadline, std::string* why, bool retry_refused = true,
-              const std::atomic<bool>* stop = nullptr);
+// `retry_until`: try again until then if the connection is refused, since the peer may not listen yet.
+Fd connect_to(const Address& addr, Deadline deadline, std::string* why,
+              Deadline retry_until = Deadline::max(), const std::atomic<bool>* stop = nullptr);
 
 // False at the deadline (ETIMEDOUT) or on an error of poll itself.
 bool wait_readable(int fd, Deadline deadline);

@@ -33,7 +33,7 @@ bool gave_up_on_a_late_hello(int error) { return error == EPIPE || error == ECON
 }  // namespace
 
 SocketPtr dial(const Endpoint* endpoint, const Token* unix_name, const Hello& greeting, Deadline deadline,
-               bool retry_refused, Stop& stop, std::string* why) {
+               Deadline retry_until, Stop& stop, std::string* why) {
   Service* service = Service::get("a connection");
   if (!service) return *why = last_error(), nullptr;
   std::string secret;
@@ -45,7 +45,7 @@ SocketPtr dial(const Endpoint* endpoint, const Token* unix_name, const Hello& gr
   hello.secured = !secret.empty();
   for (;;) {
     Fd fd = unix_name ? connect_unix(*unix_name, deadline, why, stop.flag())
-                      : connect_to(endpoint->address(), deadline, why, retry_refused, stop.flag());
+                      : connect_to(endpoint->address(), deadline, why, retry_until, stop.flag());
     if (!fd) return nullptr;
     auto socket = std::make_shared<Socket>(std::move(fd));
     hello.nonce = Token::random();
@@ -68,7 +68,7 @@ SocketPtr connect_peer(const PeerInfo& peer, bool local, HelloKind kind, int my_
   hello.token = peer.token;
   hello.kind = kind;
   hello.rank = my_rank;
-  return dial(&peer.endpoint, local ? &peer.unix_name : nullptr, hello, deadline, false, stop, why);
+  return dial(&peer.endpoint, local ? &peer.unix_name : nullptr, hello, deadline, Deadline::min(), stop, why);
 }
 
 void send_once(const PeerInfo& peer, bool local, int my_rank, Ctl kind, const Blob& body, Deadline deadline) {

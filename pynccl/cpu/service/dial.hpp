@@ -7,7 +7,7 @@ namespace pncpu {
 
 // Connects and sends the hello. On failure nullptr, with *why and errno set.
 SocketPtr dial(const Endpoint* endpoint, const Token* unix_name, const Hello& hello, Deadline deadline,
-               bool retry_refused, Stop& stop, std::string* why);
+               Deadline retry_until, Stop& stop, std::string* why);
 
 // Connects to a rank of a communicator; over its Unix socket if it is on this host.
 SocketPtr connect_peer(const PeerInfo& peer, bool local, HelloKind kind, int my_rank, Deadline deadline,

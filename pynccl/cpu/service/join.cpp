@@ -106,7 +106,7 @@ class Joiner {
  public:
   Joiner(const std::vector<Id>& ids, const Announce& mine, const PeerInfo& info, Stop& stop)
       : ids_(ids), mine_(mine), info_(info), stop_(stop) {
-    double seconds = param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
+    double seconds = mine.seconds;
     // Later than the root's time-out, which names the missing ranks.
     deadline_ = after_seconds(ids.size() > 1 ? 2 * seconds + 15 : seconds + 10);
   }
@@ -133,17 +133,18 @@ class Joiner {
     hello.serial = id.serial;
     hello.rank = mine_.rank;
     // The process that makes an id listens before. Only rank 0 of NCCL_COMM_ID may come late.
-    double seconds = param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
-    Deadline connect_by = after_seconds(id.from_env() ? seconds : std::min(seconds, 5.0));
+    Deadline connect_by = after_seconds(id.from_env() ? mine_.seconds : std::min(mine_.seconds, 5.0));
     std::string why, at = id.endpoint.address().str();
     SocketPtr socket;
     int error = 0;
     if (id.host == host_id() && !id.from_env()) {
-      socket = dial(nullptr, &id.unix_name, hello, connect_by, false, stop_, &why);
+      socket = dial(nullptr, &id.unix_name, hello, connect_by, Deadline::min(), stop_, &why);
       error = errno;
     }
     if (!socket && error != EACCES && !out_of_descriptors(error)) {
-      socket = dial(&id.endpoint, nullptr, hello, connect_by, true, stop_, &why);
+      // A maker that has exited does not come back.
+      Deadline retry_until = id.from_env() ? connect_by : after_ms(1000);
+      socket = dial(&id.endpoint, nullptr, hello, connect_by, retry_until, stop_, &why);
       error = errno;
     }
     if (socket) return std::make_unique<RemoteTalk>(std::move(socket), stop_);

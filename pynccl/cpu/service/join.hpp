@@ -5,7 +5,7 @@
 
 namespace pncpu {
 
-// Joins the roots of the ids and returns everyone's PeerInfo. Bounded by PYNCCL_CPU_INIT_TIMEOUT.
+// Joins the roots of the ids and returns everyone's PeerInfo. Bounded by `mine.seconds`.
 ncclResult_t join(const std::vector<Id>& ids, const Announce& mine, const PeerInfo& info, Stop& stop,
                   Table* table);
 

@@ -29,6 +29,12 @@ size_t most_public_seats() {
   return size_t(std::max<rlim_t>(limit.rlim_cur / 4, 16));
 }
 
+std::string shown(double seconds) {
+  char text[32];
+  snprintf(text, sizeof text, "%.3g", seconds);
+  return text;
+}
+
 // "missing rank 3", "missing ranks 1, 2, ... and 99 more": the free ones of `count` seats from `first`.
 std::string missing(const std::map<int, size_t>& seats, int first, int count) {
   int listed = 0, free = count - int(seats.size());
@@ -74,6 +80,18 @@ void RootTable::set_deadline(Root& root, Deadline deadline) {
   timers_.erase({root.deadline, root.token});
   root.deadline = deadline;
   if (deadline != kForever) timers_.insert({deadline, root.token});
+}
+
+// The rank with the shortest time-out ends the rendezvous for all.
+void RootTable::wait_at_most(Root& root, const Announce& a) {
+  double most = param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
+  // NaN is not positive.
+  bool sooner = a.seconds > 0 && a.seconds < most && !open_to_all(root.token);
+  double seconds = sooner ? a.seconds : most;
+  Deadline deadline = after_seconds(seconds + (a.share >= 0 ? 2 : 0));
+  if (deadline >= root.deadline) return;
+  root.seconds = seconds;
+  set_deadline(root, deadline);
 }
 
 void RootTable::erase(Root& root) {
@@ -197,8 +215,7 @@ bool RootTable::announced(Root& root, const SeatPtr& seat, const Announce& a) {
       (strangers && a.nids > 1))
     return turn_away("a communicator of " + std::to_string(a.nranks) + " ranks, expected 1 to " +
                      std::to_string(kMostRanks));
-  if (root.ranks.members.empty() && root.shares.members.empty())
-    set_deadline(root, after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT") + (of_share ? 2 : 0)));
+  wait_at_most(root, a);
   const Member& first = root.ranks.members.empty()
                             ? root.shares.members.empty() ? member : root.shares.members[0]
                             : root.ranks.members[0];
@@ -331,8 +348,9 @@ void RootTable::unproved(const Token& token, uint64_t serial, const std::string&
 }
 
 std::string RootTable::late(const Root& root) const {
-  return "timed out after " + std::to_string(param_seconds("PYNCCL_CPU_INIT_TIMEOUT")) +
-         " s (PYNCCL_CPU_INIT_TIMEOUT): " + joined(root);
+  bool by_default = root.seconds == param_seconds("PYNCCL_CPU_INIT_TIMEOUT");
+  return "timed out after " + shown(root.seconds) + " s" + (by_default ? " (PYNCCL_CPU_INIT_TIMEOUT)" : "") +
+         ": " + joined(root);
 }
 
 // Which ranks have come, and which are missing.

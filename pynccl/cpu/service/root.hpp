@@ -65,6 +65,7 @@ class RootTable {
     int refused = 0;  // number of ranks that did not prove the secret
     std::string last_refused;
     Deadline deadline = kForever;
+    double seconds = 0;  // the time-out that ends there
   };
 
   bool announced(Root& root, const SeatPtr& seat, const Announce& announce);
@@ -76,6 +77,7 @@ class RootTable {
   void end(Root& root, ncclResult_t result, const std::string& text);
   void erase(Root& root);
   void set_deadline(Root& root, Deadline deadline);
+  void wait_at_most(Root& root, const Announce& announce);
   Member* find(Round& round, const SeatPtr& seat);
   std::string who(const Root& root, const Member& member) const;
   std::string late(const Root& root) const;

@@ -160,6 +160,7 @@ struct Announce {
   int32_t nids = 1;
   int32_t share = -1;  // the number of the Share that follows; -1: none
   int64_t pid = 0;
+  double seconds = 0;  // that this rank waits for the others
   char host_name[64] = {};
 };
 

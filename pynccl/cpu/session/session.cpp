@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sched.h>
 
+#include <cmath>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -35,15 +36,20 @@ struct Offers {
   std::map<Token, std::shared_ptr<Segment>> segments;
 };
 
+thread_local double most_seconds = HUGE_VAL;
+
 }  // namespace
 
 std::string Peer::str() const { return "pid " + std::to_string(info.pid) + " on " + info.host_name; }
+
+void limit_creations(double seconds) { most_seconds = seconds; }
 
 Session::Session(Owner& owner, int device)
     : owner_(owner), device_(device), direct_allowed_(param_int("PYNCCL_CPU_DIRECT") != 0) {
   inline_bytes = size_t(std::max<int64_t>(0, param_int("PYNCCL_CPU_INLINE_BYTES")));
   block_bytes = align_up(size_t(std::max<int64_t>(4096, param_int("PYNCCL_CPU_BLOCK_BYTES"))), 4096);
   by_hosts = param_int("PYNCCL_CPU_BY_HOSTS") != 0;
+  seconds = std::min(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"), most_seconds);
   ring_bytes = 4096;
   while (ring_bytes < size_t(param_int("PYNCCL_CPU_RING_BYTES"))) ring_bytes *= 2;
 }
@@ -85,6 +91,7 @@ ncclResult_t Session::join(std::vector<Id> ids, uint64_t ids_hash, Table* table)
   mine.ids_hash = ids_hash;
   mine.nids = int(ids.size());
   mine.pid = self.pid;
+  mine.seconds = seconds;
   memcpy(mine.host_name, self.host_name, sizeof mine.host_name);
   return pncpu::join(ids, mine, self, stop_, table);
 }
@@ -113,7 +120,7 @@ ncclResult_t Session::connect(const Table& table) {
 }
 
 ncclResult_t Session::begin(const Table& table) {
-  deadline_ = after_seconds(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"));
+  deadline_ = after_seconds(seconds);
   table_ = table;
   if (!(table_[rank].token == self.token))
     return fail(ncclInternalError, "rank %d of %d: the root's table has another process for this rank", rank,

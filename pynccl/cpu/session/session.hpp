@@ -41,6 +41,9 @@ struct Peer {
   std::string str() const;
 };
 
+// The creations that this thread begins take no longer.
+void limit_creations(double seconds);
+
 class Session {
  public:
   // A session's view of its communicator.
@@ -81,6 +84,7 @@ class Session {
   ncclResult_t connect(const Table& table);
   ncclResult_t begin(const Table& table);
   ncclResult_t finish();
+  double seconds;        // that the creation may take
   void stop_creation();  // makes the creation fail if it is not complete
   bool complete();       // false: it was stopped before
   void stop();           // makes the creation and exchanges fail
