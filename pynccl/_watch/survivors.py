@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pynccl import capi
-from pynccl._errors import NcclError, NcclRemoteError, RankFailedError
+from pynccl._errors import CollectiveMismatchError, NcclError, NcclRemoteError, RankFailedError
 from pynccl._library.binding import ffi, lib
 from pynccl._types import UniqueId
 from pynccl._watch import agreement
@@ -318,9 +318,16 @@ class Survivors:
         if any(which == len(self.states) and not said.view.flags & MADE for _, which, said in self.early):
             raise self.other_failure()
 
-    def missing(self, wanted: int) -> RankFailedError:
-        """Return the error of ranks that were lost meanwhile."""
+    def missing(self, wanted: int) -> NcclError:
+        """Return the error of ranks that were lost meanwhile, or that only other ranks exclude."""
         gone, left = wanted & ~self.decided, self.decided
+        if gone & self.excluded & ~self.lost:
+            return CollectiveMismatchError(
+                f"{self.doing} the communicator: this rank does not exclude {_ranks(gone & self.excluded)}, "
+                "another rank does; expected the same exclude on all ranks",
+                rank=self.me,
+                size=self.size,
+            )
         return RankFailedError(
             f"{self.doing} the communicator: {_ranks(gone)} cannot be reached by all of {_ranks(left)}",
             ranks=list(ranks_in(gone)),

@@ -209,6 +209,25 @@ def test_shrink_a_healthy_communicator(library: Age, age: str) -> None:
     assert run(4, healthy, age == "2.26", backend=library(age), timeout=40) == [(6, 6), None, (6, 6), (6, 6)]
 
 
+def excludes_another(rank: int, nranks: int) -> str:
+    comm = pynccl.init(timeout=20)
+    said = ""
+    if rank != 3:
+        with pytest.raises(NcclError) as caught:
+            comm.shrink(exclude=[0] if rank == 2 else [3])
+        said = f"{caught.type.__name__}: {caught.value}"
+    together(nranks)
+    comm.abort()
+    return said
+
+
+def test_exclude_differs() -> None:
+    told = "CollectiveMismatchError: shrinking the communicator: this rank does not exclude rank {}, another rank"
+    results = run(4, excludes_another, backend="cpu", timeout=50)
+    assert results[0] == "RankFailedError: the other ranks excluded this one, 0 of 4"
+    assert results[1].startswith(told.format(0)) and results[2].startswith(told.format(3))
+
+
 def dies_while_all_are_well(rank: int, nranks: int, where: str) -> list[int]:
     """A rank dies inside a shrink that excludes a healthy one; the others go on without the dead one."""
     comm = pynccl.init(timeout=15)
