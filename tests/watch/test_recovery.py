@@ -222,7 +222,7 @@ def excludes_another(rank: int, nranks: int) -> str:
 
 
 def test_exclude_differs() -> None:
-    told = "CollectiveMismatchError: shrinking the communicator: this rank does not exclude rank {}, another rank"
+    told = "CollectiveMismatchError: shrinking the communicator: this rank does not exclude rank {},"
     results = run(4, excludes_another, backend="cpu", timeout=50)
     assert results[0] == "RankFailedError: the other ranks excluded this one, 0 of 4"
     assert results[1].startswith(told.format(0)) and results[2].startswith(told.format(3))
