@@ -368,7 +368,9 @@ class Communicator(Operations):
     def revoke(self) -> None:
         """End outstanding calls on this rank without closing the communicator (ncclCommRevoke, NCCL >= 2.28).
 
-        Afterwards all ranks can shrink, split or close it. Raises NotSupportedError with an older library.
+        Afterwards all ranks can shrink, split or close it. With a time-out, a rank whose calls the revoke of
+        another rank has ended takes it for failed, and only `shrink(..., abort=True)` goes on from there.
+        Raises NotSupportedError with an older library.
         """
         end.revoke(self._core)
 

@@ -106,6 +106,8 @@ class Core:
         self.failed: set[int] = set()
         # True from the beginning of an abort.
         self.aborted = False
+        # The other ranks hear of an abort that this rank goes on, with another communicator of some of them.
+        self.goes_on = False
         # Children keep their parent alive: an abort of the grandparent finds them through it.
         self.parent: Core | None = None
         streams.add_user(self)
@@ -130,6 +132,11 @@ class Core:
             raise NcclInvalidUsage(f"{self!r} cannot be used: {self.why}", rank=self.known_rank)
         return self.handle
 
+    def not_aborted(self) -> None:
+        """Raise if an abort has begun, perhaps in another thread."""
+        if self.aborted:
+            raise NcclInvalidUsage(f"{self!r} cannot be used: it was aborted", rank=self.known_rank)
+
     def live(self) -> int:
         """Return the handle; raise the watchdog's error if it has found one."""
         self.watch.raise_verdict()
@@ -152,16 +159,28 @@ class Core:
             self.handle, self.why = 0, why
             self.c.handle = 0
 
-    def family(self) -> Iterator[Core]:
+    def family(self) -> list[Core]:
         """Return this communicator and all that were derived from it."""
-        yield self
-        for child in list(self.children):
-            yield from child.family()
+        found = [self]
+        for one in found:
+            found += list(one.children)
+        return found
 
     def adopt(self, child: Core) -> None:
         """Register a communicator that was derived from this one."""
         child.parent = self
         self.children.add(child)
+
+    def _leave_family(self) -> None:
+        """Hand the derived communicators over to the parent; they would keep this one alive."""
+        parent, self.parent = self.parent, None
+        for child in list(self.children):
+            child.parent = parent
+            if parent is not None:
+                parent.children.add(child)
+        self.children.clear()
+        if parent is not None:
+            parent.children.discard(self)
 
     # --- calls ---
 
@@ -487,6 +506,7 @@ class Core:
 
     def release(self) -> None:
         """Release everything that belongs to the communicator except the ncclComm_t."""
+        self._leave_family()
         self.watch.stop(lib.PYNCCL_CLOSES)
         while self.in_flight:
             self.in_flight.popitem()[1].clear()

@@ -9,7 +9,7 @@ from pynccl import capi
 from pynccl._comm import lifetime
 from pynccl._comm.core import Core
 from pynccl._device.blocking import bounded
-from pynccl._errors import CollectiveMismatchError, NcclError, NcclInvalidUsage, NcclRemoteError
+from pynccl._errors import CollectiveMismatchError, NcclError, NcclRemoteError
 from pynccl._library.binding import lib
 from pynccl._library.generated import kinds
 from pynccl._memory import registration, window
@@ -107,9 +107,9 @@ def destroy(core: Core) -> None:
 
 def abort(core: Core) -> None:
     """Release all resources immediately, without the other ranks; also abort derived communicators."""
-    for one in core.family():
+    family = core.family()
+    for one in family:
         one.aborted = True
-    family = list(core.family())
     if core.handle:
         recorder.dump_because("abort", f"{core!r} is aborted")
     handles = []
@@ -154,7 +154,7 @@ def adopt(core: Core, child: Core) -> None:
     core.adopt(child)
     if core.aborted:
         abort(child)
-        raise NcclInvalidUsage(f"{core!r} cannot be used: it was aborted", rank=core.known_rank)
+        core.not_aborted()
 
 
 def report(error: BaseException | None) -> None:
@@ -164,8 +164,10 @@ def report(error: BaseException | None) -> None:
 
 
 def _abort_reason(core: Core) -> Any:
-    """Return the reason announced to the other ranks: this abort is the first failure, or follows one."""
+    """Return the reason announced to the other ranks: it is the first failure, follows one, or is none."""
     watch = core.watch
+    if core.goes_on:
+        return lib.PYNCCL_GOES_ON
     if watch.verdict() is None and core.handle:
         # The program may have learned of the error elsewhere: ask the library for it.
         error = core.async_error()

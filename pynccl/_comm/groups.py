@@ -21,9 +21,10 @@ class Group:
     """The calls of a `with` body as one NCCL group, issued by one call at the end of the body.
 
     An exception in the body drops all calls. Groups may be nested and may hold calls of several
-    communicators. Results in host arrays are complete when the group has ended, results in device arrays when
-    their streams have completed. With `simulate=True` (NCCL >= 2.22) nothing is issued, and
-    `estimated_microseconds` returns NCCL's estimate of the group's duration.
+    communicators. Only the outermost counts: an exception that leaves only an inner body drops nothing.
+    Results in host arrays are complete when the group has ended, results in device arrays when their streams
+    have completed. With `simulate=True` (NCCL >= 2.22) nothing is issued, and `estimated_microseconds`
+    returns NCCL's estimate of the group's duration.
 
     The end of the body raises the NcclError of the call that failed; see Communicator.all_reduce.
     """

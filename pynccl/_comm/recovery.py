@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from pynccl import capi
 from pynccl._comm.core import Core
@@ -21,7 +21,6 @@ from pynccl._watch.survivors import GROWING, SECONDS, Survivors, share_id
 from pynccl._watch.watchdog import DEATH_MS
 
 Quorum = Literal["majority"] | None
-_GOES_ON: Any = lib.PYNCCL_GOES_ON
 # Seconds between the time-outs of ranks that call the same function.
 _MOMENT = 0.5
 
@@ -100,7 +99,7 @@ def _shrink_by_agreement(
     assert child is not None
     if ends:
         # An excluded rank that is alive must not take this abort for a death.
-        core.watch.stop(_GOES_ON)
+        core.goes_on = True
         abort(core)
     else:
         adopt(core, child)
@@ -125,7 +124,9 @@ def _survivors(core: Core, excluded: set[int], ends: bool, quorum: Quorum) -> Su
         return survivors
     core.attempts += ends
     attempt = core.attempts if ends else 0
-    survivors = Survivors(core.watch, excluded, quorum is not None, final=ends, attempt=attempt)
+    survivors = Survivors(
+        core.watch, core.not_aborted, excluded, quorum is not None, final=ends, attempt=attempt
+    )
     core.interrupted = shrink, survivors
     return survivors
 
@@ -209,13 +210,17 @@ def grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -
 def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], int]) -> None:
     """Create `child` on all ranks or on none; `core` does not change."""
     attempt = core.derived[GROW.name]
-    old = Survivors(core.watch, (), False, final=False, doing="growing", kind=GROWING, attempt=attempt)
+    old = Survivors(
+        core.watch, core.not_aborted, (), False, final=False, doing="growing", kind=GROWING, attempt=attempt
+    )
     everybody = (1 << core.size) - 1
     child.until = time.monotonic() + (core.timeout or SECONDS)
     # All old ranks are here; from now on they wait for the new ranks.
     old.agree(0)
     failure: NcclError | None = None
     if old.decided == everybody:
+        # If a rank fails, the old ranks keep their communicator; the new ranks must not go on by themselves.
+        child.goes_on = True
         try:
             create(child, GROW.function, call, core.device, old.look)
         except NcclError as error:
@@ -226,6 +231,7 @@ def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], 
         made = old.agree(0 if failure else MADE).flags & MADE
         old.linger()
         if made and old.decided == everybody:
+            child.goes_on = False
             return
         if failure is None:
             abort(child)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pynccl import capi
@@ -46,6 +46,7 @@ class Survivors:
     def __init__(
         self,
         watch: Watch,
+        not_aborted: Callable[[], None],
         excluded: Iterable[int],
         quorum: bool,
         final: bool,
@@ -53,7 +54,8 @@ class Survivors:
         kind: int = SHRINKING,
         attempt: int = 0,
     ) -> None:
-        self.watch, self.quorum, self.final, self.doing = watch, quorum, final, doing
+        self.watch, self.not_aborted = watch, not_aborted
+        self.quorum, self.final, self.doing = quorum, final, doing
         self.kind, self.attempt = kind, attempt
         self.me, self.size = watch.rank, watch.size
         # After a failure excluded ranks count as unreachable, and so do those that do not respond or that a
@@ -109,6 +111,8 @@ class Survivors:
         if len(self.states) == self.finished:
             self._begin(flags)
         self._wait_for_decision()
+        # An abort in another thread looks like the loss of all other ranks.
+        self.not_aborted()
         decision = self.states[-1].decision
         assert decision is not None
         self._must_be_well(decision)
@@ -229,7 +233,8 @@ class Survivors:
     # --- messages ---
 
     def pump(self, wait_ms: int = 0) -> None:
-        """Handle the received messages, and send the resulting ones."""
+        """Handle the received messages, and send the resulting ones; raise if this rank has aborted."""
+        self.not_aborted()
         # Read the fates before the messages, since a rank's messages precede its end.
         fates = self._fates()
         rank, data = ffi.new("int*"), ffi.new("char[]", _TEXT)

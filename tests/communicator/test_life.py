@@ -409,6 +409,29 @@ def test_children_of_children(rank: int, nranks: int) -> None:
 
 
 @on_ranks(2)
+def test_a_line_of_communicators(rank: int, nranks: int) -> None:
+    """Each is made of the one before, which is then destroyed."""
+    first = last = pynccl.init(timeout=20)
+
+    def cores() -> int:
+        gc.collect()
+        return sum(type(one) is type(first._core) for one in gc.get_objects())
+
+    before = cores()
+    for _ in range(20):
+        child = last.split(0, key=rank)
+        assert child is not None
+        if last is not first:
+            last.destroy()
+        last = child
+    del child
+    assert cores() == before + 1
+    together(nranks)
+    first.abort()
+    assert last.closed
+
+
+@on_ranks(2)
 def test_abort_from_another_thread(rank: int, nranks: int) -> None:
     comm = pynccl.init()
     if rank == 0:

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import failure, hear, publish, tell, together
+from meeting import failure, hear, publish, tell, together, until
 from null_library import forwarding
 from pynccl import Communicator, NcclError, UniqueId, capi
+from pynccl._comm import recovery
 from pynccl._library.binding import lib
 from pynccl.testing import RankError, run
 
@@ -228,6 +229,28 @@ def test_exclude_differs() -> None:
     assert results[1].startswith(told.format(0)) and results[2].startswith(told.format(3))
 
 
+def aborts_meanwhile(rank: int, nranks: int, ends: bool) -> None:
+    """Another thread aborts the communicator on rank 0, which waits in shrink for rank 1."""
+    comm = pynccl.init(timeout=15)
+    comm.barrier()
+    start = time.monotonic()
+    if rank == 0:
+        threading.Timer(0.5, comm.abort).start()
+        with pytest.raises(pynccl.NcclInvalidUsage, match="rank 0 of 3 .*cannot be used: it was aborted"):
+            comm.shrink(exclude=[2], abort=ends)
+        tell("aborted")
+    else:
+        hear("aborted")
+        assert failure(comm.barrier).ranks == [0]
+        comm.abort()
+    assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_abort_inside_a_shrink(ends: bool) -> None:
+    run(3, aborts_meanwhile, ends, backend="cpu", timeout=50)
+
+
 def dies_while_all_are_well(rank: int, nranks: int, where: str) -> list[int]:
     """A rank dies inside a shrink that excludes a healthy one; the others go on without the dead one."""
     comm = pynccl.init(timeout=15)
@@ -393,6 +416,36 @@ def grows(rank: int, nranks: int, folder: str, timeout: float | None) -> tuple[i
 @pytest.mark.parametrize("age", ["2.32", "2.28", "2.26"])
 def test_grow(library: Age, age: str, timeout: float | None, tmp_path: Path) -> None:
     assert run(4, grows, str(tmp_path), timeout, backend=library(age), timeout=40) == [(10, 10)] * 4
+
+
+def dies_at_the_end_of_grow(rank: int, nranks: int, folder: str) -> object:
+    """Rank 1 has made the new communicator, and dies before the old ranks agree that all have made it."""
+    old, place = 3, Path(folder, "id")
+    if rank >= old:
+        until(place.exists)
+        comm = Communicator.join(nranks, UniqueId(place.read_bytes()), rank, timeout=10)
+        error = failure(comm.barrier)
+        with pytest.raises(pynccl.RankFailedError) as caught:
+            comm.shrink(exclude=error.ranks, abort=True)
+        return str(caught.value)
+    comm = pynccl.init(rank=rank, world_size=old, timeout=10)
+    uid = comm.get_unique_id() if rank == 0 else None
+    if uid is not None:
+        publish(place, bytes(uid))
+    if rank == 1:
+        create = recovery.create
+        recovery.create = lambda *args: (create(*args), os.kill(os.getpid(), signal.SIGKILL))
+    error = failure(lambda: comm.grow(nranks, uid))
+    comm = comm.shrink(exclude=error.ranks, abort=True)
+    return error.ranks, comm.all_gather(np.array([rank])).ravel().tolist()
+
+
+def test_death_at_the_end_of_grow(tmp_path: Path) -> None:
+    """The old ranks go on, so the new ones must not: they would be a second job."""
+    results = run(5, dies_at_the_end_of_grow, str(tmp_path), backend="cpu", check=False, timeout=50)
+    assert results[0] == results[2] == ([1], [0, 2])
+    for rank in (3, 4):
+        assert results[rank] == f"the other ranks went on without this one, {rank} of 5"
 
 
 def two_ids(rank: int, nranks: int) -> str:

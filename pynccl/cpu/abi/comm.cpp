@@ -537,7 +537,10 @@ ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* uniqueId) {
     if (ncclResult_t r = make_id(id.get(), false); r != ncclSuccess) return r;
     std::lock_guard<std::mutex> lock(c->session.mutex);
     if (c->grow_id)
-      return fail(ncclInvalidUsage, "%s: the id made before has not been used by ncclCommGrow yet", function);
+      return fail(ncclInvalidUsage,
+                  "%s: the id made before has not been used by ncclCommGrow yet; expected a "
+                  "call with that id",
+                  function);
     c->grow_id = std::move(id);
     return write_id(*c->grow_id, uniqueId);
   });
