@@ -20,8 +20,6 @@ from pynccl._watch.watchdog import BY_DEATH
 _ABORT_SECONDS = 10.0
 # Seconds that an abort waits for calls in flight on a communicator that it does not own.
 _BORROWED_SECONDS = 1.0
-# Called for an exception that ends a `with` block; `_run/evidence.py`, a layer above, sets it.
-on_exception: Callable[[], object] | None = None
 _ABORT = "ncclCommAbort (a captured CUDA graph that uses the communicator holds it: drop graphs first)"
 
 
@@ -159,8 +157,8 @@ def adopt(core: Core, child: Core) -> None:
 
 def report(error: BaseException | None) -> None:
     """Tell the launcher of an exception that no other rank caused, before the abort tells the other ranks."""
-    if on_exception is not None and isinstance(error, Exception) and not isinstance(error, NcclRemoteError):
-        on_exception()
+    if isinstance(error, Exception) and not isinstance(error, NcclRemoteError):
+        lifetime.tell_launcher()
 
 
 def _abort_reason(core: Core) -> Any:

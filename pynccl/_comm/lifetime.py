@@ -36,6 +36,8 @@ class Member(Protocol):
 # Handles that this process must release, and all communicators, also those that do not own their handle.
 owned: set[int] = set()
 living: weakref.WeakSet[Member] = weakref.WeakSet()
+# Tells the launcher that this rank leaves; `_run/evidence.py`, a layer above, sets it.
+on_leaving: Callable[[], object] | None = None
 # Arrays that the library may still write to after their communicator was garbage-collected.
 orphans: list[Any] = []
 
@@ -99,6 +101,9 @@ def _at_exit() -> None:
     Completing the issued calls takes PYNCCL_EXIT_TIMEOUT seconds at most.
     """
     deadline = time.monotonic() + _seconds
+    if owned:
+        # Before the other ranks learn of it, and perhaps exit sooner.
+        tell_launcher()
     aborts = raised()
     broken = set(owned) if aborts else set()
     interrupt: BaseException | None = None
@@ -119,6 +124,12 @@ def _at_exit() -> None:
         _abort.run(owned, max(1.0, deadline - time.monotonic()))
     if interrupt is not None:
         _end_by_interrupt()
+
+
+def tell_launcher() -> None:
+    """Tell the launcher, if there is one, that this rank leaves now."""
+    if on_leaving is not None:
+        on_leaving()
 
 
 def _end_by_interrupt() -> None:

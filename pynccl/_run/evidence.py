@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pynccl._comm import end
+from pynccl._comm import lifetime
 from pynccl._library.binding import lib
 
 FOLDER = "PYNCCL_EVIDENCE"
 _REASON = b"asked by pynccl run before it ended the ranks"
 _END = b"\nend\n"
-_FAILED = b"failed at "
+_LEFT = b"left at "
 _MOST_BYTES = 1 << 20
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x")
 # A thread that waits for the exit (_comm/lifetime.py).
@@ -59,7 +59,7 @@ def _listen(folder: Path) -> None:
         raise OSError(error, os.strerror(error))
     # From here on the launcher can send requests.
     os.write(fd, b"%d\n" % number)
-    end.on_exception = lambda: os.write(fd, _FAILED + b"%d\n" % time.monotonic_ns())
+    lifetime.on_leaving = lambda: os.write(fd, _LEFT + b"%d\n" % time.monotonic_ns())
 
 
 def _handled(pid: int) -> int:
@@ -100,13 +100,16 @@ def in_order(text: str) -> str:
 # --- the launcher's side ------------------------------------------------------------------------------------
 
 
-def failed_at(folder: Path, pid: int) -> float:
-    """Return when a process had an exception that no other rank caused, by time.monotonic(); inf: never."""
+def left_at(folder: Path, pid: int) -> float:
+    """Return when a process left the others, by time.monotonic(); inf: it has not, or nobody knows.
+
+    It had an exception that no other rank caused, or began to exit with open communicators.
+    """
     try:
         lines = (folder / str(pid)).read_bytes().splitlines()
     except OSError:
         return math.inf
-    times = [line.removeprefix(_FAILED) for line in lines if line.startswith(_FAILED)]
+    times = [line.removeprefix(_LEFT) for line in lines if line.startswith(_LEFT)]
     return min((int(time) / 1e9 for time in times if time.isdigit()), default=math.inf)
 
 

@@ -375,9 +375,9 @@ class _Launcher:
                     self._end(signal.SIGTERM)
 
     def _is_consequence(self, rank: int) -> bool:
-        """Tell whether a rank has ended because of an exception of another one, which will end soon."""
+        """Tell whether a rank has ended because another one had left, which will end soon."""
         since = self.ends.setdefault(rank, time.monotonic())
-        at, first = min((self._failed_at(rank), rank) for rank in self.children)
+        at, first = min((self._left_at(rank), rank) for rank in self.children)
         waits = first != rank and first not in self.ended and at < since
         return waits and time.monotonic() - since < _CAUSE_SECONDS
 
@@ -446,13 +446,13 @@ class _Launcher:
         # A rank that a signal ended has no traceback, and the other tracebacks are its consequence.
         if self.first not in failed or self.errors[self.first].failed_at == float("inf"):
             return
-        first = min(failed, key=lambda rank: (self._failed_at(rank), self.errors[rank].failed_at))
+        first = min(failed, key=lambda rank: (self._left_at(rank), self.errors[rank].failed_at))
         self._say(f"rank {first} failed first:")
         for line in self.errors[first].traceback().splitlines():
             write_all(sys.stderr.fileno(), b"[%d] %s\n" % (first, line))
 
-    def _failed_at(self, rank: int) -> float:
-        return evidence.failed_at(self.folder, self.children[rank].pid)
+    def _left_at(self, rank: int) -> float:
+        return evidence.left_at(self.folder, self.children[rank].pid)
 
     def show_last_lines(self) -> None:
         """Show the last lines of the first rank to fail; `_show_traceback` has shown those of a traceback."""

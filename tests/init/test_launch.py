@@ -430,6 +430,29 @@ def test_an_exception_that_ends_the_other_ranks_first(script: Script) -> None:
     assert done.stderr.splitlines()[-1] == "[0] ValueError: the cause"
 
 
+EXITS = """
+import atexit, sys, time
+# The functions registered first run last: this rank's process ends after the others'.
+atexit.register(lambda: time.sleep(0.5 * leaves))
+import numpy as np
+import pynccl
+
+comm = pynccl.init(timeout=20)
+comm.barrier()
+leaves = comm.rank == 0
+if leaves:
+    sys.exit(3)
+comm.all_reduce(np.ones(4))
+"""
+
+
+def test_an_exit_that_ends_the_other_ranks_first(script: Script) -> None:
+    """In check mode the other ranks learn immediately that rank 0 leaves."""
+    done = launch("-n", "3", "--cpu", script(EXITS), PYNCCL_CHECK="1")
+    assert done.returncode == 3, done.stderr
+    assert "pynccl run: rank 0 exited with code 3; ending the other ranks" in done.stderr
+
+
 LEAVES = """
 import os, sys
 import pynccl
