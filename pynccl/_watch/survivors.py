@@ -333,8 +333,11 @@ class Survivors:
                 rank=self.me,
                 size=self.size,
             )
+        fates = self._fates()
+        ended = all(fates[r] & _REASON == lib.PYNCCL_ENDS for r in ranks_in(gone))
+        why = "left without closing it" if ended else f"cannot be reached by all of {_ranks(left)}"
         return RankFailedError(
-            f"{self.doing} the communicator: {_ranks(gone)} cannot be reached by all of {_ranks(left)}",
+            f"{self.doing} the communicator: {_ranks(gone)} {why}",
             ranks=list(ranks_in(gone)),
             rank=self.me,
             size=self.size,
