@@ -55,8 +55,12 @@ def _call(core: Core, kind: int, call: Callable[[], int]) -> None:
     with core.alone():
         core.check(kind)
         with recorder.recorded(core.c, kind):
-            core.bounded(call, name)
-            core.settle(name)
+            try:
+                core.bounded(call, name)
+                core.settle(name)
+            except NcclError:
+                core.told = True
+                raise
 
 
 def revoke(core: Core) -> None:

@@ -61,13 +61,15 @@ class Work(Generic[T_co]):
     not be changed before that. They stay alive until the call has ended, also if the Work is dropped.
     """
 
-    __slots__ = ("_error", "_failed", "_name", "_parts", "_result")
+    __slots__ = ("_core", "_error", "_failed", "_name", "_parts", "_result")
 
     __reduce__ = refuse_copy
 
     def __init__(self, name: str, parts: Sequence[Part], result: T_co) -> None:
         self._name, self._parts, self._result = name, tuple(parts), result
         self._error: NcclError | None = None
+        # The communicator of the error.
+        self._core: Core | None = None
         # When an error was seen for which the verdict may still come, and the error.
         self._failed: tuple[float, NcclError] | None = None
         # The library starts now, instead of leaving the work to a caller that waits.
@@ -91,7 +93,13 @@ class Work(Generic[T_co]):
     def exception(self) -> NcclError | None:
         """Return the error with which the call has ended; None if it succeeded or has not ended yet."""
         self.done()
+        self._tell()
         return self._error
+
+    def _tell(self) -> None:
+        """Note that the program gets the error, if there is one."""
+        if self._core is not None:
+            self._core.told = True
 
     def wait(self, timeout: float | None = None) -> T_co:
         """Wait until the call has ended, and return its result.
@@ -104,6 +112,7 @@ class Work(Generic[T_co]):
         if parts := self._parts:
             self._wait(parts[0].core, timeout)
         if self._error is not None:
+            self._tell()
             raise self._error
         return self._result
 
@@ -144,7 +153,7 @@ class Work(Generic[T_co]):
         # In the trace, a call that waits for a missing rank stays outstanding.
         if not isinstance(found, RankFailedError | NcclTimeoutError):
             lib.pynccl_comm_failed(core.c, failed.stream, found.result or 1)
-        self._error, self._parts = found, ()
+        self._core, self._error, self._parts = core, found, ()
         return True
 
     def __repr__(self) -> str:

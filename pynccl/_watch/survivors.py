@@ -33,6 +33,7 @@ _SILENT: Any = lib.PYNCCL_SILENT
 _ENDED: Any = lib.PYNCCL_ENDED
 _ABORTS_TOO: Any = lib.PYNCCL_ABORTS_TOO
 _GOES_ON: Any = lib.PYNCCL_GOES_ON
+_ENDS: Any = lib.PYNCCL_ENDS
 # Mask of the reason with which a rank has left, in the fate of a rank.
 _REASON = 7
 
@@ -334,7 +335,7 @@ class Survivors:
                 size=self.size,
             )
         fates = self._fates()
-        ended = all(fates[r] & _REASON == lib.PYNCCL_ENDS for r in ranks_in(gone))
+        ended = all(fates[r] & _REASON == _ENDS for r in ranks_in(gone))
         why = "left without closing it" if ended else f"cannot be reached by all of {_ranks(left)}"
         return RankFailedError(
             f"{self.doing} the communicator: {_ranks(gone)} {why}",

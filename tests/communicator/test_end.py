@@ -466,6 +466,27 @@ def test_a_call_that_fails_unheard_is_told_of_at_the_end(how: str, end: str, run
         assert "AllReduce(count 2, float64, sum)" in line and "AllReduce(count 3, float64, sum)" in line
 
 
+HEARD = """
+import sys, numpy as np, pynccl
+comm = pynccl.init(timeout=20)
+try:
+    if sys.argv[1] == "work":
+        comm.all_reduce(np.ones(2 + comm.rank), wait=False).wait()
+    else:
+        comm.recv(np.ones(2), 0, wait=False) if comm.rank else comm.send(np.ones(3), 1, wait=False)
+        comm.finalize()
+except pynccl.CollectiveMismatchError:
+    print("heard")
+"""
+
+
+@pytest.mark.parametrize("how", ["work", "finalize"])
+def test_an_error_that_the_program_has_heard_is_not_told_again(how: str, run_program: Run) -> None:
+    done = run_program(HEARD, 2, how)
+    assert done.stdout.count("heard") == 2, done.stdout
+    assert "nobody waited for" not in done.stderr
+
+
 LAST_MESSAGE = """
 import numpy as np, pynccl
 comm = pynccl.init(timeout=20)
