@@ -106,7 +106,7 @@ class Core:
         self.failed: set[int] = set()
         # True from the beginning of an abort.
         self.aborted = False
-        # The other ranks hear of an abort that this rank goes on, with another communicator of some of them.
+        # True: an abort tells the other ranks that this rank goes on with another communicator.
         self.goes_on = False
         # Children keep their parent alive: an abort of the grandparent finds them through it.
         self.parent: Core | None = None
@@ -129,13 +129,16 @@ class Core:
     def open(self) -> int:
         """Return the handle; raise NcclInvalidUsage with the reason once the communicator is closed."""
         if not self.handle:
-            raise NcclInvalidUsage(f"{self!r} cannot be used: {self.why}", rank=self.known_rank)
+            raise self._unusable(self.why)
         return self.handle
+
+    def _unusable(self, why: str) -> NcclInvalidUsage:
+        return NcclInvalidUsage(f"{self!r} cannot be used: {why}", rank=self.known_rank)
 
     def not_aborted(self) -> None:
         """Raise if an abort has begun, perhaps in another thread."""
         if self.aborted:
-            raise NcclInvalidUsage(f"{self!r} cannot be used: it was aborted", rank=self.known_rank)
+            raise self._unusable("it was aborted")
 
     def live(self) -> int:
         """Return the handle; raise the watchdog's error if it has found one."""
@@ -199,7 +202,7 @@ class Core:
         if answer:
             self.refuse(answer)
             # A creation that an exception interrupted leaves a handle that C has not opened.
-            raise NcclInvalidUsage(f"{self!r} cannot be used: {self.why}", rank=self.known_rank)
+            raise self._unusable(self.why)
 
     def refuse(self, answer: int) -> None:
         """Raise the error of an answer that the C call path gave for this communicator."""

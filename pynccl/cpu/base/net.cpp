@@ -399,17 +399,18 @@ Fd listen_on(Address* addr, std::string* why) {
 Fd connect_to(const Address& addr, Deadline deadline, std::string* why, Deadline retry_until,
               const std::atomic<bool>* stop) {
   auto backoff = std::chrono::duration_cast<Clock::duration>(kFirstBackoff);
+  retry_until = std::min(retry_until, deadline);
   for (;;) {
     Fd fd = try_connect(addr, deadline, stop);
     if (fd) return fd;
     int error = errno;
     auto now = Clock::now();
-    if (error != ECONNREFUSED || now >= std::min(deadline, retry_until) || (stop && stop->load())) {
+    if (error != ECONNREFUSED || now >= retry_until || (stop && stop->load())) {
       explain(why, error_text("Net : connect to " + addr.str(), error));
       errno = error;
       return {};
     }
-    std::this_thread::sleep_for(std::min(backoff, std::min(deadline, retry_until) - now));
+    std::this_thread::sleep_for(std::min(backoff, retry_until - now));
     backoff = std::min<Clock::duration>(backoff * 2, kLongestBackoff);
   }
 }
