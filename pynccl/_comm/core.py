@@ -537,6 +537,9 @@ class Core:
     def _complete_issued(self, deadline: float) -> bool:
         if not self.owned or not self.handle:
             return True
+        if not self.size:
+            # Another thread still creates it: it has no calls, and the other ranks wait for it.
+            return False
         try:
             self._warn()
         except ResourceWarning as error:

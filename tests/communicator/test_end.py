@@ -466,6 +466,30 @@ def test_a_call_that_fails_unheard_is_told_of_at_the_end(how: str, end: str, run
         assert "AllReduce(count 2, float64, sum)" in line and "AllReduce(count 3, float64, sum)" in line
 
 
+UNFINISHED = """
+import threading, time
+import pynccl
+from pynccl import capi
+
+begun = threading.Event()
+
+
+def slow(*_):
+    begun.set()
+    time.sleep(60)
+
+
+capi.ncclCommUserRank = slow
+threading.Thread(target=pynccl.init, kwargs={"timeout": 20}, daemon=True).start()
+assert begun.wait(20)
+"""
+
+
+def test_an_exit_while_a_thread_creates_a_communicator(run_program: Run) -> None:
+    done = run_program(UNFINISHED, 2)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
 HEARD = """
 import sys, numpy as np, pynccl
 comm = pynccl.init(timeout=20)
