@@ -486,7 +486,7 @@ assert begun.wait(20)
 
 
 def test_an_exit_while_a_thread_creates_a_communicator(run_program: Run) -> None:
-    done = run_program(UNFINISHED, 2)
+    done = run_program(UNFINISHED, 1)
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
