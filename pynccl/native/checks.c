@@ -189,7 +189,7 @@ static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited) {
   const int answered = !pynccl_compare(w, &open) && !open;
   if (answered || w->verdict.trouble || !w->listed) return;
   pynccl_verdict v;
-  pynccl_explain(w, what, &v);
+  pynccl_explain(w, what, 1, &v);
   pynccl_conclude(w, &v);
 }
 

@@ -252,7 +252,15 @@ static int pynccl_kind_of(const pynccl_watch* w, int rank) {
   return rank == w->rank ? pynccl_newest_kind(w) : w->peers[rank].last_kind;
 }
 
-void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v) {
+// The age of the oldest news of the other ranks, in ns.
+static int64_t pynccl_age_of_news(const pynccl_watch* w) {
+  int64_t oldest = pynccl_watchdog.awake;
+  for (int r = 0; r < w->size; ++r)
+    if (w->peers[r].socket >= 0 && w->peers[r].heard < oldest) oldest = w->peers[r].heard;
+  return pynccl_watchdog.awake - oldest;
+}
+
+void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_verdict* v) {
   *v = (pynccl_verdict){0};
   pynccl_say(v->text, sizeof v->text, "%s", what);
   for (int r = 0; r < w->size; ++r) {
@@ -270,7 +278,11 @@ void pynccl_explain(const pynccl_watch* w, const char* what, pynccl_verdict* v) 
   int connected = 0;
   for (int r = 0; r < w->size; ++r) connected += w->peers[r].socket >= 0 || w->peers[r].departure;
   if (v->count || !connected) return;
-  pynccl_say(v->text, sizeof v->text, "; all ranks respond, and have called:");
+  pynccl_say(v->text, sizeof v->text, "; all ranks respond, and ");
+  if (!heard)
+    pynccl_say(v->text, sizeof v->text, "up to %.1f s ago had called:", (double)pynccl_age_of_news(w) / 1e9);
+  else
+    pynccl_say(v->text, sizeof v->text, "have called:");
   for (int r = 0, end; r < w->size; r = end) {
     const uint64_t calls = pynccl_calls_of(w, r);
     const int kind = pynccl_kind_of(w, r);

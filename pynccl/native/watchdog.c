@@ -85,7 +85,7 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
                seconds);
   pynccl_say_signals(w->comm, what, sizeof what);
   pynccl_verdict v;
-  pynccl_explain(w, what, &v);
+  pynccl_explain(w, what, 1, &v);
   pynccl_conclude(w, &v);
 }
 
@@ -402,7 +402,7 @@ int pynccl_watch_expire(pynccl_comm* comm, const char* what, int publish, pynccl
   if (w->verdict.trouble) {
     *out = w->verdict;
   } else {
-    pynccl_explain(w, what, out);
+    pynccl_explain(w, what, publish, out);
     if (publish && w->listed) pynccl_conclude(w, out);
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);

@@ -217,7 +217,11 @@ def test_mismatches_time_outs_and_the_end(rank: int, nranks: int) -> None:
     comm.abort()
     with pynccl.init(timeout=1) as comm:
         if rank == 0:
-            error = failing(comm.recv(np.ones(3), 1, wait=False), by_await=True)
+            work = comm.recv(np.ones(3), 1, wait=False)
+            # The other rank's news may be older than the call.
+            with pytest.raises(NcclTimeoutError, match=r"and up to \d\.\d s ago had called: rank 0: #1 recv"):
+                work.wait(timeout=0.01)
+            error = failing(work, by_await=True)
             assert isinstance(error, NcclTimeoutError | RankFailedError)
             tell("timed out")
         else:
