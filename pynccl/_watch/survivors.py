@@ -218,8 +218,11 @@ class Survivors:
         silent = set_of(r for r in ranks_in(awaited) if fates[r] & _SILENT)
         who = silent or awaited
         why = "did not respond" if silent else "did not take part"
+        # A rank that only other ranks exclude hears nothing from them.
+        hint = "" if silent or self.final or not self.excluded else "; exclude may differ between the ranks"
         return RankFailedError(
-            f"{self.doing} the communicator: {_ranks(who)} {why} within {self.watch.timeout or SECONDS:g} s",
+            f"{self.doing} the communicator: {_ranks(who)} {why} within "
+            f"{self.watch.timeout or SECONDS:g} s{hint}",
             ranks=list(ranks_in(self._failed() | who)),
             rank=self.me,
             size=self.size,

@@ -229,6 +229,25 @@ def test_exclude_differs() -> None:
     assert results[1].startswith(told.format(0)) and results[2].startswith(told.format(3))
 
 
+def excluded_elsewhere(rank: int, nranks: int) -> str:
+    comm = pynccl.init(timeout=1)
+    said = ""
+    if rank == 0:
+        with pytest.raises(pynccl.RankFailedError) as caught:
+            comm.shrink(exclude=[2])
+        said = str(caught.value)
+    else:
+        assert total(comm.shrink(exclude=[0])) == (3, 3)
+    together(nranks)
+    comm.abort()
+    return said
+
+
+def test_a_rank_excludes_another_than_those_that_exclude_it() -> None:
+    said = run(3, excluded_elsewhere, backend="cpu", timeout=40)[0]
+    assert said.endswith("rank 1 did not take part within 1 s; exclude may differ between the ranks")
+
+
 def aborts_meanwhile(rank: int, nranks: int, ends: bool) -> None:
     """Another thread aborts the communicator on rank 0, which waits in shrink for rank 1."""
     comm = pynccl.init(timeout=15)
