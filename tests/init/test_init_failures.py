@@ -645,11 +645,11 @@ def test_integers_that_c_cannot_have() -> None:
 # --- nothing left ---
 
 
-def init_without_descriptors(rank: int, nranks: int, spare: int) -> str:
-    """Rank 1 has few free descriptors, after the imports of a first communicator."""
+def init_without_descriptors(rank: int, nranks: int, spare: int, where: int) -> str:
+    """One rank has few free descriptors, after the imports of a first communicator."""
     pynccl.init(timeout=20).destroy()
     together(nranks)
-    if rank == 1:
+    if rank == where:
         used = len(os.listdir("/proc/self/fd")) - 1
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (used + spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
@@ -663,10 +663,17 @@ def init_without_descriptors(rank: int, nranks: int, spare: int) -> str:
     "spare", [1, 3, *(pytest.param(spare, marks=pytest.mark.slow) for spare in (2, 4, 5))]
 )
 def test_init_without_descriptors(spare: int) -> None:
-    first, second = testing.run(2, init_without_descriptors, spare, backend="cpu", timeout=60)
+    first, second = testing.run(2, init_without_descriptors, spare, 1, backend="cpu", timeout=60)
     assert "Too many open files" in second
     # A rank that cannot reach the store cannot tell its reason either.
     assert "Too many open files" in first or "rank 1 of 2 exited with code 0, without this call" in first
+
+
+@pytest.mark.parametrize("spare", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_maker_of_the_unique_id_has_no_descriptors(spare: int) -> None:
+    """It cannot accept the other ranks, which must not be blamed."""
+    for said in testing.run(3, init_without_descriptors, spare, 0, backend="cpu", timeout=60):
+        assert "Too many open files" in said
 
 
 def init_without_a_thread(rank: int, nranks: int) -> str:

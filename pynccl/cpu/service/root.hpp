@@ -41,6 +41,8 @@ class RootTable {
 
   bool busy() const { return !timers_.empty(); }  // some ranks wait
   void expire(Deadline now);
+  // No rank can connect to this process any more: ends what waits for one.
+  void starve(const std::string& why);
   Deadline next_deadline() const { return timers_.empty() ? kForever : timers_.begin()->first; }
 
  private:
@@ -82,6 +84,7 @@ class RootTable {
   std::string who(const Root& root, const Member& member) const;
   std::string late(const Root& root) const;
   std::string joined(const Root& root) const;
+  bool waits_for_ranks(const Root& root) const;
 
   struct Public {
     bool open_to_all = false;

@@ -92,7 +92,8 @@ bool Service::start(std::string* why) {
   try {
     std::thread([this] { run(); }).detach();
   } catch (const std::system_error& e) {
-    *why = "no thread can be started: " + e.code().message() + " (RLIMIT_NPROC, or the cgroup's pids.max)";
+    *why = "no thread can be started: " + e.code().message() +
+           " (RLIMIT_NPROC, RLIMIT_AS, or the cgroup's pids.max)";
     return false;
   }
   return true;
@@ -168,6 +169,7 @@ void Service::run() {
 void Service::tidy(Deadline now) {
   try {
     roots.expire(now);
+    if (starved()) roots.starve(describe_error(EMFILE));
   } catch (const std::exception& e) {
     log(Level::Warn, "the bootstrap service: %s", e.what());
   }
