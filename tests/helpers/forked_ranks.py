@@ -3,7 +3,7 @@
 Each process of pytest has a server for that (rank_server.py), and one more for tests that use torch. A rank
 is a process in every other respect: it runs what a new interpreter would, and ends like one. What its ranks
 share, and others do not, is where the system has put their memory: tests/conformance starts its processes one
-by one.
+by one, except for tests of ranks that die.
 """
 
 from __future__ import annotations
