@@ -120,5 +120,6 @@ def forked_ranks(
     if "coverage" in sys.modules or request.node.get_closest_marker("gpu"):
         return
     if not hasattr(request.module, "NEW_INTERPRETERS"):
+        # A module of which few tests use them has neither name: the end of a fork with torch takes long.
         uses_torch = hasattr(request.module, "torch") or hasattr(request.module, "KINDS")
         monkeypatch.setattr(testing, "Child", rank_servers[uses_torch].child)
