@@ -24,6 +24,12 @@ RELEASES = ("2.19.3", "2.28.9", "2.32.3")
 # A shell's background jobs ignore Ctrl-C, and so would every process that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Containers set this often. Each of the thousands of processes would compile all of pynccl again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# The threads of NumPy's algebra, which no process here needs, take a third of its import.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

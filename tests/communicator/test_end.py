@@ -53,58 +53,64 @@ def test_collection_is_not_collective() -> None:
     testing.run(2, collected, backend="cpu", timeout=50)
 
 
+# The ways to wait, each with a communicator of its own.
 INTERRUPTED = """
 import os, sys, threading, time, signal
 from pathlib import Path
 import numpy as np, pynccl
-what, interrupted = sys.argv[1], Path(sys.argv[2])
-comm = pynccl.init(timeout=25)
-data = np.zeros(10)
-comm.barrier()
-if comm.rank == 0:
-    op = comm.prepare.all_reduce(data)
-    plan = pynccl.Plan([op, op])
-    stream = pynccl.Stream()
-    start = time.monotonic()
-    try:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        if what == "group":
-            with pynccl.group():
-                comm.all_reduce(data)
-                comm.all_reduce(data)
-        elif what == "prepared":
-            op()
-        elif what == "plan":
-            plan()
-        elif what == "synchronize":
-            comm.all_reduce(data, stream=stream)
-            comm.synchronize()
-        elif what == "stream":
-            comm.all_reduce(data, stream=stream)
-            stream.synchronize()
-        elif what == "split":
-            comm.split(0)
-        elif what == "finalize":
-            comm.all_reduce(data, stream=stream)
-            comm.finalize()
-    except KeyboardInterrupt:
-        interrupted.touch()
-        print("interrupted" if time.monotonic() - start < 5 else "late", flush=True)
-else:
-    start = time.monotonic()
-    while not interrupted.exists() and time.monotonic() - start < 20:
-        time.sleep(0.01)
-comm.abort()
-print("ended", flush=True)
+
+def wait(what, comm, data, op, plan, stream):
+    if what == "group":
+        with pynccl.group():
+            comm.all_reduce(data)
+            comm.all_reduce(data)
+    elif what == "prepared":
+        op()
+    elif what == "plan":
+        plan()
+    elif what == "synchronize":
+        comm.all_reduce(data, stream=stream)
+        comm.synchronize()
+    elif what == "stream":
+        comm.all_reduce(data, stream=stream)
+        stream.synchronize()
+    elif what == "split":
+        comm.split(0)
+    elif what == "finalize":
+        comm.all_reduce(data, stream=stream)
+        comm.finalize()
+
+for what in sys.argv[2:]:
+    interrupted = Path(sys.argv[1], what)
+    comm = pynccl.init(timeout=25)
+    data = np.zeros(10)
+    comm.barrier()
+    if comm.rank == 0:
+        op = comm.prepare.all_reduce(data)
+        plan = pynccl.Plan([op, op])
+        stream = pynccl.Stream()
+        start = time.monotonic()
+        try:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            wait(what, comm, data, op, plan, stream)
+        except KeyboardInterrupt:
+            interrupted.touch()
+            print(what, "interrupted" if time.monotonic() - start < 5 else "late", flush=True)
+    else:
+        start = time.monotonic()
+        while not interrupted.exists() and time.monotonic() - start < 20:
+            time.sleep(0.01)
+    comm.abort()
+    print(what, "ended", flush=True)
 """
+WAITS = ["group", "prepared", "plan", "synchronize", "stream", "split", "finalize"]
 
 
-@pytest.mark.parametrize("what", ["group", "prepared", "plan", "synchronize", "stream", "split", "finalize"])
-def test_ctrl_c(what: str, run_program: Run, tmp_path: Path) -> None:
-    done = run_program(INTERRUPTED, 2, what, tmp_path / "interrupted")
-    lines = done.stdout.splitlines()
-    assert "[0] interrupted" in lines, done.stdout + done.stderr
-    assert "[0] ended" in lines, done.stdout + done.stderr
+def test_ctrl_c(run_program: Run, tmp_path: Path) -> None:
+    done = run_program(INTERRUPTED, 2, tmp_path, *WAITS)
+    mine = [line for line in done.stdout.splitlines() if line.startswith("[0] ")]
+    expected = [f"[0] {what} {state}" for what in WAITS for state in ("interrupted", "ended")]
+    assert mine == expected, done.stdout + done.stderr
     assert done.returncode == 0
 
 

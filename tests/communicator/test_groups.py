@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import arrays
 import pynccl
-from arrays import KINDS, device_over
+from arrays import device_over
 from fake_nccl import Fake, source
 from meeting import hear, tell, together
 from pynccl import (
@@ -39,7 +40,7 @@ def test_results_are_there_at_the_end(rank: int, nranks: int) -> None:
     n, me = nranks, rank
     with pynccl.init(timeout=30) as comm:
         # Once is enough for what takes long to import.
-        for kind in KINDS if n == 2 else KINDS[:1]:
+        for kind in arrays.KINDS if n == 2 else arrays.KINDS[:1]:
             data = [np.full(4, float(i + me)) for i in range(8)]
             with group() as opened:
                 for one in data:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import arrays
 import pynccl
-from arrays import KINDS, cupy_over, device_over
+from arrays import cupy_over, device_over
 from fake_nccl import Fake, source
 from meeting import hear, tell, together
 from pynccl import Communicator, NcclInvalidUsage, NcclTimeoutError, Plan, Prepared, group, testing
@@ -125,7 +126,7 @@ def test_every_operation_can_be_prepared() -> None:
 def test_every_kind_of_array(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         factor = comm.pre_mul_sum(rank + 1)
-        for kind in KINDS:
+        for kind in arrays.KINDS:
             data = np.ones(4, np.float32)
             op = comm.prepare.all_reduce(kind.wrap(data), op=factor)
             assert op() is op.result

@@ -1,5 +1,8 @@
 """Groups of ranks, as processes or threads, that outlive single tests: starting them takes long.
 
+Those that tests use up can be forks of a process that has done their imports. The memory of forks begins at
+the same addresses, so tests of data have new interpreters.
+
 The parent sends every rank the name of a function and its arguments; the function runs as `fn(rank, *args)`,
 where `rank` (a `worker.Rank`) lets it talk to the others without the library under test. Any failure uses a
 group up.
@@ -8,6 +11,7 @@ group up.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -28,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # What the other ranks get once one has failed: long enough to report it too.
 GRACE = 5.0
 NOTE_BYTES = 256
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["conformance.worker", "conformance.scenario", "pytest", "pynccl.capi"])
 
 
 class RanksFailed(AssertionError):
@@ -61,16 +67,54 @@ def transport_layout(transport: str, nranks: int) -> list[list[int]]:
     return [[rank] for rank in range(nranks)]
 
 
+class Fork:
+    """A process that the fork server forks, with the methods of a Popen."""
+
+    def __init__(self, *args: Any) -> None:
+        self._process = FORKED.Process(target=_run_fork, args=args)
+        self._process.start()
+        self.pid = int(self._process.pid or 0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a fork", timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run_fork(
+    nranks: int, ranks: list[int], connections: list[Connection], env: dict[str, str], notes: str, log: Path
+) -> None:
+    from .worker import work
+
+    os.environ.update(env)
+    for output in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), output)
+    work(nranks, ranks, connections, os.open(notes, os.O_WRONLY))
+
+
 class Ranks:
     """`nranks` ranks over one transport; `env` adds variables to all of them."""
 
-    def __init__(self, nranks: int, transport: str = "direct", env: dict[str, str] | None = None) -> None:
-        self.nranks, self.transport = nranks, transport
+    def __init__(
+        self,
+        nranks: int,
+        transport: str = "direct",
+        env: dict[str, str] | None = None,
+        forked: bool = False,
+    ) -> None:
+        self.nranks, self.transport, self._forked = nranks, transport, forked
         self.healthy = True
         self._folder = tempfile.TemporaryDirectory(prefix="conformance-")
         self._notes = open(os.path.join(self._folder.name, "notes"), "w+b", buffering=0)  # noqa: SIM115
         self._notes.truncate(nranks * NOTE_BYTES)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | Fork] = []
         self._process_of: dict[int, int] = {}
         self._connections: list[Connection] = []
         backend = choose_backend()
@@ -84,21 +128,29 @@ class Ranks:
             self._connections.append(ours)
             theirs.append(other)
             self._process_of[rank] = index
-        fds = [connection.fileno() for connection in theirs]
+        if self._forked:
+            process = Fork(self.nranks, ranks, theirs, env, self._notes.name, self._log(index))
+        else:
+            process = self._interpreter(ranks, theirs, env, self._log(index))
+        self._processes.append(process)
+        for connection in theirs:
+            connection.close()
+
+    def _interpreter(
+        self, ranks: list[int], connections: list[Connection], env: dict[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        fds = [connection.fileno() for connection in connections]
         path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
         arguments = (self.nranks, ranks, fds, self._notes.fileno())
-        with open(self._log(index), "wb") as log:
-            process = subprocess.Popen(
+        with open(log, "wb") as output:
+            return subprocess.Popen(
                 [sys.executable, "-m", "conformance.worker", pickle.dumps(arguments).hex()],
                 env=os.environ | {"PYTHONPATH": path} | env,
                 pass_fds=[*fds, self._notes.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
             )
-        self._processes.append(process)
-        for connection in theirs:
-            connection.close()
 
     @property
     def processes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -39,6 +40,10 @@ TRANSPORTS = ["direct", "shm", "tcp", "mixed"]
 SOON = 10.0
 
 
+# What dies here is used up, and its data are other tests' subject.
+forks = functools.partial(Ranks, forked=True)
+
+
 def die_in_the_middle(
     rank: Rank, victims: list[int], n: int
 ) -> tuple[float, tuple[int, str], tuple[int, str]]:
@@ -73,7 +78,7 @@ def die_in_the_middle(
 def test_survivors_are_told_and_go_on(transport: str, victims: list[int], n: int) -> None:
     # A process of the mixed transport is two ranks.
     dead = sorted({r for v in victims for r in (v, v ^ 1)}) if transport == "mixed" else victims
-    with Ranks(6 if transport == "mixed" else 4, transport) as ranks:
+    with forks(6 if transport == "mixed" else 4, transport) as ranks:
         results = ranks.call(die_in_the_middle, dead, n, check=False)
     for rank, result in enumerate(results):
         if rank in dead:
@@ -108,7 +113,7 @@ def wait_for_a_dead_rank(rank: Rank) -> tuple[float, float, tuple[int, str]]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS[:3])
 def test_death_of_an_idle_rank(transport: str) -> None:
-    with Ranks(3, transport) as ranks:
+    with forks(3, transport) as ranks:
         results = ranks.call(wait_for_a_dead_rank, check=False)
     assert results[1] == Died(-signal.SIGKILL)
     killed = results[0][0]
@@ -130,7 +135,7 @@ def exits_without_destroying(rank: Rank) -> tuple[int, str]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS[:3])
 def test_exit_without_destroying(transport: str) -> None:
-    with Ranks(2, transport) as ranks:
+    with forks(2, transport) as ranks:
         (code, text), other = ranks.call(exits_without_destroying, check=False)
     assert other == Died(0)
     assert code == REMOTE_ERROR
@@ -156,7 +161,7 @@ def faulty(rank: Rank, rounds: int) -> list[tuple[float, int, str]]:
 
 
 def test_injected_death() -> None:
-    with Ranks(3, env={"PYNCCL_CPU_FAULT": "rank=1,call=3,action=die"}) as ranks:
+    with forks(3, env={"PYNCCL_CPU_FAULT": "rank=1,call=3,action=die"}) as ranks:
         results = ranks.call(faulty, 4, check=False)
     assert results[1] == Died(-signal.SIGKILL)
     for rank in (0, 2):
@@ -168,7 +173,7 @@ def test_injected_death() -> None:
 
 
 def test_injected_sleep() -> None:
-    with Ranks(2, env={"PYNCCL_CPU_FAULT": "rank=1,call=2,action=sleep:2"}) as ranks:
+    with forks(2, env={"PYNCCL_CPU_FAULT": "rank=1,call=2,action=sleep:2"}) as ranks:
         results = ranks.call(faulty, 3)
     assert [code for _, code, _ in results[0] + results[1]] == [OK] * 8
     assert results[1][1][0] > 1.9
@@ -178,7 +183,7 @@ def test_injected_sleep() -> None:
 @pytest.mark.parametrize(("name", "code"), [("ncclSystemError", SYSTEM_ERROR), ("5", INVALID_USAGE)])
 def test_injected_failure(name: str, code: int) -> None:
     """Only the call fails: the other rank waits for it, and a later call serves as well."""
-    with Ranks(
+    with forks(
         2, env={"PYNCCL_CPU_FAULT": f"rank=0,call=2,action=fail:{name};rank=1,call=2,action=fail:{name}"}
     ) as ranks:
         results = ranks.call(faulty, 3)
@@ -189,7 +194,7 @@ def test_injected_failure(name: str, code: int) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_injected_drop(transport: str) -> None:
-    with Ranks(3, transport, env={"PYNCCL_CPU_FAULT": "rank=2,call=2,action=drop"}) as ranks:
+    with forks(3, transport, env={"PYNCCL_CPU_FAULT": "rank=2,call=2,action=drop"}) as ranks:
         results = ranks.call(faulty, 3)
     for rank, result in enumerate(results):
         first, *rest = [code for _, code, _ in result]
@@ -206,7 +211,7 @@ def creation(rank: Rank) -> tuple[int, str]:
 
 def test_malformed_fault() -> None:
     """A fault that cannot be injected is refused where it is seen first."""
-    with Ranks(2, env={"PYNCCL_CPU_FAULT": "rank=1,call=2,action=explode"}) as ranks:
+    with forks(2, env={"PYNCCL_CPU_FAULT": "rank=1,call=2,action=explode"}) as ranks:
         for code, text in ranks.call(creation):
             assert code == INVALID_ARGUMENT
             assert "PYNCCL_CPU_FAULT" in text
@@ -256,7 +261,7 @@ def all_busy(ranks: Ranks) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_nothing_is_left_after_sigkill(transport: str) -> None:
     shared, sockets = names_in_shared_memory(), set[str]()
-    with Ranks(8, transport) as ranks:
+    with forks(8, transport) as ranks:
         pids = sorted({ranks.pid(rank) for rank in range(8)})
 
         def kill() -> None:
@@ -297,7 +302,7 @@ def stopped_peer(rank: Rank) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS[:3])
 def test_stopped_rank_is_waited_for(transport: str) -> None:
-    with Ranks(2, transport) as ranks:
+    with forks(2, transport) as ranks:
         assert max(ranks.call(stopped_peer)) > 1.4
 
 
@@ -343,7 +348,7 @@ def dies_in(rank: Rank, action: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("action", ["split", "finalize", "suspend"])
 def test_death_during_other_calls(action: str) -> None:
-    with Ranks(3) as ranks:
+    with forks(3) as ranks:
         results = ranks.call(dies_in, action, check=False)
     assert results[1] == Died(-signal.SIGKILL)
     for code, text in (results[0], results[2]):

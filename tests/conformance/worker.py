@@ -64,15 +64,21 @@ def _find(module: str, name: str) -> Callable[..., Any]:
 
 
 def main() -> None:
-    """Start the ranks of this process and stay until all connections are closed."""
+    """Start the ranks of this process, which the command line names."""
     nranks, ranks, fds, notes = pickle.loads(bytes.fromhex(sys.argv[1]))
+    work(nranks, ranks, [Connection(fd) for fd in fds], notes)
+
+
+def work(nranks: int, ranks: list[int], connections: list[Connection], notes: int) -> None:
+    """Start the ranks of this process and stay until all connections are closed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     backend = choose_backend()
     members = [
-        Rank(rank, nranks, Connection(fd), notes, backend) for rank, fd in zip(ranks, fds, strict=True)
+        Rank(rank, nranks, connection, notes, backend)
+        for rank, connection in zip(ranks, connections, strict=True)
     ]
     threads = [threading.Thread(target=member.serve, name=f"rank {member.rank}") for member in members]
     for thread in threads:

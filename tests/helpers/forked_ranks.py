@@ -3,7 +3,7 @@
 Each process of pytest has a server for that (rank_server.py), and one more for tests that use torch. A rank
 is a process in every other respect: it runs what a new interpreter would, and ends like one. What its ranks
 share, and others do not, is where the system has put their memory: tests/conformance starts its processes one
-by one.
+by one, except for tests of ranks that die.
 """
 
 from __future__ import annotations
@@ -120,5 +120,6 @@ def forked_ranks(
     if "coverage" in sys.modules or request.node.get_closest_marker("gpu"):
         return
     if not hasattr(request.module, "NEW_INTERPRETERS"):
+        # A module of which few tests use them has neither name: the end of a fork with torch takes long.
         uses_torch = hasattr(request.module, "torch") or hasattr(request.module, "KINDS")
         monkeypatch.setattr(testing, "Child", rank_servers[uses_torch].child)

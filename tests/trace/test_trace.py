@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import trace_programs as programs
+from command_line import pynccl_command
 from conftest import Run
 from pynccl.__main__ import main
 from pynccl.testing import run
@@ -24,9 +25,10 @@ from trace_dumps import PENDING, mutated, pair, reduce, sound_dumps, write
 PLACE = r"( at \S*trace_programs\.py:\d+)?"
 
 
-def told(run_python: Run, folder: Path, *options: str) -> str:
+def told(folder: Path, *options: str) -> str:
     """Return what `pynccl trace` says of a folder."""
-    done = run_python(args=["-m", "pynccl", "trace", *options, str(folder)], PYNCCL_LIBRARY="cpu")
+    done = pynccl_command("trace", *options, str(folder))
+    assert done.exit_code == 0, done.output
     return done.stdout
 
 
@@ -184,17 +186,15 @@ CASES: list[tuple[Callable[..., None], list[str]]] = [
         for i, case in enumerate(CASES)
     ],
 )
-def test_in_plain_words(
-    run_python: Run, tmp_path: Path, program: Callable[..., None], expected: list[str]
-) -> None:
+def test_in_plain_words(tmp_path: Path, program: Callable[..., None], expected: list[str]) -> None:
     env = {"PYNCCL_TRACE_DIR": str(tmp_path)}
     run(3, program, backend="cpu", check=False, timeout=30, env=env)
-    assert explained(told(run_python, tmp_path)) == expected
+    assert explained(told(tmp_path)) == expected
 
 
-def test_a_mismatch_in_a_plan(run_python: Run, tmp_path: Path) -> None:
+def test_a_mismatch_in_a_plan(tmp_path: Path) -> None:
     run(3, programs.in_a_plan, backend="cpu", check=False, env={"PYNCCL_TRACE_DIR": str(tmp_path)})
-    (line,) = explained(told(run_python, tmp_path))
+    (line,) = explained(told(tmp_path))
     assert re.fullmatch(
         r"ranks 0 and 1 .* broadcast #5 \(float32, 4, root 0\).*; rank 2 .* broadcast #5 "
         r"\(float32, 5, root 0\).*: the count differs",
@@ -203,10 +203,10 @@ def test_a_mismatch_in_a_plan(run_python: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_communicators_in_different_orders(run_python: Run, tmp_path: Path) -> None:
+def test_two_communicators_in_different_orders(tmp_path: Path) -> None:
     env = {"PYNCCL_TRACE_DIR": str(tmp_path), "PYNCCL_TRACE_STACKS": "1"}
     run(3, programs.order, backend="cpu", check=False, env=env)
-    text = told(run_python, tmp_path)
+    text = told(tmp_path)
     first = re.sub(PLACE, "", text.splitlines()[0])
     assert re.fullmatch(
         r"rank 0 calls all_reduce #5 \(float32, 4\) of (\w+) before all_reduce #1 \(float32, 4\) of (\w+), "
@@ -218,20 +218,20 @@ def test_two_communicators_in_different_orders(run_python: Run, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_before_it_joins(run_python: Run, tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_it_joins(tmp_path: Path) -> None:
     env = {"PYNCCL_TRACE_DIR": str(tmp_path / "traces")}
     run(3, programs.creation_of_a_dead, str(tmp_path), backend="cpu", check=False, env=env)
-    assert explained(told(run_python, tmp_path / "traces")) == [
+    assert explained(told(tmp_path / "traces")) == [
         "ranks 0 and 2 wait in init; rank 1 never reached init: it left no file"
     ]
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stuck_in_c(run_python: Run, tmp_path: Path) -> None:
+def test_a_rank_that_is_stuck_in_c(tmp_path: Path) -> None:
     """Only the signal can tell: the rank holds the GIL and is killed in the end."""
     env = {"PYNCCL_TRACE_DIR": str(tmp_path / "traces"), "PYNCCL_TRACE_SIGNAL": "SIGUSR2"}
     run(3, programs.stuck_in_c, str(tmp_path), backend="cpu", check=False, env=env)
-    text = told(run_python, tmp_path / "traces")
+    text = told(tmp_path / "traces")
     assert explained(text) == [
         "ranks 0 and 2 wait in all_reduce #4 (float32, 4); rank 1 never reached #4: "
         "it made all_reduce #3 (float32, 4) last"
@@ -242,60 +242,60 @@ def test_a_rank_that_is_stuck_in_c(run_python: Run, tmp_path: Path) -> None:
 # --- dumps written by hand ----------------------------------------------------------------------------------
 
 
-def test_the_example(run_python: Run, tmp_path: Path) -> None:
+def test_the_example(tmp_path: Path) -> None:
     for rank in range(4):
         last = reduce(641, 1 << 20, **PENDING)
         if rank == 3:
             last = {"call": "all_gather", "seq": 641, "count": 512, "dtype": "float32", "at": "train.py:88"}
             last |= PENDING
         write(tmp_path, rank, 4, [reduce(640), last])
-    assert explained(told(run_python, tmp_path)) == [
+    assert explained(told(tmp_path)) == [
         "ranks 0-2 wait in all_reduce #641 (float32, 1,048,576, sum); rank 3 waits in all_gather #641 "
         "(float32, 512) at train.py:88: the function differs"
     ]
 
 
-def test_more_than_one_difference(run_python: Run, tmp_path: Path) -> None:
+def test_more_than_one_difference(tmp_path: Path) -> None:
     for rank in range(5):
         last = reduce(1, 8, dtype="int8", **PENDING) if rank in (1, 3) else reduce(1, **PENDING)
         write(tmp_path, rank, 5, [last])
-    assert explained(told(run_python, tmp_path)) == [
+    assert explained(told(tmp_path)) == [
         "ranks 0, 2 and 4 wait in all_reduce #1 (float32, 4, sum); ranks 1 and 3 wait in all_reduce #1 "
         "(int8, 8, sum): the count and dtype differ"
     ]
 
 
-def test_a_call_left_out(run_python: Run, tmp_path: Path) -> None:
+def test_a_call_left_out(tmp_path: Path) -> None:
     everything = [reduce(1, 10), reduce(2, 20), reduce(3, 30), reduce(4, 40, **PENDING)]
     for rank in range(3):
         calls = everything
         if rank == 1:
             calls = [reduce(1, 10), reduce(2, 30, **PENDING), reduce(3, 40, **PENDING)]
         write(tmp_path, rank, 3, calls)
-    assert explained(told(run_python, tmp_path))[1:] == [
+    assert explained(told(tmp_path))[1:] == [
         "rank 1 left out one call of the others: all_reduce #2 (float32, 20)"
     ]
 
 
-def test_a_rank_far_behind(run_python: Run, tmp_path: Path) -> None:
+def test_a_rank_far_behind(tmp_path: Path) -> None:
     """The others' rings have lost the call at which it stopped."""
     write(tmp_path, 0, 2, [reduce(seq, **PENDING) for seq in range(500, 510)], overwritten=500)
     write(tmp_path, 1, 2, [reduce(seq) for seq in range(10, 17)])
-    assert explained(told(run_python, tmp_path)) == [
+    assert explained(told(tmp_path)) == [
         "the others got to #509; rank 1 never reached #17: it made all_reduce #16 (float32, 4) last"
     ]
 
 
-def test_nothing_differs_and_nothing_moves(run_python: Run, tmp_path: Path) -> None:
+def test_nothing_differs_and_nothing_moves(tmp_path: Path) -> None:
     for rank in range(2):
         write(tmp_path, rank, 2, [reduce(1), reduce(2, **PENDING)])
-    assert explained(told(run_python, tmp_path)) == [
+    assert explained(told(tmp_path)) == [
         "ranks 0 and 1 wait in all_reduce #2 (float32, 4)",
         "all ranks made the same calls, up to all_reduce #2 (float32, 4)",
     ]
 
 
-def test_an_exception_does_not_repeat_its_reason(run_python: Run, tmp_path: Path) -> None:
+def test_an_exception_does_not_repeat_its_reason(tmp_path: Path) -> None:
     late = {"kind": "timeout", "text": "rank 1 did not come"}
     wrong = {"kind": "mismatch", "text": "the library reports: the count differs"}
     for rank, reasons, error in (
@@ -306,7 +306,7 @@ def test_an_exception_does_not_repeat_its_reason(run_python: Run, tmp_path: Path
     ):
         # A dump that was written twice has its exception before other reasons, too.
         write(tmp_path, rank, 4, [], reasons=[{"kind": "exception", "text": error}, *reasons])
-    assert told(run_python, tmp_path).splitlines()[-6:] == [
+    assert told(tmp_path).splitlines()[-6:] == [
         "ranks 0 and 1 (timeout): rank 1 did not come",
         "rank 2 (mismatch): the library reports: the count differs",
         "rank 0 (exception): NcclTimeoutError: ...",
@@ -331,19 +331,17 @@ def other(call: str, **more: Any) -> dict[str, Any]:
         ([[], []], "no calls"),
     ],
 )
-def test_calls_without_a_number(
-    run_python: Run, tmp_path: Path, calls: list[list[str]], expected: str
-) -> None:
+def test_calls_without_a_number(tmp_path: Path, calls: list[list[str]], expected: str) -> None:
     for rank, names in enumerate(calls):
         write(tmp_path, rank, 2, [other(n, **({"seq": 0} if n == "init" else {})) for n in names])
-    (text,) = explained(told(run_python, tmp_path))
+    (text,) = explained(told(tmp_path))
     assert text.removeprefix("nothing is outstanding: ") == expected
 
 
-def test_both_ranks_send_first(run_python: Run, tmp_path: Path) -> None:
+def test_both_ranks_send_first(tmp_path: Path) -> None:
     for rank in range(2):
         write(tmp_path, rank, 2, [reduce(1), pair("send", 1 - rank, 3, **PENDING)])
-    assert explained(told(run_python, tmp_path)) == [
+    assert explained(told(tmp_path)) == [
         "rank 0 waits in send #3 to rank 1 (float32, 4); rank 1 never received it: "
         "it waits in send #3 to rank 0 (float32, 4)",
         "rank 1 waits in send #3 to rank 0 (float32, 4); rank 0 never received it: "
@@ -351,36 +349,36 @@ def test_both_ranks_send_first(run_python: Run, tmp_path: Path) -> None:
     ]
 
 
-def test_the_peer_is_dead(run_python: Run, tmp_path: Path) -> None:
+def test_the_peer_is_dead(tmp_path: Path) -> None:
     write(tmp_path, 0, 2, [reduce(1), pair("recv", 1, 1, **PENDING)])
-    assert explained(told(run_python, tmp_path)) == [
+    assert explained(told(tmp_path)) == [
         "rank 1 died after #1: it left no file",
         "rank 0 waits in recv #1 from rank 1 (float32, 4), which left no file",
     ]
 
 
-def test_the_newer_dump_counts(run_python: Run, tmp_path: Path) -> None:
+def test_the_newer_dump_counts(tmp_path: Path) -> None:
     write(tmp_path, 0, 2, [reduce(1), reduce(2)])
     write(tmp_path, 1, 2, [reduce(1), reduce(2)])
     old = json.loads((tmp_path / "rank1.jsonl").read_text().splitlines()[0]) | {"clock": [[0, 1], [2, 3]]}
     lines = [old, {"comm": "abc", "rank": 1, "size": 2, "origin": "init", "name": "", "collectives": 0}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert explained(told(run_python, tmp_path)) == [
+    assert explained(told(tmp_path)) == [
         "nothing is outstanding: the last call is all_reduce #2 (float32, 4)"
     ]
 
 
-def test_two_names_of_one_communicator(run_python: Run, tmp_path: Path) -> None:
+def test_two_names_of_one_communicator(tmp_path: Path) -> None:
     """A communicator that was grown: the new ranks know it by the id that they joined with."""
     write(tmp_path, 0, 3, [reduce(1, **PENDING)], comm="grown", also="joined")
     write(tmp_path, 1, 3, [reduce(1, **PENDING)], comm="grown")
     write(tmp_path, 2, 3, [], comm="joined")
-    assert explained(told(run_python, tmp_path)) == [
+    assert explained(told(tmp_path)) == [
         "ranks 0 and 1 wait in all_reduce #1 (float32, 4); rank 2 never reached #1: it made no call"
     ]
 
 
-def test_a_communicator_that_a_rank_closed_long_ago(run_python: Run, tmp_path: Path) -> None:
+def test_a_communicator_that_a_rank_closed_long_ago(tmp_path: Path) -> None:
     """Its ring is gone from the dump of a rank that went on; nobody died."""
     write(tmp_path, 0, 2, [reduce(1)], comm="old", ended="destroy")
     write(tmp_path, 1, 2, [reduce(1)], comm="new")
@@ -389,7 +387,7 @@ def test_a_communicator_that_a_rank_closed_long_ago(run_python: Run, tmp_path: P
     with open(tmp_path / "rank0.jsonl", "a") as file:
         file.writelines(json.dumps(line) + "\n" for line in newer)
     assert (
-        explained(told(run_python, tmp_path))
+        explained(told(tmp_path))
         == ["nothing is outstanding: the last call is all_reduce #1 (float32, 4)"] * 2
     )
 
@@ -412,6 +410,10 @@ def test_no_dump(run_python: Run, tmp_path: Path, content: str, expected: str) -
     (tmp_path / "x.jsonl").write_text(content)
     done = run_python(args=["-m", "pynccl", "trace", str(tmp_path / "x.jsonl")], fails=True)
     assert done.stderr.startswith("pynccl trace: ") and expected in done.stderr
+
+
+@pytest.mark.slow
+def test_no_file(run_python: Run, tmp_path: Path) -> None:
     done = run_python(args=["-m", "pynccl", "trace", str(tmp_path / "none.jsonl")], fails=True)
     assert "No such file" in done.stderr
     (tmp_path / "empty").mkdir()
@@ -422,10 +424,10 @@ def test_no_dump(run_python: Run, tmp_path: Path, content: str, expected: str) -
     assert "there are Python stacks" in done.stderr and "rank0.host.7.stacks" in done.stderr
 
 
-def test_chrome_events(run_python: Run, tmp_path: Path) -> None:
+def test_chrome_events(tmp_path: Path) -> None:
     run(2, programs.fine, backend="cpu", env={"PYNCCL_TRACE_DIR": str(tmp_path)})
     out = tmp_path / "out.json"
-    told(run_python, tmp_path, "--chrome", str(out))
+    told(tmp_path, "--chrome", str(out))
     events = json.loads(out.read_text())["traceEvents"]
     calls = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in events} == {0, 1}
@@ -444,18 +446,18 @@ def test_chrome_events(run_python: Run, tmp_path: Path) -> None:
 # --- damaged dumps ------------------------------------------------------------------------------------------
 
 
-def test_a_truncated_dump_tells_the_rest(run_python: Run, tmp_path: Path) -> None:
+def test_a_truncated_dump_tells_the_rest(tmp_path: Path) -> None:
     for rank in range(3):
         path = write(tmp_path, rank, 3, [reduce(1), reduce(2), *([reduce(3, **PENDING)] if rank else [])])
     path.write_text(path.read_text()[:-20])
     (tmp_path / "rank9.jsonl").write_text("not a dump")
-    text = told(run_python, tmp_path)
+    text = told(tmp_path)
     assert "rank 1 waits in all_reduce #3 (float32, 4); rank 0 never reached #3: it made all_redu" in text
     assert f"left out: {path}, line 5: this is not a record of the flight recorder\n" in text
     assert f"left out: {tmp_path}/rank9.jsonl, line 1: this is not a dump of the flight recorder\n" in text
 
 
-def test_records_of_a_damaged_communicator_are_nobodys(run_python: Run, tmp_path: Path) -> None:
+def test_records_of_a_damaged_communicator_are_nobodys(tmp_path: Path) -> None:
     """They must not be taken for the communicator's before."""
     path = write(tmp_path, 0, 1, [reduce(1)])
     other = write(tmp_path, 1, 2, [reduce(seq) for seq in range(2, 9)])
@@ -463,7 +465,7 @@ def test_records_of_a_damaged_communicator_are_nobodys(run_python: Run, tmp_path
     lines[1] = lines[1].replace('"comm"', "comm")
     path.write_text(path.read_text() + "\n".join(lines[1:]) + "\n")
     other.unlink()
-    text = told(run_python, tmp_path)
+    text = told(tmp_path)
     assert explained(text)[0] == "nothing is outstanding: the last call is all_reduce #1 (float32, 4)"
     assert "line 4: this is not a record of the flight recorder, and 7 more lines" in text
 
@@ -476,33 +478,33 @@ def test_a_pipe_among_the_dumps(run_python: Run, tmp_path: Path) -> None:
         assert done.stderr == f"pynccl trace: {tmp_path}/{says}"
 
 
-def test_a_huge_size_is_no_work(run_python: Run, tmp_path: Path) -> None:
+def test_a_huge_size_is_no_work(tmp_path: Path) -> None:
     size = (1 << 31) - 1
     write(tmp_path, 7, size, [reduce(1, **PENDING), pair("send", 1 << 30, 1, **PENDING)], reasons=[])
-    text = told(run_python, tmp_path)
+    text = told(tmp_path)
     assert f"ranks 0-6 and 8-{size - 1} died: they left no files" in text
     assert f"rank 7 waits in send #1 to rank {1 << 30} (float32, 4), which left no file" in text
 
 
-def test_many_ranks(run_python: Run, tmp_path: Path) -> None:
+def test_many_ranks(tmp_path: Path) -> None:
     """What is said takes time in proportion to what there is to say."""
     calls = [reduce(seq) for seq in range(1, 30)]
     grouped = [reduce(seq, group=1, **PENDING) for seq in range(30, 60)]
     for rank in range(300):
         peers = [pair("send", peer, 1) for peer in range(rank % 7, 300, 40)]
         write(tmp_path, rank, 100_000, [*calls, *peers, *grouped])
-    text = told(run_python, tmp_path)
+    text = told(tmp_path)
     assert "ranks 300-99999 died after #29: they left no files" in text
 
 
-def test_nothing_that_a_terminal_obeys(run_python: Run, tmp_path: Path) -> None:
+def test_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
     evil = "\x1b[31mred\x07\r\n\u202e\ud800"
     call = reduce(1, dtype=evil, at=evil, **PENDING)
     reasons = [{"kind": "timeout", "text": evil}]
     path = write(tmp_path, 0, 2, [call], name=evil, origin=evil, reasons=reasons, comm=evil)
     path.rename(tmp_path / "\x1b[31m.jsonl")
     (tmp_path / "\x1b[32m.jsonl").write_text("no dump")
-    text = told(run_python, tmp_path, "--chrome", str(tmp_path / "out.json"))
+    text = told(tmp_path, "--chrome", str(tmp_path / "out.json"))
     assert "\\x1b[31mred" in text and "\\x1b[32m.jsonl, line 1" in text
     assert all(character.isprintable() or character == "\n" for character in text)
     assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
