@@ -27,7 +27,7 @@ from typing import Any
 from pynccl._errors import BootstrapError
 from pynccl._run import word
 from pynccl._run.evidence import in_order
-from pynccl._run.launch import choose_backend, rank_environment
+from pynccl._run.launch import OWN, choose_backend, rank_environment
 from pynccl._run.nodes import open_store
 from pynccl._run.ports import free_port
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
@@ -48,6 +48,8 @@ _HEADINGS = re.compile(r"^(Fatal Python error: Aborted|Extension modules: .*)$",
 # The first line of a thread's stack in faulthandler's text.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x0*([0-9a-f]+)")
 _PREFIX = "pynccl-testing-"
+# Variables of the ranks that `env` cannot set.
+_OWN = OWN - {"MASTER_ADDR", "MASTER_PORT"}
 # The file of the ranks that failed.
 _FAILED = "failed"
 # The program of a process: it imports the parent's pynccl, also from a folder with another one in it.
@@ -128,13 +130,14 @@ def run(
     if not callable(fn):
         raise TypeError(f"fn is {fn!r}; expected a function that takes (rank, nranks, *args)")
     check_timeout(timeout, optional=False)
-    for name, value in (env or {}).items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"env[{name!r}] is {value!r}; expected names and values of type str")
+    if not isinstance(check, bool):
+        raise TypeError(f"check is {check!r}; expected True or False")
+    _check_backend(backend)
+    _check_env(env or {})
     # By name, or as bytes together with the arguments, whose classes have the same problem.
     place = _locate(fn)
     content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))
-    task = (list(sys.path), place, nranks, threads)
+    task = (list(sys.path), place, _by_value(fn) if place and place[0] == "__main__" else None, nranks, threads)
     base = choose_backend(os.environ, backend) | _master(threads) | (env or {})
     with _folder() as folder, open_store(base) as server:
         tell = partial(word.tell_exit, server.address, server.secret, server.job)
@@ -148,6 +151,22 @@ def run(
         finally:
             job.close()
         return job.results(timeout, check)
+
+
+def _check_backend(backend: str) -> None:
+    expected = "expected 'auto', 'cpu' or the path of a libnccl"
+    if not isinstance(backend, str):
+        raise TypeError(f"backend is {backend!r}; {expected}")
+    if backend not in ("auto", "cpu") and not os.path.isfile(os.path.expanduser(backend)):
+        raise ValueError(f"backend is {backend!r}, which is not a file; {expected}")
+
+
+def _check_env(env: dict[str, str]) -> None:
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"env[{name!r}] is {value!r}; expected names and values of type str")
+        if name in _OWN:
+            raise ValueError(f"env[{name!r}] is {value!r}; expected other names, since each rank has its own")
 
 
 def _master(threads: int) -> dict[str, str]:
@@ -210,6 +229,15 @@ def _cloudpickle(fn: Callable[..., Any]) -> Any:
             f"fn is {fn!r}, which a new process cannot find by name in a file; expected a function of a "
             "module or a script, or any function with cloudpickle installed (pip install cloudpickle)"
         ) from None
+
+
+def _by_value(fn: Callable[..., Any]) -> bytes | None:
+    """Pickle a function of a script by value, for ranks that do not define it when they run the script."""
+    try:
+        found: bytes = _cloudpickle(fn).dumps(fn)
+    except Exception:
+        return None
+    return found
 
 
 class _Failure:
@@ -427,11 +455,11 @@ _Load = Callable[[], tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any], 
 
 def _work_on(folder: Path, process: int) -> bool:
     """Call the function on this process's ranks; tell whether all of them succeeded."""
-    path, place, nranks, threads = pickle.loads((folder / "task").read_bytes())
+    path, place, by_value, nranks, threads = pickle.loads((folder / "task").read_bytes())
     sys.path[:] = path
     ranks = _ranks_of(process, threads)
     try:
-        load = _loader(place, (folder / "args").read_bytes())
+        load = _loader(place, by_value, (folder / "args").read_bytes())
     except BaseException as error:
         for rank in ranks:
             _write(folder, rank, _failed_by(error, pickle.dumps))
@@ -441,10 +469,10 @@ def _work_on(folder: Path, process: int) -> bool:
     return _call_in_threads(folder, process, ranks, nranks, load)
 
 
-def _loader(place: tuple[str, str, str] | None, content: bytes) -> _Load:
+def _loader(place: tuple[str, str, str] | None, by_value: bytes | None, content: bytes) -> _Load:
     """Import the function; the arguments are unpickled for every rank, so that ranks do not share them."""
     if place:
-        fn = _find(*place)
+        fn = _find(*place, by_value)
         return lambda: (fn, pickle.loads(content), pickle.dumps)
     dumps = _cloudpickle(_loader).dumps
     return lambda: (*pickle.loads(content), dumps)
@@ -516,14 +544,21 @@ def _dumps_error(error: BaseException, dumps: Callable[[Any], bytes]) -> bytes:
     return data
 
 
-def _find(module_name: str, file: str, qualname: str) -> Callable[..., Any]:
+def _find(module_name: str, file: str, qualname: str, by_value: bytes | None) -> Callable[..., Any]:
     """Return the function of this name from the parent's file."""
     global _importing
     _importing = file
     found: Any = _import(module_name, file)
     _importing = None
     for part in qualname.split("."):
-        found = getattr(found, part)
+        found = getattr(found, part, None)
+    if found is None and by_value is not None:
+        found = pickle.loads(by_value)
+    if found is None:
+        raise RuntimeError(
+            f"{file} does not define {qualname} when a rank runs it, perhaps because it does so under if "
+            '__name__ == "__main__":; expected it above that, or cloudpickle (pip install cloudpickle)'
+        )
     return found  # type: ignore[no-any-return]
 
 

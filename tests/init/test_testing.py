@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -262,12 +263,47 @@ def test_function_must_be_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None
 def test_functions_without_a_name() -> None:
     factor = 10
     assert testing.run(2, lambda rank, nranks, x: factor * rank + x, 3, backend="cpu") == [3, 13]
-    with pytest.raises(ValueError, match="timeout is nan; expected a positive number"):
-        testing.run(2, places, timeout=float("nan"))
-    with pytest.raises(TypeError, match=r"env\['A'\] is 1; expected names and values of type str"):
-        testing.run(2, places, env={"A": 1})  # type: ignore[dict-item]
-    with pytest.raises(TypeError, match="fn is 3; expected a function"):
-        testing.run(1, 3, backend="cpu")  # type: ignore[arg-type]
+
+
+WRONG = [
+    ({"timeout": float("nan")}, "timeout is nan; expected a positive number"),
+    ({"env": {"A": 1}}, r"env\['A'\] is 1; expected names and values of type str"),
+    ({"env": {"RANK": "1"}}, r"env\['RANK'\] is '1'; expected other names, since each rank has its own"),
+    ({"fn": 3}, "fn is 3; expected a function"),
+    ({"check": "no"}, "check is 'no'; expected True or False"),
+    ({"backend": None}, "backend is None; expected 'auto', 'cpu' or the path of a libnccl"),
+    ({"backend": "gpu"}, "backend is 'gpu', which is not a file; expected 'auto', 'cpu' or the path"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        testing.run(2, **{"fn": places, **wrong})
+
+
+GUARDED = """
+import sys
+from pynccl import testing
+
+if __name__ == "__main__":
+
+    def work(rank, nranks):
+        return rank
+
+    print(testing.run(2, work, backend="cpu"))
+    sys.modules["cloudpickle"] = None
+    testing.run(1, work, backend="cpu")
+"""
+
+
+def test_a_function_under_the_guard(tmp_path: Path) -> None:
+    """The ranks do not run its definition."""
+    script = tmp_path / "guarded.py"
+    script.write_text(GUARDED)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "[0, 1]\n"
+    assert "guarded.py does not define work when a rank runs it" in done.stderr
 
 
 INTERACTIVE = """
