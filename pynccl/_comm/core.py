@@ -104,6 +104,8 @@ class Core:
         self.told = False
         # Streams of the CPU library with failed calls. The library reports their error once.
         self.failed: set[int] = set()
+        # The error of a call that nobody had waited for at the destroy.
+        self.failed_at_end: NcclError | None = None
         # True from the beginning of an abort.
         self.aborted = False
         # True: an abort tells the other ranks that this rank goes on with another communicator.
@@ -139,6 +141,18 @@ class Core:
         """Raise if an abort has begun, perhaps in another thread."""
         if self.aborted:
             raise self._unusable("it was aborted")
+
+    def incomplete(self, name: str) -> NcclError:
+        """Return the error of a call that had not completed when the communicator was closed."""
+        self.watch.raise_verdict()
+        if self.aborted:
+            return self._unusable(self.why)
+        return self.failed_at_end or NcclRemoteError(
+            f"{name} did not complete: the communicator was destroyed before all ranks had made the call",
+            function=name,
+            rank=self.known_rank,
+            size=self.size or None,
+        )
 
     def live(self) -> int:
         """Return the handle; raise the watchdog's error if it has found one."""

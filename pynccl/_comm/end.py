@@ -78,7 +78,7 @@ def destroy(core: Core) -> None:
     """
     if not core.handle:
         return
-    failed = core.unheard()
+    failed = core.failed_at_end = core.unheard()
     if core.watch.verdict() is not None:
         # A destroy would finalize, which a revoked communicator cannot do.
         abort(core)
@@ -94,6 +94,7 @@ def destroy(core: Core) -> None:
                     core.bounded(lambda: capi.ncclCommDestroy(handle), "ncclCommDestroy")
                 except CollectiveMismatchError as error:
                     # Only the CPU library tells, after the end.
+                    core.failed_at_end = failed or error
                     failed = failed or (None if core.told else error)
                 except BaseException:
                     core.watch.stop(lib.PYNCCL_ABORTS_TOO)

@@ -168,7 +168,7 @@ def _is_complete(part: Part, name: str) -> bool:
         streams.raise_async_error(core.live())
         return False
     if result and not core.handle:
-        core.live()
+        raise core.incomplete(name)
     if not core.waits:
         # The end of an aborted kernel looks like its success.
         core.watch.raise_verdict()

@@ -232,6 +232,18 @@ def test_mismatches_time_outs_and_the_end(rank: int, nranks: int) -> None:
     comm.destroy()
     np.testing.assert_array_equal(work.wait(), 2.0)
     comm = pynccl.init()
+    differs = comm.all_reduce(np.ones(3 + rank), wait=False)
+    with pytest.raises(CollectiveMismatchError):
+        comm.destroy()
+    assert isinstance(differs.exception(), CollectiveMismatchError)
+    comm = pynccl.init()
+    missing = comm.all_reduce(np.ones(3), wait=False) if rank == 0 else None
+    comm.destroy()
+    if missing is not None:
+        assert "ncclAllReduce did not complete: the communicator was destroyed" in str(
+            failing(missing, by_await=False)
+        )
+    comm = pynccl.init()
     work = comm.recv(np.ones(3), 1 - rank, wait=False)
     waiting = threading.Timer(0.3, comm.abort)
     waiting.start()
