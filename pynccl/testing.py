@@ -137,7 +137,13 @@ def run(
     # By name, or as bytes together with the arguments, whose classes have the same problem.
     place = _locate(fn)
     content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))
-    task = (list(sys.path), place, _by_value(fn) if place and place[0] == "__main__" else None, nranks, threads)
+    task = (
+        list(sys.path),
+        place,
+        _by_value(fn) if place and place[0] == "__main__" else None,
+        nranks,
+        threads,
+    )
     base = choose_backend(os.environ, backend) | _master(threads) | (env or {})
     with _folder() as folder, open_store(base) as server:
         tell = partial(word.tell_exit, server.address, server.secret, server.job)

@@ -160,6 +160,8 @@ class Prepare:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(Operations, name):
+                raise AttributeError(f"comm.prepare has no {name}: expected an operation on arrays")
             raise no_attribute(self, name)
 
     all_reduce = _preparing(Operations.all_reduce)

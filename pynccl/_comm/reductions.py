@@ -43,7 +43,9 @@ class PreMulSum:
     def code(self, core: Core, dtype: int) -> int:
         """Return the ncclRedOp_t for a datatype; the first call with the datatype creates it."""
         if core is not self._core:
-            raise ValueError(f"op belongs to {self._core!r}; expected one made by {core!r}")
+            raise ValueError(
+                f"op was made by another communicator, {self._core!r}; expected one that this one made"
+            )
         travel = dtypes.traveller(dtype)
         datatype = int(travel.datatype) if travel else dtype
         code = self._codes.get(datatype)

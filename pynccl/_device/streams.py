@@ -104,14 +104,17 @@ def handle_of(stream: Any) -> int:
     if not isinstance(stream, int) or not is_int(stream):
         handle = _shown_handle(stream)
     if not is_int(handle) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
+        none = "" if stream is None else "None, "
         raise TypeError(
-            f"stream is {stream!r}; expected None, a stream handle as an int, or an object with "
+            f"stream is {stream!r}; expected {none}a stream handle as an int, or an object with "
             "__cuda_stream__, ptr or cuda_stream"
         )
     return handle
 
 
 def _shown_handle(stream: Any) -> Any:
+    if isinstance(stream, type):
+        return None
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         # (version, handle): a method now, an attribute in the first version of the protocol.

@@ -66,11 +66,11 @@ def choose(
         if launcher is _environment.NOBODY or (launcher.names.mpi and launcher.size == 1):
             return _alone(launcher)
         if launcher.names.mpi and importlib.util.find_spec("mpi4py") is not None:
-            method = "mpi"
+            return _by_mpi("mpi", launcher, f"init with {launcher}")
     if (isinstance(method, str) and method == "mpi") or _mpi.is_communicator(method):
         if rank is not None or world_size is not None:
             raise ValueError("rank or world_size is given; expected None, since MPI numbers the ranks")
-        return _by_mpi(method, launcher)
+        return _by_mpi(method, launcher, "method='mpi'")
     where, opener = _place(method, on_listen)
     rank, size = _numbers(rank, world_size, launcher)
     if opener is None:
@@ -108,11 +108,10 @@ def _numbers(rank: int | None, world_size: int | None, launcher: Launcher) -> tu
     names = _environment.TORCHRUN if launcher is _environment.NOBODY else launcher.names
     rank = launcher.rank if rank is None else int(rank)
     size = launcher.size if world_size is None else int(world_size)
+    setters = "`pynccl run` and torchrun set" if names is _environment.TORCHRUN else f"{names.launcher} sets"
     for name, argument, value in ((names.rank, "rank", rank), (names.size, "world_size", size)):
         if value is None:
-            raise BootstrapError(
-                f"{name} is not set; expected a number (`pynccl run` and torchrun set it), or {argument}="
-            )
+            raise BootstrapError(f"{name} is not set; expected a number ({setters} it), or {argument}=")
     assert rank is not None and size is not None
     if not 0 <= rank < size:
         raise BootstrapError(
@@ -390,8 +389,8 @@ def _torch_store(rank: int, size: int) -> Any:
 # --- MPI ----------------------------------------------------------------------------------------------------
 
 
-def _by_mpi(method: Any, launcher: Launcher) -> Method:
-    comm = _mpi.communicator(method)
+def _by_mpi(method: Any, launcher: Launcher, user: str) -> Method:
+    comm = _mpi.communicator(method, user)
     rank, size = int(comm.Get_rank()), int(comm.Get_size())
     _mpi.require_same_world(comm, launcher)
     part = _mpi.is_part(comm)

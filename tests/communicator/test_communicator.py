@@ -23,7 +23,16 @@ import pytest
 import pynccl
 from conftest import Run
 from meeting import hear, tell, together, until
-from pynccl import Communicator, NcclError, NcclInvalidUsage, NcclTimeoutError, RedOp, capi, testing
+from pynccl import (
+    Communicator,
+    NcclError,
+    NcclInvalidArgument,
+    NcclInvalidUsage,
+    NcclTimeoutError,
+    RedOp,
+    capi,
+    testing,
+)
 from pynccl._memory.owner import used_streams
 from ranks import on_ranks
 
@@ -87,6 +96,10 @@ def test_names_of_other_libraries(rank: int, nranks: int) -> None:
         for name, ours in NAMES.items():
             with pytest.raises(AttributeError, match=rf"no attribute '{name}'; pynccl's name is {ours}$"):
                 getattr(comm, name)
+        with pytest.raises(
+            AttributeError, match=r"comm\.prepare has no barrier: expected an operation on ar"
+        ):
+            comm.prepare.barrier  # type: ignore[attr-defined]  # noqa: B018
         with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
             comm.nonsense  # type: ignore[attr-defined]  # noqa: B018
         with pytest.raises(AttributeError, match="no attribute 'allreduce'; pynccl's name is all_reduce$"):
@@ -309,6 +322,11 @@ def test_wrong_arguments(rank: int, nranks: int) -> None:
             "op is .max. and the arrays have dtype complex64",
         ),
         ((good, None, "sum", "stream"), TypeError, "stream is 'stream'; expected None, a stream handle"),
+        (
+            (good, None, "sum", pynccl.Stream),
+            TypeError,
+            "stream is <class .*Stream.>; expected None, a stream",
+        ),
         ((good, None, "sum", -1), TypeError, "stream is -1"),
         ((good, None, "sum", True), TypeError, "stream is True"),
     ):
@@ -325,6 +343,10 @@ def test_wrong_arguments(rank: int, nranks: int) -> None:
             comm.broadcast(good, root=root)
     with pytest.raises(TypeError, match="send is None; expected an array"):
         comm.broadcast(None)
+    with pytest.raises(TypeError, match="stream is None; expected a stream handle"):
+        pynccl.Event().record(None)
+    with pytest.raises(NcclInvalidArgument, match="stream is 0x3039, which is no stream; expected one that"):
+        comm.synchronize(0x3039)
     # Nothing of this has reached the library.
     assert (comm.all_reduce(np.ones(4)) == nranks).all()
     assert comm.async_error() is None

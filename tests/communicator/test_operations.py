@@ -473,7 +473,7 @@ def test_wrong_factors(rank: int, nranks: int) -> None:
         for factor in (float("nan"), float("inf")):
             with pytest.raises(ValueError, match=f"op has the factor {factor}; expected a value of int32"):
                 comm.all_reduce(np.ones(2, np.int32), op=comm.pre_mul_sum(factor))
-        with pytest.raises(ValueError, match=rf"op belongs to .*rank 0 of 1.*; expected .*{where}"):
+        with pytest.raises(ValueError, match=rf"op was made by another .*rank 0 of 1.*; expected .*{where}"):
             comm.all_reduce(np.ones(2), op=other.pre_mul_sum(2))
         with pytest.raises(TypeError, match=r"dtype bool; NCCL cannot reduce it"):
             comm.all_reduce(np.ones(2, bool), op=comm.pre_mul_sum(2))

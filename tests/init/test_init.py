@@ -101,6 +101,7 @@ def test_wrong_environment(rank: int, nranks: int) -> None:
     forget_the_launcher()
     for env, words in (
         ({"RANK": "0"}, "WORLD_SIZE is not set; expected a number"),
+        ({"SLURM_PROCID": "0"}, r"SLURM_NTASKS is not set; expected a number \(Slurm sets it\)"),
         ({"RANK": "two", "WORLD_SIZE": "2"}, "RANK is 'two'; expected a number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2; expected 0 <= RANK < WORLD_SIZE"),
         (
