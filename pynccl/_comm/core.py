@@ -29,7 +29,7 @@ from pynccl._errors import (
 from pynccl._library import cuda
 from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._library.status import IN_PROGRESS, note_dropped
-from pynccl._memory.owner import caller_line, has_used, used_streams
+from pynccl._memory.owner import caller_line, used_streams
 from pynccl._memory.registration import Registrations
 from pynccl._memory.window import Windows
 from pynccl._timeouts import check_timeout, resolve_timeout
@@ -339,8 +339,8 @@ class Core:
 
     def _forget_destroyed(self, stream: int, what: str) -> NcclInvalidArgument:
         place: dict[str, Any] = {"function": what, "rank": self.known_rank, "size": self.size or None}
-        if not has_used(self.c, stream):
-            text = f"stream is {stream:#x}, which is no stream; expected one that has not been destroyed"
+        if stream not in self.in_flight and stream not in used_streams(self.c):
+            text = f"stream is {stream:#x}, which was destroyed or never created; expected one that exists"
             return NcclInvalidArgument(text, **place)
         if stream in self.in_flight:
             # The calls may still run; no stream has this number.

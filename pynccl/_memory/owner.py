@@ -65,19 +65,12 @@ def complete(owner: Base, what: str, timeout: float | None = None) -> None:
 
 def used_streams(comm: Any) -> list[int]:
     """Return the streams with calls of a pynccl_comm that nobody has waited for."""
-    return [int(entry.stream) for entry in _uses(comm) if entry.last > entry.waited]
-
-
-def has_used(comm: Any, stream: int) -> bool:
-    """Tell whether a pynccl_comm has had calls on a stream."""
-    return any(entry.stream == stream for entry in _uses(comm))
-
-
-def _uses(comm: Any) -> Iterator[Any]:
-    entry = comm.used
+    found, entry = [], comm.used
     while entry:
-        yield entry
+        if entry.last > entry.waited:
+            found.append(int(entry.stream))
         entry = entry.next
+    return found
 
 
 def refuse_unless_idle(owner: Base, what: str, array: Any) -> None:
