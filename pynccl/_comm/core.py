@@ -309,6 +309,8 @@ class Core:
                     done = streams.wait_cuda(self.live, stream, deadline)
         except NcclError as error:
             if streams.is_destroyed(stream, bool(self.waits)):
+                # An abort in another thread destroys the communicator's own stream.
+                self.not_aborted()
                 raise self._forget_destroyed(stream, what) from None
             found = self.watch.cause(error)
             self.told = True

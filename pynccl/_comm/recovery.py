@@ -12,8 +12,10 @@ from pynccl._comm.core import Core
 from pynccl._comm.create import create
 from pynccl._comm.derive import GROW, SHRINK, ConfigLike, derive, new_child
 from pynccl._comm.end import abort, adopt
+from pynccl._device import streams
 from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError, RankFailedError
 from pynccl._library.binding import lib
+from pynccl._library.status import check
 from pynccl._trace import recorder
 from pynccl._types import UniqueId
 from pynccl._watch.agreement import DERIVE, MADE, WELL, View, set_of
@@ -167,11 +169,26 @@ def _create(core: Core, survivors: Survivors, by_library: bool, ends: bool, conf
 
     def call() -> int:
         if by_library:
-            return _shrink_by_library(core, excluded, ends, config)
+            return _when_made(core, _shrink_by_library(core, excluded, ends, config))
         return capi.ncclCommInitRankConfig(len(ranks), uid, ranks.index(core.rank), config)
 
     create(child, SHRINK.function, call, core.device, survivors.look)
     return child
+
+
+def _when_made(core: Core, handle: int) -> int:
+    """Wait for the handle that the library writes later if the parent is non-blocking."""
+
+    def done() -> bool:
+        # First the state, which shows the end only after the handle is written.
+        state = capi.ncclCommGetAsyncError(core.open())
+        if not handle:
+            check(state, SHRINK.function, core.handle)
+        return bool(handle)
+
+    if not handle:
+        streams.poll(done, None)
+    return int(handle)
 
 
 # --- grow ---

@@ -205,9 +205,22 @@ def healthy(rank: int, nranks: int, again: bool) -> tuple[int, int] | None:
         return total(small) if small else None
 
 
+# The variables of the ranks: communicators are blocking, or not.
+BLOCKING = pytest.mark.parametrize("env", [{}, {"NCCL_COMM_BLOCKING": "0"}], ids=["blocking", "non-blocking"])
+
+
+@BLOCKING
 @pytest.mark.parametrize("age", ["2.32", "2.26"])
-def test_shrink_a_healthy_communicator(library: Age, age: str) -> None:
-    assert run(4, healthy, age == "2.26", backend=library(age), timeout=40) == [(6, 6), None, (6, 6), (6, 6)]
+def test_shrink_a_healthy_communicator(library: Age, age: str, env: dict[str, str]) -> None:
+    sums = run(4, healthy, age == "2.26", backend=library(age), env=env, timeout=40)
+    assert sums == [(6, 6), None, (6, 6), (6, 6)]
+
+
+@BLOCKING
+def test_shrink_after_deaths(env: dict[str, str]) -> None:
+    results = run(4, one_after_another, [2, 0], [], backend="cpu", check=False, env=env, timeout=50)
+    for rank in (1, 3):
+        assert [(dead, sums) for dead, sums, _ in results[rank]] == [([2], (6, 6)), ([0], (3, 3))]
 
 
 def excludes_another(rank: int, nranks: int) -> str:

@@ -71,6 +71,24 @@ std::optional<ncclUniqueId> exchange_id(const Api& api, const Attempt& attempt, 
   return id;
 }
 
+// The key by which a rank says that it connects.
+std::string presence(const std::string& key, int rank) { return c10::str(key, "/comes/", rank); }
+
+// Which other ranks have not begun to connect, for the end of a message.
+std::string absent(const intrusive_ptr<c10d::Store>& shared, const std::string& key, int rank, int size) {
+  std::string ranks;
+  try {
+    OwnStore store(shared);
+    for (int r = 0; r < size; ++r)
+      if (r != rank && !store->check({presence(key, r)}))
+        ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
+  } catch (const std::exception&) {
+    return "; the store cannot be reached, so rank 0 may have died";
+  }
+  if (ranks.empty()) return "; all ranks of the group have begun to connect, and one may have died since";
+  return "; of the group's ranks these have not come: " + ranks;
+}
+
 }  // namespace
 
 Backend::Backend(intrusive_ptr<c10d::Store> store, int rank, int size, const Options& options, bool cpu_only,
@@ -199,6 +217,7 @@ std::shared_ptr<Attempt> Backend::connect(const Lane& lane) {
   return Attempt::begin(lane.api, [api = lane.api, device = lane.device, key = lane.key, tried = lane.tried,
                                    rank = lane.rank, size = lane.size, shared = store_](Attempt& attempt) {
     OwnStore store(shared);
+    store->set(presence(key, rank), std::vector<uint8_t>{1});
     auto id = exchange_id(*api, attempt, store, key, rank == 0, *tried);
     c10::OptionalDeviceGuard guard;
     if (!device.is_cpu()) guard.reset_device(device);
@@ -219,7 +238,8 @@ LanePtr Backend::connected(c10::Device device, int peer, Milliseconds limit) {
     // The attempt continues, and the next operation waits for it again.
     if (Clock::now() >= deadline)
       C10_THROW_ERROR(DistBackendError, c10::str("pynccl: connecting rank ", rank_, " of ", size_, ", ",
-                                                 here(), ",", " took longer than ", limit.count(), "ms"));
+                                                 here(), ", took longer than ", limit.count(), "ms",
+                                                 peer < 0 ? absent(store_, lane->key, rank_, size_) : ""));
   }
   lock.lock();
   if (lane->attempt == attempt) {
