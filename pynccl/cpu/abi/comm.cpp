@@ -598,8 +598,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
     // A creation that fails has an error a moment before it ends, and before its communicator can be
     // destroyed.
     bool creating = c->standing.is_being_created();
-    bool busy = creating || c->standing.goes_on();
-    bool broken = c->error() != ncclSuccess && !c->standing.revoked.load() && !busy;
+    bool broken = c->error() != ncclSuccess && !c->standing.revoked.load() && !creating;
     *asyncError = broken ? c->error() : c->standing.poll();
     return ncclSuccess;
   });

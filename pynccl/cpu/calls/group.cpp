@@ -114,7 +114,7 @@ class Background {
   explicit Background(std::vector<std::shared_ptr<Comm>> comms) {
     comms_.reserve(comms.size());
     for (auto& comm : comms) {
-      uint64_t ticket = comm->standing.begin_background(comm->error() != ncclSuccess);
+      uint64_t ticket = comm->standing.begin_background();
       comms_.emplace_back(std::move(comm), ticket);
     }
   }

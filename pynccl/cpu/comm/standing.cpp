@@ -26,10 +26,9 @@ void Standing::set_pending(ncclResult_t state) {
   changed_.notify_all();
 }
 
-uint64_t Standing::begin_background(bool failed) {
+uint64_t Standing::begin_background() {
   answer_later();
   std::lock_guard<std::mutex> lock(mutex_);
-  over_failure_.store(failed, std::memory_order_release);
   pending_.store(ncclInProgress, std::memory_order_release);
   return ++background_;
 }

@@ -41,13 +41,9 @@ class Standing {
   void set_pending(ncclResult_t state);
   // A background operation, which the ticket identifies. Its end changes the state only if no newer operation
   // has begun: the operation's own last step may have made the communicator ready before.
-  uint64_t begin_background(bool failed);
+  uint64_t begin_background();
   void end_background(uint64_t ticket, ncclResult_t result);
   ncclResult_t await_pending();
-  // The operation began on a communicator that had failed: a shrink, whose progress the state shows.
-  bool goes_on() const {
-    return over_failure_.load(std::memory_order_acquire) && pending() == ncclInProgress;
-  }
 
   // A call on a non-blocking communicator was issued. As in NCCL it is accepted later: the first poll returns
   // ncclInProgress, a later one ncclSuccess.
@@ -67,7 +63,6 @@ class Standing {
   std::atomic<End> ending_{End::None};
   std::atomic<ncclResult_t> pending_{ncclInProgress};
   std::atomic<int> answers_{0};
-  std::atomic<bool> over_failure_{false};
   bool ended_ = false;       // under mutex_
   uint64_t background_ = 0;  // under mutex_: the newest ticket
   std::mutex mutex_;
