@@ -382,29 +382,11 @@ std::string RootTable::joined(const Root& root) const {
   return text;
 }
 
-void RootTable::expire(Deadline now) {
+void RootTable::expire(Deadline now, const std::string& trouble) {
   while (!timers_.empty() && timers_.begin()->first <= now) {
     Root& root = roots_.at(timers_.begin()->second);
-    end(root, ncclTimeout, late(root));
+    end(root, ncclTimeout, late(root) + (trouble.empty() ? "" : "; no rank can connect: " + trouble));
   }
-}
-
-bool RootTable::waits_for_ranks(const Root& root) const {
-  if (root.ranks.members.empty()) return true;
-  const Announce& a = root.ranks.members[0].announce;
-  Shares spread{a.nranks, a.nids};
-  int share = spread.of_rank(a.rank);
-  bool all_here = int(root.ranks.members.size()) == spread.count(share);
-  return !all_here || (share == 0 && int(root.shares.members.size()) < a.nids - 1);
-}
-
-void RootTable::starve(const std::string& why) {
-  std::vector<Root*> waiting;
-  for (auto& [token, root] : roots_)
-    if (waits_for_ranks(root)) waiting.push_back(&root);
-  for (Root* root : waiting)
-    end(*root, ncclSystemError,
-        "the maker of the unique id cannot accept ranks: " + why + ": " + joined(*root));
 }
 
 }  // namespace pncpu

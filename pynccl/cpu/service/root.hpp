@@ -40,9 +40,8 @@ class RootTable {
   void unproved(const Token& token, uint64_t serial, const std::string& text);
 
   bool busy() const { return !timers_.empty(); }  // some ranks wait
-  void expire(Deadline now);
-  // No rank can connect to this process any more: ends what waits for one.
-  void starve(const std::string& why);
+  // `trouble`: why no rank can connect to this process at the moment, if so.
+  void expire(Deadline now, const std::string& trouble);
   Deadline next_deadline() const { return timers_.empty() ? kForever : timers_.begin()->first; }
 
  private:
@@ -84,7 +83,6 @@ class RootTable {
   std::string who(const Root& root, const Member& member) const;
   std::string late(const Root& root) const;
   std::string joined(const Root& root) const;
-  bool waits_for_ranks(const Root& root) const;
 
   struct Public {
     bool open_to_all = false;

@@ -168,8 +168,7 @@ void Service::run() {
 
 void Service::tidy(Deadline now) {
   try {
-    roots.expire(now);
-    if (starved()) roots.starve(describe_error(EMFILE));
+    roots.expire(now, starved() ? describe_error(EMFILE) : "");
   } catch (const std::exception& e) {
     log(Level::Warn, "the bootstrap service: %s", e.what());
   }
