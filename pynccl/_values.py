@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from numbers import Integral
 from operator import index
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 # One more than the largest int of C.
 INT = 1 << 31
@@ -41,7 +43,7 @@ class Code(IntEnum):
 
 def is_int(value: Any) -> TypeGuard[int | np.integer[Any]]:
     """Tell whether a value is an int or a NumPy integer: a number, and neither a bool nor a Code."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool | Code)
+    return isinstance(value, int | Integral) and not isinstance(value, bool | Code)
 
 
 def as_index(value: Any) -> int:

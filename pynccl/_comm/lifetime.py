@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from pynccl import capi
 from pynccl._errors import NcclError
 from pynccl._timeouts import LONGEST
 
@@ -77,6 +76,9 @@ def own(handle: int) -> None:
     """Release a handle at exit, unless `disown` is called first."""
     global _leave, _abort, _seconds
     if _leave is None:
+        # Imported late: `pynccl run` uses this module without a library.
+        from pynccl import capi
+
         _seconds = _exit_seconds()
         _leave, _abort = _AtEnd(capi.ncclCommDestroy), _AtEnd(capi.ncclCommAbort)
         _when_multiprocessing_ends()

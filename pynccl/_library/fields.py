@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import Field, fields
+from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar
-
-import numpy as np
 
 from pynccl._errors import NotSupportedError
 from pynccl._library import loader
@@ -21,12 +21,8 @@ _MAGIC = {"ncclSimInfo_t": api.NCCL_SIM_INFO_MAGIC}
 # NCCL keeps pointers to some strings while the communicator lives, so none is freed; they are few and small.
 _strings: dict[bytes, Any] = {}
 
-# The Python types that a field accepts.
-_FITTING: dict[str, tuple[type, ...]] = {
-    "int": (int, np.integer, np.bool_),
-    "float": (int, float, np.number),
-    "str": (str, tuple, ffi.CData),
-}
+# The Python types that a field accepts, beside NumPy's bool.
+_FITTING: dict[str, tuple[type, ...]] = {"int": (Integral,), "float": (Real,), "str": (str, tuple, ffi.CData)}
 _KINDS = {"int": "an int", "float": "a number", "str": "a str"}
 
 S = TypeVar("S", bound="Struct")
@@ -100,11 +96,16 @@ def pack(cls: type[S], value: S | Mapping[str, Any] | None) -> Any:
     return value.pack()
 
 
+def _is_numpy_bool(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.bool_)
+
+
 def _require_kind(struct: str, field: Field[Any], value: Any) -> None:
     """Raise TypeError unless the value has the type of the field's annotation, such as `int | None`."""
     kind = str(field.type).partition(" ")[0]
     fits = value is None or isinstance(value, _FITTING.get(kind, object))
-    if not fits:
+    if not fits and not (kind == "int" and _is_numpy_bool(value)):
         raise TypeError(f"{struct}.{field.name} is {value!r}; expected {_KINDS[kind]}, or None")
 
 

@@ -155,6 +155,10 @@ def test_names_of_other_libraries(name: str, hint: str) -> None:
     assert str(raised.value) == f"module 'pynccl' has no attribute '{name}'{hint}"
 
 
+def test_the_launcher_starts_without_numpy(run_python: Run) -> None:
+    run_python("import sys, pynccl.__main__; assert not {'numpy', 'pynccl.capi'} & set(sys.modules)")
+
+
 def test_what_is_shown_before_it_is_used(run_python: Run) -> None:
     code = """
 import sys, pynccl

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -125,6 +126,18 @@ VERBLESS = {"a", "an", "the", "true", "one", "what", "raw", "calls", "how", "ncc
 
 def test_names() -> None:
     assert sorted(NAMES.split()) == sorted(pynccl.__all__)
+
+
+@pytest.mark.parametrize("module", [pynccl, pynccl.bootstrap], ids=["pynccl", "pynccl.bootstrap"])
+def test_names_are_imported_from_where_type_checkers_see_them(module: Any) -> None:
+    imports = [
+        node
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom)
+    ]
+    seen = {alias.asname: node.module for node in imports for alias in node.names}
+    for name in set(module.__all__) - {"__version__"}:
+        assert getattr(module, name) is getattr(importlib.import_module(seen[name]), name)
     for name in pynccl.__all__:
         assert hasattr(pynccl, name), name
 
