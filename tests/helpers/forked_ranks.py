@@ -27,7 +27,7 @@ from pynccl._run.process import Child
 READ_AT_START = ("PYTHON", "LD_", "OPENBLAS_", "MKL_", "PYNCCL_TRACE_STACKS", "PYNCCL_EVIDENCE")
 # Set again in each fork, and an option of the server's.
 SET = ("PYTHONPATH", "PYTHONUNBUFFERED")
-LIGHT = ("numpy", "ml_dtypes", "pytest", "hypothesis", "pynccl.testing")
+LIGHT = ("numpy", "ml_dtypes", "pytest", "hypothesis", "pynccl.testing", "pynccl.bootstrap._init")
 HEAVY = (*LIGHT, "cupy", "torch.distributed")
 
 
