@@ -357,10 +357,10 @@ class _Launcher:
             self._send(number)
 
     def _look_for_ends(self) -> None:
-        for rank, child in self.children.items():
-            code = child.poll()
-            if rank in self.ended or code is None:
-                continue
+        found = ((rank, child.poll()) for rank, child in self.children.items() if rank not in self.ended)
+        ends = [(rank, code) for rank, code in found if code is not None]
+        # Of ranks that have ended since the last look, one that a signal killed is the cause of exceptions.
+        for rank, code in sorted(ends, key=lambda end: end[1] >= 0):
             if code > 0 and self.code == 0 and self._is_consequence(rank):
                 continue
             self.ended.add(rank)

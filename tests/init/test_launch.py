@@ -921,6 +921,27 @@ def test_restarts_until_it_succeeds(script: Script, ending: str, how: str) -> No
     assert "pynccl run: restart 2 of 5\n" in done.stderr
 
 
+STOPS_THE_LAUNCHER = """
+import os, signal, subprocess, sys, time
+if os.environ["RANK"] == "1":
+    while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+later = f"import os, signal, time; time.sleep(1); os.kill({os.getppid()}, signal.SIGCONT)"
+subprocess.Popen([sys.executable, "-c", later])
+os.kill(os.getppid(), signal.SIGSTOP)
+open(sys.argv[1], "w").close()
+time.sleep(0.5)
+sys.exit("its peer has ended")
+"""
+
+
+def test_a_killed_rank_is_named_before_one_that_failed_for_it(script: Script, tmp_path: Path) -> None:
+    """The launcher sees both ends at once."""
+    done = launch("-n", "2", script(STOPS_THE_LAUNCHER), str(tmp_path / "stopped"))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL" in done.stderr and "rank 0 exited" not in done.stderr
+
+
 def test_the_last_lines_come_before_a_restart(script: Script) -> None:
     program = script("import os\nfor i in range(30): print('line', i)\nos.kill(os.getpid(), 9)")
     done = launch("-n", "1", "--cpu", "--restarts", "1", program)

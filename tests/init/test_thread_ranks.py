@@ -72,7 +72,7 @@ def hang_here() -> None:
 def leave_on_3(rank: int, nranks: int) -> int:
     if rank == 3:
         os._exit(7)
-    time.sleep(0.2 if rank == 2 else 0)
+    time.sleep(10 if rank == 2 else 0)
     return rank
 
 
