@@ -292,3 +292,14 @@ def ncclParamGetAllParameterKeys() -> list[str]:
     if r := _library.ncclParamGetAllParameterKeys(table, length):
         _check(r, "ncclParamGetAllParameterKeys")
     return [_text(table[0][i]) for i in range(length[0])]
+
+
+def pyncclCpuGetAlgorithm(comm: int, collective: str, size: int) -> tuple[str, int]:
+    out, most = _ffi.new("char**"), _ffi.new("size_t*")
+    try:
+        name = _check_text(collective, "collective").encode()
+        if r := _library.pyncclCpuGetAlgorithm(comm, name, size, out, most):
+            _check(r, "pyncclCpuGetAlgorithm", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, size=size) from None
+    return _text(out[0]), most[0]

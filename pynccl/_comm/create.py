@@ -98,6 +98,8 @@ def _set_up(core: Core, handle: int, owned: bool, with_channel: bool, look: Look
     core.c.waits, core.c.stream = core.waits, core.own_stream
     cores[address_of(core.c)] = core
     recorder.open_trace(core.c, core.identity, rank, size, core.origin, also=core.also)
+    if on_cpu:
+        lib.pynccl_trace_algorithms(core.c.trace, core.c.handle)
     if owned and (core.timeout is not None or check_mode.enabled()):
         core.watch.start(core.open, core.device, core.until, look, with_channel=with_channel)
         if check_mode.enabled():

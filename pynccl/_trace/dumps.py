@@ -215,6 +215,7 @@ _OPTIONAL: dict[str, Callable[[Any], Any]] = {
     "op": _text,
     "root": _integer,
     "color": _integer,
+    "algorithm": _text,
     "send": _integer,
     "recv": _integer,
     "stream": _integer,

@@ -51,6 +51,7 @@ class TraceRecord:
     the same number on two ranks means the same call. Calls with the same `group` were issued together.
     `state` is "called" (still in the library's function), "taken" (accepted by the library, running
     or queued), "done" or "failed". `result` is NCCL's code, or -1 after an exception without a code.
+    `algorithm` is the one that the CPU library chooses for a collective.
     One-sided calls have `peer`, `signal` and `context`; a put has `offset`, in bytes of the peer's window as
     the library counts them, and a wait `signals`, the number that it waits for.
     Times are nanoseconds since 1970; `end_ns` is the time at which the call was found to be done.
@@ -68,6 +69,7 @@ class TraceRecord:
     op: str | None = None
     root: int | None = None
     color: int | None = None
+    algorithm: str | None = None
     send: int | None = None
     recv: int | None = None
     stream: int | None = None

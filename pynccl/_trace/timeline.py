@@ -28,6 +28,10 @@ from pynccl._types import DataType
 _PAGE = Path(__file__).with_name("page")
 _SCRIPTS = ("calls.js", "picture.js", "controls.js")
 _ITEM_SIZES = {dtype.name.lower(): ITEM_SIZES[dtype] for dtype in DataType}
+_ARGUMENTS = (
+    *("dtype", "op", "root", "algorithm", "color"),
+    *("peer", "signal", "context", "signals", "offset"),
+)
 # The states of records, and of calls that have no record, as the page names them.
 _STATES = {"done": "d", "taken": "t", "called": "c", "failed": "f"}
 _NEVER, _ABSENT = "n", "x"
@@ -152,7 +156,7 @@ def _arguments(record: TraceRecord) -> Iterator[tuple[str, str]]:
         size = _ITEM_SIZES.get(record.dtype or "")
         if size is not None:
             yield "bytes", f"{record.count * size:,}"
-    for name in ("dtype", "op", "root", "color", "peer", "signal", "context", "signals", "offset"):
+    for name in _ARGUMENTS:
         value = getattr(record, name)
         if value is not None:
             yield name, str(value)

@@ -31,6 +31,8 @@ ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs); //
 ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind); // since 2.32.3
 // Whether the connection to a rank has ended without a destroy on that rank: it died, or aborted.
 ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone); // since 2.32.3
+// The algorithm of a collective ("ncclAllReduce") whose count is `size` bytes, and up to which size it is the same.
+ncclResult_t pyncclCpuGetAlgorithm(ncclComm_t comm, const char* collective, size_t size, const char** algorithm, size_t* most); // since 2.32.3
 // How many increments of a signal have come from a rank that no wait has taken yet.
 ncclResult_t pyncclCpuSignalCount(ncclComm_t comm, int peer, int sigIdx, int ctx, uint64_t* count); // since 2.32.3
 // An all_gather of `count` int64 numbers that matches only a call with the same `purpose`: 1 before a window is

@@ -95,7 +95,17 @@ static void pynccl_text_field(const char* name, const char* value) {
 
 static const char* const pynccl_state_names[] = {"called", "taken", "done", "failed"};
 
-static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_plan) {
+// The algorithm of a call with arrays; NULL: it has none, or this is unknown. The library discards empty
+// calls, and a call may fail before the choice.
+static const char* pynccl_algorithm(const pynccl_trace* t, const pynccl_entry* r, int datatype) {
+  if (r->kind >= PYNCCL_SEND || datatype >= ncclNumTypes || !r->count || pynccl_state_of(r) == PYNCCL_FAILED)
+    return NULL;
+  const pynccl_algorithms* known = &t->algorithms[r->kind];
+  const char* small = __atomic_load_n(&known->small, __ATOMIC_ACQUIRE);
+  return !small || r->count <= known->most / pynccl_item_sizes[datatype] ? small : known->large;
+}
+
+static void pynccl_put_record(const pynccl_trace* t, const pynccl_entry* r, uint64_t number, int of_plan) {
   const int pair = pynccl_is_pair(r->kind), one_sided = pynccl_is_one_sided(r->kind),
             array = r->kind < PYNCCL_BARRIER || r->kind == PYNCCL_PUT_SIGNAL;
   const int done = pynccl_state_of(r) == PYNCCL_DONE, datatype = r->datatype_op & 15,
@@ -120,6 +130,8 @@ static void pynccl_put_record(const pynccl_entry* r, uint64_t number, int of_pla
     if (pynccl_reduces(r->kind))
       pynccl_text_field("op", op < ncclNumOps ? pynccl_op_names[op] : "pre_mul_sum");
     if (pynccl_has_root(r->kind)) pynccl_field("root", r->root);
+    const char* algorithm = pynccl_algorithm(t, r, datatype);
+    if (algorithm) pynccl_text_field("algorithm", algorithm);
     pynccl_field("send", r->send);
     if (!one_sided) pynccl_field("recv", r->recv);
   }
@@ -171,15 +183,15 @@ static void pynccl_unfold(const pynccl_trace* t, const pynccl_entry* run, uint64
     pynccl_entry r;
     pynccl_put_call(&r, c, run->called, number, run->group);
     r.outcome = run->outcome;
-    pynccl_put_record(&r, number, 1);
+    pynccl_put_record(t, &r, number, 1);
   }
 }
 
 // Any thread may revoke or abort, while another thread writes records: such a call has a mark instead.
-static void pynccl_put_mark(int kind, uint64_t ticks) {
+static void pynccl_put_mark(const pynccl_trace* t, int kind, uint64_t ticks) {
   const pynccl_entry r = {
       .called = ticks, .outcome = pynccl_outcome(PYNCCL_DONE, (int64_t)ticks), .kind = kind};
-  pynccl_put_record(&r, 0, 0);
+  pynccl_put_record(t, &r, 0, 0);
 }
 
 static void pynccl_dump_trace(const pynccl_trace* t) {
@@ -206,11 +218,11 @@ static void pynccl_dump_trace(const pynccl_trace* t) {
     if (record.kind == PYNCCL_PLAN)
       pynccl_unfold(t, &record, number);
     else
-      pynccl_put_record(&record, number, 0);
+      pynccl_put_record(t, &record, number, 0);
   }
   const uint64_t revoked = __atomic_load_n(&t->revoked, __ATOMIC_ACQUIRE);
-  if (revoked) pynccl_put_mark(PYNCCL_REVOKE, revoked);
-  if (mark == PYNCCL_ABORT) pynccl_put_mark(mark, t->marked);
+  if (revoked) pynccl_put_mark(t, PYNCCL_REVOKE, revoked);
+  if (mark == PYNCCL_ABORT) pynccl_put_mark(t, mark, t->marked);
 }
 
 static void pynccl_put_process(void) {

@@ -2,10 +2,11 @@
 
 #include "kinds.h"
 
-#define PYNCCL_ROW(kind, number, name, function, arguments) [number] = {name, arguments},
+#define PYNCCL_ROW(kind, number, name, function, arguments) [number] = {name, function, arguments},
 
 static const struct {
   const char* name;
+  const char* function;
   int arguments;
 } pynccl_kinds[] = {PYNCCL_KINDS(PYNCCL_ROW)};
 
@@ -16,6 +17,8 @@ static int pynccl_known(int kind) {
 const char* pynccl_kind_name(int kind) {
   return pynccl_known(kind) ? pynccl_kinds[kind].name : "something unknown";
 }
+
+const char* pynccl_kind_function(int kind) { return pynccl_known(kind) ? pynccl_kinds[kind].function : ""; }
 
 static int pynccl_takes(int kind, int argument) {
   return pynccl_known(kind) && pynccl_kinds[kind].arguments & argument;

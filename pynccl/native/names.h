@@ -8,6 +8,8 @@
 
 // "something unknown" for a number without a kind.
 const char* pynccl_kind_name(int kind);
+// "" for a call without one.
+const char* pynccl_kind_function(int kind);
 int pynccl_reduces(int kind);
 int pynccl_has_root(int kind);
 

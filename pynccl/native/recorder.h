@@ -9,6 +9,8 @@ typedef struct pynccl_trace pynccl_trace;
 
 // `header` is the inside of a JSON object that describes the communicator. NULL without memory.
 pynccl_trace* pynccl_trace_open(size_t records, int size, const char* header);
+// Learn the algorithms of a communicator of the CPU library, so that dumps show them.
+void pynccl_trace_algorithms(pynccl_trace* trace, uintptr_t comm);
 // Set how many rings of closed communicators are kept for later dumps.
 void pynccl_trace_keep(int count);
 

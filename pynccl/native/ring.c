@@ -3,6 +3,8 @@
 #include <sched.h>
 #include <stdlib.h>
 
+#include "names.h"
+
 // --- clocks ----------------------------------------------------------------------------------------------
 
 pynccl_instant pynccl_first;
@@ -106,6 +108,18 @@ pynccl_trace* pynccl_trace_open(size_t records, int size, const char* header) {
   if (t->records && t->pairs && pynccl_trace_enlist(t)) return t;
   pynccl_trace_free(t);
   return NULL;
+}
+
+void pynccl_trace_algorithms(pynccl_trace* t, uintptr_t comm) {
+  for (int kind = 0; t && kind < PYNCCL_SEND; ++kind) {
+    const char *function = pynccl_kind_function(kind), *small = NULL;
+    pynccl_algorithms* known = &t->algorithms[kind];
+    size_t all;
+    if (pyncclCpuGetAlgorithm(comm, function, 0, &small, &known->most) ||
+        pyncclCpuGetAlgorithm(comm, function, known->most + 1, &known->large, &all))
+      return;
+    __atomic_store_n(&known->small, small, __ATOMIC_RELEASE);
+  }
 }
 
 void pynccl_trace_close(pynccl_trace* t) {

@@ -63,6 +63,14 @@ typedef struct pynccl_digest {
   pynccl_call calls[];
 } pynccl_digest;
 
+// The algorithms of a kind of call: `small` up to `most` bytes, else `large`. `small` is published last,
+// NULL: unknown.
+typedef struct pynccl_algorithms {
+  const char* small;
+  const char* large;
+  size_t most;
+} pynccl_algorithms;
+
 struct pynccl_trace {
   uint64_t next;  // number of records so far; published last
   size_t mask;    // turns a position into an index: a power of two, less one
@@ -78,6 +86,7 @@ struct pynccl_trace {
   uint64_t revoked;  // in ticks; 0: it was not
   uint64_t closed;   // 0: open; else a number that grows with every closed ring
   pynccl_digest* digests;
+  pynccl_algorithms algorithms[PYNCCL_SEND];  // of the collectives, by kind
   char header[];
 };
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pynccl
-from pynccl import testing
+from pynccl import capi, testing
+from pynccl._trace.dumps import read_all
 
-LINE = re.compile(r'NCCL INFO (\w+) of (\d+) elements of (\d+) B: algorithm "(.+)", 4 ranks on 2 hosts')
+LINE = re.compile(r'NCCL INFO (\w+) of (\d+) elements of (\d+) B: algorithm "(.+)", 4 ranks on \d hosts')
 LARGE = 100_000
 PAIRS = {"AllReduce": "shares", "Broadcast": "copies", "AllGather": "copies"}
 HOSTS = {
@@ -42,3 +44,87 @@ def test_the_log_shows_it(tmp_path: os.PathLike[str], flat: int | None) -> None:
         expected = {(function, 2): "local" for function in PAIRS}
         expected |= {(function, LARGE): how for function, how in (HOSTS if flat is None else PAIRS).items()}
         assert used.items() >= expected.items()
+
+
+COLLECTIVES = {
+    "all_reduce": "AllReduce",
+    "reduce": "Reduce",
+    "broadcast": "Broadcast",
+    "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter",
+    "all_to_all": "AlltoAll",
+    "gather": "Gather",
+    "scatter": "Scatter",
+}
+# What each rank sends to all others together comes with the headers only if it has at most so many bytes.
+AREA = 1 << 18
+
+
+def traced(
+    rank: int, nranks: int, folder: str, hosts: int, inline: int
+) -> tuple[str, str, list[pynccl.TraceRecord]]:
+    log, dump = f"{folder}/log.{rank}", f"{folder}/rank{rank}.jsonl"
+    os.environ |= {"NCCL_HOSTID": f"host{rank % hosts}", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": log}
+    limits = sorted({inline // 4, AREA // nranks // 4})
+    counts = [count for limit in limits for count in (limit - 1, limit, limit + 1) if count > 0]
+    with pynccl.init(timeout=30) as comm:
+        x, wide = np.ones(max(counts), np.float32), np.ones(nranks * max(counts), np.float32)
+        calls = []
+        for count in counts:
+            few, many = x[:count], wide[: nranks * count]
+            calls += [comm.prepare.all_reduce(few), comm.prepare.reduce(few, root=1)]
+            calls += [comm.prepare.broadcast(few, root=2), comm.prepare.all_gather(few)]
+            calls += [comm.prepare.reduce_scatter(many), comm.prepare.all_to_all(many)]
+            calls += [comm.prepare.gather(few, root=3), comm.prepare.scatter(many, root=3)]
+        for call in calls:
+            call()
+        pynccl.Plan(calls)()
+        with pynccl.group():
+            comm.all_reduce(x[:1])
+            comm.all_gather(x[: counts[-1]])
+        comm.all_reduce(x[:0])
+        comm.send_recv(x[:1], (rank + 1) % nranks, np.empty(1, np.float32), (rank - 1) % nranks)
+        comm.barrier()
+        pynccl.dump_trace(dump)
+        return log, dump, comm.trace()
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize("inline", [0, 1024, 200_000])
+@pytest.mark.parametrize("by_hosts", [True, False])
+def test_the_trace_says_what_the_log_says(tmp_path: Path, hosts: int, inline: int, by_hosts: bool) -> None:
+    env = {"PYNCCL_CPU_INLINE_BYTES": str(inline), "PYNCCL_CPU_BY_HOSTS": str(int(by_hosts))}
+    for log, dump, records in testing.run(4, traced, str(tmp_path), hosts, inline, backend="cpu", env=env):
+        used = {(name, int(count)): how for name, count, _, how in LINE.findall(Path(log).read_text())}
+        shown = [record for record in records if record.call in COLLECTIVES and record.count]
+        assert [record.algorithm for record in shown] == [
+            used[COLLECTIVES[r.call], r.count or 0] for r in shown
+        ]
+        assert {record.call for record in shown if record.plan} == set(COLLECTIVES)
+        for call in COLLECTIVES:
+            assert len({record.algorithm for record in shown if record.call == call}) == 1 + bool(inline)
+        others = [record for record in records if record not in shown]
+        assert {record.algorithm for record in others} == {None}
+        assert {"init", "all_reduce", "send", "recv", "barrier"} == {record.call for record in others}
+        (member,) = read_all([dump]).members
+        assert [record.algorithm for record in member.records] == [record.algorithm for record in records]
+
+
+def derived(rank: int, nranks: int) -> list[str | None]:
+    with pynccl.init(timeout=30, config={"blocking": 0}) as comm, comm.split(rank // 2) as half:
+        found = []
+        for one in (comm, half, *pynccl.init_all([0])):
+            one.all_reduce(np.ones(LARGE))
+            found.append(one.trace()[-1].algorithm)
+        one.destroy()
+        for wrong in ("ncclSend", "AllReduce", ""):
+            with pytest.raises(
+                pynccl.NcclInvalidArgument, match=f'collective is "{wrong}", expected "ncclAll'
+            ):
+                capi.pyncclCpuGetAlgorithm(comm.handle, wrong, 1)
+        assert capi.pyncclCpuGetAlgorithm(comm.handle, "ncclReduce", 8193) == ("where needed", (1 << 64) - 1)
+        return found
+
+
+def test_every_communicator_knows_its_algorithms() -> None:
+    assert testing.run(4, derived, backend="cpu") == [["shares", "shares", "local"]] * 4

@@ -256,6 +256,8 @@ struct Calls {
     CALL(return pyncclCpuGetErrorKind(f.comm(), OUT(int)));
     CALL(return pyncclCpuIsGone(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuSignalCount(f.comm(), f.any_int(), f.any_int(), f.any_int(), OUT(uint64_t)));
+    CALL(const char* functions[] = {"ncclScatter", "ncclSend", "", nullptr}; return pyncclCpuGetAlgorithm(
+             f.comm(), functions[f.below(4)], f.count(), OUT(const char*), OUT(size_t)));
     CALL(return pyncclCpuExchange(f.data(), f.data(), f.count(), f.any_int(), f.comm(), f.stream()));
     CALL(return pyncclCpuQuiet(f.comm()));
     CALL(return pyncclCpuSetDevice(f.any_int()));

@@ -532,7 +532,7 @@ TEST_CASE("schedules are sound") {
     for (int p = 0; p < c.nranks; ++p)
       c.direct.push_back(p != c.rank && layout.same_host(p, c.rank) && below(random, 2));
     Schedule s;
-    choose_algorithm(c).plan(c, &s);
+    algorithm_for(c).plan(c, &s);
     CHECK(sound(s));
     if (!sound(s)) break;
   }

@@ -23,6 +23,7 @@ LISTS: dict[str, Any] = {
     "config": None,
     "simInfo": None,
     "key": "NCCL_KEY",
+    "collective": "ncclAllReduce",
     "nId": 2,
     "ndev": 3,
     "excludeRanksCount": 3,

@@ -113,7 +113,11 @@ def sound_dumps(folder: Path) -> list[list[bytes]]:
         [[reduce(1), pair("send", 1, 1, **PENDING)], [pair("recv", 2, 1, **PENDING)], [pair("send", 1, 1)]],
         [[reduce(s, group=7, **PENDING) for s in (1, 2)], [reduce(1, group=3, **PENDING)], [reduce(1)]],
         [[{"call": "init", "seq": 0, "state": "called"}], [reduce(1, state="failed", result=5)]],
-        [[{"call": "finalize", "state": "called"}], [reduce(1, at="train.py:88", color=3, plan=True)], []],
+        [
+            [{"call": "finalize", "state": "called"}],
+            [reduce(1, at="train.py:88", color=3, plan=True, algorithm="local")],
+            [],
+        ],
     ]
     found = []
     for ranks in jobs:

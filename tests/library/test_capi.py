@@ -93,6 +93,7 @@ def test_out_values_return(answers: Callable[..., Answers], name: str) -> None:
         "ncclParamGetStr": "alpha",
         "ncclParamGetParameter": "alpha",
         "ncclParamGetAllParameterKeys": ["alpha", "beta"],
+        "pyncclCpuGetAlgorithm": f"('alpha', {index})",
         "ncclParamGet": b"payload".hex(),
         "ncclResetDebugInit": None,
         "ncclParamDumpAll": None,

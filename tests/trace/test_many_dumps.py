@@ -20,7 +20,7 @@ from trace_dumps import PENDING, pair, reduce, write
 # Numbers at the ends of what 64 bits hold, and texts that are written in several ways.
 ODD: list[dict[str, Any]] = [
     reduce(1, send=0, recv=(1 << 63) - 1),
-    reduce(2, send=1 << 63, recv=(1 << 64) - 1),
+    reduce(2, algorithm="shares", send=1 << 63, recv=(1 << 64) - 1),
     reduce(3, send=-(1 << 63), recv=-5),
     reduce((1 << 63) + 4),
     reduce(5, at='a "quoted" \\ place.py:3'),

@@ -67,6 +67,7 @@ def test_every_call() -> None:
         assert [r.result for r in comm] == [0] * len(comm)
         assert [r.op for r in comm[1:6]] == ["max", "sum", None, None, "sum"]
         assert [r.root for r in comm if r.root is not None] == [1, 1, 1, 1]
+        assert [r.algorithm for r in comm] == [None, *["local"] * 8, None, None, None, None]
         assert [r.count for r in comm[1:9]] == [4, 4, 4, 4, 2, 2, 4, 2]
         assert [r.dtype for r in comm[4:6]] == ["float32", "int32"]
         send, recv = comm[9:11]
@@ -228,6 +229,7 @@ except pynccl.NcclError as error: assert error.result == 2, error
 else: raise AssertionError
 (record,) = comm.trace()[1:]
 assert (record.state, record.result, record.call) == ("failed", 2, "all_reduce"), record
+assert record.algorithm is None, record
 comm.abort()
 """,
         PYNCCL_LIBRARY="cpu",

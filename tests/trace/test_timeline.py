@@ -101,7 +101,7 @@ def test_a_hang(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
     press(chromium, "ArrowLeft", "ArrowLeft", "Enter")
     assert re.search(
         r"rank 1: all_reduce #2, completed begin .* m?s took .*s count 4 bytes 16 dtype float32 op sum "
-        r"stream 0x\w+ line \S*trace_programs\.py:\d+ on \S+, process \d+",
+        r"algorithm local stream 0x\w+ line \S*trace_programs\.py:\d+ on \S+, process \d+",
         " ".join(chromium.text("#details").split()),
     )
     assert "rank 1: all_reduce #2, completed" in dict(pointed_at(chromium, 0.5))

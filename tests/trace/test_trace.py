@@ -435,6 +435,7 @@ def test_chrome_events(tmp_path: Path) -> None:
     for rank in range(2):
         mine = [event for event in calls if event["pid"] == rank]
         assert [event["name"].split(" (")[0] for event in mine] == names
+        assert [event["args"].get("algorithm") for event in mine] == [None, *["local"] * 3, None, None, None]
         assert all(event["dur"] > 0 and event["args"]["state"] == "done" for event in mine)
         assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(mine))
     assert {event["args"]["name"].split(" (")[0] for event in events if event["name"] == "process_name"} == {

@@ -1,5 +1,6 @@
 // The C API: collectives and point-to-point. Checks every argument, then submits the call.
 #include <algorithm>
+#include <optional>
 
 #include "calls/group.hpp"
 #include "comm/lifecycle.hpp"
@@ -143,6 +144,12 @@ ncclResult_t check_coll_config(const ncclCollConfig_t* config, const char* funct
   return ncclSuccess;
 }
 
+std::optional<Func> collective_named(const std::string& function) {
+  for (int i = 0; is_collective(Func(i)); ++i)
+    if (function == std::string("nccl") + func_name(Func(i))) return Func(i);
+  return std::nullopt;
+}
+
 }  // namespace
 }  // namespace pncpu
 
@@ -273,6 +280,26 @@ ncclResult_t ncclSend(const void* sendbuff, size_t count, ncclDataType_t datatyp
 ncclResult_t ncclRecv(void* recvbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
   return enter("ncclRecv", Func::Recv, nullptr, recvbuff, count, datatype, 0, peer, comm, stream);
+}
+
+ncclResult_t pyncclCpuGetAlgorithm(ncclComm_t comm, const char* collective, size_t size,
+                                   const char** algorithm, size_t* most) {
+  const char* function = "pyncclCpuGetAlgorithm";
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> c;
+    if (ncclResult_t r = comm_of(comm, function, &c); r != ncclSuccess) return r;
+    REQUIRE_POINTER(function, collective);
+    REQUIRE_POINTER(function, algorithm);
+    REQUIRE_POINTER(function, most);
+    std::optional<Func> func = collective_named(collective);
+    if (!func)
+      return fail(ncclInvalidArgument, "%s: collective is \"%s\", expected \"ncclAllReduce\" or another",
+                  function, collective);
+    Choice choice = c->choice(*func, size);
+    *algorithm = choice.algorithm;
+    *most = choice.most;
+    return ncclSuccess;
+  });
 }
 
 }  // extern "C"

@@ -61,6 +61,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   }
   WaitPolicy wait_policy() const { return session.wait_policy(coll_.underway()); }
   std::string waiting_for(const Batch& batch);
+  Choice choice(Func func, size_t bytes) const { return coll_.choice(func, bytes); }
   std::atomic<uint64_t> calls{0};  // for fault injection
   std::atomic<uint64_t> colls_issued{0};
   std::array<std::atomic<uint64_t>, size_t(Func::Send)> issued_by_func{};  // written under the issue lock

@@ -1,6 +1,5 @@
 #include "ops/algorithms.hpp"
 
-#include "base/log.hpp"
 #include "ops/across_hosts.hpp"
 #include "ops/places.hpp"
 
@@ -128,22 +127,23 @@ void reduce_shares(const Call& c, Schedule* s) {
   });
 }
 
-bool across_hosts(const Call& c, Func func) { return c.func == func && goes_by_hosts(func, *c.layout); }
+bool across_hosts(const CallKind& c, Func func) { return c.func == func && goes_by_hosts(func, *c.layout); }
 
 const Algorithm kAlgorithms[] = {
-    {"local", [](const Call& c) { return c.payloads || c.nranks == 1; }, local},
-    {"all_reduce across hosts", [](const Call& c) { return across_hosts(c, Func::AllReduce); },
+    {"local", [](const CallKind& c) { return c.payloads || c.nranks == 1; }, local},
+    {"all_reduce across hosts", [](const CallKind& c) { return across_hosts(c, Func::AllReduce); },
      all_reduce_across_hosts},
-    {"reduce_scatter across hosts", [](const Call& c) { return across_hosts(c, Func::ReduceScatter); },
+    {"reduce_scatter across hosts", [](const CallKind& c) { return across_hosts(c, Func::ReduceScatter); },
      reduce_scatter_across_hosts},
-    {"reduce across hosts", [](const Call& c) { return across_hosts(c, Func::Reduce); }, reduce_across_hosts},
-    {"all_gather across hosts", [](const Call& c) { return across_hosts(c, Func::AllGather); },
+    {"reduce across hosts", [](const CallKind& c) { return across_hosts(c, Func::Reduce); },
+     reduce_across_hosts},
+    {"all_gather across hosts", [](const CallKind& c) { return across_hosts(c, Func::AllGather); },
      all_gather_across_hosts},
-    {"broadcast across hosts", [](const Call& c) { return across_hosts(c, Func::Broadcast); },
+    {"broadcast across hosts", [](const CallKind& c) { return across_hosts(c, Func::Broadcast); },
      broadcast_across_hosts},
-    {"copies", [](const Call& c) { return !reduces(c.func); }, copies},
-    {"shares", [](const Call& c) { return c.func == Func::AllReduce; }, reduce_shares},
-    {"where needed", [](const Call&) { return true; }, reduce_where_needed},
+    {"copies", [](const CallKind& c) { return !reduces(c.func); }, copies},
+    {"shares", [](const CallKind& c) { return c.func == Func::AllReduce; }, reduce_shares},
+    {"where needed", [](const CallKind&) { return true; }, reduce_where_needed},
 };
 
 }  // namespace
@@ -172,11 +172,9 @@ Access accessed(const Op& op, const Layout& layout, int owner, int by) {
   }
 }
 
-const Algorithm& choose_algorithm(const Call& call) {
+const Algorithm& algorithm_for(const CallKind& kind) {
   const Algorithm* a = kAlgorithms;
-  while (!a->fits(call)) ++a;
-  log(Level::Info, "%s of %zu elements of %zu B: algorithm \"%s\", %d ranks on %zu hosts",
-      func_name(call.func), call.count, call.item, a->name, call.nranks, call.layout->hosts.size());
+  while (!a->fits(kind)) ++a;
   return *a;
 }
 

@@ -7,26 +7,30 @@
 
 namespace pncpu {
 
-// The input of an algorithm.
-struct Call {
+// What the choice of an algorithm depends on: it is the same on all ranks, and known before a call.
+struct CallKind {
   Func func;
-  int root;
-  size_t count, item;  // elements, and the size of one
-  int rank, nranks;
+  int nranks;
   bool payloads;  // the data came with the headers
   const Layout* layout;
+};
+
+// The input of an algorithm.
+struct Call : CallKind {
+  int root;
+  size_t count, item;  // elements, and the size of one
+  int rank;
   std::vector<char> direct;  // by rank: the pair uses each other's buffers
   size_t bytes() const { return count * item; }
 };
 
 struct Algorithm {
   const char* name;
-  // Every rank must choose the same algorithm, so this must not read `rank` or `direct`, which differ.
-  bool (*fits)(const Call&);
+  bool (*fits)(const CallKind&);
   void (*plan)(const Call&, Schedule*);
 };
 // The first that fits.
-const Algorithm& choose_algorithm(const Call& call);
+const Algorithm& algorithm_for(const CallKind& kind);
 
 // Whether the ranks of a host share the work of a call whose data do not come with the headers.
 bool goes_by_hosts(Func func, const Layout& layout);

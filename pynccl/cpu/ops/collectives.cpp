@@ -1,10 +1,12 @@
 #include "ops/collectives.hpp"
 
+#include "base/log.hpp"
+
 namespace pncpu {
 
 void Coll::start(const Op& op, uint64_t seq) {
   op_ = op;
-  large_ = !comes_with_header(context_, op);
+  large_ = op.bytes() > most_with_header(context_, op.func);
   windows_ = large_ && context_.windows ? context_.windows() : nullptr;
   registered_ = large_ && context_.registered ? context_.registered(seq) : nullptr;
   lent_.assign(size_t(context_.nranks), 0);
@@ -110,18 +112,23 @@ void Coll::plan() {
       call_.item == item && call_.direct == direct_)
     return;
   planned_ = false;
-  call_ = Call{op_.func,
-               op_.root,
-               op_.count,
-               item,
-               context_.rank,
-               context_.nranks,
-               matching_.mine().is_inline != 0,
-               &context_.layout,
-               direct_};
+  call_ = Call{kind(op_.func, matching_.mine().is_inline), op_.root, op_.count, item, context_.rank, direct_};
   schedule_.clear();
-  choose_algorithm(call_).plan(call_, &schedule_);
+  const Algorithm& chosen = algorithm_for(call_);
+  log(Level::Info, "%s of %zu elements of %zu B: algorithm \"%s\", %d ranks on %zu hosts",
+      func_name(call_.func), call_.count, call_.item, chosen.name, call_.nranks, call_.layout->hosts.size());
+  chosen.plan(call_, &schedule_);
   planned_ = true;
+}
+
+CallKind Coll::kind(Func func, bool payloads) const {
+  return {func, context_.nranks, payloads, &context_.layout};
+}
+
+Choice Coll::choice(Func func, size_t bytes) const {
+  size_t most = most_with_header(context_, func);
+  bool payloads = bytes <= most;
+  return {algorithm_for(kind(func, payloads)).name, payloads ? most : SIZE_MAX};
 }
 
 std::vector<int> Coll::missing() const {

@@ -9,12 +9,20 @@
 
 namespace pncpu {
 
+struct Choice {
+  const char* algorithm;
+  size_t most;  // up to how many bytes it stays the same
+};
+
 class Coll {
  public:
   explicit Coll(const Context& context)
       : context_(context), matching_(context), executor_(context, matching_) {}
   void start(const Op& op, uint64_t seq);
   Step step();
+  // The algorithm of a call of so many bytes (Op::bytes()). Any thread may ask once the communicator is
+  // ready.
+  Choice choice(Func func, size_t bytes) const;
   // Ranks that have not started this collective.
   std::vector<int> missing() const;
   std::string str() const;
@@ -24,6 +32,7 @@ class Coll {
 
  private:
   void plan();
+  CallKind kind(Func func, bool payloads) const;
   void find_mapped();
   void offer_registered();
   bool same_windows(int peer) const;

@@ -29,10 +29,10 @@ static bool is_channel(const Header& call) {
   return Func(call.func) == Func::AllGather && call.root == kChannelExchange;
 }
 
-bool comes_with_header(const Context& context, const Op& op) {
-  size_t bytes = op.bytes();
-  if (bytes > context.inline_bytes) return false;
-  return part_for(op.func, op.root, bytes, op.root, context.nranks - 1).offset + bytes <= Board::kMostData;
+size_t most_with_header(const Context& context, Func func) {
+  // A rank's send buffer has this many parts of the call's size.
+  size_t parts = part_for(func, 0, 1, 0, context.nranks - 1).offset + 1;
+  return std::min(context.inline_bytes, Board::kMostData / parts);
 }
 
 namespace {
@@ -54,7 +54,7 @@ void Matching::start(const Op& op, uint64_t seq, uint64_t windows, const std::ve
   shown_ = lends_ = false;
   mine_ = header_of(op, seq);
   mine_.windows = windows;
-  mine_.is_inline = comes_with_header(context_, op);
+  mine_.is_inline = bytes <= most_with_header(context_, op.func);
   peers_.resize(size_t(context_.nranks));
   for (int p = 0; p < context_.nranks; ++p) {
     Peer& peer = peers_[size_t(p)];

@@ -16,8 +16,9 @@ size_t hear_header(Pipe& pipe, Header* header);
 Step check_header(const Context& context, int from, const Header& theirs, uint64_t seq, bool is_inline,
                   size_t payload);
 
-// Whether the data of a collective comes with its headers. The answer is the same on all ranks.
-bool comes_with_header(const Context& context, const Op& op);
+// The data of a collective comes with its headers if its Op::bytes() are at most these. The answer is the
+// same on all ranks.
+size_t most_with_header(const Context& context, Func func);
 
 // For collectives: all ranks exchange headers. The data of small calls comes with the header. A rank shows
 // its header once to all ranks of its host (Board), and sends it to every rank of other hosts.
