@@ -129,10 +129,12 @@ def test_ranges(run_python: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["2", "yes"])
 def test_bad_values(value: str, run_python: Run) -> None:
-    done = run_python("import pynccl", fails=True, PYNCCL_NVTX=value)
+    done = run_python("import pynccl; pynccl.init", fails=True, PYNCCL_NVTX=value)
     assert f"PYNCCL_NVTX is {value!r}; expected 0 or 1" in done.stderr
 
 
 def test_without_nvtx(run_python: Run) -> None:
-    done = run_python("import sys; sys.modules['nvtx'] = None; import pynccl", fails=True, PYNCCL_NVTX="1")
+    done = run_python(
+        "import sys; sys.modules['nvtx'] = None; import pynccl; pynccl.init", fails=True, PYNCCL_NVTX="1"
+    )
     assert "PYNCCL_NVTX=1 needs the package nvtx: pip install nvtx" in done.stderr
