@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Literal
 
 from pynccl import capi
@@ -56,6 +57,12 @@ def _shrink_by_library(core: Core, excluded: list[int], ends: bool, config: Conf
     return capi.ncclCommShrink(core.open(), excluded, len(excluded), config, flags)
 
 
+def _needs_abort(failed: NcclError) -> NcclError:
+    error = copy(failed)
+    error.args = (f"{failed}; after a failed call only shrink(exclude, abort=True) goes on",)
+    return error
+
+
 def _shrink_by_agreement(
     core: Core, excluded: set[int], ends: bool, config: ConfigLike, quorum: Quorum
 ) -> Core:
@@ -70,7 +77,7 @@ def _shrink_by_agreement(
             # Another rank may have begun before it could know of the failure.
             survivors.refuse()
             core.interrupted = None
-            raise failed
+            raise _needs_abort(failed)
         view = _begin(core, survivors, (DERIVE if by_library else 0) | (0 if ends else WELL))
         core.interrupted = None
         by_library = bool(view.flags & DERIVE)

@@ -223,6 +223,23 @@ def test_shrink_after_deaths(env: dict[str, str]) -> None:
         assert [(dead, sums) for dead, sums, _ in results[rank]] == [([2], (6, 6)), ([0], (3, 3))]
 
 
+def shrinks_as_if_all_were_well(rank: int, nranks: int) -> tuple[int, int]:
+    comm = pynccl.init(timeout=15)
+    comm.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    first = failure(comm.barrier)
+    again = failure(lambda: comm.shrink(exclude=[1]))
+    assert first.ranks == again.ranks == [1]
+    assert str(again) == f"{first}; after a failed call only shrink(exclude, abort=True) goes on"
+    return total(comm.shrink(exclude=[1], abort=True))
+
+
+def test_only_shrink_with_abort_goes_on_after_a_failed_call() -> None:
+    results = run(3, shrinks_as_if_all_were_well, backend="cpu", check=False, timeout=50)
+    assert results[0] == results[2] == (3, 3)
+
+
 def excludes_another(rank: int, nranks: int) -> str:
     comm = pynccl.init(timeout=20)
     said = ""
