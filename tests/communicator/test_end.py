@@ -231,11 +231,30 @@ if how == "collected":
     del comm
 if how == "barrier":
     comm.barrier()
+if how == "exit in with":
+    x = np.ones(1 << 20)
+    with comm:
+        for _ in range(20):
+            comm.all_reduce(x, op="avg")
+        comm.broadcast(x, root=0)
+        print("right", flush=True)
+        sys.exit()
 print("right", flush=True)
 if how == "exit":
     sys.exit(0)
 """
-WAYS = ["plain", "barrier", "timeout", "stream", "split", "messages", "broadcast", "collected", "exit"]
+WAYS = [
+    "plain",
+    "barrier",
+    "timeout",
+    "stream",
+    "split",
+    "messages",
+    "broadcast",
+    "collected",
+    "exit",
+    "exit in with",
+]
 
 
 # The same through the torch.distributed backend; torch's store ends with rank 0.
