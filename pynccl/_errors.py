@@ -29,10 +29,12 @@ UNSUPPORTED = f"pynccl works on Linux (x86_64, aarch64, WSL) only; this is {sys.
 class NcclError(RuntimeError):
     """Report a failed call; unknown attributes are None or empty.
 
-    `result` is NCCL's code, `detail` the library's last error message.
+    `result` is NCCL's code, `detail` the library's last error message; `relayed` tells that another rank
+    has failed, and reported it.
     """
 
     code: ClassVar[int | None] = None
+    relayed = False
     result: int | None
     function: str
     detail: str

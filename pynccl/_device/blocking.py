@@ -24,6 +24,10 @@ _SLICE = 0.1
 _OTHERS = 1.0
 
 
+# What limits the number of threads, for errors' texts.
+THREAD_LIMITS = "RLIMIT_NPROC, RLIMIT_AS, or the cgroup's pids.max"
+
+
 class NoThreadError(RuntimeError):
     """No thread can be started: the interpreter is exiting, or the system has none left."""
 
@@ -62,7 +66,7 @@ class Running(Generic[T]):
         except BaseException as error:
             # A signal handler that raises while the thread starts has a frame of its own.
             if isinstance(error, RuntimeError) and _raised_by(error) is thread:
-                raise NoThreadError(f"{what}: {error}") from error
+                raise NoThreadError(f"{what}: {error} ({THREAD_LIMITS})") from error
             self.abandon()
             raise
 

@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from pynccl._comm import lifetime
@@ -59,7 +60,13 @@ def _listen(folder: Path) -> None:
         raise OSError(error, os.strerror(error))
     # From here on the launcher can send requests.
     os.write(fd, b"%d\n" % number)
-    lifetime.on_leaving = lambda: os.write(fd, _LEFT + b"%d\n" % time.monotonic_ns())
+    lifetime.on_leaving = partial(_tell_leaving, fd)
+
+
+def _tell_leaving(fd: int) -> None:
+    # The program may have closed its descriptors, or run out of its file sizes: it leaves all the same.
+    with suppress(OSError):
+        os.write(fd, _LEFT + b"%d\n" % time.monotonic_ns())
 
 
 def _handled(pid: int) -> int:

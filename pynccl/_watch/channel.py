@@ -66,10 +66,18 @@ class Channel(NamedTuple):
 
 
 def connect(
-    rank: int, size: int, gather: Gather, deadline: float | None, look: Callable[[], object]
+    rank: int,
+    size: int,
+    gather: Gather,
+    failure: Exception | None,
+    deadline: float | None,
+    look: Callable[[], object],
 ) -> Channel:
-    """Connect to all other ranks; `look` raises if the library has an error."""
-    secret, mine, failure = _greeting()
+    """Connect to all other ranks; `look` raises if the library has an error.
+
+    With a failure of this rank, every rank raises it.
+    """
+    secret, mine, failure = ("", bytes(_GREETING.size), failure) if failure else _greeting()
     greetings = [_GREETING.unpack(each) for each in _exchange(rank, size, gather, mine, failure)]
     _check_secrets(rank, size, [greeting[-1] for greeting in greetings])
     key = greetings[0][1]
@@ -104,7 +112,9 @@ def _exchange(rank: int, size: int, gather: Gather, mine: bytes, failure: Except
         raise failure
     other = found.index(bytes(len(mine)))
     text = reasons[other].rstrip(b"\0").decode(errors="replace")
-    raise NcclSystemError(f"rank {other} reports: {text}", rank=rank, size=size)
+    error = NcclSystemError(f"rank {other} reports: {text}", rank=rank, size=size)
+    error.relayed = True
+    raise error
 
 
 def _greeting() -> tuple[str, bytes, Exception | None]:

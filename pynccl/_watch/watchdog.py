@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pynccl import capi
 from pynccl._device import streams
-from pynccl._device.blocking import deadline_of, look_outside
+from pynccl._device.blocking import THREAD_LIMITS, deadline_of, look_outside
 from pynccl._errors import (
     CollectiveMismatchError,
     NcclError,
@@ -44,6 +46,22 @@ _REASON = 7
 
 Look = Callable[[], object]
 Handle = Callable[[], int]
+
+
+def _not_started(code: int) -> NcclSystemError:
+    limits = f" ({THREAD_LIMITS})" if code in (errno.EAGAIN, errno.ENOMEM) else ""
+    return NcclSystemError(f"the watchdog cannot be started: {os.strerror(code)}{limits}")
+
+
+@contextmanager
+def _thread() -> Iterator[NcclSystemError | None]:
+    """Have the watchdog's thread run; yield the error if it cannot be started."""
+    code = lib.pynccl_watch_reserve()
+    try:
+        yield _not_started(code) if code else None
+    finally:
+        if not code:
+            lib.pynccl_watch_unreserve()
 
 
 class Watch:
@@ -91,22 +109,28 @@ class Watch:
         sockets = ffi.NULL
         gone, sealing = False, _Sealing({}, 0)
         context = 0 if self.c.waits or not cuda.available() else cuda.primary_context(device)
-        if with_channel and self.size > 1:
-            opened = self._connect(handle, deadline, look)
-            sockets, gone = ffi.new("int[]", opened.sockets), channel.GONE in opened.sockets
-            self.processes, self.visible = opened.processes, opened.visible
-            sealing = _Sealing(opened.sessions, self.size)
         milliseconds = 0 if self.timeout is None else max(1, int(self.timeout * 1000))
-        code = lib.pynccl_watch_start(self.c, sockets, milliseconds, _end_action(), context, sealing.given)
+        with _thread() as no_thread:
+            if with_channel and self.size > 1:
+                opened = self._connect(handle, no_thread, deadline, look)
+                sockets, gone = ffi.new("int[]", opened.sockets), channel.GONE in opened.sockets
+                self.processes, self.visible = opened.processes, opened.visible
+                sealing = _Sealing(opened.sessions, self.size)
+            if no_thread is not None:
+                raise no_thread
+            end = _end_action()
+            code = lib.pynccl_watch_start(self.c, sockets, milliseconds, end, context, sealing.given)
         if code:
-            raise NcclSystemError(f"the watchdog cannot be started: {os.strerror(code)}")
+            raise _not_started(code)
         if self.visible:
             pids = [process.pid * seen for process, seen in zip(self.processes, self.visible, strict=True)]
             lib.pynccl_watch_processes(self.c, pids, [process.start for process in self.processes])
         if gone:
             self.raise_verdict(DEATH_MS)
 
-    def _connect(self, handle: Handle, deadline: float | None, look: Look | None) -> channel.Channel:
+    def _connect(
+        self, handle: Handle, failure: NcclError | None, deadline: float | None, look: Look | None
+    ) -> channel.Channel:
         def look_twice() -> None:
             look_outside()
             streams.raise_async_error(handle())
@@ -117,7 +141,7 @@ class Watch:
             return self.gather(handle, mine, deadline, look)
 
         try:
-            return channel.connect(self.rank, self.size, share, deadline, look_twice)
+            return channel.connect(self.rank, self.size, share, failure, deadline, look_twice)
         except NcclTimeoutError as error:
             raise NcclTimeoutError(
                 f"{error}. Set time-outs and check mode on all ranks of a communicator, or on none",

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from pynccl._comm.communicator import Communicator
 from pynccl._device.blocking import Running
-from pynccl._errors import NcclError, NcclTimeoutError, RankFailedError
+from pynccl._errors import NcclError, NcclRemoteError, NcclTimeoutError, RankFailedError
 from pynccl._watch.watchdog import BY_DEATH
 from pynccl.bootstrap._exchange import Exchange
 from pynccl.bootstrap._preflight import Failure, failure_of
@@ -22,6 +22,8 @@ _GRACE = 3.0
 _WHY = 0.3
 # Seconds to wait for the report of a death after an error that a death may have caused.
 _DEATH = 1.0
+# Seconds more if the error began on another rank, which waits for the report, too, and then reports its own.
+_ORIGIN = 0.5
 
 
 def create(
@@ -50,15 +52,24 @@ def create(
 def _raise_first(exchange: Exchange | None, error: BaseException) -> NoReturn:
     """Report a failure to the other ranks; raise it, or the earlier failure of another rank."""
     earlier = None if exchange is None else _tell(exchange, error)
-    if earlier is not None and isinstance(error, Exception):
+    # A failure that begins here may have caused the earlier one.
+    if earlier is not None and isinstance(error, Exception) and (earlier.dead or _comes_from_others(error)):
         raise earlier.error() from error
     raise error
 
 
+def _comes_from_others(error: Exception) -> bool:
+    return isinstance(error, NcclRemoteError | NcclTimeoutError) or (
+        isinstance(error, NcclError) and error.relayed
+    )
+
+
 def _tell(exchange: Exchange, error: BaseException) -> Failure | None:
     """Report a failure to the other ranks; return the earlier failure of another rank, if any."""
-    by_death = isinstance(error, NcclError) and error.result in BY_DEATH
-    until = time.monotonic() + (_DEATH if by_death and not isinstance(error, RankFailedError) else 0.0)
+    seconds = 0.0
+    if isinstance(error, NcclError) and error.result in BY_DEATH and not isinstance(error, RankFailedError):
+        seconds = _DEATH + (_ORIGIN if _comes_from_others(error) else 0.0)
+    until = time.monotonic() + seconds
     try:
         while time.monotonic() < until:
             if (found := exchange.failure()) is not None:

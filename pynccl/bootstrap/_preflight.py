@@ -100,6 +100,8 @@ def failure_of(rank: int, size: int, error: BaseException) -> Failure:
     """Return the failure that reports a rank's error to the other ranks."""
     if isinstance(error, RankFailedError):
         return Failure(str(error)[:_LONGEST_TEXT], tuple(error.ranks))
+    if isinstance(error, NcclError) and error.relayed:
+        return Failure(str(error)[:_LONGEST_TEXT])
     return Failure(f"rank {rank} of {size} failed: {describe(error)}")
 
 

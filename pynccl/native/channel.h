@@ -112,6 +112,7 @@ struct pynccl_watchdog {
   pthread_cond_t changed;
   pynccl_watch* watches;
   int running, epoll, wake;
+  int reserved;  // how many communicators will be watched, besides `watches`
   uint32_t last_id;
   // For how long the thread has listened. A process that was stopped or got no CPU must not take the others
   // for silent.

@@ -129,7 +129,7 @@ static void* pynccl_watch_all(void* nothing) {
   struct epoll_event events[64];
   int64_t last = pynccl_now();
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  while (pynccl_watchdog.watches) {
+  while (pynccl_watchdog.watches || pynccl_watchdog.reserved) {
     pthread_mutex_unlock(&pynccl_watchdog.lock);
     const int n = epoll_wait(pynccl_watchdog.epoll, events, 64, TICK_MS);
     pthread_mutex_lock(&pynccl_watchdog.lock);
@@ -200,7 +200,7 @@ static void pynccl_in_child(void) {
   }
   pynccl_close_watchdog();
   pynccl_watchdog.watches = NULL;
-  pynccl_watchdog.running = 0;
+  pynccl_watchdog.running = pynccl_watchdog.reserved = 0;
   // Create the condition again: a broadcast would block on the parent's waiting threads.
   pynccl_make_changed();
   pthread_mutex_unlock(&pynccl_watchdog.lock);
@@ -223,6 +223,12 @@ static int pynccl_run_watchdog(void) {
   const int error = errno;
   pynccl_close_watchdog();
   return error;
+}
+
+static int pynccl_start_watchdog(void) {
+  const int r = pynccl_watchdog.running ? 0 : pynccl_start_thread(pynccl_watch_all, NULL);
+  pynccl_watchdog.running = !r;
+  return r;
 }
 
 static void pynccl_wake(void) {
@@ -252,6 +258,23 @@ static void pynccl_watch_free(pynccl_comm* comm) {
   free(w->said);
   free(w->lost);
   free(w);
+}
+
+int pynccl_watch_reserve(void) {
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  int r = pynccl_run_watchdog();
+  ++pynccl_watchdog.reserved;
+  if (!r) r = pynccl_start_watchdog();
+  if (r) --pynccl_watchdog.reserved;
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
+  return r;
+}
+
+void pynccl_watch_unreserve(void) {
+  pthread_mutex_lock(&pynccl_watchdog.lock);
+  if (pynccl_watchdog.reserved) --pynccl_watchdog.reserved;
+  pynccl_wake();
+  pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 
 int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int on_failure,
@@ -288,10 +311,7 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
     pynccl_watchdog.watches = w;
     comm->watch = w;
     comm->unwatch = pynccl_watch_free;
-    if (!pynccl_watchdog.running) {
-      r = pynccl_start_thread(pynccl_watch_all, NULL);
-      pynccl_watchdog.running = !r;
-    }
+    r = pynccl_start_watchdog();
     pynccl_wake();
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);

@@ -613,6 +613,26 @@ def test_the_end_without_destroy_is_warned_of(run_program: Run) -> None:
     assert done.stderr.count("was never destroyed or aborted") == 2, done.stderr
 
 
+LEAVES_WITHOUT_FILES = """
+import resource, time, numpy as np, pynccl
+comm = pynccl.init(timeout=20)
+x = np.ones(200_000)
+if comm.rank == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    work = comm.all_reduce(x, wait=False)
+else:
+    time.sleep(1)
+    comm.all_reduce(x)
+    assert (x == comm.size).all()
+    comm.destroy()
+"""
+
+
+def test_a_rank_that_cannot_tell_the_launcher_leaves_well(run_program: Run) -> None:
+    done = run_program(LEAVES_WITHOUT_FILES, 3)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def drop_until_no_descriptor_is_left(rank: int, nranks: int) -> str:
     base = pynccl.init()
     if rank == 0:

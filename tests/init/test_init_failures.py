@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from conftest import clean_environment
 from launchers import forget_the_launcher
 from meeting import free_port, hear, starved, store, tell, together, until
 from pynccl import BootstrapError, capi, testing
+from pynccl._watch import watchdog
 from pynccl.bootstrap import Store, StoreServer, _store
 from pynccl.bootstrap._exchange import Round
 from pynccl.bootstrap._keys import ObjectKeys
@@ -676,6 +679,42 @@ def test_the_maker_of_the_unique_id_has_no_descriptors(spare: int) -> None:
         assert "Too many open files" in said
 
 
+def inits_until_no_descriptor_is_left(rank: int, nranks: int) -> str:
+    kept = [pynccl.init(timeout=20)]
+    if rank == 1:
+        descriptors = len(os.listdir("/proc/self/fd")) - 1 + 25
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    while len(kept) < 30:
+        try:
+            kept.append(pynccl.init(timeout=20))
+        except pynccl.NcclError as error:
+            return str(error)
+    return "no error"
+
+
+def has_no_watchdog(rank: int, nranks: int) -> str:
+    if rank == 1:
+        error = pynccl.NcclSystemError("the watchdog cannot be started")
+        setattr(watchdog, "_thread", lambda: nullcontext(error))  # noqa: B010
+    with pytest.raises(pynccl.NcclError) as caught:
+        pynccl.init(timeout=20)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fails", "why"),
+    [
+        (inits_until_no_descriptor_is_left, "Too many open files"),
+        (has_no_watchdog, "the watchdog cannot be started"),
+    ],
+)
+def test_the_rank_that_fails_while_the_communicator_is_made(fails: Callable[..., str], why: str) -> None:
+    """It raises its own error, and the others name it, not one another."""
+    first, second, third = testing.run(3, fails, backend="cpu", timeout=60)
+    assert why in second and "failed" not in second
+    assert first == third == f"rank 1 of 3 failed: NcclSystemError: {second}"
+
+
 def init_without_a_thread(rank: int, nranks: int) -> str:
     pynccl.init(timeout=20).destroy()
     start = threading.Thread.start
@@ -697,5 +736,5 @@ def init_without_a_thread(rank: int, nranks: int) -> str:
 def test_init_without_a_thread() -> None:
     """As where RLIMIT_NPROC or memory allows none."""
     first, second = testing.run(2, init_without_a_thread, backend="cpu", timeout=60)
-    assert second == "init: can't start new thread"
-    assert first == "rank 1 of 2 failed: NoThreadError: init: can't start new thread"
+    assert second == "init: can't start new thread (RLIMIT_NPROC, RLIMIT_AS, or the cgroup's pids.max)"
+    assert first == f"rank 1 of 2 failed: NoThreadError: {second}"

@@ -1,13 +1,13 @@
 // Detached threads.
 #pragma once
 
-#include <sys/resource.h>
-
 #include <string>
 #include <system_error>
 #include <thread>
 
 namespace pncpu {
+
+inline constexpr const char* kThreadLimits = "RLIMIT_NPROC, RLIMIT_AS, or the cgroup's pids.max";
 
 // Throws std::system_error; its text names the purpose.
 template <class Body>
@@ -15,10 +15,8 @@ void start_thread(const char* purpose, Body body) {
   try {
     std::thread(std::move(body)).detach();
   } catch (const std::system_error& error) {
-    rlimit limit{};
-    getrlimit(RLIMIT_NPROC, &limit);
-    throw std::system_error(error.code(), "cannot start a thread for " + std::string(purpose) +
-                                              " (RLIMIT_NPROC is " + std::to_string(limit.rlim_cur) + ")");
+    throw std::system_error(error.code(),
+                            "cannot start a thread for " + std::string(purpose) + " (" + kThreadLimits + ")");
   }
 }
 

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "base/fork.hpp"
+#include "base/threads.hpp"
 #include "service/process.hpp"
 #include "service/state.hpp"
 
@@ -92,8 +93,7 @@ bool Service::start(std::string* why) {
   try {
     std::thread([this] { run(); }).detach();
   } catch (const std::system_error& e) {
-    *why = "no thread can be started: " + e.code().message() +
-           " (RLIMIT_NPROC, RLIMIT_AS, or the cgroup's pids.max)";
+    *why = "no thread can be started: " + e.code().message() + " (" + kThreadLimits + ")";
     return false;
   }
   return true;
