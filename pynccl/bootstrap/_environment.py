@@ -118,6 +118,19 @@ def detect(environ: Mapping[str, str]) -> Launcher:
     )
 
 
+def hidden_ranks(environ: Mapping[str, str], launcher: Launcher) -> Iterator[str]:
+    """Yield a warning if RANK and WORLD_SIZE make a program of one rank of each rank that MPI has started."""
+    if launcher.names is not TORCHRUN or launcher.size != 1 or "TORCHELASTIC_RUN_ID" in environ:
+        return
+    for names in _LAUNCHERS:
+        if names.mpi and (names.sign or names.rank) in environ and (_number(environ, names.size) or 1) > 1:
+            yield (
+                f"RANK and WORLD_SIZE=1 make this process the only rank, although {names.size} is "
+                f"{environ[names.size]}; unset RANK and WORLD_SIZE to use {names.launcher}'s ranks"
+            )
+            return
+
+
 def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
     if text is None:

@@ -73,8 +73,9 @@ def init(
     deadline = time.monotonic() + seconds
     launcher = _environment.detect(_environment.variables())
     chosen = _methods.choose(method, rank, world_size, launcher, on_listen)
-    for warning in misspelled(os.environ) if chosen.rank == 0 else ():
-        log.warning("pynccl.init: %s", warning)
+    if chosen.rank == 0:
+        for warning in (*misspelled(os.environ), *_environment.hidden_ranks(os.environ, launcher)):
+            log.warning("pynccl.init: %s", warning)
     log.info("pynccl.init: rank %d of %d by %s", chosen.rank, chosen.size, chosen.why)
     local_rank = _local_rank(chosen, launcher)
     if chosen.part and device is None:

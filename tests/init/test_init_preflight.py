@@ -211,3 +211,9 @@ def test_misspelled_variables_are_a_warning(run_program: Run) -> None:
     done = run_program("import pynccl; pynccl.init().destroy()", 2, PYNCCL_TIMEOUTS="3", PYNCCL_MINE="1")
     said = "pynccl.init: the variable 'PYNCCL_TIMEOUTS' has no effect: pynccl does not read it; "
     assert done.stderr == f"[0] {said}the nearest name is PYNCCL_TIMEOUT\n"
+
+
+def test_one_rank_among_those_of_mpi_is_a_warning(run_python: Run) -> None:
+    of_mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PYNCCL_LIBRARY": "cpu"}
+    done = run_python("import pynccl; pynccl.init().destroy()", RANK="0", WORLD_SIZE="1", **of_mpi)
+    assert "the only rank, although OMPI_COMM_WORLD_SIZE is 2; unset RANK and WORLD_SIZE" in done.stderr
