@@ -532,10 +532,11 @@ std::string Comm::waiting_for(const Batch& batch) {
 }
 
 void Comm::never_ends(int q, const std::string& doing) {
-  fail_with(kDeparted, kMismatchText + ("rank " + std::to_string(rank) + " waits in " + doing + " for rank " +
-                                        std::to_string(q) +
-                                        ", which has finalized or destroyed its communicator without a "
-                                        "matching call"));
+  fail_with(kDeparted,
+            kMismatchText +
+                ("rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
+                 ", which has finalized or destroyed its communicator, or ended its program, without a "
+                 "matching call"));
 }
 
 bool Comm::has_left(int q) {
