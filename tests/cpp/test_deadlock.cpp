@@ -46,13 +46,14 @@ bool is_told(const std::vector<ncclComm_t>& comms) {
 // concerned. Where others fail first, the data for all calls of a rank may arrive before it hears of that:
 // then only its communicators tell.
 void expect_deadlock(const std::vector<std::function<ncclResult_t()>>& calls, const std::vector<int>& comms,
-                     const std::vector<ncclComm_t>& handles = {}) {
+                     bool queued, const std::vector<ncclComm_t>& handles = {}) {
   for (auto& call : calls) {
     ncclResult_t r = call();
     if (r == ncclSuccess) continue;
     std::string text = last_error();
     CHECK_EQ(std::string(name_of(r)), std::string("ncclInvalidUsage"));
     SAYS(text, "deadlock");
+    SAYS(text, queued ? "has queued behind its own; calls of one group start together" : "has not made");
     for (int comm : comms) SAYS(text, called(comm));
     return;
   }
@@ -80,7 +81,7 @@ void opposite_order(Run run, bool wait_between) {
     calls.push_back([&] { return x.sum(second, comm[second]); });
     calls.push_back([&] { return synchronize(comm[first]); });
     calls.push_back([&] { return synchronize(comm[second]); });
-    expect_deadlock(calls, {0, 1});
+    expect_deadlock(calls, {0, 1}, !wait_between);
     all_ended();
     abort_all({comm[0], comm[1]});
   });
@@ -108,7 +109,7 @@ void cycle_of_three(Run run, bool wait_between) {
     calls.push_back([&] { return x.sum(previous, comm[previous]); });
     calls.push_back([&] { return synchronize(comm[next]); });
     calls.push_back([&] { return synchronize(comm[previous]); });
-    expect_deadlock(calls, {0, 1, 2}, {comm[next], comm[previous]});
+    expect_deadlock(calls, {0, 1, 2}, !wait_between, {comm[next], comm[previous]});
     all_ended();
     abort_all({comm[next], comm[previous]});
   });
@@ -136,7 +137,7 @@ TEST_CASE("an event closes the cycle") {
     OK(x.sum(second, comm[second], streams[1]));
     expect_deadlock({[&] { return synchronize(comm[first], streams[0]); },
                      [&] { return synchronize(comm[second], streams[1]); }},
-                    {0, 1});
+                    {0, 1}, true);
     all_ended();
     abort_all({comm[0], comm[1]});
     for (cudaStream_t s : streams) OK(pyncclCpuStreamDestroy(s));

@@ -28,7 +28,8 @@ struct Deadlocks::Probe {
     Token process;
     uint64_t period, round, number;
     Need::Kind kind;
-    uint32_t assumed, steps, at;
+    uint16_t assumed, queued;  // queued: edges whose call has been issued behind the launch that waits
+    uint32_t steps, at;
   } fixed{};
   std::vector<Stretch> way;
   std::string text;
@@ -39,6 +40,14 @@ struct Deadlocks::Probe {
     f.steps = uint32_t(way.size());
     return std::string(reinterpret_cast<const char*>(&f), sizeof f) +
            std::string(reinterpret_cast<const char*>(way.data()), way.size() * sizeof(Stretch)) + text;
+  }
+  // What the calls of a cycle wait for.
+  const char* cause() const {
+    if (fixed.queued == 0) return ": each for calls that the next has not made";
+    if (fixed.queued == way.size())
+      return ": each for a call that the next has queued behind its own; calls of one group start together";
+    return ": each for a call that the next has not made, or has queued behind its own; calls of one group "
+           "start together";
   }
   static bool read(const Blob& body, Probe* probe) {
     Fixed& f = probe->fixed;
@@ -137,18 +146,20 @@ const Task* Deadlocks::head_of(std::shared_ptr<Stream> stream) const {
 
 // The launch that must end before this rank starts the operation that a peer needs. nullptr: the operation
 // has started, or nothing is known.
-const Task* Deadlocks::blocking_launch(Comm& comm, int from, const Need& need, bool* assumed) {
+const Task* Deadlocks::blocking_launch(Comm& comm, int from, Probe* probe) {
   uint64_t started, issued;
-  comm.progress_towards(from, need.kind, &started, &issued);
-  if (need.number <= started) return nullptr;
+  comm.progress_towards(from, probe->fixed.kind, &started, &issued);
+  uint64_t needed = probe->fixed.number;
+  if (needed <= started) return nullptr;
+  probe->fixed.queued = uint16_t(probe->fixed.queued + (needed <= issued));
   for (auto& [task, b] : blocked_)
     for (const Wait& w : b.waits)
       if (w.has_turn && w.comm.get() == &comm) return task;
-  if (need.number <= issued) return head_of(comm.stream_of_all_pending());
+  if (needed <= issued) return head_of(comm.stream_of_all_pending());
   if (!comm.turns.idle()) return nullptr;
   auto it = waiting_.find(comm.calling_thread.load());
   if (it == waiting_.end() || seconds_since(it->second.since) < kAssumedSeconds) return nullptr;
-  *assumed = true;
+  probe->fixed.assumed = 1;
   return head_of(it->second.stream);
 }
 
@@ -159,19 +170,17 @@ void Deadlocks::probed(Comm& comm, int from, const Blob& body) {
   bool cycle = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    bool assumed = probe.fixed.assumed != 0;
-    const Task* task = blocking_launch(comm, from, {from, probe.fixed.kind, probe.fixed.number}, &assumed);
+    const Task* task = blocking_launch(comm, from, &probe);
     auto at = blocked_.find(task);
     if (at == blocked_.end()) return;
-    probe.fixed.assumed = assumed;
     if (!(probe.fixed.process == process_ && probe.fixed.period == at->second.period))
       spread(at->second, probe, &messages);
     else
-      cycle = !assumed || at->second.seconds >= kAssumedSeconds;
+      cycle = !probe.fixed.assumed || at->second.seconds >= kAssumedSeconds;
   }
   deliver(messages);
   if (!cycle) return;
-  probe.text = "deadlock: " + probe.text + ": each for calls that the next has not made";
+  probe.text = "deadlock: " + probe.text + probe.cause();
   probe.fixed.at = 0;
   fail_cycle(std::move(probe), comm);
 }

@@ -81,7 +81,7 @@ class Deadlocks {
     std::shared_ptr<Stream> stream;
     Clock::time_point since;
   };
-  const Task* blocking_launch(Comm& comm, int from, const Need& need, bool* assumed);
+  const Task* blocking_launch(Comm& comm, int from, Probe* probe);
   const Task* head_of(std::shared_ptr<Stream> stream) const;
   void spread(Blocked& at, Probe probe, std::vector<Message>* out);
   void deliver(const std::vector<Message>& messages);
