@@ -152,19 +152,27 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_meant(name)}")
 
 
-# Names of other libraries' modules.
-_OTHER_NAMES = {"COMM_WORLD": "init()", "init_process_group": "init"}
+# Names of other libraries' modules that are no communicator's.
+_OTHER_NAMES = {"COMM_WORLD": "init()", "ReduceOp": "RedOp", "init_process_group": "init"}
+# Subpackages that their import statement loads, and not their name: they need more than pynccl.
+_IMPORTED = ("compat", "ras", "ray", "torch")
 
 
 def _meant(name: str) -> str:
     """Return a hint with pynccl's name for what other libraries' modules call so."""
     if name.startswith("_"):
         return ""
+    if name in _IMPORTED:
+        return f": import pynccl.{name}"
     from pynccl._comm.communicator import Communicator
+    from pynccl._comm.names import meant
     from pynccl._types import RedOp
 
     if name in RedOp.__members__:
         return f"; pynccl's name is RedOp.{name}"
     if name in _OTHER_NAMES:
         return f"; pynccl's name is {_OTHER_NAMES[name]}"
-    return "; a communicator has it: pynccl.init()" if name in dir(Communicator) else ""
+    ours = meant(Communicator, name) or ""
+    if ours.startswith("pynccl."):
+        return f"; pynccl's name is {ours}"
+    return f"; a communicator has it: pynccl.init().{ours}" if ours else ""

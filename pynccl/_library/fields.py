@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar
@@ -35,6 +35,10 @@ class Struct:
     oldest: ClassVar[Version]
     since: ClassVar[dict[str, Version]]
     undefined: ClassVar[int] = api.NCCL_CONFIG_UNDEF_INT
+
+    def __new__(cls: type[S], *_: Any, **values: Any) -> S:
+        _require_known(cls, values)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
@@ -84,16 +88,25 @@ def pack(cls: type[S], value: S | Mapping[str, Any] | None) -> Any:
     if value is None:
         return ffi.NULL
     if isinstance(value, Mapping):
-        unknown = sorted(set(value) - set(cls.since))
-        if unknown:
-            names = f"{', '.join(map(str, unknown))}; expected {', '.join(cls.since)}"
-            raise TypeError(f"config: {cls.struct} has no field {names}")
+        _require_known(cls, value)
         value = cls(**value)
     if not isinstance(value, cls):
         raise TypeError(
             f"config is of type {type(value).__name__}; expected a {cls.__name__} or a dict of its fields"
         )
     return value.pack()
+
+
+def _require_known(cls: type[Struct], names: Iterable[Any]) -> None:
+    """Raise TypeError for a name that is no field, with the nearest field or with all of them."""
+    unknown = [name for name in map(str, names) if name not in cls.since]
+    if not unknown:
+        return
+    from difflib import get_close_matches
+
+    near = [field for name in unknown for field in get_close_matches(name, cls.since, 1)]
+    expected = ", ".join(near or cls.since)
+    raise TypeError(f"{cls.__name__}: {cls.struct} has no field {', '.join(unknown)}; expected {expected}")
 
 
 def _is_numpy_bool(value: Any) -> bool:

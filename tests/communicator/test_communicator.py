@@ -79,7 +79,8 @@ NAMES = {
     "reduce_scatter_tensor": "reduce_scatter",
     "Get_rank": "rank",
     "world_size": "size",
-    "isend": r"send\(\.\.\., wait=False\)",
+    "isend": r"send\(\.\.\., wait=False\), or `with pynccl.group\(\):` for sends and receives .*",
+    "Irecv": r"recv\(\.\.\., wait=False\), or `with pynccl.group\(\):` for sends and receives .*",
     "Iallreduce": r"all_reduce\(\.\.\., wait=False\)",
     "Ibcast": r"broadcast\(\.\.\., wait=False\)",
     "close": "destroy",
@@ -87,6 +88,12 @@ NAMES = {
     "Free": "destroy",
     "device_id": "device",
     "new_group": "split",
+    "group": r"pynccl\.group\(\)",
+    "group_start": r"pynccl\.group\(\)",
+    "Put": "put_signal",
+    "Get": r"window\(\.\.\.\)\.peer\(rank\)",
+    "stop": "destroy",
+    "ncclAllReduce": "all_reduce",
 }
 
 

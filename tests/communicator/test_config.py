@@ -130,14 +130,19 @@ assert capi.ncclGroupSimulateEnd({"estimatedTime": 2.5}) == pynccl.SimInfo(estim
 def test_wrong_values_name_the_field(run_python: Run, null: Callable[[int], str]) -> None:
     run_python(
         """
-import pytest
+import copy, pickle, pytest
 from pynccl import Config, capi
 with pytest.raises(TypeError, match="ncclConfig_t.blocking is "):
     Config(blocking="no").pack()
 with pytest.raises(ValueError, match="ncclConfig_t.minCTAs: "):
     Config(minCTAs=2**40).pack()
-with pytest.raises(TypeError, match="config: ncclConfig_t has no field blokking; expected blocking, "):
+with pytest.raises(TypeError, match="Config: ncclConfig_t has no field blokking; expected blocking$"):
     capi.ncclCommSplit(1, 0, 0, {"blokking": 1})
+with pytest.raises(TypeError, match="Config: ncclConfig_t has no field minCTA, other; expected minCTAs$"):
+    Config(minCTA=4, other=5)
+with pytest.raises(TypeError, match="Config: ncclConfig_t has no field x; expected blocking, cgaClus"):
+    Config(x=4)
+assert copy.deepcopy(Config(minCTAs=4)) == pickle.loads(pickle.dumps(Config(minCTAs=4))) == Config(minCTAs=4)
 with pytest.raises(TypeError, match="config is of type int; expected a Config or a dict of its fields"):
     capi.ncclCommSplit(1, 0, 0, 5)
 """,

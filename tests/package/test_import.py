@@ -142,7 +142,10 @@ def test_pypis_pynccl_over_ours(copy: Path, run_python: Run, module: str) -> Non
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("all_reduce", "; a communicator has it: pynccl.init()"),
+        ("all_reduce", "; a communicator has it: pynccl.init().all_reduce"),
+        ("get_rank", "; a communicator has it: pynccl.init().rank"),
+        ("group_start", "; pynccl's name is pynccl.group()"),
+        ("ReduceOp", "; pynccl's name is RedOp"),
         ("SUM", "; pynccl's name is RedOp.SUM"),
         ("COMM_WORLD", "; pynccl's name is init()"),
         ("init_process_group", "; pynccl's name is init"),
@@ -153,6 +156,17 @@ def test_names_of_other_libraries(name: str, hint: str) -> None:
     with pytest.raises(AttributeError) as raised:
         getattr(pynccl, name)
     assert str(raised.value) == f"module 'pynccl' has no attribute '{name}'{hint}"
+
+
+def test_a_package_that_is_not_imported(run_python: Run) -> None:
+    code = """
+import pynccl
+try:
+    pynccl.torch
+except AttributeError as error:
+    assert str(error) == "module 'pynccl' has no attribute 'torch': import pynccl.torch", error
+"""
+    run_python(code)
 
 
 def test_the_launcher_starts_without_numpy(run_python: Run) -> None:
