@@ -90,9 +90,10 @@ def _first(member: Member, test: Test) -> TraceRecord | None:
 
 def _why(member: Member) -> str:
     """Return why a rank stopped, from its dump, as a text without a subject."""
-    error = member.process.reason("exception")
-    if error is not None:
-        return f"ended with {error}"
+    if member.process.reason("exception") is not None:
+        # The report has the reasons of all dumps in full below its findings.
+        error = next(reason for reason in _without_repeats(member.process) if reason.kind == "exception")
+        return f"ended with {error.text}"
     waiting = _first(member, _is_pending)
     if waiting is not None:
         return f"waits in {say(waiting)}{say_place(waiting)}"
@@ -228,8 +229,7 @@ def never_made(world: World) -> tuple[list[int], dict[int, TraceRecord]]:
     return _behind(world, seq), _callers(world, seq)
 
 
-def _collectives(world: World) -> Iterator[str]:
-    different = _first_difference(world)
+def _collectives(world: World, different: tuple[int, dict[int, TraceRecord]] | None) -> Iterator[str]:
     if different is not None:
         seq, calls = different
         late = _behind(world, seq)
@@ -470,10 +470,11 @@ _MOST_REASONS = 16
 
 def findings(world: World) -> list[str]:
     """Return the problems of one communicator's calls as texts."""
-    pairs = list(_pairs(world))
-    found = list(_collectives(world))
-    # If only sends and recvs are outstanding, report nothing else.
-    return [*found, *pairs, *_signals(world), *_endings(world)]
+    different = _first_difference(world)
+    found, pairs = list(_collectives(world, different)), list(_pairs(world))
+    # Where all live and agree, a send or recv that is not met is why a rank has not reached a collective.
+    ordered = [*found, *pairs] if different or world.absent else [*pairs, *found]
+    return [*ordered, *_signals(world), *_endings(world)]
 
 
 def _quiet(world: World) -> str:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -228,8 +228,14 @@ def dump_trace(path: str | os.PathLike[str]) -> Path:
 def dump_because(kind: str, text: str) -> None:
     """Dump to PYNCCL_TRACE_DIR, if it is set, and record the reason in this and later dumps."""
     if _process.get("automatic"):
-        # The failure itself matters more than a failed dump.
-        lib.pynccl_trace_save(kind.encode(), text.encode(errors="replace"))
+        error = lib.pynccl_trace_save(kind.encode(), text.encode(errors="replace"))
+        # EBUSY: the dump that is being written is followed by another one.
+        if error not in (0, _EBUSY) and not _process.get("lost"):
+            _process["lost"] = True
+            why = os.strerror(error)
+            # The failure itself matters more than a failed dump.
+            with suppress(OSError, ValueError):
+                print(f"pynccl: the trace could not be written to {DIR}: {why}", file=sys.stderr)
 
 
 _process: dict[str, Any] = {}
@@ -354,7 +360,7 @@ def _hook() -> None:
 def _in_child() -> None:
     """In a forked child, drop the traces, which belong to the parent."""
     lib.pynccl_trace_forked()
-    for name in ("rank", "header", "automatic"):
+    for name in ("rank", "header", "automatic", "lost"):
         _process.pop(name, None)
 
 

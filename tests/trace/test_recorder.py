@@ -560,6 +560,17 @@ def test_a_folder_of_somebody_elses(run_python: Run, tmp_path: Path) -> None:
     assert "of 1 rank" in told.stdout
 
 
+def test_a_full_disk_is_reported_once(run_python: Run, tmp_path: Path) -> None:
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+comm.abort()
+"""
+    done = run_python(START + code, PYNCCL_LIBRARY="cpu", PYNCCL_TRACE_DIR=str(tmp_path))
+    assert done.stderr == "pynccl: the trace could not be written to PYNCCL_TRACE_DIR: File too large\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_dump_trace_follows_no_links(tmp_path: Path) -> None:
     victim, link = tmp_path / "victim", tmp_path / "trace.jsonl"
     victim.write_text("precious")

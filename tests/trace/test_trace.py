@@ -338,6 +338,25 @@ def test_calls_without_a_number(tmp_path: Path, calls: list[list[str]], expected
     assert text.removeprefix("nothing is outstanding: ") == expected
 
 
+def test_the_receive_that_is_not_met_comes_first(tmp_path: Path) -> None:
+    """As after a receive from the wrong rank before a barrier: the ranks ended with one long error."""
+    why = "rank 1 of 3: the ranks called different things: deadlock: rank 1 waits in Recv #1 from rank 2"
+    mismatch = {"kind": "mismatch", "text": f"the library reports: {why}"}
+    failed = {"state": "failed", "result": 5}
+    calls = [pair("send", 1, 1, **failed)], [pair("recv", 2, 1, **failed)], [reduce(1, **failed)]
+    for rank, records in enumerate(calls):
+        raised = {"kind": "exception", "text": f"CollectiveMismatchError: ncclRecv: {why}"}
+        write(tmp_path, rank, 3, list(records), reasons=[mismatch, raised])
+    assert explained(told(tmp_path)) == [
+        "rank 0 called send #1 to rank 1 (float32, 4), which failed with ncclInvalidUsage; "
+        "rank 1 never received it: it called recv #1 from rank 2 (float32, 4) instead",
+        "rank 1 called recv #1 from rank 2 (float32, 4), which failed with ncclInvalidUsage; "
+        "rank 2 never sent it: it ended with CollectiveMismatchError: ncclRecv: ...",
+        "rank 2 called all_reduce #1 (float32, 4), which failed with ncclInvalidUsage; "
+        "ranks 0 and 1 never reached #1: each ended with CollectiveMismatchError: ncclRecv: ...",
+    ]
+
+
 def test_both_ranks_send_first(tmp_path: Path) -> None:
     for rank in range(2):
         write(tmp_path, rank, 2, [reduce(1), pair("send", 1 - rank, 3, **PENDING)])
