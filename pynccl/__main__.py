@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -86,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.Abort:
         return 130
     except OSError as error:
-        # The device of the output is full, for example.
-        print(f"pynccl: {error}", file=sys.stderr)
+        # A file's error has its name.
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None
+        print(f"pynccl: {'standard output: ' if full else ''}{error}", file=sys.stderr)
         return 1
 
 

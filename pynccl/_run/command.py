@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -20,6 +21,8 @@ from pynccl.bootstrap._address import parse_address
 
 # As many as the CPU library takes on one machine.
 _MOST_RANKS = 1024
+# The names of Python's interpreters.
+_PYTHON = re.compile(r"python[\d.]*")
 
 
 def ranks(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -45,6 +48,13 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> f
     if not 0 < seconds < float("inf"):
         raise click.BadParameter(f"expected a positive number of seconds, not {value!r}")
     return min(seconds, LONGEST)
+
+
+def _log_dir(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    if value == "":
+        # Path("") would be the working directory.
+        raise click.BadParameter("expected a folder, not ''")
+    return None if value is None else Path(value)
 
 
 def _tee(ctx: click.Context, param: click.Parameter, value: str | None) -> frozenset[int] | None:
@@ -110,7 +120,8 @@ def _torchruns(ctx: click.Context, param: click.Parameter, value: str | None) ->
 )
 @click.option(
     "--log-dir",
-    type=click.Path(path_type=Path),
+    type=click.Path(),
+    callback=_log_dir,
     metavar="DIR",
     help="Write each rank's output to files, too: rank0.out, rank0.err.",
 )
@@ -261,6 +272,8 @@ def _command(script: str, module: bool, no_python: bool) -> list[str]:
         if found is None:
             raise click.UsageError(f"SCRIPT is {script!r}; expected a program that can be executed")
         return [os.path.abspath(found)]
+    if not module and _PYTHON.fullmatch(os.path.basename(script)) and shutil.which(script):
+        raise click.UsageError(f"SCRIPT is {script!r}; leave it out: pynccl run starts Python itself")
     if not module and not os.path.exists(script):
         why = "there is no such file"
         if shutil.which(script):

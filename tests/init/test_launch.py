@@ -355,7 +355,8 @@ def test_output_that_goes_nowhere(script: Script) -> None:
     command = _command("-n", "2", "--cpu", script("print('hello')"))
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=50)
-    assert (done.returncode, done.stderr) == (1, "pynccl: [Errno 28] No space left on device\n")
+    assert done.returncode == 1
+    assert done.stderr == "pynccl: standard output: [Errno 28] No space left on device\n"
     without = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     done = subprocess.run(without, stderr=subprocess.PIPE, text=True, timeout=50)
     assert (done.returncode, done.stderr) == (0, "")
@@ -849,6 +850,8 @@ def _children(pid: int) -> list[str]:
         (["-n", "2", "--tee", "0", "x.py"], "--tee without --log-dir: the other ranks' output would be lost"),
         (["-n", "2", "--tee", "1-2", "x.py"], "expected ranks with commas between them, such as 0 or 0,3"),
         (["-n", "2", "--log-dir", "x", "--tee", "0,2", "x.py"], "--tee 2: expected ranks below 2"),
+        (["-n", "2", "python3", "x"], "SCRIPT is 'python3'; leave it out: pynccl run starts Python itself"),
+        (["-n", "2", "--log-dir", "", "x.py"], "expected a folder, not ''"),
         (["-n", "2", "--no-python", "-m", "x"], "-m and --no-python: expected one of them"),
         (["-n", "2", "/no/such.py"], "SCRIPT is '/no/such.py'; there is no such file"),
         (

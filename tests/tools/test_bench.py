@@ -340,7 +340,10 @@ def test_a_bandwidth_that_is_required() -> None:
     ("args", "words"),
     [
         (["all_reduce", "-b", "1X"], "expected a number of bytes, or with K, M or G behind it, not '1X'"),
-        (["all_reduce", "-b", "2M", "-e", "1M"], "-b 2097152 is more than -e 1048576"),
+        (["all_reduce", "-b", "9" * 41], "expected a number of bytes, or with K, M or G behind it, not '999"),
+        (["all_reduce", "-b", "2M", "-e", "1M"], "-b 2097152 is more than -e 1048576; expected"),
+        (["all_reduce", "-e", "1K"], "-b 33554432, its default, is more than -e 1024; expected"),
+        (["all_reduce", "-b", "9" * 20], f"-b {'9' * 20} is more than -e 33554432, its default; expected"),
         (["all_reduce", "-n", "0"], "'-n'"),
         (
             ["all_reduce", "-o", "mean"],

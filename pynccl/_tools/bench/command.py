@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from fractions import Fraction
 from itertools import count
 from typing import Any
 
@@ -35,6 +36,7 @@ from pynccl.bootstrap import _environment
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmg]?)\s*", re.IGNORECASE | re.ASCII)
+_MOST_DIGITS = 40
 
 
 class _Size(click.ParamType[Any]):
@@ -42,9 +44,10 @@ class _Size(click.ParamType[Any]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = _SIZE.fullmatch(str(value))
-        if match is None:
+        if match is None or len(match[1]) > _MOST_DIGITS:
             self.fail(f"expected a number of bytes, or with K, M or G behind it, not {value!r}", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2].lower()])
+        # A float would round sizes from 2**53 bytes on.
+        return int(Fraction(match[1]) * _UNITS[match[2].lower()])
 
 
 class _NameOrAll(click.ParamType[Any]):
@@ -247,9 +250,9 @@ def _program(operation: Operation) -> click.Command:
 
 def _require_sense(settings: Settings, operation: Operation) -> None:
     if settings.minbytes > settings.maxbytes:
-        raise click.UsageError(
-            f"-b {settings.minbytes} is more than -e {settings.maxbytes}; expected at most as much"
-        )
+        least = f"-b {settings.minbytes}{', its default,' if settings.minbytes == Settings.minbytes else ''}"
+        most = f"-e {settings.maxbytes}{', its default' if settings.maxbytes == Settings.maxbytes else ''}"
+        raise click.UsageError(f"{least} is more than {most}; expected at most as much")
     if settings.stepfactor < 2 and settings.stepbytes < 1:
         raise click.UsageError("-i 0 without -f; expected a difference of 1 byte or more, or a factor")
     if settings.stepfactor > 1 and settings.minbytes == 0:
