@@ -79,7 +79,8 @@ class PreMulSum:
 
 
 def _on_device(factor: Any, resolve: Callable[[Any, str], Span]) -> tuple[int, int]:
-    if isinstance(factor, complex | str | bool | np.bool_ | Code) or factor is None:
+    # The bytes of a number would be taken for an array of one integer.
+    if isinstance(factor, complex | str | bytes | bool | np.bool_ | Code) or factor is None:
         raise TypeError(
             f"factor is {factor!r}; expected a real number, or an array of one element on the device"
         )

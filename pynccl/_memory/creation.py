@@ -6,7 +6,7 @@ import ctypes
 import importlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from operator import index
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
@@ -110,7 +110,8 @@ def _shape(shape: Any) -> tuple[int, ...]:
         axes = (index(shape),) if hasattr(shape, "__index__") else tuple(index(axis) for axis in shape)
     except TypeError:
         raise TypeError(f"shape is {shape!r}; expected an int or a sequence of ints") from None
-    if isinstance(shape, bool | str | bytes):
+    # Of a dict or a set, the order or the values would be lost.
+    if isinstance(shape, bool | str | bytes | Mapping | Set):
         raise TypeError(f"shape is {shape!r}; expected an int or a sequence of ints")
     if any(axis < 0 for axis in axes):
         raise ValueError(f"shape is {shape!r}; expected no negative axis")

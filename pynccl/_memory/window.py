@@ -195,7 +195,8 @@ class Window:
         valid after the window is closed. On a GPU do not use it after that.
 
         Raises ValueError if this process cannot reach the memory: the rank is on another host, or with the
-        CPU library its array is not from `pynccl.empty`. Also raises TypeError or ValueError for a wrong
+        CPU library its array is not from `pynccl.empty`, or that process lacked a file descriptor when it
+        made the array. Also raises TypeError or ValueError for a wrong
         rank, NotSupportedError with an older library, NcclInvalidUsage once the window is closed, and
         NcclSystemError if this process lacked a file descriptor or memory when it registered the window.
         """
@@ -210,7 +211,8 @@ class Window:
         if not ptr:
             raise ValueError(
                 f"the memory of rank {rank} in {self!r} cannot be reached by loads and stores; expected "
-                "a rank of this host whose array is from pynccl.empty: use put_signal"
+                "a rank of this host whose array is from pynccl.empty, made while its process had file "
+                "descriptors to spare: use put_signal"
             )
         on_cpu = loader.backend() == "cpu"
         memory = _PeerMemory(entry, ptr, place.nbytes, None if on_cpu else self._owner.device)

@@ -200,10 +200,12 @@ def _compile(target: Path) -> None:
     os.close(handle)
     libraries = [f"-L{library}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
     try:
-        command = [*_compiler(), *_flags(), str(SOURCES / "extension.cpp"), "-o", partial, *libraries]
+        compiler = _compiler()
+        command = [*compiler, *_flags(), str(SOURCES / "extension.cpp"), "-o", partial, *libraries]
         print(
-            f"pynccl.torch compiles its backend against torch {torch.__version__} with {command[0]}, once: "
-            "this takes 20 to 100 s (`python -m pynccl.torch build` compiles it in advance)",
+            f"pynccl.torch compiles its backend against torch {torch.__version__} with "
+            f"{shlex.join(compiler)}, once: this takes 20 to 100 s "
+            "(`python -m pynccl.torch build` compiles it in advance)",
             file=sys.stderr,
             flush=True,
         )

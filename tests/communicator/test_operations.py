@@ -449,6 +449,7 @@ def test_wrong_factors(rank: int, nranks: int) -> None:
             (1j, "factor is 1j; expected a real number"),
             (np.complex64(1), "expected a real number"),
             ("2", "factor is '2'; expected a real number"),
+            (b"2", "factor is b'2'; expected a real number"),
             (None, "factor is None; expected a real number"),
             (True, "factor is True; expected a real number"),
             (np.True_, "expected a real number"),

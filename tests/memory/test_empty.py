@@ -65,6 +65,8 @@ def test_wrong_arguments() -> None:
         (ValueError, r"shape is \(2, -1\); expected no negative axis", (2, -1), "f", None),
         (ValueError, "shape is -1; expected no negative axis", -1, "f", None),
         (TypeError, r"shape is 2.5; expected an int or a sequence of ints", 2.5, "f", None),
+        (TypeError, r"shape is \{\}; expected an int or a sequence of ints", {}, "f", None),
+        (TypeError, r"shape is \{2\}; expected an int or a sequence of ints", {2}, "f", None),
         (TypeError, "shape is '22'; expected", "22", "f", None),
         (TypeError, "shape is True; expected", True, "f", None),
         (ValueError, r"shape is \(4611686018427387904, 4\); expected fewer than", (2**62, 4), "f", None),

@@ -266,6 +266,25 @@ def test_unreachable_peers(like: str, transport: str) -> None:
     run(2, unreachable, like, transport, backend="cpu")
 
 
+def array_without_descriptor(rank: int, nranks: int) -> None:
+    with pynccl.init(timeout=30) as comm:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        mine = pynccl.zeros(10)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with comm.window(mine) as window:
+            if rank == 1:
+                assert (window.peer(0) == 0).all()
+            else:
+                with pytest.raises(ValueError, match="made while its process had file descriptors to spare"):
+                    window.peer(1)
+
+
+def test_array_without_descriptor() -> None:
+    run(2, array_without_descriptor, backend="cpu")
+
+
 def peer_without_descriptors(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         mine = pynccl.zeros(10)

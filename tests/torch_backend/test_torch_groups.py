@@ -437,6 +437,7 @@ def test_building_ahead(tmp_path: Path, compiler: str) -> None:
     done = build("build", **env)
     assert done.returncode == 0, done.stderr
     assert f"pynccl.torch compiles its backend against torch {torch.__version__} with " in done.stderr
+    assert f"{compiler} -Werror, once: " in done.stderr
     (library,) = tmp_path.glob("*/_pynccl_torch.so")
     assert done.stdout == f"{library}\n"
     done = build("build", **env)
