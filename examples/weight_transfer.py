@@ -129,9 +129,12 @@ class Partner:
                     joined = True
                     print("joined", flush=True)
                     work(comm)
+            except pynccl.NcclInvalidUsage as error:
+                # The two differ, as in --width or --steps: another try would fail in the same way.
+                raise SystemExit(f"{type(error).__name__}: {error}") from None
             except pynccl.NcclError as error:
                 if joined:
-                    print(f"lost the other process: {type(error).__name__}", flush=True)
+                    print(f"lost the other process: {type(error).__name__}: {error}", flush=True)
                     self.since = time.monotonic()
                 self.give_up_later()
 

@@ -105,6 +105,15 @@ def test_either_side_restarts_alone(victim: str, scheme: str, start: Start, tmp_
     assert lines[-1].startswith("step 60: " if victim == "trainer" else "15 tensors")
 
 
+def test_other_options_are_no_death(start: Start, tmp_path: Path) -> None:
+    where = ["--meet", place("file", tmp_path)]
+    sides = start("trainer", *where, "--width", "64"), start("inference", *where, "--width", "128")
+    for side in sides:
+        side.until("joined")
+        with pytest.raises(AssertionError, match=r"with 1 .*CollectiveMismatchError: .*'layer\.0\."):
+            side.until("joined")
+
+
 def test_nobody_comes(start: Start, tmp_path: Path) -> None:
     options = ["--meet", place("file", tmp_path), "--timeout", "0.3"]
     for role, says in (("trainer", "without an inference process"), ("inference", "without a trainer")):
