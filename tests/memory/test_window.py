@@ -290,7 +290,7 @@ def peer_without_descriptors(rank: int, nranks: int) -> None:
         mine = pynccl.zeros(10)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if rank == 1:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         window = comm.window(mine)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if rank == 1:
