@@ -10,6 +10,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "alarm.hpp"
 #include "comm.hpp"
 #include "hooks.hpp"
 
@@ -44,7 +45,7 @@ class Task {
   std::string name;
   Tensors inputs, outputs, kept;
   std::function<void()> post;  // runs once, when the data is there
-  Clock::time_point deadline;
+  Clock::time_point deadline = Clock::time_point::max();
   Milliseconds timeout{};
   std::atomic<int> source{-1};
   // On the CPU library; both are set before another thread sees the task. A receive from any source has no
@@ -66,6 +67,8 @@ class Task {
 
   bool foreign() const { return home_.foreign(); }
   bool done() const { return done_.load(std::memory_order_acquire); }
+  // Its time is over, though it goes on if it is not done. The host does not watch operations on a device.
+  bool overdue() const { return !end_ && !recording() && Clock::now() >= deadline; }
   std::exception_ptr error() const { return done() ? error_ : nullptr; }
   const c10::Event* end() const { return end_.get(); }
   // The asynchronous error of its communicator on a device. ProcessGroupNCCL's watchdog polls it; here every
@@ -84,6 +87,10 @@ class Task {
   bool needs_this_thread() const;
   // On a device it is complete immediately, in stream order.
   intrusive_ptr<c10::ivalue::Future> future();
+  // Ends the future, unless the operation is done before.
+  void expire(std::exception_ptr error);
+  // Has this called at the deadline, unless the operation is done before.
+  void at_deadline(Alarm::Call call);
   bool has_future() {
     std::lock_guard<std::mutex> lock(mutex_);
     return bool(future_);
@@ -103,6 +110,7 @@ class Task {
   std::mutex mutex_;
   std::condition_variable changed_;
   intrusive_ptr<c10::ivalue::Future> future_;
+  std::optional<Alarm::Key> alarm_;
   std::vector<std::shared_ptr<Completion>> completions_;
 };
 
@@ -123,11 +131,29 @@ inline intrusive_ptr<c10::ivalue::Future> Task::future() {
   if (future_) return future_;
   std::vector<c10::Device> devices;
   if (end_) devices.push_back(end_->device());
-  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+  auto made =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+  future_ = made;
   bool complete = done() || end_;
   lock.unlock();
-  if (complete) complete_future(future_);
-  return future_;
+  if (complete) complete_future(made);
+  return made;
+}
+
+inline void Task::expire(std::exception_ptr error) {
+  intrusive_ptr<c10::ivalue::Future> over;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (finishing_) return;
+    over.swap(future_);
+    alarm_.reset();
+  }
+  if (over) over->setErrorIfNeeded(error);
+}
+
+inline void Task::at_deadline(Alarm::Call call) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!done() && !alarm_) alarm_ = Alarm::set(deadline, std::move(call));
 }
 
 inline void Task::report(std::shared_ptr<Completion> completion) {
@@ -157,6 +183,7 @@ inline void Task::finish(std::exception_ptr error) {
   intrusive_ptr<c10::ivalue::Future> waiting;
   std::function<void()> last;
   decltype(completions_) completions;
+  std::optional<Alarm::Key> alarm;
   std::tuple<Tensors, decltype(issue)> gone;  // may need the GIL to be destroyed: not under the lock
   {
     // The end of the group may fail a task that another thread is finishing.
@@ -179,9 +206,11 @@ inline void Task::finish(std::exception_ptr error) {
     done_.store(true, std::memory_order_release);
     kept.swap(std::get<0>(gone)), issue.swap(std::get<1>(gone));
     completions.swap(completions_);
+    alarm.swap(alarm_);
     if (!end_) waiting = future_;
   }
   changed_.notify_all();
+  if (alarm) Alarm::unset(*alarm);
   if (!error_)
     for (auto& completion : completions) completion->count();
   if (waiting) complete_future(waiting);
@@ -218,7 +247,7 @@ class WorkPynccl : public c10d::Work {
 
   bool isCompleted() override {
     for (auto& task : tasks_)
-      if (!task->advance(Milliseconds(0))) return false;
+      if (!task->advance(Milliseconds(0)) && !task->overdue()) return false;
     settle();
     return true;
   }
@@ -226,8 +255,10 @@ class WorkPynccl : public c10d::Work {
   bool isSuccess() const override { return !exception(); }
 
   std::exception_ptr exception() const override {
-    for (auto& task : tasks_)
+    for (auto& task : tasks_) {
       if (auto error = task->error()) return error;
+      if (!task->done() && task->overdue()) return timed_out(*task, task->timeout, sequence_, *here_);
+    }
     return nullptr;
   }
 
@@ -252,9 +283,8 @@ class WorkPynccl : public c10d::Work {
     auto type = c10::ListType::create(c10::TensorType::get());
     c10::List<intrusive_ptr<c10::ivalue::Future>> parts(c10::FutureType::create(type));
     for (auto& task : tasks_) parts.push_back(future_of(task));
-    auto join = [tasks = tasks_](c10::ivalue::Future&) {
-      for (auto& task : tasks)
-        if (auto error = task->error()) std::rethrow_exception(error);
+    auto join = [tasks = tasks_](c10::ivalue::Future& all) {
+      if (all.hasError()) std::rethrow_exception(all.exception_ptr());
       return c10::IValue(outputs_of(tasks));
     };
     return c10::collectAll(parts)->then(join, type);
@@ -267,9 +297,23 @@ class WorkPynccl : public c10d::Work {
     return all;
   }
 
+  static std::exception_ptr timed_out(const Task& task, Milliseconds limit, uint64_t sequence,
+                                      const std::string& here) {
+    return error_of(c10::str("pynccl: Timed out waiting ", limit.count(), "ms for ", task.name, " (call ",
+                             sequence, " of the group) on ", here,
+                             ". The operation goes on: wait again, or abort the group."));
+  }
+
   intrusive_ptr<c10::ivalue::Future> future_of(const TaskPtr& task) {
     auto future = task->future();
     if (future->completed()) return future;
+    task->at_deadline([weak = std::weak_ptr<Task>(task), sequence = sequence_, here = here_, hooks = hooks_] {
+      if (!Py_IsInitialized()) return;
+      auto task = weak.lock();
+      if (!task || task->done()) return;
+      hooks->failing();
+      task->expire(timed_out(*task, task->timeout, sequence, *here));
+    });
     // A callback waits for it, so this thread must complete it.
     task->needs_this_thread() ? wait_for(*task, kNoTimeout) : task->hurry();
     return future;
@@ -300,11 +344,7 @@ class WorkPynccl : public c10d::Work {
       if (Clock::now() >= deadline) {
         task.hurry();
         hooks_->failing();
-        auto limit = own ? timeout : task.timeout;
-        C10_THROW_ERROR(DistBackendError,
-                        c10::str("pynccl: Timed out waiting ", limit.count(), "ms for ", task.name, " (call ",
-                                 sequence_, " of the group) on ", *here_,
-                                 ". The operation goes on: wait again, or abort the group."));
+        std::rethrow_exception(timed_out(task, own ? timeout : task.timeout, sequence_, *here_));
       }
     }
   }
