@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -125,6 +126,27 @@ def test_json(serve: Serve, version: str) -> None:
     assert one.ranks is not None
     assert (one.ranks[0].pid, one.ranks[0].state, one.ranks[0].failed) == (1524344, "RUNNING", False)
     assert one.missing == (ras.MissingRank(1, "172.16.64.245", 1524345, 1, 1, True, False),)
+
+
+def test_verbose_shows_every_rank(serve: Serve) -> None:
+    address = serve(nccl(as_json=golden("nccl-2.29.1-missing.json")))
+    short, whole = (command("--address", address, *args) for args in ([], ["-v"]))
+    assert short.returncode == whole.returncode == 2
+    assert "1524344" not in short.stdout and "1524344" in whole.stdout
+
+
+def test_follow_asks_again_until_nobody_answers(serve: Serve) -> None:
+    answer, asked = nccl(as_json=golden("nccl-2.29.1-missing.json")), Counter[str]()
+
+    def ends_after_three(connection: socket.socket) -> None:
+        asked["times"] += 1
+        if asked["times"] <= 3:
+            answer(connection)
+
+    done = command("--address", serve(ends_after_three), "--follow", "0.1", "--json")
+    assert (done.returncode, asked["times"]) == (1, 4)
+    assert [json.loads(line)["ok"] for line in done.stdout.splitlines()] == [False] * 3
+    assert done.stderr.startswith("pynccl ras: ")
 
 
 def test_who_is_behind(serve: Serve) -> None:
