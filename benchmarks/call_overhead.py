@@ -36,6 +36,7 @@ _IMPORT = """
 import numpy, cffi, sys, time
 start = time.perf_counter()
 import pynccl
+pynccl.Communicator
 print((time.perf_counter() - start) * 1000, *sorted({"cupy", "torch"} & set(sys.modules)))
 """
 
@@ -99,7 +100,10 @@ def measure(options: argparse.Namespace, cases: Sequence[Case], driver: bool) ->
 
 
 def import_time(reps: int) -> list[float]:
-    """Return how many ms `import pynccl` takes after numpy and cffi; it may bring neither CuPy nor torch."""
+    """Return how many ms `import pynccl` and its communicators take after numpy and cffi.
+
+    It may bring neither CuPy nor torch.
+    """
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     # Compiled once, as installing does, whatever the environment says of sources.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
