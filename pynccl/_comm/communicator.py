@@ -397,10 +397,12 @@ class Communicator(Operations):
     ) -> None:
         if not self._core.handle:
             return
-        failed = kind is not None and not _is_success(error)
-        if failed or not self._core.owned:
-            if failed:
-                recorder.dump_because("exception", f"{type(error).__name__}: {error}")
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            # The program ends itself without a failure: its exit ends the communicator (_comm/lifetime.py).
+            return
+        if kind is not None or not self._core.owned:
+            if kind is not None:
+                recorder.dump_because("exception", f"{kind.__name__}: {error}")
                 end.report(error)
             self.abort()
             return
@@ -410,11 +412,6 @@ class Communicator(Operations):
         except BaseException:
             self.abort()
             raise
-
-
-def _is_success(error: BaseException | None) -> bool:
-    """Tell whether a program ends itself without a failure: `sys.exit()` or `sys.exit(0)`."""
-    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _name_in(config: ConfigLike) -> str:

@@ -257,6 +257,27 @@ WAYS = [
 ]
 
 
+EXITS_ALONE = """
+import sys, numpy as np, pynccl
+with pynccl.init() as comm:
+    x = np.ones(1 << 18)
+    comm.all_reduce(x)
+    if comm.rank == 1:
+        sys.exit(0)
+    try:
+        comm.all_reduce(x)
+    except pynccl.NcclError as error:
+        print("for rank 1, which has" in str(error), flush=True)
+        sys.exit(0)
+"""
+
+
+def test_exits_inside_a_with_block_raise_nothing(run_program: Run) -> None:
+    """Neither that of a rank which others still need, nor those of ranks that have handled its absence."""
+    done = run_program(EXITS_ALONE, 3, options=["--no-tag"])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\nTrue\n", "")
+
+
 # The same through the torch.distributed backend; torch's store ends with rank 0.
 TORCH_RETURNS = """
 import sys, torch, torch.distributed as dist, pynccl.torch
