@@ -123,20 +123,25 @@ def hidden_ranks(environ: Mapping[str, str], launcher: Launcher) -> Iterator[str
     if launcher.names is not TORCHRUN or launcher.size != 1 or "TORCHELASTIC_RUN_ID" in environ:
         return
     for names in _LAUNCHERS:
-        if names.mpi and (names.sign or names.rank) in environ and (_number(environ, names.size) or 1) > 1:
+        size = environ.get(names.size, "")
+        started = names.mpi and (names.sign or names.rank) in environ
+        if started and _NUMBER.fullmatch(size) and int(size) > 1:
             yield (
                 f"RANK and WORLD_SIZE=1 make this process the only rank, although {names.size} is "
-                f"{environ[names.size]}; unset RANK and WORLD_SIZE to use {names.launcher}'s ranks"
+                f"{size}; unset RANK and WORLD_SIZE to use {names.launcher}'s ranks"
             )
             return
+
+
+# str.isdigit accepts digits that int() refuses.
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
     if text is None:
         return None
-    # str.isdigit accepts digits that int() refuses.
-    if not re.fullmatch(r"[0-9]{1,9}", text):
+    if not _NUMBER.fullmatch(text):
         raise BootstrapError(f"{name} is {text!r}; expected a number set by the launcher")
     return int(text)
 
