@@ -64,7 +64,7 @@ def _listen(folder: Path) -> None:
 
 
 def _tell_leaving(fd: int) -> None:
-    # The program may have closed its descriptors, or run out of its file sizes: it leaves all the same.
+    # The program may have closed its descriptors, or reached its limit of file sizes: it leaves all the same.
     with suppress(OSError):
         os.write(fd, _LEFT + b"%d\n" % time.monotonic_ns())
 
