@@ -370,7 +370,9 @@ def test_one_side_goes_on_after_a_failed_shrink(stopped: int) -> None:
     assert other[0][0] == [stopped]
     if stopped == 1:
         assert other[1] == ([], "goes on")
-        assert late[0] == ([1], "the other ranks went on without this one, 1 of 3")
+        # The news may come before the call or during it; the text then says that only an abort goes on.
+        assert late[0][0] == [1]
+        assert late[0][1].startswith("the other ranks went on without this one, 1 of 3")
     else:
         assert other[1][0] == [0]
         assert other[1][1].startswith("partition: rank 1 cannot reach rank 0, which may be alive")
