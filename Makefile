@@ -71,6 +71,7 @@ $(BENCH_PROGRAMS:%=bench-%): bench-%: $(VENV)/bench $(VENV)/built
 
 bench: bench-programs
 	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/matrix.py
 	$(BIN)/python benchmarks/call_overhead.py
 	$(BIN)/python benchmarks/store.py
 	$(BIN)/python benchmarks/scale.py

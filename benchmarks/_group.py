@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from _peers import PEERS
+from _hosts import Hosts
+from _peers import ADDRESS, PEERS
 
 WORKER = Path(__file__).with_name("_worker.py")
 TICK = os.sysconf("SC_CLK_TCK")
@@ -35,8 +36,11 @@ def mpirun() -> str | None:
 class Group:
     """The ranks of one peer. Between commands they block on a socket; `idle_load` tells whether they do."""
 
-    def __init__(self, peer: str, nranks: int, largest: int, timeout: float = 120.0) -> None:
-        self.peer, self.nranks, self.timeout = peer, nranks, timeout
+    def __init__(
+        self, peer: str, nranks: int, largest: int, hosts: Hosts | None = None, timeout: float = 120.0
+    ) -> None:
+        """Start the ranks, on `hosts` in equal shares if there are any."""
+        self.peer, self.nranks, self.hosts, self.timeout = peer, nranks, hosts, timeout
         self.ranks: list[Connection] = []
         self.pids: list[int] = []
         self.idle_cpu = self.idle_time = 0.0
@@ -68,14 +72,42 @@ class Group:
     def _spawn(self, command: list[str]) -> None:
         # One thread a rank, as torchrun has it; the same for every peer.
         env = {**os.environ, "OMP_NUM_THREADS": "1", **PEERS[self.peer].environment}
-        if self.peer == "openmpi":
-            launcher = [str(mpirun()), "-n", str(self.nranks), "--oversubscribe", "--allow-run-as-root"]
+        options = PEERS[self.peer].mpirun
+        if options is not None:
+            places = self._mpirun_hosts(self.hosts) if self.hosts else ["--oversubscribe"]
+            launcher = [str(mpirun()), "-n", str(self.nranks), "--allow-run-as-root", *places, *options]
             self._popen(launcher + command, env)
             return
         for rank in range(self.nranks):
-            places = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.nranks))
-            self._popen(command, {**env, **places, **sizes})
+            prefix, variables = self._place(rank)
+            self._popen(prefix + command, {**env, **variables})
+
+    def _place(self, rank: int) -> tuple[list[str], dict[str, str]]:
+        """Return the head of a rank's command and its variables: torchrun's, and its host's if it has one."""
+        local = self.nranks // len(self.hosts.names) if self.hosts else self.nranks
+        variables = {"RANK": rank, "LOCAL_RANK": rank % local}
+        variables |= {"WORLD_SIZE": self.nranks, "LOCAL_WORLD_SIZE": local}
+        texts = {name: str(value) for name, value in variables.items()}
+        if self.hosts is None:
+            return [], texts
+        host = rank // local
+        texts |= {ADDRESS: self.hosts.addresses[host], "GLOO_SOCKET_IFNAME": self.hosts.links[host]}
+        return self.hosts.enter(host), texts
+
+    def _mpirun_hosts(self, hosts: Hosts) -> list[str]:
+        """Let mpirun start a daemon on each host, by a command in the place of ssh."""
+        agent = Path(self._directory.name, "agent")
+        cases = "".join(f"{a}) on={n};; " for a, n in zip(hosts.addresses, hosts.names, strict=True))
+        # A daemon takes hosts of one name for one host.
+        enter = 'exec ip netns exec "$on" unshare --uts sh -c "hostname $host; $*"'
+        agent.write_text(f"#!/bin/sh\nhost=$1; shift\ncase $host in {cases}esac\n{enter}\n")
+        agent.chmod(0o700)
+        share = self.nranks // len(hosts.names)
+        options = ["--host", ",".join(f"{address}:{share}" for address in hosts.addresses)]
+        options += ["--map-by", "slot:oversubscribe", "--prtemca", "plm_ssh_agent", str(agent)]
+        # Each daemon sees its own ranks alone, and does not know that they share their cores with others.
+        options += ["--mca", "mpi_yield_when_idle", "1"]
+        return [*options, "--mca", "btl_tcp_if_include", f"{hosts.NETWORK}.0/24"]
 
     def _popen(self, command: list[str], env: dict[str, str]) -> None:
         # A session of its own: Ctrl-C reaches the driver alone, which then ends its groups in order.

@@ -14,7 +14,9 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float32]
 Call = Callable[[], object]
 
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
+# The variable with the address of a rank's host, where the ranks have hosts of their own.
+ADDRESS = "BENCHMARK_ADDRESS"
 DDP_STEP, DDP_BYTES = "DDP step", 4 * (64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10)
 
 
@@ -23,6 +25,8 @@ class Peer:
 
     module: ClassVar[str]
     environment: ClassVar[dict[str, str]] = {}
+    # Options of mpirun, for those that it starts.
+    mpirun: ClassVar[list[str] | None] = None
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
@@ -105,6 +109,11 @@ class Pynccl(Peer):
         args = (recv.ctypes.data, recv.size, self.FLOAT32, 0, self.comm, self.STREAM)
         return self._then_wait(self.capi.ncclBcast, *args)
 
+    def all_to_all(self, send: Array, recv: Array) -> Call:
+        share = send.size // self.size
+        args = (send.ctypes.data, recv.ctypes.data, share, self.FLOAT32, self.comm, self.STREAM)
+        return self._then_wait(self.capi.ncclAlltoAll, *args)
+
     def send_recv(self, send: Array, recv: Array) -> Call:
         capi, wait, comm, stream, forever = self.capi, self.wait, self.comm, self.STREAM, self.FOREVER
         out = (send.ctypes.data, send.size, self.FLOAT32, self.next, comm, stream)
@@ -137,6 +146,14 @@ class PyncclStaged(Pynccl):
     environment: ClassVar[dict[str, str]] = {"PYNCCL_LIBRARY": "cpu", "PYNCCL_CPU_DIRECT": "0"}
 
 
+class PyncclTCP(Pynccl):
+    """Every rank says that it has a host of its own, so that all data go over TCP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        os.environ["NCCL_HOSTID"] = f"host-{self.rank}"
+
+
 class PyncclWindow(Pynccl):
     """Direct reads are allowed, and all buffers lie in windows over memory of ncclMemAlloc."""
 
@@ -167,6 +184,7 @@ class OpenMPI(Peer):
     """MPI through mpi4py's buffer interface, with count and datatype spelled out: its fastest form."""
 
     module = "mpi4py"
+    mpirun: ClassVar[list[str] | None] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,12 +198,14 @@ class OpenMPI(Peer):
         comm = self.comm
         source, target = ([buf, buf.size, self.mpi.FLOAT] for buf in (send, recv))
         send_blocks, recv_blocks = [send, recv.size, self.mpi.FLOAT], [recv, send.size, self.mpi.FLOAT]
+        shares = [[buf, buf.size // self.size, self.mpi.FLOAT] for buf in (send, recv)]
         to, by = self.next, self.previous
         calls: dict[str, Call] = {
             "all_reduce": lambda: comm.Allreduce(source, target),
             "all_gather": lambda: comm.Allgather(source, recv_blocks),
             "reduce_scatter": lambda: comm.Reduce_scatter_block(send_blocks, target),
             "broadcast": lambda: comm.Bcast(target),
+            "all_to_all": lambda: comm.Alltoall(*shares),
             "send_recv": lambda: comm.Sendrecv(source, to, 0, target, by, 0),
         }
         return calls[op]
@@ -196,8 +216,20 @@ class OpenMPI(Peer):
         return {**super().versions(), "mpi4py": mpi4py.__version__, "MPI": library}
 
 
+class OpenMPIStaged(OpenMPI):
+    """The same without single copy: everything is staged through shared memory."""
+
+    mpirun: ClassVar[list[str] | None] = ["--mca", "smsc", "^cma"]
+
+
+class OpenMPITCP(OpenMPI):
+    """The same over TCP."""
+
+    mpirun: ClassVar[list[str] | None] = ["--mca", "btl", "tcp,self"]
+
+
 class Gloo(Peer):
-    """torch.distributed's Gloo backend over loopback; its all_reduce exists only in place."""
+    """torch.distributed's Gloo backend, on loopback or between hosts; its all_reduce exists only in place."""
 
     module = "torch"
     environment: ClassVar[dict[str, str]] = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -209,12 +241,14 @@ class Gloo(Peer):
         self.dist: Any = importlib.import_module("torch.distributed")
 
     def offer(self) -> bytes:
-        self.store = self.dist.TCPStore("127.0.0.1", 0, self.size, True, wait_for_workers=False)
-        return str(self.store.port).encode()
+        address = os.environ.get(ADDRESS, "127.0.0.1")
+        self.store = self.dist.TCPStore(address, 0, self.size, True, wait_for_workers=False)
+        return f"{address}:{self.store.port}".encode()
 
     def connect(self, token: bytes) -> None:
         if self.rank:
-            self.store = self.dist.TCPStore("127.0.0.1", int(token), self.size, False, wait_for_workers=False)
+            address, _, port = token.decode().rpartition(":")
+            self.store = self.dist.TCPStore(address, int(port), self.size, False, wait_for_workers=False)
         self.dist.init_process_group(self.backend, store=self.store, rank=self.rank, world_size=self.size)
 
     def barrier(self) -> None:
@@ -234,6 +268,7 @@ class Gloo(Peer):
             "all_gather": lambda: dist.all_gather_single(target, source),
             "reduce_scatter": lambda: dist.reduce_scatter_single(target, source),
             "broadcast": lambda: dist.broadcast(target, 0),
+            "all_to_all": lambda: dist.all_to_all_single(target, source),
             "send_recv": send_recv,
         }
         return self.ddp_step() if op == DDP_STEP else calls[op]
@@ -275,9 +310,12 @@ class TorchPynccl(Gloo):
 PEERS: dict[str, type[Peer]] = {
     "pynccl": Pynccl,
     "pynccl-staged": PyncclStaged,
+    "pynccl-tcp": PyncclTCP,
     "pynccl-window": PyncclWindow,
     "pynccl-staged-window": PyncclStagedWindow,
     "openmpi": OpenMPI,
+    "openmpi-staged": OpenMPIStaged,
+    "openmpi-tcp": OpenMPITCP,
     "gloo": Gloo,
     "torch-pynccl": TorchPynccl,
 }

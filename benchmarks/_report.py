@@ -34,8 +34,10 @@ class Row:
     def bus(self, peer: str) -> float:
         """Return the bus bandwidth in GB/s, by nccl-tests' formulas."""
         n = self.ranks
-        factor = {"all_reduce": 2 * (n - 1) / n, "all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n}
-        return self.nbytes / self.median(peer) / 1e9 * factor.get(self.op, 1.0)
+        whole = self.nbytes / self.median(peer) / 1e9
+        if self.op in ("all_gather", "reduce_scatter", "all_to_all"):
+            return whole * (n - 1) / n
+        return whole * 2 * (n - 1) / n if self.op == "all_reduce" else whole
 
     def ratio(self, ours: str, theirs: str) -> float | None:
         """Return how many times the other's bandwidth ours is, None where one was not measured."""

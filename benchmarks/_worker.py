@@ -64,7 +64,7 @@ def check(op: str, rank: int, size: int, result: Array) -> None:
     """Compare with what ranks sending rank + 1 must give."""
     if op in ("all_reduce", "reduce_scatter"):
         expected: Array | float = size * (size + 1) / 2
-    elif op == "all_gather":
+    elif op in ("all_gather", "all_to_all"):
         expected = np.repeat(np.arange(1, size + 1, dtype=np.float32), result.size // size)
     elif op == "broadcast":
         expected = 1

@@ -84,8 +84,8 @@ def sizes_for(op: str, options: argparse.Namespace) -> list[int]:
 def require(peers: Sequence[str]) -> None:
     """Refuse to run with a peer missing, rather than print a table without it."""
     missing = [f"{peer} needs {PEERS[peer].module}" for peer in peers if not find(PEERS[peer].module)]
-    if "openmpi" in peers and mpirun() is None:
-        missing.append("openmpi needs mpirun")
+    if mpirun() is None:
+        missing += [f"{peer} needs mpirun" for peer in peers if PEERS[peer].mpirun is not None]
     if missing:
         advice = "Install the bench extra, or name the others with --peers."
         sys.exit(f"not installed: {'; '.join(missing)}. {advice}")
@@ -127,7 +127,7 @@ def sweep(groups: dict[str, Group], options: argparse.Namespace, ranks: int) -> 
     """Measure all operations and sizes with these processes, telling each row as it comes."""
     for op in options.ops:
         for nbytes in options.sizes[op]:
-            if op in ("all_gather", "reduce_scatter") and nbytes % (4 * ranks):
+            if op in ("all_gather", "reduce_scatter", "all_to_all") and nbytes % (4 * ranks):
                 told = f"{op} of {size_text(nbytes)} does not divide by {ranks} ranks: left out"
                 print(told, file=sys.stderr)
                 continue
