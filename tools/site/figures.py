@@ -112,8 +112,33 @@ def in_flight(results: Results) -> dict[str, Figure]:
     return {"times": figure}
 
 
+def matrix(results: Results) -> dict[str, Figure]:
+    """Draw, for each setting, how many times the better peer's speed pynccl's is, over size."""
+    return {name: _ratios(found["rows"]) for name, found in results.items()}
+
+
+def _ratios(rows: list[Results]) -> Figure:
+    operations = list(dict.fromkeys(row["op"] for row in rows))
+    figure = Figure(figsize=(4.2 * len(operations), 3.2), layout="constrained")
+    for op, plot in zip(operations, figure.subplots(1, len(operations), squeeze=False).flat, strict=True):
+        for ranks in sorted({row["ranks"] for row in rows}):
+            some = [row for row in rows if (row["op"], row["ranks"]) == (op, ranks)]
+            points = [(row["nbytes"], _against_the_better(row["median_seconds"])) for row in some]
+            plot.loglog(*zip(*points, strict=True), "o-", label=f"{ranks} ranks", ms=3)
+        plot.axhline(1, color="black", lw=1)
+        plot.set(title=op, xlabel="bytes", ylabel="speed over the better of Open MPI and Gloo")
+        plot.legend()
+    return figure
+
+
+def _against_the_better(seconds: dict[str, float]) -> float:
+    ours = next(value for peer, value in seconds.items() if peer.startswith("pynccl"))
+    return min(value for peer, value in seconds.items() if not peer.startswith("pynccl")) / ours
+
+
 BENCHMARKS: dict[str, Callable[[Results], dict[str, Figure]]] = {
     "collectives": bandwidth,
+    "matrix": matrix,
     "call_overhead": call_overhead,
     "store": store,
     "scale": scale,

@@ -369,10 +369,15 @@ void Comm::closed(int from) {
   bool expected;
   {
     std::lock_guard<std::mutex> lock(session.mutex);
-    p.gone = true;
     expected = p.left || session.stopped() || standing.phase.load() == Phase::Creating;
+    p.gone = expected;
   }
-  if (!expected) died(from);
+  if (!expected) {
+    // A thread that sees that the peer is gone may abort at once, and the others must hear of the death first.
+    died(from);
+    std::lock_guard<std::mutex> lock(session.mutex);
+    p.gone = true;
+  }
   session.changed.notify_all();
 }
 
