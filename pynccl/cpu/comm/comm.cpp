@@ -373,7 +373,8 @@ void Comm::closed(int from) {
     p.gone = expected;
   }
   if (!expected) {
-    // A thread that sees that the peer is gone may abort at once, and the others must hear of the death first.
+    // A thread that sees that the peer is gone may abort at once, and the others must hear of the death
+    // first.
     died(from);
     std::lock_guard<std::mutex> lock(session.mutex);
     p.gone = true;
