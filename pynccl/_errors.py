@@ -29,11 +29,12 @@ UNSUPPORTED = f"pynccl works on Linux (x86_64, aarch64, WSL) only; this is {sys.
 class NcclError(RuntimeError):
     """Report a failed call; unknown attributes are None or empty.
 
-    `result` is NCCL's code, `detail` the library's last error message; `relayed` tells that another rank
-    has failed, and reported it.
+    `result` is NCCL's code, `detail` the library's last error message. `agreed` tells that all ranks raise an
+    error for this failure, `relayed` that it is another rank's.
     """
 
     code: ClassVar[int | None] = None
+    agreed = False
     relayed = False
     result: int | None
     function: str

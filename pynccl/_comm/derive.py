@@ -84,7 +84,8 @@ def _take(core: Core, child: Core, handle: int) -> None:
         core.watch.hear()
         raise core.watch.expire(str(error)) or error from None
     except NcclError as error:
-        raise core.watch.cause(error) from error.__cause__
+        # A rank that has raised its error of an agreed failure may abort, which explains nothing here.
+        raise (error if error.agreed else core.watch.cause(error)) from error.__cause__
 
 
 def split(core: Core, color: int | None, key: int, config: ConfigLike) -> Core | None:

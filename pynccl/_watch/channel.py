@@ -69,7 +69,7 @@ def connect(
     rank: int,
     size: int,
     gather: Gather,
-    failure: Exception | None,
+    failure: NcclError | None,
     deadline: float | None,
     look: Callable[[], object],
 ) -> Channel:
@@ -102,22 +102,25 @@ def connect(
             raise
 
 
-def _exchange(rank: int, size: int, gather: Gather, mine: bytes, failure: Exception | None) -> list[bytes]:
+def _exchange(rank: int, size: int, gather: Gather, mine: bytes, failure: NcclError | None) -> list[bytes]:
     """Gather the data of all ranks; if one sends zeros and a failure, every rank raises the failure."""
     found = gather(mine)
     if bytes(len(mine)) not in found:
         return found
     reasons = gather(str(failure or "").encode()[:_TEXT].ljust(_TEXT, b"\0"))
-    if failure is not None:
-        raise failure
-    other = found.index(bytes(len(mine)))
-    text = reasons[other].rstrip(b"\0").decode(errors="replace")
-    error = NcclSystemError(f"rank {other} reports: {text}", rank=rank, size=size)
-    error.relayed = True
-    raise error
+    if failure is None:
+        other = found.index(bytes(len(mine)))
+        text = reasons[other].rstrip(b"\0").decode(errors="replace")
+        failure = NcclSystemError(f"rank {other} reports: {text}", rank=rank, size=size)
+        failure.relayed = True
+    failure.agreed = True
+    # A rank that raises may end its communicators. It waits until all have the reasons.
+    with suppress(NcclError):
+        gather(mine)
+    raise failure
 
 
-def _greeting() -> tuple[str, bytes, Exception | None]:
+def _greeting() -> tuple[str, bytes, NcclError | None]:
     """Return the secret and this process's first message; or zeros and the error."""
     try:
         secret = read_secret()
@@ -134,7 +137,7 @@ def _greeting() -> tuple[str, bytes, Exception | None]:
 
 def _place(
     one_host: bool, size: int, opened: ExitStack
-) -> tuple[socket.socket | None, bytes, Exception | None]:
+) -> tuple[socket.socket | None, bytes, NcclError | None]:
     """Listen and return the address; or zeros and the error."""
     try:
         listener = opened.enter_context(_listen("127.0.0.1" if one_host else outward_address()))

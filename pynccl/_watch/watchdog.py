@@ -38,6 +38,8 @@ BY_DEATH = (1, 2, 3, 6)
 # Milliseconds to wait, after an error of the library, for the report of a death or of another rank.
 DEATH_MS, _REPORT_MS = 1500, 400
 _BY_REPORT = (5, 8)
+# Seconds after an error within which another rank's abort may have caused it.
+_OWN_ABORT = DEATH_MS / 2000
 _CLAIM_MS = 5000
 # The purpose of pyncclCpuExchange.
 _CHANNEL = 3
@@ -178,6 +180,7 @@ class Watch:
 
     def cause(self, error: NcclError, wait_ms: int | None = None) -> NcclError:
         """Return the verdict that explains an error of the library, or the error itself."""
+        since = time.monotonic()
         found = self.verdict(self.patience(error) if wait_ms is None else wait_ms)
         if found is None:
             lib.pynccl_watch_library_failed(self.c)
@@ -187,8 +190,17 @@ class Watch:
         # The end of a rank is no reason why its last message differs.
         if isinstance(found, RankFailedError) and mismatch(int(error.result or 0), int(self.c.handle)) == 1:
             return error
+        # A rank that has waited in vain for the cause of the same error may abort.
+        if time.monotonic() - since > _OWN_ABORT and self._have_aborted(found):
+            return error
         found.__cause__ = error
         return found
+
+    def _have_aborted(self, found: NcclError) -> bool:
+        fates = ffi.new("unsigned char[]", self.size)
+        lib.pynccl_watch_fates(self.c, fates)
+        ranks = found.ranks if isinstance(found, RankFailedError) else []
+        return bool(ranks) and all(fates[rank] & _REASON == lib.PYNCCL_ABORTS_FIRST for rank in ranks)
 
     def hear(self) -> None:
         """At a time-out, hear whether the other ranks respond."""

@@ -109,6 +109,38 @@ def test_split_without_descriptors(timeout: float | None) -> None:
             assert not ranks and seconds < 10
 
 
+def split_ends_a_with(rank: int, nranks: int) -> list[Outcome]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def splits(spare: int) -> None:
+        with pynccl.init(timeout=10) as comm:
+            together(nranks, f"ready {spare}")
+            if rank == 1:
+                used = len(os.listdir("/proc/self/fd")) - 1
+                resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+            comm.split(0)
+
+    outcomes = []
+    for spare in (0, 2, 4, 6, 8):
+        outcomes.append(outcome(lambda spare=spare: splits(spare)))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        together(nranks, f"over {spare}")
+    return outcomes
+
+
+@pytest.mark.slow
+def test_abort_after_a_failed_split_names_nobody_else() -> None:
+    """Each rank that hears of the failed split ends its communicator while others wait for its cause."""
+    zero, one, two = run(3, split_ends_a_with, backend="cpu", timeout=50)
+    for mine, *others in zip(one, zero, two, strict=True):
+        if mine[0] == "returned":
+            continue
+        assert mine[:2] == ("NcclSystemError", []) and "Too many open files" in mine[2]
+        for kind, ranks, text, _ in others:
+            assert (kind in ("NcclSystemError", "NcclRemoteError") and not ranks) or ranks == [1], text
+            assert "rank 1" in text
+
+
 # --- grow ---------------------------------------------------------------------------------------------------
 
 
