@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import click
 
-from pynccl._errors import NcclError
+from pynccl._errors import NcclError, descriptor_limit
 from pynccl._library import discovery
 from pynccl._run.command import run
 
@@ -35,6 +36,16 @@ class _Cli(click.Group):
             module = importlib.import_module(self._tools[cmd_name])
             self.add_command(getattr(module, cmd_name))
         return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            # Exit as a program that writes to a closed pipe; click would exit with 1.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
 
 
 _VERSION = "Print the version, and that of the NCCL library."
@@ -89,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # A file's error has its name.
         full = error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None
-        print(f"pynccl: {'standard output: ' if full else ''}{error}", file=sys.stderr)
+        print(
+            f"pynccl: {'standard output: ' if full else ''}{error}{descriptor_limit(error)}", file=sys.stderr
+        )
         return 1
 
 

@@ -19,11 +19,20 @@ Wrong Python arguments are TypeError and ValueError. Every class pickles.
 
 from __future__ import annotations
 
+import errno
+import resource
 import sys
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 UNSUPPORTED = f"pynccl works on Linux (x86_64, aarch64, WSL) only; this is {sys.platform}"
+
+
+def descriptor_limit(error: OSError) -> str:
+    """Return what messages add to an error of the system: the limit that it has met, if it has."""
+    if error.errno != errno.EMFILE:
+        return ""
+    return f"; RLIMIT_NOFILE (ulimit -n) is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
 
 
 class NcclError(RuntimeError):

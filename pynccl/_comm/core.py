@@ -221,7 +221,10 @@ class Core:
     def refuse(self, answer: int) -> None:
         """Raise the error of an answer that the C call path gave for this communicator."""
         if answer == BUSY:
-            raise NcclInvalidUsage(f"{self!r} is in use by another thread; expected one thread at a time")
+            raise NcclInvalidUsage(
+                f"{self!r} is in use by another thread, or by the call that a signal has interrupted; "
+                "expected one call at a time"
+            )
         if answer == STOPPED:
             raise check_mode.interrupted()
         if answer == CAPTURED:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
 from pynccl import capi
-from pynccl._errors import NcclError, NcclTimeoutError
+from pynccl._errors import NcclError, NcclSystemError, NcclTimeoutError
 from pynccl._library.binding import lib
 from pynccl._timeouts import shown
 from pynccl._trace.recorder import dump_because
@@ -28,7 +28,7 @@ _OTHERS = 1.0
 THREAD_LIMITS = "RLIMIT_NPROC, RLIMIT_AS, or the cgroup's pids.max"
 
 
-class NoThreadError(RuntimeError):
+class NoThreadError(NcclSystemError):
     """No thread can be started: the interpreter is exiting, or the system has none left."""
 
 

@@ -12,7 +12,6 @@ import errno
 import fcntl
 import ipaddress
 import os
-import resource
 import secrets
 import selectors
 import socket
@@ -23,7 +22,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pynccl import _host
-from pynccl._errors import BootstrapError, NcclError, NcclSystemError, NcclTimeoutError
+from pynccl._errors import BootstrapError, NcclError, NcclSystemError, NcclTimeoutError, descriptor_limit
 from pynccl._library.binding import lib
 from pynccl._secure import handshake
 from pynccl._secure.secret import read_secret
@@ -120,6 +119,10 @@ def _exchange(rank: int, size: int, gather: Gather, mine: bytes, failure: NcclEr
     raise failure
 
 
+def _cannot_open(error: OSError) -> NcclSystemError:
+    return NcclSystemError(f"the control channel cannot be opened: {error}{descriptor_limit(error)}")
+
+
 def _greeting() -> tuple[str, bytes, NcclError | None]:
     """Return the secret and this process's first message; or zeros and the error."""
     try:
@@ -131,8 +134,7 @@ def _greeting() -> tuple[str, bytes, NcclError | None]:
     except BootstrapError as error:
         return "", bytes(_GREETING.size), error
     except OSError as error:
-        wrapped = NcclSystemError(f"the control channel cannot be opened: {error}")
-        return "", bytes(_GREETING.size), wrapped
+        return "", bytes(_GREETING.size), _cannot_open(error)
 
 
 def _place(
@@ -154,10 +156,9 @@ def _require_descriptors(listener: socket.socket, size: int) -> None:
         while len(spare) < size:
             spare.append(os.dup(listener.fileno()))
     except OSError as error:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise NcclSystemError(
             f"the control channel needs {size} more file descriptors, but only {len(spare)} are free: "
-            f"{os.strerror(error.errno or 0)}; RLIMIT_NOFILE (ulimit -n) is {limit}"
+            f"{os.strerror(error.errno or 0)}{descriptor_limit(error)}"
         ) from error
     finally:
         for descriptor in spare:
@@ -353,7 +354,7 @@ class _Mesh:
 def _refuse_shortage(error: OSError) -> None:
     """Raise if the error is a shortage of this process, not a failure of the other end."""
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-        raise NcclSystemError(f"the control channel cannot be opened: {error}") from error
+        raise _cannot_open(error) from error
 
 
 def _check_secrets(rank: int, size: int, have: list[bool]) -> None:

@@ -46,6 +46,9 @@ def is_communicator(method: Any) -> bool:
 def communicator(method: Any, user: str) -> Any:
     """Return the mpi4py communicator of a method; `user` is what needs it, for messages."""
     try:
+        # First, as in pynccl.mpi.
+        import ctypes  # noqa: F401
+
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         # mpi4py raises RuntimeError if it finds no MPI library.

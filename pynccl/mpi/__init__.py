@@ -12,6 +12,9 @@ complete. Features that NCCL lacks (tags, ANY_SOURCE, logical and user operation
 
 from __future__ import annotations
 
+# mpi4py's finder imports it where Python holds the lock of all imports, which another thread may wait for:
+# https://github.com/mpi4py/mpi4py/blob/4.1.2/src/mpi4py/_mpiabi.py
+import ctypes  # noqa: F401
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any

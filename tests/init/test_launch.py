@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -360,6 +361,28 @@ def test_output_that_goes_nowhere(script: Script) -> None:
     without = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     done = subprocess.run(without, stderr=subprocess.PIPE, text=True, timeout=50)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_command_whose_output_is_closed() -> None:
+    """As other programs before `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "pynccl", "info"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=30,
+        )
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_launcher_without_descriptors_names_the_limit(script: Script) -> None:
+    command = f"ulimit -n 12; exec {shlex.join(_command('-n', '4', '--cpu', script('pass')))}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert done.stderr.endswith("Too many open files; RLIMIT_NOFILE (ulimit -n) is 12\n")
 
 
 FIRST = """
