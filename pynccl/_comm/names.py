@@ -29,7 +29,7 @@ _OTHER_NAMES = {
 }
 
 
-# Calls on one stream run in order, so a receive that waits also keeps a later send waiting.
+# Calls of a communicator run in order, so a receive that waits also keeps a later send waiting.
 _TOGETHER = ", or `with pynccl.group():` for sends and receives that wait for each other"
 
 
