@@ -202,7 +202,10 @@ class _Owned:
 
     def _live(self) -> int:
         if not self._handle:
-            raise ValueError(f"this {type(self).__name__.lower()} was destroyed; expected a live one")
+            raise ValueError(
+                f"this {type(self).__name__.lower()} was destroyed, by destroy() or at the end of its `with` "
+                "block; expected a live one"
+            )
         return self._handle
 
     def destroy(self) -> None:
@@ -234,8 +237,8 @@ class _Owned:
 class Stream(_Owned):
     """A stream of the current device or of the CPU library; the work of a stream runs in order.
 
-    Destroy it by `destroy`, or use it as a context manager; its work is finished first. A destroyed stream
-    raises ValueError.
+    `destroy`, or the end of its `with` block, destroys it; its work is finished first. A destroyed stream
+    raises ValueError. `with` does not make it the current stream.
     """
 
     _makers = cpu_stream, cuda.stream_create
