@@ -91,7 +91,10 @@ def _take(core: Core, child: Core, handle: int) -> None:
 def split(core: Core, color: int | None, key: int, config: ConfigLike) -> Core | None:
     """Derive a communicator of the ranks with the same color, ordered by key; None if color is None."""
     if color is not None and not is_int(color):
-        raise TypeError(f"color is {color!r}; expected an int, or None to join no communicator")
+        raise TypeError(
+            f"color is {color!r}; expected an int that the ranks of one communicator share, such as a number "
+            "of their node, or None to join no communicator"
+        )
     if color is not None and not 0 <= color < 1 << 31:
         raise ValueError(f"color is {color}; expected 0 <= color < 2**31, or None")
     if not is_int(key):

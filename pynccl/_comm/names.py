@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_BY_NODE = "split(color), with one color for each node"
+
 # Names of mpi4py, torch and CuPy that differ from pynccl's in more than case, underscores and "nccl".
 _OTHER_NAMES = {
     "allgatherintotensor": "all_gather",
@@ -24,6 +26,9 @@ _OTHER_NAMES = {
     "put": "put_signal",
     "rankid": "rank",
     "reducescattertensor": "reduce_scatter",
+    "splitbyhost": _BY_NODE,
+    "splitbynode": _BY_NODE,
+    "splittype": _BY_NODE,
     "stop": "destroy",
     "worldsize": "size",
 }

@@ -92,6 +92,8 @@ NAMES = {
     "group_start": r"pynccl\.group\(\)",
     "Put": "put_signal",
     "Get": r"window\(\.\.\.\)\.peer\(rank\)",
+    "Split_type": r"split\(color\), with one color for each node",
+    "split_by_node": r"split\(color\), with one color for each node",
     "stop": "destroy",
     "ncclAllReduce": "all_reduce",
 }

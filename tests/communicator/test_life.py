@@ -68,6 +68,8 @@ def test_split(rank: int, nranks: int) -> None:
         for color, error in ((-1, ValueError), (1 << 31, ValueError), ("0", TypeError), (True, TypeError)):
             with pytest.raises(error, match=f"color is {color!r}; expected"):
                 comm.split(color)
+        with pytest.raises(TypeError, match="color is 'node'; expected an int .* number of their node"):
+            comm.split("node")  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="ncclConfig_t has no field comName"):
             comm.split(0, config={"comName": "x"})
         comm.barrier()
