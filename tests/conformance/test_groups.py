@@ -107,7 +107,7 @@ def test_ungrouped_exchange_is_reported(pool: Pool, transport: str) -> None:
         assert "rank 0" in text
         assert "rank 1" in text
         assert "Send" in text
-        assert "the next has queued behind its own; calls of one group start together" in text
+        assert "queued behind its own; sends and receives of one group, or of send_recv, start" in text
 
 
 def several_communicators(rank: Rank, n: int) -> None:

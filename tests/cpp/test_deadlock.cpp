@@ -145,6 +145,21 @@ TEST_CASE("an event closes the cycle") {
   });
 }
 
+// Each rank sends first: no collective is part of the cycle.
+TEST_CASE("two sends that face each other") {
+  ncclUniqueId id = new_id();
+  Meeting all_ended(2);
+  as_threads(2, [&](int rank) {
+    ncclComm_t comm = join(id, 2, rank);
+    std::vector<float> data(1 << 20);
+    OK(ncclSend(data.data(), data.size(), ncclFloat32, 1 - rank, comm, nullptr));
+    RESULT(synchronize(comm), ncclInvalidUsage);
+    SAYS(last_error(), "has not made; sends and receives of one group, or of send_recv, start together");
+    all_ended();
+    OK(ncclCommAbort(comm));
+  });
+}
+
 // ---- what is no deadlock ----
 
 // The calls of `a` and `b` are in opposite order, on streams of their own: each rank has made both.

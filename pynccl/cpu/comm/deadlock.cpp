@@ -28,7 +28,8 @@ struct Deadlocks::Probe {
     Token process;
     uint64_t period, round, number;
     Need::Kind kind;
-    uint16_t assumed, queued;  // queued: edges whose call has been issued behind the launch that waits
+    uint8_t assumed = 0, messages_only = 1;
+    uint16_t queued;  // edges whose call has been issued behind the launch that waits
     uint32_t steps, at;
   } fixed{};
   std::vector<Stretch> way;
@@ -41,13 +42,14 @@ struct Deadlocks::Probe {
     return std::string(reinterpret_cast<const char*>(&f), sizeof f) +
            std::string(reinterpret_cast<const char*>(way.data()), way.size() * sizeof(Stretch)) + text;
   }
-  // What the calls of a cycle wait for.
   const char* cause() const {
-    if (fixed.queued == 0) return ": each for calls that the next has not made";
-    if (fixed.queued == way.size())
-      return ": each for a call that the next has queued behind its own; calls of one group start together";
-    return ": each for a call that the next has not made, or has queued behind its own; calls of one group "
-           "start together";
+    if (fixed.queued == 0) return "calls that the next has not made";
+    if (fixed.queued == way.size()) return "a call that the next has queued behind its own";
+    return "a call that the next has not made, or has queued behind its own";
+  }
+  const char* remedy() const {
+    if (fixed.messages_only) return "; sends and receives of one group, or of send_recv, start together";
+    return fixed.queued == 0 ? "" : "; calls of one group start together";
   }
   static bool read(const Blob& body, Probe* probe) {
     Fixed& f = probe->fixed;
@@ -123,6 +125,8 @@ void Deadlocks::spread(Blocked& at, Probe probe, std::vector<Message>* out) {
     for (const Need& need : w.needs) {
       next.way.push_back({communicator, w.comm->rank, need.peer});
       next.fixed.kind = need.kind;
+      next.fixed.messages_only =
+          probe.fixed.messages_only && (need.kind == Need::Send || need.kind == Need::Receive);
       next.fixed.number = need.number;
       out->push_back({w.comm, need.peer, Ctl::Probe, next.body()});
       next.way.pop_back();
@@ -180,7 +184,7 @@ void Deadlocks::probed(Comm& comm, int from, const Blob& body) {
   }
   deliver(messages);
   if (!cycle) return;
-  probe.text = "deadlock: " + probe.text + probe.cause();
+  probe.text = "deadlock: " + probe.text + ": each for " + probe.cause() + probe.remedy();
   probe.fixed.at = 0;
   fail_cycle(std::move(probe), comm);
 }
