@@ -72,10 +72,11 @@ def _described(key: Any, array: Any, name: str, written: bool) -> tuple[int, int
         raise ValueError(f"{name} is in Fortran order; expected C order")
     if written and flags & READ_ONLY and count:
         raise ValueError(f"{name} is read-only; expected a writable array")
-    if written and flags & RECORDED_BY_AUTOGRAD:
+    if flags & RECORDED_BY_AUTOGRAD:
+        missed = ", and autograd would miss the change of its elements" if written else ""
         raise ValueError(
-            f"{name} requires grad, and autograd would miss the change of its elements; expected a tensor "
-            "without requires_grad, such as those of state_dict(), or a call under torch.no_grad()"
+            f"{name} requires grad{missed}; expected a tensor without requires_grad, such as those of "
+            "state_dict(), or a call under torch.no_grad()"
         )
     return address, device, Tensor(dtypes.name_of(code), shape_of(array))
 

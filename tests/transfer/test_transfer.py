@@ -173,6 +173,7 @@ def refusing(rank: int, nranks: int, folder: str) -> None:
             ({"w": np.ones((4, 4))[:, ::2]}, {}, r"tensors\['w'\] is not contiguous"),
             ({"w": np.ones((4, 4)).T}, {}, r"tensors\['w'\] is in Fortran order"),
             ({"w": np.array(["text"])}, {}, r"tensors\['w'\] has dtype str"),
+            ({"w": torch.ones(2, requires_grad=True)}, {}, r"tensors\['w'\] requires grad; .* state_dict"),
             (None, {}, "tensors is of type NoneType; expected a mapping"),
             (
                 torch.nn.Linear(1, 1),
