@@ -20,7 +20,18 @@ from pynccl._device import streams
 from pynccl._library import cuda
 from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._library.fields import pack
-from pynccl._library.generated.kinds import ALL_REDUCE, ALL_TO_ALL, BARRIER, BROADCAST, REDUCING, ROOTED
+from pynccl._library.generated.kinds import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE_SCATTER,
+    REDUCING,
+    ROOTED,
+    SCATTER,
+)
 from pynccl._library.generated.structs import CollConfig
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._timeouts import check_timeout
@@ -28,6 +39,17 @@ from pynccl._types import DataType, RedOp
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+# What "in place" means, where it is not the same memory.
+_SEND_IN_RECV = "send to be this rank's part of recv, or "
+_RECV_IN_SEND = "recv to be this rank's part of send, or "
+_IN_PLACE = {
+    ALL_GATHER: _SEND_IN_RECV,
+    ALL_TO_ALL: "",
+    GATHER: _SEND_IN_RECV,
+    REDUCE_SCATTER: _RECV_IN_SEND,
+    SCATTER: _RECV_IN_SEND,
+}
 
 PerCall = CollConfig | Mapping[str, Any] | None
 
@@ -245,8 +267,8 @@ class Calls:
         elif answer == NO_WINDOW:
             raise closed_window(function_name(kind))
         elif answer == OVERLAP:
-            in_place = "separate memory" if kind == ALL_TO_ALL else "the same memory, or separate memory"
-            raise self.located(ValueError(f"send and recv overlap; expected {in_place}"))
+            in_place = _IN_PLACE.get(kind, "the same memory, or ")
+            raise self.located(ValueError(f"send and recv overlap; expected {in_place}separate memory"))
         else:
             handle = int(self.core.c.handle)
             self.core.refuse(answer)
