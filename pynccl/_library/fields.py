@@ -104,7 +104,10 @@ def _require_known(cls: type[Struct], names: Iterable[Any]) -> None:
         return
     from difflib import get_close_matches
 
-    near = [field for name in unknown for field in get_close_matches(name, cls.since, 1)]
+    # nccl4py writes min_ctas.
+    plain = {field.lower(): field for field in cls.since}
+    found = (get_close_matches(name.replace("_", "").lower(), plain, 1) for name in unknown)
+    near = [plain[field] for fields in found for field in fields]
     expected = ", ".join(near or cls.since)
     raise TypeError(f"{cls.__name__}: {cls.struct} has no field {', '.join(unknown)}; expected {expected}")
 

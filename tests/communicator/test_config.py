@@ -140,6 +140,8 @@ with pytest.raises(TypeError, match="Config: ncclConfig_t has no field blokking;
     capi.ncclCommSplit(1, 0, 0, {"blokking": 1})
 with pytest.raises(TypeError, match="Config: ncclConfig_t has no field minCTA, other; expected minCTAs$"):
     Config(minCTA=4, other=5)
+with pytest.raises(TypeError, match="Config: ncclConfig_t has no field min_ctas; expected minCTAs$"):
+    Config(min_ctas=4)
 with pytest.raises(TypeError, match="Config: ncclConfig_t has no field x; expected blocking, cgaClus"):
     Config(x=4)
 assert copy.deepcopy(Config(minCTAs=4)) == pickle.loads(pickle.dumps(Config(minCTAs=4))) == Config(minCTAs=4)
