@@ -323,7 +323,7 @@ def _no_stream(array: Any) -> int:
 def _cannot_create(array: Any, shape: tuple[int, ...]) -> Any:
     raise TypeError(
         f"recv is None, and pynccl cannot make a new {type(array).__qualname__}; "
-        f"expected an array of shape {shape} for the result"
+        f"expected an array of shape {shape} for the result, such as numpy.empty or cupy.empty makes"
     )
 
 

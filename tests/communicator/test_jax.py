@@ -37,7 +37,7 @@ def test_jax(rank: int, nranks: int) -> None:
             comm.all_reduce(x)
         with pytest.raises(ValueError, match="recv is read-only"):
             comm.all_reduce(np.ones(4, np.float32), x)
-        with pytest.raises(TypeError, match="cannot make a new ArrayImpl; expected an array of shape"):
+        with pytest.raises(TypeError, match="cannot make a new ArrayImpl; expected .* as numpy.empty"):
             comm.all_gather(x)
         np.testing.assert_array_equal(x, np.arange(4, dtype=np.float32) + rank)
 
