@@ -244,7 +244,7 @@ class Arguments:
 
     # --- counts per rank ---
 
-    def counts(self, counts: Any, name: str) -> list[int]:
+    def counts(self, counts: Any, name: str, order: str = "; the order is send, recv, counts") -> list[int]:
         """Return the element counts as a list: one int for each rank."""
         try:
             # A set has no order.
@@ -252,7 +252,9 @@ class Arguments:
                 raise TypeError
             values = [as_index(count) for count in counts]
         except TypeError:
-            raise TypeError(f"{name} is {shown(counts)}; expected a sequence of {self._size} ints") from None
+            # An array is probably the result's, without values yet.
+            what = f"an array of {counts.dtype}" if hasattr(counts, "dtype") else shown(counts)
+            raise TypeError(f"{name} is {what}; expected a sequence of {self._size} ints{order}") from None
         if len(values) != self._size:
             raise ValueError(f"{name} has {len(values)} entries; expected {self._size}, one for each rank")
         if min(values) < 0:
@@ -266,7 +268,7 @@ class Arguments:
     def both_counts(self, send_counts: Any, recv_counts: Any) -> tuple[list[int], list[int]]:
         """Return the element counts of all_to_all_v."""
         try:
-            return self.counts(send_counts, "send_counts"), self.counts(recv_counts, "recv_counts")
+            return self.counts(send_counts, "send_counts", ""), self.counts(recv_counts, "recv_counts", "")
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error}; the order is send, send_counts, recv, recv_counts") from None
 

@@ -209,6 +209,8 @@ def test_orders_and_counts(rank: int, nranks: int) -> None:
             (lambda: comm.all_gather_v(data, np.zeros(8), [4.0, 4.0]), TypeError, "^counts is .*sequence"),
             (lambda: comm.all_gather_v(data, np.zeros(8), None), TypeError,
              "^counts is None; expected a sequence of 2 ints"),
+            (lambda: comm.scatter_v(data, [2, 2], data[:2].copy()), TypeError,
+             "^counts is an array of float64; expected a sequence of 2 ints; the order is send, recv, c"),
             (lambda: comm.all_gather_v(data, np.zeros(8), 4), TypeError, "^counts is 4; expected a sequence"),
             (lambda: comm.all_gather_v(data, np.zeros(8), ["a", "b"]), TypeError, "^counts is .*sequence"),
             (lambda: comm.all_gather_v(data, np.zeros(8), [5, 5]), ValueError,
