@@ -153,7 +153,13 @@ def __getattr__(name: str) -> object:
 
 
 # Names of other libraries' modules that are no communicator's.
-_OTHER_NAMES = {"COMM_WORLD": "init()", "ReduceOp": "RedOp", "init_process_group": "init"}
+_OTHER_NAMES = {
+    "COMM_WORLD": "init()",
+    "ReduceOp": "RedOp",
+    "empty_like": "empty(array.shape, like=array)",
+    "init_process_group": "init",
+    "zeros_like": "zeros(array.shape, like=array)",
+}
 # Subpackages that their import statement loads, and not their name: they need more than pynccl.
 _IMPORTED = ("compat", "ras", "ray", "torch")
 

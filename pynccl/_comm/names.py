@@ -22,14 +22,17 @@ _OTHER_NAMES = {
     "groupend": "pynccl.group()",
     "groupstart": "pynccl.group()",
     "newgroup": "split",
+    "iscompleted": "done",
     "nranks": "size",
     "put": "put_signal",
     "rankid": "rank",
     "reducescattertensor": "reduce_scatter",
+    "result": "wait",
     "splitbyhost": _BY_NODE,
     "splitbynode": _BY_NODE,
     "splittype": _BY_NODE,
     "stop": "destroy",
+    "test": "done",
     "worldsize": "size",
 }
 

@@ -109,6 +109,11 @@ def test_names_of_other_libraries(rank: int, nranks: int) -> None:
             AttributeError, match=r"comm\.prepare has no barrier: expected an operation on ar"
         ):
             comm.prepare.barrier  # type: ignore[attr-defined]  # noqa: B018
+        work: Any = comm.all_reduce(np.ones(1), wait=False)
+        for name, ours in {"result": "wait", "is_completed": "done", "Test": "done"}.items():
+            with pytest.raises(AttributeError, match=f"'Work' .* '{name}'; pynccl's name is {ours}$"):
+                getattr(work, name)
+        work.wait()
         with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
             comm.nonsense  # type: ignore[attr-defined]  # noqa: B018
         with pytest.raises(AttributeError, match="no attribute 'allreduce'; pynccl's name is all_reduce$"):
