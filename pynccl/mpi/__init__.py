@@ -59,6 +59,15 @@ _NOT_BY_ALL = ("Create_group", "Create_from_group", "Shrink")
 _LATER = ("Idup", "Idup_with_info", "Ishrink")
 
 
+def _instead(name: str) -> str:
+    """Return a hint with the methods that take device arrays in place of one such as Isend."""
+    if not name.startswith("I"):
+        return ""
+    blocking = name[1:].capitalize()
+    ours = [method for method in (blocking, f"{blocking}_init") if hasattr(Comm, method)]
+    return f"; expected {' or '.join(ours)}" if ours else ""
+
+
 def _op(op: Any, message: Message) -> OpName:
     """Return pynccl's name of a reduction; raise unless NCCL has it for the argument's datatype."""
     name = next((name for known, name in _OPS if op == known), None)
@@ -158,7 +167,9 @@ class Comm(Persistent):
             if name in _LATER:
                 raise NotSupportedError(f"{name}: NCCL has no non-blocking creation; expected Dup or Shrink")
             if any(on_device(buf=arg) for arg in (*args, *kwargs.values())):
-                raise NotSupportedError(f"{name} of device arrays: NCCL has no such operation")
+                raise NotSupportedError(
+                    f"{name} of device arrays: NCCL has no such operation{_instead(name)}"
+                )
             made = value(*args, **kwargs)
             if isinstance(made, MPI.Intracomm):
                 return self._relative(made, by_all=name not in _NOT_BY_ALL)
