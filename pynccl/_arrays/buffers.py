@@ -279,9 +279,10 @@ def _why_no_array(array: Any, name: str) -> str:
             f"it; expected an array made from it, such as numpy.array({name})"
         )
     made = f", such as numpy.array({name})" if isinstance(array, list | tuple | int | float | complex) else ""
+    pickled = f", such as bytearray(pickle.dumps({name}))" if isinstance(array, dict | set | str) else ""
     return (
         f"{name} is of type {kind}; expected a NumPy or CuPy array{made}, a torch tensor, a pynccl.Buffer, "
-        "or an object with __cuda_array_interface__, __dlpack__ or the buffer protocol"
+        f"or an object with __cuda_array_interface__, __dlpack__ or the buffer protocol{pickled}"
     )
 
 

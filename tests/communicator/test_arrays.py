@@ -369,6 +369,7 @@ def test_other_arguments(rank: int, nranks: int) -> None:
             (lambda: comm.scatter(None, root=1 - me), TypeError,
              "^send and recv are None; expected recv=, an array for the part of this rank"),
             (lambda: comm.all_reduce(None), TypeError, "^send is of type NoneType"),
+            (lambda: comm.broadcast({}), TypeError, r"^send is of type dict; .* bytearray.pickle.dumps"),
             (lambda: comm.all_reduce(frozen), ValueError,
              r"^send \(in place\) is read-only; expected a writable array, or recv=, one for the result"),
             (lambda: comm.reduce(frozen, root=me), ValueError, r"^send \(in place\) is read-only"),
