@@ -108,6 +108,11 @@ struct Shape {
   size_t inline_bytes = 256, block_bytes = 4096, ring_bytes = 8192;
   uint64_t seed = 1;
   int hosts = 1;  // between which the wire is Sockets; rank r is on host r % hosts
+  // Ranks of a host share memory, so others have hosts of their own.
+  int host(int rank) const {
+    bool apart = wire == Wire::Sockets || wire == Wire::Few;
+    return rank % (apart ? nranks : wire == Wire::Mixed ? std::max(hosts, 2) : hosts);
+  }
 };
 
 struct Rank {
@@ -177,7 +182,7 @@ class World {
     c.block_bytes = shape_.block_bytes;
     c.board = rank.segment->board(r);
     std::vector<uint64_t> hosts;
-    for (int p = 0; p < shape_.nranks; ++p) hosts.push_back(uint64_t(p % shape_.hosts));
+    for (int p = 0; p < shape_.nranks; ++p) hosts.push_back(uint64_t(shape_.host(p)));
     c.layout = Layout(hosts);
     for (int p = 0; p < shape_.nranks; ++p) {
       rank.links.push_back(p == r ? nullptr : std::make_unique<Link>());
@@ -194,8 +199,10 @@ class World {
   }
 
   void connect(int a, int b) {
-    Wire wire = shape_.wire == Wire::Mixed ? kWires[below(random, 5)] : shape_.wire;
-    if (a % shape_.hosts != b % shape_.hosts) wire = Wire::Sockets;
+    bool apart = shape_.host(a) != shape_.host(b);
+    Wire wire = shape_.wire == Wire::Mixed ? kWires[below(random, 3)] : shape_.wire;
+    if (apart && wire <= Wire::Rings)
+      wire = shape_.wire == Wire::Mixed && below(random, 2) ? Wire::Few : Wire::Sockets;
     Link &ab = link(a, b), &ba = link(b, a);
     if (wire <= Wire::Rings) {
       ranks[size_t(a)].segment->attach(a, b, &ab);
@@ -214,7 +221,7 @@ class World {
     }
     for (int c = 0; c < kChannels && wire == Wire::Few; ++c) {
       auto there = std::make_shared<std::deque<char>>(), back = std::make_shared<std::deque<char>>();
-      size_t room = sizeof(Header) + shape_.inline_bytes;
+      size_t room = sizeof(Passed) + shape_.inline_bytes;
       ab.pipe[c] = std::make_unique<Trickle>(there, back, room, random());
       ba.pipe[c] = std::make_unique<Trickle>(back, there, room, random());
     }
@@ -365,7 +372,8 @@ class Collective {
     const Context& context = world_.ranks[0].context;
     const Layout& layout = context.layout;
     int n = int(in.size());
-    if (bytes_ <= context.inline_bytes || layout.hosts.size() == 1 || layout.hosts.size() == in.size())
+    if (bytes_ <= most_with_header(context, case_.func) || layout.hosts.size() == 1 ||
+        layout.hosts.size() == in.size())
       return pncpu::reduce(out, in.data(), n, case_.count, case_.dtype, case_.red, n, scalars_.data());
     bool divides = case_.red == RedKind::Avg && case_.dtype < ncclFloat16;
     bool scales = case_.red == RedKind::PreMulSum || (case_.red == RedKind::Avg && !divides);
@@ -590,6 +598,36 @@ TEST_CASE("missing ranks are told") {
   CHECK(!world.ranks[0].coll->underway());
 }
 
+// Headers that an absent rank would pass on do not come either, but only the absent are told.
+TEST_CASE("missing ranks on several hosts are told") {
+  for (uint64_t seed = 1; seed <= uint64_t(scaled(200, 100, 50)); ++seed) {
+    Random random(seed);
+    int n = 3 + int(below(random, 22)), hosts = 2 + int(below(random, size_t(n - 1)));
+    World world({n, below(random, 2) ? Wire::Rings : Wire::Mixed, 64, 4096, 4096, seed, hosts});
+    Collective collective(world, {Func::AllReduce, RedKind::Sum, ncclFloat32, 0, 4, false});
+    std::vector<int> absent, present;
+    for (int r = 0; r < n; ++r) (below(random, 4) ? present : absent).push_back(r);
+    if (absent.empty() || present.empty()) continue;
+    for (int r : present) world.ranks[size_t(r)].coll->start(collective.op(r), 1);
+    for (int i = 0; i < 100; ++i)
+      for (int r : present) CHECK(world.ranks[size_t(r)].coll->step() == Step::Blocked);
+    for (int r : present) {
+      std::vector<int> missing = world.ranks[size_t(r)].coll->missing();
+      CHECK(!missing.empty());
+      CHECK(std::includes(absent.begin(), absent.end(), missing.begin(), missing.end()));
+    }
+  }
+}
+
+TEST_CASE("a rank passes headers to few others") {
+  for (auto [hosts, few] : {std::pair{2, 1}, {8, 7}, {9, 8}, {16, 8}, {64, 14}, {200, 17}}) {
+    std::vector<uint64_t> ids;
+    for (int r = 0; r < 3 * hosts; ++r) ids.push_back(uint64_t(r % hosts));
+    Layout layout(ids);
+    for (int r = 0; r < 3 * hosts; ++r) CHECK_EQ(Routes(layout, r).ways().size(), size_t(few + 2));
+  }
+}
+
 // A header that names the same call with anything else changed is no mismatch of the program's.
 TEST_CASE("a corrupt header is refused") {
   for (int what = 0; what < 6; ++what)
@@ -613,7 +651,8 @@ TEST_CASE("a corrupt header is refused") {
         memcpy(notice.head, &h, sizeof h);
         notice.number.store(1);
       } else {
-        CHECK(world.link(1, 0).pipe[kColl]->put(&h, sizeof h, nullptr, 0));
+        Passed passed{1, h};
+        CHECK(world.link(1, 0).pipe[kColl]->put(&passed, sizeof passed, nullptr, 0));
       }
       Rank& rank = world.ranks[0];
       rank.coll->start(op, 1);
@@ -666,10 +705,12 @@ TEST_CASE("random programs on several hosts") {
     Random random(seed);
     // A pair of neighbours may use each other's buffers while another does not.
     Wire wire = std::array{Wire::Rings, Wire::Plain, Wire::Kernel, Wire::Mixed}[below(random, 4)];
-    Shape shape{int(2 + below(random, 8)), wire, 64, 4096, 4096, seed, int(2 + below(random, 7))};
+    bool many = below(random, 4) == 0;
+    int n = int(2 + below(random, many ? 20 : 8));
+    Shape shape{n, wire, 64, 4096, 4096, seed, many ? n : int(2 + below(random, 7))};
     World world(shape);
     std::vector<Case> cases;
-    for (int i = 0; i < 20; ++i)
+    for (int i = 0; i < (many ? 5 : 20); ++i)
       cases.push_back(random_case(random, shape.nranks, {1, 16, 63, 500, 500, 3000, 3000, 20000}));
     CHECK_MESSAGE(run_program(world, cases), "seed ", seed);
   }

@@ -28,7 +28,6 @@ Step Coll::step() {
   }
   Step s = executor_.step();
   if (s == Step::Done) {
-    matching_.release();
     windows_ = registered_ = nullptr;
     if (large_ && context_.finished) context_.finished(seq());
     phase_ = Phase::Idle;

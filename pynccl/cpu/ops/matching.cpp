@@ -1,5 +1,7 @@
 #include "ops/matching.hpp"
 
+#include <algorithm>
+
 #include "service/wire.hpp"
 
 namespace pncpu {
@@ -32,10 +34,14 @@ static bool is_channel(const Header& call) {
 size_t most_with_header(const Context& context, Func func) {
   // A rank's send buffer has this many parts of the call's size.
   size_t parts = part_for(func, 0, 1, 0, context.nranks - 1).offset + 1;
-  return std::min(context.inline_bytes, Board::kMostData / parts);
+  size_t most = std::min(context.inline_bytes, Board::kMostData / parts);
+  // Between hosts every rank gets the data of every other one, whether it needs them or not.
+  bool for_all = func == Func::AllReduce || func == Func::AllGather || func == Func::Broadcast;
+  return context.layout.spans_hosts() && !for_all ? most / size_t(context.nranks) : most;
 }
 
 namespace {
+
 // How many bytes of the send buffer of `rank` the other ranks need: the root, or the last of them.
 size_t needed_of(const Op& op, int rank, int nranks) {
   auto end = [&](int to) {
@@ -47,39 +53,47 @@ size_t needed_of(const Op& op, int rank, int nranks) {
 }  // namespace
 
 void Matching::start(const Op& op, uint64_t seq, uint64_t windows, const std::vector<uint32_t>& lent) {
-  size_t bytes = op.bytes();
   // The exchange itself has the number of the program's next call.
   if (is_channel(mine_)) ++uncounted_;
   op_ = &op;
   shown_ = lends_ = false;
   mine_ = header_of(op, seq);
   mine_.windows = windows;
-  mine_.is_inline = bytes <= most_with_header(context_, op.func);
-  peers_.resize(size_t(context_.nranks));
+  mine_.is_inline = op.bytes() <= most_with_header(context_, op.func);
+  if (peers_.empty()) {
+    peers_.resize(size_t(context_.nranks));
+    known_.reserve(size_t(context_.nranks));
+    routes_ = Routes(context_.layout, context_.rank);
+  }
   for (int p = 0; p < context_.nranks; ++p) {
     Peer& peer = peers_[size_t(p)];
     peer.heard = p == context_.rank;
-    peer.told = peer.heard || context_.link(p).board;
     peer.lent = lent[size_t(p)];
     lends_ = lends_ || peer.lent;
-    peer.out = {0, 0};
-    peer.in = 0;
     peer.payload = nullptr;
-    if (!mine_.is_inline || p == context_.rank) continue;
-    peer.out = part_for(op.func, op.root, bytes, context_.rank, p);
-    peer.in = part_for(op.func, op.root, bytes, p, context_.rank).bytes;
+    if (!peer.heard && !here(p)) ++peers_[size_t(routes_.bearer(p))].awaited;
   }
   peers_[size_t(context_.rank)].header = mine_;
+  peers_[size_t(context_.rank)].payload = static_cast<const char*>(op.send);
+  known_.assign(1, context_.rank);
+  passed_.assign(routes_.ways().size(), 0);
 }
 
 Step Matching::step() {
-  bool shows = show(), told = announce(), all_here = true;
-  context_.ring_peers();  // before the reduction that may follow, so that the peers need not wait for it
-  Step heard = hear(&all_here);
+  bool shows = show();
+  Step heard;
+  size_t known;
+  bool passed;
+  do {
+    known = known_.size();
+    passed = pass_on();
+    context_.ring_peers();  // before the reduction that may follow, so that the peers need not wait for it
+    heard = hear();
+    if (heard == Step::Failed) return heard;
+  } while (known_.size() > known);
   // The last rank of the host that shows its call wakes the others; nothing changes for them before.
-  if (shows && all_here) context_.ring_host();
-  if (heard == Step::Blocked || (heard == Step::Done && !told)) return context_.blocked(kColl);
-  return heard;
+  if (shows && all_here()) context_.ring_host();
+  return heard == Step::Done && passed ? Step::Done : context_.blocked(kColl);
 }
 
 // True: the ranks of this host see the header from now on.
@@ -88,7 +102,7 @@ bool Matching::show() {
   Header header = mine_;
   char* data = nullptr;
   if (mine_.is_inline) {
-    header.payload = uint32_t(needed_of(*op_, context_.rank, context_.nranks));
+    header.payload = uint32_t(payload_of(context_.rank));
     data = context_.board.data(mine_.seq, header.payload);
     if (header.payload) memcpy(data, op_->send, header.payload);
   } else if (lends_) {
@@ -102,36 +116,58 @@ bool Matching::show() {
   return shown_ = true;
 }
 
-bool Matching::announce() {
+// True: all has been passed on.
+bool Matching::pass_on() {
   bool all = true;
-  for (int i = 1; i < context_.nranks; ++i) {
-    int p = (context_.rank + i) % context_.nranks;
-    Peer& peer = peers_[size_t(p)];
-    Pipe& pipe = *context_.link(p).pipe[kColl];
-    if (!peer.told) {
-      Header header = mine_;
-      header.payload = uint32_t(peer.out.bytes);
-      header.lent = peer.lent;
-      const char* payload = peer.out.bytes ? static_cast<const char*>(op_->send) + peer.out.offset : nullptr;
-      peer.told = pipe.put(&header, sizeof header, payload, peer.out.bytes);
+  for (size_t i = 0; i < passed_.size(); ++i) {
+    const Routes::Way& way = routes_.ways()[i];
+    Pipe& pipe = *context_.link(way.to).pipe[kColl];
+    while (passed_[i] < known_.size()) {
+      size_t next = pack(way, passed_[i]);
+      if (!batch_.empty() && !pipe.put(batch_.data(), batch_.size(), nullptr, 0)) break;
+      passed_[i] = next;
     }
-    all = peer.told && pipe.flush() && all;
+    all = pipe.flush() && passed_[i] == known_.size() && all;
   }
   return all;
 }
 
-Step Matching::hear(bool* all_here) {
+// Fills the batch from known_[at] on with as much as always fits the pipe of a neighbour; returns where the
+// next one begins.
+size_t Matching::pack(const Routes::Way& way, size_t at) {
+  size_t most = sizeof(Passed) + context_.inline_bytes;
+  batch_.clear();
+  for (; at < known_.size(); ++at) {
+    int origin = known_[at];
+    if (!routes_.passes(way, origin)) continue;
+    const Peer& peer = peers_[size_t(origin)];
+    Passed head{uint64_t(origin), peer.header};
+    head.header.payload = mine_.is_inline ? uint32_t(payload_of(origin)) : 0;
+    if (!batch_.empty() && batch_.size() + sizeof head + head.header.payload > most) break;
+    const char* bytes = reinterpret_cast<const char*>(&head);
+    batch_.insert(batch_.end(), bytes, bytes + sizeof head);
+    batch_.insert(batch_.end(), peer.payload, peer.payload + head.header.payload);
+  }
+  return at;
+}
+
+Step Matching::hear() {
   bool all = true;
   for (int p = 0; p < context_.nranks; ++p) {
     Peer& peer = peers_[size_t(p)];
-    if (peer.heard) continue;
-    bool here = bool(context_.link(p).board);
-    Step s = here ? look_at(p, peer) : hear(p, peer);
+    Step s = Step::Done;
+    if (!peer.heard && here(p)) s = look_at(p, peer);
+    if (s == Step::Done && peer.awaited) s = hear_by(p, &peer.awaited);
     if (s == Step::Failed) return s;
     all = all && s == Step::Done;
-    *all_here = *all_here && (!here || s == Step::Done);
   }
   return all ? Step::Done : Step::Blocked;
+}
+
+bool Matching::all_here() const {
+  for (int p = 0; p < context_.nranks; ++p)
+    if (!peers_[size_t(p)].heard && here(p)) return false;
+  return true;
 }
 
 Step Matching::look_at(int p, Peer& peer) {
@@ -146,34 +182,52 @@ Step Matching::look_at(int p, Peer& peer) {
                                                 ", expected #" + std::to_string(mine_.seq) +
                                                 ": what it sends is corrupt");
   if (!peer.header.same_call(mine_)) return mismatch(p);
-  size_t payload = mine_.is_inline       ? needed_of(*op_, p, context_.nranks)
-                   : peer.header.payload ? size_t(context_.nranks)
-                                         : 0;
+  size_t payload = mine_.is_inline ? payload_of(p) : peer.header.payload ? size_t(context_.nranks) : 0;
   Step sound = check_header(context_, p, peer.header, mine_.seq, mine_.is_inline, payload);
   if (sound == Step::Failed) return sound;
   const char* data = board.data(mine_.seq, payload);
   if (mine_.is_inline)
-    peer.payload = data + part_for(op_->func, op_->root, op_->bytes(), p, context_.rank).offset;
+    peer.payload = data;
   else
     peer.header.lent = payload ? uint32_t(data[context_.rank]) : 0;
   peer.heard = true;
   return Step::Done;
 }
 
-Step Matching::hear(int p, Peer& peer) {
-  Pipe& pipe = *context_.link(p).pipe[kColl];
-  size_t readable = hear_header(pipe, &peer.header);
-  if (readable == 0) return Step::Blocked;
-  if (!peer.header.same_call(mine_)) return mismatch(p);
-  Step sound = check_header(context_, p, peer.header, mine_.seq, mine_.is_inline, peer.in);
-  if (sound == Step::Failed) return sound;
-  if (readable < sizeof peer.header + peer.in) {
-    if (pipe.reserve(sizeof peer.header + peer.in)) return Step::Blocked;
-    return context_.fail(ncclInternalError, std::to_string(peer.in) + " bytes from " + context_.who(p) +
-                                                " do not fit into their pipe at once");
+// Headers that a rank passes on to this one.
+Step Matching::hear_by(int bearer, size_t* awaited) {
+  Pipe& pipe = *context_.link(bearer).pipe[kColl];
+  while (*awaited) {
+    Passed passed;
+    size_t readable = pipe.readable();
+    if (readable < sizeof passed) return Step::Blocked;
+    pipe.copy_out(0, &passed, sizeof passed);
+    int origin = int(std::min<uint64_t>(passed.origin, uint64_t(context_.nranks)));
+    if (origin == context_.nranks || peers_[size_t(origin)].heard || here(origin) ||
+        routes_.bearer(origin) != bearer)
+      return context_.fail(ncclInternalError, context_.who(bearer) + " passed on a header of rank " +
+                                                  std::to_string(passed.origin) +
+                                                  ": what it sends is corrupt");
+    Peer& peer = peers_[size_t(origin)];
+    peer.header = passed.header;
+    if (!peer.header.same_call(mine_)) return mismatch(origin);
+    size_t payload = mine_.is_inline ? payload_of(origin) : 0;
+    Step sound = check_header(context_, origin, peer.header, mine_.seq, mine_.is_inline, payload);
+    if (sound == Step::Failed) return sound;
+    if (readable < sizeof passed + payload) {
+      if (pipe.reserve(sizeof passed + payload)) return Step::Blocked;
+      return context_.fail(ncclInternalError, std::to_string(payload) + " bytes from " +
+                                                  context_.who(origin) +
+                                                  " do not fit into their pipe at once");
+    }
+    peer.kept.resize(std::max(peer.kept.size(), payload));
+    pipe.copy_out(sizeof passed, peer.kept.data(), payload);
+    pipe.consume(sizeof passed + payload);
+    peer.payload = peer.kept.data();
+    peer.heard = true;
+    known_.push_back(origin);
+    --*awaited;
   }
-  if (!mine_.is_inline) pipe.consume(sizeof peer.header);
-  peer.heard = true;
   return Step::Done;
 }
 
@@ -185,27 +239,20 @@ Step Matching::mismatch(int from) {
   return context_.mismatch(text);
 }
 
-const char* Matching::payload(int p) {
-  Peer& peer = peers_[size_t(p)];
-  if (peer.payload) return peer.payload;
-  Pipe& pipe = *context_.link(p).pipe[kColl];
-  Span span = pipe.peek();
-  if (span.size >= sizeof peer.header + peer.in) return peer.payload = span.data + sizeof peer.header;
-  peer.whole.resize(std::max(peer.whole.size(), peer.in));
-  pipe.copy_out(sizeof peer.header, peer.whole.data(), peer.in);
-  return peer.payload = peer.whole.data();
+const char* Matching::payload(int p) const {
+  return peers_[size_t(p)].payload + part_for(op_->func, op_->root, op_->bytes(), p, context_.rank).offset;
 }
 
-void Matching::release() {
-  for (int p = 0; p < context_.nranks; ++p)
-    if (p != context_.rank && mine_.is_inline && !context_.link(p).board)
-      context_.link(p).pipe[kColl]->consume(sizeof(Header) + peers_[size_t(p)].in);
-}
+size_t Matching::payload_of(int rank) const { return needed_of(*op_, rank, context_.nranks); }
 
 std::vector<int> Matching::missing() const {
   std::vector<int> ranks;
-  for (int p = 0; p < int(peers_.size()); ++p)
-    if (!peers_[size_t(p)].heard) ranks.push_back(p);
+  auto heard = [&](int p) { return peers_[size_t(p)].heard; };
+  for (int p = 0; p < int(peers_.size()); ++p) {
+    if (heard(p)) continue;
+    std::vector<int> bearers = here(p) ? std::vector<int>() : routes_.bearers(p);
+    if (std::all_of(bearers.begin(), bearers.end(), heard)) ranks.push_back(p);
+  }
   return ranks;
 }
 

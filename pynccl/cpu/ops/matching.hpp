@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ops/context.hpp"
+#include "ops/routes.hpp"
 
 namespace pncpu {
 
@@ -20,8 +21,14 @@ Step check_header(const Context& context, int from, const Header& theirs, uint64
 // same on all ranks.
 size_t most_with_header(const Context& context, Func func);
 
+// What a rank passes on of another one; the data follow.
+struct Passed {
+  uint64_t origin;
+  Header header;
+};
+
 // For collectives: all ranks exchange headers. The data of small calls comes with the header. A rank shows
-// its header once to all ranks of its host (Board), and sends it to every rank of other hosts.
+// its header once to all ranks of its host (Board). Those of other hosts get it by Routes.
 class Matching {
  public:
   explicit Matching(const Context& context) : context_(context) {}
@@ -31,29 +38,33 @@ class Matching {
   Step step();
   const Header& mine() const { return mine_; }
   const Header& header(int rank) const { return peers_[size_t(rank)].header; }
-  // The data that came with a peer's header; valid until release() consumes it.
-  const char* payload(int peer);
-  void release();
-  std::vector<int> missing() const;  // ranks whose header has not arrived
+  // What this rank gets of the data that came with a peer's header; valid until the next start().
+  const char* payload(int peer) const;
+  // Ranks that have not called. Without a rank that would pass on their headers, others are not known to be
+  // missing.
+  std::vector<int> missing() const;
   // The number of this call for messages.
   uint64_t number() const { return mine_.seq - uncounted_; }
 
  private:
   struct Peer {
     Header header;
-    bool told = false, heard = false;
+    bool heard = false;
     uint32_t lent = 0;
-    Part out{0, 0};  // of this rank's send buffer, sent with the header
-    size_t in = 0;   // bytes that come with the peer's
-    const char* payload = nullptr;
-    std::vector<char> whole;  // a payload that lies in two pieces in its pipe
+    const char* payload = nullptr;  // of its send buffer
+    std::vector<char> kept;         // a payload from another host
+    size_t awaited = 0;             // headers that it is to pass on to this rank
   };
   bool show();
-  bool announce();
-  Step hear(bool* all_here);
-  Step hear(int p, Peer& peer);
+  bool pass_on();
+  size_t pack(const Routes::Way& way, size_t at);
+  Step hear();
   Step look_at(int p, Peer& peer);
+  Step hear_by(int bearer, size_t* awaited);
   Step mismatch(int from);
+  bool all_here() const;
+  bool here(int p) const { return bool(context_.link(p).board); }
+  size_t payload_of(int rank) const;
 
   const Context& context_;
   const Op* op_ = nullptr;
@@ -61,6 +72,10 @@ class Matching {
   Header mine_;
   uint64_t uncounted_ = 0;  // exchanges so far that programs do not count
   std::vector<Peer> peers_;
+  Routes routes_;
+  std::vector<size_t> passed_;  // by way: how many of `known_` it has passed
+  std::vector<int> known_;      // this rank, and those of other hosts whose headers are here
+  std::vector<char> batch_;
 };
 
 }  // namespace pncpu

@@ -205,7 +205,7 @@ ncclResult_t Session::link_failed(int q, const char* doing, const std::string& w
 // Checks the limit before it opens the first connection: a rank that runs out of descriptors later would look
 // dead.
 ncclResult_t Session::check_descriptors() {
-  size_t needed = 1 + size_t(hosts_ > 1);  // the segment, the DataWatch
+  size_t needed = 1 + 2 * size_t(hosts_ > 1);  // the segment; the two of the DataWatch
   for (int q = 0; q < nranks; ++q)
     if (q != rank && !peer(q).same_process) needed += peer(q).local >= 0 ? 1 : 3;
   if (needed < 16) return ncclSuccess;  // counting costs more
@@ -542,7 +542,7 @@ ncclResult_t Session::attach_pipes() {
 
 void Session::say_settings() {
   std::vector<char> mine(sizeof(Settings) + size_t(nranks));
-  inline_bytes = std::min(inline_bytes, (segment_ ? segment_->ring_bytes() : ring_bytes) - sizeof(Header));
+  inline_bytes = std::min(inline_bytes, (segment_ ? segment_->ring_bytes() : ring_bytes) - sizeof(Passed));
   Settings settings{inline_bytes, block_bytes, contexts, signals, by_hosts};
   memcpy(mine.data(), &settings, sizeof settings);
   for (int q = 0; q < nranks; ++q) {
