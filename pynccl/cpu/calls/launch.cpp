@@ -98,11 +98,13 @@ bool Launch::spin_for_news() {
 }
 
 void Launch::wait_for_news(int64_t ns) {
-  for (const Batch& b : batches) {
+  for (const Batch& b : batches)
     if (b.comm->data_came()) return;
-    b.comm->session.wake_on_data();
-  }
-  if (batches.size() == 1) return batches[0].comm->bell().wait(batches[0].seen, ns);
+  const Batch& first = batches[0];
+  if (batches.size() == 1 && first.comm->turns.is_turn_of(first.ticket))
+    return first.comm->sleep(first.seen, ns);
+  for (const Batch& b : batches) b.comm->session.wake_on_data();
+  if (batches.size() == 1) return first.comm->bell().wait(first.seen, ns);
 #if defined(SYS_futex_waitv) && defined(FUTEX_32)
   futex_waitv words[FUTEX_WAITV_MAX];
   size_t count = std::min<size_t>(batches.size(), FUTEX_WAITV_MAX);
@@ -120,7 +122,7 @@ void Launch::wait_for_news(int64_t ns) {
   for (size_t i = 0; i < count; ++i) batches[i].comm->bell().sleepers.fetch_sub(1);
   if (!unknown) return;
 #endif
-  batches[0].comm->bell().wait(batches[0].seen, std::min<int64_t>(ns, 200 * 1000));
+  first.comm->bell().wait(first.seen, std::min<int64_t>(ns, 200 * 1000));
 }
 
 // Checks for time-outs and deadlocks at growing intervals while there is no progress.

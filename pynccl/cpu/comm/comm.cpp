@@ -196,7 +196,7 @@ void Comm::close_buffers() {
 void Comm::finish(Batch& batch) {
   batch.done = true;
   turns.end(batch.ticket);
-  bell().ring();
+  ring();
   if (heard_.failed()) session.notify();
 }
 
@@ -223,7 +223,13 @@ bool Comm::stop_calls(std::string_view why) noexcept {
 
 void Comm::wake() noexcept {
   session.notify();
-  bell().ring();
+  ring();
+}
+
+void Comm::sleep(uint32_t seen, int64_t ns) {
+  if (DataWatch* data = session.data_alone()) return data->sleep(ns, [&] { return bell().look() != seen; });
+  session.wake_on_data();
+  bell().wait(seen, ns);
 }
 
 Step Comm::fail_with(ErrorCode code, std::string_view text, bool tells) noexcept {
@@ -327,7 +333,7 @@ void Comm::put_arrived(int from, const Blob& body) {
   }
   if (head.signals && head.signal < uint32_t(session.contexts * session.signals))
     one_sided_.arrived(from, head.signal);
-  bell().ring();
+  ring();
 }
 
 // Whether this process and a peer's map each other's memory; ranks of one process need no mappings.

@@ -56,9 +56,15 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   // Whether data have come from other hosts. Other threads may wait for them, and look only once.
   bool data_came() {
     if (!session.data_came()) return false;
-    bell().ring();
+    ring();
     return true;
   }
+  void ring() {
+    bell().ring();
+    if (DataWatch* data = session.data_alone()) data->wake();
+  }
+  // Sleeps until the bell has rung since `seen`, or data have come, for the thread that has the turn.
+  void sleep(uint32_t seen, int64_t ns);
   WaitPolicy wait_policy() const { return session.wait_policy(coll_.underway()); }
   std::string waiting_for(const Batch& batch);
   Choice choice(Func func, size_t bytes) const { return coll_.choice(func, bytes); }
@@ -127,7 +133,7 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void arrived(const Hello& hello, SocketPtr socket) override;
   void frame(int from, const CtlHeader& header, const Blob& body) override;
   void closed(int from) override;
-  void data_ready() override { bell().ring(); }
+  void data_ready() override { ring(); }
   void describe(std::vector<char>* out) override;
   SinkPtr sink() override { return shared_from_this(); }
 

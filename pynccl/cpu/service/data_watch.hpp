@@ -1,5 +1,6 @@
 // The arrival of data on a communicator's sockets. A thread that waits for data looks by itself, which spares
-// it the service's thread; before it sleeps, it asks the service to wake it.
+// it the service's thread. It sleeps on the sockets, or, if peers on its host ring its bell, asks the service
+// to wake it.
 #pragma once
 
 #include <vector>
@@ -10,7 +11,7 @@ namespace pncpu {
 
 class DataWatch {
  public:
-  explicit DataWatch(SocketPtr epoll) : epoll_(std::move(epoll)) {}
+  DataWatch(SocketPtr epoll, Fd bell) : epoll_(std::move(epoll)), bell_(std::move(bell)) {}
   // nullptr with errno set if there is no descriptor.
   static std::unique_ptr<DataWatch> create();
 
@@ -23,9 +24,26 @@ class DataWatch {
   bool look();
   // The sink's data_ready() is called once if look() would return true, now or later.
   void arm() { epoll_->rearm(); }
+  // For one thread at a time: sleeps until look() would return true, or wake() after `changed`.
+  template <class Changed>
+  void sleep(int64_t ns, Changed changed) {
+    sleeps_.store(true, std::memory_order_seq_cst);
+    if (!changed()) await(ns);
+    sleeps_.store(false, std::memory_order_relaxed);
+    if (rung_.exchange(false)) hush();
+  }
+  void wake() {
+    if (sleeps_.load(std::memory_order_seq_cst)) ring();
+  }
 
  private:
+  void await(int64_t ns);
+  void ring();
+  void hush();
+
   SocketPtr epoll_;
+  Fd bell_;  // an eventfd
+  std::atomic<bool> sleeps_{false}, rung_{false};
   std::vector<SocketPtr> sockets_;
 };
 

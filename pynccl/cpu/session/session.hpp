@@ -123,6 +123,8 @@ class Session {
   void wake_on_data() const {
     if (data_) data_->arm();
   }
+  // For a rank that has no peers on its host: the arrival of data, on which a thread can sleep.
+  DataWatch* data_alone() { return me_ ? nullptr : data_.get(); }
   const WaitPolicy& wait_policy(bool underway) const { return underway ? underway_policy_ : wait_policy_; }
 
   // Wakes threads that wait for peers, so that they check the communicator's error.
