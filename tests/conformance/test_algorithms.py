@@ -65,8 +65,7 @@ def traced(
 ) -> tuple[str, str, list[pynccl.TraceRecord]]:
     log, dump = f"{folder}/log.{rank}", f"{folder}/rank{rank}.jsonl"
     os.environ |= {"NCCL_HOSTID": f"host{rank % hosts}", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": log}
-    # Between hosts, of calls whose data not every rank needs, less comes with the headers.
-    limits = sorted({most // 4 for all in (inline, AREA // nranks) for most in (all, all // nranks)})
+    limits = sorted({inline // 4, AREA // nranks // 4})
     counts = [count for limit in limits for count in (limit - 1, limit, limit + 1) if count > 0]
     with pynccl.init(timeout=30) as comm:
         x, wide = np.ones(max(counts), np.float32), np.ones(nranks * max(counts), np.float32)

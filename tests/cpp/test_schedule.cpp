@@ -584,6 +584,32 @@ TEST_CASE("a mismatch names who called what") {
   }
 }
 
+// Of its call the headers go another way than of the others'.
+TEST_CASE("a mismatch on many hosts") {
+  for (int odd = 0; odd < 12; ++odd) {
+    World world({12, odd % 2 ? Wire::Sockets : Wire::Few});
+    std::vector<float> in(12 * 30), out(12 * 30);
+    std::vector<Op> ops(12);
+    for (Op& op : ops) {
+      op.dtype = ncclFloat32;
+      op.count = 30;
+      op.send = in.data();
+      op.recv = out.data();
+    }
+    ops[size_t(odd)].func = Func::ReduceScatter;
+    start_and_run(world, ops);
+    int failed = 0;
+    for (Rank& rank : world.ranks) {
+      failed += rank.error != ncclSuccess;
+      CHECK((rank.error == ncclSuccess || rank.error == ncclInvalidUsage));
+      CHECK((rank.error == ncclSuccess ||
+             contains(rank.text,
+                      "rank " + std::to_string(odd) + " called ReduceScatter(count 30, float32, sum)")));
+    }
+    CHECK(failed > 0);
+  }
+}
+
 TEST_CASE("missing ranks are told") {
   World world({3, Wire::Rings});
   float x[4] = {};

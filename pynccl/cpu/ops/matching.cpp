@@ -34,10 +34,7 @@ static bool is_channel(const Header& call) {
 size_t most_with_header(const Context& context, Func func) {
   // A rank's send buffer has this many parts of the call's size.
   size_t parts = part_for(func, 0, 1, 0, context.nranks - 1).offset + 1;
-  size_t most = std::min(context.inline_bytes, Board::kMostData / parts);
-  // Between hosts every rank gets the data of every other one, whether it needs them or not.
-  bool for_all = func == Func::AllReduce || func == Func::AllGather || func == Func::Broadcast;
-  return context.layout.spans_hosts() && !for_all ? most / size_t(context.nranks) : most;
+  return std::min(context.inline_bytes, Board::kMostData / parts);
 }
 
 namespace {
@@ -60,10 +57,14 @@ void Matching::start(const Op& op, uint64_t seq, uint64_t windows, const std::ve
   mine_ = header_of(op, seq);
   mine_.windows = windows;
   mine_.is_inline = op.bytes() <= most_with_header(context_, op.func);
+  // Ranks that pass data on would get more than they need of calls that send each rank another part.
+  bool for_all = op.func == Func::AllReduce || op.func == Func::AllGather || op.func == Func::Broadcast;
+  relayed_ = !mine_.is_inline || for_all || op.bytes() * size_t(context_.nranks) <= context_.inline_bytes;
   if (peers_.empty()) {
-    peers_.resize(size_t(context_.nranks));
+    relayed_routes_ = Routes(context_.layout, context_.rank);
+    direct_routes_ = Routes::direct(context_.layout, context_.rank);
     known_.reserve(size_t(context_.nranks));
-    routes_ = Routes(context_.layout, context_.rank);
+    peers_.resize(size_t(context_.nranks));
   }
   for (int p = 0; p < context_.nranks; ++p) {
     Peer& peer = peers_[size_t(p)];
@@ -71,12 +72,11 @@ void Matching::start(const Op& op, uint64_t seq, uint64_t windows, const std::ve
     peer.lent = lent[size_t(p)];
     lends_ = lends_ || peer.lent;
     peer.payload = nullptr;
-    if (!peer.heard && !here(p)) ++peers_[size_t(routes_.bearer(p))].awaited;
+    if (!peer.heard && !here(p)) ++peers_[size_t(routes().bearer(p))].awaited;
   }
   peers_[size_t(context_.rank)].header = mine_;
-  peers_[size_t(context_.rank)].payload = static_cast<const char*>(op.send);
   known_.assign(1, context_.rank);
-  passed_.assign(routes_.ways().size(), 0);
+  passed_.assign(routes().ways().size(), 0);
 }
 
 Step Matching::step() {
@@ -102,7 +102,7 @@ bool Matching::show() {
   Header header = mine_;
   char* data = nullptr;
   if (mine_.is_inline) {
-    header.payload = uint32_t(payload_of(context_.rank));
+    header.payload = uint32_t(needed_of(*op_, context_.rank, context_.nranks));
     data = context_.board.data(mine_.seq, header.payload);
     if (header.payload) memcpy(data, op_->send, header.payload);
   } else if (lends_) {
@@ -120,7 +120,7 @@ bool Matching::show() {
 bool Matching::pass_on() {
   bool all = true;
   for (size_t i = 0; i < passed_.size(); ++i) {
-    const Routes::Way& way = routes_.ways()[i];
+    const Routes::Way& way = routes().ways()[i];
     Pipe& pipe = *context_.link(way.to).pipe[kColl];
     while (passed_[i] < known_.size()) {
       size_t next = pack(way, passed_[i]);
@@ -139,14 +139,17 @@ size_t Matching::pack(const Routes::Way& way, size_t at) {
   batch_.clear();
   for (; at < known_.size(); ++at) {
     int origin = known_[at];
-    if (!routes_.passes(way, origin)) continue;
+    if (!routes().passes(way, origin)) continue;
     const Peer& peer = peers_[size_t(origin)];
+    Part data = passed_part(origin, way.to);
     Passed head{uint64_t(origin), peer.header};
-    head.header.payload = mine_.is_inline ? uint32_t(payload_of(origin)) : 0;
-    if (!batch_.empty() && batch_.size() + sizeof head + head.header.payload > most) break;
+    head.header.payload = uint32_t(data.bytes);
+    if (!batch_.empty() && batch_.size() + sizeof head + data.bytes > most) break;
     const char* bytes = reinterpret_cast<const char*>(&head);
     batch_.insert(batch_.end(), bytes, bytes + sizeof head);
-    batch_.insert(batch_.end(), peer.payload, peer.payload + head.header.payload);
+    if (data.bytes == 0) continue;
+    const char* from = origin == context_.rank ? static_cast<const char*>(op_->send) : peer.kept.data();
+    batch_.insert(batch_.end(), from + data.offset, from + data.offset + data.bytes);
   }
   return at;
 }
@@ -182,12 +185,14 @@ Step Matching::look_at(int p, Peer& peer) {
                                                 ", expected #" + std::to_string(mine_.seq) +
                                                 ": what it sends is corrupt");
   if (!peer.header.same_call(mine_)) return mismatch(p);
-  size_t payload = mine_.is_inline ? payload_of(p) : peer.header.payload ? size_t(context_.nranks) : 0;
+  size_t payload = mine_.is_inline       ? needed_of(*op_, p, context_.nranks)
+                   : peer.header.payload ? size_t(context_.nranks)
+                                         : 0;
   Step sound = check_header(context_, p, peer.header, mine_.seq, mine_.is_inline, payload);
   if (sound == Step::Failed) return sound;
   const char* data = board.data(mine_.seq, payload);
   if (mine_.is_inline)
-    peer.payload = data;
+    peer.payload = data + part(p, context_.rank).offset;
   else
     peer.header.lent = payload ? uint32_t(data[context_.rank]) : 0;
   peer.heard = true;
@@ -203,15 +208,17 @@ Step Matching::hear_by(int bearer, size_t* awaited) {
     if (readable < sizeof passed) return Step::Blocked;
     pipe.copy_out(0, &passed, sizeof passed);
     int origin = int(std::min<uint64_t>(passed.origin, uint64_t(context_.nranks)));
-    if (origin == context_.nranks || peers_[size_t(origin)].heard || here(origin) ||
-        routes_.bearer(origin) != bearer)
+    bool expected = origin < context_.nranks && !peers_[size_t(origin)].heard && !here(origin);
+    // Headers of another call may have another way.
+    bool same = passed.header.same_call(mine_);
+    if (!expected || (same && routes().bearer(origin) != bearer))
       return context_.fail(ncclInternalError, context_.who(bearer) + " passed on a header of rank " +
                                                   std::to_string(passed.origin) +
                                                   ": what it sends is corrupt");
     Peer& peer = peers_[size_t(origin)];
     peer.header = passed.header;
-    if (!peer.header.same_call(mine_)) return mismatch(origin);
-    size_t payload = mine_.is_inline ? payload_of(origin) : 0;
+    if (!same) return mismatch(origin);
+    size_t payload = passed_part(origin, context_.rank).bytes;
     Step sound = check_header(context_, origin, peer.header, mine_.seq, mine_.is_inline, payload);
     if (sound == Step::Failed) return sound;
     if (readable < sizeof passed + payload) {
@@ -224,6 +231,7 @@ Step Matching::hear_by(int bearer, size_t* awaited) {
     pipe.copy_out(sizeof passed, peer.kept.data(), payload);
     pipe.consume(sizeof passed + payload);
     peer.payload = peer.kept.data();
+    if (Part mine = part(origin, context_.rank); relayed_ && mine.bytes) peer.payload += mine.offset;
     peer.heard = true;
     known_.push_back(origin);
     --*awaited;
@@ -239,18 +247,21 @@ Step Matching::mismatch(int from) {
   return context_.mismatch(text);
 }
 
-const char* Matching::payload(int p) const {
-  return peers_[size_t(p)].payload + part_for(op_->func, op_->root, op_->bytes(), p, context_.rank).offset;
-}
+// The part of a rank's send buffer that another one gets.
+Part Matching::part(int from, int to) const { return part_for(op_->func, op_->root, op_->bytes(), from, to); }
 
-size_t Matching::payload_of(int rank) const { return needed_of(*op_, rank, context_.nranks); }
+// What is passed on with the header of `origin`.
+Part Matching::passed_part(int origin, int to) const {
+  if (!mine_.is_inline) return {0, 0};
+  return relayed_ ? Part{0, needed_of(*op_, origin, context_.nranks)} : part(origin, to);
+}
 
 std::vector<int> Matching::missing() const {
   std::vector<int> ranks;
   auto heard = [&](int p) { return peers_[size_t(p)].heard; };
   for (int p = 0; p < int(peers_.size()); ++p) {
     if (heard(p)) continue;
-    std::vector<int> bearers = here(p) ? std::vector<int>() : routes_.bearers(p);
+    std::vector<int> bearers = here(p) ? std::vector<int>() : routes().bearers(p);
     if (std::all_of(bearers.begin(), bearers.end(), heard)) ranks.push_back(p);
   }
   return ranks;

@@ -39,7 +39,7 @@ class Matching {
   const Header& mine() const { return mine_; }
   const Header& header(int rank) const { return peers_[size_t(rank)].header; }
   // What this rank gets of the data that came with a peer's header; valid until the next start().
-  const char* payload(int peer) const;
+  const char* payload(int peer) const { return peers_[size_t(peer)].payload; }
   // Ranks that have not called. Without a rank that would pass on their headers, others are not known to be
   // missing.
   std::vector<int> missing() const;
@@ -51,8 +51,8 @@ class Matching {
     Header header;
     bool heard = false;
     uint32_t lent = 0;
-    const char* payload = nullptr;  // of its send buffer
-    std::vector<char> kept;         // a payload from another host
+    const char* payload = nullptr;  // what this rank gets of it
+    std::vector<char> kept;         // what has come of it from another host
     size_t awaited = 0;             // headers that it is to pass on to this rank
   };
   bool show();
@@ -64,15 +64,18 @@ class Matching {
   Step mismatch(int from);
   bool all_here() const;
   bool here(int p) const { return bool(context_.link(p).board); }
-  size_t payload_of(int rank) const;
+  Part part(int from, int to) const;
+  Part passed_part(int origin, int to) const;
+  const Routes& routes() const { return relayed_ ? relayed_routes_ : direct_routes_; }
 
   const Context& context_;
   const Op* op_ = nullptr;
   bool shown_ = false, lends_ = false;
+  bool relayed_ = false;  // headers come by other ranks, with all data that any rank needs
   Header mine_;
   uint64_t uncounted_ = 0;  // exchanges so far that programs do not count
   std::vector<Peer> peers_;
-  Routes routes_;
+  Routes relayed_routes_, direct_routes_;
   std::vector<size_t> passed_;  // by way: how many of `known_` it has passed
   std::vector<int> known_;      // this rank, and those of other hosts whose headers are here
   std::vector<char> batch_;

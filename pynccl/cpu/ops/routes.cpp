@@ -18,7 +18,20 @@ Routes::Routes(const Layout& layout, int rank) : layout_(&layout), rank_(rank) {
     if (neighbour != rank && hosts > 1) ways_.push_back({neighbour, 0, 0, 0});
 }
 
+Routes Routes::direct(const Layout& layout, int rank) {
+  Routes routes;
+  routes.direct_ = true;
+  routes.layout_ = &layout;
+  routes.rank_ = rank;
+  // Each rank begins with another one.
+  int nranks = int(layout.host.size());
+  for (int i = 1; i < nranks; ++i)
+    if (int to = (rank + i) % nranks; !layout.same_host(rank, to)) routes.ways_.push_back({to, 0, 0, 0});
+  return routes;
+}
+
 bool Routes::passes(const Way& way, int origin) const {
+  if (direct_) return origin == rank_;
   size_t here = layout_->host[size_t(rank_)], passed = distance(layout_->host[size_t(origin)], here);
   if (way.place == 0) return passed > 0 && layout_->partner(here, origin) == rank_;
   return layout_->index[size_t(origin)] == way.ring && passed < way.place &&
@@ -38,7 +51,7 @@ size_t Routes::distance(size_t from_host, size_t to_host) const {
 
 int Routes::bearer_of(int origin, int to) const {
   size_t here = layout_->host[size_t(to)], passed = distance(layout_->host[size_t(origin)], here);
-  if (passed == 0) return origin;
+  if (passed == 0 || direct_) return origin;
   int server = layout_->partner(here, origin);
   if (server != to) return server;
   size_t place = 1, hosts = layout_->hosts.size();

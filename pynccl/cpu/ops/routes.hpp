@@ -23,6 +23,8 @@ class Routes {
 
   Routes() = default;
   Routes(const Layout& layout, int rank);
+  // Each rank sends its header to every rank of other hosts itself.
+  static Routes direct(const Layout& layout, int rank);
   const std::vector<Way>& ways() const { return ways_; }
   bool passes(const Way& way, int origin) const;
   // The rank that brings the header of `origin`: always the same. This one itself for those of its own host.
@@ -35,6 +37,7 @@ class Routes {
   size_t distance(size_t from_host, size_t to_host) const;
   int bearer_of(int origin, int to) const;
 
+  bool direct_ = false;
   const Layout* layout_ = nullptr;
   int rank_ = 0;
   std::vector<Way> ways_;
