@@ -98,7 +98,7 @@ def find(module: str) -> bool:
 
 def fitted(seconds: float, budget: float) -> int:
     """Return how many iterations of so many seconds fill the budget."""
-    return max(3, min(50_000, int(budget / max(seconds, 1e-7))))
+    return max(1 if seconds > budget else 3, min(50_000, int(budget / max(seconds, 1e-7))))
 
 
 def calibrate(group: Group, op: str, nbytes: int, budget: float) -> int:

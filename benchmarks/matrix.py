@@ -105,6 +105,7 @@ def measure_with(hosts: Hosts | None, setting: Setting, ranks: int, options: arg
                 print(line(done.rows[-1]), file=sys.stderr, flush=True)
         for group in groups.values():
             done.about |= group.versions
+        done.about["method"] = f"{options.reps} repetitions of {options.budget:g} s or one call"
         done.about["during the run"] = meter.text(sum(group.cpu_seconds() for group in groups.values()))
     return done
 

@@ -294,7 +294,6 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
   w->last_kind = -1;
   if (sealing) pynccl_seal_with(w, sealing);
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  int r = pynccl_run_watchdog();
   w->id = ++pynccl_watchdog.last_id;
   for (int i = 0; i < w->size; ++i) {
     pynccl_take_socket(&w->peers[i], sockets && i != w->rank ? sockets[i] : -1);
@@ -303,25 +302,16 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
       w->peers[i].gone_at = pynccl_now();
       pynccl_note_lost(w, w->rank, i);
     }
-    if (!r && w->peers[i].socket >= 0) pynccl_watch_epoll(w, i, EPOLL_CTL_ADD);
+    if (w->peers[i].socket >= 0) pynccl_watch_epoll(w, i, EPOLL_CTL_ADD);
   }
-  if (!r) {
-    w->listed = 1;
-    w->next = pynccl_watchdog.watches;
-    pynccl_watchdog.watches = w;
-    comm->watch = w;
-    comm->unwatch = pynccl_watch_free;
-    r = pynccl_start_watchdog();
-    pynccl_wake();
-  }
+  w->listed = 1;
+  w->next = pynccl_watchdog.watches;
+  pynccl_watchdog.watches = w;
+  comm->watch = w;
+  comm->unwatch = pynccl_watch_free;
+  pynccl_wake();
   pthread_mutex_unlock(&pynccl_watchdog.lock);
-  if (r && comm->watch) {
-    pynccl_watch_stop(comm, PYNCCL_STAYS);
-  } else if (r) {
-    pynccl_close_sockets(sockets, comm->size);
-    free(w);
-  }
-  return r;
+  return 0;
 }
 
 static void pynccl_watch_unlist(pynccl_watch* w) {
