@@ -22,7 +22,7 @@ from _report import MIB, Row, Target, number, size_text, table
 from collectives import measure, names, parse_size, require, terminate
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
-SIZES = ("8", "64K", "1M", "16M", "64M")
+SIZES = ("8", "64K", "1M", "16M")
 RATE = "1gbit"
 # Where ranks exchange parts, a size below SMALL is that of a part.
 BY_PARTS, SMALL = ("all_gather", "reduce_scatter", "all_to_all"), 1024
@@ -66,9 +66,9 @@ def arguments() -> argparse.Namespace:
     add("--ops", default=",".join(OPS), help="comma-separated (default: %(default)s)")
     add("--ranks", help="numbers of processes, of those that each setting has (default: all)")
     add("--sizes", default=",".join(SIZES), help="largest buffer in bytes (default: %(default)s)")
-    add("--most", default="1G", help="leave out sizes that, times the ranks, are more (default: %(default)s)")
+    add("--most", default="256M", help="leave out sizes that, times the ranks, are more (default: %(default)s)")
     add("--reps", type=int, default=5, help="repetitions, whose median counts (default: %(default)s)")
-    add("--budget", type=float, default=0.1, help="seconds of one measurement (default: %(default)s)")
+    add("--budget", type=float, default=0.05, help="seconds of one measurement (default: %(default)s)")
     add("--out", type=Path, default=Path(__file__).with_name("results"), help="folder of the .md and .json")
     options = parser.parse_args()
     try:
