@@ -66,7 +66,11 @@ def arguments() -> argparse.Namespace:
     add("--ops", default=",".join(OPS), help="comma-separated (default: %(default)s)")
     add("--ranks", help="numbers of processes, of those that each setting has (default: all)")
     add("--sizes", default=",".join(SIZES), help="largest buffer in bytes (default: %(default)s)")
-    add("--most", default="256M", help="leave out sizes that, times the ranks, are more (default: %(default)s)")
+    add(
+        "--most",
+        default="256M",
+        help="leave out sizes that, times the ranks, are more (default: %(default)s)",
+    )
     add("--reps", type=int, default=5, help="repetitions, whose median counts (default: %(default)s)")
     add("--budget", type=float, default=0.05, help="seconds of one measurement (default: %(default)s)")
     add("--out", type=Path, default=Path(__file__).with_name("results"), help="folder of the .md and .json")
@@ -77,9 +81,23 @@ def arguments() -> argparse.Namespace:
         options.ranks = options.ranks and [int(text) for text in options.ranks.split(",")]
         options.sizes = [parse_size(text) for text in options.sizes.split(",")]
         options.most = parse_size(options.most)
+        for name in options.settings:
+            require_rows(name, options)
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def require_rows(name: str, options: argparse.Namespace) -> None:
+    """Refuse options that leave nothing of a setting to measure."""
+    setting = SETTINGS[name]
+    chosen = [ranks for ranks in setting.ranks if not options.ranks or ranks in options.ranks]
+    if not chosen:
+        known = ", ".join(map(str, setting.ranks))
+        raise ValueError(f"--ranks leaves nothing of {name}, which has {known}")
+    for ranks in chosen:
+        if not all(any(sizes_for(op, ranks, options)) for op in options.ops):
+            raise ValueError(f"--most leaves no size for {ranks} ranks")
 
 
 # --- measurement ---

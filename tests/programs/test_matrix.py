@@ -46,3 +46,13 @@ def test_one_host_and_tcp(run_python: Run, tmp_path: Path) -> None:
 def test_hosts_with_limited_links(run_python: Run, tmp_path: Path) -> None:
     found = measured(run_python, tmp_path, "--settings", "hosts-2", "--ops", "broadcast")
     assert found == {"hosts-2": [("broadcast", 2, 8), ("broadcast", 2, 65536)]}
+
+
+def test_options_that_leave_nothing(run_python: Run, tmp_path: Path) -> None:
+    program = str(ROOT / "benchmarks/matrix.py")
+    for options, expected in {
+        ("--settings", "hosts-4", "--ranks", "2"): "--ranks leaves nothing of hosts-4, which has 4, 8, 16",
+        ("--settings", "tcp", "--most", "64"): "--most leaves no size for 4 ranks",
+    }.items():
+        done = run_python(args=[program, *options, "--out", str(tmp_path)], fails=True)
+        assert done.stderr.endswith(f"error: {expected}\n")
