@@ -228,7 +228,7 @@ Step Matching::hear_by(int bearer, size_t* awaited) {
                                                   " do not fit into their pipe at once");
     }
     peer.kept.resize(std::max(peer.kept.size(), payload));
-    pipe.copy_out(sizeof passed, peer.kept.data(), payload);
+    if (payload) pipe.copy_out(sizeof passed, peer.kept.data(), payload);
     pipe.consume(sizeof passed + payload);
     peer.payload = peer.kept.data();
     if (Part mine = part(origin, context_.rank); relayed_ && mine.bytes) peer.payload += mine.offset;
