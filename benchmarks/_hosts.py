@@ -46,13 +46,11 @@ class Hosts:
                 shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "20ms"]
                 subprocess.run([*where, *shape], check=True, timeout=20)
 
-    def reach(self) -> str:
-        """Join this machine's own namespace to the switch; return its address there."""
-        address = f"{self.NETWORK}.254"
+    def reach(self) -> None:
+        """Join this machine's own namespace to the switch, where mpirun's daemons connect to it."""
         self._plug(self.machine, "machine")
-        self.ip("addr", "add", f"{address}/24", "dev", self.machine)
+        self.ip("addr", "add", f"{self.NETWORK}.254/24", "dev", self.machine)
         self.ip("link", "set", self.machine, "up")
-        return address
 
     def lose(self, a: int, b: int) -> None:
         """Lose all packets between two hosts, without a word to either."""

@@ -15,6 +15,8 @@ Array = npt.NDArray[np.float32]
 Call = Callable[[], object]
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
+# Those whose larger buffer has a part for each rank.
+BY_PARTS = ("all_gather", "reduce_scatter", "all_to_all")
 # The variable with the address of a rank's host, where the ranks have hosts of their own.
 ADDRESS = "BENCHMARK_ADDRESS"
 DDP_STEP, DDP_BYTES = "DDP step", 4 * (64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10)

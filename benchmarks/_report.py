@@ -12,6 +12,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from _peers import BY_PARTS
+
 MIB = 1 << 20
 OURS = ("pynccl", "pynccl-staged", "torch-pynccl")
 THEIRS = ("openmpi", "gloo")
@@ -35,7 +37,7 @@ class Row:
         """Return the bus bandwidth in GB/s, by nccl-tests' formulas."""
         n = self.ranks
         whole = self.nbytes / self.median(peer) / 1e9
-        if self.op in ("all_gather", "reduce_scatter", "all_to_all"):
+        if self.op in BY_PARTS:
             return whole * (n - 1) / n
         return whole * 2 * (n - 1) / n if self.op == "all_reduce" else whole
 
@@ -50,6 +52,11 @@ class Row:
         pairs = zip(self.seconds[ours], self.seconds[theirs], strict=True)
         each = [their / our for our, their in pairs]
         return f"{number(self.ratio(ours, theirs))} ({number(min(each))}–{number(max(each))})"
+
+    def line(self) -> str:
+        """Say on one line what was measured."""
+        told = "  ".join(f"{peer} {number(self.median(peer) * 1e6)}" for peer in self.seconds)
+        return f"{self.op:>14} {self.ranks:>2} ranks {size_text(self.nbytes):>8}, µs:  {told}"
 
     def record(self) -> dict[str, Any]:
         """Return everything measured and derived, for JSON."""

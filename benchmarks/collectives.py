@@ -16,8 +16,8 @@ from types import FrameType
 
 from _group import Group, PeerError, mpirun
 from _machine import Meter, describe, openmpi_transport
-from _peers import OPS, PEERS
-from _report import Row, number, size_text, targets, write
+from _peers import BY_PARTS, OPS, PEERS
+from _report import Row, size_text, targets, write
 
 FULL = ("8", "64", "1K", "8K", "64K", "256K", "1M", "4M", "16M", "64M")
 SHORT = ("1K", "64K", "1M", "16M", "64M")
@@ -127,13 +127,12 @@ def sweep(groups: dict[str, Group], options: argparse.Namespace, ranks: int) -> 
     """Measure all operations and sizes with these processes, telling each row as it comes."""
     for op in options.ops:
         for nbytes in options.sizes[op]:
-            if op in ("all_gather", "reduce_scatter", "all_to_all") and nbytes % (4 * ranks):
+            if op in BY_PARTS and nbytes % (4 * ranks):
                 told = f"{op} of {size_text(nbytes)} does not divide by {ranks} ranks: left out"
                 print(told, file=sys.stderr)
                 continue
             row = measure(groups, op, nbytes, options.reps, options.budget)
-            told = "  ".join(f"{peer} {number(row.median(peer) * 1e6)}" for peer in groups)
-            print(f"{op:>14} {ranks} ranks {size_text(nbytes):>8}, µs:  {told}", file=sys.stderr, flush=True)
+            print(row.line(), file=sys.stderr, flush=True)
             yield row
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from _group import Group, PeerError
 from _hosts import Hosts, joined
 from _machine import Meter, describe
+from _peers import BY_PARTS
 from _report import MIB, Row, Target, number, size_text, table
 from collectives import measure, names, parse_size, require, terminate
 
@@ -25,7 +26,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 SIZES = ("8", "64K", "1M", "16M")
 RATE = "1gbit"
 # Where ranks exchange parts, a size below SMALL is that of a part.
-BY_PARTS, SMALL = ("all_gather", "reduce_scatter", "all_to_all"), 1024
+SMALL = 1024
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,15 @@ def arguments() -> argparse.Namespace:
     return options
 
 
+def ranks_of(setting: Setting, options: argparse.Namespace) -> list[int]:
+    """Return the numbers of ranks to measure."""
+    return [ranks for ranks in setting.ranks if not options.ranks or ranks in options.ranks]
+
+
 def require_rows(name: str, options: argparse.Namespace) -> None:
     """Refuse options that leave nothing of a setting to measure."""
     setting = SETTINGS[name]
-    chosen = [ranks for ranks in setting.ranks if not options.ranks or ranks in options.ranks]
+    chosen = ranks_of(setting, options)
     if not chosen:
         known = ", ".join(map(str, setting.ranks))
         raise ValueError(f"--ranks leaves nothing of {name}, which has {known}")
@@ -120,7 +126,7 @@ def measure_with(hosts: Hosts | None, setting: Setting, ranks: int, options: arg
         for op in options.ops:
             for nbytes in sizes_for(op, ranks, options):
                 done.rows.append(measure(groups, op, nbytes, options.reps, options.budget))
-                print(line(done.rows[-1]), file=sys.stderr, flush=True)
+                print(done.rows[-1].line(), file=sys.stderr, flush=True)
         for group in groups.values():
             done.about |= group.versions
         done.about["method"] = f"{options.reps} repetitions of {options.budget:g} s or one call"
@@ -128,18 +134,10 @@ def measure_with(hosts: Hosts | None, setting: Setting, ranks: int, options: arg
     return done
 
 
-def line(row: Row) -> str:
-    """Say on one line what was measured."""
-    told = "  ".join(f"{peer} {number(row.median(peer) * 1e6)}" for peer in row.seconds)
-    return f"{row.op:>14} {row.ranks:>2} ranks {size_text(row.nbytes):>8}, µs:  {told}"
-
-
 def run(setting: Setting, options: argparse.Namespace) -> Measured:
     """Measure one setting with all its numbers of ranks."""
     whole = Measured()
-    for ranks in setting.ranks:
-        if options.ranks and ranks not in options.ranks:
-            continue
+    for ranks in ranks_of(setting, options):
         with joined(setting.hosts) if setting.hosts > 1 else nullcontext() as hosts:
             if hosts:
                 hosts.reach()

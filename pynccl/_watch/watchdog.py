@@ -197,10 +197,14 @@ class Watch:
         return found
 
     def _have_aborted(self, found: NcclError) -> bool:
+        ranks, departures = found.ranks if isinstance(found, RankFailedError) else [], self._departures()
+        return bool(ranks) and all(departures[rank] == lib.PYNCCL_ABORTS_FIRST for rank in ranks)
+
+    def _departures(self) -> list[Any]:
+        """Return for each rank the reason with which it has left, if it has."""
         fates = ffi.new("unsigned char[]", self.size)
         lib.pynccl_watch_fates(self.c, fates)
-        ranks = found.ranks if isinstance(found, RankFailedError) else []
-        return bool(ranks) and all(fates[rank] & _REASON == lib.PYNCCL_ABORTS_FIRST for rank in ranks)
+        return [fate & _REASON for fate in ffi.buffer(fates)[:]]
 
     def hear(self) -> None:
         """At a time-out, hear whether the other ranks respond."""
@@ -242,9 +246,7 @@ class Watch:
 
     def left_behind(self) -> RankFailedError | None:
         """Return an error if other ranks have replaced the communicator by one without this rank."""
-        fates = ffi.new("unsigned char[]", self.size)
-        lib.pynccl_watch_fates(self.c, fates)
-        if all(fate & _REASON != lib.PYNCCL_GOES_ON for fate in ffi.buffer(fates)[:]):
+        if lib.PYNCCL_GOES_ON not in self._departures():
             return None
         text = f"the other ranks went on without this one, {self.rank} of {self.size}"
         return RankFailedError(text, ranks=[self.rank], rank=self.rank, size=self.size)
