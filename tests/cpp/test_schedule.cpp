@@ -584,7 +584,7 @@ TEST_CASE("a mismatch names who called what") {
   }
 }
 
-// Of its call the headers go another way than of the others'.
+// The headers of the odd call go another way than those of the others.
 TEST_CASE("a mismatch on many hosts") {
   for (int odd = 0; odd < 12; ++odd) {
     World world({12, odd % 2 ? Wire::Sockets : Wire::Few});

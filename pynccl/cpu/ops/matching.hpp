@@ -40,8 +40,7 @@ class Matching {
   const Header& header(int rank) const { return peers_[size_t(rank)].header; }
   // What this rank gets of the data that came with a peer's header; valid until the next start().
   const char* payload(int peer) const { return peers_[size_t(peer)].payload; }
-  // Ranks that have not called. Without a rank that would pass on their headers, others are not known to be
-  // missing.
+  // Ranks that have not called. Those whose headers an absent rank was to pass on are not among them.
   std::vector<int> missing() const;
   // The number of this call for messages.
   uint64_t number() const { return mine_.seq - uncounted_; }
