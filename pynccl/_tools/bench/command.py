@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from fractions import Fraction
 from itertools import count
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import click
@@ -515,27 +516,55 @@ def _types(name: str, report: Report | None) -> Iterator[str]:
 
 
 def _on_threads(nthreads: int, body: Callable[[int], None], on_error: Callable[[], None]) -> None:
-    """Run a function on threads, the first of them this one; raise the first error."""
-    errors: list[BaseException] = []
+    """Run a function on threads; raise the first error. This thread runs it alone, or waits for the others.
+
+    A KeyboardInterrupt comes in the main thread, between any two instructions. In a barrier that the others
+    need, it could leave the barrier's lock held.
+    """
+    try:
+        if nthreads == 1:
+            body(0)
+        else:
+            _on_other_threads(nthreads, body, on_error)
+    except NcclTimeoutError as error:
+        print(f"\n# Test timeout: {error}", flush=True)
+        raise
+
+
+def _on_other_threads(nthreads: int, body: Callable[[int], None], on_error: Callable[[], None]) -> None:
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def guarded(thread: int) -> None:
         try:
             body(thread)
         except BaseException as error:
-            errors.append(error)
+            ended.put(error)
             # The other threads wait for this one.
             on_error()
+        else:
+            ended.put(None)
 
-    others = [threading.Thread(target=guarded, args=(t,)) for t in range(1, nthreads)]
-    for other in others:
-        other.start()
-    guarded(0)
-    for other in others:
-        other.join()
-    if errors and isinstance(errors[0], NcclTimeoutError):
-        print(f"\n# Test timeout: {errors[0]}", flush=True)
-    if errors:
-        raise errors[0]
+    threads = [threading.Thread(target=guarded, args=(t,)) for t in range(nthreads)]
+    for thread in threads:
+        thread.start()
+    try:
+        results = [_next(ended) for _ in threads]
+    except KeyboardInterrupt:
+        on_error()
+        raise
+    finally:
+        for thread in threads:
+            thread.join()
+    for error in results:
+        if error is not None:
+            raise error
+
+
+def _next(results: SimpleQueue[BaseException | None]) -> BaseException | None:
+    """Return the next result. A signal that another thread receives wakes no wait that has no limit."""
+    while True:
+        with suppress(Empty):
+            return results.get(timeout=0.2)
 
 
 # --- memory ---
