@@ -171,7 +171,7 @@ def _meant(name: str) -> str:
     if name in _IMPORTED:
         return f": import pynccl.{name}"
     from pynccl._comm.communicator import Communicator
-    from pynccl._comm.names import meant
+    from pynccl._names import meant
     from pynccl._types import RedOp
 
     if name in RedOp.__members__:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from pynccl._arrays.buffers import Array
 from pynccl._comm import create, derive, end, recovery
 from pynccl._comm.core import Core
 from pynccl._comm.derive import ConfigLike
-from pynccl._comm.names import no_attribute
 from pynccl._comm.operations import Operations
 from pynccl._comm.prepared import Prepare
 from pynccl._comm.recovery import Quorum
@@ -29,6 +28,7 @@ from pynccl._memory import registration, statistics, window
 from pynccl._memory.registration import Registration
 from pynccl._memory.statistics import MemoryStats
 from pynccl._memory.window import Window
+from pynccl._names import Hinting
 from pynccl._timeouts import check_timeout
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
@@ -39,7 +39,7 @@ from pynccl._values import INT, MOST_DEVICES, check_int, check_list, is_int, ref
 @recorder.with_callers(
     attrgetter("_core.c"), "window", "split", "shrink", "grow", "finalize", "destroy", "suspend", "resume"
 )
-class Communicator(Operations):
+class Communicator(Operations, Hinting):
     """One rank of a group of processes that make collective calls on arrays.
 
     One thread at a time may use a communicator. A concurrent use, or a use after the communicator was closed,
@@ -181,15 +181,6 @@ class Communicator(Operations):
 
     def __repr__(self) -> str:
         return repr(self._core)
-
-    # For type checkers every name would exist.
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):
-                # A property has raised AttributeError: let it raise that again.
-                return object.__getattribute__(self, name)
-            raise no_attribute(self, name)
 
     __reduce__ = refuse_copy
 

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from pynccl._comm.core import INTERRUPTED, Core
-from pynccl._comm.names import no_attribute
 from pynccl._comm.operations import Operations
 from pynccl._comm.recording import Recording
 from pynccl._comm.work import Work, issued_later, part
 from pynccl._device import streams
 from pynccl._library.binding import fastcall, lib
+from pynccl._names import Hinting
 from pynccl._values import check_list, shown
 
 P = ParamSpec("P")
 
 
-class _Run(fastcall.Call):
+class _Run(fastcall.Call, Hinting):
     """A callable that runs a recording."""
 
     __slots__ = ("_recording", "_stream", "result")
@@ -147,7 +147,7 @@ def _preparing(
     return prepare
 
 
-class Prepare:
+class Prepare(Hinting):
     """A communicator's operations, prepared instead of run; each takes the operation's own arguments.
 
     A barrier cannot be prepared.
@@ -162,7 +162,7 @@ class Prepare:
         def __getattr__(self, name: str) -> Any:
             if hasattr(Operations, name):
                 raise AttributeError(f"comm.prepare has no {name}: expected an operation on arrays")
-            raise no_attribute(self, name)
+            return super().__getattr__(name)
 
     all_reduce = _preparing(Operations.all_reduce)
     reduce = _preparing(Operations.reduce)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pynccl._comm.core import Core
 from pynccl._comm.in_flight import Mark
-from pynccl._comm.names import no_attribute
 from pynccl._device import streams
 from pynccl._errors import NcclError, NcclInvalidUsage, NcclTimeoutError, RankFailedError
 from pynccl._library.binding import lib
 from pynccl._library.status import IN_PROGRESS, check
+from pynccl._names import Hinting
 from pynccl._timeouts import check_timeout
 from pynccl._values import refuse_copy
 
@@ -55,7 +55,7 @@ def issued_later(wait: object, *cores: Core) -> bool:
     return True
 
 
-class Work(Generic[T_co]):
+class Work(Hinting, Generic[T_co]):
     """A call that runs in the background, the result of an operation with `wait=False`.
 
     `wait` blocks, `await` lets other coroutines run; both return what the operation returns. The arrays must
@@ -75,12 +75,6 @@ class Work(Generic[T_co]):
         self._failed: tuple[float, NcclError] | None = None
         # The library starts now, instead of leaving the work to a caller that waits.
         self.done()
-
-    # For type checkers every name would exist.
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name)
 
     def done(self) -> bool:
         """Tell whether the call has ended, with or without an error; never blocks."""

@@ -19,6 +19,7 @@ from pynccl._library.generated import kinds
 from pynccl._library.status import check, remember_late
 from pynccl._memory import creation
 from pynccl._memory.owner import Base, caller_line, complete, refuse_unless_idle
+from pynccl._names import Hinting
 from pynccl._values import is_int, refuse_copy
 
 _REGISTER, _DEREGISTER = kinds.FUNCTIONS[kinds.WINDOW], kinds.FUNCTIONS[kinds.CLOSE_WINDOW]
@@ -143,7 +144,7 @@ class _PeerMemory:
             lib.pyncclCpuWindowRelease(self._hold)
 
 
-class Window:
+class Window(Hinting):
     """Memory of every rank of a communicator that the other ranks put into; from `Communicator.window`.
 
     As a context manager it is closed at the end of the body. It keeps its array alive until then.

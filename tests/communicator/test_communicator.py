@@ -7,6 +7,7 @@ import gc
 import inspect
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,37 @@ NAMES = {
     "split_by_node": r"split\(color\), with one color for each node",
     "stop": "destroy",
     "ncclAllReduce": "all_reduce",
+    "timeout": r"pynccl\.init\(timeout=\.\.\.\)",
+    "wait": "synchronize, or wait_event of a stream",
+}
+CALLED = "; pynccl's name is __call__: write op()"
+OTHERS = {
+    "Work": {
+        "result": "; pynccl's name is wait",
+        "is_completed": "; pynccl's name is done",
+        "Test": "; pynccl's name is done",
+        "get_future": "; pynccl's name is __await__: write await work",
+        "synchronize": "; pynccl's name is wait",
+    },
+    "Prepared": {"Start": CALLED, "wait": "; pynccl's name is __call__: write op(wait=False).wait()"},
+    "Plan": {"replay": CALLED},
+    "Window": {
+        "Put": "; pynccl's name is pynccl.Communicator.put_signal",
+        "Get": "; pynccl's name is peer(rank)",
+        "Free": "; pynccl's name is close",
+    },
+    "Stream": {
+        "ptr": "; pynccl's name is handle",
+        "record_event": "; pynccl's name is pynccl.Event().record(stream)",
+        "wait_stream": "; pynccl's name is wait_event(event), after event.record(stream)",
+        "done": "; pynccl's name is query",
+        "priority": "",
+    },
+    "Event": {
+        "cuda_event": "; pynccl's name is handle",
+        "wait": "; pynccl's name is synchronize, or wait_event of a stream",
+        "__array__": "",
+    },
 }
 
 
@@ -109,11 +141,16 @@ def test_names_of_other_libraries(rank: int, nranks: int) -> None:
             AttributeError, match=r"comm\.prepare has no barrier: expected an operation on ar"
         ):
             comm.prepare.barrier  # type: ignore[attr-defined]  # noqa: B018
-        work: Any = comm.all_reduce(np.ones(1), wait=False)
-        for name, ours in {"result": "wait", "is_completed": "done", "Test": "done"}.items():
-            with pytest.raises(AttributeError, match=f"'Work' .* '{name}'; pynccl's name is {ours}$"):
-                getattr(work, name)
+        work = comm.all_reduce(np.ones(1), wait=False)
         work.wait()
+        call = comm.prepare.all_reduce(np.ones(1))
+        with comm.window(pynccl.empty(1)) as window, pynccl.Stream() as stream, pynccl.Event() as event:
+            for owner in (work, call, pynccl.Plan([call]), window, stream, event):
+                kind = type(owner).__name__
+                for name, ours in OTHERS[kind].items():
+                    text = f"{kind!r} object has no attribute {name!r}{ours}"
+                    with pytest.raises(AttributeError, match=f"^{re.escape(text)}$"):
+                        getattr(owner, name)
         with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
             comm.nonsense  # type: ignore[attr-defined]  # noqa: B018
         with pytest.raises(AttributeError, match="no attribute 'allreduce'; pynccl's name is all_reduce$"):

@@ -1,0 +1,115 @@
+"""Hints with pynccl's names for what mpi4py, torch and CuPy call otherwise."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+_BY_NODE = "split(color), with one color for each node"
+_CALL = "__call__: write op()"
+_PUT = "pynccl.Communicator.put_signal"
+_RECORD = "pynccl.Event().record(stream)"
+
+# Names of mpi4py, torch and CuPy that differ from pynccl's in more than case, underscores and "nccl". The
+# first of pynccl's names that the class has is the one.
+_OTHER_NAMES = {
+    "allgatherintotensor": ("all_gather",),
+    "alltoallsingle": ("all_to_all",),
+    "bcast": ("broadcast",),
+    "close": ("destroy",),
+    "create": ("split",),
+    "cudaevent": ("handle",),
+    "cudastream": ("handle",),
+    "destroy": ("close",),
+    "deviceid": ("device",),
+    "done": ("query",),
+    "dup": ("split(0)",),
+    "execute": (_CALL,),
+    "free": ("destroy", "close"),
+    "get": ("window(...).peer(rank)", "peer(rank)", "wait"),
+    "getfuture": ("__await__: write await work",),
+    "getrank": ("rank",),
+    "getsize": ("size",),
+    "getworldsize": ("size",),
+    "group": ("pynccl.group()",),
+    "groupend": ("pynccl.group()",),
+    "groupstart": ("pynccl.group()",),
+    "iscompleted": ("done", "query"),
+    "isdone": ("done", "query"),
+    "issuccess": ("exception",),
+    "launch": (_CALL,),
+    "newgroup": ("split",),
+    "nranks": ("size",),
+    "ptr": ("array", "handle"),
+    "put": ("put_signal", _PUT),
+    "putsignal": (_PUT,),
+    "rankid": ("rank",),
+    "record": (_RECORD,),
+    "recordevent": (_RECORD,),
+    "reducescattertensor": ("reduce_scatter",),
+    "replay": (_CALL,),
+    "result": ("wait",),
+    "run": (_CALL,),
+    "size": ("sizes",),
+    "splitbyhost": (_BY_NODE,),
+    "splitbynode": (_BY_NODE,),
+    "splittype": (_BY_NODE,),
+    "start": (_CALL,),
+    "stop": ("destroy",),
+    "synchronize": ("wait",),
+    "test": ("done", "query"),
+    "timeout": ("pynccl.init(timeout=...)",),
+    "tomemory": ("array",),
+    "wait": ("wait_event", "synchronize, or wait_event of a stream", "__call__: write op(wait=False).wait()"),
+    "waitstream": ("wait_event(event), after event.record(stream)",),
+    "worldsize": ("size",),
+}
+
+
+# Calls of a communicator run in order, so a receive that waits also keeps a later send waiting.
+_TOGETHER = ", or `with pynccl.group():` for sends and receives that wait for each other"
+
+
+def meant(owner: type, name: str) -> str | None:
+    """Return pynccl's name for what another library calls so, if the class has it."""
+    # Libraries ask every object for protocols such as __cuda_array_interface__.
+    if name.startswith("__"):
+        return None
+    plain = name.replace("_", "").lower().removeprefix("nccl")
+    has = {*dir(owner), "pynccl"}
+    ours = _ours(plain, has)
+    if ours or not plain.startswith("i"):
+        return ours
+    ours = _ours(plain[1:], has)
+    together = _TOGETHER if plain in ("isend", "irecv") else ""
+    return f"{ours}(..., wait=False){together}" if ours else None
+
+
+def _ours(plain: str, has: set[str]) -> str | None:
+    """Return the one of a class's names that a name in lower case and without underscores means."""
+    same = (ours for ours in has if not ours.startswith("_") and ours.replace("_", "") == plain)
+    others = (ours for ours in _OTHER_NAMES.get(plain, ()) if _first(ours) in has)
+    return next(chain(same, others), None)
+
+
+def _first(name: str) -> str:
+    """Return "split" for "split(0)", and "pynccl" for "pynccl.group()"."""
+    return re.split(r"\W", name, maxsplit=1)[0]
+
+
+class Hinting:
+    """A class whose error for a name that it does not have tells the name that it has instead."""
+
+    __slots__ = ()
+
+    # For type checkers every name would exist.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                # A property has raised AttributeError: let it raise that again.
+                return object.__getattribute__(self, name)
+            ours = meant(type(self), name)
+            hint = f"; pynccl's name is {ours}" if ours else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
