@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +68,25 @@ _OTHER_NAMES = {
     "worldsize": ("size",),
 }
 
+# The same for the keywords of methods.
+_OTHER_KEYWORDS = {
+    "asyncop": ("wait: async_op=True is wait=False",),
+    "dest": ("peer", "root"),
+    "dst": ("peer", "root"),
+    "input": ("send",),
+    "inputtensor": ("send",),
+    "out": ("recv",),
+    "output": ("recv",),
+    "outputtensor": ("recv",),
+    "recvbuf": ("recv", "buf"),
+    "reduceop": ("op",),
+    "sendbuf": ("send", "buf"),
+    "source": ("peer", "root"),
+    "src": ("peer", "root"),
+    "tensor": ("send", "buf"),
+    "timeout": ("pynccl.init(timeout=...)",),
+}
+_UNEXPECTED = re.compile(r"(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 
 # Calls of a communicator run in order, so a receive that waits also keeps a later send waiting.
 _TOGETHER = ", or `with pynccl.group():` for sends and receives that wait for each other"
@@ -78,24 +99,34 @@ def meant(owner: type, name: str) -> str | None:
         return None
     plain = name.replace("_", "").lower().removeprefix("nccl")
     has = {*dir(owner), "pynccl"}
-    ours = _ours(plain, has)
+    ours = _ours(plain, has, _OTHER_NAMES)
     if ours or not plain.startswith("i"):
         return ours
-    ours = _ours(plain[1:], has)
+    ours = _ours(plain[1:], has, _OTHER_NAMES)
     together = _TOGETHER if plain in ("isend", "irecv") else ""
     return f"{ours}(..., wait=False){together}" if ours else None
 
 
-def _ours(plain: str, has: set[str]) -> str | None:
+def _ours(plain: str, has: set[str], known: Mapping[str, Sequence[str]]) -> str | None:
     """Return the one of a class's names that a name in lower case and without underscores means."""
     same = (ours for ours in has if not ours.startswith("_") and ours.replace("_", "") == plain)
-    others = (ours for ours in _OTHER_NAMES.get(plain, ()) if _first(ours) in has)
+    others = (ours for ours in known.get(plain, ()) if _first(ours) in has)
     return next(chain(same, others), None)
 
 
 def _first(name: str) -> str:
     """Return "split" for "split(0)", and "pynccl" for "pynccl.group()"."""
     return re.split(r"\W", name, maxsplit=1)[0]
+
+
+def add_hint(error: BaseException | None, owner: type) -> None:
+    """Add pynccl's name to Python's error for a keyword that a method of a class does not have."""
+    found = _UNEXPECTED.fullmatch(str(error))
+    if error is None or found is None or found[1] != owner.__name__:
+        return
+    has = {*inspect.signature(getattr(owner, found[2])).parameters, "pynccl"}
+    if ours := _ours(found[3].replace("_", "").lower(), has, _OTHER_KEYWORDS):
+        error.args = (f"{error}; pynccl's name is {ours}",)
 
 
 class Hinting:

@@ -28,7 +28,7 @@ from pynccl._memory import registration, statistics, window
 from pynccl._memory.registration import Registration
 from pynccl._memory.statistics import MemoryStats
 from pynccl._memory.window import Window
-from pynccl._names import Hinting
+from pynccl._names import Hinting, add_hint
 from pynccl._timeouts import check_timeout
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
@@ -386,6 +386,9 @@ class Communicator(Operations, Hinting):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is TypeError:
+            # Here, since a look at the arguments would slow every call.
+            add_hint(error, Communicator)
         if not self._core.handle:
             return
         if isinstance(error, SystemExit) and error.code in (None, 0):

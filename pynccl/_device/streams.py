@@ -248,6 +248,10 @@ class Stream(_Owned):
     _makers = cpu_stream, cuda.stream_create
     _enders = capi.pyncclCpuStreamDestroy, cuda.stream_destroy
 
+    # Python's error for an argument names the class of this method.
+    def __init__(self) -> None:
+        super().__init__()
+
     @property
     def handle(self) -> int:
         """The cudaStream_t as an int."""
@@ -316,6 +320,9 @@ class Event(_Owned):
 
     # The calls before the last record.
     calls: tuple[_Calls, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
 
     @property
     def handle(self) -> int:

@@ -183,3 +183,37 @@ def test_what_nccl_does(rank: int, nranks: int) -> None:
         assert comm.all_reduce(np.array([200], np.uint8)).tolist() == [144]
         assert comm.all_reduce(np.array([200], np.uint8), op="avg").tolist() == [72]
         assert comm.all_reduce(np.array([-3 * rank], np.int32), op="avg").tolist() == [-1]
+
+
+KEYWORDS: list[tuple[Callable[[Any, Any], object], str]] = [
+    (lambda comm, x: comm.all_reduce(x, async_op=True), "'async_op'; pynccl's name is wait: async_op=True"),
+    (lambda comm, x: comm.prepare.all_reduce(tensor=x), "'tensor'; pynccl's name is send"),
+    (lambda comm, x: comm.send(x, dest=0), "'dest'; pynccl's name is peer"),
+    (lambda comm, x: comm.recv(tensor=x, peer=0), "'tensor'; pynccl's name is buf"),
+    (lambda comm, x: comm.recv(x, source=0), "'source'; pynccl's name is peer"),
+    (lambda comm, x: comm.broadcast(x, src=0), "'src'; pynccl's name is root"),
+    (lambda comm, x: comm.reduce(x, reduceOp="max"), "'reduceOp'; pynccl's name is op"),
+    (lambda comm, x: comm.all_reduce(x, timeout=3), "'timeout'; pynccl's name is pynccl.init(timeout=...)"),
+]
+
+
+@on_ranks(1)
+def test_keywords_of_other_libraries(rank: int, nranks: int) -> None:
+    for call, text in KEYWORDS:
+
+        def called(call: Callable[[Any, Any], object] = call) -> None:
+            with pynccl.init() as whole, whole.split(0) as comm:
+                call(comm, np.ones(4))
+
+        refused(called, TypeError, f"() got an unexpected keyword argument {text}")
+    with pytest.raises(TypeError, match="keyword argument 'nonsense'$"), pynccl.init() as comm:
+        comm.barrier(nonsense=1)  # type: ignore[call-overload]
+
+
+@on_ranks(1)
+def test_arguments_of_a_stream_and_an_event(rank: int, nranks: int) -> None:
+    made: Any
+    for made in (pynccl.Stream, pynccl.Event):
+        refused(
+            lambda c=made: c(5), TypeError, f"{made.__name__}.__init__() takes 1 positional argument but 2"
+        )
