@@ -10,6 +10,7 @@ from pynccl._library import loader
 from pynccl._library.binding import fastcall, lib
 from pynccl._library.generated.structs import SimInfo
 from pynccl._library.status import check
+from pynccl._values import refuse_copy
 
 end = fastcall.end
 
@@ -33,6 +34,8 @@ class Group:
     _recording: Recording | None = None
     _open: fastcall.Open | None = None
     _estimate: float | None = None
+
+    __reduce__ = refuse_copy
 
     @property
     def estimated_microseconds(self) -> float:

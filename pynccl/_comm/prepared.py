@@ -11,8 +11,8 @@ from pynccl._comm.recording import Recording
 from pynccl._comm.work import Work, issued_later, part
 from pynccl._device import streams
 from pynccl._library.binding import fastcall, lib
-from pynccl._names import Hinting
-from pynccl._values import check_list, shown
+from pynccl._names import Hinting, meant
+from pynccl._values import check_list, refuse_copy, shown
 
 P = ParamSpec("P")
 
@@ -21,6 +21,7 @@ class _Run(fastcall.Call, Hinting):
     """A callable that runs a recording."""
 
     __slots__ = ("_recording", "_stream", "result")
+    __reduce__ = refuse_copy
 
     def __init__(self, recording: Recording, result: Any, stream: Any) -> None:
         super().__init__(recording.address, result, _finish)
@@ -163,6 +164,11 @@ class Prepare(Hinting):
             if hasattr(Operations, name):
                 raise AttributeError(f"comm.prepare has no {name}: expected an operation on arrays")
             return super().__getattr__(name)
+
+        def __call__(self, operation: Any = None, *_: object, **__: object) -> Any:
+            name = operation if isinstance(operation, str) else getattr(operation, "__name__", "")
+            ours = name if hasattr(Prepare, name) else meant(Prepare, name) or "all_reduce"
+            raise TypeError(f"comm.prepare is no function; expected comm.prepare.{ours}(...)")
 
     all_reduce = _preparing(Operations.all_reduce)
     reduce = _preparing(Operations.reduce)

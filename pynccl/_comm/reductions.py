@@ -18,6 +18,18 @@ from pynccl._types import RedOp
 from pynccl._values import Code, is_int, refuse_copy
 
 NAMES = {name: op for op, name in enumerate(REDUCTIONS)}
+_EXPECTED = f"expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum"
+# What other libraries call them, in lower case.
+_OTHER_NAMES = {
+    "add": "sum",
+    "average": "avg",
+    "maximum": "max",
+    "mean": "avg",
+    "minimum": "min",
+    "mul": "prod",
+    "multiply": "prod",
+    "product": "prod",
+}
 _ADDING = (int(RedOp.SUM), int(RedOp.AVG))
 
 
@@ -130,13 +142,15 @@ def op_code(core: Core, op: Any, dtype: int) -> int:
         code, adds = op.code(core, dtype), True
     elif isinstance(op, str):
         if op not in NAMES:
-            raise ValueError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")
+            ours = _OTHER_NAMES.get(op.lower(), op.lower())
+            hint = f"; pynccl's name is {ours!r}" if ours in NAMES else ""
+            raise ValueError(f"op is {op!r}{hint}; {_EXPECTED}")
         code = NAMES[op]
         adds = code in _ADDING
     elif not isinstance(op, RedOp) and not (is_int(op) and isinstance(op, int)):
-        raise TypeError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")
+        raise TypeError(f"op is {op!r}; {_EXPECTED}")
     elif not 0 <= op < 1 << 31:
-        raise ValueError(f"op is {op!r}; expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum")
+        raise ValueError(f"op is {op!r}; {_EXPECTED}")
     else:
         code, adds = int(op), int(op) in _ADDING
     travel = dtypes.traveller(dtype)

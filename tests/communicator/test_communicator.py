@@ -516,7 +516,9 @@ def test_life(rank: int, nranks: int) -> None:
     assert comm.handle != 0
     factor = comm.pre_mul_sum(2.0)
     with pynccl.Stream() as stream, pynccl.Event() as event:
-        for one in (comm, factor, stream, event, comm.barrier(wait=False)):
+        call = comm.prepare.all_reduce(np.ones(1))
+        group, plan = pynccl.group(), pynccl.Plan([call])
+        for one in (comm, factor, stream, event, comm.barrier(wait=False), group, call, plan):
             for copied in (pickle.dumps, copy.copy, copy.deepcopy):
                 with pytest.raises(
                     TypeError, match=f"pynccl.{type(one).__name__} cannot be copied or pickled"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -76,6 +76,11 @@ def test_wrong_types(rank: int, nranks: int) -> None:
         for number in (-1, 10**30):
             wrong = f"op is {number!r}; expected one of "
             refused(lambda o=number: comm.all_reduce(x, op=o), ValueError, wrong)
+        name: Any
+        for name, ours in {"mean": "avg", "SUM": "sum", "Product": "prod", "maximum": "max"}.items():
+            hint = f"op is {name!r}; pynccl's name is {ours!r}; expected one of sum, prod, "
+            refused(lambda o=name: comm.all_reduce(x, op=o), ValueError, hint)
+        refused(lambda: comm.all_reduce(x, op="band"), ValueError, "op is 'band'; expected one of")  # type: ignore[call-overload]
         exclude: Any
         for exclude in (1, "1", np.int64(1), None):
             text = f"exclude is {exclude!r}; expected a list of ranks"
@@ -183,6 +188,20 @@ def test_what_nccl_does(rank: int, nranks: int) -> None:
         assert comm.all_reduce(np.array([200], np.uint8)).tolist() == [144]
         assert comm.all_reduce(np.array([200], np.uint8), op="avg").tolist() == [72]
         assert comm.all_reduce(np.array([-3 * rank], np.int32), op="avg").tolist() == [-1]
+
+
+@on_ranks(1)
+def test_prepare_as_a_function(rank: int, nranks: int) -> None:
+    with pynccl.init() as comm:
+        x, prepare = np.ones(4), cast("Any", comm.prepare)
+        for call, ours in (
+            (lambda: prepare(comm.broadcast, x), "broadcast"),
+            (lambda: prepare("allgather", x), "all_gather"),
+            (lambda: prepare("reduce", x, timeout=3), "reduce"),
+            (lambda: prepare(x), "all_reduce"),
+            (lambda: prepare(), "all_reduce"),
+        ):
+            refused(call, TypeError, f"comm.prepare is no function; expected comm.prepare.{ours}(...)")
 
 
 KEYWORDS: list[tuple[Callable[[Any, Any], object], str]] = [
