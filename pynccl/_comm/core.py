@@ -280,6 +280,7 @@ class Core:
         try:
             return bounded(call, self.timeout, what, if_abandoned, self.watch.raise_verdict)
         except NcclTimeoutError as error:
+            error.args = (f"{error}{self._in_turn()}",)
             self.watch.hear()
             raise self.watch.expire(str(error)) or error from None
         except NcclError as error:
@@ -388,7 +389,8 @@ class Core:
 
         `fatal`: at the communicator's own time-out.
         """
-        text = f"{what} did not complete{where} within {seconds:g} s ({self!r}){self._signals()}"
+        end = f"{self._signals()}{self._in_turn()}"
+        text = f"{what} did not complete{where} within {seconds:g} s ({self!r}){end}"
         if fatal:
             self.watch.hear()
             if ended():
@@ -399,6 +401,15 @@ class Core:
         self.told = self.told or fatal
         size = self.size or None
         raise error or NcclTimeoutError(text, function=what, rank=self.known_rank, size=size)
+
+    def _in_turn(self) -> str:
+        """Return, for the end of a message, how one thread calls several ranks."""
+        if self.origin != "init_all" or self.size == 1:
+            return ""
+        return (
+            "; expected a call of every rank: one thread puts the calls of several ranks of init_all into "
+            "pynccl.group(), or starts a thread for each"
+        )
 
     def _signals(self) -> str:
         """Return the signals that outstanding calls wait for, for the end of a message."""

@@ -270,6 +270,18 @@ def test_init_all(rank: int, nranks: int) -> None:
             pynccl.init_all(devices_wrong)
 
 
+@on_ranks(1)
+def test_ranks_of_init_all_that_one_thread_calls_in_turn(rank: int, nranks: int) -> None:
+    x = np.ones(4)
+    for call in (lambda comm: comm.all_reduce(x), lambda comm: comm.barrier(), lambda comm: comm.split(0)):
+        ranks = pynccl.init_all(2, timeout=0.2)
+        text = r"; expected a call of every rank: one thread .* of init_all into pynccl\.group\(\), or "
+        with pytest.raises(NcclTimeoutError, match=text):
+            call(ranks[0])
+        for comm in ranks:
+            comm.abort()
+
+
 @on_ranks(2)
 def test_two_ranks_in_each_process_end_one_after_another(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
