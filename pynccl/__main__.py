@@ -37,6 +37,15 @@ class _Cli(click.Group):
             self.add_command(getattr(module, cmd_name))
         return super().get_command(ctx, cmd_name)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.get_command(ctx, args[0]) is None:
+            # Click suggests only commands that it has.
+            for name in self._tools:
+                self.get_command(ctx, name)
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             result = super().invoke(ctx)

@@ -164,10 +164,13 @@ def _advice() -> str:
 
 
 def _file(text: str, how: str) -> str:
+    expected = "expected a path, auto or cpu"
     path = os.path.abspath(os.path.expanduser(text))
     if not os.path.isfile(path):
         problem = "is not a file" if os.path.exists(path) else "does not exist"
-        raise LibraryNotFoundError(f"{how} names {path}, which {problem}; expected a path, auto or cpu")
+        if text.lower() in ("auto", "cpu"):
+            raise LibraryNotFoundError(f"{how} is {text!r}; pynccl's name is {text.lower()!r}; {expected}")
+        raise LibraryNotFoundError(f"{how} names {path}, which {problem}; {expected}")
     return path
 
 

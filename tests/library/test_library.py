@@ -102,6 +102,13 @@ def test_import_needs_no_library_and_the_first_call_says_where_it_looked(run_pyt
     assert done.stderr.splitlines()[-1].startswith(advice)
 
 
+@pytest.mark.parametrize("name", ["CPU", "Auto"])
+def test_a_name_in_capitals(run_python: Run, name: str) -> None:
+    done = run_python("import pynccl; pynccl.load()", fails=True, PYNCCL_LIBRARY=name)
+    text = f"PYNCCL_LIBRARY is {name!r}; pynccl's name is {name.lower()!r}; expected a path, auto or cpu"
+    assert text in done.stderr
+
+
 def test_auto_never_turns_to_the_cpu_library(run_python: Run) -> None:
     run_python("import pynccl; pynccl.cpu_library(); pynccl.load('auto')", fails=True)
 

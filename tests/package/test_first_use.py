@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,6 +23,18 @@ def refused(
     with pytest.raises(kind) as caught:
         call()
     assert text in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [("benchmark", "bench"), ("infos", "info"), ("rn", "run"), ("CPU_library", "cpu-library")],
+)
+def test_a_subcommand(command: str, meant: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pynccl", command], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert f"No such command '{command}'. Did you mean '{meant}'?" in done.stderr
 
 
 @on_ranks(2)
