@@ -250,7 +250,7 @@ def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], 
         except NcclError as error:
             # The time-outs of the old ranks end within a moment; one of them hears of another's.
             late = not isinstance(error, RankFailedError) and time.monotonic() > child.until - _MOMENT
-            failure = _not_come(core, nranks) if late or isinstance(error, NcclTimeoutError) else error
+            failure = _not_come(core, nranks) if late else error
             old.lose_silent()
         made = old.agree(0 if failure else MADE).flags & MADE
         old.linger()
