@@ -376,10 +376,10 @@ def test_other_arguments(rank: int, nranks: int) -> None:
             (lambda: comm.broadcast(frozen, root=1 - me), ValueError, r"^send \(in place\) is read-only"),
             (lambda: comm.all_reduce(b"1234"), ValueError, r"^send \(in place\) is read-only"),
         ]  # fmt: skip
-        for op in ("median", "SUM", ""):
+        for op, hint in (("median", ""), ("SUM", "pynccl's name is 'sum'; "), ("", "")):
             refusals += [
                 (lambda op=op: comm.all_reduce(x, op=op), ValueError,
-                 f"^op is '{op}'; expected one of sum, prod, max, min, avg, a RedOp or a PreMulSum"),
+                 f"^op is '{op}'; {hint}expected one of sum, prod, max, min, avg, a RedOp or a PreMulSum"),
                 (lambda op=op: comm.reduce(x, op=op), ValueError, f"^op is '{op}'"),
                 (lambda op=op: comm.reduce_scatter(x, op=op), ValueError, f"^op is '{op}'"),
                 (lambda op=op: comm.reduce_scatter_v(x, np.zeros(2), [2, 2], op), ValueError, "^op is '"),

@@ -100,7 +100,7 @@ if rank < len(ends):
     if ends[rank].startswith("signal"):
         os.kill(os.getpid(), int(ends[rank][6:]))
     sys.exit(int(ends[rank]))
-time.sleep(1.5)
+time.sleep(3)
 print("finished", flush=True)
 """
 
