@@ -13,8 +13,8 @@ _CALL = "__call__: write op()"
 _PUT = "pynccl.Communicator.put_signal"
 _RECORD = "pynccl.Event().record(stream)"
 
-# Names of mpi4py, torch and CuPy that differ from pynccl's in more than case, underscores and "nccl". The
-# first of pynccl's names that the class has is the one.
+# Names of mpi4py, torch and CuPy that differ from pynccl's in more than case, underscores and "nccl". Of
+# several names for one, the hint tells the first that the class has.
 _OTHER_NAMES = {
     "allgatherintotensor": ("all_gather",),
     "alltoallsingle": ("all_to_all",),
@@ -68,7 +68,7 @@ _OTHER_NAMES = {
     "worldsize": ("size",),
 }
 
-# The same for the keywords of methods.
+# Their names of keywords, likewise.
 _OTHER_KEYWORDS = {
     "asyncop": ("wait: async_op=True is wait=False",),
     "dest": ("peer", "root"),

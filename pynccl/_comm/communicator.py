@@ -387,7 +387,7 @@ class Communicator(Operations, Hinting):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is TypeError:
-            # Here, since a look at the arguments would slow every call.
+            # Only here, since a check of the keywords in each call would slow all calls.
             add_hint(error, Communicator)
         if not self._core.handle:
             return

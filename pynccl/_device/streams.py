@@ -248,7 +248,7 @@ class Stream(_Owned):
     _makers = cpu_stream, cuda.stream_create
     _enders = capi.pyncclCpuStreamDestroy, cuda.stream_destroy
 
-    # Python's error for an argument names the class of this method.
+    # Python's error for an argument names the class that defines this method.
     def __init__(self) -> None:
         super().__init__()
 

@@ -518,8 +518,8 @@ def _types(name: str, report: Report | None) -> Iterator[str]:
 def _on_threads(nthreads: int, body: Callable[[int], None], on_error: Callable[[], None]) -> None:
     """Run a function on threads; raise the first error. This thread runs it alone, or waits for the others.
 
-    A KeyboardInterrupt comes in the main thread, between any two instructions. In a barrier that the others
-    need, it could leave the barrier's lock held.
+    Python raises KeyboardInterrupt in the main thread, between any two instructions. Inside a barrier it
+    could leave the barrier's lock held, and the other threads would wait forever.
     """
     try:
         if nthreads == 1:
@@ -561,7 +561,8 @@ def _on_other_threads(nthreads: int, body: Callable[[int], None], on_error: Call
 
 
 def _next(results: SimpleQueue[BaseException | None]) -> BaseException | None:
-    """Return the next result. A signal that another thread receives wakes no wait that has no limit."""
+    """Return the next result, once there is one."""
+    # The kernel may give SIGINT to another thread. Only a wait with a time-out then sees it.
     while True:
         with suppress(Empty):
             return results.get(timeout=0.2)

@@ -107,7 +107,7 @@ void RootTable::end(Root& root, ncclResult_t result, const std::string& text) {
   for (Round* round : {&root.ranks, &root.shares})
     for (Member& m : round->members)
       m.seat->tell(Ctl::Failed, uint64_t(result) | uint64_t(&m == root.ranks.members.data()) << 32, body);
-  // For a rank that joins later, whose seat may be the missing one.
+  // A rank that joins after this reads a text that may name that rank as missing.
   std::string late = result == ncclTimeout ? "this rank joined too late, and needs a new unique id: " : "";
   if (root.serial) ids.done(root.serial, result, late + text);
   erase(root);
