@@ -615,6 +615,8 @@ STRANGER = """
 import encodings.ascii, encodings.idna, os, sys
 from pynccl import BootstrapError
 from pynccl.bootstrap import Store, StoreServer, _peer, _store
+# Before, since the other user may not be allowed to read this folder.
+import pynccl._secure.noise
 os.setresuid(12345, 12345, 12345)
 role, address, secret = sys.argv[1:]
 if role == "server":
