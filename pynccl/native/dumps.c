@@ -101,8 +101,10 @@ static const char* pynccl_algorithm(const pynccl_trace* t, const pynccl_entry* r
   if (r->kind >= PYNCCL_SEND || datatype >= ncclNumTypes || !r->count || pynccl_state_of(r) == PYNCCL_FAILED)
     return NULL;
   const pynccl_algorithms* known = &t->algorithms[r->kind];
-  const char* small = __atomic_load_n(&known->small, __ATOMIC_ACQUIRE);
-  return !small || r->count <= known->most / pynccl_item_sizes[datatype] ? small : known->large;
+  const char* first = __atomic_load_n(&known->by_size[0].name, __ATOMIC_ACQUIRE);
+  int i = 0;
+  while (first && i < 3 && r->count > known->by_size[i].most / pynccl_item_sizes[datatype]) ++i;
+  return i ? known->by_size[i].name : first;
 }
 
 static void pynccl_put_record(const pynccl_trace* t, const pynccl_entry* r, uint64_t number, int of_plan) {

@@ -112,13 +112,16 @@ pynccl_trace* pynccl_trace_open(size_t records, int size, const char* header) {
 
 void pynccl_trace_algorithms(pynccl_trace* t, uintptr_t comm) {
   for (int kind = 0; t && kind < PYNCCL_SEND; ++kind) {
-    const char *function = pynccl_kind_function(kind), *small = NULL;
+    const char *function = pynccl_kind_function(kind), *first = NULL;
     pynccl_algorithms* known = &t->algorithms[kind];
-    size_t all;
-    if (pyncclCpuGetAlgorithm(comm, function, 0, &small, &known->most) ||
-        pyncclCpuGetAlgorithm(comm, function, known->most + 1, &known->large, &all))
-      return;
-    __atomic_store_n(&known->small, small, __ATOMIC_RELEASE);
+    const int most = sizeof known->by_size / sizeof *known->by_size;
+    size_t size = 0;
+    for (int i = 0; i < most && (!i || size); ++i) {
+      const char** name = i ? &known->by_size[i].name : &first;
+      if (pyncclCpuGetAlgorithm(comm, function, size, name, &known->by_size[i].most)) return;
+      size = known->by_size[i].most + 1;
+    }
+    __atomic_store_n(&known->by_size[0].name, first, __ATOMIC_RELEASE);
   }
 }
 

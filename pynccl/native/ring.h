@@ -63,12 +63,12 @@ typedef struct pynccl_digest {
   pynccl_call calls[];
 } pynccl_digest;
 
-// The algorithms of a kind of call: `small` up to `most` bytes, else `large`. `small` is published last,
-// NULL: unknown.
+// The algorithms of a kind of call, each up to `most` bytes. The first name is published last; NULL: unknown.
 typedef struct pynccl_algorithms {
-  const char* small;
-  const char* large;
-  size_t most;
+  struct {
+    const char* name;
+    size_t most;
+  } by_size[4];
 } pynccl_algorithms;
 
 struct pynccl_trace {

@@ -113,6 +113,8 @@ class CpuBackend(Backend):
             env["NCCL_HOSTID"] = f"conformance-{process}"
         if transport in ("mixed", "hosts", "flat"):
             env["NCCL_HOSTID"] = f"conformance-{process % 2}"
+        if transport == "shown":
+            env["PYNCCL_CPU_INLINE_BYTES"] = "0"
         if transport in ("hosts", "flat"):
             env |= {"PYNCCL_CPU_INLINE_BYTES": "0", "PYNCCL_CPU_BY_HOSTS": str(int(transport == "hosts"))}
         return env

@@ -12,9 +12,10 @@ from .oracle import DATATYPES, OPS
 BIG = 2**20 + 1
 COUNTS = [0, 1, 3, 17, 1023, BIG]
 NRANKS = [1, 2, 3, 4, 8]
-# "mixed": pairs of threads in processes that are on two machines in turn. "hosts" and "flat": the same, and
-# the algorithm is forced, by hosts or between pairs of ranks, for every size.
-TRANSPORTS = ["direct", "shm", "tcp", "threads", "mixed", "hosts", "flat"]
+# "shown": up to 1 MiB the ranks share the work on data that they show. "mixed": pairs of threads in processes
+# that are on two machines in turn. "hosts" and "flat": the same, and the algorithm is forced, by hosts or
+# between pairs of ranks, for every size.
+TRANSPORTS = ["direct", "shm", "shown", "tcp", "threads", "mixed", "hosts", "flat"]
 
 REDUCTIONS = ["AllReduce", "Reduce", "ReduceScatter"]
 MOVES = ["Broadcast", "AllGather", "AlltoAll", "Gather", "Scatter"]

@@ -70,6 +70,8 @@ const Param kTable[] = {
      "Faults to inject: rank=R,call=K,action=die|drop|sleep:SECONDS|fail:RESULT[;...]"},
     {"PYNCCL_CPU_INLINE_BYTES", Kind::Int, "8192", 0, kMaxBytes, true,
      "Largest message that is copied instead of read directly"},
+    {"PYNCCL_CPU_SHOWN_BYTES", Kind::Int, "1048576", 0, kMaxBytes, true,
+     "Most bytes that a rank shows the others of its host in a collective of one host"},
     {"PYNCCL_CPU_BY_HOSTS", Kind::Int, "1", 0, 1, true,
      "0: the ranks of a host do not share the work of a collective across hosts"},
     {"PYNCCL_CPU_BLOCK_BYTES", Kind::Int, "131072", 64, kMaxBytes, true, "Bytes reduced at a time"},

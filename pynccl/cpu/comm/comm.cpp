@@ -426,7 +426,10 @@ void Comm::open() {
   context_.rank = rank;
   context_.nranks = nranks;
   context_.inline_bytes = session.inline_bytes;
+  context_.shown_bytes = session.shown_bytes;
+  context_.board_bytes = session.board_bytes;
   context_.block_bytes = session.block_bytes;
+  context_.cell = session.cell();
   if (segment()) context_.board = segment()->board(session.local_index());
   std::vector<uint64_t> hosts;
   for (int q = 0; q < nranks; ++q) {

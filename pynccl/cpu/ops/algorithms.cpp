@@ -28,11 +28,9 @@ void each_peer(const Call& c, F&& visit) {
   for (int i = 1; i < c.nranks; ++i) visit((c.rank + i) % c.nranks);
 }
 
-// Small calls, and calls on one rank: all data is here already.
+// All data is here already.
 void local(const Call& c, Schedule* s) {
-  auto input = [&](int p, size_t offset) {
-    return p == c.rank ? send_of(p, offset) : Place{Place::Payload, p, 0};
-  };
+  auto input = [&](int p, size_t offset) { return p == c.rank ? send_of(p, offset) : payload_of(p, 0); };
   if (!reduces(c.func)) {
     for (int p = 0; p < c.nranks; ++p)
       if (Part in = part(c, p, c.rank); in.bytes)
@@ -127,9 +125,32 @@ void reduce_shares(const Call& c, Schedule* s) {
   });
 }
 
+// all_reduce of data that all ranks show: each rank reduces its share, and shows the result in place of its
+// input, which no other rank reads.
+void reduce_shown(const Call& c, Schedule* s) {
+  Part mine = share(c, c.rank);
+  if (mine.bytes) {
+    for (int p = 0; p < c.nranks; ++p)
+      s->inputs.push_back(p == c.rank ? send_of(p, mine.offset) : payload_of(p, mine.offset));
+    int32_t reduced = s->reduce(payload_of(c.rank, mine.offset), mine.bytes);
+    each_peer(c, [&](int p) { s->notify(p, kReduced, reduced); });
+    int32_t out = s->copy(payload_of(c.rank, mine.offset), recv_of(c.rank, mine.offset), mine.bytes);
+    s->actions[size_t(out)].after = reduced;
+  }
+  each_peer(c, [&](int p) {
+    Part theirs = share(c, p);
+    if (theirs.bytes == 0) return;
+    int32_t shown = s->wait(p, kReduced);
+    int32_t in = s->copy(payload_of(p, theirs.offset), recv_of(c.rank, theirs.offset), theirs.bytes);
+    s->actions[size_t(in)].after = shown;
+  });
+}
+
 bool across_hosts(const CallKind& c, Func func) { return c.func == func && goes_by_hosts(func, *c.layout); }
 
 const Algorithm kAlgorithms[] = {
+    {"shown shares", [](const CallKind& c) { return c.payloads && !c.few && c.func == Func::AllReduce; },
+     reduce_shown},
     {"local", [](const CallKind& c) { return c.payloads || c.nranks == 1; }, local},
     {"all_reduce across hosts", [](const CallKind& c) { return across_hosts(c, Func::AllReduce); },
      all_reduce_across_hosts},

@@ -12,6 +12,7 @@ struct CallKind {
   Func func;
   int nranks;
   bool payloads;  // the data came with the headers
+  bool few;       // so few bytes that each rank may compute all of a result
   const Layout* layout;
 };
 

@@ -1,5 +1,7 @@
 #include "ops/collectives.hpp"
 
+#include <algorithm>
+
 #include "base/log.hpp"
 
 namespace pncpu {
@@ -111,7 +113,7 @@ void Coll::plan() {
       call_.item == item && call_.direct == direct_)
     return;
   planned_ = false;
-  call_ = Call{kind(op_.func, matching_.mine().is_inline), op_.root, op_.count, item, context_.rank, direct_};
+  call_ = Call{kind(op_.func, op_.bytes()), op_.root, op_.count, item, context_.rank, direct_};
   schedule_.clear();
   const Algorithm& chosen = algorithm_for(call_);
   log(Level::Info, "%s of %zu elements of %zu B: algorithm \"%s\", %d ranks on %zu hosts",
@@ -120,14 +122,17 @@ void Coll::plan() {
   planned_ = true;
 }
 
-CallKind Coll::kind(Func func, bool payloads) const {
-  return {func, context_.nranks, payloads, &context_.layout};
+CallKind Coll::kind(Func func, size_t bytes) const {
+  bool payloads = bytes <= most_with_header(context_, func);
+  return {func, context_.nranks, payloads, bytes <= context_.inline_bytes, &context_.layout};
 }
 
 Choice Coll::choice(Func func, size_t bytes) const {
-  size_t most = most_with_header(context_, func);
-  bool payloads = bytes <= most;
-  return {algorithm_for(kind(func, payloads)).name, payloads ? most : SIZE_MAX};
+  const Algorithm& chosen = algorithm_for(kind(func, bytes));
+  size_t all = most_with_header(context_, func);
+  for (size_t most : {std::min(context_.inline_bytes, all), all})
+    if (bytes <= most && &algorithm_for(kind(func, most + 1)) != &chosen) return {chosen.name, most};
+  return {chosen.name, SIZE_MAX};
 }
 
 std::vector<int> Coll::missing() const {

@@ -32,7 +32,7 @@ class Coll {
 
  private:
   void plan();
-  CallKind kind(Func func, bool payloads) const;
+  CallKind kind(Func func, size_t bytes) const;
   void find_mapped();
   void offer_registered();
   bool same_windows(int peer) const;

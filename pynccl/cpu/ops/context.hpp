@@ -16,11 +16,15 @@ struct PutHead;
 
 struct Context {
   int rank = 0, nranks = 1;
-  size_t inline_bytes = 0;   // messages up to this size travel with their header; equal on all ranks
+  // Equal on all ranks: messages up to this size travel with their header, and what a rank sends to the
+  // others of its host up to the second, if there is no other host.
+  size_t inline_bytes = 0, shown_bytes = 0;
+  size_t board_bytes = 0;    // of the smallest Board
   size_t block_bytes = 0;    // reduced at a time; a multiple of every datatype's size
   std::vector<Link*> links;  // by rank; nullptr for this one
   Layout layout;
-  Board board;  // this rank's; none if it is alone on its host
+  Cell* cell = nullptr;  // this rank's; nullptr if it is alone on its host
+  Board board;           // likewise
   // Fails the communicator and tells the peers. Always Step::Failed.
   std::function<Step(ErrorCode, const std::string&)> fail;
   // The windows that are open now; nullptr: none.

@@ -44,8 +44,11 @@ Step Executor::step() {
       return Step::Done;
     }
     moved = moved || any;
-    if (!any || --rounds_left == 0) return moved ? Step::Moved : context_.blocked(kColl);
-    context_.ring_peers();
+    if (any && --rounds_left) {
+      context_.ring_peers();
+      continue;
+    }
+    return moved ? Step::Moved : await();
   }
 }
 
@@ -63,14 +66,38 @@ Step Executor::run(size_t index) {
     case Action::Reduce:
       return reduce(a, limit, done);
     case Action::Notify:
-      context_.link(a.to.rank).mine->stage.store(stage(a), std::memory_order_release);
-      context_.link(a.to.rank).ring();
+      context_.link(a.to.rank).tell(stage(a));
       return Step::Done;
     case Action::Wait:
       break;
   }
-  uint64_t told = context_.link(a.from.rank).theirs->stage.load(std::memory_order_acquire);
-  return told >= stage(a) ? Step::Done : Step::Blocked;
+  return is_told(a) ? Step::Done : Step::Blocked;
+}
+
+bool Executor::is_told(const Action& a) const {
+  return context_.link(a.from.rank).theirs->stage.load(std::memory_order_acquire) >= stage(a);
+}
+
+// Nothing more can be done now: says after how many stages of the peers the bell must ring.
+Step Executor::await() {
+  int32_t stages = 0;
+  bool others = false;
+  auto each_stage = [&](auto&& visit) {
+    for (size_t i = first_; i < progress_.size(); ++i) {
+      const Action& a = schedule_->actions[i];
+      if (progress_[i].ended || (a.after != Action::kNone && !progress_[size_t(a.after)].ended)) continue;
+      if (a.kind == Action::Wait)
+        visit(a);
+      else
+        others = true;
+    }
+  };
+  each_stage([&](const Action&) { ++stages; });
+  if (context_.cell) context_.cell->awaited.exchange(others ? 0 : stages, std::memory_order_seq_cst);
+  // A peer tells its stage before it counts it. A stage that was counted before is seen here.
+  bool told = false;
+  each_stage([&](const Action& a) { told = told || is_told(a); });
+  return told ? Step::Moved : context_.blocked(kColl);
 }
 
 Step Executor::copy(const Action& a, size_t limit, size_t* done) {
@@ -88,7 +115,7 @@ Step Executor::copy(const Action& a, size_t limit, size_t* done) {
     // One proof of identity is enough: a peer that dies later never notifies that it is done.
     return direct_in(context_, a.from.rank, theirs(a.from), mine(a.to), limit, done, *done == 0, doing);
   }
-  const char* from = a.from.kind == Place::Payload ? matching_.payload(a.from.rank) : mine(a.from);
+  const char* from = a.from.kind == Place::Payload ? payload(a.from) : mine(a.from);
   size_t n = from == mine(a.to) ? limit - *done : std::min(limit - *done, kSlice);
   if (from != mine(a.to)) memmove(mine(a.to) + *done, from + *done, n);
   *done += n;
@@ -138,7 +165,7 @@ void Executor::locate_inputs(const Action& a) {
     const Place& from = schedule_->inputs[i];
     Input& input = inputs_[i];
     if (from.kind == Place::Payload)
-      input.base = matching_.payload(from.rank) + from.offset;
+      input.base = payload(from);
     else if (is_mine(from))
       input.base = mine(from);
     else if (from.kind != Place::Pipe && (input.base = in_place(from)))
@@ -181,6 +208,8 @@ Step Executor::fetch(const Place& from, Input& input, size_t offset, size_t byte
 
 char* Executor::mine(const Place& place) const {
   if (place.kind == Place::Scratch) return scratch_.get() + place.offset;
+  // This rank's part of the board is its own.
+  if (place.kind == Place::Payload) return const_cast<char*>(payload(place));
   void* base = place.kind == Place::Send ? const_cast<void*>(op_->send) : op_->recv;
   return static_cast<char*>(base) + place.offset;
 }

@@ -31,6 +31,8 @@ class Executor {
     std::vector<char> block;
   };
   Step run(size_t index);
+  bool is_told(const Action& action) const;
+  Step await();
   Step copy(const Action& action, size_t limit, size_t* done);
   Step reduce(const Action& action, size_t limit, size_t* done);
   RedKind operation(Action::Share share) const;
@@ -38,12 +40,14 @@ class Executor {
   void locate_inputs(const Action& action);
   bool enter_inputs(const Action& action);
   void leave_inputs(const Action& action, size_t count);
+  const char* payload(const Place& place) const { return matching_.payload(place.rank) + place.offset; }
   char* mine(const Place& place) const;
   uint64_t theirs(const Place& place) const;
   const char* in_place(const Place& place) const;
   char* mapped(const Place& place) const;  // a peer's buffer here, or nullptr
   bool is_mine(const Place& place) const {
-    return place.kind == Place::Scratch || (place.kind <= Place::Recv && place.rank == context_.rank);
+    bool everywhere = place.kind <= Place::Recv || place.kind == Place::Payload;
+    return place.kind == Place::Scratch || (everywhere && place.rank == context_.rank);
   }
   uint64_t stage(const Action& action) const { return matching_.mine().seq << 8 | action.stage; }
 

@@ -7,7 +7,6 @@
 namespace pncpu {
 
 static_assert(sizeof(Header) == sizeof(Notice::head), "a notice holds a header");
-static_assert(size_t(kMostRanks) <= Board::kMostData, "a byte for each rank fits a board's data");
 
 size_t hear_header(Pipe& pipe, Header* header) {
   size_t readable = pipe.readable();
@@ -33,8 +32,9 @@ static bool is_channel(const Header& call) {
 
 size_t most_with_header(const Context& context, Func func) {
   // A rank's send buffer has this many parts of the call's size.
-  size_t parts = part_for(func, 0, 1, 0, context.nranks - 1).offset + 1;
-  return std::min(context.inline_bytes, Board::kMostData / parts);
+  size_t parts = part_for(func, 0, 1, 0, context.nranks - 1).offset + 1, board = context.board_bytes / parts;
+  size_t shown = context.layout.spans_hosts() ? 0 : context.shown_bytes / parts;
+  return std::min(std::max(context.inline_bytes, shown), board);
 }
 
 namespace {
@@ -105,6 +105,7 @@ bool Matching::show() {
     header.payload = uint32_t(needed_of(*op_, context_.rank, context_.nranks));
     data = context_.board.data(mine_.seq, header.payload);
     if (header.payload) memcpy(data, op_->send, header.payload);
+    peers_[size_t(context_.rank)].payload = data;
   } else if (lends_) {
     header.payload = uint32_t(context_.nranks);
     data = context_.board.data(mine_.seq, header.payload);

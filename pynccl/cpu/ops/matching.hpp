@@ -38,7 +38,8 @@ class Matching {
   Step step();
   const Header& mine() const { return mine_; }
   const Header& header(int rank) const { return peers_[size_t(rank)].header; }
-  // What this rank gets of the data that came with a peer's header; valid until the next start().
+  // What this rank gets of the data that came with a peer's header, or all that it shows itself; valid until
+  // the next start().
   const char* payload(int peer) const { return peers_[size_t(peer)].payload; }
   // Ranks that have not called. Those whose headers an absent rank was to pass on are not among them.
   std::vector<int> missing() const;

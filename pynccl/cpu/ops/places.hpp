@@ -7,10 +7,12 @@
 
 namespace pncpu {
 
-constexpr uint8_t kDone = 1;  // the stage at which a rank has finished with a peer's buffers
+// Stages of a rank: it has finished with a peer's buffers; it shows the result of its share.
+constexpr uint8_t kDone = 1, kReduced = 2;
 
 inline Place send_of(int rank, size_t offset) { return {Place::Send, rank, offset}; }
 inline Place recv_of(int rank, size_t offset) { return {Place::Recv, rank, offset}; }
+inline Place payload_of(int rank, size_t offset) { return {Place::Payload, rank, offset}; }
 inline Place pipe_of(int peer) { return {Place::Pipe, peer, 0}; }
 
 // One of `shares` equal parts of `count` elements, in whole cache lines; in bytes.

@@ -13,7 +13,7 @@ struct Place {
     Send,  // a send or receive buffer of this rank, or of a peer that Call::direct names
     Recv,
     Pipe,     // the pipe from or to a peer, used in the order of the actions
-    Payload,  // the data that came with a peer's header
+    Payload,  // the data that came with a peer's header, or all that this rank shows
     Scratch   // this rank's memory for the schedule, of Schedule::scratch bytes
   };
   Kind kind = Send;

@@ -25,7 +25,7 @@ constexpr auto kLook =
 
 // Settings that must be equal on all ranks. A byte for each rank follows: this rank can access its memory.
 struct Settings {
-  uint64_t inline_bytes, block_bytes;
+  uint64_t inline_bytes, shown_bytes, board_bytes, block_bytes;
   int32_t contexts, signals, by_hosts;
 };
 
@@ -47,6 +47,8 @@ void limit_creations(double seconds) { most_seconds = seconds; }
 Session::Session(Owner& owner, int device)
     : owner_(owner), device_(device), direct_allowed_(param_int("PYNCCL_CPU_DIRECT") != 0) {
   inline_bytes = size_t(std::max<int64_t>(0, param_int("PYNCCL_CPU_INLINE_BYTES")));
+  shown_bytes = size_t(std::max<int64_t>(0, param_int("PYNCCL_CPU_SHOWN_BYTES")));
+  board_bytes = SIZE_MAX;
   block_bytes = align_up(size_t(std::max<int64_t>(4096, param_int("PYNCCL_CPU_BLOCK_BYTES"))), 4096);
   by_hosts = param_int("PYNCCL_CPU_BY_HOSTS") != 0;
   seconds = std::min(param_seconds("PYNCCL_CPU_INIT_TIMEOUT"), most_seconds);
@@ -543,7 +545,8 @@ ncclResult_t Session::attach_pipes() {
 void Session::say_settings() {
   std::vector<char> mine(sizeof(Settings) + size_t(nranks));
   inline_bytes = std::min(inline_bytes, (segment_ ? segment_->ring_bytes() : ring_bytes) - sizeof(Passed));
-  Settings settings{inline_bytes, block_bytes, contexts, signals, by_hosts};
+  if (segment_) board_bytes = segment_->shown_bytes();
+  Settings settings{inline_bytes, shown_bytes, board_bytes, block_bytes, contexts, signals, by_hosts};
   memcpy(mine.data(), &settings, sizeof settings);
   for (int q = 0; q < nranks; ++q) {
     Memory* memory = peer(q).link.memory.get();
@@ -571,6 +574,8 @@ ncclResult_t Session::finish() {
       return fail(kMismatch, "%srank %d has config.numRmaCtx %d and numRmaSig %d, rank %d %d and %d",
                   kMismatchText, rank, contexts, signals, q, settings.contexts, settings.signals);
     inline_bytes = std::min(inline_bytes, size_t(settings.inline_bytes));
+    shown_bytes = std::min(shown_bytes, size_t(settings.shown_bytes));
+    board_bytes = std::min(board_bytes, size_t(settings.board_bytes));
     by_hosts = by_hosts && settings.by_hosts;
     if (!settings_.data[sizeof settings + size_t(q)] || !theirs.data[sizeof settings + size_t(rank)])
       peer(q).link.memory.reset();

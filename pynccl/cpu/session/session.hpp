@@ -69,8 +69,9 @@ class Session {
 
   int rank = 0, nranks = 0;
   uint64_t hash = 0;
-  size_t inline_bytes, block_bytes, ring_bytes;  // equal on every rank once connected
-  bool by_hosts;                                 // the same; see Layout
+  size_t inline_bytes, shown_bytes, board_bytes, block_bytes,
+      ring_bytes;  // equal on every rank once connected
+  bool by_hosts;   // the same; see Layout
   // Of one-sided calls, and equal, too; the signals are those of one context.
   int contexts = 1, signals = 1;
   std::atomic<bool> left{false};  // this rank has said that it leaves

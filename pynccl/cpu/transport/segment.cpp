@@ -4,6 +4,8 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+
 #include "base/fork.hpp"
 
 namespace pncpu {
@@ -11,6 +13,7 @@ namespace {
 
 constexpr size_t kLeastRing = 512, kMostRing = size_t(1) << 30;  // fits a header and some data
 constexpr size_t kRingsWanted = size_t(256) << 20;
+constexpr size_t kShownWanted = size_t(64) << 20, kMostShown = size_t(1) << 20;
 constexpr int kMostRanks = 1 << 15;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
@@ -28,7 +31,10 @@ Segment::Segment(int ranks, size_t ring_bytes) : ranks_(ranks), ring_bytes_(ring
   counters_at_ = signals_at_ + align_up(sizeof(Signals) * pairs, 4096);
   notices_at_ = counters_at_ + align_up(sizeof(uint64_t) * kCounters * pairs, 4096);
   shown_at_ = notices_at_ + align_up(2 * sizeof(Notice) * size_t(ranks), 4096);
-  data_at_ = shown_at_ + 2 * Board::kMostData * size_t(ranks);
+  // At least a byte for each rank.
+  shown_bytes_ = std::max(align_up(size_t(ranks), 4096),
+                          std::min(kMostShown, kShownWanted / (2 * size_t(ranks)) & ~size_t(4095)));
+  data_at_ = shown_at_ + 2 * shown_bytes_ * size_t(ranks);
   bytes_ = data_at_ + rings * ring_bytes_;
 }
 

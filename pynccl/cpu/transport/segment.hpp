@@ -19,12 +19,13 @@ class Segment {
   int fd() const { return fd_.get(); }
   size_t bytes() const { return bytes_; }
   size_t ring_bytes() const { return ring_bytes_; }
+  size_t shown_bytes() const { return shown_bytes_; }  // of a board
   // All rings; also how many bytes release_rings() gives back.
   size_t rings_bytes() const { return bytes_ - data_at_; }
   Cell& cell(int local) const { return reinterpret_cast<Cell*>(base_)[local]; }
   Board board(int local) const {
     return {reinterpret_cast<Notice*>(base_ + notices_at_) + local,
-            base_ + shown_at_ + size_t(local) * Board::kMostData, size_t(ranks_)};
+            base_ + shown_at_ + size_t(local) * shown_bytes_, size_t(ranks_), shown_bytes_};
   }
   void attach(int me, int peer, Link* link) const;  // the pipes and signals between two local ranks
   void release_rings();  // frees the rings' pages; the next access allocates empty ones
@@ -42,7 +43,7 @@ class Segment {
 
   int ranks_;
   size_t ring_bytes_, states_at_ = 0, signals_at_ = 0, counters_at_ = 0, notices_at_ = 0, shown_at_ = 0,
-                      data_at_ = 0, bytes_ = 0;
+                      shown_bytes_ = 0, data_at_ = 0, bytes_ = 0;
   Fd fd_;
   char* base_ = nullptr;
 };

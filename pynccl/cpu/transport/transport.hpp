@@ -75,6 +75,8 @@ class Memory {
 // One rank's part of a host's shared segment.
 struct alignas(kCacheLine) Cell {
   Doorbell bell;
+  // How many peers must still tell a stage before the bell need ring for it.
+  std::atomic<int32_t> awaited;
   alignas(kCacheLine) std::atomic<uint32_t> closed;  // peers must not use its buffers
 };
 
@@ -88,20 +90,21 @@ struct alignas(kCacheLine) Notice {
 // A rank's notices and the room for more data, for odd and even numbers. Only that rank writes them.
 class Board {
  public:
-  static constexpr size_t kMostData = size_t(256) << 10;
   Board() = default;
-  // The second notice and data lie `apart` ranks behind the first.
-  Board(Notice* notices, char* data, size_t apart) : notices_(notices), data_(data), apart_(apart) {}
+  // The second notice lies `apart` ranks behind the first, its data as many times `most` bytes.
+  Board(Notice* notices, char* data, size_t apart, size_t most)
+      : notices_(notices), data_(data), apart_(apart), most_(most) {}
   explicit operator bool() const { return notices_ != nullptr; }
   Notice& notice(uint64_t number) const { return notices_[(number & 1) * apart_]; }
   char* data(uint64_t number, size_t bytes) const {
-    return bytes <= sizeof(Notice::few) ? notice(number).few : data_ + (number & 1) * apart_ * kMostData;
+    return bytes <= sizeof(Notice::few) ? notice(number).few : data_ + (number & 1) * apart_ * most_;
   }
+  size_t most() const { return most_; }  // bytes of data
 
  private:
   Notice* notices_ = nullptr;
   char* data_ = nullptr;
-  size_t apart_ = 0;
+  size_t apart_ = 0, most_ = 0;
 };
 
 // The state that one rank of a host shows another one. Only that rank writes it.
@@ -128,6 +131,11 @@ struct Link {
   bool direct() const { return memory != nullptr; }
   void ring() const {
     if (cell) cell->bell.ring();
+  }
+  // Tells the peer a stage. Wakes it if no other rank must tell it one first.
+  void tell(uint64_t stage) const {
+    mine->stage.store(stage, std::memory_order_release);
+    if (cell->awaited.fetch_sub(1, std::memory_order_seq_cst) <= 1) cell->bell.ring();
   }
   bool take_moved();
   // Whether this rank may use the peer's buffers, until leave(). It sets `inside`, then checks Cell::closed.
