@@ -116,6 +116,7 @@ def derived(rank: int, nranks: int) -> list[str | None]:
     with pynccl.init(timeout=30, config={"blocking": 0}) as comm, comm.split(rank // 2) as half:
         found = []
         for one in (comm, half, *pynccl.init_all([0])):
+            assert np.all(one.all_reduce(np.ones(10_000)) == one.size)
             one.all_reduce(np.ones(LARGE))
             found.append(one.trace()[-1].algorithm)
         one.destroy()

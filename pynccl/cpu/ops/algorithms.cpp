@@ -146,10 +146,13 @@ void reduce_shown(const Call& c, Schedule* s) {
   });
 }
 
+// Too much for each rank to compute all of it. A rank alone shows nothing.
+bool shown_by_all(const CallKind& c) { return c.nranks > 1 && c.payloads && !c.few; }
+
 bool across_hosts(const CallKind& c, Func func) { return c.func == func && goes_by_hosts(func, *c.layout); }
 
 const Algorithm kAlgorithms[] = {
-    {"shown shares", [](const CallKind& c) { return c.payloads && !c.few && c.func == Func::AllReduce; },
+    {"shown shares", [](const CallKind& c) { return shown_by_all(c) && c.func == Func::AllReduce; },
      reduce_shown},
     {"local", [](const CallKind& c) { return c.payloads || c.nranks == 1; }, local},
     {"all_reduce across hosts", [](const CallKind& c) { return across_hosts(c, Func::AllReduce); },
