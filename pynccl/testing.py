@@ -27,7 +27,7 @@ from typing import Any
 from pynccl._errors import BootstrapError
 from pynccl._run import word
 from pynccl._run.evidence import in_order
-from pynccl._run.launch import OWN, choose_backend, rank_environment
+from pynccl._run.launch import MOST_RANKS, OWN, choose_backend, rank_environment
 from pynccl._run.nodes import open_store
 from pynccl._run.ports import free_port
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
@@ -121,12 +121,7 @@ def run(
             f"pynccl.testing.run is called while a rank imports {_importing} to find its function; expected "
             'the call under if __name__ == "__main__":, since every rank runs the rest of the file'
         )
-    if isinstance(nranks, bool) or not isinstance(nranks, int):
-        raise TypeError(f"nranks is {nranks!r}; expected an int before the function: run(4, fn)")
-    if nranks < 1:
-        raise ValueError(f"nranks is {nranks}; expected 1 or more")
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1 or nranks % threads:
-        raise ValueError(f"threads is {threads!r}; expected a positive int that divides nranks, {nranks}")
+    _check_numbers(nranks, threads)
     if not callable(fn):
         raise TypeError(f"fn is {fn!r}; expected a function that takes (rank, nranks, *args)")
     check_timeout(timeout, optional=False)
@@ -159,6 +154,17 @@ def run(
         return job.results(timeout, check)
 
 
+def _check_numbers(nranks: int, threads: int) -> None:
+    if isinstance(nranks, bool) or not isinstance(nranks, int):
+        raise TypeError(f"nranks is {nranks!r}; expected an int before the function: run(4, fn)")
+    if nranks < 1:
+        raise ValueError(f"nranks is {nranks}; expected 1 or more")
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1 or nranks % threads:
+        raise ValueError(f"threads is {threads!r}; expected a positive int that divides nranks, {nranks}")
+    if nranks // threads > MOST_RANKS:
+        raise ValueError(f"nranks is {nranks}; expected at most {MOST_RANKS} processes of {threads} ranks")
+
+
 def _check_backend(backend: str) -> None:
     expected = "expected 'auto', 'cpu' or the path of a libnccl"
     if not isinstance(backend, str):
@@ -171,6 +177,8 @@ def _check_env(env: dict[str, str]) -> None:
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env[{name!r}] is {value!r}; expected names and values of type str")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"env[{name!r}] is {value!r}; expected a name without '=', and no NULs")
         if name in _OWN:
             raise ValueError(f"env[{name!r}] is {value!r}; expected other names, since each rank has its own")
 

@@ -33,6 +33,8 @@ ANYWHERE = -2
 
 
 _CUDA_INTERFACE = "__cuda_array_interface__"
+# The newest version of the interface.
+_VERSION = 3
 # More than an address, or the bytes of an array, can be.
 _MOST = 1 << 63
 _cast, _from_memory = ffi.cast, ffi.from_buffer
@@ -472,6 +474,7 @@ def _from_cuda_array_interface(array: Any, name: str) -> Span:
         sound = (
             (strides is None or len(strides) == len(shape))
             and 0 <= index(pointer) < _MOST
+            and index(interface.get("version", 0)) <= _VERSION
             and min(shape, default=0) >= 0
             and count * dtype.itemsize < _MOST
         )
@@ -480,7 +483,8 @@ def _from_cuda_array_interface(array: Any, name: str) -> Span:
     if not sound:
         raise TypeError(
             f"{name} has the __cuda_array_interface__ {str(interface)[:200]}; expected a dict with shape, "
-            "typestr, data, a pair of an address and whether it is read-only, and all strides or none"
+            "typestr, data, a pair of an address and whether it is read-only, all strides or none, and a "
+            f"version of at most {_VERSION}"
         )
     if interface.get("mask") is not None:
         raise TypeError(f"{name} has a mask that would be lost; expected a plain array")

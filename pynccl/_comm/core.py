@@ -92,9 +92,11 @@ class Core:
         self.registrations = Registrations()
         self.windows = Windows()
         self._scratch: tuple[int, int] | None = None
-        # The number of derived communicators by method, and the number of shrinks with abort=True.
+        # The number of derived communicators by method, the number of shrinks with abort=True, and the number
+        # of other shrinks that each rank called too.
         self.derived = Counter[str]()
         self.attempts = 0
+        self.shrunk_with = Counter[int]()
         # What a shrink that Ctrl-C interrupted has to go on with, for the same shrink.
         self.interrupted: tuple[object, Any] | None = None
         # Seconds in `wait`, by what was waited for.

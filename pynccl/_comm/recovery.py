@@ -20,7 +20,7 @@ from pynccl._library.status import check
 from pynccl._trace import recorder
 from pynccl._types import UniqueId
 from pynccl._watch.agreement import DERIVE, MADE, WELL, View, set_of
-from pynccl._watch.survivors import GROWING, SECONDS, Survivors, share_id
+from pynccl._watch.survivors import GROWING, LEAVING_OUT, SECONDS, SHRINKING, Survivors, share_id
 from pynccl._watch.watchdog import DEATH_MS
 
 Quorum = Literal["majority"] | None
@@ -131,13 +131,28 @@ def _survivors(core: Core, excluded: set[int], ends: bool, quorum: Quorum) -> Su
     if core.interrupted is not None and core.interrupted[0] == shrink:
         survivors: Survivors = core.interrupted[1]
         return survivors
-    core.attempts += ends
-    attempt = core.attempts if ends else 0
     survivors = Survivors(
-        core.watch, core.not_aborted, excluded, quorum is not None, final=ends, attempt=attempt
+        core.watch,
+        core.not_aborted,
+        excluded,
+        quorum is not None,
+        final=ends,
+        kind=SHRINKING if ends else LEAVING_OUT,
+        attempts=_attempts(core, excluded, ends),
     )
     core.interrupted = shrink, survivors
     return survivors
+
+
+def _attempts(core: Core, excluded: set[int], ends: bool) -> list[int]:
+    """Return for each rank the number of this shrink among those that both have called; 0 if excluded."""
+    if ends:
+        core.attempts += 1
+        return [core.attempts] * core.size
+    # Excluded ranks do not call, so two ranks can have called different numbers of shrinks.
+    included = set(range(core.size)) - excluded
+    core.shrunk_with.update(included)
+    return [core.shrunk_with[rank] if rank in included else 0 for rank in range(core.size)]
 
 
 @contextmanager
@@ -233,9 +248,15 @@ def grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -
 
 def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], int]) -> None:
     """Create `child` on all ranks or on none; `core` does not change."""
-    attempt = core.derived[GROW.name]
     old = Survivors(
-        core.watch, core.not_aborted, (), False, final=False, doing="growing", kind=GROWING, attempt=attempt
+        core.watch,
+        core.not_aborted,
+        (),
+        False,
+        final=False,
+        kind=GROWING,
+        attempts=[core.derived[GROW.name]] * core.size,
+        doing="growing",
     )
     everybody = (1 << core.size) - 1
     child.until = time.monotonic() + (core.timeout or SECONDS)

@@ -14,13 +14,11 @@ import click
 
 from pynccl._run import remote
 from pynccl._run.hosts import SSH, read_hosts, run_on
-from pynccl._run.launch import OWN, Job, launch
+from pynccl._run.launch import MOST_RANKS, OWN, Job, launch
 from pynccl._run.nodes import Node
 from pynccl._timeouts import LONGEST
 from pynccl.bootstrap._address import parse_address
 
-# As many as the CPU library takes on one machine.
-_MOST_RANKS = 1024
 # The names of Python's interpreters.
 _PYTHON = re.compile(r"python[\d.]*")
 
@@ -31,9 +29,9 @@ def ranks(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
         return None
     if value == "auto":
         return 0
-    if not value.isascii() or not value.isdigit() or len(value) > 9 or not 1 <= int(value) <= _MOST_RANKS:
+    if not value.isascii() or not value.isdigit() or len(value) > 9 or not 1 <= int(value) <= MOST_RANKS:
         raise click.BadParameter(
-            f"expected a number of ranks, 1 to {_MOST_RANKS} on one machine, or auto, not {value!r}"
+            f"expected a number of ranks, 1 to {MOST_RANKS} on one machine, or auto, not {value!r}"
         )
     return int(value)
 

@@ -49,6 +49,8 @@ _GUARD = (
     "        except OSError: pass\n"
     "shutil.rmtree(sys.argv[1], ignore_errors=True)\n"
 )
+# Processes of one machine: as many ranks as the CPU library takes there.
+MOST_RANKS = 1024
 # Variables that the launcher sets for its ranks.
 OWN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 OWN |= {"PYNCCL_STORE", "PYNCCL_EVIDENCE", "PYNCCL_KEEP_GOING", "PYNCCL_RESTART_COUNT"}

@@ -158,6 +158,9 @@ def load_noise(
     try:
         return importlib.import_module("pynccl._secure.noise")
     except (ImportError, AttributeError) as error:
+        if getattr(error, "name", "") == "pynccl._secure.noise":
+            # The installation of pynccl lacks a file, or does not let this user read it.
+            raise
         raise BootstrapError(
             f"{secret}, but PyNaCl, which encrypts with it, cannot be imported ({error}): "
             f"pip install 'pynccl-cffi[secure]'{otherwise}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from pynccl._options import Seconds
 from pynccl._tools.live import ask, listeners, names
 from pynccl._trace.dumps import Dumps, Member, Process, TraceError, printable, read_all
 from pynccl._trace.findings import explain, say
@@ -73,7 +74,7 @@ def _write(option: str, path: str, content: bytes) -> None:
 @click.option("--live", is_flag=True, help="Ask the running processes of this machine, and the RAS server.")
 @click.option("--address", metavar="HOST:PORT", help=f"With --live: the RAS server; default: {ADDRESS}.")
 @click.option(
-    "--timeout", type=click.FloatRange(0, 86400, min_open=True), default=TIMEOUT, show_default=True,
+    "--timeout", type=Seconds(0, 86400, min_open=True), default=TIMEOUT, show_default=True,
     help="With --live: seconds for the answers.",
 )  # fmt: skip
 def trace(

@@ -160,7 +160,7 @@ def open_trace(
     header = {"comm": identity, "rank": rank, "size": size, "origin": origin, "name": name, "also": also}
     comm.trace = lib.pynccl_trace_open(records, size, json.dumps(header)[1:-1].encode())
     if not comm.trace:
-        raise MemoryError
+        raise MemoryError(f"there is no memory to record the calls of a communicator of {size} ranks")
 
 
 @contextmanager
@@ -287,7 +287,10 @@ def private_file(target: Path) -> Iterator[int]:
         raise OSError(errno.ELOOP, "this is a symbolic link; expected a file or a folder", str(target))
     draft = target.with_name(f".{target.name}.{os.urandom(8).hex()}") if stat.S_ISREG(kind) else target
     flags = os.O_CREAT | os.O_EXCL if draft is not target else 0
-    fd = os.open(draft, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o600)
+    try:
+        fd = os.open(draft, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o600)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from None
     try:
         yield fd
         if draft is not target:

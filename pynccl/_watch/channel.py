@@ -110,7 +110,10 @@ def _exchange(rank: int, size: int, gather: Gather, mine: bytes, failure: NcclEr
     if failure is None:
         other = found.index(bytes(len(mine)))
         text = reasons[other].rstrip(b"\0").decode(errors="replace")
-        failure = NcclSystemError(f"rank {other} reports: {text}", rank=rank, size=size)
+        # A rank of a derived communicator has another number in its parent.
+        failure = NcclSystemError(
+            f"in the new communicator rank {other} of {size} reports: {text}", rank=rank, size=size
+        )
         failure.relayed = True
     failure.agreed = True
     # A rank that raises may end its communicators. It waits until all have the reasons.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pynccl import capi
@@ -25,8 +25,8 @@ _RESPONSE, _RESPONSE_STEP = 1.2, 0.01
 # Seconds that a rank with the last decision waits for the other ranks to have it.
 _LINGER = 1.0
 _ETIMEDOUT = 110
-# Kinds of messages; the higher bits hold the numbers of the attempt and of the agreement.
-SHRINKING, _ID, GROWING = 1, 2, 3
+# Kinds of agreements: a shrink with abort=True, another shrink, and grow.
+SHRINKING, LEAVING_OUT, GROWING = 1, 2, 3
 _TEXT: Any = lib.PYNCCL_FRAME_TEXT
 _GONE: Any = lib.PYNCCL_GONE
 _SILENT: Any = lib.PYNCCL_SILENT
@@ -51,14 +51,16 @@ class Survivors:
         excluded: Iterable[int],
         quorum: bool,
         final: bool,
+        kind: int,
+        attempts: Sequence[int],
         doing: str = "shrinking",
-        kind: int = SHRINKING,
-        attempt: int = 0,
     ) -> None:
         self.watch, self.not_aborted = watch, not_aborted
         self.quorum, self.final, self.doing = quorum, final, doing
-        self.kind, self.attempt = kind, attempt
         self.me, self.size = watch.rank, watch.size
+        # By rank, the tags of the messages to and from it.
+        self.tags = [attempt << 32 | kind for attempt in attempts]
+        self.c_tags = ffi.new("uint64_t[]", self.tags)
         # After a failure excluded ranks count as unreachable, and so do those that do not respond or that a
         # failed shrink has named; else they are only left out.
         named = set_of(excluded)
@@ -96,9 +98,6 @@ class Survivors:
 
     def _heard(self, rank: int) -> int:
         return lib.pynccl_watch_heard(self.watch.c, rank)
-
-    def _tag(self, kind: int, number: int = 0) -> int:
-        return self.attempt << 32 | number << 8 | kind
 
     # --- agreement ---
 
@@ -242,7 +241,7 @@ class Survivors:
         # Read the fates before the messages, since a rank's messages precede its end.
         fates = self._fates()
         rank, data = ffi.new("int*"), ffi.new("char[]", _TEXT)
-        while not lib.pynccl_watch_take(self.watch.c, rank, self._tag(self.kind), data, _TEXT, wait_ms):
+        while not lib.pynccl_watch_take(self.watch.c, rank, self.c_tags, data, _TEXT, wait_ms):
             self._piece(int(rank[0]), bytes(ffi.buffer(data, _TEXT)))
             wait_ms = 0
         self._note(fates)
@@ -305,7 +304,7 @@ class Survivors:
             for at in range(0, len(data), _TEXT - 1):
                 more = at + _TEXT - 1 < len(data)
                 piece = bytes([more]) + data[at : at + _TEXT - 1]
-                lib.pynccl_watch_send(self.watch.c, to, self._tag(self.kind), piece, len(piece))
+                lib.pynccl_watch_send(self.watch.c, to, self.tags[to], piece, len(piece))
 
     # --- between agreements ---
 
@@ -355,14 +354,15 @@ class Survivors:
     def unique_id(self) -> UniqueId:
         """Return the unique id that the first survivor made."""
         first, *others = self.ranks()
-        tag = self._tag(_ID, len(self.states))
+        # The number of the agreement tells it from the messages of agreements.
+        number = len(self.states) << 8
         if self.me == first:
             made = UniqueId(capi.ncclGetUniqueId())
             for rank in others:
-                lib.pynccl_watch_send(self.watch.c, rank, tag, bytes(made), 128)
+                lib.pynccl_watch_send(self.watch.c, rank, self.tags[rank] | number, bytes(made), 128)
             return made
         deadline = time.monotonic() + (self.watch.timeout or SECONDS)
-        data = ffi.new("char[]", 128)
+        data, tag = ffi.new("char[]", 128), self.tags[first] | number
         while code := lib.pynccl_watch_receive(self.watch.c, first, tag, data, 128, _SLICE_MS):
             self.look()
             if code != _ETIMEDOUT or time.monotonic() >= deadline:

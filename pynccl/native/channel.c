@@ -293,7 +293,8 @@ int pynccl_watch_receive(pynccl_comm* comm, int rank, uint64_t tag, char* data, 
   return r;
 }
 
-int pynccl_watch_take(pynccl_comm* comm, int* rank, uint64_t tag, char* data, size_t size, int64_t wait_ms) {
+int pynccl_watch_take(pynccl_comm* comm, int* rank, const uint64_t* tags, char* data, size_t size,
+                      int64_t wait_ms) {
   pynccl_watch* w = comm->watch;
   pynccl_frame f;
   if (!w || size > sizeof f.text) return EINVAL;
@@ -302,7 +303,7 @@ int pynccl_watch_take(pynccl_comm* comm, int* rank, uint64_t tag, char* data, si
   int found = 0;
   for (int waited = 0; !found; ++waited) {
     for (*rank = 0; *rank < w->size && !found; *rank += !found)
-      found = pynccl_take_frame(&w->peers[*rank], FRAME_MESSAGE, tag, &f);
+      found = pynccl_take_frame(&w->peers[*rank], FRAME_MESSAGE, tags[*rank], &f);
     if (found || waited || !pynccl_await(until)) break;
   }
   pthread_mutex_unlock(&pynccl_watchdog.lock);

@@ -108,11 +108,12 @@ void pynccl_watch_told_end(pynccl_comm* comm, int rank, int64_t at);
 // The start time of a process in the kernel's ticks; 0: it has ended.
 uint64_t pynccl_process_start(int pid);
 // Messages between ranks for recovery, of at most PYNCCL_FRAME_TEXT bytes. `receive` returns 0, ETIMEDOUT, or
-// ECONNRESET if the rank has gone. `take` receives from any rank; it returns EAGAIN if the state of a rank
-// has changed.
+// ECONNRESET if the rank has gone. `take` receives from any rank, with the tag for this rank; it returns
+// EAGAIN if the state of a rank has changed.
 int pynccl_watch_send(pynccl_comm* comm, int rank, uint64_t tag, const char* data, size_t size);
 int pynccl_watch_receive(pynccl_comm* comm, int rank, uint64_t tag, char* data, size_t size, int64_t wait_ms);
-int pynccl_watch_take(pynccl_comm* comm, int* rank, uint64_t tag, char* data, size_t size, int64_t wait_ms);
+int pynccl_watch_take(pynccl_comm* comm, int* rank, const uint64_t* tags, char* data, size_t size,
+                      int64_t wait_ms);
 // Check mode, for a communicator with a channel: every call waits until the ranks have compared it. The
 // locator writes the place of the call in the program. With NULL it lets Python handle signals; 1 ends the
 // wait.

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import click
 
 from pynccl._errors import NcclError
+from pynccl._options import Seconds
 from pynccl._trace.dumps import printable
 from pynccl.ras.client import ADDRESS, TIMEOUT, parse_address, status
 from pynccl.ras.report import Communicator, Lag, MissingRank, Rank, Status
@@ -23,13 +24,13 @@ from pynccl.ras.report import Communicator, Lag, MissingRank, Rank, Status
 @click.option("--host", help="The server's host, in place of the address's.")
 @click.option("--port", type=click.IntRange(1, 65535), help="The server's port, in place of the address's.")
 @click.option(
-    "--timeout", type=click.FloatRange(0, 86400, min_open=True), default=TIMEOUT, show_default=True,
+    "--timeout", type=Seconds(0, 86400, min_open=True), default=TIMEOUT, show_default=True,
     help="Seconds that the ranks have to answer.",
 )  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Show every rank that the server describes.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object; with --follow one a line.")
 @click.option(
-    "--follow", type=click.FloatRange(0.1, 86400), is_flag=False, flag_value=2.0, metavar="[SECONDS]",
+    "--follow", type=Seconds(0.1, 86400), is_flag=False, flag_value=2.0, metavar="[SECONDS]",
     help="Ask again every SECONDS (2) until the job ends.",
 )  # fmt: skip
 def ras(

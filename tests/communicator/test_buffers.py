@@ -195,6 +195,7 @@ def test_what_is_no_array(thing: Any) -> None:
         {"data": (-5, False)},
         {"data": (2**70, False)},
         {"typestr": "zz"},
+        {"version": 4},
     ],
 )
 def test_wrong_cuda_array_interfaces(changes: dict[str, Any]) -> None:

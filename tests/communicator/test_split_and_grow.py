@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from meeting import census, publish, together
+from meeting import census, publish, together, until
 from pynccl import Communicator, NcclError, NcclTimeoutError, UniqueId, capi
 from pynccl.testing import RankError, run
 from ranks import on_ranks
@@ -76,6 +76,24 @@ def test_a_rank_fails_inside_split(number: int, blocking: bool) -> None:
         if rank % 2 == victim % 2 or kind != "returned":
             assert (kind, ranks) == ("RankFailedError", [victim]), results
             assert f"rank {victim} " in text
+
+
+def splits_with_a_dead_rank(rank: int, nranks: int) -> str:
+    """Rank 2 dies inside a split; rank 0 hears of it, and leaves without a call of split."""
+    comm = pynccl.init()
+    comm.barrier()
+    if rank == 2:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    if rank == 0:
+        until(lambda: capi.ncclCommGetAsyncError(comm.handle) != 0, 30)
+        comm.destroy()
+        return ""
+    return str(outcome(lambda: comm.split(0))[:3])
+
+
+def test_a_rank_that_left_after_a_death_is_not_blamed() -> None:
+    _, told, _ = run(3, splits_with_a_dead_rank, backend="cpu", check=False, timeout=50)
+    assert "NcclRemoteError" in told and "rank 2 (pid" in told and "died" in told
 
 
 def splits_short_of_descriptors(rank: int, nranks: int, timeout: float | None) -> list[Outcome]:

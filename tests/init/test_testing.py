@@ -248,9 +248,11 @@ def test_ranks_die_with_the_parent(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("pynccl-testing-*"))
 
 
-@pytest.mark.parametrize("nranks", [0, -1])
-def test_number_of_ranks(nranks: int) -> None:
-    with pytest.raises(ValueError, match="expected 1 or more"):
+@pytest.mark.parametrize(
+    ("nranks", "expected"), [(0, "1 or more"), (-1, "1 or more"), (10**7, "at most 1024 proc")]
+)
+def test_number_of_ranks(nranks: int, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"nranks is {nranks}; expected {expected}"):
         testing.run(nranks, places)
 
 
@@ -269,6 +271,8 @@ WRONG = [
     ({"timeout": float("nan")}, "timeout is nan; expected a positive number"),
     ({"env": {"A": 1}}, r"env\['A'\] is 1; expected names and values of type str"),
     ({"env": {"RANK": "1"}}, r"env\['RANK'\] is '1'; expected other names, since each rank has its own"),
+    ({"env": {"A=B": "1"}}, r"env\['A=B'\] is '1'; expected a name without '='"),
+    ({"env": {"A": "\0"}}, r"env\['A'\] is '\\x00'; expected .* no NULs"),
     ({"fn": 3}, "fn is 3; expected a function"),
     ({"check": "no"}, "check is 'no'; expected True or False"),
     ({"backend": None}, "backend is None; expected 'auto', 'cpu' or the path of a libnccl"),

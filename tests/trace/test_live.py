@@ -113,6 +113,7 @@ def test_nothing_to_ask(tmp_path: Path) -> None:
         (["--address", "localhost:1", "traces"], "--address without --live"),
         (["--live", "--address", "nowhere"], "nowhere"),
         (["--live", "--timeout", "0"], "0"),
+        (["--live", "--timeout", "nan"], "nan is not in the range 0<x<=86400"),
     ],
 )
 def test_wrong_command_lines(args: list[str], words: str) -> None:

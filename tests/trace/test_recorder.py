@@ -577,6 +577,8 @@ def test_dump_trace_follows_no_links(tmp_path: Path) -> None:
     link.symlink_to(victim)
     with pytest.raises(OSError, match="this is a symbolic link; expected a file or a folder"):
         pynccl.dump_trace(link)
+    with pytest.raises(FileNotFoundError, match="/missing/dump'$"):
+        pynccl.dump_trace(tmp_path / "missing" / "dump")
     assert victim.read_text() == "precious"
     path = pynccl.dump_trace(tmp_path / "new.jsonl")
     assert path.stat().st_mode & 0o777 == 0o600

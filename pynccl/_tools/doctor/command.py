@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from pynccl._errors import NcclError
+from pynccl._options import Seconds
 from pynccl._tools.doctor import devices, environment, job, libraries, limits, network, transports
 from pynccl._tools.doctor.finding import LEVELS, Finding, error, worst
 from pynccl._tools.machine import Machine
@@ -42,7 +43,7 @@ _THEMES: dict[str, tuple[Check, ...]] = {
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(1, 3600),
+    type=Seconds(1, 3600),
     default=30,
     show_default=True,
     help="Seconds for the ranks and the all_reduce.",

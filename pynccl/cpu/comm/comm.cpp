@@ -547,6 +547,8 @@ std::string Comm::waiting_for(const Batch& batch) {
 }
 
 void Comm::never_ends(int q, const std::string& doing) {
+  // A rank that has left may have done so because of the failure that this rank has heard of, too.
+  if (heard_.failed()) return void(decide(heard_.code(), heard_.text()));
   fail_with(kDeparted,
             kMismatchText +
                 ("rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
