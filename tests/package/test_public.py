@@ -179,11 +179,11 @@ def is_class(value: Any) -> bool:
     return isinstance(value, classmethod | staticmethod)
 
 
-@pytest.mark.parametrize("kind", PROPERTIES, ids=lambda kind: kind.__name__)
-def test_properties(kind: Any) -> None:
-    assert {name for name, value in members(kind) if isinstance(value, property)} == PROPERTIES[kind]
-    for name in PROPERTIES[kind]:
-        assert getattr(kind, name).__doc__, name
+def test_properties() -> None:
+    for kind, names in PROPERTIES.items():
+        found = {name for name, value in members(kind) if isinstance(value, property)}
+        assert found == names, kind
+        assert all(getattr(kind, name).__doc__ for name in names), kind
 
 
 def test_prepare_has_the_operations_alone() -> None:
@@ -214,30 +214,27 @@ def documented() -> list[tuple[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "value"), documented(), ids=[name for name, _ in documented()])
-def test_docstrings(name: str, value: Any) -> None:
+def test_docstrings() -> None:
     """One line that says what it does, ended by a full stop; then an empty line, if more is to be said."""
-    text = getattr(value, "__func__", value).__doc__
-    assert text, f"{name} has no docstring"
-    first, *rest = text.strip().split("\n")
-    assert first.endswith("."), (name, first)
-    assert len(first) < 110, (name, first)
-    assert not rest or not rest[0].strip(), f"{name}: the second line of the docstring is not empty"
-    word = first.split()[0].lower().rstrip(",")
-    if not inspect.isclass(value) and not isinstance(value, property):
-        # Imperative: not "Returns", not "Returning", not a noun.
-        assert word not in VERBLESS, (name, first)
-        assert not word.endswith(("ing", "ed")), (name, first)
-        assert not re.search("(?<!s)(?<!es)s$", word) or word in ("discuss", "pass"), (name, first)
+    for name, value in documented():
+        text = getattr(value, "__func__", value).__doc__
+        assert text, f"{name} has no docstring"
+        first, *rest = text.strip().split("\n")
+        assert first.endswith("."), (name, first)
+        assert len(first) < 110, (name, first)
+        assert not rest or not rest[0].strip(), f"{name}: the second line of the docstring is not empty"
+        word = first.split()[0].lower().rstrip(",")
+        if not inspect.isclass(value) and not isinstance(value, property):
+            # Imperative: not "Returns", not "Returning", not a noun.
+            assert word not in VERBLESS, (name, first)
+            assert not word.endswith(("ing", "ed")), (name, first)
+            assert not re.search("(?<!s)(?<!es)s$", word) or word in ("discuss", "pass"), (name, first)
 
 
-def modules() -> list[Path]:
-    return sorted(Path(pynccl.__file__).parent.rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda path: path.name)
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())) or path.name == "_version.py"
+def test_every_module_says_what_it_is() -> None:
+    modules = set(Path(pynccl.__file__).parent.rglob("*.py"))
+    silent = {path for path in modules if not ast.get_docstring(ast.parse(path.read_text()))}
+    assert {path.name for path in silent} <= {"_version.py"}, silent
 
 
 def test_what_help_says() -> None:
