@@ -255,6 +255,7 @@ struct Calls {
     CALL(return pyncclCpuDeviceCount(OUT(int)));
     CALL(return pyncclCpuGetErrorKind(f.comm(), OUT(int)));
     CALL(return pyncclCpuIsGone(f.comm(), f.any_int(), OUT(int)));
+    CALL(return pyncclCpuIsAwaited(f.comm(), f.any_int(), OUT(int)));
     CALL(return pyncclCpuSignalCount(f.comm(), f.any_int(), f.any_int(), f.any_int(), OUT(uint64_t)));
     CALL(const char* functions[] = {"ncclScatter", "ncclSend", "", nullptr}; return pyncclCpuGetAlgorithm(
              f.comm(), functions[f.below(4)], f.count(), OUT(const char*), OUT(size_t)));

@@ -418,7 +418,12 @@ TEST_CASE("an abort ends what waits") {
   OK(ncclCommInitRank(&comm, 2, id, 0));
   float x = 1;
   OK(ncclAllReduce(&x, &x, 1, ncclFloat32, ncclSum, comm, nullptr));
-  CHECK_EQ(int(pyncclCpuStreamSynchronize(comm, nullptr, 20)), int(ncclInProgress));
+  CHECK_EQ(int(pyncclCpuStreamSynchronize(comm, nullptr, 500)), int(ncclInProgress));
+  int awaited[2] = {-1, -1};
+  for (int r : {0, 1}) OK(pyncclCpuIsAwaited(comm, r, &awaited[r]));
+  CHECK(awaited[0] == 0);
+  CHECK(awaited[1] == 1);
+  CHECK_EQ(int(pyncclCpuIsAwaited(comm, 2, &awaited[0])), int(ncclInvalidArgument));
   waits = true;
   CHECK_EQ(int(pyncclCpuStreamSynchronize(comm, nullptr, -1)), int(ncclRemoteError));
   OK(ncclCommAbort(comm));

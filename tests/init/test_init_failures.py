@@ -596,6 +596,8 @@ def stopped_in_the_creation(rank: int, nranks: int, kind: str, where: str, port:
         def stop(*_: object) -> None:
             Path(where, "pid").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
+            # Another thread may take the signal a moment before this one stops.
+            time.sleep(60)
 
         setattr(capi, function, stop)
     # The others have a second to answer.

@@ -26,14 +26,14 @@ SECONDS = 2.0
 FUTURES = 20
 
 
-def verdict(name: str = "all_reduce") -> str:
+def verdict(name: str = "all_reduce", late: str = "; it waits for a call of rank 1") -> str:
     """Return what rank 0 says of the last operation when its time is over."""
     group = dist.group.WORLD
     assert group is not None
     call = group._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
     return (
         f"pynccl: Timed out waiting {SECONDS * 1000:.0f}ms for {name} (call {call} of the group) on rank 0 "
-        "of group '0' (default_pg). The operation goes on: wait again, or abort the group."
+        f"of group '0' (default_pg){late}. The operation goes on: wait again, or abort the group."
     )
 
 
@@ -122,10 +122,10 @@ def messages(rank: int, size: int) -> None:
     began = time.monotonic()
     batch = [dist.P2POp(dist.irecv, parts[3], 1, tag=4), dist.P2POp(dist.irecv, parts[4], 1, tag=5)]
     begun: list[tuple[Any, str]] = [
-        (dist.irecv(parts[0], 1, tag=1), verdict("recv")),
-        (dist.irecv(parts[1], tag=2), verdict("recvAnySource")),
-        (group.recv([parts[2]], 0, 3), verdict("recv")),
-        (dist.batch_isend_irecv(batch)[0], verdict("recv")),
+        (dist.irecv(parts[0], 1, tag=1), verdict("recv", "")),
+        (dist.irecv(parts[1], tag=2), verdict("recvAnySource", "")),
+        (group.recv([parts[2]], 0, 3), verdict("recv", "")),
+        (dist.batch_isend_irecv(batch)[0], verdict("recv", "")),
     ]
     works, texts = zip(*begun, strict=True)
     futures = [work.get_future() for work in works]

@@ -217,6 +217,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuEventSynchronize": (2, 32, 3),
     "pyncclCpuGetErrorKind": (2, 32, 3),
     "pyncclCpuIsGone": (2, 32, 3),
+    "pyncclCpuIsAwaited": (2, 32, 3),
     "pyncclCpuGetAlgorithm": (2, 32, 3),
     "pyncclCpuSignalCount": (2, 32, 3),
     "pyncclCpuExchange": (2, 32, 3),

@@ -176,6 +176,16 @@ def pyncclCpuIsGone(comm: int, rank: int) -> int:
     return int(out[0])
 
 
+def pyncclCpuIsAwaited(comm: int, rank: int) -> int:
+    out = _new("int*")
+    try:
+        if r := _library.pyncclCpuIsAwaited(comm, rank, out):
+            _check(r, "pyncclCpuIsAwaited", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, rank=rank) from None
+    return int(out[0])
+
+
 def pyncclCpuSignalCount(comm: int, peer: int, sigIdx: int, ctx: int) -> int:
     out = _new("uint64_t*")
     try:

@@ -405,6 +405,22 @@ ncclResult_t ask(const char* function, const char* what, ncclComm_t handle, int*
   });
 }
 
+// Queries any communicator for what it knows of a rank.
+template <class Get>
+ncclResult_t ask_of(const char* function, const char* what, ncclComm_t handle, int rank, int* out,
+                    Get get) noexcept {
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> comm;
+    if (ncclResult_t r = any_comm_of(handle, function, &comm); r != ncclSuccess) return r;
+    if (!out) return fail(ncclInvalidArgument, "%s: %s is NULL", function, what);
+    int known = comm->session.known_ranks();
+    if (rank < 0 || rank >= known)
+      return fail(ncclInvalidArgument, "%s: rank is %d, expected 0 to %d", function, rank, known - 1);
+    *out = get(*comm);
+    return ncclSuccess;
+  });
+}
+
 }  // namespace
 
 }  // namespace pncpu
@@ -626,19 +642,16 @@ ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind) {
 }
 
 ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone) {
-  const char* function = "pyncclCpuIsGone";
-  return guarded(function, [&] {
-    std::shared_ptr<Comm> c;
-    if (ncclResult_t r = any_comm_of(comm, function, &c); r != ncclSuccess) return r;
-    REQUIRE_POINTER(function, gone);
-    int known = c->session.known_ranks();
-    if (rank < 0 || rank >= known)
-      return fail(ncclInvalidArgument, "%s: rank is %d, expected 0 to %d", function, rank, known - 1);
-    std::lock_guard<std::mutex> lock(c->session.mutex);
-    const Peer& peer = c->peer(rank);
-    *gone = !peer.gone || peer.left ? 0 : peer.failed.load() ? 1 : 2;
-    return ncclSuccess;
+  return ask_of("pyncclCpuIsGone", "gone", comm, rank, gone, [&](Comm& c) {
+    std::lock_guard<std::mutex> lock(c.session.mutex);
+    const Peer& peer = c.peer(rank);
+    return !peer.gone || peer.left ? 0 : peer.failed.load() ? 1 : 2;
   });
+}
+
+ncclResult_t pyncclCpuIsAwaited(ncclComm_t comm, int rank, int* awaited) {
+  return ask_of("pyncclCpuIsAwaited", "awaited", comm, rank, awaited,
+                [&](Comm& c) { return int(per_process<Deadlocks>().awaits(c, rank)); });
 }
 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {

@@ -87,6 +87,15 @@ void Deadlocks::moved(const Task* launch) {
   blocked_.erase(launch);
 }
 
+bool Deadlocks::awaits(const Comm& comm, int peer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [launch, at] : blocked_)
+    for (const Wait& wait : at.waits)
+      for (const Need& need : wait.needs)
+        if (wait.comm.get() == &comm && need.peer == peer) return true;
+  return false;
+}
+
 void Deadlocks::blocked(const Task* launch, std::vector<Wait> waits, double seconds) {
   std::vector<Message> messages;
   {

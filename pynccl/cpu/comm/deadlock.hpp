@@ -47,6 +47,7 @@ class Deadlocks {
   // The thread that runs a launch calls this while there is no progress; sends probes.
   void blocked(const Task* launch, std::vector<Wait> waits, double seconds);
   void moved(const Task* launch);
+  bool awaits(const Comm& comm, int peer);
   // Control frames from a peer, in the service's thread.
   void probed(Comm& comm, int from, const Blob& body);
   void cycle_found(Comm& comm, const Blob& body);

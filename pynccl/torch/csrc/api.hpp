@@ -34,7 +34,7 @@ namespace pynccl {
   X(ncclCommWindowRegister) X(ncclCommWindowDeregister)                                        \
   X(ncclPutSignal) X(ncclSignal) X(ncclWaitSignal)                                             \
   X(pyncclCpuStreamCreateWithFlags) X(pyncclCpuStreamDestroy) X(pyncclCpuStreamQuery)          \
-  X(pyncclCpuStreamSynchronize) X(pyncclCpuInterrupt) X(pyncclCpuIsGone)
+  X(pyncclCpuStreamSynchronize) X(pyncclCpuInterrupt) X(pyncclCpuIsGone) X(pyncclCpuIsAwaited)
 // clang-format on
 
 // With NCCL_COMM_BLOCKING=0 a call may still be under way when it returns.

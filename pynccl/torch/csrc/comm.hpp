@@ -62,6 +62,17 @@ class Comm {
     return !failed(api_->pyncclCpuIsGone(handle(), rank, &gone)) && gone;
   }
 
+  // The ranks for whose calls an operation waits, as far as the library tells.
+  std::vector<int> awaited() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<int> ranks;
+    if (!handle() || !api_->pyncclCpuIsAwaited) return ranks;
+    int waits = 0;
+    for (int rank = 0; !failed(api_->pyncclCpuIsAwaited(handle(), rank, &waits)); ++rank)
+      if (waits) ranks.push_back(rank);
+    return ranks;
+  }
+
   // Waits for the result of a call in progress.
   ncclResult_t settle(ncclResult_t result, const std::function<bool()>& stopped = nullptr) const {
     for (auto pause = std::chrono::microseconds(1); result == ncclInProgress; pause *= 2) {

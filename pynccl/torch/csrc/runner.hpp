@@ -359,6 +359,14 @@ class Queue final : public Runner {
   bool issued_ = false;  // the first task is issued; only for the thread that has the turn
 };
 
+inline std::string Task::missing() const {
+  const CommPtr comm = runner ? runner->comm() : comm_;
+  const std::vector<int> ranks = comm ? comm->awaited() : std::vector<int>();
+  if (ranks.empty()) return "";
+  return c10::str(ranks.size() > 1 ? "; it waits for calls of ranks " : "; it waits for a call of rank ",
+                  c10::Join(", ", ranks));
+}
+
 inline bool Task::advance(Milliseconds slice) {
   if (done()) return true;
   if (foreign()) C10_THROW_ERROR(DistBackendError, kOfTheParent);

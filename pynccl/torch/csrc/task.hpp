@@ -75,6 +75,9 @@ class Task {
   // wait() does. Not tested on a GPU.
   std::exception_ptr device_error() const;
 
+  // The ranks whose calls are missing, for a message; empty if the library does not tell.
+  std::string missing() const;
+
   // Runs or waits for the operation for this time at most; true: it is done.
   bool advance(Milliseconds slice);
   // Leaves the work and its callbacks to other threads.
@@ -300,7 +303,7 @@ class WorkPynccl : public c10d::Work {
   static std::exception_ptr timed_out(const Task& task, Milliseconds limit, uint64_t sequence,
                                       const std::string& here) {
     return error_of(c10::str("pynccl: Timed out waiting ", limit.count(), "ms for ", task.name, " (call ",
-                             sequence, " of the group) on ", here,
+                             sequence, " of the group) on ", here, task.missing(),
                              ". The operation goes on: wait again, or abort the group."));
   }
 
