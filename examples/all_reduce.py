@@ -8,25 +8,13 @@ torchrun --nproc-per-node 4 examples/all_reduce.py      # README.md has the othe
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import pynccl
 
 
-def array_module() -> Any:
-    """Return cupy for NVIDIA's NCCL and numpy for the CPU library."""
-    if pynccl.library_info().backend == "cpu":
-        import numpy
-
-        return numpy
-    import cupy  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    return cupy
-
-
 def program(comm: pynccl.Communicator, count: int) -> str:
     """Sum `count` floats over all ranks, and say how that went."""
-    xp = array_module()
+    xp = pynccl.array_module()
     pattern = xp.arange(count, dtype=xp.float32) % 7
     send, recv = pattern + comm.rank, xp.empty(count, xp.float32)
     comm.all_reduce(send, recv, "sum")

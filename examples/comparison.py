@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from all_reduce import array_module
-
 import pynccl
 
 LIMIT = 1e-5
@@ -17,7 +15,8 @@ def normal(seed: int, *shape: int) -> Array:
     """Return numbers of a normal distribution, the same on every rank, times 1/sqrt(the first length)."""
     import numpy
 
-    return array_module().asarray(numpy.random.default_rng(seed).standard_normal(shape) * shape[0] ** -0.5)
+    numbers = numpy.random.default_rng(seed).standard_normal(shape) * shape[0] ** -0.5
+    return pynccl.array_module().asarray(numbers)
 
 
 def compare(comm: pynccl.Communicator, ours: Mapping[str, Array], expected: Mapping[str, Array]) -> float:
@@ -31,7 +30,7 @@ def compare(comm: pynccl.Communicator, ours: Mapping[str, Array], expected: Mapp
         if not difference <= LIMIT:
             raise SystemExit(f"rank {comm.rank}: {name} differs from one rank's by {difference:.1e}")
         worst = max(worst, difference)
-    every = comm.all_gather(array_module().array([worst]))
+    every = comm.all_gather(pynccl.array_module().array([worst]))
     return float(every.max())
 
 

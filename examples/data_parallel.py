@@ -17,17 +17,6 @@ GOAL = 0.95
 Array = Any
 
 
-def array_module() -> Any:
-    """Return cupy for NVIDIA's NCCL and numpy for the CPU library."""
-    if pynccl.library_info().backend == "cpu":
-        import numpy
-
-        return numpy
-    import cupy  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    return cupy
-
-
 def load_data(xp: Any, comm: pynccl.Communicator) -> tuple[Array, Array]:
     """Return images and digits in the same order everywhere: rank 0 reads them, the others receive."""
     images, digits = xp.empty((1797, PIXELS), xp.float32), xp.empty(1797, xp.int32)
@@ -136,7 +125,7 @@ def main() -> None:
     options = parser.parse_args()
 
     with pynccl.init() as comm:
-        xp, leads = array_module(), comm.rank == 0
+        xp, leads = pynccl.array_module(), comm.rank == 0
         data = load_data(xp, comm)
         network = train(xp, data, options.epochs, comm, show=leads)
         if not equal_everywhere(xp, comm, network.weights):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from all_reduce import array_module
 from comparison import compare, divides, normal
 
 import pynccl
@@ -24,7 +23,7 @@ class Route:
     """The way of this rank's tokens to their experts, and back."""
 
     def __init__(self, comm: pynccl.Communicator, chosen: Array, experts: int) -> None:
-        xp = array_module()
+        xp = pynccl.array_module()
         self.comm, self.shape = comm, chosen.shape
         # Copies leave in the order of their experts, and so in the order of the ranks that hold these.
         self.order = xp.argsort(chosen.ravel(), kind="stable")
@@ -42,13 +41,13 @@ class Route:
 
     def back(self, rows: Array) -> Array:
         """Return a row of each arrived one to where it came from: (tokens, choices, columns)."""
-        copies = array_module().empty((len(self.order), rows.shape[1]), rows.dtype)
+        copies = pynccl.array_module().empty((len(self.order), rows.shape[1]), rows.dtype)
         copies[self.order] = self.exchange(rows, self.received, self.sent)
         return copies.reshape(*self.shape, -1)
 
     def exchange(self, rows: Array, sent: list[int], received: list[int]) -> Array:
         width = rows.shape[1]
-        out = array_module().empty((sum(received), width), rows.dtype)
+        out = pynccl.array_module().empty((sum(received), width), rows.dtype)
         # NCCL counts elements.
         return self.comm.all_to_all_v(rows, [n * width for n in sent], out, [n * width for n in received])
 
@@ -57,12 +56,12 @@ class Layer:
     """A router, the same on every rank, and this rank's experts: tanh(x @ up) @ down each."""
 
     def __init__(self, comm: pynccl.Communicator, router: Array, up: Array, down: Array) -> None:
-        xp = array_module()
+        xp = pynccl.array_module()
         self.comm, self.router = comm, router
         self.up, self.down = (xp.split(whole, comm.size)[comm.rank] for whole in (up, down))
 
     def forward(self, x: Array) -> Array:
-        xp = array_module()
+        xp = pynccl.array_module()
         scores = x @ self.router
         chances = xp.exp(scores - scores.max(axis=1, keepdims=True))
         self.x, self.chances = x, chances / chances.sum(axis=1, keepdims=True)
@@ -83,7 +82,7 @@ class Layer:
         return (self.gates * self.results).sum(axis=1)
 
     def backward(self, dy: Array) -> tuple[Array, Arrays]:
-        xp = array_module()
+        xp = pynccl.array_module()
         # To the experts, by the same way as the tokens.
         dresults = self.route.there(self.gates * dy[:, None])
         drows = xp.empty_like(self.rows)
@@ -110,7 +109,7 @@ def step(comm: pynccl.Communicator, weights: Arrays, x: Array, goal: Array) -> t
     The loss is half the squared distance from `goal`, summed over all tokens.
     """
     layer = Layer(comm, **weights)
-    mine, goal = (array_module().split(whole, comm.size)[comm.rank] for whole in (x, goal))
+    mine, goal = (pynccl.array_module().split(whole, comm.size)[comm.rank] for whole in (x, goal))
     y = layer.forward(mine)
     dx, gradients = layer.backward(y - goal)
     return {"y": y, "dx": dx, **gradients}, layer.route.received
@@ -119,7 +118,7 @@ def step(comm: pynccl.Communicator, weights: Arrays, x: Array, goal: Array) -> t
 def main() -> None:
     with pynccl.init() as comm:
         divides(comm, "the number of experts", EXPERTS, comm.size)
-        xp = array_module()
+        xp = pynccl.array_module()
         weights = {
             "router": normal(1, WIDTH, EXPERTS),
             "up": xp.stack([normal(10 + e, WIDTH, HIDDEN) for e in range(EXPERTS)]),

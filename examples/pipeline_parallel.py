@@ -15,7 +15,6 @@ import argparse
 import time
 from typing import Any
 
-from all_reduce import array_module
 from comparison import compare, divides, normal, positive
 
 import pynccl
@@ -46,14 +45,14 @@ class Stage:
     """The layers of one rank: x becomes tanh(x @ w) in each; what backward needs of a micro-batch is held."""
 
     def __init__(self, weights: Array) -> None:
-        self.weights, self.gradients = weights, array_module().zeros_like(weights)
+        self.weights, self.gradients = weights, pynccl.array_module().zeros_like(weights)
         self.held: dict[int, list[Array]] = {}
         self.most_held = 0
 
     def forward(self, i: int, x: Array) -> Array:
         outputs = [x]
         for w in self.weights:
-            outputs.append(array_module().tanh(outputs[-1] @ w))
+            outputs.append(pynccl.array_module().tanh(outputs[-1] @ w))
         self.held[i] = outputs
         self.most_held = max(self.most_held, len(self.held))
         return outputs[-1]
@@ -94,7 +93,7 @@ class Pipeline:
     def exchange(self, sending: tuple[Array, int] | None, source: int, like: Array) -> Array | None:
         """Send to a rank and receive from another; neither has to be there."""
         ranks = range(self.comm.size)
-        arriving = array_module().empty_like(like) if source in ranks else None
+        arriving = pynccl.array_module().empty_like(like) if source in ranks else None
         with pynccl.group():
             if sending and sending[1] in ranks:
                 self.comm.send(*sending)
@@ -129,7 +128,7 @@ def step(
     seconds: float = 0.0,
 ) -> tuple[dict[str, Array], int, float]:
     """Return this rank's results, how many micro-batches it held at most, and the bubble of all ranks."""
-    xp = array_module()
+    xp = pynccl.array_module()
     stage = Stage(xp.split(weights, comm.size)[comm.rank])
     pipeline = Pipeline(comm, stage, x, goal)
     comm.barrier()
@@ -153,7 +152,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.05, help="what each pass of a micro-batch takes")
     args = parser.parse_args()
     with pynccl.init() as comm:
-        xp, count = array_module(), args.micro_batches
+        xp, count = pynccl.array_module(), args.micro_batches
         divides(comm, "the number of layers", LAYERS, comm.size)
         divides(comm, "the number of samples", BATCH, count)
         weights = xp.stack([normal(layer, WIDTH, WIDTH) for layer in range(LAYERS)])

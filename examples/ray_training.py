@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import ray
 import ray.util.collective as collective
-from data_parallel import BATCH, GOAL, RATE, TRAIN, Network, array_module, load_data
+from data_parallel import BATCH, GOAL, RATE, TRAIN, Network, load_data
 
 import pynccl.ray
 
@@ -28,7 +28,7 @@ class Trainer:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         collective.init_collective_group(size, rank, backend="pynccl")
-        xp = array_module()
+        xp = pynccl.array_module()
         self.images, self.digits = load_data(xp, pynccl.ray.communicator())
         self.network = Network(xp)
         self.gradient = xp.zeros_like(self.network.weights)

@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from all_reduce import array_module
-
 import pynccl
 
 
@@ -106,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     with pynccl.init() as comm:
         ring = Ring(comm, args.count)
-        pattern = array_module().arange(args.count, dtype="float32") % 7
+        pattern = pynccl.array_module().arange(args.count, dtype="float32") % 7
         sizes = [args.count // parts for parts in (2, 4, 8, 16, 32, 64, 128, 256) if args.count // parts]
         whole = measure(ring, pattern, args.count, args.repeats)
         times = {size: measure(ring, pattern, size, args.repeats) for size in sizes}

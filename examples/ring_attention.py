@@ -14,7 +14,6 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from all_reduce import array_module
 from comparison import compare, divides, normal
 
 import pynccl
@@ -32,7 +31,7 @@ class RingAttention:
 
     def pass_on(self, held: Array) -> Array:
         """Send what this rank holds to the right, and return what comes from the left."""
-        arriving = array_module().empty_like(held)
+        arriving = pynccl.array_module().empty_like(held)
         return self.comm.send_recv(held, self.right, arriving, self.left)
 
     def owners(self) -> Iterator[int]:
@@ -41,7 +40,7 @@ class RingAttention:
             yield (self.comm.rank - step) % self.comm.size
 
     def scores(self, q: Array, k: Array, owner: int) -> Array:
-        xp = array_module()
+        xp = pynccl.array_module()
         scores = q @ k.swapaxes(1, 2) * q.shape[2] ** -0.5
         if self.causal:
             place = xp.arange(q.shape[1])
@@ -51,7 +50,7 @@ class RingAttention:
 
     def forward(self, q: Array, k: Array, v: Array) -> Array:
         """Return softmax(q @ k.T) @ v, summed up in parts: each is scaled to the largest score so far."""
-        xp = array_module()
+        xp = pynccl.array_module()
         held = xp.stack([k, v])
         # Every query sees its own key, in the first step: no maximum stays infinite.
         largest = xp.full((*q.shape[:2], 1), -xp.inf)
@@ -72,7 +71,7 @@ class RingAttention:
 
     def backward(self, dout: Array) -> tuple[Array, Array, Array]:
         """Return the gradients of q, k and v; those of k and v travel with them, all the way round."""
-        xp = array_module()
+        xp = pynccl.array_module()
         dq, scale = xp.zeros_like(self.q), self.q.shape[2] ** -0.5
         held = xp.stack([self.k, self.v, xp.zeros_like(self.k), xp.zeros_like(self.v)])
         of_chances = (dout * self.out).sum(axis=2, keepdims=True)
@@ -100,7 +99,7 @@ def step(comm: pynccl.Communicator, causal: bool, qkv: list[Array], goal: Array)
 
 def part(comm: pynccl.Communicator, whole: Array) -> Array:
     """Return this rank's part of the sequence."""
-    xp = array_module()
+    xp = pynccl.array_module()
     return xp.ascontiguousarray(xp.split(whole, comm.size, axis=1)[comm.rank])
 
 

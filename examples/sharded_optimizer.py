@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from all_reduce import array_module
 from comparison import compare, divides, normal, positive
 
 import pynccl
@@ -27,7 +26,7 @@ class ShardedAdam:
     rate, beta1, beta2, epsilon = 0.01, 0.9, 0.999, 1e-8
 
     def __init__(self, comm: pynccl.Communicator, weights: Array) -> None:
-        xp = array_module()
+        xp = pynccl.array_module()
         self.comm, self.steps, self.count = comm, 0, weights.size
         # All parts have the same length; the last may end in zeros that no layer uses.
         part = -(-weights.size // comm.size)
@@ -53,13 +52,13 @@ class ShardedAdam:
         self.square += (1 - self.beta2) * (mine**2 - self.square)
         mean = self.mean / (1 - self.beta1**self.steps)
         square = self.square / (1 - self.beta2**self.steps)
-        self.padded[self.mine] -= self.rate * mean / (array_module().sqrt(square) + self.epsilon)
+        self.padded[self.mine] -= self.rate * mean / (pynccl.array_module().sqrt(square) + self.epsilon)
         self.comm.all_gather(self.padded[self.mine], self.padded)
 
 
 def gradient(weights: Array, x: Array, goal: Array) -> Array:
     """Return the gradient of two layers; the loss is half the squared distance, averaged over the samples."""
-    xp, border = array_module(), INPUTS * HIDDEN
+    xp, border = pynccl.array_module(), INPUTS * HIDDEN
     first, second = weights[:border].reshape(INPUTS, HIDDEN), weights[border:].reshape(HIDDEN, OUTPUTS)
     hidden = xp.tanh(x @ first)
     dy = (hidden @ second - goal) / len(x)

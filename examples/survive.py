@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from data_parallel import BATCH, GOAL, MOMENTUM, RATE, TRAIN, Array, Network, array_module, load_data
+from data_parallel import BATCH, GOAL, MOMENTUM, RATE, TRAIN, Array, Network, load_data
 
 import pynccl
 
@@ -121,7 +121,7 @@ def worker(options: argparse.Namespace) -> None:
     else:
         uid = (folder / f"join-{options.join}").read_bytes()
         comm = pynccl.Communicator.join(options.ranks, uid, options.join, timeout=TIMEOUT)
-    training = Training(array_module(), options.ranks, folder)
+    training = Training(pynccl.array_module(), options.ranks, folder)
     training.run(comm, options.epochs).destroy()
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from all_reduce import array_module
 from comparison import compare, divides, normal, positive
 
 import pynccl
@@ -35,8 +34,8 @@ class Grid:
     def part(self, name: str, whole: Array) -> Array:
         """Return this rank's part of a matrix, or its sequences of anything else."""
         comm = self.tensor if name in AXIS else self.data
-        parts = array_module().split(whole, comm.size, axis=AXIS.get(name, 0))
-        return array_module().ascontiguousarray(parts[comm.rank])
+        parts = pynccl.array_module().split(whole, comm.size, axis=AXIS.get(name, 0))
+        return pynccl.array_module().ascontiguousarray(parts[comm.rank])
 
     def destroy(self) -> None:
         self.tensor.destroy()
@@ -58,7 +57,7 @@ class Attention:
         return rows.reshape(*rows.shape[:2], -1)
 
     def forward(self, x: Array) -> Array:
-        xp, w = array_module(), self.weights
+        xp, w = pynccl.array_module(), self.weights
         self.x = x
         self.q, self.k, self.v = (self.split(x @ w[name]) for name in ("query", "key", "value"))
         self.scale = self.q.shape[-1] ** -0.5
@@ -76,7 +75,7 @@ class Attention:
         dscores = (
             self.chances * (dchances - (dchances * self.chances).sum(axis=-1, keepdims=True)) * self.scale
         )
-        dx = array_module().zeros_like(self.x)
+        dx = pynccl.array_module().zeros_like(self.x)
         for name, part in (
             ("query", dscores @ self.k),
             ("key", dscores.swapaxes(2, 3) @ self.q),
@@ -96,7 +95,7 @@ class Mlp:
         self.comm, self.weights = comm, weights
 
     def forward(self, x: Array) -> Array:
-        self.x, self.hidden = x, array_module().tanh(x @ self.weights["up"])
+        self.x, self.hidden = x, pynccl.array_module().tanh(x @ self.weights["up"])
         return self.comm.all_reduce(self.hidden @ self.weights["down"])
 
     def backward(self, dy: Array) -> tuple[Array, Arrays]:

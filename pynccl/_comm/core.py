@@ -34,6 +34,7 @@ from pynccl._memory.registration import Registrations
 from pynccl._memory.window import Windows
 from pynccl._timeouts import check_timeout, resolve_timeout
 from pynccl._trace import recorder
+from pynccl._values import rank_list
 from pynccl._watch import check_mode
 from pynccl._watch.watchdog import Look, Watch
 
@@ -47,6 +48,8 @@ CAPTURED: Any = lib.PYNCCL_CAPTURED
 STOPPED: Any = lib.PYNCCL_STOPPED
 INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
 
+# Seconds of a wait without a time-out after which a rank of init_all says which others it waits for.
+LONG = 10.0
 # Seconds between two attempts to enter a communicator that another thread uses.
 _PAUSE = 0.01
 
@@ -104,6 +107,8 @@ class Core:
         self.children: weakref.WeakSet[Core] = weakref.WeakSet()
         # True after a call failed.
         self.told = False
+        # Whether the hint at a group was printed.
+        self.hinted = False
         # Streams of the CPU library with failed calls. The library reports their error once.
         self.failed: set[int] = set()
         # The error of a call that nobody had waited for at the destroy.
@@ -308,6 +313,8 @@ class Core:
         seconds, deadline = self.deadline(timeout)
         try:
             if self.waits:
+                if deadline is None and self.origin == "init_all" and not self.hinted:
+                    self._hint_at_a_group(stream)
                 done = streams.wait_cpu(self.live, stream, deadline)
             else:
                 # Handles 0 to 2 are the default streams of the current device.
@@ -333,6 +340,16 @@ class Core:
         if stream in self.in_flight:
             self.in_flight.pop(stream).clear()
         lib.pynccl_comm_forget(self.c, stream)
+
+    def _hint_at_a_group(self, stream: int) -> None:
+        """Say so if a wait is long and may be for calls that this thread itself makes after it."""
+        if streams.wait_cpu(self.live, stream, time.monotonic() + LONG):
+            return
+        late = [rank for rank in range(self.size) if capi.pyncclCpuIsAwaited(self.live(), rank)]
+        if late:
+            text = f"pynccl: {self!r} has waited {LONG:g} s for calls of {rank_list(late)}{self._in_turn()}"
+            print(text, file=sys.stderr, flush=True)
+            self.hinted = True
 
     def _wait_for_all(self, timeout: float | None) -> None:
         """Wait for every stream in use; then raise the error of one that was destroyed."""
@@ -423,6 +440,7 @@ class Core:
         """Wait for a stream, or for every stream that this communicator has used."""
         self.open()
         timeout = check_timeout(timeout, zero=True)
+        refuse_recording("synchronize")
         given = None if stream is None else streams.handle_of(stream)
         self.outside_captures("synchronize", used_streams(self.c) if given is None else [given])
         with self.alone():

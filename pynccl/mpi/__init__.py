@@ -64,6 +64,8 @@ def _instead(name: str) -> str:
     if not name.startswith("I"):
         return ""
     blocking = name[1:].capitalize()
+    if blocking in ("Send", "Recv"):
+        return f"; expected Sendrecv, {blocking}_init, or {blocking} in a pynccl.group()"
     ours = [method for method in (blocking, f"{blocking}_init") if hasattr(Comm, method)]
     return f"; expected {' or '.join(ours)}" if ours else ""
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import os
+import re
 import signal
 import threading
 import time
+from contextlib import redirect_stderr
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from pynccl import (
     capi,
     testing,
 )
+from pynccl._comm import core
 from ranks import on_ranks
 
 
@@ -280,6 +284,24 @@ def test_ranks_of_init_all_that_one_thread_calls_in_turn(rank: int, nranks: int)
             call(ranks[0])
         for comm in ranks:
             comm.abort()
+
+
+@on_ranks(1)
+def test_a_forgotten_group(rank: int, nranks: int) -> None:
+    """A rank of init_all that waits long without a time-out says for whom: perhaps for its own thread."""
+    core.LONG = 0.5
+    first, second = pynccl.init_all(2)
+    x, y = np.ones(4), np.ones(4)
+    late = threading.Timer(1.5, lambda: second.all_reduce(y))
+    late.start()
+    with redirect_stderr(io.StringIO()) as said:
+        first.all_reduce(x)
+    late.join()
+    assert (x == 2).all() and (y == 2).all()
+    text = r"pynccl: <.*> has waited 0.5 s for calls of rank 1; expected a call of every rank: one thread .*"
+    assert re.fullmatch(text + "\n", said.getvalue())
+    for comm in (first, second):
+        comm.destroy()
 
 
 @on_ranks(2)
