@@ -325,6 +325,11 @@ def test_under_launchers_without_a_driver(engine: Callable[[int], Command]) -> N
     assert done.stderr.count("pynccl bench: no NVIDIA driver found, so PYNCCL_LIBRARY=cpu") == 1
 
 
+def test_a_rank_alone_is_told_how_to_start_two() -> None:
+    done = run(sys.executable, "-m", "pynccl", "bench", "all_reduce", "-n", "2", "-b", "8", "-e", "8")
+    assert done.stderr == "pynccl bench: 1 rank: `pynccl bench -n 2 all_reduce` starts two\n"
+
+
 def test_groups_of_ranks() -> None:
     done = bench(4, "all_reduce", "-b", "4K", "-e", "4K", NCCL_TESTS_SPLIT="MOD 2")
     assert len(lines(done)) == 1

@@ -395,6 +395,8 @@ def _run(world: World, operation: Operation, settings: Settings, steps: list[int
     lines = world.texts("\n".join(world.device_line(i) for i in range(settings.ranks_each)))
     if settings.p2p and world.nranks == 1:
         raise ValueError("--p2p with 1 rank; expected 2 or more")
+    if world.nranks == 1:
+        click.echo(f"pynccl bench: 1 rank: `pynccl bench -n 2 {operation.name}` starts two", err=True)
     report = None
     if world.process == 0:
         line = Progress(_terminal(settings), _total(settings, operation, world.nranks))
