@@ -153,7 +153,9 @@ def code_of(dtype: Any, name: str) -> int:
     try:
         return from_numpy(np.dtype(dtype), name)
     except TypeError as error:
-        raise TypeError(f"{name} is {dtype!r}; expected a dtype that NCCL can carry: {error}") from None
+        ours = dtypes.OTHER_NAMES.get(dtype) if isinstance(dtype, str) else None
+        hint = f"; pynccl's name is {ours!r}" if ours else ""
+        raise TypeError(f"{name} is {dtype!r}{hint}; expected a dtype that NCCL can carry: {error}") from None
 
 
 # --- which kind ---------------------------------------------------------------------------------------------

@@ -46,6 +46,14 @@ CODES: dict[str, int] = {
     **NATIVE,
     **{t.name: int(t.datatype) | index << 8 for index, t in enumerate(TRAVELLERS, 1)},
 }
+# Short names that NumPy does not know.
+OTHER_NAMES = {
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
 _NAMES = {code: name for name, code in CODES.items()}
 _HINTS = {
     "float8_e4m3": " (it has infinities, NCCL's float8 e4m3 does not: float8_e4m3fn)",

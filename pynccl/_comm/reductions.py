@@ -136,19 +136,26 @@ def _as_bytes(factor: Any, datatype: int) -> bytes:
     return np.asarray(factor).astype(dtype).tobytes()
 
 
+def _hint(name: object) -> str:
+    """Return what pynccl calls another library's operation, for a message."""
+    plain = str(name).lower()
+    ours = _OTHER_NAMES.get(plain, plain)
+    return f"; pynccl's name is {ours!r}" if ours in NAMES else ""
+
+
 def op_code(core: Core, op: Any, dtype: int) -> int:
     """Return NCCL's code for an operation on arrays of a dtype."""
     if isinstance(op, PreMulSum):
         code, adds = op.code(core, dtype), True
     elif isinstance(op, str):
         if op not in NAMES:
-            ours = _OTHER_NAMES.get(op.lower(), op.lower())
-            hint = f"; pynccl's name is {ours!r}" if ours in NAMES else ""
-            raise ValueError(f"op is {op!r}{hint}; {_EXPECTED}")
+            raise ValueError(f"op is {op!r}{_hint(op)}; {_EXPECTED}")
         code = NAMES[op]
         adds = code in _ADDING
     elif not isinstance(op, RedOp) and not (is_int(op) and isinstance(op, int)):
-        raise TypeError(f"op is {op!r}; {_EXPECTED}")
+        # torch's ReduceOp.SUM, and NumPy's add, have a name.
+        name = getattr(op, "name", None) or getattr(op, "__name__", None)
+        raise TypeError(f"op is {op!r}{_hint(name)}; {_EXPECTED}")
     elif not 0 <= op < 1 << 31:
         raise ValueError(f"op is {op!r}; {_EXPECTED}")
     else:

@@ -158,10 +158,14 @@ class Comm(Persistent):
         return f"<pynccl.mpi.Comm {self.nccl!r}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name == "mpi":
+        if name in ("mpi", "nccl"):
             # The object was never initialized.
             raise AttributeError(name)
-        value = getattr(self.mpi, name)
+        try:
+            value = getattr(self.mpi, name)
+        except AttributeError as error:
+            where = f"comm.nccl.{name}" if hasattr(self.nccl, name) else "mpi4py's methods, and .nccl"
+            raise AttributeError(f"pynccl.mpi.Comm has no attribute {name!r}; expected {where}") from error
         if not name[:1].isupper() or not callable(value):
             return value
 

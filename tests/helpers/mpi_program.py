@@ -235,6 +235,8 @@ def refusals(comm: Any) -> None:
         (ValueError, "share memory", lambda: comm.Alltoallv(device, device)),
         (ValueError, "share memory", lambda: comm.Sendrecv([device, 2], 0, 0, [device, (1, 1)], 0)),
         (ValueError, "share memory", lambda: comm.Exscan(device, device)),
+        (NotSupportedError, r"expected Sendrecv, Send_init, or Send in a", lambda: comm.Isend(device, 0)),
+        (AttributeError, r"has no attribute 'all_reduce'; expected comm.nccl", lambda: comm.all_reduce),
     ]
     if SIZE > 1:
         overlap = lambda: comm.Allgatherv(device, [other, (2, 1)])  # noqa: E731

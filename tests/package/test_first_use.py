@@ -94,6 +94,10 @@ def test_wrong_types(rank: int, nranks: int) -> None:
         for name, ours in {"mean": "avg", "SUM": "sum", "Product": "prod", "maximum": "max"}.items():
             hint = f"op is {name!r}; pynccl's name is {ours!r}; expected one of sum, prod, "
             refused(lambda o=name: comm.all_reduce(x, op=o), ValueError, hint)
+        hint = f"op is {np.add!r}; pynccl's name is 'sum'; expected one of sum, "
+        refused(lambda: comm.all_reduce(x, op=np.add), TypeError, hint)  # type: ignore[call-overload]
+        hint = "dtype is 'bf16'; pynccl's name is 'bfloat16'; expected a dtype that NCCL can carry"
+        refused(lambda: pynccl.empty(3, "bf16"), TypeError, hint)
         refused(lambda: comm.all_reduce(x, op="band"), ValueError, "op is 'band'; expected one of")  # type: ignore[call-overload]
         exclude: Any
         for exclude in (1, "1", np.int64(1), None):
