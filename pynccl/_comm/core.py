@@ -95,11 +95,11 @@ class Core:
         self.registrations = Registrations()
         self.windows = Windows()
         self._scratch: tuple[int, int] | None = None
-        # The number of derived communicators by method, the number of shrinks with abort=True, and the number
-        # of other shrinks that each rank called too.
+        # The number of derived communicators by method, and of the agreements on them by kind.
         self.derived = Counter[str]()
-        self.attempts = 0
-        self.shrunk_with = Counter[int]()
+        self.attempts = Counter[int]()
+        # True after a failed shrink: later ones use a unique id in place of the library's call.
+        self.out_of_step = False
         # What a shrink that Ctrl-C interrupted has to go on with, for the same shrink.
         self.interrupted: tuple[object, Any] | None = None
         # Seconds in `wait`, by what was waited for.

@@ -70,7 +70,7 @@ def _shrink_by_agreement(
     native = bool(lib.nccl_api_find(b"ncclCommShrink"))
     with core.alone(anyway=True), recorder.recorded(core.c, SHRINK.kind), _suspecting(core):
         # The watchdog may still be ending the outstanding calls.
-        by_library = core.watch.settle() and native
+        by_library = core.watch.settle() and native and not core.out_of_step
         failed = None if ends else core.failure()
         survivors = _survivors(core, excluded, ends, quorum)
         if failed:
@@ -102,8 +102,7 @@ def _shrink_by_agreement(
                 raise
             if child is not None:
                 abort(child)
-            # NCCL counts derived communicators, and after a failure the counts differ between ranks.
-            by_library = False
+            core.out_of_step, by_library = True, False
         survivors.linger()
     assert child is not None
     if ends:
@@ -130,37 +129,27 @@ def _survivors(core: Core, excluded: set[int], ends: bool, quorum: Quorum) -> Su
     shrink = excluded, ends, quorum
     if core.interrupted is not None and core.interrupted[0] == shrink:
         survivors: Survivors = core.interrupted[1]
-        return survivors
+        if not survivors.given_up():
+            return survivors
+    kind = SHRINKING if ends else LEAVING_OUT
+    core.attempts[kind] += 1
     survivors = Survivors(
-        core.watch,
-        core.not_aborted,
-        excluded,
-        quorum is not None,
-        final=ends,
-        kind=SHRINKING if ends else LEAVING_OUT,
-        attempts=_attempts(core, excluded, ends),
+        core.watch, core.not_aborted, excluded, quorum is not None, kind, core.attempts[kind], final=ends
     )
     core.interrupted = shrink, survivors
     return survivors
 
 
-def _attempts(core: Core, excluded: set[int], ends: bool) -> list[int]:
-    """Return for each rank the number of this shrink among those that both have called; 0 if excluded."""
-    if ends:
-        core.attempts += 1
-        return [core.attempts] * core.size
-    # Excluded ranks do not call, so two ranks can have called different numbers of shrinks.
-    included = set(range(core.size)) - excluded
-    core.shrunk_with.update(included)
-    return [core.shrunk_with[rank] if rank in included else 0 for rank in range(core.size)]
-
-
 @contextmanager
 def _suspecting(core: Core) -> Iterator[None]:
-    """Remember the ranks that a failed shrink names: they may be alive, and shrink without this rank."""
+    """Remember a failure, and the ranks that it names: they may be alive, and shrink without this rank."""
     try:
         yield
-    except RankFailedError as error:
+    except BaseException as error:
+        # NCCL counts derived communicators, and after a failure the counts may differ between ranks.
+        core.out_of_step = True
+        if not isinstance(error, RankFailedError):
+            raise
         core.interrupted = None
         core.watch.suspects |= set_of(rank for rank in error.ranks if rank != core.rank)
         raise
@@ -169,6 +158,7 @@ def _suspecting(core: Core) -> Iterator[None]:
 def _require_all(core: Core, survivors: Survivors, wanted: int) -> None:
     """Raise the failure of a rank that is not there."""
     if survivors.decided != wanted:
+        survivors.tell_all()
         core.watch.raise_verdict(DEATH_MS)
         raise survivors.missing(wanted)
 
@@ -248,16 +238,9 @@ def grow(core: Core, nranks: int, unique_id: bytes | None, config: ConfigLike) -
 
 def _grow_by_agreement(core: Core, child: Core, nranks: int, call: Callable[[], int]) -> None:
     """Create `child` on all ranks or on none; `core` does not change."""
-    old = Survivors(
-        core.watch,
-        core.not_aborted,
-        (),
-        False,
-        final=False,
-        kind=GROWING,
-        attempts=[core.derived[GROW.name]] * core.size,
-        doing="growing",
-    )
+    core.attempts[GROWING] += 1
+    number = core.attempts[GROWING]
+    old = Survivors(core.watch, core.not_aborted, (), False, GROWING, number, final=False, doing="growing")
     everybody = (1 << core.size) - 1
     child.until = time.monotonic() + (core.timeout or SECONDS)
     # All old ranks are here; from now on they wait for the new ranks.

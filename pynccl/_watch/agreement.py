@@ -253,6 +253,11 @@ def _decide(state: State, view: View) -> Step:
     return state._replace(decision=view), told
 
 
+def newest_of(state: State) -> Message:
+    """Return what this rank has said last."""
+    return Message(False, state.view) if state.decision is None else Message(True, state.decision)
+
+
 def newest(out: Output) -> Output:
     """Drop outdated messages before they are sent."""
     last = {(to, message.decided): message for to, message in out}

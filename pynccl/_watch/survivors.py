@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pynccl import capi
@@ -25,8 +25,9 @@ _RESPONSE, _RESPONSE_STEP = 1.2, 0.01
 # Seconds that a rank with the last decision waits for the other ranks to have it.
 _LINGER = 1.0
 _ETIMEDOUT = 110
-# Kinds of agreements: a shrink with abort=True, another shrink, and grow.
+# Kinds of agreements: a shrink with abort=True, another shrink, and grow. With _BEGUN: a rank has begun one.
 SHRINKING, LEAVING_OUT, GROWING = 1, 2, 3
+_BEGUN = 128
 _TEXT: Any = lib.PYNCCL_FRAME_TEXT
 _GONE: Any = lib.PYNCCL_GONE
 _SILENT: Any = lib.PYNCCL_SILENT
@@ -42,6 +43,10 @@ class Survivors:
     """This rank's part in the agreements of a communicator's survivors, over the control channel.
 
     They agree several times: first on the survivors, then on whether all of them have succeeded.
+
+    Without a failure (not `final`) a rank may miss a call that others make, or give up earlier. So ranks
+    number their attempts by themselves, and tell each other the number. A message has the numbers of both
+    ranks: one of an earlier attempt is not taken for one of this.
     """
 
     def __init__(
@@ -50,17 +55,20 @@ class Survivors:
         not_aborted: Callable[[], None],
         excluded: Iterable[int],
         quorum: bool,
-        final: bool,
         kind: int,
-        attempts: Sequence[int],
+        attempt: int,
+        final: bool,
         doing: str = "shrinking",
     ) -> None:
         self.watch, self.not_aborted = watch, not_aborted
         self.quorum, self.final, self.doing = quorum, final, doing
         self.me, self.size = watch.rank, watch.size
-        # By rank, the tags of the messages to and from it.
-        self.tags = [attempt << 32 | kind for attempt in attempts]
-        self.c_tags = ffi.new("uint64_t[]", self.tags)
+        self.kind, self.attempt = kind, attempt
+        # By rank: the number of its attempt, 0 if unknown, and the tags of messages from it.
+        self.theirs = [attempt if final else 0] * self.size
+        self.tags = ffi.new("uint64_t[]", [self._tag(theirs, attempt) for theirs in self.theirs])
+        # The ranks of which this attempt has a message.
+        self.heard_of = 0
         # After a failure excluded ranks count as unreachable, and so do those that do not respond or that a
         # failed shrink has named; else they are only left out.
         named = set_of(excluded)
@@ -79,6 +87,60 @@ class Survivors:
         self.well = False
         self.began = time.monotonic()
         self.word = Word()
+        # The ranks that this one does not exclude, and the tags of their beginnings.
+        self.members = (1 << self.size) - 1 & ~(named | 1 << self.me)
+        begins = (kind | _BEGUN if self.members >> rank & 1 else 0 for rank in range(self.size))
+        self.begins = ffi.new("uint64_t[]", list(begins))
+        if not final:
+            self._begin_attempt()
+
+    def _begin_attempt(self) -> None:
+        for rank in ranks_in(self.members):
+            number = self.attempt.to_bytes(4, "big")
+            lib.pynccl_watch_send(self.watch.c, rank, self.kind | _BEGUN, number, len(number))
+            if (begun := self.watch.begun.get((self.kind, rank))) is not None:
+                self._match(rank, begun)
+
+    def _match(self, rank: int, attempt: int) -> None:
+        """From now on talk to this attempt of a rank; tell it the newest of what it has missed."""
+        self.theirs[rank] = attempt
+        self.tags[rank] = self._tag(attempt, self.attempt)
+        self.parts.pop(rank, None)
+        for number, state in enumerate(self.states):
+            if state.others >> rank & 1:
+                self._send(number, ((rank, agreement.newest_of(state)),))
+
+    def _hear_beginnings(self) -> None:
+        rank, number = ffi.new("int*"), ffi.new("char[]", 4)
+        while not lib.pynccl_watch_take(self.watch.c, rank, self.begins, number, 4, 0):
+            other, begun = int(rank[0]), int.from_bytes(ffi.buffer(number), "big")
+            # What it has sent before belongs to its earlier attempt.
+            self._hear_messages(0)
+            self.watch.begun[self.kind, other] = begun
+            if not self.heard_of >> other & 1:
+                self._match(other, begun)
+
+    def _must_not_be_given_up(self) -> None:
+        if gone := self.given_up():
+            raise RankFailedError(
+                f"{self.doing} the communicator: {_ranks(gone)} gave up, and began again",
+                ranks=list(ranks_in(gone)),
+                rank=self.me,
+                size=self.size,
+            )
+
+    def given_up(self) -> int:
+        """Return the ranks of which this attempt has heard, and which have begun another one since."""
+        if self.final:
+            return 0
+        self._hear_beginnings()
+        newest = self.watch.begun
+        return set_of(
+            r for r in ranks_in(self.heard_of) if newest.get((self.kind, r), self.theirs[r]) != self.theirs[r]
+        )
+
+    def _tag(self, sender: int, receiver: int, number: int = 0) -> int:
+        return sender << 40 | receiver << 16 | number << 8 | self.kind
 
     def _unreachable(self, named: int) -> int:
         """Return the ranks that do not respond, or that a failed shrink has named.
@@ -129,6 +191,7 @@ class Survivors:
         """Tell the other ranks, without waiting for them, that this one does not take part."""
         if not self.states:
             self._begin(0)
+            self.pump()
 
     def _must_be_well(self, view: View) -> None:
         if self.well and not view.flags & WELL:
@@ -160,6 +223,9 @@ class Survivors:
             self.pump(_SLICE_MS)
             state, now = self.states[-1], time.monotonic()
             self._must_be_well(state.view)
+            if self.well and self.watch.verdict() is not None:
+                # A rank that knew of the failure before takes no part.
+                raise self.other_failure()
             if state.view.excluded >> self.me & 1:
                 self._must_be_in(state.view)
             if state.decision is not None or agreement.may_go_on(state):
@@ -170,6 +236,8 @@ class Survivors:
                 self._ask_for_ends(deadline)
                 if now > min(too_few + _PROOF, deadline):
                     raise self._partition(state.view)
+            if state.decision is None:
+                self._must_not_be_given_up()
             if state.decision is None and now >= deadline:
                 raise self._late(agreement.awaited(state))
 
@@ -240,14 +308,19 @@ class Survivors:
         self.not_aborted()
         # Read the fates before the messages, since a rank's messages precede its end.
         fates = self._fates()
-        rank, data = ffi.new("int*"), ffi.new("char[]", _TEXT)
-        while not lib.pynccl_watch_take(self.watch.c, rank, self.c_tags, data, _TEXT, wait_ms):
-            self._piece(int(rank[0]), bytes(ffi.buffer(data, _TEXT)))
-            wait_ms = 0
+        if not self.final:
+            self._hear_beginnings()
+        self._hear_messages(wait_ms)
         self._note(fates)
         self._flush()
         if any(state.overruled for state in self.states):
             raise self._overruled()
+
+    def _hear_messages(self, wait_ms: int) -> None:
+        rank, data = ffi.new("int*"), ffi.new("char[]", _TEXT)
+        while not lib.pynccl_watch_take(self.watch.c, rank, self.tags, data, _TEXT, wait_ms):
+            self._piece(int(rank[0]), bytes(ffi.buffer(data, _TEXT)))
+            wait_ms = 0
 
     def _fates(self) -> bytes:
         fates = ffi.new("unsigned char[]", self.size)
@@ -277,6 +350,7 @@ class Survivors:
         if text[0]:
             return
         del self.parts[rank]
+        self.heard_of |= 1 << rank
         number = int.from_bytes(part[:4], "big")
         self._take(rank, number, agreement.unpack(bytes(part[4:]), self.size))
 
@@ -298,13 +372,16 @@ class Survivors:
     def _send(self, number: int, out: agreement.Output) -> None:
         packed: dict[Message, bytes] = {}
         for to, message in out:
+            if not self.theirs[to]:
+                continue
             if message not in packed:
                 packed[message] = number.to_bytes(4, "big") + agreement.pack(message)
             data = packed[message]
             for at in range(0, len(data), _TEXT - 1):
                 more = at + _TEXT - 1 < len(data)
                 piece = bytes([more]) + data[at : at + _TEXT - 1]
-                lib.pynccl_watch_send(self.watch.c, to, self.tags[to], piece, len(piece))
+                tag = self._tag(self.attempt, self.theirs[to])
+                lib.pynccl_watch_send(self.watch.c, to, tag, piece, len(piece))
 
     # --- between agreements ---
 
@@ -315,6 +392,7 @@ class Survivors:
     def look(self) -> None:
         """Raise if a survivor failed meanwhile."""
         self.pump()
+        self._must_not_be_given_up()
         gone = self.decided & (self.lost | self.ended)
         if gone:
             raise RankFailedError(
@@ -354,16 +432,26 @@ class Survivors:
     def unique_id(self) -> UniqueId:
         """Return the unique id that the first survivor made."""
         first, *others = self.ranks()
-        # The number of the agreement tells it from the messages of agreements.
-        number = len(self.states) << 8
+        # Messages of agreements have no number in their tag.
+        number = len(self.states)
+        deadline = time.monotonic() + (self.watch.timeout or SECONDS)
         if self.me == first:
+            # Another rank may have told the decision before all have told their attempts.
+            while not self.final and (silent := set_of(others) & ~self.heard_of):
+                self.look()
+                if time.monotonic() >= deadline:
+                    raise self._late(silent)
+                self.pump(_SLICE_MS)
             made = UniqueId(capi.ncclGetUniqueId())
             for rank in others:
-                lib.pynccl_watch_send(self.watch.c, rank, self.tags[rank] | number, bytes(made), 128)
+                tag = self._tag(self.attempt, self.theirs[rank], number)
+                lib.pynccl_watch_send(self.watch.c, rank, tag, bytes(made), 128)
             return made
-        deadline = time.monotonic() + (self.watch.timeout or SECONDS)
-        data, tag = ffi.new("char[]", 128), self.tags[first] | number
-        while code := lib.pynccl_watch_receive(self.watch.c, first, tag, data, 128, _SLICE_MS):
+        data = ffi.new("char[]", 128)
+        while code := lib.pynccl_watch_receive(
+            self.watch.c, first, self._tag(self.theirs[first], self.attempt, number), data, 128, _SLICE_MS
+        ):
+            # It may tell of the first survivor's attempt.
             self.look()
             if code != _ETIMEDOUT or time.monotonic() >= deadline:
                 raise self._late(1 << first)
@@ -383,6 +471,13 @@ class Survivors:
         fates = self._fates()
         self.lost |= set_of(r for r in ranks_in(self.decided) if fates[r] & _SILENT)
 
+    def tell_all(self) -> None:
+        """Stay until all ranks that have not been lost have begun, and so have this rank's newest message."""
+        deadline = time.monotonic() + _LINGER
+        others = self.members & ~(self.lost | self.ended)
+        while any(not self.theirs[r] for r in ranks_in(others)) and time.monotonic() < deadline:
+            self.pump(_SLICE_MS)
+
     def linger(self) -> None:
         """Stay until all survivors have the last decision, so that none waits for an interrupted message.
 
@@ -392,6 +487,10 @@ class Survivors:
         others = self.decided & ~(1 << self.me)
         while others & ~(self.states[-1].deciders | self.lost | self.ended) and time.monotonic() < deadline:
             self.pump(_SLICE_MS)
+        for rank, number in enumerate(self.theirs):
+            # It will not begin this attempt again.
+            if self.watch.begun.get((self.kind, rank)) == number:
+                del self.watch.begun[self.kind, rank]
         decision = self.states[-1].decision
         told = decision is not None and not decision.flags & HEARD
         if self._can_mislead() or (told and self._outside()):

@@ -81,6 +81,8 @@ class Watch:
         self.visible: Sequence[bool] = ()
         # The ranks that failed shrinks have named, as a set of bits.
         self.suspects = 0
+        # By kind of agreement and rank, the number of the newest attempt that the rank has begun.
+        self.begun: dict[tuple[int, int], int] = {}
 
     @property
     def rank(self) -> int:
