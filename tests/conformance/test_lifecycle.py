@@ -82,6 +82,62 @@ def test_wrong_splits(pool: Pool) -> None:
     pool.get(2).call(split_errors)
 
 
+def refuses_one(rank: Rank, what: str, how: str) -> tuple[int, str]:
+    """Rank 1 passes a wrong configuration once; the next calls are right."""
+    api, world = capi(), connect(rank)
+    old = rank.nranks - 1
+    small = api.ncclCommSplit(world, 0 if rank.rank < old else -1, 0) if what == "grow" else world
+    came = (OK, "")
+    for first in (True, False):
+        config = {"blocking": 7} if first and rank.rank == 1 else None
+        if what == "grow":
+            uid = rank.exchange(api.ncclCommGetUniqueId(small) if rank.rank == 0 else None)[0]
+            call = (api.ncclCommGrow, small, rank.nranks, None if rank.rank else uid, -1, config)
+            if rank.rank == old:
+                call = (api.ncclCommGrow, 0, rank.nranks, uid, rank.rank, config)
+        elif what == "split":
+            call = (api.ncclCommSplit, world, 0, 0, config)
+        else:
+            call = (api.ncclCommShrink, world, [old], 1, config, int(how == "abort"))
+        if what != "split" and rank.rank == old and (first or what == "shrink"):
+            continue
+        if first and how == "group":
+            api.ncclGroupStart()
+            outcome(api.ncclCommSplit, world, 0, 0)
+            outcome(*call)
+            came = outcome(api.ncclGroupEnd)
+        elif first:
+            came = outcome(*call)
+        else:
+            child = call[0](*call[1:])
+            works(rank, child, old if what == "shrink" else rank.nranks)
+            close(rank, child)
+    rank.exchange()
+    if how == "abort":
+        api.ncclCommAbort(world)
+        return came
+    works(rank, api.ncclCommSplit(world, 0, 0), rank.nranks)
+    works(rank, world, rank.nranks)
+    close(rank, world)
+    return came
+
+
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [("split", "alone"), ("split", "group"), ("shrink", "alone"), ("shrink", "abort"), ("grow", "alone")],
+)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_rank_refuses(pool: Pool, transport: str, what: str, how: str) -> None:
+    """The others hear why at once, and all derive communicators as before."""
+    results = pool.get(4, transport).call(refuses_one, what, how)
+    assert [code for code, _ in results] == [
+        INVALID_ARGUMENT if r == 1 else OK if r == 3 and what != "split" else REMOTE_ERROR for r in range(4)
+    ]
+    for code, text in results:
+        if code == REMOTE_ERROR:
+            assert f"rank 1 reports: ncclComm{what.title()}: config.blocking is 7, expected 0 to 1" in text
+
+
 def shrink(rank: Rank, exclude: list[int]) -> None:
     api, world = capi(), connect(rank)
     works(rank, world, rank.nranks)

@@ -211,18 +211,20 @@ ncclResult_t choose_id(const std::vector<GrowBlob>& all, Id* chosen) {
   return ncclSuccess;
 }
 
-GrowBlob grow_blob(Comm& parent, int nranks, const Id* passed) {
-  if (passed) return {nranks, GrowBlob::Passed, *passed};
-  std::lock_guard<std::mutex> lock(parent.session.mutex);
-  if (parent.grow_id) return {nranks, GrowBlob::Made, *parent.grow_id};
+// A call uses up the id that this rank has made, even if it fails: the new ranks may have joined with it in
+// vain.
+GrowBlob grow_blob(Comm& parent, int nranks, const ncclUniqueId* passed) {
+  std::unique_lock<std::mutex> lock(parent.session.mutex);
+  std::unique_ptr<Id> made = std::move(parent.grow_id);
+  lock.unlock();
+  if (passed) return {nranks, GrowBlob::Passed, id_of(*passed)};
+  if (made) return {nranks, GrowBlob::Made, *made};
   return {nranks, GrowBlob::None, Id()};
 }
 
-ncclResult_t run_grow(Child child, int nranks, const Id* id, const Meeting& meeting) {
-  Comm& parent = *child.parent;
-  GrowBlob mine = grow_blob(parent, nranks, id);
+ncclResult_t run_grow(Child child, const GrowBlob& mine, const Meeting& meeting) {
   std::vector<std::string> all;
-  ncclResult_t r = meeting.meet(std::string(reinterpret_cast<char*>(&mine), sizeof mine), &all);
+  ncclResult_t r = meeting.meet(std::string(reinterpret_cast<const char*>(&mine), sizeof mine), &all);
   if (r != ncclSuccess) return r;
   std::vector<GrowBlob> blobs(all.size());
   std::vector<std::string> calls;
@@ -233,12 +235,7 @@ ncclResult_t run_grow(Child child, int nranks, const Id* id, const Meeting& meet
   if (r = meeting.agree(calls); r != ncclSuccess) return r;
   Id chosen;
   if (r = choose_id(blobs, &chosen); r != ncclSuccess) return r;
-  {
-    // The id is used up, even if the new ranks do not come.
-    std::lock_guard<std::mutex> lock(parent.session.mutex);
-    parent.grow_id.reset();
-  }
-  child.comm->session.set_shape(parent.rank, nranks);
+  child.comm->session.set_shape(child.parent->rank, mine.nranks);
   return init(child.comm, {chosen}, 0);
 }
 
@@ -254,20 +251,21 @@ ncclResult_t check_parent(const Comm& parent, const char* function) {
 ncclResult_t submit_split(const std::shared_ptr<Comm>& parent, int color, int key, ncclComm_t* newcomm,
                           const ncclConfig_t* config) {
   const char* function = "ncclCommSplit";
+  if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
+  Meeting meeting(parent, Meeting::everyone(*parent), function);
+  REQUIRE_POINTER(function, newcomm);
+  show_handle(newcomm, nullptr);
   if (color < 0 && color != NCCL_SPLIT_NOCOLOR)
     return fail(ncclInvalidArgument, "ncclCommSplit: color is %d, expected 0 or more or NCCL_SPLIT_NOCOLOR",
                 color);
-  if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
   Job job{function, {}, parent, {}, parent->blocking};
   if (color == NCCL_SPLIT_NOCOLOR) {
-    Meeting meeting(parent, Meeting::everyone(*parent), function);
     job.run = [=] { return stay_out(color, key, meeting); };
     return submit_quietly(std::move(job));
   }
   Child child;
   if (ncclResult_t r = make_child(parent, config, function, &child); r != ncclSuccess) return r;
   job.creates = {creation_of(child, newcomm)};
-  Meeting meeting(parent, Meeting::everyone(*parent), function);
   job.run = [=] { return run_split(child, color, key, meeting); };
   return submit_quietly(std::move(job));
 }
@@ -290,38 +288,46 @@ ncclResult_t read_excluded(const Comm& parent, const int* list, int count, std::
 }
 
 ncclResult_t submit_shrink(const std::shared_ptr<Comm>& parent, const std::set<int>& excluded,
-                           ncclComm_t* newcomm, const ncclConfig_t* config, bool abort) {
+                           ncclComm_t* newcomm, const ncclConfig_t* config, int flags) {
   const char* function = "ncclCommShrink";
   if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
+  std::vector<int> kept;
+  for (int q = 0; q < parent->nranks; ++q)
+    if (!excluded.count(q)) kept.push_back(q);
+  const bool abort = flags & NCCL_SHRINK_ABORT;
+  Meeting meeting(parent, std::move(kept), function, abort);
+  REQUIRE_POINTER(function, newcomm);
+  show_handle(newcomm, nullptr);
+  if (flags & ~NCCL_SHRINK_ABORT)
+    return fail(ncclInvalidArgument, "ncclCommShrink: shrinkFlags is 0x%x", unsigned(flags));
   if (abort && !parent->standing.revoked.exchange(true))
     parent->stop_calls("stopped by ncclCommShrink with NCCL_SHRINK_ABORT");
   parent->drain(kForever);
   Child child;
   if (ncclResult_t r = make_child(parent, config, function, &child); r != ncclSuccess) return r;
-  std::vector<int> kept;
-  for (int q = 0; q < parent->nranks; ++q)
-    if (!excluded.count(q)) kept.push_back(q);
   Job job{function, {}, parent, {creation_of(child, newcomm)}, parent->blocking};
-  Meeting meeting(parent, std::move(kept), function, abort);
   job.run = [=] { return run_shrink(child, excluded, meeting); };
   return submit_quietly(std::move(job));
 }
 
 ncclResult_t submit_grow(const std::shared_ptr<Comm>& parent, int nranks, const ncclUniqueId* uniqueId,
-                         ncclComm_t* newcomm, const ncclConfig_t* config) {
+                         int rank, ncclComm_t* newcomm, const ncclConfig_t* config) {
   const char* function = "ncclCommGrow";
+  if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
+  Meeting meeting(parent, Meeting::everyone(*parent), function);
+  GrowBlob mine = grow_blob(*parent, nranks, uniqueId);
+  REQUIRE_POINTER(function, newcomm);
+  show_handle(newcomm, nullptr);
+  if (rank != -1)
+    return fail(ncclInvalidArgument, "ncclCommGrow: rank is %d, expected -1 from a rank that exists", rank);
   if (nranks <= parent->nranks)
     return fail(ncclInvalidArgument, "ncclCommGrow: nRanks is %d, expected more than the %d there are",
                 nranks, parent->nranks);
-  if (ncclResult_t r = check_parent(*parent, function); r != ncclSuccess) return r;
   Child child;
   if (ncclResult_t r = make_child(parent, config, function, &child); r != ncclSuccess) return r;
   Job job{function, {}, child.comm, {}, child.comm->blocking};
   job.creates = {std::make_shared<Creation>(child.comm, newcomm, Creation::Shows::AtOnce, job.blocking)};
-  Id id = uniqueId ? id_of(*uniqueId) : Id();
-  bool has_id = uniqueId != nullptr;
-  Meeting meeting(parent, Meeting::everyone(*parent), function);
-  job.run = [=] { return run_grow(child, nranks, has_id ? &id : nullptr, meeting); };
+  job.run = [=] { return run_grow(child, mine, meeting); };
   return submit_quietly(std::move(job));
 }
 
@@ -516,8 +522,6 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newc
   return in_group("ncclCommSplit", [&] {
     std::shared_ptr<Comm> parent;
     if (ncclResult_t r = comm_of(comm, "ncclCommSplit", &parent); r != ncclSuccess) return r;
-    REQUIRE_POINTER("ncclCommSplit", newcomm);
-    show_handle(newcomm, nullptr);
     return submit_split(parent, color, key, newcomm, config);
   });
 }
@@ -529,14 +533,10 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeR
     bool abort = shrinkFlags & NCCL_SHRINK_ABORT;
     ncclResult_t r = (abort ? any_comm_of : comm_of)(comm, "ncclCommShrink", &parent);
     if (r != ncclSuccess) return r;
-    REQUIRE_POINTER("ncclCommShrink", newcomm);
-    show_handle(newcomm, nullptr);
-    if (shrinkFlags & ~NCCL_SHRINK_ABORT)
-      return fail(ncclInvalidArgument, "ncclCommShrink: shrinkFlags is 0x%x", unsigned(shrinkFlags));
     std::set<int> excluded;
     r = read_excluded(*parent, excludeRanksList, excludeRanksCount, &excluded);
     if (r != ncclSuccess) return r;
-    return submit_shrink(parent, excluded, newcomm, config, abort);
+    return submit_shrink(parent, excluded, newcomm, config, shrinkFlags);
   });
 }
 
@@ -566,17 +566,14 @@ ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqu
                           ncclComm_t* newcomm, ncclConfig_t* config) {
   const char* function = "ncclCommGrow";
   return in_group(function, [&] {
-    REQUIRE_POINTER(function, newcomm);
     if (!comm) {
+      REQUIRE_POINTER(function, newcomm);
       REQUIRE_POINTER(function, uniqueId);
       return submit_init(newcomm, nRanks, rank, {id_of(*uniqueId)}, 0, config, function, default_device());
     }
     std::shared_ptr<Comm> parent;
     if (ncclResult_t r = comm_of(comm, function, &parent); r != ncclSuccess) return r;
-    show_handle(newcomm, nullptr);
-    if (rank != -1)
-      return fail(ncclInvalidArgument, "ncclCommGrow: rank is %d, expected -1 from a rank that exists", rank);
-    return submit_grow(parent, nRanks, uniqueId, newcomm, config);
+    return submit_grow(parent, nRanks, uniqueId, rank, newcomm, config);
   });
 }
 

@@ -22,7 +22,8 @@ struct Outcome {
   std::string text;
 };
 
-Outcome run_guarded(const Job& job) noexcept {
+// Drops what the job holds while the last error says why it failed (Meeting).
+Outcome run_guarded(Job& job) noexcept {
   Outcome outcome;
   outcome.code = guarded(job.function, [&] {
     bool begun = true;
@@ -35,6 +36,7 @@ Outcome run_guarded(const Job& job) noexcept {
     outcome.code = last_error_as(outcome.code.result);
     outcome.text = copy_of_last_error();
   }
+  job.run = nullptr;
   for (auto& creation : job.creates) creation->end(outcome.code, outcome.text);
   return outcome;
 }
@@ -226,6 +228,7 @@ ncclResult_t Group::drop(const char* why) {
   std::vector<Job> ending(ends, jobs.end());
   jobs.erase(ends, jobs.end());
   cancel(jobs, why);
+  jobs.clear();
   return ending.empty() ? ncclSuccess : run_all(std::move(ending), {});
 }
 
@@ -233,6 +236,7 @@ ncclResult_t Group::finish() {
   if (error_.failed()) {
     ErrorCode code = error_;
     std::string text = std::move(error_text_);
+    set_last_error(code, text);
     drop("the group that was to create it failed");
     set_last_error(code, text);
     return code.result;
@@ -251,7 +255,10 @@ ncclResult_t Group::simulate(float* microseconds) {
   for (const Submission& call : calls_)
     *microseconds = 5.0f + float(double(call.op.bytes()) * call.comm->nranks / 5000.0);
   ncclResult_t spoiled = error_.result;
-  ncclResult_t r = drop("the group that was to create it was only simulated");
+  const char* why = "the group that was to create it was only simulated";
+  // Ranks that do not simulate their group hear the last error (Meeting).
+  if (spoiled == ncclSuccess && !jobs_.empty()) set_last_error(ncclInvalidUsage, why);
+  ncclResult_t r = drop(why);
   return spoiled != ncclSuccess ? spoiled : r;
 }
 

@@ -224,10 +224,29 @@ ncclResult_t connect(Comm& comm, const Table& table) {
 }
 
 Meeting::Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char* function, bool after_failure)
-    : comm_(std::move(comm)),
-      ranks_(std::move(ranks)),
-      tags_(comm_->claim_meeting(ranks_, after_failure)),
-      function_(function) {}
+    : place_(std::make_shared<Place>()) {
+  place_->function = function;
+  place_->tags = comm->claim_meeting(ranks, after_failure);
+  place_->ranks = std::move(ranks);
+  place_->comm = std::move(comm);
+}
+
+std::string Meeting::Place::blob(bool comes, std::string_view body) const {
+  return std::string(function) + '\0' + char(comes) + std::string(body);
+}
+
+// Without memory the others wait until they time out. A communicator that ranks have failed by different
+// calls has no use for it (Session::exchange).
+Meeting::Place::~Place() {
+  if (taken.load() || tags.empty() || comm->broken(tags[0])) return;
+  try {
+    std::string text = blob(false, std::string_view(last_error()).substr(0, kMaxText));
+    for (size_t i = 0; i < ranks.size(); ++i)
+      if (ranks[i] != comm->rank)
+        comm->session.send(ranks[i], Ctl::Exchange, text.data(), text.size(), tags[i]);
+  } catch (const std::bad_alloc&) {
+  }
+}
 
 std::vector<int> Meeting::everyone(const Comm& comm) {
   std::vector<int> ranks(static_cast<size_t>(comm.nranks));
@@ -236,22 +255,27 @@ std::vector<int> Meeting::everyone(const Comm& comm) {
 }
 
 ncclResult_t Meeting::meet(const std::string& mine, std::vector<std::string>* all) const {
-  std::string blob = std::string(function_) + '\0' + mine;
+  const auto& [comm, ranks, tags, function, taken] = *place_;
+  place_->taken.store(true);
+  std::string blob = place_->blob(true, mine);
   std::vector<Blob> blobs;
   std::vector<char> body(blob.begin(), blob.end());
-  if (ncclResult_t r = comm_->session.exchange(tags_, ranks_, body, &blobs, function_); r != ncclSuccess)
+  if (ncclResult_t r = comm->session.exchange(tags, ranks, body, &blobs, function); r != ncclSuccess)
     return r;
   all->clear();
+  std::string absent;
   for (size_t i = 0; i < blobs.size(); ++i) {
     std::string theirs(blobs[i].data, blobs[i].size);
     size_t end = theirs.find('\0');
-    if (theirs.compare(0, end, function_) != 0)
-      return comm_->disagree(tags_[0], "rank " + std::to_string(comm_->rank) + " called " + function_ +
-                                           ", rank " + std::to_string(ranks_[i]) +
-                                           " called another function, " + theirs.substr(0, end));
-    all->push_back(theirs.substr(end + 1));
+    if (theirs.compare(0, end, function) != 0)
+      return comm->disagree(tags[0], "rank " + std::to_string(comm->rank) + " called " + function +
+                                         ", rank " + std::to_string(ranks[i]) + " called another function, " +
+                                         theirs.substr(0, end));
+    bool comes = theirs.at(end + 1);
+    all->push_back(theirs.substr(end + 2));
+    if (!comes && absent.empty()) absent = "rank " + std::to_string(ranks[i]) + " reports: " + all->back();
   }
-  return ncclSuccess;
+  return absent.empty() ? ncclSuccess : comm->say(ncclRemoteError, absent);
 }
 
 ncclResult_t Meeting::agree(const std::vector<std::string>& calls) const {
@@ -262,16 +286,16 @@ ncclResult_t Meeting::agree(const std::vector<std::string>& calls) const {
     auto at =
         std::find_if(groups.begin(), groups.end(), [&](auto& group) { return group.first == calls[i]; });
     if (at == groups.end()) at = groups.insert(at, {calls[i], {}});
-    at->second.push_back(ranks_[i]);
+    at->second.push_back(ranks()[i]);
   }
   std::string text;
   for (auto& [call, ranks] : groups) {
     text += text.empty() ? "" : "; ";
     text += ranks.size() > 1 ? "ranks " : "rank ";
     for (int q : ranks) text += (q == ranks[0] ? "" : ", ") + std::to_string(q);
-    text += " called " + std::string(function_) + " " + call;
+    text += " called " + std::string(place_->function) + " " + call;
   }
-  return comm_->disagree(tags_[0], text);
+  return place_->comm->disagree(place_->tags[0], text);
 }
 
 ncclResult_t init_all(const std::vector<std::shared_ptr<Comm>>& comms) {

@@ -64,24 +64,33 @@ class Ending {
 };
 
 // The exchange of data between ranks in a call that changes or derives communicators. If one of them calls
-// another function, the communicator fails on all.
+// another function, the communicator fails on all. If one is dropped before it has met, because its call was
+// refused, the others hear the calling thread's last error, and the communicator stays as it was.
 class Meeting {
  public:
-  // Create one in the order of the calls.
+  // Create one in the order of the calls, once it is known which ranks take part: what is refused before that
+  // puts the ranks out of step.
   Meeting(std::shared_ptr<Comm> comm, std::vector<int> ranks, const char* function,
           bool after_failure = false);
   ncclResult_t meet(const std::string& mine, std::vector<std::string>* all) const;
   // Fails on all ranks unless all describe their calls in the same words, which follow the function's name:
   // `calls`, in the order of the ranks.
   ncclResult_t agree(const std::vector<std::string>& calls) const;
-  const std::vector<int>& ranks() const { return ranks_; }
+  const std::vector<int>& ranks() const { return place_->ranks; }
   static std::vector<int> everyone(const Comm& comm);
 
  private:
-  std::shared_ptr<Comm> comm_;
-  std::vector<int> ranks_;
-  std::vector<uint64_t> tags_;
-  const char* function_;
+  // Shared by the copies of a Meeting.
+  struct Place {
+    ~Place();
+    std::string blob(bool comes, std::string_view body) const;
+    std::shared_ptr<Comm> comm;
+    std::vector<int> ranks;
+    std::vector<uint64_t> tags;
+    const char* function;
+    std::atomic<bool> taken{false};
+  };
+  std::shared_ptr<Place> place_;
 };
 
 }  // namespace pncpu
