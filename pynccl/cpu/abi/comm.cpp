@@ -128,13 +128,16 @@ std::shared_ptr<Creation> creation_of(const Child& child, ncclComm_t* out) {
 ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerInfo>>& members,
                            int parent_rank) {
   std::vector<PeerInfo> table;
+  std::vector<int> ranks;
   int rank = 0;
   for (auto& [r, info] : members) {
     if (r == parent_rank) rank = int(table.size());
     table.push_back(info);
+    ranks.push_back(r);
   }
   child.comm->session.set_shape(rank, int(table.size()));
-  return connect(*child.comm, Table::of(std::move(table)));
+  child.parent->connects(*child.comm, ranks);
+  return child.parent->explain(connect(*child.comm, Table::of(std::move(table))), ranks);
 }
 
 struct SplitBlob {
