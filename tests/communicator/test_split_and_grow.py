@@ -158,6 +158,31 @@ def test_the_death_of_another_rank_leaves_a_creation_alone() -> None:
     assert isinstance(two, RankError)
 
 
+def splits_until_a_kill(rank: int, nranks: int, seconds: float) -> str:
+    """The others may be anywhere in a split, or in a call on the child, and leave at once when they hear."""
+    comm = pynccl.init()
+    comm.barrier()
+    if rank == 1:
+        threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+    def calls() -> None:
+        while child := comm.split(rank % 2):
+            total(child)
+
+    text = str(outcome(calls)[:3])
+    comm.abort() if rank == 0 else comm.destroy()
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_a_kill_amid_splits(part: int) -> None:
+    """Without a time-out all ranks end, and name it."""
+    results = run(4, splits_until_a_kill, part / 40, backend="cpu", check=False, timeout=30)
+    for rank in (0, 2, 3):
+        assert "NcclRemoteError" in str(results[rank]), results
+
+
 def splits_short_of_descriptors(rank: int, nranks: int, timeout: float | None) -> list[Outcome]:
     comm = pynccl.init(timeout=timeout)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

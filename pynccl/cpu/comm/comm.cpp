@@ -56,20 +56,27 @@ std::vector<Comm::Derived>::iterator Comm::find_child(const Comm& child) {
 
 bool Comm::is_dead(int q) { return peer(q).gone && !peer(q).left; }
 
-void Comm::connects(const Comm& child, const std::vector<int>& members) {
-  std::lock_guard<std::mutex> lock(session.mutex);
-  auto at = find_child(child);
-  if (at == children_.end()) return;
-  at->members = members;
-  for (int q : members)
-    if (is_dead(q)) at->comm->session.stop_creation();
+bool Comm::is_missing(const Members& members) {
+  return std::any_of(members.begin(), members.end(),
+                     [&](auto& member) { return is_dead(member.first) || absent_.count(member); });
 }
 
-ncclResult_t Comm::explain(ncclResult_t seen, const std::vector<int>& members) {
+void Comm::end_missing() {
+  for (auto& [child, members] : children_)
+    if (is_missing(members)) child->session.stop_creation();
+}
+
+void Comm::connects(const Comm& child, const Members& members) {
+  std::lock_guard<std::mutex> lock(session.mutex);
+  if (auto at = find_child(child); at != children_.end()) at->members = members;
+  end_missing();
+}
+
+ncclResult_t Comm::explain(ncclResult_t seen, const Members& members) {
   if (seen == ncclSuccess || !heard_.failed()) return seen;
   {
     std::lock_guard<std::mutex> lock(session.mutex);
-    if (std::none_of(members.begin(), members.end(), [&](int q) { return is_dead(q); })) return seen;
+    if (!is_missing(members)) return seen;
   }
   return say(heard_.code(), heard_.text());
 }
@@ -335,6 +342,10 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   if (lent(from, header, body)) return;
   std::lock_guard<std::mutex> lock(session.mutex);
   echoed_ = echoed_ || (header.kind == Ctl::Leaving && from == rank);
+  if (header.kind == Ctl::Absent) {
+    absent_.insert({from, header.tag});
+    end_missing();
+  }
   if (header.kind == Ctl::Leaving && body.size == sizeof p.leaving) {
     memcpy(&p.leaving, body.data, sizeof p.leaving);
     p.left = true;
@@ -412,8 +423,7 @@ void Comm::closed(int from) {
     died(from);
     std::lock_guard<std::mutex> lock(session.mutex);
     p.gone = true;
-    for (auto& [child, members] : children_)
-      if (std::count(members.begin(), members.end(), from)) child->session.stop_creation();
+    end_missing();
   }
   session.changed.notify_all();
 }

@@ -75,6 +75,7 @@ class Meeting {
   // `calls`, in the order of the ranks.
   ncclResult_t agree(const std::vector<std::string>& calls) const;
   const std::vector<int>& ranks() const { return ranks_; }
+  const std::vector<uint64_t>& tags() const { return tags_; }  // of each rank
   static std::vector<int> everyone(const Comm& comm);
 
  private:
