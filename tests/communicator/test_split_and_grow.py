@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -94,6 +95,92 @@ def splits_with_a_dead_rank(rank: int, nranks: int) -> str:
 def test_a_rank_that_left_after_a_death_is_not_blamed() -> None:
     _, told, _ = run(3, splits_with_a_dead_rank, backend="cpu", check=False, timeout=50)
     assert "NcclRemoteError" in told and "rank 2 (pid" in told and "died" in told
+
+
+def departs_after_a_kill(rank: int, nranks: int, in_child: bool) -> str:
+    """Rank 0 kills rank 2 and destroys its communicators: rank 1 can hear of the departure first."""
+    comm = pynccl.init()
+    child = comm.split(rank // 2)
+    assert child
+    pids = comm.all_gather(np.array([os.getpid()]))[:, 0]
+    together(nranks)
+    if rank == 2:
+        signal.pause()
+    if rank == 1:
+        return str(outcome(lambda: total(child) if in_child else comm.split(0))[:3])
+    time.sleep(0.3)  # rank 1 waits
+    os.kill(int(pids[2]), signal.SIGKILL)
+    child.destroy()
+    comm.destroy()
+    return ""
+
+
+@pytest.mark.parametrize("in_child", [False, True])
+def test_a_departure_just_after_a_kill_is_not_blamed(in_child: bool) -> None:
+    _, told, _ = run(3, departs_after_a_kill, in_child, backend="cpu", check=False, timeout=50)
+    assert "NcclRemoteError" in told and "rank 2 (pid" in told and "died" in told
+
+
+def waits_to_be_connected(rank: int, nranks: int, then: str) -> tuple[str, int]:
+    """Rank 3 does its part in the parent and stops, so rank 0 waits for its connection; then a rank dies."""
+    comm = pynccl.init()
+    pids = [int(pid) for pid in comm.all_gather(np.array([os.getpid()])).ravel()]
+    together(nranks)
+    if rank == 2:  # nobody has the data of the exchange before
+        time.sleep(0.5)
+        os.kill(pids[3], signal.SIGSTOP)
+        subprocess.Popen(["sh", "-c", "sleep 1; " + then.format(*pids)])
+    size = 0
+
+    def split() -> None:
+        nonlocal size
+        size = capi.ncclCommCount(capi.ncclCommSplit(comm.handle, int(rank == 2), 0))
+
+    _, _, text, _ = outcome(split)
+    together(nranks - 1, "over")
+    comm.abort()
+    return text, size
+
+
+def test_the_death_of_a_rank_ends_the_wait_for_its_connection() -> None:
+    """There is no time-out; the error has the rank in the parent."""
+    zero, one, two, _ = run(4, waits_to_be_connected, "kill -9 {3}", backend="cpu", check=False, timeout=30)
+    for result in (zero, one):
+        assert not isinstance(result, RankError), result
+        assert "rank 3 (pid" in result[0] and "died" in result[0]
+    assert two == ("", 1)
+
+
+def test_the_death_of_another_rank_leaves_a_creation_alone() -> None:
+    then = "kill -9 {2}; sleep 1; kill -CONT {3}"
+    zero, one, two, three = run(4, waits_to_be_connected, then, backend="cpu", check=False, timeout=30)
+    assert [zero, one, three] == [("", 3)] * 3
+    assert isinstance(two, RankError)
+
+
+def splits_until_a_kill(rank: int, nranks: int, seconds: float) -> str:
+    """The others may be anywhere in a split, or in a call on the child, and leave at once when they hear."""
+    comm = pynccl.init()
+    comm.barrier()
+    if rank == 1:
+        threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+    def calls() -> None:
+        while child := comm.split(rank % 2):
+            total(child)
+
+    text = str(outcome(calls)[:3])
+    comm.abort() if rank == 0 else comm.destroy()
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_a_kill_amid_splits(part: int) -> None:
+    """Without a time-out all ranks end, and name it."""
+    results = run(4, splits_until_a_kill, part / 40, backend="cpu", check=False, timeout=30)
+    for rank in (0, 2, 3):
+        assert "NcclRemoteError" in str(results[rank]), results
 
 
 def splits_short_of_descriptors(rank: int, nranks: int, timeout: float | None) -> list[Outcome]:

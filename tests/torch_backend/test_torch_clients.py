@@ -260,7 +260,7 @@ def named_timeouts(rank: int, size: int) -> None:
     if rank == 2:
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
         assert work is not None
-        where = rf"rank 1 of group '{group.group_name}' \(pipeline\), which is global rank 2\."
+        where = rf"rank 1 of group '{group.group_name}' \(pipeline\), which is global rank 2[;.]"
         expected = rf"for all_reduce \(call 1 of the group\) on {where}"
         with pytest.raises(dist.DistBackendError, match=expected):
             work.wait(timedelta(milliseconds=300))

@@ -126,15 +126,20 @@ std::shared_ptr<Creation> creation_of(const Child& child, ncclComm_t* out) {
 
 // Connects the parent's ranks that form the child, in the order of `members`.
 ncclResult_t connect_child(Child& child, const std::vector<std::pair<int, PeerInfo>>& members,
-                           int parent_rank) {
+                           const Meeting& meeting) {
   std::vector<PeerInfo> table;
+  Comm::Members expected;
   int rank = 0;
   for (auto& [r, info] : members) {
-    if (r == parent_rank) rank = int(table.size());
+    if (r == child.parent->rank) rank = int(table.size());
     table.push_back(info);
+    size_t at =
+        size_t(std::find(meeting.ranks().begin(), meeting.ranks().end(), r) - meeting.ranks().begin());
+    expected[r] = meeting.tags()[at];
   }
   child.comm->session.set_shape(rank, int(table.size()));
-  return connect(*child.comm, Table::of(std::move(table)));
+  child.parent->connects(*child.comm, expected);
+  return child.parent->explain(connect(*child.comm, Table::of(std::move(table))), expected);
 }
 
 struct SplitBlob {
@@ -161,7 +166,7 @@ ncclResult_t run_split(Child child, int color, int key, const Meeting& meeting) 
   SplitBlob mine{color, key, child.comm->session.self};
   std::vector<std::string> all;
   ncclResult_t r = meeting.meet(std::string(reinterpret_cast<char*>(&mine), sizeof mine), &all);
-  return r == ncclSuccess ? connect_child(child, members_of(color, all), child.parent->rank) : r;
+  return r == ncclSuccess ? connect_child(child, members_of(color, all), meeting) : r;
 }
 
 // The part of a rank that joins no child.
@@ -186,7 +191,7 @@ ncclResult_t run_shrink(Child child, const std::set<int>& excluded, const Meetin
     calls.push_back("without ranks [" + all[i].substr(std::min(all[i].size(), sizeof(PeerInfo))) + "]");
   }
   if (ncclResult_t r = meeting.agree(calls); r != ncclSuccess) return r;
-  return connect_child(child, members, child.parent->rank);
+  return connect_child(child, members, meeting);
 }
 
 struct GrowBlob {

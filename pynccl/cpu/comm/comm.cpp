@@ -8,6 +8,9 @@
 namespace pncpu {
 namespace {
 
+constexpr int kLookMs = 20;   // how often a wait looks for news in other communicators
+constexpr int kNewsMs = 300;  // what news of a failure may take more than that of a departure
+
 uint64_t next_serial() {
   static std::atomic<uint64_t> last{0};
   return ++last;
@@ -42,20 +45,52 @@ std::vector<uint64_t> Comm::claim_meeting(const std::vector<int>& ranks, bool af
 
 void Comm::begin_child(const std::shared_ptr<Comm>& child) {
   std::lock_guard<std::mutex> lock(session.mutex);
-  children_.push_back(child);
+  child->parent_ = weak_from_this();
+  children_.push_back({child});
   if (session.stopped()) child->session.stop_creation();
+}
+
+std::vector<Comm::Derived>::iterator Comm::find_child(const Comm& child) {
+  return std::find_if(children_.begin(), children_.end(), [&](auto& c) { return c.comm.get() == &child; });
+}
+
+bool Comm::is_dead(int q) { return peer(q).gone && !peer(q).left; }
+
+bool Comm::is_missing(const Members& members) {
+  return std::any_of(members.begin(), members.end(),
+                     [&](auto& member) { return is_dead(member.first) || absent_.count(member); });
+}
+
+void Comm::end_missing() {
+  for (auto& [child, members] : children_)
+    if (is_missing(members)) child->session.stop_creation();
+}
+
+void Comm::connects(const Comm& child, const Members& members) {
+  std::lock_guard<std::mutex> lock(session.mutex);
+  if (auto at = find_child(child); at != children_.end()) at->members = members;
+  end_missing();
+}
+
+ncclResult_t Comm::explain(ncclResult_t seen, const Members& members) {
+  if (seen == ncclSuccess || !heard_.failed()) return seen;
+  {
+    std::lock_guard<std::mutex> lock(session.mutex);
+    if (!is_missing(members)) return seen;
+  }
+  return say(heard_.code(), heard_.text());
 }
 
 void Comm::end_child(const Comm& child, ErrorCode code, std::string_view why) noexcept {
   derivation_.renew(code, why);
   std::lock_guard<std::mutex> lock(session.mutex);
-  auto at = std::find_if(children_.begin(), children_.end(), [&](auto& c) { return c.get() == &child; });
+  auto at = find_child(child);
   if (at != children_.end()) children_.erase(at);
 }
 
 void Comm::stop_children() {
   std::lock_guard<std::mutex> lock(session.mutex);
-  for (auto& child : children_) child->session.stop_creation();
+  for (auto& child : children_) child.comm->session.stop_creation();
 }
 
 ncclResult_t Comm::check_sound(const char* function, bool only_takes) {
@@ -307,6 +342,10 @@ void Comm::frame(int from, const CtlHeader& header, const Blob& body) {
   if (lent(from, header, body)) return;
   std::lock_guard<std::mutex> lock(session.mutex);
   echoed_ = echoed_ || (header.kind == Ctl::Leaving && from == rank);
+  if (header.kind == Ctl::Absent) {
+    absent_.insert({from, header.tag});
+    end_missing();
+  }
   if (header.kind == Ctl::Leaving && body.size == sizeof p.leaving) {
     memcpy(&p.leaving, body.data, sizeof p.leaving);
     p.left = true;
@@ -384,6 +423,7 @@ void Comm::closed(int from) {
     died(from);
     std::lock_guard<std::mutex> lock(session.mutex);
     p.gone = true;
+    end_missing();
   }
   session.changed.notify_all();
 }
@@ -454,7 +494,7 @@ void Comm::open() {
     std::lock_guard<std::mutex> lock(session.mutex);
     standing.phase.store(Phase::Ready);
     for (int q = 0; q < nranks; ++q)
-      if (peer(q).gone && !peer(q).left) dead = q;
+      if (is_dead(q)) dead = q;
   }
   if (dead >= 0) died(dead);
   standing.set_pending(ncclSuccess);
@@ -546,14 +586,32 @@ std::string Comm::waiting_for(const Batch& batch) {
   return text;
 }
 
+std::shared_ptr<Comm> Comm::that_heard() {
+  std::shared_ptr<Comm> comm = shared_from_this();
+  while (comm && !comm->heard_.failed()) comm = comm->parent_.lock();
+  return comm;
+}
+
+// A rank that has left may have done so because of a failure of which this rank has heard, or hears soon: the
+// news comes over another connection.
 void Comm::never_ends(int q, const std::string& doing) {
-  // A rank that has left may have done so because of the failure that this rank has heard of, too.
-  if (heard_.failed()) return void(decide(heard_.code(), heard_.text()));
+  const Deadline deadline = after_ms(kNewsMs);
+  std::shared_ptr<Comm> informed;
+  while (!(informed = that_heard()) && !fate_.failed() && !session.stopped() && Clock::now() < deadline) {
+    std::unique_lock<std::mutex> lock(session.mutex);
+    session.changed.wait_until(lock, std::min(deadline, after_ms(kLookMs)));
+  }
+  if (informed.get() == this) return void(decide(heard_.code(), heard_.text()));
+  const std::string them = "rank " + std::to_string(q);
+  if (informed)
+    return void(
+        fail_with(informed->heard_.code(),
+                  them + " has left after a failure of the communicator that this one is derived from: " +
+                      informed->heard_.text()));
   fail_with(kDeparted,
-            kMismatchText +
-                ("rank " + std::to_string(rank) + " waits in " + doing + " for rank " + std::to_string(q) +
-                 ", which has finalized or destroyed its communicator, or ended its program, without a "
-                 "matching call"));
+            kMismatchText + ("rank " + std::to_string(rank) + " waits in " + doing + " for " + them +
+                             ", which has finalized or destroyed its communicator, or ended its program, "
+                             "without a matching call"));
 }
 
 bool Comm::has_left(int q) {

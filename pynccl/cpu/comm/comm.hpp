@@ -2,6 +2,8 @@
 #pragma once
 
 #include <array>
+#include <map>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -149,10 +151,27 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
 
   // Communicators that are being derived from this one. They have no handles yet; an abort ends them, too.
   void begin_child(const std::shared_ptr<Comm>& child);
+  // The child connects these ranks of this communicator, by their exchange. If one of them has died, or has
+  // failed in the exchange, the creation ends.
+  using Members = std::map<int, uint64_t>;
+  void connects(const Comm& child, const Members& members);
+  // Why a child of these members could not be created: `seen`, unless one of them is missing.
+  ncclResult_t explain(ncclResult_t seen, const Members& members);
   void end_child(const Comm& child, ErrorCode code, std::string_view why) noexcept;
   void stop_children();
 
  private:
+  // A communicator that is being created from this one.
+  struct Derived {
+    std::shared_ptr<Comm> comm;
+    Members members{};  // once this rank knows them
+  };
+  std::vector<Derived>::iterator find_child(const Comm& child);  // under session.mutex
+  bool is_dead(int q);                                           // under it
+  bool is_missing(const Members& members);                       // under it: one of them
+  void end_missing();                                            // under it
+  // This communicator or one that it is derived from, if it has heard of a failure.
+  std::shared_ptr<Comm> that_heard();
   bool shares_process(int q);
   const Token& process_of(int q);
   void await_echo(Deadline deadline);
@@ -174,11 +193,13 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   Fate fate_, heard_;
   Fate disagreements_[2];  // by the sequence of exchanges
   std::atomic<Clock::time_point> heard_at_{};
-  Fate derivation_;                              // the newest one's, until a call is refused
-  std::atomic<bool> refused_{false};             // a call after the failure
-  std::atomic<bool> reported_{false};            // the error, by report()
-  std::vector<uint64_t> meetings_[2];            // with each rank; under session.mutex
-  std::vector<std::shared_ptr<Comm>> children_;  // under it
+  Fate derivation_;                            // the newest one's, until a call is refused
+  std::atomic<bool> refused_{false};           // a call after the failure
+  std::atomic<bool> reported_{false};          // the error, by report()
+  std::vector<uint64_t> meetings_[2];          // with each rank; under session.mutex
+  std::vector<Derived> children_;              // under it
+  std::set<std::pair<int, uint64_t>> absent_;  // under it: from Ctl::Absent
+  std::weak_ptr<Comm> parent_;                 // set before the creation
   alignas(kCacheLine) Doorbell own_bell_;
   std::atomic<Stream*> newest_{nullptr};
   bool echoed_ = false;                 // under session.mutex: this rank's own Leaving frame has arrived

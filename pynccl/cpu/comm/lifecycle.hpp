@@ -77,6 +77,7 @@ class Meeting {
   // `calls`, in the order of the ranks.
   ncclResult_t agree(const std::vector<std::string>& calls) const;
   const std::vector<int>& ranks() const { return place_->ranks; }
+  const std::vector<uint64_t>& tags() const { return place_->tags; }  // of each rank
   static std::vector<int> everyone(const Comm& comm);
 
  private:

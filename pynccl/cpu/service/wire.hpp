@@ -122,6 +122,7 @@ enum class Ctl : uint32_t {
   Error,
   Disagree,  // the tag is the sequence of exchanges (kAfterFailure or 0), the body a text
   Exchange,
+  Absent,  // the exchange with this tag failed here: this rank does nothing that follows it
   Probe,
   Verdict,
   Announce,

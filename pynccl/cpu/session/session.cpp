@@ -630,12 +630,18 @@ ncclResult_t Session::exchange(const Tags& tags, const std::vector<int>& ranks, 
   // A peer could take this for the part in an earlier exchange that it still misses.
   if (owner_.broken(tags[0])) return owner_.say_broken(tags[0]);
   Blob blob = Blob::of(mine);
-  if (ncclResult_t r = say(tags, ranks, blob, what); r != ncclSuccess) return r;
-  return hear(tags, ranks, blob, all, what, deadline);
+  ncclResult_t r = say(tags, ranks, blob, what);
+  if (r == ncclSuccess) r = hear(tags, ranks, blob, all, what, deadline);
+  if (r == ncclSuccess || r == ncclTimeout || stopped()) return r;
+  // The others may have all that they need, and wait for this rank.
+  for (size_t i = 0; i < ranks.size(); ++i)
+    if (ranks[i] != rank) send(ranks[i], Ctl::Absent, nullptr, 0, tags[i]);
+  return r;
 }
 
 ncclResult_t Session::say(const Tags& tags, const std::vector<int>& ranks, const Blob& mine,
                           const char* what) {
+  int lost = -1;  // the others do not wait for what was said
   for (size_t i = 0; i < ranks.size(); ++i) {
     int q = ranks[i];
     if (q == rank) continue;
@@ -648,10 +654,10 @@ ncclResult_t Session::say(const Tags& tags, const std::vector<int>& ranks, const
     }
     if (linked && !control)
       post(peer(q).info.token, rank, Ctl::Exchange, tags[i], mine);
-    else if (!linked || !control->send_frame(Ctl::Exchange, tags[i], mine))
-      return cut_off(q, what, "it died or left");
+    else if ((!linked || !control->send_frame(Ctl::Exchange, tags[i], mine)) && lost < 0)
+      lost = q;
   }
-  return ncclSuccess;
+  return lost < 0 ? ncclSuccess : cut_off(lost, what, "it died or left");
 }
 
 void Session::exchanged(int from, uint64_t tag, const Blob& body) {
