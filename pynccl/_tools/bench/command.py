@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from fractions import Fraction
@@ -17,7 +18,7 @@ from typing import Any
 
 import click
 
-from pynccl._errors import NcclTimeoutError, NotSupportedError
+from pynccl._errors import NcclRemoteError, NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
 from pynccl._run.command import ranks
 from pynccl._run.launch import Job, choose_backend, launch
@@ -383,8 +384,11 @@ def bench_ranks(operation: Operation, settings: Settings) -> int:
         try:
             steps.append(_resident())
             return _run(world, operation, settings, steps)
-        except BaseException:
+        except BaseException as error:
             world.abort()
+            if isinstance(error, NcclRemoteError):
+                # Ctrl-C may have ended another rank first. This rank's signal then comes a moment later.
+                time.sleep(0.2)
             raise
     except (ValueError, MemoryError, OSError) as error:
         raise click.ClickException(f"{operation.name}: {error or 'out of memory'}") from error
