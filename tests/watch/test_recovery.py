@@ -20,7 +20,7 @@ import pytest
 import pynccl
 from meeting import failure, hear, publish, tell, together, until
 from null_library import forwarding
-from pynccl import Communicator, NcclError, UniqueId, capi
+from pynccl import Communicator, NcclError, NcclInvalidUsage, RankFailedError, UniqueId, capi
 from pynccl._comm import recovery
 from pynccl._library.binding import lib
 from pynccl.testing import RankError, run
@@ -227,6 +227,34 @@ def shrinks_again(rank: int, nranks: int) -> list[int]:
 
 def test_shrink_again_after_one_that_failed() -> None:
     assert run(4, shrinks_again, backend="cpu", timeout=50) == [[3, 3], [0, 3, 3, 3], [0, 3, 3, 3], [0, 3]]
+
+
+def misses_a_shrink(rank: int, nranks: int, how: str) -> tuple[int, int]:
+    """Rank 1 takes no part in a shrink of ranks 0 to 2, or leaves it by Ctrl-C before the others begin."""
+    with pynccl.init(timeout=2) as comm:
+        comm.barrier()
+        if rank == 1 and how == "refused":
+            with pytest.raises(NcclInvalidUsage), pynccl.group():
+                comm.shrink([3])
+        elif rank == 1:
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                comm.shrink([3])
+        elif rank != 3 and how == "refused":
+            with pytest.raises(RankFailedError) as caught:
+                comm.shrink([3])
+            assert caught.value.ranks == [1]
+        together(nranks)
+        for _ in range(2 if rank != 3 else 0):
+            with comm.shrink([3]) as small:
+                assert total(small) == (6, 6)
+        together(nranks, "again")
+        return total(comm)
+
+
+@pytest.mark.parametrize("how", ["refused", "interrupted"])
+def test_shrink_after_one_that_a_rank_missed(how: str) -> None:
+    assert run(4, misses_a_shrink, how, backend="cpu", timeout=50) == [(10, 10)] * 4
 
 
 # The variables of the ranks: communicators are blocking, or not.
