@@ -134,6 +134,9 @@ class Survivors:
         if self.final:
             return 0
         self._hear_beginnings()
+        if len(self.states) > self.finished and self.states[-1].decision is not None:
+            # They may have gone on after this decision, which is still to be returned here.
+            return 0
         newest = self.watch.begun
         return set_of(
             r for r in ranks_in(self.heard_of) if newest.get((self.kind, r), self.theirs[r]) != self.theirs[r]
