@@ -68,15 +68,25 @@ def _limited(seconds: float | None) -> Iterator[None]:
 
 
 def take(
-    core: Core, handle: int, *, owned: bool = True, with_channel: bool = True, look: Look | None = None
+    core: Core,
+    handle: int,
+    *,
+    owned: bool = True,
+    with_channel: bool = True,
+    look: Look | None = None,
+    derived: bool = False,
 ) -> None:
-    """Set up `core` with the library's communicator; abort the communicator if that fails."""
+    """Set up `core` with the library's communicator; abort the communicator if that fails.
+
+    If it is `derived`, its parent knows which ranks have died. Here one that only aborts this one, after the
+    death of another, looks dead.
+    """
     core.handle, core.owned = handle, owned
     lifetime.living.add(core)
     try:
         _set_up(core, handle, owned, with_channel, look)
     except BaseException as error:
-        death = _death(core, error)
+        death = None if derived else _death(core, error)
         # Other ranks may have succeeded, and wait for this rank: the abort tells them.
         abort(core)
         if death is None:

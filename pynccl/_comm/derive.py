@@ -79,7 +79,7 @@ def derive(
 def _take(core: Core, child: Core, handle: int) -> None:
     """Set up the derived communicator; report failed ranks by the parent's watchdog."""
     try:
-        take(child, handle, look=core.watch.raise_verdict)
+        take(child, handle, look=core.watch.raise_verdict, derived=True)
     except NcclTimeoutError as error:
         core.watch.hear()
         raise core.watch.expire(str(error)) or error from None
