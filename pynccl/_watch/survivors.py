@@ -122,11 +122,9 @@ class Survivors:
 
     def _must_not_be_given_up(self) -> None:
         if gone := self.given_up():
-            raise RankFailedError(
+            raise self._failure(
                 f"{self.doing} the communicator: {_ranks(gone)} gave up, and began again",
-                ranks=list(ranks_in(gone)),
-                rank=self.me,
-                size=self.size,
+                gone,
             )
 
     def given_up(self) -> int:
@@ -251,36 +249,33 @@ class Survivors:
         for rank, at in self.word.ends(asked, deadline):
             lib.pynccl_watch_told_end(self.watch.c, rank, at)
 
+    def _failure(self, text: str, ranks: int) -> RankFailedError:
+        return RankFailedError(text, ranks=list(ranks_in(ranks)), rank=self.me, size=self.size)
+
     def _must_be_in(self, view: View) -> None:
         if view.excluded >> self.me & 1 or not agreement.members(view, self.me) >> self.me & 1:
-            raise RankFailedError(
+            raise self._failure(
                 f"the other ranks excluded this one, {self.me} of {self.size}",
-                ranks=[self.me],
-                rank=self.me,
-                size=self.size,
+                1 << self.me,
             )
 
     def _overruled(self) -> RankFailedError:
-        return RankFailedError(
+        return self._failure(
             f"{self.doing} the communicator: others decided without this rank, {self.me} of {self.size}, "
             "which had decided with them; exclude may differ between the survivors",
-            ranks=[self.me],
-            rank=self.me,
-            size=self.size,
+            1 << self.me,
         )
 
     def _partition(self, view: View) -> RankFailedError:
         if left := self.watch.left_behind():
             return left
         chosen, rest = agreement.members(view, self.me), agreement.rest(view)
-        return RankFailedError(
+        return self._failure(
             f"partition: {_ranks(chosen)} cannot reach {_ranks(rest & ~chosen)}, which may be alive "
             f"and go on by themselves, and {_are(chosen)} not more than half of the {rest.bit_count()} ranks "
             "that are not proven to have ended (of two halves the one with the lowest rank goes on). "
             "shrink(..., quorum=None) goes on without a majority",
-            ranks=list(ranks_in(self._failed() | (rest & ~chosen))),
-            rank=self.me,
-            size=self.size,
+            self._failed() | (rest & ~chosen),
         )
 
     def _late(self, awaited: int) -> RankFailedError:
@@ -290,12 +285,10 @@ class Survivors:
         why = "did not respond" if silent else "did not take part"
         # A rank that only other ranks exclude hears nothing from them.
         hint = "" if silent or self.final or not self.excluded else "; exclude may differ between the ranks"
-        return RankFailedError(
+        return self._failure(
             f"{self.doing} the communicator: {_ranks(who)} {why} within "
             f"{self.watch.timeout or SECONDS:g} s{hint}",
-            ranks=list(ranks_in(self._failed() | who)),
-            rank=self.me,
-            size=self.size,
+            self._failed() | who,
         )
 
     def _failed(self) -> int:
@@ -318,6 +311,11 @@ class Survivors:
         self._flush()
         if any(state.overruled for state in self.states):
             raise self._overruled()
+
+    def _pump_while(self, waits: Callable[[], object], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while waits() and time.monotonic() < deadline:
+            self.pump(_SLICE_MS)
 
     def _hear_messages(self, wait_ms: int) -> None:
         rank, data = ffi.new("int*"), ffi.new("char[]", _TEXT)
@@ -398,11 +396,9 @@ class Survivors:
         self._must_not_be_given_up()
         gone = self.decided & (self.lost | self.ended)
         if gone:
-            raise RankFailedError(
+            raise self._failure(
                 f"{self.doing} the communicator: {_ranks(gone)} failed meanwhile",
-                ranks=list(ranks_in(self._failed() | gone)),
-                rank=self.me,
-                size=self.size,
+                self._failed() | gone,
             )
         if any(which == len(self.states) and not said.view.flags & MADE for _, which, said in self.early):
             raise self.other_failure()
@@ -420,11 +416,9 @@ class Survivors:
         fates = self._fates()
         ended = all(fates[r] & _REASON == _ENDS for r in ranks_in(gone))
         why = "left without closing it" if ended else f"cannot be reached by all of {_ranks(left)}"
-        return RankFailedError(
+        return self._failure(
             f"{self.doing} the communicator: {_ranks(gone)} {why}",
-            ranks=list(ranks_in(gone)),
-            rank=self.me,
-            size=self.size,
+            gone,
         )
 
     def other_failure(self) -> NcclError:
@@ -462,11 +456,13 @@ class Survivors:
 
     def wait_for_losses(self) -> None:
         """Wait for the report of a death that may have caused an error; silent survivors are lost, too."""
-        deadline = time.monotonic() + _LATE
-        while not self.decided & (self.lost | self.ended) and time.monotonic() < deadline:
-            if any(which == len(self.states) for _, which, _ in self.early):
-                break
-            self.pump(_SLICE_MS)
+        self._pump_while(
+            lambda: (
+                not self.decided & (self.lost | self.ended)
+                and all(which != len(self.states) for _, which, _ in self.early)
+            ),
+            _LATE,
+        )
         self.lose_silent()
 
     def lose_silent(self) -> None:
@@ -475,21 +471,23 @@ class Survivors:
         self.lost |= set_of(r for r in ranks_in(self.decided) if fates[r] & _SILENT)
 
     def tell_all(self) -> None:
-        """Stay until all ranks that have not been lost have begun, and so have this rank's newest message."""
-        deadline = time.monotonic() + _LINGER
-        others = self.members & ~(self.lost | self.ended)
-        while any(not self.theirs[r] for r in ranks_in(others)) and time.monotonic() < deadline:
-            self.pump(_SLICE_MS)
+        """Stay until every rank that can be reached has begun: it then gets this rank's newest message."""
+
+        def some_have_not_begun() -> bool:
+            return any(not self.theirs[r] for r in ranks_in(self.members & ~(self.lost | self.ended)))
+
+        self._pump_while(some_have_not_begun, _LINGER)
 
     def linger(self) -> None:
         """Stay until all survivors have the last decision, so that none waits for an interrupted message.
 
         If an excluded rank can take the end of any survivor for a death, all stay until it no longer can.
         """
-        deadline = time.monotonic() + _LINGER
         others = self.decided & ~(1 << self.me)
-        while others & ~(self.states[-1].deciders | self.lost | self.ended) and time.monotonic() < deadline:
-            self.pump(_SLICE_MS)
+        self._pump_while(
+            lambda: others & ~(self.states[-1].deciders | self.lost | self.ended),
+            _LINGER,
+        )
         for rank, number in enumerate(self.theirs):
             # It will not begin this attempt again.
             if self.watch.begun.get((self.kind, rank)) == number:
