@@ -117,7 +117,10 @@ def _set_up(core: Core, handle: int, owned: bool, with_channel: bool, look: Look
 
 
 def _death(core: Core, error: BaseException) -> RankFailedError | None:
-    """Return the error that names the ranks that died during the creation, if the CPU library saw any."""
+    """Return the error that names the ranks that died or were late during the creation, if they are known."""
+    if isinstance(error, NcclTimeoutError):
+        found = core.watch.verdict()
+        return found if isinstance(found, RankFailedError) else None
     if not core.waits or not isinstance(error, NcclRemoteError) or isinstance(error, RankFailedError):
         return None
     fates: list[int] = []

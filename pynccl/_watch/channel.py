@@ -22,7 +22,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pynccl import _host
-from pynccl._errors import BootstrapError, NcclError, NcclSystemError, NcclTimeoutError, descriptor_limit
+from pynccl._errors import BootstrapError, NcclError, NcclSystemError, descriptor_limit
 from pynccl._library.binding import lib
 from pynccl._secure import handshake
 from pynccl._secure.secret import read_secret
@@ -31,7 +31,7 @@ from pynccl._watch.ended import Process, process
 if TYPE_CHECKING:
     from pynccl._secure.noise import Session
 
-GONE = -2
+GONE, LATE = -2, -3
 _KEY = 16
 # Seconds for a connection to prove the key, and for a rank to connect after the library reported an error.
 _HELLO_SECONDS = 5.0
@@ -55,7 +55,8 @@ Gather = Callable[[bytes], list[bytes]]
 class Channel(NamedTuple):
     """The connections of a rank to the others."""
 
-    # A connected socket for every rank, -1 for this one and GONE for one that died meanwhile.
+    # A connected socket for every rank, -1 for this one, GONE for one that died meanwhile, and LATE for one
+    # that did not connect in time.
     sockets: list[int]
     # The processes of all ranks, and for each whether it is visible to this one.
     processes: list[Process]
@@ -89,13 +90,13 @@ def connect(
         mesh = _Mesh(rank, size, secret, key, listener, deadline)
         try:
             mesh.call(places[:rank])
-            mesh.answer(look)
+            late = mesh.answer(look)
             # They were alive when they connected; a process that is invisible now never proves anything.
             here = processes[rank].space
             visible = [
                 one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes
             ]
-            return Channel(mesh.sockets(), processes, visible, mesh.sessions)
+            return Channel(mesh.sockets(late), processes, visible, mesh.sessions)
         except BaseException:
             mesh.close()
             raise
@@ -219,8 +220,8 @@ class _Mesh:
         self.open[sock] = link
         self.selector.register(sock, selectors.EVENT_READ)
 
-    def answer(self, look: Callable[[], object]) -> None:
-        """Complete all connections."""
+    def answer(self, look: Callable[[], object]) -> list[int]:
+        """Complete all connections; return the ranks that did not connect in time."""
         hello_size = _HELLO.size + self._scheme(0, 0).hello_size
         self.listener.setblocking(False)
         self.selector.register(self.listener, selectors.EVENT_READ)
@@ -244,10 +245,8 @@ class _Mesh:
             elif now >= last:
                 self.found |= dict.fromkeys(self._missing())
             if self.deadline is not None and now >= self.deadline:
-                raise NcclTimeoutError(
-                    f"rank {self.rank} of {self.size} opened the control channel, and ranks "
-                    f"{self._missing()} did not connect in time"
-                )
+                return self._missing()
+        return []
 
     def _accept(self, hello_size: int) -> None:
         try:
@@ -338,13 +337,13 @@ class _Mesh:
         if session is not None:
             self.sessions[other] = session
 
-    def sockets(self) -> list[int]:
+    def sockets(self, late: list[int]) -> list[int]:
         for sock in list(self.open):
             self._drop(sock)
         self.selector.close()
         ends = [self.found.get(other) for other in range(self.size)]
         return [
-            -1 if other == self.rank else GONE if sock is None else sock.detach()
+            -1 if other == self.rank else LATE if other in late else GONE if sock is None else sock.detach()
             for other, sock in enumerate(ends)
         ]
 

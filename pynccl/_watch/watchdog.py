@@ -27,6 +27,7 @@ from pynccl._library.binding import ffi, lib
 from pynccl._library.status import mismatch
 from pynccl._secure.handshake import load_noise
 from pynccl._types import DataType
+from pynccl._values import rank_list
 from pynccl._watch import channel
 from pynccl._watch.ended import Process
 
@@ -111,13 +112,15 @@ class Watch:
         if deadline is not None and until is not None:
             deadline = min(deadline, until)
         sockets = ffi.NULL
-        gone, sealing = False, _Sealing({}, 0)
+        lost: set[int] = set()
+        sealing = _Sealing({}, 0)
         context = 0 if self.c.waits or not cuda.available() else cuda.primary_context(device)
         milliseconds = 0 if self.timeout is None else max(1, int(self.timeout * 1000))
         with _thread() as no_thread:
             if with_channel and self.size > 1:
                 opened = self._connect(handle, no_thread, deadline, look)
-                sockets, gone = ffi.new("int[]", opened.sockets), channel.GONE in opened.sockets
+                sockets = ffi.new("int[]", opened.sockets)
+                lost = {channel.GONE, channel.LATE} & set(opened.sockets)
                 self.processes, self.visible = opened.processes, opened.visible
                 sealing = _Sealing(opened.sessions, self.size)
             if no_thread is not None:
@@ -129,8 +132,18 @@ class Watch:
         if self.visible:
             pids = [process.pid * seen for process, seen in zip(self.processes, self.visible, strict=True)]
             lib.pynccl_watch_processes(self.c, pids, [process.start for process in self.processes])
-        if gone:
-            self.raise_verdict(DEATH_MS)
+        # A rank that is connected to all others must hear why this one is not.
+        found = self.verdict(DEATH_MS) if lost else None
+        if channel.LATE in lost:
+            late = [rank for rank, sock in enumerate(opened.sockets) if sock == channel.LATE]
+            raise NcclTimeoutError(
+                f"rank {self.rank} of {self.size} opened the control channel, and {rank_list(late)} did not "
+                "connect in time",
+                rank=self.rank,
+                size=self.size,
+            ) from found
+        if found is not None:
+            raise found
 
     def _connect(
         self, handle: Handle, failure: NcclError | None, deadline: float | None, look: Look | None

@@ -47,6 +47,7 @@ typedef struct pynccl_peer {
   int socket;
   int departure;
   int gone;       // the connection has ended
+  int late;       // it never began: the rank did not connect in time
   int named;      // another rank's verdict names it as failed
   int64_t heard;  // when its last frame came, by pynccl_watchdog.awake
   int pid;        // 0: unknown
@@ -139,7 +140,7 @@ int pynccl_note_lost(pynccl_watch* w, int rank, int other);
 // Note that this rank cannot reach another one, and tell all, once.
 void pynccl_report_loss(pynccl_watch* w, int rank);
 void pynccl_hang_up(pynccl_watch* w, int rank);
-// Begin with a peer's connected socket; -1 or -2: it has none.
+// Begin with a peer's connected socket; negative: it has none.
 void pynccl_take_socket(pynccl_peer* p, int socket);
 void pynccl_seal_with(pynccl_watch* w, const pynccl_sealing* sealing);
 size_t pynccl_wire_bytes(const pynccl_watch* w);

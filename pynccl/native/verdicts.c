@@ -157,6 +157,8 @@ static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v
     pynccl_say(v->text, sizeof v->text,
                "is out of reach: a frame from it was changed on its way (it was not sealed with the job's "
                "secret)");
+  } else if (p->late) {
+    pynccl_say(v->text, sizeof v->text, "did not connect in time");
   } else if (p->gone && !p->departure) {
     pynccl_say(v->text, sizeof v->text, "died, or exited without closing its communicator");
   } else if (rank != w->rank && pynccl_silent(p, 2 * w->beat)) {

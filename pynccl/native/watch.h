@@ -69,9 +69,10 @@ typedef struct pynccl_sealing {
 int pynccl_watch_reserve(void);
 void pynccl_watch_unreserve(void);
 // Start to watch a communicator, within a reservation. `sockets` has one connected socket per rank, which the
-// watch then owns (-1 for this rank, -2 for a rank that has gone), or is NULL: no channel. `context` is the
-// CUDA context of its device; 0: the CPU library, or no driver. `sealing` is NULL without a secret: frames
-// are not encrypted. Returns 0 or ENOMEM. The watch lives as long as the communicator.
+// watch then owns (-1 for this rank, -2 for a rank that has gone, -3 for one that did not connect in time),
+// or is NULL: no channel. `context` is the CUDA context of its device; 0: the CPU library, or no driver.
+// `sealing` is NULL without a secret: frames are not encrypted. Returns 0 or ENOMEM. The watch lives as long
+// as the communicator.
 int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int on_failure,
                        uintptr_t context, const pynccl_sealing* sealing);
 // Announce the departure and close the channel. No effect if it is closed.

@@ -297,12 +297,14 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
   w->id = ++pynccl_watchdog.last_id;
   for (int i = 0; i < w->size; ++i) {
     pynccl_take_socket(&w->peers[i], sockets && i != w->rank ? sockets[i] : -1);
-    if (w->peers[i].socket < -1) {
-      w->peers[i].gone = 1;
-      w->peers[i].gone_at = pynccl_now();
-      pynccl_note_lost(w, w->rank, i);
-    }
     if (w->peers[i].socket >= 0) pynccl_watch_epoll(w, i, EPOLL_CTL_ADD);
+  }
+  for (int i = 0; i < w->size; ++i) {
+    if (w->peers[i].socket >= -1) continue;
+    w->peers[i].gone = 1;
+    w->peers[i].late = w->peers[i].socket == -3;
+    w->peers[i].gone_at = pynccl_now();
+    pynccl_report_loss(w, i);
   }
   w->listed = 1;
   w->next = pynccl_watchdog.watches;

@@ -21,7 +21,7 @@ import pytest
 import pynccl
 from conftest import clean_environment
 from hosts import joined, needs_root
-from meeting import failure, together, until_gone
+from meeting import failure, store, together, until_gone
 from pynccl import Communicator, NcclError, NcclInvalidUsage, RankFailedError
 from pynccl._watch import channel, survivors
 from pynccl.testing import RankError, run
@@ -112,6 +112,44 @@ def test_only_a_majority_goes_on(groups: list[list[int]], goes_on: list[int] | N
 def test_every_part_goes_on_where_it_is_told_to() -> None:
     for rank, (_, outcome) in enumerate(run(4, parts, HALVES, None, backend="cpu", timeout=40)):
         assert outcome == ("went on", HALVES[rank in (1, 2)], "")
+
+
+def stops_while_it_connects(
+    rank: int, nranks: int, calls: int, in_split: bool
+) -> tuple[list[int], list[int]]:
+    """The last rank stops after it has connected to some of the others; their part is then complete."""
+    parent = pynccl.init(timeout=3) if in_split else None
+    with store() as meeting:
+        if rank == nranks - 1:
+            meeting.set("pid", b"%d" % os.getpid())
+            mesh: Any = getattr(channel, "_Mesh")  # noqa: B009
+            finish = mesh._finish
+
+            def finish_and_stop(mine: Any, *args: Any) -> None:
+                finish(mine, *args)
+                if len(mine.found) == calls:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+
+            mesh._finish = finish_and_stop
+        victim = int(meeting.get("pid"))
+        try:
+            comm = parent.split(0) if parent else pynccl.init(timeout=3)
+            comm.barrier()
+            raise AssertionError("a stopped rank took part")
+        except RankFailedError as error:
+            left = who(parent.shrink(exclude=error.ranks, abort=True), rank) if parent else []
+            meeting.barrier("over", nranks - 1)
+            if rank == 0:
+                os.kill(victim, signal.SIGKILL)
+            return error.ranks, left
+
+
+@pytest.mark.parametrize("in_split", [True, False])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_rank_stops_while_it_connects(calls: int, in_split: bool) -> None:
+    """Those that it has connected to and the others name it alike, and go on together."""
+    *others, _ = run(4, stops_while_it_connects, calls, in_split, backend="cpu", check=False, timeout=30)
+    assert others == [([3], [0, 1, 2] if in_split else [])] * 3
 
 
 def asks_again(rank: int, nranks: int) -> list[int]:
