@@ -85,6 +85,8 @@ class Running(Generic[T]):
         if self._abandoned:
             self._interrupt(False)
             self._drop()
+            # Its traceback holds this object, and the arrays of the call.
+            self._error = None
 
     def _interrupt(self, on: bool) -> None:
         """Make the CPU library interrupt this call; NVIDIA's NCCL continues until its own time-out."""
