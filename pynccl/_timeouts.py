@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from datetime import timedelta
 from enum import Enum
 from numbers import Real
 from typing import Any
@@ -24,11 +25,12 @@ def check_timeout(timeout: Any, *, zero: bool = False, optional: bool = True) ->
     # An int may be too large for a float.
     seconds = float(min(timeout, LONGEST)) if number else math.nan
     if not (seconds > 0 or (zero and seconds == 0)):
-        raise (ValueError if number else TypeError)(f"timeout is {timeout!r}; expected {expected}")
+        hint = "; write timeout.total_seconds()" if isinstance(timeout, timedelta) else ""
+        raise (ValueError if number else TypeError)(f"timeout is {timeout!r:.200}; expected {expected}{hint}")
     return seconds
 
 
-def shown(seconds: float | None) -> str:
+def rounded(seconds: float | None) -> str:
     """Return seconds for a message; the rest of a time-out looks like the time-out."""
     return "inf" if seconds is None else f"{round(seconds, 2) or seconds:g}"
 
@@ -44,5 +46,5 @@ def resolve_timeout(timeout: float | None) -> float | None:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ValueError(f"PYNCCL_TIMEOUT is {text!r}; expected a positive number of seconds")
+        raise ValueError(f"PYNCCL_TIMEOUT is {text!r:.200}; expected a positive number of seconds")
     return min(seconds, LONGEST)

@@ -23,7 +23,11 @@ _SHOWN = 200
 
 def shown(value: Any) -> str:
     """Return an object's repr for an error's text, cut if it is long: it may be a model's weights."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python refuses to print such an int.
+        text = f"an int of {value.bit_length()} bits" if isinstance(value, int) else f"of type {type(value)}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (a {type(value).__qualname__})"
 
 
@@ -58,7 +62,7 @@ def check_int(value: Any, name: str, least: int, end: int, expected: str) -> int
     if not is_int(value):
         raise TypeError(f"{name} is {shown(value)}; expected {expected}")
     if not least <= value < end:
-        raise ValueError(f"{name} is {value}; expected {expected}")
+        raise ValueError(f"{name} is {shown(value)}; expected {expected}")
     return int(value)
 
 

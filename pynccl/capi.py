@@ -40,6 +40,7 @@ from pynccl._types import to_unique_id as _to_unique_id
 from pynccl._values import MOST_DEVICES as _MOST_DEVICES
 from pynccl._values import check_text as _check_text
 from pynccl._values import is_int as _is_int
+from pynccl._values import shown
 
 _ConfigLike = Config | Mapping[str, Any] | None
 
@@ -69,7 +70,7 @@ def _ints(values: Sequence[int], count: int, name: str) -> Any:
     try:
         cells = _ffi.new("int[]", list(values))
     except (TypeError, OverflowError) as error:
-        raise type(error)(f"{name} is {values!r}; expected {count} ints: {error}") from None
+        raise type(error)(f"{name} is {shown(values)}; expected {count} ints: {error}") from None
     if len(cells) < count:
         raise ValueError(f"{name} has {len(cells)} entries; expected {count}")
     return cells

@@ -32,7 +32,7 @@ from pynccl._run.nodes import open_store
 from pynccl._run.ports import free_port
 from pynccl._run.process import Child, describe_exit, die_with_parent, wait_all
 from pynccl._timeouts import check_timeout
-from pynccl._values import rank_list
+from pynccl._values import rank_list, shown
 from pynccl.bootstrap._environment import as_rank
 
 __all__ = ["RankError", "RankTimeout", "run"]
@@ -123,10 +123,10 @@ def run(
         )
     _check_numbers(nranks, threads)
     if not callable(fn):
-        raise TypeError(f"fn is {fn!r}; expected a function that takes (rank, nranks, *args)")
+        raise TypeError(f"fn is {shown(fn)}; expected a function that takes (rank, nranks, *args)")
     check_timeout(timeout, optional=False)
     if not isinstance(check, bool):
-        raise TypeError(f"check is {check!r}; expected True or False")
+        raise TypeError(f"check is {shown(check)}; expected True or False")
     _check_backend(backend)
     _check_env(env or {})
     # By name, or as bytes together with the arguments, whose classes have the same problem.
@@ -156,31 +156,39 @@ def run(
 
 def _check_numbers(nranks: int, threads: int) -> None:
     if isinstance(nranks, bool) or not isinstance(nranks, int):
-        raise TypeError(f"nranks is {nranks!r}; expected an int before the function: run(4, fn)")
+        raise TypeError(f"nranks is {shown(nranks)}; expected an int before the function: run(4, fn)")
     if nranks < 1:
-        raise ValueError(f"nranks is {nranks}; expected 1 or more")
+        raise ValueError(f"nranks is {shown(nranks)}; expected 1 or more")
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1 or nranks % threads:
-        raise ValueError(f"threads is {threads!r}; expected a positive int that divides nranks, {nranks}")
+        raise ValueError(
+            f"threads is {shown(threads)}; expected a positive int that divides nranks, {nranks}"
+        )
     if nranks // threads > MOST_RANKS:
-        raise ValueError(f"nranks is {nranks}; expected at most {MOST_RANKS} processes of {threads} ranks")
+        raise ValueError(
+            f"nranks is {shown(nranks)}; expected at most {MOST_RANKS} processes of {threads} ranks"
+        )
 
 
 def _check_backend(backend: str) -> None:
     expected = "expected 'auto', 'cpu' or the path of a libnccl"
     if not isinstance(backend, str):
-        raise TypeError(f"backend is {backend!r}; {expected}")
+        raise TypeError(f"backend is {shown(backend)}; {expected}")
     if backend not in ("auto", "cpu") and not os.path.isfile(os.path.expanduser(backend)):
-        raise ValueError(f"backend is {backend!r}, which is not a file; {expected}")
+        raise ValueError(f"backend is {shown(backend)}, which is not a file; {expected}")
 
 
 def _check_env(env: dict[str, str]) -> None:
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"env[{name!r}] is {value!r}; expected names and values of type str")
+            raise TypeError(f"env[{name!r}] is {shown(value)}; expected names and values of type str")
         if not name or "=" in name or "\0" in name + value:
-            raise ValueError(f"env[{name!r}] is {value!r}; expected a name without '=', and no NULs")
+            raise ValueError(
+                f"env[{name!r}] is {shown(value)}; expected a name, not empty and without '=', and no NULs"
+            )
         if name in _OWN:
-            raise ValueError(f"env[{name!r}] is {value!r}; expected other names, since each rank has its own")
+            raise ValueError(
+                f"env[{name!r}] is {shown(value)}; expected other names, since each rank has its own"
+            )
 
 
 def _master(threads: int) -> dict[str, str]:
@@ -235,12 +243,12 @@ def _locate(fn: Callable[..., Any]) -> tuple[str, str, str] | None:
 def _cloudpickle(fn: Callable[..., Any]) -> Any:
     """Return the module that pickles functions by value."""
     if not callable(fn):
-        raise TypeError(f"fn is {fn!r}; expected a function")
+        raise TypeError(f"fn is {shown(fn)}; expected a function")
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:
         raise ValueError(
-            f"fn is {fn!r}, which a new process cannot find by name in a file; expected a function of a "
+            f"fn is {shown(fn)}, which a new process cannot find by name in a file; expected a function of a "
             "module or a script, or any function with cloudpickle installed (pip install cloudpickle)"
         ) from None
 

@@ -19,7 +19,7 @@ from pynccl._arrays.dtypes import from_name, from_numpy, from_torch, native
 from pynccl._library import cuda
 from pynccl._library.binding import ffi
 from pynccl._types import DataType
-from pynccl._values import is_int, refuse_copy
+from pynccl._values import is_int, refuse_copy, shown
 
 # Pointer, count, dtype code (dtypes), device, flags. A plain tuple for speed: every argument of every call
 # makes one. The flags are 0 for a writable array in C order with a dtype of NCCL's own.
@@ -85,11 +85,11 @@ class Buffer:
     ) -> None:
         for name, value in (("ptr", ptr), ("count", count)):
             if not is_int(value):
-                raise TypeError(f"{name} is {value!r}; expected an int")
+                raise TypeError(f"{name} is {shown(value)}; expected an int")
             if not 0 <= value < 1 << 63:
-                raise ValueError(f"{name} is {value}; expected 0 <= {name} < 2**63")
+                raise ValueError(f"{name} is {shown(value)}; expected 0 <= {name} < 2**63")
         if not isinstance(readonly, bool):
-            raise TypeError(f"readonly is {readonly!r}; expected True or False")
+            raise TypeError(f"readonly is {shown(readonly)}; expected True or False")
         if not ptr and count:
             raise ValueError(f"ptr is 0; expected the address of {count} elements")
         self.dtype, self.owner = dtype, owner
@@ -154,8 +154,10 @@ def code_of(dtype: Any, name: str) -> int:
         return from_numpy(np.dtype(dtype), name)
     except TypeError as error:
         ours = dtypes.OTHER_NAMES.get(dtype) if isinstance(dtype, str) else None
-        hint = f"; pynccl's name is {ours!r}" if ours else ""
-        raise TypeError(f"{name} is {dtype!r}{hint}; expected a dtype that NCCL can carry: {error}") from None
+        hint = f"; pynccl's name is {shown(ours)}" if ours else ""
+        raise TypeError(
+            f"{name} is {shown(dtype)}{hint}; expected a dtype that NCCL can carry: {error}"
+        ) from None
 
 
 # --- which kind ---------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ def _choose(array: Any, name: str) -> Kind:
             raise TypeError(f"{name} is a masked array; its mask would be lost; expected a plain array")
         return Kind(_from_numpy, _no_stream, _numpy_empty)
     if isinstance(array, np.generic):
-        raise TypeError(f"{name} is {array!r}, a number; expected an array, such as numpy.array({name})")
+        raise TypeError(f"{name} is {shown(array)}, a number; expected an array, such as numpy.array({name})")
     library = type(array).__module__.partition(".")[0]
     if library == "cupy" and hasattr(array, "data") and hasattr(array, "flags"):
         # Without a driver every array is in host memory, whatever its device_id.

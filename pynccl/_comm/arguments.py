@@ -101,7 +101,7 @@ class Arguments:
         if not is_int(value):
             raise TypeError(f"{name} is {shown(value)}; expected an int, 0 <= {name} < {self._size}")
         if not 0 <= value < self._size:
-            raise ValueError(f"{name} is {value}; expected 0 <= {name} < {self._size}")
+            raise ValueError(f"{name} is {shown(value)}; expected 0 <= {name} < {self._size}")
 
     def _part(self, span: Span, name: str) -> int:
         """Return NCCL's count of each rank's part of an array."""
@@ -258,7 +258,7 @@ class Arguments:
         if len(values) != self._size:
             raise ValueError(f"{name} has {len(values)} entries; expected {self._size}, one for each rank")
         if min(values) < 0:
-            raise ValueError(f"{name} is {values}; expected whole numbers, 0 or more")
+            raise ValueError(f"{name} is {shown(values)}; expected whole numbers, 0 or more")
         return values
 
     def require_own(self, span: Span, name: str, counts: list[int]) -> None:

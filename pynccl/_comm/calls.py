@@ -36,6 +36,7 @@ from pynccl._library.generated.structs import CollConfig
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._timeouts import check_timeout
 from pynccl._types import DataType, RedOp
+from pynccl._values import shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -352,4 +353,4 @@ def _meant(kind: int, recv: Any) -> TypeError | None:
         meant = f"stream={recv!r}"
     else:
         return None
-    return TypeError(f"recv is {recv!r}; the second argument is recv: write {meant}")
+    return TypeError(f"recv is {shown(recv)}; the second argument is recv: write {meant}")

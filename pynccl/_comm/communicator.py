@@ -33,7 +33,7 @@ from pynccl._timeouts import check_timeout
 from pynccl._trace import recorder
 from pynccl._trace.recorder import TraceRecord
 from pynccl._types import UniqueId, to_unique_id
-from pynccl._values import INT, MOST_DEVICES, check_int, check_list, is_int, refuse_copy
+from pynccl._values import INT, MOST_DEVICES, check_int, check_list, is_int, refuse_copy, shown
 
 
 @recorder.with_callers(
@@ -293,18 +293,20 @@ class Communicator(Operations, Hinting):
         Raises TypeError or ValueError for wrong arguments, and NcclError if the creation fails.
         """
         if quorum not in ("majority", None):
-            raise ValueError(f"quorum is {quorum!r}; expected 'majority' or None")
+            raise ValueError(f"quorum is {shown(quorum)}; expected 'majority' or None")
         if not isinstance(abort, bool):
-            raise TypeError(f"abort is {abort!r}; expected True or False")
+            raise TypeError(f"abort is {shown(abort)}; expected True or False")
         if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
-            raise TypeError(f"exclude is {exclude!r}; expected a list of ranks")
+            raise TypeError(f"exclude is {shown(exclude)}; expected a list of ranks")
         try:
             ranks = list(exclude)
         except TypeError:
-            raise TypeError(f"exclude is {exclude!r}; expected a list of ranks") from None
+            raise TypeError(f"exclude is {shown(exclude)}; expected a list of ranks") from None
         for rank in ranks:
             if not is_int(rank):
-                raise TypeError(f"exclude is {ranks!r}, with {rank!r}; expected ints, the ranks to leave out")
+                raise TypeError(
+                    f"exclude is {shown(ranks)}, with {rank!r}; expected ints, the ranks to leave out"
+                )
             if not 0 <= rank < self.size:
                 raise ValueError(f"exclude is {ranks}, with {rank}; expected ranks from 0 to {self.size - 1}")
         return self._of(recovery.shrink(self._core, ranks, abort, config, quorum))
@@ -419,7 +421,7 @@ def _ids(unique_id: UniqueId | bytes | Sequence[UniqueId | bytes]) -> list[bytes
     try:
         several = list(unique_id)
     except TypeError:
-        raise TypeError(f"unique_id is {unique_id!r}; expected a UniqueId or its 128 bytes") from None
+        raise TypeError(f"unique_id is {shown(unique_id)}; expected a UniqueId or its 128 bytes") from None
     ids = [bytes(to_unique_id(one, f"unique_id[{i}]")) for i, one in enumerate(several)]
     if not ids:
         raise ValueError("unique_id is an empty sequence; expected at least one id")
@@ -464,9 +466,9 @@ def _ordinals(devices: Any) -> list[int]:
     if isinstance(devices, int | np.integer):
         return list(range(check_int(devices, "devices", 1, MOST_DEVICES, expected)))
     if isinstance(devices, str | bytes | Mapping | Set) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices is {devices!r}; expected {expected}")
+        raise TypeError(f"devices is {shown(devices)}; expected {expected}")
     given = check_list(devices, "devices", expected)
     ordinals = [check_int(d, f"devices[{i}]", 0, INT, "an ordinal") for i, d in enumerate(given)]
     if not ordinals:
-        raise ValueError(f"devices is {devices!r}; expected {expected}")
+        raise ValueError(f"devices is {shown(devices)}; expected {expected}")
     return ordinals

@@ -14,7 +14,7 @@ from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.generated import kinds
 from pynccl._library.generated.structs import Config
 from pynccl._trace import recorder
-from pynccl._values import is_int
+from pynccl._values import is_int, shown
 
 ConfigLike = Config | Mapping[str, Any] | None
 
@@ -92,15 +92,15 @@ def split(core: Core, color: int | None, key: int, config: ConfigLike) -> Core |
     """Derive a communicator of the ranks with the same color, ordered by key; None if color is None."""
     if color is not None and not is_int(color):
         raise TypeError(
-            f"color is {color!r}; expected an int that the ranks of one communicator share, such as a number "
-            "of their node, or None to join no communicator"
+            f"color is {shown(color)}; expected an int that the ranks of one communicator share, such as a "
+            "number of their node, or None to join no communicator"
         )
     if color is not None and not 0 <= color < 1 << 31:
-        raise ValueError(f"color is {color}; expected 0 <= color < 2**31, or None")
+        raise ValueError(f"color is {shown(color)}; expected 0 <= color < 2**31, or None")
     if not is_int(key):
-        raise TypeError(f"key is {key!r}; expected an int that orders the ranks")
+        raise TypeError(f"key is {shown(key)}; expected an int that orders the ranks")
     if not -1 << 31 <= key < 1 << 31:
-        raise ValueError(f"key is {key}; expected -2**31 <= key < 2**31")
+        raise ValueError(f"key is {shown(key)}; expected -2**31 <= key < 2**31")
     number = capi.NCCL_SPLIT_NOCOLOR if color is None else int(color)
 
     def call() -> int:

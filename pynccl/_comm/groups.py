@@ -10,7 +10,7 @@ from pynccl._library import loader
 from pynccl._library.binding import fastcall, lib
 from pynccl._library.generated.structs import SimInfo
 from pynccl._library.status import check
-from pynccl._values import refuse_copy
+from pynccl._values import refuse_copy, shown
 
 end = fastcall.end
 
@@ -110,6 +110,6 @@ def group(simulate: bool = False) -> Group:
     # Every group passes here.
     if simulate is not False:
         if simulate is not True:
-            raise TypeError(f"simulate is {simulate!r}; expected True or False")
+            raise TypeError(f"simulate is {shown(simulate)}; expected True or False")
         made._simulate = True
     return made

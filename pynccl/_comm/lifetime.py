@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from pynccl._errors import NcclError
 from pynccl._timeouts import LONGEST
+from pynccl._values import shown
 
 
 class Member(Protocol):
@@ -154,7 +155,7 @@ def _exit_seconds() -> float:
     with suppress(ValueError):
         if (seconds := float(text)) >= 0:
             return min(seconds, LONGEST)
-    raise ValueError(f"PYNCCL_EXIT_TIMEOUT is {text!r}; expected seconds, 0 or more")
+    raise ValueError(f"PYNCCL_EXIT_TIMEOUT is {shown(text)}; expected seconds, 0 or more")
 
 
 def _in_child() -> None:

@@ -17,7 +17,7 @@ from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._library.generated.kinds import PUT_SIGNAL, SIGNAL, WAIT_SIGNAL
 from pynccl._memory.window import Entry, entry_of
 from pynccl._types import DataType
-from pynccl._values import as_index
+from pynccl._values import as_index, shown
 
 _BITS: Any = lib.PYNCCL_SIGNAL_BITS
 _MOST_SIGNALS = (1 << 31) - 1
@@ -122,8 +122,8 @@ class OneSided:
         """Require what NVIDIA's NCCL requires: both ends of a put lie in symmetric windows."""
         if not entry.symmetric:
             raise ValueError(
-                f"window is {window!r}; expected a symmetric one, since NVIDIA's NCCL puts into no other: "
-                "comm.window(array, symmetric=True)"
+                f"window is {shown(window)}; expected a symmetric one, since NVIDIA's NCCL puts into no "
+                "other: comm.window(array, symmetric=True)"
             )
         begin, nbytes = span[0], span[1] * dtypes.itemsize(span[2])
         source = self._core.windows.symmetric_at(begin, nbytes)
@@ -150,7 +150,7 @@ def _counts(peer: Any, count: Any) -> Iterable[tuple[Any, Any]]:
     if not isinstance(peer, Mapping):
         return [(peer, count)]
     if count != 1:
-        raise TypeError(f"count is {count!r}; expected none, since peer gives the counts")
+        raise TypeError(f"count is {shown(count)}; expected none, since peer gives the counts")
     return peer.items()
 
 
@@ -161,7 +161,7 @@ def _signal(signal: Any, context: Any) -> int:
         return int(signal | context << _BITS)
     for value, name in ((signal, "signal"), (context, "context")):
         if not 0 <= _integer(value, name) < limit:
-            raise ValueError(f"{name} is {value}; expected 0 <= {name} < {limit}")
+            raise ValueError(f"{name} is {shown(value)}; expected 0 <= {name} < {limit}")
     number: int = int(signal) | int(context) << _BITS
     return number
 
@@ -180,7 +180,7 @@ def _integer(value: Any, name: str) -> int:
     try:
         return as_index(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}; expected an int") from None
+        raise TypeError(f"{name} is {shown(value)}; expected an int") from None
 
 
 def _place(entry: Entry, span: Span, peer: int, offset: Any, byte_offset: Any) -> int:
@@ -200,7 +200,7 @@ def _place(entry: Entry, span: Span, peer: int, offset: Any, byte_offset: Any) -
             )
         return place.before + int(offset) * size
     if offset:
-        raise TypeError(f"offset is {offset!r} and byte_offset {byte_offset!r}; expected one of them")
+        raise TypeError(f"offset is {shown(offset)} and byte_offset {byte_offset!r}; expected one of them")
     if not 0 <= _integer(byte_offset, "byte_offset") <= place.nbytes - nbytes:
         raise ValueError(
             f"byte_offset is {byte_offset} for {nbytes:,} bytes; the window of rank {peer} has "

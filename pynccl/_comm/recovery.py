@@ -19,6 +19,7 @@ from pynccl._library.binding import lib
 from pynccl._library.status import check
 from pynccl._trace import recorder
 from pynccl._types import UniqueId
+from pynccl._values import shown
 from pynccl._watch.agreement import DERIVE, MADE, WELL, View, set_of
 from pynccl._watch.survivors import GROWING, LEAVING_OUT, SECONDS, SHRINKING, Survivors, share_id
 from pynccl._watch.watchdog import DEATH_MS
@@ -37,7 +38,9 @@ def shrink(core: Core, exclude: Sequence[int], ends: bool, config: ConfigLike, q
         # If this rank itself was found to have failed, raise that error.
         core.watch.raise_verdict()
     if core.rank in exclude or not exclude:
-        raise ValueError(f"exclude is {exclude}; expected at least one rank, and not this rank, {core.rank}")
+        raise ValueError(
+            f"exclude is {shown(exclude)}; expected at least one rank, and not this rank, {core.rank}"
+        )
     if not core.handle:
         core.open()
     core.outside_groups("ncclCommShrink")

@@ -15,7 +15,7 @@ from pynccl._library.binding import ffi
 from pynccl._library.generated.api import ncclScalarDevice, ncclScalarHostImmediate
 from pynccl._library.generated.tables import REDUCTIONS
 from pynccl._types import RedOp
-from pynccl._values import Code, is_int, refuse_copy
+from pynccl._values import Code, is_int, refuse_copy, shown
 
 NAMES = {name: op for op, name in enumerate(REDUCTIONS)}
 _EXPECTED = f"expected one of {', '.join(NAMES)}, a RedOp or a PreMulSum"
@@ -50,7 +50,7 @@ class PreMulSum:
         if not isinstance(factor, int | float | np.generic) or isinstance(factor, bool | np.bool_ | Code):
             self._device = _on_device(factor, resolve)
         elif isinstance(factor, np.complexfloating):
-            raise TypeError(f"factor is {factor!r}; expected a real number")
+            raise TypeError(f"factor is {shown(factor)}; expected a real number")
 
     def code(self, core: Core, dtype: int) -> int:
         """Return the ncclRedOp_t for a datatype; the first call with the datatype creates it."""
@@ -94,7 +94,7 @@ def _on_device(factor: Any, resolve: Callable[[Any, str], Span]) -> tuple[int, i
     # The bytes of a number would be taken for an array of one integer.
     if isinstance(factor, complex | str | bytes | bool | np.bool_ | Code) or factor is None:
         raise TypeError(
-            f"factor is {factor!r}; expected a real number, or an array of one element on the device"
+            f"factor is {shown(factor)}; expected a real number, or an array of one element on the device"
         )
     pointer, count, code, _, _ = resolve(factor, "factor")
     if count != 1 or dtypes.traveller(code):
@@ -119,7 +119,7 @@ def _as_bytes(factor: Any, datatype: int) -> bytes:
             import ml_dtypes
         except ImportError:
             raise TypeError(
-                f"factor is {factor!r} for arrays of {name}; expected ml_dtypes to be installed, "
+                f"factor is {shown(factor)} for arrays of {name}; expected ml_dtypes to be installed, "
                 "or a factor in device memory"
             ) from None
         return bytes(np.asarray(factor).astype(getattr(ml_dtypes, name)).tobytes())
@@ -131,7 +131,7 @@ def _as_bytes(factor: Any, datatype: int) -> bytes:
         whole = int(factor) if -np.inf < factor < np.inf else 0
         if whole != factor or not np.iinfo(dtype).min <= whole <= np.iinfo(dtype).max:
             raise ValueError(
-                f"op has the factor {factor!r}; expected a value of {name}, the dtype of the arrays"
+                f"op has the factor {shown(factor)}; expected a value of {name}, the dtype of the arrays"
             )
     return np.asarray(factor).astype(dtype).tobytes()
 
@@ -140,7 +140,7 @@ def _hint(name: object) -> str:
     """Return what pynccl calls another library's operation, for a message."""
     plain = str(name).lower()
     ours = _OTHER_NAMES.get(plain, plain)
-    return f"; pynccl's name is {ours!r}" if ours in NAMES else ""
+    return f"; pynccl's name is {shown(ours)}" if ours in NAMES else ""
 
 
 def op_code(core: Core, op: Any, dtype: int) -> int:
@@ -149,15 +149,16 @@ def op_code(core: Core, op: Any, dtype: int) -> int:
         code, adds = op.code(core, dtype), True
     elif isinstance(op, str):
         if op not in NAMES:
-            raise ValueError(f"op is {op!r}{_hint(op)}; {_EXPECTED}")
+            raise ValueError(f"op is {shown(op)}{_hint(op)}; {_EXPECTED}")
         code = NAMES[op]
         adds = code in _ADDING
     elif not isinstance(op, RedOp) and not (is_int(op) and isinstance(op, int)):
         # torch's ReduceOp.SUM, and NumPy's add, have a name.
         name = getattr(op, "name", None) or getattr(op, "__name__", None)
-        raise TypeError(f"op is {op!r}{_hint(name)}; {_EXPECTED}")
+        hint = "; pynccl.mpi.Comm takes it" if type(op).__module__ == "mpi4py.MPI" else _hint(name)
+        raise TypeError(f"op is {shown(op)}{hint}; {_EXPECTED}")
     elif not 0 <= op < 1 << 31:
-        raise ValueError(f"op is {op!r}; {_EXPECTED}")
+        raise ValueError(f"op is {shown(op)}; {_EXPECTED}")
     else:
         code, adds = int(op), int(op) in _ADDING
     travel = dtypes.traveller(dtype)
@@ -167,5 +168,5 @@ def op_code(core: Core, op: Any, dtype: int) -> int:
             if travel.adds
             else f"cannot reduce it, only move it: convert it to {travel.wider}"
         )
-        raise TypeError(f"op is {op!r} and the arrays have dtype {travel.name}; NCCL {can}")
+        raise TypeError(f"op is {shown(op)} and the arrays have dtype {travel.name}; NCCL {can}")
     return code

@@ -14,7 +14,7 @@ from pynccl._library.binding import lib
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._names import Hinting
 from pynccl._timeouts import check_timeout
-from pynccl._values import refuse_copy
+from pynccl._values import refuse_copy, shown
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -42,7 +42,7 @@ def part(core: Core, stream: int) -> Part:
 def issued_later(wait: object, *cores: Core) -> bool:
     """Check the argument `wait` of a call on communicators; tell whether the call returns a Work."""
     if not isinstance(wait, bool):
-        raise TypeError(f"wait is {wait!r}; expected True or False")
+        raise TypeError(f"wait is {shown(wait)}; expected True or False")
     if wait:
         return False
     if any(core.streamless and not core.waits for core in cores):

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, cast
 from pynccl import capi
 from pynccl._errors import NcclError, NcclSystemError, NcclTimeoutError
 from pynccl._library.binding import lib
-from pynccl._timeouts import shown
+from pynccl._timeouts import rounded
 from pynccl._trace.recorder import dump_because
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ def bounded(
         running.abandon()
         raise
     if not in_time and running.give_up():
-        text = f"{what} took longer than {shown(timeout)} s"
+        text = f"{what} took longer than {rounded(timeout)} s"
         dump_because("timeout", text)
         raise NcclTimeoutError(text, function=what)
     return running.result()

@@ -15,9 +15,9 @@ from pynccl._library import cuda, loader
 from pynccl._library.binding import lib
 from pynccl._library.status import IN_PROGRESS, check
 from pynccl._names import Hinting
-from pynccl._timeouts import check_timeout, shown
+from pynccl._timeouts import check_timeout, rounded
 from pynccl._trace.recorder import dump_because
-from pynccl._values import is_int, refuse_copy
+from pynccl._values import is_int, refuse_copy, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,7 +107,7 @@ def handle_of(stream: Any) -> int:
     if not is_int(handle) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
         none = "" if stream is None else "None, "
         raise TypeError(
-            f"stream is {stream!r}; expected {none}a stream handle as an int, or an object with "
+            f"stream is {shown(stream)}; expected {none}a stream handle as an int, or an object with "
             "__cuda_stream__, ptr or cuda_stream"
         )
     return handle
@@ -299,7 +299,7 @@ class Stream(_Owned):
     def wait_event(self, event: Event) -> None:
         """Make the later work of this stream wait for an event."""
         if not isinstance(event, Event):
-            raise TypeError(f"event is {event!r}; expected a pynccl.Event")
+            raise TypeError(f"event is {shown(event)}; expected a pynccl.Event")
         if self._cpu:
             capi.pyncclCpuStreamWaitEvent(0, self.handle, event.handle)
         else:
@@ -363,6 +363,6 @@ def _wait_for(wait: Callable[[float | None], bool], timeout: float | None, what:
     timeout = check_timeout(timeout, zero=True)
     deadline = None if timeout is None else time.monotonic() + timeout
     if not wait(deadline):
-        text = f"{what} took longer than {shown(timeout)} s"
+        text = f"{what} took longer than {rounded(timeout)} s"
         dump_because("timeout", text)
         raise NcclTimeoutError(text, function=what)

@@ -14,6 +14,7 @@ from pynccl._library.binding import ffi
 from pynccl._library.generated import api
 from pynccl._library.generated.api import Version as Version
 from pynccl._library.loader import encode_version, version_text
+from pynccl._values import shown
 
 # The newest NCCL whose structs are declared; fields of newer versions keep the library's defaults.
 _NEWEST: Version = max(api.FUNCTIONS.values())
@@ -122,7 +123,7 @@ def _require_kind(struct: str, field: Field[Any], value: Any) -> None:
     kind = str(field.type).partition(" ")[0]
     fits = value is None or isinstance(value, _FITTING.get(kind, object))
     if not fits and not (kind == "int" and _is_numpy_bool(value)):
-        raise TypeError(f"{struct}.{field.name} is {value!r}; expected {_KINDS[kind]}, or None")
+        raise TypeError(f"{struct}.{field.name} is {shown(value)}; expected {_KINDS[kind]}, or None")
 
 
 def _size(struct: str, last: str) -> int:

@@ -14,6 +14,7 @@ from pynccl._library import cuda, discovery
 from pynccl._library.binding import ffi, lib
 from pynccl._library.discovery import Candidate
 from pynccl._library.generated.api import Version
+from pynccl._values import shown
 
 _IF_LOADED, _DEEPBIND = 1, 2
 _ON_CPU = """To run on CPU memory, set PYNCCL_LIBRARY=cpu or call pynccl.load("cpu") first."""
@@ -74,7 +75,7 @@ def load(spec: str | os.PathLike[str] | None = None) -> LibraryInfo:
     if sys.platform != "linux":
         raise NotSupportedError(UNSUPPORTED)
     if spec is not None and not isinstance(spec, str | os.PathLike):
-        raise TypeError(f"spec is {spec!r}; expected 'auto', 'cpu', a path, or None")
+        raise TypeError(f"spec is {shown(spec)}; expected 'auto', 'cpu', a path, or None")
     with _lock:
         if _loaded is None:
             _loaded = _load_first(spec)
@@ -169,7 +170,9 @@ def _file(text: str, how: str) -> str:
     if not os.path.isfile(path):
         problem = "is not a file" if os.path.exists(path) else "does not exist"
         if text.lower() in ("auto", "cpu"):
-            raise LibraryNotFoundError(f"{how} is {text!r}; pynccl's name is {text.lower()!r}; {expected}")
+            raise LibraryNotFoundError(
+                f"{how} is {shown(text)}; pynccl's name is {text.lower()!r}; {expected}"
+            )
         raise LibraryNotFoundError(f"{how} names {path}, which {problem}; {expected}")
     return path
 

@@ -18,6 +18,7 @@ from pynccl._arrays.buffers import code_of
 from pynccl._device.devices import current_device, on_device
 from pynccl._library import cuda, loader
 from pynccl._memory.allocation import Allocation
+from pynccl._values import shown
 
 A = TypeVar("A")
 Shape = int | Sequence[int]
@@ -109,15 +110,15 @@ def _shape(shape: Any) -> tuple[int, ...]:
     try:
         axes = (index(shape),) if hasattr(shape, "__index__") else tuple(index(axis) for axis in shape)
     except TypeError:
-        raise TypeError(f"shape is {shape!r}; expected an int or a sequence of ints") from None
+        raise TypeError(f"shape is {shown(shape)}; expected an int or a sequence of ints") from None
     # Of a dict or a set, the order or the values would be lost.
     if isinstance(shape, bool | str | bytes | Mapping | Set):
-        raise TypeError(f"shape is {shape!r}; expected an int or a sequence of ints")
+        raise TypeError(f"shape is {shown(shape)}; expected an int or a sequence of ints")
     if any(axis < 0 for axis in axes):
-        raise ValueError(f"shape is {shape!r}; expected no negative axis")
+        raise ValueError(f"shape is {shown(shape)}; expected no negative axis")
     if len(axes) > _MOST_AXES or math.prod(axis or 1 for axis in axes) >= _TOO_MANY:
         raise ValueError(
-            f"shape is {shape!r}; expected fewer than 2**59 elements, and at most {_MOST_AXES} axes"
+            f"shape is {shown(shape)}; expected fewer than 2**59 elements, and at most {_MOST_AXES} axes"
         )
     return axes
 

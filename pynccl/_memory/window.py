@@ -20,7 +20,7 @@ from pynccl._library.status import check, remember_late
 from pynccl._memory import creation
 from pynccl._memory.owner import Base, caller_line, complete, refuse_unless_idle
 from pynccl._names import Hinting
-from pynccl._values import is_int, refuse_copy
+from pynccl._values import is_int, refuse_copy, shown
 
 _REGISTER, _DEREGISTER = kinds.FUNCTIONS[kinds.WINDOW], kinds.FUNCTIONS[kinds.CLOSE_WINDOW]
 # Gather a few numbers of every rank, as a collective call of this kind: an int64 array of one row per rank.
@@ -204,9 +204,9 @@ class Window(Hinting):
         entry = self._live()
         size = self._owner.size
         if not is_int(rank):
-            raise TypeError(f"rank is {rank!r}; expected an int, 0 <= rank < {size}")
+            raise TypeError(f"rank is {shown(rank)}; expected an int, 0 <= rank < {size}")
         if not 0 <= rank < size:
-            raise ValueError(f"rank is {rank}; expected 0 <= rank < {size}")
+            raise ValueError(f"rank is {shown(rank)}; expected 0 <= rank < {size}")
         place = entry.places[rank]
         ptr = capi.ncclGetPeerDevicePointer(entry.handle, place.before, int(rank))
         if not ptr:
@@ -262,7 +262,7 @@ class Window(Hinting):
 def register(owner: Owner, array: Any, span: Span, symmetric: bool, exchange: Exchange) -> Window:
     """Register the arrays of all ranks as a window."""
     if not isinstance(symmetric, bool):
-        raise TypeError(f"symmetric is {symmetric!r}; expected True or False")
+        raise TypeError(f"symmetric is {shown(symmetric)}; expected True or False")
     if not span[1]:
         raise ValueError("array has no elements; expected one or more, on every rank")
     if not lib.nccl_api_find(_REGISTER.encode()):
@@ -364,5 +364,5 @@ def entry_of(window: Any, owner: Owner) -> Entry:
         what = "None" if window is None else f"of type {type(window).__qualname__}"
         raise TypeError(f"window is {what}; expected a Window, as Communicator.window returns it")
     if window._owner is not owner:
-        raise ValueError(f"window is {window!r}, of another communicator; expected one of {owner!r}")
+        raise ValueError(f"window is {shown(window)}, of another communicator; expected one of {owner!r}")
     return window._live()

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library.binding import ffi, lib
+from pynccl._values import shown
 from pynccl._version import __version__
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ def read_record(values: dict[str, Any]) -> TraceRecord:
 def _size() -> int:
     text = os.environ.get(SIZE, "2048")
     if not text.isdecimal() or int(text) > _LARGEST:
-        raise ValueError(f"{SIZE} is {text!r}; expected a number of records, 0 (off) to {_LARGEST}")
+        raise ValueError(f"{SIZE} is {shown(text)}; expected a number of records, 0 (off) to {_LARGEST}")
     return int(text)
 
 
@@ -113,11 +114,11 @@ def signal_of(environ: Mapping[str, str]) -> signal.Signals | None:
             if known in _FAULTS:
                 # After the dump the faulty instruction would run again, and raise the signal again.
                 raise ValueError(
-                    f"{SIGNAL} is {text!r}, a signal that a fault of the program raises; expected "
+                    f"{SIGNAL} is {shown(text)}, a signal that a fault of the program raises; expected "
                     "another one, as USR2 or 12"
                 )
             return known
-    raise ValueError(f"{SIGNAL} is {text!r}; expected a signal that can be caught, as USR2 or 12")
+    raise ValueError(f"{SIGNAL} is {shown(text)}; expected a signal that can be caught, as USR2 or 12")
 
 
 # --- names of communicators  --------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def dump_trace(path: str | os.PathLike[str]) -> Path:
     ranks together. Raises OSError if the file cannot be written.
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path is {path!r}; expected the name of a file or a folder")
+        raise TypeError(f"path is {shown(path)}; expected the name of a file or a folder")
     target = Path(path)
     if target.is_dir():
         target /= file_name(_process.get("rank"), os.getpid())
@@ -322,7 +323,7 @@ def _install(rank: int) -> None:
         return
     folder, number = os.environ.get(DIR, ""), signal_of(os.environ)
     if (stacks := os.environ.get(STACKS, "")) not in ("", "0", "1"):
-        raise ValueError(f"{STACKS} is {stacks!r}; expected 0 or 1")
+        raise ValueError(f"{STACKS} is {shown(stacks)}; expected 0 or 1")
     world = os.environ.get("RANK", "")
     try:
         where = own_folder(folder or ".") if folder or number else ""

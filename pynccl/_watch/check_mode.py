@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pynccl._library.binding import ffi, lib
+from pynccl._values import shown
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # NCCL's own checks, since 2.29.7; older libraries ignore the variable.
@@ -30,7 +31,7 @@ def check_mode(on: bool = True) -> None:
     """
     global _on
     if not isinstance(on, bool | np.bool_):
-        raise TypeError(f"on is {on!r}; expected True or False")
+        raise TypeError(f"on is {shown(on)}; expected True or False")
     if on:
         # Before other threads, which may be ranks, see that it is on.
         os.environ.setdefault(_NCCL_VARIABLE, _NCCL_VALUE)
@@ -42,7 +43,7 @@ def enabled() -> bool:
     if _on is None:
         text = os.environ.get("PYNCCL_CHECK", "")
         if text not in ("", "0", "1"):
-            raise ValueError(f"PYNCCL_CHECK is {text!r}; expected 0 or 1")
+            raise ValueError(f"PYNCCL_CHECK is {shown(text)}; expected 0 or 1")
         check_mode(text == "1")
     return bool(_on)
 

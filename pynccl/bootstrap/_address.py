@@ -8,7 +8,7 @@ import socket
 import threading
 from typing import Any
 
-from pynccl._values import check_text
+from pynccl._values import check_text, shown
 
 # Family, and the address for socket.bind and socket.connect.
 Address = tuple[int, Any]
@@ -19,7 +19,7 @@ def parse_address(text: str) -> tuple[str, int]:
     host, separator, port = check_text(text, "the address", "host:port").rpartition(":")
     digits = port.isascii() and port.isdigit() and len(port) < 6 and int(port) <= 65535
     if not separator or not digits or host.startswith("[") != host.endswith("]") or not host.isprintable():
-        raise ValueError(f"the address is {text!r}; expected host:port")
+        raise ValueError(f"the address is {shown(text)}; expected host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

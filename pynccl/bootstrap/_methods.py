@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from pynccl._device.blocking import bounded
 from pynccl._errors import BootstrapError, NcclTimeoutError
+from pynccl._values import shown
 from pynccl._watch.ended import exit_key
 from pynccl.bootstrap import _environment, _mpi
 from pynccl.bootstrap._environment import Launcher
@@ -61,7 +62,7 @@ def choose(
     if on_listen is not None and not (isinstance(method, str) and method.startswith("tcp://")):
         raise ValueError("on_listen is given; expected None unless method is 'tcp://host:port'")
     if on_listen is not None and not callable(on_listen):
-        raise TypeError(f"on_listen is {on_listen!r}; expected a function of one argument, or None")
+        raise TypeError(f"on_listen is {shown(on_listen)}; expected a function of one argument, or None")
     if method is None and rank is None and world_size is None:
         if launcher is _environment.NOBODY or (launcher.names.mpi and launcher.size == 1):
             return _alone(launcher)
@@ -93,7 +94,7 @@ def _alone(launcher: Launcher) -> Method:
     size = _environment.variables().get(names.size, "1") if launcher is _environment.NOBODY else "1"
     if size != "1":
         raise BootstrapError(
-            f"{names.size} is {size!r}, but {names.rank} is not set; expected both (`pynccl run` and "
+            f"{names.size} is {shown(size)}, but {names.rank} is not set; expected both (`pynccl run` and "
             "torchrun set them), rank= and world_size=, or neither for a program of one rank"
         )
     why = "itself: no launcher's variables" if launcher is _environment.NOBODY else str(launcher)
@@ -142,18 +143,18 @@ def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str,
         try:
             host, port = parse_address(method.removeprefix("tcp://"))
         except ValueError as error:
-            raise ValueError(f"method is {method!r}: {error}") from None
+            raise ValueError(f"method is {shown(method)}: {error}") from None
         if not host:
-            raise ValueError(f"method is {method!r}; expected a host before the port")
+            raise ValueError(f"method is {shown(method)}; expected a host before the port")
         if port == 0 and on_listen is None:
             raise ValueError(
-                f"method is {method!r}; with port 0, rank 0 needs on_listen= to tell the others its port"
+                f"method is {shown(method)}; with port 0, rank 0 needs on_listen= to tell the others its port"
             )
         return f", at {method}", _opener(_at_address, host, port, on_listen)
     if isinstance(method, str) and method.startswith("file:///"):
         path = method.removeprefix("file://")
         if "\0" in path:
-            raise ValueError(f"method is {method!r}; expected a path without a null character")
+            raise ValueError(f"method is {shown(method)}; expected a path without a null character")
         return f", in {method}", _opener(_through, lambda _: FolderKeys(path), method, True)
     if isinstance(method, Store):
         return f", through the store at {method.address}", _opener(
@@ -164,7 +165,7 @@ def _place(method: Any, on_listen: Callable[[str], object] | None) -> tuple[str,
         return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(method), False)
     named = isinstance(method, str) and method == "env://"
     meant = "pynccl's name is 'env', the default; " if named else ""
-    raise ValueError(f"method is {method!r}; {meant}{_EXPECTED}")
+    raise ValueError(f"method is {shown(method)}; {meant}{_EXPECTED}")
 
 
 def _opener(function: Callable[..., AbstractContextManager[Exchange]], *args: Any) -> Opener:
@@ -186,7 +187,7 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
     if address := environ.get("PYNCCL_STORE"):
         try:
             if not parse_address(address)[1]:
-                raise ValueError(f"the address is {address!r}; expected a port of 1 to 65535")
+                raise ValueError(f"the address is {shown(address)}; expected a port of 1 to 65535")
         except ValueError as error:
             raise ValueError(f"PYNCCL_STORE: {error}") from None
         return f", through the store at {address}", _opener(_at_store, address, address)
@@ -301,7 +302,7 @@ def _resolving(host: str, source: str, rank: int, size: int) -> Iterator[None]:
             getattr(error.__cause__, "__cause__", None), socket.gaierror
         ):
             raise BootstrapError(
-                f"rank {rank} of {size}: {source} is {host!r}, a name that cannot be resolved: {error}"
+                f"rank {rank} of {size}: {source} is {shown(host)}, a name that cannot be resolved: {error}"
             ) from error
         raise
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pynccl._secure import handshake
 from pynccl._secure.secret import check_secret, encode, read_secret
 from pynccl._timeouts import check_timeout
-from pynccl._values import check_int, check_text
+from pynccl._values import check_int, check_text, shown
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._address import format_address, is_loopback, resolve
 from pynccl.bootstrap._peer import UNKNOWN, why_not
@@ -620,7 +620,7 @@ def resolve_job(job: str | None) -> str:
     if job is None:
         return os.environ.get("PYNCCL_JOB_ID", "")
     if not isinstance(job, str):
-        raise TypeError(f"job is {job!r}; expected a str, or None")
+        raise TypeError(f"job is {shown(job)}; expected a str, or None")
     return job
 
 
@@ -630,7 +630,7 @@ def _listen(host: str, port: int, timeout: float) -> socket.socket:
     try:
         family, where = resolve(host, port, timeout)[0]
     except socket.gaierror as error:
-        raise socket.gaierror(error.errno, f"{error.strerror}: host is {host!r}") from error
+        raise socket.gaierror(error.errno, f"{error.strerror}: host is {shown(host)}") from error
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

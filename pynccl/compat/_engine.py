@@ -21,6 +21,7 @@ from pynccl._device.devices import on_device
 from pynccl._errors import NcclInvalidUsage
 from pynccl._library import loader
 from pynccl._memory.creation import zeros
+from pynccl._values import shown
 from pynccl.compat._wrapper import NCCLLibrary, Pointer, id_bytes, ncclComm_t, ncclUniqueId
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ class Engine:
         uid = id_bytes(unique_id_bytes)
         for name, value in (("rank", rank), ("world_size", world_size)):
             if not isinstance(value, SupportsIndex):
-                raise TypeError(f"{name} is {value!r}, of type {type(value).__qualname__}; expected an int")
+                raise TypeError(
+                    f"{name} is {shown(value)}, of type {type(value).__qualname__}; expected an int"
+                )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank} and world_size {world_size}; expected 0 <= rank < world_size")
         if world_size > 1:
@@ -225,7 +228,7 @@ def one_each(sizes: Sequence[int], size: int) -> list[int]:
     try:
         counts = [index(count) for count in sizes]
     except TypeError:
-        raise TypeError(f"sizes is {sizes!r}; expected {size} ints, one for each rank") from None
+        raise TypeError(f"sizes is {shown(sizes)}; expected {size} ints, one for each rank") from None
     if len(counts) != size:
         raise ValueError(f"sizes has {len(counts)} entries; expected {size}, one for each rank")
     return counts
@@ -258,9 +261,9 @@ def send_and_receive(
     with Group():
         for i, op in enumerate(p2p_ops):
             if not all(hasattr(op, name) for name in ("op", "tensor", "group_peer")):
-                raise TypeError(f"p2p_ops[{i}] is {op!r}; expected a torch.distributed.P2POp")
+                raise TypeError(f"p2p_ops[{i}] is {shown(op)}; expected a torch.distributed.P2POp")
             if op.op not in (dist.isend, dist.irecv):
-                raise ValueError(f"op is {op.op!r}; expected torch.distributed.isend or irecv")
+                raise ValueError(f"op is {shown(op.op)}; expected torch.distributed.isend or irecv")
             (send if op.op is dist.isend else recv)(op.tensor, op.group_peer)
 
 
@@ -285,8 +288,8 @@ def _place_in(group: Any) -> tuple[int, int]:
 
     if not dist.is_initialized():
         raise NcclInvalidUsage(
-            f"group is {group!r}, and torch.distributed is not initialized; expected its process group, or "
-            "an object with rank, world_size and broadcast_obj"
+            f"group is {shown(group)}, and torch.distributed is not initialized; expected its process group, "
+            "or an object with rank, world_size and broadcast_obj"
         )
     if "nccl" in str(dist.get_backend(group)).split(","):
         raise ValueError("group is of torch's backend nccl; expected another one, such as gloo, for the id")
@@ -314,7 +317,7 @@ def _device(device: Any) -> tuple[Any, int | None]:
     kind, _, ordinal = str(device).partition(":")
     expected = "an ordinal, 'cuda:N' or a torch.device" + (", or 'cpu'" if on_cpu else "")
     if kind not in (("cpu", "cuda") if on_cpu else ("cuda",)) or not (ordinal.isdigit() or not ordinal):
-        raise ValueError(f"device is {device!r}; expected {expected}")
+        raise ValueError(f"device is {shown(device)}; expected {expected}")
     return (torch.device("cpu" if on_cpu else device) if torch else device), int(ordinal) if ordinal else None
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pynccl
 from pynccl import Communicator
 from pynccl._device.streams import handle_of
+from pynccl._values import shown
 
 _PARTS = {
     "csr": ("data", "indices", "indptr"),
@@ -133,7 +134,7 @@ def _fold(matrices: Mapping[int, Any], op: str) -> Any:
 
 def _require_op(op: str) -> None:
     if op not in _OPS:
-        raise ValueError(f"op is {op!r}; expected 'sum' or 'prod' for sparse matrices")
+        raise ValueError(f"op is {shown(op)}; expected 'sum' or 'prod' for sparse matrices")
 
 
 def _require_list(matrices: Any, name: str, size: int) -> None:

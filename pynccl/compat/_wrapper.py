@@ -19,6 +19,7 @@ from pynccl._library.generated import api
 from pynccl._library.generated.structs import Config
 from pynccl._library.status import IN_PROGRESS
 from pynccl._types import RedOp, to_unique_id
+from pynccl._values import shown
 
 __all__ = [
     "NCCL_UNIQUE_ID_BYTES",
@@ -109,7 +110,7 @@ def op_of(op: Any) -> RedOp:
     try:
         return RedOp["PROD" if name == "PRODUCT" else name]
     except KeyError:
-        raise ValueError(f"op is {op!r}; expected sum, prod, max, min or avg") from None
+        raise ValueError(f"op is {shown(op)}; expected sum, prod, max, min or avg") from None
 
 
 class ncclRedOpTypeEnum:
@@ -131,7 +132,7 @@ def _address(value: Any, name: str) -> int:
     if value is None:
         return 0
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; expected an int or a ctypes.c_void_p")
+        raise TypeError(f"{name} is {shown(value)}; expected an int or a ctypes.c_void_p")
     return value
 
 

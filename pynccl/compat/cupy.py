@@ -54,6 +54,7 @@ from pynccl._library.loader import load as _load
 from pynccl._library.unfit import unfit as _unfit
 from pynccl._trace import recorder as _recorder
 from pynccl._types import DataType as _DataType
+from pynccl._values import shown
 from pynccl.compat._import import StandIn as _StandIn
 
 NCCL_INT8 = NCCL_CHAR = ncclInt8
@@ -406,7 +407,7 @@ class NcclCommunicator:
     def _template(self, kind: int, datatype: int, op: int, root: int) -> Any:
         if datatype not in _DATATYPES:
             numbers = ", ".join(map(str, _DATATYPES))
-            raise _refused(kind, f"datatype is {datatype!r}; expected one of NCCL's: {numbers}")
+            raise _refused(kind, f"datatype is {shown(datatype)}; expected one of NCCL's: {numbers}")
         if self._core.handle and not 0 <= root < self._core.size:
             name = _root_name(kind)
             raise _refused(kind, f"{name} is {root}; expected 0 <= {name} < {self._core.size}")

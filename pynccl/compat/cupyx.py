@@ -22,6 +22,7 @@ from pynccl import Communicator, current_device, library_info
 from pynccl import init as _init
 from pynccl._arrays.buffers import in_shape_of
 from pynccl._comm.reductions import OpName
+from pynccl._values import shown
 from pynccl.bootstrap._store import format_address
 from pynccl.compat import _sparse
 
@@ -49,7 +50,7 @@ def init_process_group(
     if not 0 <= rank < n_devices:
         raise ValueError(f"rank is {rank}; expected 0 <= rank < {n_devices}")
     if backend != "nccl":
-        raise ValueError(f"backend is {backend!r}; expected 'nccl'")
+        raise ValueError(f"backend is {shown(backend)}; expected 'nccl'")
     host = os.environ.get("CUPYX_DISTRIBUTED_HOST", _DEFAULT_HOST) if host is None else host
     port = int(os.environ.get("CUPYX_DISTRIBUTED_PORT", _DEFAULT_PORT)) if port is None else port
     return NCCLBackend(n_devices, rank, host, port, use_mpi, timeout=timeout)

@@ -27,6 +27,7 @@ from pynccl._comm.communicator import Communicator
 from pynccl._comm.groups import Group
 from pynccl._comm.reductions import OpName
 from pynccl._errors import NotSupportedError
+from pynccl._values import shown
 from pynccl.bootstrap._init import init
 from pynccl.mpi._messages import (
     Message,
@@ -122,7 +123,7 @@ class Comm(Persistent):
         self, mpi: MPI.Comm = MPI.COMM_WORLD, *, nccl: Communicator | None = None, **options: Any
     ) -> None:
         if not isinstance(mpi, MPI.Comm) or mpi == MPI.COMM_NULL or mpi.Is_inter():
-            raise TypeError(f"mpi is {mpi!r}; expected an mpi4py intracommunicator")
+            raise TypeError(f"mpi is {shown(mpi)}; expected an mpi4py intracommunicator")
         self._options = options
         self._over(mpi, init(mpi, **options) if nccl is None else nccl)
 

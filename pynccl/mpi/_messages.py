@@ -19,6 +19,7 @@ from mpi4py import MPI
 from pynccl._arrays import dtypes
 from pynccl._arrays.buffers import Part, spans
 from pynccl._errors import NotSupportedError
+from pynccl._values import shown
 
 # Offset and length, in bytes.
 Block = tuple[int, int]
@@ -221,7 +222,9 @@ def target_of(spec: Any, origin: Message, nbytes: int, unit: int, rank: int) -> 
     """Read the target of a put or get: where the origin's data are in a rank's memory."""
     items = [spec] if _is_int(spec) else [] if spec is None else spec
     if not isinstance(items, list | tuple) or len(items) > 3:
-        raise TypeError(f"target is {spec!r}; expected a displacement, or displacement, count and datatype")
+        raise TypeError(
+            f"target is {shown(spec)}; expected a displacement, or displacement, count and datatype"
+        )
     displacement, count, datatype = [*items, None, None, None][:3]
     (region,) = origin.regions
     start = 0 if displacement is None else whole(displacement, "the displacement of target")
@@ -296,7 +299,9 @@ def each_its_own(spec: Any, name: str, blocks: int, *, writes: bool = False) -> 
 def _items(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
     """Return data, count, displacement and datatype; None for omitted items."""
     if spec is None or isinstance(spec, type(MPI.IN_PLACE) | type(MPI.BOTTOM)):
-        raise TypeError(f"{name} is {spec!r}; expected a device array, or a list whose first item is one")
+        raise TypeError(
+            f"{name} is {shown(spec)}; expected a device array, or a list whose first item is one"
+        )
     if not isinstance(spec, list | tuple):
         return spec, None, None, None
     if not 2 <= len(spec) <= 4:
@@ -327,16 +332,16 @@ def _is_int(value: Any) -> bool:
 def whole(value: Any, what: str) -> int:
     """Return a number of 0 or more as an int; raise for anything else."""
     if not _is_int(value):
-        raise TypeError(f"{what} is {value!r}; expected an int")
+        raise TypeError(f"{what} is {shown(value)}; expected an int")
     if index(value) < 0:
-        raise ValueError(f"{what} is {value}; expected 0 or more")
+        raise ValueError(f"{what} is {shown(value)}; expected 0 or more")
     return index(value)
 
 
 def wholes(values: Any, what: str, size: int) -> list[int]:
     """Return a sequence of non-negative ints, one for every rank."""
     if not isinstance(values, Iterable):
-        raise TypeError(f"{what} is {values!r}; expected a sequence of {size} ints")
+        raise TypeError(f"{what} is {shown(values)}; expected a sequence of {size} ints")
     numbers = [whole(value, what) for value in values]
     if len(numbers) != size:
         raise ValueError(f"{what} has {len(numbers)} entries; expected {size}, one for each rank")

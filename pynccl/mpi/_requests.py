@@ -15,7 +15,7 @@ from pynccl._comm.prepared import Plan, Prepared
 from pynccl._device.streams import Event, Stream
 from pynccl._errors import NcclInvalidUsage, NotSupportedError
 from pynccl._library import loader
-from pynccl._values import check_list
+from pynccl._values import check_list, shown
 from pynccl.mpi._messages import is_device
 
 Run = Prepared | Plan
@@ -266,7 +266,7 @@ def _checked(requests: Any, kind: Any = Prequest | MPI.Request) -> list[Any]:
     found = check_list(requests, "requests", "a list of requests")
     for index, request in enumerate(found):
         if not isinstance(request, kind):
-            raise TypeError(f"requests[{index}] is {request!r}; expected a request")
+            raise TypeError(f"requests[{index}] is {shown(request)}; expected a request")
     return found
 
 

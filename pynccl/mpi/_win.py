@@ -13,7 +13,7 @@ from pynccl._errors import NcclInvalidUsage, NotSupportedError
 from pynccl._library import loader
 from pynccl._memory import creation
 from pynccl._memory.window import Window
-from pynccl._values import is_int
+from pynccl._values import is_int, shown
 from pynccl.mpi._messages import Block, Message, Region, one, part_of, place_of, target_of, whole
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class Win:
         self._own = one([memory, MPI.BYTE], "memory", writes=True).memory if memory is not None else None
         nbytes = 0 if self._own is None else self._own.nbytes
         if not is_int(disp_unit):
-            raise TypeError(f"disp_unit is {disp_unit!r}; expected an int")
+            raise TypeError(f"disp_unit is {shown(disp_unit)}; expected an int")
         if disp_unit < 1:
-            raise ValueError(f"disp_unit is {disp_unit}; expected 1 or more")
+            raise ValueError(f"disp_unit is {shown(disp_unit)}; expected 1 or more")
         # The bytes of every rank's memory, and its unit of displacements.
         self._places: list[tuple[int, int]] = comm.mpi.allgather((nbytes, disp_unit))
         self._peers: dict[int, int] = {}
@@ -165,9 +165,9 @@ class Win:
     def _pairs(self, origin: Message, rank: Any, spec: Any) -> Iterator[tuple[int, int, int]]:
         """Return the offsets of each piece in the origin's and the target's memory, and its length."""
         if not is_int(rank):
-            raise TypeError(f"target_rank is {rank!r}; expected an int")
+            raise TypeError(f"target_rank is {shown(rank)}; expected an int")
         if not 0 <= rank < self.comm.size:
-            raise ValueError(f"target_rank is {rank}; expected 0 <= target_rank < {self.comm.size}")
+            raise ValueError(f"target_rank is {shown(rank)}; expected 0 <= target_rank < {self.comm.size}")
         region = target_of(spec, origin, *self._places[rank], int(rank))
         return _common(origin.regions[0], region)
 
@@ -254,7 +254,7 @@ def _comm(comm: Any) -> Comm:
     from pynccl.mpi import Comm
 
     if not isinstance(comm, Comm):
-        raise TypeError(f"comm is {comm!r}; expected a pynccl.mpi.Comm")
+        raise TypeError(f"comm is {shown(comm)}; expected a pynccl.mpi.Comm")
     return comm
 
 

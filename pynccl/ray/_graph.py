@@ -14,6 +14,7 @@ from ray.experimental.channel.cpu_communicator import CPUCommunicator
 from ray.experimental.util.types import ReduceOp
 
 from pynccl._comm.communicator import Communicator
+from pynccl._values import shown
 from pynccl.ray._group import op_name
 from pynccl.ray._meeting import connect
 
@@ -40,7 +41,9 @@ class _Collectives:
     def get_rank(self, actor: Any) -> int:
         """Return an actor's rank; raise ValueError if it is not among these."""
         if actor not in self._actors:
-            raise ValueError(f"actor is {actor!r}; expected one of this communicator's {len(self._actors)}")
+            raise ValueError(
+                f"actor is {shown(actor)}; expected one of this communicator's {len(self._actors)}"
+            )
         return self._actors.index(actor)
 
     def get_self_rank(self) -> int | None:
@@ -200,7 +203,7 @@ def _checked(actors: Sequence[Any]) -> list[Any]:
     found = list(actors)
     for i, actor in enumerate(found):
         if not isinstance(actor, ray.actor.ActorHandle):
-            raise TypeError(f"actors[{i}] is {actor!r}; expected the handle of an actor")
+            raise TypeError(f"actors[{i}] is {shown(actor)}; expected the handle of an actor")
     if not found or len(set(found)) != len(found):
         raise ValueError(f"actors has {len(found)}, {len(set(found))} different ones; expected each once")
     return found

@@ -24,6 +24,7 @@ from pynccl._arrays.buffers import kind_of, shape_of
 from pynccl._comm.communicator import Communicator
 from pynccl._comm.reductions import OpName
 from pynccl._errors import NcclError
+from pynccl._values import shown
 from pynccl.ray._meeting import connect
 
 BACKEND = "PYNCCL"
@@ -38,7 +39,7 @@ def op_name(op: Any) -> OpName:
     """Return pynccl's name of one of Ray's reductions."""
     name = getattr(op, "name", None)
     if name not in _OPS:
-        raise ValueError(f"op is {op!r}; expected a ReduceOp of Ray: {', '.join(_OPS)}")
+        raise ValueError(f"op is {shown(op)}; expected a ReduceOp of Ray: {', '.join(_OPS)}")
     return _OPS[name]
 
 

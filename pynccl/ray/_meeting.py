@@ -8,7 +8,7 @@ import ray
 
 from pynccl._comm.communicator import Communicator
 from pynccl._errors import BootstrapError
-from pynccl._timeouts import resolve_timeout, shown
+from pynccl._timeouts import resolve_timeout, rounded
 from pynccl.bootstrap._generation import meet
 from pynccl.bootstrap._init import init
 from pynccl.ray._keys import Keys
@@ -30,7 +30,7 @@ def connect(
     def late(missing: list[int]) -> Exception:
         names = ", ".join(map(str, missing))
         return BootstrapError(
-            f"{what}: rank {rank} of {size} waited {shown(seconds)} s in Ray's key-value store; ranks that "
+            f"{what}: rank {rank} of {size} waited {rounded(seconds)} s in Ray's key-value store; ranks that "
             f"never arrived: {names} ({len(missing)} of {size}). Every actor of the group must join it, in "
             f"Ray job {ray.get_runtime_context().get_job_id()}"
         )

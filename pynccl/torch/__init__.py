@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pynccl._comm import lifetime
+from pynccl._values import shown
 from pynccl.bootstrap._generation import meet
 from pynccl.torch import _build, _provider, _reconfigure
 
@@ -52,14 +53,14 @@ def process_group(
     `group.abort()` and `group.shutdown()` end it.
     """
     if not isinstance(store, dist.Store):  # type: ignore[attr-defined, unused-ignore]
-        raise TypeError(f"store is {store!r}; expected a torch.distributed.Store")
+        raise TypeError(f"store is {shown(store)}; expected a torch.distributed.Store")
     for what, number in (("rank", rank), ("size", size)):
         if not isinstance(number, int):
-            raise TypeError(f"{what} is {number!r}; expected an int")
+            raise TypeError(f"{what} is {shown(number)}; expected an int")
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank} and size {size}; expected 0 <= rank < size")
     if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout is {timeout!r}; expected a timedelta")
+        raise TypeError(f"timeout is {shown(timeout)}; expected a timedelta")
     backend, kind = _make(store, rank, size, timeout, name), dist.ProcessGroup.BackendType.CUSTOM
     group: Any = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)
@@ -76,7 +77,7 @@ def _create(options: Any, chosen: Any) -> Any:
     from torch._C._distributed_c10d import Backend
 
     if chosen is not None and not isinstance(chosen, Backend.Options):
-        raise TypeError(f"pg_options is {chosen!r}; expected pynccl.torch.Options")
+        raise TypeError(f"pg_options is {shown(chosen)}; expected pynccl.torch.Options")
     ranks = list(options.global_ranks_in_group)
     place = options.group_rank, options.group_size
     high_priority = bool(getattr(chosen, "is_high_priority_stream", False))

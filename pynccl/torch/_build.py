@@ -21,6 +21,7 @@ from types import ModuleType
 import torch
 
 from pynccl._errors import NcclError
+from pynccl._values import shown
 
 NAME = "_pynccl_torch"
 SOURCES = Path(__file__).parent / "csrc"
@@ -145,7 +146,9 @@ def _compiler() -> list[str]:
     try:
         wanted, *options = shlex.split(text)
     except ValueError as error:
-        raise BuildError(f"CXX is {text!r}; expected a compiler, with options or without: {error}") from None
+        raise BuildError(
+            f"CXX is {shown(text)}; expected a compiler, with options or without: {error}"
+        ) from None
     found = shutil.which(wanted)
     if found is None:
         raise BuildError(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from pynccl._errors import NcclSystemError
+from pynccl._values import shown
 from pynccl._watch.channel import outward_address
 from pynccl.bootstrap._address import format_address, parse_address
 from pynccl.bootstrap._generation import meet
@@ -89,7 +90,9 @@ def _places(handles: Sequence[str]) -> list[tuple[str, str, int]]:
         except ValueError:
             place = None
         if not found or not place:
-            raise ValueError(f"handles[{at}] is {handle!r}; expected a get_reconfigure_handle() of pynccl")
+            raise ValueError(
+                f"handles[{at}] is {shown(handle)}; expected a get_reconfigure_handle() of pynccl"
+            )
         if handle in handles[:at]:
             raise ValueError(f"handles[{at}] is handles[{handles.index(handle)}], too: {handle}")
         places.append((found["word"], *place))

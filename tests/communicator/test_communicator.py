@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -389,6 +390,23 @@ def test_wrong_arguments(rank: int, nranks: int) -> None:
             error, match="op is .*; expected one of sum, prod, max, min, avg, a RedOp or a PreMulSum"
         ):
             comm.all_reduce(good, op=op)
+    # Python prints no int of more than 4,300 digits, and a message is no place for a megabyte.
+    for huge in (10**5000, "a" * 10**6):
+        for wrong in (
+            lambda huge=huge: comm.broadcast(good, root=huge),
+            lambda huge=huge: comm.split(huge),
+            lambda huge=huge: comm.all_reduce(good, op=huge),
+            lambda huge=huge: comm.pre_mul_sum(huge) if isinstance(huge, str) else comm.split(0, huge),
+        ):
+            with pytest.raises(
+                (TypeError, ValueError), match="^(root|color|op|factor|key) is .*; expected"
+            ) as found:
+                wrong()
+            assert len(str(found.value)) < 600
+    with pytest.raises(TypeError, match="^timeout is 'a{199}; expected"):
+        comm.barrier(timeout="a" * 10**6)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"; write timeout.total_seconds\(\)"):
+        comm.synchronize(timeout=timedelta(seconds=3))  # type: ignore[arg-type]
     for root in (-1, nranks):
         with pytest.raises(ValueError, match=f"root is {root}; expected 0 <= root < {nranks}"):
             comm.broadcast(good, root=root)
