@@ -83,10 +83,9 @@ class Communicator(Operations, Hinting):
         try:
             create.create(core, f"creating the communicator of rank {rank} of {nranks}", call, place)
         except NcclTimeoutError as error:
-            if core.size or error.detail:
-                raise
-            text = f"{error}; expected all {nranks} ranks in the call, with the same unique id"
-            raise NcclTimeoutError(text, function=error.function) from None
+            if not core.size:
+                error.args = (f"{error}; expected all {nranks} ranks in the call, with the same unique id",)
+            raise
         super().__init__(core)
 
     @classmethod

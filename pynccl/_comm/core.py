@@ -48,7 +48,8 @@ CAPTURED: Any = lib.PYNCCL_CAPTURED
 STOPPED: Any = lib.PYNCCL_STOPPED
 INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
 
-# Seconds of a wait without a time-out after which a rank of init_all says which others it waits for.
+# Seconds of a wait without a time-out after which a rank says which others it waits for: in a call that all
+# ranks must make, and in any call of init_all.
 LONG = 10.0
 # Seconds between two attempts to enter a communicator that another thread uses.
 _PAUSE = 0.01
@@ -58,6 +59,26 @@ def refuse_recording(what: str) -> None:
     """Raise inside group() or prepare."""
     if lib.pynccl_is_recording():
         raise NcclInvalidUsage(f"{what} inside pynccl.group() or prepare: expected it outside", function=what)
+
+
+def _hint(text: str) -> bool:
+    if text:
+        print(f"pynccl: {text}", file=sys.stderr, flush=True)
+    return bool(text)
+
+
+def hinting(look: Look, text: Callable[[], str]) -> Look:
+    """Return a look that also prints a text, once, after LONG seconds."""
+    since: float | None = time.monotonic()
+
+    def both() -> None:
+        nonlocal since
+        look()
+        if since is not None and time.monotonic() > since + LONG:
+            since = None
+            _hint(text())
+
+    return both
 
 
 class Core:
@@ -284,8 +305,11 @@ class Core:
         self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
     ) -> T:
         """Make a blocking call that ends at the time-out or with the watchdog's verdict."""
+        look: Look = self.watch.raise_verdict
+        if self.waits and self.timeout is None:
+            look = hinting(look, lambda: self._who_is_late(what, "; expected the same call on every rank"))
         try:
-            return bounded(call, self.timeout, what, if_abandoned, self.watch.raise_verdict)
+            return bounded(call, self.timeout, what, if_abandoned, look)
         except NcclTimeoutError as error:
             error.args = (f"{error}{self._in_turn()}",)
             self.watch.hear()
@@ -314,7 +338,7 @@ class Core:
         try:
             if self.waits:
                 if deadline is None and self.origin == "init_all" and not self.hinted:
-                    self._hint_at_a_group(stream)
+                    self._hint_at_a_group(stream, what)
                 done = streams.wait_cpu(self.live, stream, deadline)
             else:
                 # Handles 0 to 2 are the default streams of the current device.
@@ -341,15 +365,14 @@ class Core:
             self.in_flight.pop(stream).clear()
         lib.pynccl_comm_forget(self.c, stream)
 
-    def _hint_at_a_group(self, stream: int) -> None:
+    def _hint_at_a_group(self, stream: int, what: str) -> None:
         """Say so if a wait is long and may be for calls that this thread itself makes after it."""
-        if streams.wait_cpu(self.live, stream, time.monotonic() + LONG):
-            return
+        if not streams.wait_cpu(self.live, stream, time.monotonic() + LONG):
+            self.hinted = _hint(self._who_is_late(what, self._in_turn()))
+
+    def _who_is_late(self, what: str, expected: str) -> str:
         late = [rank for rank in range(self.size) if capi.pyncclCpuIsAwaited(self.live(), rank)]
-        if late:
-            text = f"pynccl: {self!r} has waited {LONG:g} s for calls of {rank_list(late)}{self._in_turn()}"
-            print(text, file=sys.stderr, flush=True)
-            self.hinted = True
+        return f"{self!r} has waited {LONG:g} s in {what} for {rank_list(late)}{expected}" if late else ""
 
     def _wait_for_all(self, timeout: float | None) -> None:
         """Wait for every stream in use; then raise the error of one that was destroyed."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from pynccl import capi
 from pynccl._comm import lifetime
-from pynccl._comm.core import Core
+from pynccl._comm.core import Core, hinting
 from pynccl._comm.end import abort, abort_if_made
 from pynccl._comm.recording import cores
 from pynccl._device.blocking import bounded, with_outside
@@ -44,9 +44,13 @@ def create(
             return call()
 
     within = left if left is None or not by_library else left + _ANSWER
+    look = with_outside(look)
+    if left is None:
+        expected = "expected all of them in the call, with the same unique id"
+        look = hinting(look, lambda: f"{what} waits for other ranks; {expected}")
     with recorder.recorded(core.c, kinds.INIT):
         try:
-            handle = bounded(on_its_device, within, what, abort_if_made, with_outside(look))
+            handle = bounded(on_its_device, within, what, abort_if_made, look)
         except NcclTimeoutError as error:
             if error.detail:
                 recorder.dump_because("timeout", str(error))

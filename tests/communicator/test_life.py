@@ -29,6 +29,7 @@ from pynccl import (
     testing,
 )
 from pynccl._comm import core
+from pynccl.testing import run
 from ranks import on_ranks
 
 
@@ -298,10 +299,52 @@ def test_a_forgotten_group(rank: int, nranks: int) -> None:
         first.all_reduce(x)
     late.join()
     assert (x == 2).all() and (y == 2).all()
-    text = r"pynccl: <.*> has waited 0.5 s for calls of rank 1; expected a call of every rank: one thread .*"
+    text = r"pynccl: <.*> has waited 0.5 s in .* for rank 1; expected a call of every rank: one thread .*"
     assert re.fullmatch(text + "\n", said.getvalue())
     for comm in (first, second):
         comm.destroy()
+
+
+def waits_in(rank: int, nranks: int, method: str) -> tuple[str, str]:
+    """Rank 0 makes a call that rank 1 makes only after another, in which it waits for rank 0."""
+    comm = pynccl.init()
+    core.LONG = 0.5
+    with redirect_stderr(io.StringIO()) as said:
+        if rank == 0:
+            threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            getattr(comm, method)(
+                *{"split": (0,), "grow": (3,)}.get(method, ())
+            ) if rank == 0 else comm.barrier()
+        except (KeyboardInterrupt, NcclError) as error:
+            comm.abort()
+            return type(error).__name__, said.getvalue()
+    return "", said.getvalue()
+
+
+@pytest.mark.parametrize("method", ["split", "grow", "suspend"])
+def test_a_call_that_no_other_rank_makes(method: str) -> None:
+    """Without a time-out it waits; after a while it says for whom."""
+    (kind, said), _ = run(2, waits_in, method, backend="cpu", timeout=40)
+    assert kind == "KeyboardInterrupt"
+    text = r"pynccl: <.*> has waited 0.5 s in ncclComm\w+ for rank 1; expected the same call on every rank\n"
+    assert re.fullmatch(text, said)
+
+
+@on_ranks(1)
+def test_every_rank_makes_its_own_unique_id(rank: int, nranks: int) -> None:
+    core.LONG = 0.5
+    threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with redirect_stderr(io.StringIO()) as said, pytest.raises(KeyboardInterrupt):
+        pynccl.Communicator(2, pynccl.get_unique_id(), 0)
+    assert (
+        "rank 0 of 2 waits for other ranks; expected all of them in the call, with the same un"
+        in said.getvalue()
+    )
+    with pytest.raises(
+        NcclTimeoutError, match=r"missing rank 1.*; expected all 2 ranks .*, with the same unique id"
+    ):
+        pynccl.Communicator(2, pynccl.get_unique_id(), 0, timeout=0.5)
 
 
 @on_ranks(2)

@@ -652,8 +652,9 @@ ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone) {
 }
 
 ncclResult_t pyncclCpuIsAwaited(ncclComm_t comm, int rank, int* awaited) {
-  return ask_of("pyncclCpuIsAwaited", "awaited", comm, rank, awaited,
-                [&](Comm& c) { return int(per_process<Deadlocks>().awaits(c, rank)); });
+  return ask_of("pyncclCpuIsAwaited", "awaited", comm, rank, awaited, [&](Comm& c) {
+    return int(per_process<Deadlocks>().awaits(c, rank) || c.session.awaits(rank));
+  });
 }
 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {

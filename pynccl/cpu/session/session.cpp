@@ -673,6 +673,12 @@ void Session::exchanged(int from, uint64_t tag, const Blob& body) {
   untaken_[{from, tag}] = body;
 }
 
+bool Session::awaits(int q) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return std::any_of(gatherings_.begin(), gatherings_.end(),
+                     [&](const Gathering* g) { return g->tags.count(q); });
+}
+
 ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine,
                            std::vector<Blob>* all, const char* what, Deadline deadline) {
   std::unique_lock<std::mutex> lock(mutex);

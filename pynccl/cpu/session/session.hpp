@@ -96,6 +96,7 @@ class Session {
   using Tags = std::vector<uint64_t>;
   ncclResult_t exchange(const Tags& tags, const std::vector<int>& ranks, const std::vector<char>& mine,
                         std::vector<Blob>* all, const char* what);
+  bool awaits(int q);  // an exchange has not heard of a rank
   void arrived(const Hello& hello, SocketPtr socket);
   void exchanged(int from, uint64_t tag, const Blob& body);
   // Sends a frame to this rank itself. It arrives after every frame that was sent before between ranks of
