@@ -73,7 +73,6 @@ class Calls:
         self.core, self.arguments = core, Arguments(core)
         # Packed calls by kind, dtype, op and root; those of all_reduce also by array type, op and dtype.
         self._templates: dict[tuple[int, int, int, int], fastcall.Template] = {}
-        self._usual: dict[type, dict[str, dict[Any, fastcall.Template]]] = {}
         # The byte that a barrier reduces on the CPU library.
         self._token = np.zeros(1, np.uint8)
 
@@ -121,7 +120,7 @@ class Calls:
         """Return the callable that runs all_reduce with (send, recv, op, stream, config)."""
         core = self.core
         stream = None if core.streamless else buffers.cupy_stream
-        return fastcall.Usual(self._usual, stream, core.device, self._after_usual, self.all_reduce)
+        return fastcall.Usual(core.usual, stream, core.device, self._after_usual, self.all_reduce)
 
     def _after_usual(self, answer: int, send: Any, recv: Any) -> None:
         if answer == INTERRUPTED:
@@ -188,6 +187,9 @@ class Calls:
     ) -> int:
         """Issue a call; unless it has completed, wait for it, keep its arrays or raise."""
         answer = None
+        if self.core.unsettled is not None:
+            with self.core.alone():
+                pass
         try:
             answer = template(source, target, count, stream, wait)
             if answer:
@@ -201,7 +203,7 @@ class Calls:
     def _remember(self, template: fastcall.Template, send: Any, op: Any, dtype: int) -> None:
         """Let the C fast path run the next all_reduce with this array type, op and dtype."""
         if type(send) is buffers.cupy_array and type(op) is str and dtype < 256:
-            self._usual.setdefault(type(send), {}).setdefault(op, {})[send.dtype] = template
+            self.core.usual.setdefault(type(send), {}).setdefault(op, {})[send.dtype] = template
 
     def template_for(
         self, kind: int, datatype: int, op: int, root: int, config: PerCall = None

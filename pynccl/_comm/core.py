@@ -121,6 +121,11 @@ class Core:
         self.attempts = Counter[int]()
         # True after a failed shrink: later ones use a unique id in place of the library's call.
         self.out_of_step = False
+        # The call of a non-blocking communicator that an exception, such as Ctrl-C, interrupted before the
+        # library had accepted it, and what to do with its result. The library takes no other call until then.
+        self.unsettled: tuple[str, Callable[[], object]] | None = None
+        # By array type, op and dtype the templates of all_reduce that C finds itself; none if `unsettled`.
+        self.usual: dict[type, dict[str, dict[Any, fastcall.Template]]] = {}
         # What a shrink that Ctrl-C interrupted has to go on with, for the same shrink.
         self.interrupted: tuple[object, Any] | None = None
         # Seconds in `wait`, by what was waited for.
@@ -236,6 +241,8 @@ class Core:
         try:
             answer = (lib.pynccl_enter_anyway if anyway else lib.pynccl_enter)(self.c)
             if not answer:
+                if self.unsettled is not None and not anyway:
+                    self._settle_interrupted()
                 yield
         finally:
             # None: a signal handler raised before the answer was stored.
@@ -266,6 +273,12 @@ class Core:
             self._raise_verdict(answer)
         if answer == NO_MEMORY:
             raise MemoryError
+        if self.unsettled is not None:
+            # A prepared call: the others wait by themselves.
+            raise NcclInvalidUsage(
+                f"{self!r} still makes {self.unsettled[0]}, which an exception has interrupted; expected "
+                "synchronize() before this call"
+            )
 
     def _raise_verdict(self, result: int) -> None:
         known, told, self.told = NcclError("", result=result), self.told, True
@@ -400,8 +413,13 @@ class Core:
             **place,
         )
 
-    def settle(self, what: str, look: Look | None = None) -> None:
-        """Wait until a non-blocking communicator has accepted the last call."""
+    def settle(
+        self, what: str, look: Look | None = None, if_interrupted: Callable[[], object] = lambda: None
+    ) -> None:
+        """Wait until a non-blocking communicator has accepted the last call.
+
+        After an exception, such as Ctrl-C, the next call waits first, and then calls `if_interrupted`.
+        """
         seconds, deadline = self.deadline(None)
 
         def live() -> int:
@@ -409,12 +427,24 @@ class Core:
                 look()
             return self.live()
 
+        self.unsettled = what, if_interrupted
         try:
             ready = streams.wait_ready(live, deadline)
         except NcclError as error:
+            self.unsettled = None
             raise self.watch.cause(error) from error.__cause__
+        except BaseException:
+            self.usual.clear()
+            raise
+        self.unsettled = None
         if not ready:
             self.late(what, seconds, "", True, lambda: False)
+
+    def _settle_interrupted(self) -> None:
+        assert self.unsettled is not None
+        what, then = self.unsettled
+        self.settle(what, None, then)
+        then()
 
     def _is_complete(self, stream: int) -> bool:
         with suppress(NcclError):

@@ -68,7 +68,7 @@ def derive(
         with recorder.recorded(core.c, how.kind, detail if isinstance(detail, int) else 0):
             child.until = core.deadline(None)[1]
             handle = core.bounded(on_its_device, how.function, abort_if_made)
-            core.settle(how.function)
+            core.settle(how.function, None, lambda: abort_if_made(int(handle)))
             if not joins:
                 return None
             _take(core, child, handle)

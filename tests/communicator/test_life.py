@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from pynccl import (
     NcclError,
     NcclInvalidArgument,
     NcclInvalidUsage,
+    NcclRemoteError,
     NcclTimeoutError,
     UniqueId,
     capi,
@@ -345,6 +346,43 @@ def test_every_rank_makes_its_own_unique_id(rank: int, nranks: int) -> None:
         NcclTimeoutError, match=r"missing rank 1.*; expected all 2 ranks .*, with the same unique id"
     ):
         pynccl.Communicator(2, pynccl.get_unique_id(), 0, timeout=0.5)
+
+
+def goes_on_after_ctrl_c(rank: int, nranks: int, what: str) -> list[float]:
+    """Rank 1 gets Ctrl-C in a call for which it waits for rank 0, and goes on with the communicator."""
+    comm = pynccl.init(config={"blocking": 0})
+    prepared = comm.prepare.all_reduce(np.zeros(3))
+    call = (lambda: comm.split(0)) if what == "split" else getattr(comm, what)
+    if rank == 1:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        with pytest.raises(
+            NcclInvalidUsage, match=rf"still makes ncclComm{what.title()}, which .*; expected sync"
+        ):
+            prepared()
+        tell("interrupted")
+    else:
+        hear("interrupted")
+        # Rank 1 aborts the communicator that nobody has taken there.
+        with suppress(NcclRemoteError if what == "split" else ()):
+            call()
+    if what == "finalize":
+        comm.destroy()
+        return []
+    if what == "suspend":
+        comm.resume()
+    x = comm.all_reduce(np.full(3, rank + 1.0)).tolist()
+    comm.split(0).barrier()
+    comm.destroy()
+    return x
+
+
+@pytest.mark.parametrize("what", ["split", "suspend", "finalize"])
+def test_ctrl_c_on_a_non_blocking_communicator(what: str) -> None:
+    """The call goes on, and the next one waits for it."""
+    want = [] if what == "finalize" else [3.0, 3.0, 3.0]
+    assert run(2, goes_on_after_ctrl_c, what, backend="cpu", timeout=40) == [want, want]
 
 
 @on_ranks(2)
