@@ -407,7 +407,7 @@ def test_other_arguments(rank: int, nranks: int) -> None:
                     (lambda d=dtype, op=op: comm.reduce_scatter(np.zeros(4, d), op=op), TypeError, dtype),
                 ]  # fmt: skip
         stream: Any
-        for stream in ("s", -1, True, 1.5, 1 << 64, object()):
+        for stream in ("s", -1, True, 1.5, 1 << 64, object(), pynccl.Stream):
             refusals += [
                 (lambda s=stream: comm.all_reduce(x, stream=s), TypeError,
                  "^stream is .*; expected None, a stream handle as an int, or an object with __cuda"),
@@ -428,6 +428,9 @@ def test_other_arguments(rank: int, nranks: int) -> None:
             ]  # fmt: skip
         refused(comm, refusals)
         # Only what a rank uses is looked at: here the other rank is the root.
+        source = np.arange(4)
+        source.flags.writeable = rank != 0
+        assert (comm.broadcast(source, root=0) == np.arange(4)).all()
         assert comm.reduce(x, None, root=0) is (x if rank == 0 else None)
         with pytest.raises(TypeError, match="ncclCollConfig_t has no field minCTA"):
             comm.all_reduce(x, config={"minCTA": 1})
@@ -600,6 +603,9 @@ def buffers(rank: int, nranks: int) -> None:
         assert (recv == 3).all()
         refused(comm, [(lambda: comm.all_reduce(frozen), ValueError, r"^send \(in place\) is read-only")])
         assert comm.all_reduce(Buffer(0, 0, "float32")).count == 0
+        number = bytearray([rank])
+        comm.all_reduce(np.frombuffer(bytes([rank + 1]), np.uint8), number)
+        assert number == bytearray([3])
 
 
 def test_buffers_in_calls() -> None:
@@ -659,6 +665,7 @@ def wrong_arguments(rank: int, nranks: int) -> None:
             (lambda: pynccl.init_all(np.array(0)), r"devices is array\(0\)"),  # type: ignore[arg-type]
             (lambda: pynccl.init(wrong), "method is array"),
             (lambda: pynccl.Stream().wait_event(None), "event is None"),  # type: ignore[arg-type]
+            (lambda: pynccl.Event().record(None), "stream is None"),
             (lambda: pynccl.dump_trace(None), "path is None"),  # type: ignore[arg-type]
             (lambda: pynccl.dump_trace(b""), "path is b''"),  # type: ignore[arg-type]
             (lambda: Buffer(x.ctypes.data, 4, "i4", readonly=wrong), "readonly is array"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import re
 import resource
@@ -26,6 +27,7 @@ from ranks import on_ranks
 
 
 def collected(rank: int, nranks: int) -> None:
+    made = f"{__file__}:{inspect.currentframe().f_lineno + 1}"  # type: ignore[union-attr]
     comm = pynccl.init(timeout=20)
     child = comm.split(0)
     stream = pynccl.Stream()
@@ -46,7 +48,10 @@ def collected(rank: int, nranks: int) -> None:
             warning.source = None
         gc.collect()
     assert time.monotonic() - start < 10
-    assert sum(issubclass(w.category, ResourceWarning) for w in caught) == 2
+    said = [str(w.message) for w in caught if issubclass(w.category, ResourceWarning)]
+    assert len(said) == 2
+    it = f"<pynccl.Communicator rank {rank} of {nranks} on device {rank}>"
+    assert f"{it}, made at {made}, was never destroyed or aborted" in said
 
 
 def test_collection_is_not_collective() -> None:
@@ -60,7 +65,11 @@ from pathlib import Path
 import numpy as np, pynccl
 
 def wait(what, comm, data, op, plan, stream):
-    if what == "group":
+    if what == "call":
+        comm.all_reduce(data)
+    elif what == "barrier":
+        comm.barrier()
+    elif what == "group":
         with pynccl.group():
             comm.all_reduce(data)
             comm.all_reduce(data)
@@ -103,7 +112,7 @@ for what in sys.argv[2:]:
     comm.abort()
     print(what, "ended", flush=True)
 """
-WAITS = ["group", "prepared", "plan", "synchronize", "stream", "split", "finalize"]
+WAITS = ["call", "barrier", "group", "prepared", "plan", "synchronize", "stream", "split", "finalize"]
 
 
 def test_ctrl_c(run_program: Run, tmp_path: Path) -> None:
@@ -158,6 +167,7 @@ def test_fork(rank: int, nranks: int) -> None:
             plan,
             comm.synchronize,
             lambda: comm.split(0),
+            comm.barrier,
             comm.finalize,
         )
         pid = os.fork()
@@ -172,6 +182,7 @@ def test_fork(rank: int, nranks: int) -> None:
                         code = 100 + index
                 except BaseException:
                     code = 50 + index
+            code = code if comm.closed else 99
             comm.destroy()
             comm.abort()
             os._exit(code)

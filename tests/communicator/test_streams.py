@@ -65,6 +65,8 @@ def test_streams_and_events(rank: int, nranks: int) -> None:
 @on_ranks(2)
 def test_a_refused_stream_is_forgotten(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=20) as comm:
+        with pytest.raises(NcclInvalidArgument, match="stream is 0x3039, which was destroyed or never crea"):
+            comm.synchronize(12345)
         with pytest.raises(NcclInvalidArgument, match="0x3039"):
             comm.all_reduce(np.ones(3), stream=12345)
         prepared = comm.prepare.all_reduce(np.ones(3), stream=12345)
@@ -190,14 +192,16 @@ def devices(rank: int, nranks: int) -> None:
     assert pynccl.current_device() == 1
     with single() as comm:
         assert comm.device == 1
-    with single(device=0) as comm:
-        assert comm.device == 0
+    with single(device=5) as comm:
+        assert comm.device == 5
         assert pynccl.current_device() == 1
     pynccl.set_device(before)
     wrong: Any
     for wrong, error in ((-1, ValueError), ("0", TypeError), (True, TypeError), (None, TypeError)):
         with pytest.raises(error, match=f"device is {wrong!r}; expected"):
             pynccl.set_device(wrong)
+    with pytest.raises(ValueError, match="device is -1"):
+        single(device=-1)
 
 
 def test_devices() -> None:
