@@ -15,7 +15,7 @@ import pytest
 import pynccl
 from arrays import KINDS, cupy_over, device_over, dtype_of, torch_over
 from device_arrays import Device, Exporter
-from pynccl import Buffer, Communicator, DataType, RedOp, testing
+from pynccl import Buffer, Communicator, DataType, RedOp
 from ranks import on_ranks
 
 N = 2
@@ -594,7 +594,8 @@ def test_wrong_buffers(args: Any, error: type[Exception], words: str) -> None:
         Buffer(*args)
 
 
-def buffers(rank: int, nranks: int) -> None:
+@on_ranks(N)
+def test_buffers_in_calls(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         data = np.full(4, rank + 1.0, np.float32)
         frozen = Buffer(data.ctypes.data, 4, "float32", owner=data, readonly=True)
@@ -606,10 +607,6 @@ def buffers(rank: int, nranks: int) -> None:
         number = bytearray([rank])
         comm.all_reduce(np.frombuffer(bytes([rank + 1]), np.uint8), number)
         assert number == bytearray([3])
-
-
-def test_buffers_in_calls() -> None:
-    testing.run(N, buffers, backend="cpu")
 
 
 def test_importing_imports_no_array_library(run_python: Any) -> None:
@@ -653,7 +650,8 @@ def test_codes_are_no_numbers(rank: int, nranks: int) -> None:
     assert (x == 1).all()
 
 
-def wrong_arguments(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_wrong_arguments(rank: int, nranks: int) -> None:
     """What is not of the expected type is named."""
     x, several, no = np.ones(4, np.int32), np.zeros(3), "no"
     wrong: Any = several
@@ -678,7 +676,3 @@ def wrong_arguments(rank: int, nranks: int) -> None:
         ):
             with pytest.raises((TypeError, ValueError), match=f"{words}.*; expected"):
                 call()
-
-
-def test_wrong_arguments() -> None:
-    testing.run(1, wrong_arguments, backend="cpu")

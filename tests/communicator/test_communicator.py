@@ -249,7 +249,10 @@ def test_timeout_of_creation(rank: int, nranks: int) -> None:
         assert time.monotonic() - start < 15
 
 
-def never_comes(rank: int, nranks: int, path: str) -> None:
+@on_ranks(3)
+def test_a_rank_never_comes_to_a_creation_by_unique_id(rank: int, nranks: int, tmp_path: Path) -> None:
+    """The shortest time-out ends the creation on all ranks."""
+    path = str(tmp_path)
     if rank == 2:
         return
     if rank == 0:
@@ -260,11 +263,6 @@ def never_comes(rank: int, nranks: int, path: str) -> None:
     with pytest.raises(NcclTimeoutError, match=r"after 3 s: 2 of 3 ranks joined, missing rank 2; "):
         Communicator(3, Path(path, "id").read_bytes(), rank, timeout=3 + 20 * rank)
     assert time.monotonic() - start < 15
-
-
-def test_a_rank_never_comes_to_a_creation_by_unique_id(tmp_path: Path) -> None:
-    """The shortest time-out ends the creation on all ranks."""
-    testing.run(3, never_comes, str(tmp_path), backend="cpu")
 
 
 def test_ctrl_c_during_creation(run_python: Run) -> None:

@@ -20,6 +20,7 @@ import pytest
 import arrays
 import pynccl
 from arrays import device_over
+from fake_cuda import create
 from fake_nccl import Fake, source
 from meeting import hear, tell
 from pynccl import (
@@ -353,17 +354,8 @@ def test_simulation_issues_nothing(rank: int, nranks: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def fake(compile_library: Callable[..., str]) -> str:
-    return compile_library(source(), "libnccl.so.2")
-
-
-@pytest.fixture(scope="module")
 def old(compile_library: Callable[..., str]) -> str:
     return compile_library(source(21903), "libnccl.so.2")
-
-
-def create() -> Communicator:
-    return Communicator(2, bytes([7]) * 128, 1)
 
 
 def what_reaches_the_library(rank: int, nranks: int) -> None:

@@ -583,7 +583,8 @@ def test_two_threads(rank: int, nranks: int) -> None:
             assert len(done) == number
 
 
-def alone(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_one_rank(rank: int, nranks: int) -> None:
     """One rank: everything works."""
     with single() as comm:
         child, small = comm.split(0), comm.split(None)
@@ -610,10 +611,6 @@ def alone(rank: int, nranks: int) -> None:
         assert total(comm) == 1
     with pytest.raises(TypeError, match="has no field minCTA; expected minCTAs"):
         pynccl.Config(minCTA=2)  # type: ignore[call-arg]
-
-
-def test_one_rank() -> None:
-    testing.run(1, alone, backend="cpu")
 
 
 # --- what an interrupt leaves -------------------------------------------------------------------------------
@@ -676,7 +673,8 @@ def test_an_interrupted_call_goes_on(what: str, seconds: float) -> None:
     assert testing.run(2, goes_on, what, seconds, backend="cpu", timeout=40) == [2.0, 2.0]
 
 
-def refuses(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_synchronize_refuses_what_is_no_time(rank: int, nranks: int) -> None:
     with single() as comm:
         timeout: Any
         for timeout, error in (
@@ -693,7 +691,3 @@ def refuses(rank: int, nranks: int) -> None:
         with pytest.raises(NcclInvalidArgument, match="stream 0xdeadbeef was not created"):
             comm.all_reduce(np.ones(4), stream=0xDEADBEEF)
         comm.synchronize()
-
-
-def test_synchronize_refuses_what_is_no_time() -> None:
-    testing.run(1, refuses, backend="cpu")

@@ -17,9 +17,10 @@ import pytest
 import arrays
 import pynccl
 from arrays import cupy_over, device_over
-from fake_nccl import Fake, source
+from fake_cuda import create
+from fake_nccl import Fake
 from meeting import hear, tell
-from pynccl import Communicator, NcclInvalidUsage, Plan, Prepared, group, testing
+from pynccl import NcclInvalidUsage, Plan, Prepared, group, testing
 from pynccl._comm.operations import Operations
 from pynccl._comm.prepared import Prepare
 from ranks import on_ranks
@@ -335,15 +336,6 @@ def test_a_closed_communicator(rank: int, nranks: int) -> None:
 
 
 # --- on a library that fails when it is told to ---
-
-
-@pytest.fixture(scope="module")
-def fake(compile_library: Callable[..., str]) -> str:
-    return compile_library(source(), "libnccl.so.2")
-
-
-def create() -> Communicator:
-    return Communicator(2, bytes([7]) * 128, 1)
 
 
 def failures(rank: int, nranks: int) -> None:

@@ -142,7 +142,8 @@ class Watched(np.ndarray[Any, Any]):
     """An array that takes weak references."""
 
 
-def a_stream_for_every_step(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_a_stream_for_every_step(rank: int, nranks: int) -> None:
     """Streams that were waited for leave no arrays and no threads, and nothing to wait for."""
     comm, idle = pynccl.init(timeout=20), pynccl.init(timeout=20)
     idle.all_reduce(np.ones(3), stream=pynccl.Stream())
@@ -157,10 +158,6 @@ def a_stream_for_every_step(rank: int, nranks: int) -> None:
     assert {record.state for record in comm.trace()} == {"done"}
     comm.destroy()
     idle.destroy()
-
-
-def test_a_stream_for_every_step() -> None:
-    testing.run(2, a_stream_for_every_step, backend="cpu")
 
 
 @on_ranks(2)
@@ -184,7 +181,8 @@ def test_calls_after_the_wait(rank: int, nranks: int) -> None:
         assert rank == 0 or (x == nranks).all()
 
 
-def devices(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_devices(rank: int, nranks: int) -> None:
     assert pynccl.array_module() is np
     assert pynccl.device_count() >= 1
     before = pynccl.current_device()
@@ -202,10 +200,6 @@ def devices(rank: int, nranks: int) -> None:
             pynccl.set_device(wrong)
     with pytest.raises(ValueError, match="device is -1"):
         single(device=-1)
-
-
-def test_devices() -> None:
-    testing.run(1, devices, backend="cpu")
 
 
 @on_ranks(2)
