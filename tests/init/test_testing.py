@@ -160,7 +160,6 @@ def test_exit_without_result_is_a_failure() -> None:
         testing.run(1, leave, backend="cpu")
 
 
-@pytest.mark.slow
 def leave_before_init(rank: int, nranks: int, how: str) -> None:
     if rank != 1:
         pynccl.init(timeout=60)
