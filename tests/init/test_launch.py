@@ -632,18 +632,24 @@ import signal, time, numpy as np, pynccl
 comm = pynccl.init()
 if comm.rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+if comm.rank == 0:
     comm.all_reduce(np.zeros(4))
 time.sleep(100)
 """
 
 
-def test_evidence_is_not_replaced_by_what_comes_of_the_end(script: Script, tmp_path: Path) -> None:
+def test_evidence_is_not_replaced_by_what_comes_of_the_end(
+    script: Script, started: Started, tmp_path: Path
+) -> None:
     """A rank that sees the others end dumps no more."""
-    done = launch(
-        "-n", "2", "--cpu", "--timeout", "3", script(OUTLIVES), PYNCCL_TRACE_DIR=str(tmp_path / "traces")
-    )
-    assert done.returncode == 124 and "NcclRemoteError" in done.stderr
-    (dump,) = (tmp_path / "traces").glob("rank0.*.jsonl")
+    folder = tmp_path / "traces"
+    process = started("-n", "2", "--cpu", script(OUTLIVES), PYNCCL_TRACE_DIR=str(folder))
+    _wait_ready(process, 2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM and "NcclRemoteError" in errors
+    (dump,) = folder.glob("rank0.*.jsonl")
     head, *records = map(json.loads, dump.read_text().splitlines())
     assert [reason["kind"] for reason in head["reasons"]] == ["launcher"]
     assert [r["call"] for r in records[1:]] == ["init", "all_reduce"] and records[-1]["state"] == "taken"
