@@ -16,6 +16,12 @@ from pathlib import Path
 
 import pytest
 
+import fake_nccl
+import null_library
+import pynccl
+from meeting import free_port
+from processes import completed
+
 pytest_plugins = ["fake_cuda", "forked_ranks", "hosts", "skips"]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +37,7 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Script = Callable[[str], str]
 
 
 def clean_environment() -> dict[str, str]:
@@ -47,9 +54,7 @@ def run_python() -> Run:
         code: str = "", *, args: list[str] | None = None, fails: bool = False, **env: str
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-W", "error", *(["-c", code] if args is None else args)]
-        done = subprocess.run(
-            command, env=clean_environment() | env, capture_output=True, text=True, timeout=50, cwd="/"
-        )
+        done = completed(command, env=clean_environment() | env, cwd="/")
         assert (done.returncode != 0) == fails, done.stdout + done.stderr
         return done
 
@@ -57,17 +62,33 @@ def run_python() -> Run:
 
 
 @pytest.fixture
-def run_program(tmp_path: Path) -> Run:
+def script(tmp_path: Path) -> Script:
+    """Write a program's text to a file and return its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "program.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def port() -> int:
+    """Return a port for the ranks to meet at."""
+    return free_port()
+
+
+@pytest.fixture
+def run_program(script: Script) -> Run:
     """Run the text of a program on ranks that `pynccl run` starts."""
 
     def run(
         text: str, nranks: int, *args: str | Path, options: Sequence[str] = (), **env: str
     ) -> subprocess.CompletedProcess[str]:
-        program = tmp_path / "program.py"
-        program.write_text(text)
         launcher = [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu", *options]
-        command = [*launcher, str(program), *map(str, args)]
-        return subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=100)
+        command = [*launcher, script(text), *map(str, args)]
+        return completed(command, env=os.environ | env, timeout=100)
 
     return run
 
@@ -86,6 +107,30 @@ def compile_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., s
         return str(target)
 
     return compile_library
+
+
+@pytest.fixture(scope="session")
+def fake(compile_library: Callable[..., str]) -> str:
+    """Return fake_nccl's library."""
+    return compile_library(fake_nccl.source(), "libnccl.so.2")
+
+
+@pytest.fixture(scope="session")
+def null(compile_library: Callable[..., str]) -> str:
+    """Return null_library's library."""
+    return compile_library(null_library.source(), "libnull.so")
+
+
+@pytest.fixture
+def cpu() -> None:
+    """Load the CPU library in this process."""
+    pynccl.load("cpu")
+
+
+@pytest.fixture
+def no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYNCCL_SECRET", "PYNCCL_SECRET_FILE", "PYNCCL_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -122,15 +122,15 @@ class OneSided:
         """Require what NVIDIA's NCCL requires: both ends of a put lie in symmetric windows."""
         if not entry.symmetric:
             raise ValueError(
-                f"window is {shown(window)}; expected a symmetric one, since NVIDIA's NCCL puts into no "
-                "other: comm.window(array, symmetric=True)"
+                f"window is {shown(window)}; expected a symmetric one, since NVIDIA's NCCL puts only into "
+                "those: comm.window(array, symmetric=True)"
             )
         begin, nbytes = span[0], span[1] * dtypes.itemsize(span[2])
         source = self._core.windows.symmetric_at(begin, nbytes)
         if nbytes and (source is None or not source.contains(begin, nbytes)):
             raise ValueError(
                 "array is in no symmetric window of this communicator; expected memory of one, since "
-                "NVIDIA's NCCL puts from no other: comm.window(array, symmetric=True)"
+                "NVIDIA's NCCL puts only from symmetric windows: comm.window(array, symmetric=True)"
             )
 
 

@@ -1,4 +1,7 @@
-"""Rendezvous of the ranks of a program: `init`, and the store through which ranks exchange values."""
+"""Rendezvous of the ranks of a program: `init`, and the store through which ranks exchange values.
+
+Imports `_comm` and what is below it; `_run`, `mpi`, `ray`, `torch` and what is above them import it.
+"""
 
 import importlib as _importlib
 import typing as _typing

@@ -24,6 +24,7 @@ from engine_files import Group, Stream, downloaded, imported
 from meeting import until
 from pynccl import testing
 from pynccl.compat import sglang, vllm
+from ranks import on_ranks
 
 OURS = {"vllm": vllm, "sglang": sglang}
 CPU = torch.device("cpu")
@@ -292,8 +293,10 @@ def test_signatures(engine: str, files: Callable[[str], str]) -> None:
 # --- without the engines ------------------------------------------------------------------------------------
 
 
-def on_numpy(rank: int, size: int, folder: str) -> None:
-    comm = vllm.PyNcclCommunicator(Group(rank, size, folder), rank, timeout=100)
+@on_ranks(2, timeout=50)
+def test_on_numpy(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    comm = vllm.PyNcclCommunicator(Group(rank, nranks, folder), rank, timeout=100)
     kinds = np.dtype("float32"), np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e5m2)
     for dtype in kinds:
         array = np.full(3, rank + 1).astype(dtype)
@@ -308,7 +311,7 @@ def on_numpy(rank: int, size: int, folder: str) -> None:
         comm.all_gatherv(np.zeros((3, 2)), np.zeros((1, 2)), [1, 1])
     with pytest.raises(ValueError, match="op is 'median'; expected sum, prod, max, min or avg"):
         comm.all_reduce(np.zeros(2), op="median")
-    for root in range(size):
+    for root in range(nranks):
         with pytest.raises(TypeError, match="sizes is None; expected 2 ints, one for each rank"):
             comm.scatter(np.zeros(2), np.zeros(4), None, root)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="p2p_ops is 3; expected torch.distributed.P2POps"):
@@ -322,7 +325,7 @@ def on_numpy(rank: int, size: int, folder: str) -> None:
     first = comm.all_reduce(np.ones(2))
     for _ in range(2):
         comm.group_end()
-    assert (first == size).all()
+    assert (first == nranks).all()
     window = comm.register_comm_window(pynccl.zeros(16, "float32"))
     comm.deregister_comm_window(window)
     # A rank that has left is named.
@@ -344,15 +347,13 @@ def on_numpy(rank: int, size: int, folder: str) -> None:
         comm.destroy()
 
 
-def test_on_numpy(tmp_path: Path) -> None:
-    testing.run(2, on_numpy, str(tmp_path), backend="cpu", timeout=50)
-
-
-def groups(rank: int, size: int, folder: str) -> None:
+@on_ranks(2, timeout=50)
+def test_groups_of_several_communicators_and_threads(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     for name in ("first", "second", "third"):
         Path(folder, name).mkdir(exist_ok=True)
-    first = vllm.PyNcclCommunicator(Group(rank, size, f"{folder}/first"), rank, timeout=20)
-    second = vllm.PyNcclCommunicator(Group(rank, size, f"{folder}/second"), rank, timeout=20)
+    first = vllm.PyNcclCommunicator(Group(rank, nranks, f"{folder}/first"), rank, timeout=20)
+    second = vllm.PyNcclCommunicator(Group(rank, nranks, f"{folder}/second"), rank, timeout=20)
     mine, one, other = np.full(4, rank + 1.0), np.zeros(4), np.zeros(4)
     # Overlapping groups: as with ncclGroupEnd, only the last end issues the calls.
     first.group_start()
@@ -374,18 +375,16 @@ def groups(rank: int, size: int, folder: str) -> None:
     assert not first.available
     assert (second.all_reduce(mine) == 3).all()
     # A communicator can be made again: no group is open.
-    third = vllm.PyNcclCommunicator(Group(rank, size, f"{folder}/third"), rank, timeout=20)
+    third = vllm.PyNcclCommunicator(Group(rank, nranks, f"{folder}/third"), rank, timeout=20)
     assert (third.all_reduce(mine) == 3).all()
     third.destroy()
     second.destroy()
 
 
-def test_groups_of_several_communicators_and_threads(tmp_path: Path) -> None:
-    testing.run(2, groups, str(tmp_path), backend="cpu", timeout=50)
-
-
-def by_gloo(rank: int, size: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+@on_ranks(2, timeout=50)
+def test_with_a_process_group_of_torch(rank: int, nranks: int, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=nranks)
     comm = sglang.PyNcclCommunicator(dist.group.WORLD, "cpu", cta_policy=2)
     with comm.change_state():
         tensor = torch.ones(4) * (rank + 1)
@@ -395,10 +394,6 @@ def by_gloo(rank: int, size: int, store: str) -> None:
     assert tensor.tolist() == [3] * 4
     dist.barrier()
     comm.destroy()
-
-
-def test_with_a_process_group_of_torch(tmp_path: Path) -> None:
-    testing.run(2, by_gloo, str(tmp_path / "store"), backend="cpu", timeout=50)
 
 
 def by_id(rank: int, size: int, folder: str) -> list[list[float]]:
@@ -425,7 +420,9 @@ def test_by_an_id(tmp_path: Path) -> None:
     assert results == [[[2.0, 2.0], [1.0, 1.0]]] * 2
 
 
-def refusals(rank: int, size: int, folder: str) -> None:
+@on_ranks(1, timeout=50)
+def test_refusals(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     library = vllm.NCCLLibrary("cpu")
     assert library.has_symbol("ncclCommSuspend") and not library.has_symbol("ncclNothing")
     assert library.ncclGetVersion() == "2.32.3"
@@ -459,10 +456,6 @@ def refusals(rank: int, size: int, folder: str) -> None:
     alone.destroy()
     # Never destroyed, as in the engines: the exit says nothing of it.
     assert library.ncclCommInitRank(1, library.ncclGetUniqueId(), 0).value
-
-
-def test_refusals(tmp_path: Path) -> None:
-    testing.run(1, refusals, str(tmp_path), backend="cpu", timeout=50)
 
 
 def test_import_and_install(run_python: Run) -> None:

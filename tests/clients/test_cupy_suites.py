@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from conftest import ROOT
 from engines import BIN, environment
+from processes import completed
 from pynccl import cpu_library
 from released_files import sources
 
@@ -68,7 +68,7 @@ def suite(file: Path, way: str, folder: Path, timeout: float, *excluded: str) ->
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(file.parent)]
     options += [f"--deselect={file.name}::{test}" for test in excluded]
     command = [sys.executable, "-m", "pytest", *options, file.name]
-    done = subprocess.run(command, env=env, cwd=file.parent, capture_output=True, text=True, timeout=timeout)
+    done = completed(command, env=env, cwd=file.parent, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", last.partition(" in ")[0])}

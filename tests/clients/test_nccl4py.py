@@ -5,7 +5,6 @@ What the examples need of CUDA is host_cuda.py's.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from conftest import ROOT, clean_environment
 from engines import environment, open_mpi
+from processes import completed, piped
 from pynccl import cpu_library
 from released_files import cached
 
@@ -73,16 +73,7 @@ print("right")
 def test_windows_puts_and_signals(tmp_path: Path) -> None:
     # nccl4py waits for streams by CUDA's functions, which are not there.
     env = clean_environment() | {"LD_PRELOAD": FORWARD, "PYNCCL_CPU_BLOCKING": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = [piped([sys.executable, "-c", RANK, str(rank), str(tmp_path)], env=env) for rank in range(2)]
     try:
         answers = [rank.communicate(timeout=50) for rank in ranks]
     finally:
@@ -130,7 +121,7 @@ def repository() -> Path:
                     REPOSITORY,
                     f"{draft}/clone",
                 ]
-                done = subprocess.run(git, capture_output=True, text=True, timeout=250)
+                done = completed(git, timeout=250)
                 if done.returncode:
                     pytest.skip("NCCL's repository cannot be cloned here")
                 Path(draft, "clone").rename(clone)
@@ -157,13 +148,7 @@ def test_examples(path: str, nranks: int, repository: Path) -> None:
     }
     program = ["-c", "import sys, host_cuda; host_cuda.run(sys.argv[1])", str(repository / path)]
     launcher = [] if nranks == 0 else open_mpi(nranks)
-    done = subprocess.run(
-        [*launcher, sys.executable, *program],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = completed([*launcher, sys.executable, *program], env=environment(**variables), timeout=280)
     assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
 
 

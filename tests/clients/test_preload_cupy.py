@@ -2,14 +2,14 @@
 
 `cupy.cuda.nccl` links against libnccl.so.2 and nothing else of CUDA: with the preload it imports and works
 without a GPU, a driver or a CUDA runtime, on raw pointers to host memory. (Without the preload it is an empty
-module and a warning.) CuPy cannot wait for a stream without CUDA; pynccl in the same process can: it uses the
-same CPU library.
+module and a warning.) tests/interfaces/test_compat_cupy.py compares its calls with those of pynccl's own
+interface, and with NumPy; here is the rest. CuPy cannot wait for a stream without CUDA; pynccl in the same
+process can: it uses the same CPU library.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 import time
 import warnings
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from conformance.ranks import ROOT, Ranks
 from conformance.worker import Rank
+from processes import completed
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed"),
@@ -51,7 +52,7 @@ def nccl() -> Any:
 @pytest.fixture(scope="module")
 def preload() -> str:
     command = [sys.executable, "-m", "pynccl", "cpu-library", "--dir"]
-    folder = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    folder = completed(command, check=True, cwd=ROOT).stdout.strip()
     library = Path(folder, "libnccl.so.2")
     assert library.exists()
     return str(library)
@@ -75,13 +76,6 @@ def ranks(preload: str) -> Iterator[Ranks]:
         # CuPy takes long to import.
         ranks.call(connects, timeout=80)
         yield ranks
-
-
-def wait(comm: Any) -> None:
-    """Wait for the default stream, through pynccl: the handle is good for both."""
-    from pynccl import capi
-
-    assert capi.pyncclCpuStreamSynchronize(comm.comm, 0, 20_000) == 0
 
 
 def ptr(array: Array) -> int:
@@ -119,140 +113,6 @@ def test_one_library_in_the_process(ranks: Ranks) -> None:
     for backend, mapped in ranks.call(libraries):
         assert backend == "cpu"
         assert len(mapped) == 1
-
-
-def datatypes(rank: Rank) -> None:
-    module, comm = nccl(), connect(rank)
-    names = ["INT8", "UINT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64"]
-    operations = [("SUM", np.add), ("PROD", np.multiply), ("MAX", np.maximum), ("MIN", np.minimum)]
-    for name in names:
-        dtype, number = np.dtype(name.lower()), getattr(module, f"NCCL_{name}")
-        everyone = [np.arange(N).astype(dtype) % dtype.type(5) + dtype.type(r) for r in range(rank.nranks)]
-        for op, function in operations:
-            result = np.empty_like(everyone[0])
-            mine = everyone[rank.rank].copy()
-            comm.allReduce(ptr(mine), ptr(result), N, number, getattr(module, f"NCCL_{op}"), 0)
-            wait(comm)
-            assert np.array_equal(result, function.reduce(everyone, dtype=dtype)), (name, op)
-    average = np.full(N, rank.rank, np.float32)
-    comm.allReduce(ptr(average), ptr(average), N, module.NCCL_FLOAT32, module.NCCL_AVG, 0)
-    wait(comm)
-    assert (average == 1.5).all()
-
-
-def test_all_reduce(ranks: Ranks) -> None:
-    ranks.call(datatypes)
-
-
-def collectives(rank: Rank) -> None:
-    module, comm = nccl(), connect(rank)
-    me, n, f, total = rank.rank, rank.nranks, module.NCCL_FLOAT, module.NCCL_SUM
-    mine, out = np.full(N, me + 1, np.float32), np.zeros(N, np.float32)
-    for root in range(n):
-        out[:] = 0
-        comm.reduce(ptr(mine), ptr(out), N, f, total, root, 0)
-        wait(comm)
-        assert (out == (10 if me == root else 0)).all()
-        comm.broadcast(ptr(mine), ptr(out), N, f, root, 0)
-        wait(comm)
-        assert (out == root + 1).all()
-        out[:] = mine
-        comm.bcast(ptr(out), N, f, root, 0)
-        wait(comm)
-        assert (out == root + 1).all()
-    gathered = np.zeros(n * N, np.float32)
-    comm.allGather(ptr(mine), ptr(gathered), N, f, 0)
-    wait(comm)
-    assert (gathered == np.repeat(np.arange(1, n + 1), N)).all()
-    gathered *= me + 1
-    comm.reduceScatter(ptr(gathered), ptr(out), N, f, total, 0)
-    wait(comm)
-    assert (out == 10 * (me + 1)).all()
-    comm.check_async_error()
-
-
-def test_collectives(ranks: Ranks) -> None:
-    ranks.call(collectives)
-
-
-def messages(rank: Rank) -> None:
-    module, comm = nccl(), connect(rank)
-    me, n = rank.rank, rank.nranks
-    sent, received = np.full(N, me, np.int32), np.zeros(N, np.int32)
-    module.groupStart()
-    comm.send(ptr(sent), N, module.NCCL_INT32, (me + 1) % n, 0)
-    comm.recv(ptr(received), N, module.NCCL_INT32, (me - 1) % n, 0)
-    module.groupEnd()
-    wait(comm)
-    assert (received == (me - 1) % n).all()
-    # And without a group, along a line.
-    if me > 0:
-        comm.recv(ptr(received), N, module.NCCL_INT, me - 1, 0)
-    if me + 1 < n:
-        comm.send(ptr(sent), N, module.NCCL_INT, me + 1, 0)
-    wait(comm)
-    assert (received == (me - 1 if me else n - 1)).all()
-
-
-def test_messages(ranks: Ranks) -> None:
-    ranks.call(messages)
-
-
-def splitting(rank: Rank) -> None:
-    module, comm = nccl(), connect(rank)
-    for config in (None, module.NcclConfig(split_share=1)):
-        half = comm.commSplit(rank.rank % 2, -rank.rank, config)
-        assert (half.size(), half.rank_id()) == (2, 1 - rank.rank // 2)
-        array = np.full(N, rank.rank, np.float64)
-        half.allReduce(ptr(array), ptr(array), N, module.NCCL_DOUBLE, module.NCCL_SUM, 0)
-        wait(half)
-        assert (array == (2, 4)[rank.rank % 2]).all()
-        half.destroy()
-        half.destroy()
-
-
-def test_split(ranks: Ranks) -> None:
-    ranks.call(splitting)
-
-
-def errors(rank: Rank) -> None:
-    module, comm = nccl(), connect(rank)
-    array = np.zeros(N, np.float32)
-    f, total, a = module.NCCL_FLOAT, module.NCCL_SUM, ptr(array)
-    wrong: list[tuple[Any, ...]] = [
-        (comm.reduce, a, a, N, f, total, rank.nranks, 0),
-        (comm.allReduce, a, a, N, 99, total, 0),
-        (comm.send, a, N, f, -1, 0),
-    ]
-    for function, *args in wrong:
-        with pytest.raises(module.NcclError, match="INVALID_ARGUMENT") as caught:
-            function(*args)
-        assert caught.value.status == 4
-    comm.check_async_error()
-
-
-def test_errors(ranks: Ranks) -> None:
-    ranks.call(errors)
-
-
-def all_in_one(rank: Rank, devices: Any) -> None:
-    module = nccl()
-    comms = module.NcclCommunicator.initAll(devices)
-    arrays = [np.full(N, i + 1, np.float32) for i in range(len(comms))]
-    module.groupStart()
-    for comm, array in zip(comms, arrays, strict=True):
-        comm.allReduce(ptr(array), ptr(array), N, module.NCCL_FLOAT, module.NCCL_SUM, 0)
-    module.groupEnd()
-    for i, comm in enumerate(comms):
-        wait(comm)
-        assert (comm.rank_id(), comm.size()) == (i, 3)
-        assert (arrays[i] == 6).all()
-        comm.destroy()
-
-
-@pytest.mark.parametrize("devices", [3, [2, 0, 1]])
-def test_init_all(ranks: Ranks, devices: Any) -> None:
-    ranks.call(all_in_one, devices)
 
 
 def aborting(rank: Rank) -> None:

@@ -15,7 +15,7 @@ import pytest
 import pynccl
 from arrays import KINDS, cupy_over, device_over, dtype_of, torch_over
 from device_arrays import Device, Exporter
-from pynccl import Buffer, Communicator, DataType, RedOp, testing
+from pynccl import Buffer, Communicator, DataType, RedOp
 from ranks import on_ranks
 
 N = 2
@@ -407,7 +407,7 @@ def test_other_arguments(rank: int, nranks: int) -> None:
                     (lambda d=dtype, op=op: comm.reduce_scatter(np.zeros(4, d), op=op), TypeError, dtype),
                 ]  # fmt: skip
         stream: Any
-        for stream in ("s", -1, True, 1.5, 1 << 64, object()):
+        for stream in ("s", -1, True, 1.5, 1 << 64, object(), pynccl.Stream):
             refusals += [
                 (lambda s=stream: comm.all_reduce(x, stream=s), TypeError,
                  "^stream is .*; expected None, a stream handle as an int, or an object with __cuda"),
@@ -428,6 +428,9 @@ def test_other_arguments(rank: int, nranks: int) -> None:
             ]  # fmt: skip
         refused(comm, refusals)
         # Only what a rank uses is looked at: here the other rank is the root.
+        source = np.arange(4)
+        source.flags.writeable = rank != 0
+        assert (comm.broadcast(source, root=0) == np.arange(4)).all()
         assert comm.reduce(x, None, root=0) is (x if rank == 0 else None)
         with pytest.raises(TypeError, match="ncclCollConfig_t has no field minCTA"):
             comm.all_reduce(x, config={"minCTA": 1})
@@ -591,7 +594,8 @@ def test_wrong_buffers(args: Any, error: type[Exception], words: str) -> None:
         Buffer(*args)
 
 
-def buffers(rank: int, nranks: int) -> None:
+@on_ranks(N)
+def test_buffers_in_calls(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         data = np.full(4, rank + 1.0, np.float32)
         frozen = Buffer(data.ctypes.data, 4, "float32", owner=data, readonly=True)
@@ -600,10 +604,9 @@ def buffers(rank: int, nranks: int) -> None:
         assert (recv == 3).all()
         refused(comm, [(lambda: comm.all_reduce(frozen), ValueError, r"^send \(in place\) is read-only")])
         assert comm.all_reduce(Buffer(0, 0, "float32")).count == 0
-
-
-def test_buffers_in_calls() -> None:
-    testing.run(N, buffers, backend="cpu")
+        number = bytearray([rank])
+        comm.all_reduce(np.frombuffer(bytes([rank + 1]), np.uint8), number)
+        assert number == bytearray([3])
 
 
 def test_importing_imports_no_array_library(run_python: Any) -> None:
@@ -647,7 +650,8 @@ def test_codes_are_no_numbers(rank: int, nranks: int) -> None:
     assert (x == 1).all()
 
 
-def wrong_arguments(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_wrong_arguments(rank: int, nranks: int) -> None:
     """What is not of the expected type is named."""
     x, several, no = np.ones(4, np.int32), np.zeros(3), "no"
     wrong: Any = several
@@ -659,6 +663,7 @@ def wrong_arguments(rank: int, nranks: int) -> None:
             (lambda: pynccl.init_all(np.array(0)), r"devices is array\(0\)"),  # type: ignore[arg-type]
             (lambda: pynccl.init(wrong), "method is array"),
             (lambda: pynccl.Stream().wait_event(None), "event is None"),  # type: ignore[arg-type]
+            (lambda: pynccl.Event().record(None), "stream is None"),
             (lambda: pynccl.dump_trace(None), "path is None"),  # type: ignore[arg-type]
             (lambda: pynccl.dump_trace(b""), "path is b''"),  # type: ignore[arg-type]
             (lambda: Buffer(x.ctypes.data, 4, "i4", readonly=wrong), "readonly is array"),
@@ -671,7 +676,3 @@ def wrong_arguments(rank: int, nranks: int) -> None:
         ):
             with pytest.raises((TypeError, ValueError), match=f"{words}.*; expected"):
                 call()
-
-
-def test_wrong_arguments() -> None:
-    testing.run(1, wrong_arguments, backend="cpu")

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import pynccl
-from pynccl.testing import run
+from ranks import on_ranks
 
 
-def gradients(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_gradients(rank: int, nranks: int) -> None:
     with pynccl.init() as comm:
         leaf = torch.ones(4, requires_grad=True)
         inner = leaf * 2
@@ -73,7 +74,3 @@ def gradients(rank: int, nranks: int) -> None:
         loss.backward()
         with torch.inference_mode():
             assert comm.all_reduce(torch.ones(2)).tolist() == [nranks] * 2
-
-
-def test_gradients() -> None:
-    run(2, gradients, backend="cpu")

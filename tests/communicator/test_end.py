@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -18,14 +18,17 @@ import numpy as np
 import pytest
 
 import pynccl
-from conftest import Run
+from conftest import Run, Script
 from engines import Command, environment, open_mpi, pynccl_run, torchrun
 from meeting import hear, state, tell
+from processes import completed
 from pynccl import NcclError, NcclInvalidUsage, NcclRemoteError, testing
 from ranks import on_ranks
 
 
-def collected(rank: int, nranks: int) -> None:
+@on_ranks(2, timeout=50)
+def test_collection_is_not_collective(rank: int, nranks: int) -> None:
+    made = f"{__file__}:{inspect.currentframe().f_lineno + 1}"  # type: ignore[union-attr]
     comm = pynccl.init(timeout=20)
     child = comm.split(0)
     stream = pynccl.Stream()
@@ -46,11 +49,10 @@ def collected(rank: int, nranks: int) -> None:
             warning.source = None
         gc.collect()
     assert time.monotonic() - start < 10
-    assert sum(issubclass(w.category, ResourceWarning) for w in caught) == 2
-
-
-def test_collection_is_not_collective() -> None:
-    testing.run(2, collected, backend="cpu", timeout=50)
+    said = [str(w.message) for w in caught if issubclass(w.category, ResourceWarning)]
+    assert len(said) == 2
+    it = f"<pynccl.Communicator rank {rank} of {nranks} on device {rank}>"
+    assert f"{it}, made at {made}, was never destroyed or aborted" in said
 
 
 # The ways to wait, each with a communicator of its own.
@@ -60,7 +62,11 @@ from pathlib import Path
 import numpy as np, pynccl
 
 def wait(what, comm, data, op, plan, stream):
-    if what == "group":
+    if what == "call":
+        comm.all_reduce(data)
+    elif what == "barrier":
+        comm.barrier()
+    elif what == "group":
         with pynccl.group():
             comm.all_reduce(data)
             comm.all_reduce(data)
@@ -103,7 +109,7 @@ for what in sys.argv[2:]:
     comm.abort()
     print(what, "ended", flush=True)
 """
-WAITS = ["group", "prepared", "plan", "synchronize", "stream", "split", "finalize"]
+WAITS = ["call", "barrier", "group", "prepared", "plan", "synchronize", "stream", "split", "finalize"]
 
 
 def test_ctrl_c(run_program: Run, tmp_path: Path) -> None:
@@ -158,6 +164,7 @@ def test_fork(rank: int, nranks: int) -> None:
             plan,
             comm.synchronize,
             lambda: comm.split(0),
+            comm.barrier,
             comm.finalize,
         )
         pid = os.fork()
@@ -172,6 +179,7 @@ def test_fork(rank: int, nranks: int) -> None:
                         code = 100 + index
                 except BaseException:
                     code = 50 + index
+            code = code if comm.closed else 99
             comm.destroy()
             comm.abort()
             os._exit(code)
@@ -314,9 +322,7 @@ def returns(engine: str, how: str, nranks: int, script: Path, runs: int) -> None
     script.write_text(program)
     command = [*launch(nranks), str(script), how]
     for run in range(runs):
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_RUN_SECONDS, env=environment()
-        )
+        done = completed(command, timeout=_RUN_SECONDS, env=environment())
         assert done.returncode == 0, f"run {run}: {done.stderr}"
         assert done.stdout.count("right") == nranks, f"run {run}: {done.stdout}"
         assert done.stderr == "", f"run {run}"
@@ -423,13 +429,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn", "forkserver"])
-def test_processes_of_multiprocessing_end_well(how: str, tmp_path: Path) -> None:
+def test_processes_of_multiprocessing_end_well(how: str, script: Script) -> None:
     """They end without atexit where they were forked."""
-    script = tmp_path / "pool.py"
-    script.write_text(POOL)
     environment = {**os.environ, "PYNCCL_LIBRARY": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(script), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    command = [sys.executable, script(POOL), how]
+    done = completed(command, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 

@@ -20,13 +20,13 @@ import pytest
 import arrays
 import pynccl
 from arrays import device_over
+from fake_cuda import create
 from fake_nccl import Fake, source
-from meeting import hear, tell, together
+from meeting import hear, tell
 from pynccl import (
     Communicator,
     NcclError,
     NcclInvalidUsage,
-    NcclTimeoutError,
     NotSupportedError,
     capi,
     group,
@@ -299,53 +299,6 @@ def test_threads_in_another_order(rank: int, nranks: int) -> None:
         assert not failures, failures
 
 
-@on_ranks(2)
-def test_one_communicator_in_groups_of_two_threads(rank: int, nranks: int) -> None:
-    with pynccl.init(timeout=30) as comm:
-        comm.barrier()
-        if rank == 1:
-            hear("refused")
-        done: list[float] = []
-
-        def work() -> None:
-            with group():
-                comm.all_reduce(np.zeros(2))
-                comm.all_reduce(np.zeros(2))
-            done.append(time.monotonic())
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        if rank == 0:
-            while not comm._core.c.busy:
-                time.sleep(0.001)
-            with pytest.raises(NcclInvalidUsage, match="rank 0 of 2 .* in use by another thread"), group():
-                comm.all_reduce(np.zeros(2))
-            tell("refused")
-        thread.join()
-        assert done
-
-
-@on_ranks(2)
-def test_timeout(rank: int, nranks: int) -> None:
-    together(nranks)
-    comm = pynccl.init(timeout=3)
-    if rank == 0:
-        start = time.monotonic()
-        with (
-            pytest.raises(
-                NcclTimeoutError, match="a group of 2 calls did not complete .*within 3 s .*rank 0"
-            ),
-            group(),
-        ):
-            comm.all_reduce(np.zeros(2))
-            comm.all_reduce(np.zeros(2))
-        assert time.monotonic() - start < 15
-        tell("raised")
-    else:
-        hear("raised")
-    comm.abort()
-
-
 def mismatch(rank: int, nranks: int) -> str:
     comm = pynccl.init(timeout=30)
     try:
@@ -361,16 +314,6 @@ def mismatch(rank: int, nranks: int) -> str:
 
 def test_mismatch_in_a_group_is_an_error() -> None:
     assert not {"nothing", "NcclTimeoutError"} & set(testing.run(2, mismatch, backend="cpu"))
-
-
-@on_ranks(2)
-def test_non_blocking_communicator(rank: int, nranks: int) -> None:
-    with pynccl.init(config={"blocking": 0}, timeout=30) as comm:
-        a, b = np.ones(2), np.ones(2)
-        with group():
-            comm.all_reduce(a)
-            comm.all_reduce(b)
-        assert (a == 2).all() and (b == 2).all()
 
 
 # --- simulated groups ---
@@ -411,17 +354,8 @@ def test_simulation_issues_nothing(rank: int, nranks: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def fake(compile_library: Callable[..., str]) -> str:
-    return compile_library(source(), "libnccl.so.2")
-
-
-@pytest.fixture(scope="module")
 def old(compile_library: Callable[..., str]) -> str:
     return compile_library(source(21903), "libnccl.so.2")
-
-
-def create() -> Communicator:
-    return Communicator(2, bytes([7]) * 128, 1)
 
 
 def what_reaches_the_library(rank: int, nranks: int) -> None:

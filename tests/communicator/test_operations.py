@@ -487,7 +487,9 @@ def test_the_table_of_dtypes_is_complete() -> None:
     assert set(OPS) == {op.name.lower() for op in RedOp}
 
 
-def after_a_failure(rank: int, nranks: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["revoked", "the communicator failed earlier: rank 0 sends itself"])
+@on_ranks(1)
+def test_after_a_failure(rank: int, nranks: int, how: str) -> None:
     """A communicator that has failed or was revoked refuses every call, also one that would do nothing."""
     comm = pynccl.init()
     x = np.ones(4, np.int32)
@@ -514,8 +516,3 @@ def after_a_failure(rank: int, nranks: int, how: str) -> None:
         with pytest.raises(NcclError, match=how):
             call()
     comm.abort()
-
-
-@pytest.mark.parametrize("how", ["revoked", "the communicator failed earlier: rank 0 sends itself"])
-def test_after_a_failure(how: str) -> None:
-    testing.run(1, after_a_failure, how, backend="cpu")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import array
 import gc
-import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +17,10 @@ import pytest
 import arrays
 import pynccl
 from arrays import cupy_over, device_over
-from fake_nccl import Fake, source
-from meeting import hear, tell, together
-from pynccl import Communicator, NcclInvalidUsage, NcclTimeoutError, Plan, Prepared, group, testing
+from fake_cuda import create
+from fake_nccl import Fake
+from meeting import hear, tell
+from pynccl import NcclInvalidUsage, Plan, Prepared, group, testing
 from pynccl._comm.operations import Operations
 from pynccl._comm.prepared import Prepare
 from ranks import on_ranks
@@ -336,54 +335,7 @@ def test_a_closed_communicator(rank: int, nranks: int) -> None:
         op()
 
 
-@on_ranks(2)
-def test_two_threads(rank: int, nranks: int) -> None:
-    with pynccl.init(timeout=30) as comm:
-        op = comm.prepare.all_reduce(np.ones(4))
-        plan = Plan([op, op])
-        for call in (op, plan):
-            comm.barrier()
-            if rank == 1:
-                hear(f"{call} refused")
-                call()
-                continue
-            thread = threading.Thread(target=call)
-            thread.start()
-            while not comm._core.c.busy:
-                time.sleep(0.001)
-            for late in (op, plan):
-                with pytest.raises(NcclInvalidUsage, match="rank 0 of 2 .* is in use by another thread"):
-                    late()
-            tell(f"{call} refused")
-            thread.join()
-
-
-@on_ranks(2)
-def test_time_outs(rank: int, nranks: int) -> None:
-    together(nranks)
-    comm = pynccl.init(timeout=3)
-    if rank == 0:
-        plan = Plan([comm.prepare.all_reduce(np.zeros(4))] * 2)
-        start = time.monotonic()
-        with pytest.raises(NcclTimeoutError, match="a group of 2 calls did not complete .*within 3 s"):
-            plan()
-        assert time.monotonic() - start < 15
-        tell("raised")
-    else:
-        hear("raised")
-    comm.abort()
-
-
 # --- on a library that fails when it is told to ---
-
-
-@pytest.fixture(scope="module")
-def fake(compile_library: Callable[..., str]) -> str:
-    return compile_library(source(), "libnccl.so.2")
-
-
-def create() -> Communicator:
-    return Communicator(2, bytes([7]) * 128, 1)
 
 
 def failures(rank: int, nranks: int) -> None:

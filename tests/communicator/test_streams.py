@@ -65,6 +65,8 @@ def test_streams_and_events(rank: int, nranks: int) -> None:
 @on_ranks(2)
 def test_a_refused_stream_is_forgotten(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=20) as comm:
+        with pytest.raises(NcclInvalidArgument, match="stream is 0x3039, which was destroyed or never crea"):
+            comm.synchronize(12345)
         with pytest.raises(NcclInvalidArgument, match="0x3039"):
             comm.all_reduce(np.ones(3), stream=12345)
         prepared = comm.prepare.all_reduce(np.ones(3), stream=12345)
@@ -140,7 +142,8 @@ class Watched(np.ndarray[Any, Any]):
     """An array that takes weak references."""
 
 
-def a_stream_for_every_step(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_a_stream_for_every_step(rank: int, nranks: int) -> None:
     """Streams that were waited for leave no arrays and no threads, and nothing to wait for."""
     comm, idle = pynccl.init(timeout=20), pynccl.init(timeout=20)
     idle.all_reduce(np.ones(3), stream=pynccl.Stream())
@@ -155,10 +158,6 @@ def a_stream_for_every_step(rank: int, nranks: int) -> None:
     assert {record.state for record in comm.trace()} == {"done"}
     comm.destroy()
     idle.destroy()
-
-
-def test_a_stream_for_every_step() -> None:
-    testing.run(2, a_stream_for_every_step, backend="cpu")
 
 
 @on_ranks(2)
@@ -182,7 +181,8 @@ def test_calls_after_the_wait(rank: int, nranks: int) -> None:
         assert rank == 0 or (x == nranks).all()
 
 
-def devices(rank: int, nranks: int) -> None:
+@on_ranks(1)
+def test_devices(rank: int, nranks: int) -> None:
     assert pynccl.array_module() is np
     assert pynccl.device_count() >= 1
     before = pynccl.current_device()
@@ -190,18 +190,16 @@ def devices(rank: int, nranks: int) -> None:
     assert pynccl.current_device() == 1
     with single() as comm:
         assert comm.device == 1
-    with single(device=0) as comm:
-        assert comm.device == 0
+    with single(device=5) as comm:
+        assert comm.device == 5
         assert pynccl.current_device() == 1
     pynccl.set_device(before)
     wrong: Any
     for wrong, error in ((-1, ValueError), ("0", TypeError), (True, TypeError), (None, TypeError)):
         with pytest.raises(error, match=f"device is {wrong!r}; expected"):
             pynccl.set_device(wrong)
-
-
-def test_devices() -> None:
-    testing.run(1, devices, backend="cpu")
+    with pytest.raises(ValueError, match="device is -1"):
+        single(device=-1)
 
 
 @on_ranks(2)

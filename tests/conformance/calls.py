@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .backend import capi
-from .scenario import FLOAT32, SUM, Floats
+from .scenario import FLOAT32, SUM, Floats, close, outcome, works
 from .worker import Rank
 
 N = 100
@@ -40,6 +40,17 @@ def state(comm: int) -> int:
 
 def ones(n: int = N) -> Floats:
     return np.ones(n, np.float32)
+
+
+def create_with(rank: Rank, config: dict[str, Any]) -> Outcome:
+    """Create a communicator of one rank with a configuration, and use it."""
+    api = capi()
+    made: list[int] = []
+    result = outcome(lambda: made.append(api.ncclCommInitRankConfig(1, api.ncclGetUniqueId(), 0, config)))
+    for comm in made:
+        works(rank, comm, 1)
+        close(rank, comm)
+    return result
 
 
 def operation(name: str, rank: Rank, comm: int, a: int, b: int) -> tuple[Any, ...]:

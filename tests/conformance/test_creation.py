@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from meeting import free_port
+from processes import completed
 
 from .backend import capi
+from .bodies import on_pool
 from .ranks import ROOT, Pool, Ranks
 from .scenario import (
     IN_PROGRESS,
@@ -43,21 +45,16 @@ def make_id(rank: Rank) -> bytes:
     return uid
 
 
-def used_twice(rank: Rank) -> tuple[int, str]:
+@on_pool(2, transports=TRANSPORTS)
+def test_id_used_twice(rank: Rank) -> None:
     uid = make_id(rank)
     comm = capi().ncclCommInitRank(rank.nranks, uid, rank.rank)
-    again = outcome(capi().ncclCommInitRank, rank.nranks, uid, rank.rank)
+    code, text = outcome(capi().ncclCommInitRank, rank.nranks, uid, rank.rank)
     works(rank, comm, rank.nranks)
     close(rank, comm)
-    return again
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_id_used_twice(pool: Pool, transport: str) -> None:
-    for code, text in pool.get(2, transport).call(used_twice):
-        assert code == INVALID_USAGE, text
-        assert "id" in text
-        assert "used" in text
+    assert code == INVALID_USAGE, text
+    assert "id" in text
+    assert "used" in text
 
 
 def init_as(rank: Rank, nranks: list[int], ranks: list[int]) -> tuple[int, str]:
@@ -90,7 +87,8 @@ def test_rank_out_of_range(pool: Pool, transport: str, bad: int) -> None:
     assert all(f"rank {bad}" in text for _, text in results), results
 
 
-def wrong_arguments(rank: Rank) -> None:
+@on_pool(1)
+def test_wrong_arguments(rank: Rank) -> None:
     api = capi()
     uid = api.ncclGetUniqueId()
     assert outcome(api.ncclCommInitRank, 0, uid, 0)[0] == INVALID_ARGUMENT
@@ -100,10 +98,6 @@ def wrong_arguments(rank: Rank) -> None:
     assert outcome(api.ncclCommInitAll, -1, None)[0] == INVALID_ARGUMENT
     assert outcome(api.ncclCommInitRankConfig, 1, uid, 0, {"blocking": 7})[0] == INVALID_ARGUMENT
     assert outcome(api.ncclCommInitRankScalable, 1, 0, 0, [])[0] == INVALID_ARGUMENT
-
-
-def test_wrong_arguments(pool: Pool) -> None:
-    pool.get(1).call(wrong_arguments)
 
 
 def never_come(rank: Rank) -> tuple[int, str, float]:
@@ -141,23 +135,40 @@ def test_death_during_creation(pool: Pool) -> None:
     assert "rank 1" in text
 
 
-def maker_is_gone(rank: Rank) -> tuple[int, str]:
-    uid = rank.exchange(
-        subprocess.check_output([sys.executable, "-c", MAKER])[-128:] if rank.rank == 0 else None
-    )[0]
-    return outcome(capi().ncclCommInitRank, rank.nranks, uid, rank.rank)
-
-
 MAKER = "import os; from pynccl import capi; os.write(1, capi.ncclGetUniqueId())"
 
 
 @pytest.mark.slow
-def test_maker_of_the_id_is_gone(pool: Pool) -> None:
-    for code, text in pool.get(2).call(maker_is_gone):
-        assert code == SYSTEM_ERROR, text
+@on_pool(2)
+def test_maker_of_the_id_is_gone(rank: Rank) -> None:
+    uid = rank.exchange(
+        subprocess.check_output([sys.executable, "-c", MAKER])[-128:] if rank.rank == 0 else None
+    )[0]
+    code, text = outcome(capi().ncclCommInitRank, rank.nranks, uid, rank.rank)
+    assert code == SYSTEM_ERROR, text
 
 
-def strangers(rank: Rank) -> None:
+def listening_addresses() -> list[tuple[str, int]]:
+    """Return the IPv4 addresses that this process listens on."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    found = []
+    with open("/proc/self/net/tcp") as table:
+        for line in table.readlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                host, port = fields[1].split(":")
+                found.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
+    assert found
+    return found
+
+
+@on_pool(2)
+def test_strangers_are_dropped(rank: Rank) -> None:
     """Connections without the id's token, before and while the ranks come, are dropped and harm nobody."""
     uid = make_id(rank)
     guests = []
@@ -183,30 +194,8 @@ def strangers(rank: Rank) -> None:
     close(rank, comm)
 
 
-def listening_addresses() -> list[tuple[str, int]]:
-    """Return the IPv4 addresses that this process listens on."""
-    inodes = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").removesuffix("]"))
-        except OSError:
-            continue
-    found = []
-    with open("/proc/self/net/tcp") as table:
-        for line in table.readlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                host, port = fields[1].split(":")
-                found.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
-    assert found
-    return found
-
-
-def test_strangers_are_dropped(pool: Pool) -> None:
-    pool.get(2).call(strangers)
-
-
-def nonblocking(rank: Rank) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_nonblocking(rank: Rank) -> None:
     api, uid = capi(), make_id(rank)
     if rank.rank == 1:
         rank.exchange()
@@ -232,23 +221,14 @@ def nonblocking(rank: Rank) -> None:
         assert api.ncclCommDestroy(each) == OK
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_nonblocking(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(nonblocking)
-
-
-def nonblocking_failure(rank: Rank) -> tuple[int, str]:
+@on_pool(2)
+def test_nonblocking_failure(rank: Rank) -> None:
     api = capi()
     comm = api.ncclCommInitRankConfig(rank.nranks, make_id(rank), 0, {"blocking": 0})
-    state, text = wait_for_state(comm), api.ncclGetLastError(comm)
+    code, text = wait_for_state(comm), api.ncclGetLastError(comm)
     api.ncclCommAbort(comm)
-    return state, text
-
-
-def test_nonblocking_failure(pool: Pool) -> None:
-    for code, text in pool.get(2).call(nonblocking_failure):
-        assert code == INVALID_ARGUMENT, text
-        assert "rank 0" in text
+    assert code == INVALID_ARGUMENT, text
+    assert "rank 0" in text
 
 
 def aborted_creation(rank: Rank) -> float:
@@ -266,8 +246,12 @@ def test_abort_during_creation(pool: Pool) -> None:
     assert max(pool.get(2).call(aborted_creation)) < 15
 
 
-def blocking_from_environment(rank: Rank) -> list[int]:
-    """Return the state after a creation, and after the end of a group with one."""
+@on_pool(2, NCCL_COMM_BLOCKING="0")
+def test_nonblocking_from_the_environment(rank: Rank) -> None:
+    """Without a configuration ncclCommInitRank opens no group, so that it blocks outside of one.
+
+    NCCL's src/init.cc: ncclCommInitRank; src/group.cc: ncclAsyncLaunch.
+    """
     api, uids = capi(), [make_id(rank), make_id(rank)]
     comm = api.ncclCommInitRank(rank.nranks, uids[0], rank.rank)
     states = [api.ncclCommGetAsyncError(comm)]
@@ -279,29 +263,16 @@ def blocking_from_environment(rank: Rank) -> list[int]:
         assert wait_for_state(each) == OK
         works(rank, each, rank.nranks)
         close(rank, each)
-    return states
+    assert states == [OK, IN_PROGRESS]
 
 
-def test_nonblocking_from_the_environment(pool: Pool) -> None:
-    """Without a configuration ncclCommInitRank opens no group, so that it blocks outside of one.
-
-    NCCL's src/init.cc: ncclCommInitRank; src/group.cc: ncclAsyncLaunch.
-    """
-    for states in pool.get(2, NCCL_COMM_BLOCKING="0").call(blocking_from_environment):
-        assert states == [OK, IN_PROGRESS]
-
-
-def scalable(rank: Rank, nids: int) -> None:
+@pytest.mark.parametrize("nids", [1, 2, 4])
+@on_pool(4, transports=TRANSPORTS)
+def test_scalable(rank: Rank, nids: int) -> None:
     ids = rank.exchange(capi().ncclGetUniqueId())[:nids]
     comm = capi().ncclCommInitRankScalable(rank.nranks, rank.rank, nids, ids, {"commName": "scalable"})
     works(rank, comm, rank.nranks)
     close(rank, comm)
-
-
-@pytest.mark.parametrize("nids", [1, 2, 4])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_scalable(pool: Pool, transport: str, nids: int) -> None:
-    pool.get(4, transport).call(scalable, nids)
 
 
 def scalable_mismatch(rank: Rank) -> tuple[int, str]:
@@ -315,7 +286,8 @@ def test_scalable_with_different_ids(pool: Pool) -> None:
     assert codes(results) == [INVALID_ARGUMENT] * 3, results
 
 
-def properties(rank: Rank) -> None:
+@on_pool(2)
+def test_properties(rank: Rank) -> None:
     api, comm = capi(), connect(rank, {"commName": "mine", "blocking": 1})
     assert (api.ncclCommCount(comm), api.ncclCommUserRank(comm)) == (rank.nranks, rank.rank)
     found = api.ncclCommQueryProperties(comm)
@@ -325,10 +297,6 @@ def properties(rank: Rank) -> None:
     other = connect(rank)
     assert api.ncclCommQueryProperties(other).commHash != found.commHash
     close(rank, other, comm)
-
-
-def test_properties(pool: Pool) -> None:
-    pool.get(2).call(properties)
 
 
 def teams(rank: Rank) -> list[int]:
@@ -399,9 +367,7 @@ def test_fork(program: str) -> None:
     """Children may use an id that was made before them, but no communicator."""
     env = os.environ | {"PYNCCL_LIBRARY": "cpu", "PYTHONPATH": str(ROOT), "PYNCCL_CPU_INIT_TIMEOUT": "10"}
     options = ["-W", "ignore::DeprecationWarning"]
-    done = subprocess.run(
-        [sys.executable, *options, "-c", program], env=env, capture_output=True, text=True, timeout=40
-    )
+    done = completed([sys.executable, *options, "-c", program], env=env, timeout=40)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

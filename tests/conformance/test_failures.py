@@ -15,15 +15,13 @@ import pytest
 from meeting import until
 
 from .backend import capi
-from .ranks import Died, Pool, Ranks
+from .ranks import Died, Ranks
 from .scenario import (
-    FLOAT32,
     INVALID_ARGUMENT,
     INVALID_USAGE,
     OK,
     REMOTE_ERROR,
     SYSTEM_ERROR,
-    address,
     all_reduce,
     async_error,
     close,
@@ -304,27 +302,6 @@ def stopped_peer(rank: Rank) -> float:
 def test_stopped_rank_is_waited_for(transport: str) -> None:
     with forks(2, transport) as ranks:
         assert max(ranks.call(stopped_peer)) > 1.4
-
-
-def fresh_after_failure(rank: Rank, rounds: int) -> None:
-    """Failed communicators do not spoil their successors, whose first wait is on the same stream."""
-    for _ in range(rounds):
-        comm = connect(rank)
-        if rank.rank == 0:
-            all_reduce(comm, np.ones(10, np.float32))
-        else:
-            capi().ncclBroadcast(*[address(np.ones(10, np.float32))] * 2, 10, FLOAT32, 0, comm, 0)
-        assert async_error(comm)[0] == INVALID_USAGE
-        rank.exchange()
-        capi().ncclCommAbort(comm)
-        fresh = connect(rank)
-        works(rank, fresh, rank.nranks)
-        close(rank, fresh)
-
-
-@pytest.mark.parametrize("transport", ["direct", "tcp", "threads"])
-def test_new_communicator_after_a_failure(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(fresh_after_failure, 5)
 
 
 def dies_in(rank: Rank, action: str) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from .backend import capi
-from .ranks import Pool
+from .bodies import on_pool
 from .scenario import (
     FLOAT32,
     INVALID_ARGUMENT,
@@ -30,7 +30,8 @@ TRANSPORTS = ["direct", "shm", "tcp", "threads"]
 SIZES = [10, 1_000_000]
 
 
-def errors_in_a_group(rank: Rank) -> None:
+@on_pool(2)
+def test_errors_surface_at_the_end(rank: Rank) -> None:
     """The valid call before the wrong one is not made either; the next group starts afresh."""
     api, comm = capi(), connect(rank)
     array = np.ones(10, np.float32)
@@ -57,11 +58,9 @@ def errors_in_a_group(rank: Rank) -> None:
     close(rank, comm)
 
 
-def test_errors_surface_at_the_end(pool: Pool) -> None:
-    pool.get(2).call(errors_in_a_group)
-
-
-def exchange(rank: Rank, n: int) -> None:
+@pytest.mark.parametrize("n", SIZES)
+@on_pool(3, transports=TRANSPORTS)
+def test_exchange(rank: Rank, n: int) -> None:
     """Everybody sends before they receive, which only a group allows; two messages a pair, in order."""
     api, comm = capi(), connect(rank)
     everyone = range(rank.nranks)
@@ -83,34 +82,26 @@ def exchange(rank: Rank, n: int) -> None:
     close(rank, comm)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_exchange(pool: Pool, transport: str, n: int) -> None:
-    pool.get(3, transport).call(exchange, n)
-
-
-def deadlock(rank: Rank, n: int) -> tuple[int, str]:
+@on_pool(2, transports=TRANSPORTS)
+def test_ungrouped_exchange_is_reported(rank: Rank) -> None:
     """Without a group a send may wait for its receive, which comes too late here."""
+    n = 10_000_000
     api, comm = capi(), connect(rank)
     array, other = np.ones(n, np.float32), 1 - rank.rank
     api.ncclSend(address(array), n, FLOAT32, other, comm, 0)
     api.ncclRecv(address(array), n, FLOAT32, other, comm, 0)
-    error = async_error(comm)
+    code, text = async_error(comm)
     api.ncclCommAbort(comm)
-    return error
+    assert code == INVALID_USAGE, text
+    assert "rank 0" in text
+    assert "rank 1" in text
+    assert "Send" in text
+    assert "queued behind its own; sends and receives of one group, or of send_recv, start" in text
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ungrouped_exchange_is_reported(pool: Pool, transport: str) -> None:
-    for code, text in pool.get(2, transport).call(deadlock, 10_000_000):
-        assert code == INVALID_USAGE, text
-        assert "rank 0" in text
-        assert "rank 1" in text
-        assert "Send" in text
-        assert "queued behind its own; sends and receives of one group, or of send_recv, start" in text
-
-
-def several_communicators(rank: Rank, n: int) -> None:
+@pytest.mark.parametrize("n", SIZES)
+@on_pool(4, transports=TRANSPORTS)
+def test_several_communicators(rank: Rank, n: int) -> None:
     """The ranks name them in opposite orders; a part of the ranks is in each of the smaller ones."""
     api, world = capi(), connect(rank)
     copy = api.ncclCommSplit(world, 0, -rank.rank)
@@ -135,12 +126,8 @@ def several_communicators(rank: Rank, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_several_communicators(pool: Pool, transport: str, n: int) -> None:
-    pool.get(4, transport).call(several_communicators, n)
-
-
-def mixed(rank: Rank, n: int) -> None:
+@on_pool(3, transports=TRANSPORTS)
+def test_mixed_and_nested(rank: Rank, n: int) -> None:
     """Collectives and messages fuse; nothing happens before the outermost end."""
     api, comm = capi(), connect(rank)
     nranks, me = rank.nranks, rank.rank
@@ -166,13 +153,8 @@ def mixed(rank: Rank, n: int) -> None:
     close(rank, comm)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_mixed_and_nested(pool: Pool, transport: str, n: int) -> None:
-    pool.get(3, transport).call(mixed, n)
-
-
-def simulate(rank: Rank) -> None:
+@on_pool(2)
+def test_simulate(rank: Rank) -> None:
     api, comm = capi(), connect(rank)
     array = np.ones(1000, np.float32)
     api.ncclGroupStart()
@@ -187,12 +169,10 @@ def simulate(rank: Rank) -> None:
     close(rank, comm)
 
 
-def test_simulate(pool: Pool) -> None:
-    pool.get(2).call(simulate)
-
-
-def inits_in_a_group(rank: Rank, ranks_each: int) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_inits_in_a_group(rank: Rank) -> None:
     """Each process is several ranks, from one thread."""
+    ranks_each = 2
     api, nranks = capi(), rank.nranks * ranks_each
     uid = rank.exchange(api.ncclGetUniqueId() if rank.rank == 0 else None)[0]
     mine = [rank.rank * ranks_each + i for i in range(ranks_each)]
@@ -220,12 +200,10 @@ def inits_in_a_group(rank: Rank, ranks_each: int) -> None:
     api.ncclGroupEnd()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_inits_in_a_group(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(inits_in_a_group, 2)
-
-
-def init_all(rank: Rank, devices: list[int] | None, n: int) -> None:
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("devices", [None, [3, 1, 0, 2], [0, 0, 0, 0]])
+@on_pool(1)
+def test_init_all(rank: Rank, devices: list[int] | None, n: int) -> None:
     api = capi()
     comms = api.ncclCommInitAll(4, devices)
     assert [api.ncclCommUserRank(comm) for comm in comms] == [0, 1, 2, 3]
@@ -249,13 +227,8 @@ def init_all(rank: Rank, devices: list[int] | None, n: int) -> None:
         api.ncclCommDestroy(comm)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("devices", [None, [3, 1, 0, 2], [0, 0, 0, 0]])
-def test_init_all(pool: Pool, devices: list[int] | None, n: int) -> None:
-    pool.get(1).call(init_all, devices, n)
-
-
-def empty_and_zero(rank: Rank) -> None:
+@on_pool(3, transports=TRANSPORTS)
+def test_empty_groups_and_zero_counts(rank: Rank) -> None:
     api, comm = capi(), connect(rank)
     api.ncclGroupStart()
     api.ncclGroupEnd()
@@ -274,13 +247,10 @@ def empty_and_zero(rank: Rank) -> None:
     close(rank, comm)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_empty_groups_and_zero_counts(pool: Pool, transport: str) -> None:
-    pool.get(3, transport).call(empty_and_zero)
-
-
-def waves(rank: Rank, rounds: int) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_messages_keep_their_order(rank: Rank) -> None:
     """Messages of one pair keep their order over groups, with and without one."""
+    rounds = 60
     api, comm = capi(), connect(rank)
     received = np.zeros((rounds, 3), np.float32)
     sent = np.arange(rounds * 3, dtype=np.float32).reshape(rounds, 3)
@@ -299,8 +269,3 @@ def waves(rank: Rank, rounds: int) -> None:
     if rank.rank == 1:
         assert (received == sent).all()
     close(rank, comm)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_messages_keep_their_order(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(waves, 60)

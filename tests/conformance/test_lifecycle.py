@@ -12,6 +12,7 @@ import pytest
 from meeting import until
 
 from .backend import capi
+from .bodies import on_pool
 from .ranks import Pool
 from .scenario import (
     FLOAT32,
@@ -37,7 +38,8 @@ TRANSPORTS = ["direct", "shm", "tcp", "threads"]
 REFUSED = (INVALID_ARGUMENT, INVALID_USAGE)
 
 
-def splits(rank: Rank) -> None:
+@on_pool(4, transports=TRANSPORTS)
+def test_split(rank: Rank) -> None:
     api, world = capi(), connect(rank)
     me, n = rank.rank, rank.nranks
     reverse = api.ncclCommSplit(world, 5, -me)
@@ -62,12 +64,8 @@ def splits(rank: Rank) -> None:
     close(rank, ties, halves)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_split(pool: Pool, transport: str) -> None:
-    pool.get(4, transport).call(splits)
-
-
-def split_errors(rank: Rank) -> None:
+@on_pool(2)
+def test_wrong_splits(rank: Rank) -> None:
     api, world = capi(), connect(rank)
     assert outcome(api.ncclCommSplit, world, -2, 0)[0] == INVALID_ARGUMENT
     assert outcome(api.ncclCommSplit, 0, 0, 0)[0] == INVALID_ARGUMENT
@@ -76,10 +74,6 @@ def split_errors(rank: Rank) -> None:
     assert outcome(api.ncclCommShrink, world, [rank.rank], 1, None, 0)[0] in REFUSED
     works(rank, world, rank.nranks)
     close(rank, world)
-
-
-def test_wrong_splits(pool: Pool) -> None:
-    pool.get(2).call(split_errors)
 
 
 def refuses_one(rank: Rank, what: str, how: str) -> tuple[int, str]:
@@ -138,7 +132,9 @@ def test_one_rank_refuses(pool: Pool, transport: str, what: str, how: str) -> No
             assert f"rank 1 reports: ncclComm{what.title()}: config.blocking is 7, expected 0 to 1" in text
 
 
-def shrink(rank: Rank, exclude: list[int]) -> None:
+@pytest.mark.parametrize("exclude", [[1], [0], [3, 1], [0, 1, 2]])
+@on_pool(4, transports=TRANSPORTS)
+def test_shrink(rank: Rank, exclude: list[int]) -> None:
     api, world = capi(), connect(rank)
     works(rank, world, rank.nranks)
     if rank.rank not in exclude:
@@ -152,13 +148,9 @@ def shrink(rank: Rank, exclude: list[int]) -> None:
     close(rank, world)
 
 
-@pytest.mark.parametrize("exclude", [[1], [0], [3, 1], [0, 1, 2]])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_shrink(pool: Pool, transport: str, exclude: list[int]) -> None:
-    pool.get(4, transport).call(shrink, exclude)
-
-
-def grow(rank: Rank, old: int, root: int) -> None:
+@pytest.mark.parametrize(("old", "root"), [(1, 0), (2, 0), (3, 2)])
+@on_pool(4, transports=TRANSPORTS)
+def test_grow(rank: Rank, old: int, root: int) -> None:
     api, me, n = capi(), rank.rank, rank.nranks
     uid = rank.exchange(api.ncclGetUniqueId() if me == 0 else None)[0]
     small = api.ncclCommInitRank(old, uid, me) if me < old else 0
@@ -178,13 +170,9 @@ def grow(rank: Rank, old: int, root: int) -> None:
     close(rank, big)
 
 
-@pytest.mark.parametrize(("old", "root"), [(1, 0), (2, 0), (3, 2)])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_grow(pool: Pool, transport: str, old: int, root: int) -> None:
-    pool.get(4, transport).call(grow, old, root)
-
-
-def used_after(rank: Rank, how: str) -> None:
+@pytest.mark.parametrize("how", ["ncclCommDestroy", "ncclCommAbort"])
+@on_pool(2, transports=["direct", "threads"])
+def test_use_after_the_end(rank: Rank, how: str) -> None:
     """A handle that is over is refused by every function, and a second end is an error."""
     api, comm = capi(), connect(rank)
     getattr(api, how)(comm)
@@ -212,13 +200,8 @@ def used_after(rank: Rank, how: str) -> None:
         assert outcome(api.ncclCommCount, bad)[0] == INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("how", ["ncclCommDestroy", "ncclCommAbort"])
-@pytest.mark.parametrize("transport", ["direct", "threads"])
-def test_use_after_the_end(pool: Pool, transport: str, how: str) -> None:
-    pool.get(2, transport).call(used_after, how)
-
-
-def finalized(rank: Rank) -> None:
+@on_pool(3, transports=TRANSPORTS)
+def test_finalize(rank: Rank) -> None:
     """Finalize completes what was issued; afterwards there is nothing to do but destroy."""
     api, comm = capi(), connect(rank)
     array, stream = np.ones(500_000, np.float32), api.pyncclCpuStreamCreate()
@@ -231,12 +214,8 @@ def finalized(rank: Rank) -> None:
     api.ncclCommDestroy(comm)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_finalize(pool: Pool, transport: str) -> None:
-    pool.get(3, transport).call(finalized)
-
-
-def destroyed_at_once(rank: Rank) -> None:
+@on_pool(3, transports=TRANSPORTS)
+def test_destroy_without_finalize(rank: Rank) -> None:
     """Destroy without finalize completes what was issued too."""
     comm, array = connect(rank), np.ones(500_000, np.float32)
     all_reduce(comm, array)
@@ -244,13 +223,11 @@ def destroyed_at_once(rank: Rank) -> None:
     assert (array == rank.nranks).all()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_destroy_without_finalize(pool: Pool, transport: str) -> None:
-    pool.get(3, transport).call(destroyed_at_once)
-
-
-def data_before_the_end(rank: Rank, n: int, rounds: int) -> None:
+@pytest.mark.parametrize("n", [10, 3000, 15_000, 100_000])
+@on_pool(3, transports=TRANSPORTS)
+def test_data_sent_just_before_the_end(rank: Rank, n: int) -> None:
     """The sender destroys its communicator as soon as its own part is done; the data still arrives."""
+    rounds = 6
     for i in range(rounds):
         comm, array = connect(rank), np.full(n, rank.rank + 1.0, np.float32)
         if i % 2:
@@ -262,12 +239,6 @@ def data_before_the_end(rank: Rank, n: int, rounds: int) -> None:
         assert synchronize(comm) == OK
         assert (array == 1).all() or (i % 2 == 0 and rank.rank == 2)
         capi().ncclCommDestroy(comm)
-
-
-@pytest.mark.parametrize("n", [10, 3000, 15_000, 100_000])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_data_sent_just_before_the_end(pool: Pool, transport: str, n: int) -> None:
-    pool.get(3, transport).call(data_before_the_end, n, 6)
 
 
 def aborted(rank: Rank) -> float:
@@ -297,7 +268,8 @@ def test_abort(pool: Pool, transport: str) -> None:
     assert pool.get(2, transport).call(aborted)[0] < 15
 
 
-def abort_while_another_thread_waits(rank: Rank) -> None:
+@on_pool(2, transports=["direct", "tcp"])
+def test_abort_ends_a_wait(rank: Rank) -> None:
     """Abort is what ends a wait that would last for ever."""
     import threading
 
@@ -319,12 +291,12 @@ def abort_while_another_thread_waits(rank: Rank) -> None:
         api.ncclCommAbort(comm)
 
 
-@pytest.mark.parametrize("transport", ["direct", "tcp"])
-def test_abort_ends_a_wait(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(abort_while_another_thread_waits)
+@on_pool(3, transports=TRANSPORTS)
+def test_revoke(rank: Rank) -> None:
+    """A second revoke and a finalize are ncclInvalidArgument, communication is ncclInvalidUsage.
 
-
-def revoked(rank: Rank) -> None:
+    NCCL's src: init.cc: ncclCommRevoke (sets finalizeCalled), ncclCommFinalize; enqueue.cc: ncclEnqueueCheck.
+    """
     api, comm = capi(), connect(rank)
     array = np.ones(1000, np.float32)
     if rank.rank == 0:
@@ -334,9 +306,15 @@ def revoked(rank: Rank) -> None:
     assert outcome(api.ncclCommRevoke, comm, 1)[0] == INVALID_ARGUMENT
     assert outcome(api.ncclCommRevoke, comm, 0)[0] in (OK, IN_PROGRESS)
     until(lambda: api.ncclCommGetAsyncError(comm) != IN_PROGRESS)
-    assert outcome(all_reduce, comm, array)[0] == INVALID_USAGE
-    # NCCL's src/init.cc: ncclCommRevoke sets finalizeCalled.
+    assert outcome(api.ncclCommRevoke, comm, 0)[0] == INVALID_ARGUMENT, "revoked twice"
+    code, text = outcome(all_reduce, comm, array)
+    assert code == INVALID_USAGE and "revoked" in text
+    # That it is revoked is looked at before the arguments.
+    a = address(array)
+    assert outcome(api.ncclAllReduce, a, a, 10, 99, SUM, comm, 0)[0] == INVALID_USAGE
     assert outcome(api.ncclCommFinalize, comm)[0] == INVALID_ARGUMENT
+    assert outcome(api.ncclCommCount, comm) == (OK, "")
+    assert api.ncclCommGetAsyncError(comm) == OK
     rank.exchange()
     # All have revoked it, so they can make new ones of it.
     child = api.ncclCommSplit(comm, 0, rank.rank)
@@ -346,15 +324,11 @@ def revoked(rank: Rank) -> None:
         works(rank, small, rank.nranks - 1)
         close(rank, small)
     close(rank, child)
-    api.ncclCommDestroy(comm)
+    assert outcome(api.ncclCommDestroy, comm) == (OK, "")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_revoke(pool: Pool, transport: str) -> None:
-    pool.get(3, transport).call(revoked)
-
-
-def suspended(rank: Rank) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_suspend_and_resume(rank: Rank) -> None:
     api, comm = capi(), connect(rank)
     works(rank, comm, rank.nranks, n=300_000)
     total = api.ncclCommMemStats(comm, 3)
@@ -378,11 +352,6 @@ def suspended(rank: Rank) -> None:
     close(rank, comm)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_suspend_and_resume(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(suspended)
-
-
 def resources() -> tuple[int, int, int]:
     """Return how many threads, open files and shared mappings this process has."""
     with open("/proc/self/maps") as maps:
@@ -390,8 +359,10 @@ def resources() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), shared
 
 
-def come_and_go(rank: Rank, rounds: int) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_nothing_is_left_in_the_process(rank: Rank) -> None:
     """Whatever ends, ends without a trace: threads, files, mappings."""
+    rounds = 24
     api = capi()
     seen = []
     for i in range(rounds):
@@ -420,12 +391,9 @@ def come_and_go(rank: Rank, rounds: int) -> None:
     until(lambda: bool((np.array(resources()) <= first).all()))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_nothing_is_left_in_the_process(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(come_and_go, 24)
-
-
-def many_communicators(rank: Rank, n: int) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_many_communicators(rank: Rank) -> None:
+    n = 30
     world = connect(rank)
     comms = [capi().ncclCommSplit(world, 0, rank.rank) for _ in range(n)]
     streams = [capi().pyncclCpuStreamCreate() for _ in range(4)]
@@ -436,8 +404,3 @@ def many_communicators(rank: Rank, n: int) -> None:
         assert synchronize(comm, streams[i % 4]) == OK
     assert all((array == (i + 1) * rank.nranks).all() for i, array in enumerate(arrays))
     close(rank, *comms, world)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_many_communicators(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(many_communicators, 30)

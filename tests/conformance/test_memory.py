@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from .backend import capi
+from .bodies import on_pool
 from .ranks import Pool, Ranks
 from .scenario import (
     INVALID_ARGUMENT,
@@ -26,7 +27,8 @@ from .scenario import (
 from .worker import Rank
 
 
-def allocate(rank: Rank) -> None:
+@on_pool(2, transports=["direct", "shm", "tcp", "threads"])
+def test_allocate(rank: Rank) -> None:
     api, comm = capi(), connect(rank)
     pointers = []
     for size in (1, 4096, 1_000_000):
@@ -48,12 +50,8 @@ def allocate(rank: Rank) -> None:
     close(rank, comm)
 
 
-@pytest.mark.parametrize("transport", ["direct", "shm", "tcp", "threads"])
-def test_allocate(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(allocate)
-
-
-def register(rank: Rank) -> None:
+@on_pool(2, transports=["direct", "threads"])
+def test_register(rank: Rank) -> None:
     api, comm = capi(), connect(rank)
     other = api.ncclCommSplit(comm, 0, 0)
     array = np.ones(4096, np.uint8)
@@ -74,11 +72,6 @@ def register(rank: Rank) -> None:
     api.ncclCommRegister(comm, address(array), 100)
     works(rank, comm, rank.nranks)
     close(rank, other, comm)
-
-
-@pytest.mark.parametrize("transport", ["direct", "threads"])
-def test_register(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(register)
 
 
 def window(rank: Rank) -> None:
@@ -158,7 +151,8 @@ def test_counts_over_2_to_the_31(transport: str, function: str) -> None:
         ranks.call(very_large, function, timeout=300)
 
 
-def device_communicators(rank: Rank) -> None:
+@on_pool(2)
+def test_device_communicators(rank: Rank) -> None:
     """No kernels run here: whatever only a kernel could use is refused by name."""
     api, comm = capi(), connect(rank)
     team = api.ncclTeamWorld(comm)
@@ -194,7 +188,3 @@ def device_communicators(rank: Rank) -> None:
     api.ncclCommWindowDeregister(comm, window)
     api.ncclMemFree(pointer)
     close(rank, comm)
-
-
-def test_device_communicators(pool: Pool) -> None:
-    pool.get(2, "direct").call(device_communicators)

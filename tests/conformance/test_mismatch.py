@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from .backend import capi
+from .bodies import on_pool
 from .ranks import Pool
 from .scenario import (
     FLOAT32,
@@ -114,7 +115,8 @@ def test_one_of_three_ranks_differs(pool: Pool, transport: str, kind: str) -> No
         assert all(word in error[1] for word in words), error[1]
 
 
-def different_scalars(rank: Rank) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_custom_operations(rank: Rank) -> None:
     """PreMulSum with a factor of each rank's own is no mismatch; PreMulSum against sum is."""
     api, comm = capi(), connect(rank)
     factor = np.array([rank.rank + 1], np.float32)
@@ -127,11 +129,6 @@ def different_scalars(rank: Rank) -> None:
     assert outcome(synchronize, comm)[0] == INVALID_USAGE
     rank.exchange()
     api.ncclCommAbort(comm)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_custom_operations(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(different_scalars)
 
 
 def unreceived(rank: Rank, n: int) -> list[tuple[int, str]]:
@@ -201,7 +198,8 @@ def test_operation_timeout(pool: Pool) -> None:
     assert codes(one) == [TIMEOUT], "the rank that is waited for is told"
 
 
-def bad_arguments(rank: Rank) -> None:
+@on_pool(2, transports=["direct", "threads"])
+def test_bad_arguments(rank: Rank) -> None:
     """What can be told without the other ranks is told by the call, and harms nothing."""
     api, comm, n = capi(), connect(rank), rank.nranks
     array = np.ones(100, np.float32)
@@ -250,12 +248,8 @@ def bad_arguments(rank: Rank) -> None:
     close(rank, other, comm)
 
 
-@pytest.mark.parametrize("transport", ["direct", "threads"])
-def test_bad_arguments(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(bad_arguments)
-
-
-def overlaps(rank: Rank) -> None:
+@on_pool(2, transports=["direct", "threads"])
+def test_overlapping_buffers(rank: Rank) -> None:
     """Buffers overlap only as NCCL's in-place rules have it."""
     api, comm, n, me = capi(), connect(rank), rank.nranks, rank.rank
     array = np.ones(1000, np.float32)
@@ -284,11 +278,6 @@ def overlaps(rank: Rank) -> None:
     assert (np.delete(array, range(10, 20)) == 1).all()
     works(rank, comm, n)
     close(rank, comm)
-
-
-@pytest.mark.parametrize("transport", ["direct", "threads"])
-def test_overlapping_buffers(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(overlaps)
 
 
 def shrinks_differ(rank: Rank, excluded: list[list[int] | None], how: str) -> list[tuple[int, str]]:
@@ -333,8 +322,10 @@ def test_ranks_exclude_different_ranks(pool: Pool, transport: str, how: str) -> 
             assert all("called different things" in text for _, text in results[-3:]), results
 
 
-def grows_differ(rank: Rank, to: list[int]) -> list[tuple[int, str]]:
+@on_pool(4, transports=TRANSPORTS)
+def test_ranks_grow_to_different_numbers(rank: Rank) -> None:
     """The ranks grow to different numbers; rank 0 has the id."""
+    to = [5, 6, 5, 5]
     api, comm = capi(), connect(rank)
     rank.exchange()
     ticket = api.ncclCommGetUniqueId(comm) if rank.rank == 0 else None
@@ -342,20 +333,16 @@ def grows_differ(rank: Rank, to: list[int]) -> list[tuple[int, str]]:
     results.append(async_error(comm))
     rank.exchange()
     api.ncclCommAbort(comm)
-    return results
+    assert codes(results) == [INVALID_USAGE] * 2, results
+    for _, text in results:
+        assert (
+            "ranks 0, 2, 3 called ncclCommGrow to 5 ranks; rank 1 called ncclCommGrow to 6 ranks" in text
+        ), results
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_grow_to_different_numbers(pool: Pool, transport: str) -> None:
-    for results in pool.get(4, transport).call(grows_differ, [5, 6, 5, 5]):
-        assert codes(results) == [INVALID_USAGE] * 2, results
-        for _, text in results:
-            assert (
-                "ranks 0, 2, 3 called ncclCommGrow to 5 ranks; rank 1 called ncclCommGrow to 6 ranks" in text
-            ), results
-
-
-def ends_after_a_mismatch(rank: Rank, end: str) -> tuple[int, str]:
+@pytest.mark.parametrize("end", ["revoke", "shrink"])
+@on_pool(3, transports=TRANSPORTS)
+def test_a_mismatch_stays_the_first_error(rank: Rank, end: str) -> None:
     """Rank 2 calls nothing and hears of the mismatch of the others; then it ends its calls."""
     api, comm = capi(), connect(rank)
     if rank.rank < 2:
@@ -376,12 +363,5 @@ def ends_after_a_mismatch(rank: Rank, end: str) -> tuple[int, str]:
     kind = api.pyncclCpuGetErrorKind(comm)
     api.ncclCommAbort(comm)
     assert "called different things" in later[1], later
-    return kind, text
-
-
-@pytest.mark.parametrize("end", ["revoke", "shrink"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_mismatch_stays_the_first_error(pool: Pool, transport: str, end: str) -> None:
-    for kind, text in pool.get(3, transport).call(ends_after_a_mismatch, end):
-        assert kind == 1
-        assert "rank 0 called AllReduce(count 10" in text and "rank 1 called AllReduce(count 11" in text, text
+    assert kind == 1
+    assert "rank 0 called AllReduce(count 10" in text and "rank 1 called AllReduce(count 11" in text, text

@@ -11,6 +11,7 @@ import pytest
 from meeting import until
 
 from .backend import capi
+from .bodies import on_pool
 from .ranks import Pool
 from .scenario import (
     FLOAT32,
@@ -68,8 +69,10 @@ def test_call_returns_before_its_peer_arrives(pool: Pool, transport: str, n: int
         assert states == [(IN_PROGRESS, IN_PROGRESS)] * 3
 
 
-def chain(rank: Rank, steps: int) -> None:
+@on_pool(3, transports=TRANSPORTS)
+def test_stream_runs_in_order(rank: Rank) -> None:
     """Calls of very different size, each on what the one before left."""
+    steps = 61
     comm, stream = connect(rank), capi().pyncclCpuStreamCreate()
     sizes = [1, 70_000, 500, 5000]
     everyone = np.arange(1, rank.nranks + 1, dtype=np.uint32)[:, None] * np.ones(max(sizes), np.uint32)
@@ -91,12 +94,9 @@ def chain(rank: Rank, steps: int) -> None:
     close(rank, comm)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_stream_runs_in_order(pool: Pool, transport: str) -> None:
-    pool.get(3, transport).call(chain, 61)
-
-
-def crossed(rank: Rank, n: int) -> None:
+@pytest.mark.parametrize("n", SIZES)
+@on_pool(3, transports=TRANSPORTS)
+def test_streams_are_independent(rank: Rank, n: int) -> None:
     """Two communicators and streams, which the ranks use in opposite orders."""
     first = connect(rank)
     second = capi().ncclCommSplit(first, 0, -rank.rank)
@@ -110,13 +110,8 @@ def crossed(rank: Rank, n: int) -> None:
     close(rank, second, first)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_streams_are_independent(pool: Pool, transport: str, n: int) -> None:
-    pool.get(3, transport).call(crossed, n)
-
-
-def one_communicator_on_two_streams(rank: Rank) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_one_communicator_on_two_streams(rank: Rank) -> None:
     comm = connect(rank)
     streams = [capi().pyncclCpuStreamCreate() for _ in range(2)]
     arrays = [np.full(50_000, float(i + 1), np.float32) for i in range(6)]
@@ -129,12 +124,8 @@ def one_communicator_on_two_streams(rank: Rank) -> None:
     close(rank, comm)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_one_communicator_on_two_streams(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(one_communicator_on_two_streams)
-
-
-def events(rank: Rank) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_events(rank: Rank) -> None:
     comm = connect(rank)
     other = capi().ncclCommSplit(comm, rank.rank, 0)
     first, second = capi().pyncclCpuStreamCreate(), capi().pyncclCpuStreamCreate()
@@ -166,11 +157,6 @@ def events(rank: Rank) -> None:
     close(rank, other, comm)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_events(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(events)
-
-
 def bounded_wait(rank: Rank) -> tuple[float, float]:
     comm = connect(rank)
     array = np.ones(10, np.float32)
@@ -198,7 +184,9 @@ def test_synchronize_is_bounded(pool: Pool, transport: str) -> None:
     assert short < long
 
 
-def work_without_a_waiter(rank: Rank, n: int) -> None:
+@pytest.mark.parametrize("n", SIZES)
+@on_pool(3, transports=TRANSPORTS)
+def test_streams_run_by_themselves(rank: Rank, n: int) -> None:
     """Nobody synchronizes: the streams run by themselves, and a query says so in the end."""
     comm, stream = connect(rank), capi().pyncclCpuStreamCreate()
     array = np.ones(n, np.float32)
@@ -206,12 +194,6 @@ def work_without_a_waiter(rank: Rank, n: int) -> None:
     until(lambda: query(comm, stream) == OK)
     assert (array == rank.nranks).all()
     close(rank, comm)
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_streams_run_by_themselves(pool: Pool, transport: str, n: int) -> None:
-    pool.get(3, transport).call(work_without_a_waiter, n)
 
 
 def blocking(rank: Rank, delay: float) -> tuple[float, int]:
@@ -235,7 +217,8 @@ def test_blocking_calls(pool: Pool) -> None:
     assert took > 0.3
 
 
-def handles(rank: Rank) -> None:
+@on_pool(2)
+def test_unknown_handles(rank: Rank) -> None:
     api, comm = capi(), connect(rank)
     destroyed = api.pyncclCpuStreamCreate()
     api.pyncclCpuStreamDestroy(destroyed)
@@ -272,11 +255,8 @@ def handles(rank: Rank) -> None:
     close(rank, comm)
 
 
-def test_unknown_handles(pool: Pool) -> None:
-    pool.get(2).call(handles)
-
-
-def default_streams(rank: Rank) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_default_streams(rank: Rank) -> None:
     """0 and 1 (CUDA's null and legacy handles) are one stream, that of the device; 2 is the thread's."""
     comm = connect(rank)
     child = capi().ncclCommSplit(comm, 0, rank.rank)
@@ -293,12 +273,8 @@ def default_streams(rank: Rank) -> None:
     close(rank, child, comm)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_default_streams(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(default_streams)
-
-
-def destroyed_stream(rank: Rank) -> None:
+@on_pool(2)
+def test_destroyed_stream_finishes_its_work(rank: Rank) -> None:
     """As in CUDA, a stream that is destroyed finishes its work."""
     comm, stream = connect(rank), capi().pyncclCpuStreamCreate()
     array = np.ones(100_000, np.float32)
@@ -317,11 +293,8 @@ def destroyed_stream(rank: Rank) -> None:
     close(rank, comm)
 
 
-def test_destroyed_stream_finishes_its_work(pool: Pool) -> None:
-    pool.get(2).call(destroyed_stream)
-
-
-def devices(rank: Rank) -> None:
+@on_pool(2, transports=["direct", "threads"])
+def test_devices(rank: Rank) -> None:
     api = capi()
     assert api.pyncclCpuDeviceCount() == rank.nranks
     for device in (0, 3, 1000):
@@ -333,8 +306,3 @@ def devices(rank: Rank) -> None:
         close(rank, comm)
     assert outcome(api.pyncclCpuSetDevice, -1)[0] == INVALID_ARGUMENT
     api.pyncclCpuSetDevice(rank.rank)
-
-
-@pytest.mark.parametrize("transport", ["direct", "threads"])
-def test_devices(pool: Pool, transport: str) -> None:
-    pool.get(2, transport).call(devices)

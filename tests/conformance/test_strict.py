@@ -18,7 +18,8 @@ import pytest
 from meeting import free_port
 
 from .backend import capi
-from .calls import COLLECTIVES, TRANSPORTS, N, Outcome, binding, ones, operation, state
+from .bodies import on_pool
+from .calls import COLLECTIVES, TRANSPORTS, N, Outcome, binding, create_with, ones, operation, state
 from .ranks import Pool, Ranks
 from .scenario import (
     FLOAT32,
@@ -62,18 +63,6 @@ UNACCEPTABLE: list[tuple[str, int]] = [
 ]
 
 
-def create_with(rank: Rank, config: dict[str, int]) -> Outcome:
-    api = capi()
-    made: list[int] = []
-    result = outcome(
-        lambda: made.append(api.ncclCommInitRankConfig(1, api.ncclGetUniqueId(), rank.rank, config))
-    )
-    for comm in made:
-        works(rank, comm, 1)
-        close(rank, comm)
-    return result
-
-
 @pytest.mark.parametrize(("field", "value"), UNACCEPTABLE)
 def test_unacceptable_configuration(pool: Pool, field: str, value: int) -> None:
     """ncclInvalidArgument that names the field ("min/max channels" in NCCL). init.cc: parseCommConfig."""
@@ -111,19 +100,15 @@ def test_acceptable_configuration(pool: Pool, config: dict[str, int]) -> None:
     assert pool.get(1).call(create_with, config)[0] == (OK, "")
 
 
-def wrong_child(rank: Rank) -> Outcome:
+@on_pool(2)
+def test_configuration_of_a_child(rank: Rank) -> None:
+    """A split reads its configuration in the same way. init.cc: ncclCommInitChildComm."""
     comm = connect(rank)
-    result = outcome(capi().ncclCommSplit, comm, 0, 0, {"graphUsageMode": 7})
+    code, text = outcome(capi().ncclCommSplit, comm, 0, 0, {"graphUsageMode": 7})
     works(rank, comm, rank.nranks)
     close(rank, comm)
-    return result
-
-
-def test_configuration_of_a_child(pool: Pool) -> None:
-    """A split reads its configuration in the same way. init.cc: ncclCommInitChildComm."""
-    for code, text in pool.get(2).call(wrong_child):
-        assert code == INVALID_ARGUMENT, text
-        assert "graphUsageMode" in text
+    assert code == INVALID_ARGUMENT, text
+    assert "graphUsageMode" in text
 
 
 def raw_config(rank: Rank, version: int, magic: int) -> int:
@@ -146,7 +131,12 @@ def test_configuration_of_an_older_caller(pool: Pool) -> None:
     assert pool.get(1).call(raw_config, 21600, 0) == [INVALID_ARGUMENT]
 
 
-def wrong_structs(rank: Rank) -> None:
+@on_pool(2)
+def test_other_structs_without_magic(rank: Rank) -> None:
+    """CommProperties is ncclInvalidUsage; SimInfo is ncclInvalidArgument, and the group is over.
+
+    dev_runtime.cc: ncclCommQueryProperties, group.cc: ncclGroupEndInternal.
+    """
     (ffi, lib), api, comm = binding(), capi(), connect(rank)
     properties = api.CommProperties().pack()
     properties.magic = 0
@@ -161,14 +151,6 @@ def wrong_structs(rank: Rank) -> None:
     works(rank, comm, rank.nranks)
     assert (array == 1).all()
     close(rank, comm)
-
-
-def test_other_structs_without_magic(pool: Pool) -> None:
-    """CommProperties is ncclInvalidUsage; SimInfo is ncclInvalidArgument, and the group is over.
-
-    dev_runtime.cc: ncclCommQueryProperties, group.cc: ncclGroupEndInternal.
-    """
-    pool.get(2).call(wrong_structs)
 
 
 # --- devices ------------------------------------------------------------------------------------------------
@@ -224,27 +206,16 @@ def test_two_ranks_on_a_device_of_their_hosts(pool: Pool) -> None:
     assert pool.get(2, "tcp", PYNCCL_CPU_DEVICES="2").call(create_on, [0, 0]) == [(OK, "")] * 2
 
 
-def choose_devices(rank: Rank) -> list[Outcome]:
+@on_pool(2, PYNCCL_CPU_DEVICES="2")
+def test_devices_have_a_number(rank: Rank) -> None:
+    """As cudaSetDevice refuses what is not there."""
     api = capi()
     assert api.pyncclCpuDeviceCount() == 2
-    return [outcome(api.pyncclCpuSetDevice, device) for device in (0, 1, 2, -1)]
-
-
-def test_devices_have_a_number(pool: Pool) -> None:
-    """As cudaSetDevice refuses what is not there."""
-    for zero, one, two, negative in pool.get(2, PYNCCL_CPU_DEVICES="2").call(choose_devices):
-        assert zero == one == (OK, "")
-        assert codes([two, negative]) == [INVALID_ARGUMENT] * 2
-        assert "PYNCCL_CPU_DEVICES" in two[1]
-        assert "2" in two[1].partition("PYNCCL_CPU_DEVICES")[2]
-
-
-def init_all(rank: Rank, ndev: int, devices: list[int] | None) -> Outcome:
-    comms: list[int] = []
-    result = outcome(lambda: comms.extend(capi().ncclCommInitAll(ndev, devices)))
-    for comm in comms:
-        capi().ncclCommAbort(comm)
-    return result
+    zero, one, two, negative = [outcome(api.pyncclCpuSetDevice, device) for device in (0, 1, 2, -1)]
+    assert zero == one == (OK, "")
+    assert codes([two, negative]) == [INVALID_ARGUMENT] * 2
+    assert "PYNCCL_CPU_DEVICES" in two[1]
+    assert "2" in two[1].partition("PYNCCL_CPU_DEVICES")[2]
 
 
 @pytest.mark.parametrize(
@@ -259,19 +230,29 @@ def init_all(rank: Rank, ndev: int, devices: list[int] | None) -> Outcome:
         (-1, None, {INVALID_ARGUMENT}),
     ],
 )
-def test_init_all_on_devices(pool: Pool, ndev: int, devices: list[int] | None, expected: set[int]) -> None:
+@on_pool(1, PYNCCL_CPU_DEVICES="2")
+def test_init_all_on_devices(rank: Rank, ndev: int, devices: list[int] | None, expected: set[int]) -> None:
     """Duplicates are ncclInvalidUsage, an unknown device ncclInvalidArgument. init.cc: ncclCommInitAll.
 
     More ranks than devices without a list is cudaSetDevice's error.
     """
-    code, text = pool.get(1, PYNCCL_CPU_DEVICES="2").call(init_all, ndev, devices)[0]
+    comms: list[int] = []
+    code, text = outcome(lambda: comms.extend(capi().ncclCommInitAll(ndev, devices)))
+    for comm in comms:
+        capi().ncclCommAbort(comm)
     assert code in expected, text
 
 
 # --- NULL, twice, unknown -----------------------------------------------------------------------------------
 
 
-def nulls(rank: Rank) -> dict[str, Outcome]:
+@on_pool(2)
+def test_null_is_nothing_to_do(rank: Rank) -> None:
+    """These return ncclSuccess for NULL; all others refuse it.
+
+    init.cc: ncclCommDestroy, ncclCommAbort, ncclCommFinalize, ncclCommRevoke; register/register.cc:
+    commDeregister; dev_runtime.cc: ncclCommWindowDeregister; allocator.cc: ncclMemFree.
+    """
     api, comm = capi(), connect(rank)
     found = {
         "Destroy": outcome(api.ncclCommDestroy, 0),
@@ -293,50 +274,12 @@ def nulls(rank: Rank) -> dict[str, Outcome]:
     assert codes(refused) == [INVALID_ARGUMENT] * len(refused), refused
     works(rank, comm, rank.nranks)
     close(rank, comm)
-    return found
+    assert found == dict.fromkeys(found, (OK, ""))
 
 
-def test_null_is_nothing_to_do(pool: Pool) -> None:
-    """These return ncclSuccess for NULL; all others refuse it.
-
-    init.cc: ncclCommDestroy, ncclCommAbort, ncclCommFinalize, ncclCommRevoke; register/register.cc:
-    commDeregister; dev_runtime.cc: ncclCommWindowDeregister; allocator.cc: ncclMemFree.
-    """
-    for found in pool.get(2).call(nulls):
-        assert found == dict.fromkeys(found, (OK, ""))
-
-
-def revoked(rank: Rank) -> None:
-    api, comm, array = capi(), connect(rank), ones()
-    a = address(array)
-    assert outcome(api.ncclCommRevoke, comm, 1)[0] == INVALID_ARGUMENT
-    assert outcome(api.ncclCommRevoke, comm, 0) == (OK, "")
-    assert outcome(api.ncclCommRevoke, comm, 0)[0] == INVALID_ARGUMENT, "revoked twice"
-    code, text = outcome(all_reduce, comm, array)
-    assert code == INVALID_USAGE
-    assert "revoked" in text
-    # That it is revoked is looked at before the arguments.
-    assert outcome(api.ncclAllReduce, a, a, N, 99, SUM, comm, 0)[0] == INVALID_USAGE
-    assert outcome(api.ncclCommFinalize, comm)[0] == INVALID_ARGUMENT
-    assert outcome(api.ncclCommCount, comm) == (OK, "")
-    assert state(comm) == OK
-    rank.exchange()
-    child = api.ncclCommSplit(comm, 0, rank.rank)
-    works(rank, child, rank.nranks)
-    close(rank, child)
-    assert outcome(api.ncclCommDestroy, comm) == (OK, "")
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_revoked_communicator(pool: Pool, transport: str) -> None:
-    """A second revoke and a finalize are ncclInvalidArgument, communication is ncclInvalidUsage.
-
-    init.cc: ncclCommRevoke (it sets finalizeCalled), ncclCommFinalize; enqueue.cc: ncclEnqueueCheck.
-    """
-    pool.get(2, transport).call(revoked)
-
-
-def revoked_too_late(rank: Rank) -> None:
+@on_pool(2)
+def test_revoke_after_finalize(rank: Rank) -> None:
+    """ncclInvalidArgument, and nobody hears of it. init.cc: ncclCommRevoke."""
     api, comm = capi(), connect(rank)
     if rank.rank == 1:
         works(rank, comm, rank.nranks)
@@ -354,31 +297,6 @@ def revoked_too_late(rank: Rank) -> None:
         rank.exchange()
         assert state(comm) == OK, "the other rank's late revoke was heard"
     assert outcome(api.ncclCommDestroy, comm) == (OK, "")
-
-
-def test_revoke_after_finalize(pool: Pool) -> None:
-    """ncclInvalidArgument, and nobody hears of it. init.cc: ncclCommRevoke."""
-    pool.get(2).call(revoked_too_late)
-
-
-def registrations(rank: Rank) -> None:
-    api, comm, array = capi(), connect(rank), ones()
-    first = api.ncclCommRegister(comm, address(array), array.nbytes)
-    assert api.ncclCommRegister(comm, address(array), array.nbytes) == first, "counted, not made twice"
-    for expected in (OK, OK, INVALID_USAGE):
-        assert outcome(api.ncclCommDeregister, comm, first)[0] == expected
-    for unknown in (12345, comm, address(array)):
-        assert outcome(api.ncclCommDeregister, comm, unknown)[0] == INVALID_USAGE
-    works(rank, comm, rank.nranks)
-    close(rank, comm)
-
-
-def test_registrations_are_counted(pool: Pool) -> None:
-    """The same range gives the same handle, counted; an unknown handle is ncclInvalidUsage.
-
-    register/register.cc: ncclRegister, commDeregister.
-    """
-    pool.get(2).call(registrations)
 
 
 def id_to_grow(rank: Rank) -> Outcome:
@@ -434,7 +352,12 @@ def test_window_on_one_rank_only(pool: Pool, transport: str, other: str) -> None
     assert one[0] == zero[0] or (other == "Finalize" and one[0] == OK), one
 
 
-def window_and_collective(rank: Rank) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_windows_and_collectives_do_not_wait_for_each_other(rank: Rank) -> None:
+    """Ranks meet for a window on their hosts, for a collective on their streams: the order is free.
+
+    group.cc: groupLaunch registers, then launches; dev_runtime.cc: ncclCommWindowDeregister has no barrier.
+    """
     api, comm, array = capi(), connect(rank), ones()
     pointer, stream = api.ncclMemAlloc(8192), api.pyncclCpuStreamCreate()
     steps: list[Callable[[], Any]] = [
@@ -459,15 +382,6 @@ def window_and_collective(rank: Rank) -> None:
             assert outcome(api.ncclCommWindowDeregister, comm, each) == (OK, "")
     works(rank, comm, rank.nranks)
     close(rank, comm)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_windows_and_collectives_do_not_wait_for_each_other(pool: Pool, transport: str) -> None:
-    """Ranks meet for a window on their hosts, for a collective on their streams: the order is free.
-
-    group.cc: groupLaunch registers, then launches; dev_runtime.cc: ncclCommWindowDeregister has no barrier.
-    """
-    pool.get(2, transport).call(window_and_collective)
 
 
 def window_of(rank: Rank, kind: str) -> Outcome:
@@ -505,7 +419,10 @@ def test_memory_of_a_window(pool: Pool, kind: str) -> None:
 # --- counts of zero, groups ---------------------------------------------------------------------------------
 
 
-def empty_on_one_rank(rank: Rank, name: str) -> None:
+@pytest.mark.parametrize("name", COLLECTIVES)
+@on_pool(2)
+def test_a_collective_of_nothing_waits_for_nobody(rank: Rank, name: str) -> None:
+    """ "Empty collectives can be discarded": the others need not make the call. enqueue.cc: taskAppend."""
     comm = connect(rank)
     a, b = ones(2 * N), np.zeros(2 * N, np.float32)
     function, *args = operation(name, rank, comm, address(a), address(b))
@@ -516,12 +433,6 @@ def empty_on_one_rank(rank: Rank, name: str) -> None:
     rank.exchange()
     works(rank, comm, rank.nranks)
     close(rank, comm)
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_collective_of_nothing_waits_for_nobody(pool: Pool, name: str) -> None:
-    """ "Empty collectives can be discarded": the others need not make the call. enqueue.cc: taskAppend."""
-    pool.get(2).call(empty_on_one_rank, name)
 
 
 def empty_on_one_rank_only(rank: Rank) -> list[Outcome]:
@@ -544,7 +455,9 @@ def test_a_collective_of_nothing_matches_nothing(pool: Pool) -> None:
     assert all("rank 0" in results[1][1] and "rank 1" in results[1][1] for results in (zero, one))
 
 
-def split_beside(rank: Rank) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_creations_and_collectives_in_a_group(rank: Rank) -> None:
+    """The communicators are made first, then the collectives are launched. group.cc: groupLaunch."""
     api, comm, array = capi(), connect(rank), ones()
     uid = rank.exchange(api.ncclGetUniqueId() if rank.rank == 0 else None)[0]
     api.ncclGroupStart()
@@ -559,12 +472,6 @@ def split_beside(rank: Rank) -> None:
     for each in (int(child), int(fresh), comm):
         works(rank, each, rank.nranks)
         close(rank, each)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_creations_and_collectives_in_a_group(pool: Pool, transport: str) -> None:
-    """The communicators are made first, then the collectives are launched. group.cc: groupLaunch."""
-    pool.get(2, transport).call(split_beside)
 
 
 # --- the id of many ids -------------------------------------------------------------------------------------

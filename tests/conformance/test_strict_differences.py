@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from .backend import capi
-from .calls import Outcome, binding, ones, state
-from .ranks import Pool, Ranks
+from .bodies import on_pool
+from .calls import Outcome, binding, create_with, ones, state
+from .ranks import Ranks
 from .scenario import (
     IN_PROGRESS,
     INVALID_ARGUMENT,
@@ -30,17 +31,6 @@ from .scenario import (
 from .worker import Rank
 
 
-def solo(rank: Rank, config: dict[str, Any]) -> Outcome:
-    """Create a communicator of one rank with a configuration, and use it."""
-    made: list[int] = []
-    uid = capi().ncclGetUniqueId()
-    result = outcome(lambda: made.append(capi().ncclCommInitRankConfig(1, uid, 0, config)))
-    for comm in made:
-        works(rank, comm, 1)
-        close(rank, comm)
-    return result
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -51,11 +41,13 @@ def solo(rank: Rank, config: dict[str, Any]) -> Outcome:
     ],
     ids=str,
 )
-def test_what_is_accepted(pool: Pool, config: dict[str, Any]) -> None:
-    assert pool.get(1).call(solo, config)[0] == (OK, "")
+@on_pool(1)
+def test_what_is_accepted(rank: Rank, config: dict[str, Any]) -> None:
+    assert create_with(rank, config) == (OK, "")
 
 
-def wrong_shrinks(rank: Rank) -> list[Outcome]:
+@on_pool(3)
+def test_wrong_shrinks(rank: Rank) -> None:
     comm = connect(rank)
     others = [q for q in range(rank.nranks) if q != rank.rank]
     results = [
@@ -64,17 +56,14 @@ def wrong_shrinks(rank: Rank) -> list[Outcome]:
     ]
     works(rank, comm, rank.nranks)
     close(rank, comm)
-    return results
+    assert codes(results) == [INVALID_ARGUMENT] * 2, results
+    assert "twice" in results[0][1]
+    assert "shrinkFlags" in results[1][1]
 
 
-def test_wrong_shrinks(pool: Pool) -> None:
-    for results in pool.get(3).call(wrong_shrinks):
-        assert codes(results) == [INVALID_ARGUMENT] * 2, results
-        assert "twice" in results[0][1]
-        assert "shrinkFlags" in results[1][1]
-
-
-def list_of_shrink(rank: Rank) -> list[int]:
+@on_pool(4)
+def test_shrink_leaves_the_list_alone(rank: Rank) -> None:
+    """NCCL sorts it. init.cc: ncclCommInitChildComm."""
     (ffi, lib), comm = binding(), connect(rank)
     excluded = ffi.new("int[]", [2, 1])
     child = ffi.new("uintptr_t*")
@@ -84,15 +73,12 @@ def list_of_shrink(rank: Rank) -> list[int]:
         close(rank, child[0])
     rank.exchange()
     close(rank, comm)
-    return list(excluded)
+    assert list(excluded) == [2, 1]
 
 
-def test_shrink_leaves_the_list_alone(pool: Pool) -> None:
-    """NCCL sorts it. init.cc: ncclCommInitChildComm."""
-    assert pool.get(4).call(list_of_shrink) == [[2, 1]] * 4
-
-
-def mixed_calls(rank: Rank) -> None:
+@on_pool(2)
+def test_blocking_and_nonblocking_collectives_in_a_group(rank: Rank) -> None:
+    """As creations: NCCL lets the one that joined last decide. group.h: ncclGroupCommJoin."""
     api, one, two = capi(), connect(rank), connect(rank, {"blocking": 0})
     assert wait_for_state(two) == OK
     array = ones()
@@ -108,12 +94,9 @@ def mixed_calls(rank: Rank) -> None:
         close(rank, each)
 
 
-def test_blocking_and_nonblocking_collectives_in_a_group(pool: Pool) -> None:
-    """As creations: NCCL lets the one that joined last decide. group.h: ncclGroupCommJoin."""
-    pool.get(2).call(mixed_calls)
-
-
-def simulated(rank: Rank) -> None:
+@on_pool(2)
+def test_simulated_group(rank: Rank) -> None:
+    """Nothing is launched or made; NCCL makes communicators, and launches for non-blocking ones."""
     (ffi, lib), api, comm = binding(), capi(), connect(rank, {"blocking": 0})
     assert wait_for_state(comm) == OK
     array = ones()
@@ -135,28 +118,21 @@ def simulated(rank: Rank) -> None:
     close(rank, comm)
 
 
-def test_simulated_group(pool: Pool) -> None:
-    """Nothing is launched or made; NCCL makes communicators, and launches for non-blocking ones."""
-    pool.get(2).call(simulated)
-
-
-def failed(rank: Rank) -> list[Outcome]:
+@on_pool(2)
+def test_failed_communicator(rank: Rank) -> None:
+    """Queries answer its error (init.cc: ncclCommEnsureReady); here it can be destroyed all the same."""
     api, comm, array = capi(), connect(rank), np.ones(10, np.uint32)
     outcome(api.ncclAllReduce, address(array), address(array), 10 - rank.rank, UINT32, SUM, comm, 0)
     assert outcome(synchronize, comm)[0] == INVALID_USAGE
     asked = [outcome(call, comm) for call in (api.ncclCommCount, api.ncclCommUserRank, api.ncclCommCuDevice)]
     rank.exchange()
     assert outcome(api.ncclCommDestroy, comm) == (OK, "")
-    return asked
+    assert codes(asked) == [INVALID_USAGE] * 3, asked
 
 
-def test_failed_communicator(pool: Pool) -> None:
-    """Queries answer its error (init.cc: ncclCommEnsureReady); here it can be destroyed all the same."""
-    for asked in pool.get(2).call(failed):
-        assert codes(asked) == [INVALID_USAGE] * 3, asked
-
-
-def grown(rank: Rank) -> None:
+@on_pool(3)
+def test_grow_where_nobody_passes_the_id(rank: Rank) -> None:
+    """Who made it has told the others. init.cc: bcastGrowHandle."""
     api = capi()
     uid = rank.exchange(api.ncclGetUniqueId() if rank.rank == 0 else None)[0]
     comm = api.ncclCommInitRank(2, uid, rank.rank) if rank.rank < 2 else 0
@@ -168,12 +144,9 @@ def grown(rank: Rank) -> None:
         close(rank, comm)
 
 
-def test_grow_where_nobody_passes_the_id(pool: Pool) -> None:
-    """Who made it has told the others. init.cc: bcastGrowHandle."""
-    pool.get(3).call(grown)
-
-
-def resumed(rank: Rank) -> None:
+@on_pool(2)
+def test_resume_is_collective(rank: Rank) -> None:
+    """mem_manager.cc: ncclCommResume."""
     api, comm = capi(), connect(rank, {"blocking": 0})
     assert wait_for_state(comm) == OK
     assert api.ncclCommSuspend(comm, 1) == IN_PROGRESS
@@ -189,12 +162,9 @@ def resumed(rank: Rank) -> None:
     close(rank, comm)
 
 
-def test_resume_is_collective(pool: Pool) -> None:
-    """mem_manager.cc: ncclCommResume."""
-    pool.get(2).call(resumed)
-
-
-def shared(rank: Rank) -> None:
+@on_pool(2)
+def test_nothing_is_shared(rank: Rank) -> None:
+    """In NCCL what shares memory cannot be suspended. mem_manager.cc: ncclCommSuspend."""
     api, comm = capi(), connect(rank, {"splitShare": 1})
     child = api.ncclCommSplit(comm, 0, rank.rank, {"splitShare": 1})
     api.ncclCommSuspend(child, 1)
@@ -204,19 +174,11 @@ def shared(rank: Rank) -> None:
     close(rank, child, comm)
 
 
-def test_nothing_is_shared(pool: Pool) -> None:
-    """In NCCL what shares memory cannot be suspended. mem_manager.cc: ncclCommSuspend."""
-    pool.get(2).call(shared)
-
-
-def memory_of_nothing(rank: Rank) -> Outcome:
-    assert capi().ncclMemAlloc(0) == 0
-    return outcome(capi().ncclMemFree, 0)
-
-
-def test_memory_of_nothing(pool: Pool) -> None:
+@on_pool(1)
+def test_memory_of_nothing(rank: Rank) -> None:
     """As cudaMalloc. allocator.cc: ncclMemAlloc."""
-    assert pool.get(1).call(memory_of_nothing) == [(OK, "")]
+    assert capi().ncclMemAlloc(0) == 0
+    assert outcome(capi().ncclMemFree, 0) == (OK, "")
 
 
 def encrypt(rank: Rank) -> Outcome:

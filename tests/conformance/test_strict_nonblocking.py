@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from .backend import capi
+from .bodies import on_pool
 from .calls import COLLECTIVES, TRANSPORTS, N, Outcome, binding, ones, operation, state
 from .ranks import Pool, Ranks
 from .scenario import (
@@ -56,7 +57,14 @@ def works_polled(rank: Rank, comm: int) -> None:
     assert (array == rank.nranks).all()
 
 
-def in_progress(rank: Rank, name: str) -> None:
+@pytest.mark.parametrize("name", [*COLLECTIVES, "SendRecv"])
+@on_pool(2)
+def test_nonblocking_operations_are_in_progress(rank: Rank, name: str) -> None:
+    """A call answers the asynchronous state, and one that comes before the state is ncclSuccess is refused.
+
+    enqueue.cc: ncclEnqueueCheck, init.cc: ncclCommEnsureReady. NCCL's answer is a race between the caller and
+    the thread that launches; here it is ncclInProgress always, so that a program that never polls fails.
+    """
     comm = nonblocking(rank)
     a, b = ones(2 * N), np.zeros(2 * N, np.float32)
     call = operation(name, rank, comm, address(a), address(b))
@@ -71,17 +79,9 @@ def in_progress(rank: Rank, name: str) -> None:
     capi().ncclCommAbort(comm)
 
 
-@pytest.mark.parametrize("name", [*COLLECTIVES, "SendRecv"])
-def test_nonblocking_operations_are_in_progress(pool: Pool, name: str) -> None:
-    """A call answers the asynchronous state, and one that comes before the state is ncclSuccess is refused.
-
-    enqueue.cc: ncclEnqueueCheck, init.cc: ncclCommEnsureReady. NCCL's answer is a race between the caller and
-    the thread that launches; here it is ncclInProgress always, so that a program that never polls fails.
-    """
-    pool.get(2).call(in_progress, name)
-
-
-def nonblocking_group(rank: Rank) -> None:
+@on_pool(2, transports=TRANSPORTS)
+def test_nonblocking_group(rank: Rank) -> None:
+    """ncclGroupEnd launches in a thread and answers ncclInProgress. group.cc: ncclGroupEndInternal."""
     api, comm = capi(), nonblocking(rank)
     first, second = ones(), ones()
     api.ncclGroupStart()
@@ -100,13 +100,9 @@ def nonblocking_group(rank: Rank) -> None:
     api.ncclCommAbort(comm)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_nonblocking_group(pool: Pool, transport: str) -> None:
-    """ncclGroupEnd launches in a thread and answers ncclInProgress. group.cc: ncclGroupEndInternal."""
-    pool.get(2, transport).call(nonblocking_group)
-
-
-def spoiled_groups(rank: Rank) -> None:
+@on_pool(2)
+def test_nonblocking_group_comes_too_early(rank: Rank) -> None:
+    """The refused call spoils its group: group.h: ncclGroupErrCheck."""
     api, comm = capi(), nonblocking(rank)
     array = ones()
     assert outcome(all_reduce, comm, array)[0] == IN_PROGRESS
@@ -115,11 +111,6 @@ def spoiled_groups(rank: Rank) -> None:
     assert outcome(api.ncclGroupEnd)[0] == INVALID_ARGUMENT
     rank.exchange()
     api.ncclCommAbort(comm)
-
-
-def test_nonblocking_group_comes_too_early(pool: Pool) -> None:
-    """The refused call spoils its group: group.h: ncclGroupErrCheck."""
-    pool.get(2).call(spoiled_groups)
 
 
 REFUSED: dict[str, Callable[[Rank, int], tuple[Any, ...]]] = {
@@ -141,7 +132,10 @@ REFUSED: dict[str, Callable[[Rank, int], tuple[Any, ...]]] = {
 }
 
 
-def refused_meanwhile(rank: Rank, name: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+@on_pool(2)
+def test_refused_while_in_progress(rank: Rank, name: str) -> None:
+    """All who call ncclCommEnsureReady (init.cc, enqueue.cc, mem_manager.cc, dev_runtime.cc) are refused."""
     comm, array = nonblocking(rank), ones()
     all_reduce(comm, array)
     code, text = outcome(getattr(capi(), f"nccl{name}"), *REFUSED[name](rank, comm))
@@ -154,13 +148,12 @@ def refused_meanwhile(rank: Rank, name: str) -> None:
     capi().ncclCommAbort(comm)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_while_in_progress(pool: Pool, name: str) -> None:
-    """All who call ncclCommEnsureReady (init.cc, enqueue.cc, mem_manager.cc, dev_runtime.cc) are refused."""
-    pool.get(2).call(refused_meanwhile, name)
+@on_pool(2)
+def test_allowed_while_in_progress(rank: Rank) -> None:
+    """These never ask whether the communicator is ready, and abort ignores the answer.
 
-
-def allowed_meanwhile(rank: Rank) -> None:
+    enqueue.cc: ncclRedOpDestroy, register/register.cc, init.cc: ncclCommAbort.
+    """
     api, comm, array = capi(), nonblocking(rank), ones()
     op = api.ncclRedOpCreatePreMulSum(address(array), FLOAT32, 1, comm)
     all_reduce(comm, array)
@@ -176,15 +169,12 @@ def allowed_meanwhile(rank: Rank) -> None:
     assert outcome(api.ncclCommAbort, comm) == (OK, "")
 
 
-def test_allowed_while_in_progress(pool: Pool) -> None:
-    """These never ask whether the communicator is ready, and abort ignores the answer.
+@on_pool(2)
+def test_nonblocking_calls_without_a_launch(rank: Rank) -> None:
+    """A collective of no elements, or of a single rank, has no task to launch: it succeeds at once.
 
-    enqueue.cc: ncclRedOpDestroy, register/register.cc, init.cc: ncclCommAbort.
+    enqueue.cc: taskAppend; group.cc: ncclGroupEndInternal starts a thread only for tasks and jobs.
     """
-    pool.get(2).call(allowed_meanwhile)
-
-
-def nothing_to_launch(rank: Rank) -> None:
     comm = nonblocking(rank)
     assert outcome(capi().ncclAllReduce, 0, 0, 0, FLOAT32, SUM, comm, 0) == (OK, "")
     assert state(comm) == OK
@@ -201,15 +191,12 @@ def nothing_to_launch(rank: Rank) -> None:
         capi().ncclCommAbort(each)
 
 
-def test_nonblocking_calls_without_a_launch(pool: Pool) -> None:
-    """A collective of no elements, or of a single rank, has no task to launch: it succeeds at once.
+@on_pool(2)
+def test_wrong_argument_stays_with_a_nonblocking_communicator(rank: Rank) -> None:
+    """A failed call becomes the state of a non-blocking communicator, and nothing ever resets it.
 
-    enqueue.cc: taskAppend; group.cc: ncclGroupEndInternal starts a thread only for tasks and jobs.
+    enqueue.cc: ncclEnqueueCheck, `fail: … ncclCommSetAsyncError(info->comm, ret)`.
     """
-    pool.get(2).call(nothing_to_launch)
-
-
-def wrong_argument(rank: Rank) -> None:
     api, comm, array = capi(), nonblocking(rank), ones()
     a = address(array)
     assert outcome(api.ncclAllReduce, a, a, N, 99, SUM, comm, 0)[0] == INVALID_ARGUMENT
@@ -221,15 +208,13 @@ def wrong_argument(rank: Rank) -> None:
     assert outcome(api.ncclCommAbort, comm) == (OK, "")
 
 
-def test_wrong_argument_stays_with_a_nonblocking_communicator(pool: Pool) -> None:
-    """A failed call becomes the state of a non-blocking communicator, and nothing ever resets it.
+@on_pool(2)
+def test_nonblocking_split(rank: Rank) -> None:
+    """A split is in progress on its parent, and writes the child's handle when it is over.
 
-    enqueue.cc: ncclEnqueueCheck, `fail: … ncclCommSetAsyncError(info->comm, ret)`.
+    init.cc: ncclCommInitChildComm ("*newcomm should be NCCL_COMM_NULL until comm split fully complete"); the
+    job's communicator is the parent. The call itself answers ncclSuccess.
     """
-    pool.get(2).call(wrong_argument)
-
-
-def late_split(rank: Rank) -> None:
     (ffi, lib), comm = binding(), nonblocking(rank)
     child = ffi.new("uintptr_t*")
     assert lib.ncclCommSplit(comm, 0, rank.rank, child, ffi.NULL) in (OK, IN_PROGRESS)
@@ -245,16 +230,12 @@ def late_split(rank: Rank) -> None:
         capi().ncclCommAbort(each)
 
 
-def test_nonblocking_split(pool: Pool) -> None:
-    """A split is in progress on its parent, and writes the child's handle when it is over.
+@on_pool(2)
+def test_nonblocking_management(rank: Rank) -> None:
+    """Whatever goes through a group is in progress afterwards; only Destroy and Abort wait.
 
-    init.cc: ncclCommInitChildComm ("*newcomm should be NCCL_COMM_NULL until comm split fully complete"); the
-    job's communicator is the parent. The call itself answers ncclSuccess.
+    mem_manager.cc, dev_runtime.cc: ncclCommWindowRegister, init.cc; group.cc: ncclAsyncLaunch (destroyFlag).
     """
-    pool.get(2).call(late_split)
-
-
-def other_calls(rank: Rank) -> None:
     (ffi, lib), api, comm = binding(), capi(), nonblocking(rank)
     calls: list[tuple[Any, ...]] = [(api.ncclCommSuspend, comm, 1), (api.ncclCommResume, comm)]
     for call in calls:
@@ -275,14 +256,6 @@ def other_calls(rank: Rank) -> None:
     settle(comm)
     for each in (other, comm):
         assert outcome(api.ncclCommDestroy, each) == (OK, "")
-
-
-def test_nonblocking_management(pool: Pool) -> None:
-    """Whatever goes through a group is in progress afterwards; only Destroy and Abort wait.
-
-    mem_manager.cc, dev_runtime.cc: ncclCommWindowRegister, init.cc; group.cc: ncclAsyncLaunch (destroyFlag).
-    """
-    pool.get(2).call(other_calls)
 
 
 def mixed_creations(rank: Rank) -> tuple[Outcome, Outcome]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conftest import ROOT
+from processes import piped
 from test_engines import environment
 
 from .pages import Block, blocks_of
@@ -34,13 +35,11 @@ def variables() -> dict[str, str]:
 
 def shell(script: str, folder: Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """Start a script, in a process group of its own."""
-    return subprocess.Popen(
+    return piped(
         ["bash", "-c", script],
         cwd=folder,
         env=env or variables(),
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         start_new_session=True,
     )
 

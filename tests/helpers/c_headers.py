@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pycparser import c_ast, c_generator, c_parser
+
+from processes import completed
 
 # Of the system's and CUDA's headers, what NCCL's need: a parser of plain C cannot read the real ones.
 STUBS = {
@@ -63,7 +64,7 @@ def declared(include: Path, stubs: Path, headers: list[str], *flags: str) -> Dec
 
     def preprocess(*more: str) -> str:
         command = [*compiler, *flags, *more, "-E", "-"]
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=20)
+        done = completed(command, input=text, timeout=20)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from conftest import clean_environment
 from launchers import LAUNCHERS
+from processes import completed, piped
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +35,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def outputs(commands: Sequence[tuple[Command, dict[str, str]]]) -> list[str]:
     """Run command lines at once, each in its environment; return what they print, when all have succeeded."""
-    processes = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for command, env in commands
-    ]
+    processes = [piped(command, env=env) for command, env in commands]
     try:
         done = [process.communicate(timeout=50) for process in processes]
     finally:
@@ -66,6 +63,6 @@ def mpirun(nranks: int, *args: str, timeout: float, **variables: str) -> str:
     """Run a command line of Python on the ranks of Open MPI, and return what it prints."""
     command = [*open_mpi(nranks), sys.executable, *args]
     env = environment(**variables)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+    done = completed(command, env=env, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,23 +10,31 @@ import pytest
 
 from pynccl import testing
 
-Body = Callable[[int, int], None]
+Body = Callable[..., None]
 
 
 def on_ranks(*counts: int, **options: Any) -> Callable[[Body], Callable[..., None]]:
     """Make a test of a function of rank and number of ranks, once for each number given.
 
-    The options are those of `pynccl.testing.run`.
+    The function's further parameters are the test's, and the options those of `pynccl.testing.run`.
     """
 
     def decorate(body: Body) -> Callable[..., None]:
-        def test(nranks: int) -> None:
-            testing.run(nranks, body, **{"backend": "cpu"} | options)
+        def test(nranks: int, **further: Any) -> None:
+            testing.run(nranks, body, *further.values(), **{"backend": "cpu"} | options)
 
-        # The ranks find the body by this name in the test's module.
-        body.__qualname__, test.body = f"{body.__name__}.body", body  # type: ignore[attr-defined]
-        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
-        test.pytestmark = getattr(body, "pytestmark", [])  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("nranks", counts)(test)
+        return pytest.mark.parametrize("nranks", counts)(stands_for(body, test, 2))
 
     return decorate
+
+
+def stands_for(body: Body, test: Callable[..., None], given: int) -> Callable[..., None]:
+    """Give a test the name of its body and, for its `**`, the parameters from number `given` on."""
+    own, further = (list(inspect.signature(each).parameters.values()) for each in (test, body))
+    signature = inspect.Signature([*own[:-1], *further[given:]])
+    # The ranks find the body by this name in the test's module.
+    body.__qualname__ = f"{body.__name__}.body"
+    test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+    attributes = {"body": body, "__signature__": signature, "pytestmark": getattr(body, "pytestmark", [])}
+    test.__dict__.update(attributes)
+    return test

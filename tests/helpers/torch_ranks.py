@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pynccl import testing
+from ranks import stands_for
 
 Program = Callable[[int, int], None]
 
@@ -27,6 +28,18 @@ def on_ranks(
     """Run programs one after another on ranks of one group; `seconds` are the group's time-out."""
     store = f"file://{tmp_path}/store"
     testing.run(nranks, one_after_another, store, list(programs), seconds, backend="cpu", timeout=timeout)
+
+
+def on_ranks_of_a_group(nranks: int) -> Callable[[Program], Callable[..., None]]:
+    """Make a test of a program on ranks of one group."""
+
+    def decorate(program: Program) -> Callable[..., None]:
+        def test(tmp_path: Path, **_: object) -> None:
+            on_ranks(nranks, tmp_path, program)
+
+        return stands_for(program, test, 2)
+
+    return decorate
 
 
 def one_after_another(rank: int, size: int, store: str, programs: list[Program], seconds: float) -> None:

@@ -19,9 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from conftest import Script
 from engines import BIN, ROOT, Command, environment, open_mpi, outputs, pynccl_run, torchrun
 from hosts import Hosts, needs_root
 from meeting import free_port
+from processes import piped
 from test_end import RETURNS
 
 EXAMPLES = ROOT / "examples"
@@ -33,14 +35,7 @@ RANKS = [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytes
 
 def run(command: Command, **env: str) -> str:
     """Run a command in a process group of its own, and leave nothing of it behind; return what it printed."""
-    process = subprocess.Popen(
-        command,
-        env=environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = piped(command, env=environment(**env), start_new_session=True)
     try:
         out, errors = process.communicate(timeout=50)
     finally:
@@ -279,10 +274,8 @@ print(f"rank {results[0][0]} of {results[0][1]}: success", flush=True)
         ),
     ],
 )
-def test_together_with_torch(engine: str, order: str, tmp_path: Path) -> None:
-    program = tmp_path / "both.py"
-    program.write_text(BOTH)
-    script = [str(program), order]
+def test_together_with_torch(engine: str, order: str, script: Script) -> None:
+    script = [script(BOTH), order]
     python = [sys.executable, *script]
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if engine == "torchrun":
@@ -312,11 +305,9 @@ print(f"rank {comm.rank} of {comm.size}: success", flush=True)
 
 
 @pytest.mark.full
-def test_a_restart_by_torchrun(tmp_path: Path) -> None:
+def test_a_restart_by_torchrun(script: Script) -> None:
     """What the ranks before have left in the agent's store does not disturb those that come after."""
-    program = tmp_path / "restarted.py"
-    program.write_text(RESTARTED)
-    assert ranks_of(run([*torchrun(2, "--max-restarts", "1"), str(program)]), 2) == [0, 1]
+    assert ranks_of(run([*torchrun(2, "--max-restarts", "1"), script(RESTARTED)]), 2) == [0, 1]
 
 
 # torch first, as in every program for torchrun: on a busy machine its import takes longer than init waits.
@@ -337,10 +328,8 @@ except pynccl.BootstrapError as error:
 
 
 @pytest.mark.full
-def test_never_under_torchrun(tmp_path: Path) -> None:
-    program = tmp_path / "never.py"
-    program.write_text(NEVER)
-    text = run([*torchrun(3), str(program)])
+def test_never_under_torchrun(script: Script) -> None:
+    text = run([*torchrun(3), script(NEVER)])
     assert len(re.findall(r"torchrun's store at \S+; ranks that never arrived: 1 \(1 of 3\)", text)) == 2
 
 
@@ -368,10 +357,8 @@ except (KeyboardInterrupt, pynccl.BootstrapError) as error:
 
 
 @pytest.mark.full
-def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:
-    program = tmp_path / "interrupted.py"
-    program.write_text(INTERRUPTED)
-    assert run([*torchrun(3), str(program)]).count("interrupted") == 2
+def test_ctrl_c_under_torchrun(script: Script) -> None:
+    assert run([*torchrun(3), script(INTERRUPTED)]).count("interrupted") == 2
 
 
 # --- MPI ---
@@ -398,10 +385,8 @@ comm.destroy()
 
 @pytest.mark.full
 @pytest.mark.parametrize("absent", [0, 2])
-def test_never_under_mpi(absent: int, tmp_path: Path) -> None:
-    program = tmp_path / "never.py"
-    program.write_text(MPI_NEVER)
-    text = run([*open_mpi(3), sys.executable, str(program), str(absent)])
+def test_never_under_mpi(absent: int, script: Script) -> None:
+    text = run([*open_mpi(3), sys.executable, script(MPI_NEVER), str(absent)])
     assert len(re.findall(rf"ranks that never arrived: {absent} \(1 of 3\)", text)) == 2
     assert ranks_of(text, 3) == [0, 1, 2]
 
@@ -426,10 +411,8 @@ pynccl.init("mpi", timeout=20).destroy()
 
 
 @pytest.mark.full
-def test_a_failure_after_the_id_is_out_under_mpi(tmp_path: Path) -> None:
-    program = tmp_path / "fails.py"
-    program.write_text(MPI_FAILS_LATER)
-    words = run([*open_mpi(3), sys.executable, str(program)]).split()
+def test_a_failure_after_the_id_is_out_under_mpi(script: Script) -> None:
+    words = run([*open_mpi(3), sys.executable, script(MPI_FAILS_LATER)]).split()
     assert (words.count("told"), words.count("own")) == (4, 2)
 
 
@@ -454,19 +437,15 @@ except pynccl.NcclError as error:
 
 
 @pytest.mark.full
-def test_stopped_in_the_creation_under_mpi(tmp_path: Path) -> None:
-    program = tmp_path / "stopped.py"
-    program.write_text(MPI_STOPPED)
-    text = run([*open_mpi(3), sys.executable, str(program)])
+def test_stopped_in_the_creation_under_mpi(script: Script) -> None:
+    text = run([*open_mpi(3), sys.executable, script(MPI_STOPPED)])
     assert text.count("[1] rank 1 did not respond while the communicator was created") == 2, text
 
 
 @pytest.mark.full
-def test_ctrl_c_under_mpi(tmp_path: Path) -> None:
-    program = tmp_path / "interrupted.py"
-    program.write_text(INTERRUPTED)
+def test_ctrl_c_under_mpi(script: Script) -> None:
     start = time.monotonic()
-    assert run([*open_mpi(3), sys.executable, str(program)]).count("interrupted") == 2
+    assert run([*open_mpi(3), sys.executable, script(INTERRUPTED)]).count("interrupted") == 2
     assert time.monotonic() - start < 20
 
 
@@ -484,15 +463,9 @@ print(f"rank {world.rank} of {world.size}: success", flush=True)
 
 
 @pytest.mark.full
-def test_parts_of_an_mpi_job_have_devices_of_their_own(tmp_path: Path) -> None:
-    program = tmp_path / "parts.py"
-    program.write_text(MPI_PARTS)
-    assert ranks_of(run([*open_mpi(4), sys.executable, str(program)]), 4) == [0, 1, 2, 3]
+def test_parts_of_an_mpi_job_have_devices_of_their_own(script: Script) -> None:
+    assert ranks_of(run([*open_mpi(4), sys.executable, script(MPI_PARTS)]), 4) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("engine", [open_mpi, pytest.param(torchrun, marks=pytest.mark.slow)])
-def test_a_program_that_returns_ends_well(engine: Callable[[int], Command], tmp_path: Path) -> None:
-    script = tmp_path / "returns.py"
-    script.write_text(RETURNS)
-    command = [*engine(3), *([sys.executable] if engine is open_mpi else []), str(script), "broadcast"]
-    assert run(command).count("right") == 3
+def test_a_program_that_returns_ends_well(script: Script) -> None:
+    assert run([*open_mpi(3), sys.executable, script(RETURNS), "broadcast"]).count("right") == 3

@@ -16,6 +16,7 @@ from command_line import pynccl_command
 from conftest import clean_environment
 from hosts import Hosts, needs_root
 from meeting import until_gone
+from processes import piped
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -65,13 +66,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         ssh.chmod(0o700)
         command = [sys.executable, "-m", "pynccl", "run", "-n", "2", "--cpu", "--no-tag", "--hosts", "hosts"]
         started.append(
-            subprocess.Popen(
+            piped(
                 [*command, "--ssh", f"'{ssh}'", *options, "program.py", *args],
                 env=clean_environment() | {"NCCL_DEBUG_SUBSYS": "NET"},
                 cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
             )
         )
         return started[-1]

@@ -18,6 +18,7 @@ import pytest
 import pynccl
 from launchers import forget_the_launcher
 from meeting import free_port, together
+from processes import completed
 from pynccl import BootstrapError, testing
 from ranks import on_ranks
 
@@ -47,7 +48,9 @@ def test_several_communicators(rank: int, nranks: int) -> None:
         assert sums(two)
 
 
-def by_master_port(rank: int, nranks: int, host: str, port: int) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+@on_ranks(3)
+def test_torchruns_environment(rank: int, nranks: int, host: str, port: int) -> None:
     del os.environ["PYNCCL_STORE"]
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     if rank == 1:
@@ -59,11 +62,6 @@ def by_master_port(rank: int, nranks: int, host: str, port: int) -> None:
     if rank == 0:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, port))
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_torchruns_environment(host: str) -> None:
-    testing.run(3, by_master_port, host, free_port(), backend="cpu")
 
 
 @on_ranks(2)
@@ -291,7 +289,7 @@ def mpirun(nranks: int, *args: str) -> subprocess.CompletedProcess[str]:
     }
     allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYNCCL_LIBRARY": "cpu"}
     command = [str(MPIRUN), "--oversubscribe", "-n", str(nranks), sys.executable, *args]
-    return subprocess.run(command, env=env | allow, capture_output=True, text=True, timeout=50)
+    return completed(command, env=env | allow)
 
 
 @pytest.mark.parametrize("what", ["good", "0", "2"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -13,6 +12,7 @@ import pynccl
 from conftest import clean_environment
 from launchers import forget_the_launcher, logged
 from meeting import free_port, together
+from processes import completed
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import _environment
 from ranks import on_ranks
@@ -192,7 +192,8 @@ def test_torchruns_variables_go_first() -> None:
         assert "not Open MPI or Slurm's" in lines[0]
 
 
-def without_mpi4py(rank: int, nranks: int, port: int) -> None:
+@on_ranks(2)
+def test_mpirun_without_mpi4py(rank: int, nranks: int, port: int) -> None:
     forget_the_launcher()
     os.environ.update(OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE=str(nranks))
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
@@ -201,10 +202,6 @@ def without_mpi4py(rank: int, nranks: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with pynccl.init(timeout=20) as comm:
         assert (comm.rank, comm.size, comm.device) == (rank, nranks, rank)
-
-
-def test_mpirun_without_mpi4py() -> None:
-    testing.run(2, without_mpi4py, free_port(), backend="cpu")
 
 
 @on_ranks(1)
@@ -237,11 +234,8 @@ def test_two_nodes_on_one_machine() -> None:
 
 
 def test_the_log_is_quiet_unless_asked() -> None:
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-W", "error", "-c", "import pynccl; pynccl.init().destroy()"],
         env=clean_environment() | {"PYNCCL_LIBRARY": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=50,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

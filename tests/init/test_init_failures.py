@@ -29,6 +29,7 @@ from pynccl._watch import watchdog
 from pynccl.bootstrap import Store, StoreServer, _store
 from pynccl.bootstrap._exchange import Round
 from pynccl.bootstrap._keys import ObjectKeys
+from ranks import on_ranks
 from test_init_methods import Plain, meet
 
 METHODS = [
@@ -63,18 +64,16 @@ def fails_in_time(method: Any, timeout: float, grace: float = 1, **more: Any) ->
 # --- late and never ---
 
 
-def comes_late(rank: int, nranks: int, kind: str, where: str, port: int, late: int) -> None:
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("late", [0, 1])
+@on_ranks(2)
+def test_late(rank: int, nranks: int, kind: str, tmp_path: Path, port: int, late: int) -> None:
+    where = str(tmp_path)
     method = method_of(kind, where, port)
     if rank == late:
         time.sleep(0.6)
     with pynccl.init(method, timeout=15) as comm:
         assert (comm.all_reduce(np.ones(2)) == nranks).all()
-
-
-@pytest.mark.parametrize("kind", METHODS)
-@pytest.mark.parametrize("late", [0, 1])
-def test_late(kind: str, late: int, tmp_path: Path) -> None:
-    testing.run(2, comes_late, kind, str(tmp_path), free_port(), late, backend="cpu")
 
 
 def stop_rank_0(folder: str, others: tuple[int, ...]) -> int:
@@ -87,18 +86,16 @@ def stop_rank_0(folder: str, others: tuple[int, ...]) -> int:
     return pid
 
 
-def waits_for_a_stopped_one(rank: int, nranks: int, folder: str, port: int) -> None:
+@on_ranks(3)
+def test_a_store_that_stands_still(rank: int, nranks: int, tmp_path: Path, port: int) -> None:
     """Rank 0, which has the store, stands still for a while; the others wait on."""
+    folder = str(tmp_path)
     Path(folder, str(rank)).write_text(str(os.getpid()))
     if rank == 2:
         pid = stop_rank_0(folder, (0, 1))
         time.sleep(2.5)
         os.kill(pid, signal.SIGCONT)
     meet(f"tcp://127.0.0.1:{port}", rank, nranks)
-
-
-def test_a_store_that_stands_still(tmp_path: Path) -> None:
-    testing.run(3, waits_for_a_stopped_one, str(tmp_path), free_port(), backend="cpu")
 
 
 def waits_for_one_stopped_for_good(rank: int, nranks: int, folder: str, port: int) -> str:
@@ -343,28 +340,22 @@ def test_a_name_that_others_cannot_reach() -> None:
     assert f"({name} is {address} on rank 0's machine, which other machines cannot reach)" in text
 
 
-def only_ipv6(rank: int, nranks: int, port: int) -> None:
+@on_ranks(2, env={"NCCL_SOCKET_IFNAME": "lo"})
+def test_ipv6(rank: int, nranks: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="::1", MASTER_PORT=str(port), NCCL_SOCKET_FAMILY="AF_INET6")
     del os.environ["PYNCCL_STORE"]
     with pynccl.init(timeout=20) as comm:
         assert (comm.all_reduce(np.ones(2)) == nranks).all()
 
 
-def test_ipv6() -> None:
-    testing.run(2, only_ipv6, free_port(), backend="cpu", env={"NCCL_SOCKET_IFNAME": "lo"})
-
-
-def behind_a_proxy(rank: int, nranks: int, kind: str, port: int) -> None:
+@pytest.mark.parametrize("kind", ["pynccl run", "master", "tcp"])
+@on_ranks(2)
+def test_a_proxy_is_nothing_to_it(rank: int, nranks: int, kind: str, port: int) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         os.environ[name] = os.environ[name.upper()] = "http://127.0.0.1:9"
     method = method_of(kind, "", port)
     with pynccl.init(method, timeout=20) as comm:
         assert (comm.all_reduce(np.ones(2)) == nranks).all()
-
-
-@pytest.mark.parametrize("kind", ["pynccl run", "master", "tcp"])
-def test_a_proxy_is_nothing_to_it(kind: str) -> None:
-    testing.run(2, behind_a_proxy, kind, free_port(), backend="cpu")
 
 
 # --- start methods ---
@@ -382,7 +373,10 @@ def child(rank: int, nranks: int, port: int) -> None:
             assert comm.all_reduce(np.ones(1))[0] == nranks
 
 
-def starts(rank: int, nranks: int, how: str, used_before: bool, port: int) -> None:
+@pytest.mark.parametrize("how", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("used_before", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(1)
+def test_start_methods(rank: int, nranks: int, how: str, used_before: bool, port: int) -> None:
     if used_before:
         # What the parent has met is the parent's.
         meet(f"tcp://127.0.0.1:{port}", 0, 1)
@@ -395,12 +389,6 @@ def starts(rank: int, nranks: int, how: str, used_before: bool, port: int) -> No
     for process in processes:
         process.join(30)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("how", ["spawn", "forkserver", "fork"])
-@pytest.mark.parametrize("used_before", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_start_methods(how: str, used_before: bool) -> None:
-    testing.run(1, starts, how, used_before, free_port(), backend="cpu")
 
 
 def forks_after_it_met(rank: int, nranks: int, port: int, second: int) -> None:

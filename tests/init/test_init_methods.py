@@ -47,7 +47,8 @@ def test_tcp(host: str, nranks: int) -> None:
         assert nranks == 1 or f"by the arguments, at tcp://{host}:{port}" in lines[0]
 
 
-def by_tcp_with_the_launchers_ranks(rank: int, nranks: int, port: int) -> None:
+@on_ranks(2)
+def test_tcp_with_the_launchers_ranks(rank: int, nranks: int, port: int) -> None:
     # The launcher's local rank counts only where its rank does.
     os.environ["LOCAL_RANK"] = str(rank + 3)
     with pynccl.init(f"tcp://127.0.0.1:{port}", timeout=20) as comm:
@@ -56,11 +57,9 @@ def by_tcp_with_the_launchers_ranks(rank: int, nranks: int, port: int) -> None:
         assert (comm.rank, comm.size, comm.device) == (nranks - 1 - rank, nranks, nranks - 1 - rank)
 
 
-def test_tcp_with_the_launchers_ranks() -> None:
-    testing.run(2, by_tcp_with_the_launchers_ranks, free_port(), backend="cpu")
-
-
-def by_callback(rank: int, nranks: int, folder: str) -> None:
+@on_ranks(3)
+def test_a_free_port_and_a_callback(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     file = Path(folder, "method")
     if rank == 0:
         meet("tcp://127.0.0.1:0", rank, nranks, on_listen=lambda text: file.write_text(text + "\n"))
@@ -68,10 +67,6 @@ def by_callback(rank: int, nranks: int, folder: str) -> None:
     while not file.exists() or not file.read_text().endswith("\n"):
         time.sleep(0.01)
     meet(file.read_text().strip(), rank, nranks)
-
-
-def test_a_free_port_and_a_callback(tmp_path: Path) -> None:
-    testing.run(3, by_callback, str(tmp_path), backend="cpu")
 
 
 @on_ranks(1)

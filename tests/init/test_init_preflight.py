@@ -17,6 +17,7 @@ from launchers import forget_the_launcher, logged
 from meeting import free_port
 from pynccl import BootstrapError, testing
 from pynccl._library import cuda
+from ranks import on_ranks
 
 VERSIONS = {"2.28.9": 22809, "2.30.4": 23004}
 
@@ -92,19 +93,16 @@ def test_sharing_a_device_on_purpose(gpus: Gpus, version: str, names: dict[str, 
     assert all((text == "good") == good for text in texts), texts
 
 
-def on_the_cpu_library(rank: int, nranks: int) -> str:
+@on_ranks(2)
+def test_two_ranks_on_one_virtual_device(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=10) as comm:
         assert comm.device == rank
     # Everybody has a device 3 of its own, until there are as many as this says.
     with pynccl.init(device=3, timeout=10) as comm:
         assert comm.device == 3
     os.environ["PYNCCL_CPU_DEVICES"] = "4"
-    return says(device=3)
-
-
-def test_two_ranks_on_one_virtual_device() -> None:
-    for text in testing.run(2, on_the_cpu_library, backend="cpu"):
-        assert "ranks 0 and 1 are both on virtual device 3" in text
+    text = says(device=3)
+    assert "ranks 0 and 1 are both on virtual device 3" in text
 
 
 def counted(rank: int, nranks: int, port: int) -> int | None:
@@ -167,20 +165,17 @@ def other_settings(rank: int, nranks: int) -> list[str]:
     return [line for line in lines if line.startswith("WARNING")]
 
 
-def check_mode_on_rank_1(rank: int, nranks: int, by: str) -> str:
+@pytest.mark.parametrize("by", ["the variable", "the function"])
+@on_ranks(2)
+def test_check_mode_on_one_rank(rank: int, nranks: int, by: str) -> None:
     if by == "the variable":
         os.environ["PYNCCL_CHECK"] = str(rank)
     elif rank == 1:
         pynccl.check_mode()
     with pytest.raises(BootstrapError) as caught:
         pynccl.init(timeout=10)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("by", ["the variable", "the function"])
-def test_check_mode_on_one_rank(by: str) -> None:
-    for text in testing.run(2, check_mode_on_rank_1, by, backend="cpu"):
-        assert "PYNCCL_CHECK differs between ranks: not set on rank 0, '1' on rank 1; check mode" in text
+    text = str(caught.value)
+    assert "PYNCCL_CHECK differs between ranks: not set on rank 0, '1' on rank 1; check mode" in text
 
 
 def job_of_its_own(rank: int, nranks: int, port: int) -> str:

@@ -17,21 +17,13 @@ from pathlib import Path
 import pytest
 
 from command_line import pynccl_command
+from conftest import Script
 from meeting import state, until, until_gone
+from processes import completed, piped
 from pynccl._library import cuda
 from pynccl._run.launch import EVIDENCE_SECONDS, GRACE_SECONDS
 
-Script = Callable[[str], str]
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Script:
-    def write(text: str) -> str:
-        path = tmp_path / "program.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
+Started = Callable[..., subprocess.Popen[str]]
 
 
 def _command(*args: str) -> list[str]:
@@ -44,24 +36,16 @@ def _environment(**env: str) -> dict[str, str]:
 
 
 def launch(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _command(*args), env=_environment(**env), capture_output=True, text=True, timeout=50
-    )
+    return completed(_command(*args), env=_environment(**env))
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def started() -> Iterator[Started]:
     """Start launchers whose end the test brings about; they are killed if it does not."""
     processes = []
 
     def start(*args: str, **env: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            _command(*args),
-            env=_environment(**env),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = piped(_command(*args), env=_environment(**env))
         processes.append(process)
         return process
 
@@ -114,14 +98,7 @@ def test_torchruns_option(script: Script) -> None:
 
 def test_ranks_have_no_standard_input(script: Script) -> None:
     program = script("import sys; print(repr(sys.stdin.read()))")
-    done = subprocess.run(
-        _command("-n", "2", "--cpu", program),
-        env=_environment(),
-        input="unread",
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    done = completed(_command("-n", "2", "--cpu", program), env=_environment(), input="unread")
     assert sorted(done.stdout.splitlines()) == ["[0] ''", "[1] ''"]
     assert "Ranks have no standard input" in " ".join(launch("--help").stdout.split())
 
@@ -163,7 +140,7 @@ def test_lines_without_tags(script: Script) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "[0] error\n")
 
 
-def test_output_comes_at_once(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+def test_output_comes_at_once(script: Script, started: Started) -> None:
     process = started("-n", "1", "--cpu", script("import time; print('first'); time.sleep(30)"))
     assert process.stdout is not None
     assert process.stdout.readline() == "[0] first\n"
@@ -213,7 +190,7 @@ time.sleep(60)
 
 @pytest.mark.slow
 def test_who_ignores_sigterm_is_killed_with_its_children(
-    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    script: Script, started: Started, tmp_path: Path
 ) -> None:
     start = time.monotonic()
     process = started("-n", "2", "--cpu", script(STUBBORN), str(tmp_path / "deaf"))
@@ -224,9 +201,7 @@ def test_who_ignores_sigterm_is_killed_with_its_children(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_are_forwarded(
-    script: Script, started: Callable[..., subprocess.Popen[str]], number: signal.Signals
-) -> None:
+def test_signals_are_forwarded(script: Script, started: Started, number: signal.Signals) -> None:
     program = script(
         "import os, signal, sys, time\n"
         f"signal.signal({int(number)}, lambda *_: (print('got it'), sys.exit(5)))\n"
@@ -242,9 +217,7 @@ def test_signals_are_forwarded(
     until_gone(pids)
 
 
-def test_user_signals_are_forwarded_and_end_nothing(
-    script: Script, started: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_user_signals_are_forwarded_and_end_nothing(script: Script, started: Started) -> None:
     program = script(
         "import os, signal, time\n"
         "seen = []\n"
@@ -258,7 +231,7 @@ def test_user_signals_are_forwarded_and_end_nothing(
     assert process.wait(10) == 0
 
 
-def test_ctrl_c(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+def test_ctrl_c(script: Script, started: Started) -> None:
     process = started("-n", "2", "--cpu", script("import os, time; print(os.getpid()); time.sleep(60)"))
     _pids(process, 2)
     process.send_signal(signal.SIGINT)
@@ -266,7 +239,7 @@ def test_ctrl_c(script: Script, started: Callable[..., subprocess.Popen[str]]) -
     assert process.returncode == 128 + signal.SIGINT
 
 
-def test_ranks_die_with_the_launcher(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+def test_ranks_die_with_the_launcher(script: Script, started: Started) -> None:
     process = started("-n", "2", "--cpu", script("import os, time; print(os.getpid()); time.sleep(60)"))
     pids = _pids(process, 2)
     process.kill()
@@ -307,7 +280,7 @@ def _handles(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_after_the_end_of_the_ranks(
-    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: int
+    script: Script, started: Started, tmp_path: Path, number: int
 ) -> None:
     """The launcher, which takes signals no more, is ended while it waits for its guard: no folder stays."""
     temporary, end = tmp_path / "temporary", tmp_path / "end"
@@ -380,7 +353,7 @@ def test_a_command_whose_output_is_closed() -> None:
 
 def test_a_launcher_without_descriptors_names_the_limit(script: Script) -> None:
     command = f"ulimit -n 12; exec {shlex.join(_command('-n', '4', '--cpu', script('pass')))}"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=50)
+    done = completed(["sh", "-c", command])
     assert done.returncode == 1
     assert done.stderr.endswith("Too many open files; RLIMIT_NOFILE (ulimit -n) is 12\n")
 
@@ -627,9 +600,7 @@ def _wait_ready(process: subprocess.Popen[str], count: int) -> dict[str, int]:
     return {line.split()[0]: int(line.split()[1]) for line in lines if len(line.split()) == 3}
 
 
-def test_evidence_of_every_hang(
-    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_evidence_of_every_hang(script: Script, started: Started, tmp_path: Path) -> None:
     folder = tmp_path / "traces"
     process = started("-n", "5", "--cpu", script(HANGS), PYNCCL_TRACE_DIR=str(folder))
     stopped = _wait_ready(process, 5)["[4]"]
@@ -661,18 +632,24 @@ import signal, time, numpy as np, pynccl
 comm = pynccl.init()
 if comm.rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+if comm.rank == 0:
     comm.all_reduce(np.zeros(4))
 time.sleep(100)
 """
 
 
-def test_evidence_is_not_replaced_by_what_comes_of_the_end(script: Script, tmp_path: Path) -> None:
+def test_evidence_is_not_replaced_by_what_comes_of_the_end(
+    script: Script, started: Started, tmp_path: Path
+) -> None:
     """A rank that sees the others end dumps no more."""
-    done = launch(
-        "-n", "2", "--cpu", "--timeout", "3", script(OUTLIVES), PYNCCL_TRACE_DIR=str(tmp_path / "traces")
-    )
-    assert done.returncode == 124 and "NcclRemoteError" in done.stderr
-    (dump,) = (tmp_path / "traces").glob("rank0.*.jsonl")
+    folder = tmp_path / "traces"
+    process = started("-n", "2", "--cpu", script(OUTLIVES), PYNCCL_TRACE_DIR=str(folder))
+    _wait_ready(process, 2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM and "NcclRemoteError" in errors
+    (dump,) = folder.glob("rank0.*.jsonl")
     head, *records = map(json.loads, dump.read_text().splitlines())
     assert [reason["kind"] for reason in head["reasons"]] == ["launcher"]
     assert [r["call"] for r in records[1:]] == ["init", "all_reduce"] and records[-1]["state"] == "taken"
@@ -698,9 +675,7 @@ time.sleep(100)
 
 
 @pytest.mark.slow
-def test_who_does_not_listen_is_not_asked(
-    script: Script, started: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_who_does_not_listen_is_not_asked(script: Script, started: Started) -> None:
     """A rank that never imported pynccl, and one that runs another program by now."""
     process = started("-n", "3", "--cpu", "--timeout", "8", script(PARTLY))
     out, errors = process.communicate(timeout=40)
@@ -724,9 +699,7 @@ time.sleep(100)
 
 
 @pytest.mark.slow
-def test_stacks_never_go_to_a_file_of_the_programs(
-    script: Script, started: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_stacks_never_go_to_a_file_of_the_programs(script: Script, started: Started, tmp_path: Path) -> None:
     process = started("-n", "1", "--cpu", script(REUSED), str(tmp_path / "data"))
     _wait_ready(process, 1)
     process.send_signal(signal.SIGINT)
@@ -747,9 +720,7 @@ while True:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
-def test_who_does_not_answer_is_ended_all_the_same(
-    script: Script, started: Callable[..., subprocess.Popen[str]], times: int
-) -> None:
+def test_who_does_not_answer_is_ended_all_the_same(script: Script, started: Started, times: int) -> None:
     """A second signal does not wait for answers."""
     process = started("-n", "2", "--cpu", script(DEAF))
     _wait_ready(process, 2)
@@ -822,9 +793,7 @@ time.sleep(60)
 """
 
 
-def test_the_ranks_children_die_with_the_launcher(
-    script: Script, started: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_the_ranks_children_die_with_the_launcher(script: Script, started: Started) -> None:
     process = started("-n", "2", "--cpu", script(PARENT))
     pids = _pids(process, 4)
     process.kill()
@@ -832,7 +801,7 @@ def test_the_ranks_children_die_with_the_launcher(
     until_gone(pids)
 
 
-def test_no_process_is_left(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+def test_no_process_is_left(script: Script, started: Started) -> None:
     process = started("-n", "2", "--cpu", script("input_ = print(1); import time; time.sleep(1.5)"))
     _pids(process, 2)
     children = [int(pid) for pid in _children(process.pid)]
@@ -892,17 +861,6 @@ def test_wrong_command_lines(args: list[str], words: str) -> None:
     assert done.exit_code == 2
     assert words in done.output
     assert done.output.startswith("Usage: pynccl run [OPTIONS] SCRIPT [ARGS]...\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "completed"), [("pynccl ru", "plain,run\n"), ("pynccl run --ti", "plain,--timeout\n")]
-)
-def test_the_shell_completes_commands_and_options(words: str, completed: str) -> None:
-    position = str(len(words.split()) - 1)
-    env = _environment(_PYNCCL_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=position)
-    command = [sys.executable, "-c", "import sys; from pynccl.__main__ import main; sys.exit(main())"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
-    assert (done.returncode, done.stdout) == (0, completed), done.stderr
 
 
 def test_as_mpirun_has_it(script: Script) -> None:
@@ -994,7 +952,7 @@ def test_restart_after_a_timeout(script: Script) -> None:
     assert "--timeout has passed; still running: 0" in done.stderr
 
 
-def test_no_restart_after_a_signal(script: Script, started: Callable[..., subprocess.Popen[str]]) -> None:
+def test_no_restart_after_a_signal(script: Script, started: Started) -> None:
     program = script("import os, time; print(os.getpid()); time.sleep(60)")
     process = started("-n", "2", "--cpu", "--restarts", "5", program)
     pids = _pids(process, 2)

@@ -10,6 +10,7 @@ import pytest
 
 from conftest import clean_environment
 from hosts import Hosts, needs_root
+from processes import piped
 
 RANK = """
 import sys
@@ -47,9 +48,7 @@ def run_ranks(places: list[list[str]], **env: str) -> list[str]:
 
     def start(rank: int, *uid: str) -> subprocess.Popen[str]:
         command = [*places[rank], sys.executable, "-c", RANK, n, str(rank), "0", *uid]
-        return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        return piped(command, env=environment)
 
     processes = [start(0)]
     try:
@@ -113,14 +112,11 @@ def test_a_time_out_on_hosts_without_a_default_route(hosts: Hosts, host: str) ->
         f"with pynccl.init('tcp://{host}:29777', rank=int(sys.argv[1]), world_size=2, timeout=20) as comm:\n"
         "    print(*comm.all_reduce(np.ones(2)))"
     )
+    command, env = [sys.executable, "-c", code], clean_environment() | {"PYNCCL_LIBRARY": "cpu"}
     started = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, sys.executable, "-c", code, str(rank)],
-            env=clean_environment() | {"PYNCCL_LIBRARY": "cpu", "NCCL_HOSTID": name},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
+        piped(["ip", "netns", "exec", name, *command, str(rank)], env=env | {"NCCL_HOSTID": name})
         for rank, name in enumerate(hosts.names)
-    ]  # fmt: skip
+    ]
     assert [process.communicate(timeout=40)[0] for process in started] == 2 * ["2.0 2.0\n"]
 
 

@@ -16,6 +16,7 @@ import pytest
 from conftest import clean_environment
 from hosts import Hosts, needs_root
 from meeting import free_port, until_gone
+from processes import completed, piped
 
 SECRET = "a secret of more than sixteen bytes"
 Start = Callable[..., subprocess.Popen[str]]
@@ -56,15 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         command = [*prefix, sys.executable, "-m", "pynccl", "run", "--cpu", "--no-tag"]
         where = ["--nnodes", "2", "--node-rank", str(node), "--store", store]
         env = clean_environment() | {"PYNCCL_SECRET": SECRET}
-        started.append(
-            subprocess.Popen(
-                [*command, *where, *options, str(program), *args],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        started.append(piped([*command, *where, *options, str(program), *args], env=env))
         return started[-1]
 
     yield start_one
@@ -316,7 +309,7 @@ def test_different_numbers_of_restarts(start: Start) -> None:
 )
 def test_wrong_options(options: list[str], words: str) -> None:
     command = [sys.executable, "-m", "pynccl", "run", "-n", "2", *options, "x.py"]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=30)
+    done = completed(command, env=clean_environment(), timeout=30)
     assert done.returncode == 2
     assert words in done.stderr
 

@@ -18,6 +18,7 @@ import pytest
 
 from conftest import ROOT, clean_environment
 from meeting import free_port
+from processes import completed, piped
 
 EXAMPLE = ROOT / "examples" / "all_reduce.py"
 # `apt-get install slurm-wlm` first; without it the test fails, and says so.
@@ -83,7 +84,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
                 daemons.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
             time.sleep(1)
         deadline = time.monotonic() + 30
-        while "idle" not in subprocess.run([tool("sinfo")], env=env, capture_output=True, text=True).stdout:
+        while "idle" not in completed([tool("sinfo")], env=env).stdout:
             assert time.monotonic() < deadline, (folder / "slurmd.out").read_text()
             time.sleep(0.2)
         yield env
@@ -101,7 +102,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 @pytest.mark.parametrize("nranks", [1, 2, 4])
 def test_srun(cluster: dict[str, str], nranks: int) -> None:
     command = [tool("srun"), "--overcommit", "-n", str(nranks), sys.executable, str(EXAMPLE)]
-    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=50)
+    done = completed(command, env=cluster)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(rf"rank (\d) of {nranks}: success", done.stdout)
     assert sorted(map(int, found)) == list(range(nranks))
@@ -109,10 +110,7 @@ def test_srun(cluster: dict[str, str], nranks: int) -> None:
 
 def test_two_jobs_at_once(cluster: dict[str, str]) -> None:
     command = [tool("srun"), "--overcommit", "--overlap", "-n", "2", sys.executable, str(EXAMPLE)]
-    jobs = [
-        subprocess.Popen(command, env=cluster, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(2)
-    ]
+    jobs = [piped(command, env=cluster, stderr=subprocess.STDOUT) for _ in range(2)]
     for job in jobs:
         text, _ = job.communicate(timeout=100)
         assert job.returncode == 0, text
@@ -128,6 +126,6 @@ def test_two_jobs_at_once(cluster: dict[str, str]) -> None:
 )
 def test_tools(cluster: dict[str, str], arguments: tuple[str, ...], text: str) -> None:
     command = [tool("srun"), "--overcommit", "-n", "2", sys.executable, "-m", "pynccl", *arguments]
-    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=100)
+    done = completed(command, env=cluster, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert text in done.stdout

@@ -15,6 +15,7 @@ import pytest
 
 import pynccl
 from meeting import until, until_gone
+from processes import completed
 from pynccl import testing
 
 # The start itself is what is tested here (forked_ranks.py).
@@ -25,9 +26,7 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
     """A rank that imports the script does not start ranks again."""
     script = tmp_path / "unguarded.py"
     script.write_text("from pynccl.testing import run\ndef f(r, n): return r\nprint(run(2, f))\n")
-    ended = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = completed([sys.executable, str(script)], timeout=60)
     assert ended.returncode
     assert "RuntimeError: pynccl.testing.run is called while a rank imports" in ended.stderr
     assert 'if __name__ == "__main__":' in ended.stderr
@@ -161,7 +160,6 @@ def test_exit_without_result_is_a_failure() -> None:
         testing.run(1, leave, backend="cpu")
 
 
-@pytest.mark.slow
 def leave_before_init(rank: int, nranks: int, how: str) -> None:
     if rank != 1:
         pynccl.init(timeout=60)
@@ -306,7 +304,7 @@ def test_a_function_under_the_guard(tmp_path: Path) -> None:
     """The ranks do not run its definition."""
     script = tmp_path / "guarded.py"
     script.write_text(GUARDED)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50)
+    done = completed([sys.executable, script])
     assert done.stdout == "[0, 1]\n"
     assert "guarded.py does not define work when a rank runs it" in done.stderr
 
@@ -347,7 +345,7 @@ print("done")
 
 def test_from_standard_input() -> None:
     """As `python < script`: the function and the classes stand in no file."""
-    done = subprocess.run([sys.executable], input=INTERACTIVE, capture_output=True, text=True, timeout=55)
+    done = completed([sys.executable], input=INTERACTIVE, timeout=55)
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
 
 
@@ -361,7 +359,7 @@ sys.modules["__main__"] = main
 exec(compile(source, "<ipython-input-1>", "exec"), vars(main))
 """
     command = [sys.executable, "-c", code, INTERACTIVE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55)
+    done = completed(command, timeout=55)
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
 
 
@@ -406,7 +404,7 @@ def test_classes_of_a_script(tmp_path: Path) -> None:
     """Results and exceptions of classes that only the script has, without multiprocessing's help."""
     script = tmp_path / "script.py"
     script.write_text(OF_A_SCRIPT)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=55)
+    done = completed([sys.executable, str(script)], timeout=55)
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
 
 
@@ -432,5 +430,5 @@ nbclient.NotebookClient(notebook, timeout=90).execute()
 print(*(output.text for cell in notebook.cells for output in cell.outputs if output.name == "stdout"))
 """
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, input=INTERACTIVE, capture_output=True, text=True, timeout=140)
+    done = completed(command, input=INTERACTIVE, timeout=140)
     assert (done.stdout.strip(), done.returncode) == ("done", 0), done.stderr

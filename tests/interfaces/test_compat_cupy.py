@@ -30,6 +30,7 @@ from meeting import publish, until
 from pynccl import capi, testing
 from pynccl._library import discovery
 from pynccl.compat import cupy as ours
+from ranks import on_ranks
 
 N = 1000
 BOTH = ["ours", "theirs"]
@@ -120,12 +121,22 @@ def test_identity() -> None:
         assert len(constants) == 20
 
 
+REDUCED = ("INT8", "UINT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64")
+OPERATIONS: dict[str, Callable[[Array], Array]] = {
+    "SUM": lambda both: both.sum(0),
+    "PROD": lambda both: both.prod(0),
+    "MAX": lambda both: both.max(0),
+    "MIN": lambda both: both.min(0),
+    "AVG": lambda both: both.sum(0) / 2 if both.dtype.kind == "f" else both.sum(0) // 2,
+}
+
+
 def reductions(rank: int, nranks: int, whose: str, uid_file: str) -> list[Array]:
     nccl = binding(whose)
     comm = connect(nccl, rank, nranks, uid_file)
     results = []
-    for name in ("INT8", "UINT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64"):
-        for op in ("SUM", "PROD", "MAX", "MIN", "AVG"):
+    for name in REDUCED:
+        for op in OPERATIONS:
             mine = (np.arange(N) % 5 + rank).astype(name.lower())
             out = np.zeros_like(mine)
             comm.allReduce(
@@ -139,10 +150,13 @@ def reductions(rank: int, nranks: int, whose: str, uid_file: str) -> list[Array]
 
 @needs_cupy
 def test_all_reduce() -> None:
-    results = same(2, reductions)
     base = np.arange(N) % 5
-    assert np.array_equal(results[0][0], (2 * base + 1).astype("int8"))
-    assert np.array_equal(results[1][-1], base + 0.5)
+    for results in same(2, reductions):
+        found = iter(results)
+        for name in REDUCED:
+            both = np.stack([base, base + 1]).astype(name.lower())
+            for op, expected in OPERATIONS.items():
+                assert np.array_equal(next(found), expected(both)), (name, op)
 
 
 def movements(rank: int, nranks: int, whose: str, uid_file: str) -> list[Array]:
@@ -158,13 +172,16 @@ def movements(rank: int, nranks: int, whose: str, uid_file: str) -> list[Array]:
         mine, out = np.full(N, rank + 1, np.float32), np.zeros(N, np.float32)
         comm.reduce(ptr(mine), ptr(out), N, f, nccl.NCCL_SUM, root, 0)
         done(out)
+        assert (out == (6 if rank == root else 0)).all()
         comm.broadcast(ptr(mine), ptr(out), N, f, root, 0)
         done(out)
         comm.bcast(ptr(mine), N, f, root, 0)
         done(mine)
+        assert (out == root + 1).all() and (mine == root + 1).all()
     mine, gathered = np.full(N, rank + 1, np.float32), np.zeros(nranks * N, np.float32)
     comm.allGather(ptr(mine), ptr(gathered), N, f, 0)
     done(gathered)
+    assert (gathered == np.repeat([1, 2, 3], N)).all()
     comm.reduceScatter(ptr(gathered), ptr(mine), N, f, nccl.NCCL_PROD, 0)
     done(mine)
     nccl.groupStart()
@@ -172,16 +189,22 @@ def movements(rank: int, nranks: int, whose: str, uid_file: str) -> list[Array]:
     comm.recv(ptr(gathered), N, f, (rank - 1) % nranks, 0)
     nccl.groupEnd()
     done(gathered)
+    # Each rank has had the same number in the place of the product's part.
+    assert (mine == (rank + 1) ** 3).all() and (gathered[:N] == ((rank - 1) % nranks + 1) ** 3).all()
+    # And without a group, along a line.
+    if rank:
+        comm.recv(ptr(gathered), N, f, rank - 1, 0)
+    if rank + 1 < nranks:
+        comm.send(ptr(mine), N, f, rank + 1, 0)
+    done(gathered)
+    assert (gathered[:N] == (rank or nranks) ** 3).all()
     comm.destroy()
     return results
 
 
 @needs_cupy
 def test_every_call() -> None:
-    results = same(3, movements)
-    assert (results[1][3 * 3] == np.repeat([1, 2, 3], N)).all()
-    # Rank 2's part of the product: each rank has 3 there.
-    assert (results[2][-2] == 27).all() and (results[0][-1][:N] == 27).all()
+    same(3, movements)
 
 
 def splits(rank: int, nranks: int, whose: str, uid_file: str) -> list[Any]:
@@ -276,7 +299,8 @@ def test_errors() -> None:
     ]  # fmt: skip
 
 
-def no_ints(rank: int, nranks: int) -> None:
+@on_ranks(1, timeout=50)
+def test_arguments_that_are_no_ints(rank: int, nranks: int) -> None:
     comm, x = ours.NcclCommunicator(1, ours.get_unique_id(), 0), np.ones(4, np.float32)
     at = x.ctypes.data
     for args, name in (((x, at, 4), "sendbuf"), ((at, x, 4), "recvbuf"), ((at, at, "4"), "count")):
@@ -293,10 +317,6 @@ def no_ints(rank: int, nranks: int) -> None:
         ours.NcclCommunicator("a", bytes(128), 0)  # type: ignore[arg-type]
     with pytest.raises(OverflowError, match=f"^ndev is {2**40}; expected an int that fits"):
         ours.NcclCommunicator(2**40, bytes(128), 7)
-
-
-def test_arguments_that_are_no_ints() -> None:
-    testing.run(1, no_ints, backend="cpu", timeout=50)
 
 
 @needs_cupy

@@ -11,7 +11,6 @@ import inspect
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from conftest import ROOT, clean_environment
 from meeting import free_port, hear, tell, together
+from processes import completed
 from pynccl import BootstrapError, NcclTimeoutError, testing
 from pynccl.compat import cupyx
 
@@ -306,12 +306,9 @@ def test_mpi(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(MPI_PROGRAM)
     launcher = str(MPIRUN) if MPIRUN.exists() else "mpirun"
     options = ["-n", "3", "--oversubscribe", "--allow-run-as-root"]
-    done = subprocess.run(
+    done = completed(
         [launcher, *options, sys.executable, str(tmp_path / "program.py")],
         env=clean_environment() | {"PYNCCL_LIBRARY": "cpu", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=50,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import time
 import warnings
@@ -20,6 +19,7 @@ import pynccl
 from conftest import ROOT
 from engines import environment
 from meeting import publish, until
+from processes import completed
 from pynccl import testing
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
@@ -476,7 +476,7 @@ def test_rays_nccl_functions_on_pynccl(tmp_path: Path) -> None:
 
 def test_the_example(cluster: Any) -> None:
     command = [sys.executable, str(ROOT / "examples" / "ray_training.py"), "-n", "3"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=170)
+    done = completed(command, env=environment(), timeout=170)
     assert done.returncode == 0, done.stderr
     assert "killing rank 1\n" in done.stdout
     assert [f"survived the death of [1]: rank {rank} of 2\n" in done.stdout for rank in range(2)] == [

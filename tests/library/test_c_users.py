@@ -7,7 +7,6 @@ import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import c_headers
 import pynccl
 from conftest import ROOT, clean_environment, headers_of
+from processes import completed
 from pynccl._build_ffi import INITIALIZERS, pkg_config
 from pynccl._build_ffi import c_headers as made_headers
 
@@ -39,7 +39,7 @@ def environment() -> dict[str, str]:
 
 
 def run(command: list[str], **env: str) -> str:
-    done = subprocess.run(command, env=environment() | env, capture_output=True, text=True, timeout=50)
+    done = completed(command, env=environment() | env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -112,7 +112,7 @@ def test_a_profiler_calls_by_the_other_names(folder: Path, tmp_path: Path) -> No
     counted = compiled(program(), tmp_path / "all_reduce", CC, *linked)
     profiler = compiled(PROFILER, tmp_path / "profiler.so", CC, "-shared", "-fPIC", *linked)
     env = environment() | {"LD_PRELOAD": str(profiler)}
-    done = subprocess.run([str(counted)], env=env, capture_output=True, text=True, timeout=50)
+    done = completed([str(counted)], env=env)
     assert done.returncode == 0, done.stderr
     right(done.stdout)
     assert done.stderr.splitlines() == ["counted 1000000"] * 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,17 +13,13 @@ import pytest
 
 from conftest import ROOT, Run
 from null_library import FUNCTIONS, OUT, source
+from processes import completed
 
 NAMES = [f.name for f in FUNCTIONS]
 DECLARED = {f.name: f for f in FUNCTIONS}
 # They answer with something else, or nothing, so no result code can come back.
 WITHOUT_RESULT = {f.name for f in FUNCTIONS if f.result != "ncclResult_t"}
 Answers = dict[str, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def null(compile_library: Callable[..., str]) -> str:
-    return compile_library(source(), "libnull.so")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +30,7 @@ def answers(null: str) -> Callable[..., Answers]:
     def answers(result: int = 0, library: str = null) -> Answers:
         if (library, result) not in kept:
             command = [sys.executable, str(ROOT / "tests" / "helpers" / "surface.py"), library, str(result)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+            done = completed(command, check=True)
             kept[library, result] = json.loads(done.stdout)
         return kept[library, result]
 
@@ -179,7 +174,7 @@ def test_versions_are_those_of_the_header() -> None:
 
 def test_generated_files_are_current() -> None:
     command = [sys.executable, str(ROOT / "tools" / "generate_api.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = completed(command)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -319,7 +314,7 @@ def test_the_type_checker_sees_signatures(tmp_path: Path) -> None:
         "capi.ncclCommCount()\n"
     )
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=115, cwd=ROOT)
+    done = completed(command, timeout=115, cwd=ROOT)
     errors = [line for line in done.stdout.splitlines() if "program.py" in line and ": error:" in line]
     assert len(errors) == 2, done.stdout
     assert ":5:" in errors[0]

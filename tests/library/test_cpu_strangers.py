@@ -13,6 +13,7 @@ import pynccl
 from meeting import free_port, store
 from pynccl import NcclError, NcclInvalidUsage, NcclTimeoutError, capi, testing
 from pynccl._secure.secret import read_secret
+from ranks import on_ranks
 
 
 def use_secret(secret: str) -> None:
@@ -26,15 +27,12 @@ def meet(rank: int, nranks: int) -> float:
         return float(comm.all_reduce(np.full(5, rank + 1.0)).sum())
 
 
-def by_public_id(rank: int, nranks: int, port: int, secret: str) -> float:
+@pytest.mark.parametrize("secret", ["", "open sesame, please", "x" * 300])
+@on_ranks(3)
+def test_public_id(rank: int, nranks: int, port: int, secret: str) -> None:
     use_secret(secret)
     os.environ["NCCL_COMM_ID"] = f"127.0.0.1:{port}"
-    return meet(rank, nranks)
-
-
-@pytest.mark.parametrize("secret", ["", "open sesame, please", "x" * 300])
-def test_public_id(secret: str) -> None:
-    assert testing.run(3, by_public_id, free_port(), secret, backend="cpu") == [30.0] * 3
+    assert meet(rank, nranks) == 30.0
 
 
 def intruder(rank: int, nranks: int, port: int, secrets: list[str]) -> str:
@@ -112,7 +110,9 @@ def test_files_mean_the_same_to_the_store_and_the_library(text: str, tmp_path: P
     assert testing.run(2, through_files, str(file), secret, backend="cpu") == ["2.0", "2.0"]
 
 
-def refused_files(rank: int, nranks: int, folder: str) -> None:
+@on_ranks(1)
+def test_files_are_refused_by_both(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     file = Path(folder, "secret")
     file.write_text("text that is long enough")
     os.environ.pop("PYNCCL_SECRET", None)
@@ -128,7 +128,3 @@ def refused_files(rank: int, nranks: int, folder: str) -> None:
         assert len(refusals) in (0, 2), (oct(mode), refusals)
         assert bool(refusals) == bool(mode & 0o007)
         assert all(f"is open to every user (mode {mode:04o}); expected 0600" in text for text in refusals)
-
-
-def test_files_are_refused_by_both(tmp_path: Path) -> None:
-    testing.run(1, refused_files, str(tmp_path), backend="cpu")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from conftest import clean_environment
+from processes import completed
 
 RANKS = """
 import ctypes, os, sys
@@ -45,7 +45,7 @@ os._exit(0)
 def run_ranks(protect: bool) -> str:
     environment = clean_environment() | {"PYNCCL_LIBRARY": "cpu", "NCCL_DEBUG": "INFO"}
     command = [sys.executable, "-c", RANKS, "3", "protect" if protect else "open"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50)
+    done = completed(command, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

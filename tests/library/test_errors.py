@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable
 
 import pytest
 
 import pynccl
 from conftest import Run
-from null_library import HEADERS, source
+from null_library import HEADERS
 from pynccl import _errors
 
 CLASSES = [
@@ -78,11 +77,6 @@ def test_ranks_are_sorted_and_travel() -> None:
     error = pynccl.RankFailedError("two died", ranks=[3, 1], rank=0)
     assert pickle.loads(pickle.dumps(error)).ranks == [1, 3]
     assert error.result == 6
-
-
-@pytest.fixture(scope="module")
-def null(compile_library: Callable[..., str]) -> str:
-    return compile_library(source(), "libnull.so")
 
 
 def test_an_unknown_code_never_breaks_the_error_path(run_python: Run, null: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import pynccl
 from conftest import RELEASES, ROOT, Run
 from null_library import FUNCTIONS
+from processes import completed
 
 Compile = Callable[..., str]
 INFO = (
@@ -310,7 +310,7 @@ assert supported == [name for name in capi.FUNCTIONS if lib.nccl_api_find(name.e
         PYNCCL_LIBRARY=released(version),
     )
     assert done.stdout.split("\n")[0] == f"{version} nccl PYNCCL_LIBRARY"
-    listed = subprocess.run(["nm", "-D", "--defined-only", released(version)], capture_output=True, text=True)
+    listed = completed(["nm", "-D", "--defined-only", released(version)])
     exported = {line.split()[2].partition("@")[0] for line in listed.stdout.splitlines()}
     # For NCCL's own tests.
     exported -= {"ncclResetDebugInitInternal"}
@@ -416,7 +416,7 @@ with pytest.raises(pynccl.NotSupportedError):
 
 
 def exported(path: str) -> set[str]:
-    done = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True)
+    done = completed(["nm", "-D", "--defined-only", path], check=True)
     return {line.split()[2] for line in done.stdout.splitlines()}
 
 
@@ -432,7 +432,7 @@ def test_the_cpu_library(run_python: Run) -> None:
     assert found[4:] == [str(ROOT / "pynccl" / "libpynccl_cpu.so"), "PYNCCL_LIBRARY", "()"]
     path = run_python(args=["-m", "pynccl", "cpu-library"]).stdout.strip()
     assert path == found[4]
-    dynamic = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
+    dynamic = completed(["readelf", "-d", path], check=True).stdout
     assert "soname: [libpynccl_cpu.so]" in dynamic
     assert "libstdc++" not in dynamic
 
@@ -440,7 +440,7 @@ def test_the_cpu_library(run_python: Run) -> None:
 def test_the_forwarding_library(run_python: Run) -> None:
     folder = run_python(args=["-m", "pynccl", "cpu-library", "--dir"]).stdout.strip()
     path = f"{folder}/libnccl.so.2"
-    dynamic = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
+    dynamic = completed(["readelf", "-d", path], check=True).stdout
     assert "soname: [libnccl.so.2]" in dynamic
     names = {function.name for function in FUNCTIONS}
     assert exported(path) == names | {f"p{name}" for name in names if name.startswith("nccl")}
@@ -467,9 +467,7 @@ def test_the_forwarding_library_alone_says_what_is_missing(tmp_path: Path) -> No
     copy = tmp_path / "libnccl.so.2"
     copy.write_bytes((ROOT / "pynccl" / "forward" / "libnccl.so.2").read_bytes())
     code = f"import ctypes; print(ctypes.CDLL({str(copy)!r}).ncclGroupStart())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
-    )
+    done = completed([sys.executable, "-c", code], check=True)
     assert done.stdout == "2\n"
     assert "pynccl: the CPU library cannot be loaded" in done.stderr
 
@@ -508,6 +506,7 @@ def test_the_version_of_the_library(run_python: Run) -> None:
     ("words", "found"),
     [
         ("pynccl do", ["doctor"]),
+        ("pynccl ru", ["run"]),
         ("pynccl run --res", ["--restarts"]),
         ("pynccl bench all_re", ["all_reduce"]),
     ],
@@ -523,6 +522,6 @@ def test_completion(words: str, found: list[str], run_python: Run) -> None:
 
 def test_the_command_is_installed() -> None:
     command = Path(sys.executable).parent / "pynccl"
-    done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=50, check=True)
+    done = completed([command, "--version"], check=True)
     assert done.stdout.startswith(f"pynccl {pynccl.__version__}, NCCL library: ")
     assert os.access(command, os.X_OK)

@@ -9,9 +9,10 @@ import pytest
 
 import pynccl
 from arrays import device_over
+from fake_cuda import create
 from fake_nccl import Fake, source
 from null_library import forwarding
-from pynccl import Communicator, NotSupportedError, testing
+from pynccl import NotSupportedError, testing
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def fakes(compile_library: Callable[..., str]) -> dict[str, str]:
 
 def pairs_of_calls(rank: int, nranks: int, version: str) -> None:
     fake = Fake()
-    with Communicator(2, bytes([7]) * 128, 1) as comm:
+    with create() as comm:
         data, into = np.zeros(4, np.float32), np.zeros(4, np.float32)
         x, y = device_over(data), device_over(into)
         big = device_over(np.zeros(8, np.float32))

@@ -21,6 +21,8 @@ from pynccl._memory.segments import Registered
 from pynccl.allocators import AllocatorCounts, CupyAllocator
 from ranks import on_ranks
 
+pytestmark = pytest.mark.usefixtures("cpu")
+
 MIB = 1 << 20
 
 
@@ -104,11 +106,6 @@ class FakeCupy:
         self.current.append(allocator)
         yield
         self.current.pop()
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    pynccl.load("cpu")
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -20,7 +19,10 @@ from allocations import is_freed
 from arrays import DTYPES, NARROW, cupy_over, dtype_of, host_of_cupy, host_of_torch, reduced, values
 from conftest import ROOT
 from meeting import hear, tell
+from processes import completed
 from ranks import on_ranks
+
+pytestmark = pytest.mark.usefixtures("cpu")
 
 # CuPy is imported when it is needed: that takes long, on every rank.
 LIKE: dict[str, Callable[[], Any]] = {
@@ -29,11 +31,6 @@ LIKE: dict[str, Callable[[], Any]] = {
     "cupy": lambda: cupy_over(np.zeros(1)),
 }
 READ: dict[str, Any] = {"numpy": lambda array: array, "torch": host_of_torch, "cupy": host_of_cupy}
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    pynccl.load("cpu")
 
 
 @pytest.mark.parametrize("kind", LIKE)
@@ -95,7 +92,7 @@ def test_no_library(tmp_path: Any) -> None:
     code = "import pynccl\ntry: pynccl.empty(3, 'f')\nexcept pynccl.LibraryNotFoundError as e: print(e)"
     missing = str(tmp_path / "libnccl.so.2")
     environment = os.environ | {"PYNCCL_LIBRARY": missing, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True)
+    done = completed([sys.executable, "-c", code], env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"PYNCCL_LIBRARY names {missing}, which does not exist" in done.stdout
 
@@ -225,5 +222,5 @@ threading.Thread(target=lambda: pynccl.zeros(5)).start()
 
 def test_exit() -> None:
     environment = os.environ | {"PYNCCL_LIBRARY": "cpu", "PYTHONPATH": str(ROOT), "PYTHONDEVMODE": "1"}
-    done = subprocess.run([sys.executable, "-c", EXIT], env=environment, text=True, capture_output=True)
+    done = completed([sys.executable, "-c", EXIT], env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1", "")

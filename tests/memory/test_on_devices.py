@@ -291,9 +291,7 @@ def makes_windows(rank: int, nranks: int) -> None:
         with pytest.raises(ValueError, match="array is in no symmetric window of this communicator"):
             comm.put_signal(on_device(0), 0, window)
         plain = comm.window(on_device(0, 10))
-        with pytest.raises(
-            ValueError, match=r"expected a symmetric one, since NVIDIA's NCCL puts into no oth"
-        ):
+        with pytest.raises(ValueError, match=r"expected a symmetric one, since NVIDIA's NCCL puts only into"):
             comm.put_signal(part(source, 0, 2), 0, plain)
         with pytest.raises(ValueError, match="array is host memory; expected device memory"):
             comm.window(np.zeros(4))

@@ -251,7 +251,9 @@ def test_peers_of_other_sizes_and_libraries(rank: int, nranks: int) -> None:
             assert window.peer(1 - rank).shape == (6,)
 
 
-def unreachable(rank: int, nranks: int, like: str, transport: str) -> None:
+@pytest.mark.parametrize(("like", "transport"), [("empty", "tcp"), ("numpy", "direct")])
+@on_ranks(2)
+def test_unreachable_peers(rank: int, nranks: int, like: str, transport: str) -> None:
     reach_by(transport, rank)
     with pynccl.init(timeout=30) as comm:
         mine = pynccl.zeros(10) if like == "empty" else np.zeros(10)
@@ -261,12 +263,8 @@ def unreachable(rank: int, nranks: int, like: str, transport: str) -> None:
             assert (window.peer(rank) == 0).all()
 
 
-@pytest.mark.parametrize(("like", "transport"), [("empty", "tcp"), ("numpy", "direct")])
-def test_unreachable_peers(like: str, transport: str) -> None:
-    run(2, unreachable, like, transport, backend="cpu")
-
-
-def array_without_descriptor(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_array_without_descriptor(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if rank == 1:
@@ -281,11 +279,8 @@ def array_without_descriptor(rank: int, nranks: int) -> None:
                     window.peer(1)
 
 
-def test_array_without_descriptor() -> None:
-    run(2, array_without_descriptor, backend="cpu")
-
-
-def peer_without_descriptors(rank: int, nranks: int) -> None:
+@on_ranks(2)
+def test_peer_without_descriptors(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         mine = pynccl.zeros(10)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -303,10 +298,6 @@ def peer_without_descriptors(rank: int, nranks: int) -> None:
         comm.wait_signal(1 - rank)
         assert (mine == 5).all()
         window.close()
-
-
-def test_peer_without_descriptors() -> None:
-    run(2, peer_without_descriptors, backend="cpu")
 
 
 # --- wrong arguments ----------------------------------------------------------------------------------------
@@ -450,7 +441,9 @@ def test_windows_that_differ(rank: int, nranks: int) -> None:
         two.close()
 
 
-def gathers_as_many(rank: int, nranks: int, what: str) -> None:
+@pytest.mark.parametrize("what", ["window", "close"])
+@on_ranks(2)
+def test_a_window_against_an_all_gather_of_its_size(rank: int, nranks: int, what: str) -> None:
     comm = pynccl.init(timeout=5)
     window = comm.window(pynccl.zeros(4)) if what == "close" else None
     # The calls of a window gather a few int64 numbers.
@@ -466,12 +459,9 @@ def gathers_as_many(rank: int, nranks: int, what: str) -> None:
     comm.abort()
 
 
-@pytest.mark.parametrize("what", ["window", "close"])
-def test_a_window_against_an_all_gather_of_its_size(what: str) -> None:
-    run(2, gathers_as_many, what, backend="cpu")
-
-
-def out_of_order(rank: int, nranks: int, check: bool) -> None:
+@pytest.mark.parametrize("check", [False, True])
+@on_ranks(2)
+def test_a_window_against_another_call(rank: int, nranks: int, check: bool) -> None:
     if check:
         pynccl.check_mode(True)
     comm = pynccl.init(timeout=5)
@@ -481,11 +471,6 @@ def out_of_order(rank: int, nranks: int, check: bool) -> None:
         assert "rank 1: window" in str(caught.value)
         assert "rank 0: all_reduce(float64, 4, sum)" in str(caught.value)
     comm.abort()
-
-
-@pytest.mark.parametrize("check", [False, True])
-def test_a_window_against_another_call(check: bool) -> None:
-    run(2, out_of_order, check, backend="cpu")
 
 
 @on_ranks(3)
@@ -750,7 +735,9 @@ def test_close_waits_for_puts_in_flight(rank: int, nranks: int) -> None:
             comm.wait_signal(0)
 
 
-def puts_and_closes(rank: int, nranks: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["direct", "shm", "tcp"])
+@on_ranks(2)
+def test_close_comes_after_the_puts_of_all_ranks(rank: int, nranks: int, transport: str) -> None:
     reach_by(transport, rank)
     with pynccl.init(timeout=30) as comm:
         x, y = np.zeros(4 << 20, np.int64), np.full(4 << 20, rank)
@@ -761,11 +748,6 @@ def puts_and_closes(rank: int, nranks: int, transport: str) -> None:
             assert (x == 1 - rank).all()
             comm.wait_signal(1 - rank)
             comm.barrier()
-
-
-@pytest.mark.parametrize("transport", ["direct", "shm", "tcp"])
-def test_close_comes_after_the_puts_of_all_ranks(transport: str) -> None:
-    run(2, puts_and_closes, transport, backend="cpu")
 
 
 @on_ranks(2)

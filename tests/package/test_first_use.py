@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,6 +11,7 @@ import pytest
 
 import pynccl
 from meeting import hear, tell
+from processes import completed
 from pynccl import NcclTimeoutError
 from pynccl.testing import run
 from ranks import on_ranks
@@ -30,9 +30,7 @@ def refused(
     [("benchmark", "bench"), ("infos", "info"), ("rn", "run"), ("CPU_library", "cpu-library")],
 )
 def test_a_subcommand(command: str, meant: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pynccl", command], capture_output=True, text=True, timeout=60
-    )
+    done = completed([sys.executable, "-m", "pynccl", command], timeout=60)
     assert done.returncode == 2
     assert f"No such command '{command}'. Did you mean '{meant}'?" in done.stderr
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 import pynccl
 from conftest import ROOT, Run, clean_environment
+from processes import completed
 
 PACKAGE = Path(pynccl.__file__).parent
 # An editable installation, as the one that these tests may run in, finds its compiled parts for any copy.
@@ -66,9 +66,7 @@ def test_an_installation_behind_a_checkout_that_is_not_built(copy: Path, tmp_pat
 
     def run(*args: str) -> tuple[str, str]:
         command = [sys.executable, "-c", *args] if args[0] != "-m" else [sys.executable, *args]
-        done = subprocess.run(
-            command, env=env, cwd=tmp_path / "clone", capture_output=True, text=True, timeout=60
-        )
+        done = completed(command, env=env, cwd=tmp_path / "clone", timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout, done.stderr
 

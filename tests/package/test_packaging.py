@@ -13,6 +13,7 @@ import pytest
 
 import pynccl
 from conftest import ROOT, Run, clean_environment
+from processes import completed
 
 PACKAGE = ROOT / "pynccl"
 
@@ -22,7 +23,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the sdist, and from it, in a folder of its own, the wheel."""
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(), timeout=550)
+    done = completed(command, env=clean_environment(), timeout=550)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = out.glob("*.whl")
     assert len(list(out.glob("*.tar.gz"))) == 1
@@ -71,12 +72,10 @@ def test_the_demo_from_a_wheel_without_a_compiler(wheel: Path, tmp_path: Path) -
     alone = {"PATH": str(nothing), "PYTHONPATH": str(target)}
     install(wheel, target, **alone)
     demo = [str(ROOT / "examples" / "data_parallel.py"), "--check"]
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-m", "pynccl", "run", "-n", "4", "--cpu", *demo],
         env=clean_environment() | alone,
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -167,7 +166,7 @@ def test_without_a_compiler(env: dict[str, str], words: str, tmp_path: Path) -> 
     only = "--only=pynccl.libpynccl_cpu,pynccl.forward.libnccl"
     clean = {name: value for name, value in clean_environment().items() if name not in ("CC", "CXX")}
     for call in (command, [*command, only]):
-        done = subprocess.run(call, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=50)
+        done = completed(call, cwd=ROOT, env=clean | env)
         assert done.returncode != 0
         assert words in done.stderr
         assert "Debian and Ubuntu: apt install gcc g++" in done.stderr

@@ -14,7 +14,6 @@ import pytest
 
 import pynccl
 from pynccl import Communicator, Group, Plan, Prepared
-from pynccl._comm.prepared import Prepare
 
 NAMES = """
 BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communicator CommunicatorMetrics
@@ -184,14 +183,6 @@ def test_properties() -> None:
         found = {name for name, value in members(kind) if isinstance(value, property)}
         assert found == names, kind
         assert all(getattr(kind, name).__doc__ for name in names), kind
-
-
-def test_prepare_has_the_operations_alone() -> None:
-    assert {name for name, _ in members(Prepare)} == {
-        name.partition(".")[2].partition("(")[0]
-        for name in SIGNATURES.split("\n")
-        if re.match(r"Communicator\.(all_|reduce|broadcast|gather|scatter|send|recv|put_|signal|wait_)", name)
-    }
 
 
 def documented() -> list[tuple[str, Any]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from processes import completed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -154,7 +155,7 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
         "[mypy-pynccl.*,torch.*]\nfollow_imports = silent\n[mypy-cffi.*]\nignore_missing_imports = true\n"
     )
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary", "program.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=115, cwd=folder)
+    done = completed(command, timeout=115, cwd=folder)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     said: dict[int, str] = {}
     for line in done.stdout.splitlines():

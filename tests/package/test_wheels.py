@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import ROOT, clean_environment
+from processes import completed
 
 sys.path.append(str(ROOT / "tools"))
 from pythons import found
@@ -51,9 +51,7 @@ def test_as_cibuildwheel_does(minor: int, tmp_path: Path) -> None:
         pytest.skip(f"Python 3.{minor} is not installed")
 
     def run(*command: str | Path, cwd: Path = tmp_path, **env: str) -> None:
-        done = subprocess.run(
-            command, cwd=cwd, env=clean_environment() | env, capture_output=True, text=True, timeout=1500
-        )
+        done = completed(command, cwd=cwd, env=clean_environment() | env, timeout=1500)
         assert done.returncode == 0, done.stdout + done.stderr
         print(done.stdout[-2000:])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
+from processes import completed
 
 EXAMPLES = ROOT / "examples"
 EPOCH = re.compile(r"^\[0\] epoch (\d+) loss (\d+\.\d+) accuracy (\d\.\d+)$")
@@ -19,7 +20,7 @@ EPOCH = re.compile(r"^\[0\] epoch (\d+) loss (\d+\.\d+) accuracy (\d\.\d+)$")
 def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
     outside = ("PYNCCL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
-    return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=55)
+    return completed(command, env=clean | env, timeout=55)
 
 
 def launch(nranks: int, script: str, *args: str) -> subprocess.CompletedProcess[str]:

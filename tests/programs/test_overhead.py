@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from conftest import ROOT, Run, clean_environment
+from processes import completed
 from pynccl import capi
 
 pytestmark = pytest.mark.slow
@@ -134,7 +135,7 @@ def test_a_missed_target_is_the_exit_status(
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FOLDER / "call_overhead.py"), "--quick", *args]
-    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=55)
+    return completed(command, env=clean_environment(), timeout=55)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, clean_environment
+from processes import piped
 
 SCRIPT = str(ROOT / "examples" / "weight_transfer.py")
 STEP = re.compile(r"step (\d+): 15 tensors, \d+ bytes, checked")
@@ -25,9 +26,7 @@ class Side:
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, SCRIPT, "--layers", "3", "--repeats", "2", "--patience", "30", *arguments]
         env = clean_environment() | {"PYNCCL_LIBRARY": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        self.process = piped(command, env=env, stderr=subprocess.STDOUT)
         self.lines: list[str] = []
 
     def until(self, start: str) -> None:

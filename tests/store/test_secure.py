@@ -28,6 +28,8 @@ from pynccl.bootstrap import Store, StoreServer, encrypt_nccl
 from pynccl.bootstrap import _frames as f
 from pynccl.bootstrap._store import format_address
 
+pytestmark = pytest.mark.usefixtures("no_secret_of_the_environment")
+
 SECRET = "only the job knows it"
 # The package under test, also where another copy of it is installed.
 HERE = {"PYTHONPATH": str(Path(pynccl.__file__).parents[1])}
@@ -53,12 +55,6 @@ VECTOR = json.loads("""{
      "6e8baf98b944184dd7dc5ef14d8108cbeca626de118a5460f3308e294d61e17238bce29bd9"]
   ]
 }""")
-
-
-@pytest.fixture(autouse=True)
-def no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYNCCL_SECRET", "PYNCCL_SECRET_FILE", "PYNCCL_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
 
 
 # --- Noise ---

@@ -17,18 +17,15 @@ from typing import Any, cast
 import pytest
 
 from meeting import free_port
+from processes import piped
 from pynccl import BootstrapError
 from pynccl._secure.secret import read_secret
 from pynccl.bootstrap import Store, StoreServer, _peer, _server, encrypt_nccl
 from pynccl.bootstrap._store import MAX_FRAME, format_address, parse_address
 
+pytestmark = pytest.mark.usefixtures("no_secret_of_the_environment")
+
 SECRET = "a secret of the job"
-
-
-@pytest.fixture(autouse=True)
-def no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYNCCL_SECRET", "PYNCCL_SECRET_FILE", "PYNCCL_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(params=[SECRET, ""], ids=["secret", "open"])
@@ -638,12 +635,10 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become ano
 
 
 def as_another_user(role: str, address: str = "", secret: str = "") -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return piped(
         [sys.executable, "-c", STRANGER, role, address, secret],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
     )
 
 

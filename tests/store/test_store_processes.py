@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from meeting import free_port
+from processes import piped
 from pynccl import BootstrapError
 from pynccl.bootstrap import Store, StoreServer
 
@@ -28,13 +29,7 @@ SECRET = "a secret of these tests"
 @contextmanager
 def python(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
     """Run a program that has said its first line, and kill it in the end."""
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *args],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as child:
+    with piped([sys.executable, "-c", code, *args], stdin=subprocess.PIPE) as child:
         try:
             yield child
         finally:

@@ -25,6 +25,7 @@ from command_line import pynccl_command
 from engines import Command, open_mpi, torchrun
 from launchers import LAUNCHERS
 from meeting import until
+from processes import completed, piped
 from pynccl._library import cuda
 
 HERE = Path(__file__).parent
@@ -47,7 +48,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(*command: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=timeout)
+    return completed(command, env=environment(**env), timeout=timeout)
 
 
 def bench(nranks: int, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -903,9 +904,7 @@ def test_a_dead_rank_ends_the_run() -> None:
         "-N",
         "0",
     ]
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with piped(command, env=environment()) as process:
         assert process.stdout is not None
         seen = ""
         for seen in process.stdout:

@@ -22,6 +22,7 @@ from conftest import ROOT, clean_environment
 from hosts import Hosts, needs_root
 from launchers import LAUNCHERS
 from meeting import free_port
+from processes import completed, piped
 from pynccl._tools.doctor import devices, known, network
 from pynccl._tools.doctor import environment as variables_of
 from pynccl._tools.doctor.command import Check
@@ -47,15 +48,7 @@ def start(
     preexec: Callable[[], None] | None = None,
     **env: str,
 ) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*prefix, *COMMAND, *map(str, args)],
-        env=environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        preexec_fn=preexec,
-    )
+    return piped([*prefix, *COMMAND, *map(str, args)], env=environment(**env), cwd=ROOT, preexec_fn=preexec)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -105,7 +98,7 @@ def said(check: Check, root: Path = Path("/"), **environ: str) -> Any:
 
 def plain(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pynccl", "doctor", *args]
-    return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=40)
+    return completed(command, env=environment(**env), timeout=40)
 
 
 def test_text_and_exit_codes() -> None:
@@ -548,7 +541,7 @@ def test_a_job_of_a_launcher(launcher: str) -> None:
     command = [*starts, "-m", "pynccl", "doctor"]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     env = environment(NCCL_DEBUGG="1", **root)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=40)
+    done = completed(command, env=env, timeout=40)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("errors: 0, warnings: ") == 1
     assert re.search(r"^warning  variables +NCCL_DEBUGG .* \(ranks 0, 1\)$", done.stdout, re.M), done.stdout

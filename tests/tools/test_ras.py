@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from conftest import clean_environment
+from processes import completed
 from pynccl import NcclTimeoutError, ras
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,10 +26,7 @@ Serve = Callable[[Answer], str]
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pynccl", "ras", *args],
-        env=clean_environment(), capture_output=True, text=True, timeout=40, check=False,
-    )  # fmt: skip
+    return completed([sys.executable, "-m", "pynccl", "ras", *args], env=clean_environment(), timeout=40)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from conftest import clean_environment
+from processes import completed
 from pynccl import ras
 
 pytestmark = pytest.mark.timeout(60)
@@ -115,10 +116,7 @@ def running(address: str | None = None, **env: str) -> Iterator[Job]:
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pynccl", "ras", *args],
-        env=clean_environment(), capture_output=True, text=True, timeout=40, check=False,
-    )  # fmt: skip
+    return completed([sys.executable, "-m", "pynccl", "ras", *args], env=clean_environment(), timeout=40)
 
 
 def test_all_run_one_lags_one_stops_one_dies() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pynccl import testing
+from ranks import stands_for
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
@@ -25,6 +26,18 @@ SEED = 1234
 def on_ranks(nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any) -> list[Any]:
     """Run `fn(rank, size, gloo, pynccl, *args)` on ranks that have both groups."""
     return testing.run(nranks, _with_groups, str(tmp_path / "store"), fn, args, backend="cpu", timeout=200)
+
+
+def on_groups(nranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function of rank, size, gloo and pynccl."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(tmp_path: Path, **_: object) -> None:
+            on_ranks(nranks, body, tmp_path)
+
+        return stands_for(body, test, 4)
+
+    return decorate
 
 
 def _with_groups(rank: int, size: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -62,7 +75,8 @@ def same(got: Any, expected: Any, what: Any) -> None:
         assert one.dtype == other.dtype and torch.equal(one, other), (what, one, other)
 
 
-def reductions(rank: int, size: int, gloo: Any, ours: Any) -> None:
+@on_groups(3)
+def test_reductions_as_gloo(rank: int, size: int, gloo: Any, ours: Any) -> None:
     """all_reduce and reduce of every dtype and operation that gloo has."""
     for dtype in REAL:
         for op in (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR):
@@ -81,11 +95,9 @@ def reductions(rank: int, size: int, gloo: Any, ours: Any) -> None:
                 same([b], [a], ("reduce", dtype, op))
 
 
-def test_reductions_as_gloo(tmp_path: Path) -> None:
-    on_ranks(3, reductions, tmp_path)
-
-
-def other_reductions(rank: int, size: int, gloo: Any, ours: Any) -> None:
+@pytest.mark.full
+@on_groups(3)
+def test_what_gloo_lacks(rank: int, size: int, gloo: Any, ours: Any) -> None:
     everyone = [values(r, (4,), torch.float64) for r in range(size)]
     x = everyone[rank].clone()
     dist.all_reduce(x, Op.AVG, ours)
@@ -120,11 +132,6 @@ def other_reductions(rank: int, size: int, gloo: Any, ours: Any) -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=error):
             dist.all_reduce(wrong, op, ours)
-
-
-@pytest.mark.full
-def test_what_gloo_lacks(tmp_path: Path) -> None:
-    on_ranks(3, other_reductions, tmp_path)
 
 
 def movements(rank: int, size: int, group: Any, gaps: Any, wire: Any) -> Iterator[list[torch.Tensor]]:
@@ -176,7 +183,9 @@ def test_data_movement_as_gloo(tmp_path: Path, nranks: int) -> None:
     assert on_ranks(nranks, moved, tmp_path) == [45] * nranks
 
 
-def uneven(rank: int, size: int, gloo: Any, ours: Any) -> None:
+@pytest.mark.full
+@on_groups(3)
+def test_uneven_sizes(rank: int, size: int, gloo: Any, ours: Any) -> None:
     outs = [torch.zeros(r + 1) for r in range(size)]
     dist.all_gather(outs, torch.full((rank + 1,), float(rank)), group=ours)
     same(outs, [torch.full((r + 1,), float(r)) for r in range(size)], "all_gather")
@@ -191,11 +200,8 @@ def uneven(rank: int, size: int, gloo: Any, ours: Any) -> None:
 
 
 @pytest.mark.full
-def test_uneven_sizes(tmp_path: Path) -> None:
-    on_ranks(3, uneven, tmp_path)
-
-
-def scattered(rank: int, size: int, gloo: Any, ours: Any) -> None:
+@on_groups(3)
+def test_reduce_scatter(rank: int, size: int, gloo: Any, ours: Any) -> None:
     for dtype in (torch.float32, torch.int64, torch.uint8):
         everyone = [values(r, (size, 5), dtype) for r in range(size)]
         for op, expected in ((Op.SUM, torch.sum), (Op.MAX, torch.amax), (Op.BOR, None)):
@@ -213,12 +219,9 @@ def scattered(rank: int, size: int, gloo: Any, ours: Any) -> None:
             same([out], [whole[rank]], (dtype, op, "list"))
 
 
-@pytest.mark.full
-def test_reduce_scatter(tmp_path: Path) -> None:
-    on_ranks(3, scattered, tmp_path)
-
-
-def messages(rank: int, size: int, gloo: Any, ours: Any) -> None:
+@pytest.mark.slow
+@on_groups(3)
+def test_messages(rank: int, size: int, gloo: Any, ours: Any) -> None:
     right, left = (rank + 1) % size, (rank - 1) % size
     for count in (0, 1, 1000, 1 << 20):
         sent, got = torch.full((count,), float(rank)), torch.zeros(count)
@@ -266,11 +269,6 @@ def messages(rank: int, size: int, gloo: Any, ours: Any) -> None:
     for work in [dist.irecv(other, left, ours), dist.isend(big, right, ours)]:
         work.wait()
     assert other[0] == left
-
-
-@pytest.mark.slow
-def test_messages(tmp_path: Path) -> None:
-    on_ranks(3, messages, tmp_path)
 
 
 def wrong_size(rank: int, size: int, gloo: Any, ours: Any) -> str:
@@ -328,7 +326,9 @@ def test_works_futures_and_coalescing(tmp_path: Path) -> None:
     on_ranks(3, works, tmp_path)
 
 
-def objects(rank: int, size: int, gloo: Any, ours: Any) -> None:
+@pytest.mark.full
+@on_groups(3)
+def test_objects_and_sparse_tensors(rank: int, size: int, gloo: Any, ours: Any) -> None:
     mine = {"rank": rank, "text": "x" * (10 * rank)}
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, mine, ours)
@@ -347,11 +347,6 @@ def objects(rank: int, size: int, gloo: Any, ours: Any) -> None:
     assert sparse.to_dense().tolist() == [1.0] * size + [2.0 * size]
     dist.monitored_barrier(gloo)
     dist.barrier(ours)
-
-
-@pytest.mark.full
-def test_objects_and_sparse_tensors(tmp_path: Path) -> None:
-    on_ranks(3, objects, tmp_path)
 
 
 def by_variables(rank: int, size: int, backend: str) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 import pynccl
 from conftest import clean_environment
+from processes import completed
 
 pytest.importorskip("torch")
 
@@ -166,14 +166,7 @@ except _build.BuildError as error:
 def test_not_in_the_working_directory_where_there_is_no_home(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     env = clean_environment() | {"PYTHONPATH": str(Path(pynccl.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", NO_HOME, str(BUILD)],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = completed([sys.executable, "-c", NO_HOME, str(BUILD)], env=env, cwd=tmp_path, timeout=100)
     assert "HOME is not set; expected an absolute path, or set PYNCCL_CACHE to one" in done.stdout, done
     assert not list(tmp_path.iterdir())
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_ranks import on_ranks
+from torch_ranks import on_ranks, on_ranks_of_a_group
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(240)]
@@ -182,7 +182,8 @@ def as_nccl(everyone: list[torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(np.trunc(total / len(everyone)).astype(total.dtype))
 
 
-def integer_averages(rank: int, size: int) -> None:
+@on_ranks_of_a_group(3)
+def test_averages_of_integers(rank: int, size: int) -> None:
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint32):
         low = -60 if dtype.is_signed else 0
         everyone = [
@@ -206,10 +207,6 @@ def integer_averages(rank: int, size: int) -> None:
         dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
 
 
-def test_averages_of_integers(tmp_path: Path) -> None:
-    on_ranks(3, tmp_path, integer_averages)
-
-
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bind the program's group to a device that is not there, as init_process_group(device_id=) does."""
     from pynccl.torch import _extension
@@ -228,7 +225,8 @@ def total(group: Any) -> float:
     return float(x.item())
 
 
-def splits(rank: int, size: int) -> None:
+@on_ranks_of_a_group(4)
+def test_splits_with_a_device(rank: int, size: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         accelerator(monkeypatch)
         assert dist.get_world_size(dist.new_group()) == size
@@ -251,11 +249,8 @@ def splits(rank: int, size: int) -> None:
     dist.group.WORLD.bound_device_id = None
 
 
-def test_splits_with_a_device(tmp_path: Path) -> None:
-    on_ranks(4, tmp_path, splits)
-
-
-def named_timeouts(rank: int, size: int) -> None:
+@on_ranks_of_a_group(3)
+def test_timeouts_name_the_group_and_the_rank(rank: int, size: int) -> None:
     group = dist.new_group([2, 1], group_desc="pipeline", timeout=timedelta(seconds=20))
     if rank == 2:
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
@@ -270,7 +265,3 @@ def named_timeouts(rank: int, size: int) -> None:
         dist.barrier()
         if rank == 1:
             dist.all_reduce(torch.ones(2), group=group)
-
-
-def test_timeouts_name_the_group_and_the_rank(tmp_path: Path) -> None:
-    on_ranks(3, tmp_path, named_timeouts)

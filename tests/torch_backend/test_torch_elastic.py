@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from conftest import ROOT, clean_environment
 from meeting import free_port
+from processes import piped
 from pynccl import testing
 
 # Each rank imports torch.
@@ -90,13 +90,7 @@ def agents(folder: Path, nodes: int, per_node: int, worker: str) -> list[str]:
     meeting = ["--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", where]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.2", *counts, *meeting]
     started = [
-        subprocess.Popen(
-            [*launcher, "--node-rank", str(node), str(script), str(folder / "died")],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        piped([*launcher, "--node-rank", str(node), str(script), str(folder / "died")], env=env)
         for node in range(nodes)
     ]
     try:

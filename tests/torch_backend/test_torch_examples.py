@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from conftest import ROOT, clean_environment
+from processes import completed
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.full, pytest.mark.timeout(600)]
@@ -23,7 +23,7 @@ def run(*command: str, **env: str) -> list[str]:
     whole = clean_environment() | keep | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
     # Else print writes the end of a line by itself, and another rank gets in between.
     whole.pop("PYTHONUNBUFFERED", None)
-    done = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=120)
+    done = completed(command, env=whole, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(done.stdout.splitlines())
 

@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from test_torch import Op, on_ranks, same, values
+from test_torch import Op, on_groups, on_ranks, same, values
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
 
 
-def averages(rank: int, size: int, gloo: Any, ours: Any) -> None:
+@pytest.mark.full
+@on_groups(3)
+def test_averages_complex_and_bool(rank: int, size: int, gloo: Any, ours: Any) -> None:
     """AVG, PREMUL_SUM, complex and bool where all_reduce is not the operation."""
     everyone = [values(r, (size, 4), torch.float32) for r in range(size)]
     total: torch.Tensor = sum(everyone)
@@ -48,11 +50,8 @@ def averages(rank: int, size: int, gloo: Any, ours: Any) -> None:
 
 
 @pytest.mark.full
-def test_averages_complex_and_bool(tmp_path: Path) -> None:
-    on_ranks(3, averages, tmp_path)
-
-
-def coalesced(rank: int, size: int, gloo: Any, ours: Any) -> None:
+@on_groups(3)
+def test_coalesced_forms(rank: int, size: int, gloo: Any, ours: Any) -> None:
     from torch.distributed import _functional_collectives as functional
 
     def filled(count: int, value: float) -> torch.Tensor:
@@ -82,11 +81,8 @@ def coalesced(rank: int, size: int, gloo: Any, ours: Any) -> None:
 
 
 @pytest.mark.full
-def test_coalesced_forms(tmp_path: Path) -> None:
-    on_ranks(3, coalesced, tmp_path)
-
-
-def crossed(rank: int, size: int, gloo: Any, ours: Any) -> None:
+@on_groups(3)
+def test_groups_in_different_orders_do_not_block(rank: int, size: int, gloo: Any, ours: Any) -> None:
     """Two groups, whose operations every rank issues in an order of its own."""
     groups = [ours, dist.new_group(backend="pynccl")]
     groups.append(dist.new_group(backend="pynccl"))
@@ -112,11 +108,6 @@ def crossed(rank: int, size: int, gloo: Any, ours: Any) -> None:
     for thread in threads:
         thread.join(60)
     assert len(done) == 150
-
-
-@pytest.mark.full
-def test_groups_in_different_orders_do_not_block_each_other(tmp_path: Path) -> None:
-    on_ranks(3, crossed, tmp_path)
 
 
 def split(rank: int, size: int, gloo: Any, ours: Any) -> float | None:

@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import clean_environment
+from conftest import Script, clean_environment
 from meeting import free_port
+from processes import completed
 from pynccl import testing
 from torch_ranks import start
 
@@ -384,11 +385,9 @@ def test_several_ranks_compile_once(tmp_path: Path) -> None:
 def test_what_cannot_be_compiled(tmp_path: Path, settings: dict[str, str], message: str) -> None:
     env = clean_environment() | {"PYNCCL_CACHE": str(tmp_path)} | settings
     root = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import pynccl.torch", root],
         env=env,
-        capture_output=True,
-        text=True,
         timeout=120,
     )
     assert done.returncode != 0
@@ -410,11 +409,9 @@ if dist.get_rank() != 2:
 
 
 @pytest.mark.slow
-def test_a_program_without_destroy_process_group_ends_well(tmp_path: Path) -> None:
-    script = tmp_path / "returns.py"
-    script.write_text(RETURNS)
-    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+def test_a_program_without_destroy_process_group_ends_well(script: Script) -> None:
+    command = [sys.executable, "-m", "pynccl", "run", "-n", "3", "--cpu", script(RETURNS)]
+    done = completed(command, timeout=100)
     assert done.returncode == 0, done.stderr
 
 
@@ -422,7 +419,7 @@ def build(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m pynccl.torch`."""
     whole = clean_environment() | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])} | env
     command = [sys.executable, "-m", "pynccl.torch", *arguments]
-    return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=250)
+    return completed(command, env=whole, timeout=250)
 
 
 needs_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is not installed")

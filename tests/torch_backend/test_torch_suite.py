@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import unittest
 from typing import Any
 
 import pytest
+
+from processes import completed
 
 WORLD_SIZE = 3
 QUICK = [
@@ -99,7 +100,7 @@ class _Result(unittest.TextTestResult):
 def run_suite(backend: str, patterns: list[str]) -> dict[str, dict[str, str]]:
     """Run the tests in a process of their own; return outcome and detail of each."""
     command = [sys.executable, __file__, backend, *patterns]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
+    done = completed(command, timeout=3600)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"test"')]
     assert lines, f"no test ran:\n{done.stderr[-4000:]}"
     return {line["test"]: line for line in lines}

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import torch_ranks
+from processes import completed
 from pynccl import testing
+from ranks import on_ranks
 
 pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(240)]
 
@@ -66,8 +68,11 @@ def test_the_profiler_shows_what_was_called(tmp_path: Path) -> None:
 # --- memory ---
 
 
-def suspended(rank: int, size: int, folder: str) -> None:
-    backend = start(rank, size, folder)
+@pytest.mark.slow  # each rank imports torch
+@on_ranks(2, timeout=200)
+def test_suspend(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    backend = start(rank, nranks, folder)
     late = dist.all_reduce(torch.ones(100_000), async_op=True)
     backend.suspend()
     assert late is not None and late.is_completed()
@@ -80,13 +85,8 @@ def suspended(rank: int, size: int, folder: str) -> None:
     assert backend.memory_stats()["suspended"] == 0
     x = torch.ones(3)
     dist.all_reduce(x)
-    assert x.tolist() == [size] * 3
+    assert x.tolist() == [nranks] * 3
     dist.destroy_process_group()
-
-
-@pytest.mark.slow  # each rank imports torch
-def test_suspend(tmp_path: Path) -> None:
-    testing.run(2, suspended, str(tmp_path), backend="cpu", timeout=200)
 
 
 # --- what torch 2.15 adds ---
@@ -106,15 +106,18 @@ dist.destroy_process_group()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100, cwd=tmp_path)
 
 
-def recorded(rank: int, size: int, folder: str) -> None:
+@needs_newest_torch
+@on_ranks(2, timeout=200)
+def test_the_flight_recorder_sees_completions(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from torch._C._distributed_c10d import _dump_fr_trace_json
 
-    start(rank, size, folder)
+    start(rank, nranks, folder)
     dist.all_reduce(torch.ones(4))
     dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, torch.ones(2), (rank + 1) % size),
-            dist.P2POp(dist.irecv, torch.ones(2), (rank - 1) % size),
+            dist.P2POp(dist.isend, torch.ones(2), (rank + 1) % nranks),
+            dist.P2POp(dist.irecv, torch.ones(2), (rank - 1) % nranks),
         ]
     )[-1].wait()
     works = [dist.all_gather_into_tensor(torch.empty(4), torch.ones(2), async_op=True) for _ in range(20)]
@@ -127,11 +130,6 @@ def recorded(rank: int, size: int, folder: str) -> None:
     assert {entry["state"] for entry in entries} == {"completed"}
     assert entries[0]["profiling_name"] == "pynccl:all_reduce" and entries[0]["input_sizes"] == [[4]]
     dist.destroy_process_group()
-
-
-@needs_newest_torch
-def test_the_flight_recorder_sees_completions(tmp_path: Path) -> None:
-    testing.run(2, recorded, str(tmp_path), backend="cpu", timeout=200)
 
 
 def hung(rank: int, size: int, folder: str, how: str) -> None:
@@ -168,7 +166,7 @@ def test_torchs_analyzer_reads_the_dumps(how: str, tmp_path: Path) -> None:
         "-p",
         "trace_",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = completed(command, timeout=100)
     assert done.returncode == 0, done.stderr
     told = done.stdout + done.stderr
     if how == "another call":
@@ -180,12 +178,15 @@ def test_torchs_analyzer_reads_the_dumps(how: str, tmp_path: Path) -> None:
 # --- windows ---
 
 
-def put_and_wait(rank: int, size: int, folder: str) -> None:
-    start(rank, size, folder)
+@needs_newest_torch
+@on_ranks(3, timeout=200)
+def test_windows(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    start(rank, nranks, folder)
     group = dist.group.WORLD
     assert group is not None and group.supports_window
-    right, left = (rank + 1) % size, (rank - 1) % size
-    x = torch.zeros(size + rank)  # another size on each rank
+    right, left = (rank + 1) % nranks, (rank - 1) % nranks
+    x = torch.zeros(nranks + rank)  # another size on each rank
     window = group.new_window(x)
     for turn in range(3):
         window.put(torch.tensor([turn + 10.0 * rank]), right, rank, False)
@@ -198,9 +199,9 @@ def put_and_wait(rank: int, size: int, folder: str) -> None:
     for work in works:
         work.wait(timedelta(seconds=20))
     assert x[:2].tolist() == [4.0, 4.0]
-    window.put(torch.full((1,), 7.0), rank, size - 1, False)
+    window.put(torch.full((1,), 7.0), rank, nranks - 1, False)
     window.wait_signal(rank, False)
-    assert window.map_remote_tensor(rank)[size - 1] == 7
+    assert window.map_remote_tensor(rank)[nranks - 1] == 7
     beside = group.new_window()
     y = torch.zeros(4, dtype=torch.int64)
     beside.tensor_register(y, owning=False)
@@ -223,26 +224,24 @@ def put_and_wait(rank: int, size: int, folder: str) -> None:
 
 
 @needs_newest_torch
-def test_windows(tmp_path: Path) -> None:
-    testing.run(3, put_and_wait, str(tmp_path), backend="cpu", timeout=200)
-
-
-def wrong_in_windows(rank: int, size: int, folder: str) -> None:
+@on_ranks(2, timeout=200)
+def test_wrong_arguments_of_windows(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from torch._C._distributed_c10d import PutOptions
 
-    start(rank, size, folder)
+    start(rank, nranks, folder)
     group, one = dist.group.WORLD, torch.ones(1)
     assert group is not None
     window = group.new_window(torch.zeros(4))
     hinted = PutOptions()
     hinted.hints = {"context": "1"}
-    ranks = f"expected a rank from 0 to {size - 1}"
+    ranks = f"expected a rank from 0 to {nranks - 1}"
     room = "but the window of rank 1 has 4 elements"
     wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: window.put(one, size, 0, False), ValueError, f"put: rank is {size}, {ranks}"),
+        (lambda: window.put(one, nranks, 0, False), ValueError, f"put: rank is {nranks}, {ranks}"),
         (lambda: window.signal(-1, False), ValueError, f"signal: rank is -1, {ranks}"),
-        (lambda: window.wait_signal(size, True), ValueError, f"wait_signal: rank is {size}, {ranks}"),
-        (lambda: window.get_attr(size), ValueError, f"get_attr: rank is {size}, {ranks}"),
+        (lambda: window.wait_signal(nranks, True), ValueError, f"wait_signal: rank is {nranks}, {ranks}"),
+        (lambda: window.get_attr(nranks), ValueError, f"get_attr: rank is {nranks}, {ranks}"),
         (
             lambda: window.put(one.double(), 1, 0, False),
             TypeError,
@@ -299,11 +298,6 @@ def wrong_in_windows(rank: int, size: int, folder: str) -> None:
         window.signal(0, False)
     window.tensor_deregister()
     dist.destroy_process_group()
-
-
-@needs_newest_torch
-def test_wrong_arguments_of_windows(tmp_path: Path) -> None:
-    testing.run(2, wrong_in_windows, str(tmp_path), backend="cpu", timeout=200)
 
 
 def widowed(rank: int, size: int, folder: str, call: str) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meeting import together
-from pynccl import testing
+from ranks import on_ranks
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(120)]
@@ -119,19 +119,6 @@ def future_of_a_batch(rank: int, size: int) -> None:
     assert len(work.result()) == 2
 
 
-def any_source_in_order(rank: int, size: int) -> None:
-    for _ in range(10):
-        if rank == 1:
-            dist.send(torch.full((1,), 1.0), 0)
-            dist.send(torch.full((1,), 2.0), 0)
-            continue
-        a, b = torch.zeros(1), torch.zeros(1)
-        for work in [dist.irecv(a), dist.irecv(b)]:
-            assert work is not None
-            work.wait()
-        assert (a.item(), b.item()) == (1, 2)
-
-
 def times(rank: int, size: int) -> None:
     for wrong in (timedelta(0), timedelta(seconds=-1)):
         with pytest.raises(ValueError, match="timeout is .*; expected a positive timedelta"):
@@ -149,47 +136,45 @@ PROGRAMS = [
     nested_futures,
     many_receives,
     future_of_a_batch,
-    any_source_in_order,
     times,
 ]
 
 
-def one_after_another(rank: int, size: int, store: str) -> None:
-    start(rank, size, store)
+@on_ranks(2, timeout=100)
+def test_trouble(rank: int, nranks: int, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    start(rank, nranks, store)
     for program in PROGRAMS:
-        program(rank, size)
+        program(rank, nranks)
     dist.destroy_process_group()
 
 
-def test_trouble(tmp_path: Path) -> None:
-    testing.run(2, one_after_another, str(tmp_path / "store"), backend="cpu", timeout=100)
-
-
-def same_store(rank: int, size: int, path: str) -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=100)
+def test_groups_one_after_another_in_one_store(rank: int, nranks: int, tmp_path: Path) -> None:
     """torchrun's store outlives a group, and torch gives the next one the same names."""
+    path = str(tmp_path / "store")
     import pynccl.torch  # noqa: F401
 
-    store = dist.FileStore(path, size)
+    store = dist.FileStore(path, nranks)
     for round_ in range(3):
-        together(size)
+        together(nranks)
         if rank == 0:
             time.sleep(0.5 * round_)
-        dist.init_process_group("pynccl", store=store, rank=rank, world_size=size, timeout=LIMIT)
+        dist.init_process_group("pynccl", store=store, rank=rank, world_size=nranks, timeout=LIMIT)
         x = torch.full((2,), float(round_))
         dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
-        assert total() == size
-        together(size, "end")
+        assert total() == nranks
+        together(nranks, "end")
         dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_groups_one_after_another_in_one_store(tmp_path: Path) -> None:
-    testing.run(2, same_store, str(tmp_path / "store"), backend="cpu", timeout=100)
-
-
-def leaves_callbacks(rank: int, size: int, store: str) -> None:
+@on_ranks(2, timeout=100)
+def test_exit_with_callbacks_outstanding(rank: int, nranks: int, tmp_path: Path) -> None:
     """The program ends without destroying the group; callbacks are still to be called."""
-    start(rank, size, store)
+    store = str(tmp_path / "store")
+    start(rank, nranks, store)
     dist.barrier()
     for _ in range(20):
         work = dist.all_reduce(torch.ones(100_000), async_op=True)
@@ -199,43 +184,39 @@ def leaves_callbacks(rank: int, size: int, store: str) -> None:
         work = dist.irecv(torch.zeros(1), 1)
         assert work is not None
         work.get_future().then(lambda future: future.value())
-    together(size)
+    together(nranks)
 
 
 @pytest.mark.slow
-def test_exit_with_callbacks_outstanding(tmp_path: Path) -> None:
-    testing.run(2, leaves_callbacks, str(tmp_path / "store"), backend="cpu", timeout=100)
-
-
-def leaves_slow_callbacks(rank: int, size: int, store: str) -> None:
+@on_ranks(2, timeout=60)
+def test_exit_with_slow_callbacks(rank: int, nranks: int, tmp_path: Path) -> None:
     """The program ends without destroying the group, and no callback ends before it.
 
     One that ended while Python finalizes could abort the process, as docs/torch.md says.
     """
+    store = str(tmp_path / "store")
 
     def slow(_: object) -> None:
         # Of an operation that is done already it is called here, at once.
         if threading.current_thread() is not threading.main_thread():
             time.sleep(40)
 
-    start(rank, size, store)
+    start(rank, nranks, store)
     for _ in range(20):
         work = dist.all_reduce(torch.ones(4), async_op=True)
         assert work is not None
         work.get_future().then(slow)
-    together(size)
+    together(nranks)
 
 
 @pytest.mark.slow
-def test_exit_with_slow_callbacks(tmp_path: Path) -> None:
-    testing.run(2, leaves_slow_callbacks, str(tmp_path / "store"), backend="cpu", timeout=60)
-
-
-def drops_the_group(rank: int, size: int, store: str) -> None:
+@on_ranks(3, timeout=100)
+def test_what_is_dropped(rank: int, nranks: int, tmp_path: Path) -> None:
     """A callback drops the last reference to its group; a message needs no other ranks than its own."""
+    store = str(tmp_path / "store")
     from pynccl.torch import _extension
 
-    start(rank, size, store)
+    start(rank, nranks, store)
     held = {"group": dist.new_group()}
     work = dist.all_reduce(torch.ones(1), async_op=True, group=held["group"])
     assert work is not None
@@ -247,8 +228,8 @@ def drops_the_group(rank: int, size: int, store: str) -> None:
     done = work.get_future().then(drop)
     del work
     done.wait()
-    where = dist.FileStore(store + "-direct", size)
-    backend = _extension.Backend(where, rank, size, timedelta(seconds=5), False)
+    where = dist.FileStore(store + "-direct", nranks)
+    backend = _extension.Backend(where, rank, nranks, timedelta(seconds=5), False)
     x = torch.full((1,), float(rank))
     if rank == 0:
         backend.send([x], 1, 0).wait()
@@ -259,16 +240,11 @@ def drops_the_group(rank: int, size: int, store: str) -> None:
         # The others do not come.
         with pytest.raises(dist.DistBackendError, match=r"connecting rank 2 of 3|waiting for rank 0"):
             backend.barrier().wait()
-    together(size)
+    together(nranks)
     backend.abort()
-    work = dist.irecv(x, (rank + 1) % size)
+    work = dist.irecv(x, (rank + 1) % nranks)
     assert work is not None
     dist.distributed_c10d._abort_process_group()
     # Another rank's abort may come first.
     with pytest.raises(dist.DistBackendError, match="group was shut down|aborted its communicator"):
         work.wait()
-
-
-@pytest.mark.slow
-def test_what_is_dropped(tmp_path: Path) -> None:
-    testing.run(3, drops_the_group, str(tmp_path / "store"), backend="cpu", timeout=100)

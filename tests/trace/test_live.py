@@ -15,6 +15,7 @@ import pytest
 
 from conftest import clean_environment
 from meeting import free_port, state, until
+from processes import completed
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -36,7 +37,7 @@ LINE = PROGRAM.splitlines().index("    comm.all_reduce(np.ones(4))") + 1
 
 def live(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pynccl", "trace", "--live", *args]
-    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=40)
+    return completed(command, env=clean_environment(), timeout=40)
 
 
 @contextmanager
@@ -118,6 +119,6 @@ def test_nothing_to_ask(tmp_path: Path) -> None:
 )
 def test_wrong_command_lines(args: list[str], words: str) -> None:
     command = [sys.executable, "-m", "pynccl", "trace", *args]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=40)
+    done = completed(command, env=clean_environment(), timeout=40)
     assert done.returncode == 2
     assert words in done.stderr

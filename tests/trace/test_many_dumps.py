@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import clean_environment
+from processes import completed
 from pynccl import TraceRecord
 from pynccl._trace.dumps import read_all
 from trace_dumps import PENDING, pair, reduce, write
@@ -111,11 +111,9 @@ def test_a_thousand_dumps(tmp_path: Path) -> None:
         text = json.dumps(head) + "\n" + json.dumps(member) + "\n" + "".join(kept)
         (tmp_path / f"rank{rank}.jsonl").write_text(text)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-m", "pynccl", "trace", str(tmp_path)],
         env=clean_environment(),
-        capture_output=True,
-        text=True,
         timeout=300,
         check=True,
     )

@@ -28,6 +28,12 @@ y = np.empty(8, np.float32)
 """
 
 
+@pytest.fixture
+def run_started(run_python: Run) -> Run:
+    """Run Python code that goes on from START, on the CPU library."""
+    return lambda code, **more: run_python(START + code, PYNCCL_LIBRARY="cpu", **more)
+
+
 def call_everything(rank: int, nranks: int) -> dict[str, list[pynccl.TraceRecord]]:
     comm = pynccl.init(timeout=20)
     x, wide = np.ones(4, np.float32), np.ones(2 * nranks, np.int32)
@@ -109,10 +115,8 @@ def test_a_communicator_has_one_name_on_all_ranks(tmp_path: Path) -> None:
     assert sorted(map(sorted, names.values())) == [[0, 1, 2], [0, 1, 2, 3], [0, 2], [0, 2], [1, 3], [1, 3]]
 
 
-def test_a_plan_is_one_record_and_shown_as_its_calls(run_python: Run) -> None:
-    run_python(
-        START
-        + """
+def test_a_plan_is_one_record_and_shown_as_its_calls(run_started: Run) -> None:
+    run_started("""
 def calls(): return [(r.call, r.seq, r.peer_seq, r.root, r.plan) for r in comm.trace()[1:]]
 send, recv = comm.prepare.send(x, 0), comm.prepare.recv(y, 0)
 plan = pynccl.Plan([comm.prepare.broadcast(x), send, recv, comm.prepare.all_reduce(x)])
@@ -142,15 +146,12 @@ del plan, op
 assert [(r.call, r.stream) for r in comm.trace()[-4:]] == [
     ("all_reduce", own), ("reduce", own), ("all_reduce", handle), ("reduce", handle)]
 comm.destroy()
-""",
-        PYNCCL_LIBRARY="cpu",
-    )
+""")
 
 
-def test_the_ring_keeps_the_newest(run_python: Run) -> None:
-    run_python(
-        START
-        + """
+def test_the_ring_keeps_the_newest(run_started: Run) -> None:
+    run_started(
+        """
 for _ in range(5):
     comm.all_reduce(x)
 assert [r.seq for r in comm.trace()] == [0, 1, 2, 3, 4, 5]
@@ -173,15 +174,13 @@ assert [r.seq for r in comm.trace()] == list(range(299, 306))
 assert {r.state for r in comm.trace()} == {"done"}
 comm.destroy()
 """,
-        PYNCCL_LIBRARY="cpu",
         PYNCCL_TRACE_SIZE="7",
     )
 
 
-def test_off(run_python: Run, tmp_path: Path) -> None:
-    run_python(
-        START
-        + f"""
+def test_off(run_started: Run, tmp_path: Path) -> None:
+    run_started(
+        f"""
 comm.all_reduce(x)
 op = comm.prepare.all_reduce(x); op()
 pynccl.Plan([op, op])()
@@ -191,7 +190,6 @@ path = pynccl.dump_trace({str(tmp_path / "dump")!r})
 assert len(path.read_text().splitlines()) == 1
 comm.barrier(); comm.destroy()
 """,
-        PYNCCL_LIBRARY="cpu",
         PYNCCL_TRACE_SIZE="0",
     )
 
@@ -206,8 +204,8 @@ comm.barrier(); comm.destroy()
         ("PYNCCL_TRACE_SIGNAL", "KILL", "a signal that can be caught"),
     ],
 )
-def test_wrong_settings(run_python: Run, name: str, value: str, expected: str) -> None:
-    done = run_python(START, fails=True, PYNCCL_LIBRARY="cpu", **{name: value})
+def test_wrong_settings(run_started: Run, name: str, value: str, expected: str) -> None:
+    done = run_started("", fails=True, **{name: value})
     assert f"ValueError: {name} is '{value}'; expected {expected}" in done.stderr
 
 
@@ -220,10 +218,9 @@ def test_the_signal_of_a_fault_is_refused(monkeypatch: pytest.MonkeyPatch, value
         pynccl.init()
 
 
-def test_a_failed_call(run_python: Run) -> None:
-    run_python(
-        START
-        + """
+def test_a_failed_call(run_started: Run) -> None:
+    run_started(
+        """
 try: comm.all_reduce(x, y)
 except pynccl.NcclError as error: assert error.result == 2, error
 else: raise AssertionError
@@ -232,7 +229,6 @@ assert (record.state, record.result, record.call) == ("failed", 2, "all_reduce")
 assert record.algorithm is None, record
 comm.abort()
 """,
-        PYNCCL_LIBRARY="cpu",
         PYNCCL_CPU_FAULT="rank=0,call=1,action=fail:2",
     )
 
@@ -262,10 +258,8 @@ def test_revoke_and_abort_are_shown() -> None:
     assert run(2, end_in_turn, backend="cpu") == [expected] * 2
 
 
-def test_states_on_a_stream(run_python: Run) -> None:
-    run_python(
-        START
-        + """
+def test_states_on_a_stream(run_started: Run) -> None:
+    run_started("""
 with pynccl.Stream() as stream, pynccl.Stream() as other:
     comm.all_reduce(x, y, stream=stream)
     comm.all_reduce(x, stream=other)
@@ -278,9 +272,7 @@ with pynccl.Stream() as stream, pynccl.Stream() as other:
     comm.synchronize()
     assert comm.trace()[2].state == "done"
 comm.destroy()
-""",
-        PYNCCL_LIBRARY="cpu",
-    )
+""")
 
 
 def test_callers(run_python: Run, tmp_path: Path) -> None:
@@ -352,10 +344,9 @@ def test_dumps_by_themselves(
         assert dump[0]["reasons"][0]["text"] == 'ValueError: bad "sample"'
 
 
-def test_closed_communicators_stay_in_later_dumps(run_python: Run, tmp_path: Path) -> None:
-    run_python(
-        START
-        + """
+def test_closed_communicators_stay_in_later_dumps(run_started: Run, tmp_path: Path) -> None:
+    run_started(
+        """
 comm.destroy()
 del comm
 for n in range(1, 21):
@@ -363,7 +354,6 @@ for n in range(1, 21):
     for _ in range(n): c.all_reduce(x)
     c.destroy()
 """,
-        PYNCCL_LIBRARY="cpu",
         PYNCCL_TRACE_DIR=str(tmp_path),
     )
     heads = [line for line in dump_in(tmp_path) if "comm" in line]
@@ -417,11 +407,10 @@ def test_a_signal_that_nobody_handled_before_does_not_kill(run_python: Run, tmp_
     assert reasons(dump_in(tmp_path)) == ["signal", "exit"]
 
 
-def test_dumps_during_calls(run_python: Run, tmp_path: Path) -> None:
+def test_dumps_during_calls(run_started: Run, tmp_path: Path) -> None:
     """Signals and another thread dump a ring that is being written and plans that come and go."""
-    run_python(
-        START
-        + f"""
+    run_started(
+        f"""
 folder = {str(tmp_path)!r}
 ended = threading.Event()
 def dump():
@@ -445,7 +434,6 @@ thread.join()
 assert len(dumps) > 5, dumps
 comm.destroy()
 """,
-        PYNCCL_LIBRARY="cpu",
         PYNCCL_TRACE_SIZE="50",
         PYNCCL_TRACE_SIGNAL="USR2",
         PYNCCL_TRACE_DIR=str(tmp_path),
@@ -455,10 +443,9 @@ comm.destroy()
         assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-def test_a_forked_child_starts_anew(run_python: Run, tmp_path: Path) -> None:
-    run_python(
-        START
-        + """
+def test_a_forked_child_starts_anew(run_started: Run, tmp_path: Path) -> None:
+    run_started(
+        """
 import warnings; warnings.simplefilter("ignore")
 comm.all_reduce(x)
 pid = os.fork()
@@ -469,7 +456,6 @@ if not pid:
 assert os.waitpid(pid, 0)[1] == 0
 comm.destroy()
 """,
-        PYNCCL_LIBRARY="cpu",
         PYNCCL_TRACE_DIR=str(tmp_path),
     )
     calls = []
@@ -560,13 +546,13 @@ def test_a_folder_of_somebody_elses(run_python: Run, tmp_path: Path) -> None:
     assert "of 1 rank" in told.stdout
 
 
-def test_a_full_disk_is_reported_once(run_python: Run, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once(run_started: Run, tmp_path: Path) -> None:
     code = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 comm.abort()
 """
-    done = run_python(START + code, PYNCCL_LIBRARY="cpu", PYNCCL_TRACE_DIR=str(tmp_path))
+    done = run_started(code, PYNCCL_TRACE_DIR=str(tmp_path))
     assert done.stderr == "pynccl: the trace could not be written to PYNCCL_TRACE_DIR: File too large\n"
     assert not list(tmp_path.iterdir())
 
@@ -588,6 +574,6 @@ def test_dump_trace_follows_no_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["/dev/null/traces", "/proc/traces", "/proc"])
-def test_a_folder_that_cannot_be(run_python: Run, value: str) -> None:
-    done = run_python(START, fails=True, PYNCCL_LIBRARY="cpu", PYNCCL_TRACE_DIR=value)
+def test_a_folder_that_cannot_be(run_started: Run, value: str) -> None:
+    done = run_started("", fails=True, PYNCCL_TRACE_DIR=value)
     assert "PYNCCL_TRACE_DIR cannot be used: " in done.stderr

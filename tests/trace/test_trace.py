@@ -178,7 +178,7 @@ CASES: list[tuple[Callable[..., None], list[str]]] = [
 ]
 
 
-# Every fifth is a quick test.
+# Every ninth is a quick test.
 @pytest.mark.parametrize(
     ("program", "expected"),
     [

@@ -20,6 +20,7 @@ from fake_cuda import driver, on_device
 from meeting import publish, until
 from pynccl import testing, transfer
 from pynccl._library import cuda
+from ranks import on_ranks
 
 Tensors = dict[str, Any]
 
@@ -53,7 +54,9 @@ def model() -> Tensors:
     return tensors | {"read-only": read_only}
 
 
-def moved(rank: int, nranks: int, folder: str) -> None:
+@on_ranks(2, timeout=50)
+def test_every_dtype_and_shape(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     with shared(rank, nranks, folder) as comm:
         ours = model()
         if rank == 1:
@@ -73,11 +76,9 @@ def moved(rank: int, nranks: int, folder: str) -> None:
         assert transfer.recv_tensors(comm, root=1) == {}
 
 
-def test_every_dtype_and_shape(tmp_path: Path) -> None:
-    testing.run(2, moved, str(tmp_path), backend="cpu", timeout=50)
-
-
-def between_libraries(rank: int, nranks: int, folder: str) -> None:
+@on_ranks(2, timeout=50)
+def test_torch_and_numpy(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     network = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).bfloat16()
     with shared(rank, nranks, folder) as comm, torch.no_grad():
         for parameter in network.parameters():
@@ -97,11 +98,9 @@ def between_libraries(rank: int, nranks: int, folder: str) -> None:
         assert on_numpy["0.weight"].shape == (7, 5)
 
 
-def test_torch_and_numpy(tmp_path: Path) -> None:
-    testing.run(2, between_libraries, str(tmp_path), backend="cpu", timeout=50)
-
-
-def many(rank: int, nranks: int, folder: str) -> None:
+@on_ranks(2, timeout=50, env={"PYNCCL_TRACE_SIZE": "4096"})
+def test_many_small_tensors(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     with shared(rank, nranks, folder) as comm:
         tensors = {f"layer.{i}": np.full(17, i * (rank == 0), np.float32) for i in range(3000)}
         if rank == 0:
@@ -112,10 +111,6 @@ def many(rank: int, nranks: int, folder: str) -> None:
         # The announcement, and 3000 tensors in three plans.
         moves = [record for record in comm.trace() if record.call == "broadcast" and record.plan]
         assert len(moves) == 3000 and len({record.group for record in moves}) == 3
-
-
-def test_many_small_tensors(tmp_path: Path) -> None:
-    testing.run(2, many, str(tmp_path), backend="cpu", timeout=50, env={"PYNCCL_TRACE_SIZE": "4096"})
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
@@ -157,7 +152,25 @@ def either(comm: pynccl.Communicator, tensors: Any, *, senders: Any = (0,), **op
     return transfer.recv_tensors(comm, **{name: options[name] for name in options if name != "bucket_bytes"})
 
 
-def refusing(rank: int, nranks: int, folder: str) -> None:
+@on_ranks(2, timeout=50)
+def test_names_that_share_an_array(rank: int, nranks: int, tmp_path: Path) -> None:
+    """Receive into one array under two names, from one array and from two."""
+    folder = str(tmp_path)
+    one = np.full(3, rank + 1.0)
+    with shared(rank, nranks, folder) as comm:
+        either(comm, {"v": one, "w": one}, into={"v": one, "w": one})
+        assert (one == 1).all()
+        either(comm, {"v": one, "w": one}, into={"v": np.zeros(3), "w": np.zeros(3)})
+        with pytest.raises(pynccl.CollectiveMismatchError, match="'w' and 'v' are announced as two tensors"):
+            either(comm, {"v": one, "w": np.zeros(3)}, into={"v": one, "w": one})
+        with pytest.raises(pynccl.NcclInvalidUsage, match=r"tensors inside pynccl.group\(\)"), pynccl.group():
+            either(comm, {"v": one}, into={"v": one})
+        comm.barrier()
+
+
+@on_ranks(3, timeout=50)
+def test_what_is_refused(rank: int, nranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     untouched = np.full((2, 3), 7, np.float32)
     ones = {"w": np.ones((2, 3), np.float32)}
     wrong = (pynccl.CollectiveMismatchError, TypeError, ValueError)
@@ -201,30 +214,10 @@ def refusing(rank: int, nranks: int, folder: str) -> None:
         assert (untouched == (7 if rank == 2 else 1)).all()
 
 
-def sharing(rank: int, nranks: int, folder: str) -> None:
-    """Receive into one array under two names, from one array and from two."""
-    one = np.full(3, rank + 1.0)
-    with shared(rank, nranks, folder) as comm:
-        either(comm, {"v": one, "w": one}, into={"v": one, "w": one})
-        assert (one == 1).all()
-        either(comm, {"v": one, "w": one}, into={"v": np.zeros(3), "w": np.zeros(3)})
-        with pytest.raises(pynccl.CollectiveMismatchError, match="'w' and 'v' are announced as two tensors"):
-            either(comm, {"v": one, "w": np.zeros(3)}, into={"v": one, "w": one})
-        with pytest.raises(pynccl.NcclInvalidUsage, match=r"tensors inside pynccl.group\(\)"), pynccl.group():
-            either(comm, {"v": one}, into={"v": one})
-        comm.barrier()
-
-
-def test_names_that_share_an_array(tmp_path: Path) -> None:
-    testing.run(2, sharing, str(tmp_path), backend="cpu", timeout=50)
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    testing.run(3, refusing, str(tmp_path), backend="cpu", timeout=50)
-
-
-def without_memory(rank: int, nranks: int, folder: str) -> None:
+@on_ranks(2, timeout=50)
+def test_an_announcement_without_memory(rank: int, nranks: int, tmp_path: Path) -> None:
     """Announce more than rank 1 has memory for."""
+    folder = str(tmp_path)
     with shared(rank, nranks, folder) as comm:
         either(comm, {"x": np.ones(1)}, into={"x": np.ones(1)})
         if rank == 1:
@@ -235,20 +228,13 @@ def without_memory(rank: int, nranks: int, folder: str) -> None:
         comm.barrier()
 
 
-def test_an_announcement_without_memory(tmp_path: Path) -> None:
-    testing.run(2, without_memory, str(tmp_path), backend="cpu", timeout=50)
-
-
-def alone(rank: int, nranks: int) -> None:
+@on_ranks(1, timeout=50)
+def test_alone(rank: int, nranks: int) -> None:
     with pytest.raises(TypeError, match="comm is 'comm'; expected a pynccl.Communicator"):
         transfer.send_tensors("comm", {})  # type: ignore[arg-type]
     comm = pynccl.Communicator(1, pynccl.get_unique_id(), 0)
     with comm, pytest.raises(ValueError, match="one rank; expected a sender and at least one receiver"):
         transfer.recv_tensors(comm)
-
-
-def test_alone() -> None:
-    testing.run(1, alone, backend="cpu", timeout=50)
 
 
 # --- a death ------------------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ class Peer:
     # nccl-tests' names of the datatypes and reductions, and the library's.
     types: ClassVar[dict[str, str]]
     ops: ClassVar[dict[str, str]]
+    # nccl-tests' names of the programs, and what makes the library's call.
+    methods: ClassVar[dict[str, Callable[..., Call]]]
 
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.control.rank, world.control.size
@@ -52,8 +54,7 @@ class Peer:
         """Return a call that waits for its result; None: the library has no such operation."""
         if case.type_name not in self.types or (case.operation.reduces and case.op not in self.ops):
             return None
-        method: Callable[..., Call] = getattr(self, f"_{case.operation.name}")
-        return method(case, send, recv)
+        return self.methods[case.operation.name](self, case, send, recv)
 
     def place(self, data: Array, case: Case) -> Any:
         """Copy an array to this library's memory."""
@@ -210,6 +211,19 @@ class Gloo(Peer):
 
         return call
 
+    methods: ClassVar = {
+        "all_reduce": _all_reduce,
+        "reduce": _reduce,
+        "broadcast": _broadcast,
+        "reduce_scatter": _reduce_scatter,
+        "all_gather": _all_gather,
+        "alltoall": _alltoall,
+        "alltoallv": _alltoallv,
+        "scatter": _scatter,
+        "gather": _gather,
+        "sendrecv": _sendrecv,
+    }
+
 
 class Torch(Gloo):
     """torch.distributed's nccl backend, on tensors of a GPU."""
@@ -358,6 +372,19 @@ class Mpi(Peer):
         (right, left), kind = self._sides(), self._type(case)
         source, target = [send, send.size, kind], [recv, recv.size, kind]
         return lambda: self.comm.Sendrecv(source, right, 0, target, left, 0)
+
+    methods: ClassVar = {
+        "all_reduce": _all_reduce,
+        "reduce": _reduce,
+        "broadcast": _broadcast,
+        "reduce_scatter": _reduce_scatter,
+        "all_gather": _all_gather,
+        "alltoall": _alltoall,
+        "alltoallv": _alltoallv,
+        "scatter": _scatter,
+        "gather": _gather,
+        "sendrecv": _sendrecv,
+    }
 
 
 PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Gloo, Mpi, Torch)}
