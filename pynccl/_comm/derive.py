@@ -85,7 +85,11 @@ def _take(core: Core, child: Core, handle: int) -> None:
         raise core.watch.expire(str(error)) or error from None
     except NcclError as error:
         # A rank that has raised its error of an agreed failure may abort, which explains nothing here.
-        raise (error if error.agreed else core.watch.cause(error)) from error.__cause__
+        found = error if error.agreed else core.watch.cause(error)
+        if found is error and not error.agreed:
+            error.args = (f"in the new communicator: {error}",)
+            found = core.watch.who_left(str(error)) or error
+        raise found from error.__cause__
 
 
 def split(core: Core, color: int | None, key: int, config: ConfigLike) -> Core | None:

@@ -221,6 +221,10 @@ class Watch:
         lib.pynccl_watch_fates(self.c, fates)
         return [fate & _REASON for fate in ffi.buffer(fates)[:]]
 
+    def who_left(self, what: str) -> NcclError | None:
+        """If ranks have left without closing the communicator, make that the verdict, and return it."""
+        return self.expire(what) if lib.PYNCCL_ENDS in self._departures() else None
+
     def hear(self) -> None:
         """At a time-out, hear whether the other ranks respond."""
         lib.pynccl_watch_hear(self.c)
