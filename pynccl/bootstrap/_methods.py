@@ -74,12 +74,13 @@ def choose(
         return _by_mpi(method, launcher, "method='mpi'")
     where, opener = _place(method, on_listen)
     rank, size = _numbers(rank, world_size, launcher)
+    host = _host(method)
     if opener is None:
-        where, opener = _by_environment(rank, size, launcher)
+        where, opener, host = _by_environment(rank, size, launcher)
     follows = rank == launcher.rank
     given = "the arguments" if launcher is _environment.NOBODY or not follows else str(launcher)
     why = f"{given}{where if size > 1 else ''}"
-    return Method(rank, size, why, follows, opener(rank, size), host=_host(method))
+    return Method(rank, size, why, follows, opener(rank, size), host=host)
 
 
 def _host(method: Any) -> str:
@@ -177,22 +178,23 @@ def _identity(target: Any) -> str:
     return f"object {id(target)}"
 
 
-def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Opener]:
-    """Return the place that the environment names, in words, and its opener."""
+def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Opener, str]:
+    """Return the place that the environment names: in words, its opener, and its host."""
     environ = _environment.variables()
     at = _environment.master(environ, launcher)
     if _environment.uses_agent_store(environ) and at is not None:
         where = f"torchrun's store at {format_address(*at)}"
-        return f", through {where}", _opener(_by_agent, *at, where)
+        return f", through {where}", _opener(_by_agent, *at, where), at[0]
     if address := environ.get("PYNCCL_STORE"):
         try:
-            if not parse_address(address)[1]:
+            host, port = parse_address(address)
+            if not port:
                 raise ValueError(f"the address is {shown(address)}; expected a port of 1 to 65535")
         except ValueError as error:
             raise ValueError(f"PYNCCL_STORE: {error}") from None
-        return f", through the store at {address}", _opener(_at_store, address, address)
+        return f", through the store at {address}", _opener(_at_store, address, address), host
     if size == 1:
-        return "", _opener(_nowhere)
+        return "", _opener(_nowhere), ""
     if at is None:
         raise BootstrapError(
             f"rank {rank} has no store: expected PYNCCL_STORE=host:port, or MASTER_ADDR and MASTER_PORT "
@@ -203,10 +205,9 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
     if where not in _kept and (store := _torch_store(rank, size)) is not None:
         # torch already listens at MASTER_PORT.
         keys = ObjectKeys(store, "torch.distributed's store", "pynccl/")
-        return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(store), True)
-    return f", at {where}", _opener(
-        _at_master, *at, _environment.host_source(environ), _environment.job_name(environ, launcher)
-    )
+        return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(store), True), at[0]
+    source, job = _environment.host_source(environ), _environment.job_name(environ, launcher)
+    return f", at {where}", _opener(_at_master, *at, source, job), at[0]
 
 
 def _mpi_note(launcher: Launcher) -> str:

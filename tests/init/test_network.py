@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,18 +106,23 @@ def test_a_cable_that_is_cut_is_a_dead_peer(hosts: Hosts) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("host", ["10.199.0.1", "[fd99::1]"])
-def test_a_time_out_on_hosts_without_a_default_route(hosts: Hosts, host: str) -> None:
+@pytest.mark.parametrize("method", ["tcp://10.199.0.1:29777", "tcp://[fd99::1]:29777", "Slurm"])
+def test_a_time_out_on_hosts_without_a_default_route(hosts: Hosts, method: str) -> None:
     """The control channel, which a time-out opens, goes over the interface of the rendezvous."""
+    how = (
+        "timeout=20" if method == "Slurm" else f"{method!r}, rank=int(sys.argv[1]), world_size=2, timeout=20"
+    )
     code = (
         "import sys, numpy as np, pynccl\n"
-        f"with pynccl.init('tcp://{host}:29777', rank=int(sys.argv[1]), world_size=2, timeout=20) as comm:\n"
+        f"with pynccl.init({how}) as comm:\n"
         "    print(*comm.all_reduce(np.ones(2)))"
     )
+    job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "10.199.0.[1-2]"}
     started = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, sys.executable, "-c", code, str(rank)],
-            env=clean_environment() | {"PYNCCL_LIBRARY": "cpu", "NCCL_HOSTID": name},
+            env=clean_environment() | {"PYNCCL_LIBRARY": "cpu", "NCCL_HOSTID": name}
+            | (job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"} if method == "Slurm" else {}),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank, name in enumerate(hosts.names)
