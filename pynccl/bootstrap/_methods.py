@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import importlib
 import importlib.util
 import itertools
@@ -98,8 +99,16 @@ def _alone(launcher: Launcher) -> Method:
             f"{names.size} is {shown(size)}, but {names.rank} is not set; expected both (`pynccl run` and "
             "torchrun set them), rank= and world_size=, or neither for a program of one rank"
         )
+    _require_srun(launcher)
     why = "itself: no launcher's variables" if launcher is _environment.NOBODY else str(launcher)
     return Method(0, 1, why, True, _nowhere)
+
+
+def _require_srun(launcher: Launcher) -> None:
+    """Raise if a batch script started this process by itself, and the job has several tasks."""
+    wrong = _environment.without_srun(_environment.variables())
+    if wrong and launcher is _environment.NOBODY:
+        raise BootstrapError(wrong)
 
 
 def _nowhere(_: float) -> AbstractContextManager[Exchange]:
@@ -113,6 +122,7 @@ def _numbers(rank: int | None, world_size: int | None, launcher: Launcher) -> tu
     setters = "`pynccl run` and torchrun set" if names is _environment.TORCHRUN else f"{names.launcher} sets"
     for name, argument, value in ((names.rank, "rank", rank), (names.size, "world_size", size)):
         if value is None:
+            _require_srun(launcher)
             raise BootstrapError(f"{name} is not set; expected a number ({setters} it), or {argument}=")
     assert rank is not None and size is not None
     if not 0 <= rank < size:
@@ -294,18 +304,19 @@ os.register_at_fork(after_in_child=_kept.clear)
 
 
 @contextmanager
-def _resolving(host: str, source: str, rank: int, size: int) -> Iterator[None]:
-    """Add the source of a host name to the error if the name cannot be resolved."""
+def _naming(host: str, source: str, rank: int, size: int) -> Iterator[None]:
+    """Add the source of a host to the error if its name cannot be resolved, or if it is not rank 0's."""
     try:
         yield
     except BootstrapError as error:
-        if isinstance(error.__cause__, socket.gaierror) or isinstance(
-            getattr(error.__cause__, "__cause__", None), socket.gaierror
-        ):
-            raise BootstrapError(
-                f"rank {rank} of {size}: {source} is {shown(host)}, a name that cannot be resolved: {error}"
-            ) from error
-        raise
+        causes = error.__cause__, getattr(error.__cause__, "__cause__", None)
+        if any(isinstance(cause, socket.gaierror) for cause in causes):
+            what = "a name that cannot be resolved"
+        elif any(isinstance(cause, OSError) and cause.errno == errno.EADDRNOTAVAIL for cause in causes):
+            what = "not rank 0's; expected MASTER_ADDR with the name of rank 0's host on every rank"
+        else:
+            raise
+        raise BootstrapError(f"rank {rank} of {size}: {source} is {shown(host)}, {what}: {error}") from error
 
 
 @contextmanager
@@ -316,11 +327,11 @@ def _at_master(
     where = format_address(host, port)
     home = None
     if where not in _kept and rank == 0:
-        with _resolving(host, source, rank, size):
+        with _naming(host, source, rank, size):
             home = Host(host, port, job, deadline)
         place, server = home.place, home.server
     elif where not in _kept:
-        with _resolving(host, source, rank, size):
+        with _naming(host, source, rank, size):
             place, server = ask(host, port, job, deadline, rank, size), None
     else:
         place, server = _kept[where]
@@ -394,6 +405,8 @@ def _torch_store(rank: int, size: int) -> Any:
 def _by_mpi(method: Any, launcher: Launcher, user: str) -> Method:
     comm = _mpi.communicator(method, user)
     rank, size = int(comm.Get_rank()), int(comm.Get_size())
+    if size == 1:
+        _require_srun(launcher)
     _mpi.require_same_world(comm, launcher)
     part = _mpi.is_part(comm)
     text = f", not {launcher}" if not launcher.names.mpi and launcher is not _environment.NOBODY else ""
