@@ -6,8 +6,8 @@ Launchers nest. Every rank of a job applies the same order:
    itself sets them for each process.
 2. The variables of mpirun (Open MPI, MPICH's hydra, PALS) come before Slurm's: inside a Slurm job mpirun sets
    them later, and SLURM_PROCID then belongs to mpirun's daemon or to the batch script.
-3. Slurm's variables come before PMI_RANK and PMI_SIZE, which srun itself sets (--mpi=pmi2). They count only in
-   processes that srun started: a batch script and an interactive step have them too, and are no rank of srun's.
+3. Slurm's variables come before PMI_RANK and PMI_SIZE, which srun itself sets (--mpi=pmi2). They count only
+   in processes that srun started: a batch script and an interactive step have them too.
 
 A thread that is a rank of its own has its own variables: `as_rank`.
 """
@@ -105,7 +105,7 @@ def thread_rank() -> str:
 def detect(environ: Mapping[str, str]) -> Launcher:
     """Choose the launcher of this process and return its values."""
     found = [names for names in _LAUNCHERS if (names.sign or names.rank) in environ]
-    if _SLURM in found and (_is_batch_script(environ) or environ.get("SLURM_STEP_ID") == _INTERACTIVE_STEP):
+    if _SLURM in found and not by_srun(environ):
         found.remove(_SLURM)
     if not found:
         return NOBODY
@@ -123,6 +123,11 @@ def detect(environ: Mapping[str, str]) -> Launcher:
     )
 
 
+def by_srun(environ: Mapping[str, str]) -> bool:
+    """Tell whether srun started this process, if Slurm's variables are set."""
+    return not _is_batch_script(environ) and environ.get("SLURM_STEP_ID") != _INTERACTIVE_STEP
+
+
 def _is_batch_script(environ: Mapping[str, str]) -> bool:
     """Tell whether sbatch's script started this process, and not srun."""
     return (
@@ -131,7 +136,7 @@ def _is_batch_script(environ: Mapping[str, str]) -> bool:
 
 
 def without_srun(environ: Mapping[str, str]) -> str:
-    """Return what is wrong if a batch script asked Slurm for several tasks and started one by itself; else ""."""
+    """Return what is wrong if a batch script of several tasks started one without srun; else ""."""
     if not _is_batch_script(environ):
         return ""
     # Without --ntasks, srun starts so many on each node.
@@ -140,8 +145,8 @@ def without_srun(environ: Mapping[str, str]) -> str:
     if tasks == 1:
         return ""
     return (
-        f"Slurm's batch script started this process alone, although the job has {tasks} tasks; expected `srun "
-        f"python ...` or mpirun in the script, which start {tasks} ranks, or rank=0 and world_size=1 for one"
+        f"Slurm's batch script started this process alone, although the job has {tasks} tasks; expected "
+        f"`srun python ...` or mpirun in the script, which start {tasks} ranks, or rank=0 and world_size=1"
     )
 
 
