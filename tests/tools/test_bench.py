@@ -33,7 +33,7 @@ OUT_OF_PLACE = ("alltoall", "alltoallv", "sendrecv", "put_signal")
 PROGRAMS = (*REDUCTIONS, "all_gather", "broadcast", "scatter", "gather", "hypercube", *OUT_OF_PLACE)
 LINE = re.compile(
     r"(?P<size>[ \d]{12})  (?P<count>[ \d]{12})  (?P<type>[ \w]{8})  (?P<op>[ \w]{6})  (?P<root>[ \d-]{6})"
-    r"(  [ \d.e+]{7}  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong>[ \d]{6}))"
+    r"(  (?P<time>[ \d.e+]{7})  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong>[ \d]{6}))"
     r"(  [ \d.e+]{7}  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong_in_place>[ \dN/A]{6}))"
     r"(?P<more>.*)"
 )
@@ -278,6 +278,46 @@ def test_flags(args: list[str], words: list[str]) -> None:
     done = bench(2, "all_reduce", "-b", "4K", "-e", "64K", "-f", "16", "-n", "2", *args)
     assert [line["wrong"] + line["wrong_in_place"] for line in lines(done)] == ["00", "00"]
     assert not [text for text in words if text not in done.stdout], done.stdout
+
+
+@pytest.fixture(scope="module")
+def late_library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Compile the CPU library with an all_reduce after which rank 1 is busy for 0.2 s."""
+    code = """
+        #define _GNU_SOURCE
+        #include <dlfcn.h>
+        #include <stddef.h>
+        #include <stdlib.h>
+        #include <unistd.h>
+        int pyncclCpuStreamSynchronize(void*, void*, long);
+        int ncclAllReduce(const void* s, void* r, size_t n, int type, int op, void* comm, void* stream) {
+          int (*real)(const void*, void*, size_t, int, int, void*, void*) = dlsym(RTLD_NEXT, "ncclAllReduce");
+          int result = real(s, r, n, type, op, comm, stream);
+          if (result == 0) result = pyncclCpuStreamSynchronize(comm, stream, -1);
+          if (atoi(getenv("RANK")) == 1) usleep(200000);
+          return result;
+        }
+    """
+    return changed_library(tmp_path_factory.mktemp("late"), code)
+
+
+def test_whose_time_is_reported(late_library: str) -> None:
+    """-a: the first rank's, the mean, the least, the most."""
+    args = ("all_reduce", "-b", "4", "-e", "4", "-n", "1", "-w", "0")
+    first, mean, least, most = (
+        float(lines(bench(2, *args, "-a", mode, PYNCCL_LIBRARY=late_library))[0]["time"]) for mode in "0123"
+    )
+    assert most >= 200_000
+    assert max(first, least) < mean < most
+
+
+def test_a_wait_that_takes_too_long() -> None:
+    done = bench(
+        2, "all_reduce", "-b", "8", "-e", "8", "-T", "2", PYNCCL_CPU_FAULT="rank=1,call=3,action=sleep:60"
+    )
+    assert done.returncode == 1
+    assert "# Test timeout: " in done.stdout
+    assert re.search(r"Error: all_reduce: synchronize did not complete on stream \S+ within 2 s", done.stderr)
 
 
 def test_steps_cycles_and_roots() -> None:
