@@ -427,6 +427,9 @@ def test_a_bandwidth_that_is_required() -> None:
         (["broadcast", "-r", "²"], "expected a rank or all, not '²'"),
         (["broadcast", "-b", "٣"], "expected a number of bytes, or with K, M or G behind it, not '٣'"),
         (["allreduce"], "No such command 'allreduce'"),
+        (["all_reduce", "--cpu"], "--cpu behind the program; expected `pynccl bench -n N --cpu PROGRAM ...`"),
+        (["all_reduce", "-n", "many"], "'many' is not a valid integer."),
+        (["all_reduce", "--csv", "/nowhere/x", "-b", "8", "-e", "8"], "--csv /nowhere/x cannot be written"),
     ],
 )
 def test_wrong_flags(args: list[str], words: str) -> None:
@@ -434,6 +437,16 @@ def test_wrong_flags(args: list[str], words: str) -> None:
     done = pynccl_command("bench", "-n", "2", *args)
     assert done.exit_code == 2
     assert words in done.output.replace("\n", " ")
+
+
+def test_ranks_within_a_rank() -> None:
+    """-n in a rank of a launcher would start a job for each."""
+    done = pynccl_command("bench", "-n", "3", "all_reduce", RANK="0", WORLD_SIZE="2")
+    assert done.exit_code == 2
+    text = " ".join(done.output.split())
+    assert (
+        "-n 3 on a rank that a launcher has started, by torchrun's variables (RANK=0, WORLD_SIZE=2)" in text
+    )
 
 
 @pytest.mark.parametrize(
