@@ -379,8 +379,8 @@ def bench(nranks: int | None, cpu: bool) -> None:
     launcher = _environment.detect(os.environ)
     if nranks is not None and (launcher.size or 1) > 1:
         raise click.UsageError(
-            f"-n {nranks} on a rank that a launcher has started, by {launcher}; expected no -n: this process is "
-            "a rank already"
+            f"-n {nranks} in a rank that a launcher has started, by {launcher}; expected no -n, since this "
+            "process is a rank already"
         )
 
 
