@@ -8,8 +8,22 @@ from typing import Any
 import click
 
 
-class Seconds(click.FloatRange):
+class Integer(click.IntRange):
+    """An integer in a range, which click would call an integer range where the value is none."""
+
+    name = "integer"
+
+
+class Number(click.FloatRange):
+    """A number in a range."""
+
+    name = "number"
+
+
+class Seconds(Number):
     """A number of seconds in a range; click lets nan pass, which is in none."""
+
+    name = "number of seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         seconds = super().convert(value, param, ctx)

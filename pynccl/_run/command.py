@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from pynccl._options import Integer
 from pynccl._run import remote
 from pynccl._run.hosts import SSH, read_hosts, run_on
 from pynccl._run.launch import MOST_RANKS, OWN, Job, launch
@@ -108,7 +109,7 @@ def _torchruns(ctx: click.Context, param: click.Parameter, value: str | None) ->
 )
 @click.option(
     "--restarts",
-    type=click.IntRange(0, 1_000_000),
+    type=Integer(0, 1_000_000),
     default=0,
     metavar="N",
     help="Start all ranks again when one has failed or --timeout has passed, up to N times.",
@@ -128,8 +129,8 @@ def _torchruns(ctx: click.Context, param: click.Parameter, value: str | None) ->
     default=True,
     help="Begin each line of standard output with the rank, as each line of standard error.",
 )
-@click.option("--nnodes", type=click.IntRange(1, 100_000), default=1, metavar="N", help="Number of machines.")
-@click.option("--node-rank", type=click.IntRange(0), metavar="I", help="Number of this machine, from 0.")
+@click.option("--nnodes", type=Integer(1, 100_000), default=1, metavar="N", help="Number of machines.")
+@click.option("--node-rank", type=Integer(0), metavar="I", help="Number of this machine, from 0.")
 @click.option(
     "--store",
     metavar="HOST:PORT",

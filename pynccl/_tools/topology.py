@@ -88,8 +88,13 @@ def _cards(machine: Machine, kind: str) -> Iterator[Device]:
 
 def _ports(machine: Machine, name: str) -> str:
     folder = (_CLASSES["RDMA"], name, "ports")
+
+    def read(port: str, file: str) -> str:
+        return machine.read(*folder, port, file) or ""
+
     ports = [
-        " ".join(("port", port, *(machine.read(*folder, port, name) or "" for name in ("state", "rate"))))
+        # The kernel writes a number before the state: 4: ACTIVE.
+        " ".join(("port", port, read(port, "state").partition(": ")[2], read(port, "rate")))
         for port in machine.names(*folder)
     ]
     return ", ".join(port.strip() for port in ports) or "no port"
@@ -203,18 +208,40 @@ _WIDTH, _ROW, _GAP = 720, 34, 12
 
 
 def svg(machine: Machine) -> str:
-    """Return the nodes and their devices as an SVG picture."""
+    """Return the nodes, the switches in them and the devices as an SVG picture: boxes in boxes."""
     top, parts = _GAP, list[str]()
     for node, mine in _by_node(machine, devices(machine)):
-        height = _ROW * (len(mine) + 1) + _GAP
-        parts.append(_box(_GAP, top, _WIDTH - 2 * _GAP, height, "#f3f3f3", _title(node)))
-        for row, device in enumerate(mine, 1):
-            text = f"{device.name}  {device.pci}  {device.text}"
-            colour = _COLOURS[device.kind]
-            parts.append(_box(3 * _GAP, top + _ROW * row, _WIDTH - 6 * _GAP, _ROW - 6, colour, text))
-        top += height + _GAP
+        inner, end = list[str](), top + _ROW
+        for group in _below_switches(machine, mine):
+            if len(group) > 1:
+                height = _ROW * (len(group) + 1)
+                inner.append(_box(3 * _GAP, end, _WIDTH - 6 * _GAP, height, "#fff", "PCIe switch"))
+                end += _ROW
+            for device in group:
+                text = f"{device.name}  {device.pci}  {device.text}"
+                left = (3 if len(group) == 1 else 5) * _GAP
+                inner.append(_box(left, end, _WIDTH - 2 * left, _ROW - 6, _COLOURS[device.kind], text))
+                end += _ROW
+            # A switch's box ends here.
+            end += 6 if len(group) > 1 else 0
+        parts += [_box(_GAP, top, _WIDTH - 2 * _GAP, end + _GAP - top, "#f3f3f3", _title(node)), *inner]
+        top = end + 2 * _GAP
     size = f'width="{_WIDTH}" height="{top}" viewBox="0 0 {_WIDTH} {top}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{"".join(parts)}</svg>\n'
+
+
+def _below_switches(machine: Machine, found: list[Device]) -> list[list[Device]]:
+    """Return the devices in groups: those below one switch, or switches below each other, and single ones."""
+    groups = list[list[Device]]()
+    for device in found:
+        for group in groups:
+            joined = link(machine, group[0].pci, device.pci)
+            if group[0].pci == device.pci or joined in ("PIX", "PXB"):
+                group.append(device)
+                break
+        else:
+            groups.append([device])
+    return groups
 
 
 def _box(x: int, y: int, width: int, height: int, colour: str, text: str) -> str:

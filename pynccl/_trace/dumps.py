@@ -300,7 +300,10 @@ def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
         own = f"{OWN_FOLDER}{os.geteuid()}*/*.jsonl"
         found += [*sorted(path.glob("*.jsonl")), *sorted(path.glob(own))] if path.is_dir() else [path]
     if not found:
-        raise TraceError(f"no files; expected dumps of the flight recorder (*.jsonl){_stacks_in(paths)}")
+        where = ", ".join(str(path) for path in paths)
+        raise TraceError(
+            f"no files in {where}; expected dumps of the flight recorder (*.jsonl){_stacks_in(paths)}"
+        )
     return found
 
 

@@ -6,7 +6,8 @@ Launchers nest. Every rank of a job applies the same order:
    itself sets them for each process.
 2. The variables of mpirun (Open MPI, MPICH's hydra, PALS) come before Slurm's: inside a Slurm job mpirun sets
    them later, and SLURM_PROCID then belongs to mpirun's daemon or to the batch script.
-3. Slurm's variables come before PMI_RANK and PMI_SIZE, which srun itself sets (--mpi=pmi2).
+3. Slurm's variables come before PMI_RANK and PMI_SIZE, which srun itself sets (--mpi=pmi2). They count only
+   in processes that srun started: a batch script and an interactive step have them too.
 
 A thread that is a rank of its own has its own variables: `as_rank`.
 """
@@ -42,6 +43,8 @@ class Names(NamedTuple):
 TORCHRUN = Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 # `pynccl run` sets the same variables and this one.
 _STORE = "PYNCCL_STORE"
+# The step of salloc's shell where it runs on a node of the job (use_interactive_step), as srun writes it.
+_INTERACTIVE_STEP = "4294967290"
 _SLURM = Names("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OPEN_MPI = "OMPI_COMM_WORLD_"
 _LAUNCHERS = (
@@ -102,6 +105,8 @@ def thread_rank() -> str:
 def detect(environ: Mapping[str, str]) -> Launcher:
     """Choose the launcher of this process and return its values."""
     found = [names for names in _LAUNCHERS if (names.sign or names.rank) in environ]
+    if _SLURM in found and not by_srun(environ):
+        found.remove(_SLURM)
     if not found:
         return NOBODY
     names = found[0]
@@ -115,6 +120,33 @@ def detect(environ: Mapping[str, str]) -> Launcher:
         _number(environ, names.size),
         _number(environ, names.local_rank),
         others,
+    )
+
+
+def by_srun(environ: Mapping[str, str]) -> bool:
+    """Tell whether srun started this process, if Slurm's variables are set."""
+    return not _is_batch_script(environ) and environ.get("SLURM_STEP_ID") != _INTERACTIVE_STEP
+
+
+def _is_batch_script(environ: Mapping[str, str]) -> bool:
+    """Tell whether sbatch's script started this process, and not srun."""
+    return (
+        environ.get("ENVIRONMENT") == "BATCH" and "SLURM_PROCID" in environ and "SLURM_STEP_ID" not in environ
+    )
+
+
+def without_srun(environ: Mapping[str, str]) -> str:
+    """Return what is wrong if a batch script of several tasks started one without srun; else ""."""
+    if not _is_batch_script(environ):
+        return ""
+    # Without --ntasks, srun starts so many on each node.
+    nodes, each = (_number(environ, f"SLURM_{name}") or 1 for name in ("JOB_NUM_NODES", "NTASKS_PER_NODE"))
+    tasks = _number(environ, "SLURM_NTASKS") or nodes * each
+    if tasks == 1:
+        return ""
+    return (
+        f"Slurm's batch script started this process alone, although the job has {tasks} tasks; expected "
+        f"`srun python ...` or mpirun in the script, which start {tasks} ranks, or rank=0 and world_size=1"
     )
 
 

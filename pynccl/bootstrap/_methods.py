@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import importlib
 import importlib.util
 import itertools
@@ -74,12 +75,13 @@ def choose(
         return _by_mpi(method, launcher, "method='mpi'")
     where, opener = _place(method, on_listen)
     rank, size = _numbers(rank, world_size, launcher)
+    host = _host(method)
     if opener is None:
-        where, opener = _by_environment(rank, size, launcher)
+        where, opener, host = _by_environment(rank, size, launcher)
     follows = rank == launcher.rank
     given = "the arguments" if launcher is _environment.NOBODY or not follows else str(launcher)
     why = f"{given}{where if size > 1 else ''}"
-    return Method(rank, size, why, follows, opener(rank, size), host=_host(method))
+    return Method(rank, size, why, follows, opener(rank, size), host=host)
 
 
 def _host(method: Any) -> str:
@@ -97,8 +99,16 @@ def _alone(launcher: Launcher) -> Method:
             f"{names.size} is {shown(size)}, but {names.rank} is not set; expected both (`pynccl run` and "
             "torchrun set them), rank= and world_size=, or neither for a program of one rank"
         )
+    _require_srun(launcher)
     why = "itself: no launcher's variables" if launcher is _environment.NOBODY else str(launcher)
     return Method(0, 1, why, True, _nowhere)
+
+
+def _require_srun(launcher: Launcher) -> None:
+    """Raise if a batch script started this process by itself, and the job has several tasks."""
+    wrong = _environment.without_srun(_environment.variables())
+    if wrong and launcher is _environment.NOBODY:
+        raise BootstrapError(wrong)
 
 
 def _nowhere(_: float) -> AbstractContextManager[Exchange]:
@@ -112,6 +122,7 @@ def _numbers(rank: int | None, world_size: int | None, launcher: Launcher) -> tu
     setters = "`pynccl run` and torchrun set" if names is _environment.TORCHRUN else f"{names.launcher} sets"
     for name, argument, value in ((names.rank, "rank", rank), (names.size, "world_size", size)):
         if value is None:
+            _require_srun(launcher)
             raise BootstrapError(f"{name} is not set; expected a number ({setters} it), or {argument}=")
     assert rank is not None and size is not None
     if not 0 <= rank < size:
@@ -177,22 +188,23 @@ def _identity(target: Any) -> str:
     return f"object {id(target)}"
 
 
-def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Opener]:
-    """Return the place that the environment names, in words, and its opener."""
+def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Opener, str]:
+    """Return the place that the environment names: in words, its opener, and its host."""
     environ = _environment.variables()
     at = _environment.master(environ, launcher)
     if _environment.uses_agent_store(environ) and at is not None:
         where = f"torchrun's store at {format_address(*at)}"
-        return f", through {where}", _opener(_by_agent, *at, where)
+        return f", through {where}", _opener(_by_agent, *at, where), at[0]
     if address := environ.get("PYNCCL_STORE"):
         try:
-            if not parse_address(address)[1]:
+            host, port = parse_address(address)
+            if not port:
                 raise ValueError(f"the address is {shown(address)}; expected a port of 1 to 65535")
         except ValueError as error:
             raise ValueError(f"PYNCCL_STORE: {error}") from None
-        return f", through the store at {address}", _opener(_at_store, address, address)
+        return f", through the store at {address}", _opener(_at_store, address, address), host
     if size == 1:
-        return "", _opener(_nowhere)
+        return "", _opener(_nowhere), ""
     if at is None:
         raise BootstrapError(
             f"rank {rank} has no store: expected PYNCCL_STORE=host:port, or MASTER_ADDR and MASTER_PORT "
@@ -203,10 +215,9 @@ def _by_environment(rank: int, size: int, launcher: Launcher) -> tuple[str, Open
     if where not in _kept and (store := _torch_store(rank, size)) is not None:
         # torch already listens at MASTER_PORT.
         keys = ObjectKeys(store, "torch.distributed's store", "pynccl/")
-        return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(store), True)
-    return f", at {where}", _opener(
-        _at_master, *at, _environment.host_source(environ), _environment.job_name(environ, launcher)
-    )
+        return f", through {keys.where}", _opener(_through, lambda _: keys, _identity(store), True), at[0]
+    source, job = _environment.host_source(environ), _environment.job_name(environ, launcher)
+    return f", at {where}", _opener(_at_master, *at, source, job), at[0]
 
 
 def _mpi_note(launcher: Launcher) -> str:
@@ -293,18 +304,19 @@ os.register_at_fork(after_in_child=_kept.clear)
 
 
 @contextmanager
-def _resolving(host: str, source: str, rank: int, size: int) -> Iterator[None]:
-    """Add the source of a host name to the error if the name cannot be resolved."""
+def _naming(host: str, source: str, rank: int, size: int) -> Iterator[None]:
+    """Add the source of a host to the error if its name cannot be resolved, or if it is not rank 0's."""
     try:
         yield
     except BootstrapError as error:
-        if isinstance(error.__cause__, socket.gaierror) or isinstance(
-            getattr(error.__cause__, "__cause__", None), socket.gaierror
-        ):
-            raise BootstrapError(
-                f"rank {rank} of {size}: {source} is {shown(host)}, a name that cannot be resolved: {error}"
-            ) from error
-        raise
+        causes = error.__cause__, getattr(error.__cause__, "__cause__", None)
+        if any(isinstance(cause, socket.gaierror) for cause in causes):
+            what = "a name that cannot be resolved"
+        elif any(isinstance(cause, OSError) and cause.errno == errno.EADDRNOTAVAIL for cause in causes):
+            what = "not rank 0's; expected MASTER_ADDR with the name of rank 0's host on every rank"
+        else:
+            raise
+        raise BootstrapError(f"rank {rank} of {size}: {source} is {shown(host)}, {what}: {error}") from error
 
 
 @contextmanager
@@ -315,11 +327,11 @@ def _at_master(
     where = format_address(host, port)
     home = None
     if where not in _kept and rank == 0:
-        with _resolving(host, source, rank, size):
+        with _naming(host, source, rank, size):
             home = Host(host, port, job, deadline)
         place, server = home.place, home.server
     elif where not in _kept:
-        with _resolving(host, source, rank, size):
+        with _naming(host, source, rank, size):
             place, server = ask(host, port, job, deadline, rank, size), None
     else:
         place, server = _kept[where]
@@ -393,6 +405,8 @@ def _torch_store(rank: int, size: int) -> Any:
 def _by_mpi(method: Any, launcher: Launcher, user: str) -> Method:
     comm = _mpi.communicator(method, user)
     rank, size = int(comm.Get_rank()), int(comm.Get_size())
+    if size == 1:
+        _require_srun(launcher)
     _mpi.require_same_world(comm, launcher)
     part = _mpi.is_part(comm)
     text = f", not {launcher}" if not launcher.names.mpi and launcher is not _environment.NOBODY else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import secrets
+import socket
 import time
 from collections import Counter
 from contextlib import suppress
@@ -56,7 +57,11 @@ def _listen(kind: type[StoreServer], host: str, port: int, job: str | None, dead
     try:
         return kind(host, port, read_secret(), job=job, timeout=left(deadline))
     except OSError as error:
-        why = ": another rank 0, job or program listens there" if error.errno == errno.EADDRINUSE else ""
+        why = ""
+        if error.errno == errno.EADDRINUSE:
+            why = ": another rank 0, job or program listens there"
+        elif error.errno == errno.EADDRNOTAVAIL:
+            why = f": {socket.gethostname()}, on which rank 0 runs, does not have this address"
         raise BootstrapError(f"rank 0 cannot listen at {format_address(host, port)}: {error}{why}") from error
 
 

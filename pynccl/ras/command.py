@@ -12,17 +12,23 @@ from types import MappingProxyType
 import click
 
 from pynccl._errors import NcclError
-from pynccl._options import Seconds
+from pynccl._options import Integer, Seconds
 from pynccl._trace.dumps import printable
 from pynccl.ras.client import ADDRESS, TIMEOUT, parse_address, status
 from pynccl.ras.report import Communicator, Lag, MissingRank, Rank, Status
 
 
+def _action(_: click.Context, __: click.Parameter, value: str) -> str:
+    if value != "status":
+        raise click.BadParameter(f"expected status, or --address {value}, not {value!r}")
+    return value
+
+
 @click.command("ras")
-@click.argument("action", type=click.Choice(["status"]), default="status", metavar="[status]")
+@click.argument("action", callback=_action, default="status", metavar="[status]")
 @click.option("--address", metavar="HOST:PORT", help=f"The server; default: NCCL_RAS_ADDR, else {ADDRESS}.")
 @click.option("--host", help="The server's host, in place of the address's.")
-@click.option("--port", type=click.IntRange(1, 65535), help="The server's port, in place of the address's.")
+@click.option("--port", type=Integer(1, 65535), help="The server's port, in place of the address's.")
 @click.option(
     "--timeout", type=Seconds(0, 86400, min_open=True), default=TIMEOUT, show_default=True,
     help="Seconds that the ranks have to answer.",

@@ -24,6 +24,8 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "5",
     "OMPI_COMM_WORLD_LOCAL_RANK": "2",
 }
+# Of sbatch's script itself; srun in it sets SLURM_STEP_ID, too.
+BATCH = {"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NUM_NODES": "1"}
 HYDRA = {"PMI_RANK": "4", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1"}
 PMI = {"PMI_RANK": "2", "PMI_SIZE": "4"}
 PALS = {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"} | PMI
@@ -46,6 +48,9 @@ PALS = {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"} | PMI
         (SLURM | OPEN_MPI, "Open MPI", 3, 5, 2, ("Slurm",)),
         (SLURM | HYDRA, "MPICH", 4, 6, 1, ("Slurm",)),
         (SLURM | PMI, "Slurm", 2, 4, 0, ()),
+        # Not started by srun: mpirun in a batch script, and a shell of salloc on a node of the job.
+        (BATCH | OPEN_MPI, "Open MPI", 3, 5, 2, ()),
+        (SLURM | {"SLURM_STEP_ID": "4294967290"}, "no launcher", None, None, None, ()),
     ],
 )
 def test_which_launcher_counts(
@@ -122,6 +127,49 @@ def test_slurm(nranks: int) -> None:
             f"SLURM_NTASKS={nranks})"
         )
         assert nranks == 1 or ", at localhost:" in lines[0]
+
+
+def in_a_batch_script(rank: int, nranks: int, more: dict[str, str]) -> int | str:
+    forget_the_launcher()
+    os.environ.update(BATCH | more)
+    try:
+        with pynccl.init(timeout=20) as comm:
+            return comm.size
+    except BootstrapError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("more", "tasks"),
+    [
+        # sbatch sets SLURM_NTASKS only if it was asked for so many.
+        ({}, 1),
+        ({"SLURM_NTASKS": "1"}, 1),
+        ({"SLURM_NTASKS": "4"}, 4),
+        ({"SLURM_JOB_NUM_NODES": "3"}, 3),
+        ({"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS_PER_NODE": "2"}, 6),
+    ],
+)
+def test_a_batch_script_without_srun(more: dict[str, str], tasks: int) -> None:
+    (said,) = testing.run(1, in_a_batch_script, more, backend="cpu")
+    if tasks == 1:
+        assert said == 1
+    else:
+        assert f"the job has {tasks} tasks; expected `srun python ...` or mpirun" in str(said)
+
+
+def elsewhere(rank: int, nranks: int) -> str:
+    forget_the_launcher()
+    os.environ.update(SLURM_PROCID="0", SLURM_NTASKS="2", SLURM_JOB_ID="7", SLURM_STEP_NODELIST="192.0.2.9,b")
+    with pytest.raises(BootstrapError) as caught:
+        pynccl.init(timeout=5)
+    return str(caught.value)
+
+
+def test_rank_0_is_not_on_the_first_host() -> None:
+    """As with srun --distribution=arbitrary."""
+    (text,) = testing.run(1, elsewhere, backend="cpu")
+    assert "the first host of Slurm's node list is '192.0.2.9', not rank 0's; expected MASTER_ADDR" in text
 
 
 def test_slurm_where_the_port_is_given() -> None:

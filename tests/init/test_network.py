@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,17 +105,25 @@ def test_a_cable_that_is_cut_is_a_dead_peer(hosts: Hosts) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("host", ["10.199.0.1", "[fd99::1]"])
-def test_a_time_out_on_hosts_without_a_default_route(hosts: Hosts, host: str) -> None:
+@pytest.mark.parametrize("method", ["tcp://10.199.0.1:29777", "tcp://[fd99::1]:29777", "Slurm"])
+def test_a_time_out_on_hosts_without_a_default_route(hosts: Hosts, method: str) -> None:
     """The control channel, which a time-out opens, goes over the interface of the rendezvous."""
+    how = (
+        "timeout=20" if method == "Slurm" else f"{method!r}, rank=int(sys.argv[1]), world_size=2, timeout=20"
+    )
     code = (
         "import sys, numpy as np, pynccl\n"
-        f"with pynccl.init('tcp://{host}:29777', rank=int(sys.argv[1]), world_size=2, timeout=20) as comm:\n"
+        f"with pynccl.init({how}) as comm:\n"
         "    print(*comm.all_reduce(np.ones(2)))"
     )
     command, env = [sys.executable, "-c", code], clean_environment() | {"PYNCCL_LIBRARY": "cpu"}
+    if method == "Slurm":
+        env |= {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "10.199.0.[1-2]"}
     started = [
-        piped(["ip", "netns", "exec", name, *command, str(rank)], env=env | {"NCCL_HOSTID": name})
+        piped(
+            ["ip", "netns", "exec", name, *command, str(rank)],
+            env=env | {"NCCL_HOSTID": name, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"},
+        )
         for rank, name in enumerate(hosts.names)
     ]
     assert [process.communicate(timeout=40)[0] for process in started] == 2 * ["2.0 2.0\n"]

@@ -34,7 +34,7 @@ OUT_OF_PLACE = ("alltoall", "alltoallv", "sendrecv", "put_signal")
 PROGRAMS = (*REDUCTIONS, "all_gather", "broadcast", "scatter", "gather", "hypercube", *OUT_OF_PLACE)
 LINE = re.compile(
     r"(?P<size>[ \d]{12})  (?P<count>[ \d]{12})  (?P<type>[ \w]{8})  (?P<op>[ \w]{6})  (?P<root>[ \d-]{6})"
-    r"(  [ \d.e+]{7}  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong>[ \d]{6}))"
+    r"(  (?P<time>[ \d.e+]{7})  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong>[ \d]{6}))"
     r"(  [ \d.e+]{7}  [ \d.e+]{6}  [ \d.e+]{6}  (?P<wrong_in_place>[ \dN/A]{6}))"
     r"(?P<more>.*)"
 )
@@ -281,6 +281,47 @@ def test_flags(args: list[str], words: list[str]) -> None:
     assert not [text for text in words if text not in done.stdout], done.stdout
 
 
+@pytest.fixture(scope="module")
+def late_library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Compile the CPU library with an all_reduce after which rank 1 is busy for 0.2 s."""
+    code = """
+        #define _GNU_SOURCE
+        #include <dlfcn.h>
+        #include <stddef.h>
+        #include <stdlib.h>
+        #include <unistd.h>
+        int pyncclCpuStreamSynchronize(void*, void*, long);
+        int ncclAllReduce(const void* s, void* r, size_t n, int type, int op, void* comm, void* stream) {
+          int (*real)(const void*, void*, size_t, int, int, void*, void*) = dlsym(RTLD_NEXT, "ncclAllReduce");
+          int result = real(s, r, n, type, op, comm, stream);
+          if (result == 0) result = pyncclCpuStreamSynchronize(comm, stream, -1);
+          // Barriers have other counts.
+          if (n == 100 && atoi(getenv("RANK")) == 1) usleep(200000);
+          return result;
+        }
+    """
+    return changed_library(tmp_path_factory.mktemp("late"), code)
+
+
+def test_whose_time_is_reported(late_library: str) -> None:
+    """-a: the first rank's, the mean, the least, the most."""
+    args = ("all_reduce", "-b", "400", "-e", "400", "-n", "1", "-w", "0")
+    first, mean, least, most = (
+        float(lines(bench(2, *args, "-a", mode, PYNCCL_LIBRARY=late_library))[0]["time"]) for mode in "0123"
+    )
+    assert most >= 200_000
+    assert max(first, least) < mean < most
+
+
+def test_a_wait_that_takes_too_long() -> None:
+    done = bench(
+        2, "all_reduce", "-b", "8", "-e", "8", "-T", "2", PYNCCL_CPU_FAULT="rank=1,call=3,action=sleep:60"
+    )
+    assert done.returncode == 1
+    assert "# Test timeout: " in done.stdout
+    assert re.search(r"Error: all_reduce: synchronize did not complete on stream \S+ within 2 s", done.stderr)
+
+
 def test_steps_cycles_and_roots() -> None:
     found = lines(
         bench(2, "broadcast", "-b", "1K", "-e", "3K", "-i", "1K", "-n", "1", "-N", "2", "-r", "all")
@@ -388,6 +429,9 @@ def test_a_bandwidth_that_is_required() -> None:
         (["broadcast", "-r", "²"], "expected a rank or all, not '²'"),
         (["broadcast", "-b", "٣"], "expected a number of bytes, or with K, M or G behind it, not '٣'"),
         (["allreduce"], "No such command 'allreduce'"),
+        (["all_reduce", "--cpu"], "--cpu behind the program; expected `pynccl bench -n N --cpu PROGRAM ...`"),
+        (["all_reduce", "-n", "many"], "'many' is not a valid integer."),
+        (["all_reduce", "--csv", "/nowhere/x", "-b", "8", "-e", "8"], "--csv /nowhere/x cannot be written"),
     ],
 )
 def test_wrong_flags(args: list[str], words: str) -> None:
@@ -395,6 +439,16 @@ def test_wrong_flags(args: list[str], words: str) -> None:
     done = pynccl_command("bench", "-n", "2", *args)
     assert done.exit_code == 2
     assert words in done.output.replace("\n", " ")
+
+
+def test_ranks_within_a_rank() -> None:
+    """-n in a rank of a launcher would start a job for each."""
+    done = pynccl_command("bench", "-n", "3", "all_reduce", RANK="0", WORLD_SIZE="2")
+    assert done.exit_code == 2
+    text = " ".join(done.output.split())
+    assert (
+        "-n 3 in a rank that a launcher has started, by torchrun's variables (RANK=0, WORLD_SIZE=2)" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -517,7 +571,7 @@ def test_files_stay_as_they_were_after_a_failure(tmp_path: Path) -> None:
     wrong = [
         (
             ["--csv", "/nowhere/table.csv"],
-            "--csv /nowhere/table.csv.part cannot be written: No such file",
+            "--csv /nowhere/table.csv cannot be written: No such file",
         ),
         (["--csv", str(tmp_path)], f"--csv {tmp_path} cannot be written: it is a folder"),
         (["-J", "/nowhere/run.json"], "-J /nowhere/run.json cannot be written: No such file or directory"),

@@ -398,14 +398,11 @@ def test_a_filter_of_system_calls() -> None:
     only(doctor("--only", "limits"), "seccomp", "ok")
 
 
-def test_more_ranks_than_processors() -> None:
-    found = doctor("--only", "limits", LOCAL_WORLD_SIZE="4", preexec=lambda: os.sched_setaffinity(0, {cpu()}))
-    text = only(found, "processors", "warning")["text"]
-    assert text == "4 ranks on this machine, and 1 processors for this one"
-
-
-def cpu() -> int:
-    return min(os.sched_getaffinity(0))
+def test_processors() -> None:
+    found = doctor(
+        "--only", "limits", preexec=lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    )
+    assert only(found, "processors", "ok")["text"] == "1 on which this process may run"
 
 
 # --- the environment ----------------------------------------------------------------------------------------
@@ -495,6 +492,18 @@ def test_two_launchers() -> None:
     assert "Slurm's variables" in said(variables_of.check_launcher, SLURM_PROCID="1", SLURM_NTASKS="2").text
 
 
+def test_a_batch_script_of_slurm() -> None:
+    """Several tasks without srun are an error; mpirun, whose ranks have the script's variables, is none."""
+    batch = {"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    alone = said(variables_of.check_launcher, **batch)
+    assert alone.level == "error"
+    assert "the job has 2 tasks; expected `srun python ...`" in alone.text
+    mpirun = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert said(variables_of.check_launcher, **batch, **mpirun).level == "ok"
+    found = doctor("--only", "environment", "--only", "job", **batch)
+    only(found, "launcher", "error")
+
+
 # --- all_reduce ---------------------------------------------------------------------------------------------
 
 
@@ -559,6 +568,21 @@ def test_ranks_that_differ(compile_library: Callable[..., str]) -> None:
     assert different["text"] == "library differs: the CPU library 2.32.3 on rank 0, NCCL 2.19.3 on rank 1"
     (warned,) = those(findings(first), "variables of ranks")
     assert warned["text"] == "NCCL_ALGO differs: Ring on rank 0, Tree on rank 1"
+
+
+def test_more_ranks_than_processors() -> None:
+    """However each rank is bound: mpirun gives each a processor of its own, srun may give all the same."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    assert len(cores) == 2, "this test needs two processors"
+    one, other = ([["taskset", "-c", str(core)] for core in where] for where in (cores, cores[:1] * 2))
+    first, _ = job("--only", "job", each=[{}, {}], places=one)
+    assert (
+        only(findings(first), "processors", "ok")["text"]
+        == "no machine has more ranks than processors for them"
+    )
+    first, _ = job("--only", "job", each=[{}, {}], places=other)
+    text = only(findings(first), "processors", "warning")["text"]
+    assert re.fullmatch(r"2 ranks on \S+, and 1 of its processors for them", text)
 
 
 def test_a_job_without_a_library(tmp_path: Path) -> None:

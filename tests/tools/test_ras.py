@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import pynccl_command
 from conftest import clean_environment
 from processes import completed
 from pynccl import NcclTimeoutError, ras
@@ -247,3 +248,9 @@ def test_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_RAS_ADDR", "nowhere")
     with pytest.raises(ValueError, match="NCCL_RAS_ADDR must be HOST:PORT"):
         ras.status()
+
+
+def test_an_address_without_its_option() -> None:
+    done = pynccl_command("ras", "node7:28028")
+    assert done.exit_code == 2
+    assert "expected status, or --address node7:28028, not 'node7:28028'" in " ".join(done.output.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
@@ -57,7 +58,7 @@ def test_text(machine: Path, run_python: Run) -> None:
         "NUMA node 0: processors 0-31, 1024 MiB",
         "  GPU0    0000:03:00.0  not visible to the driver, PCIe 32.0 GT/s x16",
         "  GPU1    0000:05:00.0  not visible to the driver",
-        "  mlx5_0  0000:04:00.0  port 1 4: ACTIVE 400 Gb/sec (4X NDR)",
+        "  mlx5_0  0000:04:00.0  port 1 ACTIVE 400 Gb/sec (4X NDR)",
         "  eth0    0000:20:00.0  up, 10000 Mb/s",
         "NUMA node 1: processors 32-63, 2048 MiB",
         "  GPU2  0000:83:00.0  not visible to the driver",
@@ -102,23 +103,37 @@ def test_one_node_and_no_device(tmp_path: Path, run_python: Run) -> None:
     assert text.splitlines()[1] == "  GPU0  0000:01:00.0  not visible to the driver"
 
 
+class Box(NamedTuple):
+    x: int
+    y: int
+    width: int
+    height: int
+
+    @classmethod
+    def of(cls, attributes: dict[str, str]) -> Box:
+        return cls(*(int(attributes[name]) for name in cls._fields))
+
+    def has(self, other: Box) -> bool:
+        across = self.x < other.x and other.x + other.width < self.x + self.width
+        return across and self.y < other.y and other.y + other.height < self.y + self.height
+
+
 def test_picture(machine: Path, tmp_path: Path, run_python: Run) -> None:
     file = tmp_path / "topology.svg"
     run_python(args=[*INFO, "--topology", "--root", str(machine), "--svg", str(file)])
-    texts = [
-        "".join(element.itertext())
-        for element in ElementTree.parse(file).iter()
-        if element.tag.endswith("text")
-    ]
-    assert [text.split(" ")[0] for text in texts] == [
-        "NUMA",
-        "GPU0",
-        "GPU1",
-        "mlx5_0",
-        "eth0",
-        "NUMA",
-        "GPU2",
-    ]
+    elements = list(ElementTree.parse(file).iter())
+    texts = ["".join(element.itertext()) for element in elements if element.tag.endswith("text")]
+    boxes = [Box.of(element.attrib) for element in elements if element.tag.endswith("rect")]
+    names = [text.split(" ")[0] for text in texts]
+    assert names == ["NUMA", "PCIe", "GPU0", "mlx5_0", "GPU1", "eth0", "NUMA", "GPU2"]
+    # Boxes in boxes: the switch has two devices, and the first node all but the last one.
+    inside = {
+        name: [n for n, other in zip(names, boxes, strict=True) if box.has(other)]
+        for name, box in zip(names[:-2], boxes, strict=False)
+    }
+    assert inside["PCIe"] == ["GPU0", "mlx5_0"]
+    assert inside["NUMA"] == names[1:6]
+    assert not inside["GPU0"] + inside["eth0"]
 
 
 @pytest.mark.parametrize(

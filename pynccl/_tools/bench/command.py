@@ -20,6 +20,7 @@ import click
 
 from pynccl._errors import NcclRemoteError, NcclTimeoutError, NotSupportedError
 from pynccl._library import loader
+from pynccl._options import Integer, Number
 from pynccl._run.command import ranks
 from pynccl._run.launch import Job, choose_backend, launch
 from pynccl._tools.bench import pairs, plot, progress
@@ -90,11 +91,11 @@ class _Peers(click.ParamType[Any]):
         return names
 
 
-_ZERO, _ONE = click.IntRange(0), click.IntRange(1)
+_ZERO, _ONE = Integer(0), Integer(1)
 
 
-def _choice(most: int) -> click.IntRange:
-    return click.IntRange(0, most)
+def _choice(most: int) -> Integer:
+    return Integer(0, most)
 
 
 # Name, letter, type and help; the default is that of Settings.
@@ -133,7 +134,7 @@ _OWN: tuple[tuple[str, click.ParamType[Any], str], ...] = (
     ("csv", click.Path(), "Write the lines to FILE as comma-separated values."),
     ("save", click.Path(), "Write -J's document to FILE, in place of an older one."),
     ("against", click.Path(), "Compare with the document in FILE: exit code 3 if a size is slower."),
-    ("tolerance", click.FloatRange(0), "Percent by which --against lets a size be slower."),
+    ("tolerance", Number(0), "Percent by which --against lets a size be slower."),
     ("plot", click.Path(), "Draw bandwidth and time over size to FILE, .png or .svg."),
     ("compare", _Peers(), f"Measure some of {', '.join(PEERS)} in turn with NCCL, on the same ranks."),
 )
@@ -165,6 +166,10 @@ class _Program(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.obj = [str(self.name), *args]
+        if "--cpu" in args:
+            raise click.UsageError(
+                "--cpu behind the program; expected `pynccl bench -n N --cpu PROGRAM ...`", ctx
+            )
         return super().parse_args(ctx, args)
 
 
@@ -371,6 +376,12 @@ def bench(nranks: int | None, cpu: bool) -> None:
     """
     if cpu and nranks is None:
         raise click.UsageError("--cpu without -n N; expected both, or PYNCCL_LIBRARY=cpu")
+    launcher = _environment.detect(os.environ)
+    if nranks is not None and (launcher.size or 1) > 1:
+        raise click.UsageError(
+            f"-n {nranks} in a rank that a launcher has started, by {launcher}; expected no -n, since this "
+            "process is a rank already"
+        )
 
 
 # --- a run ---

@@ -16,16 +16,16 @@ _PERCENTILES = ("p50_us", "p99_us")
 _HALVES = {"out_of_place": "", "in_place": "in_place_"}
 
 
-def open_new(path: str, flag: str) -> tuple[IO[str], str]:
+def open_new(path: str, flag: str, suffix: str = "") -> tuple[IO[str], str]:
     """Open a new file of this name; if it exists, with .0, .1 and so on behind it."""
-    tries, name = 0, path
+    tries, name = 0, f"{path}{suffix}"
     while True:
         try:
             return Path(name).open("x"), name
         except FileExistsError:
-            name, tries = f"{path}.{tries}", tries + 1
+            name, tries = f"{path}{suffix}.{tries}", tries + 1
         except OSError as error:
-            raise ValueError(f"{flag} {name} cannot be written: {error.strerror}") from error
+            raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from error
 
 
 class Replacement:
@@ -35,7 +35,7 @@ class Replacement:
         self.path = path
         if Path(path).is_dir():
             raise ValueError(f"{flag} {path} cannot be written: it is a folder")
-        self.file, self._name = open_new(f"{path}.part", flag)
+        self.file, self._name = open_new(path, flag, ".part")
 
     def write(self, data: bytes) -> None:
         """Write bytes in place of text."""

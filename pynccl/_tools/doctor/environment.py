@@ -176,6 +176,8 @@ def _contradictions(machine: Machine) -> Iterator[tuple[str, str]]:
     if launcher is _environment.NOBODY:
         if environ.get("WORLD_SIZE", "1") != "1":
             yield f"WORLD_SIZE is {environ['WORLD_SIZE']}, and RANK is not set", _START
+        if wrong := _environment.without_srun(environ):
+            yield wrong, _START
         return
     if launcher.size is None:
         yield f"{names.rank} is {launcher.rank}, and {names.size} is not set", _START
@@ -202,7 +204,10 @@ def _contradictions(machine: Machine) -> Iterator[tuple[str, str]]:
 def _others(machine: Machine) -> Iterator[str]:
     """Yield texts about launchers whose variables name another rank or size than the chosen one's."""
     chosen = _environment.detect(machine.environ)
-    for rank, size in (("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+    others = [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")]
+    if _environment.by_srun(machine.environ):
+        others.append(("SLURM_PROCID", "SLURM_NTASKS"))
+    for rank, size in others:
         said = machine.number(rank), machine.number(size)
         if chosen.names.rank != rank and None not in said and said != (chosen.rank, chosen.size):
             yield (

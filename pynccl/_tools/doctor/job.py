@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import time
@@ -40,6 +41,8 @@ class Report:
     place: str
     versions: dict[str, str]
     variables: dict[str, str]
+    # The processors on which it may run.
+    cores: list[int]
     mtu: tuple[str, int] | None
     listener: tuple[str, int] | None
     findings: list[dict[str, str]]
@@ -71,6 +74,7 @@ def _report(machine: Machine, findings: Sequence[Finding], listener: tuple[str, 
         _host.same_host("net"),
         _versions(),
         {name: machine.environ[name] for name in names},
+        sorted(os.sched_getaffinity(0)),
         network.mtu(machine),
         listener,
         [asdict(finding) for finding in findings],
@@ -145,6 +149,7 @@ def compare(reports: dict[int, Report]) -> Iterator[Finding]:
     yield ok("ranks", f"all {len(reports)} came, on {len(hosts)} machine{plural}")
     yield from _compare_versions(reports)
     yield from _compare_variables(reports)
+    yield from _compare_cores(reports)
     yield from _compare_mtu(reports)
 
 
@@ -198,6 +203,26 @@ def _compare_variables(reports: dict[int, Report]) -> Iterator[Finding]:
         )
     if not differing:
         yield ok("variables of ranks", "equal")
+
+
+def _compare_cores(reports: dict[int, Report]) -> Iterator[Finding]:
+    """Compare the ranks of each machine with the processors on which they may run together."""
+    machines: defaultdict[str, list[Report]] = defaultdict(list)
+    for report in reports.values():
+        machines[report.place].append(report)
+    crowded = False
+    for ranks in machines.values():
+        cores = set[int]().union(*(report.cores for report in ranks))
+        if len(ranks) > len(cores):
+            crowded = True
+            yield warning(
+                "processors",
+                f"{len(ranks)} ranks on {ranks[0].host}, and {len(cores)} of its processors for them",
+                "Ranks that share a processor wait for each other's time slices.",
+                "Start fewer ranks, or give the job more: srun --cpus-per-task, mpirun --bind-to none.",
+            )
+    if not crowded:
+        yield ok("processors", "no machine has more ranks than processors for them")
 
 
 def _compare_mtu(reports: dict[int, Report]) -> Iterator[Finding]:

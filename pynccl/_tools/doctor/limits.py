@@ -135,18 +135,9 @@ def check_container(machine: Machine) -> Iterator[Finding]:
     yield ok("container", text + ("; its limits and /dev/shm are the container's own" if signs else ""))
 
 
-def check_cores(machine: Machine) -> Iterator[Finding]:
-    """Compare the ranks of this machine with the processors on which they may run."""
-    ranks, cores = machine.number("LOCAL_WORLD_SIZE") or 1, len(os.sched_getaffinity(0))
-    if ranks > cores:
-        yield warning(
-            "processors",
-            f"{ranks} ranks on this machine, and {cores} processors for this one",
-            "Ranks that share a processor wait for each other's time slices.",
-            "Start fewer ranks, or give the job more: srun --cpus-per-task, mpirun --bind-to none.",
-        )
-    else:
-        yield ok("processors", f"{cores} for {ranks} rank{'s' if ranks > 1 else ''} of this machine")
+def check_cores(_: Machine) -> Iterator[Finding]:
+    """Count the processors on which this process may run."""
+    yield ok("processors", f"{len(os.sched_getaffinity(0))} on which this process may run")
 
 
 CHECKS = (
