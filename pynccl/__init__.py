@@ -176,6 +176,11 @@ def _meant(name: str) -> str:
 
     if name in RedOp.__members__:
         return f"; pynccl's name is RedOp.{name}"
+    if name.startswith("nccl"):
+        from pynccl import capi
+
+        if hasattr(capi, name):
+            return f"; pynccl's name is capi.{name}"
     if name in _OTHER_NAMES:
         return f"; pynccl's name is {_OTHER_NAMES[name]}"
     ours = meant(Communicator, name) or ""

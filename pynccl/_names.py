@@ -86,7 +86,7 @@ _OTHER_KEYWORDS = {
     "tensor": ("send", "buf"),
     "timeout": ("pynccl.init(timeout=...)",),
 }
-_UNEXPECTED = re.compile(r"(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+_UNEXPECTED = re.compile(r"(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'( .*)?")
 
 # Calls of a communicator run in order, so a receive that waits also keeps a later send waiting.
 _TOGETHER = ", or `with pynccl.group():` for sends and receives that wait for each other"
@@ -119,14 +119,17 @@ def _first(name: str) -> str:
     return re.split(r"\W", name, maxsplit=1)[0]
 
 
-def add_hint(error: BaseException | None, owner: type) -> None:
-    """Add pynccl's name to Python's error for a keyword that a method of a class does not have."""
+def add_hint(error: BaseException | None, owner: type) -> str:
+    """Add pynccl's name to Python's error for a keyword that a method of a class does not have; return it."""
     found = _UNEXPECTED.fullmatch(str(error))
     if error is None or found is None or found[1] != owner.__name__:
-        return
+        return ""
     has = {*inspect.signature(getattr(owner, found[2])).parameters, "pynccl"}
-    if ours := _ours(found[3].replace("_", "").lower(), has, _OTHER_KEYWORDS):
-        error.args = (f"{error}; pynccl's name is {ours}",)
+    ours = _ours(found[3].replace("_", "").lower(), has, _OTHER_KEYWORDS)
+    if ours is None:
+        return ""
+    error.args = (f"{error}; pynccl's name is {ours}",)
+    return f"{found[2]}({found[3]}=...): pynccl's name is {ours}"
 
 
 class Hinting:

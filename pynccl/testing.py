@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pynccl._comm import lifetime
 from pynccl._errors import BootstrapError
 from pynccl._run import word
 from pynccl._run.evidence import in_order
@@ -128,10 +129,10 @@ def run(
     if not isinstance(check, bool):
         raise TypeError(f"check is {shown(check)}; expected True or False")
     _check_backend(backend)
-    _check_env(env or {})
+    _check_env({} if env is None else env)
     # By name, or as bytes together with the arguments, whose classes have the same problem.
     place = _locate(fn)
-    content = pickle.dumps(args) if place else _cloudpickle(fn).dumps((fn, args))
+    content = _packed(args) if place else _cloudpickle(fn).dumps((fn, args))
     task = (
         list(sys.path),
         place,
@@ -177,7 +178,9 @@ def _check_backend(backend: str) -> None:
         raise ValueError(f"backend is {shown(backend)}, which is not a file; {expected}")
 
 
-def _check_env(env: dict[str, str]) -> None:
+def _check_env(env: Any) -> None:
+    if not isinstance(env, dict):
+        raise TypeError(f"env is {shown(env)}; expected a dict of names and values of type str, or None")
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env[{name!r}] is {shown(value)}; expected names and values of type str")
@@ -534,7 +537,20 @@ def _call(folder: Path, rank: int, nranks: int, load: _Load) -> bool:
     return _write(folder, rank, answer)
 
 
+def _packed(args: tuple[Any, ...]) -> bytes:
+    for index, value in enumerate(args):
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(
+                f"args[{index}] is {shown(value)}; expected an argument of fn that can be pickled: {error}"
+            ) from error
+    return pickle.dumps(args)
+
+
 def _failed_by(error: BaseException, dumps: Callable[[Any], bytes]) -> tuple[bool, bytes, str]:
+    if isinstance(error, TypeError) and lifetime.explain is not None:
+        lifetime.explain(error)
     return False, _dumps_error(error, dumps), "".join(traceback.format_exception(error))
 
 

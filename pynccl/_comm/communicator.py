@@ -12,7 +12,7 @@ import numpy as np
 
 from pynccl import capi
 from pynccl._arrays.buffers import Array
-from pynccl._comm import create, derive, end, recovery
+from pynccl._comm import create, derive, end, lifetime, recovery
 from pynccl._comm.core import Core
 from pynccl._comm.derive import ConfigLike
 from pynccl._comm.operations import Operations
@@ -471,3 +471,6 @@ def _ordinals(devices: Any) -> list[int]:
     if not ordinals:
         raise ValueError(f"devices is {shown(devices)}; expected {expected}")
     return ordinals
+
+
+lifetime.explain = lambda error: add_hint(error, Communicator)

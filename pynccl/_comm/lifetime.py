@@ -67,6 +67,8 @@ class _AtEnd:
         self._done.wait(seconds)
 
 
+# Adds a hint to an exception that ends the program, and returns it; set by the communicator.
+explain: Callable[[BaseException], str] | None = None
 # PYNCCL_EXIT_TIMEOUT, read with the first communicator.
 _seconds = 5.0
 _leave: _AtEnd | None = None
@@ -107,7 +109,10 @@ def _at_exit() -> None:
     if owned:
         # Before the other ranks learn of it, and perhaps exit sooner.
         tell_launcher()
-    aborts = raised()
+    last = _last_exception()
+    if isinstance(last, TypeError) and explain is not None and (text := explain(last)):
+        print(f"pynccl: {text}", file=sys.stderr)
+    aborts = last is not None
     broken = set(owned) if aborts else set()
     interrupt: BaseException | None = None
     for communicator in list(living):
@@ -145,9 +150,16 @@ def _end_by_interrupt() -> None:
 
 
 def raised() -> bool:
-    """Tell whether an uncaught exception ends the program; an interactive session survives it."""
-    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return last is not None and not hasattr(sys, "ps1")
+    """Tell whether an uncaught exception ends the program."""
+    return _last_exception() is not None
+
+
+def _last_exception() -> BaseException | None:
+    # An interactive session survives it.
+    found = (
+        None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    )
+    return found if isinstance(found, BaseException) else None
 
 
 def _exit_seconds() -> float:

@@ -272,6 +272,7 @@ WRONG = [
     ({"env": {"A=B": "1"}}, r"env\['A=B'\] is '1'; expected a name, not empty and without '='"),
     ({"env": {"": "1"}}, r"env\[''\] is '1'; expected a name, not empty"),
     ({"env": {"A": "\0"}}, r"env\['A'\] is '\\x00'; expected .* no NULs"),
+    ({"env": "x"}, "env is 'x'; expected a dict of names and values"),
     ({"fn": 3}, "fn is 3; expected a function"),
     ({"check": "no"}, "check is 'no'; expected True or False"),
     ({"backend": None}, "backend is None; expected 'auto', 'cpu' or the path of a libnccl"),
@@ -283,6 +284,14 @@ WRONG = [
 def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         testing.run(2, **{"fn": places, **wrong})
+
+
+def test_an_argument_that_cannot_be_pickled() -> None:
+    with (
+        pytest.raises(TypeError, match=r"^args\[1\] is <.*TextIO.*; expected an argument .*pickled: "),
+        open(os.devnull) as f,
+    ):
+        testing.run(2, places, 1, f)
 
 
 GUARDED = """

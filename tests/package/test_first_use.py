@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import pynccl
+from conftest import Run
 from meeting import hear, tell
 from processes import completed
 from pynccl import NcclTimeoutError
-from pynccl.testing import run
+from pynccl.testing import RankError, run
 from ranks import on_ranks
 
 
@@ -232,6 +233,18 @@ KEYWORDS: list[tuple[Callable[[Any, Any], object], str]] = [
 ]
 
 
+def call_with_another_keyword(rank: int, nranks: int) -> None:
+    pynccl.init().all_reduce(np.ones(1), async_op=True)  # type: ignore[call-overload]
+
+
+def test_a_keyword_of_another_library_ends_a_program(run_program: Run) -> None:
+    done = run_program("import pynccl\npynccl.init().barrier(async_op=True)", 1)
+    assert (
+        "[0] pynccl: barrier(async_op=...): pynccl's name is wait: async_op=True is wait=False\n"
+        in done.stderr
+    )
+
+
 @on_ranks(1)
 def test_keywords_of_other_libraries(rank: int, nranks: int) -> None:
     for call, text in KEYWORDS:
@@ -241,6 +254,9 @@ def test_keywords_of_other_libraries(rank: int, nranks: int) -> None:
                 call(comm, np.ones(4))
 
         refused(called, TypeError, f"() got an unexpected keyword argument {text}")
+    # Outside a `with` block, when the exception ends the rank.
+    with pytest.raises(RankError, match="'async_op'; pynccl's name is wait: async_op=True is wait=False"):
+        run(1, call_with_another_keyword, backend="cpu", timeout=30)
     with pytest.raises(TypeError, match="keyword argument 'nonsense'$"), pynccl.init() as comm:
         comm.barrier(nonsense=1)  # type: ignore[call-overload]
 

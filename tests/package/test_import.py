@@ -146,6 +146,7 @@ def test_pypis_pynccl_over_ours(copy: Path, run_python: Run, module: str) -> Non
         ("ReduceOp", "; pynccl's name is RedOp"),
         ("SUM", "; pynccl's name is RedOp.SUM"),
         ("COMM_WORLD", "; pynccl's name is init()"),
+        ("ncclGetUniqueId", "; pynccl's name is capi.ncclGetUniqueId"),
         ("init_process_group", "; pynccl's name is init"),
         ("zeros_like", "; pynccl's name is zeros(array.shape, like=array)"),
         ("nonsense", ""),
