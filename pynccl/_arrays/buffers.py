@@ -156,7 +156,7 @@ def code_of(dtype: Any, name: str) -> int:
         ours = dtypes.OTHER_NAMES.get(dtype) if isinstance(dtype, str) else None
         hint = f"; pynccl's name is {shown(ours)}" if ours else ""
         raise TypeError(
-            f"{name} is {shown(dtype)}{hint}; expected a dtype that NCCL can carry: {error}"
+            f"{name} is {shown(dtype)}{hint}; expected a dtype that NCCL can carry: {error!s:.200}"
         ) from None
 
 

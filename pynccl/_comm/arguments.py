@@ -193,12 +193,16 @@ class Arguments:
         source = self.span(send, "send", split=True)
         return source[0], 0, source[1], source[2], None
 
+    def of_root(self, send: Any) -> Any:
+        """Return the root's array; raise TypeError for None."""
+        if send is None:
+            raise TypeError("send is None; expected an array: this rank is the root")
+        return send
+
     def _check_scatter(self, send: Any, recv: Any, root: int) -> Checked:
         self.rank_in(root, "root")
         if root == self._rank:
-            if send is None:
-                raise TypeError("send is None; expected an array: this rank is the root")
-            return self._check_reduce_scatter(send, recv, root)
+            return self._check_reduce_scatter(self.of_root(send), recv, root)
         if recv is None:
             if send is None:
                 raise TypeError(

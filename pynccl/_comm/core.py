@@ -51,6 +51,7 @@ INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
 # Seconds of a wait without a time-out after which a rank says which others it waits for: in a call that all
 # ranks must make, and in any call of init_all.
 LONG = 10.0
+_SYNCHRONIZE = "pyncclCpuStreamSynchronize"
 # Seconds between two attempts to enter a communicator that another thread uses.
 _PAUSE = 0.01
 
@@ -362,6 +363,10 @@ class Core:
                 # An abort in another thread destroys the communicator's own stream.
                 self.not_aborted()
                 raise self._forget_destroyed(stream, what) from None
+            if error.function == _SYNCHRONIZE:
+                # The program has called what it waits for.
+                error.function = what
+                error.args = (str(error).replace(_SYNCHRONIZE, what, 1),)
             found = self.watch.cause(error)
             self.told = True
             self.failed.add(stream)

@@ -810,7 +810,7 @@ class Operations:
             check.require_own(target, "recv", each)
             pieces = [Piece(RECV, target[2], 0, target[0], target[1], root)]
             if here:
-                source = check.span(send, "send", split=True)
+                source = check.span(check.of_root(send), "send", split=True)
                 parts = check.parts(target, source, "send", each, "the sum of counts")
                 pieces += [Piece(SEND, code, part, 0, n, peer) for peer, (code, part, n) in enumerate(parts)]
             return pieces

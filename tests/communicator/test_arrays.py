@@ -366,6 +366,8 @@ def test_other_arguments(rank: int, nranks: int) -> None:
             (lambda: comm.broadcast(None, root=1 - me), TypeError, "^send is None; .* for send or recv"),
             (lambda: comm.scatter(None, x, root=me), TypeError,
              "^send is None; expected an array: this rank is the root"),
+            (lambda: comm.scatter_v(None, x, [4] * nranks, root=me), TypeError,
+             "^send is None; expected an array: this rank is the root"),
             (lambda: comm.scatter(None, root=1 - me), TypeError,
              "^send and recv are None; expected recv=, an array for the part of this rank"),
             (lambda: comm.all_reduce(None), TypeError, "^send is of type NoneType"),
