@@ -39,6 +39,7 @@ QUANTITIES = {
     "death noticed, s": "death",
     "memory of a rank, MiB": "memory",
     "descriptors of a rank": "descriptors",
+    "the same with a channel": "watched",
     "TCP segments of a rank in init": "segments",
 }
 TARGET = 16384
@@ -126,6 +127,7 @@ def measure(nranks: int, threads: int, library: str, timeout: float) -> dict[str
                 row |= {key: max(one[key] for one in found) for key in found[0]}
             elif name == "check mode":
                 row["checked"] = max(one["all_reduce"] for one in found)
+                row["watched"] = max(one["descriptors"] for one in found)
             else:
                 heard = [one for one in found if isinstance(one, float)]
                 if len(heard) == nranks - threads:

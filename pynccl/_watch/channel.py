@@ -1,5 +1,6 @@
-"""The control channel: TCP connections between all ranks of a communicator, beside the library's own.
+"""The control channel: TCP connections between the ranks of a communicator, beside the library's own.
 
+With few ranks they connect any two; with more each rank has neighbours, which native/channel.h defines.
 The communicator itself carries the ranks' addresses and a fresh key; on a network, others may see its data.
 A connection begins with a handshake (`handshake.py`) in which each side proves that
 it has the key and, if there is one, the job's secret; with a secret all frames are encrypted. Then the
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pynccl import _host
 from pynccl._errors import BootstrapError, NcclError, NcclSystemError, descriptor_limit
-from pynccl._library.binding import lib
+from pynccl._library.binding import ffi, lib
 from pynccl._secure import handshake
 from pynccl._secure.secret import read_secret
 from pynccl._watch.ended import Process, process
@@ -33,17 +34,20 @@ if TYPE_CHECKING:
 
 GONE, LATE = -2, -3
 _KEY = 16
-# Seconds for a connection to prove the key, and for a rank to connect after the library reported an error.
-_HELLO_SECONDS = 5.0
+# Seconds for a connection to prove the key, for each 64 ranks, and for a rank to connect after the library
+# reported an error.
+_HELLO_SECONDS, _FAST_RANKS = 5.0, 64
 _LAST_SECONDS = 0.5
 _SLICE = 0.1
 _HELLO = struct.Struct("!16sII")
-_MAGIC = b"pynccl-channel-2"
+_MAGIC = b"pynccl-channel-3"
 _PLACE = struct.Struct("!B16sH")
 # Bytes of a failure's text.
 _TEXT = 256
 _SIOCGIFADDR = 0x8915
-_GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?")
+_GREETING = struct.Struct(f"!{_KEY}s{_KEY}s{_KEY}sIQ?I")
+# The variable that says up to how many ranks the channel connects any two.
+_MESH, _MESH_RANKS, _MOST_MESH = "PYNCCL_MESH_RANKS", 32, 1 << 16
 
 # The host of the rendezvous that the last pynccl.init named, rather than the launcher's variables.
 met_at = ""
@@ -53,11 +57,13 @@ Gather = Callable[[bytes], list[bytes]]
 
 
 class Channel(NamedTuple):
-    """The connections of a rank to the others."""
+    """The connections of a rank to its neighbours."""
 
-    # A connected socket for every rank, -1 for this one, GONE for one that died meanwhile, and LATE for one
-    # that did not connect in time.
+    # For every rank: a connected socket of a neighbour, GONE for one that died meanwhile, LATE for one that did
+    # not connect in time, and else -1.
     sockets: list[int]
+    # Up to so many ranks, any two are neighbours.
+    mesh: int
     # The processes of all ranks, and for each whether it is visible to this one.
     processes: list[Process]
     visible: list[bool]
@@ -73,33 +79,47 @@ def connect(
     deadline: float | None,
     look: Callable[[], object],
 ) -> Channel:
-    """Connect to all other ranks; `look` raises if the library has an error.
+    """Connect to the neighbours; `look` raises if the library has an error.
 
     With a failure of this rank, every rank raises it.
     """
     secret, mine, failure = ("", bytes(_GREETING.size), failure) if failure else _greeting()
     greetings = [_GREETING.unpack(each) for each in _exchange(rank, size, gather, mine, failure)]
-    _check_secrets(rank, size, [greeting[-1] for greeting in greetings])
-    key = greetings[0][1]
+    _check_secrets(rank, size, [greeting[5] for greeting in greetings])
+    key, mesh = greetings[0][1], greetings[0][6]
+    neighbours = _neighbours(rank, size, mesh)
     processes = [Process(*greeting[2:5]) for greeting in greetings]
     one_host = len({greeting[0] for greeting in greetings}) == 1
     with ExitStack() as opened:
-        listener, mine, failure = _place(one_host, size, opened)
+        listener, mine, failure = _place(one_host, len(neighbours), opened)
         places = [_unpack_place(each) for each in _exchange(rank, size, gather, mine, failure)]
         assert listener is not None
-        mesh = _Mesh(rank, size, secret, key, listener, deadline)
+        links = _Links(rank, size, neighbours, secret, key, listener, deadline)
         try:
-            mesh.call(places[:rank])
-            late = mesh.answer(look)
+            links.call(places)
+            late = links.answer(look)
             # They were alive when they connected; a process that is invisible now never proves anything.
             here = processes[rank].space
             visible = [
                 one.space == here and 0 < one.start == lib.pynccl_process_start(one.pid) for one in processes
             ]
-            return Channel(mesh.sockets(late), processes, visible, mesh.sessions)
+            return Channel(links.sockets(late), mesh, processes, visible, links.sessions)
         except BaseException:
-            mesh.close()
+            links.close()
             raise
+
+
+def _neighbours(rank: int, size: int, mesh: int) -> frozenset[int]:
+    steps = ffi.new("int[]", size)
+    count = lib.pynccl_watch_neighbours(size, mesh, steps)
+    return frozenset((rank + step) % size for step in steps[0:count])
+
+
+def _mesh_ranks() -> int:
+    text = os.environ.get(_MESH) or str(_MESH_RANKS)
+    if not (text.isascii() and text.isdigit() and int(text) <= _MOST_MESH):
+        raise BootstrapError(f"{_MESH} is {text!r}; expected a number of ranks, 0 to {_MOST_MESH}")
+    return int(text)
 
 
 def _exchange(rank: int, size: int, gather: Gather, mine: bytes, failure: NcclError | None) -> list[bytes]:
@@ -134,7 +154,7 @@ def _greeting() -> tuple[str, bytes, NcclError | None]:
         if secret:
             handshake.load_noise()
         host, key = _host.digest(_host.same_host("net")), secrets.token_bytes(_KEY)
-        return secret, _GREETING.pack(host, key, *process(os.getpid()), bool(secret)), None
+        return secret, _GREETING.pack(host, key, *process(os.getpid()), bool(secret), _mesh_ranks()), None
     except BootstrapError as error:
         return "", bytes(_GREETING.size), error
     except OSError as error:
@@ -142,26 +162,26 @@ def _greeting() -> tuple[str, bytes, NcclError | None]:
 
 
 def _place(
-    one_host: bool, size: int, opened: ExitStack
+    one_host: bool, connections: int, opened: ExitStack
 ) -> tuple[socket.socket | None, bytes, NcclError | None]:
     """Listen and return the address; or zeros and the error."""
     try:
         listener = opened.enter_context(_listen("127.0.0.1" if one_host else outward_address()))
-        _require_descriptors(listener, size)
+        _require_descriptors(listener, connections + 1)
         return listener, _pack_place(*listener.getsockname()[:2]), None
     except NcclSystemError as error:
         return None, bytes(_PLACE.size), error
 
 
-def _require_descriptors(listener: socket.socket, size: int) -> None:
+def _require_descriptors(listener: socket.socket, wanted: int) -> None:
     """Raise if there are fewer free file descriptors than the connections and a selector need."""
     spare: list[int] = []
     try:
-        while len(spare) < size:
+        while len(spare) < wanted:
             spare.append(os.dup(listener.fileno()))
     except OSError as error:
         raise NcclSystemError(
-            f"the control channel needs {size} more file descriptors, but only {len(spare)} are free: "
+            f"the control channel needs {wanted} more file descriptors, but only {len(spare)} are free: "
             f"{os.strerror(error.errno or 0)}{descriptor_limit(error)}"
         ) from error
     finally:
@@ -181,13 +201,21 @@ class _Link:
         self.data, self.since = bytearray(), time.monotonic()
 
 
-class _Mesh:
-    """One rank's side of the connections: it calls the lower ranks, and the higher ones call it."""
+class _Links:
+    """One rank's side of the connections: it calls its lower neighbours, and the higher ones call it."""
 
     def __init__(
-        self, rank: int, size: int, secret: str, key: bytes, listener: socket.socket, deadline: float | None
+        self,
+        rank: int,
+        size: int,
+        neighbours: frozenset[int],
+        secret: str,
+        key: bytes,
+        listener: socket.socket,
+        deadline: float | None,
     ) -> None:
-        self.rank, self.size, self.deadline = rank, size, deadline
+        self.rank, self.size, self.neighbours, self.deadline = rank, size, neighbours, deadline
+        self.patience = _HELLO_SECONDS * -(-size // _FAST_RANKS)
         self.secret, self.key = secret, key
         self.listener = listener
         self.found: dict[int, socket.socket | None] = {}
@@ -200,10 +228,10 @@ class _Mesh:
         return handshake.choose(self.secret, b"pynccl channel", self.key, pair)
 
     def call(self, places: list[tuple[str, int]]) -> None:
-        for other, place in enumerate(places):
-            left = _HELLO_SECONDS if self.deadline is None else max(0.1, self.deadline - time.monotonic())
+        for other in sorted(other for other in self.neighbours if other < self.rank):
+            left = self.patience if self.deadline is None else max(0.1, self.deadline - time.monotonic())
             try:
-                sock = socket.create_connection(place, timeout=left)
+                sock = socket.create_connection(places[other], timeout=left)
             except OSError as error:
                 _refuse_shortage(error)
                 self.found[other] = None
@@ -226,7 +254,7 @@ class _Mesh:
         self.listener.setblocking(False)
         self.selector.register(self.listener, selectors.EVENT_READ)
         last: float | None = None
-        while len(self.found) < self.size - 1:
+        while len(self.found) < len(self.neighbours):
             for key, _ in self.selector.select(_SLICE):
                 if key.fileobj is self.listener:
                     self._accept(hello_size)
@@ -234,7 +262,7 @@ class _Mesh:
                     self._read(key.fileobj)
             now = time.monotonic()
             for sock, link in list(self.open.items()):
-                if link.called is None and now - link.since > _HELLO_SECONDS:
+                if link.called is None and now - link.since > self.patience:
                     self._drop(sock)
             if last is None:
                 try:
@@ -258,7 +286,7 @@ class _Mesh:
             self._add(sock, _Link(None, None, hello_size))
 
     def _missing(self) -> list[int]:
-        return [other for other in range(self.size) if other != self.rank and other not in self.found]
+        return sorted(self.neighbours - self.found.keys())
 
     def _drop(self, sock: socket.socket) -> None:
         link = self.open.pop(sock)
@@ -310,7 +338,7 @@ class _Mesh:
     def _meet(self, sock: socket.socket, link: _Link, data: bytes) -> None:
         """Answer a rank's call; a caller without the key learns nothing but the refusal."""
         magic, caller, called = _HELLO.unpack_from(data)
-        known = magic == _MAGIC and called == self.rank and self.rank < caller < self.size
+        known = magic == _MAGIC and called == self.rank < caller and caller in self.neighbours
         if not known or caller in self.found:
             raise ValueError("the caller is not a rank that must still call")
         scheme = self._scheme(caller, called)
@@ -341,11 +369,12 @@ class _Mesh:
         for sock in list(self.open):
             self._drop(sock)
         self.selector.close()
-        ends = [self.found.get(other) for other in range(self.size)]
-        return [
-            -1 if other == self.rank else LATE if other in late else GONE if sock is None else sock.detach()
-            for other, sock in enumerate(ends)
-        ]
+        ends = [-1] * self.size
+        for other, sock in self.found.items():
+            ends[other] = GONE if sock is None else sock.detach()
+        for other in late:
+            ends[other] = LATE
+        return ends
 
     def close(self) -> None:
         for sock in (*self.open, *(sock for sock in self.found.values() if sock is not None)):

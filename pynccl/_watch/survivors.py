@@ -95,9 +95,8 @@ class Survivors:
             self._begin_attempt()
 
     def _begin_attempt(self) -> None:
+        self.watch.send(self.members, self.kind | _BEGUN, self.attempt.to_bytes(4, "big"))
         for rank in ranks_in(self.members):
-            number = self.attempt.to_bytes(4, "big")
-            lib.pynccl_watch_send(self.watch.c, rank, self.kind | _BEGUN, number, len(number))
             if (begun := self.watch.begun.get((self.kind, rank))) is not None:
                 self._match(rank, begun)
 
@@ -371,18 +370,17 @@ class Survivors:
             self._send(number, agreement.newest(messages))
 
     def _send(self, number: int, out: agreement.Output) -> None:
-        packed: dict[Message, bytes] = {}
-        for to, message in out:
-            if not self.theirs[to]:
-                continue
-            if message not in packed:
-                packed[message] = number.to_bytes(4, "big") + agreement.pack(message)
-            data = packed[message]
+        # With one tag, a message to many ranks is sent once.
+        to: dict[tuple[Message, int], int] = {}
+        for rank, message in out:
+            if self.theirs[rank]:
+                one = message, self._tag(self.attempt, self.theirs[rank])
+                to[one] = to.get(one, 0) | 1 << rank
+        for (message, tag), ranks in to.items():
+            data = number.to_bytes(4, "big") + agreement.pack(message)
             for at in range(0, len(data), _TEXT - 1):
                 more = at + _TEXT - 1 < len(data)
-                piece = bytes([more]) + data[at : at + _TEXT - 1]
-                tag = self._tag(self.attempt, self.theirs[to])
-                lib.pynccl_watch_send(self.watch.c, to, tag, piece, len(piece))
+                self.watch.send(ranks, tag, bytes([more]) + data[at : at + _TEXT - 1])
 
     # --- between agreements ---
 
@@ -442,7 +440,7 @@ class Survivors:
             made = UniqueId(capi.ncclGetUniqueId())
             for rank in others:
                 tag = self._tag(self.attempt, self.theirs[rank], number)
-                lib.pynccl_watch_send(self.watch.c, rank, tag, bytes(made), 128)
+                self.watch.send(1 << rank, tag, bytes(made))
             return made
         data = ffi.new("char[]", 128)
         while code := lib.pynccl_watch_receive(

@@ -111,7 +111,7 @@ class Watch:
         deadline = deadline_of(self.timeout)
         if deadline is not None and until is not None:
             deadline = min(deadline, until)
-        sockets = ffi.NULL
+        sockets, mesh = ffi.NULL, 0
         lost: set[int] = set()
         sealing = _Sealing({}, 0)
         context = 0 if self.c.waits or not cuda.available() else cuda.primary_context(device)
@@ -119,14 +119,14 @@ class Watch:
         with _thread() as no_thread:
             if with_channel and self.size > 1:
                 opened = self._connect(handle, no_thread, deadline, look)
-                sockets = ffi.new("int[]", opened.sockets)
+                sockets, mesh = ffi.new("int[]", opened.sockets), opened.mesh
                 lost = {channel.GONE, channel.LATE} & set(opened.sockets)
                 self.processes, self.visible = opened.processes, opened.visible
                 sealing = _Sealing(opened.sessions, self.size)
             if no_thread is not None:
                 raise no_thread
             end = _end_action()
-            code = lib.pynccl_watch_start(self.c, sockets, milliseconds, end, context, sealing.given)
+            code = lib.pynccl_watch_start(self.c, sockets, mesh, milliseconds, end, context, sealing.given)
         if code:
             raise _not_started(code)
         if self.visible:
@@ -165,6 +165,11 @@ class Watch:
                 rank=self.rank,
                 size=self.size,
             ) from None
+
+    def send(self, to: int, tag: int, data: bytes) -> None:
+        """Send a message to a set of ranks, given by its bits."""
+        words = ffi.from_buffer("uint64_t[]", to.to_bytes((self.size + 63) // 64 * 8, "little"))
+        lib.pynccl_watch_send(self.c, words, tag, data, len(data))
 
     # --- verdicts ---
 

@@ -4,47 +4,37 @@
 #include <stdlib.h>
 #include <sys/socket.h>
 
+#include "checks.h"
 #include "verdicts.h"
-
-static void pynccl_keep_frame(pynccl_peer* p, const pynccl_frame* frame) {
-  pynccl_frame* inbox = pynccl_room(p->inbox, p->inbox_count, &p->inbox_capacity, sizeof *inbox);
-  if (!inbox) return;
-  p->inbox = inbox;
-  inbox[p->inbox_count++] = *frame;
-  pthread_cond_broadcast(&pynccl_watchdog.changed);
-}
 
 // Another rank has lost a rank. If this one does not hear of it either, all ranks must know before any
 // decides.
 static void pynccl_confirm(pynccl_watch* w, int reporter, int lost) {
   const int rank = lost == w->rank ? reporter : lost;
-  if (rank != w->rank && pynccl_silent(&w->peers[rank], pynccl_silence(w) - w->beat))
-    pynccl_report_loss(w, rank);
+  if (rank != w->rank && pynccl_silent(w, rank, pynccl_silence(w) - w->beat)) pynccl_report_loss(w, rank);
 }
 
-static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
+static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
   pynccl_peer* p = &w->peers[from];
-  f->text[sizeof f->text - 1] = f->kind == FRAME_MESSAGE ? f->text[sizeof f->text - 1] : 0;
+  if (f->kind != FRAME_MESSAGE && f->kind != FRAME_NEWS && f->kind != FRAME_LOST)
+    f->text[sizeof f->text - 1] = 0;
   switch (f->kind) {
-    case FRAME_BEAT:
-      p->calls = f->number;
-      p->last_kind = f->code < PYNCCL_PLAN ? (int)f->code : 0;
+    case FRAME_NEWS:
+      for (uint32_t i = 0; i < f->code && i < FRAME_NEWS_COUNT; ++i) pynccl_learn(w, &f->news[i], from);
       break;
-    case FRAME_DEPARTURE:
-      p->departure = f->code ? (int)f->code : PYNCCL_CLOSES;
-      if (p->departure == PYNCCL_ABORTS_FIRST && !w->dying) w->dying = pynccl_now();
+    case FRAME_LOST:
+      for (uint32_t i = 0; i < f->code && i < FRAME_PAIRS; ++i) {
+        const pynccl_loss pair = f->pairs[i];
+        if (pair.rank >= w->size || pair.other >= w->size) continue;
+        pynccl_spread_loss(w, pair.rank, pair.other);
+        pynccl_confirm(w, pair.rank, pair.other);
+      }
       break;
     case FRAME_FAILED:
       if (f->number >= (uint64_t)w->size) break;
       w->peers[f->number].named = 1;
       pynccl_note_lost(w, from, (int)f->number);
       pynccl_confirm(w, from, (int)f->number);
-      break;
-    case FRAME_LOST:
-      if (f->code >= (uint32_t)w->size || f->number >= (uint64_t)w->size) break;
-      // Pass it on: the sender cannot tell the other end.
-      if (pynccl_note_lost(w, (int)f->code, (int)f->number)) pynccl_send_frame(w, (int)f->number, f);
-      pynccl_confirm(w, (int)f->code, (int)f->number);
       break;
     case FRAME_TEXT:
       if (!p->report && !(p->report = calloc(1, PYNCCL_MOST_TEXT))) break;
@@ -61,12 +51,38 @@ static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
                                                                                          : PYNCCL_TIMED_OUT);
       break;
     case FRAME_MESSAGE:
+      if (pynccl_keep_frame(p, f)) pthread_cond_broadcast(&pynccl_watchdog.changed);
+      break;
     case FRAME_CALL:
-      pynccl_keep_frame(p, f);
+    case FRAME_TELL:
+    case FRAME_TOLD:
+      pynccl_check_heard(w, from, f);
       break;
     default:
       break;
   }
+}
+
+static void pynccl_arrived(pynccl_watch* w, int from, pynccl_frame* f) {
+  if (f->kind < FRAME_ASK) {
+    pynccl_handle(w, from, f);
+    return;
+  }
+  const int origin = (int)f->origin;
+  if (f->origin >= (uint32_t)w->size || origin == w->rank || (w->mesh && origin != from)) return;
+  pynccl_peer* p = &w->peers[origin];
+  if (!f->sequence) {
+    if (f->to == (uint32_t)w->rank)
+      pynccl_handle(w, origin, f);
+    else if (f->to < (uint32_t)w->size)
+      pynccl_forward(w, f);
+    return;
+  }
+  if (f->sequence <= p->seen) return;
+  p->seen = f->sequence;
+  if (f->kind == FRAME_ASK && !pynccl_asked(w)) return;
+  if (!w->mesh) pynccl_pass_on(w, f, from);
+  if (pynccl_is_for(f, w->rank) && !p->gone) pynccl_handle(w, origin, f);
 }
 
 void pynccl_read(pynccl_watch* w, int rank) {
@@ -91,6 +107,7 @@ void pynccl_read(pynccl_watch* w, int rank) {
     }
     p->heard = pynccl_watchdog.awake;
     p->heard_at = pynccl_now();
+    p->owes = 0;
     pynccl_arrived(w, rank, &frame);
   }
 }

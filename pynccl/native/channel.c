@@ -28,8 +28,19 @@ void pynccl_watch_epoll(pynccl_watch* w, int rank, int how) {
   epoll_ctl(pynccl_watchdog.epoll, how, p->socket, &e);
 }
 
-int pynccl_silent(const pynccl_peer* p, int64_t limit) {
-  return !p->gone && !p->departure && p->socket >= 0 && pynccl_watchdog.awake - p->heard > limit;
+int pynccl_takes_part(const pynccl_watch* w, int rank) {
+  const pynccl_peer* p = &w->peers[rank];
+  return w->connected && rank != w->rank && !p->gone && !p->departure;
+}
+
+int pynccl_owes(const pynccl_watch* w, int rank, int64_t limit) {
+  const int64_t since = w->peers[rank].owes;
+  return since && pynccl_watchdog.awake - since > limit;
+}
+
+int pynccl_silent(const pynccl_watch* w, int rank, int64_t limit) {
+  return pynccl_takes_part(w, rank) && pynccl_watchdog.awake - w->peers[rank].heard > limit &&
+         (w->mesh || pynccl_owes(w, rank, limit));
 }
 
 static size_t pynccl_row_words(const pynccl_watch* w) { return ((size_t)w->size + 63) / 64; }
@@ -44,13 +55,50 @@ int pynccl_note_lost(pynccl_watch* w, int rank, int other) {
   if (!w->lost) w->lost = calloc((size_t)w->size * pynccl_row_words(w), sizeof *w->lost);
   if (!w->lost || pynccl_has_lost(w, rank, other)) return 0;
   w->lost[(size_t)rank * pynccl_row_words(w) + (size_t)other / 64] |= 1ULL << (other % 64);
+  ++w->peers[rank].losses;
+  ++w->peers[other].lost_by;
   return 1;
 }
 
-void pynccl_report_loss(pynccl_watch* w, int rank) {
-  if (!pynccl_note_lost(w, w->rank, rank)) return;
-  const pynccl_frame lost = {.kind = FRAME_LOST, .code = (uint32_t)w->rank, .number = (uint64_t)rank};
-  pynccl_tell_all(w, &lost);
+int pynccl_spread_loss(pynccl_watch* w, int rank, int other) {
+  if (!pynccl_note_lost(w, rank, other)) return 0;
+  pynccl_loss* pairs = pynccl_room(w->pairs, w->pair_count, &w->pair_capacity, sizeof *pairs);
+  if (!pairs) return 1;
+  w->pairs = pairs;
+  pairs[w->pair_count++] = (pynccl_loss){(uint16_t)rank, (uint16_t)other};
+  return 1;
+}
+
+void pynccl_report_loss(pynccl_watch* w, int rank) { pynccl_spread_loss(w, w->rank, rank); }
+
+void pynccl_reach(const pynccl_watch* w, char* missed) {
+  int* queue = malloc((size_t)w->size * sizeof *queue);
+  if (!queue) return;
+  memset(missed, 1, (size_t)w->size);
+  int first = 0, last = 0;
+  missed[queue[last++] = w->rank] = 0;
+  for (; first < last; ++first)
+    for (int i = 0, rank = queue[first]; i < w->step_count; ++i) {
+      const int other = (rank + w->steps[i]) % w->size;
+      if (!missed[other] || pynccl_has_lost(w, rank, other)) continue;
+      if (!(w->peers[rank].departure && w->peers[other].lost_by)) missed[queue[last++] = other] = 0;
+    }
+  free(queue);
+}
+
+// Find ranks without a connection that cannot be reached any more.
+static void pynccl_find_gone(pynccl_watch* w) {
+  char* missed = w->mesh ? NULL : calloc(1, (size_t)w->size);
+  if (!missed) return;
+  pynccl_reach(w, missed);
+  for (int r = 0; r < w->size; ++r) {
+    pynccl_peer* p = &w->peers[r];
+    if (!missed[r] || p->socket >= 0 || !pynccl_takes_part(w, r)) continue;
+    p->gone = 1;
+    p->gone_at = pynccl_now();
+    pthread_cond_broadcast(&pynccl_watchdog.changed);
+  }
+  free(missed);
 }
 
 void pynccl_hang_up(pynccl_watch* w, int rank) {
@@ -68,8 +116,24 @@ void pynccl_hang_up(pynccl_watch* w, int rank) {
       p->gone_at >= pynccl_watchdog.blind_until && (p->local || p->gone_at - p->heard_at <= ENDING_NS);
   p->output_bytes = 0;
   pthread_cond_broadcast(&pynccl_watchdog.changed);
+  if (!p->departure) p->departure = p->hearsay;
   if (!w->listed || p->departure) return;
-  pynccl_report_loss(w, rank);
+  if (w->mesh)
+    pynccl_report_loss(w, rank);
+  else
+    w->doubtful += p->doubtful = 1;
+}
+
+// Report ranks whose connection has ended, unless others have told of their departure: the rank's own word is
+// lost if its kernel had unread frames when it closed the connection.
+static void pynccl_end_doubts(pynccl_watch* w) {
+  for (int r = 0; r < w->size && w->doubtful; ++r) {
+    pynccl_peer* p = &w->peers[r];
+    if (!p->doubtful || !(p->departure || pynccl_now() - p->gone_at > DOUBT_NS)) continue;
+    p->doubtful = 0;
+    --w->doubtful;
+    if (!p->departure) pynccl_report_loss(w, r);
+  }
 }
 
 void pynccl_take_socket(pynccl_peer* p, int socket) {
@@ -78,7 +142,8 @@ void pynccl_take_socket(pynccl_peer* p, int socket) {
   p->socket = socket;
   p->heard = pynccl_watchdog.awake;
   p->heard_at = pynccl_now();
-  p->provable = 1;
+  // Whether a rank is alive that cannot be reached, only its neighbours can tell.
+  p->provable = socket != -1;
   if (socket < 0 || getpeername(socket, (struct sockaddr*)&at, &size)) return;
   const struct in6_addr* v6 = &((struct sockaddr_in6*)&at)->sin6_addr;
   const int mapped = at.ss_family == AF_INET6 && IN6_IS_ADDR_V4MAPPED(v6);
@@ -145,8 +210,7 @@ int pynccl_unpack(const pynccl_watch* w, pynccl_peer* p, pynccl_frame* frame) {
 int pynccl_send_frame(pynccl_watch* w, int rank, const pynccl_frame* frame) {
   pynccl_peer* p = &w->peers[rank];
   if (p->socket < 0) return ECONNRESET;
-  // A peer that does not read needs no second heartbeat.
-  if (p->output_bytes > (frame->kind == FRAME_BEAT ? 0 : MOST_OUTPUT)) return ENOBUFS;
+  if (p->output_bytes > MOST_OUTPUT) return ENOBUFS;
   const size_t bytes = pynccl_wire_bytes(w);
   if (p->output_bytes + bytes > p->output_capacity) {
     const size_t capacity = 2 * p->output_capacity + 4 * bytes;
@@ -167,10 +231,161 @@ void pynccl_tell_all(pynccl_watch* w, const pynccl_frame* frame) {
 
 int64_t pynccl_silence(const pynccl_watch* w) { return w->beat * (SILENCE_NS / BEAT_NS); }
 
+int64_t pynccl_grace(const pynccl_watch* w) { return w->mesh ? GRACE_NS : 2 * GRACE_NS; }
+
+// --- frames for any rank -----------------------------------------------------------------------------------
+
+int pynccl_is_for(const pynccl_frame* frame, int rank) {
+  if (frame->to == TO_ALL) return 1;
+  if (!(frame->to & TO_SET)) return frame->to == (uint32_t)rank;
+  const uint32_t at = (uint32_t)rank - (frame->to ^ TO_SET);
+  return at < SET_RANKS && frame->set[at / 64] >> at % 64 & 1;
+}
+
+void pynccl_pass_on(pynccl_watch* w, const pynccl_frame* frame, int from) {
+  for (int r = 0; r < w->size; ++r) {
+    pynccl_peer* p = &w->peers[r];
+    if (p->socket < 0 || p->clogged || r == from || (uint32_t)r == frame->origin) continue;
+    if (w->mesh && !pynccl_is_for(frame, r)) continue;
+    const int error = pynccl_send_frame(w, r, frame);
+    p->clogged = error == ENOBUFS || error == ENOMEM;
+  }
+}
+
+void pynccl_flood(pynccl_watch* w, pynccl_frame* frame) {
+  frame->origin = (uint32_t)w->rank;
+  frame->sequence = ++w->sequence;
+  pynccl_pass_on(w, frame, -1);
+}
+
+void pynccl_forward(pynccl_watch* w, const pynccl_frame* frame) {
+  const int up = ((int)frame->to - w->rank + w->size) % w->size, down = w->size - up;
+  int step = up < down || w->mesh ? up : down;
+  while (!w->mesh && step & (step - 1)) step &= step - 1;
+  pynccl_send_frame(w, (w->rank + (up < down || w->mesh ? step : w->size - step)) % w->size, frame);
+}
+
+void pynccl_post(pynccl_watch* w, pynccl_frame* frame, int rank) {
+  frame->origin = (uint32_t)w->rank;
+  frame->to = (uint32_t)rank;
+  pynccl_forward(w, frame);
+}
+
+// --- what ranks know of each other -------------------------------------------------------------------------
+
+static pynccl_news pynccl_news_of(const pynccl_watch* w, int rank) {
+  const pynccl_peer* p = &w->peers[rank];
+  const int mine = rank == w->rank, departure = p->departure ? p->departure : p->hearsay;
+  // First the number: a thread that reads it also reads the kind.
+  const uint64_t calls = mine ? pynccl_calls(w) : p->calls;
+  const int kind = mine ? pynccl_newest_kind(w) : p->last_kind;
+  return (pynccl_news){.calls = calls,
+                       .stamp = p->stamp,
+                       .rank = (uint16_t)rank,
+                       .kind = (uint8_t)(kind < 0 ? NO_KIND : kind),
+                       .departure = (uint8_t)(mine ? w->departure : departure)};
+}
+
+static void pynccl_freshen(pynccl_watch* w, int rank) {
+  w->fresh += !w->peers[rank].fresh;
+  w->peers[rank].fresh = 1;
+}
+
 void pynccl_beat(pynccl_watch* w) {
-  const pynccl_frame beat = {
-      .kind = FRAME_BEAT, .code = (uint32_t)pynccl_newest_kind(w), .number = pynccl_calls(w)};
-  pynccl_tell_all(w, &beat);
+  const pynccl_frame beat = {.kind = FRAME_NEWS, .code = 1, .news = {pynccl_news_of(w, w->rank)}};
+  // A peer that does not read needs no second heartbeat.
+  for (int r = 0; r < w->size; ++r)
+    if (!w->peers[r].output_bytes) pynccl_send_frame(w, r, &beat);
+}
+
+void pynccl_depart(pynccl_watch* w, int departure) {
+  w->departure = departure;
+  ++w->peers[w->rank].stamp;
+  pynccl_freshen(w, w->rank);
+  pynccl_tell_news(w);
+}
+
+static void pynccl_departed(pynccl_watch* w, pynccl_peer* p, int departure) {
+  p->departure = departure;
+  if (departure == PYNCCL_ABORTS_FIRST && !w->dying) w->dying = pynccl_now();
+  if (p->socket < 0 && !p->gone) {
+    p->gone = 1;
+    p->gone_at = pynccl_now();
+  }
+  pthread_cond_broadcast(&pynccl_watchdog.changed);
+}
+
+void pynccl_learn(pynccl_watch* w, const pynccl_news* news, int from) {
+  const int rank = news->rank;
+  if (rank >= w->size || rank == w->rank) return;
+  pynccl_peer* p = &w->peers[rank];
+  const int newer = (int32_t)(news->stamp - p->stamp) > 0;
+  if (newer || (news->stamp == p->stamp && news->calls > p->calls)) {
+    p->calls = news->calls;
+    p->last_kind = news->kind < PYNCCL_PLAN ? news->kind : 0;
+  }
+  if (newer) {
+    p->stamp = news->stamp;
+    p->heard = pynccl_watchdog.awake;
+    p->owes = 0;
+    if (!w->mesh) pynccl_freshen(w, rank);
+  }
+  if (!news->departure || p->departure) return;
+  // Its own connection brings its last frames first.
+  if (p->socket >= 0 && from != rank)
+    p->hearsay = news->departure;
+  else
+    pynccl_departed(w, p, news->departure);
+}
+
+void pynccl_tell_news(pynccl_watch* w) {
+  pynccl_end_doubts(w);
+  if (w->pair_count) pynccl_find_gone(w);
+  for (int done = 0; done < w->pair_count;) {
+    pynccl_frame lost = {.kind = FRAME_LOST};
+    while (done < w->pair_count && lost.code < FRAME_PAIRS) lost.pairs[lost.code++] = w->pairs[done++];
+    pynccl_tell_all(w, &lost);
+  }
+  w->pair_count = 0;
+  for (int r = 0; w->fresh;) {
+    pynccl_frame news = {.kind = FRAME_NEWS};
+    for (; r < w->size && news.code < FRAME_NEWS_COUNT; ++r) {
+      if (!w->peers[r].fresh) continue;
+      w->peers[r].fresh = 0;
+      --w->fresh;
+      news.news[news.code++] = pynccl_news_of(w, r);
+    }
+    pynccl_tell_all(w, &news);
+  }
+}
+
+int pynccl_asked(pynccl_watch* w) {
+  const int64_t now = pynccl_watchdog.awake;
+  if (now - w->asked < w->beat) return 0;
+  w->asked = now;
+  for (int r = 0; r < w->size; ++r)
+    if (pynccl_takes_part(w, r) && !w->peers[r].owes) w->peers[r].owes = now;
+  ++w->peers[w->rank].stamp;
+  pynccl_freshen(w, w->rank);
+  return 1;
+}
+
+void pynccl_ask_all(pynccl_watch* w) {
+  if (w->mesh || !w->connected || !w->listed || !pynccl_asked(w)) return;
+  pynccl_frame ask = {.kind = FRAME_ASK, .to = TO_ALL};
+  pynccl_flood(w, &ask);
+}
+
+int pynccl_watch_neighbours(int size, int mesh, int* steps) {
+  int count = 0;
+  for (int step = 1; step < size; step = size <= mesh ? step + 1 : 2 * step)
+    for (int i = 0; i < (size <= mesh ? 1 : 2); ++i) {
+      const int one = i ? size - step : step;
+      int known = 0;
+      for (int k = 0; k < count; ++k) known |= steps[k] == one;
+      if (!known) steps[count++] = one;
+    }
+  return count;
 }
 
 // --- processes ---------------------------------------------------------------------------------------------
@@ -237,9 +452,10 @@ void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates) {
   pynccl_watch* w = comm->watch;
   if (!w) return;
   pthread_mutex_lock(&pynccl_watchdog.lock);
+  pynccl_ask_all(w);
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    const int silent = r != w->rank && pynccl_silent(p, pynccl_silence(w));
+    const int silent = pynccl_silent(w, r, pynccl_silence(w));
     fates[r] = (unsigned char)(p->departure | (p->gone ? PYNCCL_GONE : 0) | (silent ? PYNCCL_SILENT : 0) |
                                (p->ended ? PYNCCL_ENDED : 0));
   }
@@ -250,27 +466,45 @@ int64_t pynccl_watch_heard(pynccl_comm* comm, int rank) {
   pynccl_watch* w = comm->watch;
   if (!w || rank < 0 || rank >= w->size) return 0;
   pthread_mutex_lock(&pynccl_watchdog.lock);
+  pynccl_ask_all(w);
   const int64_t heard = w->peers[rank].heard;
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   return heard;
 }
 
-int pynccl_watch_send(pynccl_comm* comm, int rank, uint64_t tag, const char* data, size_t size) {
+int pynccl_watch_send(pynccl_comm* comm, const uint64_t* to, uint64_t tag, const char* data, size_t size) {
   pynccl_watch* w = comm->watch;
-  pynccl_frame f = {.kind = FRAME_MESSAGE, .number = tag};
-  if (!w || rank < 0 || rank >= w->size || size > sizeof f.text) return EINVAL;
-  memcpy(f.text, data, size);
+  if (!w || size > PYNCCL_FRAME_TEXT) return EINVAL;
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  const int r = pynccl_send_frame(w, rank, &f);
+  for (int first = 0; first < w->size; first += SET_RANKS) {
+    pynccl_frame f = {.kind = FRAME_MESSAGE, .to = TO_SET | (uint32_t)first, .number = tag};
+    uint64_t some = 0;
+    for (int i = 0; i < SET_RANKS / 64 && first + 64 * i < w->size; ++i)
+      some |= f.set[i] = to[first / 64 + i];
+    memcpy(f.text, data, size);
+    if (some) pynccl_flood(w, &f);
+  }
   pthread_mutex_unlock(&pynccl_watchdog.lock);
-  return r;
+  return 0;
+}
+
+int pynccl_keep_frame(pynccl_peer* p, const pynccl_frame* frame) {
+  pynccl_frame* inbox = pynccl_room(p->inbox, p->inbox_count, &p->inbox_capacity, sizeof *inbox);
+  if (!inbox) return 0;
+  p->inbox = inbox;
+  inbox[p->inbox_count++] = *frame;
+  return 1;
+}
+
+void pynccl_drop_frame(pynccl_peer* p, int at) {
+  memmove(&p->inbox[at], &p->inbox[at + 1], (size_t)(--p->inbox_count - at) * sizeof *p->inbox);
 }
 
 static int pynccl_take_frame(pynccl_peer* p, uint32_t kind, uint64_t number, pynccl_frame* out) {
   for (int i = 0; i < p->inbox_count; ++i) {
     if (p->inbox[i].kind != kind || p->inbox[i].number != number) continue;
     *out = p->inbox[i];
-    memmove(&p->inbox[i], &p->inbox[i + 1], (size_t)(--p->inbox_count - i) * sizeof *p->inbox);
+    pynccl_drop_frame(p, i);
     return 1;
   }
   return 0;
@@ -285,9 +519,10 @@ int pynccl_watch_receive(pynccl_comm* comm, int rank, uint64_t tag, char* data, 
   const int64_t until = pynccl_now() + wait_ms * MS;
   pynccl_peer* p = &w->peers[rank];
   int found;
-  while (!(found = pynccl_take_frame(p, FRAME_MESSAGE, tag, &f)) && p->socket >= 0 && pynccl_await(until))
+  while (!(found = pynccl_take_frame(p, FRAME_MESSAGE, tag, &f)) && !p->gone && w->listed &&
+         pynccl_await(until))
     continue;
-  const int r = found ? 0 : p->socket < 0 ? ECONNRESET : ETIMEDOUT;
+  const int r = found ? 0 : p->gone || !w->listed ? ECONNRESET : ETIMEDOUT;
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   if (!r) memcpy(data, f.text, size);
   return r;

@@ -14,9 +14,14 @@
 enum { SIDE_ALL, SIDE_SENDS, SIDE_RECEIVES };
 enum { PART_LAST = 1 };
 
-// An announcement to a peer, and the peer's counterpart.
+// An announcement, and its counterpart: of a message, the peer's; of a collective, in each step another
+// rank's.
 typedef struct pynccl_said {
-  int peer, answered;
+  int peer;  // -1: a collective
+  int answered;
+  int left;        // an interrupt has ended the wait; the others go on
+  int step;        // of a collective
+  uint64_t round;  // of a collective; 0: a message
   pynccl_frame frame, answer;
 } pynccl_said;
 
@@ -33,10 +38,10 @@ static int pynccl_side(int kind) {
   return kind == PYNCCL_SEND ? SIDE_SENDS : kind == PYNCCL_RECV ? SIDE_RECEIVES : SIDE_ALL;
 }
 
-// Whether a peer must make the counterpart of a call; a one-sided call has none.
-static int pynccl_concerns(const pynccl_watch* w, const pynccl_call* c, int peer) {
+// Whether a call has counterparts; a one-sided call has none, and a message to this rank itself neither.
+static int pynccl_concerns(const pynccl_watch* w, const pynccl_call* c) {
   if (c->comm != w->comm || pynccl_is_one_sided(c->kind)) return 0;
-  return pynccl_side(c->kind) == SIDE_ALL || c->root == peer;
+  return pynccl_side(c->kind) == SIDE_ALL || (c->root != w->rank && c->root >= 0 && c->root < w->size);
 }
 
 static void pynccl_describe(const pynccl_frame* f, char* text, size_t size) {
@@ -65,13 +70,109 @@ static int pynccl_alike(const pynccl_frame* a, const pynccl_frame* b) {
   return message || (x[0] == y[0] && ops && x[4] == y[4]);
 }
 
-// Announce a call to a peer, and remember it until the counterpart has come.
-static int pynccl_say_to(pynccl_watch* w, int peer, const pynccl_frame* frame) {
-  pynccl_said* said = pynccl_room(w->said, w->said_count, &w->said_capacity, sizeof *said);
-  if (!said) return PYNCCL_NO_MEMORY;
-  w->said = said;
-  said[w->said_count++] = (pynccl_said){.peer = peer, .frame = *frame};
-  pynccl_send_frame(w, peer, frame);
+// --- the calls of all ranks, after a difference
+// -------------------------------------------------------------
+
+static void pynccl_make_told(pynccl_watch* w) {
+  if (!w->told) w->told = calloc((size_t)w->size, sizeof *w->told);
+}
+
+// Tell all the call in the round of the question, or the newest.
+static void pynccl_answer_all(pynccl_watch* w) {
+  const pynccl_said* newest = NULL;
+  for (int i = 0; i < w->said_count; ++i) {
+    const pynccl_said* s = &w->said[i];
+    if (!s->left) newest = s;
+    if (!s->left && s->round && s->round == w->told_about) break;
+  }
+  if (!w->telling || !newest) return;
+  pynccl_frame told = newest->frame;
+  told.kind = FRAME_TOLD;
+  told.to = TO_ALL;
+  told.number = newest->round;
+  pynccl_flood(w, &told);
+}
+
+static int pynccl_tell(pynccl_watch* w, uint64_t round) {
+  if (w->telling && round >= w->told_about) return 0;
+  pynccl_make_told(w);
+  w->telling = 1;
+  w->told_about = round;
+  pynccl_answer_all(w);
+  return 1;
+}
+
+// Ask all ranks for what they call in a round, unless that was asked.
+static void pynccl_ask_calls(pynccl_watch* w, uint64_t round) {
+  pynccl_frame tell = {.kind = FRAME_TELL, .to = TO_ALL, .number = round};
+  if (pynccl_tell(w, round)) pynccl_flood(w, &tell);
+}
+
+static const pynccl_frame* pynccl_told(const pynccl_watch* w, int rank) {
+  return w->told && w->told[rank].kind ? &w->told[rank] : NULL;
+}
+
+static void pynccl_forget_told(pynccl_watch* w) {
+  free(w->told);
+  w->told = NULL;
+  w->telling = 0;
+}
+
+// --- announcements -----------------------------------------------------------------------------------------
+
+static void pynccl_tell_step(pynccl_watch* w, pynccl_said* s) {
+  s->frame.code = (uint32_t)s->step;
+  pynccl_post(w, &s->frame, (w->rank + (1 << s->step)) % w->size);
+}
+
+// Make the steps of collectives for which the frames are here.
+static void pynccl_make_steps(pynccl_watch* w) {
+  int kept = 0;
+  for (int i = 0; i < w->said_count; ++i) {
+    pynccl_said* s = &w->said[i];
+    while (s->round && !s->answered) {
+      pynccl_peer* p = &w->peers[(w->rank - (1 << s->step) + w->size) % w->size];
+      int at = 0;
+      while (at < p->inbox_count &&
+             (p->inbox[at].kind != FRAME_CALL || pynccl_side((int)p->inbox[at].words[0]) != SIDE_ALL ||
+              p->inbox[at].number != s->round || p->inbox[at].code != (uint32_t)s->step))
+        ++at;
+      if (at == p->inbox_count) break;
+      s->answer = p->inbox[at];
+      pynccl_drop_frame(p, at);
+      ++s->step;
+      s->answered = !pynccl_alike(&s->frame, &s->answer) || 1 << s->step >= w->size;
+      if (s->answered)
+        pthread_cond_broadcast(&pynccl_watchdog.changed);
+      else
+        pynccl_tell_step(w, s);
+    }
+    if (!(s->left && s->answered)) w->said[kept++] = *s;
+  }
+  w->said_count = kept;
+}
+
+void pynccl_check_heard(pynccl_watch* w, int from, const pynccl_frame* frame) {
+  if (frame->kind == FRAME_TELL) {
+    pynccl_tell(w, frame->number);
+  } else if (frame->kind == FRAME_TOLD) {
+    pynccl_make_told(w);
+    if (w->told && (!w->told[from].kind || frame->number == w->told_about)) w->told[from] = *frame;
+    pthread_cond_broadcast(&pynccl_watchdog.changed);
+  } else if (pynccl_keep_frame(&w->peers[from], frame)) {
+    if (pynccl_side((int)frame->words[0]) == SIDE_ALL)
+      pynccl_make_steps(w);
+    else
+      pthread_cond_broadcast(&pynccl_watchdog.changed);
+  }
+}
+
+// Whether a later one of the calls is a message to or from the same peer.
+static int pynccl_follows(const pynccl_watch* w, const pynccl_call* calls, int count, int at) {
+  for (int i = at + 1; i < count; ++i)
+    if (pynccl_concerns(w, &calls[i]) && pynccl_side(calls[i].kind) != SIDE_ALL &&
+        calls[i].root == calls[at].root)
+      return 1;
   return 0;
 }
 
@@ -79,80 +180,98 @@ int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
   char where[PYNCCL_FRAME_TEXT] = "";
   if (pynccl_locate && pynccl_locate(where, sizeof where)) return PYNCCL_STOPPED;
   int r = 0, mine = 0;
-  for (int i = 0; i < count; ++i) mine += calls[i].comm == w->comm;
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  for (int peer = 0; peer < w->size && !r; ++peer) {
-    if (peer == w->rank) continue;
-    int last = -1;
-    for (int i = 0; i < count; ++i)
-      if (pynccl_concerns(w, &calls[i], peer)) last = i;
-    for (int i = 0; i <= last && !r; ++i) {
-      const pynccl_call* c = &calls[i];
-      if (!pynccl_concerns(w, c, peer)) continue;
-      pynccl_frame frame = {.kind = FRAME_CALL, .number = (uint64_t)i};
-      frame.code = i == last && !pynccl_depth ? PART_LAST : 0;
-      const uint64_t words[] = {c->kind,         c->datatype,       c->count,
-                                (uint64_t)c->op, (uint64_t)c->root, (uint64_t)mine};
-      memcpy(frame.words, words, sizeof words);
-      memcpy(frame.text, where, sizeof where);
-      r = pynccl_say_to(w, peer, &frame);
+  uint64_t rounds = w->rounds;
+  for (int i = 0; i < count; ++i) {
+    mine += calls[i].comm == w->comm;
+    rounds += pynccl_concerns(w, &calls[i]) && pynccl_side(calls[i].kind) == SIDE_ALL;
+  }
+  for (int i = 0; i < count && !r; ++i) {
+    const pynccl_call* c = &calls[i];
+    if (!pynccl_concerns(w, c)) continue;
+    pynccl_said* said = pynccl_room(w->said, w->said_count, &w->said_capacity, sizeof *said);
+    r = said ? 0 : PYNCCL_NO_MEMORY;
+    if (r) break;
+    w->said = said;
+    said += w->said_count++;
+    *said = (pynccl_said){.peer = -1, .frame = {.kind = FRAME_CALL}};
+    const uint64_t words[] = {c->kind,         c->datatype,       c->count,
+                              (uint64_t)c->op, (uint64_t)c->root, (uint64_t)mine};
+    memcpy(said->frame.words, words, sizeof words);
+    memcpy(said->frame.text, where, sizeof where);
+    if (pynccl_side(c->kind) == SIDE_ALL) {
+      said->frame.number = said->round = ++w->rounds;
+      pynccl_tell_step(w, said);
+    } else {
+      said->peer = c->root;
+      said->frame.number = rounds;
+      said->frame.code = pynccl_depth || pynccl_follows(w, calls, count, i) ? 0 : PART_LAST;
+      pynccl_post(w, &said->frame, c->root);
     }
   }
+  pynccl_make_steps(w);
+  pynccl_answer_all(w);
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   return r;
 }
 
-// The index of the peer's next announcement that can be the counterpart; -1: none so far.
+// --- the wait for counterparts -----------------------------------------------------------------------------
+
+static int pynccl_is_message(const pynccl_frame* f) {
+  return f->kind == FRAME_CALL && pynccl_side((int)f->words[0]) != SIDE_ALL;
+}
+
+// The index of the peer's next announcement that can be the counterpart of a message; -1: none so far.
 static int pynccl_answer(const pynccl_peer* p, const pynccl_frame* said) {
-  const int side = pynccl_side((int)said->words[0]);
-  const int wanted = side == SIDE_SENDS ? SIDE_RECEIVES : side == SIDE_RECEIVES ? SIDE_SENDS : SIDE_ALL;
   for (int i = 0; i < p->inbox_count; ++i)
-    if (p->inbox[i].kind == FRAME_CALL && pynccl_side((int)p->inbox[i].words[0]) == wanted) return i;
+    if (pynccl_is_message(&p->inbox[i]) &&
+        pynccl_side((int)p->inbox[i].words[0]) != pynccl_side((int)said->words[0]))
+      return i;
   return -1;
 }
 
-static const pynccl_frame* pynccl_newest(const pynccl_peer* p) {
+// Whether a rank waits for a message that this rank has not announced: one of a call before the round.
+static int pynccl_waits_for_this(const pynccl_peer* p, uint64_t round) {
   for (int i = p->inbox_count; i-- > 0;)
-    if (p->inbox[i].kind == FRAME_CALL) return &p->inbox[i];
-  return NULL;
+    if (pynccl_is_message(&p->inbox[i])) return p->inbox[i].code & PART_LAST && p->inbox[i].number < round;
+  return 0;
 }
 
-// Match announcements with counterparts. Returns this rank's first one that a peer contradicts, or NULL.
-static const pynccl_said* pynccl_compare(pynccl_watch* w, int* open) {
-  *open = 0;
+static int pynccl_is_contradicted(const pynccl_watch* w, const pynccl_said* s) {
+  if (s->answered) return !pynccl_alike(&s->frame, &s->answer);
+  // Both ranks wait, each for a call that the other has not announced.
+  if (!s->round) return pynccl_waits_for_this(&w->peers[s->peer], UINT64_MAX);
+  for (int r = 0; r < w->size; ++r)
+    if (pynccl_waits_for_this(&w->peers[r], s->round)) return 1;
+  return 0;
+}
+
+// Match messages with counterparts. Returns this rank's first announcement that a peer contradicts, or NULL;
+// sets the first one without an answer.
+static const pynccl_said* pynccl_compare(pynccl_watch* w, const pynccl_said** open) {
+  *open = NULL;
   for (int i = 0; i < w->said_count; ++i) {
     pynccl_said* s = &w->said[i];
-    pynccl_peer* p = &w->peers[s->peer];
-    const int at = s->answered ? -1 : pynccl_answer(p, &s->frame);
+    if (s->left) continue;
+    const int at = s->answered || s->round ? -1 : pynccl_answer(&w->peers[s->peer], &s->frame);
     if (at >= 0) {
       s->answered = 1;
-      s->answer = p->inbox[at];
-      memmove(&p->inbox[at], &p->inbox[at + 1], (size_t)(--p->inbox_count - at) * sizeof *p->inbox);
+      s->answer = w->peers[s->peer].inbox[at];
+      pynccl_drop_frame(&w->peers[s->peer], at);
     }
-    *open += !s->answered;
+    if (!*open && !s->answered) *open = s;
   }
-  const pynccl_said* first = NULL;
-  for (int i = 0; i < w->said_count; ++i) {
-    const pynccl_said* s = &w->said[i];
-    // Both ranks wait, each for a call that the other has not announced.
-    const pynccl_frame* newest = s->answered ? NULL : pynccl_newest(&w->peers[s->peer]);
-    const int contradicted =
-        s->answered ? !pynccl_alike(&s->frame, &s->answer) : newest && newest->code & PART_LAST;
-    if (contradicted && (!first || s->frame.number < first->frame.number)) first = s;
-  }
-  return first;
+  for (int i = 0; i < w->said_count; ++i)
+    if (!w->said[i].left && pynccl_is_contradicted(w, &w->said[i])) return &w->said[i];
+  return NULL;
 }
 
 // The call of each rank in the place of `about`. Returns how many are not known yet.
 static int pynccl_collect(pynccl_watch* w, const pynccl_said* about, const pynccl_frame** table) {
   int missing = 0;
   for (int r = 0; r < w->size; ++r) {
-    table[r] = r == w->rank ? &about->frame : NULL;
-    for (int i = 0; i < w->said_count && !table[r]; ++i) {
-      const pynccl_said* s = &w->said[i];
-      if (s->peer == r && s->answered && s->frame.number == about->frame.number) table[r] = &s->answer;
-    }
-    if (!table[r]) table[r] = pynccl_newest(&w->peers[r]);
+    table[r] = r == w->rank ? &about->frame : pynccl_told(w, r);
+    if (r == about->peer && about->answered) table[r] = &about->answer;
     missing += !table[r] && !w->peers[r].gone;
   }
   return missing;
@@ -178,33 +297,57 @@ static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table
   }
 }
 
+// The rank that has not announced the counterpart; -1: all have.
+static int pynccl_who_lacks(const pynccl_watch* w, const pynccl_said* s) {
+  for (int r = 0; r < w->size && s->round; ++r)
+    if (r != w->rank && !(pynccl_told(w, r) && w->told[r].number == s->round)) return r;
+  return s->peer;
+}
+
 static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited) {
   char what[512] = "";
-  const pynccl_said* s = w->said;
-  while (s->answered) ++s;
-  pynccl_describe(&s->frame, what, sizeof what);
-  pynccl_say(what, sizeof what, ": rank %d did not come within %g s", s->peer, (double)waited / 1e9);
+  const pynccl_said* open;
+  pynccl_compare(w, &open);
+  if (open && open->round) pynccl_ask_calls(w, open->round);
   pynccl_hear_all(w);
-  int open;
-  const int answered = !pynccl_compare(w, &open) && !open;
-  if (answered || w->verdict.trouble || !w->listed) return;
+  if (pynccl_compare(w, &open) || !open || w->verdict.trouble || !w->listed) return;
+  const int lacks = pynccl_who_lacks(w, open);
+  pynccl_describe(&open->frame, what, sizeof what);
+  pynccl_say(what, sizeof what, lacks < 0 ? ": the ranks" : ": rank %d", lacks);
+  pynccl_say(what, sizeof what, " did not come within %g s", (double)waited / 1e9);
   pynccl_verdict v;
   pynccl_explain(w, what, 1, &v);
   pynccl_conclude(w, &v);
 }
 
-// Whether a rank has ended before it announced a counterpart.
-static int pynccl_cannot_answer(const pynccl_watch* w) {
-  for (int i = 0; i < w->said_count; ++i)
-    if (!w->said[i].answered && w->peers[w->said[i].peer].departure == PYNCCL_ENDS) return 1;
+// Whether a rank has ended before it announced a counterpart. Its last announcement may take another way than
+// the news of its end.
+static int pynccl_cannot_answer(const pynccl_watch* w, const pynccl_said* s, int64_t now) {
+  for (int r = 0; r < w->size; ++r) {
+    const pynccl_peer* p = &w->peers[r];
+    if (!(s->round || r == s->peer) || p->departure != PYNCCL_ENDS || !p->gone) continue;
+    if (now - p->gone_at > GRACE_NS) return 1;
+  }
   return 0;
+}
+
+// After a wait drop what was announced; `interrupted`: the steps of collectives go on.
+static void pynccl_drop_said(pynccl_watch* w, int interrupted) {
+  int kept = 0;
+  for (int i = 0; i < w->said_count; ++i) {
+    pynccl_said* s = &w->said[i];
+    s->left |= interrupted && s->round && !s->answered;
+    if (s->left) w->said[kept++] = *s;
+  }
+  w->said_count = kept;
 }
 
 int pynccl_check_wait(pynccl_watch* w) {
   const pynccl_frame** table = calloc((size_t)w->size, sizeof(pynccl_frame*));
   const int64_t start = pynccl_now(), limit = w->timeout ? w->timeout : CHECK_SECONDS * 1000 * MS;
   int64_t differed = 0, polled = start;
-  int r = table ? 0 : PYNCCL_NO_MEMORY, open;
+  const pynccl_said* open;
+  int r = table ? 0 : PYNCCL_NO_MEMORY;
   pthread_mutex_lock(&pynccl_watchdog.lock);
   while (!r) {
     const int64_t now = pynccl_now();
@@ -214,6 +357,7 @@ int pynccl_check_wait(pynccl_watch* w) {
     }
     const pynccl_said* about = pynccl_compare(w, &open);
     if (!about && !open) break;
+    if (about) pynccl_ask_calls(w, about->round);
     if (about && !differed) differed = now;
     if (about && (!pynccl_collect(w, about, table) || now - differed > TABLE_NS)) {
       w->verdict = (pynccl_verdict){.result = ncclInvalidUsage};
@@ -221,7 +365,7 @@ int pynccl_check_wait(pynccl_watch* w) {
       pynccl_publish(w, PYNCCL_MISMATCHED);
       continue;
     }
-    if (!about && pynccl_cannot_answer(w)) {
+    if (!about && pynccl_cannot_answer(w, open, now)) {
       pynccl_conclude_failed(w);
       if (w->verdict.trouble) continue;
     }
@@ -238,7 +382,8 @@ int pynccl_check_wait(pynccl_watch* w) {
       polled = pynccl_now();
     }
   }
-  w->said_count = 0;
+  pynccl_drop_said(w, r == PYNCCL_STOPPED);
+  if (!r) pynccl_forget_told(w);
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   free(table);
   return r;

@@ -1,17 +1,25 @@
 // Check mode: the ranks compare a call over the control channel before they issue it.
 //
-// A rank announces its call to every peer that takes part, and waits until the peer has announced the
-// counterpart: the same collective, or the other side of a message. If the announcements differ, or if two
-// ranks wait for different calls, no rank issues its call. Every rank then gets a table of all calls and
-// their places in the program.
+// Collectives are numbered. A rank begins the round of one by telling its call to the next rank. In step k it
+// waits for the call of the rank 2^k before it, and if that is the same as its own, tells it to the rank
+// 2^(k+1) after it: that rank then knows that 2^(k+1) ranks have called the same. After log2(n) steps all
+// have; each rank sends log2(n) frames, to neighbours. The watchdog's thread makes the steps.
+//
+// A send or recv is told to its peer, and the rank waits until the peer has told the other side.
+//
+// If two calls differ, or if two ranks wait for different calls, no rank issues its call. Who finds that asks
+// all, once, for what they have called, and every rank gets a table of the calls and their places in the
+// program.
 #pragma once
 
 #include "channel.h"
 
 #pragma GCC visibility push(hidden)
 
-// Announce calls to the peers. The last frame to each peer says that this rank now waits.
+// Announce calls to the peers. The last frame to a peer says that this rank now waits.
 int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count);
+// A frame of a comparison has come.
+void pynccl_check_heard(pynccl_watch* w, int from, const pynccl_frame* frame);
 // Wait for the counterparts.
 int pynccl_check_wait(pynccl_watch* w);
 

@@ -59,11 +59,14 @@ void pynccl_publish(pynccl_watch* w, int trouble) {
   // Refuse every later call; earlier calls pay nothing for this check.
   __atomic_store_n(&w->comm->handle, 0, __ATOMIC_RELEASE);
   pthread_cond_broadcast(&pynccl_watchdog.changed);
+  pynccl_tell_news(w);
   for (int i = 0; i < v->count; ++i) {
     const pynccl_frame failed = {.kind = FRAME_FAILED, .number = (uint64_t)v->ranks[i]};
     pynccl_tell_all(w, &failed);
   }
-  for (const char* rest = v->text; *rest; rest += strnlen(rest, PYNCCL_FRAME_TEXT - 1)) {
+  // Which ranks have failed, each finds out itself.
+  const char* text = trouble == PYNCCL_RANKS_FAILED ? "" : v->text;
+  for (const char* rest = text; *rest; rest += strnlen(rest, PYNCCL_FRAME_TEXT - 1)) {
     pynccl_frame text = {.kind = FRAME_TEXT};
     memcpy(text.text, rest, strnlen(rest, PYNCCL_FRAME_TEXT - 1));
     pynccl_tell_all(w, &text);
@@ -72,7 +75,7 @@ void pynccl_publish(pynccl_watch* w, int trouble) {
                              .code = (uint32_t)trouble,
                              .number = (uint64_t)v->result,
                              .words = {(uint64_t)v->reporter}};
-  pynccl_tell_all(w, &told);
+  if (trouble != PYNCCL_RANKS_FAILED) pynccl_tell_all(w, &told);
   w->responding = 1;
   __atomic_add_fetch(&w->comm->references, 1, __ATOMIC_RELAXED);
   if (pynccl_start_thread(pynccl_respond, w)) {
@@ -104,29 +107,43 @@ static int pynccl_apart(const pynccl_watch* w, int a, int b) {
   return pynccl_has_lost(w, a, b) || pynccl_has_lost(w, b, a);
 }
 
-// Clear `failed` for the ranks that this rank reaches, directly or through others.
-static void pynccl_reach(const pynccl_watch* w, char* failed) {
-  int* queue = malloc((size_t)w->size * sizeof *queue);
-  if (!queue) return;
-  memset(failed, 1, (size_t)w->size);
-  int first = 0, last = 0;
-  failed[queue[last++] = w->rank] = 0;
-  for (; first < last; ++first)
-    for (int r = w->peers[queue[first]].departure ? w->size : 0; r < w->size; ++r)
-      if (failed[r] && !pynccl_has_lost(w, queue[first], r)) failed[queue[last++] = r] = 0;
-  free(queue);
+// For every rank a row of bits: the ranks from which it is apart, then those that have lost it.
+typedef struct pynccl_rows {
+  size_t words;
+  uint64_t *apart, *lost_by;
+} pynccl_rows;
+
+static void pynccl_set(uint64_t* rows, size_t words, int rank, int other) {
+  rows[(size_t)rank * words + (size_t)other / 64] |= 1ULL << (other % 64);
+}
+
+static int pynccl_find_apart(const pynccl_watch* w, pynccl_rows* rows) {
+  const size_t size = (size_t)w->size * (rows->words = ((size_t)w->size + 63) / 64);
+  rows->apart = calloc(2 * size, sizeof *rows->apart);
+  if (!rows->apart) return 0;
+  rows->lost_by = rows->apart + size;
+  for (int r = 0; r < w->size; ++r)
+    for (int other = 0, left = w->peers[r].losses; left; ++other) {
+      if (!pynccl_has_lost(w, r, other)) continue;
+      --left;
+      if (!pynccl_apart(w, r, other)) continue;
+      pynccl_set(rows->apart, rows->words, r, other);
+      pynccl_set(rows->apart, rows->words, other, r);
+      pynccl_set(rows->lost_by, rows->words, other, r);
+    }
+  return 1;
 }
 
 // Of the ranks that cannot reach each other, choose the one that cannot reach most of the others; then the
-// one that most ranks cannot reach; then the highest.
-static int pynccl_worst(const pynccl_watch* w, const char* failed) {
+// one that most ranks cannot reach; then the highest. `left` has the ranks that have not failed.
+static int pynccl_worst(const pynccl_watch* w, const pynccl_rows* rows, const uint64_t* left) {
   int worst = -1, most = 0, most_missed = 0;
   for (int r = 0; r < w->size; ++r) {
     int lacks = 0, missed = 0;
-    for (int other = 0; other < w->size && !failed[r]; ++other) {
-      if (failed[other] || !pynccl_apart(w, r, other)) continue;
-      ++lacks;
-      missed += pynccl_has_lost(w, other, r);
+    if (!(left[r / 64] >> r % 64 & 1)) continue;
+    for (size_t i = 0; i < rows->words; ++i) {
+      lacks += __builtin_popcountll(rows->apart[(size_t)r * rows->words + i] & left[i]);
+      missed += __builtin_popcountll(rows->lost_by[(size_t)r * rows->words + i] & left[i]);
     }
     if (!lacks || lacks < most || (lacks == most && missed < most_missed)) continue;
     worst = r;
@@ -136,6 +153,21 @@ static int pynccl_worst(const pynccl_watch* w, const char* failed) {
   return worst;
 }
 
+// Of the ranks that can be reached, add those that cannot reach others of them.
+static void pynccl_fail_apart(const pynccl_watch* w, char* failed) {
+  pynccl_rows rows;
+  if (!pynccl_find_apart(w, &rows)) return;
+  uint64_t* left = calloc(rows.words, sizeof *left);
+  for (int r = 0; left && r < w->size; ++r)
+    if (!failed[r]) pynccl_set(left, 0, 0, r);
+  for (int worst; left && (worst = pynccl_worst(w, &rows, left)) >= 0;) {
+    left[worst / 64] &= ~(1ULL << worst % 64);
+    failed[worst] = 1;
+  }
+  free(left);
+  free(rows.apart);
+}
+
 static void pynccl_say_lost(const pynccl_watch* w, int rank, pynccl_verdict* v) {
   const char* before = "cannot reach rank ";
   for (int other = 0; other < w->size; ++other) {
@@ -143,6 +175,14 @@ static void pynccl_say_lost(const pynccl_watch* w, int rank, pynccl_verdict* v) 
     pynccl_say(v->text, sizeof v->text, "%s%d", before, other);
     before = ", ";
   }
+}
+
+// Nobody waits for words of a rank without a connection before it is asked.
+static void pynccl_say_silent(const pynccl_watch* w, int rank, pynccl_verdict* v) {
+  const pynccl_peer* p = &w->peers[rank];
+  const int asked = !w->mesh && p->owes > p->heard;
+  pynccl_say(v->text, sizeof v->text, "is not responding: %s %.1f s ago", asked ? "asked" : "last heard of",
+             (double)(pynccl_watchdog.awake - (asked ? p->owes : p->heard)) / 1e9);
 }
 
 static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v) {
@@ -159,11 +199,10 @@ static void pynccl_say_failed(const pynccl_watch* w, int rank, pynccl_verdict* v
                "secret)");
   } else if (p->late) {
     pynccl_say(v->text, sizeof v->text, "did not connect in time");
-  } else if (p->gone && !p->departure) {
+  } else if (p->gone && !p->departure && !pynccl_owes(w, rank, 2 * w->beat)) {
     pynccl_say(v->text, sizeof v->text, "died, or exited without closing its communicator");
-  } else if (rank != w->rank && pynccl_silent(p, 2 * w->beat)) {
-    pynccl_say(v->text, sizeof v->text, "is not responding: last heard of %.1f s ago",
-               (double)(pynccl_watchdog.awake - p->heard) / 1e9);
+  } else if (pynccl_silent(w, rank, 2 * w->beat) || pynccl_owes(w, rank, 2 * w->beat)) {
+    pynccl_say_silent(w, rank, v);
   } else if (rank != w->rank) {
     pynccl_say_lost(w, rank, v);
   } else {
@@ -183,7 +222,7 @@ static int pynccl_contested(const pynccl_watch* w, const char* failed) {
   if (pynccl_now() - w->dying > pynccl_silence(w)) return 0;
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
-    if (failed[r] && !p->departure && !p->gone && !p->named && !pynccl_silent(p, 2 * w->beat)) return 1;
+    if (failed[r] && !p->departure && !p->gone && !p->named && !pynccl_silent(w, r, 2 * w->beat)) return 1;
   }
   return 0;
 }
@@ -193,7 +232,7 @@ void pynccl_conclude_failed(pynccl_watch* w) {
   char* failed = calloc(1, (size_t)w->size);
   if (!failed) return;
   pynccl_reach(w, failed);
-  for (int worst; (worst = pynccl_worst(w, failed)) >= 0;) failed[worst] = 1;
+  pynccl_fail_apart(w, failed);
   if (pynccl_contested(w, failed)) {
     free(failed);
     return;
@@ -216,8 +255,7 @@ void pynccl_conclude_failed(pynccl_watch* w) {
 
 int pynccl_unsure(const pynccl_watch* w, int64_t late) {
   for (int r = 0; r < w->size; ++r)
-    if (pynccl_silent(&w->peers[r], -1) && w->peers[r].heard <= late &&
-        !pynccl_silent(&w->peers[r], pynccl_silence(w)))
+    if (pynccl_takes_part(w, r) && w->peers[r].heard <= late && !pynccl_silent(w, r, pynccl_silence(w)))
       return 1;
   return 0;
 }
@@ -225,7 +263,7 @@ int pynccl_unsure(const pynccl_watch* w, int64_t late) {
 int pynccl_report_silence(pynccl_watch* w) {
   int silent = 0;
   for (int r = 0; r < w->size; ++r) {
-    if (r == w->rank || !pynccl_silent(&w->peers[r], pynccl_silence(w))) continue;
+    if (!pynccl_silent(w, r, pynccl_silence(w))) continue;
     pynccl_report_loss(w, r);
     ++silent;
   }
@@ -235,6 +273,7 @@ int pynccl_report_silence(pynccl_watch* w) {
 void pynccl_hear_all(pynccl_watch* w) {
   const int64_t late = pynccl_watchdog.awake, until = pynccl_now() + 10 * pynccl_silence(w);
   for (;;) {
+    pynccl_ask_all(w);
     const int silent = !pynccl_unsure(w, late) && pynccl_report_silence(w);
     const int early = w->connected && pynccl_watchdog.awake - late < 2 * w->beat;
     if (w->verdict.trouble || pynccl_now() >= until) return;
@@ -258,7 +297,7 @@ static int pynccl_kind_of(const pynccl_watch* w, int rank) {
 static int64_t pynccl_age_of_news(const pynccl_watch* w) {
   int64_t oldest = pynccl_watchdog.awake;
   for (int r = 0; r < w->size; ++r)
-    if (w->peers[r].socket >= 0 && w->peers[r].heard < oldest) oldest = w->peers[r].heard;
+    if (pynccl_takes_part(w, r) && w->peers[r].heard < oldest) oldest = w->peers[r].heard;
   return pynccl_watchdog.awake - oldest;
 }
 
@@ -268,17 +307,17 @@ void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_v
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
     const int ended = p->departure == PYNCCL_ENDS;
-    if (r == w->rank || !(ended || pynccl_silent(p, pynccl_silence(w)))) continue;
+    if (r == w->rank || !(ended || pynccl_silent(w, r, pynccl_silence(w)))) continue;
     pynccl_add_rank(v, r);
+    pynccl_say(v->text, sizeof v->text, "; rank %d ", r);
     if (ended)
-      pynccl_say(v->text, sizeof v->text, "; rank %d has left without closing its communicator", r);
+      pynccl_say(v->text, sizeof v->text, "has left without closing its communicator");
     else
-      pynccl_say(v->text, sizeof v->text, "; rank %d is not responding: last heard of %.1f s ago", r,
-                 (double)(pynccl_watchdog.awake - p->heard) / 1e9);
+      pynccl_say_silent(w, r, v);
   }
   v->trouble = v->count ? PYNCCL_RANKS_FAILED : PYNCCL_TIMED_OUT;
   int connected = 0;
-  for (int r = 0; r < w->size; ++r) connected += w->peers[r].socket >= 0 || w->peers[r].departure;
+  for (int r = 0; r < w->size; ++r) connected += pynccl_takes_part(w, r) || w->peers[r].departure;
   if (v->count || !connected) return;
   pynccl_say(v->text, sizeof v->text, "; all ranks respond, and ");
   if (!heard)

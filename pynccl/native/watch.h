@@ -43,15 +43,6 @@ typedef struct pynccl_verdict {
   char text[PYNCCL_MOST_TEXT];
 } pynccl_verdict;
 
-// What travels over the channel, always whole.
-typedef struct pynccl_frame {
-  uint32_t kind;
-  uint32_t code;
-  uint64_t number;
-  uint64_t words[6];
-  char text[PYNCCL_FRAME_TEXT];
-} pynccl_frame;
-
 // One direction of an encrypted connection: the key, and how many messages it has sealed.
 typedef struct pynccl_cipher {
   char key[32];
@@ -68,12 +59,15 @@ typedef struct pynccl_sealing {
 // Start the watchdog's thread, before the other ranks rely on this one, and keep it. Returns 0 or an errno.
 int pynccl_watch_reserve(void);
 void pynccl_watch_unreserve(void);
-// Start to watch a communicator, within a reservation. `sockets` has one connected socket per rank, which the
-// watch then owns (-1 for this rank, -2 for a rank that has gone, -3 for one that did not connect in time),
-// or is NULL: no channel. `context` is the CUDA context of its device; 0: the CPU library, or no driver.
-// `sealing` is NULL without a secret: frames are not encrypted. Returns 0 or ENOMEM. The watch lives as long
-// as the communicator.
-int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int on_failure,
+// Write the differences, modulo `size`, between a rank's number and those of its neighbours, and return how
+// many there are, at most `size` - 1. With up to `mesh` ranks all others are neighbours, see channel.h.
+int pynccl_watch_neighbours(int size, int mesh, int* steps);
+// Start to watch a communicator, within a reservation. `sockets` has one connected socket per neighbour,
+// which the watch then owns (-1 for other ranks, -2 for a neighbour that has gone, -3 for one that did not
+// connect in time), or is NULL: no channel. `context` is the CUDA context of its device; 0: the CPU library,
+// or no driver. `sealing` is NULL without a secret: frames are not encrypted. Returns 0 or ENOMEM. The watch
+// lives as long as the communicator.
+int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t timeout_ms, int on_failure,
                        uintptr_t context, const pynccl_sealing* sealing);
 // Announce the departure and close the channel. No effect if it is closed.
 void pynccl_watch_stop(pynccl_comm* comm, int departure);
@@ -99,7 +93,7 @@ int pynccl_watch_connected(pynccl_comm* comm);
 // For every rank its departure, and the bits of pynccl_fate.
 enum pynccl_fate { PYNCCL_GONE = 8, PYNCCL_SILENT = 16, PYNCCL_ENDED = 32 };
 void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates);
-// When the last frame of a rank arrived, in nanoseconds for which the watchdog has listened.
+// When the last sign of a rank's life arrived, in nanoseconds for which the watchdog has listened.
 int64_t pynccl_watch_heard(pynccl_comm* comm, int rank);
 // Set the pids of the ranks and their start times from /proc; 0: not visible here. A process that ends soon
 // after its connection is PYNCCL_ENDED. One that ends later may have continued without this rank before.
@@ -108,10 +102,11 @@ int pynccl_watch_processes(pynccl_comm* comm, const int* pids, const uint64_t* s
 void pynccl_watch_told_end(pynccl_comm* comm, int rank, int64_t at);
 // The start time of a process in the kernel's ticks; 0: it has ended.
 uint64_t pynccl_process_start(int pid);
-// Messages between ranks for recovery, of at most PYNCCL_FRAME_TEXT bytes. `receive` returns 0, ETIMEDOUT, or
+// Messages between ranks for recovery, of at most PYNCCL_FRAME_TEXT bytes. `to` has a bit for each rank that
+// receives the message, in words of 64. `receive` returns 0, ETIMEDOUT, or
 // ECONNRESET if the rank has gone. `take` receives from any rank, with the tag for this rank; it returns
 // EAGAIN if the state of a rank has changed.
-int pynccl_watch_send(pynccl_comm* comm, int rank, uint64_t tag, const char* data, size_t size);
+int pynccl_watch_send(pynccl_comm* comm, const uint64_t* to, uint64_t tag, const char* data, size_t size);
 int pynccl_watch_receive(pynccl_comm* comm, int rank, uint64_t tag, char* data, size_t size, int64_t wait_ms);
 int pynccl_watch_take(pynccl_comm* comm, int* rank, const uint64_t* tags, char* data, size_t size,
                       int64_t wait_ms);

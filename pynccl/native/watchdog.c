@@ -45,9 +45,12 @@ static void pynccl_conclude_library(pynccl_watch* w) {
 }
 
 static void pynccl_inspect(pynccl_watch* w, int64_t now) {
+  // A burst of frames is read without looks in between: for those the lock is released, and many may want it.
+  if (now - w->inspected < TICK_MS * MS) return;
+  w->inspected = now;
   pynccl_check_processes(w, now);
   if (w->verdict.trouble) return;
-  if (w->dying && now - w->dying > GRACE_NS) pynccl_conclude_failed(w);
+  if (w->dying && now - w->dying > pynccl_grace(w)) pynccl_conclude_failed(w);
   if (w->verdict.trouble) return;
   if (w->handle && !w->library_error && (w->library_error = pynccl_ask(w))) w->library_at = now;
   if (!w->listed || w->verdict.trouble) return;
@@ -72,6 +75,7 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
     return;
   }
   if (!w->late) w->late = pynccl_watchdog.awake;
+  pynccl_ask_all(w);
   if (pynccl_unsure(w, w->late) || pynccl_report_silence(w)) return;
   // Other ranks may report at their time-out.
   if (w->connected && pynccl_watchdog.awake - w->late < 2 * w->beat) return;
@@ -109,6 +113,11 @@ static int pynccl_hold(pynccl_watch* w) {
 
 static void pynccl_let_go(pynccl_watch* w) {
   pynccl_comm* comm = w->comm;
+  int n = __atomic_load_n(&comm->references, __ATOMIC_RELAXED);
+  while (n > 1 &&
+         !__atomic_compare_exchange_n(&comm->references, &n, n - 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+    continue;
+  if (n > 1) return;
   pthread_mutex_unlock(&pynccl_watchdog.lock);
   pynccl_comm_release(comm);
   pthread_mutex_lock(&pynccl_watchdog.lock);
@@ -159,10 +168,11 @@ static void* pynccl_watch_all(void* nothing) {
       if (!next) break;
       id = next->id;
       if (!pynccl_hold(next)) continue;
-      if (now - next->beat_at >= next->beat) {
+      if (now - next->beat_at >= next->rhythm) {
         next->beat_at = now;
         pynccl_beat(next);
       }
+      pynccl_tell_news(next);
       pynccl_inspect(next, now);
       pynccl_let_go(next);
     }
@@ -256,7 +266,10 @@ static void pynccl_watch_free(pynccl_comm* comm) {
   explicit_bzero(w->peers, (size_t)w->size * sizeof *w->peers);
   free(w->markers);
   free(w->said);
+  free(w->told);
   free(w->lost);
+  free(w->pairs);
+  free(w->steps);
   free(w);
 }
 
@@ -277,10 +290,11 @@ void pynccl_watch_unreserve(void) {
   pthread_mutex_unlock(&pynccl_watchdog.lock);
 }
 
-int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms, int on_failure,
+int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t timeout_ms, int on_failure,
                        uintptr_t context, const pynccl_sealing* sealing) {
   pynccl_watch* w = calloc(1, sizeof *w + (size_t)comm->size * sizeof(pynccl_peer));
-  if (!w) return pynccl_close_sockets(sockets, comm->size), ENOMEM;
+  if (w) w->steps = calloc((size_t)comm->size, sizeof *w->steps);
+  if (!w || !w->steps) return free(w), pynccl_close_sockets(sockets, comm->size), ENOMEM;
   w->comm = comm;
   w->size = comm->size;
   w->rank = comm->rank;
@@ -290,11 +304,15 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int64_t timeout_ms
   w->on_failure = on_failure;
   w->timeout = timeout_ms * MS;
   w->beat = BEAT_NS * ((w->size + FAST_RANKS - 1) / FAST_RANKS);
+  w->mesh = w->size <= mesh;
+  w->rhythm = w->mesh ? w->beat : RARE_BEAT_NS;
+  w->step_count = pynccl_watch_neighbours(w->size, mesh, w->steps);
   w->handle = comm->handle;
   w->last_kind = -1;
   if (sealing) pynccl_seal_with(w, sealing);
   pthread_mutex_lock(&pynccl_watchdog.lock);
   w->id = ++pynccl_watchdog.last_id;
+  w->asked = pynccl_watchdog.awake - w->beat;
   for (int i = 0; i < w->size; ++i) {
     pynccl_take_socket(&w->peers[i], sockets && i != w->rank ? sockets[i] : -1);
     if (w->peers[i].socket >= 0) pynccl_watch_epoll(w, i, EPOLL_CTL_ADD);
@@ -331,11 +349,12 @@ void pynccl_watch_stop(pynccl_comm* comm, int departure) {
   for (const int64_t until = pynccl_now() + 1000 * MS; w->touching && pynccl_await(until);) continue;
   if (w->listed) {
     pynccl_watch_unlist(w);
-    const pynccl_frame bye = {.kind = FRAME_DEPARTURE, .code = (uint32_t)departure};
-    // Its last calls, too.
-    if (departure) pynccl_beat(w);
-    if (departure) pynccl_tell_all(w, &bye);
-    for (int r = 0; r < w->size; ++r) pynccl_hang_up(w, r);
+    // With its last calls.
+    if (departure) pynccl_depart(w, departure);
+    for (int r = 0; r < w->size; ++r) {
+      pynccl_hang_up(w, r);
+      w->peers[r].gone |= r != w->rank;
+    }
     // Leak the events if a thread is still recording one.
     for (int i = 0; i < w->marker_count && !w->touching; ++i) {
       pynccl_event_free(w, w->markers[i].events[0]);

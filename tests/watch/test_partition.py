@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,49 +18,15 @@ import pytest
 
 import pynccl
 from conftest import clean_environment
+from cutting import meet, who
 from hosts import joined, needs_root
 from meeting import failure, store, together, until_gone
-from pynccl import Communicator, NcclError, NcclInvalidUsage, RankFailedError
+from pynccl import NcclError, NcclInvalidUsage, RankFailedError
 from pynccl._watch import channel, survivors
 from pynccl.testing import RankError, run
 from ranks import on_ranks
 
 Outcome = tuple[str, list[int], str]
-
-
-class Cutter:
-    """Knows the connections of this process's communicators, and can end them."""
-
-    def __init__(self) -> None:
-        self.sockets: list[list[int]] = []
-        connect = channel.connect
-
-        def noted(*args: Any) -> channel.Channel:
-            channel = connect(*args)
-            self.sockets.append(channel.sockets)
-            return channel
-
-        setattr(channel, "connect", noted)  # noqa: B010
-
-    def cut(self, rank: int, others: Iterable[int]) -> None:
-        """End the connections with the others; the one with the lower number does."""
-        for other in others:
-            if rank < other:
-                with socket.socket(fileno=os.dup(self.sockets[0][other])) as end:
-                    end.shutdown(socket.SHUT_RDWR)
-
-
-def who(comm: Communicator, rank: int) -> list[int]:
-    """Return the numbers that the ranks had in the beginning."""
-    return [int(r) for r in comm.all_gather(np.array([rank])).ravel()]
-
-
-def meet(timeout: float, nranks: int) -> tuple[Communicator, Cutter]:
-    cutter = Cutter()
-    comm = pynccl.init(timeout=timeout)
-    comm.barrier()
-    together(nranks)
-    return comm, cutter
 
 
 def parts(rank: int, nranks: int, groups: list[list[int]], quorum: Any) -> tuple[list[int], Outcome]:
@@ -122,15 +86,15 @@ def stops_while_it_connects(
     with store() as meeting:
         if rank == nranks - 1:
             meeting.set("pid", b"%d" % os.getpid())
-            mesh: Any = getattr(channel, "_Mesh")  # noqa: B009
-            finish = mesh._finish
+            links: Any = getattr(channel, "_Links")  # noqa: B009
+            finish = links._finish
 
             def finish_and_stop(mine: Any, *args: Any) -> None:
                 finish(mine, *args)
                 if len(mine.found) == calls:
                     os.kill(os.getpid(), signal.SIGSTOP)
 
-            mesh._finish = finish_and_stop
+            links._finish = finish_and_stop
         victim = int(meeting.get("pid"))
         try:
             comm = parent.split(0) if parent else pynccl.init(timeout=3)

@@ -84,8 +84,11 @@ def store(results: Results) -> dict[str, Figure]:
 
 def scale(results: Results) -> dict[str, Figure]:
     """Draw each quantity over the number of ranks, and its model as a line."""
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    for plot, (name, key) in zip(figure.subplots(3, 3).flat, results["quantities"].items(), strict=True):
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    plots = figure.subplots(-(-len(results["quantities"]) // 3), 3).flat
+    for plot in plots[len(results["quantities"]) :]:
+        plot.remove()
+    for plot, (name, key) in zip(plots, results["quantities"].items(), strict=False):
         points = [(row["ranks"], row[key]) for row in results["rows"] if row.get(key)]
         if points:
             plot.loglog(*zip(*points, strict=True), "o", ms=3)
