@@ -59,8 +59,8 @@ Gather = Callable[[bytes], list[bytes]]
 class Channel(NamedTuple):
     """The connections of a rank to its neighbours."""
 
-    # For every rank: a connected socket of a neighbour, GONE for one that died meanwhile, LATE for one that did
-    # not connect in time, and else -1.
+    # For every rank: a connected socket of a neighbour, GONE for one that died meanwhile, LATE for one that
+    # did not connect in time, and else -1.
     sockets: list[int]
     # Up to so many ranks, any two are neighbours.
     mesh: int
