@@ -20,8 +20,8 @@ SECONDS = 60.0
 _SLICE_MS = 100
 # Seconds to wait for the report of a death after an error of the library, and for the proof of a death.
 _LATE, _PROOF = 1.0, 2.5
-# Seconds within which a rank that can be reached sends a heartbeat, and between two looks.
-_RESPONSE, _RESPONSE_STEP = 1.2, 0.01
+# Seconds within which a rank that can be reached gives a sign of life, for each 64 ranks, and between two looks.
+_RESPONSE, _FAST_RANKS, _RESPONSE_STEP = 1.2, 64, 0.01
 # Seconds that a rank with the last decision waits for the other ranks to have it.
 _LINGER = 1.0
 _ETIMEDOUT = 110
@@ -147,7 +147,8 @@ class Survivors:
 
         Their failure may be known to another communicator only, for example to one that was split from this.
         """
-        deadline, unsure = time.monotonic() + _RESPONSE, named & ~self.watch.suspects
+        deadline = time.monotonic() + _RESPONSE * -(-self.size // _FAST_RANKS)
+        unsure = named & ~self.watch.suspects
         heard = {rank: self._heard(rank) for rank in ranks_in(unsure)}
         respond = 0
         while unsure and time.monotonic() < deadline:

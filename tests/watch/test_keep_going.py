@@ -228,7 +228,7 @@ if rank in hidden:
 
 import pynccl
 from meeting import failure, together
-from test_partition import Cutter, who
+from cutting import Cutter, who
 
 cutter = Cutter()
 comm = pynccl.init(timeout=15)
