@@ -20,7 +20,7 @@ SECONDS = 60.0
 _SLICE_MS = 100
 # Seconds to wait for the report of a death after an error of the library, and for the proof of a death.
 _LATE, _PROOF = 1.0, 2.5
-# Seconds within which a rank that can be reached gives a sign of life, for each 64 ranks, and between two looks.
+# Seconds within which a rank that can be reached gives a sign of life, for each 64 ranks; between two looks.
 _RESPONSE, _FAST_RANKS, _RESPONSE_STEP = 1.2, 64, 0.01
 # Seconds that a rank with the last decision waits for the other ranks to have it.
 _LINGER = 1.0

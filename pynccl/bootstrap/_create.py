@@ -18,8 +18,9 @@ from pynccl.bootstrap._store import StoreSilent
 _FIRST_LOOK, _PERIOD = 0.05, 0.2
 # Seconds that the library gets, after the store was lost, to report the death of rank 0 itself.
 _GRACE = 3.0
-# Seconds after the deadline in which the creation can report the reason of its time-out itself.
-_WHY = 0.3
+# Seconds after the deadline in which the creation can report the reason of its time-out itself: it may wait
+# for the watchdogs' verdict.
+_WHY = 1.0
 # Seconds to wait for the report of a death after an error that a death may have caused.
 _DEATH = 1.0
 # Seconds more if the error began on another rank, which waits for the report, too, and then reports its own.
