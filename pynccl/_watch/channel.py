@@ -366,8 +366,8 @@ class _Links:
             self.sessions[other] = session
 
     def sockets(self, late: list[int]) -> list[int]:
-        for sock in list(self.open):
-            self._drop(sock)
+        for link in list(self.open):
+            self._drop(link)
         self.selector.close()
         ends = [-1] * self.size
         for other, sock in self.found.items():
