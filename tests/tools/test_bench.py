@@ -114,6 +114,7 @@ def changed_library(folder: Path, code: str) -> str:
     link = [
         "-shared",
         "-fPIC",
+        f"-I{cpu.parent}/forward/include",
         "-Wl,--no-as-needed",
         f"-Wl,-rpath,{cpu.parent}",
         f"-L{cpu.parent}",
@@ -320,6 +321,41 @@ def test_a_wait_that_takes_too_long() -> None:
     assert done.returncode == 1
     assert "# Test timeout: " in done.stdout
     assert re.search(r"Error: all_reduce: synchronize did not complete on stream \S+ within 2 s", done.stderr)
+
+
+def test_policy_and_stream_reach_the_library(tmp_path: Path) -> None:
+    """-x and -y."""
+    code = """
+        #define _GNU_SOURCE
+        #include <dlfcn.h>
+        #include <nccl.h>
+        #include <stdio.h>
+        ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId id, int rank,
+                                            ncclConfig_t* config) {
+          fprintf(stderr, "policy %d\\n", config->CTAPolicy);
+          ncclResult_t (*real)(ncclComm_t*, int, ncclUniqueId, int, ncclConfig_t*) =
+              dlsym(RTLD_NEXT, "ncclCommInitRankConfig");
+          return real(comm, nranks, id, rank, config);
+        }
+        ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t type, ncclRedOp_t op,
+                                   ncclComm_t comm, cudaStream_t stream) {
+          if (n == 100) fprintf(stderr, "stream %s\\n", stream ? "of its own" : "NULL");
+          ncclResult_t (*real)(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t,
+                               cudaStream_t) = dlsym(RTLD_NEXT, "ncclAllReduce");
+          return real(s, r, n, type, op, comm, stream);
+        }
+    """
+    args, library = ("all_reduce", "-b", "400", "-e", "400", "-n", "1"), changed_library(tmp_path, code)
+    plain = bench(1, *args, PYNCCL_LIBRARY=library).stderr
+    assert "stream of its own" in plain and "NULL" not in plain and "policy" not in plain
+    other = bench(1, *args, "-x", "2", "-y", "1", PYNCCL_LIBRARY=library).stderr
+    assert "stream NULL" in other and "of its own" not in other and "policy 2" in other
+
+
+def test_help_lists_every_flag() -> None:
+    """Those of nccl-tests, in its letters."""
+    text = bench(1, "all_reduce", "-h").stdout
+    assert re.findall(r"^ +-(\w), --", text, re.M) == list("tgbeifnmwNpcodrzyTCSJaRxMuIKh")
 
 
 def test_steps_cycles_and_roots() -> None:
