@@ -547,7 +547,9 @@ try:
     if sys.argv[1] == "work":
         comm.all_reduce(np.ones(2 + comm.rank), wait=False).wait()
     else:
-        comm.recv(np.ones(2), 0, wait=False) if comm.rank else comm.send(np.ones(3), 1, wait=False)
+        # Too large to be sent before the other rank receives: rank 0 would end without an error.
+        n = 1 << 19
+        comm.recv(np.ones(n), 0, wait=False) if comm.rank else comm.send(np.ones(2 * n), 1, wait=False)
         comm.finalize()
 except pynccl.CollectiveMismatchError:
     print("heard")
