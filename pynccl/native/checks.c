@@ -70,8 +70,7 @@ static int pynccl_alike(const pynccl_frame* a, const pynccl_frame* b) {
   return message || (x[0] == y[0] && ops && x[4] == y[4]);
 }
 
-// --- the calls of all ranks, after a difference
-// -------------------------------------------------------------
+// --- the calls of all ranks, after a difference ------------------------------------------------------------
 
 static void pynccl_make_told(pynccl_watch* w) {
   if (!w->told) w->told = calloc((size_t)w->size, sizeof *w->told);
