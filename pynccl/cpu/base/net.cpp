@@ -332,6 +332,7 @@ Descriptors count_descriptors() {
   getrlimit(RLIMIT_NOFILE, &limit);
   Descriptors found{0, size_t(limit.rlim_cur)};
   std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/proc/self/fd"), closedir);
+  if (!folder && out_of_descriptors(errno)) found.open = found.limit;
   while (folder && readdir(folder.get())) ++found.open;
   return found;  // "." and ".." stand for this descriptor and one that another thread may open
 }
