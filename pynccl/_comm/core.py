@@ -51,7 +51,6 @@ INTERRUPTED: Any = lib.PYNCCL_INTERRUPTED
 # Seconds of a wait without a time-out after which a rank says which others it waits for: in a call that all
 # ranks must make, and in any call of init_all.
 LONG = 10.0
-_SYNCHRONIZE = "pyncclCpuStreamSynchronize"
 # Seconds between two attempts to enter a communicator that another thread uses.
 _PAUSE = 0.01
 
@@ -353,7 +352,7 @@ class Core:
             if self.waits:
                 if deadline is None and self.origin == "init_all" and not self.hinted:
                     self._hint_at_a_group(stream, what)
-                done = streams.wait_cpu(self.live, stream, deadline)
+                done = streams.wait_cpu(self.live, stream, deadline, what)
             else:
                 # Handles 0 to 2 are the default streams of the current device.
                 with cuda.using_device(self.device):
@@ -363,10 +362,6 @@ class Core:
                 # An abort in another thread destroys the communicator's own stream.
                 self.not_aborted()
                 raise self._forget_destroyed(stream, what) from None
-            if error.function == _SYNCHRONIZE:
-                # The program has called what it waits for.
-                error.function = what
-                error.args = (str(error).replace(_SYNCHRONIZE, what, 1),)
             found = self.watch.cause(error)
             self.told = True
             self.failed.add(stream)
@@ -385,7 +380,7 @@ class Core:
 
     def _hint_at_a_group(self, stream: int, what: str) -> None:
         """Say so if a wait is long and may be for calls that this thread itself makes after it."""
-        if not streams.wait_cpu(self.live, stream, time.monotonic() + LONG):
+        if not streams.wait_cpu(self.live, stream, time.monotonic() + LONG, what):
             self.hinted = _hint(self._who_is_late(what, self._in_turn()))
 
     def _who_is_late(self, what: str, expected: str) -> str:
@@ -662,6 +657,8 @@ class Core:
             lib.pynccl_leave_mine(self.c)
         told = self.told
         try:
+            if self.unsettled is not None and not streams.wait_ready(self.live, deadline):
+                return False
             with self.alone():
                 self._wait_for_all(max(0.0, deadline - time.monotonic()))
         except (NcclError, ValueError) as error:

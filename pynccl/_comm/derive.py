@@ -85,8 +85,10 @@ def _take(core: Core, child: Core, handle: int) -> None:
         raise core.watch.expire(str(error)) or error from None
     except NcclError as error:
         # A rank that has raised its error of an agreed failure may abort, which explains nothing here.
-        found = error if error.agreed else core.watch.cause(error)
-        if found is error and not error.agreed:
+        if error.agreed:
+            raise
+        found = core.watch.cause(error)
+        if found is error:
             error.args = (f"in the new communicator: {error}",)
             found = core.watch.who_left(str(error)) or error
         raise found from error.__cause__

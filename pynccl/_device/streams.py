@@ -143,12 +143,17 @@ def is_destroyed(stream: int, on_cpu: bool) -> bool:
     return False
 
 
-def wait_cpu(comm: Callable[[], int], stream: int, deadline: float | None) -> bool:
-    """Wait for a stream of the CPU library; return False after the deadline."""
+def wait_cpu(
+    comm: Callable[[], int], stream: int, deadline: float | None, what: str = "pyncclCpuStreamSynchronize"
+) -> bool:
+    """Wait for a stream of the CPU library; return False after the deadline. Errors name `what` waits."""
     while True:
         left = _SLICE_MS if deadline is None else (deadline - time.monotonic()) * 1000
         slice_ms = max(0, min(_SLICE_MS, int(left) + 1))
-        if capi.pyncclCpuStreamSynchronize(comm(), stream, slice_ms) != IN_PROGRESS:
+        handle = comm()
+        result = lib.pyncclCpuStreamSynchronize(handle, stream, slice_ms)
+        check(result, what, handle)
+        if result != IN_PROGRESS:
             return True
         if left <= 0:
             return False

@@ -704,3 +704,30 @@ def test_an_interrupt_of_the_exit(run_program: Run) -> None:
     assert done.returncode == 130
     assert "rank 0 was killed by SIGINT" in done.stderr
     assert "Exception ignored" not in done.stderr and "Traceback" not in done.stderr
+
+
+LEAVES_AN_INTERRUPTED_CALL = """
+import atexit, os, signal, sys, threading, time
+done = sys.argv[1]
+# Exit handlers run in reverse order: this one after pynccl's.
+atexit.register(lambda: open(done, "w").close())
+import pynccl
+comm = pynccl.init(config={"blocking": 0})
+if comm.rank == 1:
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    try:
+        comm.split(0)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+else:
+    until = time.monotonic() + 20
+    while not os.path.exists(done) and time.monotonic() < until:
+        time.sleep(0.01)
+    print("rank 1 has left" if os.path.exists(done) else "rank 1 waits", flush=True)
+"""
+
+
+def test_the_exit_does_not_wait_for_an_interrupted_call(run_program: Run, tmp_path: Path) -> None:
+    """The other rank never makes the call that Ctrl-C has interrupted."""
+    done = run_program(LEAVES_AN_INTERRUPTED_CALL, 2, tmp_path / "done", PYNCCL_EXIT_TIMEOUT="1")
+    assert "[1] interrupted" in done.stdout and "[0] rank 1 has left" in done.stdout, done
