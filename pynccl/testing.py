@@ -538,14 +538,16 @@ def _call(folder: Path, rank: int, nranks: int, load: _Load) -> bool:
 
 
 def _packed(args: tuple[Any, ...]) -> bytes:
-    for index, value in enumerate(args):
-        try:
-            pickle.dumps(value)
-        except Exception as error:
-            raise TypeError(
-                f"args[{index}] is {shown(value)}; expected an argument of fn that can be pickled: {error}"
-            ) from error
-    return pickle.dumps(args)
+    try:
+        return pickle.dumps(args)
+    except Exception:
+        for index, value in enumerate(args):
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                text = f"args[{index}] is {shown(value)}; expected an argument that can be pickled: {error}"
+                raise TypeError(text) from error
+        raise
 
 
 def _failed_by(error: BaseException, dumps: Callable[[Any], bytes]) -> tuple[bool, bytes, str]:

@@ -124,25 +124,31 @@ def changed_library(folder: Path, code: str) -> str:
     return str(target)
 
 
-@pytest.fixture(scope="module")
-def wrong_library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Compile the CPU library with an all_reduce that changes one bit of one element."""
-    code = """
+def library_with(folder: Path, after: str) -> str:
+    """Compile the CPU library with an all_reduce that runs C code when it has completed."""
+    code = f"""
         #define _GNU_SOURCE
         #include <dlfcn.h>
         #include <stddef.h>
+        #include <stdlib.h>
+        #include <unistd.h>
         int pyncclCpuStreamSynchronize(void*, void*, long);
-        int ncclAllReduce(const void* s, void* r, size_t n, int type, int op, void* comm, void* stream) {
+        int ncclAllReduce(const void* s, void* r, size_t n, int type, int op, void* comm, void* stream) {{
           int (*real)(const void*, void*, size_t, int, int, void*, void*) = dlsym(RTLD_NEXT, "ncclAllReduce");
           int result = real(s, r, n, type, op, comm, stream);
-          if (result == 0 && n > 100) {
-            result = pyncclCpuStreamSynchronize(comm, stream, -1);
-            ((unsigned char*)r)[4 * (n / 2)] ^= 1;
-          }
+          if (result == 0) result = pyncclCpuStreamSynchronize(comm, stream, -1);
+          if (result == 0) {{ {after} }}
           return result;
-        }
+        }}
     """
-    return changed_library(tmp_path_factory.mktemp("wrong"), code)
+    return changed_library(folder, code)
+
+
+@pytest.fixture(scope="module")
+def wrong_library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Compile the CPU library with an all_reduce that changes one bit of one element."""
+    change = "if (n > 100) ((unsigned char*)r)[4 * (n / 2)] ^= 1;"
+    return library_with(tmp_path_factory.mktemp("wrong"), change)
 
 
 def test_one_wrong_element_is_found(wrong_library: str) -> None:
@@ -285,23 +291,9 @@ def test_flags(args: list[str], words: list[str]) -> None:
 @pytest.fixture(scope="module")
 def late_library(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Compile the CPU library with an all_reduce after which rank 1 is busy for 0.2 s."""
-    code = """
-        #define _GNU_SOURCE
-        #include <dlfcn.h>
-        #include <stddef.h>
-        #include <stdlib.h>
-        #include <unistd.h>
-        int pyncclCpuStreamSynchronize(void*, void*, long);
-        int ncclAllReduce(const void* s, void* r, size_t n, int type, int op, void* comm, void* stream) {
-          int (*real)(const void*, void*, size_t, int, int, void*, void*) = dlsym(RTLD_NEXT, "ncclAllReduce");
-          int result = real(s, r, n, type, op, comm, stream);
-          if (result == 0) result = pyncclCpuStreamSynchronize(comm, stream, -1);
-          // Barriers have other counts.
-          if (n == 100 && atoi(getenv("RANK")) == 1) usleep(200000);
-          return result;
-        }
-    """
-    return changed_library(tmp_path_factory.mktemp("late"), code)
+    # Barriers have other counts.
+    sleep = 'if (n == 100 && atoi(getenv("RANK")) == 1) usleep(200000);'
+    return library_with(tmp_path_factory.mktemp("late"), sleep)
 
 
 def test_whose_time_is_reported(late_library: str) -> None:

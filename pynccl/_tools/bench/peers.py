@@ -32,8 +32,6 @@ class Peer:
     # nccl-tests' names of the datatypes and reductions, and the library's.
     types: ClassVar[dict[str, str]]
     ops: ClassVar[dict[str, str]]
-    # nccl-tests' names of the programs, and what makes the library's call.
-    methods: ClassVar[dict[str, Callable[..., Call]]]
 
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.control.rank, world.control.size
@@ -54,7 +52,9 @@ class Peer:
         """Return a call that waits for its result; None: the library has no such operation."""
         if case.type_name not in self.types or (case.operation.reduces and case.op not in self.ops):
             return None
-        return self.methods[case.operation.name](self, case, send, recv)
+        # A method has the name of its program.
+        method: Callable[..., Call] = getattr(self, case.operation.name)
+        return method(case, send, recv)
 
     def place(self, data: Array, case: Case) -> Any:
         """Copy an array to this library's memory."""
@@ -163,42 +163,42 @@ class Gloo(Peer):
     def _op(self, case: Case) -> Any:
         return getattr(self.dist.ReduceOp, self.ops[case.op])
 
-    def _all_reduce(self, case: Case, send: Any, recv: Any) -> Call:
+    def all_reduce(self, case: Case, send: Any, recv: Any) -> Call:
         return self._waiting(self.dist.all_reduce, recv, op=self._op(case))
 
-    def _reduce(self, case: Case, send: Any, recv: Any) -> Call:
+    def reduce(self, case: Case, send: Any, recv: Any) -> Call:
         return self._waiting(self.dist.reduce, recv, case.root, op=self._op(case))
 
-    def _broadcast(self, case: Case, send: Any, recv: Any) -> Call:
+    def broadcast(self, case: Case, send: Any, recv: Any) -> Call:
         return self._waiting(self.dist.broadcast, recv, case.root)
 
-    def _reduce_scatter(self, case: Case, send: Any, recv: Any) -> Call:
+    def reduce_scatter(self, case: Case, send: Any, recv: Any) -> Call:
         function = self._newest("reduce_scatter_single", "reduce_scatter_tensor")
         return self._waiting(function, recv, send, op=self._op(case))
 
-    def _all_gather(self, case: Case, send: Any, recv: Any) -> Call:
+    def all_gather(self, case: Case, send: Any, recv: Any) -> Call:
         return self._waiting(self._newest("all_gather_single", "all_gather_into_tensor"), recv, send)
 
-    def _alltoall(self, case: Case, send: Any, recv: Any) -> Call:
+    def alltoall(self, case: Case, send: Any, recv: Any) -> Call:
         return self._waiting(self.dist.all_to_all_single, recv, send)
 
-    def _alltoallv(self, case: Case, send: Any, recv: Any) -> Call:
+    def alltoallv(self, case: Case, send: Any, recv: Any) -> Call:
         out, into = self._shares(case)
         function = self.dist.all_to_all_single
         return self._waiting(function, recv[: sum(into)], send[: sum(out)], into, out)
 
-    def _scatter(self, case: Case, send: Any, recv: Any) -> Call:
+    def scatter(self, case: Case, send: Any, recv: Any) -> Call:
         blocks = self._blocks(send) if self.rank == case.root else None
         return self._waiting(self.dist.scatter, recv, blocks, src=case.root)
 
-    def _gather(self, case: Case, send: Any, recv: Any) -> Call:
+    def gather(self, case: Case, send: Any, recv: Any) -> Call:
         blocks = self._blocks(recv) if self.rank == case.root else None
         return self._waiting(self.dist.gather, send, blocks, dst=case.root)
 
     def _blocks(self, buffer: Any) -> list[Any]:
         return list(buffer.view(self.size, -1).unbind())
 
-    def _sendrecv(self, case: Case, send: Any, recv: Any) -> Call:
+    def sendrecv(self, case: Case, send: Any, recv: Any) -> Call:
         right, left = self._sides()
         both = [
             self.dist.P2POp(self.dist.isend, send, right, self.group),
@@ -210,19 +210,6 @@ class Gloo(Peer):
                 work.wait()
 
         return call
-
-    methods: ClassVar = {
-        "all_reduce": _all_reduce,
-        "reduce": _reduce,
-        "broadcast": _broadcast,
-        "reduce_scatter": _reduce_scatter,
-        "all_gather": _all_gather,
-        "alltoall": _alltoall,
-        "alltoallv": _alltoallv,
-        "scatter": _scatter,
-        "gather": _gather,
-        "sendrecv": _sendrecv,
-    }
 
 
 class Torch(Gloo):
@@ -324,42 +311,42 @@ class Mpi(Peer):
     def _op(self, case: Case) -> Any:
         return getattr(self.mpi, self.ops[case.op])
 
-    def _all_reduce(self, case: Case, send: Array, recv: Array) -> Call:
+    def all_reduce(self, case: Case, send: Array, recv: Array) -> Call:
         target, op = [recv, recv.size, self._type(case)], self._op(case)
         return lambda: self.comm.Allreduce(self.mpi.IN_PLACE, target, op)
 
-    def _reduce(self, case: Case, send: Array, recv: Array) -> Call:
+    def reduce(self, case: Case, send: Array, recv: Array) -> Call:
         here, op = [recv, recv.size, self._type(case)], self._op(case)
         sides = (self.mpi.IN_PLACE, here) if self.rank == case.root else (here, None)
         return lambda: self.comm.Reduce(*sides, op, case.root)
 
-    def _broadcast(self, case: Case, send: Array, recv: Array) -> Call:
+    def broadcast(self, case: Case, send: Array, recv: Array) -> Call:
         here = [recv, recv.size, self._type(case)]
         return lambda: self.comm.Bcast(here, case.root)
 
-    def _reduce_scatter(self, case: Case, send: Array, recv: Array) -> Call:
+    def reduce_scatter(self, case: Case, send: Array, recv: Array) -> Call:
         source, target = self._parts(case, send, recv)
         op = self._op(case)
         return lambda: self.comm.Reduce_scatter_block(source, target, op)
 
-    def _all_gather(self, case: Case, send: Array, recv: Array) -> Call:
+    def all_gather(self, case: Case, send: Array, recv: Array) -> Call:
         source, target = self._parts(case, send, recv)
         return lambda: self.comm.Allgather(source, target)
 
-    def _alltoall(self, case: Case, send: Array, recv: Array) -> Call:
+    def alltoall(self, case: Case, send: Array, recv: Array) -> Call:
         source, target = self._parts(case, send, recv)
         return lambda: self.comm.Alltoall(source, target)
 
-    def _alltoallv(self, case: Case, send: Array, recv: Array) -> Call:
+    def alltoallv(self, case: Case, send: Array, recv: Array) -> Call:
         (out, into), kind = self._shares(case), self._type(case)
         source, target = [send, out, kind], [recv, into, kind]
         return lambda: self.comm.Alltoallv(source, target)
 
-    def _scatter(self, case: Case, send: Array, recv: Array) -> Call:
+    def scatter(self, case: Case, send: Array, recv: Array) -> Call:
         source, target = self._parts(case, send, recv)
         return lambda: self.comm.Scatter(source if self.rank == case.root else None, target, case.root)
 
-    def _gather(self, case: Case, send: Array, recv: Array) -> Call:
+    def gather(self, case: Case, send: Array, recv: Array) -> Call:
         source, target = self._parts(case, send, recv)
         return lambda: self.comm.Gather(source, target if self.rank == case.root else None, case.root)
 
@@ -368,23 +355,10 @@ class Mpi(Peer):
         n, kind = case.counts.param, self._type(case)
         return [send, n, kind], [recv, n, kind]
 
-    def _sendrecv(self, case: Case, send: Array, recv: Array) -> Call:
+    def sendrecv(self, case: Case, send: Array, recv: Array) -> Call:
         (right, left), kind = self._sides(), self._type(case)
         source, target = [send, send.size, kind], [recv, recv.size, kind]
         return lambda: self.comm.Sendrecv(source, right, 0, target, left, 0)
-
-    methods: ClassVar = {
-        "all_reduce": _all_reduce,
-        "reduce": _reduce,
-        "broadcast": _broadcast,
-        "reduce_scatter": _reduce_scatter,
-        "all_gather": _all_gather,
-        "alltoall": _alltoall,
-        "alltoallv": _alltoallv,
-        "scatter": _scatter,
-        "gather": _gather,
-        "sendrecv": _sendrecv,
-    }
 
 
 PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Gloo, Mpi, Torch)}
