@@ -126,6 +126,8 @@ class Core:
         self.unsettled: tuple[str, Callable[[], object]] | None = None
         # By array type, op and dtype the templates of all_reduce that C finds itself; none if `unsettled`.
         self.usual: dict[type, dict[str, dict[Any, fastcall.Template]]] = {}
+        # From the beginning of `suspend` to the end of `resume`, both of which need all ranks.
+        self.suspended = False
         # What a shrink that Ctrl-C interrupted has to go on with, for the same shrink.
         self.interrupted: tuple[object, Any] | None = None
         # Seconds in `wait`, by what was waited for.

@@ -39,6 +39,7 @@ def suspend(core: Core) -> None:
     core.open()
     core.outside_groups("ncclCommSuspend")
     flags = capi.NCCL_SUSPEND_MEM
+    core.suspended = True
     _call(core, kinds.SUSPEND, lambda: capi.ncclCommSuspend(core.open(), flags))
 
 
@@ -47,6 +48,7 @@ def resume(core: Core) -> None:
     core.open()
     core.outside_groups("ncclCommResume")
     _call(core, kinds.RESUME, lambda: capi.ncclCommResume(core.open()))
+    core.suspended = False
 
 
 def _call(core: Core, kind: int, call: Callable[[], int]) -> None:

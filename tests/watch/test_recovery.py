@@ -275,6 +275,25 @@ def test_shrink_after_deaths(env: dict[str, str]) -> None:
         assert [(dead, sums) for dead, sums, _ in results[rank]] == [([2], (6, 6)), ([0], (3, 3))]
 
 
+def dies_while_suspended(rank: int, nranks: int, dies_before: str) -> list[float]:
+    """Rank 1 dies before suspend or resume, which then nobody can make."""
+    comm = pynccl.init(timeout=20)
+    if dies_before == "resume":
+        comm.suspend()
+    together(nranks)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = failure(getattr(comm, dies_before))
+    with comm.shrink(exclude=error.ranks, abort=True) as survivors:
+        return [float(x) for x in survivors.all_reduce(np.array([float(rank)]))]
+
+
+@pytest.mark.parametrize("dies_before", ["suspend", "resume"])
+def test_shrink_a_suspended_communicator(dies_before: str) -> None:
+    results = run(4, dies_while_suspended, dies_before, backend="cpu", check=False, timeout=40)
+    assert [results[rank] for rank in (0, 2, 3)] == [[5.0]] * 3, results
+
+
 def shrinks_as_if_all_were_well(rank: int, nranks: int) -> tuple[int, int]:
     comm = pynccl.init(timeout=15)
     comm.barrier()
