@@ -276,7 +276,7 @@ class Core:
         if answer == NO_MEMORY:
             raise MemoryError
         if self.unsettled is not None:
-            # A prepared call: the others wait by themselves.
+            # Only a prepared call comes here; other calls have waited for the interrupted one.
             raise NcclInvalidUsage(
                 f"{self!r} still makes {self.unsettled[0]}, which an exception has interrupted; expected "
                 "synchronize() before this call"

@@ -31,8 +31,8 @@ ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs); //
 ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind); // since 2.32.3
 // Whether the connection to a rank has ended without a destroy on that rank: it died, or aborted.
 ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone); // since 2.32.3
-// Whether a call of the communicator has waited for a call of that rank for more than 0.15 seconds, or such a call as
-// ncclCommSplit waits for it.
+// Whether a call of the communicator has waited for a call of that rank for more than 0.15 seconds, or if a call
+// such as ncclCommSplit waits for that rank.
 ncclResult_t pyncclCpuIsAwaited(ncclComm_t comm, int rank, int* awaited); // since 2.32.3
 // The algorithm of a collective ("ncclAllReduce") whose count is `size` bytes, and up to which size it is the same.
 ncclResult_t pyncclCpuGetAlgorithm(ncclComm_t comm, const char* collective, size_t size, const char** algorithm, size_t* most); // since 2.32.3
