@@ -147,11 +147,12 @@ def wait_cpu(
     comm: Callable[[], int], stream: int, deadline: float | None, what: str = "pyncclCpuStreamSynchronize"
 ) -> bool:
     """Wait for a stream of the CPU library; return False after the deadline. Errors name `what` waits."""
+    wait = lib.pyncclCpuStreamAwait if deadline is None else lib.pyncclCpuStreamSynchronize
     while True:
         left = _SLICE_MS if deadline is None else (deadline - time.monotonic()) * 1000
         slice_ms = max(0, min(_SLICE_MS, int(left) + 1))
         handle = comm()
-        result = lib.pyncclCpuStreamSynchronize(handle, stream, slice_ms)
+        result = wait(handle, stream, slice_ms)
         check(result, what, handle)
         if result != IN_PROGRESS:
             return True

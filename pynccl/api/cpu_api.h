@@ -14,6 +14,8 @@ ncclResult_t pyncclCpuStreamCreateWithFlags(cudaStream_t* stream, unsigned int f
 ncclResult_t pyncclCpuStreamDestroy(cudaStream_t stream); // since 2.32.3
 ncclResult_t pyncclCpuStreamQuery(ncclComm_t comm, cudaStream_t stream); // since 2.32.3
 ncclResult_t pyncclCpuStreamSynchronize(ncclComm_t comm, cudaStream_t stream, int64_t timeoutMs); // since 2.32.3
+// Part of a wait without a time-out: ncclInProgress after `sliceMs`, if the thread goes on with the wait at once.
+ncclResult_t pyncclCpuStreamAwait(ncclComm_t comm, cudaStream_t stream, int64_t sliceMs); // since 2.32.3
 ncclResult_t pyncclCpuStreamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEvent_t event); // since 2.32.3
 ncclResult_t pyncclCpuEventCreate(cudaEvent_t* event); // since 2.32.3
 ncclResult_t pyncclCpuEventDestroy(cudaEvent_t event); // since 2.32.3

@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import pynccl
 from meeting import hear, tell, together
 from pynccl import (
+    CollectiveMismatchError,
     Communicator,
     NcclError,
     NcclInvalidArgument,
@@ -320,6 +322,41 @@ def test_a_call_that_no_other_rank_makes(method: str) -> None:
     assert kind == "KeyboardInterrupt"
     text = r"pynccl: <.*> has waited 0.5 s in ncclComm\w+ for rank 1; expected the same call on every rank\n"
     assert re.fullmatch(text, said)
+
+
+DEADLOCKS: list[tuple[Callable[..., object], Callable[..., object]]] = [
+    (lambda a, b: a.all_reduce(np.ones(4)), lambda a, b: b.all_reduce(np.ones(4))),
+    (lambda a, b: a.all_reduce(np.ones(4)), lambda a, b: a.split(0)),
+    (lambda a, b: a.barrier(), lambda a, b: a.suspend()),
+    (lambda a, b: a.split(0), lambda a, b: b.split(0)),
+    (lambda a, b: a.barrier(), lambda a, b: (time.sleep(12), a.barrier())),
+]
+
+
+def deadlocks(rank: int, nranks: int) -> str:
+    """Each pair of ranks has two communicators, and makes two different calls."""
+    world = pynccl.init()
+    pair, index = divmod(rank, 2)
+    a = world.split(pair)
+    b = a.split(0)
+    for comm in (a, b):
+        comm.barrier()
+    try:
+        DEADLOCKS[pair][index](a, b)
+    except CollectiveMismatchError as error:
+        return str(error)
+    finally:
+        for comm in (b, a, world):
+            comm.abort()
+    return ""
+
+
+def test_deadlocks_without_a_time_out() -> None:
+    *found, late, early = run(2 * len(DEADLOCKS), deadlocks, backend="cpu", timeout=60)
+    waits = r"rank [01] waits in (AllReduce|AllGather|ncclCommSplit|ncclCommSuspend)\b.*"
+    for text in found:
+        assert re.search(f": deadlock: {waits}, {waits}: each for calls that the next has not made", text)
+    assert late == early == ""
 
 
 @on_ranks(1)

@@ -160,7 +160,74 @@ TEST_CASE("two sends that face each other") {
   });
 }
 
+// Rank 0 waits in a collective, part by part; rank 1 in a call that meets the other ranks.
+using Derive = ncclResult_t (*)(int rank, ncclComm_t parent, ncclComm_t* made);
+
+ncclResult_t split(int, ncclComm_t parent, ncclComm_t* made) {
+  return ncclCommSplit(parent, 0, 0, made, nullptr);
+}
+ncclResult_t suspend(int, ncclComm_t parent, ncclComm_t*) {
+  return ncclCommSuspend(parent, NCCL_SUSPEND_MEM);
+}
+
+void collective_and_meeting(Run run, Derive meet, const char* name) {
+  ncclUniqueId id = new_id();
+  Meeting all_ended(2);
+  run(2, [&](int rank) {
+    ncclComm_t comm = join(id, 2, rank), made = nullptr;
+    Buffers x;
+    Stopwatch watch;
+    ncclResult_t r = rank == 0 ? x.sum(0, comm) : meet(rank, comm, &made);
+    while (rank == 0 && (r == ncclSuccess || r == ncclInProgress) && watch.seconds() < 60)
+      r = pyncclCpuStreamAwait(comm, nullptr, 50);
+    std::string text = last_error();
+    RESULT(r, ncclInvalidUsage);
+    SAYS(text, "deadlock: ");
+    SAYS(text, "rank 0 waits in AllReduce(count 1111, float32, sum) #1");
+    SAYS(text, std::string("rank 1 waits in ") + name);
+    all_ended();
+    OK(ncclCommAbort(comm));
+  });
+}
+
+TEST_CASE("a collective and a split") { collective_and_meeting(as_threads, split, "ncclCommSplit"); }
+TEST_CASE("a collective and a split in processes") {
+  collective_and_meeting(as_processes, split, "ncclCommSplit");
+}
+TEST_CASE("a collective and a suspend") { collective_and_meeting(as_threads, suspend, "ncclCommSuspend"); }
+
+TEST_CASE("splits of two communicators in opposite order") {
+  ncclUniqueId ids[] = {new_id(), new_id()};
+  Meeting all_ended(2);
+  as_processes(2, [&](int rank) {
+    ncclComm_t comm[] = {join(ids[0], 2, rank), join(ids[1], 2, rank)}, made = nullptr;
+    RESULT(split(rank, comm[rank], &made), ncclInvalidUsage);
+    SAYS(last_error(), "deadlock: ");
+    SAYS(last_error(), "waits in ncclCommSplit of another communicator");
+    all_ended();
+    abort_all({comm[0], comm[1]});
+  });
+}
+
 // ---- what is no deadlock ----
+
+// Rank 0 does not wait for its collective before it splits.
+TEST_CASE("a collective in flight and a split") {
+  ncclUniqueId id = new_id();
+  as_processes(2, [&](int rank) {
+    ncclComm_t comm = join(id, 2, rank), made = nullptr;
+    Buffers x;
+    if (rank == 0) {
+      OK(x.sum(0, comm));
+      sleep(13);
+    }
+    OK(split(rank, comm, &made));
+    if (rank == 1) OK(x.sum(0, comm));
+    OK(synchronize(comm));
+    x.check(0, 2);
+    for (ncclComm_t c : {comm, made}) OK(ncclCommDestroy(c));
+  });
+}
 
 // The calls of `a` and `b` are in opposite order, on streams of their own: each rank has made both.
 TEST_CASE("opposite order on two streams") {
@@ -248,11 +315,6 @@ TEST_CASE("a chain is waited for") {
 
 // ---- different calls that derive a communicator ----
 
-using Derive = ncclResult_t (*)(int rank, ncclComm_t parent, ncclComm_t* made);
-
-ncclResult_t split(int, ncclComm_t parent, ncclComm_t* made) {
-  return ncclCommSplit(parent, 0, 0, made, nullptr);
-}
 ncclResult_t shrink(int, ncclComm_t parent, ncclComm_t* made) {
   int last = 2;
   return ncclCommShrink(parent, &last, 1, made, nullptr, NCCL_SHRINK_DEFAULT);
@@ -264,10 +326,6 @@ ncclResult_t grow(int rank, ncclComm_t parent, ncclComm_t* made) {
     if (ncclResult_t r = ncclCommGetUniqueId(parent, &id); r != ncclSuccess) return r;
   return ncclCommGrow(parent, 4, rank == 0 ? &id : nullptr, -1, made, nullptr);
 }
-ncclResult_t suspend(int, ncclComm_t parent, ncclComm_t*) {
-  return ncclCommSuspend(parent, NCCL_SUSPEND_MEM);
-}
-
 // The first two of three ranks differ; the third joins rank 0, or does nothing, as one that shrinks lets it.
 void different_calls(Derive of_rank_0, Derive of_rank_1, bool third_joins) {
   set("PYNCCL_CPU_INIT_TIMEOUT", "15");

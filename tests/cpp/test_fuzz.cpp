@@ -352,6 +352,7 @@ struct Calls {
          return f.ended(pyncclCpuStreamDestroy(s), f.streams_, s, Fuzz::new_stream));
     CALL(return pyncclCpuStreamQuery(f.comm(), f.stream()));
     CALL(return pyncclCpuStreamSynchronize(f.comm(), f.stream(), int64_t(f.below(20))));
+    CALL(return pyncclCpuStreamAwait(f.comm(), f.stream(), int64_t(f.below(20))));
     CALL(return pyncclCpuStreamWaitEvent(f.comm(), f.stream(), f.event()));
     CALL(return pyncclCpuEventCreate(nullptr));
     CALL(cudaEvent_t e = f.event(); return f.ended(pyncclCpuEventDestroy(e), f.events_, e, Fuzz::new_event));

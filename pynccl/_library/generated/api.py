@@ -208,6 +208,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuStreamDestroy": (2, 32, 3),
     "pyncclCpuStreamQuery": (2, 32, 3),
     "pyncclCpuStreamSynchronize": (2, 32, 3),
+    "pyncclCpuStreamAwait": (2, 32, 3),
     "pyncclCpuStreamWaitEvent": (2, 32, 3),
     "pyncclCpuEventCreate": (2, 32, 3),
     "pyncclCpuEventDestroy": (2, 32, 3),

@@ -95,6 +95,15 @@ def pyncclCpuStreamSynchronize(comm: int, stream: int, timeoutMs: int) -> int:
     return r
 
 
+def pyncclCpuStreamAwait(comm: int, stream: int, sliceMs: int) -> int:
+    try:
+        if r := _library.pyncclCpuStreamAwait(comm, stream, sliceMs):
+            _check(r, "pyncclCpuStreamAwait", comm)
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, comm=comm, stream=stream, sliceMs=sliceMs) from None
+    return r
+
+
 def pyncclCpuStreamWaitEvent(comm: int, stream: int, event: int) -> int:
     try:
         if r := _library.pyncclCpuStreamWaitEvent(comm, stream, event):

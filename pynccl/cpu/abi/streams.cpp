@@ -116,6 +116,21 @@ ncclResult_t pyncclCpuStreamSynchronize(ncclComm_t comm, cudaStream_t stream, in
   });
 }
 
+ncclResult_t pyncclCpuStreamAwait(ncclComm_t comm, cudaStream_t stream, int64_t sliceMs) {
+  const char* function = "pyncclCpuStreamAwait";
+  return guarded(function, [&] {
+    std::shared_ptr<Stream> s = stream_for(comm, stream, function);
+    if (!s) return ncclInvalidArgument;
+    if (sliceMs < 0)
+      return fail(ncclInvalidArgument, "%s: sliceMs is %lld, expected 0 or more", function,
+                  (long long)sliceMs);
+    Deadlocks::Waiter waits(s);
+    ncclResult_t r = s->synchronize(deadline_of(sliceMs), serial_of(comm));
+    if (r == ncclInProgress) waits.pause();
+    return r;
+  });
+}
+
 ncclResult_t pyncclCpuStreamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEvent_t event) {
   const char* function = "pyncclCpuStreamWaitEvent";
   return guarded(function, [&] {

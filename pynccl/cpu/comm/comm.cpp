@@ -654,7 +654,23 @@ Wait Comm::waits_of(const Batch& batch) {
   return wait;
 }
 
+void Comm::meets(const void* exchange, const std::map<int, uint64_t>& missing, const std::string& doing,
+                 double seconds) {
+  if (standing.phase.load() == Phase::Creating) return;
+  Wait wait{shared_from_this(), true, {}, "rank " + std::to_string(rank) + " waits in " + doing};
+  for (auto& [q, tag] : missing)
+    if (tag < kAfterFailure) wait.needs.push_back({q, Need::Meeting, tag});
+  per_process<Deadlocks>().meets(exchange, std::move(wait), seconds);
+}
+
+void Comm::met(const void* exchange) { per_process<Deadlocks>().moved(exchange); }
+
 void Comm::progress_towards(int from, Need::Kind kind, uint64_t* started, uint64_t* issued) {
+  if (kind == Need::Meeting) {
+    std::lock_guard<std::mutex> lock(session.mutex);
+    *started = *issued = meetings_[0].empty() ? 0 : meetings_[0][size_t(from)];
+    return;
+  }
   Peer& p = peer(from);
   *started = kind == Need::Collective ? colls_started_
              : kind == Need::Send     ? p.sends_started

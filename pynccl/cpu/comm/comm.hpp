@@ -118,6 +118,9 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   }
   ncclResult_t say_broken(uint64_t tag) override;
   void never_ends(int peer, const std::string& doing) override;
+  void meets(const void* exchange, const std::map<int, uint64_t>& missing, const std::string& doing,
+             double seconds) override;
+  void met(const void* exchange) override;
   // A rank that fails or ends returns its buffers to the caller, so peers must stop using them (Link::enter).
   void close_buffers();
 

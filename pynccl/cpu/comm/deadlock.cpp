@@ -11,6 +11,7 @@ namespace {
 
 constexpr double kAssumedSeconds = 10;
 constexpr size_t kMostSteps = 64;
+constexpr int kPauseMs = 200;
 
 double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
 
@@ -71,20 +72,26 @@ struct Deadlocks::Message {
   std::string body;
 };
 
-Deadlocks::Waiter::Waiter(std::shared_ptr<Stream> stream) {
+Deadlocks::Waiter::Waiter(const std::shared_ptr<Stream>& stream) {
   Deadlocks& all = per_process<Deadlocks>();
   std::lock_guard<std::mutex> lock(all.mutex_);
-  all.waiting_[this_thread()] = {std::move(stream), Clock::now()};
+  Waiting& waiting = all.waiting_[this_thread()];
+  if (waiting.stream.lock() != stream || waiting.until < Clock::now()) waiting.since = Clock::now();
+  waiting.stream = stream;
+  waiting.until = kForever;
 }
 Deadlocks::Waiter::~Waiter() {
   Deadlocks& all = per_process<Deadlocks>();
   std::lock_guard<std::mutex> lock(all.mutex_);
-  all.waiting_.erase(this_thread());
+  if (paused_)
+    all.waiting_[this_thread()].until = after_ms(kPauseMs);
+  else
+    all.waiting_.erase(this_thread());
 }
 
-void Deadlocks::moved(const Task* launch) {
+void Deadlocks::moved(Blocker blocker) {
   std::lock_guard<std::mutex> lock(mutex_);
-  blocked_.erase(launch);
+  blocked_.erase(blocker);
 }
 
 bool Deadlocks::awaits(const Comm& comm, int peer) {
@@ -96,13 +103,23 @@ bool Deadlocks::awaits(const Comm& comm, int peer) {
   return false;
 }
 
-void Deadlocks::blocked(const Task* launch, std::vector<Wait> waits, double seconds) {
+void Deadlocks::blocked(Blocker launch, std::vector<Wait> waits, double seconds) {
+  look(launch, std::move(waits), seconds, 0);
+}
+
+void Deadlocks::meets(Blocker meeting, Wait wait, double seconds) {
+  const int thread = wait.comm->calling_thread.load();
+  look(meeting, {std::move(wait)}, seconds, thread);
+}
+
+void Deadlocks::look(Blocker blocker, std::vector<Wait> waits, double seconds, int meets) {
   std::vector<Message> messages;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    Blocked& b = blocked_[launch];
+    Blocked& b = blocked_[blocker];
     if (b.period == 0) b.period = ++periods_;
     b.seconds = seconds;
+    b.meets = meets;
     b.waits = std::move(waits);
     Probe probe;
     probe.fixed.process = process_;
@@ -123,7 +140,7 @@ void Deadlocks::spread(Blocked& at, Probe probe, std::vector<Message>* out) {
     if (!w.has_turn) {
       for (auto& [task, other] : blocked_)
         for (const Wait& o : other.waits)
-          if (o.has_turn && o.comm == w.comm) spread(other, probe, out);
+          if (o.has_turn && !other.meets && o.comm == w.comm) spread(other, probe, out);
       continue;
     }
     Probe next = probe;
@@ -148,7 +165,7 @@ void Deadlocks::deliver(const std::vector<Message>& messages) {
 }
 
 // The launch at the head of a stream, or at the head of the stream for which its head waits.
-const Task* Deadlocks::head_of(std::shared_ptr<Stream> stream) const {
+Deadlocks::Blocker Deadlocks::head_of(std::shared_ptr<Stream> stream) const {
   for (int hops = 0; stream && hops < 64; ++hops) {
     Stream::Head head = stream->head();
     if (head.task) return head.task.get();
@@ -157,23 +174,32 @@ const Task* Deadlocks::head_of(std::shared_ptr<Stream> stream) const {
   return nullptr;
 }
 
-// The launch that must end before this rank starts the operation that a peer needs. nullptr: the operation
-// has started, or nothing is known.
-const Task* Deadlocks::blocking_launch(Comm& comm, int from, Probe* probe) {
+// The launch or meeting that must end before this rank starts the operation that a peer needs. nullptr: the
+// operation has started, or nothing is known.
+Deadlocks::Blocker Deadlocks::blocker_of(Comm& comm, int from, Probe* probe) {
   uint64_t started, issued;
+  const bool meeting = probe->fixed.kind == Need::Meeting;
   comm.progress_towards(from, probe->fixed.kind, &started, &issued);
   uint64_t needed = probe->fixed.number;
   if (needed <= started) return nullptr;
   probe->fixed.queued = uint16_t(probe->fixed.queued + (needed <= issued));
-  for (auto& [task, b] : blocked_)
-    for (const Wait& w : b.waits)
-      if (w.has_turn && w.comm.get() == &comm) return task;
+  const int thread = comm.calling_thread.load();
+  Blocker met = nullptr;
+  for (auto& [blocker, b] : blocked_)
+    for (const Wait& w : b.waits) {
+      const bool here = w.has_turn && w.comm.get() == &comm;
+      if (here && !b.meets && !meeting) return blocker;
+      if (b.meets && b.seconds >= kAssumedSeconds && (here || b.meets == thread)) met = blocker;
+    }
   if (needed <= issued) return head_of(comm.stream_of_all_pending());
-  if (!comm.turns.idle()) return nullptr;
-  auto it = waiting_.find(comm.calling_thread.load());
-  if (it == waiting_.end() || seconds_since(it->second.since) < kAssumedSeconds) return nullptr;
+  // A meeting does not wait for the launches of its communicator.
+  if (!meeting && !comm.turns.idle()) return nullptr;
   probe->fixed.assumed = 1;
-  return head_of(it->second.stream);
+  if (met) return met;
+  auto it = waiting_.find(thread);
+  bool waits = it != waiting_.end() && Clock::now() < it->second.until;
+  return waits && seconds_since(it->second.since) >= kAssumedSeconds ? head_of(it->second.stream.lock())
+                                                                     : nullptr;
 }
 
 void Deadlocks::probed(Comm& comm, int from, const Blob& body) {
@@ -183,8 +209,7 @@ void Deadlocks::probed(Comm& comm, int from, const Blob& body) {
   bool cycle = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const Task* task = blocking_launch(comm, from, &probe);
-    auto at = blocked_.find(task);
+    auto at = blocked_.find(blocker_of(comm, from, &probe));
     if (at == blocked_.end()) return;
     if (!(probe.fixed.process == process_ && probe.fixed.period == at->second.period))
       spread(at->second, probe, &messages);

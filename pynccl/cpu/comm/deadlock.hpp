@@ -7,8 +7,12 @@
 // which the communicator's calling thread waits. A probe that returns to the launch that sent it has found a
 // cycle. A verdict then travels along the same path, so that every rank of the cycle gets the error.
 //
+// A call that meets the other ranks, such as ncclCommSplit, is a blocked launch as well. It needs its peers
+// to make the same call.
+//
 // A waiting thread is assumed to be the one that would make the missing call, but another thread may make it.
-// So a cycle with such an edge counts only after kAssumedSeconds.
+// A meeting may run in a thread of its own (Python's do), so the communicator's calling thread is taken for
+// it. So a cycle with such an edge counts only after kAssumedSeconds.
 #pragma once
 
 #include <map>
@@ -25,9 +29,9 @@ namespace pncpu {
 
 struct Comm;
 
-// An operation that a peer must start: its collective, send, receive or signal with this number.
+// An operation that a peer must start: its collective, send, receive, signal or meeting with this number.
 struct Need {
-  enum Kind : uint32_t { Collective, Send, Receive, Signal };
+  enum Kind : uint32_t { Collective, Send, Receive, Signal, Meeting };
   int peer = 0;
   Kind kind = Collective;
   uint64_t number = 0;
@@ -44,9 +48,13 @@ struct Wait {
 // One per process.
 class Deadlocks {
  public:
+  // The address of a launch or of a meeting.
+  using Blocker = const void*;
   // The thread that runs a launch calls this while there is no progress; sends probes.
-  void blocked(const Task* launch, std::vector<Wait> waits, double seconds);
-  void moved(const Task* launch);
+  void blocked(Blocker launch, std::vector<Wait> waits, double seconds);
+  // The thread that waits in a meeting calls this.
+  void meets(Blocker meeting, Wait wait, double seconds);
+  void moved(Blocker blocker);
   bool awaits(const Comm& comm, int peer);
   // Control frames from a peer, in the service's thread.
   void probed(Comm& comm, int from, const Blob& body);
@@ -55,10 +63,15 @@ class Deadlocks {
   // A thread that waits for a stream without a time-out.
   class Waiter {
    public:
-    explicit Waiter(std::shared_ptr<Stream> stream);
+    explicit Waiter(const std::shared_ptr<Stream>& stream);
     ~Waiter();
     Waiter(const Waiter&) = delete;
     Waiter& operator=(const Waiter&) = delete;
+    // The thread goes on with the wait soon, unless it is interrupted.
+    void pause() { paused_ = true; }
+
+   private:
+    bool paused_ = false;
   };
 
  private:
@@ -73,22 +86,24 @@ class Deadlocks {
   struct Blocked {
     uint64_t period = 0;
     double seconds = 0;
+    int meets = 0;  // in a meeting: the thread that is assumed to wait there; 0: a launch
     std::vector<Wait> waits;
     std::map<Origin, uint64_t> seen;  // the round of the last probe from there
   };
   struct Probe;
   struct Message;
   struct Waiting {
-    std::shared_ptr<Stream> stream;
-    Clock::time_point since;
+    std::weak_ptr<Stream> stream;
+    Clock::time_point since, until;  // kForever, or soon after a pause
   };
-  const Task* blocking_launch(Comm& comm, int from, Probe* probe);
-  const Task* head_of(std::shared_ptr<Stream> stream) const;
+  void look(Blocker blocker, std::vector<Wait> waits, double seconds, int meets);
+  Blocker blocker_of(Comm& comm, int from, Probe* probe);
+  Blocker head_of(std::shared_ptr<Stream> stream) const;
   void spread(Blocked& at, Probe probe, std::vector<Message>* out);
   void deliver(const std::vector<Message>& messages);
   void fail_cycle(Probe verdict, Comm& before);
   std::mutex mutex_;
-  std::map<const Task*, Blocked> blocked_;
+  std::map<Blocker, Blocked> blocked_;
   std::map<int, Waiting> waiting_;  // by thread
   uint64_t periods_ = 0, rounds_ = 0;
   const Token process_ = Token::random();

@@ -22,6 +22,7 @@ constexpr size_t kMostUnsentPuts = size_t(1) << 20;
 
 constexpr auto kLook =
     std::chrono::milliseconds(50);  // how often a wait polls for changes without a notification
+constexpr auto kSearch = std::chrono::seconds(1);  // how often an exchange looks for a deadlock
 
 // Settings that must be equal on all ranks. A byte for each rank follows: this rank can access its memory.
 struct Settings {
@@ -679,6 +680,24 @@ bool Session::awaits(int q) {
                      [&](const Gathering* g) { return g->tags.count(q); });
 }
 
+// False at the deadline. Ranks of a communicator that is complete may wait for each other.
+bool Session::await_all(Gathering& g, std::unique_lock<std::mutex>& lock, const char* what, Deadline deadline,
+                        const std::function<bool()>& done) {
+  const Clock::time_point begin = Clock::now();
+  for (bool searched = false;; searched = true) {
+    Deadline look = std::min<Deadline>(deadline, Clock::now() + kSearch);
+    bool ended = changed.wait_until(lock, look, done);
+    if (ended || look == deadline) {
+      if (searched) owner_.met(&g);
+      return ended;
+    }
+    std::map<int, uint64_t> missing = g.tags;
+    lock.unlock();
+    owner_.meets(&g, missing, what, std::chrono::duration<double>(Clock::now() - begin).count());
+    lock.lock();
+  }
+}
+
 ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine,
                            std::vector<Blob>* all, const char* what, Deadline deadline) {
   std::unique_lock<std::mutex> lock(mutex);
@@ -698,8 +717,8 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
     return -1;
   };
   auto failed = [&] { return owner_.broken(tags[0]); };
-  bool ended = changed.wait_until(lock, deadline,
-                                  [&] { return stopped() || g.tags.empty() || failed() || lost() >= 0; });
+  bool ended = await_all(g, lock, what, deadline,
+                         [&] { return stopped() || g.tags.empty() || failed() || lost() >= 0; });
   gatherings_.erase(std::find(gatherings_.begin(), gatherings_.end(), &g));
   int missing = g.tags.empty() ? -1 : lost() >= 0 ? lost() : g.tags.begin()->first;
   lock.unlock();

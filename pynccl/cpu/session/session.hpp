@@ -59,6 +59,10 @@ class Session {
     virtual ncclResult_t say_broken(uint64_t tag) = 0;
     // Rank `peer` has left, so the operation `doing` with it never ends.
     virtual void never_ends(int peer, const std::string& doing) = 0;
+    // For the deadlock search: an exchange waits for ranks, each with its tag; it has ended.
+    virtual void meets(const void* exchange, const std::map<int, uint64_t>& missing, const std::string& doing,
+                       double seconds) = 0;
+    virtual void met(const void* exchange) = 0;
 
    protected:
     ~Owner() = default;
@@ -159,6 +163,8 @@ class Session {
   ncclResult_t attach_pipes();
   void say_settings();
   ncclResult_t say(const Tags& tags, const std::vector<int>& ranks, const Blob& mine, const char* what);
+  bool await_all(Gathering& g, std::unique_lock<std::mutex>& lock, const char* what, Deadline deadline,
+                 const std::function<bool()>& done);
   ncclResult_t hear(const Tags& tags, const std::vector<int>& ranks, const Blob& mine, std::vector<Blob>* all,
                     const char* what, Deadline deadline);
   ncclResult_t link_failed(int peer, const char* doing, const std::string& why, int error);
