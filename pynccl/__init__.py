@@ -155,6 +155,7 @@ def __getattr__(name: str) -> object:
 # Names of other libraries' modules that are no communicator's.
 _OTHER_NAMES = {
     "COMM_WORLD": "init()",
+    "Comm": "Communicator",
     "ReduceOp": "RedOp",
     "empty_like": "empty(array.shape, like=array)",
     "init_process_group": "init",
@@ -172,10 +173,11 @@ def _meant(name: str) -> str:
         return f": import pynccl.{name}"
     from pynccl._comm.communicator import Communicator
     from pynccl._names import meant
-    from pynccl._types import RedOp
+    from pynccl._types import DataType, RedOp
 
-    if name in RedOp.__members__:
-        return f"; pynccl's name is RedOp.{name}"
+    for codes in (RedOp, DataType):
+        if name.upper() in codes.__members__:
+            return f"; pynccl's name is {codes.__name__}.{name.upper()}"
     if name.startswith("nccl"):
         from pynccl import capi
 

@@ -41,6 +41,7 @@ _OTHER_NAMES = {
     "isdone": ("done", "query"),
     "issuccess": ("exception",),
     "launch": (_CALL,),
+    "metrics": ("pynccl.metrics()",),
     "newgroup": ("split",),
     "nranks": ("size",),
     "ptr": ("array", "handle"),

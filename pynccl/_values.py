@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import EnumMeta, IntEnum
 from numbers import Integral
 from operator import index
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -41,7 +41,21 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-class Code(IntEnum):
+class _Named(EnumMeta):
+    # For type checkers every name would exist.
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            # Until Python 3.12 the members are no attributes of the class.
+            if name in cls.__members__:
+                return cls.__members__[name]
+            names = ", ".join(cls.__members__)
+            raise AttributeError(f"{cls.__name__} has no {name!r}; expected one of {names}")
+
+
+class Code(IntEnum, metaclass=_Named):
     """One of NCCL's codes, such as a datatype: an int for C, and no number where another int is expected."""
 
 

@@ -70,6 +70,7 @@ NAMES = {
     "Split_type": r"split\(color\), with one color for each node",
     "split_by_node": r"split\(color\), with one color for each node",
     "stop": "destroy",
+    "metrics": r"pynccl\.metrics\(\)",
     "ncclAllReduce": "all_reduce",
     "timeout": r"pynccl\.init\(timeout=\.\.\.\)",
     "wait": "synchronize, or wait_event of a stream",

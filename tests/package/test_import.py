@@ -145,6 +145,9 @@ def test_pypis_pynccl_over_ours(copy: Path, run_python: Run, module: str) -> Non
         ("group_start", "; pynccl's name is pynccl.group()"),
         ("ReduceOp", "; pynccl's name is RedOp"),
         ("SUM", "; pynccl's name is RedOp.SUM"),
+        ("max", "; pynccl's name is RedOp.MAX"),
+        ("float32", "; pynccl's name is DataType.FLOAT32"),
+        ("Comm", "; pynccl's name is Communicator"),
         ("COMM_WORLD", "; pynccl's name is init()"),
         ("ncclGetUniqueId", "; pynccl's name is capi.ncclGetUniqueId"),
         ("init_process_group", "; pynccl's name is init"),
@@ -156,6 +159,13 @@ def test_names_of_other_libraries(name: str, hint: str) -> None:
     with pytest.raises(AttributeError) as raised:
         getattr(pynccl, name)
     assert str(raised.value) == f"module 'pynccl' has no attribute '{name}'{hint}"
+
+
+def test_names_of_codes() -> None:
+    text = "RedOp has no 'sum'; expected one of SUM, PROD, MAX, MIN, AVG"
+    with pytest.raises(AttributeError, match=f"^{text}$"):
+        pynccl.RedOp.sum  # type: ignore[attr-defined]  # noqa: B018
+    assert pynccl.RedOp["SUM"] is pynccl.RedOp.SUM and not hasattr(pynccl.RedOp, "__array__")
 
 
 def test_a_package_that_is_not_imported(run_python: Run) -> None:
