@@ -47,6 +47,11 @@ class CupyAllocator:
 
     def __init__(self, comm: Registers | None = None) -> None:
         self._cupy = importlib.import_module("cupy")
+        if not self._cupy.cuda.is_available():
+            raise NotSupportedError(
+                "pynccl.allocators.cupy needs a CUDA device, and CuPy finds none; for host memory use "
+                "pynccl.empty"
+            )
         loader.load()
         # Reentrant: an allocation can run finalizers, which free segments.
         self._lock = threading.RLock()

@@ -15,6 +15,7 @@ import pytest
 
 import pynccl
 from allocations import is_freed
+from pynccl import NotSupportedError
 from pynccl._library.binding import fastcall, lib
 from pynccl._memory.allocators import known_segments
 from pynccl._memory.segments import Registered
@@ -94,6 +95,7 @@ class FakeCupy:
         self.current: list[Callable[[int], Block]] = []
         self.cuda = SimpleNamespace(
             MemoryPool=Pool,
+            is_available=lambda: True,
             PythonFunctionAllocator=PythonFunctionAllocator,
             using_allocator=self.using,
             runtime=SimpleNamespace(
@@ -114,6 +116,13 @@ def fake_cupy() -> Iterator[FakeCupy]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", fake)
         yield fake
+
+
+def test_cupy_without_a_device() -> None:
+    with fake_cupy() as cupy:
+        cupy.cuda.is_available = lambda: False
+        with pytest.raises(NotSupportedError, match=r"cupy needs a CUDA device.*; for host memory use pyn"):
+            pynccl.allocators.cupy()
 
 
 def test_cupy_without_a_communicator() -> None:
