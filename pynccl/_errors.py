@@ -112,9 +112,13 @@ class NcclRemoteError(NcclError):
 
 
 class NcclTimeoutError(NcclError, TimeoutError):
-    """Report that something did not happen in time."""
+    """Report that something did not happen in time; `ranks` has those known to be behind the others."""
 
     code = 8
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = (), **known: Any) -> None:
+        super().__init__(message, **known)
+        self.ranks = sorted(ranks)
 
 
 class NotSupportedError(NcclError, NotImplementedError):

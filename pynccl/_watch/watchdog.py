@@ -139,6 +139,7 @@ class Watch:
             raise NcclTimeoutError(
                 f"rank {self.rank} of {self.size} opened the control channel, and {rank_list(late)} did not "
                 "connect in time",
+                ranks=late,
                 rank=self.rank,
                 size=self.size,
             ) from found
@@ -243,7 +244,7 @@ class Watch:
         error = self.verdict() or self._reason(what, False)
         if isinstance(error, RankFailedError) and not self.verdict():
             # Nothing has failed yet: the call goes on.
-            error = NcclTimeoutError(str(error), rank=self.rank, size=self.size)
+            error = NcclTimeoutError(str(error), ranks=error.ranks, rank=self.rank, size=self.size)
         return error
 
     def _reason(self, what: str, publish: bool) -> NcclError | None:
@@ -257,8 +258,9 @@ class Watch:
         if found.reporter:
             text = f"rank {found.reporter - 1} reports: {text}"
         place: dict[str, Any] = {"rank": self.rank, "size": self.size}
+        ranks = [int(rank) for rank in found.ranks[0 : found.count]]
         if found.trouble == lib.PYNCCL_RANKS_FAILED:
-            return RankFailedError(text, ranks=[int(rank) for rank in found.ranks[0 : found.count]], **place)
+            return RankFailedError(text, ranks=ranks, **place)
         if found.trouble == lib.PYNCCL_MISMATCHED:
             return CollectiveMismatchError(text, **place)
         if found.trouble == lib.PYNCCL_LIBRARY_FAILED:
@@ -266,7 +268,7 @@ class Watch:
             if left := self.left_behind():
                 return left
             return error_class(found.result)(text, result=int(found.result), **place)
-        return NcclTimeoutError(text, **place)
+        return NcclTimeoutError(text, ranks=ranks, **place)
 
     def left_behind(self) -> RankFailedError | None:
         """Return an error if other ranks have replaced the communicator by one without this rank."""

@@ -57,7 +57,7 @@ enum {
   FRAME_LOST,      // pairs of ranks
   FRAME_FAILED,    // the sender's verdict names a rank
   FRAME_TEXT,
-  FRAME_TROUBLE,
+  FRAME_TROUBLE,  // its text has a bit for each rank of the verdict
   // From any rank to others.
   FRAME_ASK,
   FRAME_MESSAGE,
@@ -66,6 +66,8 @@ enum {
   FRAME_TELL,  // a question for the calls of all
   FRAME_TOLD
 };
+
+#define TROUBLE_RANKS (8 * (PYNCCL_FRAME_TEXT - 1))
 
 // The receivers of a frame: one rank, or all, or those in `set`, whose first rank is the number beside
 // TO_SET.

@@ -53,6 +53,10 @@ int pynccl_start_thread(void* (*work)(void*), void* argument) {
   return r;
 }
 
+void pynccl_add_rank(pynccl_verdict* v, int rank) {
+  if (v->count < PYNCCL_MOST_RANKS) v->ranks[v->count++] = rank;
+}
+
 void pynccl_publish(pynccl_watch* w, int trouble) {
   pynccl_verdict* v = &w->verdict;
   __atomic_store_n(&v->trouble, trouble, __ATOMIC_RELEASE);
@@ -60,7 +64,7 @@ void pynccl_publish(pynccl_watch* w, int trouble) {
   __atomic_store_n(&w->comm->handle, 0, __ATOMIC_RELEASE);
   pthread_cond_broadcast(&pynccl_watchdog.changed);
   pynccl_tell_news(w);
-  for (int i = 0; i < v->count; ++i) {
+  for (int i = 0; i < v->count && trouble == PYNCCL_RANKS_FAILED; ++i) {
     const pynccl_frame failed = {.kind = FRAME_FAILED, .number = (uint64_t)v->ranks[i]};
     pynccl_tell_all(w, &failed);
   }
@@ -71,10 +75,12 @@ void pynccl_publish(pynccl_watch* w, int trouble) {
     memcpy(text.text, rest, strnlen(rest, PYNCCL_FRAME_TEXT - 1));
     pynccl_tell_all(w, &text);
   }
-  const pynccl_frame told = {.kind = FRAME_TROUBLE,
-                             .code = (uint32_t)trouble,
-                             .number = (uint64_t)v->result,
-                             .words = {(uint64_t)v->reporter}};
+  pynccl_frame told = {.kind = FRAME_TROUBLE,
+                       .code = (uint32_t)trouble,
+                       .number = (uint64_t)v->result,
+                       .words = {(uint64_t)v->reporter}};
+  for (int i = 0; i < v->count; ++i)
+    if (v->ranks[i] < TROUBLE_RANKS) told.text[v->ranks[i] / 8] |= (char)(1 << v->ranks[i] % 8);
   if (trouble != PYNCCL_RANKS_FAILED) pynccl_tell_all(w, &told);
   w->responding = 1;
   __atomic_add_fetch(&w->comm->references, 1, __ATOMIC_RELAXED);
@@ -90,10 +96,6 @@ void pynccl_conclude(pynccl_watch* w, const pynccl_verdict* found) {
   const size_t rest = offsetof(pynccl_verdict, result);
   memcpy((char*)&w->verdict + rest, (const char*)found + rest, sizeof *found - rest);
   pynccl_publish(w, found->trouble);
-}
-
-static void pynccl_add_rank(pynccl_verdict* v, int rank) {
-  if (v->count < PYNCCL_MOST_RANKS) v->ranks[v->count++] = rank;
 }
 
 // Whether a rank's departure says what happened to it. A rank that aborts too may have failed before, and one
@@ -301,6 +303,14 @@ static int64_t pynccl_age_of_news(const pynccl_watch* w) {
   return pynccl_watchdog.awake - oldest;
 }
 
+static void pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
+  uint64_t most = 0;
+  for (int r = 0; r < w->size; ++r)
+    if (pynccl_calls_of(w, r) > most) most = pynccl_calls_of(w, r);
+  for (int r = 0; r < w->size; ++r)
+    if (pynccl_calls_of(w, r) < most) pynccl_add_rank(v, r);
+}
+
 void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_verdict* v) {
   *v = (pynccl_verdict){0};
   pynccl_say(v->text, sizeof v->text, "%s", what);
@@ -319,6 +329,7 @@ void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_v
   int connected = 0;
   for (int r = 0; r < w->size; ++r) connected += pynccl_takes_part(w, r) || w->peers[r].departure;
   if (v->count || !connected) return;
+  pynccl_add_ranks_behind(w, v);
   pynccl_say(v->text, sizeof v->text, "; all ranks respond, and ");
   if (!heard)
     pynccl_say(v->text, sizeof v->text, "up to %.1f s ago had called:", (double)pynccl_age_of_news(w) / 1e9);

@@ -7,6 +7,7 @@
 
 // Start a detached thread that handles no signals. Returns 0 or an errno.
 int pynccl_start_thread(void* (*work)(void*), void* argument);
+void pynccl_add_rank(pynccl_verdict* v, int rank);
 // Publish the verdict in the watch, tell the other ranks, and end outstanding calls.
 void pynccl_publish(pynccl_watch* w, int trouble);
 void pynccl_conclude(pynccl_watch* w, const pynccl_verdict* found);
