@@ -114,7 +114,7 @@ def abort(core: Core) -> None:
     """Release all resources immediately, without the other ranks; also abort derived communicators."""
     family = core.family()
     for one in family:
-        one.aborted = True
+        one.aborted = one.told = True
     if core.handle:
         recorder.dump_because("abort", f"{core!r} is aborted")
     handles = []

@@ -32,6 +32,9 @@ _NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy default stream does not w
 class User(Protocol):
     """What issues calls on streams and wants to know when the program has waited for them."""
 
+    told: bool
+    """Whether the program knows of a failure, or has aborted."""
+
     def newest_call(self, stream: int) -> int:
         """Return the number of the newest call on a stream that nobody has waited for; 0 if there is none."""
 
@@ -247,7 +250,8 @@ class _Owned(Hinting):
 class Stream(_Owned):
     """A stream of the current device or of the CPU library; the work of a stream runs in order.
 
-    `destroy`, or the end of its `with` block, destroys it; its work is finished first. A destroyed stream
+    The end of its `with` block waits for its work, unless an exception ends the block, and destroys it.
+    `destroy` does not wait, as in CUDA: the work goes on, and its results come later. A destroyed stream
     raises ValueError. `with` does not make it the current stream.
     """
 
@@ -313,9 +317,26 @@ class Stream(_Owned):
         _awaited[self.handle] = _outstanding([*_awaited.get(self.handle, ()), *event.calls])
 
     def destroy(self) -> None:
-        """Destroy it; no effect if repeated, or in a forked child, since the parent owns it."""
+        """Destroy it without a wait; no effect if repeated, or in a forked child: the parent owns it."""
         _awaited.pop(self._handle, None)
         super().destroy()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self._handle and self._pid == os.getpid():
+                self._finish()
+        finally:
+            self.destroy()
+
+    def _finish(self) -> None:
+        """Wait for the work; raise an error of which the program has not been told."""
+        users = [user for ref, _, _ in _calls_on(self._handle) if (user := ref()) is not None]
+        untold = any(not user.told for user in users)
+        try:
+            self.synchronize()
+        except NcclError:
+            if untold:
+                raise
 
 
 class Event(_Owned):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -158,6 +160,27 @@ def test_a_stream_for_every_step(rank: int, nranks: int) -> None:
     assert {record.state for record in comm.trace()} == {"done"}
     comm.destroy()
     idle.destroy()
+
+
+@on_ranks(2)
+def test_the_end_of_a_with_block_waits(rank: int, nranks: int) -> None:
+    x, late = np.ones(3), np.ones(3)
+    with pynccl.init(timeout=20) as comm:
+        if rank == 1:
+            time.sleep(0.5)
+        with pynccl.Stream() as stream:
+            comm.all_reduce(x, stream=stream)
+        assert (x == nranks).all()
+        if rank == 1:
+            hear("raised")
+        with suppress(KeyError), pynccl.Stream() as stream:
+            comm.all_reduce(late, stream=stream)
+            raise KeyError
+        if rank == 0:
+            tell("raised")
+            with pytest.raises(NcclInvalidArgument, match="was destroyed with calls"):
+                comm.synchronize()
+        comm.barrier()
 
 
 @on_ranks(2)
