@@ -321,9 +321,9 @@ class Stream(_Owned):
         _awaited.pop(self._handle, None)
         super().destroy()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
-            if kind is None and self._handle and self._pid == os.getpid():
+            if error[0] is None and self._handle and self._pid == os.getpid():
                 self._finish()
         finally:
             self.destroy()
