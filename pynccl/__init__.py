@@ -156,6 +156,7 @@ def __getattr__(name: str) -> object:
 _OTHER_NAMES = {
     "COMM_WORLD": "init()",
     "Comm": "Communicator",
+    "NcclCommunicator": "Communicator",
     "ReduceOp": "RedOp",
     "empty_like": "empty(array.shape, like=array)",
     "init_process_group": "init",
@@ -163,6 +164,11 @@ _OTHER_NAMES = {
 }
 # Subpackages that their import statement loads, and not their name: they need more than pynccl.
 _IMPORTED = ("compat", "ras", "ray", "torch")
+
+
+def _error_name(name: str) -> str:
+    """Return "timeout" for NcclTimeoutError, NcclTimeout and TimeoutError; "" for NcclError."""
+    return name.lower().replace("nccl", "", 1).removesuffix("error")
 
 
 def _meant(name: str) -> str:
@@ -183,6 +189,9 @@ def _meant(name: str) -> str:
 
         if hasattr(capi, name):
             return f"; pynccl's name is capi.{name}"
+    for error in (each for each in __all__ if each.endswith("Error") and name[0].isupper()):
+        if _error_name(error) == _error_name(name):
+            return f"; pynccl's name is {error}"
     if name in _OTHER_NAMES:
         return f"; pynccl's name is {_OTHER_NAMES[name]}"
     ours = meant(Communicator, name) or ""

@@ -45,6 +45,6 @@ def resolve_timeout(timeout: float | None) -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
+    if not seconds > 0:
         raise ValueError(f"PYNCCL_TIMEOUT is {text!r:.200}; expected a positive number of seconds")
     return min(seconds, LONGEST)

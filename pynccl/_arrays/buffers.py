@@ -35,6 +35,7 @@ ANYWHERE = -2
 _CUDA_INTERFACE = "__cuda_array_interface__"
 # The newest version of the interface.
 _VERSION = 3
+_MPI_CONSTANTS = {"InPlaceType": "MPI.IN_PLACE", "BottomType": "MPI.BOTTOM"}
 # More than an address, or the bytes of an array, can be.
 _MOST = 1 << 63
 _cast, _from_memory = ffi.cast, ffi.from_buffer
@@ -244,6 +245,9 @@ def _choose(array: Any, name: str) -> Kind:
     by_dlpack = Kind(_from_dlpack, _no_stream, _cannot_create, _order_dlpack)
     if library in ("jax", "jaxlib") and hasattr(array, "__dlpack__"):
         return by_dlpack._replace(span=_from_jax)
+    if library == "mpi4py" and type(array).__name__ in _MPI_CONSTANTS:
+        constant = _MPI_CONSTANTS[type(array).__name__]
+        raise TypeError(f"{name} is {constant}; expected an array: a call without recv is in place")
     empty = _numba_empty if library in ("numba", "numba_cuda") else _cannot_create
     by_cuda = Kind(_from_cuda_array_interface, _producer_stream, empty, _order_producer)
     has_interface = hasattr(type(array), _CUDA_INTERFACE) or hasattr(array, _CUDA_INTERFACE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, overload
 
 from pynccl._comm.core import INTERRUPTED, Core
 from pynccl._comm.operations import Operations
@@ -29,6 +29,15 @@ class _Run(fastcall.Call, Hinting):
         self._recording = recording
         self._stream = stream
         self.result = result
+
+    # C calls `_call_with` with the arguments.
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(self, *, wait: Literal[True] = True) -> Any: ...
+        @overload
+        def __call__(self, *, wait: Literal[False]) -> Work[Any]: ...
+        def __call__(self, *, wait: bool = True) -> Any: ...
 
     def _call_with(self, *args: object, wait: object = True, **others: object) -> Any:
         """Run with arguments: the C call path takes none."""

@@ -133,7 +133,13 @@ def _as_bytes(factor: Any, datatype: int) -> bytes:
             raise ValueError(
                 f"op has the factor {shown(factor)}; expected a value of {name}, the dtype of the arrays"
             )
-    return np.asarray(factor).astype(dtype).tobytes()
+    with np.errstate(over="ignore"):
+        value = np.asarray(factor).astype(dtype)
+    if np.isinf(value) and np.isfinite(factor):
+        raise ValueError(
+            f"op has the factor {shown(factor)}; expected a value of {name}, the dtype of the arrays"
+        )
+    return value.tobytes()
 
 
 def _hint(name: object) -> str:

@@ -163,7 +163,7 @@ def load_noise(
             raise
         raise BootstrapError(
             f"{secret}, but PyNaCl, which encrypts with it, cannot be imported ({error}): "
-            f"pip install 'pynccl-cffi[secure]'{otherwise}"
+            f"pip install pynacl{otherwise}"
         ) from error
 
 

@@ -9,11 +9,14 @@ the functions themselves. Imported only with a secret.
 
 from __future__ import annotations
 
+import importlib
 import os
 from hashlib import blake2b
 from typing import NamedTuple
 
-from nacl._sodium import ffi, lib
+# Without types: a type checker need not find it.
+_sodium = importlib.import_module("nacl._sodium")
+ffi, lib = _sodium.ffi, _sodium.lib
 
 KEY = 32
 TAG = 16

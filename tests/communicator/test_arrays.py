@@ -285,6 +285,21 @@ def test_shapes(rank: int, nranks: int) -> None:
         comm.send_recv(zeros(4), 1 - me, zeros(2, 2), 1 - me)
 
 
+@on_ranks(1)
+def test_constants_of_mpi(rank: int, nranks: int) -> None:
+    mpi = pytest.importorskip("mpi4py.MPI")
+    with pynccl.Communicator(1, pynccl.get_unique_id(), 0) as comm:
+        text = "^send is MPI.IN_PLACE; expected an array: a call without recv is in place"
+        for call in (
+            lambda: comm.all_reduce(mpi.IN_PLACE, np.ones(1)),
+            lambda: comm.all_gather(mpi.IN_PLACE),
+        ):
+            with pytest.raises(TypeError, match=text):
+                call()
+        with pytest.raises(TypeError, match=r"^recv is MPI\.BOTTOM"):
+            comm.all_reduce(np.ones(1), mpi.BOTTOM)
+
+
 @on_ranks(N)
 def test_the_root_in_place_of_recv(rank: int, nranks: int) -> None:
     """Every rank refuses it: the root alone would leave the others in the call."""

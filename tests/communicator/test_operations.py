@@ -465,7 +465,13 @@ def test_wrong_factors(rank: int, nranks: int) -> None:
             with pytest.raises(ValueError, match=words):
                 comm.pre_mul_sum(array)
         where = rf"\(rank {rank} of {nranks}\)$"
-        for factor, dtype in ((0.5, "int32"), (-1, "uint8"), (300, "int8"), (2**70, "int64")):
+        for factor, dtype in (
+            (0.5, "int32"),
+            (-1, "uint8"),
+            (300, "int8"),
+            (2**70, "int64"),
+            (70000, "float16"),
+        ):
             op = comm.pre_mul_sum(factor)
             with pytest.raises(
                 ValueError, match=rf"op has the factor {factor}; expected a value of {dtype}, .*{where}"

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 from __future__ import annotations
 from array import array
+from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -89,6 +90,8 @@ def prepared(comm: Communicator, x: F32) -> None:
     plan = Plan([op, Plan([op])])
     op()
     plan()
+    assert_type(op(wait=False), Work[Any])
+    plan(wait=True)
     op.stream = pynccl.Stream()
 
 def life(comm: Communicator, uid: UniqueId) -> None:
@@ -173,7 +176,7 @@ def wrong_lines() -> set[int]:
 def test_types_of_results(complaints: dict[int, str]) -> None:
     lines = PROGRAM.splitlines()
     assert {lines[n - 1].strip(): said for n, said in complaints.items() if n not in wrong_lines()} == {}
-    assert PROGRAM.count("assert_type(") == 54
+    assert PROGRAM.count("assert_type(") == 55
 
 
 def test_misuse_is_refused(complaints: dict[int, str]) -> None:

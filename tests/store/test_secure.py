@@ -328,11 +328,11 @@ def test_a_secret_takes_pynacl(run_python: Callable[..., Any]) -> None:
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()
-    assert done.stdout.count("pip install 'pynccl-cffi[secure]'") == 5
+    assert done.stdout.count("pip install pynacl") == 5
     assert done.stdout.count("a secret is set (PYNCCL_SECRET, PYNCCL_SECRET_FILE or secret=)") == 4
     made = done.stdout.splitlines()[0]
     assert made.startswith("StoreServer makes a secret, because none is set, but PyNaCl, ")
-    assert made.endswith("""pip install 'pynccl-cffi[secure]', or pass secret="" for a store without one""")
+    assert made.endswith("""pip install pynacl, or pass secret="" for a store without one""")
 
 
 USES = """
