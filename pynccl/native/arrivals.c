@@ -57,6 +57,11 @@ static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
       if (pynccl_keep_frame(p, f)) pthread_cond_broadcast(&pynccl_watchdog.changed);
       break;
     case FRAME_CALL:
+      // It comes twice if a rank on its way seems to have left.
+      if (f->serial <= p->got) break;
+      p->got = f->serial;
+      pynccl_check_heard(w, from, f);
+      break;
     case FRAME_TELL:
     case FRAME_TOLD:
       pynccl_check_heard(w, from, f);

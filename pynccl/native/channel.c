@@ -86,6 +86,8 @@ void pynccl_reach(const pynccl_watch* w, char* missed) {
   free(queue);
 }
 
+static void pynccl_post_again(pynccl_watch* w, int left);
+
 // Find ranks without a connection that cannot be reached any more.
 static void pynccl_find_gone(pynccl_watch* w) {
   char* missed = w->mesh ? NULL : calloc(1, (size_t)w->size);
@@ -116,7 +118,11 @@ void pynccl_hang_up(pynccl_watch* w, int rank) {
       p->gone_at >= pynccl_watchdog.blind_until && (p->local || p->gone_at - p->heard_at <= ENDING_NS);
   p->output_bytes = 0;
   pthread_cond_broadcast(&pynccl_watchdog.changed);
-  if (!p->departure) p->departure = p->hearsay;
+  if (!p->departure && p->hearsay) {
+    p->departure = p->hearsay;
+    w->left = 1;
+    pynccl_post_again(w, rank);
+  }
   if (!w->listed || p->departure) return;
   if (w->mesh)
     pynccl_report_loss(w, rank);
@@ -258,17 +264,73 @@ void pynccl_flood(pynccl_watch* w, pynccl_frame* frame) {
   pynccl_pass_on(w, frame, -1);
 }
 
-void pynccl_forward(pynccl_watch* w, const pynccl_frame* frame) {
-  const int up = ((int)frame->to - w->rank + w->size) % w->size, down = w->size - up;
+// The neighbour of a rank on the shortest way to another one.
+static int pynccl_next(const pynccl_watch* w, int rank, int to) {
+  const int up = (to - rank + w->size) % w->size, down = w->size - up;
   int step = up < down || w->mesh ? up : down;
   while (!w->mesh && step & (step - 1)) step &= step - 1;
-  pynccl_send_frame(w, (w->rank + (up < down || w->mesh ? step : w->size - step)) % w->size, frame);
+  return (rank + (up < down || w->mesh ? step : w->size - step)) % w->size;
+}
+
+void pynccl_forward(pynccl_watch* w, const pynccl_frame* frame) {
+  pynccl_send_frame(w, pynccl_next(w, w->rank, (int)frame->to), frame);
+}
+
+// Whether all ranks between this one and another still pass frames on.
+static int pynccl_is_open(const pynccl_watch* w, int to) {
+  for (int r = pynccl_next(w, w->rank, to); r != to; r = pynccl_next(w, r, to))
+    if (w->peers[r].departure || w->peers[r].gone) return 0;
+  return 1;
 }
 
 void pynccl_post(pynccl_watch* w, pynccl_frame* frame, int rank) {
   frame->origin = (uint32_t)w->rank;
   frame->to = (uint32_t)rank;
-  pynccl_forward(w, frame);
+  frame->sequence = 0;
+  frame->serial = ++w->peers[rank].posted;
+  if (pynccl_next(w, w->rank, rank) != rank) {
+    pynccl_frame* kept = pynccl_room(w->kept, w->kept_count, &w->kept_capacity, sizeof *kept);
+    if (kept) (w->kept = kept)[w->kept_count++] = *frame;
+  }
+  if (pynccl_is_open(w, rank))
+    pynccl_forward(w, frame);
+  else
+    pynccl_flood(w, frame);
+}
+
+void pynccl_forget_posts(pynccl_watch* w) {
+  if (!w->kept_count) return;
+  w->kept_count -= w->kept_before;
+  memmove(w->kept, w->kept + w->kept_before, (size_t)w->kept_count * sizeof *w->kept);
+  w->kept_before = w->kept_count;
+}
+
+// Flood what was posted over a rank that has left.
+static void pynccl_post_again(pynccl_watch* w, int left) {
+  for (int i = 0; i < w->kept_count; ++i) {
+    const int to = (int)w->kept[i].to;
+    int r = pynccl_next(w, w->rank, to);
+    while (r != to && r != left) r = pynccl_next(w, r, to);
+    if (r != to) pynccl_flood(w, &w->kept[i]);
+  }
+}
+
+void pynccl_find_hidden(pynccl_watch* w) {
+  if (!w->left || w->mesh) return;
+  w->left = 0;
+  int* queue = malloc((size_t)w->size * sizeof *queue);
+  if (!queue) return;
+  int first = 0, last = 0;
+  for (int r = 0; r < w->size; ++r) w->peers[r].hidden = pynccl_takes_part(w, r);
+  for (queue[last++] = w->rank; first < last; ++first)
+    for (int i = 0, rank = queue[first]; i < w->step_count; ++i) {
+      const int other = (rank + w->steps[i]) % w->size;
+      if (!w->peers[other].hidden || pynccl_has_lost(w, rank, other)) continue;
+      w->peers[queue[last++] = other].hidden = 0;
+    }
+  free(queue);
+  for (int r = 0; r < w->size; ++r)
+    if (w->peers[r].hidden) w->peers[r].owes = 0;
 }
 
 // --- what ranks know of each other -------------------------------------------------------------------------
@@ -307,6 +369,8 @@ void pynccl_depart(pynccl_watch* w, int departure) {
 
 static void pynccl_departed(pynccl_watch* w, pynccl_peer* p, int departure) {
   p->departure = departure;
+  w->left = 1;
+  pynccl_post_again(w, (int)(p - w->peers));
   if (departure == PYNCCL_ABORTS_FIRST && !w->dying) w->dying = pynccl_now();
   if (p->socket < 0 && !p->gone) {
     p->gone = 1;
@@ -363,8 +427,9 @@ int pynccl_asked(pynccl_watch* w) {
   const int64_t now = pynccl_watchdog.awake;
   if (now - w->asked < w->beat) return 0;
   w->asked = now;
+  pynccl_find_hidden(w);
   for (int r = 0; r < w->size; ++r)
-    if (pynccl_takes_part(w, r) && !w->peers[r].owes) w->peers[r].owes = now;
+    if (pynccl_takes_part(w, r) && !w->peers[r].hidden && !w->peers[r].owes) w->peers[r].owes = now;
   ++w->peers[w->rank].stamp;
   pynccl_freshen(w, w->rank);
   return 1;

@@ -19,7 +19,9 @@
 // Each of its neighbours had passed on all its frames before it told the loss, so that none comes after its
 // end. A frame that comes nevertheless (from a neighbour that lost this rank, by another way) is not handled.
 // - A rank that left does not pass frames on. It may hide others, which are not lost for that: it counts as
-// reaching all ranks that nobody has lost.
+// reaching all ranks that nobody has lost. A hidden rank is not asked, so it is never named as silent, and
+// check mode does not compare messages with it.
+// - A frame for one rank takes the shortest way. If a rank on that way leaves, the origin floods the frame.
 // - Heartbeats go to neighbours only. To learn whether a rank further away responds, a rank asks all, at most
 // once in a heartbeat's time; each passes the question on, if it has not just done so, and tells its news.
 // - Sealing is between neighbours: who passes a frame on seals it anew, and every rank has the secret.
@@ -99,6 +101,7 @@ typedef struct pynccl_frame {
   uint32_t code;  // of news and pairs: how many
   uint32_t origin, to;
   uint64_t sequence;  // of the origin; 0: not flooded
+  uint64_t serial;    // counts what the origin has posted to this receiver; 0: not posted
   uint64_t number;
   union {
     struct {
@@ -123,13 +126,15 @@ typedef int pynccl_decrypt(unsigned char* out, unsigned long long* out_bytes, un
 typedef struct pynccl_peer {
   int socket;  // -1: none
   int departure;
-  int hearsay;    // the departure of a neighbour as others tell it, before its own last frames
-  int gone;       // the connection has ended, or no neighbour reaches it
-  int late;       // it never began: the rank did not connect in time
-  int named;      // another rank's verdict names it as failed
-  int64_t heard;  // when its last frame or news came, by pynccl_watchdog.awake
-  int64_t owes;   // since when it has not answered a question, by the same clock; 0: it has
-  uint64_t seen;  // the number of its last flooded frame
+  int hearsay;           // the departure of a neighbour as others tell it, before its own last frames
+  int gone;              // the connection has ended, or no neighbour reaches it
+  int late;              // it never began: the rank did not connect in time
+  int named;             // another rank's verdict names it as failed
+  int64_t heard;         // when its last frame or news came, by pynccl_watchdog.awake
+  int64_t owes;          // since when it has not answered a question, by the same clock; 0: it has
+  uint64_t seen;         // the number of its last flooded frame
+  uint64_t posted, got;  // the serials of the last frames posted to it and by it
+  int hidden;            // it takes part, but those who have left are on every way to it
   uint32_t stamp;
   int fresh;     // its news are to be told
   int doubtful;  // the connection has ended, and that is not told yet
@@ -188,6 +193,9 @@ struct pynccl_watch {
   int step_count;
   int departure;       // of this rank
   uint64_t sequence;   // of its last flooded frame
+  pynccl_frame* kept;  // posted over others by the last two announcements
+  int kept_count, kept_capacity, kept_before;
+  int left;            // ranks have left since `hidden` was found out
   int64_t asked;       // when the last question came, by pynccl_watchdog.awake
   int fresh;           // how many ranks have news to be told
   int doubtful;        // how many connections have ended, and that is not told yet
@@ -269,10 +277,13 @@ void pynccl_tell_all(pynccl_watch* w, const pynccl_frame* frame);
 // Send a frame to its receivers; pass one on that came from `from`.
 void pynccl_flood(pynccl_watch* w, pynccl_frame* frame);
 void pynccl_pass_on(pynccl_watch* w, const pynccl_frame* frame, int from);
-// Send a frame to one rank, by the shortest way, without a number: nothing replaces it if a rank on the way
-// dies.
+// Send a frame to one rank, by the shortest way: nothing replaces it if a rank on the way dies.
 void pynccl_post(pynccl_watch* w, pynccl_frame* frame, int rank);
 void pynccl_forward(pynccl_watch* w, const pynccl_frame* frame);
+// The next call is about to be announced: forget what was posted before the last one.
+void pynccl_forget_posts(pynccl_watch* w);
+// Find ranks that take part, but can be reached only over ranks that have left, if some have left since.
+void pynccl_find_hidden(pynccl_watch* w);
 int pynccl_is_for(const pynccl_frame* frame, int rank);
 // Tell all neighbours this rank's news.
 void pynccl_beat(pynccl_watch* w);

@@ -56,7 +56,7 @@ static void pynccl_describe(const pynccl_frame* f, char* text, size_t size) {
   if (kind <= PYNCCL_RECV) pynccl_say(text, size, ")");
   if (kind == PYNCCL_SEND) pynccl_say(text, size, " to rank %d", root);
   if (kind == PYNCCL_RECV) pynccl_say(text, size, " from rank %d", root);
-  if (f->words[5] > 1) pynccl_say(text, size, " in a group of %llu", (unsigned long long)f->words[5]);
+  if ((uint32_t)f->words[5] > 1) pynccl_say(text, size, " in a group of %u", (uint32_t)f->words[5]);
   if (f->text[0]) pynccl_say(text, size, " at %s", f->text);
 }
 
@@ -67,7 +67,9 @@ static int pynccl_alike(const pynccl_frame* a, const pynccl_frame* b) {
   if (x[1] != y[1] || x[2] != y[2]) return 0;
   // PreMulSum operations have different numbers on every rank.
   const int ops = x[3] == y[3] || (x[3] >= ncclNumOps && y[3] >= ncclNumOps);
-  return message || (x[0] == y[0] && ops && x[4] == y[4]);
+  // NCCL chooses one algorithm for the collectives of a group together.
+  const int together = x[5] >> 32 == y[5] >> 32;
+  return message || (x[0] == y[0] && ops && x[4] == y[4] && together);
 }
 
 // --- the calls of all ranks, after a difference ------------------------------------------------------------
@@ -178,13 +180,16 @@ static int pynccl_follows(const pynccl_watch* w, const pynccl_call* calls, int c
 int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
   char where[PYNCCL_FRAME_TEXT] = "";
   if (pynccl_locate && pynccl_locate(where, sizeof where)) return PYNCCL_STOPPED;
-  int r = 0, mine = 0;
+  int r = 0;
+  // The calls of a group on this communicator, and the collectives among them.
+  uint64_t mine = 0, collectives = 0;
   pthread_mutex_lock(&pynccl_watchdog.lock);
-  uint64_t rounds = w->rounds;
   for (int i = 0; i < count; ++i) {
     mine += calls[i].comm == w->comm;
-    rounds += pynccl_concerns(w, &calls[i]) && pynccl_side(calls[i].kind) == SIDE_ALL;
+    collectives += pynccl_concerns(w, &calls[i]) && pynccl_side(calls[i].kind) == SIDE_ALL;
   }
+  const uint64_t rounds = w->rounds + collectives;
+  pynccl_forget_posts(w);
   for (int i = 0; i < count && !r; ++i) {
     const pynccl_call* c = &calls[i];
     if (!pynccl_concerns(w, c)) continue;
@@ -195,7 +200,7 @@ int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
     said += w->said_count++;
     *said = (pynccl_said){.peer = -1, .frame = {.kind = FRAME_CALL}};
     const uint64_t words[] = {c->kind,         c->datatype,       c->count,
-                              (uint64_t)c->op, (uint64_t)c->root, (uint64_t)mine};
+                              (uint64_t)c->op, (uint64_t)c->root, collectives << 32 | mine};
     memcpy(said->frame.words, words, sizeof words);
     memcpy(said->frame.text, where, sizeof where);
     if (pynccl_side(c->kind) == SIDE_ALL) {
@@ -249,9 +254,14 @@ static int pynccl_is_contradicted(const pynccl_watch* w, const pynccl_said* s) {
 // sets the first one without an answer.
 static const pynccl_said* pynccl_compare(pynccl_watch* w, const pynccl_said** open) {
   *open = NULL;
+  pynccl_find_hidden(w);
   for (int i = 0; i < w->said_count; ++i) {
     pynccl_said* s = &w->said[i];
     if (s->left) continue;
+    if (!s->answered && !s->round && w->peers[s->peer].hidden) {
+      s->answered = 1;
+      s->answer = s->frame;
+    }
     const int at = s->answered || s->round ? -1 : pynccl_answer(&w->peers[s->peer], &s->frame);
     if (at >= 0) {
       s->answered = 1;

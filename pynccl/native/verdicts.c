@@ -255,10 +255,13 @@ void pynccl_conclude_failed(pynccl_watch* w) {
   pynccl_publish(w, PYNCCL_RANKS_FAILED);
 }
 
-int pynccl_unsure(const pynccl_watch* w, int64_t late) {
-  for (int r = 0; r < w->size; ++r)
-    if (pynccl_takes_part(w, r) && w->peers[r].heard <= late && !pynccl_silent(w, r, pynccl_silence(w)))
+int pynccl_unsure(pynccl_watch* w, int64_t late) {
+  pynccl_find_hidden(w);
+  for (int r = 0; r < w->size; ++r) {
+    const pynccl_peer* p = &w->peers[r];
+    if (pynccl_takes_part(w, r) && !p->hidden && p->heard <= late && !pynccl_silent(w, r, pynccl_silence(w)))
       return 1;
+  }
   return 0;
 }
 
@@ -308,7 +311,7 @@ static void pynccl_add_ranks_behind(const pynccl_watch* w, pynccl_verdict* v) {
   for (int r = 0; r < w->size; ++r)
     if (pynccl_calls_of(w, r) > most) most = pynccl_calls_of(w, r);
   for (int r = 0; r < w->size; ++r)
-    if (pynccl_calls_of(w, r) < most) pynccl_add_rank(v, r);
+    if (pynccl_calls_of(w, r) < most && !w->peers[r].departure && !w->peers[r].hidden) pynccl_add_rank(v, r);
 }
 
 void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_verdict* v) {
@@ -330,7 +333,9 @@ void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_v
   for (int r = 0; r < w->size; ++r) connected += pynccl_takes_part(w, r) || w->peers[r].departure;
   if (v->count || !connected) return;
   pynccl_add_ranks_behind(w, v);
-  pynccl_say(v->text, sizeof v->text, "; all ranks respond, and ");
+  int hidden = 0;
+  for (int r = 0; r < w->size; ++r) hidden |= w->peers[r].hidden;
+  pynccl_say(v->text, sizeof v->text, "; all ranks%s respond, and ", hidden ? " that can be asked" : "");
   if (!heard)
     pynccl_say(v->text, sizeof v->text, "up to %.1f s ago had called:", (double)pynccl_age_of_news(w) / 1e9);
   else
@@ -339,9 +344,12 @@ void pynccl_explain(const pynccl_watch* w, const char* what, int heard, pynccl_v
     const uint64_t calls = pynccl_calls_of(w, r);
     const int kind = pynccl_kind_of(w, r);
     for (end = r + 1; end < w->size && pynccl_calls_of(w, end) == calls; ++end)
-      if (pynccl_kind_of(w, end) != kind || w->peers[end].departure != w->peers[r].departure) break;
+      if (pynccl_kind_of(w, end) != kind || w->peers[end].departure != w->peers[r].departure ||
+          w->peers[end].hidden != w->peers[r].hidden)
+        break;
     pynccl_say(v->text, sizeof v->text, end == r + 1 ? "%s rank %d" : "%s ranks %d", r ? "," : "", r);
     if (end > r + 1) pynccl_say(v->text, sizeof v->text, "-%d", end - 1);
+    if (w->peers[r].hidden) pynccl_say(v->text, sizeof v->text, ", when last heard of");
     if (!calls) pynccl_say(v->text, sizeof v->text, ": nothing");
     if (calls)
       pynccl_say(v->text, sizeof v->text, ": #%llu %s", (unsigned long long)calls, pynccl_kind_name(kind));

@@ -15,7 +15,7 @@ void pynccl_conclude(pynccl_watch* w, const pynccl_verdict* found);
 void pynccl_conclude_failed(pynccl_watch* w);
 // Whether a rank may still prove that it responds: it has sent nothing since `late`, and is not silent long
 // enough to be named.
-int pynccl_unsure(const pynccl_watch* w, int64_t late);
+int pynccl_unsure(pynccl_watch* w, int64_t late);
 // Tell the others which ranks are silent, and return how many.
 int pynccl_report_silence(pynccl_watch* w);
 // At a time-out wait, under the lock, until ranks that may be silent have been heard, and for the reports of

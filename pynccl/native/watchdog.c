@@ -269,6 +269,7 @@ static void pynccl_watch_free(pynccl_comm* comm) {
   free(w->told);
   free(w->lost);
   free(w->pairs);
+  free(w->kept);
   free(w->steps);
   free(w);
 }

@@ -39,6 +39,12 @@ def grouped(comm: Communicator, *peers: int) -> None:
             comm.recv(Y, peer)
 
 
+def two_in_a_group(comm: Communicator) -> None:
+    with pynccl.group():
+        comm.all_reduce(X)
+        comm.broadcast(X)
+
+
 Call = Callable[[Communicator], Any]
 # What ranks 0 and 1 call, what rank 2 calls, and what the table says of them.
 CASES: dict[str, tuple[Call, Call, str, str]] = {
@@ -137,6 +143,12 @@ CASES: dict[str, tuple[Call, Call, str, str]] = {
         lambda c: (c.send(X, 0), c.send(X, 0), c.recv(Y, 0)),
         r"rank 0: send\(float32, 4\) to rank 2 in a group of 2 ",
         r"rank 2: send\(float32, 4\) to rank 0 ",
+    ),
+    "collectives grouped on one rank": (
+        lambda c: (c.all_reduce(X), c.broadcast(X)),
+        lambda c: two_in_a_group(c),
+        r"ranks 0-1: all_reduce\(float32, 4, sum\) ",
+        r"rank 2: all_reduce\(float32, 4, sum\) in a group of 2 ",
     ),
     "unmatched send": (
         lambda c: c.all_reduce(X),

@@ -21,7 +21,14 @@ import pytest
 import pynccl
 from cutting import meet, who
 from meeting import failure, hear, publish, tell, together, until
-from pynccl import CollectiveMismatchError, Communicator, NcclError, RankFailedError, UniqueId
+from pynccl import (
+    CollectiveMismatchError,
+    Communicator,
+    NcclError,
+    NcclTimeoutError,
+    RankFailedError,
+    UniqueId,
+)
 from pynccl.testing import RankError, run
 
 SPARSE = {"PYNCCL_MESH_RANKS": "0"}
@@ -218,6 +225,7 @@ def leaves(rank: int, nranks: int) -> tuple[float, list[int]]:
     x = np.zeros(3)
     comm.send_recv(np.full(3, float(rank)), {0: 3, 3: 5, 5: 0}[rank], x, {0: 5, 3: 0, 5: 3}[rank])
     named: list[int] = []
+    together(3, "exchanged")
     if rank == 5:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 3:
@@ -234,6 +242,32 @@ def test_who_has_left_hides_nobody() -> None:
     results = run(8, leaves, backend="cpu", check=False, env=SPARSE, timeout=60)
     assert results[0] == (5, [])
     assert results[3] == (0, [5])
+
+
+def is_late(rank: int, nranks: int) -> tuple[str, list[int]]:
+    comm = pynccl.init(timeout=2)
+    comm.barrier()
+    if rank not in (0, 3, 5):
+        comm.destroy()
+    together(nranks)
+    text, ranks = "", [rank]
+    if rank == 3:
+        until(lambda: comm.async_error() is not None)
+    elif rank == 0:
+        with pytest.raises(NcclTimeoutError) as caught:
+            comm.recv(np.ones(3), 3)
+        text, ranks = str(caught.value), caught.value.ranks
+    together(nranks, "over")
+    comm.abort()
+    return text, ranks
+
+
+def test_a_late_rank_that_cannot_be_asked() -> None:
+    """All neighbours of rank 0 have left: it does not take ranks 3 and 5 for silent."""
+    text, ranks = run(8, is_late, backend="cpu", check=False, env=SPARSE, timeout=60)[0]
+    assert "all ranks that can be asked respond, and have called: rank 0: #2 recv, ranks 1-2: #1" in text
+    assert "rank 3, when last heard of: " in text
+    assert ranks == []
 
 
 # --- check mode ---------------------------------------------------------------------------------------------
@@ -304,6 +338,32 @@ def test_check_mode_lets_pass_what_matches(nranks: int) -> None:
 
 
 # --- how many connections -----------------------------------------------------------------------------------
+
+
+def go_on(rank: int, nranks: int, stay: list[int]) -> float:
+    """The other ranks leave; these send to each other in a ring."""
+    comm = pynccl.init(timeout=20)
+    comm.barrier()
+    if rank not in stay:
+        comm.destroy()
+    together(nranks)
+    x = np.full(3, float(rank))
+    if rank in stay:
+        at = stay.index(rank)
+        for _ in range(3):
+            y = np.zeros(3)
+            comm.send_recv(x, stay[(at + 1) % len(stay)], y, stay[at - 1])
+            x = y
+        comm.destroy()
+    return float(x[0])
+
+
+@pytest.mark.parametrize("stay", [[0, 3, 5], [0, 1, 3, 4, 5, 6, 7, 8]], ids=["few", "most"])
+def test_check_mode_after_ranks_have_left(stay: list[int]) -> None:
+    """Of 9 ranks rank 2 is on the way from rank 0 to rank 3; if only these three stay, no way is left."""
+    results = run(9, go_on, stay, backend="cpu", check=False, env=CHECK, timeout=60)
+    for at, rank in enumerate(stay):
+        assert results[rank] == stay[at - 3]
 
 
 def counts(rank: int, nranks: int, threads: int) -> float:
