@@ -317,14 +317,21 @@ class Core:
             self.refuse(answer)
 
     def bounded(
-        self, call: Callable[[], T], what: str, if_abandoned: Callable[[T], object] | None = None
+        self,
+        call: Callable[[], T],
+        what: str,
+        if_abandoned: Callable[[T], object] | None = None,
+        linger: float = 0.0,
     ) -> T:
-        """Make a blocking call that ends at the time-out or with the watchdog's verdict."""
+        """Make a blocking call that ends at the time-out or with the watchdog's verdict.
+
+        An exception, such as Ctrl-C, waits `linger` seconds for the end of the call.
+        """
         look: Look = self.watch.raise_verdict
         if self.waits and self.timeout is None:
             look = hinting(look, lambda: self._who_is_late(what, "; expected the same call on every rank"))
         try:
-            return bounded(call, self.timeout, what, if_abandoned, look)
+            return bounded(call, self.timeout, what, if_abandoned, look, linger)
         except NcclTimeoutError as error:
             error.args = (f"{error}{self._in_turn()}",)
             self.watch.hear()
@@ -442,6 +449,15 @@ class Core:
         if not ready:
             self.late(what, seconds, "", True, lambda: False)
 
+    def leave_unsettled(self, what: str, then: Callable[[], object]) -> None:
+        """Drop the result of an interrupted call by `then`, once a non-blocking communicator is ready."""
+        busy = self.handle and capi.ncclCommGetAsyncError(self.handle) == IN_PROGRESS
+        if not busy:
+            then()
+            return
+        self.unsettled = what, then
+        self.usual.clear()
+
     def _settle_interrupted(self) -> None:
         assert self.unsettled is not None
         what, then = self.unsettled
@@ -549,10 +565,14 @@ class Core:
 
         The caller is between two calls: no call has kept arrays that it has yet to issue.
         """
-        if not lib.pynccl_enter_anyway(self.c):
-            try:
+        answer = None
+        try:
+            answer = lib.pynccl_enter_anyway(self.c)
+            if not answer:
                 self._release_waited()
-            finally:
+        finally:
+            # None: a signal handler raised before the answer was stored.
+            if not answer:
                 lib.pynccl_leave_mine(self.c)
 
     def _release_waited(self) -> None:

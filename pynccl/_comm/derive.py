@@ -37,6 +37,9 @@ class How(NamedTuple):
         return kinds.FUNCTIONS[self.kind]
 
 
+# Seconds for which Ctrl-C waits for the call of a non-blocking communicator, which returns soon.
+_LINGER = 0.2
+
 SPLIT = How(kinds.SPLIT)
 GROW = How(kinds.GROW)
 SHRINK = How(kinds.SHRINK, by_all=False)
@@ -67,7 +70,12 @@ def derive(
             core.check(how.kind)
         with recorder.recorded(core.c, how.kind, detail if isinstance(detail, int) else 0):
             child.until = core.deadline(None)[1]
-            handle = core.bounded(on_its_device, how.function, abort_if_made)
+            handle = core.bounded(
+                on_its_device,
+                how.function,
+                lambda late: core.leave_unsettled(how.function, lambda: abort_if_made(int(late))),
+                _LINGER,
+            )
             core.settle(how.function, None, lambda: abort_if_made(int(handle)))
             if not joins:
                 return None

@@ -8,7 +8,7 @@ from typing import Any
 from pynccl import capi
 from pynccl._comm import lifetime
 from pynccl._comm.core import Core
-from pynccl._device.blocking import bounded
+from pynccl._device.blocking import LINGER, bounded
 from pynccl._errors import CollectiveMismatchError, NcclError, NcclRemoteError
 from pynccl._library.binding import lib
 from pynccl._library.generated import kinds
@@ -58,7 +58,8 @@ def _call(core: Core, kind: int, call: Callable[[], int]) -> None:
         core.check(kind)
         with recorder.recorded(core.c, kind):
             try:
-                core.bounded(call, name)
+                # What changes the communicator must not take effect amid a later call.
+                core.bounded(call, name, linger=LINGER)
                 core.settle(name)
             except NcclError:
                 core.told = True

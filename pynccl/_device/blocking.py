@@ -17,11 +17,14 @@ from pynccl._trace.recorder import dump_because
 
 T = TypeVar("T")
 
+_LOOK = 0.005
 # Seconds between two looks for a reason to abandon a blocking call.
 _SLICE = 0.1
 # Seconds before the CPU library interrupts an abandoned call. Ranks with the same time-out should first find
 # the missing rank themselves, and not that this rank has left.
 _OTHERS = 1.0
+# By then an abandoned call of the CPU library has ended.
+LINGER = 2 * _OTHERS
 
 
 # What limits the number of threads, for errors' texts.
@@ -75,18 +78,21 @@ class Running(Generic[T]):
         with self._lock:
             self._thread = threading.get_native_id()
             if self._abandoned:
-                self._interrupt(True)
+                self.done.set()
+                return
         try:
             self._value = self._call()
         except BaseException as error:
             self._error = error
         with self._lock:
-            self.done.set()
-        if self._abandoned:
-            self._interrupt(False)
-            self._drop()
-            # Its traceback holds this object, and the arrays of the call.
-            self._error = None
+            try:
+                if self._abandoned:
+                    self._interrupt(False)
+                    self._drop()
+                    # Its traceback holds this object, and the arrays of the call.
+                    self._error = None
+            finally:
+                self.done.set()
 
     def _interrupt(self, on: bool) -> None:
         """Make the CPU library interrupt this call; NVIDIA's NCCL continues until its own time-out."""
@@ -167,10 +173,12 @@ def bounded(
     what: str,
     if_abandoned: Callable[[T], object] | None = None,
     look: Callable[[], object] | None = None,
+    linger: float = 0.0,
 ) -> T:
     """Make a blocking call and return its result; Ctrl-C and the time-out can end the wait.
 
-    `look` is called periodically and may raise. `if_abandoned` gets the result of an abandoned call.
+    `look` is called periodically and may raise. `if_abandoned` gets the result of an abandoned call. Before
+    the exception is raised that ends the wait, the call has `linger` seconds to end.
     """
     try:
         running = Running(call, what, if_abandoned)
@@ -181,6 +189,10 @@ def bounded(
         in_time = _wait(running.done, timeout, look)
     except BaseException:
         running.abandon()
+        # No wait for the event: a signal handler's exception may have left its lock locked.
+        until = time.monotonic() + linger
+        while not running.done.is_set() and time.monotonic() < until:
+            time.sleep(_LOOK)
         raise
     if not in_time and running.give_up():
         text = f"{what} took longer than {rounded(timeout)} s"

@@ -413,6 +413,21 @@ def test_ctrl_c_on_a_non_blocking_communicator(what: str) -> None:
 
 
 @on_ranks(2)
+def test_ctrl_c_in_suspend(rank: int, nranks: int) -> None:
+    """The call ends before the exception is raised: it does not take effect amid a later one."""
+    with pynccl.init(timeout=20) as comm:
+        if rank == 1:
+            threading.Timer(0.3, lambda: (os.kill(os.getpid(), signal.SIGINT), tell("interrupted"))).start()
+            with pytest.raises(KeyboardInterrupt):
+                comm.suspend()
+        else:
+            hear("interrupted")
+            comm.suspend()
+        comm.resume()
+        assert (comm.all_reduce(np.ones(3)) == 2).all()
+
+
+@on_ranks(2)
 def test_two_ranks_in_each_process_end_one_after_another(rank: int, nranks: int) -> None:
     with pynccl.init(timeout=30) as comm:
         shared = np.frombuffer(bytes(pynccl.get_unique_id()), np.uint8).copy()
