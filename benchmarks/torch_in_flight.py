@@ -17,15 +17,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from _machine import Meter, describe
-from _report import number, table
+from _peers import DDP_BYTES
+from _report import Target, number, table
 
 BACKENDS = ("pynccl", "gloo")
 RANKS, MANY, LARGE, SMALL = 2, 8, 1 << 20, 8 << 10
 GROUPS, IN_FLIGHT = 50, 20
+# The measurements that are compared with bounds.
+SEQUENCE = f"{MANY} all_reduces of 1 MiB, one after another, ms"
+FLIGHT = f"{MANY} all_reduces of 1 MiB, in flight, ms"
+UNAWAITED = "an all_reduce of 8 KiB that nobody waits for, ms"
+STEP = "DDP step, ms"
+STEP_BESIDE = "DDP step beside an open receive, ms"
+THREADS = f"threads for each of {GROUPS} groups with {IN_FLIGHT} in flight"
 Call = Callable[[], object]
 
 
@@ -135,14 +144,14 @@ class Rank:
 
         steps = [seconds / 50 for seconds, _ in self.medians(alone, beside_a_receive, times=1)]
         return {
-            f"{MANY} all_reduces of 1 MiB, one after another, ms": 1e3 * sequence[0],
-            f"{MANY} all_reduces of 1 MiB, in flight, ms": 1e3 * flight[0],
+            SEQUENCE: 1e3 * sequence[0],
+            FLIGHT: 1e3 * flight[0],
             "changes of thread, one after another": sequence[1],
             "changes of thread, in flight": flight[1],
-            "an all_reduce of 8 KiB that nobody waits for, ms": 1e3 * unawaited,
-            "DDP step, ms": 1e3 * steps[0],
-            "DDP step beside an open receive, ms": 1e3 * steps[1],
-            f"threads for each of {GROUPS} groups with {IN_FLIGHT} in flight": self.threads(),
+            UNAWAITED: 1e3 * unawaited,
+            STEP: 1e3 * steps[0],
+            STEP_BESIDE: 1e3 * steps[1],
+            THREADS: self.threads(),
         }
 
 
@@ -170,6 +179,32 @@ def run_backend(backend: str, reps: int) -> dict[str, float]:
     return measured
 
 
+def targets(ours: dict[str, float]) -> list[Target]:
+    """Compare what pynccl reached with the bounds; the ratios allow for the noise of a run."""
+    bounds = [
+        ("in flight, times one after another", LARGE, 1.1, ours[FLIGHT] / ours[SEQUENCE]),
+        ("done without a wait, ms", SMALL, 1, ours[UNAWAITED]),
+        ("DDP step beside an open receive, times without", DDP_BYTES, 1.2, ours[STEP_BESIDE] / ours[STEP]),
+        ("threads of a group", 16, 2, ours[THREADS]),
+    ]
+    return [Target(name, RANKS, nbytes, most, reached, at_most=True) for name, nbytes, most, reached in bounds]
+
+
+def document(about: dict[str, str], results: dict[str, dict[str, float]], judged: list[Target]) -> str:
+    """Write the report."""
+    count = sum(target.verdict == "met" for target in judged)
+    parts = [
+        f"# torch.distributed: operations in flight, {RANKS} ranks",
+        "\n".join(f"- {key}: {value}" for key, value in about.items()),
+        table(["", *results], lines(results)),
+        f"## Targets: {count} of {len(judged)} met",
+        table(
+            ["target", "ranks", "size", "needed", "reached", "verdict"], (target.line() for target in judged)
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
 def lines(results: dict[str, dict[str, float]]) -> list[list[str]]:
     """Return one line for each measurement."""
     names = next(iter(results.values()))
@@ -177,7 +212,7 @@ def lines(results: dict[str, dict[str, float]]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Run the benchmark, or one rank of it."""
+    """Run the benchmark, or one rank of it; exit with 1 where a target is missed."""
     parser = argparse.ArgumentParser(description="torch.distributed's operations in flight.")
     parser.add_argument("--reps", type=int, default=7, help="repetitions, whose median counts (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
@@ -197,15 +232,15 @@ def main() -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     during = meter.text(used.ru_utime + used.ru_stime)
     about = {**machine, "during the run": during, "repetitions": str(options.reps)}
-    facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
-    measured = table(["", *results], lines(results))
-    text = f"# torch.distributed: operations in flight, {RANKS} ranks\n\n{facts}\n\n{measured}\n"
+    judged = targets(results["pynccl"])
+    text = document(about, results, judged)
     options.out.mkdir(exist_ok=True)
     (options.out / "torch_in_flight.md").write_text(text)
-    (options.out / "torch_in_flight.json").write_text(
-        json.dumps({"about": about, **results}, indent=1) + "\n"
-    )
+    verdicts = [{**asdict(target), "verdict": target.verdict} for target in judged]
+    data = {"about": about, **results, "targets": verdicts}
+    (options.out / "torch_in_flight.json").write_text(json.dumps(data, indent=1) + "\n")
     print(text)
+    sys.exit(any(target.verdict != "met" for target in judged))
 
 
 if __name__ == "__main__":
