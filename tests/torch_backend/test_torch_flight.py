@@ -80,12 +80,21 @@ def each_on_its_own(rank: int, size: int) -> None:
 
 
 def without_a_wait(rank: int, size: int) -> None:
-    """What nobody waits for is done all the same, its handle kept or not."""
-    kept, dropped = torch.ones(2000), torch.ones(2000)
-    (work,) = reduced(kept)
+    """What nobody waits for is done all the same and at once, its handle kept or not."""
+    took = []
+    for _ in range(20):
+        kept = torch.ones(2000)
+        dist.barrier()
+        began = time.monotonic()
+        (work,) = reduced(kept)
+        until(lambda x=kept: x[-1] == size)  # type: ignore[misc]
+        took.append(time.monotonic() - began)
+        until(work.is_completed)
+    # The quickest, since the machine may be busy; benchmarks/torch_in_flight.py has the bound, 1 ms.
+    assert min(took) < 0.05
+    dropped = torch.ones(2000)
     reduced(dropped)
-    until(lambda: bool(kept[-1] == size and dropped[-1] == size))
-    until(work.is_completed)
+    until(lambda: dropped[-1] == size)
 
 
 def waits_in_threads(rank: int, size: int) -> None:
@@ -207,11 +216,13 @@ def beside_a_receive_from_anybody(rank: int, size: int) -> None:
     if rank == 0:
         waiting.start()
         time.sleep(0.1)
-    began = time.monotonic()
-    y = torch.ones(5)
+    y, slowest = torch.ones(5), 0.0
     for _ in range(100):
+        began = time.monotonic()
         dist.all_reduce(y)
-    assert time.monotonic() - began < 20
+        slowest = max(slowest, time.monotonic() - began)
+    # Who was held up was so for 10 s; on a busy machine all calls together may take that long.
+    assert slowest < 5
     if rank == 1:
         store.set("reduced", "1")
         dist.send(torch.ones(1), 0, tag=101)
