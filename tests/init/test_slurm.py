@@ -69,6 +69,23 @@ for name in sys.argv[1:]:
     getattr(comm, name)()
 """
 
+# torch's own rendezvous knows no Slurm.
+TORCH_SUM = """
+import os, socket
+import torch, torch.distributed as dist
+import pynccl.torch
+rank, size = (int(os.environ[f"SLURM_{name}"]) for name in ("PROCID", "NTASKS"))
+dist.init_process_group("pynccl", init_method="tcp://h1:29600", rank=rank, world_size=size)
+x, y = torch.ones(4), torch.ones(100_000)
+dist.all_reduce(x)
+# Rank 0 ends without a wait, and its part is done all the same.
+work = dist.all_reduce(y, async_op=True)
+if rank:
+    work.wait()
+line = " ".join(map(str, ["sum", rank, size, int(x[0]), socket.gethostname()]))
+os.write(1, line.encode() + bytes([10]))
+"""
+
 SURVIVE = """
 import os, signal, sys
 import numpy as np
@@ -224,6 +241,15 @@ def test_srun(cluster: Cluster, nranks: int) -> None:
 def test_two_hosts(cluster: Cluster, mpi: str, end: str) -> None:
     program = cluster.program(SUM).split()
     check_sums(cluster.run("srun", "-N2", "-n4", f"--mpi={mpi}", *program, *end.split()), 4, 2)
+
+
+@pytest.mark.usefixtures("torch_backend")
+def test_the_torch_backend_ends_without_destroy(cluster: Cluster) -> None:
+    text = cluster.run("srun", "-N2", "-n4", *cluster.program(TORCH_SUM).split())
+    check_sums(text, 4, 2)
+    # torch says that it finds no name for its peer's address.
+    others = [line for line in text.splitlines() if not line.startswith("sum ") and "[c10d]" not in line]
+    assert not others, text
 
 
 def test_a_secret(cluster: Cluster) -> None:
