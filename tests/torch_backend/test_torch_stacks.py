@@ -336,6 +336,48 @@ def test_transformers_trainer(tmp_path: Path) -> None:
         assert losses[-1] < losses[0]
 
 
+# --- the names that accelerate and the Trainer accept ---
+
+
+def refused_by_name(backend: str, folder: str) -> Losses:
+    """As docs/torch.md has it: on CPUs gloo only, unless there is a group; on CUDA devices any name."""
+    from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+    from transformers import TrainingArguments
+
+    def accelerator(**named: str) -> Any:
+        handlers = [InitProcessGroupKwargs(**named)] if named else []
+        return Accelerator(cpu=True, kwargs_handlers=handlers).state
+
+    def trainer(**named: str) -> Any:
+        options = {f"ddp_{name}": value for name, value in named.items()}
+        arguments = TrainingArguments(folder, use_cpu=True, **options)
+        # It asks accelerate when it is asked for its device.
+        assert arguments.device.type == "cpu"
+        return arguments.distributed_state
+
+    for made in (accelerator, trainer):
+        with pytest.raises(
+            ValueError, match=f"Your assigned backend {backend} is not available, please use gloo"
+        ):
+            made(backend=backend)
+        PartialState._reset_state()
+        assert not dist.is_initialized()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        chosen, kind = PartialState._prepare_backend(PartialState, False, False, backend)
+        assert (chosen, kind.value) == (backend, "MULTI_GPU")
+    dist.init_process_group(backend)
+    for made in (accelerator, trainer):
+        state = made()
+        assert (state.num_processes, state.process_index) == (dist.get_world_size(), dist.get_rank())
+        PartialState._reset_state()
+    return [mean(1.0)]
+
+
+def test_names_that_accelerate_and_the_trainer_accept(tmp_path: Path) -> None:
+    assert on_ranks(2, "pynccl", refused_by_name, str(tmp_path)) == [[1.0]] * 2
+
+
 # --- Lightning ---
 
 
