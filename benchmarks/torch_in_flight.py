@@ -187,7 +187,9 @@ def targets(ours: dict[str, float]) -> list[Target]:
         ("DDP step beside an open receive, times without", DDP_BYTES, 1.2, ours[STEP_BESIDE] / ours[STEP]),
         ("threads of a group", 16, 2, ours[THREADS]),
     ]
-    return [Target(name, RANKS, nbytes, most, reached, at_most=True) for name, nbytes, most, reached in bounds]
+    return [
+        Target(name, RANKS, nbytes, most, reached, at_most=True) for name, nbytes, most, reached in bounds
+    ]
 
 
 def document(about: dict[str, str], results: dict[str, dict[str, float]], judged: list[Target]) -> str:
