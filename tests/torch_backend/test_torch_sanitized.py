@@ -87,11 +87,11 @@ def test_connections_that_time_out(on_ranks: Callable[..., None]) -> None:
 
 
 def test_what_is_dropped(on_ranks: Callable[..., None], tmp_path: Path) -> None:
-    on_ranks(3, trouble.test_what_is_dropped.body, tmp_path)  # type: ignore[attr-defined]
+    on_ranks(3, trouble.test_what_is_dropped.body, tmp_path)
 
 
 def test_exits(on_ranks: Callable[..., None], tmp_path: Path) -> None:
-    on_ranks(2, trouble.test_exit_with_callbacks_outstanding.body, tmp_path)  # type: ignore[attr-defined]
+    on_ranks(2, trouble.test_exit_with_callbacks_outstanding.body, tmp_path)
 
 
 def test_in_flight(on_ranks: Callable[..., None]) -> None:

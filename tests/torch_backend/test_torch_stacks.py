@@ -349,7 +349,7 @@ def refused_by_name(backend: str, folder: str) -> Losses:
         return Accelerator(cpu=True, kwargs_handlers=handlers).state
 
     def trainer(**named: str) -> Any:
-        options = {f"ddp_{name}": value for name, value in named.items()}
+        options: dict[str, Any] = {f"ddp_{name}": value for name, value in named.items()}
         arguments = TrainingArguments(folder, use_cpu=True, **options)
         # It asks accelerate when it is asked for its device.
         assert arguments.device.type == "cpu"
