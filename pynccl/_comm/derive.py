@@ -76,7 +76,12 @@ def derive(
                 lambda late: core.leave_unsettled(how.function, lambda: abort_if_made(int(late))),
                 _LINGER,
             )
-            core.settle(how.function, None, lambda: abort_if_made(int(handle)))
+            try:
+                core.settle(how.function, None, lambda: abort_if_made(int(handle)))
+            except NcclError:
+                # The parent has failed since.
+                abort_if_made(int(handle))
+                raise
             if not joins:
                 return None
             _take(core, child, handle)

@@ -19,7 +19,8 @@ import pytest
 
 import pynccl
 from meeting import census, publish, together, until
-from pynccl import Communicator, NcclError, NcclTimeoutError, UniqueId, capi
+from pynccl import Communicator, NcclError, NcclTimeoutError, RankFailedError, UniqueId, capi
+from pynccl._comm.core import Core
 from pynccl.testing import RankError, run
 from ranks import on_ranks
 
@@ -186,6 +187,35 @@ def test_a_kill_amid_splits(part: int) -> None:
     results = run(4, splits_until_a_kill, part / 40, backend="cpu", check=False, timeout=30)
     for rank in (0, 2, 3):
         assert "NcclRemoteError" in str(results[rank]), results
+
+
+def dies_after_the_librarys_split(rank: int, nranks: int) -> tuple[list[int], int]:
+    """Rank 1 dies when the library has split; the parts of the others are complete then."""
+    pynccl.init(timeout=10).abort()
+    before = census()[0]
+    comm = pynccl.init(timeout=10)
+    comm.barrier()
+    settle = Core.settle
+
+    def after_the_death(self: Core, *arguments: Any) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        until(lambda: self.watch.verdict() is not None)
+        settle(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Core, "settle", after_the_death)
+        with pytest.raises(RankFailedError) as caught:
+            comm.split(rank % 2)
+    comm.abort()
+    gc.collect()
+    kept = census()[0] - before
+    return caught.value.ranks, sum(kept.values())
+
+
+def test_a_split_that_the_death_of_another_part_ends_leaves_nothing() -> None:
+    results = run(4, dies_after_the_librarys_split, backend="cpu", check=False, timeout=40)
+    assert results[0] == results[2] == ([1], 0)
 
 
 def splits_short_of_descriptors(rank: int, nranks: int, timeout: float | None) -> list[Outcome]:
