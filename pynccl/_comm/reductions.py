@@ -109,6 +109,15 @@ Op = OpName | RedOp | int | PreMulSum
 def _as_bytes(factor: Any, datatype: int) -> bytes:
     """Convert a number to a datatype and return the bytes of one element."""
     name = dtypes.name_of(datatype)
+    try:
+        return _converted(factor, name)
+    except OverflowError:
+        raise ValueError(
+            f"op has the factor {shown(factor)}; expected a value of {name}, the dtype of the arrays"
+        ) from None
+
+
+def _converted(factor: Any, name: str) -> bytes:
     if name == "bfloat16":
         # The upper half of a float32, rounded to even.
         word = int(np.float32(factor).view(np.uint32))
@@ -130,15 +139,11 @@ def _as_bytes(factor: Any, datatype: int) -> bytes:
         # NaN and the infinities cannot be converted to int, and equal no int.
         whole = int(factor) if -np.inf < factor < np.inf else 0
         if whole != factor or not np.iinfo(dtype).min <= whole <= np.iinfo(dtype).max:
-            raise ValueError(
-                f"op has the factor {shown(factor)}; expected a value of {name}, the dtype of the arrays"
-            )
+            raise OverflowError
     with np.errstate(over="ignore"):
         value = np.asarray(factor).astype(dtype)
     if np.isinf(value) and np.isfinite(factor):
-        raise ValueError(
-            f"op has the factor {shown(factor)}; expected a value of {name}, the dtype of the arrays"
-        )
+        raise OverflowError
     return value.tobytes()
 
 

@@ -124,6 +124,8 @@ def _require_kind(struct: str, field: Field[Any], value: Any) -> None:
     fits = value is None or isinstance(value, _FITTING.get(kind, object))
     if not fits and not (kind == "int" and _is_numpy_bool(value)):
         raise TypeError(f"{struct}.{field.name} is {shown(value)}; expected {_KINDS[kind]}, or None")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{struct}.{field.name} is {shown(value)}; expected a str without a NUL character")
 
 
 def _size(struct: str, last: str) -> int:

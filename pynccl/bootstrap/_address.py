@@ -19,7 +19,7 @@ def parse_address(text: str) -> tuple[str, int]:
     host, separator, port = check_text(text, "the address", "host:port").rpartition(":")
     digits = port.isascii() and port.isdigit() and len(port) < 6 and int(port) <= 65535
     if not separator or not digits or host.startswith("[") != host.endswith("]") or not host.isprintable():
-        raise ValueError(f"the address is {shown(text)}; expected host:port")
+        raise ValueError(f"the address is {shown(text)}; expected host:port, with a port from 0 to 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

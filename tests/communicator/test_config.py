@@ -68,6 +68,13 @@ def test_fields_land_where_they_belong(run_python: Run, null: Callable[[int], st
     assert values[3:] == (0x7F0000000010, *[UNDEFINED] * 4, 0, 1, UNDEFINED, 2**63, 0)
 
 
+def test_a_string_with_a_nul() -> None:
+    with pytest.raises(
+        ValueError, match=r"^ncclConfig_t.commName is 'a\\x00b'; expected a str without a NUL"
+    ):
+        pynccl.Config(commName="a\0b")
+
+
 def test_strings_stay_alive(run_python: Run, null: Callable[[int], str]) -> None:
     run_python(
         """

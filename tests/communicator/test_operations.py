@@ -477,6 +477,9 @@ def test_wrong_factors(rank: int, nranks: int) -> None:
                 ValueError, match=rf"op has the factor {factor}; expected a value of {dtype}, .*{where}"
             ):
                 comm.all_reduce(np.ones(2, dtype), op=op)
+        for dtype in ("float64", "bfloat16"):
+            with pytest.raises(ValueError, match=f"op has the factor 1000.*; expected a value of {dtype}"):
+                comm.all_reduce(np.ones(2, dtype_of(dtype)), op=comm.pre_mul_sum(10**400))
         for factor in (float("nan"), float("inf")):
             with pytest.raises(ValueError, match=f"op has the factor {factor}; expected a value of int32"):
                 comm.all_reduce(np.ones(2, np.int32), op=comm.pre_mul_sum(factor))
