@@ -710,16 +710,31 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
     else if (ranks[i] != rank)
       g.tags[ranks[i]] = tags[i];
   }
-  gatherings_.push_back(&g);
+  struct Listed {  // until this call has ended, also by an exception
+    std::vector<Gathering*>& all;
+    Gathering* one;
+    std::unique_lock<std::mutex>& lock;
+    Listed(std::vector<Gathering*>& all_, Gathering* one_, std::unique_lock<std::mutex>& lock_)
+        : all(all_), one(one_), lock(lock_) {
+      all.push_back(one);
+    }
+    ~Listed() {
+      if (!lock.owns_lock()) lock.lock();
+      all.erase(std::find(all.begin(), all.end(), one));
+    }
+  };
   auto lost = [&] {
     for (auto& [q, tag] : g.tags)
       if (peer(q).gone || peer(q).left) return q;
     return -1;
   };
   auto failed = [&] { return owner_.broken(tags[0]); };
-  bool ended = await_all(g, lock, what, deadline,
-                         [&] { return stopped() || g.tags.empty() || failed() || lost() >= 0; });
-  gatherings_.erase(std::find(gatherings_.begin(), gatherings_.end(), &g));
+  bool ended;
+  {
+    Listed listed(gatherings_, &g, lock);
+    ended = await_all(g, lock, what, deadline,
+                      [&] { return stopped() || g.tags.empty() || failed() || lost() >= 0; });
+  }
   int missing = g.tags.empty() ? -1 : lost() >= 0 ? lost() : g.tags.begin()->first;
   lock.unlock();
   if (missing < 0) {
