@@ -102,7 +102,8 @@ def take(
 def _set_up(core: Core, handle: int, owned: bool, with_channel: bool, look: Look | None) -> None:
     if owned:
         lifetime.own(int(handle))
-    on_cpu = loader.backend() == "cpu"
+    # Here, since each communicator may be the first after a program has loaded another libnccl.
+    on_cpu = loader.library_info().backend == "cpu"
     core.waits = int(on_cpu)
     core.settle("creating the communicator", look)
     rank, size = capi.ncclCommUserRank(handle), capi.ncclCommCount(handle)

@@ -12,7 +12,6 @@ from pynccl._comm.groups import Group
 from pynccl._comm.recording import function_name
 from pynccl._comm.work import Work, issued_later
 from pynccl._device import streams
-from pynccl._library import loader
 from pynccl._library.binding import address_of, fastcall, ffi, lib
 from pynccl._library.generated.kinds import PUT_SIGNAL, SIGNAL, WAIT_SIGNAL
 from pynccl._memory.window import Entry, entry_of
@@ -49,7 +48,7 @@ class OneSided:
             span = self._arguments.span(array, "array")
             number = _signal(signal, context)
             begin = _place(entry, span, peer, offset, byte_offset)
-            if loader.backend() != "cpu":
+            if not self._core.waits:
                 self._require_symmetric(window, entry, span)
             handle, blocks = self._calls.stream_for(stream, array, None, later)
         except (TypeError, ValueError) as error:

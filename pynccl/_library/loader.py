@@ -81,7 +81,7 @@ def load(spec: str | os.PathLike[str] | None = None) -> LibraryInfo:
             _loaded = _load_first(spec)
         elif spec is not None:
             _require_same(os.fspath(spec), _loaded)
-    return library_info()
+    return _with_others(_loaded)
 
 
 def loaded() -> LibraryInfo | None:
@@ -90,11 +90,8 @@ def loaded() -> LibraryInfo | None:
 
 
 def backend() -> str:
-    """Return the kind of the library, "cpu" or "nccl", loading it if none is; warn as `library_info` does."""
-    # The CPU library works beside other libnccl, so the mapped files need no check.
-    if _loaded is not None and _loaded.backend == "cpu":
-        return "cpu"
-    return library_info().backend
+    """Return the kind of the library, "cpu" or "nccl", loading it if none is."""
+    return (_loaded or load()).backend
 
 
 def library_info() -> LibraryInfo:
@@ -102,9 +99,13 @@ def library_info() -> LibraryInfo:
 
     Raises LibraryNotFoundError if no library can be loaded.
     """
-    if _loaded is None:
-        return load()
-    info = replace(_loaded, others=_others(_loaded))
+    return load() if _loaded is None else _with_others(_loaded)
+
+
+def _with_others(info: LibraryInfo) -> LibraryInfo:
+    """Return the library with what else is mapped, which takes a look at all mapped files."""
+    info = replace(info, others=_others(info))
+    # The CPU library works beside any other.
     if info.backend == "nccl":
         _warn(info)
     return info
@@ -120,7 +121,7 @@ class _Functions:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(lib, name)
-        load()
+        get_version()
         setattr(self, name, function)
         return function
 

@@ -305,6 +305,29 @@ def makes_windows(rank: int, nranks: int) -> None:
         assert newest(nccl) == ["AllGather 8 1 type 4", "WindowDeregister"] * 3
 
 
+def looks_at_no_mapped_files(rank: int, nranks: int) -> None:
+    """Only what makes a communicator looks for another libnccl in the process."""
+    looks: list[str] = []
+    sys.addaudithook(lambda event, args: looks.extend(args[:1]) if event == "open" else None)
+    cuda.set_device(0)
+    with create() as comm:
+        assert "/proc/self/maps" in looks
+        source = page(100)
+        window = comm.window(source, symmetric=True)
+        looks.clear()
+        for _ in range(3):
+            comm.put_signal(part(source, 0, 8), 0, window)
+            window.peer(1)
+            pynccl.empty(3, np.float32)
+            pynccl.current_device()
+            pynccl.set_device(0)
+            pynccl.array_module()
+            pynccl.Stream().destroy()
+        assert "/proc/self/maps" not in looks
+        pynccl.library_info()
+        assert "/proc/self/maps" in looks
+
+
 def captures_puts_and_waits(rank: int, nranks: int) -> None:
     """A prepared call only launches, so a graph can have it; a window cannot be made in a capture."""
     library, nccl = driver(), Fake()
@@ -453,6 +476,7 @@ def reads_statistics(rank: int, nranks: int) -> None:
         (21803, says_what_an_old_library_lacks),
         (23203, reads_statistics),
         (23203, makes_windows),
+        (23203, looks_at_no_mapped_files),
         (23203, captures_puts_and_waits),
         (23203, refuses_what_a_graph_cannot_replay),
         (23203, needs_a_stream_without_a_window),
