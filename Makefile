@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 HEADERS := $(wildcard pynccl/native/*.[ch] pynccl/api/*.h)
 CPU := $(wildcard pynccl/cpu/*/*.cpp)
-SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*/*.hpp pynccl/cpu/*/*.inc) pynccl/_build_ffi.py setup.py
+SOURCES := $(HEADERS) $(CPU) $(wildcard pynccl/cpu/*/*.hpp pynccl/cpu/*/*.inc) pynccl/_build_ffi.py pynccl/_build_c.py setup.py
 CXX_FILES := $(wildcard pynccl/cpu/*/*.?pp pynccl/torch/csrc/*.?pp tests/cpp/*.?pp tests/fake_cuda/*.c) $(filter-out %_api.h,$(HEADERS))
 PYTHON_FILES := setup.py pynccl tests tools examples benchmarks
 # Warnings are errors here, and not for those who install by pip.

@@ -1,8 +1,8 @@
 """How the native parts are compiled: the binding, the CPU library and the forwarding library.
 
-What is generated comes from pynccl/_build_ffi.py. `setup.py build_ext --inplace` builds what has changed, and
-`--only=pynccl.libpynccl_cpu` that one alone. PYNCCL_WERROR makes warnings errors;
-PYNCCL_BUILD_CPU_LIBRARY=0 leaves the CPU library out.
+pynccl/_build_ffi.py generates the binding's sources, _build_c.py the forwarding library and the headers for
+C programs. `setup.py build_ext --inplace` builds what has changed, and `--only=pynccl.libpynccl_cpu` that one
+alone. PYNCCL_WERROR makes warnings errors; PYNCCL_BUILD_CPU_LIBRARY=0 leaves the CPU library out.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext as _build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "pynccl"))
+import _build_c
 import _build_ffi
 
 del sys.path[0]
 
 MADE = Path("build", "native")
+NCCL_API, CPU_API = _build_ffi.parse("nccl_api"), _build_ffi.parse("cpu_api")
 BINDING, CPU, FORWARD = "pynccl._native", "pynccl.libpynccl_cpu", "pynccl.forward.libnccl"
 # What Python names by a suffix of its own, others load by these names.
-FILES = {CPU: "libpynccl_cpu.so", FORWARD: _build_ffi.FORWARD_LIBRARY}
+FILES = {CPU: "libpynccl_cpu.so", FORWARD: _build_c.FORWARD_LIBRARY}
 
 # A newer compiler than the project's may warn of more; for those who only install that is no error.
 WARNINGS = ["-Wall", "-Wextra", *(["-Werror"] if os.environ.get("PYNCCL_WERROR") else [])]
@@ -94,6 +96,15 @@ def require_compilers(names: set[str]) -> None:
         raise SystemExit(f"pynccl needs Python's headers to be built: {header} does not exist. {_PACKAGES}")
 
 
+def generate(names: set[str]) -> dict[str, list[Path]]:
+    """Write what is generated, where that has changed, and return the sources of each extension."""
+    MADE.mkdir(parents=True, exist_ok=True)
+    _build_ffi.write(MADE / "exports.map", _build_c.export_map(NCCL_API, CPU_API))
+    _build_ffi.write(MADE / "forward.c", _build_c.forward_source(NCCL_API, CPU_API))
+    made = {FORWARD: [MADE / "forward.c"]}
+    return made | {BINDING: _build_ffi.Binding().emit(MADE)} if BINDING in names else made
+
+
 @contextmanager
 def side_by_side(compiler: Any) -> Iterator[None]:
     """Have the compiler compile the files of an extension in parallel."""
@@ -142,7 +153,7 @@ class build_ext(_build_ext):
         if self.editable_mode:
             # Kept for the next build, which then compiles only the extensions that have changed.
             self.build_temp, self.build_lib = "build/temp", "build/lib"
-        made = _build_ffi.emit(MADE, binding=BINDING in names)
+        made = generate(names)
         for ext in self.extensions:
             ext.sources += map(str, made.get(ext.name, []))
         super().run()
@@ -154,7 +165,7 @@ class build_ext(_build_ext):
     def build_extension(self, ext: Extension) -> None:
         super().build_extension(ext)
         if ext.name == FORWARD:
-            _build_ffi.write_c_files(Path(self.get_ext_fullpath(ext.name)).parent)
+            _build_c.write_c_files(Path(self.get_ext_fullpath(ext.name)).parent, NCCL_API)
 
     def get_ext_filename(self, fullname: str) -> str:
         # Asked with and without the package.
@@ -170,7 +181,7 @@ class build_ext(_build_ext):
         folder.mkdir(exist_ok=True)
         super().copy_extensions_to_source()
         if any(ext.name == FORWARD for ext in self.extensions):
-            _build_ffi.write_c_files(folder)
+            _build_c.write_c_files(folder, NCCL_API)
 
 
 setup(ext_modules=EXTENSIONS if sys.platform == "linux" else [], cmdclass={"build_ext": build_ext})

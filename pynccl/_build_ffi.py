@@ -1,19 +1,17 @@
-"""Derive the binding, the forwarding library, and what C programs need from api/*.h and native/*.h.
+"""Derive the binding from api/*.h and native/*.h: cffi's declarations, and the table of functions.
 
-Needs the standard library and, for the binding, cffi.
+Needs the standard library and, to write the sources, cffi.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 API, NATIVE = PACKAGE / "api", PACKAGE / "native"
 HEADERS = ("nccl_api", "cpu_api", "cuda_api")
-FORWARD_LIBRARY = "libnccl.so.2"
 # What Python calls beside the tables' functions: cffi reads these headers but for their preprocessor lines.
 _OWN_HEADERS = (
     "status.h",
@@ -283,6 +281,7 @@ class Binding:
         """Write the generated sources into a folder, and return those to be compiled."""
         import cffi
 
+        folder.mkdir(parents=True, exist_ok=True)
         ffi = cffi.FFI()
         ffi.cdef(self.cdef())
         includes = "".join(f'#include "{name}"\n' for name in ("library.h", *_OWN_HEADERS))
@@ -290,177 +289,12 @@ class Binding:
         rename = "#define PyInit__native pynccl_cffi_module\n"
         ffi.set_source("pynccl._native", includes + rename)
         ffi.emit_c_code(str(folder / "_native.c"))
-        _write(folder / "library.h", self.library_header())
-        _write(folder / "library.c", self.library_source())
+        write(folder / "library.h", self.library_header())
+        write(folder / "library.c", self.library_source())
         return [folder / "_native.c", folder / "library.c"]
 
 
-# --- the plain shared libraries -----------------------------------------------------------------------------
-
-
-def _export_map() -> str:
-    """Return a linker script that exports the declared functions and hides the rest, libstdc++ too."""
-    names = "".join(f"  {f.name};\n" for name in ("nccl_api", "cpu_api") for f in parse(name).functions)
-    return f"{{\nglobal:\n{names}local:\n  *;\n}};\n"
-
-
-def _absent(result: str) -> str:
-    """Return what a function answers where there is no CPU library to forward to."""
-    known = {
-        "ncclResult_t": "ncclSystemError",
-        "const char*": '"pynccl: the CPU library cannot be loaded"',
-        "int": "-1",
-    }
-    return known.get(result, f"({result}){{0}}")
-
-
-def forward_source() -> str:
-    """Return the C source of what other NCCL clients load: every function, forwarded to the CPU library."""
-    headers = [parse("nccl_api"), parse("cpu_api")]
-    functions = [f for header in headers for f in header.functions]
-    parts = ["#define _GNU_SOURCE", "#include <stddef.h>", "#include <stdint.h>"]
-    parts += [header.types for header in headers]
-    parts += ["static const char* const names[] = {" + ", ".join(f'"{f.name}"' for f in functions) + "};"]
-    parts += ['#include "forward.h"', ""]
-    for index, f in enumerate(functions):
-        types = ", ".join(t for t, _ in f.params) or "void"
-        call = f"f({', '.join(n for _, n in f.params)})"
-        body = f"if (f) {call};" if f.result == "void" else f"return f ? {call} : {_absent(f.result)};"
-        parts += [f"{f.prototype} {{", f"  {f.result} (*f)({types}) = function({index});", f"  {body}", "}"]
-        if f in headers[0].functions:
-            parts.append(f'extern __typeof__({f.name}) p{f.name} __attribute__((alias("{f.name}")));')
-    return "\n".join(parts) + "\n"
-
-
-# What C and C++ programs need of it: the headers, a name for the linker, and a file for pkg-config.
-
-_NCCL_INCLUDES = """\
-#include <limits.h>
-#include <stddef.h>
-#include <stdint.h>
-
-// Where there is CUDA, as NVIDIA's header has it; where not, streams and events are declared as CUDA does.
-#ifdef __has_include
-#if __has_include(<cuda_runtime.h>)
-#include <cuda_runtime.h>
-#endif
-#endif
-"""
-_PROFILING = """
-// The same functions for profilers, which define the names above themselves.
-"""
-_DEVICE_PART = "// From here on: what nccl_device.h declares for the host.\n"
-_DEVICE_INCLUDES = "#include <nccl.h>\n#ifndef __cplusplus\n#include <stdbool.h>\n#endif\n"
-INITIALIZERS = {
-    "ncclConfig_t": "NCCL_CONFIG_INITIALIZER",
-    "ncclCollConfig_t": "NCCL_COLLCONFIG_INITIALIZER",
-    "ncclSimInfo_t": "NCCL_SIM_INFO_INITIALIZER",
-    "ncclEncryptionConfig_t": "NCCL_ENCRYPTION_CONFIG_INITIALIZER",
-    "ncclCommProperties_t": "NCCL_COMM_PROPERTIES_INITIALIZER",
-    "ncclDevCommRequirements_t": "NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER",
-}
-
-
-def _initial(field: Field, struct: str, header: Header) -> str:
-    by_name = {"size": f"sizeof({struct})", "magic": "NCCL_API_MAGIC", "version": "NCCL_VERSION_CODE"}
-    if field.initial or field.name in by_name:
-        return field.initial or by_name[field.name]
-    if struct in ("ncclCommProperties_t", "ncclDevCommRequirements_t"):  # no options left undefined
-        return "{0}" if field.length else f"({field.type})0" if field.type in header.enums else "0"
-    is_pointer = field.type.endswith("*") or field.type in header.handles
-    return "NCCL_CONFIG_UNDEF_PTR" if is_pointer else "NCCL_CONFIG_UNDEF_INT"
-
-
-def _initializer(struct: str, header: Header) -> str:
-    fields = header.structs[struct]
-    lines = [f"  {_initial(field, struct, header)}, /* {field.name} */ \\" for field in fields]
-    return "\n".join([f"#define {INITIALIZERS[struct]} {{ \\", *lines, "}", ""])
-
-
-def _c_header(source: str, guard: str, includes: str, declarations: str) -> str:
-    return f"""\
-// Made from pynccl/api/{source}, for C and C++. "since": the first NCCL that goes with a declaration.
-#ifndef {guard}
-#define {guard}
-
-{includes}
-#ifdef __cplusplus
-extern "C" {{
-#endif
-
-{declarations.strip().replace("_Bool", "bool")}
-
-#ifdef __cplusplus
-}}
-#endif
-
-#endif
-"""
-
-
-def c_headers() -> dict[str, str]:
-    """Return the headers by name; nccl.h and nccl_device.h declare what NVIDIA's declare, for the host."""
-    header, texts = parse("nccl_api"), {}
-    for name in ("nccl_api", "cpu_api"):
-        # Without the comment at the top, which is for who edits the file.
-        texts[name] = (API / f"{name}.h").read_text(encoding="utf-8").split("\n\n", 1)[1]
-    host, device = texts["nccl_api"].split(_DEVICE_PART)
-    host += _PROFILING + "".join(
-        f.prototype.replace(f.name, f"p{f.name}", 1) + ";\n" for f in header.functions if f"{f.name}(" in host
-    )
-    for struct in INITIALIZERS:
-        if f"}} {struct};" in host:
-            host = f"{host.strip()}\n\n{_initializer(struct, header)}"
-        else:
-            device = f"{device.strip()}\n\n{_initializer(struct, header)}"
-    return {
-        "nccl.h": _c_header("nccl_api.h", "NCCL_H_", _NCCL_INCLUDES, host),
-        "nccl_device.h": _c_header("nccl_api.h", "_NCCL_DEVICE_H_", _DEVICE_INCLUDES, device),
-        "pynccl_cpu.h": _c_header("cpu_api.h", "_PYNCCL_CPU_H_", "#include <nccl.h>\n", texts["cpu_api"]),
-    }
-
-
-def pkg_config() -> str:
-    """Return nccl.pc, for the folder `pkgconfig` beside the libraries, wherever that is."""
-    constants = parse("nccl_api").constants
-    version = ".".join(str(constants[f"NCCL_{part}"]) for part in ("MAJOR", "MINOR", "PATCH"))
-    return f"""\
-prefix=${{pcfiledir}}/..
-libdir=${{prefix}}
-includedir=${{prefix}}/include
-
-Name: nccl
-Description: NCCL's C API over CPU memory, by pynccl
-Version: {version}
-Cflags: -I${{includedir}}
-Libs: -L${{libdir}} -Wl,-rpath,${{libdir}} -lnccl
-"""
-
-
-def write_c_files(folder: Path) -> None:
-    """Write beside the forwarding library what C programs need to be compiled and linked with it."""
-    files = {f"include/{name}": text for name, text in c_headers().items()}
-    for name, text in {**files, "pkgconfig/nccl.pc": pkg_config()}.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    # A copy, since a wheel holds no links; a program linked with it asks for the soname.
-    shutil.copy(folder / FORWARD_LIBRARY, folder / "libnccl.new")
-    (folder / "libnccl.new").replace(folder / "libnccl.so")
-
-
-# --- all of it ----------------------------------------------------------------------------------------------
-
-
-def emit(folder: Path, binding: bool) -> dict[str, list[Path]]:
-    """Write what is generated, where that has changed, and return the sources of each extension."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "exports.map", _export_map())
-    _write(folder / "forward.c", forward_source())
-    made = {"pynccl.forward.libnccl": [folder / "forward.c"]}
-    return made | {"pynccl._native": Binding().emit(folder)} if binding else made
-
-
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """Write a file if its text has changed."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")

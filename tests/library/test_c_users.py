@@ -17,8 +17,9 @@ import c_headers
 import pynccl
 from conftest import ROOT, clean_environment, headers_of
 from processes import completed
-from pynccl._build_ffi import INITIALIZERS, pkg_config
-from pynccl._build_ffi import c_headers as made_headers
+from pynccl._build_c import INITIALIZERS, pkg_config
+from pynccl._build_c import c_headers as made_headers
+from pynccl._build_ffi import parse
 
 DOC = (ROOT / "docs" / "cpu-library.md").read_text()
 CC = [*shlex.split(os.environ.get("CC", "gcc")), "-std=c11"]
@@ -124,9 +125,9 @@ def test_a_profiler_calls_by_the_other_names(folder: Path, tmp_path: Path) -> No
 def test_what_is_in_the_folder(folder: Path) -> None:
     listed = set(re.findall(r"^\| `([\w/.]+)` \|", DOC, re.M))
     assert listed == {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    for name, text in made_headers().items():
+    for name, text in made_headers(parse("nccl_api")).items():
         assert (folder / "include" / name).read_text() == text, f"{name} is stale: build again"
-    assert (folder / "pkgconfig" / "nccl.pc").read_text() == pkg_config()
+    assert (folder / "pkgconfig" / "nccl.pc").read_text() == pkg_config(parse("nccl_api"))
 
 
 def test_the_folder_can_be_anywhere(folder: Path, tmp_path: Path) -> None:

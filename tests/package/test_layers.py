@@ -32,7 +32,7 @@ FLOORS = (
     ("__main__", "compat"),
 )
 # Built by setuptools, before there is a package.
-APART = {"_build_ffi"}
+APART = {"_build_c", "_build_ffi"}
 # What others' libraries, and Python's own, call so.
 FOREIGN = {"_C", "_asdict", "_c_contiguous", "_exit", "_f_contiguous", "_fields", "_getframe", "_replace"}
 FOREIGN |= {"_get_default_store", "_register_backend", "_set_default_backend"}
