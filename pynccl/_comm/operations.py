@@ -199,7 +199,10 @@ class Operations:
     ) -> Any:
         """Reduce the arrays of all ranks to the root's `recv`, or in place (ncclReduce).
 
-        Returns None on the other ranks. Raises as `all_reduce` does.
+        Returns None on the other ranks.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
         return self._run(REDUCE, send, recv, op, root, stream, config, wait)
 
@@ -237,7 +240,10 @@ class Operations:
     ) -> Any:
         """Copy the root's `send` to every rank's `recv`, or in place (ncclBroadcast).
 
-        On other ranks than the root, `send` may be None if `recv` is given. Raises as `all_reduce` does.
+        On other ranks than the root, `send` may be None if `recv` is given.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
         return self._run(BROADCAST, send, recv, 0, root, stream, config, wait)
 
@@ -288,7 +294,10 @@ class Operations:
     ) -> Any:
         """Collect every rank's array on every rank, in rank order: `(size, *shape)` (ncclAllGather).
 
-        In place if `send` is this rank's part of `recv`. Raises as `all_reduce` does.
+        In place if `send` is this rank's part of `recv`.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
         return self._run(ALL_GATHER, send, recv, 0, 0, stream, config, wait)
 
@@ -327,7 +336,10 @@ class Operations:
         """Reduce the arrays of all ranks; rank i gets the i-th part of the result (ncclReduceScatter).
 
         A new `recv` has the first axis of `send` divided by the number of ranks. In place if `recv` is this
-        rank's part of `send`. Raises as `all_reduce` does.
+        rank's part of `send`.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
         return self._run(REDUCE_SCATTER, send, recv, op, 0, stream, config, wait)
 
@@ -356,7 +368,10 @@ class Operations:
     ) -> Any:
         """Send the i-th part of the array to rank i, for every i; parts arrive in rank order (ncclAlltoAll).
 
-        Never in place. Before NCCL 2.28 it makes grouped sends and receives. Raises as `all_reduce` does.
+        Never in place. Before NCCL 2.28 it makes grouped sends and receives.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
         return self._run(ALL_TO_ALL, send, recv, 0, 0, stream, config, wait)
 
@@ -439,7 +454,10 @@ class Operations:
         """Collect every rank's array on the root, in rank order (ncclGather).
 
         The root gets `(size, *shape)`, the other ranks get None. Before NCCL 2.28 it makes grouped sends and
-        receives. Raises as `all_reduce` does.
+        receives.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
         return self._run(GATHER, send, recv, 0, root, stream, config, wait)
 
@@ -478,8 +496,10 @@ class Operations:
         """Send the i-th part of the root's array to rank i (ncclScatter).
 
         On other ranks than the root, `send` may be None if `recv` is given. A new `recv` has the first axis
-        of `send` divided by the number of ranks. Before NCCL 2.28 it makes grouped sends and receives. Raises
-        as `all_reduce` does.
+        of `send` divided by the number of ranks. Before NCCL 2.28 it makes grouped sends and receives.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
         return self._run(SCATTER, send, recv, 0, root, stream, config, wait)
 
@@ -492,7 +512,8 @@ class Operations:
     def send(self, buf: Array, peer: int, stream: Any = None, *, wait: bool = True) -> Any:
         """Send an array to a rank, which must call recv with the same number of elements (ncclSend).
 
-        Raises as `all_reduce` does.
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
         return self._run(SEND, buf, None, 0, peer, stream, None, wait)
 
@@ -503,7 +524,8 @@ class Operations:
     def recv(self, buf: A, peer: int, stream: Any = None, *, wait: bool = True) -> Any:
         """Receive an array from a rank, which must call send with the same number of elements (ncclRecv).
 
-        Raises as `all_reduce` does.
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
         return self._run(RECV, None, buf, 0, peer, stream, None, wait)
 
@@ -520,7 +542,10 @@ class Operations:
     ) -> Any:
         """Send to one rank while receiving from another rank or the same one.
 
-        The two arrays must not overlap. Raises as `all_reduce` does.
+        The two arrays must not overlap.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
 
         def pieces() -> list[Piece]:
@@ -561,8 +586,10 @@ class Operations:
         """Collect `counts[i]` elements of each rank i on every rank, in rank order.
 
         Counts are elements, not rows, and a new `recv` has one axis, here and in the other operations with
-        counts. It makes grouped broadcasts. In place if `send` is this rank's part of `recv`. Raises as
-        `all_reduce` does.
+        counts. It makes grouped broadcasts. In place if `send` is this rank's part of `recv`.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
 
         with self._calls.locating():
@@ -637,7 +664,10 @@ class Operations:
     ) -> Any:
         """Reduce the arrays of all ranks; rank i gets the next `counts[i]` elements of the result.
 
-        It makes grouped reductions. Raises as `all_reduce` does.
+        It makes grouped reductions.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
 
         with self._calls.locating():
@@ -712,7 +742,10 @@ class Operations:
     ) -> Any:
         """Collect `counts[i]` elements of each rank i on the root, in rank order.
 
-        Returns None on the other ranks. Raises as `all_reduce` does.
+        Returns None on the other ranks.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
         with self._calls.locating():
             self._arguments.rank_in(root, "root")
@@ -794,7 +827,10 @@ class Operations:
     ) -> Any:
         """Send `counts[i]` elements of the root's array to each rank i.
 
-        On other ranks than the root, `send` may be None. Raises as `all_reduce` does.
+        On other ranks than the root, `send` may be None.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
         with self._calls.locating():
             self._arguments.rank_in(root, "root")
@@ -873,7 +909,10 @@ class Operations:
     ) -> Any:
         """Send `send_counts[i]` elements to each rank i and receive `recv_counts[i]` from it, in rank order.
 
-        The two arrays must not overlap. Raises as `all_reduce` does.
+        The two arrays must not overlap.
+
+        Raises as `all_reduce` does: TypeError, ValueError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, NcclTimeoutError, or another NcclError.
         """
 
         with self._calls.locating():
@@ -902,7 +941,8 @@ class Operations:
         """Return when every rank has called barrier.
 
         Raises NcclTimeoutError after `timeout` seconds: the barrier then stays outstanding, and the
-        communicator stays usable. Otherwise raises as `all_reduce` does.
+        communicator stays usable. Otherwise raises as `all_reduce` does: NcclInvalidUsage,
+        CollectiveMismatchError, RankFailedError, NcclTimeoutError, or another NcclError.
         """
         return self._calls.barrier(timeout, wait)
 
@@ -958,7 +998,8 @@ class Operations:
         of context 0.
 
         Raises TypeError or ValueError if the put does not fit into the window of `peer`, NcclInvalidUsage if
-        the window is closed, and otherwise as `all_reduce` does.
+        the window is closed, NotSupportedError with an older library, and otherwise as `all_reduce` does:
+        CollectiveMismatchError, RankFailedError, NcclTimeoutError, or another NcclError.
         """
         return self._one_sided.put(array, peer, window, offset, byte_offset, signal, context, stream, wait)
 
@@ -975,8 +1016,11 @@ class Operations:
     ) -> Any:
         """Increment a signal of a rank, after the earlier puts to it (ncclSignal, NCCL >= 2.29.2).
 
-        On a GPU `stream=None` is the current stream of the library of the newest window's array. Raises as
-        `all_reduce` does.
+        On a GPU `stream=None` is the current stream of the library of the newest window's array.
+
+        Raises NotSupportedError with an older library, and otherwise as `all_reduce` does: TypeError,
+        ValueError, NcclInvalidUsage, CollectiveMismatchError, RankFailedError, NcclTimeoutError, or another
+        NcclError.
         """
         return self._one_sided.signal(peer, signal, context, stream, wait)
 
@@ -1016,9 +1060,11 @@ class Operations:
 
         `peer` may be a dict of ranks and their counts; an empty one waits for nothing. A wait takes the
         increments: the next wait for the same signal needs as many again. Later calls on the stream see the
-        data of the puts. Needs NCCL >= 2.29.2. With a time-out NcclTimeoutError names the rank, the signal,
-        and how many increments were expected and (CPU library) have arrived; otherwise raises as `signal`
-        does.
+        data of the puts. Needs NCCL >= 2.29.2.
+
+        Raises, with a time-out, NcclTimeoutError, which names the rank, the signal, and how many increments
+        were expected and (CPU library) have arrived; otherwise as `signal` does: TypeError, ValueError,
+        NotSupportedError, NcclInvalidUsage, CollectiveMismatchError, RankFailedError, or another NcclError.
         """
         return self._one_sided.wait(peer, count, signal, context, stream, wait)
 

@@ -14,6 +14,7 @@ import pytest
 
 import pynccl
 from pynccl import Communicator, Group, Plan, Prepared
+from pynccl._comm.operations import Operations
 
 NAMES = """
 BootstrapError Buffer CollConfig CollectiveMismatchError CommProperties Communicator CommunicatorMetrics
@@ -233,6 +234,15 @@ def test_what_help_says() -> None:
     text = inspect.getdoc(Communicator.all_reduce) or ""
     for word in ("In place", "`recv`", "Returns", "`op`", "avg", "RedOp", "pre_mul_sum", "`stream=None`"):
         assert word in text, word
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Operations) if not name.startswith("_")])
+def test_every_operation_names_its_errors(name: str) -> None:
+    text = inspect.getdoc(getattr(Communicator, name)) or ""
     named = set(re.findall(r"\b[A-Z]\w+Error\b", text)) - {"TypeError", "ValueError"}
-    assert named >= {"NcclError", "RankFailedError", "NcclTimeoutError", "CollectiveMismatchError"}
-    assert all(hasattr(pynccl, name) for name in named)
+    assert all(hasattr(pynccl, error) for error in named)
+    if name == "pre_mul_sum":  # which calls nothing
+        assert named == {"NotSupportedError"}
+    else:
+        assert named >= {"NcclError", "RankFailedError", "NcclTimeoutError", "CollectiveMismatchError"}
+        assert "NcclInvalidUsage" in text
