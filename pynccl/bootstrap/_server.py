@@ -211,7 +211,7 @@ class StoreServer:
             self._close_files()
 
     def _close_files(self) -> None:
-        # First, so that who has lost its connection does not reach this store again.
+        # First, so that a client which has lost its connection cannot reach this store again.
         self._listener.close()
         for connection in list(self._connections.values()):
             connection.sock.close()

@@ -47,7 +47,7 @@ def _runs_the_command() -> bool:
 def process_group(
     store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30), name: str = ""
 ) -> dist.ProcessGroup:
-    """Make a process group that torch.distributed does not register, for those who keep their own.
+    """Make a process group that torch.distributed does not register, for programs that keep their own.
 
     Every rank calls it with the same store, which may outlive the group. `name` is for errors.
     `group.abort()` and `group.shutdown()` end it.
@@ -110,7 +110,7 @@ def _make(
 
     def late(missing: list[int]) -> Exception:
         return dist.DistBackendError(
-            f"pynccl: the process group did not come about in {seconds:g} s: {name(rank)} "
+            f"pynccl: the process group was not created in {seconds:g} s: {name(rank)} "
             f"made it, and has waited for {', '.join(map(name, missing))}"
         )
 

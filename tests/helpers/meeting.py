@@ -1,6 +1,6 @@
-"""Where the ranks of a test meet without the communicator under test: who has left may end at once.
+"""How the ranks of a test meet without the communicator under test: a rank that has left may end immediately.
 
-And waiting for what can be seen, ports for those that meet at one, and how long somebody did not get to run.
+Also: waits for what can be seen, free ports, and how long a process did not get to run.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def dies_early(rank: int, size: int, store: Any) -> None:
     """Rank 1 dies without a group; the others wait for it, and give up."""
     if rank == 1:
         os._exit(1)
-    with pytest.raises(dist.DistBackendError, match="the process group did not come about in 3 s") as caught:
+    with pytest.raises(dist.DistBackendError, match="the process group was not created in 3 s") as caught:
         start(rank, size, store, 3)
     assert f"rank {rank} of group '0' made it, and has waited for rank 1 of group '0'" in str(caught.value)
 

@@ -182,7 +182,7 @@ def test_a_group_with_a_dead_member(tmp_path: Path) -> None:
         assert not isinstance(outcomes, testing.RankError), outcomes
         (healthy, _), (text, took) = outcomes
         assert healthy == "2"
-        assert "the process group did not come about in 2 s" in text and f"rank {rank} of" in text
+        assert "the process group was not created in 2 s" in text and f"rank {rank} of" in text
         assert text.split("has waited for ")[1].startswith("rank 2 of")
         assert took < 12
 
