@@ -145,17 +145,6 @@ class RankFailedError(NcclRemoteError):
         self.ranks = sorted(ranks)
 
 
-RESULT_NAMES = {
-    0: "ncclSuccess",
-    1: "ncclUnhandledCudaError",
-    2: "ncclSystemError",
-    3: "ncclInternalError",
-    4: "ncclInvalidArgument",
-    5: "ncclInvalidUsage",
-    6: "ncclRemoteError",
-    7: "ncclInProgress",
-    8: "ncclTimeout",
-}
 _CLASSES: dict[int, type[NcclError]] = {
     cls.code: cls
     for cls in (
@@ -174,8 +163,3 @@ _CLASSES: dict[int, type[NcclError]] = {
 def error_class(result: int) -> type[NcclError]:
     """Return the class for a result code: NcclError itself for an unknown one."""
     return _CLASSES.get(result, NcclError)
-
-
-def result_name(result: int) -> str:
-    """Return the C name of a result code."""
-    return RESULT_NAMES.get(result, f"result {result}")

@@ -73,7 +73,7 @@ def api_module(headers: list[Header]) -> str:
     parts = [BY_WHOM.format(what="The constants of api/*.h and the version of each function")]
     parts += ["Version = tuple[int, int, int]\n"]
     nccl, cpu, _ = headers
-    for name, value in nccl.constants.items():
+    for name, value in (nccl.constants | cpu.constants).items():
         parts += [f"{name} = {value:#x}" if value > 0xFFFF else f"{name} = {value}"]
     for title, header in (("FUNCTIONS", nccl), ("CPU_FUNCTIONS", cpu)):
         parts += [f"\n{title}: dict[str, Version] = {{"]
@@ -98,7 +98,8 @@ def kinds_module(text: str) -> str:
 
 
 def tables_module(header: Header) -> str:
-    parts = [BY_WHOM.format(what="Reductions' names and datatypes' sizes, in the order of nccl_api.h")]
+    parts = [BY_WHOM.format(what="The names of results and reductions, and datatypes' sizes")]
+    parts += [f"RESULTS = {header.values['ncclResult_t']}"]
     parts += [f"REDUCTIONS = {header.names['ncclRedOp_t']}", f"ITEM_SIZES = {header.item_sizes}"]
     return "\n".join(parts) + "\n"
 

@@ -18,13 +18,12 @@ from pynccl._errors import NcclInvalidArgument, NcclRemoteError, NcclTimeoutErro
 from pynccl._library import loader
 from pynccl._library.binding import address_of, lib
 from pynccl._library.generated import kinds
+from pynccl._library.generated.api import pyncclCpuDied
 from pynccl._trace import recorder
 from pynccl._values import rank_list
 from pynccl._watch import check_mode
 from pynccl._watch.watchdog import DEATH_MS, Look
 
-# An answer of pyncclCpuIsGone.
-_DIED = 2
 # Seconds for the answer of the CPU library after the time-out.
 _ANSWER = 0.5
 
@@ -131,10 +130,10 @@ def _death(core: Core, error: BaseException) -> RankFailedError | None:
     fates: list[int] = []
     until = time.monotonic() + DEATH_MS / 1000
     # A report of another rank can come before the CPU library sees the death.
-    while core.handle and _DIED not in fates and time.monotonic() < until:
+    while core.handle and pyncclCpuDied not in fates and time.monotonic() < until:
         fates = _fates(core.handle)
-        time.sleep(0 if _DIED in fates else 0.01)
-    dead = [rank for rank, fate in enumerate(fates) if fate == _DIED]
+        time.sleep(0 if pyncclCpuDied in fates else 0.01)
+    dead = [rank for rank, fate in enumerate(fates) if fate == pyncclCpuDied]
     text = f"{rank_list(dead)} of {len(fates)} died while the communicator was created"
     return RankFailedError(text, ranks=dead, rank=core.known_rank, size=len(fates)) if dead else None
 

@@ -12,14 +12,21 @@ from pynccl._errors import (
     NcclUnhandledCudaError,
     NotSupportedError,
     error_class,
-    result_name,
 )
 from pynccl._library import cuda, loader
 from pynccl._library.binding import ffi, lib
-from pynccl._library.generated.api import CPU_FUNCTIONS, FUNCTIONS, ncclInvalidUsage, ncclSystemError
+from pynccl._library.generated.api import (
+    CPU_FUNCTIONS,
+    FUNCTIONS,
+    ncclInProgress,
+    ncclInvalidUsage,
+    ncclSystemError,
+    pyncclCpuNoMismatch,
+)
 from pynccl._library.loader import version_text
+from pynccl._library.results import result_name
 
-IN_PROGRESS = 7
+IN_PROGRESS = ncclInProgress
 NOT_FOUND = lib.PYNCCL_NOT_FOUND
 
 # Rank and size of open communicators that capi made; None while only the library knows them.
@@ -113,10 +120,12 @@ def _missing(function: str) -> NotSupportedError:
 
 
 def mismatch(result: int, comm: int) -> int:
-    """Return 1 if the ranks called different things, 2 if one left without a call, else 0."""
+    """Return what the library's last error says of the ranks' calls: a pyncclCpuErrorKind_t."""
     kind = ffi.new("int*")
     # Only the CPU library can tell.
-    return 0 if result != ncclInvalidUsage or lib.pyncclCpuGetErrorKind(comm, kind) else int(kind[0])
+    if result != ncclInvalidUsage or lib.pyncclCpuGetErrorKind(comm, kind):
+        return pyncclCpuNoMismatch
+    return int(kind[0])
 
 
 def _cause(meaning: str, detail: str) -> str:
@@ -130,7 +139,7 @@ def _failed(result: int, function: str, comm: int) -> NcclError:
     # First, since any other call may replace the text.
     detail = text(lib.ncclGetLastError(comm))
     meaning = text(lib.ncclGetErrorString(result))
-    cls = CollectiveMismatchError if mismatch(result, comm) else error_class(result)
+    cls = CollectiveMismatchError if mismatch(result, comm) != pyncclCpuNoMismatch else error_class(result)
     cause = _cause(meaning, detail).removeprefix(f"{function}: ")
     parts = [f"{function}: {result_name(result)}: {cause}" if cause else f"{function}: {result_name(result)}"]
     rank, size = place_of(comm) or (None, None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pynccl._errors import result_name
+from pynccl._library.results import result_name
 from pynccl._trace.dumps import JOINT, PENDING, Dumps, Member, Process, Reason, World, worlds_of
 from pynccl._trace.recorder import TraceRecord
 from pynccl._trace.records import Records, Test, nothing

@@ -17,8 +17,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from pynccl._errors import result_name
 from pynccl._library.generated.tables import ITEM_SIZES
+from pynccl._library.results import result_name
 from pynccl._trace.clocks import Clocks, align
 from pynccl._trace.dumps import PENDING, Dumps, Member, World, worlds_of
 from pynccl._trace.findings import never_made, say_place, say_runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,7 +25,6 @@ _LATE, _PROOF = 1.0, 2.5
 _RESPONSE, _FAST_RANKS, _RESPONSE_STEP = 1.2, 64, 0.01
 # Seconds that a rank with the last decision waits for the other ranks to have it.
 _LINGER = 1.0
-_ETIMEDOUT = 110
 # Kinds of agreements: a shrink with abort=True, another shrink, and grow. With _BEGUN: a rank has begun one.
 SHRINKING, LEAVING_OUT, GROWING = 1, 2, 3
 _BEGUN = 128
@@ -35,8 +35,7 @@ _ENDED: Any = lib.PYNCCL_ENDED
 _ABORTS_TOO: Any = lib.PYNCCL_ABORTS_TOO
 _GOES_ON: Any = lib.PYNCCL_GOES_ON
 _ENDS: Any = lib.PYNCCL_ENDS
-# Mask of the reason with which a rank has left, in the fate of a rank.
-_REASON = 7
+_DEPARTURE: Any = lib.PYNCCL_DEPARTURE
 
 
 class Survivors:
@@ -154,7 +153,7 @@ class Survivors:
         while unsure and time.monotonic() < deadline:
             time.sleep(_RESPONSE_STEP)
             fates = self._fates()
-            silent = set_of(r for r in ranks_in(unsure) if fates[r] & (_GONE | _SILENT | _REASON))
+            silent = set_of(r for r in ranks_in(unsure) if fates[r] & (_GONE | _SILENT | _DEPARTURE))
             respond |= set_of(r for r in ranks_in(unsure & ~silent) if self._heard(r) != heard[r])
             unsure &= ~(silent | respond)
         return named & ~respond
@@ -294,7 +293,7 @@ class Survivors:
     def _failed(self) -> int:
         """Return the ranks to name as failed, without ranks that left because of the failure."""
         fates = self._fates()
-        left = set_of(r for r in range(self.size) if fates[r] & _REASON == _ABORTS_TOO)
+        left = set_of(r for r in range(self.size) if fates[r] & _DEPARTURE == _ABORTS_TOO)
         return self.blamed | (self.lost | self.ended) & ~left & ~(1 << self.me)
 
     # --- messages ---
@@ -331,7 +330,7 @@ class Survivors:
     def _note(self, fates: bytes) -> None:
         """Record ranks that have left or are proven to have ended, and lost ranks that may be alive."""
         for rank, fate in enumerate(fates):
-            reason = fate & _REASON
+            reason = fate & _DEPARTURE
             if rank == self.me or self.ended >> rank & 1:
                 continue
             if reason and reason != _GOES_ON:
@@ -413,7 +412,7 @@ class Survivors:
                 size=self.size,
             )
         fates = self._fates()
-        ended = all(fates[r] & _REASON == _ENDS for r in ranks_in(gone))
+        ended = all(fates[r] & _DEPARTURE == _ENDS for r in ranks_in(gone))
         why = "left without closing it" if ended else f"cannot be reached by all of {_ranks(left)}"
         return self._failure(
             f"{self.doing} the communicator: {_ranks(gone)} {why}",
@@ -449,7 +448,7 @@ class Survivors:
         ):
             # It may tell of the first survivor's attempt.
             self.look()
-            if code != _ETIMEDOUT or time.monotonic() >= deadline:
+            if code != errno.ETIMEDOUT or time.monotonic() >= deadline:
                 raise self._late(1 << first)
         return UniqueId(bytes(ffi.buffer(data)))
 

@@ -24,6 +24,16 @@ from pynccl._errors import (
 )
 from pynccl._library import cuda
 from pynccl._library.binding import ffi, lib
+from pynccl._library.generated.api import (
+    ncclInternalError,
+    ncclInvalidUsage,
+    ncclRemoteError,
+    ncclSystemError,
+    ncclTimeout,
+    ncclUnhandledCudaError,
+    pyncclCpuCallsDiffer,
+    pyncclCpuOpenChannel,
+)
 from pynccl._library.status import mismatch
 from pynccl._secure.handshake import load_noise
 from pynccl._types import DataType
@@ -35,20 +45,20 @@ if TYPE_CHECKING:
     from pynccl._secure.noise import Session
 
 # Results of the library that a death may have caused.
-BY_DEATH = (1, 2, 3, 6)
+BY_DEATH = (ncclUnhandledCudaError, ncclSystemError, ncclInternalError, ncclRemoteError)
 # Milliseconds to wait, after an error of the library, for the report of a death or of another rank.
 DEATH_MS, _REPORT_MS = 1500, 400
-_BY_REPORT = (5, 8)
+_BY_REPORT = (ncclInvalidUsage, ncclTimeout)
 # Seconds after an error within which another rank's abort may have caused it.
 _OWN_ABORT = DEATH_MS / 2000
 _CLAIM_MS = 5000
-# The purpose of pyncclCpuExchange.
-_CHANNEL = 3
-# Mask of the reason with which a rank has left, in the fate of a rank.
-_REASON = 7
 
 Look = Callable[[], object]
 Handle = Callable[[], int]
+
+
+def _called_else(error: NcclError, comm: int) -> bool:
+    return mismatch(int(error.result or 0), comm) == pyncclCpuCallsDiffer
 
 
 def _not_started(code: int) -> NcclSystemError:
@@ -209,7 +219,7 @@ class Watch:
             if not isinstance(found, RankFailedError):
                 return error
         # The end of a rank is no reason why its last message differs.
-        if isinstance(found, RankFailedError) and mismatch(int(error.result or 0), int(self.c.handle)) == 1:
+        if isinstance(found, RankFailedError) and _called_else(error, int(self.c.handle)):
             return error
         # A rank that has waited in vain for the cause of the same error may abort.
         if time.monotonic() - since > _OWN_ABORT and self._have_aborted(found):
@@ -225,7 +235,7 @@ class Watch:
         """Return for each rank the reason with which it has left, if it has."""
         fates = ffi.new("unsigned char[]", self.size)
         lib.pynccl_watch_fates(self.c, fates)
-        return [fate & _REASON for fate in ffi.buffer(fates)[:]]
+        return [fate & lib.PYNCCL_DEPARTURE for fate in ffi.buffer(fates)[:]]
 
     def who_left(self, what: str) -> NcclError | None:
         """If ranks have left without closing the communicator, make that the verdict, and return it."""
@@ -326,7 +336,7 @@ class Watch:
         mine = pointer + self.rank * size
         if self.c.waits:
             # A mismatch then names the control channel.
-            capi.pyncclCpuExchange(mine, pointer, size // 8, _CHANNEL, live(), stream)
+            capi.pyncclCpuExchange(mine, pointer, size // 8, pyncclCpuOpenChannel, live(), stream)
         else:
             capi.ncclAllGather(mine, pointer, size, int(DataType.UINT8), live(), stream)
         wait = streams.wait_cpu if self.c.waits else streams.wait_cuda

@@ -3,6 +3,27 @@
 // communicator's default stream (CUDA's null, legacy and per-thread handles). A stream's flags: 1 is CUDA's
 // cudaStreamNonBlocking; with 2 it has no thread, and a thread that waits for the stream runs its work.
 
+// What ncclInvalidUsage alone does not tell.
+typedef enum {
+  pyncclCpuNoMismatch = 0,
+  pyncclCpuCallsDiffer = 1, // the ranks called different things
+  pyncclCpuRankLeft = 2, // a rank has left without a call that another waits in
+} pyncclCpuErrorKind_t;
+
+// Whether the connection to a rank has ended without a destroy on that rank.
+typedef enum {
+  pyncclCpuNotGone = 0,
+  pyncclCpuFailed = 1, // it had reported an error
+  pyncclCpuDied = 2, // it died, or aborted
+} pyncclCpuGone_t;
+
+// The purposes of an exchange.
+typedef enum {
+  pyncclCpuBeforeRegister = 1, // of a window
+  pyncclCpuBeforeDeregister = 2,
+  pyncclCpuOpenChannel = 3, // the control channel of a time-out
+} pyncclCpuPurpose_t;
+
 ncclResult_t pyncclCpuDeviceCount(int* count); // since 2.32.3
 ncclResult_t pyncclCpuSetDevice(int device); // since 2.32.3
 ncclResult_t pyncclCpuGetDevice(int* device); // since 2.32.3
@@ -28,10 +49,9 @@ ncclResult_t pyncclCpuEventQuery(cudaEvent_t event); // since 2.32.3
 ncclResult_t pyncclCpuEventNotify(cudaEvent_t event, int descriptor); // since 2.32.3
 ncclResult_t pyncclCpuEventSynchronize(cudaEvent_t event, int64_t timeoutMs); // since 2.32.3
 
-// The kind of the last error of a communicator, or of this thread if `comm` is NULL: 1 if the ranks called
-// different things, which ncclInvalidUsage alone does not tell; else 0.
+// The kind of the last error of a communicator, or of this thread if `comm` is NULL: a pyncclCpuErrorKind_t.
 ncclResult_t pyncclCpuGetErrorKind(ncclComm_t comm, int* kind); // since 2.32.3
-// Whether the connection to a rank has ended without a destroy on that rank: it died, or aborted.
+// A pyncclCpuGone_t.
 ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone); // since 2.32.3
 // Whether a call of the communicator has waited for a call of that rank for more than 0.15 seconds, or if a call
 // such as ncclCommSplit waits for that rank.
@@ -40,8 +60,7 @@ ncclResult_t pyncclCpuIsAwaited(ncclComm_t comm, int rank, int* awaited); // sin
 ncclResult_t pyncclCpuGetAlgorithm(ncclComm_t comm, const char* collective, size_t size, const char** algorithm, size_t* most); // since 2.32.3
 // How many increments of a signal have come from a rank that no wait has taken yet.
 ncclResult_t pyncclCpuSignalCount(ncclComm_t comm, int peer, int sigIdx, int ctx, uint64_t* count); // since 2.32.3
-// An all_gather of `count` int64 numbers that matches only a call with the same `purpose`: 1 before a window is
-// registered, 2 before one is deregistered, 3 to open the control channel of a time-out.
+// An all_gather of `count` int64 numbers that matches only a call with the same `purpose`, a pyncclCpuPurpose_t.
 ncclResult_t pyncclCpuExchange(const void* sendbuff, void* recvbuff, size_t count, int purpose, ncclComm_t comm, cudaStream_t stream); // since 2.32.3
 // Wait until the puts and signals of all ranks have arrived that completed before; every rank must call it.
 ncclResult_t pyncclCpuQuiet(ncclComm_t comm); // since 2.32.3

@@ -51,6 +51,7 @@ from pynccl._library.generated.api import (
 )
 from pynccl._library.generated.structs import Config as _Config
 from pynccl._library.loader import load as _load
+from pynccl._library.results import result_name as _result_name
 from pynccl._library.unfit import unfit as _unfit
 from pynccl._trace import recorder as _recorder
 from pynccl._types import DataType as _DataType
@@ -148,7 +149,7 @@ def _meaning(status: int) -> str:
     try:
         return capi.ncclGetErrorString(status)
     except _base.LibraryNotFoundError:
-        return _base.result_name(status)
+        return _result_name(status)
 
 
 def _restored(args: tuple[Any, ...], state: dict[str, Any]) -> NcclError:

@@ -164,7 +164,8 @@ static int pynccl_run(const pynccl_call* c) {
     case PYNCCL_CLOSE_WINDOW:
       // With NVIDIA's library nothing tells an exchange from an all_gather of the program.
       if (c->comm->waits)
-        return PLAIN(pyncclCpuExchange, c->send, c->recv, c->count, 1 + (c->kind == PYNCCL_CLOSE_WINDOW));
+        return PLAIN(pyncclCpuExchange, c->send, c->recv, c->count,
+                     c->kind == PYNCCL_WINDOW ? pyncclCpuBeforeRegister : pyncclCpuBeforeDeregister);
       // fall through
     case PYNCCL_ALL_GATHER:
       return CALL(ncclAllGather, c->send, c->recv, c->count, c->datatype);

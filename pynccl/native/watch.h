@@ -90,8 +90,8 @@ void pynccl_watch_library_failed(pynccl_comm* comm);
 void pynccl_watch_issued(pynccl_comm* comm, uintptr_t stream);
 // Whether there is a channel.
 int pynccl_watch_connected(pynccl_comm* comm);
-// For every rank its departure, and the bits of pynccl_fate.
-enum pynccl_fate { PYNCCL_GONE = 8, PYNCCL_SILENT = 16, PYNCCL_ENDED = 32 };
+// For every rank its departure in the bits PYNCCL_DEPARTURE, and the other bits of pynccl_fate.
+enum pynccl_fate { PYNCCL_DEPARTURE = 7, PYNCCL_GONE = 8, PYNCCL_SILENT = 16, PYNCCL_ENDED = 32 };
 void pynccl_watch_fates(pynccl_comm* comm, unsigned char* fates);
 // When the last sign of a rank's life arrived, in nanoseconds for which the watchdog has listened.
 int64_t pynccl_watch_heard(pynccl_comm* comm, int rank);

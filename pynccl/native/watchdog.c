@@ -39,9 +39,9 @@ static void pynccl_conclude_library(pynccl_watch* w) {
   w->verdict.result = w->library_error;
   w->verdict.text[0] = 0;
   pynccl_say(w->verdict.text, sizeof w->verdict.text, "the library reports: %s", text ? text : "");
-  int mismatch = 0;
+  int mismatch = pyncclCpuNoMismatch;
   if (w->handle) pyncclCpuGetErrorKind(w->handle, &mismatch);
-  pynccl_publish(w, mismatch ? PYNCCL_MISMATCHED : PYNCCL_LIBRARY_FAILED);
+  pynccl_publish(w, mismatch != pyncclCpuNoMismatch ? PYNCCL_MISMATCHED : PYNCCL_LIBRARY_FAILED);
 }
 
 static void pynccl_inspect(pynccl_watch* w, int64_t now) {

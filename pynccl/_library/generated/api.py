@@ -97,6 +97,15 @@ NCCL_CFT_TEAM_HIER_LSA = 2
 NCCL_CFT_NONE = 0
 NCCL_CFT = 1
 NCCL_CFT_MULTIMEM = 2
+pyncclCpuNoMismatch = 0
+pyncclCpuCallsDiffer = 1
+pyncclCpuRankLeft = 2
+pyncclCpuNotGone = 0
+pyncclCpuFailed = 1
+pyncclCpuDied = 2
+pyncclCpuBeforeRegister = 1
+pyncclCpuBeforeDeregister = 2
+pyncclCpuOpenChannel = 3
 
 FUNCTIONS: dict[str, Version] = {
     "ncclMemAlloc": (2, 19, 1),

@@ -647,7 +647,8 @@ ncclResult_t pyncclCpuIsGone(ncclComm_t comm, int rank, int* gone) {
   return ask_of("pyncclCpuIsGone", "gone", comm, rank, gone, [&](Comm& c) {
     std::lock_guard<std::mutex> lock(c.session.mutex);
     const Peer& peer = c.peer(rank);
-    return !peer.gone || peer.left ? 0 : peer.failed.load() ? 1 : 2;
+    if (!peer.gone || peer.left) return pyncclCpuNotGone;
+    return peer.failed.load() ? pyncclCpuFailed : pyncclCpuDied;
   });
 }
 

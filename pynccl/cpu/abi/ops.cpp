@@ -197,7 +197,7 @@ ncclResult_t ncclAllGather(const void* sendbuff, void* recvbuff, size_t sendcoun
 ncclResult_t pyncclCpuExchange(const void* sendbuff, void* recvbuff, size_t count, int purpose,
                                ncclComm_t comm, cudaStream_t stream) {
   const char* function = "pyncclCpuExchange";
-  if (purpose < 1 || purpose > kLastExchange)
+  if (purpose < pyncclCpuBeforeRegister || purpose > kLastExchange)
     return in_group(function, [&] { return bad(function, "purpose", purpose, "1 to 3"); });
   return enter(function, Func::AllGather, sendbuff, recvbuff, count, ncclInt64, 0, purpose, comm, stream);
 }

@@ -7,11 +7,11 @@
 
 namespace pncpu {
 
-// What ncclInvalidUsage alone does not tell; the values are those of pyncclCpuGetErrorKind.
+// What ncclInvalidUsage alone does not tell, as pyncclCpuGetErrorKind does.
 enum class Mismatch : uint8_t {
-  None,
-  Calls,    // the ranks called different things
-  Departed  // a rank has left without a call that another waits in
+  None = pyncclCpuNoMismatch,
+  Calls = pyncclCpuCallsDiffer,
+  Departed = pyncclCpuRankLeft
 };
 
 struct ErrorCode {

@@ -33,8 +33,8 @@ inline bool has_root(Func f) {
   return f == Func::Reduce || f == Func::Broadcast || f == Func::Gather || f == Func::Scatter;
 }
 
-// The purposes of exchanges: 1 and 2 for windows, 3 for the control channel, which programs do not count.
-constexpr int kChannelExchange = 3, kLastExchange = 3;
+// Programs do not count the exchange that opens the control channel.
+constexpr int kChannelExchange = pyncclCpuOpenChannel, kLastExchange = pyncclCpuOpenChannel;
 
 struct OneSidedCall;
 
