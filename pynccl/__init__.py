@@ -1,17 +1,7 @@
 """NCCL's C API from Python, on GPUs and, by the included CPU library, on any machine.
 
-The layers, from the top (docs/architecture.md has the picture):
-    bootstrap, mpi, torch, compat   rendezvous, and the interfaces of other libraries
-    transfer                        named tensors from one rank to the others
-    allocators                      memory pools of CuPy and torch over NCCL's memory
-    _comm                           communicators, operations, groups, prepared calls
-    _memory                         memory from NCCL, and its registration
-    _watch                          the watchdog, check mode, agreement of survivors
-    _arrays, _device                arrays, devices and streams
-    capi                            every C function under its C name: ints in, exceptions out
-    _trace                          the flight recorder
-    _library                        the shared library, its functions, structs and results
-Below these are NVIDIA's libnccl or the CPU library.
+The public names. What they stand for lives in the rooms below, of which docs/architecture.md has a picture;
+each room's docstring says what is in it. Imported by `_tools`, `compat`.
 """
 
 __distribution__ = "pynccl-cffi"

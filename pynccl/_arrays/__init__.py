@@ -1,4 +1,4 @@
 """Arrays of all kinds: the place of their memory, their count and datatype, and the creation of new ones.
 
-Imports `_library` and `_types`. Knows nothing of communicators.
+Knows nothing of communicators. Imported by every room above it.
 """

@@ -1,4 +1,4 @@
 """The communicator: its core, operations, groups, prepared calls, derived communicators, and its end.
 
-Imports every package below; `bootstrap`, `_run`, `mpi`, `compat` and `torch` import it.
+Imported by every room above it.
 """

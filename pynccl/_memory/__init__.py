@@ -1,4 +1,4 @@
-"""Memory from NCCL and its registration with communicators.
+"""Memory from NCCL, its registration with communicators, windows, and memory pools of CuPy and torch.
 
-Imports `_arrays`, `_device` and what is below them. A communicator is an `Owner` here.
+A communicator is an `Owner` here. Imported by every room above it.
 """

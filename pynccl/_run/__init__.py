@@ -1,4 +1,4 @@
 """`pynccl run`: start ranks, end them together, and request traces and stacks of ranks that hang.
 
-Imports `bootstrap` and what is below it.
+Imported by `__main__`, `_tools`, `pynccl`, `testing`.
 """

@@ -1,4 +1,5 @@
 """The shared secret, and the handshake that authenticates two connected processes.
 
-Imports only the base modules. The store and the control channel use it.
+The store, the control channel and the tools' connections use it.
+Imported by `_run`, `_tools`, `_watch`, `bootstrap`.
 """

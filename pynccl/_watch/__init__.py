@@ -1,4 +1,4 @@
 """The supervision of a communicator: control channel, watchdog, check mode, and agreement.
 
-Imports `_device`, `_secure`, `_trace` and what is below them. Knows a communicator only as its C struct.
+Knows a communicator only as its C struct. Imported by `_comm`, `_run`, `bootstrap`, `pynccl`, `torch`.
 """

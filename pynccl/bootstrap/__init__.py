@@ -1,6 +1,6 @@
 """Rendezvous of the ranks of a program: `init`, and the store through which ranks exchange values.
 
-Imports `_comm` and what is below it; `_run`, `mpi`, `ray`, `torch` and what is above them import it.
+Imported by every room above it.
 """
 
 import importlib as _importlib

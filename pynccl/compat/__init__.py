@@ -4,4 +4,6 @@ cupy     cupy.cuda.nccl
 cupyx    cupyx.distributed
 vllm     vLLM's pynccl_wrapper.py and pynccl.py
 sglang   SGLang's copies of these
+
+Imported by no other room.
 """

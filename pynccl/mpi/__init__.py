@@ -8,6 +8,8 @@ datatypes. On device arrays they use the current stream of the array's library, 
 operations do: later work on this stream sees the result. With the CPU library, CuPy arrays and
 other objects with `__cuda_array_interface__` also go through NCCL, and the call returns when the result is
 complete. Features that NCCL lacks (tags, ANY_SOURCE, logical and user operations) raise NotSupportedError.
+
+Imported by `pynccl`.
 """
 
 from __future__ import annotations

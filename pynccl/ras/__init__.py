@@ -3,6 +3,8 @@
 report  what a server answered, as frozen dataclasses
 client  the connection
 as_json, as_text  the two formats of an answer
+
+Imported by `_tools`.
 """
 
 from pynccl.ras.client import status as status

@@ -2,6 +2,8 @@
 
 Importing this module registers the backend "pynccl"; then
 `ray.util.collective.init_collective_group(..., backend="pynccl")`.
+
+Imported by no other room.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Importing this module registers it; then `torch.distributed.init_process_group("pynccl")`. torch 2.14 and
 newer import it by themselves, through the entry point `torch.distributed.backends`.
+
+Imported by no other room.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A trainer sends a model's weights to inference processes. The sender first announces the name, the dtype and
 the shape of every tensor. Every receiver compares the announcement with what it expects. Elements move only
 if all agree; otherwise every rank raises, and the communicator stays usable.
+
+Imported by `pynccl`.
 """
 
 from __future__ import annotations

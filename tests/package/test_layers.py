@@ -1,13 +1,19 @@
-"""No module imports one above it or in a circle, and none uses the private names of another."""
+"""No module imports one above it or in a circle, or uses the privates of another.
+
+The rooms' docstrings say which rooms import them.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+
+import pytest
 
 from conftest import ROOT
 
@@ -61,8 +67,13 @@ def floor(module: str) -> int:
     return found
 
 
-def imports(module: str) -> Iterator[str]:
-    """Yield what a module imports of the package; also for type checkers, and in functions."""
+@cache
+def imports(module: str) -> tuple[str, ...]:
+    """Return what a module imports of the package; also for type checkers, and in functions."""
+    return tuple(found_imports(module))
+
+
+def found_imports(module: str) -> Iterator[str]:
     for node in ast.walk(modules()[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "pynccl")
@@ -82,6 +93,22 @@ def test_every_module_has_a_floor() -> None:
 def test_nothing_imports_what_is_above_it() -> None:
     between_rooms = ((a, b) for a in sorted(modules()) for b in imports(a) if room(a) != room(b))
     assert not [f"{a} imports {b}, which is not below it" for a, b in between_rooms if floor(b) >= floor(a)]
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in PACKAGE.rglob("__init__.py")), ids=lambda path: path.name
+)
+def test_every_room_says_what_imports_it(folder: Path) -> None:
+    text = ast.get_docstring(modules()[name_of(folder / "__init__.py")]) or ""
+    (said,) = re.findall(r"\bImported by (.*?)(?=[.:])", " ".join(text.split()))
+    if folder.parent not in (PACKAGE.parent, PACKAGE):
+        return
+    own = room(name_of(folder / "__init__.py"))
+    users = {room(a) or "pynccl" for a in modules() for b in imports(a) if room(b) == own != room(a)}
+    if said == "every room above it":
+        assert len(users) > 5
+    else:
+        assert said == (", ".join(f"`{user}`" for user in sorted(users)) or "no other room")
 
 
 def test_there_is_no_circle() -> None:
