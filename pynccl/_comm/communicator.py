@@ -13,8 +13,10 @@ import numpy as np
 from pynccl import capi
 from pynccl._arrays.buffers import Array
 from pynccl._comm import create, derive, end, lifetime, recovery
+from pynccl._comm.calls import Calls
 from pynccl._comm.core import Core
 from pynccl._comm.derive import ConfigLike
+from pynccl._comm.memory import Memory
 from pynccl._comm.operations import Operations
 from pynccl._comm.prepared import Prepare
 from pynccl._comm.recovery import Quorum
@@ -24,7 +26,7 @@ from pynccl._errors import NcclError, NcclTimeoutError
 from pynccl._library import loader
 from pynccl._library.binding import lib
 from pynccl._library.generated.structs import CommProperties
-from pynccl._memory import registration, statistics, window
+from pynccl._memory import statistics
 from pynccl._memory.registration import Registration
 from pynccl._memory.statistics import MemoryStats
 from pynccl._memory.window import Window
@@ -48,7 +50,7 @@ class Communicator(Operations, Hinting):
     """
 
     # A misspelt property that is set, `comm.timeout = 3` for example, raises AttributeError.
-    __slots__ = ()
+    __slots__ = ("_core", "_memory")
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Communicator(Operations, Hinting):
             if not core.size:
                 error.args = (f"{error}; expected all {nranks} ranks in the call, with the same unique id",)
             raise
-        super().__init__(core)
+        self._equip(core)
 
     @classmethod
     def join(
@@ -135,8 +137,13 @@ class Communicator(Operations, Hinting):
     @classmethod
     def _of(cls, core: Core) -> Communicator:
         self = cls.__new__(cls)
-        Operations.__init__(self, core)
+        self._equip(core)
         return self
+
+    def _equip(self, core: Core) -> None:
+        self._core, calls = core, Calls(core)
+        self._memory = Memory(calls)
+        Operations.__init__(self, calls)
 
     # --- properties ---
 
@@ -200,9 +207,7 @@ class Communicator(Operations, Hinting):
         Raises TypeError or ValueError for a wrong array, NotSupportedError with an older library, and
         NcclInvalidUsage in a group, during a graph capture, and once the communicator is closed.
         """
-        self._core.open()
-        with self._calls.locating():
-            return registration.register(self._core, array, self._arguments.span(array, "array"))
+        return self._memory.register(array)
 
     def registered(self, array: Array) -> bool:
         """Tell whether a registration contains the array's memory.
@@ -210,9 +215,7 @@ class Communicator(Operations, Hinting):
         Raises TypeError or ValueError for a wrong array, and NcclInvalidUsage once the communicator is
         closed.
         """
-        self._core.open()
-        with self._calls.locating():
-            return registration.registered(self._core, self._arguments.span(array, "array"))
+        return self._memory.registered(array)
 
     def window(self, array: Array, *, symmetric: bool = False) -> Window:
         """Make the arrays of all ranks a window, which the other ranks put into (ncclCommWindowRegister).
@@ -226,10 +229,7 @@ class Communicator(Operations, Hinting):
         wrong array, NotSupportedError with an older library, NcclInvalidUsage in a group, during a graph
         capture and once the communicator is closed; and otherwise as `all_reduce` does.
         """
-        self._core.open()
-        with self._calls.locating():
-            span = self._arguments.output(array, "array")
-            return window.register(self._core, array, span, symmetric, self._calls.exchange)
+        return self._memory.window(array, symmetric)
 
     def memory_stats(self) -> MemoryStats:
         """Return how much device memory the library has allocated (ncclCommMemStats, NCCL >= 2.29.7).

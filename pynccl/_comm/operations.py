@@ -11,7 +11,6 @@ import numpy as np
 from pynccl._arrays.buffers import Array
 from pynccl._comm.arguments import apart, require_array_or_none
 from pynccl._comm.calls import Calls, PerCall, Piece
-from pynccl._comm.core import Core
 from pynccl._comm.one_sided import OneSided
 from pynccl._comm.reductions import Op, PreMulSum
 from pynccl._comm.work import Work
@@ -47,7 +46,7 @@ _NAMES = (
 
 
 # The caller is the frame above the outermost of the two.
-@with_callers(attrgetter("_core.c"), *_NAMES)
+@with_callers(attrgetter("_calls.core.c"), *_NAMES)
 @with_ranges(*_NAMES)
 class Operations:
     """The operations of a communicator: each resolves its arrays, makes one call, and returns.
@@ -73,15 +72,13 @@ class Operations:
         "_all_reduce",
         "_arguments",
         "_calls",
-        "_core",
         "_one_sided",
         "_run",
         "_run_in_pieces",
     )
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._calls = calls = Calls(core)
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
         self._arguments = calls.arguments
         self._run, self._run_in_pieces = calls.run, calls.run_in_pieces
         self._all_reduce = calls.usual_all_reduce()
@@ -602,7 +599,9 @@ class Operations:
             check.require_own(source, "send", each)
             parts = check.parts(source, target, "recv", each, "the sum of counts")
             return [
-                Piece(BROADCAST, code, source[0] if root == self._core.rank else part, part, count, root)
+                Piece(
+                    BROADCAST, code, source[0] if root == self._calls.core.rank else part, part, count, root
+                )
                 for root, (code, part, count) in enumerate(parts)
             ]
 
@@ -671,7 +670,7 @@ class Operations:
         """
 
         with self._calls.locating():
-            recv = self._arguments.room(send, recv, counts, "counts", self._core.rank)
+            recv = self._arguments.room(send, recv, counts, "counts", self._calls.core.rank)
 
         def pieces() -> list[Piece]:
             check = self._arguments
@@ -680,7 +679,7 @@ class Operations:
             check.require_own(target, "recv", each)
             parts = check.parts(target, source, "send", each, "the sum of counts")
             return [
-                Piece(REDUCE, code, part, target[0] if root == self._core.rank else 0, count, root)
+                Piece(REDUCE, code, part, target[0] if root == self._calls.core.rank else 0, count, root)
                 for root, (code, part, count) in enumerate(parts)
             ]
 
@@ -749,7 +748,7 @@ class Operations:
         """
         with self._calls.locating():
             self._arguments.rank_in(root, "root")
-        here = root == self._core.rank
+        here = root == self._calls.core.rank
 
         if here:
             with self._calls.locating():
@@ -834,10 +833,10 @@ class Operations:
         """
         with self._calls.locating():
             self._arguments.rank_in(root, "root")
-        here = root == self._core.rank
+        here = root == self._calls.core.rank
 
         with self._calls.locating():
-            recv = self._arguments.room(send, recv, counts, "counts", self._core.rank)
+            recv = self._arguments.room(send, recv, counts, "counts", self._calls.core.rank)
 
         def pieces() -> list[Piece]:
             check = self._arguments
@@ -1078,7 +1077,7 @@ class Operations:
         (ncclRedOpCreatePreMulSum). Raises TypeError or ValueError for a wrong factor; the first call that
         uses the operation raises them if the dtype does not fit, and NotSupportedError with an older library.
         """
-        return PreMulSum(self._core, self._arguments.span, factor)
+        return PreMulSum(self._calls.core, self._arguments.span, factor)
 
 
 # Python's own errors about arguments name the public class.

@@ -118,7 +118,7 @@ class StoreServer:
     """
 
     # True if it warns when a store without a secret can be reached from other machines.
-    _warns = True
+    warns = True
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class StoreServer:
         self.host = host
         self._listener = _listen(host, port, timeout)
         bound, self.port = self._listener.getsockname()[:2]
-        if self._warns and not self.secret and not is_loopback(bound):
+        if self.warns and not self.secret and not is_loopback(bound):
             log.warning(
                 "the store at %s has no secret: every process can take part; set PYNCCL_SECRET",
                 self.address,

@@ -50,7 +50,7 @@ def connect(place: Place, deadline: float, rank: int, size: int, what: str = "di
 class _JobStore(StoreServer):
     """The store that an entry names; the entry store has already warned about a missing secret."""
 
-    _warns = False
+    warns = False
 
 
 def _listen(kind: type[StoreServer], host: str, port: int, job: str | None, deadline: float) -> StoreServer:

@@ -79,7 +79,8 @@ class Engine:
     device: Any
 
     _own: Communicator | None = None
-    _begins_disabled = False
+    # Whether calls do nothing until `change_state` enables them.
+    begins_disabled = False
 
     @classmethod
     def from_unique_id_bytes(
@@ -112,7 +113,7 @@ class Engine:
             self._join(uid, device, timeout=timeout)
         return self
 
-    def _meet(self, group: Any, library_path: str | None, device: Any, **options: Any) -> None:
+    def __init__(self, group: Any, library_path: str | None, device: Any, **options: Any) -> None:
         """Join the communicator of a process group, whose rank 0 makes the id."""
         self.group = group
         self.rank, self.world_size = _place_in(group)
@@ -128,13 +129,14 @@ class Engine:
         self.device, ordinal = _device(device)
         self._own = Communicator(self.world_size, uid, self.rank, device=ordinal, **options)
         self._groups: list[_Nest] = []
-        self.available, self.disabled = True, self._begins_disabled
+        self.available, self.disabled = True, self.begins_disabled
         # The engines' own classes do so, and either kind of rank may be on the other side.
-        self._comm.all_reduce(_one_zero(self.device, ordinal))
-        self._comm.synchronize()
+        self.communicator.all_reduce(_one_zero(self.device, ordinal))
+        self.communicator.synchronize()
 
     @property
-    def _comm(self) -> Communicator:
+    def communicator(self) -> Communicator:
+        """The communicator of pynccl; raises NcclInvalidUsage once it is closed."""
         if self._own is None:
             raise NcclInvalidUsage(f"the communicator of rank {self.rank} of {self.world_size} is closed")
         return self._own
@@ -142,7 +144,7 @@ class Engine:
     @property
     def comm(self) -> ctypes.c_void_p:
         """The ncclComm_t, for NCCLLibrary."""
-        return ncclComm_t(self._comm.handle)
+        return ncclComm_t(self.communicator.handle)
 
     def destroy(self) -> None:
         """Release everything at once, without the other ranks; no effect if repeated."""
@@ -168,17 +170,17 @@ class Engine:
     def send(self, tensor: Any, dst: int, stream: Any = None) -> None:
         """Send a tensor to one rank, which receives it."""
         if not self.disabled:
-            self._comm.send(_movable(tensor), dst, stream)
+            self.communicator.send(_movable(tensor), dst, stream)
 
     def recv(self, tensor: Any, src: int, stream: Any = None) -> None:
         """Receive a tensor from one rank, which sends it."""
         if not self.disabled:
-            self._comm.recv(_movable(tensor), src, stream)
+            self.communicator.recv(_movable(tensor), src, stream)
 
     def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
         """Copy a tensor of one rank to all others."""
         if not self.disabled:
-            self._comm.broadcast(tensor, root=src, stream=stream)
+            self.communicator.broadcast(tensor, root=src, stream=stream)
 
     # --- groups ---
 

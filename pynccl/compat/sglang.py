@@ -25,7 +25,7 @@ def install() -> None:
 class PyNcclCommunicator(Engine):
     """SGLang's communicator: reductions in place, and disabled until `change_state` enables it."""
 
-    _begins_disabled = True
+    begins_disabled = True
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class PyNcclCommunicator(Engine):
         usage = 1 if is_symmetric_memory_enabled else None
         config = _wrapper.ncclConfig_t(graphUsageMode=usage, CTAPolicy=cta_policy)
         options = None if config == _wrapper.ncclConfig_t() else config
-        self._meet(group, library_path, device, config=options, timeout=timeout)
+        super().__init__(group, library_path, device, config=options, timeout=timeout)
 
     def all_reduce(self, tensor: Any, op: Any = "sum", stream: Any = None) -> None:
         """Reduce the tensors of all ranks, in place."""
         if not self.disabled:
-            self._comm.all_reduce(tensor, op=_wrapper.op_of(op), stream=stream)
+            self.communicator.all_reduce(tensor, op=_wrapper.op_of(op), stream=stream)
 
     def outplace_all_reduce(
         self, in_tensor: Any, out_tensor: Any = None, op: Any = "sum", stream: Any = None
@@ -59,7 +59,7 @@ class PyNcclCommunicator(Engine):
         if self.disabled:
             return None
         out = like(in_tensor) if out_tensor is None else out_tensor
-        return self._comm.all_reduce(in_tensor, out, _wrapper.op_of(op), stream)
+        return self.communicator.all_reduce(in_tensor, out, _wrapper.op_of(op), stream)
 
     def all_gather(
         self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int] | None = None, stream: Any = None
@@ -68,10 +68,10 @@ class PyNcclCommunicator(Engine):
         if self.disabled:
             return
         if sizes is None:
-            self._comm.all_gather(input_tensor, output_tensor, stream)
+            self.communicator.all_gather(input_tensor, output_tensor, stream)
         else:
             counts = rows(output_tensor, sizes, "output_tensor", self.world_size)
-            self._comm.all_gather_v(input_tensor, output_tensor, counts, stream)
+            self.communicator.all_gather_v(input_tensor, output_tensor, counts, stream)
 
     def reduce_scatter(
         self,
@@ -86,12 +86,12 @@ class PyNcclCommunicator(Engine):
             return
         reduction = _wrapper.op_of(op)
         if sizes is None:
-            self._comm.reduce_scatter(input_tensor, output_tensor, reduction, stream)
+            self.communicator.reduce_scatter(input_tensor, output_tensor, reduction, stream)
         else:
             counts = rows(input_tensor, sizes, "input_tensor", self.world_size)
-            self._comm.reduce_scatter_v(input_tensor, output_tensor, counts, reduction, stream)
+            self.communicator.reduce_scatter_v(input_tensor, output_tensor, counts, reduction, stream)
 
     def all_to_all_single(self, output_tensor: Any, input_tensor: Any, stream: Any = None) -> None:
         """Send each rank its part of the input; receive every rank's part for this one."""
         if not self.disabled:
-            self._comm.all_to_all(input_tensor, output_tensor, stream)
+            self.communicator.all_to_all(input_tensor, output_tensor, stream)

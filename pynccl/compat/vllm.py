@@ -39,19 +39,19 @@ class PyNcclCommunicator(Engine):
         `device` is an ordinal, a name or a torch.device. `timeout` is Communicator's: with it all ranks must
         be pynccl's.
         """
-        self._meet(group, library_path, device, timeout=timeout)
+        super().__init__(group, library_path, device, timeout=timeout)
 
     def all_reduce(self, in_tensor: Any, out_tensor: Any = None, op: Any = "sum", stream: Any = None) -> Any:
         """Reduce the tensors of all ranks to `out_tensor`, by default a new one; return it."""
         if self.disabled:
             return None
         out = like(in_tensor) if out_tensor is None else out_tensor
-        return self._comm.all_reduce(in_tensor, out, _wrapper.op_of(op), stream)
+        return self.communicator.all_reduce(in_tensor, out, _wrapper.op_of(op), stream)
 
     def all_gather(self, output_tensor: Any, input_tensor: Any, stream: Any = None) -> None:
         """Concatenate the tensors of all ranks on every rank."""
         if not self.disabled:
-            self._comm.all_gather(input_tensor, output_tensor, stream)
+            self.communicator.all_gather(input_tensor, output_tensor, stream)
 
     def all_gatherv(
         self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int], stream: Any = None
@@ -59,14 +59,14 @@ class PyNcclCommunicator(Engine):
         """Concatenate the tensors of all ranks, of `sizes` rows, on every rank."""
         if not self.disabled:
             counts = rows(output_tensor, sizes, "output_tensor", self.world_size)
-            self._comm.all_gather_v(input_tensor, output_tensor, counts, stream)
+            self.communicator.all_gather_v(input_tensor, output_tensor, counts, stream)
 
     def reduce_scatter(
         self, output_tensor: Any, input_tensor: Any, op: Any = "sum", stream: Any = None
     ) -> None:
         """Reduce the tensors of all ranks; each rank gets its part."""
         if not self.disabled:
-            self._comm.reduce_scatter(input_tensor, output_tensor, _wrapper.op_of(op), stream)
+            self.communicator.reduce_scatter(input_tensor, output_tensor, _wrapper.op_of(op), stream)
 
     def reduce_scatterv(
         self,
@@ -79,14 +79,16 @@ class PyNcclCommunicator(Engine):
         """Reduce the tensors of all ranks; each rank gets its part, of `sizes` rows."""
         if not self.disabled:
             counts = rows(input_tensor, sizes, "input_tensor", self.world_size)
-            self._comm.reduce_scatter_v(input_tensor, output_tensor, counts, _wrapper.op_of(op), stream)
+            self.communicator.reduce_scatter_v(
+                input_tensor, output_tensor, counts, _wrapper.op_of(op), stream
+            )
 
     def reduce(
         self, output_tensor: Any, input_tensor: Any, root: int, op: Any = "sum", stream: Any = None
     ) -> None:
         """Reduce the tensors of all ranks to the root's output."""
         if not self.disabled:
-            self._comm.reduce(input_tensor, output_tensor, _wrapper.op_of(op), root, stream)
+            self.communicator.reduce(input_tensor, output_tensor, _wrapper.op_of(op), root, stream)
 
     def scatter(
         self,
@@ -104,7 +106,7 @@ class PyNcclCommunicator(Engine):
             counts = rows(input_tensor, sizes, "input_tensor", self.world_size)
         else:
             counts = [n * width_of(output_tensor) for n in one_each(sizes, self.world_size)]
-        self._comm.scatter_v(input_tensor if here else None, output_tensor, counts, root, stream)
+        self.communicator.scatter_v(input_tensor if here else None, output_tensor, counts, root, stream)
 
     def batch_isend_irecv(self, p2p_ops: Iterable[Any], stream: Any = None) -> None:
         """Issue torch's P2POps as one group."""
@@ -122,11 +124,11 @@ class PyNcclCommunicator(Engine):
     def suspend(self) -> None:
         """Release the communicator's device memory until `resume`; no effect if repeated."""
         if not (self.disabled or self._suspended):
-            self._comm.suspend()
+            self.communicator.suspend()
             self._suspended = True
 
     def resume(self) -> None:
         """Allocate the memory again that `suspend` released."""
         if not self.disabled and self._suspended:
-            self._comm.resume()
+            self.communicator.resume()
             self._suspended = False

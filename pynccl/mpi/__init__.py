@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes  # noqa: F401
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import mpi4py
@@ -45,7 +46,7 @@ from pynccl.mpi._messages import (
     wholes,
 )
 from pynccl.mpi._persistent import Persistent
-from pynccl.mpi._requests import Lane, Prequest
+from pynccl.mpi._requests import HostCalls, Lane, Prequest, Steps
 from pynccl.mpi._staging import Staging, neutral
 from pynccl.mpi._win import Win
 
@@ -130,12 +131,19 @@ class Comm(Persistent):
         self._over(mpi, init(mpi, **options) if nccl is None else nccl)
 
     def _over(self, mpi: MPI.Comm, nccl: Communicator) -> None:
-        self.mpi, self.nccl = mpi, nccl
-        # The copy of a Comm that prepares a persistent call has others.
-        self._calls: Any = self.nccl
+        lane = Lane(nccl)
+        Persistent.__init__(self, mpi, nccl, lane, partial(self._recording, nccl, lane))
+        # One that prepares persistent calls has others.
+        self._calls: Any = nccl
         self._group: Callable[[], AbstractContextManager[Any]] = Group
-        # For the requests and windows of this communicator, not for programs.
-        self.lane = Lane(self.nccl)
+
+    @classmethod
+    def _recording(cls, nccl: Communicator, lane: Lane, host: HostCalls, steps: Steps) -> Comm:
+        """Return a Comm whose calls are prepared instead of made."""
+        self = cls.__new__(cls)
+        self.mpi, self.nccl, self.lane = host, nccl, lane  # type: ignore[assignment]
+        self._calls, self._group = steps, steps.group
+        return self
 
     def _stage(self, *, messages: bool = False) -> Staging:
         """Return the memory of a call; `messages`: the messages that were started join the call's group."""

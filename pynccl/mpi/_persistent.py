@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -12,75 +11,103 @@ from pynccl._comm.communicator import Communicator
 from pynccl.mpi._requests import HostCalls, Lane, Prequest, Steps
 
 AnyRequest = Prequest | MPI.Prequest
+Call = Callable[[Any], None]
 _NO_INFO = MPI.INFO_NULL
 
 
 class Persistent:
-    """The `*_init` methods of Comm; their requests are mpi4py's own for host memory. Hints are ignored."""
+    """The `*_init` methods of Comm; their requests are mpi4py's own for host memory. Hints are ignored.
 
-    mpi: MPI.Comm
-    nccl: Communicator
-    _calls: Any
-    _group: Any
-    lane: Lane
+    `preparing` returns a communicator with mpi4py's methods, whose calls MPI prepares on the host, and on the
+    device become steps.
+    """
+
+    def __init__(
+        self, mpi: MPI.Comm, nccl: Communicator, lane: Lane, preparing: Callable[[HostCalls, Steps], Any]
+    ) -> None:
+        self.mpi, self.nccl, self._preparing = mpi, nccl, preparing
+        # For the requests and windows of this communicator, not for programs.
+        self.lane = lane
 
     def Allreduce_init(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, info: MPI.Info = _NO_INFO
     ) -> AnyRequest:
         """Prepare Allreduce."""
-        return self._init("Allreduce", "Allreduce_init", info, sendbuf, recvbuf, op)
+        return self._init(
+            "Allreduce_init", info, lambda comm: comm.Allreduce(sendbuf, recvbuf, op), sendbuf, recvbuf
+        )
 
     def Reduce_init(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, root: int = 0, info: MPI.Info = _NO_INFO
     ) -> AnyRequest:
         """Prepare Reduce."""
-        return self._init("Reduce", "Reduce_init", info, sendbuf, recvbuf, op, root)
+        return self._init(
+            "Reduce_init", info, lambda comm: comm.Reduce(sendbuf, recvbuf, op, root), sendbuf, recvbuf
+        )
 
     def Bcast_init(self, buf: Any, root: int = 0, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Bcast."""
-        return self._init("Bcast", "Bcast_init", info, buf, root)
+        return self._init("Bcast_init", info, lambda comm: comm.Bcast(buf, root), buf)
 
     def Allgather_init(self, sendbuf: Any, recvbuf: Any, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Allgather."""
-        return self._init("Allgather", "Allgather_init", info, sendbuf, recvbuf)
+        return self._init(
+            "Allgather_init", info, lambda comm: comm.Allgather(sendbuf, recvbuf), sendbuf, recvbuf
+        )
 
     def Allgatherv_init(self, sendbuf: Any, recvbuf: Any, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Allgatherv."""
-        return self._init("Allgatherv", "Allgatherv_init", info, sendbuf, recvbuf)
+        return self._init(
+            "Allgatherv_init", info, lambda comm: comm.Allgatherv(sendbuf, recvbuf), sendbuf, recvbuf
+        )
 
     def Gather_init(self, sendbuf: Any, recvbuf: Any, root: int = 0, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Gather."""
-        return self._init("Gather", "Gather_init", info, sendbuf, recvbuf, root)
+        return self._init(
+            "Gather_init", info, lambda comm: comm.Gather(sendbuf, recvbuf, root), sendbuf, recvbuf
+        )
 
     def Gatherv_init(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, info: MPI.Info = _NO_INFO
     ) -> AnyRequest:
         """Prepare Gatherv."""
-        return self._init("Gatherv", "Gatherv_init", info, sendbuf, recvbuf, root)
+        return self._init(
+            "Gatherv_init", info, lambda comm: comm.Gatherv(sendbuf, recvbuf, root), sendbuf, recvbuf
+        )
 
     def Scatter_init(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, info: MPI.Info = _NO_INFO
     ) -> AnyRequest:
         """Prepare Scatter."""
-        return self._init("Scatter", "Scatter_init", info, sendbuf, recvbuf, root)
+        return self._init(
+            "Scatter_init", info, lambda comm: comm.Scatter(sendbuf, recvbuf, root), sendbuf, recvbuf
+        )
 
     def Scatterv_init(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, info: MPI.Info = _NO_INFO
     ) -> AnyRequest:
         """Prepare Scatterv."""
-        return self._init("Scatterv", "Scatterv_init", info, sendbuf, recvbuf, root)
+        return self._init(
+            "Scatterv_init", info, lambda comm: comm.Scatterv(sendbuf, recvbuf, root), sendbuf, recvbuf
+        )
 
     def Alltoall_init(self, sendbuf: Any, recvbuf: Any, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Alltoall."""
-        return self._init("Alltoall", "Alltoall_init", info, sendbuf, recvbuf)
+        return self._init(
+            "Alltoall_init", info, lambda comm: comm.Alltoall(sendbuf, recvbuf), sendbuf, recvbuf
+        )
 
     def Alltoallv_init(self, sendbuf: Any, recvbuf: Any, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Alltoallv."""
-        return self._init("Alltoallv", "Alltoallv_init", info, sendbuf, recvbuf)
+        return self._init(
+            "Alltoallv_init", info, lambda comm: comm.Alltoallv(sendbuf, recvbuf), sendbuf, recvbuf
+        )
 
     def Alltoallw_init(self, sendbuf: Any, recvbuf: Any, info: MPI.Info = _NO_INFO) -> AnyRequest:
         """Prepare Alltoallw."""
-        return self._init("Alltoallw", "Alltoallw_init", info, sendbuf, recvbuf)
+        return self._init(
+            "Alltoallw_init", info, lambda comm: comm.Alltoallw(sendbuf, recvbuf), sendbuf, recvbuf
+        )
 
     def Reduce_scatter_init(
         self,
@@ -91,29 +118,43 @@ class Persistent:
         info: MPI.Info = _NO_INFO,
     ) -> AnyRequest:
         """Prepare Reduce_scatter."""
-        return self._init("Reduce_scatter", "Reduce_scatter_init", info, sendbuf, recvbuf, recvcounts, op)
+        return self._init(
+            "Reduce_scatter_init",
+            info,
+            lambda comm: comm.Reduce_scatter(sendbuf, recvbuf, recvcounts, op),
+            sendbuf,
+            recvbuf,
+        )
 
     def Reduce_scatter_block_init(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, info: MPI.Info = _NO_INFO
     ) -> AnyRequest:
         """Prepare Reduce_scatter_block."""
-        return self._init("Reduce_scatter_block", "Reduce_scatter_block_init", info, sendbuf, recvbuf, op)
+        return self._init(
+            "Reduce_scatter_block_init",
+            info,
+            lambda comm: comm.Reduce_scatter_block(sendbuf, recvbuf, op),
+            sendbuf,
+            recvbuf,
+        )
 
     def Scan_init(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, info: MPI.Info = _NO_INFO
     ) -> AnyRequest:
         """Prepare Scan."""
-        return self._init("Scan", "Scan_init", info, sendbuf, recvbuf, op)
+        return self._init("Scan_init", info, lambda comm: comm.Scan(sendbuf, recvbuf, op), sendbuf, recvbuf)
 
     def Exscan_init(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, info: MPI.Info = _NO_INFO
     ) -> AnyRequest:
         """Prepare Exscan."""
-        return self._init("Exscan", "Exscan_init", info, sendbuf, recvbuf, op)
+        return self._init(
+            "Exscan_init", info, lambda comm: comm.Exscan(sendbuf, recvbuf, op), sendbuf, recvbuf
+        )
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> AnyRequest:
         """Prepare Send; see `Recv_init`."""
-        return self._message("Send", "Send_init", buf, dest, tag)
+        return self._message("Send_init", lambda comm: comm.Send(buf, dest, tag), buf, last=True)
 
     def Recv_init(self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> AnyRequest:
         """Prepare Recv; device arrays need a source.
@@ -121,22 +162,21 @@ class Persistent:
         Messages that are started one after the other are issued as one group, so that they may be in any
         order. This happens at the next wait, test or other call of this communicator on device arrays.
         """
-        return self._message("Recv", "Recv_init", buf, source, tag)
+        return self._message("Recv_init", lambda comm: comm.Recv(buf, source, tag), buf, last=False)
 
-    def _message(self, name: str, on_host: str, buf: Any, peer: int, tag: int) -> AnyRequest:
-        request = self._prepared(name, HostCalls(self.mpi, on_host), (buf, peer, tag))
+    def _message(self, on_host: str, call: Call, buf: Any, last: bool) -> AnyRequest:
+        request = self._prepared(HostCalls(self.mpi, on_host), call, (buf,))
         if isinstance(request, Prequest):
             # What a send packs comes before it, what a receive unpacks after it.
-            request.become_message(last=name == "Send")
+            request.become_message(last=last)
         return request
 
-    def _init(self, name: str, on_host: str, info: MPI.Info, *args: Any) -> AnyRequest:
-        return self._prepared(name, HostCalls(self.mpi, on_host, info), args)
+    def _init(self, on_host: str, info: MPI.Info, call: Call, *bufs: Any) -> AnyRequest:
+        return self._prepared(HostCalls(self.mpi, on_host, info), call, bufs)
 
-    def _prepared(self, name: str, host: HostCalls, args: tuple[Any, ...]) -> AnyRequest:
-        """Have a copy of this communicator make the call, which prepares instead."""
-        stream = self.lane.stream_for(args)
-        steps, copied = Steps(self.nccl, stream), copy.copy(self)
-        copied.mpi, copied._calls, copied._group = host, steps, steps.group  # type: ignore[assignment]
-        getattr(copied, name)(*args)
+    def _prepared(self, host: HostCalls, call: Call, bufs: tuple[Any, ...]) -> AnyRequest:
+        """Have a communicator make the call that prepares instead."""
+        stream = self.lane.stream_for(bufs)
+        steps = Steps(self.nccl, stream)
+        call(self._preparing(host, steps))
         return host.request or Prequest(self.lane, steps.runs, stream)

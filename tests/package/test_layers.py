@@ -44,6 +44,7 @@ FOREIGN = {"_C", "_asdict", "_c_contiguous", "_exit", "_f_contiguous", "_fields"
 FOREIGN |= {"_get_default_store", "_register_backend", "_set_default_backend"}
 FOREIGN |= {"_internal_kv_del", "_internal_kv_exists", "_internal_kv_get", "_internal_kv_put"}
 FOREIGN |= {"_ray_actor_id"}
+GETTERS = ("attrgetter", "delattr", "getattr", "hasattr", "methodcaller", "setattr")
 
 
 def name_of(path: Path) -> str:
@@ -140,9 +141,87 @@ def test_nothing_uses_the_privates_of_another_module() -> None:
         own |= {node.id for node in nodes if isinstance(node, ast.Name)}
         attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
         own |= {node.attr for node in attributes if is_self(node.value)}
-        foreign = [node for node in attributes if is_private(node.attr) and not is_self(node.value)]
-        uses += [f"{module}:{a.lineno} uses {ast.unparse(a)}" for a in foreign if a.attr not in own | FOREIGN]
+        found = [(node, node.attr) for node in attributes if not is_self(node.value)]
+        found += [(node, part) for node in nodes for part in names_in_text(node)]
+        foreign = [(node, name) for node, name in found if is_private(name) and name not in own | FOREIGN]
+        uses += [f"{module}:{node.lineno} uses {ast.unparse(node)}" for node, _ in foreign]
     assert not uses
+
+
+def names_in_text(node: ast.AST) -> list[str]:
+    """Return the names that attrgetter("_a.b"), getattr(x, "_a") and the like stand for."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func).split(".")[-1] not in GETTERS:
+        return []
+    texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+    return [part for text in texts if isinstance(text, str) for part in text.split(".")]
+
+
+def test_nothing_imports_private_names() -> None:
+    found = [
+        f"{module} imports {alias.name} of {node.module}"
+        for module, tree in sorted(modules().items())
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pynccl"
+        for alias in node.names
+        if is_private(alias.name) and f"{node.module}.{alias.name}" not in {*modules(), "pynccl._native"}
+    ]
+    assert not found
+
+
+def test_nothing_uses_the_privates_of_a_base_in_another_module() -> None:
+    uses = []
+    for (module, name), cls in classes().items():
+        for base in bases(module, cls):
+            if base[0] == module:
+                continue
+            used = [node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and is_self(node.value)]
+            theirs = members(classes()[base]) & ({node.attr for node in used} | members(cls))
+            uses += [f"{module}.{name} uses {base[1]}.{one}" for one in theirs if is_private(one)]
+    assert not uses
+
+
+@cache
+def classes() -> dict[tuple[str, str], ast.ClassDef]:
+    """Return the classes by module and name."""
+    found = ((m, node) for m, tree in modules().items() for node in ast.walk(tree))
+    return {(module, node.name): node for module, node in found if isinstance(node, ast.ClassDef)}
+
+
+def bases(module: str, cls: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Yield the package's classes that a class is derived from, those of its bases too."""
+    names = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(modules()[module])
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for base in cls.bases:
+        first, _, rest = ast.unparse(base).partition("[")[0].partition(".")
+        where = f"{names.get(first, f'{module}.{first}')}{'.' if rest else ''}{rest}".rpartition(".")
+        key = where[0], where[2]
+        if key in classes():
+            yield key
+            yield from bases(key[0], classes()[key])
+
+
+def members(cls: ast.ClassDef) -> set[str]:
+    """Return what a class itself defines, or sets in its methods."""
+    found = set()
+    for node in ast.walk(cls):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and is_self(node.value) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    fields = (
+        node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)] for node in cls.body
+    )
+    return found | {
+        name.id
+        for some in fields
+        for node in some
+        for name in ast.walk(node)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+    }
 
 
 def is_self(node: ast.expr) -> bool:
