@@ -22,7 +22,7 @@ import pynccl
 from meeting import free_port
 from processes import completed
 
-pytest_plugins = ["fake_cuda", "forked_ranks", "hosts", "skips"]
+pytest_plugins = ["fake_cuda", "forked_ranks", "hosts", "skips", "stores"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASES = ("2.19.3", "2.28.9", "2.32.3")

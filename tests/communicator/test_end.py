@@ -19,7 +19,7 @@ import pytest
 
 import pynccl
 from conftest import Run, Script
-from engines import Command, environment, open_mpi, pynccl_run, torchrun
+from engines import RETURNS, Command, environment, open_mpi, pynccl_run, torchrun
 from meeting import hear, state, tell
 from processes import completed
 from pynccl import NcclError, NcclInvalidUsage, NcclRemoteError, testing
@@ -211,46 +211,6 @@ def test_interpreter_exit_is_bounded(run_program: Run, tmp_path: Path) -> None:
     assert time.monotonic() - start < 20
 
 
-# A program that returns without destroy, however far the other ranks are: no rank may notice.
-RETURNS = """
-import sys, numpy as np, pynccl
-how = sys.argv[1]
-comm = pynccl.init(timeout=30 if how == "timeout" else None)
-x = np.full(100_000, comm.rank + 1.0)
-if how == "stream":
-    stream = pynccl.Stream()
-    for _ in range(20):
-        comm.all_reduce(x, stream=stream)
-elif how == "split":
-    child = comm.split(comm.rank % 2)
-    child.all_reduce(x)
-else:
-    comm.all_reduce(x)
-    assert (x == sum(range(1, comm.size + 1))).all()
-if how == "messages":
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    with pynccl.group():
-        comm.send(x, right)
-        comm.recv(np.zeros_like(x), left)
-if how == "broadcast":
-    for count in (1, 500, 100_000):
-        comm.broadcast(x[:count], root=0)
-if how == "collected":
-    del comm
-if how == "barrier":
-    comm.barrier()
-if how == "exit in with":
-    x = np.ones(1 << 20)
-    with comm:
-        for _ in range(20):
-            comm.all_reduce(x, op="avg")
-        comm.broadcast(x, root=0)
-        print("right", flush=True)
-        sys.exit()
-print("right", flush=True)
-if how == "exit":
-    sys.exit(0)
-"""
 WAYS = [
     "plain",
     "barrier",
@@ -305,14 +265,10 @@ print("right", flush=True)
 """
 
 
-def mpirun(nranks: int) -> Command:
-    return [*open_mpi(nranks), sys.executable]
-
-
 # How ranks are started, and what they run.
 ENGINES: dict[str, tuple[Callable[[int], Command], str]] = {
     "pynccl run": (pynccl_run, RETURNS),
-    "mpirun": (mpirun, RETURNS),
+    "mpirun": (lambda nranks: [*open_mpi(nranks), sys.executable], RETURNS),
     "torchrun": (torchrun, RETURNS),
     "torch backend": (pynccl_run, TORCH_RETURNS),
     "torch backend under torchrun": (torchrun, TORCH_RETURNS),

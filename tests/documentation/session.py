@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conftest import ROOT
+from engines import environment
 from processes import piped
-from test_engines import environment
 
 from .pages import Block, blocks_of
 

@@ -6,7 +6,6 @@ device where there are fewer devices than ranks (see docs/gpu.md).
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,12 @@ import pytest
 
 import pynccl
 from arrays import DTYPES, NARROW, Array, Kind, host_of_torch, torch_over
-from pynccl import Communicator, Plan, testing
+from gpu_ranks import meet
+from operation_cases import Cases
+from pynccl import Plan, testing
 from ranks import on_ranks
-from test_operations import Cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
-
-
-def meet(rank: int, nranks: int) -> Communicator:
-    import cupy
-
-    count = cupy.cuda.runtime.getDeviceCount()
-    if count < nranks:
-        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
-    cupy.cuda.Device(rank % count).use()
-    return pynccl.init(device=rank % count, timeout=120)
 
 
 def kinds() -> list[Kind]:

@@ -8,9 +8,9 @@ import os
 import pytest
 
 import pynccl
+from gpu_ranks import meet
 from pynccl import NcclInvalidUsage
 from ranks import on_ranks
-from test_gpu import meet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

@@ -16,6 +16,48 @@ ROOT = Path(__file__).resolve().parents[2]
 Command = list[str]
 
 
+# A program that returns without destroy, however far the other ranks are: no rank may notice.
+RETURNS = """
+import sys, numpy as np, pynccl
+how = sys.argv[1]
+comm = pynccl.init(timeout=30 if how == "timeout" else None)
+x = np.full(100_000, comm.rank + 1.0)
+if how == "stream":
+    stream = pynccl.Stream()
+    for _ in range(20):
+        comm.all_reduce(x, stream=stream)
+elif how == "split":
+    child = comm.split(comm.rank % 2)
+    child.all_reduce(x)
+else:
+    comm.all_reduce(x)
+    assert (x == sum(range(1, comm.size + 1))).all()
+if how == "messages":
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with pynccl.group():
+        comm.send(x, right)
+        comm.recv(np.zeros_like(x), left)
+if how == "broadcast":
+    for count in (1, 500, 100_000):
+        comm.broadcast(x[:count], root=0)
+if how == "collected":
+    del comm
+if how == "barrier":
+    comm.barrier()
+if how == "exit in with":
+    x = np.ones(1 << 20)
+    with comm:
+        for _ in range(20):
+            comm.all_reduce(x, op="avg")
+        comm.broadcast(x, root=0)
+        print("right", flush=True)
+        sys.exit()
+print("right", flush=True)
+if how == "exit":
+    sys.exit(0)
+"""
+
+
 def environment(**more: str) -> dict[str, str]:
     """Return an environment without launchers, in which mpirun may be called by root and Ray is quiet."""
     clean = {n: v for n, v in clean_environment().items() if not n.startswith((*LAUNCHERS, "TORCHELASTIC_"))}

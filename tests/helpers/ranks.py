@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,14 @@ def on_ranks(*counts: int, **options: Any) -> Callable[[Body], Callable[..., Non
         return pytest.mark.parametrize("nranks", counts)(stands_for(body, test, 2))
 
     return decorate
+
+
+def reach_by(transport: str, rank: int) -> None:
+    """Choose how the ranks reach each other, before they meet: the kernel, shared memory, or TCP."""
+    if transport == "shm":
+        os.environ["PYNCCL_CPU_DIRECT"] = "0"
+    if transport in ("tcp", "mixed"):
+        os.environ["NCCL_HOSTID"] = f"host{rank if transport == 'tcp' else rank // 2}"
 
 
 def stands_for(body: Body, test: Callable[..., None], given: int) -> Callable[..., None]:

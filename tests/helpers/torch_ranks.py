@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,8 +27,15 @@ def on_ranks(
     nranks: int, tmp_path: Path, *programs: Program, seconds: float = 30, timeout: float = 200
 ) -> None:
     """Run programs one after another on ranks of one group; `seconds` are the group's time-out."""
+    at_store(nranks, one_after_another, tmp_path, list(programs), seconds, timeout=timeout)
+
+
+def at_store(
+    nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any, timeout: float = 100, **options: Any
+) -> list[Any]:
+    """Run `fn(rank, size, store, *args)` on ranks, with the URL of a store; it may make a group there."""
     store = f"file://{tmp_path}/store"
-    testing.run(nranks, one_after_another, store, list(programs), seconds, backend="cpu", timeout=timeout)
+    return testing.run(nranks, fn, store, *args, backend="cpu", timeout=timeout, **options)
 
 
 def on_ranks_of_a_group(nranks: int) -> Callable[[Program], Callable[..., None]]:

@@ -20,11 +20,10 @@ from pathlib import Path
 import pytest
 
 from conftest import Script
-from engines import BIN, ROOT, Command, environment, open_mpi, outputs, pynccl_run, torchrun
+from engines import BIN, RETURNS, ROOT, Command, environment, open_mpi, outputs, pynccl_run, torchrun
 from hosts import Hosts, needs_root
 from meeting import free_port
 from processes import piped
-from test_end import RETURNS
 
 EXAMPLES = ROOT / "examples"
 MPICH = "mpich==5.0.2"

@@ -22,6 +22,7 @@ import pytest
 
 import pynccl
 from conftest import clean_environment
+from init_methods import Plain, meet
 from launchers import forget_the_launcher
 from meeting import free_port, hear, starved, store, tell, together, until
 from pynccl import BootstrapError, capi, testing
@@ -30,7 +31,6 @@ from pynccl.bootstrap import Store, StoreServer, _store
 from pynccl.bootstrap._exchange import Round
 from pynccl.bootstrap._keys import ObjectKeys
 from ranks import on_ranks
-from test_init_methods import Plain, meet
 
 METHODS = [
     "master",

@@ -10,23 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import pynccl
+from init_methods import Plain, meet
 from launchers import forget_the_launcher, logged
 from meeting import free_port, together
 from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store
 from pynccl.bootstrap._keys import FolderKeys
 from ranks import on_ranks
-
-
-def meet(method: Any, rank: int, nranks: int, **more: Any) -> None:
-    with pynccl.init(method, rank=rank, world_size=nranks, timeout=20, **more) as comm:
-        assert (comm.rank, comm.size) == (rank, nranks)
-        assert (comm.all_reduce(np.ones(3)) == nranks).all()
-
 
 # --- tcp:// ---
 
@@ -217,26 +210,6 @@ def test_a_folder_that_goes_at_the_same_time(tmp_path: Path, monkeypatch: pytest
 
 
 # --- objects ---
-
-
-class Plain:
-    """get and set alone, as a Ray actor or a Dask scheduler's metadata would be wrapped: over files here."""
-
-    def __init__(self, folder: str, absent: str) -> None:
-        self.folder, self.absent = Path(folder), absent
-
-    def set(self, name: str, value: bytes) -> None:
-        fresh = self.folder / f"{os.getpid()}.new"
-        fresh.write_bytes(value)
-        fresh.rename(self.folder / name.replace("/", "."))
-
-    def get(self, name: str) -> bytes | None:
-        try:
-            return (self.folder / name.replace("/", ".")).read_bytes()
-        except OSError:
-            if self.absent == "raises":
-                raise KeyError(name) from None
-            return None
 
 
 def by_object(rank: int, nranks: int, folder: str, absent: str) -> None:

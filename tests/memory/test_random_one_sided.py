@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import pynccl
 from pynccl.testing import run
-from test_window import reach_by
+from ranks import reach_by
 
 DTYPES = ("float32", "int64", "uint8", "bool", "int16", "complex64")
 SIGNALS, CONTEXTS = 3, 2

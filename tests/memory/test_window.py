@@ -28,18 +28,10 @@ from pynccl import (
     capi,
 )
 from pynccl.testing import RankError, run
-from ranks import on_ranks
+from ranks import on_ranks, reach_by
 
 # Two contexts of signals; the default is one.
 CONTEXTS = {"numRmaCtx": 2}
-
-
-def reach_by(transport: str, rank: int) -> None:
-    """Choose how the ranks reach each other, before they meet: the kernel, shared memory, or TCP."""
-    if transport == "shm":
-        os.environ["PYNCCL_CPU_DIRECT"] = "0"
-    if transport in ("tcp", "mixed"):
-        os.environ["NCCL_HOSTID"] = f"host{rank if transport == 'tcp' else rank // 2}"
 
 
 def numbers(rank: int, peer: int, count: int, dtype: Any = np.int64) -> np.ndarray:

@@ -232,6 +232,22 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+# Runs the others' programs again, under sanitizers.
+AGAIN = ("test_torch_sanitized",)
+
+
+def test_no_test_module_imports_another() -> None:
+    files = [path for path in (ROOT / "tests").rglob("*.py") if "nvidia" not in path.parts]
+    tests = {path.stem for path in files if path.stem.startswith("test_")}
+    found = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())) if path.stem not in AGAIN else ():
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path.name} imports {name}" for name in names if name.split(".")[-1] in tests]
+    assert not found
+
+
 def test_the_picture_shows_the_floors() -> None:
     """docs/figures/rooms.svg has every room, each floor lower than those above it."""
     drawing = ElementTree.parse(ROOT / "docs" / "figures" / "rooms.svg")

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
-from processes import completed
+from example_runs import EXAMPLES, launch, run
 
-EXAMPLES = ROOT / "examples"
 EPOCH = re.compile(r"^\[0\] epoch (\d+) loss (\d+\.\d+) accuracy (\d\.\d+)$")
-
-
-def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    outside = ("PYNCCL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
-    return completed(command, env=clean | env, timeout=55)
-
-
-def launch(nranks: int, script: str, *args: str) -> subprocess.CompletedProcess[str]:
-    pynccl_run = [sys.executable, "-m", "pynccl", "run", "-n", str(nranks), "--cpu"]
-    return run(*pynccl_run, str(EXAMPLES / script), *args)
 
 
 # docs/run.md runs it with its own count.

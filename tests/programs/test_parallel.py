@@ -18,8 +18,8 @@ import sharded_optimizer
 import tensor_parallel
 
 import pynccl
+from example_runs import launch
 from pynccl.testing import run
-from test_examples import launch
 
 Arrays = dict[str, Any]
 STEP = 1e-30

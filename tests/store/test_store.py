@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -22,22 +22,14 @@ from pynccl import BootstrapError
 from pynccl._secure.secret import read_secret
 from pynccl.bootstrap import Store, StoreServer, _peer, _server, encrypt_nccl
 from pynccl.bootstrap._store import MAX_FRAME, format_address, parse_address
+from stores import SECRET
 
 pytestmark = pytest.mark.usefixtures("no_secret_of_the_environment")
 
-SECRET = "a secret of the job"
-
 
 @pytest.fixture(params=[SECRET, ""], ids=["secret", "open"])
-def server(request: pytest.FixtureRequest) -> Iterator[StoreServer]:
-    with StoreServer(secret=request.param) as server:
-        yield server
-
-
-@pytest.fixture
-def store(server: StoreServer) -> Iterator[Store]:
-    with Store(server.address, server.secret, timeout=5) as store:
-        yield store
+def secret(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def together(server: StoreServer, count: int, body: Callable[[int, Store], object]) -> list[object]:

@@ -24,11 +24,11 @@ from pynccl import BootstrapError, testing
 from pynccl.bootstrap import Store, StoreServer
 from pynccl.bootstrap._frames import MAX_SEALED
 from pynccl.bootstrap._store import PromptStore, format_address
+from stores import SECRET
 
 pytestmark = pytest.mark.slow
 
 ATTACKER = ROOT / "tests" / "helpers" / "store_attacker.py"
-SECRET = "only the job knows it"
 SERVER = """
 import resource, sys
 limit = int(sys.argv[1])
@@ -39,18 +39,6 @@ with StoreServer(secret=sys.argv[2]) as server:
     print(server.address, flush=True)
     sys.stdin.read()
 """
-
-
-@pytest.fixture
-def server() -> Iterator[StoreServer]:
-    with StoreServer(secret=SECRET) as server:
-        yield server
-
-
-@pytest.fixture
-def store(server: StoreServer) -> Iterator[Store]:
-    with Store(server.address, SECRET, timeout=5) as store:
-        yield store
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,54 +13,12 @@ import torch
 import torch.distributed as dist
 
 from pynccl import testing
-from ranks import stands_for
+from torch_pairs import Op, on_groups, on_ranks, same, values
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
 
-Op = dist.ReduceOp
 REAL = [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
-SEED = 1234
-
-
-def on_ranks(nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any) -> list[Any]:
-    """Run `fn(rank, size, gloo, pynccl, *args)` on ranks that have both groups."""
-    return testing.run(nranks, _with_groups, str(tmp_path / "store"), fn, args, backend="cpu", timeout=200)
-
-
-def on_groups(nranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function of rank, size, gloo and pynccl."""
-
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        def test(tmp_path: Path, **_: object) -> None:
-            on_ranks(nranks, body, tmp_path)
-
-        return stands_for(body, test, 4)
-
-    return decorate
-
-
-def _with_groups(rank: int, size: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    import pynccl.torch  # noqa: F401
-
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
-    ours = dist.new_group(backend="pynccl", timeout=limit)
-    try:
-        return fn(rank, size, dist.group.WORLD, ours, *args)
-    finally:
-        dist.destroy_process_group()
-
-
-def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return small values, whose sums and products are exact in every dtype."""
-    generator = torch.Generator().manual_seed(SEED + rank)
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    if dtype.is_complex:
-        parts = torch.randint(-4, 5, (*shape, 2), generator=generator).float()
-        return torch.view_as_complex(parts).to(dtype)
-    return torch.randint(1, 4, shape, generator=generator).to(dtype)
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,11 +26,6 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     wide = torch.empty(*tensor.shape, 2, dtype=tensor.dtype)
     wide[..., 0] = tensor
     return wide[..., 0]
-
-
-def same(got: Any, expected: Any, what: Any) -> None:
-    for one, other in zip(got, expected, strict=True):
-        assert one.dtype == other.dtype and torch.equal(one, other), (what, one, other)
 
 
 @on_groups(3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from test_torch import Op, on_groups, on_ranks, same, values
+from torch_pairs import Op, on_groups, on_ranks, same, values
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,10 @@ from conftest import Script, clean_environment
 from meeting import free_port
 from processes import completed
 from pynccl import testing
-from torch_ranks import start
+from torch_ranks import at_store, start
 
 # Each rank imports torch.
 pytestmark = [pytest.mark.usefixtures("torch_backend"), pytest.mark.timeout(600)]
-
-
-def on_ranks(nranks: int, fn: Callable[..., Any], tmp_path: Path, *args: Any, **options: Any) -> list[Any]:
-    return testing.run(nranks, fn, f"file://{tmp_path}/store", *args, backend="cpu", timeout=100, **options)
 
 
 def device_map(rank: int, size: int, store: str, backend: str, expected: str) -> None:
@@ -49,7 +44,7 @@ def device_map(rank: int, size: int, store: str, backend: str, expected: str) ->
     [("pynccl", "pynccl"), ("cpu:pynccl", "pynccl"), ("cpu:gloo,cuda:pynccl", "gloo")],
 )
 def test_device_maps(tmp_path: Path, backend: str, expected: str) -> None:
-    on_ranks(2, device_map, tmp_path, backend, expected)
+    at_store(2, device_map, tmp_path, backend, expected)
 
 
 def subgroups(rank: int, size: int, store: str) -> None:
@@ -83,7 +78,7 @@ def redistribute(mesh: Any) -> None:
 
 @pytest.mark.full
 def test_subgroups_and_meshes(tmp_path: Path) -> None:
-    on_ranks(4, subgroups, tmp_path)
+    at_store(4, subgroups, tmp_path)
 
 
 def again(rank: int, size: int, store: str) -> None:
@@ -97,7 +92,7 @@ def again(rank: int, size: int, store: str) -> None:
 
 @pytest.mark.full
 def test_groups_made_again(tmp_path: Path) -> None:
-    on_ranks(2, again, tmp_path)
+    at_store(2, again, tmp_path)
 
 
 def on_its_own(rank: int, size: int, store: str) -> None:
@@ -126,7 +121,7 @@ def on_its_own(rank: int, size: int, store: str) -> None:
 
 @pytest.mark.full
 def test_a_group_that_torch_does_not_register(tmp_path: Path) -> None:
-    on_ranks(2, on_its_own, tmp_path)
+    at_store(2, on_its_own, tmp_path)
 
 
 def late(rank: int, size: int, store: str) -> tuple[float, str]:
@@ -151,7 +146,7 @@ def late(rank: int, size: int, store: str) -> tuple[float, str]:
 
 
 def test_a_timeout_raises_in_the_caller(tmp_path: Path) -> None:
-    (took, message), _ = on_ranks(2, late, tmp_path)
+    (took, message), _ = at_store(2, late, tmp_path)
     assert "Timed out waiting 3000ms for all_reduce" in message
     assert 2.9 <= took < 13
 
@@ -176,7 +171,7 @@ def without_the_dead(rank: int, size: int, store: str) -> list[tuple[str, float]
 
 
 def test_a_group_with_a_dead_member(tmp_path: Path) -> None:
-    *alive, dead = on_ranks(3, without_the_dead, tmp_path, check=False)
+    *alive, dead = at_store(3, without_the_dead, tmp_path, check=False)
     assert isinstance(dead, testing.RankError)
     for rank, outcomes in enumerate(alive):
         assert not isinstance(outcomes, testing.RankError), outcomes
@@ -206,7 +201,7 @@ def impatient(rank: int, size: int, store: str) -> None:
 
 @pytest.mark.full
 def test_a_wait_that_timed_out_can_be_repeated(tmp_path: Path) -> None:
-    on_ranks(2, impatient, tmp_path)
+    at_store(2, impatient, tmp_path)
 
 
 def aborted(rank: int, size: int, store: str, how: str) -> float:
@@ -238,7 +233,7 @@ def aborted(rank: int, size: int, store: str, how: str) -> float:
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["abort", "destroy", "reversed"])
 def test_ends_in_bounded_time_with_work_pending(tmp_path: Path, how: str) -> None:
-    assert max(on_ranks(2, aborted, tmp_path, how)) < 15
+    assert max(at_store(2, aborted, tmp_path, how)) < 15
 
 
 def dies_when_all_are_past(rank: int, size: int) -> None:
@@ -264,7 +259,7 @@ def dying(rank: int, size: int, store: str) -> str:
 
 @pytest.mark.full
 def test_a_dead_rank_is_an_error(tmp_path: Path) -> None:
-    first, _ = on_ranks(2, dying, tmp_path, check=False)
+    first, _ = at_store(2, dying, tmp_path, check=False)
     assert "rank 1" in first
 
 
@@ -300,7 +295,7 @@ def mismatched(rank: int, size: int, store: str) -> str:
 
 @pytest.mark.full
 def test_different_sizes_are_an_error_on_every_rank(tmp_path: Path) -> None:
-    assert all("3" in message and "4" in message for message in on_ranks(2, mismatched, tmp_path))
+    assert all("3" in message and "4" in message for message in at_store(2, mismatched, tmp_path))
 
 
 def shrunk(rank: int, size: int, store: str) -> Any:
@@ -319,7 +314,7 @@ def shrunk(rank: int, size: int, store: str) -> Any:
     not hasattr(dist.distributed_c10d, "shrink_group"), reason="shrink_group came with torch 2.10"
 )
 def test_shrink_after_a_death(tmp_path: Path) -> None:
-    answers = on_ranks(3, shrunk, tmp_path, check=False)
+    answers = at_store(3, shrunk, tmp_path, check=False)
     assert [answers[0], answers[2]] == [(2, 2, 0), (2, 2, 1)]
 
 
@@ -336,7 +331,7 @@ def detailed(rank: int, size: int, store: str) -> str:
 
 @pytest.mark.full
 def test_debug_detail(tmp_path: Path) -> None:
-    first, _ = on_ranks(2, detailed, tmp_path, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    first, _ = at_store(2, detailed, tmp_path, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert "collective" in first.lower()
 
 
@@ -359,12 +354,12 @@ def interrupted(rank: int, size: int, store: str) -> float:
 
 @pytest.mark.full
 def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
-    assert on_ranks(2, interrupted, tmp_path)[0] < 10
+    assert at_store(2, interrupted, tmp_path)[0] < 10
 
 
 @pytest.mark.full
 def test_several_ranks_compile_once(tmp_path: Path) -> None:
-    on_ranks(2, again, tmp_path, env={"PYNCCL_CACHE": str(tmp_path / "cache")})
+    at_store(2, again, tmp_path, env={"PYNCCL_CACHE": str(tmp_path / "cache")})
     (folder,) = (tmp_path / "cache").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["_pynccl_torch.so", "lock"]
 
@@ -440,7 +435,7 @@ def test_building_ahead(tmp_path: Path, compiler: str) -> None:
     done = build("build", **env)
     assert (done.returncode, done.stdout) == (0, f"{library}\n")
     assert done.stderr == "pynccl.torch: already compiled\n"
-    on_ranks(2, device_map, tmp_path, "pynccl", "pynccl", env=env)
+    at_store(2, device_map, tmp_path, "pynccl", "pynccl", env=env)
 
 
 @pytest.mark.slow
