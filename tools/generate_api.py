@@ -1,4 +1,4 @@
-"""Write the Python that follows from api/*.h and native/kinds.h: the modules of pynccl/_library/generated.
+"""Write what follows from api/*.h and native/kinds.h: pynccl/_library/generated, and cpu/base/generated.inc.
 
 With `--check`, only compare.
 
@@ -231,6 +231,18 @@ def _formatted(text: str) -> str:
     return subprocess.run(command, input=text, text=True, capture_output=True, check=True, cwd=ROOT).stdout
 
 
+def cpu_include(header: Header) -> str:
+    """Return what the CPU library knows by name: the errors, and since when ncclConfig_t has its fields."""
+    parts = ["// From api/nccl_api.h, by tools/generate_api.py."]
+    errors = [r for r in header.values["ncclResult_t"] if r not in ("ncclSuccess", "ncclInProgress")]
+    parts += [f"#define PNCPU_ERRORS(X) {' '.join(f'X({name})' for name in errors)}"]
+    parts += ["namespace config_since {"]
+    for field in header.structs["ncclConfig_t"]:
+        major, minor, patch = field.since
+        parts += [f"constexpr unsigned {field.name} = {major * 10000 + minor * 100 + patch};"]
+    return "\n".join([*parts, "}  // namespace config_since", ""])
+
+
 def main() -> int:
     binding = Binding()
     modules = {
@@ -241,11 +253,12 @@ def main() -> int:
         "capi.py": capi_module(binding, binding.headers[0]),
         "capi_cpu.py": capi_module(binding, binding.headers[1]),
     }
+    files = {GENERATED / name: _formatted(text) for name, text in modules.items()}
+    files[PACKAGE / "cpu" / "base" / "generated.inc"] = cpu_include(binding.headers[0])
     stale = []
-    for name, text in modules.items():
-        path, made = GENERATED / name, _formatted(text)
+    for path, made in files.items():
         if not path.exists() or path.read_text() != made:
-            stale.append(name)
+            stale.append(path.name)
             if "--check" not in sys.argv:
                 path.write_text(made)
     print(f"stale: {', '.join(stale)}" if stale else "up to date")

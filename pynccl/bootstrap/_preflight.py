@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pynccl import _host, capi
 from pynccl._errors import BootstrapError, NcclError, RankFailedError
-from pynccl._library import cuda, loader
+from pynccl._library import cuda, features, loader
 from pynccl._library.binding import lib
 from pynccl._types import UniqueId
 from pynccl._values import rank_list
@@ -27,7 +27,6 @@ _LONGEST_TEXT = 4096
 _PRIVATE = ("NCCL_HOSTID", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_COMM_ID")
 _CHECK = "PYNCCL_CHECK"
 _MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
-_MULTI_RANK_SINCE = (2, 30)
 # The ranks that one root of NCCL's bootstrap serves, about.
 ranks_per_root = 128
 
@@ -326,7 +325,7 @@ def _require_own_devices(facts: Sequence[Facts], devices: Sequence[int | None]) 
 
 
 def _shares(facts: Facts) -> bool:
-    return facts.variables.get(_MULTI_RANK) == "1" and facts.version >= _MULTI_RANK_SINCE
+    return facts.variables.get(_MULTI_RANK) == "1" and features.reads(facts.version, _MULTI_RANK)
 
 
 def _sharing_text(owner: int, rank: int, devices: Sequence[int | None], facts: Facts, name: str) -> str:
@@ -335,9 +334,10 @@ def _sharing_text(owner: int, rank: int, devices: Sequence[int | None], facts: F
         f"of {facts.host}; NCCL allows one rank per device. Without device=, init uses LOCAL_RANK or the "
         "index of the rank on its machine"
     )
-    if facts.version >= _MULTI_RANK_SINCE:
+    if features.reads(facts.version, _MULTI_RANK):
         return f"{text}; to share a device on purpose, set {_MULTI_RANK}=1 on every rank"
-    return f"{text}; to share a device, use NCCL >= 2.30, or set a different NCCL_HOSTID on each rank"
+    newer = f"use NCCL >= {features.needed(_MULTI_RANK)}"
+    return f"{text}; to share a device, {newer}, or set a different NCCL_HOSTID on each rank"
 
 
 def _differences(facts: Sequence[Facts]) -> list[str]:

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/generated.inc"
 #include "base/log.hpp"
 #include "base/params.hpp"
 
@@ -38,15 +39,9 @@ struct ResultName {
   const char* name;
   ncclResult_t result;
 };
-constexpr ResultName kResults[] = {
-    {"ncclUnhandledCudaError", ncclUnhandledCudaError},
-    {"ncclSystemError", ncclSystemError},
-    {"ncclInternalError", ncclInternalError},
-    {"ncclInvalidArgument", ncclInvalidArgument},
-    {"ncclInvalidUsage", ncclInvalidUsage},
-    {"ncclRemoteError", ncclRemoteError},
-    {"ncclTimeout", ncclTimeout},
-};
+#define PNCPU_NAMED(result) {#result, result},
+constexpr ResultName kResults[] = {PNCPU_ERRORS(PNCPU_NAMED)};
+#undef PNCPU_NAMED
 
 std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts;
