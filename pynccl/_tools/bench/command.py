@@ -597,7 +597,7 @@ def _memory(world: World, steps: list[int]) -> str | None:
     if loader.backend() != "cpu":
         raise NotSupportedError("-M 1: pynccl bench reads no memory usage of devices; nvidia-smi shows it")
     before, opened, ended = steps
-    rows = world.rows(0, [opened - before, ended - opened])
+    rows = world.process_rows([opened - before, ended - opened])
     opening, running = (int(row) for row in rows.max(axis=0))
     total = opening + running
     return (
