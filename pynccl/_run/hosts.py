@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
+from pynccl._colours import coloured
 from pynccl._run.ports import free_port
 from pynccl._secure.secret import read_secret
 from pynccl.bootstrap._address import format_address
@@ -153,4 +154,4 @@ def _end_input(started: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"pynccl run: {text}", file=sys.stderr, flush=True)
+    print(coloured(f"pynccl run: {text}", "error", sys.stderr), file=sys.stderr, flush=True)

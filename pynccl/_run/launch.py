@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
+from pynccl._colours import coloured
 from pynccl._errors import BootstrapError
 from pynccl._library import cuda
 from pynccl._run import evidence, word
@@ -85,14 +86,14 @@ def launch(job: Job) -> int:
     env = choose_backend(outer, "cpu" if job.cpu else "auto")
     on_cpu = env.get("PYNCCL_LIBRARY") == "cpu"
     if on_cpu and not job.cpu and outer.get("PYNCCL_LIBRARY") != "cpu":
-        _say("no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu")
+        _say("no NVIDIA driver found, so the ranks run with PYNCCL_LIBRARY=cpu", "warning")
     if not job.nranks:
         devices = 0 if on_cpu or not cuda.available() else cuda.device_count()
         job = replace(job, nranks=devices or len(os.sched_getaffinity(0)))
     try:
         logs = Logs(job.log_dir)
     except OSError as error:
-        _say(f"cannot write to --log-dir {job.log_dir}: {error}")
+        _say(f"cannot write to --log-dir {job.log_dir}: {error}", "error")
         return 2
     with logs:
         attempt = 0
@@ -102,7 +103,7 @@ def launch(job: Job) -> int:
                 return start.code
             start.show_last_lines()
             attempt = start.meeting.attempt + 1
-            _say(f"restart {attempt} of {job.restarts}")
+            _say(f"restart {attempt} of {job.restarts}", "warning")
 
 
 def _start(job: Job, env: dict[str, str], logs: Logs, attempt: int) -> _Launcher:
@@ -163,8 +164,8 @@ def rank_environment(
     return env
 
 
-def _say(text: str) -> None:
-    print(f"pynccl run: {text}", file=sys.stderr, flush=True)
+def _say(text: str, level: str = "") -> None:
+    print(coloured(f"pynccl run: {text}", level, sys.stderr), file=sys.stderr, flush=True)
 
 
 class _Launcher:
@@ -296,7 +297,7 @@ class _Launcher:
         self.timeout_at = None
         running = [rank for rank in self.children if rank not in self.ended]
         if running and not self._ending:
-            self._say(f"--timeout has passed; still running: {', '.join(map(str, running))}")
+            self._say(f"--timeout has passed; still running: {', '.join(map(str, running))}", "error")
             self.code = TIMED_OUT
             self._tell("--timeout has passed")
             self._ask(signal.SIGTERM)
@@ -334,7 +335,7 @@ class _Launcher:
                     with private_file(Path(own_folder(traces), file_name(rank, pid, "stacks"))) as fd:
                         write_all(fd, stacks)
                 except OSError as error:
-                    self._say(f"cannot write to {DIR} ({traces}): {error}")
+                    self._say(f"cannot write to {DIR} ({traces}): {error}", "error")
         for rank in request.deaf:
             self._say(f"rank {rank} left no stack: it has not imported pynccl")
 
@@ -349,7 +350,7 @@ class _Launcher:
         if number in _ENDING and not self._ending:
             # After SIGHUP the terminal may be gone.
             with suppress(OSError):
-                self._say(f"got {signal.Signals(number).name}; ending the ranks")
+                self._say(f"got {signal.Signals(number).name}; ending the ranks", "warning")
             self._tell(f"pynccl run was ended by {signal.Signals(number).name}", 128 + number)
             self._ask(number)
         elif number in _ENDING:
@@ -386,7 +387,7 @@ class _Launcher:
     def _end_with_the_others(self) -> None:
         """End the ranks of this machine after a failure on another one."""
         assert self.meeting.failures is not None
-        self._say(f"{self.meeting.failures.first.text}; ending the ranks of this machine")
+        self._say(f"{self.meeting.failures.first.text}; ending the ranks of this machine", "error")
         self.code = self.code or self.meeting.failures.first.code
         if not self._ending:
             self._ask(signal.SIGTERM)
@@ -397,7 +398,7 @@ class _Launcher:
             self.first = rank
         others = others if len(self.ended) < len(self.children) else ""
         text = f"rank {rank} {self.children[rank].describe_exit()}"
-        self._say(f"{text}{others}")
+        self._say(f"{text}{others}", "error")
         if not self.job.keep_going:
             self._tell(text)
 
@@ -407,7 +408,7 @@ class _Launcher:
             try:
                 self.meeting.failures.tell(failure, self.code or code, self.stopped)
             except (BootstrapError, TimeoutError) as error:
-                self._say(f"cannot tell the other machines: {error}")
+                self._say(f"cannot tell the other machines: {error}", "error")
 
     def tell_end(self) -> None:
         """Note how this machine's ranks have ended, for the launchers on the others."""
@@ -418,7 +419,7 @@ class _Launcher:
         """Take over the outcome of all machines, by which each decides whether its ranks start again."""
         failures = self.meeting.failures
         if failures is not None and failures.late:
-            self._say(f"--timeout has passed; not ended: node {', '.join(map(str, failures.late))}")
+            self._say(f"--timeout has passed; not ended: node {', '.join(map(str, failures.late))}", "error")
             self.code = self.code or TIMED_OUT
         if failures is not None and failures.again:
             self.code = self.code or failures.outcome.code
@@ -437,7 +438,7 @@ class _Launcher:
         try:
             word.tell(self.meeting.store, self.meeting.secret, self.meeting.job, self.processes[rank])
         except (BootstrapError, TimeoutError) as error:
-            self._say(f"cannot tell the other ranks of the end of rank {rank}: {error}")
+            self._say(f"cannot tell the other ranks of the end of rank {rank}: {error}", "error")
         if code != 0:
             self._note_failure(rank, code, "; the other ranks go on (--keep-going)")
             self.children[rank].send(signal.SIGKILL)
@@ -472,9 +473,9 @@ class _Launcher:
         if self.job.keep_going and code is not None and self.code != TIMED_OUT:
             self._say(f"exit code {self.code} of rank {self.first}, the first to exit with a failure")
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, level: str = "") -> None:
         self.status.clear()
-        _say(text)
+        _say(text, level)
 
     def _send(self, number: int) -> None:
         for rank, child in self.children.items():

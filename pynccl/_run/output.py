@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
+from pynccl._colours import coloured
+
 _MAX_LINE = 1 << 20
 # Bytes that are kept of an output, to repeat its traceback or its last lines at the end.
 _TAIL = 1 << 16
@@ -88,7 +90,7 @@ class Lines:
         self.log = None
         self.status.clear()
         text = f"pynccl run: cannot write to {name}: {error.strerror}; it lacks the output from here on\n"
-        write_all(sys.stderr.fileno(), text.encode())
+        write_all(sys.stderr.fileno(), coloured(text, "error", sys.stderr).encode())
 
     def insert(self, text: bytes) -> None:
         """Show the launcher's own lines between the rank's lines."""

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import click
 
+from pynccl._colours import coloured
 from pynccl._errors import NcclError
 from pynccl._options import Integer, Seconds
 from pynccl._trace.dumps import printable
@@ -64,9 +65,10 @@ def ras(
         try:
             found = status(asked, timeout=timeout)
         except NcclError as error:
-            print(f"pynccl ras: {error}", file=sys.stderr)
+            print(coloured(f"pynccl ras: {error}", "error", sys.stderr), file=sys.stderr)
             return 1
-        print(_json(found, follow is None) if as_json else "\n".join(lines(found, verbose)), flush=True)
+        text = _json(found, follow is None) if as_json else "\n".join(lines(found, verbose, colours=True))
+        print(text, flush=True)
         if follow is None:
             return 0 if found.ok else 2
         time.sleep(follow)
@@ -79,49 +81,60 @@ def _json(found: Status, indented: bool) -> str:
 
 
 def lines(
-    found: Status, verbose: bool = False, names: Mapping[str, str] = MappingProxyType({})
+    found: Status,
+    verbose: bool = False,
+    names: Mapping[str, str] = MappingProxyType({}),
+    colours: bool = False,
 ) -> Iterator[str]:
     """Yield the report; `names` has other names of communicators, by their hashes."""
     encoding = sys.stdout.encoding or "utf-8"
-    for line in _report(found, verbose, names):
-        yield printable(line).encode(encoding, "backslashreplace").decode(encoding)
+    for level, line in _report(found, verbose, names):
+        text = printable(line).encode(encoding, "backslashreplace").decode(encoding)
+        yield coloured(text, level, sys.stdout) if colours else text
 
 
-def _report(found: Status, verbose: bool, names: Mapping[str, str]) -> Iterator[str]:
-    yield f"NCCL {found.nccl_version or '(version unknown)'} at {found.address}"
+# A line of the report, and its level: ok, warning, error or "".
+_Line = tuple[str, str]
+
+
+def _report(found: Status, verbose: bool, names: Mapping[str, str]) -> Iterator[_Line]:
+    yield "", f"NCCL {found.nccl_version or '(version unknown)'} at {found.address}"
     if found.processes is not None:
         counts = ((found.nodes, "node"), (found.processes, "process"), (found.devices, "GPU"))
-        yield ", ".join(f"{count} {_plural(word, count or 0)}" for count, word in counts)
+        yield "", ", ".join(f"{count} {_plural(word, count or 0)}" for count, word in counts)
     for process in found.missing_processes or ():
         state = "is dead" if process.dead else "does not answer"
-        yield f"process {process.pid} on {process.host} {state} (GPU {process.devices})"
-    yield f"{found.communicator_count} {_plural('communicator', found.communicator_count)}"
+        yield "error", f"process {process.pid} on {process.host} {state} (GPU {process.devices})"
+    yield "", f"{found.communicator_count} {_plural('communicator', found.communicator_count)}"
     for group in found.groups or ():
         errors = ",".join(group.errors) or "OK"
-        yield f"  {group.communicators} of {group.size} ranks on {group.nodes} nodes: {group.status} {errors}"
+        level = "error" if group.errors else "ok"
+        text = f"{group.communicators} of {group.size} ranks on {group.nodes} nodes: {group.status} {errors}"
+        yield level, f"  {text}"
     for one in found.communicators:
         yield from _communicator(one, verbose, names.get(one.hash, ""))
 
 
-def _communicator(one: Communicator, verbose: bool, name: str) -> Iterator[str]:
+def _communicator(one: Communicator, verbose: bool, name: str) -> Iterator[_Line]:
     ranks = "size unknown" if one.size is None else f"{one.size} {_plural('rank', one.size)}"
     named = f"{one.hash} ({name})" if name else one.hash
-    yield f"communicator {named}, {ranks}: {one.status or 'status unknown'} {','.join(one.errors) or 'OK'}"
+    text = f"communicator {named}, {ranks}: {one.status or 'status unknown'} {','.join(one.errors) or 'OK'}"
+    yield "error" if one.errors else "ok", text
     for lag in one.lagging:
-        yield f"  {_behind(lag)}{_whereabouts(lag, one.ranks or ())}"
+        yield "warning", f"  {_behind(lag)}{_whereabouts(lag, one.ranks or ())}"
     for missing in one.missing or ():
-        yield f"  rank {missing.rank} {_absence(missing)}{_place(missing)}"
+        yield "error", f"  rank {missing.rank} {_absence(missing)}{_place(missing)}"
     if one.missing is None:
-        yield "  missing ranks are not listed"
+        yield "", "  missing ranks are not listed"
     for rank in one.ranks or ():
         if rank.failed:
             code = rank.init_state if rank.init_state not in (0, 7) else rank.async_error
-            yield f"  rank {rank.rank} has failed: result {code}{_place(rank)}"
+            yield "error", f"  rank {rank.rank} has failed: result {code}{_place(rank)}"
         if rank.state != one.status and rank.state is not None:
-            yield f"  rank {rank.rank} is in state {rank.state}{_place(rank)}"
+            yield "warning", f"  rank {rank.rank} is in state {rank.state}{_place(rank)}"
         if verbose:
             counts = ", ".join(f"{name} {count}" for name, count in (rank.counts or {}).items() if count)
-            yield f"  rank {rank.rank}: {rank.state}, {counts or 'no collectives'}{_place(rank)}"
+            yield "", f"  rank {rank.rank}: {rank.state}, {counts or 'no collectives'}{_place(rank)}"
 
 
 def _behind(lag: Lag) -> str:

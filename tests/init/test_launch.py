@@ -22,6 +22,7 @@ from meeting import state, until, until_gone
 from processes import completed, piped
 from pynccl._library import cuda
 from pynccl._run.launch import EVIDENCE_SECONDS, GRACE_SECONDS
+from terminals import RED, in_terminal
 
 Started = Callable[..., subprocess.Popen[str]]
 
@@ -1049,6 +1050,18 @@ def test_the_status_line(script: Script) -> None:
         screen.append(line.rsplit(b"\r\x1b[K", 1)[-1])
     assert screen == [b"[0] line 0", b"[0] line 1", b"[0] line 2", b""]
     assert b"\r\x1b[Kpynccl run: 0:00:01, 1 of 1 ranks run" in shown
+
+
+def test_a_failure_has_its_colour_in_a_terminal() -> None:
+    args = _command("-n", "1", "--cpu", "--no-python", "sh", "-c", "exit 3")
+    failure = "pynccl run: rank 0 exited with code 3"
+    red = ([f"{RED}{failure}\x1b[0m", ""], 3)
+    assert in_terminal(args, _environment()) == red
+    # An empty NO_COLOR counts as none.
+    assert in_terminal(args, _environment(), NO_COLOR="") == red
+    for variables in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        assert in_terminal(args, _environment(), **variables) == ([failure, ""], 3)
+    assert completed(args, env=_environment()).stderr == f"{failure}\n"
 
 
 def test_no_status_line_without_a_terminal(script: Script) -> None:

@@ -1,4 +1,4 @@
-"""`pynccl bench` in nccl-tests' terms: bandwidths of every program, lines, keys of the documents, defaults."""
+"""`pynccl bench` in nccl-tests' terms: bandwidths of all programs, lines, keys of documents, defaults."""
 
 from __future__ import annotations
 

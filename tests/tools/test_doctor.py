@@ -29,6 +29,7 @@ from pynccl._tools.doctor.command import Check
 from pynccl._tools.machine import Machine
 from pynccl.bootstrap._variables import PYNCCL
 from sysfs import GPU, pci
+from terminals import GREEN, RED, YELLOW, in_terminal
 
 pytestmark = pytest.mark.timeout(50)
 
@@ -116,6 +117,22 @@ def test_text_and_exit_codes() -> None:
     assert wrong.stderr.endswith(
         "Error: Invalid value for '--root': Directory '/nonexistent' does not exist.\n"
     )
+
+
+def test_levels_have_colours_in_a_terminal(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pynccl", "doctor", "--only", "libraries", "--only", "environment"]
+    env = environment(NCCL_DEBUGG="1", PYNCCL_LIBRARY=str(tmp_path / "gone"))
+    shown, code = in_terminal(command, env)
+    assert code == 2
+    levels = {"error": RED, "warning": YELLOW, "ok": GREEN}
+    starts = [f"{colour}{level:8}\x1b[0m " for level, colour in levels.items()]
+    found = [start for line in shown for start in starts if line.startswith(start)]
+    assert set(found) == set(starts)
+    # Each finding, and the sums; what to do about it is plain.
+    assert sum("\x1b" in line for line in shown) == len(found) + 1
+    assert shown[-2].startswith(f"{RED}errors: 1, warnings: 1, ok: ")
+    plain, _ = in_terminal(command, env, NO_COLOR="1")
+    assert plain == [re.sub(r"\x1b\[\d+m", "", line) for line in shown]
 
 
 # --- libraries ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -16,8 +17,10 @@ import pytest
 
 from command_line import pynccl_command
 from conftest import clean_environment
+from meeting import free_port
 from processes import completed
 from pynccl import NcclTimeoutError, ras
+from terminals import GREEN, RED, YELLOW, in_terminal
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,8 +29,11 @@ Answer = Callable[[socket.socket], None]
 Serve = Callable[[Answer], str]
 
 
+COMMAND = [sys.executable, "-m", "pynccl", "ras"]
+
+
 def command(*args: str) -> subprocess.CompletedProcess[str]:
-    return completed([sys.executable, "-m", "pynccl", "ras", *args], env=clean_environment(), timeout=40)
+    return completed([*COMMAND, *args], env=clean_environment(), timeout=40)
 
 
 @pytest.fixture
@@ -103,6 +109,25 @@ def test_text_of_2_24(serve: Serve) -> None:
     assert (stopped.hash, stopped.ranks) == ("0xcf264af53edbe986", None)
     assert stopped.missing == (ras.MissingRank(21, unresponsive=True),)
     assert behind.lagging == (ras.Lag(None, 6649, 6650, 6, (0, 2, 3, 4, 5, 7)),)
+
+
+def test_colours_in_a_terminal(serve: Serve) -> None:
+    at = serve(nccl(golden("nccl-2.24.3-stopped.txt")))
+    shown, code = in_terminal([*COMMAND, "--address", at], clean_environment())
+    plain = command("--address", at)
+    assert (code, plain.returncode) == (2, 2)
+    assert [re.sub(r"\x1b\[\d+m", "", line) for line in shown] == [*plain.stdout.splitlines(), ""]
+    levels = {line: colour for line in shown for colour in (GREEN, YELLOW, RED) if line.startswith(colour)}
+    assert {"does not answer", "INCOMPLETE", "MISMATCH"} <= words(levels, RED)
+    assert "have launched" in words(levels, YELLOW)
+    assert "processes" not in words(levels, RED) | words(levels, YELLOW)
+    gone, _ = in_terminal([*COMMAND, "--port", str(free_port())], clean_environment())
+    assert gone[0].startswith(f"{RED}pynccl ras: ")
+
+
+def words(levels: dict[str, str], of: str) -> set[str]:
+    known = ("does not answer", "INCOMPLETE", "MISMATCH", "have launched", "processes")
+    return {word for word in known for line, colour in levels.items() if colour == of and word in line}
 
 
 @pytest.mark.parametrize("version", ["2.28.9", "2.29.1"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from pynccl._colours import coloured
 from pynccl._errors import NcclError
 from pynccl._options import Seconds
 from pynccl._tools.doctor import devices, environment, job, libraries, limits, network, transports
@@ -112,10 +114,12 @@ def _lines(merged: job.Merged) -> Iterator[str]:
     indent = " " * (width + 11)
     for finding, ranks in merged:
         where = f" ({rank_list(ranks)})" if ranks and finding.level != "ok" else ""
-        yield f"{finding.level:8} {finding.name:{width}}  {finding.text}{where}"
+        level = coloured(f"{finding.level:8}", finding.level, sys.stdout)
+        yield f"{level} {finding.name:{width}}  {finding.text}{where}"
         if finding.why:
             yield f"{indent}why:   {finding.why}"
         if finding.fix:
             yield f"{indent}to do: {finding.fix}"
     counts = {level: sum(finding.level == level for finding, _ in merged) for level in LEVELS}
-    yield f"errors: {counts['error']}, warnings: {counts['warning']}, ok: {counts['ok']}"
+    text = f"errors: {counts['error']}, warnings: {counts['warning']}, ok: {counts['ok']}"
+    yield coloured(text, worst([finding for finding, _ in merged]), sys.stdout)
