@@ -24,6 +24,7 @@ _CAPTURE_RELAXED = 2
 _STREAM_NON_BLOCKING, _EVENT_DISABLE_TIMING = 1, 2
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _MEMORYTYPE_HOST = 1
+_P2P_PERFORMANCE_RANK, _P2P_NATIVE_ATOMICS = 1, 3
 
 
 class _Driver:
@@ -175,6 +176,15 @@ def can_access_peer(ordinal: int, peer: int) -> bool:
     out = ffi.new("int*")
     _call("cuDeviceCanAccessPeer", out, _device(ordinal), _device(peer))
     return bool(out[0])
+
+
+def peer_link(ordinal: int, peer: int) -> tuple[int, bool]:
+    """Return the driver's rank of the path between two devices, 0 the fastest, and whether it has atomics."""
+    devices, out = (_device(ordinal), _device(peer)), ffi.new("int*")
+    _call("cuDeviceGetP2PAttribute", out, _P2P_PERFORMANCE_RANK, *devices)
+    rank = int(out[0])
+    _call("cuDeviceGetP2PAttribute", out, _P2P_NATIVE_ATOMICS, *devices)
+    return rank, bool(out[0])
 
 
 def current_device() -> int | None:

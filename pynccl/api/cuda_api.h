@@ -22,6 +22,7 @@ CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device); // since 11.0
 CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device); // since 11.4
 CUresult cuDeviceGetPCIBusId(char* id, int len, CUdevice device); // since 11.0
 CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer); // since 11.0
+CUresult cuDeviceGetP2PAttribute(int* value, int attribute, CUdevice device, CUdevice peer); // since 11.0
 CUresult cuDevicePrimaryCtxRetain(CUcontext* ctx, CUdevice device); // since 11.0
 
 CUresult cuCtxGetCurrent(CUcontext* ctx); // since 11.0

@@ -232,6 +232,21 @@ int cuDeviceCanAccessPeer(int* can, int device, int peer) {
   return leave(OK);
 }
 
+// FAKE_CUDA_LINKS, such as "01:0:1 02:1:0": the rank and the atomics of the path between two devices, in
+// either order; else 0 and 1. FAKE_CUDA_LINKS=none: the driver fails.
+int cuDeviceGetP2PAttribute(int* value, int attribute, int device, int peer) {
+  ENTER("cuDeviceGetP2PAttribute", "%d %d %d", attribute, device, peer);
+  const char* text = getenv("FAKE_CUDA_LINKS");
+  if (text && !strcmp(text, "none")) return leave(INVALID_VALUE);
+  char pair[4] = {(char)('0' + (device < peer ? device : peer)),
+                  (char)('0' + (device < peer ? peer : device)), ':', 0};
+  const char* found = text ? strstr(text, pair) : NULL;
+  // PERFORMANCE_RANK and NATIVE_ATOMIC_SUPPORTED.
+  if (attribute != 1 && attribute != 3) return leave(INVALID_VALUE);
+  *value = found ? found[attribute == 1 ? 3 : 5] - '0' : attribute == 3;
+  return leave(OK);
+}
+
 int cuDevicePrimaryCtxRetain(uintptr_t* context, int device) {
   ENTER("cuDevicePrimaryCtxRetain", "%d", device);
   contexts[device].device = device;

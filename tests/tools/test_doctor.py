@@ -217,6 +217,39 @@ def test_devices_of_a_driver(fake_gpus: dict[str, str]) -> None:
     assert only(cut, "peer access", "warning")["text"].endswith(": 0 to 1, 1 to 0")
 
 
+def test_links_that_are_slower(fake_gpus: dict[str, str]) -> None:
+    gpus = {"FAKE_CUDA_DEVICES": "3", **fake_gpus}
+    same = only(doctor("--only", "devices", **gpus), "links", "ok")
+    assert same["text"] == "rank 0 with atomics, as NVLink: 0 and 1, 0 and 2, 1 and 2"
+    # Each of the driver's two answers counts.
+    unlike = doctor("--only", "devices", FAKE_CUDA_LINKS="02:0:0 12:1:0", **gpus)
+    assert only(unlike, "links", "warning")["text"] == (
+        "some devices are joined by slower paths than others: rank 0 with atomics, as NVLink: 0 and 1; "
+        "rank 0 without atomics, as PCIe: 0 and 2; rank 1 without atomics, as PCIe: 1 and 2"
+    )
+    unknown = doctor("--only", "devices", FAKE_CUDA_LINKS="none", **gpus)
+    assert only(unknown, "links", "ok")["text"].startswith("not known: cuDeviceGetP2PAttribute failed with ")
+
+
+def test_lanes_that_are_not_used(tmp_path: Path) -> None:
+    gpu = GPU | {"current_link_speed": "2.5 GT/s PCIe\n", "max_link_width": "16\n"}
+    first = pci(tmp_path, "0000:01:00.0", current_link_width="16\n", **gpu)
+    pci(tmp_path, "0000:02:00.0", current_link_width="8\n", **gpu)
+    # A virtual machine shows no link.
+    pci(tmp_path, "0000:03:00.0", **GPU)
+    pci(tmp_path, "0000:04:00.0", **(gpu | {"vendor": "0x8086\n", "current_link_width": "1\n"}))
+    found = said(devices.check_pcie, tmp_path)
+    assert (found.level, found.text) == (
+        "warning",
+        "GPUs that use fewer lanes than they have: 0000:02:00.0 x8 of x16",
+    )
+    (tmp_path / "sys/bus/pci/devices/0000:02:00.0/current_link_width").write_text("16\n")
+    found = only(doctor("--only", "devices", "--root", tmp_path), "PCIe lanes", "ok")
+    assert found["text"] == "0000:01:00.0 2.5 GT/s x16, 0000:02:00.0 2.5 GT/s x16"
+    (first / "current_link_width").write_text("Unknown\n")
+    assert said(devices.check_pcie, tmp_path).text == "0000:02:00.0 2.5 GT/s x16"
+
+
 @pytest.mark.parametrize("value", ["", "0,0", "0,-1", "gpu0", "0,"])
 def test_visible_devices_that_hide_others(value: str) -> None:
     found = said(devices.check_visible_devices, CUDA_VISIBLE_DEVICES=value)

@@ -105,6 +105,58 @@ def check_peers(machine: Machine) -> Iterator[Finding]:
         yield ok("peer access", f"every one of the {count} devices reaches every other")
 
 
+def check_links(machine: Machine) -> Iterator[Finding]:
+    """Ask the driver how fast the paths between the devices are; NVLink has atomics, PCIe has none."""
+    count = cuda.device_count()
+    if count < 2:
+        return
+    kinds: dict[tuple[int, bool], list[str]] = {}
+    try:
+        for one, other in combinations(range(count), 2):
+            kinds.setdefault(cuda.peer_link(one, other), []).append(f"{one} and {other}")
+    except NcclError as failure:
+        yield ok("links", f"not known: {failure}")
+        return
+    text = "; ".join(
+        f"rank {rank} {'with atomics, as NVLink' if atomics else 'without atomics, as PCIe'}: "
+        f"{', '.join(kinds[rank, atomics])}"
+        for rank, atomics in sorted(kinds, key=lambda kind: (kind[0], not kind[1]))
+    )
+    if len(kinds) > 1:
+        yield warning(
+            "links",
+            f"some devices are joined by slower paths than others: {text}",
+            "NCCL's rings and trees run at the speed of their slowest path.",
+            "nvidia-smi topo -m shows how they are joined, nvidia-smi nvlink -s a link that is down; or choose "
+            "devices of one kind by CUDA_VISIBLE_DEVICES.",
+        )
+    else:
+        yield ok("links", text)
+
+
+def check_pcie(machine: Machine) -> Iterator[Finding]:
+    """Compare the PCIe lanes that each GPU uses with those that it has."""
+    found, narrow = [], []
+    for gpu in machine.gpus():
+        names = ("current_link_speed", "current_link_width", "max_link_width")
+        speed, width, most = (machine.read(_PCI, gpu, name) for name in names)
+        if not (speed and width and most and width.isdecimal() and most.isdecimal()):
+            continue
+        # An idle device lowers its speed, and no width.
+        found.append(f"{gpu} {speed.removesuffix(' PCIe')} x{width}")
+        if int(width) < int(most):
+            narrow.append(f"{gpu} x{width} of x{most}")
+    if narrow:
+        yield warning(
+            "PCIe lanes",
+            f"GPUs that use fewer lanes than they have: {', '.join(narrow)}",
+            "Copies from and to the host, and to devices without NVLink, are slower by as much.",
+            "Seat the card anew, choose a slot with as many lanes, and look at the BIOS's bifurcation.",
+        )
+    elif found:
+        yield ok("PCIe lanes", ", ".join(found))
+
+
 def check_acs(machine: Machine) -> Iterator[Finding]:
     """Look for PCI bridges above a GPU that redirect requests between devices to the root (ACS)."""
     gpus = machine.gpus()
@@ -179,7 +231,9 @@ CHECKS = (
     check_visible_devices,
     check_ranks_have_devices,
     check_peers,
+    check_links,
     check_paths,
+    check_pcie,
     check_acs,
     check_affinity,
 )
