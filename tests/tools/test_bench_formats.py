@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench_runs import environment
+from bench_runs import changed_library, environment
 from processes import completed
 from pynccl._tools.bench.settings import Settings
 
@@ -218,3 +218,135 @@ def test_the_defaults_are_those_of_nccl_tests() -> None:
     assert {name: value for name, value in asdict(Settings()).items() if name in expected} == expected
     own = {"csv", "save", "against", "tolerance", "compare", "p2p", "plot", "percentiles"}
     assert set(asdict(Settings())) - set(expected) == own | {"terminal", "onto_terminal"}
+
+
+# --- what the library is asked for ---
+
+# Tells of each call by a letter, and of addresses. Waits and meetings last 20 ms.
+TELLS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <nccl.h>
+#include <stdio.h>
+#include <unistd.h>
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+int pyncclCpuStreamAwait(ncclComm_t, cudaStream_t, long);
+ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t type, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t stream) {
+  if (n == 25000) fprintf(stderr, "c %p %p\\n", s, r);
+  else {
+    fprintf(stderr, "m\\n");
+    usleep(20000);
+  }
+  return REAL(ncclAllReduce)(s, r, n, type, op, comm, stream);
+}
+int pyncclCpuStreamAwait(ncclComm_t comm, cudaStream_t stream, long slice) {
+  int result = REAL(pyncclCpuStreamAwait)(comm, stream, slice);
+  // Else the slice has passed.
+  if (result == 0) {
+    fprintf(stderr, "w\\n");
+    usleep(20000);
+  }
+  return result;
+}
+ncclResult_t ncclGroupStart(void) {
+  fprintf(stderr, "g\\n");
+  return REAL(ncclGroupStart)();
+}
+ncclResult_t ncclGroupEnd(void) {
+  fprintf(stderr, "e\\n");
+  return REAL(ncclGroupEnd)();
+}
+ncclResult_t ncclMemAlloc(void** p, size_t n) {
+  ncclResult_t result = REAL(ncclMemAlloc)(p, n);
+  fprintf(stderr, "memory %p %zu\\n", *p, n);
+  return result;
+}
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void* p, size_t n, void** handle) {
+  fprintf(stderr, "register %p %zu\\n", p, n);
+  return REAL(ncclCommRegister)(comm, p, n, handle);
+}
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* p, size_t n, ncclWindow_t* window, int flags) {
+  fprintf(stderr, "window %p %zu %d\\n", p, n, flags);
+  return REAL(ncclCommWindowRegister)(comm, p, n, window, flags);
+}
+"""
+Told = dict[str, tuple[list[list[str]], dict[str, Any]]]
+FLAGS = ["", "-w 2", "-c 2", "-m 4", "-z 1", "-z 2", "-z 3", "-C 1", "-R 1", "-R 2", "-u 3"]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """Return what the library was asked for with each of FLAGS, and the line's results."""
+    folder = tmp_path_factory.mktemp("told")
+    library = changed_library(folder, TELLS)
+    common = ["-b", "100000", "-e", "100000", "-n", "3", "-w", "0", "-c", "0"]
+    runs = {
+        flags: ["all_reduce", *common, "--save", str(folder / f"{flags}.json"), *flags.split()]
+        for flags in FLAGS
+    }
+    program = PROGRAM.replace('"=== " + name', '"=== " + name, file=sys.stderr')
+    done = completed(
+        [sys.executable, "-c", program, json.dumps(runs)], env=environment(PYNCCL_LIBRARY=library)
+    )
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for part in done.stderr.split("=== ")[1:]:
+        flags, _, text = part.partition("\n")
+        (row,) = json.loads((folder / f"{flags}.json").read_text())["results"]
+        found[flags] = [line.split() for line in text.splitlines()], row
+    return found
+
+
+# With each of FLAGS, the timed iterations: calls, groups, waits and meetings.
+TIMED = {
+    "": "cccw",
+    "-m 4": "gcccce" * 3 + "w",
+    "-z 1": "cwm" * 3 + "w",
+    "-z 2": "cw" * 3 + "w",
+    "-z 3": "cwm" * 3 + "w",
+    "-C 1": "cccw",
+}
+
+
+def test_how_often_and_when_the_library_is_called(told: Told) -> None:
+    """A half is a first call, the timed ones, and the exchange of times; then there are the checks."""
+
+    def asked(flags: str) -> str:
+        return "".join(words[0] for words in told[flags][0] if len(words[0]) == 1)
+
+    for flags, timed in TIMED.items():
+        assert re.fullmatch(f"w*(cwm{timed}w){{2}}w*", asked(flags)), (flags, asked(flags))
+    assert re.fullmatch("w*ccw(cwmcccww){2}w*", asked("-w 2")), asked("-w 2")
+    # Ranks meet before a call whose data they have written.
+    assert re.fullmatch("w*(mcwmcccww(mcww){2}){2}w*", asked("-c 2")), asked("-c 2")
+
+
+def test_what_the_times_hold(told: Told) -> None:
+    """-C: not the wait at the end, 20 ms after three calls; -z 3: not the meetings, each of 20 ms."""
+    for half in ("out_of_place", "in_place"):
+        whole = {flags: 100 / told[flags][1][half]["alg_bw"] for flags in TIMED}
+        reported = {flags: next(iter(told[flags][1][half].values())) for flags in TIMED}
+        assert reported[""] == pytest.approx(whole[""], rel=0.01)
+        assert whole["-C 1"] - reported["-C 1"] > 0.99 * 20_000 / 3
+        assert reported["-z 1"] >= 40_000 and reported["-z 2"] >= 20_000
+    least = min(told["-z 3"][1][half]["time"] for half in ("out_of_place", "in_place"))
+    assert 20_000 <= least < 40_000
+
+
+def test_which_buffers_the_calls_have(told: Told) -> None:
+    for flags in FLAGS:
+        asked, _ = told[flags]
+        elements = 3 if flags == "-u 3" else 0
+        nbytes = 100_000 + 8 * elements
+        send, recv = (words[1] for words in asked if words[0] == "memory" and words[2] == str(nbytes))
+        pairs = {(int(words[1], 16), int(words[2], 16)) for words in asked if words[0] == "c"}
+        first, second = (int(address, 16) + 4 * elements for address in (send, recv))
+        assert pairs == {(first, second), (second, second)}, flags
+        registered = [words for words in asked if words[0] in ("register", "window")]
+        expected: dict[str, list[list[str]]] = {
+            "-R 1": [["register", address, str(nbytes)] for address in (send, recv)],
+            # The last is NCCL_WIN_COLL_SYMMETRIC.
+            "-R 2": [["window", address, str(nbytes), "1"] for address in (send, recv)],
+        }
+        assert registered == expected.get(flags, []), flags

@@ -106,7 +106,7 @@ def check_peers(machine: Machine) -> Iterator[Finding]:
 
 
 def check_links(machine: Machine) -> Iterator[Finding]:
-    """Ask the driver how fast the paths between the devices are; NVLink has atomics, PCIe has none."""
+    """Ask the driver how fast the paths between devices are."""
     count = cuda.device_count()
     if count < 2:
         return
@@ -127,8 +127,8 @@ def check_links(machine: Machine) -> Iterator[Finding]:
             "links",
             f"some devices are joined by slower paths than others: {text}",
             "NCCL's rings and trees run at the speed of their slowest path.",
-            "nvidia-smi topo -m shows how they are joined, nvidia-smi nvlink -s a link that is down; or choose "
-            "devices of one kind by CUDA_VISIBLE_DEVICES.",
+            "nvidia-smi topo -m shows how they are joined, nvidia-smi nvlink -s a link that is down; or "
+            "choose devices of one kind by CUDA_VISIBLE_DEVICES.",
         )
     else:
         yield ok("links", text)
