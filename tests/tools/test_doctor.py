@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from typing import Any
 import pytest
 
 import fake_nccl
+from bench_runs import changed_library
 from conftest import ROOT, clean_environment
 from hosts import Hosts, needs_root
 from launchers import LAUNCHERS
-from meeting import free_port
+from meeting import free_port, state, until
 from processes import completed, piped
 from pynccl._tools.doctor import devices, known, network
 from pynccl._tools.doctor import environment as variables_of
@@ -654,6 +656,65 @@ def test_ranks_that_do_not_come() -> None:
     assert second == (0, "")
     absent = only(findings(first), "ranks", "error")
     assert absent["text"] == "ranks 1, 3 of 4 did not come"
+
+
+STOPS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdlib.h>
+int ncclAllReduce(const void* s, void* r, size_t n, int type, int op, void* comm, void* stream) {
+  if (atoi(getenv("RANK")) == 1) raise(SIGSTOP);
+  int (*real)(const void*, void*, size_t, int, int, void*, void*) = dlsym(RTLD_NEXT, "ncclAllReduce");
+  return real(s, r, n, type, op, comm, stream);
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["meeting", "all_reduce"])
+def test_a_rank_that_is_stopped(tmp_path: Path, where: str) -> None:
+    """The others end in time, and name it."""
+    at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    if where == "all_reduce":
+        at["PYNCCL_LIBRARY"] = changed_library(tmp_path, STOPS)
+    begin = time.monotonic()
+    themes = ("--only", "job", "--only", "all_reduce", "--timeout", "14")
+    ranks = [start(*themes, RANK=str(rank), **at) for rank in range(2)]
+    try:
+        if where == "meeting":
+            # It has said what it knows of itself, and waits with rank 0 for the last rank.
+            until(lambda: state(ranks[1].pid) == "S" and joined(ranks[1].pid))
+            time.sleep(2)
+            ranks[1].send_signal(signal.SIGSTOP)
+        ranks.append(start(*themes, RANK="2", **at))
+        first, last = ended(ranks[0]), ended(ranks[2])
+    finally:
+        for rank in ranks:
+            rank.kill()
+            if not rank.stdout.closed:
+                rank.communicate()
+    assert time.monotonic() - begin < 14 + 10
+    assert (first[0], last) == (2, (0, ""))
+    found = findings(first)
+    if where == "meeting":
+        (silent,) = those(found, "ranks", "error")
+        assert silent["text"] == "rank 1 of 3 came, and did not answer then"
+        assert not those(found, "all_reduce")
+    else:
+        failed = only(found, "all_reduce", "error")["text"]
+        assert "rank 1 " in failed, failed
+
+
+def joined(pid: int) -> bool:
+    """Tell whether a process has a TCP connection."""
+    try:
+        sockets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    except FileNotFoundError:
+        return False
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return any(f"socket:[{row[9]}]" in sockets and row[3] == "01" for row in rows)
 
 
 def test_rank_0_does_not_come() -> None:

@@ -114,6 +114,8 @@ def _meet(exchange: Exchange, mine: Report, measures: bool, deadline: float) -> 
     if merged is None:
         return None
     merged += [(finding, []) for finding in compare(reports)]
+    if silent := [rank for rank in range(exchange.size) if rank not in probes]:
+        merged.append((_silent(silent, exchange.size), []))
     merged += [(finding, []) for finding in _connections(reports, listeners, probes)]
     if usable:
         merged += [(finding, []) for finding in _ended(ends, exchange.size)]
@@ -126,6 +128,15 @@ def _absent(missing: list[int], size: int) -> Finding:
         f"{rank_list(missing)} of {size} did not come",
         "Creating a communicator waits for every rank.",
         "Look for the output of that rank: it was not started, cannot reach rank 0, or still starts.",
+    )
+
+
+def _silent(ranks: list[int], size: int) -> Finding:
+    return error(
+        "ranks",
+        f"{rank_list(ranks)} of {size} came, and did not answer then",
+        "A collective waits for every rank.",
+        "Look at that process, ps -o pid,stat,wchan: it is stopped, or waits for a disk or a network.",
     )
 
 
@@ -283,7 +294,7 @@ def _connections(
         for rank, other, answer in _answers(probes)
         if answer.failure
     )
-    if len(listeners) > 1 and not any(answer.failure for *_, answer in _answers(probes)):
+    if len(listeners) > 1 and _all_reachable(probes, len(reports)):
         yield ok("connections", f"each of {len(listeners)} machines reaches every other")
     yield from _clocks(reports, probes)
 
