@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -19,9 +20,11 @@ from typing import Any
 import pytest
 
 import fake_nccl
+import pynccl
 from bench_runs import changed_library
 from conftest import ROOT, clean_environment
 from hosts import Hosts, needs_root
+from hosts import joined as joined_hosts
 from launchers import LAUNCHERS
 from meeting import free_port, state, until
 from processes import completed, piped
@@ -135,6 +138,43 @@ def test_levels_have_colours_in_a_terminal(tmp_path: Path) -> None:
     assert shown[-2].startswith(f"{RED}errors: 1, warnings: 1, ok: ")
     plain, _ = in_terminal(command, env, NO_COLOR="1")
     assert plain == [re.sub(r"\x1b\[\d+m", "", line) for line in shown]
+
+
+def findings_of_the_source() -> dict[str, set[str]]:
+    """Return the names of findings, each with the names of the functions that make them."""
+    names: dict[str, set[str]] = {}
+    for path in (ROOT / "pynccl/_tools/doctor").glob("*.py"):
+        module = ast.parse(path.read_text())
+        for function in (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)):
+            # A name is a text, or a constant of the module or the function.
+            texts = {
+                ast.unparse(node.targets[0]): ast.literal_eval(node.value)
+                for node in (*module.body, *ast.walk(function))
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            }
+            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+                if ast.unparse(call.func) in ("ok", "warning", "error"):
+                    first = call.args[0]
+                    name = first.value if isinstance(first, ast.Constant) else texts.get(ast.unparse(first))
+                    # A helper gets the name from the check, which makes others with it.
+                    if name is not None:
+                        names.setdefault(str(name), set()).add(function.name)
+    return names
+
+
+def test_every_check_has_a_test_and_a_line_in_the_docs() -> None:
+    made = findings_of_the_source()
+    rows = re.findall(
+        r"^\|[^|]*\| ([^|]+?) \|", (ROOT / "docs/doctor.md").read_text().split("## The checks")[1], re.M
+    )
+    # The table begins with its head.
+    assert set(rows[1:]) == set(made)
+    tests = Path(__file__).read_text()
+    untested = [
+        name for name, functions in made.items()
+        if f'"{name}"' not in tests and not any(f".{function}," in tests for function in functions)
+    ]  # fmt: skip
+    assert not untested
 
 
 # --- libraries ----------------------------------------------------------------------------------------------
@@ -622,6 +662,29 @@ def test_ranks_that_differ(compile_library: Callable[..., str]) -> None:
     assert warned["text"] == "NCCL_ALGO differs: Ring on rank 0, Tree on rank 1"
 
 
+# Other releases than this rank's own.
+OTHER_VERSIONS = """
+import platform, pynccl._version
+pynccl._version.__version__ = "9.8.7"
+platform.python_version_tuple = lambda: ("3", "99", "0")
+"""
+
+
+def test_versions_that_differ(tmp_path: Path, fake_gpus: dict[str, str]) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OTHER_VERSIONS)
+    other = {"PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": fake_gpus["LD_LIBRARY_PATH"]}
+    (code, out), _ = job("--only", "job", each=[{}, other])
+    assert code == 2
+    found = findings((code, out))
+    mine, python = pynccl.__version__, ".".join(map(str, sys.version_info[:2]))
+    (package,) = those(found, "versions", "error")
+    assert package["text"] == f"pynccl differs: {mine} on rank 0, 9.8.7 on rank 1"
+    assert [one["text"] for one in those(found, "versions", "warning")] == [
+        f"Python differs: {python} on rank 0, 3.99 on rank 1",
+        "CUDA driver differs: not set on rank 0, 13.1 on rank 1",
+    ]
+
+
 def test_more_ranks_than_processors() -> None:
     """However each rank is bound: mpirun gives each a processor of its own, srun may give all the same."""
     cores = sorted(os.sched_getaffinity(0))[:2]
@@ -775,6 +838,36 @@ def test_machines_that_do_not_reach_each_other(hosts: Hosts) -> None:
     cut = only(found, "connections", "error")
     assert re.search(r"^rank 0 on \S+ cannot reach rank 1 on \S+ at 10\.78\.0\.1: .*unreachable", cut["text"])
     assert not those(found, "all_reduce")
+
+
+@pytest.mark.slow
+@needs_root
+def test_each_direction_between_each_two_machines() -> None:
+    """Nobody reaches rank 0, which reaches all, and rank 1 does not reach rank 2."""
+    with joined_hosts(3) as hosts:
+        first, second, _ = hosts.names
+        for words in (
+            "add apart0 type veth peer name apart1",
+            "set apart0 up",
+            "set apart1 up",
+        ):
+            hosts.ip("-n", first, "link", *words.split())
+        hosts.ip("-n", first, "addr", "add", "10.78.0.1/24", "dev", "apart0")
+        hosts.ip("-n", second, "route", "add", "unreachable", f"{hosts.addresses[2]}/32")
+        done, *_ = job(
+            "--only", "job",
+            each=[{"NCCL_SOCKET_IFNAME": "apart0"}, {}, {}],
+            places=[hosts.enter(i) for i in range(3)],
+            host=hosts.addresses[0],
+        )  # fmt: skip
+    cut = [
+        re.match(r"rank (\d) on .* cannot reach rank (\d)", one["text"])
+        for one in those(findings(done), "connections", "error")
+    ]
+    pairs = {match.groups() for match in cut if match}
+    # An answer from rank 1 to rank 2 does not come either.
+    assert pairs == {("1", "0"), ("2", "0"), ("1", "2"), ("2", "1")}
+    assert not those(findings(done), "connections", "ok")
 
 
 def test_ranks_that_cannot_import_pynccl(tmp_path: Path) -> None:
