@@ -17,6 +17,7 @@ import pytest
 
 from command_line import pynccl_command
 from conftest import clean_environment
+from hosts import needs_root
 from meeting import free_port
 from processes import completed
 from pynccl import NcclTimeoutError, ras
@@ -109,6 +110,38 @@ def test_text_of_2_24(serve: Serve) -> None:
     assert (stopped.hash, stopped.ranks) == ("0xcf264af53edbe986", None)
     assert stopped.missing == (ras.MissingRank(21, unresponsive=True),)
     assert behind.lagging == (ras.Lag(None, 6649, 6650, 6, (0, 2, 3, 4, 5, 7)),)
+
+
+def test_the_address_of_the_variable(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = serve(nccl(golden("nccl-2.24.3-stopped.txt")))
+    monkeypatch.setenv("NCCL_RAS_ADDR", at)
+    assert ras.status().nccl_version == "2.24.3"
+    named = completed(COMMAND, env=clean_environment() | {"NCCL_RAS_ADDR": at}, timeout=40)
+    assert named.stdout == command("--address", at).stdout
+    # An address that is given counts more.
+    monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{free_port()}")
+    assert ras.status(at).nccl_version == "2.24.3"
+
+
+# In a network of its own, where the port is free: a server that says what it was asked first.
+AT_THE_DEFAULT = """
+import socket, subprocess, sys
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+with socket.create_server(("127.0.0.1", 28028)) as listener:
+    client = subprocess.Popen([sys.executable, "-m", "pynccl", "ras"], stderr=subprocess.DEVNULL)
+    listener.settimeout(30)
+    connection, _ = listener.accept()
+    with connection, connection.makefile() as lines:
+        print(lines.readline())
+client.wait(30)
+"""
+
+
+@needs_root
+def test_the_default_address() -> None:
+    command = ["unshare", "--net", sys.executable, "-c", AT_THE_DEFAULT]
+    done = completed(command, env=clean_environment(), timeout=50)
+    assert done.stdout.startswith("CLIENT PROTOCOL "), done.stderr
 
 
 def test_colours_in_a_terminal(serve: Serve) -> None:
