@@ -47,10 +47,12 @@ class Browser:
         self._number, self._rest = 0, b""
         self._session: str | None = None
         self.errors: list[str] = []
+        # The addresses that the page asked for since it was opened.
+        self.requests: list[str] = []
         self._seen: set[str] = set()
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Runtime", "Log", "Page"):
+        for domain in ("Runtime", "Log", "Page", "Network"):
             self.send(f"{domain}.enable")
         size = {"width": 1200, "height": 700, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
@@ -79,6 +81,8 @@ class Browser:
         message: dict[str, Any] = json.loads(text)
         method, params = message.get("method", ""), message.get("params", {})
         self._seen.add(method)
+        if method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
         serious = params.get("type") == "error" or params.get("entry", {}).get("level") == "error"
         if method == "Runtime.exceptionThrown" or serious:
             self.errors.append(json.dumps(params))
@@ -87,6 +91,7 @@ class Browser:
     def open(self, path: Path) -> None:
         """Open a file, and wait until it is drawn."""
         self._seen.clear()
+        self.requests.clear()
         self.send("Page.navigate", url=path.as_uri())
         while "Page.loadEventFired" not in self._seen:
             self._receive("Page.navigate")

@@ -78,6 +78,11 @@ def pointed_at(page: Browser, share: float) -> list[tuple[str, list[int]]]:
 def test_a_hang(run_python: Run, tmp_path: Path, chromium: Browser) -> None:
     env = {"PYNCCL_TRACE_DIR": str(tmp_path), "PYNCCL_TRACE_STACKS": "1"}
     run(3, programs.missing, backend="cpu", check=False, timeout=30, env=env)
+    # The creation is recorded as test_the_clocks_of_hosts_are_aligned has it.
+    records = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
+    creation = next(record for record in records if record.get("call") == "init")
+    assert (creation["seq"], creation["state"], creation.get("count")) == (0, "done", None)
+    assert creation["time_ns"] < creation["end_ns"]
     page, told = made(run_python, tmp_path)
     chromium.open(page)
     assert chromium.text("#findings").split() == told.split()
@@ -179,6 +184,8 @@ def test_nothing_in_a_dump_becomes_part_of_the_page(
     page, _ = made(run_python, folder)
     chromium.open(page)
     assert chromium.run("document.title") == "pynccl trace"
+    # The page is all that the browser has asked for.
+    assert chromium.requests == [page.as_uri()]
     assert chromium.run("document.querySelectorAll('img, b, script').length") == 2
     assert chromium.run("document.body.lastElementChild.tagName") == "SCRIPT"
     assert "<img src=x" in chromium.text("#findings")
@@ -236,13 +243,23 @@ def test_the_clocks_of_hosts_are_aligned(run_python: Run, tmp_path: Path) -> Non
     # Of each rank, the begin of its first call.
     begins = [lane["begins"][0] for lane in data_of(page)["worlds"][0]["lanes"]]
     assert max(begins) - min(begins) <= 10_000
-    # Without such a call nothing is known.
-    for rank, host in enumerate("ab"):
-        path = write(tmp_path, rank, 2, [reduce(1, **PENDING)])
-        path.write_text(path.read_text().replace('"host": "h"', f'"host": "{host}"'))
+    # The creation, in which all ranks take part, is such a call; without one nothing is known.
     (tmp_path / "rank2.jsonl").unlink()
-    page, _ = made(run_python, tmp_path)
-    assert "The hosts&#x27; clocks are not aligned" in page.read_text()
+    for created, words in (
+        (
+            True,
+            "The clocks of 2 hosts are aligned by calls that all ranks completed: they differed by up to 5 s",
+        ),
+        (False, "The hosts&#x27; clocks are not aligned"),
+    ):
+        for rank, (host, ahead) in enumerate((("a", 0), ("b", five))):
+            creation = {"call": "init", "seq": 0, "state": "done"}
+            creation |= {"time_ns": 100_000 + ahead, "end_ns": 110_000 + ahead}
+            calls = [*([creation] if created else []), reduce(1, time_ns=200_000 + ahead, **PENDING)]
+            path = write(tmp_path, rank, 2, calls)
+            path.write_text(path.read_text().replace('"host": "h"', f'"host": "{host}"'))
+        page, _ = made(run_python, tmp_path)
+        assert words in page.read_text()
 
 
 @pytest.mark.parametrize("option", ["--html", "--chrome"])
