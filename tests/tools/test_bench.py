@@ -504,6 +504,29 @@ def test_a_slower_run_within_the_noise_or_the_tolerance(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_noise_of_the_new_run(tmp_path: Path) -> None:
+    """Calls last 20 ms more: in every cycle, or in all but the second, which is as fast as before."""
+    saved = tmp_path / "saved.json"
+    # A cycle makes 4 calls out of place and 4 in place.
+    sleep = 'static int calls; if (n == 100 && (calls++ / 8 != 1 || !getenv("FAST"))) usleep(20000);'
+    library = library_with(tmp_path, sleep)
+    args = ("all_reduce", "-b", "400", "-e", "400", "-n", "3", "-w", "0", "-c", "0", "-N", "3")
+    assert bench(2, *args, "--save", str(saved)).returncode == 0
+    # Slower than the new run's fast cycle in any case, and far from its slow ones.
+    scaled(saved, 5)
+    slower = bench(2, *args, "--against", str(saved), PYNCCL_LIBRARY=library)
+    assert slower.returncode == 3, slower.stdout
+    noisy = bench(2, *args, "--against", str(saved), PYNCCL_LIBRARY=library, FAST="1")
+    assert noisy.returncode == 0, noisy.stdout
+    assert noisy.stdout.endswith("# 0 of 2 measurements are slower by more than 5 % and the noise OK\n")
+    # The medians differ as before, and the noise is the distance of the new run's cycles.
+    rows = [line.split() for line in noisy.stdout.splitlines() if re.match(r"# +400 ", line)]
+    assert len(rows) == 2
+    for *_, ratio, noise in rows:
+        assert float(ratio) > 2 and float(noise) > 50
+
+
+@pytest.mark.slow
 def test_an_earlier_run_that_cannot_be_compared(tmp_path: Path) -> None:
     saved, broken = tmp_path / "saved.json", tmp_path / "broken.json"
     assert bench(2, *QUICK, "--save", str(saved)).returncode == 0
