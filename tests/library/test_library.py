@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import pynccl
-from conftest import RELEASES, ROOT, Run
+from conftest import RELEASES, ROOT, Run, clean_environment
 from null_library import FUNCTIONS
 from processes import completed
 
@@ -518,6 +520,52 @@ def test_completion(words: str, found: list[str], run_python: Run) -> None:
         args=["-c", "import sys; sys.argv = ['pynccl']; from pynccl.__main__ import main; main()"], **asked
     )
     assert done.stdout.split() == [f"plain,{word}" for word in found]
+
+
+def completion_line(shell: str) -> str:
+    """Return the line that the docs give for a shell's start-up file."""
+    (line,) = re.findall(rf"^- {shell}: `(.+)`$", (ROOT / "docs/reference/commands.md").read_text(), re.M)
+    return str(line)
+
+
+def with_pynccl(**more: str) -> dict[str, str]:
+    """Return the environment of a shell that finds the command."""
+    return clean_environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | more
+
+
+def test_bash_completes() -> None:
+    """By the line in the docs, and as bash calls what it has defined."""
+    asks = """
+    for words in 'pynccl do' 'pynccl run --res'; do
+      COMP_WORDS=($words) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
+      function=$(complete -p pynccl | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
+      $function pynccl "${COMP_WORDS[COMP_CWORD]}"
+      echo "${COMPREPLY[@]}"
+    done
+    """
+    script = f"set -e\n{completion_line('bash')}\n{asks}"
+    done = completed(["bash", "--norc", "-c", script], env=with_pynccl())
+    assert (done.stdout, done.stderr) == ("doctor\n--restarts\n", "")
+
+
+@pytest.mark.parametrize(
+    ("shell", "defines", "current", "answer"),
+    [
+        # Kind, word and help, each on a line.
+        ("zsh", "compdef _pynccl_completion pynccl", "1", "plain\ndoctor\n"),
+        # Kind, word and help.
+        ("fish", "complete --no-files --command pynccl", "do", "plain,doctor\t"),
+    ],
+)
+def test_other_shells_complete(shell: str, defines: str, current: str, answer: str) -> None:
+    """The script, what it asks for, and that the shell reads the script where there is one."""
+    (asked,) = re.findall(rf"_PYNCCL_COMPLETE={shell}_source pynccl", completion_line(shell))
+    script = completed(["sh", "-c", asked], env=with_pynccl()).stdout
+    assert defines in script and f"_PYNCCL_COMPLETE={shell}_complete" in script
+    if shutil.which(shell):
+        assert completed([shell, "-n", "-c", script]).returncode == 0
+    variables = {"_PYNCCL_COMPLETE": f"{shell}_complete", "COMP_WORDS": "pynccl do", "COMP_CWORD": current}
+    assert completed(["pynccl"], env=with_pynccl(**variables)).stdout.startswith(answer)
 
 
 def test_the_command_is_installed() -> None:
