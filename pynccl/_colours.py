@@ -14,5 +14,7 @@ def coloured(text: str, level: str, stream: IO[str]) -> str:
 
     NO_COLOR, by its convention, counts if it is not empty.
     """
-    shows = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    # Open MPI gives its ranks a terminal, wherever its own output goes.
+    shows = stream.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
+    shows = shows and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return f"\x1b[{_COLOURS[level]}m{text}\x1b[0m" if shows and level in _COLOURS else text
