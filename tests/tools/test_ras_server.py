@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import pynccl
 from conftest import clean_environment
 from processes import completed
 from pynccl import ras
@@ -117,6 +120,39 @@ def running(address: str | None = None, **env: str) -> Iterator[Job]:
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:
     return completed([sys.executable, "-m", "pynccl", "ras", *args], env=clean_environment(), timeout=40)
+
+
+# What ras_client.cc, NCCL's src/ras/client.cc, has of NCCL's headers.
+HEADERS = {
+    "os.h": "#include <getopt.h>\n#include <netdb.h>\n#include <sys/socket.h>\n#include <unistd.h>\n",
+    "ras_internal.h": "#define NCCL_RAS_CLIENT_PORT 28028\n#define NCCL_RAS_CLIENT_PROTOCOL 2\n"
+    "#define RAS_COLLECTIVE_LEG_TIMEOUT_SEC 5\n#define RAS_COLLECTIVE_EXTRA_TIMEOUT_SEC 5\n",
+}
+
+
+@pytest.mark.slow
+def test_the_client_of_nccl(tmp_path: Path) -> None:
+    for name, text in HEADERS.items():
+        (tmp_path / name).write_text(text)
+    client, source = tmp_path / "ncclras", Path(__file__).with_name("nvidia") / "ras_client.cc"
+    include = Path(pynccl.cpu_library()).parent / "forward/include"
+    flags = ["-std=c++17", "-DNCCL_OS_LINUX", f"-I{tmp_path}", f"-I{include}"]
+    subprocess.run(["g++", *flags, str(source), "-o", str(client)], check=True, timeout=50)
+    with running() as job:
+        job.all("all_reduce 5")
+        assert job.status().ok
+        where = ["-h", "127.0.0.1", "-p", job.address.rpartition(":")[2]]
+        for args in ([], ["-v"], ["-t", "3"]):
+            done = completed([client, *where, *args])
+            assert done.returncode == 0, done.stderr
+            assert "NCCL version 2.32.3" in done.stdout
+            # Group, communicators, nodes, ranks for each node, communicator and group.
+            assert re.search(r"^ +0 +1 +1 +3 +3 +3 +RUNNING +OK$", done.stdout, re.M), done.stdout
+        done = completed([client, *where, "-f", "json"])
+        (one,) = json.loads(done.stdout)["communicators"]
+        assert [rank["collective_counts"]["AllReduce"] for rank in one["ranks"]] == [5] * 3
+        watching = completed([client, *where, "-m"])
+        assert "The CPU library reports no events" in watching.stdout + watching.stderr
 
 
 def test_all_run_one_lags_one_stops_one_dies() -> None:
