@@ -232,15 +232,10 @@ def _formatted(text: str) -> str:
 
 
 def cpu_include(header: Header) -> str:
-    """Return what the CPU library knows by name: the errors, and since when ncclConfig_t has its fields."""
-    parts = ["// From api/nccl_api.h, by tools/generate_api.py."]
+    """Return what the CPU library knows by name: the errors."""
     errors = [r for r in header.values["ncclResult_t"] if r not in ("ncclSuccess", "ncclInProgress")]
-    parts += [f"#define PNCPU_ERRORS(X) {' '.join(f'X({name})' for name in errors)}"]
-    parts += ["namespace config_since {"]
-    for field in header.structs["ncclConfig_t"]:
-        major, minor, patch = field.since
-        parts += [f"constexpr unsigned {field.name} = {major * 10000 + minor * 100 + patch};"]
-    return "\n".join([*parts, "}  // namespace config_since", ""])
+    names = " ".join(f"X({name})" for name in errors)
+    return f"// From api/nccl_api.h, by tools/generate_api.py.\n#define PNCPU_ERRORS(X) {names}\n"
 
 
 def main() -> int:

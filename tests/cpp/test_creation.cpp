@@ -104,7 +104,7 @@ ncclConfig_t config_of(bool blocking) {
   memset(static_cast<void*>(&config), 0, sizeof config);
   config.size = offsetof(ncclConfig_t, blocking) + sizeof config.blocking;
   config.magic = NCCL_API_MAGIC;
-  config.version = 21403;
+  config.version = 21400;
   config.blocking = blocking;
   return config;
 }

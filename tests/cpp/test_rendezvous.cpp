@@ -207,7 +207,7 @@ ncclConfig_t non_blocking() {
   memset(static_cast<void*>(&config), 0, sizeof config);
   config.size = offsetof(ncclConfig_t, blocking) + sizeof config.blocking;
   config.magic = NCCL_API_MAGIC;
-  config.version = 21403;
+  config.version = 21400;
   config.blocking = 0;
   return config;
 }

@@ -8,7 +8,6 @@
 #include <deque>
 #include <numeric>
 
-#include "base/generated.inc"
 #include "base/guard.hpp"
 #include "comm/fault.hpp"
 
@@ -50,7 +49,8 @@ ncclResult_t spoil_state(Comm& comm, ncclResult_t code) {
 
 namespace {
 
-// The fields of a configuration that NCCL checks (src/init.cc: parseCommConfig).
+// The fields of a configuration that NCCL checks, and the oldest version of a caller whose field it reads
+// (src/init.cc: parseCommConfig), which is not always the release that brought the field.
 // Fields that came after 2.30.7 are ignored.
 struct ConfigField {
   const char* name;
@@ -58,25 +58,23 @@ struct ConfigField {
   int low, high;
   unsigned since;
 };
-#define FIELD(name, low, high) {#name, &ncclConfig_t::name, low, high, config_since::name}
 constexpr ConfigField kConfigFields[] = {
-    FIELD(blocking, 0, 1),
-    FIELD(cgaClusterSize, 0, INT32_MAX),
-    FIELD(minCTAs, 1, INT32_MAX),
-    FIELD(maxCTAs, 1, INT32_MAX),
-    FIELD(splitShare, 0, 1),
-    FIELD(collnetEnable, 0, 1),
-    FIELD(CTAPolicy, 0, 3),
-    FIELD(shrinkShare, 0, 1),
-    FIELD(nvlsCTAs, 1, INT32_MAX),
-    FIELD(nChannelsPerNetPeer, 1, 64),
-    FIELD(nvlinkCentricSched, 0, 1),
-    FIELD(graphUsageMode, 0, 2),
-    FIELD(numRmaCtx, 0, INT32_MAX),
-    FIELD(maxP2pPeers, 1, INT32_MAX),
-    FIELD(graphStreamOrdering, 0, 1),
+    {"blocking", &ncclConfig_t::blocking, 0, 1, 21400},
+    {"cgaClusterSize", &ncclConfig_t::cgaClusterSize, 0, INT32_MAX, 21700},
+    {"minCTAs", &ncclConfig_t::minCTAs, 1, INT32_MAX, 21700},
+    {"maxCTAs", &ncclConfig_t::maxCTAs, 1, INT32_MAX, 21700},
+    {"splitShare", &ncclConfig_t::splitShare, 0, 1, 0},
+    {"collnetEnable", &ncclConfig_t::collnetEnable, 0, 1, 22700},
+    {"CTAPolicy", &ncclConfig_t::CTAPolicy, 0, 3, 22700},
+    {"shrinkShare", &ncclConfig_t::shrinkShare, 0, 1, 22700},
+    {"nvlsCTAs", &ncclConfig_t::nvlsCTAs, 1, INT32_MAX, 22700},
+    {"nChannelsPerNetPeer", &ncclConfig_t::nChannelsPerNetPeer, 1, 64, 22800},
+    {"nvlinkCentricSched", &ncclConfig_t::nvlinkCentricSched, 0, 1, 22800},
+    {"graphUsageMode", &ncclConfig_t::graphUsageMode, 0, 2, 22900},
+    {"numRmaCtx", &ncclConfig_t::numRmaCtx, 0, INT32_MAX, 22900},
+    {"maxP2pPeers", &ncclConfig_t::maxP2pPeers, 1, INT32_MAX, 23000},
+    {"graphStreamOrdering", &ncclConfig_t::graphStreamOrdering, 0, 1, 23005},
 };
-#undef FIELD
 
 ncclResult_t check_field(const ConfigField& field, int value, const char* function) {
   if (value == NCCL_CONFIG_UNDEF_INT || (value >= field.low && value <= field.high)) return ncclSuccess;
@@ -122,7 +120,7 @@ ncclResult_t read_config(const ncclConfig_t* config, const char* function, Confi
     if (whole.blocking != NCCL_CONFIG_UNDEF_INT) out->blocking = whole.blocking;
     if (whole.commName) out->name = whole.commName;
     if (whole.numRmaCtx != NCCL_CONFIG_UNDEF_INT) out->contexts = std::min(whole.numRmaCtx, kCounters);
-    if (whole.version >= config_since::numRmaSig && whole.numRmaSig > 0) out->signals = whole.numRmaSig;
+    if (whole.version >= 23102 && whole.numRmaSig > 0) out->signals = whole.numRmaSig;
     out->signals = std::min(out->signals, kCounters / std::max(1, out->contexts));
   }
   int64_t forced = param_int("NCCL_COMM_BLOCKING");
