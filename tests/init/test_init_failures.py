@@ -225,8 +225,9 @@ def dies(rank: int, nranks: int, kind: str, where: str, port: int, who: int) -> 
     if rank == 2:
         time.sleep(1.2)
     start = time.monotonic()
-    # In a folder nobody notices a death: after the time-out the others have a second to answer.
-    return fails_in_time(method, 5, grace=2), time.monotonic() - start
+    # In a folder nobody notices a death. After the time-out the creation has a second to say why it ended,
+    # and the others have one to answer.
+    return fails_in_time(method, 5, grace=4), time.monotonic() - start
 
 
 @pytest.mark.parametrize("kind", ["pynccl run", "master", pytest.param("file", marks=pytest.mark.slow)])
