@@ -680,18 +680,40 @@ bool Session::awaits(int q) {
                      [&](const Gathering* g) { return g->tags.count(q); });
 }
 
+// Lists an exchange until its wait has ended, also by an exception.
+struct Session::Listed {
+  Listed(Session& session_, Gathering& g_, std::unique_lock<std::mutex>& lock_)
+      : session(session_), g(g_), lock(lock_) {
+    session.gatherings_.push_back(&g);
+  }
+  ~Listed() {
+    if (!lock.owns_lock()) lock.lock();
+    auto& all = session.gatherings_;
+    all.erase(std::find(all.begin(), all.end(), &g));
+    if (!g.searched) return;
+    // The search locks itself first, and then sessions.
+    lock.unlock();
+    session.owner_.met(&g);
+    lock.lock();
+  }
+  Listed(const Listed&) = delete;
+  Listed& operator=(const Listed&) = delete;
+  Session& session;
+  Gathering& g;
+  std::unique_lock<std::mutex>& lock;
+};
+
 // False at the deadline. Ranks of a communicator that is complete may wait for each other.
 bool Session::await_all(Gathering& g, std::unique_lock<std::mutex>& lock, const char* what, Deadline deadline,
                         const std::function<bool()>& done) {
   const Clock::time_point begin = Clock::now();
-  for (bool searched = false;; searched = true) {
+  Listed listed(*this, g, lock);
+  for (;;) {
     Deadline look = std::min<Deadline>(deadline, Clock::now() + kSearch);
     bool ended = changed.wait_until(lock, look, done);
-    if (ended || look == deadline) {
-      if (searched) owner_.met(&g);
-      return ended;
-    }
+    if (ended || look == deadline) return ended;
     std::map<int, uint64_t> missing = g.tags;
+    g.searched = true;
     lock.unlock();
     owner_.meets(&g, missing, what, std::chrono::duration<double>(Clock::now() - begin).count());
     lock.lock();
@@ -710,31 +732,14 @@ ncclResult_t Session::hear(const Tags& tags, const std::vector<int>& ranks, cons
     else if (ranks[i] != rank)
       g.tags[ranks[i]] = tags[i];
   }
-  struct Listed {  // until this call has ended, also by an exception
-    std::vector<Gathering*>& all;
-    Gathering* one;
-    std::unique_lock<std::mutex>& lock;
-    Listed(std::vector<Gathering*>& all_, Gathering* one_, std::unique_lock<std::mutex>& lock_)
-        : all(all_), one(one_), lock(lock_) {
-      all.push_back(one);
-    }
-    ~Listed() {
-      if (!lock.owns_lock()) lock.lock();
-      all.erase(std::find(all.begin(), all.end(), one));
-    }
-  };
   auto lost = [&] {
     for (auto& [q, tag] : g.tags)
       if (peer(q).gone || peer(q).left) return q;
     return -1;
   };
   auto failed = [&] { return owner_.broken(tags[0]); };
-  bool ended;
-  {
-    Listed listed(gatherings_, &g, lock);
-    ended = await_all(g, lock, what, deadline,
-                      [&] { return stopped() || g.tags.empty() || failed() || lost() >= 0; });
-  }
+  bool ended = await_all(g, lock, what, deadline,
+                         [&] { return stopped() || g.tags.empty() || failed() || lost() >= 0; });
   int missing = g.tags.empty() ? -1 : lost() >= 0 ? lost() : g.tags.begin()->first;
   lock.unlock();
   if (missing < 0) {

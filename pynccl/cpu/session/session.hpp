@@ -146,7 +146,9 @@ class Session {
   struct Gathering {
     std::map<int, uint64_t> tags;  // of the ranks that are missing
     std::map<int, Blob> said;
+    bool searched = false;  // the deadlock search knows it
   };
+  struct Listed;
 
   ncclResult_t read_table();
   ncclResult_t check_devices();
