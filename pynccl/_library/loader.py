@@ -89,9 +89,14 @@ def loaded() -> LibraryInfo | None:
     return _loaded
 
 
+def _in_use() -> LibraryInfo:
+    """Return the loaded library as `load` has seen it, loading it if none is."""
+    return _loaded or load()
+
+
 def backend() -> str:
     """Return the kind of the library, "cpu" or "nccl", loading it if none is."""
-    return (_loaded or load()).backend
+    return _in_use().backend
 
 
 def library_info() -> LibraryInfo:
@@ -113,7 +118,7 @@ def _with_others(info: LibraryInfo) -> LibraryInfo:
 
 def get_version() -> Version:
     """Return the version of the loaded library."""
-    return (_loaded or load()).version
+    return _in_use().version
 
 
 class _Functions:
@@ -121,7 +126,7 @@ class _Functions:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(lib, name)
-        get_version()
+        _in_use()
         setattr(self, name, function)
         return function
 

@@ -86,7 +86,7 @@ void pynccl_reach(const pynccl_watch* w, char* missed) {
   free(queue);
 }
 
-static void pynccl_post_again(pynccl_watch* w, int left);
+static void pynccl_has_left(pynccl_watch* w, int rank);
 
 // Find ranks without a connection that cannot be reached any more.
 static void pynccl_find_gone(pynccl_watch* w) {
@@ -120,8 +120,7 @@ void pynccl_hang_up(pynccl_watch* w, int rank) {
   pthread_cond_broadcast(&pynccl_watchdog.changed);
   if (!p->departure && p->hearsay) {
     p->departure = p->hearsay;
-    w->left = 1;
-    pynccl_post_again(w, rank);
+    pynccl_has_left(w, rank);
   }
   if (!w->listed || p->departure) return;
   if (w->mesh)
@@ -305,12 +304,13 @@ void pynccl_forget_posts(pynccl_watch* w) {
   w->kept_before = w->kept_count;
 }
 
-// Flood what was posted over a rank that has left.
-static void pynccl_post_again(pynccl_watch* w, int left) {
+// A rank has left: flood what was posted over it.
+static void pynccl_has_left(pynccl_watch* w, int rank) {
+  w->left = 1;
   for (int i = 0; i < w->kept_count; ++i) {
     const int to = (int)w->kept[i].to;
     int r = pynccl_next(w, w->rank, to);
-    while (r != to && r != left) r = pynccl_next(w, r, to);
+    while (r != to && r != rank) r = pynccl_next(w, r, to);
     if (r != to) pynccl_flood(w, &w->kept[i]);
   }
 }
@@ -369,8 +369,7 @@ void pynccl_depart(pynccl_watch* w, int departure) {
 
 static void pynccl_departed(pynccl_watch* w, pynccl_peer* p, int departure) {
   p->departure = departure;
-  w->left = 1;
-  pynccl_post_again(w, (int)(p - w->peers));
+  pynccl_has_left(w, (int)(p - w->peers));
   if (departure == PYNCCL_ABORTS_FIRST && !w->dying) w->dying = pynccl_now();
   if (p->socket < 0 && !p->gone) {
     p->gone = 1;
