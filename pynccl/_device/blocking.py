@@ -43,6 +43,15 @@ def _raised_by(error: BaseException) -> object:
     return trace and trace.tb_frame.f_locals.get("self")
 
 
+def another_thread_may_call() -> bool:
+    """Tell whether the program has threads, besides this one and pynccl's, that may make a call.
+
+    Then the search for deadlocks must not take the calls for missing that this thread has not made.
+    """
+    here = threading.get_ident()
+    return any(t.ident != here and not t.name.startswith("pynccl") for t in threading.enumerate())
+
+
 class Running(Generic[T]):
     """A blocking call in a thread of its own: NCCL's calls cannot be interrupted, but the caller can give up.
 
@@ -55,8 +64,13 @@ class Running(Generic[T]):
         what: str,
         if_abandoned: Callable[[T], object] | None = None,
         deadline: float = math.inf,
+        limited: bool = False,
     ) -> None:
         self._call, self._if_abandoned, self.deadline = call, if_abandoned, deadline
+        outer: Running[object] | None = getattr(_here, "running", None)
+        self._caller: int = threading.get_native_id() if outer is None else outer._caller
+        inherited = another_thread_may_call() if outer is None else outer._limited
+        self._limited: bool = inherited or limited or deadline < math.inf
         self._value: T | None = None
         self._error: BaseException | None = None
         self._abandoned = False
@@ -81,6 +95,8 @@ class Running(Generic[T]):
                 self.done.set()
                 return
         try:
+            if lib.cpu_api_find(b"pyncclCpuCallsFor"):
+                capi.pyncclCpuCallsFor(self._caller, self._limited)
             self._value = self._call()
         except BaseException as error:
             self._error = error
@@ -114,7 +130,7 @@ class Running(Generic[T]):
             self._abandoned = not self.done.is_set()
             if self._abandoned:
                 late = threading.Timer(_OTHERS, self._end)
-                late.daemon = True
+                late.daemon, late.name = True, "pynccl interrupts"
                 # An exiting interpreter starts no thread.
                 with suppress(RuntimeError):
                     late.start()
@@ -181,7 +197,7 @@ def bounded(
     the exception is raised that ends the wait, the call has `linger` seconds to end.
     """
     try:
-        running = Running(call, what, if_abandoned)
+        running = Running(call, what, if_abandoned, limited=timeout is not None)
     except NoThreadError:
         # An exiting interpreter starts no thread.
         return call()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pynccl import capi
+from pynccl._device.blocking import another_thread_may_call
 from pynccl._device.devices import device_to_use, on_device
 from pynccl._errors import NcclError, NcclInvalidArgument, NcclTimeoutError
 from pynccl._library import cuda, loader
@@ -161,6 +162,8 @@ def wait_cpu(
             return True
         if left <= 0:
             return False
+        if another_thread_may_call():
+            wait = lib.pyncclCpuStreamSynchronize
 
 
 def wait_cuda(comm: Callable[[], int], stream: int, deadline: float | None) -> bool:

@@ -28,6 +28,8 @@ ncclResult_t pyncclCpuDeviceCount(int* count); // since 2.32.3
 ncclResult_t pyncclCpuSetDevice(int device); // since 2.32.3
 ncclResult_t pyncclCpuGetDevice(int* device); // since 2.32.3
 ncclResult_t pyncclCpuInterrupt(int thread, int on); // since 2.32.3
+// This thread makes its calls for `thread`, which waits for them; `limited`: not longer than a time-out.
+ncclResult_t pyncclCpuCallsFor(int thread, int limited); // since 2.32.3
 // Limit the creations that this thread begins from now on; -1: only by PYNCCL_CPU_INIT_TIMEOUT, the maximum.
 ncclResult_t pyncclCpuCreationTimeout(int64_t timeoutMs); // since 2.32.3
 ncclResult_t pyncclCpuStreamCreate(cudaStream_t* stream); // since 2.32.3

@@ -329,8 +329,44 @@ DEADLOCKS: list[tuple[Callable[..., object], Callable[..., object]]] = [
     (lambda a, b: a.all_reduce(np.ones(4)), lambda a, b: a.split(0)),
     (lambda a, b: a.barrier(), lambda a, b: a.suspend()),
     (lambda a, b: a.split(0), lambda a, b: b.split(0)),
-    (lambda a, b: a.barrier(), lambda a, b: (time.sleep(12), a.barrier())),
 ]
+
+# No thread of a rank waits for a call that the other rank's waiting thread would have to make.
+NO_DEADLOCKS: list[tuple[Callable[..., object], Callable[..., object]]] = [
+    (lambda a, b: a.barrier(), lambda a, b: (time.sleep(12), a.barrier())),
+    (
+        lambda a, b: beside(lambda: a.split(0), lambda: (time.sleep(12), b.barrier())),
+        lambda a, b: (b.barrier(), a.split(0)),
+    ),
+    (
+        lambda a, b: (a.split(0), b.barrier()),
+        lambda a, b: beside(b.barrier, lambda: (time.sleep(12), a.split(0))),
+    ),
+    (
+        lambda a, b: beside(a.barrier, lambda: (time.sleep(12), b.barrier())),
+        lambda a, b: beside(b.barrier, lambda: (time.sleep(12), a.barrier())),
+    ),
+    (lambda a, b: late_threads(), lambda a, b: None),
+]
+
+
+def beside(*bodies: Callable[[], object]) -> None:
+    """Run the first body in this thread, the others in threads of their own."""
+    threads = [threading.Thread(target=body) for body in bodies[1:]]
+    for thread in threads:
+        thread.start()
+    bodies[0]()
+    for thread in threads:
+        thread.join()
+
+
+def late_threads() -> None:
+    """Two threads of a process split a communicator each; the second is late."""
+    first, second = pynccl.init_all(2)
+    children: list[Communicator | None] = []
+    split_late = threading.Timer(12, lambda: children.append(second.split(0)))
+    beside(split_late.run, lambda: children.append(first.split(0)))
+    assert len(children) == 2
 
 
 def deadlocks(rank: int, nranks: int) -> str:
@@ -339,24 +375,26 @@ def deadlocks(rank: int, nranks: int) -> str:
     pair, index = divmod(rank, 2)
     a = world.split(pair)
     b = a.split(0)
-    for comm in (a, b):
+    for comm in (a, b, world):
         comm.barrier()
     try:
-        DEADLOCKS[pair][index](a, b)
+        (DEADLOCKS + NO_DEADLOCKS)[pair][index](a, b)
     except CollectiveMismatchError as error:
         return str(error)
     finally:
+        world.barrier()
         for comm in (b, a, world):
             comm.abort()
     return ""
 
 
 def test_deadlocks_without_a_time_out() -> None:
-    *found, late, early = run(2 * len(DEADLOCKS), deadlocks, backend="cpu", timeout=60)
+    said = run(2 * len(DEADLOCKS + NO_DEADLOCKS), deadlocks, backend="cpu", timeout=60)
+    found = said[: 2 * len(DEADLOCKS)]
     waits = r"rank [01] waits in (AllReduce|AllGather|ncclCommSplit|ncclCommSuspend)\b.*"
     for text in found:
         assert re.search(f": deadlock: {waits}, {waits}: each for calls that the next has not made", text)
-    assert late == early == ""
+    assert "".join(said[len(found) :]) == ""
 
 
 @on_ranks(1)

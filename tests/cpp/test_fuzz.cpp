@@ -264,6 +264,7 @@ struct Calls {
     CALL(return pyncclCpuSetDevice(f.any_int()));
     CALL(return pyncclCpuGetDevice(OUT(int)));
     CALL(return pyncclCpuInterrupt(f.any_int(), int(f.below(2))));
+    CALL(return pyncclCpuCallsFor(f.any_int(), int(f.below(2))));
     CALL(ncclEncryptionConfig_t e = {}; e.size = f.one_in(3) ? f.below(sizeof e / 8 + 1) * 8 : sizeof e;
          e.magic = f.one_in(3) ? 0 : NCCL_API_MAGIC; e.mode = f.any_int();
          return ncclSetEncryption(f.out(&e)));

@@ -92,7 +92,7 @@ def ring(comm: Communicator, odd: bool) -> None:
     elif comm.rank == 0:
         with pynccl.group():
             comm.send(X, 1)
-            comm.send(X, 2)
+            comm.send(X, 1)
     else:
         comm.barrier()
 

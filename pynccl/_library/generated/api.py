@@ -211,6 +211,7 @@ CPU_FUNCTIONS: dict[str, Version] = {
     "pyncclCpuSetDevice": (2, 32, 3),
     "pyncclCpuGetDevice": (2, 32, 3),
     "pyncclCpuInterrupt": (2, 32, 3),
+    "pyncclCpuCallsFor": (2, 32, 3),
     "pyncclCpuCreationTimeout": (2, 32, 3),
     "pyncclCpuStreamCreate": (2, 32, 3),
     "pyncclCpuStreamCreateWithFlags": (2, 32, 3),

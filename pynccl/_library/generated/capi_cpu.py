@@ -42,6 +42,15 @@ def pyncclCpuInterrupt(thread: int, on: int) -> int:
     return r
 
 
+def pyncclCpuCallsFor(thread: int, limited: int) -> int:
+    try:
+        if r := _library.pyncclCpuCallsFor(thread, limited):
+            _check(r, "pyncclCpuCallsFor")
+    except (TypeError, OverflowError) as error:
+        raise _unfit(error, thread=thread, limited=limited) from None
+    return r
+
+
 def pyncclCpuCreationTimeout(timeoutMs: int) -> int:
     try:
         if r := _library.pyncclCpuCreationTimeout(timeoutMs):

@@ -69,6 +69,16 @@ ncclResult_t pyncclCpuInterrupt(int thread, int on) {
   });
 }
 
+ncclResult_t pyncclCpuCallsFor(int thread, int limited) {
+  const char* function = "pyncclCpuCallsFor";
+  return guarded(function, [&] {
+    if (thread <= 0)
+      return fail(ncclInvalidArgument, "%s: thread is %d, expected a thread's id", function, thread);
+    this_caller() = {thread, limited != 0};
+    return ncclSuccess;
+  });
+}
+
 ncclResult_t pyncclCpuCreationTimeout(int64_t timeoutMs) {
   return guarded("pyncclCpuCreationTimeout", [&] {
     limit_creations(timeoutMs < 0 ? HUGE_VAL : double(timeoutMs) / 1e3);

@@ -74,6 +74,11 @@ int this_thread() {
   return id;
 }
 
+Caller& this_caller() {
+  static thread_local Caller caller{this_thread(), false};
+  return caller;
+}
+
 void name_this_thread(const char* name) { pthread_setname_np(pthread_self(), name); }
 
 }  // namespace pncpu

@@ -77,4 +77,11 @@ uint64_t host_id();
 void name_this_thread(const char* name);
 int this_thread();  // the kernel's thread id
 
+// The thread for which this thread makes its calls: itself, or one that started this thread and waits for it.
+struct Caller {
+  int thread;    // the kernel's thread id
+  bool limited;  // it stops waiting some time
+};
+Caller& this_caller();
+
 }  // namespace pncpu

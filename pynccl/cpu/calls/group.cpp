@@ -53,7 +53,10 @@ class Together {
     std::exception_ptr no_thread;
     try {
       for (; started_ < jobs_.size(); ++started_)
-        start_thread("a communicator of the group", [this, i = started_] { work(i); });
+        start_thread("a communicator of the group", [this, i = started_, caller = this_caller()] {
+          this_caller() = caller;
+          work(i);
+        });
     } catch (...) {
       no_thread = std::current_exception();
     }
@@ -147,7 +150,11 @@ ncclResult_t run_in_background(std::vector<Job> jobs, std::vector<Submission> ca
     if (job.comm) comms.push_back(job.comm);
   for (const Submission& call : calls) comms.push_back(call.comm);
   auto goes_on = std::make_unique<Background>(std::move(comms));
-  auto body = [jobs = std::move(jobs), calls = std::move(calls), goes_on = std::move(goes_on)]() mutable {
+  // The caller does not wait.
+  const Caller caller{this_caller().thread, true};
+  auto body = [jobs = std::move(jobs), calls = std::move(calls), goes_on = std::move(goes_on),
+               caller]() mutable {
+    this_caller() = caller;
     goes_on->ended(guarded("ncclGroupEnd", [&] { return run_all(std::move(jobs), std::move(calls)); }));
   };
   start_thread("the background operation of a non-blocking communicator", std::move(body));

@@ -27,7 +27,6 @@ Comm::Comm(int device_, std::shared_ptr<Domain> domain_)
       coll_(context_),
       p2p_(context_),
       one_sided_(context_) {
-  calling_thread.store(this_thread());
   timeout_s = param_seconds("PYNCCL_CPU_TIMEOUT");
   blocking_calls = param_int("PYNCCL_CPU_BLOCKING") != 0;
 }
@@ -35,6 +34,7 @@ Comm::Comm(int device_, std::shared_ptr<Domain> domain_)
 Comm::~Comm() = default;
 
 std::vector<uint64_t> Comm::claim_meeting(const std::vector<int>& ranks, bool after_failure) {
+  called();
   std::lock_guard<std::mutex> lock(session.mutex);
   std::vector<uint64_t>& met = meetings_[after_failure];
   met.resize(size_t(nranks));
@@ -687,8 +687,29 @@ std::shared_ptr<Stream> Comm::stream_of_all_pending() {
   return turns.serving() >= newest_since_ ? newest_owner_.lock() : nullptr;
 }
 
+namespace {
+// Some communicator has been called by another thread than the one that created it.
+std::atomic<bool> g_handed_over{false};
+constexpr int kNobody = 0, kSeveral = -1;  // values of calling_thread_
+}  // namespace
+
+int Comm::calling_thread() const {
+  const int thread = calling_thread_.load(std::memory_order_relaxed);
+  if (thread == kSeveral) return 0;
+  return thread == kNobody && !g_handed_over.load(std::memory_order_relaxed) ? creator_ : thread;
+}
+
+void Comm::called() noexcept {
+  const int thread = this_caller().thread;
+  int before = calling_thread_.load(std::memory_order_relaxed);
+  if (before == thread) return;
+  if (thread != creator_) g_handed_over.store(true, std::memory_order_relaxed);
+  if (before != kNobody || !calling_thread_.compare_exchange_strong(before, thread))
+    calling_thread_.store(kSeveral);
+}
+
 void Comm::issued_on(const std::shared_ptr<Stream>& stream) {
-  calling_thread.store(this_thread(), std::memory_order_relaxed);
+  called();
   if (newest_.load(std::memory_order_relaxed) == stream.get()) return;
   std::lock_guard<std::mutex> lock(session.mutex);
   newest_owner_ = stream;

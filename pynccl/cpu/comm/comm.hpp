@@ -81,7 +81,10 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   void progress_towards(int peer, Need::Kind kind, uint64_t* started, uint64_t* issued);
   // The stream of all pending operations; nullptr: several streams have some.
   std::shared_ptr<Stream> stream_of_all_pending();
-  std::atomic<int> calling_thread{0};  // of the last call, else of the creation
+  // The thread that makes this communicator's calls. 0: several do, or none has, and other communicators of
+  // this process are not called by the threads that created them.
+  int calling_thread() const;
+  void called() noexcept;  // by this thread
 
   // Errors. The first error stays.
   bool decide(ErrorCode code, std::string_view text) noexcept;
@@ -205,7 +208,9 @@ struct Comm final : Sink, Session::Owner, std::enable_shared_from_this<Comm> {
   std::weak_ptr<Comm> parent_;                 // set before the creation
   alignas(kCacheLine) Doorbell own_bell_;
   std::atomic<Stream*> newest_{nullptr};
-  bool echoed_ = false;                 // under session.mutex: this rank's own Leaving frame has arrived
+  bool echoed_ = false;  // under session.mutex: this rank's own Leaving frame has arrived
+  const int creator_ = this_caller().thread;
+  std::atomic<int> calling_thread_{0};
   std::weak_ptr<Stream> newest_owner_;  // under session.mutex
   uint64_t newest_since_ = 0;           // under it: the first ticket issued on it
   std::atomic<uint64_t> colls_started_{0};

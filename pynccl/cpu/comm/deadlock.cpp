@@ -73,20 +73,24 @@ struct Deadlocks::Message {
 };
 
 Deadlocks::Waiter::Waiter(const std::shared_ptr<Stream>& stream) {
+  const Caller caller = this_caller();
+  if (caller.limited) return;
+  thread_ = caller.thread;
   Deadlocks& all = per_process<Deadlocks>();
   std::lock_guard<std::mutex> lock(all.mutex_);
-  Waiting& waiting = all.waiting_[this_thread()];
+  Waiting& waiting = all.waiting_[thread_];
   if (waiting.stream.lock() != stream || waiting.until < Clock::now()) waiting.since = Clock::now();
   waiting.stream = stream;
   waiting.until = kForever;
 }
 Deadlocks::Waiter::~Waiter() {
+  if (thread_ == 0) return;
   Deadlocks& all = per_process<Deadlocks>();
   std::lock_guard<std::mutex> lock(all.mutex_);
   if (paused_)
-    all.waiting_[this_thread()].until = after_ms(kPauseMs);
+    all.waiting_[thread_].until = after_ms(kPauseMs);
   else
-    all.waiting_.erase(this_thread());
+    all.waiting_.erase(thread_);
 }
 
 void Deadlocks::moved(Blocker blocker) {
@@ -104,15 +108,14 @@ bool Deadlocks::awaits(const Comm& comm, int peer) {
 }
 
 void Deadlocks::blocked(Blocker launch, std::vector<Wait> waits, double seconds) {
-  look(launch, std::move(waits), seconds, 0);
+  look(launch, std::move(waits), seconds, false);
 }
 
 void Deadlocks::meets(Blocker meeting, Wait wait, double seconds) {
-  const int thread = wait.comm->calling_thread.load();
-  look(meeting, {std::move(wait)}, seconds, thread);
+  look(meeting, {std::move(wait)}, seconds, true);
 }
 
-void Deadlocks::look(Blocker blocker, std::vector<Wait> waits, double seconds, int meets) {
+void Deadlocks::look(Blocker blocker, std::vector<Wait> waits, double seconds, bool meets) {
   std::vector<Message> messages;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -120,6 +123,7 @@ void Deadlocks::look(Blocker blocker, std::vector<Wait> waits, double seconds, i
     if (b.period == 0) b.period = ++periods_;
     b.seconds = seconds;
     b.meets = meets;
+    b.thread = this_caller().limited ? 0 : this_caller().thread;
     b.waits = std::move(waits);
     Probe probe;
     probe.fixed.process = process_;
@@ -183,13 +187,14 @@ Deadlocks::Blocker Deadlocks::blocker_of(Comm& comm, int from, Probe* probe) {
   uint64_t needed = probe->fixed.number;
   if (needed <= started) return nullptr;
   probe->fixed.queued = uint16_t(probe->fixed.queued + (needed <= issued));
-  const int thread = comm.calling_thread.load();
+  const int thread = comm.calling_thread();
   Blocker met = nullptr;
   for (auto& [blocker, b] : blocked_)
     for (const Wait& w : b.waits) {
       const bool here = w.has_turn && w.comm.get() == &comm;
       if (here && !b.meets && !meeting) return blocker;
-      if (b.meets && b.seconds >= kAssumedSeconds && (here || b.meets == thread)) met = blocker;
+      const bool calls = thread != 0 && b.thread == thread;
+      if (b.meets && b.seconds >= kAssumedSeconds && (here || calls)) met = blocker;
     }
   if (needed <= issued) return head_of(comm.stream_of_all_pending());
   // A meeting does not wait for the launches of its communicator.

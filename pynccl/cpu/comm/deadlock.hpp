@@ -10,9 +10,8 @@
 // A call that meets the other ranks, such as ncclCommSplit, is a blocked launch as well. It needs its peers
 // to make the same call.
 //
-// A waiting thread is assumed to be the one that would make the missing call, but another thread may make it.
-// A meeting may run in a thread of its own (Python's do), so the communicator's calling thread is taken for
-// it. So a cycle with such an edge counts only after kAssumedSeconds.
+// If one thread has made all calls of a communicator, it is assumed to make the missing call too. Another
+// thread may make it, so a cycle with such an edge counts only after kAssumedSeconds.
 #pragma once
 
 #include <map>
@@ -60,7 +59,7 @@ class Deadlocks {
   void probed(Comm& comm, int from, const Blob& body);
   void cycle_found(Comm& comm, const Blob& body);
 
-  // A thread that waits for a stream without a time-out.
+  // A thread that waits for a stream without a time-out, unless its caller has one.
   class Waiter {
    public:
     explicit Waiter(const std::shared_ptr<Stream>& stream);
@@ -71,6 +70,7 @@ class Deadlocks {
     void pause() { paused_ = true; }
 
    private:
+    int thread_ = 0;
     bool paused_ = false;
   };
 
@@ -86,7 +86,8 @@ class Deadlocks {
   struct Blocked {
     uint64_t period = 0;
     double seconds = 0;
-    int meets = 0;  // in a meeting: the thread that is assumed to wait there; 0: a launch
+    bool meets = false;  // false: a launch
+    int thread = 0;      // that waits in the meeting, without a limit; else 0
     std::vector<Wait> waits;
     std::map<Origin, uint64_t> seen;  // the round of the last probe from there
   };
@@ -96,7 +97,7 @@ class Deadlocks {
     std::weak_ptr<Stream> stream;
     Clock::time_point since, until;  // kForever, or soon after a pause
   };
-  void look(Blocker blocker, std::vector<Wait> waits, double seconds, int meets);
+  void look(Blocker blocker, std::vector<Wait> waits, double seconds, bool meets);
   Blocker blocker_of(Comm& comm, int from, Probe* probe);
   Blocker head_of(std::shared_ptr<Stream> stream) const;
   void spread(Blocked& at, Probe probe, std::vector<Message>* out);
