@@ -9,7 +9,8 @@ from conftest import ROOT
 from .pages import PAGES
 
 _PROGRAMS = (
-    r"pynccl (?:run|trace|info|cpu-library)|python3?|torchrun|mpirun|deepspeed|srun|sbatch|make|pip|cc"
+    r"pynccl (?:run|bench|doctor|trace|ras|info|cpu-library)|python3?|torchrun|mpirun|deepspeed|srun|sbatch|"
+    r"make|pip|cc"
 )
 _COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}) (?!is|in|of|and)\S.*")
 
@@ -42,7 +43,24 @@ RUNS = {
     "torchrun --nproc-per-node 4 examples/torch_mpi_discovery.py": "",
     "mpirun -n 4 python examples/torch_mpi_discovery.py": "",
     'python -c "import secrets; print(secrets.token_urlsafe(24))"': "",
+    "pynccl bench all_reduce --help": "The flags are those of nccl-tests",
+    "pynccl bench -n 4 all_reduce …": "# Out of bounds values : 0 OK",
+    "pynccl bench all_reduce -g 4 …": "# Out of bounds values : 0 OK",
+    "pynccl run -n 4 --no-tag -m pynccl bench all_reduce …": "# Out of bounds values : 0 OK",
+    "mpirun -n 4 pynccl bench all_reduce …": "# Out of bounds values : 0 OK",
+    "torchrun --nproc-per-node 4 -m pynccl bench all_reduce …": "# Out of bounds values : 0 OK",
+    "pynccl run -n N -m pynccl doctor": "all_reduce",
+    "mpirun -n N pynccl doctor": "all_reduce",
+    "torchrun --no-python pynccl doctor": "all_reduce",
+    "pynccl info --json": '"version"',
+    "pynccl info --topology": "NUMA node",
+    "pynccl cpu-library --dir": "/",
+    "pynccl trace FILE…": "",
+    "pynccl trace --chrome out.json FILE…": "",
+    "pynccl trace --html out.html FILE…": "",
 }
+# What a reader puts in the place of these.
+PLACEHOLDERS = {" N ": " 2 ", "FILE…": "traces", "…": "-b 8 -e 64 -n 2 -w 1"}
 # `make test` runs these; `make test-full` the others.
 QUICK = ("python examples/survive.py",)
 # Two ranks or nodes: the command, and what is another on the second.
@@ -53,6 +71,10 @@ PAIRS = {
 }
 # How a command begins, and why it is not run here.
 ELSEWHERE = {
+    "pynccl bench --": "names an option; tests/tools/test_bench.py",
+    "pynccl run --": "names an option; tests/init/test_launch.py",
+    "pynccl trace --": "names an option; tests/trace",
+    "pynccl run -n N ": "stands for a program of the reader's",
     "make ": "the Makefile's own; CI runs them",
     "pip ": "changes the environment; tests/package/test_packaging.py installs the wheel",
     "mpirun -n 4 python program.py": "stands for a program of the reader's",
@@ -65,6 +87,7 @@ ELSEWHERE = {
     "python examples/torch_torchft.py": "tests/torch_backend/test_torch_examples.py",
     "python examples/weight_transfer.py ": "tests/programs/test_weight_transfer.py starts both sides",
     "python examples/ray_training.py": "tests/interfaces/test_ray.py",
+    "python -m pynccl": "is the same as `pynccl`; the tests of each command start it so",
     "python -m pynccl.torch build": "tests/torch_backend/test_torch_groups.py",
     "python -m torch.distributed.flight_recorder.fr_trace": "tests/torch_backend/test_torch_tools.py",
     "python tests/torch_backend/test_torch_suite.py": "torch's own tests, for `make test-full`",
@@ -74,14 +97,26 @@ ELSEWHERE = {
 
 
 def shown() -> set[str]:
-    """Return the commands of the tables' and the text's code, and of the examples' first lines."""
+    """Return the commands of the tables' and the text's code, and of the examples' first lines.
+
+    A command's bare name, such as `pynccl doctor`, is not one.
+    """
     found = set()
     for path in PAGES:
         text = re.sub(r"^ *```\w*\n.*?^ *```", "", path.read_text(), flags=re.M | re.S)
         found |= {
-            code for code in re.findall(r"`([^`\n]+)`", text) if re.search(r"\.(py|sh)\b|^python", code)
+            code
+            for code in re.findall(r"`([^`\n]+)`", text)
+            if re.search(r"\.(py|sh)\b|^python|\bpynccl [a-z-]+ \S|\S pynccl doctor", code)
         }
     for path in ROOT.glob("examples/*.py"):
         found |= {line.strip() for line in path.read_text().split('"""')[1].splitlines()}
     commands = {match[0] for text in found if (match := _COMMAND.match(text))}
     return {re.sub(r"  +#.*", "", command).strip() for command in commands}
+
+
+def filled(command: str) -> str:
+    """Return a command with something in the place of its placeholders."""
+    for placeholder, text in PLACEHOLDERS.items():
+        command = command.replace(placeholder, text)
+    return command

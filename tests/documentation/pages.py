@@ -32,6 +32,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("docs/parallel/*.md")),
     *sorted(ROOT.glob("docs/guides/*.md")),
+    *sorted(ROOT.glob("docs/reference/*.md")),
 ]
 LANGUAGES = ("python", "console", "bash", "c", "cpp", "cmake", "text")
 MARKS = (

@@ -125,7 +125,9 @@ def test_a_command(command: str, tmp_path: Path) -> None:
     if command.startswith(("pynccl", "python examples/survive")):
         # These choose the CPU library by themselves.
         del env["PYNCCL_LIBRARY"]
-    assert commands.RUNS[command] in session.finished(session.shell(command, tmp_path, env), 250)
+    if "traces" in (text := commands.filled(command)):
+        text = f"PYNCCL_TRACE_DIR=traces pynccl run -n 2 examples/all_reduce.py && {text}"
+    assert commands.RUNS[command] in session.finished(session.shell(text, tmp_path, env), 250)
 
 
 @pytest.mark.full
