@@ -601,15 +601,22 @@ def _wait_ready(process: subprocess.Popen[str], count: int) -> dict[str, int]:
     return {line.split()[0]: int(line.split()[1]) for line in lines if len(line.split()) == 3}
 
 
-def test_evidence_of_every_hang(script: Script, started: Started, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["SIGTERM", pytest.param("--timeout", marks=pytest.mark.slow)])
+def test_evidence_of_every_hang(script: Script, started: Started, tmp_path: Path, by: str) -> None:
     folder = tmp_path / "traces"
-    process = started("-n", "5", "--cpu", script(HANGS), PYNCCL_TRACE_DIR=str(folder))
+    limit = ["--timeout", "15"] if by == "--timeout" else []
+    process = started("-n", "5", "--cpu", *limit, script(HANGS), PYNCCL_TRACE_DIR=str(folder))
     stopped = _wait_ready(process, 5)["[4]"]
     until(lambda: state(stopped) == "T")
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert errors.startswith("pynccl run: got SIGTERM; ending the ranks\n")
+    if not limit:
+        process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    if limit:
+        assert process.returncode == 124
+        assert errors.startswith("pynccl run: --timeout has passed; still running: 0, 1, 2, 3, 4\n")
+    else:
+        assert process.returncode == 128 + signal.SIGTERM
+        assert errors.startswith("pynccl run: got SIGTERM; ending the ranks\n")
     assert "ending the other ranks" not in errors
     for rank, function in enumerate(("collective", "asleep", "busy", "in_c_with_the_gil", "stopped")):
         mine = [line for line in errors.splitlines() if line.startswith(f"[{rank}] ")]

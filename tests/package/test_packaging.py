@@ -94,6 +94,20 @@ def test_the_wheel_installed_elsewhere(wheel: Path, tmp_path: Path, run_python: 
     assert done.stdout.splitlines() == [str(tmp_path / "pynccl" / "__init__.py"), "2 32 3"]
 
 
+@pytest.mark.parametrize("errors", [False, True])
+def test_warnings_are_errors_only_for_developers(errors: bool, tmp_path: Path) -> None:
+    said = tmp_path / "arguments"
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {said}\nexit 1\n')
+    compiler.chmod(0o755)
+    env = {name: value for name, value in clean_environment().items() if name != "PYNCCL_WERROR"}
+    env |= {"CC": str(compiler), "CXX": str(compiler)} | ({"PYNCCL_WERROR": "1"} if errors else {})
+    command = [sys.executable, "setup.py", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"]
+    assert completed(command, cwd=ROOT, env=env).returncode != 0
+    assert "-Wall" in said.read_text()
+    assert ("-Werror" in said.read_text()) == errors
+
+
 def test_import_is_light_and_silent(run_python: Run) -> None:
     done = run_python(
         "import sys, pynccl, pynccl.capi\n"

@@ -438,6 +438,16 @@ def test_building_ahead(tmp_path: Path, compiler: str) -> None:
     at_store(2, device_map, tmp_path, "pynccl", "pynccl", env=env)
 
 
+def test_warnings_are_no_errors(tmp_path: Path) -> None:
+    said = tmp_path / "arguments"
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {said}\nexit 1\n')
+    compiler.chmod(0o755)
+    done = build("build", PYNCCL_CACHE=str(tmp_path / "cache"), CXX=str(compiler))
+    assert done.returncode == 1
+    assert "-Wall" in said.read_text() and "-Werror" not in said.read_text()
+
+
 @pytest.mark.slow
 def test_what_cannot_be_built(tmp_path: Path) -> None:
     for arguments in ((), ("nonsense",), ("build", "more")):
