@@ -43,11 +43,11 @@ test-pythons:
 coverage: $(VENV)/test $(VENV)/built
 	$(BIN)/python tools/measure_coverage.py
 
-test-slow: $(VENV)/test $(VENV)/built
+test-slow: $(VENV)/test $(VENV)/docs $(VENV)/built
 	$(BIN)/python -m pynccl.torch build
 	$(PYTEST) -m "slow and not full and not gpu"
 
-test-full: $(VENV)/test $(VENV)/full $(VENV)/built test-torch
+test-full: $(VENV)/test $(VENV)/docs $(VENV)/full $(VENV)/built test-torch
 	$(BIN)/python -m pytest -m "not gpu and not newest_torch"
 
 # The torch backend with the newest torch, in an environment of its own.

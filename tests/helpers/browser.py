@@ -88,11 +88,11 @@ class Browser:
             self.errors.append(json.dumps(params))
         return message
 
-    def open(self, path: Path) -> None:
-        """Open a file, and wait until it is drawn."""
+    def open(self, page: Path | str) -> None:
+        """Open a file or an address, and wait until it is drawn."""
         self._seen.clear()
         self.requests.clear()
-        self.send("Page.navigate", url=path.as_uri())
+        self.send("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while "Page.loadEventFired" not in self._seen:
             self._receive("Page.navigate")
         self.settle()
