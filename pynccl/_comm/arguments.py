@@ -160,7 +160,9 @@ class Arguments:
         if recv is None:
             recv = self._new(send, (self._size, *shape_of(send)))
         target = self.output(recv, "recv", split=True)
-        _require_total(source, target, self._size * _elements(source), "every rank's send")
+        swapped = self._size > 1 and _elements(source) == self._size * _elements(target)
+        why = "every rank's send (the order is send, recv)" if swapped else "every rank's send"
+        _require_total(source, target, self._size * _elements(source), why)
         self._require_joined(send, recv, recv)
         return source[0], target[0], source[1], source[2], recv
 

@@ -165,6 +165,8 @@ def test_orders_and_counts(rank: int, nranks: int) -> None:
              "^recv has 11 elements; expected 12, as many as send"),
             (lambda: comm.all_gather(c, np.zeros(12)), ValueError,
              "^recv has 12 elements; expected 24, every rank's send"),
+            (lambda: comm.all_gather(c, np.zeros(6)), ValueError,
+             r"^recv has 6 elements; expected 24, every rank's send \(the order is send, recv\)"),
             (lambda: comm.gather(c, np.zeros(23), root=me), ValueError,
              "^recv has 23 elements; expected 24, every rank's send"),
             (lambda: comm.reduce_scatter(np.zeros(9), np.zeros(4)), ValueError,
