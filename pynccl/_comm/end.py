@@ -16,7 +16,7 @@ from pynccl._memory import registration, window
 from pynccl._trace import recorder
 from pynccl._watch.watchdog import BY_DEATH
 
-# Seconds for ncclCommAbort, which can itself wait for ever, for example on a captured graph.
+# Seconds for ncclCommAbort, which can itself wait forever, for example on a captured graph.
 _ABORT_SECONDS = 10.0
 # Seconds that an abort waits for calls in flight on a communicator that it does not own.
 _BORROWED_SECONDS = 1.0

@@ -1061,9 +1061,10 @@ class Operations:
         increments: the next wait for the same signal needs as many again. Later calls on the stream see the
         data of the puts. Needs NCCL >= 2.29.2.
 
-        Raises, with a time-out, NcclTimeoutError, which names the rank, the signal, and how many increments
-        were expected and (CPU library) have arrived; otherwise as `signal` does: TypeError, ValueError,
-        NotSupportedError, NcclInvalidUsage, CollectiveMismatchError, RankFailedError, or another NcclError.
+        With a time-out it raises NcclTimeoutError, which names the rank, the signal and the expected number
+        of increments; on the CPU library also the number that has arrived. Otherwise it raises as `signal`
+        does: TypeError, ValueError, NotSupportedError, NcclInvalidUsage, CollectiveMismatchError,
+        RankFailedError, or another NcclError.
         """
         return self._one_sided.wait(peer, count, signal, context, stream, wait)
 

@@ -42,7 +42,7 @@ def _new_lock() -> None:
     _lock = threading.Lock()
 
 
-# A child forked while another thread loads the library would wait for this thread for ever.
+# A child forked while another thread loads the library would wait for this thread forever.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)
 

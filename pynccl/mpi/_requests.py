@@ -27,7 +27,7 @@ class Lane:
     def __init__(self, nccl: Communicator) -> None:
         self.nccl = nccl
         # Messages that were started one after the other. NCCL runs the calls of a communicator in order, so
-        # that a send would wait for ever before a receive: they are issued as one group.
+        # that a send would wait forever before a receive: they are issued as one group.
         self.messages: list[Prequest] = []
         # How many puts this rank has made into each rank's windows since the last fence of any of them.
         self.puts = [0] * nccl.size
