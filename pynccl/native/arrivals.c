@@ -14,8 +14,32 @@ static void pynccl_confirm(pynccl_watch* w, int reporter, int lost) {
   if (rank != w->rank && pynccl_silent(w, rank, pynccl_silence(w) - w->beat)) pynccl_report_loss(w, rank);
 }
 
+// A call, and those after it that have overtaken it.
+static void pynccl_take_calls(pynccl_watch* w, int from, pynccl_frame* f) {
+  pynccl_peer* p = &w->peers[from];
+  // What is missing may never come.
+  if (!pynccl_posts_arrive(w, from)) p->got = f->serial - 1;
+  if (f->serial != p->got + 1) {
+    f->kind = FRAME_EARLY;
+    if (f->serial > p->got) pynccl_keep_frame(p, f);
+    return;
+  }
+  ++p->got;
+  pynccl_check_heard(w, from, f);
+  for (int i = 0; i < p->inbox_count; ++i) {
+    if (p->inbox[i].kind != FRAME_EARLY || p->inbox[i].serial != p->got + 1) continue;
+    pynccl_frame next = p->inbox[i];
+    pynccl_drop_frame(p, i);
+    next.kind = FRAME_CALL;
+    pynccl_take_calls(w, from, &next);
+    return;
+  }
+}
+
 static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
   pynccl_peer* p = &w->peers[from];
+  // A rank that leaves only passes on what comes.
+  if (w->departure && f->kind != FRAME_NEWS && f->kind != FRAME_LOST && f->kind != FRAME_FAREWELL) return;
   if (f->kind != FRAME_MESSAGE && f->kind != FRAME_NEWS && f->kind != FRAME_LOST)
     f->text[sizeof f->text - 1] = 0;
   switch (f->kind) {
@@ -53,14 +77,15 @@ static void pynccl_handle(pynccl_watch* w, int from, pynccl_frame* f) {
       pynccl_publish(w, f->code == PYNCCL_MISMATCHED || f->code == PYNCCL_LIBRARY_FAILED ? (int)f->code
                                                                                          : PYNCCL_TIMED_OUT);
       break;
+    case FRAME_FAREWELL:
+      p->farewell = 1;
+      pthread_cond_broadcast(&pynccl_watchdog.changed);
+      break;
     case FRAME_MESSAGE:
       if (pynccl_keep_frame(p, f)) pthread_cond_broadcast(&pynccl_watchdog.changed);
       break;
     case FRAME_CALL:
-      // It comes twice if a rank on its way seems to have left.
-      if (f->serial <= p->got) break;
-      p->got = f->serial;
-      pynccl_check_heard(w, from, f);
+      pynccl_take_calls(w, from, f);
       break;
     case FRAME_TELL:
     case FRAME_TOLD:

@@ -86,8 +86,6 @@ void pynccl_reach(const pynccl_watch* w, char* missed) {
   free(queue);
 }
 
-static void pynccl_has_left(pynccl_watch* w, int rank);
-
 // Find ranks without a connection that cannot be reached any more.
 static void pynccl_find_gone(pynccl_watch* w) {
   char* missed = w->mesh ? NULL : calloc(1, (size_t)w->size);
@@ -96,7 +94,7 @@ static void pynccl_find_gone(pynccl_watch* w) {
   for (int r = 0; r < w->size; ++r) {
     pynccl_peer* p = &w->peers[r];
     if (!missed[r] || p->socket >= 0 || !pynccl_takes_part(w, r)) continue;
-    p->gone = 1;
+    w->stale = p->gone = 1;
     p->gone_at = pynccl_now();
     pthread_cond_broadcast(&pynccl_watchdog.changed);
   }
@@ -112,16 +110,13 @@ void pynccl_hang_up(pynccl_watch* w, int rank) {
   shutdown(p->socket, SHUT_WR);
   close(p->socket);
   p->socket = -1;
-  p->gone = 1;
+  w->stale = p->gone = 1;
   p->gone_at = pynccl_now();
   p->provable =
       p->gone_at >= pynccl_watchdog.blind_until && (p->local || p->gone_at - p->heard_at <= ENDING_NS);
   p->output_bytes = 0;
   pthread_cond_broadcast(&pynccl_watchdog.changed);
-  if (!p->departure && p->hearsay) {
-    p->departure = p->hearsay;
-    pynccl_has_left(w, rank);
-  }
+  if (!p->departure) p->departure = p->hearsay;
   if (!w->listed || p->departure) return;
   if (w->mesh)
     pynccl_report_loss(w, rank);
@@ -214,7 +209,7 @@ int pynccl_unpack(const pynccl_watch* w, pynccl_peer* p, pynccl_frame* frame) {
 
 int pynccl_send_frame(pynccl_watch* w, int rank, const pynccl_frame* frame) {
   pynccl_peer* p = &w->peers[rank];
-  if (p->socket < 0) return ECONNRESET;
+  if (p->socket < 0 || p->parted) return ECONNRESET;
   if (p->output_bytes > MOST_OUTPUT) return ENOBUFS;
   const size_t bytes = pynccl_wire_bytes(w);
   if (p->output_bytes + bytes > p->output_capacity) {
@@ -263,23 +258,10 @@ void pynccl_flood(pynccl_watch* w, pynccl_frame* frame) {
   pynccl_pass_on(w, frame, -1);
 }
 
-// The neighbour of a rank on the shortest way to another one.
-static int pynccl_next(const pynccl_watch* w, int rank, int to) {
-  const int up = (to - rank + w->size) % w->size, down = w->size - up;
-  int step = up < down || w->mesh ? up : down;
-  while (!w->mesh && step & (step - 1)) step &= step - 1;
-  return (rank + (up < down || w->mesh ? step : w->size - step)) % w->size;
-}
-
 void pynccl_forward(pynccl_watch* w, const pynccl_frame* frame) {
-  pynccl_send_frame(w, pynccl_next(w, w->rank, (int)frame->to), frame);
-}
-
-// Whether all ranks between this one and another still pass frames on.
-static int pynccl_is_open(const pynccl_watch* w, int to) {
-  for (int r = pynccl_next(w, w->rank, to); r != to; r = pynccl_next(w, r, to))
-    if (w->peers[r].departure || w->peers[r].gone) return 0;
-  return 1;
+  pynccl_find_ways(w);
+  const int way = w->mesh ? (int)frame->to : w->ways[frame->to];
+  if (way >= 0) pynccl_send_frame(w, way, frame);
 }
 
 void pynccl_post(pynccl_watch* w, pynccl_frame* frame, int rank) {
@@ -287,51 +269,32 @@ void pynccl_post(pynccl_watch* w, pynccl_frame* frame, int rank) {
   frame->to = (uint32_t)rank;
   frame->sequence = 0;
   frame->serial = ++w->peers[rank].posted;
-  if (pynccl_next(w, w->rank, rank) != rank) {
-    pynccl_frame* kept = pynccl_room(w->kept, w->kept_count, &w->kept_capacity, sizeof *kept);
-    if (kept) (w->kept = kept)[w->kept_count++] = *frame;
-  }
-  if (pynccl_is_open(w, rank))
-    pynccl_forward(w, frame);
-  else
-    pynccl_flood(w, frame);
+  pynccl_forward(w, frame);
 }
 
-void pynccl_forget_posts(pynccl_watch* w) {
-  if (!w->kept_count) return;
-  w->kept_count -= w->kept_before;
-  memmove(w->kept, w->kept + w->kept_before, (size_t)w->kept_count * sizeof *w->kept);
-  w->kept_before = w->kept_count;
-}
-
-// A rank has left: flood what was posted over it.
-static void pynccl_has_left(pynccl_watch* w, int rank) {
-  w->left = 1;
-  for (int i = 0; i < w->kept_count; ++i) {
-    const int to = (int)w->kept[i].to;
-    int r = pynccl_next(w, w->rank, to);
-    while (r != to && r != rank) r = pynccl_next(w, r, to);
-    if (r != to) pynccl_flood(w, &w->kept[i]);
-  }
-}
-
-void pynccl_find_hidden(pynccl_watch* w) {
-  if (!w->left || w->mesh) return;
-  w->left = 0;
-  int* queue = malloc((size_t)w->size * sizeof *queue);
-  if (!queue) return;
+void pynccl_find_ways(pynccl_watch* w) {
+  if (!w->stale || w->mesh) return;
+  int* queue = w->ways + w->size;
   int first = 0, last = 0;
-  for (int r = 0; r < w->size; ++r) w->peers[r].hidden = pynccl_takes_part(w, r);
-  for (queue[last++] = w->rank; first < last; ++first)
+  for (int r = 0; r < w->size; ++r) w->ways[r] = -1;
+  w->ways[queue[last++] = w->rank] = w->rank;
+  for (; first < last; ++first)
     for (int i = 0, rank = queue[first]; i < w->step_count; ++i) {
       const int other = (rank + w->steps[i]) % w->size;
-      if (!w->peers[other].hidden || pynccl_has_lost(w, rank, other)) continue;
-      w->peers[queue[last++] = other].hidden = 0;
+      if (w->ways[other] >= 0) continue;
+      w->ways[other] = rank == w->rank ? other : w->ways[rank];
+      if (pynccl_takes_part(w, other)) queue[last++] = other;
     }
-  free(queue);
-  for (int r = 0; r < w->size; ++r)
-    if (w->peers[r].hidden) w->peers[r].owes = 0;
+  w->stale = w->cut = 0;
+  for (int r = 0; r < w->size; ++r) {
+    pynccl_peer* p = &w->peers[r];
+    p->hidden = w->ways[r] < 0 && pynccl_takes_part(w, r);
+    if (p->hidden) p->owes = 0;
+    w->cut |= p->hidden || (w->ways[r] < 0 && p->departure);
+  }
 }
+
+int pynccl_posts_arrive(const pynccl_watch* w, int rank) { return !w->cut || w->ways[rank] == rank; }
 
 // --- what ranks know of each other -------------------------------------------------------------------------
 
@@ -367,9 +330,31 @@ void pynccl_depart(pynccl_watch* w, int departure) {
   pynccl_tell_news(w);
 }
 
+static int pynccl_is_needed(const pynccl_watch* w) {
+  for (int r = 0; r < w->size; ++r) {
+    const pynccl_peer* p = &w->peers[r];
+    if (p->socket >= 0 && (!p->farewell || p->output_bytes)) return 1;
+  }
+  return 0;
+}
+
+void pynccl_pass_last(pynccl_watch* w) {
+  // A neighbour that does not respond must not keep this rank.
+  const int64_t until = pynccl_now() + pynccl_silence(w);
+  while (w->listed && pynccl_is_needed(w)) {
+    const int64_t soon = pynccl_now() + TICK_MS * MS;
+    if (!pynccl_await(soon < until ? soon : until)) break;
+  }
+}
+
 static void pynccl_departed(pynccl_watch* w, pynccl_peer* p, int departure) {
   p->departure = departure;
-  pynccl_has_left(w, (int)(p - w->peers));
+  w->stale = 1;
+  if (!w->mesh && p->socket >= 0) {
+    const pynccl_frame farewell = {.kind = FRAME_FAREWELL};
+    pynccl_send_frame(w, (int)(p - w->peers), &farewell);
+    p->parted = 1;
+  }
   if (departure == PYNCCL_ABORTS_FIRST && !w->dying) w->dying = pynccl_now();
   if (p->socket < 0 && !p->gone) {
     p->gone = 1;
@@ -426,7 +411,7 @@ int pynccl_asked(pynccl_watch* w) {
   const int64_t now = pynccl_watchdog.awake;
   if (now - w->asked < w->beat) return 0;
   w->asked = now;
-  pynccl_find_hidden(w);
+  pynccl_find_ways(w);
   for (int r = 0; r < w->size; ++r)
     if (pynccl_takes_part(w, r) && !w->peers[r].hidden && !w->peers[r].owes) w->peers[r].owes = now;
   ++w->peers[w->rank].stamp;

@@ -19,9 +19,14 @@
 // Each of its neighbours had passed on all its frames before it told the loss, so that none comes after its
 // end. A frame that comes nevertheless (from a neighbour that lost this rank, by another way) is not handled.
 // - A rank that left does not pass frames on. It may hide others, which are not lost for that: it counts as
-// reaching all ranks that nobody has lost. A hidden rank is not asked, so it is never named as silent, and
-// check mode does not compare messages with it.
-// - A frame for one rank takes the shortest way. If a rank on that way leaves, the origin floods the frame.
+// reaching all ranks that nobody has lost. A hidden rank is not asked, so it is never named as silent.
+// - A frame for one rank takes the shortest way over ranks that have not left, and each of them finds the way
+// anew. A neighbour that hears from a rank that it leaves bids it farewell, and sends nothing more to it. In
+// check mode a rank that leaves passes frames on until all neighbours have done so: what was sent over it
+// before is not lost. Frames of one origin may overtake each other; the receiver puts them in order.
+// - Such a frame can be lost only if the rank that has it is cut off: only ranks that have left are around
+// it, or around it and others. The receiver then sees ranks that have left or are hidden, and have no
+// neighbour among those that it can reach. Check mode compares messages only between neighbours from then on.
 // - Heartbeats go to neighbours only. To learn whether a rank further away responds, a rank asks all, at most
 // once in a heartbeat's time; each passes the question on, if it has not just done so, and tells its news.
 // - Sealing is between neighbours: who passes a frame on seals it anew, and every rank has the secret.
@@ -59,14 +64,16 @@ enum {
   FRAME_LOST,      // pairs of ranks
   FRAME_FAILED,    // the sender's verdict names a rank
   FRAME_TEXT,
-  FRAME_TROUBLE,  // its text has a bit for each rank of the verdict
+  FRAME_TROUBLE,   // its text has a bit for each rank of the verdict
+  FRAME_FAREWELL,  // the last one to a rank that leaves
   // From any rank to others.
   FRAME_ASK,
   FRAME_MESSAGE,
   // Of check mode.
   FRAME_CALL,  // what the sender is about to call
   FRAME_TELL,  // a question for the calls of all
-  FRAME_TOLD
+  FRAME_TOLD,
+  FRAME_EARLY  // in the inbox: a FRAME_CALL before which another one is to come
 };
 
 #define TROUBLE_RANKS (8 * (PYNCCL_FRAME_TEXT - 1))
@@ -133,8 +140,10 @@ typedef struct pynccl_peer {
   int64_t heard;         // when its last frame or news came, by pynccl_watchdog.awake
   int64_t owes;          // since when it has not answered a question, by the same clock; 0: it has
   uint64_t seen;         // the number of its last flooded frame
-  uint64_t posted, got;  // the serials of the last frames posted to it and by it
+  uint64_t posted, got;  // the serials of the last frames posted to it, and by it and taken in order
   int hidden;            // it takes part, but those who have left are on every way to it
+  int parted;            // it leaves, and this rank has bid it farewell
+  int farewell;          // it has bid this rank farewell
   uint32_t stamp;
   int fresh;     // its news are to be told
   int doubtful;  // the connection has ended, and that is not told yet
@@ -191,14 +200,14 @@ struct pynccl_watch {
   int mesh;           // all ranks are neighbours
   int* steps;         // to the neighbours: the differences of their numbers
   int step_count;
-  int departure;       // of this rank
-  uint64_t sequence;   // of its last flooded frame
-  pynccl_frame* kept;  // posted over others by the last two announcements
-  int kept_count, kept_capacity, kept_before;
-  int left;            // ranks have left since `hidden` was found out
-  int64_t asked;       // when the last question came, by pynccl_watchdog.awake
-  int fresh;           // how many ranks have news to be told
-  int doubtful;        // how many connections have ended, and that is not told yet
+  int departure;      // of this rank
+  uint64_t sequence;  // of its last flooded frame
+  int* ways;      // for each rank the neighbour over which frames reach it, -1: none; then room for a search
+  int cut;        // a rank has no way, and has not died
+  int stale;      // ranks have left or gone since `ways`, `cut` and `hidden` were found out
+  int64_t asked;  // when the last question came, by pynccl_watchdog.awake
+  int fresh;      // how many ranks have news to be told
+  int doubtful;   // how many connections have ended, and that is not told yet
   pynccl_loss* pairs;  // losses to be told
   int pair_count, pair_capacity;
   uintptr_t handle;   // 0: the watchdog must not use it any more
@@ -280,15 +289,16 @@ void pynccl_pass_on(pynccl_watch* w, const pynccl_frame* frame, int from);
 // Send a frame to one rank, by the shortest way: nothing replaces it if a rank on the way dies.
 void pynccl_post(pynccl_watch* w, pynccl_frame* frame, int rank);
 void pynccl_forward(pynccl_watch* w, const pynccl_frame* frame);
-// The next call is about to be announced: forget what was posted before the last one.
-void pynccl_forget_posts(pynccl_watch* w);
-// Find ranks that take part, but can be reached only over ranks that have left, if some have left since.
-void pynccl_find_hidden(pynccl_watch* w);
+// Find the ways to all ranks, and which are hidden, if ranks have left or gone since.
+void pynccl_find_ways(pynccl_watch* w);
+// Whether all that a rank posts arrives, unless a rank dies.
+int pynccl_posts_arrive(const pynccl_watch* w, int rank);
 int pynccl_is_for(const pynccl_frame* frame, int rank);
 // Tell all neighbours this rank's news.
 void pynccl_beat(pynccl_watch* w);
-// Tell them that it leaves.
+// Tell them that it leaves; wait, under the lock, until nothing more is to be passed on.
 void pynccl_depart(pynccl_watch* w, int departure);
+void pynccl_pass_last(pynccl_watch* w);
 // Learn the news of a rank that came from `from`.
 void pynccl_learn(pynccl_watch* w, const pynccl_news* news, int from);
 // Tell the neighbours all that is new.

@@ -38,6 +38,10 @@ static int pynccl_side(int kind) {
   return kind == PYNCCL_SEND ? SIDE_SENDS : kind == PYNCCL_RECV ? SIDE_RECEIVES : SIDE_ALL;
 }
 
+static int pynccl_is_message(const pynccl_frame* f) {
+  return f->kind == FRAME_CALL && pynccl_side((int)f->words[0]) != SIDE_ALL;
+}
+
 // Whether a call has counterparts; a one-sided call has none, and a message to this rank itself neither.
 static int pynccl_concerns(const pynccl_watch* w, const pynccl_call* c) {
   if (c->comm != w->comm || pynccl_is_one_sided(c->kind)) return 0;
@@ -160,7 +164,8 @@ void pynccl_check_heard(pynccl_watch* w, int from, const pynccl_frame* frame) {
     pynccl_make_told(w);
     if (w->told && (!w->told[from].kind || frame->number == w->told_about)) w->told[from] = *frame;
     pthread_cond_broadcast(&pynccl_watchdog.changed);
-  } else if (pynccl_keep_frame(&w->peers[from], frame)) {
+  } else if ((!pynccl_is_message(frame) || pynccl_posts_arrive(w, from)) &&
+             pynccl_keep_frame(&w->peers[from], frame)) {
     if (pynccl_side((int)frame->words[0]) == SIDE_ALL)
       pynccl_make_steps(w);
     else
@@ -189,7 +194,6 @@ int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
     collectives += pynccl_concerns(w, &calls[i]) && pynccl_side(calls[i].kind) == SIDE_ALL;
   }
   const uint64_t rounds = w->rounds + collectives;
-  pynccl_forget_posts(w);
   for (int i = 0; i < count && !r; ++i) {
     const pynccl_call* c = &calls[i];
     if (!pynccl_concerns(w, c)) continue;
@@ -221,10 +225,6 @@ int pynccl_check_say(pynccl_watch* w, const pynccl_call* calls, int count) {
 
 // --- the wait for counterparts -----------------------------------------------------------------------------
 
-static int pynccl_is_message(const pynccl_frame* f) {
-  return f->kind == FRAME_CALL && pynccl_side((int)f->words[0]) != SIDE_ALL;
-}
-
 // The index of the peer's next announcement that can be the counterpart of a message; -1: none so far.
 static int pynccl_answer(const pynccl_peer* p, const pynccl_frame* said) {
   for (int i = 0; i < p->inbox_count; ++i)
@@ -235,7 +235,9 @@ static int pynccl_answer(const pynccl_peer* p, const pynccl_frame* said) {
 }
 
 // Whether a rank waits for a message that this rank has not announced: one of a call before the round.
-static int pynccl_waits_for_this(const pynccl_peer* p, uint64_t round) {
+static int pynccl_waits_for_this(const pynccl_watch* w, int rank, uint64_t round) {
+  const pynccl_peer* p = &w->peers[rank];
+  if (!pynccl_posts_arrive(w, rank)) return 0;
   for (int i = p->inbox_count; i-- > 0;)
     if (pynccl_is_message(&p->inbox[i])) return p->inbox[i].code & PART_LAST && p->inbox[i].number < round;
   return 0;
@@ -244,9 +246,9 @@ static int pynccl_waits_for_this(const pynccl_peer* p, uint64_t round) {
 static int pynccl_is_contradicted(const pynccl_watch* w, const pynccl_said* s) {
   if (s->answered) return !pynccl_alike(&s->frame, &s->answer);
   // Both ranks wait, each for a call that the other has not announced.
-  if (!s->round) return pynccl_waits_for_this(&w->peers[s->peer], UINT64_MAX);
+  if (!s->round) return pynccl_waits_for_this(w, s->peer, UINT64_MAX);
   for (int r = 0; r < w->size; ++r)
-    if (pynccl_waits_for_this(&w->peers[r], s->round)) return 1;
+    if (pynccl_waits_for_this(w, r, s->round)) return 1;
   return 0;
 }
 
@@ -254,11 +256,11 @@ static int pynccl_is_contradicted(const pynccl_watch* w, const pynccl_said* s) {
 // sets the first one without an answer.
 static const pynccl_said* pynccl_compare(pynccl_watch* w, const pynccl_said** open) {
   *open = NULL;
-  pynccl_find_hidden(w);
+  pynccl_find_ways(w);
   for (int i = 0; i < w->said_count; ++i) {
     pynccl_said* s = &w->said[i];
     if (s->left) continue;
-    if (!s->answered && !s->round && w->peers[s->peer].hidden) {
+    if (!s->answered && !s->round && !pynccl_posts_arrive(w, s->peer)) {
       s->answered = 1;
       s->answer = s->frame;
     }
@@ -306,11 +308,27 @@ static void pynccl_write_table(const pynccl_watch* w, const pynccl_frame** table
   }
 }
 
-// The rank that has not announced the counterpart; -1: all have.
-static int pynccl_who_lacks(const pynccl_watch* w, const pynccl_said* s) {
-  for (int r = 0; r < w->size && s->round; ++r)
-    if (r != w->rank && !(pynccl_told(w, r) && w->told[r].number == s->round)) return r;
-  return s->peer;
+// Whether a rank has not announced the counterpart.
+static int pynccl_lacks(const pynccl_watch* w, const pynccl_said* s, int rank) {
+  if (!s->round) return rank == s->peer;
+  return rank != w->rank && !(pynccl_told(w, rank) && w->told[rank].number == s->round);
+}
+
+// Name the ranks that have not announced the counterpart.
+static void pynccl_say_who_lacks(const pynccl_watch* w, const pynccl_said* s, char* text, size_t size) {
+  char who[256] = "";
+  int count = 0;
+  for (int r = 0, end; r < w->size; r = end) {
+    for (end = r; end < w->size && pynccl_lacks(w, s, end);) ++end;
+    if (end == r) {
+      ++end;
+      continue;
+    }
+    pynccl_say(who, sizeof who, count ? ", %d" : "%d", r);
+    if (end > r + 1) pynccl_say(who, sizeof who, "-%d", end - 1);
+    count += end - r;
+  }
+  pynccl_say(text, size, count ? ": rank%s %s" : ": the rank%s%s", count == 1 ? "" : "s", who);
 }
 
 static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited) {
@@ -320,12 +338,17 @@ static void pynccl_check_timed_out(pynccl_watch* w, int64_t waited) {
   if (open && open->round) pynccl_ask_calls(w, open->round);
   pynccl_hear_all(w);
   if (pynccl_compare(w, &open) || !open || w->verdict.trouble || !w->listed) return;
-  const int lacks = pynccl_who_lacks(w, open);
   pynccl_describe(&open->frame, what, sizeof what);
-  pynccl_say(what, sizeof what, lacks < 0 ? ": the ranks" : ": rank %d", lacks);
+  pynccl_say_who_lacks(w, open, what, sizeof what);
   pynccl_say(what, sizeof what, " did not come within %g s", (double)waited / 1e9);
   pynccl_verdict v;
   pynccl_explain(w, what, 1, &v);
+  // Numbers of calls say nothing here: a call counts only after the comparison.
+  if (v.trouble == PYNCCL_TIMED_OUT) {
+    v.count = 0;
+    for (int r = 0; r < w->size; ++r)
+      if (pynccl_lacks(w, open, r)) pynccl_add_rank(&v, r);
+  }
   pynccl_conclude(w, &v);
 }
 
@@ -360,7 +383,7 @@ int pynccl_check_wait(pynccl_watch* w) {
   pthread_mutex_lock(&pynccl_watchdog.lock);
   while (!r) {
     const int64_t now = pynccl_now();
-    if (w->verdict.trouble || !w->listed) {
+    if (w->verdict.trouble || !w->listed || w->departure) {
       r = PYNCCL_CLOSED;
       break;
     }

@@ -256,7 +256,7 @@ void pynccl_conclude_failed(pynccl_watch* w) {
 }
 
 int pynccl_unsure(pynccl_watch* w, int64_t late) {
-  pynccl_find_hidden(w);
+  pynccl_find_ways(w);
   for (int r = 0; r < w->size; ++r) {
     const pynccl_peer* p = &w->peers[r];
     if (pynccl_takes_part(w, r) && !p->hidden && p->heard <= late && !pynccl_silent(w, r, pynccl_silence(w)))

@@ -38,7 +38,8 @@ typedef struct pynccl_verdict {
   int trouble;
   int result;    // the library's code
   int reporter;  // 1 + the rank that found it; 0: this rank
-  int count;     // of the ranks that have failed; at a time-out of those that are behind the others
+  int count;     // of the ranks that have failed; at a time-out of those that are behind the others,
+                 // or have not come to a call that is checked
   int ranks[PYNCCL_MOST_RANKS];
   char text[PYNCCL_MOST_TEXT];
 } pynccl_verdict;

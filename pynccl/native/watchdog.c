@@ -28,13 +28,30 @@ static int pynccl_ask(pynccl_watch* w) {
   return r || state == ncclInProgress ? 0 : state;
 }
 
+// Nobody tells of the death of a hidden rank but the CPU library, whose ranks are all connected.
+static int pynccl_find_dead(pynccl_watch* w) {
+  int found = 0;
+  pynccl_find_ways(w);
+  for (int r = 0; r < w->size && w->handle; ++r) {
+    pynccl_peer* p = &w->peers[r];
+    int gone = pyncclCpuNotGone;
+    if (!p->hidden || pyncclCpuIsGone(w->handle, r, &gone) || gone != pyncclCpuDied) continue;
+    w->stale = p->gone = found = 1;
+    p->gone_at = pynccl_now();
+    p->provable = p->gone_at >= pynccl_watchdog.blind_until;
+    pynccl_report_loss(w, r);
+  }
+  return found;
+}
+
 // A rank that has ended without closing its communicator explains the library's error.
 static void pynccl_conclude_library(pynccl_watch* w) {
-  for (int r = 0; r < w->size; ++r)
-    if (w->peers[r].departure == PYNCCL_ENDS) {
-      pynccl_conclude_failed(w);
-      return;
-    }
+  int ended = pynccl_find_dead(w);
+  for (int r = 0; r < w->size; ++r) ended |= w->peers[r].departure == PYNCCL_ENDS;
+  if (ended) {
+    pynccl_conclude_failed(w);
+    return;
+  }
   const char* text = w->handle ? ncclGetLastError(w->handle) : NULL;
   w->verdict.result = w->library_error;
   w->verdict.text[0] = 0;
@@ -49,11 +66,12 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
   if (now - w->inspected < TICK_MS * MS) return;
   w->inspected = now;
   pynccl_check_processes(w, now);
-  if (w->verdict.trouble) return;
+  if (w->verdict.trouble || w->departure) return;
   if (w->dying && now - w->dying > pynccl_grace(w)) pynccl_conclude_failed(w);
   if (w->verdict.trouble) return;
   if (w->handle && !w->library_error && (w->library_error = pynccl_ask(w))) w->library_at = now;
   if (!w->listed || w->verdict.trouble) return;
+  if (w->library_error) pynccl_find_dead(w);
   // A dead rank is the better explanation, and may be noticed later than the error.
   if (w->dying) return;
   if (w->library_error && now - w->library_at > SILENCE_NS) {
@@ -269,7 +287,7 @@ static void pynccl_watch_free(pynccl_comm* comm) {
   free(w->told);
   free(w->lost);
   free(w->pairs);
-  free(w->kept);
+  free(w->ways);
   free(w->steps);
   free(w);
 }
@@ -295,7 +313,11 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t 
                        uintptr_t context, const pynccl_sealing* sealing) {
   pynccl_watch* w = calloc(1, sizeof *w + (size_t)comm->size * sizeof(pynccl_peer));
   if (w) w->steps = calloc((size_t)comm->size, sizeof *w->steps);
-  if (!w || !w->steps) return free(w), pynccl_close_sockets(sockets, comm->size), ENOMEM;
+  if (w && w->steps) w->ways = calloc(2 * (size_t)comm->size, sizeof *w->ways);
+  if (!w || !w->ways) {
+    if (w) free(w->steps);
+    return free(w), pynccl_close_sockets(sockets, comm->size), ENOMEM;
+  }
   w->comm = comm;
   w->size = comm->size;
   w->rank = comm->rank;
@@ -310,6 +332,7 @@ int pynccl_watch_start(pynccl_comm* comm, const int* sockets, int mesh, int64_t 
   w->step_count = pynccl_watch_neighbours(w->size, mesh, w->steps);
   w->handle = comm->handle;
   w->last_kind = -1;
+  w->stale = 1;
   if (sealing) pynccl_seal_with(w, sealing);
   pthread_mutex_lock(&pynccl_watchdog.lock);
   w->id = ++pynccl_watchdog.last_id;
@@ -348,10 +371,12 @@ void pynccl_watch_stop(pynccl_comm* comm, int departure) {
   pthread_mutex_lock(&pynccl_watchdog.lock);
   w->handle = 0;
   for (const int64_t until = pynccl_now() + 1000 * MS; w->touching && pynccl_await(until);) continue;
-  if (w->listed) {
-    pynccl_watch_unlist(w);
+  if (w->listed && !w->departure) {
     // With its last calls.
     if (departure) pynccl_depart(w, departure);
+    const int passes_on = w->checking && !w->mesh && !w->verdict.trouble && !pynccl_is_watchdog;
+    if (passes_on && (departure == PYNCCL_CLOSES || departure == PYNCCL_ENDS)) pynccl_pass_last(w);
+    pynccl_watch_unlist(w);
     for (int r = 0; r < w->size; ++r) {
       pynccl_hang_up(w, r);
       w->peers[r].gone |= r != w->rank;

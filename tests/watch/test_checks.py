@@ -294,24 +294,44 @@ def test_what_is_right_works(nranks: int) -> None:
     assert run(nranks, agree, 5, backend="cpu", env=CHECK, timeout=50) == [True] * nranks
 
 
-def absent(rank: int, nranks: int) -> str:
+def absent(rank: int, nranks: int, late: list[int], message: bool) -> tuple[str, list[int]]:
+    """The late ranks do not come; of the others rank 0 has made more calls."""
     together(nranks)
     comm = pynccl.init(timeout=2)
     comm.barrier()
-    if rank == 1:
+    if rank == 0:
+        comm.send(np.ones(3), 3)
+    elif rank == 3:
+        comm.recv(np.ones(3), 0)
+    if rank in late:
         hear("told")
-    with pytest.raises(NcclError) as caught:
-        comm.all_gather(np.ones(3))
+    with pytest.raises(NcclTimeoutError) as caught:
+        comm.recv(np.ones(3), late[0]) if message and rank == 0 else comm.all_gather(np.ones(3))
     if rank == 0:
         tell("told")
     comm.abort()
-    return f"{type(caught.value).__name__}: {caught.value}"
+    return str(caught.value), caught.value.ranks
 
 
-def test_a_rank_that_does_not_come() -> None:
-    for text in run(3, absent, backend="cpu", env=CHECK, timeout=30):
-        assert text.startswith("NcclTimeoutError: ")
-        assert re.search(rf"all_gather\(float64, 3\) {AT}: rank 1 did not come within 2 s", text)
+@pytest.mark.parametrize(
+    ("late", "who"),
+    [([1], "rank 1"), ([1, 2], "ranks 1-2"), ([1, 2, 4], "ranks 1-2, 4")],
+    ids=["one", "two", "three"],
+)
+def test_ranks_that_do_not_come(late: list[int], who: str) -> None:
+    for text, ranks in run(5, absent, late, False, backend="cpu", env=CHECK, timeout=30):
+        assert re.search(rf"all_gather\(float64, 3\) {AT}: {who} did not come within 2 s", text)
+        assert ranks == late, text
+
+
+def test_a_rank_that_does_not_send() -> None:
+    """Rank 0 waits for it in a recv; the others in vain for both, as they may say."""
+    for text, ranks in run(4, absent, [1], True, backend="cpu", env=CHECK, timeout=30):
+        message = rf"recv\(float64, 3\) from rank 1 {AT}: rank 1 did not come within 2 s"
+        collective = rf"all_gather\(float64, 3\) {AT}: ranks 0-1 did not come within 2 s"
+        assert (ranks == [1] and re.search(message, text)) or (
+            ranks == [0, 1] and re.search(collective, text)
+        ), (text, ranks)
 
 
 def hangs_in_check_mode(rank: int, nranks: int, folder: str) -> None:
@@ -363,7 +383,7 @@ def test_nobody_can_go_on(how: str) -> None:
     what = {"two communicators": r"all_reduce\(float32, 4, sum\)", "a ring of sends": r"send\(float32, 4\)"}
     texts = run(3, crosses, how, backend="cpu", env=CHECK, timeout=30)
     assert any(
-        re.search(rf"^NcclTimeoutError: .*{what[how]}.* {AT}: rank \d did not come within 3 s", text)
+        re.search(rf"^NcclTimeoutError: .*{what[how]}.* {AT}: ranks? [-\d]+ did not come within 3 s", text)
         for text in texts
     ), texts
     assert all(text.startswith(("NcclTimeoutError", "RankFailedError")) for text in texts)
@@ -463,7 +483,7 @@ def test_one_interrupt_is_enough() -> None:
 
 def test_bad_variable() -> None:
     with pytest.raises(RankError, match="PYNCCL_CHECK is 'yes'; expected 0 or 1"):
-        run(1, absent, backend="cpu", env={"PYNCCL_CHECK": "yes"}, timeout=30)
+        run(1, absent, [], False, backend="cpu", env={"PYNCCL_CHECK": "yes"}, timeout=30)
 
 
 def pace(rank: int, nranks: int, rounds: int) -> list[float]:

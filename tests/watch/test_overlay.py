@@ -6,10 +6,13 @@ same: rank 0 has no connection to ranks 3 and 5, or 3 and 6.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +23,7 @@ import pytest
 
 import pynccl
 from cutting import meet, who
-from meeting import failure, hear, publish, tell, together, until
+from meeting import failure, hear, publish, state, tell, together, until
 from pynccl import (
     CollectiveMismatchError,
     Communicator,
@@ -244,6 +247,28 @@ def test_who_has_left_hides_nobody() -> None:
     assert results[3] == (0, [5])
 
 
+def dies_in_hiding(rank: int, nranks: int) -> list[int]:
+    """All neighbours of rank 0 leave; ranks 0 and 3 wait for rank 5, which dies."""
+    comm = pynccl.init(timeout=20)
+    comm.barrier()
+    if rank not in (0, 3, 5):
+        comm.destroy()
+    together(nranks)
+    if rank == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    named = failure(lambda: comm.recv(np.zeros(3), 5)).ranks if rank in (0, 3) else []
+    together(nranks - 1, "over")
+    comm.abort()
+    return named
+
+
+@pytest.mark.parametrize("env", [SPARSE, SPARSE | {"PYNCCL_CHECK": "1"}], ids=["plain", "check"])
+def test_the_death_of_a_hidden_rank(env: dict[str, str]) -> None:
+    """Only the library of rank 0 sees it."""
+    results = run(8, dies_in_hiding, backend="cpu", check=False, env=env, timeout=60)
+    assert (results[0], results[3]) == ([5], [5]), results
+
+
 def is_late(rank: int, nranks: int) -> tuple[str, list[int]]:
     comm = pynccl.init(timeout=2)
     comm.barrier()
@@ -335,6 +360,105 @@ def checked(rank: int, nranks: int) -> float:
 @pytest.mark.parametrize("nranks", [2, 5, 7, 9])
 def test_check_mode_lets_pass_what_matches(nranks: int) -> None:
     assert run(nranks, checked, backend="cpu", env=CHECK, timeout=60) == [nranks] * nranks
+
+
+def leaves_a_message(rank: int, nranks: int, rounds: int) -> None:
+    """Rank 0 sends to rank 3 and leaves; all ranks on the way are stopped just before they leave, too."""
+    with pynccl.init(timeout=10) as whole:
+        pids = whole.all_gather(np.array([os.getpid()])).ravel().tolist()
+        others = [pid for number, pid in enumerate(pids) if number not in (0, 3)]
+        for _ in range(rounds):
+            comm = whole.split(0)
+            assert comm is not None
+            comm.barrier()
+            if rank == 3:
+                comm.recv(np.ones(3), 0)
+                comm.destroy()
+            elif rank == 0:
+                until(lambda: all(state(pid) == "T" for pid in others))
+                go_on = threading.Timer(0.2, let_go_on, [others])
+                go_on.start()
+                comm.send(np.ones(3), 3)
+                comm.destroy()
+                go_on.join()
+            else:
+                # Until rank 0 knows of the recv.
+                time.sleep(0.1)
+                stop_before_leaving(comm)
+                comm.destroy()
+            whole.barrier()
+
+
+def threads_of(pid: int) -> list[int]:
+    return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+
+
+def schedule(thread: int, how: int, cpus: set[int]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.sched_setscheduler(thread, how, os.sched_param(0))
+        os.sched_setaffinity(thread, cpus)
+
+
+def stop_before_leaving(comm: Communicator) -> None:
+    """Have this process stop as it leaves; when it goes on, this thread runs before the watchdog's."""
+    watch = comm._core.watch
+    stop = watch.stop
+
+    def late(reason: Any) -> None:
+        for thread in threads_of(os.getpid()):
+            mine = thread == threading.get_native_id()
+            schedule(thread, os.SCHED_OTHER if mine else os.SCHED_IDLE, {min(os.sched_getaffinity(0))})
+        os.kill(os.getpid(), signal.SIGSTOP)
+        stop(reason)
+
+    watch.stop = late  # type: ignore[method-assign]
+
+
+def let_go_on(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(0.2)
+    for pid in pids:
+        for thread in threads_of(pid):
+            schedule(thread, os.SCHED_OTHER, os.sched_getaffinity(0))
+
+
+def test_who_leaves_passes_on_what_came_before() -> None:
+    """In each round the announcement of the send waits in the socket of a rank that leaves."""
+    run(9, leaves_a_message, 8, backend="cpu", env=CHECK, timeout=60)
+
+
+def leave_in_any_order(rank: int, nranks: int, rounds: int) -> None:
+    """Pairs exchange messages and leave at once; the others leave at any moment."""
+    with pynccl.init(timeout=10) as whole:
+        for number in range(rounds):
+            comm = whole.split(0)
+            assert comm is not None
+            draw = random.Random(number)
+            order = draw.sample(range(nranks), nranks)
+            pairs = dict(zip(order[:8], order[4:8] + order[:4], strict=True))
+            pause = [draw.uniform(0, 0.004) for _ in range(nranks)][rank]
+            comm.barrier()
+            if rank in pairs:
+                exchange(comm, pairs[rank])
+            else:
+                time.sleep(pause)
+            comm.destroy()
+            whole.barrier()
+
+
+def exchange(comm: Communicator, other: int) -> None:
+    x, y = np.full(3, comm.rank), np.zeros(3, int)
+    for turn in range(4):
+        if (comm.rank < other) == bool(turn % 2):
+            comm.send(x, other)
+        else:
+            comm.recv(y, other)
+    assert y[0] == other
+
+
+def test_check_mode_while_ranks_leave() -> None:
+    run(12, leave_in_any_order, 30, backend="cpu", env=CHECK, timeout=60)
 
 
 # --- how many connections -----------------------------------------------------------------------------------
