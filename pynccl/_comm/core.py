@@ -449,7 +449,39 @@ class Core:
         if not ready:
             self.late(what, seconds, "", True, lambda: False)
 
-    def leave_unsettled(self, what: str, then: Callable[[], object]) -> None:
+    def change(
+        self,
+        call: Callable[[], T],
+        what: str,
+        drop: Callable[[T], object] = lambda result: None,
+        linger: float = 0.0,
+    ) -> T:
+        """Make a blocking call that changes the communicator; wait until a non-blocking one has accepted it.
+
+        After an exception, such as Ctrl-C, `drop` gets the result as soon as it is there: on a non-blocking
+        communicator the next call waits for that. The exception waits `linger` seconds for the end of the
+        call.
+        """
+        made: list[T] = []
+
+        def interrupted(result: T) -> None:
+            self._leave_unsettled(what, lambda: drop(result))
+
+        try:
+            made.append(self.bounded(call, what, interrupted, linger))
+            self.settle(what, None, lambda: drop(made[0]))
+        except NcclError:
+            # The communicator has failed since the call.
+            for result in made:
+                drop(result)
+            raise
+        except BaseException:
+            if made and self.unsettled is None:
+                interrupted(made[0])
+            raise
+        return made[0]
+
+    def _leave_unsettled(self, what: str, then: Callable[[], object]) -> None:
         """Drop the result of an interrupted call by `then`, once a non-blocking communicator is ready."""
         busy = self.handle and capi.ncclCommGetAsyncError(self.handle) == IN_PROGRESS
         if not busy:

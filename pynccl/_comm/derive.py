@@ -70,18 +70,7 @@ def derive(
             core.check(how.kind)
         with recorder.recorded(core.c, how.kind, detail if isinstance(detail, int) else 0):
             child.until = core.deadline(None)[1]
-            handle = core.bounded(
-                on_its_device,
-                how.function,
-                lambda late: core.leave_unsettled(how.function, lambda: abort_if_made(int(late))),
-                _LINGER,
-            )
-            try:
-                core.settle(how.function, None, lambda: abort_if_made(int(handle)))
-            except NcclError:
-                # The parent has failed since.
-                abort_if_made(int(handle))
-                raise
+            handle = core.change(on_its_device, how.function, abort_if_made, _LINGER)
             if not joins:
                 return None
             _take(core, child, handle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pynccl import capi
@@ -59,8 +59,7 @@ def _call(core: Core, kind: int, call: Callable[[], int]) -> None:
         with recorder.recorded(core.c, kind):
             try:
                 # What changes the communicator must not take effect amid a later call.
-                core.bounded(call, name, linger=LINGER)
-                core.settle(name)
+                core.change(call, name, linger=LINGER)
             except NcclError:
                 core.told = True
                 raise
@@ -118,8 +117,13 @@ def abort(core: Core) -> None:
         one.aborted = one.told = True
     if core.handle:
         recorder.dump_because("abort", f"{core!r} is aborted")
-    handles = []
+    handles: list[int] = []
+    drops: list[Callable[[], object]] = []
     for one in family:
+        if one.unsettled is not None:
+            # Its result may be a communicator that nobody has taken.
+            drops.append(one.unsettled[1])
+            one.unsettled = None
         if one.handle:
             lib.pynccl_trace_mark(one.c.trace, kinds.ABORT)
             if not one.owned:
@@ -132,8 +136,8 @@ def abort(core: Core) -> None:
             if one.watch.claim():
                 handles.append(handle)
     try:
-        if handles:
-            bounded(lambda: abort_all(handles), _ABORT_SECONDS, _ABORT)
+        if handles or drops:
+            bounded(lambda: abort_all(handles, drops), _ABORT_SECONDS, _ABORT)
     except BaseException:
         lifetime.orphans += [one.holdings for one in family]
         raise
@@ -182,13 +186,19 @@ def _abort_reason(core: Core) -> Any:
     return lib.PYNCCL_ABORTS_FIRST if watch.verdict() is None else lib.PYNCCL_ABORTS_TOO
 
 
-def abort_all(handles: list[int]) -> None:
-    """Abort several ncclComm_t in one group: those that share resources wait for each other's abort."""
-    if len(handles) > 1:
+def abort_all(handles: list[int], drops: Sequence[Callable[[], object]] = ()) -> None:
+    """Abort several ncclComm_t in one group: those that share resources wait for each other's abort.
+
+    `drops` abort others.
+    """
+    several = len(handles) + len(drops) > 1
+    if several:
         capi.ncclGroupStart()
+    for drop in drops:
+        drop()
     for handle in reversed(handles):
         capi.ncclCommAbort(handle)
-    if len(handles) > 1:
+    if several:
         capi.ncclGroupEnd()
 
 

@@ -55,7 +55,7 @@ def another_thread_may_call() -> bool:
 class Running(Generic[T]):
     """A blocking call in a thread of its own: NCCL's calls cannot be interrupted, but the caller can give up.
 
-    `if_abandoned` gets the result of an abandoned call. Raises NoThreadError if no thread can be started.
+    `if_abandoned` gets the result of an abandoned call, which has `linger` seconds to end.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class Running(Generic[T]):
         if_abandoned: Callable[[T], object] | None = None,
         deadline: float = math.inf,
         limited: bool = False,
+        linger: float = 0.0,
     ) -> None:
         self._call, self._if_abandoned, self.deadline = call, if_abandoned, deadline
+        self._what, self._linger = what, linger
         outer: Running[object] | None = getattr(_here, "running", None)
         self._caller: int = threading.get_native_id() if outer is None else outer._caller
         inherited = another_thread_may_call() if outer is None else outer._limited
@@ -77,13 +79,19 @@ class Running(Generic[T]):
         self._thread = 0
         self._lock = threading.Lock()
         self.done = threading.Event()
-        thread = threading.Thread(target=self._work, name=f"pynccl {what}", daemon=True)
+
+    def start(self) -> None:
+        """Start the call; raise NoThreadError if no thread can be started.
+
+        Not part of the creation: an exception at its end, such as Ctrl-C, would leave a call without owner.
+        """
+        thread = threading.Thread(target=self._work, name=f"pynccl {self._what}", daemon=True)
         try:
             thread.start()
         except BaseException as error:
             # A signal handler that raises while the thread starts has a frame of its own.
             if isinstance(error, RuntimeError) and _raised_by(error) is thread:
-                raise NoThreadError(f"{what}: {error} ({THREAD_LIMITS})") from error
+                raise NoThreadError(f"{self._what}: {error} ({THREAD_LIMITS})") from error
             self.abandon()
             raise
 
@@ -145,6 +153,10 @@ class Running(Generic[T]):
         """Abandon the call, or drop its result."""
         if not self.give_up():
             self._drop()
+        # No wait for the event: a signal handler's exception may have left its lock locked.
+        until = time.monotonic() + self._linger
+        while not self.done.is_set() and time.monotonic() < until:
+            time.sleep(_LOOK)
 
     def result(self) -> T:
         """Return the result of the call, or raise its exception."""
@@ -196,21 +208,19 @@ def bounded(
     `look` is called periodically and may raise. `if_abandoned` gets the result of an abandoned call. Before
     the exception is raised that ends the wait, the call has `linger` seconds to end.
     """
+    running = Running(call, what, if_abandoned, limited=timeout is not None, linger=linger)
     try:
-        running = Running(call, what, if_abandoned, limited=timeout is not None)
+        running.start()
     except NoThreadError:
         # An exiting interpreter starts no thread.
         return call()
     try:
-        in_time = _wait(running.done, timeout, look)
+        if _wait(running.done, timeout, look):
+            return running.result()
     except BaseException:
         running.abandon()
-        # No wait for the event: a signal handler's exception may have left its lock locked.
-        until = time.monotonic() + linger
-        while not running.done.is_set() and time.monotonic() < until:
-            time.sleep(_LOOK)
         raise
-    if not in_time and running.give_up():
+    if running.give_up():
         text = f"{what} took longer than {rounded(timeout)} s"
         dump_because("timeout", text)
         raise NcclTimeoutError(text, function=what)

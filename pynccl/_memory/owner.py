@@ -50,11 +50,8 @@ class Base(Protocol):
     def wait(self, stream: int, what: str, timeout: float | None) -> None:
         """Wait for a stream."""
 
-    def bounded(self, call: Callable[[], Any], what: str) -> Any:
-        """Make a blocking call that ends at the time-out."""
-
-    def settle(self, what: str) -> None:
-        """Wait until a non-blocking communicator has accepted the last call."""
+    def change(self, call: Callable[[], Any], what: str) -> Any:
+        """Make a call that ends at the time-out; wait until a non-blocking communicator has accepted it."""
 
 
 def complete(owner: Base, what: str, timeout: float | None = None) -> None:

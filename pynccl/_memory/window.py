@@ -297,8 +297,7 @@ def _make(owner: Owner, entry: Entry) -> None:
 
     # A non-blocking communicator writes the cell later.
     remember_late(comm, entry.cell)
-    owner.bounded(call, _REGISTER)
-    owner.settle(_REGISTER)
+    owner.change(call, _REGISTER)
     entry.live = True
 
 
@@ -346,8 +345,7 @@ def _leave(owner: Owner, number: int) -> None:
         # Between hosts a put that has completed on its rank may still be on its way.
         comm = owner.live()
         with owner.alone():
-            owner.bounded(lambda: check(lib.pyncclCpuQuiet(comm), _DEREGISTER, comm), _DEREGISTER)
-            owner.settle(_DEREGISTER)
+            owner.change(lambda: check(lib.pyncclCpuQuiet(comm), _DEREGISTER, comm), _DEREGISTER)
 
 
 def _deregister(owner: Owner, entry: Entry) -> None:

@@ -31,8 +31,9 @@ def create(
     make: Callable[[], Communicator], exchange: Exchange | None, deadline: float, seconds: float
 ) -> Communicator:
     """Return the communicator that `make` creates; raise at the deadline, or if another rank fails first."""
+    running = Running(make, "init", Communicator.abort, deadline)
     try:
-        running = Running(make, "init", Communicator.abort, deadline)
+        running.start()
     except BaseException as error:
         _raise_first(exchange, error)
     try:

@@ -24,7 +24,7 @@ def no_thread() -> Iterator[None]:
 def test_a_call_is_made_in_the_caller_s_thread_where_no_other_can_be_started() -> None:
     assert bounded(threading.get_ident, 1, "a call") == threading.get_ident()
     with pytest.raises(NoThreadError):
-        Running(threading.get_ident, "a call")
+        Running(threading.get_ident, "a call").start()
 
 
 def test_an_error_of_a_signal_handler_is_no_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
