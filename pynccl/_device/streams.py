@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pynccl import capi
 from pynccl._device.blocking import another_thread_may_call
 from pynccl._device.devices import device_to_use, on_device
-from pynccl._errors import NcclError, NcclInvalidArgument, NcclTimeoutError
+from pynccl._errors import NcclError, NcclInvalidArgument, NcclInvalidUsage, NcclTimeoutError
 from pynccl._library import cuda, loader
 from pynccl._library.binding import lib
 from pynccl._library.status import IN_PROGRESS, check
@@ -41,6 +41,9 @@ class User(Protocol):
 
     def waited_for(self, stream: int, number: int) -> None:
         """Learn that the program has waited for a stream's calls up to this number."""
+
+    def keep(self, stream: int, arrays: Iterable[Any]) -> None:
+        """Keep objects alive until somebody has waited for a stream's calls."""
 
     def failed_on(self, stream: int) -> NcclError | None:
         """Learn that calls on a stream may have failed; return their error."""
@@ -253,9 +256,11 @@ class _Owned(Hinting):
 class Stream(_Owned):
     """A stream of the current device or of the CPU library; the work of a stream runs in order.
 
-    The end of its `with` block waits for its work, unless an exception ends the block, and destroys it.
-    `destroy` does not wait, as in CUDA: the work goes on, and its results come later. A destroyed stream
-    raises ValueError. `with` does not make it the current stream.
+    The end of its `with` block waits for its work, unless an exception ends the block, and destroys it. An
+    exception in that wait, such as Ctrl-C, leaves it alive until somebody has waited for its calls. Inside
+    `pynccl.group()`, which issues its calls later, the end of the block raises NcclInvalidUsage. `destroy`
+    does not wait, as in CUDA: the work goes on, and its results come later. A destroyed stream raises
+    ValueError. `with` does not make it the current stream.
     """
 
     _makers = cpu_stream, cuda.stream_create
@@ -325,21 +330,31 @@ class Stream(_Owned):
         super().destroy()
 
     def __exit__(self, *error: object) -> None:
-        try:
-            if error[0] is None and self._handle and self._pid == os.getpid():
-                self._finish()
-        finally:
-            self.destroy()
+        if error[0] is None and self._handle and self._pid == os.getpid():
+            self._finish()
+        self.destroy()
 
     def _finish(self) -> None:
         """Wait for the work; raise an error of which the program has not been told."""
+        if lib.pynccl_group_depth():
+            self.destroy()
+            raise NcclInvalidUsage(
+                "the `with` block of a stream ends inside pynccl.group(), which issues its calls later; "
+                "expected group() inside the block"
+            )
         users = [user for ref, _, _ in _calls_on(self._handle) if (user := ref()) is not None]
         untold = any(not user.told for user in users)
         try:
             self.synchronize()
         except NcclError:
             if untold:
+                self.destroy()
                 raise
+        except BaseException:
+            # Such as Ctrl-C: the calls go on.
+            for user in users:
+                user.keep(self._handle, [self])
+            raise
 
 
 class Event(_Owned):

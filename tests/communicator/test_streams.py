@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -15,7 +16,7 @@ import pytest
 
 import pynccl
 from meeting import hear, tell
-from pynccl import Communicator, NcclInvalidArgument, NcclTimeoutError, testing
+from pynccl import Communicator, NcclInvalidArgument, NcclInvalidUsage, NcclTimeoutError, testing
 from ranks import on_ranks
 
 
@@ -181,6 +182,48 @@ def test_the_end_of_a_with_block_waits(rank: int, nranks: int) -> None:
             with pytest.raises(NcclInvalidArgument, match="was destroyed with calls"):
                 comm.synchronize()
         comm.barrier()
+
+
+@on_ranks(2)
+def test_ctrl_c_at_the_end_of_a_with_block(rank: int, nranks: int) -> None:
+    """The calls go on, and the stream lives until the communicator has waited for it."""
+    with pynccl.init() as comm:
+        x = np.ones(3)
+        if rank == 0:
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt), pynccl.Stream() as stream:
+                comm.all_reduce(x, stream=stream.handle)
+            alive = weakref.ref(stream)
+            del stream
+            gc.collect()
+            tell("interrupted")
+            comm.synchronize()
+            gc.collect()
+            assert alive() is None
+        else:
+            hear("interrupted")
+            comm.all_reduce(x)
+        assert (x == nranks).all()
+
+
+@on_ranks(2)
+def test_the_end_of_a_with_block_inside_a_group(rank: int, nranks: int) -> None:
+    """The calls would come after the stream's end: all are dropped."""
+    with pynccl.init(timeout=20) as comm:
+        x = np.ones(3)
+        how = r"ends inside pynccl.group\(\).*; expected group\(\) inside"
+        with pytest.raises(NcclInvalidUsage, match=how), pynccl.group(), pynccl.Stream() as stream:
+            comm.all_reduce(x, stream=stream)
+        with pytest.raises(ValueError, match="this stream was destroyed"):
+            _ = stream.handle
+        with suppress(KeyError), pynccl.group(), pynccl.Stream() as stream:
+            comm.all_reduce(x, stream=stream)
+            raise KeyError
+        comm.synchronize()
+        assert (x == 1).all()
+        with pynccl.Stream() as stream, pynccl.group():
+            comm.all_reduce(x, stream=stream)
+        assert (x == nranks).all()
 
 
 @on_ranks(2)
