@@ -106,45 +106,75 @@ OpName = Literal["sum", "prod", "max", "min", "avg"]
 Op = OpName | RedOp | int | PreMulSum
 
 
+# The largest numbers of the datatypes that NumPy lacks.
+_LARGEST = {"bfloat16": (2 - 2**-7) * 2.0**127, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+
 def _as_bytes(factor: Any, datatype: int) -> bytes:
     """Convert a number to a datatype and return the bytes of one element."""
     name = dtypes.name_of(datatype)
     try:
-        return _converted(factor, name)
+        return _as_integer(factor, name) if "int" in name else _as_float(factor, name)
     except OverflowError:
         raise ValueError(
-            f"op has the factor {shown(factor)}; expected a value of {name}, the dtype of the arrays"
+            f"op has the factor {shown(factor)}; expected a value of {name}, the dtype of the arrays: "
+            f"{_range(name)}"
         ) from None
 
 
-def _converted(factor: Any, name: str) -> bytes:
-    if name == "bfloat16":
-        # The upper half of a float32, rounded to even.
-        word = int(np.float32(factor).view(np.uint32))
-        rounded = word + 0x7FFF + (word >> 16 & 1) if factor == factor else word | 0x400000
-        return int(rounded >> 16).to_bytes(2, "little")
-    if name.startswith("float8"):
-        try:
-            import ml_dtypes
-        except ImportError:
-            raise TypeError(
-                f"factor is {shown(factor)} for arrays of {name}; expected ml_dtypes to be installed, "
-                "or a factor in device memory"
-            ) from None
-        return bytes(np.asarray(factor).astype(getattr(ml_dtypes, name)).tobytes())
-    dtype = np.dtype(name)
-    if dtype.kind in "iu":
-        # Convert to a Python number: scalars of ml_dtypes cannot be compared with large ints.
-        factor = factor.item() if isinstance(factor, np.generic) else factor
-        # NaN and the infinities cannot be converted to int, and equal no int.
-        whole = int(factor) if -np.inf < factor < np.inf else 0
-        if whole != factor or not np.iinfo(dtype).min <= whole <= np.iinfo(dtype).max:
-            raise OverflowError
-    with np.errstate(over="ignore"):
-        value = np.asarray(factor).astype(dtype)
-    if np.isinf(value) and np.isfinite(factor):
+def _range(name: str) -> str:
+    """Return which numbers a datatype has, for a message."""
+    if "int" in name:
+        return f"an integer from {np.iinfo(name).min} to {np.iinfo(name).max}"
+    largest = _LARGEST[name] if name in _LARGEST else float(np.finfo(name).max)
+    return f"from {-largest:.8g} to {largest:.8g}"
+
+
+def _as_integer(factor: Any, name: str) -> bytes:
+    # Convert to a Python number: scalars of ml_dtypes cannot be compared with large ints.
+    factor = factor.item() if isinstance(factor, np.generic) else factor
+    # NaN and the infinities cannot be converted to int, and equal no int.
+    whole = int(factor) if -np.inf < factor < np.inf else 0
+    if whole != factor or not np.iinfo(name).min <= whole <= np.iinfo(name).max:
         raise OverflowError
-    return value.tobytes()
+    return np.asarray(whole, name).tobytes()
+
+
+def _as_float(factor: Any, name: str) -> bytes:
+    if isinstance(factor, int) and not -1 << 63 <= factor < 1 << 64:
+        # NumPy has no such integers.
+        factor = float(factor)
+    with np.errstate(over="ignore"):
+        value = np.asarray(factor).astype(_numpy_type(factor, name))
+    if name == "bfloat16":
+        value = _rounded_to_bfloat16(value)
+    # float8_e4m3fn has no infinities.
+    if not np.isfinite(value) and (np.isfinite(factor) or np.isinf(factor) != np.isinf(value)):
+        raise OverflowError
+    return value.tobytes()[2 if name == "bfloat16" else 0 :]
+
+
+def _numpy_type(factor: Any, name: str) -> Any:
+    """Return NumPy's type for a datatype of floats; float32 for bfloat16, which is its upper half."""
+    if name == "bfloat16":
+        return np.float32
+    if name not in _LARGEST:
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise TypeError(
+            f"factor is {shown(factor)} for arrays of {name}; expected ml_dtypes to be installed, "
+            "or a factor in device memory"
+        ) from None
+    return getattr(ml_dtypes, name)
+
+
+def _rounded_to_bfloat16(value: Any) -> Any:
+    """Round a float32 to even where bfloat16 ends."""
+    word = int(value.view(np.uint32))
+    word = word | 0x400000 if np.isnan(value) else word + 0x7FFF + (word >> 16 & 1)
+    return np.uint32(word & 0xFFFF0000).view(np.float32)
 
 
 def _hint(name: object) -> str:

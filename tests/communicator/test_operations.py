@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -309,9 +310,8 @@ def test_wrong_factors(rank: int, nranks: int) -> None:
                 ValueError, match=rf"op has the factor {factor}; expected a value of {dtype}, .*{where}"
             ):
                 comm.all_reduce(np.ones(2, dtype), op=op)
-        for dtype in ("float64", "bfloat16"):
-            with pytest.raises(ValueError, match=f"op has the factor 1000.*; expected a value of {dtype}"):
-                comm.all_reduce(np.ones(2, dtype_of(dtype)), op=comm.pre_mul_sum(10**400))
+        with pytest.raises(ValueError, match="op has the factor inf; .* float8_e4m3fn.* -448 to 448 "):
+            comm.all_reduce(np.ones(2, dtype_of("float8_e4m3fn")), op=comm.pre_mul_sum(float("inf")))
         for factor in (float("nan"), float("inf")):
             with pytest.raises(ValueError, match=f"op has the factor {factor}; expected a value of int32"):
                 comm.all_reduce(np.ones(2, np.int32), op=comm.pre_mul_sum(factor))
@@ -320,6 +320,35 @@ def test_wrong_factors(rank: int, nranks: int) -> None:
         with pytest.raises(TypeError, match=r"dtype bool; NCCL cannot reduce it"):
             comm.all_reduce(np.ones(2, bool), op=comm.pre_mul_sum(2))
         assert (comm.all_reduce(np.ones(2)) == nranks).all()
+
+
+# By dtype: the largest number, a factor that is rounded to it, a factor beyond, and the range in words.
+LIMITS: dict[str, tuple[float, float, float, str]] = {
+    "int8": (127, 127, 128, "an integer from -128 to 127"),
+    "uint64": (2**64 - 1, 2**64 - 1, 2**64, "an integer from 0 to 18446744073709551615"),
+    "float8_e4m3fn": (448, 464, 465, "from -448 to 448"),
+    "float8_e5m2": (57344, 61439, 61440, "from -57344 to 57344"),
+    "float16": (65504, 65519, 65520, "from -65504 to 65504"),
+    "bfloat16": (3.3895314e38, 3.396e38, 3.397e38, "from -3.3895314e+38 to 3.3895314e+38"),
+    "float32": (3.4028234664e38, 3.4028235e38, 3.4028236e38, "from -3.4028235e+38 to 3.4028235e+38"),
+    "float64": (2**1024 - 2**971, 2**1024 - 2**971, 2**1024, "from -1.7976931e+308 to 1.7976931e+308"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+@on_ranks(1)
+def test_the_largest_factors(rank: int, nranks: int, name: str) -> None:
+    largest, rounded, beyond, limits = LIMITS[name]
+    dtype = dtype_of(name)
+    with pynccl.init() as comm:
+        assert comm.all_reduce(np.ones(1, dtype), op=comm.pre_mul_sum(rounded))[0] == dtype.type(largest)
+        for factor in (beyond, -beyond - 1, 10**400, np.longdouble("1e400")):
+            words = (
+                f"op has the factor {factor!r:.40}",
+                f"; expected a value of {name}, the dtype of the arrays: {limits} ",
+            )
+            with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+                comm.all_reduce(np.ones(1, dtype), op=comm.pre_mul_sum(factor))
 
 
 def test_the_table_of_dtypes_is_complete() -> None:
