@@ -176,6 +176,8 @@ typedef struct pynccl_peer {
 typedef struct pynccl_marker {
   uintptr_t stream, events[2];
   int64_t at[2];
+  uint64_t calls[2];  // the number of the newest call before each event
+  int kind[2];        // and its kind
   int pending, recording;
 } pynccl_marker;
 

@@ -59,6 +59,8 @@ void pynccl_mark(pynccl_watch* w, uintptr_t stream) {
     m->recording = 0;
     if (!r) {
       m->at[which] = pynccl_now();
+      m->calls[which] = pynccl_calls(w);
+      m->kind[which] = pynccl_newest_kind(w);
       m->pending |= 1 << which;
     }
     pthread_cond_broadcast(&pynccl_watchdog.changed);
@@ -66,8 +68,8 @@ void pynccl_mark(pynccl_watch* w, uintptr_t stream) {
   if (!w->is_cpu) cuCtxPopCurrent_v2(&before);
 }
 
-int64_t pynccl_oldest(pynccl_watch* w, uintptr_t* stream) {
-  int64_t oldest = 0;
+int pynccl_oldest(pynccl_watch* w, pynccl_marker* oldest) {
+  int found = 0;
   for (int i = 0; i < w->marker_count; ++i) {
     pynccl_marker* m = &w->markers[i];
     if (m->pending && !m->recording && pynccl_event_done(w, m->events[0])) {
@@ -75,12 +77,14 @@ int64_t pynccl_oldest(pynccl_watch* w, uintptr_t* stream) {
       m->events[0] = m->events[1];
       m->events[1] = event;
       m->at[0] = m->at[1];
+      m->calls[0] = m->calls[1];
+      m->kind[0] = m->kind[1];
       m->pending >>= 1;
     }
-    if (m->pending && (!oldest || m->at[0] < oldest)) {
-      oldest = m->at[0];
-      *stream = m->stream;
+    if (m->pending && (!found || m->at[0] < oldest->at[0])) {
+      *oldest = *m;
+      found = 1;
     }
   }
-  return oldest;
+  return found;
 }

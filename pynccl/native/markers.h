@@ -8,7 +8,7 @@
 void pynccl_event_free(const pynccl_watch* w, uintptr_t event);
 // Only for the thread that has just issued on the stream: a capture forbids other threads to use it.
 void pynccl_mark(pynccl_watch* w, uintptr_t stream);
-// The issue time of the oldest outstanding calls, and their stream; 0: none.
-int64_t pynccl_oldest(pynccl_watch* w, uintptr_t* stream);
+// Whether there are outstanding calls; then copies the marker whose first event is behind the oldest of them.
+int pynccl_oldest(pynccl_watch* w, pynccl_marker* oldest);
 
 #pragma GCC visibility pop

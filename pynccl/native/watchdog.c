@@ -81,14 +81,14 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
     return;
   }
   if (!w->timeout) return;
-  uintptr_t stream = 0;
   uintptr_t before;
   const int inside_context = w->context && w->marker_count && cuCtxPushCurrent_v2(w->context) == 0;
-  const int64_t issued = pynccl_oldest(w, &stream);
+  pynccl_marker oldest;
+  const int issued = pynccl_oldest(w, &oldest);
   if (inside_context) cuCtxPopCurrent_v2(&before);
   const int64_t in_call = __atomic_load_n(&w->in_call, __ATOMIC_ACQUIRE);
   const int inside = in_call && now - in_call > w->timeout;
-  if (!inside && !(issued && now - issued > w->timeout)) {
+  if (!inside && !(issued && now - oldest.at[0] > w->timeout)) {
     w->late = 0;
     return;
   }
@@ -103,8 +103,9 @@ static void pynccl_inspect(pynccl_watch* w, int64_t now) {
     pynccl_say(what, sizeof what, "a call of %s did not return within %g s",
                pynccl_kind_name(pynccl_newest_kind(w)), seconds);
   else
-    pynccl_say(what, sizeof what, "calls on stream %#lx did not complete within %g s", (unsigned long)stream,
-               seconds);
+    pynccl_say(what, sizeof what, "calls up to #%llu %s on stream %#lx did not complete within %g s",
+               (unsigned long long)oldest.calls[0], pynccl_kind_name(oldest.kind[0]),
+               (unsigned long)oldest.stream, seconds);
   pynccl_say_signals(w->comm, what, sizeof what);
   pynccl_verdict v;
   pynccl_explain(w, what, 1, &v);

@@ -223,6 +223,7 @@ def test_mismatches_time_outs_and_the_end(rank: int, nranks: int) -> None:
                 work.wait(timeout=0.01)
             error = failing(work, by_await=True)
             assert isinstance(error, NcclTimeoutError | RankFailedError)
+            assert "calls up to #1 recv on stream 0x" in str(error)
             tell("timed out")
         else:
             hear("timed out")

@@ -199,7 +199,7 @@ def watches_streams(rank: int, nranks: int) -> None:
     while (error := comm.async_error()) is None:
         time.sleep(0.01)
     assert 0.5 < time.monotonic() - start < 10
-    assert f"calls on stream {streams[1]:#x} did not complete within 0.6 s" in str(error)
+    assert f"calls up to #10 all_reduce on stream {streams[1]:#x} did not complete within 0.6 s" in str(error)
     with pytest.raises(NcclTimeoutError, match="did not complete within 0.6 s"):
         comm.all_reduce(send, recv, stream=streams[0])
     with pytest.raises(NcclTimeoutError, match="did not complete within 0.6 s"):
@@ -227,7 +227,7 @@ def watches_calls_that_do_not_block(rank: int, nranks: int) -> None:
         while (error := comm.async_error()) is None:
             time.sleep(0.01)
         assert 0.5 < time.monotonic() - start < 10
-        assert f"calls on stream {stream:#x} did not complete within 0.6 s" in str(error)
+        assert f"all_reduce on stream {stream:#x} did not complete within 0.6 s" in str(error)
         comm.abort()
 
 
