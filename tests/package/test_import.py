@@ -13,10 +13,8 @@ from conftest import ROOT, Run, clean_environment
 from processes import completed
 
 PACKAGE = Path(pynccl.__file__).parent
-# An editable installation, as the one that these tests may run in, finds its compiled parts for any copy.
-ALONE = (
-    "import sys; sys.meta_path = [f for f in sys.meta_path if '__editable__' not in f'{f} {f.__module__}']; "
-)
+# An editable installation, as the one that these tests may run in, would stand behind any copy.
+ALONE = f"import sys; sys.path = [folder for folder in sys.path if folder != {str(PACKAGE.parent)!r}]; "
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     folder = tmp_path_factory.mktemp("typing")
     (folder / "program.py").write_text(PROGRAM)
     (folder / "mypy.ini").write_text(
-        f"[mypy]\nstrict = true\nmypy_path = {ROOT}\n"
+        "[mypy]\nstrict = true\n"
         "[mypy-pynccl.*,torch.*]\nfollow_imports = silent\n[mypy-cffi.*]\nignore_missing_imports = true\n"
     )
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary", "program.py"]
